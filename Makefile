@@ -1,0 +1,82 @@
+# The commands of this repository. `make train` and `make test` need only a Python (3.11 to 3.13)
+# and a package index: each makes .venv first, and again when pyproject.toml changes.
+#
+#   make train [ARGS="--steps 100"]     train a byte-level GPT on real text, ZeRO-3, 2 x 4 devices
+#   make test [ARGS="-k placement"]     the test suite (not the slow, nightly and full parts)
+#   make test PYTHON=3.12               with another Python: a version, or a path
+#   make train EXTRAS=cuda12            with the wheels for NVIDIA GPUs (cuda12 or cuda13)
+#   make test-full | test-nightly       the rest of the tests
+#   make lint                           ruff and pyright
+#   make bench-memory | bench-NAME      run benchmarks/NAME.py
+#   make notebook                       open the notebooks in JupyterLab
+#   make clean                          remove environments and caches; runs/ is kept
+
+PYTHON ?=
+EXTRAS ?=
+ARGS   ?=
+
+comma  := ,
+empty  :=
+space  := $(empty) $(empty)
+VENV   := .venv
+PY     := $(VENV)/bin/python
+# What the environment was made for: its extras, then the PYTHON= asked for, if any. Empty where
+# there is none, or where its Python no longer runs.
+HAVE   := $(shell $(PY) -c 'import pip' 2>/dev/null && cat $(VENV)/.made-for 2>/dev/null)
+EXTRA_LIST := $(sort dev $(EXTRAS) $(subst $(comma),$(space),$(word 1,$(HAVE))))
+MISSING := $(filter-out $(subst $(comma),$(space),$(word 1,$(HAVE))),$(EXTRA_LIST))
+OTHER  := $(if $(PYTHON),$(filter-out $(word 2,$(HAVE)),$(PYTHON)))
+STAMP  := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help setup train test test-full test-nightly lint notebook clean force
+
+help:
+	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
+
+setup: $(STAMP)
+
+# Stale besides: an environment that lacks an extra, or was made for another PYTHON than the one
+# now asked for. Without PYTHON= any Python will do.
+ifneq ($(MISSING)$(OTHER),)
+$(STAMP): force
+endif
+
+$(STAMP): pyproject.toml scripts/pick_python
+	@rm -f $@
+	@set -e; \
+	if [ -n "$(OTHER)" ] || ! $(PY) -c 'import pip' 2>/dev/null; then \
+	    python=$$(PYTHON='$(PYTHON)' sh scripts/pick_python); \
+	    echo "making $(VENV) with $$python"; \
+	    "$$python" -m venv --clear $(VENV); \
+	fi; \
+	$(PY) -m pip install --quiet --disable-pip-version-check -e '.[$(subst $(space),$(comma),$(EXTRA_LIST))]'; \
+	echo '$(subst $(space),$(comma),$(EXTRA_LIST)) $(PYTHON)' > $(VENV)/.made-for; \
+	touch $@
+
+train: $(STAMP)
+	$(VENV)/bin/zeroxla train $(ARGS)
+
+test: $(STAMP)
+	$(PY) -m pytest -n 2 -m "not nightly and not full and not slow" $(ARGS)
+
+test-full: $(STAMP)
+	$(PY) -m pytest -n 2 -m "not nightly" $(ARGS)
+
+test-nightly: $(STAMP)
+	$(PY) -m pytest -n 2 -m "nightly" $(ARGS)
+
+lint: $(STAMP)
+	$(PY) -m ruff check .
+	$(PY) -m pyright
+
+bench-%: $(STAMP)
+	$(PY) benchmarks/$(subst -,_,$*).py $(ARGS)
+
+notebook:
+	@$(MAKE) --no-print-directory setup EXTRAS="$(EXTRAS) notebook"
+	$(VENV)/bin/jupyter lab notebooks
+
+clean:
+	rm -rf .venv .venv-oldest .cache .pytest_cache .ruff_cache .hypothesis build dist *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,218 @@
+"""GPT-2 (flax.linen): learned positions, pre-LayerNorm blocks, tanh-GELU, tied head.
+
+Shape letters: B batch, L positions, D width, V vocabulary, N heads, H head width (D / N), F hidden.
+The parameter names are those of Hugging Face's GPT2LMHeadModel, and so is the mathematics; its
+Conv1D weights are [in, out], like the kernels here.
+Source: Radford et al., "Language Models are Unsupervised Multitask Learners".
+"""
+
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from models.attention import causal_attention
+from models.losses import next_token_loss
+
+
+class GPT(nn.Module):
+    """A GPT-2 language model.
+
+    Parameters: `wte/embedding` [V, D], `wpe/embedding` [length, D], blocks, `ln_f`, and, untied,
+    `lm_head` [V, D]. A block is `ln_1`, `attn/c_attn` (kernel [D, 3 D]: queries, keys,
+    values), `attn/c_proj`, `ln_2`, `mlp/c_fc`, `mlp/c_proj`. Blocks are `h_0`, `h_1`, ..., or, with
+    scan, one `h` whose leaves have a leading layer dim.
+    """
+
+    vocab: int = 50257
+    length: int = 1024
+    """Longest sequence: the number of learned positions."""
+    layers: int = 12
+    width: int = 768
+    heads: int = 12
+    hidden: int | None = None
+    """Hidden width of a block's perceptron; None is 4 x width."""
+    dropout: float = 0.0
+    """Rate on embeddings, attention and residual branches, in train only (rng "dropout")."""
+    tie: bool = True
+    """Use the token embedding as the head too."""
+    scan: bool = True
+    """Run the blocks in one `nn.scan` over stacked leaves; otherwise unroll them."""
+    remat: bool = False
+    """Recompute each block's activations in backward (`nn.remat`)."""
+
+    @classmethod
+    def tiny(cls, **overrides: Any) -> "GPT":
+        """For tests: 28,544 parameters."""
+        shape = {"vocab": 64, "length": 32, "layers": 2, "width": 32, "heads": 4}
+        return cls(**{**shape, **overrides})
+
+    @classmethod
+    def bytes(cls, **overrides: Any) -> "GPT":
+        """Over bytes, for a machine without an accelerator: 4,870,144 parameters."""
+        shape = {"vocab": 256, "length": 256, "layers": 6, "width": 256, "heads": 8}
+        return cls(**{**shape, **overrides})
+
+    @classmethod
+    def small(cls, **overrides: Any) -> "GPT":
+        """GPT-2 small: 124,439,808 parameters."""
+        return cls(**overrides)
+
+    @classmethod
+    def xl(cls, **overrides: Any) -> "GPT":
+        """GPT-2 XL: 1,557,611,200 parameters."""
+        return cls(**{"layers": 48, "width": 1600, "heads": 25, **overrides})
+
+    @nn.compact
+    def __call__(
+        self,
+        tokens_BL: jax.Array,
+        *,
+        positions_BL: jax.Array | None = None,
+        mask_BL: jax.Array | None = None,
+        train: bool = False,
+    ) -> jax.Array:
+        """Return the logits of each position's next token.
+
+        Args:
+          tokens_BL: int[B, L], L at most `length`.
+          positions_BL: int[B, L] or [1, L]; 0, 1, ... when None. For left-padded rows.
+          mask_BL: nonzero at real tokens, 0 at padding.
+          train: whether dropout acts.
+
+        Returns:
+          float32[B, L, V].
+
+        Raises:
+          ValueError: L above `length`, or width not a multiple of heads.
+        """
+        length = tokens_BL.shape[1]
+        if length > self.length:
+            raise ValueError(
+                f"sequence of {length} tokens, but the model has {self.length} positions; "
+                f"cut the sequence, or build the model with length={length}"
+            )
+        if self.width % self.heads:
+            raise ValueError(
+                f"width {self.width} does not divide into {self.heads} heads; change one of them"
+            )
+        if positions_BL is None:
+            positions_BL = jnp.arange(length)[None, :]
+
+        init = nn.initializers.normal(0.02)
+        wte = nn.Embed(self.vocab, self.width, embedding_init=init, name="wte")
+        wpe = nn.Embed(self.length, self.width, embedding_init=init, name="wpe")
+        x_BLD = wte(tokens_BL) + wpe(positions_BL)
+        x_BLD = nn.Dropout(self.dropout, deterministic=not train)(x_BLD)
+        x_BLD = self._blocks(x_BLD, mask_BL, train)
+        x_BLD = layer_norm("ln_f")(x_BLD)
+        if self.tie:
+            head_VD = wte.embedding
+        else:
+            head_VD = self.param("lm_head", init, (self.vocab, self.width))
+        return jnp.einsum("bld,vd->blv", x_BLD, head_VD, preferred_element_type=jnp.float32)
+
+    def _blocks(self, x_BLD: jax.Array, mask_BL: jax.Array | None, train: bool) -> jax.Array:
+        # In a scan the loop itself keeps forward and recomputation apart: no barrier needed.
+        block = nn.remat(Block, prevent_cse=not self.scan) if self.remat else Block
+        shape = {
+            "heads": self.heads,
+            "hidden": self.hidden or 4 * self.width,
+            "layers": self.layers,
+            "dropout": self.dropout,
+            "train": train,
+        }
+        if not self.scan:
+            for i in range(self.layers):
+                x_BLD, _ = block(**shape, name=f"h_{i}")(x_BLD, mask_BL)
+            return x_BLD
+        stack = nn.scan(
+            block,
+            variable_axes={"params": 0},
+            split_rngs={"params": True, "dropout": True},
+            in_axes=nn.broadcast,
+            length=self.layers,
+        )
+        return stack(**shape, name="h")(x_BLD, mask_BL)[0]
+
+    def loss(
+        self, batch: dict[str, jax.Array], *, train: bool
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """Return (mean cross-entropy in nats, metrics) of {"tokens": int32[B, length + 1]}.
+
+        The batch may hold "mask" [B, length] for the targets that count; see `next_token_loss`.
+        """
+        return next_token_loss(self(batch["tokens"][:, :-1], train=train), batch)
+
+
+class Block(nn.Module):
+    """x + attention(norm(x)), then x + perceptron(norm(x)); the second result is scan's empty y."""
+
+    heads: int
+    hidden: int
+    layers: int
+    """How many blocks the model has: the residual projections start 1/sqrt(2 layers) smaller."""
+    dropout: float
+    train: bool
+
+    @nn.compact
+    def __call__(self, x_BLD: jax.Array, mask_BL: jax.Array | None) -> tuple[jax.Array, None]:
+        small = 0.02 / (2 * self.layers) ** 0.5
+        attention = Attention(self.heads, small, self.dropout, self.train, name="attn")
+        perceptron = Perceptron(self.hidden, small, name="mlp")
+        drop = nn.Dropout(self.dropout, deterministic=not self.train)
+        x_BLD = x_BLD + drop(attention(layer_norm("ln_1")(x_BLD), mask_BL))
+        x_BLD = x_BLD + drop(perceptron(layer_norm("ln_2")(x_BLD)))
+        return x_BLD, None
+
+
+class Attention(nn.Module):
+    """Causal self-attention with one product for queries, keys and values."""
+
+    heads: int
+    projection_std: float
+    dropout: float
+    train: bool
+
+    @nn.compact
+    def __call__(self, x_BLD: jax.Array, mask_BL: jax.Array | None) -> jax.Array:
+        batch, length, width = x_BLD.shape
+        qkv_BLE = dense(3 * width, 0.02, "c_attn")(x_BLD)
+        q_BLNH, k_BLNH, v_BLNH = (
+            part.reshape(batch, length, self.heads, -1) for part in jnp.split(qkv_BLE, 3, axis=-1)
+        )
+        # Each query head has a key-value head of its own: groups of one.
+        out = causal_attention(
+            q_BLNH[:, :, :, None, :],
+            k_BLNH,
+            v_BLNH,
+            mask_BM=mask_BL,
+            drop=nn.Dropout(self.dropout, deterministic=not self.train),
+        )
+        return dense(width, self.projection_std, "c_proj")(out.reshape(batch, length, width))
+
+
+class Perceptron(nn.Module):
+    """dense, tanh-GELU, dense."""
+
+    hidden: int
+    projection_std: float
+
+    @nn.compact
+    def __call__(self, x_BLD: jax.Array) -> jax.Array:
+        h_BLF = nn.gelu(dense(self.hidden, 0.02, "c_fc")(x_BLD), approximate=True)
+        return dense(x_BLD.shape[-1], self.projection_std, "c_proj")(h_BLF)
+
+
+def dense(features: int, std: float, name: str) -> nn.Dense:
+    """Return a dense layer with normal(std) kernel and zero bias."""
+    return nn.Dense(features, kernel_init=nn.initializers.normal(std), name=name)
+
+
+def layer_norm(name: str) -> nn.LayerNorm:
+    """Return GPT-2's LayerNorm: eps 1e-5, statistics in float32.
+
+    The variance is mean((x - mean)^2): E[x^2] - E[x]^2 cancels where the mean is large.
+    """
+    return nn.LayerNorm(epsilon=1e-5, use_fast_variance=False, name=name)

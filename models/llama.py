@@ -1,0 +1,232 @@
+"""Llama (flax.nnx): RMSNorm, rotary positions, grouped-query attention, SwiGLU.
+
+Shape letters: B batch, L positions, D width, V vocabulary, N query heads, K key-value heads,
+G = N / K, H head width, F hidden. The names are those of Hugging Face's LlamaForCausalLM, and so is
+the mathematics; its weights are [out, in], the kernels here [in, out].
+Source: Touvron et al., arXiv 2302.13971 and 2307.09288.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from models.attention import causal_attention
+from models.losses import next_token_loss
+
+NORMAL = nnx.initializers.normal(0.02)
+
+
+class Llama(nnx.Module):
+    """A Llama language model. Presets return `lambda rngs: Llama(...)`, which allocates nothing.
+
+    Parameters: `embed_tokens/embedding` [V, D], blocks, `norm/scale` [D], and, untied, `lm_head`
+    [V, D]. A block is `input_layernorm`, `self_attn/{q,k,v,o}_proj`, `post_attention_layernorm`,
+    `mlp/{gate,up,down}_proj`. Blocks are `layers/0`, `layers/1`, ..., or, with scan, one `layers`
+    whose leaves have a leading layer dim.
+    """
+
+    def __init__(
+        self,
+        *,
+        vocab: int,
+        layers: int,
+        width: int,
+        heads: int,
+        kv_heads: int,
+        hidden: int,
+        theta: float = 10000.0,
+        eps: float = 1e-5,
+        tie: bool = False,
+        scan: bool = True,
+        remat: bool = False,
+        rngs: nnx.Rngs,
+    ):
+        """Build the model with normal(0.02) kernels.
+
+        Args:
+          vocab, layers, width, heads, hidden: V, the number of blocks, D, N, F.
+          kv_heads: K; divides heads.
+          theta: base of the rotary wavelengths.
+          eps: added to the mean square in every RMSNorm.
+          tie: use the token embedding as the head too.
+          scan: run the blocks in one `nnx.scan` over stacked leaves; otherwise unroll them.
+          remat: recompute each block's activations in backward (`nnx.remat`).
+          rngs: stream "params".
+
+        Raises:
+          ValueError: heads do not divide as the attention needs.
+        """
+        if heads % kv_heads or width % (2 * heads):
+            raise ValueError(
+                f"width {width}, heads {heads}, kv_heads {kv_heads}: kv_heads must divide heads, "
+                "and width / heads must be a whole even number (rotary pairs)"
+            )
+
+        def block(rngs: nnx.Rngs) -> Block:
+            return Block(width, heads, kv_heads, hidden, eps, rngs=rngs)
+
+        self.scan = scan
+        self.remat = remat
+        self.theta = theta
+        self.head_width = width // heads
+        self.embed_tokens = nnx.Embed(vocab, width, embedding_init=NORMAL, rngs=rngs)
+        if scan:
+            self.layers = nnx.vmap(block)(rngs.split(layers))
+        else:
+            self.layers = nnx.List(block(rngs) for _ in range(layers))
+        self.norm = nnx.RMSNorm(width, epsilon=eps, rngs=rngs)
+        self.lm_head = None if tie else nnx.Param(NORMAL(rngs.params(), (vocab, width)))
+
+    @classmethod
+    def tiny(cls, **overrides: Any) -> "Callable[[nnx.Rngs], Llama]":
+        """For tests, with a query group of 2: 22,688 parameters."""
+        shape = {"vocab": 64, "layers": 2, "width": 32, "heads": 4, "kv_heads": 2, "hidden": 64}
+        return lambda rngs: cls(**{**shape, **overrides}, rngs=rngs)
+
+    @classmethod
+    def small(cls, **overrides: Any) -> "Callable[[nnx.Rngs], Llama]":
+        """About the size of GPT-2 small: 124,668,672 parameters."""
+        shape = {"vocab": 32000, "layers": 12, "width": 768, "heads": 12, "kv_heads": 4}
+        return lambda rngs: cls(**{**shape, "hidden": 2048, **overrides}, rngs=rngs)
+
+    @classmethod
+    def llama3_8b(cls, **overrides: Any) -> "Callable[[nnx.Rngs], Llama]":
+        """Llama 3 8B: 8,030,261,248 parameters."""
+        shape = {"vocab": 128256, "layers": 32, "width": 4096, "heads": 32, "kv_heads": 8}
+        shape = {**shape, "hidden": 14336, "theta": 500000.0}
+        return lambda rngs: cls(**{**shape, **overrides}, rngs=rngs)
+
+    def __call__(
+        self,
+        tokens_BL: jax.Array,
+        *,
+        positions_BL: jax.Array | None = None,
+        mask_BL: jax.Array | None = None,
+    ) -> jax.Array:
+        """Return the logits of each position's next token.
+
+        Args:
+          tokens_BL: int[B, L].
+          positions_BL: int[B, L] or [1, L]; 0, 1, ... when None. For left-padded rows.
+          mask_BL: nonzero at real tokens, 0 at padding.
+
+        Returns:
+          float32[B, L, V].
+        """
+        if positions_BL is None:
+            positions_BL = jnp.arange(tokens_BL.shape[1])[None, :]
+        rotation = rotary_tables(positions_BL, self.head_width, self.theta)
+
+        def run(x_BLD: jax.Array, block: Block) -> jax.Array:
+            return block(x_BLD, rotation, mask_BL)
+
+        if self.remat:
+            run = nnx.remat(run, prevent_cse=not self.scan, graph_updates=False)
+        # Not embed_tokens(...): nnx.Embed casts to the dtype that the table had when it was built.
+        x_BLD = jnp.take(self.embed_tokens.embedding[...], tokens_BL, axis=0)
+        if self.scan:
+            x_BLD = nnx.scan(run, in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x_BLD, self.layers)
+        else:
+            for block in self.layers:
+                x_BLD = run(x_BLD, block)
+        x_BLD = self.norm(x_BLD)
+        head_VD = self.embed_tokens.embedding if self.lm_head is None else self.lm_head
+        return jnp.einsum("bld,vd->blv", x_BLD, head_VD[...], preferred_element_type=jnp.float32)
+
+    def loss(
+        self, batch: dict[str, jax.Array], *, train: bool
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """Return (mean cross-entropy in nats, metrics) of {"tokens": int32[B, length + 1]}.
+
+        The batch may hold "mask" [B, length] for the targets that count; see `next_token_loss`.
+        Nothing here depends on `train`: the architecture has no dropout.
+        """
+        return next_token_loss(self(batch["tokens"][:, :-1]), batch)
+
+
+class Block(nnx.Module):
+    """x + attention(norm(x)), then x + SwiGLU(norm(x))."""
+
+    def __init__(
+        self, width: int, heads: int, kv_heads: int, hidden: int, eps: float, *, rngs: nnx.Rngs
+    ):
+        self.input_layernorm = nnx.RMSNorm(width, epsilon=eps, rngs=rngs)
+        self.self_attn = Attention(width, heads, kv_heads, rngs=rngs)
+        self.post_attention_layernorm = nnx.RMSNorm(width, epsilon=eps, rngs=rngs)
+        self.mlp = SwiGLU(width, hidden, rngs=rngs)
+
+    def __call__(
+        self,
+        x_BLD: jax.Array,
+        rotation: tuple[jax.Array, jax.Array],
+        mask_BL: jax.Array | None,
+    ) -> jax.Array:
+        x_BLD = x_BLD + self.self_attn(self.input_layernorm(x_BLD), rotation, mask_BL)
+        return x_BLD + self.mlp(self.post_attention_layernorm(x_BLD))
+
+
+class Attention(nnx.Module):
+    """Rotary causal self-attention; N / K query heads share a key-value head."""
+
+    def __init__(self, width: int, heads: int, kv_heads: int, *, rngs: nnx.Rngs):
+        self.kv_heads = kv_heads
+        self.head_width = width // heads
+        self.q_proj = dense(width, width, rngs)
+        self.k_proj = dense(width, kv_heads * self.head_width, rngs)
+        self.v_proj = dense(width, kv_heads * self.head_width, rngs)
+        self.o_proj = dense(width, width, rngs)
+
+    def __call__(
+        self,
+        x_BLD: jax.Array,
+        rotation: tuple[jax.Array, jax.Array],
+        mask_BL: jax.Array | None,
+    ) -> jax.Array:
+        batch, length, width = x_BLD.shape
+
+        def split(y: jax.Array) -> jax.Array:
+            return y.reshape(batch, length, -1, self.head_width)
+
+        q_BLNH = rotate(split(self.q_proj(x_BLD)), rotation)
+        k_BLKH = rotate(split(self.k_proj(x_BLD)), rotation)
+        v_BLKH = split(self.v_proj(x_BLD))
+        q_BLKGH = q_BLNH.reshape(batch, length, self.kv_heads, -1, self.head_width)
+        out = causal_attention(q_BLKGH, k_BLKH, v_BLKH, mask_BM=mask_BL)
+        return self.o_proj(out.reshape(batch, length, width))
+
+
+class SwiGLU(nnx.Module):
+    """down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, width: int, hidden: int, *, rngs: nnx.Rngs):
+        self.gate_proj = dense(width, hidden, rngs)
+        self.up_proj = dense(width, hidden, rngs)
+        self.down_proj = dense(hidden, width, rngs)
+
+    def __call__(self, x_BLD: jax.Array) -> jax.Array:
+        return self.down_proj(jax.nn.silu(self.gate_proj(x_BLD)) * self.up_proj(x_BLD))
+
+
+def dense(num_in: int, num_out: int, rngs: nnx.Rngs) -> nnx.Linear:
+    """Return a linear layer without bias, kernel [in, out] from normal(0.02)."""
+    return nnx.Linear(num_in, num_out, use_bias=False, kernel_init=NORMAL, rngs=rngs)
+
+
+def rotary_tables(
+    positions_BL: jax.Array, head_width: int, theta: float
+) -> tuple[jax.Array, jax.Array]:
+    """Return (cos, sin), each float32[B, L, 1, H / 2]; angle = position / theta^(2 i / H)."""
+    frequency_h = theta ** (-jnp.arange(0, head_width, 2, dtype=jnp.float32) / head_width)
+    angle_BLh = positions_BL[..., None].astype(jnp.float32) * frequency_h
+    return jnp.cos(angle_BLh)[:, :, None, :], jnp.sin(angle_BLh)[:, :, None, :]
+
+
+def rotate(x_BLNH: jax.Array, rotation: tuple[jax.Array, jax.Array]) -> jax.Array:
+    """Turn each pair (x[i], x[i + H / 2]) by its angle, in float32; return x's dtype."""
+    cos, sin = rotation
+    first, second = jnp.split(x_BLNH.astype(jnp.float32), 2, axis=-1)
+    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return turned.astype(x_BLNH.dtype)

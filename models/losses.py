@@ -1,0 +1,48 @@
+"""Losses that the models share: next-token and classification cross-entropy, in float32.
+
+Shape letters: B batch, L length, V vocabulary, C classes.
+"""
+
+import jax
+import jax.numpy as jnp
+import optax
+
+
+def next_token_loss(
+    logits_BLV: jax.Array, batch: dict[str, jax.Array]
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """Return the mean cross-entropy of each next token, in nats.
+
+    Args:
+      logits_BLV: logits for `tokens[:, :-1]`, any floating dtype (cast to float32 here).
+      batch: "tokens" int[B, L + 1]; optionally "mask" [B, L], nonzero where the target
+        `tokens[:, 1:]` counts.
+
+    Returns:
+      (float32 scalar, metrics). Without a mask metrics is empty; with one it is
+      {"weight": number of counted targets}, so that a mean over devices can be weighted.
+    """
+    losses_BL = optax.softmax_cross_entropy_with_integer_labels(
+        logits_BLV.astype(jnp.float32), batch["tokens"][:, 1:]
+    )
+    if "mask" not in batch:
+        return losses_BL.mean(), {}
+    mask_BL = (batch["mask"] != 0).astype(jnp.float32)
+    weight = mask_BL.sum()
+    # A slice with nothing to count has loss 0 and weight 0, not 0/0.
+    return (losses_BL * mask_BL).sum() / jnp.maximum(weight, 1), {"weight": weight}
+
+
+def classification_loss(
+    logits_BC: jax.Array, label_B: jax.Array
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """Return the mean cross-entropy in nats and {"accuracy": fraction of right argmaxes}.
+
+    Args:
+      logits_BC: class logits, any floating dtype (cast to float32 here).
+      label_B: int[B], each in [0, C).
+    """
+    logits_BC = logits_BC.astype(jnp.float32)
+    losses_B = optax.softmax_cross_entropy_with_integer_labels(logits_BC, label_B)
+    hits_B = logits_BC.argmax(axis=-1) == label_B
+    return losses_B.mean(), {"accuracy": hits_B.astype(jnp.float32).mean()}

@@ -1,0 +1,54 @@
+"""Set up JAX before any test imports it: 8 CPU devices, a compilation cache, few threads.
+
+Everything goes through environment variables, so that the processes that tests start get the same.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+NUM_DEVICES = 8
+
+
+def _prepare_environment() -> None:
+    # On a machine with an accelerator the suite still runs on 8 CPU devices, unless told otherwise.
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    # A collective blocks one thread per device; XLA sizes its pool by this variable.
+    os.environ.setdefault("NPROC", "64")
+    flags = os.environ.get("XLA_FLAGS", "")
+    if "xla_force_host_platform_device_count" not in flags:
+        flags += f" --xla_force_host_platform_device_count={NUM_DEVICES}"
+    os.environ["XLA_FLAGS"] = flags.strip()
+    # Two test processes on two cores, each with 8 device threads: BLAS threads only contend.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    # Compilation is most of the suite's time. Reading an entry back costs some 10 ms, so programs
+    # that compile faster than the threshold stay out.
+    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(REPOSITORY / ".cache" / "jax"))
+    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.3")
+    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "0")
+    # Plots are drawn to files.
+    os.environ.setdefault("MPLBACKEND", "Agg")
+
+
+_prepare_environment()
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def mesh24():
+    """Two nodes of four devices, the mesh of most tests."""
+    from zeroxla.mesh import make_mesh
+
+    return make_mesh(nodes=2, devices_per_node=4)
+
+
+@pytest.fixture(scope="session")
+def mesh18():
+    """One node of eight devices: no hop between nodes."""
+    from zeroxla.mesh import make_mesh
+
+    return make_mesh(nodes=1, devices_per_node=8)

@@ -1,0 +1,24 @@
+"""zeroxla: train Flax models that do not fit one device, with ZeRO-3 in JAX."""
+
+# from zeroxla import inspect
+from zeroxla.config import ZeroConfig
+from zeroxla.mesh import make_mesh, simulate
+from zeroxla.state import LossScale, TrainState, full_params
+from zeroxla.step import Step, make_step
+
+__all__ = [
+    # set-up
+    "ZeroConfig",
+    "make_mesh",
+    "simulate",
+    # training
+    "LossScale",
+    "Step",
+    "TrainState",
+    "full_params",
+    "make_step",
+    # reports
+
+]
+
+__version__ = "0.1.0"

@@ -1,0 +1,157 @@
+"""What every adapter returns, and the checks and conversions they share."""
+
+import dataclasses
+import inspect
+import zlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+Tree = dict[str, Any]
+"""Nested dicts with string keys and arrays as leaves."""
+
+Path = tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Adapted:
+    """A model as two pure functions. Compared and hashed by identity.
+
+    `init(key, batch) -> (params, model_state)`: both nested dicts (string keys, arrays). Works
+    under jit and eval_shape.
+
+    `loss(params, model_state, batch, key, *, train) -> (loss, metrics, model_state)`: a floating
+    scalar, a dict of scalars, and the state after the call (in eval the one given). All
+    randomness comes from `key`, all streams of it included.
+    """
+
+    init: Callable[..., tuple[Tree, Tree]]
+    loss: Callable[..., tuple[jax.Array, dict[str, jax.Array], Tree]]
+
+
+def stream_key(key: jax.Array, name: str) -> jax.Array:
+    """Return the key of a named rng stream: `fold_in(key, crc32(name))`, the low 31 bits.
+
+    linen streams are named by themselves ("dropout"), nnx ones by their path ("drop/rngs").
+    crc32 and not `hash`, which differs between processes.
+    """
+    return jax.random.fold_in(key, zlib.crc32(name.encode()) & 0x7FFFFFFF)
+
+
+def module_loss(module: Any, loss: Callable[..., Any] | None) -> Callable[..., Any]:
+    """Return `run(module, batch, train)`, the module's own loss or the one given.
+
+    Raises:
+      ValueError: there is none, or it cannot be called so.
+    """
+    name = type(module).__name__
+    if loss is not None:
+        check_signature(loss, "loss=", "loss(apply, batch, *, train)", 2, train=True)
+        return lambda module, batch, train: loss(module, batch, train=train)
+    if not callable(getattr(module, "loss", None)):
+        raise ValueError(
+            f"{name} has no method loss(batch, *, train) and no loss= is given; add the method, "
+            "or pass loss=function(apply, batch, *, train)"
+        )
+    check_signature(module.loss, f"{name}.loss", "loss(batch, *, train)", 1, train=True)
+    return lambda module, batch, train: module.loss(batch, train=train)
+
+
+def check_signature(
+    function: Callable[..., Any], what: str, wanted: str, num_args: int, **kwargs: Any
+) -> None:
+    """Raise ValueError unless the function can be called with num_args and these keywords."""
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # Some builtins have none to inspect.
+        return
+    try:
+        signature.bind(*[None] * num_args, **kwargs)
+    except TypeError as error:
+        raise ValueError(
+            f"{what} has the signature {signature}, but is called as {wanted}: {error}"
+        ) from error
+
+
+def checked(result: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """Return (loss, metrics) of what a loss returned.
+
+    Raises:
+      ValueError: the loss is not a floating scalar, or metrics is not a dict of scalars.
+    """
+    loss, metrics = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
+    if not isinstance(loss, jax.Array | float) and not hasattr(loss, "dtype"):
+        raise ValueError(
+            f"the loss returned a {type(loss).__name__}; expected a floating scalar or "
+            "(scalar, metrics)"
+        )
+    loss = jnp.asarray(loss)
+    if loss.shape != () or not jnp.issubdtype(loss.dtype, jnp.floating):
+        raise ValueError(
+            f"the loss has shape {loss.shape} and dtype {loss.dtype}; it must be a floating "
+            "scalar: return its mean"
+        )
+    if not isinstance(metrics, Mapping):
+        raise ValueError(
+            f"the loss's metrics are a {type(metrics).__name__}; expected a dict of scalars"
+        )
+    for name, value in metrics.items():
+        if not isinstance(name, str) or jax.tree.structure(value).num_leaves != 1:
+            raise ValueError(
+                f"metric {name!r} is a {type(value).__name__}; expected a dict of scalars with "
+                "string names"
+            )
+        if jnp.shape(value) != ():
+            raise ValueError(
+                f"metric {name!r} has shape {jnp.shape(value)}; each metric must be a scalar: "
+                "return its mean"
+            )
+    return loss, {name: jnp.asarray(value) for name, value in metrics.items()}
+
+
+def kept(old: Tree, new: Tree) -> Tree:
+    """Return the new model state in the old one's structure, shapes and dtypes.
+
+    Dtypes are cast back (a counter `n + 1` may be promoted); anything else is an error, because
+    the state goes into the next step.
+
+    Raises:
+      ValueError: a leaf came, went or changed its shape.
+    """
+    before, after = to_flat(old), to_flat(new)
+    changed = sorted("/".join(path) for path in before.keys() ^ after.keys())
+    changed += [
+        f"{'/'.join(path)}: {jnp.shape(before[path])} -> {jnp.shape(after[path])}"
+        for path in before.keys() & after.keys()
+        if jnp.shape(before[path]) != jnp.shape(after[path])
+    ]
+    if changed:
+        raise ValueError(
+            f"the model state changed its leaves or shapes in a step: {', '.join(changed)}; "
+            "state must keep its structure (create every variable in init)"
+        )
+    return jax.tree.map(lambda a, b: jnp.asarray(b, jnp.asarray(a).dtype), old, new)
+
+
+def to_flat(tree: Tree) -> dict[Path, Any]:
+    """Return {path: leaf} of nested dicts; a leaf is whatever is not a dict."""
+    flat = {}
+    for name, value in tree.items():
+        if isinstance(value, dict):
+            flat |= {(name, *path): leaf for path, leaf in to_flat(value).items()}
+        else:
+            flat[(name,)] = value
+    return flat
+
+
+def to_nested(flat: Mapping[Path, Any]) -> Tree:
+    """Return nested dicts of {path: leaf}."""
+    tree: Tree = {}
+    for path, leaf in flat.items():
+        node = tree
+        for name in path[:-1]:
+            node = node.setdefault(name, {})
+        node[path[-1]] = leaf
+    return tree

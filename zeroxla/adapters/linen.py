@@ -1,0 +1,87 @@
+"""flax.linen modules: variables in, variables out."""
+
+import re
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import flax.linen as nn
+import jax
+from flax.core import DenyList, unfreeze
+from flax.errors import InvalidRngError
+
+from zeroxla.adapters.base import Adapted, Tree, checked, kept, module_loss, stream_key, to_flat
+
+NOT_STATE = ("intermediates", "perturbations")
+"""Collections that `sow` and `perturb` fill for whoever asks: outputs of one call, not state."""
+
+
+def adapt_linen(module: nn.Module, loss: Callable[..., Any] | None) -> Adapted:
+    """Adapt a linen module; see `adapt`.
+
+    Parameters are the collection "params". Every other collection is model state, mutable in train
+    only, except the outputs of `sow` and `perturb` (see `is_output`). Boxed leaves
+    (`nn.Partitioned` and other axis metadata) are unboxed. `init` runs the loss with train=True, so
+    that what only training uses exists too.
+
+    Rng streams are found by tracing: a name that `make_rng` asks for gets `stream_key(key, name)`.
+    (Passing a "params" stream instead, to which linen falls back, would hide the names, and with
+    them which streams an `nn.scan` splits.) Streams that the module first tests with `has_rng`
+    are not found; "dropout" is always there.
+
+    Cost: one more abstract evaluation of the loss for train and one for eval.
+    """
+    run = module_loss(module, loss)
+    found: dict[bool, set[str]] = {}
+
+    def init(key: jax.Array, batch: Any) -> tuple[Tree, Tree]:
+        create = nn.init(partial(run, train=True), module, mutable=DenyList(NOT_STATE))
+        variables = unfreeze(nn.meta.unbox(create({"params": key}, batch)))
+        params = variables.pop("params", {})
+        for path, leaf in to_flat(params).items():
+            if not hasattr(leaf, "dtype"):
+                raise ValueError(
+                    f"parameter {'/'.join(path)} is a {type(leaf).__name__}; a parameter must be "
+                    "one array: declare each array with a self.param of its own"
+                )
+        return params, {n: c for n, c in variables.items() if not is_output(c)}
+
+    def apply(
+        params: Tree, state: Tree, batch: Any, key: jax.Array, *, train: bool, streams: set[str]
+    ) -> tuple[Any, Tree]:
+        mutable = list(state) if train else []
+        call = nn.apply(partial(run, train=train), module, mutable=mutable)
+        rngs = {name: stream_key(key, name) for name in sorted(streams)}
+        result, changed = call({"params": params, **state}, batch, rngs=rngs)
+        return result, {**state, **unfreeze(changed)}
+
+    def streams_of(*args: Any, train: bool) -> set[str]:
+        streams = {"dropout"}
+        while True:
+            try:
+                jax.eval_shape(partial(apply, train=train, streams=streams), *args)
+                return streams
+            except InvalidRngError as error:
+                name = re.search(r'needs PRNG for "([^"]+)"', str(error))
+                if name is None or name[1] in streams:
+                    raise
+                streams.add(name[1])
+
+    def loss_function(
+        params: Tree, model_state: Tree, batch: Any, key: jax.Array, *, train: bool
+    ) -> tuple[jax.Array, dict[str, jax.Array], Tree]:
+        args = (params, model_state, batch, key)
+        if train not in found:
+            found[train] = streams_of(*args, train=train)
+        result, state = apply(*args, train=train, streams=found[train])
+        return *checked(result), kept(model_state, state)
+
+    return Adapted(init=init, loss=loss_function)
+
+
+def is_output(collection: Tree) -> bool:
+    """Say whether `sow` filled the collection: its values are tuples, one item for each call.
+
+    Kept as state they would grow by one item in each step.
+    """
+    return any(isinstance(leaf, tuple) for leaf in to_flat(collection).values())

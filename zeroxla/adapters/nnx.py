@@ -1,0 +1,183 @@
+"""flax.nnx modules: graph definition fixed at the start, variables in and out of each call."""
+
+import dataclasses
+import math
+import warnings
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from zeroxla.adapters.base import (
+    Adapted,
+    Path,
+    Tree,
+    checked,
+    kept,
+    module_loss,
+    stream_key,
+    to_flat,
+    to_nested,
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Layout:
+    """The static part of a module: how to put it together from arrays."""
+
+    graphdef: Any
+    paths: dict[Path, tuple[Any, ...]]
+    """The module's own path (integers for list items) of each leaf."""
+    streams: dict[Path, jax.ShapeDtypeStruct]
+    """The key and the count of each rng stream; stacked layers have stacked streams."""
+
+
+def adapt_nnx(model: Any, loss: Callable[..., Any] | None) -> Adapted:
+    """Adapt `lambda rngs: Module` or a Module instance; see `adapt`.
+
+    Parameters are the `nnx.Param` variables (subclasses included), a shared one once. Rng streams
+    are not state: each call gives every stream its own key, `stream_key(key, path)`, and count 0.
+    All other variables, and arrays that are plain attributes, are model state. `module.train()` or
+    `module.eval()` is called before the loss. Variables created during a call (`sow`) are dropped.
+
+    Raises:
+      TypeError: the callable does not return an nnx.Module.
+    """
+    if isinstance(model, nnx.Module):
+        warnings.warn(
+            f"{type(model).__name__} was already allocated whole, on one device; pass "
+            f"`lambda rngs: {type(model).__name__}(..., rngs=rngs)` to create it sharded",
+            UserWarning,
+            stacklevel=4,  # Whoever called make_step, which calls adapt.
+        )
+
+    def build(key: jax.Array) -> nnx.Module:
+        if isinstance(model, nnx.Module):
+            return model
+        # Sharding annotations are for another way to parallelise; obeyed here they need a mesh.
+        with nnx.use_eager_sharding(False):
+            module = model(nnx.Rngs(key))
+        if not isinstance(module, nnx.Module):
+            raise TypeError(
+                f"the model function returned a {type(module).__name__}; expected "
+                "`lambda rngs: Module(..., rngs=rngs)` that returns an nnx.Module"
+            )
+        own_arrays(module)
+        return module
+
+    paths: dict[Path, tuple[Any, ...]] = {}
+    runs: list[Callable[..., Any]] = []
+
+    def shapes(key: jax.Array) -> Any:
+        module = build(key)
+        runs.append(module_loss(module, loss))
+        paths.update(real_paths(module))
+        return take_apart(module)
+
+    # eval_shape of the taken-apart module, not nnx.eval_shape: that returns a module whose plain
+    # array attributes became ShapeDtypeStructs, which a later split takes for static values.
+    graphdef, _, streams, _ = jax.eval_shape(shapes, jax.random.key(0))
+    layout = Layout(graphdef=graphdef, paths=paths, streams=streams)
+    (run,) = runs
+
+    def init(key: jax.Array, batch: Any) -> tuple[Tree, Tree]:
+        del batch  # An nnx module knows its shapes.
+        _, params, _, state = take_apart(build(key))
+        # Copies: the arrays of an instance are its owner's, and a train state is donated.
+        return jax.tree.map(jnp.copy, (to_nested(params), to_nested(state)))
+
+    def loss_function(
+        params: Tree, model_state: Tree, batch: Any, key: jax.Array, *, train: bool
+    ) -> tuple[jax.Array, dict[str, jax.Array], Tree]:
+        module = put_together(layout, {**to_flat(params), **to_flat(model_state)}, key)
+        module.train() if train else module.eval()
+        loss, metrics = checked(run(module, batch, train))
+        if not train:
+            return loss, metrics, model_state
+        _, _, _, state = take_apart(module, layout.paths)
+        return loss, metrics, kept(model_state, to_nested(state))
+
+    return Adapted(init=init, loss=loss_function)
+
+
+def take_apart(
+    module: nnx.Module, known: Collection[Path] | None = None
+) -> tuple[Any, dict[Path, Any], dict[Path, Any], dict[Path, Any]]:
+    """Return (graph definition, parameters, rng streams, all other arrays), by path as text.
+
+    With `known` given, variables at other paths are left out.
+    """
+    graphdef, *states = nnx.split(module, nnx.Param, nnx.RngState, ...)
+    parts = [
+        {
+            text(path): raw(path, leaf)
+            for path, leaf in nnx.to_flat_state(state)
+            if known is None or text(path) in known
+        }
+        for state in states
+    ]
+    return graphdef, *parts
+
+
+def put_together(layout: Layout, leaves: Mapping[Path, Any], key: jax.Array) -> nnx.Module:
+    """Return the module with these arrays, and with rng streams that follow from the key."""
+    streams = {path: fresh(path, shape, key) for path, shape in layout.streams.items()}
+    state = nnx.from_flat_state(
+        [(layout.paths[path], leaf) for path, leaf in {**leaves, **streams}.items()]
+    )
+    # copy=True: variables of the present trace, or their updates raise a trace-context error.
+    return nnx.merge(layout.graphdef, state, copy=True)
+
+
+def fresh(path: Path, shape: jax.ShapeDtypeStruct, key: jax.Array) -> jax.Array:
+    """Return the stream's own key (split to its shape if stacked), or a zero count."""
+    if not jnp.issubdtype(shape.dtype, jax.dtypes.prng_key):
+        return jnp.zeros(shape.shape, shape.dtype)
+    own = stream_key(key, "/".join(path[:-1]))
+    return jax.random.split(own, shape.shape) if math.prod(shape.shape) != 1 else own
+
+
+def real_paths(module: nnx.Module) -> dict[Path, tuple[Any, ...]]:
+    """Return the module's own path of each path as text.
+
+    Raises:
+      ValueError: two paths read the same, as the keys 0 and "0" of one dict do.
+    """
+    paths: dict[Path, tuple[Any, ...]] = {}
+    for path, _ in nnx.to_flat_state(nnx.state(module)):
+        if text(path) in paths:
+            raise ValueError(
+                f"two variables have the same path as text: {'/'.join(text(path))}; "
+                "rename a dict key"
+            )
+        paths[text(path)] = path
+    return paths
+
+
+def own_arrays(module: nnx.Module) -> None:
+    """Mark arrays that are plain attributes of the module or its parts as data.
+
+    Flax does so when they are concrete; while tracing it takes them for static values, and the
+    tracers leak into the graph definition.
+    """
+    for _, part in list(nnx.iter_modules(module)):
+        for name, value in list(vars(part).items()):
+            if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(value)):
+                if not isinstance(value, nnx.Variable | nnx.Pytree):
+                    setattr(part, name, nnx.data(value))
+
+
+def text(path: tuple[Any, ...]) -> Path:
+    return tuple(map(str, path))
+
+
+def raw(path: tuple[Any, ...], leaf: Any) -> jax.Array:
+    value = leaf.get_raw_value() if isinstance(leaf, nnx.Variable) else leaf
+    if not hasattr(value, "dtype"):
+        raise ValueError(
+            f"variable {'/'.join(text(path))} holds a {type(value).__name__}; a variable must hold "
+            "one array"
+        )
+    return jnp.asarray(value)

@@ -1,0 +1,87 @@
+"""The command `zeroxla`: its subcommands, and how errors reach the user."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import tyro
+from rich.console import Console
+
+from zeroxla.run_folder import RunFolderError, has_checkpoint, read_config
+from zeroxla.train import UsageError, train
+from zeroxla.train_options import TrainOptions, check_resumable
+
+DESCRIPTION = "Train Flax models that do not fit one device (ZeRO-3 in JAX)."
+TRAIN = "Train a byte-level GPT on text, its state split over all devices."
+RUNS = Path("runs")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line.
+
+    Args:
+      arguments: What follows the program's name; `sys.argv[1:]` when None.
+
+    Returns:
+      The exit status: 0 when the work is done, or was interrupted and saved; 1 when something of
+      the run could not be written; 2 for an option or an input that cannot work; 130 when
+      interrupted with nothing to save.
+    """
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        options = _read(arguments, TrainOptions())
+        if options.output.resume:
+            options = _resumed(arguments, options.output.run or newest_run(RUNS))
+        return train(options)
+    except (UsageError, RunFolderError) as error:
+        console = Console(stderr=True, highlight=False, soft_wrap=True)
+        console.print("[bold red]error:[/] ", end="")
+        console.print(str(error), markup=False)
+        return 2 if isinstance(error, UsageError) else 1
+    except KeyboardInterrupt:
+        print("interrupted; nothing was saved since the last checkpoint", file=sys.stderr)
+        return 130
+
+
+def newest_run(runs: Path) -> Path:
+    """Return the run folder with a checkpoint that was last changed.
+
+    Raises:
+      UsageError: There is none.
+    """
+    found = [path for path in runs.glob("*") if has_checkpoint(path)]
+    if not found:
+        raise UsageError(
+            f"--resume found no run with a checkpoint under {runs}/; name its folder with --run"
+        )
+    return max(found, key=lambda path: (path / "checkpoints").stat().st_mtime)
+
+
+def _resumed(arguments: list[str], run: Path) -> TrainOptions:
+    # The run's own options are the defaults: what the command line leaves out stays as it was, and
+    # what it names must be free to change.
+    try:
+        stored = TrainOptions.from_dict(read_config(run)["options"])
+        given = _read(arguments, stored)
+        check_resumable(stored, given)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    return dataclasses.replace(given, output=dataclasses.replace(given.output, run=run))
+
+
+def _read(arguments: list[str], default: TrainOptions) -> TrainOptions:
+    # The options' groups order the help; as prefixes of every flag they would be noise.
+    return tyro.cli(
+        tyro.extras.subcommand_type_from_defaults({"train": default}, {"train": TRAIN}),
+        args=arguments,
+        prog="zeroxla",
+        description=DESCRIPTION,
+        config=(tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes),
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,86 @@
+"""Every difference between the supported JAX versions (0.10.2 to 0.12), in one place.
+
+The rest of the library reads jaxprs only through these functions.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.extend.core as jex
+from jax._src import source_info_util
+
+JAX_VERSION: tuple[int, ...] = jax.__version_info__[:3]
+
+# Equations whose body belongs to the surrounding program: inlining them changes no semantics.
+_INLINED = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr"}
+
+# Equations that talk to other devices: each must run exactly where it stands.
+_COLLECTIVES = frozenset(
+    "psum psum2 psum_invariant pmax pmin ppermute all_gather all_gather_invariant all_to_all "
+    "reduce_scatter pbroadcast pvary ragged_all_to_all".split()
+)
+
+
+def is_collective(eqn: Any) -> bool:
+    """Return whether an equation is a collective (a model's own, such as a synchronised norm's)."""
+    return eqn.primitive.name in _COLLECTIVES
+
+
+def open_jaxpr(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
+    """Return (jaxpr with `invars`, `constvars`, `eqns`, `outvars`; values of the constvars).
+
+    Up to 0.11 a sub-jaxpr is either closed (a pair of jaxpr and consts) or open; 0.12 has one class
+    that may carry its own consts.
+    """
+    if isinstance(jaxpr, jex.ClosedJaxpr):
+        inner = getattr(jaxpr, "jaxpr", jaxpr)
+        return inner, tuple(jaxpr.consts)
+    return jaxpr, tuple(getattr(jaxpr, "consts", None) or ())
+
+
+def inlined_jaxpr(eqn: Any) -> Any | None:
+    """Return the body of a `jit`-like equation, or None for every other equation."""
+    key = _INLINED.get(eqn.primitive.name)
+    return None if key is None else eqn.params[key]
+
+
+def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
+    """Return (number of constants, number of carries) of a `scan` equation."""
+    if "num_consts" in params:
+        return params["num_consts"], params["num_carry"]
+    consts, carry, _ = params["ft_in"].unpack()
+    return len(consts), len(carry)
+
+
+def call_equation(eqn: Any, name_stack: Any, args: Sequence[Any]) -> list[Any]:
+    """Bind an equation to `args` under its own context and name stack; return its results."""
+    with _context(eqn, name_stack):
+        out = eqn.primitive.bind(*args, **bind_params(eqn.primitive, eqn.params))
+    return list(out) if eqn.primitive.multiple_results else [out]
+
+
+def bind_params(primitive: Any, params: dict[str, Any]) -> dict[str, Any]:
+    """Return the keyword arguments with which an equation's primitive is bound again."""
+    bound = primitive.get_bind_params(params)
+    if isinstance(bound, tuple):  # JAX before 0.10 returned (subfuns, params)
+        raise NotImplementedError(
+            f"JAX {jax.__version__} is older than 0.10.2, the oldest supported version; upgrade jax"
+        )
+    return bound
+
+
+def name_stack_of(eqn: Any) -> Any:
+    """Return the `jax.named_scope` path of an equation."""
+    return eqn.source_info.name_stack
+
+
+@contextlib.contextmanager
+def _context(eqn: Any, name_stack: Any) -> Iterator[None]:
+    stack = source_info_util.current_name_stack() + name_stack
+    user = source_info_util.user_context(eqn.source_info.traceback, name_stack=stack)
+    with user, eqn.ctx.manager:
+        yield

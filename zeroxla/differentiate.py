@@ -1,0 +1,323 @@
+"""One device's part of a step: its rows of the batch -> its shards of the mean gradient.
+
+Everything here runs inside `shard_map`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from zeroxla.adapters import Adapted
+from zeroxla.collectives import Collectives
+from zeroxla.fetch import Loop, Plan, Remat, make_plan
+from zeroxla.gather import Limits, Runner
+from zeroxla.layout import Layout, Leaf
+from zeroxla.trace import Program, Value, is_float, trace
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class TracedLoss:
+    """A model's loss as a plan, for one batch shape and train or eval.
+
+    Attributes:
+      runner: of the plan; its leaves are those of the layout that are fetched, in order.
+      result: tree structure of (loss, metrics, model_state).
+    """
+
+    runner: Runner
+    result: Any
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Differentiator:
+    """Computes losses and gradients of a model.
+
+    Attributes:
+      adapted: the model.
+      layout: its leaves.
+      collectives: of the mesh.
+      unit_elements: see `ZeroConfig`.
+      limits: see `ZeroConfig`.
+      accumulate: micro-batches.
+    """
+
+    adapted: Adapted
+    layout: Layout
+    collectives: Collectives
+    unit_elements: int | None
+    limits: Limits
+    accumulate: int
+
+    def gradients(
+        self, params: Any, model_state: Any, batch: Any, key: jax.Array, scale: jax.Array
+    ) -> tuple[list[jax.Array | None], dict[str, Any], Any]:
+        """Return this device's gradient shards, the metrics of the whole batch, the model state.
+
+        Args:
+          params: this device's shards.
+          model_state: whole.
+          batch: this device's rows.
+          key: of the step.
+          scale: the loss scale.
+
+        Returns:
+          Float32 shards of the gradient of the mean loss, None for frozen leaves; metrics `loss`,
+          `grad_norm`, `finite` and the model's own; the model state, equal on all devices.
+        """
+        shards, resident = self._fetch_resident(params)
+        rows = self._micro_batches(batch)
+        keys = jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(self.accumulate))
+        first = jax.tree.map(lambda x: x[0], rows)
+        traced = self.trace(model_state, first, keys[0], train=True)
+
+        def micro(carry: Any, x: Any) -> tuple[Any, Any]:
+            grads, model_state = carry
+            rows, key = x
+            key = jax.random.fold_in(key, self.collectives.rank())
+            new, sums, model_state = self._one(
+                traced, shards, resident, model_state, rows, key, scale
+            )
+            return (jax.tree.map(jnp.add, grads, new), model_state), sums
+
+        start = (self._zero_gradients(shards, resident), model_state)
+        if self.accumulate == 1:
+            (grads, model_state), sums = micro(start, (first, keys[0]))
+        else:
+            (grads, model_state), sums = lax.scan(micro, start, (rows, keys))
+            sums = jax.tree.map(lambda x: x.sum(0), sums)
+
+        grads = self._reduce_resident(grads)
+        grads, metrics = self._finish(grads, sums, scale)
+        return grads, metrics, self._agree(model_state)
+
+    def evaluate(self, params: Any, model_state: Any, batch: Any, key: jax.Array) -> dict[str, Any]:
+        """Return the metrics of the whole batch, without gradients."""
+        shards, resident = self._fetch_resident(params)
+        key = jax.random.fold_in(jax.random.fold_in(key, 0), self.collectives.rank())
+        traced = self.trace(model_state, batch, key, train=False)
+        inputs = self._inputs(resident, model_state, batch, key)
+        shards = dict(zip(traced.runner.plan.leaves, shards, strict=True))
+        outputs, _ = traced.runner.forward(shards, inputs, record=False)
+        loss, metrics, _ = traced.result.unflatten(outputs)
+        sums = self.collectives.sum(_as_vector(_weighted(loss, metrics)))
+        return _means(_from_vector(sums, _weighted(loss, metrics)))
+
+    def trace(self, model_state: Any, batch: Any, key: jax.Array, *, train: bool) -> TracedLoss:
+        """Trace the loss on this device's micro-batch and make its fetch plan."""
+        plan, result = self.plan(model_state, batch, key, train=train)
+        fetched = [self.layout.leaves[i] for i in self.layout.indices(fetched=True)]
+        placements = {v: leaf.placement for v, leaf in zip(plan.leaves, fetched, strict=True)}
+        runner = Runner(plan, self.collectives, placements, self.limits)
+        return TracedLoss(runner=runner, result=result)
+
+    def plan(
+        self, model_state: Any, batch: Any, key: jax.Array, *, train: bool
+    ) -> tuple[Plan, Any]:
+        """Return the fetch plan of the loss and the structure of its result."""
+        program, result = self._program(model_state, batch, key, train=train)
+        fetched = self.layout.indices(fetched=True)
+        plan = make_plan(
+            program,
+            [program.inputs[i] for i in fetched],
+            [v for v, leaf in zip(program.inputs, self.layout, strict=False) if not leaf.frozen],
+            unit_elements=self.unit_elements,
+            split_dims={program.inputs[i]: self.layout.leaves[i].placement.dim for i in fetched},
+        )
+        return plan, result
+
+    def layer_dims(self, model_state: Any, batch: Any, key: jax.Array) -> list[tuple[int, ...]]:
+        """Return the dims along which the model's loops slice each leaf."""
+        program, _ = self._program(model_state, batch, key, train=True)
+        leaves = program.inputs[: len(self.layout.leaves)]
+        plan = make_plan(
+            program, leaves, (), unit_elements=None, split_dims=dict.fromkeys(leaves)
+        )
+        dims = _layer_dims(plan)
+        return [tuple(sorted(dims.get(v, ()))) for v in leaves]
+
+    def _program(
+        self, model_state: Any, batch: Any, key: jax.Array, *, train: bool
+    ) -> tuple[Program, Any]:
+        def loss(leaves: list[jax.Array], model_state: Any, batch: Any, key: jax.Array) -> Any:
+            params = self.layout.tree.unflatten(leaves)
+            return self.adapted.loss(params, model_state, self._cast(batch), key, train=train)
+
+        dtype = self.collectives.wire_dtype
+        shapes = [jax.ShapeDtypeStruct(leaf.placement.shape, dtype) for leaf in self.layout]
+        return trace(loss, shapes, model_state, batch, key)
+
+    def _cast(self, batch: Any) -> Any:
+        dtype = self.collectives.wire_dtype
+        return jax.tree.map(lambda x: x.astype(dtype) if is_float(x.dtype) else x, batch)
+
+    def _micro_batches(self, batch: Any) -> Any:
+        k = self.accumulate
+        return jax.tree.map(lambda x: x.reshape(k, x.shape[0] // k, *x.shape[1:]), batch)
+
+    def _fetch_resident(self, params: Any) -> tuple[list[jax.Array], list[jax.Array]]:
+        """Return the shards of the leaves that the plan fetches, and all other leaves whole."""
+        stored = jax.tree.leaves(params)
+        persistent = [i for i, leaf in enumerate(self.layout) if _is_persistent(leaf)]
+        found = self.collectives.gather(
+            [stored[i] for i in persistent], [self.layout.leaves[i].placement for i in persistent]
+        )
+        whole = dict(zip(persistent, found, strict=True))
+        for i, leaf in enumerate(self.layout):
+            if leaf.placement.dim is None:
+                whole[i] = stored[i].astype(self.collectives.wire_dtype)
+        resident = [whole[i] for i in self.layout.indices(fetched=False)]
+        return [stored[i] for i in self.layout.indices(fetched=True)], resident
+
+    def _inputs(
+        self, resident: Sequence[jax.Array], model_state: Any, batch: Any, key: jax.Array
+    ) -> list[jax.Array]:
+        return [*resident, *jax.tree.leaves((model_state, batch)), key]
+
+    def _zero_gradients(self, shards: Sequence[jax.Array], resident: Sequence[jax.Array]) -> Any:
+        leaves = self.layout.leaves
+        fetched, others = self.layout.indices(fetched=True), self.layout.indices(fetched=False)
+        return (
+            [None if leaves[i].frozen else jnp.zeros_like(x) for i, x in zip(fetched, shards)],
+            [
+                None if leaves[i].frozen else jnp.zeros(x.shape, jnp.float32)
+                for i, x in zip(others, resident)
+            ],
+        )
+
+    def _one(
+        self,
+        traced: TracedLoss,
+        shards: dict[Value, jax.Array],
+        resident: list[jax.Array],
+        model_state: Any,
+        batch: Any,
+        key: jax.Array,
+        scale: jax.Array,
+    ) -> tuple[Any, Any, Any]:
+        """Loss and gradient sums of one micro-batch: those of whole leaves not yet reduced."""
+        runner = traced.runner
+        shards = dict(zip(runner.plan.leaves, shards, strict=True))
+        inputs = self._inputs(resident, model_state, batch, key)
+        with jax.named_scope("forward"):
+            outputs, tape = runner.forward(shards, inputs, record=True)
+        loss, metrics, model_state = traced.result.unflatten(outputs)
+        weight = _weight(metrics)
+        # Tied to the loss, so that no gather of backward can start before forward has ended.
+        seed, loss = lax.optimization_barrier(((scale * weight).astype(loss.dtype), loss))
+        with jax.named_scope("backward"):
+            known = dict(zip(runner.plan.inputs, inputs, strict=True))
+            cotangents = [seed, *(None for _ in outputs[1:])]
+            reduced, whole = runner.backward(shards, known, tape, cotangents)
+        zeros = self._zero_gradients(list(shards.values()), resident)
+        grads = [
+            None if zero is None else reduced.get(v, zero)
+            for v, zero in zip(runner.plan.leaves, zeros[0], strict=True)
+        ]
+        whole = [
+            None if zero is None else zero if ct is None else ct.astype(jnp.float32)
+            for ct, zero in zip(whole, zeros[1], strict=False)
+        ]
+        return (grads, whole), _weighted(loss, metrics), model_state
+
+    def _reduce_resident(self, grads: Any) -> list[jax.Array | None]:
+        """Reduce the gradients of the whole leaves; return all shards in order of the leaves."""
+        shards, whole = grads
+        found = dict(zip(self.layout.indices(fetched=True), shards, strict=True))
+        found.update(zip(self.layout.indices(fetched=False), whole, strict=True))
+        some = [i for i, leaf in enumerate(self.layout) if not leaf.fetched and not leaf.frozen]
+        split = [i for i in some if _is_persistent(self.layout.leaves[i])]
+        reduced = self.collectives.reduce(
+            [found[i] for i in split], [self.layout.leaves[i].placement for i in split]
+        )
+        found.update(zip(split, reduced, strict=True))
+        tiny = {i: found[i] for i in some if i not in split}
+        found.update(_from_vector(self.collectives.sum(_as_vector(tiny)), tiny))
+        return [found[i] for i in range(len(self.layout.leaves))]
+
+    def _finish(
+        self, grads: Sequence[jax.Array | None], sums: Any, scale: jax.Array
+    ) -> tuple[list[jax.Array | None], dict[str, Any]]:
+        """Turn sums over devices and micro-batches into means, with one collective for scalars."""
+        squares = bad = jnp.zeros((), jnp.float32)
+        for grad, leaf in zip(grads, self.layout, strict=True):
+            if grad is not None:
+                share = 1 if leaf.placement.dim is not None else 1 / self.collectives.world
+                squares += share * jnp.sum(jnp.square(grad))
+                bad += jnp.sum(~jnp.isfinite(grad), dtype=jnp.float32)
+        here = {**sums, "squares": squares, "bad": bad}
+        total = _from_vector(self.collectives.sum(_as_vector(here)), here)
+        squares, bad = total.pop("squares"), total.pop("bad")
+        divide = 1 / (total["weight"] * scale)
+        metrics = _means(total)
+        metrics["grad_norm"] = jnp.sqrt(squares) * divide
+        metrics["finite"] = (bad == 0) & jnp.isfinite(metrics["loss"])
+        return [None if g is None else g * divide for g in grads], metrics
+
+    def _agree(self, model_state: Any) -> Any:
+        """Make the model state equal on all devices: floats are averaged, the rest is rank 0's."""
+        leaves, tree = jax.tree.flatten(model_state)
+        floats = {i: x for i, x in enumerate(leaves) if is_float(x.dtype)}
+        first = self.collectives.rank() == 0
+        others = {
+            i: jnp.where(first, x, jnp.zeros_like(x)).astype(jnp.int32)
+            for i, x in enumerate(leaves)
+            if i not in floats
+        }
+        agreed = _from_vector(self.collectives.sum(_as_vector(floats)), floats)
+        agreed = {i: x / self.collectives.world for i, x in agreed.items()}
+        agreed.update(_from_vector(self.collectives.sum(_as_vector(others, jnp.int32)), others))
+        return tree.unflatten([agreed[i].astype(x.dtype) for i, x in enumerate(leaves)])
+
+
+def _is_persistent(leaf: Leaf) -> bool:
+    return leaf.persistent and leaf.placement.dim is not None
+
+
+def _weight(metrics: Mapping[str, jax.Array]) -> jax.Array:
+    return jnp.asarray(metrics.get("weight", 1.0), jnp.float32)
+
+
+def _weighted(loss: jax.Array, metrics: Mapping[str, jax.Array]) -> dict[str, Any]:
+    """The loss and metrics times their weight, and the weight: what may be summed."""
+    weight = _weight(metrics)
+    own = {name: x for name, x in metrics.items() if name != "weight"}
+    scaled = {n: x.astype(jnp.float32) * weight for n, x in {**own, "loss": loss}.items()}
+    return {**scaled, "weight": weight}
+
+
+def _means(sums: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+    return {name: x / sums["weight"] for name, x in sums.items() if name != "weight"}
+
+
+def _as_vector(tree: Any, dtype: Any = jnp.float32) -> jax.Array:
+    leaves = [jnp.ravel(x).astype(dtype) for x in jax.tree.leaves(tree)]
+    return jnp.concatenate(leaves) if leaves else jnp.zeros((0,), dtype)
+
+
+def _from_vector(vector: jax.Array, like: Any) -> Any:
+    leaves, tree = jax.tree.flatten(like)
+    start, cut = 0, []
+    for x in leaves:
+        cut.append(vector[start : start + x.size].reshape(x.shape))
+        start += x.size
+    return tree.unflatten(cut)
+
+
+def _layer_dims(plan: Plan) -> dict[Value, set[int]]:
+    dims: dict[Value, set[int]] = {}
+    for seg in plan.segments:
+        if isinstance(seg, Remat):
+            for leaf, inner in _layer_dims(seg.body).items():
+                dims.setdefault(leaf, set()).update(inner)
+        elif isinstance(seg, Loop):
+            inside = _layer_dims(seg.body)
+            for sliced, (leaf, dim) in zip(seg.body.leaves, seg.stacked.values(), strict=True):
+                inner = {d + (d >= dim) for d in inside.get(sliced, ())}
+                dims.setdefault(leaf, set()).update({dim}, inner)
+    return dims

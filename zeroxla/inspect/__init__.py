@@ -1,0 +1,18 @@
+"""Reports on compiled programs and live arrays: what travels, what memory holds, pictures."""
+
+from .comms import PHASES, CommsReport, Row, comms
+from .memory import MemoryReport, array_bytes_per_device, format_bytes, memory
+from .pictures import plot_comms, plot_placement
+
+__all__ = [
+    "PHASES",
+    "CommsReport",
+    "MemoryReport",
+    "Row",
+    "array_bytes_per_device",
+    "comms",
+    "format_bytes",
+    "memory",
+    "plot_comms",
+    "plot_placement",
+]

@@ -1,0 +1,422 @@
+"""Pictures of a report and of a placement, drawn with matplotlib without touching its global state.
+
+Each function returns a `matplotlib.figure.Figure` on a canvas of its own, so it works without a
+display and opens no window. A notebook shows it as the last expression of a cell once
+`matplotlib.pyplot` has been imported there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .comms import PHASES, CommsReport, Row
+from .memory import format_bytes
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+# Okabe and Ito's colours, which the colour-blind can tell apart.
+_COLORS: tuple[str, ...] = (
+    "#0072B2",
+    "#E69F00",
+    "#009E73",
+    "#CC79A7",
+    "#56B4E9",
+    "#D55E00",
+    "#8C6D1F",
+    "#6A51A3",
+)
+_REST = "#9A9A9A"
+_INK = "#333333"
+_FRAME = "#D8D8D8"
+_AXIS_COLORS = {"device": _COLORS[0], "node": _COLORS[1], "pipe": _COLORS[2], "tensor": _COLORS[3]}
+_MAX_DEVICES = 32
+
+
+def plot_comms(report: CommsReport, *, path: str | os.PathLike | None = None) -> Figure:
+    """Draw the bytes of a step as stacked bars by phase, one segment per axis, kind and dtype.
+
+    Args:
+      report: from `comms`.
+      path: file to save to (the suffix names the format), or None.
+
+    Returns:
+      The figure: bytes received by a device and, if any cross hosts, bytes sent by a host.
+    """
+    rows = report.rows
+    panels = [("received by each device", "received_bytes")]
+    if report.cross_host_bytes():
+        panels.append(("sent by each host to other hosts", "cross_host_bytes"))
+    figure = _figure(width=1.6 + 4.4 * len(panels), height=4.6)
+    phases = [p for p in PHASES if any(p in row.phase.split("+") for row in rows)]
+    merged = dict.fromkeys(row.phase for row in rows if "+" in row.phase)
+    phases += merged
+    colors = _segment_colors(rows)
+    for i, (title, field) in enumerate(panels):
+        axes = figure.add_subplot(1, len(panels), i + 1)
+        _stack(axes, rows, phases, field, colors)
+        axes.set_title(title, fontsize=10, color=_INK, loc="left")
+    mesh = " x ".join(f"{name}={size}" for name, size in report.mesh_shape.items())
+    figure.suptitle(
+        f"Bytes per step on {mesh}", x=0.02, ha="left", fontsize=12, color=_INK, weight="bold"
+    )
+    handles, labels = figure.axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False, fontsize=8)
+    return _finish(figure, path)
+
+
+def _segment_colors(rows: tuple[Row, ...]) -> dict[tuple[str, str, str], Any]:
+    """One hue per mesh axis; its kinds and dtypes are shades of it."""
+    from matplotlib.colors import to_rgb
+
+    by_axis: dict[str, list[tuple[str, str, str]]] = {}
+    for row in rows:
+        key = (row.axis, row.kind, row.dtype)
+        if key not in by_axis.setdefault(row.axis, []):
+            by_axis[row.axis].append(key)
+    colors = {}
+    for axis, keys in by_axis.items():
+        red, green, blue = to_rgb(_AXIS_COLORS.get(axis, _COLORS[5]))
+        for i, key in enumerate(keys):
+            white = 0.65 * i / len(keys)
+            colors[key] = tuple(c + (1 - c) * white for c in (red, green, blue))
+    return colors
+
+
+def _stack(
+    axes: Axes,
+    rows: tuple[Row, ...],
+    phases: list[str],
+    field: str,
+    colors: dict[tuple[str, str, str], Any],
+) -> None:
+    from matplotlib.ticker import FuncFormatter
+
+    tops = dict.fromkeys(phases, 0.0)
+    for key, color in colors.items():
+        heights = dict.fromkeys(phases, 0.0)
+        for row in rows:
+            if (row.axis, row.kind, row.dtype) == key:
+                heights[row.phase] += getattr(row, field)
+        axes.bar(
+            range(len(phases)),
+            list(heights.values()),
+            bottom=list(tops.values()),
+            width=0.62,
+            color=color,
+            edgecolor="white",
+            linewidth=0.6,
+            label=" ".join(key),
+        )
+        for phase in phases:
+            tops[phase] += heights[phase]
+    for i, top in enumerate(tops.values()):
+        axes.annotate(
+            format_bytes(top) if top else "0",
+            (i, top),
+            xytext=(0, 3),
+            textcoords="offset points",
+            ha="center",
+            fontsize=8,
+            color=_INK,
+        )
+    labels = [phase.replace("+", "\n+ ").replace(" gather", "\ngather") for phase in phases]
+    axes.set_xticks(range(len(phases)), labels, fontsize=8)
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: format_bytes(value)))
+    axes.tick_params(axis="y", labelsize=8)
+    axes.set_ylim(0, 1.12 * max(tops.values(), default=1.0) or 1.0)
+    _quiet(axes)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Leaf:
+    """One array: where it sits in the tree, and the part of it that each device holds.
+
+    `held` maps a device to (left, width, bottom, height) in the unit square: across is the first
+    split dim, down the second; a whole array is (0, 1, 0, 1).
+    """
+
+    group: str
+    name: str
+    shape: tuple[int, ...]
+    num_bytes: int
+    held: dict[Any, tuple[float, float, float, float]]
+
+    def bytes_on(self, device: Any) -> float:
+        _, width, _, height = self.held.get(device, (0, 0, 0, 0))
+        return self.num_bytes * width * height
+
+
+def plot_placement(
+    tree: Any,
+    mesh: jax.sharding.Mesh,
+    *,
+    max_leaves: int = 20,
+    path: str | os.PathLike | None = None,
+) -> Figure:
+    """Draw which device holds what: bytes per device, and each leaf's piece on every device.
+
+    Args:
+      tree: a `TrainState` (bars by its fields, pieces of its `params`), or any pytree of arrays or
+        of `jax.ShapeDtypeStruct`s with shardings (bars and pieces by its top-level names).
+      mesh: the mesh the arrays live on; one column per device, the first 32.
+      max_leaves: leaves to draw, the largest; the bars always count all.
+      path: file to save to (the suffix names the format), or None.
+
+    Returns:
+      The figure. In the grid a box is a whole leaf and its filled part what that device holds.
+
+    Raises:
+      ValueError: the tree holds no arrays with shardings.
+    """
+    leaves = _leaves(tree)
+    if not leaves:
+        raise ValueError("the tree holds no arrays with a sharding, so there is nothing to draw")
+    devices = list(mesh.devices.flat)[:_MAX_DEVICES]
+    columns = _columns(mesh, len(devices))
+    leaves, colors = _colored(leaves)
+    drawn = [leaf for leaf in leaves if leaf.group == "params"] if _is_state(tree) else leaves
+    shown = sorted(drawn, key=lambda leaf: -leaf.num_bytes)[:max_leaves]
+    shown = [leaf for leaf in drawn if any(leaf is other for other in shown)]
+
+    figure = _figure(width=5.2 + 0.62 * len(devices), height=3.4 + 0.24 * len(shown))
+    bars, grid = figure.subplots(2, 1, sharex=True, height_ratios=[1.0, 0.12 + 0.1 * len(shown)])
+    _bars(bars, leaves, devices, columns, colors)
+    _grid(grid, shown, devices, columns, colors)
+    for axes in (bars, grid):
+        axes.set_xlim(columns[0] - 0.7, columns[-1] + 0.7)
+    _device_labels(grid, mesh, columns)
+    title = "Which device holds what"
+    if mesh.size > len(devices):
+        title += f" (the first {len(devices)} of {mesh.size} devices)"
+    figure.suptitle(title, x=0.02, ha="left", fontsize=12, color=_INK, weight="bold")
+    hidden = len(drawn) - len(shown)
+    note = f"; {hidden} smaller leaves are not drawn" if hidden else ""
+    figure.supxlabel(
+        f"a box is one whole leaf, the filled part is what that device holds{note}",
+        fontsize=8,
+        color=_INK,
+    )
+    return _finish(figure, path)
+
+
+def _is_state(tree: Any) -> bool:
+    return hasattr(tree, "params") and hasattr(tree, "opt_state")
+
+
+def _leaves(tree: Any) -> list[_Leaf]:
+    flat, _ = jax.tree_util.tree_flatten_with_path(tree)
+    named = [
+        (tuple(jax.tree_util.keystr((key,), simple=True) for key in path), leaf)
+        for path, leaf in flat
+        if getattr(leaf, "sharding", None) is not None and not _is_key(leaf)
+    ]
+    # A lone wrapper ({"params": ...}) names nothing: group by the first level that branches.
+    depth = 0
+    while named and all(len(p) > depth + 1 for p, _ in named):
+        if len({path[depth] for path, _ in named}) > 1:
+            break
+        depth += 1
+    leaves = []
+    for path, leaf in named:
+        held = {
+            device: _piece(index, leaf.shape)
+            for device, index in leaf.sharding.devices_indices_map(leaf.shape).items()
+        }
+        group = path[depth] if len(path) > depth else "array"
+        name = "/".join(path[1:] if _is_state(tree) else path[depth:]) or "array"
+        leaves.append(
+            _Leaf(
+                group=group,
+                name=name,
+                shape=tuple(leaf.shape),
+                num_bytes=leaf.size * leaf.dtype.itemsize,
+                held=held,
+            )
+        )
+    return leaves
+
+
+def _is_key(leaf: Any) -> bool:
+    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def _piece(index: tuple[slice, ...], shape: tuple[int, ...]) -> tuple[float, float, float, float]:
+    spans = []
+    for part, size in zip(index, shape, strict=True):
+        start, stop, _ = part.indices(size)
+        if stop - start < size:
+            spans.append((start / size, (stop - start) / size))
+    (left, width), (bottom, height), *deeper = [*spans, (0.0, 1.0), (0.0, 1.0)]
+    # Only two dims can be drawn; a split of further ones narrows the height.
+    for _, share in deeper[: len(spans) - 2] if len(spans) > 2 else []:
+        height *= share
+    return left, width, bottom, height
+
+
+def _colored(leaves: list[_Leaf]) -> tuple[list[_Leaf], dict[str, str]]:
+    """Give each group a colour, `params` first, then by size; small and surplus ones become one."""
+    sizes: dict[str, int] = {}
+    for leaf in leaves:
+        sizes[leaf.group] = sizes.get(leaf.group, 0) + leaf.num_bytes
+    smallest = sum(sizes.values()) / 1000
+    ranked = sorted(sizes, key=lambda group: (group != "params", -sizes[group]))
+    named = [group for group in ranked if sizes[group] >= smallest][: len(_COLORS)]
+    colors = dict(zip(named, _COLORS, strict=False))
+    if len(named) < len(ranked):
+        colors["others"] = _REST
+    leaves = [
+        leaf if leaf.group in colors else dataclasses.replace(leaf, group="others")
+        for leaf in leaves
+    ]
+    return leaves, colors
+
+
+def _columns(mesh: jax.sharding.Mesh, num_devices: int) -> list[float]:
+    """Where each device stands: neighbours of the innermost axis together, a gap after each row."""
+    inner = mesh.devices.shape[-1]
+    return [i + 0.6 * (i // inner) for i in range(num_devices)]
+
+
+def _bars(
+    axes: Axes,
+    leaves: list[_Leaf],
+    devices: list[Any],
+    columns: list[float],
+    colors: dict[str, str],
+) -> None:
+    from matplotlib.ticker import FuncFormatter
+
+    tops = [0.0] * len(devices)
+    for group, color in colors.items():
+        heights = [
+            sum(leaf.bytes_on(device) for leaf in leaves if leaf.group == group)
+            for device in devices
+        ]
+        axes.bar(columns, heights, bottom=tops, width=0.8, color=color, label=group)
+        tops = [top + height for top, height in zip(tops, heights, strict=True)]
+    for x, top in zip(columns, tops, strict=True):
+        axes.annotate(
+            format_bytes(top),
+            (x, top),
+            xytext=(0, 2),
+            textcoords="offset points",
+            ha="center",
+            fontsize=7,
+            color=_INK,
+        )
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: format_bytes(value)))
+    axes.tick_params(axis="y", labelsize=8)
+    axes.tick_params(axis="x", length=0, labelbottom=False)
+    axes.set_ylim(0, 1.15 * max(tops) or 1.0)
+    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, fontsize=8)
+    whole = format_bytes(sum(leaf.num_bytes for leaf in leaves))
+    axes.set_title(
+        f"bytes held by each device, of {whole} in all", fontsize=10, color=_INK, loc="left"
+    )
+    _quiet(axes)
+
+
+def _grid(
+    axes: Axes,
+    leaves: list[_Leaf],
+    devices: list[Any],
+    columns: list[float],
+    colors: dict[str, str],
+) -> None:
+    from matplotlib.patches import Rectangle
+
+    box = 0.8
+    for row, leaf in enumerate(leaves):
+        for x, device in zip(columns, devices, strict=True):
+            corner = (x - box / 2, row - box / 2)
+            axes.add_patch(
+                Rectangle(corner, box, box, facecolor="#F6F6F6", edgecolor=_FRAME, linewidth=0.6)
+            )
+            if device in leaf.held:
+                left, width, bottom, height = leaf.held[device]
+                axes.add_patch(
+                    Rectangle(
+                        (corner[0] + box * left, corner[1] + box * bottom),
+                        box * width,
+                        box * height,
+                        facecolor=colors[leaf.group],
+                        edgecolor="none",
+                        label=f"{leaf.name} on {device.id}",
+                    )
+                )
+        shares = {round(w * h, 6) for _, w, _, h in leaf.held.values()}
+        if shares == {1.0}:
+            share = "whole on each device"
+        elif len(shares) == 1 and (parts := 1 / next(iter(shares))) == round(parts):
+            share = f"1/{round(parts)} on each device"
+        else:
+            share = "unequal pieces"
+        axes.text(
+            columns[-1] + 0.8,
+            row,
+            f"{format_bytes(leaf.num_bytes)}, {share}",
+            va="center",
+            fontsize=8,
+            color=_INK,
+        )
+    labels = [f"{leaf.name}  {'x'.join(map(str, leaf.shape)) or 'scalar'}" for leaf in leaves]
+    axes.set_yticks(range(len(leaves)), labels, fontsize=8)
+    axes.set_ylim(len(leaves) - 0.4, -0.6)
+    axes.tick_params(axis="both", length=0)
+    axes.set_title("pieces of each leaf", fontsize=10, color=_INK, loc="left")
+    for spine in axes.spines.values():
+        spine.set_visible(False)
+
+
+def _device_labels(axes: Axes, mesh: jax.sharding.Mesh, columns: list[float]) -> None:
+    inner = mesh.devices.shape[-1]
+    axes.set_xticks(columns, [f"{mesh.axis_names[-1]} {i % inner}" for i in range(len(columns))])
+    axes.tick_params(axis="x", labelsize=7, labelrotation=0)
+    outer = mesh.axis_names[:-1]
+    for first in range(0, len(columns), inner):
+        place = np.unravel_index(first, mesh.devices.shape)[:-1]
+        label = ", ".join(f"{name} {i}" for name, i in zip(outer, place, strict=True))
+        last = min(first + inner, len(columns)) - 1
+        axes.annotate(
+            label,
+            ((columns[first] + columns[last]) / 2, 0),
+            xycoords=axes.get_xaxis_transform(),
+            xytext=(0, -24),
+            textcoords="offset points",
+            ha="center",
+            fontsize=9,
+            weight="bold",
+            color=_INK,
+        )
+
+
+def _figure(*, width: float, height: float) -> Figure:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def _quiet(axes: Axes) -> None:
+    axes.set_axisbelow(True)
+    axes.grid(axis="y", color="#ECECEC", linewidth=0.8)
+    axes.tick_params(length=0, colors=_INK)
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
+    axes.spines["bottom"].set_color(_FRAME)
+
+
+def _finish(figure: Figure, path: str | os.PathLike | None) -> Figure:
+    if path is not None:
+        figure.savefig(path, dpi=150)
+    return figure

@@ -1,0 +1,133 @@
+"""A model's leaves: their names, placements, and what the configuration makes of each."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from zeroxla.config import ZeroConfig
+from zeroxla.placement import Placement, leaf_path, place
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Leaf:
+    """One leaf of the model.
+
+    Attributes:
+      path: its name, `a/b/c`.
+      placement: how it is stored.
+      persistent: it is gathered once a step and kept whole, not fetched unit by unit.
+      frozen: it gets no gradient.
+    """
+
+    path: str
+    placement: Placement
+    persistent: bool
+    frozen: bool
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.placement.shape)
+
+    @property
+    def fetched(self) -> bool:
+        """Whether the fetch plan gathers it."""
+        return self.placement.dim is not None and not self.persistent
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Layout:
+    """The leaves of a model in the order of its flattened parameters."""
+
+    tree: Any
+    leaves: tuple[Leaf, ...]
+
+    def __iter__(self) -> Iterator[Leaf]:
+        return iter(self.leaves)
+
+    @property
+    def placements(self) -> tuple[Placement, ...]:
+        return tuple(leaf.placement for leaf in self.leaves)
+
+    def indices(self, *, fetched: bool) -> list[int]:
+        return [i for i, leaf in enumerate(self.leaves) if leaf.fetched == fetched]
+
+    def trainable(self, params: Any, replacement: Any) -> Any:
+        """Return `params` with `replacement` for every frozen leaf."""
+        kept = [
+            replacement if leaf.frozen else x
+            for leaf, x in zip(self.leaves, jax.tree.leaves(params), strict=True)
+        ]
+        return self.tree.unflatten(kept)
+
+    def with_frozen(self, trainable: Any, params: Any) -> Any:
+        """Return `trainable`, whose frozen leaves are empty nodes, with those of `params`."""
+        rest = iter(jax.tree.leaves(trainable))
+        pairs = zip(self.leaves, jax.tree.leaves(params), strict=True)
+        return self.tree.unflatten([x if leaf.frozen else next(rest) for leaf, x in pairs])
+
+
+def make_layout(params: Any, placements: Sequence[Placement], config: ZeroConfig) -> Layout:
+    """Say what the configuration makes of each leaf.
+
+    Leaves up to the persistence threshold are persistent, in order, while they fit the cap.
+    """
+    with_paths, tree = jax.tree_util.tree_flatten_with_path(params)
+    room = math.inf if config.model_persistence_cap is None else config.model_persistence_cap
+    leaves = []
+    for (path, _), placement in zip(with_paths, placements, strict=True):
+        elements = math.prod(placement.shape)
+        persistent = elements <= min(config.persistence_threshold, room)
+        room -= elements if persistent else 0
+        name = leaf_path(path)
+        leaves.append(
+            Leaf(
+                path=name,
+                placement=placement,
+                persistent=persistent,
+                frozen=config.is_frozen(name),
+            )
+        )
+    return Layout(tree=tree, leaves=tuple(leaves))
+
+
+def place_params(
+    params: Any, world: int, layer_dims: Sequence[Sequence[int]]
+) -> tuple[Placement, ...]:
+    """Place every leaf; `layer_dims` are the dims along which loops slice it, never split.
+
+    Raises:
+      ValueError: a leaf is not floating.
+    """
+    placements = []
+    with_paths = jax.tree_util.tree_flatten_with_path(params)[0]
+    for (path, leaf), skip in zip(with_paths, layer_dims, strict=True):
+        if not jnp.issubdtype(leaf.dtype, jnp.floating):
+            raise ValueError(
+                f"the leaf {leaf_path(path)!r} has dtype {leaf.dtype}; parameters must be floating, "
+                "as each gets a gradient and a float32 master. Keep integers and flags in another "
+                "collection (linen) or in a Variable that is no Param (nnx)"
+            )
+        placements.append(place(leaf.shape, world, skip=skip))
+    return tuple(placements)
+
+
+def place_opt_state(
+    opt_state: Any, params: Any, placements: Sequence[Placement], world: int
+) -> tuple[Placement, ...]:
+    """Place the optimizer's arrays: like the leaf whose path theirs ends with, if the shapes agree
+    (moments), else by their own shape (Adafactor's factors, counters)."""
+    with_paths = jax.tree_util.tree_flatten_with_path(params)[0]
+    by_path = {tuple(path): p for (path, _), p in zip(with_paths, placements, strict=True)}
+    lengths = sorted({len(path) for path in by_path}, reverse=True)
+    found = []
+    for path, leaf in jax.tree_util.tree_flatten_with_path(opt_state)[0]:
+        ends = (by_path.get(tuple(path[len(path) - n :])) for n in lengths if n <= len(path))
+        like = next((p for p in ends if p is not None and p.shape == tuple(leaf.shape)), None)
+        found.append(like if like is not None else place(leaf.shape, world))
+    return tuple(found)

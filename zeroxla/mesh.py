@@ -1,0 +1,143 @@
+"""Meshes: hosts become the axis `node`, the devices of a host the axis `device`."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh
+
+NODE = "node"
+DEVICE = "device"
+PIPE = "pipe"
+
+# Every leaf and every batch is split over these two; the order of a leaf's shards is device-major
+# (see collectives.py), the order of a batch's rows is node-major (a host's rows are contiguous).
+LEAF_AXES = (DEVICE, NODE)
+BATCH_AXES = (NODE, DEVICE)
+
+
+def make_mesh(
+    *,
+    nodes: int | None = None,
+    devices_per_node: int | None = None,
+    pipe: int = 1,
+    devices: Sequence[jax.Device] | None = None,
+) -> Mesh:
+    """Make a mesh with the axes `("node", "device")`, and an outermost `"pipe"` if that exceeds 1.
+
+    Args:
+      nodes: length of the axis `node`; the number of hosts (processes) among the devices if None.
+      devices_per_node: length of the axis `device`; all that divides evenly if None.
+      pipe: number of pipeline stages.
+      devices: the devices to take, in order; `jax.devices()` if None. The first
+        pipe * nodes * devices_per_node of them are used.
+
+    Returns:
+      A `jax.sharding.Mesh` whose axes are all `AxisType.Auto`.
+
+    Raises:
+      ValueError: a length below 1, more devices asked for than there are, or hosts with different
+        numbers of devices while `nodes` is left to be found.
+
+    >>> make_mesh(nodes=1, devices_per_node=1).axis_names
+    ('node', 'device')
+    """
+    devices = list(jax.devices() if devices is None else devices)
+    if nodes is None:
+        nodes = _num_hosts(devices)
+    for name, length in (("nodes", nodes), ("devices_per_node", devices_per_node), ("pipe", pipe)):
+        if length is not None and length < 1:
+            raise ValueError(f"{name}={length} is not a mesh axis length; give 1 or more")
+    if devices_per_node is None:
+        devices_per_node = max(1, len(devices) // (pipe * nodes))
+    needed = pipe * nodes * devices_per_node
+    if needed > len(devices):
+        raise ValueError(
+            f"a mesh of pipe={pipe} x nodes={nodes} x devices_per_node={devices_per_node} needs "
+            f"{needed} devices and there are {len(devices)}; ask for fewer, or for development "
+            f"call zeroxla.simulate({needed}) before JAX starts"
+        )
+    shape, names = (nodes, devices_per_node), (NODE, DEVICE)
+    if pipe > 1:
+        shape, names = (pipe, *shape), (PIPE, *names)
+    grid = np.asarray(devices[:needed], dtype=object).reshape(shape)
+    return Mesh(grid, names, axis_types=(AxisType.Auto,) * len(names))
+
+
+def _num_hosts(devices: Sequence[jax.Device]) -> int:
+    per_host = Counter(d.process_index for d in devices)
+    if len(set(per_host.values())) > 1:
+        raise ValueError(
+            f"hosts have different numbers of devices ({dict(per_host)}); pass nodes= and devices="
+        )
+    return len(per_host)
+
+
+def as_auto(mesh: Mesh) -> Mesh:
+    """Return `mesh` with Auto axes, after checking that it has the axes that training needs.
+
+    Raises:
+      ValueError: the axes `node` and `device` are not both there, or there are unknown ones.
+    """
+    names = mesh.axis_names
+    missing = [a for a in BATCH_AXES if a not in names]
+    unknown = [a for a in names if a not in (PIPE, *BATCH_AXES)]
+    if missing or unknown:
+        raise ValueError(
+            f"the mesh has the axes {tuple(names)} and needs {BATCH_AXES}"
+            f"{f'; unknown: {unknown}' if unknown else ''}; make it with zeroxla.make_mesh(), or "
+            f'name the axis between hosts "node" and the axis inside a host "device" (of length 1 '
+            f"where there is none)"
+        )
+    if mesh.shape.get(PIPE, 1) > 1:
+        raise NotImplementedError(
+            f"make_step trains without a pipeline and the mesh has pipe={mesh.shape[PIPE]}; "
+            f"use make_mesh(pipe=1)"
+        )
+    return Mesh(mesh.devices, names, axis_types=(AxisType.Auto,) * len(names))
+
+
+def world_size(mesh: Mesh) -> int:
+    """Return the number of data-parallel devices, nodes x devices per node."""
+    return mesh.shape[NODE] * mesh.shape[DEVICE]
+
+
+def simulate(num_devices: int) -> None:
+    """Show this process's CPU as `num_devices` devices. Call it before JAX is used.
+
+    Collectives of simulated devices block one thread each, and JAX sizes its thread pool by the
+    number of cores; with few cores the pool starves and the run dies in a rendezvous. `NPROC=64`
+    enlarges the pool, so this sets it too.
+
+    Args:
+      num_devices: how many devices, 1 or more.
+
+    Raises:
+      ValueError: `num_devices` below 1.
+      RuntimeError: JAX has started with another number of devices or without the larger pool.
+    """
+    if num_devices < 1:
+        raise ValueError(f"cannot simulate {num_devices} devices; give 1 or more")
+    pool = max(64, 8 * num_devices)
+    if _backends_started():
+        enough_threads = int(os.environ.get("NPROC", "0")) >= min(pool, 64)
+        if jax.default_backend() == "cpu" and len(jax.devices()) == num_devices and enough_threads:
+            return
+        raise RuntimeError(
+            f"simulate({num_devices}) came after JAX had started with {len(jax.devices())} "
+            f"{jax.default_backend()} device(s); call it first thing in the program (in a "
+            f"notebook: restart the kernel and run it in the first cell)"
+        )
+    os.environ["NPROC"] = str(max(pool, int(os.environ.get("NPROC", "0"))))
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", num_devices)
+
+
+def _backends_started() -> bool:
+    from jax._src import xla_bridge
+
+    return xla_bridge.backends_are_initialized()

@@ -1,0 +1,121 @@
+"""How each leaf is stored: which dim is split, what padding, what stays whole.
+
+Leaves keep their natural shapes. One dim is split over `("device", "node")`, device-major; if none
+divides by the world, one is padded with zeros to the next multiple, the one that wastes least.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from zeroxla.mesh import DEVICE, LEAF_AXES, NODE, world_size
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Placement:
+    """Where the elements of one array live.
+
+    Attributes:
+      shape: the natural shape.
+      dim: the dim that is split over (device, node); None if every device holds the whole array.
+      pad: how many zeros are appended to `dim` so that it divides by the world.
+    """
+
+    shape: tuple[int, ...]
+    dim: int | None = None
+    pad: int = 0
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """The shape of the array in the state, padding included."""
+        if self.dim is None:
+            return self.shape
+        return tuple(n + self.pad * (d == self.dim) for d, n in enumerate(self.shape))
+
+    @property
+    def spec(self) -> PartitionSpec:
+        if self.dim is None:
+            return PartitionSpec()
+        return PartitionSpec(*(None,) * self.dim, LEAF_AXES)
+
+    def sharding(self, mesh: Mesh) -> NamedSharding:
+        return NamedSharding(mesh, self.spec)
+
+    def shard_shape(self, mesh: Mesh) -> tuple[int, ...]:
+        """The shape of what one device stores."""
+        return self.sharding(mesh).shard_shape(self.stored_shape)
+
+    def unstack(self, dim: int) -> Placement:
+        """The placement of one slice along `dim`, a scanned leaf's layer dim, which is not split."""
+        assert dim != self.dim, (dim, self)
+        shape = self.shape[:dim] + self.shape[dim + 1 :]
+        inner = self.dim if self.dim is None or self.dim < dim else self.dim - 1
+        return Placement(shape=shape, dim=inner, pad=self.pad)
+
+    def natural(self, stored: jax.Array) -> jax.Array:
+        """Drop the padding."""
+        if not self.pad:
+            return stored
+        assert self.dim is not None
+        return jax.lax.slice_in_dim(stored, 0, self.shape[self.dim], axis=self.dim)
+
+    def stored(self, natural: jax.Array) -> jax.Array:
+        """Append the padding."""
+        if not self.pad:
+            return natural
+        widths = [(0, self.pad if d == self.dim else 0) for d in range(len(self.shape))]
+        return jnp.pad(natural, widths)
+
+
+def place(shape: Sequence[int], world: int, *, skip: Sequence[int] = ()) -> Placement:
+    """Choose the placement of an array.
+
+    The first dim outside `skip` that divides by `world` is split. Where none does, the dim whose
+    padding adds the fewest elements is. An array with fewer elements than devices stays whole: its
+    shards would be larger than itself.
+
+    Args:
+      shape: natural shape.
+      world: number of data-parallel devices.
+      skip: dims that stay unsplit, such as the layer dim of a scanned leaf.
+
+    >>> place((768, 50257), 8).dim
+    0
+    >>> place((50257, 13), 8)
+    Placement(shape=(50257, 13), dim=0, pad=7)
+    """
+    shape = tuple(shape)
+    dims = [d for d in range(len(shape)) if d not in skip and shape[d] > 0]
+    if world == 1 and dims:
+        return Placement(shape=shape, dim=dims[0])
+    if math.prod(shape) < world or not dims:
+        return Placement(shape=shape)
+    for dim in dims:
+        if shape[dim] % world == 0:
+            return Placement(shape=shape, dim=dim)
+    elements = math.prod(shape)
+    pads = {d: -shape[d] % world for d in dims}
+    dim = min(dims, key=lambda d: (elements // shape[d] * pads[d], d))
+    return Placement(shape=shape, dim=dim, pad=pads[dim])
+
+
+def place_tree(tree: Any, mesh: Mesh) -> Any:
+    """Place every array of a pytree by its own shape (the optimizer's state, say)."""
+    return jax.tree.map(lambda x: place(x.shape, world_size(mesh)), tree)
+
+
+def leaf_path(path: Sequence[Any]) -> str:
+    """Return a leaf's name, `a/b/c`, from its key path."""
+    return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def num_shards(mesh: Mesh) -> tuple[int, int]:
+    """Return (devices per node, nodes): the two leading dims of a gathered wire."""
+    return mesh.shape[DEVICE], mesh.shape[NODE]

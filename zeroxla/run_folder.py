@@ -1,0 +1,256 @@
+"""The folder of a training run: config.json, metrics.jsonl, TensorBoard events, plots and texts.
+
+`metrics.jsonl` is the record: one JSON object a line, with "step" and the values of that step. The
+events and the plot repeat it. A write that fails (full disk) loses nothing: lines and events wait
+in memory, are reported once, and are written as soon as the disk takes them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import math
+import os
+import struct
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from tensorboardX.proto.event_pb2 import Event, SessionLog
+from tensorboardX.proto.summary_pb2 import Summary
+from tensorboardX.record_writer import masked_crc32c
+
+CONFIG = "config.json"
+METRICS = "metrics.jsonl"
+CHECKPOINTS = "checkpoints"
+
+
+class RunFolderError(RuntimeError):
+    """A file of the run folder could not be written."""
+
+
+class RunFolder:
+    """Writes and reads one run's files.
+
+    Args:
+      path: The folder. Made by `create`, must hold a run for `reopen`.
+      report: Called with a sentence when metrics cannot be written, and when they can again.
+    """
+
+    def __init__(self, path: Path, report: Callable[[str], None] = lambda text: None):
+        self.path = path
+        self._report = report
+        # (file name, bytes) in the order of writing; each entry is written whole or not at all.
+        self._pending: list[tuple[str, bytes]] = []
+        self._failing = False
+        # Not tensorboardX's SummaryWriter: it writes from a thread with a bounded queue, and when a
+        # full disk has ended that thread, the training loop blocks on the queue for ever.
+        self._events = f"events.out.tfevents.{time.time_ns()}"
+        self._add_event(file_version="brain.Event:2")
+
+    @classmethod
+    def create(
+        cls, path: Path, config: dict[str, Any], report: Callable[[str], None] = lambda text: None
+    ) -> RunFolder:
+        """Make the folder and write its config.
+
+        Raises:
+          ValueError: It already holds a run with checkpoints, or cannot be written.
+        """
+        if has_checkpoint(path):
+            raise ValueError(
+                f"{path} already holds a run; continue it with --resume --run {path}, or choose "
+                "another folder with --run"
+            )
+        folder = cls(path, report)
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            # An earlier attempt that never saved a checkpoint leaves nothing worth keeping.
+            (path / METRICS).unlink(missing_ok=True)
+            for events in path.glob("events.out.tfevents.*"):
+                events.unlink()
+            folder.write_text(CONFIG, json.dumps(config, indent=2) + "\n")
+            folder.write_text(METRICS, "")
+        except (OSError, RunFolderError) as error:
+            raise ValueError(
+                f"cannot write the run folder {path}: {error}; choose another with --run"
+            ) from error
+        return folder
+
+    @classmethod
+    def reopen(
+        cls, path: Path, *, step: int, report: Callable[[str], None] = lambda text: None
+    ) -> RunFolder:
+        """Open a run to continue after `step`: metrics of later steps are dropped.
+
+        They are of steps that ran after the checkpoint was saved and will run again.
+
+        Raises:
+          ValueError: The folder cannot be written.
+        """
+        folder = cls(path, report)
+        kept = [json.dumps(line) + "\n" for line in folder.metrics() if line["step"] <= step]
+        try:
+            folder.write_text(METRICS, "".join(kept))
+        except (OSError, RunFolderError) as error:
+            raise ValueError(
+                f"cannot write the run folder {path}: {error}; free space or correct its "
+                "permissions, then resume again"
+            ) from error
+        # Tells TensorBoard to forget those steps, too.
+        folder._add_event(step=step + 1, session_log=SessionLog(status=SessionLog.START))
+        return folder
+
+    def config(self) -> dict[str, Any]:
+        """Return what `create` wrote."""
+        return read_config(self.path)
+
+    def log(self, step: int, values: dict[str, float | int]) -> None:
+        """Record values of a step; non-finite ones become null. Never raises on a full disk."""
+        line = {"step": step} | {n: v if math.isfinite(v) else None for n, v in values.items()}
+        self._pending.append((METRICS, (json.dumps(line) + "\n").encode()))
+        scalars = [Summary.Value(tag=n, simple_value=float(v)) for n, v in values.items()]
+        self._add_event(step=step, summary=Summary(value=scalars))
+        error = self._flush()
+        if error and not self._failing:
+            self._report(
+                f"cannot write metrics to {self.path}: {error}; training goes on, lines wait in "
+                "memory"
+            )
+        elif self._failing and not error:
+            self._report(f"metrics are written to {self.path} again")
+        self._failing = error is not None
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """Return the lines of metrics.jsonl; a last line cut short by a crash is left out."""
+        try:
+            text = (self.path / METRICS).read_text()
+        except FileNotFoundError:
+            return []
+        lines = []
+        for line in text.splitlines():
+            with contextlib.suppress(json.JSONDecodeError):
+                lines.append(json.loads(line))
+        return lines
+
+    def write_text(self, name: str, text: str) -> None:
+        """Write a text file, replacing the old one only when the new one is whole.
+
+        Raises:
+          RunFolderError: With the file's name and the reason.
+        """
+        with self._replacing(name) as temporary:
+            temporary.write_text(text, encoding="utf-8")
+
+    def plot(self, *, unigram_entropy: float) -> None:
+        """Draw loss.png from metrics.jsonl: training and validation loss against steps.
+
+        Raises:
+          RunFolderError: With the file's name and the reason.
+        """
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+
+        lines = self.metrics()
+        figure = Figure(figsize=(8, 5), layout="constrained")
+        axes = figure.add_subplot()
+        for name, label, style in (
+            ("loss", "training loss", {"linewidth": 1, "alpha": 0.7}),
+            ("valid_loss", "validation loss", {"marker": "o", "linewidth": 1.5}),
+        ):
+            points = [(line["step"], line[name]) for line in lines if line.get(name) is not None]
+            if points:
+                axes.plot(*zip(*points), label=label, **style)
+        axes.axhline(
+            unigram_entropy,
+            color="gray",
+            linestyle="--",
+            label=f"byte-unigram entropy of the validation set: {unigram_entropy:.3f}",
+        )
+        axes.set_xlabel("step")
+        axes.set_ylabel("nats per byte")
+        axes.grid(alpha=0.3)
+        axes.legend()
+        with self._replacing("loss.png") as temporary:
+            FigureCanvasAgg(figure).print_png(str(temporary))
+
+    def close(self) -> None:
+        """Write what still waits.
+
+        Raises:
+          RunFolderError: Lines could not be written.
+        """
+        error = self._flush()
+        if error:
+            num_lines = sum(name == METRICS for name, _ in self._pending)
+            raise RunFolderError(
+                f"{num_lines} lines could not be written to {self.path / METRICS}: {error}"
+            )
+
+    def _flush(self) -> str | None:
+        """Append what waits; return the error that stopped it, None when all is written."""
+        try:
+            while self._pending:
+                name, data = self._pending[0]
+                with open(self.path / name, "ab", buffering=0) as file:
+                    _append_whole(file, data)
+                del self._pending[0]
+        except OSError as error:
+            return error.strerror
+        return None
+
+    def _add_event(self, **fields: Any) -> None:
+        data = Event(wall_time=time.time(), **fields).SerializeToString()
+        # TensorFlow's record format: length, its checksum, data, its checksum.
+        size = struct.pack("<Q", len(data))
+        checksums = [struct.pack("<I", masked_crc32c(part)) for part in (size, data)]
+        self._pending.append((self._events, size + checksums[0] + data + checksums[1]))
+
+    @contextlib.contextmanager
+    def _replacing(self, name: str) -> Iterator[Path]:
+        temporary = self.path / f".{name}.tmp"
+        try:
+            yield temporary
+            os.replace(temporary, self.path / name)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                temporary.unlink(missing_ok=True)
+            raise RunFolderError(f"cannot write {self.path / name}: {error.strerror}") from error
+
+
+def has_checkpoint(path: Path) -> bool:
+    """Return whether the folder holds a run with at least one complete checkpoint."""
+    folder = path / CHECKPOINTS
+    return folder.is_dir() and any(entry.name.isdigit() for entry in folder.iterdir())
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """Read a run folder's config.json.
+
+    Raises:
+      ValueError: The folder holds no run, or its config is damaged.
+    """
+    file = path / CONFIG
+    try:
+        return json.loads(file.read_text())
+    except OSError as error:
+        raise ValueError(
+            f"{path} holds no run to resume ({CONFIG}: {error.strerror}); name a run folder with "
+            "--run"
+        ) from error
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{file} is damaged ({error}); restore it, or start a new run") from error
+
+
+def _append_whole(file: Any, data: bytes) -> None:
+    """Append all of `data`, or nothing."""
+    start = file.seek(0, os.SEEK_END)
+    try:
+        if file.write(data) != len(data):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    except OSError:
+        with contextlib.suppress(OSError):
+            file.truncate(start)
+        raise
