@@ -131,7 +131,7 @@ class GPT(nn.Module):
             block,
             variable_axes={"params": 0},
             split_rngs={"params": True, "dropout": True},
-            in_axes=nn.broadcast,
+            in_axes=nn.broadcast,  # pyright: ignore[reportArgumentType]  (annotated as int)
             length=self.layers,
         )
         return stack(**shape, name="h")(x_BLD, mask_BL)[0]

@@ -73,6 +73,7 @@ class Llama(nnx.Module):
         self.theta = theta
         self.head_width = width // heads
         self.embed_tokens = nnx.Embed(vocab, width, embedding_init=NORMAL, rngs=rngs)
+        self.layers: Any
         if scan:
             self.layers = nnx.vmap(block)(rngs.split(layers))
         else:

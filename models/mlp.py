@@ -46,5 +46,5 @@ class MLP(nn.Module):
     def loss(
         self, batch: dict[str, jax.Array], *, train: bool
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """Return (mean cross-entropy, {"accuracy"}) of {"image": float[B, ...], "label": int[B]}."""
+        """Return (mean cross-entropy, {"accuracy"}) of {"image": [B, ...], "label": int[B]}."""
         return classification_loss(self(batch["image"], train=train), batch["label"])

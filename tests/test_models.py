@@ -104,13 +104,17 @@ def test_alexnet_is_the_torchvision_list_of_22_layers():
         if isinstance(layer, nn.Dropout):
             layer = layer.clone(deterministic=True)
         if isinstance(layer, nn.Module):
-            shape, variables = jax.eval_shape(partial(layer.init_with_output, jax.random.key(0)), shape)
+            shape, variables = jax.eval_shape(
+                partial(layer.init_with_output, jax.random.key(0)), shape
+            )
         else:
             shape, variables = jax.eval_shape(layer, shape), {}
         counts.append(count(variables))
         shapes.append(shape.shape[1:])
     assert counts == ALEXNET_COUNTS
-    assert shapes[0] == (55, 55, 64) and shapes[12] == (6, 6, 256) and shapes[14] == (9216,)
+    assert shapes[0] == (55, 55, 64)
+    assert shapes[12] == (6, 6, 256)
+    assert shapes[14] == (9216,)
 
     whole = jax.eval_shape(partial(linen_params, AlexNet.full()), IMAGES)["params"]
     assert {int(name.split("_")[1]): count(leaf) for name, leaf in whole.items()} == {
@@ -283,7 +287,8 @@ def test_masked_loss_counts_only_the_mask():
     np.testing.assert_allclose(loss, -chosen[np.asarray(mask)].mean(), rtol=1e-6)
     assert metrics == {"weight": 5}
     nothing, metrics = next_token_loss(logits, {**TOKENS, "mask": jnp.zeros((2, 12))})
-    assert nothing == 0 and metrics == {"weight": 0}
+    assert nothing == 0
+    assert metrics == {"weight": 0}
 
 
 def test_classification_loss_and_accuracy():

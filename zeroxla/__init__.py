@@ -1,6 +1,6 @@
 """zeroxla: train Flax models that do not fit one device, with ZeRO-3 in JAX."""
 
-# from zeroxla import inspect
+from zeroxla import inspect
 from zeroxla.config import ZeroConfig
 from zeroxla.mesh import make_mesh, simulate
 from zeroxla.state import LossScale, TrainState, full_params
@@ -18,6 +18,7 @@ __all__ = [
     "full_params",
     "make_step",
     # reports
+    "inspect",
 
 ]
 

@@ -26,6 +26,11 @@ from zeroxla.mesh import DEVICE, NODE
 from zeroxla.placement import Placement
 
 
+# A shard of at least this many elements travels by itself: joining it to others would copy it, and
+# its leaf once more, for the latency of one collective.
+ALONE_ELEMENTS = 2**14
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Collectives:
     """The collectives of one training setup; every method runs inside `shard_map`.
@@ -61,20 +66,28 @@ class Collectives:
         Cost: each device receives (1 - 1/world) x the leaves in the wire dtype, padding included;
         a host receives that of its share between hosts, once.
         """
-        if not shards:
-            return []
-        pieces = [_split_first(s, p).ravel() for s, p in zip(shards, placements, strict=True)]
+        wires = [s.astype(self.wire_dtype) for s in shards]
+        fused = [i for i, s in enumerate(shards) if s.size < ALONE_ELEMENTS]
+        whole: dict[int, jax.Array] = {}
         with jax.named_scope("gather"):
-            wire_n = jnp.concatenate([p.astype(self.wire_dtype) for p in pieces])
-            wire_n = _as_bits(wire_n)
-            wire_Nn = _all_gather(wire_n, NODE, self.nodes)
-            wire_DNn = _all_gather(wire_Nn, DEVICE, self.devices)
-            wire_DNn = _from_bits(wire_DNn, self.wire_dtype)
-            sizes = [p.size for p in pieces]
-            return [
-                _natural(piece, placement, self.world)
-                for piece, placement in zip(_cut(wire_DNn, sizes), placements, strict=True)
-            ]
+            for i, (wire, placement) in enumerate(zip(wires, placements, strict=True)):
+                if i not in fused:
+                    whole[i] = placement.natural(self._two_hops(wire, placement.dim))
+            if fused:
+                wire_n = jnp.concatenate([_split_first(wires[i], placements[i]).ravel() for i in fused])
+                wire_Wn = self._two_hops(wire_n[None], 0)
+                pieces = _cut(wire_Wn, [wires[i].size for i in fused])
+                for i, piece_Ws in zip(fused, pieces, strict=True):
+                    whole[i] = _natural(piece_Ws, placements[i])
+        return [whole[i] for i in range(len(shards))]
+
+    def _two_hops(self, wire: jax.Array, dim: int) -> jax.Array:
+        """Gather along `dim`, first over `node`, then over `device`: device-major order."""
+        bits = _as_bits(wire)
+        for axis, length in ((NODE, self.nodes), (DEVICE, self.devices)):
+            if length > 1:
+                bits = lax.all_gather(bits, axis, axis=dim, tiled=True)
+        return _from_bits(bits, self.wire_dtype)
 
     def reduce(
         self, gradients: Sequence[jax.Array], placements: Sequence[Placement]
@@ -90,21 +103,29 @@ class Collectives:
 
         Cost: each device receives (1 - 1/world) x the leaves in the reduce dtype.
         """
-        if not gradients:
-            return []
+        stored = [
+            p.stored(g.astype(self.reduce_dtype)) for g, p in zip(gradients, placements, strict=True)
+        ]
+        fused = [i for i, x in enumerate(stored) if x.size < ALONE_ELEMENTS * self.world]
+        shards: dict[int, jax.Array] = {}
         with jax.named_scope("reduce"):
-            layouts = [
-                self._shard_major(g.astype(self.reduce_dtype), p)
-                for g, p in zip(gradients, placements, strict=True)
-            ]
-            wire_DNn = jnp.concatenate(layouts, axis=2)
-            wire_Nn = self._reduce_scatter(wire_DNn, DEVICE, self.devices)
-            wire_n = self._reduce_scatter(wire_Nn, NODE, self.nodes)
-            pieces = _cut(wire_n, [x.shape[2] for x in layouts])
-            return [
-                self._as_shard(piece, placement)
-                for piece, placement in zip(pieces, placements, strict=True)
-            ]
+            for i, (x, placement) in enumerate(zip(stored, placements, strict=True)):
+                if i not in fused:
+                    shards[i] = self._two_hops_back(x, placement.dim)
+            if fused:
+                rows = [_split_first(stored[i], placements[i]).reshape(self.world, -1) for i in fused]
+                wire_1n = self._two_hops_back(jnp.concatenate(rows, axis=1), 0)
+                pieces = _cut(wire_1n[0], [x.shape[1] for x in rows])
+                for i, piece in zip(fused, pieces, strict=True):
+                    shards[i] = self._as_shard(piece, placements[i])
+        return [shards[i] for i in range(len(gradients))]
+
+    def _two_hops_back(self, x: jax.Array, dim: int) -> jax.Array:
+        """Sum over all devices and keep this device's slice along `dim`, in float32."""
+        for axis, length in ((DEVICE, self.devices), (NODE, self.nodes)):
+            if length > 1:
+                x = self._reduce_scatter(x, dim, axis, length)
+        return x.astype(jnp.float32)
 
     def sum(self, x: jax.Array) -> jax.Array:
         """Sum a small vector over all devices, hop by hop; not for what grows with the model."""
@@ -119,11 +140,6 @@ class Collectives:
         """This device's data-parallel index, node * devices per node + device: int32."""
         return lax.axis_index(NODE) * self.devices + lax.axis_index(DEVICE)
 
-    def _shard_major(self, x: jax.Array, placement: Placement) -> jax.Array:
-        """Lay a whole leaf out as [D, N, elements of one shard]."""
-        x = _split_first(placement.stored(x), placement)
-        return x.reshape(self.devices, self.nodes, -1)
-
     def _as_shard(self, piece: jax.Array, placement: Placement) -> jax.Array:
         assert placement.dim is not None
         stored = placement.stored_shape
@@ -131,25 +147,18 @@ class Collectives:
         piece = piece.reshape(stored[placement.dim] // self.world, *rest)
         return jnp.moveaxis(piece, 0, placement.dim)
 
-    def _reduce_scatter(self, wire: jax.Array, axis: str, length: int) -> jax.Array:
-        """[length, ...] -> float32 [...]: the sum over `axis` of the slice at this device's index.
+    def _reduce_scatter(self, x: jax.Array, dim: int, axis: str, length: int) -> jax.Array:
+        """One hop: the float32 sum over `axis` of the slice of `dim` at this device's index.
 
         In 16 bit the slices travel by all_to_all and are summed here in float32: each value is
         rounded once per hop, where a ring would round at every step.
         """
-        if length == 1:
-            return wire[0].astype(jnp.float32)
-        wire = wire.astype(self.reduce_dtype)
+        x = x.astype(self.reduce_dtype)
         if self.reduce_dtype == jnp.float32:
-            return lax.psum_scatter(wire, axis, scatter_dimension=0, tiled=False)
-        received = lax.all_to_all(_as_bits(wire), axis, split_axis=0, concat_axis=0, tiled=True)
-        return jnp.sum(_from_bits(received, self.reduce_dtype), axis=0, dtype=jnp.float32)
-
-
-def _all_gather(x: jax.Array, axis: str, length: int) -> jax.Array:
-    if length == 1:
-        return x[None]
-    return lax.all_gather(x, axis, axis=0, tiled=False)
+            return lax.psum_scatter(x, axis, scatter_dimension=dim, tiled=True)
+        slices = x.reshape(*x.shape[:dim], length, x.shape[dim] // length, *x.shape[dim + 1 :])
+        received = lax.all_to_all(_as_bits(slices), axis, split_axis=dim, concat_axis=dim, tiled=True)
+        return jnp.sum(_from_bits(received, self.reduce_dtype), axis=dim, dtype=jnp.float32)
 
 
 def _split_first(x: jax.Array, placement: Placement) -> jax.Array:
@@ -157,12 +166,12 @@ def _split_first(x: jax.Array, placement: Placement) -> jax.Array:
     return jnp.moveaxis(x, placement.dim, 0)
 
 
-def _natural(piece_DNs: jax.Array, placement: Placement, world: int) -> jax.Array:
-    """[D, N, elements of one shard] -> the whole leaf."""
+def _natural(piece_Ws: jax.Array, placement: Placement) -> jax.Array:
+    """[W, elements of one shard] -> the whole leaf."""
     assert placement.dim is not None
     stored = placement.stored_shape
     rest = stored[: placement.dim] + stored[placement.dim + 1 :]
-    whole = piece_DNs.reshape(stored[placement.dim], *rest)
+    whole = piece_Ws.reshape(stored[placement.dim], *rest)
     return placement.natural(jnp.moveaxis(whole, 0, placement.dim))
 
 

@@ -3,38 +3,35 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import os
 import sys
 import time
-from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import flax
 import jax
 import numpy as np
-import optax
-from jax.sharding import Mesh
 from rich.console import Console
-from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.text import Text
 
-import zeroxla.inspect
 from models import GPT
-from zeroxla import data
+from zeroxla import data, inspect
 from zeroxla.checkpoint import Checkpoints, SaveError
 from zeroxla.config import ZeroConfig
-from zeroxla.interrupt import StopRequest
-from zeroxla.mesh import make_mesh, simulate
-from zeroxla.progress import TrainingProgress
-from zeroxla.run_folder import CHECKPOINTS, RunFolder, RunFolderError, read_config
+from zeroxla.interrupt import stop_on_signal
+from zeroxla.run_folder import CHECKPOINTS, RunFolder, read_config
 from zeroxla.sample import continue_text
 from zeroxla.state import TrainState, full_params
-from zeroxla.step import Step, make_step
+from zeroxla.step import make_step
 from zeroxla.train_options import TrainOptions
-
-NUM_SIMULATED = 8
-SIMULATED_NODES = 2
+from zeroxla.train_setup import (
+    check_same,
+    circumstances,
+    mesh_for,
+    optimizer_for,
+    schedule_for,
+)
 
 
 class UsageError(ValueError):
@@ -42,97 +39,232 @@ class UsageError(ValueError):
 
 
 def train(options: TrainOptions) -> int:
-    """Run the job; print what it does.
+    """Run the job, printing what it does.
 
     Args:
       options: What to train, on what, and where to write.
 
     Returns:
-      The exit status: 0, or 1 if the last checkpoint could not be written.
+      The exit status: 0, also when interrupted and saved; 1 if the last state could not be saved.
 
     Raises:
-      UsageError: An option or input cannot work. Raised before the run folder is touched, except
-        when that folder cannot be written.
-      RunFolderError: A file other than a checkpoint could not be written at the end.
+      UsageError: An option or an input cannot work; found before the first step.
+      RunFolderError: Something besides a checkpoint could not be written at the end.
     """
-    console = Console(highlight=False)
-    with _usage_errors():
-        job = _Job(options, console)
+    # In a file or a pipe the tables need not be cut to a terminal's width.
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
     try:
+        job = _Job(options, console)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    with contextlib.closing(job):
         return job.run()
-    finally:
-        job.close()
 
 
 class _Job:
-    """One run: what was decided before the first step, and the loop."""
+    """One run: what is decided before the first step, and the loop."""
 
     def __init__(self, options: TrainOptions, console: Console):
-        text, out = options.text, options.output
-        self._options, self._console = options, console
-        self._corpus = corpus = data.load_corpus(text.data, holdout=text.holdout)
-        self._batches = data.training_batches(
-            corpus.train, batch=text.batch, length=text.length, seed=options.training.seed
-        )
-        self._valid = list(
-            data.validation_batches(
-                corpus.valid, batch=text.batch, length=text.length, num_batches=out.eval_batches
-            )
-        )
-        self._unigram_entropy = data.unigram_entropy(corpus.valid)
-        self._mesh = _mesh(options)
-        self._schedule = _schedule(options)
-        self._model = GPT(
-            vocab=data.VOCABULARY, length=text.length, **dataclasses.asdict(options.model)
-        )
-        self._step = make_step(
-            self._model,
-            self._mesh,
-            _optimizer(options, self._schedule),
-            config=ZeroConfig(
-                compute_dtype=options.mesh.compute_dtype,
-                accumulate=options.mesh.accumulate,
-                persistence_threshold=options.mesh.persistence_threshold,
-            ),
-        )
-        # Traces the model: an option that does not fit the devices is found before any file is made.
-        self._shapes = self._step.abstract_state(self._valid[0])
+        text, output = options.text, options.output
+        self.options, self.console = options, console
+        self.corpus = data.load_corpus(text.data, holdout=text.holdout)
+        shape = {"batch": text.batch, "length": text.length}
+        seed = options.training.seed
+        self.batches = iter(data.training_batches(self.corpus.train, **shape, seed=seed))
+        valid = data.validation_batches(self.corpus.valid, **shape, num_batches=output.eval_batches)
+        self.valid_batches = list(valid)
+        self.unigram_entropy = data.unigram_entropy(self.corpus.valid)
 
-        self._path = out.run or Path("runs") / time.strftime("train-%Y%m%d-%H%M%S")
-        config = {"options": options.to_dict(), **_circumstances(corpus, self._mesh)}
-        if out.resume:
-            _check_same_circumstances(config, read_config(self._path))
-            self._checkpoints = Checkpoints(self._path / CHECKPOINTS, keep=out.keep)
-            self._folder = RunFolder.reopen(
-                self._path, step=self._checkpoints.latest() or 0, report=self._warn
-            )
+        self.mesh = mesh_for(options)
+        self.schedule = schedule_for(options)
+        self.model = GPT(vocab=data.VOCABULARY, length=text.length, **asdict(options.model))
+        config = ZeroConfig(
+            compute_dtype=options.mesh.compute_dtype,
+            accumulate=options.mesh.accumulate,
+            persistence_threshold=options.mesh.persistence_threshold,
+        )
+        optimizer = optimizer_for(options, self.schedule)
+        self.step = make_step(self.model, self.mesh, optimizer, config=config)
+        # Traces the model, so that what does not fit the devices is found before files are made.
+        shapes = self.step.abstract_state(self.valid_batches[0])
+
+        self.path = output.run or Path("runs") / time.strftime("train-%Y%m%d-%H%M%S")
+        here = circumstances(self.corpus, self.mesh)
+        if output.resume:
+            check_same(read_config(self.path), here)
+            self.checkpoints = Checkpoints(self.path / CHECKPOINTS, keep=output.keep)
+            self.done, self.state, position = self.checkpoints.restore(shapes)
+            self.batches.set_state(position)
+            self.folder = RunFolder.reopen(self.path, step=self.done, report=self.warn)
         else:
-            self._folder = RunFolder.create(self._path, config, self._warn)
-            self._checkpoints = Checkpoints(self._path / CHECKPOINTS, keep=out.keep)
+            record = {"options": options.to_dict(), **here}
+            self.folder = RunFolder.create(self.path, record, self.warn)
+            self.checkpoints = Checkpoints(self.path / CHECKPOINTS, keep=output.keep)
+            self.done, self.state = 0, None
 
     def run(self) -> int:
-        options, out = self._options, self._options.output
-        num_steps = options.training.steps
-        self._print_setup()
-        self._iterator = iter(self._batches)
-        if out.resume:
-            done, state, position = self._checkpoints.restore(self._shapes)
-            self._iterator.set_state(position)
-            self._console.print(f"Resumed {self._path} after step {done}.")
-        else:
-            done = 0
-            state = self._step.init(jax.random.key(options.training.seed), self._valid[0])
+        num_steps = self.options.training.steps
+        self.print_setup()
+        if self.state is None:
+            key = jax.random.key(self.options.training.seed)
+            self.state = self.step.init(key, self.valid_batches[0])
+        self.print_program(self.state)
+        with stop_on_signal(self.announce_stop) as stop, self.progress() as self.bar:
+            self.loop(num_steps, stop)
+        if self.done < num_steps:
+            return self.finish_interrupted()
+        return self.finish()
 
-        with (
-            StopRequest(on_request=self._announce_stop) as stop,
-            TrainingProgress(self._console, num_steps, done) as progress,
-        ):
-            waiting = None  # metrics of the step before, read while the devices work on this one
-            clock = time.perf_counter()
-            while done < num_steps and not stop.requested:
-                state, metrics = self._step(state, next(self._iterator))
-                done += 1
-                ahead = (done, metrics)
-                waiting, clock = self._record(waiting, clock, progress), clock
-                waiting = ahead
-            ...
+    def loop(self, num_steps: int, stop: Any) -> None:
+        output = self.options.output
+        waiting = None  # the step before: its metrics are read while the devices do the next one
+        self.clock = time.perf_counter()
+        while self.done < num_steps and not stop.requested:
+            self.state, metrics = self.step(self.state, next(self.batches))
+            self.done += 1
+            self.record(waiting)
+            waiting = (self.done, metrics)
+            evaluate = self.done % output.eval_every == 0 and self.done < num_steps
+            save = self.done % output.save_every == 0 and self.done < num_steps
+            if evaluate or save or stop.requested:
+                self.record(waiting)
+                waiting = None
+                if evaluate:
+                    self.evaluate()
+                if save:
+                    self.save()
+                self.clock = time.perf_counter()
+        self.record(waiting)
+
+    def record(self, waiting: tuple[int, dict[str, Any]] | None) -> None:
+        """Write one step's metrics; reading them waits until the step is done."""
+        if waiting is None:
+            return
+        number, metrics = waiting
+        values = {
+            name: float(value)
+            for name, value in jax.device_get(metrics).items()
+            if name not in ("examples_per_s", "tokens_per_s") and np.ndim(value) == 0
+        }
+        now = time.perf_counter()
+        text = self.options.text
+        values["tokens_per_s"] = text.batch * text.length / (now - self.clock)
+        values["learning_rate"] = float(self.schedule(number - 1))
+        self.clock = now
+        self.folder.log(number, values)
+        skipped = f", {values['skipped']:.0f} skipped" if values["skipped"] else ""
+        self.bar.update(
+            self.bar.task_ids[0],
+            completed=number,
+            status=f"loss {values['loss']:.3f}{skipped}, {values['tokens_per_s']:,.0f} tokens/s",
+        )
+
+    def evaluate(self) -> float:
+        """Return the mean loss on the validation batches, after recording it."""
+        losses = [self.step.eval(self.state, batch)["loss"] for batch in self.valid_batches]
+        loss = float(np.mean(jax.device_get(losses), dtype=np.float64))
+        self.folder.log(self.done, {"valid_loss": loss})
+        self.console.print(f"step {self.done}: validation loss {loss:.4f}")
+        return loss
+
+    def save(self) -> bool:
+        """Write a checkpoint; report a failure and return False."""
+        try:
+            self.checkpoints.save(self.done, self.state, self.batches.get_state())
+        except SaveError as error:
+            self.warn(str(error))
+            return False
+        return True
+
+    def finish_interrupted(self) -> int:
+        saved = self.save()
+        self.folder.close()
+        if saved:
+            resume = f"zeroxla train --resume --run {self.path}"
+            self.print(f"Stopped after step {self.done} and saved. Continue with:\n  {resume}")
+        return 0 if saved else 1
+
+    def finish(self) -> int:
+        saved = self.save()  # first: it is what cannot be made again
+        loss = self.evaluate()
+        sample = self.sample()
+        self.folder.close()
+        self.folder.plot(unigram_entropy=self.unigram_entropy)
+        if sample:
+            self.folder.write_text("sample.txt", sample)
+        below = self.unigram_entropy - loss
+        self.print(
+            f"\nValidation loss {loss:.4f} nats per byte; byte-unigram entropy of the validation "
+            f"set {self.unigram_entropy:.4f}: the model is {abs(below):.4f} nats "
+            f"{'below' if below >= 0 else 'ABOVE'} it.\nRun folder: {self.path}"
+        )
+        return 0 if saved else 1
+
+    def sample(self) -> str:
+        """Return the prompt with a sampled continuation, after printing it."""
+        output, length = self.options.output, self.options.text.length
+        if output.sample_bytes == 0:
+            return ""
+        continuation = continue_text(
+            lambda params, tokens: self.model.apply({"params": params}, tokens),
+            full_params(self.state),
+            output.prompt.encode(),
+            num_bytes=output.sample_bytes,
+            length=length,
+            temperature=output.temperature,
+            key=jax.random.key(self.options.training.seed),
+        ).decode("utf-8", errors="replace")
+        self.console.print("\nA continuation of the prompt:")
+        shown = "".join(
+            c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}"
+            for c in continuation
+        )
+        self.console.print(Text.assemble((output.prompt, "bold"), shown))
+        return output.prompt + continuation
+
+    # ------------------------------------------------------------------ what is printed
+
+    def print_setup(self) -> None:
+        corpus, devices = self.corpus, self.mesh.devices.flat
+        axes = " x ".join(f"{name}={size}" for name, size in self.mesh.shape.items())
+        simulated = " (simulated)" if devices[0].platform == "cpu" else ""
+        self.print(f"Mesh: {axes}, {devices[0].device_kind} devices{simulated}")
+        self.print(
+            f"Text: {corpus.source}; {len(corpus.train):,} bytes in {corpus.num_train_files} files "
+            f"to train on, {len(corpus.valid):,} bytes in {corpus.num_valid_files} held out"
+        )
+        if self.state is not None:
+            self.print(f"Resuming {self.path} after step {self.done}")
+
+    def print_program(self, state: TrainState) -> None:
+        self.console.print(self.step.describe().table())
+        with self.console.status("compiling the training step"):
+            started = time.perf_counter()
+            program = self.step.lower(state, self.valid_batches[0]).compile()
+        self.print(f"Compiled the training step in {time.perf_counter() - started:.1f} s.")
+        self.console.print(inspect.memory(program).table())
+        self.console.print(inspect.comms(program, self.mesh).table())
+
+    def progress(self) -> Progress:
+        bar = Progress(
+            TextColumn("training"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[status]}"),
+            TimeRemainingColumn(),
+            console=self.console,
+        )
+        bar.add_task("train", total=self.options.training.steps, completed=self.done, status="")
+        return bar
+
+    def announce_stop(self) -> None:
+        self.print("Stopping after this step; a second Ctrl-C stops at once, without saving.")
+
+    def warn(self, text: str) -> None:
+        self.console.print(Text.assemble(("warning: ", "bold yellow"), text), soft_wrap=True)
+
+    def print(self, text: str) -> None:
+        self.console.print(text, markup=False, soft_wrap=True)
+
+    def close(self) -> None:
+        self.checkpoints.close()

@@ -80,7 +80,7 @@ class RunOptions:
     """The run folder. Default: a new one under runs/; with --resume the newest there."""
     resume: bool = False
     """Continue the run in the folder from its newest checkpoint, with its own options."""
-    eval_every: int = 50
+    eval_every: int = 100
     """Steps between evaluations; there is always one at the end."""
     eval_batches: int = 16
     """Batches of the validation text per evaluation, always the same ones."""

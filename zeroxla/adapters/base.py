@@ -98,7 +98,8 @@ def checked(result: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
             f"the loss's metrics are a {type(metrics).__name__}; expected a dict of scalars"
         )
     for name, value in metrics.items():
-        if not isinstance(name, str) or jax.tree.structure(value).num_leaves != 1:
+        is_array = hasattr(value, "dtype") or isinstance(value, bool | int | float)
+        if not isinstance(name, str) or not is_array:
             raise ValueError(
                 f"metric {name!r} is a {type(value).__name__}; expected a dict of scalars with "
                 "string names"

@@ -1,7 +1,6 @@
 """flax.nnx modules: graph definition fixed at the start, variables in and out of each call."""
 
 import dataclasses
-import math
 import warnings
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
@@ -9,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.core import Tracer
 
 from zeroxla.adapters.base import (
     Adapted,
@@ -109,16 +109,16 @@ def take_apart(
 
     With `known` given, variables at other paths are left out.
     """
-    graphdef, *states = nnx.split(module, nnx.Param, nnx.RngState, ...)
-    parts = [
-        {
+
+    def flat(state: Any) -> dict[Path, Any]:
+        return {
             text(path): raw(path, leaf)
             for path, leaf in nnx.to_flat_state(state)
             if known is None or text(path) in known
         }
-        for state in states
-    ]
-    return graphdef, *parts
+
+    graphdef, params, streams, others = nnx.split(module, nnx.Param, nnx.RngState, ...)
+    return graphdef, flat(params), flat(streams), flat(others)
 
 
 def put_together(layout: Layout, leaves: Mapping[Path, Any], key: jax.Array) -> nnx.Module:
@@ -136,7 +136,7 @@ def fresh(path: Path, shape: jax.ShapeDtypeStruct, key: jax.Array) -> jax.Array:
     if not jnp.issubdtype(shape.dtype, jax.dtypes.prng_key):
         return jnp.zeros(shape.shape, shape.dtype)
     own = stream_key(key, "/".join(path[:-1]))
-    return jax.random.split(own, shape.shape) if math.prod(shape.shape) != 1 else own
+    return jax.random.split(own, shape.shape) if shape.shape else own
 
 
 def real_paths(module: nnx.Module) -> dict[Path, tuple[Any, ...]]:
@@ -164,9 +164,9 @@ def own_arrays(module: nnx.Module) -> None:
     """
     for _, part in list(nnx.iter_modules(module)):
         for name, value in list(vars(part).items()):
-            if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(value)):
-                if not isinstance(value, nnx.Variable | nnx.Pytree):
-                    setattr(part, name, nnx.data(value))
+            traced = any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(value))
+            if traced and not isinstance(value, nnx.Variable | nnx.Pytree):
+                setattr(part, name, nnx.data(value))
 
 
 def text(path: tuple[Any, ...]) -> Path:

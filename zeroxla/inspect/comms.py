@@ -99,7 +99,7 @@ class CommsReport:
             )
             for rows in alike.values()
         ]
-        return tuple(sorted(sums, key=lambda row: PHASES.index(row.phase.split("+")[0])))
+        return tuple(sorted(sums, key=lambda row: [PHASES.index(p) for p in row.phase.split("+")]))
 
     def select(
         self,
@@ -259,9 +259,8 @@ def _row(
     hosts: list[tuple[int, ...]],
 ) -> Row | None:
     groups: Sequence[Sequence[int]]
-    permute = collective.kind == "collective-permute"
-    if permute:
-        groups = [pair for pair in collective.pairs if pair[0] != pair[1]]
+    if collective.kind == "collective-permute":
+        groups = collective.pairs  # Groups of two; a pair of equals moves nothing.
     else:
         groups = collective.groups or [range(len(places))]
     beyond = [i for group in groups for i in group if i >= len(places)]
@@ -344,7 +343,7 @@ def _phase(path: str, kind: str) -> str:
     words = re.findall(r"\w+", path.rpartition("/")[0])
     if "update" in words:
         return "update"
-    backward = not {"backward", "transpose", "rematted_computation"}.isdisjoint(words)
+    backward = "backward" in words or "transpose" in words
     innermost = next((word for word in reversed(words) if word in ("gather", "reduce")), None)
     # The transpose of a plain gather is a reduce, though it keeps the gather's scope.
     if innermost == "reduce" or (innermost and kind in ("reduce-scatter", "all-reduce")):

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .comms import PHASES, CommsReport, Row
+from .comms import CommsReport, Row
 from .memory import format_bytes
 
 if TYPE_CHECKING:
@@ -55,9 +55,7 @@ def plot_comms(report: CommsReport, *, path: str | os.PathLike | None = None) ->
     if report.cross_host_bytes():
         panels.append(("sent by each host to other hosts", "cross_host_bytes"))
     figure = _figure(width=1.6 + 4.4 * len(panels), height=4.6)
-    phases = [p for p in PHASES if any(p in row.phase.split("+") for row in rows)]
-    merged = dict.fromkeys(row.phase for row in rows if "+" in row.phase)
-    phases += merged
+    phases = list(dict.fromkeys(row.phase for row in rows))
     colors = _segment_colors(rows)
     for i, (title, field) in enumerate(panels):
         axes = figure.add_subplot(1, len(panels), i + 1)

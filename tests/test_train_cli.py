@@ -1,0 +1,263 @@
+"""The command `zeroxla train`, run as a user runs it: on tiny models and texts."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from zeroxla import cli
+from zeroxla.run_folder import RunFolder
+
+TINY = [
+    *("--layers", "1", "--width", "16", "--heads", "2", "--batch", "8", "--length", "16"),
+    *("--eval-batches", "1", "--sample-bytes", "8", "--persistence-threshold", "0"),
+]
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("text")
+    for i in range(25):
+        (folder / f"{i:02d}.txt").write_text(f"line {i}: the quick brown fox jumps\n" * 20)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def finished(text, tmp_path_factory):
+    """A finished run of 12 steps with checkpoints at 5, 10 and 12, and what it printed."""
+    run = tmp_path_factory.mktemp("finished") / "run"
+    arguments = ["train", "--run", str(run), "--data", str(text), *TINY]
+    arguments += ["--steps", "12", "--save-every", "5", "--eval-every", "5", "--keep", "3"]
+    done = subprocess.run(
+        [sys.executable, "-m", "zeroxla.cli", *arguments], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr + done.stdout
+    return run, done.stdout
+
+
+def train(*arguments):
+    return cli.main(["train", *map(str, arguments)])
+
+
+def values(run, name):
+    """Return {step: value} of one metric of a run."""
+    lines = RunFolder(run).metrics()
+    return {line["step"]: line[name] for line in lines if name in line}
+
+
+class TestFinishedRun:
+    @pytest.mark.smoke
+    def test_leaves_every_file(self, finished):
+        run, _ = finished
+        config = json.loads((run / "config.json").read_text())
+        assert config["options"]["training"]["steps"] == 12
+        assert config["mesh"] == {"node": 2, "device": 4}
+        assert (run / "loss.png").read_bytes().startswith(b"\x89PNG")
+        assert len((run / "sample.txt").read_bytes()) >= len("def ") + 8
+        assert list(run.glob("events.out.tfevents.*"))
+        assert sorted(int(p.name) for p in (run / "checkpoints").iterdir()) == [5, 10, 12]
+
+    def test_records_every_step(self, finished):
+        run, _ = finished
+        loss = values(run, "loss")
+        assert list(loss) == list(range(1, 13))
+        assert loss[12] < loss[1]
+        assert list(values(run, "valid_loss")) == [5, 10, 12]
+        line = next(iter(RunFolder(run).metrics()))
+        assert {"grad_norm", "learning_rate", "tokens_per_s", "skipped", "finite"} <= set(line)
+
+    def test_prints_mesh_placement_memory_wire_and_result(self, finished):
+        run, printed = finished
+        assert "Mesh: node=2 x device=4, cpu devices (simulated)" in printed
+        assert "h/mlp/c_fc/kernel" in printed
+        assert "Memory of one device" in printed
+        assert "received by a device" in printed
+        loss, entropy, below = re.search(
+            r"Validation loss ([\d.]+) .* entropy of the validation set ([\d.]+): the model is "
+            r"([\d.]+) nats (?:below|ABOVE) it",
+            printed,
+        ).groups()
+        assert float(loss) == pytest.approx(values(run, "valid_loss")[12], abs=1e-4)
+        assert abs(float(entropy) - float(loss)) == pytest.approx(float(below), abs=2e-4)
+
+    def test_is_not_overwritten(self, finished, text, capsys):
+        run, _ = finished
+        assert train("--run", run, "--data", text, *TINY) == 2
+        assert "already holds a run; continue it with --resume" in capsys.readouterr().err
+
+
+class TestResume:
+    def copy_at(self, finished, tmp_path, step):
+        """Copy the run as a crash after `step` would have left it: with later metrics."""
+        run = tmp_path / "run"
+        shutil.copytree(finished[0], run)
+        for checkpoint in (run / "checkpoints").iterdir():
+            if int(checkpoint.name) > step:
+                shutil.rmtree(checkpoint)
+        return run
+
+    def test_repeats_the_uninterrupted_run_bit_for_bit(self, finished, tmp_path):
+        run = self.copy_at(finished, tmp_path, 5)
+        assert train("--resume", "--run", run) == 0
+        assert values(run, "loss") == values(finished[0], "loss")
+        assert values(run, "grad_norm") == values(finished[0], "grad_norm")
+        assert values(run, "valid_loss") == values(finished[0], "valid_loss")
+
+    def test_options_that_are_free_may_change(self, finished, tmp_path, capsys):
+        run = self.copy_at(finished, tmp_path, 12)
+        assert train("--resume", "--run", run, "--prompt", "x", "--steps", "13") == 0
+        assert list(values(run, "loss")) == list(range(1, 14))
+        assert (run / "sample.txt").read_text().startswith("x")
+
+    def test_another_configuration_is_refused(self, finished, capsys):
+        assert train("--resume", "--run", finished[0], "--width", "32", "--seed", "5") == 2
+        error = capsys.readouterr().err
+        assert "--width is 16 there and 32 here" in error
+        assert "--seed is 0 there and 5 here" in error
+
+    def test_another_text_is_refused(self, finished, tmp_path, capsys):
+        run = self.copy_at(finished, tmp_path, 12)
+        config = json.loads((run / "config.json").read_text())
+        config["text"]["fingerprint"] = "0" * 32
+        (run / "config.json").write_text(json.dumps(config))
+        assert train("--resume", "--run", run) == 2
+        assert "the text has changed since the run began" in capsys.readouterr().err
+
+    def test_another_mesh_is_refused(self, finished, tmp_path, capsys):
+        run = self.copy_at(finished, tmp_path, 12)
+        config = json.loads((run / "config.json").read_text())
+        config["mesh"] = {"node": 1, "device": 2}
+        (run / "config.json").write_text(json.dumps(config))
+        assert train("--resume", "--run", run) == 2
+        assert "was trained on the mesh {'node': 1, 'device': 2}" in capsys.readouterr().err
+
+    def test_a_run_of_another_version_is_refused(self, finished, tmp_path, capsys):
+        run = self.copy_at(finished, tmp_path, 12)
+        config = json.loads((run / "config.json").read_text())
+        config["options"]["model"]["experts"] = 3
+        (run / "config.json").write_text(json.dumps(config))
+        assert train("--resume", "--run", run) == 2
+        assert "another version of zeroxla" in capsys.readouterr().err
+
+    def test_without_a_folder_takes_the_newest_run(self, tmp_path, monkeypatch, capsys):
+        monkeypatch.chdir(tmp_path)
+        assert train("--resume") == 2
+        assert "found no run with a checkpoint under runs/" in capsys.readouterr().err
+        for i, name in enumerate(("older", "newest", "empty")):
+            folder = tmp_path / "runs" / name / "checkpoints"
+            (folder if name == "empty" else folder / "1").mkdir(parents=True)
+            os.utime(folder, (i, i))
+        assert cli.newest_run(tmp_path / "runs").name == "newest"
+
+    def test_a_folder_without_a_run(self, tmp_path, capsys):
+        assert train("--resume", "--run", tmp_path) == 2
+        assert "holds no run to resume" in capsys.readouterr().err
+
+
+class TestInterrupt:
+    @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+    def test_saves_says_how_to_resume_and_the_rest_is_as_if_nothing_happened(
+        self, number, finished, text, tmp_path, capsys, monkeypatch
+    ):
+        run = tmp_path / "run"
+        log = RunFolder.log
+
+        def log_and_interrupt(self, step, values):
+            log(self, step, values)
+            if step == 3:
+                os.kill(os.getpid(), number)
+
+        monkeypatch.setattr(RunFolder, "log", log_and_interrupt)
+        arguments = ["--run", run, "--data", text, *TINY, "--steps", "12", "--save-every", "100"]
+        assert train(*arguments) == 0
+        printed = capsys.readouterr().out
+        assert "Stopping after this step" in printed
+        assert f"zeroxla train --resume --run {run}" in printed
+        assert 3 <= int(re.search(r"Stopped after step (\d+) and saved", printed)[1]) < 12
+        monkeypatch.undo()
+
+        assert train("--resume", "--run", run) == 0
+        assert values(run, "loss") == values(finished[0], "loss")
+
+
+class TestFullDisk:
+    def test_a_failing_checkpoint_is_reported_and_training_ends_with_status_1(
+        self, text, tmp_path, capsys, monkeypatch
+    ):
+        from zeroxla.checkpoint import Checkpoints, SaveError
+
+        run = tmp_path / "run"
+        save = Checkpoints.save
+
+        def full_after_step_2(self, step, *rest):
+            if step > 2:
+                raise SaveError(f"the checkpoint of step {step} could not be written")
+            save(self, step, *rest)
+
+        monkeypatch.setattr(Checkpoints, "save", full_after_step_2)
+        arguments = ["--run", run, "--data", text, *TINY, "--steps", "6", "--save-every", "2"]
+        assert train(*arguments) == 1
+        printed = capsys.readouterr().out
+        assert "warning: the checkpoint of step 4 could not be written" in printed
+        assert "warning: the checkpoint of step 6 could not be written" in printed
+        assert list(values(run, "loss")) == [1, 2, 3, 4, 5, 6]
+        assert [p.name for p in (run / "checkpoints").iterdir()] == ["2"]
+
+
+class TestBadInput:
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            (["--data", "EMPTY"], "holds no visible file"),
+            (["--data", "EMPTY/missing"], "No such file or directory"),
+            (["--batch", "12"], "12"),
+            (["--batch", "100000"], "fewer than one batch"),
+            (["--nodes", "3", "--devices-per-node", "5"], "needs 15 devices"),
+            (["--run", "EMPTY/file/run"], "cannot write the run folder"),
+        ],
+    )
+    def test_is_one_clear_error_and_status_2(
+        self, arguments, message, text, tmp_path, capsys, monkeypatch
+    ):
+        monkeypatch.chdir(tmp_path)
+        (tmp_path / "empty").mkdir()
+        if "EMPTY/file/run" in arguments:
+            (tmp_path / "empty" / "file").write_text("")
+        arguments = [a.replace("EMPTY", str(tmp_path / "empty")) for a in arguments]
+        # A later --data replaces an earlier one.
+        assert train("--data", text, *TINY, *arguments) == 2
+        error = capsys.readouterr().err
+        assert error.startswith("error: ")
+        assert message in error
+        assert not (tmp_path / "runs").exists()
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            (["--steps", "0"], "--steps 0 must be at least 1"),
+            (["--heads", "3"], "does not divide into --heads 3"),
+            (["--warmup", "2"], "at most 1"),
+            (["--layer", "3"], "Perhaps you meant"),
+        ],
+    )
+    def test_option_that_cannot_be(self, arguments, message, capsys):
+        with pytest.raises(SystemExit) as exit:
+            train(*arguments)
+        assert exit.value.code == 2
+        assert message in capsys.readouterr().err
+
+
+def test_help_names_every_option(capsys):
+    with pytest.raises(SystemExit) as exit:
+        train("--help")
+    assert exit.value.code == 0
+    printed = capsys.readouterr().out
+    for option in ("--data", "--layers", "--steps", "--nodes", "--run", "--resume", "--prompt"):
+        assert option in printed
