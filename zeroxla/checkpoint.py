@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
 
@@ -60,6 +61,7 @@ class Checkpoints:
         """
         if step in self._manager.all_steps():
             return
+        self._remove_leftovers()
         arguments = ocp.args.Composite(
             state=ocp.args.StandardSave(state), position=ocp.args.JsonSave(position)
         )
@@ -69,8 +71,7 @@ class Checkpoints:
         # Orbax passes on what its storage layer raises: OSError, ValueError for tensorstore's
         # errors (a full disk among them), RuntimeError from its threads.
         except Exception as error:
-            for leftover in self._folder.glob(f"{step}.*tmp*"):
-                shutil.rmtree(leftover, ignore_errors=True)
+            self._remove_leftovers()
             kept = self.latest()
             raise SaveError(
                 f"the checkpoint of step {step} could not be written to {self._folder}: "
@@ -94,6 +95,7 @@ class Checkpoints:
         step = self.latest()
         if step is None:
             raise ValueError(f"{self._folder} holds no complete checkpoint; start the run anew")
+        self._check_holds(step, like)
         targets = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), like
         )
@@ -103,6 +105,30 @@ class Checkpoints:
         with _quiet_absl():
             restored = self._manager.restore(step, args=arguments)
         return step, restored["state"], restored["position"]
+
+    def _check_holds(self, step: int, like: Any) -> None:
+        # Before Orbax finds out leaf by leaf: its error names no leaf, and comes from a thread.
+        saved = {
+            leaf.name: tuple(leaf.shape)
+            for leaf in jax.tree.leaves(self._manager.item_metadata(step)["state"].tree)
+        }
+        wanted = {}
+        for path, leaf in jax.tree_util.tree_leaves_with_path(like):
+            is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+            data = jax.eval_shape(jax.random.key_data, leaf) if is_key else leaf
+            wanted[jax.tree_util.keystr(path, simple=True, separator=".")] = tuple(data.shape)
+        for name in sorted(saved.keys() | wanted.keys()):
+            there, here = saved.get(name, "missing"), wanted.get(name, "missing")
+            if there != here:
+                raise ValueError(
+                    f"the checkpoint of step {step} in {self._folder} is of another model or "
+                    f"optimizer: its {name} is {there}, and here it is {here}"
+                )
+
+    def _remove_leftovers(self) -> None:
+        # Of writes that failed: they hold space. What a dying write adds later goes the next time.
+        for leftover in self._folder.glob("*.orbax-checkpoint-tmp*"):
+            shutil.rmtree(leftover, ignore_errors=True)
 
     def close(self) -> None:
         """Release the manager's threads."""
