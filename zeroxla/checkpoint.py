@@ -35,6 +35,11 @@ class Checkpoints:
         self._folder = folder.resolve()
         self._manager = ocp.CheckpointManager(
             self._folder,
+            # Named here, so that the metadata can be read before anything was saved or restored.
+            item_handlers={
+                "state": ocp.StandardCheckpointHandler(),
+                "position": ocp.JsonCheckpointHandler(),
+            },
             options=ocp.CheckpointManagerOptions(
                 max_to_keep=keep, enable_async_checkpointing=False, create=True
             ),

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.extend.core as jex
 from jax._src import source_info_util
+from jax._src.interpreters import partial_eval
 
 JAX_VERSION: tuple[int, ...] = jax.__version_info__[:3]
 
@@ -40,6 +41,14 @@ def open_jaxpr(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
         inner = getattr(jaxpr, "jaxpr", jaxpr)
         return inner, tuple(jaxpr.consts)
     return jaxpr, tuple(getattr(jaxpr, "consts", None) or ())
+
+
+def without_dead_code(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
+    """Return a closed jaxpr, opened, without equations that no output needs, loop and remat bodies
+    included (flax's nnx transforms return every parameter that they were given)."""
+    jaxpr, consts = open_jaxpr(jaxpr)
+    used = [True] * len(jaxpr.outvars)
+    return partial_eval.dce_jaxpr(jaxpr, used, instantiate=True)[0], consts
 
 
 def inlined_jaxpr(eqn: Any) -> Any | None:

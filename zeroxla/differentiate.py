@@ -263,16 +263,27 @@ class Differentiator:
         """Make the model state equal on all devices: floats are averaged, the rest is rank 0's."""
         leaves, tree = jax.tree.flatten(model_state)
         floats = {i: x for i, x in enumerate(leaves) if is_float(x.dtype)}
-        first = self.collectives.rank() == 0
-        others = {
-            i: jnp.where(first, x, jnp.zeros_like(x)).astype(jnp.int32)
-            for i, x in enumerate(leaves)
-            if i not in floats
-        }
+        others = {i: x for i, x in enumerate(leaves) if i not in floats}
         agreed = _from_vector(self.collectives.sum(_as_vector(floats)), floats)
-        agreed = {i: x / self.collectives.world for i, x in agreed.items()}
-        agreed.update(_from_vector(self.collectives.sum(_as_vector(others, jnp.int32)), others))
-        return tree.unflatten([agreed[i].astype(x.dtype) for i, x in enumerate(leaves)])
+        agreed = {i: (x / self.collectives.world).astype(floats[i].dtype) for i, x in agreed.items()}
+        first = self.collectives.rank() == 0
+        words = jax.tree.map(lambda x: jnp.where(first, _as_words(x), 0), others)
+        words = _from_vector(self.collectives.sum(_as_vector(words, jnp.uint32)), words)
+        agreed.update({i: _from_words(w, others[i]) for i, w in words.items()})
+        return tree.unflatten([agreed[i] for i in range(len(leaves))])
+
+
+def _as_words(x: jax.Array) -> jax.Array:
+    """Integers, flags or PRNG keys as uint32."""
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        return jax.random.key_data(x)
+    return x.astype(jnp.uint32)
+
+
+def _from_words(words: jax.Array, like: jax.Array) -> jax.Array:
+    if jnp.issubdtype(like.dtype, jax.dtypes.prng_key):
+        return jax.random.wrap_key_data(words, impl=jax.random.key_impl(like))
+    return words.astype(like.dtype)
 
 
 def _is_persistent(leaf: Leaf) -> bool:

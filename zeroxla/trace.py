@@ -113,8 +113,10 @@ def trace(fun: Callable[..., Any], *args: Any) -> tuple[Program, Any]:
       The program, whose inputs and outputs are the flattened arguments and results, and the tree
       structure of the result.
     """
-    jaxpr, shapes = jax.make_jaxpr(fun, return_shape=True)(*args)
-    return flatten(jaxpr), jax.tree.structure(shapes)
+    closed, shapes = jax.make_jaxpr(fun, return_shape=True)(*args)
+    jaxpr, consts = compat.without_dead_code(closed)
+    inputs = tuple(Value(v.aval) for v in jaxpr.invars)
+    return _program(jaxpr, consts, inputs, (), inputs), jax.tree.structure(shapes)
 
 
 def flatten(jaxpr: Any) -> Program:
@@ -127,8 +129,18 @@ def flatten_behind(
     jaxpr: Any, inputs: Sequence[Value], first: Iterable[Equation], args: Sequence[Atom]
 ) -> Program:
     """Return the program that runs the equations `first` on `inputs` and then `jaxpr` on `args`."""
+    return _program(*compat.open_jaxpr(jaxpr), inputs, first, args)
+
+
+def _program(
+    jaxpr: Any,
+    consts: Sequence[Any],
+    inputs: Sequence[Value],
+    first: Iterable[Equation],
+    args: Sequence[Atom],
+) -> Program:
     equations = list(first)
-    outputs = _inline(*compat.open_jaxpr(jaxpr), args, None, equations)
+    outputs = _inline(jaxpr, consts, args, None, equations)
     return Program(tuple(inputs), _without_dead(equations, outputs), tuple(outputs))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shlex
 import sys
 import time
 from dataclasses import asdict
@@ -180,7 +181,9 @@ class _Job:
         saved = self.save()
         self.folder.close()
         if saved:
-            resume = f"zeroxla train --resume --run {self.path}"
+            # As it was typed: in a virtual environment the bare name may not be on PATH.
+            program = sys.argv[0] if Path(sys.argv[0]).name == "zeroxla" else "zeroxla"
+            resume = f"{program} train --resume --run {shlex.quote(str(self.path))}"
             self.print(f"Stopped after step {self.done} and saved. Continue with:\n  {resume}")
         return 0 if saved else 1
 

@@ -42,7 +42,7 @@ class ModelOptions:
 class TrainingOptions:
     """The optimization: AdamW (beta2 0.95) with clipping and a schedule."""
 
-    steps: int = 400
+    steps: int = 300
     """Steps in all. The learning-rate schedule spans them."""
     learning_rate: float = 2e-3
     """Peak learning rate: reached after the warm-up, then a cosine down to a twentieth of it."""

@@ -90,7 +90,7 @@ def mse(prediction: jax.Array, target: jax.Array) -> jax.Array:
 
 def normal(key: jax.Array, *shape: int) -> jax.Array:
     """A float32 leaf, scaled as a layer's kernel is."""
-    return jax.random.normal(key, shape) * max(1, *shape[-2:-1]) ** -0.5
+    return jax.random.normal(key, shape) * (1 if len(shape) < 2 else max(1, shape[-2])) ** -0.5
 
 
 def leaves(**shapes: tuple[int, ...]) -> Callable[[jax.Array, Any], dict[str, jax.Array]]:
