@@ -58,13 +58,13 @@ train: $(STAMP)
 	$(VENV)/bin/zeroxla train $(ARGS)
 
 test: $(STAMP)
-	$(PY) -m pytest -n 2 -m "not nightly and not full and not slow" $(ARGS)
+	$(PY) -m pytest -n 2 --dist loadgroup -m "not nightly and not full and not slow" $(ARGS)
 
 test-full: $(STAMP)
-	$(PY) -m pytest -n 2 -m "not nightly" $(ARGS)
+	$(PY) -m pytest -n 2 --dist loadgroup -m "not nightly" $(ARGS)
 
 test-nightly: $(STAMP)
-	$(PY) -m pytest -n 2 -m "nightly" $(ARGS)
+	$(PY) -m pytest -n 2 --dist loadgroup -m "nightly" $(ARGS)
 
 lint: $(STAMP)
 	$(PY) -m ruff check .

@@ -8,7 +8,7 @@ fold_in(fold_in(fold_in(state.key, step), micro-batch), rank).
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -158,12 +158,14 @@ def _norm(x: Any) -> float:
 
 
 def worst(errors: dict[str, float]) -> tuple[str, float]:
-    """Return the leaf with the largest error (a NaN counts as infinite)."""
-    return max(
-        ((n, np.inf if np.isnan(e) else e) for n, e in errors.items()), key=lambda e: e[1]
+    """Return the leaf with the largest error (a NaN counts as infinite); ("", 0) of none."""
+    finite = [(n, float("inf") if np.isnan(e) else e) for n, e in errors.items()]
+    return max(finite, key=lambda e: e[1], default=("", 0.0))
+
+
+def remember_gradients() -> optax.GradientTransformation:
+    """Change nothing; the state is the last gradients."""
+    return optax.GradientTransformation(
+        lambda params: jax.tree.map(jnp.zeros_like, params),
+        lambda updates, state, params=None: (updates, updates),
     )
-
-
-def repeat(batches: Sequence[Tree], steps: int) -> list[Tree]:
-    """Return `steps` batches, going round."""
-    return [batches[i % len(batches)] for i in range(steps)]

@@ -162,6 +162,12 @@ class TestFiles:
             RunFolder.create(tmp_path, {"third": True})
         assert read_config(tmp_path) == {"second": True}
 
+    def test_a_folder_of_other_things_is_not_touched(self, tmp_path):
+        (tmp_path / "metrics.jsonl").write_text("somebody else's")
+        with pytest.raises(ValueError, match="is not empty and holds no run"):
+            RunFolder.create(tmp_path, {})
+        assert (tmp_path / "metrics.jsonl").read_text() == "somebody else's"
+
     def test_no_run_to_read(self, tmp_path):
         with pytest.raises(ValueError, match="holds no run to resume"):
             read_config(tmp_path)

@@ -10,15 +10,22 @@ import signal
 import subprocess
 import sys
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 from zeroxla import cli
 from zeroxla.run_folder import RunFolder
+from zeroxla.train_options import TrainingOptions, TrainOptions
+from zeroxla.train_setup import optimizer_for, schedule_for
 
 TINY = [
     *("--layers", "1", "--width", "16", "--heads", "2", "--batch", "8", "--length", "16"),
     *("--eval-batches", "1", "--sample-bytes", "8", "--persistence-threshold", "0"),
 ]
+
+# One process for all: they share the finished run.
+pytestmark = pytest.mark.xdist_group("train_cli")
 
 
 @pytest.fixture(scope="module")
@@ -209,6 +216,26 @@ class TestFullDisk:
         assert "warning: the checkpoint of step 6 could not be written" in printed
         assert list(values(run, "loss")) == [1, 2, 3, 4, 5, 6]
         assert [p.name for p in (run / "checkpoints").iterdir()] == ["2"]
+
+
+class TestOptimizer:
+    def test_learning_rate_rises_to_its_peak_and_falls_to_a_twentieth(self):
+        training = TrainingOptions(steps=100, warmup=0.1, learning_rate=1.0)
+        schedule = schedule_for(TrainOptions(training=training))
+        rates = [float(schedule(i)) for i in range(101)]
+        assert 0 < rates[0] < 0.1
+        assert max(rates) == rates[10] == 1
+        assert rates[10:] == sorted(rates[10:], reverse=True)
+        assert rates[100] == pytest.approx(0.05)
+
+    def test_weight_decay_is_on_matrices_only(self):
+        params = {"h": {"kernel": jnp.ones((2, 3, 3)), "bias": jnp.ones((2, 3))}}
+        options = TrainOptions(training=TrainingOptions(weight_decay=0.5, clip=0))
+        optimizer = optimizer_for(options, schedule_for(options))
+        zero = jax.tree.map(jnp.zeros_like, params)
+        updates, _ = optimizer.update(zero, optimizer.init(params), params)
+        assert (updates["h"]["kernel"] < 0).all()
+        assert (updates["h"]["bias"] == 0).all()
 
 
 class TestBadInput:

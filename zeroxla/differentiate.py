@@ -16,8 +16,9 @@ from jax import lax
 from zeroxla.adapters import Adapted
 from zeroxla.collectives import Collectives
 from zeroxla.fetch import Loop, Plan, Remat, make_plan
-from zeroxla.gather import Limits, Runner
+from zeroxla.gather import Runner
 from zeroxla.layout import Layout, Leaf
+from zeroxla.reuse import Limits
 from zeroxla.trace import Program, Value, is_float, trace
 
 

@@ -18,13 +18,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 
-import jax
-
 from zeroxla import compat
+from zeroxla.stacked import find_stacked, loop_body
 from zeroxla.trace import Atom, Equation, Program, Value, active_values, closure, flatten_behind
 from zeroxla.units import default_unit_elements, unit_of_each
 
-# A parameter-only result this many times smaller than its operands (a norm, a penalty term) is
+# A parameter-only reduction (a norm, a penalty) this many times smaller than what it reads is
 # computed once and kept, rather than its operands gathered again wherever it is read.
 _SUMMARY_RATIO = 8
 
@@ -222,7 +221,7 @@ class _Planner:
         return default_unit_elements([leaf.aval.shape for leaf in dict.fromkeys(uses)])
 
     def _leaves_of(self, values: Iterable[Value]) -> tuple[Value, ...]:
-        roots = closure(values, self.known)[1]
+        roots = set(closure(values, self.known)[1])
         return tuple(leaf for leaf in self.leaves if leaf in roots)
 
     def _close(
@@ -237,8 +236,7 @@ class _Planner:
         for eq, reads in run:
             known, roots = closure(reads, self.known)
             equations.update(dict.fromkeys(known))
-            inputs.update((v, None) for v in reads if v in roots and v not in made)
-            inputs.update((v, None) for k in known for v in k.values if v in roots - made)
+            inputs.update((v, None) for v in roots if v not in made)
             if eq is not None:
                 equations[eq] = None
                 made.update(eq.outputs)
@@ -272,7 +270,7 @@ class _Planner:
         chains = {
             i: chain
             for i, x in enumerate(eq.inputs)
-            if i >= first_x and (chain := self._stacked_leaf(x)) is not None
+            if i >= first_x and (chain := find_stacked(x, self.known, self.split_dims)) is not None
         }
         if not chains:
             return None
@@ -283,7 +281,7 @@ class _Planner:
         leaves = tuple(leaf for leaf in self.leaves if leaf in roots)
         inputs = tuple(v for v in roots if v not in leaves)
 
-        program, body_leaves = _loop_body(eq, chains)
+        program, body_leaves = loop_body(eq, chains)
         by_position = {i: v for i, v in enumerate(program.inputs) if i not in chains}
         active = self._active_in_body(eq, program, num_consts, num_carry)
         active |= {body_leaves[i] for i, c in chains.items() if c.leaf in self.active}
@@ -297,8 +295,7 @@ class _Planner:
             constants=consts,
             recoverable=[*consts, *xs],
             split_dims={
-                body_leaves[i]: _dim_in_slice(self.split_dims[c.leaf], c.layer_dim)
-                for i, c in chains.items()
+                body_leaves[i]: c.dim_in_slice(self.split_dims[c.leaf]) for i, c in chains.items()
             },
         )
         stacked = {i - first_x: (chain.leaf, chain.layer_dim) for i, chain in chains.items()}
@@ -318,22 +315,6 @@ class _Planner:
                 return active
             active |= more
 
-    def _stacked_leaf(self, atom: Atom) -> _Chain | None:
-        """Follow `atom` back to a leaf through equations that act on every layer alike."""
-        equations: list[Equation] = []
-        dim = 0
-        while isinstance(atom, Value) and atom in self.known:
-            eq = self.known[atom]
-            if eq.name == "transpose":
-                dim = eq.params["permutation"][dim]
-            elif eq.name not in ("convert_element_type", "copy"):
-                return None
-            equations.append(eq)
-            atom = eq.inputs[0]
-        if atom not in self.leaves or self.split_dims[atom] == dim:
-            return None
-        return _Chain(atom, dim, tuple(reversed(equations)))
-
     def _remat(self, eq: Equation, unit_elements: int) -> Remat | None:
         """Return a plan of a `jax.checkpoint` body that is more than one unit, else None."""
         if eq.name not in ("remat2", "remat", "checkpoint"):
@@ -349,7 +330,7 @@ class _Planner:
             leaves,
             [v for v in inputs if v in self.active],
             unit_elements=unit_elements,
-            constants=self.constants & roots,
+            constants=self.constants.intersection(roots),
             split_dims=self.split_dims,
         )
         if len(body.segments) == 1 and isinstance(body.segments[0], Straight):
@@ -357,54 +338,9 @@ class _Planner:
         return Remat(eq, tuple(v for v in inputs if v not in leaves), body)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Chain:
-    leaf: Value
-    layer_dim: int
-    equations: tuple[Equation, ...]
-
-
-def _loop_body(eq: Equation, chains: Mapping[int, _Chain]) -> tuple[Program, dict[int, Value]]:
-    """Return the body of a scan with raw leaves at the positions of `chains`, and those leaves."""
-    invars = compat.open_jaxpr(eq.params["jaxpr"])[0].invars
-    inputs = [Value(v.aval) for v in invars]
-    args: list[Atom] = list(inputs)
-    leaves: dict[int, Value] = {}
-    first: list[Equation] = []
-    for i, chain in chains.items():
-        dim, aval = chain.layer_dim, chain.leaf.aval
-        shape = aval.shape[:dim] + aval.shape[dim + 1 :]
-        leaves[i] = inputs[i] = Value(jax.core.ShapedArray(shape, aval.dtype))
-        args[i] = inputs[i]
-        for stacked in chain.equations:
-            sliced, dim = _on_one_layer(stacked, args[i], dim)
-            first.append(sliced)
-            args[i] = sliced.outputs[0]
-    return flatten_behind(eq.params["jaxpr"], inputs, first, args), leaves
-
-
-def _on_one_layer(eq: Equation, operand: Atom, dim: int) -> tuple[Equation, int]:
-    """Return the equation that does to one layer what `eq` does to the stack, and where the layer
-    dim is after it."""
-    source, after = eq.source, dim
-    if eq.name == "transpose":
-        permutation = eq.params["permutation"]
-        after = permutation.index(dim)
-        rest = tuple(d - (d > dim) for d in permutation if d != dim)
-        source = source.replace(params={**source.params, "permutation": rest})
-    aval = eq.outputs[0].aval
-    shape = aval.shape[:after] + aval.shape[after + 1 :]
-    output = Value(jax.core.ShapedArray(shape, aval.dtype))
-    return Equation(source, eq.name_stack, (operand,), (output,)), after
-
-
 def _is_summary(eq: Equation) -> bool:
+    if not eq.name.startswith("reduce_"):
+        return False
     read = sum(v.aval.size for v in eq.values)
     made = sum(v.aval.size for v in eq.outputs)
     return made * _SUMMARY_RATIO <= read
-
-
-def _dim_in_slice(split_dim: int | None, layer_dim: int) -> int | None:
-    if split_dim is None:
-        return None
-    return split_dim - (split_dim > layer_dim)

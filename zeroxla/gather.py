@@ -8,7 +8,6 @@ gathers with the forward ones, or hoists them all, and the whole model is alive 
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -21,19 +20,10 @@ from zeroxla.fetch import Loop, Plan, Remat, Segment, Straight
 from zeroxla.linearize import Linearized, linearize
 from zeroxla.loops import LoopRunner
 from zeroxla.placement import Placement
-from zeroxla.reuse import kept_uses
+from zeroxla.reuse import Limits, kept_uses
 from zeroxla.trace import Value, read, run
 
 Arrays = Mapping[Value, jax.Array]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Limits:
-    """How far gathers run ahead, and what is kept; in elements. See `ZeroConfig`."""
-
-    prefetch: int | None = 0  # None: one unit ahead
-    max_live: int = 0
-    max_reuse: int = 0
 
 
 class Tape(NamedTuple):
@@ -85,8 +75,7 @@ class Runner:
         self.kept = kept_uses(
             [*forward_uses, *reversed(backward_uses)],
             {leaf: leaf.aval.size for leaf in plan.leaves},
-            max_live_elements=limits.max_live,
-            max_reuse_elements=limits.max_reuse,
+            limits,
         )
         for i, seg in enumerate(plan.segments):
             if isinstance(seg, Loop):
@@ -130,14 +119,15 @@ class Runner:
         env = dict(zip(self.plan.inputs, inputs, strict=True))
         live: dict[Value, jax.Array] = {}
         saved: list[Any] = []
-        entries: list[jax.Array | None] = []
-        made: set[Value] = set()
+        entries: list[list[jax.Array]] = []
+        made: dict[Value, int] = {}  # by which segment
         for i, seg in enumerate(self.plan.segments):
-            entries.append(next((env[v] for v in seg.inputs if v in made), None))
+            newest = max((v for v in seg.inputs if v in made), key=made.__getitem__, default=None)
+            entries.append([] if newest is None else [env[newest]])
             gathered = self._gather(shards, seg.leaves, live, entries[self.ahead_forward[i]])
             outputs, kept = self._segment_forward(seg, shards, gathered, env, record)
             env.update(zip(seg.outputs, outputs, strict=True))
-            made.update(seg.outputs)
+            made.update(dict.fromkeys(seg.outputs, i))
             saved.append(kept)
             live.update((v, x) for v, x in gathered.items() if (i, v) in self.kept)
         if not record:
@@ -197,14 +187,14 @@ class Runner:
             if ct is not None and atom in plan.active:
                 cts.add(atom, ct)
         whole, reduced = _Sums(), _Sums()
-        entries: list[jax.Array | None] = []
+        entries: list[list[jax.Array]] = []
         waiting: list[list[jax.Array]] = []
         last = len(plan.segments) - 1
         for step, i in enumerate(range(last, -1, -1)):
             seg = plan.segments[i]
             mine = [cts.pop(v) for v in seg.outputs]
             present = [ct for ct in mine if ct is not None]
-            entries.append(present[0] if present else None)
+            entries.append(present)
             if present:
                 entry = entries[self.ahead_backward[step]]
                 gathered = self._gather(shards, self.backward_leaves[i], live, entry)
@@ -262,11 +252,11 @@ class Runner:
         shards: Arrays,
         leaves: Sequence[Value],
         live: dict[Value, jax.Array],
-        entry: jax.Array | None,
+        entry: Sequence[jax.Array],
     ) -> dict[Value, jax.Array]:
         """Gather a unit's leaves in one collective per hop, but for those that are still live."""
         missing = [v for v in leaves if v not in live]
-        stored = _tie([shards[v] for v in missing], [] if entry is None else [entry])
+        stored = _tie([shards[v] for v in missing], entry)
         found = self.collectives.gather(stored, [self.placements[v] for v in missing])
         whole = dict(zip(missing, found, strict=True))
         return {v: whole[v] if v in whole else live.pop(v) for v in leaves}

@@ -106,7 +106,7 @@ def linearize(segment: Straight, active: Iterable[Value], constants: Iterable[Va
     residuals = program.outputs[num_outputs:]
     free = {stand_ins[v] for v in everything if v in segment.leaves or v in constants}
     recomputed, roots = _recomputable(program, residuals, free)
-    by_reference = {v for v in residuals if v in program.inputs} | roots
+    by_reference = {v for v in residuals if v in program.inputs}.union(roots)
     saved = tuple(
         dict.fromkeys(
             v
@@ -155,7 +155,7 @@ def run_saving_no_leaf(segment: Straight, env: dict[Value, Any]) -> None:
 
 def _recomputable(
     program: Program, residuals: Iterable[Atom], roots: set[Value]
-) -> tuple[dict[Value, Equation], set[Value]]:
+) -> tuple[dict[Value, Equation], list[Value]]:
     """Return the equations that make residuals from `roots` alone, in order, by what they make,
     and the roots that they read."""
     known = set(roots)

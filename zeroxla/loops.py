@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ from zeroxla import compat
 from zeroxla.collectives import Collectives
 from zeroxla.fetch import Loop
 from zeroxla.placement import Placement
+from zeroxla.reuse import Limits
 from zeroxla.trace import Value, read, run
 
 Arrays = Mapping[Value, jax.Array]
@@ -31,7 +33,7 @@ class LoopRunner:
         loop: Loop,
         collectives: Collectives,
         placements: Mapping[Value, Placement],
-        limits: Any,
+        limits: Limits,
         *,
         keep: bool,
         make_runner: Callable[..., Any],
@@ -44,9 +46,7 @@ class LoopRunner:
         }
         if keep:
             everything = sum(v.aval.size for v in loop.body.leaves)
-            limits = type(limits)(
-                prefetch=limits.prefetch, max_live=everything, max_reuse=2 * everything
-            )
+            limits = dataclasses.replace(limits, max_live=everything, max_reuse=2 * everything)
         self.body = make_runner(loop.body, collectives, body_placements, limits)
         xs = loop.equation.inputs[self.num_consts + self.num_carry :]
         self.x_atoms = [a for i, a in enumerate(xs) if i not in loop.stacked]

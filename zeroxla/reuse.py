@@ -2,29 +2,37 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
 Key = TypeVar("Key")
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Limits:
+    """How far gathers run ahead, and what is kept; in elements. See `ZeroConfig`."""
+
+    prefetch: int | None = 0  # None: one unit ahead
+    max_live: int = 0
+    max_reuse: int = 0
+
+
 def kept_uses(
     uses: Sequence[Sequence[Key]],
     sizes: Mapping[Key, int],
-    *,
-    max_live_elements: int,
-    max_reuse_elements: int,
+    limits: Limits,
 ) -> frozenset[tuple[int, Key]]:
     """Decide, along forward and backward, which leaves stay alive between two of their uses.
 
-    A leaf is kept if at most `max_reuse_elements` elements are gathered between the two uses, and if
-    all that is kept at any time stays within `max_live_elements`; nearest reuses first.
+    A leaf is kept if at most `limits.max_reuse` elements are gathered between the two uses, and if
+    all that is kept at any time stays within `limits.max_live`; nearest reuses first.
 
     Args:
       uses: the leaves that each moment uses, in order of time.
       sizes: elements of each leaf.
-      max_live_elements: DeepSpeed's `stage3_max_live_parameters`, here for kept leaves only.
-      max_reuse_elements: DeepSpeed's `stage3_max_reuse_distance`.
+      limits: DeepSpeed's `stage3_max_live_parameters` (here for kept leaves only) and
+        `stage3_max_reuse_distance`.
 
     Returns:
       (time, leaf) for each leaf that is kept after its use at that time.
@@ -44,8 +52,8 @@ def kept_uses(
     kept = set()
     for distance, then, now, leaf in sorted(spans, key=lambda s: s[:3]):
         span = range(then, now)
-        fits = max((live[t] for t in span), default=0) + sizes[leaf] <= max_live_elements
-        if distance <= max_reuse_elements and fits:
+        fits = max((live[t] for t in span), default=0) + sizes[leaf] <= limits.max_live
+        if distance <= limits.max_reuse and fits:
             kept.add((then, leaf))
             for t in span:
                 live[t] += sizes[leaf]

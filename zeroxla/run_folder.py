@@ -5,6 +5,9 @@ events and the plot repeat it. A write that fails (full disk) loses nothing: lin
 in memory, are reported once, and are written as soon as the disk takes them.
 """
 
+# Generated protobuf modules make their names when they are imported.
+# pyright: reportAttributeAccessIssue=false
+
 from __future__ import annotations
 
 import contextlib
@@ -57,7 +60,7 @@ class RunFolder:
         """Make the folder and write its config.
 
         Raises:
-          ValueError: It already holds a run with checkpoints, or cannot be written.
+          ValueError: It already holds a run with checkpoints, or other files, or cannot be written.
         """
         if has_checkpoint(path):
             raise ValueError(
@@ -66,6 +69,10 @@ class RunFolder:
             )
         folder = cls(path, report)
         try:
+            if path.is_dir() and any(path.iterdir()) and not (path / CONFIG).exists():
+                raise ValueError(
+                    f"{path} is not empty and holds no run; choose another folder with --run"
+                )
             path.mkdir(parents=True, exist_ok=True)
             # An earlier attempt that never saved a checkpoint leaves nothing worth keeping.
             (path / METRICS).unlink(missing_ok=True)
@@ -102,10 +109,6 @@ class RunFolder:
         # Tells TensorBoard to forget those steps, too.
         folder._add_event(step=step + 1, session_log=SessionLog(status=SessionLog.START))
         return folder
-
-    def config(self) -> dict[str, Any]:
-        """Return what `create` wrote."""
-        return read_config(self.path)
 
     def log(self, step: int, values: dict[str, float | int]) -> None:
         """Record values of a step; non-finite ones become null. Never raises on a full disk."""

@@ -18,10 +18,10 @@ from zeroxla.collectives import Collectives
 from zeroxla.config import ZeroConfig
 from zeroxla.describe import Description, describe
 from zeroxla.differentiate import Differentiator
-from zeroxla.gather import Limits
 from zeroxla.layout import Layout, make_layout, place_opt_state, place_params
 from zeroxla.mesh import BATCH_AXES, DEVICE, NODE, as_auto, world_size
 from zeroxla.placement import Placement
+from zeroxla.reuse import Limits
 from zeroxla.state import LossScale, TrainState, natural, state_shardings, stored
 from zeroxla.validate import check_batch, check_state
 
@@ -95,6 +95,7 @@ class Step:
         self._eval = jax.jit(self._evaluate)
         self._grad = jax.jit(self._gradients)
         self._shapes: Any = None  # of the model, from init: what describe() traces
+        self._checked: set[Any] = set()  # structures of states that fitted
         self._last_call: float | None = None
 
     # ---------------------------------------------------------------- what users call
@@ -150,21 +151,21 @@ class Step:
           `tokens`) since the call before.
         """
         batch = self._put(check_batch(batch, self.mesh, self.config))
-        check_state(state, self.optimizer, self.config)
+        self._check(state)
         state, metrics = self._step(state, batch)
         return state, {**metrics, **self._rates(batch)}
 
     def eval(self, state: TrainState, batch: Any) -> dict[str, Any]:
         """Return the loss and the model's metrics on a batch, with `train=False`."""
         batch = self._put(check_batch(batch, self.mesh, self.config, accumulate=1))
-        check_state(state, self.optimizer, self.config)
+        self._check(state)
         return self._eval(state, batch)
 
     def grad(self, state: TrainState, batch: Any) -> tuple[jax.Array, Any]:
         """Return the loss and the gradients that a step would use, in natural shapes, as float32
         global arrays; zeros for frozen leaves. For tests and debugging."""
         batch = self._put(check_batch(batch, self.mesh, self.config))
-        check_state(state, self.optimizer, self.config)
+        self._check(state)
         return self._grad(state, batch)
 
     def lower(self, state: Any, batch: Any) -> jax.stages.Lowered:
@@ -329,6 +330,12 @@ class Step:
         )
         jax.eval_shape(mapped, *args)
         return found[0]
+
+    def _check(self, state: TrainState) -> None:
+        structure = jax.tree.structure(state)
+        if structure not in self._checked:
+            check_state(state, self.optimizer, self.config)
+            self._checked.add(structure)
 
     def _layout(self, state: TrainState) -> Layout:
         return make_layout(state.params, state.placements[0], self.config)

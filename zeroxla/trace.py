@@ -181,23 +181,23 @@ def _without_dead(
 
 def closure(
     values: Iterable[Value], producers: Mapping[Value, Equation]
-) -> tuple[list[Equation], set[Value]]:
+) -> tuple[list[Equation], list[Value]]:
     """Return the equations of `producers` that `values` need, in order, and what those read from
     outside (the values among them that nothing in `producers` makes)."""
     equations: dict[Equation, None] = {}
-    roots: set[Value] = set()
+    roots: dict[Value, None] = {}  # ordered: every process must trace the same program
     stack: list[tuple[Value, bool]] = [(v, False) for v in values]
     while stack:
         value, done = stack.pop()
         eq = producers.get(value)
         if eq is None:
-            roots.add(value)
+            roots[value] = None
         elif done:
             equations[eq] = None
         elif eq not in equations:
             stack.append((value, True))
             stack.extend((v, False) for v in eq.values)
-    return list(equations), roots
+    return list(equations), list(roots)
 
 
 def active_values(

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -68,6 +69,7 @@ class _Job:
     def __init__(self, options: TrainOptions, console: Console):
         text, output = options.text, options.output
         self.options, self.console = options, console
+        self.state: Any  # a TrainState; None until it is made
         self.corpus = data.load_corpus(text.data, holdout=text.holdout)
         shape = {"batch": text.batch, "length": text.length}
         seed = options.training.seed
@@ -101,7 +103,7 @@ class _Job:
             record = {"options": options.to_dict(), **here}
             self.folder = RunFolder.create(self.path, record, self.warn)
             self.checkpoints = Checkpoints(self.path / CHECKPOINTS, keep=output.keep)
-            self.done, self.state = 0, None
+            self.done, self.state = 0, None  # made in run(), after the set-up is printed
 
     def run(self) -> int:
         num_steps = self.options.training.steps
@@ -143,14 +145,14 @@ class _Job:
             return
         number, metrics = waiting
         values = {
-            name: float(value)
+            name: np.asarray(value).item()
             for name, value in jax.device_get(metrics).items()
             if name not in ("examples_per_s", "tokens_per_s") and np.ndim(value) == 0
         }
         now = time.perf_counter()
         text = self.options.text
         values["tokens_per_s"] = text.batch * text.length / (now - self.clock)
-        values["learning_rate"] = float(self.schedule(number - 1))
+        values["learning_rate"] = np.asarray(self.schedule(number - 1)).item()
         self.clock = now
         self.folder.log(number, values)
         skipped = f", {values['skipped']:.0f} skipped" if values["skipped"] else ""
@@ -209,7 +211,7 @@ class _Job:
         if output.sample_bytes == 0:
             return ""
         continuation = continue_text(
-            lambda params, tokens: self.model.apply({"params": params}, tokens),
+            lambda params, tokens: jnp.asarray(self.model.apply({"params": params}, tokens)),
             full_params(self.state),
             output.prompt.encode(),
             num_bytes=output.sample_bytes,

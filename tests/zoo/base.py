@@ -24,8 +24,8 @@ class Case:
       batch: number of rows -> batch of NumPy arrays.
       loss: the `loss=` argument of make_step.
       frozen: patterns of leaves that get no gradient.
-      whole_batch: the model itself averages over devices, so the reference is the loss of the
-        whole batch instead of the mean over the devices' slices.
+      local: for a model that itself averages over devices: the same without that. Its loss of the
+        whole batch is the reference, instead of the mean over the devices' slices.
       unit_elements: a unit size that cuts this model into several units.
     """
 
@@ -34,8 +34,17 @@ class Case:
     batch: Callable[[int], Any]
     loss: Callable[..., Any] | None = None
     frozen: Sequence[str] = ()
-    whole_batch: bool = False
+    local: Callable[[], Any] | None = None
     unit_elements: int = 64
+
+    @property
+    def whole_batch(self) -> bool:
+        """Whether the reference is the loss of the whole batch."""
+        return self.local is not None
+
+    def reference_model(self) -> Any:
+        """Return the model as it is on one device."""
+        return (self.local or self.make)()
 
 
 def case(batch: Callable[[int], Any], **options: Any) -> Callable[[Callable], Callable]:

@@ -26,13 +26,11 @@ def batchnorm() -> Any:
     """Convolutions with batch statistics of each device's own rows."""
 
     class Net(nn.Module):
-        sync: Any = None
-
         @nn.compact
         def __call__(self, x: jax.Array, train: bool) -> jax.Array:
             for width in (4, 8):
-                x = nn.Conv(width, (3, 3), strides=2)(x)
-                x = nn.BatchNorm(use_running_average=not train, axis_name=self.sync)(x)
+                x = nn.Conv(width, (3, 3), strides=2, use_bias=width == 8)(x)
+                x = nn.BatchNorm(use_running_average=not train)(x)
                 x = nn.relu(x)
             return nn.Dense(10)(x.mean((1, 2)))
 
@@ -55,7 +53,7 @@ class SyncedNet(Regressor):
         return nn.Dense(3)(x)
 
 
-@case(vectors, whole_batch=True)
+@case(vectors, local=SyncedNet)
 def synced_batchnorm() -> Any:
     return SyncedNet(sync=("node", "device"))
 
@@ -268,7 +266,10 @@ def encoder_decoder() -> Any:
     class Layer(nn.Module):
         @nn.compact
         def __call__(self, x: jax.Array, memory: jax.Array) -> tuple[jax.Array, None]:
-            attend = partial(nn.MultiHeadDotProductAttention, num_heads=2, qkv_features=8)
+            small = nn.initializers.normal(0.05)
+            attend = partial(
+                nn.MultiHeadDotProductAttention, num_heads=2, qkv_features=8, kernel_init=small
+            )
             x = x + attend()(nn.LayerNorm()(x))
             return x + attend()(nn.LayerNorm()(x), memory), None
 
@@ -301,13 +302,17 @@ def branches() -> Any:
     """nn.cond and nn.switch over submodules, chosen by the data."""
 
     class Net(Regressor):
-        @nn.compact
+        def setup(self) -> None:
+            self.first, self.second = nn.Dense(6), nn.Dense(6)
+            self.last = [nn.Dense(3) for _ in range(2)]
+
         def __call__(self, x: jax.Array, train: bool) -> jax.Array:
-            first, second = nn.Dense(6, name="first"), nn.Dense(6, name="second")
-            x = nn.cond(x.sum() > 0, lambda m, x: first(x), lambda m, x: nn.tanh(second(x)), self, x)
-            which = (x.mean() > 0).astype(int)
-            last = [nn.Dense(3, name=f"last_{i}") for i in range(2)]
-            return nn.switch(which, [lambda m, x, d=d: d(x) for d in last], self, x)
+            if self.is_initializing():  # One branch alone would not make the other's leaves.
+                return self.last[0](self.first(x)) + self.last[1](self.second(x))
+            left, right = lambda m, x: m.first(x), lambda m, x: nn.tanh(m.second(x))
+            x = nn.cond(x.sum() > 0, left, right, self, x)
+            last = [lambda m, x, i=i: m.last[i](x) for i in range(2)]
+            return nn.switch((x.mean() > 0).astype(int), last, self, x)
 
     return Net()
 
@@ -323,7 +328,8 @@ def tied_embedding() -> Any:
             embed = nn.Embed(64, 8)
             x = embed(tokens[:, :-1]) + self.param("place", nn.initializers.normal(0.1), (7, 8))
             mask = nn.make_causal_mask(tokens[:, :-1])
-            x = x + nn.SelfAttention(2)(nn.LayerNorm()(x), mask)
+            small = nn.initializers.normal(0.05)
+            x = x + nn.SelfAttention(2, kernel_init=small)(nn.LayerNorm()(x), mask)
             logp = nn.log_softmax(embed.attend(x))
             return -jnp.take_along_axis(logp, tokens[:, 1:, None], -1).mean()
 

@@ -1,0 +1,22 @@
+"""Faster compilation for tests that ask what a program computes, not how fast it runs.
+
+Half of the suite's time would be LLVM optimising programs that run for milliseconds. The partitioner
+and the passes over HLO that could move or merge a collective run as ever.
+
+    from quick import quick_compilation  # noqa: F401
+    pytestmark = pytest.mark.usefixtures("quick_compilation")
+"""
+
+from collections.abc import Iterator
+
+import jax
+import pytest
+
+
+@pytest.fixture(scope="module")
+def quick_compilation() -> Iterator[None]:
+    """Compile with little optimisation of machine code for the rest of the module."""
+    before = jax.config.jax_disable_most_optimizations
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
