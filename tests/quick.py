@@ -16,7 +16,7 @@ import pytest
 @pytest.fixture(scope="module")
 def quick_compilation() -> Iterator[None]:
     """Compile with little optimisation of machine code for the rest of the module."""
-    before = jax.config.jax_disable_most_optimizations
+    before = jax.config.read("jax_disable_most_optimizations")
     jax.config.update("jax_disable_most_optimizations", True)
     yield
     jax.config.update("jax_disable_most_optimizations", before)

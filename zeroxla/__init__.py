@@ -6,7 +6,7 @@ from zeroxla.mesh import make_mesh, simulate
 from zeroxla.state import LossScale, TrainState, full_params
 from zeroxla.step import Step, make_step
 
-__all__ = [
+__all__ = [  # noqa: RUF022 (grouped)
     # set-up
     "ZeroConfig",
     "make_mesh",
@@ -19,7 +19,6 @@ __all__ = [
     "make_step",
     # reports
     "inspect",
-
 ]
 
 __version__ = "0.1.0"

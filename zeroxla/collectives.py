@@ -25,7 +25,6 @@ from jax import lax
 from zeroxla.mesh import DEVICE, NODE
 from zeroxla.placement import Placement
 
-
 # A shard of at least this many elements travels by itself: joining it to others would copy it, and
 # its leaf once more, for the latency of one collective.
 ALONE_ELEMENTS = 2**14
@@ -74,7 +73,9 @@ class Collectives:
                 if i not in fused:
                     whole[i] = placement.natural(self._two_hops(wire, placement.dim))
             if fused:
-                wire_n = jnp.concatenate([_split_first(wires[i], placements[i]).ravel() for i in fused])
+                wire_n = jnp.concatenate(
+                    [_split_first(wires[i], placements[i]).ravel() for i in fused]
+                )
                 wire_Wn = self._two_hops(wire_n[None], 0)
                 pieces = _cut(wire_Wn, [wires[i].size for i in fused])
                 for i, piece_Ws in zip(fused, pieces, strict=True):
@@ -104,7 +105,8 @@ class Collectives:
         Cost: each device receives (1 - 1/world) x the leaves in the reduce dtype.
         """
         stored = [
-            p.stored(g.astype(self.reduce_dtype)) for g, p in zip(gradients, placements, strict=True)
+            p.stored(g.astype(self.reduce_dtype))
+            for g, p in zip(gradients, placements, strict=True)
         ]
         fused = [i for i, x in enumerate(stored) if x.size < ALONE_ELEMENTS * self.world]
         shards: dict[int, jax.Array] = {}
@@ -113,7 +115,9 @@ class Collectives:
                 if i not in fused:
                     shards[i] = self._two_hops_back(x, placement.dim)
             if fused:
-                rows = [_split_first(stored[i], placements[i]).reshape(self.world, -1) for i in fused]
+                rows = [
+                    _split_first(stored[i], placements[i]).reshape(self.world, -1) for i in fused
+                ]
                 wire_1n = self._two_hops_back(jnp.concatenate(rows, axis=1), 0)
                 pieces = _cut(wire_1n[0], [x.shape[1] for x in rows])
                 for i, piece in zip(fused, pieces, strict=True):
@@ -157,7 +161,9 @@ class Collectives:
         if self.reduce_dtype == jnp.float32:
             return lax.psum_scatter(x, axis, scatter_dimension=dim, tiled=True)
         slices = x.reshape(*x.shape[:dim], length, x.shape[dim] // length, *x.shape[dim + 1 :])
-        received = lax.all_to_all(_as_bits(slices), axis, split_axis=dim, concat_axis=dim, tiled=True)
+        received = lax.all_to_all(
+            _as_bits(slices), axis, split_axis=dim, concat_axis=dim, tiled=True
+        )
         return jnp.sum(_from_bits(received, self.reduce_dtype), axis=dim, dtype=jnp.float32)
 
 

@@ -21,8 +21,21 @@ _INLINED = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_
 
 # Equations that talk to other devices: each must run exactly where it stands.
 _COLLECTIVES = frozenset(
-    "psum psum2 psum_invariant pmax pmin ppermute all_gather all_gather_invariant all_to_all "
-    "reduce_scatter pbroadcast pvary ragged_all_to_all".split()
+    [
+        "psum",
+        "psum2",
+        "psum_invariant",
+        "pmax",
+        "pmin",
+        "ppermute",
+        "all_gather",
+        "all_gather_invariant",
+        "all_to_all",
+        "reduce_scatter",
+        "pbroadcast",
+        "pvary",
+        "ragged_all_to_all",
+    ]
 )
 
 
@@ -85,6 +98,13 @@ def bind_params(primitive: Any, params: dict[str, Any]) -> dict[str, Any]:
 def name_stack_of(eqn: Any) -> Any:
     """Return the `jax.named_scope` path of an equation."""
     return eqn.source_info.name_stack
+
+
+def mesh_context(mesh: jax.sharding.Mesh) -> contextlib.AbstractContextManager[Any]:
+    """Return a context in which `mesh` replaces a mesh that the user has set, if any."""
+    if jax.sharding.get_abstract_mesh().empty:
+        return contextlib.nullcontext()
+    return jax.set_mesh(mesh)
 
 
 @contextlib.contextmanager

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import numbers
 import re
 from collections.abc import Sequence
 
@@ -70,10 +72,8 @@ class ZeroConfig:
             value = getattr(self, name)
             if value is None and name == "reduce_dtype":
                 continue
-            try:
+            with contextlib.suppress(TypeError):
                 value = jnp.dtype(value).name
-            except TypeError:
-                pass
             if value not in _DTYPES:
                 raise ValueError(f"{name}={value!r} is not supported; use one of {_DTYPES}")
             object.__setattr__(self, name, value)
@@ -88,7 +88,10 @@ class ZeroConfig:
             ("loss_scale_window", 1),
         ):
             value = getattr(self, name)
-            if value is not None and (int(value) != value or value < least):
+            if value is None:
+                continue
+            whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+            if not whole or value < least:
                 raise ValueError(f"{name}={value!r} must be a whole number of {least} or more")
         if not self.init_loss_scale > 0:
             raise ValueError(f"init_loss_scale={self.init_loss_scale} must be above 0")
@@ -103,3 +106,7 @@ class ZeroConfig:
     def is_frozen(self, path: str) -> bool:
         """Return whether the leaf at `path` is frozen."""
         return any(re.search(pattern, path) for pattern in self.frozen)
+
+    def unmatched(self, paths: Sequence[str]) -> list[str]:
+        """Return the frozen patterns that match none of `paths`."""
+        return [p for p in self.frozen if not any(re.search(p, path) for path in paths)]

@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 from rich.console import Console
 from rich.table import Table
 
-from zeroxla.fetch import Loop, Plan, Remat
+from zeroxla.fetch import Loop, Plan, Remat, Straight
 from zeroxla.layout import Layout
 from zeroxla.mesh import DEVICE, NODE, world_size
 
@@ -107,13 +107,14 @@ def unit_names(plan: Plan, prefix: str = "") -> dict:
     number = 0
     seen: dict[int, str] = {}
     for seg in plan.segments:
-        for leaf in seg.leaves:
+        for leaf in seg.leaves if isinstance(seg, Straight) else ():
             if unit_of[leaf] not in seen:
                 seen[unit_of[leaf]] = f"{prefix}{number}"
                 number += 1
             names.setdefault(leaf, seen[unit_of[leaf]])
         if isinstance(seg, Loop | Remat):
             inner = unit_names(seg.body, f"{prefix}{number}.")
+            names.update((leaf, f"{prefix}{number}") for leaf in seg.leaves if leaf not in names)
             number += 1
             if isinstance(seg, Remat):
                 names = {**inner, **names}

@@ -129,16 +129,16 @@ class Differentiator:
             [v for v, leaf in zip(program.inputs, self.layout, strict=False) if not leaf.frozen],
             unit_elements=self.unit_elements,
             split_dims={program.inputs[i]: self.layout.leaves[i].placement.dim for i in fetched},
+            gradient_of=program.outputs[:1],
         )
+        _check_metrics(result)
         return plan, result
 
     def layer_dims(self, model_state: Any, batch: Any, key: jax.Array) -> list[tuple[int, ...]]:
         """Return the dims along which the model's loops slice each leaf."""
         program, _ = self._program(model_state, batch, key, train=True)
         leaves = program.inputs[: len(self.layout.leaves)]
-        plan = make_plan(
-            program, leaves, (), unit_elements=None, split_dims=dict.fromkeys(leaves)
-        )
+        plan = make_plan(program, leaves, (), unit_elements=None, split_dims=dict.fromkeys(leaves))
         dims = _layer_dims(plan)
         return [tuple(sorted(dims.get(v, ()))) for v in leaves]
 
@@ -251,9 +251,8 @@ class Differentiator:
                 share = 1 if leaf.placement.dim is not None else 1 / self.collectives.world
                 squares += share * jnp.sum(jnp.square(grad))
                 bad += jnp.sum(~jnp.isfinite(grad), dtype=jnp.float32)
-        here = {**sums, "squares": squares, "bad": bad}
-        total = _from_vector(self.collectives.sum(_as_vector(here)), here)
-        squares, bad = total.pop("squares"), total.pop("bad")
+        here = (sums, squares, bad)
+        total, squares, bad = _from_vector(self.collectives.sum(_as_vector(here)), here)
         divide = 1 / (total["weight"] * scale)
         metrics = _means(total)
         metrics["grad_norm"] = jnp.sqrt(squares) * divide
@@ -266,7 +265,9 @@ class Differentiator:
         floats = {i: x for i, x in enumerate(leaves) if is_float(x.dtype)}
         others = {i: x for i, x in enumerate(leaves) if i not in floats}
         agreed = _from_vector(self.collectives.sum(_as_vector(floats)), floats)
-        agreed = {i: (x / self.collectives.world).astype(floats[i].dtype) for i, x in agreed.items()}
+        agreed = {
+            i: (x / self.collectives.world).astype(floats[i].dtype) for i, x in agreed.items()
+        }
         first = self.collectives.rank() == 0
         words = jax.tree.map(lambda x: jnp.where(first, _as_words(x), 0), others)
         words = _from_vector(self.collectives.sum(_as_vector(words, jnp.uint32)), words)
@@ -285,6 +286,27 @@ def _from_words(words: jax.Array, like: jax.Array) -> jax.Array:
     if jnp.issubdtype(like.dtype, jax.dtypes.prng_key):
         return jax.random.wrap_key_data(words, impl=jax.random.key_impl(like))
     return words.astype(like.dtype)
+
+
+# Names that a step gives its own metrics.
+_RESERVED = frozenset(
+    [
+        "loss",
+        "grad_norm",
+        "finite",
+        "skipped",
+        "loss_scale",
+        "learning_rate",
+        "examples_per_s",
+        "tokens_per_s",
+    ]
+)
+
+
+def _check_metrics(result: Any) -> None:
+    _, metrics, _ = result.unflatten(range(result.num_leaves))
+    if taken := sorted(_RESERVED.intersection(metrics)):
+        raise ValueError(f"the loss returns metrics named {taken}; the step uses these: rename")
 
 
 def _is_persistent(leaf: Leaf) -> bool:

@@ -115,6 +115,7 @@ def make_plan(
     constants: Iterable[Value] = (),
     recoverable: Iterable[Value] | None = None,
     split_dims: Mapping[Value, int | None],
+    gradient_of: Sequence[Atom] | None = None,
 ) -> Plan:
     """Cut `program` into segments.
 
@@ -122,16 +123,18 @@ def make_plan(
       program: the model's loss, or the body of one of its loops.
       leaves: the inputs that are gathered.
       active: the inputs with a gradient: trainable leaves and floating activations.
+      gradient_of: the outputs that are differentiated; all if None.
       unit_elements: the most elements of leaves gathered together, unless one leaf alone has more;
         None finds the model's repeated block.
       constants: see `Plan`.
       recoverable: see `Plan`; every input if None.
       split_dims: the dim along which each leaf is stored split.
     """
+    gradient_of = program.outputs if gradient_of is None else gradient_of
     return _Planner(
         program=program,
         leaves=tuple(leaves),
-        active=frozenset(active_values(program.equations, active)),
+        active=frozenset(active_values(program.equations, active, gradient_of)),
         unit_elements=unit_elements,
         constants=frozenset(constants),
         recoverable=frozenset(program.inputs if recoverable is None else recoverable),
@@ -308,7 +311,7 @@ class _Planner:
         active = {v for v, a in zip(body.inputs, eq.inputs, strict=True) if a in self.active}
         carries = body.inputs[first_carry : first_carry + num_carry]
         while True:
-            found = active_values(body.equations, active)
+            found = active_values(body.equations, active, body.outputs)
             carried = zip(carries, body.outputs[:num_carry], strict=True)
             more = {c for c, out in carried if out in found} - active
             if not more:

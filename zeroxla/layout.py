@@ -99,22 +99,26 @@ def make_layout(params: Any, placements: Sequence[Placement], config: ZeroConfig
 def place_params(
     params: Any, world: int, layer_dims: Sequence[Sequence[int]]
 ) -> tuple[Placement, ...]:
-    """Place every leaf; `layer_dims` are the dims along which loops slice it, never split.
+    """Place every leaf; `layer_dims` are the dims along which loops slice it, never split."""
+    placements = []
+    for leaf, skip in zip(jax.tree.leaves(params), layer_dims, strict=True):
+        placements.append(place(leaf.shape, world, skip=skip))
+    return tuple(placements)
+
+
+def check_floating(params: Any) -> None:
+    """Check that every leaf can have a gradient.
 
     Raises:
       ValueError: a leaf is not floating.
     """
-    placements = []
-    with_paths = jax.tree_util.tree_flatten_with_path(params)[0]
-    for (path, leaf), skip in zip(with_paths, layer_dims, strict=True):
+    for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
             raise ValueError(
-                f"the leaf {leaf_path(path)!r} has dtype {leaf.dtype}; parameters must be floating, "
-                "as each gets a gradient and a float32 master. Keep integers and flags in another "
+                f"the leaf {leaf_path(path)!r} has dtype {leaf.dtype}; parameters must be "
+                "floating, as each gets a gradient and a float32 master. Keep integers and flags in another "
                 "collection (linen) or in a Variable that is no Param (nnx)"
             )
-        placements.append(place(leaf.shape, world, skip=skip))
-    return tuple(placements)
 
 
 def place_opt_state(

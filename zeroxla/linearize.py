@@ -2,10 +2,10 @@
 made again from the leaves, gathered again, and everything else is kept.
 
 `jax.vjp` of a segment is traced into one program, from (leaves, inputs) to (outputs, residuals). In
-it each residual is traced back: what depends on leaves and constants only (a leaf, its cast, its
-transpose) is recomputed in backward; what is an input of the segment is kept by reference; the rest,
-activations, is saved. So each value is saved once, nothing is computed twice but casts and layouts
-of leaves, and which leaves backward needs at all (no bias, no embedding table) is known exactly.
+it each residual is traced back. What depends on leaves and constants only (a leaf, its cast, its
+transpose) is recomputed in backward; an input of the segment is kept by reference; the rest, which
+are activations, is saved. So each value is saved once, nothing is computed twice but casts and
+layouts of leaves, and it is known exactly which leaves backward reads: no bias, no embedding table.
 """
 
 from __future__ import annotations

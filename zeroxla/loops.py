@@ -47,6 +47,8 @@ class LoopRunner:
         if keep:
             everything = sum(v.aval.size for v in loop.body.leaves)
             limits = dataclasses.replace(limits, max_live=everything, max_reuse=2 * everything)
+        else:  # what one turn keeps, the tape would hold for every turn
+            limits = dataclasses.replace(limits, max_live=0)
         self.body = make_runner(loop.body, collectives, body_placements, limits)
         xs = loop.equation.inputs[self.num_consts + self.num_carry :]
         self.x_atoms = [a for i, a in enumerate(xs) if i not in loop.stacked]
@@ -83,7 +85,12 @@ class LoopRunner:
         carry_vars = plan.inputs[self.num_consts : self.num_consts + self.num_carry]
         x_vars = plan.inputs[self.num_consts + self.num_carry :]
         active_consts = [v for v in const_vars if v in plan.active]
-        active_carry = [i for i, v in enumerate(carry_vars) if v in plan.active]
+        # A carry that no turn reads still brings the last turn's result a cotangent.
+        active_carry = [
+            i
+            for i, (v, out) in enumerate(zip(carry_vars, plan.outputs, strict=False))
+            if v in plan.active or out in plan.active
+        ]
 
         carry_cts = [
             _zeros(carry_vars[i]) if cotangents[i] is None else cotangents[i] for i in active_carry

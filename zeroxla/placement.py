@@ -53,7 +53,7 @@ class Placement:
         return self.sharding(mesh).shard_shape(self.stored_shape)
 
     def unstack(self, dim: int) -> Placement:
-        """The placement of one slice along `dim`, a scanned leaf's layer dim, which is not split."""
+        """The placement of a slice along `dim`, a scanned leaf's layer dim, which is not split."""
         assert dim != self.dim, (dim, self)
         shape = self.shape[:dim] + self.shape[dim + 1 :]
         inner = self.dim if self.dim is None or self.dim < dim else self.dim - 1

@@ -54,14 +54,12 @@ def find_stacked(
             return None
         equations.append(eq)
         operand = eq.inputs[0]
-    if operand not in split_dims or split_dims[operand] == dim:
+    if not isinstance(operand, Value) or operand not in split_dims or split_dims[operand] == dim:
         return None
     return Stacked(operand, dim, tuple(reversed(equations)))
 
 
-def loop_body(
-    eq: Equation, chains: Mapping[int, Stacked]
-) -> tuple[Program, dict[int, Value]]:
+def loop_body(eq: Equation, chains: Mapping[int, Stacked]) -> tuple[Program, dict[int, Value]]:
     """Return the body of a scan with raw leaves at the positions of `chains`, and those leaves."""
     invars = compat.open_jaxpr(eq.params["jaxpr"])[0].invars
     inputs = [Value(v.aval) for v in invars]

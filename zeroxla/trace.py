@@ -46,6 +46,9 @@ class Constant:
 
 Atom = Value | Constant
 
+# Their derivative is zero everywhere, so no gradient crosses them, whatever made their operand.
+_NO_GRADIENT = frozenset({"stop_gradient", "sign", "floor", "ceil", "round"})
+
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Equation:
@@ -167,9 +170,7 @@ def _inline(
     return [atom(v) for v in jaxpr.outvars]
 
 
-def _without_dead(
-    equations: Sequence[Equation], outputs: Iterable[Atom]
-) -> tuple[Equation, ...]:
+def _without_dead(equations: Sequence[Equation], outputs: Iterable[Atom]) -> tuple[Equation, ...]:
     needed = {a for a in outputs if isinstance(a, Value)}
     kept: list[Equation] = []
     for eq in reversed(equations):
@@ -201,15 +202,20 @@ def closure(
 
 
 def active_values(
-    equations: Iterable[Equation], active: Iterable[Value]
+    equations: Sequence[Equation], active: Iterable[Value], outputs: Iterable[Atom]
 ) -> set[Value]:
-    """Return the floating values that depend on `active` ones, those included.
+    """Return the floating values through which a gradient flows: those that depend on `active` ones
+    and that `outputs` depend on, `active` ones among them.
 
-    Only these can have a gradient. The rule is per equation and so may count too many, never too
-    few: a `cond` output is active if any operand is.
+    The rule is per equation and so may count too many, never too few: a `cond` output depends on
+    every operand.
     """
-    found = {v for v in active if v.is_float}
+    downstream = {v for v in active if v.is_float}
     for eq in equations:
-        if eq.name != "stop_gradient" and not found.isdisjoint(eq.values):
-            found.update(v for v in eq.outputs if v.is_float)
-    return found
+        if eq.name not in _NO_GRADIENT and not downstream.isdisjoint(eq.values):
+            downstream.update(v for v in eq.outputs if v.is_float)
+    upstream = {v for v in outputs if isinstance(v, Value) and v.is_float}
+    for eq in reversed(equations):
+        if eq.name not in _NO_GRADIENT and not upstream.isdisjoint(eq.outputs):
+            upstream.update(v for v in eq.values if v.is_float)
+    return downstream & upstream

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import Mesh
@@ -16,22 +17,24 @@ from zeroxla.placement import leaf_path
 from zeroxla.state import TrainState
 
 
-def check_batch(
-    batch: Any, mesh: Mesh, config: ZeroConfig, *, accumulate: int | None = None
-) -> Any:
+def check_batch(batch: Any, mesh: Mesh, accumulate: int) -> Any:
     """Return `batch` as a pytree of arrays (or ShapeDtypeStructs).
 
     Raises:
       ValueError: it is empty, a leaf has no leading dim, the leading dims differ, or they do not
         divide over devices x accumulate.
     """
-    accumulate = config.accumulate if accumulate is None else accumulate
     batch = jax.tree.map(lambda x: x if hasattr(x, "dtype") else np.asarray(x), batch)
     leaves = jax.tree_util.tree_flatten_with_path(batch)[0]
     if not leaves:
         raise ValueError(f"the batch {batch!r} holds no arrays; pass a pytree of arrays")
     sizes = {}
     for path, leaf in leaves:
+        if not (jnp.issubdtype(leaf.dtype, jnp.number) or leaf.dtype == bool):
+            raise ValueError(
+                f"the batch leaf {leaf_path(path)!r} has dtype {leaf.dtype}; a batch holds numbers "
+                "and flags only (turn text into token numbers first)"
+            )
         if not leaf.shape:
             raise ValueError(
                 f"the batch leaf {leaf_path(path)!r} is a scalar; every array of a batch has the "
@@ -46,8 +49,8 @@ def check_batch(
         accumulated = f" and accumulate={accumulate}" if accumulate > 1 else ""
         raise ValueError(
             f"batch of {size} does not divide over {world_size(mesh)} devices (axes "
-            f"node={mesh.shape[NODE]}, device={mesh.shape[DEVICE]}){accumulated}; use a multiple of "
-            f"{parts}, or pad"
+            f"node={mesh.shape[NODE]}, device={mesh.shape[DEVICE]}){accumulated}; use a multiple "
+            f"of {parts}, or pad"
         )
     return batch
 
@@ -76,12 +79,55 @@ def check_state(
             f"{jax.tree.structure(state.opt_state)}\nMake a state with this step's init, or use "
             "the optimizer and the config that made this one"
         )
-    pairs = zip(
-        jax.tree_util.tree_flatten_with_path(expected)[0], state.placements[1], strict=True
+    rows = zip(
+        jax.tree_util.tree_flatten_with_path(expected)[0],
+        state.placements[1],
+        jax.tree.leaves(state.opt_state),
+        strict=True,
     )
-    for (path, want), placement in pairs:
-        if tuple(want.shape) != placement.shape:
+    for (path, want), placement, found in rows:
+        if tuple(want.shape) != placement.shape or tuple(found.shape) != placement.stored_shape:
             raise ValueError(
-                f"the optimizer state {leaf_path(path)!r} has the shape {placement.shape} and this "
-                f"model needs {tuple(want.shape)}; it belongs to another model"
+                f"the optimizer state {leaf_path(path)!r} has the shape {tuple(found.shape)} and "
+                f"this model needs {tuple(want.shape)}; it belongs to another model"
             )
+
+
+def check_model(state: TrainState, expected: Any) -> None:
+    """Check that a state holds this model's parameters.
+
+    Args:
+      expected: shapes of the model's parameters.
+
+    Raises:
+      ValueError: a leaf is missing, unknown, or of another shape.
+    """
+    want = _shapes_by_path(expected, [x.shape for x in jax.tree.leaves(expected)])
+    have = _shapes_by_path(state.params, [p.shape for p in state.placements[0]])
+    if want != have:
+        differing = sorted(p for p in want.keys() | have.keys() if want.get(p) != have.get(p))
+        first = differing[0]
+        raise ValueError(
+            f"the state is of another model: {len(differing)} leaves differ, first {first!r}, "
+            f"which has the shape {have.get(first)} and should have {want.get(first)}; make a "
+            "state with this step's init"
+        )
+
+
+def check_key(key: Any) -> jax.Array:
+    """Return `key` as a typed PRNG key.
+
+    Raises:
+      ValueError: it is neither a typed nor a raw key.
+    """
+    dtype = getattr(key, "dtype", None)
+    if dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key):
+        return key
+    if dtype is not None and dtype == np.uint32:
+        return jax.random.wrap_key_data(key)
+    raise ValueError(f"{key!r} is no PRNG key; pass jax.random.key(0)")
+
+
+def _shapes_by_path(tree: Any, shapes: Any) -> dict[str, tuple[int, ...]]:
+    paths = [leaf_path(path) for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
+    return {path: tuple(shape) for path, shape in zip(paths, shapes, strict=True)}

@@ -1,0 +1,224 @@
+"""The traced programs of a training setup: init, step, evaluation, gradients.
+
+What the configuration decides is decided when a program is built: it picks functions and constants.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh, PartitionSpec
+
+from zeroxla.adapters import Adapted
+from zeroxla.collectives import Collectives
+from zeroxla.config import ZeroConfig
+from zeroxla.differentiate import Differentiator
+from zeroxla.fetch import Plan
+from zeroxla.layout import Layout, check_floating, make_layout, place_opt_state, place_params
+from zeroxla.mesh import BATCH_AXES, DEVICE, NODE, world_size
+from zeroxla.placement import Placement
+from zeroxla.reuse import Limits
+from zeroxla.state import LossScale, TrainState, natural, state_shardings, stored
+
+REPLICATED = PartitionSpec()
+BY_ROWS = PartitionSpec(BATCH_AXES)
+Placements = tuple[tuple[Placement, ...], tuple[Placement, ...]]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Programs:
+    """Functions of a state and a batch, to be jitted.
+
+    Attributes:
+      adapted: the model.
+      mesh: with Auto axes.
+      optimizer: the optax transformation.
+      config: the options.
+    """
+
+    adapted: Adapted
+    mesh: Mesh
+    optimizer: optax.GradientTransformation
+    config: ZeroConfig
+
+    def init(self, key: jax.Array, batch: Any, placements: Placements) -> TrainState:
+        """Make the state."""
+        params, model_state = self.adapted.init(key, self.first_rows(batch))
+        params = jax.tree.map(lambda x: x.astype(jnp.float32), params)
+        layout = make_layout(params, placements[0], self.config)
+        opt_state = self.optimizer.init(layout.trainable(params, optax.MaskedNode()))
+        scale = self.config.init_loss_scale if self.config.compute_dtype == "float16" else 1.0
+        return TrainState(
+            step=jnp.zeros((), jnp.int32),
+            params=stored(params, placements[0]),
+            opt_state=stored(opt_state, placements[1]),
+            model_state=model_state,
+            key=jax.random.fold_in(key, 1),
+            loss_scale=LossScale.create(scale),
+            placements=placements,
+        )
+
+    def train(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
+        """Take one optimizer step; return the next state and the metrics."""
+        grads, metrics, model_state = self._local_gradients(state, batch)
+        layout = self.layout(state)
+        in_params, in_opt = state.placements
+        with jax.named_scope("update"):
+            params = natural(state.params, in_params)
+            masked = optax.MaskedNode()
+            updates, opt_state = self.optimizer.update(
+                layout.trainable(natural(grads, in_params), masked),
+                natural(state.opt_state, in_opt),
+                layout.trainable(params, masked),
+            )
+            new = optax.apply_updates(layout.trainable(params, masked), updates)
+            new_params = stored(layout.with_frozen(new, params), in_params)
+            new_opt = stored(opt_state, in_opt)
+        finite = metrics["finite"]
+        keep = functools.partial(jax.tree.map, lambda new, old: jnp.where(finite, new, old))
+        config = self.config
+        loss_scale = state.loss_scale.after(
+            finite, dynamic=config.compute_dtype == "float16", window=config.loss_scale_window
+        )
+        new_state = TrainState(
+            step=state.step + 1,
+            params=keep(new_params, state.params),
+            opt_state=keep(new_opt, state.opt_state),
+            model_state=keep(model_state, state.model_state),
+            key=state.key,
+            loss_scale=loss_scale,
+            wire_state=state.wire_state,
+            placements=state.placements,
+        )
+        shardings = state_shardings(new_state, self.mesh)
+        new_state = jax.lax.with_sharding_constraint(new_state, shardings)
+        metrics["skipped"] = loss_scale.skipped
+        if config.compute_dtype == "float16":
+            metrics["loss_scale"] = state.loss_scale.scale
+        # A schedule's own state has the same name; of several rates none is "the" rate.
+        found = optax.tree_utils.tree_get_all_with_path(state.opt_state, "learning_rate")
+        rates = [x for _, x in found if isinstance(x, jax.Array)]
+        if len(rates) == 1:
+            metrics["learning_rate"] = rates[0]
+        return new_state, metrics
+
+    def gradients(self, state: TrainState, batch: Any) -> tuple[jax.Array, Any]:
+        """Return the loss and the gradients in natural shapes."""
+        grads, metrics, _ = self._local_gradients(state, batch)
+        return metrics["loss"], natural(grads, state.placements[0])
+
+    def evaluate(self, state: TrainState, batch: Any) -> dict[str, Any]:
+        """Return the metrics of a batch with `train=False`."""
+        layout = self.layout(state)
+        specs = layout.tree.unflatten([p.spec for p in layout.placements])
+        return jax.shard_map(
+            self._differentiator(layout).evaluate,
+            mesh=self.mesh,
+            in_specs=(specs, REPLICATED, BY_ROWS, REPLICATED),
+            out_specs=REPLICATED,
+            check_vma=False,
+        )(state.params, state.model_state, batch, jax.random.fold_in(state.key, state.step))
+
+    def _local_gradients(self, state: TrainState, batch: Any) -> tuple[Any, dict[str, Any], Any]:
+        layout = self.layout(state)
+        differentiator = self._differentiator(layout)
+        specs = [p.spec for p in layout.placements]
+
+        def local(params: Any, *rest: Any) -> Any:
+            grads, metrics, model_state = differentiator.gradients(params, *rest)
+            leaves = jax.tree.leaves(params)
+            grads = [jnp.zeros_like(x) if g is None else g for g, x in zip(grads, leaves)]
+            return grads, metrics, model_state
+
+        grads, metrics, model_state = jax.shard_map(
+            local,
+            mesh=self.mesh,
+            in_specs=(layout.tree.unflatten(specs), REPLICATED, BY_ROWS, REPLICATED, REPLICATED),
+            out_specs=(specs, REPLICATED, REPLICATED),
+            check_vma=False,
+        )(
+            state.params,
+            state.model_state,
+            batch,
+            jax.random.fold_in(state.key, state.step),
+            state.loss_scale.scale,
+        )
+        return layout.tree.unflatten(grads), metrics, model_state
+
+    def placements(self, key: jax.Array, batch: Any) -> Placements:
+        """Decide how parameters and optimizer state are stored, from shapes alone.
+
+        Raises:
+          ValueError: a leaf is not floating.
+        """
+        rows = jax.eval_shape(self.first_rows, batch)
+        params, model_state = jax.eval_shape(self.adapted.init, key, rows)
+        check_floating(params)
+        whole = tuple(Placement(shape=x.shape) for x in jax.tree.leaves(params))
+        differentiator = self._differentiator(make_layout(params, whole, self.config))
+        dims = self._in_mesh(
+            lambda rows, key: differentiator.layer_dims(model_state, rows, key), rows, key
+        )
+        world = world_size(self.mesh)
+        placed = place_params(params, world, dims)
+        trainable = make_layout(params, placed, self.config).trainable(params, optax.MaskedNode())
+        opt_state = jax.eval_shape(self.optimizer.init, trainable)
+        return placed, place_opt_state(opt_state, params, placed, world)
+
+    def plan(self, layout: Layout, model_state: Any, batch: Any, key: jax.Array) -> Plan:
+        """Return the fetch plan of a training step, from shapes alone."""
+        rows = jax.eval_shape(self.first_rows, batch)
+        differentiator = self._differentiator(layout)
+        return self._in_mesh(
+            lambda rows, key: differentiator.plan(model_state, rows, key, train=True)[0], rows, key
+        )
+
+    def first_rows(self, batch: Any) -> Any:
+        """Return rank 0's first micro-batch."""
+        parts = world_size(self.mesh) * self.config.accumulate
+        return jax.tree.map(lambda x: x[: x.shape[0] // parts], batch)
+
+    def layout(self, state: TrainState) -> Layout:
+        """Return what the configuration makes of a state's leaves."""
+        return make_layout(state.params, state.placements[0], self.config)
+
+    def _in_mesh(self, fun: Callable[..., Any], *args: Any) -> Any:
+        """Call `fun` where the mesh's axes are bound, on shapes; return what it returns."""
+        found: list[Any] = []
+        mapped = jax.shard_map(
+            lambda *args: found.append(fun(*args)),
+            mesh=self.mesh,
+            in_specs=REPLICATED,
+            out_specs=REPLICATED,
+            check_vma=False,
+        )
+        jax.eval_shape(mapped, *args)
+        return found[0]
+
+    def _differentiator(self, layout: Layout) -> Differentiator:
+        config = self.config
+        on_cpu = self.mesh.devices.flat[0].platform == "cpu"
+        prefetch = config.prefetch_bucket
+        return Differentiator(
+            adapted=self.adapted,
+            layout=layout,
+            collectives=Collectives(
+                nodes=self.mesh.shape[NODE],
+                devices=self.mesh.shape[DEVICE],
+                wire_dtype=jnp.dtype(config.compute_dtype),
+                reduce_dtype=jnp.dtype(config.reduce_dtype or "float32"),
+            ),
+            unit_elements=config.unit_elements,
+            limits=Limits(
+                prefetch=0 if prefetch is None and on_cpu else prefetch,
+                max_live=config.max_live_parameters,
+                max_reuse=config.max_reuse_distance,
+            ),
+            accumulate=config.accumulate,
+        )
