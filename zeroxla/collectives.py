@@ -71,7 +71,7 @@ class Collectives:
         with jax.named_scope("gather"):
             for i, (wire, placement) in enumerate(zip(wires, placements, strict=True)):
                 if i not in fused:
-                    whole[i] = placement.natural(self._two_hops(wire, placement.dim))
+                    whole[i] = placement.natural(self._two_hops(wire, placement.split_dim))
             if fused:
                 wire_n = jnp.concatenate(
                     [_split_first(wires[i], placements[i]).ravel() for i in fused]
@@ -113,7 +113,7 @@ class Collectives:
         with jax.named_scope("reduce"):
             for i, (x, placement) in enumerate(zip(stored, placements, strict=True)):
                 if i not in fused:
-                    shards[i] = self._two_hops_back(x, placement.dim)
+                    shards[i] = self._two_hops_back(x, placement.split_dim)
             if fused:
                 rows = [
                     _split_first(stored[i], placements[i]).reshape(self.world, -1) for i in fused
@@ -145,11 +145,10 @@ class Collectives:
         return lax.axis_index(NODE) * self.devices + lax.axis_index(DEVICE)
 
     def _as_shard(self, piece: jax.Array, placement: Placement) -> jax.Array:
-        assert placement.dim is not None
         stored = placement.stored_shape
-        rest = stored[: placement.dim] + stored[placement.dim + 1 :]
-        piece = piece.reshape(stored[placement.dim] // self.world, *rest)
-        return jnp.moveaxis(piece, 0, placement.dim)
+        rest = stored[: placement.split_dim] + stored[placement.split_dim + 1 :]
+        piece = piece.reshape(stored[placement.split_dim] // self.world, *rest)
+        return jnp.moveaxis(piece, 0, placement.split_dim)
 
     def _reduce_scatter(self, x: jax.Array, dim: int, axis: str, length: int) -> jax.Array:
         """One hop: the float32 sum over `axis` of the slice of `dim` at this device's index.
@@ -168,17 +167,15 @@ class Collectives:
 
 
 def _split_first(x: jax.Array, placement: Placement) -> jax.Array:
-    assert placement.dim is not None
-    return jnp.moveaxis(x, placement.dim, 0)
+    return jnp.moveaxis(x, placement.split_dim, 0)
 
 
 def _natural(piece_Ws: jax.Array, placement: Placement) -> jax.Array:
     """[W, elements of one shard] -> the whole leaf."""
-    assert placement.dim is not None
     stored = placement.stored_shape
-    rest = stored[: placement.dim] + stored[placement.dim + 1 :]
-    whole = piece_Ws.reshape(stored[placement.dim], *rest)
-    return placement.natural(jnp.moveaxis(whole, 0, placement.dim))
+    rest = stored[: placement.split_dim] + stored[placement.split_dim + 1 :]
+    whole = piece_Ws.reshape(stored[placement.split_dim], *rest)
+    return placement.natural(jnp.moveaxis(whole, 0, placement.split_dim))
 
 
 def _cut(x: jax.Array, sizes: Sequence[int]) -> list[jax.Array]:

@@ -21,21 +21,21 @@ _INLINED = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_
 
 # Equations that talk to other devices: each must run exactly where it stands.
 _COLLECTIVES = frozenset(
-    [
-        "psum",
-        "psum2",
-        "psum_invariant",
-        "pmax",
-        "pmin",
-        "ppermute",
+    {
         "all_gather",
         "all_gather_invariant",
         "all_to_all",
-        "reduce_scatter",
         "pbroadcast",
+        "pmax",
+        "pmin",
+        "ppermute",
+        "psum",
+        "psum2",
+        "psum_invariant",
         "pvary",
         "ragged_all_to_all",
-    ]
+        "reduce_scatter",
+    }
 )
 
 
@@ -50,7 +50,7 @@ def open_jaxpr(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
     Up to 0.11 a sub-jaxpr is either closed (a pair of jaxpr and consts) or open; 0.12 has one class
     that may carry its own consts.
     """
-    if isinstance(jaxpr, jex.ClosedJaxpr):
+    if isinstance(jaxpr, jex.ClosedJaxpr):  # pyright: ignore[reportPrivateImportUsage]
         inner = getattr(jaxpr, "jaxpr", jaxpr)
         return inner, tuple(jaxpr.consts)
     return jaxpr, tuple(getattr(jaxpr, "consts", None) or ())
@@ -105,6 +105,11 @@ def mesh_context(mesh: jax.sharding.Mesh) -> contextlib.AbstractContextManager[A
     if jax.sharding.get_abstract_mesh().empty:
         return contextlib.nullcontext()
     return jax.set_mesh(mesh)
+
+
+def array_type(shape: Sequence[int], dtype: Any) -> Any:
+    """Return the abstract value of an array."""
+    return jax.core.ShapedArray(tuple(shape), dtype)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 @contextlib.contextmanager

@@ -67,9 +67,9 @@ class Description:
         return table
 
     def __str__(self) -> str:
-        console = Console(file=io.StringIO(), width=200, highlight=False)
-        console.print(self.table())
-        return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())
+        text = io.StringIO()
+        Console(file=text, width=200, highlight=False).print(self.table())
+        return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
 
 
 def describe(layout: Layout, plan: Plan, mesh: Mesh) -> Description:

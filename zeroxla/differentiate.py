@@ -194,7 +194,7 @@ class Differentiator:
     def _one(
         self,
         traced: TracedLoss,
-        shards: dict[Value, jax.Array],
+        stored: list[jax.Array],
         resident: list[jax.Array],
         model_state: Any,
         batch: Any,
@@ -203,7 +203,7 @@ class Differentiator:
     ) -> tuple[Any, Any, Any]:
         """Loss and gradient sums of one micro-batch: those of whole leaves not yet reduced."""
         runner = traced.runner
-        shards = dict(zip(runner.plan.leaves, shards, strict=True))
+        shards = dict(zip(runner.plan.leaves, stored, strict=True))
         inputs = self._inputs(resident, model_state, batch, key)
         with jax.named_scope("forward"):
             outputs, tape = runner.forward(shards, inputs, record=True)
@@ -290,16 +290,16 @@ def _from_words(words: jax.Array, like: jax.Array) -> jax.Array:
 
 # Names that a step gives its own metrics.
 _RESERVED = frozenset(
-    [
-        "loss",
-        "grad_norm",
-        "finite",
-        "skipped",
-        "loss_scale",
-        "learning_rate",
+    {
         "examples_per_s",
+        "finite",
+        "grad_norm",
+        "learning_rate",
+        "loss",
+        "loss_scale",
+        "skipped",
         "tokens_per_s",
-    ]
+    }
 )
 
 

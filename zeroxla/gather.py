@@ -210,7 +210,7 @@ class Runner:
             ready = [v for v in whole if self.first_use[v] == i]
             if ready:
                 placements = [self.placements[v] for v in ready]
-                results = self.collectives.reduce([whole.pop(v) for v in ready], placements)
+                results = self.collectives.reduce([whole[v] for v in ready], placements)
                 for v, ct in zip(ready, results, strict=True):
                     reduced.add(v, ct)
                 waiting.append(results)
@@ -229,10 +229,7 @@ class Runner:
         if isinstance(seg, Straight):
             linear = self.linear[seg]
             by_value = dict(zip(seg.outputs, cotangents, strict=True))
-            filled = [
-                jnp.zeros(v.aval.shape, v.aval.dtype) if by_value[v] is None else by_value[v]
-                for v in linear.outputs
-            ]
+            filled = [_or_zeros(by_value[v], v) for v in linear.outputs]
             references = {v: env[v] for v in linear.references}
             return linear.backward(gathered, references, saved, filled), {}
         if isinstance(seg, Loop):
@@ -277,6 +274,10 @@ class _Sums(dict[Value, jax.Array]):
 
     def pop(self, value: Value) -> jax.Array | None:  # type: ignore[override]
         return super().pop(value, None)
+
+
+def _or_zeros(ct: jax.Array | None, value: Value) -> jax.Array:
+    return jnp.zeros(value.aval.shape, value.aval.dtype) if ct is None else ct
 
 
 def _tie(arrays: Sequence[Any], to: Sequence[jax.Array]) -> list[Any]:

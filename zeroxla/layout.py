@@ -116,8 +116,8 @@ def check_floating(params: Any) -> None:
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
             raise ValueError(
                 f"the leaf {leaf_path(path)!r} has dtype {leaf.dtype}; parameters must be "
-                "floating, as each gets a gradient and a float32 master. Keep integers and flags in another "
-                "collection (linen) or in a Variable that is no Param (nnx)"
+                "floating, as each gets a gradient and a float32 master. Keep integers and flags "
+                "in another collection (linen) or in a Variable that is no Param (nnx)"
             )
 
 

@@ -11,7 +11,7 @@ layouts of leaves, and it is known exactly which leaves backward reads: no bias,
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -56,8 +56,8 @@ class Linearized:
 
     def backward(
         self,
-        leaves: dict[Value, jax.Array],
-        references: dict[Value, jax.Array],
+        leaves: Mapping[Value, jax.Array],
+        references: Mapping[Value, jax.Array],
         saved: Sequence[jax.Array],
         cotangents: Sequence[jax.Array],
     ) -> dict[Value, jax.Array]:

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from zeroxla.mesh import DEVICE, LEAF_AXES, NODE, world_size
+from zeroxla.mesh import LEAF_AXES, world_size
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,6 +38,12 @@ class Placement:
         if self.dim is None:
             return self.shape
         return tuple(n + self.pad * (d == self.dim) for d, n in enumerate(self.shape))
+
+    @property
+    def split_dim(self) -> int:
+        """`dim` of an array that is split."""
+        assert self.dim is not None, "the array is whole on every device"
+        return self.dim
 
     @property
     def spec(self) -> PartitionSpec:
@@ -63,8 +69,7 @@ class Placement:
         """Drop the padding."""
         if not self.pad:
             return stored
-        assert self.dim is not None
-        return jax.lax.slice_in_dim(stored, 0, self.shape[self.dim], axis=self.dim)
+        return jax.lax.slice_in_dim(stored, 0, self.shape[self.split_dim], axis=self.split_dim)
 
     def stored(self, natural: jax.Array) -> jax.Array:
         """Append the padding."""
@@ -111,11 +116,6 @@ def place_tree(tree: Any, mesh: Mesh) -> Any:
     return jax.tree.map(lambda x: place(x.shape, world_size(mesh)), tree)
 
 
-def leaf_path(path: Sequence[Any]) -> str:
+def leaf_path(path: tuple[Any, ...]) -> str:
     """Return a leaf's name, `a/b/c`, from its key path."""
     return jax.tree_util.keystr(path, simple=True, separator="/")
-
-
-def num_shards(mesh: Mesh) -> tuple[int, int]:
-    """Return (devices per node, nodes): the two leading dims of a gathered wire."""
-    return mesh.shape[DEVICE], mesh.shape[NODE]

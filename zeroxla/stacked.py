@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-import jax
-
 from zeroxla import compat
 from zeroxla.trace import Atom, Equation, Program, Value, flatten_behind
 
@@ -69,7 +67,7 @@ def loop_body(eq: Equation, chains: Mapping[int, Stacked]) -> tuple[Program, dic
     for i, chain in chains.items():
         dim, aval = chain.layer_dim, chain.leaf.aval
         shape = aval.shape[:dim] + aval.shape[dim + 1 :]
-        leaves[i] = inputs[i] = Value(jax.core.ShapedArray(shape, aval.dtype))
+        leaves[i] = inputs[i] = Value(compat.array_type(shape, aval.dtype))
         args[i] = inputs[i]
         for stacked in chain.equations:
             sliced, dim = _on_one_layer(stacked, args[i], dim)
@@ -89,5 +87,5 @@ def _on_one_layer(eq: Equation, operand: Atom, dim: int) -> tuple[Equation, int]
         source = source.replace(params={**source.params, "permutation": rest})
     aval = eq.outputs[0].aval
     shape = aval.shape[:after] + aval.shape[after + 1 :]
-    output = Value(jax.core.ShapedArray(shape, aval.dtype))
+    output = Value(compat.array_type(shape, aval.dtype))
     return Equation(source, eq.name_stack, (operand,), (output,)), after
