@@ -106,7 +106,7 @@ def world_size(mesh: Mesh) -> int:
     return mesh.shape[NODE] * mesh.shape[DEVICE]
 
 
-def simulate(num_devices: int) -> None:
+def simulate(num_devices: int, *, keep_accelerators: bool = False) -> None:
     """Show this process's CPU as `num_devices` devices. Call it before JAX is used.
 
     Collectives of simulated devices block one thread each, and JAX sizes its thread pool by the
@@ -115,6 +115,8 @@ def simulate(num_devices: int) -> None:
 
     Args:
       num_devices: how many devices, 1 or more.
+      keep_accelerators: leave GPUs visible; JAX then prefers them, and the simulated devices are
+        for machines without.
 
     Raises:
       ValueError: `num_devices` below 1.
@@ -133,7 +135,8 @@ def simulate(num_devices: int) -> None:
             f"notebook: restart the kernel and run it in the first cell)"
         )
     os.environ["NPROC"] = str(max(pool, int(os.environ.get("NPROC", "0"))))
-    jax.config.update("jax_platforms", "cpu")
+    if not keep_accelerators:
+        jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", num_devices)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import platform
 from typing import Any
 
@@ -13,7 +12,7 @@ import optax
 from jax.sharding import Mesh
 
 from zeroxla import data
-from zeroxla.mesh import make_mesh
+from zeroxla.mesh import make_mesh, simulate
 from zeroxla.train_options import TrainOptions
 
 NUM_SIMULATED = 8
@@ -26,11 +25,9 @@ def mesh_for(options: TrainOptions) -> Mesh:
     simulated_nodes = nodes or SIMULATED_NODES
     simulated_per_node = per_node or max(1, NUM_SIMULATED // simulated_nodes)
     # JAX cannot tell whether there is an accelerator without starting, and must know the number of
-    # simulated devices before; both settings concern its CPU backend alone. (zeroxla.simulate would
-    # hide an accelerator.) Where JAX has started already, the devices are what they are.
-    os.environ["NPROC"] = str(max(64, int(os.environ.get("NPROC", "0"))))
+    # simulated devices before. Where it has started already, the devices are what they are.
     with contextlib.suppress(RuntimeError):
-        jax.config.update("jax_num_cpu_devices", simulated_nodes * simulated_per_node)
+        simulate(simulated_nodes * simulated_per_node, keep_accelerators=True)
     if jax.default_backend() == "cpu":
         nodes, per_node = simulated_nodes, simulated_per_node
     return make_mesh(nodes=nodes, devices_per_node=per_node)

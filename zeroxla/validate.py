@@ -24,13 +24,13 @@ def check_batch(batch: Any, mesh: Mesh, accumulate: int) -> Any:
       ValueError: it is empty, a leaf has no leading dim, the leading dims differ, or they do not
         divide over devices x accumulate.
     """
-    batch = jax.tree.map(lambda x: x if hasattr(x, "dtype") else np.asarray(x), batch)
+    batch = jax.tree.map(_canonical, batch)
     leaves = jax.tree_util.tree_flatten_with_path(batch)[0]
     if not leaves:
         raise ValueError(f"the batch {batch!r} holds no arrays; pass a pytree of arrays")
     sizes = {}
     for path, leaf in leaves:
-        if not (jnp.issubdtype(leaf.dtype, jnp.number) or leaf.dtype == bool):
+        if not _is_number(leaf.dtype):
             raise ValueError(
                 f"the batch leaf {leaf_path(path)!r} has dtype {leaf.dtype}; a batch holds numbers "
                 "and flags only (turn text into token numbers first)"
@@ -53,6 +53,21 @@ def check_batch(batch: Any, mesh: Mesh, accumulate: int) -> Any:
             f"of {parts}, or pad"
         )
     return batch
+
+
+def _canonical(x: Any) -> Any:
+    """Return an array (or shape) of the dtype that JAX gives it: int32 for NumPy's int64."""
+    x = x if hasattr(x, "dtype") else np.asarray(x)
+    if isinstance(x, jax.Array) or not _is_number(x.dtype):
+        return x
+    dtype = jax.dtypes.canonicalize_dtype(x.dtype)
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(x.shape, dtype)
+    return np.asarray(x, dtype)
+
+
+def _is_number(dtype: Any) -> bool:
+    return jnp.issubdtype(dtype, jnp.number) or dtype == bool
 
 
 def check_state(

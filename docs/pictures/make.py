@@ -78,7 +78,7 @@ def strip(
                 PIECE,
                 PIECE,
                 facecolor="white" if filled and partial else color if filled else PALE,
-                edgecolor=color if filled else FRAME,
+                edgecolor=("white" if not partial else color) if filled else FRAME,
                 hatch="//////" if filled and partial else None,
                 linewidth=0.9,
             )
@@ -142,9 +142,9 @@ def one_unit(axes: Axes) -> None:
         for row in range(len(ROWS)):
             held, color, partial = content(row)
             strip(axes, column, row, held, color, partial=partial)
-    for column, axis in ((0, "node"), (1, "device"), (3, "node"), (4, "device")):
-        hop(axes, column, axis)
-    for column, axis in ((6, "device"), (7, "node")):
+    gathers = ((0, "node"), (1, "device"), (3, "node"), (4, "device"))
+    reductions = ((6, "device"), (7, "node"))
+    for column, axis in gathers + reductions:
         hop(axes, column, axis)
     for column in (2, 5):
         for row in range(len(ROWS)):
@@ -221,7 +221,7 @@ def one_step(axes: Axes) -> None:
             linewidth=2.2,
             zorder=1,
         )
-        axes.plot([backward + 0.9, end + 1.0], [y - 0.22] * 2, color=GRADIENT, linewidth=1.6)
+        axes.plot([backward + 0.9, end + 0.55], [y - 0.22] * 2, color=GRADIENT, linewidth=1.6)
         for start, words in ((forward, "forward"), (backward, "backward")):
             axes.add_patch(
                 Rectangle((start + 0.08, y - 0.36), 0.84, 0.74, facecolor=LEAF, edgecolor="none")
@@ -236,25 +236,20 @@ def one_step(axes: Axes) -> None:
     axes.text(
         end + 0.86,
         -(units - 1) / 2,
-        "update",
+        "optimizer",
         color="white",
         ha="center",
         va="center",
         weight="bold",
         rotation=90,
     )
-    notes = (
-        (1.6, "box: gathered whole on every device, one unit at a time", LEAF),
-        (1.28, "thin line: 1/world of the parameters, always", LEAF),
-    )
-    x = end + 1.75
+    x = end + 1.9
     lines = (
         ("gathered whole: one unit at a time", LEAF, 7),
         ("parameters: each device's own piece", LEAF, 1.6),
         ("activations kept for backward", "#8C8C8C", 2.2),
         ("gradient: each device's own piece", GRADIENT, 1.6),
     )
-    del notes
     for i, (words, color, width) in enumerate(lines):
         y = 0.2 - 0.78 * i
         axes.plot([x, x + 0.28], [y, y], color=color, linewidth=width, solid_capstyle="butt")
