@@ -21,6 +21,7 @@ from equality import (
     cover,
     matrix,
     measure,
+    pairs,
 )
 from quick import quick_compilation  # noqa: F401
 from zoo import CASES
@@ -65,19 +66,23 @@ def test_training_equals_one_device_on_every_mesh(row):
 
 def test_the_cover_meets_every_pair():
     rows = list(cover())
-    names = [field.name for field in dataclasses.fields(Settings)]
-    values = {name: {getattr(row.settings, name) for row in rows} for name in names}
-    values["mesh"] = set(MESHES)
-    assert values["persistence"] == {0, 40, None} and values["accumulate"] == {1, 2}
-
-    def value(row, name):
-        return row.mesh if name == "mesh" else getattr(row.settings, name)
-
-    for a, b in itertools.combinations(values, 2):
-        met = {(value(row, a), value(row, b)) for row in rows}
-        assert met == set(itertools.product(values[a], values[b])), (a, b)
-    for name in ("prefetch", "keep", "accumulate"):
-        met = {(row.case, value(row, name)) for row in rows}
-        assert met == set(itertools.product(CASES, values[name])), name
+    values = {
+        "mesh": MESHES,
+        "persistence": (0, 40, None),
+        "small_units": (False, True),
+        "prefetch": (False, True),
+        "keep": (False, True),
+        "accumulate": (1, 2),
+    }
+    assert list(values) == ["mesh", *(field.name for field in dataclasses.fields(Settings))]
+    wanted = {
+        ((a, x), (b, y))
+        for a, b in itertools.combinations(values, 2)
+        for x, y in itertools.product(values[a], values[b])
+    }
+    assert set().union(*map(pairs, rows)) == wanted
     for case in CASES:
-        assert len({row.mesh for row in rows if row.case == case}) == 2, case
+        first, second = (row for row in rows if row.case == case)
+        assert first.mesh != second.mesh and first.settings.persistence == 0, case
+        for name in ("prefetch", "keep", "accumulate"):
+            assert getattr(first.settings, name) != getattr(second.settings, name), (case, name)

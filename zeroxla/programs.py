@@ -24,6 +24,7 @@ from zeroxla.layout import Layout, check_floating, make_layout, place_opt_state,
 from zeroxla.mesh import BATCH_AXES, DEVICE, NODE, world_size
 from zeroxla.placement import Placement
 from zeroxla.reuse import Limits
+from zeroxla.sequential import one_after_another
 from zeroxla.state import LossScale, TrainState, natural, state_shardings, stored
 
 REPLICATED = PartitionSpec()
@@ -49,14 +50,24 @@ class Programs:
 
     def init(self, key: jax.Array, batch: Any, placements: Placements) -> TrainState:
         """Make the state."""
-        params, model_state = self.adapted.init(key, self.first_rows(batch))
-        params = jax.tree.map(lambda x: x.astype(jnp.float32), params)
+        rows = self.first_rows(batch)
+        tree = jax.tree.structure(jax.eval_shape(self.adapted.init, key, rows)[0])
+
+        def keep_shard(i: int, x: jax.Array) -> jax.Array:
+            if i >= tree.num_leaves:
+                return x
+            x = placements[0][i].stored(x.astype(jnp.float32))
+            sharding = placements[0][i].sharding(self.mesh)
+            return jax.lax.with_sharding_constraint(x, sharding)
+
+        params, model_state = one_after_another(self.adapted.init, keep_shard, key, rows)
         layout = make_layout(params, placements[0], self.config)
-        opt_state = self.optimizer.init(layout.trainable(params, optax.MaskedNode()))
+        trainable = layout.trainable(natural(params, placements[0]), optax.MaskedNode())
+        opt_state = self.optimizer.init(trainable)
         scale = self.config.init_loss_scale if self.config.compute_dtype == "float16" else 1.0
         return TrainState(
             step=jnp.zeros((), jnp.int32),
-            params=stored(params, placements[0]),
+            params=params,
             opt_state=stored(opt_state, placements[1]),
             model_state=model_state,
             key=jax.random.fold_in(key, 1),

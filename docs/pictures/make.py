@@ -226,9 +226,7 @@ def one_step(axes: Axes) -> None:
             axes.add_patch(
                 Rectangle((start + 0.08, y - 0.36), 0.84, 0.74, facecolor=LEAF, edgecolor="none")
             )
-            axes.text(
-                start + 0.5, y, words, ha="center", va="center", color="white", weight="bold"
-            )
+            axes.text(start + 0.5, y, words, ha="center", va="center", color="white", weight="bold")
         axes.text(-1.0, y, f"unit {unit}", ha="right", va="center", color=INK)
     axes.add_patch(
         Rectangle((end + 0.55, -units + 0.55), 0.62, units - 0.1, facecolor=INK, edgecolor="none")
@@ -254,7 +252,9 @@ def one_step(axes: Axes) -> None:
         y = 0.2 - 0.78 * i
         axes.plot([x, x + 0.28], [y, y], color=color, linewidth=width, solid_capstyle="butt")
         axes.text(x + 0.38, y, words, va="center", fontsize=8.5, color=INK)
-    axes.set_title("A step of three units: memory of one device over time", loc="left", weight="bold")
+    axes.set_title(
+        "A step of three units: memory of one device over time", loc="left", weight="bold"
+    )
     axes.set_xlim(-1.75, end + 4.6)
     axes.set_ylim(-units + 0.4, 0.62)
     axes.axis("off")

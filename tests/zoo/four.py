@@ -5,7 +5,7 @@ from typing import Any
 from models import GPT, MLP, AlexNet, Llama
 from zoo.base import case, images, masked_tokens, tokens
 
-SMALL = {"vocab": 64, "width": 16, "heads": 2, "layers": 3}
+SMALL = {"vocab": 64, "width": 16, "heads": 2, "layers": 2}
 SMALL_GPT = {**SMALL, "length": 8}
 SMALL_LLAMA = {**SMALL, "kv_heads": 1, "hidden": 24}
 
@@ -17,12 +17,12 @@ def mlp() -> Any:
 
 @case(tokens, unit_elements=2000)
 def gpt_unrolled() -> Any:
-    return GPT.tiny(**{**SMALL_GPT, "layers": 2}, scan=False, dropout=0.1)
+    return GPT.tiny(**SMALL_GPT, scan=False, dropout=0.1)
 
 
 @case(tokens, unit_elements=2000)
 def gpt_unrolled_remat() -> Any:
-    return GPT.tiny(**{**SMALL_GPT, "layers": 2}, scan=False, remat=True)
+    return GPT.tiny(**SMALL_GPT, scan=False, remat=True)
 
 
 @case(tokens, unit_elements=1000)
@@ -32,13 +32,13 @@ def gpt_scan() -> Any:
 
 @case(tokens, unit_elements=1000)
 def gpt_scan_remat() -> Any:
-    return GPT.tiny(**SMALL_GPT, scan=True, remat=True, dropout=0.1)
+    return GPT.tiny(**SMALL_GPT, scan=True, remat=True)
 
 
 @case(masked_tokens, unit_elements=1000)
 def gpt_masked() -> Any:
     """Its loss returns metrics["weight"], so the mean is one over all counted targets."""
-    return GPT.tiny(**{**SMALL_GPT, "layers": 2}, tie=False)
+    return GPT.tiny(**SMALL_GPT, tie=False)
 
 
 @case(tokens, unit_elements=1000)
@@ -53,7 +53,7 @@ def llama_scan_remat() -> Any:
 
 @case(tokens, unit_elements=1000)
 def llama_unrolled() -> Any:
-    return Llama.tiny(**{**SMALL_LLAMA, "layers": 2}, scan=False, tie=True)
+    return Llama.tiny(**SMALL_LLAMA, scan=False, tie=True)
 
 
 @case(images, unit_elements=2000)

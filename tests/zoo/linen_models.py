@@ -3,7 +3,6 @@
 Shape letters: B batch, D width.
 """
 
-from functools import partial
 from typing import Any
 
 import flax.linen as nn
@@ -21,7 +20,7 @@ class Regressor(nn.Module):
         return mse(self(batch["x"], train), batch["y"])
 
 
-@case(images, unit_elements=100)
+@case(images, unit_elements=100, rows=8)
 def batchnorm() -> Any:
     """Convolutions with batch statistics of each device's own rows."""
 
@@ -186,7 +185,7 @@ def stack(block: Any, axis: int = 0, **options: Any) -> Any:
     )
 
 
-@case(vectors)
+@case(vectors, rows=8)
 def scan_with_state() -> Any:
     """Stacked layers with stacked batch statistics and dropout."""
 
@@ -217,7 +216,7 @@ def scan_axis_1() -> Any:
     return Net()
 
 
-@case(vectors)
+@case(vectors, rows=8)
 def remat_of_scan() -> Any:
     """nn.remat around nn.scan: the loop is inside the checkpoint."""
 
@@ -259,7 +258,7 @@ def wide_remat() -> Any:
     return Net()
 
 
-@case(series)
+@case(series, unit_elements=100)
 def encoder_decoder() -> Any:
     """Stacked decoder layers attend to the encoder's result, a constant of their loop."""
 
@@ -267,11 +266,8 @@ def encoder_decoder() -> Any:
         @nn.compact
         def __call__(self, x: jax.Array, memory: jax.Array) -> tuple[jax.Array, None]:
             small = nn.initializers.normal(0.05)
-            attend = partial(
-                nn.MultiHeadDotProductAttention, num_heads=2, qkv_features=8, kernel_init=small
-            )
-            x = x + attend()(nn.LayerNorm()(x))
-            return x + attend()(nn.LayerNorm()(x), memory), None
+            attend = nn.MultiHeadDotProductAttention(2, qkv_features=8, kernel_init=small)
+            return x + attend(nn.LayerNorm()(x), memory), None
 
     class Net(Regressor):
         @nn.compact
@@ -329,7 +325,8 @@ def tied_embedding() -> Any:
             x = embed(tokens[:, :-1]) + self.param("place", nn.initializers.normal(0.1), (7, 8))
             mask = nn.make_causal_mask(tokens[:, :-1])
             small = nn.initializers.normal(0.05)
-            x = x + nn.SelfAttention(2, kernel_init=small)(nn.LayerNorm()(x), mask)
+            attend = nn.MultiHeadDotProductAttention(2, kernel_init=small)
+            x = x + attend(nn.LayerNorm()(x), mask=mask)
             logp = nn.log_softmax(embed.attend(x))
             return -jnp.take_along_axis(logp, tokens[:, 1:, None], -1).mean()
 

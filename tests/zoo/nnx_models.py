@@ -46,7 +46,7 @@ class Unrolled(Regressor):
         return self.head(x)
 
 
-@case(vectors)
+@case(vectors, rows=8)
 def nnx_batchnorm() -> Any:
     return lambda rngs: Unrolled(rngs)
 
@@ -63,7 +63,7 @@ class Scanned(Regressor):
         return self.head(run(x, self.blocks))
 
 
-@case(vectors)
+@case(vectors, rows=8)
 def nnx_scan_with_state() -> Any:
     return lambda rngs: Scanned(rngs)
 

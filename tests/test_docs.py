@@ -1,0 +1,104 @@
+"""What the documentation says is so: its examples run, its links and option tables are right."""
+
+from __future__ import annotations
+
+import dataclasses
+import doctest
+import importlib
+import pkgutil
+import re
+from pathlib import Path
+
+import jax
+import pytest
+
+import models
+import zeroxla
+from zeroxla.train_options import TrainOptions, flag
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
+
+# A block runs if the first line of its fence says so: ```python runnable
+RUNNABLE = re.compile(r"^```python runnable\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
+
+
+def page_id(page: Path) -> str:
+    return page.relative_to(REPOSITORY).as_posix()
+
+
+def modules_with_examples() -> list[str]:
+    """Names of the modules of the library and of the models whose docstrings hold examples."""
+    names = []
+    for package in (zeroxla, models):
+        found = pkgutil.walk_packages(package.__path__, f"{package.__name__}.")
+        for name in (package.__name__, *(module.name for module in found)):
+            source = importlib.util.find_spec(name).origin
+            if ">>> " in Path(source).read_text():
+                names.append(name)
+    return names
+
+
+@pytest.fixture
+def eight_devices():
+    """The devices of the test session, so that `zeroxla.simulate(8)` finds what it asks for."""
+    assert len(jax.devices()) == 8
+
+
+@pytest.mark.smoke
+@pytest.mark.usefixtures("eight_devices")
+@pytest.mark.parametrize("page", [p for p in PAGES if RUNNABLE.search(p.read_text())], ids=page_id)
+def test_examples_run(page, tmp_path, monkeypatch):
+    """The blocks of a page run in order, as one program."""
+    monkeypatch.chdir(tmp_path)
+    text = page.read_text()
+    namespace = {"__name__": "example"}
+    for block in RUNNABLE.finditer(text):
+        # Blank lines before it, so that a traceback names the page's own line.
+        before = text.count("\n", 0, block.start(1))
+        exec(compile("\n" * before + block[1], str(page), "exec"), namespace)
+
+
+def test_the_readme_has_a_runnable_example():
+    assert RUNNABLE.search((REPOSITORY / "README.md").read_text())
+
+
+@pytest.mark.usefixtures("eight_devices")
+@pytest.mark.parametrize("name", modules_with_examples())
+def test_docstring_examples(name):
+    results = doctest.testmod(importlib.import_module(name))
+    assert results.attempted > 0
+    assert results.failed == 0
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_links_lead_somewhere(page):
+    local = [link for link in LINK.findall(page.read_text()) if "://" not in link]
+    assert local
+    missing = [link for link in local if not (page.parent / link).exists()]
+    assert not missing
+
+
+def options_table(*pages: str) -> dict[str, str]:
+    """Return, by the name in the first cell, the second cell of every table row of the pages."""
+    text = "\n".join((REPOSITORY / "docs" / page).read_text() for page in pages)
+    return dict(re.findall(r"^\| `([\w-]+)` \| ([^|]*) \|", text, re.MULTILINE))
+
+
+def test_every_option_of_the_library_is_documented_with_its_default():
+    table = options_table("zero3.md", "fetch_plan.md")
+    for field in dataclasses.fields(zeroxla.ZeroConfig):
+        default = field.default
+        shown = "none" if default in (None, ()) else default
+        if isinstance(default, int | float):
+            shown = f"{default:,g}"
+        assert table[field.name] == f"`{shown}`", field.name
+
+
+def test_every_option_of_the_command_is_documented_with_its_default():
+    table = options_table("cli.md")
+    for group in dataclasses.fields(TrainOptions):
+        for field in dataclasses.fields(group.default_factory):
+            shown = "none" if field.default in (None, ()) else field.default
+            assert table[flag(field.name)] == f"`{shown}`", flag(field.name)
