@@ -7,12 +7,13 @@ import functools
 import itertools
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import jax
 import numpy as np
 import optax
 
-import zeroxla
+import zeroxla.collectives
 from reference import Reference, relative_errors, remember_gradients, worst
 from zeroxla.adapters import adapt
 from zoo import CASES, Case
@@ -36,6 +37,7 @@ class Settings:
       small_units: units as small as the case names, else the default.
       prefetch: gathers may run far ahead.
       keep: gathered leaves are kept for every later use.
+      alone: every shard travels by itself, as large ones do, instead of fused with others.
       accumulate: micro-batches.
     """
 
@@ -43,6 +45,7 @@ class Settings:
     small_units: bool = True
     prefetch: bool = False
     keep: bool = False
+    alone: bool = False
     accumulate: int = 1
 
     def config(self, case: Case) -> zeroxla.ZeroConfig:
@@ -60,7 +63,7 @@ class Settings:
     def __str__(self) -> str:
         persistence = "default" if self.persistence is None else self.persistence
         words = [f"persist-{persistence}"]
-        words += [name for name in ("small_units", "prefetch", "keep") if getattr(self, name)]
+        words += [n for n in ("small_units", "prefetch", "keep", "alone") if getattr(self, n)]
         return ",".join([*words, f"accumulate-{self.accumulate}"])
 
 
@@ -80,14 +83,14 @@ def cover() -> Iterator[Row]:
     """Yield two rows for each case that together meet every value of every setting.
 
     In the first nothing is persistent and the units are small. The second takes the other value of
-    prefetch, keep and accumulate, and, of the rest, what brings most pairs not met yet: over all
+    prefetch, keep, alone and accumulate, and, of the rest, what brings most pairs not met yet: over all
     cases every pair of a mesh and a setting, and of two settings, occurs
     (`test_the_cover_meets_every_pair`).
     """
     met: set[Any] = set()
     for i, case in enumerate(CASES):
-        prefetch, keep, accumulate = bool(i & 1), bool(i & 2), 1 + (i >> 2 & 1)
-        first = Settings(prefetch=prefetch, keep=keep, accumulate=accumulate)
+        prefetch, keep, alone, accumulate = i % 2 > 0, i % 4 > 1, i % 8 > 3, 1 + i % 3 % 2
+        first = Settings(prefetch=prefetch, keep=keep, alone=alone, accumulate=accumulate)
         rows = [Row(case=case, mesh=MESHES[i % 6], settings=first)]
         others = [
             Row(
@@ -98,6 +101,7 @@ def cover() -> Iterator[Row]:
                     small_units=small_units,
                     prefetch=not prefetch,
                     keep=not keep,
+                    alone=not alone,
                     accumulate=3 - accumulate,
                 ),
             )
@@ -119,7 +123,7 @@ def pairs(row: Row) -> set[tuple[Any, Any]]:
 
 def matrix() -> Iterator[Row]:
     """Yield every case on every mesh, plainly and with every knob turned."""
-    turned = Settings(persistence=40, prefetch=True, keep=True, accumulate=2)
+    turned = Settings(persistence=40, prefetch=True, keep=True, alone=True, accumulate=2)
     for case in CASES:
         for mesh in MESHES:
             yield Row(case=case, mesh=mesh, settings=Settings())
@@ -148,6 +152,13 @@ class Errors:
 
 def measure(row: Row) -> Errors:
     """Train a row's case for NUM_STEPS and compare with the reference."""
+    if row.settings.alone:
+        with mock.patch.object(zeroxla.collectives, "ALONE_ELEMENTS", 0):
+            return _measure(row)
+    return _measure(row)
+
+
+def _measure(row: Row) -> Errors:
     case, settings = CASES[row.case], row.settings
     world = row.mesh[0] * row.mesh[1]
     expected = _expected(row.case, world, settings.accumulate)

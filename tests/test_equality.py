@@ -72,6 +72,7 @@ def test_the_cover_meets_every_pair():
         "small_units": (False, True),
         "prefetch": (False, True),
         "keep": (False, True),
+        "alone": (False, True),
         "accumulate": (1, 2),
     }
     assert list(values) == ["mesh", *(field.name for field in dataclasses.fields(Settings))]
@@ -84,5 +85,5 @@ def test_the_cover_meets_every_pair():
     for case in CASES:
         first, second = (row for row in rows if row.case == case)
         assert first.mesh != second.mesh and first.settings.persistence == 0, case
-        for name in ("prefetch", "keep", "accumulate"):
+        for name in ("prefetch", "keep", "alone", "accumulate"):
             assert getattr(first.settings, name) != getattr(second.settings, name), (case, name)

@@ -10,9 +10,9 @@ from jax.sharding import Mesh
 from rich.console import Console
 from rich.table import Table
 
-from zeroxla.fetch import Loop, Plan, Remat, Straight
 from zeroxla.layout import Layout
 from zeroxla.mesh import DEVICE, NODE, world_size
+from zeroxla.segments import Loop, Plan, Remat, Straight
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -15,11 +15,13 @@ from jax import lax
 
 from zeroxla.adapters import Adapted
 from zeroxla.collectives import Collectives
-from zeroxla.fetch import Loop, Plan, Remat, make_plan
+from zeroxla.fetch import make_plan
 from zeroxla.gather import Runner
 from zeroxla.layout import Layout, Leaf
 from zeroxla.reuse import Limits
-from zeroxla.trace import Program, Value, is_float, trace
+from zeroxla.segments import Plan, layer_dims
+from zeroxla.trace import Program, is_float, trace
+from zeroxla.vectors import as_vector, as_words, from_vector, from_words
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -106,8 +108,8 @@ class Differentiator:
         shards = dict(zip(traced.runner.plan.leaves, shards, strict=True))
         outputs, _ = traced.runner.forward(shards, inputs, record=False)
         loss, metrics, _ = traced.result.unflatten(outputs)
-        sums = self.collectives.sum(_as_vector(_weighted(loss, metrics)))
-        return _means(_from_vector(sums, _weighted(loss, metrics)))
+        sums = self.collectives.sum(as_vector(_weighted(loss, metrics)))
+        return _means(from_vector(sums, _weighted(loss, metrics)))
 
     def trace(self, model_state: Any, batch: Any, key: jax.Array, *, train: bool) -> TracedLoss:
         """Trace the loss on this device's micro-batch and make its fetch plan."""
@@ -139,7 +141,7 @@ class Differentiator:
         program, _ = self._program(model_state, batch, key, train=True)
         leaves = program.inputs[: len(self.layout.leaves)]
         plan = make_plan(program, leaves, (), unit_elements=None, split_dims=dict.fromkeys(leaves))
-        dims = _layer_dims(plan)
+        dims = layer_dims(plan)
         return [tuple(sorted(dims.get(v, ()))) for v in leaves]
 
     def _program(
@@ -238,7 +240,7 @@ class Differentiator:
         )
         found.update(zip(split, reduced, strict=True))
         tiny = {i: found[i] for i in some if i not in split}
-        found.update(_from_vector(self.collectives.sum(_as_vector(tiny)), tiny))
+        found.update(from_vector(self.collectives.sum(as_vector(tiny)), tiny))
         return [found[i] for i in range(len(self.layout.leaves))]
 
     def _finish(
@@ -252,7 +254,7 @@ class Differentiator:
                 squares += share * jnp.sum(jnp.square(grad))
                 bad += jnp.sum(~jnp.isfinite(grad), dtype=jnp.float32)
         here = (sums, squares, bad)
-        total, squares, bad = _from_vector(self.collectives.sum(_as_vector(here)), here)
+        total, squares, bad = from_vector(self.collectives.sum(as_vector(here)), here)
         divide = 1 / (total["weight"] * scale)
         metrics = _means(total)
         metrics["grad_norm"] = jnp.sqrt(squares) * divide
@@ -264,28 +266,15 @@ class Differentiator:
         leaves, tree = jax.tree.flatten(model_state)
         floats = {i: x for i, x in enumerate(leaves) if is_float(x.dtype)}
         others = {i: x for i, x in enumerate(leaves) if i not in floats}
-        agreed = _from_vector(self.collectives.sum(_as_vector(floats)), floats)
+        agreed = from_vector(self.collectives.sum(as_vector(floats)), floats)
         agreed = {
             i: (x / self.collectives.world).astype(floats[i].dtype) for i, x in agreed.items()
         }
         first = self.collectives.rank() == 0
-        words = jax.tree.map(lambda x: jnp.where(first, _as_words(x), 0), others)
-        words = _from_vector(self.collectives.sum(_as_vector(words, jnp.uint32)), words)
-        agreed.update({i: _from_words(w, others[i]) for i, w in words.items()})
+        words = jax.tree.map(lambda x: jnp.where(first, as_words(x), 0), others)
+        words = from_vector(self.collectives.sum(as_vector(words, jnp.uint32)), words)
+        agreed.update({i: from_words(w, others[i]) for i, w in words.items()})
         return tree.unflatten([agreed[i] for i in range(len(leaves))])
-
-
-def _as_words(x: jax.Array) -> jax.Array:
-    """Integers, flags or PRNG keys as uint32."""
-    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-        return jax.random.key_data(x)
-    return x.astype(jnp.uint32)
-
-
-def _from_words(words: jax.Array, like: jax.Array) -> jax.Array:
-    if jnp.issubdtype(like.dtype, jax.dtypes.prng_key):
-        return jax.random.wrap_key_data(words, impl=jax.random.key_impl(like))
-    return words.astype(like.dtype)
 
 
 # Names that a step gives its own metrics.
@@ -327,31 +316,3 @@ def _weighted(loss: jax.Array, metrics: Mapping[str, jax.Array]) -> dict[str, An
 
 def _means(sums: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
     return {name: x / sums["weight"] for name, x in sums.items() if name != "weight"}
-
-
-def _as_vector(tree: Any, dtype: Any = jnp.float32) -> jax.Array:
-    leaves = [jnp.ravel(x).astype(dtype) for x in jax.tree.leaves(tree)]
-    return jnp.concatenate(leaves) if leaves else jnp.zeros((0,), dtype)
-
-
-def _from_vector(vector: jax.Array, like: Any) -> Any:
-    leaves, tree = jax.tree.flatten(like)
-    start, cut = 0, []
-    for x in leaves:
-        cut.append(vector[start : start + x.size].reshape(x.shape))
-        start += x.size
-    return tree.unflatten(cut)
-
-
-def _layer_dims(plan: Plan) -> dict[Value, set[int]]:
-    dims: dict[Value, set[int]] = {}
-    for seg in plan.segments:
-        if isinstance(seg, Remat):
-            for leaf, inner in _layer_dims(seg.body).items():
-                dims.setdefault(leaf, set()).update(inner)
-        elif isinstance(seg, Loop):
-            inside = _layer_dims(seg.body)
-            for sliced, (leaf, dim) in zip(seg.body.leaves, seg.stacked.values(), strict=True):
-                inner = {d + (d >= dim) for d in inside.get(sliced, ())}
-                dims.setdefault(leaf, set()).update({dim}, inner)
-    return dims

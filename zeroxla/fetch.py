@@ -1,16 +1,9 @@
 """The fetch plan: which unit is gathered before which equation, and released after which.
 
-A plan cuts a program into segments. Every segment names the leaves that are gathered when it starts
-and dropped when it ends; what flows between segments are activations only. Three kinds:
-
-* `Straight`: a run of equations that share one unit.
-* `Loop`: a `scan` over stacked leaves; its body is a plan of its own, so one layer is gathered at a
-  time.
-* `Remat`: a `jax.checkpoint` body too large for one unit; its body is a plan of its own.
-
-Values that follow from leaves and constants alone (casts, transposes, masks) are the model, not
-activations: an equation that makes one is not placed in the list but repeated in each segment that
-reads it, so such a value never lives from one segment to another.
+`make_plan` cuts a program into segments (see segments.py). Values that follow from leaves and
+constants alone (casts, transposes, masks) are the model, not activations: an equation that makes
+one is not placed in the list but repeated in each segment that reads it, so such a value never
+lives from one segment to another.
 """
 
 from __future__ import annotations
@@ -19,6 +12,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 
 from zeroxla import compat
+from zeroxla.segments import Loop, Plan, Remat, Segment, Straight
 from zeroxla.stacked import find_stacked, loop_body
 from zeroxla.trace import Atom, Equation, Program, Value, active_values, closure, flatten_behind
 from zeroxla.units import default_unit_elements, unit_of_each
@@ -26,84 +20,6 @@ from zeroxla.units import default_unit_elements, unit_of_each
 # A parameter-only reduction (a norm, a penalty) this many times smaller than what it reads is
 # computed once and kept, rather than its operands gathered again wherever it is read.
 _SUMMARY_RATIO = 8
-
-
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class Straight:
-    """A run of equations, with everything parameter-only that it reads."""
-
-    leaves: tuple[Value, ...]
-    equations: tuple[Equation, ...]
-    inputs: tuple[Value, ...]
-    outputs: tuple[Value, ...]
-
-
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class Loop:
-    """A `scan` whose `xs` hold stacked leaves.
-
-    Attributes:
-      equation: the scan.
-      leaves: gathered whole before the loop, as its constants or first carry follow from them.
-      known: the equations that make those operands.
-      inputs: activations and constants that the operands are, or follow from.
-      stacked: the leaf at each position of `xs` that holds one, with its layer dim.
-      body: inputs are the constants, carries and the other `xs`, in the scan's order.
-    """
-
-    equation: Equation
-    leaves: tuple[Value, ...]
-    known: tuple[Equation, ...]
-    inputs: tuple[Value, ...]
-    stacked: Mapping[int, tuple[Value, int]]
-    body: Plan
-
-    @property
-    def outputs(self) -> tuple[Value, ...]:
-        return self.equation.outputs
-
-
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class Remat:
-    """A `jax.checkpoint` body that holds several units: saved are its inputs alone."""
-
-    equation: Equation
-    inputs: tuple[Value, ...]
-    body: Plan
-
-    leaves = ()
-
-    @property
-    def outputs(self) -> tuple[Value, ...]:
-        return self.equation.outputs
-
-
-Segment = Straight | Loop | Remat
-
-
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class Plan:
-    """Segments in order.
-
-    Attributes:
-      leaves: every leaf of the program, gathered or not, stacked ones by slice.
-      inputs: all other inputs of the program.
-      segments: in the order of the forward pass.
-      outputs: of the program.
-      active: the values with a gradient, trainable leaves among them.
-      constants: the inputs that stay the same in every turn of a loop; () outside of one.
-      recoverable: the inputs that the caller still has when it runs backward.
-      units: the leaves of each unit, in order of first use.
-    """
-
-    leaves: tuple[Value, ...]
-    inputs: tuple[Value, ...]
-    segments: tuple[Segment, ...]
-    outputs: tuple[Atom, ...]
-    active: frozenset[Value]
-    constants: frozenset[Value]
-    recoverable: frozenset[Value]
-    units: tuple[tuple[Value, ...], ...]
 
 
 def make_plan(

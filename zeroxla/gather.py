@@ -16,11 +16,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from zeroxla.collectives import Collectives
-from zeroxla.fetch import Loop, Plan, Remat, Segment, Straight
 from zeroxla.linearize import Linearized, linearize
 from zeroxla.loops import LoopRunner
 from zeroxla.placement import Placement
 from zeroxla.reuse import Limits, kept_uses
+from zeroxla.segments import Loop, Plan, Remat, Segment, Straight
 from zeroxla.trace import Value, read, run
 
 Arrays = Mapping[Value, jax.Array]

@@ -17,7 +17,7 @@ from typing import Any
 import jax
 
 from zeroxla import compat
-from zeroxla.fetch import Straight
+from zeroxla.segments import Straight
 from zeroxla.trace import (
     Atom,
     Equation,

@@ -12,9 +12,9 @@ from jax import lax
 
 from zeroxla import compat
 from zeroxla.collectives import Collectives
-from zeroxla.fetch import Loop
 from zeroxla.placement import Placement
 from zeroxla.reuse import Limits
+from zeroxla.segments import Loop
 from zeroxla.trace import Value, read, run
 
 Arrays = Mapping[Value, jax.Array]

@@ -19,11 +19,11 @@ from zeroxla.adapters import Adapted
 from zeroxla.collectives import Collectives
 from zeroxla.config import ZeroConfig
 from zeroxla.differentiate import Differentiator
-from zeroxla.fetch import Plan
 from zeroxla.layout import Layout, check_floating, make_layout, place_opt_state, place_params
 from zeroxla.mesh import BATCH_AXES, DEVICE, NODE, world_size
 from zeroxla.placement import Placement
 from zeroxla.reuse import Limits
+from zeroxla.segments import Plan
 from zeroxla.sequential import one_after_another
 from zeroxla.state import LossScale, TrainState, natural, state_shardings, stored
 

@@ -67,7 +67,7 @@ def _canonical(x: Any) -> Any:
 
 
 def _is_number(dtype: Any) -> bool:
-    return jnp.issubdtype(dtype, jnp.number) or dtype == bool
+    return jnp.issubdtype(dtype, jnp.number) or jnp.issubdtype(dtype, jnp.bool_)
 
 
 def check_state(

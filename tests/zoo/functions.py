@@ -267,6 +267,21 @@ def gradient_penalty() -> Any:
 
 
 @case(vectors, unit_elements=30)
+def inner_training() -> Any:
+    """The loss takes two gradient steps of its own first."""
+
+    def loss(p: Params, batch: Batch, key: jax.Array) -> jax.Array:
+        def inner(p: Params) -> jax.Array:
+            return mse(jnp.tanh(batch["x"] @ p["a"]) @ p["b"], batch["y"])
+
+        for _ in range(2):
+            p = jax.tree.map(lambda x, g: x - 0.1 * g, p, jax.grad(inner)(p))
+        return inner(p)
+
+    return leaves(a=(6, 8), b=(8, 3)), loss
+
+
+@case(vectors, unit_elements=30)
 def spectral() -> Any:
     """Complex numbers, a linear solve with a leaf, and a sort."""
 

@@ -52,7 +52,7 @@ class SyncedNet(Regressor):
         return nn.Dense(3)(x)
 
 
-@case(vectors, local=SyncedNet)
+@case(vectors, local=SyncedNet, rows=8)
 def synced_batchnorm() -> Any:
     return SyncedNet(sync=("node", "device"))
 

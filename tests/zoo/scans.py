@@ -169,6 +169,23 @@ def remat_in_scan() -> Any:
 
 
 @case(vectors, unit_elements=50)
+def carries() -> Any:
+    """Carries that a turn overwrites, passes on, or replaces by a constant; one is a count."""
+
+    def loss(p: Params, batch: Batch, key: jax.Array) -> jax.Array:
+        def turn(carry: Any, w: jax.Array) -> tuple[Any, Any]:
+            x, before, gone, last, count = carry
+            now = jnp.tanh(x @ w * gone + p["own"][count])
+            return (now, x, jnp.ones_like(gone), w.sum(0), count + 1), 1.0
+
+        start = (batch["x"], batch["x"], p["gone"], jnp.zeros(6), 0)
+        (x, before, _, last, _), ones = lax.scan(turn, start, p["w"])
+        return finish(x + 2 * before + last, p, batch) + ones.sum()
+
+    return leaves(w=(4, 6, 6), own=(4, 6), gone=(6,), last=(6, 3)), loss
+
+
+@case(vectors, unit_elements=50)
 def stacked_one_element() -> Any:
     """A loop of one turn, dims of 1, and dims that divide by nothing."""
 

@@ -1,0 +1,129 @@
+"""Meshes: axes from devices and hosts, what is accepted of a user's own, simulated devices."""
+
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh
+
+from zeroxla import make_mesh, simulate
+from zeroxla.mesh import as_auto, world_size
+
+
+@pytest.mark.parametrize(
+    ("options", "shape"),
+    [
+        ({}, {"node": 1, "device": 8}),
+        ({"nodes": 2}, {"node": 2, "device": 4}),
+        ({"devices_per_node": 2}, {"node": 1, "device": 2}),
+        ({"nodes": 3, "devices_per_node": 2}, {"node": 3, "device": 2}),
+        ({"nodes": 3}, {"node": 3, "device": 2}),
+        ({"pipe": 2}, {"pipe": 2, "node": 1, "device": 4}),
+        ({"pipe": 2, "nodes": 2}, {"pipe": 2, "node": 2, "device": 2}),
+    ],
+)
+def test_axes_follow_from_what_is_asked(options, shape):
+    mesh = make_mesh(**options)
+    assert dict(mesh.shape) == shape
+    assert tuple(mesh.axis_names) == tuple(shape)  # The order, too.
+    assert set(mesh.axis_types) == {AxisType.Auto}
+    used = list(mesh.devices.flat)
+    assert used == jax.devices()[: len(used)]
+    assert world_size(mesh) == shape["node"] * shape["device"]
+
+
+def test_devices_may_be_chosen():
+    mesh = make_mesh(nodes=2, devices=jax.devices()[4:])
+    assert dict(mesh.shape) == {"node": 2, "device": 2}
+    assert list(mesh.devices.flat) == jax.devices()[4:]
+
+
+def hosts(*counts):
+    """Stand-ins for the devices of several processes."""
+    return [SimpleNamespace(process_index=i) for i, n in enumerate(counts) for _ in range(n)]
+
+
+def test_nodes_are_the_hosts():
+    from zeroxla.mesh import _num_hosts
+
+    assert _num_hosts(hosts(4, 4, 4)) == 3
+    with pytest.raises(ValueError, match=r"different numbers of devices \(\{0: 4, 1: 2\}\); pass"):
+        _num_hosts(hosts(4, 2))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"nodes": 0}, r"nodes=0 is not a mesh axis length; give 1 or more"),
+        ({"devices_per_node": -1}, r"devices_per_node=-1 is not"),
+        ({"pipe": 0}, r"pipe=0 is not"),
+        (
+            {"nodes": 4, "devices_per_node": 4},
+            r"pipe=1 x nodes=4 x devices_per_node=4 needs 16 devices and there are 8; ask for "
+            r"fewer, or .*zeroxla.simulate\(16\)",
+        ),
+        ({"nodes": 9}, r"needs 9 devices and there are 8"),
+    ],
+)
+def test_impossible_meshes(options, message):
+    with pytest.raises(ValueError, match=message):
+        make_mesh(**options)
+
+
+def mesh_of(shape, names, axis_type=AxisType.Auto):
+    devices = np.array(jax.devices()[: np.prod(shape)]).reshape(shape)
+    return Mesh(devices, names, axis_types=(axis_type,) * len(names))
+
+
+@pytest.mark.parametrize(
+    ("shape", "names", "message"),
+    [
+        ((8,), ("device",), r"axes \('device',\) and needs \('node', 'device'\); make it with"),
+        ((2, 4), ("data", "model"), r"\('data', 'model'\).*unknown: \['data', 'model'\]"),
+        ((2, 2, 2), ("node", "device", "tensor"), r"unknown: \['tensor'\]"),
+    ],
+)
+def test_a_mesh_without_the_axes_is_an_error(shape, names, message):
+    with pytest.raises(ValueError, match=message):
+        as_auto(mesh_of(shape, names))
+
+
+def test_a_mesh_with_a_pipeline_is_an_error():
+    with pytest.raises(NotImplementedError, match=r"pipe=2; use make_mesh\(pipe=1\)"):
+        as_auto(make_mesh(pipe=2))
+
+
+def test_explicit_axes_become_auto():
+    mesh = as_auto(mesh_of((2, 4), ("node", "device"), AxisType.Explicit))
+    assert set(mesh.axis_types) == {AxisType.Auto} and dict(mesh.shape) == {"node": 2, "device": 4}
+
+
+def test_simulate_after_jax_started():
+    simulate(8)  # What the tests run with already: nothing to do.
+    with pytest.raises(RuntimeError, match=r"simulate\(4\) came after JAX had started with 8 cpu"):
+        simulate(4)
+    with pytest.raises(ValueError, match="cannot simulate 0 devices; give 1 or more"):
+        simulate(0)
+
+
+@pytest.mark.smoke
+def test_simulate_before_jax_starts():
+    program = (
+        "import os, zeroxla; zeroxla.simulate(3);"
+        "import jax, jax.numpy as jnp;"
+        "mesh = zeroxla.make_mesh(nodes=3);"
+        "assert dict(mesh.shape) == {'node': 3, 'device': 1}, mesh;"
+        "assert int(os.environ['NPROC']) >= 64;"
+        "zeroxla.simulate(3);"
+        "print(len(jax.devices()), jax.default_backend())"
+    )
+    env = {k: v for k, v in os.environ.items() if k not in ("NPROC", "XLA_FLAGS", "JAX_PLATFORMS")}
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["3", "cpu"]
