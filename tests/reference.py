@@ -29,7 +29,8 @@ class Reference:
       world: devices whose slices of the batch are averaged.
       accumulate: micro-batches of each slice.
       dtype: in which leaves and the floating batch enter the loss.
-      trainable: by path, whether a leaf gets a gradient.
+      scale: the loss scale, of gradients that a narrow dtype would lose.
+      is_frozen: by path, whether a leaf gets no gradient.
     """
 
     init: Callable[..., tuple[Tree, Tree]]
@@ -37,6 +38,7 @@ class Reference:
     world: int
     accumulate: int = 1
     dtype: Any = jnp.float32
+    scale: float = 1.0
     is_frozen: Callable[[str], bool] = lambda path: False
 
     def start(self, key: jax.Array, batch: Tree) -> tuple[Tree, Tree, jax.Array]:
@@ -64,15 +66,16 @@ class Reference:
             loss, metrics, state = self.loss(cast(params), state, cast(rows), key, train=True)
             weight = jnp.asarray(metrics.pop("weight", 1.0), jnp.float32)
             metrics = {n: weight * x.astype(jnp.float32) for n, x in metrics.items()}
-            return weight * loss.astype(jnp.float32), (weight, metrics, state)
+            loss = weight * loss.astype(jnp.float32)
+            return loss * self.scale, (loss, weight, metrics, state)
 
         def rank(r: jax.Array, rows: Tree) -> Any:
             def micro(state: Tree, x: Any) -> tuple[Tree, Any]:
                 i, rows = x
                 own = jax.random.fold_in(jax.random.fold_in(key, i), r)
                 grad = jax.value_and_grad(slice_loss, has_aux=True)
-                (loss, (weight, metrics, state)), grads = grad(params, state, rows, own)
-                return state, (loss, weight, metrics, grads)
+                (_, (loss, weight, metrics, state)), grads = grad(params, state, rows, own)
+                return state, (loss, weight, metrics, jax.tree.map(lambda g: g / self.scale, grads))
 
             state, sums = jax.lax.scan(micro, model_state, (jnp.arange(self.accumulate), rows))
             return jax.tree.map(lambda x: x.sum(0), sums), state

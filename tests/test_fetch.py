@@ -6,7 +6,8 @@ import pytest
 from jax import lax
 
 from zeroxla.collectives import Collectives
-from zeroxla.fetch import Loop, Remat, Straight, make_plan
+from zeroxla.fetch import make_plan
+from zeroxla.segments import Loop, Remat, Straight
 from zeroxla.gather import Runner
 from zeroxla.placement import place
 from zeroxla.reuse import Limits
@@ -200,6 +201,14 @@ def test_frozen_leaves_and_integers_have_no_gradient():
     linear = runner_of(plan).linear
     # Nothing trained lies before b: backward has nothing to do there.
     assert linear[first].targets == () and linear[second].targets == (plan.leaves[1],)
+
+
+@pytest.mark.parametrize("max_live", [0, 35, 36, 359, 360])
+def test_a_loop_keeps_all_its_layers_gathered_or_none(max_live):
+    """Kept layers lie stacked on the tape: ten layers of 36 elements are 360."""
+    plan = plan_of_scan(layers=10)
+    (body,) = runner_of(plan, Limits(max_live=max_live, max_reuse=10**9)).bodies.values()
+    assert bool(body.body.kept) == (max_live >= 360)
 
 
 def test_prefetch_is_bounded_by_its_bucket():

@@ -47,8 +47,8 @@ def test_runs_top_to_bottom(path):
     assert cpu_s > 1, "the kernel's CPU time was not counted"
     # The suite shares its cores with other test processes, so wall time says more about them than
     # about the notebook. CPU time does not depend on them: a kernel that never idles needs at most
-    # its CPU time on an idle machine, and less where it uses both cores. What it may idle is bounded
-    # by the wall time, at three times the limit.
+    # its CPU time on an idle machine, and less where it uses both cores. How long it may idle is
+    # bounded by the wall time, at three times the limit.
     assert min(wall_s, cpu_s) <= SECONDS, f"{cpu_s:.0f} s of CPU time, {wall_s:.0f} s in all"
     assert wall_s <= 3 * SECONDS, f"{wall_s:.0f} s in all for {cpu_s:.0f} s of CPU time"
 

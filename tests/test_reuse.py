@@ -1,6 +1,5 @@
 """Which gathered leaves are kept for their next use, under both limits."""
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -61,14 +60,3 @@ def test_the_limits_hold_at_every_moment(uses, max_live, max_reuse):
             now = next(s for s in range(then + 1, len(uses)) if leaf in uses[s])
             live += SIZES[leaf] if then <= t < now else 0
         assert live <= max_live
-
-
-@pytest.mark.parametrize("max_live", [0, 35, 36, 359, 360])
-def test_a_loop_keeps_all_its_layers_or_none(max_live):
-    """Kept layers lie stacked on the tape: ten layers of 36 elements are 360."""
-    from test_fetch import plan_of_scan, runner_of
-
-    plan = plan_of_scan(layers=10)
-    runner = runner_of(plan, Limits(max_live=max_live, max_reuse=10**9))
-    (body,) = runner.bodies.values()
-    assert bool(body.body.kept) == (max_live >= 360)

@@ -45,7 +45,7 @@ class ZeroConfig:
     """Most elements kept gathered for a later use. (stage3_max_live_parameters)"""
 
     max_reuse_distance: int = 0
-    """A leaf is kept for its next use if fewer elements than this are gathered in between.
+    """A leaf is kept for its next use if at most this many elements are gathered in between.
     (stage3_max_reuse_distance)"""
 
     persistence_threshold: int = 100_000

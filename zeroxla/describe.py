@@ -55,7 +55,7 @@ class Description:
     def table(self) -> Table:
         """Return the table for a rich console."""
         table = Table(
-            title=f"{self.num_parameters:,} parameters on {self.mesh}: "
+            title=f"{self.num_parameters:,} parameters on {self.mesh}\n"
             f"{self.shard_bytes:,} bytes of float32 a device"
         )
         for name in ("leaf", "shape", "placement", "unit"):
@@ -68,7 +68,9 @@ class Description:
 
     def __str__(self) -> str:
         text = io.StringIO()
-        Console(file=text, width=200, highlight=False).print(self.table())
+        Console(
+            file=text, width=200, highlight=False, color_system=None, force_jupyter=False
+        ).print(self.table())
         return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
 
 

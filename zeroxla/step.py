@@ -174,7 +174,7 @@ class Step:
           ValueError: before `init` or a first call, when the model has not been traced.
         """
         if self._traced is None:
-            raise ValueError("nothing to describe yet; call step.init(key, batch) first")
+            raise ValueError("nothing to describe yet; call step.init or step.abstract_state first")
         params, placements, *shapes = self._traced
         layout = make_layout(params, placements, self.config)
         return describe(layout, self._programs.plan(layout, *shapes), self.mesh)
