@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 import math
 
 from jax.sharding import Mesh
-from rich.console import Console
 from rich.table import Table
 
+from zeroxla.inspect.memory import render
 from zeroxla.layout import Layout
 from zeroxla.mesh import DEVICE, NODE, world_size
 from zeroxla.segments import Loop, Plan, Remat, Straight
@@ -67,11 +66,7 @@ class Description:
         return table
 
     def __str__(self) -> str:
-        text = io.StringIO()
-        Console(
-            file=text, width=200, highlight=False, color_system=None, force_jupyter=False
-        ).print(self.table())
-        return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
+        return render(self.table())
 
 
 def describe(layout: Layout, plan: Plan, mesh: Mesh) -> Description:

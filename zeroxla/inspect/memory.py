@@ -30,10 +30,16 @@ def render(table: Table) -> str:
     """Return a rich table as plain text, as wide as it needs."""
     from rich.console import Console
 
-    console = Console(file=io.StringIO(), width=200, force_terminal=False, color_system=None)
+    console = Console(
+        file=io.StringIO(),
+        width=200,
+        force_terminal=False,
+        force_jupyter=False,
+        color_system=None,
+    )
     with console.capture() as capture:
         console.print(table)
-    return capture.get().rstrip()
+    return "\n".join(line.rstrip() for line in capture.get().rstrip().splitlines())
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
