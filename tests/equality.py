@@ -12,11 +12,11 @@ from unittest import mock
 import jax
 import numpy as np
 import optax
+from reference import Reference, relative_errors, remember_gradients, worst
+from zoo import CASES, Case
 
 import zeroxla.collectives
-from reference import Reference, relative_errors, remember_gradients, worst
 from zeroxla.adapters import adapt
-from zoo import CASES, Case
 
 MESHES = ((1, 8), (2, 4), (4, 2), (8, 1), (3, 2), (1, 1))
 NUM_STEPS = 20
@@ -83,8 +83,8 @@ def cover() -> Iterator[Row]:
     """Yield two rows for each case that together meet every value of every setting.
 
     In the first nothing is persistent and the units are small. The second takes the other value of
-    prefetch, keep, alone and accumulate, and, of the rest, what brings most pairs not met yet: over all
-    cases every pair of a mesh and a setting, and of two settings, occurs
+    prefetch, keep, alone and accumulate, and, of the rest, what brings most pairs not met yet: over
+    all cases every pair of a mesh and a setting, and of two settings, occurs
     (`test_the_cover_meets_every_pair`).
     """
     met: set[Any] = set()
@@ -177,7 +177,8 @@ def _measure(row: Row) -> Errors:
     first = dict(metrics)
     for _ in range(NUM_STEPS - 1):
         state, metrics = step(state, batch)
-    assert int(state.step) == NUM_STEPS and int(metrics["skipped"]) == 0
+    assert int(state.step) == NUM_STEPS
+    assert int(metrics["skipped"]) == 0
     return Errors(
         loss=relative(first["loss"], expected["loss"]),
         gradient=worst(relative_errors(gradients, expected["gradients"])),

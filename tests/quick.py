@@ -1,7 +1,7 @@
 """Faster compilation for tests that ask what a program computes, not how fast it runs.
 
-Half of the suite's time would be LLVM optimising programs that run for milliseconds. The partitioner
-and the passes over HLO that could move or merge a collective run as ever.
+Half of the suite's time would be LLVM optimising programs that run for milliseconds. The
+partitioner and the passes over HLO that could move or merge a collective run as ever.
 
     from quick import quick_compilation  # noqa: F401
     pytestmark = pytest.mark.usefixtures("quick_compilation")

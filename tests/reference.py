@@ -59,9 +59,7 @@ class Reference:
         )
 
         def slice_loss(params: Tree, state: Tree, rows: Tree, key: jax.Array) -> Any:
-            params = jax.tree.map(
-                lambda x, f: jax.lax.stop_gradient(x) if f else x, params, frozen
-            )
+            params = jax.tree.map(lambda x, f: jax.lax.stop_gradient(x) if f else x, params, frozen)
             cast = partial(jax.tree.map, self._cast)
             loss, metrics, state = self.loss(cast(params), state, cast(rows), key, train=True)
             weight = jnp.asarray(metrics.pop("weight", 1.0), jnp.float32)
@@ -85,9 +83,7 @@ class Reference:
             return jnp.reshape(x, (self.world, self.accumulate, size, *x.shape[1:]))
 
         ranks = jnp.arange(self.world)
-        parts, states = jax.lax.map(
-            lambda x: rank(*x), (ranks, jax.tree.map(split, batch))
-        )
+        parts, states = jax.lax.map(lambda x: rank(*x), (ranks, jax.tree.map(split, batch)))
         loss, weight, metrics, grads = jax.tree.map(lambda x: x.sum(0), parts)
         mean = partial(jax.tree.map, lambda x: x / weight)
         return loss / weight, mean(metrics), mean(grads), jax.tree.map(_agreed, states)
@@ -117,9 +113,11 @@ class Reference:
     def masked(self, tree: Tree) -> Tree:
         """Return `tree` with an empty node for each frozen leaf, as optax.masked does."""
         return jax.tree_util.tree_map_with_path(
-            lambda path, x: optax.MaskedNode()
-            if self.is_frozen(jax.tree_util.keystr(path, simple=True, separator="/"))
-            else x,
+            lambda path, x: (
+                optax.MaskedNode()
+                if self.is_frozen(jax.tree_util.keystr(path, simple=True, separator="/"))
+                else x
+            ),
             tree,
         )
 

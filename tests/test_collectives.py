@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
-
 from quick import quick_compilation  # noqa: F401
+
 from zeroxla import collectives, make_mesh
 from zeroxla.collectives import Collectives
 from zeroxla.mesh import BATCH_AXES
@@ -16,9 +16,21 @@ from zeroxla.placement import place
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
-MESHES = [(1, 8), (2, 4), (4, 2), (8, 1), (3, 2), (2, 2), (1, 1)]
-# (shape, dims that stay unsplit): split along the first, the second and the third dim, padded or not.
-LEAVES = [((24, 6), ()), ((5, 7), ()), ((7, 3, 5), (0,)), ((3, 48), (0,)), ((2, 3, 24), (0, 1)), ((9,), ())]
+# Every dtype where both axes are long, with padding of both kinds; float32 elsewhere too.
+MESHES_AND_DTYPES = [
+    *(((2, 4), dtype) for dtype in ("float32", "bfloat16", "float16")),
+    *(((3, 2), dtype) for dtype in ("float32", "bfloat16")),
+    *((mesh, "float32") for mesh in ((1, 8), (4, 2), (8, 1), (1, 1))),
+]
+# (shape, dims that stay unsplit): split along the first, second and third dim, padded or not.
+LEAVES = [
+    ((24, 6), ()),
+    ((5, 7), ()),
+    ((7, 3, 5), (0,)),
+    ((3, 48), (0,)),
+    ((2, 3, 24), (0, 1)),
+    ((9,), ()),
+]
 
 
 def collectives_of(mesh, wire="float32", reduce="float32"):
@@ -55,8 +67,7 @@ def fused_and_alone(function):
     return both
 
 
-@pytest.mark.parametrize("wire", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("shape", MESHES)
+@pytest.mark.parametrize(("shape", "wire"), MESHES_AND_DTYPES)
 def test_gather_returns_whole_natural_leaves(shape, wire):
     mesh = make_mesh(nodes=shape[0], devices_per_node=shape[1])
     placements, leaves = placements_on(mesh), leaf_values()
@@ -69,12 +80,12 @@ def test_gather_returns_whole_natural_leaves(shape, wire):
     specs = [p.spec for p in placements]
     for found in jax.jit(on_mesh(gather, mesh, (specs,), PartitionSpec()))(stored):
         for got, want in zip(found, leaves, strict=True):
-            assert got.dtype == wire and got.shape == want.shape
+            assert got.dtype == wire
+            assert got.shape == want.shape
             np.testing.assert_array_equal(np.asarray(got, np.float32), want)
 
 
-@pytest.mark.parametrize("reduce", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("shape", MESHES)
+@pytest.mark.parametrize(("shape", "reduce"), MESHES_AND_DTYPES)
 def test_reduce_sums_over_all_devices_and_keeps_a_shard(shape, reduce):
     mesh = make_mesh(nodes=shape[0], devices_per_node=shape[1])
     placements = placements_on(mesh)
@@ -88,7 +99,8 @@ def test_reduce_sums_over_all_devices_and_keeps_a_shard(shape, reduce):
     run = on_mesh(reduce_all, mesh, ([PartitionSpec(BATCH_AXES)] * len(specs),), (specs, specs))
     for found in jax.jit(run)(stored):
         for got, want, placement in zip(found, by_rank, placements, strict=True):
-            assert got.dtype == jnp.float32 and got.shape == placement.stored_shape
+            assert got.dtype == jnp.float32
+            assert got.shape == placement.stored_shape
             assert got.sharding.is_equivalent_to(placement.sharding(mesh), got.ndim)
             np.testing.assert_array_equal(got, placement.stored(jnp.asarray(want.sum(0))))
 
@@ -198,7 +210,9 @@ def test_one_collective_a_hop_moves_each_byte_once(dtype, on_wire, primitive, al
     assert sum(received for *_, received in found) == ideal
 
 
-@pytest.mark.parametrize(("shape", "axes"), [((1, 8), {"device"}), ((8, 1), {"node"}), ((1, 1), set())])
+@pytest.mark.parametrize(
+    ("shape", "axes"), [((1, 8), {"device"}), ((8, 1), {"node"}), ((1, 1), set())]
+)
 def test_an_axis_of_one_device_has_no_hop(shape, axes):
     mesh = make_mesh(nodes=shape[0], devices_per_node=shape[1])
     placement = place((16, 4), mesh.size)

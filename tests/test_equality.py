@@ -11,7 +11,6 @@ import os
 from pathlib import Path
 
 import pytest
-
 from equality import (
     GRADIENT_TOLERANCE,
     MESHES,
@@ -84,6 +83,7 @@ def test_the_cover_meets_every_pair():
     assert set().union(*map(pairs, rows)) == wanted
     for case in CASES:
         first, second = (row for row in rows if row.case == case)
-        assert first.mesh != second.mesh and first.settings.persistence == 0, case
+        assert first.settings.persistence == 0
+        assert first.mesh != second.mesh, case
         for name in ("prefetch", "keep", "alone", "accumulate"):
             assert getattr(first.settings, name) != getattr(second.settings, name), (case, name)

@@ -7,10 +7,10 @@ from jax import lax
 
 from zeroxla.collectives import Collectives
 from zeroxla.fetch import make_plan
-from zeroxla.segments import Loop, Remat, Straight
 from zeroxla.gather import Runner
 from zeroxla.placement import place
 from zeroxla.reuse import Limits
+from zeroxla.segments import Loop, Remat, Straight
 from zeroxla.trace import trace
 
 WORLD = 8
@@ -27,7 +27,9 @@ def plan_of(loss, *leaves, x=(2, 6), unit_elements=1, frozen=()):
     whole = make_plan(
         program, values, values, unit_elements=unit_elements, split_dims=dict.fromkeys(values)
     )
-    skip = {leaf: dim for s in whole.segments if isinstance(s, Loop) for leaf, dim in s.stacked.values()}
+    skip = {
+        leaf: dim for s in whole.segments if isinstance(s, Loop) for leaf, dim in s.stacked.values()
+    }
     dims = {v: place(v.aval.shape, WORLD, skip=[skip[v]] if v in skip else []).dim for v in values}
     active = [v for i, v in enumerate(values) if i not in frozen]
     return make_plan(program, values, active, unit_elements=unit_elements, split_dims=dims)
@@ -70,7 +72,11 @@ def test_each_unit_is_a_segment():
     assert [leaf_names(plan, s) for s in plan.segments] == [[0], [1], [2]]
     assert [len(u) for u in plan.units] == [1, 1, 1]
     # One activation flows between segments; the batch enters the first, the loss leaves the last.
-    assert [[v.aval.shape for v in s.inputs] for s in plan.segments] == [[(2, 6)], [(2, 8)], [(2, 8)]]
+    assert [[v.aval.shape for v in s.inputs] for s in plan.segments] == [
+        [(2, 6)],
+        [(2, 8)],
+        [(2, 8)],
+    ]
     assert [[v.aval.shape for v in s.outputs] for s in plan.segments] == [[(2, 8)], [(2, 8)], [()]]
 
     joined = plan_of(three, *leaves, unit_elements=48 + 64)
@@ -116,8 +122,10 @@ def test_backward_gathers_only_what_it_reads():
 def test_a_scan_over_stacked_leaves_is_a_loop_whose_body_gathers_a_layer():
     plan = plan_of_scan()
     loop, last = plan.segments
-    assert isinstance(loop, Loop) and isinstance(last, Straight)
-    assert loop.leaves == () and last.leaves == ()
+    assert isinstance(loop, Loop)
+    assert isinstance(last, Straight)
+    assert loop.leaves == ()
+    assert last.leaves == ()
     assert loop.stacked == {0: (plan.leaves[0], 0)}
     (layer,) = loop.body.leaves
     assert layer.aval.shape == (6, 6)
@@ -126,7 +134,8 @@ def test_a_scan_over_stacked_leaves_is_a_loop_whose_body_gathers_a_layer():
     runner = runner_of(plan)
     body = runner.bodies[loop].body
     saved = [v.aval.shape for s in loop.body.segments for v in body.linear[s]._saved]
-    assert (6, 6) not in saved and (2, 6) in saved
+    assert (6, 6) not in saved
+    assert (2, 6) in saved
 
 
 @pytest.mark.parametrize(
@@ -175,7 +184,8 @@ def test_a_checkpoint_larger_than_a_unit_is_opened():
     assert isinstance(remat, Remat)
     assert [len(s.leaves) for s in remat.body.segments] == [1, 1, 1]
     (straight,) = plan_of(body, *leaves, unit_elements=10**6).segments
-    assert isinstance(straight, Straight) and len(straight.leaves) == 3
+    assert isinstance(straight, Straight)
+    assert len(straight.leaves) == 3
 
 
 def test_a_norm_of_a_leaf_is_computed_once():
@@ -196,11 +206,13 @@ def test_frozen_leaves_and_integers_have_no_gradient():
 
     leaves = [shape(6, 6), shape(6, 6)]
     plan = plan_of(loss, *leaves, frozen=[0])
-    assert plan.leaves[1] in plan.active and plan.leaves[0] not in plan.active
+    assert plan.leaves[1] in plan.active
+    assert plan.leaves[0] not in plan.active
     first, second = plan.segments
     linear = runner_of(plan).linear
     # Nothing trained lies before b: backward has nothing to do there.
-    assert linear[first].targets == () and linear[second].targets == (plan.leaves[1],)
+    assert linear[first].targets == ()
+    assert linear[second].targets == (plan.leaves[1],)
 
 
 @pytest.mark.parametrize("max_live", [0, 35, 36, 359, 360])

@@ -99,7 +99,8 @@ def test_a_mesh_with_a_pipeline_is_an_error():
 
 def test_explicit_axes_become_auto():
     mesh = as_auto(mesh_of((2, 4), ("node", "device"), AxisType.Explicit))
-    assert set(mesh.axis_types) == {AxisType.Auto} and dict(mesh.shape) == {"node": 2, "device": 4}
+    assert set(mesh.axis_types) == {AxisType.Auto}
+    assert dict(mesh.shape) == {"node": 2, "device": 4}
 
 
 def test_simulate_after_jax_started():

@@ -38,12 +38,14 @@ def test_the_first_dim_that_divides_is_split_else_the_cheapest_padding(shape, wo
 
 
 @pytest.mark.parametrize(
-    ("shape", "world"), [((), 8), ((), 1), ((1,), 8), ((7,), 8), ((2, 3), 8), ((0, 9), 8), ((0,), 1)]
+    ("shape", "world"),
+    [((), 8), ((), 1), ((1,), 8), ((7,), 8), ((2, 3), 8), ((0, 9), 8), ((0,), 1)],
 )
 def test_fewer_elements_than_devices_stay_whole(shape, world):
     placement = place(shape, world)
     assert placement == Placement(shape=shape)
-    assert placement.stored_shape == shape and placement.spec == jax.sharding.PartitionSpec()
+    assert placement.stored_shape == shape
+    assert placement.spec == jax.sharding.PartitionSpec()
 
 
 @given(shape=SHAPES, world=WORLDS, skip=st.sets(st.integers(0, 3)))

@@ -52,7 +52,8 @@ def test_small_blocks_are_joined():
 
 
 @pytest.mark.parametrize(
-    ("limit", "units"), [(100, [0, 0, 0, 0]), (30, [0, 0, 1, 2]), (20, [0, 1, 2, 3]), (1, [0, 1, 2, 3])]
+    ("limit", "units"),
+    [(100, [0, 0, 0, 0]), (30, [0, 0, 1, 2]), (20, [0, 1, 2, 3]), (1, [0, 1, 2, 3])],
 )
 def test_a_unit_closes_before_it_would_exceed_its_limit(limit, units):
     # 10, 20, 20, 50 elements; a leaf larger than the limit is a unit of its own.
@@ -76,7 +77,8 @@ def test_a_repetition_is_one_and_none_covers_more(shapes):
     covered = 0
     if found is not None:
         period = shapes[found.start : found.start + found.period]
-        assert shapes[found.start : found.stop] == period * found.count and found.count > 1
+        assert shapes[found.start : found.stop] == period * found.count
+        assert found.count > 1
         covered = sum(map(math.prod, shapes[found.start : found.stop]))
     for start in range(len(shapes)):
         for length in range(1, (len(shapes) - start) // 2 + 1):

@@ -174,7 +174,7 @@ def carries() -> Any:
 
     def loss(p: Params, batch: Batch, key: jax.Array) -> jax.Array:
         def turn(carry: Any, w: jax.Array) -> tuple[Any, Any]:
-            x, before, gone, last, count = carry
+            x, _, gone, _, count = carry
             now = jnp.tanh(x @ w * gone + p["own"][count])
             return (now, x, jnp.ones_like(gone), w.sum(0), count + 1), 1.0
 
