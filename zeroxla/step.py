@@ -94,7 +94,7 @@ class Step:
         Args:
           key: a PRNG key. The model's parameters are initialised from the same random bits as on
             one device; where XLA computes a distribution in another vector width, elements differ
-            by one unit in the last place.
+            by a few roundings of the leaf's largest.
           batch: a pytree of arrays or ShapeDtypeStructs, leading dim the global batch.
 
         Returns:
