@@ -87,7 +87,7 @@ W_LDD = jax.ShapeDtypeStruct((3, WIDE, WIDE), jnp.float32)
 
 
 def tape_of(loss, w, **options):
-    """Return the shapes of what forward leaves for backward; the leaf `w` is never an activation."""
+    """Return the shapes of what forward leaves for backward; the leaf is never among it."""
     program, _ = trace(lambda w, x: jnp.sum(loss(w, x)), w, X_BD)
     leaf = program.inputs[0]
     placement = Placement(shape=w.shape, dim=w.ndim - 1)

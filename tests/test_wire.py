@@ -26,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 LAYERS, WIDTH, VOCAB, LENGTH = 3, 64, 8, 8
 
 # Width 64: a block has 12 * 64^2 + 13 * 64 elements, enough to be a unit of its own, and 11 * 64 of
-# them are biases, which backward does not read: 0.5 % of three times the block. All shards are small
+# them are biases, which backward does not read: 0.5 % of three times the block. All are small
 # enough to join its unit's one wire, and every dim divides by 8: no padding.
 SHAPE = {"layers": LAYERS, "width": WIDTH, "vocab": VOCAB, "heads": 4}
 MODELS = {

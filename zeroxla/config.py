@@ -90,6 +90,9 @@ class ZeroConfig:
             value = getattr(self, name)
             if value is None:
                 continue
+            if isinstance(value, float) and value.is_integer():  # 5e8, as people write it
+                value = int(value)
+                object.__setattr__(self, name, value)
             whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
             if not whole or value < least:
                 raise ValueError(f"{name}={value!r} must be a whole number of {least} or more")

@@ -21,7 +21,7 @@ from zeroxla.layout import make_layout
 from zeroxla.mesh import as_auto
 from zeroxla.programs import BY_ROWS, Programs
 from zeroxla.state import TrainState, state_shardings
-from zeroxla.validate import check_batch, check_key, check_model, check_state
+from zeroxla.validate import check_batch, check_is_state, check_key, check_model, check_state
 
 
 def make_step(
@@ -191,6 +191,7 @@ class Step:
 
     def _checked_batch(self, state: TrainState, batch: Any, accumulate: int | None = None) -> Any:
         """Check both, the state once per structure; return the batch on the mesh."""
+        check_is_state(state)
         batch = self._check_batch(batch, accumulate)
         structure = jax.tree.structure(state)
         shapes = tuple(x.shape for x in jax.tree.leaves(state))

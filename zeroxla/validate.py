@@ -70,18 +70,26 @@ def _is_number(dtype: Any) -> bool:
     return jnp.issubdtype(dtype, jnp.number) or jnp.issubdtype(dtype, jnp.bool_)
 
 
+def check_is_state(state: Any) -> None:
+    """Check that `state` is a TrainState.
+
+    Raises:
+      ValueError: it is something else.
+    """
+    if not isinstance(state, TrainState):
+        raise ValueError(
+            f"the state is a {type(state).__name__}, not a TrainState; make it with step.init"
+        )
+
+
 def check_state(
     state: TrainState, optimizer: optax.GradientTransformation, config: ZeroConfig
 ) -> None:
     """Check that a state fits the optimizer.
 
     Raises:
-      ValueError: it is no TrainState, or its optimizer state is of another optimizer or model.
+      ValueError: its optimizer state is of another optimizer or model.
     """
-    if not isinstance(state, TrainState):
-        raise ValueError(
-            f"the state is a {type(state).__name__}, not a TrainState; make it with step.init"
-        )
     placements = state.placements[0]
     layout = make_layout(state.params, placements, config)
     shapes = [jax.ShapeDtypeStruct(p.shape, "float32") for p in placements]
