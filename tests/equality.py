@@ -80,7 +80,7 @@ class Row:
 
 
 def cover() -> Iterator[Row]:
-    """Yield two rows for each case that together meet every value of every setting.
+    """Yield two rows for each case (one if it is heavy) that together meet most settings.
 
     In the first nothing is persistent and the units are small. The second takes the other value of
     prefetch, keep, alone and accumulate, and, of the rest, what brings most pairs not met yet: over
@@ -110,8 +110,9 @@ def cover() -> Iterator[Row]:
             for small_units in (False, True)
         ]
         met |= pairs(rows[0])
-        rows.append(max(others, key=lambda row: len(pairs(row) - met)))
-        met |= pairs(rows[1])
+        if not CASES[case].heavy:
+            rows.append(max(others, key=lambda row: len(pairs(row) - met)))
+            met |= pairs(rows[1])
         yield from rows
 
 
@@ -196,7 +197,7 @@ def optimizer() -> optax.GradientTransformation:
     return optax.chain(remember_gradients(), optax.adamw(1e-3, eps=1e-3))
 
 
-@functools.lru_cache(maxsize=4)
+@functools.lru_cache(maxsize=6)
 def _expected(name: str, world: int, accumulate: int) -> dict[str, Any]:
     """What the reference finds, as NumPy arrays."""
     case = CASES[name]

@@ -21,9 +21,9 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         lines = Path(folder) / "rows.jsonl"
         lines.touch()
-        command = [sys.executable, "-m", "pytest", "-q", "-n", "2", "-m", "full"]
+        command = [sys.executable, "-m", "pytest", "-q", "-n", "2", "--dist", "loadgroup"]
         status = subprocess.run(
-            [*command, "tests/test_equality.py", *sys.argv[1:]],
+            [*command, "-m", "full", "tests/test_equality.py", *sys.argv[1:]],
             cwd=ROOT,
             env={**os.environ, "EQUALITY_RESULTS": str(lines)},
             check=False,

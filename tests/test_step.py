@@ -271,6 +271,30 @@ def test_a_gradient_that_is_not_finite_changes_nothing_but_the_counts(bad):
     assert not np.array_equal(jax.tree.leaves(state.params)[0], jax.tree.leaves(before[0])[0])
 
 
+def test_a_batch_in_which_nothing_counts_is_skipped():
+    """Its mean is 0 / 0."""
+
+    def loss(p, batch, key):
+        weight = batch["mask"].sum()
+        total = jnp.sum(batch["mask"][:, None] * (batch["x"] @ p["w"]) ** 2)
+        return total / jnp.maximum(weight, 1), {"weight": weight}
+
+    mesh = zeroxla.make_mesh(nodes=2, devices_per_node=4)
+    step = zeroxla.make_step((leaves(w=(6, 3)), loss), mesh, optax.adam(0.1), config=CONFIG)
+    x = vectors(16)["x"]
+    state = step.init(KEY, {"x": x, "mask": np.ones(16, np.float32)})
+    before = zeroxla.full_params(state)
+    state, metrics = step(state, {"x": x, "mask": np.zeros(16, np.float32)})
+    assert not bool(metrics["finite"])
+    jax.tree.map(np.testing.assert_array_equal, zeroxla.full_params(state), before)
+    # One row that counts decides alone, whichever device holds it.
+    mask = (np.arange(16) == 11).astype(np.float32)
+    state, metrics = step(state, {"x": x, "mask": mask})
+    expected = np.sum((x[11] @ before["w"]) ** 2)
+    assert float(metrics["loss"]) == pytest.approx(expected, rel=1e-5)
+    assert bool(metrics["finite"])
+
+
 def test_describe_lists_every_leaf():
     def loss(p, batch, key):
         def turn(x, w):

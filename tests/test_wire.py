@@ -128,6 +128,13 @@ def test_each_unit_is_gathered_once_forward_once_backward_and_reduced_once(name)
 
 
 @needs_barriers
+def test_gathering_ahead_changes_no_count():
+    report = compiled_report("gpt-unrolled", prefetch_bucket=10**6)
+    for phase, count in zip(PHASES, COUNTS["gpt-unrolled"], strict=True):
+        assert {report.count(phase=phase, axis=hop) for hop in ("node", "device")} == {count}
+
+
+@needs_barriers
 @pytest.mark.parametrize("name", MODELS)
 def test_bytes_are_those_of_the_leaves_leaf_by_leaf(name):
     sizes, report = build(name).sizes, compiled_report(name)

@@ -197,18 +197,19 @@ class Step:
         shapes = tuple(x.shape for x in jax.tree.leaves(state))
         if (structure, shapes) not in self._checked:
             check_state(state, self.optimizer, self.config)
-            rows = jax.eval_shape(self._programs.first_rows, batch)
-            params, model_state = jax.eval_shape(self.adapted.init, state.key, rows)
+            shapes_of = _shapes((batch, state.key))
+            with mesh_context(self.mesh):
+                rows = jax.eval_shape(self._programs.first_rows, shapes_of[0])
+                params, model_state = jax.eval_shape(self.adapted.init, shapes_of[1], rows)
             check_model(state, params)
             if self._traced is None:
-                shapes_of = jax.eval_shape(lambda *x: x, model_state, batch, state.key)
-                self._traced = (params, state.placements[0], *shapes_of)
+                self._traced = (params, state.placements[0], model_state, *shapes_of)
             self._checked.add((structure, shapes))
         return self._put(batch)
 
     def _state_shapes(self, key: jax.Array, batch: Any) -> TrainState:
         """Decide the placements; return the state's shapes."""
-        batch, key = jax.eval_shape(lambda *x: x, batch, key)
+        batch, key = _shapes((batch, key))
         with mesh_context(self.mesh):
             placements = self._programs.placements(key, batch)
             make = functools.partial(self._programs.init, placements=placements)
@@ -233,3 +234,8 @@ class Step:
             rows, length = batch["tokens"].shape
             rates["tokens_per_s"] = rows * (length - 1) / (now - last)
         return rates
+
+
+def _shapes(tree: Any) -> Any:
+    """Return shapes and dtypes, without shardings: those of a user's explicit mesh among them."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)

@@ -27,6 +27,7 @@ class Case:
       local: for a model that itself averages over devices: the same without that. Its loss of the
         whole batch is the reference, instead of the mean over the devices' slices.
       unit_elements: a unit size that cuts this model into several units.
+      heavy: it takes seconds to compile, so the default run takes one row of it, not two.
       rows: of a device's micro-batch. Batch statistics of two rows are all but singular: the
         normalised values are 1 and -1 whatever the leaves.
     """
@@ -38,6 +39,7 @@ class Case:
     frozen: Sequence[str] = ()
     local: Callable[[], Any] | None = None
     unit_elements: int = 64
+    heavy: bool = False
     rows: int = 2
 
     @property

@@ -20,7 +20,7 @@ def gpt_unrolled() -> Any:
     return GPT.tiny(**SMALL_GPT, scan=False, dropout=0.1)
 
 
-@case(tokens, unit_elements=2000)
+@case(tokens, unit_elements=2000, heavy=True)
 def gpt_unrolled_remat() -> Any:
     return GPT.tiny(**SMALL_GPT, scan=False, remat=True)
 
@@ -35,7 +35,7 @@ def gpt_scan_remat() -> Any:
     return GPT.tiny(**SMALL_GPT, scan=True, remat=True)
 
 
-@case(masked_tokens, unit_elements=1000)
+@case(masked_tokens, unit_elements=1000, heavy=True)
 def gpt_masked() -> Any:
     """Its loss returns metrics["weight"], so the mean is one over all counted targets."""
     return GPT.tiny(**SMALL_GPT, tie=False)
@@ -46,12 +46,12 @@ def llama_scan() -> Any:
     return Llama.tiny(**SMALL_LLAMA)
 
 
-@case(masked_tokens, unit_elements=1000)
+@case(masked_tokens, unit_elements=1000, heavy=True)
 def llama_scan_remat() -> Any:
     return Llama.tiny(**SMALL_LLAMA, remat=True)
 
 
-@case(tokens, unit_elements=1000)
+@case(tokens, unit_elements=1000, heavy=True)
 def llama_unrolled() -> Any:
     return Llama.tiny(**SMALL_LLAMA, scan=False, tie=True)
 

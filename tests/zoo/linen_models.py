@@ -102,7 +102,7 @@ def frozen_leaves() -> Any:
     return Net()
 
 
-@case(series)
+@case(series, unit_elements=200, heavy=True)
 def recurrent() -> Any:
     """An LSTM over time: its leaves are constants of the scan."""
 
@@ -235,7 +235,7 @@ def remat_of_scan() -> Any:
     return Net()
 
 
-@case(vectors, unit_elements=50)
+@case(vectors, unit_elements=100, heavy=True)
 def wide_remat() -> Any:
     """One nn.remat around several layers, more than a unit, and one with a policy."""
 
@@ -258,7 +258,7 @@ def wide_remat() -> Any:
     return Net()
 
 
-@case(series, unit_elements=100)
+@case(series, unit_elements=100, heavy=True)
 def encoder_decoder() -> Any:
     """Stacked decoder layers attend to the encoder's result, a constant of their loop."""
 
