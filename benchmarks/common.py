@@ -117,11 +117,11 @@ class PlainFSDP:
 
     def place(self, state: zeroxla.TrainState) -> tuple[Any, Any]:
         """Return copies of a state's parameters and optimizer state, placed for `train`."""
-        params, opt_state = self.shapes[:2]
+        # A copy first: device_put reuses shards that lie on the right device already.
         return jax.tree.map(
-            lambda x, like: jax.device_put(x, like.sharding, may_alias=False),
+            lambda x, like: jax.device_put(jnp.copy(x), like.sharding),
             (state.params, state.opt_state),
-            (params, opt_state),
+            self.shapes[:2],
         )
 
 

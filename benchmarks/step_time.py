@@ -107,9 +107,7 @@ def measure(model: Any, mesh: Mesh, *, turns: int, compiles: int) -> dict[str, A
                 steady[name].append(seconds)
     np.testing.assert_allclose(losses["zeroxla"], losses["plain"], rtol=1e-3)
     step = {name: statistics.median(times) for name, times in steady.items()}
-    compiling = {
-        name: [seconds - step[name] for seconds in times] for name, times in first.items()
-    }
+    compiling = {name: [seconds - step[name] for seconds in times] for name, times in first.items()}
     return {
         "step_s": step,
         "step_ratio": _median_ratio(steady),

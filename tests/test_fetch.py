@@ -9,6 +9,7 @@ from zeroxla.collectives import Collectives
 from zeroxla.fetch import make_plan
 from zeroxla.gather import Runner
 from zeroxla.placement import place
+from zeroxla.prefetch import tie_points
 from zeroxla.reuse import Limits
 from zeroxla.segments import Loop, Remat, Straight
 from zeroxla.trace import trace
@@ -224,12 +225,22 @@ def test_a_loop_keeps_all_its_layers_gathered_or_none(max_live):
 
 
 def test_prefetch_is_bounded_by_its_bucket():
-    from zeroxla.gather import _tie_points
-
     sizes = [10, 10, 0, 30, 10]
     # A gather may start at the entry of the segment named.
-    assert _tie_points(sizes, 0) == [0, 1, 2, 3, 4]
-    assert _tie_points(sizes, None) == [0, 0, 1, 2, 3]
-    assert _tie_points(sizes, 10**9) == [0, 0, 2, 0, 0]
-    assert _tie_points(sizes, 10) == [0, 0, 2, 3, 3]
-    assert _tie_points(sizes, 30) == [0, 0, 2, 1, 3]
+    assert tie_points(sizes, 0) == [0, 1, 2, 3, 4]
+    assert tie_points(sizes, None) == [0, 0, 1, 2, 3]
+    assert tie_points(sizes, 10**9) == [0, 0, 2, 0, 0]
+    assert tie_points(sizes, 10) == [0, 0, 2, 3, 3]
+    assert tie_points(sizes, 30) == [0, 0, 2, 1, 3]
+
+
+def test_prefetch_stops_at_a_loop_and_crosses_turns_with_one_unit():
+    sizes = [0, 10, 10, 10, 10]
+    # Segment 2 is a loop: its own first gather may run ahead, none after it may.
+    assert tie_points(sizes, None, loops=[2]) == [0, 0, 1, 3, 3]
+    assert tie_points(sizes, 10**9, loops=[2]) == [0, 0, 0, 3, 3]
+    # In a body the first unit, of segment 1, may be gathered in the turn before if it fits.
+    assert tie_points(sizes, None, in_loop=True) == [0, -1, 1, 2, 3]
+    assert tie_points([10, 10, 10], None, in_loop=True) == [-1, 0, 1]
+    assert tie_points(sizes, 10**9, in_loop=True) == [0, -1, 0, 0, 0]
+    assert tie_points(sizes, 9, in_loop=True) == [0, 1, 2, 3, 4]

@@ -58,15 +58,12 @@ def growth_in_blocks(scan, **options):
     return (large.temp_bytes - small.temp_bytes) / (2 * BLOCK_BYTES)
 
 
-OPEN = pytest.mark.skip(reason="open: grows 1.25 blocks a layer, see benchmarks/memory.py")
-
-
 @needs_barriers
 @pytest.mark.parametrize(
     ("scan", "threshold"),
     [
-        pytest.param(False, 0, id="unrolled", marks=OPEN),
-        pytest.param(False, BIASES, id="unrolled, biases persistent", marks=OPEN),
+        pytest.param(False, 0, id="unrolled"),
+        pytest.param(False, BIASES, id="unrolled, biases persistent"),
         pytest.param(True, BIASES, id="scanned, biases persistent"),
     ],
 )
@@ -100,9 +97,7 @@ def tape_of(loss, w, **options):
     program, _ = trace(lambda w, x: jnp.sum(loss(w, x)), w, X_BD)
     leaf = program.inputs[0]
     placement = Placement(shape=w.shape, dim=w.ndim - 1)
-    plan = make_plan(
-        program, [leaf], [leaf], unit_elements=None, split_dims={leaf: placement.dim}
-    )
+    plan = make_plan(program, [leaf], [leaf], unit_elements=None, split_dims={leaf: placement.dim})
     alone = Collectives(
         nodes=1, devices=1, wire_dtype=jnp.dtype("float32"), reduce_dtype=jnp.dtype("float32")
     )

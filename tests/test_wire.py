@@ -203,7 +203,6 @@ def test_the_lowered_program_asks_for_the_same(name):
 THRESHOLD = 300  # biases and norms of every block, but no table and no kernel
 
 
-@pytest.mark.skip(reason="open: XLA merges one gather of the last unit here; see the issue's note")
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_persistent_leaves_travel_once_a_step_and_the_others_once_a_micro_batch(accumulate):
     name = "gpt-unrolled"

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Sequence
 
 import jax
@@ -65,22 +66,46 @@ class Collectives:
         Cost: each device receives (1 - 1/world) x the leaves in the wire dtype, padding included;
         a host receives that of its share between hosts, once.
         """
+        return self.cut(self.gather_wires(shards, placements), placements)
+
+    def gather_wires(
+        self, shards: Sequence[jax.Array], placements: Sequence[Placement]
+    ) -> list[jax.Array]:
+        """Run the collectives of `gather`; return what each gave, 16-bit floats as their bits.
+
+        A tie to a gather needs these very arrays: a tie to a leaf would copy one that is cut from a
+        wire, and XLA drops from a barrier what nothing else reads, such as another view of it.
+        """
         wires = [s.astype(self.wire_dtype) for s in shards]
-        fused = [i for i, s in enumerate(shards) if s.size < ALONE_ELEMENTS]
+        alone, fused = self._grouped(placements)
+        with jax.named_scope("gather"):
+            gathered = [self._two_hops(wires[i], placements[i].split_dim) for i in alone]
+            if fused:
+                flat = [_split_first(wires[i], placements[i]).ravel() for i in fused]
+                gathered.append(self._two_hops(jnp.concatenate(flat)[None], 0))
+        return gathered
+
+    def cut(self, wires: Sequence[jax.Array], placements: Sequence[Placement]) -> list[jax.Array]:
+        """Return the leaves that are in gathered wires."""
+        alone, fused = self._grouped(placements)
         whole: dict[int, jax.Array] = {}
         with jax.named_scope("gather"):
-            for i, (wire, placement) in enumerate(zip(wires, placements, strict=True)):
-                if i not in fused:
-                    whole[i] = placement.natural(self._two_hops(wire, placement.split_dim))
+            arrived = [_from_bits(wire, self.wire_dtype) for wire in wires]
+            for i, wire in zip(alone, arrived, strict=False):
+                whole[i] = placements[i].natural(wire)
             if fused:
-                wire_n = jnp.concatenate(
-                    [_split_first(wires[i], placements[i]).ravel() for i in fused]
-                )
-                wire_Wn = self._two_hops(wire_n[None], 0)
-                pieces = _cut(wire_Wn, [wires[i].size for i in fused])
-                for i, piece_Ws in zip(fused, pieces, strict=True):
+                sizes = [self._shard_size(placements[i]) for i in fused]
+                for i, piece_Ws in zip(fused, _cut(arrived[-1], sizes), strict=True):
                     whole[i] = _natural(piece_Ws, placements[i])
-        return [whole[i] for i in range(len(shards))]
+        return [whole[i] for i in range(len(placements))]
+
+    def _grouped(self, placements: Sequence[Placement]) -> tuple[list[int], list[int]]:
+        """Return which leaves travel alone, and which are joined."""
+        joins = [self._shard_size(p) < ALONE_ELEMENTS for p in placements]
+        return [i for i, j in enumerate(joins) if not j], [i for i, j in enumerate(joins) if j]
+
+    def _shard_size(self, placement: Placement) -> int:
+        return math.prod(placement.stored_shape) // self.world
 
     def _two_hops(self, wire: jax.Array, dim: int) -> jax.Array:
         """Gather along `dim`, first over `node`, then over `device`: device-major order."""
@@ -88,7 +113,7 @@ class Collectives:
         for axis, length in ((NODE, self.nodes), (DEVICE, self.devices)):
             if length > 1:
                 bits = lax.all_gather(bits, axis, axis=dim, tiled=True)
-        return _from_bits(bits, self.wire_dtype)
+        return bits
 
     def reduce(
         self, gradients: Sequence[jax.Array], placements: Sequence[Placement]
@@ -108,12 +133,11 @@ class Collectives:
             p.stored(g.astype(self.reduce_dtype))
             for g, p in zip(gradients, placements, strict=True)
         ]
-        fused = [i for i, x in enumerate(stored) if x.size < ALONE_ELEMENTS * self.world]
+        alone, fused = self._grouped(placements)
         shards: dict[int, jax.Array] = {}
         with jax.named_scope("reduce"):
-            for i, (x, placement) in enumerate(zip(stored, placements, strict=True)):
-                if i not in fused:
-                    shards[i] = self._two_hops_back(x, placement.split_dim)
+            for i in alone:
+                shards[i] = self._two_hops_back(stored[i], placements[i].split_dim)
             if fused:
                 rows = [
                     _split_first(stored[i], placements[i]).reshape(self.world, -1) for i in fused

@@ -18,6 +18,7 @@ from zeroxla.collectives import Collectives
 from zeroxla.fetch import make_plan
 from zeroxla.gather import Runner
 from zeroxla.layout import Layout, Leaf
+from zeroxla.prefetch import tie
 from zeroxla.reuse import Limits
 from zeroxla.segments import Plan, layer_dims
 from zeroxla.trace import Program, is_float, trace
@@ -83,8 +84,15 @@ class Differentiator:
             grads, model_state = carry
             rows, key = x
             key = jax.random.fold_in(key, self.collectives.rank())
+            here = shards
+            if self.accumulate > 1:
+                # Else the first unit's gather, the same in every turn, leaves the loop: one gather
+                # fewer, but that unit is then alive through all micro-batches.
+                leaves, tree = jax.tree.flatten(rows)
+                here, leaves = tie(shards, leaves)
+                rows = tree.unflatten(leaves)
             new, sums, model_state = self._one(
-                traced, shards, resident, model_state, rows, key, scale
+                traced, here, resident, model_state, rows, key, scale
             )
             return (jax.tree.map(jnp.add, grads, new), model_state), sums
 

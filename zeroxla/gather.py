@@ -1,27 +1,28 @@
 """Runs a fetch plan: gather a unit, compute, release; in backward gather again, reduce, release.
 
 Forward and backward are both written out here, segment by segment, instead of left to `jax.grad`:
-so each gather and each reduce stands where the plan wants it, tied by `optimization_barrier` to the
-activation or cotangent that it must not run ahead of. Without the ties XLA merges the backward
-gathers with the forward ones, or hoists them all, and the whole model is alive again.
+so each gather and each reduce stands where the plan wants it, tied to the activation or cotangent
+that it must not run ahead of (`prefetch.py`). Without the ties XLA merges the backward gathers with
+the forward ones, or hoists them all, and the whole model is alive again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from zeroxla.collectives import Collectives
 from zeroxla.linearize import Linearized, linearize
 from zeroxla.loops import LoopRunner
 from zeroxla.placement import Placement
+from zeroxla.prefetch import Fetches, tie, tie_points
 from zeroxla.reuse import Limits, kept_uses
 from zeroxla.segments import Loop, Plan, Remat, Segment, Straight
-from zeroxla.trace import Value, read, run
+from zeroxla.trace import Value, read
 
 Arrays = Mapping[Value, jax.Array]
 
@@ -48,6 +49,7 @@ class Runner:
       collectives: how a unit is gathered and its gradient reduced.
       placements: of each leaf of the plan.
       limits: of prefetch and reuse.
+      in_loop: the plan is the body of a loop.
     """
 
     def __init__(
@@ -56,6 +58,8 @@ class Runner:
         collectives: Collectives,
         placements: Mapping[Value, Placement],
         limits: Limits,
+        *,
+        in_loop: bool = False,
     ) -> None:
         self.plan, self.collectives, self.placements = plan, collectives, placements
         self.linear: dict[Segment, Linearized] = {}
@@ -83,11 +87,13 @@ class Runner:
                 self.bodies[seg] = LoopRunner(
                     seg, collectives, placements, limits, keep=keep, make_runner=Runner
                 )
-        sizes = [sum(leaf.aval.size for leaf in s.leaves) for s in plan.segments]
-        self.ahead_forward = _tie_points(sizes, limits.prefetch)
-        sizes = [sum(leaf.aval.size for leaf in leaves) for leaves in self.backward_leaves]
-        self.ahead_backward = _tie_points(sizes[::-1], limits.prefetch)
-        self.reduce_lag = 0 if limits.prefetch == 0 else 1
+        self.prefetches = limits.prefetch != 0
+        self.forward_fetches = self._fetches(
+            plan.segments, [s.leaves for s in plan.segments], 0, limits, in_loop
+        )
+        self.backward_fetches = self._fetches(
+            plan.segments[::-1], self.backward_leaves[::-1], len(plan.segments), limits, in_loop
+        )
         self.first_use: dict[Value, int] = {}
         for i, seg in enumerate(plan.segments):
             for leaf in seg.leaves:
@@ -101,13 +107,45 @@ class Runner:
             )
         )
 
+    def _fetches(
+        self,
+        segments: Sequence[Segment],
+        units: Sequence[Sequence[Value]],
+        begin: int,
+        limits: Limits,
+        in_loop: bool,
+    ) -> Callable[..., Fetches]:
+        """Return what makes the gathers of a pass that begins at time `begin` of `self.kept`."""
+        inside = [() if isinstance(s, Straight) else next(iter(s.body.units), ()) for s in segments]
+        return functools.partial(
+            Fetches,
+            units=units,
+            # Without prefetch no loop gathers before its first turn.
+            stacked=[_stacked_leaves(s) if self.prefetches else () for s in segments],
+            keeps=[[v for v in unit if (i, v) in self.kept] for i, unit in enumerate(units, begin)],
+            points=tie_points(
+                [sum(v.aval.size for v in (*unit, *first)) for unit, first in zip(units, inside)],
+                limits.prefetch,
+                loops=[i for i, s in enumerate(segments) if isinstance(s, Loop)],
+                in_loop=in_loop and self.prefetches,
+            ),
+            chained=self.prefetches,
+            collectives=self.collectives,
+            placements=self.placements,
+        )
+
     def _references_of(self, seg: Segment) -> tuple[Value, ...]:
         if seg in self.linear:
             return self.linear[seg].references
         return seg.inputs
 
     def forward(
-        self, shards: Arrays, inputs: Sequence[jax.Array], *, record: bool
+        self,
+        shards: Arrays,
+        inputs: Sequence[jax.Array],
+        *,
+        record: bool,
+        activations: Iterable[Value] = (),
     ) -> tuple[list[jax.Array], Tape]:
         """Run the plan.
 
@@ -115,25 +153,26 @@ class Runner:
           shards: what this device stores of each leaf.
           inputs: one per input of the plan.
           record: whether to leave a tape for backward.
+          activations: the inputs that were computed, ahead of which no gather may run.
         """
         env = dict(zip(self.plan.inputs, inputs, strict=True))
-        live: dict[Value, jax.Array] = {}
+        fetches = self.forward_fetches(shards=shards, live={})
         saved: list[Any] = []
-        entries: list[list[jax.Array]] = []
-        made: dict[Value, int] = {}  # by which segment
+        made = dict.fromkeys(activations, -1)  # by which segment
         for i, seg in enumerate(self.plan.segments):
-            newest = max((v for v in seg.inputs if v in made), key=made.__getitem__, default=None)
-            entries.append([] if newest is None else [env[newest]])
-            gathered = self._gather(shards, seg.leaves, live, entries[self.ahead_forward[i]])
-            outputs, kept = self._segment_forward(seg, shards, gathered, env, record)
+            newest = sorted((v for v in seg.inputs if v in made), key=made.__getitem__)[-1:]
+            env.update(zip(newest, fetches.enter(i, [env[v] for v in newest]), strict=True))
+            gathered = fetches.take(i)
+            outputs, kept = self._segment_forward(
+                seg, fetches.shards, gathered, env, record=record, activations=made
+            )
             env.update(zip(seg.outputs, outputs, strict=True))
             made.update(dict.fromkeys(seg.outputs, i))
             saved.append(kept)
-            live.update((v, x) for v, x in gathered.items() if (i, v) in self.kept)
         if not record:
             return self._outputs(env), Tape((), (), ())
         references = tuple(env[v] for v in self.references)
-        kept_live = tuple(live[v] for v in self._live_order(live))
+        kept_live = tuple(fetches.live[v] for v in self._live_order(fetches.live))
         return self._outputs(env), Tape(references, tuple(saved), kept_live)
 
     def _outputs(self, env: Arrays) -> list[jax.Array]:
@@ -145,19 +184,19 @@ class Runner:
         shards: Arrays,
         gathered: Arrays,
         env: Arrays,
+        *,
         record: bool,
+        activations: Iterable[Value],
     ) -> tuple[Sequence[jax.Array], Any]:
         if isinstance(seg, Straight):
-            args = {**gathered, **{v: env[v] for v in seg.inputs}}
-            if not record:
-                run(seg.equations, args)
-                return [args[v] for v in seg.outputs], ()
-            results = self.linear[seg].forward(*(args[v] for v in (*seg.leaves, *seg.inputs)))
-            return results[: len(seg.outputs)], tuple(results[len(seg.outputs) :])
+            args = [*(gathered[v] for v in seg.leaves), *(env[v] for v in seg.inputs)]
+            outputs, kept = self.linear[seg].forward(args)
+            return outputs, kept if record else ()
         if isinstance(seg, Loop):
             return self.bodies[seg].forward(shards, gathered, env, record=record)
-        body = self.bodies[seg]
-        outputs, _ = body.forward(shards, [env[v] for v in body.plan.inputs], record=False)
+        body: Runner = self.bodies[seg]
+        inputs = [env[v] for v in body.plan.inputs]
+        outputs, _ = body.forward(shards, inputs, record=False, activations=activations)
         return outputs, ()
 
     def backward(
@@ -182,27 +221,26 @@ class Runner:
         plan = self.plan
         env = {**inputs, **dict(zip(self.references, tape.references, strict=True))}
         live = dict(zip(self._live_order(), tape.live, strict=True))
+        fetches = self.backward_fetches(shards=shards, live=live)
         cts = _Sums()
         for atom, ct in zip(plan.outputs, cotangents, strict=True):
             if ct is not None and atom in plan.active:
                 cts.add(atom, ct)
         whole, reduced = _Sums(), _Sums()
-        entries: list[list[jax.Array]] = []
         waiting: list[list[jax.Array]] = []
         last = len(plan.segments) - 1
         for step, i in enumerate(range(last, -1, -1)):
             seg = plan.segments[i]
             mine = [cts.pop(v) for v in seg.outputs]
             present = [ct for ct in mine if ct is not None]
-            entries.append(present)
+            tied = iter(fetches.enter(step, present))
+            mine = [None if ct is None else next(tied) for ct in mine]
+            gathered = fetches.take(step)
             if present:
-                entry = entries[self.ahead_backward[step]]
-                gathered = self._gather(shards, self.backward_leaves[i], live, entry)
-                now = len(plan.segments) + step
-                live.update((v, x) for v, x in gathered.items() if (now, v) in self.kept)
-                mine = _tie(mine, waiting.pop(0) if len(waiting) > self.reduce_lag else [])
-                saved = tape.saved[i]
-                grads, done = self._segment_backward(seg, shards, gathered, env, saved, mine)
+                mine, _ = tie(mine, waiting.pop(0) if len(waiting) > self.prefetches else [])
+                grads, done = self._segment_backward(
+                    seg, fetches.shards, gathered, env, tape.saved[i], mine
+                )
                 for v, ct in grads.items():
                     (whole if v in self.first_use else cts).add(v, ct)
                 for v, ct in done.items():
@@ -210,7 +248,9 @@ class Runner:
             ready = [v for v in whole if self.first_use[v] == i]
             if ready:
                 placements = [self.placements[v] for v in ready]
-                results = self.collectives.reduce([whole[v] for v in ready], placements)
+                before = waiting[-1] if self.prefetches and waiting else []
+                mine, _ = tie([whole[v] for v in ready], before)
+                results = self.collectives.reduce(mine, placements)
                 for v, ct in zip(ready, results, strict=True):
                     reduced.add(v, ct)
                 waiting.append(results)
@@ -236,27 +276,16 @@ class Runner:
             return self.bodies[seg].backward(shards, gathered, env, saved, cotangents)
         body: Runner = self.bodies[seg]
         # The tie keeps this second forward from being merged with the first.
-        inputs = [env[v] for v in body.plan.inputs]
-        inputs = _tie(inputs, [ct for ct in cotangents if ct is not None])
-        _, tape = body.forward(shards, inputs, record=True)
+        inputs, tied = tie(
+            [env[v] for v in body.plan.inputs], [ct for ct in cotangents if ct is not None]
+        )
+        rest = iter(tied)
+        cotangents = [None if ct is None else next(rest) for ct in cotangents]
+        _, tape = body.forward(shards, inputs, record=True, activations=body.plan.inputs)
         again = dict(zip(body.plan.inputs, inputs, strict=True))
         reduced, input_cts = body.backward(shards, again, tape, cotangents)
         pairs = zip(body.plan.inputs, input_cts, strict=True)
         return {v: ct for v, ct in pairs if ct is not None}, reduced
-
-    def _gather(
-        self,
-        shards: Arrays,
-        leaves: Sequence[Value],
-        live: dict[Value, jax.Array],
-        entry: Sequence[jax.Array],
-    ) -> dict[Value, jax.Array]:
-        """Gather a unit's leaves in one collective per hop, but for those that are still live."""
-        missing = [v for v in leaves if v not in live]
-        stored = _tie([shards[v] for v in missing], entry)
-        found = self.collectives.gather(stored, [self.placements[v] for v in missing])
-        whole = dict(zip(missing, found, strict=True))
-        return {v: whole[v] if v in whole else live.pop(v) for v in leaves}
 
     def _live_order(self, live: Iterable[Value] = ()) -> list[Value]:
         """The leaves that stay gathered from forward to backward, in order of first use."""
@@ -278,28 +307,6 @@ class _Sums(dict[Value, jax.Array]):
 
 def _or_zeros(ct: jax.Array | None, value: Value) -> jax.Array:
     return jnp.zeros(value.aval.shape, value.aval.dtype) if ct is None else ct
-
-
-def _tie(arrays: Sequence[Any], to: Sequence[jax.Array]) -> list[Any]:
-    """Return `arrays` (some may be None) such that none exists before all of `to` do."""
-    present = [x for x in arrays if x is not None]
-    if not to or not present:
-        return list(arrays)
-    tied = iter(lax.optimization_barrier((*present, *to))[: len(present)])
-    return [None if x is None else next(tied) for x in arrays]
-
-
-def _tie_points(sizes: Sequence[int], budget: int | None) -> list[int]:
-    """For each segment the earliest one at whose entry its gather may start: the elements gathered
-    ahead by then, its own included, are at most `budget` (None: one segment ahead)."""
-    points = []
-    for i, size in enumerate(sizes):
-        j, ahead = i, size
-        while budget is not None and j > 0 and 0 < ahead <= budget:
-            j -= 1
-            ahead += sizes[j]
-        points.append(max(i - 1, 0) if budget is None else j)
-    return points
 
 
 def _stacked_leaves(seg: Segment) -> tuple[Value, ...]:

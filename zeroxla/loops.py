@@ -49,7 +49,10 @@ class LoopRunner:
             limits = dataclasses.replace(limits, max_live=everything, max_reuse=2 * everything)
         else:  # what one turn keeps, the tape would hold for every turn
             limits = dataclasses.replace(limits, max_live=0)
-        self.body = make_runner(loop.body, collectives, body_placements, limits)
+        self.body = make_runner(loop.body, collectives, body_placements, limits, in_loop=True)
+        # What the body's later gathers are tied to, whose first one may run in the turn before.
+        carries = loop.body.inputs[self.num_consts :][: self.num_carry]
+        self.activations = carries if limits.prefetch != 0 else ()
         xs = loop.equation.inputs[self.num_consts + self.num_carry :]
         self.x_atoms = [a for i, a in enumerate(xs) if i not in loop.stacked]
 
@@ -63,7 +66,9 @@ class LoopRunner:
             slices, others = x
             layer = dict(zip(self.loop.body.leaves, slices, strict=True))
             inputs = [*consts, *carry, *others]
-            outputs, tape = self.body.forward(layer, inputs, record=record)
+            outputs, tape = self.body.forward(
+                layer, inputs, record=record, activations=self.activations
+            )
             return outputs[: self.num_carry], (outputs[self.num_carry :], tape)
 
         carry, (ys, tape) = self._scan(body, carry, (self._layers(shards), xs))

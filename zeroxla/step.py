@@ -14,7 +14,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zeroxla.adapters import Adapted, adapt
-from zeroxla.compat import mesh_context
+from zeroxla.compat import mesh_context, prefetch_compiler_options
 from zeroxla.config import ZeroConfig
 from zeroxla.describe import Description, describe
 from zeroxla.layout import make_layout
@@ -81,9 +81,11 @@ class Step:
     ) -> None:
         self.adapted, self.mesh, self.optimizer, self.config = adapted, mesh, optimizer, config
         self._programs = Programs(adapted=adapted, mesh=mesh, optimizer=optimizer, config=config)
-        self._step = jax.jit(self._programs.train, donate_argnums=0)
-        self._eval = jax.jit(self._programs.evaluate)
-        self._grad = jax.jit(self._programs.gradients)
+        on_gpu = mesh.devices.flat[0].platform == "gpu"
+        options = prefetch_compiler_options() if on_gpu and config.prefetch_bucket != 0 else None
+        self._step = jax.jit(self._programs.train, donate_argnums=0, compiler_options=options)
+        self._eval = jax.jit(self._programs.evaluate, compiler_options=options)
+        self._grad = jax.jit(self._programs.gradients, compiler_options=options)
         self._traced: Any = None  # shapes of (params, placements, model state, batch, key)
         self._checked: set[Any] = set()  # structures of states that fitted
         self._last_call: float | None = None

@@ -163,14 +163,15 @@ def ensemble() -> Any:
 
 
 class NormedBlock(nn.Module):
-    """x + dropout(norm(dense(x)))."""
+    """x + dropout(norm(dense(x))); why no bias: see `Block` in nnx_models.py."""
 
     width: int
     train: bool
 
     @nn.compact
     def __call__(self, x: jax.Array, _: Any) -> tuple[jax.Array, None]:
-        y = nn.BatchNorm(use_running_average=not self.train)(nn.Dense(self.width)(x))
+        y = nn.Dense(self.width, use_bias=False)(x)
+        y = nn.BatchNorm(use_running_average=not self.train)(y)
         return x + nn.Dropout(0.2, deterministic=not self.train)(nn.tanh(y)), None
 
 

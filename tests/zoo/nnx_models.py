@@ -17,10 +17,14 @@ class Regressor(nnx.Module):
 
 
 class Block(nnx.Module):
-    """x + dropout(norm(linear(x)))."""
+    """x + dropout(norm(linear(x))).
+
+    A bias just before the norm would have a gradient of zero, so that either side would compute
+    rounding: some 1e-8 of all gradients, more than the bound. `batchnorm` has such biases.
+    """
 
     def __init__(self, width: int, rngs: nnx.Rngs):
-        self.linear = nnx.Linear(width, width, rngs=rngs)
+        self.linear = nnx.Linear(width, width, use_bias=False, rngs=rngs)
         self.norm = nnx.BatchNorm(width, rngs=rngs)
         self.drop = nnx.Dropout(0.2, rngs=rngs)
 

@@ -1,0 +1,256 @@
+"""The GPU schedule of a train step, compiled for 8 H200 that nobody has to own.
+
+A GPT in bfloat16, unrolled and scanned, 2 nodes x 4 devices: which matmuls run while which gathers
+are in flight, the compiler's temporaries, and the bytes that travel. Nothing runs.
+
+    python benchmarks/gpu_schedule.py
+
+Exits with 1 if a target is missed; writes results/gpu_schedule.json and results/gpu_schedule.md.
+Takes 2 to 5 minutes on 2 cores. It needs JAX's CUDA wheels, which a machine without a GPU can have,
+best in an environment of its own (about 1 GB):
+
+    pip install --no-deps jax-cuda13-plugin==VERSION jax-cuda13-pjrt==VERSION
+    pip install nvidia-cuda-nvcc nvidia-nvvm nvidia-nvjitlink
+
+with VERSION that of the installed jax, the second line where no CUDA toolkit is installed, and
+JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 in the environment, as there is no driver to check (this file sets
+it). Without the wheels it says so and exits with 0.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import os
+import sys
+import time
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.extend
+import jax.numpy as jnp
+import numpy as np
+import optax
+from common import Check, report, table, tree_bytes
+from jax.experimental import topologies
+from jax.sharding import Mesh
+from schedule import Gather, gathers
+
+import zeroxla
+from models import GPT
+from zeroxla.adapters import adapt
+
+TARGET = Path(__file__).resolve().parent / "targets" / "h200.txtpb"
+NODES, DEVICES = 2, 4
+LAYERS, WIDTH, LENGTH, ROWS = 6, 1024, 128, 1  # ROWS: sequences of a device
+PLUGIN = "jax_cuda13_plugin"
+DIRECTIONS = ("forward", "backward")
+VARIANTS: dict[str, dict[str, Any]] = {
+    "unrolled": {"scan": False},
+    "scanned": {"scan": True},
+    "scanned, bfloat16 gradients": {"scan": True, "reduce_dtype": "bfloat16"},
+    "unrolled, no prefetch": {"scan": False, "prefetch_bucket": 0},
+    "scanned, no prefetch": {"scan": True, "prefetch_bucket": 0},
+}
+TARGETED = ("unrolled", "scanned")
+MAX_UNITS = 4  # of temporaries, beside the activations kept
+MAX_COMBINED = 2  # units in one collective: of two neighbours, not of all layers
+
+
+class WheelsMissingError(RuntimeError):
+    """This environment cannot compile for a GPU."""
+
+
+def target_mesh() -> Mesh:
+    """Return a mesh of abstract H200s, 2 nodes x 4 devices.
+
+    Raises:
+      WheelsMissingError: the CUDA wheels are not installed, or are not of this JAX's version.
+    """
+    if importlib.util.find_spec(PLUGIN) is None:
+        raise WheelsMissingError(
+            f"no package {PLUGIN}: to compile for a GPU, install the wheels jax-cuda13-plugin and "
+            f"jax-cuda13-pjrt {jax.__version__} with --no-deps (see benchmarks/gpu_schedule.py)"
+        )
+    os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
+    jax.config.update("jax_platforms", "cpu")  # of this machine; the target needs no backend
+    try:
+        topology = topologies.get_topology_desc(
+            platform="cuda",
+            target_config=TARGET.read_text(),
+            topology=f"1x{NODES}x{DEVICES}",  # slices x hosts x devices
+        )
+    except (RuntimeError, ValueError, NotImplementedError) as error:
+        raise WheelsMissingError(
+            f"the CUDA plugin does not start: {error}; its version must be that of jax, "
+            f"{jax.__version__}"
+        ) from error
+    return Mesh(np.array(topology.devices).reshape(NODES, DEVICES), ("node", "device"))
+
+
+def model(*, scan: bool) -> GPT:
+    """Return the GPT that is compiled."""
+    return GPT(vocab=256, length=LENGTH, layers=LAYERS, width=WIDTH, heads=8, scan=scan)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Program:
+    """What was read from one compiled step; bytes are those of one device.
+
+    Attributes:
+      gathers: every all-gather.
+      received_bytes: over the network in a step, by all collectives.
+      temp_bytes: the compiler's temporaries.
+      compile_s: seconds.
+    """
+
+    gathers: list[Gather]
+    received_bytes: float
+    temp_bytes: int
+    compile_s: float
+
+    def next_units(self, direction: str) -> list[Gather]:
+        """The gathers of units that another unit of the same direction precedes: those in a loop
+        over layers, or, where there is none, those of all layers but the direction's first."""
+        mine = [g for g in self.gathers if g.direction == direction]
+        looped = [g for g in mine if g.in_loop]
+        first = "h_0" if direction == "forward" else f"h_{LAYERS - 1}"
+        others = {f"h_{i}" for i in range(LAYERS)} - {first}
+        return looped or [
+            g for g in mine if first not in g.serves and others.intersection(g.serves)
+        ]
+
+
+def compile_step(mesh: Mesh, *, scan: bool, **options: Any) -> Program:
+    """Compile a train step for the mesh and read its schedule."""
+    config = zeroxla.ZeroConfig(compute_dtype="bfloat16", **options)
+    step = zeroxla.make_step(model(scan=scan), mesh, optax.adamw(1e-3), config=config)
+    batch = {"tokens": jax.ShapeDtypeStruct((mesh.size * ROWS, LENGTH + 1), jnp.int32)}
+    lowered = step.lower(step.abstract_state(batch), batch)
+    begin = time.perf_counter()
+    compiled = lowered.compile()
+    compile_s = time.perf_counter() - begin
+    return Program(
+        gathers=gathers(compiled.as_text()),
+        received_bytes=zeroxla.inspect.comms(compiled, mesh).total_bytes(),
+        temp_bytes=zeroxla.inspect.memory(compiled).temp_bytes,
+        compile_s=compile_s,
+    )
+
+
+def unit_elements() -> int:
+    """Return the elements of the leaves of one layer."""
+    shapes = jax.eval_shape(adapt(model(scan=True)).init, jax.random.key(0), _rows())[0]["h"]
+    return sum(x.size for x in jax.tree.leaves(shapes)) // LAYERS
+
+
+def activation_bytes() -> int:
+    """Return the bytes of the activations that backward needs, for one device's rows.
+
+    They are the residuals of `jax.vjp` of the whole loss that depend on the batch, each once; those
+    that depend on parameters alone are parameters or copies of them. So zeroxla has no part in the
+    figure. A compiler may keep less and compute some again.
+    """
+    adapted = adapt(model(scan=False))
+    rows = _rows()
+    params = jax.eval_shape(adapted.init, jax.random.key(0), rows)[0]
+    params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16), params)
+
+    def residuals(params: Any, rows: Any) -> list[jax.Array]:
+        def loss(params: Any) -> jax.Array:
+            return adapted.loss(params, {}, rows, jax.random.key(0), train=True)[0]
+
+        return jax.tree.leaves(jax.vjp(loss, params)[1])
+
+    with jax.disable_jit():  # a nested jit would hand the same value out twice
+        jaxpr = jax.make_jaxpr(residuals)(params, rows).jaxpr
+    on_batch = set(jaxpr.invars[len(jax.tree.leaves(params)) :])
+    for eqn in jaxpr.eqns:
+        reads = (v for v in eqn.invars if not isinstance(v, jax.extend.core.Literal))
+        if not on_batch.isdisjoint(reads):
+            on_batch.update(eqn.outvars)
+    kept = {v for v in jaxpr.outvars if not isinstance(v, jax.extend.core.Literal)} & on_batch
+    return tree_bytes([v.aval for v in kept])
+
+
+def _rows() -> dict[str, jax.ShapeDtypeStruct]:
+    return {"tokens": jax.ShapeDtypeStruct((ROWS, LENGTH + 1), jnp.int32)}
+
+
+def make_checks(name: str, program: Program, unrolled: Program) -> list[Check]:
+    """Compare a program with the targets; `unrolled` says what bytes must travel."""
+    checks = []
+    for direction in DIRECTIONS:
+        found = program.next_units(direction)
+        alone = sum(g.count for g in found if not g.matmuls) if found else LAYERS
+        text = f"{name}: {direction} gathers of a next unit without a matmul beside them"
+        checks.append(Check(name=text, value=alone, limit=0))
+    elements = unit_elements()
+    largest = max(g.result_bytes for g in program.gathers) / (2 * elements)
+    text = f"{name}: largest gather, in units"
+    checks.append(Check(name=text, value=largest, limit=MAX_COMBINED))
+    units = (program.temp_bytes - activation_bytes()) / (4 * elements)
+    text = f"{name}: temporaries beyond the activations, in units of float32"
+    checks.append(Check(name=text, value=units, limit=MAX_UNITS))
+    ratio = program.received_bytes / unrolled.received_bytes
+    checks.append(Check(name=f"{name}: bytes over unrolled", value=ratio, limit=1.01))
+    return checks
+
+
+def row(name: str, program: Program) -> list[str]:
+    """Return a program's line of the table."""
+    cells = [name]
+    for direction in DIRECTIONS:
+        found = program.next_units(direction)
+        for hop in ("node", "device"):
+            beside = [str(g.matmuls) for g in found if g.hop == hop for _ in range(g.count)]
+            cells.append(" ".join(beside))
+    largest = max(g.result_bytes for g in program.gathers)
+    cells += [f"{x / 1e6:.1f}" for x in (largest, program.received_bytes, program.temp_bytes)]
+    return [*cells, f"{program.compile_s:.0f}"]
+
+
+def main() -> int:
+    try:
+        mesh = target_mesh()
+    except WheelsMissingError as error:
+        print(f"nothing measured: {error}")
+        return 0
+    programs = {name: compile_step(mesh, **options) for name, options in VARIANTS.items()}
+    unit, kept = unit_elements(), activation_bytes()
+    header = ["step", *(f"{d}, hop {hop}" for d in DIRECTIONS for hop in ("node", "device"))]
+    header += ["largest gather, MB", "received, MB", "temporaries, MB", "compilation, s"]
+    body = (
+        f"GPT of {LAYERS} layers, width {WIDTH}, bfloat16, AdamW, {ROWS} x {LENGTH} tokens a "
+        f"device, compiled ahead of time for {NODES} nodes x {DEVICES} H200 (CUDA 13). The four "
+        "columns of hops say how many matmuls are scheduled between start and done of the gathers "
+        "of a next unit: one number for each layer but the direction's first, or for each turn of "
+        "a loop (XLA takes the first or last turns out of a loop to begin or end what runs across "
+        "turns). Figures are those of one device; MB = 10^6 bytes.\n\n"
+        f"{table(header, [row(name, program) for name, program in programs.items()])}\n\n"
+        f"One layer has {unit:,} elements: a unit is {2 * unit / 1e6:.1f} MB on the wire of the "
+        f"gathers, and {4 * unit / 1e6:.1f} MB as float32 gradients on theirs. Backward needs "
+        f"{kept / 1e6:.1f} MB of activations (`jax.vjp`'s residuals that depend on the batch); the "
+        "temporaries hold them or what they are computed from, the gradient shards of all layers, "
+        "and the units alive. Gradients of 16 bit travel by all-to-all, which XLA neither combines "
+        "nor runs across turns: they take the matmuls beside which the gathers would run."
+    )
+    checks = [
+        check
+        for name in TARGETED
+        for check in make_checks(name, programs[name], programs["unrolled"])
+    ]
+    figures = {
+        "target": {"device": TARGET.stem, "nodes": NODES, "devices_per_node": DEVICES},
+        "plugin": {name: version(name) for name in ("jax-cuda13-plugin", "jax-cuda13-pjrt")},
+        "unit_elements": unit,
+        "activation_bytes": kept,
+        "programs": {name: dataclasses.asdict(program) for name, program in programs.items()},
+    }
+    return report("gpu_schedule", "GPU schedule", body, figures, checks)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

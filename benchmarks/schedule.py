@@ -1,0 +1,135 @@
+"""Read a scheduled GPU program: which matmuls run while which gathers are in flight.
+
+XLA:GPU prints each computation in the order of its schedule. A gather is in flight from its start
+to its done; a gather without a start was scheduled with nothing to run beside it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+from collections.abc import Iterator
+
+from zeroxla.inspect import hlo
+
+NEXT_TURN, LOOP, OTHER = "next turn", "loop", "other"
+# What a gathered wire passes through on its way to the matmul that reads it.
+_PASSES_ON = {"all-gather", "all-gather-start", "all-gather-done", "bitcast", "concatenate"}
+_PASSES_ON |= {"convert", "copy", "fusion", "get-tuple-element", "reshape", "slice", "transpose"}
+_PASSES_ON |= {"tuple"}
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Gather:
+    """One all-gather of a program.
+
+    Attributes:
+      direction: "forward" or "backward"; "" where it belongs to neither (persistent leaves).
+      hop: the mesh axis, "node" or "device".
+      serves: the layers whose matmuls read what it brings, as the program names them (`h_3`, or
+        `OTHER`); `NEXT_TURN` where the next turn of the loop around it does, `LOOP` where the first
+        turn of a loop after it does.
+      in_loop: it is in the body of a loop.
+      count: runs in a step.
+      result_bytes: what one device holds of it when it is done.
+      matmuls: how many matmuls are scheduled between its start and its done.
+    """
+
+    direction: str
+    hop: str
+    serves: tuple[str, ...]
+    in_loop: bool
+    count: int
+    result_bytes: int
+    matmuls: int
+
+
+def gathers(text: str) -> list[Gather]:
+    """List the all-gathers of a compiled GPU program, in the order of its schedule.
+
+    Args:
+      text: `compiled.as_text()`.
+
+    Raises:
+      ValueError: the text is not scheduled.
+    """
+    if "is_scheduled=true" not in text.partition("\n")[0]:
+        raise ValueError(
+            "the program is not scheduled, so the order of its instructions means nothing; pass "
+            f"compiled.as_text(). It starts with {text[:80]!r}"
+        )
+    module = hlo.parse(text)
+    found = {c.name: c for c in hlo.collectives(module) if c.kind == "all-gather"}
+    return [
+        gather
+        for name in module.computations
+        for gather in _gathers_of(_Schedule(module, name), found)
+    ]
+
+
+def _gathers_of(schedule: _Schedule, found: dict[str, hlo.Collective]) -> Iterator[Gather]:
+    order = list(schedule.instructions.values())
+    for i, start in enumerate(order):
+        collective = found.get(start.name)
+        if collective is None:
+            continue
+        window: list[hlo.Instruction] = []
+        if collective.asynchronous:
+            ends = (j for j, x in enumerate(order[i:], i) if schedule.is_done_of(x, start))
+            window = order[i + 1 : next(ends)]
+        direction = re.search(r"\b(forward|backward)/", collective.op_name)
+        first, second = collective.groups[0][:2]
+        yield Gather(
+            direction=direction.group(1) if direction else "",
+            hop="device" if second == first + 1 else "node",
+            serves=tuple(sorted(schedule.readers(start.name))),
+            in_loop=schedule.name != schedule.module.entry,
+            count=collective.count,
+            result_bytes=sum(shape.num_bytes for shape in collective.results),
+            matmuls=sum(schedule.is_matmul(x) for x in window),
+        )
+
+
+class _Schedule:
+    """One computation in the order of its schedule."""
+
+    def __init__(self, module: hlo.Module, name: str) -> None:
+        self.module, self.name = module, name
+        self.instructions = module.computations[name]
+        self.users: dict[str, list[hlo.Instruction]] = {}
+        for instruction in self.instructions.values():
+            for operand in instruction.operands:
+                self.users.setdefault(operand, []).append(instruction)
+        self._has_matmul = functools.cache(
+            lambda name: any(map(self.is_matmul, module.computations.get(name, {}).values()))
+        )
+
+    def is_matmul(self, instruction: hlo.Instruction) -> bool:
+        """Whether it is a matmul, or a fusion or loop with one in it."""
+        if instruction.opcode == "custom-call":
+            return "__cublas" in instruction.rest
+        return instruction.opcode == "dot" or any(map(self._has_matmul, instruction.called))
+
+    def is_done_of(self, instruction: hlo.Instruction, start: hlo.Instruction) -> bool:
+        return instruction.opcode.endswith("-done") and instruction.operands[0] == start.name
+
+    def readers(self, name: str) -> set[str]:
+        """Follow a value to the matmuls that read it; return the layers that those belong to."""
+        layers: set[str] = set()
+        seen, stack = {name}, [name]
+        while stack:
+            for user in self.users.get(stack.pop(), ()):
+                if user.name in seen:
+                    continue
+                seen.add(user.name)
+                if user.opcode == "while":
+                    layers.add(LOOP)
+                elif self.is_matmul(user):
+                    layer = re.search(r"\bh_\d+\b", user.op_name)
+                    layers.add(layer.group() if layer else OTHER)
+                elif user.is_root:
+                    layers.add(NEXT_TURN)
+                elif user.opcode in _PASSES_ON:
+                    stack.append(user.name)
+        return layers
