@@ -143,7 +143,7 @@ class Collectives:
                     _split_first(stored[i], placements[i]).reshape(self.world, -1) for i in fused
                 ]
                 wire_1n = self._two_hops_back(jnp.concatenate(rows, axis=1), 0)
-                # Cut here, not inside the optimizer's kernels, which leaves of one shape then share.
+                # Cut here, not in the optimizer's kernels, which leaves of one shape then share.
                 pieces = lax.optimization_barrier(_cut(wire_1n[0], [x.shape[1] for x in rows]))
                 for i, piece in zip(fused, pieces, strict=True):
                     shards[i] = self._as_shard(piece, placements[i])

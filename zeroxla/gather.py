@@ -8,18 +8,18 @@ the forward ones, or hoists them all, and the whole model is alive again.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from zeroxla.collectives import Collectives
+from zeroxla.cotangents import Sums
 from zeroxla.linearize import Linearized, linearize
 from zeroxla.loops import LoopRunner
 from zeroxla.placement import Placement
-from zeroxla.prefetch import Fetches, tie, tie_points
+from zeroxla.prefetch import Fetches, FetchOrder, stacked_leaves, tie
 from zeroxla.reuse import Limits, kept_uses
 from zeroxla.segments import Loop, Plan, Remat, Segment, Straight
 from zeroxla.trace import Value, read
@@ -73,7 +73,7 @@ class Runner:
         self.backward_leaves = [
             self.linear[seg].leaves if seg in self.linear else seg.leaves for seg in plan.segments
         ]
-        stacked = [_stacked_leaves(seg) for seg in plan.segments]
+        stacked = [stacked_leaves(seg) for seg in plan.segments]
         forward_uses = [(*s.leaves, *more) for s, more in zip(plan.segments, stacked)]
         backward_uses = [(*b, *more) for b, more in zip(self.backward_leaves, stacked)]
         self.kept = kept_uses(
@@ -87,12 +87,18 @@ class Runner:
                 self.bodies[seg] = LoopRunner(
                     seg, collectives, placements, limits, keep=keep, make_runner=Runner
                 )
-        self.prefetches = limits.prefetch != 0
-        self.forward_fetches = self._fetches(
-            plan.segments, [s.leaves for s in plan.segments], 0, limits, in_loop
-        )
-        self.backward_fetches = self._fetches(
-            plan.segments[::-1], self.backward_leaves[::-1], len(plan.segments), limits, in_loop
+        self.forward_order, self.backward_order = (
+            FetchOrder.make(
+                segments,
+                units,
+                [[v for v in unit if (i, v) in self.kept] for i, unit in enumerate(units, begin)],
+                limits.prefetch,
+                in_loop=in_loop,
+            )
+            for segments, units, begin in (
+                (plan.segments, [seg.leaves for seg in plan.segments], 0),
+                (plan.segments[::-1], self.backward_leaves[::-1], len(plan.segments)),
+            )
         )
         self.first_use: dict[Value, int] = {}
         for i, seg in enumerate(plan.segments):
@@ -107,32 +113,8 @@ class Runner:
             )
         )
 
-    def _fetches(
-        self,
-        segments: Sequence[Segment],
-        units: Sequence[Sequence[Value]],
-        begin: int,
-        limits: Limits,
-        in_loop: bool,
-    ) -> Callable[..., Fetches]:
-        """Return what makes the gathers of a pass that begins at time `begin` of `self.kept`."""
-        inside = [() if isinstance(s, Straight) else next(iter(s.body.units), ()) for s in segments]
-        return functools.partial(
-            Fetches,
-            units=units,
-            # Without prefetch no loop gathers before its first turn.
-            stacked=[_stacked_leaves(s) if self.prefetches else () for s in segments],
-            keeps=[[v for v in unit if (i, v) in self.kept] for i, unit in enumerate(units, begin)],
-            points=tie_points(
-                [sum(v.aval.size for v in (*unit, *first)) for unit, first in zip(units, inside)],
-                limits.prefetch,
-                loops=[i for i, s in enumerate(segments) if isinstance(s, Loop)],
-                in_loop=in_loop and self.prefetches,
-            ),
-            chained=self.prefetches,
-            collectives=self.collectives,
-            placements=self.placements,
-        )
+    def _fetches(self, order: FetchOrder, shards: Arrays, live: Arrays) -> Fetches:
+        return Fetches(order, self.collectives, self.placements, shards, live)
 
     def _references_of(self, seg: Segment) -> tuple[Value, ...]:
         if seg in self.linear:
@@ -156,7 +138,7 @@ class Runner:
           activations: the inputs that were computed, ahead of which no gather may run.
         """
         env = dict(zip(self.plan.inputs, inputs, strict=True))
-        fetches = self.forward_fetches(shards=shards, live={})
+        fetches = self._fetches(self.forward_order, shards, {})
         saved: list[Any] = []
         made = dict.fromkeys(activations, -1)  # by which segment
         for i, seg in enumerate(self.plan.segments):
@@ -221,23 +203,22 @@ class Runner:
         plan = self.plan
         env = {**inputs, **dict(zip(self.references, tape.references, strict=True))}
         live = dict(zip(self._live_order(), tape.live, strict=True))
-        fetches = self.backward_fetches(shards=shards, live=live)
-        cts = _Sums()
+        fetches = self._fetches(self.backward_order, shards, live)
+        cts = Sums()
         for atom, ct in zip(plan.outputs, cotangents, strict=True):
             if ct is not None and atom in plan.active:
                 cts.add(atom, ct)
-        whole, reduced = _Sums(), _Sums()
+        whole, reduced = Sums(), Sums()
+        # With prefetch a unit's reduce may run beside the next unit, not only before it.
+        lag = int(self.backward_order.chained)
         waiting: list[list[jax.Array]] = []
         last = len(plan.segments) - 1
         for step, i in enumerate(range(last, -1, -1)):
             seg = plan.segments[i]
-            mine = [cts.pop(v) for v in seg.outputs]
-            present = [ct for ct in mine if ct is not None]
-            tied = iter(fetches.enter(step, present))
-            mine = [None if ct is None else next(tied) for ct in mine]
+            mine = fetches.enter(step, [cts.pop(v) for v in seg.outputs])
             gathered = fetches.take(step)
-            if present:
-                mine, _ = tie(mine, waiting.pop(0) if len(waiting) > self.prefetches else [])
+            if any(ct is not None for ct in mine):
+                mine, _ = tie(mine, waiting.pop(0) if len(waiting) > lag else [])
                 grads, done = self._segment_backward(
                     seg, fetches.shards, gathered, env, tape.saved[i], mine
                 )
@@ -248,9 +229,9 @@ class Runner:
             ready = [v for v in whole if self.first_use[v] == i]
             if ready:
                 placements = [self.placements[v] for v in ready]
-                before = waiting[-1] if self.prefetches and waiting else []
-                mine, _ = tie([whole[v] for v in ready], before)
-                results = self.collectives.reduce(mine, placements)
+                # Else XLA joins the reduces of units that wait for the same activation.
+                grads, _ = tie([whole[v] for v in ready], waiting[-1] if lag and waiting else [])
+                results = self.collectives.reduce(grads, placements)
                 for v, ct in zip(ready, results, strict=True):
                     reduced.add(v, ct)
                 waiting.append(results)
@@ -276,11 +257,7 @@ class Runner:
             return self.bodies[seg].backward(shards, gathered, env, saved, cotangents)
         body: Runner = self.bodies[seg]
         # The tie keeps this second forward from being merged with the first.
-        inputs, tied = tie(
-            [env[v] for v in body.plan.inputs], [ct for ct in cotangents if ct is not None]
-        )
-        rest = iter(tied)
-        cotangents = [None if ct is None else next(rest) for ct in cotangents]
+        inputs, cotangents = tie([env[v] for v in body.plan.inputs], cotangents)
         _, tape = body.forward(shards, inputs, record=True, activations=body.plan.inputs)
         again = dict(zip(body.plan.inputs, inputs, strict=True))
         reduced, input_cts = body.backward(shards, again, tape, cotangents)
@@ -295,21 +272,5 @@ class Runner:
         return order
 
 
-class _Sums(dict[Value, jax.Array]):
-    """Cotangents summed by value."""
-
-    def add(self, value: Value, ct: jax.Array) -> None:
-        self[value] = self[value] + ct if value in self else ct
-
-    def pop(self, value: Value) -> jax.Array | None:  # type: ignore[override]
-        return super().pop(value, None)
-
-
 def _or_zeros(ct: jax.Array | None, value: Value) -> jax.Array:
     return jnp.zeros(value.aval.shape, value.aval.dtype) if ct is None else ct
-
-
-def _stacked_leaves(seg: Segment) -> tuple[Value, ...]:
-    if not isinstance(seg, Loop):
-        return ()
-    return tuple(dict.fromkeys(leaf for leaf, _ in seg.stacked.values()))

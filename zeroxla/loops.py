@@ -12,6 +12,7 @@ from jax import lax
 
 from zeroxla import compat
 from zeroxla.collectives import Collectives
+from zeroxla.cotangents import Sums
 from zeroxla.placement import Placement
 from zeroxla.reuse import Limits
 from zeroxla.segments import Loop
@@ -145,11 +146,10 @@ class LoopRunner:
         return [jnp.moveaxis(shards[leaf], dim, 0) for leaf, dim in self.loop.stacked.values()]
 
     def _stack(self, layer_grads: Sequence[jax.Array | None]) -> dict[Value, jax.Array]:
-        grads: dict[Value, jax.Array] = {}
+        grads = Sums()
         for (leaf, dim), grad in zip(self.loop.stacked.values(), layer_grads, strict=True):
             if grad is not None:
-                grad = jnp.moveaxis(grad, 0, dim)
-                grads[leaf] = grads[leaf] + grad if leaf in grads else grad
+                grads.add(leaf, jnp.moveaxis(grad, 0, dim))
         return grads
 
     def _known(self, gathered: Arrays, env: Arrays) -> dict[Value, jax.Array]:
@@ -168,12 +168,12 @@ class LoopRunner:
         self, operand_cts: Sequence[tuple[Any, jax.Array]], gathered: Arrays, env: Arrays
     ) -> dict[Value, jax.Array]:
         """Carry the operands' cotangents back to whole leaves and inputs."""
-        sums: dict[Any, jax.Array] = {}
+        sums = Sums()
         for atom, ct in operand_cts:
-            sums[atom] = sums[atom] + ct if atom in sums else ct
+            sums.add(atom, ct)
         made = {v for eq in self.loop.known for v in eq.outputs}
         through = [a for a in sums if a in made]
-        direct = {a: ct for a, ct in sums.items() if isinstance(a, Value) and a not in made}
+        direct = Sums((a, ct) for a, ct in sums.items() if isinstance(a, Value) and a not in made)
         if not through:
             return direct
         sources = {v: x for v, x in {**gathered, **env}.items() if v.is_float and self._reads(v)}
@@ -186,7 +186,7 @@ class LoopRunner:
         _, pullback = jax.vjp(known, list(sources.values()))
         (source_cts,) = pullback([sums[a] for a in through])
         for v, ct in zip(sources, source_cts, strict=True):
-            direct[v] = direct[v] + ct if v in direct else ct
+            direct.add(v, ct)
         return direct
 
     def _reads(self, value: Value) -> bool:

@@ -11,6 +11,7 @@ of the next unit with that of the unit after it, which may start only later, so 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -19,20 +20,24 @@ from jax import lax
 
 from zeroxla.collectives import Collectives
 from zeroxla.placement import Placement
+from zeroxla.segments import Loop, Segment, Straight
 from zeroxla.trace import Value
 
 Arrays = Mapping[Value, jax.Array]
 
 
-def tie(arrays: Sequence[Any], to: Sequence[jax.Array]) -> tuple[list[Any], list[jax.Array]]:
-    """Return `arrays` (some may be None) such that none exists before all of `to` do, and `to`, to
-    be read from now on."""
-    present = [x for x in arrays if x is not None]
-    if not to or not present:
-        return list(arrays), list(to)
-    tied = lax.optimization_barrier((*present, *to))
-    rest = iter(tied)
-    return [None if x is None else next(rest) for x in arrays], list(tied[len(present) :])
+def tie(arrays: Sequence[Any], to: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    """Return both, such that none of `arrays` exists before all of `to` do. None is no array.
+
+    Whoever reads `to` afterwards must read what is returned for it.
+    """
+    arrays, to = list(arrays), list(to)
+    if all(x is None for x in arrays) or all(x is None for x in to):
+        return arrays, to
+    both = [*arrays, *to]
+    tied = iter(lax.optimization_barrier([x for x in both if x is not None]))
+    both = [None if x is None else next(tied) for x in both]
+    return both[: len(arrays)], both[len(arrays) :]
 
 
 def tie_points(
@@ -69,85 +74,133 @@ def tie_points(
     return points
 
 
-class Fetches:
-    """The gathers of one pass over the segments of a plan, forward or backward.
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class FetchOrder:
+    """When the units of one pass over a plan's segments, forward or backward, are gathered.
 
-    Args:
-      units: the leaves that each segment reads, in the order of the pass.
-      stacked: the stacked leaves of each loop, which its body gathers; () for other segments. The
+    Attributes (one entry per segment, in the order of the pass):
+      units: the leaves that it gathers when it starts.
+      stacked: the stacked leaves of a loop, which its body gathers; () for other segments. The
         gather of the first turn may stand before the loop, so these shards are tied too.
-      keeps: of each segment's leaves, those that stay whole for a later use.
+      keeps: of its leaves, those that stay whole for a later use.
       points: from `tie_points`.
       chained: each gather is tied to the one before it.
+    """
+
+    units: Sequence[Sequence[Value]]
+    stacked: Sequence[Sequence[Value]]
+    keeps: Sequence[Collection[Value]]
+    points: Sequence[int]
+    chained: bool
+
+    @classmethod
+    def make(
+        cls,
+        segments: Sequence[Segment],
+        units: Sequence[Sequence[Value]],
+        keeps: Sequence[Collection[Value]],
+        budget: int | None,
+        *,
+        in_loop: bool,
+    ) -> FetchOrder:
+        """Order the gathers of a pass over `segments`; see `tie_points`."""
+        prefetches = budget != 0
+        first_inside = [
+            () if isinstance(s, Straight) else next(iter(s.body.units), ()) for s in segments
+        ]
+        sizes = [
+            sum(leaf.aval.size for leaf in (*unit, *first))
+            for unit, first in zip(units, first_inside, strict=True)
+        ]
+        loops = [i for i, s in enumerate(segments) if isinstance(s, Loop)]
+        return cls(
+            units=units,
+            # Without prefetch no loop gathers before its first turn.
+            stacked=[stacked_leaves(s) if prefetches else () for s in segments],
+            keeps=keeps,
+            points=tie_points(sizes, budget, loops=loops, in_loop=in_loop and prefetches),
+            chained=prefetches,
+        )
+
+
+class Fetches:
+    """The gathers of one pass.
+
+    Args:
+      order: of the gathers.
+      collectives: how a unit is gathered.
+      placements: of each leaf.
       shards: what this device stores of each leaf.
       live: the leaves that are whole when the pass begins.
+
+    Attributes:
+      shards: as given, tied: what loops and remat bodies must read.
+      live: the leaves that are whole now.
     """
 
     def __init__(
         self,
-        *,
-        units: Sequence[Sequence[Value]],
-        stacked: Sequence[Sequence[Value]],
-        keeps: Sequence[Collection[Value]],
-        points: Sequence[int],
-        chained: bool,
+        order: FetchOrder,
         collectives: Collectives,
         placements: Mapping[Value, Placement],
         shards: Arrays,
         live: Arrays,
     ) -> None:
-        self.units, self.stacked, self.keeps, self.points = units, stacked, keeps, points
-        self.collectives, self.placements, self.chained = collectives, placements, chained
+        self.order, self.collectives, self.placements = order, collectives, placements
         self.shards, self.live = dict(shards), dict(live)
-        self.missing = _missing(units, keeps, self.live)
-        self.arrived: list[jax.Array] = []  # what the last gather gave
-        self.wires: dict[int, list[jax.Array]] = {}  # given, not yet cut into leaves
+        self._missing = _missing(order, self.live)
+        self._arrived: list[jax.Array] = []  # what the last gather gave
+        self._wires: dict[int, list[jax.Array]] = {}  # given, not yet cut into leaves
         self.enter(-1, [])
 
-    def enter(self, point: int, entry: Sequence[jax.Array]) -> list[jax.Array]:
+    def enter(self, point: int, entry: Sequence[Any]) -> list[Any]:
         """Start the gathers that may start at the entry of segment `point`.
 
         Args:
           point: position in the pass.
-          entry: what the segment reads that none of them may run ahead of.
+          entry: what the segment reads that none of them may run ahead of; None is no array.
 
         Returns:
           `entry`, tied: what the segment must read.
         """
         entry = list(entry)
-        for i, start in enumerate(self.points):
-            leaves = (*self.missing[i], *self.stacked[i])
+        for i, start in enumerate(self.order.points):
+            leaves = (*self._missing[i], *self.order.stacked[i])
             if start != point or not leaves:
                 continue
-            after = [*entry, *self.arrived]
-            tied, after = tie([self.shards[v] for v in leaves], after)
+            tied, after = tie([self.shards[v] for v in leaves], [*entry, *self._arrived])
             entry = after[: len(entry)]
             self.shards.update(zip(leaves, tied, strict=True))
             wires = self.collectives.gather_wires(
-                tied[: len(self.missing[i])], [self.placements[v] for v in self.missing[i]]
+                tied[: len(self._missing[i])], [self.placements[v] for v in self._missing[i]]
             )
-            self.wires[i] = wires
-            if self.chained and wires:
-                self.arrived = wires
+            self._wires[i] = wires
+            if self.order.chained and wires:
+                self._arrived = wires
         return entry
 
     def take(self, i: int) -> dict[Value, jax.Array]:
         """Return the whole leaves of segment `i`; call once for each segment, in order."""
-        placements = [self.placements[v] for v in self.missing[i]]
-        found = self.collectives.cut(self.wires.pop(i, []), placements)
-        whole = dict(zip(self.missing[i], found, strict=True))
-        leaves = {v: whole[v] if v in whole else self.live.pop(v) for v in self.units[i]}
-        self.live.update((v, leaves[v]) for v in self.keeps[i])
+        missing = self._missing[i]
+        found = self.collectives.cut(self._wires.pop(i, []), [self.placements[v] for v in missing])
+        whole = dict(zip(missing, found, strict=True))
+        leaves = {v: whole[v] if v in whole else self.live.pop(v) for v in self.order.units[i]}
+        self.live.update((v, leaves[v]) for v in self.order.keeps[i])
         return leaves
 
 
-def _missing(
-    units: Sequence[Sequence[Value]], keeps: Sequence[Collection[Value]], live: Collection[Value]
-) -> list[tuple[Value, ...]]:
+def stacked_leaves(segment: Segment) -> tuple[Value, ...]:
+    """Return the leaves that a loop slices; () if it is no loop."""
+    if not isinstance(segment, Loop):
+        return ()
+    return tuple(dict.fromkeys(leaf for leaf, _ in segment.stacked.values()))
+
+
+def _missing(order: FetchOrder, live: Collection[Value]) -> list[tuple[Value, ...]]:
     """Return the leaves that each segment must gather: those that nothing before it kept."""
     live = set(live)
     missing = []
-    for unit, kept in zip(units, keeps, strict=True):
+    for unit, kept in zip(order.units, order.keeps, strict=True):
         missing.append(tuple(v for v in unit if v not in live))
         live = live.difference(unit).union(kept)
     return missing
