@@ -55,6 +55,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "scanned, no prefetch": {"scan": True, "prefetch_bucket": 0},
 }
 TARGETED = ("unrolled", "scanned")
+WITHOUT_PREFETCH = tuple(name for name in VARIANTS if "no prefetch" in name)
 MAX_UNITS = 4  # of temporaries, beside the activations kept
 MAX_COMBINED = 2  # units in one collective: of two neighbours, not of all layers
 

@@ -37,9 +37,9 @@ class ZeroConfig:
     repeated block of the model, else 4 Mi elements."""
 
     prefetch_bucket: int | None = None
-    """Most elements gathered ahead of their use, the next unit's included, when a plan has several
-    units in a row. None: 0 on CPUs, where a collective blocks anyway, and on other devices what
-    holds the next unit. (stage3_prefetch_bucket_size)"""
+    """Most elements gathered ahead of their use, the next unit's or the next turn's included. None:
+    0 on CPUs, where a collective blocks anyway, and on other devices what holds the next unit.
+    (stage3_prefetch_bucket_size)"""
 
     max_live_parameters: int = 0
     """Most elements kept gathered for a later use. (stage3_max_live_parameters)"""
