@@ -1,7 +1,7 @@
 """Training on a mesh equals training on one device: loss, gradients, metrics, and 20 steps.
 
 The default run takes two rows for each case of the zoo; `-m full` takes every case on every mesh,
-and `python tests/equality_table.py` writes what it finds to benchmarks/results/equality.md.
+and `python benchmarks/equality_matrix.py` writes what that finds to benchmarks/results.
 """
 
 import dataclasses
