@@ -1,4 +1,4 @@
-"""Equality with one device: every case of tests/zoo on every mesh, plain and with every knob turned.
+"""Equality with one device: every case of tests/zoo on every mesh, plain and with all knobs turned.
 
 The runs are those of `pytest -m full tests/test_equality.py`, compiled as users compile: loss and
 gradients in the first step, and the leaves after 20 AdamW steps, against the unsharded model. The
