@@ -6,12 +6,13 @@ import dataclasses
 import json
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.extend
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -58,6 +59,29 @@ def tree_bytes(tree: Any) -> int:
     """Sum the bytes of a pytree of arrays or shapes, keys apart."""
     arrays = [x for x in jax.tree.leaves(tree) if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key)]
     return sum(x.size * x.dtype.itemsize for x in arrays)
+
+
+def residual_bytes(pullback: Callable[[Any, Any], Any], params: Any, inputs: Any) -> int:
+    """Return the bytes of the activations that a backward needs.
+
+    They are the residuals that depend on `inputs`, each once; those that depend on parameters alone
+    are parameters or copies of them. zeroxla has no part in it. A compiler may keep less and
+    compute some again.
+
+    Args:
+      pullback: `(params, inputs) -> jax.vjp(...)[1]`.
+      params, inputs: pytrees of shapes.
+    """
+    with jax.disable_jit():  # a nested jit would hand the same value out twice
+        residuals = jax.make_jaxpr(lambda p, x: jax.tree.leaves(pullback(p, x)))(params, inputs)
+    jaxpr = residuals.jaxpr
+    on_inputs = set(jaxpr.invars[len(jax.tree.leaves(params)) :])
+    for eqn in jaxpr.eqns:
+        reads = (v for v in eqn.invars if not isinstance(v, jax.extend.core.Literal))
+        if not on_inputs.isdisjoint(reads):
+            on_inputs.update(eqn.outvars)
+    kept = {v for v in jaxpr.outvars if not isinstance(v, jax.extend.core.Literal)} & on_inputs
+    return tree_bytes([v.aval for v in kept])
 
 
 class PlainFSDP:

@@ -29,11 +29,10 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.extend
 import jax.numpy as jnp
 import numpy as np
 import optax
-from common import Check, report, table, tree_bytes
+from common import Check, report, residual_bytes, table
 from jax.experimental import topologies
 from jax.sharding import Mesh
 from schedule import Gather, gathers
@@ -148,32 +147,18 @@ def unit_elements() -> int:
 
 
 def activation_bytes() -> int:
-    """Return the bytes of the activations that backward needs, for one device's rows.
-
-    They are the residuals of `jax.vjp` of the whole loss that depend on the batch, each once; those
-    that depend on parameters alone are parameters or copies of them. So zeroxla has no part in the
-    figure. A compiler may keep less and compute some again.
-    """
+    """Return the bytes of the activations that backward needs, for one device's rows."""
     adapted = adapt(model(scan=False))
-    rows = _rows()
-    params = jax.eval_shape(adapted.init, jax.random.key(0), rows)[0]
+    params = jax.eval_shape(adapted.init, jax.random.key(0), _rows())[0]
     params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16), params)
 
-    def residuals(params: Any, rows: Any) -> list[jax.Array]:
+    def pullback(params: Any, rows: Any) -> Any:
         def loss(params: Any) -> jax.Array:
             return adapted.loss(params, {}, rows, jax.random.key(0), train=True)[0]
 
-        return jax.tree.leaves(jax.vjp(loss, params)[1])
+        return jax.vjp(loss, params)[1]
 
-    with jax.disable_jit():  # a nested jit would hand the same value out twice
-        jaxpr = jax.make_jaxpr(residuals)(params, rows).jaxpr
-    on_batch = set(jaxpr.invars[len(jax.tree.leaves(params)) :])
-    for eqn in jaxpr.eqns:
-        reads = (v for v in eqn.invars if not isinstance(v, jax.extend.core.Literal))
-        if not on_batch.isdisjoint(reads):
-            on_batch.update(eqn.outvars)
-    kept = {v for v in jaxpr.outvars if not isinstance(v, jax.extend.core.Literal)} & on_batch
-    return tree_bytes([v.aval for v in kept])
+    return residual_bytes(pullback, params, _rows())
 
 
 def _rows() -> dict[str, jax.ShapeDtypeStruct]:

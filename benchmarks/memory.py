@@ -24,7 +24,6 @@ import sys
 from typing import Any
 
 import jax
-import jax.extend
 import jax.numpy as jnp
 import optax
 from common import (
@@ -35,6 +34,7 @@ from common import (
     PlainFSDP,
     gpt,
     report,
+    residual_bytes,
     start,
     table,
     token_shapes,
@@ -98,27 +98,16 @@ def measure_apart(flags: str) -> list[dict[str, Any]]:
 
 
 def block_bytes() -> tuple[int, int]:
-    """Return the bytes of one block's parameters, and of the activations that its backward needs.
-
-    The latter are the residuals of `jax.vjp` that depend on the block's input, each once, for one
-    device's rows; those that depend on parameters alone are parameters or copies of them.
-    """
+    """Return the bytes of one block's parameters, and of the activations that its backward needs
+    for one device's rows."""
     block = Block(heads=8, hidden=4 * WIDTH, layers=LAYERS[0], dropout=0.0, train=True)
     x_BLD = jax.ShapeDtypeStruct((1, LENGTH, WIDTH), jnp.float32)
     params = jax.eval_shape(lambda x: block.init(jax.random.key(0), x, None), x_BLD)
 
-    def residuals(params: Any, x_BLD: jax.Array) -> list[jax.Array]:
-        return jax.tree.leaves(jax.vjp(lambda p, x: block.apply(p, x, None)[0], params, x_BLD)[1])
+    def pullback(params: Any, x_BLD: jax.Array) -> Any:
+        return jax.vjp(lambda p, x: block.apply(p, x, None)[0], params, x_BLD)[1]
 
-    with jax.disable_jit():  # a nested jit would hand the same value out twice
-        jaxpr = jax.make_jaxpr(residuals)(params, x_BLD).jaxpr
-    on_input = set(jaxpr.invars[len(jax.tree.leaves(params)) :])
-    for eqn in jaxpr.eqns:
-        reads = (v for v in eqn.invars if not isinstance(v, jax.extend.core.Literal))
-        if not on_input.isdisjoint(reads):
-            on_input.update(eqn.outvars)
-    kept = {v for v in jaxpr.outvars if not isinstance(v, jax.extend.core.Literal)} & on_input
-    return tree_bytes(params), sum(v.aval.size * v.aval.dtype.itemsize for v in kept)
+    return tree_bytes(params), residual_bytes(pullback, params, x_BLD)
 
 
 def find(rows: list[dict[str, Any]], program: str, *, scan: bool, layers: int) -> dict[str, Any]:
