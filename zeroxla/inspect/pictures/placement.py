@@ -1,9 +1,4 @@
-"""Pictures of a report and of a placement, drawn with matplotlib without touching its global state.
-
-Each function returns a `matplotlib.figure.Figure` on a canvas of its own, so it works without a
-display and opens no window. A notebook shows it as the last expression of a cell once
-`matplotlib.pyplot` has been imported there.
-"""
+"""A placement as bars of bytes per device and a grid of each leaf's pieces."""
 
 from __future__ import annotations
 
@@ -15,122 +10,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .comms import CommsReport, Row
-from .memory import format_bytes
+from ..memory import format_bytes
+from .figures import COLORS, FRAME, INK, finish, new_figure, quiet
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Okabe and Ito's colours, which the colour-blind can tell apart.
-_COLORS: tuple[str, ...] = (
-    "#0072B2",
-    "#E69F00",
-    "#009E73",
-    "#CC79A7",
-    "#56B4E9",
-    "#D55E00",
-    "#8C6D1F",
-    "#6A51A3",
-)
 _REST = "#9A9A9A"
-_INK = "#333333"
-_FRAME = "#D8D8D8"
-_AXIS_COLORS = {"device": _COLORS[0], "node": _COLORS[1], "pipe": _COLORS[2], "tensor": _COLORS[3]}
 _MAX_DEVICES = 32
-
-
-def plot_comms(report: CommsReport, *, path: str | os.PathLike | None = None) -> Figure:
-    """Draw the bytes of a step as stacked bars by phase, one segment per axis, kind and dtype.
-
-    Args:
-      report: from `comms`.
-      path: file to save to (the suffix names the format), or None.
-
-    Returns:
-      The figure: bytes received by a device and, if any cross hosts, bytes sent by a host.
-    """
-    rows = report.rows
-    panels = [("received by each device", "received_bytes")]
-    if report.cross_host_bytes():
-        panels.append(("sent by each host to other hosts", "cross_host_bytes"))
-    figure = _figure(width=1.6 + 4.4 * len(panels), height=4.6)
-    phases = list(dict.fromkeys(row.phase for row in rows))
-    colors = _segment_colors(rows)
-    for i, (title, field) in enumerate(panels):
-        axes = figure.add_subplot(1, len(panels), i + 1)
-        _stack(axes, rows, phases, field, colors)
-        axes.set_title(title, fontsize=10, color=_INK, loc="left")
-    mesh = " x ".join(f"{name}={size}" for name, size in report.mesh_shape.items())
-    figure.suptitle(
-        f"Bytes per step on {mesh}", x=0.02, ha="left", fontsize=12, color=_INK, weight="bold"
-    )
-    handles, labels = figure.axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False, fontsize=8)
-    return _finish(figure, path)
-
-
-def _segment_colors(rows: tuple[Row, ...]) -> dict[tuple[str, str, str], Any]:
-    """One hue per mesh axis; its kinds and dtypes are shades of it."""
-    from matplotlib.colors import to_rgb
-
-    by_axis: dict[str, list[tuple[str, str, str]]] = {}
-    for row in rows:
-        key = (row.axis, row.kind, row.dtype)
-        if key not in by_axis.setdefault(row.axis, []):
-            by_axis[row.axis].append(key)
-    colors = {}
-    for axis, keys in by_axis.items():
-        red, green, blue = to_rgb(_AXIS_COLORS.get(axis, _COLORS[5]))
-        for i, key in enumerate(keys):
-            white = 0.65 * i / len(keys)
-            colors[key] = tuple(c + (1 - c) * white for c in (red, green, blue))
-    return colors
-
-
-def _stack(
-    axes: Axes,
-    rows: tuple[Row, ...],
-    phases: list[str],
-    field: str,
-    colors: dict[tuple[str, str, str], Any],
-) -> None:
-    from matplotlib.ticker import FuncFormatter
-
-    tops = dict.fromkeys(phases, 0.0)
-    for key, color in colors.items():
-        heights = dict.fromkeys(phases, 0.0)
-        for row in rows:
-            if (row.axis, row.kind, row.dtype) == key:
-                heights[row.phase] += getattr(row, field)
-        axes.bar(
-            range(len(phases)),
-            list(heights.values()),
-            bottom=list(tops.values()),
-            width=0.62,
-            color=color,
-            edgecolor="white",
-            linewidth=0.6,
-            label=" ".join(key),
-        )
-        for phase in phases:
-            tops[phase] += heights[phase]
-    for i, top in enumerate(tops.values()):
-        axes.annotate(
-            format_bytes(top) if top else "0",
-            (i, top),
-            xytext=(0, 3),
-            textcoords="offset points",
-            ha="center",
-            fontsize=8,
-            color=_INK,
-        )
-    labels = [phase.replace("+", "\n+ ").replace(" gather", "\ngather") for phase in phases]
-    axes.set_xticks(range(len(phases)), labels, fontsize=8)
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: format_bytes(value)))
-    axes.tick_params(axis="y", labelsize=8)
-    axes.set_ylim(0, 1.12 * max(tops.values(), default=1.0) or 1.0)
-    _quiet(axes)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -184,7 +72,7 @@ def plot_placement(
     shown = sorted(drawn, key=lambda leaf: -leaf.num_bytes)[:max_leaves]
     shown = [leaf for leaf in drawn if any(leaf is other for other in shown)]
 
-    figure = _figure(width=5.2 + 0.62 * len(devices), height=3.4 + 0.24 * len(shown))
+    figure = new_figure(width=5.2 + 0.62 * len(devices), height=3.4 + 0.24 * len(shown))
     bars, grid = figure.subplots(2, 1, sharex=True, height_ratios=[1.0, 0.12 + 0.1 * len(shown)])
     _bars(bars, leaves, devices, columns, colors)
     _grid(grid, shown, devices, columns, colors)
@@ -194,15 +82,15 @@ def plot_placement(
     title = "Which device holds what"
     if mesh.size > len(devices):
         title += f" (the first {len(devices)} of {mesh.size} devices)"
-    figure.suptitle(title, x=0.02, ha="left", fontsize=12, color=_INK, weight="bold")
+    figure.suptitle(title, x=0.02, ha="left", fontsize=12, color=INK, weight="bold")
     hidden = len(drawn) - len(shown)
     note = f"; {hidden} smaller leaves are not drawn" if hidden else ""
     figure.supxlabel(
         f"a box is one whole leaf, the filled part is what that device holds{note}",
         fontsize=8,
-        color=_INK,
+        color=INK,
     )
-    return _finish(figure, path)
+    return finish(figure, path)
 
 
 def _is_state(tree: Any) -> bool:
@@ -266,8 +154,8 @@ def _colored(leaves: list[_Leaf]) -> tuple[list[_Leaf], dict[str, str]]:
         sizes[leaf.group] = sizes.get(leaf.group, 0) + leaf.num_bytes
     smallest = sum(sizes.values()) / 1000
     ranked = sorted(sizes, key=lambda group: (group != "params", -sizes[group]))
-    named = [group for group in ranked if sizes[group] >= smallest][: len(_COLORS)]
-    colors = dict(zip(named, _COLORS, strict=False))
+    named = [group for group in ranked if sizes[group] >= smallest][: len(COLORS)]
+    colors = dict(zip(named, COLORS, strict=False))
     if len(named) < len(ranked):
         colors["others"] = _REST
     leaves = [
@@ -308,7 +196,7 @@ def _bars(
             textcoords="offset points",
             ha="center",
             fontsize=7,
-            color=_INK,
+            color=INK,
         )
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: format_bytes(value)))
     axes.tick_params(axis="y", labelsize=8)
@@ -317,9 +205,9 @@ def _bars(
     axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, fontsize=8)
     whole = format_bytes(sum(leaf.num_bytes for leaf in leaves))
     axes.set_title(
-        f"bytes held by each device, of {whole} in all", fontsize=10, color=_INK, loc="left"
+        f"bytes held by each device, of {whole} in all", fontsize=10, color=INK, loc="left"
     )
-    _quiet(axes)
+    quiet(axes)
 
 
 def _grid(
@@ -336,7 +224,7 @@ def _grid(
         for x, device in zip(columns, devices, strict=True):
             corner = (x - box / 2, row - box / 2)
             axes.add_patch(
-                Rectangle(corner, box, box, facecolor="#F6F6F6", edgecolor=_FRAME, linewidth=0.6)
+                Rectangle(corner, box, box, facecolor="#F6F6F6", edgecolor=FRAME, linewidth=0.6)
             )
             if device in leaf.held:
                 left, width, bottom, height = leaf.held[device]
@@ -363,13 +251,13 @@ def _grid(
             f"{format_bytes(leaf.num_bytes)}, {share}",
             va="center",
             fontsize=8,
-            color=_INK,
+            color=INK,
         )
     labels = [f"{leaf.name}  {'x'.join(map(str, leaf.shape)) or 'scalar'}" for leaf in leaves]
     axes.set_yticks(range(len(leaves)), labels, fontsize=8)
     axes.set_ylim(len(leaves) - 0.4, -0.6)
     axes.tick_params(axis="both", length=0)
-    axes.set_title("pieces of each leaf", fontsize=10, color=_INK, loc="left")
+    axes.set_title("pieces of each leaf", fontsize=10, color=INK, loc="left")
     for spine in axes.spines.values():
         spine.set_visible(False)
 
@@ -392,29 +280,5 @@ def _device_labels(axes: Axes, mesh: jax.sharding.Mesh, columns: list[float]) ->
             ha="center",
             fontsize=9,
             weight="bold",
-            color=_INK,
+            color=INK,
         )
-
-
-def _figure(*, width: float, height: float) -> Figure:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(width, height), layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure
-
-
-def _quiet(axes: Axes) -> None:
-    axes.set_axisbelow(True)
-    axes.grid(axis="y", color="#ECECEC", linewidth=0.8)
-    axes.tick_params(length=0, colors=_INK)
-    for side in ("top", "right", "left"):
-        axes.spines[side].set_visible(False)
-    axes.spines["bottom"].set_color(_FRAME)
-
-
-def _finish(figure: Figure, path: str | os.PathLike | None) -> Figure:
-    if path is not None:
-        figure.savefig(path, dpi=150)
-    return figure

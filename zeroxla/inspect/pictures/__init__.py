@@ -1,0 +1,11 @@
+"""Pictures of a report and of a placement, drawn with matplotlib without touching its global state.
+
+Each function returns a `matplotlib.figure.Figure` on a canvas of its own, so it works without a
+display and opens no window. A notebook shows it as the last expression of a cell once
+`matplotlib.pyplot` has been imported there.
+"""
+
+from .comms import plot_comms
+from .placement import plot_placement
+
+__all__ = ["plot_comms", "plot_placement"]

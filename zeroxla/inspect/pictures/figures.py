@@ -1,0 +1,48 @@
+"""What the pictures share: colours, an empty figure, quiet axes, saving to a file."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+# Okabe and Ito's colours, which the colour-blind can tell apart.
+COLORS: tuple[str, ...] = (
+    "#0072B2",
+    "#E69F00",
+    "#009E73",
+    "#CC79A7",
+    "#56B4E9",
+    "#D55E00",
+    "#8C6D1F",
+    "#6A51A3",
+)
+INK = "#333333"
+FRAME = "#D8D8D8"
+
+
+def new_figure(*, width: float, height: float) -> Figure:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def quiet(axes: Axes) -> None:
+    axes.set_axisbelow(True)
+    axes.grid(axis="y", color="#ECECEC", linewidth=0.8)
+    axes.tick_params(length=0, colors=INK)
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
+    axes.spines["bottom"].set_color(FRAME)
+
+
+def finish(figure: Figure, path: str | os.PathLike | None) -> Figure:
+    if path is not None:
+        figure.savefig(path, dpi=150)
+    return figure
