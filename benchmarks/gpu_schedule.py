@@ -118,9 +118,7 @@ class Program:
         looped = [g for g in mine if g.in_loop]
         first = "h_0" if direction == "forward" else f"h_{LAYERS - 1}"
         others = {f"h_{i}" for i in range(LAYERS)} - {first}
-        return looped or [
-            g for g in mine if first not in g.serves and others.intersection(g.serves)
-        ]
+        return looped or [g for g in mine if g.serves in others]
 
 
 def compile_step(mesh: Mesh, *, scan: bool, **options: Any) -> Program:

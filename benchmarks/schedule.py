@@ -27,9 +27,9 @@ class Gather:
     Attributes:
       direction: "forward" or "backward"; "" where it belongs to neither (persistent leaves).
       hop: the mesh axis, "node" or "device".
-      serves: the layers whose matmuls read what it brings, as the program names them (`h_3`, or
-        `OTHER`); `NEXT_TURN` where the next turn of the loop around it does, `LOOP` where the first
-        turn of a loop after it does.
+      serves: the layer whose matmul is the first to read what it brings, as the program names it
+        (`h_3`, or `OTHER`); `NEXT_TURN` where the next turn of the loop around it is the first to,
+        `LOOP` where the first turn of a loop after it is; None where nothing is found.
       in_loop: it is in the body of a loop.
       count: runs in a step.
       result_bytes: what one device holds of it when it is done.
@@ -38,7 +38,7 @@ class Gather:
 
     direction: str
     hop: str
-    serves: tuple[str, ...]
+    serves: str | None
     in_loop: bool
     count: int
     result_bytes: int
@@ -83,7 +83,7 @@ def _gathers_of(schedule: _Schedule, found: dict[str, hlo.Collective]) -> Iterat
         yield Gather(
             direction=direction.group(1) if direction else "",
             hop="device" if second == first + 1 else "node",
-            serves=tuple(sorted(schedule.readers(start.name))),
+            serves=schedule.first_reader(start.name),
             in_loop=schedule.name != schedule.module.entry,
             count=collective.count,
             result_bytes=sum(shape.num_bytes for shape in collective.results),
@@ -114,9 +114,9 @@ class _Schedule:
     def is_done_of(self, instruction: hlo.Instruction, start: hlo.Instruction) -> bool:
         return instruction.opcode.endswith("-done") and instruction.operands[0] == start.name
 
-    def readers(self, name: str) -> set[str]:
-        """Follow a value to the matmuls that read it; return the layers that those belong to."""
-        layers: set[str] = set()
+    def first_reader(self, name: str) -> str | None:
+        """Follow a value to whatever computes with it; return the first in the schedule."""
+        found: dict[str, str] = {}  # by instruction
         seen, stack = {name}, [name]
         while stack:
             for user in self.users.get(stack.pop(), ()):
@@ -124,12 +124,12 @@ class _Schedule:
                     continue
                 seen.add(user.name)
                 if user.opcode == "while":
-                    layers.add(LOOP)
+                    found[user.name] = LOOP
                 elif self.is_matmul(user):
                     layer = re.search(r"\bh_\d+\b", user.op_name)
-                    layers.add(layer.group() if layer else OTHER)
+                    found[user.name] = layer.group() if layer else OTHER
                 elif user.is_root:
-                    layers.add(NEXT_TURN)
+                    found[user.name] = NEXT_TURN
                 elif user.opcode in _PASSES_ON:
                     stack.append(user.name)
-        return layers
+        return next((found[name] for name in self.instructions if name in found), None)
