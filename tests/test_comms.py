@@ -25,7 +25,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from zeroxla.inspect import comms, format_bytes
-from zeroxla.inspect.comms import phase_of
+from zeroxla.inspect.phases import phase_of
 
 
 @pytest.mark.smoke

@@ -6,7 +6,7 @@ Everything here runs inside `shard_map`.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -18,6 +18,7 @@ from zeroxla.collectives import Collectives
 from zeroxla.fetch import make_plan
 from zeroxla.gather import Runner
 from zeroxla.layout import Layout, Leaf
+from zeroxla.metrics import check_metrics, means, weight_of, weighted
 from zeroxla.prefetch import tie
 from zeroxla.reuse import Limits
 from zeroxla.segments import Plan, layer_dims
@@ -116,8 +117,8 @@ class Differentiator:
         shards = dict(zip(traced.runner.plan.leaves, shards, strict=True))
         outputs, _ = traced.runner.forward(shards, inputs, record=False)
         loss, metrics, _ = traced.result.unflatten(outputs)
-        sums = self.collectives.sum(as_vector(_weighted(loss, metrics)))
-        return _means(from_vector(sums, _weighted(loss, metrics)))
+        sums = self.collectives.sum(as_vector(weighted(loss, metrics)))
+        return means(from_vector(sums, weighted(loss, metrics)))
 
     def trace(self, model_state: Any, batch: Any, key: jax.Array, *, train: bool) -> TracedLoss:
         """Trace the loss on this device's micro-batch and make its fetch plan."""
@@ -141,7 +142,7 @@ class Differentiator:
             split_dims={program.inputs[i]: self.layout.leaves[i].placement.dim for i in fetched},
             gradient_of=program.outputs[:1],
         )
-        _check_metrics(result)
+        check_metrics(result)
         return plan, result
 
     def layer_dims(self, model_state: Any, batch: Any, key: jax.Array) -> list[tuple[int, ...]]:
@@ -220,7 +221,7 @@ class Differentiator:
         with jax.named_scope("forward"):
             outputs, tape = runner.forward(shards, inputs, record=True)
         loss, metrics, model_state = traced.result.unflatten(outputs)
-        weight = _weight(metrics)
+        weight = weight_of(metrics)
         # Tied to the loss, so that no gather of backward can start before forward has ended.
         seed, loss = lax.optimization_barrier(((scale * weight).astype(loss.dtype), loss))
         with jax.named_scope("backward"):
@@ -236,7 +237,7 @@ class Differentiator:
             None if zero is None else zero if ct is None else ct.astype(jnp.float32)
             for ct, zero in zip(whole, zeros[1], strict=False)
         ]
-        return (grads, whole), _weighted(loss, metrics), model_state
+        return (grads, whole), weighted(loss, metrics), model_state
 
     def _reduce_resident(self, grads: Any) -> list[jax.Array | None]:
         """Reduce the gradients of the whole leaves; return all shards in order of the leaves."""
@@ -266,7 +267,7 @@ class Differentiator:
         here = (sums, squares, bad)
         total, squares, bad = from_vector(self.collectives.sum(as_vector(here)), here)
         divide = 1 / (total["weight"] * scale)
-        metrics = _means(total)
+        metrics = means(total)
         metrics["grad_norm"] = jnp.sqrt(squares) * divide
         metrics["finite"] = (bad == 0) & jnp.isfinite(metrics["loss"])
         return [None if g is None else g * divide for g in grads], metrics
@@ -287,42 +288,5 @@ class Differentiator:
         return tree.unflatten([agreed[i] for i in range(len(leaves))])
 
 
-# Names that a step gives its own metrics.
-_RESERVED = frozenset(
-    {
-        "examples_per_s",
-        "finite",
-        "grad_norm",
-        "learning_rate",
-        "loss",
-        "loss_scale",
-        "skipped",
-        "tokens_per_s",
-    }
-)
-
-
-def _check_metrics(result: Any) -> None:
-    _, metrics, _ = result.unflatten(range(result.num_leaves))
-    if taken := sorted(_RESERVED.intersection(metrics)):
-        raise ValueError(f"the loss returns metrics named {taken}; the step uses these: rename")
-
-
 def _is_persistent(leaf: Leaf) -> bool:
     return leaf.persistent and leaf.placement.dim is not None
-
-
-def _weight(metrics: Mapping[str, jax.Array]) -> jax.Array:
-    return jnp.asarray(metrics.get("weight", 1.0), jnp.float32)
-
-
-def _weighted(loss: jax.Array, metrics: Mapping[str, jax.Array]) -> dict[str, Any]:
-    """The loss and metrics times their weight, and the weight: what may be summed."""
-    weight = _weight(metrics)
-    own = {name: x for name, x in metrics.items() if name != "weight"}
-    scaled = {n: x.astype(jnp.float32) * weight for n, x in {**own, "loss": loss}.items()}
-    return {**scaled, "weight": weight}
-
-
-def _means(sums: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-    return {name: x / sums["weight"] for name, x in sums.items() if name != "weight"}

@@ -1,7 +1,8 @@
 """Reports on compiled programs and live arrays: what travels, what memory holds, pictures."""
 
-from .comms import PHASES, CommsReport, Row, comms
+from .comms import CommsReport, Row, comms
 from .memory import MemoryReport, array_bytes_per_device, format_bytes, memory
+from .phases import PHASES
 from .pictures import plot_comms, plot_placement
 
 __all__ = [

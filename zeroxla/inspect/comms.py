@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -27,11 +26,10 @@ import numpy as np
 
 from . import hlo
 from .memory import format_bytes, render
+from .phases import PHASES, phase_of
 
 if TYPE_CHECKING:
     from rich.table import Table
-
-PHASES = ("forward gather", "forward", "backward gather", "backward", "reduce", "update", "other")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -316,40 +314,3 @@ def _messages(kind: str, group: Sequence[int], num_bytes: int) -> list[tuple[int
         return [(a, b, num_bytes / size) for a in group for b in group if a != b]
     share = _bytes(kind, num_bytes, size)
     return [(group[i], group[(i + 1) % size], share) for i in range(size)]
-
-
-def phase_of(op_name: str, kind: str) -> str:
-    """Name the phase of a train step that a collective belongs to.
-
-    Args:
-      op_name: path of scopes and transforms, the primitive last, such as
-        "jit(step)/transpose(jvp(forward))/checkpoint/rematted_computation/gather/all_gather". Where
-        the compiler merged collectives: "prefix/(first:second)".
-      kind: HLO kind of the collective.
-
-    Returns:
-      One of `PHASES`, or the different ones of a merged collective joined by "+".
-    """
-    merged = re.fullmatch(r"(?P<prefix>.*?/)?\((?P<paths>.*)\)", op_name)
-    if merged:
-        prefix = merged["prefix"] or ""
-        phases = {_phase(prefix + path, kind) for path in merged["paths"].split(":")}
-        return "+".join(sorted(phases, key=PHASES.index))
-    return _phase(op_name, kind)
-
-
-def _phase(path: str, kind: str) -> str:
-    # The last component is the primitive, and `gather` is the name of one.
-    words = re.findall(r"\w+", path.rpartition("/")[0])
-    if "update" in words:
-        return "update"
-    backward = "backward" in words or "transpose" in words
-    innermost = next((word for word in reversed(words) if word in ("gather", "reduce")), None)
-    # The transpose of a plain gather is a reduce, though it keeps the gather's scope.
-    if innermost == "reduce" or (innermost and kind in ("reduce-scatter", "all-reduce")):
-        return "reduce"
-    if innermost == "gather":
-        return "backward gather" if backward else "forward gather"
-    if backward:
-        return "backward"
-    return "forward" if "forward" in words else "other"

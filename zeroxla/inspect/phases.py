@@ -1,0 +1,44 @@
+"""Which phase of a train step an instruction belongs to, from the scopes in its name."""
+
+from __future__ import annotations
+
+import re
+
+PHASES = ("forward gather", "forward", "backward gather", "backward", "reduce", "update", "other")
+
+
+def phase_of(op_name: str, kind: str) -> str:
+    """Name the phase of a train step that a collective belongs to.
+
+    Args:
+      op_name: path of scopes and transforms, the primitive last, such as
+        "jit(step)/transpose(jvp(forward))/checkpoint/rematted_computation/gather/all_gather". Where
+        the compiler merged collectives: "prefix/(first:second)".
+      kind: HLO kind of the collective.
+
+    Returns:
+      One of `PHASES`, or the different ones of a merged collective joined by "+".
+    """
+    merged = re.fullmatch(r"(?P<prefix>.*?/)?\((?P<paths>.*)\)", op_name)
+    if merged:
+        prefix = merged["prefix"] or ""
+        phases = {_phase(prefix + path, kind) for path in merged["paths"].split(":")}
+        return "+".join(sorted(phases, key=PHASES.index))
+    return _phase(op_name, kind)
+
+
+def _phase(path: str, kind: str) -> str:
+    # The last component is the primitive, and `gather` is the name of one.
+    words = re.findall(r"\w+", path.rpartition("/")[0])
+    if "update" in words:
+        return "update"
+    backward = "backward" in words or "transpose" in words
+    innermost = next((word for word in reversed(words) if word in ("gather", "reduce")), None)
+    # The transpose of a plain gather is a reduce, though it keeps the gather's scope.
+    if innermost == "reduce" or (innermost and kind in ("reduce-scatter", "all-reduce")):
+        return "reduce"
+    if innermost == "gather":
+        return "backward gather" if backward else "forward gather"
+    if backward:
+        return "backward"
+    return "forward" if "forward" in words else "other"

@@ -1,0 +1,56 @@
+"""A loss's own metrics: their names, and their means over devices and micro-batches.
+
+The mean is weighted by `metrics["weight"]`, the number of items that a masked loss counted, where
+there is one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+# Names that a step gives its own metrics.
+_RESERVED = frozenset(
+    {
+        "examples_per_s",
+        "finite",
+        "grad_norm",
+        "learning_rate",
+        "loss",
+        "loss_scale",
+        "skipped",
+        "tokens_per_s",
+    }
+)
+
+
+def check_metrics(result: Any) -> None:
+    """Raise a ValueError if a loss's metrics have names that the step gives its own.
+
+    Args:
+      result: tree structure of (loss, metrics, model_state).
+    """
+    _, metrics, _ = result.unflatten(range(result.num_leaves))
+    if taken := sorted(_RESERVED.intersection(metrics)):
+        raise ValueError(f"the loss returns metrics named {taken}; the step uses these: rename")
+
+
+def weight_of(metrics: Mapping[str, jax.Array]) -> jax.Array:
+    """Return how many items a loss counted, float32: `metrics["weight"]`, or 1."""
+    return jnp.asarray(metrics.get("weight", 1.0), jnp.float32)
+
+
+def weighted(loss: jax.Array, metrics: Mapping[str, jax.Array]) -> dict[str, Any]:
+    """Return the loss and metrics times their weight, and the weight: what may be summed."""
+    weight = weight_of(metrics)
+    own = {name: x for name, x in metrics.items() if name != "weight"}
+    scaled = {n: x.astype(jnp.float32) * weight for n, x in {**own, "loss": loss}.items()}
+    return {**scaled, "weight": weight}
+
+
+def means(sums: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+    """Return the means, from sums of what `weighted` gives."""
+    return {name: x / sums["weight"] for name, x in sums.items() if name != "weight"}
