@@ -172,8 +172,8 @@ class Runner:
     ) -> tuple[Sequence[jax.Array], Any]:
         if isinstance(seg, Straight):
             args = [*(gathered[v] for v in seg.leaves), *(env[v] for v in seg.inputs)]
-            outputs, kept = self.linear[seg].forward(args)
-            return outputs, kept if record else ()
+            linear = self.linear[seg]
+            return linear.forward(args) if record else (linear.evaluate(args), ())
         if isinstance(seg, Loop):
             return self.bodies[seg].forward(shards, gathered, env, record=record)
         body: Runner = self.bodies[seg]

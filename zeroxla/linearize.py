@@ -11,13 +11,13 @@ layouts of leaves, and it is known exactly which leaves backward reads: no bias,
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
-from jax import lax
 
 from zeroxla import compat
+from zeroxla.hold import hold
 from zeroxla.segments import Straight
 from zeroxla.trace import (
     Atom,
@@ -28,11 +28,6 @@ from zeroxla.trace import (
     flatten,
     read,
     run,
-)
-
-# Any other equation counts as one that XLA may fuse.
-_NEVER_REPEATED = frozenset(
-    {"cond", "conv_general_dilated", "dot_general", "pallas_call", "scan", "while"}
 )
 
 
@@ -52,26 +47,27 @@ class Linearized:
     outputs: tuple[Value, ...]
     targets: tuple[Value, ...]
 
-    _program: Program  # from the segment's leaves and inputs to its outputs, then what is saved
-    _held: frozenset[Value]  # see `_to_hold`
+    _forward: Callable[..., list[jax.Array]]
+    _evaluate: Callable[..., list[jax.Array]]
     _inputs: dict[Value, Value]  # the segment's value -> its stand-in in the traced program
     _recompute: tuple[Equation, ...]
     _residuals: tuple[Atom, ...]
     _saved: tuple[Value, ...]
     _pullback: Any
 
-    def forward(
-        self, leaves_and_inputs: Sequence[jax.Array]
-    ) -> tuple[list[jax.Array], tuple[jax.Array, ...]]:
-        """Return the segment's outputs, and what is saved for backward."""
-        program = self._program
-        env = dict(zip(program.inputs, leaves_and_inputs, strict=True))
-        for eq in program.equations:
-            run([eq], env)
-            env.update((v, lax.optimization_barrier(env[v])) for v in eq.outputs if v in self._held)
-        results = [read(env, atom) for atom in program.outputs]
+    def forward(self, args: Sequence[jax.Array]) -> tuple[list[jax.Array], tuple[jax.Array, ...]]:
+        """Return the segment's outputs, and what is saved for backward.
+
+        Args:
+          args: the segment's leaves and then its inputs.
+        """
+        results = self._forward(*args)
         num_outputs = len(results) - len(self._saved)
         return results[:num_outputs], tuple(results[num_outputs:])
+
+    def evaluate(self, args: Sequence[jax.Array]) -> list[jax.Array]:
+        """Return the segment's outputs, as if nobody took a gradient (custom rules see that)."""
+        return self._evaluate(*args)
 
     def backward(
         self,
@@ -134,18 +130,19 @@ def linearize(segment: Straight, active: Iterable[Value], constants: Iterable[Va
         )
     )
     order = dict(zip((*outputs, *passive), program.outputs[:num_outputs], strict=True))
-    program = Program(
+    forward = Program(
         tuple(stand_ins[v] for v in everything),
         program.equations,
         (*(order[v] for v in segment.outputs), *saved),
     )
+    evaluate = Program(everything, segment.equations, segment.outputs)
     return Linearized(
         leaves=tuple(v for v in segment.leaves if stand_ins[v] in by_reference),
         references=tuple(v for v in segment.inputs if stand_ins[v] in by_reference),
         outputs=outputs,
         targets=targets,
-        _program=program,
-        _held=_to_hold(program, {stand_ins[v] for v in segment.leaves}),
+        _forward=hold(forward, [stand_ins[v] for v in segment.leaves]),
+        _evaluate=hold(evaluate, segment.leaves),
         _inputs=stand_ins,
         _recompute=tuple(dict.fromkeys(recomputed.values())),
         _residuals=residuals,
@@ -189,31 +186,6 @@ def _recomputable(
     wanted = [v for v in residuals if isinstance(v, Value) and v in producers]
     equations, used = closure(wanted, producers)
     return {v: eq for eq in equations for v in eq.outputs}, used
-
-
-def _to_hold(program: Program, leaves: Iterable[Value]) -> frozenset[Value]:
-    """Return the activations that are made once, behind a barrier.
-
-    XLA fuses `h + bias` into whatever reads it and makes it again in backward: the gathered bias,
-    and with it the wire of its whole unit, would stay alive from forward to backward. So the result
-    of an equation that reads a leaf is held. Two exceptions: where all its readers read leaves too,
-    theirs are held; and where no result of the program follows from it by what XLA may fuse.
-    """
-    fusible = [eq for eq in program.equations if eq.name not in _NEVER_REPEATED]
-    wanted = {v for v in program.outputs if isinstance(v, Value)}
-    needed = set(wanted)
-    for eq in reversed(fusible):
-        if not needed.isdisjoint(eq.outputs):
-            needed.update(eq.values)
-    model, made_from_leaf = set(leaves), set()
-    for eq in fusible:
-        if eq.values and model.issuperset(eq.values):
-            model.update(eq.outputs)
-        elif not model.isdisjoint(eq.values):
-            made_from_leaf.update(eq.outputs)
-        elif not needed.isdisjoint(eq.outputs):
-            wanted.update(eq.values)
-    return frozenset(made_from_leaf & wanted & needed)
 
 
 def _shape(value: Value) -> jax.ShapeDtypeStruct:
