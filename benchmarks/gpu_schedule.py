@@ -232,13 +232,13 @@ def main() -> int:
         f"Backward needs {kept / 1e6:.1f} MB of activations in bfloat16 (`jax.vjp`'s residuals "
         "that depend on the batch). The temporaries hold them or what they are computed from, the "
         f"float32 gradient shards of all layers ({LAYERS / (NODES * DEVICES):.2f} units), the "
-        "present unit, the next one, and the gradients of one; in a loop also copies of parts of the "
-        "next unit, which XLA carries from turn to turn. With those a float32 wire, which is not "
-        f"among the targets below, takes {programs['scanned, float32'].extra_units:.2f} units "
+        "present unit, the next one, and the gradients of one; in a loop also copies of parts of "
+        "the next unit, which XLA carries from turn to turn. With those a float32 wire, which is "
+        f"not among the targets below, takes {programs['scanned, float32'].extra_units:.2f} units "
         f"scanned, where {MAX_UNITS} are the bound; there a unit is also several collectives, and "
-        "some of them have all the matmuls beside them and others none. Gradients of 16 bit travel by "
-        "all-to-all, which XLA neither combines nor runs across turns: they take the matmuls "
-        "beside which the gathers would run."
+        "some of them have all the matmuls beside them and others none. Gradients of 16 bit "
+        "travel by all-to-all, which XLA neither combines nor runs across turns: they take the "
+        "matmuls beside which the gathers would run."
     )
     checks = [
         check
