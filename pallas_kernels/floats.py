@@ -1,0 +1,83 @@
+"""Float32 numbers taken apart as integers, so that every compiler gives them the same bits.
+
+A maximum of integers depends on no order and hides no NaN; a division by the machine may be an
+approximation (it is, on NVIDIA's); a rounding written in bits can not be folded away.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+MAGNITUDE = 0x7FFFFFFF
+SIGN = -0x80000000
+INFINITY = 0x7F800000
+NAN = 0x7FC00000
+
+_MANTISSA = 0x7FFFFF
+_HIDDEN_BIT = 0x800000
+_ONE = 0x3F800000
+
+
+def bits_of(x: jax.Array) -> jax.Array:
+    """Return the bits of float32 numbers, as int32."""
+    return lax.bitcast_convert_type(x, jnp.int32)
+
+
+def float_of(bits: jax.Array) -> jax.Array:
+    """Return the float32 numbers that int32 bits are."""
+    return lax.bitcast_convert_type(bits, jnp.float32)
+
+
+def ordered(bits: jax.Array) -> jax.Array:
+    """Return bits changed so that integers compare as the floats do; its own inverse.
+
+    -0 is below +0, and NaNs lie beyond the infinities of their sign.
+    """
+    return bits ^ (lax.shift_right_arithmetic(bits, jnp.int32(31)) & MAGNITUDE)
+
+
+def above(x: float) -> np.float32:
+    """Return a float32 over x by 3 to 4 roundings: times a float32 it is never below x times it,
+    even if that float32 was rounded twice."""
+    return np.float32(x * (1 + 2.0**-22))
+
+
+def truncated(x: jax.Array) -> jax.Array:
+    """Return x cut off to 16 significant bits: its product with an 8-bit integer is exact."""
+    return float_of(bits_of(x) & ~0xFF)
+
+
+def rounded_up(x: jax.Array, *, short: bool) -> jax.Array:
+    """Return a positive x rounded up to 16 significant bits, or to the 8 of a bfloat16."""
+    dropped = 0xFFFF if short else 0xFF
+    return float_of((bits_of(x) + dropped) & ~dropped)
+
+
+def shortened(x: jax.Array) -> jax.Array:
+    """Return a finite x rounded to the nearest bfloat16, to even on ties, as float32."""
+    bits = bits_of(x)
+    odd = lax.shift_right_logical(bits, jnp.int32(16)) & 1
+    return float_of((bits + 0x7FFF + odd) & ~0xFFFF)
+
+
+def reciprocal(x: jax.Array, scale_log2: int = 0) -> jax.Array:
+    """Return 2^scale_log2 / x rounded to the nearest float32, whatever the machine's division does.
+
+    Args:
+      x: float32, positive and normal, as the result must be.
+      scale_log2: an exponent.
+    """
+    bits = bits_of(x)
+    mantissa = (bits & _MANTISSA) | _HIDDEN_BIT  # x as an integer of 24 bits
+    unit = float_of((bits & _MANTISSA) | _ONE)  # x as 1 to 2
+    quotient = ((1.0 / unit) * np.float32(2.0**24)).astype(jnp.int32)  # 2^47 / mantissa, nearly
+    # 2^47 is 0 modulo 2^32, and the remainder is small: 32 bits hold it exactly.
+    rest = -(quotient * mantissa)
+    for _ in range(3):  # a quotient of 2 units in the last place off, cut off to an integer
+        more = jnp.where(2 * rest > mantissa, 1, 0) - jnp.where(2 * rest < -mantissa, 1, 0)
+        quotient, rest = quotient + more, rest - more * mantissa
+    exponent = (127 + scale_log2 - 24) - lax.shift_right_logical(bits, jnp.int32(23))
+    return float_of(bits_of(quotient.astype(jnp.float32)) + exponent * _HIDDEN_BIT)

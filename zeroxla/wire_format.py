@@ -1,0 +1,116 @@
+"""How an array is quantized: the options of a wire format, and what they exclude."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+from pallas_kernels.arithmetic import Rule
+from pallas_kernels.layout import Layout
+from pallas_kernels.rotation import SIZE
+
+Scale = Literal["bound", "mse", "deepspeed"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class WireFormat:
+    """How an array is quantized, block by block.
+
+    Raises:
+      ValueError: a value is not one of those below, or two of them exclude each other.
+    """
+
+    bits: int = 8
+    """Of a code: 8, or 4 (two codes a byte)."""
+
+    block: int = 256
+    """Consecutive elements that share a step. Any number; the last block is as short as the data.
+    (DeepSpeed's group.)"""
+
+    symmetric: bool = True
+    """Value = code x step. False: value = code x step + offset, for data far from zero."""
+
+    scale: Scale | None = None
+    """How the step is chosen. "bound": no error is above step / 2, the largest magnitude included.
+    "mse": the smallest squared error of several steps, never above that of "deepspeed".
+    "deepspeed": DeepSpeed's own, which clips a positive peak by a step. None: "bound" at 8 bits,
+    "mse" at 4, and "bound" if rounding is stochastic."""
+
+    rounding: Literal["nearest", "stochastic"] = "nearest"
+    """Stochastic rounding takes one of the two nearest codes such that the mean is exact, with
+    scale="bound", whose step is then peak / (2^(bits-1) - 1)."""
+
+    scale_dtype: str | None = None
+    """Of steps and offsets on the wire: float32 or bfloat16. None: bfloat16 for blocks below 256
+    (unless the scale is DeepSpeed's), where a float32 would be more than 1.6 % of the bytes at 8
+    bits."""
+
+    hadamard: int = 0
+    """32: elements are rotated by a Hadamard matrix, 32 at a time, before they are quantized, and
+    back after. An outlier then costs all of them a little instead of its block much. (SDP4Bit,
+    arXiv 2410.15526, section 3.2.)"""
+
+    def __post_init__(self) -> None:
+        if self.bits not in (8, 4):
+            raise ValueError(f"WireFormat(bits={self.bits!r}): a code has 8 or 4 bits")
+        if not isinstance(self.block, int) or isinstance(self.block, bool) or self.block < 1:
+            raise ValueError(
+                f"WireFormat(block={self.block!r}): a block has a whole number of elements, at "
+                "least 1; 256 is usual"
+            )
+        if self.scale not in (None, "bound", "mse", "deepspeed"):
+            raise ValueError(
+                f'WireFormat(scale={self.scale!r}): take "bound", "mse" or "deepspeed", or '
+                "None for the default of the width"
+            )
+        if self.rounding not in ("nearest", "stochastic"):
+            raise ValueError(
+                f'WireFormat(rounding={self.rounding!r}): take "nearest" or "stochastic"'
+            )
+        if self.rounding == "stochastic" and self.scale not in (None, "bound"):
+            raise ValueError(
+                f'WireFormat(rounding="stochastic", scale={self.scale!r}): that scale clips the '
+                'peak, so the mean would be biased; take scale="bound"'
+            )
+        if self.scale_dtype not in (None, "float32", "bfloat16"):
+            raise ValueError(
+                f"WireFormat(scale_dtype={self.scale_dtype!r}): take float32 or bfloat16 (a "
+                "float16 ends at 65504 and at 6e-8, which gradients pass)"
+            )
+        if self.hadamard not in (0, SIZE):
+            raise ValueError(
+                f"WireFormat(hadamard={self.hadamard!r}): take {SIZE}, or 0 for no rotation"
+            )
+        if self.hadamard and self.block % SIZE:
+            raise ValueError(
+                f"WireFormat(hadamard={SIZE}, block={self.block}): a rotated block is a multiple "
+                f"of {SIZE}; take block={-(-self.block // SIZE) * SIZE}, or hadamard=0"
+            )
+        if self.hadamard and self.scale == "deepspeed":
+            raise ValueError(
+                'WireFormat(hadamard=32, scale="deepspeed"): that scale is for parity with '
+                'DeepSpeed, which has no rotation; take scale="bound" or "mse"'
+            )
+        default = "bound" if self.bits == 8 or self.rounding == "stochastic" else "mse"
+        object.__setattr__(self, "scale", self.scale or default)
+        short = self.block < 256 and self.scale != "deepspeed"
+        object.__setattr__(
+            self, "scale_dtype", self.scale_dtype or ("bfloat16" if short else "float32")
+        )
+
+    def layout(self, size: int) -> Layout:
+        """Return the layout of a wire of `size` elements."""
+        assert self.scale is not None
+        rule = Rule(
+            bits=self.bits,
+            symmetric=self.symmetric,
+            scale=self.scale,
+            stochastic=self.rounding == "stochastic",
+            short=self.scale_dtype == "bfloat16",
+        )
+        return Layout(size=size, block=self.block, rule=rule, rotated=bool(self.hadamard))
+
+    def num_bytes(self, size: int) -> int:
+        """Return the bytes of a wire of `size` elements: payload, steps, offsets, and zeros up to a
+        multiple of 16."""
+        return self.layout(size).num_bytes
