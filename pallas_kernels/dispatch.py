@@ -1,15 +1,187 @@
-"""stub for now"""
+"""Which code runs: a kernel where one fits and the program is lowered for NVIDIA, else XLA.
 
-from pallas_kernels import reference
+Which kernel is decided while tracing, by the sizes and the GPU at hand; where there is none (a
+program compiled ahead of time) a Hopper GPU is assumed. Whether a kernel is decided by the lowering
+(`lax.platform_dependent`).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels import mosaic, reference, shim, triton
+from pallas_kernels.geometry import mosaic_tile, triton_tile
+from pallas_kernels.layout import Layout
+from pallas_kernels.swizzle import Swizzle
+
+Seed = tuple[jax.Array, jax.Array]
+BACKENDS = ("xla", "mosaic", "triton")
+_HOPPER = 9
 
 
-def quantize(x, layout, *, seed, swizzle, backend):
-    return reference.quantize(x, layout, seed, swizzle)
+def quantize(
+    x: jax.Array,
+    layout: Layout,
+    *,
+    seed: Seed | None,
+    swizzle: Swizzle | None,
+    backend: str | None,
+) -> jax.Array:
+    """Return the wires of the rows of x: [W, size] -> uint8[W, num_bytes].
+
+    Raises:
+      ValueError: the backend is unknown, or does not take such blocks.
+    """
+    num_wires = x.shape[0]
+    kernels = _kernels(
+        backend,
+        layout,
+        items=max(x.size, num_wires * layout.num_bytes),
+        item_bytes=x.dtype.itemsize,
+        num_wires=num_wires,
+    )
+    plain = functools.partial(reference.quantize, layout=layout, seed=seed, swizzle=swizzle)
+    if kernels is None:
+        return plain(x)
+
+    def fast(x: jax.Array, *, interpret: bool = False) -> jax.Array:
+        wires = kernels.quantize(x, layout, _packed(seed), swizzle, interpret=interpret)
+        return _patched(
+            wires, reference.quantize_rest(x[:, layout.size - layout.tail :], layout, seed, swizzle)
+        )
+
+    return _on_nvidia(backend, fast, plain, x)
 
 
-def dequantize(data, layout, *, dtype, backend):
-    return reference.dequantize(data, layout, dtype)
+def dequantize(data: jax.Array, layout: Layout, *, dtype: Any, backend: str | None) -> jax.Array:
+    """Return the values of wires: uint8[W, num_bytes] -> dtype[W, size].
+
+    Raises:
+      ValueError: as `quantize`.
+    """
+    return dequant_sum(data[None], layout, dtype=dtype, backend=backend)
 
 
-def dequant_reduce(data, layout, out, *, seed, backend):
-    return reference.dequant_reduce(data, layout, out, seed)
+def dequant_sum(data: jax.Array, layout: Layout, *, dtype: Any, backend: str | None) -> jax.Array:
+    """Return the float32 sums of N wires each, rounded to dtype: uint8[N, W, num_bytes] ->
+    dtype[W, size].
+
+    Raises:
+      ValueError: as `quantize`.
+    """
+    num_wires = data.shape[1]
+    kernels = _kernels(
+        backend,
+        layout,
+        items=max(data.size, num_wires * layout.size),
+        item_bytes=jnp.dtype(dtype).itemsize,
+        num_wires=num_wires,
+    )
+    plain = functools.partial(reference.dequant_sum, layout=layout, dtype=dtype)
+    if kernels is None:
+        return plain(data)
+
+    def fast(data: jax.Array, *, interpret: bool = False) -> jax.Array:
+        x = kernels.dequant_sum(data, layout, dtype, interpret=interpret)
+        if not layout.tail:
+            return x
+        rest = reference.dequant_sum_rest(data, layout, dtype)
+        return _patched(x, [(layout.size - layout.tail, rest)])
+
+    return _on_nvidia(backend, fast, plain, data)
+
+
+def dequant_reduce(
+    data: jax.Array, layout: Layout, out: Layout, *, seed: Seed | None, backend: str | None
+) -> jax.Array:
+    """Return the wires of the sums of N wires each: uint8[N, W, num_bytes] -> uint8[W, ...].
+
+    Raises:
+      ValueError: as `quantize`.
+    """
+    if layout.block == out.block and layout.rotated and out.rotated:
+        # The rotation is linear: the sum of the rotated is the rotated sum.
+        layout, out = layout.as_rotated_data(), out.as_rotated_data()
+    if layout.block != out.block or layout.rotated or out.rotated:
+        total = dequant_sum(data, layout, dtype=jnp.float32, backend=backend)
+        return quantize(total, out, seed=seed, swizzle=None, backend=backend)
+    num_wires = data.shape[1]
+    kernels = _kernels(backend, layout, out, items=data.size, item_bytes=1, num_wires=num_wires)
+    plain = functools.partial(reference.dequant_reduce, layout=layout, out=out, seed=seed)
+    if kernels is None:
+        return plain(data)
+
+    def fast(data: jax.Array, *, interpret: bool = False) -> jax.Array:
+        wires = kernels.dequant_reduce(data, layout, out, _packed(seed), interpret=interpret)
+        rest = reference.dequant_sum_rest(data, layout, jnp.float32)
+        return _patched(wires, reference.quantize_rest(rest, out, seed))
+
+    return _on_nvidia(backend, fast, plain, data)
+
+
+def _kernels(backend: str | None, *layouts: Layout, **sizes: int) -> ModuleType | None:
+    """Return the kernels that run, None for the XLA reference."""
+    if backend not in (None, *BACKENDS):
+        raise ValueError(
+            f"backend={backend!r}: take one of {', '.join(BACKENDS)}, or None to have one chosen"
+        )
+    if backend == "xla":
+        return None
+    fits = {
+        mosaic: mosaic_tile(*layouts, **sizes) is not None,
+        triton: shim.has_triton() and triton_tile(*layouts, items=sizes["items"]) is not None,
+    }
+    if backend is not None:
+        kernels = mosaic if backend == "mosaic" else triton
+        if not fits[kernels]:
+            raise ValueError(
+                f"backend={backend!r} does not take {sizes['num_wires']} wires of "
+                f"{layouts[0].size} elements in blocks of {layouts[0].block}, as "
+                f"{' to '.join(str(layout.rule) for layout in layouts)} "
+                "(pallas_kernels/geometry.py says what it takes); use backend=None, which finds "
+                "one that does"
+            )
+        return kernels
+    capability = _compute_capability()
+    if fits[mosaic] and (capability is None or capability >= _HOPPER):
+        return mosaic
+    # Pallas asks the GPU itself for the Triton it compiles for: ahead of time there is none.
+    return triton if fits[triton] and capability is not None else None
+
+
+def _on_nvidia(
+    backend: str | None,
+    fast: Callable[..., jax.Array],
+    plain: Callable[..., jax.Array],
+    x: jax.Array,
+) -> jax.Array:
+    """Run `fast` on NVIDIA and `plain` elsewhere; where the backend was asked for, its kernel in
+    Pallas' interpreter."""
+    if backend is not None:
+        plain = functools.partial(fast, interpret=True)
+    return lax.platform_dependent(x, cuda=fast, default=plain)
+
+
+def _compute_capability() -> int | None:
+    """Return the major version of the GPU at hand, None without one."""
+    if jax.default_backend() != "gpu":
+        return None
+    return int(str(getattr(jax.devices()[0], "compute_capability", "0")).split(".")[0])
+
+
+def _packed(seed: Seed | None) -> jax.Array | None:
+    return None if seed is None else jnp.stack(seed)
+
+
+def _patched(x: jax.Array, patches: list[tuple[int, jax.Array]]) -> jax.Array:
+    """Return [W, n] with each patch, [W, m], from its column on."""
+    for at, patch in patches:
+        x = lax.dynamic_update_slice(x, patch, (0, at))
+    return x

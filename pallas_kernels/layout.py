@@ -70,6 +70,11 @@ class Layout:
         """All blocks."""
         return self.full + (self.tail > 0)
 
+    def as_rotated_data(self) -> Layout:
+        """Return the same wire, taken for one of the rotated elements."""
+        size = self.full * self.block + self.padded(self.tail)
+        return dataclasses.replace(self, size=size, rotated=False)
+
     def padded(self, length: int) -> int:
         """Return the codes of a block of `length`: more than its elements where it is rotated."""
         return -(-length // SIZE) * SIZE if self.rotated else length

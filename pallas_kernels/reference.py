@@ -7,14 +7,15 @@ N   sources of a reduction
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.arithmetic import Grid, Machine, decode, encode, round_to_even
+from pallas_kernels.chance import uniform
 from pallas_kernels.layout import Layout, pack, row_from_bytes, row_to_bytes, unpack
-from pallas_kernels.random import uniform
 from pallas_kernels.rotation import BACK, SIZE, THERE, rotate
 from pallas_kernels.scales import Block, grid_of
 from pallas_kernels.swizzle import Swizzle
@@ -37,53 +38,35 @@ def quantize(
       uint8[W, layout.num_bytes].
     """
     num_wires, split = x.shape[0], layout.full * layout.block
-    payload, rows = [], []
-    for start, length, count in (
-        (0, layout.block, layout.full),
-        (split, layout.tail, int(layout.tail > 0)),
-    ):
-        if not count:
-            continue
-        blocks = x[:, start : start + count * length].reshape(num_wires * count, length)
-        data, grid = quantize_blocks(blocks, layout, seed, start, count)
-        payload.append(data.reshape(num_wires, -1))
-        rows.append(
-            [row.reshape(num_wires, count) for row in (grid.step, grid.offset) if row is not None]
-        )
-    steps = [jnp.concatenate(parts, axis=1) for parts in zip(*rows)]
-    planes = [byte for row in steps for byte in row_to_bytes(row, layout)]
+    parts = []
+    if layout.full:
+        parts.append(_encoded(x[:, :split], layout, seed, start=0, count=layout.full))
+    if layout.tail:
+        parts.append(_encoded(x[:, split:], layout, seed, start=split, count=1))
+    payloads, planes = zip(*parts)
+    planes = [jnp.concatenate(plane, axis=1) for plane in zip(*planes)]
     padding = jnp.zeros((num_wires, layout.num_bytes - layout.used_bytes), jnp.uint8)
-    wires = jnp.concatenate([*payload, *planes, padding], axis=1)
+    wires = jnp.concatenate([*payloads, *planes, padding], axis=1)
     return wires if swizzle is None else wires[swizzle.sources()]
 
 
-def dequantize(data: jax.Array, layout: Layout, dtype: jnp.dtype) -> jax.Array:
-    """Return the values of wires.
+def dequant_sum(data: jax.Array, layout: Layout, dtype: Any) -> jax.Array:
+    """Return the sums of N wires each, in float32 and then rounded.
 
     Args:
-      data: uint8[W, layout.num_bytes].
+      data: uint8[N, W, layout.num_bytes].
       layout: of each wire.
-      dtype: of the result; values are rounded to it once.
+      dtype: of the result.
 
     Returns:
-      dtype[W, layout.size].
+      dtype[W, layout.size]: source 0 first.
     """
-    num_wires = data.shape[0]
-    split = layout.full * layout.block_bytes(layout.block)
-    grid_rows = _rows(data, layout)
-    out = []
-    for byte, first, length, count in (
-        (0, 0, layout.block, layout.full),
-        (split, layout.full, layout.tail, int(layout.tail > 0)),
-    ):
-        if not count:
-            continue
-        width = layout.block_bytes(length)
-        blocks = data[:, byte : byte + count * width].reshape(num_wires * count, width)
-        rows = [row[:, first : first + count].reshape(-1) for row in grid_rows]
-        values = dequantize_blocks(blocks, rows, layout, length)
-        out.append(values.reshape(num_wires, count * length))
-    return jnp.concatenate(out, axis=1).astype(dtype)
+    parts = []
+    if layout.full:
+        parts.append(_summed(data, layout, first=0, length=layout.block, count=layout.full))
+    if layout.tail:
+        parts.append(_summed(data, layout, first=layout.full, length=layout.tail, count=1))
+    return jnp.concatenate(parts, axis=1).astype(dtype)
 
 
 def dequant_reduce(
@@ -94,19 +77,70 @@ def dequant_reduce(
     Args:
       data: uint8[N, W, layout.num_bytes].
       layout: of the sources.
-      out: of the result.
+      out: of the result, of the same size.
       seed: for stochastic rounding.
 
     Returns:
-      uint8[W, out.num_bytes]: summed in float32, source 0 first.
+      uint8[W, out.num_bytes].
     """
+    return quantize(dequant_sum(data, layout, jnp.float32), out, seed)
 
-    def add(total: jax.Array, source: jax.Array) -> tuple[jax.Array, None]:
-        return total + dequantize(source, layout, jnp.dtype(jnp.float32)), None
 
-    total = dequantize(data[0], layout, jnp.dtype(jnp.float32))
-    total, _ = lax.scan(add, total, data[1:])
-    return quantize(total, out, seed)
+def quantize_rest(
+    x: jax.Array, layout: Layout, seed: Seed | None = None, swizzle: Swizzle | None = None
+) -> list[tuple[int, jax.Array]]:
+    """Return (where, bytes uint8[W, n]) of what a kernel for whole blocks leaves of `quantize`: the
+    short last block x[W, tail], and the zeros at the end."""
+    patches = []
+    if layout.tail:
+        split = layout.full * layout.block
+        payload, planes = _encoded(x, layout, seed, start=split, count=1)
+        patches.append((layout.full * layout.block_bytes(layout.block), payload))
+        for i, plane in enumerate(planes):
+            patches.append((layout.row_at(0, i) + layout.full, plane))
+    if swizzle is not None:
+        patches = [(at, part[swizzle.sources()]) for at, part in patches]
+    if layout.num_bytes > layout.used_bytes:
+        shape = (x.shape[0], layout.num_bytes - layout.used_bytes)
+        patches.append((layout.used_bytes, jnp.zeros(shape, jnp.uint8)))
+    return patches
+
+
+def dequant_sum_rest(data: jax.Array, layout: Layout, dtype: Any) -> jax.Array:
+    """Return dtype[W, tail], what a kernel for whole blocks leaves of `dequant_sum`."""
+    if not layout.tail:
+        return jnp.zeros((data.shape[1], 0), dtype)
+    total = _summed(data, layout, first=layout.full, length=layout.tail, count=1)
+    return total.astype(dtype)
+
+
+def _encoded(
+    x: jax.Array, layout: Layout, seed: Seed | None, *, start: int, count: int
+) -> tuple[jax.Array, list[jax.Array]]:
+    """Return (payload uint8[W, ...], the bytes of its rows, uint8[W, count] each) of `count` blocks
+    of one length, whose first element is at `start` of its wire."""
+    num_wires = x.shape[0]
+    blocks = x.reshape(num_wires * count, -1)
+    data, grid = quantize_blocks(blocks, layout, seed, start, count)
+    rows = [row for row in (grid.step, grid.offset) if row is not None]
+    planes = [byte.reshape(num_wires, count) for row in rows for byte in row_to_bytes(row, layout)]
+    return data.reshape(num_wires, -1), planes
+
+
+def _summed(data: jax.Array, layout: Layout, *, first: int, length: int, count: int) -> jax.Array:
+    """Return float32[W, count x length], the sums over N of blocks from `first` on."""
+
+    def values(source: jax.Array) -> jax.Array:
+        num_wires, width = source.shape[0], layout.block_bytes(length)
+        at = first * layout.block_bytes(layout.block)
+        blocks = source[:, at : at + count * width].reshape(num_wires * count, width)
+        rows = [row[:, first : first + count].reshape(-1) for row in _rows(source, layout)]
+        return dequantize_blocks(blocks, rows, layout, length).reshape(num_wires, -1)
+
+    total = values(data[0])
+    if data.shape[0] > 1:
+        total, _ = lax.scan(lambda sum_, source: (sum_ + values(source), None), total, data[1:])
+    return total
 
 
 def quantize_blocks(

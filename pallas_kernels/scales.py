@@ -68,7 +68,7 @@ class Block:
 
     def largest(self, keys: Sequence[jax.Array]) -> jax.Array:
         """Return the largest of each block's integers: [T]."""
-        return functools.reduce(jnp.maximum, [self.machine.largest(key) for key in keys])
+        return self.machine.largest(functools.reduce(jnp.maximum, keys))
 
     def where(self, i: int, values: jax.Array, otherwise: int) -> jax.Array:
         """Return values of piece i, and `otherwise` in place of padding."""
@@ -179,7 +179,7 @@ def _best(
             error = piece - decode(encode(piece, grid, rule, block.machine), grid.step, grid.offset)
             error = error * across(grid.inverse * unit, piece)
             squares.append(block.where(i, (error * error).astype(jnp.int32), 0))
-        total = sum(block.machine.total(square) for square in squares) + low_by
+        total = block.machine.total(functools.reduce(jnp.add, squares)) + low_by
         relative = grid.step * base.inverse
         return total.astype(jnp.float32) * (relative * relative)
 

@@ -2,8 +2,8 @@
 
 In a tensor laid out by rank, partition p = node x devices + device is for rank p. To travel over
 `device` first, it is written at (p % devices) x nodes + p / devices: what all nodes' device 0 will
-hold, then what all nodes' device 1 will hold, ... Cut into chunks, partitions come chunk by chunk, so
-that everybody's first chunk can travel while the second is quantized.
+hold, then what all nodes' device 1 will hold, ... Partitions cut into chunks come chunk by chunk,
+so that everybody's first chunk can travel while the second is quantized.
 """
 
 from __future__ import annotations
