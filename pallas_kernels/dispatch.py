@@ -135,7 +135,7 @@ def _kernels(backend: str | None, *layouts: Layout, **sizes: int) -> ModuleType 
     if backend == "xla":
         return None
     fits = {
-        mosaic: mosaic_tile(*layouts, **sizes) is not None,
+        mosaic: shim.has_mosaic() and mosaic_tile(*layouts, **sizes) is not None,
         triton: shim.has_triton() and triton_tile(*layouts, items=sizes["items"]) is not None,
     }
     if backend is not None:
@@ -145,8 +145,8 @@ def _kernels(backend: str | None, *layouts: Layout, **sizes: int) -> ModuleType 
                 f"backend={backend!r} does not take {sizes['num_wires']} wires of "
                 f"{layouts[0].size} elements in blocks of {layouts[0].block}, as "
                 f"{' to '.join(str(layout.rule) for layout in layouts)} "
-                "(pallas_kernels/geometry.py says what it takes); use backend=None, which finds "
-                "one that does"
+                f"with JAX {jax.__version__} (pallas_kernels/geometry.py says what it takes, and "
+                "Mosaic needs JAX 0.11); use backend=None, which finds one that does"
             )
         return kernels
     capability = _compute_capability()
@@ -162,10 +162,10 @@ def _on_nvidia(
     plain: Callable[..., jax.Array],
     x: jax.Array,
 ) -> jax.Array:
-    """Run `fast` on NVIDIA and `plain` elsewhere; where the backend was asked for, its kernel in
-    Pallas' interpreter."""
+    """Run `fast` on NVIDIA and `plain` elsewhere; `fast` anyway where its backend was asked for, in
+    Pallas' interpreter if there is no GPU."""
     if backend is not None:
-        plain = functools.partial(fast, interpret=True)
+        return fast(x, interpret=jax.default_backend() != "gpu")
     return lax.platform_dependent(x, cuda=fast, default=plain)
 
 

@@ -59,7 +59,8 @@ def quantize(
       format: how.
       key: a PRNG key, for stochastic rounding and only for it.
       backend: None takes the Pallas kernel that fits on NVIDIA GPUs, and XLA elsewhere or where
-        none fits. "xla", "mosaic" and "triton" take that one, and raise where it does not fit.
+        none fits. "xla", "mosaic" and "triton" take that one, and raise where it does not fit;
+        a kernel asked for without a GPU runs in Pallas' interpreter, slowly.
 
     Returns:
       A wire of x.size elements.
@@ -204,7 +205,8 @@ def dequant_reduce(
       ValueError: as `quantize` and `dequantize`, or there is no source dim.
 
     Cost: reads N wires and writes one. Where the two formats differ in block or rotation, it takes
-    two passes, with the float32 sum in between.
+    two passes, with the float32 sum in between. Where both are rotated alike, the rotated elements
+    are summed, and nothing is rotated.
 
     Source: DeepSpeed, `csrc/quantization/quant_reduce.cu`.
     """
