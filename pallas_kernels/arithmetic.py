@@ -108,7 +108,7 @@ def encode(
       grid: of its blocks.
       rule: that made the grid.
       machine: where this runs.
-      uniform: float32[T, C] in [0, 1), for stochastic rounding.
+      uniform: float32[T, C] in (0, 1), for stochastic rounding.
     """
     centred = piece if grid.offset is None else piece - across(grid.offset, piece)
     inverse = across(grid.inverse, piece)
@@ -118,6 +118,7 @@ def encode(
         step = across(grid.step, piece)
         rest = centred - nearest * step
         if rule.stochastic:
+            assert uniform is not None
             under = jnp.where(rest < 0, 1.0, 0.0)
             rest = rest + under * step
             nearest = nearest - under + jnp.where(rest * inverse > uniform, 1.0, 0.0)

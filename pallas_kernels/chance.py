@@ -9,7 +9,7 @@ from jax import lax
 
 
 def uniform(seed: tuple[jax.Array, jax.Array], position: jax.Array) -> jax.Array:
-    """Return float32 in [0, 1), multiples of 2^-24, one for each position.
+    """Return float32 in (0, 1), odd multiples of 2^-24, one for each position.
 
     Args:
       seed: two int32 scalars.
@@ -18,7 +18,8 @@ def uniform(seed: tuple[jax.Array, jax.Array], position: jax.Array) -> jax.Array
     Source: the finalizer of MurmurHash3 (public domain), once with each half of the seed.
     """
     x = _mixed(_mixed(position ^ seed[0]) ^ seed[1])
-    return lax.shift_right_logical(x, jnp.int32(8)).astype(jnp.float32) * np.float32(2.0**-24)
+    x = lax.shift_right_logical(x, jnp.int32(8)) | 1
+    return x.astype(jnp.float32) * np.float32(2.0**-24)
 
 
 def _mixed(x: jax.Array) -> jax.Array:

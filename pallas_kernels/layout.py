@@ -17,6 +17,7 @@ Rotated blocks (rotation.py) are a multiple of 32 long; a shorter tail is filled
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 
 import jax
@@ -146,8 +147,8 @@ def row_to_bytes(row: jax.Array, layout: Layout) -> list[jax.Array]:
 def row_from_bytes(data: Sequence[jax.Array], layout: Layout) -> jax.Array:
     """Return float32[T] of what `row_to_bytes` returns."""
     first = 4 - layout.row_bytes
-    bits = None
-    for i, byte in enumerate(data, first):
-        part = lax.shift_left(byte.astype(jnp.int32), jnp.int32(8 * i))
-        bits = part if bits is None else bits | part
-    return lax.bitcast_convert_type(bits, jnp.float32)
+    parts = [
+        lax.shift_left(byte.astype(jnp.int32), jnp.int32(8 * i))
+        for i, byte in enumerate(data, first)
+    ]
+    return lax.bitcast_convert_type(functools.reduce(jnp.bitwise_or, parts), jnp.float32)

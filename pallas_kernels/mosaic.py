@@ -199,16 +199,19 @@ class _Memory:
     def store_row(self, ref: Any, at: Any, row: jax.Array) -> None:
         shim.mosaic_store(ref.at[pl.ds(at, self.tile.rows)], row)
 
+    def columns(self) -> jax.Array:
+        return self._iota(1)
+
     def places(self, column: int, step: int) -> jax.Array:
         assert step == 1
-        shape = (self.tile.rows, self.cut.columns)
-        run, place = (
-            plgpu.broadcasted_iota(jnp.int32, shape, dim, layout=self.registers) for dim in (0, 1)
-        )
-        return run * self.cut.block + (place + column)
+        return self._iota(0) * self.cut.block + (self._iota(1) + column)
 
     def valid(self, column: int, step: int) -> None:
         return None  # tiles of whole blocks, without padding
+
+    def _iota(self, dim: int) -> jax.Array:
+        shape = (self.tile.rows, self.cut.columns)
+        return plgpu.broadcasted_iota(jnp.int32, shape, dim, layout=self.registers)
 
     def _flat(self, ref: Any, at: Any, width: int) -> Any:
         return ref.at[pl.ds(at, self.tile.rows * width)]

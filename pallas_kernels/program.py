@@ -20,11 +20,11 @@ from jax import lax
 from pallas_kernels.arithmetic import Machine, decode, encode
 from pallas_kernels.chance import uniform
 from pallas_kernels.layout import Layout, pack, row_from_bytes, row_to_bytes, unpack
-from pallas_kernels.rotation import BACK, SIZE, THERE, rotate
+from pallas_kernels.rotation import SIZE, rotate, rotate_back
 from pallas_kernels.scales import Block, grid_of
 
-# Sums of up to so many sources are written out; longer ones loop.
-UNROLLED = 16
+# Sums of up to so many pieces are written out, 16 sources of 4 bits for instance; longer ones loop.
+UNROLLED = 32
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,15 +71,17 @@ def common_cut(*layouts: Layout) -> Cut | None:
 
 
 class Tile(Protocol):
-    """T blocks of one wire in the memory of one backend.
+    """T blocks of one wire in the memory of one backend."""
 
-    Attributes:
-      cut: of the blocks.
-      machine: the backend's arithmetic.
-    """
+    @property
+    def cut(self) -> Cut:
+        """How the blocks are cut."""
+        ...
 
-    cut: Cut
-    machine: Machine
+    @property
+    def machine(self) -> Machine:
+        """The backend's arithmetic."""
+        ...
 
     def load(self, ref: Any, at: Any, width: int, column: int, step: int) -> jax.Array:
         """Return [T, C]: of T runs of `width` items from item `at` on, the items from `column` on,
@@ -96,6 +98,10 @@ class Tile(Protocol):
 
     def store_row(self, ref: Any, at: Any, row: jax.Array) -> None:
         """Write [T] from item `at` on."""
+        ...
+
+    def columns(self) -> jax.Array:
+        """Return int32[T, C]: the place of each element in its piece."""
         ...
 
     def places(self, column: int, step: int) -> jax.Array:
@@ -115,7 +121,7 @@ def read_floats(tile: Tile, ref: Any, wire: Any, first: Any, layout: Layout) -> 
         tile.load(ref, at, layout.block, column, step).astype(jnp.float32)
         for column, step in tile.cut.spans()
     ]
-    return rotate(pieces, THERE) if layout.rotated else pieces
+    return rotate(pieces, tile.columns()) if layout.rotated else pieces
 
 
 def write_floats(
@@ -124,7 +130,7 @@ def write_floats(
     """Write the pieces of a tile to x[W, size], rotated back."""
     at = wire * layout.size + first * layout.block
     if layout.rotated:
-        pieces = rotate(pieces, BACK)
+        pieces = rotate_back(pieces, tile.columns())
     for (column, step), piece in zip(tile.cut.spans(), pieces):
         tile.store(ref, at, layout.block, column, step, piece.astype(ref.dtype))
 
@@ -141,7 +147,7 @@ def read_wires(
         return [a + b for a, b in zip(total, values(source))]
 
     total = values(0)
-    if num_sources > UNROLLED:
+    if num_sources > 1 and num_sources * tile.cut.count > UNROLLED:
         return list(lax.fori_loop(1, num_sources, add, total))
     for source in range(1, num_sources):
         total = add(source, total)
@@ -172,12 +178,9 @@ def write_wire(
       source: the wire's number before any swizzle, for the random numbers.
     """
     rule, spans = layout.rule, tile.cut.spans()
-    valid = [tile.valid(*span) for span in spans]
-    block = Block(
-        length=layout.block,
-        machine=tile.machine,
-        valid=None if any(mask is None for mask in valid) else valid,
-    )
+    masks = [tile.valid(*span) for span in spans]
+    valid = [mask for mask in masks if mask is not None] or None
+    block = Block(length=layout.block, machine=tile.machine, valid=valid)
     grid = grid_of(pieces, rule, block)
     chance: list[jax.Array | None] = [None] * len(pieces)
     if seed is not None:

@@ -16,7 +16,7 @@ from jax import lax
 from pallas_kernels.arithmetic import Grid, Machine, decode, encode, round_to_even
 from pallas_kernels.chance import uniform
 from pallas_kernels.layout import Layout, pack, row_from_bytes, row_to_bytes, unpack
-from pallas_kernels.rotation import BACK, SIZE, THERE, rotate
+from pallas_kernels.rotation import SIZE, rotate, rotate_back
 from pallas_kernels.scales import Block, grid_of
 from pallas_kernels.swizzle import Swizzle
 
@@ -164,7 +164,7 @@ def quantize_blocks(
         keep=lax.optimization_barrier,
     )
     if layout.rotated:
-        x = _rotated(jnp.pad(x, ((0, 0), (0, layout.padded(length) - length))), THERE)
+        x = _across_runs(jnp.pad(x, ((0, 0), (0, layout.padded(length) - length))), rotate)
     # The whole block at once: a grid does not depend on how it is cut.
     grid = grid_of([x], layout.rule, Block(length=x.shape[1], machine=machine))
     chance = [None] * layout.pieces
@@ -197,7 +197,7 @@ def dequantize_blocks(
     else:
         x = jnp.concatenate(pieces, axis=1)
     if layout.rotated:
-        x = _rotated(x, BACK)
+        x = _across_runs(x, rotate_back)
     return x[:, :length]
 
 
@@ -225,10 +225,11 @@ def _cut(x: jax.Array, layout: Layout) -> list[jax.Array]:
     return [x[:, i * width : (i + 1) * width] for i in range(layout.pieces)]
 
 
-def _rotated(x: jax.Array, factor: float) -> jax.Array:
+def _across_runs(x: jax.Array, rotation: Callable[..., list[jax.Array]]) -> jax.Array:
     """Return blocks [T, length], each of SIZE equal runs, rotated across the runs."""
     runs = x.reshape(x.shape[0], SIZE, -1)
-    runs = rotate([runs[:, i] for i in range(SIZE)], factor)
+    columns = lax.broadcasted_iota(jnp.int32, runs[:, 0].shape, 1)
+    runs = rotation([runs[:, i] for i in range(SIZE)], columns)
     return lax.optimization_barrier(jnp.stack(runs, axis=1)).reshape(x.shape)
 
 

@@ -8,8 +8,9 @@
   goes to the end of the codes that has one more, for which the step may be negative; DeepSpeed's
   step is left only for one that is surely better, so no block is ever worse.
 
-A block with a magnitude below 2^-90 at most is zero: step 1, codes 0. One with an inf or a NaN gets
-the step NaN and the codes 0: all of it decodes to NaN.
+A block whose magnitudes are all below 2^-90 is zero: step 1, codes 0. One with an inf, a NaN or a
+magnitude from 2^126 on, where the value of a code may be infinite, is not finite: it gets the step
+NaN and the codes 0, so that all of it decodes to NaN.
 """
 
 from __future__ import annotations
@@ -25,7 +26,6 @@ import numpy as np
 
 from pallas_kernels.arithmetic import Grid, Machine, Rule, across, decode, encode
 from pallas_kernels.floats import (
-    INFINITY,
     MAGNITUDE,
     NAN,
     SIGN,
@@ -40,13 +40,15 @@ from pallas_kernels.floats import (
 )
 
 TINY = 2.0**-90
+_HUGE = 0x7E800000  # the bits of 2^126
 SMALLEST_STEP = 2.0**-98
+_NOTHING = 2.0**-120  # next to a block that is not zero; its half is no subnormal
 
 # The steps that "mse" tries besides DeepSpeed's, as peak / (2^(bits-1) x factor). A factor above 1
 # clips the peak for the sake of all others.
-FACTORS = {8: (255 / 256, 1.0), 4: (15 / 16, 1.0, 1.15, 1.32)}
-# No error of these is above 2^2 steps: codes end at 7, and a peak lies at most at 1.32 x 8.
-_LARGEST_ERROR_LOG2 = 2
+FACTORS = {8: (1.0, 1.005), 4: (1.0, 1.1, 1.29, 1.6)}
+# No error of these is above 2^3 steps: codes end at 7, and a peak lies at most at 1.6 x 8.
+_LARGEST_ERROR_LOG2 = 3
 # The part of DeepSpeed's squared error by which another must be smaller: it covers every rounding
 # in the comparison.
 _ADVANTAGE = 2.0**-16
@@ -88,7 +90,7 @@ def grid_of(pieces: Sequence[jax.Array], rule: Rule, block: Block) -> Grid:
 
 
 def _symmetric(pieces: Sequence[jax.Array], rule: Rule, block: Block) -> Grid:
-    sign = None
+    sign = jnp.float32(1)
     if rule.scale == "mse":
         # As integers, negative floats are negative: these are the largest of x and of -x.
         positive = block.largest([bits_of(piece) for piece in pieces])
@@ -97,7 +99,7 @@ def _symmetric(pieces: Sequence[jax.Array], rule: Rule, block: Block) -> Grid:
         peak = jnp.maximum(positive, negative)
     else:
         peak = block.largest([bits_of(piece) & MAGNITUDE for piece in pieces])
-    finite = peak < INFINITY
+    finite = peak < _HUGE
     peak = float_of(peak)
     zero = peak < TINY
     peak = jnp.where(finite, jnp.where(zero, 1.0, peak), 1.0)
@@ -108,7 +110,7 @@ def _symmetric(pieces: Sequence[jax.Array], rule: Rule, block: Block) -> Grid:
         grid = Grid(step, reciprocal(step), None, finite)
     else:
         grid = _deepspeed(peak, None, finite, rule)
-    grid = _zero_where(zero, grid)
+    grid = _one_where(zero, grid)
     if rule.scale == "mse":
         candidates = []
         for factor in FACTORS[rule.bits]:
@@ -122,32 +124,41 @@ def _with_offset(pieces: Sequence[jax.Array], rule: Rule, block: Block) -> Grid:
     keys = [ordered(bits_of(piece)) for piece in pieces]
     top = block.largest([block.where(i, key, SIGN) for i, key in enumerate(keys)])
     bottom = ~block.largest([block.where(i, ~key, SIGN) for i, key in enumerate(keys)])
-    finite = (top < INFINITY) & (bottom > ~INFINITY)
-    top, bottom = (_without_tiny(key, finite) for key in (top, bottom))
+    finite = (top < _HUGE) & (bottom > ~_HUGE)
+    top, bottom = (jnp.where(finite, float_of(ordered(key)), 0.0) for key in (top, bottom))
+    zero = jnp.maximum(jnp.abs(top), jnp.abs(bottom)) < TINY
+    top, bottom = (jnp.where(zero | (jnp.abs(x) < _NOTHING), 0.0, x) for x in (top, bottom))
     # Halves: the range of two finite numbers may not be finite. A product with 1/2 is exact.
     centre, radius = top * 0.5 + bottom * 0.5, top * 0.5 - bottom * 0.5
-    constant = radius == 0
-    radius = jnp.where(constant, 1.0, jnp.maximum(radius, TINY))
+
+    def spanning(down: float, up: float) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Return (step, offset, whether all is one value): the bottom lies at most `down` steps
+        below the offset, and the top `up`, one less, above."""
+        middle = truncated(radius * np.float32(2 / (down + up)))
+        offset = _stored(centre + middle * 0.5, rule)
+        # From the offset as it is stored.
+        step = jnp.maximum((offset - bottom) * above(1 / down), (top - offset) * above(1 / up))
+        return jnp.maximum(step, SMALLEST_STEP), offset, step == 0
 
     if rule.scale == "bound":
-        # The codes reach so many steps below and above the offset without a larger error.
+        # The codes reach so far without an error above half a step.
         reach = 0.0 if rule.stochastic else 0.5
-        down, up = rule.half + reach, rule.half - 1 + reach
-        offset = _half_a_step_over(centre, radius * np.float32(2 / (down + up)), rule)
-        offset = jnp.where(constant, _stored(centre, rule), offset)
-        step = jnp.maximum((offset - bottom) * above(1 / down), (top - offset) * above(1 / up))
-        constant = step == 0
-        step = rounded_up(jnp.maximum(step, SMALLEST_STEP), short=rule.short)
+        step, offset, constant = spanning(rule.half + reach, rule.half - 1 + reach)
+        step = rounded_up(step, short=rule.short)
         grid = Grid(step, reciprocal(step), offset, finite)
-    else:
-        grid = _deepspeed(radius, _stored(centre, rule), finite, rule)
-    grid = _zero_where(constant, grid)
+        return _nan_where_not_finite(_one_where(constant, grid))
+
+    constant = radius == 0
+    radius_or_one = jnp.where(constant, 1.0, jnp.maximum(radius, TINY))
+    grid = _deepspeed(radius_or_one, _stored(centre, rule), finite, rule)
+    grid = _one_where(constant, grid)
     if rule.scale == "mse":
         candidates = []
         for factor in FACTORS[rule.bits]:
-            step = _stored(radius * np.float32(1 / (rule.half * factor)), rule)
-            offset = _half_a_step_over(centre, step, rule)
-            candidates.append(Grid(step, reciprocal(step), offset, finite))
+            step, offset, constant = spanning(rule.half * factor + 0.5, rule.half * factor - 0.5)
+            step = _stored(step, rule)
+            candidate = Grid(step, reciprocal(step), offset, finite)
+            candidates.append(_one_where(constant, candidate))
         grid = _best(pieces, grid, candidates, rule, block)
     return _nan_where_not_finite(grid)
 
@@ -167,18 +178,22 @@ def _best(
     """Return `base`, or per block a candidate whose squared error is surely smaller.
 
     Squared errors, in squared steps, are cut off to multiples of 2^-k, the finest for which a
-    block's sum fits in 31 bits: a sum is low by less than the block's length.
+    block's sum fits in 31 bits: a sum is low by less than the block's length. An error of `base`
+    may be too large for that, and is then taken for smaller.
     """
     spare = 31 - 2 * _LARGEST_ERROR_LOG2 - math.ceil(math.log2(block.length))
-    unit = np.float32(2.0 ** (spare // 2))  # of an error; k is twice the exponent
+    unit = 2.0 ** (spare // 2)  # of an error; k is twice the exponent
+    largest = np.float32((unit * 2**_LARGEST_ERROR_LOG2) ** 2)
 
     def cost(grid: Grid, low_by: int) -> jax.Array:
         grid = block.machine.keep(grid)
         squares = []
         for i, piece in enumerate(pieces):
-            error = piece - decode(encode(piece, grid, rule, block.machine), grid.step, grid.offset)
-            error = error * across(grid.inverse * unit, piece)
-            squares.append(block.where(i, (error * error).astype(jnp.int32), 0))
+            code = encode(piece, grid, rule, block.machine)
+            error = piece - decode(code, grid.step, grid.offset)
+            error = error * across(grid.inverse * np.float32(unit), piece)
+            square = jnp.minimum(error * error, largest).astype(jnp.int32)
+            squares.append(block.where(i, square, 0))
         total = block.machine.total(functools.reduce(jnp.add, squares)) + low_by
         relative = grid.step * base.inverse
         return total.astype(jnp.float32) * (relative * relative)
@@ -192,29 +207,17 @@ def _best(
     return best
 
 
-def _half_a_step_over(centre: jax.Array, step: jax.Array, rule: Rule) -> jax.Array:
-    """Return the offset about which the codes, of which one more is negative, lie evenly."""
-    return _stored(centre + truncated(step) * 0.5, rule)
-
-
 def _stored(x: jax.Array, rule: Rule) -> jax.Array:
     return shortened(x) if rule.short else x
 
 
-def _without_tiny(key: jax.Array, finite: jax.Array) -> jax.Array:
-    x = float_of(ordered(key))
-    return jnp.where(finite, jnp.where(jnp.abs(x) < TINY, 0.0, x), 0.0)
-
-
 def _where(condition: jax.Array, new: Grid, old: Grid) -> Grid:
-    return Grid(*(None if a is None else jnp.where(condition, a, b) for a, b in zip(new, old)))
+    return jax.tree.map(functools.partial(jnp.where, condition), new, old)
 
 
-def _zero_where(zero: jax.Array, grid: Grid) -> Grid:
-    one = jnp.ones_like(grid.step)
-    return grid._replace(
-        step=jnp.where(zero, one, grid.step), inverse=jnp.where(zero, one, grid.inverse)
-    )
+def _one_where(alike: jax.Array, grid: Grid) -> Grid:
+    step, inverse = (jnp.where(alike, 1.0, row) for row in (grid.step, grid.inverse))
+    return grid._replace(step=step, inverse=inverse)
 
 
 def _nan_where_not_finite(grid: Grid) -> Grid:

@@ -146,6 +146,10 @@ class _Memory:
         rows = self._rows()
         shim.triton_store(ref, at + rows, rows < self.rows_left, row)
 
+    def columns(self) -> jax.Array:
+        columns = self._columns()[None, :]
+        return jnp.broadcast_to(columns, (self.tile.rows, self.tile.columns))
+
     def places(self, column: int, step: int) -> jax.Array:
         return self._rows()[:, None] * self.cut.block + (column + self._columns() * step)[None, :]
 

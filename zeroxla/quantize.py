@@ -51,8 +51,8 @@ def quantize(
 ) -> Wire:
     """Return x as a wire.
 
-    A block with an inf or a NaN becomes NaN as a whole; one whose magnitudes are all below 2^-90
-    becomes zeros.
+    A block with an inf, a NaN or a magnitude from 2^126 on becomes NaN as a whole; one whose
+    magnitudes are all below 2^-90 becomes zeros.
 
     Args:
       x: float32, bfloat16 or float16, of any shape; blocks run along the flat array.

@@ -32,7 +32,8 @@ class WireFormat:
 
     scale: Scale | None = None
     """How the step is chosen. "bound": no error is above step / 2, the largest magnitude included.
-    "mse": the smallest squared error of several steps, never above that of "deepspeed".
+    "mse": the smallest squared error of several steps, never above that of "deepspeed" in the same
+    scale_dtype.
     "deepspeed": DeepSpeed's own, which clips a positive peak by a step. None: "bound" at 8 bits,
     "mse" at 4, and "bound" if rounding is stochastic."""
 

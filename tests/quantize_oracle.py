@@ -1,0 +1,400 @@
+"""The wire formats in NumPy, written from the formulas: what every backend must give, bit for bit.
+
+Numbers are float64, and `single` rounds one to float32 where the specification does. A sum, product
+or quotient of two float32 has at most 48 significant bits or is rounded innocuously in float64
+(53 >= 2 x 24 + 2), so that one rounding more gives what a float32 machine gives. Sums over a block
+are whole numbers, in int64.
+
+    N   blocks of one length, one a row
+    L   their elements
+
+Imports neither JAX nor the code under test.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+TINY = 2.0**-90  # a block of smaller magnitudes is zero
+LEAST_STEP = 2.0**-98
+ALIGNMENT = 16
+# The machine rounds, overflows and takes the inverse of zero without a word.
+silent = np.errstate(over="ignore", invalid="ignore", divide="ignore")
+
+FACTORS = {8: (1.0, 1.005), 4: (1.0, 1.1, 1.29, 1.6)}
+# The coins that change signs before a rotation: one for each run and column modulo 32.
+COINS = np.random.RandomState(0).randint(0, 2**32, 32, dtype=np.uint32)
+
+
+class Spec(NamedTuple):
+    """A format: the arguments of `quantize` but for the data."""
+
+    bits: int
+    block: int
+    symmetric: bool
+    scale: str
+    short: bool
+    rotated: bool
+
+    @property
+    def half(self) -> int:
+        return 2 ** (self.bits - 1)
+
+    def stored(self, x_N: np.ndarray) -> np.ndarray:
+        """Return float32 numbers as the wire keeps them."""
+        if not self.short:
+            return x_N
+        return x_N.astype(np.float32).astype(ml_dtypes.bfloat16).astype(np.float64)
+
+
+class Grid(NamedTuple):
+    """Float64[N] each: value = code x step + offset; inverse is 1 / step, rounded to float32."""
+
+    step: np.ndarray
+    inverse: np.ndarray
+    offset: np.ndarray
+
+    def where(self, condition: np.ndarray, other: Grid) -> Grid:
+        return Grid(*(np.where(condition, a, b) for a, b in zip(self, other)))
+
+
+def single(x) -> np.ndarray:
+    """Return float64 numbers rounded to float32, as float64."""
+    return np.asarray(x, np.float64).astype(np.float32).astype(np.float64)
+
+
+def upper(x: float) -> np.ndarray:
+    """Return the float32 that a bound is multiplied with so that no rounding brings it below."""
+    return single(x * (1 + 2.0**-22))
+
+
+def significant(x_N: np.ndarray, bits: int, to) -> np.ndarray:
+    """Return numbers rounded by `to` (np.ceil, np.trunc) to so many significant bits."""
+    mantissa, exponent = np.frexp(x_N)
+    return np.ldexp(to(np.ldexp(mantissa, bits)), exponent - bits)
+
+
+def blocks_of(x: np.ndarray, spec: Spec) -> Iterator[tuple[int, np.ndarray]]:
+    """Yield (first element, [N, L]): the blocks of full length, then the short last one."""
+    full = x.size // spec.block * spec.block
+    if full:
+        yield 0, x[:full].reshape(-1, spec.block)
+    if full < x.size:
+        yield full, x[None, full:]
+
+
+def changed_signs(x_NL: np.ndarray) -> np.ndarray:
+    """Return blocks, with column c of run i negated where bit c % 32 of coin i is set."""
+    width = x_NL.shape[1] // 32
+    bits = (COINS[:, None] >> (np.arange(width, dtype=np.uint32) % 32)) & 1
+    return x_NL * (1.0 - 2.0 * bits.reshape(-1))
+
+
+def hadamard(x_NL: np.ndarray, factor: float) -> np.ndarray:
+    """Return factor x H x, where element j of all 32 equal runs of a block make up one group.
+
+    H is the 32-fold Kronecker power of [[1, 1], [1, -1]], applied one power after the other, the
+    most significant bit of the run first: each of 5 sums is rounded to float32.
+    """
+    num, length = x_NL.shape
+    x = x_NL
+    for bit in (4, 3, 2, 1, 0):
+        x = x.reshape(num, 2 ** (4 - bit), 2, -1)
+        x = single(np.stack([x[:, :, 0] + x[:, :, 1], x[:, :, 0] - x[:, :, 1]], axis=2))
+    return single(x.reshape(num, length) * factor)
+
+
+def padded(x_NL: np.ndarray, multiple: int) -> np.ndarray:
+    return np.pad(x_NL, ((0, 0), (0, -x_NL.shape[1] % multiple)))
+
+
+@silent
+def quantize(
+    x: np.ndarray,
+    bits: int,
+    block: int,
+    symmetric: bool,
+    scale: str,
+    short: bool,
+    rotated: bool,
+    uniform: np.ndarray | None = None,
+) -> np.ndarray:
+    """Return the uint8 wire of a 1-D array of any floating dtype.
+
+    Args:
+      x: the array.
+      bits, block, symmetric, scale, short, rotated: the format; short is scale_dtype="bfloat16".
+      uniform: for stochastic rounding, a number in [0, 1) for each element; with rotation also for
+        the zeros that fill up the last block.
+    """
+    spec = Spec(bits, block, symmetric, scale, short, rotated)
+    payload, rows = [], []
+    for first, x_NL in blocks_of(x.astype(np.float64), spec):
+        if rotated:
+            x_NL = hadamard(changed_signs(padded(x_NL, 32)), 1 / 4)
+        u_NL = None
+        if uniform is not None:
+            u_NL = uniform[first : first + x_NL.size].reshape(x_NL.shape)
+        finite = (np.abs(x_NL) < 2.0**126).all(axis=1)
+        x_NL = np.where(finite[:, None], x_NL, 0.0)
+        grid = grid_of(x_NL, spec, u_NL is not None)
+        if bits == 4:  # a nibble without an element holds the code of zero
+            x_NL = padded(x_NL, 2)
+            u_NL = None if u_NL is None else padded(u_NL, 2)
+        codes = np.where(finite[:, None], codes_of(x_NL, grid, spec, u_NL), 0).astype(np.int64)
+        payload.append(pack(codes, spec))
+        kept = (grid.step,) if symmetric else (grid.step, grid.offset)
+        rows.append([np.where(finite, row, np.nan) for row in kept])
+    planes = [plane for row in zip(*rows) for plane in row_bytes(np.concatenate(row), short)]
+    wire = np.concatenate([np.concatenate(payload, axis=None), *planes])
+    return np.pad(wire, (0, -wire.size % ALIGNMENT))
+
+
+def grid_of(x_NL: np.ndarray, spec: Spec, stochastic: bool) -> Grid:
+    """Return the grid of finite blocks."""
+    return (symmetric_grid if spec.symmetric else offset_grid)(x_NL, spec, stochastic)
+
+
+def symmetric_grid(x_NL: np.ndarray, spec: Spec, stochastic: bool) -> Grid:
+    peak = np.abs(x_NL).max(axis=1)
+    zero = peak < TINY
+    peak = np.where(zero, 1.0, peak)
+    none = np.zeros_like(peak)
+    unity = Grid(np.ones_like(peak), np.ones_like(peak), none)
+    if spec.scale == "bound":
+        codes = spec.half - 1 if stochastic else spec.half - 0.5
+        step = significant(single(peak * upper(1 / codes)), 8 if spec.short else 16, np.ceil)
+        return unity.where(zero, Grid(single(step), single(1 / step), none))
+    base = unity.where(zero, deepspeed_grid(peak, none, spec))
+    if spec.scale == "deepspeed":
+        return base
+    sign = np.where(-x_NL.min(axis=1) >= x_NL.max(axis=1), 1.0, -1.0)
+    candidates = []
+    for factor in FACTORS[spec.bits]:
+        step = spec.stored(single(peak * single(1 / (spec.half * factor))))
+        candidates.append(Grid(step * sign, single(1 / step) * sign, none))
+    return best(x_NL, base, candidates, spec)
+
+
+def offset_grid(x_NL: np.ndarray, spec: Spec, stochastic: bool) -> Grid:
+    top, bottom = x_NL.max(axis=1), x_NL.min(axis=1)
+    zero = np.maximum(np.abs(top), np.abs(bottom)) < TINY
+    top, bottom = (np.where(zero | (np.abs(x) < 2.0**-120), 0.0, x) for x in (top, bottom))
+    centre, radius = single(top / 2 + bottom / 2), single(top / 2 - bottom / 2)
+    unity = np.ones_like(radius)
+
+    def grid(down: float, up: float, stored) -> Grid:
+        # One more code is negative: half a step over the centre, they lie evenly.
+        step = significant(single(radius * single(2 / (down + up))), 16, np.trunc)
+        offset = spec.stored(single(centre + step / 2))
+        below = single(single(offset - bottom) * upper(1 / down))
+        above = single(single(top - offset) * upper(1 / up))
+        step = np.maximum(below, above)
+        constant = step == 0
+        step = single(stored(np.maximum(step, LEAST_STEP)))
+        return Grid(unity, unity, offset).where(constant, Grid(step, single(1 / step), offset))
+
+    if spec.scale == "bound":
+        reach = 0.0 if stochastic else 0.5
+        bits = 8 if spec.short else 16
+        up = lambda step: significant(step, bits, np.ceil)  # noqa: E731
+        return grid(spec.half + reach, spec.half - 1 + reach, up)
+    constant = radius == 0
+    known = np.where(constant, 1.0, np.maximum(radius, TINY))
+    base = deepspeed_grid(known, spec.stored(centre), spec)
+    base = Grid(unity, unity, base.offset).where(constant, base)
+    if spec.scale == "deepspeed":
+        return base
+    most = [spec.half * factor for factor in FACTORS[spec.bits]]
+    candidates = [grid(codes + 0.5, codes - 0.5, spec.stored) for codes in most]
+    return best(x_NL, base, candidates, spec)
+
+
+def deepspeed_grid(peak: np.ndarray, offset: np.ndarray, spec: Spec) -> Grid:
+    """Codes are x times inverse, and values codes times 1 / inverse, both rounded."""
+    inverse = single(spec.half / peak)
+    step = spec.stored(single(1 / inverse))
+    return Grid(step, single(1 / step) if spec.short else inverse, offset)
+
+
+def best(x_NL: np.ndarray, base: Grid, candidates: list[Grid], spec: Spec) -> Grid:
+    """Return base, or where its squared error is surely smaller the best candidate.
+
+    Squared errors, in squared steps, are cut off to a multiple of 4^-k, the finest for which their
+    sum over a block fits in 31 bits where no error is above 8 steps. What that may lack is added to
+    a candidate, and 2^-16 is taken from the base for the roundings.
+    """
+    length = x_NL.shape[1]
+    unit = 2.0 ** ((31 - 6 - (length - 1).bit_length()) // 2)
+
+    def cost(grid: Grid, lacking: int) -> np.ndarray:
+        values = values_of(codes_of(x_NL, grid, spec), grid.step, grid.offset, spec)
+        error = single(single(x_NL - values) * (grid.inverse * unit)[:, None])
+        square = np.minimum(single(error * error), (8 * unit) ** 2)
+        total = np.trunc(square).astype(np.int64).sum(axis=1) + lacking
+        relative = single(grid.step * base.inverse)
+        return single(single(total) * single(relative * relative))
+
+    chosen, least = base, single(cost(base, 0) * single(1 - 2.0**-16))
+    for candidate in candidates:
+        here = cost(candidate, length)
+        chosen, least = candidate.where(here < least, chosen), np.minimum(here, least)
+    return chosen
+
+
+def codes_of(
+    x_NL: np.ndarray, grid: Grid, spec: Spec, uniform_NL: np.ndarray | None = None
+) -> np.ndarray:
+    """Return the codes of finite blocks, as float64."""
+    step, inverse, offset = (row[:, None] for row in grid)
+    centred = single(x_NL - offset)
+    code = np.rint(single(centred * inverse))
+    if spec.scale == "bound":
+        ratio = centred / step  # 53 bits tell a tie from all else
+        if uniform_NL is not None:
+            lower = np.floor(ratio)
+            part = single(single(centred - lower * step) * inverse)
+            code = lower + (part > uniform_NL)
+        else:  # a tie goes where the product with the inverse falls
+            code = np.where(ratio - np.floor(ratio) == 0.5, code, np.rint(ratio))
+    code = np.clip(code, -spec.half, spec.half - 1)
+    return np.where(np.isfinite(step), code, 0.0)
+
+
+def values_of(code_NL: np.ndarray, step: np.ndarray, offset: np.ndarray, spec: Spec) -> np.ndarray:
+    """Return code x step, rounded to float32, plus offset, rounded again.
+
+    The sign of a zero is that of the sum of code x (the upper 16 bits of step) and code x the rest.
+    """
+    upper_bits = significant(step, 16, np.trunc)
+    value = single(code_NL * upper_bits[:, None] + code_NL * (step - upper_bits)[:, None])
+    return value if spec.symmetric else single(value + offset[:, None])
+
+
+def pack(codes_NL: np.ndarray, spec: Spec) -> np.ndarray:
+    """Return the payload of blocks: uint8[N, bytes]."""
+    if spec.bits == 8:
+        return codes_NL.astype(np.int8).view(np.uint8)
+    if spec.scale == "deepspeed":
+        high, low = codes_NL[:, ::2], codes_NL[:, 1::2]
+    else:
+        low, high = np.split(codes_NL, 2, axis=1)
+    return (low % 16 + high % 16 * 16).astype(np.uint8)
+
+
+def unpack(data_NB: np.ndarray, spec: Spec) -> np.ndarray:
+    """Return the codes of what `pack` returns, as float64."""
+    if spec.bits == 8:
+        return data_NB.view(np.int8).astype(np.float64)
+    low, high = data_NB % 16, data_NB // 16
+    if spec.scale == "deepspeed":
+        nibbles = np.stack([high, low], axis=2).reshape(len(data_NB), -1)
+    else:
+        nibbles = np.concatenate([low, high], axis=1)
+    return np.where(nibbles < 8, nibbles, nibbles - 16.0)
+
+
+def row_bytes(row_N: np.ndarray, short: bool) -> np.ndarray:
+    """Return the bytes of steps or offsets, uint8[2 or 4, N], least significant first."""
+    row = row_N.astype(ml_dtypes.bfloat16 if short else np.float32)
+    assert np.array_equal(row.astype(np.float64), row_N, equal_nan=True)
+    return row.view(np.uint8).reshape(row_N.size, -1).T
+
+
+class Parts(NamedTuple):
+    """A wire taken apart: the payload of full blocks and of the tail, steps, offsets (or zeros)."""
+
+    payload: list[np.ndarray]
+    steps: np.ndarray
+    offsets: np.ndarray
+
+
+def parts_of(wire: np.ndarray, size: int, spec: Spec) -> Parts:
+    """Return the parts of the wire of so many elements."""
+    payload, at, num_blocks = [], 0, 0
+    for _, block in blocks_of(np.zeros(size), spec):
+        codes = padded(block, 32) if spec.rotated else block
+        width = -(-codes.shape[1] * spec.bits // 8)
+        payload.append(wire[at : at + len(block) * width].reshape(len(block), width))
+        at, num_blocks = at + payload[-1].size, num_blocks + len(block)
+    dtype = ml_dtypes.bfloat16 if spec.short else np.float32
+    rows = []
+    for _ in range(1 if spec.symmetric else 2):
+        planes = wire[at : at + num_blocks * dtype(0).itemsize].reshape(-1, num_blocks)
+        rows.append(planes.T.copy().view(dtype)[:, 0].astype(np.float64))
+        at += planes.size
+    assert wire.size == at + -at % ALIGNMENT
+    assert not wire[at:].any()
+    return Parts(payload, rows[0], rows[1] if len(rows) > 1 else np.zeros(num_blocks))
+
+
+@silent
+def dequantize(
+    wire: np.ndarray,
+    size: int,
+    bits: int,
+    block: int,
+    symmetric: bool,
+    scale: str,
+    short: bool,
+    rotated: bool,
+) -> np.ndarray:
+    """Return float32[size], what a wire stands for."""
+    spec = Spec(bits, block, symmetric, scale, short, rotated)
+    parts = parts_of(wire, size, spec)
+    out, done = [], 0
+    for (_, like), data in zip(blocks_of(np.zeros(size), spec), parts.payload):
+        rows = slice(done, done + len(data))
+        x = values_of(unpack(data, spec), parts.steps[rows], parts.offsets[rows], spec)
+        if rotated:
+            x = changed_signs(hadamard(x, 1 / 8))
+        out.append(x[:, : like.shape[1]].ravel())
+        done += len(data)
+    return np.concatenate(out).astype(np.float32)
+
+
+@silent
+def dequant_reduce(
+    wires: list[np.ndarray], size: int, spec: dict, out: dict, uniform: np.ndarray | None = None
+) -> np.ndarray:
+    """Return the wire, in format `out`, of the sum of wires in format `spec`, the first one first;
+    every partial sum is rounded to float32. What is rotated on both sides is summed rotated."""
+    if spec["rotated"] and out["rotated"] and spec["block"] == out["block"]:
+        size += -(size % spec["block"]) % 32
+        spec, out = spec | {"rotated": False}, out | {"rotated": False}
+    total = dequantize(wires[0], size, **spec)
+    for wire in wires[1:]:
+        total = total + dequantize(wire, size, **spec)
+    assert total.dtype == np.float32
+    return quantize(total, **out, uniform=uniform)
+
+
+def swizzled(nodes: int, devices: int, chunks: int) -> list[tuple[int, int]]:
+    """Return the (partition, chunk) that lies at each place, in DeepSpeed's order.
+
+    Every first chunk, then every second one, ...; among these, first what is for device 0 of node
+    0, 1, ..., then what is for device 1 of each node, ... Partition p is for device p % devices of
+    node p // devices.
+    """
+    return [
+        (node * devices + device, chunk)
+        for chunk in range(chunks)
+        for device in range(devices)
+        for node in range(nodes)
+    ]
+
+
+def uniforms(words: tuple[int, int], position: np.ndarray) -> np.ndarray:
+    """Return the numbers in (0, 1) that two words give to positions: MurmurHash3's finalizer, once
+    with each word, of which the upper 24 bits count; the last of them is set."""
+    x = position.astype(np.uint64)
+    for word in words:
+        x = x ^ np.uint64(word & 0xFFFFFFFF)
+        x = (x ^ (x >> np.uint64(16))) * np.uint64(0x85EBCA6B) % np.uint64(2**32)
+        x = (x ^ (x >> np.uint64(13))) * np.uint64(0xC2B2AE35) % np.uint64(2**32)
+        x = x ^ (x >> np.uint64(16))
+    return (x >> np.uint64(8) | np.uint64(1)).astype(np.float64) / 2**24
