@@ -183,7 +183,7 @@ def _best(
     """
     spare = 31 - 2 * _LARGEST_ERROR_LOG2 - math.ceil(math.log2(block.length))
     unit = 2.0 ** (spare // 2)  # of an error; k is twice the exponent
-    largest = np.float32((unit * 2**_LARGEST_ERROR_LOG2) ** 2)
+    largest = np.float32(31 / 32 * (unit * 2**_LARGEST_ERROR_LOG2) ** 2)  # 2^31 itself does not fit
 
     def cost(grid: Grid, low_by: int) -> jax.Array:
         grid = block.machine.keep(grid)

@@ -234,7 +234,7 @@ def best(x_NL: np.ndarray, base: Grid, candidates: list[Grid], spec: Spec) -> Gr
     def cost(grid: Grid, lacking: int) -> np.ndarray:
         values = values_of(codes_of(x_NL, grid, spec), grid.step, grid.offset, spec)
         error = single(single(x_NL - values) * (grid.inverse * unit)[:, None])
-        square = np.minimum(single(error * error), (8 * unit) ** 2)
+        square = np.minimum(single(error * error), 31 / 32 * (8 * unit) ** 2)
         total = np.trunc(square).astype(np.int64).sum(axis=1) + lacking
         relative = single(grid.step * base.inverse)
         return single(single(total) * single(relative * relative))

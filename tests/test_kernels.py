@@ -32,14 +32,19 @@ needs_mosaic = pytest.mark.skipif(
     not shim.has_mosaic(), reason="Pallas interprets Mosaic kernels from JAX 0.11 on"
 )
 KERNELS = [pytest.param("mosaic", marks=needs_mosaic), "triton"]
-# Rotated blocks are 32 pieces, each with its loads: their interpreted programs compile slowly.
 FACTORS = {**FORMATS, "block": (16, 100, 256, 2048), "hadamard": (0,)}
 ODD_FACTORS = {**FACTORS, "block": (17, 250, 1000, 16384)}
-ROTATED = [
-    WireFormat(bits=8, hadamard=32),
-    WireFormat(bits=4, hadamard=32, block=128, scale="bound", symmetric=False),
-]
 DATA = ("normal", "heavy_tailed", "constant", "zeros", "one_outlier", "denormal", "huge")
+
+
+def quick(factors):
+    """Return a cover without what XLA compiles for 30 s: the interpreted mse of blocks under 32."""
+    rows = (row | {"block": 100} if is_slow(row) else row for row in cover(factors))
+    return list(dict.fromkeys(format_of(row) for row in rows))
+
+
+def is_slow(row):
+    return row["scale"] == "mse" and row["block"] < 32
 
 
 def length_of(format: WireFormat) -> int:
@@ -48,24 +53,32 @@ def length_of(format: WireFormat) -> int:
 
 
 @pytest.mark.parametrize("backend", KERNELS)
-@pytest.mark.parametrize("row", cover(FACTORS), ids=lambda row: name_of(format_of(row)))
-def test_kernels_give_the_bits_of_the_oracle(row, backend):
-    format = format_of(row)
+@pytest.mark.parametrize("format", quick(FACTORS), ids=name_of)
+def test_kernels_give_the_bits_of_the_oracle(format, backend):
     if backend == "mosaic" and format.bits == 4 and format.scale == "deepspeed":
         pytest.skip("Mosaic loads no every-other element; the refusal is tested below")
     dtype = DTYPES[format.block % 3]
     assert differences(format, length_of(format), dtype, DATA, backend) == []
 
 
-@pytest.mark.parametrize("row", cover(ODD_FACTORS), ids=lambda row: name_of(format_of(row)))
-def test_triton_takes_blocks_of_any_length(row):
-    format = format_of(row)
+@pytest.mark.parametrize("format", quick(ODD_FACTORS), ids=name_of)
+def test_triton_takes_blocks_of_any_length(format):
     assert differences(format, length_of(format), "float32", DATA, "triton") == []
 
 
-@pytest.mark.parametrize("backend", KERNELS)
-@pytest.mark.parametrize("format", ROTATED, ids=name_of)
-def test_rotated_blocks_give_the_bits_of_the_oracle(format, backend):
+# 32 pieces, each with its loads: the interpreted programs compile for 20 s each.
+@pytest.mark.parametrize(
+    ("backend", "format"),
+    [
+        pytest.param(
+            "mosaic",
+            WireFormat(bits=4, hadamard=32, block=128, scale="bound", symmetric=False),
+            marks=needs_mosaic,
+        ),
+        ("triton", WireFormat(bits=8, hadamard=32, block=96)),
+    ],
+)
+def test_rotated_blocks_give_the_bits_of_the_oracle(backend, format):
     assert differences(format, length_of(format), "bfloat16", DATA, backend) == []
 
 
@@ -100,9 +113,9 @@ def test_stochastic_rounding_and_the_swizzle_are_those_of_the_reference(backend)
 
 
 @pytest.mark.parametrize("backend", KERNELS)
-@pytest.mark.parametrize("num_sources", [1, 3, 8, 16, 17])
+@pytest.mark.parametrize("num_sources", [1, 8, 16, 17])
 def test_sums_of_wires_are_those_of_the_reference(num_sources, backend):
-    format, size = WireFormat(bits=4), 20 * 256 + 9
+    format, size = WireFormat(bits=4, scale="bound"), 20 * 256 + 9
     wires = [quantize(jnp.asarray(sample("normal", size, seed=i)), format) for i in range(17)]
     stacked = Wire(jnp.stack([w.buffer for w in wires[:num_sources]]), size, format)
     found = dequant_reduce(stacked, backend=backend)
@@ -113,9 +126,9 @@ def test_sums_of_wires_are_those_of_the_reference(num_sources, backend):
 @pytest.mark.parametrize(
     ("source", "out"),
     [
-        (WireFormat(bits=8), WireFormat(bits=4, symmetric=False)),
+        (WireFormat(bits=8), WireFormat(bits=4, symmetric=False, scale="bound")),
         (WireFormat(bits=4), WireFormat(bits=8)),
-        (WireFormat(bits=8, block=512), WireFormat(bits=4, block=128)),
+        (WireFormat(bits=8, block=512), WireFormat(bits=4, block=128, scale="bound")),
         (WireFormat(bits=8, hadamard=32), WireFormat(bits=4, scale="bound", hadamard=32)),
     ],
     ids=["8 to 4", "4 to 8", "another block", "both rotated"],

@@ -110,6 +110,24 @@ def test_a_constant_block_with_an_offset_is_exact(bits):
         np.testing.assert_array_equal(restored_in_float32(x, format), x)
 
 
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("block", [2, 64, 128, 256, 512])
+def test_an_offset_of_few_bits_is_compensated_by_the_step(bits, block):
+    """A bfloat16 is 144 off: so are all elements from DeepSpeed's grid, more steps than can be
+    counted."""
+    x = np.full(block, -7e4, np.float32)
+    error = {}
+    for scale in ("mse", "deepspeed"):
+        format = WireFormat(
+            bits=bits, block=block, symmetric=False, scale=scale, scale_dtype="bfloat16"
+        )
+        error[scale] = np.abs(restored_in_float32(x, format) - x).max()
+    assert error["deepspeed"] > 16
+    assert error["mse"] <= error["deepspeed"]
+    if bits == 8:
+        assert error["mse"] < 1
+
+
 def test_an_outlier_costs_a_rotated_block_less():
     x = sample("normal", 256)
     x[5] = 30.0
