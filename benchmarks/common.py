@@ -196,15 +196,24 @@ def table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     return "\n".join(f"| {' | '.join(str(cell) for cell in line)} |" for line in lines)
 
 
-def report(name: str, title: str, body: str, figures: dict[str, Any], checks: list[Check]) -> int:
-    """Print a benchmark's result and write it to results/NAME.json and results/NAME.md.
+def report(
+    name: str,
+    title: str,
+    body: str,
+    figures: dict[str, Any],
+    checks: list[Check],
+    *,
+    files: str | None = None,
+) -> int:
+    """Print a benchmark's result and write it to results/FILES.json and results/FILES.md.
 
     Args:
-      name: of the files and of the command.
+      name: of the command.
       title: heading.
       body: markdown: what was measured, and its tables.
       figures: everything measured, for JSON.
       checks: the targets.
+      files: their name; None: that of the command.
 
     Returns:
       The exit code: 0 if every target is met, else 1.
@@ -219,10 +228,10 @@ def report(name: str, title: str, body: str, figures: dict[str, Any], checks: li
         f"Measured by `python benchmarks/{name}.py` on {made_with}.\n"
     )
     RESULTS.mkdir(exist_ok=True)
-    (RESULTS / f"{name}.md").write_text(text)
+    (RESULTS / f"{files or name}.md").write_text(text)
     results = [{**dataclasses.asdict(check), "passed": check.passed} for check in checks]
     everything = {"environment": versions, **figures, "targets": results}
-    (RESULTS / f"{name}.json").write_text(json.dumps(everything, indent=2) + "\n")
+    (RESULTS / f"{files or name}.json").write_text(json.dumps(everything, indent=2) + "\n")
     print(text)
     missed = [check.name for check in checks if not check.passed]
     if missed:

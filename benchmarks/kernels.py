@@ -28,7 +28,7 @@ if "--one-core" in sys.argv:  # before JAX counts the cores
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # other libraries need memory too
 
 import jax
-from common import RESULTS, Check, report
+from common import Check, report
 from kernel_cases import (
     BLOCK,
     DEVICES,
@@ -255,10 +255,7 @@ def main() -> int:
     figures = {"device": jax.devices()[0].device_kind, "gb_per_s_of_one_core": per_core}
     body = body_of(rows, sizes, notes, name)
     checks = make_checks(rows, per_core)
-    status = report("kernels", "Kernels", body, {**figures, "rows": rows}, checks)
-    for suffix in (".json", ".md"):  # one result for each kind of device
-        (RESULTS / f"kernels{suffix}").replace(RESULTS / f"{name}{suffix}")
-    return status
+    return report("kernels", "Kernels", body, {**figures, "rows": rows}, checks, files=name)
 
 
 if __name__ == "__main__":

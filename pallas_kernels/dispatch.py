@@ -8,6 +8,7 @@ program compiled ahead of time) a Hopper GPU is assumed. Whether a kernel is dec
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -16,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import mosaic, reference, shim, triton
+from pallas_kernels import reference, shim
 from pallas_kernels.geometry import mosaic_tile, triton_tile
 from pallas_kernels.layout import Layout
 from pallas_kernels.swizzle import Swizzle
@@ -135,25 +136,27 @@ def _kernels(backend: str | None, *layouts: Layout, **sizes: int) -> ModuleType 
     if backend == "xla":
         return None
     fits = {
-        mosaic: shim.has_mosaic() and mosaic_tile(*layouts, **sizes) is not None,
-        triton: shim.has_triton() and triton_tile(*layouts, items=sizes["items"]) is not None,
+        "mosaic": shim.has_mosaic() and mosaic_tile(*layouts, **sizes) is not None,
+        "triton": shim.has_triton() and triton_tile(*layouts, items=sizes["items"]) is not None,
     }
-    if backend is not None:
-        kernels = mosaic if backend == "mosaic" else triton
-        if not fits[kernels]:
-            raise ValueError(
-                f"backend={backend!r} does not take {sizes['num_wires']} wires of "
-                f"{layouts[0].size} elements in blocks of {layouts[0].block}, as "
-                f"{' to '.join(str(layout.rule) for layout in layouts)} "
-                f"with JAX {jax.__version__} (pallas_kernels/geometry.py says what it takes, and "
-                "Mosaic needs JAX 0.11); use backend=None, which finds one that does"
-            )
-        return kernels
-    capability = _compute_capability()
-    if fits[mosaic] and (capability is None or capability >= _HOPPER):
-        return mosaic
-    # Pallas asks the GPU itself for the Triton it compiles for: ahead of time there is none.
-    return triton if fits[triton] and capability is not None else None
+    if backend is None:
+        capability = _compute_capability()
+        if fits["mosaic"] and (capability is None or capability >= _HOPPER):
+            backend = "mosaic"
+        elif fits["triton"] and capability is not None:
+            # Pallas asks the GPU itself for what it compiles: ahead of time there is none to ask.
+            backend = "triton"
+        else:
+            return None
+    elif not fits[backend]:
+        raise ValueError(
+            f"backend={backend!r} does not take {sizes['num_wires']} wires of "
+            f"{layouts[0].size} elements in blocks of {layouts[0].block}, as "
+            f"{' to '.join(str(layout.rule) for layout in layouts)} "
+            f"with JAX {jax.__version__} (pallas_kernels/geometry.py says what it takes, and "
+            "Mosaic needs JAX 0.11); use backend=None, which finds one that does"
+        )
+    return importlib.import_module(f"pallas_kernels.{backend}")
 
 
 def _on_nvidia(
@@ -170,10 +173,12 @@ def _on_nvidia(
 
 
 def _compute_capability() -> int | None:
-    """Return the major version of the GPU at hand, None without one."""
+    """Return the major compute capability of the GPU at hand, None without one; 0 if it is not
+    NVIDIA's, for which no kernel is lowered."""
     if jax.default_backend() != "gpu":
         return None
-    return int(str(getattr(jax.devices()[0], "compute_capability", "0")).split(".")[0])
+    major = str(getattr(jax.devices()[0], "compute_capability", "")).split(".")[0]
+    return int(major) if major.isdigit() else 0
 
 
 def _packed(seed: Seed | None) -> jax.Array | None:

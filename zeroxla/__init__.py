@@ -1,10 +1,11 @@
 """zeroxla: train Flax models that do not fit one device, with ZeRO-3 in JAX."""
 
-from zeroxla import inspect
+from zeroxla import inspect, quantize
 from zeroxla.config import ZeroConfig
 from zeroxla.mesh import make_mesh, simulate
 from zeroxla.state import LossScale, TrainState, full_params
 from zeroxla.step import Step, make_step
+from zeroxla.wire_format import WireFormat
 
 __all__ = [  # noqa: RUF022 (grouped)
     # set-up
@@ -17,6 +18,9 @@ __all__ = [  # noqa: RUF022 (grouped)
     "TrainState",
     "full_params",
     "make_step",
+    # wires
+    "WireFormat",
+    "quantize",
     # reports
     "inspect",
 ]

@@ -21,6 +21,15 @@ from pallas_kernels.layout import Layout
 from pallas_kernels.swizzle import Swizzle
 from zeroxla.wire_format import WireFormat
 
+__all__ = [
+    "Wire",
+    "WireFormat",
+    "dequant_reduce",
+    "dequantize",
+    "quantize",
+    "swizzled_quantize",
+]
+
 Backend = Literal["xla", "mosaic", "triton"]
 
 _FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16)
