@@ -10,14 +10,13 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import reference, shim
+from pallas_kernels import kernels, reference, shim
 from pallas_kernels.geometry import mosaic_tile, triton_tile
 from pallas_kernels.layout import Layout
 from pallas_kernels.swizzle import Swizzle
@@ -40,23 +39,15 @@ def quantize(
     Raises:
       ValueError: the backend is unknown, or does not take such blocks.
     """
-    num_wires = x.shape[0]
-    kernels = _kernels(
-        backend,
-        layout,
-        items=max(x.size, num_wires * layout.num_bytes),
-        item_bytes=x.dtype.itemsize,
-        num_wires=num_wires,
-    )
+    chosen = _backend(backend, layout, **kernels.sizes_of_floats(layout, x.shape[0], 1, x.dtype))
     plain = functools.partial(reference.quantize, layout=layout, seed=seed, swizzle=swizzle)
-    if kernels is None:
+    if chosen is None:
         return plain(x)
 
     def fast(x: jax.Array, *, interpret: bool = False) -> jax.Array:
-        wires = kernels.quantize(x, layout, _packed(seed), swizzle, interpret=interpret)
-        return _patched(
-            wires, reference.quantize_rest(x[:, layout.size - layout.tail :], layout, seed, swizzle)
-        )
+        wires = kernels.quantize(chosen, x, layout, _packed(seed), swizzle, interpret=interpret)
+        tail = x[:, layout.size - layout.tail :]
+        return _patched(wires, reference.quantize_rest(tail, layout, seed, swizzle))
 
     return _on_nvidia(backend, fast, plain, x)
 
@@ -77,20 +68,15 @@ def dequant_sum(data: jax.Array, layout: Layout, *, dtype: Any, backend: str | N
     Raises:
       ValueError: as `quantize`.
     """
-    num_wires = data.shape[1]
-    kernels = _kernels(
-        backend,
-        layout,
-        items=max(data.size, num_wires * layout.size),
-        item_bytes=jnp.dtype(dtype).itemsize,
-        num_wires=num_wires,
-    )
+    num_sources, num_wires, _ = data.shape
+    sizes = kernels.sizes_of_floats(layout, num_wires, num_sources, dtype)
+    chosen = _backend(backend, layout, **sizes)
     plain = functools.partial(reference.dequant_sum, layout=layout, dtype=dtype)
-    if kernels is None:
+    if chosen is None:
         return plain(data)
 
     def fast(data: jax.Array, *, interpret: bool = False) -> jax.Array:
-        x = kernels.dequant_sum(data, layout, dtype, interpret=interpret)
+        x = kernels.dequant_sum(chosen, data, layout, dtype, interpret=interpret)
         if not layout.tail:
             return x
         rest = reference.dequant_sum_rest(data, layout, dtype)
@@ -113,22 +99,25 @@ def dequant_reduce(
     if layout.block != out.block or layout.rotated or out.rotated:
         total = dequant_sum(data, layout, dtype=jnp.float32, backend=backend)
         return quantize(total, out, seed=seed, swizzle=None, backend=backend)
-    num_wires = data.shape[1]
-    kernels = _kernels(backend, layout, out, items=data.size, item_bytes=1, num_wires=num_wires)
+    num_sources, num_wires, _ = data.shape
+    sizes = kernels.sizes_of_wires(layout, out, num_wires, num_sources)
+    chosen = _backend(backend, layout, out, **sizes)
     plain = functools.partial(reference.dequant_reduce, layout=layout, out=out, seed=seed)
-    if kernels is None:
+    if chosen is None:
         return plain(data)
 
     def fast(data: jax.Array, *, interpret: bool = False) -> jax.Array:
-        wires = kernels.dequant_reduce(data, layout, out, _packed(seed), interpret=interpret)
+        wires = kernels.dequant_reduce(
+            chosen, data, layout, out, _packed(seed), interpret=interpret
+        )
         rest = reference.dequant_sum_rest(data, layout, jnp.float32)
         return _patched(wires, reference.quantize_rest(rest, out, seed))
 
     return _on_nvidia(backend, fast, plain, data)
 
 
-def _kernels(backend: str | None, *layouts: Layout, **sizes: int) -> ModuleType | None:
-    """Return the kernels that run, None for the XLA reference."""
+def _backend(backend: str | None, *layouts: Layout, **sizes: int) -> kernels.Backend | None:
+    """Return what runs a kernel, None for the XLA reference."""
     if backend not in (None, *BACKENDS):
         raise ValueError(
             f"backend={backend!r}: take one of {', '.join(BACKENDS)}, or None to have one chosen"
@@ -137,7 +126,7 @@ def _kernels(backend: str | None, *layouts: Layout, **sizes: int) -> ModuleType 
         return None
     fits = {
         "mosaic": shim.has_mosaic() and mosaic_tile(*layouts, **sizes) is not None,
-        "triton": shim.has_triton() and triton_tile(*layouts, items=sizes["items"]) is not None,
+        "triton": shim.has_triton() and triton_tile(*layouts, **sizes) is not None,
     }
     if backend is None:
         capability = _compute_capability()
@@ -156,7 +145,7 @@ def _kernels(backend: str | None, *layouts: Layout, **sizes: int) -> ModuleType 
             f"with JAX {jax.__version__} (pallas_kernels/geometry.py says what it takes, and "
             "Mosaic needs JAX 0.11); use backend=None, which finds one that does"
         )
-    return importlib.import_module(f"pallas_kernels.{backend}")
+    return importlib.import_module(f"pallas_kernels.{backend}").BACKEND
 
 
 def _on_nvidia(

@@ -98,13 +98,15 @@ def mosaic_tile(*layouts: Layout, items: int, item_bytes: int, num_wires: int) -
     return None
 
 
-def triton_tile(*layouts: Layout, items: int) -> TritonTile | None:
+def triton_tile(*layouts: Layout, items: int, item_bytes: int, num_wires: int) -> TritonTile | None:
     """Return the tile of a Triton kernel, or None where it does not fit.
 
     Args:
       layouts: of the wires on either side; of the same size.
       items: in its largest array.
+      item_bytes, num_wires: as for Mosaic; any will do.
     """
+    del item_bytes, num_wires
     cut = common_cut(*layouts)
     if cut is None or items > MOST_ITEMS or cut.block > TRITON_LARGEST or not layouts[0].full:
         return None

@@ -1,4 +1,4 @@
-"""The kernels on Pallas' Mosaic GPU backend: NVIDIA Hopper and later."""
+"""Pallas' Mosaic GPU backend: NVIDIA Hopper and later."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import program, shim
+from pallas_kernels import shim
 from pallas_kernels.arithmetic import Machine, round_to_even
 from pallas_kernels.geometry import MosaicTile, mosaic_tile
+from pallas_kernels.kernels import Backend
 from pallas_kernels.layout import Layout
-from pallas_kernels.swizzle import Swizzle
+from pallas_kernels.program import Cut
 
 MACHINE = Machine(
     nearest=round_to_even,
@@ -23,124 +24,6 @@ MACHINE = Machine(
     total=lambda terms: jnp.sum(terms, axis=1),
     keep=lambda grid: grid,
 )
-
-
-def quantize(
-    x: jax.Array,
-    layout: Layout,
-    seed: jax.Array | None = None,
-    swizzle: Swizzle | None = None,
-    *,
-    interpret: bool = False,
-) -> jax.Array:
-    """Return the wires of the rows of x, but for the short last block of each.
-
-    Args:
-      x: [W, layout.size], float32, bfloat16 or float16.
-      layout: of each wire; `geometry.mosaic_tile` must find a tile for it.
-      seed: int32[2], for stochastic rounding.
-      swizzle: where each wire goes; None: it stays.
-      interpret: run on the CPU.
-
-    Returns:
-      uint8[W, layout.num_bytes]; what belongs to the last block is undefined.
-    """
-    num_wires = x.shape[0]
-    tile = _tile(
-        layout,
-        items=max(x.size, num_wires * layout.num_bytes),
-        item_bytes=x.dtype.itemsize,
-        num_wires=num_wires,
-    )
-
-    def body(*refs: Any) -> None:
-        x_ref, *seed_ref, out_ref = refs
-        memory, wire, first = _Memory.of(tile, layout, interpret)
-        pieces = program.read_floats(memory, x_ref, wire, first, layout)
-        program.write_wire(
-            memory,
-            out_ref,
-            wire if swizzle is None else swizzle.target(wire),
-            first,
-            pieces,
-            layout,
-            seed=(seed_ref[0][0], seed_ref[0][1]) if seed_ref else None,
-            source=wire,
-        )
-
-    operands = [x.reshape(-1)] if seed is None else [x.reshape(-1), seed]
-    out = _run(body, operands, (num_wires, layout.num_bytes), jnp.uint8, tile, layout, interpret)
-    return out
-
-
-def dequant_sum(
-    data: jax.Array, layout: Layout, dtype: Any, *, interpret: bool = False
-) -> jax.Array:
-    """Return the sums of N wires each, but for the short last block.
-
-    Args:
-      data: uint8[N, W, layout.num_bytes].
-      layout: of each wire.
-      dtype: of the result, to which the float32 sum is rounded.
-      interpret: run on the CPU.
-
-    Returns:
-      dtype[W, layout.size]; the elements of the last block are undefined.
-    """
-    num_sources, num_wires, _ = data.shape
-    items = max(data.size, num_wires * layout.size)
-    item_bytes = jnp.dtype(dtype).itemsize
-    tile = _tile(layout, items=items, item_bytes=item_bytes, num_wires=num_wires)
-
-    def body(in_ref: Any, out_ref: Any) -> None:
-        memory, wire, first = _Memory.of(tile, layout, interpret)
-        pieces = program.read_wires(memory, in_ref, wire, first, layout, num_sources, num_wires)
-        program.write_floats(memory, out_ref, wire, first, pieces, layout)
-
-    shape = (num_wires, layout.size)
-    return _run(body, [data.reshape(-1)], shape, dtype, tile, layout, interpret)
-
-
-def dequant_reduce(
-    data: jax.Array,
-    layout: Layout,
-    out: Layout,
-    seed: jax.Array | None = None,
-    *,
-    interpret: bool = False,
-) -> jax.Array:
-    """Return the wires of the sums of N wires each, but for the short last block.
-
-    Args:
-      data: uint8[N, W, layout.num_bytes].
-      layout: of the sources; not rotated.
-      out: of the result, likewise; the same size and block.
-      seed: int32[2], for stochastic rounding.
-      interpret: run on the CPU.
-
-    Returns:
-      uint8[W, out.num_bytes]; what belongs to the last block is undefined.
-    """
-    num_sources, num_wires, _ = data.shape
-    tile = _tile(layout, out, items=data.size, item_bytes=1, num_wires=num_wires)
-
-    def body(*refs: Any) -> None:
-        in_ref, *seed_ref, out_ref = refs
-        memory, wire, first = _Memory.of(tile, layout, interpret)
-        pieces = program.read_wires(memory, in_ref, wire, first, layout, num_sources, num_wires)
-        program.write_wire(
-            memory,
-            out_ref,
-            wire,
-            first,
-            pieces,
-            out,
-            seed=(seed_ref[0][0], seed_ref[0][1]) if seed_ref else None,
-            source=wire,
-        )
-
-    operands = [data.reshape(-1)] if seed is None else [data.reshape(-1), seed]
-    return _run(body, operands, (num_wires, out.num_bytes), jnp.uint8, tile, layout, interpret)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -171,7 +54,7 @@ class _Memory:
         )
 
     @property
-    def cut(self) -> program.Cut:
+    def cut(self) -> Cut:
         return self.tile.cut
 
     def load(self, ref: Any, at: Any, width: int, column: int, step: int) -> jax.Array:
@@ -220,26 +103,20 @@ class _Memory:
         return self._flat(ref, at, width).reshape(self.tile.rows, width)
 
 
-def _tile(*layouts: Layout, **sizes: int) -> MosaicTile:
-    tile = mosaic_tile(*layouts, **sizes)
-    assert tile is not None, "dispatch asks geometry first"
-    return tile
-
-
-def _run(
+def _launch(
     body: Any,
     operands: list[jax.Array],
-    shape: tuple[int, int],
-    dtype: Any,
-    tile: MosaicTile,
-    layout: Layout,
+    result: jax.ShapeDtypeStruct,
+    grid: tuple[int, int],
     interpret: bool,
 ) -> jax.Array:
-    kernel = plgpu.kernel(
+    return plgpu.kernel(
         body,
-        out_type=jax.ShapeDtypeStruct((shape[0] * shape[1],), dtype),
-        grid=(shape[0], pl.cdiv(layout.full, tile.rows)),
+        out_type=result,
+        grid=grid,
         grid_names=("wire", "tile"),
         interpret=shim.mosaic_interpreter() if interpret else None,
-    )
-    return kernel(*operands).reshape(shape)
+    )(*operands)
+
+
+BACKEND = Backend(mosaic_tile, _Memory.of, _launch)

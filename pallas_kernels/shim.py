@@ -72,14 +72,18 @@ def has_triton() -> bool:
 
 
 def triton_call(
-    body: Any, operands: list[jax.Array], out: Any, *, grid: tuple[int, ...], interpret: bool
+    body: Any,
+    operands: list[jax.Array],
+    result: jax.ShapeDtypeStruct,
+    grid: tuple[int, ...],
+    interpret: bool,
 ) -> jax.Array:
     """Run a kernel on Pallas' Triton backend, with whole arrays in global memory; 4 warps."""
     from jax.experimental.pallas import triton
 
     return pl.pallas_call(
         body,
-        out_shape=out,
+        out_shape=result,
         grid=grid,
         compiler_params=triton.CompilerParams(num_warps=4, num_stages=1),
         interpret=interpret,

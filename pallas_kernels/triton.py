@@ -1,5 +1,5 @@
-"""The kernels on Pallas' Triton backend: NVIDIA GPUs before Hopper, and blocks that Mosaic does not
-take. JAX will drop this backend; `shim.has_triton` says whether it is there."""
+"""Pallas' Triton backend: NVIDIA GPUs before Hopper, and blocks that Mosaic does not take. JAX will
+drop it; `shim.has_triton` says whether it is there."""
 
 from __future__ import annotations
 
@@ -10,99 +10,15 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from pallas_kernels import program, shim
+from pallas_kernels import shim
 from pallas_kernels.arithmetic import Machine, round_to_even
 from pallas_kernels.geometry import TritonTile, triton_tile
+from pallas_kernels.kernels import Backend
 from pallas_kernels.layout import Layout
-from pallas_kernels.swizzle import Swizzle
+from pallas_kernels.program import Cut
 
 # `jax.lax.round` has no Triton lowering.
 _ROUND_TO_EVEN = "cvt.rni.f32.f32 $0, $1;"
-
-
-def quantize(
-    x: jax.Array,
-    layout: Layout,
-    seed: jax.Array | None = None,
-    swizzle: Swizzle | None = None,
-    *,
-    interpret: bool = False,
-) -> jax.Array:
-    """Return the wires of the rows of x, but for the short last block of each.
-
-    Args, Returns: as `mosaic.quantize`; `geometry.triton_tile` must find a tile.
-    """
-    num_wires = x.shape[0]
-    tile = _tile(layout, items=max(x.size, num_wires * layout.num_bytes))
-
-    def body(*refs: Any) -> None:
-        x_ref, *seed_ref, out_ref = refs
-        memory, wire, first = _Memory.of(tile, layout, interpret)
-        program.write_wire(
-            memory,
-            out_ref,
-            wire if swizzle is None else swizzle.target(wire),
-            first,
-            program.read_floats(memory, x_ref, wire, first, layout),
-            layout,
-            seed=_seed(seed_ref),
-            source=wire,
-        )
-
-    operands = [x.reshape(-1)] if seed is None else [x.reshape(-1), seed]
-    return _run(body, operands, (num_wires, layout.num_bytes), jnp.uint8, tile, layout, interpret)
-
-
-def dequant_sum(
-    data: jax.Array, layout: Layout, dtype: Any, *, interpret: bool = False
-) -> jax.Array:
-    """Return the sums of N wires each, but for the short last block.
-
-    Args, Returns: as `mosaic.dequant_sum`; `geometry.triton_tile` must find a tile.
-    """
-    num_sources, num_wires, _ = data.shape
-    tile = _tile(layout, items=max(data.size, num_wires * layout.size))
-
-    def body(in_ref: Any, out_ref: Any) -> None:
-        memory, wire, first = _Memory.of(tile, layout, interpret)
-        pieces = program.read_wires(memory, in_ref, wire, first, layout, num_sources, num_wires)
-        program.write_floats(memory, out_ref, wire, first, pieces, layout)
-
-    shape = (num_wires, layout.size)
-    return _run(body, [data.reshape(-1)], shape, dtype, tile, layout, interpret)
-
-
-def dequant_reduce(
-    data: jax.Array,
-    layout: Layout,
-    out: Layout,
-    seed: jax.Array | None = None,
-    *,
-    interpret: bool = False,
-) -> jax.Array:
-    """Return the wires of the sums of N wires each, but for the short last block.
-
-    Args, Returns: as `mosaic.dequant_reduce`; `geometry.triton_tile` must find a tile.
-    """
-    num_sources, num_wires, _ = data.shape
-    tile = _tile(layout, out, items=data.size)
-
-    def body(*refs: Any) -> None:
-        in_ref, *seed_ref, out_ref = refs
-        memory, wire, first = _Memory.of(tile, layout, interpret)
-        program.write_wire(
-            memory,
-            out_ref,
-            wire,
-            first,
-            program.read_wires(memory, in_ref, wire, first, layout, num_sources, num_wires),
-            out,
-            seed=_seed(seed_ref),
-            source=wire,
-        )
-
-    operands = [data.reshape(-1)] if seed is None else [data.reshape(-1), seed]
-    return _run(body, operands, (num_wires, out.num_bytes), jnp.uint8, tile, layout, interpret)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -127,7 +43,7 @@ class _Memory:
         return memory, pl.program_id(0), first
 
     @property
-    def cut(self) -> program.Cut:
+    def cut(self) -> Cut:
         return self.tile.cut
 
     def load(self, ref: Any, at: Any, width: int, column: int, step: int) -> jax.Array:
@@ -180,29 +96,4 @@ def _round_by_instruction(x: jax.Array) -> jax.Array:
     return shim.triton_assembly(_ROUND_TO_EVEN, x)
 
 
-def _seed(refs: list[Any]) -> tuple[Any, Any] | None:
-    return (refs[0][0], refs[0][1]) if refs else None
-
-
-def _tile(*layouts: Layout, items: int) -> TritonTile:
-    tile = triton_tile(*layouts, items=items)
-    assert tile is not None, "dispatch asks geometry first"
-    return tile
-
-
-def _run(
-    body: Any,
-    operands: list[jax.Array],
-    shape: tuple[int, int],
-    dtype: Any,
-    tile: TritonTile,
-    layout: Layout,
-    interpret: bool,
-) -> jax.Array:
-    return shim.triton_call(
-        body,
-        operands,
-        jax.ShapeDtypeStruct((shape[0] * shape[1],), dtype),
-        grid=(shape[0], pl.cdiv(layout.full, tile.rows)),
-        interpret=interpret,
-    ).reshape(shape)
+BACKEND = Backend(triton_tile, _Memory.of, shim.triton_call)

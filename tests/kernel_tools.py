@@ -10,8 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType
 from quantize_cases import name_of
 
-from pallas_kernels import mosaic, triton
-from pallas_kernels.geometry import mosaic_tile, triton_tile
+from pallas_kernels import kernels, mosaic, triton
 from zeroxla.wire_format import WireFormat
 
 SIZE, WIRES, SOURCES = 256 * 70, 2, 8
@@ -33,36 +32,40 @@ Variant = tuple[Callable[..., jax.Array], list[jax.ShapeDtypeStruct]]
 
 def variants() -> Iterator[tuple[str, str, Variant]]:
     """Yield (backend, name, (function, shapes)) of every kernel with every format that it takes."""
-    for backend, kernels in (("mosaic", mosaic), ("triton", triton)):
+    for name, backend in (("mosaic", mosaic.BACKEND), ("triton", triton.BACKEND)):
         for format in FORMATS:
             layout = format.layout(SIZE)
-            takes = (
-                mosaic_tile(layout, items=SIZE * WIRES, item_bytes=4, num_wires=WIRES)
-                if backend == "mosaic"
-                else triton_tile(layout, items=SIZE * WIRES)
-            )
-            if takes is None:
-                assert (backend, format.scale, format.bits) == ("mosaic", "deepspeed", 4)
+            if (
+                backend.tile(layout, **kernels.sizes_of_floats(layout, WIRES, 1, jnp.float32))
+                is None
+            ):
+                assert (name, format.scale, format.bits) == ("mosaic", "deepspeed", 4)
                 continue
-            for kernel, variant in _kernels(kernels, format).items():
-                yield backend, f"{backend}-{kernel}-{name_of(format)}", variant
+            for kernel, variant in _kernels(backend, format).items():
+                yield name, f"{name}-{kernel}-{name_of(format)}", variant
 
 
-def _kernels(kernels: Any, format: WireFormat) -> dict[str, Variant]:
+def _kernels(backend: Any, format: WireFormat) -> dict[str, Variant]:
     layout = format.layout(SIZE)
     x = jax.ShapeDtypeStruct((WIRES, SIZE), jnp.float32)
     half = jax.ShapeDtypeStruct((WIRES, SIZE), jnp.bfloat16)
     wires = jax.ShapeDtypeStruct((SOURCES, WIRES, layout.num_bytes), jnp.uint8)
     if format.rounding == "stochastic":
         seed = jax.ShapeDtypeStruct((2,), jnp.int32)
-        return {"quantize": (lambda x, s: kernels.quantize(x, layout, s), [x, seed])}
+        return {"quantize": (lambda x, s: kernels.quantize(backend, x, layout, s), [x, seed])}
     found: dict[str, Variant] = {
-        "quantize": (lambda x: kernels.quantize(x, layout), [x]),
-        "quantize-bfloat16": (lambda x: kernels.quantize(x, layout), [half]),
-        "dequant_sum": (lambda w: kernels.dequant_sum(w, layout, jnp.bfloat16), [wires]),
+        "quantize": (lambda x: kernels.quantize(backend, x, layout), [x]),
+        "quantize-bfloat16": (lambda x: kernels.quantize(backend, x, layout), [half]),
+        "dequant_sum": (
+            lambda w: kernels.dequant_sum(backend, w, layout, jnp.bfloat16),
+            [wires],
+        ),
     }
     if not format.hadamard:
-        found["dequant_reduce"] = (lambda w: kernels.dequant_reduce(w, layout, layout), [wires])
+        found["dequant_reduce"] = (
+            lambda w: kernels.dequant_reduce(backend, w, layout, layout),
+            [wires],
+        )
     return found
 
 

@@ -111,4 +111,4 @@ def test_vectors_stay_aligned_in_every_wire():
 def test_arrays_past_32_bit_counting_are_left_to_xla():
     layout = WireFormat().layout(2**31)
     assert mosaic_tile(layout, items=2**31, item_bytes=4, num_wires=1) is None
-    assert triton_tile(layout, items=2**31) is None
+    assert triton_tile(layout, items=2**31, item_bytes=4, num_wires=1) is None
