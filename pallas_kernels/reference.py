@@ -16,7 +16,7 @@ from jax import lax
 from pallas_kernels.arithmetic import Grid, Machine, decode, encode, round_to_even
 from pallas_kernels.chance import uniform
 from pallas_kernels.layout import Layout, pack, row_from_bytes, row_to_bytes, unpack
-from pallas_kernels.rotation import SIZE, rotate, rotate_back
+from pallas_kernels.rotation import rotate_blocks, rotate_blocks_back
 from pallas_kernels.scales import Block, grid_of
 from pallas_kernels.swizzle import Swizzle
 
@@ -164,7 +164,8 @@ def quantize_blocks(
         keep=lax.optimization_barrier,
     )
     if layout.rotated:
-        x = _across_runs(jnp.pad(x, ((0, 0), (0, layout.padded(length) - length))), rotate)
+        x = jnp.pad(x, ((0, 0), (0, layout.padded(length) - length)))
+        x = lax.optimization_barrier(rotate_blocks(x))
     # The whole block at once: a grid does not depend on how it is cut.
     grid = grid_of([x], layout.rule, Block(length=x.shape[1], machine=machine))
     chance = [None] * layout.pieces
@@ -197,7 +198,7 @@ def dequantize_blocks(
     else:
         x = jnp.concatenate(pieces, axis=1)
     if layout.rotated:
-        x = _across_runs(x, rotate_back)
+        x = lax.optimization_barrier(rotate_blocks_back(x))
     return x[:, :length]
 
 
@@ -223,14 +224,6 @@ def _cut(x: jax.Array, layout: Layout) -> list[jax.Array]:
         x = x.reshape(num_blocks, width, layout.pieces)
         return [x[..., i] for i in range(layout.pieces)]
     return [x[:, i * width : (i + 1) * width] for i in range(layout.pieces)]
-
-
-def _across_runs(x: jax.Array, rotation: Callable[..., list[jax.Array]]) -> jax.Array:
-    """Return blocks [T, length], each of SIZE equal runs, rotated across the runs."""
-    runs = x.reshape(x.shape[0], SIZE, -1)
-    columns = lax.broadcasted_iota(jnp.int32, runs[:, 0].shape, 1)
-    runs = rotation([runs[:, i] for i in range(SIZE)], columns)
-    return lax.optimization_barrier(jnp.stack(runs, axis=1)).reshape(x.shape)
 
 
 def _reduced(

@@ -59,3 +59,29 @@ def _hadamard(pieces: Sequence[jax.Array], factor: float) -> list[jax.Array]:
                 pieces[i], pieces[i + stride] = a + b, a - b
         stride //= 2
     return [piece * np.float32(factor) for piece in pieces]
+
+
+def rotate_blocks(x: jax.Array) -> jax.Array:
+    """Return whole blocks, float32[T, length], rotated to the bits that `rotate` gives: 5 sums of
+    arrays instead of 160 of runs, which XLA compiles in a fifth of the time."""
+    return _hadamard_of_blocks(_signed_blocks(x), THERE)
+
+
+def rotate_blocks_back(x: jax.Array) -> jax.Array:
+    """Return whole blocks, float32[T, length], rotated back."""
+    return _signed_blocks(_hadamard_of_blocks(x, BACK))
+
+
+def _signed_blocks(x: jax.Array) -> jax.Array:
+    columns = np.arange(x.shape[1] // SIZE, dtype=np.uint32) % 32
+    flips = (SIGNS.view(np.uint32)[:, None] >> columns << 31).view(np.int32)
+    return float_of(bits_of(x) ^ flips.reshape(-1))
+
+
+def _hadamard_of_blocks(x: jax.Array, factor: float) -> jax.Array:
+    shape, groups = x.shape, 1
+    while groups < SIZE:  # the most significant bit of a run's number first, as in `_hadamard`
+        x = x.reshape(shape[0], groups, 2, -1)
+        x = jnp.stack([x[:, :, 0] + x[:, :, 1], x[:, :, 0] - x[:, :, 1]], axis=2)
+        groups *= 2
+    return x.reshape(shape) * np.float32(factor)

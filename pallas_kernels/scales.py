@@ -148,10 +148,12 @@ def _with_offset(pieces: Sequence[jax.Array], rule: Rule, block: Block) -> Grid:
         grid = Grid(step, reciprocal(step), offset, finite)
         return _nan_where_not_finite(_one_where(constant, grid))
 
-    constant = radius == 0
-    radius_or_one = jnp.where(constant, 1.0, jnp.maximum(radius, TINY))
-    grid = _deepspeed(radius_or_one, _stored(centre, rule), finite, rule)
-    grid = _one_where(constant, grid)
+    middle = _stored(centre, rule)
+    # DeepSpeed stores the centre as it is; where it is rounded, the ends lie unevenly about it.
+    wider = jnp.maximum(top - middle, middle - bottom) if rule.short else radius
+    constant = wider == 0
+    wider = jnp.where(constant, 1.0, jnp.maximum(wider, TINY))
+    grid = _one_where(constant, _deepspeed(wider, middle, finite, rule))
     if rule.scale == "mse":
         candidates = []
         for factor in FACTORS[rule.bits]:

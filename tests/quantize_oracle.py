@@ -203,9 +203,10 @@ def offset_grid(x_NL: np.ndarray, spec: Spec, stochastic: bool) -> Grid:
         bits = 8 if spec.short else 16
         up = lambda step: significant(step, bits, np.ceil)  # noqa: E731
         return grid(spec.half + reach, spec.half - 1 + reach, up)
-    constant = radius == 0
-    known = np.where(constant, 1.0, np.maximum(radius, TINY))
-    base = deepspeed_grid(known, spec.stored(centre), spec)
+    middle = spec.stored(centre)
+    wider = np.maximum(single(top - middle), single(middle - bottom)) if spec.short else radius
+    constant = wider == 0
+    base = deepspeed_grid(np.where(constant, 1.0, np.maximum(wider, TINY)), middle, spec)
     base = Grid(unity, unity, base.offset).where(constant, base)
     if spec.scale == "deepspeed":
         return base

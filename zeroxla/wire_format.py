@@ -52,7 +52,7 @@ class WireFormat:
     arXiv 2410.15526, section 3.2.)"""
 
     def __post_init__(self) -> None:
-        if self.bits not in (8, 4):
+        if self.bits not in (8, 4) or not isinstance(self.bits, int):
             raise ValueError(f"WireFormat(bits={self.bits!r}): a code has 8 or 4 bits")
         if not isinstance(self.block, int) or isinstance(self.block, bool) or self.block < 1:
             raise ValueError(
