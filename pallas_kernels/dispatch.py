@@ -52,15 +52,6 @@ def quantize(
     return _on_nvidia(backend, fast, plain, x)
 
 
-def dequantize(data: jax.Array, layout: Layout, *, dtype: Any, backend: str | None) -> jax.Array:
-    """Return the values of wires: uint8[W, num_bytes] -> dtype[W, size].
-
-    Raises:
-      ValueError: as `quantize`.
-    """
-    return dequant_sum(data[None], layout, dtype=dtype, backend=backend)
-
-
 def dequant_sum(data: jax.Array, layout: Layout, *, dtype: Any, backend: str | None) -> jax.Array:
     """Return the float32 sums of N wires each, rounded to dtype: uint8[N, W, num_bytes] ->
     dtype[W, size].

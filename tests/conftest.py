@@ -27,6 +27,9 @@ def _prepare_environment() -> None:
     # Compilation is most of the suite's time. Reading an entry back costs some 10 ms, so programs
     # that compile faster than the threshold stay out.
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(REPOSITORY / ".cache" / "jax"))
+    # A bounded cache is a locked one: without, one process may read what another is still writing,
+    # and dies of it.
+    os.environ.setdefault("JAX_COMPILATION_CACHE_MAX_SIZE", str(4 * 2**30))
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.3")
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "0")
     # Plots are drawn to files.

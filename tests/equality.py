@@ -15,11 +15,12 @@ import optax
 from reference import Reference, relative_errors, remember_gradients, worst
 from zoo import CASES, Case
 
-import zeroxla.collectives
+import zeroxla.bundles
 from zeroxla.adapters import adapt
 
 MESHES = ((1, 8), (2, 4), (4, 2), (8, 1), (3, 2), (1, 1))
 NUM_STEPS = 20
+HOPS = ("pass", "microbatch", "step")
 HUGE = 10**9
 KEY = 0
 
@@ -39,6 +40,8 @@ class Settings:
       keep: gathered leaves are kept for every later use.
       alone: every shard travels by itself, as large ones do, instead of fused with others.
       accumulate: micro-batches.
+      hops: how often leaves and gradients pass the hop over `node`: in every pass ("pass"), once in
+        a micro-batch, or once in a step; the latter two keep secondary shards.
     """
 
     persistence: int | None = 0
@@ -47,8 +50,9 @@ class Settings:
     keep: bool = False
     alone: bool = False
     accumulate: int = 1
+    hops: str = "pass"
 
-    def config(self, case: Case) -> zeroxla.ZeroConfig:
+    def config(self, case: Case, mesh: tuple[int, int]) -> zeroxla.ZeroConfig:
         options: dict[str, Any] = {"frozen": case.frozen, "accumulate": self.accumulate}
         if self.persistence is not None:
             options["persistence_threshold"] = self.persistence
@@ -58,13 +62,18 @@ class Settings:
             options["prefetch_bucket"] = HUGE
         if self.keep:
             options.update(max_live_parameters=HUGE, max_reuse_distance=HUGE)
+        # Elsewhere a secondary shard would be the shard itself, or the leaf.
+        if self.hops != "pass" and min(mesh) > 1:
+            options.update(
+                hpz_size="node", inter_node_gather=self.hops, inter_node_reduce=self.hops
+            )
         return zeroxla.ZeroConfig(**options)
 
     def __str__(self) -> str:
         persistence = "default" if self.persistence is None else self.persistence
         words = [f"persist-{persistence}"]
         words += [n for n in ("small_units", "prefetch", "keep", "alone") if getattr(self, n)]
-        return ",".join([*words, f"accumulate-{self.accumulate}"])
+        return ",".join([*words, f"accumulate-{self.accumulate}", f"hops-{self.hops}"])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -90,7 +99,10 @@ def cover() -> Iterator[Row]:
     met: set[Any] = set()
     for i, case in enumerate(CASES):
         prefetch, keep, alone, accumulate = i % 2 > 0, i % 4 > 1, i % 8 > 3, 1 + i % 3 % 2
-        first = Settings(prefetch=prefetch, keep=keep, alone=alone, accumulate=accumulate)
+        hops = HOPS[(i + i // 6) % 3]
+        first = Settings(
+            prefetch=prefetch, keep=keep, alone=alone, accumulate=accumulate, hops=hops
+        )
         rows = [Row(case=case, mesh=MESHES[i % 6], settings=first)]
         others = [
             Row(
@@ -103,11 +115,14 @@ def cover() -> Iterator[Row]:
                     keep=not keep,
                     alone=not alone,
                     accumulate=3 - accumulate,
+                    hops=other,
                 ),
             )
             for mesh in (*MESHES[i % 6 + 1 :], *MESHES[: i % 6])
             for persistence in (40, 0, None)
             for small_units in (False, True)
+            for other in HOPS
+            if other != hops
         ]
         met |= pairs(rows[0])
         if not CASES[case].heavy:
@@ -123,12 +138,16 @@ def pairs(row: Row) -> set[tuple[Any, Any]]:
 
 
 def matrix() -> Iterator[Row]:
-    """Yield every case on every mesh, plainly and with every knob turned."""
+    """Yield every case on every mesh, plainly and with every knob turned; where secondary shards
+    differ from shards, also with each way to keep them."""
     turned = Settings(persistence=40, prefetch=True, keep=True, alone=True, accumulate=2)
     for case in CASES:
         for mesh in MESHES:
             yield Row(case=case, mesh=mesh, settings=Settings())
             yield Row(case=case, mesh=mesh, settings=turned)
+            if min(mesh) > 1:
+                for hops in HOPS[1:]:
+                    yield Row(case=case, mesh=mesh, settings=Settings(accumulate=2, hops=hops))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -154,7 +173,7 @@ class Errors:
 def measure(row: Row) -> Errors:
     """Train a row's case for NUM_STEPS and compare with the reference."""
     if row.settings.alone:
-        with mock.patch.object(zeroxla.collectives, "ALONE_ELEMENTS", 0):
+        with mock.patch.object(zeroxla.bundles, "ALONE_ELEMENTS", 0):
             return _measure(row)
     return _measure(row)
 
@@ -165,7 +184,7 @@ def _measure(row: Row) -> Errors:
     expected = _expected(row.case, world, settings.accumulate)
     mesh = zeroxla.make_mesh(nodes=row.mesh[0], devices_per_node=row.mesh[1])
     step = zeroxla.make_step(
-        case.make(), mesh, optimizer(), loss=case.loss, config=settings.config(case)
+        case.make(), mesh, optimizer(), loss=case.loss, config=settings.config(case, row.mesh)
     )
     batch = case.batch(case.rows * world * settings.accumulate)
     state = step.init(jax.random.key(KEY), batch)
@@ -215,7 +234,7 @@ def _expected(name: str, world: int, accumulate: int) -> dict[str, Any]:
         loss=adapted.loss,
         world=world,
         accumulate=accumulate,
-        is_frozen=Settings().config(case).is_frozen,
+        is_frozen=Settings().config(case, (1, 1)).is_frozen,
     )
     init, model_state, key = reference.start(jax.random.key(KEY), batch)
     params, opt_state = init, optimizer().init(reference.masked(init))

@@ -9,10 +9,11 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 from quick import quick_compilation  # noqa: F401
 
-from zeroxla import collectives, make_mesh
+from zeroxla import bundles, make_mesh
 from zeroxla.collectives import Collectives
 from zeroxla.mesh import BATCH_AXES
 from zeroxla.placement import place
+from zeroxla.routes import Route, Source
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -35,9 +36,16 @@ LEAVES = [
 
 def collectives_of(mesh, wire="float32", reduce="float32"):
     nodes, devices = mesh.devices.shape
-    return Collectives(
-        nodes=nodes, devices=devices, wire_dtype=jnp.dtype(wire), reduce_dtype=jnp.dtype(reduce)
-    )
+    return Collectives.make(nodes=nodes, devices=devices, compute_dtype=wire, reduce_dtype=reduce)
+
+
+def gather_all(collectives, shards, placements):
+    routes = [Route(placement=p) for p in placements]
+    return collectives.gathers.gather([Source(x) for x in shards], routes)
+
+
+def reduce_all(collectives, gradients, placements):
+    return collectives.reduces.reduce(gradients, [Route(placement=p) for p in placements])
 
 
 def placements_on(mesh):
@@ -59,9 +67,9 @@ def fused_and_alone(function):
     """Return a function that calls `function` with fused shards, then with each by itself."""
 
     def both(*args):
-        with mock.patch.object(collectives, "ALONE_ELEMENTS", 10**9):
+        with mock.patch.object(bundles, "ALONE_ELEMENTS", 10**9):
             fused = function(*args)
-        with mock.patch.object(collectives, "ALONE_ELEMENTS", 0):
+        with mock.patch.object(bundles, "ALONE_ELEMENTS", 0):
             return fused, function(*args)
 
     return both
@@ -72,7 +80,9 @@ def test_gather_returns_whole_natural_leaves(shape, wire):
     mesh = make_mesh(nodes=shape[0], devices_per_node=shape[1])
     placements, leaves = placements_on(mesh), leaf_values()
     assert any(p.pad for p in placements) or mesh.size == 1
-    gather = fused_and_alone(lambda shards: collectives_of(mesh, wire).gather(shards, placements))
+    gather = fused_and_alone(
+        lambda shards: gather_all(collectives_of(mesh, wire), shards, placements)
+    )
     stored = [
         jax.device_put(p.stored(jnp.asarray(x)), p.sharding(mesh))
         for p, x in zip(placements, leaves)
@@ -92,11 +102,13 @@ def test_reduce_sums_over_all_devices_and_keeps_a_shard(shape, reduce):
     # One gradient a rank; sums of whole numbers are exact in every dtype here.
     by_rank = [np.stack(x) for x in zip(*(leaf_values(r) for r in range(mesh.size)))]
     stored = [jax.device_put(x, NamedSharding(mesh, PartitionSpec(BATCH_AXES))) for x in by_rank]
-    reduce_all = fused_and_alone(
-        lambda grads: collectives_of(mesh, reduce=reduce).reduce([g[0] for g in grads], placements)
+    run_reduce = fused_and_alone(
+        lambda grads: reduce_all(
+            collectives_of(mesh, reduce=reduce), [g[0] for g in grads], placements
+        )
     )
     specs = [p.spec for p in placements]
-    run = on_mesh(reduce_all, mesh, ([PartitionSpec(BATCH_AXES)] * len(specs),), (specs, specs))
+    run = on_mesh(run_reduce, mesh, ([PartitionSpec(BATCH_AXES)] * len(specs),), (specs, specs))
     for found in jax.jit(run)(stored):
         for got, want, placement in zip(found, by_rank, placements, strict=True):
             assert got.dtype == jnp.float32
@@ -112,7 +124,7 @@ def test_the_mean_of_two_by_two_ranks():
 
     def run(rows):
         whole = collectives_of(mesh)
-        (shard,) = whole.reduce([-(whole.rank() + 1.0) * jnp.ones((64, 57))], [placement])
+        (shard,) = reduce_all(whole, [-(whole.rank() + 1.0) * jnp.ones((64, 57))], [placement])
         return shard / 4, whole.sum(rows), whole.rank()[None]
 
     out_specs = (placement.spec, PartitionSpec(), PartitionSpec(BATCH_AXES))
@@ -131,7 +143,7 @@ def test_a_16_bit_reduce_rounds_once_a_hop_and_sums_in_float32():
     by_rank = np.random.default_rng(0).normal(size=(8, 8, 16)).astype(np.float32)
 
     def run(grads):
-        return collectives_of(mesh, reduce="bfloat16").reduce([grads[0]], [placement])[0]
+        return reduce_all(collectives_of(mesh, reduce="bfloat16"), [grads[0]], [placement])[0]
 
     found = jax.jit(on_mesh(run, mesh, PartitionSpec(BATCH_AXES), placement.spec))(by_rank)
 
@@ -153,7 +165,7 @@ def test_infinities_and_nans_arrive():
     for dtype in ("float32", "float16"):
 
         def run(grads, dtype=dtype):
-            return collectives_of(mesh, reduce=dtype).reduce([grads[0]], [placement])[0]
+            return reduce_all(collectives_of(mesh, reduce=dtype), [grads[0]], [placement])[0]
 
         found = jax.jit(on_mesh(run, mesh, PartitionSpec(BATCH_AXES), placement.spec))(by_rank)
         np.testing.assert_array_equal(found, [0, np.inf, 0, 0, 0, 0, np.nan, 0])
@@ -186,7 +198,7 @@ def hops(function, mesh, in_specs, out_specs, *args):
 )
 @pytest.mark.parametrize("alone", [0, 10**9])
 def test_one_collective_a_hop_moves_each_byte_once(dtype, on_wire, primitive, alone, monkeypatch):
-    monkeypatch.setattr(collectives, "ALONE_ELEMENTS", alone)
+    monkeypatch.setattr(bundles, "ALONE_ELEMENTS", alone)
     mesh = make_mesh(nodes=2, devices_per_node=4)
     placements = placements_on(mesh)
     shapes = [jax.ShapeDtypeStruct(p.stored_shape, jnp.float32) for p in placements]
@@ -195,7 +207,7 @@ def test_one_collective_a_hop_moves_each_byte_once(dtype, on_wire, primitive, al
     ideal = (1 - 1 / 8) * sum(np.prod(s.shape) for s in shapes) * jnp.dtype(dtype).itemsize
     wires = 1 if alone else len(LEAVES)
 
-    found = hops(lambda x: both.gather(x, placements), mesh, (specs,), PartitionSpec(), shapes)
+    found = hops(lambda x: gather_all(both, x, placements), mesh, (specs,), PartitionSpec(), shapes)
     assert [(name, axis, wire) for name, axis, wire, _ in found] == [
         ("all_gather", (axis,), on_wire) for axis in ("node", "device")
     ] * wires
@@ -203,7 +215,7 @@ def test_one_collective_a_hop_moves_each_byte_once(dtype, on_wire, primitive, al
 
     naturals = [jax.ShapeDtypeStruct(p.shape, jnp.float32) for p in placements]
     whole = PartitionSpec()
-    found = hops(lambda x: both.reduce(x, placements), mesh, (whole,), specs, naturals)
+    found = hops(lambda x: reduce_all(both, x, placements), mesh, (whole,), specs, naturals)
     assert [(name, axis, wire) for name, axis, wire, _ in found] == [
         (primitive, (axis,), on_wire) for axis in ("device", "node")
     ] * wires
@@ -219,8 +231,8 @@ def test_an_axis_of_one_device_has_no_hop(shape, axes):
     whole = collectives_of(mesh)
 
     def run(x):
-        (leaf,) = whole.gather([x], [placement])
-        return whole.reduce([leaf], [placement])[0], whole.sum(jnp.ones(3))
+        (leaf,) = gather_all(whole, [x], [placement])
+        return reduce_all(whole, [leaf], [placement])[0], whole.sum(jnp.ones(3))
 
     x = jax.ShapeDtypeStruct((16, 4), jnp.float32)
     found = hops(run, mesh, placement.spec, (placement.spec, PartitionSpec()), x)

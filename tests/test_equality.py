@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from equality import (
     GRADIENT_TOLERANCE,
+    HOPS,
     MESHES,
     STEPS_TOLERANCE,
     Row,
@@ -77,6 +78,7 @@ def test_the_cover_meets_every_pair():
         "keep": (False, True),
         "alone": (False, True),
         "accumulate": (1, 2),
+        "hops": HOPS,
     }
     assert list(values) == ["mesh", *(field.name for field in dataclasses.fields(Settings))]
     wanted = {
@@ -92,5 +94,5 @@ def test_the_cover_meets_every_pair():
         assert len(others) == (0 if CASES[case].heavy else 1)
         for second in others:
             assert first.mesh != second.mesh
-            for name in ("prefetch", "keep", "alone", "accumulate"):
+            for name in ("prefetch", "keep", "alone", "accumulate", "hops"):
                 assert getattr(first.settings, name) != getattr(second.settings, name)

@@ -11,6 +11,7 @@ from zeroxla.gather import Runner
 from zeroxla.placement import place
 from zeroxla.prefetch import tie_points
 from zeroxla.reuse import Limits
+from zeroxla.routes import Route
 from zeroxla.segments import Loop, Remat, Straight
 from zeroxla.trace import trace
 
@@ -38,9 +39,7 @@ def plan_of(loss, *leaves, x=(2, 6), unit_elements=1, frozen=()):
 
 def runner_of(plan, limits=None):
     """A runner of the plan; it traces forward and backward, and runs nothing."""
-    collectives = Collectives(
-        nodes=2, devices=4, wire_dtype=jnp.dtype("float32"), reduce_dtype=jnp.dtype("float32")
-    )
+    collectives = Collectives.make(nodes=2, devices=4)
     stacked = {
         leaf: dim for s in plan.segments if isinstance(s, Loop) for leaf, dim in s.stacked.values()
     }
@@ -48,7 +47,8 @@ def runner_of(plan, limits=None):
         v: place(v.aval.shape, WORLD, skip=[stacked[v]] if v in stacked else [])
         for v in plan.leaves
     }
-    return Runner(plan, collectives, placements, limits or Limits())
+    routes = {v: Route(placement=p) for v, p in placements.items()}
+    return Runner(plan, collectives, routes, limits or Limits())
 
 
 def plan_of_scan(layers=3):
@@ -106,7 +106,7 @@ def test_values_that_follow_from_leaves_alone_never_flow_between_segments():
     # Nor are they kept for backward: it gathers the leaf and makes them again.
     runner = runner_of(plan)
     for segment in plan.segments:
-        assert not {v.aval.shape for v in runner.linear[segment]._saved} & {(6, 6)}
+        assert not {v.aval.shape for v in runner.passes.linear[segment]._saved} & {(6, 6)}
 
 
 def test_backward_gathers_only_what_it_reads():
@@ -116,8 +116,8 @@ def test_backward_gathers_only_what_it_reads():
     plan = plan_of(loss, shape(9, 6), shape(6, 8), shape(8))
     runner = runner_of(plan)
     assert [leaf_names(plan, s) for s in plan.segments] == [[0], [1], [2]]
-    gathered = [[plan.leaves.index(v) for v in leaves] for leaves in runner.backward_leaves]
-    assert gathered == [[], [1], []]
+    units = reversed(runner.passes.backward_order.units)
+    assert [[plan.leaves.index(v) for v in leaves] for leaves in units] == [[], [1], []]
 
 
 def test_a_scan_over_stacked_leaves_is_a_loop_whose_body_gathers_a_layer():
@@ -134,7 +134,7 @@ def test_a_scan_over_stacked_leaves_is_a_loop_whose_body_gathers_a_layer():
     # The tape of a turn holds activations: none of the size of a layer.
     runner = runner_of(plan)
     body = runner.bodies[loop].body
-    saved = [v.aval.shape for s in loop.body.segments for v in body.linear[s]._saved]
+    saved = [v.aval.shape for s in loop.body.segments for v in body.passes.linear[s]._saved]
     assert (6, 6) not in saved
     assert (2, 6) in saved
 
@@ -210,7 +210,7 @@ def test_frozen_leaves_and_integers_have_no_gradient():
     assert plan.leaves[1] in plan.active
     assert plan.leaves[0] not in plan.active
     first, second = plan.segments
-    linear = runner_of(plan).linear
+    linear = runner_of(plan).passes.linear
     # Nothing trained lies before b: backward has nothing to do there.
     assert linear[first].targets == ()
     assert linear[second].targets == (plan.leaves[1],)
@@ -221,7 +221,7 @@ def test_a_loop_keeps_all_its_layers_gathered_or_none(max_live):
     """Kept layers lie stacked on the tape: ten layers of 36 elements are 360."""
     plan = plan_of_scan(layers=10)
     (body,) = runner_of(plan, Limits(max_live=max_live, max_reuse=10**9)).bodies.values()
-    assert bool(body.body.kept) == (max_live >= 360)
+    assert bool(body.body.passes.kept) == (max_live >= 360)
 
 
 def test_prefetch_is_bounded_by_its_bucket():

@@ -22,6 +22,7 @@ from zeroxla.fetch import make_plan
 from zeroxla.gather import Runner
 from zeroxla.placement import Placement
 from zeroxla.reuse import Limits
+from zeroxla.routes import Route, Source
 from zeroxla.trace import trace
 
 needs_barriers = pytest.mark.skipif(
@@ -98,12 +99,10 @@ def tape_of(loss, w, **options):
     leaf = program.inputs[0]
     placement = Placement(shape=w.shape, dim=w.ndim - 1)
     plan = make_plan(program, [leaf], [leaf], unit_elements=None, split_dims={leaf: placement.dim})
-    alone = Collectives(
-        nodes=1, devices=1, wire_dtype=jnp.dtype("float32"), reduce_dtype=jnp.dtype("float32")
-    )
-    runner = Runner(plan, alone, {leaf: placement}, Limits(**options))
+    alone = Collectives.make(nodes=1, devices=1)
+    runner = Runner(plan, alone, {leaf: Route(placement=placement)}, Limits(**options))
     forward = functools.partial(runner.forward, record=True)
-    _, tape = jax.eval_shape(lambda w, x: forward({leaf: w}, [x]), w, X_BD)
+    _, tape = jax.eval_shape(lambda w, x: forward({leaf: Source(w)}, [x]), w, X_BD)
     return [x for x in jax.tree.leaves(tape) if x.size]
 
 

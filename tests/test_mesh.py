@@ -82,7 +82,7 @@ def mesh_of(shape, names, axis_type=AxisType.Auto):
 @pytest.mark.parametrize(
     ("shape", "names", "message"),
     [
-        ((8,), ("device",), r"axes \('device',\) and needs \('node', 'device'\); make it with"),
+        ((8,), ("data",), r"axes \('data',\) and needs \('node', 'device'\); unknown: "),
         ((2, 4), ("data", "model"), r"\('data', 'model'\).*unknown: \['data', 'model'\]"),
         ((2, 2, 2), ("node", "device", "tensor"), r"unknown: \['tensor'\]"),
     ],
@@ -90,6 +90,20 @@ def mesh_of(shape, names, axis_type=AxisType.Auto):
 def test_a_mesh_without_the_axes_is_an_error(shape, names, message):
     with pytest.raises(ValueError, match=message):
         as_auto(mesh_of(shape, names))
+
+
+@pytest.mark.parametrize(
+    ("shape", "names", "expected"),
+    [
+        ((8,), ("device",), {"node": 1, "device": 8}),
+        ((8,), ("node",), {"node": 8, "device": 1}),
+        ((1, 8), ("pipe", "device"), {"pipe": 1, "node": 1, "device": 8}),
+    ],
+)
+def test_an_axis_that_is_not_there_has_the_length_1(shape, names, expected):
+    mesh = as_auto(mesh_of(shape, names))
+    assert dict(mesh.shape) == expected
+    assert list(mesh.devices.flat) == jax.devices()[:8]
 
 
 def test_a_mesh_with_a_pipeline_is_an_error():

@@ -11,6 +11,7 @@ from zeroxla.quantize import (
     Wire,
     WireFormat,
     dequant_reduce,
+    dequant_sum,
     dequantize,
     quantize,
     swizzled_quantize,
@@ -162,6 +163,7 @@ def test_dequantize_refuses_another_dtype(dtype):
     ("name", "call"),
     [
         ("dequantize", lambda wire: dequantize(wire, (40,))),
+        ("dequant_sum", lambda wire: dequant_sum(wire, (40,))),
         ("dequant_reduce", dequant_reduce),
     ],
 )
@@ -185,14 +187,20 @@ def test_a_buffer_of_another_length_or_dtype_is_refused(name, call, buffer, seen
         call(Wire(jnp.asarray(buffer), 40, FORMAT))
 
 
-def test_a_reduction_needs_sources():
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("dequant_sum", lambda wire: dequant_sum(wire, (40,))),
+        ("dequant_reduce", dequant_reduce),
+    ],
+)
+def test_a_reduction_needs_sources(name, call):
     for shape in ((48,), (0, 48)):
         text = (
-            f"dequant_reduce: a buffer of shape {shape} has no sources; stack the wires along a "
-            "first dim"
+            f"{name}: a buffer of shape {shape} has no sources; stack the wires along a first dim"
         )
         with pytest.raises(ValueError, match=says(text)):
-            dequant_reduce(Wire(jnp.zeros(shape, jnp.uint8), 40, FORMAT))
+            call(Wire(jnp.zeros(shape, jnp.uint8), 40, FORMAT))
 
 
 @pytest.mark.parametrize("wrong", [{"nodes": 0}, {"devices": -4}, {"chunks": 0}], ids=str)

@@ -281,6 +281,17 @@ class TestBadInput:
         assert message in capsys.readouterr().err
 
 
+def test_other_wires_are_trained_with_and_resumed(text, tmp_path, capsys):
+    """`--zero zeropp_min`, whose state holds copies of the weights: stopped after 2 steps of 4."""
+    options = ["--data", text, *TINY, "--width", "64", "--zero", "zeropp_min", "--steps"]
+    assert train("--run", tmp_path / "whole", *options, 4) == 0
+    assert "int8/256" in capsys.readouterr().out
+    assert train("--run", tmp_path / "parts", *options, 4, "--save-every", 2) == 0
+    shutil.rmtree(tmp_path / "parts" / "checkpoints" / "4")
+    assert train("--run", tmp_path / "parts", "--resume") == 0
+    assert values(tmp_path / "parts", "loss") == values(tmp_path / "whole", "loss")
+
+
 def test_help_names_every_option(capsys):
     with pytest.raises(SystemExit) as exit:
         train("--help")

@@ -2,6 +2,7 @@
 
 from zeroxla import inspect, quantize
 from zeroxla.config import ZeroConfig
+from zeroxla.feedback import Feedback
 from zeroxla.mesh import make_mesh, simulate
 from zeroxla.state import LossScale, TrainState, full_params
 from zeroxla.step import Step, make_step
@@ -19,6 +20,7 @@ __all__ = [  # noqa: RUF022 (grouped)
     "full_params",
     "make_step",
     # wires
+    "Feedback",
     "WireFormat",
     "quantize",
     # reports

@@ -5,24 +5,37 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from jax.sharding import Mesh
 from rich.table import Table
 
 from zeroxla.inspect.memory import render
 from zeroxla.layout import Layout
-from zeroxla.mesh import DEVICE, NODE, world_size
 from zeroxla.segments import Loop, Plan, Remat, Straight
+from zeroxla.wiring import Wiring
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """One leaf: its name, natural shape, placement, unit, and bytes of its float32 shard."""
+    """One leaf, and what one device holds of it.
+
+    Attributes:
+      path: its name.
+      shape: its natural shape.
+      placement: in words.
+      unit: with which it is gathered.
+      wires: the formats in which its weights and its gradient travel.
+      shard_bytes: of its float32 shard.
+      secondary_bytes: of its secondary shard; 0 if none is kept.
+      gradient_bytes: of its gradient, in float32, while micro-batches add to it.
+    """
 
     path: str
     shape: tuple[int, ...]
     placement: str
     unit: str
+    wires: str
     shard_bytes: int
+    secondary_bytes: int
+    gradient_bytes: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,6 +56,16 @@ class Description:
         return sum(row.shard_bytes for row in self.rows)
 
     @property
+    def secondary_bytes(self) -> int:
+        """Bytes of secondary shards that one device keeps when all are there."""
+        return sum(row.secondary_bytes for row in self.rows)
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of float32 gradients that one device adds up."""
+        return sum(row.gradient_bytes for row in self.rows)
+
+    @property
     def num_parameters(self) -> int:
         return sum(math.prod(row.shape) for row in self.rows)
 
@@ -55,22 +78,30 @@ class Description:
         """Return the table for a rich console."""
         table = Table(
             title=f"{self.num_parameters:,} parameters on {self.mesh}\n"
-            f"{self.shard_bytes:,} bytes of float32 a device"
+            f"a device: {self.shard_bytes:,} bytes of float32, {self.secondary_bytes:,} of "
+            f"secondary shards, {self.gradient_bytes:,} of gradients"
         )
-        for name in ("leaf", "shape", "placement", "unit"):
+        for name in ("leaf", "shape", "placement", "unit", "wires"):
             table.add_column(name, no_wrap=True)
-        table.add_column("shard bytes", justify="right")
+        for name in ("shard bytes", "secondary shard"):
+            table.add_column(name, justify="right")
         for row in self.rows:
             shape = "x".join(map(str, row.shape)) or "scalar"
-            table.add_row(row.path, shape, row.placement, row.unit, f"{row.shard_bytes:,}")
+            table.add_row(
+                *(row.path, shape, row.placement, row.unit, row.wires),
+                f"{row.shard_bytes:,}",
+                f"{row.secondary_bytes:,}" if row.secondary_bytes else "-",
+            )
         return table
 
     def __str__(self) -> str:
         return render(self.table())
 
 
-def describe(layout: Layout, plan: Plan, mesh: Mesh) -> Description:
-    """Make the table of a model's leaves from its layout and fetch plan."""
+def describe(layout: Layout, plan: Plan, wiring: Wiring) -> Description:
+    """Make the table of a model's leaves from its layout, fetch plan and wires."""
+    collectives = wiring.collectives
+    world = collectives.world
     units = unit_names(plan)
     values = iter(plan.leaves)
     rows = []
@@ -82,7 +113,7 @@ def describe(layout: Layout, plan: Plan, mesh: Mesh) -> Description:
             unit = "kept whole" if leaf.placement.dim is None else "persistent"
         where = "whole on every device"
         if placement.dim is not None:
-            where = f"dim {placement.dim} over {world_size(mesh)}"
+            where = f"dim {placement.dim} over {world}"
             where += f" (+{placement.pad} zeros)" if placement.pad else ""
         rows.append(
             Row(
@@ -90,10 +121,14 @@ def describe(layout: Layout, plan: Plan, mesh: Mesh) -> Description:
                 shape=placement.shape,
                 placement=where + (", frozen" if leaf.frozen else ""),
                 unit=unit,
-                shard_bytes=4 * math.prod(placement.shard_shape(mesh)),
+                wires=wiring.route(leaf).words if leaf.is_split else "float32",
+                shard_bytes=4
+                * (math.prod(placement.part_shape(world)) if leaf.is_split else leaf.elements),
+                secondary_bytes=wiring.secondary_bytes(leaf),
+                gradient_bytes=wiring.gradient_bytes(leaf),
             )
         )
-    words = f"{mesh.shape[NODE]} node(s) x {mesh.shape[DEVICE]} device(s)"
+    words = f"{collectives.hops.nodes} node(s) x {collectives.hops.devices} device(s)"
     return Description(rows=tuple(rows), mesh=words)
 
 

@@ -15,15 +15,22 @@ from jax import lax
 
 from zeroxla.adapters import Adapted
 from zeroxla.collectives import Collectives
+from zeroxla.ends import Ends
 from zeroxla.fetch import make_plan
 from zeroxla.gather import Runner
-from zeroxla.layout import Layout, Leaf
+from zeroxla.layout import Layout
 from zeroxla.metrics import check_metrics, means, weight_of, weighted
 from zeroxla.prefetch import tie
 from zeroxla.reuse import Limits
+from zeroxla.routes import Source
 from zeroxla.segments import Plan, layer_dims
 from zeroxla.trace import Program, is_float, trace
 from zeroxla.vectors import as_vector, as_words, from_vector, from_words
+from zeroxla.wire_state import WireState
+from zeroxla.wiring import Wiring
+
+# Folded into the keys of roundings, which must not be those of dropout.
+_WIRES = 0x77697265
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -46,7 +53,7 @@ class Differentiator:
     Attributes:
       adapted: the model.
       layout: its leaves.
-      collectives: of the mesh.
+      wiring: how they travel.
       unit_elements: see `ZeroConfig`.
       limits: see `ZeroConfig`.
       accumulate: micro-batches.
@@ -54,14 +61,29 @@ class Differentiator:
 
     adapted: Adapted
     layout: Layout
-    collectives: Collectives
+    wiring: Wiring
     unit_elements: int | None
     limits: Limits
     accumulate: int
 
+    @property
+    def _ends(self) -> Ends:
+        return Ends(layout=self.layout, wiring=self.wiring)
+
+    @property
+    def collectives(self) -> Collectives:
+        """Of the mesh."""
+        return self.wiring.collectives
+
     def gradients(
-        self, params: Any, model_state: Any, batch: Any, key: jax.Array, scale: jax.Array
-    ) -> tuple[list[jax.Array | None], dict[str, Any], Any]:
+        self,
+        params: Any,
+        model_state: Any,
+        batch: Any,
+        key: jax.Array,
+        scale: jax.Array,
+        wire_state: WireState | None,
+    ) -> tuple[list[jax.Array | None], dict[str, Any], Any, WireState | None]:
         """Return this device's gradient shards, the metrics of the whole batch, the model state.
 
         Args:
@@ -70,12 +92,17 @@ class Differentiator:
           batch: this device's rows.
           key: of the step.
           scale: the loss scale.
+          wire_state: what wires remember.
 
         Returns:
           Float32 shards of the gradient of the mean loss, None for frozen leaves; metrics `loss`,
-          `grad_norm`, `finite` and the model's own; the model state, equal on all devices.
+          `grad_norm`, `finite` and the model's own; the model state, equal on all devices; what
+          wires remember of this step.
         """
-        shards, resident = self._fetch_resident(params)
+        wire_key = self._wire_key(key)
+        stored = jax.tree.leaves(params)
+        resident = self._ends.resident(stored)
+        sources, wire_state = self._ends.sources(stored, wire_state, wire_key)
         rows = self._micro_batches(batch)
         keys = jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(self.accumulate))
         first = jax.tree.map(lambda x: x[0], rows)
@@ -85,37 +112,42 @@ class Differentiator:
             grads, model_state = carry
             rows, key = x
             key = jax.random.fold_in(key, self.collectives.rank())
-            here = shards
+            here = sources
             if self.accumulate > 1:
                 # Else the first unit's gather, the same in every turn, leaves the loop: one gather
                 # fewer, but that unit is then alive through all micro-batches.
                 leaves, tree = jax.tree.flatten(rows)
-                here, leaves = tie(shards, leaves)
-                rows = tree.unflatten(leaves)
+                held, form = jax.tree.flatten(sources)
+                held, leaves = tie(held, leaves)
+                here, rows = form.unflatten(held), tree.unflatten(leaves)
             new, sums, model_state = self._one(
                 traced, here, resident, model_state, rows, key, scale
             )
             return (jax.tree.map(jnp.add, grads, new), model_state), sums
 
-        start = (self._zero_gradients(shards, resident), model_state)
+        start = (self._ends.zeros(resident), model_state)
         if self.accumulate == 1:
             (grads, model_state), sums = micro(start, (first, keys[0]))
         else:
             (grads, model_state), sums = lax.scan(micro, start, (rows, keys))
             sums = jax.tree.map(lambda x: x.sum(0), sums)
 
-        grads = self._reduce_resident(grads)
+        grads, wire_state = self._ends.reduce(grads, wire_state, wire_key)
         grads, metrics = self._finish(grads, sums, scale)
-        return grads, metrics, self._agree(model_state)
+        return grads, metrics, self._agree(model_state), wire_state
 
     def evaluate(self, params: Any, model_state: Any, batch: Any, key: jax.Array) -> dict[str, Any]:
         """Return the metrics of the whole batch, without gradients."""
-        shards, resident = self._fetch_resident(params)
+        stored = jax.tree.leaves(params)
+        resident = self._ends.resident(stored)
+        shards = [stored[i] for i in self.layout.indices(fetched=True)]
         key = jax.random.fold_in(jax.random.fold_in(key, 0), self.collectives.rank())
         traced = self.trace(model_state, batch, key, train=False)
         inputs = self._inputs(resident, model_state, batch, key)
-        shards = dict(zip(traced.runner.plan.leaves, shards, strict=True))
-        outputs, _ = traced.runner.forward(shards, inputs, record=False)
+        sources = dict(zip(traced.runner.plan.leaves, map(Source, shards), strict=True))
+        outputs, _ = traced.runner.forward(
+            sources, inputs, record=False, keep=False, key=self._wire_key(key)
+        )
         loss, metrics, _ = traced.result.unflatten(outputs)
         sums = self.collectives.sum(as_vector(weighted(loss, metrics)))
         return means(from_vector(sums, weighted(loss, metrics)))
@@ -124,8 +156,8 @@ class Differentiator:
         """Trace the loss on this device's micro-batch and make its fetch plan."""
         plan, result = self.plan(model_state, batch, key, train=train)
         fetched = [self.layout.leaves[i] for i in self.layout.indices(fetched=True)]
-        placements = {v: leaf.placement for v, leaf in zip(plan.leaves, fetched, strict=True)}
-        runner = Runner(plan, self.collectives, placements, self.limits)
+        routes = {v: self.wiring.route(leaf) for v, leaf in zip(plan.leaves, fetched, strict=True)}
+        runner = Runner(plan, self.collectives, routes, self.limits)
         return TracedLoss(runner=runner, result=result)
 
     def plan(
@@ -160,54 +192,33 @@ class Differentiator:
             params = self.layout.tree.unflatten(leaves)
             return self.adapted.loss(params, model_state, self._cast(batch), key, train=train)
 
-        dtype = self.collectives.wire_dtype
+        dtype = self.collectives.compute_dtype
         shapes = [jax.ShapeDtypeStruct(leaf.placement.shape, dtype) for leaf in self.layout]
         return trace(loss, shapes, model_state, batch, key)
 
     def _cast(self, batch: Any) -> Any:
-        dtype = self.collectives.wire_dtype
+        dtype = self.collectives.compute_dtype
         return jax.tree.map(lambda x: x.astype(dtype) if is_float(x.dtype) else x, batch)
 
     def _micro_batches(self, batch: Any) -> Any:
         k = self.accumulate
         return jax.tree.map(lambda x: x.reshape(k, x.shape[0] // k, *x.shape[1:]), batch)
 
-    def _fetch_resident(self, params: Any) -> tuple[list[jax.Array], list[jax.Array]]:
-        """Return the shards of the leaves that the plan fetches, and all other leaves whole."""
-        stored = jax.tree.leaves(params)
-        persistent = [i for i, leaf in enumerate(self.layout) if _is_persistent(leaf)]
-        found = self.collectives.gather(
-            [stored[i] for i in persistent], [self.layout.leaves[i].placement for i in persistent]
-        )
-        # Cut here, not inside each kernel that reads one: equal layers then share their kernels.
-        found = lax.optimization_barrier(found)
-        whole = dict(zip(persistent, found, strict=True))
-        for i, leaf in enumerate(self.layout):
-            if leaf.placement.dim is None:
-                whole[i] = stored[i].astype(self.collectives.wire_dtype)
-        resident = [whole[i] for i in self.layout.indices(fetched=False)]
-        return [stored[i] for i in self.layout.indices(fetched=True)], resident
-
     def _inputs(
         self, resident: Sequence[jax.Array], model_state: Any, batch: Any, key: jax.Array
     ) -> list[jax.Array]:
         return [*resident, *jax.tree.leaves((model_state, batch)), key]
 
-    def _zero_gradients(self, shards: Sequence[jax.Array], resident: Sequence[jax.Array]) -> Any:
-        leaves = self.layout.leaves
-        fetched, others = self.layout.indices(fetched=True), self.layout.indices(fetched=False)
-        return (
-            [None if leaves[i].frozen else jnp.zeros_like(x) for i, x in zip(fetched, shards)],
-            [
-                None if leaves[i].frozen else jnp.zeros(x.shape, jnp.float32)
-                for i, x in zip(others, resident)
-            ],
-        )
+    def _wire_key(self, key: jax.Array) -> jax.Array | None:
+        """Return this device's key of a step's roundings; None if none is stochastic."""
+        if not self.wiring.is_stochastic:
+            return None
+        return jax.random.fold_in(jax.random.fold_in(key, self.collectives.rank()), _WIRES)
 
     def _one(
         self,
         traced: TracedLoss,
-        stored: list[jax.Array],
+        sources: list[Source],
         resident: list[jax.Array],
         model_state: Any,
         batch: Any,
@@ -216,10 +227,11 @@ class Differentiator:
     ) -> tuple[Any, Any, Any]:
         """Loss and gradient sums of one micro-batch: those of whole leaves not yet reduced."""
         runner = traced.runner
-        shards = dict(zip(runner.plan.leaves, stored, strict=True))
+        held = dict(zip(runner.plan.leaves, sources, strict=True))
         inputs = self._inputs(resident, model_state, batch, key)
+        wire_key = self._wire_key(key)
         with jax.named_scope("forward"):
-            outputs, tape = runner.forward(shards, inputs, record=True)
+            outputs, tape = runner.forward(held, inputs, record=True, key=wire_key)
         loss, metrics, model_state = traced.result.unflatten(outputs)
         weight = weight_of(metrics)
         # Tied to the loss, so that no gather of backward can start before forward has ended.
@@ -227,8 +239,8 @@ class Differentiator:
         with jax.named_scope("backward"):
             known = dict(zip(runner.plan.inputs, inputs, strict=True))
             cotangents = [seed, *(None for _ in outputs[1:])]
-            reduced, whole = runner.backward(shards, known, tape, cotangents)
-        zeros = self._zero_gradients(list(shards.values()), resident)
+            reduced, whole = runner.backward(held, known, tape, cotangents, key=wire_key)
+        zeros = self._ends.zeros(resident)
         grads = [
             None if zero is None else reduced.get(v, zero)
             for v, zero in zip(runner.plan.leaves, zeros[0], strict=True)
@@ -238,21 +250,6 @@ class Differentiator:
             for ct, zero in zip(whole, zeros[1], strict=False)
         ]
         return (grads, whole), weighted(loss, metrics), model_state
-
-    def _reduce_resident(self, grads: Any) -> list[jax.Array | None]:
-        """Reduce the gradients of the whole leaves; return all shards in order of the leaves."""
-        shards, whole = grads
-        found = dict(zip(self.layout.indices(fetched=True), shards, strict=True))
-        found.update(zip(self.layout.indices(fetched=False), whole, strict=True))
-        some = [i for i, leaf in enumerate(self.layout) if not leaf.fetched and not leaf.frozen]
-        split = [i for i in some if _is_persistent(self.layout.leaves[i])]
-        reduced = self.collectives.reduce(
-            [found[i] for i in split], [self.layout.leaves[i].placement for i in split]
-        )
-        found.update(zip(split, reduced, strict=True))
-        tiny = {i: found[i] for i in some if i not in split}
-        found.update(from_vector(self.collectives.sum(as_vector(tiny)), tiny))
-        return [found[i] for i in range(len(self.layout.leaves))]
 
     def _finish(
         self, grads: Sequence[jax.Array | None], sums: Any, scale: jax.Array
@@ -286,7 +283,3 @@ class Differentiator:
         words = from_vector(self.collectives.sum(as_vector(words, jnp.uint32)), words)
         agreed.update({i: from_words(w, others[i]) for i, w in words.items()})
         return tree.unflatten([agreed[i] for i in range(len(leaves))])
-
-
-def _is_persistent(leaf: Leaf) -> bool:
-    return leaf.persistent and leaf.placement.dim is not None

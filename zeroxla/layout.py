@@ -23,21 +23,28 @@ class Leaf:
       placement: how it is stored.
       persistent: it is gathered once a step and kept whole, not fetched unit by unit.
       frozen: it gets no gradient.
+      quantized: it travels in the formats of the configuration, where there are any.
     """
 
     path: str
     placement: Placement
     persistent: bool
     frozen: bool
+    quantized: bool
 
     @property
     def elements(self) -> int:
         return math.prod(self.placement.shape)
 
     @property
+    def is_split(self) -> bool:
+        """Whether each device stores a part of it."""
+        return self.placement.dim is not None
+
+    @property
     def fetched(self) -> bool:
         """Whether the fetch plan gathers it."""
-        return self.placement.dim is not None and not self.persistent
+        return self.is_split and not self.persistent
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,12 +92,16 @@ def make_layout(params: Any, placements: Sequence[Placement], config: ZeroConfig
         persistent = elements <= min(config.persistence_threshold, room)
         room -= elements if persistent else 0
         name = leaf_path(path)
+        layers = math.prod(placement.shape[d] for d in placement.layer_dims)
+        large = elements >= config.quantize_threshold * layers
+        fetched = placement.dim is not None and not persistent
         leaves.append(
             Leaf(
                 path=name,
                 placement=placement,
                 persistent=persistent,
                 frozen=config.is_frozen(name),
+                quantized=fetched and large and not config.is_unquantized(name),
             )
         )
     return Layout(tree=tree, leaves=tuple(leaves))

@@ -13,12 +13,13 @@ from jax import lax
 from zeroxla import compat
 from zeroxla.collectives import Collectives
 from zeroxla.cotangents import Sums
-from zeroxla.placement import Placement
 from zeroxla.reuse import Limits
+from zeroxla.routes import Route, Source
 from zeroxla.segments import Loop
 from zeroxla.trace import Value, read, run
 
 Arrays = Mapping[Value, jax.Array]
+Sources = Mapping[Value, Source]
 
 
 class LoopRunner:
@@ -33,7 +34,7 @@ class LoopRunner:
         self,
         loop: Loop,
         collectives: Collectives,
-        placements: Mapping[Value, Placement],
+        routes: Mapping[Value, Route],
         limits: Limits,
         *,
         keep: bool,
@@ -41,8 +42,9 @@ class LoopRunner:
     ) -> None:
         self.loop = loop
         self.num_consts, self.num_carry = compat.scan_counts(loop.equation.params)
-        body_placements = {
-            sliced: placements[leaf].unstack(dim)
+        self.routes = routes
+        body_routes = {
+            sliced: routes[leaf].unstack(dim)
             for sliced, (leaf, dim) in zip(loop.body.leaves, loop.stacked.values(), strict=True)
         }
         if keep:
@@ -50,7 +52,7 @@ class LoopRunner:
             limits = dataclasses.replace(limits, max_live=everything, max_reuse=2 * everything)
         else:  # what one turn keeps, the tape would hold for every turn
             limits = dataclasses.replace(limits, max_live=0)
-        self.body = make_runner(loop.body, collectives, body_placements, limits, in_loop=True)
+        self.body = make_runner(loop.body, collectives, body_routes, limits)
         # What the body's later gathers are tied to, whose first one may run in the turn before.
         carries = loop.body.inputs[self.num_consts :][: self.num_carry]
         self.activations = carries if limits.prefetch != 0 else ()
@@ -58,30 +60,48 @@ class LoopRunner:
         self.x_atoms = [a for i, a in enumerate(xs) if i not in loop.stacked]
 
     def forward(
-        self, shards: Arrays, gathered: Arrays, env: Arrays, *, record: bool
+        self,
+        sources: Sources,
+        gathered: Arrays,
+        env: Arrays,
+        *,
+        record: bool,
+        keep: bool,
+        key: jax.Array | None,
+        earlier: Any,
     ) -> tuple[list[jax.Array], Any]:
         """Return the scan's outputs and the stacked tape."""
         consts, carry, xs = self._operands(self._known(gathered, env))
 
         def body(carry: Sequence[jax.Array], x: Any) -> tuple[list[jax.Array], Any]:
-            slices, others = x
+            slices, others, key, earlier = x
             layer = dict(zip(self.loop.body.leaves, slices, strict=True))
             inputs = [*consts, *carry, *others]
             outputs, tape = self.body.forward(
-                layer, inputs, record=record, activations=self.activations
+                layer,
+                inputs,
+                record=record,
+                keep=keep,
+                activations=self.activations,
+                key=key,
+                earlier=earlier,
             )
             return outputs[: self.num_carry], (outputs[self.num_carry :], tape)
 
-        carry, (ys, tape) = self._scan(body, carry, (self._layers(shards), xs))
+        turns = (self._layers(sources), xs, self._keys(key), earlier)
+        carry, (ys, tape) = self._scan(body, carry, turns)
         return [*carry, *ys], tape
 
     def backward(
         self,
-        shards: Arrays,
+        sources: Sources,
         gathered: Arrays,
         env: Arrays,
         tape: Any,
         cotangents: Sequence[jax.Array | None],
+        *,
+        key: jax.Array | None,
+        earlier: Any,
     ) -> tuple[dict[Value, jax.Array], dict[Value, jax.Array]]:
         """Return cotangents of whole leaves and inputs, and gradient shards of stacked leaves."""
         plan = self.loop.body
@@ -105,12 +125,14 @@ class LoopRunner:
 
         def body(acc: Any, x: Any) -> tuple[Any, Any]:
             carry_cts, const_cts = acc
-            slices, others, tape, y_cts = x
+            slices, others, tape, y_cts, key, earlier = x
             by_carry = dict(zip(active_carry, carry_cts, strict=True))
             out_cts = [*(by_carry.get(i) for i in range(self.num_carry)), *y_cts]
             layer = dict(zip(plan.leaves, slices, strict=True))
             inputs = dict(zip((*const_vars, *x_vars), (*consts, *others), strict=True))
-            grads, input_cts = self.body.backward(layer, inputs, tape, out_cts)
+            grads, input_cts = self.body.backward(
+                layer, inputs, tape, out_cts, key=key, earlier=earlier
+            )
             cts = {v: ct for v, ct in zip(plan.inputs, input_cts, strict=True) if ct is not None}
             carry_cts = [_ct(cts, carry_vars[i]) for i in active_carry]
             const_cts = [a + cts[v] if v in cts else a for a, v in zip(const_cts, active_consts)]
@@ -118,8 +140,8 @@ class LoopRunner:
             return (carry_cts, const_cts), (layer_grads, [cts.get(v) for v in x_vars])
 
         start = (carry_cts, [_zeros(v) for v in active_consts])
-        inputs = (self._layers(shards), xs, tape, y_cts)
-        (carry_cts, const_cts), (layer_grads, x_cts) = self._scan(body, start, inputs, back=True)
+        turns = (self._layers(sources), xs, tape, y_cts, self._keys(key), earlier)
+        (carry_cts, const_cts), (layer_grads, x_cts) = self._scan(body, start, turns, back=True)
 
         operand_cts: list[tuple[Any, jax.Array]] = []
         atoms = self.loop.equation.inputs
@@ -142,8 +164,13 @@ class LoopRunner:
             unroll=params["unroll"],
         )
 
-    def _layers(self, shards: Arrays) -> list[jax.Array]:
-        return [jnp.moveaxis(shards[leaf], dim, 0) for leaf, dim in self.loop.stacked.values()]
+    def _layers(self, sources: Sources) -> list[Source]:
+        stacked = self.loop.stacked.values()
+        return [self.routes[leaf].layers(sources[leaf], dim) for leaf, dim in stacked]
+
+    def _keys(self, key: jax.Array | None) -> jax.Array | None:
+        length = self.loop.equation.params["length"]
+        return None if key is None else jax.random.split(key, length)
 
     def _stack(self, layer_grads: Sequence[jax.Array | None]) -> dict[Value, jax.Array]:
         grads = Sums()

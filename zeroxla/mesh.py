@@ -78,27 +78,32 @@ def _num_hosts(devices: Sequence[jax.Device]) -> int:
 
 
 def as_auto(mesh: Mesh) -> Mesh:
-    """Return `mesh` with Auto axes, after checking that it has the axes that training needs.
+    """Return `mesh` with Auto axes; of the axes `node` and `device` one that is not there has the
+    length 1.
 
     Raises:
-      ValueError: the axes `node` and `device` are not both there, or there are unknown ones.
+      ValueError: neither is there, or there are unknown ones.
     """
     names = mesh.axis_names
     missing = [a for a in BATCH_AXES if a not in names]
     unknown = [a for a in names if a not in (PIPE, *BATCH_AXES)]
-    if missing or unknown:
+    if len(missing) == 2 or unknown:
         raise ValueError(
             f"the mesh has the axes {tuple(names)} and needs {BATCH_AXES}"
             f"{f'; unknown: {unknown}' if unknown else ''}; make it with zeroxla.make_mesh(), or "
-            f'name the axis between hosts "node" and the axis inside a host "device" (of length 1 '
-            f"where there is none)"
+            f'name the axis between hosts "node" and the axis inside a host "device"'
         )
     if mesh.shape.get(PIPE, 1) > 1:
         raise NotImplementedError(
             f"make_step trains without a pipeline and the mesh has pipe={mesh.shape[PIPE]}; "
             f"use make_mesh(pipe=1)"
         )
-    return Mesh(mesh.devices, names, axis_types=(AxisType.Auto,) * len(names))
+    devices = mesh.devices
+    if missing:  # next to the other: a node outside of its devices
+        at = names.index(DEVICE) if missing == [NODE] else names.index(NODE) + 1
+        devices = np.expand_dims(devices, at)
+        names = (*names[:at], missing[0], *names[at:])
+    return Mesh(devices, names, axis_types=(AxisType.Auto,) * len(names))
 
 
 def world_size(mesh: Mesh) -> int:

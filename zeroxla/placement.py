@@ -26,11 +26,13 @@ class Placement:
       shape: the natural shape.
       dim: the dim that is split over (device, node); None if every device holds the whole array.
       pad: how many zeros are appended to `dim` so that it divides by the world.
+      layer_dims: the dims along which the model's loops slice a scanned leaf; never split.
     """
 
     shape: tuple[int, ...]
     dim: int | None = None
     pad: int = 0
+    layer_dims: tuple[int, ...] = ()
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
@@ -44,6 +46,12 @@ class Placement:
         """`dim` of an array that is split."""
         assert self.dim is not None, "the array is whole on every device"
         return self.dim
+
+    def part_shape(self, parts: int) -> tuple[int, ...]:
+        """The stored shape of one of so many equal parts along `dim`."""
+        return tuple(
+            n // parts if d == self.split_dim else n for d, n in enumerate(self.stored_shape)
+        )
 
     @property
     def spec(self) -> PartitionSpec:
@@ -63,7 +71,8 @@ class Placement:
         assert dim != self.dim, (dim, self)
         shape = self.shape[:dim] + self.shape[dim + 1 :]
         inner = self.dim if self.dim is None or self.dim < dim else self.dim - 1
-        return Placement(shape=shape, dim=inner, pad=self.pad)
+        layer_dims = tuple(d - (d > dim) for d in self.layer_dims if d != dim)
+        return Placement(shape=shape, dim=inner, pad=self.pad, layer_dims=layer_dims)
 
     def natural(self, stored: jax.Array) -> jax.Array:
         """Drop the padding."""
@@ -94,21 +103,21 @@ def place(shape: Sequence[int], world: int, *, skip: Sequence[int] = ()) -> Plac
     >>> place((768, 50257), 8).dim
     0
     >>> place((50257, 13), 8)
-    Placement(shape=(50257, 13), dim=0, pad=7)
+    Placement(shape=(50257, 13), dim=0, pad=7, layer_dims=())
     """
-    shape = tuple(shape)
+    whole = Placement(shape=tuple(shape), layer_dims=tuple(sorted(skip)))
+    elements = math.prod(whole.shape)
     dims = [d for d in range(len(shape)) if d not in skip and shape[d] > 0]
     if world == 1 and dims:
-        return Placement(shape=shape, dim=dims[0])
-    if math.prod(shape) < world or not dims:
-        return Placement(shape=shape)
+        return dataclasses.replace(whole, dim=dims[0])
+    if elements < world or not dims:
+        return whole
     for dim in dims:
         if shape[dim] % world == 0:
-            return Placement(shape=shape, dim=dim)
-    elements = math.prod(shape)
+            return dataclasses.replace(whole, dim=dim)
     pads = {d: -shape[d] % world for d in dims}
     dim = min(dims, key=lambda d: (elements // shape[d] * pads[d], d))
-    return Placement(shape=shape, dim=dim, pad=pads[dim])
+    return dataclasses.replace(whole, dim=dim, pad=pads[dim])
 
 
 def place_tree(tree: Any, mesh: Mesh) -> Any:

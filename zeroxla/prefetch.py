@@ -12,18 +12,17 @@ of the next unit with that of the unit after it, which may start only later, so 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 from jax import lax
 
 from zeroxla.collectives import Collectives
-from zeroxla.placement import Placement
+from zeroxla.gathers import Arriving
+from zeroxla.routes import Route, Source
 from zeroxla.segments import Loop, Segment, Straight
 from zeroxla.trace import Value
-
-Arrays = Mapping[Value, jax.Array]
 
 
 def tie(arrays: Sequence[Any], to: Sequence[Any]) -> tuple[list[Any], list[Any]]:
@@ -129,12 +128,14 @@ class Fetches:
     Args:
       order: of the gathers.
       collectives: how a unit is gathered.
-      placements: of each leaf.
-      shards: what this device stores of each leaf.
+      routes: of each leaf.
+      sources: what this device holds of each leaf.
       live: the leaves that are whole when the pass begins.
+      key: where a format rounds stochastically.
 
     Attributes:
-      shards: as given, tied: what loops and remat bodies must read.
+      sources: as given, tied: what loops and remat bodies must read. A leaf that has been gathered
+        is gathered again from its secondary shard, where it has one.
       live: the leaves that are whole now.
     """
 
@@ -142,15 +143,17 @@ class Fetches:
         self,
         order: FetchOrder,
         collectives: Collectives,
-        placements: Mapping[Value, Placement],
-        shards: Arrays,
-        live: Arrays,
+        routes: Mapping[Value, Route],
+        sources: Mapping[Value, Source],
+        live: Mapping[Value, jax.Array],
+        key: jax.Array | None,
     ) -> None:
-        self.order, self.collectives, self.placements = order, collectives, placements
-        self.shards, self.live = dict(shards), dict(live)
-        self._missing = _missing(order, self.live)
+        self.order, self.gathers, self.routes = order, collectives.gathers, routes
+        self.sources, self.live = dict(sources), dict(live)
+        self._missing = missing_leaves(order, self.live)
+        self._keys = _keys(sources, key)
         self._arrived: list[jax.Array] = []  # what the last gather gave
-        self._wires: dict[int, list[jax.Array]] = {}  # given, not yet cut into leaves
+        self._arriving: dict[int, Arriving] = {}  # not yet cut into leaves
         self.enter(-1, [])
 
     def enter(self, point: int, entry: Sequence[Any]) -> list[Any]:
@@ -168,22 +171,31 @@ class Fetches:
             leaves = (*self._missing[i], *self.order.stacked[i])
             if start != point or not leaves:
                 continue
-            tied, after = tie([self.shards[v] for v in leaves], [*entry, *self._arrived])
+            parts = [self.sources[v] for v in leaves]
+            tied, after = tie([x.array for x in parts], [*entry, *self._arrived])
             entry = after[: len(entry)]
-            self.shards.update(zip(leaves, tied, strict=True))
-            wires = self.collectives.gather_wires(
-                tied[: len(self._missing[i])], [self.placements[v] for v in self._missing[i]]
+            for v, x, part in zip(leaves, tied, parts, strict=True):
+                self.sources[v] = Source(x, part.form)
+            missing = self._missing[i]
+            arriving = self.gathers.start(
+                [self.sources[v] for v in missing],
+                [self.routes[v] for v in missing],
+                [self._keys.get(v) for v in missing],
             )
-            self._wires[i] = wires
-            if self.order.chained and wires:
-                self._arrived = wires
+            self.sources.update((missing[at], x) for at, x in arriving.secondary.items())
+            self._arriving[i] = arriving
+            if self.order.chained and missing:
+                self._arrived = arriving.buffers
         return entry
 
     def take(self, i: int) -> dict[Value, jax.Array]:
         """Return the whole leaves of segment `i`; call once for each segment, in order."""
         missing = self._missing[i]
-        found = self.collectives.cut(self._wires.pop(i, []), [self.placements[v] for v in missing])
-        whole = dict(zip(missing, found, strict=True))
+        whole: dict[Value, jax.Array] = {}
+        if missing:
+            routes = [self.routes[v] for v in missing]
+            found = self.gathers.finish(self._arriving.pop(i), routes)
+            whole.update(zip(missing, found, strict=True))
         leaves = {v: whole[v] if v in whole else self.live.pop(v) for v in self.order.units[i]}
         self.live.update((v, leaves[v]) for v in self.order.keeps[i])
         return leaves
@@ -196,7 +208,7 @@ def stacked_leaves(segment: Segment) -> tuple[Value, ...]:
     return tuple(dict.fromkeys(leaf for leaf, _ in segment.stacked.values()))
 
 
-def _missing(order: FetchOrder, live: Collection[Value]) -> list[tuple[Value, ...]]:
+def missing_leaves(order: FetchOrder, live: Collection[Value]) -> list[tuple[Value, ...]]:
     """Return the leaves that each segment must gather: those that nothing before it kept."""
     live = set(live)
     missing = []
@@ -204,3 +216,10 @@ def _missing(order: FetchOrder, live: Collection[Value]) -> list[tuple[Value, ..
         missing.append(tuple(v for v in unit if v not in live))
         live = live.difference(unit).union(kept)
     return missing
+
+
+def _keys(leaves: Iterable[Value], key: jax.Array | None) -> dict[Value, jax.Array]:
+    """Return a key for each leaf, the same in every pass."""
+    if key is None:
+        return {}
+    return {leaf: jax.random.fold_in(key, i) for i, leaf in enumerate(leaves)}

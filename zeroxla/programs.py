@@ -16,16 +16,17 @@ import optax
 from jax.sharding import Mesh, PartitionSpec
 
 from zeroxla.adapters import Adapted
-from zeroxla.collectives import Collectives
 from zeroxla.config import ZeroConfig
 from zeroxla.differentiate import Differentiator
 from zeroxla.layout import Layout, check_floating, make_layout, place_opt_state, place_params
-from zeroxla.mesh import BATCH_AXES, DEVICE, NODE, world_size
+from zeroxla.mesh import BATCH_AXES, world_size
 from zeroxla.placement import Placement
 from zeroxla.reuse import Limits
 from zeroxla.segments import Plan
 from zeroxla.sequential import one_after_another
 from zeroxla.state import LossScale, TrainState, natural, state_shardings, stored
+from zeroxla.wire_state import Memory, WireState
+from zeroxla.wiring import Wiring, make_wiring
 
 REPLICATED = PartitionSpec()
 BY_ROWS = PartitionSpec(BATCH_AXES)
@@ -48,6 +49,11 @@ class Programs:
     optimizer: optax.GradientTransformation
     config: ZeroConfig
 
+    @property
+    def wiring(self) -> Wiring:
+        """What the options make of the mesh."""
+        return make_wiring(self.config, self.mesh)
+
     def init(self, key: jax.Array, batch: Any, placements: Placements) -> TrainState:
         """Make the state."""
         rows = self.first_rows(batch)
@@ -65,7 +71,7 @@ class Programs:
         trainable = layout.trainable(natural(params, placements[0]), optax.MaskedNode())
         opt_state = self.optimizer.init(trainable)
         scale = self.config.init_loss_scale if self.config.compute_dtype == "float16" else 1.0
-        return TrainState(
+        state = TrainState(
             step=jnp.zeros((), jnp.int32),
             params=params,
             opt_state=stored(opt_state, placements[1]),
@@ -74,10 +80,28 @@ class Programs:
             loss_scale=LossScale.create(scale),
             placements=placements,
         )
+        return dataclasses.replace(state, wire_state=self.wire_state(state))
+
+    def wire_state(self, state: TrainState) -> WireState | None:
+        """Make what the wires of this configuration remember, for a state that has other ones; what
+        fits of the state's own is kept."""
+        layout = self.layout(state)
+        memory = Memory(layout=layout, wiring=self.wiring)
+        if memory.is_empty:
+            return None
+        specs = [p.spec for p in layout.placements]
+        start: Callable[..., WireState] = jax.shard_map(
+            memory.start,
+            mesh=self.mesh,
+            in_specs=(specs,),
+            out_specs=memory.specs(),
+            check_vma=False,
+        )
+        return start(jax.tree.leaves(state.params)).keeping(state.wire_state)
 
     def train(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
         """Take one optimizer step; return the next state and the metrics."""
-        grads, metrics, model_state = self._local_gradients(state, batch)
+        grads, metrics, model_state, wire_state = self._local_gradients(state, batch)
         layout = self.layout(state)
         in_params, in_opt = state.placements
         with jax.named_scope("update"):
@@ -104,7 +128,7 @@ class Programs:
             model_state=keep(model_state, state.model_state),
             key=state.key,
             loss_scale=loss_scale,
-            wire_state=state.wire_state,
+            wire_state=self._next_wire_state(state, wire_state, finite),
             placements=state.placements,
         )
         shardings = state_shardings(new_state, self.mesh)
@@ -113,7 +137,7 @@ class Programs:
         if config.compute_dtype == "float16":
             metrics["loss_scale"] = state.loss_scale.scale
         # A schedule's own state has the same name; of several rates none is "the" rate.
-        found = optax.tree_utils.tree_get_all_with_path(state.opt_state, "learning_rate")
+        found = optax.tree_utils.tree_get_all_with_path(opt_state, "learning_rate")
         rates = [x for _, x in found if isinstance(x, jax.Array)]
         if len(rates) == 1:
             metrics["learning_rate"] = rates[0]
@@ -121,7 +145,7 @@ class Programs:
 
     def gradients(self, state: TrainState, batch: Any) -> tuple[jax.Array, Any]:
         """Return the loss and the gradients in natural shapes."""
-        grads, metrics, _ = self._local_gradients(state, batch)
+        grads, metrics, *_ = self._local_gradients(state, batch)
         return metrics["loss"], natural(grads, state.placements[0])
 
     def evaluate(self, state: TrainState, batch: Any) -> dict[str, Any]:
@@ -136,22 +160,43 @@ class Programs:
             check_vma=False,
         )(state.params, state.model_state, batch, jax.random.fold_in(state.key, state.step))
 
-    def _local_gradients(self, state: TrainState, batch: Any) -> tuple[Any, dict[str, Any], Any]:
+    def _next_wire_state(
+        self, state: TrainState, new: WireState | None, finite: jax.Array
+    ) -> WireState | None:
+        """Return what wires remember of a step. A step that is skipped leaves no errors behind, and
+        copies that hold: they are of the weights before it."""
+        feedback = self.wiring.feedback
+        old = state.wire_state
+        if new is None or old is None or feedback is None:
+            return new
+        drop = (state.step + 1) % feedback.reset_every == 0
+        errors = jax.tree.map(
+            lambda new, old: jnp.where(drop, 0, jnp.where(finite, new, old)).astype(new.dtype),
+            new.errors,
+            old.errors,
+        )
+        return dataclasses.replace(new, errors=errors)
+
+    def _local_gradients(
+        self, state: TrainState, batch: Any
+    ) -> tuple[Any, dict[str, Any], Any, WireState | None]:
         layout = self.layout(state)
         differentiator = self._differentiator(layout)
         specs = [p.spec for p in layout.placements]
 
         def local(params: Any, *rest: Any) -> Any:
-            grads, metrics, model_state = differentiator.gradients(params, *rest)
+            grads, *others = differentiator.gradients(params, *rest)
             leaves = jax.tree.leaves(params)
             grads = [jnp.zeros_like(x) if g is None else g for g, x in zip(grads, leaves)]
-            return grads, metrics, model_state
+            return grads, *others
 
-        grads, metrics, model_state = jax.shard_map(
+        wires = Memory(layout=layout, wiring=self.wiring).specs()
+        params = layout.tree.unflatten(specs)
+        grads, *others = jax.shard_map(
             local,
             mesh=self.mesh,
-            in_specs=(layout.tree.unflatten(specs), REPLICATED, BY_ROWS, REPLICATED, REPLICATED),
-            out_specs=(specs, REPLICATED, REPLICATED),
+            in_specs=(params, REPLICATED, BY_ROWS, REPLICATED, REPLICATED, wires),
+            out_specs=(specs, REPLICATED, REPLICATED, wires),
             check_vma=False,
         )(
             state.params,
@@ -159,8 +204,9 @@ class Programs:
             batch,
             jax.random.fold_in(state.key, state.step),
             state.loss_scale.scale,
+            state.wire_state,
         )
-        return layout.tree.unflatten(grads), metrics, model_state
+        return layout.tree.unflatten(grads), *others
 
     def placements(self, key: jax.Array, batch: Any) -> Placements:
         """Decide how parameters and optimizer state are stored, from shapes alone.
@@ -219,12 +265,7 @@ class Programs:
         return Differentiator(
             adapted=self.adapted,
             layout=layout,
-            collectives=Collectives(
-                nodes=self.mesh.shape[NODE],
-                devices=self.mesh.shape[DEVICE],
-                wire_dtype=jnp.dtype(config.compute_dtype),
-                reduce_dtype=jnp.dtype(config.reduce_dtype or "float32"),
-            ),
+            wiring=self.wiring,
             unit_elements=config.unit_elements,
             limits=Limits(
                 prefetch=0 if prefetch is None and on_cpu else prefetch,

@@ -25,6 +25,7 @@ __all__ = [
     "Wire",
     "WireFormat",
     "dequant_reduce",
+    "dequant_sum",
     "dequantize",
     "quantize",
     "swizzled_quantize",
@@ -55,10 +56,11 @@ def quantize(
     x: jax.Array,
     format: WireFormat,
     *,
+    lead: int = 0,
     key: jax.Array | None = None,
     backend: Backend | None = None,
 ) -> Wire:
-    """Return x as a wire.
+    """Return x as a wire, or as several.
 
     A block with an inf, a NaN or a magnitude from 2^126 on becomes NaN as a whole; one whose
     magnitudes are all below 2^-90 becomes zeros.
@@ -66,17 +68,18 @@ def quantize(
     Args:
       x: float32, bfloat16 or float16, of any shape; blocks run along the flat array.
       format: how.
+      lead: so many leading dims of x count wires: each of their arrays becomes a wire of its own.
       key: a PRNG key, for stochastic rounding and only for it.
       backend: None takes the Pallas kernel that fits on NVIDIA GPUs, and XLA elsewhere or where
         none fits. "xla", "mosaic" and "triton" take that one, and raise where it does not fit;
         a kernel asked for without a GPU runs in Pallas' interpreter, slowly.
 
     Returns:
-      A wire of x.size elements.
+      A wire of x.size elements; wires [*x.shape[:lead]] of the size of the rest.
 
     Raises:
-      ValueError: x is not of one of those dtypes or empty, a key is missing or without use, or the
-        backend can not take such blocks.
+      ValueError: x is not of one of those dtypes or empty, `lead` is not a number of its dims, a
+        key is missing or without use, or the backend can not take such blocks.
 
     Cost: reads x and writes the wire once; no other memory.
 
@@ -91,11 +94,20 @@ def quantize(
        [ 0.  1.  2.  3.]]
     """
     x = _floating(x, "quantize")
-    layout = format.layout(x.size)
+    if not 0 <= lead <= x.ndim:
+        raise ValueError(
+            f"quantize: lead={lead} for an array of shape {x.shape}; it counts leading dims, at "
+            f"most {x.ndim}"
+        )
+    size = math.prod(x.shape[lead:])
     data = dispatch.quantize(
-        x.reshape(1, -1), layout, seed=_seed(format, key), swizzle=None, backend=backend
+        x.reshape(-1, size),
+        format.layout(size),
+        seed=_seed(format, key),
+        swizzle=None,
+        backend=backend,
     )
-    return Wire(data[0], x.size, format)
+    return Wire(data.reshape(*x.shape[:lead], -1), size, format)
 
 
 def dequantize(
@@ -122,19 +134,39 @@ def dequantize(
 
     Cost: reads the wire and writes the array once; no other memory.
     """
-    shape = tuple(shape)
-    if math.prod(shape) != wire.size:
-        raise ValueError(
-            f"dequantize: shape {shape} has {math.prod(shape)} elements, and the wire stands for "
-            f"{wire.size}; give the shape of the quantized array"
-        )
-    dtype = jnp.dtype(dtype)
-    if dtype not in _FLOATS:
-        raise ValueError(f"dequantize: dtype {dtype} is not float32, bfloat16 or float16")
-    layout = _checked(wire, "dequantize")
-    *lead, num_bytes = wire.buffer.shape
-    data = wire.buffer.reshape(-1, num_bytes)
-    x = dispatch.dequantize(data, layout, dtype=dtype, backend=backend)
+    _check_shape(wire, shape, dtype, "dequantize")
+    stacked = Wire(wire.buffer[None], wire.size, wire.format)
+    return dequant_sum(stacked, shape, dtype, backend=backend)
+
+
+def dequant_sum(
+    wires: Wire,
+    shape: Sequence[int],
+    dtype: Any = jnp.float32,
+    *,
+    backend: Backend | None = None,
+) -> jax.Array:
+    """Return the sum of the arrays that N wires stand for, added in float32.
+
+    Args:
+      wires: buffer uint8[N, ..., bytes]; the sum is over N, source 0 first.
+      shape: of the array of one wire; its size is wires.size.
+      dtype: of the sum, which is rounded to it once: float32, bfloat16 or float16.
+      backend: as for `quantize`.
+
+    Returns:
+      dtype[..., *shape].
+
+    Raises:
+      ValueError: as `dequantize`, or there is no source dim.
+
+    Cost: reads N wires and writes one array; no other memory.
+    """
+    layout = _check_shape(wires, shape, dtype, "dequant_sum")
+    _check_sources(wires, "dequant_sum")
+    num_sources, *lead, num_bytes = wires.buffer.shape
+    data = wires.buffer.reshape(num_sources, -1, num_bytes)
+    x = dispatch.dequant_sum(data, layout, dtype=jnp.dtype(dtype), backend=backend)
     return x.reshape(*lead, *shape)
 
 
@@ -221,11 +253,7 @@ def dequant_reduce(
     """
     format = wires.format if format is None else format
     layout = _checked(wires, "dequant_reduce")
-    if wires.buffer.ndim < 2 or not wires.buffer.shape[0]:
-        raise ValueError(
-            f"dequant_reduce: a buffer of shape {wires.buffer.shape} has no sources; stack the "
-            "wires along a first dim"
-        )
+    _check_sources(wires, "dequant_reduce")
     num_sources, *lead, num_bytes = wires.buffer.shape
     out = dispatch.dequant_reduce(
         wires.buffer.reshape(num_sources, -1, num_bytes),
@@ -235,6 +263,19 @@ def dequant_reduce(
         backend=backend,
     )
     return Wire(out.reshape(*lead, -1), wires.size, format)
+
+
+def _check_shape(wire: Wire, shape: Sequence[int], dtype: Any, name: str) -> Layout:
+    """Check what a wire is to become; return its layout."""
+    shape = tuple(shape)
+    if math.prod(shape) != wire.size:
+        raise ValueError(
+            f"{name}: shape {shape} has {math.prod(shape)} elements, and the wire stands for "
+            f"{wire.size}; give the shape of the quantized array"
+        )
+    if jnp.dtype(dtype) not in _FLOATS:
+        raise ValueError(f"{name}: dtype {jnp.dtype(dtype)} is not float32, bfloat16 or float16")
+    return _checked(wire, name)
 
 
 def _floating(x: jax.Array, name: str) -> jax.Array:
@@ -247,6 +288,14 @@ def _floating(x: jax.Array, name: str) -> jax.Array:
     if not x.size:
         raise ValueError(f"{name}: an array of shape {x.shape} has no elements to quantize")
     return x
+
+
+def _check_sources(wires: Wire, name: str) -> None:
+    if wires.buffer.ndim < 2 or not wires.buffer.shape[0]:
+        raise ValueError(
+            f"{name}: a buffer of shape {wires.buffer.shape} has no sources; stack the wires along "
+            "a first dim"
+        )
 
 
 def _checked(wire: Wire, name: str) -> Layout:

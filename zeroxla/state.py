@@ -11,6 +11,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zeroxla.placement import Placement
+from zeroxla.wire_state import WireState
 
 
 @jax.tree_util.register_dataclass
@@ -68,7 +69,7 @@ class TrainState:
     model_state: Any
     key: jax.Array
     loss_scale: LossScale
-    wire_state: Any = None
+    wire_state: WireState | None = None
     placements: tuple[tuple[Placement, ...], tuple[Placement, ...]] = dataclasses.field(
         default=((), ()), metadata={"static": True}
     )
@@ -93,8 +94,14 @@ def state_shardings(state: TrainState, mesh: Mesh) -> TrainState:
         jax.tree.unflatten(jax.tree.structure(tree), [p.sharding(mesh) for p in placements])
         for tree, placements in zip((state.params, state.opt_state), state.placements, strict=True)
     )
-    shardings = jax.tree.map(lambda _: whole, state)
-    return dataclasses.replace(shardings, params=params, opt_state=opt_state)
+    wires = state.wire_state
+    if wires is not None:
+        specs = wires.specs(state.placements[0])
+        is_spec = lambda x: isinstance(x, PartitionSpec)  # noqa: E731
+        wires = jax.tree.map(lambda s: NamedSharding(mesh, s), specs, is_leaf=is_spec)
+    rest = dataclasses.replace(state, wire_state=None)
+    shardings = jax.tree.map(lambda _: whole, rest)
+    return dataclasses.replace(shardings, params=params, opt_state=opt_state, wire_state=wires)
 
 
 def full_params(state: TrainState) -> Any:

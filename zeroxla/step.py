@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import time
 import warnings
@@ -54,11 +55,13 @@ def make_step(
     >>> from models import MLP
     >>> step = zeroxla.make_step(MLP.small(), zeroxla.make_mesh(nodes=1), optax.sgd(0.1))
     """
+    config = config or ZeroConfig()
+    optimizer = config.optimizer if optimizer is None else optimizer
     if optimizer is None:
         optimizer = optax.inject_hyperparams(optax.adamw)(learning_rate=3e-4)
     return Step(
         adapted=adapt(model, loss), mesh=as_auto(mesh), optimizer=optimizer,
-        config=config or ZeroConfig(),
+        config=config,
     )  # fmt: skip
 
 
@@ -81,13 +84,16 @@ class Step:
     ) -> None:
         self.adapted, self.mesh, self.optimizer, self.config = adapted, mesh, optimizer, config
         self._programs = Programs(adapted=adapted, mesh=mesh, optimizer=optimizer, config=config)
+        self._warn_of_no_effect()
         on_gpu = mesh.devices.flat[0].platform == "gpu"
         options = prefetch_compiler_options() if on_gpu and config.prefetch_bucket != 0 else None
         self._step = jax.jit(self._programs.train, donate_argnums=0, compiler_options=options)
         self._eval = jax.jit(self._programs.evaluate, compiler_options=options)
         self._grad = jax.jit(self._programs.gradients, compiler_options=options)
+        self._wire_state = jax.jit(self._programs.wire_state)
         self._traced: Any = None  # shapes of (params, placements, model state, batch, key)
         self._checked: set[Any] = set()  # structures of states that fitted
+        self._wired: set[Any] = set()  # and of those whose wire state did
         self._last_call: float | None = None
 
     def init(self, key: jax.Array, batch: Any) -> TrainState:
@@ -121,11 +127,7 @@ class Step:
         """Return the state's shapes, dtypes and shardings without computing anything: for `lower`
         and for restoring checkpoints."""
         shapes = self._state_shapes(jax.random.key(0), self._check_batch(batch))
-        return jax.tree.map(
-            lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
-            shapes,
-            state_shardings(shapes, self.mesh),
-        )
+        return jax.tree.map(_as_shape, shapes, state_shardings(shapes, self.mesh))
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
         """Take one optimizer step. The state is donated: use the returned one.
@@ -143,7 +145,7 @@ class Step:
         """
         batch = self._checked_batch(state, batch)
         with mesh_context(self.mesh):
-            state, metrics = self._step(state, batch)
+            state, metrics = self._step(self._fitted(state), batch)
         return state, {**metrics, **self._rates(batch)}
 
     def eval(self, state: TrainState, batch: Any) -> dict[str, Any]:
@@ -157,7 +159,7 @@ class Step:
         global arrays; zeros for frozen leaves. For tests and debugging."""
         batch = self._checked_batch(state, batch)
         with mesh_context(self.mesh):
-            return self._grad(state, batch)
+            return self._grad(self._fitted(state), batch)
 
     def lower(self, state: Any, batch: Any) -> jax.stages.Lowered:
         """Lower the step for (shapes of) a state and a batch, as `jax.jit(...).lower` does."""
@@ -167,7 +169,10 @@ class Step:
             self._check_batch(batch),
         )
         with mesh_context(self.mesh):
-            return self._step.lower(state, shapes)
+            wires = jax.eval_shape(self._programs.wire_state, state)
+            state = dataclasses.replace(state, wire_state=wires)
+            wires = jax.tree.map(_as_shape, wires, state_shardings(state, self.mesh).wire_state)
+            return self._step.lower(dataclasses.replace(state, wire_state=wires), shapes)
 
     def describe(self) -> Description:
         """Return the table of leaves: shape, placement, unit, bytes of a shard.
@@ -179,7 +184,7 @@ class Step:
             raise ValueError("nothing to describe yet; call step.init or step.abstract_state first")
         params, placements, *shapes = self._traced
         layout = make_layout(params, placements, self.config)
-        return describe(layout, self._programs.plan(layout, *shapes), self.mesh)
+        return describe(layout, self._programs.plan(layout, *shapes), self._programs.wiring)
 
     def with_config(self, config: ZeroConfig) -> Step:
         """Return another program for the same state."""
@@ -188,16 +193,16 @@ class Step:
         return step
 
     def _check_batch(self, batch: Any, accumulate: int | None = None) -> Any:
-        accumulate = self.config.accumulate if accumulate is None else accumulate
-        return check_batch(batch, self.mesh, accumulate)
+        if accumulate is not None:
+            return check_batch(batch, self.mesh, accumulate)
+        return check_batch(batch, self.mesh, self.config.accumulate, self.config.micro_batch)
 
     def _checked_batch(self, state: TrainState, batch: Any, accumulate: int | None = None) -> Any:
         """Check both, the state once per structure; return the batch on the mesh."""
         check_is_state(state)
         batch = self._check_batch(batch, accumulate)
-        structure = jax.tree.structure(state)
-        shapes = tuple(x.shape for x in jax.tree.leaves(state))
-        if (structure, shapes) not in self._checked:
+        structure = _structure(state)
+        if structure not in self._checked:
             check_state(state, self.optimizer, self.config)
             shapes_of = _shapes((batch, state.key))
             with mesh_context(self.mesh):
@@ -206,8 +211,28 @@ class Step:
             check_model(state, params)
             if self._traced is None:
                 self._traced = (params, state.placements[0], model_state, *shapes_of)
-            self._checked.add((structure, shapes))
+            self._checked.add(structure)
         return self._put(batch)
+
+    def _fitted(self, state: TrainState) -> TrainState:
+        """Return the state with what this configuration's wires remember."""
+        structure = _structure(state)
+        if structure in self._wired:
+            return state
+        expected = jax.eval_shape(self._programs.wire_state, state)
+        found = state.wire_state
+        if found is None if expected is None else expected.fits(found):
+            self._wired.add(structure)
+            return state
+        new = None if expected is None else self._wire_state(state)
+        return dataclasses.replace(state, wire_state=new)
+
+    def _warn_of_no_effect(self) -> None:
+        without = self._programs.wiring.without_effect
+        if without:
+            words = "; ".join(f"{name} ({why})" for name, why in without)
+            shape = ", ".join(f"{name}={size}" for name, size in self.mesh.shape.items())
+            warnings.warn(f"without effect on the mesh {shape}: {words}", stacklevel=4)
 
     def _state_shapes(self, key: jax.Array, batch: Any) -> TrainState:
         """Decide the placements; return the state's shapes."""
@@ -236,6 +261,14 @@ class Step:
             rows, length = batch["tokens"].shape
             rates["tokens_per_s"] = rows * (length - 1) / (now - last)
         return rates
+
+
+def _as_shape(x: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+
+def _structure(state: TrainState) -> Any:
+    return jax.tree.structure(state), tuple(x.shape for x in jax.tree.leaves(state))
 
 
 def _shapes(tree: Any) -> Any:

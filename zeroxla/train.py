@@ -81,7 +81,7 @@ class _Job:
         self.mesh = mesh_for(options)
         self.schedule = schedule_for(options)
         self.model = GPT(vocab=data.VOCABULARY, length=text.length, **asdict(options.model))
-        config = ZeroConfig(
+        config = getattr(ZeroConfig, options.mesh.zero)(
             compute_dtype=options.mesh.compute_dtype,
             accumulate=options.mesh.accumulate,
             persistence_threshold=options.mesh.persistence_threshold,

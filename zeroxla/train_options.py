@@ -68,6 +68,9 @@ class MeshOptions:
     """Dtype of the computation, and of the parameters on the wire. The master copy is float32."""
     accumulate: int = 1
     """Micro-batches per step."""
+    zero: Literal["zero3", "zeropp", "zeropp_hq", "zeropp_min"] = "zero3"
+    """Which wires: full precision, ZeRO++ as its paper has it, the best quality at its bytes, or
+    the fewest bytes between hosts."""
     persistence_threshold: int = 10_000
     """Leaves of at most this many elements stay gathered for the whole step."""
 

@@ -17,12 +17,12 @@ from zeroxla.placement import leaf_path
 from zeroxla.state import TrainState
 
 
-def check_batch(batch: Any, mesh: Mesh, accumulate: int) -> Any:
+def check_batch(batch: Any, mesh: Mesh, accumulate: int, micro_batch: int | None = None) -> Any:
     """Return `batch` as a pytree of arrays (or ShapeDtypeStructs).
 
     Raises:
-      ValueError: it is empty, a leaf has no leading dim, the leading dims differ, or they do not
-        divide over devices x accumulate.
+      ValueError: it is empty, a leaf has no leading dim, the leading dims differ, they do not
+        divide over devices x accumulate, or a micro-batch has not `micro_batch` rows.
     """
     batch = jax.tree.map(_canonical, batch)
     leaves = jax.tree_util.tree_flatten_with_path(batch)[0]
@@ -51,6 +51,12 @@ def check_batch(batch: Any, mesh: Mesh, accumulate: int) -> Any:
             f"batch of {size} does not divide over {world_size(mesh)} devices (axes "
             f"node={mesh.shape[NODE]}, device={mesh.shape[DEVICE]}){accumulated}; use a multiple "
             f"of {parts}, or pad"
+        )
+    if micro_batch is not None and size != parts * micro_batch:
+        raise ValueError(
+            f"batch of {size} gives each of {world_size(mesh)} devices x {accumulate} "
+            f"micro-batches {size // parts} rows, and micro_batch={micro_batch}; use a batch of "
+            f"{parts * micro_batch}, or set micro_batch=None"
         )
     return batch
 

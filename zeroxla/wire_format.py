@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
+import jax
+
 from pallas_kernels.arithmetic import Rule
 from pallas_kernels.layout import Layout
 from pallas_kernels.rotation import SIZE
@@ -99,6 +101,11 @@ class WireFormat:
             self, "scale_dtype", self.scale_dtype or ("bfloat16" if short else "float32")
         )
 
+    @property
+    def words(self) -> str:
+        """Width and block, as tables name them: "int4/128 rotated"."""
+        return f"int{self.bits}/{self.block}{' rotated' if self.hadamard else ''}"
+
     def layout(self, size: int) -> Layout:
         """Return the layout of a wire of `size` elements."""
         assert self.scale is not None
@@ -115,3 +122,8 @@ class WireFormat:
         """Return the bytes of a wire of `size` elements: payload, steps, offsets, and zeros up to a
         multiple of 16."""
         return self.layout(size).num_bytes
+
+
+def key_for(format: WireFormat, key: jax.Array | None) -> jax.Array | None:
+    """Return the key if the format takes one."""
+    return key if format.rounding == "stochastic" else None

@@ -1,0 +1,149 @@
+"""Training one variant of benchmarks/quality.py, so that it can stop at any time and go on."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from quality_variants import Variant
+
+from models import GPT
+from zeroxla import ZeroConfig, data, make_mesh, make_step
+from zeroxla.checkpoint import Checkpoints
+from zeroxla.train_options import ModelOptions, TextOptions, TrainingOptions, TrainOptions
+from zeroxla.train_setup import optimizer_for, schedule_for
+
+BATCH, LENGTH = 16, 64
+MODEL = {"vocab": data.VOCABULARY, "length": LENGTH, "layers": 4, "width": 128, "heads": 4}
+EVALUATE_EVERY = 100
+SAVE_EVERY = 250
+EVAL_BATCH = 256
+NUM_CURVE_BATCHES = 4  # of a point of the curve
+NUM_FINAL_BATCHES = 31  # 507 904 tokens
+
+
+@dataclasses.dataclass(frozen=True)
+class Setup:
+    """What all variants share.
+
+    Attributes:
+      corpus: the text.
+      steps: of a training.
+      folder: where results and checkpoints lie.
+    """
+
+    corpus: data.Corpus
+    steps: int
+    folder: Path
+
+    @functools.cached_property
+    def options(self) -> TrainOptions:
+        """The optimizer and its schedule are those of `zeroxla train`."""
+        return TrainOptions(
+            text=TextOptions(batch=BATCH, length=LENGTH),
+            model=ModelOptions(layers=MODEL["layers"], width=MODEL["width"], heads=MODEL["heads"]),
+            training=TrainingOptions(steps=self.steps),
+        )
+
+    def batches(self, seed: int) -> Any:
+        """Return the training batches of a seed, the same for every variant."""
+        stream = data.training_batches(self.corpus.train, batch=BATCH, length=LENGTH, seed=seed)
+        return iter(stream)
+
+    def valid(self, num_batches: int) -> list[dict[str, np.ndarray]]:
+        """Return held-out batches."""
+        return list(
+            data.validation_batches(
+                self.corpus.valid, batch=EVAL_BATCH, length=LENGTH, num_batches=num_batches
+            )
+        )
+
+
+class Trainer:
+    """Trains one variant, from any seed."""
+
+    def __init__(self, setup: Setup, variant: Variant) -> None:
+        nodes, devices = variant.mesh
+        mesh = make_mesh(nodes=nodes, devices_per_node=devices)
+        optimizer = optimizer_for(setup.options, schedule_for(setup.options))
+        self.setup, self.variant = setup, variant
+        self.step = make_step(GPT(**MODEL), mesh, optimizer, config=variant.config)
+        # Losses are those of the trained weights, whatever format they would travel in.
+        self.exact = self.step.with_config(ZeroConfig(persistence_threshold=0))
+
+    def result_file(self, seed: int) -> Path:
+        return self.setup.folder / f"{_slug(self.variant.name)}-{self.setup.steps}-{seed}.json"
+
+    def train(self, seed: int, advance: Callable[[int], None]) -> dict[str, Any]:
+        """Train to the end, from the newest checkpoint if there is one; return the result.
+
+        Args:
+          seed: of the parameters and the data.
+          advance: called with the number of steps that were taken, or were there already.
+        """
+        file = self.result_file(seed)
+        if file.exists():
+            advance(self.setup.steps)
+            return json.loads(file.read_text())
+        checkpoints = Checkpoints(file.with_suffix(".checkpoints"), keep=1)
+        batches = self.setup.batches(seed)
+        curve_batches = self.setup.valid(NUM_CURVE_BATCHES)
+        first = next(batches)
+        if checkpoints.latest() is None:
+            batches = self.setup.batches(seed)
+            state, done, curve = self.step.init(jax.random.key(seed), first), 0, []
+        else:
+            done, state, position = checkpoints.restore(self.step.abstract_state(first))
+            batches.set_state(position["batches"])
+            curve = position["curve"]
+        advance(done)
+        for number in range(done + 1, self.setup.steps + 1):
+            state, _ = self.step(state, next(batches))
+            if number % EVALUATE_EVERY == 0:
+                curve.append((number, self.loss(state, curve_batches)))
+            if number % SAVE_EVERY == 0 and number < self.setup.steps:
+                position = {"batches": batches.get_state(), "curve": curve}
+                checkpoints.save(number, state, position)
+            advance(1)
+        result = {
+            "variant": self.variant.name,
+            "seed": seed,
+            "loss": self.loss(state, self.setup.valid(NUM_FINAL_BATCHES)),
+            "curve": curve,
+            "gradient": self.gradient_error(state, next(batches)),
+        }
+        temporary = file.with_suffix(".tmp")
+        temporary.write_text(json.dumps(result))
+        temporary.rename(file)
+        checkpoints.close()
+        return result
+
+    def loss(self, state: Any, batches: list[dict[str, np.ndarray]]) -> float:
+        """Return the mean loss of held-out text."""
+        return float(np.mean([float(self.exact.eval(state, b)["loss"]) for b in batches]))
+
+    def gradient_error(self, state: Any, batch: Any) -> dict[str, float]:
+        """Return how far the gradient of one batch is from that of exact wires.
+
+        The state is where the variant's own training ended, kept copies and errors included.
+        """
+        found, exact = (
+            np.concatenate([np.ravel(x) for x in jax.tree.leaves(jax.device_get(grads))])
+            for _, grads in (self.step.grad(state, batch), self.exact.grad(state, batch))
+        )
+        found, exact = found.astype(np.float64), exact.astype(np.float64)
+        norms = np.linalg.norm(found), np.linalg.norm(exact)
+        return {
+            "cosine": float(found @ exact / (norms[0] * norms[1])),
+            "relative_l2": float(np.linalg.norm(found - exact) / norms[1]),
+        }
+
+
+def _slug(name: str) -> str:
+    return "".join(c if c.isalnum() else "_" for c in name)

@@ -1,0 +1,162 @@
+"""The two ends of a step: what is gathered once before its first micro-batch, and what is reduced
+once after its last.
+
+Everything here runs inside `shard_map`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from zeroxla.collectives import Collectives
+from zeroxla.layout import Layout, Leaf
+from zeroxla.routes import Route, Source
+from zeroxla.vectors import as_vector, from_vector
+from zeroxla.wire_state import Memory, WireState
+from zeroxla.wiring import Wiring
+
+Gradients = list[jax.Array | None]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Ends:
+    """What a step does once.
+
+    Attributes:
+      layout: the leaves of the model.
+      wiring: how they travel.
+    """
+
+    layout: Layout
+    wiring: Wiring
+
+    @property
+    def collectives(self) -> Collectives:
+        """Of the mesh."""
+        return self.wiring.collectives
+
+    def resident(self, stored: Sequence[jax.Array]) -> list[jax.Array]:
+        """Return the leaves that are whole through the step, gathering those that are split."""
+        persistent = [i for i, leaf in enumerate(self.layout) if _is_persistent(leaf)]
+        found = self.collectives.gathers.gather(
+            [Source(stored[i]) for i in persistent], self._routes(persistent)
+        )
+        # Cut here, not inside each kernel that reads one: equal layers then share their kernels.
+        found = lax.optimization_barrier(found)
+        whole = dict(zip(persistent, found, strict=True))
+        for i, leaf in enumerate(self.layout):
+            if not leaf.is_split:
+                whole[i] = stored[i].astype(self.collectives.compute_dtype)
+        return [whole[i] for i in self.layout.indices(fetched=False)]
+
+    def sources(
+        self, stored: Sequence[jax.Array], wire_state: WireState | None, key: jax.Array | None
+    ) -> tuple[list[Source], WireState | None]:
+        """Return what the fetched leaves are gathered from in every micro-batch: their shards, or
+        secondary shards that are made here, once for all.
+
+        Args:
+          stored: what this device stores of every leaf.
+          wire_state: with the kept copies, where there are any.
+          key: where a format rounds stochastically.
+
+        Returns:
+          The sources, and the wire state with new copies.
+        """
+        sources = {i: Source(stored[i]) for i in self.layout.indices(fetched=True)}
+        keys = [None if key is None else jax.random.fold_in(key, i) for i in range(len(stored))]
+        memory = Memory(layout=self.layout, wiring=self.wiring)
+        if memory.copied:
+            assert wire_state is not None
+            copies = memory.refresh(wire_state.copies, stored, keys)
+            wire_state = dataclasses.replace(wire_state, copies=copies)
+            sources.update((i, Source(copies[i], "values")) for i in memory.copied)
+        if self.wiring.gathers_once:
+            rest = [i for i, source in sources.items() if source.form == "shard"]
+            found = self.collectives.gathers.secondary(
+                [sources[i] for i in rest], self._routes(rest), [keys[i] for i in rest]
+            )
+            sources.update(zip(rest, found, strict=True))
+        return list(sources.values()), wire_state
+
+    def zeros(self, resident: Sequence[jax.Array]) -> tuple[Gradients, Gradients]:
+        """Return zeros like the gradients of one micro-batch: of fetched and of resident leaves."""
+        fetched, whole = self.layout.indices(fetched=True), self.layout.indices(fetched=False)
+        shapes = [
+            self.collectives.reduces.result_shape(self.layout.leaves[i].placement) for i in fetched
+        ]
+        return self._zeros(fetched, shapes), self._zeros(whole, [x.shape for x in resident])
+
+    def _zeros(self, indices: Sequence[int], shapes: Sequence[tuple[int, ...]]) -> Gradients:
+        return [
+            None if self.layout.leaves[i].frozen else jnp.zeros(shape, jnp.float32)
+            for i, shape in zip(indices, shapes, strict=True)
+        ]
+
+    def reduce(
+        self,
+        gradients: tuple[Gradients, Gradients],
+        wire_state: WireState | None,
+        key: jax.Array | None,
+    ) -> tuple[Gradients, WireState | None]:
+        """Finish the reduce of the sums over a step's micro-batches.
+
+        Args:
+          gradients: of the fetched leaves, as the micro-batches reduced them, and of the resident
+            ones, not reduced.
+          wire_state: with the errors of the last step, where they are kept.
+          key: where a format rounds stochastically.
+
+        Returns:
+          The shards of all leaves in order, and the wire state with new errors.
+        """
+        found: dict[int, Any] = {}
+        for fetched, mine in zip((True, False), gradients, strict=True):
+            found.update(zip(self.layout.indices(fetched=fetched), mine, strict=True))
+        trained = [i for i, leaf in enumerate(self.layout) if not leaf.frozen]
+        split = [i for i in trained if _is_persistent(self.layout.leaves[i])]
+        reduces = self.collectives.reduces
+        pieces = reduces.reduce([found[i] for i in split], self._routes(split))
+        found.update(zip(split, pieces, strict=True))
+        tiny = {i: found[i] for i in trained if not self.layout.leaves[i].is_split}
+        found.update(from_vector(self.collectives.sum(as_vector(tiny)), tiny))
+        if reduces.stops_at_node:
+            wire_state = self._over_nodes(found, wire_state, key)
+        return [found[i] for i in range(len(self.layout.leaves))], wire_state
+
+    def _over_nodes(
+        self, found: dict[int, Any], wire_state: WireState | None, key: jax.Array | None
+    ) -> WireState | None:
+        """Make the hop over `node` that the micro-batches left out."""
+        reduces, feedback = self.collectives.reduces, self.wiring.feedback
+        corrected = Memory(layout=self.layout, wiring=self.wiring).corrected
+        rest = [
+            i
+            for i, leaf in enumerate(self.layout)
+            if leaf.is_split and not leaf.frozen and i not in corrected
+        ]
+        shards = reduces.over_nodes([found[i] for i in rest], self._routes(rest), key)
+        found.update(zip(rest, shards, strict=True))
+        if feedback is None or wire_state is None:
+            return wire_state
+        errors = list(wire_state.errors)
+        for i, route in zip(corrected, self._routes(corrected), strict=True):
+            mine = None if key is None else jax.random.fold_in(key, i)
+            found[i], error = reduces.over_nodes_with_feedback(
+                found[i], route, errors[i][0, 0], feedback, mine
+            )
+            errors[i] = error[None, None]
+        return dataclasses.replace(wire_state, errors=errors)
+
+    def _routes(self, indices: Sequence[int]) -> list[Route]:
+        return [self.wiring.route(self.layout.leaves[i]) for i in indices]
+
+
+def _is_persistent(leaf: Leaf) -> bool:
+    return leaf.persistent and leaf.is_split

@@ -1,0 +1,172 @@
+"""What wires remember between steps: kept copies of weights, and the errors of gradients.
+
+Every list here has one entry per leaf of the model, None where the leaf has no part in it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from zeroxla.hops import from_bits
+from zeroxla.layout import Layout
+from zeroxla.mesh import DEVICE, NODE
+from zeroxla.placement import Placement
+from zeroxla.routes import Route, Source
+from zeroxla.wiring import Wiring
+
+Arrays = list[Any]  # arrays, or None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class WireState:
+    """What wires remember, in lists with one entry per leaf of the parameters.
+
+    Attributes:
+      copies: what every node believes a leaf to be, in the compute dtype and the stored shape,
+        split over `device` and the same on all nodes.
+      errors: what the hop over `node` lost of its gradient, as wires: uint8[nodes, devices, nodes,
+        bytes], split over the first two dims.
+    """
+
+    copies: Arrays
+    errors: Arrays
+
+    def specs(self, placements: Sequence[Placement]) -> WireState:
+        """Return how the arrays are split; the parameters' placements are those of the leaves."""
+        copies = [
+            None if x is None else PartitionSpec(*(None,) * p.split_dim, DEVICE)
+            for x, p in zip(self.copies, placements, strict=True)
+        ]
+        errors = [None if x is None else PartitionSpec(NODE, DEVICE) for x in self.errors]
+        return WireState(copies=copies, errors=errors)
+
+    def keeping(self, old: WireState | None) -> WireState:
+        """Return this wire state with the copies and the errors of `old`, each if they fit."""
+        if old is None:
+            return self
+        parts = {
+            name: getattr(old if _alike(getattr(old, name), getattr(self, name)) else self, name)
+            for name in ("copies", "errors")
+        }
+        return WireState(**parts)
+
+    def fits(self, other: WireState | None) -> bool:
+        """Whether both have the same arrays, or shapes of them."""
+        return other is not None and all(
+            _alike(getattr(self, name), getattr(other, name)) for name in ("copies", "errors")
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Memory:
+    """Makes and carries on the wire state of one training setup.
+
+    Attributes:
+      layout: the leaves.
+      wiring: how they travel.
+    """
+
+    layout: Layout
+    wiring: Wiring
+
+    @property
+    def copied(self) -> list[int]:
+        """The leaves of which a copy is kept."""
+        keeps = self.wiring.differences is not None
+        return [i for i, leaf in enumerate(self.layout) if keeps and leaf.quantized]
+
+    @property
+    def corrected(self) -> list[int]:
+        """The leaves whose gradient's error is kept."""
+        keeps = self.wiring.feedback is not None
+        return [
+            i for i, leaf in enumerate(self.layout) if keeps and leaf.quantized and not leaf.frozen
+        ]
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is remembered."""
+        return not self.copied and not self.corrected
+
+    def specs(self) -> WireState | None:
+        """Return how the wire state is split; None if there is none."""
+        if self.is_empty:
+            return None
+        parts = [
+            [True if i in mine else None for i in range(len(self.layout.leaves))]
+            for mine in (self.copied, self.corrected)
+        ]
+        return WireState(copies=parts[0], errors=parts[1]).specs(self.layout.placements)
+
+    def start(self, shards: Sequence[jax.Array]) -> WireState:
+        """Make the wire state of a training that begins, or goes on with other wires.
+
+        Inside `shard_map`. Errors are zero; the copies are gathered as they are.
+
+        Cost: the outer hops of a gather of the copied leaves in the compute dtype.
+        """
+        copies, errors = self._nones(), self._nones()
+        gathers = self.wiring.collectives.gathers
+        exact = dataclasses.replace(gathers, wire_dtype=gathers.compute_dtype)
+        found = exact.secondary(
+            [Source(shards[i]) for i in self.copied],
+            [
+                Route(placement=self.layout.leaves[i].placement, secondary="wire")
+                for i in self.copied
+            ],
+        )
+        for i, piece in zip(self.copied, found, strict=True):
+            copies[i] = from_bits(piece.array, gathers.compute_dtype)
+        for i in self.corrected:
+            assert self.wiring.feedback is not None
+            num_bytes = self.wiring.feedback.num_bytes(shards[i].size)
+            errors[i] = jnp.zeros((1, 1, gathers.hops.nodes, num_bytes), jnp.uint8)
+        return WireState(copies=copies, errors=errors)
+
+    def refresh(
+        self, copies: Arrays, shards: Sequence[jax.Array], keys: Sequence[jax.Array | None]
+    ) -> Arrays:
+        """Bring the copies up to date: send what each shard differs by from its part of the copy.
+
+        Inside `shard_map`. A copy's rounding, and that of the difference, is part of the next
+        difference: errors do not add up.
+        """
+        gathers, mine = self.wiring.collectives.gathers, self.copied
+        differences, routes = [], []
+        for i in mine:
+            copy, placement = copies[i], self.layout.leaves[i].placement
+            assert copy is not None
+            dim, size = placement.split_dim, shards[i].shape[placement.split_dim]
+            start = gathers.hops.outer_index() * size
+            known = lax.dynamic_slice_in_dim(copy, start, size, axis=dim)
+            differences.append(Source(shards[i] - known.astype(jnp.float32)))
+            placement = dataclasses.replace(placement, layer_dims=())
+            routes.append(
+                Route(placement=placement, weights=self.wiring.differences, secondary="values")
+            )
+        exact = dataclasses.replace(gathers, compute_dtype=jnp.dtype("float32"))
+        found = exact.secondary(differences, routes, [keys[i] for i in mine])
+        new = self._nones()
+        for i, difference in zip(mine, found, strict=True):
+            copy = copies[i]
+            assert copy is not None
+            new[i] = (copy.astype(jnp.float32) + difference.array).astype(copy.dtype)
+        return new
+
+    def _nones(self) -> list[Any]:
+        return [None] * len(self.layout.leaves)
+
+
+def _alike(a: Arrays, b: Arrays) -> bool:
+    if jax.tree.structure(a) != jax.tree.structure(b):
+        return False
+    pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+    return all((x.shape, x.dtype) == (y.shape, y.dtype) for x, y in pairs)
