@@ -84,6 +84,7 @@ def run(shape, size, route_of, function):
     return jax.jit(mapped)(stored), placements
 
 
+@pytest.mark.smoke
 def test_the_groups_tile_the_mesh_and_keep_the_order_of_shards():
     """Walk every hop in NumPy, from shard numbers: each device must end with 0, 1, 2, ..."""
     for (nodes, devices), size in [*GROUPS, ((6, 4), 8), ((6, 4), 12), ((2, 12), 3), ((4, 6), 12)]:
@@ -150,6 +151,7 @@ def test_a_secondary_shard_gives_the_same_leaf(shape, size, form, weights):
         np.testing.assert_allclose(a, leaf, atol=0.03 if weights else 0)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("form", ["shard", "wire", "values"])
 def test_a_layer_of_a_stacked_leaf_is_found_in_every_form(form):
     """Slice a source as a loop does, gather the slice, and compare with the slice of the whole."""

@@ -149,6 +149,7 @@ def shards_of(x):
     return {s.device.id: np.asarray(s.data) for s in x.addressable_shards}
 
 
+@pytest.mark.smoke
 def test_copies_are_the_same_on_all_nodes_and_follow_the_weights():
     step = step_of(
         MODELS["scanned"],
