@@ -66,15 +66,11 @@ def _torch(torch: ModuleType, x: jax.Array, bits: int) -> Operations:
     def there() -> Any:
         step = x_TB.abs().amax(1, keepdim=True).float() / (half - 0.5)
         code = (x_TB / step).round_().clamp_(-half, half - 1).to(torch.int8)
-        if bits == 4:
-            code = (code[:, : BLOCK // 2] & 15) | (code[:, BLOCK // 2 :] << 4)
-        return code, step
+        return _packed(code, bits), step
 
     def back(wire: Any) -> Any:
         code, step = wire
-        if bits == 4:
-            code = torch.cat([code << 4 >> 4, code >> 4], 1)
-        return (code * step).to(x_TB.dtype)
+        return (_unpacked(code, bits, torch.cat) * step).to(x_TB.dtype)
 
     yield "composite", there, back
     if bits == 8 and x_TB.dtype == torch.float32:
@@ -111,17 +107,23 @@ def _cupy(cupy: ModuleType, x: jax.Array, bits: int) -> Operations:
     def there() -> Any:
         step = cupy.abs(x_TB).max(axis=1, keepdims=True).astype(cupy.float32) / (half - 0.5)
         code = cupy.clip(cupy.rint(x_TB / step), -half, half - 1).astype(cupy.int8)
-        if bits == 4:
-            code = (code[:, : BLOCK // 2] & 15) | (code[:, BLOCK // 2 :] << 4)
-        return code, step
+        return _packed(code, bits), step
 
     def back(wire: Any) -> Any:
         code, step = wire
-        if bits == 4:
-            code = cupy.concatenate([code << 4 >> 4, code >> 4], axis=1)
-        return (code * step).astype(x_TB.dtype)
+        return (_unpacked(code, bits, cupy.concatenate) * step).astype(x_TB.dtype)
 
     yield "composite", there, back
+
+
+def _packed(code: Any, bits: int) -> Any:
+    """Return int8 codes [T, BLOCK] of any array library, two a byte at 4 bits."""
+    return code if bits == 8 else (code[:, : BLOCK // 2] & 15) | (code[:, BLOCK // 2 :] << 4)
+
+
+def _unpacked(code: Any, bits: int, join: Callable[[list[Any], int], Any]) -> Any:
+    """Return what `_packed` was given; `join` concatenates along a dim."""
+    return code if bits == 8 else join([code << 4 >> 4, code >> 4], 1)
 
 
 def _wait_torch(module: ModuleType, result: Any) -> None:

@@ -11,6 +11,10 @@ from zeroxla import Feedback, WireFormat, ZeroConfig
 # Every leaf is fetched, as in a model that needs ZeRO-3; one this small would stay whole.
 _ALL = {"persistence_threshold": 0}
 _SIXTEEN_BIT = {"gather_dtype": "bfloat16", "reduce_dtype": "bfloat16"}
+_TWO_LEVELS = {
+    "gradient_wire": WireFormat(bits=8, block=128, hadamard=32),
+    "inter_node_gradient_wire": WireFormat(bits=4, block=128, hadamard=32),
+}
 _INT4 = WireFormat(bits=4)
 _STOCHASTIC = WireFormat(bits=4, rounding="stochastic")
 
@@ -90,20 +94,12 @@ VARIANTS = (
     Variant(
         name="two levels",
         says="gradients in 8 bits inside the node and 4 between nodes, rotated",
-        config=_preset(
-            gradient_wire=WireFormat(bits=8, block=128, hadamard=32),
-            inter_node_gradient_wire=WireFormat(bits=4, block=128, hadamard=32),
-        ),
+        config=_preset(**_TWO_LEVELS),
     ),
     Variant(
         name="two levels, error feedback",
         says="as before, with error feedback on the hop between nodes",
-        config=_preset(
-            gradient_wire=WireFormat(bits=8, block=128, hadamard=32),
-            inter_node_gradient_wire=WireFormat(bits=4, block=128, hadamard=32),
-            inter_node_reduce="step",
-            error_feedback=Feedback(),
-        ),
+        config=_preset(**_TWO_LEVELS, inter_node_reduce="step", error_feedback=Feedback()),
     ),
     Variant(
         name="weights int4",

@@ -14,7 +14,7 @@ Imports neither JAX nor the code under test.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -31,7 +31,7 @@ COINS = np.random.RandomState(0).randint(0, 2**32, 32, dtype=np.uint32)
 
 
 class Spec(NamedTuple):
-    """A format: the arguments of `quantize` but for the data."""
+    """A format; short is scale_dtype="bfloat16"."""
 
     bits: int
     block: int
@@ -113,28 +113,19 @@ def padded(x_NL: np.ndarray, multiple: int) -> np.ndarray:
 
 
 @silent
-def quantize(
-    x: np.ndarray,
-    bits: int,
-    block: int,
-    symmetric: bool,
-    scale: str,
-    short: bool,
-    rotated: bool,
-    uniform: np.ndarray | None = None,
-) -> np.ndarray:
+def quantize(x: np.ndarray, *, uniform: np.ndarray | None = None, **options: Any) -> np.ndarray:
     """Return the uint8 wire of a 1-D array of any floating dtype.
 
     Args:
       x: the array.
-      bits, block, symmetric, scale, short, rotated: the format; short is scale_dtype="bfloat16".
       uniform: for stochastic rounding, a number in [0, 1) for each element; with rotation also for
         the zeros that fill up the last block.
+      **options: the format, the fields of `Spec`.
     """
-    spec = Spec(bits, block, symmetric, scale, short, rotated)
+    spec = Spec(**options)
     payload, rows = [], []
     for first, x_NL in blocks_of(x.astype(np.float64), spec):
-        if rotated:
+        if spec.rotated:
             x_NL = hadamard(changed_signs(padded(x_NL, 32)), 1 / 4)
         u_NL = None
         if uniform is not None:
@@ -142,14 +133,14 @@ def quantize(
         finite = (np.abs(x_NL) < 2.0**126).all(axis=1)
         x_NL = np.where(finite[:, None], x_NL, 0.0)
         grid = grid_of(x_NL, spec, u_NL is not None)
-        if bits == 4:  # a nibble without an element holds the code of zero
+        if spec.bits == 4:  # a nibble without an element holds the code of zero
             x_NL = padded(x_NL, 2)
             u_NL = None if u_NL is None else padded(u_NL, 2)
         codes = np.where(finite[:, None], codes_of(x_NL, grid, spec, u_NL), 0).astype(np.int64)
         payload.append(pack(codes, spec))
-        kept = (grid.step,) if symmetric else (grid.step, grid.offset)
+        kept = (grid.step,) if spec.symmetric else (grid.step, grid.offset)
         rows.append([np.where(finite, row, np.nan) for row in kept])
-    planes = [plane for row in zip(*rows) for plane in row_bytes(np.concatenate(row), short)]
+    planes = [plane for row in zip(*rows) for plane in row_bytes(np.concatenate(row), spec.short)]
     wire = np.concatenate([np.concatenate(payload, axis=None), *planes])
     return np.pad(wire, (0, -wire.size % ALIGNMENT))
 
@@ -334,24 +325,15 @@ def parts_of(wire: np.ndarray, size: int, spec: Spec) -> Parts:
 
 
 @silent
-def dequantize(
-    wire: np.ndarray,
-    size: int,
-    bits: int,
-    block: int,
-    symmetric: bool,
-    scale: str,
-    short: bool,
-    rotated: bool,
-) -> np.ndarray:
-    """Return float32[size], what a wire stands for."""
-    spec = Spec(bits, block, symmetric, scale, short, rotated)
+def dequantize(wire: np.ndarray, size: int, **options: Any) -> np.ndarray:
+    """Return float32[size], what a wire stands for; the options are the fields of `Spec`."""
+    spec = Spec(**options)
     parts = parts_of(wire, size, spec)
     out, done = [], 0
     for (_, like), data in zip(blocks_of(np.zeros(size), spec), parts.payload):
         rows = slice(done, done + len(data))
         x = values_of(unpack(data, spec), parts.steps[rows], parts.offsets[rows], spec)
-        if rotated:
+        if spec.rotated:
             x = changed_signs(hadamard(x, 1 / 8))
         out.append(x[:, : like.shape[1]].ravel())
         done += len(data)

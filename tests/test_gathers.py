@@ -1,15 +1,12 @@
 """Quantized gathers and secondary shards, against the quantizer's oracle and NumPy."""
 
-import itertools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import quantize_oracle
 from jax.sharding import PartitionSpec
-from quantize_cases import options
 from quick import quick_compilation  # noqa: F401
+from wire_tools import as_it_arrives
 
 from zeroxla import WireFormat, bundles, make_mesh
 from zeroxla.collectives import Collectives
@@ -44,23 +41,6 @@ FORMAT = WireFormat(bits=8, block=16)
 def values_of(seed=0):
     rng = np.random.default_rng(seed)
     return [rng.normal(size=shape).astype(np.float32) for shape, _ in LEAVES]
-
-
-def as_it_arrives(leaf, placement, world, format):
-    """Quantize each layer of each shard in NumPy; return the leaf made of what they decode to."""
-    stored = np.array(placement.stored(jnp.asarray(leaf)))
-    shards = np.split(stored, world, axis=placement.dim)
-    layers = [range(stored.shape[d]) for d in placement.layer_dims]
-    for shard, at in itertools.product(shards, itertools.product(*layers)):
-        index = tuple(
-            at[placement.layer_dims.index(d)] if d in placement.layer_dims else slice(None)
-            for d in range(stored.ndim)
-        )
-        data = quantize_oracle.quantize(np.ravel(shard[index]), **options(format))
-        values = quantize_oracle.dequantize(data, shard[index].size, **options(format))
-        shard[index] = values.reshape(shard[index].shape)
-    whole = np.concatenate(shards, axis=placement.dim)
-    return whole[tuple(slice(n) for n in leaf.shape)]
 
 
 def run(shape, size, route_of, function):

@@ -166,6 +166,24 @@ def test_a_mesh_with_both_axes_has_nothing_to_say():
         make(zeroxla.make_mesh(nodes=2, devices_per_node=4), getattr(ZeroConfig, preset)())
 
 
+def test_formats_that_meet_no_leaf_are_said_once():
+    mesh = zeroxla.make_mesh(nodes=2, devices_per_node=4)
+    step = make(mesh, ZeroConfig.zeropp())  # every leaf is below the persistence threshold
+    told = "^weight_wire, gradient_wire without effect: of 2 leaves none is quantized. 2 have at"
+    with pytest.warns(UserWarning, match=told):
+        step.init(jax.random.key(0), vectors(16))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step.init(jax.random.key(0), vectors(16))
+
+
+def test_a_pattern_that_matches_no_leaf_is_said():
+    mesh = zeroxla.make_mesh(nodes=2, devices_per_node=4)
+    step = make(mesh, ZeroConfig.zeropp(unquantized=("router",), **ALL))
+    with pytest.warns(UserWarning, match=r"unquantized=\['router'\] matches no leaf"):
+        step.init(jax.random.key(0), vectors(16))
+
+
 def test_presets_take_other_options():
     config = ZeroConfig.zeropp(secondary="wire", gradient_wire=None, accumulate=4)
     assert (config.secondary, config.gradient_wire, config.accumulate) == ("wire", None, 4)

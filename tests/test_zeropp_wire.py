@@ -20,6 +20,11 @@ from zeroxla.inspect import comms
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
+needs_barriers = pytest.mark.skipif(
+    jax.__version_info__ < (0, 11),
+    reason="XLA on JAX 0.10's CPU backend merges gathers, and memory is another",
+)
+
 WIDTH, LAYERS, LENGTH, NODES, DEVICES = 128, 2, 32, 2, 4
 PRESETS = {
     "zeropp": ZeroConfig.zeropp,
@@ -86,17 +91,10 @@ def test_the_compiled_program_sends_the_same(preset):
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_micro_batches_send_nothing_more_between_hosts(preset):
-    one, four = (
-        report(PRESETS[preset], accumulate=k, **ONCE).cross_host_bytes(phase=phase)
-        for phase in ("gather",)
-        for k in (1, 4)
-    )
-    assert one == four > 0
-    one, four = (
-        report(PRESETS[preset], accumulate=k, **ONCE).cross_host_bytes(phase="reduce")
-        for k in (1, 4)
-    )
-    assert one == four > 0
+    one, four = (report(PRESETS[preset], accumulate=k, **ONCE) for k in (1, 4))
+    for phase in ("gather", "reduce"):
+        sent_bytes = one.cross_host_bytes(phase=phase)
+        assert sent_bytes == four.cross_host_bytes(phase=phase) > 0
 
 
 def test_each_micro_batch_sends_again_unless_told_otherwise():
@@ -145,6 +143,7 @@ def temp_bytes(**options):
     return zeroxla.inspect.memory(lowered.compile()).temp_bytes, step.describe()
 
 
+@needs_barriers
 @pytest.mark.parametrize(
     ("options", "per_element"),
     [

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import optax
 
-from zeroxla.config_checks import check_wires, dtype_name, patterns, whole_number
+from zeroxla.config_checks import WIRES, check_wires, dtype_name, patterns, whole_number
 from zeroxla.feedback import Feedback
 from zeroxla.wire_format import WireFormat
 
@@ -249,6 +249,18 @@ class ZeroConfig:
         """Return whether a pattern keeps the leaf at `path` unquantized."""
         return any(re.search(pattern, path) for pattern in self.unquantized)
 
-    def unmatched(self, paths: Sequence[str]) -> list[str]:
-        """Return the frozen patterns that match none of `paths`."""
-        return [p for p in self.frozen if not any(re.search(p, path) for path in paths)]
+    def unmatched(self, paths: Sequence[str]) -> dict[str, list[str]]:
+        """Return the patterns, by option, that match none of `paths`; not those of a default."""
+        given = {"frozen": self.frozen}
+        if self.unquantized != UNQUANTIZED:
+            given["unquantized"] = self.unquantized
+        return {
+            name: unused
+            for name, patterns in given.items()
+            if (unused := [p for p in patterns if not any(re.search(p, path) for path in paths)])
+        }
+
+    @property
+    def wires(self) -> list[str]:
+        """The options that quantize something."""
+        return [name for name in WIRES if getattr(self, name) is not None]

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from zeroxla.config import ZeroConfig
 
 _DTYPES = ("float32", "bfloat16", "float16")
-_WIRES = ("weight_wire", "gradient_wire", "inter_node_gradient_wire", "weight_differences")
+WIRES = ("weight_wire", "gradient_wire", "inter_node_gradient_wire", "weight_differences")
 
 
 def dtype_name(name: str, value: Any, optional: bool) -> str | None:
@@ -71,7 +71,7 @@ def check_wires(config: ZeroConfig) -> None:
     Raises:
       ValueError: one is not of its kind, or two exclude each other.
     """
-    for name in _WIRES:
+    for name in WIRES:
         value = getattr(config, name)
         if value is not None and not isinstance(value, WireFormat):
             raise ValueError(

@@ -41,6 +41,10 @@ class Ends:
         """Of the mesh."""
         return self.wiring.collectives
 
+    @property
+    def _memory(self) -> Memory:
+        return Memory(layout=self.layout, wiring=self.wiring)
+
     def resident(self, stored: Sequence[jax.Array]) -> list[jax.Array]:
         """Return the leaves that are whole through the step, gathering those that are split."""
         persistent = [i for i, leaf in enumerate(self.layout) if _is_persistent(leaf)]
@@ -70,19 +74,17 @@ class Ends:
           The sources, and the wire state with new copies.
         """
         sources = {i: Source(stored[i]) for i in self.layout.indices(fetched=True)}
-        keys = [None if key is None else jax.random.fold_in(key, i) for i in range(len(stored))]
-        memory = Memory(layout=self.layout, wiring=self.wiring)
-        if memory.copied:
-            assert wire_state is not None
+        keys = [_fold(key, i) for i in range(len(stored))]
+        memory = self._memory
+        if wire_state is not None:
             copies = memory.refresh(wire_state.copies, stored, keys)
             wire_state = dataclasses.replace(wire_state, copies=copies)
             sources.update((i, Source(copies[i], "values")) for i in memory.copied)
-        if self.wiring.gathers_once:
-            rest = [i for i, source in sources.items() if source.form == "shard"]
-            found = self.collectives.gathers.secondary(
-                [sources[i] for i in rest], self._routes(rest), [keys[i] for i in rest]
-            )
-            sources.update(zip(rest, found, strict=True))
+        once = [i for i in sources if self.wiring.gathers_once and i not in memory.copied]
+        found = self.collectives.gathers.secondary(
+            [sources[i] for i in once], self._routes(once), [keys[i] for i in once]
+        )
+        sources.update(zip(once, found, strict=True))
         return list(sources.values()), wire_state
 
     def zeros(self, resident: Sequence[jax.Array]) -> tuple[Gradients, Gradients]:
@@ -135,19 +137,20 @@ class Ends:
     ) -> WireState | None:
         """Make the hop over `node` that the micro-batches left out."""
         reduces, feedback = self.collectives.reduces, self.wiring.feedback
-        corrected = Memory(layout=self.layout, wiring=self.wiring).corrected
+        corrected = self._memory.corrected
         rest = [
             i
             for i, leaf in enumerate(self.layout)
             if leaf.is_split and not leaf.frozen and i not in corrected
         ]
-        shards = reduces.over_nodes([found[i] for i in rest], self._routes(rest), key)
+        mine = _fold(key, 2 * len(self.layout.leaves))
+        shards = reduces.over_nodes([found[i] for i in rest], self._routes(rest), mine)
         found.update(zip(rest, shards, strict=True))
         if feedback is None or wire_state is None:
             return wire_state
         errors = list(wire_state.errors)
         for i, route in zip(corrected, self._routes(corrected), strict=True):
-            mine = None if key is None else jax.random.fold_in(key, i)
+            mine = _fold(key, len(self.layout.leaves) + i)  # below are those of gathers
             found[i], error = reduces.over_nodes_with_feedback(
                 found[i], route, errors[i][0, 0], feedback, mine
             )
@@ -156,6 +159,10 @@ class Ends:
 
     def _routes(self, indices: Sequence[int]) -> list[Route]:
         return [self.wiring.route(self.layout.leaves[i]) for i in indices]
+
+
+def _fold(key: jax.Array | None, i: int) -> jax.Array | None:
+    return None if key is None else jax.random.fold_in(key, i)
 
 
 def _is_persistent(leaf: Leaf) -> bool:

@@ -28,6 +28,9 @@ from zeroxla.trace import Value, read
 Arrays = Mapping[Value, jax.Array]
 Sources = Mapping[Value, Source]
 
+# Folded into a pass' key for its gathers; below it are numbers of segments.
+_GATHERS = 2**31 - 1
+
 
 class Runner:
     """Runs one plan inside `shard_map`.
@@ -67,7 +70,8 @@ class Runner:
     def _fetches(
         self, order: FetchOrder, sources: Sources, live: Arrays, key: jax.Array | None
     ) -> Fetches:
-        return Fetches(order, self.collectives, self.routes, sources, live, key)
+        # Apart from the keys of segments and reduces.
+        return Fetches(order, self.collectives, self.routes, sources, live, _fold(key, _GATHERS))
 
     def forward(
         self,

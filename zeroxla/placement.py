@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from zeroxla.mesh import LEAF_AXES, world_size
+from zeroxla.mesh import LEAF_AXES
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -118,11 +118,6 @@ def place(shape: Sequence[int], world: int, *, skip: Sequence[int] = ()) -> Plac
     pads = {d: -shape[d] % world for d in dims}
     dim = min(dims, key=lambda d: (elements // shape[d] * pads[d], d))
     return dataclasses.replace(whole, dim=dim, pad=pads[dim])
-
-
-def place_tree(tree: Any, mesh: Mesh) -> Any:
-    """Place every array of a pytree by its own shape (the optimizer's state, say)."""
-    return jax.tree.map(lambda x: place(x.shape, world_size(mesh)), tree)
 
 
 def leaf_path(path: tuple[Any, ...]) -> str:

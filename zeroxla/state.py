@@ -97,8 +97,11 @@ def state_shardings(state: TrainState, mesh: Mesh) -> TrainState:
     wires = state.wire_state
     if wires is not None:
         specs = wires.specs(state.placements[0])
-        is_spec = lambda x: isinstance(x, PartitionSpec)  # noqa: E731
-        wires = jax.tree.map(lambda s: NamedSharding(mesh, s), specs, is_leaf=is_spec)
+        wires = jax.tree.map(
+            lambda spec: NamedSharding(mesh, spec),
+            specs,
+            is_leaf=lambda x: isinstance(x, PartitionSpec),
+        )
     rest = dataclasses.replace(state, wire_state=None)
     shardings = jax.tree.map(lambda _: whole, rest)
     return dataclasses.replace(shardings, params=params, opt_state=opt_state, wire_state=wires)

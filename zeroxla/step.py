@@ -18,7 +18,7 @@ from zeroxla.adapters import Adapted, adapt
 from zeroxla.compat import mesh_context, prefetch_compiler_options
 from zeroxla.config import ZeroConfig
 from zeroxla.describe import Description, describe
-from zeroxla.layout import make_layout
+from zeroxla.layout import Layout, make_layout
 from zeroxla.mesh import as_auto
 from zeroxla.programs import BY_ROWS, Programs
 from zeroxla.state import TrainState, state_shardings
@@ -95,6 +95,7 @@ class Step:
         self._checked: set[Any] = set()  # structures of states that fitted
         self._wired: set[Any] = set()  # and of those whose wire state did
         self._last_call: float | None = None
+        self._has_warned = False
 
     def init(self, key: jax.Array, batch: Any) -> TrainState:
         """Make the state: every leaf is born split, no device ever holds the model.
@@ -234,6 +235,25 @@ class Step:
             shape = ", ".join(f"{name}={size}" for name, size in self.mesh.shape.items())
             warnings.warn(f"without effect on the mesh {shape}: {words}", stacklevel=4)
 
+    def _warn_of_leaves(self, layout: Layout) -> None:
+        """Warn, the first time, of options that touch no leaf of the model."""
+        if self._has_warned:
+            return
+        self._has_warned = True
+        config = self.config
+        for name, unused in config.unmatched([leaf.path for leaf in layout]).items():
+            warnings.warn(f"{name}={unused} matches no leaf and has no effect", stacklevel=4)
+        if config.wires and not any(leaf.quantized for leaf in layout):
+            persistent = sum(leaf.persistent for leaf in layout)
+            warnings.warn(
+                f"{', '.join(config.wires)} without effect: of {len(layout.leaves)} leaves none is "
+                f"quantized. {persistent} have at most persistence_threshold="
+                f"{config.persistence_threshold} elements and stay whole; others are below "
+                f"quantize_threshold={config.quantize_threshold} or match `unquantized`. Lower a "
+                "threshold, or leave the formats out",
+                stacklevel=4,
+            )
+
     def _state_shapes(self, key: jax.Array, batch: Any) -> TrainState:
         """Decide the placements; return the state's shapes."""
         batch, key = _shapes((batch, key))
@@ -242,9 +262,7 @@ class Step:
             make = functools.partial(self._programs.init, placements=placements)
             shapes = jax.eval_shape(make, key, batch)
         self._traced = (shapes.params, placements[0], shapes.model_state, batch, key)
-        unused = self.config.unmatched([leaf.path for leaf in self._programs.layout(shapes)])
-        if unused:
-            warnings.warn(f"frozen={unused} matches no leaf and has no effect", stacklevel=3)
+        self._warn_of_leaves(self._programs.layout(shapes))
         return shapes
 
     def _put(self, batch: Any) -> Any:

@@ -170,6 +170,22 @@ def one_unit(axes: Axes) -> None:
     axes.axis("off")
 
 
+def piece(
+    axes: Axes, x: float, y: float, side: float, color: str, *, hatched: bool = False
+) -> None:
+    """Draw a square as legends show a piece, its left edge at x and its centre at height y."""
+    square = Rectangle(
+        (x, y - side / 2),
+        side,
+        side,
+        facecolor="white" if hatched else color,
+        edgecolor=color,
+        hatch="//////" if hatched else None,
+        linewidth=0.9,
+    )
+    axes.add_patch(square)
+
+
 def legend(axes: Axes) -> None:
     y = row_y(len(ROWS) - 1) - 0.52
     x = -1.64
@@ -188,17 +204,7 @@ def legend(axes: Axes) -> None:
                 arrowprops={"arrowstyle": "-|>", "color": color, "linewidth": 1.5},
             )
         else:
-            axes.add_patch(
-                Rectangle(
-                    (x + 0.08, y - PIECE / 2),
-                    PIECE,
-                    PIECE,
-                    facecolor=color if kind == "solid" else "white",
-                    edgecolor=color,
-                    hatch=None if kind == "solid" else "//////",
-                    linewidth=0.9,
-                )
-            )
+            piece(axes, x + 0.08, y, PIECE, color, hatched=kind == "hatched")
         axes.text(x + 0.42, y, words, va="center", fontsize=8.5, color=INK)
         x += width
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import matplotlib
-from make import DEVICE, FRAME, GRADIENT, INK, LEAF, NODE, PALE
+from make import DEVICE, FRAME, GRADIENT, INK, LEAF, NODE, PALE, piece
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
@@ -145,11 +145,11 @@ def strips(
     left = column * STEP
     axes.text(left + STRIP / 2, 0.21, title, ha="center", va="bottom", color=INK)
     for row in range(len(ROWS)):
-        for piece in range(PIECES):
-            filled = piece in held(row)
+        for i in range(PIECES):
+            filled = i in held(row)
             axes.add_patch(
                 Rectangle(
-                    (left + piece * PIECE, row_y(row) - PIECE / 2),
+                    (left + i * PIECE, row_y(row) - PIECE / 2),
                     PIECE,
                     PIECE,
                     facecolor="white" if filled and partial else color if filled else PALE,
@@ -227,17 +227,7 @@ def legend(axes: Axes) -> None:
         if kind == "arrow":
             arrow(axes, (x - 0.1, y), (x + 0.32, y), color, 1.6)
         else:
-            axes.add_patch(
-                Rectangle(
-                    (x + 0.05, y - PIECE / 2),
-                    PIECE,
-                    PIECE,
-                    facecolor=color if kind == "solid" else "white",
-                    edgecolor=color,
-                    hatch=None if kind == "solid" else "//////",
-                    linewidth=0.9,
-                )
-            )
+            piece(axes, x + 0.05, y, PIECE, color, hatched=kind == "hatched")
         axes.text(x + 0.48, y, words, va="center", color=INK)
         y -= 0.58
 
