@@ -42,17 +42,40 @@ def test_devices_may_be_chosen():
     assert list(mesh.devices.flat) == jax.devices()[4:]
 
 
-def hosts(*counts):
-    """Stand-ins for the devices of several processes."""
-    return [SimpleNamespace(process_index=i) for i, n in enumerate(counts) for _ in range(n)]
+def devices_of(*processes):
+    """Stand-ins for devices: their processes, in the order in which JAX lists them."""
+    return [SimpleNamespace(process_index=p, id=i) for i, p in enumerate(processes)]
 
 
-def test_nodes_are_the_hosts():
-    from zeroxla.mesh import _num_hosts
+@pytest.fixture
+def four_processes(monkeypatch):
+    """Processes 0 and 2 on host a, 1 and 3 on host b."""
+    monkeypatch.setattr(jax, "process_count", lambda: 4)
+    monkeypatch.setattr("zeroxla.mesh.nodes_of_processes", lambda: ["a", "b", "a", "b"])
 
-    assert _num_hosts(hosts(4, 4, 4)) == 3
-    with pytest.raises(ValueError, match=r"different numbers of devices \(\{0: 4, 1: 2\}\); pass"):
-        _num_hosts(hosts(4, 2))
+
+def processes_of(mesh):
+    return [[d.process_index for d in node] for node in mesh.devices]
+
+
+@pytest.mark.usefixtures("four_processes")
+def test_hosts_are_nodes_whatever_the_order_of_processes(monkeypatch):
+    monkeypatch.setattr("zeroxla.mesh.Mesh", lambda grid, *_, **__: SimpleNamespace(devices=grid))
+    monkeypatch.setattr(jax, "devices", lambda: devices_of(0, 0, 1, 1, 2, 2, 3, 3))
+    assert processes_of(make_mesh()) == [[0, 0, 2, 2], [1, 1, 3, 3]]
+    # Of each host the first devices, not all of one host's.
+    assert processes_of(make_mesh(devices_per_node=2)) == [[0, 0], [1, 1]]
+    assert processes_of(make_mesh(nodes=4)) == [[0, 0], [2, 2], [1, 1], [3, 3]]
+
+
+@pytest.mark.usefixtures("four_processes")
+def test_hosts_of_different_sizes_are_named(monkeypatch):
+    monkeypatch.setattr(jax, "devices", lambda: devices_of(0, 0, 1, 2, 2, 3))
+    message = r"different numbers of devices \(\{'a': 4, 'b': 2\}\); start as many on each"
+    with pytest.raises(ValueError, match=message):
+        make_mesh()
+    with pytest.raises(ValueError, match=message):
+        make_mesh(nodes=2, devices_per_node=3)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,8 @@
 from zeroxla import inspect, quantize
 from zeroxla.config import ZeroConfig
 from zeroxla.feedback import Feedback
+from zeroxla.hosts.batches import global_batch, process_shard
+from zeroxla.hosts.start import initialize
 from zeroxla.mesh import make_mesh, simulate
 from zeroxla.state import LossScale, TrainState, full_params
 from zeroxla.step import Step, make_step
@@ -11,6 +13,7 @@ from zeroxla.wire_format import WireFormat
 __all__ = [  # noqa: RUF022 (grouped)
     # set-up
     "ZeroConfig",
+    "initialize",
     "make_mesh",
     "simulate",
     # training
@@ -18,7 +21,9 @@ __all__ = [  # noqa: RUF022 (grouped)
     "Step",
     "TrainState",
     "full_params",
+    "global_batch",
     "make_step",
+    "process_shard",
     # wires
     "Feedback",
     "WireFormat",

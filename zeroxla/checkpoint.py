@@ -132,6 +132,8 @@ class Checkpoints:
 
     def _remove_leftovers(self) -> None:
         # Of writes that failed: they hold space. What a dying write adds later goes the next time.
+        if jax.process_index() != 0:
+            return
         for leftover in self._folder.glob("*.orbax-checkpoint-tmp*"):
             shutil.rmtree(leftover, ignore_errors=True)
 

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import tyro
 from rich.console import Console
 
+from zeroxla.hosts.environment import PROCESS_ID, RESTART, STARTED, find_cluster
+from zeroxla.launch.options import LaunchOptions
+from zeroxla.launch.run import launch
 from zeroxla.run_folder import RunFolderError, has_checkpoint, read_config
 from zeroxla.train import UsageError, train
 from zeroxla.train_options import TrainOptions, check_resumable
 
 DESCRIPTION = "Train Flax models that do not fit one device (ZeRO-3 in JAX)."
 TRAIN = "Train a byte-level GPT on text, its state split over all devices."
+LAUNCH = "Start a program as one process for each node: zeroxla launch --nodes 2 -- python train.py"
 RUNS = Path("runs")
 
 
@@ -32,10 +38,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        options = _read(arguments, TrainOptions())
-        if options.output.resume:
-            options = _resumed(arguments, options.output.run or newest_run(RUNS))
-        return train(options)
+        if arguments[:1] == ["launch"]:
+            return _launch(arguments)
+        return _train(arguments)
     except (UsageError, RunFolderError) as error:
         console = Console(stderr=True, highlight=False, soft_wrap=True)
         console.print("[bold red]error:[/] ", end="")
@@ -44,6 +49,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted; nothing was saved since the last checkpoint", file=sys.stderr)
         return 130
+
+
+def _launch(arguments: list[str]) -> int:
+    at = arguments.index("--") if "--" in arguments else len(arguments)
+    options = _read(arguments[:at], LaunchOptions())
+    try:
+        return launch(options, arguments[at + 1 :])
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+
+
+def _train(arguments: list[str]) -> int:
+    options = _read(arguments, TrainOptions())
+    restarted = os.environ.get(RESTART, "0") != "0"
+    run = options.output.run or (RUNS / f"train-{os.environ[STARTED]}" if restarted else None)
+    if options.output.resume or (restarted and run is not None and has_checkpoint(run)):
+        options = _resumed(arguments, run or newest_run(RUNS))
+    nodes = options.mesh.nodes or 1
+    if nodes == 1 or os.environ.get(PROCESS_ID) or find_cluster() is not None:
+        return train(options)
+    # Several nodes, and nothing has started their processes yet.
+    told = LaunchOptions(nodes=nodes, devices_per_node=options.mesh.devices_per_node)
+    return launch(told, [sys.executable, "-m", "zeroxla.cli", *arguments])
 
 
 def newest_run(runs: Path) -> Path:
@@ -72,10 +100,12 @@ def _resumed(arguments: list[str], run: Path) -> TrainOptions:
     return dataclasses.replace(given, output=dataclasses.replace(given.output, run=run))
 
 
-def _read(arguments: list[str], default: TrainOptions) -> TrainOptions:
+def _read(arguments: list[str], default: Any) -> Any:
     # The options' groups order the help; as prefixes of every flag they would be noise.
+    defaults = {"train": TrainOptions(), "launch": LaunchOptions()}
+    defaults["launch" if isinstance(default, LaunchOptions) else "train"] = default
     return tyro.cli(
-        tyro.extras.subcommand_type_from_defaults({"train": default}, {"train": TRAIN}),
+        tyro.extras.subcommand_type_from_defaults(defaults, {"train": TRAIN, "launch": LAUNCH}),
         args=arguments,
         prog="zeroxla",
         description=DESCRIPTION,

@@ -26,10 +26,12 @@ class Collectives:
     Attributes:
       gathers: of leaves.
       reduces: of gradients.
+      firm_ties: whether the order of collectives must be one of data, see `prefetch.tie`.
     """
 
     gathers: Gathers
     reduces: Reduces
+    firm_ties: bool = False
 
     @classmethod
     def make(
@@ -43,6 +45,7 @@ class Collectives:
         hpz_size: int | None = None,
         stops_at_node: bool = False,
         backend: Backend | None = None,
+        firm_ties: bool = False,
     ) -> Collectives:
         """Make the collectives of a mesh.
 
@@ -55,6 +58,7 @@ class Collectives:
           hpz_size: devices that share a secondary shard; `devices` if None.
           stops_at_node: see `Reduces`.
           backend: of the quantizer; None has it chosen.
+          firm_ties: see the attribute.
         """
         hops = Hops(nodes=nodes, devices=devices, hpz_size=hpz_size or devices)
         return cls(
@@ -71,6 +75,7 @@ class Collectives:
                 stops_at_node=stops_at_node,
                 backend=backend,
             ),
+            firm_ties=firm_ties,
         )
 
     @property

@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 import jax.extend.core as jex
-from jax._src import source_info_util
+from jax._src import clusters, distributed, source_info_util, xla_bridge
 from jax._src.interpreters import partial_eval
 
 JAX_VERSION: tuple[int, ...] = jax.__version_info__[:3]
@@ -107,19 +107,55 @@ def mesh_context(mesh: jax.sharding.Mesh) -> contextlib.AbstractContextManager[A
     return jax.set_mesh(mesh)
 
 
+def backends_started() -> bool:
+    """Return whether JAX has made its devices, after which their number cannot change."""
+    return xla_bridge.backends_are_initialized()
+
+
+def coordination_client() -> Any | None:
+    """Return the client of `jax.distributed`'s key-value store; None for a single process."""
+    return distributed.global_state.client
+
+
+def cluster_parameters(
+    coordinator: str | None, num_processes: int | None, process_id: int | None, timeout: float
+) -> tuple[str, int, int, Sequence[int] | None]:
+    """Return what `jax.distributed.initialize` would find for what is not given: (coordinator,
+    number of processes, this process, the local devices that are its own or None for all).
+
+    Raises:
+      ValueError: it finds nothing.
+    """
+    if None in (coordinator, num_processes, process_id):
+        found = clusters.ClusterEnv.auto_detect_unset_distributed_params(
+            coordinator, num_processes, process_id, None, None, round(timeout)
+        )
+    else:
+        found = (coordinator, num_processes, process_id, None)
+    coordinator, num_processes, process_id, devices = found
+    if coordinator is None or num_processes is None or process_id is None:
+        raise ValueError(
+            "JAX does not find its coordinator in this environment; pass coordinator=, "
+            "num_processes= and process_id= to zeroxla.initialize"
+        )
+    return coordinator, num_processes, process_id, devices
+
+
 def array_type(shape: Sequence[int], dtype: Any) -> Any:
     """Return the abstract value of an array."""
     return jax.core.ShapedArray(tuple(shape), dtype)  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def prefetch_compiler_options() -> dict[str, Any]:
-    """Return the compiler options by which XLA:GPU gathers what a loop's turn needs in the turn
-    before. Every other backend rejects them.
+def compiler_options(platform: str, *, prefetch: bool) -> dict[str, Any]:
+    """Return the compiler options of a step, for one kind of device. Other backends reject them.
 
-    The second one: a loop copies what it keeps of each turn into a stack, beside the compute. XLA's
+    On GPUs, where gathers run ahead, what a loop's turn needs is gathered in the turn before. The
+    second option: a loop copies what it keeps of each turn into a stack, beside the compute. XLA's
     scheduler takes such a copy for 5 ms long and, to hide it, leaves no matmuls for the gathers,
     unless copies are kept apart from the rest.
     """
+    if platform != "gpu" or not prefetch:
+        return {}
     if JAX_VERSION < (0, 11, 1):
         return {"xla_gpu_enable_pipelined_all_gather": True}
     return {

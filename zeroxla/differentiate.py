@@ -118,7 +118,7 @@ class Differentiator:
                 # fewer, but that unit is then alive through all micro-batches.
                 leaves, tree = jax.tree.flatten(rows)
                 held, form = jax.tree.flatten(sources)
-                held, leaves = tie(held, leaves)
+                held, leaves = tie(held, leaves, firmly=self.collectives.firm_ties)
                 here, rows = form.unflatten(held), tree.unflatten(leaves)
             new, sums, model_state = self._one(
                 traced, here, resident, model_state, rows, key, scale
@@ -235,7 +235,8 @@ class Differentiator:
         loss, metrics, model_state = traced.result.unflatten(outputs)
         weight = weight_of(metrics)
         # Tied to the loss, so that no gather of backward can start before forward has ended.
-        seed, loss = lax.optimization_barrier(((scale * weight).astype(loss.dtype), loss))
+        seed = (scale * weight).astype(loss.dtype)
+        (seed,), (loss,) = tie([seed], [loss], firmly=self.collectives.firm_ties)
         with jax.named_scope("backward"):
             known = dict(zip(runner.plan.inputs, inputs, strict=True))
             cotangents = [seed, *(None for _ in outputs[1:])]

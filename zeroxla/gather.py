@@ -193,7 +193,8 @@ class Runner:
             mine = fetches.enter(step, [cts.pop(v) for v in seg.outputs])
             gathered = fetches.take(step)
             if any(ct is not None for ct in mine):
-                mine, _ = tie(mine, waiting.pop(0) if len(waiting) > lag else [])
+                before = waiting.pop(0) if len(waiting) > lag else []
+                mine, _ = tie(mine, before, firmly=self.collectives.firm_ties)
                 grads, done = self._segment_backward(
                     seg,
                     fetches.sources,
@@ -212,7 +213,9 @@ class Runner:
             if ready:
                 routes = [self.routes[v] for v in ready]
                 # Else XLA joins the reduces of units that wait for the same activation.
-                grads, _ = tie([whole[v] for v in ready], waiting[-1] if lag and waiting else [])
+                before = waiting[-1] if lag and waiting else []
+                grads = [whole[v] for v in ready]
+                grads, _ = tie(grads, before, firmly=self.collectives.firm_ties)
                 # Apart from the keys of segments, which are folded in from 0 on.
                 mine = _fold(key, len(plan.segments) + i)
                 results = self.collectives.reduces.reduce(grads, routes, mine)
@@ -243,7 +246,8 @@ class Runner:
             return loop.backward(sources, gathered, env, saved, cotangents, **options)
         body = self.bodies[seg]
         # The tie keeps this second forward from being merged with the first.
-        inputs, cotangents = tie([env[v] for v in body.plan.inputs], cotangents)
+        inputs = [env[v] for v in body.plan.inputs]
+        inputs, cotangents = tie(inputs, cotangents, firmly=self.collectives.firm_ties)
         options["earlier"] = saved
         _, tape = body.forward(
             sources, inputs, record=True, activations=body.plan.inputs, **options

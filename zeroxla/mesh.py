@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
+
+from zeroxla.compat import backends_started
+from zeroxla.hosts.start import nodes_of_processes
 
 NODE = "node"
 DEVICE = "device"
@@ -30,11 +32,12 @@ def make_mesh(
     """Make a mesh with the axes `("node", "device")`, and an outermost `"pipe"` if that exceeds 1.
 
     Args:
-      nodes: length of the axis `node`; the number of hosts (processes) among the devices if None.
+      nodes: length of the axis `node`; the number of hosts if None.
       devices_per_node: length of the axis `device`; all that divides evenly if None.
       pipe: number of pipeline stages.
-      devices: the devices to take, in order; `jax.devices()` if None. The first
-        pipe * nodes * devices_per_node of them are used.
+      devices: the devices to take, in order; the first pipe * nodes * devices_per_node of them are
+        used. If None, `jax.devices()` host by host, whatever the order of processes: hosts become
+        the axis `node`, each with its first `devices_per_node` devices.
 
     Returns:
       A `jax.sharding.Mesh` whose axes are all `AxisType.Auto`.
@@ -46,21 +49,28 @@ def make_mesh(
     >>> make_mesh(nodes=1, devices_per_node=1).axis_names
     ('node', 'device')
     """
-    devices = list(jax.devices() if devices is None else devices)
+    hosts = _by_host(jax.devices() if devices is None else devices)
     if nodes is None:
-        nodes = _num_hosts(devices)
+        nodes = _equal_hosts(hosts)
     for name, length in (("nodes", nodes), ("devices_per_node", devices_per_node), ("pipe", pipe)):
         if length is not None and length < 1:
             raise ValueError(f"{name}={length} is not a mesh axis length; give 1 or more")
+    num_devices = sum(map(len, hosts.values()))
     if devices_per_node is None:
-        devices_per_node = max(1, len(devices) // (pipe * nodes))
+        devices_per_node = max(1, num_devices // (pipe * nodes))
     needed = pipe * nodes * devices_per_node
-    if needed > len(devices):
+    if needed > num_devices:
         raise ValueError(
             f"a mesh of pipe={pipe} x nodes={nodes} x devices_per_node={devices_per_node} needs "
-            f"{needed} devices and there are {len(devices)}; ask for fewer, or for development "
+            f"{needed} devices and there are {num_devices}; ask for fewer, or for development "
             f"call zeroxla.simulate({needed}) before JAX starts"
         )
+    if devices is None:
+        # A host is a node: of each the first ones, and not one host's all.
+        first = devices_per_node if (nodes, pipe) == (len(hosts), 1) else None
+        if first is not None and min(map(len, hosts.values())) < first:
+            _equal_hosts(hosts)
+        devices = [device for host in hosts.values() for device in host[:first]]
     shape, names = (nodes, devices_per_node), (NODE, DEVICE)
     if pipe > 1:
         shape, names = (pipe, *shape), (PIPE, *names)
@@ -68,13 +78,23 @@ def make_mesh(
     return Mesh(grid, names, axis_types=(AxisType.Auto,) * len(names))
 
 
-def _num_hosts(devices: Sequence[jax.Device]) -> int:
-    per_host = Counter(d.process_index for d in devices)
-    if len(set(per_host.values())) > 1:
+def _by_host(devices: Sequence[jax.Device]) -> dict[str, list[jax.Device]]:
+    """Return the devices of each host, by its name; hosts in the order of their first processes."""
+    names = nodes_of_processes() if jax.process_count() > 1 else [""]
+    hosts: dict[str, list[jax.Device]] = {}
+    for device in sorted(devices, key=lambda d: d.process_index):  # stable: a process' own order
+        hosts.setdefault(names[device.process_index], []).append(device)
+    return hosts
+
+
+def _equal_hosts(hosts: Mapping[str, Sequence[jax.Device]]) -> int:
+    sizes = {name: len(devices) for name, devices in hosts.items()}
+    if len(set(sizes.values())) > 1:
         raise ValueError(
-            f"hosts have different numbers of devices ({dict(per_host)}); pass nodes= and devices="
+            f"hosts have different numbers of devices ({sizes}); start as many on each, or pass "
+            "nodes= and devices="
         )
-    return len(per_host)
+    return len(hosts)
 
 
 def as_auto(mesh: Mesh) -> Mesh:
@@ -130,7 +150,7 @@ def simulate(num_devices: int, *, keep_accelerators: bool = False) -> None:
     if num_devices < 1:
         raise ValueError(f"cannot simulate {num_devices} devices; give 1 or more")
     pool = max(64, 8 * num_devices)
-    if _backends_started():
+    if backends_started():
         enough_threads = int(os.environ.get("NPROC", "0")) >= min(pool, 64)
         if jax.default_backend() == "cpu" and len(jax.devices()) == num_devices and enough_threads:
             return
@@ -143,9 +163,3 @@ def simulate(num_devices: int, *, keep_accelerators: bool = False) -> None:
     if not keep_accelerators:
         jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", num_devices)
-
-
-def _backends_started() -> bool:
-    from jax._src import xla_bridge
-
-    return xla_bridge.backends_are_initialized()

@@ -12,10 +12,12 @@ of the next unit with that of the unit after it, which may start only later, so 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 from zeroxla.collectives import Collectives
@@ -25,10 +27,15 @@ from zeroxla.segments import Loop, Segment, Straight
 from zeroxla.trace import Value
 
 
-def tie(arrays: Sequence[Any], to: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+def tie(arrays: Sequence[Any], to: Sequence[Any], *, firmly: bool) -> tuple[list[Any], list[Any]]:
     """Return both, such that none of `arrays` exists before all of `to` do. None is no array.
 
     Whoever reads `to` afterwards must read what is returned for it.
+
+    Args:
+      firmly: by data too. XLA's CPU backend drops barriers before it runs a program, and lets what
+        follows a loop start once the loop has started: collectives of the loop and those after it
+        then meet each other, on each device in another order.
     """
     arrays, to = list(arrays), list(to)
     if all(x is None for x in arrays) or all(x is None for x in to):
@@ -36,7 +43,20 @@ def tie(arrays: Sequence[Any], to: Sequence[Any]) -> tuple[list[Any], list[Any]]
     both = [*arrays, *to]
     tied = iter(lax.optimization_barrier([x for x in both if x is not None]))
     both = [None if x is None else next(tied) for x in both]
-    return both[: len(arrays)], both[len(arrays) :]
+    arrays, to = both[: len(arrays)], both[len(arrays) :]
+    if firmly:
+        never = _never([x for x in to if x is not None])
+        arrays = [x if x is None else jnp.where(never, jnp.zeros_like(x), x) for x in arrays]
+    return arrays, to
+
+
+def _never(arrays: Sequence[jax.Array]) -> jax.Array:
+    """Return False, computed from an element of each array; XLA does not know that it is."""
+    numbers = [x for x in arrays if x.size and not jnp.issubdtype(x.dtype, jax.dtypes.extended)]
+    firsts = [x[(0,) * x.ndim].astype(jnp.float32) for x in numbers]
+    return functools.reduce(
+        jnp.logical_or, [jnp.isnan(x) & jnp.isinf(x) for x in firsts], jnp.zeros((), bool)
+    )
 
 
 def tie_points(
@@ -149,6 +169,7 @@ class Fetches:
         key: jax.Array | None,
     ) -> None:
         self.order, self.gathers, self.routes = order, collectives.gathers, routes
+        self._firmly = collectives.firm_ties
         self.sources, self.live = dict(sources), dict(live)
         self._missing = missing_leaves(order, self.live)
         self._keys = _keys(sources, key)
@@ -172,7 +193,8 @@ class Fetches:
             if start != point or not leaves:
                 continue
             parts = [self.sources[v] for v in leaves]
-            tied, after = tie([x.array for x in parts], [*entry, *self._arrived])
+            to = [*entry, *self._arrived]
+            tied, after = tie([x.array for x in parts], to, firmly=self._firmly)
             entry = after[: len(entry)]
             for v, x, part in zip(leaves, tied, parts, strict=True):
                 self.sources[v] = Source(x, part.form)

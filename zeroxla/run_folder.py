@@ -223,6 +223,23 @@ class RunFolder:
             raise RunFolderError(f"cannot write {self.path / name}: {error.strerror}") from error
 
 
+class NoRunFolder:
+    """What processes other than the first have in place of a `RunFolder`: it takes all, and writes
+    nothing."""
+
+    def log(self, step: int, values: dict[str, float | int]) -> None:
+        """Record nothing."""
+
+    def write_text(self, name: str, text: str) -> None:
+        """Write nothing."""
+
+    def plot(self, *, unigram_entropy: float) -> None:
+        """Draw nothing."""
+
+    def close(self) -> None:
+        """Nothing waits."""
+
+
 def has_checkpoint(path: Path) -> bool:
     """Return whether the folder holds a run with at least one complete checkpoint."""
     folder = path / CHECKPOINTS

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -110,23 +111,20 @@ def state_shardings(state: TrainState, mesh: Mesh) -> TrainState:
 def full_params(state: TrainState) -> Any:
     """Return the parameters whole, in natural shapes, as float32 NumPy arrays on this host.
 
-    One leaf at a time is assembled, so the cost is the model in host memory, once.
-
-    Args:
-      state: of a run whose devices all belong to this process.
-
-    Raises:
-      ValueError: part of a leaf lives on another process's devices.
+    One leaf at a time is assembled, so the cost is the model in host memory, once; of several
+    processes in that of each, and all must call this. There a leaf passes through every device,
+    whole, and over the links between hosts.
     """
     leaves, tree = jax.tree.flatten(state.params)
-    for leaf in leaves:
-        if not leaf.is_fully_addressable:
-            raise ValueError(
-                "full_params needs every shard on this process, and this state spans "
-                f"{jax.process_count()} processes; save a sharded checkpoint instead"
-            )
     cut = [
-        np.asarray(x)[tuple(slice(n) for n in p.shape)]
+        np.asarray(x if x.is_fully_addressable else _replicated(x.sharding.mesh)(x))[
+            tuple(slice(n) for n in p.shape)
+        ]
         for x, p in zip(leaves, state.placements[0], strict=True)
     ]
     return tree.unflatten(cut)
+
+
+@functools.cache
+def _replicated(mesh: Mesh) -> Any:
+    return jax.jit(lambda x: x, out_shardings=NamedSharding(mesh, PartitionSpec()))

@@ -5,21 +5,23 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
-import warnings
 from collections.abc import Callable
 from typing import Any
 
 import jax
-import numpy as np
 import optax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding
 
 from zeroxla.adapters import Adapted, adapt
-from zeroxla.compat import mesh_context, prefetch_compiler_options
+from zeroxla.compat import compiler_options, mesh_context
 from zeroxla.config import ZeroConfig
 from zeroxla.describe import Description, describe
-from zeroxla.layout import Layout, make_layout
+from zeroxla.hosts import progress
+from zeroxla.hosts.batches import put_batch, put_key
+from zeroxla.hosts.exchange import agree_on_program
+from zeroxla.layout import make_layout
 from zeroxla.mesh import as_auto
+from zeroxla.notices import useless_on_leaves, useless_on_mesh, warn
 from zeroxla.programs import BY_ROWS, Programs
 from zeroxla.state import TrainState, state_shardings
 from zeroxla.validate import check_batch, check_is_state, check_key, check_model, check_state
@@ -84,18 +86,20 @@ class Step:
     ) -> None:
         self.adapted, self.mesh, self.optimizer, self.config = adapted, mesh, optimizer, config
         self._programs = Programs(adapted=adapted, mesh=mesh, optimizer=optimizer, config=config)
-        self._warn_of_no_effect()
-        on_gpu = mesh.devices.flat[0].platform == "gpu"
-        options = prefetch_compiler_options() if on_gpu and config.prefetch_bucket != 0 else None
-        self._step = jax.jit(self._programs.train, donate_argnums=0, compiler_options=options)
-        self._eval = jax.jit(self._programs.evaluate, compiler_options=options)
-        self._grad = jax.jit(self._programs.gradients, compiler_options=options)
-        self._wire_state = jax.jit(self._programs.wire_state)
+        warn(useless_on_mesh(self._programs.wiring, mesh), stacklevel=4)
+        platform = mesh.devices.flat[0].platform
+        options = compiler_options(platform, prefetch=config.prefetch_bucket != 0)
+        self._jit = functools.partial(jax.jit, compiler_options=options)
+        self._step = self._jit(self._programs.train, donate_argnums=0)
+        self._eval = self._jit(self._programs.evaluate)
+        self._grad = self._jit(self._programs.gradients)
+        self._wire_state = self._jit(self._programs.wire_state)
         self._traced: Any = None  # shapes of (params, placements, model state, batch, key)
         self._checked: set[Any] = set()  # structures of states that fitted
         self._wired: set[Any] = set()  # and of those whose wire state did
         self._last_call: float | None = None
         self._has_warned = False
+        self._agreed: set[Any] = set()  # calls that all processes make alike
 
     def init(self, key: jax.Array, batch: Any) -> TrainState:
         """Make the state: every leaf is born split, no device ever holds the model.
@@ -115,14 +119,9 @@ class Step:
         key, batch = check_key(key), self._check_batch(batch)
         shapes = self._state_shapes(key, batch)
         make = functools.partial(self._programs.init, placements=shapes.placements)
-        batch = jax.tree.map(
-            lambda x: np.zeros(x.shape, x.dtype) if isinstance(x, jax.ShapeDtypeStruct) else x,
-            batch,
-        )
+        init = self._jit(make, out_shardings=state_shardings(shapes, self.mesh))
         with mesh_context(self.mesh):
-            return jax.jit(make, out_shardings=state_shardings(shapes, self.mesh))(
-                jax.device_put(key, NamedSharding(self.mesh, PartitionSpec())), self._put(batch)
-            )
+            return self._run("init", init, put_key(key, self.mesh), self._put(batch))
 
     def abstract_state(self, batch: Any) -> TrainState:
         """Return the state's shapes, dtypes and shardings without computing anything: for `lower`
@@ -146,21 +145,22 @@ class Step:
         """
         batch = self._checked_batch(state, batch)
         with mesh_context(self.mesh):
-            state, metrics = self._step(self._fitted(state), batch)
+            state, metrics = self._run("train", self._step, self._fitted(state), batch)
+        progress.mark()
         return state, {**metrics, **self._rates(batch)}
 
     def eval(self, state: TrainState, batch: Any) -> dict[str, Any]:
         """Return the loss and the model's metrics on a batch, with `train=False`."""
         batch = self._checked_batch(state, batch, accumulate=1)
         with mesh_context(self.mesh):
-            return self._eval(state, batch)
+            return self._run("eval", self._eval, state, batch)
 
     def grad(self, state: TrainState, batch: Any) -> tuple[jax.Array, Any]:
         """Return the loss and the gradients that a step would use, in natural shapes, as float32
         global arrays; zeros for frozen leaves. For tests and debugging."""
         batch = self._checked_batch(state, batch)
         with mesh_context(self.mesh):
-            return self._grad(self._fitted(state), batch)
+            return self._run("grad", self._grad, self._fitted(state), batch)
 
     def lower(self, state: Any, batch: Any) -> jax.stages.Lowered:
         """Lower the step for (shapes of) a state and a batch, as `jax.jit(...).lower` does."""
@@ -228,32 +228,6 @@ class Step:
         new = None if expected is None else self._wire_state(state)
         return dataclasses.replace(state, wire_state=new)
 
-    def _warn_of_no_effect(self) -> None:
-        without = self._programs.wiring.without_effect
-        if without:
-            words = "; ".join(f"{name} ({why})" for name, why in without)
-            shape = ", ".join(f"{name}={size}" for name, size in self.mesh.shape.items())
-            warnings.warn(f"without effect on the mesh {shape}: {words}", stacklevel=4)
-
-    def _warn_of_leaves(self, layout: Layout) -> None:
-        """Warn, the first time, of options that touch no leaf of the model."""
-        if self._has_warned:
-            return
-        self._has_warned = True
-        config = self.config
-        for name, unused in config.unmatched([leaf.path for leaf in layout]).items():
-            warnings.warn(f"{name}={unused} matches no leaf and has no effect", stacklevel=4)
-        if config.wires and not any(leaf.quantized for leaf in layout):
-            persistent = sum(leaf.persistent for leaf in layout)
-            warnings.warn(
-                f"{', '.join(config.wires)} without effect: of {len(layout.leaves)} leaves none is "
-                f"quantized. {persistent} have at most persistence_threshold="
-                f"{config.persistence_threshold} elements and stay whole; others are below "
-                f"quantize_threshold={config.quantize_threshold} or match `unquantized`. Lower a "
-                "threshold, or leave the formats out",
-                stacklevel=4,
-            )
-
     def _state_shapes(self, key: jax.Array, batch: Any) -> TrainState:
         """Decide the placements; return the state's shapes."""
         batch, key = _shapes((batch, key))
@@ -262,12 +236,22 @@ class Step:
             make = functools.partial(self._programs.init, placements=placements)
             shapes = jax.eval_shape(make, key, batch)
         self._traced = (shapes.params, placements[0], shapes.model_state, batch, key)
-        self._warn_of_leaves(self._programs.layout(shapes))
+        if not self._has_warned:
+            self._has_warned = True
+            warn(useless_on_leaves(self.config, self._programs.layout(shapes)), stacklevel=4)
         return shapes
 
     def _put(self, batch: Any) -> Any:
-        rows = NamedSharding(self.mesh, BY_ROWS)
-        return jax.tree.map(lambda x: jax.device_put(x, rows), batch)
+        return put_batch(batch, self.mesh)
+
+    def _run(self, name: str, program: Any, *args: Any) -> Any:
+        """Call a jitted program; of several processes, when all are about to call the same one."""
+        if jax.process_count() > 1:
+            called = (name, jax.tree.structure(args), *map(_aval, jax.tree.leaves(args)))
+            if called not in self._agreed:
+                agree_on_program(name, program.lower(*args), str(self.config))
+                self._agreed.add(called)
+        return program(*args)
 
     def _rates(self, batch: Any) -> dict[str, float]:
         now, last = time.perf_counter(), self._last_call
@@ -283,6 +267,10 @@ class Step:
 
 def _as_shape(x: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+
+def _aval(x: Any) -> Any:
+    return x.shape, x.dtype
 
 
 def _structure(state: TrainState) -> Any:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import os
 import shlex
 import sys
 import time
@@ -13,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
@@ -21,8 +24,11 @@ from models import GPT
 from zeroxla import data, inspect
 from zeroxla.checkpoint import Checkpoints, SaveError
 from zeroxla.config import ZeroConfig
-from zeroxla.interrupt import stop_on_signal
-from zeroxla.run_folder import CHECKPOINTS, RunFolder, read_config
+from zeroxla.hosts.batches import global_batch, process_shard
+from zeroxla.hosts.environment import STARTED
+from zeroxla.hosts.exchange import agree, on_first
+from zeroxla.interrupt import StopRequest, stop_on_signal
+from zeroxla.run_folder import CHECKPOINTS, NoRunFolder, RunFolder, read_config
 from zeroxla.sample import continue_text
 from zeroxla.state import TrainState, full_params
 from zeroxla.step import make_step
@@ -54,9 +60,12 @@ def train(options: TrainOptions) -> int:
       RunFolderError: Something besides a checkpoint could not be written at the end.
     """
     # In a file or a pipe the tables need not be cut to a terminal's width.
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
+    width = None if sys.stdout.isatty() else 120
     try:
-        job = _Job(options, console)
+        mesh = mesh_for(options)
+        # Of several processes the first one speaks, and writes the run folder.
+        console = Console(highlight=False, width=width, quiet=jax.process_index() != 0)
+        job = _Job(options, mesh, console)
     except ValueError as error:
         raise UsageError(str(error)) from error
     with contextlib.closing(job):
@@ -66,19 +75,24 @@ def train(options: TrainOptions) -> int:
 class _Job:
     """One run: what is decided before the first step, and the loop."""
 
-    def __init__(self, options: TrainOptions, console: Console):
+    def __init__(self, options: TrainOptions, mesh: Mesh, console: Console):
         text, output = options.text, options.output
-        self.options, self.console = options, console
+        self.options, self.mesh, self.console = options, mesh, console
         self.state: Any  # a TrainState; None until it is made
         self.corpus = data.load_corpus(text.data, holdout=text.holdout)
         shape = {"batch": text.batch, "length": text.length}
         seed = options.training.seed
-        self.batches = iter(data.training_batches(self.corpus.train, **shape, seed=seed))
+        # Each process cuts its own rows of every batch.
+        index, count = process_shard(mesh)
+        part = {"shard_index": index, "shard_count": count}
+        self.batches = iter(data.training_batches(self.corpus.train, **shape, **part, seed=seed))
         valid = data.validation_batches(self.corpus.valid, **shape, num_batches=output.eval_batches)
-        self.valid_batches = list(valid)
+        self.valid_batches = [
+            global_batch({"tokens": np.split(batch["tokens"], count)[index]}, mesh)
+            for batch in valid
+        ]
         self.unigram_entropy = data.unigram_entropy(self.corpus.valid)
 
-        self.mesh = mesh_for(options)
         self.schedule = schedule_for(options)
         self.model = GPT(vocab=data.VOCABULARY, length=text.length, **asdict(options.model))
         config = getattr(ZeroConfig, options.mesh.zero)(
@@ -91,19 +105,23 @@ class _Job:
         # Traces the model, so that what does not fit the devices is found before files are made.
         shapes = self.step.abstract_state(self.valid_batches[0])
 
-        self.path = output.run or Path("runs") / time.strftime("train-%Y%m%d-%H%M%S")
+        started = os.environ.get(STARTED) or time.strftime("%Y%m%d-%H%M%S")
+        self.path = output.run or Path("runs") / f"train-{started}"
         here = circumstances(self.corpus, self.mesh)
+        agree("text", {"fingerprint": here["text"]["fingerprint"]}, "give all hosts the same files")
+        folder = functools.partial(on_first, "run folder")
         if output.resume:
             check_same(read_config(self.path), here)
             self.checkpoints = Checkpoints(self.path / CHECKPOINTS, keep=output.keep)
             self.done, self.state, position = self.checkpoints.restore(shapes)
             self.batches.set_state(position)
-            self.folder = RunFolder.reopen(self.path, step=self.done, report=self.warn)
+            found = folder(lambda: RunFolder.reopen(self.path, step=self.done, report=self.warn))
         else:
             record = {"options": options.to_dict(), **here}
-            self.folder = RunFolder.create(self.path, record, self.warn)
+            found = folder(lambda: RunFolder.create(self.path, record, self.warn))
             self.checkpoints = Checkpoints(self.path / CHECKPOINTS, keep=output.keep)
             self.done, self.state = 0, None  # made in run(), after the set-up is printed
+        self.folder = found or NoRunFolder()
 
     def run(self) -> int:
         num_steps = self.options.training.steps
@@ -118,18 +136,21 @@ class _Job:
             return self.finish_interrupted()
         return self.finish()
 
-    def loop(self, num_steps: int, stop: Any) -> None:
+    def loop(self, num_steps: int, stop: StopRequest) -> None:
         output = self.options.output
         waiting = None  # the step before: its metrics are read while the devices do the next one
         self.clock = time.perf_counter()
-        while self.done < num_steps and not stop.requested:
-            self.state, metrics = self.step(self.state, next(self.batches))
+        stopping = stop.requested_by(self.done)
+        while self.done < num_steps and not stopping:
+            batch = global_batch(next(self.batches), self.mesh)
+            self.state, metrics = self.step(self.state, batch)
             self.done += 1
             self.record(waiting)
             waiting = (self.done, metrics)
+            stopping = stop.requested_by(self.done)
             evaluate = self.done % output.eval_every == 0 and self.done < num_steps
             save = self.done % output.save_every == 0 and self.done < num_steps
-            if evaluate or save or stop.requested:
+            if evaluate or save or stopping:
                 self.record(waiting)
                 waiting = None
                 if evaluate:
@@ -210,9 +231,12 @@ class _Job:
         output, length = self.options.output, self.options.text.length
         if output.sample_bytes == 0:
             return ""
+        params = full_params(self.state)  # all processes take part in this
+        if jax.process_index() != 0:
+            return ""
         continuation = continue_text(
             lambda params, tokens: jnp.asarray(self.model.apply({"params": params}, tokens)),
-            full_params(self.state),
+            params,
             output.prompt.encode(),
             num_bytes=output.sample_bytes,
             length=length,

@@ -12,6 +12,7 @@ import optax
 from jax.sharding import Mesh
 
 from zeroxla import data
+from zeroxla.hosts.start import has_joined, initialize
 from zeroxla.mesh import make_mesh, simulate
 from zeroxla.train_options import TrainOptions
 
@@ -21,7 +22,10 @@ SIMULATED_NODES = 2
 
 def mesh_for(options: TrainOptions) -> Mesh:
     """Make the mesh of the accelerators, or of simulated devices where there is none."""
+    initialize()
     nodes, per_node = options.mesh.nodes, options.mesh.devices_per_node
+    if has_joined():
+        return make_mesh(nodes=nodes, devices_per_node=per_node)
     simulated_nodes = nodes or SIMULATED_NODES
     simulated_per_node = per_node or max(1, NUM_SIMULATED // simulated_nodes)
     # JAX cannot tell whether there is an accelerator without starting, and must know the number of

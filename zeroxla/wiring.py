@@ -111,6 +111,7 @@ def make_wiring(config: ZeroConfig, mesh: Mesh) -> Wiring:
     if devices == 1 and config.gradient_wire and config.inter_node_gradient_wire:
         none.append(("gradient_wire", "there is no hop over `device`"))
     differences = config.weight_differences if keeps else None
+    on_cpu = mesh.devices.flat[0].platform == "cpu"
     return Wiring(
         collectives=Collectives.make(
             nodes=nodes,
@@ -121,7 +122,8 @@ def make_wiring(config: ZeroConfig, mesh: Mesh) -> Wiring:
             hpz_size=size if keeps else devices,
             stops_at_node=config.inter_node_reduce == "step" and nodes > 1,
             # On a mesh of CPUs no kernel need be traced beside the reference: half the time.
-            backend="xla" if mesh.devices.flat[0].platform == "cpu" else None,
+            backend="xla" if on_cpu else None,
+            firm_ties=on_cpu,
         ),
         weights=config.weight_wire,
         gradients=wired,

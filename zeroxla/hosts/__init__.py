@@ -1,0 +1,1 @@
+"""Runs of several processes: how they find each other, agree, and share batches."""

@@ -1,0 +1,104 @@
+"""What the environment says of the processes of a run."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping, Sequence
+
+# What `zeroxla launch` tells the processes that it starts.
+COORDINATOR = "ZEROXLA_COORDINATOR"
+NUM_PROCESSES = "ZEROXLA_NUM_PROCESSES"
+PROCESS_ID = "ZEROXLA_PROCESS_ID"
+NODE = "ZEROXLA_NODE"
+SIMULATED_DEVICES = "ZEROXLA_SIMULATED_DEVICES"
+HEARTBEAT = "ZEROXLA_HEARTBEAT"  # seconds
+RESTART = "ZEROXLA_RESTART"  # attempts before this one
+STARTED = "ZEROXLA_STARTED"  # names the run
+PROGRESS = "ZEROXLA_PROGRESS"  # "descriptor:inode" of a pipe for a byte after each step
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """The processes of a run, as far as they are known.
+
+    Attributes:
+      source: who says so, in words.
+      coordinator: "host:port" of process 0; None leaves it to JAX's own detection.
+      num_processes: how many there are; None likewise.
+      process_id: which one this is, from 0; None likewise.
+    """
+
+    source: str
+    coordinator: str | None = None
+    num_processes: int | None = None
+    process_id: int | None = None
+
+
+def find_cluster(environ: Mapping[str, str] = os.environ) -> Cluster | None:
+    """Return what started this process as one of several; None if nothing did.
+
+    Looks for the variables of `zeroxla launch`, of a Slurm step (`srun`), of Open MPI (`mpirun`),
+    and of an indexed Kubernetes Job, in this order. A Slurm allocation outside of a step, and a
+    Kubernetes pod that is not of an indexed Job, are single processes.
+
+    Raises:
+      ValueError: some variables of a source are there and others are missing or no numbers.
+    """
+    names = (COORDINATOR, NUM_PROCESSES, PROCESS_ID)
+    if _complete("zeroxla launch", names, names, environ):
+        size, rank = _numbers("zeroxla launch", (NUM_PROCESSES, PROCESS_ID), environ)
+        return _several("zeroxla launch", size, rank, environ[COORDINATOR])
+    if _complete(
+        "Slurm",
+        ("SLURM_STEP_NODELIST", "SLURM_STEP_NUM_TASKS"),
+        ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID"),
+        environ,
+    ):
+        size, rank = _numbers("Slurm", ("SLURM_NTASKS", "SLURM_PROCID"), environ)
+        return _several("Slurm", size, rank)
+    names = ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK")
+    if _complete("Open MPI", names, names, environ):
+        size, rank, _ = _numbers("Open MPI", names, environ)
+        return _several("Open MPI", size, rank)
+    if "KUBERNETES_SERVICE_HOST" in environ and "JOB_COMPLETION_INDEX" in environ:
+        (rank,) = _numbers("Kubernetes", ("JOB_COMPLETION_INDEX",), environ)
+        return Cluster(source="Kubernetes", process_id=rank)
+    return None
+
+
+def _complete(
+    source: str, signs: Sequence[str], needed: Sequence[str], environ: Mapping[str, str]
+) -> bool:
+    """Return whether all of `needed` are there; raise if only some are and one of `signs` is."""
+    if not any(name in environ for name in signs):
+        return False
+    missing = [name for name in needed if name not in environ]
+    if missing:
+        found = [name for name in needed if name in environ]
+        raise ValueError(
+            f"the environment has {', '.join(found)} of {source} and lacks {', '.join(missing)}; "
+            f"start the process with {source} again, unset the variables to run one process, or "
+            "pass coordinator=, num_processes= and process_id= to zeroxla.initialize"
+        )
+    return True
+
+
+def _numbers(source: str, names: Sequence[str], environ: Mapping[str, str]) -> list[int]:
+    for name in names:
+        if not environ[name].isdecimal():
+            raise ValueError(
+                f"{name}={environ[name]!r} of {source} is not a whole number; correct or unset it"
+            )
+    return [int(environ[name]) for name in names]
+
+
+def _several(source: str, size: int, rank: int, coordinator: str | None = None) -> Cluster | None:
+    if rank >= size:
+        raise ValueError(
+            f"{source} says that this is process {rank} of {size}, and they count from 0; correct "
+            "its variables"
+        )
+    if size == 1:
+        return None
+    return Cluster(source=source, coordinator=coordinator, num_processes=size, process_id=rank)

@@ -1,0 +1,120 @@
+"""Short texts between processes, through the coordinator's key-value store: no device is involved,
+so it works before the devices are known, and when they could not agree on a collective."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
+
+import jax
+
+from zeroxla.compat import coordination_client
+
+_T = TypeVar("_T")
+_calls = itertools.count()
+
+
+def exchange(topic: str, text: str, *, timeout: float = 600) -> list[str]:
+    """Give a text to every process and return those of all, by process.
+
+    Every process must call it, in the same order relative to other calls.
+
+    Args:
+      topic: what it is about, for messages.
+      text: up to some kilobytes.
+      timeout: seconds to wait for the others.
+
+    Raises:
+      TimeoutError: a process did not come.
+
+    Cost: one round trip to the coordinator for each process.
+    """
+    if jax.process_count() == 1:
+        return [text]
+    client, call = coordination_client(), next(_calls)
+    assert client is not None
+    client.key_value_set(f"zeroxla/{call}/{topic}/{jax.process_index()}", text)
+    texts = []
+    for process in range(jax.process_count()):
+        key = f"zeroxla/{call}/{topic}/{process}"
+        try:
+            texts.append(client.blocking_key_value_get(key, round(timeout * 1000)))
+        # The client's own error, of a class that jaxlib does not name in public.
+        except Exception as error:
+            raise TimeoutError(
+                f"process {process} has not said its {topic} within {timeout:.0f} s; it is slow, "
+                "has ended, or runs another program"
+            ) from error
+    return texts
+
+
+def agree(topic: str, says: Mapping[str, str], remedy: str) -> None:
+    """Check that all processes say the same.
+
+    Args:
+      topic: as in `exchange`.
+      says: short texts by name.
+      remedy: what the user can do, for the message.
+
+    Raises:
+      ValueError: they do not.
+      TimeoutError: a process did not come.
+    """
+    said = [json.loads(text) for text in exchange(topic, json.dumps(dict(says)))]
+    if lines := differences(said):
+        raise ValueError(f"processes differ in their {topic}; {remedy}\n{lines}")
+
+
+def on_first(topic: str, action: Callable[[], _T]) -> _T | None:
+    """Do something in process 0 alone; return its result there and None elsewhere.
+
+    Args:
+      topic: as in `exchange`.
+      action: may raise a ValueError.
+
+    Raises:
+      ValueError: in every process, if the action did.
+    """
+    result, failure = None, ""
+    if jax.process_index() == 0:
+        try:
+            result = action()
+        except ValueError as error:
+            failure = str(error)
+    failure = exchange(topic, failure)[0]
+    if failure:
+        raise ValueError(failure)
+    return result
+
+
+def differences(said: Sequence[Mapping[str, str]]) -> str:
+    """Return a line for each name of which a process says otherwise than process 0; "" for none."""
+    lines = []
+    for name, expected in said[0].items():
+        others = [
+            f"{s.get(name)} in process {i}" for i, s in enumerate(said) if s.get(name) != expected
+        ]
+        if others:
+            lines.append(f"  {name}: {expected} in process 0, {', '.join(others)}")
+    return "\n".join(lines)
+
+
+def agree_on_program(name: str, lowered: jax.stages.Lowered, options: str) -> None:
+    """Check that all processes are about to run the same program: they would wait for each other
+    for ever in different ones.
+
+    Args:
+      name: of the program.
+      lowered: for the mesh, from the arguments that it is about to be called with.
+      options: the configuration, in words.
+
+    Raises:
+      ValueError: as in `agree`.
+      TimeoutError: as in `agree`.
+    """
+    digest = hashlib.blake2b(lowered.as_text().encode(), digest_size=8).hexdigest()
+    says = {"options": options, "program": digest}
+    agree(f"{name} program", says, "build the same model, optimizer and options everywhere")

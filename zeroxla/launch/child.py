@@ -1,0 +1,101 @@
+"""Runs one process of a launch, on its own host, on behalf of `zeroxla launch`.
+
+    python child.py < orders
+
+The first line of its input is a JSON object: `argv`, `env`, `cwd`, and as `progress` the name of a
+variable that tells the program the pipe for its steps, "descriptor:inode". Each later line is the
+name of a signal for the program. When the input ends, because the launcher has ended or the
+connection is lost, so does the program, with all that it started. The program's output is this
+one's. On standard error there are besides, each after the character MARK, JSON objects that say
+what happens to the program:
+
+    {"pid": 1234}      it has started
+    {"alive": true}    it has taken a step, said once a second at most
+    {"stopped": true}  it was stopped by a signal (SIGSTOP); false: it goes on
+    {"exit": 1}        it has ended; negative: by that signal
+    {"error": "..."}   it could not be started
+
+Stands alone: it imports nothing of zeroxla, whose imports take seconds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from typing import Any
+
+MARK = "\x1e"
+
+
+def main() -> int:
+    """Run the program; return its status as a shell would."""
+    order = json.loads(sys.stdin.readline())
+    progress, writer = os.pipe()
+    os.set_blocking(writer, False)
+    pipe = f"{writer}:{os.fstat(writer).st_ino}"
+    try:
+        program = subprocess.Popen(
+            order["argv"],
+            env={**os.environ, **order["env"], order["progress"]: pipe},
+            cwd=order["cwd"],
+            stdin=subprocess.DEVNULL,
+            pass_fds=(writer,),
+            start_new_session=True,
+        )
+    except OSError as error:
+        say({"error": f"cannot start {error.filename or order['argv'][0]}: {error.strerror}"})
+        return 127
+    os.close(writer)
+    say({"pid": program.pid})
+    threading.Thread(target=obey, args=(program.pid,), daemon=True).start()
+    threading.Thread(target=relay, args=(progress,), daemon=True).start()
+    code = wait(program.pid)
+    end(program.pid)  # what it started and left behind
+    say({"exit": code})
+    return code if code >= 0 else 128 - code
+
+
+def wait(pid: int) -> int:
+    """Wait for the program to end, saying when it is stopped and goes on."""
+    while True:
+        _, status = os.waitpid(pid, os.WUNTRACED | os.WCONTINUED)
+        if os.WIFSTOPPED(status) or os.WIFCONTINUED(status):
+            say({"stopped": os.WIFSTOPPED(status)})
+        else:
+            return os.waitstatus_to_exitcode(status)
+
+
+def obey(pid: int) -> None:
+    """Send the program the signals that are asked for; end it when nobody is there to ask."""
+    for line in sys.stdin:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(pid, signal.Signals[line.strip()])
+    end(pid)
+
+
+def end(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)
+
+
+def relay(progress: int) -> None:
+    """Say that the program lives."""
+    while os.read(progress, 4096):
+        say({"alive": True})
+        time.sleep(1)
+
+
+def say(value: dict[str, Any]) -> None:
+    # One write, so that it is not torn apart by the program's own lines.
+    with contextlib.suppress(OSError):
+        os.write(2, f"{MARK}{json.dumps(value)}\n".encode())
+
+
+if __name__ == "__main__":
+    sys.exit(main())
