@@ -107,7 +107,8 @@ def write_report(setup: Setup, results: Results) -> int:
         f"in another order: its differences spread over {100 * spread:.3f} %, which is added to "
         "each bar. That is bare float32 rounding; any coarser rounding sends training down another "
         f"path, and the difference of one variant varies by up to {100 * scatter:.1f} % between "
-        "seeds. A row of a single seed says no more than that.\n\n![losses during training](quality.png)\n\n"
+        "seeds. A row of a single seed says no more than that.\n\n"
+        "![losses during training](quality.png)\n\n"
         "The last two columns compare one gradient, where the training ended, with that of exact "
         "wires: its cosine, and the norm of the difference in percent of its own.\n\n"
         + table((*header, "cosine", "off by, %"), rows)

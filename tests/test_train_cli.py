@@ -246,7 +246,7 @@ class TestBadInput:
             (["--data", "EMPTY/missing"], "No such file or directory"),
             (["--batch", "12"], "12"),
             (["--batch", "100000"], "fewer than one batch"),
-            (["--nodes", "3", "--devices-per-node", "5"], "needs 15 devices"),
+            (["--devices-per-node", "5"], "needs 10 devices"),
             (["--run", "EMPTY/file/run"], "cannot write the run folder"),
         ],
     )
