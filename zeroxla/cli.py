@@ -97,7 +97,8 @@ def _resumed(arguments: list[str], run: Path) -> TrainOptions:
         check_resumable(stored, given)
     except ValueError as error:
         raise UsageError(str(error)) from error
-    return dataclasses.replace(given, output=dataclasses.replace(given.output, run=run))
+    output = dataclasses.replace(given.output, run=run, resume=True)
+    return dataclasses.replace(given, output=output)
 
 
 def _read(arguments: list[str], default: Any) -> Any:

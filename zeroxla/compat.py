@@ -118,13 +118,17 @@ def coordination_client() -> Any | None:
 
 
 def cluster_parameters(
-    coordinator: str | None, num_processes: int | None, process_id: int | None, timeout: float
+    source: str,
+    coordinator: str | None,
+    num_processes: int | None,
+    process_id: int | None,
+    timeout: float,
 ) -> tuple[str, int, int, Sequence[int] | None]:
     """Return what `jax.distributed.initialize` would find for what is not given: (coordinator,
     number of processes, this process, the local devices that are its own or None for all).
 
     Raises:
-      ValueError: it finds nothing.
+      ValueError: it finds nothing; names `source`, who told the rest.
     """
     if None in (coordinator, num_processes, process_id):
         found = clusters.ClusterEnv.auto_detect_unset_distributed_params(
@@ -135,7 +139,7 @@ def cluster_parameters(
     coordinator, num_processes, process_id, devices = found
     if coordinator is None or num_processes is None or process_id is None:
         raise ValueError(
-            "JAX does not find its coordinator in this environment; pass coordinator=, "
+            f"JAX does not find the coordinator from what {source} says; pass coordinator=, "
             "num_processes= and process_id= to zeroxla.initialize"
         )
     return coordinator, num_processes, process_id, devices

@@ -249,9 +249,13 @@ class Step:
         if jax.process_count() > 1:
             called = (name, jax.tree.structure(args), *map(_aval, jax.tree.leaves(args)))
             if called not in self._agreed:
-                agree_on_program(name, program.lower(*args), str(self.config))
+                agree_on_program(name, program.lower(*args), self._options())
                 self._agreed.add(called)
         return program(*args)
+
+    def _options(self) -> dict[str, str]:
+        fields = dataclasses.fields(self.config)
+        return {field.name: str(getattr(self.config, field.name)) for field in fields}
 
     def _rates(self, batch: Any) -> dict[str, float]:
         now, last = time.perf_counter(), self._last_call

@@ -73,27 +73,35 @@ def on_first(topic: str, action: Callable[[], _T]) -> _T | None:
 
     Args:
       topic: as in `exchange`.
-      action: may raise a ValueError.
+      action: what to do.
 
     Raises:
-      ValueError: in every process, if the action did.
+      ValueError: in every process, if the action raised one.
+      RuntimeError: in the others, if the action raised anything else in process 0.
     """
-    result, failure = None, ""
+    result, failure = None, None
     if jax.process_index() == 0:
         try:
             result = action()
-        except ValueError as error:
-            failure = str(error)
-    failure = exchange(topic, failure)[0]
-    if failure:
-        raise ValueError(failure)
+        except Exception as error:  # raised again below, once the others know of it
+            failure = error
+    known = [type(failure).__name__, str(failure)] if failure else None
+    said = json.loads(exchange(topic, json.dumps(known))[0])
+    if failure is not None:
+        raise failure
+    if said is not None:
+        kind, text = said
+        if kind == ValueError.__name__:
+            raise ValueError(text)
+        raise RuntimeError(f"process 0 failed at its {topic}: {kind}: {text}")
     return result
 
 
 def differences(said: Sequence[Mapping[str, str]]) -> str:
     """Return a line for each name of which a process says otherwise than process 0; "" for none."""
     lines = []
-    for name, expected in said[0].items():
+    for name in dict.fromkeys(name for s in said for name in s):
+        expected = said[0].get(name)
         others = [
             f"{s.get(name)} in process {i}" for i, s in enumerate(said) if s.get(name) != expected
         ]
@@ -102,19 +110,19 @@ def differences(said: Sequence[Mapping[str, str]]) -> str:
     return "\n".join(lines)
 
 
-def agree_on_program(name: str, lowered: jax.stages.Lowered, options: str) -> None:
+def agree_on_program(name: str, lowered: jax.stages.Lowered, options: Mapping[str, str]) -> None:
     """Check that all processes are about to run the same program: they would wait for each other
     for ever in different ones.
 
     Args:
       name: of the program.
       lowered: for the mesh, from the arguments that it is about to be called with.
-      options: the configuration, in words.
+      options: of the configuration, each in words.
 
     Raises:
       ValueError: as in `agree`.
       TimeoutError: as in `agree`.
     """
     digest = hashlib.blake2b(lowered.as_text().encode(), digest_size=8).hexdigest()
-    says = {"options": options, "program": digest}
+    says = {**options, "program": digest}
     agree(f"{name} program", says, "build the same model, optimizer and options everywhere")

@@ -64,7 +64,7 @@ def initialize(
     if cluster is None:
         return
     coordinator, num_processes, process_id, local_device_ids = compat.cluster_parameters(
-        cluster.coordinator, cluster.num_processes, cluster.process_id, timeout
+        cluster.source, cluster.coordinator, cluster.num_processes, cluster.process_id, timeout
     )
     if heartbeat_timeout is None:
         heartbeat_timeout = float(os.environ.get(HEARTBEAT, 30))

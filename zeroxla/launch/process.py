@@ -93,9 +93,13 @@ class Process:
                 self._take(raw, out)
 
     def _take(self, raw: bytes, out: IO[str]) -> None:
-        line, mark, said = raw.decode("utf-8", "replace").rstrip("\n").partition(MARK)
+        text = raw.decode("utf-8", "replace").rstrip("\n")
+        line, mark, said = text.partition(MARK)
         if mark:
-            self._hear(json.loads(said))
+            try:
+                self._hear(json.loads(said))
+            except ValueError:  # the program's own output, which happens to have the mark
+                line = text
         if line or not mark:
             self.heard_at = time.monotonic()
             self._last.append(line)

@@ -1,0 +1,63 @@
+"""Processes that differ, or of which one fails or stops, say so instead of waiting for ever."""
+
+import re
+import sys
+
+import pytest
+
+from multihost import agreements, processes
+
+
+def launch(*cases, **options):
+    """Run cases in two processes; return the status, what each process said, and all output."""
+    told = [f"--{name}={value}" for name, value in options.items()]
+    program = [sys.executable, processes.FOLDER / "agreements.py", *cases]
+    status, out = processes.zeroxla("launch", "--nodes=2", *told, "--", *program)
+    said = [re.findall(rf"^\[{i}\] (.+?): (.*)$", out, re.MULTILINE) for i in (0, 1)]
+    return status, [dict(lines) for lines in said], out
+
+
+@pytest.fixture(scope="module")
+def said():
+    cases = [name for name in agreements.CASES if name != "stops answering"]
+    status, said, out = launch(*cases, **{"devices-per-node": 1})
+    assert status == 0, out
+    return said
+
+
+@pytest.mark.parametrize(
+    ("case", "messages"),
+    [
+        (
+            "first cannot",
+            [r"OSError: no space", r"RuntimeError: process 0 failed at its folder: OSError: no sp"],
+        ),
+        ("first refuses", [r"ValueError: no such run"]),
+        (
+            "others say more",
+            [r"ValueError: processes differ in their text; mend it \|   y: None in process 0, 2"],
+        ),
+        (
+            "own batch",
+            [r"ValueError: the batch leaf 'tokens' is an array of this process alone, and there "],
+        ),
+        (
+            "another optimizer",
+            [r"ValueError: processes differ in their train program; .* \|   program: \w+ in proc"],
+        ),
+        (
+            "another config",
+            [r"ValueError: processes differ in their init program; .* \|   accumulate: 1 in pro"],
+        ),
+    ],
+)
+def test_both_are_told(said, case, messages):
+    for process in (0, 1):
+        assert re.match(messages[min(process, len(messages) - 1)], said[process][case])
+
+
+def test_one_that_stops_answering_ends_all_and_is_named():
+    status, _, out = launch("stops answering", heartbeat=3)
+    assert status != 0
+    assert re.search(r"launch: Rank 1 \(.*\) has been stopped by a signal for \d+ s\.", out)
+    assert re.search(r"Rank 0 \(.*\) (was killed by|ended with)", out)

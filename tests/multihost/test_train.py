@@ -1,0 +1,99 @@
+"""`zeroxla train` over two processes: killed, started again, interrupted, resumed."""
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from multihost import processes
+from zeroxla.run_folder import RunFolder
+
+TRAIN = [
+    *("train", "--nodes", "2", "--devices-per-node", "2", "--layers", "1", "--width", "16"),
+    *("--heads", "2", "--batch", "8", "--length", "16", "--eval-batches", "1"),
+    *("--sample-bytes", "8", "--persistence-threshold", "0", "--steps", "60", "--eval-every", "30"),
+    *("--save-every", "5"),
+]
+
+# One process for all: they share the undisturbed run.
+pytestmark = pytest.mark.xdist_group("train_over_processes")
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("text")
+    for i in range(25):
+        (folder / f"{i:02d}.txt").write_text(f"line {i}: the quick brown fox jumps\n" * 20)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def undisturbed(text, tmp_path_factory):
+    """The losses of a run that nothing disturbs."""
+    run = tmp_path_factory.mktemp("undisturbed") / "run"
+    status, out = processes.zeroxla(*TRAIN, "--data", text, "--run", run)
+    assert status == 0, out
+    assert json.loads((run / "config.json").read_text())["mesh"] == {"node": 2, "device": 2}
+    return losses(run)
+
+
+def losses(run):
+    return {line["step"]: line["loss"] for line in RunFolder(run).metrics() if "loss" in line}
+
+
+def wait_for_step(launcher, run, number):
+    """Wait until a run has recorded a step."""
+    while launcher.poll() is None:
+        if (run / "metrics.jsonl").exists() and number in losses(run):
+            return
+        time.sleep(0.02)
+    raise AssertionError(launcher.communicate()[0])
+
+
+def process_of_rank(rank, run):
+    """Return the number of the program that works on a run folder as a rank."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            told = (folder / "environ").read_bytes().split(b"\0")
+            arguments = (folder / "cmdline").read_bytes().split(b"\0")
+        except OSError:  # it has ended, or is not ours
+            continue
+        if f"ZEROXLA_PROCESS_ID={rank}".encode() in told and str(run).encode() in arguments:
+            return int(folder.name)
+    raise AssertionError(f"no process is rank {rank} of {run}")
+
+
+def test_a_killed_run_is_started_again_and_ends_with_the_same_losses(text, tmp_path, undisturbed):
+    run = tmp_path / "run"
+    launch = ["launch", "--nodes", "2", "--devices-per-node", "2", "--max-restarts", "1", "--"]
+    program = [sys.executable, "-m", "zeroxla.cli", *TRAIN, "--data", text, "--run", run]
+    launcher = processes.start(["-m", "zeroxla.cli", *launch, *program])
+    wait_for_step(launcher, run, 12)
+    os.kill(process_of_rank(1, run), signal.SIGKILL)
+    status, out = processes.finish(launcher)
+    assert status == 0, out
+    assert "was killed by SIGKILL" in out
+    assert "launch: starting all again (1 of 1 left)" in out
+    assert losses(run) == undisturbed
+
+
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
+)
+def test_an_interrupted_run_is_saved_and_resumed(text, tmp_path, undisturbed, number):
+    run = tmp_path / "run"
+    launcher = processes.start(["-m", "zeroxla.cli", *TRAIN, "--data", text, "--run", run])
+    wait_for_step(launcher, run, 7)
+    launcher.send_signal(number)
+    status, out = processes.finish(launcher)
+    assert status == 0, out
+    stopped = max(losses(run))
+    assert 7 <= stopped < 60
+    assert max(int(path.name) for path in (run / "checkpoints").iterdir()) == stopped
+    status, out = processes.zeroxla("train", "--run", run, "--resume")
+    assert status == 0, out
+    assert losses(run) == undisturbed
