@@ -8,6 +8,7 @@
 #   make test-full | test-nightly       the rest of the tests
 #   make lint                           ruff and pyright
 #   make bench-memory | bench-NAME      run benchmarks/NAME.py
+#   make peers                          zeroxla beside PyTorch and DeepSpeed over a slow network
 #   make notebook                       open the notebooks in JupyterLab
 #   make clean                          remove environments and caches; runs/ is kept
 
@@ -27,9 +28,10 @@ EXTRA_LIST := $(sort dev $(EXTRAS) $(subst $(comma),$(space),$(word 1,$(HAVE))))
 MISSING := $(filter-out $(subst $(comma),$(space),$(word 1,$(HAVE))),$(EXTRA_LIST))
 OTHER  := $(if $(PYTHON),$(filter-out $(word 2,$(HAVE)),$(PYTHON)))
 STAMP  := $(VENV)/.installed
+PEERS  := .venv-peers
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-full test-nightly lint notebook clean force
+.PHONY: help setup train test test-full test-nightly lint notebook peers clean force
 
 help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
@@ -73,10 +75,26 @@ lint: $(STAMP)
 bench-%: $(STAMP)
 	$(PY) benchmarks/$(subst -,_,$*).py $(ARGS)
 
+# In an environment of their own; as root. A CPU build of torch will do, where pip finds one.
+peers: $(STAMP) $(PEERS)/.installed
+	$(PY) benchmarks/two_hosts.py --peers $(PEERS)/bin/python $(ARGS)
+
+$(PEERS)/.installed: benchmarks/peers/requirements.txt
+	@rm -f $@
+	@set -e; \
+	python=$$(PYTHON='$(PYTHON)' sh scripts/pick_python); \
+	echo "making $(PEERS) with $$python"; \
+	"$$python" -m venv --clear $(PEERS); \
+	pip="$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check"; \
+	grep -v '^deepspeed' $< > $(PEERS)/first.txt; \
+	$$pip -r $(PEERS)/first.txt; \
+	DS_BUILD_OPS=0 $$pip --no-build-isolation -r $<; \
+	touch $@
+
 notebook:
 	@$(MAKE) --no-print-directory setup EXTRAS="$(EXTRAS) notebook"
 	$(VENV)/bin/jupyter lab notebooks
 
 clean:
-	rm -rf .venv .venv-oldest .cache .pytest_cache .ruff_cache .hypothesis build dist *.egg-info
+	rm -rf .venv .venv-oldest .venv-peers .cache .pytest_cache .ruff_cache .hypothesis build dist *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

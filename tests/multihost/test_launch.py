@@ -1,6 +1,7 @@
 """`zeroxla launch`: what it starts, what it prints, how it ends. The programs are shell scripts."""
 
 import os
+import re
 import signal
 import stat
 import threading
@@ -103,6 +104,24 @@ def test_a_stopped_process_is_named(capfd):
     script = "[ $ZEROXLA_PROCESS_ID = 0 ] || kill -STOP $$; sleep 60"
     assert run(script, deadline=2) == 1
     assert "has been stopped by a signal for" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("number", ["1", "/job:jax_worker/replica:0/task:1"])
+def test_one_that_the_others_do_not_hear_is_named(capfd, number):
+    said = f"The following tasks are unhealthy (stopped sending heartbeats):\n{number}\nThe tasks"
+    frames = "".join(f"    @     0x7f{i:02} f()\n" for i in range(30))
+    script = (
+        f"[ $ZEROXLA_PROCESS_ID = 1 ] || {{ echo '{said} crashed\n{frames}'; exit 3; }}; sleep 60"
+    )
+    assert run(script, heartbeat=7) == 3
+    err = capfd.readouterr().err
+    assert re.search(
+        r"launch: Rank 1 \(this host, \d+\) was not heard of by the others for 7 s "
+        r"\(--heartbeat\): it hangs, or the network does not carry. Rank 0 .* ended with "
+        r"exit code 3",
+        err,
+    )
+    assert "0x7f" not in err
 
 
 @pytest.mark.parametrize(("trap", "status"), [("echo saved; exit 0", 0), ("", 130)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -17,6 +18,8 @@ from zeroxla.launch.child import MARK
 from zeroxla.launch.ranks import Rank
 
 LAST_LINES = 20
+# A line of a stack trace of XLA's, which would leave no room for what it is about.
+_FRAME = re.compile(r"\s+@\s+0x[0-9a-f]+")
 _printing = threading.Lock()
 
 
@@ -63,7 +66,7 @@ class Process:
 
     @property
     def last_lines(self) -> list[str]:
-        """What it printed last."""
+        """What it printed last, frames of C++ apart."""
         return list(self._last)
 
     def send(self, number: signal.Signals) -> None:
@@ -102,7 +105,8 @@ class Process:
                 line = text
         if line or not mark:
             self.heard_at = time.monotonic()
-            self._last.append(line)
+            if not _FRAME.match(line):
+                self._last.append(line)
             with _printing:
                 out.write(f"[{self.rank.number:>{self._width}}] {line}\n")
                 out.flush()

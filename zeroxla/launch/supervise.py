@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from zeroxla.launch import messages
 from zeroxla.launch.process import Process
 from zeroxla.launch.ranks import Rank
 
@@ -95,28 +96,14 @@ def _failed(
     after = time.monotonic() - began
     time.sleep(_SETTLE)
     _dismiss(processes)
-    stopped = [p for p in processes if p.stopped_at is not None and p is not first]
-    facts = [_stopped(p) for p in stopped]
-    if first.error is not None:
-        facts.append(f"{_name(first)} {first.error}.")
-    else:
-        facts.append(f"{_name(first)} {_end_of(first)} {after:.0f} s after the start.")
-        facts.append(_lines_of(first))
-    text = " ".join(facts)
     status = first.code if first.code is not None else 1
+    text = messages.failed(first, processes, after)
     return Outcome(status if status > 0 else 128 - status, text, interrupted)
 
 
 def _hung(processes: Sequence[Process], began: float, deadline: float) -> Outcome:
     running = [p for p in processes if not p.has_ended]
-    stopped = [p for p in running if p.stopped_at is not None]
-    silent = min(running, key=lambda p: p.heard_at)
-    facts = [_stopped(p) for p in stopped]
-    facts.append(
-        f"{_name(silent)} gave no sign of life for {time.monotonic() - silent.heard_at:.0f} s "
-        f"(--deadline {deadline:g}), {time.monotonic() - began:.0f} s after the start."
-    )
-    text = " ".join([*facts, _lines_of(silent)])
+    text = messages.hung(running, deadline, time.monotonic() - began)
     _dismiss(processes)
     return Outcome(1, text)
 
@@ -127,31 +114,6 @@ def _dismiss(processes: Sequence[Process]) -> None:
     until = time.monotonic() + _FAREWELL
     while time.monotonic() < until and not all(p.has_ended for p in processes):
         time.sleep(0.1)
-
-
-def _name(process: Process) -> str:
-    where = process.rank.host if process.pid is None else f"{process.rank.host}, {process.pid}"
-    return f"Rank {process.rank.number} ({where})"
-
-
-def _stopped(process: Process) -> str:
-    assert process.stopped_at is not None
-    seconds = time.monotonic() - process.stopped_at
-    return f"{_name(process)} has been stopped by a signal for {seconds:.0f} s."
-
-
-def _end_of(process: Process) -> str:
-    assert process.code is not None
-    if process.code < 0:
-        return f"was killed by {signal.Signals(-process.code).name}"
-    return f"ended with exit code {process.code}"
-
-
-def _lines_of(process: Process) -> str:
-    lines = process.last_lines
-    if not lines:
-        return "It printed nothing."
-    return "Its last lines:\n" + "\n".join(f"  {line}" for line in lines)
 
 
 @contextlib.contextmanager
