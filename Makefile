@@ -60,13 +60,13 @@ train: $(STAMP)
 	$(VENV)/bin/zeroxla train $(ARGS)
 
 test: $(STAMP)
-	$(PY) -m pytest -n 2 --dist loadgroup -m "not nightly and not full and not slow" $(ARGS)
+	$(PY) -m pytest -n 2 -m "not nightly and not full and not slow" $(ARGS)
 
 test-full: $(STAMP)
-	$(PY) -m pytest -n 2 --dist loadgroup -m "not nightly" $(ARGS)
+	$(PY) -m pytest -n 2 -m "not nightly" $(ARGS)
 
 test-nightly: $(STAMP)
-	$(PY) -m pytest -n 2 --dist loadgroup -m "nightly" $(ARGS)
+	$(PY) -m pytest -n 2 -m "nightly" $(ARGS)
 
 lint: $(STAMP)
 	$(PY) -m ruff check .
@@ -77,6 +77,8 @@ bench-%: $(STAMP)
 
 # In an environment of their own; as root. A CPU build of torch will do, where pip finds one.
 peers: $(STAMP) $(PEERS)/.installed
+	$(PY) benchmarks/peers/parity.py export $(PEERS)/weights.npz
+	$(PEERS)/bin/python benchmarks/peers/parity.py compare $(PEERS)/weights.npz
 	$(PY) benchmarks/two_hosts.py --peers $(PEERS)/bin/python $(ARGS)
 
 $(PEERS)/.installed: benchmarks/peers/requirements.txt

@@ -32,7 +32,7 @@ def run(arguments: list[str]) -> tuple[list[dict[str, Any]], int]:
     with tempfile.TemporaryDirectory() as folder:
         lines = Path(folder) / "rows.jsonl"
         lines.touch()
-        command = [sys.executable, "-m", "pytest", "-q", "-n", "2", "--dist", "loadgroup"]
+        command = [sys.executable, "-m", "pytest", "-q", "-n", "2"]
         status = subprocess.run(
             [*command, "-m", "full", "tests/test_equality.py", *arguments],
             cwd=ROOT,

@@ -41,6 +41,22 @@ _prepare_environment()
 import pytest
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """Run a file's tests in one process, where they share fixtures and compiled programs; of
+    test_equality.py those of a case, which share what the reference finds."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByFile(LoadScopeScheduling):
+        def _split_scope(self, nodeid):
+            file, _, test = nodeid.partition("::")
+            if not file.endswith("test_equality.py"):
+                return file
+            return f"{file} {test.partition('[')[2].partition('-')[0]}"
+
+    return ByFile(config, log)
+
+
 @pytest.fixture(scope="session")
 def mesh24():
     """Two nodes of four devices, the mesh of most tests."""
@@ -55,3 +71,12 @@ def mesh18():
     from zeroxla.mesh import make_mesh
 
     return make_mesh(nodes=1, devices_per_node=8)
+
+
+@pytest.fixture(scope="session")
+def text(tmp_path_factory):
+    """A folder of files to train `zeroxla train` on."""
+    folder = tmp_path_factory.mktemp("text")
+    for i in range(25):
+        (folder / f"{i:02d}.txt").write_text(f"line {i}: the quick brown fox jumps\n" * 20)
+    return folder

@@ -5,12 +5,16 @@ partitioner and the passes over HLO that could move or merge a collective run as
 
     from quick import quick_compilation  # noqa: F401
     pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+and, for the programs that a test starts, the variables QUICK.
 """
 
 from collections.abc import Iterator
 
 import jax
 import pytest
+
+QUICK = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
 
 
 @pytest.fixture(scope="module")

@@ -10,9 +10,12 @@ import numpy as np
 import pytest
 from adapter_tools import KEY, X, once, shapes
 from flax import nnx
+from quick import quick_compilation  # noqa: F401
 
 from models import GPT, MLP
 from zeroxla.adapters import Adapted, adapt
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 Affine = collections.namedtuple("Affine", ["w", "b"])
 

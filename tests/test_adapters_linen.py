@@ -8,8 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from adapter_tools import KEY, X, once, shapes
+from quick import quick_compilation  # noqa: F401
 
 from zeroxla.adapters import adapt, stream_key
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
 class Normed(nn.Module):

@@ -8,9 +8,12 @@ import numpy as np
 import pytest
 from adapter_tools import KEY, X, once, shapes
 from flax import nnx
+from quick import quick_compilation  # noqa: F401
 
 from models import Llama
 from zeroxla.adapters import adapt
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
 class Block(nnx.Module):

@@ -59,11 +59,7 @@ def test_training_equals_one_device(row):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    "row",
-    # One process runs all rows of a case: they share what the reference finds.
-    [pytest.param(r, id=str(r), marks=pytest.mark.xdist_group(r.case)) for r in matrix()],
-)
+@pytest.mark.parametrize("row", list(matrix()), ids=str)
 def test_training_equals_one_device_on_every_mesh(row):
     check(row)
 

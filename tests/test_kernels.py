@@ -17,6 +17,7 @@ from quantize_cases import (
     product,
     sample,
 )
+from quick import quick_compilation  # noqa: F401
 
 from pallas_kernels import shim
 from zeroxla.quantize import (
@@ -27,6 +28,8 @@ from zeroxla.quantize import (
     quantize,
     swizzled_quantize,
 )
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 needs_mosaic = pytest.mark.skipif(
     not shim.has_mosaic(), reason="Pallas interprets Mosaic kernels from JAX 0.11 on"

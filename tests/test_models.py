@@ -10,10 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from quick import quick_compilation  # noqa: F401
 
 from models import GPT, MLP, AlexNet, Llama
 from models.alexnet import adaptive_average_pool, alexnet_layers
 from models.losses import classification_loss, next_token_loss
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 FIXTURES = Path(__file__).resolve().parents[2] / "shared" / "fixtures"
 needs_fixtures = pytest.mark.skipif(

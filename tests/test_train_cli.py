@@ -13,6 +13,7 @@ import sys
 import jax
 import jax.numpy as jnp
 import pytest
+from quick import QUICK, quick_compilation  # noqa: F401
 
 from zeroxla import cli
 from zeroxla.run_folder import RunFolder
@@ -24,16 +25,7 @@ TINY = [
     *("--eval-batches", "1", "--sample-bytes", "8", "--persistence-threshold", "0"),
 ]
 
-# One process for all: they share the finished run.
-pytestmark = pytest.mark.xdist_group("train_cli")
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("text")
-    for i in range(25):
-        (folder / f"{i:02d}.txt").write_text(f"line {i}: the quick brown fox jumps\n" * 20)
-    return folder
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +35,10 @@ def finished(text, tmp_path_factory):
     arguments = ["train", "--run", str(run), "--data", str(text), *TINY]
     arguments += ["--steps", "12", "--save-every", "5", "--eval-every", "5", "--keep", "3"]
     done = subprocess.run(
-        [sys.executable, "-m", "zeroxla.cli", *arguments], capture_output=True, text=True
+        [sys.executable, "-m", "zeroxla.cli", *arguments],
+        env={**os.environ, **QUICK},
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stderr + done.stdout
     return run, done.stdout

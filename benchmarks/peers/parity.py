@@ -2,7 +2,7 @@
 
 In the environment of zeroxla, then in that of PyTorch (see requirements.txt):
 
-    PYTHONPATH=. python benchmarks/peers/parity.py export weights.npz
+    python benchmarks/peers/parity.py export weights.npz
     python benchmarks/peers/parity.py compare weights.npz
 
 The first writes the weights, loss and gradients of the Flax model; the second exits with an error

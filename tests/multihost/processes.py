@@ -5,14 +5,17 @@ import subprocess
 import sys
 from pathlib import Path
 
+from quick import QUICK
+
 FOLDER = Path(__file__).parent
 
 
 def environment(**more):
-    """This process' environment, without the 8 devices that the suite's own processes simulate."""
+    """This process' environment, without the 8 devices that the suite's own processes simulate, for
+    quick compilation."""
     env = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
     env["PYTHONPATH"] = os.pathsep.join([str(FOLDER.parents[1]), env.get("PYTHONPATH", "")])
-    return {**env, **{name: str(value) for name, value in more.items()}}
+    return {**env, **QUICK, **{name: str(value) for name, value in more.items()}}
 
 
 def start(argv, **env):

@@ -24,10 +24,9 @@ from fleet import WorkerError, fleet
 import zeroxla
 
 WHY_NOT = network.missing()
-pytestmark = [
-    pytest.mark.skipif(WHY_NOT is not None, reason=f"two hosts cannot be made here: {WHY_NOT}"),
-    pytest.mark.xdist_group("network"),
-]
+pytestmark = pytest.mark.skipif(
+    WHY_NOT is not None, reason=f"two hosts cannot be made here: {WHY_NOT}"
+)
 ROWS = ("zero3", "zero3, 16 bit", "zeropp_min")
 
 

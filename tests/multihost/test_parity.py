@@ -4,16 +4,19 @@ import sys
 
 import numpy as np
 import pytest
+from quick import quick_compilation  # noqa: F401
 
 import zeroxla
 from multihost import processes, steps
 from zeroxla.launch.ranks import free_port
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 NAMES = sorted(steps.CONFIGS)
 
 
 @pytest.fixture(scope="module")
-def expected():
+def expected(quick_compilation):  # noqa: F811
     mesh = zeroxla.make_mesh(nodes=2)
     return {name: steps.train(mesh, name) for name in NAMES}
 

@@ -19,17 +19,6 @@ TRAIN = [
     *("--save-every", "5"),
 ]
 
-# One process for all: they share the undisturbed run.
-pytestmark = pytest.mark.xdist_group("train_over_processes")
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("text")
-    for i in range(25):
-        (folder / f"{i:02d}.txt").write_text(f"line {i}: the quick brown fox jumps\n" * 20)
-    return folder
-
 
 @pytest.fixture(scope="module")
 def undisturbed(text, tmp_path_factory):
