@@ -7,7 +7,7 @@ measures are those of tests/equality.py.
     python benchmarks/equality_matrix.py [pytest arguments, such as -k gpt]
 
 Exits with 1 if a bound is exceeded or a run fails; writes results/equality_matrix.json and
-results/equality_matrix.md. Takes some 25 minutes on 2 cores.
+results/equality_matrix.md. Takes some two hours on 2 cores.
 """
 
 from __future__ import annotations

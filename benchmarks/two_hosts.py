@@ -132,17 +132,17 @@ def make_lines(taken: Mapping[str, Mapping[str, Steps]]) -> dict[str, Line]:
     lines = {}
     for label, by_rate in taken.items():
         if label in peers:
-            side, sharded = PEER, peers[label].sharded
-            ideal, program = peers[label].ideal_bytes, peers[label].over_gloo_bytes
+            row, side = peers[label], PEER
+            ideal, program = row.ideal_bytes, row.over_gloo_bytes
         else:
-            side, sharded = OURS, ROWS[label].sharded
+            row, side = ROWS[label], OURS
             program = program_bytes(label, mesh)
-            share = ROWS[label].ideal
-            ideal = program if share is None else share * 4 * task.num_parameters()
+            ideal = program if row.ideal is None else row.ideal * 4 * task.num_parameters()
         lines[label] = Line(
             label=label,
+            description=row.description,
             side=side,
-            sharded=sharded,
+            sharded=row.sharded,
             ideal_bytes=ideal,
             program_bytes=program,
             by_rate=by_rate,

@@ -26,6 +26,7 @@ class Line:
 
     Attributes:
       label: in tables.
+      description: in a line.
       side: OURS or PEER.
       sharded: no device keeps the whole state.
       ideal_bytes: a host sends in a step, if no collective moves more than it must.
@@ -34,6 +35,7 @@ class Line:
     """
 
     label: str
+    description: str
     side: str
     sharded: bool
     ideal_bytes: float
@@ -59,8 +61,8 @@ class Line:
 
 def bits_per_second(rate: str) -> float:
     """Return what "100mbit" says."""
-    unit = rate.lstrip("0123456789.")
-    return float(rate.removesuffix(unit)) * UNITS[unit]
+    number, unit = _parts(rate)
+    return float(number) * UNITS[unit]
 
 
 def communication_seconds(lines: Mapping[str, Line], label: str, rate: str) -> float:
@@ -110,7 +112,7 @@ def targets(lines: Mapping[str, Line]) -> list[Check]:
     sharded = [x for x in lines.values() if x.side == PEER and x.sharded]
     if have([ALONE, PEERS_ALONE], FAST) and sharded:
         least = min(communication_seconds(lines, x.label, FAST) for x in sharded)
-        for label in ("zero3", "zeropp"):
+        for label in ("zero3", "zeropp", "zeropp_min"):
             if label in lines:
                 ratio = communication_seconds(lines, label, FAST) / least
                 name = f"{label}: communication time over the least of sharded peers', at 1 Gbit/s"
@@ -164,8 +166,8 @@ def name(rate: str) -> str:
     """Return a rate in words."""
     if rate == UNBOUND:
         return "unshaped"
-    unit = rate.lstrip("0123456789.")
-    return f"{rate.removesuffix(unit)} {unit[0].upper() if unit[0] != 'k' else 'k'}bit/s"
+    number, unit = _parts(rate)
+    return f"{number} {unit[0].upper() if unit[0] != 'k' else 'k'}bit/s"
 
 
 def draw(lines: Mapping[str, Line], path: Path = RESULTS / "two_hosts.png") -> None:
@@ -210,8 +212,14 @@ def body(lines: Mapping[str, Line], *, rounds: int, steps: int) -> str:
         "that sends nothing; *wire* is bytes over rate; *bound* is the longer of wire and unshaped "
         "step. DeepSpeed's quantizer has no CPU version: a stand-in in PyTorch takes its place, so "
         "its bytes are DeepSpeed's and its time is not.\n\n"
-        "![step time against link rate](two_hosts.png)"
+        "![step time against link rate](two_hosts.png)\n\n"
+        + "\n".join(f"- {line.label}: {line.description}" for line in lines.values())
     )
+
+
+def _parts(rate: str) -> tuple[str, str]:
+    unit = rate.lstrip("0123456789.")
+    return rate.removesuffix(unit), unit
 
 
 def _megabytes(num_bytes: float) -> str:

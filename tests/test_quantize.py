@@ -24,11 +24,8 @@ from quantize_cases import (
     restored,
     sample,
 )
-from quick import quick_compilation  # noqa: F401
 
 from zeroxla.quantize import Wire, WireFormat, dequantize, quantize
-
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 FACTORS = {**FORMATS, "length": LENGTHS, "dtype": DTYPES}
 MILLIONS = 3 * 10**6 + 1

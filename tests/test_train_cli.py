@@ -112,6 +112,29 @@ class TestResume:
         assert values(run, "grad_norm") == values(finished[0], "grad_norm")
         assert values(run, "valid_loss") == values(finished[0], "valid_loss")
 
+    def test_a_restart_by_the_launcher_goes_on_from_the_checkpoint(
+        self, finished, tmp_path, monkeypatch, text
+    ):
+        """With the command line of the first start, which does not say --resume."""
+        run = self.copy_at(finished, tmp_path, 5)
+        monkeypatch.setenv("ZEROXLA_RESTART", "1")
+        monkeypatch.setenv("ZEROXLA_STARTED", "x")
+        arguments = ["--run", run, "--data", text, *TINY, "--save-every", 5, "--eval-every", 5]
+        assert train(*arguments, "--steps", 12, "--keep", 3) == 0
+        assert values(run, "loss") == values(finished[0], "loss")
+
+    def test_a_restart_without_a_checkpoint_starts_anew(
+        self, finished, tmp_path, monkeypatch, text
+    ):
+        monkeypatch.chdir(tmp_path)
+        run = tmp_path / "runs" / "train-x"  # what the launcher's first start has called it
+        shutil.copytree(finished[0], run)
+        shutil.rmtree(run / "checkpoints")
+        monkeypatch.setenv("ZEROXLA_RESTART", "1")
+        monkeypatch.setenv("ZEROXLA_STARTED", "x")
+        assert train("--data", text, *TINY, "--steps", 12, "--save-every", 10) == 0
+        assert values(run, "loss") == values(finished[0], "loss")
+
     def test_options_that_are_free_may_change(self, finished, tmp_path, capsys):
         run = self.copy_at(finished, tmp_path, 12)
         assert train("--resume", "--run", run, "--prompt", "x", "--steps", "13") == 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax
@@ -11,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from zeroxla.hosts.moves import whole
 from zeroxla.placement import Placement
 from zeroxla.wire_state import WireState
 
@@ -90,7 +90,7 @@ def stored(naturals: Any, placements: tuple[Placement, ...]) -> Any:
 
 def state_shardings(state: TrainState, mesh: Mesh) -> TrainState:
     """Return the sharding of every array of a state (or of its shapes)."""
-    whole = NamedSharding(mesh, PartitionSpec())
+    everywhere = NamedSharding(mesh, PartitionSpec())
     params, opt_state = (
         jax.tree.unflatten(jax.tree.structure(tree), [p.sharding(mesh) for p in placements])
         for tree, placements in zip((state.params, state.opt_state), state.placements, strict=True)
@@ -104,7 +104,7 @@ def state_shardings(state: TrainState, mesh: Mesh) -> TrainState:
             is_leaf=lambda x: isinstance(x, PartitionSpec),
         )
     rest = dataclasses.replace(state, wire_state=None)
-    shardings = jax.tree.map(lambda _: whole, rest)
+    shardings = jax.tree.map(lambda _: everywhere, rest)
     return dataclasses.replace(shardings, params=params, opt_state=opt_state, wire_state=wires)
 
 
@@ -112,19 +112,12 @@ def full_params(state: TrainState) -> Any:
     """Return the parameters whole, in natural shapes, as float32 NumPy arrays on this host.
 
     One leaf at a time is assembled, so the cost is the model in host memory, once; of several
-    processes in that of each, and all must call this. There a leaf passes through every device,
-    whole, and over the links between hosts.
+    processes in that of each, and all must call this. There every device holds a leaf for a moment,
+    and a host receives what it lacks of it once.
     """
     leaves, tree = jax.tree.flatten(state.params)
     cut = [
-        np.asarray(x if x.is_fully_addressable else _replicated(x.sharding.mesh)(x))[
-            tuple(slice(n) for n in p.shape)
-        ]
+        np.asarray(x if x.is_fully_addressable else whole(x))[tuple(slice(n) for n in p.shape)]
         for x, p in zip(leaves, state.placements[0], strict=True)
     ]
     return tree.unflatten(cut)
-
-
-@functools.cache
-def _replicated(mesh: Mesh) -> Any:
-    return jax.jit(lambda x: x, out_shardings=NamedSharding(mesh, PartitionSpec()))

@@ -1,14 +1,19 @@
 """How processes find each other: the environment, the meeting before JAX starts, its errors."""
 
+import re
 import socket
+import sys
 import threading
+import types
 
 import numpy as np
 import pytest
 
+import pallas_kernels
 import zeroxla
 from multihost import processes
 from zeroxla.hosts.environment import Cluster, find_cluster
+from zeroxla.hosts.fingerprint import fingerprint
 from zeroxla.hosts.meeting import Member, meet, split_address
 from zeroxla.launch.ranks import free_port
 
@@ -224,3 +229,41 @@ def test_processes_with_another_number_of_devices_say_so():
         status, out = processes.finish(process)
         assert status != 0
         assert "hosts have different numbers of devices ({'node 0': 1, 'node 1': 2})" in out
+
+
+def test_processes_with_another_script_say_so(tmp_path):
+    port = free_port()
+    scripts = [tmp_path / "a.py", tmp_path / "b.py"]
+    for script in scripts:
+        script.write_text("import zeroxla\n\nzeroxla.initialize()\nprint('started')\n")
+    started = [
+        processes.start(
+            [script],
+            ZEROXLA_COORDINATOR=f"127.0.0.1:{port}",
+            ZEROXLA_NUM_PROCESSES=2,
+            ZEROXLA_PROCESS_ID=i,
+        )
+        for i, script in enumerate(scripts)
+    ]
+    for process in started:
+        status, out = processes.finish(process)
+        assert status != 0
+        assert "started" not in out
+        assert re.search(r"the script: a\.py \w+ in process 0, b\.py \w+ in process 1", out)
+
+
+def test_a_fingerprint_follows_the_source(tmp_path, monkeypatch):
+    """A changed kernel changes it, and a copy of the same script elsewhere does not."""
+    found = []
+    for name, kernel in (("one", "x = 1"), ("two", "x = 1"), ("three", "x = 2")):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "__init__.py").write_text(kernel)
+        (folder / "train.py").write_text("pass")
+        main = types.SimpleNamespace(__file__=str(folder / "train.py"))
+        monkeypatch.setattr(pallas_kernels, "__file__", str(folder / "__init__.py"))
+        monkeypatch.setitem(sys.modules, "__main__", main)
+        found.append(fingerprint.__wrapped__())
+    assert found[0] == found[1] != found[2]
+    assert found[0]["the script"] == found[2]["the script"]
+    assert found[0]["the script"].startswith("train.py ")

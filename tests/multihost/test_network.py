@@ -108,7 +108,9 @@ def test_a_worker_that_dies_is_named(hosts):
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_nothing_is_left_behind(number):
     program = (
-        "import network, time\n"
+        "import network, signal, time\n"
+        # Where the tests run in the background, it is ignored.
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "with network.two_hosts('10mbit') as hosts:\n"
         "    held = hosts[1].popen(['sleep', '600'])\n"
         "    print(*(host.pid for host in hosts), held.pid, flush=True)\n"
@@ -127,6 +129,7 @@ def test_nothing_is_left_behind(number):
         pids = maker.stdout.readline().split()
         assert len(pids) == 3
         maker.send_signal(number)
+        assert maker.wait(timeout=30) != 0
     until = time.monotonic() + 10
     while any(is_alive(pid) for pid in pids) and time.monotonic() < until:
         time.sleep(0.05)

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from zeroxla.hosts.moves import mover
 from zeroxla.mesh import BATCH_AXES
 from zeroxla.placement import leaf_path
 
@@ -88,7 +89,7 @@ def put_batch(batch: Any, mesh: Mesh) -> Any:
                 f"are {jax.process_count()} processes; make the batch of the rows that each has "
                 "read, with zeroxla.global_batch(rows, mesh)"
             )
-        return x if x.sharding.is_equivalent_to(sharding, x.ndim) else _mover(sharding)(x)
+        return x if x.sharding.is_equivalent_to(sharding, x.ndim) else mover(sharding)(x)
 
     return jax.tree_util.tree_map_with_path(one, batch)
 
@@ -100,8 +101,3 @@ def put_key(key: jax.Array, mesh: Mesh) -> jax.Array:
         return jax.device_put(key, sharding)
     wrap = functools.partial(jax.random.wrap_key_data, impl=jax.random.key_impl(key))
     return jax.jit(wrap, out_shardings=sharding)(np.asarray(jax.random.key_data(key)))
-
-
-@functools.cache
-def _mover(sharding: NamedSharding) -> Any:
-    return jax.jit(lambda x: x, out_shardings=sharding)

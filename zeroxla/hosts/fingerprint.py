@@ -9,16 +9,19 @@ import platform
 import sys
 from pathlib import Path
 
+import pallas_kernels
+
 _PACKAGES = ("jax", "jaxlib", "flax", "optax")
 
 
 @functools.cache
 def fingerprint() -> dict[str, str]:
-    """Return versions, and hashes of zeroxla's source and of the script that runs, by name."""
+    """Return versions, and hashes of zeroxla's source, its kernels' included, and of the script
+    that runs, by name."""
     found = {"Python": ".".join(platform.python_version_tuple()[:2])}
     found |= {name: importlib.metadata.version(name) for name in _PACKAGES}
-    root = Path(__file__).resolve().parents[1]
-    found["zeroxla's source"] = _hash(sorted(root.rglob("*.py")))
+    roots = [Path(__file__).parents[1], Path(pallas_kernels.__file__).parent]
+    found["zeroxla's source"] = _hash([p for root in roots for p in sorted(root.rglob("*.py"))])
     # Not a console script: its first line names the interpreter, which may lie elsewhere there.
     script = getattr(sys.modules.get("__main__"), "__file__", None)
     if script is not None and script.endswith(".py"):

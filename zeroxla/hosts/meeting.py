@@ -97,7 +97,10 @@ def _receive(me: Member, host: str, port: int, deadline: float, timeout: float) 
                 continue  # not one of ours: a port scanner, say
             guests.append(guest)
             if member.process_id in members:
-                error = ValueError(f"two processes say that they are process {member.process_id}")
+                error = ValueError(
+                    f"two processes say that they are process {member.process_id} of "
+                    f"{me.num_processes}; give each another process_id"
+                )
             members[member.process_id] = member
             error = error or _misfit(me, member)
         server.close()  # JAX's own server takes the port next
