@@ -44,7 +44,8 @@ import pytest
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
     """Run a file's tests in one process, where they share fixtures and compiled programs; of
-    test_equality.py those of a case, which share what the reference finds."""
+    test_equality.py those of a case, which share what the reference finds. In the order of
+    collection."""
     from xdist.scheduler import LoadScopeScheduling
 
     class ByFile(LoadScopeScheduling):
@@ -54,7 +55,13 @@ def pytest_xdist_make_scheduler(config, log):
                 return file
             return f"{file} {test.partition('[')[2].partition('-')[0]}"
 
+    config.option.loadscopereorder = False  # by number of tests: slow files with few would be last
     return ByFile(config, log)
+
+
+def pytest_collection_modifyitems(items):
+    """Put the small scopes of test_equality.py last, where they fill what a process has left."""
+    items.sort(key=lambda item: item.path.name == "test_equality.py")
 
 
 @pytest.fixture(scope="session")
