@@ -64,7 +64,7 @@ def growth_in_blocks(scan, **options):
     ("scan", "threshold"),
     [
         pytest.param(False, 0, id="unrolled"),
-        pytest.param(False, BIASES, id="unrolled, biases persistent"),
+        pytest.param(False, BIASES, id="unrolled, biases persistent", marks=pytest.mark.slow),
         pytest.param(True, BIASES, id="scanned, biases persistent"),
     ],
 )

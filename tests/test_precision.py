@@ -67,7 +67,7 @@ def all_relative(found, expected):
         ("gpt_scan", "bfloat16"),
         ("gpt_scan", "float16"),
         pytest.param("batchnorm", "float16", marks=pytest.mark.smoke),
-        ("llama_unrolled", "bfloat16"),
+        pytest.param("llama_unrolled", "bfloat16", marks=pytest.mark.slow),
     ],
 )
 def test_16_bit_gradients_equal_the_reference_in_that_dtype(name, dtype):

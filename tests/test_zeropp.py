@@ -87,7 +87,10 @@ def test_gradients_are_those_of_the_quantized_weights(name):
 # hpZ (tests/equality.py has it without quantization, for every model of the zoo)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(m, marks=[pytest.mark.slow] if m == "scanned" else []) for m in MODELS],
+)
 def test_secondary_shards_change_nothing_in_any_form(name):
     model, batch = MODELS[name], tokens(32)
     plain = gradients(step_of(model, accumulate=2, weight_wire=INT8), batch)

@@ -21,8 +21,8 @@ def expected(quick_compilation):  # noqa: F811
     return {name: steps.train(mesh, name) for name in NAMES}
 
 
-def check(folder, expected):
-    for name in NAMES:
+def check(folder, expected, *names):
+    for name in names:
         with np.load(folder / f"{name}.npz") as found:
             assert set(found) == set(expected[name])
             np.testing.assert_allclose(found["losses"], expected[name]["losses"], rtol=2e-6)
@@ -40,7 +40,7 @@ def test_two_processes_of_four_devices(tmp_path, expected):
     )
     assert status == 0, out
     assert "[0] nodes [[0, 0, 0, 0], [1, 1, 1, 1]]" in out
-    check(tmp_path, expected)
+    check(tmp_path, expected, *NAMES)
 
 
 def test_four_processes_on_two_hosts_in_another_order(tmp_path, expected):
@@ -48,7 +48,7 @@ def test_four_processes_on_two_hosts_in_another_order(tmp_path, expected):
     port = free_port()
     started = [
         processes.start(
-            [processes.FOLDER / "steps.py", tmp_path, *NAMES],
+            [processes.FOLDER / "steps.py", tmp_path, "zeropp_min"],
             ZEROXLA_COORDINATOR=f"127.0.0.1:{port}",
             ZEROXLA_NUM_PROCESSES=4,
             ZEROXLA_PROCESS_ID=i,
@@ -61,4 +61,4 @@ def test_four_processes_on_two_hosts_in_another_order(tmp_path, expected):
         status, out = processes.finish(process)
         assert status == 0, out
         assert "nodes [[0, 0, 2, 2], [1, 1, 3, 3]]" in out
-    check(tmp_path, expected)
+    check(tmp_path, expected, "zeropp_min")

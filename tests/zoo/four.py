@@ -30,7 +30,7 @@ def gpt_scan() -> Any:
     return GPT.tiny(**SMALL_GPT, scan=True, dropout=0.1)
 
 
-@case(tokens, unit_elements=1000)
+@case(tokens, unit_elements=1000, heavy=True)
 def gpt_scan_remat() -> Any:
     return GPT.tiny(**SMALL_GPT, scan=True, remat=True)
 
@@ -56,6 +56,6 @@ def llama_unrolled() -> Any:
     return Llama.tiny(**SMALL_LLAMA, scan=False, tie=True)
 
 
-@case(images, unit_elements=2000)
+@case(images, unit_elements=2000, heavy=True)
 def alexnet() -> Any:
     return AlexNet.tiny(width=1 / 64, dropout=0.3)

@@ -217,7 +217,7 @@ def scan_axis_1() -> Any:
     return Net()
 
 
-@case(vectors, rows=8)
+@case(vectors, rows=8, heavy=True)
 def remat_of_scan() -> Any:
     """nn.remat around nn.scan: the loop is inside the checkpoint."""
 
