@@ -20,13 +20,14 @@ import argparse
 import contextlib
 import dataclasses
 import functools
+import os
 import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from common import report
-from fleet import Steps, fleet
+from fleet import Steps, WorkerError, fleet
 from network import Host, NetworkError, two_hosts
 from peers import task
 from peers.fleets import fleets
@@ -54,6 +55,8 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3, help="turns of a row at a rate")
     parser.add_argument("--steps", type=int, default=2, help="in a turn")
     options = parser.parse_args()
+    if options.peers:  # workers run elsewhere; links are kept, they are what makes an environment
+        options.peers = os.path.abspath(options.peers)
     try:
         with contextlib.ExitStack() as stack:
             hosts = stack.enter_context(two_hosts())
@@ -67,7 +70,7 @@ def main() -> int:
                     for name, row in PEER_ROWS.items()
                 }
             taken = measure(rows, hosts, options.rates, options.rounds, options.steps)
-    except NetworkError as error:
+    except (NetworkError, WorkerError) as error:
         sys.exit(f"error: {error}")
     lines = make_lines(taken)
     if set(options.rates) < set(RATES) or set(options.rows) < set(ROWS):
