@@ -1,7 +1,7 @@
 """Training on a mesh equals training on one device: loss, gradients, metrics, and 20 steps.
 
-The default run takes two rows for each case of the zoo; `-m full` takes every case on every mesh,
-and `python benchmarks/equality_matrix.py` writes what that finds to benchmarks/results.
+The default run takes a row or two for each case of the zoo; `-m full` takes every case on every
+mesh, and `python benchmarks/equality_matrix.py` writes what that finds to benchmarks/results.
 """
 
 import dataclasses
@@ -26,6 +26,8 @@ from equality import (
 from quick import quick_compilation  # noqa: F401
 from zoo import CASES
 
+# Once failed, and not in the cover: an empty leaf on one device.
+FAILED = [Row(case="scalars", mesh=(1, 1), settings=Settings(small_units=True, keep=True))]
 SMOKE = ("gpt_scan", "nnx_batchnorm", "nested_scans", "custom_vjp")
 
 
@@ -53,7 +55,7 @@ def check(row: Row) -> None:
 
 
 @pytest.mark.usefixtures("quick_compilation")
-@pytest.mark.parametrize("row", list(marked(cover())))
+@pytest.mark.parametrize("row", [*marked(cover()), *marked(FAILED)])
 def test_training_equals_one_device(row):
     check(row)
 
@@ -87,7 +89,7 @@ def test_the_cover_meets_every_pair():
         first, *others = (row for row in rows if row.case == case)
         assert first.settings.persistence == 0
         assert first.settings.small_units
-        assert len(others) == (0 if CASES[case].heavy else 1)
+        assert len(others) <= (0 if CASES[case].heavy else 1)
         for second in others:
             assert first.mesh != second.mesh
             for name in ("prefetch", "keep", "alone", "accumulate", "hops"):

@@ -108,8 +108,6 @@ def place(shape: Sequence[int], world: int, *, skip: Sequence[int] = ()) -> Plac
     whole = Placement(shape=tuple(shape), layer_dims=tuple(sorted(skip)))
     elements = math.prod(whole.shape)
     dims = [d for d in range(len(shape)) if d not in skip and shape[d] > 0]
-    if world == 1 and dims:
-        return dataclasses.replace(whole, dim=dims[0])
     if elements < world or not dims:
         return whole
     for dim in dims:
