@@ -6,10 +6,12 @@ partitioner and the passes over HLO that could move or merge a collective run as
     from quick import quick_compilation  # noqa: F401
     pytestmark = pytest.mark.usefixtures("quick_compilation")
 
-and, for the programs that a test starts, the variables QUICK.
+and, for the programs that a test starts, the variables QUICK. `thinned` leaves parameters that say
+much the same to the slow tests.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import jax
 import pytest
@@ -24,3 +26,9 @@ def quick_compilation() -> Iterator[None]:
     jax.config.update("jax_disable_most_optimizations", True)
     yield
     jax.config.update("jax_disable_most_optimizations", before)
+
+
+def thinned(values: Iterable[Any], *, keep: int = 2) -> list[Any]:
+    """Return parameters of which one of so many, the first included, is not marked slow."""
+    slow = pytest.mark.slow
+    return [pytest.param(v, marks=slow) if i % keep else v for i, v in enumerate(values)]

@@ -390,13 +390,14 @@ def images(rows):
                 "zero_optimization.sub_group_size",
             ],
         ),
-        (
+        pytest.param(
             TUTORIAL,
             [
                 "zero_optimization.contiguous_gradients",
                 "zero_optimization.overlap_comm",
                 "zero_optimization.reduce_bucket_size",
             ],
+            marks=pytest.mark.slow,
         ),
     ],
     ids=["hugging_face", "tutorial"],

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
-from quick import quick_compilation  # noqa: F401
+from quick import quick_compilation, thinned  # noqa: F401
 from wire_tools import as_it_arrives
 
 from zeroxla import WireFormat, bundles, make_mesh
@@ -92,8 +92,9 @@ def test_the_groups_tile_the_mesh_and_keep_the_order_of_shards():
 
 
 @pytest.mark.parametrize("alone", [0, 10**9])
-@pytest.mark.parametrize(("shape", "size"), GROUPS)
-def test_leaves_arrive_as_their_shards_were_quantized(shape, size, alone, monkeypatch):
+@pytest.mark.parametrize("group", thinned(GROUPS))
+def test_leaves_arrive_as_their_shards_were_quantized(group, alone, monkeypatch):
+    shape, size = group
     monkeypatch.setattr(bundles, "ALONE_ELEMENTS", alone)
 
     def gather(gathers, sources, routes):
@@ -107,8 +108,10 @@ def test_leaves_arrive_as_their_shards_were_quantized(shape, size, alone, monkey
 
 @pytest.mark.parametrize("weights", [None, FORMAT], ids=["float32", "int8"])
 @pytest.mark.parametrize("form", ["wire", "values"])
-@pytest.mark.parametrize(("shape", "size"), GROUPS)
-def test_a_secondary_shard_gives_the_same_leaf(shape, size, form, weights):
+@pytest.mark.parametrize("group", thinned(GROUPS))
+def test_a_secondary_shard_gives_the_same_leaf(group, form, weights):
+    shape, size = group
+
     def both(gathers, sources, routes):
         kept = gathers.secondary(sources, routes)
         assert all(k.form == ("values" if weights and form == "values" else "wire") for k in kept)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from quick import quick_compilation  # noqa: F401
+from quick import quick_compilation, thinned  # noqa: F401
 from wire_tools import as_it_arrives
 from zoo.base import leaves, mse, vectors
 
@@ -60,7 +60,7 @@ def assert_equal_trees(a, b, rtol=2e-5):
 # qwZ
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", thinned(["scanned, remat", "scanned", "unrolled"], keep=3))
 def test_gradients_are_those_of_the_quantized_weights(name):
     """One device, `jax.grad`, the weights as the oracle quantizes each layer of each shard."""
     model, batch = MODELS[name], tokens()
@@ -87,10 +87,7 @@ def test_gradients_are_those_of_the_quantized_weights(name):
 # hpZ (tests/equality.py has it without quantization, for every model of the zoo)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(m, marks=[pytest.mark.slow] if m == "scanned" else []) for m in MODELS],
-)
+@pytest.mark.parametrize("name", thinned(["scanned, remat", "scanned", "unrolled"], keep=3))
 def test_secondary_shards_change_nothing_in_any_form(name):
     model, batch = MODELS[name], tokens(32)
     plain = gradients(step_of(model, accumulate=2, weight_wire=INT8), batch)
@@ -104,7 +101,7 @@ def test_secondary_shards_change_nothing_in_any_form(name):
         assert_equal_trees(found[1], plain[1])
 
 
-@pytest.mark.parametrize("name", ["unrolled", "scanned"])
+@pytest.mark.parametrize("name", thinned(["scanned", "unrolled"]))
 def test_forward_and_backward_round_a_weight_alike(name):
     """Stochastically: gathered again or kept, it is the same weight; and another one next step."""
     options = {"weight_wire": WireFormat(bits=4, block=64, rounding="stochastic")}

@@ -147,7 +147,7 @@ def temp_bytes(**options):
 @pytest.mark.parametrize(
     ("options", "per_element"),
     [
-        ({"hpz_size": "node"}, 2),
+        pytest.param({"hpz_size": "node"}, 2, marks=pytest.mark.slow),
         ({"hpz_size": "node", "weight_wire": WireFormat(bits=8), "secondary": "wire"}, 1),
     ],
     ids=["16 bit", "int8"],

@@ -70,9 +70,8 @@ def test_a_killed_run_is_started_again_and_ends_with_the_same_losses(text, tmp_p
     assert losses(run) == undisturbed
 
 
-@pytest.mark.parametrize(
-    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_run_is_saved_and_resumed(text, tmp_path, undisturbed, number):
     run = tmp_path / "run"
     launcher = processes.start(["-m", "zeroxla.cli", *TRAIN, "--data", text, "--run", run])
