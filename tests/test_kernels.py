@@ -78,7 +78,7 @@ def test_triton_takes_blocks_of_any_length(format):
             WireFormat(bits=4, hadamard=32, block=128, scale="bound", symmetric=False),
             marks=needs_mosaic,
         ),
-        ("triton", WireFormat(bits=8, hadamard=32, block=96)),
+        pytest.param("triton", WireFormat(bits=8, hadamard=32, block=96), marks=pytest.mark.slow),
     ],
 )
 def test_rotated_blocks_give_the_bits_of_the_oracle(backend, format):
