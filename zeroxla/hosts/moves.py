@@ -26,6 +26,7 @@ def hops_to_whole(sharding: NamedSharding) -> tuple[NamedSharding, NamedSharding
 
 def whole(x: jax.Array) -> jax.Array:
     """Return a leaf whole on every device; all processes must call this."""
+    assert isinstance(x.sharding, NamedSharding)
     for sharding in hops_to_whole(x.sharding):
         x = mover(sharding)(x)
     return x
