@@ -124,6 +124,16 @@ def test_one_that_the_others_do_not_hear_is_named(capfd, number):
     assert "0x7f" not in err
 
 
+def test_one_that_was_killed_is_not_said_to_be_silent(capfd):
+    """The others may have noticed, too, before all are ended."""
+    said = "The following tasks are unhealthy (stopped sending heartbeats):\n1\nThe tasks"
+    script = f"[ $ZEROXLA_PROCESS_ID = 1 ] && kill -9 $$; echo '{said} crashed'; sleep 60"
+    assert run(script) == 128 + 9
+    err = capfd.readouterr().err
+    assert re.search(r"launch: Rank 1 .* was killed by SIGKILL", err)
+    assert "not heard of" not in err
+
+
 @pytest.mark.parametrize(("trap", "status"), [("echo saved; exit 0", 0), ("", 130)])
 def test_ctrl_c_reaches_all_as_a_request_to_end(capfd, trap, status):
     script = f"trap '{trap}' TERM; echo ready; while :; do sleep .1; done"

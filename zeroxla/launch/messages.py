@@ -23,7 +23,7 @@ def failed(first: Process, processes: Sequence[Process], after: float) -> str:
       after: seconds since the start.
     """
     facts = [_stopped(p) for p in processes if p.stopped_at is not None and p is not first]
-    facts += [_silent(p) for p in _unheard(processes) if p.stopped_at is None]
+    facts += [_silent(p) for p in _unheard(processes) if p.stopped_at is None and p is not first]
     if first.error is not None:
         facts.append(f"{_name(first)} {first.error}.")
     else:
