@@ -129,6 +129,21 @@ class Step:
         shapes = self._state_shapes(jax.random.key(0), self._check_batch(batch))
         return jax.tree.map(_as_shape, shapes, state_shardings(shapes, self.mesh))
 
+    def shapes(self) -> TrainState:
+        """Return `abstract_state` of the batch that the step has last seen.
+
+        Raises:
+          ValueError: it has seen none.
+        """
+        if self._traced is None:
+            raise ValueError(
+                "the step has seen no batch, and the state's shapes may depend on it; call "
+                "step.abstract_state(batch) first, or pass on what that returns"
+            )
+        *_, batch, key = self._traced
+        shapes = self._state_shapes(key, batch)
+        return jax.tree.map(_as_shape, shapes, state_shardings(shapes, self.mesh))
+
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
         """Take one optimizer step. The state is donated: use the returned one.
 

@@ -22,7 +22,7 @@ from rich.text import Text
 
 from models import GPT
 from zeroxla import data, inspect
-from zeroxla.checkpoint import Checkpoints, SaveError
+from zeroxla.checkpoint.checkpointer import Checkpointer, SaveError
 from zeroxla.config import ZeroConfig
 from zeroxla.hosts.batches import global_batch, process_shard
 from zeroxla.hosts.environment import STARTED
@@ -32,7 +32,7 @@ from zeroxla.run_folder import CHECKPOINTS, NoRunFolder, RunFolder, read_config
 from zeroxla.sample import continue_text
 from zeroxla.state import TrainState, full_params
 from zeroxla.step import make_step
-from zeroxla.train_options import TrainOptions
+from zeroxla.train_options import RunOptions, TrainOptions
 from zeroxla.train_setup import (
     check_same,
     circumstances,
@@ -112,16 +112,22 @@ class _Job:
         folder = functools.partial(on_first, "run folder")
         if output.resume:
             check_same(read_config(self.path), here)
-            self.checkpoints = Checkpoints(self.path / CHECKPOINTS, keep=output.keep)
-            self.done, self.state, position = self.checkpoints.restore(shapes)
-            self.batches.set_state(position)
+            self.checkpoints = self.checkpointer(output)
+            restored = self.checkpoints.restore(shapes)
+            self.done, self.state = restored.number, restored.state
+            self.batches.set_state(restored.position)
             found = folder(lambda: RunFolder.reopen(self.path, step=self.done, report=self.warn))
         else:
             record = {"options": options.to_dict(), **here}
             found = folder(lambda: RunFolder.create(self.path, record, self.warn))
-            self.checkpoints = Checkpoints(self.path / CHECKPOINTS, keep=output.keep)
+            self.checkpoints = self.checkpointer(output)
             self.done, self.state = 0, None  # made in run(), after the set-up is printed
         self.folder = found or NoRunFolder()
+
+    def checkpointer(self, output: RunOptions) -> Checkpointer:
+        return Checkpointer(
+            self.path / CHECKPOINTS, keep=output.keep, every=output.save_every, report=self.warn
+        )
 
     def run(self) -> int:
         num_steps = self.options.training.steps
@@ -191,17 +197,20 @@ class _Job:
         self.console.print(f"step {self.done}: validation loss {loss:.4f}")
         return loss
 
-    def save(self) -> bool:
-        """Write a checkpoint; report a failure and return False."""
+    def save(self, *, last: bool = False) -> bool:
+        """Write a checkpoint, the last one until it is whole; report a failure and return False."""
+        position, config = self.batches.get_state(), self.step.config
         try:
-            self.checkpoints.save(self.done, self.state, self.batches.get_state())
+            self.checkpoints.save(self.done, self.state, position, config=config, force=last)
+            if last:
+                self.checkpoints.wait()
         except SaveError as error:
             self.warn(str(error))
             return False
         return True
 
     def finish_interrupted(self) -> int:
-        saved = self.save()
+        saved = self.save(last=True)
         self.folder.close()
         if saved:
             # As it was typed: in a virtual environment the bare name may not be on PATH.
@@ -211,7 +220,7 @@ class _Job:
         return 0 if saved else 1
 
     def finish(self) -> int:
-        saved = self.save()  # first: it is what cannot be made again
+        saved = self.save(last=True)  # first: it is what cannot be made again
         loss = self.evaluate()
         sample = self.sample()
         self.folder.close()

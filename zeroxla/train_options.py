@@ -170,10 +170,12 @@ class TrainOptions:
 
 
 # A resumed run takes these from the command line; a change of any other is another run.
+# Checkpoints open on any mesh, whatever the way it communicates.
 # With another number of steps the learning rate follows the new schedule from the checkpoint on.
 FREE = frozenset(
     {"run", "resume", "steps", "eval_every", "eval_batches", "save_every", "keep"}
     | {"prompt", "sample_bytes", "temperature"}
+    | {"nodes", "devices_per_node", "zero", "accumulate", "persistence_threshold"}
 )
 
 

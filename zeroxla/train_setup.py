@@ -87,16 +87,11 @@ def circumstances(corpus: data.Corpus, mesh: Mesh) -> dict[str, Any]:
 
 
 def check_same(stored: dict[str, Any], now: dict[str, Any]) -> None:
-    """Check that a resumed run meets the text and the mesh that it had.
+    """Check that a resumed run meets the text that it had; its mesh may be another.
 
     Raises:
       ValueError: With both, and the remedy.
     """
-    if stored["mesh"] != now["mesh"]:
-        raise ValueError(
-            f"the run was trained on the mesh {stored['mesh']} and here it is {now['mesh']}; "
-            "resume it with as many nodes and devices"
-        )
     if stored["text"] != now["text"]:
         raise ValueError(
             f"the text has changed since the run began: {stored['text']} then, {now['text']} now; "

@@ -1,0 +1,1 @@
+"""Checkpoints that open on any mesh, and weights in and out of Hugging Face's format."""

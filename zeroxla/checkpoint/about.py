@@ -1,0 +1,178 @@
+"""What a checkpoint says of itself: `about.json`, read without its arrays."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+import re
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax.numpy as jnp
+
+from zeroxla.checkpoint.logical import WIRES, Entry, name
+from zeroxla.checkpoint.logical import Path as Name
+from zeroxla.inspect.memory import format_bytes, render
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+FORMAT = 1
+_FILE = "about.json"
+
+
+class DamageError(ValueError):
+    """A checkpoint's files are not as they were written."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Leaf:
+    """An array in a checkpoint.
+
+    Attributes:
+      name: a path of keys, such as "params/h/attn/c_attn/kernel".
+      shape: the natural shape.
+      dtype: as NumPy names it.
+    """
+
+    name: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * jnp.dtype(self.dtype).itemsize
+
+    def __str__(self) -> str:
+        return f"{self.dtype}[{','.join(map(str, self.shape))}]"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class About:
+    """What is in a checkpoint; `print` it, or read it.
+
+    Attributes:
+      number: steps taken.
+      leaves: every array, by name.
+      fingerprint: of the parameters' names, shapes and dtypes; equal for equal models.
+      mesh: the axes that it was saved from.
+      config: the options that the step had, if they were given.
+      position: of the data, as it was given.
+      version: of zeroxla.
+      format: of the checkpoint.
+    """
+
+    number: int
+    leaves: Mapping[tuple[str, ...], Leaf]
+    mesh: Mapping[str, int]
+    config: Mapping[str, Any] | None
+    position: Any
+    version: str
+    format: int = FORMAT
+
+    @staticmethod
+    def of(number: int, found: Mapping[Name, Entry], **rest: Any) -> About:
+        """Make it of a state's arrays."""
+        leaves = {
+            path: Leaf(name=path, shape=e.shape, dtype=e.dtype) for path, e in found.items()
+        }
+        return About(number=number, leaves=leaves, **rest)
+
+    @property
+    def fingerprint(self) -> str:
+        digest = hashlib.blake2b(digest_size=8)
+        for path in sorted(self.leaves):
+            if path[0] == "params":
+                digest.update(f"{name(path)} {self.leaves[path]}\n".encode())
+        return digest.hexdigest()
+
+    def select(self, pattern: str) -> list[Leaf]:
+        """Return the leaves whose name matches a regular expression, whole or in part."""
+        return [leaf for path, leaf in self.leaves.items() if re.search(pattern, name(path))]
+
+    def write(self, folder: Path) -> None:
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        values["leaves"] = [
+            [leaf.name, leaf.shape, leaf.dtype] for leaf in self.leaves.values()
+        ]
+        values["fingerprint"] = self.fingerprint
+        (folder / _FILE).write_text(json.dumps(values, indent=1) + "\n")
+
+    @staticmethod
+    def read(folder: Path) -> About:
+        """Read that of a checkpoint.
+
+        Raises:
+          DamageError: it is missing or damaged.
+          ValueError: a newer zeroxla wrote it.
+        """
+        file = folder / _FILE
+        try:
+            values = json.loads(file.read_text())
+            if values["format"] > FORMAT:
+                raise _newer(file, values)
+            values.pop("fingerprint")
+            leaves = [
+                Leaf(name=tuple(path), shape=tuple(shape), dtype=dtype)
+                for path, shape, dtype in values.pop("leaves")
+            ]
+            return About(leaves={leaf.name: leaf for leaf in leaves}, **values)
+        except OSError as error:
+            raise DamageError(f"{file} cannot be read: {error.strerror}") from error
+        except (json.JSONDecodeError, KeyError, TypeError) as error:
+            raise DamageError(f"{file} does not hold what was written ({error})") from error
+
+    def table(self) -> Table:
+        """Return the arrays as a rich table."""
+        from rich.table import Table
+
+        mesh = " x ".join(f"{axis}={size}" for axis, size in self.mesh.items())
+        title = f"Checkpoint of step {self.number}, saved from {mesh} by zeroxla {self.version}"
+        table = Table(title=title, title_justify="left")
+        for column in ("array", "shape", "dtype"):
+            table.add_column(column)
+        table.add_column("bytes", justify="right")
+        for path, leaf in self.leaves.items():
+            shape = " x ".join(map(str, leaf.shape)) or "scalar"
+            table.add_row(name(path), shape, leaf.dtype, format_bytes(leaf.num_bytes))
+        total = sum(leaf.num_bytes for leaf in self.leaves.values())
+        table.add_section()
+        table.add_row("total", "", "", format_bytes(total))
+        return table
+
+    def __str__(self) -> str:
+        return render(self.table())
+
+    def check(self, found: Mapping[Name, Entry], chosen: Collection[Name] | None = None) -> None:
+        """Check that the arrays are those of a state.
+
+        Args:
+          found: of the state.
+          chosen: the names that count; all but those of what wires remember if None.
+
+        Raises:
+          ValueError: with the first that differs.
+        """
+        if chosen is None:
+            chosen = {path for path in (*self.leaves, *found) if path[0] != WIRES}
+        # Parameters first: where they differ, so do an optimizer's copies of them.
+        for path in sorted(chosen, key=lambda path: (path[0] != "params", path)):
+            there, entry = self.leaves.get(path), found.get(path)
+            here = entry and Leaf(name=path, shape=entry.shape, dtype=entry.dtype)
+            if there != here:
+                what = "optimizer" if path[0] == "opt_state" else "model"
+                raise ValueError(
+                    f"the checkpoint of step {self.number} is of another {what}: its {name(path)} "
+                    f"is {there or 'missing'}, and here it is {here or 'missing'}; build the same "
+                    f"{what}, or restore the parameters that fit with restore_params"
+                )
+
+
+def _newer(file: Path, values: Mapping[str, Any]) -> ValueError:
+    return ValueError(
+        f"{file} is of format {values['format']}, written by zeroxla {values.get('version')}; this "
+        f"one reads formats up to {FORMAT}: install a newer zeroxla"
+    )

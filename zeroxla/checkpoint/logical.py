@@ -1,0 +1,168 @@
+"""A training state as a checkpoint holds it: arrays by name, in natural shapes, of no mesh.
+
+A name is a path of keys, such as ("params", "h", "attn", "c_attn", "kernel") or ("opt_state", "0",
+"mu", ...). What wires remember comes under "wires": it need not be there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+
+from zeroxla.placement import Placement
+from zeroxla.state import TrainState
+from zeroxla.wire_state import WireState
+
+Path = tuple[str, ...]
+WIRES = "wires"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Entry:
+    """An array of a state.
+
+    Attributes:
+      array: as the state stores it, padding included, or its `jax.ShapeDtypeStruct`; of a PRNG key
+        the data.
+      shape: the natural shape.
+    """
+
+    array: Any
+    shape: tuple[int, ...]
+
+    @property
+    def dtype(self) -> str:
+        return np.dtype(self.array.dtype).name
+
+    @property
+    def is_padded(self) -> bool:
+        return self.shape != self.array.shape
+
+
+def entries(state: TrainState) -> dict[Path, Entry]:
+    """Return the arrays of a state, or of its shapes, by name.
+
+    Raises:
+      ValueError: two have the same name, as those of {"a": {"b": x}, "a.b": y} would have.
+    """
+    found: dict[Path, Entry] = {}
+    for name, tree, placements in (
+        ("params", state.params, state.placements[0]),
+        ("opt_state", state.opt_state, state.placements[1]),
+    ):
+        paths = [(name, *path) for path, _ in _leaves(tree)]
+        found |= _placed(paths, jax.tree.leaves(tree), placements)
+    rest = {
+        "model_state": state.model_state,
+        "key": _key_data(state.key),
+        "loss_scale": state.loss_scale,
+        "step": state.step,
+    }
+    found |= {path: Entry(array=x, shape=x.shape) for path, x in _leaves(rest)}
+    if state.wire_state is not None:
+        paths = [path for path, _ in _leaves(state.params)]
+        wires, placements = state.wire_state, state.placements[0]
+        copies = [(WIRES, "copies", *path) for path in paths]
+        found |= _placed(copies, wires.copies, placements)
+        errors = {(WIRES, "errors", *p): x for p, x in zip(paths, wires.errors) if x is not None}
+        found |= {path: Entry(array=x, shape=x.shape) for path, x in errors.items()}
+    _check_names(found)
+    return found
+
+
+def rebuild(like: TrainState, arrays: Mapping[Path, Any]) -> TrainState:
+    """Return a state of arrays by name, stored as `like` has them.
+
+    Args:
+      like: a state, or its shapes.
+      arrays: all of `entries(like)`, those of wires perhaps not; a state that lacks some of those
+        that its wires remember has none: the step makes them anew.
+    """
+
+    def tree(name: str) -> Any:
+        old = getattr(like, name)
+        new = [arrays[name, *path] for path, _ in _leaves(old)]
+        return jax.tree.unflatten(jax.tree.structure(old), new)
+
+    impl = jax.random.key_impl(like.key)
+    return TrainState(
+        step=arrays["step",],
+        params=tree("params"),
+        opt_state=tree("opt_state"),
+        model_state=tree("model_state"),
+        key=_wrap_key(arrays["key",], impl),
+        loss_scale=tree("loss_scale"),
+        wire_state=_wire_state(like, arrays),
+        placements=like.placements,
+    )
+
+
+def name(path: Path) -> str:
+    """Return a name for people."""
+    return "/".join(path)
+
+
+def _wire_state(like: TrainState, arrays: Mapping[Path, Any]) -> WireState | None:
+    if like.wire_state is None:
+        return None
+    paths = [path for path, _ in _leaves(like.params)]
+    parts = {}
+    for part in ("copies", "errors"):
+        old = getattr(like.wire_state, part)
+        wanted = [None if x is None else (WIRES, part, *p) for p, x in zip(paths, old, strict=True)]
+        if any(p is not None and p not in arrays for p in wanted):
+            return None
+        parts[part] = [None if p is None else arrays[p] for p in wanted]
+    return WireState(**parts)
+
+
+def _placed(
+    paths: Sequence[Path], leaves: Sequence[Any], placements: Sequence[Placement]
+) -> dict[Path, Entry]:
+    trio = zip(paths, leaves, placements, strict=True)
+    return {path: Entry(array=x, shape=p.shape) for path, x, p in trio if x is not None}
+
+
+def _leaves(tree: Any) -> list[tuple[Path, Any]]:
+    found = jax.tree_util.tree_leaves_with_path(tree)
+    return [(tuple(_part(key) for key in path), x) for path, x in found]
+
+
+def _part(key: Any) -> str:
+    return jax.tree_util.keystr((key,), simple=True)
+
+
+def _check_names(found: Mapping[Path, Entry]) -> None:
+    seen: dict[str, Path] = {}
+    for path in found:
+        other = seen.setdefault(".".join(path), path)
+        if other != path:
+            raise ValueError(
+                f"{name(other)} and {name(path)} have the same name in a checkpoint, "
+                f"{'.'.join(path)}; rename one of them"
+            )
+
+
+def _key_data(key: Any) -> Any:
+    if isinstance(key, jax.Array):
+        return jax.random.key_data(key)
+    data = jax.eval_shape(jax.random.key_data, key)
+    return jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=key.sharding)
+
+
+def _wrap_key(data: jax.Array, impl: Any) -> jax.Array:
+    assert isinstance(data.sharding, NamedSharding)
+    wrap = jax.jit(lambda x: jax.random.wrap_key_data(x, impl=impl), out_shardings=data.sharding)
+    return wrap(data)
+
+
+def empty(entry: Entry) -> jax.Array:
+    """Return an array without elements: storage has none of these."""
+    zeros = np.zeros(entry.array.shape, entry.array.dtype)
+    return jax.make_array_from_callback(zeros.shape, entry.array.sharding, lambda i: zeros[i])
+

@@ -1,0 +1,91 @@
+"""Checksums of a checkpoint's files: what was cut, lost or changed is found, with its name.
+
+Each process sums what it wrote, from the page cache; the first one sums the rest, the others' sums
+included. Nothing here knows what the files hold.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+REST = "rest"
+"""Name of the sums that are written last, over all files that are in no others."""
+
+_PREFIX = "checksums"
+_BLOCK = 4 << 20
+_THREADS = 4
+
+
+def write_sums(folder: Path, name: str, files: Iterable[Path]) -> None:
+    """Write sizes and CRC-32 sums of files of the folder to its `checksums.NAME.json`.
+
+    Raises:
+      OSError: a file cannot be read, or the sums not be written.
+    """
+    files = sorted(files)
+    with ThreadPoolExecutor(_THREADS) as pool:
+        sums = dict(zip([f.relative_to(folder).as_posix() for f in files], pool.map(_sum, files)))
+    _sums_file(folder, name).write_text(json.dumps(sums, indent=0))
+
+
+def sum_rest(folder: Path) -> None:
+    """Write the sums of all files of the folder that have none yet.
+
+    Raises:
+      OSError: as `write_sums`.
+    """
+    known = {name for file in folder.glob(f"{_PREFIX}.*.json") for name in _read(file)}
+    files = (file for file in folder.rglob("*") if file.is_file())
+    rest = [file for file in files if file.relative_to(folder).as_posix() not in known]
+    write_sums(folder, REST, rest)
+
+
+def find_damage(folder: Path, *, part: int = 0, parts: int = 1) -> str | None:
+    """Return what is wrong with a file of the folder, in words; None if all are as written.
+
+    Args:
+      folder: with the sums of its files.
+      part, parts: look at one file of so many, from this one on.
+
+    Cost: reads the files.
+    """
+    sums: dict[str, list[int]] = {}
+    for file in (_sums_file(folder, REST), *sorted(folder.glob(f"{_PREFIX}.*.json"))):
+        try:
+            sums |= _read(file)
+        except (OSError, ValueError) as error:
+            return f"{file} cannot be read: {error}"
+    mine = sorted(sums.items())[part::parts]
+    with ThreadPoolExecutor(_THREADS) as pool:
+        found = pool.map(lambda entry: _compare(folder / entry[0], *entry[1]), mine)
+        return next((damage for damage in found if damage), None)
+
+
+def _sums_file(folder: Path, name: str) -> Path:
+    return folder / f"{_PREFIX}.{name}.json"
+
+
+def _read(file: Path) -> dict[str, list[int]]:
+    return json.loads(file.read_text())
+
+
+def _compare(file: Path, size: int, crc: int) -> str | None:
+    try:
+        there = file.stat().st_size
+        if there != size:
+            return f"{file} has {there} bytes, and {size} were written"
+        return None if _sum(file)[1] == crc else f"{file} does not hold what was written"
+    except OSError as error:
+        return f"{file} cannot be read: {error.strerror}"
+
+
+def _sum(file: Path) -> tuple[int, int]:
+    size = crc = 0
+    with file.open("rb", buffering=0) as opened:
+        while block := opened.read(_BLOCK):
+            size, crc = size + len(block), zlib.crc32(block, crc)
+    return size, crc
