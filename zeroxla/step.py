@@ -140,8 +140,8 @@ class Step:
                 "the step has seen no batch, and the state's shapes may depend on it; call "
                 "step.abstract_state(batch) first, or pass on what that returns"
             )
-        *_, batch, key = self._traced
-        shapes = self._state_shapes(key, batch)
+        batch = self._traced[-2]
+        shapes = self._state_shapes(jax.random.key(0), batch)
         return jax.tree.map(_as_shape, shapes, state_shardings(shapes, self.mesh))
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:

@@ -89,7 +89,7 @@ def rebuild(like: TrainState, arrays: Mapping[Path, Any]) -> TrainState:
         new = [arrays[name, *path] for path, _ in _leaves(old)]
         return jax.tree.unflatten(jax.tree.structure(old), new)
 
-    impl = jax.random.key_impl(like.key)
+    impl = _impl(like.key)
     return TrainState(
         step=arrays["step",],
         params=tree("params"),
@@ -153,6 +153,11 @@ def _key_data(key: Any) -> Any:
         return jax.random.key_data(key)
     data = jax.eval_shape(jax.random.key_data, key)
     return jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=key.sharding)
+
+
+def _impl(key: Any) -> str:
+    """Return the name of a PRNG key's kind, or of that of a key's shape."""
+    return str(jax.random.key_impl(key if isinstance(key, jax.Array) else jax.eval_shape(lambda k: k, key)))
 
 
 def _wrap_key(data: jax.Array, impl: Any) -> jax.Array:
