@@ -14,8 +14,7 @@ import numpy as np
 from quality_variants import Variant
 
 from models import GPT
-from zeroxla import ZeroConfig, data, make_mesh, make_step
-from zeroxla.checkpoint import Checkpoints
+from zeroxla import Checkpointer, ZeroConfig, data, make_mesh, make_step
 from zeroxla.train_options import ModelOptions, TextOptions, TrainingOptions, TrainOptions
 from zeroxla.train_setup import optimizer_for, schedule_for
 
@@ -91,7 +90,7 @@ class Trainer:
         if file.exists():
             advance(self.setup.steps)
             return json.loads(file.read_text())
-        checkpoints = Checkpoints(file.with_suffix(".checkpoints"), keep=1)
+        checkpoints = Checkpointer(file.with_suffix(".checkpoints"), keep=1)
         batches = self.setup.batches(seed)
         curve_batches = self.setup.valid(NUM_CURVE_BATCHES)
         first = next(batches)
@@ -99,9 +98,9 @@ class Trainer:
             batches = self.setup.batches(seed)
             state, done, curve = self.step.init(jax.random.key(seed), first), 0, []
         else:
-            done, state, position = checkpoints.restore(self.step.abstract_state(first))
-            batches.set_state(position["batches"])
-            curve = position["curve"]
+            restored = checkpoints.restore(self.step.abstract_state(first))
+            done, state, curve = restored.number, restored.state, restored.position["curve"]
+            batches.set_state(restored.position["batches"])
         advance(done)
         for number in range(done + 1, self.setup.steps + 1):
             state, _ = self.step(state, next(batches))

@@ -17,7 +17,6 @@ import zeroxla
 from models import GPT
 from zeroxla import data
 from zeroxla.adapters import adapt
-from zeroxla.checkpoint import Checkpoints
 from zeroxla.run_folder import CHECKPOINTS, read_config
 from zeroxla.train import train
 from zeroxla.train_options import RunOptions, TrainingOptions, TrainOptions
@@ -109,14 +108,11 @@ def read_run(folder: Path) -> Trained:
         config=zeroxla.ZeroConfig(compute_dtype=options.mesh.compute_dtype),
     )
     shapes = step.abstract_state(next(batches))
-    checkpoints = Checkpoints(folder / CHECKPOINTS, keep=options.output.keep)
-    try:
-        steps, state, position = checkpoints.restore(shapes)
-    finally:
-        checkpoints.close()
-    batches.set_state(position)
+    with zeroxla.Checkpointer(folder / CHECKPOINTS) as checkpointer:
+        restored = checkpointer.restore(shapes)
+    batches.set_state(restored.position)
     batch = next(batches)
-    params = zeroxla.full_params(state)
+    params = zeroxla.full_params(restored.state)
     adapted = adapt(model)
 
     @jax.jit
@@ -132,7 +128,7 @@ def read_run(folder: Path) -> Trained:
     return Trained(
         weights_N=weights_N,
         gradients_N=gradients_N,
-        steps=steps,
+        steps=restored.number,
         loss=float(loss),
         share=weights_N.size / num_params,
     )

@@ -6,18 +6,10 @@ import contextlib
 import json
 import os
 import resource
-import subprocess
-import sys
 from pathlib import Path
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-import optax
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec
 
-from zeroxla.checkpoint import Checkpoints, SaveError  # noqa: F401 (used by a script below)
 from zeroxla.run_folder import RunFolder, RunFolderError, has_checkpoint, read_config
 
 
@@ -176,106 +168,9 @@ class TestFiles:
             read_config(tmp_path)
 
 
-def make_state(mesh, seed):
-    """A state with every kind of leaf: sharded, replicated, scalar, key, None, empty."""
-    sharded = NamedSharding(mesh, PartitionSpec(("device", "node")))
-    w = jax.device_put(jax.random.normal(jax.random.key(seed), (64, 128)), sharded)
-    params = {"w": w, "b": jax.device_put(jnp.full(3, seed, jnp.bfloat16))}
-    return {
-        "step": jnp.int32(seed),
-        "params": params,
-        "opt_state": optax.adamw(1e-3).init(params),
-        "key": jax.random.key(seed),
-        "loss_scale": None,
-        "wire_state": (),
-    }
-
-
-def assert_equal_states(a, b):
-    assert jax.tree.structure(a) == jax.tree.structure(b)
-    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b)):
-        assert x.dtype == y.dtype
-        assert x.sharding == y.sharding
-        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-            x, y = jax.random.key_data(x), jax.random.key_data(y)
-        np.testing.assert_array_equal(x, y)
-
-
-class TestCheckpoints:
-    @pytest.mark.smoke
-    def test_restores_bit_exactly_with_position_and_sharding(self, tmp_path, mesh24):
-        checkpoints = Checkpoints(tmp_path / "c", keep=2)
-        state = make_state(mesh24, 7)
-        checkpoints.save(7, state, {"next_index": 70})
-        checkpoints.close()
-
-        step, restored, position = Checkpoints(tmp_path / "c", keep=2).restore(
-            make_state(mesh24, 0)
-        )
-        assert (step, position) == (7, {"next_index": 70})
-        assert_equal_states(restored, state)
-
-    def test_keeps_the_newest(self, tmp_path, mesh24):
-        checkpoints = Checkpoints(tmp_path, keep=2)
-        for step in (1, 2, 2, 3):
-            checkpoints.save(step, make_state(mesh24, step), {"next_index": step})
-        assert sorted(p.name for p in tmp_path.iterdir()) == ["2", "3"]
-        assert checkpoints.latest() == 3
-        checkpoints.close()
-
-    def test_a_full_disk_leaves_the_earlier_checkpoint_whole(self, tmp_path, mesh24):
-        # In a process of its own: when one array fails, Orbax closes its event loop while
-        # tensorstore still completes the others, which then complain at any later time.
-        script = f"""
-from pathlib import Path
-from tests.test_run_folder import *
-from zeroxla.mesh import make_mesh
-mesh, folder = make_mesh(nodes=2, devices_per_node=4), Path({str(tmp_path)!r})
-checkpoints = Checkpoints(folder, keep=1)
-checkpoints.save(1, make_state(mesh, 1), {{"next_index": 1}})
-try:
-    with files_limited_to(10_000):
-        checkpoints.save(2, make_state(mesh, 2), {{"next_index": 2}})
-except SaveError as error:
-    print(error)
-print([p.name for p in folder.iterdir() if p.name.isdigit()])
-assert_equal_states(checkpoints.restore(make_state(mesh, 0))[1], make_state(mesh, 1))
-checkpoints.save(3, make_state(mesh, 3), {{"next_index": 3}})  # there is space again
-"""
-        done = subprocess.run(
-            [sys.executable, "-c", script], capture_output=True, text=True, cwd=REPOSITORY
-        )
-        assert done.returncode == 0, done.stderr
-        assert "the checkpoint of step 2 could not be written" in done.stdout
-        assert "the one of step 1 is whole" in done.stdout
-        assert "['1']" in done.stdout
-        step, restored, _ = Checkpoints(tmp_path, keep=1).restore(make_state(mesh24, 0))
-        assert step == 3
-        assert_equal_states(restored, make_state(mesh24, 3))
-
-    def test_restoring_from_nothing(self, tmp_path, mesh24):
-        checkpoints = Checkpoints(tmp_path, keep=1)
-        with pytest.raises(ValueError, match="holds no complete checkpoint"):
-            checkpoints.restore(make_state(mesh24, 0))
-        checkpoints.close()
-
-    def test_another_model_is_refused_by_the_name_of_a_leaf(self, tmp_path, mesh24):
-        checkpoints = Checkpoints(tmp_path, keep=1)
-        state = make_state(mesh24, 1)
-        checkpoints.save(1, state, {})
-        other = {**state, "params": {**state["params"], "b": jnp.zeros(4, jnp.bfloat16)}}
-        with pytest.raises(ValueError, match=r"its params\.b is \(3,\), and here it is \(4,\)"):
-            checkpoints.restore(other)
-        other = {**state, "opt_state": optax.sgd(1e-3).init(state["params"])}
-        with pytest.raises(ValueError, match=r"its opt_state\.0\.count .* here it is missing"):
-            checkpoints.restore(other)
-        checkpoints.close()
-
-    def test_only_complete_checkpoints_count(self, tmp_path, mesh24):
-        assert not has_checkpoint(tmp_path)
-        (tmp_path / "checkpoints" / "5.orbax-checkpoint-tmp").mkdir(parents=True)
-        assert not has_checkpoint(tmp_path)
-        checkpoints = Checkpoints(tmp_path / "checkpoints", keep=1)
-        checkpoints.save(5, make_state(mesh24, 5), {})
-        checkpoints.close()
-        assert has_checkpoint(tmp_path)
+def test_only_complete_checkpoints_count(tmp_path):
+    assert not has_checkpoint(tmp_path)
+    (tmp_path / "checkpoints" / "5.orbax-checkpoint-tmp").mkdir(parents=True)
+    assert not has_checkpoint(tmp_path)
+    (tmp_path / "checkpoints" / "5").mkdir()
+    assert has_checkpoint(tmp_path)

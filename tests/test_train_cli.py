@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import pytest
 from quick import QUICK, quick_compilation  # noqa: F401
 
-from zeroxla import cli
+from zeroxla import Checkpointer, SaveError, cli
 from zeroxla.run_folder import RunFolder
 from zeroxla.train_options import TrainingOptions, TrainOptions
 from zeroxla.train_setup import optimizer_for, schedule_for
@@ -155,13 +155,20 @@ class TestResume:
         assert train("--resume", "--run", run) == 2
         assert "the text has changed since the run began" in capsys.readouterr().err
 
-    def test_another_mesh_is_refused(self, finished, tmp_path, capsys):
-        run = self.copy_at(finished, tmp_path, 12)
-        config = json.loads((run / "config.json").read_text())
-        config["mesh"] = {"node": 1, "device": 2}
-        (run / "config.json").write_text(json.dumps(config))
-        assert train("--resume", "--run", run) == 2
-        assert "was trained on the mesh {'node': 1, 'device': 2}" in capsys.readouterr().err
+    def test_goes_on_on_another_mesh(self, finished, tmp_path):
+        run = self.copy_at(finished, tmp_path, 5)
+        assert train("--resume", "--run", run, "--nodes", "1", "--devices-per-node", "4") == 0
+        for name in ("loss", "grad_norm", "valid_loss"):
+            found, expected = values(run, name), values(finished[0], name)
+            assert found == pytest.approx(expected, rel=1e-5)
+
+    def test_passes_over_a_damaged_checkpoint(self, finished, tmp_path, capsys):
+        run = self.copy_at(finished, tmp_path, 10)
+        about = run / "checkpoints" / "10" / "state" / "about.json"
+        about.write_text(about.read_text()[:-1])
+        assert train("--resume", "--run", run) == 0
+        assert "the checkpoint of step 10 is damaged and passed over" in capsys.readouterr().out
+        assert values(run, "loss") == values(finished[0], "loss")
 
     def test_a_run_of_another_version_is_refused(self, finished, tmp_path, capsys):
         run = self.copy_at(finished, tmp_path, 12)
@@ -216,17 +223,15 @@ class TestFullDisk:
     def test_a_failing_checkpoint_is_reported_and_training_ends_with_status_1(
         self, text, tmp_path, capsys, monkeypatch
     ):
-        from zeroxla.checkpoint import Checkpoints, SaveError
-
         run = tmp_path / "run"
-        save = Checkpoints.save
+        save = Checkpointer.save
 
-        def full_after_step_2(self, step, *rest):
-            if step > 2:
+        def full_after_step_2(self, step, *rest, **options):
+            if step > 2 and (step % self.every == 0 or options["force"]):
                 raise SaveError(f"the checkpoint of step {step} could not be written")
-            save(self, step, *rest)
+            return save(self, step, *rest, **options)
 
-        monkeypatch.setattr(Checkpoints, "save", full_after_step_2)
+        monkeypatch.setattr(Checkpointer, "save", full_after_step_2)
         arguments = ["--run", run, "--data", text, *TINY, "--steps", "6", "--save-every", "2"]
         assert train(*arguments) == 1
         printed = capsys.readouterr().out

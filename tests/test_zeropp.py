@@ -15,9 +15,8 @@ from zoo.base import leaves, mse, vectors
 
 import zeroxla
 from models import GPT
-from zeroxla import Feedback, WireFormat, ZeroConfig
+from zeroxla import Checkpointer, Feedback, WireFormat, ZeroConfig
 from zeroxla.adapters import adapt
-from zeroxla.checkpoint import Checkpoints
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -369,9 +368,9 @@ def test_a_checkpoint_keeps_what_wires_remember(tmp_path):
     state = step.init(KEY, tokens())
     for i in range(2):
         state, _ = step(state, tokens(seed=i))
-    checkpoints = Checkpoints(tmp_path, keep=1)
-    checkpoints.save(2, state, {})
-    _, restored, _ = checkpoints.restore(step.abstract_state(tokens()))
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(2, state)
+        restored = checkpointer.restore(step.abstract_state(tokens())).state
     assert any(x is not None and np.asarray(x).any() for x in restored.wire_state.errors)
     for found in (state, restored):
         assert found.wire_state is not None
@@ -379,7 +378,6 @@ def test_a_checkpoint_keeps_what_wires_remember(tmp_path):
     first, second = (jax.tree.leaves(dataclasses.replace(s, key=None)) for s, _ in (first, second))
     for x, y in zip(first, second, strict=True):
         np.testing.assert_array_equal(x, y)
-    checkpoints.close()
 
 
 def test_a_step_lowers_for_a_state_of_other_wires():

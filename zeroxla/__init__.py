@@ -1,6 +1,8 @@
 """zeroxla: train Flax models that do not fit one device, with ZeRO-3 in JAX."""
 
 from zeroxla import inspect, quantize
+from zeroxla.checkpoint.checkpointer import Checkpointer, Restored
+from zeroxla.checkpoint.failures import SaveError
 from zeroxla.config import ZeroConfig
 from zeroxla.feedback import Feedback
 from zeroxla.hosts.batches import global_batch, process_shard
@@ -28,6 +30,10 @@ __all__ = [  # noqa: RUF022 (grouped)
     "Feedback",
     "WireFormat",
     "quantize",
+    # checkpoints and weights
+    "Checkpointer",
+    "Restored",
+    "SaveError",
     # reports
     "inspect",
 ]

@@ -61,6 +61,7 @@ class About:
       mesh: the axes that it was saved from.
       config: the options that the step had, if they were given.
       position: of the data, as it was given.
+      key: what kind of PRNG key the state has.
       version: of zeroxla.
       format: of the checkpoint.
     """
@@ -70,15 +71,14 @@ class About:
     mesh: Mapping[str, int]
     config: Mapping[str, Any] | None
     position: Any
+    key: str
     version: str
     format: int = FORMAT
 
     @staticmethod
     def of(number: int, found: Mapping[Name, Entry], **rest: Any) -> About:
         """Make it of a state's arrays."""
-        leaves = {
-            path: Leaf(name=path, shape=e.shape, dtype=e.dtype) for path, e in found.items()
-        }
+        leaves = {path: Leaf(name=path, shape=e.shape, dtype=e.dtype) for path, e in found.items()}
         return About(number=number, leaves=leaves, **rest)
 
     @property
@@ -89,17 +89,20 @@ class About:
                 digest.update(f"{name(path)} {self.leaves[path]}\n".encode())
         return digest.hexdigest()
 
+    def holds(self, path: Name, entry: Entry) -> bool:
+        """Say whether an array is there, with the shape and the dtype of a state's."""
+        leaf = self.leaves.get(path)
+        return leaf is not None and (leaf.shape, leaf.dtype) == (entry.shape, entry.dtype)
+
     def select(self, pattern: str) -> list[Leaf]:
         """Return the leaves whose name matches a regular expression, whole or in part."""
         return [leaf for path, leaf in self.leaves.items() if re.search(pattern, name(path))]
 
     def write(self, folder: Path) -> None:
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        values["leaves"] = [
-            [leaf.name, leaf.shape, leaf.dtype] for leaf in self.leaves.values()
-        ]
+        values["leaves"] = [[leaf.name, leaf.shape, leaf.dtype] for leaf in self.leaves.values()]
         values["fingerprint"] = self.fingerprint
-        (folder / _FILE).write_text(json.dumps(values, indent=1) + "\n")
+        (folder / _FILE).write_text(json.dumps(values, indent=1))
 
     @staticmethod
     def read(folder: Path) -> About:

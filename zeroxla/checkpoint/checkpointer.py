@@ -2,37 +2,25 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import logging
 import re
-import shutil
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
-import orbax.checkpoint as ocp
 from flax import traverse_util
 
 import zeroxla
 from zeroxla.checkpoint import logical
-from zeroxla.checkpoint.about import About, DamageError
-from zeroxla.checkpoint.handler import RestoreState, SaveState, StateHandler
+from zeroxla.checkpoint.about import About
+from zeroxla.checkpoint.failures import SaveError
 from zeroxla.checkpoint.logical import WIRES, Entry, entries, rebuild
-from zeroxla.checkpoint.sums import find_damage
+from zeroxla.checkpoint.store import Store
 from zeroxla.config import ZeroConfig
-from zeroxla.hosts.exchange import exchange
 from zeroxla.state import TrainState
 from zeroxla.step import Step
-
-STATE = "state"
-
-
-class SaveError(RuntimeError):
-    """A checkpoint could not be written; those before it are untouched."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -95,24 +83,15 @@ class Checkpointer:
         for name, value in (("keep", keep), ("every", every)):
             if value is not None and value < 1:
                 raise ValueError(f"Checkpointer({name}={value}); give 1 or more")
-        self.folder, self.every = Path(folder).expanduser().resolve(), every
-        self._report = report or _warn
-        self._saving: int | None = None  # or saved last
-        self._good: dict[int, str | None] = {}  # what was found wrong with a checkpoint, if checked
-        try:
-            self._manager = ocp.CheckpointManager(
-                self.folder,
-                # Named here, so that the metadata can be read before anything was saved.
-                item_handlers={STATE: StateHandler()},
-                options=ocp.CheckpointManagerOptions(
-                    max_to_keep=keep, enable_async_checkpointing=asynchronous, create=True
-                ),
-            )
-        except OSError as error:
-            raise ValueError(
-                f"cannot make the folder of checkpoints {self.folder}: {error.strerror}; correct "
-                "the path or its permissions"
-            ) from error
+        self.every, self._report = every, report or _warn
+        self._store = Store(
+            Path(folder).expanduser().resolve(), keep=keep, asynchronous=asynchronous
+        )
+
+    @property
+    def folder(self) -> Path:
+        """Where the checkpoints are."""
+        return self._store.folder
 
     def save(
         self,
@@ -149,25 +128,21 @@ class Checkpointer:
             self.wait()
         except SaveError as error:
             self._report(str(error))
-        if number in self._manager.all_steps():
-            if self._good.get(number) is None:
+        if number in self.numbers():
+            if self._store.damage(number) is None:
                 return False
-            self._manager.delete(number)  # found damaged
-        self._remove_leftovers()
+            self._store.delete(number)
         found = entries(state)
         about = About.of(
             number,
             found,
-            mesh=_mesh_of(state),
+            mesh=dict(state.step.sharding.mesh.shape),  # type: ignore[union-attr]
             config=None if config is None else _plain(dataclasses.asdict(config)),
             position=position,
+            key=logical.key_kind(state.key),
             version=zeroxla.__version__,
         )
-        arrays = SaveState({p: e for p, e in found.items() if e.array.size}, about)
-        self._saving = number
-        with self._failing_as_save_error():
-            self._manager.save(number, args=ocp.args.Composite(**{STATE: arrays}), force=True)
-        self._good[number] = None
+        self._store.save(number, found, about)
         return True
 
     def wait(self) -> None:
@@ -176,13 +151,11 @@ class Checkpointer:
         Raises:
           SaveError: it could not be written.
         """
-        with self._failing_as_save_error():
-            self._manager.wait_until_finished()
-            self._manager.check_for_errors()
+        self._store.wait()
 
     def numbers(self) -> list[int]:
         """Return the steps of which there is a checkpoint."""
-        return sorted(self._manager.all_steps())
+        return self._store.numbers()
 
     def latest(self) -> int | None:
         """Return the newest step of which there is an undamaged checkpoint; None if there is none.
@@ -191,15 +164,7 @@ class Checkpointer:
 
         Cost: reads the files of those that it looks at, once.
         """
-        self.wait()
-        for number in reversed(self.numbers()):
-            damage = self._damage(number)
-            if damage is None:
-                return number
-            self._report(
-                f"the checkpoint of step {number} is damaged: {damage}; the one before it is taken"
-            )
-        return None
+        return self._store.latest(self._report)
 
     def describe(self, number: int | None = None) -> About:
         """Return what is in a checkpoint, without reading its arrays.
@@ -210,7 +175,7 @@ class Checkpointer:
         Raises:
           ValueError: there is none.
         """
-        return About.read(self._folder_of(self._listed(number)))
+        return self._store.about(self._store.listed(number))
 
     def restore(self, like: Step | TrainState, number: int | None = None) -> Restored:
         """Read a state onto a mesh, of any size.
@@ -225,22 +190,18 @@ class Checkpointer:
             a newer zeroxla.
 
         Cost: reads all files once to check them, and once more each device its part. Host memory:
-        the shards, and what is on its way: 0.25 GB, or the largest leaf if that is more.
+        the shards, and what is on its way: 256 MiB, or the largest
+        array if that is more.
         """
         shapes = like.shapes() if isinstance(like, Step) else like
-        number = self._whole(number)
-        about = About.read(self._folder_of(number))
+        number = self._store.whole(number, self._report)
+        about = self._store.about(number)
         wanted = entries(shapes)
         about.check(wanted)
-        if any(p[0] == WIRES and not _fits(about, p, e) for p, e in wanted.items()):
-            if shapes.wire_state is not None and WIRES in {p[0] for p in about.leaves}:
-                self._report(
-                    f"what wires remember in the checkpoint of step {number} is of another mesh or "
-                    "other formats, and starts anew"
-                )
-            wanted = {p: e for p, e in wanted.items() if p[0] != WIRES}
+        wanted = self._with_wires(about, wanted)
         arrays = self._read(number, wanted)
-        return Restored(number=number, state=rebuild(shapes, arrays), position=about.position)
+        state = rebuild(shapes, arrays, key=about.key)
+        return Restored(number=number, state=state, position=about.position)
 
     def restore_params(
         self, like: TrainState | None = None, pattern: str = "", number: int | None = None
@@ -260,8 +221,8 @@ class Checkpointer:
         Raises:
           ValueError: as in `restore`; or no parameter matches.
         """
-        number = self._whole(number)
-        about = About.read(self._folder_of(number))
+        number = self._store.whole(number, self._report)
+        about = self._store.about(number)
         chosen = {
             path
             for path in about.leaves
@@ -277,13 +238,12 @@ class Checkpointer:
                 path: jax.ShapeDtypeStruct(about.leaves[path].shape, about.leaves[path].dtype)
                 for path in chosen
             }
-            return traverse_util.unflatten_dict(self._arrays(number, shapes))["params"]
+            return traverse_util.unflatten_dict(self._store.read(number, shapes))["params"]
         found = entries(like)
         about.check(found, chosen)
         arrays = self._read(number, {path: found[path] for path in chosen})
-        rest = {path: entry.array for path, entry in found.items() if path not in chosen}
-        state = rebuild(like, rest | arrays)
-        return dataclasses.replace(state, wire_state=None)  # it was of other weights
+        # What wires remember was of other weights.
+        return dataclasses.replace(like, params=logical.with_params(like, arrays), wire_state=None)
 
     def close(self) -> None:
         """Wait for the last save, and release threads.
@@ -291,11 +251,7 @@ class Checkpointer:
         Raises:
           SaveError: it could not be written.
         """
-        try:
-            self.wait()
-        finally:
-            with contextlib.suppress(Exception):  # has been raised above
-                self._manager.close()
+        self._store.close()
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -303,124 +259,36 @@ class Checkpointer:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # ------------------------------------------------------------------ reading
-
-    def _listed(self, number: int | None) -> int:
-        self.wait()
-        numbers = self.numbers()
-        if number in numbers:
-            return number
-        if number is None and numbers:
-            return numbers[-1]
-        there = ", ".join(map(str, numbers)) or "none"
-        raise ValueError(
-            f"{self.folder} holds no complete checkpoint"
-            + ("" if number is None else f" of step {number}")
-            + f" ({there}); start the run anew, or name another folder"
-        )
-
-    def _whole(self, number: int | None) -> int:
-        """Return the number of a checkpoint that is not damaged."""
-        listed = self._listed(number)
-        if number is None:
-            found = self.latest()
-            if found is None:
-                damage = self._damage(listed)
-                raise ValueError(f"every checkpoint in {self.folder} is damaged: {damage}")
-            return found
-        if damage := self._damage(listed):
-            raise ValueError(
-                f"the checkpoint of step {number} is damaged: {damage}; restore another one: "
-                + ", ".join(str(n) for n in self.numbers() if n != number)
-            )
-        return listed
-
-    def _damage(self, number: int) -> str | None:
-        """Return what is wrong with a checkpoint; each process looks at its part of the files."""
-        if number not in self._good:
-            part, parts = jax.process_index(), jax.process_count()
-            damage = find_damage(self._folder_of(number), part=part, parts=parts)
-            said = exchange(f"checkpoint of step {number}", damage or "")
-            self._good[number] = next(filter(None, said), None)
-        return self._good[number]
-
-    def _read(self, number: int, wanted: dict[logical.Path, Entry]) -> dict[logical.Path, Any]:
-        """Read arrays as they are stored on a mesh."""
+    def _read(
+        self, number: int, wanted: Mapping[logical.Path, Entry]
+    ) -> dict[logical.Path, jax.Array]:
+        """Read arrays as they are stored on a mesh; storage has none without elements."""
         targets = {
-            path: jax.ShapeDtypeStruct(
-                e.array.shape, e.array.dtype, sharding=e.array.sharding
-            )
+            path: jax.ShapeDtypeStruct(e.array.shape, e.array.dtype, sharding=e.array.sharding)
             for path, e in wanted.items()
             if e.array.size
         }
-        without = {path: logical.empty(e) for path, e in wanted.items() if not e.array.size}
-        return without | self._arrays(number, targets)
+        empty = {path: logical.empty(e) for path, e in wanted.items() if not e.array.size}
+        return empty | self._store.read(number, targets)
 
-    def _arrays(
-        self, number: int, targets: dict[logical.Path, jax.ShapeDtypeStruct]
-    ) -> dict[logical.Path, Any]:
-        with _quiet_absl():
-            read = ocp.args.Composite(**{STATE: RestoreState(targets)})
-            return self._manager.restore(number, args=read)[STATE]
-
-    def _folder_of(self, number: int) -> Path:
-        return self.folder / str(number) / STATE
-
-    # ------------------------------------------------------------------ writing
-
-    @contextlib.contextmanager
-    def _failing_as_save_error(self) -> Iterator[None]:
-        try:
-            with _quiet_absl():
-                yield
-        # Orbax passes on what its storage layer raises: OSError, ValueError for tensorstore's
-        # errors (a full disk among them), RuntimeError from its threads.
-        except Exception as error:
-            number = self._saving
-            self._remove_leftovers()
-            kept = self.numbers()
-            raise SaveError(
-                f"the checkpoint of step {number} could not be written to {self.folder}: "
-                f"{_root_cause(error)}; "
-                + (f"the one of step {kept[-1]} is whole" if kept else "there is no other")
-            ) from error
-
-    def _remove_leftovers(self) -> None:
-        # Of writes that failed: they hold space. What a dying write adds later goes the next time.
-        if jax.process_index() == 0:
-            for leftover in self.folder.glob("*.orbax-checkpoint-tmp*"):
-                shutil.rmtree(leftover, ignore_errors=True)
-@contextlib.contextmanager
-def _quiet_absl() -> Iterator[None]:
-    # Orbax logs a failed write's traceback once per thread it passes through; the one error that
-    # is raised says it all.
-    logger = logging.getLogger("absl")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
-
-
-def _root_cause(error: BaseException) -> str:
-    while error.__cause__ is not None:
-        error = error.__cause__
-    # tensorstore appends a dump of its whole specification.
-    return str(error).split(" [tensorstore_spec")[0].split(" [os_error_code")[0]
+    def _with_wires(
+        self, about: About, wanted: dict[logical.Path, Entry]
+    ) -> dict[logical.Path, Entry]:
+        """Leave out what wires remember unless all of it fits."""
+        wires = {path: entry for path, entry in wanted.items() if path[0] == WIRES}
+        there = [path for path in about.leaves if path[0] == WIRES]
+        if all(about.holds(path, entry) for path, entry in wires.items()):
+            return wanted
+        if there:
+            self._report(
+                f"what wires remember in the checkpoint of step {about.number} is of another mesh "
+                "or other formats, and starts anew"
+            )
+        return {path: entry for path, entry in wanted.items() if path[0] != WIRES}
 
 
 def _warn(text: str) -> None:
     warnings.warn(text, stacklevel=3)
-
-
-def _mesh_of(state: TrainState) -> dict[str, int]:
-    return dict(state.step.sharding.mesh.shape)
-
-
-def _fits(about: About, path: logical.Path, entry: Entry) -> bool:
-    leaf = about.leaves.get(path)
-    return leaf is not None and (leaf.shape, leaf.dtype) == (entry.shape, entry.dtype)
 
 
 def _plain(value: Any) -> Any:

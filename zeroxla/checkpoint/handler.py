@@ -9,6 +9,7 @@ metadata and none of its data. What comes out is an ordinary Orbax checkpoint: w
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,49 +21,50 @@ import tensorstore as ts
 from flax import traverse_util
 
 from zeroxla.checkpoint.about import About
+from zeroxla.checkpoint.failures import Together
 from zeroxla.checkpoint.logical import Entry
 from zeroxla.checkpoint.logical import Path as Name
 from zeroxla.checkpoint.sums import sum_rest, write_sums
 
-BUFFER_GB = 1
-"""Gigabytes on their way between files and devices, at most, besides a leaf that is larger."""
+BUFFER_BYTES = 256 * 2**20
+"""On their way between files and devices while a state is read, or the largest array's."""
+
+SAVE_TIMEOUT_S = 3600
+"""After which a write that has not ended counts as failed."""
 
 
 class StateHandler(ocp.AsyncCheckpointHandler):
-    """Writes and reads the arrays of a state; one save at a time."""
+    """Writes and reads the arrays of a state."""
 
     def __init__(self) -> None:
-        self._arrays = ocp.PyTreeCheckpointHandler(restore_concurrent_gb=BUFFER_GB)
-        self._saving: SaveState | None = None
+        self._arrays = ocp.PyTreeCheckpointHandler()
 
     async def async_save(self, directory: Any, args: SaveState) -> list[Any]:
         """Copy the arrays off the devices; return what writes them."""
-        self._saving = args
         tree = traverse_util.unflatten_dict({p: e.array for p, e in args.found.items()})
-        futures = await self._arrays.async_save(directory, args=ocp.args.PyTreeSave(tree))
-        return [_Summed(futures or [], Path(directory))]
+        writes = await self._arrays.async_save(directory, args=ocp.args.PyTreeSave(tree))
+        return [_Write(self._arrays, writes or [], Path(directory), args)]
 
     def save(self, directory: Any, args: SaveState) -> None:
         raise NotImplementedError("Orbax saves through async_save")
 
     def finalize(self, directory: Any) -> None:
-        """Cut padding and sum what is left; in the first process, when all have written."""
-        assert self._saving is not None
-        folder = Path(directory)
-        self._arrays.finalize(directory)
-        padded = {p: e.shape for p, e in self._saving.found.items() if e.is_padded}
-        _cut(folder, padded)
-        # The shardings that arrays had; those of natural shapes need not divide so.
-        (folder / "_sharding").unlink(missing_ok=True)
-        self._saving.about.write(folder)
-        sum_rest(folder)
+        """Nothing: a write ends with what has to be done last, so that all processes hear of it
+        if that fails."""
 
     def restore(self, directory: Any, args: RestoreState) -> dict[Name, Any]:
         """Read arrays; each device's part goes straight to it."""
+        # Orbax refuses what is as large as its limit.
+        largest = max(math.prod(x.shape) * x.dtype.itemsize for x in args.targets.values())
+        limit = (max(largest, BUFFER_BYTES) + 2**20) / 10**9
         tree = traverse_util.unflatten_dict(dict(args.targets))
         wanted = jax.tree.map(_restore_args, tree)
         read = ocp.args.PyTreeRestore(item=tree, restore_args=wanted, partial_restore=True)
-        return traverse_util.flatten_dict(self._arrays.restore(directory, args=read))
+        arrays = ocp.PyTreeCheckpointHandler(restore_concurrent_gb=limit)
+        try:
+            return traverse_util.flatten_dict(arrays.restore(directory, args=read))
+        finally:
+            arrays.close()
 
     def close(self) -> None:
         self._arrays.close()
@@ -75,6 +77,7 @@ class SaveState(ocp.args.CheckpointArgs):
 
     found: Mapping[Name, Entry]
     about: About
+    together: Together
 
 
 @ocp.args.register_with_handler(StateHandler, for_restore=True)
@@ -85,19 +88,51 @@ class RestoreState(ocp.args.CheckpointArgs):
     targets: Mapping[Name, jax.ShapeDtypeStruct]
 
 
-class _Summed(ocp.future.Future):
-    """A write, followed by the sums of what this process has written."""
+class _Write(ocp.future.Future):  # pyright: ignore[reportAttributeAccessIssue]
+    """What is left of a save when the arrays are off the devices."""
 
-    def __init__(self, futures: list[Any], folder: Path) -> None:
-        self._futures, self._folder = futures, folder
+    def __init__(
+        self, arrays: ocp.PyTreeCheckpointHandler, writes: list[Any], folder: Path, args: SaveState
+    ) -> None:
+        self._arrays, self._writes, self._folder, self._args = arrays, writes, folder, args
 
     def result(self, timeout: float | None = None) -> None:
-        for future in self._futures:
-            future.result(timeout)
-        number = jax.process_index()
-        mine = self._folder / f"ocdbt.process_{number}"
-        files = (file for file in mine.rglob("*") if file.is_file())
-        write_sums(self._folder, f"process_{number}", files)
+        """Wait until the files are written and summed, here and in all processes."""
+        timeout = SAVE_TIMEOUT_S if timeout is None else timeout
+
+        def write() -> None:
+            for future in self._writes:
+                future.result(timeout)
+            number = jax.process_index()
+            mine = self._folder / f"ocdbt.process_{number}"
+            files = (file for file in mine.rglob("*") if file.is_file())
+            write_sums(self._folder, f"process_{number}", files)
+
+        def finish() -> None:
+            if jax.process_index() == 0:
+                self._finish()
+
+        self._args.together("checkpoint's files", write, timeout=timeout)
+        self._args.together("checkpoint's end", finish, timeout=timeout)
+
+    def _finish(self) -> None:
+        self._arrays.finalize(self._folder)  # type: ignore[arg-type]  (a path of its own kind)
+        _cut(self._folder, {p: e.shape for p, e in self._args.found.items() if e.is_padded})
+        # The shardings that arrays had; those of natural shapes need not divide so.
+        (self._folder / "_sharding").unlink(missing_ok=True)
+        self._args.about.write(self._folder)
+        sum_rest(self._folder)
+
+
+def open_array(folder: Path, path: Name) -> ts.TensorStore:
+    """Open an array of a checkpoint, to read parts of it.
+
+    Args:
+      folder: of the state.
+      path: the array's name.
+    """
+    store = {"driver": "ocdbt", "base": f"file://{folder}/", "path": f"{'.'.join(path)}/"}
+    return ts.open({"driver": "zarr", "kvstore": store}, open=True).result()
 
 
 def _restore_args(target: jax.ShapeDtypeStruct) -> Any:
@@ -114,14 +149,3 @@ def _cut(folder: Path, shapes: Mapping[Name, tuple[int, ...]]) -> None:
         array = open_array(folder, path).with_transaction(cuts)
         array.resize(exclusive_max=shape, resize_metadata_only=True).result()
     cuts.commit_sync()
-
-
-def open_array(folder: Path, path: Name) -> ts.TensorStore:
-    """Open an array of a checkpoint, to read parts of it.
-
-    Args:
-      folder: of the state.
-      path: the array's name.
-    """
-    store = {"driver": "ocdbt", "base": f"file://{folder}/", "path": f"{'.'.join(path)}/"}
-    return ts.open({"driver": "zarr", "kvstore": store}, open=True).result()

@@ -75,13 +75,14 @@ def entries(state: TrainState) -> dict[Path, Entry]:
     return found
 
 
-def rebuild(like: TrainState, arrays: Mapping[Path, Any]) -> TrainState:
+def rebuild(like: TrainState, arrays: Mapping[Path, Any], *, key: str) -> TrainState:
     """Return a state of arrays by name, stored as `like` has them.
 
     Args:
       like: a state, or its shapes.
       arrays: all of `entries(like)`, those of wires perhaps not; a state that lacks some of those
         that its wires remember has none: the step makes them anew.
+      key: of what kind the PRNG key is.
     """
 
     def tree(name: str) -> Any:
@@ -89,17 +90,27 @@ def rebuild(like: TrainState, arrays: Mapping[Path, Any]) -> TrainState:
         new = [arrays[name, *path] for path, _ in _leaves(old)]
         return jax.tree.unflatten(jax.tree.structure(old), new)
 
-    impl = _impl(like.key)
     return TrainState(
         step=arrays["step",],
         params=tree("params"),
         opt_state=tree("opt_state"),
         model_state=tree("model_state"),
-        key=_wrap_key(arrays["key",], impl),
+        key=_wrap_key(arrays["key",], key),
         loss_scale=tree("loss_scale"),
         wire_state=_wire_state(like, arrays),
         placements=like.placements,
     )
+
+
+def with_params(state: TrainState, arrays: Mapping[Path, Any]) -> Any:
+    """Return the parameters of a state, some of them replaced."""
+    leaves = [arrays.get(("params", *path), x) for path, x in _leaves(state.params)]
+    return jax.tree.unflatten(jax.tree.structure(state.params), leaves)
+
+
+def key_kind(key: jax.Array) -> str:
+    """Return the name of a PRNG key's kind, such as "fry" of threefry."""
+    return str(jax.random.key_impl(key))
 
 
 def name(path: Path) -> str:
@@ -155,14 +166,9 @@ def _key_data(key: Any) -> Any:
     return jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=key.sharding)
 
 
-def _impl(key: Any) -> str:
-    """Return the name of a PRNG key's kind, or of that of a key's shape."""
-    return str(jax.random.key_impl(key if isinstance(key, jax.Array) else jax.eval_shape(lambda k: k, key)))
-
-
-def _wrap_key(data: jax.Array, impl: Any) -> jax.Array:
+def _wrap_key(data: jax.Array, kind: str) -> jax.Array:
     assert isinstance(data.sharding, NamedSharding)
-    wrap = jax.jit(lambda x: jax.random.wrap_key_data(x, impl=impl), out_shardings=data.sharding)
+    wrap = jax.jit(lambda x: jax.random.wrap_key_data(x, impl=kind), out_shardings=data.sharding)
     return wrap(data)
 
 
@@ -170,4 +176,3 @@ def empty(entry: Entry) -> jax.Array:
     """Return an array without elements: storage has none of these."""
     zeros = np.zeros(entry.array.shape, entry.array.dtype)
     return jax.make_array_from_callback(zeros.shape, entry.array.sharding, lambda i: zeros[i])
-

@@ -29,7 +29,9 @@ def write_sums(folder: Path, name: str, files: Iterable[Path]) -> None:
     files = sorted(files)
     with ThreadPoolExecutor(_THREADS) as pool:
         sums = dict(zip([f.relative_to(folder).as_posix() for f in files], pool.map(_sum, files)))
-    _sums_file(folder, name).write_text(json.dumps(sums, indent=0))
+    text = json.dumps(sums, indent=0)
+    whole = {"crc32": zlib.crc32(text.encode()), "files": text}
+    _sums_file(folder, name).write_text(json.dumps(whole))
 
 
 def sum_rest(folder: Path) -> None:
@@ -57,7 +59,9 @@ def find_damage(folder: Path, *, part: int = 0, parts: int = 1) -> str | None:
     for file in (_sums_file(folder, REST), *sorted(folder.glob(f"{_PREFIX}.*.json"))):
         try:
             sums |= _read(file)
-        except (OSError, ValueError) as error:
+        except OSError as error:
+            return f"{file} cannot be read: {error.strerror}"
+        except ValueError as error:
             return f"{file} cannot be read: {error}"
     mine = sorted(sums.items())[part::parts]
     with ThreadPoolExecutor(_THREADS) as pool:
@@ -70,7 +74,14 @@ def _sums_file(folder: Path, name: str) -> Path:
 
 
 def _read(file: Path) -> dict[str, list[int]]:
-    return json.loads(file.read_text())
+    try:
+        whole = json.loads(file.read_text())
+        text = whole["files"]
+        if zlib.crc32(text.encode()) == whole["crc32"]:
+            return json.loads(text)
+    except (ValueError, KeyError, TypeError):
+        pass  # not what was written, whatever it is
+    raise ValueError("it does not hold what was written")
 
 
 def _compare(file: Path, size: int, crc: int) -> str | None:

@@ -17,15 +17,16 @@ _T = TypeVar("_T")
 _calls = itertools.count()
 
 
-def exchange(topic: str, text: str, *, timeout: float = 600) -> list[str]:
+def exchange(topic: str, text: str, *, timeout: float = 600, name: str | None = None) -> list[str]:
     """Give a text to every process and return those of all, by process.
 
-    Every process must call it, in the same order relative to other calls.
+    Every process must call it, in the same order relative to other calls, or with a name.
 
     Args:
       topic: what it is about, for messages.
       text: up to some kilobytes.
       timeout: seconds to wait for the others.
+      name: which no other call has, for calls outside the main thread: these have no order.
 
     Raises:
       TimeoutError: a process did not come.
@@ -34,7 +35,8 @@ def exchange(topic: str, text: str, *, timeout: float = 600) -> list[str]:
     """
     if jax.process_count() == 1:
         return [text]
-    client, call = coordination_client(), next(_calls)
+    client = coordination_client()
+    call = f"call {next(_calls)}" if name is None else name
     assert client is not None
     client.key_value_set(f"zeroxla/{call}/{topic}/{jax.process_index()}", text)
     texts = []
