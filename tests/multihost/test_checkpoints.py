@@ -1,0 +1,55 @@
+"""Checkpoints of two processes: those of one process open there and back; nobody waits in vain."""
+
+import os
+import re
+import sys
+
+import pytest
+from checkpoint_tools import assert_same, logical, run, saved, steps  # noqa: F401
+
+from multihost import processes
+from zeroxla import Checkpointer
+
+
+@pytest.fixture(scope="module")
+def printed(saved, tmp_path_factory):  # noqa: F811
+    """By process, the lines; and the folder into which they saved step 5."""
+    folder, *_ = saved[2, 4]
+    full = tmp_path_factory.mktemp("full")
+    program = [sys.executable, processes.FOLDER / "checkpoints.py", folder, full]
+    paths = os.pathsep.join([str(processes.FOLDER.parent), os.environ.get("PYTHONPATH", "")])
+    status, out = processes.zeroxla(
+        *("launch", "--nodes=2", "--devices-per-node=4", "--", *program), PYTHONPATH=paths
+    )
+    assert status == 0, out
+    said = [re.findall(rf"^\[{i}\] (.+?): (.*)$", out, re.MULTILINE) for i in (0, 1)]
+    return [dict(lines) for lines in said], folder
+
+
+def test_a_checkpoint_of_one_process_opens_in_two_and_back(
+    saved,  # noqa: F811
+    steps,  # noqa: F811
+    printed,
+):
+    _, kept, losses = saved[2, 4]
+    said, folder = printed
+    for lines in said:
+        found = [float(lines[f"loss {i}"]) for i in (3, 4)]
+        assert found == pytest.approx(losses[:2], rel=1e-6)
+    with Checkpointer(folder) as checkpointer:
+        assert_same(logical(checkpointer.restore(steps[4, 2], 4).state), kept)
+        restored = checkpointer.restore(steps[3, 2])
+        assert (restored.number, restored.position) == (5, {"next": 5})
+    _, found = run(steps[3, 2], restored.state, 5, 3)
+    assert found == pytest.approx(losses[2:], rel=1e-5)
+
+
+def test_a_write_that_fails_in_one_process_fails_in_all(printed):
+    said, _ = printed
+    for number in (0, 1):
+        for process, lines in enumerate(said):
+            text = lines[f"failure of {number}"]
+            assert f"the checkpoint of step {number + 1} could not be written" in text
+            assert "File too large" in text
+            assert (f"process {number} failed" in text) == (process != number)
+            assert lines["numbers"] == "[3]"
