@@ -8,7 +8,8 @@ softmax, logits and losses are float32.
 
 from models.alexnet import AlexNet
 from models.gpt import GPT
+from models.hugging_face import from_hugging_face
 from models.llama import Llama
 from models.mlp import MLP
 
-__all__ = ["GPT", "MLP", "AlexNet", "Llama"]
+__all__ = ["GPT", "MLP", "AlexNet", "Llama", "from_hugging_face"]

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from models.attention import causal_attention
+from models.gpt_format import FORMAT
 from models.losses import next_token_loss
 
 
@@ -24,6 +25,8 @@ class GPT(nn.Module):
     values), `attn/c_proj`, `ln_2`, `mlp/c_fc`, `mlp/c_proj`. Blocks are `h_0`, `h_1`, ..., or, with
     scan, one `h` whose leaves have a leading layer dim.
     """
+
+    hugging_face = FORMAT
 
     vocab: int = 50257
     length: int = 1024

@@ -6,7 +6,7 @@ the mathematics; its weights are [out, in], the kernels here [in, out].
 Source: Touvron et al., arXiv 2302.13971 and 2307.09288.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -14,7 +14,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from models.attention import causal_attention
+from models.llama_format import FORMAT
 from models.losses import next_token_loss
+from models.rotary import RopeScaling, rotary_tables, rotate
 
 NORMAL = nnx.initializers.normal(0.02)
 
@@ -28,6 +30,8 @@ class Llama(nnx.Module):
     whose leaves have a leading layer dim.
     """
 
+    hugging_face = FORMAT
+
     def __init__(
         self,
         *,
@@ -38,6 +42,8 @@ class Llama(nnx.Module):
         kv_heads: int,
         hidden: int,
         theta: float = 10000.0,
+        rope_scaling: Mapping[str, Any] | RopeScaling | None = None,
+        length: int = 2048,
         eps: float = 1e-5,
         tie: bool = False,
         scan: bool = True,
@@ -50,6 +56,10 @@ class Llama(nnx.Module):
           vocab, layers, width, heads, hidden: V, the number of blocks, D, N, F.
           kv_heads: K; divides heads.
           theta: base of the rotary wavelengths.
+          rope_scaling: how they are lengthened, as Hugging Face configs have it: {"rope_type":
+            "linear", "factor": 2.0}, or the type "llama3"; see `RopeScaling`.
+          length: the sequences that the model is meant for. Configs tell it to other programs;
+            nothing here depends on it.
           eps: added to the mean square in every RMSNorm.
           tie: use the token embedding as the head too.
           scan: run the blocks in one `nnx.scan` over stacked leaves; otherwise unroll them.
@@ -57,7 +67,7 @@ class Llama(nnx.Module):
           rngs: stream "params".
 
         Raises:
-          ValueError: heads do not divide as the attention needs.
+          ValueError: heads do not divide as the attention needs, or the scaling is not known.
         """
         if heads % kv_heads or width % (2 * heads):
             raise ValueError(
@@ -70,8 +80,10 @@ class Llama(nnx.Module):
 
         self.scan = scan
         self.remat = remat
-        self.theta = theta
-        self.head_width = width // heads
+        self.vocab, self.num_layers, self.width, self.hidden = vocab, layers, width, hidden
+        self.heads, self.kv_heads, self.head_width = heads, kv_heads, width // heads
+        self.theta, self.eps, self.length, self.tie = theta, eps, length, tie
+        self.rope_scaling = RopeScaling.of(rope_scaling)
         self.embed_tokens = nnx.Embed(vocab, width, embedding_init=NORMAL, rngs=rngs)
         self.layers: Any
         if scan:
@@ -97,7 +109,7 @@ class Llama(nnx.Module):
     def llama3_8b(cls, **overrides: Any) -> "Callable[[nnx.Rngs], Llama]":
         """Llama 3 8B: 8,030,261,248 parameters."""
         shape = {"vocab": 128256, "layers": 32, "width": 4096, "heads": 32, "kv_heads": 8}
-        shape = {**shape, "hidden": 14336, "theta": 500000.0}
+        shape = {**shape, "hidden": 14336, "theta": 500000.0, "length": 8192}
         return lambda rngs: cls(**{**shape, **overrides}, rngs=rngs)
 
     def __call__(
@@ -119,7 +131,7 @@ class Llama(nnx.Module):
         """
         if positions_BL is None:
             positions_BL = jnp.arange(tokens_BL.shape[1])[None, :]
-        rotation = rotary_tables(positions_BL, self.head_width, self.theta)
+        rotation = rotary_tables(positions_BL, self.head_width, self.theta, self.rope_scaling)
 
         def run(x_BLD: jax.Array, block: Block) -> jax.Array:
             return block(x_BLD, rotation, mask_BL)
@@ -214,20 +226,3 @@ class SwiGLU(nnx.Module):
 def dense(num_in: int, num_out: int, rngs: nnx.Rngs) -> nnx.Linear:
     """Return a linear layer without bias, kernel [in, out] from normal(0.02)."""
     return nnx.Linear(num_in, num_out, use_bias=False, kernel_init=NORMAL, rngs=rngs)
-
-
-def rotary_tables(
-    positions_BL: jax.Array, head_width: int, theta: float
-) -> tuple[jax.Array, jax.Array]:
-    """Return (cos, sin), each float32[B, L, 1, H / 2]; angle = position / theta^(2 i / H)."""
-    frequency_h = theta ** (-jnp.arange(0, head_width, 2, dtype=jnp.float32) / head_width)
-    angle_BLh = positions_BL[..., None].astype(jnp.float32) * frequency_h
-    return jnp.cos(angle_BLh)[:, :, None, :], jnp.sin(angle_BLh)[:, :, None, :]
-
-
-def rotate(x_BLNH: jax.Array, rotation: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """Turn each pair (x[i], x[i + H / 2]) by its angle, in float32; return x's dtype."""
-    cos, sin = rotation
-    first, second = jnp.split(x_BLNH.astype(jnp.float32), 2, axis=-1)
-    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    return turned.astype(x_BLNH.dtype)

@@ -1,8 +1,6 @@
 """The four models: shapes, counts, mathematics (against Transformers), dtypes, losses."""
 
-import json
 from functools import partial
-from pathlib import Path
 
 import flax.linen as nn
 import jax
@@ -10,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from hf_tools import gpt_tree, llama_tree, recorded
 from quick import quick_compilation  # noqa: F401
 
 from models import GPT, MLP, AlexNet, Llama
@@ -17,11 +16,6 @@ from models.alexnet import adaptive_average_pool, alexnet_layers
 from models.losses import classification_loss, next_token_loss
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
-
-FIXTURES = Path(__file__).resolve().parents[2] / "shared" / "fixtures"
-needs_fixtures = pytest.mark.skipif(
-    not FIXTURES.is_dir(), reason=f"recorded outputs of Transformers are not at {FIXTURES}"
-)
 
 TOKENS = {"tokens": np.random.default_rng(7).integers(0, 64, (2, 13), np.int32)}
 IMAGES = {"image": np.ones((2, 63, 63, 3), np.float32), "label": np.array([1, 3])}
@@ -318,50 +312,6 @@ def test_heads_that_do_not_divide_are_an_error():
 # Parity with Hugging Face Transformers.
 
 
-def recorded(name):
-    weights = pytest.importorskip("safetensors.numpy", reason="safetensors is not installed")
-    config = json.loads((FIXTURES / f"{name}.config.json").read_text())
-    tensors = weights.load_file(FIXTURES / f"{name}.safetensors")
-    return config, tensors, np.load(FIXTURES / f"{name}.npz")
-
-
-def nest(flat):
-    tree = {}
-    for path, leaf in flat.items():
-        *parents, last = path.split("/")
-        node = tree
-        for name in parents:
-            node = node.setdefault(name, {})
-        node[last] = jnp.asarray(leaf)
-    return tree
-
-
-def gpt_tree(tensors):
-    """Return GPT params (unrolled) of GPT2LMHeadModel tensors."""
-    flat = {}
-    for name, value in tensors.items():
-        path = name.removeprefix("transformer.").replace("h.", "h_", 1).replace(".", "/")
-        kind = "embedding" if path[:3] in ("wte", "wpe") else "scale" if "ln_" in path else "kernel"
-        flat[path.replace("weight", kind)] = value
-    return nest(flat)
-
-
-def llama_tree(tensors):
-    """Return Llama params (unrolled) of LlamaForCausalLM tensors: [out, in] becomes [in, out]."""
-    flat = {}
-    for name, value in tensors.items():
-        path = name.removeprefix("model.").replace(".", "/")
-        if path == "lm_head/weight":
-            flat["lm_head"] = value
-        elif "embed" in path:
-            flat[path.replace("weight", "embedding")] = value
-        elif "norm" in path:
-            flat[path.replace("weight", "scale")] = value
-        else:
-            flat[path.replace("weight", "kernel")] = value.T
-    return nest(flat)
-
-
 def gpt_forward(config, scan):
     model = GPT(
         vocab=config["vocab_size"],
@@ -410,7 +360,6 @@ def llama_forward(config, scan):
     return forward
 
 
-@needs_fixtures
 @pytest.mark.parametrize(
     ("name", "scan"), [("d_gpt2", True), ("d_llama_mha", False), ("d_llama_gqa_tied", True)]
 )

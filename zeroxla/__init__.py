@@ -10,6 +10,8 @@ from zeroxla.hosts.start import initialize
 from zeroxla.mesh import make_mesh, simulate
 from zeroxla.state import LossScale, TrainState, full_params
 from zeroxla.step import Step, make_step
+from zeroxla.weights.export import export_params
+from zeroxla.weights.pretrained import from_pretrained
 from zeroxla.wire_format import WireFormat
 
 __all__ = [  # noqa: RUF022 (grouped)
@@ -34,6 +36,8 @@ __all__ = [  # noqa: RUF022 (grouped)
     "Checkpointer",
     "Restored",
     "SaveError",
+    "export_params",
+    "from_pretrained",
     # reports
     "inspect",
 ]

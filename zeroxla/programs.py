@@ -67,6 +67,25 @@ class Programs:
             return jax.lax.with_sharding_constraint(x, sharding)
 
         params, model_state = one_after_another(self.adapted.init, keep_shard, key, rows)
+        return self._start(params, model_state, key, placements)
+
+    def init_from(
+        self, params: Any, key: jax.Array, batch: Any, placements: Placements
+    ) -> TrainState:
+        """Make the state of given parameters, stored as their placements say, without these in it.
+
+        The model's own are not computed: nothing here depends on them.
+        """
+        rows = self.first_rows(batch)
+        model_state = one_after_another(
+            lambda key, rows: self.adapted.init(key, rows)[1], lambda i, x: x, key, rows
+        )
+        state = self._start(params, model_state, key, placements)
+        return dataclasses.replace(state, params=None)
+
+    def _start(
+        self, params: Any, model_state: Any, key: jax.Array, placements: Placements
+    ) -> TrainState:
         layout = make_layout(params, placements[0], self.config)
         trainable = layout.trainable(natural(params, placements[0]), optax.MaskedNode())
         opt_state = self.optimizer.init(trainable)

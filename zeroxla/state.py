@@ -116,8 +116,21 @@ def full_params(state: TrainState) -> Any:
     and a host receives what it lacks of it once.
     """
     leaves, tree = jax.tree.flatten(state.params)
-    cut = [
-        np.asarray(x if x.is_fully_addressable else whole(x))[tuple(slice(n) for n in p.shape)]
-        for x, p in zip(leaves, state.placements[0], strict=True)
-    ]
-    return tree.unflatten(cut)
+    return tree.unflatten([host_leaf(x, p) for x, p in zip(leaves, state.placements[0])])
+
+
+def host_leaf(x: jax.Array, placement: Placement) -> np.ndarray:
+    """Return a leaf whole, in its natural shape, on this host; all processes must call this.
+
+    Cost: the leaf in host memory, and a copy of one shard. Nothing of it stays with `x`, which
+    would keep what NumPy is given of its own arrays.
+    """
+    if not x.is_fully_addressable:
+        return np.asarray(whole(x))[tuple(slice(n) for n in placement.shape)]
+    natural = np.empty(placement.shape, x.dtype)
+    for shard in x.addressable_shards:
+        if shard.replica_id == 0:
+            inside = [slice(*s.indices(n)) for s, n in zip(shard.index, natural.shape)]
+            part = np.asarray(shard.data.copy())
+            natural[tuple(inside)] = part[tuple(slice(s.stop - s.start) for s in inside)]
+    return natural

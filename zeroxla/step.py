@@ -24,7 +24,14 @@ from zeroxla.mesh import as_auto
 from zeroxla.notices import useless_on_leaves, useless_on_mesh, warn
 from zeroxla.programs import BY_ROWS, Programs
 from zeroxla.state import TrainState, state_shardings
-from zeroxla.validate import check_batch, check_is_state, check_key, check_model, check_state
+from zeroxla.validate import (
+    check_batch,
+    check_is_state,
+    check_key,
+    check_model,
+    check_state,
+    check_stored,
+)
 
 
 def make_step(
@@ -122,6 +129,31 @@ class Step:
         init = self._jit(make, out_shardings=state_shardings(shapes, self.mesh))
         with mesh_context(self.mesh):
             return self._run("init", init, put_key(key, self.mesh), self._put(batch))
+
+    def init_from(self, params: Any, key: jax.Array) -> TrainState:
+        """Make the state of given parameters: all else as `init` makes it, for the batch that the
+        step has last seen.
+
+        Args:
+          params: a pytree of global float32 arrays, as `shapes().params` describes them: padded,
+            split over the mesh. The state has these very arrays, which the next step takes.
+          key: a PRNG key.
+
+        Returns:
+          The state before the first step.
+
+        Raises:
+          ValueError: the step has seen no batch, or the parameters are stored otherwise.
+        """
+        key, shapes = check_key(key), self.shapes()
+        check_stored(params, shapes.params)
+        program = functools.partial(self._programs.init_from, placements=shapes.placements)
+        shardings = dataclasses.replace(state_shardings(shapes, self.mesh), params=None)
+        init = self._jit(program, out_shardings=shardings)
+        batch = self._put(self._traced[-2])
+        with mesh_context(self.mesh):
+            state = self._run("init_from", init, params, put_key(key, self.mesh), batch)
+        return dataclasses.replace(state, params=params)
 
     def abstract_state(self, batch: Any) -> TrainState:
         """Return the state's shapes, dtypes and shardings without computing anything: for `lower`

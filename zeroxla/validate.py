@@ -143,6 +143,35 @@ def check_model(state: TrainState, expected: Any) -> None:
         )
 
 
+def check_stored(params: Any, expected: Any) -> None:
+    """Check that parameters are stored as a state of the model has them.
+
+    Args:
+      expected: their shapes, with shardings.
+
+    Raises:
+      ValueError: the tree, a shape, a dtype or a sharding is another.
+    """
+    if jax.tree.structure(params) != jax.tree.structure(expected):
+        raise ValueError(
+            f"the parameters have the structure {jax.tree.structure(params)}, and the model's "
+            f"{jax.tree.structure(expected)}"
+        )
+    rows = zip(jax.tree_util.tree_flatten_with_path(params)[0], jax.tree.leaves(expected))
+    for (path, have), want in rows:
+        if not isinstance(have, jax.Array) or have.dtype != want.dtype or have.shape != want.shape:
+            raise ValueError(
+                f"the parameter {leaf_path(path)!r} is a {type(have).__name__} of "
+                f"{getattr(have, 'dtype', None)}{list(np.shape(have))}; a state has a jax.Array of "
+                f"{want.dtype}{list(want.shape)} there, padding included"
+            )
+        if not have.sharding.is_equivalent_to(want.sharding, have.ndim):
+            raise ValueError(
+                f"the parameter {leaf_path(path)!r} has the sharding {have.sharding}, and this "
+                f"step stores it with {want.sharding}; use jax.device_put"
+            )
+
+
 def check_key(key: Any) -> jax.Array:
     """Return `key` as a typed PRNG key.
 

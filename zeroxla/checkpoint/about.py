@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 FORMAT = 1
-_FILE = "about.json"
+ABOUT = "about.json"
 
 
 class DamageError(ValueError):
@@ -102,7 +102,7 @@ class About:
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         values["leaves"] = [[leaf.name, leaf.shape, leaf.dtype] for leaf in self.leaves.values()]
         values["fingerprint"] = self.fingerprint
-        (folder / _FILE).write_text(json.dumps(values, indent=1))
+        (folder / ABOUT).write_text(json.dumps(values, indent=1))
 
     @staticmethod
     def read(folder: Path) -> About:
@@ -112,7 +112,7 @@ class About:
           DamageError: it is missing or damaged.
           ValueError: a newer zeroxla wrote it.
         """
-        file = folder / _FILE
+        file = folder / ABOUT
         try:
             values = json.loads(file.read_text())
             if values["format"] > FORMAT:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +21,11 @@ import tensorstore as ts
 from flax import traverse_util
 
 from zeroxla.checkpoint.about import About
-from zeroxla.checkpoint.failures import Together
+from zeroxla.checkpoint.failures import root_cause
 from zeroxla.checkpoint.logical import Entry
 from zeroxla.checkpoint.logical import Path as Name
 from zeroxla.checkpoint.sums import sum_rest, write_sums
+from zeroxla.hosts.together import together
 
 BUFFER_BYTES = 256 * 2**20
 """On their way between files and devices while a state is read, or the largest array's."""
@@ -42,7 +43,10 @@ class StateHandler(ocp.AsyncCheckpointHandler):
     async def async_save(self, directory: Any, args: SaveState) -> list[Any]:
         """Copy the arrays off the devices; return what writes them."""
         tree = traverse_util.unflatten_dict({p: e.array for p, e in args.found.items()})
-        writes = await self._arrays.async_save(directory, args=ocp.args.PyTreeSave(tree))
+        try:
+            writes = await self._arrays.async_save(directory, args=ocp.args.PyTreeSave(tree))
+        except Exception as error:  # raised where all processes hear of it
+            writes = [_Failed(error)]
         return [_Write(self._arrays, writes or [], Path(directory), args)]
 
     def save(self, directory: Any, args: SaveState) -> None:
@@ -73,11 +77,11 @@ class StateHandler(ocp.AsyncCheckpointHandler):
 @ocp.args.register_with_handler(StateHandler, for_save=True)
 @dataclasses.dataclass
 class SaveState(ocp.args.CheckpointArgs):
-    """What to save: arrays by name, and what is said of them."""
+    """What to save: arrays by name, and what is said of them; a name that no other save has."""
 
     found: Mapping[Name, Entry]
     about: About
-    together: Together
+    name: str
 
 
 @ocp.args.register_with_handler(StateHandler, for_restore=True)
@@ -100,28 +104,47 @@ class _Write(ocp.future.Future):  # pyright: ignore[reportAttributeAccessIssue]
         """Wait until the files are written and summed, here and in all processes."""
         timeout = SAVE_TIMEOUT_S if timeout is None else timeout
 
-        def write() -> None:
-            for future in self._writes:
-                future.result(timeout)
-            number = jax.process_index()
-            mine = self._folder / f"ocdbt.process_{number}"
-            files = (file for file in mine.rglob("*") if file.is_file())
-            write_sums(self._folder, f"process_{number}", files)
+        def share(topic: str, action: Callable[[float], None]) -> None:
+            def act() -> None:
+                try:
+                    action(timeout)
+                except Exception as error:
+                    raise OSError(root_cause(error)) from error
 
-        def finish() -> None:
-            if jax.process_index() == 0:
-                self._finish()
+            # Who fails alone would leave the others waiting.
+            together(topic, act, timeout=timeout, name=self._args.name)
 
-        self._args.together("checkpoint's files", write, timeout=timeout)
-        self._args.together("checkpoint's end", finish, timeout=timeout)
+        share("checkpoint's files", self._write)
+        share("checkpoint's end", self._finish)
 
-    def _finish(self) -> None:
+    def _write(self, timeout: float) -> None:
+        for future in self._writes:
+            future.result(timeout)
+        number = jax.process_index()
+        mine = self._folder / f"ocdbt.process_{number}"
+        files = (file for file in mine.rglob("*") if file.is_file())
+        write_sums(self._folder, f"process_{number}", files)
+
+    def _finish(self, timeout: float) -> None:
+        del timeout  # nothing here waits
+        if jax.process_index() != 0:
+            return
         self._arrays.finalize(self._folder)  # type: ignore[arg-type]  (a path of its own kind)
         _cut(self._folder, {p: e.shape for p, e in self._args.found.items() if e.is_padded})
         # The shardings that arrays had; those of natural shapes need not divide so.
         (self._folder / "_sharding").unlink(missing_ok=True)
         self._args.about.write(self._folder)
         sum_rest(self._folder)
+
+
+class _Failed(ocp.future.Future):  # pyright: ignore[reportAttributeAccessIssue]
+    """A write that has failed when it was begun."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def result(self, timeout: float | None = None) -> None:
+        raise self._error
 
 
 def open_array(folder: Path, path: Name) -> ts.TensorStore:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -12,7 +13,7 @@ import jax
 import orbax.checkpoint as ocp
 
 from zeroxla.checkpoint.about import About
-from zeroxla.checkpoint.failures import SaveError, Together, quiet_absl, root_cause
+from zeroxla.checkpoint.failures import SaveError, quiet_absl, root_cause
 from zeroxla.checkpoint.handler import SAVE_TIMEOUT_S, RestoreState, SaveState, StateHandler
 from zeroxla.checkpoint.logical import Entry
 from zeroxla.checkpoint.logical import Path as Name
@@ -20,6 +21,8 @@ from zeroxla.checkpoint.sums import find_damage
 from zeroxla.hosts.exchange import exchange, on_first
 
 STATE = "state"
+
+_saves = itertools.count()  # all processes make the same ones
 
 
 class Store:
@@ -70,7 +73,7 @@ class Store:
           SaveError: it could not be written.
         """
         stored = {path: entry for path, entry in found.items() if entry.array.size}
-        arrays = SaveState(stored, about, Together())
+        arrays = SaveState(stored, about, name=f"save {next(_saves)}")
         self._saving = number
         with self._failing_as_save_error():
             on_first("folder of checkpoints", lambda: self._make_room(number))

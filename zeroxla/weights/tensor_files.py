@@ -1,0 +1,248 @@
+"""Writes safetensors files whose tensors come in any order, so that nothing half written is ever
+taken for whole.
+
+A plan says first where every tensor will be. Files have temporary names until all are on disk. Then
+what made an older export one (its index, or its single file) is removed, the new files are renamed,
+and the new index, or single file, comes last.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import math
+import os
+import re
+import struct
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import BinaryIO
+
+import jax.numpy as jnp
+import numpy as np
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+"""What weights may be, and how a file's header says it."""
+
+_SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
+_PARTIAL = ".partial"
+_BLOCK_BYTES = 32 << 20
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Tensor:
+    """A tensor's place.
+
+    Attributes:
+      file: that it is in.
+      offset: of its first byte there.
+    """
+
+    shape: tuple[int, ...]
+    file: str
+    offset: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """Which file holds what.
+
+    Attributes:
+      dtype: of all tensors, as NumPy names it.
+      tensors: by name, in the order of the files.
+      headers: of each file, up to its first tensor.
+      sizes: of each file, in bytes.
+    """
+
+    dtype: str
+    tensors: Mapping[str, Tensor]
+    headers: Mapping[str, bytes]
+    sizes: Mapping[str, int]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(self.sizes.values())
+
+    @property
+    def num_elements(self) -> int:
+        return sum(math.prod(tensor.shape) for tensor in self.tensors.values())
+
+    @property
+    def tensor_bytes(self) -> int:
+        """Bytes of the tensors, headers aside."""
+        return self.num_elements * jnp.dtype(self.dtype).itemsize
+
+    @property
+    def index(self) -> str | None:
+        """The text of the index; None of a single file, which has none."""
+        if SINGLE in self.sizes:
+            return None
+        places = {name: tensor.file for name, tensor in self.tensors.items()}
+        metadata = {"total_parameters": self.num_elements, "total_size": self.tensor_bytes}
+        return json.dumps({"metadata": metadata, "weight_map": places}, indent=2) + "\n"
+
+
+def make_plan(shapes: Mapping[str, tuple[int, ...]], *, dtype: str, max_shard_bytes: int) -> Plan:
+    """Give every tensor its place.
+
+    Args:
+      shapes: by name.
+      dtype: one of `DTYPES`.
+      max_shard_bytes: of the tensors in a file; a larger one is alone in its file.
+
+    >>> make_plan({"a": (2,), "b": (3,)}, dtype="float32", max_shard_bytes=12).tensors["b"].file
+    'model-00002-of-00002.safetensors'
+    """
+    itemsize = jnp.dtype(dtype).itemsize
+    groups: list[list[str]] = [[]]
+    held = 0
+    for name in sorted(shapes, key=_natural_order):
+        size = math.prod(shapes[name]) * itemsize
+        if groups[-1] and held + size > max_shard_bytes:
+            groups.append([])
+            held = 0
+        groups[-1].append(name)
+        held += size
+    tensors, headers, sizes = {}, {}, {}
+    for i, names in enumerate(groups, start=1):
+        file = SINGLE if len(groups) == 1 else f"model-{i:05d}-of-{len(groups):05d}.safetensors"
+        ends = np.cumsum([0, *(math.prod(shapes[n]) * itemsize for n in names)]).tolist()
+        said = {
+            name: {"dtype": DTYPES[dtype], "shape": shapes[name], "data_offsets": [first, last]}
+            for name, first, last in zip(names, ends, ends[1:])
+        }
+        # Transformers asks for the metadata, and says "pt" whoever wrote the file.
+        text = json.dumps({"__metadata__": {"format": "pt"}, **said}).encode()
+        text += b" " * (-len(text) % 8)
+        headers[file] = struct.pack("<Q", len(text)) + text
+        sizes[file] = len(headers[file]) + ends[-1]
+        for name, first in zip(names, ends):
+            offset = len(headers[file]) + first
+            tensors[name] = Tensor(shape=tuple(shapes[name]), file=file, offset=offset)
+    return Plan(dtype=dtype, tensors=tensors, headers=headers, sizes=sizes)
+
+
+class Writer:
+    """Writes a plan's files; see `writing`."""
+
+    def __init__(self, plan: Plan, files: Mapping[str, BinaryIO]) -> None:
+        self._plan, self._files = plan, files
+        self._left = set(plan.tensors)
+
+    def write(self, name: str, values: np.ndarray) -> None:
+        """Write a tensor to its place.
+
+        Args:
+          values: float32, of the tensor's shape, with any strides.
+
+        Raises:
+          ValueError: a number is too large for the dtype.
+
+        Cost: 32 MiB, or a row if that is more, besides the values.
+        """
+        tensor = self._plan.tensors[name]
+        assert values.shape == tensor.shape, (name, values.shape, tensor.shape)
+        file = self._files[tensor.file]
+        file.seek(tensor.offset)
+        for block in _blocks(values):
+            file.write(_cast(block, self._plan.dtype, name).view(np.uint8))
+        self._left.discard(name)
+
+    def is_complete(self) -> bool:
+        return not self._left
+
+
+@contextlib.contextmanager
+def writing(plan: Plan, folder: Path, others: Mapping[str, str]) -> Iterator[Writer]:
+    """Write an export: its files are there, and those of an older one gone, when this ends well;
+    if a file cannot be written, the folder is as it was.
+
+    Args:
+      folder: is there.
+      others: text files that belong to the export, by name.
+
+    Raises:
+      OSError: a file cannot be written.
+    """
+    entry = SINGLE if plan.index is None else INDEX
+    texts = {**others, **({} if plan.index is None else {INDEX: plan.index})}
+    _remove(folder / f"{name}{_PARTIAL}" for name in _names_of_exports(folder))
+    try:
+        with contextlib.ExitStack() as opened:
+            files: dict[str, BinaryIO] = {}
+            for name, header in plan.headers.items():
+                file = opened.enter_context(open(folder / (name + _PARTIAL), "wb"))
+                files[name] = file
+                file.write(header)
+                file.truncate(plan.sizes[name])
+            writer = Writer(plan, files)
+            yield writer
+            assert writer.is_complete(), "a tensor was not written"
+            for file in files.values():
+                file.flush()
+                os.fsync(file.fileno())
+        for name, text in texts.items():
+            with open(folder / (name + _PARTIAL), "w", encoding="utf-8") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+    except BaseException:
+        with contextlib.suppress(OSError):
+            _remove(folder / (name + _PARTIAL) for name in (*plan.sizes, *texts))
+        raise
+    names = [*plan.sizes, *texts]
+    names.remove(entry)
+    _remove(folder / name for name in (INDEX, SINGLE))
+    for name in (*names, entry):
+        os.replace(folder / (name + _PARTIAL), folder / name)
+    _remove(f for f in folder.iterdir() if _SHARD.fullmatch(f.name) and f.name not in plan.sizes)
+    _sync_folder(folder)
+
+
+def _names_of_exports(folder: Path) -> list[str]:
+    """Return the names of files that an export, broken off, left unfinished."""
+    found = (f.name.removesuffix(_PARTIAL) for f in folder.glob(f"*{_PARTIAL}"))
+    return [n for n in found if n in (SINGLE, INDEX, "config.json") or _SHARD.fullmatch(n)]
+
+
+def _remove(files: Iterable[Path]) -> None:
+    for file in files:
+        file.unlink(missing_ok=True)
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _natural_order(name: str) -> list[str | int]:
+    return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", name)]
+
+
+def _blocks(values: np.ndarray) -> Iterator[np.ndarray]:
+    """Yield the values some rows at a time."""
+    if values.ndim == 0 or not values.size:
+        yield values
+        return
+    rows = max(1, _BLOCK_BYTES * len(values) // values.nbytes)
+    for first in range(0, len(values), rows):
+        yield values[first : first + rows]
+
+
+def _cast(values: np.ndarray, dtype: str, name: str) -> np.ndarray:
+    """Return the values in a row, rounded to the nearest, ties to even."""
+    with np.errstate(over="ignore"):
+        cast = np.ascontiguousarray(values, jnp.dtype(dtype)).reshape(-1)
+    if dtype != "float32" and (np.isinf(cast) & np.isfinite(values.reshape(-1))).any():
+        largest = np.abs(values[np.isfinite(values)]).max()
+        raise ValueError(
+            f"{name} holds numbers up to {largest:.6g}, which {dtype} cannot; it ends at "
+            f"{float(jnp.finfo(dtype).max):.6g}: export bfloat16 or float32"
+        )
+    return cast
