@@ -14,11 +14,11 @@ import jax
 import numpy as np
 
 import zeroxla
-from models import GPT
 from zeroxla import data
 from zeroxla.adapters import adapt
 from zeroxla.run_folder import CHECKPOINTS, read_config
 from zeroxla.train import train
+from zeroxla.train_model import choose
 from zeroxla.train_options import RunOptions, TrainingOptions, TrainOptions
 from zeroxla.train_setup import mesh_for, optimizer_for, schedule_for
 
@@ -99,7 +99,7 @@ def read_run(folder: Path) -> Trained:
             corpus.train, batch=text.batch, length=text.length, seed=options.training.seed
         )
     )
-    model = GPT(vocab=data.VOCABULARY, length=text.length, **dataclasses.asdict(options.model))
+    model = choose(options).model
     mesh = mesh_for(options)
     step = zeroxla.make_step(
         model,

@@ -12,15 +12,10 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-import pytest
 from flax import nnx
 
-FOLDERS = (
-    Path(__file__).parent / "fixtures",
-    Path(__file__).resolve().parents[2] / "shared" / "fixtures",
-)
-"""The recordings that are kept with the tests, and a place for all of them: tiny random models, in
-float32 with eager attention, by Transformers 5.23.0 and torch 2.13.0."""
+FIXTURES = Path(__file__).parent / "fixtures"
+"""Tiny random models, in float32 with eager attention, by Transformers 5.23.0 and torch 2.13.0."""
 
 KINDS = {
     "F32": np.float32,
@@ -31,25 +26,17 @@ KINDS = {
 }
 
 
-def file_of(name):
-    """Return the path of a recorded file, or skip the test."""
-    for folder in FOLDERS:
-        if (folder / name).is_file():
-            return folder / name
-    return pytest.skip(f"the recording {name} of Transformers is not at {FOLDERS[-1]}")
-
-
 def recorded(name):
     """Return (config, tensors, inputs and outputs) of a recorded model."""
-    config = json.loads(file_of(f"{name}.config.json").read_text())
-    return config, read_file(file_of(f"{name}.safetensors")), np.load(file_of(f"{name}.npz"))
+    config = json.loads((FIXTURES / f"{name}.config.json").read_text())
+    return config, read_file(FIXTURES / f"{name}.safetensors"), np.load(FIXTURES / f"{name}.npz")
 
 
 def hub_folder(folder, name):
     """Make a folder as Transformers saves a model."""
     folder.mkdir(exist_ok=True, parents=True)
-    shutil.copyfile(file_of(f"{name}.config.json"), folder / "config.json")
-    shutil.copyfile(file_of(f"{name}.safetensors"), folder / "model.safetensors")
+    shutil.copyfile(FIXTURES / f"{name}.config.json", folder / "config.json")
+    shutil.copyfile(FIXTURES / f"{name}.safetensors", folder / "model.safetensors")
     return folder
 
 

@@ -7,11 +7,12 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypeVar
 
 import tyro
 from rich.console import Console
 
+from zeroxla.export_run import ExportOptions, export
 from zeroxla.hosts.environment import PROCESS_ID, RESTART, STARTED, find_cluster
 from zeroxla.launch.options import LaunchOptions
 from zeroxla.launch.run import launch
@@ -19,9 +20,12 @@ from zeroxla.run_folder import RunFolderError, has_checkpoint, read_config
 from zeroxla.train import UsageError, train
 from zeroxla.train_options import TrainOptions, check_resumable
 
+_T = TypeVar("_T")
+
 DESCRIPTION = "Train Flax models that do not fit one device (ZeRO-3 in JAX)."
-TRAIN = "Train a byte-level GPT on text, its state split over all devices."
+TRAIN = "Train a language model on text, its state split over all devices."
 LAUNCH = "Start a program as one process for each node: zeroxla launch --nodes 2 -- python train.py"
+EXPORT = "Write the weights of a run in Hugging Face's format."
 RUNS = Path("runs")
 
 
@@ -40,6 +44,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if arguments[:1] == ["launch"]:
             return _launch(arguments)
+        if arguments[:1] == ["export"]:
+            return _export(arguments)
         return _train(arguments)
     except (UsageError, RunFolderError) as error:
         console = Console(stderr=True, highlight=False, soft_wrap=True)
@@ -53,15 +59,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _launch(arguments: list[str]) -> int:
     at = arguments.index("--") if "--" in arguments else len(arguments)
-    options = _read(arguments[:at], LaunchOptions())
+    options = _read(arguments[:at], LaunchOptions)
     try:
         return launch(options, arguments[at + 1 :])
     except ValueError as error:
         raise UsageError(str(error)) from error
 
 
+def _export(arguments: list[str]) -> int:
+    try:
+        return export(_read(arguments, ExportOptions))
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+
+
 def _train(arguments: list[str]) -> int:
-    options = _read(arguments, TrainOptions())
+    options = _read(arguments, TrainOptions)
     restarted = os.environ.get(RESTART, "0") != "0"
     run = options.output.run or (RUNS / f"train-{os.environ[STARTED]}" if restarted else None)
     if options.output.resume or (restarted and run is not None and has_checkpoint(run)):
@@ -93,7 +106,7 @@ def _resumed(arguments: list[str], run: Path) -> TrainOptions:
     # what it names must be free to change.
     try:
         stored = TrainOptions.from_dict(read_config(run)["options"])
-        given = _read(arguments, stored)
+        given = _read(arguments, TrainOptions, stored)
         check_resumable(stored, given)
     except ValueError as error:
         raise UsageError(str(error)) from error
@@ -101,12 +114,26 @@ def _resumed(arguments: list[str], run: Path) -> TrainOptions:
     return dataclasses.replace(given, output=output)
 
 
-def _read(arguments: list[str], default: Any) -> Any:
+def _read(arguments: list[str], kind: type[_T], default: _T | None = None) -> _T:
+    """Return the options of a command line.
+
+    Args:
+      kind: of the command that it begins with.
+      default: what the command line leaves out; None: as the kind has it.
+    """
+
+    def command(name: str, mine: type, description: str) -> Any:
+        given: dict[str, Any] = {"default": default} if mine is kind and default is not None else {}
+        return Annotated[mine, tyro.conf.subcommand(name, description=description, **given)]
+
     # The options' groups order the help; as prefixes of every flag they would be noise.
-    defaults = {"train": TrainOptions(), "launch": LaunchOptions()}
-    defaults["launch" if isinstance(default, LaunchOptions) else "train"] = default
+    commands = (
+        command("train", TrainOptions, TRAIN)
+        | command("launch", LaunchOptions, LAUNCH)
+        | command("export", ExportOptions, EXPORT)
+    )
     return tyro.cli(
-        tyro.extras.subcommand_type_from_defaults(defaults, {"train": TRAIN, "launch": LAUNCH}),
+        commands,
         args=arguments,
         prog="zeroxla",
         description=DESCRIPTION,

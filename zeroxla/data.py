@@ -1,4 +1,4 @@
-"""Byte-level text batches: files in, grain batches out, with a position that checkpoints.
+"""Text batches: files in, grain batches out, with a position that checkpoints.
 
 A corpus is one flat array of bytes: the documents in a fixed order, each preceded by a 0 byte
 (text holds none, so 0 marks a document's start). A training batch is made of random crops of that
@@ -35,7 +35,7 @@ class Corpus:
     """Text split into training and validation bytes.
 
     Attributes:
-      train, valid: uint8[N], documents each preceded by SEPARATOR.
+      train, valid: uint8[N], documents each preceded by SEPARATOR; or the tokens of a vocabulary.
       num_train_files, num_valid_files: Files that contributed to each split.
       source: What was read, in words.
     """
@@ -119,9 +119,9 @@ def training_batches(
     """Make an endless stream of random crops.
 
     Args:
-      train_N: uint8[N], `Corpus.train`.
+      train_N: integers[N], `Corpus.train`.
       batch: B, rows of the global batch.
-      length: L; each row has L + 1 bytes: inputs and, shifted by one, targets.
+      length: L; each row has L + 1 of them: inputs and, shifted by one, targets.
       seed: Chooses the crops.
       shard_index, shard_count: This process makes rows [index * B / count, (index + 1) * B / count)
         of every global batch, which does not depend on the count.
@@ -138,7 +138,7 @@ def training_batches(
         raise ValueError(f"batch={batch} and length={length} must both be at least 1")
     if len(train_N) < batch * window:
         raise ValueError(
-            f"the training text has {len(train_N)} bytes, fewer than one batch of "
+            f"the training text has {len(train_N)} tokens, fewer than one batch of "
             f"{batch} x {window} = {batch * window}; give more text, or a smaller batch or length"
         )
     if batch % shard_count or not 0 <= shard_index < shard_count:
@@ -163,7 +163,7 @@ def validation_batches(
     Windows overlap where the text has fewer than B * num_batches * L bytes.
 
     Args:
-      valid_N: uint8[N], `Corpus.valid`.
+      valid_N: integers[N], `Corpus.valid`.
       batch, length: As for `training_batches`.
       num_batches: How many.
 
@@ -173,7 +173,7 @@ def validation_batches(
     window = length + 1
     if len(valid_N) < window:
         raise ValueError(
-            f"the validation text has {len(valid_N)} bytes, fewer than one window of {window}; "
+            f"the validation text has {len(valid_N)} tokens, fewer than one window of {window}; "
             "give more text, a larger held-out share, or a smaller length"
         )
     starts = np.linspace(0, len(valid_N) - window, num_batches * batch).astype(np.int64)
@@ -181,12 +181,12 @@ def validation_batches(
         yield {"tokens": _crop(valid_N, starts_B, window)}
 
 
-def unigram_entropy(bytes_N: np.ndarray) -> float:
-    """Return the entropy in nats of the byte frequencies: the loss of the best constant guess.
+def unigram_entropy(tokens_N: np.ndarray) -> float:
+    """Return the entropy in nats of the tokens' frequencies: the loss of the best constant guess.
 
     Computed in float64.
     """
-    counts = np.bincount(bytes_N, minlength=VOCABULARY).astype(np.float64)
+    counts = np.bincount(tokens_N).astype(np.float64)
     p = counts[counts > 0] / counts.sum()
     return float(-(p * np.log(p)).sum())
 

@@ -147,7 +147,7 @@ class RunFolder:
         with self._replacing(name) as temporary:
             temporary.write_text(text, encoding="utf-8")
 
-    def plot(self, *, unigram_entropy: float) -> None:
+    def plot(self, *, unigram_entropy: float, unit: str = "byte") -> None:
         """Draw loss.png from metrics.jsonl: training and validation loss against steps.
 
         Raises:
@@ -170,10 +170,10 @@ class RunFolder:
             unigram_entropy,
             color="gray",
             linestyle="--",
-            label=f"byte-unigram entropy of the validation set: {unigram_entropy:.3f}",
+            label=f"{unit}-unigram entropy of the validation set: {unigram_entropy:.3f}",
         )
         axes.set_xlabel("step")
-        axes.set_ylabel("nats per byte")
+        axes.set_ylabel(f"nats per {unit}")
         axes.grid(alpha=0.3)
         axes.legend()
         with self._replacing("loss.png") as temporary:
@@ -233,7 +233,7 @@ class NoRunFolder:
     def write_text(self, name: str, text: str) -> None:
         """Write nothing."""
 
-    def plot(self, *, unigram_entropy: float) -> None:
+    def plot(self, *, unigram_entropy: float, unit: str = "byte") -> None:
         """Draw nothing."""
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""The main job: train a byte-level GPT on text with ZeRO-3, into a run folder."""
+"""The main job: train a language model on text with ZeRO-3, into a run folder."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import os
 import shlex
 import sys
 import time
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +15,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.text import Text
 
-from models import GPT
-from zeroxla import data, inspect
-from zeroxla.checkpoint.checkpointer import Checkpointer, SaveError
+from zeroxla import data
+from zeroxla.checkpoint.checkpointer import Checkpointer
+from zeroxla.checkpoint.failures import SaveError
 from zeroxla.config import ZeroConfig
 from zeroxla.hosts.batches import global_batch, process_shard
 from zeroxla.hosts.environment import STARTED
@@ -30,9 +26,11 @@ from zeroxla.hosts.exchange import agree, on_first
 from zeroxla.interrupt import StopRequest, stop_on_signal
 from zeroxla.run_folder import CHECKPOINTS, NoRunFolder, RunFolder, read_config
 from zeroxla.sample import continue_text
-from zeroxla.state import TrainState, full_params
+from zeroxla.state import full_params
 from zeroxla.step import make_step
+from zeroxla.train_model import choose, keep
 from zeroxla.train_options import RunOptions, TrainOptions
+from zeroxla.train_output import Output
 from zeroxla.train_setup import (
     check_same,
     circumstances,
@@ -40,6 +38,7 @@ from zeroxla.train_setup import (
     optimizer_for,
     schedule_for,
 )
+from zeroxla.weights.pretrained import from_pretrained
 
 
 class UsageError(ValueError):
@@ -64,9 +63,8 @@ def train(options: TrainOptions) -> int:
     try:
         mesh = mesh_for(options)
         # Of several processes the first one speaks, and writes the run folder.
-        console = Console(highlight=False, width=width, quiet=jax.process_index() != 0)
-        job = _Job(options, mesh, console)
-    except ValueError as error:
+        job = _Job(options, mesh, Output(width))
+    except (ValueError, ImportError) as error:
         raise UsageError(str(error)) from error
     with contextlib.closing(job):
         return job.run()
@@ -75,18 +73,21 @@ def train(options: TrainOptions) -> int:
 class _Job:
     """One run: what is decided before the first step, and the loop."""
 
-    def __init__(self, options: TrainOptions, mesh: Mesh, console: Console):
-        text, output = options.text, options.output
-        self.options, self.mesh, self.console = options, mesh, console
+    def __init__(self, options: TrainOptions, mesh: Mesh, output: Output) -> None:
+        text, run = options.text, options.output
+        self.options, self.mesh, self.output = options, mesh, output
         self.state: Any  # a TrainState; None until it is made
-        self.corpus = data.load_corpus(text.data, holdout=text.holdout)
+        choice = choose(options, run.run if run.resume else None)
+        self.model, self.vocabulary = choice.model, choice.vocabulary
+        corpus = data.load_corpus(text.data, holdout=text.holdout)
+        self.corpus = self.vocabulary.corpus(corpus)
         shape = {"batch": text.batch, "length": text.length}
         seed = options.training.seed
         # Each process cuts its own rows of every batch.
         index, count = process_shard(mesh)
         part = {"shard_index": index, "shard_count": count}
         self.batches = iter(data.training_batches(self.corpus.train, **shape, **part, seed=seed))
-        valid = data.validation_batches(self.corpus.valid, **shape, num_batches=output.eval_batches)
+        valid = data.validation_batches(self.corpus.valid, **shape, num_batches=run.eval_batches)
         self.valid_batches = [
             global_batch({"tokens": np.split(batch["tokens"], count)[index]}, mesh)
             for batch in valid
@@ -94,7 +95,6 @@ class _Job:
         self.unigram_entropy = data.unigram_entropy(self.corpus.valid)
 
         self.schedule = schedule_for(options)
-        self.model = GPT(vocab=data.VOCABULARY, length=text.length, **asdict(options.model))
         config = getattr(ZeroConfig, options.mesh.zero)(
             compute_dtype=options.mesh.compute_dtype,
             accumulate=options.mesh.accumulate,
@@ -106,37 +106,54 @@ class _Job:
         shapes = self.step.abstract_state(self.valid_batches[0])
 
         started = os.environ.get(STARTED) or time.strftime("%Y%m%d-%H%M%S")
-        self.path = output.run or Path("runs") / f"train-{started}"
+        self.path = run.run or Path("runs") / f"train-{started}"
         here = circumstances(self.corpus, self.mesh)
         agree("text", {"fingerprint": here["text"]["fingerprint"]}, "give all hosts the same files")
         folder = functools.partial(on_first, "run folder")
-        if output.resume:
+        if run.resume:
             check_same(read_config(self.path), here)
-            self.checkpoints = self.checkpointer(output)
+            self.checkpoints = self.checkpointer(run)
             restored = self.checkpoints.restore(shapes)
             self.done, self.state = restored.number, restored.state
             self.batches.set_state(restored.position)
-            found = folder(lambda: RunFolder.reopen(self.path, step=self.done, report=self.warn))
+            found = folder(
+                lambda: RunFolder.reopen(self.path, step=self.done, report=self.output.warn)
+            )
         else:
+            key, init = jax.random.key(seed), options.model.init
+            if init is not None:
+                self.state = from_pretrained(self.model, init, self.step, key=key)
             record = {"options": options.to_dict(), **here}
-            found = folder(lambda: RunFolder.create(self.path, record, self.warn))
-            self.checkpoints = self.checkpointer(output)
-            self.done, self.state = 0, None  # made in run(), after the set-up is printed
+            found = folder(lambda: self.new_folder(record))
+            self.checkpoints = self.checkpointer(run)
+            self.done = 0
+            if init is None:
+                self.state = None  # made in run(), after the set-up is printed
         self.folder = found or NoRunFolder()
 
-    def checkpointer(self, output: RunOptions) -> Checkpointer:
+    def checkpointer(self, run: RunOptions) -> Checkpointer:
         return Checkpointer(
-            self.path / CHECKPOINTS, keep=output.keep, every=output.save_every, report=self.warn
+            self.path / CHECKPOINTS, keep=run.keep, every=run.save_every, report=self.output.warn
         )
+
+    def new_folder(self, record: dict[str, Any]) -> RunFolder:
+        folder = RunFolder.create(self.path, record, self.output.warn)
+        keep(self.options, self.path)
+        return folder
 
     def run(self) -> int:
         num_steps = self.options.training.steps
-        self.print_setup()
+        self.output.setup(self.mesh, self.corpus, self.vocabulary.unit)
+        if self.done:
+            self.output.print(f"Resuming {self.path} after step {self.done}")
         if self.state is None:
             key = jax.random.key(self.options.training.seed)
             self.state = self.step.init(key, self.valid_batches[0])
-        self.print_program(self.state)
-        with stop_on_signal(self.announce_stop) as stop, self.progress() as self.bar:
+        self.output.program(self.step, self.state, self.valid_batches[0])
+        with (
+            stop_on_signal(self.announce_stop) as stop,
+            self.output.progress(num_steps, self.done) as self.bar,
+        ):
             self.loop(num_steps, stop)
         if self.done < num_steps:
             return self.finish_interrupted()
@@ -194,7 +211,7 @@ class _Job:
         losses = [self.step.eval(self.state, batch)["loss"] for batch in self.valid_batches]
         loss = float(np.mean(jax.device_get(losses), dtype=np.float64))
         self.folder.log(self.done, {"valid_loss": loss})
-        self.console.print(f"step {self.done}: validation loss {loss:.4f}")
+        self.output.print(f"step {self.done}: validation loss {loss:.4f}")
         return loss
 
     def save(self, *, last: bool = False) -> bool:
@@ -205,7 +222,7 @@ class _Job:
             if last:
                 self.checkpoints.wait()
         except SaveError as error:
-            self.warn(str(error))
+            self.output.warn(str(error))
             return False
         return True
 
@@ -216,7 +233,9 @@ class _Job:
             # As it was typed: in a virtual environment the bare name may not be on PATH.
             program = sys.argv[0] if Path(sys.argv[0]).name == "zeroxla" else "zeroxla"
             resume = f"{program} train --resume --run {shlex.quote(str(self.path))}"
-            self.print(f"Stopped after step {self.done} and saved. Continue with:\n  {resume}")
+            self.output.print(
+                f"Stopped after step {self.done} and saved. Continue with:\n  {resume}"
+            )
         return 0 if saved else 1
 
     def finish(self) -> int:
@@ -224,85 +243,39 @@ class _Job:
         loss = self.evaluate()
         sample = self.sample()
         self.folder.close()
-        self.folder.plot(unigram_entropy=self.unigram_entropy)
+        self.folder.plot(unigram_entropy=self.unigram_entropy, unit=self.vocabulary.unit)
         if sample:
             self.folder.write_text("sample.txt", sample)
-        below = self.unigram_entropy - loss
-        self.print(
-            f"\nValidation loss {loss:.4f} nats per byte; byte-unigram entropy of the validation "
-            f"set {self.unigram_entropy:.4f}: the model is {abs(below):.4f} nats "
-            f"{'below' if below >= 0 else 'ABOVE'} it.\nRun folder: {self.path}"
-        )
+        self.output.result(loss, self.unigram_entropy, self.vocabulary.unit, self.path)
         return 0 if saved else 1
 
     def sample(self) -> str:
         """Return the prompt with a sampled continuation, after printing it."""
-        output, length = self.options.output, self.options.text.length
-        if output.sample_bytes == 0:
+        options = self.options.output
+        if options.sample_bytes == 0:
             return ""
         params = full_params(self.state)  # all processes take part in this
         if jax.process_index() != 0:
             return ""
-        continuation = continue_text(
-            lambda params, tokens: jnp.asarray(self.model.apply({"params": params}, tokens)),
+        apply = self.step.adapted.apply
+        assert apply is not None
+        numbers = continue_text(
+            lambda params, tokens: jnp.asarray(apply(params, {}, tokens)),
             params,
-            output.prompt.encode(),
-            num_bytes=output.sample_bytes,
-            length=length,
-            temperature=output.temperature,
+            self.vocabulary.encode(options.prompt),
+            num_tokens=options.sample_bytes,
+            length=self.options.text.length,
+            temperature=options.temperature,
             key=jax.random.key(self.options.training.seed),
-        ).decode("utf-8", errors="replace")
-        self.console.print("\nA continuation of the prompt:")
-        shown = "".join(
-            c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}"
-            for c in continuation
         )
-        self.console.print(Text.assemble((output.prompt, "bold"), shown))
-        return output.prompt + continuation
-
-    # ------------------------------------------------------------------ what is printed
-
-    def print_setup(self) -> None:
-        corpus, devices = self.corpus, self.mesh.devices.flat
-        axes = " x ".join(f"{name}={size}" for name, size in self.mesh.shape.items())
-        simulated = " (simulated)" if devices[0].platform == "cpu" else ""
-        self.print(f"Mesh: {axes}, {devices[0].device_kind} devices{simulated}")
-        self.print(
-            f"Text: {corpus.source}; {len(corpus.train):,} bytes in {corpus.num_train_files} files "
-            f"to train on, {len(corpus.valid):,} bytes in {corpus.num_valid_files} held out"
-        )
-        if self.state is not None:
-            self.print(f"Resuming {self.path} after step {self.done}")
-
-    def print_program(self, state: TrainState) -> None:
-        self.console.print(self.step.describe().table())
-        with self.console.status("compiling the training step"):
-            started = time.perf_counter()
-            program = self.step.lower(state, self.valid_batches[0]).compile()
-        self.print(f"Compiled the training step in {time.perf_counter() - started:.1f} s.")
-        self.console.print(inspect.memory(program).table())
-        self.console.print(inspect.comms(program, self.mesh).table())
-
-    def progress(self) -> Progress:
-        bar = Progress(
-            TextColumn("training"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[status]}"),
-            TimeRemainingColumn(),
-            console=self.console,
-        )
-        bar.add_task("train", total=self.options.training.steps, completed=self.done, status="")
-        return bar
+        continuation = self.vocabulary.decode(numbers)
+        self.output.continuation(options.prompt, continuation)
+        return options.prompt + continuation
 
     def announce_stop(self) -> None:
-        self.print("Stopping after this step; a second Ctrl-C stops at once, without saving.")
-
-    def warn(self, text: str) -> None:
-        self.console.print(Text.assemble(("warning: ", "bold yellow"), text), soft_wrap=True)
-
-    def print(self, text: str) -> None:
-        self.console.print(text, markup=False, soft_wrap=True)
+        self.output.print(
+            "Stopping after this step; a second Ctrl-C stops at once, without saving."
+        )
 
     def close(self) -> None:
         self.checkpoints.close()

@@ -26,7 +26,12 @@ class TextOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions:
-    """The byte-level GPT. The default has 3.3 million parameters."""
+    """The byte-level GPT, of 3.3 million parameters by default; or a model that is trained on."""
+
+    init: Path | None = None
+    """Start from the weights in this folder, a GPT-2 or Llama as Hugging Face saves it: its
+    config.json says what the model is, its tokenizer.json what the text is cut into (without one,
+    bytes)."""
 
     layers: int = 4
     """Transformer blocks."""
@@ -142,7 +147,9 @@ class TrainOptions:
     def to_dict(self) -> dict[str, Any]:
         """Return nested plain values that JSON can hold."""
         values = dataclasses.asdict(self)
-        values["output"]["run"] = None if self.output.run is None else str(self.output.run)
+        for group, name in (("output", "run"), ("model", "init")):
+            path = values[group][name]
+            values[group][name] = None if path is None else str(path)
         return values
 
     @classmethod
@@ -154,11 +161,10 @@ class TrainOptions:
         """
         try:
             text = TextOptions(**{**values["text"], "data": tuple(values["text"]["data"])})
-            run = values["output"]["run"]
-            output = RunOptions(**{**values["output"], "run": None if run is None else Path(run)})
+            output = RunOptions(**_with_path(values["output"], "run"))
             return cls(
                 text=text,
-                model=ModelOptions(**values["model"]),
+                model=ModelOptions(**_with_path(values["model"], "init")),
                 training=TrainingOptions(**values["training"]),
                 mesh=MeshOptions(**values["mesh"]),
                 output=output,
@@ -202,6 +208,10 @@ def check_resumable(stored: TrainOptions, given: TrainOptions) -> None:
 def flag(name: str) -> str:
     """Return the command-line spelling of an option."""
     return "--" + name.replace("_", "-")
+
+
+def _with_path(values: dict[str, Any], name: str) -> dict[str, Any]:
+    return {**values, name: None if values[name] is None else Path(values[name])}
 
 
 def _plain(value: Any) -> Any:

@@ -25,10 +25,14 @@ class Adapted:
     `loss(params, model_state, batch, key, *, train) -> (loss, metrics, model_state)`: a floating
     scalar, a dict of scalars, and the state after the call (in eval the one given). All
     randomness comes from `key`, all streams of it included.
+
+    `apply(params, model_state, *args, **kwargs)`: what the module returns when it is called, its
+    state as it is and nothing random; None for a pair of functions.
     """
 
     init: Callable[..., tuple[Tree, Tree]]
     loss: Callable[..., tuple[jax.Array, dict[str, jax.Array], Tree]]
+    apply: Callable[..., Any] | None = None
 
 
 def stream_key(key: jax.Array, name: str) -> jax.Array:

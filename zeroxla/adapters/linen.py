@@ -76,7 +76,10 @@ def adapt_linen(module: nn.Module, loss: Callable[..., Any] | None) -> Adapted:
         result, state = apply(*args, train=train, streams=found[train])
         return *checked(result), kept(model_state, state)
 
-    return Adapted(init=init, loss=loss_function)
+    def call(params: Tree, model_state: Tree, *args: Any, **kwargs: Any) -> Any:
+        return module.apply({"params": params, **model_state}, *args, **kwargs)
+
+    return Adapted(init=init, loss=loss_function, apply=call)
 
 
 def is_output(collection: Tree) -> bool:

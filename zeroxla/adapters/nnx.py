@@ -99,7 +99,13 @@ def adapt_nnx(model: Any, loss: Callable[..., Any] | None) -> Adapted:
         _, _, _, state = take_apart(module, layout.paths)
         return loss, metrics, kept(model_state, to_nested(state))
 
-    return Adapted(init=init, loss=loss_function)
+    def call(params: Tree, model_state: Tree, *args: Any, **kwargs: Any) -> Any:
+        leaves = {**to_flat(params), **to_flat(model_state)}
+        module: Any = put_together(layout, leaves, jax.random.key(0))
+        module.eval()
+        return module(*args, **kwargs)
+
+    return Adapted(init=init, loss=loss_function, apply=call)
 
 
 def take_apart(

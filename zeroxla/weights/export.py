@@ -39,6 +39,7 @@ def export_params(
     model: Any = None,
     dtype: str = "float32",
     max_shard_size: int | str = "5GB",
+    config: Mapping[str, Any] | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> list[Path]:
     """Write parameters as safetensors, with Hugging Face's names if the model has them.
@@ -58,6 +59,8 @@ def export_params(
       dtype: "float32", "bfloat16" or "float16"; rounded to nearest, ties to even.
       max_shard_size: of the tensors in a file; bytes, or such as "500MB" (10^6) or "2GiB" (2^30).
         A larger tensor is alone in its file.
+      config: keys of config.json that no model knows, such as those of a tokenizer's special
+        tokens.
       progress: called after each leaf with the bytes written so far and those of all tensors.
 
     Returns:
@@ -88,7 +91,7 @@ def export_params(
         if not is_writer and not isinstance(source, TrainState):
             return None  # a checkpoint may be where this process does not see it
         opened = open_source(source)
-        leaves, others = _layout(opened, model, dtype)
+        leaves, others = _layout(opened, model, dtype, config or {})
         plan = _plan(leaves, dtype, max_shard_size)
         if is_writer:
             _make_folder(folder, plan)
@@ -104,7 +107,9 @@ def export_params(
     return [folder / name for name in plan.sizes]
 
 
-def _layout(source: Source, model: Any, dtype: str) -> tuple[list[Leaf], dict[str, str]]:
+def _layout(
+    source: Source, model: Any, dtype: str, more: Mapping[str, Any]
+) -> tuple[list[Leaf], dict[str, str]]:
     """Return the leaves with their tensors, and the text files beside them."""
     if dtype not in DTYPES:
         raise ValueError(f"dtype={dtype!r}; choose {', '.join(map(repr, DTYPES))}")
@@ -113,8 +118,9 @@ def _layout(source: Source, model: Any, dtype: str) -> tuple[list[Leaf], dict[st
     if format is None:
         return flat_leaves(source.shapes), {}
     check_shapes(module, source.shapes, source.title)
-    config = json.dumps(format.config(module, dtype=dtype), indent=2) + "\n"
-    return format_leaves(source.shapes, format), {"config.json": config}
+    config = {**format.config(module, dtype=dtype), **more}
+    text = json.dumps(config, indent=2) + "\n"
+    return format_leaves(source.shapes, format), {"config.json": text}
 
 
 def _plan(leaves: list[Leaf], dtype: str, max_shard_size: int | str) -> Plan:

@@ -1,0 +1,85 @@
+"""What `zeroxla train` prints."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.text import Text
+
+from zeroxla import inspect
+from zeroxla.data import Corpus
+from zeroxla.state import TrainState
+from zeroxla.step import Step
+
+
+class Output:
+    """Prints in the first process, and nothing in the others.
+
+    Args:
+      width: of a line; None: the terminal's.
+    """
+
+    def __init__(self, width: int | None) -> None:
+        self.console = Console(highlight=False, width=width, quiet=jax.process_index() != 0)
+
+    def setup(self, mesh: jax.sharding.Mesh, corpus: Corpus, unit: str) -> None:
+        """Print the mesh and the text."""
+        devices = mesh.devices.flat
+        axes = " x ".join(f"{name}={size}" for name, size in mesh.shape.items())
+        simulated = " (simulated)" if devices[0].platform == "cpu" else ""
+        self.print(f"Mesh: {axes}, {devices[0].device_kind} devices{simulated}")
+        self.print(
+            f"Text: {corpus.source}; {len(corpus.train):,} {unit}s in {corpus.num_train_files} "
+            f"files to train on, {len(corpus.valid):,} {unit}s in {corpus.num_valid_files} held out"
+        )
+
+    def program(self, step: Step, state: TrainState, batch: Any) -> None:
+        """Compile the step; print its leaves, its memory and its collectives."""
+        self.console.print(step.describe().table())
+        with self.console.status("compiling the training step"):
+            started = time.perf_counter()
+            program = step.lower(state, batch).compile()
+        self.print(f"Compiled the training step in {time.perf_counter() - started:.1f} s.")
+        self.console.print(inspect.memory(program).table())
+        self.console.print(inspect.comms(program, step.mesh).table())
+
+    def progress(self, total: int, done: int) -> Progress:
+        """Return a bar of one task, whose field `status` is shown beside it."""
+        bar = Progress(
+            TextColumn("training"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[status]}"),
+            TimeRemainingColumn(),
+            console=self.console,
+        )
+        bar.add_task("train", total=total, completed=done, status="")
+        return bar
+
+    def continuation(self, prompt: str, text: str) -> None:
+        """Print a prompt and what the model makes of it."""
+        self.console.print("\nA continuation of the prompt:")
+        shown = "".join(
+            c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text
+        )
+        self.console.print(Text.assemble((prompt, "bold"), shown))
+
+    def result(self, loss: float, entropy: float, unit: str, path: Path) -> None:
+        """Print how good the model has become."""
+        below = entropy - loss
+        self.print(
+            f"\nValidation loss {loss:.4f} nats per {unit}; {unit}-unigram entropy of the "
+            f"validation set {entropy:.4f}: the model is {abs(below):.4f} nats "
+            f"{'below' if below >= 0 else 'ABOVE'} it.\nRun folder: {path}"
+        )
+
+    def warn(self, text: str) -> None:
+        self.console.print(Text.assemble(("warning: ", "bold yellow"), text), soft_wrap=True)
+
+    def print(self, text: str) -> None:
+        self.console.print(text, markup=False, soft_wrap=True)
