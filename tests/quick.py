@@ -29,6 +29,9 @@ def quick_compilation() -> Iterator[None]:
 
 
 def thinned(values: Iterable[Any], *, keep: int = 2) -> list[Any]:
-    """Return parameters of which one of so many, the first included, is not marked slow."""
+    """Return parameters of which one of so many, the first included, is not marked slow.
+
+    What repeats in them should not repeat with `keep`, or some of it is never kept.
+    """
     slow = pytest.mark.slow
     return [pytest.param(v, marks=slow) if i % keep else v for i, v in enumerate(values)]

@@ -24,9 +24,9 @@ KEY = jax.random.key(0)
 ALL = {"persistence_threshold": 0, "quantize_threshold": 500}
 INT8, INT4 = WireFormat(bits=8, block=64), WireFormat(bits=4, block=64)
 MODELS = {
-    "unrolled": GPT.tiny(scan=False),
-    "scanned": GPT.tiny(scan=True),
     "scanned, remat": GPT.tiny(scan=True, remat=True),
+    "scanned": GPT.tiny(scan=True),
+    "unrolled": GPT.tiny(scan=False),
 }
 
 
@@ -59,7 +59,7 @@ def assert_equal_trees(a, b, rtol=2e-5):
 # qwZ
 
 
-@pytest.mark.parametrize("name", thinned(["scanned, remat", "scanned", "unrolled"], keep=3))
+@pytest.mark.parametrize("name", thinned(MODELS, keep=3))
 def test_gradients_are_those_of_the_quantized_weights(name):
     """One device, `jax.grad`, the weights as the oracle quantizes each layer of each shard."""
     model, batch = MODELS[name], tokens()
@@ -86,7 +86,7 @@ def test_gradients_are_those_of_the_quantized_weights(name):
 # hpZ (tests/equality.py has it without quantization, for every model of the zoo)
 
 
-@pytest.mark.parametrize("name", thinned(["scanned, remat", "scanned", "unrolled"], keep=3))
+@pytest.mark.parametrize("name", thinned(MODELS, keep=3))
 def test_secondary_shards_change_nothing_in_any_form(name):
     model, batch = MODELS[name], tokens(32)
     plain = gradients(step_of(model, accumulate=2, weight_wire=INT8), batch)

@@ -27,7 +27,7 @@ class Case:
       local: for a model that itself averages over devices: the same without that. Its loss of the
         whole batch is the reference, instead of the mean over the devices' slices.
       unit_elements: a unit size that cuts this model into several units.
-      heavy: it takes seconds to compile, so the default run takes one row of it, not two.
+      heavy: it takes seconds to compile, so the default run takes one row of it, never two.
       rows: of a device's micro-batch. Batch statistics of two rows are all but singular: the
         normalised values are 1 and -1 whatever the leaves.
     """
