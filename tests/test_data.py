@@ -169,7 +169,7 @@ class TestTrainingBatches:
         assert (batch["tokens"] == data.SEPARATOR).sum(axis=1).min() >= 5
 
     def test_fewer_bytes_than_one_batch(self, bytes_N):
-        with pytest.raises(ValueError, match=r"has 5000 bytes, fewer than one batch of 64 x 129"):
+        with pytest.raises(ValueError, match=r"has 5000 tokens, fewer than one batch of 64 x 129"):
             data.training_batches(bytes_N, batch=64, length=128, seed=0)
 
     def test_batch_that_does_not_divide_over_shards(self, bytes_N):
@@ -200,7 +200,7 @@ class TestValidation:
         np.testing.assert_array_equal(batch["tokens"], np.arange(10)[None].repeat(2, 0))
 
     def test_text_shorter_than_one_window(self):
-        with pytest.raises(ValueError, match="has 9 bytes, fewer than one window of 10"):
+        with pytest.raises(ValueError, match="has 9 tokens, fewer than one window of 10"):
             list(data.validation_batches(np.zeros(9, np.uint8), batch=2, length=9, num_batches=1))
 
     def test_unigram_entropy_against_known_values(self):

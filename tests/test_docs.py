@@ -16,6 +16,7 @@ from quick import quick_compilation  # noqa: F401
 import models
 import zeroxla
 from zeroxla.config import UNQUANTIZED
+from zeroxla.export_run import ExportOptions
 from zeroxla.train_options import TrainOptions, flag
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -100,7 +101,8 @@ def test_every_option_of_the_library_is_documented_with_its_default():
 
 def test_every_option_of_the_command_is_documented_with_its_default():
     table = options_table("cli.md")
-    for group in dataclasses.fields(TrainOptions):
-        for field in dataclasses.fields(group.default_factory):
+    groups = [group.default_factory for group in dataclasses.fields(TrainOptions)]
+    for field in (x for group in (*groups, ExportOptions) for x in dataclasses.fields(group)):
+        if field.default is not dataclasses.MISSING:
             shown = "none" if field.default in (None, ()) else field.default
             assert table[flag(field.name)] == f"`{shown}`", flag(field.name)
