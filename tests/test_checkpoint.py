@@ -44,6 +44,7 @@ def test_a_state_opens_on_any_mesh(steps, saved, source, to):
         np.testing.assert_allclose(found, losses, rtol=1e-5)
 
 
+@pytest.mark.smoke
 def test_orbax_alone_reads_it(saved):
     folder, (params, *_), _ = saved[2, 4]
     found = ocp.StandardCheckpointer().restore(folder / "3" / "state")
@@ -72,6 +73,7 @@ def test_equal_models_have_equal_fingerprints(saved):
     assert len(prints) == 1
 
 
+@pytest.mark.smoke
 def test_parameters_only(steps, saved):
     folder, (params, *_), _ = saved[2, 4]
     with Checkpointer(folder) as checkpointer:

@@ -70,6 +70,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_its_file_named(steps, two, whic
         assert checkpointer.latest() == 2
 
 
+@pytest.mark.smoke
 def test_all_damaged(steps, two):
     folder, _ = two
     for number in ("1", "2"):

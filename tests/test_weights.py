@@ -154,6 +154,7 @@ def test_narrow_tensors_are_rounded_to_nearest_and_widened_back(tmp_path, gpt, d
     assert_same_tensors(read_export(tmp_path / "again"), narrow)
 
 
+@pytest.mark.smoke
 def test_shards_have_an_index_and_replace_an_older_export(tmp_path, gpt):
     model, _, state = gpt
     export_params(state, tmp_path / "one", model=model)

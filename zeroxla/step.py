@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -23,6 +22,7 @@ from zeroxla.layout import make_layout
 from zeroxla.mesh import as_auto
 from zeroxla.notices import useless_on_leaves, useless_on_mesh, warn
 from zeroxla.programs import BY_ROWS, Programs
+from zeroxla.rates import Rates
 from zeroxla.state import TrainState, state_shardings
 from zeroxla.validate import (
     check_batch,
@@ -104,7 +104,7 @@ class Step:
         self._traced: Any = None  # shapes of (params, placements, model state, batch, key)
         self._checked: set[Any] = set()  # structures of states that fitted
         self._wired: set[Any] = set()  # and of those whose wire state did
-        self._last_call: float | None = None
+        self._rates = Rates()
         self._has_warned = False
         self._agreed: set[Any] = set()  # calls that all processes make alike
 
@@ -158,8 +158,7 @@ class Step:
     def abstract_state(self, batch: Any) -> TrainState:
         """Return the state's shapes, dtypes and shardings without computing anything: for `lower`
         and for restoring checkpoints."""
-        shapes = self._state_shapes(jax.random.key(0), self._check_batch(batch))
-        return jax.tree.map(_as_shape, shapes, state_shardings(shapes, self.mesh))
+        return self._abstract(self._check_batch(batch))
 
     def shapes(self) -> TrainState:
         """Return `abstract_state` of the batch that the step has last seen.
@@ -172,9 +171,7 @@ class Step:
                 "the step has seen no batch, and the state's shapes may depend on it; call "
                 "step.abstract_state(batch) first, or pass on what that returns"
             )
-        batch = self._traced[-2]
-        shapes = self._state_shapes(jax.random.key(0), batch)
-        return jax.tree.map(_as_shape, shapes, state_shardings(shapes, self.mesh))
+        return self._abstract(self._traced[-2])
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
         """Take one optimizer step. The state is donated: use the returned one.
@@ -194,7 +191,7 @@ class Step:
         with mesh_context(self.mesh):
             state, metrics = self._run("train", self._step, self._fitted(state), batch)
         progress.mark()
-        return state, {**metrics, **self._rates(batch)}
+        return state, {**metrics, **self._rates.since_last(batch)}
 
     def eval(self, state: TrainState, batch: Any) -> dict[str, Any]:
         """Return the loss and the model's metrics on a batch, with `train=False`."""
@@ -275,6 +272,10 @@ class Step:
         new = None if expected is None else self._wire_state(state)
         return dataclasses.replace(state, wire_state=new)
 
+    def _abstract(self, batch: Any) -> TrainState:
+        shapes = self._state_shapes(jax.random.key(0), batch)
+        return jax.tree.map(_as_shape, shapes, state_shardings(shapes, self.mesh))
+
     def _state_shapes(self, key: jax.Array, batch: Any) -> TrainState:
         """Decide the placements; return the state's shapes."""
         batch, key = _shapes((batch, key))
@@ -303,17 +304,6 @@ class Step:
     def _options(self) -> dict[str, str]:
         fields = dataclasses.fields(self.config)
         return {field.name: str(getattr(self.config, field.name)) for field in fields}
-
-    def _rates(self, batch: Any) -> dict[str, float]:
-        now, last = time.perf_counter(), self._last_call
-        self._last_call = now
-        if last is None:
-            return {}
-        rates = {"examples_per_s": jax.tree.leaves(batch)[0].shape[0] / (now - last)}
-        if isinstance(batch, dict) and getattr(batch.get("tokens"), "ndim", 0) == 2:
-            rows, length = batch["tokens"].shape
-            rates["tokens_per_s"] = rows * (length - 1) / (now - last)
-        return rates
 
 
 def _as_shape(x: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:

@@ -24,9 +24,10 @@ from fleet import WorkerError, fleet
 import zeroxla
 
 WHY_NOT = network.missing()
-pytestmark = pytest.mark.skipif(
-    WHY_NOT is not None, reason=f"two hosts cannot be made here: {WHY_NOT}"
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(WHY_NOT is not None, reason=f"two hosts cannot be made here: {WHY_NOT}"),
+]
 ROWS = ("zero3", "zero3, 16 bit", "zeropp_min")
 
 

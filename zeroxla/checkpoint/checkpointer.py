@@ -190,8 +190,7 @@ class Checkpointer:
             a newer zeroxla.
 
         Cost: reads all files once to check them, and once more each device its part. Host memory:
-        the shards, and what is on its way: 256 MiB, or the largest
-        array if that is more.
+        the shards, and what is on its way: 256 MiB, or the largest array if that is more.
         """
         shapes = like.shapes() if isinstance(like, Step) else like
         number = self._store.whole(number, self._report)
