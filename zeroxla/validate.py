@@ -77,14 +77,20 @@ def _is_number(dtype: Any) -> bool:
 
 
 def check_is_state(state: Any) -> None:
-    """Check that `state` is a TrainState.
+    """Check that `state` is a TrainState that holds arrays.
 
     Raises:
-      ValueError: it is something else.
+      ValueError: it is something else, or an earlier step has taken its memory.
     """
     if not isinstance(state, TrainState):
         raise ValueError(
             f"the state is a {type(state).__name__}, not a TrainState; make it with step.init"
+        )
+    # Some releases of JAX crash on such arrays.
+    if isinstance(state.step, jax.Array) and state.step.is_deleted():
+        raise ValueError(
+            "the state was deleted by the step that it was given to, which took its memory; go on "
+            "with the state that the step returned"
         )
 
 
