@@ -14,7 +14,7 @@ from jax import lax
 
 from zeroxla.gathers import Gathers
 from zeroxla.hops import Hops
-from zeroxla.mesh import DEVICE, NODE
+from zeroxla.mesh import DEVICE, NODE, PIPE
 from zeroxla.quantize import Backend
 from zeroxla.reduces import Reduces
 
@@ -32,6 +32,7 @@ class Collectives:
     gathers: Gathers
     reduces: Reduces
     firm_ties: bool = False
+    stages: int = 1
 
     @classmethod
     def make(
@@ -87,6 +88,11 @@ class Collectives:
         return self.hops.world
 
     @property
+    def num_devices(self) -> int:
+        """Of all stages."""
+        return self.world * self.stages
+
+    @property
     def compute_dtype(self) -> jnp.dtype:
         """Dtype of gathered leaves."""
         return self.gathers.compute_dtype
@@ -95,7 +101,8 @@ class Collectives:
         """Sum a small vector over all devices, hop by hop; not for what grows with the model."""
         if not x.size:
             return x
-        for axis, length in ((DEVICE, self.hops.devices), (NODE, self.hops.nodes)):
+        lengths = ((DEVICE, self.hops.devices), (NODE, self.hops.nodes), (PIPE, self.stages))
+        for axis, length in lengths:
             if length > 1:
                 x = lax.psum(x, axis)
         return x

@@ -17,6 +17,7 @@ from zeroxla.adapters import Adapted
 from zeroxla.collectives import Collectives
 from zeroxla.ends import Ends
 from zeroxla.fetch import make_plan
+from zeroxla.finish import finish
 from zeroxla.gather import Runner
 from zeroxla.layout import Layout
 from zeroxla.metrics import check_metrics, means, weight_of, weighted
@@ -133,7 +134,9 @@ class Differentiator:
             sums = jax.tree.map(lambda x: x.sum(0), sums)
 
         grads, wire_state = self._ends.reduce(grads, wire_state, wire_key)
-        grads, metrics = self._finish(grads, sums, scale)
+        grads, metrics = finish(
+            grads, sums, scale, layout=self.layout, collectives=self.collectives
+        )
         return grads, metrics, self._agree(model_state), wire_state
 
     def evaluate(self, params: Any, model_state: Any, batch: Any, key: jax.Array) -> dict[str, Any]:
@@ -251,24 +254,6 @@ class Differentiator:
             for ct, zero in zip(whole, zeros[1], strict=False)
         ]
         return (grads, whole), weighted(loss, metrics), model_state
-
-    def _finish(
-        self, grads: Sequence[jax.Array | None], sums: Any, scale: jax.Array
-    ) -> tuple[list[jax.Array | None], dict[str, Any]]:
-        """Turn sums over devices and micro-batches into means, with one collective for scalars."""
-        squares = bad = jnp.zeros((), jnp.float32)
-        for grad, leaf in zip(grads, self.layout, strict=True):
-            if grad is not None:
-                share = 1 if leaf.placement.dim is not None else 1 / self.collectives.world
-                squares += share * jnp.sum(jnp.square(grad))
-                bad += jnp.sum(~jnp.isfinite(grad), dtype=jnp.float32)
-        here = (sums, squares, bad)
-        total, squares, bad = from_vector(self.collectives.sum(as_vector(here)), here)
-        divide = 1 / (total["weight"] * scale)
-        metrics = means(total)
-        metrics["grad_norm"] = jnp.sqrt(squares) * divide
-        metrics["finite"] = (bad == 0) & jnp.isfinite(metrics["loss"])
-        return [None if g is None else g * divide for g in grads], metrics
 
     def _agree(self, model_state: Any) -> Any:
         """Make the model state equal on all devices: floats are averaged, the rest is rank 0's."""

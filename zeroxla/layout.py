@@ -9,8 +9,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from zeroxla.config import ZeroConfig
+from zeroxla.mesh import axes_size, leaf_axes
 from zeroxla.placement import Placement, leaf_path, place
 
 
@@ -108,13 +110,14 @@ def make_layout(params: Any, placements: Sequence[Placement], config: ZeroConfig
 
 
 def place_params(
-    params: Any, world: int, layer_dims: Sequence[Sequence[int]]
+    params: Any, mesh: Mesh, layer_dims: Sequence[Sequence[int]]
 ) -> tuple[Placement, ...]:
     """Place every leaf; `layer_dims` are the dims along which loops slice it, never split."""
-    placements = []
-    for leaf, skip in zip(jax.tree.leaves(params), layer_dims, strict=True):
-        placements.append(place(leaf.shape, world, skip=skip))
-    return tuple(placements)
+    leaves, axes = jax.tree.leaves(params), leaf_axes(mesh)
+    return tuple(
+        place(leaf.shape, axes_size(mesh, axes), skip=skip, axes=axes)
+        for leaf, skip in zip(leaves, layer_dims, strict=True)
+    )
 
 
 def check_floating(params: Any) -> None:
@@ -133,16 +136,17 @@ def check_floating(params: Any) -> None:
 
 
 def place_opt_state(
-    opt_state: Any, params: Any, placements: Sequence[Placement], world: int
+    opt_state: Any, params: Any, placements: Sequence[Placement], mesh: Mesh
 ) -> tuple[Placement, ...]:
     """Place the optimizer's arrays: like the leaf whose path theirs ends with, if the shapes agree
     (moments), else by their own shape (Adafactor's factors, counters)."""
     with_paths = jax.tree_util.tree_flatten_with_path(params)[0]
     by_path = {tuple(path): p for (path, _), p in zip(with_paths, placements, strict=True)}
     lengths = sorted({len(path) for path in by_path}, reverse=True)
-    found = []
+    found, axes = [], leaf_axes(mesh)
     for path, leaf in jax.tree_util.tree_flatten_with_path(opt_state)[0]:
         ends = (by_path.get(tuple(path[len(path) - n :])) for n in lengths if n <= len(path))
         like = next((p for p in ends if p is not None and p.shape == tuple(leaf.shape)), None)
-        found.append(like if like is not None else place(leaf.shape, world))
+        own = place(leaf.shape, axes_size(mesh, axes), axes=axes)
+        found.append(own if like is None else like)
     return tuple(found)

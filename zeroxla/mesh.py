@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping, Sequence
 
@@ -97,12 +98,15 @@ def _equal_hosts(hosts: Mapping[str, Sequence[jax.Device]]) -> int:
     return len(hosts)
 
 
-def as_auto(mesh: Mesh) -> Mesh:
+def as_auto(mesh: Mesh, *, pipeline: bool = False) -> Mesh:
     """Return `mesh` with Auto axes; of the axes `node` and `device` one that is not there has the
     length 1.
 
+    Args:
+      pipeline: whether the model is one; otherwise the axis `pipe` must have the length 1.
+
     Raises:
-      ValueError: neither is there, or there are unknown ones.
+      ValueError: neither is there, there are unknown ones, or stages for a model without layers.
     """
     names = mesh.axis_names
     missing = [a for a in BATCH_AXES if a not in names]
@@ -113,17 +117,30 @@ def as_auto(mesh: Mesh) -> Mesh:
             f"{f'; unknown: {unknown}' if unknown else ''}; make it with zeroxla.make_mesh(), or "
             f'name the axis between hosts "node" and the axis inside a host "device"'
         )
-    if mesh.shape.get(PIPE, 1) > 1:
-        raise NotImplementedError(
-            f"make_step trains without a pipeline and the mesh has pipe={mesh.shape[PIPE]}; "
-            f"use make_mesh(pipe=1)"
+    stages = mesh.shape.get(PIPE, 1)
+    if stages > 1 and not pipeline:
+        raise ValueError(
+            f"the mesh has pipe={stages} and the model is not a pipeline; make it one with "
+            "zeroxla.Pipeline, or use make_mesh(pipe=1)"
         )
     devices = mesh.devices
+    if stages == 1 and PIPE in names:
+        devices, names = devices.squeeze(names.index(PIPE)), tuple(n for n in names if n != PIPE)
     if missing:  # next to the other: a node outside of its devices
         at = names.index(DEVICE) if missing == [NODE] else names.index(NODE) + 1
         devices = np.expand_dims(devices, at)
         names = (*names[:at], missing[0], *names[at:])
     return Mesh(devices, names, axis_types=(AxisType.Auto,) * len(names))
+
+
+def leaf_axes(mesh: Mesh) -> tuple[str, ...]:
+    """Return the axes over which leaves are split, outermost first: all of the mesh."""
+    return (*LEAF_AXES, PIPE) if PIPE in mesh.axis_names else LEAF_AXES
+
+
+def axes_size(mesh: Mesh, axes: Sequence[str]) -> int:
+    """Return the number of devices along axes."""
+    return math.prod(mesh.shape[axis] for axis in axes)
 
 
 def world_size(mesh: Mesh) -> int:

@@ -27,12 +27,14 @@ class Placement:
       dim: the dim that is split over (device, node); None if every device holds the whole array.
       pad: how many zeros are appended to `dim` so that it divides by the world.
       layer_dims: the dims along which the model's loops slice a scanned leaf; never split.
+      axes: of the mesh, over which `dim` is split; the first one is the outermost.
     """
 
     shape: tuple[int, ...]
     dim: int | None = None
     pad: int = 0
     layer_dims: tuple[int, ...] = ()
+    axes: tuple[str, ...] = LEAF_AXES
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
@@ -57,7 +59,7 @@ class Placement:
     def spec(self) -> PartitionSpec:
         if self.dim is None:
             return PartitionSpec()
-        return PartitionSpec(*(None,) * self.dim, LEAF_AXES)
+        return PartitionSpec(*(None,) * self.dim, self.axes)
 
     def sharding(self, mesh: Mesh) -> NamedSharding:
         return NamedSharding(mesh, self.spec)
@@ -72,7 +74,7 @@ class Placement:
         shape = self.shape[:dim] + self.shape[dim + 1 :]
         inner = self.dim if self.dim is None or self.dim < dim else self.dim - 1
         layer_dims = tuple(d - (d > dim) for d in self.layer_dims if d != dim)
-        return Placement(shape=shape, dim=inner, pad=self.pad, layer_dims=layer_dims)
+        return dataclasses.replace(self, shape=shape, dim=inner, layer_dims=layer_dims)
 
     def natural(self, stored: jax.Array) -> jax.Array:
         """Drop the padding."""
@@ -88,7 +90,13 @@ class Placement:
         return jnp.pad(natural, widths)
 
 
-def place(shape: Sequence[int], world: int, *, skip: Sequence[int] = ()) -> Placement:
+def place(
+    shape: Sequence[int],
+    world: int,
+    *,
+    skip: Sequence[int] = (),
+    axes: tuple[str, ...] = LEAF_AXES,
+) -> Placement:
     """Choose the placement of an array.
 
     The first dim outside `skip` that divides by `world` is split. Where none does, the dim whose
@@ -97,15 +105,16 @@ def place(shape: Sequence[int], world: int, *, skip: Sequence[int] = ()) -> Plac
 
     Args:
       shape: natural shape.
-      world: number of data-parallel devices.
+      world: number of devices that share it.
       skip: dims that stay unsplit, such as the layer dim of a scanned leaf.
+      axes: see `Placement`.
 
     >>> place((768, 50257), 8).dim
     0
     >>> place((50257, 13), 8)
-    Placement(shape=(50257, 13), dim=0, pad=7, layer_dims=())
+    Placement(shape=(50257, 13), dim=0, pad=7, layer_dims=(), axes=('device', 'node'))
     """
-    whole = Placement(shape=tuple(shape), layer_dims=tuple(sorted(skip)))
+    whole = Placement(shape=tuple(shape), layer_dims=tuple(sorted(skip)), axes=axes)
     elements = math.prod(whole.shape)
     dims = [d for d in range(len(shape)) if d not in skip and shape[d] > 0]
     if elements < world or not dims:

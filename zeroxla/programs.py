@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,9 @@ from zeroxla.adapters import Adapted
 from zeroxla.config import ZeroConfig
 from zeroxla.differentiate import Differentiator
 from zeroxla.layout import Layout, check_floating, make_layout, place_opt_state, place_params
-from zeroxla.mesh import BATCH_AXES, world_size
+from zeroxla.mesh import BATCH_AXES, PIPE, world_size
+from zeroxla.pipeline.differentiate import PipelineDifferentiator
+from zeroxla.pipeline.pipeline import Pipeline
 from zeroxla.placement import Placement
 from zeroxla.reuse import Limits
 from zeroxla.segments import Plan
@@ -42,12 +44,16 @@ class Programs:
       mesh: with Auto axes.
       optimizer: the optax transformation.
       config: the options.
+      pipeline: the model as layers; None where there are no stages.
+      weights: of a pipeline, how often leaves are gathered.
     """
 
     adapted: Adapted
     mesh: Mesh
     optimizer: optax.GradientTransformation
     config: ZeroConfig
+    pipeline: Pipeline | None = None
+    weights: Literal["step", "tick"] = "step"
 
     @property
     def wiring(self) -> Wiring:
@@ -237,20 +243,19 @@ class Programs:
         params, model_state = jax.eval_shape(self.adapted.init, key, rows)
         check_floating(params)
         whole = tuple(Placement(shape=x.shape) for x in jax.tree.leaves(params))
-        differentiator = self._differentiator(make_layout(params, whole, self.config))
+        differentiator = self._whole(make_layout(params, whole, self.config))
         dims = self._in_mesh(
             lambda rows, key: differentiator.layer_dims(model_state, rows, key), rows, key
         )
-        world = world_size(self.mesh)
-        placed = place_params(params, world, dims)
+        placed = place_params(params, self.mesh, dims)
         trainable = make_layout(params, placed, self.config).trainable(params, optax.MaskedNode())
         opt_state = jax.eval_shape(self.optimizer.init, trainable)
-        return placed, place_opt_state(opt_state, params, placed, world)
+        return placed, place_opt_state(opt_state, params, placed, self.mesh)
 
     def plan(self, layout: Layout, model_state: Any, batch: Any, key: jax.Array) -> Plan:
         """Return the fetch plan of a training step, from shapes alone."""
         rows = jax.eval_shape(self.first_rows, batch)
-        differentiator = self._differentiator(layout)
+        differentiator = self._whole(layout)
         return self._in_mesh(
             lambda rows, key: differentiator.plan(model_state, rows, key, train=True)[0], rows, key
         )
@@ -277,7 +282,23 @@ class Programs:
         jax.eval_shape(mapped, *args)
         return found[0]
 
-    def _differentiator(self, layout: Layout) -> Differentiator:
+    def _differentiator(self, layout: Layout) -> Differentiator | PipelineDifferentiator:
+        whole = self._whole(layout)
+        if self.pipeline is None:
+            return whole
+        return PipelineDifferentiator(
+            pipeline=self.pipeline,
+            num_stages=self.mesh.shape[PIPE],
+            layout=layout,
+            wiring=whole.wiring,
+            unit_elements=whole.unit_elements,
+            limits=whole.limits,
+            microbatches=whole.accumulate,
+            weights=self.weights,
+        )
+
+    def _whole(self, layout: Layout) -> Differentiator:
+        """Return what differentiates the model as one, without stages."""
         config = self.config
         on_cpu = self.mesh.devices.flat[0].platform == "cpu"
         prefetch = config.prefetch_bucket

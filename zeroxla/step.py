@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import optax
@@ -19,8 +19,9 @@ from zeroxla.hosts import progress
 from zeroxla.hosts.batches import put_batch, put_key
 from zeroxla.hosts.exchange import agree_on_program
 from zeroxla.layout import make_layout
-from zeroxla.mesh import as_auto
+from zeroxla.mesh import PIPE, as_auto
 from zeroxla.notices import useless_on_leaves, useless_on_mesh, warn
+from zeroxla.pipeline.pipeline import Pipeline
 from zeroxla.programs import BY_ROWS, Programs
 from zeroxla.rates import Rates
 from zeroxla.state import TrainState, state_shardings
@@ -29,6 +30,7 @@ from zeroxla.validate import (
     check_is_state,
     check_key,
     check_model,
+    check_pipeline,
     check_state,
     check_stored,
 )
@@ -41,6 +43,8 @@ def make_step(
     *,
     loss: Callable[..., Any] | None = None,
     config: ZeroConfig | None = None,
+    microbatches: int | None = None,
+    weights: Literal["step", "tick"] = "step",
 ) -> Step:
     """Make the training step of a model on a mesh.
 
@@ -53,6 +57,10 @@ def make_step(
       loss: `loss(apply, batch, *, train) -> scalar | (scalar, metrics)`, where `apply` calls the
         module; the module's own method `loss(batch, *, train)` if None.
       config: see `ZeroConfig`.
+      microbatches: into which a batch is cut: those of a pipeline, or gradient accumulation;
+        `config.accumulate` if None.
+      weights: in a pipeline, whether a stage gathers its leaves once in a step and keeps them
+        whole, or in every tick.
 
     Returns:
       A `Step`.
@@ -65,13 +73,23 @@ def make_step(
     >>> step = zeroxla.make_step(MLP.small(), zeroxla.make_mesh(nodes=1), optax.sgd(0.1))
     """
     config = config or ZeroConfig()
+    if microbatches is not None:
+        config = dataclasses.replace(config, accumulate=microbatches)
     optimizer = config.optimizer if optimizer is None else optimizer
     if optimizer is None:
         optimizer = optax.inject_hyperparams(optax.adamw)(learning_rate=3e-4)
+    pipeline = model if isinstance(model, Pipeline) else None
+    mesh = as_auto(mesh, pipeline=pipeline is not None)
+    if pipeline is not None:
+        check_pipeline(mesh, config, loss=loss, weights=weights)
     return Step(
-        adapted=adapt(model, loss), mesh=as_auto(mesh), optimizer=optimizer,
+        adapted=pipeline.adapted if pipeline else adapt(model, loss),
+        mesh=mesh,
+        optimizer=optimizer,
         config=config,
-    )  # fmt: skip
+        pipeline=pipeline if mesh.shape.get(PIPE, 1) > 1 else None,
+        weights=weights,
+    )
 
 
 class Step:
@@ -90,9 +108,18 @@ class Step:
         mesh: Mesh,
         optimizer: optax.GradientTransformation,
         config: ZeroConfig,
+        pipeline: Pipeline | None = None,
+        weights: Literal["step", "tick"] = "step",
     ) -> None:
         self.adapted, self.mesh, self.optimizer, self.config = adapted, mesh, optimizer, config
-        self._programs = Programs(adapted=adapted, mesh=mesh, optimizer=optimizer, config=config)
+        self._programs = Programs(
+            adapted=adapted,
+            mesh=mesh,
+            optimizer=optimizer,
+            config=config,
+            pipeline=pipeline,
+            weights=weights,
+        )
         warn(useless_on_mesh(self._programs.wiring, mesh), stacklevel=4)
         platform = mesh.devices.flat[0].platform
         options = compiler_options(platform, prefetch=config.prefetch_bucket != 0)
@@ -233,7 +260,8 @@ class Step:
 
     def with_config(self, config: ZeroConfig) -> Step:
         """Return another program for the same state."""
-        step = Step(adapted=self.adapted, mesh=self.mesh, optimizer=self.optimizer, config=config)
+        programs = dataclasses.replace(self._programs, config=config)
+        step = Step(**{f.name: getattr(programs, f.name) for f in dataclasses.fields(programs)})
         step._traced = self._traced
         return step
 

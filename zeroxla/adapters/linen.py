@@ -17,21 +17,42 @@ NOT_STATE = ("intermediates", "perturbations")
 
 
 def adapt_linen(module: nn.Module, loss: Callable[..., Any] | None) -> Adapted:
-    """Adapt a linen module; see `adapt`.
+    """Adapt a linen module; see `adapt`, and `linen_functions`."""
+    init, call = linen_functions(module, module_loss(module, loss))
+
+    def loss_function(
+        params: Tree, model_state: Tree, batch: Any, key: jax.Array, *, train: bool
+    ) -> tuple[jax.Array, dict[str, jax.Array], Tree]:
+        result, state = call(params, model_state, batch, key, train=train)
+        return *checked(result), state
+
+    def apply(params: Tree, model_state: Tree, *args: Any, **kwargs: Any) -> Any:
+        return module.apply({"params": params, **model_state}, *args, **kwargs)
+
+    return Adapted(init=init, loss=loss_function, apply=apply)
+
+
+def linen_functions(
+    module: nn.Module, run: Callable[..., Any]
+) -> tuple[Callable[..., tuple[Tree, Tree]], Callable[..., tuple[Any, Tree]]]:
+    """Return `run(module, batch, train)` as two pure functions.
 
     Parameters are the collection "params". Every other collection is model state, mutable in train
     only, except the outputs of `sow` and `perturb` (see `is_output`). Boxed leaves
-    (`nn.Partitioned` and other axis metadata) are unboxed. `init` runs the loss with train=True, so
-    that what only training uses exists too.
+    (`nn.Partitioned` and other axis metadata) are unboxed. `init` runs with train=True, so that
+    what only training uses exists too.
 
     Rng streams are found by tracing: a name that `make_rng` asks for gets `stream_key(key, name)`.
     (Passing a "params" stream instead, to which linen falls back, would hide the names, and with
     them which streams an `nn.scan` splits.) Streams that the module first tests with `has_rng`
     are not found; "dropout" is always there.
 
-    Cost: one more abstract evaluation of the loss for train and one for eval.
+    Returns:
+      `init(key, batch) -> (params, model_state)` and `call(params, model_state, batch, key, *,
+      train) -> (result, model_state)`.
+
+    Cost: one more abstract evaluation for train and one for eval.
     """
-    run = module_loss(module, loss)
     found: dict[bool, set[str]] = {}
 
     def init(key: jax.Array, batch: Any) -> tuple[Tree, Tree]:
@@ -67,19 +88,16 @@ def adapt_linen(module: nn.Module, loss: Callable[..., Any] | None) -> Adapted:
                     raise
                 streams.add(name[1])
 
-    def loss_function(
+    def call(
         params: Tree, model_state: Tree, batch: Any, key: jax.Array, *, train: bool
-    ) -> tuple[jax.Array, dict[str, jax.Array], Tree]:
+    ) -> tuple[Any, Tree]:
         args = (params, model_state, batch, key)
         if train not in found:
             found[train] = streams_of(*args, train=train)
         result, state = apply(*args, train=train, streams=found[train])
-        return *checked(result), kept(model_state, state)
+        return result, kept(model_state, state)
 
-    def call(params: Tree, model_state: Tree, *args: Any, **kwargs: Any) -> Any:
-        return module.apply({"params": params, **model_state}, *args, **kwargs)
-
-    return Adapted(init=init, loss=loss_function, apply=call)
+    return init, call
 
 
 def is_output(collection: Tree) -> bool:

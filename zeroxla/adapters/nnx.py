@@ -35,12 +35,7 @@ class Layout:
 
 
 def adapt_nnx(model: Any, loss: Callable[..., Any] | None) -> Adapted:
-    """Adapt `lambda rngs: Module` or a Module instance; see `adapt`.
-
-    Parameters are the `nnx.Param` variables (subclasses included), a shared one once. Rng streams
-    are not state: each call gives every stream its own key, `stream_key(key, path)`, and count 0.
-    All other variables, and arrays that are plain attributes, are model state. `module.train()` or
-    `module.eval()` is called before the loss. Variables created during a call (`sow`) are dropped.
+    """Adapt `lambda rngs: Module` or a Module instance; see `adapt`, and `nnx_functions`.
 
     Raises:
       TypeError: the callable does not return an nnx.Module.
@@ -52,6 +47,45 @@ def adapt_nnx(model: Any, loss: Callable[..., Any] | None) -> Adapted:
             UserWarning,
             stacklevel=4,  # Whoever called make_step, which calls adapt.
         )
+    init, call, assemble = nnx_functions(model, lambda module: module_loss(module, loss))
+
+    def loss_function(
+        params: Tree, model_state: Tree, batch: Any, key: jax.Array, *, train: bool
+    ) -> tuple[jax.Array, dict[str, jax.Array], Tree]:
+        result, state = call(params, model_state, batch, key, train=train)
+        return *checked(result), state
+
+    def apply(params: Tree, model_state: Tree, *args: Any, **kwargs: Any) -> Any:
+        module: Any = assemble(params, model_state, jax.random.key(0))
+        module.eval()
+        return module(*args, **kwargs)
+
+    return Adapted(init=init, loss=loss_function, apply=apply)
+
+
+def nnx_functions(
+    model: Any, make_run: Callable[[nnx.Module], Callable[..., Any]]
+) -> tuple[
+    Callable[..., tuple[Tree, Tree]], Callable[..., tuple[Any, Tree]], Callable[..., nnx.Module]
+]:
+    """Return `run(module, batch, train)` as pure functions.
+
+    Parameters are the `nnx.Param` variables (subclasses included), a shared one once. Rng streams
+    are not state: each call gives every stream its own key, `stream_key(key, path)`, and count 0.
+    All other variables, and arrays that are plain attributes, are model state. `module.train()` or
+    `module.eval()` is called before. Variables created during a call (`sow`) are dropped.
+
+    Args:
+      model: a module, or a function of rngs that returns one.
+      make_run: given a module, returns `run`.
+
+    Returns:
+      `init(key, batch) -> (params, model_state)`, `call(params, model_state, batch, key, *, train)
+      -> (result, model_state)`, and `assemble(params, model_state, key) -> module`.
+
+    Raises:
+      TypeError: the callable does not return an nnx.Module.
+    """
 
     def build(key: jax.Array) -> nnx.Module:
         if isinstance(model, nnx.Module):
@@ -72,7 +106,7 @@ def adapt_nnx(model: Any, loss: Callable[..., Any] | None) -> Adapted:
 
     def shapes(key: jax.Array) -> Any:
         module = build(key)
-        runs.append(module_loss(module, loss))
+        runs.append(make_run(module))
         paths.update(real_paths(module))
         return take_apart(module)
 
@@ -88,24 +122,21 @@ def adapt_nnx(model: Any, loss: Callable[..., Any] | None) -> Adapted:
         # Copies: the arrays of an instance are its owner's, and a train state is donated.
         return jax.tree.map(jnp.copy, (to_nested(params), to_nested(state)))
 
-    def loss_function(
+    def assemble(params: Tree, model_state: Tree, key: jax.Array) -> nnx.Module:
+        return put_together(layout, {**to_flat(params), **to_flat(model_state)}, key)
+
+    def call(
         params: Tree, model_state: Tree, batch: Any, key: jax.Array, *, train: bool
-    ) -> tuple[jax.Array, dict[str, jax.Array], Tree]:
-        module = put_together(layout, {**to_flat(params), **to_flat(model_state)}, key)
+    ) -> tuple[Any, Tree]:
+        module = assemble(params, model_state, key)
         module.train() if train else module.eval()
-        loss, metrics = checked(run(module, batch, train))
+        result = run(module, batch, train)
         if not train:
-            return loss, metrics, model_state
+            return result, model_state
         _, _, _, state = take_apart(module, layout.paths)
-        return loss, metrics, kept(model_state, to_nested(state))
+        return result, kept(model_state, to_nested(state))
 
-    def call(params: Tree, model_state: Tree, *args: Any, **kwargs: Any) -> Any:
-        leaves = {**to_flat(params), **to_flat(model_state)}
-        module: Any = put_together(layout, leaves, jax.random.key(0))
-        module.eval()
-        return module(*args, **kwargs)
-
-    return Adapted(init=init, loss=loss_function, apply=call)
+    return init, call, assemble
 
 
 def take_apart(

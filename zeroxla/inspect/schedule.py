@@ -1,0 +1,155 @@
+"""What a pipeline schedule costs and holds, as text and as a picture."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from typing import TYPE_CHECKING, Any
+
+from zeroxla.pipeline.check import check
+from zeroxla.pipeline.costs import bubble, cost, critical_path
+from zeroxla.pipeline.schedule import Schedule
+from zeroxla.pipeline.stash import Stash, make_stash
+
+from .memory import render
+from .pictures.schedule import plot_schedule
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+    from rich.table import Table
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ScheduleReport:
+    """The figures of one schedule; work is in units of the caller's, by default of a forward.
+
+    Attributes:
+      schedule: what is reported.
+      stash: its slots, and the most that each stage holds.
+      forward: work of one forward of one stage.
+      backward: work of one whole backward.
+      weight: the part of it that is the gradient of the leaves; None for half.
+      bubble: share of the lockstep time that stages are idle.
+      lockstep: critical path where every tick waits for the busiest stage.
+      asynchronous: critical path where a stage waits only for what its next op needs.
+    """
+
+    schedule: Schedule
+    stash: Stash
+    forward: float
+    backward: float
+    weight: float | None
+    bubble: float
+    lockstep: float
+    asynchronous: float
+
+    @property
+    def one_f_one_b(self) -> float:
+        """The critical path of 1F1B, (m + p - 1)(forward + backward); without backward if none."""
+        work = self.forward + (self.backward if self.schedule.trains else 0)
+        return (self.schedule.microbatches + self.schedule.stages - 1) * work
+
+    def table(self) -> Table:
+        """Return the figures as a rich table."""
+        from rich.table import Table
+
+        s = self.schedule
+        table = Table(
+            title=f"Schedule {s.name} (stages: {s.stages}, micro-batches: {s.microbatches})",
+            title_justify="left",
+        )
+        table.add_column("")
+        table.add_column("value", justify="right")
+        table.add_column("meaning")
+        if not s.trains:
+            work = f"forward {self.forward:g}"
+        elif not s.splits:
+            work = f"forward {self.forward:g}, backward {self.backward:g}"
+        else:
+            part = self.backward / 2 if self.weight is None else self.weight
+            work = (
+                f"forward {self.forward:g}, input gradient {self.backward - part:g}, "
+                f"weight gradient {part:g}"
+            )
+        table.add_row("ticks", str(s.ticks), f"work: {work}")
+        table.add_row("bubble", f"{self.bubble:.1%}", "of the lockstep time is idle")
+        for name, value in (("lockstep", self.lockstep), ("asynchronous", self.asynchronous)):
+            base = "(m + p - 1)(F + B)" if s.trains else "(m + p - 1) F"
+            meaning = f"{value / self.one_f_one_b:.3f} x {base}" if self.one_f_one_b else ""
+            table.add_row(f"{name} critical path", f"{value:g}", meaning)
+        table.add_section()
+        for stage, (held, inputs, gradients) in enumerate(
+            zip(
+                self.stash.in_flight,
+                self.stash.peak_inputs,
+                self.stash.peak_gradients,
+                strict=True,
+            )
+        ):
+            received = f"micro-batches held; received inputs {inputs}, gradients {gradients}"
+            table.add_row(f"stage {stage} peak stash", str(held), received)
+        table.add_row(
+            "slots of every stage",
+            f"{self.stash.num_input_slots} + {self.stash.num_gradient_slots}",
+            "inputs + gradients",
+        )
+        return table
+
+    def plot(self, *, path: str | os.PathLike | None = None) -> Figure:
+        """Draw the schedule; see `plot_schedule`."""
+        return plot_schedule(
+            self.schedule,
+            forward=self.forward,
+            backward=self.backward,
+            weight=self.weight,
+            path=path,
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the figures as plain types, for JSON."""
+        return {
+            "name": self.schedule.name,
+            "stages": self.schedule.stages,
+            "microbatches": self.schedule.microbatches,
+            "ticks": self.schedule.ticks,
+            "bubble": self.bubble,
+            "lockstep": self.lockstep,
+            "asynchronous": self.asynchronous,
+            "in_flight": list(self.stash.in_flight),
+            "num_input_slots": self.stash.num_input_slots,
+            "num_gradient_slots": self.stash.num_gradient_slots,
+        }
+
+    def __str__(self) -> str:
+        return render(self.table())
+
+
+def schedule(
+    schedule: Schedule, *, forward: float = 1, backward: float = 2, weight: float | None = None
+) -> ScheduleReport:
+    """Report what a pipeline schedule costs and holds.
+
+    Args:
+      schedule: from `zeroxla.pipeline.schedule`, or tables of your own.
+      forward: work of one forward of one stage, in any unit.
+      backward: work of one whole backward.
+      weight: the part of it that is the gradient of the leaves; None for half. Of no account where
+        the schedule does not split it off.
+
+    Returns:
+      The report: print it, or `plot()` it.
+
+    Raises:
+      ValueError: the schedule cannot run, negative work, or `weight` above `backward`.
+    """
+    check(schedule)
+    return ScheduleReport(
+        schedule=schedule,
+        stash=make_stash(schedule),
+        forward=forward,
+        backward=backward,
+        weight=weight,
+        bubble=bubble(schedule, forward, backward, weight),
+        lockstep=cost(schedule, forward, backward, weight),
+        asynchronous=critical_path(schedule, forward, backward, weight),
+    )

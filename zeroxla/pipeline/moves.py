@@ -1,0 +1,172 @@
+"""Leaves on their way between where they are stored and the stages that use them.
+
+Between steps every leaf is split over all devices, those of all stages among them, as without a
+pipeline. Once in a step what a stage needs is brought together on its devices: each device sends
+each stage the parts that it stores of that stage's leaves, in one exchange over `pipe`, and then
+holds the shards that it would store if the stage's devices were all there are. Gradients go the
+same way back. So a stage with heavy layers holds no more between steps than another, a leaf that
+several stages share is stored once, and any optimizer sees whole trees in natural shapes.
+
+Everything here runs inside `shard_map`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from zeroxla.mesh import PIPE
+from zeroxla.pipeline.packing import Packing, make_packing
+from zeroxla.placement import Placement
+
+Buffers = list[jax.Array]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Piece:
+    """What a stage uses of a leaf: all of it, or some of its layers.
+
+    Attributes:
+      leaf: its number in the model.
+      dim: the layer dim that is cut; None if the whole leaf is used.
+      layers: first and one past the last.
+    """
+
+    leaf: int
+    dim: int | None = None
+    layers: tuple[int, int] = (0, 0)
+
+    def cut(self, x: jax.Array) -> jax.Array:
+        """Return the piece of a leaf, or of a part of it."""
+        return x if self.dim is None else lax.slice_in_dim(x, *self.layers, axis=self.dim)
+
+    def shape(self, whole: Sequence[int]) -> tuple[int, ...]:
+        """Return the shape of the piece of an array."""
+        count = self.layers[1] - self.layers[0]
+        return tuple(count if d == self.dim else n for d, n in enumerate(whole))
+
+    def add_to(self, whole: jax.Array, x: jax.Array) -> jax.Array:
+        """Return `whole` with a piece added in its place."""
+        if self.dim is None:
+            return whole + x
+        at = (slice(None),) * self.dim + (slice(*self.layers),)
+        return whole.at[at].add(x)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Moves:
+    """The exchange over `pipe`.
+
+    Attributes:
+      num_stages: length of the axis.
+      placements: of the model's leaves, over all devices.
+      world: devices of all stages.
+      pieces: that travel, by stage; of leaves that are split.
+      packing: of the parts that one device stores.
+    """
+
+    num_stages: int
+    world: int
+    placements: tuple[Placement, ...]
+    pieces: tuple[tuple[Piece, ...], ...]
+    packing: Packing
+
+    @staticmethod
+    def make(
+        placements: Sequence[Placement],
+        pieces: Sequence[Sequence[Piece]],
+        *,
+        world: int,
+        dtype: jnp.dtype,
+    ) -> Moves:
+        """Plan the exchange.
+
+        Args:
+          placements, pieces: as the attributes.
+          world: the number of devices, of all stages.
+          dtype: in which leaves travel.
+        """
+        shapes = [
+            [
+                jax.ShapeDtypeStruct(piece.shape(placements[piece.leaf].part_shape(world)), dtype)
+                for piece in mine
+            ]
+            for mine in pieces
+        ]
+        return Moves(
+            num_stages=len(pieces),
+            world=world,
+            placements=tuple(placements),
+            pieces=tuple(map(tuple, pieces)),
+            packing=make_packing(shapes),
+        )
+
+    def to_stages(self, stored: Sequence[jax.Array]) -> Buffers:
+        """Send every stage its pieces.
+
+        Args:
+          stored: what this device stores of the model's leaves.
+
+        Returns:
+          For each buffer of the packing [stages, elements]: the parts that this device's stage
+          needs, by the stage that stored them; `shards` reads them.
+
+        Cost: each device receives (1 - 1/stages) x its shards of its stage's leaves; one collective
+        for each buffer.
+        """
+        with jax.named_scope("move"):
+            sent = [
+                self.packing.pack(stage, [p.cut(stored[p.leaf]) for p in mine])
+                for stage, mine in enumerate(self.pieces)
+            ]
+            return [_exchange(jnp.stack(parts)) for parts in zip(*sent, strict=True)]
+
+    def shards(self, stage: int, buffers: Buffers) -> list[jax.Array]:
+        """Return a stage's shards of its pieces, from what its device received."""
+        parts = [
+            self.packing.unpack(stage, [b[k] for b in buffers]) for k in range(self.num_stages)
+        ]
+        dims = [self.placements[p.leaf].split_dim for p in self.pieces[stage]]
+        return [jnp.concatenate(x, dim) for x, dim in zip(zip(*parts), dims, strict=True)]
+
+    def packed(self, stage: int, shards: Sequence[jax.Array]) -> Buffers:
+        """Return what `shards` reads."""
+        cut = [
+            jnp.split(x, self.num_stages, self.placements[p.leaf].split_dim)
+            for x, p in zip(shards, self.pieces[stage], strict=True)
+        ]
+        rows = [self.packing.pack(stage, parts) for parts in zip(*cut)]
+        if not rows:
+            rows = [self.packing.zeros()] * self.num_stages
+        return [jnp.stack(parts) for parts in zip(*rows, strict=True)]
+
+    def from_stages(self, buffers: Buffers) -> list[jax.Array | None]:
+        """Send every part back to who stores it, and add up what several stages have of a leaf.
+
+        Args:
+          buffers: as `packed` makes them.
+
+        Returns:
+          For each leaf the sum, in the shape that this device stores; None for a leaf that does
+          not travel.
+        """
+        with jax.named_scope("move"):
+            found = [_exchange(x) for x in buffers]
+            leaves: list[jax.Array | None] = [None] * len(self.placements)
+            for stage, mine in enumerate(self.pieces):
+                for piece, x in zip(mine, self.packing.unpack(stage, [b[stage] for b in found])):
+                    whole = leaves[piece.leaf]
+                    if whole is None:
+                        shape = self.placements[piece.leaf].part_shape(self.world)
+                        whole = jnp.zeros(shape, x.dtype)
+                    leaves[piece.leaf] = piece.add_to(whole, x)
+            return leaves
+
+
+def _exchange(x: jax.Array) -> jax.Array:
+    """Give row k to stage k; return what each gave this one."""
+    return lax.all_to_all(x, PIPE, split_axis=0, concat_axis=0, tiled=True)

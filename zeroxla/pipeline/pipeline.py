@@ -1,0 +1,135 @@
+"""`Pipeline`: a model that a mesh with an axis `pipe` cuts into stages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from zeroxla.adapters import Adapted, adapt
+from zeroxla.pipeline.listed import LayerList
+from zeroxla.pipeline.partition import LayerCost, Partition, resolve
+from zeroxla.pipeline.scanned import ScannedModel
+from zeroxla.pipeline.schedule import Schedule, forward_only, make_schedule
+from zeroxla.pipeline.stage import Stage
+
+
+class Pipeline:
+    """A model of layers that run one after another.
+
+    Without an axis `pipe` in the mesh, or with one of length 1, it is trained as any other model.
+
+    Args:
+      layers: flax.linen modules, functions of rngs that return nnx modules, functions of the
+        array(s) that the layer before returned, and `TiedLayer`s. A layer is called with what the
+        one before it returned, an array or a tuple of arrays; with `train=` or `deterministic=` if
+        it has such a parameter. The first one is called with `inputs(batch)`.
+      loss: `loss(outputs, batch) -> scalar | (scalar, metrics)`; `outputs` of the last layer.
+      inputs: what the first layer gets of a batch; the batch itself if None.
+      partition: "parameters", "uniform", "type:REGEX", "profile", or boundaries, such as
+        [0, 19, 22].
+      schedule: "1f1b", "gpipe", "zb-h1", or a `Schedule`.
+      memory: of 1F1B: "fast", or "low" for fewer stashed inputs and longer ticks.
+      remat: recompute the activations of every so many layers in backward (DeepSpeed's
+        activation_checkpoint_interval); None: those of a stage are kept for one micro-batch.
+
+    Raises:
+      ValueError: a layer is of no known kind, or an option has no such value.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[Any],
+        loss: Callable[[Any, Any], Any],
+        *,
+        inputs: Callable[[Any], Any] | None = None,
+        partition: str | Sequence[int] = "parameters",
+        schedule: str | Schedule = "1f1b",
+        memory: str | None = None,
+        remat: int | None = None,
+    ) -> None:
+        self._set(LayerList(layers, loss, inputs, remat), partition, schedule, memory)
+        if remat is not None and remat < 1:
+            raise ValueError(f"remat={remat}; give a number of layers, or None")
+
+    @classmethod
+    def from_model(
+        cls,
+        model: Any,
+        loss: Callable[..., Any] | None = None,
+        *,
+        partition: str | Sequence[int] = "parameters",
+        schedule: str | Schedule = "1f1b",
+        memory: str | None = None,
+    ) -> Pipeline:
+        """Make one of a model that scans over stacked blocks, unmodified.
+
+        The layers are what comes before the blocks, each block, and what follows them; parameters
+        keep their names. Recomputation is the model's own (`nn.remat`).
+
+        Args:
+          model, loss: as for `make_step`.
+          partition, schedule, memory: as for `Pipeline`.
+
+        >>> from models import GPT
+        >>> pipeline = Pipeline.from_model(GPT.tiny())
+        """
+        made = cls.__new__(cls)
+        made._set(ScannedModel(adapt(model, loss)), partition, schedule, memory)
+        return made
+
+    def _set(
+        self,
+        model: LayerList | ScannedModel,
+        partition: str | Sequence[int],
+        schedule: str | Schedule,
+        memory: str | None,
+    ) -> None:
+        if isinstance(schedule, str):
+            make_schedule(schedule, 1, 1, memory)  # refuses what it does not know
+        self._model, self._partition = model, partition
+        self._schedule, self._memory = schedule, memory
+
+    @property
+    def adapted(self) -> Adapted:
+        """The whole model as pure functions."""
+        return self._model.adapted
+
+    def schedule(self, num_stages: int, microbatches: int, *, train: bool) -> Schedule:
+        """Return which stage does what when.
+
+        Raises:
+          ValueError: a schedule that was given is of other numbers.
+        """
+        if not train:
+            return forward_only(num_stages, microbatches)
+        found = self._schedule
+        if isinstance(found, str):
+            return make_schedule(found, num_stages, microbatches, self._memory)
+        if (found.stages, found.microbatches) != (num_stages, microbatches):
+            raise ValueError(
+                f"the schedule {found.name!r} is of {found.stages} stages and "
+                f"{found.microbatches} micro-batches, and there are {num_stages} and {microbatches}"
+            )
+        return found
+
+    def cut(
+        self, num_stages: int, tree: Any, batch: Any, key: jax.Array, *, train: bool
+    ) -> tuple[list[Stage], Partition]:
+        """Cut the model into stages.
+
+        Args:
+          num_stages: how many.
+          tree: of the parameters: shapes and dtypes in the compute dtype.
+          batch, key: shapes of a micro-batch on one device, and of its key.
+          train: whether layers are told that they are trained.
+
+        Raises:
+          ValueError: there are fewer layers than stages, or the model cannot be cut.
+        """
+
+        def divide(layers: Sequence[LayerCost]) -> Partition:
+            return resolve(self._partition, layers, num_stages)
+
+        return self._model.cut(divide, tree, batch, key, train=train)

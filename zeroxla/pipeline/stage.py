@@ -1,0 +1,212 @@
+"""A stage: what it reads of the model's leaves, what it computes, and that as a fetch plan."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from zeroxla.ends import Ends
+from zeroxla.fetch import make_plan
+from zeroxla.gather import Runner
+from zeroxla.layout import Layout, Leaf
+from zeroxla.metrics import weight_of, weighted
+from zeroxla.pipeline.moves import Piece
+from zeroxla.prefetch import tie
+from zeroxla.reuse import Limits
+from zeroxla.routes import Source
+from zeroxla.trace import is_float, trace
+from zeroxla.wiring import Wiring
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Stage:
+    """What one stage computes.
+
+    Attributes:
+      pieces: of the model's leaves, in the order in which `run` takes them.
+      run: (leaves, x, batch, key) -> the arrays for the next stage, or of the last one (loss,
+        metrics). `x` is what the stage before returned, None on the first.
+      is_first, is_last: whether it reads the batch instead of `x`, and returns the loss.
+    """
+
+    pieces: tuple[Piece, ...]
+    run: Callable[..., Any]
+    is_first: bool
+    is_last: bool
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class StageProgram:
+    """A stage as a fetch plan over the devices that share it; inside `shard_map`.
+
+    Attributes:
+      stage: what it computes.
+      layout: its leaves.
+      wiring: how they travel between the stage's devices.
+      runner: of the plan.
+      inputs: shapes of the arrays that come from the stage before.
+      outputs: of those that go to the next one; () on the last.
+      tree: structure of these, or of (loss, metrics).
+    """
+
+    stage: Stage
+    layout: Layout
+    wiring: Wiring
+    runner: Runner
+    inputs: tuple[jax.ShapeDtypeStruct, ...]
+    outputs: tuple[jax.ShapeDtypeStruct, ...]
+    tree: Any
+
+    @staticmethod
+    def make(
+        stage: Stage,
+        leaves: Sequence[Leaf],
+        x: Any,
+        batch: Any,
+        key: jax.Array,
+        *,
+        wiring: Wiring,
+        unit_elements: int | None,
+        limits: Limits,
+    ) -> tuple[StageProgram, Any]:
+        """Trace a stage and plan its gathers.
+
+        Args:
+          stage: what it computes.
+          leaves: its leaves, as the stage's devices store them.
+          x: shapes of what comes from the stage before; None on the first.
+          batch, key: of a micro-batch on one device.
+          wiring, unit_elements, limits: as for a whole model.
+
+        Returns:
+          The program, and the shapes of what it returns.
+        """
+        layout = Layout(tree=jax.tree.structure(list(leaves)), leaves=tuple(leaves))
+        dtype = wiring.collectives.compute_dtype
+        shapes = [jax.ShapeDtypeStruct(leaf.placement.shape, dtype) for leaf in leaves]
+        program, tree = trace(stage.run, shapes, x, batch, key)
+        result = jax.eval_shape(stage.run, shapes, x, batch, key)
+        fetched = layout.indices(fetched=True)
+        arrays = tuple(jax.tree.leaves(x))
+        of_x = program.inputs[len(leaves) : len(leaves) + len(arrays)]
+        trained = [v for v, leaf in zip(program.inputs, leaves, strict=False) if not leaf.frozen]
+        plan = make_plan(
+            program,
+            [program.inputs[i] for i in fetched],
+            [*trained, *(v for v in of_x if v.is_float)],
+            unit_elements=unit_elements,
+            split_dims={program.inputs[i]: leaves[i].placement.dim for i in fetched},
+            gradient_of=program.outputs[:1] if stage.is_last else program.outputs,
+        )
+        routes = {v: wiring.route(leaves[i]) for v, i in zip(plan.leaves, fetched, strict=True)}
+        made = StageProgram(
+            stage=stage,
+            layout=layout,
+            wiring=wiring,
+            runner=Runner(plan, wiring.collectives, routes, limits),
+            inputs=arrays,
+            outputs=() if stage.is_last else tuple(jax.tree.leaves(result)),
+            tree=tree,
+        )
+        return made, result
+
+    @property
+    def ends(self) -> Ends:
+        return Ends(layout=self.layout, wiring=self.wiring)
+
+    @property
+    def gradient_shapes(self) -> list[jax.ShapeDtypeStruct]:
+        """Shapes of what `backward` returns of leaves: fetched ones first, frozen ones left out."""
+        reduces = self.wiring.collectives.reduces
+        shapes = [
+            reduces.result_shape(leaf.placement) if fetched else leaf.placement.shape
+            for fetched in (True, False)
+            for leaf in (self.layout.leaves[i] for i in self.layout.indices(fetched=fetched))
+            if not leaf.frozen
+        ]
+        return [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+
+    def forward(
+        self,
+        sources: Sequence[Source],
+        resident: Sequence[jax.Array],
+        x: Sequence[jax.Array],
+        batch: Any,
+        key: jax.Array,
+    ) -> list[jax.Array]:
+        """Return what goes to the next stage, or of the last one the loss and metrics."""
+        runner = self.runner
+        held = dict(zip(runner.plan.leaves, sources, strict=True))
+        inputs = self._inputs(resident, x, batch, key)
+        with jax.named_scope("forward"):
+            return runner.forward(held, inputs, record=False, keep=False)[0]
+
+    def backward(
+        self,
+        sources: Sequence[Source],
+        resident: Sequence[jax.Array],
+        x: Sequence[jax.Array],
+        batch: Any,
+        key: jax.Array,
+        cotangents: Sequence[jax.Array],
+        scale: jax.Array,
+    ) -> tuple[list[jax.Array], list[jax.Array], Any]:
+        """Run the stage again, keeping what its backward needs, and then that.
+
+        Args:
+          sources, resident, x, batch, key: as in `forward`.
+          cotangents: of the floating outputs; none on the last stage.
+          scale: the loss scale.
+
+        Returns:
+          The gradients of `gradient_shapes`, those of the floating inputs, and of the last stage
+          the weighted sums of loss and metrics.
+        """
+        runner, firmly = self.runner, self.wiring.collectives.firm_ties
+        held = dict(zip(runner.plan.leaves, sources, strict=True))
+        inputs = self._inputs(resident, x, batch, key)
+        with jax.named_scope("forward"):
+            outputs, tape = runner.forward(held, inputs, record=True)
+        sums = None
+        if self.stage.is_last:
+            loss, metrics = self.tree.unflatten(outputs)
+            seed = (scale * weight_of(metrics)).astype(loss.dtype)
+            (seed,), (loss,) = tie([seed], [loss], firmly=firmly)
+            seeds: list[jax.Array | None] = [seed, *(None for _ in outputs[1:])]
+            sums = weighted(loss, metrics)
+        else:
+            given = iter(tie(cotangents, outputs, firmly=firmly)[0])
+            seeds = [next(given) if is_float(y.dtype) else None for y in self.outputs]
+        with jax.named_scope("backward"):
+            known = dict(zip(runner.plan.inputs, inputs, strict=True))
+            reduced, whole = runner.backward(held, known, tape, seeds)
+        grads = [
+            reduced.get(v)
+            for v, i in zip(runner.plan.leaves, self.layout.indices(fetched=True), strict=True)
+            if not self.layout.leaves[i].frozen
+        ]
+        grads += [
+            ct
+            for ct, i in zip(whole, self.layout.indices(fetched=False), strict=False)
+            if not self.layout.leaves[i].frozen
+        ]
+        filled = [
+            jnp.zeros(s.shape, s.dtype) if g is None else g.astype(s.dtype)
+            for g, s in zip(grads, self.gradient_shapes, strict=True)
+        ]
+        start = len(resident)
+        of_x = [
+            jnp.zeros(s.shape, s.dtype) if ct is None else ct
+            for ct, s in zip(whole[start : start + len(self.inputs)], self.inputs, strict=True)
+            if is_float(s.dtype)
+        ]
+        return filled, of_x, sums
+
+    def _inputs(
+        self, resident: Sequence[jax.Array], x: Sequence[jax.Array], batch: Any, key: jax.Array
+    ) -> list[jax.Array]:
+        return [*resident, *x, *jax.tree.leaves(batch), key]

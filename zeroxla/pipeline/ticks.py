@@ -1,0 +1,169 @@
+"""Runs a schedule: a loop over ticks, in each of which a stage does its part and both neighbours
+hear of it.
+
+What arrives is kept in rings of slots that the schedule's tables name, so memory is that of the
+schedule and not of the number of micro-batches. An idle stage only passes on zeros.
+
+Everything here runs inside `shard_map`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from zeroxla.mesh import PIPE
+from zeroxla.pipeline.check import check
+from zeroxla.pipeline.packing import Packing
+from zeroxla.pipeline.schedule import NONE, Schedule
+from zeroxla.pipeline.stash import Stash, make_stash
+from zeroxla.prefetch import tie
+
+Buffers = list[jax.Array]
+Forward = Callable[[Buffers, jax.Array, Any], tuple[Buffers, Any]]
+Backward = Callable[[Buffers, Buffers, jax.Array, Any], tuple[Buffers, Any]]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Ticks:
+    """A schedule as a loop.
+
+    Attributes:
+      schedule: what is done when.
+      stash: where what arrives is kept.
+      activations, gradients: the buffers that travel down and up.
+      firmly: whether ties must be of data; see `tie`.
+    """
+
+    schedule: Schedule
+    stash: Stash
+    activations: Packing
+    gradients: Packing
+    firmly: bool
+
+    @staticmethod
+    def make(
+        schedule: Schedule, activations: Packing, gradients: Packing, *, firmly: bool
+    ) -> Ticks:
+        """Prove a schedule, and give what arrives its slots.
+
+        Raises:
+          ValueError: it cannot run.
+        """
+        check(schedule)
+        return Ticks(
+            schedule=schedule,
+            stash=make_stash(schedule),
+            activations=activations,
+            gradients=gradients,
+            firmly=firmly,
+        )
+
+    def run(self, forward: Forward, backward: Backward | None, carry: Any) -> Any:
+        """Run all ticks.
+
+        Args:
+          forward: (x, micro-batch, carry) -> (y, carry): the buffers for the next stage.
+          backward: (x, gradient of y, micro-batch, carry) -> (gradient of x, carry).
+          carry: what a stage adds to.
+
+        Returns:
+          The carry after the last tick.
+        """
+        stage = lax.axis_index(PIPE)
+        rows = {name: jnp.asarray(table)[:, stage] for name, table in self._tables().items()}
+        stash = self.stash
+        start = (
+            _ring(self.activations, stash.num_input_slots),
+            _ring(self.gradients, stash.num_gradient_slots if backward else 0),
+            self.activations.zeros(),
+            self.gradients.zeros(),
+            carry,
+        )
+
+        def tick(state: Any, row: dict[str, jax.Array]) -> tuple[Any, None]:
+            inputs, given, x, g, carry = state
+            inputs = _write(inputs, row["input_arrival"], x)
+            given = _write(given, row["gradient_arrival"], g)
+            y, carry = lax.cond(
+                row["forward"] != NONE,
+                lambda carry: forward(_read(inputs, row["forward_input"]), row["forward"], carry),
+                lambda carry: (self.activations.zeros(), carry),
+                carry,
+            )
+            if backward is None:
+                return (inputs, given, self._down(y), g, carry), None
+            # Forward before backward on every device: their collectives would meet otherwise.
+            carry, y = self._after(carry, y)
+            back = backward
+            dx, carry = lax.cond(
+                row["backward"] != NONE,
+                lambda carry: back(
+                    _read(inputs, row["backward_input"]),
+                    _read(given, row["backward_gradient"]),
+                    row["backward"],
+                    carry,
+                ),
+                lambda carry: (self.gradients.zeros(), carry),
+                carry,
+            )
+            y, dx = tie(y, dx, firmly=self.firmly)
+            x = self._down(y)
+            dx, x = tie(dx, x, firmly=self.firmly)
+            return (inputs, given, x, self._up(dx), carry), None
+
+        return lax.scan(tick, start, rows)[0][-1]
+
+    def _after(self, carry: Any, y: Buffers) -> tuple[Any, Buffers]:
+        leaves, tree = jax.tree.flatten(carry)
+        leaves, y = tie(leaves, y, firmly=self.firmly)
+        return tree.unflatten(leaves), y
+
+    def _down(self, buffers: Buffers) -> Buffers:
+        p = self.schedule.stages
+        return [lax.ppermute(x, PIPE, [(s, s + 1) for s in range(p - 1)]) for x in buffers]
+
+    def _up(self, buffers: Buffers) -> Buffers:
+        p = self.schedule.stages
+        return [lax.ppermute(x, PIPE, [(s + 1, s) for s in range(p - 1)]) for x in buffers]
+
+    def _tables(self) -> dict[str, np.ndarray]:
+        schedule, stash = self.schedule, self.stash
+        return {
+            "forward": schedule.forward,
+            "backward": schedule.backward,
+            "input_arrival": stash.input_arrivals,
+            "gradient_arrival": stash.gradient_arrivals,
+            "forward_input": _slots(schedule.forward, stash.input_slots),
+            "backward_input": _slots(schedule.backward, stash.input_slots),
+            "backward_gradient": _slots(schedule.backward, stash.gradient_slots),
+        }
+
+
+def _slots(table: np.ndarray, slots: np.ndarray) -> np.ndarray:
+    """Return the slot of what each stage works on in each tick; 0 where it needs none."""
+    found = slots[np.arange(table.shape[1])[None, :], np.maximum(table, 0)]
+    return np.where(table == NONE, 0, np.maximum(found, 0)).astype(np.int32)
+
+
+def _ring(packing: Packing, num_slots: int) -> Buffers:
+    """Return empty slots, and one more for what nobody reads."""
+    return [jnp.zeros((num_slots + 1, size), dtype) for size, dtype in packing.buffers]
+
+
+def _write(ring: Buffers, slot: jax.Array, buffers: Buffers) -> Buffers:
+    """Write buffers to a slot; to the last one if it is none."""
+    return [
+        lax.dynamic_update_index_in_dim(r, x, jnp.where(slot == NONE, r.shape[0] - 1, slot), 0)
+        for r, x in zip(ring, buffers, strict=True)
+    ]
+
+
+def _read(ring: Buffers, slot: jax.Array) -> Buffers:
+    return [lax.dynamic_index_in_dim(r, slot, keepdims=False) for r in ring]
