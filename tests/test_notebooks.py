@@ -8,7 +8,6 @@ import time
 from pathlib import Path
 
 import pytest
-from quick import thinned
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 NOTEBOOKS = sorted((REPOSITORY / "notebooks").glob("*.ipynb"))
@@ -26,9 +25,8 @@ def test_there_are_notebooks():
     assert NOTEBOOKS
 
 
-@pytest.mark.parametrize(
-    "path", thinned(NOTEBOOKS, keep=len(NOTEBOOKS)), ids=lambda path: path.stem
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_runs_top_to_bottom(path):
     nbformat = pytest.importorskip("nbformat", reason="nbformat is not installed (extra: dev)")
     nbclient = pytest.importorskip("nbclient", reason="nbclient is not installed (extra: dev)")

@@ -304,6 +304,7 @@ class TestBadInput:
         assert message in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_other_wires_are_trained_with_and_resumed(text, tmp_path, capsys):
     """`--zero zeropp_min`, whose state holds copies of the weights: stopped after 2 steps of 4."""
     options = ["--data", text, *TINY, "--width", "64", "--zero", "zeropp_min", "--steps"]

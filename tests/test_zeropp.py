@@ -190,6 +190,7 @@ def test_copies_are_the_same_on_all_nodes_and_follow_the_weights():
     assert float(metrics["loss"]) < 4.2
 
 
+@pytest.mark.slow
 def test_differences_do_not_add_up_their_errors():
     """The weights stand still after 3 steps: the copies then come ever closer to them."""
     model = MODELS["scanned"]

@@ -56,6 +56,7 @@ def process_of_rank(rank, run):
     raise AssertionError(f"no process is rank {rank} of {run}")
 
 
+@pytest.mark.slow
 def test_a_killed_run_is_started_again_and_ends_with_the_same_losses(text, tmp_path, undisturbed):
     run = tmp_path / "run"
     launch = ["launch", "--nodes", "2", "--devices-per-node", "2", "--max-restarts", "1", "--"]
