@@ -107,7 +107,7 @@ def test_meshes():
         match=r"the mesh has the axes \('data',\) and needs \('node', 'device'\).*make_mesh",
     ):
         zeroxla.make_step(pair(), ring)
-    with pytest.raises(NotImplementedError, match=r"the mesh has pipe=2; use make_mesh\(pipe=1\)"):
+    with pytest.raises(ValueError, match="has pipe=2 and the model is not a pipeline"):
         zeroxla.make_step(pair(), zeroxla.make_mesh(pipe=2))
 
 

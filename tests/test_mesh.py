@@ -129,9 +129,11 @@ def test_an_axis_that_is_not_there_has_the_length_1(shape, names, expected):
     assert list(mesh.devices.flat) == jax.devices()[:8]
 
 
-def test_a_mesh_with_a_pipeline_is_an_error():
-    with pytest.raises(NotImplementedError, match=r"pipe=2; use make_mesh\(pipe=1\)"):
-        as_auto(make_mesh(pipe=2))
+def test_a_mesh_of_stages_is_one_of_pipelines():
+    mesh = make_mesh(pipe=2)
+    with pytest.raises(ValueError, match="has pipe=2 and the model is not a pipeline"):
+        as_auto(mesh)
+    assert as_auto(mesh, pipeline=True).shape == mesh.shape
 
 
 def test_explicit_axes_become_auto():

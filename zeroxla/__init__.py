@@ -8,6 +8,9 @@ from zeroxla.feedback import Feedback
 from zeroxla.hosts.batches import global_batch, process_shard
 from zeroxla.hosts.start import initialize
 from zeroxla.mesh import make_mesh, simulate
+from zeroxla.pipeline.layers import TiedLayer
+from zeroxla.pipeline.pipeline import Pipeline
+from zeroxla.pipeline.schedule import Schedule, make_schedule
 from zeroxla.state import LossScale, TrainState, full_params
 from zeroxla.step import Step, make_step
 from zeroxla.weights.export import export_params
@@ -28,6 +31,11 @@ __all__ = [  # noqa: RUF022 (grouped)
     "global_batch",
     "make_step",
     "process_shard",
+    # pipelines
+    "Pipeline",
+    "Schedule",
+    "TiedLayer",
+    "make_schedule",
     # wires
     "Feedback",
     "WireFormat",

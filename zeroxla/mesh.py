@@ -124,8 +124,6 @@ def as_auto(mesh: Mesh, *, pipeline: bool = False) -> Mesh:
             "zeroxla.Pipeline, or use make_mesh(pipe=1)"
         )
     devices = mesh.devices
-    if stages == 1 and PIPE in names:
-        devices, names = devices.squeeze(names.index(PIPE)), tuple(n for n in names if n != PIPE)
     if missing:  # next to the other: a node outside of its devices
         at = names.index(DEVICE) if missing == [NODE] else names.index(NODE) + 1
         devices = np.expand_dims(devices, at)
@@ -135,7 +133,7 @@ def as_auto(mesh: Mesh, *, pipeline: bool = False) -> Mesh:
 
 def leaf_axes(mesh: Mesh) -> tuple[str, ...]:
     """Return the axes over which leaves are split, outermost first: all of the mesh."""
-    return (*LEAF_AXES, PIPE) if PIPE in mesh.axis_names else LEAF_AXES
+    return (*LEAF_AXES, PIPE) if mesh.shape.get(PIPE, 1) > 1 else LEAF_AXES
 
 
 def axes_size(mesh: Mesh, axes: Sequence[str]) -> int:

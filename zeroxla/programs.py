@@ -21,6 +21,7 @@ from zeroxla.differentiate import Differentiator
 from zeroxla.layout import Layout, check_floating, make_layout, place_opt_state, place_params
 from zeroxla.mesh import BATCH_AXES, PIPE, world_size
 from zeroxla.pipeline.differentiate import PipelineDifferentiator
+from zeroxla.pipeline.partition import Partition
 from zeroxla.pipeline.pipeline import Pipeline
 from zeroxla.placement import Placement
 from zeroxla.reuse import Limits
@@ -259,6 +260,17 @@ class Programs:
         return self._in_mesh(
             lambda rows, key: differentiator.plan(model_state, rows, key, train=True)[0], rows, key
         )
+
+    def partition(self, layout: Layout, batch: Any, key: jax.Array) -> Partition:
+        """Return how a pipeline's layers are cut, from shapes alone."""
+        assert self.pipeline is not None
+        rows = jax.eval_shape(self.first_rows, batch)
+        dtype = self.wiring.collectives.compute_dtype
+        tree = layout.tree.unflatten(
+            [jax.ShapeDtypeStruct(leaf.placement.shape, dtype) for leaf in layout]
+        )
+        num_stages = self.mesh.shape[PIPE]
+        return self.pipeline.cut(num_stages, tree, rows, key, train=True)[1]
 
     def first_rows(self, batch: Any) -> Any:
         """Return rank 0's first micro-batch."""

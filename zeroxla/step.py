@@ -21,6 +21,7 @@ from zeroxla.hosts.exchange import agree_on_program
 from zeroxla.layout import make_layout
 from zeroxla.mesh import PIPE, as_auto
 from zeroxla.notices import useless_on_leaves, useless_on_mesh, warn
+from zeroxla.pipeline.partition import Partition
 from zeroxla.pipeline.pipeline import Pipeline
 from zeroxla.programs import BY_ROWS, Programs
 from zeroxla.rates import Rates
@@ -246,8 +247,9 @@ class Step:
             wires = jax.tree.map(_as_shape, wires, state_shardings(state, self.mesh).wire_state)
             return self._step.lower(dataclasses.replace(state, wire_state=wires), shapes)
 
-    def describe(self) -> Description:
-        """Return the table of leaves: shape, placement, unit, bytes of a shard.
+    def describe(self) -> Description | Partition:
+        """Return the table of leaves: shape, placement, unit, bytes of a shard; of a pipeline that
+        of stages: layers, parameters, share of the cost.
 
         Raises:
           ValueError: before `init` or a first call, when the model has not been traced.
@@ -256,6 +258,8 @@ class Step:
             raise ValueError("nothing to describe yet; call step.init or step.abstract_state first")
         params, placements, *shapes = self._traced
         layout = make_layout(params, placements, self.config)
+        if self._programs.pipeline is not None:
+            return self._programs.partition(layout, *shapes[1:])
         return describe(layout, self._programs.plan(layout, *shapes), self._programs.wiring)
 
     def with_config(self, config: ZeroConfig) -> Step:

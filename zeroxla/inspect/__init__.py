@@ -3,17 +3,21 @@
 from .comms import CommsReport, Row, comms
 from .memory import MemoryReport, array_bytes_per_device, format_bytes, memory
 from .phases import PHASES
-from .pictures import plot_comms, plot_placement
+from .pictures import plot_comms, plot_placement, plot_schedule
+from .schedule import ScheduleReport, schedule
 
 __all__ = [
     "PHASES",
     "CommsReport",
     "MemoryReport",
     "Row",
+    "ScheduleReport",
     "array_bytes_per_device",
     "comms",
     "format_bytes",
     "memory",
     "plot_comms",
     "plot_placement",
+    "plot_schedule",
+    "schedule",
 ]

@@ -43,6 +43,8 @@ class Body:
 
     Attributes:
       programs: of the stages.
+      halves: for a schedule that splits backward, programs of each stage that give the gradient of
+        its inputs alone, and of its leaves alone.
       moves: of the leaves.
       layout: of the model.
       resident, sources, gradients: how these are packed, by stage.
@@ -52,6 +54,7 @@ class Body:
     """
 
     programs: Sequence[StageProgram]
+    halves: Sequence[tuple[StageProgram, StageProgram]]
     moves: Moves
     layout: Layout
     resident: Packing
@@ -64,6 +67,7 @@ class Body:
     @staticmethod
     def make(
         programs: Sequence[StageProgram],
+        halves: Sequence[tuple[StageProgram, StageProgram]],
         moves: Moves,
         layout: Layout,
         stored: Sequence[jax.Array],
@@ -71,7 +75,7 @@ class Body:
         """Bring the leaves to their stages.
 
         Args:
-          programs, moves, layout: as the attributes.
+          programs, halves, moves, layout: as the attributes.
           stored: what this device stores of the model's leaves.
 
         Returns:
@@ -95,6 +99,7 @@ class Body:
         inner = [program.outputs for program in programs[:-1]] or [()]
         body = Body(
             programs=programs,
+            halves=halves,
             moves=moves,
             layout=layout,
             resident=make_packing([resident for resident, _ in shapes]),
@@ -160,11 +165,14 @@ class Body:
         scale: jax.Array,
         carry: tuple[Buffers, Any],
     ) -> tuple[Buffers, tuple[Buffers, Any]]:
-        """Return the gradient for the stage before, and the gradients and sums with these added."""
+        """Return the gradient for the stage before, and the gradients and sums with these added; of
+        a schedule that splits backward, without those of leaves."""
         grads, sums = carry
 
         def run(stage: int) -> tuple[Buffers, tuple[Buffers, Any]]:
-            program = self.programs[stage]
+            program = self.halves[stage][0] if self.halves else self.programs[stage]
+            if self.halves and stage == 0 < self.last:  # no stage before it wants a gradient
+                return self.cotangents.zeros(), carry
             given = self.cotangents.unpack(stage, g) if stage < self.last else []
             found, of_x, mine = program.backward(
                 self._sources(stage, begun),
@@ -175,11 +183,41 @@ class Body:
                 given,
                 scale,
             )
-            new = jax.tree.map(jnp.add, grads, self.gradients.pack(stage, found))
+            new = grads
+            if not self.halves:
+                new = jax.tree.map(jnp.add, grads, self.gradients.pack(stage, found))
             dx = self.cotangents.pack(stage - 1, of_x) if stage else self.cotangents.zeros()
             return dx, (new, sums if mine is None else jax.tree.map(jnp.add, sums, mine))
 
         return self._each(run)
+
+    def weight(
+        self,
+        begun: Begun,
+        x: Buffers,
+        g: Buffers,
+        batch: Any,
+        key: jax.Array,
+        scale: jax.Array,
+        carry: tuple[Buffers, Any],
+    ) -> tuple[Buffers, Any]:
+        """Return the gradients of leaves with these added, and the sums as they are."""
+        grads, sums = carry
+
+        def run(stage: int) -> Buffers:
+            given = self.cotangents.unpack(stage, g) if stage < self.last else []
+            found, _, _ = self.halves[stage][1].backward(
+                self._sources(stage, begun),
+                self.resident.unpack(stage, begun.resident),
+                self._inputs(stage, x),
+                batch,
+                key,
+                given,
+                scale,
+            )
+            return jax.tree.map(jnp.add, grads, self.gradients.pack(stage, found))
+
+        return self._each(run), sums
 
     def end(self, grads: Buffers) -> list[jax.Array | None]:
         """Return this device's shards of the sums, of all leaves; None of frozen ones."""
@@ -247,4 +285,3 @@ class Body:
         """Return what `run` returns of this device's stage."""
         branches = [lambda s=s: run(s) for s in range(len(self.programs))]
         return lax.switch(lax.axis_index(PIPE), branches)
-

@@ -6,6 +6,7 @@ Everything here runs inside `shard_map` over `pipe`, `node` and `device`.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -73,10 +74,11 @@ class PipelineDifferentiator:
     ) -> tuple[list[jax.Array | None], dict[str, Any], Any, WireState | None]:
         """Return this device's gradient shards, the metrics, the model state and the wire state; as
         `Differentiator.gradients`."""
+        _check_stateless(model_state)
         stored = jax.tree.leaves(params)
         rows, keys = self._micro_batches(batch, key, self.microbatches)
-        stages = self._stages(rows, keys, train=True)
-        body, begun = Body.make(stages, self._moves(stages), self.layout, stored)
+        stages, halves = self._stages(rows, keys, train=True)
+        body, begun = Body.make(stages, halves, self._moves(stages), self.layout, stored)
         ticks = self._ticks(body, train=True, count=self.microbatches)
 
         def forward(x: Buffers, i: jax.Array, carry: Any) -> tuple[Buffers, Any]:
@@ -85,20 +87,24 @@ class PipelineDifferentiator:
         def backward(x: Buffers, g: Buffers, i: jax.Array, carry: Any) -> tuple[Buffers, Any]:
             return body.backward(begun, x, g, _row(rows, i), keys[i], scale, carry)
 
-        grads, sums = ticks.run(forward, backward, (body.zero_gradients(), body.zero_sums()))
+        def weight(x: Buffers, g: Buffers, i: jax.Array, carry: Any) -> Any:
+            return body.weight(begun, x, g, _row(rows, i), keys[i], scale, carry)
+
+        zeros = (body.zero_gradients(), body.zero_sums())
+        grads, sums = ticks.run(forward, backward, zeros, weight if halves else None)
         shards = body.end(grads)
         grads, metrics = finish(shards, sums, scale, layout=self.layout, collectives=self.across)
         return grads, metrics, model_state, wire_state
 
     def evaluate(self, params: Any, model_state: Any, batch: Any, key: jax.Array) -> dict[str, Any]:
         """Return the metrics of the whole batch, without gradients."""
-        del model_state
+        _check_stateless(model_state)
         stored = jax.tree.leaves(params)
         num_rows = jax.tree.leaves(batch)[0].shape[0]
         count = max(n for n in range(1, self.microbatches + 1) if num_rows % n == 0)
         rows, keys = self._micro_batches(batch, key, count)
-        stages = self._stages(rows, keys, train=False)
-        body, begun = Body.make(stages, self._moves(stages), self.layout, stored)
+        stages, _ = self._stages(rows, keys, train=False)
+        body, begun = Body.make(stages, (), self._moves(stages), self.layout, stored)
         ticks = self._ticks(body, train=False, count=count)
 
         def forward(x: Buffers, i: jax.Array, carry: Any) -> tuple[Buffers, Any]:
@@ -117,8 +123,10 @@ class PipelineDifferentiator:
         keys = jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(count))
         return rows, jax.vmap(lambda k: jax.random.fold_in(k, self.inside.rank()))(keys)
 
-    def _stages(self, rows: Any, keys: jax.Array, *, train: bool) -> list[StageProgram]:
-        """Cut the model and trace its stages."""
+    def _stages(
+        self, rows: Any, keys: jax.Array, *, train: bool
+    ) -> tuple[list[StageProgram], list[tuple[StageProgram, StageProgram]]]:
+        """Cut the model and trace its stages; of a schedule that splits backward, its halves."""
         dtype = self.inside.compute_dtype
         tree = self.layout.tree.unflatten(
             [jax.ShapeDtypeStruct(leaf.placement.shape, dtype) for leaf in self.layout]
@@ -126,9 +134,14 @@ class PipelineDifferentiator:
         first = jax.eval_shape(lambda rows: jax.tree.map(self._cast, _row(rows, 0)), rows)
         key = jax.eval_shape(lambda keys: keys[0], keys)
         cut, _ = self.pipeline.cut(self.num_stages, tree, first, key, train=train)
-        programs, x = [], None
+        count = jax.tree.leaves(rows)[0].shape[0]
+        splits = train and self.pipeline.schedule(self.num_stages, count, train=True).splits
+        programs: list[StageProgram] = []
+        halves: list[tuple[StageProgram, StageProgram]] = []
+        x = None
         for stage in cut:
-            program, x = StageProgram.make(
+            make = functools.partial(
+                StageProgram.make,
                 stage,
                 [self._leaf(piece) for piece in stage.pieces],
                 x,
@@ -138,9 +151,12 @@ class PipelineDifferentiator:
                 unit_elements=self.unit_elements,
                 limits=self.limits,
             )
+            if splits:
+                halves.append((make(of_leaves=False)[0], make(of_inputs=False)[0]))
+            program, x = make()
             programs.append(program)
         check_metrics_of(programs[-1])
-        return programs
+        return programs, halves
 
     def _leaf(self, piece: Piece) -> Leaf:
         """Return a stage's leaf as the stage's devices store it."""
@@ -165,6 +181,14 @@ class PipelineDifferentiator:
 
     def _cast(self, x: jax.Array) -> jax.Array:
         return x.astype(self.inside.compute_dtype) if is_float(x.dtype) else x
+
+
+def _check_stateless(model_state: Any) -> None:
+    if found := jax.tree_util.tree_leaves_with_path(model_state):
+        raise NotImplementedError(
+            f"the model keeps a state between steps ({jax.tree_util.keystr(found[0][0])}), which "
+            "pipelines do not carry yet; use layers without (LayerNorm for BatchNorm), or pipe=1"
+        )
 
 
 def check_metrics_of(program: StageProgram) -> None:

@@ -20,7 +20,7 @@ Init = Callable[[jax.Array, Any], tuple[Tree, Tree]]
 Call = Callable[..., tuple[Any, Tree]]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class TiedLayer:
     """A layer whose parameters are those of every other one with its key.
 

@@ -51,6 +51,7 @@ class StageProgram:
       inputs: shapes of the arrays that come from the stage before.
       outputs: of those that go to the next one; () on the last.
       tree: structure of these, or of (loss, metrics).
+      of_leaves, of_inputs: what its backward gives: the gradients of its leaves, of its inputs.
     """
 
     stage: Stage
@@ -60,6 +61,8 @@ class StageProgram:
     inputs: tuple[jax.ShapeDtypeStruct, ...]
     outputs: tuple[jax.ShapeDtypeStruct, ...]
     tree: Any
+    of_leaves: bool = True
+    of_inputs: bool = True
 
     @staticmethod
     def make(
@@ -72,6 +75,8 @@ class StageProgram:
         wiring: Wiring,
         unit_elements: int | None,
         limits: Limits,
+        of_leaves: bool = True,
+        of_inputs: bool = True,
     ) -> tuple[StageProgram, Any]:
         """Trace a stage and plan its gathers.
 
@@ -81,6 +86,7 @@ class StageProgram:
           x: shapes of what comes from the stage before; None on the first.
           batch, key: of a micro-batch on one device.
           wiring, unit_elements, limits: as for a whole model.
+          of_leaves, of_inputs: see the attributes.
 
         Returns:
           The program, and the shapes of what it returns.
@@ -97,7 +103,7 @@ class StageProgram:
         plan = make_plan(
             program,
             [program.inputs[i] for i in fetched],
-            [*trained, *(v for v in of_x if v.is_float)],
+            [*(trained if of_leaves else ()), *(v for v in of_x if of_inputs and v.is_float)],
             unit_elements=unit_elements,
             split_dims={program.inputs[i]: leaves[i].placement.dim for i in fetched},
             gradient_of=program.outputs[:1] if stage.is_last else program.outputs,
@@ -111,6 +117,8 @@ class StageProgram:
             inputs=arrays,
             outputs=() if stage.is_last else tuple(jax.tree.leaves(result)),
             tree=tree,
+            of_leaves=of_leaves,
+            of_inputs=of_inputs,
         )
         return made, result
 
@@ -126,7 +134,7 @@ class StageProgram:
             reduces.result_shape(leaf.placement) if fetched else leaf.placement.shape
             for fetched in (True, False)
             for leaf in (self.layout.leaves[i] for i in self.layout.indices(fetched=fetched))
-            if not leaf.frozen
+            if not leaf.frozen and self.of_leaves
         ]
         return [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
 
@@ -187,12 +195,12 @@ class StageProgram:
         grads = [
             reduced.get(v)
             for v, i in zip(runner.plan.leaves, self.layout.indices(fetched=True), strict=True)
-            if not self.layout.leaves[i].frozen
+            if not self.layout.leaves[i].frozen and self.of_leaves
         ]
         grads += [
             ct
             for ct, i in zip(whole, self.layout.indices(fetched=False), strict=False)
-            if not self.layout.leaves[i].frozen
+            if not self.layout.leaves[i].frozen and self.of_leaves
         ]
         filled = [
             jnp.zeros(s.shape, s.dtype) if g is None else g.astype(s.dtype)

@@ -65,13 +65,20 @@ class Ticks:
             firmly=firmly,
         )
 
-    def run(self, forward: Forward, backward: Backward | None, carry: Any) -> Any:
+    def run(
+        self,
+        forward: Forward,
+        backward: Backward | None,
+        carry: Any,
+        weight: Callable[[Buffers, Buffers, jax.Array, Any], Any] | None = None,
+    ) -> Any:
         """Run all ticks.
 
         Args:
           forward: (x, micro-batch, carry) -> (y, carry): the buffers for the next stage.
           backward: (x, gradient of y, micro-batch, carry) -> (gradient of x, carry).
           carry: what a stage adds to.
+          weight: (x, gradient of y, micro-batch, carry) -> carry, of a schedule that has it.
 
         Returns:
           The carry after the last tick.
@@ -113,6 +120,21 @@ class Ticks:
                 lambda carry: (self.gradients.zeros(), carry),
                 carry,
             )
+            if weight is not None:
+                of_leaves = weight
+                carry, dx = self._after(carry, dx)
+                carry = lax.cond(
+                    row["weight"] != NONE,
+                    lambda carry: of_leaves(
+                        _read(inputs, row["weight_input"]),
+                        _read(given, row["weight_gradient"]),
+                        row["weight"],
+                        carry,
+                    ),
+                    lambda carry: carry,
+                    carry,
+                )
+                dx, carry = self._before(dx, carry)
             y, dx = tie(y, dx, firmly=self.firmly)
             x = self._down(y)
             dx, x = tie(dx, x, firmly=self.firmly)
@@ -124,6 +146,11 @@ class Ticks:
         leaves, tree = jax.tree.flatten(carry)
         leaves, y = tie(leaves, y, firmly=self.firmly)
         return tree.unflatten(leaves), y
+
+    def _before(self, x: Buffers, carry: Any) -> tuple[Buffers, Any]:
+        leaves, tree = jax.tree.flatten(carry)
+        x, leaves = tie(x, leaves, firmly=self.firmly)
+        return x, tree.unflatten(leaves)
 
     def _down(self, buffers: Buffers) -> Buffers:
         p = self.schedule.stages
@@ -143,6 +170,9 @@ class Ticks:
             "forward_input": _slots(schedule.forward, stash.input_slots),
             "backward_input": _slots(schedule.backward, stash.input_slots),
             "backward_gradient": _slots(schedule.backward, stash.gradient_slots),
+            "weight": schedule.weight,
+            "weight_input": _slots(schedule.weight, stash.input_slots),
+            "weight_gradient": _slots(schedule.weight, stash.gradient_slots),
         }
 
 

@@ -7,5 +7,6 @@ display and opens no window. A notebook shows it as the last expression of a cel
 
 from .comms import plot_comms
 from .placement import plot_placement
+from .schedule import plot_schedule
 
-__all__ = ["plot_comms", "plot_placement"]
+__all__ = ["plot_comms", "plot_placement", "plot_schedule"]

@@ -1,0 +1,265 @@
+"""A pipelined step equals the whole model under `jax.grad`: cuts, schedules, meshes, wires."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from checkpoint_tools import assert_same, logical
+from flax import nnx
+from quick import quick_compilation  # noqa: F401
+
+import zeroxla
+from models import GPT, AlexNet, Llama
+from models.alexnet import alexnet_layers
+from models.losses import classification_loss, next_token_loss
+from zeroxla import Checkpointer, Pipeline, TiedLayer, WireFormat, ZeroConfig
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+KEY = jax.random.key(4)
+RTOL = 5e-6
+
+
+def tokens(rows):
+    return {"tokens": np.random.default_rng(rows).integers(0, 64, (rows, 13), dtype=np.int32)}
+
+
+def listed(**options):
+    """A language model of tied and untied layers, whose boundaries have different shapes; the last
+    but one layer takes a tuple."""
+    embed = nn.Embed(64, 20)
+
+    def two(x):
+        return x, jnp.tanh(x[..., :7])
+
+    def join(x, y):
+        return jnp.concatenate([x, y], axis=-1)
+
+    layers = [
+        TiedLayer("embed", embed),
+        nn.Dense(33),
+        nn.gelu,
+        lambda rngs: nnx.Linear(33, 20, rngs=rngs),
+        two,
+        join,
+        nn.Dense(20, use_bias=False),
+        TiedLayer("embed", embed, forward=lambda module, x: module.attend(x)),
+    ]
+    return Pipeline(
+        layers,
+        lambda logits, batch: next_token_loss(logits, batch),
+        inputs=lambda batch: batch["tokens"][:, :-1],
+        **options,
+    )
+
+
+MODELS = {
+    "listed": lambda **options: listed(partition="uniform", **options),
+    "listed, remat": lambda **options: listed(partition=[0, 1, 5, 6, 8], remat=2, **options),
+    "gpt": lambda **options: Pipeline.from_model(GPT.tiny(layers=4), **options),
+    "gpt, remat, untied": lambda **options: Pipeline.from_model(
+        GPT.tiny(layers=5, remat=True, tie=False), **options
+    ),
+    "llama": lambda **options: Pipeline.from_model(Llama.tiny(layers=4), **options),
+}
+
+
+def step_of(pipeline, pipe, nodes, devices, m, *, weights="step", optimizer=None, **config):
+    mesh = zeroxla.make_mesh(pipe=pipe, nodes=nodes, devices_per_node=devices)
+    config = ZeroConfig(**{"persistence_threshold": 0, **config})
+    optimizer = optimizer or optax.adam(1e-2)
+    return zeroxla.make_step(
+        pipeline, mesh, optimizer, config=config, microbatches=m, weights=weights
+    )
+
+
+def assert_equals_the_whole(step, pipeline, batch, *, rtol=RTOL):
+    """Loss, metrics of evaluation and gradients, each leaf within `rtol` of its largest element."""
+    state = step.init(KEY, batch)
+    params = jax.tree.map(jnp.asarray, zeroxla.full_params(state))
+
+    def whole(params):
+        return pipeline.adapted.loss(params, {}, batch, KEY, train=True)[0]
+
+    loss, grads = jax.jit(jax.value_and_grad(whole))(params)
+    found, mine = step.grad(state, batch)
+    np.testing.assert_allclose(found, loss, rtol=rtol)
+    np.testing.assert_allclose(step.eval(state, batch)["loss"], loss, rtol=rtol)
+    for a, b in zip(jax.tree.leaves(mine), jax.tree.leaves(grads), strict=True):
+        np.testing.assert_allclose(a, b, atol=rtol * max(np.abs(b).max(), 1e-6))
+
+
+@pytest.mark.parametrize(
+    ("model", "mesh", "m", "options", "weights"),
+    [
+        ("listed", (2, 1, 1), 1, {}, "step"),
+        ("listed", (4, 2, 1), 3, {"schedule": "gpipe"}, "tick"),
+        ("listed, remat", (4, 1, 2), 8, {"memory": "low"}, "step"),
+        ("listed", (2, 2, 2), 4, {"schedule": "zb-h1"}, "tick"),
+        ("gpt", (2, 1, 2), 4, {}, "step"),
+        ("gpt", (4, 1, 1), 2, {"schedule": "zb-h1"}, "step"),
+        ("gpt, remat, untied", (4, 1, 2), 3, {}, "tick"),
+        ("gpt, remat, untied", (2, 2, 1), 2, {"schedule": "gpipe"}, "step"),
+        ("llama", (2, 2, 2), 2, {"memory": "low"}, "tick"),
+        ("llama", (4, 2, 1), 8, {}, "step"),
+        ("gpt", (1, 1, 2), 3, {}, "step"),
+    ],
+)
+def test_a_step_equals_the_whole_model(model, mesh, m, options, weights):
+    pipeline = MODELS[model](**options)
+    step = step_of(pipeline, *mesh, m, weights=weights)
+    assert_equals_the_whole(step, pipeline, tokens(m * mesh[1] * mesh[2]))
+
+
+def test_alexnet_of_two_stages_with_its_own_names():
+    model = AlexNet.tiny(dropout=0.0)
+    layers = alexnet_layers(width=1 / 16, dropout=0.0)
+    pipeline = Pipeline(
+        layers,
+        lambda logits, batch: classification_loss(logits, batch["label"]),
+        inputs=lambda batch: batch["image"],
+        partition="parameters",
+    )
+    step = step_of(pipeline, 2, 1, 1, 2)
+    rng = np.random.default_rng(0)
+    batch = {
+        "image": rng.normal(size=(4, 63, 63, 3)).astype(np.float32),
+        "label": rng.integers(0, 10, 4),
+    }
+    assert_equals_the_whole(step, pipeline, batch)
+    assert step.describe().boundaries == (0, 19, 22)
+    whole = zeroxla.make_step(model, zeroxla.make_mesh(nodes=1, devices_per_node=2))
+    names = [jax.tree.structure(s.abstract_state(batch).params) for s in (whole, step)]
+    assert names[0] == names[1]
+
+
+def test_dropout_differs_by_micro_batch_and_repeats():
+    pipeline = Pipeline.from_model(GPT.tiny(layers=4, dropout=0.2))
+    step, batch = step_of(pipeline, 2, 1, 1, 3), tokens(6)
+    state = step.init(KEY, batch)
+    params = jax.tree.map(jnp.asarray, zeroxla.full_params(state))
+    key = jax.random.fold_in(state.key, 0)
+
+    def loss(params):
+        losses = []
+        for i in range(3):
+            rows = {"tokens": batch["tokens"][2 * i : 2 * i + 2]}
+            mine = jax.random.fold_in(jax.random.fold_in(key, i), 0)
+            losses.append(pipeline.adapted.loss(params, {}, rows, mine, train=True)[0])
+        return sum(losses) / 3
+
+    want, grads = jax.jit(jax.value_and_grad(loss))(params)
+    found, mine = step.grad(state, batch)
+    np.testing.assert_allclose(found, want, rtol=RTOL)
+    for a, b in zip(jax.tree.leaves(mine), jax.tree.leaves(grads), strict=True):
+        np.testing.assert_allclose(a, b, atol=RTOL * np.abs(b).max())
+
+
+@pytest.mark.parametrize("weights", ["step", "tick"])
+def test_quantized_wires_inside_a_stage(weights):
+    pipeline = MODELS["gpt"]()
+    wire = WireFormat(bits=8, block=64)
+    options = {"weight_wire": wire, "gradient_wire": wire, "quantize_threshold": 0}
+    step, batch = step_of(pipeline, 2, 2, 2, 2, weights=weights, **options), tokens(16)
+    exact = step.with_config(ZeroConfig(accumulate=2, persistence_threshold=0))
+    whole = step_of(pipeline, 1, 2, 2, 2, **options)  # the same wires, without stages
+    found, right, plain = (
+        jax.tree.leaves(jax.device_get(x.grad(x.init(KEY, batch), batch)[1]))
+        for x in (step, exact, whole)
+    )
+    for mine, want, theirs in zip(found, right, plain, strict=True):
+        error, allowed = np.linalg.norm(mine - want), np.linalg.norm(theirs - want)
+        assert 0 < error < 1.5 * allowed
+    lowered = step.lower(step.abstract_state(batch), batch)
+    assert {"u8"} <= {row.dtype for row in zeroxla.inspect.comms(lowered, step.mesh).rows}
+
+
+def test_checkpoints_open_across_numbers_of_stages(tmp_path):
+    """(pipe 4) -> (pipe 2, device 2) -> no pipe: same names, same leaves, the next losses."""
+    model = GPT.tiny(layers=4)
+    four, two = (
+        step_of(Pipeline.from_model(model), pipe, 1, devices, 2)
+        for pipe, devices in ((4, 1), (2, 2))
+    )
+    whole = zeroxla.make_step(
+        model, zeroxla.make_mesh(nodes=1, devices_per_node=4), optax.adam(1e-2), microbatches=1
+    )
+    batch = tokens(8)
+    state = four.init(KEY, batch)
+    for _ in range(2):
+        state, _ = four(state, batch)
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(2, state)
+        kept, losses = logical(state), []
+        for _ in range(3):
+            state, metrics = four(state, batch)
+            losses.append(float(metrics["loss"]))
+        for step in (two, whole):
+            step.abstract_state(batch)
+            again = checkpointer.restore(step, 2).state
+            assert_same(logical(again), kept)
+            for loss in losses:
+                again, metrics = step(again, batch)
+                assert float(metrics["loss"]) == pytest.approx(loss, rel=2e-5)
+
+
+# what cannot be
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Pipeline([], None), "a pipeline needs a layer"),
+        (lambda: listed(schedule="round"), "schedule 'round' is unknown"),
+        (lambda: listed(schedule="gpipe", memory="low"), "memory='low' has no effect"),
+        (lambda: listed(remat=0), "remat=0; give a number of layers"),
+        (lambda: Pipeline([nn.Dense], None), "layer 0 is the class Dense"),
+        (lambda: Pipeline([3], None), "layer 0 is a int"),
+    ],
+)
+def test_options_that_cannot_be(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "message"),
+    [
+        (lambda: listed(partition=[0, 9]), "stages have 3"),
+        (lambda: listed(partition="type:Conv"), "matches no layer"),
+        (lambda: Pipeline([nn.Dense(3)], lambda y, b: y.mean()), "1 layers do not fill 2 stages"),
+        (
+            lambda: Pipeline([lambda x: {"a": x}, nn.Dense(3)], lambda y, b: y.mean()),
+            "layer 0 .* one array or a tuple of arrays",
+        ),
+        (
+            lambda: Pipeline(
+                [TiedLayer("a", nn.Dense(8)), TiedLayer("a", nn.Dense(9))], lambda y, b: y.mean()
+            ),
+            "tied layer 'a', layer 1, has leaves of the shapes",
+        ),
+        (lambda: Pipeline.from_model(GPT.tiny(scan=False)), "no loop over stacked blocks"),
+    ],
+)
+def test_models_that_cannot_be_cut(pipeline, message):
+    made = pipeline()
+    batch = tokens(4) if "GPT" in message or "loop" in message else np.ones((4, 8), np.float32)
+    if "stages have" in message or "matches no" in message:
+        batch = tokens(4)
+    step = step_of(made, 2, 1, 1, 2)
+    with pytest.raises(ValueError, match=message):
+        step.grad(step.init(KEY, batch), batch)
+
+
+def test_a_mesh_of_stages_needs_a_pipeline():
+    mesh = zeroxla.make_mesh(pipe=2, nodes=1, devices_per_node=1)
+    with pytest.raises(ValueError, match="has pipe=2 and the model is not a pipeline"):
+        zeroxla.make_step(GPT.tiny(), mesh)
+
+
+def test_a_batch_that_does_not_divide():
+    step = step_of(MODELS["gpt"](), 2, 1, 2, 3)
+    with pytest.raises(ValueError, match="batch of 8"):
+        step.init(KEY, tokens(8))
