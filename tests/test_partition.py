@@ -12,7 +12,9 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 
-from zeroxla.pipeline.partition import LayerCost, Machine, Partition, partition, resolve, uniform
+from zeroxla.pipeline.layer_cost import LayerCost, Machine
+from zeroxla.pipeline.minimax import partition, uniform
+from zeroxla.pipeline.partition import Partition, resolve
 
 ALEXNET = [23296, 0, 0, 307392, 0, 0, 663936, 0, 884992, 0, 590080, 0]
 ALEXNET += [0, 0, 0, 0, 37752832, 0, 0, 16781312, 0, 40970]

@@ -8,8 +8,10 @@ from zeroxla.feedback import Feedback
 from zeroxla.hosts.batches import global_batch, process_shard
 from zeroxla.hosts.start import initialize
 from zeroxla.mesh import make_mesh, simulate
+from zeroxla.pipeline.layer_cost import Machine
 from zeroxla.pipeline.layers import TiedLayer
 from zeroxla.pipeline.pipeline import Pipeline
+from zeroxla.pipeline.profile import Profile
 from zeroxla.pipeline.schedule import Schedule, make_schedule
 from zeroxla.state import LossScale, TrainState, full_params
 from zeroxla.step import Step, make_step
@@ -32,7 +34,9 @@ __all__ = [  # noqa: RUF022 (grouped)
     "make_step",
     "process_shard",
     # pipelines
+    "Machine",
     "Pipeline",
+    "Profile",
     "Schedule",
     "TiedLayer",
     "make_schedule",

@@ -30,9 +30,6 @@ from zeroxla.vectors import as_vector, as_words, from_vector, from_words
 from zeroxla.wire_state import WireState
 from zeroxla.wiring import Wiring
 
-# Folded into the keys of roundings, which must not be those of dropout.
-_WIRES = 0x77697265
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class TracedLoss:
@@ -100,10 +97,10 @@ class Differentiator:
           `grad_norm`, `finite` and the model's own; the model state, equal on all devices; what
           wires remember of this step.
         """
-        wire_key = self._wire_key(key)
+        wire_key = self.wiring.key(key)
         stored = jax.tree.leaves(params)
-        resident = self._ends.resident(stored)
-        sources, wire_state = self._ends.sources(stored, wire_state, wire_key)
+        begun, wire_state = self._ends.begin(stored, wire_state, wire_key)
+        resident, sources = begun
         rows = self._micro_batches(batch)
         keys = jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(self.accumulate))
         first = jax.tree.map(lambda x: x[0], rows)
@@ -149,7 +146,7 @@ class Differentiator:
         inputs = self._inputs(resident, model_state, batch, key)
         sources = dict(zip(traced.runner.plan.leaves, map(Source, shards), strict=True))
         outputs, _ = traced.runner.forward(
-            sources, inputs, record=False, keep=False, key=self._wire_key(key)
+            sources, inputs, record=False, keep=False, key=self.wiring.key(key)
         )
         loss, metrics, _ = traced.result.unflatten(outputs)
         sums = self.collectives.sum(as_vector(weighted(loss, metrics)))
@@ -212,12 +209,6 @@ class Differentiator:
     ) -> list[jax.Array]:
         return [*resident, *jax.tree.leaves((model_state, batch)), key]
 
-    def _wire_key(self, key: jax.Array) -> jax.Array | None:
-        """Return this device's key of a step's roundings; None if none is stochastic."""
-        if not self.wiring.is_stochastic:
-            return None
-        return jax.random.fold_in(jax.random.fold_in(key, self.collectives.rank()), _WIRES)
-
     def _one(
         self,
         traced: TracedLoss,
@@ -232,7 +223,7 @@ class Differentiator:
         runner = traced.runner
         held = dict(zip(runner.plan.leaves, sources, strict=True))
         inputs = self._inputs(resident, model_state, batch, key)
-        wire_key = self._wire_key(key)
+        wire_key = self.wiring.key(key)
         with jax.named_scope("forward"):
             outputs, tape = runner.forward(held, inputs, record=True, key=wire_key)
         loss, metrics, model_state = traced.result.unflatten(outputs)

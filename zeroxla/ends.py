@@ -7,7 +7,7 @@ Everything here runs inside `shard_map`.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -45,11 +45,53 @@ class Ends:
     def _memory(self) -> Memory:
         return Memory(layout=self.layout, wiring=self.wiring)
 
+    def begin(
+        self, stored: Sequence[jax.Array], wire_state: WireState | None, key: jax.Array | None
+    ) -> tuple[tuple[list[jax.Array], list[Source]], WireState | None]:
+        """Gather what is gathered once in a step.
+
+        Args:
+          stored: what this device stores of every leaf.
+          wire_state: with the kept copies, where there are any.
+          key: where a format rounds stochastically.
+
+        Returns:
+          The leaves that are whole through the step; what the fetched ones are gathered from in
+          every micro-batch: their shards, or secondary shards that are made here, once for all; and
+          the wire state with new copies.
+        """
+        keys = [_fold(key, i) for i in range(len(stored))]
+        held = {i: Source(stored[i]) for i, leaf in enumerate(self.layout) if leaf.is_split}
+        memory = self._memory
+        if wire_state is not None:
+            copies = memory.refresh(wire_state.copies, stored, keys)
+            wire_state = dataclasses.replace(wire_state, copies=copies)
+            held.update((i, Source(copies[i], "values")) for i in memory.copied)
+        resident = self._resident(stored, held, keys)
+        sources = {i: held[i] for i in self.layout.indices(fetched=True)}
+        once = [i for i in sources if self.wiring.gathers_once and sources[i].form == "shard"]
+        found = self.collectives.gathers.secondary(
+            [sources[i] for i in once], self._routes(once), [keys[i] for i in once]
+        )
+        sources.update(zip(once, found, strict=True))
+        return (resident, list(sources.values())), wire_state
+
     def resident(self, stored: Sequence[jax.Array]) -> list[jax.Array]:
+        """Return the leaves that are whole through the step; none of them is quantized."""
+        return self._resident(stored, dict(enumerate(map(Source, stored))), [None] * len(stored))
+
+    def _resident(
+        self,
+        stored: Sequence[jax.Array],
+        held: Mapping[int, Source],
+        keys: Sequence[jax.Array | None],
+    ) -> list[jax.Array]:
         """Return the leaves that are whole through the step, gathering those that are split."""
         persistent = [i for i, leaf in enumerate(self.layout) if _is_persistent(leaf)]
         found = self.collectives.gathers.gather(
-            [Source(stored[i]) for i in persistent], self._routes(persistent)
+            [held[i] for i in persistent],
+            self._routes(persistent),
+            [keys[i] for i in persistent],
         )
         # Cut here, not inside each kernel that reads one: equal layers then share their kernels.
         found = lax.optimization_barrier(found)
@@ -58,34 +100,6 @@ class Ends:
             if not leaf.is_split:
                 whole[i] = stored[i].astype(self.collectives.compute_dtype)
         return [whole[i] for i in self.layout.indices(fetched=False)]
-
-    def sources(
-        self, stored: Sequence[jax.Array], wire_state: WireState | None, key: jax.Array | None
-    ) -> tuple[list[Source], WireState | None]:
-        """Return what the fetched leaves are gathered from in every micro-batch: their shards, or
-        secondary shards that are made here, once for all.
-
-        Args:
-          stored: what this device stores of every leaf.
-          wire_state: with the kept copies, where there are any.
-          key: where a format rounds stochastically.
-
-        Returns:
-          The sources, and the wire state with new copies.
-        """
-        sources = {i: Source(stored[i]) for i in self.layout.indices(fetched=True)}
-        keys = [_fold(key, i) for i in range(len(stored))]
-        memory = self._memory
-        if wire_state is not None:
-            copies = memory.refresh(wire_state.copies, stored, keys)
-            wire_state = dataclasses.replace(wire_state, copies=copies)
-            sources.update((i, Source(copies[i], "values")) for i in memory.copied)
-        once = [i for i in sources if self.wiring.gathers_once and i not in memory.copied]
-        found = self.collectives.gathers.secondary(
-            [sources[i] for i in once], self._routes(once), [keys[i] for i in once]
-        )
-        sources.update(zip(once, found, strict=True))
-        return list(sources.values()), wire_state
 
     def zeros(self, resident: Sequence[jax.Array]) -> tuple[Gradients, Gradients]:
         """Return zeros like the gradients of one micro-batch: of fetched and of resident leaves."""
@@ -124,7 +138,8 @@ class Ends:
         trained = [i for i, leaf in enumerate(self.layout) if not leaf.frozen]
         split = [i for i in trained if _is_persistent(self.layout.leaves[i])]
         reduces = self.collectives.reduces
-        pieces = reduces.reduce([found[i] for i in split], self._routes(split))
+        mine = _fold(key, 3 * len(self.layout.leaves))  # below are those of the hop over `node`
+        pieces = reduces.reduce([found[i] for i in split], self._routes(split), mine)
         found.update(zip(split, pieces, strict=True))
         tiny = {i: found[i] for i in trained if not self.layout.leaves[i].is_split}
         found.update(from_vector(self.collectives.sum(as_vector(tiny)), tiny))

@@ -21,6 +21,7 @@ from zeroxla.differentiate import Differentiator
 from zeroxla.layout import Layout, check_floating, make_layout, place_opt_state, place_params
 from zeroxla.mesh import BATCH_AXES, PIPE, world_size
 from zeroxla.pipeline.differentiate import PipelineDifferentiator
+from zeroxla.pipeline.memory import StagesMemory
 from zeroxla.pipeline.partition import Partition
 from zeroxla.pipeline.pipeline import Pipeline
 from zeroxla.placement import Placement
@@ -74,7 +75,7 @@ class Programs:
             return jax.lax.with_sharding_constraint(x, sharding)
 
         params, model_state = one_after_another(self.adapted.init, keep_shard, key, rows)
-        return self._start(params, model_state, key, placements)
+        return self._start(params, model_state, key, batch, placements)
 
     def init_from(
         self, params: Any, key: jax.Array, batch: Any, placements: Placements
@@ -87,11 +88,11 @@ class Programs:
         model_state = one_after_another(
             lambda key, rows: self.adapted.init(key, rows)[1], lambda i, x: x, key, rows
         )
-        state = self._start(params, model_state, key, placements)
+        state = self._start(params, model_state, key, batch, placements)
         return dataclasses.replace(state, params=None)
 
     def _start(
-        self, params: Any, model_state: Any, key: jax.Array, placements: Placements
+        self, params: Any, model_state: Any, key: jax.Array, batch: Any, placements: Placements
     ) -> TrainState:
         layout = make_layout(params, placements[0], self.config)
         trainable = layout.trainable(natural(params, placements[0]), optax.MaskedNode())
@@ -106,13 +107,13 @@ class Programs:
             loss_scale=LossScale.create(scale),
             placements=placements,
         )
-        return dataclasses.replace(state, wire_state=self.wire_state(state))
+        return dataclasses.replace(state, wire_state=self.wire_state(state, batch))
 
-    def wire_state(self, state: TrainState) -> WireState | None:
+    def wire_state(self, state: TrainState, batch: Any) -> WireState | None:
         """Make what the wires of this configuration remember, for a state that has other ones; what
-        fits of the state's own is kept."""
+        fits of the state's own is kept. Of the batch only shapes matter."""
         layout = self.layout(state)
-        memory = Memory(layout=layout, wiring=self.wiring)
+        memory = self._memory(layout, batch, state.key)
         if memory.is_empty:
             return None
         specs = [p.spec for p in layout.placements]
@@ -216,7 +217,7 @@ class Programs:
             grads = [jnp.zeros_like(x) if g is None else g for g, x in zip(grads, leaves)]
             return grads, *others
 
-        wires = Memory(layout=layout, wiring=self.wiring).specs()
+        wires = state.wire_state and state.wire_state.specs(layout.placements)
         params = layout.tree.unflatten(specs)
         grads, *others = jax.shard_map(
             local,
@@ -260,6 +261,15 @@ class Programs:
         return self._in_mesh(
             lambda rows, key: differentiator.plan(model_state, rows, key, train=True)[0], rows, key
         )
+
+    def _memory(self, layout: Layout, batch: Any, key: jax.Array) -> Memory | StagesMemory:
+        """Return what makes and carries on the wire state."""
+        memory = Memory(layout=layout, wiring=self.wiring)
+        differentiator = self._differentiator(layout)
+        if memory.is_empty or not isinstance(differentiator, PipelineDifferentiator):
+            return memory
+        rows = jax.eval_shape(self.first_rows, batch)
+        return self._in_mesh(differentiator.memory, rows, jax.eval_shape(lambda key: key, key))
 
     def partition(self, layout: Layout, batch: Any, key: jax.Array) -> Partition:
         """Return how a pipeline's layers are cut, from shapes alone."""

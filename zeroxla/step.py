@@ -35,6 +35,7 @@ from zeroxla.validate import (
     check_state,
     check_stored,
 )
+from zeroxla.wire_state import WireState
 
 
 def make_step(
@@ -82,7 +83,7 @@ def make_step(
     pipeline = model if isinstance(model, Pipeline) else None
     mesh = as_auto(mesh, pipeline=pipeline is not None)
     if pipeline is not None:
-        check_pipeline(mesh, config, loss=loss, weights=weights)
+        check_pipeline(loss=loss, weights=weights)
     return Step(
         adapted=pipeline.adapted if pipeline else adapt(model, loss),
         mesh=mesh,
@@ -128,7 +129,6 @@ class Step:
         self._step = self._jit(self._programs.train, donate_argnums=0)
         self._eval = self._jit(self._programs.evaluate)
         self._grad = self._jit(self._programs.gradients)
-        self._wire_state = self._jit(self._programs.wire_state)
         self._traced: Any = None  # shapes of (params, placements, model state, batch, key)
         self._checked: set[Any] = set()  # structures of states that fitted
         self._wired: set[Any] = set()  # and of those whose wire state did
@@ -242,7 +242,7 @@ class Step:
             self._check_batch(batch),
         )
         with mesh_context(self.mesh):
-            wires = jax.eval_shape(self._programs.wire_state, state)
+            wires = jax.eval_shape(self._wire_state(batch), state)
             state = dataclasses.replace(state, wire_state=wires)
             wires = jax.tree.map(_as_shape, wires, state_shardings(state, self.mesh).wire_state)
             return self._step.lower(dataclasses.replace(state, wire_state=wires), shapes)
@@ -296,13 +296,17 @@ class Step:
         structure = _structure(state)
         if structure in self._wired:
             return state
-        expected = jax.eval_shape(self._programs.wire_state, state)
+        wire_state = self._wire_state(self._traced[-2])
+        expected = jax.eval_shape(wire_state, state)
         found = state.wire_state
         if found is None if expected is None else expected.fits(found):
             self._wired.add(structure)
             return state
-        new = None if expected is None else self._wire_state(state)
+        new = None if expected is None else self._jit(wire_state)(state)
         return dataclasses.replace(state, wire_state=new)
+
+    def _wire_state(self, batch: Any) -> Callable[[TrainState], WireState | None]:
+        return functools.partial(self._programs.wire_state, batch=_shapes(batch))
 
     def _abstract(self, batch: Any) -> TrainState:
         shapes = self._state_shapes(jax.random.key(0), batch)

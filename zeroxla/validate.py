@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 
 from zeroxla.config import ZeroConfig
 from zeroxla.layout import make_layout
-from zeroxla.mesh import DEVICE, NODE, PIPE, world_size
+from zeroxla.mesh import DEVICE, NODE, world_size
 from zeroxla.placement import leaf_path
 from zeroxla.state import TrainState
 
@@ -149,23 +149,16 @@ def check_model(state: TrainState, expected: Any) -> None:
         )
 
 
-def check_pipeline(mesh: Mesh, config: ZeroConfig, *, loss: Any, weights: str) -> None:
+def check_pipeline(*, loss: Any, weights: str) -> None:
     """Check the options of a pipeline that are known before tracing.
 
     Raises:
       ValueError: one cannot work.
-      NotImplementedError: an option of wires that pipelines do not have.
     """
     if loss is not None:
         raise ValueError("a Pipeline has its own loss; leave out loss= of make_step")
     if weights not in ("step", "tick"):
         raise ValueError(f'weights={weights!r}; use "step" or "tick"')
-    stages = mesh.shape.get(PIPE, 1)
-    if stages > 1 and (config.error_feedback or config.weight_differences):
-        raise NotImplementedError(
-            "error_feedback and weight_differences remember what belongs to a stage's devices, "
-            "which pipelines do not keep; leave them out (ZeroConfig.zeropp_hq has neither)"
-        )
 
 
 def check_stored(params: Any, expected: Any) -> None:

@@ -6,6 +6,7 @@ Every list here has one entry per leaf of the model, None where the leaf has no 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,6 +23,8 @@ from zeroxla.routes import Route, Source
 from zeroxla.wiring import Wiring
 
 Arrays = list[Any]  # arrays, or None
+Path = tuple[str, ...]
+PARTS = ("copies", "errors")
 
 
 @jax.tree_util.register_dataclass
@@ -48,21 +51,42 @@ class WireState:
         errors = [None if x is None else PartitionSpec(NODE, DEVICE) for x in self.errors]
         return WireState(copies=copies, errors=errors)
 
+    def names(self, leaves: Sequence[Path]) -> WireState:
+        """Return the names of the arrays in a checkpoint, from those of the parameters."""
+        parts = {
+            part: [
+                None if x is None else (part, *name)
+                for x, name in zip(getattr(self, part), leaves, strict=True)
+            ]
+            for part in PARTS
+        }
+        return dataclasses.replace(self, **parts)
+
+    def shapes(self, placements: Sequence[Placement]) -> WireState:
+        """Return the natural shapes of the arrays."""
+        copies = [
+            None if x is None else p.shape for x, p in zip(self.copies, placements, strict=True)
+        ]
+        errors = [None if x is None else x.shape for x in self.errors]
+        return dataclasses.replace(self, copies=copies, errors=errors)
+
     def keeping(self, old: WireState | None) -> WireState:
         """Return this wire state with the copies and the errors of `old`, each if they fit."""
-        if old is None:
-            return self
         parts = {
-            name: getattr(old if _alike(getattr(old, name), getattr(self, name)) else self, name)
-            for name in ("copies", "errors")
+            part: getattr(old, part) for part in PARTS if old is not None and self._fits(old, part)
         }
-        return WireState(**parts)
+        return dataclasses.replace(self, **parts)
 
     def fits(self, other: WireState | None) -> bool:
         """Whether both have the same arrays, or shapes of them."""
-        return other is not None and all(
-            _alike(getattr(self, name), getattr(other, name)) for name in ("copies", "errors")
-        )
+        return other is not None and all(self._fits(other, part) for part in PARTS)
+
+    def _fits(self, other: WireState, part: str) -> bool:
+        a, b = getattr(self, part), getattr(other, part)
+        if type(self) is not type(other) or jax.tree.structure(a) != jax.tree.structure(b):
+            return False
+        pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+        return all((x.shape, x.dtype) == (y.shape, y.dtype) for x, y in pairs)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,6 +130,20 @@ class Memory:
         ]
         return WireState(copies=parts[0], errors=parts[1]).specs(self.layout.placements)
 
+    def local_shapes(self) -> WireState:
+        """Return the shapes of what one device has of the wire state."""
+        copies, errors = self._nones(), self._nones()
+        collectives, feedback = self.wiring.collectives, self.wiring.feedback
+        for i in self.copied:
+            shape = self.layout.leaves[i].placement.part_shape(collectives.hops.devices)
+            copies[i] = jax.ShapeDtypeStruct(shape, collectives.compute_dtype)
+        for i in self.corrected:
+            assert feedback is not None
+            size = math.prod(self.layout.leaves[i].placement.part_shape(collectives.world))
+            shape = (1, 1, collectives.hops.nodes, feedback.num_bytes(size))
+            errors[i] = jax.ShapeDtypeStruct(shape, jnp.uint8)
+        return WireState(copies=copies, errors=errors)
+
     def start(self, shards: Sequence[jax.Array]) -> WireState:
         """Make the wire state of a training that begins, or goes on with other wires.
 
@@ -113,7 +151,7 @@ class Memory:
 
         Cost: the outer hops of a gather of the copied leaves in the compute dtype.
         """
-        copies, errors = self._nones(), self._nones()
+        copies, shapes = self._nones(), self.local_shapes()
         gathers = self.wiring.collectives.gathers
         exact = dataclasses.replace(gathers, wire_dtype=gathers.compute_dtype)
         found = exact.secondary(
@@ -125,10 +163,7 @@ class Memory:
         )
         for i, piece in zip(self.copied, found, strict=True):
             copies[i] = from_bits(piece.array, gathers.compute_dtype)
-        for i in self.corrected:
-            assert self.wiring.feedback is not None
-            num_bytes = self.wiring.feedback.num_bytes(shards[i].size)
-            errors[i] = jnp.zeros((1, 1, gathers.hops.nodes, num_bytes), jnp.uint8)
+        errors = [None if x is None else jnp.zeros(x.shape, x.dtype) for x in shapes.errors]
         return WireState(copies=copies, errors=errors)
 
     def refresh(
@@ -163,10 +198,3 @@ class Memory:
 
     def _nones(self) -> list[Any]:
         return [None] * len(self.layout.leaves)
-
-
-def _alike(a: Arrays, b: Arrays) -> bool:
-    if jax.tree.structure(a) != jax.tree.structure(b):
-        return False
-    pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
-    return all((x.shape, x.dtype) == (y.shape, y.dtype) for x, y in pairs)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
+import jax
 from jax.sharding import Mesh
 
 from zeroxla.collectives import Collectives
@@ -14,6 +15,9 @@ from zeroxla.layout import Leaf
 from zeroxla.mesh import DEVICE, NODE
 from zeroxla.routes import Route
 from zeroxla.wire_format import WireFormat
+
+# Folded into the keys of roundings, which must not be those of dropout.
+_ROUNDINGS = 0x77697265
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,6 +49,13 @@ class Wiring:
         """Whether a format rounds stochastically."""
         formats = (self.weights, *self.gradients, self.differences)
         return any(f is not None and f.rounding == "stochastic" for f in formats)
+
+    def key(self, key: jax.Array) -> jax.Array | None:
+        """Return this device's key of a step's roundings; None if none is stochastic. Inside
+        `shard_map`."""
+        if not self.is_stochastic:
+            return None
+        return jax.random.fold_in(jax.random.fold_in(key, self.collectives.rank()), _ROUNDINGS)
 
     def route(self, leaf: Leaf) -> Route:
         """Return how a leaf travels."""

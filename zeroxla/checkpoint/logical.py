@@ -16,9 +16,8 @@ from jax.sharding import NamedSharding
 
 from zeroxla.placement import Placement
 from zeroxla.state import TrainState
-from zeroxla.wire_state import WireState
+from zeroxla.wire_state import PARTS, Path, WireState
 
-Path = tuple[str, ...]
 WIRES = "wires"
 
 
@@ -66,11 +65,14 @@ def entries(state: TrainState) -> dict[Path, Entry]:
     found |= {path: Entry(array=x, shape=x.shape) for path, x in _leaves(rest)}
     if state.wire_state is not None:
         paths = [path for path, _ in _leaves(state.params)]
-        wires, placements = state.wire_state, state.placements[0]
-        copies = [(WIRES, "copies", *path) for path in paths]
-        found |= _placed(copies, wires.copies, placements)
-        errors = {(WIRES, "errors", *p): x for p, x in zip(paths, wires.errors) if x is not None}
-        found |= {path: Entry(array=x, shape=x.shape) for path, x in errors.items()}
+        names, shapes = state.wire_state.names(paths), state.wire_state.shapes(state.placements[0])
+        for part in PARTS:
+            trio = zip(*(getattr(x, part) for x in (names, state.wire_state, shapes)), strict=True)
+            found |= {
+                (WIRES, *path): Entry(array=x, shape=shape)
+                for path, x, shape in trio
+                if x is not None
+            }
     _check_names(found)
     return found
 
@@ -122,14 +124,14 @@ def _wire_state(like: TrainState, arrays: Mapping[Path, Any]) -> WireState | Non
     if like.wire_state is None:
         return None
     paths = [path for path, _ in _leaves(like.params)]
+    names = like.wire_state.names(paths)
     parts = {}
-    for part in ("copies", "errors"):
-        old = getattr(like.wire_state, part)
-        wanted = [None if x is None else (WIRES, part, *p) for p, x in zip(paths, old, strict=True)]
-        if any(p is not None and p not in arrays for p in wanted):
+    for part in PARTS:
+        wanted = [None if name is None else (WIRES, *name) for name in getattr(names, part)]
+        if any(name is not None and name not in arrays for name in wanted):
             return None
-        parts[part] = [None if p is None else arrays[p] for p in wanted]
-    return WireState(**parts)
+        parts[part] = [None if name is None else arrays[name] for name in wanted]
+    return dataclasses.replace(like.wire_state, **parts)
 
 
 def _placed(

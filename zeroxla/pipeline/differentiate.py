@@ -17,11 +17,15 @@ from jax import lax
 from zeroxla.collectives import Collectives
 from zeroxla.finish import finish
 from zeroxla.layout import Layout, Leaf
+from zeroxla.mesh import PIPE
 from zeroxla.metrics import check_metrics, means
-from zeroxla.pipeline.body import Body
+from zeroxla.pipeline.body import Body, MicroBatch
+from zeroxla.pipeline.ends import StagesEnds
+from zeroxla.pipeline.memory import StagesMemory
 from zeroxla.pipeline.moves import Buffers, Moves, Piece
+from zeroxla.pipeline.partition import Partition
 from zeroxla.pipeline.pipeline import Pipeline
-from zeroxla.pipeline.stage import StageProgram
+from zeroxla.pipeline.stage import Stage, StageProgram
 from zeroxla.pipeline.ticks import Ticks
 from zeroxla.reuse import Limits
 from zeroxla.trace import is_float
@@ -75,43 +79,53 @@ class PipelineDifferentiator:
         """Return this device's gradient shards, the metrics, the model state and the wire state; as
         `Differentiator.gradients`."""
         _check_stateless(model_state)
-        stored = jax.tree.leaves(params)
         rows, keys = self._micro_batches(batch, key, self.microbatches)
-        stages, halves = self._stages(rows, keys, train=True)
-        body, begun = Body.make(stages, halves, self._moves(stages), self.layout, stored)
+        stages, halves, memory = self._stages(rows, keys, train=True)
+        wire_key = self._wire_key(key)
+        ends, begun, wire_state = StagesEnds.begin(
+            stages, memory, self.layout, jax.tree.leaves(params), wire_state, wire_key
+        )
+        body = Body.make(ends, begun, scale, halves)
         ticks = self._ticks(body, train=True, count=self.microbatches)
 
         def forward(x: Buffers, i: jax.Array, carry: Any) -> tuple[Buffers, Any]:
-            return body.forward(begun, x, _row(rows, i), keys[i]), carry
+            return body.forward(MicroBatch(x, None, _row(rows, i), keys[i])), carry
 
         def backward(x: Buffers, g: Buffers, i: jax.Array, carry: Any) -> tuple[Buffers, Any]:
-            return body.backward(begun, x, g, _row(rows, i), keys[i], scale, carry)
+            return body.backward(MicroBatch(x, g, _row(rows, i), keys[i]), carry)
 
         def weight(x: Buffers, g: Buffers, i: jax.Array, carry: Any) -> Any:
-            return body.weight(begun, x, g, _row(rows, i), keys[i], scale, carry)
+            return body.weight(MicroBatch(x, g, _row(rows, i), keys[i]), carry)
 
-        zeros = (body.zero_gradients(), body.zero_sums())
-        grads, sums = ticks.run(forward, backward, zeros, weight if halves else None)
-        shards = body.end(grads)
+        grads, sums = ticks.run(forward, backward, body.zeros(), weight if halves else None)
+        shards, wire_state = ends.end(grads, wire_state, wire_key)
         grads, metrics = finish(shards, sums, scale, layout=self.layout, collectives=self.across)
         return grads, metrics, model_state, wire_state
 
     def evaluate(self, params: Any, model_state: Any, batch: Any, key: jax.Array) -> dict[str, Any]:
         """Return the metrics of the whole batch, without gradients."""
         _check_stateless(model_state)
-        stored = jax.tree.leaves(params)
         num_rows = jax.tree.leaves(batch)[0].shape[0]
         count = max(n for n in range(1, self.microbatches + 1) if num_rows % n == 0)
         rows, keys = self._micro_batches(batch, key, count)
-        stages, _ = self._stages(rows, keys, train=False)
-        body, begun = Body.make(stages, (), self._moves(stages), self.layout, stored)
+        stages, _, memory = self._stages(rows, keys, train=False)
+        ends, begun, _ = StagesEnds.begin(
+            stages, memory, self.layout, jax.tree.leaves(params), None, self._wire_key(key)
+        )
+        body = Body.make(ends, begun, jnp.ones(()))
         ticks = self._ticks(body, train=False, count=count)
 
         def forward(x: Buffers, i: jax.Array, carry: Any) -> tuple[Buffers, Any]:
-            return body.evaluate(begun, x, _row(rows, i), keys[i], carry)
+            return body.evaluate(MicroBatch(x, None, _row(rows, i), keys[i]), carry)
 
-        sums = ticks.run(forward, None, body.zero_sums())
+        sums = ticks.run(forward, None, body.zeros()[1])
         return means(from_vector(self.across.sum(as_vector(sums)), sums))
+
+    def memory(self, rows: Any, key: jax.Array) -> StagesMemory:
+        """Return what wires remember, from shapes: of a device's micro-batch and its key."""
+        rows = jax.eval_shape(lambda rows: jax.tree.map(self._cast, rows), rows)
+        stages, partition = self._cut(rows, key, train=True)
+        return self._memory(stages, partition)
 
     def _ticks(self, body: Body, *, train: bool, count: int) -> Ticks:
         schedule = self.pipeline.schedule(self.num_stages, count, train=train)
@@ -123,27 +137,35 @@ class PipelineDifferentiator:
         keys = jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(count))
         return rows, jax.vmap(lambda k: jax.random.fold_in(k, self.inside.rank()))(keys)
 
-    def _stages(
-        self, rows: Any, keys: jax.Array, *, train: bool
-    ) -> tuple[list[StageProgram], list[tuple[StageProgram, StageProgram]]]:
-        """Cut the model and trace its stages; of a schedule that splits backward, its halves."""
+    def _wire_key(self, key: jax.Array) -> jax.Array | None:
+        """Return this device's key of the roundings at a step's ends; None if there are none."""
+        return self.wiring.key(jax.random.fold_in(key, lax.axis_index(PIPE)))
+
+    def _cut(self, rows: Any, key: jax.Array, *, train: bool) -> tuple[list[Stage], Partition]:
         dtype = self.inside.compute_dtype
         tree = self.layout.tree.unflatten(
             [jax.ShapeDtypeStruct(leaf.placement.shape, dtype) for leaf in self.layout]
         )
+        return self.pipeline.cut(self.num_stages, tree, rows, key, train=train)
+
+    def _stages(
+        self, rows: Any, keys: jax.Array, *, train: bool
+    ) -> tuple[list[StageProgram], list[tuple[StageProgram, StageProgram]], StagesMemory]:
+        """Cut the model and trace its stages; of a schedule that splits backward, its halves."""
         first = jax.eval_shape(lambda rows: jax.tree.map(self._cast, _row(rows, 0)), rows)
         key = jax.eval_shape(lambda keys: keys[0], keys)
-        cut, _ = self.pipeline.cut(self.num_stages, tree, first, key, train=train)
+        cut, partition = self._cut(first, key, train=train)
+        memory = self._memory(cut, partition)
         count = jax.tree.leaves(rows)[0].shape[0]
         splits = train and self.pipeline.schedule(self.num_stages, count, train=True).splits
         programs: list[StageProgram] = []
         halves: list[tuple[StageProgram, StageProgram]] = []
         x = None
-        for stage in cut:
+        for stage, layout in zip(cut, memory.layouts, strict=True):
             make = functools.partial(
                 StageProgram.make,
                 stage,
-                [self._leaf(piece) for piece in stage.pieces],
+                layout,
                 x,
                 first,
                 key,
@@ -156,7 +178,20 @@ class PipelineDifferentiator:
             program, x = make()
             programs.append(program)
         check_metrics_of(programs[-1])
-        return programs, halves
+        return programs, halves, memory
+
+    def _memory(self, stages: Sequence[Stage], partition: Partition) -> StagesMemory:
+        layouts = []
+        for stage in stages:
+            leaves = [self._leaf(piece) for piece in stage.pieces]
+            layouts.append(Layout(tree=jax.tree.structure(leaves), leaves=tuple(leaves)))
+        moves = Moves.make(
+            self.layout.placements,
+            [stage.pieces for stage in stages],
+            world=self.inside.world * self.num_stages,
+            dtype=jnp.dtype("float32"),
+        )
+        return StagesMemory.make(layouts, moves, self.wiring, partition.boundaries)
 
     def _leaf(self, piece: Piece) -> Leaf:
         """Return a stage's leaf as the stage's devices store it."""
@@ -166,18 +201,6 @@ class PipelineDifferentiator:
         )
         persistent = leaf.persistent or self.weights == "step"
         return dataclasses.replace(leaf, placement=placement, persistent=persistent)
-
-    def _moves(self, stages: Sequence[StageProgram]) -> Moves:
-        split = [
-            [p for p in program.stage.pieces if self.layout.leaves[p.leaf].is_split]
-            for program in stages
-        ]
-        return Moves.make(
-            self.layout.placements,
-            split,
-            world=self.inside.world * self.num_stages,
-            dtype=jnp.dtype("float32"),
-        )
 
     def _cast(self, x: jax.Array) -> jax.Array:
         return x.astype(self.inside.compute_dtype) if is_float(x.dtype) else x

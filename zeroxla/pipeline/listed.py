@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import collections
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from zeroxla.adapters import Adapted
 from zeroxla.adapters.base import Tree, checked
+from zeroxla.pipeline.layer_cost import LayerCost
 from zeroxla.pipeline.layers import Layer, make_layer
 from zeroxla.pipeline.moves import Piece
-from zeroxla.pipeline.partition import LayerCost, Partition
+from zeroxla.pipeline.partition import Partition
 from zeroxla.pipeline.stage import Stage
+from zeroxla.placement import leaf_path
 
 
 class LayerList:
@@ -65,13 +67,15 @@ class LayerList:
         by_name: dict[str, list[int]] = collections.defaultdict(list)
         for i, (path, _) in enumerate(jax.tree_util.tree_leaves_with_path(tree)):
             by_name[path[0].key].append(i)
-        stages, last = [], len(self.layers)
-        for first, end in zip(partition.boundaries, partition.boundaries[1:]):
+        stages, last = [], len(partition.boundaries) - 2
+        for i, (first, end) in enumerate(itertools.pairwise(partition.boundaries)):
             # In the order in which a dict of them flattens.
             names = sorted({layer.name for layer in self.layers[first:end]} & by_name.keys())
             pieces = tuple(Piece(leaf=i) for name in names for i in by_name[name])
-            run = self._stage(first, end, {name: tree[name] for name in names}, train=train)
-            stages.append(Stage(pieces=pieces, run=run, is_first=first == 0, is_last=end == last))
+            structure = jax.tree.structure({name: tree[name] for name in names})
+            ends = {"is_first": i == 0, "is_last": i == last}
+            run = self._stage(first, end, structure, train=train, **ends)
+            stages.append(Stage(pieces=pieces, run=run, **ends))
         return stages, partition
 
     def _costs(self, tree: Any) -> list[LayerCost]:
@@ -85,14 +89,14 @@ class LayerList:
             costs.append(LayerCost(name=layer.name, kind=layer.kind, parameters=count))
         return costs
 
-    def _stage(self, first: int, end: int, tree: Any, *, train: bool) -> Callable[..., Any]:
-        structure = jax.tree.structure(tree)
-
+    def _stage(
+        self, first: int, end: int, structure: Any, *, train: bool, is_first: bool, is_last: bool
+    ) -> Callable[..., Any]:
         def run(leaves: Sequence[jax.Array], x: Any, batch: Any, key: jax.Array) -> Any:
             params = structure.unflatten(leaves)
-            x = self._inputs(batch) if first == 0 else x
+            x = self._inputs(batch) if is_first else x
             x, _ = self._run(first, end, params, {}, x, key, train=train)
-            return checked(self._loss(x, batch)) if end == len(self.layers) else x
+            return checked(self._loss(x, batch)) if is_last else x
 
         return run
 
@@ -108,7 +112,7 @@ class LayerList:
         train: bool,
     ) -> tuple[Any, Tree]:
         """Run layers one after another."""
-        step = self._remat or (end - first)
+        step = self._remat or max(end - first, 1)
         state = dict(model_state)
         for start in range(first, end, step):
             stop = min(start + step, end)
@@ -140,12 +144,8 @@ class LayerList:
                     params[layer.name] = made
                 if state:
                     model_state[layer.name] = state
-            elif jax.tree.map(jnp.shape, made) != jax.tree.map(jnp.shape, params[layer.name]):
-                raise ValueError(
-                    f"the tied layer {layer.name!r}, layer {i}, has leaves of the shapes "
-                    f"{jax.tree.map(jnp.shape, made)}, and the first with this key "
-                    f"{jax.tree.map(jnp.shape, params[layer.name])}; tie modules with the same"
-                )
+            else:
+                _check_tie(made, params[layer.name], i, layer)
             known = params.get(layer.name, {}), model_state.get(layer.name, {})
             x, _ = layer.call(*known, x, mine_key, train=True)
             _check_boundary(x, i, layer)
@@ -167,6 +167,19 @@ def _check_names(layers: Sequence[Layer]) -> None:
                 f"the key {layer.name!r} of a TiedLayer is also the name of layer "
                 f"{layers.index(layer)}; use another key"
             )
+
+
+def _check_tie(made: Tree, first: Tree, index: int, layer: Layer) -> None:
+    """Check that a tied layer has no leaves but those of the first with its key."""
+    mine, known = (
+        {leaf_path(path): x.shape for path, x in jax.tree_util.tree_leaves_with_path(tree)}
+        for tree in (made, first)
+    )
+    if mine.items() - known.items():
+        raise ValueError(
+            f"the tied layer {layer.name!r}, layer {index}, has leaves of the shapes {mine}, and "
+            f"the first with this key {known}; tie modules with the same"
+        )
 
 
 def _check_boundary(x: Any, index: int, layer: Layer) -> None:

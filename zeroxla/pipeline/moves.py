@@ -13,7 +13,8 @@ Everything here runs inside `shard_map`.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -65,7 +66,7 @@ class Moves:
       num_stages: length of the axis.
       placements: of the model's leaves, over all devices.
       world: devices of all stages.
-      pieces: that travel, by stage; of leaves that are split.
+      pieces: what each stage uses.
       packing: of the parts that one device stores.
     """
 
@@ -94,6 +95,7 @@ class Moves:
             [
                 jax.ShapeDtypeStruct(piece.shape(placements[piece.leaf].part_shape(world)), dtype)
                 for piece in mine
+                if placements[piece.leaf].dim is not None
             ]
             for mine in pieces
         ]
@@ -113,31 +115,39 @@ class Moves:
 
         Returns:
           For each buffer of the packing [stages, elements]: the parts that this device's stage
-          needs, by the stage that stored them; `shards` reads them.
+          needs, by the stage that stored them; `leaves` reads them.
 
         Cost: each device receives (1 - 1/stages) x its shards of its stage's leaves; one collective
         for each buffer.
         """
         with jax.named_scope("move"):
             sent = [
-                self.packing.pack(stage, [p.cut(stored[p.leaf]) for p in mine])
-                for stage, mine in enumerate(self.pieces)
+                self.packing.pack(stage, [p.cut(stored[p.leaf]) for p in self._split(stage)])
+                for stage in range(self.num_stages)
             ]
             return [_exchange(jnp.stack(parts)) for parts in zip(*sent, strict=True)]
 
-    def shards(self, stage: int, buffers: Buffers) -> list[jax.Array]:
-        """Return a stage's shards of its pieces, from what its device received."""
+    def leaves(self, stage: int, buffers: Buffers, stored: Sequence[jax.Array]) -> list[jax.Array]:
+        """Return a stage's pieces: its shards from what its device received, and what is whole
+        everywhere from what it stores."""
         parts = [
             self.packing.unpack(stage, [b[k] for b in buffers]) for k in range(self.num_stages)
         ]
-        dims = [self.placements[p.leaf].split_dim for p in self.pieces[stage]]
-        return [jnp.concatenate(x, dim) for x, dim in zip(zip(*parts), dims, strict=True)]
+        shards = zip(*parts)
+        found = []
+        for piece in self.pieces[stage]:
+            dim = self.placements[piece.leaf].dim
+            if dim is None:
+                found.append(piece.cut(stored[piece.leaf]))
+            else:
+                found.append(jnp.concatenate(next(shards), dim))
+        return found
 
     def packed(self, stage: int, shards: Sequence[jax.Array]) -> Buffers:
-        """Return what `shards` reads."""
+        """Return what `from_stages` takes, from shards of the pieces that are split."""
         cut = [
             jnp.split(x, self.num_stages, self.placements[p.leaf].split_dim)
-            for x, p in zip(shards, self.pieces[stage], strict=True)
+            for x, p in zip(shards, self._split(stage), strict=True)
         ]
         rows = [self.packing.pack(stage, parts) for parts in zip(*cut)]
         if not rows:
@@ -157,14 +167,24 @@ class Moves:
         with jax.named_scope("move"):
             found = [_exchange(x) for x in buffers]
             leaves: list[jax.Array | None] = [None] * len(self.placements)
-            for stage, mine in enumerate(self.pieces):
-                for piece, x in zip(mine, self.packing.unpack(stage, [b[stage] for b in found])):
+            for stage in range(self.num_stages):
+                arrived = self.packing.unpack(stage, [b[stage] for b in found])
+                for piece, x in zip(self._split(stage), arrived, strict=True):
                     whole = leaves[piece.leaf]
                     if whole is None:
                         shape = self.placements[piece.leaf].part_shape(self.world)
                         whole = jnp.zeros(shape, x.dtype)
                     leaves[piece.leaf] = piece.add_to(whole, x)
             return leaves
+
+    def _split(self, stage: int) -> list[Piece]:
+        return [p for p in self.pieces[stage] if self.placements[p.leaf].dim is not None]
+
+
+def each_stage(num_stages: int, run: Callable[[int], Any]) -> Any:
+    """Return what `run(stage)` returns for this device's stage."""
+    branches = [lambda s=s: run(s) for s in range(num_stages)]
+    return lax.switch(lax.axis_index(PIPE), branches)
 
 
 def _exchange(x: jax.Array) -> jax.Array:

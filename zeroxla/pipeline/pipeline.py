@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from zeroxla.adapters import Adapted, adapt
+from zeroxla.pipeline.layer_cost import LayerCost
 from zeroxla.pipeline.listed import LayerList
-from zeroxla.pipeline.partition import LayerCost, Partition, resolve
+from zeroxla.pipeline.minimax import check_stages
+from zeroxla.pipeline.partition import Partition, resolve
+from zeroxla.pipeline.profile import Profile, profile
 from zeroxla.pipeline.scanned import ScannedModel
 from zeroxla.pipeline.schedule import Schedule, forward_only, make_schedule
 from zeroxla.pipeline.stage import Stage
@@ -27,10 +32,11 @@ class Pipeline:
         it has such a parameter. The first one is called with `inputs(batch)`.
       loss: `loss(outputs, batch) -> scalar | (scalar, metrics)`; `outputs` of the last layer.
       inputs: what the first layer gets of a batch; the batch itself if None.
-      partition: "parameters", "uniform", "type:REGEX", "profile", or boundaries, such as
-        [0, 19, 22].
+      partition: "parameters", "uniform", "type:REGEX"; "profile", by the FLOPs and bytes of the
+        compiled layers, or a `Profile`; or boundaries, such as [0, 19, 22].
       schedule: "1f1b", "gpipe", "zb-h1", or a `Schedule`.
       memory: of 1F1B: "fast", or "low" for fewer stashed inputs and longer ticks.
+      allow_empty: accept stages without layers, where there are fewer layers than stages.
       remat: recompute the activations of every so many layers in backward (DeepSpeed's
         activation_checkpoint_interval); None: those of a stage are kept for one micro-batch.
 
@@ -44,12 +50,13 @@ class Pipeline:
         loss: Callable[[Any, Any], Any],
         *,
         inputs: Callable[[Any], Any] | None = None,
-        partition: str | Sequence[int] = "parameters",
+        partition: str | Sequence[int] | Profile = "parameters",
         schedule: str | Schedule = "1f1b",
         memory: str | None = None,
+        allow_empty: bool = False,
         remat: int | None = None,
     ) -> None:
-        self._set(LayerList(layers, loss, inputs, remat), partition, schedule, memory)
+        self._set(LayerList(layers, loss, inputs, remat), partition, schedule, memory, allow_empty)
         if remat is not None and remat < 1:
             raise ValueError(f"remat={remat}; give a number of layers, or None")
 
@@ -59,9 +66,10 @@ class Pipeline:
         model: Any,
         loss: Callable[..., Any] | None = None,
         *,
-        partition: str | Sequence[int] = "parameters",
+        partition: str | Sequence[int] | Profile = "parameters",
         schedule: str | Schedule = "1f1b",
         memory: str | None = None,
+        allow_empty: bool = False,
     ) -> Pipeline:
         """Make one of a model that scans over stacked blocks, unmodified.
 
@@ -70,26 +78,28 @@ class Pipeline:
 
         Args:
           model, loss: as for `make_step`.
-          partition, schedule, memory: as for `Pipeline`.
+          partition, schedule, memory, allow_empty: as for `Pipeline`.
 
         >>> from models import GPT
         >>> pipeline = Pipeline.from_model(GPT.tiny())
         """
         made = cls.__new__(cls)
-        made._set(ScannedModel(adapt(model, loss)), partition, schedule, memory)
+        made._set(ScannedModel(adapt(model, loss)), partition, schedule, memory, allow_empty)
         return made
 
     def _set(
         self,
         model: LayerList | ScannedModel,
-        partition: str | Sequence[int],
+        partition: str | Sequence[int] | Profile,
         schedule: str | Schedule,
         memory: str | None,
+        allow_empty: bool,
     ) -> None:
         if isinstance(schedule, str):
             make_schedule(schedule, 1, 1, memory)  # refuses what it does not know
         self._model, self._partition = model, partition
-        self._schedule, self._memory = schedule, memory
+        self._schedule, self._memory, self._allow_empty = schedule, memory, allow_empty
+        self._partitions: dict[int, tuple[Any, Partition]] = {}
 
     @property
     def adapted(self) -> Adapted:
@@ -129,7 +139,50 @@ class Pipeline:
           ValueError: there are fewer layers than stages, or the model cannot be cut.
         """
 
-        def divide(layers: Sequence[LayerCost]) -> Partition:
-            return resolve(self._partition, layers, num_stages)
+        found = self._partitions.get(num_stages)
+        if found is None or found[0] != jax.tree.map(jnp.shape, tree):
+            partition = self._divide(num_stages, tree, batch, key, train=train)
+            found = (jax.tree.map(jnp.shape, tree), partition)
+            self._partitions[num_stages] = found
+        partition = found[1]
+        stages = self._model.cut(lambda layers: partition, tree, batch, key, train=train)[0]
+        return stages, partition
 
-        return self._model.cut(divide, tree, batch, key, train=train)
+    def _divide(
+        self, num_stages: int, tree: Any, batch: Any, key: jax.Array, *, train: bool
+    ) -> Partition:
+        """Choose the boundaries. It is done once: all programs must cut alike, and a measured cost
+        is another every time."""
+        model, method, profiled = self._model, self._partition, None
+        if isinstance(method, Profile):
+            method, profiled = "profile", method
+        elif method == "profile":
+            profiled = Profile()
+
+        def each(layers: Sequence[LayerCost]) -> Partition:
+            return resolve(range(len(layers) + 1), layers, len(layers))
+
+        layers = model.cut(each, tree, batch, key, train=train)[1].layers
+        machine = None
+        if profiled is not None:
+            check_stages(len(layers), num_stages, self._allow_empty)
+
+            def cut() -> list[Stage]:
+                shapes = jax.tree.map(_plain, (tree, batch, key))
+                return model.cut(each, *shapes, train=train)[0]
+
+            layers = profile(layers, cut, tree, batch, key, profiled)
+            machine = None if profiled.measure else profiled.machine_here()
+        found = resolve(method, layers, num_stages, machine=machine, allow_empty=self._allow_empty)
+        return _with_ends(found) if isinstance(method, str) else found
+
+
+def _with_ends(partition: Partition) -> Partition:
+    """Leave the last layer to the last stage, which has the loss, and empty ones before it."""
+    last = partition.boundaries[-1]
+    inner = [min(b, max(last - 1, 1)) for b in partition.boundaries[1:-1]]
+    return dataclasses.replace(partition, boundaries=(0, *inner, last))
+
+
+def _plain(x: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype)

@@ -19,8 +19,9 @@ from jax import lax
 
 from zeroxla import compat
 from zeroxla.adapters import Adapted
+from zeroxla.pipeline.layer_cost import LayerCost
 from zeroxla.pipeline.moves import Piece
-from zeroxla.pipeline.partition import LayerCost, Partition
+from zeroxla.pipeline.partition import Partition
 from zeroxla.pipeline.stage import Stage
 from zeroxla.stacked import Stacked, find_stacked, loop_body
 from zeroxla.trace import Atom, Equation, Program, Value, closure, read, run, trace
@@ -164,13 +165,18 @@ def layer_costs(blocks: Blocks) -> list[LayerCost]:
 
 def stages_of(blocks: Blocks, boundaries: Sequence[int]) -> list[Stage]:
     """Cut a model at boundaries of the layers that `layer_costs` lists."""
-    last = blocks.num_blocks + 2
+    last = len(boundaries) - 2
+    for stage in (0, last):
+        if boundaries[stage] == boundaries[stage + 1]:
+            raise ValueError(
+                f"the boundaries {list(boundaries)} leave stage {stage} without a layer; of a "
+                "model with scanned blocks the first stage has what comes before them, the last "
+                "one what follows them"
+            )
     stages = []
-    for start, end in itertools.pairwise(boundaries):
+    for i, (start, end) in enumerate(itertools.pairwise(boundaries)):
         first, stop = max(start - 1, 0), min(end - 1, blocks.num_blocks)
-        stages.append(
-            _stage(blocks, first, max(first, stop), is_first=start == 0, is_last=end == last)
-        )
+        stages.append(_stage(blocks, first, max(first, stop), is_first=i == 0, is_last=i == last))
     return stages
 
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from zeroxla.ends import Ends
 from zeroxla.fetch import make_plan
 from zeroxla.gather import Runner
-from zeroxla.layout import Layout, Leaf
+from zeroxla.layout import Layout
 from zeroxla.metrics import weight_of, weighted
 from zeroxla.pipeline.moves import Piece
 from zeroxla.prefetch import tie
@@ -67,7 +67,7 @@ class StageProgram:
     @staticmethod
     def make(
         stage: Stage,
-        leaves: Sequence[Leaf],
+        layout: Layout,
         x: Any,
         batch: Any,
         key: jax.Array,
@@ -82,7 +82,7 @@ class StageProgram:
 
         Args:
           stage: what it computes.
-          leaves: its leaves, as the stage's devices store them.
+          layout: its leaves, as the stage's devices store them.
           x: shapes of what comes from the stage before; None on the first.
           batch, key: of a micro-batch on one device.
           wiring, unit_elements, limits: as for a whole model.
@@ -91,8 +91,7 @@ class StageProgram:
         Returns:
           The program, and the shapes of what it returns.
         """
-        layout = Layout(tree=jax.tree.structure(list(leaves)), leaves=tuple(leaves))
-        dtype = wiring.collectives.compute_dtype
+        leaves, dtype = layout.leaves, wiring.collectives.compute_dtype
         shapes = [jax.ShapeDtypeStruct(leaf.placement.shape, dtype) for leaf in leaves]
         program, tree = trace(stage.run, shapes, x, batch, key)
         result = jax.eval_shape(stage.run, shapes, x, batch, key)
@@ -151,7 +150,9 @@ class StageProgram:
         held = dict(zip(runner.plan.leaves, sources, strict=True))
         inputs = self._inputs(resident, x, batch, key)
         with jax.named_scope("forward"):
-            return runner.forward(held, inputs, record=False, keep=False)[0]
+            return runner.forward(held, inputs, record=False, keep=False, key=self.wiring.key(key))[
+                0
+            ]
 
     def backward(
         self,
@@ -176,9 +177,9 @@ class StageProgram:
         """
         runner, firmly = self.runner, self.wiring.collectives.firm_ties
         held = dict(zip(runner.plan.leaves, sources, strict=True))
-        inputs = self._inputs(resident, x, batch, key)
+        inputs, wire_key = self._inputs(resident, x, batch, key), self.wiring.key(key)
         with jax.named_scope("forward"):
-            outputs, tape = runner.forward(held, inputs, record=True)
+            outputs, tape = runner.forward(held, inputs, record=True, key=wire_key)
         sums = None
         if self.stage.is_last:
             loss, metrics = self.tree.unflatten(outputs)
@@ -191,7 +192,7 @@ class StageProgram:
             seeds = [next(given) if is_float(y.dtype) else None for y in self.outputs]
         with jax.named_scope("backward"):
             known = dict(zip(runner.plan.inputs, inputs, strict=True))
-            reduced, whole = runner.backward(held, known, tape, seeds)
+            reduced, whole = runner.backward(held, known, tape, seeds, key=wire_key)
         grads = [
             reduced.get(v)
             for v, i in zip(runner.plan.leaves, self.layout.indices(fetched=True), strict=True)

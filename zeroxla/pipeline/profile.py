@@ -1,0 +1,162 @@
+"""Costs of layers: each one is compiled alone, forward and backward, and asked or timed."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from zeroxla.hosts.exchange import exchange
+from zeroxla.pipeline.layer_cost import LayerCost, Machine
+from zeroxla.pipeline.stage import Stage
+from zeroxla.trace import is_float
+
+# Dense 16-bit FLOP/s and bytes/s of main memory, as the makers state them, by the start of JAX's
+# name for the device; of a CPU those of a few cores, since only their ratio matters here.
+_MACHINES = {
+    "NVIDIA B200": Machine(flops_per_s=2250e12, bytes_per_s=8.0e12),
+    "NVIDIA H200": Machine(flops_per_s=989e12, bytes_per_s=4.8e12),
+    "NVIDIA H100 PCIe": Machine(flops_per_s=756e12, bytes_per_s=2.0e12),
+    "NVIDIA H100": Machine(flops_per_s=989e12, bytes_per_s=3.35e12),
+    "NVIDIA A100": Machine(flops_per_s=312e12, bytes_per_s=2.0e12),
+    "NVIDIA L40S": Machine(flops_per_s=362e12, bytes_per_s=0.864e12),
+    "NVIDIA L4": Machine(flops_per_s=121e12, bytes_per_s=0.3e12),
+    "Tesla V100": Machine(flops_per_s=125e12, bytes_per_s=0.9e12),
+    "cpu": Machine(flops_per_s=2e11, bytes_per_s=2e10),
+}
+_REPEATS = 5
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Profile:
+    """A partition that balances the time of the stages.
+
+    Attributes:
+      machine: turns the FLOPs and bytes of compiled layers into times; that of the local device if
+        None.
+      measure: run every layer on the local device and take its time instead.
+    """
+
+    machine: Machine | None = None
+    measure: bool = False
+
+    def __post_init__(self) -> None:
+        if self.measure and self.machine is not None:
+            raise ValueError(
+                "Profile(machine=..., measure=True): measured times need no machine; leave out one"
+            )
+
+    def machine_here(self) -> Machine:
+        """Return the machine to compute times for.
+
+        Raises:
+          ValueError: none was given, and the figures of the local device are not known.
+        """
+        if self.machine is not None:
+            return self.machine
+        kind = jax.local_devices()[0].device_kind
+        for start, machine in _MACHINES.items():
+            if kind.startswith(start):
+                return machine
+        raise ValueError(
+            f"the figures of a {kind!r} are not known; give partition=Profile(machine=Machine("
+            "flops_per_s=..., bytes_per_s=...)) or Profile(measure=True)"
+        )
+
+
+def profile(
+    layers: Sequence[LayerCost],
+    cut: Callable[[], Sequence[Stage]],
+    tree: Any,
+    batch: Any,
+    key: Any,
+    how: Profile,
+) -> list[LayerCost]:
+    """Fill in what layers cost.
+
+    Of several processes all get what the first one found.
+
+    Args:
+      layers: of the model.
+      cut: makes a stage of each.
+      tree: of the parameters: shapes and dtypes.
+      batch, key: shapes of a micro-batch on one device, and of its key.
+      how: what to find out.
+
+    Returns:
+      The layers, with `flops` and `bytes`, or with `seconds`.
+
+    Cost: the compilation of every layer that differs from those before it.
+    """
+    tree, batch, key = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (tree, batch, key)
+    )
+    # In a thread of its own: a trace that is going on here does not reach there, nor does its mesh.
+    with ThreadPoolExecutor(1) as thread:
+        found = thread.submit(lambda: _costs(cut(), tree, batch, key, how)).result()
+    found = json.loads(exchange("costs of layers", json.dumps(found))[0])
+    return [dataclasses.replace(layer, **cost) for layer, cost in zip(layers, found, strict=True)]
+
+
+def _costs(
+    stages: Sequence[Stage], tree: Any, batch: Any, key: Any, how: Profile
+) -> list[dict[str, float]]:
+    leaves = jax.tree.leaves(tree)
+    known: dict[str, dict[str, float]] = {}  # by program: equal blocks are compiled once
+    found = []
+    x = None
+    for stage in stages:
+        mine = [
+            jax.ShapeDtypeStruct(piece.shape(leaves[piece.leaf].shape), leaves[piece.leaf].dtype)
+            for piece in stage.pieces
+        ]
+        lowered = jax.jit(_gradients(stage)).lower(mine, x, batch, key)
+        text = lowered.as_text()
+        if text not in known:
+            known[text] = _cost(lowered.compile(), (mine, x, batch, key), how)
+        found.append(known[text])
+        x = jax.eval_shape(stage.run, mine, x, batch, key)
+    return found
+
+
+def _gradients(stage: Stage) -> Callable[..., Any]:
+    """Return a function that runs a stage forward and backward."""
+
+    def run(leaves: list[jax.Array], x: Any, batch: Any, key: jax.Array) -> Any:
+        def floats(leaves: list[jax.Array], x: Any) -> list[jax.Array]:
+            y = stage.run(leaves, x, batch, key)
+            outputs = [y[0]] if stage.is_last else jax.tree.leaves(y)
+            return [a for a in outputs if is_float(a.dtype)]
+
+        y, pull = jax.vjp(floats, leaves, x)
+        grads = jax.tree.leaves(pull([jnp.ones_like(a) for a in y]))
+        return [y, [g for g in grads if is_float(g.dtype)]]
+
+    return run
+
+
+def _cost(compiled: Any, shapes: Any, how: Profile) -> dict[str, float]:
+    if not how.measure:
+        costs = compiled.cost_analysis()
+        return {"flops": costs.get("flops", 0.0), "bytes": costs.get("bytes accessed", 0.0)}
+    call = functools.partial(compiled, *jax.tree.map(_example, shapes))
+    jax.block_until_ready(call())
+    seconds = []
+    for _ in range(_REPEATS):
+        start = time.perf_counter()
+        jax.block_until_ready(call())
+        seconds.append(time.perf_counter() - start)
+    return {"seconds": min(seconds)}
+
+
+def _example(x: jax.ShapeDtypeStruct) -> jax.Array:
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        return jax.random.key(0)
+    return jnp.zeros(x.shape, x.dtype)
