@@ -16,9 +16,9 @@ from zeroxla.checkpoint.about import About
 from zeroxla.checkpoint.failures import SaveError, quiet_absl, root_cause
 from zeroxla.checkpoint.handler import SAVE_TIMEOUT_S, RestoreState, SaveState, StateHandler
 from zeroxla.checkpoint.logical import Entry
-from zeroxla.checkpoint.logical import Path as Name
 from zeroxla.checkpoint.sums import find_damage
 from zeroxla.hosts.exchange import exchange, on_first
+from zeroxla.paths import Path as Name
 
 STATE = "state"
 
