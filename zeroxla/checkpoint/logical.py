@@ -159,7 +159,8 @@ def _key_data(key: Any) -> Any:
 
 def _wrap_key(data: jax.Array, kind: str) -> jax.Array:
     assert isinstance(data.sharding, NamedSharding)
-    wrap = jax.jit(lambda x: jax.random.wrap_key_data(x, impl=kind), out_shardings=data.sharding)
+    everywhere = NamedSharding(data.sharding.mesh, PartitionSpec())  # of a key, which has no dims
+    wrap = jax.jit(lambda x: jax.random.wrap_key_data(x, impl=kind), out_shardings=everywhere)
     return wrap(data)
 
 
