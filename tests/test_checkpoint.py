@@ -65,6 +65,22 @@ def test_what_is_inside_is_said_without_reading_it(saved):
     assert "7 x 13" in str(about)
 
 
+def test_arrays_are_selected_by_name(saved):
+    with Checkpointer(saved[3, 2][0]) as checkpointer:
+        about = checkpointer.describe()
+    params = ["params/Dense_1/bias", "params/Dense_1/kernel"]
+    for pattern, names in {
+        "^params/Dense_1/": params,
+        "params/Dense_[1-9]/k": params[1:],
+        "mu/Dense_1/": [name.replace("params", "opt_state/0/mu") for name in params],
+        "^Dense_1": [],
+        "": ["/".join(path) for path in about.leaves],
+    }.items():
+        assert ["/".join(leaf.name) for leaf in about.select(pattern)] == names
+    (kernel,) = about.select("params/Dense_1/kernel")
+    assert kernel is about.leaves["params", "Dense_1", "kernel"]
+
+
 def test_equal_models_have_equal_fingerprints(saved):
     prints = set()
     for folder, *_ in saved.values():

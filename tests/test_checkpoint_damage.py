@@ -1,6 +1,7 @@
 """Damaged checkpoints are found and passed over; a failed write leaves the others whole."""
 
 import os
+import re
 import subprocess
 import sys
 import warnings
@@ -11,6 +12,7 @@ from checkpoint_tools import KEY, assert_same, batch_of, logical, run, steps  # 
 from quick import quick_compilation  # noqa: F401
 
 from zeroxla import Checkpointer, SaveError
+from zeroxla.checkpoint import handler
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -173,6 +175,70 @@ def test_a_disk_that_takes_nothing_leaves_the_earlier_checkpoint_whole_and_train
     assert "the one of step 1 is whole" in done.stdout
     assert "[1] ['1'" in done.stdout
     assert "[1, 4]" in done.stdout
+
+
+@pytest.fixture
+def failing(steps, tmp_path, monkeypatch):
+    """A checkpointer with a checkpoint of step 1, whose save of step 2 fails in the background; the
+    state, and what is reported."""
+    finish, said = handler._Write._finish, []
+
+    def fails(write, timeout):
+        if write._args.about.number == 2:
+            raise OSError("no space")
+        finish(write, timeout)
+
+    monkeypatch.setattr(handler._Write, "_finish", fails)
+    state = steps[2, 4].init(KEY, batch_of(0))
+    checkpointer = Checkpointer(tmp_path, report=said.append)
+    checkpointer.save(1, state)
+    checkpointer.save(2, state)
+    return checkpointer, state, said
+
+
+LOST = r"the checkpoint of step 2 could not be written to .*: no space; the one of step 1 is whole"
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda checkpointer, state: checkpointer.restore(state).number,
+        lambda checkpointer, state: checkpointer.latest(),
+        lambda checkpointer, state: checkpointer.describe().number,
+        lambda checkpointer, state: len(checkpointer.restore_params(pattern="Dense_0/")),
+    ],
+    ids=["restore", "latest", "describe", "restore_params"],
+)
+def test_who_reads_after_a_failed_save_is_told_and_gets_what_is_there(failing, read):
+    checkpointer, state, said = failing
+    assert read(checkpointer, state) == 1
+    (text,) = said
+    assert re.match(LOST, text)
+    assert read(checkpointer, state) == 1
+    assert len(said) == 1
+    with pytest.raises(SaveError, match=LOST):
+        checkpointer.close()
+
+
+def test_a_failed_save_is_raised_once(failing):
+    checkpointer, _, said = failing
+    with pytest.raises(SaveError, match=LOST):
+        checkpointer.wait()
+    assert checkpointer.latest() == 1
+    checkpointer.close()
+    assert not said
+
+
+@pytest.mark.parametrize("reads", [False, True])
+def test_a_save_after_a_failed_one_reports_it_once_and_takes_its_place(failing, reads):
+    checkpointer, state, said = failing
+    if reads:
+        checkpointer.latest()
+    assert checkpointer.save(3, state)
+    checkpointer.close()
+    (text,) = said
+    assert re.match(LOST, text)
+    assert checkpointer.numbers() == [1, 3]
 
 
 def test_a_folder_that_cannot_be_made(tmp_path):

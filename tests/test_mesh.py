@@ -58,14 +58,53 @@ def processes_of(mesh):
     return [[d.process_index for d in node] for node in mesh.devices]
 
 
-@pytest.mark.usefixtures("four_processes")
-def test_hosts_are_nodes_whatever_the_order_of_processes(monkeypatch):
+@pytest.fixture
+def two_devices_each(four_processes, monkeypatch):
     monkeypatch.setattr("zeroxla.mesh.Mesh", lambda grid, *_, **__: SimpleNamespace(devices=grid))
     monkeypatch.setattr(jax, "devices", lambda: devices_of(0, 0, 1, 1, 2, 2, 3, 3))
+
+
+@pytest.mark.usefixtures("two_devices_each")
+def test_hosts_are_nodes_whatever_the_order_of_processes():
     assert processes_of(make_mesh()) == [[0, 0, 2, 2], [1, 1, 3, 3]]
     # Of each host the first devices, not all of one host's.
     assert processes_of(make_mesh(devices_per_node=2)) == [[0, 0], [1, 1]]
     assert processes_of(make_mesh(nodes=4)) == [[0, 0], [2, 2], [1, 1], [3, 3]]
+    # A node of several hosts.
+    assert processes_of(make_mesh(nodes=1)) == [[0, 0, 2, 2, 1, 1, 3, 3]]
+
+
+@pytest.mark.usefixtures("two_devices_each")
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        # A host is a stage, or two.
+        ({"pipe": 2}, [[[0, 0, 2, 2]], [[1, 1, 3, 3]]]),
+        ({"pipe": 2, "devices_per_node": 1}, [[[0]], [[1]]]),
+        ({"pipe": 4}, [[[0, 0]], [[2, 2]], [[1, 1]], [[3, 3]]]),
+        # Hosts are nodes, with a part of each stage.
+        ({"pipe": 2, "nodes": 2}, [[[0, 0], [1, 1]], [[2, 2], [3, 3]]]),
+        ({"pipe": 4, "nodes": 2}, [[[0], [1]], [[0], [1]], [[2], [3]], [[2], [3]]]),
+        # In the order that is given.
+        (
+            {"pipe": 2, "nodes": 2, "devices": devices_of(3, 2, 1, 0)},
+            [[[3], [2]], [[1], [0]]],
+        ),
+    ],
+)
+def test_stages_are_of_whole_hosts_unless_these_are_nodes(options, expected):
+    mesh = make_mesh(**options)
+    assert [processes_of(SimpleNamespace(devices=stage)) for stage in mesh.devices] == expected
+
+
+def test_more_hosts_than_stages(two_devices_each, monkeypatch):
+    """Of four hosts two are a stage; of three stages nothing is said."""
+    monkeypatch.setattr("zeroxla.mesh.nodes_of_processes", lambda: list("abcd"))
+    found = [processes_of(SimpleNamespace(devices=x)) for x in make_mesh(pipe=2).devices]
+    assert found == [[[0, 0], [1, 1]], [[2, 2], [3, 3]]]
+    message = "4 hosts do not divide into 3 stages, nor pipe=3 over the hosts; pass nodes=4"
+    with pytest.raises(ValueError, match=message):
+        make_mesh(pipe=3)
 
 
 @pytest.mark.usefixtures("four_processes")

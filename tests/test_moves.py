@@ -8,24 +8,30 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from zeroxla.hosts.moves import hops_to_whole, mover, whole
 from zeroxla.inspect import comms
-from zeroxla.mesh import LEAF_AXES
+from zeroxla.mesh import make_mesh
 
 
 @pytest.mark.parametrize(
-    "spec", [PartitionSpec(LEAF_AXES), PartitionSpec(None, LEAF_AXES), PartitionSpec()]
+    ("pipe", "spec", "axes"),
+    [
+        (1, PartitionSpec(("device", "node")), ["node", "device"]),
+        (1, PartitionSpec(None, ("device", "node")), ["node", "device"]),
+        (1, PartitionSpec(), []),
+        (2, PartitionSpec(None, "pipe"), ["pipe"]),
+        (2, PartitionSpec(("device", "node", "pipe")), ["pipe", "node", "device"]),
+    ],
 )
-def test_a_leaf_becomes_whole_in_two_hops(spec, mesh24):
+def test_a_leaf_becomes_whole_axis_by_axis(pipe, spec, axes):
+    mesh = make_mesh(pipe=pipe, nodes=2)
     x = np.arange(16 * 24, dtype=np.float32).reshape(16, 24)
-    leaf = jax.device_put(x, NamedSharding(mesh24, spec))
+    leaf = jax.device_put(x, NamedSharding(mesh, spec))
     for shard in whole(leaf).addressable_shards:
         np.testing.assert_array_equal(shard.data, x)
 
     sent, at = [], leaf.sharding
     for sharding in hops_to_whole(leaf.sharding):
         shape = jax.ShapeDtypeStruct(x.shape, jnp.float32, sharding=at)
-        sent.append(
-            {(r.axis, r.kind) for r in comms(mover(sharding).lower(shape).compile(), mesh24).rows}
-        )
+        rows = comms(mover(sharding).lower(shape).compile(), mesh).rows
+        sent.append({(row.axis, row.kind) for row in rows})
         at = sharding
-    hops = [{("node", "all-gather")}, {("device", "all-gather")}]
-    assert sent == ([set(), set()] if spec == PartitionSpec() else hops)
+    assert sent == [{(axis, "all-gather")} for axis in axes]

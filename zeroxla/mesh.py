@@ -1,4 +1,4 @@
-"""Meshes: hosts become the axis `node`, the devices of a host the axis `device`."""
+"""Meshes: hosts become the axis `node`, or stages `pipe`; the devices of a host `device`."""
 
 from __future__ import annotations
 
@@ -32,30 +32,41 @@ def make_mesh(
 ) -> Mesh:
     """Make a mesh with the axes `("node", "device")`, and an outermost `"pipe"` if that exceeds 1.
 
+    Hosts become the axis `node`, whatever the order of processes, each with its first devices. With
+    stages, and `nodes` left to be found, they become the axis `pipe` first: what stages send each
+    other is less than what nodes do. So on two hosts of 8 devices
+
+        make_mesh()                   node 2 x device 8
+        make_mesh(pipe=2)             pipe 2 x node 1 x device 8, a host is a stage
+        make_mesh(pipe=4)             pipe 4 x node 1 x device 4, a host is two stages
+        make_mesh(pipe=2, nodes=2)    pipe 2 x node 2 x device 4, each host has a part of each stage
+
+    and on four `make_mesh(pipe=2)` is pipe 2 x node 2 x device 8: two hosts are a stage.
+
     Args:
-      nodes: length of the axis `node`; the number of hosts if None.
+      nodes: length of the axis `node`, along which hosts lie as far as they fill it, the rest of
+        them along `pipe`. If None, the number of hosts of a stage.
       devices_per_node: length of the axis `device`; all that divides evenly if None.
       pipe: number of pipeline stages.
-      devices: the devices to take, in order; the first pipe * nodes * devices_per_node of them are
-        used. If None, `jax.devices()` host by host, whatever the order of processes: hosts become
-        the axis `node`, each with its first `devices_per_node` devices.
+      devices: the devices to take, in order, `device` running fastest, then `node`; the first
+        pipe * nodes * devices_per_node of them are used. If None, all, arranged as above.
 
     Returns:
       A `jax.sharding.Mesh` whose axes are all `AxisType.Auto`.
 
     Raises:
-      ValueError: a length below 1, more devices asked for than there are, or hosts with different
-        numbers of devices while `nodes` is left to be found.
+      ValueError: a length below 1, more devices asked for than there are, hosts with different
+        numbers of devices, or `nodes` left to be found where hosts and stages do not fit.
 
     >>> make_mesh(nodes=1, devices_per_node=1).axis_names
     ('node', 'device')
     """
-    hosts = _by_host(jax.devices() if devices is None else devices)
-    if nodes is None:
-        nodes = _equal_hosts(hosts)
     for name, length in (("nodes", nodes), ("devices_per_node", devices_per_node), ("pipe", pipe)):
         if length is not None and length < 1:
             raise ValueError(f"{name}={length} is not a mesh axis length; give 1 or more")
+    hosts = _by_host(jax.devices() if devices is None else devices)
+    if nodes is None:
+        nodes = _hosts_of_a_stage(_equal_hosts(hosts), pipe)
     num_devices = sum(map(len, hosts.values()))
     if devices_per_node is None:
         devices_per_node = max(1, num_devices // (pipe * nodes))
@@ -66,17 +77,42 @@ def make_mesh(
             f"{needed} devices and there are {num_devices}; ask for fewer, or for development "
             f"call zeroxla.simulate({needed}) before JAX starts"
         )
+    shape, names = (pipe, nodes, devices_per_node), (PIPE, NODE, DEVICE)
     if devices is None:
-        # A host is a node: of each the first ones, and not one host's all.
-        first = devices_per_node if (nodes, pipe) == (len(hosts), 1) else None
-        if first is not None and min(map(len, hosts.values())) < first:
-            _equal_hosts(hosts)
-        devices = [device for host in hosts.values() for device in host[:first]]
-    shape, names = (nodes, devices_per_node), (NODE, DEVICE)
-    if pipe > 1:
-        shape, names = (pipe, *shape), (PIPE, *names)
-    grid = np.asarray(devices[:needed], dtype=object).reshape(shape)
+        grid = _arranged(hosts, *shape)
+    else:
+        grid = np.asarray(devices[:needed], dtype=object).reshape(shape)
+    if pipe == 1:
+        grid, names = grid[0], names[1:]
     return Mesh(grid, names, axis_types=(AxisType.Auto,) * len(names))
+
+
+def _arranged(
+    hosts: Mapping[str, Sequence[jax.Device]], pipe: int, nodes: int, devices_per_node: int
+) -> np.ndarray:
+    """Return devices as (pipe, node, device), hosts along `node`, then along `pipe`."""
+    host_nodes = math.gcd(nodes, len(hosts))
+    host_stages = len(hosts) // host_nodes
+    if pipe % host_stages:  # a node is of several hosts
+        host_nodes = host_stages = 1
+        hosts = {"": [device for host in hosts.values() for device in host]}
+    parts = (pipe // host_stages, nodes // host_nodes, devices_per_node)
+    # A host is a part of the mesh: of each the first ones, and not one host's all.
+    first = math.prod(parts)
+    if min(map(len, hosts.values())) < first:
+        _equal_hosts(hosts)
+    grid = np.asarray([host[:first] for host in hosts.values()], dtype=object)
+    grid = grid.reshape(host_stages, host_nodes, *parts).swapaxes(1, 2)
+    return grid.reshape(pipe, nodes, devices_per_node)
+
+
+def _hosts_of_a_stage(num_hosts: int, pipe: int) -> int:
+    if num_hosts % pipe and pipe % num_hosts:
+        raise ValueError(
+            f"{num_hosts} hosts do not divide into {pipe} stages, nor pipe={pipe} over the hosts; "
+            f"pass nodes={num_hosts} for a part of each stage on every host, or another pipe"
+        )
+    return max(1, num_hosts // pipe)
 
 
 def _by_host(devices: Sequence[jax.Device]) -> dict[str, list[jax.Device]]:

@@ -113,7 +113,7 @@ def full_params(state: TrainState) -> Any:
 
     One leaf at a time is assembled, so the cost is the model in host memory, once; of several
     processes in that of each, and all must call this. There every device holds a leaf for a moment,
-    and a host receives what it lacks of it once.
+    and a host receives what it lacks of it once (with several stages on a host, once for each).
     """
     leaves, tree = jax.tree.flatten(state.params)
     return tree.unflatten([host_leaf(x, p) for x, p in zip(leaves, state.placements[0])])

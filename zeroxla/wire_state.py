@@ -18,12 +18,12 @@ from jax.sharding import PartitionSpec
 from zeroxla.hops import from_bits
 from zeroxla.layout import Layout
 from zeroxla.mesh import DEVICE, NODE
+from zeroxla.paths import Path
 from zeroxla.placement import Placement
 from zeroxla.routes import Route, Source
 from zeroxla.wiring import Wiring
 
 Arrays = list[Any]  # arrays, or None
-Path = tuple[str, ...]
 PARTS = ("copies", "errors")
 
 

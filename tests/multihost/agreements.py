@@ -48,6 +48,22 @@ def train(batch=None, *, rate=0.1, accumulate=1):
     step(state, whole if batch is None else batch)
 
 
+def train_stages(*, seed=0, schedule="1f1b"):
+    """Take the first step of a pipeline, of which each process is a stage."""
+    import jax
+    import optax
+
+    import zeroxla
+    from models import GPT
+
+    mesh = zeroxla.make_mesh(pipe=2)
+    pipeline = zeroxla.Pipeline.from_model(GPT.tiny(width=16), schedule=schedule)
+    step = zeroxla.make_step(pipeline, mesh, optax.sgd(0.1), microbatches=2)
+    tokens = np.random.default_rng(seed).integers(0, 64, (4, 9), dtype=np.int32)
+    batch = zeroxla.global_batch({"tokens": tokens}, mesh)
+    step(step.init(jax.random.key(0), batch), batch)
+
+
 def stops_answering():
     """Process 1 is stopped while process 0 waits for it."""
     import jax
@@ -71,6 +87,8 @@ CASES = {
     "own batch": lambda: train({"tokens": np.zeros((4, 9), np.int32)}),
     "another optimizer": lambda: train(rate=by_process(0.1, 0.2)),
     "another config": lambda: train(accumulate=by_process(1, 2)),
+    "other rows": lambda: train_stages(seed=by_process(0, 1)),
+    "another schedule": lambda: train_stages(schedule=by_process("1f1b", "gpipe")),
     "stops answering": stops_answering,
 }
 

@@ -7,19 +7,10 @@ cannot write. Run by every process of a launch.
 """
 
 import contextlib
-import resource
 import sys
 import time
 
-
-@contextlib.contextmanager
-def nothing_can_be_written():
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+from multihost.processes import nothing_can_be_written
 
 
 def main(folder, full):

@@ -1,6 +1,9 @@
-"""Starting the processes of a run in tests."""
+"""Starting the processes of a run in tests, and what these share."""
 
+import contextlib
 import os
+import re
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -12,9 +15,11 @@ FOLDER = Path(__file__).parent
 
 def environment(**more):
     """This process' environment, without the 8 devices that the suite's own processes simulate, for
-    quick compilation."""
+    quick compilation; what is in the folder of tests can be imported."""
     env = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
-    env["PYTHONPATH"] = os.pathsep.join([str(FOLDER.parents[1]), env.get("PYTHONPATH", "")])
+    env["PYTHONPATH"] = os.pathsep.join(
+        [str(FOLDER.parents[1]), str(FOLDER.parent), env.get("PYTHONPATH", "")]
+    )
     return {**env, **QUICK, **{name: str(value) for name, value in more.items()}}
 
 
@@ -42,3 +47,32 @@ def finish(process, timeout=300):
 def zeroxla(*arguments, **env):
     """Run the command line to its end."""
     return finish(start(["-m", "zeroxla.cli", *arguments], **env))
+
+
+def launch(script, *arguments, **options):
+    """Run a script of this folder in two processes.
+
+    Args:
+      script: its name.
+      arguments: of the script.
+      options: of `zeroxla launch`, such as `devices_per_node=4`.
+
+    Returns:
+      The exit status; of each process what it printed as "name: text", by name; all output.
+    """
+    told = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
+    program = [sys.executable, FOLDER / script, *arguments]
+    status, out = zeroxla("launch", "--nodes=2", *told, "--", *program)
+    said = [dict(re.findall(rf"^\[{i}\] (.+?): (.*)$", out, re.MULTILINE)) for i in (0, 1)]
+    return status, said, out
+
+
+@contextlib.contextmanager
+def nothing_can_be_written(beyond=0):
+    """Let this process write no file of more than so many bytes."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (beyond, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

@@ -1,26 +1,16 @@
 """Processes that differ, or of which one fails or stops, say so instead of waiting for ever."""
 
 import re
-import sys
 
 import pytest
 
 from multihost import agreements, processes
 
 
-def launch(*cases, **options):
-    """Run cases in two processes; return the status, what each process said, and all output."""
-    told = [f"--{name}={value}" for name, value in options.items()]
-    program = [sys.executable, processes.FOLDER / "agreements.py", *cases]
-    status, out = processes.zeroxla("launch", "--nodes=2", *told, "--", *program)
-    said = [re.findall(rf"^\[{i}\] (.+?): (.*)$", out, re.MULTILINE) for i in (0, 1)]
-    return status, [dict(lines) for lines in said], out
-
-
 @pytest.fixture(scope="module")
 def said():
     cases = [name for name in agreements.CASES if name != "stops answering"]
-    status, said, out = launch(*cases, **{"devices-per-node": 1})
+    status, said, out = processes.launch("agreements.py", *cases, devices_per_node=1)
     assert status == 0, out
     return said
 
@@ -49,6 +39,14 @@ def said():
             "another config",
             [r"ValueError: processes differ in their init program; .* \|   accumulate: 1 in pro"],
         ),
+        (
+            "other rows",
+            [r"ValueError: the processes 0, 1 have devices of different stages for rows 0 to 3 of"],
+        ),
+        (
+            "another schedule",
+            [r"ValueError: processes differ in their train program; .* \|   program: \w+ in proc"],
+        ),
     ],
 )
 def test_both_are_told(said, case, messages):
@@ -57,7 +55,7 @@ def test_both_are_told(said, case, messages):
 
 
 def test_one_that_stops_answering_ends_all_and_is_named():
-    status, _, out = launch("stops answering", heartbeat=3)
+    status, _, out = processes.launch("agreements.py", "stops answering", heartbeat=3)
     assert status != 0
     assert re.search(r"launch: Rank 1 \(.*\) has been stopped by a signal for \d+ s\.", out)
     assert re.search(r"Rank 0 \(.*\) (was killed by|ended with)", out)

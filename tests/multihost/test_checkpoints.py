@@ -1,9 +1,5 @@
 """Checkpoints of two processes: those of one process open there and back; nobody waits in vain."""
 
-import os
-import re
-import sys
-
 import pytest
 from checkpoint_tools import assert_same, logical, run, saved, steps  # noqa: F401
 
@@ -16,14 +12,9 @@ def printed(saved, tmp_path_factory):  # noqa: F811
     """By process, the lines; and the folder into which they saved step 5."""
     folder, *_ = saved[2, 4]
     full = tmp_path_factory.mktemp("full")
-    program = [sys.executable, processes.FOLDER / "checkpoints.py", folder, full]
-    paths = os.pathsep.join([str(processes.FOLDER.parent), os.environ.get("PYTHONPATH", "")])
-    status, out = processes.zeroxla(
-        *("launch", "--nodes=2", "--devices-per-node=4", "--", *program), PYTHONPATH=paths
-    )
+    status, said, out = processes.launch("checkpoints.py", folder, full, devices_per_node=4)
     assert status == 0, out
-    said = [re.findall(rf"^\[{i}\] (.+?): (.*)$", out, re.MULTILINE) for i in (0, 1)]
-    return [dict(lines) for lines in said], folder
+    return said, folder
 
 
 def test_a_checkpoint_of_one_process_opens_in_two_and_back(

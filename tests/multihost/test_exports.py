@@ -1,8 +1,5 @@
 """Weights of two processes: all read and gather, the first writes, and one that fails stops all."""
 
-import re
-import sys
-
 import pytest
 from hf_tools import assert_same_tensors, hub_folder, read_export, recorded
 
@@ -13,10 +10,8 @@ pytest.importorskip("safetensors", reason="safetensors is not installed")
 
 def test_two_processes_import_and_export(tmp_path):
     hub = hub_folder(tmp_path / "hub", "d_llama_gqa_tied")
-    program = [sys.executable, processes.FOLDER / "weights.py", hub, tmp_path]
-    status, out = processes.zeroxla("launch", "--nodes=2", "--devices-per-node=4", "--", *program)
+    status, said, out = processes.launch("weights.py", hub, tmp_path, devices_per_node=4)
     assert status == 0, out
-    said = [dict(re.findall(rf"^\[{i}\] (.+?): (.*)$", out, re.MULTILINE)) for i in (0, 1)]
     _, tensors, _ = recorded("d_llama_gqa_tied")
     assert_same_tensors(read_export(tmp_path / "good"), tensors)
     assert said[0]["files"] == said[1]["files"] == "5"

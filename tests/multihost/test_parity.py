@@ -1,7 +1,5 @@
 """A training over several processes is that of one: losses and parameters, plain and quantized."""
 
-import sys
-
 import numpy as np
 import pytest
 from quick import quick_compilation  # noqa: F401
@@ -34,10 +32,7 @@ def check(folder, expected, *names):
 
 
 def test_two_processes_of_four_devices(tmp_path, expected):
-    program = [sys.executable, processes.FOLDER / "steps.py", tmp_path, *NAMES]
-    status, out = processes.zeroxla(
-        "launch", "--nodes", "2", "--devices-per-node", "4", "--", *program
-    )
+    status, _, out = processes.launch("steps.py", tmp_path, *NAMES, devices_per_node=4)
     assert status == 0, out
     assert "[0] nodes [[0, 0, 0, 0], [1, 1, 1, 1]]" in out
     check(tmp_path, expected, *NAMES)

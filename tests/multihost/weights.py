@@ -6,19 +6,10 @@ HUB is a Hugging Face folder; exports go to OUT. Run by every process of a launc
 """
 
 import contextlib
-import resource
 import sys
 from pathlib import Path
 
-
-@contextlib.contextmanager
-def nothing_can_be_written(alone):
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000 if alone else soft, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+from multihost.processes import nothing_can_be_written
 
 
 def main(hub, out):
@@ -41,7 +32,7 @@ def main(hub, out):
     folder = Path(out) / "good" if first else Path("/dev/null/nowhere")
     files = export_params(state, folder, model=model, max_shard_size="100KB")
     print(f"files: {len(files)}", flush=True)
-    with nothing_can_be_written(first):
+    with nothing_can_be_written(beyond=10_000) if first else contextlib.nullcontext():
         try:
             export_params(state, Path(out) / "bad", model=model)
         except ValueError as error:

@@ -1,5 +1,7 @@
 """What every adapter returns, and the checks and conversions they share."""
 
+from __future__ import annotations
+
 import dataclasses
 import inspect
 import zlib
@@ -9,10 +11,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from zeroxla.paths import Path
+
 Tree = dict[str, Any]
 """Nested dicts with string keys and arrays as leaves."""
-
-Path = tuple[str, ...]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -33,6 +35,25 @@ class Adapted:
     init: Callable[..., tuple[Tree, Tree]]
     loss: Callable[..., tuple[jax.Array, dict[str, jax.Array], Tree]]
     apply: Callable[..., Any] | None = None
+
+    @staticmethod
+    def of(
+        init: Callable[..., Any], call: Callable[..., Any], apply: Callable[..., Any]
+    ) -> Adapted:
+        """Make it of a module's functions.
+
+        Args:
+          init, apply: as the attributes.
+          call: as `loss`, but it returns (what the module's loss returned, model_state).
+        """
+
+        def loss(
+            params: Tree, model_state: Tree, batch: Any, key: jax.Array, *, train: bool
+        ) -> tuple[jax.Array, dict[str, jax.Array], Tree]:
+            result, state = call(params, model_state, batch, key, train=train)
+            return *checked(result), state
+
+        return Adapted(init=init, loss=loss, apply=apply)
 
 
 def stream_key(key: jax.Array, name: str) -> jax.Array:

@@ -6,7 +6,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from zeroxla.adapters.base import Adapted, Path, Tree, check_signature, checked, to_flat, to_nested
+from zeroxla.adapters.base import Adapted, Tree, check_signature, checked, to_flat, to_nested
+from zeroxla.paths import Path, paths_of
 
 
 def adapt_function(init: Callable[..., Any], loss: Callable[..., Any]) -> Adapted:
@@ -26,7 +27,7 @@ def adapt_function(init: Callable[..., Any], loss: Callable[..., Any]) -> Adapte
     def init_function(key: jax.Array, batch: Any) -> tuple[Tree, Tree]:
         params = init(key, batch)
         leaves, _ = jax.tree.flatten(params)
-        paths = paths_of(params)
+        paths = names_of(params)
         return to_nested(dict(zip(paths, map(jnp.asarray, leaves), strict=True))), {}
 
     def loss_function(
@@ -35,7 +36,7 @@ def adapt_function(init: Callable[..., Any], loss: Callable[..., Any]) -> Adapte
         del train  # A plain loss knows no eval mode.
         if not known:
             shapes = jax.eval_shape(init, key, batch)
-            known.append((paths_of(shapes), jax.tree.structure(shapes)))
+            known.append((names_of(shapes), jax.tree.structure(shapes)))
         paths, structure = known[0]
         flat = to_flat(params)
         tree = structure.unflatten([flat[path] for path in paths])
@@ -44,13 +45,9 @@ def adapt_function(init: Callable[..., Any], loss: Callable[..., Any]) -> Adapte
     return Adapted(init=init_function, loss=loss_function)
 
 
-def paths_of(params: Any) -> list[Path]:
-    """Return the path of each leaf as strings."""
-    keyed, _ = jax.tree_util.tree_flatten_with_path(params)
-    paths = [
-        tuple(jax.tree_util.keystr((key,), simple=True) for key in path) or ("param",)
-        for path, _ in keyed
-    ]
+def names_of(params: Any) -> list[Path]:
+    """Return the path of each leaf; that of a bare array is "param"."""
+    paths = [path or ("param",) for path, _ in paths_of(params)]
     if len(set(paths)) != len(paths):
         twice = sorted({"/".join(path) for path in paths if paths.count(path) > 1})
         raise ValueError(

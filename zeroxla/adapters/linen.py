@@ -10,7 +10,7 @@ import jax
 from flax.core import DenyList, unfreeze
 from flax.errors import InvalidRngError
 
-from zeroxla.adapters.base import Adapted, Tree, checked, kept, module_loss, stream_key, to_flat
+from zeroxla.adapters.base import Adapted, Tree, kept, module_loss, stream_key, to_flat
 
 NOT_STATE = ("intermediates", "perturbations")
 """Collections that `sow` and `perturb` fill for whoever asks: outputs of one call, not state."""
@@ -20,16 +20,10 @@ def adapt_linen(module: nn.Module, loss: Callable[..., Any] | None) -> Adapted:
     """Adapt a linen module; see `adapt`, and `linen_functions`."""
     init, call = linen_functions(module, module_loss(module, loss))
 
-    def loss_function(
-        params: Tree, model_state: Tree, batch: Any, key: jax.Array, *, train: bool
-    ) -> tuple[jax.Array, dict[str, jax.Array], Tree]:
-        result, state = call(params, model_state, batch, key, train=train)
-        return *checked(result), state
-
     def apply(params: Tree, model_state: Tree, *args: Any, **kwargs: Any) -> Any:
         return module.apply({"params": params, **model_state}, *args, **kwargs)
 
-    return Adapted(init=init, loss=loss_function, apply=apply)
+    return Adapted.of(init, call, apply)
 
 
 def linen_functions(

@@ -12,15 +12,14 @@ from jax.core import Tracer
 
 from zeroxla.adapters.base import (
     Adapted,
-    Path,
     Tree,
-    checked,
     kept,
     module_loss,
     stream_key,
     to_flat,
     to_nested,
 )
+from zeroxla.paths import Path
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,18 +48,12 @@ def adapt_nnx(model: Any, loss: Callable[..., Any] | None) -> Adapted:
         )
     init, call, assemble = nnx_functions(model, lambda module: module_loss(module, loss))
 
-    def loss_function(
-        params: Tree, model_state: Tree, batch: Any, key: jax.Array, *, train: bool
-    ) -> tuple[jax.Array, dict[str, jax.Array], Tree]:
-        result, state = call(params, model_state, batch, key, train=train)
-        return *checked(result), state
-
     def apply(params: Tree, model_state: Tree, *args: Any, **kwargs: Any) -> Any:
         module: Any = assemble(params, model_state, jax.random.key(0))
         module.eval()
         return module(*args, **kwargs)
 
-    return Adapted(init=init, loss=loss_function, apply=apply)
+    return Adapted.of(init, call, apply)
 
 
 def nnx_functions(

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import jax.numpy as jnp
 
 from zeroxla.checkpoint.logical import WIRES, Entry, name
-from zeroxla.checkpoint.logical import Path as Name
 from zeroxla.inspect.memory import format_bytes, render
+from zeroxla.paths import Path as Name
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -15,10 +15,10 @@ from flax import traverse_util
 import zeroxla
 from zeroxla.checkpoint import logical
 from zeroxla.checkpoint.about import About
-from zeroxla.checkpoint.failures import SaveError
 from zeroxla.checkpoint.logical import WIRES, Entry, entries, rebuild
 from zeroxla.checkpoint.store import Store
 from zeroxla.config import ZeroConfig
+from zeroxla.paths import Path as Name
 from zeroxla.state import TrainState
 from zeroxla.step import Step
 
@@ -116,7 +116,8 @@ class Checkpointer:
 
         Raises:
           SaveError: the disk is full or the folder not writable. Earlier checkpoints stay whole.
-            What fails in the background is reported by the next call instead, and raised by `wait`.
+            What fails in the background the next call that saves or reads reports, and `wait` or
+            `close` raises, unless another save has begun by then.
 
         Cost: waits for the save before. Then the copy of a shard from each device to its host, or
         none on CPUs; with `asynchronous=False` until all is on disk. Host memory: the copy, until
@@ -124,10 +125,7 @@ class Checkpointer:
         """
         if number % self.every and not force:
             return False
-        try:
-            self.wait()
-        except SaveError as error:
-            self._report(str(error))
+        self._store.wait_and_report(self._report)
         if number in self.numbers():
             if self._store.damage(number) is None:
                 return False
@@ -149,7 +147,7 @@ class Checkpointer:
         """Wait until the last save is whole.
 
         Raises:
-          SaveError: it could not be written.
+          SaveError: it could not be written; raised once.
         """
         self._store.wait()
 
@@ -175,7 +173,7 @@ class Checkpointer:
         Raises:
           ValueError: there is none.
         """
-        return self._store.about(self._store.listed(number))
+        return self._store.about(self._store.listed(number, self._report))
 
     def restore(self, like: Step | TrainState, number: int | None = None) -> Restored:
         """Read a state onto a mesh, of any size.
@@ -258,9 +256,7 @@ class Checkpointer:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _read(
-        self, number: int, wanted: Mapping[logical.Path, Entry]
-    ) -> dict[logical.Path, jax.Array]:
+    def _read(self, number: int, wanted: Mapping[Name, Entry]) -> dict[Name, jax.Array]:
         """Read arrays as they are stored on a mesh; storage has none without elements."""
         targets = {
             path: jax.ShapeDtypeStruct(e.array.shape, e.array.dtype, sharding=e.array.sharding)
@@ -270,9 +266,7 @@ class Checkpointer:
         empty = {path: logical.empty(e) for path, e in wanted.items() if not e.array.size}
         return empty | self._store.read(number, targets)
 
-    def _with_wires(
-        self, about: About, wanted: dict[logical.Path, Entry]
-    ) -> dict[logical.Path, Entry]:
+    def _with_wires(self, about: About, wanted: dict[Name, Entry]) -> dict[Name, Entry]:
         """Leave out what wires remember unless all of it fits."""
         wires = {path: entry for path, entry in wanted.items() if path[0] == WIRES}
         there = [path for path in about.leaves if path[0] == WIRES]

@@ -23,9 +23,9 @@ from flax import traverse_util
 from zeroxla.checkpoint.about import About
 from zeroxla.checkpoint.failures import root_cause
 from zeroxla.checkpoint.logical import Entry
-from zeroxla.checkpoint.logical import Path as Name
 from zeroxla.checkpoint.sums import sum_rest, write_sums
 from zeroxla.hosts.together import together
+from zeroxla.paths import Path as Name
 
 BUFFER_BYTES = 256 * 2**20
 """On their way between files and devices while a state is read, or the largest array's."""

@@ -12,11 +12,12 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
+from zeroxla.paths import Path, paths_of
 from zeroxla.placement import Placement
 from zeroxla.state import TrainState
-from zeroxla.wire_state import PARTS, Path, WireState
+from zeroxla.wire_state import PARTS, WireState
 
 WIRES = "wires"
 
@@ -54,7 +55,7 @@ def entries(state: TrainState) -> dict[Path, Entry]:
         ("params", state.params, state.placements[0]),
         ("opt_state", state.opt_state, state.placements[1]),
     ):
-        paths = [(name, *path) for path, _ in _leaves(tree)]
+        paths = [(name, *path) for path, _ in paths_of(tree)]
         found |= _placed(paths, jax.tree.leaves(tree), placements)
     rest = {
         "model_state": state.model_state,
@@ -62,9 +63,9 @@ def entries(state: TrainState) -> dict[Path, Entry]:
         "loss_scale": state.loss_scale,
         "step": state.step,
     }
-    found |= {path: Entry(array=x, shape=x.shape) for path, x in _leaves(rest)}
+    found |= {path: Entry(array=x, shape=x.shape) for path, x in paths_of(rest)}
     if state.wire_state is not None:
-        paths = [path for path, _ in _leaves(state.params)]
+        paths = [path for path, _ in paths_of(state.params)]
         names, shapes = state.wire_state.names(paths), state.wire_state.shapes(state.placements[0])
         for part in PARTS:
             trio = zip(*(getattr(x, part) for x in (names, state.wire_state, shapes)), strict=True)
@@ -89,7 +90,7 @@ def rebuild(like: TrainState, arrays: Mapping[Path, Any], *, key: str) -> TrainS
 
     def tree(name: str) -> Any:
         old = getattr(like, name)
-        new = [arrays[name, *path] for path, _ in _leaves(old)]
+        new = [arrays[name, *path] for path, _ in paths_of(old)]
         return jax.tree.unflatten(jax.tree.structure(old), new)
 
     return TrainState(
@@ -106,7 +107,7 @@ def rebuild(like: TrainState, arrays: Mapping[Path, Any], *, key: str) -> TrainS
 
 def with_params(state: TrainState, arrays: Mapping[Path, Any]) -> Any:
     """Return the parameters of a state, some of them replaced."""
-    leaves = [arrays.get(("params", *path), x) for path, x in _leaves(state.params)]
+    leaves = [arrays.get(("params", *path), x) for path, x in paths_of(state.params)]
     return jax.tree.unflatten(jax.tree.structure(state.params), leaves)
 
 
@@ -123,7 +124,7 @@ def name(path: Path) -> str:
 def _wire_state(like: TrainState, arrays: Mapping[Path, Any]) -> WireState | None:
     if like.wire_state is None:
         return None
-    paths = [path for path, _ in _leaves(like.params)]
+    paths = [path for path, _ in paths_of(like.params)]
     names = like.wire_state.names(paths)
     parts = {}
     for part in PARTS:
@@ -139,15 +140,6 @@ def _placed(
 ) -> dict[Path, Entry]:
     trio = zip(paths, leaves, placements, strict=True)
     return {path: Entry(array=x, shape=p.shape) for path, x, p in trio if x is not None}
-
-
-def _leaves(tree: Any) -> list[tuple[Path, Any]]:
-    found = jax.tree_util.tree_leaves_with_path(tree)
-    return [(tuple(_part(key) for key in path), x) for path, x in found]
-
-
-def _part(key: Any) -> str:
-    return jax.tree_util.keystr((key,), simple=True)
 
 
 def _check_names(found: Mapping[Path, Entry]) -> None:
@@ -170,7 +162,8 @@ def _key_data(key: Any) -> Any:
 
 def _wrap_key(data: jax.Array, kind: str) -> jax.Array:
     assert isinstance(data.sharding, NamedSharding)
-    wrap = jax.jit(lambda x: jax.random.wrap_key_data(x, impl=kind), out_shardings=data.sharding)
+    everywhere = NamedSharding(data.sharding.mesh, PartitionSpec())  # of a key, which has no dims
+    wrap = jax.jit(lambda x: jax.random.wrap_key_data(x, impl=kind), out_shardings=everywhere)
     return wrap(data)
 
 

@@ -16,9 +16,9 @@ from zeroxla.checkpoint.about import About
 from zeroxla.checkpoint.failures import SaveError, quiet_absl, root_cause
 from zeroxla.checkpoint.handler import SAVE_TIMEOUT_S, RestoreState, SaveState, StateHandler
 from zeroxla.checkpoint.logical import Entry
-from zeroxla.checkpoint.logical import Path as Name
 from zeroxla.checkpoint.sums import find_damage
 from zeroxla.hosts.exchange import exchange, on_first
+from zeroxla.paths import Path as Name
 
 STATE = "state"
 
@@ -40,6 +40,8 @@ class Store:
     def __init__(self, folder: Path, *, keep: int | None, asynchronous: bool) -> None:
         self.folder = folder
         self._saving: int | None = None  # or saved last
+        self._failure: SaveError | None = None  # of the last save, until it is raised
+        self._has_reported = False  # that failure
         self._damage: dict[int, str | None] = {}  # of those that were looked at
         try:
             self._manager = ocp.CheckpointManager(
@@ -67,11 +69,12 @@ class Store:
         return self.folder / str(number) / STATE
 
     def save(self, number: int, found: Mapping[Name, Entry], about: About) -> None:
-        """Write a state, in the place of a damaged one of that number if there is one.
+        """Write a state. A failure before, which the caller has reported, is not raised any more.
 
         Raises:
           SaveError: it could not be written.
         """
+        self._failure = None
         stored = {path: entry for path, entry in found.items() if entry.array.size}
         arrays = SaveState(stored, about, name=f"save {next(_saves)}")
         self._saving = number
@@ -84,11 +87,20 @@ class Store:
         """Wait until the last save is whole.
 
         Raises:
-          SaveError: it could not be written.
+          SaveError: it could not be written; only once.
         """
-        with self._failing_as_save_error():
-            self._manager.wait_until_finished()
-            self._manager.check_for_errors()
+        self._settle()
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
+    def wait_and_report(self, report: Callable[[str], None]) -> None:
+        """Wait until the last save is whole; report, once, that it could not be written: `wait`
+        still raises it."""
+        self._settle()
+        if self._failure is not None and not self._has_reported:
+            self._has_reported = True
+            report(str(self._failure))
 
     def read(self, number: int, targets: Mapping[Name, jax.ShapeDtypeStruct]) -> dict[Name, Any]:
         """Read arrays: onto the shardings of the targets, padded with zeros up to their shapes."""
@@ -112,13 +124,13 @@ class Store:
         """Return what a checkpoint says of itself."""
         return About.read(self.folder_of(number))
 
-    def listed(self, number: int | None) -> int:
-        """Return the number if it is there; the newest if None.
+    def listed(self, number: int | None, report: Callable[[str], None]) -> int:
+        """Return the number if it is there; the newest if None. Report a save that failed.
 
         Raises:
           ValueError: it is not, or nothing is.
         """
-        self.wait()
+        self.wait_and_report(report)
         numbers = self.numbers()
         if number in numbers:
             return number
@@ -132,8 +144,9 @@ class Store:
         )
 
     def latest(self, report: Callable[[str], None]) -> int | None:
-        """Return the newest that is not damaged, and report what is; None if there is none."""
-        self.wait()
+        """Return the newest that is not damaged; None if there is none. Report what is damaged, and
+        a save that failed."""
+        self.wait_and_report(report)
         for number in reversed(self.numbers()):
             damage = self.damage(number)
             if damage is None:
@@ -147,7 +160,7 @@ class Store:
         Raises:
           ValueError: it is not.
         """
-        listed = self.listed(number)
+        listed = self.listed(number, report)
         if number is None:
             found = self.latest(report)
             if found is None:
@@ -180,6 +193,15 @@ class Store:
         finally:
             with contextlib.suppress(Exception):  # has been raised above
                 self._manager.close()
+
+    def _settle(self) -> None:
+        """Wait until the last save has ended, and remember if it failed."""
+        try:
+            with self._failing_as_save_error():
+                self._manager.wait_until_finished()
+                self._manager.check_for_errors()
+        except SaveError as error:
+            self._failure, self._has_reported = error, False
 
     def _make_room(self, number: int) -> None:
         self._remove_leftovers()

@@ -8,8 +8,6 @@ from collections.abc import Callable
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from zeroxla.mesh import DEVICE
-
 
 @functools.cache
 def mover(sharding: NamedSharding) -> Callable[[jax.Array], jax.Array]:
@@ -17,11 +15,16 @@ def mover(sharding: NamedSharding) -> Callable[[jax.Array], jax.Array]:
     return jax.jit(lambda x: x, out_shardings=sharding)
 
 
-def hops_to_whole(sharding: NamedSharding) -> tuple[NamedSharding, NamedSharding]:
-    """Return the shardings a leaf passes through to be whole on every device: without `node`, then
-    without `device`. So what travels between hosts does so once."""
-    inside = PartitionSpec(*(DEVICE if names else None for names in sharding.spec))
-    return NamedSharding(sharding.mesh, inside), NamedSharding(sharding.mesh, PartitionSpec())
+def hops_to_whole(sharding: NamedSharding) -> list[NamedSharding]:
+    """Return the shardings a leaf passes through to be whole on every device: axis by axis, the
+    innermost first, so without `pipe`, then `node`, then `device`. So what travels between hosts
+    does so once; with several stages on a host, once for each."""
+    # Of what a program returns the spec may lack axes of length 1, and be a name if one is left.
+    spec = [(names,) if isinstance(names, str) else names or () for names in sharding.spec]
+    return [
+        NamedSharding(sharding.mesh, PartitionSpec(*(names[:left] or None for names in spec)))
+        for left in reversed(range(max(map(len, spec), default=0)))
+    ]
 
 
 def whole(x: jax.Array) -> jax.Array:

@@ -15,10 +15,11 @@ from jax.sharding import PartitionSpec
 
 from zeroxla.layout import Layout
 from zeroxla.mesh import DEVICE, NODE, PIPE
+from zeroxla.paths import Path
 from zeroxla.pipeline.moves import Moves, each_stage
 from zeroxla.pipeline.packing import Packing, make_packing
 from zeroxla.placement import Placement
-from zeroxla.wire_state import PARTS, Memory, Path, WireState
+from zeroxla.wire_state import PARTS, Memory, WireState
 from zeroxla.wiring import Wiring
 
 

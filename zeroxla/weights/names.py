@@ -16,10 +16,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from zeroxla.paths import Path, paths_of
+
 if TYPE_CHECKING:
     from models.format import Format
 
-Path = tuple[str, ...]
 Shape = tuple[int, ...]
 
 
@@ -141,14 +142,6 @@ def param_shapes(module: Any) -> dict[Path, Shape]:
 def shapes_of(params: Any) -> dict[Path, Shape]:
     """Return the shapes of a tree's arrays by path."""
     return {path: tuple(x.shape) for path, x in paths_of(params)}
-
-
-def paths_of(tree: Any) -> list[tuple[Path, Any]]:
-    """Return a tree's leaves with their paths, in its order."""
-    found = jax.tree_util.tree_leaves_with_path(tree)
-    return [
-        (tuple(jax.tree_util.keystr((key,), simple=True) for key in path), x) for path, x in found
-    ]
 
 
 def check_shapes(module: Any, shapes: Mapping[Path, Shape], what: str) -> None:

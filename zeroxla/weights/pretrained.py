@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from zeroxla.hosts.together import together
+from zeroxla.paths import paths_of
 from zeroxla.placement import Placement
 from zeroxla.state import TrainState
 from zeroxla.step import Step
@@ -20,7 +21,6 @@ from zeroxla.weights.names import (
     check_shapes,
     format_leaves,
     format_of,
-    paths_of,
 )
 from zeroxla.weights.tensor_reader import TensorReader, check_dtype
 

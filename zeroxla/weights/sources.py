@@ -12,8 +12,9 @@ from zeroxla.checkpoint.about import ABOUT, About
 from zeroxla.checkpoint.handler import open_array
 from zeroxla.checkpoint.store import STATE
 from zeroxla.checkpoint.sums import find_damage
+from zeroxla.paths import Path, paths_of
 from zeroxla.state import TrainState, host_leaf
-from zeroxla.weights.names import Path, Shape, paths_of
+from zeroxla.weights.names import Shape
 
 
 class Source(Protocol):
