@@ -12,11 +12,12 @@ from quick import quick_compilation  # noqa: F401
 
 import zeroxla
 from models import GPT, AlexNet
-from zeroxla import Checkpointer, Pipeline, TiedLayer, ZeroConfig
+from zeroxla import Checkpointer, Machine, Pipeline, Profile, TiedLayer, ZeroConfig
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 RTOL = 5e-6
+FAST = Machine(flops_per_s=1e12, bytes_per_s=1e11)
 
 
 MODELS = {
@@ -130,6 +131,57 @@ def test_checkpoints_open_across_numbers_of_stages(tmp_path):
                 assert float(metrics["loss"]) == pytest.approx(loss, rel=2e-5)
 
 
+# where to cut
+
+
+@pytest.mark.parametrize("boundaries", [None, [0, 0, 8, 8]])
+def test_stages_without_layers_pass_on_what_they_get(boundaries):
+    """Three stages for two layers, where the last layer stays with the loss; and the first and the
+    last stage empty."""
+    if boundaries is None:
+        layers = [nn.Dense(5), nn.Dense(3)]
+        pipeline = Pipeline(layers, lambda y, b: jnp.mean(y**2), allow_empty=True)
+        batch = np.random.default_rng(0).normal(size=(4, 7)).astype(np.float32)
+    else:
+        pipeline, batch = listed(partition=boundaries, allow_empty=True), tokens(4)
+    step = step_of(pipeline, 3, 1, 1, 2)
+    assert_equals_the_whole(step, pipeline, batch)
+    assert step.describe().boundaries == tuple(boundaries or (0, 1, 1, 2))
+
+
+@pytest.mark.parametrize("how", ["profile", Profile(measure=True), Profile(machine=FAST)], ids=str)
+def test_a_profile_balances_what_layers_cost(how):
+    """Width 300 costs what it costs, however few parameters a layer has; equal blocks cost the
+    same."""
+    wide = [lambda x: jnp.tanh(x) @ jnp.ones((300, 300))] * 3
+    layers = [nn.Dense(300), *wide, nn.Dense(1)]
+    pipeline = Pipeline(layers, lambda y, b: jnp.mean(y**2), partition=how)
+    step, batch = step_of(pipeline, 2, 1, 1, 2), np.ones((256, 2), np.float32)
+    step.abstract_state(batch)
+    found = step.describe()
+    assert found.unit == "time"
+    assert found.costs[1] == found.costs[2] == found.costs[3] > 2 * found.costs[4] > 0
+    assert found.boundaries in ((0, 2, 5), (0, 3, 5))
+    by_parameters = step_of(
+        Pipeline(layers, lambda y, b: jnp.mean(y**2), partition="parameters"), 2, 1, 1, 2
+    )
+    by_parameters.abstract_state(batch)
+    assert by_parameters.describe().boundaries == (0, 4, 5)
+    assert step.describe() == found  # measured once
+
+
+def test_a_profile_of_blocks_in_a_loop():
+    pipeline = Pipeline.from_model(GPT.tiny(layers=4), partition=Profile(machine=FAST))
+    step = step_of(pipeline, 2, 1, 2, 2)
+    step.abstract_state(tokens(8))
+    found = step.describe()
+    assert found.costs[1] == found.costs[4] > found.costs[5] > found.costs[0]
+    flops = [layer.flops for layer in found.layers]
+    # Forward and backward of a block: 6 FLOPs for each parameter and token, and attention.
+    block = 6 * 12_704 * 2 * 12
+    assert block < flops[1] < 1.3 * block
+
+
 # what cannot be
 
 
@@ -141,6 +193,8 @@ def test_checkpoints_open_across_numbers_of_stages(tmp_path):
         (lambda: listed(schedule="gpipe", memory="low"), "memory='low' has no effect"),
         (lambda: listed(remat=0), "remat=0; give a number of layers"),
         (lambda: Pipeline([nn.Dense], None), "layer 0 is the class Dense"),
+        (lambda: Profile(measure=True, machine=FAST), "measured times need no machine"),
+        (lambda: step_of(listed(), 2, 1, 1, 2, weights="never"), "weights='never'; use"),
         (lambda: Pipeline([3], None), "layer 0 is a int"),
     ],
 )
@@ -175,6 +229,31 @@ def test_models_that_cannot_be_cut(pipeline, message):
         batch = tokens(4)
     step = step_of(made, 2, 1, 1, 2)
     with pytest.raises(ValueError, match=message):
+        step.grad(step.init(KEY, batch), batch)
+
+
+def test_a_loss_beside_that_of_the_pipeline():
+    mesh = zeroxla.make_mesh(pipe=2, nodes=1, devices_per_node=1)
+    with pytest.raises(ValueError, match="a Pipeline has its own loss"):
+        zeroxla.make_step(listed(), mesh, loss=lambda apply, batch, train: 0.0)
+
+
+def test_a_schedule_of_other_numbers():
+    step = step_of(listed(schedule=zeroxla.make_schedule("gpipe", 2, 3)), 2, 1, 1, 2)
+    with pytest.raises(ValueError, match="of 2 stages and 3 micro-batches, and there are 2 and 2"):
+        step.grad(step.init(KEY, tokens(4)), tokens(4))
+
+
+def test_weights_without_stages_are_said_to_have_no_effect():
+    with pytest.warns(UserWarning, match="weights='tick' has no effect"):
+        step_of(listed(), 1, 1, 2, 2, weights="tick")
+
+
+def test_a_model_that_keeps_a_state():
+    layers = [nn.Dense(8), nn.BatchNorm(use_running_average=False), nn.Dense(1)]
+    step = step_of(Pipeline(layers, lambda y, b: jnp.mean(y**2)), 2, 1, 1, 2)
+    batch = np.ones((4, 8), np.float32)
+    with pytest.raises(NotImplementedError, match="keeps a state between steps"):
         step.grad(step.init(KEY, batch), batch)
 
 

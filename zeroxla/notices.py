@@ -26,6 +26,12 @@ def useless_on_mesh(wiring: Wiring, mesh: Mesh) -> Iterator[str]:
         yield f"without effect on the mesh {shape}: {words}"
 
 
+def useless_without_stages(weights: str, num_stages: int) -> Iterator[str]:
+    """Yield a sentence if an option is one of stages and there are none."""
+    if weights != "step" and num_stages == 1:
+        yield f"weights={weights!r} has no effect: the mesh has no axis `pipe`"
+
+
 def useless_on_leaves(config: ZeroConfig, layout: Layout) -> Iterator[str]:
     """Yield a sentence for each option that touches no leaf of the model."""
     for name, unused in config.unmatched([leaf.path for leaf in layout]).items():

@@ -20,7 +20,7 @@ from zeroxla.hosts.batches import put_batch, put_key
 from zeroxla.hosts.exchange import agree_on_program
 from zeroxla.layout import make_layout
 from zeroxla.mesh import PIPE, as_auto
-from zeroxla.notices import useless_on_leaves, useless_on_mesh, warn
+from zeroxla.notices import useless_on_leaves, useless_on_mesh, useless_without_stages, warn
 from zeroxla.pipeline.partition import Partition
 from zeroxla.pipeline.pipeline import Pipeline
 from zeroxla.programs import BY_ROWS, Programs
@@ -31,9 +31,9 @@ from zeroxla.validate import (
     check_is_state,
     check_key,
     check_model,
-    check_pipeline,
     check_state,
     check_stored,
+    check_weights,
 )
 from zeroxla.wire_state import WireState
 
@@ -82,8 +82,10 @@ def make_step(
         optimizer = optax.inject_hyperparams(optax.adamw)(learning_rate=3e-4)
     pipeline = model if isinstance(model, Pipeline) else None
     mesh = as_auto(mesh, pipeline=pipeline is not None)
-    if pipeline is not None:
-        check_pipeline(loss=loss, weights=weights)
+    check_weights(weights)
+    if pipeline is not None and loss is not None:
+        raise ValueError("a Pipeline has its own loss; leave out loss= of make_step")
+    warn(useless_without_stages(weights, mesh.shape.get(PIPE, 1)), stacklevel=3)
     return Step(
         adapted=pipeline.adapted if pipeline else adapt(model, loss),
         mesh=mesh,

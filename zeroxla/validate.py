@@ -149,14 +149,12 @@ def check_model(state: TrainState, expected: Any) -> None:
         )
 
 
-def check_pipeline(*, loss: Any, weights: str) -> None:
-    """Check the options of a pipeline that are known before tracing.
+def check_weights(weights: str) -> None:
+    """Check how often a pipeline is to gather its leaves.
 
     Raises:
-      ValueError: one cannot work.
+      ValueError: there is no such choice.
     """
-    if loss is not None:
-        raise ValueError("a Pipeline has its own loss; leave out loss= of make_step")
     if weights not in ("step", "tick"):
         raise ValueError(f'weights={weights!r}; use "step" or "tick"')
 
