@@ -153,12 +153,10 @@ class Ticks:
         return x, tree.unflatten(leaves)
 
     def _down(self, buffers: Buffers) -> Buffers:
-        p = self.schedule.stages
-        return [lax.ppermute(x, PIPE, [(s, s + 1) for s in range(p - 1)]) for x in buffers]
+        return _send(buffers, [(s, s + 1) for s in range(self.schedule.stages - 1)])
 
     def _up(self, buffers: Buffers) -> Buffers:
-        p = self.schedule.stages
-        return [lax.ppermute(x, PIPE, [(s + 1, s) for s in range(p - 1)]) for x in buffers]
+        return _send(buffers, [(s + 1, s) for s in range(self.schedule.stages - 1)])
 
     def _tables(self) -> dict[str, np.ndarray]:
         schedule, stash = self.schedule, self.stash
@@ -174,6 +172,11 @@ class Ticks:
             "weight_input": _slots(schedule.weight, stash.input_slots),
             "weight_gradient": _slots(schedule.weight, stash.gradient_slots),
         }
+
+
+def _send(buffers: Buffers, pairs: list[tuple[int, int]]) -> Buffers:
+    with jax.named_scope("send"):
+        return [lax.ppermute(x, PIPE, pairs) for x in buffers]
 
 
 def _slots(table: np.ndarray, slots: np.ndarray) -> np.ndarray:
