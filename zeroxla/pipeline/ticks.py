@@ -95,19 +95,24 @@ class Ticks:
         )
 
         def tick(state: Any, row: dict[str, jax.Array]) -> tuple[Any, None]:
-            inputs, given, x, g, carry = state
+            inputs, given, x, dx, carry = state
             inputs = _write(inputs, row["input_arrival"], x)
-            given = _write(given, row["gradient_arrival"], g)
+            if backward is not None:
+                # The gradient of the tick before goes up beside this forward, y beside a backward.
+                g = self._up(dx)
+                inputs, g = self._ordered(inputs, g)
             y, carry = lax.cond(
                 row["forward"] != NONE,
                 lambda carry: forward(_read(inputs, row["forward_input"]), row["forward"], carry),
                 lambda carry: (self.activations.zeros(), carry),
                 carry,
             )
+            x = self._down(y)
             if backward is None:
-                return (inputs, given, self._down(y), g, carry), None
-            # Forward before backward on every device: their collectives would meet otherwise.
-            carry, y = self._after(carry, y)
+                return (inputs, given, x, dx, carry), None
+            carry, x = self._ordered(carry, x)
+            g, y = tie(g, y, firmly=False)
+            given = _write(given, row["gradient_arrival"], g)
             back = backward
             dx, carry = lax.cond(
                 row["backward"] != NONE,
@@ -122,7 +127,7 @@ class Ticks:
             )
             if weight is not None:
                 of_leaves = weight
-                carry, dx = self._after(carry, dx)
+                carry, dx = self._ordered(carry, dx)
                 carry = lax.cond(
                     row["weight"] != NONE,
                     lambda carry: of_leaves(
@@ -134,23 +139,20 @@ class Ticks:
                     lambda carry: carry,
                     carry,
                 )
-                dx, carry = self._before(dx, carry)
-            y, dx = tie(y, dx, firmly=self.firmly)
-            x = self._down(y)
-            dx, x = tie(dx, x, firmly=self.firmly)
-            return (inputs, given, x, self._up(dx), carry), None
+                dx, carry = self._ordered(dx, carry)
+            # XLA would move a permute that ends a turn to the next one, where x is read at once.
+            x, dx = tie(x, dx, firmly=False)
+            return (inputs, given, x, dx, carry), None
 
         return lax.scan(tick, start, rows)[0][-1]
 
-    def _after(self, carry: Any, y: Buffers) -> tuple[Any, Buffers]:
-        leaves, tree = jax.tree.flatten(carry)
-        leaves, y = tie(leaves, y, firmly=self.firmly)
-        return tree.unflatten(leaves), y
-
-    def _before(self, x: Buffers, carry: Any) -> tuple[Buffers, Any]:
-        leaves, tree = jax.tree.flatten(carry)
-        x, leaves = tie(x, leaves, firmly=self.firmly)
-        return x, tree.unflatten(leaves)
+    def _ordered(self, arrays: Any, to: Any) -> tuple[Any, Any]:
+        """Return both, `arrays` after `to` where collectives meet unless data keeps them apart."""
+        if not self.firmly:
+            return arrays, to
+        (xs, tree), (ys, other) = jax.tree.flatten(arrays), jax.tree.flatten(to)
+        xs, ys = tie(xs, ys, firmly=True)
+        return tree.unflatten(xs), other.unflatten(ys)
 
     def _down(self, buffers: Buffers) -> Buffers:
         return _send(buffers, [(s, s + 1) for s in range(self.schedule.stages - 1)])
