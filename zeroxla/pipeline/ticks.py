@@ -97,12 +97,10 @@ class Ticks:
         def tick(state: Any, row: dict[str, jax.Array]) -> tuple[Any, None]:
             inputs, given, x, dx, carry = state
             inputs = _write(inputs, row["input_arrival"], x)
-            if backward is not None:
-                # The gradient of the tick before goes up beside this forward, y beside a backward.
-                g = self._up(dx)
-                inputs, g = self._ordered(inputs, g)
+            # The gradient of the tick before goes up beside this forward, y beside a backward.
+            g = self._up(dx) if backward else []
             y, carry = lax.cond(
-                row["forward"] != NONE,
+                self._has(row["forward"], after=g),
                 lambda carry: forward(_read(inputs, row["forward_input"]), row["forward"], carry),
                 lambda carry: (self.activations.zeros(), carry),
                 carry,
@@ -110,12 +108,11 @@ class Ticks:
             x = self._down(y)
             if backward is None:
                 return (inputs, given, x, dx, carry), None
-            carry, x = self._ordered(carry, x)
             g, y = tie(g, y, firmly=False)
             given = _write(given, row["gradient_arrival"], g)
             back = backward
             dx, carry = lax.cond(
-                row["backward"] != NONE,
+                self._has(row["backward"], after=x),
                 lambda carry: back(
                     _read(inputs, row["backward_input"]),
                     _read(given, row["backward_gradient"]),
@@ -127,9 +124,8 @@ class Ticks:
             )
             if weight is not None:
                 of_leaves = weight
-                carry, dx = self._ordered(carry, dx)
                 carry = lax.cond(
-                    row["weight"] != NONE,
+                    self._has(row["weight"], after=dx),
                     lambda carry: of_leaves(
                         _read(inputs, row["weight_input"]),
                         _read(given, row["weight_gradient"]),
@@ -139,20 +135,20 @@ class Ticks:
                     lambda carry: carry,
                     carry,
                 )
-                dx, carry = self._ordered(dx, carry)
+                if self.firmly:
+                    dx, _ = tie(dx, jax.tree.leaves(carry), firmly=True)
             # XLA would move a permute that ends a turn to the next one, where x is read at once.
             x, dx = tie(x, dx, firmly=False)
             return (inputs, given, x, dx, carry), None
 
         return lax.scan(tick, start, rows)[0][-1]
 
-    def _ordered(self, arrays: Any, to: Any) -> tuple[Any, Any]:
-        """Return both, `arrays` after `to` where collectives meet unless data keeps them apart."""
-        if not self.firmly:
-            return arrays, to
-        (xs, tree), (ys, other) = jax.tree.flatten(arrays), jax.tree.flatten(to)
-        xs, ys = tie(xs, ys, firmly=True)
-        return tree.unflatten(xs), other.unflatten(ys)
+    def _has(self, microbatch: jax.Array, *, after: Buffers) -> jax.Array:
+        """Return whether there is one. Where only data keeps collectives in order, that is known
+        once `after` are there: every device does first what they come from."""
+        if self.firmly:
+            (microbatch,), _ = tie([microbatch], after, firmly=True)
+        return microbatch != NONE
 
     def _down(self, buffers: Buffers) -> Buffers:
         return _send(buffers, [(s, s + 1) for s in range(self.schedule.stages - 1)])
