@@ -80,6 +80,35 @@ def test_scans_multiply_counts_and_conditionals_are_marked():
         assert report.flat(min_elements=33) == ()
 
 
+def test_of_branches_the_heaviest_counts():
+    mesh = make_mesh(2, 4)
+
+    def step(x):  # 8 x 4 float32 on each device: 128 bytes
+        def inner(x):
+            return lax.cond(x[0, 0] > 0, lambda x: lax.psum(x, "node"), lambda x: 2 * x, x)
+
+        def first(x):  # an all-reduce over `device`, and one over `node` at most
+            return inner(lax.psum(x, "device"))
+
+        def second(x):
+            return lax.psum(lax.psum(x[:4], "device") * 2, "device").repeat(2, 0)
+
+        return lax.cond(x.sum() > 0, first, second, x)
+
+    for report in in_both_forms(lower(step, mesh, DATA, DATA, (64, 4)), mesh):
+        over_device, over_node = 128 * 2 * 3 / 4, 128 * 2 / 2
+        # Bytes: the first branch; with two halves the second has as many over `device`.
+        assert report.total_bytes() == over_device + over_node
+        assert report.total_bytes(axis="device") == over_device
+        assert report.count() == report.count(axis="device") == 2
+        assert report.total_bytes(axis="node") == over_node
+        assert {(row.axis, row.count, row.received_bytes) for row in report.rows} == {
+            ("device", 2, over_device),
+            ("node", 1, over_node),
+        }
+        assert str(report).count("<=") == 3 * 2 + 2  # the host's column only where it has bytes
+
+
 @jax.custom_vjp
 def gathered(shard):
     return gather_hops(shard)
@@ -153,6 +182,9 @@ def test_function_lowered_once_is_counted_in_the_phase_of_each_call():
         ("jit(step)/transpose(jvp(forward))/layer_0/psum", "all-reduce", "backward"),
         ("jit(step)/update/dot_general", "all-reduce", "update"),
         ("jit(step)/forward/embed/gather", "all-gather", "forward"),  # the primitive `gather`
+        ("jit(step)/shard_map/move/all_to_all", "all-to-all", "move"),
+        ("jit(step)/shard_map/while/body/send/ppermute", "collective-permute", "send"),
+        ("jit(step)/forward/move/gather/all_gather", "all-gather", "forward gather"),
         ("", "all-gather", "other"),
         (
             "jit(step)/(jvp(forward)/gather/all_gather:transpose(jvp(forward))/gather/all_gather)",
@@ -261,11 +293,11 @@ def test_three_axes_and_the_choice_of_what_crosses_hosts():
     report = comms(lowered, mesh)
     assert [row.axis for row in report.rows] == ["pipe", "node"]
     assert [row.received_bytes for row in report.rows] == [16, 16]
-    # Two hosts of four devices: both stages of node 0 are on host 0.
-    assert [row.cross_host_bytes for row in report.rows] == [0, 64]
-    # Four hosts of two devices.
-    report = comms(lowered, mesh, host_axes=("pipe", "node"))
+    # Every node of every stage is a host: four of two devices.
     assert [row.cross_host_bytes for row in report.rows] == [32, 32]
+    # Two hosts of four devices: both stages of node 0 are on host 0.
+    report = comms(lowered, mesh, host_axes=("node",))
+    assert [row.cross_host_bytes for row in report.rows] == [0, 64]
 
 
 def test_collectives_inserted_by_the_compiler_show_only_in_the_compiled_program():

@@ -1,18 +1,4 @@
-"""What travels in one run of a program: per mesh axis, collective kind, phase and wire dtype.
-
-Bytes follow from shapes. For a group of g devices one device receives
-
-    all-gather          result  * (g - 1) / g
-    reduce-scatter      operand * (g - 1) / g
-    all-reduce          operand * (g - 1) / g * 2      (a reduce-scatter, then an all-gather)
-    all-to-all          operand * (g - 1) / g
-    collective-permute  operand
-
-Bytes between hosts are those that a host sends to others: exact for all-to-all and permutes, for
-the rest those of a ring in the order in which the program lists a group. A hop over `node` alone
-gives the same in any ring. For a flat collective it is what Gloo sends in gathers and all-reduces
-(measured); Gloo's reduce-scatter and NCCL, which orders its rings by topology, send less.
-"""
+"""What travels in one run of a program: per mesh axis, collective kind, phase and wire dtype."""
 
 from __future__ import annotations
 
@@ -27,6 +13,7 @@ import numpy as np
 from . import hlo
 from .memory import format_bytes, render
 from .phases import PHASES, phase_of
+from .traffic import messages, most, received_bytes
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -46,6 +33,8 @@ class Row:
       elements: payload elements of one run (the gathered size of an all-gather); the largest.
       received_bytes: bytes that one device receives per step.
       cross_host_bytes: bytes that one host sends to other hosts per step.
+      branches: of conditionals that it sits in, outermost first: (conditional, which branch). Its
+        own figures are those of a device that always takes them; empty for a sum of rows.
       conditional: runs only in some branch of a conditional, so the figures are upper bounds.
       op_name: `jax.named_scope` path of the first.
     """
@@ -59,6 +48,7 @@ class Row:
     elements: int
     received_bytes: float
     cross_host_bytes: float
+    branches: tuple[tuple[int, int], ...]
     conditional: bool
     op_name: str
 
@@ -90,10 +80,11 @@ class CommsReport:
         sums = [
             dataclasses.replace(
                 rows[0],
-                count=sum(row.count for row in rows),
+                count=int(most(rows, lambda row: row.count)),
                 elements=max(row.elements for row in rows),
-                received_bytes=sum(row.received_bytes for row in rows),
-                cross_host_bytes=sum(row.cross_host_bytes for row in rows),
+                received_bytes=most(rows, lambda row: row.received_bytes),
+                cross_host_bytes=most(rows, lambda row: row.cross_host_bytes),
+                branches=(),
             )
             for rows in alike.values()
         ]
@@ -130,22 +121,26 @@ class CommsReport:
 
     def total_bytes(self, **filters: Any) -> float:
         """Return the bytes that one device receives per step; filters as in `select`."""
-        return sum(row.received_bytes for row in self.select(**filters))
+        return most(self.select(**filters), lambda row: row.received_bytes)
 
     def cross_host_bytes(self, **filters: Any) -> float:
         """Return the bytes that one host sends to others per step; filters as in `select`."""
-        return sum(row.cross_host_bytes for row in self.select(**filters))
+        return most(self.select(**filters), lambda row: row.cross_host_bytes)
 
     def count(self, **filters: Any) -> int:
         """Return how many collectives run per step; filters as in `select`."""
-        return sum(row.count for row in self.select(**filters))
+        return int(most(self.select(**filters), lambda row: row.count))
 
     def flat(self, *, min_elements: int = 0) -> tuple[Row, ...]:
         """Return the collectives over more than one axis with at least `min_elements` elements."""
         return tuple(row for row in self.select(min_elements=min_elements) if row.is_flat)
 
     def table(self) -> Table:
-        """Return the summed rows as a rich table; "<=" marks upper bounds."""
+        """Return the summed rows as a rich table.
+
+        "<=" marks upper bounds: a device takes one branch of a conditional, so where they differ
+        the largest counts, and the total may be less than the sum of the rows.
+        """
         from rich.table import Table
 
         mesh = " x ".join(f"{name}={size}" for name, size in self.mesh_shape.items())
@@ -166,10 +161,10 @@ class CommsReport:
                 bound + format_bytes(row.cross_host_bytes) if row.cross_host_bytes else "-",
             )
         table.add_section()
+        bound = "<= " if any(row.conditional for row in self.collectives) else ""
+        totals = (format_bytes(self.total_bytes()), format_bytes(self.cross_host_bytes()))
         table.add_row(
-            *("total", "", "", "", str(self.count())),
-            format_bytes(self.total_bytes()),
-            format_bytes(self.cross_host_bytes()),
+            *("total", "", "", ""), f"{bound}{self.count()}", *(bound + text for text in totals)
         )
         return table
 
@@ -190,7 +185,7 @@ def comms(
     program: jax.stages.Lowered | jax.stages.Compiled | str,
     mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh,
     *,
-    host_axes: Sequence[str] = ("node",),
+    host_axes: Sequence[str] = ("pipe", "node"),
     while_trips: int | None = None,
 ) -> CommsReport:
     """Report the collectives of a program, mapped to the axes of its mesh.
@@ -204,7 +199,8 @@ def comms(
       program: lowered, compiled, or HLO text (compiled.as_text(), or
         lowered.as_text(dialect="hlo", debug_info=True); without debug_info phases are unknown).
       mesh: the mesh it was built for. Device groups are read as positions in mesh.devices.flat.
-      host_axes: axes whose neighbours are other hosts; those that the mesh lacks are ignored.
+      host_axes: axes whose neighbours are other hosts; those that the mesh lacks are ignored. By
+        default every node of every stage is a host; ("node",) where one host has all stages.
       while_trips: trips to assume for loops whose trip count depends on data.
 
     Returns:
@@ -217,8 +213,8 @@ def comms(
 
     Cost: reads the program's text, about 1 s per 200 000 lines; nothing runs.
 
-    Phases come from the `jax.named_scope` names `gather`, `forward`, `backward`, `reduce` and
-    `update` in an op's path, and from the transforms that JAX notes there.
+    Phases come from the `jax.named_scope` names `gather`, `forward`, `backward`, `reduce`,
+    `update`, `move` and `send` in an op's path, and from the transforms that JAX notes there.
     """
     if isinstance(program, jax.stages.Lowered):
         text = program.as_text(dialect="hlo", debug_info=True)
@@ -277,9 +273,10 @@ def _row(
     arrays = collective.results if collective.kind == "all-gather" else collective.operands
     num_bytes = sum(array.num_bytes for array in arrays)
     size = max(len(group) for group in groups)
-    received, sent = _bytes(collective.kind, num_bytes, size), dict.fromkeys(hosts, 0.0)
+    received = received_bytes(collective.kind, num_bytes, size)
+    sent = dict.fromkeys(hosts, 0.0)
     for group in groups:
-        for source, target, share in _messages(collective.kind, group, num_bytes):
+        for source, target, share in messages(collective.kind, group, num_bytes):
             if hosts[source] != hosts[target]:
                 sent[hosts[source]] += share
     return Row(
@@ -292,25 +289,7 @@ def _row(
         elements=sum(array.num_elements for array in arrays),
         received_bytes=received * collective.count,
         cross_host_bytes=max(sent.values()) * collective.count,
-        conditional=collective.conditional,
+        branches=collective.branches,
+        conditional=bool(collective.branches),
         op_name=collective.op_name,
     )
-
-
-def _bytes(kind: str, num_bytes: int, size: int) -> float:
-    """Return what one device receives in one run, from the payload and the group size."""
-    if kind == "collective-permute":
-        return num_bytes
-    rounds = 2 if kind == "all-reduce" else 1
-    return rounds * num_bytes * (size - 1) / size
-
-
-def _messages(kind: str, group: Sequence[int], num_bytes: int) -> list[tuple[int, int, float]]:
-    """Return (source, target, bytes) of all that travels within one group in one run."""
-    size = len(group)
-    if kind == "collective-permute":
-        return [(group[0], group[1], num_bytes)]
-    if kind == "all-to-all":
-        return [(a, b, num_bytes / size) for a in group for b in group if a != b]
-    share = _bytes(kind, num_bytes, size)
-    return [(group[i], group[(i + 1) % size], share) for i in range(size)]

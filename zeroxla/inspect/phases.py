@@ -4,7 +4,19 @@ from __future__ import annotations
 
 import re
 
-PHASES = ("forward gather", "forward", "backward gather", "backward", "reduce", "update", "other")
+PHASES = (
+    "move",
+    "forward gather",
+    "forward",
+    "backward gather",
+    "backward",
+    "send",
+    "reduce",
+    "update",
+    "other",
+)
+"""In the order of a step. Of pipelines: `move` brings leaves to their stages and gradients back,
+`send` brings activations and their gradients to the neighbours."""
 
 
 def phase_of(op_name: str, kind: str) -> str:
@@ -41,4 +53,4 @@ def _phase(path: str, kind: str) -> str:
         return "backward gather" if backward else "forward gather"
     if backward:
         return "backward"
-    return "forward" if "forward" in words else "other"
+    return next((word for word in ("forward", "move", "send") if word in words), "other")

@@ -95,22 +95,24 @@ class Ticks:
         )
 
         def tick(state: Any, row: dict[str, jax.Array]) -> tuple[Any, None]:
-            inputs, given, x, g, carry = state
+            inputs, given, x, dx, carry = state
             inputs = _write(inputs, row["input_arrival"], x)
-            given = _write(given, row["gradient_arrival"], g)
+            # The gradient of the tick before goes up beside this forward, y beside a backward.
+            g = self._up(dx) if backward else []
             y, carry = lax.cond(
-                row["forward"] != NONE,
+                self._has(row["forward"], after=g),
                 lambda carry: forward(_read(inputs, row["forward_input"]), row["forward"], carry),
                 lambda carry: (self.activations.zeros(), carry),
                 carry,
             )
+            x = self._down(y)
             if backward is None:
-                return (inputs, given, self._down(y), g, carry), None
-            # Forward before backward on every device: their collectives would meet otherwise.
-            carry, y = self._after(carry, y)
+                return (inputs, given, x, dx, carry), None
+            g, y = tie(g, y, firmly=False)
+            given = _write(given, row["gradient_arrival"], g)
             back = backward
             dx, carry = lax.cond(
-                row["backward"] != NONE,
+                self._has(row["backward"], after=x),
                 lambda carry: back(
                     _read(inputs, row["backward_input"]),
                     _read(given, row["backward_gradient"]),
@@ -122,9 +124,8 @@ class Ticks:
             )
             if weight is not None:
                 of_leaves = weight
-                carry, dx = self._after(carry, dx)
                 carry = lax.cond(
-                    row["weight"] != NONE,
+                    self._has(row["weight"], after=dx),
                     lambda carry: of_leaves(
                         _read(inputs, row["weight_input"]),
                         _read(given, row["weight_gradient"]),
@@ -134,31 +135,26 @@ class Ticks:
                     lambda carry: carry,
                     carry,
                 )
-                dx, carry = self._before(dx, carry)
-            y, dx = tie(y, dx, firmly=self.firmly)
-            x = self._down(y)
-            dx, x = tie(dx, x, firmly=self.firmly)
-            return (inputs, given, x, self._up(dx), carry), None
+                if self.firmly:
+                    dx, _ = tie(dx, jax.tree.leaves(carry), firmly=True)
+            # XLA would move a permute that ends a turn to the next one, where x is read at once.
+            x, dx = tie(x, dx, firmly=False)
+            return (inputs, given, x, dx, carry), None
 
         return lax.scan(tick, start, rows)[0][-1]
 
-    def _after(self, carry: Any, y: Buffers) -> tuple[Any, Buffers]:
-        leaves, tree = jax.tree.flatten(carry)
-        leaves, y = tie(leaves, y, firmly=self.firmly)
-        return tree.unflatten(leaves), y
-
-    def _before(self, x: Buffers, carry: Any) -> tuple[Buffers, Any]:
-        leaves, tree = jax.tree.flatten(carry)
-        x, leaves = tie(x, leaves, firmly=self.firmly)
-        return x, tree.unflatten(leaves)
+    def _has(self, microbatch: jax.Array, *, after: Buffers) -> jax.Array:
+        """Return whether there is one. Where only data keeps collectives in order, that is known
+        once `after` are there: every device does first what they come from."""
+        if self.firmly:
+            (microbatch,), _ = tie([microbatch], after, firmly=True)
+        return microbatch != NONE
 
     def _down(self, buffers: Buffers) -> Buffers:
-        p = self.schedule.stages
-        return [lax.ppermute(x, PIPE, [(s, s + 1) for s in range(p - 1)]) for x in buffers]
+        return _send(buffers, [(s, s + 1) for s in range(self.schedule.stages - 1)])
 
     def _up(self, buffers: Buffers) -> Buffers:
-        p = self.schedule.stages
-        return [lax.ppermute(x, PIPE, [(s + 1, s) for s in range(p - 1)]) for x in buffers]
+        return _send(buffers, [(s + 1, s) for s in range(self.schedule.stages - 1)])
 
     def _tables(self) -> dict[str, np.ndarray]:
         schedule, stash = self.schedule, self.stash
@@ -174,6 +170,11 @@ class Ticks:
             "weight_input": _slots(schedule.weight, stash.input_slots),
             "weight_gradient": _slots(schedule.weight, stash.gradient_slots),
         }
+
+
+def _send(buffers: Buffers, pairs: list[tuple[int, int]]) -> Buffers:
+    with jax.named_scope("send"):
+        return [lax.ppermute(x, PIPE, pairs) for x in buffers]
 
 
 def _slots(table: np.ndarray, slots: np.ndarray) -> np.ndarray:

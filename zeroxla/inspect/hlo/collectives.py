@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import re
 from collections.abc import Iterator
 
@@ -28,7 +29,8 @@ class Collective:
       groups: device groups as positions in the mesh's flat device order; () = one of all devices.
       pairs: (source, target) positions of a collective-permute, else ().
       count: runs per step, all enclosing trip counts multiplied.
-      conditional: sits in a branch, so `count` is an upper bound.
+      branches: of conditionals that it sits in, outermost first: (conditional, which branch).
+        `count` is that of a run that always takes them, an upper bound.
       asynchronous: the compiler split it into a start and a done.
     """
 
@@ -40,7 +42,7 @@ class Collective:
     groups: tuple[tuple[int, ...], ...]
     pairs: tuple[tuple[int, int], ...]
     count: int
-    conditional: bool
+    branches: tuple[tuple[int, int], ...]
     asynchronous: bool
 
 
@@ -53,7 +55,7 @@ def collectives(module: Module, *, while_trips: int | None = None) -> tuple[Coll
 
     Returns:
       Collectives in program order, one entry for each place of a call chain; conditionals give
-      those of every branch, marked.
+      those of every branch, marked with it.
 
     Raises:
       ValueError: a loop that holds collectives has no fixed trip count and `while_trips` is None.
@@ -67,7 +69,11 @@ def collectives(module: Module, *, while_trips: int | None = None) -> tuple[Coll
             for instruction in module.computations.get(computation, {}).values()
         )
 
-    def visit(computation: str, path: str, count: int, conditional: bool) -> Iterator[Collective]:
+    conditionals = itertools.count()
+
+    def visit(
+        computation: str, path: str, count: int, branches: tuple[tuple[int, int], ...]
+    ) -> Iterator[Collective]:
         if not communicates(computation):
             return
         scope = module.computations[computation]
@@ -76,7 +82,7 @@ def collectives(module: Module, *, while_trips: int | None = None) -> tuple[Coll
             if instruction.opcode.endswith(("-done", "-update")):
                 continue
             if kind := _kind(instruction):
-                yield _collective(kind, instruction, scope, path, count, conditional)
+                yield _collective(kind, instruction, scope, path, count, branches)
             elif any(map(communicates, instruction.called)):
                 inner_path = _join(path, instruction.op_name)
                 if instruction.opcode == "while":
@@ -90,14 +96,18 @@ def collectives(module: Module, *, while_trips: int | None = None) -> tuple[Coll
                             "while_trips=N to count it as N trips"
                         )
                     body, condition = (instruction.attribute(k) for k in ("body", "condition"))
-                    yield from visit(body or "", inner_path, count * trips, conditional)
-                    yield from visit(condition or "", inner_path, count * (trips + 1), conditional)
-                else:
-                    inner = conditional or instruction.opcode == "conditional"
-                    for name in instruction.called:
+                    yield from visit(body or "", inner_path, count * trips, branches)
+                    yield from visit(condition or "", inner_path, count * (trips + 1), branches)
+                elif instruction.opcode == "conditional":
+                    which = next(conditionals)
+                    for branch, name in enumerate(instruction.called):
+                        inner = (*branches, (which, branch))
                         yield from visit(name, inner_path, count, inner)
+                else:
+                    for name in instruction.called:
+                        yield from visit(name, inner_path, count, branches)
 
-    return tuple(visit(module.entry, "", 1, False))
+    return tuple(visit(module.entry, "", 1, ()))
 
 
 def _kind(instruction: Instruction) -> str | None:
@@ -119,7 +129,7 @@ def _collective(
     scope: dict[str, Instruction],
     path: str,
     count: int,
-    conditional: bool,
+    branches: tuple[tuple[int, int], ...],
 ) -> Collective:
     operands = tuple(shape for name in instruction.operands for shape in scope[name].shapes)
     results = instruction.shapes
@@ -137,7 +147,7 @@ def _collective(
         groups=replica_groups(instruction.attributes),
         pairs=tuple((a, b) for a, b in lists(pairs.group(1))) if pairs else (),
         count=count,
-        conditional=conditional,
+        branches=branches,
         asynchronous=asynchronous,
     )
 

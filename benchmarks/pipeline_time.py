@@ -1,0 +1,209 @@
+"""Time of pipelines: a step over the same model without, critical paths, compilation.
+
+A GPT of 8 layers of width 256 in 4 stages on 4 simulated devices, 16 micro-batches of 2 x 128
+tokens. Simulated devices share the cores, so a step costs the work of all stages, and idle ticks
+show if they work. Against it stands the same model, every layer recomputed in backward, as on each
+stage: on the 4 devices with data parallelism (ZeRO-3), and on one; both with gradient accumulation
+over as many rows at a time. In forwards of all layers a step without stages does 4 for each
+micro-batch (forward, recomputation, backward), a pipelined one 1/4 less, as the last stage needs no
+forward besides. They take turns in one process.
+
+    python benchmarks/pipeline_time.py [--turns 7] [--compiles 2]
+
+Exits with 1 if a target is missed; writes results/pipeline_time.json and results/pipeline_time.md.
+Takes about 4 minutes on 2 cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from common import LENGTH, Check, random_tokens, report, start, table, token_shapes
+
+import zeroxla
+from models import GPT
+from zeroxla.inspect import comms
+from zeroxla.pipeline.costs import cost, critical_path
+
+STAGES, MICROBATCHES, LAYERS, WIDTH, ROWS = 4, 16, 8, 256, 2  # ROWS: sequences of a micro-batch
+PIPELINED, PARALLEL, ALONE = "pipelined", "4 devices, data parallel", "1 device"
+SCHEDULES: dict[str, dict[str, Any]] = {
+    "1F1B": {"schedule": "1f1b"},
+    "1F1B, memory low": {"schedule": "1f1b", "memory": "low"},
+    "GPipe": {"schedule": "gpipe"},
+    "ZB-H1": {"schedule": "zb-h1"},
+}
+LONG_TICKS = "1F1B, memory low"  # which has the shorter stash for it, and no target
+FEW, MANY = 8, 64  # micro-batches of the two compilations
+
+
+def gpt(*, remat: bool) -> GPT:
+    return GPT(vocab=256, length=LENGTH, layers=LAYERS, width=WIDTH, heads=8, remat=remat)
+
+
+def pipeline_step(microbatches: int, **options: Any) -> zeroxla.Step:
+    """Return the pipelined step; a stage is recomputed as a whole, so its layers are not."""
+    pipeline = zeroxla.Pipeline.from_model(gpt(remat=False), **options)
+    mesh = zeroxla.make_mesh(pipe=STAGES, nodes=1, devices_per_node=1)
+    return zeroxla.make_step(pipeline, mesh, optax.adamw(1e-3), microbatches=microbatches)
+
+
+def whole_step(devices: int) -> zeroxla.Step:
+    """Return the step without stages, over as many rows at a time on each device."""
+    mesh = zeroxla.make_mesh(nodes=1, devices_per_node=devices)
+    return zeroxla.make_step(
+        gpt(remat=True), mesh, optax.adamw(1e-3), microbatches=MICROBATCHES // devices
+    )
+
+
+class Run:
+    """A step in training."""
+
+    def __init__(self, step: zeroxla.Step) -> None:
+        self.step, self.batch = step, random_tokens(MICROBATCHES * ROWS)
+        self.state = step.init(jax.random.key(0), self.batch)
+        self.loss = 0.0
+
+    def seconds(self) -> float:
+        begin = time.perf_counter()
+        self.state, metrics = self.step(self.state, self.batch)
+        jax.block_until_ready(jax.tree.leaves(self.state.params))
+        taken = time.perf_counter() - begin
+        self.loss = float(metrics["loss"])
+        return taken
+
+
+def step_times(turns: int) -> dict[str, list[float]]:
+    """Return seconds of steps, taken in turns; the losses must agree."""
+    runs = {
+        PIPELINED: Run(pipeline_step(MICROBATCHES)),
+        PARALLEL: Run(whole_step(STAGES)),
+        ALONE: Run(whole_step(1)),
+    }
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for turn in range(turns + 2):
+        for name, run in runs.items():
+            seconds = run.seconds()
+            if turn > 1:  # the first compiles, the second warms up
+                times[name].append(seconds)
+        losses = [run.loss for run in runs.values()]
+        np.testing.assert_allclose(losses, losses[0], rtol=1e-3)
+    return times
+
+
+def compile_times(compiles: int) -> dict[int, list[float]]:
+    """Return seconds to trace, lower and compile a step, by its number of micro-batches."""
+    times: dict[int, list[float]] = {FEW: [], MANY: []}
+    for turn in range(compiles):
+        for microbatches in sorted(times, reverse=turn % 2 == 1):
+            jax.clear_caches()  # so that nothing is left of the one before
+            step, batch = pipeline_step(microbatches), token_shapes(microbatches * ROWS)
+            state = step.abstract_state(batch)
+            begin = time.perf_counter()
+            step.lower(state, batch).compile()
+            times[microbatches].append(time.perf_counter() - begin)
+    return times
+
+
+def critical_paths() -> tuple[dict[str, dict[str, float]], list[Check]]:
+    """Return the critical paths of the schedules' tables, with 1 for a forward of a stage and 2 for
+    a backward, and the targets.
+
+    That the program runs its table is read from it: a loop of as many turns as there are ticks,
+    with two permutes in each, after which every stage waits for its neighbours: in lockstep.
+    """
+    ideal = (MICROBATCHES + STAGES - 1) * 3
+    found, checks = {}, []
+    for name, options in SCHEDULES.items():
+        step, batch = pipeline_step(MICROBATCHES, **options), token_shapes(MICROBATCHES * ROWS)
+        pipeline = zeroxla.Pipeline.from_model(gpt(remat=False), **options)
+        schedule = pipeline.schedule(STAGES, MICROBATCHES, train=True)
+        program = comms(step.lower(step.abstract_state(batch), batch), step.mesh)
+        permutes = program.count(axis="pipe", kind="collective-permute")
+        if permutes != 2 * schedule.ticks:
+            raise RuntimeError(
+                f"the program of {name} has {permutes} permutes; its table of {schedule.ticks} "
+                f"ticks has {2 * schedule.ticks}"
+            )
+        found[name] = {
+            "ticks": schedule.ticks,
+            "lockstep": cost(schedule),
+            "asynchronous": critical_path(schedule),
+        }
+        if name != LONG_TICKS:
+            text = f"{name}: critical path in lockstep over (m + p - 1)(F + B)"
+            checks.append(Check(name=text, value=found[name]["lockstep"] / ideal, limit=1.1))
+    return found, checks
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--turns", type=int, default=7, help="timed steps of each program")
+    parser.add_argument("--compiles", type=int, default=2, help="timed compilations of each")
+    options = parser.parse_args()
+    start()
+    jax.config.update("jax_enable_compilation_cache", False)
+
+    times = step_times(options.turns)
+    ratios = {
+        name: statistics.median(a / b for a, b in zip(times[PIPELINED], taken, strict=True))
+        for name, taken in times.items()
+    }
+    step_lines = [
+        [name, f"{statistics.median(taken):.2f}", f"{ratios[name]:.2f}"]
+        for name, taken in times.items()
+    ]
+    paths, checks = critical_paths()
+    ideal = (MICROBATCHES + STAGES - 1) * 3
+    path_lines = [
+        [
+            name,
+            f"{path['ticks']:g}",
+            *(f"{path[k]:g} ({path[k] / ideal:.2f}x)" for k in ("lockstep", "asynchronous")),
+        ]
+        for name, path in paths.items()
+    ]
+    compiling = compile_times(options.compiles)
+    growth = statistics.median(
+        many / few for many, few in zip(compiling[MANY], compiling[FEW], strict=True)
+    )
+    compile_lines = [[m, f"{statistics.median(taken):.1f}"] for m, taken in compiling.items()]
+    checks = [
+        Check(name=f"step time over {PARALLEL}", value=ratios[PARALLEL], limit=1.2),
+        *checks,
+        Check(name=f"trace + compile, {MANY} over {FEW} micro-batches", value=growth, limit=1.2),
+    ]
+    body = (
+        f"GPT of {LAYERS} layers and width {WIDTH}, float32, AdamW, {MICROBATCHES} micro-batches "
+        f"of {ROWS} x {LENGTH} tokens. Pipelined: 1F1B, {STAGES} stages of one simulated device. "
+        "Without stages: every layer recomputed in backward, gradients accumulated over "
+        f"{ROWS} sequences at a time. Median of {options.turns} alternating steps; ratios are "
+        "medians of the ratios of a turn. Only ratios carry over to other machines.\n\n"
+        f"{table(('step', 's', 'pipelined over it'), step_lines)}\n\n"
+        f"Critical paths of the tables at {STAGES} stages and {MICROBATCHES} micro-batches, with 1 "
+        "for a forward of a stage and 2 for a backward, and in brackets over (m + p - 1)(F + B) = "
+        f"{ideal}: in lockstep, as the program runs them, and where a stage waits for nothing but "
+        "what it needs.\n\n"
+        f"{table(('schedule', 'ticks', 'lockstep', 'asynchronous'), path_lines)}\n\n"
+        "Trace and compilation of the 1F1B step:\n\n"
+        f"{table(('micro-batches', 's'), compile_lines)}"
+    )
+    figures = {
+        "steps_s": times,
+        "step_ratios": ratios,
+        "critical_paths": paths,
+        "compile_s": compiling,
+        "compile_ratio": growth,
+    }
+    return report("pipeline_time", "Time of pipelines", body, figures, checks)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
