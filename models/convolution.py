@@ -32,14 +32,14 @@ def convolution(
     image_BHWI: jax.Array,
     kernel_hwIO: jax.Array,
     strides: Sequence[int],
-    padding: Sequence[tuple[int, int]],
+    padding: str | Sequence[tuple[int, int]],
     **others: Any,
 ) -> jax.Array:
     """Return [B, y, x, O]; for `conv_general_dilated` of `flax.linen.Conv`.
 
     Args:
       image_BHWI, kernel_hwIO: as Flax has them, in one dtype.
-      strides, padding: of the two spatial dims.
+      strides, padding: of the two spatial dims; padding may be "SAME" or "VALID".
       others: what else `jax.lax.conv_general_dilated` takes, none of it but its default.
 
     Raises:
@@ -48,6 +48,9 @@ def convolution(
     for name, value in _PLAIN.items():
         if others.get(name, value) != value:
             raise NotImplementedError(f"{name}={others[name]}; use Flax's own convolution")
+    if isinstance(padding, str):
+        sizes, window = image_BHWI.shape[1:3], kernel_hwIO.shape[:2]
+        padding = lax.padtype_to_pads(sizes, window, strides, padding)
     (top, bottom), (left, right) = padding
     pads = ((int(top), int(bottom)), (int(left), int(right)))
     return _convolve(image_BHWI, kernel_hwIO, (int(strides[0]), int(strides[1])), pads)

@@ -17,11 +17,14 @@ from test_images import write_binary, write_python
 from zeroxla import cli
 from zeroxla.run_folder import RunFolder
 from zeroxla.train_images import draw_predictions
+from zeroxla.train_options import PipelineOptions, TrainOptions
+from zeroxla.train_setup import mesh_for, microbatches_for
 
 ALEXNET = [
     *("--model", "alexnet", "--image-size", "63", "--width-multiplier", "0.125"),
     *("--dropout", "0", "--learning-rate", "3e-3", "--eval-batches", "2"),
 ]
+TWO = ["--pipe", "2", "--nodes", "1", "--devices-per-node", "2"]
 GPT = [
     *("--layers", "2", "--width", "16", "--heads", "2", "--batch", "16", "--length", "16"),
     *("--eval-batches", "1", "--sample-bytes", "8", "--persistence-threshold", "0"),
@@ -34,7 +37,7 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 def finished(tmp_path_factory):
     """A finished run of two stages, with checkpoints at 20 and 30, and what it printed."""
     run = tmp_path_factory.mktemp("finished") / "run"
-    arguments = ["train", "--run", str(run), *ALEXNET, "--pipe", "2", "--steps", "30"]
+    arguments = ["train", "--run", str(run), *ALEXNET, *TWO, "--steps", "30"]
     done = subprocess.run(
         [sys.executable, "-m", "zeroxla.cli", *arguments, "--save-every", "20"],
         env={**os.environ, **QUICK},
@@ -63,7 +66,7 @@ class TestFinishedRun:
     def test_leaves_every_file(self, finished):
         run, _ = finished
         config = json.loads((run / "config.json").read_text())
-        assert config["mesh"] == {"pipe": 2, "node": 2, "device": 2}
+        assert config["mesh"] == {"pipe": 2, "node": 1, "device": 2}
         assert config["images"]["train_images"] == 1438
         assert config["options"]["pipeline"]["pipe"] == 2
         for name in ("loss.png", "predictions.png", "schedule.png"):
@@ -82,7 +85,7 @@ class TestFinishedRun:
 
     def test_prints_the_partition_the_schedule_and_the_result(self, finished):
         run, printed = finished
-        assert "Mesh: pipe=2 x node=2 x device=2" in printed
+        assert "Mesh: pipe=2 x node=1 x device=2" in printed
         assert "the 1797 digits of scikit-learn, enlarged to 63 x 63; 1,438 to train" in printed
         layers = re.findall(r"^│ +(\d+) │ (\w+) +│ +([\d,]+) │ +(\d) │$", printed, re.MULTILINE)
         assert [int(number) for number, *_ in layers] == list(range(22))
@@ -110,9 +113,13 @@ class TestResume:
     @pytest.mark.parametrize(
         ("arguments", "tolerance"),
         [
-            ((), 0),
-            pytest.param(("--pipe", 4, "--schedule", "zb-h1"), 1e-4, marks=pytest.mark.slow),
+            pytest.param((), 0, marks=pytest.mark.slow),
             (("--pipe", 1), 1e-4),
+            pytest.param(
+                ("--pipe", 4, "--devices-per-node", 1, "--schedule", "zb-h1"),
+                1e-4,
+                marks=pytest.mark.slow,
+            ),
         ],
     )
     def test_goes_on_with_other_stages(self, finished, tmp_path, arguments, tolerance):
@@ -164,15 +171,26 @@ class TestCifar10:
 def test_gpt_of_two_stages_has_the_losses_of_one(schedule, text, tmp_path, capsys):
     """At first: later ones differ as much as rounding grows."""
     options = ["--data", text, *GPT, "--steps", 3]
-    staged = ["--pipe", 2, "--schedule", schedule, "--partition", "uniform"]
+    staged = [*TWO, "--schedule", schedule, "--partition", "uniform"]
     assert train("--run", tmp_path / "staged", *options, *staged) == 0
     printed = capsys.readouterr().out
     assert "Layers, cut at [0, 2, 4]" in printed
     assert f"Schedule {schedule}" in printed
     assert len((tmp_path / "staged" / "sample.txt").read_bytes()) >= len("def ") + 8
-    assert train("--run", tmp_path / "whole", *options) == 0
+    assert train("--run", tmp_path / "whole", *options, *TWO[2:]) == 0
     found, wanted = (values(tmp_path / name, "loss") for name in ("staged", "whole"))
     assert found == pytest.approx(wanted, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("pipe", "mesh", "microbatches"),
+    [(1, (2, 4), 1), (2, (2, 2, 2), 4), (3, (3, 2, 1), 4), (4, (4, 2, 1), 8), (8, (8, 1, 1), 16)],
+)
+def test_simulated_devices_fit_the_stages(pipe, mesh, microbatches):
+    options = TrainOptions(pipeline=PipelineOptions(pipe=pipe))
+    found = mesh_for(options)
+    assert found.devices.shape == mesh
+    assert microbatches_for(options, found) == microbatches
 
 
 @pytest.mark.slow
@@ -198,7 +216,7 @@ class TestBadInput:
             (["--image_size", "224"], "--image-size: without effect on --model gpt"),
             ([*GPT, "--schedule", "gpipe"], "--schedule: without effect on one stage"),
             ([*ALEXNET, "--pipe", "2", "--accumulate", "3"], "use a multiple of 12"),
-            ([*ALEXNET, "--batch", "6"], "use a multiple of 8"),
+            ([*ALEXNET, "--batch", "6"], "do not divide over the 8 devices"),
             ([*ALEXNET, "--pipe", "3", "--nodes", "1", "--devices-per-node", "3"], "needs 9 dev"),
             ([*GPT, "--pipe", "8", "--nodes", "1"], "4 layers do not fill 8 stages"),
             ([*ALEXNET, "--pipe", "2", "--partition", "0,22"], "2 stages have 3"),
@@ -225,7 +243,7 @@ class TestBadInput:
             (["--width-multiplier", "0"], "leaves no channel"),
             (["--pipe", "0"], "--pipe 0 must be at least 1"),
             (["--accumulate", "0"], "--accumulate 0 must be at least 1"),
-            (["--partition", "0,x,22"], "boundaries are whole numbers"),
+            (["--partition", "0,x,22"], "--partition 0,x,22"),
             (["--model", "resnet"], "alexnet"),
         ],
     )
