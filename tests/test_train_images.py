@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 
+import jax
 import numpy as np
 import pytest
 from quick import QUICK, quick_compilation  # noqa: F401
@@ -31,6 +32,12 @@ GPT = [
 ]
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def eight_devices():
+    """JAX starts with those of the test session, and not with as many as a command asks for."""
+    assert len(jax.devices()) == 8
 
 
 @pytest.fixture(scope="module")
