@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from models.convolution import convolution
 from models.dtypes import follow_kernel
 from models.losses import classification_loss
 
@@ -78,6 +79,7 @@ def alexnet_layers(
             strides=stride,
             padding=padding,
             promote_dtype=follow_kernel,
+            conv_general_dilated=convolution,
         )
 
     def dense(features: int) -> nn.Dense:

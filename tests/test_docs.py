@@ -17,7 +17,7 @@ import models
 import zeroxla
 from zeroxla.config import UNQUANTIZED
 from zeroxla.export_run import ExportOptions
-from zeroxla.train_options import TrainOptions, flag
+from zeroxla.train_options import ALEXNET, TrainOptions, flag
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
@@ -106,3 +106,18 @@ def test_every_option_of_the_command_is_documented_with_its_default():
         if field.default is not dataclasses.MISSING:
             shown = "none" if field.default in (None, ()) else field.default
             assert table[flag(field.name)] == f"`{shown}`", flag(field.name)
+
+
+def test_every_default_of_alexnet_is_documented():
+    rows = (REPOSITORY / "docs" / "cli.md").read_text().splitlines()
+    usual, own = dataclasses.asdict(TrainOptions()), dataclasses.asdict(ALEXNET)
+    changed = {
+        name: value
+        for group, values in own.items()
+        for name, value in values.items()
+        if value != usual[group][name] and name != "model"
+    }
+    assert {"batch", "steps", "learning_rate"} <= changed.keys()
+    for name, value in changed.items():
+        (row,) = (row for row in rows if row.startswith(f"| `{flag(name)}` |"))
+        assert f"alexnet: `{value}`" in row, name

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from zeroxla.run_folder import RunFolder, RunFolderError, has_checkpoint, read_config
+from zeroxla.train_plot import plot_run
 
 
 @contextlib.contextmanager
@@ -117,10 +118,13 @@ class TestMetrics:
 class TestFiles:
     def test_plot_is_a_picture(self, tmp_path):
         folder = RunFolder.create(tmp_path, {})
-        folder.plot(unigram_entropy=3.2)  # no metrics yet
+        guess = {"guess": 3.2, "guess_name": "byte-unigram entropy", "unit": "byte"}
+        folder.write_figure("loss.png", plot_run(folder.metrics(), **guess))  # no metrics yet
         folder.log(1, {"loss": 3.0})
-        folder.log(2, {"loss": float("nan"), "valid_loss": 2.5})
-        folder.plot(unigram_entropy=3.2)
+        folder.log(2, {"loss": float("nan"), "valid_loss": 2.5, "accuracy": 0.5})
+        figure = plot_run(folder.metrics(), **guess, metrics=("accuracy",))
+        assert [axes.get_ylabel() for axes in figure.axes] == ["nats per byte", "accuracy"]
+        folder.write_figure("loss.png", figure)
         picture = (tmp_path / "loss.png").read_bytes()
         assert picture.startswith(b"\x89PNG")
         assert len(picture) > 10_000

@@ -153,7 +153,7 @@ class TestResume:
         config["text"]["fingerprint"] = "0" * 32
         (run / "config.json").write_text(json.dumps(config))
         assert train("--resume", "--run", run) == 2
-        assert "the text has changed since the run began" in capsys.readouterr().err
+        assert "the run began with other text" in capsys.readouterr().err
 
     def test_goes_on_on_another_mesh(self, finished, tmp_path):
         run = self.copy_at(finished, tmp_path, 5)

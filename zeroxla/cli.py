@@ -18,12 +18,13 @@ from zeroxla.launch.options import LaunchOptions
 from zeroxla.launch.run import launch
 from zeroxla.run_folder import RunFolderError, has_checkpoint, read_config
 from zeroxla.train import UsageError, train
-from zeroxla.train_options import TrainOptions, check_resumable
+from zeroxla.train_checks import check_given, check_resumable
+from zeroxla.train_options import ALEXNET, TrainOptions
 
 _T = TypeVar("_T")
 
 DESCRIPTION = "Train Flax models that do not fit one device (ZeRO-3 in JAX)."
-TRAIN = "Train a language model on text, its state split over all devices."
+TRAIN = "Train a language model on text, or AlexNet on images, the state split over all devices."
 LAUNCH = "Start a program as one process for each node: zeroxla launch --nodes 2 -- python train.py"
 EXPORT = "Write the weights of a run in Hugging Face's format."
 RUNS = Path("runs")
@@ -75,14 +76,21 @@ def _export(arguments: list[str]) -> int:
 
 def _train(arguments: list[str]) -> int:
     options = _read(arguments, TrainOptions)
+    if options.model.model == "alexnet":
+        options = _read(arguments, TrainOptions, ALEXNET)
     restarted = os.environ.get(RESTART, "0") != "0"
     run = options.output.run or (RUNS / f"train-{os.environ[STARTED]}" if restarted else None)
     if options.output.resume or (restarted and run is not None and has_checkpoint(run)):
         options = _resumed(arguments, run or newest_run(RUNS))
+    try:
+        check_given(arguments, options)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
     nodes = options.mesh.nodes or 1
     if nodes == 1 or os.environ.get(PROCESS_ID) or find_cluster() is not None:
         return train(options)
-    # Several nodes, and nothing has started their processes yet.
+    # Several nodes, and nothing has started their processes yet: those of every stage.
+    nodes *= options.pipeline.pipe
     told = LaunchOptions(nodes=nodes, devices_per_node=options.mesh.devices_per_node)
     return launch(told, [sys.executable, "-m", "zeroxla.cli", *arguments])
 

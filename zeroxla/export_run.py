@@ -13,7 +13,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 
 from zeroxla.checkpoint.checkpointer import Checkpointer
 from zeroxla.run_folder import CHECKPOINTS, has_checkpoint, read_config
-from zeroxla.train_model import MODEL, choose
+from zeroxla.train_model import MODEL, exported
 from zeroxla.train_options import TrainOptions
 from zeroxla.vocabulary import TOKENIZER
 from zeroxla.weights.export import export_params
@@ -54,7 +54,7 @@ def export(options: ExportOptions) -> int:
     stored = TrainOptions.from_dict(read_config(run)["options"])
     if not has_checkpoint(run):
         raise ValueError(f"{run} holds no checkpoint yet; let it train until it has saved one")
-    choice = choose(stored, run)
+    model, config = exported(stored, run)
     number = _number(options.step, run, console)
     folder = (options.output or run / "export").expanduser()
     bar = Progress(
@@ -64,13 +64,12 @@ def export(options: ExportOptions) -> int:
         TransferSpeedColumn(),
         console=console,
     )
-    config = choice.config or {}
     with bar:
         task = bar.add_task("export", total=None)
         files = export_params(
             run / CHECKPOINTS / str(number),
             folder,
-            model=choice.model,
+            model=model,
             dtype=options.dtype,
             max_shard_size=options.max_shard_size,
             config={name: config[name] for name in _OF_A_TOKENIZER if name in config},

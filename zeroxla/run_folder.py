@@ -19,11 +19,14 @@ import struct
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 from tensorboardX.proto.summary_pb2 import Summary
 from tensorboardX.record_writer import masked_crc32c
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 CONFIG = "config.json"
 METRICS = "metrics.jsonl"
@@ -147,36 +150,15 @@ class RunFolder:
         with self._replacing(name) as temporary:
             temporary.write_text(text, encoding="utf-8")
 
-    def plot(self, *, unigram_entropy: float, unit: str = "byte") -> None:
-        """Draw loss.png from metrics.jsonl: training and validation loss against steps.
+    def write_figure(self, name: str, figure: Figure) -> None:
+        """Write a PNG, as `write_text` writes a text.
 
         Raises:
           RunFolderError: With the file's name and the reason.
         """
         from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
 
-        lines = self.metrics()
-        figure = Figure(figsize=(8, 5), layout="constrained")
-        axes = figure.add_subplot()
-        for name, label, style in (
-            ("loss", "training loss", {"linewidth": 1, "alpha": 0.7}),
-            ("valid_loss", "validation loss", {"marker": "o", "linewidth": 1.5}),
-        ):
-            points = [(line["step"], line[name]) for line in lines if line.get(name) is not None]
-            if points:
-                axes.plot(*zip(*points), label=label, **style)
-        axes.axhline(
-            unigram_entropy,
-            color="gray",
-            linestyle="--",
-            label=f"{unit}-unigram entropy of the validation set: {unigram_entropy:.3f}",
-        )
-        axes.set_xlabel("step")
-        axes.set_ylabel(f"nats per {unit}")
-        axes.grid(alpha=0.3)
-        axes.legend()
-        with self._replacing("loss.png") as temporary:
+        with self._replacing(name) as temporary:
             FigureCanvasAgg(figure).print_png(str(temporary))
 
     def close(self) -> None:
@@ -233,8 +215,12 @@ class NoRunFolder:
     def write_text(self, name: str, text: str) -> None:
         """Write nothing."""
 
-    def plot(self, *, unigram_entropy: float, unit: str = "byte") -> None:
-        """Draw nothing."""
+    def write_figure(self, name: str, figure: Figure) -> None:
+        """Write nothing."""
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """Return nothing."""
+        return []
 
     def close(self) -> None:
         """Nothing waits."""

@@ -1,4 +1,4 @@
-"""The main job: train a language model on text with ZeRO-3, into a run folder."""
+"""The main job: train a model with ZeRO-3, over stages or not, into a run folder."""
 
 from __future__ import annotations
 
@@ -12,11 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from zeroxla import data
 from zeroxla.checkpoint.checkpointer import Checkpointer
 from zeroxla.checkpoint.failures import SaveError
 from zeroxla.config import ZeroConfig
@@ -25,20 +23,20 @@ from zeroxla.hosts.environment import STARTED
 from zeroxla.hosts.exchange import agree, on_first
 from zeroxla.interrupt import StopRequest, stop_on_signal
 from zeroxla.run_folder import CHECKPOINTS, NoRunFolder, RunFolder, read_config
-from zeroxla.sample import continue_text
-from zeroxla.state import full_params
 from zeroxla.step import make_step
-from zeroxla.train_model import choose, keep
 from zeroxla.train_options import RunOptions, TrainOptions
 from zeroxla.train_output import Output
+from zeroxla.train_pipeline import Stages
+from zeroxla.train_plot import plot_run
 from zeroxla.train_setup import (
     check_same,
     circumstances,
     mesh_for,
+    microbatches_for,
     optimizer_for,
     schedule_for,
 )
-from zeroxla.weights.pretrained import from_pretrained
+from zeroxla.train_task import make_task
 
 
 class UsageError(ValueError):
@@ -64,7 +62,7 @@ def train(options: TrainOptions) -> int:
         mesh = mesh_for(options)
         # Of several processes the first one speaks, and writes the run folder.
         job = _Job(options, mesh, Output(width))
-    except (ValueError, ImportError) as error:
+    except (ValueError, ImportError, NotImplementedError) as error:
         raise UsageError(str(error)) from error
     with contextlib.closing(job):
         return job.run()
@@ -74,44 +72,43 @@ class _Job:
     """One run: what is decided before the first step, and the loop."""
 
     def __init__(self, options: TrainOptions, mesh: Mesh, output: Output) -> None:
-        text, run = options.text, options.output
+        run, seed = options.output, options.training.seed
         self.options, self.mesh, self.output = options, mesh, output
         self.state: Any  # a TrainState; None until it is made
-        choice = choose(options, run.run if run.resume else None)
-        self.model, self.vocabulary = choice.model, choice.vocabulary
-        corpus = data.load_corpus(text.data, holdout=text.holdout)
-        self.corpus = self.vocabulary.corpus(corpus)
-        shape = {"batch": text.batch, "length": text.length}
-        seed = options.training.seed
+        self.task = make_task(options, run.run if run.resume else None)
         # Each process cuts its own rows of every batch.
         index, count = process_shard(mesh)
-        part = {"shard_index": index, "shard_count": count}
-        self.batches = iter(data.training_batches(self.corpus.train, **shape, **part, seed=seed))
-        valid = data.validation_batches(self.corpus.valid, **shape, num_batches=run.eval_batches)
+        self.batches = iter(self.task.training(index, count))
+
+        def own_rows(x: np.ndarray) -> np.ndarray:
+            return np.split(x, count)[index]
+
         self.valid_batches = [
-            global_batch({"tokens": np.split(batch["tokens"], count)[index]}, mesh)
-            for batch in valid
+            global_batch(jax.tree.map(own_rows, batch), mesh) for batch in self.task.validation()
         ]
-        self.unigram_entropy = data.unigram_entropy(self.corpus.valid)
 
         self.schedule = schedule_for(options)
         config = getattr(ZeroConfig, options.mesh.zero)(
             compute_dtype=options.mesh.compute_dtype,
-            accumulate=options.mesh.accumulate,
+            accumulate=microbatches_for(options, mesh),
             persistence_threshold=options.mesh.persistence_threshold,
         )
         optimizer = optimizer_for(options, self.schedule)
-        self.step = make_step(self.model, self.mesh, optimizer, config=config)
+        self.step = make_step(self.task.model, self.mesh, optimizer, config=config)
         # Traces the model, so that what does not fit the devices is found before files are made.
         shapes = self.step.abstract_state(self.valid_batches[0])
+        self.stages: Stages | None = None
+        if options.pipeline.pipe > 1:
+            self.stages = Stages.of(self.step, self.task.model)
 
         started = os.environ.get(STARTED) or time.strftime("%Y%m%d-%H%M%S")
         self.path = run.run or Path("runs") / f"train-{started}"
-        here = circumstances(self.corpus, self.mesh)
-        agree("text", {"fingerprint": here["text"]["fingerprint"]}, "give all hosts the same files")
+        data = self.task.data
+        here = circumstances(self.task, self.mesh)
+        agree(data, {"fingerprint": here[data]["fingerprint"]}, "give all hosts the same files")
         folder = functools.partial(on_first, "run folder")
         if run.resume:
-            check_same(read_config(self.path), here)
+            check_same(read_config(self.path), here, data)
             self.checkpoints = self.checkpointer(run)
             restored = self.checkpoints.restore(shapes)
             self.done, self.state = restored.number, restored.state
@@ -120,15 +117,11 @@ class _Job:
                 lambda: RunFolder.reopen(self.path, step=self.done, report=self.output.warn)
             )
         else:
-            key, init = jax.random.key(seed), options.model.init
-            if init is not None:
-                self.state = from_pretrained(self.model, init, self.step, key=key)
+            self.state = self.task.begin(self.step, jax.random.key(seed))  # else made in run()
             record = {"options": options.to_dict(), **here}
             found = folder(lambda: self.new_folder(record))
             self.checkpoints = self.checkpointer(run)
             self.done = 0
-            if init is None:
-                self.state = None  # made in run(), after the set-up is printed
         self.folder = found or NoRunFolder()
 
     def checkpointer(self, run: RunOptions) -> Checkpointer:
@@ -138,18 +131,20 @@ class _Job:
 
     def new_folder(self, record: dict[str, Any]) -> RunFolder:
         folder = RunFolder.create(self.path, record, self.output.warn)
-        keep(self.options, self.path)
+        self.task.keep(self.path)
         return folder
 
     def run(self) -> int:
         num_steps = self.options.training.steps
-        self.output.setup(self.mesh, self.corpus, self.vocabulary.unit)
+        self.output.setup(self.mesh, self.task.source)
         if self.done:
             self.output.print(f"Resuming {self.path} after step {self.done}")
         if self.state is None:
             key = jax.random.key(self.options.training.seed)
             self.state = self.step.init(key, self.valid_batches[0])
-        self.output.program(self.step, self.state, self.valid_batches[0])
+        self.output.program(self.step, self.state, self.valid_batches[0], self.stages)
+        if self.stages:
+            self.stages.write(self.folder)
         with (
             stop_on_signal(self.announce_stop) as stop,
             self.output.progress(num_steps, self.done) as self.bar,
@@ -194,25 +189,30 @@ class _Job:
             if name not in ("examples_per_s", "tokens_per_s") and np.ndim(value) == 0
         }
         now = time.perf_counter()
-        text = self.options.text
-        values["tokens_per_s"] = text.batch * text.length / (now - self.clock)
+        rate = self.task.num_counted / (now - self.clock)
+        values[f"{self.task.counted}_per_s"] = rate
         values["learning_rate"] = np.asarray(self.schedule(number - 1)).item()
         self.clock = now
         self.folder.log(number, values)
+        shares = "".join(f", {name} {values[name]:.0%}" for name in self.task.metrics)
         skipped = f", {values['skipped']:.0f} skipped" if values["skipped"] else ""
         self.bar.update(
             self.bar.task_ids[0],
             completed=number,
-            status=f"loss {values['loss']:.3f}{skipped}, {values['tokens_per_s']:,.0f} tokens/s",
+            status=f"loss {values['loss']:.3f}{shares}{skipped}, {rate:,.0f} {self.task.counted}/s",
         )
 
-    def evaluate(self) -> float:
-        """Return the mean loss on the validation batches, after recording it."""
-        losses = [self.step.eval(self.state, batch)["loss"] for batch in self.valid_batches]
-        loss = float(np.mean(jax.device_get(losses), dtype=np.float64))
-        self.folder.log(self.done, {"valid_loss": loss})
-        self.output.print(f"step {self.done}: validation loss {loss:.4f}")
-        return loss
+    def evaluate(self) -> dict[str, float]:
+        """Return the mean loss and metrics on the validation batches, after recording them."""
+        found = jax.device_get([self.step.eval(self.state, batch) for batch in self.valid_batches])
+        means = {
+            name: float(np.mean([values[name] for values in found], dtype=np.float64))
+            for name in ("loss", *self.task.metrics)
+        }
+        self.folder.log(self.done, {f"valid_{name}": value for name, value in means.items()})
+        shares = "".join(f", {name} {means[name]:.1%}" for name in self.task.metrics)
+        self.output.print(f"step {self.done}: validation loss {means['loss']:.4f}{shares}")
+        return means
 
     def save(self, *, last: bool = False) -> bool:
         """Write a checkpoint, the last one until it is whole; report a failure and return False."""
@@ -240,37 +240,19 @@ class _Job:
 
     def finish(self) -> int:
         saved = self.save(last=True)  # first: it is what cannot be made again
-        loss = self.evaluate()
-        sample = self.sample()
+        values = self.evaluate()
         self.folder.close()
-        self.folder.plot(unigram_entropy=self.unigram_entropy, unit=self.vocabulary.unit)
-        if sample:
-            self.folder.write_text("sample.txt", sample)
-        self.output.result(loss, self.unigram_entropy, self.vocabulary.unit, self.path)
-        return 0 if saved else 1
-
-    def sample(self) -> str:
-        """Return the prompt with a sampled continuation, after printing it."""
-        options = self.options.output
-        if options.sample_bytes == 0:
-            return ""
-        params = full_params(self.state)  # all processes take part in this
-        if jax.process_index() != 0:
-            return ""
-        apply = self.step.adapted.apply
-        assert apply is not None
-        numbers = continue_text(
-            lambda params, tokens: jnp.asarray(apply(params, {}, tokens)),
-            params,
-            self.vocabulary.encode(options.prompt),
-            num_tokens=options.sample_bytes,
-            length=self.options.text.length,
-            temperature=options.temperature,
-            key=jax.random.key(self.options.training.seed),
+        picture = plot_run(
+            self.folder.metrics(),
+            guess=self.task.guess,
+            guess_name=self.task.guess_name,
+            unit=self.task.unit,
+            metrics=self.task.metrics,
         )
-        continuation = self.vocabulary.decode(numbers)
-        self.output.continuation(options.prompt, continuation)
-        return options.prompt + continuation
+        self.folder.write_figure("loss.png", picture)
+        self.task.show(self.step, self.state, self.folder, self.output)
+        self.output.result(values, self.task, self.path)
+        return 0 if saved else 1
 
     def announce_stop(self) -> None:
         self.output.print(

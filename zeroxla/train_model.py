@@ -1,8 +1,8 @@
 """Which model `zeroxla train` trains, and what its text is cut into.
 
-Without --init it is a GPT over bytes of the shape that the options say. With --init it is the one
-of a Hugging Face folder, whose config and tokenizer the run keeps in its folder `model`: resuming
-and exporting need the folder of --init no more.
+A language model without --init is a GPT over bytes of the shape that the options say. With --init
+it is the one of a Hugging Face folder, whose config and tokenizer the run keeps in its folder
+`model`: resuming and exporting need the folder of --init no more.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import models
-from models import GPT
+from models import GPT, AlexNet
 from models.format import read_config
 from zeroxla.data import VOCABULARY
 from zeroxla.train_options import ModelOptions, TrainOptions, flag
@@ -43,8 +43,25 @@ class Choice:
     config: dict[str, Any] | None = None
 
 
+def alexnet(options: TrainOptions) -> AlexNet:
+    """Return the AlexNet of a run."""
+    return AlexNet(width=options.images.width_multiplier, dropout=options.model.dropout)
+
+
+def exported(options: TrainOptions, run: Path) -> tuple[Any, dict[str, Any]]:
+    """Return the model of a run and the config that it came with, if any.
+
+    Raises:
+      ImportError, ValueError: as `choose`.
+    """
+    if options.model.model == "alexnet":
+        return alexnet(options), {}
+    choice = choose(options, run)
+    return choice.model, choice.config or {}
+
+
 def choose(options: TrainOptions, run: Path | None = None) -> Choice:
-    """Return the model of a run.
+    """Return the language model of a run.
 
     Args:
       options: of the run.

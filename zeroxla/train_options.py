@@ -1,4 +1,4 @@
-"""The options of `zeroxla train`, and which of them a resumed run may change."""
+"""The options of `zeroxla train`."""
 
 from __future__ import annotations
 
@@ -7,27 +7,44 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from zeroxla.images import MIN_SIZE
+
 
 @dataclass(frozen=True, kw_only=True)
 class TextOptions:
     """What is read, and how it is cut into batches."""
 
     data: tuple[str, ...] = ()
-    """Files or folders of text. Default: the Python files of the running interpreter's standard
-    library."""
+    """For gpt files or folders of text; default: the Python files of the running interpreter's
+    standard library. For alexnet CIFAR-10, binary or Python form, in a folder or a .tar.gz;
+    default: scikit-learn's digits."""
     holdout: float = 0.05
-    """Share of the files (of the bytes, when there are fewer than 20 files) held out for
-    validation."""
+    """Share of the files (of the bytes, when there are fewer than 20 files; of the digits) held out
+    for validation. alexnet: 0.2. CIFAR-10 has validation images of its own."""
     batch: int = 16
-    """Sequences per step, over all devices, accumulation included."""
+    """Sequences or images per step, over all devices, micro-batches included. alexnet: 32."""
     length: int = 128
     """Bytes per sequence."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelOptions:
-    """The byte-level GPT, of 3.3 million parameters by default; or a model that is trained on."""
+class ImageOptions:
+    """What alexnet is shown."""
 
+    image_size: int = 224
+    """Height and width to which images are enlarged; at least 63, which takes a fraction of the
+    time: what a laptop should use for more than a look."""
+    width_multiplier: float = 1.0
+    """Of AlexNet's channels and hidden units; 1 has 57 million parameters, 0.25 3.6 million."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions:
+    """A byte-level GPT, of 3.3 million parameters by default; a model that is trained on; or
+    AlexNet, for images."""
+
+    model: Literal["gpt", "alexnet"] = "gpt"
+    """gpt learns text, alexnet images of ten classes."""
     init: Path | None = None
     """Start from the weights in this folder, a GPT-2 or Llama as Hugging Face saves it: its
     config.json says what the model is, its tokenizer.json what the text is cut into (without one,
@@ -40,7 +57,7 @@ class ModelOptions:
     heads: int = 4
     """Attention heads; must divide the width."""
     dropout: float = 0.0
-    """Dropout rate."""
+    """Dropout rate. alexnet: 0.5."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,9 +65,10 @@ class TrainingOptions:
     """The optimization: AdamW (beta2 0.95) with clipping and a schedule."""
 
     steps: int = 300
-    """Steps in all. The learning-rate schedule spans them."""
+    """Steps in all. The learning-rate schedule spans them. alexnet: 60."""
     learning_rate: float = 2e-3
-    """Peak learning rate: reached after the warm-up, then a cosine down to a twentieth of it."""
+    """Peak learning rate: reached after the warm-up, then a cosine down to a twentieth of it.
+    alexnet: 3e-4."""
     warmup: float = 0.1
     """Share of the steps over which the learning rate rises."""
     weight_decay: float = 0.1
@@ -58,7 +76,7 @@ class TrainingOptions:
     clip: float = 1.0
     """Global gradient norm to clip at; 0 for no clipping."""
     seed: int = 0
-    """Seed of the parameters, the crops and the dropout."""
+    """Seed of the parameters, the crops or images, and the dropout."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,18 +84,51 @@ class MeshOptions:
     """The mesh, and how the state is split over it."""
 
     nodes: int | None = None
-    """Length of the mesh axis `node`. Default: the number of hosts; 2 on simulated devices."""
+    """Length of the mesh axis `node`. Default: the number of hosts of a stage; 2 on simulated
+    devices."""
     devices_per_node: int | None = None
-    """Length of the mesh axis `device`. Default: all that there are."""
+    """Length of the mesh axis `device`. Default: all that there are; simulated, 8 in all."""
     compute_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Dtype of the computation, and of the parameters on the wire. The master copy is float32."""
-    accumulate: int = 1
-    """Micro-batches per step."""
+    accumulate: int | None = None
+    """Micro-batches per step: those that pass through the stages of --pipe, or gradient
+    accumulation. Default: 1; with --pipe up to twice the stages, as many as divide the batch."""
     zero: Literal["zero3", "zeropp", "zeropp_hq", "zeropp_min"] = "zero3"
     """Which wires: full precision, ZeRO++ as its paper has it, the best quality at its bytes, or
     the fewest bytes between hosts."""
     persistence_threshold: int = 10_000
     """Leaves of at most this many elements stay gathered for the whole step."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineOptions:
+    """A pipeline of stages; the state is split over the devices of all."""
+
+    pipe: int = 1
+    """Stages: the length of the mesh axis `pipe`; --nodes and --devices-per-node are those of a
+    stage."""
+    schedule: Literal["1f1b", "gpipe", "zb-h1"] = "1f1b"
+    """The order in which stages do their micro-batches."""
+    partition: str = "parameters"
+    """Where layers are cut: balanced by `parameters`, `uniform`, `type:REGEX`, or boundaries such
+    as 0,19,22."""
+
+    def __post_init__(self) -> None:
+        _ = self.boundaries  # refuses what is none
+
+    @property
+    def boundaries(self) -> str | list[int]:
+        """What `Pipeline` takes as `partition`."""
+        text = self.partition
+        if text.startswith("type:") or not any(c.isdigit() or c == "," for c in text):
+            return text
+        try:
+            return [int(number) for number in text.split(",")]
+        except ValueError:
+            raise ValueError(
+                f"--partition {text}: boundaries are whole numbers with commas between them, such "
+                "as 0,19,22"
+            ) from None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +142,7 @@ class RunOptions:
     eval_every: int = 100
     """Steps between evaluations; there is always one at the end."""
     eval_batches: int = 16
-    """Batches of the validation text per evaluation, always the same ones."""
+    """Validation batches per evaluation, always the same ones."""
     save_every: int = 100
     """Steps between checkpoints; there is always one at the end and on Ctrl-C."""
     keep: int = 2
@@ -106,19 +157,23 @@ class RunOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainOptions:
-    """Train a byte-level GPT on text, its state split over all devices (ZeRO-3).
+    """Train a byte-level GPT on text, or AlexNet on images, the state split over all devices
+    (ZeRO-3), the layers over stages if you like.
 
     Without an accelerator the devices are simulated: 8 on this machine's CPU, as 2 nodes of 4.
     """
 
     text: TextOptions = field(default_factory=TextOptions)
+    images: ImageOptions = field(default_factory=ImageOptions)
     model: ModelOptions = field(default_factory=ModelOptions)
     training: TrainingOptions = field(default_factory=TrainingOptions)
     mesh: MeshOptions = field(default_factory=MeshOptions)
+    pipeline: PipelineOptions = field(default_factory=PipelineOptions)
     output: RunOptions = field(default_factory=RunOptions)
 
     def __post_init__(self) -> None:
         for group, name, least in (
+            ("images", "image_size", MIN_SIZE),
             ("model", "layers", 1),
             ("model", "width", 1),
             ("model", "heads", 1),
@@ -126,6 +181,8 @@ class TrainOptions:
             ("training", "seed", 0),
             ("training", "warmup", 0),
             ("training", "clip", 0),
+            ("mesh", "accumulate", 1),
+            ("pipeline", "pipe", 1),
             ("output", "eval_every", 1),
             ("output", "eval_batches", 1),
             ("output", "save_every", 1),
@@ -134,10 +191,15 @@ class TrainOptions:
             ("output", "temperature", 0),
         ):
             value = getattr(getattr(self, group), name)
-            if not value >= least:
+            if value is not None and not value >= least:
                 raise ValueError(f"{flag(name)} {value} must be at least {least}")
         if self.training.warmup > 1:
             raise ValueError(f"--warmup {self.training.warmup} is a share: at most 1")
+        if not self.images.width_multiplier > 0:
+            raise ValueError(
+                f"--width-multiplier {self.images.width_multiplier} leaves no channel; give more "
+                "than 0, 1 for AlexNet's own"
+            )
         if self.model.width % self.model.heads:
             raise ValueError(
                 f"--width {self.model.width} does not divide into --heads {self.model.heads}; "
@@ -164,9 +226,11 @@ class TrainOptions:
             output = RunOptions(**_with_path(values["output"], "run"))
             return cls(
                 text=text,
+                images=ImageOptions(**values.get("images", {})),
                 model=ModelOptions(**_with_path(values["model"], "init")),
                 training=TrainingOptions(**values["training"]),
                 mesh=MeshOptions(**values["mesh"]),
+                pipeline=PipelineOptions(**values.get("pipeline", {})),
                 output=output,
             )
         except (KeyError, TypeError) as error:
@@ -175,34 +239,13 @@ class TrainOptions:
             ) from error
 
 
-# A resumed run takes these from the command line; a change of any other is another run.
-# Checkpoints open on any mesh, whatever the way it communicates.
-# With another number of steps the learning rate follows the new schedule from the checkpoint on.
-FREE = frozenset(
-    {"run", "resume", "steps", "eval_every", "eval_batches", "save_every", "keep"}
-    | {"prompt", "sample_bytes", "temperature"}
-    | {"nodes", "devices_per_node", "zero", "accumulate", "persistence_threshold"}
+ALEXNET = TrainOptions(
+    text=TextOptions(batch=32, holdout=0.2),
+    model=ModelOptions(model="alexnet", dropout=0.5),
+    training=TrainingOptions(steps=60, learning_rate=3e-4),
+    output=RunOptions(eval_every=20, save_every=20, eval_batches=8),
 )
-
-
-def check_resumable(stored: TrainOptions, given: TrainOptions) -> None:
-    """Check that `given` differs from the stored options of a run only where it may.
-
-    Raises:
-      ValueError: With each option that differs, both values, and the remedy.
-    """
-    old, new = stored.to_dict(), given.to_dict()
-    differing = [
-        f"{flag(name)} is {value!r} there and {new[group][name]!r} here"
-        for group, values in old.items()
-        for name, value in values.items()
-        if name not in FREE and _plain(value) != _plain(new[group][name])
-    ]
-    if differing:
-        raise ValueError(
-            f"cannot resume with another configuration: {'; '.join(differing)}; leave these "
-            "options out, or start a new run without --resume"
-        )
+"""The defaults of `--model alexnet`."""
 
 
 def flag(name: str) -> str:
@@ -212,7 +255,3 @@ def flag(name: str) -> str:
 
 def _with_path(values: dict[str, Any], name: str) -> dict[str, Any]:
     return {**values, name: None if values[name] is None else Path(values[name])}
-
-
-def _plain(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 from rich.console import Console
@@ -12,9 +12,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.text import Text
 
 from zeroxla import inspect
-from zeroxla.data import Corpus
 from zeroxla.state import TrainState
 from zeroxla.step import Step
+from zeroxla.train_pipeline import Stages
+
+if TYPE_CHECKING:
+    from zeroxla.train_task import Task
 
 
 class Output:
@@ -27,20 +30,19 @@ class Output:
     def __init__(self, width: int | None) -> None:
         self.console = Console(highlight=False, width=width, quiet=jax.process_index() != 0)
 
-    def setup(self, mesh: jax.sharding.Mesh, corpus: Corpus, unit: str) -> None:
-        """Print the mesh and the text."""
+    def setup(self, mesh: jax.sharding.Mesh, source: str) -> None:
+        """Print the mesh, and what was read."""
         devices = mesh.devices.flat
         axes = " x ".join(f"{name}={size}" for name, size in mesh.shape.items())
         simulated = " (simulated)" if devices[0].platform == "cpu" else ""
         self.print(f"Mesh: {axes}, {devices[0].device_kind} devices{simulated}")
-        self.print(
-            f"Text: {corpus.source}; {len(corpus.train):,} {unit}s in {corpus.num_train_files} "
-            f"files to train on, {len(corpus.valid):,} {unit}s in {corpus.num_valid_files} held out"
-        )
+        self.print(source)
 
-    def program(self, step: Step, state: TrainState, batch: Any) -> None:
-        """Compile the step; print its leaves, its memory and its collectives."""
-        self.console.print(step.describe().table())
+    def program(self, step: Step, state: TrainState, batch: Any, stages: Stages | None) -> None:
+        """Compile the step; print its leaves or its stages, its memory and its collectives."""
+        described = step.describe()
+        for table in stages.tables() if stages else [described.table()]:
+            self.console.print(table)
         with self.console.status("compiling the training step"):
             started = time.perf_counter()
             program = step.lower(state, batch).compile()
@@ -69,14 +71,17 @@ class Output:
         )
         self.console.print(Text.assemble((prompt, "bold"), shown))
 
-    def result(self, loss: float, entropy: float, unit: str, path: Path) -> None:
+    def result(self, values: dict[str, float], task: Task, path: Path) -> None:
         """Print how good the model has become."""
-        below = entropy - loss
+        loss, guess = values["loss"], task.guess
         self.print(
-            f"\nValidation loss {loss:.4f} nats per {unit}; {unit}-unigram entropy of the "
-            f"validation set {entropy:.4f}: the model is {abs(below):.4f} nats "
-            f"{'below' if below >= 0 else 'ABOVE'} it.\nRun folder: {path}"
+            f"\nValidation loss {loss:.4f} nats per {task.unit}; {task.guess_name} of the "
+            f"validation set {guess:.4f}: the model is {abs(guess - loss):.4f} nats "
+            f"{'below' if loss <= guess else 'ABOVE'} it."
         )
+        for name in task.metrics:
+            self.print(f"Validation {name} {values[name]:.1%}")
+        self.print(f"Run folder: {path}")
 
     def warn(self, text: str) -> None:
         self.console.print(Text.assemble(("warning: ", "bold yellow"), text), soft_wrap=True)

@@ -11,30 +11,59 @@ import jax
 import optax
 from jax.sharding import Mesh
 
-from zeroxla import data
-from zeroxla.hosts.start import has_joined, initialize
-from zeroxla.mesh import make_mesh, simulate
+from zeroxla.hosts.start import has_joined, initialize, nodes_of_processes
+from zeroxla.mesh import make_mesh, simulate, world_size
 from zeroxla.train_options import TrainOptions
+from zeroxla.train_task import Task
 
 NUM_SIMULATED = 8
 SIMULATED_NODES = 2
 
 
 def mesh_for(options: TrainOptions) -> Mesh:
-    """Make the mesh of the accelerators, or of simulated devices where there is none."""
+    """Make the mesh of the accelerators, or of simulated devices where there is none.
+
+    Raises:
+      ValueError: the devices do not divide into the stages and nodes.
+    """
     initialize()
     nodes, per_node = options.mesh.nodes, options.mesh.devices_per_node
+    pipe = options.pipeline.pipe
     if has_joined():
-        return make_mesh(nodes=nodes, devices_per_node=per_node)
-    simulated_nodes = nodes or SIMULATED_NODES
-    simulated_per_node = per_node or max(1, NUM_SIMULATED // simulated_nodes)
+        if nodes is None and pipe > 1:  # a host belongs to one stage
+            nodes = max(1, len(set(nodes_of_processes())) // pipe)
+        return _mesh(pipe, nodes, per_node)
+    simulated_nodes = nodes or (SIMULATED_NODES if pipe * SIMULATED_NODES <= NUM_SIMULATED else 1)
+    simulated_per_node = per_node or max(1, NUM_SIMULATED // (pipe * simulated_nodes))
     # JAX cannot tell whether there is an accelerator without starting, and must know the number of
     # simulated devices before. Where it has started already, the devices are what they are.
     with contextlib.suppress(RuntimeError):
-        simulate(simulated_nodes * simulated_per_node, keep_accelerators=True)
+        simulate(pipe * simulated_nodes * simulated_per_node, keep_accelerators=True)
     if jax.default_backend() == "cpu":
         nodes, per_node = simulated_nodes, simulated_per_node
-    return make_mesh(nodes=nodes, devices_per_node=per_node)
+    return _mesh(pipe, nodes, per_node)
+
+
+def _mesh(pipe: int, nodes: int | None, per_node: int | None) -> Mesh:
+    there, hosts = len(jax.devices()), nodes or 1
+    if per_node is None and pipe > 1 and there % (pipe * hosts):
+        raise ValueError(
+            f"{there} devices do not divide into --pipe {pipe} stages of --nodes {hosts}; change "
+            "one of them, or say --devices-per-node to leave some out"
+        )
+    return make_mesh(pipe=pipe, nodes=nodes, devices_per_node=per_node)
+
+
+def microbatches_for(options: TrainOptions, mesh: Mesh) -> int:
+    """Return into how many micro-batches a batch is cut.
+
+    A pipeline of p stages is idle for (p - 1) / (m + p - 1) of its time: with m = 2 p a third.
+    """
+    told, pipe = options.mesh.accumulate, options.pipeline.pipe
+    if told is not None or pipe == 1:
+        return told or 1
+    rows = options.text.batch // world_size(mesh)  # if it does not divide, make_step says so
+    return max(m for m in range(1, 2 * pipe + 1) if rows % m == 0)
 
 
 def schedule_for(options: TrainOptions) -> optax.Schedule:
@@ -67,15 +96,10 @@ def optimizer_for(options: TrainOptions, schedule: optax.Schedule) -> optax.Grad
     return optax.chain(optax.clip_by_global_norm(training.clip), adamw)
 
 
-def circumstances(corpus: data.Corpus, mesh: Mesh) -> dict[str, Any]:
+def circumstances(task: Task, mesh: Mesh) -> dict[str, Any]:
     """Return what a run depends on besides its options, for config.json."""
     return {
-        "text": {
-            "source": corpus.source,
-            "fingerprint": corpus.fingerprint(),
-            "train_bytes": len(corpus.train),
-            "valid_bytes": len(corpus.valid),
-        },
+        task.data: task.record(),
         "mesh": dict(mesh.shape),
         "versions": {
             "python": platform.python_version(),
@@ -86,14 +110,14 @@ def circumstances(corpus: data.Corpus, mesh: Mesh) -> dict[str, Any]:
     }
 
 
-def check_same(stored: dict[str, Any], now: dict[str, Any]) -> None:
-    """Check that a resumed run meets the text that it had; its mesh may be another.
+def check_same(stored: dict[str, Any], now: dict[str, Any], data: str) -> None:
+    """Check that a resumed run meets the data that it had; its mesh may be another.
 
     Raises:
       ValueError: With both, and the remedy.
     """
-    if stored["text"] != now["text"]:
+    if stored[data] != now[data]:
         raise ValueError(
-            f"the text has changed since the run began: {stored['text']} then, {now['text']} now; "
-            "restore it, or start a new run without --resume"
+            f"the run began with other {data}: {stored[data]} then, {now[data]} now; give --data "
+            "as it was, or start a new run without --resume"
         )

@@ -1,0 +1,57 @@
+"""The picture of a run: its losses, and the shares that its model is measured by."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+def plot_run(
+    lines: Sequence[dict[str, Any]],
+    *,
+    guess: float,
+    guess_name: str,
+    unit: str,
+    metrics: Sequence[str] = (),
+) -> Figure:
+    """Draw training and validation against steps: the loss, and below it each metric.
+
+    Args:
+      lines: of metrics.jsonl.
+      guess: a loss to compare with.
+      guess_name: what it is, in words.
+      unit: of the loss: "nats per ...".
+      metrics: names of shares between 0 and 1.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 5 + 2 * len(metrics)), layout="constrained")
+    ratios = [5.0, *[2.5] * len(metrics)]
+    first, *others = figure.subplots(
+        1 + len(metrics), sharex=True, squeeze=False, height_ratios=ratios
+    )[:, 0]
+    _curves(first, lines, "loss")
+    label = f"{guess_name} of the validation set: {guess:.3f}"
+    first.axhline(guess, color="gray", linestyle="--", label=label)
+    first.set_ylabel(f"nats per {unit}")
+    first.legend()
+    for axes, name in zip(others, metrics, strict=True):
+        _curves(axes, lines, name)
+        axes.set_ylabel(name)
+        axes.set_ylim(0, 1.02)
+    (others or [first])[-1].set_xlabel("step")
+    return figure
+
+
+def _curves(axes: Any, lines: Sequence[dict[str, Any]], name: str) -> None:
+    for key, label, style in (
+        (name, f"training {name}", {"linewidth": 1, "alpha": 0.7}),
+        (f"valid_{name}", f"validation {name}", {"marker": "o", "linewidth": 1.5}),
+    ):
+        points = [(line["step"], line[key]) for line in lines if line.get(key) is not None]
+        if points:
+            axes.plot(*zip(*points), label=label, **style)
+    axes.grid(alpha=0.3)
