@@ -62,7 +62,7 @@ def train(options: TrainOptions) -> int:
         mesh = mesh_for(options)
         # Of several processes the first one speaks, and writes the run folder.
         job = _Job(options, mesh, Output(width))
-    except (ValueError, ImportError, NotImplementedError) as error:
+    except (ValueError, ImportError) as error:
         raise UsageError(str(error)) from error
     with contextlib.closing(job):
         return job.run()

@@ -11,7 +11,7 @@ import jax
 import optax
 from jax.sharding import Mesh
 
-from zeroxla.hosts.start import has_joined, initialize, nodes_of_processes
+from zeroxla.hosts.start import has_joined, initialize
 from zeroxla.mesh import make_mesh, simulate, world_size
 from zeroxla.train_options import TrainOptions
 from zeroxla.train_task import Task
@@ -30,8 +30,6 @@ def mesh_for(options: TrainOptions) -> Mesh:
     nodes, per_node = options.mesh.nodes, options.mesh.devices_per_node
     pipe = options.pipeline.pipe
     if has_joined():
-        if nodes is None and pipe > 1:  # a host belongs to one stage
-            nodes = max(1, len(set(nodes_of_processes())) // pipe)
         return _mesh(pipe, nodes, per_node)
     simulated_nodes = nodes or (SIMULATED_NODES if pipe * SIMULATED_NODES <= NUM_SIMULATED else 1)
     simulated_per_node = per_node or max(1, NUM_SIMULATED // (pipe * simulated_nodes))
