@@ -43,15 +43,15 @@ import pytest
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """Run a file's tests in one process, where they share fixtures and compiled programs; of
-    test_equality.py those of a case, which share what the reference finds. In the order of
+    """Run a file's tests in one process, where they share fixtures and compiled programs; of the
+    equality tests those of a case, which share what the reference finds. In the order of
     collection."""
     from xdist.scheduler import LoadScopeScheduling
 
     class ByFile(LoadScopeScheduling):
         def _split_scope(self, nodeid):
             file, _, test = nodeid.partition("::")
-            if not file.endswith("test_equality.py"):
+            if not file.endswith("_equality.py"):
                 return file
             return f"{file} {test.partition('[')[2].partition('-')[0]}"
 
@@ -60,8 +60,8 @@ def pytest_xdist_make_scheduler(config, log):
 
 
 def pytest_collection_modifyitems(items):
-    """Put the small scopes of test_equality.py last, where they fill what a process has left."""
-    items.sort(key=lambda item: item.path.name == "test_equality.py")
+    """Put the small scopes of the equality tests last, where they fill what a process has left."""
+    items.sort(key=lambda item: item.path.name.endswith("_equality.py"))
 
 
 @pytest.fixture(scope="session")
