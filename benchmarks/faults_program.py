@@ -17,7 +17,7 @@ from typing import Any
 import jax
 
 import models
-import zeroxla.train
+import zeroxla.train_model
 from zeroxla import cli
 
 
@@ -38,5 +38,5 @@ def kill_if_told(value: Any) -> None:
 
 
 if __name__ == "__main__":
-    zeroxla.train.GPT = GPT
+    zeroxla.train_model.GPT = GPT
     sys.exit(cli.main(sys.argv[2:]))

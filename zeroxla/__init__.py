@@ -7,6 +7,7 @@ from zeroxla.config import ZeroConfig
 from zeroxla.feedback import Feedback
 from zeroxla.hosts.batches import global_batch, process_shard
 from zeroxla.hosts.start import initialize
+from zeroxla.make import make_step
 from zeroxla.mesh import make_mesh, simulate
 from zeroxla.pipeline.layer_cost import Machine
 from zeroxla.pipeline.layers import TiedLayer
@@ -14,7 +15,7 @@ from zeroxla.pipeline.pipeline import Pipeline
 from zeroxla.pipeline.profile import Profile
 from zeroxla.pipeline.schedule import Schedule, make_schedule
 from zeroxla.state import LossScale, TrainState, full_params
-from zeroxla.step import Step, make_step
+from zeroxla.step import Step
 from zeroxla.weights.export import export_params
 from zeroxla.weights.pretrained import from_pretrained
 from zeroxla.wire_format import WireFormat

@@ -8,59 +8,26 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import PartitionSpec
 
-from zeroxla.adapters import Adapted
-from zeroxla.config import ZeroConfig
-from zeroxla.differentiate import Differentiator
-from zeroxla.layout import Layout, check_floating, make_layout, place_opt_state, place_params
-from zeroxla.mesh import BATCH_AXES, PIPE, world_size
-from zeroxla.pipeline.differentiate import PipelineDifferentiator
-from zeroxla.pipeline.memory import StagesMemory
-from zeroxla.pipeline.partition import Partition
-from zeroxla.pipeline.pipeline import Pipeline
-from zeroxla.placement import Placement
-from zeroxla.reuse import Limits
-from zeroxla.segments import Plan
+from zeroxla.layout import make_layout
+from zeroxla.mesh import BATCH_AXES
 from zeroxla.sequential import one_after_another
+from zeroxla.setup import REPLICATED, Placements, Setup
 from zeroxla.state import LossScale, TrainState, natural, state_shardings, stored
-from zeroxla.wire_state import Memory, WireState
-from zeroxla.wiring import Wiring, make_wiring
+from zeroxla.wire_state import WireState
 
-REPLICATED = PartitionSpec()
 BY_ROWS = PartitionSpec(BATCH_AXES)
-Placements = tuple[tuple[Placement, ...], tuple[Placement, ...]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Programs:
-    """Functions of a state and a batch, to be jitted.
-
-    Attributes:
-      adapted: the model.
-      mesh: with Auto axes.
-      optimizer: the optax transformation.
-      config: the options.
-      pipeline: the model as layers; None where there are no stages.
-      weights: of a pipeline, how often leaves are gathered.
-    """
-
-    adapted: Adapted
-    mesh: Mesh
-    optimizer: optax.GradientTransformation
-    config: ZeroConfig
-    pipeline: Pipeline | None = None
-    weights: Literal["step", "tick"] = "step"
-
-    @property
-    def wiring(self) -> Wiring:
-        """What the options make of the mesh."""
-        return make_wiring(self.config, self.mesh)
+class Programs(Setup):
+    """Functions of a state and a batch, to be jitted."""
 
     def init(self, key: jax.Array, batch: Any, placements: Placements) -> TrainState:
         """Make the state."""
@@ -113,7 +80,7 @@ class Programs:
         """Make what the wires of this configuration remember, for a state that has other ones; what
         fits of the state's own is kept. Of the batch only shapes matter."""
         layout = self.layout(state)
-        memory = self._memory(layout, batch, state.key)
+        memory = self.memory(layout, batch, state.key)
         if memory.is_empty:
             return None
         specs = [p.spec for p in layout.placements]
@@ -180,7 +147,7 @@ class Programs:
         layout = self.layout(state)
         specs = layout.tree.unflatten([p.spec for p in layout.placements])
         return jax.shard_map(
-            self._differentiator(layout).evaluate,
+            self.differentiator(layout).evaluate,
             mesh=self.mesh,
             in_specs=(specs, REPLICATED, BY_ROWS, REPLICATED),
             out_specs=REPLICATED,
@@ -208,7 +175,7 @@ class Programs:
         self, state: TrainState, batch: Any
     ) -> tuple[Any, dict[str, Any], Any, WireState | None]:
         layout = self.layout(state)
-        differentiator = self._differentiator(layout)
+        differentiator = self.differentiator(layout)
         specs = [p.spec for p in layout.placements]
 
         def local(params: Any, *rest: Any) -> Any:
@@ -234,105 +201,3 @@ class Programs:
             state.wire_state,
         )
         return layout.tree.unflatten(grads), *others
-
-    def placements(self, key: jax.Array, batch: Any) -> Placements:
-        """Decide how parameters and optimizer state are stored, from shapes alone.
-
-        Raises:
-          ValueError: a leaf is not floating.
-        """
-        rows = jax.eval_shape(self.first_rows, batch)
-        params, model_state = jax.eval_shape(self.adapted.init, key, rows)
-        check_floating(params)
-        whole = tuple(Placement(shape=x.shape) for x in jax.tree.leaves(params))
-        differentiator = self._whole(make_layout(params, whole, self.config))
-        dims = self._in_mesh(
-            lambda rows, key: differentiator.layer_dims(model_state, rows, key), rows, key
-        )
-        placed = place_params(params, self.mesh, dims)
-        trainable = make_layout(params, placed, self.config).trainable(params, optax.MaskedNode())
-        opt_state = jax.eval_shape(self.optimizer.init, trainable)
-        return placed, place_opt_state(opt_state, params, placed, self.mesh)
-
-    def plan(self, layout: Layout, model_state: Any, batch: Any, key: jax.Array) -> Plan:
-        """Return the fetch plan of a training step, from shapes alone."""
-        rows = jax.eval_shape(self.first_rows, batch)
-        differentiator = self._whole(layout)
-        return self._in_mesh(
-            lambda rows, key: differentiator.plan(model_state, rows, key, train=True)[0], rows, key
-        )
-
-    def _memory(self, layout: Layout, batch: Any, key: jax.Array) -> Memory | StagesMemory:
-        """Return what makes and carries on the wire state."""
-        memory = Memory(layout=layout, wiring=self.wiring)
-        differentiator = self._differentiator(layout)
-        if memory.is_empty or not isinstance(differentiator, PipelineDifferentiator):
-            return memory
-        rows = jax.eval_shape(self.first_rows, batch)
-        return self._in_mesh(differentiator.memory, rows, jax.eval_shape(lambda key: key, key))
-
-    def partition(self, layout: Layout, batch: Any, key: jax.Array) -> Partition:
-        """Return how a pipeline's layers are cut, from shapes alone."""
-        assert self.pipeline is not None
-        rows = jax.eval_shape(self.first_rows, batch)
-        dtype = self.wiring.collectives.compute_dtype
-        tree = layout.tree.unflatten(
-            [jax.ShapeDtypeStruct(leaf.placement.shape, dtype) for leaf in layout]
-        )
-        num_stages = self.mesh.shape[PIPE]
-        return self.pipeline.cut(num_stages, tree, rows, key, train=True)[1]
-
-    def first_rows(self, batch: Any) -> Any:
-        """Return rank 0's first micro-batch."""
-        parts = world_size(self.mesh) * self.config.accumulate
-        return jax.tree.map(lambda x: x[: x.shape[0] // parts], batch)
-
-    def layout(self, state: TrainState) -> Layout:
-        """Return what the configuration makes of a state's leaves."""
-        return make_layout(state.params, state.placements[0], self.config)
-
-    def _in_mesh(self, fun: Callable[..., Any], *args: Any) -> Any:
-        """Call `fun` where the mesh's axes are bound, on shapes; return what it returns."""
-        found: list[Any] = []
-        mapped = jax.shard_map(
-            lambda *args: found.append(fun(*args)),
-            mesh=self.mesh,
-            in_specs=REPLICATED,
-            out_specs=REPLICATED,
-            check_vma=False,
-        )
-        jax.eval_shape(mapped, *args)
-        return found[0]
-
-    def _differentiator(self, layout: Layout) -> Differentiator | PipelineDifferentiator:
-        whole = self._whole(layout)
-        if self.pipeline is None:
-            return whole
-        return PipelineDifferentiator(
-            pipeline=self.pipeline,
-            num_stages=self.mesh.shape[PIPE],
-            layout=layout,
-            wiring=whole.wiring,
-            unit_elements=whole.unit_elements,
-            limits=whole.limits,
-            microbatches=whole.accumulate,
-            weights=self.weights,
-        )
-
-    def _whole(self, layout: Layout) -> Differentiator:
-        """Return what differentiates the model as one, without stages."""
-        config = self.config
-        on_cpu = self.mesh.devices.flat[0].platform == "cpu"
-        prefetch = config.prefetch_bucket
-        return Differentiator(
-            adapted=self.adapted,
-            layout=layout,
-            wiring=self.wiring,
-            unit_elements=config.unit_elements,
-            limits=Limits(
-                prefetch=0 if prefetch is None and on_cpu else prefetch,
-                max_live=config.max_live_parameters,
-                max_reuse=config.max_reuse_distance,
-            ),
-            accumulate=config.accumulate,
-        )

@@ -1,4 +1,4 @@
-"""`make_step`: one compiled training step of any Flax model, its state split over every device."""
+"""`Step`: one compiled training step of any Flax model, its state split over every device."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import jax
 import optax
 from jax.sharding import Mesh, NamedSharding
 
-from zeroxla.adapters import Adapted, adapt
+from zeroxla.adapters import Adapted
 from zeroxla.compat import compiler_options, mesh_context
 from zeroxla.config import ZeroConfig
 from zeroxla.describe import Description, describe
@@ -19,8 +19,7 @@ from zeroxla.hosts import progress
 from zeroxla.hosts.batches import put_batch, put_key
 from zeroxla.hosts.exchange import agree_on_program
 from zeroxla.layout import make_layout
-from zeroxla.mesh import PIPE, as_auto
-from zeroxla.notices import useless_on_leaves, useless_on_mesh, useless_without_stages, warn
+from zeroxla.notices import useless_on_leaves, useless_on_mesh, warn
 from zeroxla.pipeline.partition import Partition
 from zeroxla.pipeline.pipeline import Pipeline
 from zeroxla.programs import BY_ROWS, Programs
@@ -33,67 +32,8 @@ from zeroxla.validate import (
     check_model,
     check_state,
     check_stored,
-    check_weights,
 )
 from zeroxla.wire_state import WireState
-
-
-def make_step(
-    model: Any,
-    mesh: Mesh,
-    optimizer: optax.GradientTransformation | None = None,
-    *,
-    loss: Callable[..., Any] | None = None,
-    config: ZeroConfig | None = None,
-    microbatches: int | None = None,
-    weights: Literal["step", "tick"] = "step",
-) -> Step:
-    """Make the training step of a model on a mesh.
-
-    Args:
-      model: a flax.linen module, a function `rngs -> flax.nnx module` (an nnx module itself is
-        accepted with a warning: it was allocated whole), or a pair `(init, loss)` with
-        `init(key, batch) -> params` and `loss(params, batch, key) -> scalar | (scalar, metrics)`.
-      mesh: with the axes `node` and `device`, see `make_mesh`.
-      optimizer: any optax transformation; AdamW with learning rate 3e-4 if None.
-      loss: `loss(apply, batch, *, train) -> scalar | (scalar, metrics)`, where `apply` calls the
-        module; the module's own method `loss(batch, *, train)` if None.
-      config: see `ZeroConfig`.
-      microbatches: into which a batch is cut: those of a pipeline, or gradient accumulation;
-        `config.accumulate` if None.
-      weights: in a pipeline, whether a stage gathers its leaves once in a step and keeps them
-        whole, or in every tick.
-
-    Returns:
-      A `Step`.
-
-    Raises:
-      ValueError: the mesh lacks an axis, the model has no loss, or an option is out of range.
-
-    >>> import zeroxla, optax
-    >>> from models import MLP
-    >>> step = zeroxla.make_step(MLP.small(), zeroxla.make_mesh(nodes=1), optax.sgd(0.1))
-    """
-    config = config or ZeroConfig()
-    if microbatches is not None:
-        config = dataclasses.replace(config, accumulate=microbatches)
-    optimizer = config.optimizer if optimizer is None else optimizer
-    if optimizer is None:
-        optimizer = optax.inject_hyperparams(optax.adamw)(learning_rate=3e-4)
-    pipeline = model if isinstance(model, Pipeline) else None
-    mesh = as_auto(mesh, pipeline=pipeline is not None)
-    check_weights(weights)
-    if pipeline is not None and loss is not None:
-        raise ValueError("a Pipeline has its own loss; leave out loss= of make_step")
-    warn(useless_without_stages(weights, mesh.shape.get(PIPE, 1)), stacklevel=3)
-    return Step(
-        adapted=pipeline.adapted if pipeline else adapt(model, loss),
-        mesh=mesh,
-        optimizer=optimizer,
-        config=config,
-        pipeline=pipeline if mesh.shape.get(PIPE, 1) > 1 else None,
-        weights=weights,
-    )
 
 
 class Step:
@@ -333,7 +273,8 @@ class Step:
     def _run(self, name: str, program: Any, *args: Any) -> Any:
         """Call a jitted program; of several processes, when all are about to call the same one."""
         if jax.process_count() > 1:
-            called = (name, jax.tree.structure(args), *map(_aval, jax.tree.leaves(args)))
+            avals = ((x.shape, x.dtype) for x in jax.tree.leaves(args))
+            called = (name, jax.tree.structure(args), *avals)
             if called not in self._agreed:
                 agree_on_program(name, program.lower(*args), self._options())
                 self._agreed.add(called)
@@ -346,10 +287,6 @@ class Step:
 
 def _as_shape(x: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-
-
-def _aval(x: Any) -> Any:
-    return x.shape, x.dtype
 
 
 def _structure(state: TrainState) -> Any:

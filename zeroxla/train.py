@@ -22,8 +22,8 @@ from zeroxla.hosts.batches import global_batch, process_shard
 from zeroxla.hosts.environment import STARTED
 from zeroxla.hosts.exchange import agree, on_first
 from zeroxla.interrupt import StopRequest, stop_on_signal
+from zeroxla.make import make_step
 from zeroxla.run_folder import CHECKPOINTS, NoRunFolder, RunFolder, read_config
-from zeroxla.step import make_step
 from zeroxla.train_options import RunOptions, TrainOptions
 from zeroxla.train_output import Output
 from zeroxla.train_pipeline import Stages
