@@ -182,6 +182,41 @@ def test_a_profile_of_blocks_in_a_loop():
     assert block < flops[1] < 1.3 * block
 
 
+# where leaves are stored
+
+
+def of_blocks(step, batch):
+    """How the leaves of the blocks are split, and the bytes that leaves move to their stages."""
+    state = step.abstract_state(batch)
+    specs = {x.sharding.spec for x in jax.tree.leaves(state.params["h"])}
+    report = zeroxla.inspect.comms(step.lower(state, batch), step.mesh)
+    return specs, report.total_bytes(phase="move")
+
+
+def test_blocks_are_stored_on_their_stage_where_all_have_as_many():
+    model, batch = GPT.tiny(layers=4), tokens(8)
+    even = step_of(Pipeline.from_model(model), 2, 1, 2, 2)
+    specs, moved = of_blocks(even, batch)
+    assert even.describe().boundaries == (0, 3, 6)
+    assert specs == {jax.sharding.PartitionSpec("pipe", ("device", "node"))}
+    # The embeddings and the last norm, half of which a device has of its share, there and back.
+    wte, wpe, ln_f = 64 * 32, 32 * 32, 2 * 32
+    longest = max(wte + wpe, wte + ln_f)  # of the two stages, whose parts have the same length
+    assert moved == 2 * 4 * longest / 2 / 2
+    moments = even.abstract_state(batch).opt_state[0].mu["h"]
+    assert {x.sharding.spec for x in jax.tree.leaves(moments)} == specs
+
+    uneven = step_of(Pipeline.from_model(model, partition=[0, 2, 6]), 2, 1, 2, 2)
+    specs, moved = of_blocks(uneven, batch)
+    assert specs == {jax.sharding.PartitionSpec(None, ("device", "node", "pipe"))}
+    assert moved > 2 * 4 * 3 * 12_704 / 2 / 2  # of the stage with three blocks
+
+    # A state that is stored for other stages is refused; a checkpoint would open.
+    state = even.init(KEY, batch)
+    with pytest.raises(ValueError, match="is stored by stage, the same number of layers on each"):
+        uneven.grad(state, batch)
+
+
 # what cannot be
 
 

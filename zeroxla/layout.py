@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from zeroxla.config import ZeroConfig
-from zeroxla.mesh import axes_size, leaf_axes
+from zeroxla.mesh import LEAF_AXES, axes_size, leaf_axes
 from zeroxla.placement import Placement, leaf_path, place
 
 
@@ -110,14 +110,30 @@ def make_layout(params: Any, placements: Sequence[Placement], config: ZeroConfig
 
 
 def place_params(
-    params: Any, mesh: Mesh, layer_dims: Sequence[Sequence[int]]
+    params: Any,
+    mesh: Mesh,
+    layer_dims: Sequence[Sequence[int]],
+    stage_dims: Mapping[int, int] | None = None,
 ) -> tuple[Placement, ...]:
-    """Place every leaf; `layer_dims` are the dims along which loops slice it, never split."""
-    leaves, axes = jax.tree.leaves(params), leaf_axes(mesh)
-    return tuple(
-        place(leaf.shape, axes_size(mesh, axes), skip=skip, axes=axes)
-        for leaf, skip in zip(leaves, layer_dims, strict=True)
-    )
+    """Place every leaf.
+
+    Args:
+      params: shapes.
+      mesh: of all devices.
+      layer_dims: the dims along which loops slice each leaf; these are not split,
+      stage_dims: but for those that are split over `pipe`, by the number of the leaf.
+    """
+    found = []
+    for i, (leaf, skip) in enumerate(zip(jax.tree.leaves(params), layer_dims, strict=True)):
+        stage_dim = (stage_dims or {}).get(i)
+        axes = leaf_axes(mesh) if stage_dim is None else LEAF_AXES
+        placement = place(leaf.shape, axes_size(mesh, axes), skip=skip, axes=axes)
+        if stage_dim is not None and placement.dim is not None:
+            placement = dataclasses.replace(placement, stage_dim=stage_dim)
+        elif stage_dim is not None:  # too few elements to be split at all
+            placement = dataclasses.replace(placement, axes=leaf_axes(mesh))
+        found.append(placement)
+    return tuple(found)
 
 
 def check_floating(params: Any) -> None:

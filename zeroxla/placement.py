@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from zeroxla.mesh import LEAF_AXES
+from zeroxla.mesh import LEAF_AXES, PIPE
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,6 +28,8 @@ class Placement:
       pad: how many zeros are appended to `dim` so that it divides by the world.
       layer_dims: the dims along which the model's loops slice a scanned leaf; never split.
       axes: of the mesh, over which `dim` is split; the first one is the outermost.
+      stage_dim: the layer dim that is split over the stages of a pipeline besides, each of which
+        uses the layers that its devices store; None if none is.
     """
 
     shape: tuple[int, ...]
@@ -35,6 +37,7 @@ class Placement:
     pad: int = 0
     layer_dims: tuple[int, ...] = ()
     axes: tuple[str, ...] = LEAF_AXES
+    stage_dim: int | None = None
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
@@ -59,7 +62,11 @@ class Placement:
     def spec(self) -> PartitionSpec:
         if self.dim is None:
             return PartitionSpec()
-        return PartitionSpec(*(None,) * self.dim, self.axes)
+        names: list[str | tuple[str, ...] | None] = [None] * len(self.shape)
+        names[self.dim] = self.axes
+        if self.stage_dim is not None:
+            names[self.stage_dim] = PIPE
+        return PartitionSpec(*names[: max(self.dim, self.stage_dim or 0) + 1])
 
     def sharding(self, mesh: Mesh) -> NamedSharding:
         return NamedSharding(mesh, self.spec)

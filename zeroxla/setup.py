@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, PartitionSpec
 
@@ -17,8 +18,10 @@ from zeroxla.layout import Layout, check_floating, make_layout, place_opt_state,
 from zeroxla.mesh import PIPE, world_size
 from zeroxla.pipeline.differentiate import PipelineDifferentiator
 from zeroxla.pipeline.memory import StagesMemory
+from zeroxla.pipeline.moves import own_layers
 from zeroxla.pipeline.partition import Partition
 from zeroxla.pipeline.pipeline import Pipeline
+from zeroxla.pipeline.stage import Stage
 from zeroxla.placement import Placement
 from zeroxla.reuse import Limits
 from zeroxla.segments import Plan
@@ -69,7 +72,10 @@ class Setup:
         dims = self._in_mesh(
             lambda rows, key: differentiator.layer_dims(model_state, rows, key), rows, key
         )
-        placed = place_params(params, self.mesh, dims)
+        stage_dims = None
+        if self.pipeline is not None:
+            stage_dims = own_layers(self._cut(params, rows, key)[0], jax.tree.leaves(params))
+        placed = place_params(params, self.mesh, dims, stage_dims)
         trainable = make_layout(params, placed, self.config).trainable(params, optax.MaskedNode())
         opt_state = jax.eval_shape(self.optimizer.init, trainable)
         return placed, place_opt_state(opt_state, params, placed, self.mesh)
@@ -93,14 +99,16 @@ class Setup:
 
     def partition(self, layout: Layout, batch: Any, key: jax.Array) -> Partition:
         """Return how a pipeline's layers are cut, from shapes alone."""
-        assert self.pipeline is not None
-        rows = jax.eval_shape(self.first_rows, batch)
-        dtype = self.wiring.collectives.compute_dtype
-        tree = layout.tree.unflatten(
-            [jax.ShapeDtypeStruct(leaf.placement.shape, dtype) for leaf in layout]
+        params = layout.tree.unflatten(
+            [jax.ShapeDtypeStruct(leaf.placement.shape, jnp.float32) for leaf in layout]
         )
-        num_stages = self.mesh.shape[PIPE]
-        return self.pipeline.cut(num_stages, tree, rows, key, train=True)[1]
+        return self._cut(params, jax.eval_shape(self.first_rows, batch), key)[1]
+
+    def _cut(self, params: Any, rows: Any, key: jax.Array) -> tuple[list[Stage], Partition]:
+        assert self.pipeline is not None
+        dtype = self.wiring.collectives.compute_dtype
+        tree = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, dtype), params)
+        return self.pipeline.cut(self.mesh.shape[PIPE], tree, rows, key, train=True)
 
     def first_rows(self, batch: Any) -> Any:
         """Return rank 0's first micro-batch."""

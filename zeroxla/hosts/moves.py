@@ -8,6 +8,8 @@ from collections.abc import Callable
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from zeroxla.mesh import DEVICE, NODE, PIPE
+
 
 @functools.cache
 def mover(sharding: NamedSharding) -> Callable[[jax.Array], jax.Array]:
@@ -16,15 +18,19 @@ def mover(sharding: NamedSharding) -> Callable[[jax.Array], jax.Array]:
 
 
 def hops_to_whole(sharding: NamedSharding) -> list[NamedSharding]:
-    """Return the shardings a leaf passes through to be whole on every device: axis by axis, the
-    innermost first, so without `pipe`, then `node`, then `device`. So what travels between hosts
-    does so once; with several stages on a host, once for each."""
+    """Return the shardings a leaf passes through to be whole on every device: axis by axis, first
+    without `pipe`, then `node`, then `device`. So what travels between hosts does so once; with
+    several stages on a host, once for each."""
     # Of what a program returns the spec may lack axes of length 1, and be a name if one is left.
     spec = [(names,) if isinstance(names, str) else names or () for names in sharding.spec]
-    return [
-        NamedSharding(sharding.mesh, PartitionSpec(*(names[:left] or None for names in spec)))
-        for left in reversed(range(max(map(len, spec), default=0)))
-    ]
+    found = []
+    for axis in (PIPE, NODE, DEVICE):
+        if any(axis in names for names in spec):
+            spec = [tuple(name for name in names if name != axis) for names in spec]
+            found.append(
+                NamedSharding(sharding.mesh, PartitionSpec(*(names or None for names in spec)))
+            )
+    return found
 
 
 def whole(x: jax.Array) -> jax.Array:

@@ -17,7 +17,7 @@ from jax import lax
 from zeroxla.collectives import Collectives
 from zeroxla.finish import finish
 from zeroxla.layout import Layout, Leaf
-from zeroxla.mesh import PIPE
+from zeroxla.mesh import LEAF_AXES, PIPE
 from zeroxla.metrics import check_metrics, means
 from zeroxla.pipeline.body import Body, MicroBatch
 from zeroxla.pipeline.ends import StagesEnds
@@ -197,7 +197,10 @@ class PipelineDifferentiator:
         """Return a stage's leaf as the stage's devices store it."""
         leaf = self.layout.leaves[piece.leaf]
         placement = dataclasses.replace(
-            leaf.placement, shape=piece.shape(leaf.placement.shape), axes=("device", "node")
+            leaf.placement,
+            shape=piece.shape(leaf.placement.shape),
+            axes=LEAF_AXES,
+            stage_dim=None,
         )
         persistent = leaf.persistent or self.weights == "step"
         return dataclasses.replace(leaf, placement=placement, persistent=persistent)

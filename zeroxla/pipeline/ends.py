@@ -133,25 +133,38 @@ class StagesEnds:
           This device's shards of the gradients of all leaves, None of frozen ones, and the wire
           state with new errors.
         """
-        tiny = [i for i, leaf in enumerate(self.layout) if not leaf.is_split and not leaf.frozen]
+        trained = [i for i, leaf in enumerate(self.layout) if not leaf.frozen]
+        tiny = [i for i in trained if not self.layout.leaves[i].is_split]
+        own = [i for i in trained if self.layout.leaves[i].placement.stage_dim is not None]
 
-        def run(stage: int) -> tuple[Buffers, list[jax.Array], WireState | None]:
+        def run(
+            stage: int,
+        ) -> tuple[Buffers, list[jax.Array], list[jax.Array], WireState | None]:
             ends = self.programs[stage].ends
             known = None if wire_state is None else self.memory.unpack(stage, wire_state)
             shards, new = ends.reduce(self._by_form(stage, sums), known, key)
-            split: list[jax.Array] = []
+            travel: list[jax.Array] = []
+            stay: dict[int, jax.Array] = {}
             whole = {i: jnp.zeros(self.layout.leaves[i].placement.shape) for i in tiny}
             for piece, leaf, shard in zip(self.moves.pieces[stage], ends.layout, shards):
-                if leaf.is_split:
-                    shape = leaf.placement.part_shape(ends.collectives.world)
-                    split.append(jnp.zeros(shape) if shard is None else shard)
-                elif shard is not None:
-                    whole[piece.leaf] = piece.add_to(whole[piece.leaf], shard)
+                if not leaf.is_split:
+                    if shard is not None:
+                        whole[piece.leaf] = piece.add_to(whole[piece.leaf], shard)
+                    continue
+                shape = leaf.placement.part_shape(ends.collectives.world)
+                found = jnp.zeros(shape) if shard is None else shard
+                if self.layout.leaves[piece.leaf].placement.stage_dim is None:
+                    travel.append(found)
+                else:
+                    stay[piece.leaf] = found
             new = None if new is None else self.memory.pack(stage, new)
-            return self.moves.packed(stage, split), [whole[i] for i in tiny], new
+            buffers = self.moves.packed(stage, travel)
+            return buffers, [stay[i] for i in own], [whole[i] for i in tiny], new
 
-        buffers, whole, wire_state = each_stage(len(self.programs), run)
+        buffers, stayed, whole, wire_state = each_stage(len(self.programs), run)
         leaves = self.moves.from_stages(buffers)
+        for i, x in zip(own, stayed, strict=True):
+            leaves[i] = x
         summed = from_vector(lax.psum(as_vector(whole), PIPE), whole) if whole else []
         for i, x in zip(tiny, summed, strict=True):
             leaves[i] = x

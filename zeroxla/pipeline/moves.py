@@ -1,7 +1,10 @@
 """Leaves on their way between where they are stored and the stages that use them.
 
-Between steps every leaf is split over all devices, those of all stages among them, as without a
-pipeline. Once in a step what a stage needs is brought together on its devices: each device sends
+A stacked leaf of which every stage uses as many layers is stored by stage: its layers on the
+devices that use them. It stays there.
+
+Any other leaf is split over all devices between steps, those of all stages among them, as without
+a pipeline. Once in a step what a stage needs is brought together on its devices: each device sends
 each stage the parts that it stores of that stage's leaves, in one exchange over `pipe`, and then
 holds the shards that it would store if the stage's devices were all there are. Gradients go the
 same way back. So a stage with heavy layers holds no more between steps than another, a leaf that
@@ -90,12 +93,16 @@ class Moves:
           placements, pieces: as the attributes.
           world: the number of devices, of all stages.
           dtype: in which leaves travel.
+
+        Raises:
+          ValueError: a leaf is stored by stage, for other stages.
         """
+        _check_own(placements, pieces)
         shapes = [
             [
                 jax.ShapeDtypeStruct(piece.shape(placements[piece.leaf].part_shape(world)), dtype)
                 for piece in mine
-                if placements[piece.leaf].dim is not None
+                if _travels(placements[piece.leaf])
             ]
             for mine in pieces
         ]
@@ -128,23 +135,24 @@ class Moves:
             return [_exchange(jnp.stack(parts)) for parts in zip(*sent, strict=True)]
 
     def leaves(self, stage: int, buffers: Buffers, stored: Sequence[jax.Array]) -> list[jax.Array]:
-        """Return a stage's pieces: its shards from what its device received, and what is whole
-        everywhere from what it stores."""
+        """Return a stage's pieces: shards from what its device received, and from what it stores
+        those that do not travel."""
         parts = [
             self.packing.unpack(stage, [b[k] for b in buffers]) for k in range(self.num_stages)
         ]
         shards = zip(*parts)
         found = []
         for piece in self.pieces[stage]:
-            dim = self.placements[piece.leaf].dim
-            if dim is None:
-                found.append(piece.cut(stored[piece.leaf]))
+            placement = self.placements[piece.leaf]
+            if _travels(placement):
+                found.append(jnp.concatenate(next(shards), placement.dim))
             else:
-                found.append(jnp.concatenate(next(shards), dim))
+                x = stored[piece.leaf]
+                found.append(piece.cut(x) if placement.dim is None else x)
         return found
 
     def packed(self, stage: int, shards: Sequence[jax.Array]) -> Buffers:
-        """Return what `from_stages` takes, from shards of the pieces that are split."""
+        """Return what `from_stages` takes, from shards of the pieces that travel."""
         cut = [
             jnp.split(x, self.num_stages, self.placements[p.leaf].split_dim)
             for x, p in zip(shards, self._split(stage), strict=True)
@@ -178,7 +186,53 @@ class Moves:
             return leaves
 
     def _split(self, stage: int) -> list[Piece]:
-        return [p for p in self.pieces[stage] if self.placements[p.leaf].dim is not None]
+        return [p for p in self.pieces[stage] if _travels(self.placements[p.leaf])]
+
+
+def own_layers(stages: Sequence[Any], leaves: Sequence[Any]) -> dict[int, int]:
+    """Return the leaves that can be stored by stage, with their layer dims: those of which each
+    stage uses as many layers, in order.
+
+    Args:
+      stages: with `pieces`.
+      leaves: of the model, or their shapes.
+    """
+    found: dict[int, list[Piece]] = {}
+    for stage in stages:
+        for piece in stage.pieces:
+            found.setdefault(piece.leaf, []).append(piece)
+    return {
+        leaf: mine[0].dim
+        for leaf, mine in found.items()
+        if mine[0].dim is not None and _is_even(mine, len(stages), leaves[leaf].shape)
+    }
+
+
+def _is_even(pieces: Sequence[Piece], num_stages: int, shape: Sequence[int]) -> bool:
+    dim = pieces[0].dim
+    assert dim is not None
+    each, rest = divmod(shape[dim], num_stages)
+    layers = [(stage * each, (stage + 1) * each) for stage in range(num_stages)]
+    return not rest and all(p.dim == dim for p in pieces) and [p.layers for p in pieces] == layers
+
+
+def _check_own(placements: Sequence[Placement], pieces: Sequence[Sequence[Piece]]) -> None:
+    for leaf, placement in enumerate(placements):
+        mine = [piece for stage in pieces for piece in stage if piece.leaf == leaf]
+        if placement.stage_dim is not None and not (
+            [p.dim for p in mine] == [placement.stage_dim] * len(pieces)
+            and _is_even(mine, len(pieces), placement.shape)
+        ):
+            raise ValueError(
+                f"a leaf of the shape {placement.shape} is stored by stage, the same number of "
+                f"layers on each, and this pipeline's {len(pieces)} stages use "
+                f"{[p.layers for p in mine]}; give it the same `partition`, or restore a "
+                "checkpoint of the state with this step"
+            )
+
+
+def _travels(placement: Placement) -> bool:
+    return placement.dim is not None and placement.stage_dim is None
 
 
 def each_stage(num_stages: int, run: Callable[[int], Any]) -> Any:
