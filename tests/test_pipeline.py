@@ -59,9 +59,14 @@ def assert_equals_the_whole(step, pipeline, batch, *, rtol=RTOL):
     ("model", "mesh", "m", "options", "weights"),
     [
         ("listed", (4, 2, 1), 3, {"schedule": "gpipe"}, "tick"),
-        ("listed, remat", (4, 1, 2), 8, {"memory": "low"}, "step"),
+        pytest.param(
+            *("listed, remat", (4, 1, 2), 8, {"memory": "low"}, "step"), marks=pytest.mark.smoke
+        ),
         ("gpt, remat, untied", (4, 1, 2), 3, {}, "tick"),
-        ("gpt, remat, untied", (2, 2, 1), 2, {"schedule": "zb-h1"}, "step"),
+        pytest.param(
+            *("gpt, remat, untied", (2, 2, 1), 2, {"schedule": "zb-h1"}, "step"),
+            marks=pytest.mark.smoke,
+        ),
     ],
 )
 def test_a_step_equals_the_whole_model(model, mesh, m, options, weights):
