@@ -118,8 +118,9 @@ def place(
 
     >>> place((768, 50257), 8).dim
     0
-    >>> place((50257, 13), 8)
-    Placement(shape=(50257, 13), dim=0, pad=7, layer_dims=(), axes=('device', 'node'))
+    >>> found = place((50257, 13), 8)
+    >>> found.dim, found.pad, found.axes
+    (0, 7, ('device', 'node'))
     """
     whole = Placement(shape=tuple(shape), layer_dims=tuple(sorted(skip)), axes=axes)
     elements = math.prod(whole.shape)
