@@ -113,7 +113,7 @@ def place_params(
     params: Any,
     mesh: Mesh,
     layer_dims: Sequence[Sequence[int]],
-    stage_dims: Mapping[int, int] | None = None,
+    stage_dims: Mapping[int, int],
 ) -> tuple[Placement, ...]:
     """Place every leaf.
 
@@ -125,13 +125,11 @@ def place_params(
     """
     found = []
     for i, (leaf, skip) in enumerate(zip(jax.tree.leaves(params), layer_dims, strict=True)):
-        stage_dim = (stage_dims or {}).get(i)
+        stage_dim = stage_dims.get(i)
         axes = leaf_axes(mesh) if stage_dim is None else LEAF_AXES
         placement = place(leaf.shape, axes_size(mesh, axes), skip=skip, axes=axes)
         if stage_dim is not None and placement.dim is not None:
             placement = dataclasses.replace(placement, stage_dim=stage_dim)
-        elif stage_dim is not None:  # too few elements to be split at all
-            placement = dataclasses.replace(placement, axes=leaf_axes(mesh))
         found.append(placement)
     return tuple(found)
 

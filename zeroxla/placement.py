@@ -81,7 +81,12 @@ class Placement:
         shape = self.shape[:dim] + self.shape[dim + 1 :]
         inner = self.dim if self.dim is None or self.dim < dim else self.dim - 1
         layer_dims = tuple(d - (d > dim) for d in self.layer_dims if d != dim)
-        return dataclasses.replace(self, shape=shape, dim=inner, layer_dims=layer_dims)
+        stage_dim = self.stage_dim
+        if stage_dim is not None:
+            stage_dim = None if stage_dim == dim else stage_dim - (stage_dim > dim)
+        return dataclasses.replace(
+            self, shape=shape, dim=inner, layer_dims=layer_dims, stage_dim=stage_dim
+        )
 
     def natural(self, stored: jax.Array) -> jax.Array:
         """Drop the padding."""

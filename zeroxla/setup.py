@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, PartitionSpec
 
@@ -16,12 +15,11 @@ from zeroxla.config import ZeroConfig
 from zeroxla.differentiate import Differentiator
 from zeroxla.layout import Layout, check_floating, make_layout, place_opt_state, place_params
 from zeroxla.mesh import PIPE, world_size
-from zeroxla.pipeline.differentiate import PipelineDifferentiator
+from zeroxla.pipeline.differentiate import PipelineDifferentiator, check_stateless
 from zeroxla.pipeline.memory import StagesMemory
 from zeroxla.pipeline.moves import own_layers
 from zeroxla.pipeline.partition import Partition
 from zeroxla.pipeline.pipeline import Pipeline
-from zeroxla.pipeline.stage import Stage
 from zeroxla.placement import Placement
 from zeroxla.reuse import Limits
 from zeroxla.segments import Plan
@@ -63,6 +61,7 @@ class Setup:
 
         Raises:
           ValueError: a leaf is not floating.
+          NotImplementedError: a model in stages keeps a state between steps.
         """
         rows = jax.eval_shape(self.first_rows, batch)
         params, model_state = jax.eval_shape(self.adapted.init, key, rows)
@@ -72,9 +71,11 @@ class Setup:
         dims = self._in_mesh(
             lambda rows, key: differentiator.layer_dims(model_state, rows, key), rows, key
         )
-        stage_dims = None
-        if self.pipeline is not None:
-            stage_dims = own_layers(self._cut(params, rows, key)[0], jax.tree.leaves(params))
+        stages = self.differentiator(make_layout(params, whole, self.config))
+        stage_dims: dict[int, int] = {}
+        if isinstance(stages, PipelineDifferentiator):
+            check_stateless(model_state)
+            stage_dims = own_layers(stages.cut(rows, key)[0], jax.tree.leaves(params))
         placed = place_params(params, self.mesh, dims, stage_dims)
         trainable = make_layout(params, placed, self.config).trainable(params, optax.MaskedNode())
         opt_state = jax.eval_shape(self.optimizer.init, trainable)
@@ -99,16 +100,9 @@ class Setup:
 
     def partition(self, layout: Layout, batch: Any, key: jax.Array) -> Partition:
         """Return how a pipeline's layers are cut, from shapes alone."""
-        params = layout.tree.unflatten(
-            [jax.ShapeDtypeStruct(leaf.placement.shape, jnp.float32) for leaf in layout]
-        )
-        return self._cut(params, jax.eval_shape(self.first_rows, batch), key)[1]
-
-    def _cut(self, params: Any, rows: Any, key: jax.Array) -> tuple[list[Stage], Partition]:
-        assert self.pipeline is not None
-        dtype = self.wiring.collectives.compute_dtype
-        tree = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, dtype), params)
-        return self.pipeline.cut(self.mesh.shape[PIPE], tree, rows, key, train=True)
+        stages = self.differentiator(layout)
+        assert isinstance(stages, PipelineDifferentiator)
+        return stages.cut(jax.eval_shape(self.first_rows, batch), key)[1]
 
     def first_rows(self, batch: Any) -> Any:
         """Return rank 0's first micro-batch."""

@@ -110,8 +110,8 @@ class PipelineOptions:
     schedule: Literal["1f1b", "gpipe", "zb-h1"] = "1f1b"
     """The order in which stages do their micro-batches."""
     partition: str = "parameters"
-    """Where layers are cut: balanced by `parameters`, `uniform`, `type:REGEX`, or boundaries such
-    as 0,19,22."""
+    """Where layers are cut: balanced by `parameters`, `uniform`, `type:REGEX`, `profile` (FLOPs and
+    bytes of the compiled layers), or boundaries such as 0,19,22."""
 
     def __post_init__(self) -> None:
         _ = self.boundaries  # refuses what is none

@@ -78,7 +78,7 @@ class PipelineDifferentiator:
     ) -> tuple[list[jax.Array | None], dict[str, Any], Any, WireState | None]:
         """Return this device's gradient shards, the metrics, the model state and the wire state; as
         `Differentiator.gradients`."""
-        _check_stateless(model_state)
+        check_stateless(model_state)
         rows, keys = self._micro_batches(batch, key, self.microbatches)
         stages, halves, memory = self._stages(rows, keys, train=True)
         wire_key = self._wire_key(key)
@@ -104,7 +104,7 @@ class PipelineDifferentiator:
 
     def evaluate(self, params: Any, model_state: Any, batch: Any, key: jax.Array) -> dict[str, Any]:
         """Return the metrics of the whole batch, without gradients."""
-        _check_stateless(model_state)
+        check_stateless(model_state)
         num_rows = jax.tree.leaves(batch)[0].shape[0]
         count = max(n for n in range(1, self.microbatches + 1) if num_rows % n == 0)
         rows, keys = self._micro_batches(batch, key, count)
@@ -123,9 +123,18 @@ class PipelineDifferentiator:
 
     def memory(self, rows: Any, key: jax.Array) -> StagesMemory:
         """Return what wires remember, from shapes: of a device's micro-batch and its key."""
+        return self._memory(*self.cut(rows, key))
+
+    def cut(
+        self, rows: Any, key: jax.Array, *, train: bool = True
+    ) -> tuple[list[Stage], Partition]:
+        """Cut the model into stages; `rows` and `key` are shapes of a device's micro-batch."""
+        dtype = self.inside.compute_dtype
+        tree = self.layout.tree.unflatten(
+            [jax.ShapeDtypeStruct(leaf.placement.shape, dtype) for leaf in self.layout]
+        )
         rows = jax.eval_shape(lambda rows: jax.tree.map(self._cast, rows), rows)
-        stages, partition = self._cut(rows, key, train=True)
-        return self._memory(stages, partition)
+        return self.pipeline.cut(self.num_stages, tree, rows, key, train=train)
 
     def _ticks(self, body: Body, *, train: bool, count: int) -> Ticks:
         schedule = self.pipeline.schedule(self.num_stages, count, train=train)
@@ -141,20 +150,13 @@ class PipelineDifferentiator:
         """Return this device's key of the roundings at a step's ends; None if there are none."""
         return self.wiring.key(jax.random.fold_in(key, lax.axis_index(PIPE)))
 
-    def _cut(self, rows: Any, key: jax.Array, *, train: bool) -> tuple[list[Stage], Partition]:
-        dtype = self.inside.compute_dtype
-        tree = self.layout.tree.unflatten(
-            [jax.ShapeDtypeStruct(leaf.placement.shape, dtype) for leaf in self.layout]
-        )
-        return self.pipeline.cut(self.num_stages, tree, rows, key, train=train)
-
     def _stages(
         self, rows: Any, keys: jax.Array, *, train: bool
     ) -> tuple[list[StageProgram], list[tuple[StageProgram, StageProgram]], StagesMemory]:
         """Cut the model and trace its stages; of a schedule that splits backward, its halves."""
         first = jax.eval_shape(lambda rows: jax.tree.map(self._cast, _row(rows, 0)), rows)
         key = jax.eval_shape(lambda keys: keys[0], keys)
-        cut, partition = self._cut(first, key, train=train)
+        cut, partition = self.cut(first, key, train=train)
         memory = self._memory(cut, partition)
         count = jax.tree.leaves(rows)[0].shape[0]
         splits = train and self.pipeline.schedule(self.num_stages, count, train=True).splits
@@ -209,7 +211,12 @@ class PipelineDifferentiator:
         return x.astype(self.inside.compute_dtype) if is_float(x.dtype) else x
 
 
-def _check_stateless(model_state: Any) -> None:
+def check_stateless(model_state: Any) -> None:
+    """Check that a model keeps nothing between steps but its parameters.
+
+    Raises:
+      NotImplementedError: it does.
+    """
     if found := jax.tree_util.tree_leaves_with_path(model_state):
         raise NotImplementedError(
             f"the model keeps a state between steps ({jax.tree_util.keystr(found[0][0])}), which "
