@@ -6,7 +6,7 @@ import dataclasses
 import json
 import os
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -82,6 +82,26 @@ def residual_bytes(pullback: Callable[[Any, Any], Any], params: Any, inputs: Any
             on_inputs.update(eqn.outvars)
     kept = {v for v in jaxpr.outvars if not isinstance(v, jax.extend.core.Literal)} & on_inputs
     return tree_bytes([v.aval for v in kept])
+
+
+def alternately(
+    runs: Mapping[str, Callable[[], float]], turns: int, check: Callable[[], None] = lambda: None
+) -> dict[str, list[float]]:
+    """Return the seconds of each run by name, a number for each turn.
+
+    Two more turns go before: the first compiles, the second warms up.
+
+    Args:
+      runs: take a step and return its seconds.
+      turns: in each of which every run takes a step.
+      check: called after every turn.
+    """
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(turns + 2):
+        for name, run in runs.items():
+            times[name].append(run())
+        check()
+    return {name: seconds[2:] for name, seconds in times.items()}
 
 
 class PlainFSDP:

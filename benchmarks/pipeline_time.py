@@ -25,7 +25,7 @@ from typing import Any
 import jax
 import numpy as np
 import optax
-from common import LENGTH, Check, random_tokens, report, start, table, token_shapes
+from common import LENGTH, Check, alternately, random_tokens, report, start, table, token_shapes
 
 import zeroxla
 from models import GPT
@@ -82,20 +82,17 @@ class Run:
 
 def step_times(turns: int) -> dict[str, list[float]]:
     """Return seconds of steps, taken in turns; the losses must agree."""
+
+    def check() -> None:
+        losses = [run.loss for run in runs.values()]
+        np.testing.assert_allclose(losses, losses[0], rtol=1e-3)
+
     runs = {
         PIPELINED: Run(pipeline_step(MICROBATCHES)),
         PARALLEL: Run(whole_step(STAGES)),
         ALONE: Run(whole_step(1)),
     }
-    times: dict[str, list[float]] = {name: [] for name in runs}
-    for turn in range(turns + 2):
-        for name, run in runs.items():
-            seconds = run.seconds()
-            if turn > 1:  # the first compiles, the second warms up
-                times[name].append(seconds)
-        losses = [run.loss for run in runs.values()]
-        np.testing.assert_allclose(losses, losses[0], rtol=1e-3)
-    return times
+    return alternately({name: run.seconds for name, run in runs.items()}, turns, check)
 
 
 def compile_times(compiles: int) -> dict[int, list[float]]:

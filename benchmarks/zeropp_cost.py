@@ -29,6 +29,7 @@ from common import (
     NUM_DEVICES,
     RESULTS,
     Check,
+    alternately,
     gpt,
     random_tokens,
     report,
@@ -92,13 +93,7 @@ class Run:
 def step_times(mesh: Mesh, turns: int) -> dict[str, list[float]]:
     """Return seconds of steps, taken in turns."""
     runs = {preset: Run(preset, mesh) for preset in PRESETS}
-    times: dict[str, list[float]] = {preset: [] for preset in PRESETS}
-    for turn in range(turns + 2):
-        for preset, run in runs.items():
-            seconds = run.seconds()
-            if turn > 1:  # the first compiles, the second warms up
-                times[preset].append(seconds)
-    return times
+    return alternately({preset: run.seconds for preset, run in runs.items()}, turns)
 
 
 def main() -> int:

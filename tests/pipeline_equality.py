@@ -105,7 +105,7 @@ class ListedBlock(nn.Module):
 
     @nn.compact
     def __call__(self, x_BLD: jax.Array, train: bool) -> jax.Array:
-        block = Block(heads=4, hidden=128, layers=4, dropout=0.0, train=train)
+        block = Block(heads=4, hidden=128, layers=2, dropout=0.0, train=train)
         return block(x_BLD, None)[0]
 
 
@@ -114,7 +114,7 @@ def gpt_listed(**options: Any) -> Pipeline:
     embed = Embeddings()
     layers = [
         TiedLayer("embed", embed),
-        *(ListedBlock() for _ in range(4)),
+        *(ListedBlock() for _ in range(2)),
         layer_norm("ln_f"),
         TiedLayer("embed", embed, forward=lambda module, x: module.attend(x)),
     ]

@@ -28,10 +28,16 @@ def quick_compilation() -> Iterator[None]:
     jax.config.update("jax_disable_most_optimizations", before)
 
 
-def thinned(values: Iterable[Any], *, keep: int = 2) -> list[Any]:
+def thinned(values: Iterable[Any], *, keep: int = 2, rows: bool = False) -> list[Any]:
     """Return parameters of which one of so many, the first included, is not marked slow.
 
     What repeats in them should not repeat with `keep`, or some of it is never kept.
+
+    Args:
+      values: of a parameter, or with `rows` tuples of values of several.
+      keep: one of how many.
     """
-    slow = pytest.mark.slow
-    return [pytest.param(v, marks=slow) if i % keep else v for i, v in enumerate(values)]
+    return [
+        pytest.param(*(v if rows else (v,)), marks=pytest.mark.slow if i % keep else ())
+        for i, v in enumerate(values)
+    ]

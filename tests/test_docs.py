@@ -11,7 +11,7 @@ from pathlib import Path
 
 import jax
 import pytest
-from quick import quick_compilation  # noqa: F401
+from quick import quick_compilation, thinned  # noqa: F401
 
 import models
 import zeroxla
@@ -51,7 +51,9 @@ def eight_devices():
 
 @pytest.mark.smoke
 @pytest.mark.usefixtures("eight_devices", "quick_compilation")
-@pytest.mark.parametrize("page", [p for p in PAGES if RUNNABLE.search(p.read_text())], ids=page_id)
+@pytest.mark.parametrize(
+    "page", thinned(p for p in PAGES if RUNNABLE.search(p.read_text())), ids=page_id
+)
 def test_examples_run(page, tmp_path, monkeypatch):
     """The blocks of a page run in order, as one program."""
     monkeypatch.chdir(tmp_path)

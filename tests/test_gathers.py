@@ -92,7 +92,7 @@ def test_the_groups_tile_the_mesh_and_keep_the_order_of_shards():
 
 
 @pytest.mark.parametrize("alone", [0, 10**9])
-@pytest.mark.parametrize("group", thinned(GROUPS, keep=3))
+@pytest.mark.parametrize("group", thinned(GROUPS, keep=6))
 def test_leaves_arrive_as_their_shards_were_quantized(group, alone, monkeypatch):
     shape, size = group
     monkeypatch.setattr(bundles, "ALONE_ELEMENTS", alone)
@@ -108,7 +108,7 @@ def test_leaves_arrive_as_their_shards_were_quantized(group, alone, monkeypatch)
 
 @pytest.mark.parametrize("weights", [None, FORMAT], ids=["float32", "int8"])
 @pytest.mark.parametrize("form", ["wire", "values"])
-@pytest.mark.parametrize("group", thinned(GROUPS, keep=3))
+@pytest.mark.parametrize("group", thinned(GROUPS, keep=6))
 def test_a_secondary_shard_gives_the_same_leaf(group, form, weights):
     shape, size = group
 

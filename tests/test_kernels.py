@@ -17,7 +17,7 @@ from quantize_cases import (
     product,
     sample,
 )
-from quick import quick_compilation  # noqa: F401
+from quick import quick_compilation, thinned  # noqa: F401
 
 from pallas_kernels import shim
 from zeroxla.quantize import (
@@ -76,7 +76,7 @@ def test_triton_takes_blocks_of_any_length(format):
         pytest.param(
             "mosaic",
             WireFormat(bits=4, hadamard=32, block=128, scale="bound", symmetric=False),
-            marks=needs_mosaic,
+            marks=[needs_mosaic, pytest.mark.slow],
         ),
         pytest.param("triton", WireFormat(bits=8, hadamard=32, block=96), marks=pytest.mark.slow),
     ],
@@ -128,12 +128,16 @@ def test_sums_of_wires_are_those_of_the_reference(num_sources, backend):
 @pytest.mark.parametrize("backend", KERNELS)
 @pytest.mark.parametrize(
     ("source", "out"),
-    [
-        (WireFormat(bits=8), WireFormat(bits=4, symmetric=False, scale="bound")),
-        (WireFormat(bits=4), WireFormat(bits=8)),
-        (WireFormat(bits=8, block=512), WireFormat(bits=4, block=128, scale="bound")),
-        (WireFormat(bits=8, hadamard=32), WireFormat(bits=4, scale="bound", hadamard=32)),
-    ],
+    thinned(
+        [
+            (WireFormat(bits=8), WireFormat(bits=4, symmetric=False, scale="bound")),
+            (WireFormat(bits=4), WireFormat(bits=8)),
+            (WireFormat(bits=8, block=512), WireFormat(bits=4, block=128, scale="bound")),
+            (WireFormat(bits=8, hadamard=32), WireFormat(bits=4, scale="bound", hadamard=32)),
+        ],
+        keep=2,
+        rows=True,
+    ),
     ids=["8 to 4", "4 to 8", "another block", "both rotated"],
 )
 def test_a_sum_may_go_to_another_format(source, out, backend):

@@ -63,7 +63,7 @@ def growth_in_blocks(scan, **options):
 @pytest.mark.parametrize(
     ("scan", "threshold"),
     [
-        pytest.param(False, 0, id="unrolled"),
+        pytest.param(False, 0, id="unrolled", marks=pytest.mark.slow),
         pytest.param(False, BIASES, id="unrolled, biases persistent", marks=pytest.mark.slow),
         pytest.param(True, BIASES, id="scanned, biases persistent"),
     ],
@@ -73,6 +73,7 @@ def test_temporaries_do_not_grow_by_gathered_leaves_with_the_layers(scan, thresh
     assert 1 / WORLD <= growth_in_blocks(scan, threshold=threshold) < 1 / 2
 
 
+@pytest.mark.slow
 @needs_barriers
 def test_leaves_kept_for_reuse_do_show_in_the_temporaries():
     assert growth_in_blocks(False, threshold=0, keep=KEEP) > 1

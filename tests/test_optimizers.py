@@ -12,7 +12,7 @@ import numpy as np
 import optax
 import pytest
 from optax import contrib
-from quick import quick_compilation  # noqa: F401
+from quick import quick_compilation, thinned  # noqa: F401
 from reference import Reference, relative_errors, worst
 from zoo.base import leaves, mse, vectors
 
@@ -71,7 +71,10 @@ OPTIMIZERS: dict[str, Callable[[], optax.GradientTransformation]] = {
 
 
 @pytest.mark.parametrize(
-    ("name", "shape"), [(name, ((2, 4), (3, 2))[i % 2]) for i, name in enumerate(OPTIMIZERS)]
+    ("name", "shape"),
+    thinned(
+        [(name, ((2, 4), (3, 2))[i % 2]) for i, name in enumerate(OPTIMIZERS)], keep=3, rows=True
+    ),
 )
 def test_ten_steps_equal_unsharded_optax(name, shape):
     config = zeroxla.ZeroConfig(persistence_threshold=0, unit_elements=90, frozen="^frozen")

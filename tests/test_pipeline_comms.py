@@ -10,6 +10,7 @@ import pytest
 from inspect_tools import in_both_forms
 
 import zeroxla
+from models import GPT
 from zeroxla import Pipeline, ZeroConfig
 
 WIDTH, ROWS, MICROBATCHES = 16, 2, 6
@@ -82,6 +83,22 @@ def test_leaves_move_once_in_a_step_and_gather_inside_their_stages():
             assert found["node"].cross_host_bytes == 2 * found["node"].received_bytes
             assert found["device"].cross_host_bytes == 0
         assert report.count(phase="backward gather") == 0
+
+
+def test_neither_tokens_nor_labels_travel():
+    """Between three stages of a language model go activations and their gradients alone."""
+    model, rows, length = GPT.tiny(layers=4), 2, 12
+    mesh = zeroxla.make_mesh(pipe=3, nodes=1, devices_per_node=2)
+    step = zeroxla.make_step(
+        Pipeline.from_model(model), mesh, optax.sgd(1e-2), microbatches=MICROBATCHES
+    )
+    batch = {"tokens": jax.ShapeDtypeStruct((MICROBATCHES * 2 * rows, length + 1), jnp.int32)}
+    report = zeroxla.inspect.comms(step.lower(step.abstract_state(batch), batch), mesh)
+    (sent,) = [r for r in report.rows if r.phase == "send"]
+    ticks = MICROBATCHES + 2 * 2
+    assert sent.dtype == "f32"
+    assert sent.received_bytes == 2 * ticks * 4 * rows * length * model.width
+    assert {r.dtype for r in report.rows if r.axis == "pipe"} == {"f32"}
 
 
 def test_gathers_in_ticks_count_for_the_heaviest_stage():

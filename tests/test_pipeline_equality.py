@@ -11,15 +11,18 @@ from quick import quick_compilation  # noqa: F401
 
 COVER = list(cover())
 # Relative to a leaf's norm, of a gradient that makes two hops in 4 bits: each loses at most half a
-# step of max/7 of an element, of a normal distribution some 12 % of its norm.
-WIRES_TOLERANCE = 0.35
+# step of max/7 of an element, of a normal distribution some 12 % of its norm. Rounded weights make
+# AlexNet's pools choose other elements.
+WIRES_TOLERANCE = {"alexnet": 0.35}
+OTHER_WIRES_TOLERANCE = 0.2
 
 
 def check(row: Row) -> None:
     errors = measure(row)
     if row.preset.startswith("zeropp"):
         assert errors.loss <= 0.01, (row, errors)
-        assert errors.gradient[1] <= WIRES_TOLERANCE, (row, errors)
+        bound = WIRES_TOLERANCE.get(row.model, OTHER_WIRES_TOLERANCE)
+        assert 1e-4 < errors.gradient[1] <= bound, (row, errors)
         assert errors.norm <= 0.05, (row, errors)
     else:
         assert errors.loss <= GRADIENT_TOLERANCE, (row, errors)

@@ -1,6 +1,7 @@
 """Wires inside stages: they carry what they carry without stages, and remember it."""
 
 import dataclasses
+import functools
 
 import jax
 import numpy as np
@@ -43,7 +44,10 @@ def step_of(config, weights=None, *, pipe=2, **options):
     )
 
 
-def gradients(step):
+@functools.cache
+def gradients(config, weights=None):
+    """Of the loss of BATCH, as NumPy arrays."""
+    step = step_of(config, weights)
     grads = step.grad(step.init(KEY, BATCH), BATCH)[1]
     return [np.asarray(g) for g in jax.tree.leaves(grads)]
 
@@ -66,8 +70,8 @@ def losses(step, state, steps):
 def test_what_a_stage_sends_is_what_the_whole_model_does(weights, wires):
     """The same blocks are rounded alike: a stage's shards are those of the whole model's leaves."""
     config = ZeroConfig(**wires, **SMALL)
-    found, want = gradients(step_of(config, weights)), gradients(step_of(config))
-    exact = gradients(step_of(ZeroConfig(**SMALL)))
+    found, want = gradients(config, weights), gradients(config)
+    exact = gradients(ZeroConfig(**SMALL))
     for mine, like, right in zip(found, want, exact, strict=True):
         np.testing.assert_allclose(mine, like, atol=5e-6 * np.abs(like).max())
         assert np.linalg.norm(mine - right) > 1e-4 * np.linalg.norm(right)
@@ -75,13 +79,13 @@ def test_what_a_stage_sends_is_what_the_whole_model_does(weights, wires):
 
 def test_gradients_that_are_reduced_once_lose_once():
     """With `weights="step"` micro-batches are summed before they are quantized."""
-    step = step_of(ZeroConfig(gradient_wire=INT8, **SMALL), "step")
-    exact = gradients(step_of(ZeroConfig(**SMALL)))
+    config, exact = ZeroConfig(gradient_wire=INT8, **SMALL), gradients(ZeroConfig(**SMALL))
     errors = [
         np.linalg.norm(mine - right) / np.linalg.norm(right)
-        for mine, right in zip(gradients(step), exact, strict=True)
+        for mine, right in zip(gradients(config, "step"), exact, strict=True)
     ]
     assert 1e-3 < max(errors) < 0.015  # two hops of 8 bits, some 0.6 % each
+    step = step_of(config, "step")
     lowered = step.lower(step.abstract_state(BATCH), BATCH)
     assert "u8" in {row.dtype for row in zeroxla.inspect.comms(lowered, step.mesh).rows}
 
@@ -103,7 +107,7 @@ def test_copies_and_errors_are_kept_by_stage(weights, tmp_path):
     # The copies hold the weights that the step began with, to the rounding of the differences.
     held = np.sort(np.concatenate([np.asarray(x, np.float32).ravel() for x in wires.copies]))
     right = np.sort(np.concatenate([np.asarray(x).ravel() for x in quantized]))
-    assert np.linalg.norm(held - right) < 0.05 * np.linalg.norm(right)
+    assert np.linalg.norm(held - right) < 0.003 * np.linalg.norm(right)
 
     with Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(6, state)
@@ -138,6 +142,7 @@ def test_wires_of_another_cut_do_not_fit():
     assert one.keeping(two) is not two
 
 
+@pytest.mark.slow
 def test_a_config_may_change_between_steps():
     first = step_of(ZeroConfig(accumulate=2, **SMALL), "step")
     plain = first.init(KEY, BATCH)
@@ -150,7 +155,8 @@ def test_a_config_may_change_between_steps():
         assert float(metrics["loss"]) == pytest.approx(float(expected["loss"]), rel=0.01)
 
 
-@pytest.mark.parametrize("weights", ["step", pytest.param("tick", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("weights", ["step", "tick"])
 def test_stochastic_rounding_repeats_and_evaluates(weights):
     wire = WireFormat(bits=8, block=64, rounding="stochastic")
     step = step_of(ZeroConfig(weight_wire=wire, gradient_wire=wire, **SMALL), weights)

@@ -64,7 +64,7 @@ def all_relative(found, expected):
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [
-        ("gpt_scan", "bfloat16"),
+        pytest.param("gpt_scan", "bfloat16", marks=pytest.mark.slow),
         pytest.param("gpt_scan", "float16", marks=pytest.mark.slow),
         pytest.param("batchnorm", "float16", marks=pytest.mark.smoke),
         pytest.param("llama_unrolled", "bfloat16", marks=pytest.mark.slow),
@@ -102,6 +102,7 @@ def test_16_bits_travel_and_masters_are_float32(dtype):
     assert "reduce_scatter" not in text
 
 
+@pytest.mark.slow
 def test_a_bfloat16_reduce_rounds_gradients_and_nothing_else():
     """Each addend is rounded once a hop: relative error at most half a spacing, twice."""
     _, state, batch, loss, found = first_gradients("gpt_scan", reduce_dtype="bfloat16")

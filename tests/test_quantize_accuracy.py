@@ -10,7 +10,7 @@ import quantize_oracle
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from quantize_cases import DISTRIBUTIONS, name_of, options, quantized, sample
-from quick import quick_compilation  # noqa: F401
+from quick import quick_compilation, thinned  # noqa: F401
 
 from zeroxla.quantize import WireFormat, quantize
 
@@ -154,7 +154,7 @@ MSE = [
 ]
 
 
-@pytest.mark.parametrize("format", MSE[: len(MSE) // 2], ids=name_of)
+@pytest.mark.parametrize("format", thinned(MSE[: len(MSE) // 2], keep=3), ids=name_of)
 def test_mse_is_never_worse_than_deepspeed_on_any_block(format):
     assert not worse_blocks(format, DISTRIBUTIONS, range(2))
 

@@ -2,27 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import resource
 from pathlib import Path
 
 import pytest
+from disk import files_limited_to
 
 from zeroxla.run_folder import RunFolder, RunFolderError, has_checkpoint, read_config
 from zeroxla.train_plot import plot_run
-
-
-@contextlib.contextmanager
-def files_limited_to(num_bytes):
-    """Make writes past `num_bytes` of any file fail, as they do on a full disk."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def read_events(path):

@@ -72,6 +72,7 @@ def copy(state):
     return jax.tree.map(lambda x: x.copy(), state)
 
 
+@pytest.mark.slow
 @pytest.mark.smoke
 def test_the_plan_follows_the_shape_of_the_batch(net):
     """A second shape, then the first again, which is not traced a second time."""

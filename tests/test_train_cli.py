@@ -7,13 +7,19 @@ import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
 import pytest
-from quick import QUICK, quick_compilation  # noqa: F401
+from quick import quick_compilation, thinned  # noqa: F401
+from train_tools import (
+    check_no_option,
+    check_refused,
+    copy_at,
+    train,
+    train_as_a_user,
+    values,
+)
 
 from zeroxla import Checkpointer, SaveError, cli
 from zeroxla.run_folder import RunFolder
@@ -32,26 +38,8 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 def finished(text, tmp_path_factory):
     """A finished run of 12 steps with checkpoints at 5, 10 and 12, and what it printed."""
     run = tmp_path_factory.mktemp("finished") / "run"
-    arguments = ["train", "--run", str(run), "--data", str(text), *TINY]
-    arguments += ["--steps", "12", "--save-every", "5", "--eval-every", "5", "--keep", "3"]
-    done = subprocess.run(
-        [sys.executable, "-m", "zeroxla.cli", *arguments],
-        env={**os.environ, **QUICK},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr + done.stdout
-    return run, done.stdout
-
-
-def train(*arguments):
-    return cli.main(["train", *map(str, arguments)])
-
-
-def values(run, name):
-    """Return {step: value} of one metric of a run."""
-    lines = RunFolder(run).metrics()
-    return {line["step"]: line[name] for line in lines if name in line}
+    every = ["--save-every", 5, "--eval-every", 5, "--keep", 3]
+    return run, train_as_a_user("--run", run, "--data", text, *TINY, "--steps", 12, *every)
 
 
 class TestFinishedRun:
@@ -96,17 +84,8 @@ class TestFinishedRun:
 
 
 class TestResume:
-    def copy_at(self, finished, tmp_path, step):
-        """Copy the run as a crash after `step` would have left it: with later metrics."""
-        run = tmp_path / "run"
-        shutil.copytree(finished[0], run)
-        for checkpoint in (run / "checkpoints").iterdir():
-            if int(checkpoint.name) > step:
-                shutil.rmtree(checkpoint)
-        return run
-
     def test_repeats_the_uninterrupted_run_bit_for_bit(self, finished, tmp_path):
-        run = self.copy_at(finished, tmp_path, 5)
+        run = copy_at(finished[0], tmp_path, 5)
         assert train("--resume", "--run", run) == 0
         assert values(run, "loss") == values(finished[0], "loss")
         assert values(run, "grad_norm") == values(finished[0], "grad_norm")
@@ -116,7 +95,7 @@ class TestResume:
         self, finished, tmp_path, monkeypatch, text
     ):
         """With the command line of the first start, which does not say --resume."""
-        run = self.copy_at(finished, tmp_path, 5)
+        run = copy_at(finished[0], tmp_path, 5)
         monkeypatch.setenv("ZEROXLA_RESTART", "1")
         monkeypatch.setenv("ZEROXLA_STARTED", "x")
         arguments = ["--run", run, "--data", text, *TINY, "--save-every", 5, "--eval-every", 5]
@@ -136,7 +115,7 @@ class TestResume:
         assert values(run, "loss") == values(finished[0], "loss")
 
     def test_options_that_are_free_may_change(self, finished, tmp_path, capsys):
-        run = self.copy_at(finished, tmp_path, 12)
+        run = copy_at(finished[0], tmp_path, 12)
         assert train("--resume", "--run", run, "--prompt", "x", "--steps", "13") == 0
         assert list(values(run, "loss")) == list(range(1, 14))
         assert (run / "sample.txt").read_text().startswith("x")
@@ -148,7 +127,7 @@ class TestResume:
         assert "--seed is 0 there and 5 here" in error
 
     def test_another_text_is_refused(self, finished, tmp_path, capsys):
-        run = self.copy_at(finished, tmp_path, 12)
+        run = copy_at(finished[0], tmp_path, 12)
         config = json.loads((run / "config.json").read_text())
         config["text"]["fingerprint"] = "0" * 32
         (run / "config.json").write_text(json.dumps(config))
@@ -156,14 +135,14 @@ class TestResume:
         assert "the run began with other text" in capsys.readouterr().err
 
     def test_goes_on_on_another_mesh(self, finished, tmp_path):
-        run = self.copy_at(finished, tmp_path, 5)
+        run = copy_at(finished[0], tmp_path, 5)
         assert train("--resume", "--run", run, "--nodes", "1", "--devices-per-node", "4") == 0
         for name in ("loss", "grad_norm", "valid_loss"):
             found, expected = values(run, name), values(finished[0], name)
             assert found == pytest.approx(expected, rel=1e-5)
 
     def test_passes_over_a_damaged_checkpoint(self, finished, tmp_path, capsys):
-        run = self.copy_at(finished, tmp_path, 10)
+        run = copy_at(finished[0], tmp_path, 10)
         about = run / "checkpoints" / "10" / "state" / "about.json"
         about.write_text(about.read_text()[:-1])
         assert train("--resume", "--run", run) == 0
@@ -171,7 +150,7 @@ class TestResume:
         assert values(run, "loss") == values(finished[0], "loss")
 
     def test_a_run_of_another_version_is_refused(self, finished, tmp_path, capsys):
-        run = self.copy_at(finished, tmp_path, 12)
+        run = copy_at(finished[0], tmp_path, 12)
         config = json.loads((run / "config.json").read_text())
         config["options"]["model"]["experts"] = 3
         (run / "config.json").write_text(json.dumps(config))
@@ -194,7 +173,7 @@ class TestResume:
 
 
 class TestInterrupt:
-    @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+    @pytest.mark.parametrize("number", thinned([signal.SIGTERM, signal.SIGINT]))
     def test_saves_says_how_to_resume_and_the_rest_is_as_if_nothing_happened(
         self, number, finished, text, tmp_path, capsys, monkeypatch
     ):
@@ -282,11 +261,7 @@ class TestBadInput:
             (tmp_path / "empty" / "file").write_text("")
         arguments = [a.replace("EMPTY", str(tmp_path / "empty")) for a in arguments]
         # A later --data replaces an earlier one.
-        assert train("--data", text, *TINY, *arguments) == 2
-        error = capsys.readouterr().err
-        assert error.startswith("error: ")
-        assert message in error
-        assert not (tmp_path / "runs").exists()
+        check_refused(["--data", text, *TINY, *arguments], message, capsys)
 
     @pytest.mark.parametrize(
         ("arguments", "message"),
@@ -298,10 +273,7 @@ class TestBadInput:
         ],
     )
     def test_option_that_cannot_be(self, arguments, message, capsys):
-        with pytest.raises(SystemExit) as exit:
-            train(*arguments)
-        assert exit.value.code == 2
-        assert message in capsys.readouterr().err
+        check_no_option(arguments, message, capsys)
 
 
 @pytest.mark.slow

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import shutil
-import subprocess
-import sys
 
 import jax
 import numpy as np
 import pytest
-from quick import QUICK, quick_compilation  # noqa: F401
+from quick import quick_compilation  # noqa: F401
 from test_images import write_binary, write_python
+from train_tools import (
+    check_no_option,
+    check_refused,
+    copy_at,
+    train,
+    train_as_a_user,
+    values,
+)
 
 from zeroxla import cli
-from zeroxla.run_folder import RunFolder
 from zeroxla.train_images import draw_predictions
 from zeroxla.train_options import PipelineOptions, TrainOptions
 from zeroxla.train_setup import mesh_for, microbatches_for
@@ -44,24 +47,8 @@ def eight_devices():
 def finished(tmp_path_factory):
     """A finished run of two stages, with checkpoints at 20 and 30, and what it printed."""
     run = tmp_path_factory.mktemp("finished") / "run"
-    arguments = ["train", "--run", str(run), *ALEXNET, *TWO, "--steps", "30"]
-    done = subprocess.run(
-        [sys.executable, "-m", "zeroxla.cli", *arguments, "--save-every", "20"],
-        env={**os.environ, **QUICK},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr + done.stdout
-    return run, done.stdout
-
-
-def train(*arguments):
-    return cli.main(["train", *map(str, arguments)])
-
-
-def values(run, name):
-    """Return {step: value} of one metric of a run."""
-    return {line["step"]: line[name] for line in RunFolder(run).metrics() if name in line}
+    steps = ["--steps", 30, "--save-every", 20]
+    return run, train_as_a_user("--run", run, *ALEXNET, *TWO, *steps)
 
 
 def is_picture(file):
@@ -109,14 +96,6 @@ class TestFinishedRun:
 
 
 class TestResume:
-    def copy_at(self, finished, tmp_path, step):
-        run = tmp_path / "run"
-        shutil.copytree(finished[0], run)
-        for checkpoint in (run / "checkpoints").iterdir():
-            if int(checkpoint.name) > step:
-                shutil.rmtree(checkpoint)
-        return run
-
     @pytest.mark.parametrize(
         ("arguments", "tolerance"),
         [
@@ -130,7 +109,7 @@ class TestResume:
         ],
     )
     def test_goes_on_with_other_stages(self, finished, tmp_path, arguments, tolerance):
-        run = self.copy_at(finished, tmp_path, 20)
+        run = copy_at(finished[0], tmp_path, 20)
         assert train("--resume", "--run", run, *arguments) == 0
         for name in ("loss", "valid_loss"):
             assert values(run, name) == pytest.approx(values(finished[0], name), rel=tolerance)
@@ -153,9 +132,8 @@ class TestResume:
 
 
 class TestCifar10:
-    @pytest.mark.parametrize(
-        "write", [write_binary, pytest.param(write_python, marks=pytest.mark.slow)]
-    )
+    @pytest.mark.slow
+    @pytest.mark.parametrize("write", [write_binary, write_python])
     def test_is_read_and_drawn(self, write, tmp_path, capsys):
         folder, run = write(tmp_path / "cifar"), tmp_path / "run"
         arguments = ["--run", run, "--data", folder, "--batch", 4, "--steps", 2]
@@ -174,7 +152,8 @@ class TestCifar10:
         assert "lacks test_batch.bin" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", pytest.param("1f1b", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_gpt_of_two_stages_has_the_losses_of_one(schedule, text, tmp_path, capsys):
     """At first: later ones differ as much as rounding grows."""
     options = ["--data", text, *GPT, "--steps", 3]
@@ -236,11 +215,7 @@ class TestBadInput:
     ):
         monkeypatch.chdir(tmp_path)
         data = ["--data", text] if "alexnet" not in arguments else []
-        assert train(*arguments, *data) == 2
-        error = capsys.readouterr().err
-        assert error.startswith("error: ")
-        assert message in error
-        assert not (tmp_path / "runs").exists()
+        check_refused([*arguments, *data], message, capsys)
 
     @pytest.mark.parametrize(
         ("arguments", "message"),
@@ -254,7 +229,4 @@ class TestBadInput:
         ],
     )
     def test_option_that_cannot_be(self, arguments, message, capsys):
-        with pytest.raises(SystemExit) as exit:
-            train(*arguments)
-        assert exit.value.code == 2
-        assert message in capsys.readouterr().err
+        check_no_option(arguments, message, capsys)

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from quick import quick_compilation  # noqa: F401
+from quick import quick_compilation, thinned  # noqa: F401
 
 import zeroxla
 from models import GPT, Llama
@@ -165,7 +165,7 @@ def test_only_scalars_travel_over_both_axes_at_once(name):
 
 
 @needs_barriers
-@pytest.mark.parametrize("name", ["gpt-unrolled", "gpt-scanned"])
+@pytest.mark.parametrize("name", thinned(["gpt-scanned", "gpt-unrolled"]))
 def test_half_precision_travels_as_16_bits_both_ways(name):
     options = {"compute_dtype": "bfloat16", "reduce_dtype": "bfloat16"}
     sizes, report = build(name).sizes, compiled_report(name, **options)
@@ -203,7 +203,7 @@ def test_the_lowered_program_asks_for_the_same(name):
 THRESHOLD = 300  # biases and norms of every block, but no table and no kernel
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("accumulate", thinned([2, 1]))
 def test_persistent_leaves_travel_once_a_step_and_the_others_once_a_micro_batch(accumulate):
     name = "gpt-unrolled"
     options = {"persistence_threshold": THRESHOLD, "accumulate": accumulate}

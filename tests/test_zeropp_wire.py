@@ -143,11 +143,12 @@ def temp_bytes(**options):
     return zeroxla.inspect.memory(lowered.compile()).temp_bytes, step.describe()
 
 
+@pytest.mark.slow
 @needs_barriers
 @pytest.mark.parametrize(
     ("options", "per_element"),
     [
-        pytest.param({"hpz_size": "node"}, 2, marks=pytest.mark.slow),
+        ({"hpz_size": "node"}, 2),
         ({"hpz_size": "node", "weight_wire": WireFormat(bits=8), "secondary": "wire"}, 1),
     ],
     ids=["16 bit", "int8"],

@@ -123,7 +123,7 @@ def host_leaf(x: jax.Array, placement: Placement) -> np.ndarray:
     """Return a leaf whole, in its natural shape, on this host; all processes must call this.
 
     Cost: the leaf in host memory, and a copy of one shard. Nothing of it stays with `x`, which
-    would keep what NumPy is given of its own arrays.
+    would keep what NumPy is given of its own arrays: NumPy reads another array of the same buffer.
     """
     if not x.is_fully_addressable:
         return np.asarray(whole(x))[tuple(slice(n) for n in placement.shape)]
@@ -131,6 +131,8 @@ def host_leaf(x: jax.Array, placement: Placement) -> np.ndarray:
     for shard in x.addressable_shards:
         if shard.replica_id == 0:
             inside = [slice(*s.indices(n)) for s, n in zip(shard.index, natural.shape)]
-            part = np.asarray(shard.data.copy())
+            data = shard.data
+            other = jax.make_array_from_single_device_arrays(data.shape, data.sharding, [data])
+            part = np.asarray(other)
             natural[tuple(inside)] = part[tuple(slice(s.stop - s.start) for s in inside)]
     return natural

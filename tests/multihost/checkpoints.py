@@ -10,7 +10,7 @@ import contextlib
 import sys
 import time
 
-from multihost.processes import nothing_can_be_written
+from disk import files_limited_to
 
 
 def main(folder, full):
@@ -44,7 +44,7 @@ def main(folder, full):
             # Files of one process alone, though all are in one folder.
             alone = jax.process_index() == number
             begin = time.monotonic()
-            with nothing_can_be_written() if alone else contextlib.nullcontext():
+            with files_limited_to(0) if alone else contextlib.nullcontext():
                 try:
                     checkpointer.save(number + 1, state)
                     checkpointer.wait()

@@ -1,9 +1,7 @@
 """Starting the processes of a run in tests, and what these share."""
 
-import contextlib
 import os
 import re
-import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -65,14 +63,3 @@ def launch(script, *arguments, **options):
     status, out = zeroxla("launch", "--nodes=2", *told, "--", *program)
     said = [dict(re.findall(rf"^\[{i}\] (.+?): (.*)$", out, re.MULTILINE)) for i in (0, 1)]
     return status, said, out
-
-
-@contextlib.contextmanager
-def nothing_can_be_written(beyond=0):
-    """Let this process write no file of more than so many bytes."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (beyond, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

@@ -21,15 +21,17 @@ class Case:
 
     mesh: tuple[int, int, int]  # pipe, nodes, devices
     model: str = "gpt"
+    layers: int = 3  # of the GPT; its blocks are stored on their stage where these have as many
+    measured: bool = False  # cut by the time that layers take
     schedule: str = "1f1b"
     weights: str = "step"
     zero: str = "zero3"
 
 
 CASES = {
-    "a stage a process": Case((2, 1, 1), model="listed"),
-    "two devices a stage": Case((2, 1, 2), schedule="zb-h1", weights="tick"),
-    "stages inside processes": Case((2, 2, 1), schedule="gpipe", weights="tick"),
+    "a stage a process": Case((2, 1, 1), model="listed", measured=True),
+    "two devices a stage": Case((2, 1, 2), layers=4, schedule="zb-h1", weights="tick"),
+    "stages inside processes": Case((2, 2, 1), layers=4, schedule="gpipe", weights="tick"),
     "quantized": Case((2, 2, 2), zero="zeropp_hq"),
 }
 
@@ -79,23 +81,29 @@ def train(step, save=lambda state: state):
     return {"losses": losses, **{jax.tree_util.keystr(path): x for path, x in params}}
 
 
-def pipeline_of(model, **options):
+def pipeline_of(case):
     import flax.linen as nn
 
     import zeroxla
     from models import GPT
     from models.losses import next_token_loss
 
-    if model == "gpt":
-        return zeroxla.Pipeline.from_model(GPT.tiny(layers=3), **options)
+    if case.model == "gpt":
+        model = GPT.tiny(layers=case.layers)
+        return zeroxla.Pipeline.from_model(model, schedule=case.schedule)
     embed = nn.Embed(64, 20)
     layers = [
         zeroxla.TiedLayer("embed", embed),
         *(nn.Dense(33), nn.gelu, nn.Dense(20)),
         zeroxla.TiedLayer("embed", embed, forward=lambda module, x: module.attend(x)),
     ]
-    inputs = {"inputs": lambda batch: batch["tokens"][:, :-1], "partition": "uniform"}
-    return zeroxla.Pipeline(layers, next_token_loss, **inputs, **options)
+    return zeroxla.Pipeline(
+        layers,
+        next_token_loss,
+        inputs=lambda batch: batch["tokens"][:, :-1],
+        partition=zeroxla.Profile(measure=True) if case.measured else "uniform",
+        schedule=case.schedule,
+    )
 
 
 def step_of(case):
@@ -103,8 +111,7 @@ def step_of(case):
 
     pipe, nodes, devices = case.mesh
     mesh = zeroxla.make_mesh(pipe=pipe, nodes=nodes, devices_per_node=devices)
-    pipeline = pipeline_of(case.model, schedule=case.schedule)
-    return make_step(pipeline, mesh, microbatches=2, weights=case.weights, zero=case.zero)
+    return make_step(pipeline_of(case), mesh, microbatches=2, weights=case.weights, zero=case.zero)
 
 
 def main(folder, name):

@@ -8,7 +8,7 @@ import zeroxla
 from multihost import processes, steps
 from zeroxla.launch.ranks import free_port
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quick_compilation")]
 
 NAMES = sorted(steps.CONFIGS)
 
@@ -38,7 +38,6 @@ def test_two_processes_of_four_devices(tmp_path, expected):
     check(tmp_path, expected, *NAMES)
 
 
-@pytest.mark.slow
 def test_four_processes_on_two_hosts_in_another_order(tmp_path, expected):
     """Processes 0 and 2 are on one host, 1 and 3 on the other, as a scheduler may deal them out."""
     port = free_port()

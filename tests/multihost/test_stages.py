@@ -1,7 +1,5 @@
 """Stages of two processes: a pipeline over them trains as in one process, and as without stages."""
 
-import functools
-
 import jax
 import numpy as np
 import pytest
@@ -22,16 +20,10 @@ WHERE = {
 """Devices of a process; the processes of the mesh's devices, and what each reads of a batch."""
 
 
-@functools.cache
-def whole(model):
-    """The step of a model on a mesh without stages, and what it finds."""
-    mesh = zeroxla.make_mesh(nodes=1, devices_per_node=2)
-    step = stages.make_step(stages.pipeline_of(model), mesh)
-    return step, stages.train(step)
-
-
 def check(name, folder):
-    step, without_stages = whole(stages.CASES[name].model)
+    mesh = zeroxla.make_mesh(nodes=1, devices_per_node=2)
+    step = stages.make_step(stages.pipeline_of(stages.CASES[name]), mesh)
+    without_stages = stages.train(step)
     with np.load(folder / f"{name}.npz") as file:
         found = dict(file)
     in_one_process = stages.train(stages.step_of(stages.CASES[name]))

@@ -9,7 +9,7 @@ import contextlib
 import sys
 from pathlib import Path
 
-from multihost.processes import nothing_can_be_written
+from disk import files_limited_to
 
 
 def main(hub, out):
@@ -32,7 +32,7 @@ def main(hub, out):
     folder = Path(out) / "good" if first else Path("/dev/null/nowhere")
     files = export_params(state, folder, model=model, max_shard_size="100KB")
     print(f"files: {len(files)}", flush=True)
-    with nothing_can_be_written(beyond=10_000) if first else contextlib.nullcontext():
+    with files_limited_to(10_000) if first else contextlib.nullcontext():
         try:
             export_params(state, Path(out) / "bad", model=model)
         except ValueError as error:
