@@ -5,6 +5,7 @@ Everything goes through environment variables, so that the processes that tests 
 
 from __future__ import annotations
 
+import gc
 import os
 from pathlib import Path
 
@@ -37,6 +38,9 @@ def _prepare_environment() -> None:
 
 
 _prepare_environment()
+# A test process comes to hold millions of JAX's objects, and would spend a twentieth of its time
+# looking through them for garbage.
+gc.set_threshold(50_000, 20, 20)
 
 import pytest
 

@@ -14,9 +14,10 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-from equality import optimizer, relative
+import optax
+from equality import relative
 from flax import nnx
-from reference import relative_errors, worst
+from reference import relative_errors, remember_gradients, worst
 
 import zeroxla
 from models import GPT, Llama
@@ -211,7 +212,7 @@ def measure(row: Row) -> Errors:
         step = zeroxla.make_step(
             make(**SCHEDULES[row.schedule]),
             zeroxla.make_mesh(pipe=row.pipe, nodes=nodes, devices_per_node=devices),
-            optimizer(),
+            optax.chain(remember_gradients(), optax.sgd(0.1)),
             config=config,
             microbatches=row.microbatches,
             weights=weights,

@@ -52,7 +52,7 @@ def eight_devices():
 @pytest.mark.smoke
 @pytest.mark.usefixtures("eight_devices", "quick_compilation")
 @pytest.mark.parametrize(
-    "page", thinned(p for p in PAGES if RUNNABLE.search(p.read_text())), ids=page_id
+    "page", thinned((p for p in PAGES if RUNNABLE.search(p.read_text())), keep=4), ids=page_id
 )
 def test_examples_run(page, tmp_path, monkeypatch):
     """The blocks of a page run in order, as one program."""

@@ -1,6 +1,6 @@
 """Training on a mesh equals training on one device: loss, gradients, metrics, and 20 steps.
 
-The default run takes a row for every fifth case of the zoo, `-m slow` the rest of a cover of all
+The default run takes a row for every seventh case of the zoo, `-m slow` the rest of a cover of all
 cases; `-m full` takes every case on every mesh, and `python benchmarks/equality_matrix.py` writes
 what that finds to benchmarks/results.
 """
@@ -34,8 +34,8 @@ SMOKE = ("gpt_scan", "nnx_batchnorm", "nested_scans", "custom_vjp")
 
 
 def marked(rows):
-    """Parameters for rows: of some cases the first is a smoke test, of every fifth one it
-    is quick, and all others are slow: what the cover repeats does not repeat with five."""
+    """Parameters for rows: of some cases the first is a smoke test, of every seventh one it is
+    quick, and all others are slow; what the cover repeats does not repeat with seven."""
     cases: list[str] = []
     for row in rows:
         again = row.case in cases
@@ -43,7 +43,7 @@ def marked(rows):
         if row.case in SMOKE and not again:
             marks = [pytest.mark.smoke]
         else:
-            marks = [pytest.mark.slow] if again or cases.index(row.case) % 5 else []
+            marks = [pytest.mark.slow] if again or cases.index(row.case) % 7 else []
         yield pytest.param(row, id=str(row), marks=marks)
 
 

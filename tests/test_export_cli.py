@@ -136,6 +136,7 @@ def pretrained(text, tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_a_pretrained_model_is_trained_on_its_own_tokens(pretrained, text, tmp_path, capsys):
     init = shutil.copytree(pretrained, tmp_path / "init")
     run = tmp_path / "run"

@@ -74,6 +74,7 @@ def test_a_step_equals_the_whole_model(model, mesh, m, options, weights):
     assert_equals_the_whole(step, pipeline, tokens(m * mesh[1] * mesh[2]))
 
 
+@pytest.mark.slow
 def test_alexnet_of_two_stages_with_its_own_names():
     model, pipeline = AlexNet.tiny(dropout=0.0), alexnet()
     step, batch = step_of(pipeline, 2, 1, 1, 2), images(4)

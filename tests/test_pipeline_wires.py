@@ -64,7 +64,7 @@ def losses(step, state, steps):
     ("weights", "wires"),
     [
         ("tick", {"weight_wire": INT8, "gradient_wire": INT8}),
-        ("step", {"weight_wire": INT8}),
+        pytest.param("step", {"weight_wire": INT8}, marks=pytest.mark.slow),
     ],
 )
 def test_what_a_stage_sends_is_what_the_whole_model_does(weights, wires):
@@ -77,6 +77,7 @@ def test_what_a_stage_sends_is_what_the_whole_model_does(weights, wires):
         assert np.linalg.norm(mine - right) > 1e-4 * np.linalg.norm(right)
 
 
+@pytest.mark.slow
 def test_gradients_that_are_reduced_once_lose_once():
     """With `weights="step"` micro-batches are summed before they are quantized."""
     config, exact = ZeroConfig(gradient_wire=INT8, **SMALL), gradients(ZeroConfig(**SMALL))

@@ -91,6 +91,7 @@ class TestResume:
         assert values(run, "grad_norm") == values(finished[0], "grad_norm")
         assert values(run, "valid_loss") == values(finished[0], "valid_loss")
 
+    @pytest.mark.slow
     def test_a_restart_by_the_launcher_goes_on_from_the_checkpoint(
         self, finished, tmp_path, monkeypatch, text
     ):
@@ -102,6 +103,7 @@ class TestResume:
         assert train(*arguments, "--steps", 12, "--keep", 3) == 0
         assert values(run, "loss") == values(finished[0], "loss")
 
+    @pytest.mark.slow
     def test_a_restart_without_a_checkpoint_starts_anew(
         self, finished, tmp_path, monkeypatch, text
     ):
@@ -114,6 +116,7 @@ class TestResume:
         assert train("--data", text, *TINY, "--steps", 12, "--save-every", 10) == 0
         assert values(run, "loss") == values(finished[0], "loss")
 
+    @pytest.mark.slow
     def test_options_that_are_free_may_change(self, finished, tmp_path, capsys):
         run = copy_at(finished[0], tmp_path, 12)
         assert train("--resume", "--run", run, "--prompt", "x", "--steps", "13") == 0
@@ -198,6 +201,7 @@ class TestInterrupt:
         assert values(run, "loss") == values(finished[0], "loss")
 
 
+@pytest.mark.slow
 class TestFullDisk:
     def test_a_failing_checkpoint_is_reported_and_training_ends_with_status_1(
         self, text, tmp_path, capsys, monkeypatch

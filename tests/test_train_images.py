@@ -55,6 +55,7 @@ def is_picture(file):
     return file.read_bytes().startswith(b"\x89PNG") and file.stat().st_size > 5000
 
 
+@pytest.mark.slow
 class TestFinishedRun:
     @pytest.mark.smoke
     def test_leaves_every_file(self, finished):
@@ -95,17 +96,14 @@ class TestFinishedRun:
         assert re.search(r"Of 32 validation images \d+ are recognized", printed)
 
 
+@pytest.mark.slow
 class TestResume:
     @pytest.mark.parametrize(
         ("arguments", "tolerance"),
         [
-            pytest.param((), 0, marks=pytest.mark.slow),
+            ((), 0),
             (("--pipe", 1), 1e-4),
-            pytest.param(
-                ("--pipe", 4, "--devices-per-node", 1, "--schedule", "zb-h1"),
-                1e-4,
-                marks=pytest.mark.slow,
-            ),
+            (("--pipe", 4, "--devices-per-node", 1, "--schedule", "zb-h1"), 1e-4),
         ],
     )
     def test_goes_on_with_other_stages(self, finished, tmp_path, arguments, tolerance):

@@ -18,7 +18,7 @@ from hf_tools import (
     read_export,
     recorded,
 )
-from quick import quick_compilation  # noqa: F401
+from quick import quick_compilation, thinned  # noqa: F401
 
 import zeroxla
 from models import GPT, Llama, from_hugging_face
@@ -76,7 +76,7 @@ def assert_same_params(found, expected):
     jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
-@pytest.mark.parametrize(("name", "scan", "shape"), CASES)
+@pytest.mark.parametrize(("name", "scan", "shape"), thinned(CASES, rows=True))
 def test_imported_weights_give_the_recorded_logits_and_come_back_bit_by_bit(
     tmp_path, name, scan, shape
 ):

@@ -127,6 +127,7 @@ def test_each_unit_is_gathered_once_forward_once_backward_and_reduced_once(name)
     }
 
 
+@pytest.mark.slow
 @needs_barriers
 def test_gathering_ahead_changes_no_count():
     report = compiled_report("gpt-unrolled", prefetch_bucket=10**6)

@@ -101,7 +101,8 @@ def test_secondary_shards_change_nothing_in_any_form(name):
         assert_equal_trees(found[1], plain[1])
 
 
-@pytest.mark.parametrize("name", thinned(["scanned", "unrolled"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["scanned", "unrolled"])
 def test_forward_and_backward_round_a_weight_alike(name):
     """Stochastically: gathered again or kept, it is the same weight; and another one next step."""
     options = {"weight_wire": WireFormat(bits=4, block=64, rounding="stochastic")}
@@ -360,6 +361,7 @@ def test_evaluation_quantizes_as_training_does():
     assert abs(loss - exact) > 1e-5
 
 
+@pytest.mark.slow
 def test_a_checkpoint_keeps_what_wires_remember(tmp_path):
     """Saved after two steps and read into new shapes, it goes on bit for bit."""
     config = ZeroConfig(

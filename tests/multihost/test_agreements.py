@@ -54,6 +54,7 @@ def test_both_are_told(said, case, messages):
         assert re.match(messages[min(process, len(messages) - 1)], said[process][case])
 
 
+@pytest.mark.slow
 def test_one_that_stops_answering_ends_all_and_is_named():
     status, _, out = processes.launch("agreements.py", "stops answering", heartbeat=3)
     assert status != 0
