@@ -190,6 +190,41 @@ def test_a_profile_of_blocks_in_a_loop():
 # where leaves are stored
 
 
+class Scaled(nn.Module):
+    """A block with a parameter of one element."""
+
+    @nn.compact
+    def __call__(self, x, _):
+        return x + self.param("scale", nn.initializers.ones, ()) * jnp.tanh(nn.Dense(16)(x)), None
+
+
+class ScaledBlocks(nn.Module):
+    """Four of them in a loop."""
+
+    @nn.compact
+    def __call__(self, x):
+        loop = nn.scan(
+            Scaled,
+            variable_axes={"params": 0},
+            split_rngs={"params": True},
+            in_axes=nn.broadcast,
+            length=4,
+        )
+        return nn.Dense(1)(loop(name="h")(nn.Dense(16)(x), None)[0])
+
+    def loss(self, batch, *, train):
+        return jnp.mean((self(batch) - 1) ** 2), {}
+
+
+def test_a_leaf_of_blocks_that_is_too_small_to_be_split_stays_whole():
+    pipeline, batch = Pipeline.from_model(ScaledBlocks()), np.eye(16, 8, dtype=np.float32)
+    step = step_of(pipeline, 2, 1, 4, 2)
+    assert_equals_the_whole(step, pipeline, batch)
+    params = step.abstract_state(batch).params["h"]
+    assert params["scale"].sharding.spec == jax.sharding.PartitionSpec()
+    assert params["Dense_0"]["bias"].sharding.spec[0] == "pipe"
+
+
 def of_blocks(step, batch):
     """How the leaves of the blocks are split, and the bytes that leaves move to their stages."""
     state = step.abstract_state(batch)

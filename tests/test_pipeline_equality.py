@@ -11,17 +11,16 @@ from quick import quick_compilation  # noqa: F401
 
 COVER = list(cover())
 # Relative to a leaf's norm, of a gradient that makes two hops in 4 bits: each loses at most half a
-# step of max/7 of an element, of a normal distribution some 12 % of its norm. Rounded weights make
-# AlexNet's pools choose other elements.
-WIRES_TOLERANCE = {"alexnet": 0.35}
-OTHER_WIRES_TOLERANCE = 0.2
+# step of max/7 of an element, of a normal distribution some 12 % of its norm. Rounded weights alone
+# cost AlexNet's first kernel 19 %, on one device and without stages.
+WIRES_TOLERANCE, ALEXNET_TOLERANCE = 0.2, 0.3
 
 
 def check(row: Row) -> None:
     errors = measure(row)
     if row.preset.startswith("zeropp"):
         assert errors.loss <= 0.01, (row, errors)
-        bound = WIRES_TOLERANCE.get(row.model, OTHER_WIRES_TOLERANCE)
+        bound = ALEXNET_TOLERANCE if row.model == "alexnet" else WIRES_TOLERANCE
         assert 1e-4 < errors.gradient[1] <= bound, (row, errors)
         assert errors.norm <= 0.05, (row, errors)
     else:

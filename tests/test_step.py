@@ -148,6 +148,14 @@ def test_the_state_is_split_and_stays_so(net):
     assert all(type(x) is np.ndarray for x in jax.tree.leaves(zeroxla.full_params(state)))
 
 
+def test_whole_parameters_compile_nothing(net, caplog):
+    state = net.init(KEY, tokens(32, length=6))
+    jax.block_until_ready(state.params)
+    with jax.log_compiles():
+        zeroxla.full_params(state)
+    assert not [r for r in caplog.records if r.getMessage().startswith("Compiling")]
+
+
 def test_init_is_that_of_the_module_on_one_device(net):
     """The random bits are the same; eager, jitted and sharded code round the last bits apart."""
     batch = tokens(32, length=6)

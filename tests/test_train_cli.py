@@ -12,14 +12,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from quick import quick_compilation, thinned  # noqa: F401
-from train_tools import (
-    check_no_option,
-    check_refused,
-    copy_at,
-    train,
-    train_as_a_user,
-    values,
-)
+from train_tools import check_no_option, check_refused, copy_at, train, train_as_a_user, values
 
 from zeroxla import Checkpointer, SaveError, cli
 from zeroxla.run_folder import RunFolder

@@ -10,14 +10,7 @@ import numpy as np
 import pytest
 from quick import quick_compilation  # noqa: F401
 from test_images import write_binary, write_python
-from train_tools import (
-    check_no_option,
-    check_refused,
-    copy_at,
-    train,
-    train_as_a_user,
-    values,
-)
+from train_tools import check_no_option, check_refused, copy_at, train, train_as_a_user, values
 
 from zeroxla import cli
 from zeroxla.train_images import draw_predictions
