@@ -1,7 +1,8 @@
-"""Causal attention with grouped key-value heads, softmax in float32.
+"""Causal attention with grouped key-value heads, softmax in float32; keys and values kept in a
+cache.
 
-Shape letters: B batch, L query positions, M key positions (= L), K key-value heads, G query heads
-for each of them, H head width.
+Shape letters: B batch, L query positions, M key positions (= L, or those of a cache), K key-value
+heads, G query heads for each of them, H head width.
 """
 
 from collections.abc import Callable
@@ -16,6 +17,7 @@ def causal_attention(
     v_BMKH: jax.Array,
     *,
     mask_BM: jax.Array | None = None,
+    start: jax.Array | int = 0,
     drop: Callable[[jax.Array], jax.Array] = lambda probs: probs,
 ) -> jax.Array:
     """Mix values by softmax(q k / sqrt(H)) over the positions up to each query's own.
@@ -28,19 +30,29 @@ def causal_attention(
       k_BMKH, v_BMKH: keys and values.
       mask_BM: nonzero at real tokens, 0 at padding; None when there is none. A row that may see
         nothing gets uniform weights, not NaN; its result means nothing.
+      start: int32 scalar, the first query's place among the keys.
       drop: dropout on the probabilities.
 
     Returns:
-      Array [B, L, K, G, H] in the values' dtype. Memory: B * L * L * K * G float32 scores.
+      Array [B, L, K, G, H] in the values' dtype. Memory: B * L * M * K * G float32 scores.
     """
     scores_BKLGM = jnp.einsum(
         "blkgh,bmkh->bklgm", q_BLKGH, k_BMKH, preferred_element_type=jnp.float32
     )
     scores_BKLGM *= q_BLKGH.shape[-1] ** -0.5
-    position_L = jnp.arange(q_BLKGH.shape[1])
-    seen = (position_L[:, None] >= position_L[None, :])[None, None, :, None, :]
+    query_L, key_M = jnp.arange(q_BLKGH.shape[1]) + start, jnp.arange(k_BMKH.shape[1])
+    seen = (query_L[:, None] >= key_M[None, :])[None, None, :, None, :]
     if mask_BM is not None:
         seen = seen & (mask_BM != 0)[:, None, None, None, :]
     scores_BKLGM = jnp.where(seen, scores_BKLGM, jnp.finfo(jnp.float32).min)
     probs_BKLGM = drop(jax.nn.softmax(scores_BKLGM, axis=-1).astype(v_BMKH.dtype))
     return jnp.einsum("bklgm,bmkh->blkgh", probs_BKLGM, v_BMKH)
+
+
+def cached(cache_BMKH: jax.Array, new_BLKH: jax.Array, start: jax.Array | int) -> jax.Array:
+    """Return the cache with `new_BLKH` at the places from `start` on, cast to the cache's dtype.
+
+    Where L places do not fit after `start`, the last L are written (`dynamic_update_slice`).
+    """
+    new_BLKH = new_BLKH.astype(cache_BMKH.dtype)
+    return jax.lax.dynamic_update_slice_in_dim(cache_BMKH, new_BLKH, start, axis=1)

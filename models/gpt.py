@@ -12,7 +12,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from models.attention import causal_attention
+from models.attention import cached, causal_attention
 from models.gpt_format import FORMAT
 from models.losses import next_token_loss
 
@@ -44,6 +44,9 @@ class GPT(nn.Module):
     """Run the blocks in one `nn.scan` over stacked leaves; otherwise unroll them."""
     remat: bool = False
     """Recompute each block's activations in backward (`nn.remat`)."""
+    decode: bool = False
+    """Keep keys and values in the collection "cache", as `flax.linen`'s own attention does: made by
+    `init` on tokens of the cache's full shape, advanced by `apply(..., mutable="cache")`."""
 
     @classmethod
     def tiny(cls, **overrides: Any) -> "GPT":
@@ -80,8 +83,9 @@ class GPT(nn.Module):
 
         Args:
           tokens_BL: int[B, L], L at most `length`.
-          positions_BL: int[B, L] or [1, L]; 0, 1, ... when None. For left-padded rows.
-          mask_BL: nonzero at real tokens, 0 at padding.
+          positions_BL: int[B, L] or [1, L]; 0, 1, ... when None, with a cache from the number of
+            tokens that it holds. For left-padded rows.
+          mask_BL: nonzero at real tokens, 0 at padding. With a cache: for each of its places.
           train: whether dropout acts.
 
         Returns:
@@ -100,15 +104,22 @@ class GPT(nn.Module):
             raise ValueError(
                 f"width {self.width} does not divide into {self.heads} heads; change one of them"
             )
+        start: jax.Array | int = 0
+        if self.decode:
+            reads_cache = self.has_variable("cache", "cache_index")
+            index = self.variable("cache", "cache_index", jnp.zeros, (), jnp.int32)
+            start = index.value
+            if reads_cache:
+                index.value += length
         if positions_BL is None:
-            positions_BL = jnp.arange(length)[None, :]
+            positions_BL = start + jnp.arange(length)[None, :]
 
         init = nn.initializers.normal(0.02)
         wte = nn.Embed(self.vocab, self.width, embedding_init=init, name="wte")
         wpe = nn.Embed(self.length, self.width, embedding_init=init, name="wpe")
         x_BLD = wte(tokens_BL) + wpe(positions_BL)
         x_BLD = nn.Dropout(self.dropout, deterministic=not train)(x_BLD)
-        x_BLD = self._blocks(x_BLD, mask_BL, train)
+        x_BLD = self._blocks(x_BLD, mask_BL, start, train)
         x_BLD = layer_norm("ln_f")(x_BLD)
         if self.tie:
             head_VD = wte.embedding
@@ -116,7 +127,9 @@ class GPT(nn.Module):
             head_VD = self.param("lm_head", init, (self.vocab, self.width))
         return jnp.einsum("bld,vd->blv", x_BLD, head_VD, preferred_element_type=jnp.float32)
 
-    def _blocks(self, x_BLD: jax.Array, mask_BL: jax.Array | None, train: bool) -> jax.Array:
+    def _blocks(
+        self, x_BLD: jax.Array, mask_BL: jax.Array | None, start: jax.Array | int, train: bool
+    ) -> jax.Array:
         # In a scan the loop itself keeps forward and recomputation apart: no barrier needed.
         block = nn.remat(Block, prevent_cse=not self.scan) if self.remat else Block
         shape = {
@@ -125,19 +138,20 @@ class GPT(nn.Module):
             "layers": self.layers,
             "dropout": self.dropout,
             "train": train,
+            "decode": self.decode,
         }
         if not self.scan:
             for i in range(self.layers):
-                x_BLD, _ = block(**shape, name=f"h_{i}")(x_BLD, mask_BL)
+                x_BLD, _ = block(**shape, name=f"h_{i}")(x_BLD, mask_BL, start)
             return x_BLD
         stack = nn.scan(
             block,
-            variable_axes={"params": 0},
+            variable_axes={"params": 0, "cache": 0},
             split_rngs={"params": True, "dropout": True},
             in_axes=nn.broadcast,  # pyright: ignore[reportArgumentType]  (annotated as int)
             length=self.layers,
         )
-        return stack(**shape, name="h")(x_BLD, mask_BL)[0]
+        return stack(**shape, name="h")(x_BLD, mask_BL, start)[0]
 
     def loss(
         self, batch: dict[str, jax.Array], *, train: bool
@@ -158,14 +172,17 @@ class Block(nn.Module):
     """How many blocks the model has: the residual projections start 1/sqrt(2 layers) smaller."""
     dropout: float
     train: bool
+    decode: bool
 
     @nn.compact
-    def __call__(self, x_BLD: jax.Array, mask_BL: jax.Array | None) -> tuple[jax.Array, None]:
+    def __call__(
+        self, x_BLD: jax.Array, mask_BL: jax.Array | None, start: jax.Array | int
+    ) -> tuple[jax.Array, None]:
         small = 0.02 / (2 * self.layers) ** 0.5
-        attention = Attention(self.heads, small, self.dropout, self.train, name="attn")
+        attention = Attention(self.heads, small, self.dropout, self.train, self.decode, name="attn")
         perceptron = Perceptron(self.hidden, small, name="mlp")
         drop = nn.Dropout(self.dropout, deterministic=not self.train)
-        x_BLD = x_BLD + drop(attention(layer_norm("ln_1")(x_BLD), mask_BL))
+        x_BLD = x_BLD + drop(attention(layer_norm("ln_1")(x_BLD), mask_BL, start))
         x_BLD = x_BLD + drop(perceptron(layer_norm("ln_2")(x_BLD)))
         return x_BLD, None
 
@@ -177,20 +194,31 @@ class Attention(nn.Module):
     projection_std: float
     dropout: float
     train: bool
+    decode: bool
 
     @nn.compact
-    def __call__(self, x_BLD: jax.Array, mask_BL: jax.Array | None) -> jax.Array:
+    def __call__(
+        self, x_BLD: jax.Array, mask_BL: jax.Array | None, start: jax.Array | int
+    ) -> jax.Array:
         batch, length, width = x_BLD.shape
         qkv_BLE = dense(3 * width, 0.02, "c_attn")(x_BLD)
         q_BLNH, k_BLNH, v_BLNH = (
             part.reshape(batch, length, self.heads, -1) for part in jnp.split(qkv_BLE, 3, axis=-1)
         )
+        if self.decode:
+            reads_cache = self.has_variable("cache", "cached_key")
+            keys = self.variable("cache", "cached_key", jnp.zeros_like, k_BLNH)
+            values = self.variable("cache", "cached_value", jnp.zeros_like, v_BLNH)
+            if reads_cache:
+                keys.value = k_BLNH = cached(keys.value, k_BLNH, start)
+                values.value = v_BLNH = cached(values.value, v_BLNH, start)
         # Each query head has a key-value head of its own: groups of one.
         out = causal_attention(
             q_BLNH[:, :, :, None, :],
             k_BLNH,
             v_BLNH,
             mask_BM=mask_BL,
+            start=start,
             drop=nn.Dropout(self.dropout, deterministic=not self.train),
         )
         return dense(width, self.projection_std, "c_proj")(out.reshape(batch, length, width))

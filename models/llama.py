@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from models.attention import causal_attention
+from models.attention import cached, causal_attention
 from models.llama_format import FORMAT
 from models.losses import next_token_loss
 from models.rotary import RopeScaling, rotary_tables, rotate
@@ -92,6 +92,7 @@ class Llama(nnx.Module):
             self.layers = nnx.List(block(rngs) for _ in range(layers))
         self.norm = nnx.RMSNorm(width, epsilon=eps, rngs=rngs)
         self.lm_head = None if tie else nnx.Param(NORMAL(rngs.params(), (vocab, width)))
+        self.cache_index: nnx.Cache | None = nnx.data(None)
 
     @classmethod
     def tiny(cls, **overrides: Any) -> "Callable[[nnx.Rngs], Llama]":
@@ -112,6 +113,18 @@ class Llama(nnx.Module):
         shape = {**shape, "hidden": 14336, "theta": 500000.0, "length": 8192}
         return lambda rngs: cls(**{**shape, **overrides}, rngs=rngs)
 
+    def init_cache(self, shape: tuple[int, int], dtype: Any = jnp.float32) -> None:
+        """Keep the keys and values of later calls in `nnx.Cache` variables, empty now.
+
+        Args:
+          shape: (B, number of places).
+          dtype: of what is kept.
+        """
+        self.cache_index = nnx.Cache(jnp.zeros((), jnp.int32))
+        stacked = (self.num_layers,) if self.scan else ()
+        for block in (self.layers,) if self.scan else self.layers:
+            block.self_attn.init_cache((*stacked, *shape), dtype)
+
     def __call__(
         self,
         tokens_BL: jax.Array,
@@ -123,18 +136,23 @@ class Llama(nnx.Module):
 
         Args:
           tokens_BL: int[B, L].
-          positions_BL: int[B, L] or [1, L]; 0, 1, ... when None. For left-padded rows.
-          mask_BL: nonzero at real tokens, 0 at padding.
+          positions_BL: int[B, L] or [1, L]; 0, 1, ... when None, with a cache from the number of
+            tokens that it holds. For left-padded rows.
+          mask_BL: nonzero at real tokens, 0 at padding. With a cache: for each of its places.
 
         Returns:
           float32[B, L, V].
         """
+        start: jax.Array | int = 0
+        if self.cache_index is not None:
+            start = self.cache_index[...]
+            self.cache_index[...] += tokens_BL.shape[1]
         if positions_BL is None:
-            positions_BL = jnp.arange(tokens_BL.shape[1])[None, :]
+            positions_BL = start + jnp.arange(tokens_BL.shape[1])[None, :]
         rotation = rotary_tables(positions_BL, self.head_width, self.theta, self.rope_scaling)
 
         def run(x_BLD: jax.Array, block: Block) -> jax.Array:
-            return block(x_BLD, rotation, mask_BL)
+            return block(x_BLD, rotation, mask_BL, start)
 
         if self.remat:
             run = nnx.remat(run, prevent_cse=not self.scan, graph_updates=False)
@@ -176,8 +194,9 @@ class Block(nnx.Module):
         x_BLD: jax.Array,
         rotation: tuple[jax.Array, jax.Array],
         mask_BL: jax.Array | None,
+        start: jax.Array | int,
     ) -> jax.Array:
-        x_BLD = x_BLD + self.self_attn(self.input_layernorm(x_BLD), rotation, mask_BL)
+        x_BLD = x_BLD + self.self_attn(self.input_layernorm(x_BLD), rotation, mask_BL, start)
         return x_BLD + self.mlp(self.post_attention_layernorm(x_BLD))
 
 
@@ -191,12 +210,20 @@ class Attention(nnx.Module):
         self.k_proj = dense(width, kv_heads * self.head_width, rngs)
         self.v_proj = dense(width, kv_heads * self.head_width, rngs)
         self.o_proj = dense(width, width, rngs)
+        self.cached_key: nnx.Cache | None = nnx.data(None)
+        self.cached_value: nnx.Cache | None = nnx.data(None)
+
+    def init_cache(self, shape: tuple[int, ...], dtype: Any) -> None:
+        """Make an empty cache: `shape` is (layers if stacked, B, number of places)."""
+        empty = jnp.zeros((*shape, self.kv_heads, self.head_width), dtype)
+        self.cached_key, self.cached_value = nnx.Cache(empty), nnx.Cache(empty)
 
     def __call__(
         self,
         x_BLD: jax.Array,
         rotation: tuple[jax.Array, jax.Array],
         mask_BL: jax.Array | None,
+        start: jax.Array | int,
     ) -> jax.Array:
         batch, length, width = x_BLD.shape
 
@@ -206,8 +233,11 @@ class Attention(nnx.Module):
         q_BLNH = rotate(split(self.q_proj(x_BLD)), rotation)
         k_BLKH = rotate(split(self.k_proj(x_BLD)), rotation)
         v_BLKH = split(self.v_proj(x_BLD))
+        if self.cached_key is not None and self.cached_value is not None:
+            self.cached_key[...] = k_BLKH = cached(self.cached_key[...], k_BLKH, start)
+            self.cached_value[...] = v_BLKH = cached(self.cached_value[...], v_BLKH, start)
         q_BLKGH = q_BLNH.reshape(batch, length, self.kv_heads, -1, self.head_width)
-        out = causal_attention(q_BLKGH, k_BLKH, v_BLKH, mask_BM=mask_BL)
+        out = causal_attention(q_BLKGH, k_BLKH, v_BLKH, mask_BM=mask_BL, start=start)
         return self.o_proj(out.reshape(batch, length, width))
 
 

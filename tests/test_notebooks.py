@@ -38,7 +38,7 @@ OURS = ("XLA_FLAGS", "NPROC", "JAX_PLATFORMS", "MPLBACKEND", "STEPS")
 
 @pytest.fixture(scope="module")
 def seconds() -> float:
-    """What a notebook may take here and now: a notebook mostly compiles, and so does the yardstick."""
+    """What a notebook may take here and now: it mostly compiles, and so does the yardstick."""
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_ENABLE_COMPILATION_CACHE": "false"}
     took = subprocess.check_output([sys.executable, "-c", YARDSTICK], env=environment)
     return SECONDS * max(1, float(took) / YARDSTICK_SECONDS)

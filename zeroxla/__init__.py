@@ -7,6 +7,8 @@ from zeroxla.config import ZeroConfig
 from zeroxla.feedback import Feedback
 from zeroxla.hosts.batches import global_batch, process_shard
 from zeroxla.hosts.start import initialize
+from zeroxla.hybrid.engine import HybridEngine
+from zeroxla.hybrid.prompts import Generated
 from zeroxla.make import make_step
 from zeroxla.mesh import make_mesh, simulate
 from zeroxla.pipeline.layer_cost import Machine
@@ -34,6 +36,9 @@ __all__ = [  # noqa: RUF022 (grouped)
     "global_batch",
     "make_step",
     "process_shard",
+    # generation
+    "Generated",
+    "HybridEngine",
     # pipelines
     "Machine",
     "Pipeline",

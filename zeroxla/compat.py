@@ -19,6 +19,14 @@ JAX_VERSION: tuple[int, ...] = jax.__version_info__[:3]
 # Equations whose body belongs to the surrounding program: inlining them changes no semantics.
 _INLINED = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr"}
 
+# Equations whose body says what they compute, forward: rules of differentiation around it.
+_FORWARD = _INLINED | {
+    "custom_jvp_call": "call_jaxpr",
+    "custom_vjp_call": "call_jaxpr",
+    "checkpoint": "jaxpr",
+    "remat2": "jaxpr",
+}
+
 # Equations that talk to other devices: each must run exactly where it stands.
 _COLLECTIVES = frozenset(
     {
@@ -70,6 +78,13 @@ def inlined_jaxpr(eqn: Any) -> Any | None:
     return None if key is None else eqn.params[key]
 
 
+def forward_jaxpr(eqn: Any) -> Any | None:
+    """Return the body of an equation that only has one in order to be differentiated in its own way
+    or to be recomputed, of a `jit`-like one too, or None for every other equation."""
+    key = _FORWARD.get(eqn.primitive.name)
+    return None if key is None else eqn.params[key]
+
+
 def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
     """Return (number of constants, number of carries) of a `scan` equation."""
     if "num_consts" in params:
@@ -80,7 +95,7 @@ def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
 
 def call_equation(eqn: Any, name_stack: Any, args: Sequence[Any]) -> list[Any]:
     """Bind an equation to `args` under its own context and name stack; return its results."""
-    with _context(eqn, name_stack):
+    with context_of(eqn, name_stack):
         out = eqn.primitive.bind(*args, **bind_params(eqn.primitive, eqn.params))
     return list(out) if eqn.primitive.multiple_results else [out]
 
@@ -169,7 +184,8 @@ def compiler_options(platform: str, *, prefetch: bool) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _context(eqn: Any, name_stack: Any) -> Iterator[None]:
+def context_of(eqn: Any, name_stack: Any) -> Iterator[None]:
+    """Return a context in which a primitive is bound as in an equation: its names, its settings."""
     stack = source_info_util.current_name_stack() + name_stack
     user = source_info_util.user_context(eqn.source_info.traceback, name_stack=stack)
     with user, eqn.ctx.manager:

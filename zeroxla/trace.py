@@ -109,8 +109,19 @@ def run(equations: Iterable[Equation], env: dict[Value, Any]) -> None:
         env.update(zip(eq.outputs, compat.call_equation(eq.source, eq.name_stack, args)))
 
 
-def trace(fun: Callable[..., Any], *args: Any) -> tuple[Program, Any]:
+Opened = Callable[[Any], Any]
+"""Returns the body of an equation that is to be inlined, None for the others."""
+
+
+def trace(
+    fun: Callable[..., Any], *args: Any, opened: Opened = compat.inlined_jaxpr
+) -> tuple[Program, Any]:
     """Trace `fun` on (pytrees of) arrays or ShapeDtypeStructs.
+
+    Args:
+      fun: what to trace.
+      *args: its arguments.
+      opened: which equations are inlined; by default only `jit` ones.
 
     Returns:
       The program, whose inputs and outputs are the flattened arguments and results, and the tree
@@ -119,20 +130,20 @@ def trace(fun: Callable[..., Any], *args: Any) -> tuple[Program, Any]:
     closed, shapes = jax.make_jaxpr(fun, return_shape=True)(*args)
     jaxpr, consts = compat.without_dead_code(closed)
     inputs = tuple(Value(v.aval) for v in jaxpr.invars)
-    return _program(jaxpr, consts, inputs, (), inputs), jax.tree.structure(shapes)
+    return _program(jaxpr, consts, inputs, (), inputs, opened), jax.tree.structure(shapes)
 
 
-def flatten(jaxpr: Any) -> Program:
+def flatten(jaxpr: Any, opened: Opened = compat.inlined_jaxpr) -> Program:
     """Return the flat program of a (closed) jaxpr; equations without use or effect are dropped."""
     inputs = tuple(Value(v.aval) for v in compat.open_jaxpr(jaxpr)[0].invars)
-    return flatten_behind(jaxpr, inputs, (), inputs)
+    return _program(*compat.open_jaxpr(jaxpr), inputs, (), inputs, opened)
 
 
 def flatten_behind(
     jaxpr: Any, inputs: Sequence[Value], first: Iterable[Equation], args: Sequence[Atom]
 ) -> Program:
     """Return the program that runs the equations `first` on `inputs` and then `jaxpr` on `args`."""
-    return _program(*compat.open_jaxpr(jaxpr), inputs, first, args)
+    return _program(*compat.open_jaxpr(jaxpr), inputs, first, args, compat.inlined_jaxpr)
 
 
 def _program(
@@ -141,14 +152,20 @@ def _program(
     inputs: Sequence[Value],
     first: Iterable[Equation],
     args: Sequence[Atom],
+    opened: Opened,
 ) -> Program:
     equations = list(first)
-    outputs = _inline(jaxpr, consts, args, None, equations)
+    outputs = _inline(jaxpr, consts, args, None, equations, opened)
     return Program(tuple(inputs), _without_dead(equations, outputs), tuple(outputs))
 
 
 def _inline(
-    jaxpr: Any, consts: Sequence[Any], args: Sequence[Atom], stack: Any, into: list[Equation]
+    jaxpr: Any,
+    consts: Sequence[Any],
+    args: Sequence[Atom],
+    stack: Any,
+    into: list[Equation],
+    opened: Opened,
 ) -> list[Atom]:
     """Append `jaxpr`'s equations to `into` with fresh values, as one call may stand many times."""
     env: dict[Any, Atom] = dict(zip(jaxpr.invars, args, strict=True))
@@ -161,8 +178,8 @@ def _inline(
         inputs = tuple(atom(v) for v in eqn.invars)
         name_stack = compat.name_stack_of(eqn)
         name_stack = name_stack if stack is None else stack + name_stack
-        if (body := compat.inlined_jaxpr(eqn)) is not None:
-            outputs = _inline(*compat.open_jaxpr(body), inputs, name_stack, into)
+        if (body := opened(eqn)) is not None:
+            outputs = _inline(*compat.open_jaxpr(body), inputs, name_stack, into, opened)
         else:
             outputs = [Value(v.aval) for v in eqn.outvars]
             into.append(Equation(eqn, name_stack, inputs, tuple(outputs)))

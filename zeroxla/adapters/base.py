@@ -18,6 +18,20 @@ Tree = dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Caching:
+    """How a module is called with a cache of keys and values.
+
+    `empty(batch, length, dtype) -> cache`: nested dicts of zeros for so many rows and places; what
+    is floating is of that dtype, or of the module's own where it is None.
+
+    `apply(params, model_state, cache, *args, **kwargs) -> (result, cache)`: as `Adapted.apply`.
+    """
+
+    empty: Callable[..., Tree]
+    apply: Callable[..., tuple[Any, Tree]]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Adapted:
     """A model as two pure functions. Compared and hashed by identity.
 
@@ -30,21 +44,29 @@ class Adapted:
 
     `apply(params, model_state, *args, **kwargs)`: what the module returns when it is called, its
     state as it is and nothing random; None for a pair of functions.
+
+    `caching`: the same with a cache; None where the module has none.
+
+    `parameters`: the names of what the module's call takes.
+
+    `context`: the longest sequence that the module says it is meant for; see `CONTEXT`.
     """
 
     init: Callable[..., tuple[Tree, Tree]]
     loss: Callable[..., tuple[jax.Array, dict[str, jax.Array], Tree]]
     apply: Callable[..., Any] | None = None
+    caching: Caching | None = None
+    parameters: tuple[str, ...] = ()
+    context: int | None = None
 
     @staticmethod
-    def of(
-        init: Callable[..., Any], call: Callable[..., Any], apply: Callable[..., Any]
-    ) -> Adapted:
+    def of(init: Callable[..., Any], call: Callable[..., Any], **others: Any) -> Adapted:
         """Make it of a module's functions.
 
         Args:
-          init, apply: as the attributes.
+          init: as the attribute.
           call: as `loss`, but it returns (what the module's loss returned, model_state).
+          **others: the other attributes.
         """
 
         def loss(
@@ -53,7 +75,7 @@ class Adapted:
             result, state = call(params, model_state, batch, key, train=train)
             return *checked(result), state
 
-        return Adapted(init=init, loss=loss, apply=apply)
+        return Adapted(init=init, loss=loss, **others)
 
 
 def stream_key(key: jax.Array, name: str) -> jax.Array:
@@ -63,6 +85,27 @@ def stream_key(key: jax.Array, name: str) -> jax.Array:
     crc32 and not `hash`, which differs between processes.
     """
     return jax.random.fold_in(key, zlib.crc32(name.encode()) & 0x7FFFFFFF)
+
+
+CONTEXT = (
+    "length",
+    "max_length",
+    "max_len",
+    "max_seq_len",
+    "max_position_embeddings",
+    "context_length",
+    "block_size",
+)
+"""Attributes that tell how long a language model's sequences may be; one name or another is
+usual."""
+
+
+def about_call(module: Any) -> dict[str, Any]:
+    """Return the attributes of `Adapted` that a module's class tells: parameters and context."""
+    found = (getattr(module, name, None) for name in CONTEXT)
+    lengths = [n for n in found if isinstance(n, int) and n > 0]
+    parameters = tuple(inspect.signature(type(module).__call__).parameters)[1:]
+    return {"parameters": parameters, "context": lengths[0] if lengths else None}
 
 
 def module_loss(module: Any, loss: Callable[..., Any] | None) -> Callable[..., Any]:
@@ -135,6 +178,12 @@ def checked(result: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
                 "return its mean"
             )
     return loss, {name: jnp.asarray(value) for name, value in metrics.items()}
+
+
+def empty_like(x: Any, dtype: Any) -> jax.Array:
+    """Return zeros for an entry of a cache: what is floating in `dtype`, if that is given."""
+    is_float = jnp.issubdtype(x.dtype, jnp.floating)
+    return jnp.zeros(x.shape, dtype if is_float and dtype is not None else x.dtype)
 
 
 def kept(old: Tree, new: Tree) -> Tree:

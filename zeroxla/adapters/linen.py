@@ -7,10 +7,21 @@ from typing import Any
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 from flax.core import DenyList, unfreeze
 from flax.errors import InvalidRngError
 
-from zeroxla.adapters.base import Adapted, Tree, kept, module_loss, stream_key, to_flat
+from zeroxla.adapters.base import (
+    Adapted,
+    Caching,
+    Tree,
+    about_call,
+    empty_like,
+    kept,
+    module_loss,
+    stream_key,
+    to_flat,
+)
 
 NOT_STATE = ("intermediates", "perturbations")
 """Collections that `sow` and `perturb` fill for whoever asks: outputs of one call, not state."""
@@ -23,7 +34,31 @@ def adapt_linen(module: nn.Module, loss: Callable[..., Any] | None) -> Adapted:
     def apply(params: Tree, model_state: Tree, *args: Any, **kwargs: Any) -> Any:
         return module.apply({"params": params, **model_state}, *args, **kwargs)
 
-    return Adapted.of(init, call, apply)
+    caching = linen_caching(module) if hasattr(module, "decode") else None
+    return Adapted.of(init, call, apply=apply, caching=caching, **about_call(module))
+
+
+def linen_caching(module: nn.Module) -> Caching:
+    """Return the calls with a cache of a module that has the field `decode`.
+
+    With it set, the module makes the collection "cache" when it is initialised on tokens of the
+    cache's full shape, and advances it in every call, as `nn.MultiHeadDotProductAttention` does.
+    """
+    module = module.clone(decode=True)
+
+    def empty(batch: int, length: int, dtype: Any) -> Tree:
+        tokens = jax.ShapeDtypeStruct((batch, length), jnp.int32)
+        variables = jax.eval_shape(module.init, jax.random.key(0), tokens)
+        return jax.tree.map(lambda x: empty_like(x, dtype), unfreeze(variables).get("cache", {}))
+
+    def apply(
+        params: Tree, model_state: Tree, cache: Tree, *args: Any, **kwargs: Any
+    ) -> tuple[Any, Tree]:
+        variables = {"params": params, **model_state, "cache": cache}
+        result, changed = module.apply(variables, *args, mutable=["cache"], **kwargs)
+        return result, unfreeze(changed)["cache"]
+
+    return Caching(empty=empty, apply=apply)
 
 
 def linen_functions(

@@ -12,7 +12,10 @@ from jax.core import Tracer
 
 from zeroxla.adapters.base import (
     Adapted,
+    Caching,
     Tree,
+    about_call,
+    empty_like,
     kept,
     module_loss,
     stream_key,
@@ -46,14 +49,61 @@ def adapt_nnx(model: Any, loss: Callable[..., Any] | None) -> Adapted:
             UserWarning,
             stacklevel=4,  # Whoever called make_step, which calls adapt.
         )
-    init, call, assemble = nnx_functions(model, lambda module: module_loss(module, loss))
+    about: dict[str, Any] = {}
+
+    def make_run(module: nnx.Module) -> Callable[..., Any]:
+        about.update(about_call(module))
+        about["has_cache"] = hasattr(module, "init_cache")
+        return module_loss(module, loss)
+
+    init, call, assemble = nnx_functions(model, make_run)
+
+    def in_eval(params: Tree, model_state: Tree) -> Any:
+        module = assemble(params, model_state, jax.random.key(0))
+        module.eval()
+        return module
 
     def apply(params: Tree, model_state: Tree, *args: Any, **kwargs: Any) -> Any:
-        module: Any = assemble(params, model_state, jax.random.key(0))
-        module.eval()
-        return module(*args, **kwargs)
+        return in_eval(params, model_state)(*args, **kwargs)
 
-    return Adapted.of(init, call, apply)
+    caching = nnx_caching(init, in_eval) if about.pop("has_cache") else None
+    return Adapted.of(init, call, apply=apply, caching=caching, **about)
+
+
+def nnx_caching(
+    init: Callable[..., tuple[Tree, Tree]], in_eval: Callable[[Tree, Tree], Any]
+) -> Caching:
+    """Return the calls with a cache of a module that has `init_cache(shape, dtype)`, as
+    `nnx.MultiHeadAttention` has it: it makes `nnx.Cache` variables, which later calls advance.
+
+    Args:
+      init: as of `Adapted`.
+      in_eval: (params, model_state) -> module.
+    """
+
+    def cache_of(module: nnx.Module) -> dict[tuple[Any, ...], Any]:
+        return dict(nnx.to_flat_state(nnx.state(module, nnx.Cache)))
+
+    def empty(batch: int, length: int, dtype: Any) -> Tree:
+        def make() -> Tree:
+            module = in_eval(*init(jax.random.key(0), None))
+            module.init_cache((batch, length), jnp.float32 if dtype is None else dtype)
+            return to_nested({text(p): raw(p, x) for p, x in cache_of(module).items()})
+
+        return jax.tree.map(lambda x: empty_like(x, dtype), jax.eval_shape(make))
+
+    def apply(
+        params: Tree, model_state: Tree, cache: Tree, *args: Any, **kwargs: Any
+    ) -> tuple[Any, Tree]:
+        module = in_eval(params, model_state)
+        module.init_cache((1, 1), jnp.float32)  # The variables; what they hold comes next.
+        leaves = to_flat(cache)
+        for path, variable in cache_of(module).items():
+            variable.set_raw_value(leaves[text(path)])
+        result = module(*args, **kwargs)
+        return result, to_nested({text(p): raw(p, x) for p, x in cache_of(module).items()})
+
+    return Caching(empty=empty, apply=apply)
 
 
 def nnx_functions(

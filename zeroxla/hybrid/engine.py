@@ -1,0 +1,269 @@
+"""`HybridEngine`: generates from the training state, in a layout that comes and goes."""
+
+from __future__ import annotations
+
+import time
+import warnings
+import weakref
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from zeroxla.compat import mesh_context
+from zeroxla.hybrid.calls import Calls
+from zeroxla.hybrid.generation import Generation, Shape
+from zeroxla.hybrid.model import Model
+from zeroxla.hybrid.prompts import Generated, Limits, as_rows, left_padded
+from zeroxla.hybrid.reshard import ROWS, tensor_mesh
+from zeroxla.hybrid.sampling import Sampling
+from zeroxla.hybrid.tensor_parallel import TensorPlan
+from zeroxla.mesh import PIPE
+from zeroxla.state import TrainState
+from zeroxla.step import Step
+from zeroxla.validate import check_is_state, check_key
+
+
+class HybridEngine:
+    """Generates from the state of a training step.
+
+    `generate` gathers the state's leaves into a tensor-parallel layout, over `tensor` devices of a
+    node, splits the prompts over the other devices, fills a cache of keys and values and draws
+    token by token in one compiled loop; then the layout's memory is given back. The layout is found
+    in the model's own trace: see `zeroxla.hybrid.tensor_parallel`.
+
+    Attributes:
+      mesh: the step's devices as (node, tensor, data).
+      plan: which dim of which leaf is split, and why not; `print(engine.plan)`.
+    """
+
+    def __init__(
+        self,
+        step: Step,
+        *,
+        tensor: int = 1,
+        release: bool = True,
+        max_length: int | None = None,
+        cache_dtype: Any = None,
+    ) -> None:
+        """Plan the layout; nothing is computed with the model's weights.
+
+        Args:
+          step: of a flax module whose call takes tokens int32[B, L] and returns logits [B, L, V];
+            it must have seen a batch (after `init`, or `abstract_state`).
+          tensor: devices that share a copy of the model; divides the devices of a node.
+          release: free the layout after each call; else it stays until the state changes.
+          max_length: the most tokens of a prompt and its continuation; the model's own context if
+            None (its attribute `length`, `max_length`, `max_position_embeddings`, ...).
+          cache_dtype: of cached keys and values; the model's own if None.
+
+        Raises:
+          ValueError: `tensor` divides neither devices nor heads, the context is not known, the
+            model does not return logits, or the step has not seen a batch.
+          NotImplementedError: the step has stages.
+        """
+        if step.mesh.shape.get(PIPE, 1) > 1:
+            raise NotImplementedError(
+                f"the step has pipe={step.mesh.shape[PIPE]} stages, and generation needs all "
+                "layers on a device; restore a checkpoint on a mesh with pipe=1 to generate"
+            )
+        self.mesh = tensor_mesh(step.mesh, tensor)
+        self.release = release
+        state = step.shapes()
+        calls = Calls.of(step.adapted)
+        self._placements = state.placements[0]
+        shapes = [
+            jax.ShapeDtypeStruct(p.shape, step.config.compute_dtype) for p in self._placements
+        ]
+        params = jax.tree.unflatten(jax.tree.structure(state.params), shapes)
+        as_shape = partial(jax.tree.map, lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype))
+        self._model = Model(
+            calls=calls,
+            params=params,
+            model_state=as_shape(state.model_state),
+            cache_dtype=None if cache_dtype is None else jnp.dtype(cache_dtype),
+        )
+        self._limits = Limits.of(max_length, step.adapted.context)
+        self.plan: TensorPlan = self._model.plan(tensor)
+        self._generation = Generation(model=self._model, plan=self.plan, mesh=self.mesh)
+        # Which leaves the kept parts are of, without keeping those alive.
+        self._kept: tuple[list[weakref.ref[jax.Array]], list[jax.Array]] | None = None
+        self._programs: dict[Any, Any] = {}
+        if not calls.has_cache:
+            warnings.warn(
+                f"the model has {calls.missing}: each new token takes a pass over the whole "
+                "sequence",
+                stacklevel=2,
+            )
+
+    def generate(
+        self,
+        state: TrainState,
+        prompts: Sequence[Sequence[int]] | np.ndarray,
+        *,
+        key: jax.Array,
+        max_new_tokens: int,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        top_p: float = 1.0,
+        eos: int | None = None,
+        pad: int = 0,
+    ) -> Generated:
+        """Continue prompts with tokens that the model draws.
+
+        Rows are independent: a row's tokens follow from its prompt, its place among the prompts,
+        the key and the state, not from the other rows, the mesh or `tensor`, but for rounding.
+
+        Args:
+          state: of the engine's step; it stays as it is.
+          prompts: rows of token numbers of any lengths, one token or more each; the same ones in
+            each process. Split over the devices beside `tensor`.
+          key: a PRNG key; not used with temperature 0.
+          max_new_tokens: the most tokens drawn for a row.
+          temperature: divides the logits; 0 takes the likeliest token.
+          top_k: draw from so many of the likeliest tokens only.
+          top_p: draw from as many of the likeliest as reach this probability (of what top_k left).
+          eos: the token that ends a row; None if there is none.
+          pad: the token that follows a row's end in what is returned.
+
+        Returns:
+          A `Generated`.
+
+        Raises:
+          ValueError: bad prompts, prompts longer than the context, options out of range, a state of
+            another model, or logits that are not finite.
+
+        Cost: the model in its compute dtype, 1/tensor of it on each device, and the cache, beside
+        the state. One compilation for each bucket of lengths (powers of two) and number of rows.
+        """
+        sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
+        rows = as_rows(prompts)
+        if max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens={max_new_tokens} must be 1 or more")
+        prompt, new = self._limits.buckets(max(map(len, rows)), max_new_tokens)
+        key = check_key(key)
+        self._check_state(state)
+        copies = self.mesh.size // self.plan.parts
+        per_device = -(-len(rows) // copies)
+        shape = Shape(
+            rows=per_device,
+            prompt=prompt,
+            new=new,
+            greedy=sampling.is_greedy,
+            filtered=sampling.is_filtered,
+        )
+        leaves, reshard_s = self._parts(state)
+        start = time.perf_counter()
+        batch = self._put(left_padded(rows, per_device * copies, prompt), ROWS)
+        options = {
+            "new": np.int32(max_new_tokens),
+            "eos": np.int32(-1 if eos is None else eos),
+            "pad": np.int32(pad),
+            "numbers": sampling.numbers,
+        }
+        run = self._program(shape, partial(self._generation.generate, shape=shape))
+        state_and_key = self._put((state.model_state, key, options), PartitionSpec())
+        model_state, key, options = state_and_key
+        with mesh_context(self.mesh):
+            found = run(leaves, model_state, batch, key, options)
+        found = {name: np.asarray(x)[: len(rows)] for name, x in found.items()}
+        self._done()
+        if not found["finite"].all():
+            bad = np.flatnonzero(~found["finite"]).tolist()
+            raise ValueError(
+                f"the logits of the rows {bad} are not finite; the state's parameters hold NaN or "
+                "infinity, or the compute dtype overflows: look at the `finite` metric of its "
+                "training"
+            )
+        return Generated(
+            tokens=found["tokens"][:, :max_new_tokens],
+            lengths=found["lengths"],
+            logprobs=found["logprobs"][:, :max_new_tokens],
+            reshard_s=reshard_s,
+            generate_s=time.perf_counter() - start,
+        )
+
+    def logprobs(self, state: TrainState, tokens: Any) -> np.ndarray:
+        """Return the log-probability of each token after the first, given those before it.
+
+        Args:
+          state: of the engine's step.
+          tokens: int[B, L], padded on the right, if at all: causal models do not see it.
+
+        Returns:
+          float32[B, L - 1], of temperature 1. What stands at padding means nothing.
+
+        Raises:
+          ValueError: `tokens` is not such an array, or longer than the context.
+        """
+        tokens = np.asarray(tokens)
+        if tokens.ndim != 2 or tokens.shape[1] < 2 or not np.issubdtype(tokens.dtype, np.integer):
+            raise ValueError(
+                f"tokens have the shape {tokens.shape} and dtype {tokens.dtype}; pass whole "
+                "numbers [B, L] with L of 2 or more"
+            )
+        rows, length = tokens.shape
+        padded, _ = self._limits.buckets(length, 0)
+        self._check_state(state)
+        copies = self.mesh.size // self.plan.parts
+        per_device = -(-rows // copies)
+        shape = Shape(rows=per_device, prompt=padded, new=0)
+        whole = np.zeros((per_device * copies, padded), np.int32)
+        whole[:rows, :length] = tokens
+        leaves, _ = self._parts(state)
+        run = self._program(shape, self._generation.logprobs)
+        model_state = self._put(state.model_state, PartitionSpec())
+        with mesh_context(self.mesh):
+            found = run(leaves, model_state, self._put(whole, ROWS))
+        found = np.asarray(found)[:rows, : length - 1]
+        self._done()
+        return found
+
+    def free(self) -> None:
+        """Free a layout that was kept (`release=False`)."""
+        if self._kept is not None:
+            for x in self._kept[1]:
+                x.delete()
+        self._kept = None
+
+    def _check_state(self, state: TrainState) -> None:
+        check_is_state(state)
+        if state.placements[0] != self._placements:
+            raise ValueError(
+                "the state is stored otherwise than the engine's step stores it; make the engine "
+                "from the step that this state belongs to"
+            )
+
+    def _parts(self, state: TrainState) -> tuple[list[jax.Array], float]:
+        """Return the parts of the state's leaves, and the seconds that it took."""
+        leaves = jax.tree.leaves(state.params)
+        if self._kept is not None and all(r() is x for r, x in zip(self._kept[0], leaves)):
+            return self._kept[1], 0.0
+        self.free()
+        start = time.perf_counter()
+        run = self._programs.get("reshard")
+        if run is None:
+            run = jax.jit(partial(self._generation.reshard, placements=self._placements))
+            self._programs["reshard"] = run
+        with mesh_context(self.mesh):
+            parts = jax.block_until_ready(run(leaves))
+        self._kept = ([weakref.ref(x) for x in leaves], parts)
+        return parts, time.perf_counter() - start
+
+    def _done(self) -> None:
+        if self.release:
+            self.free()
+
+    def _program(self, shape: Shape, function: Any) -> Any:
+        if shape not in self._programs:
+            everywhere = NamedSharding(self.mesh, PartitionSpec())
+            self._programs[shape] = jax.jit(function, out_shardings=everywhere)
+        return self._programs[shape]
+
+    def _put(self, tree: Any, spec: PartitionSpec) -> Any:
+        sharding = NamedSharding(self.mesh, spec)
+        return jax.tree.map(lambda x: jax.device_put(x, sharding), tree)

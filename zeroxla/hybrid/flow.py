@@ -1,0 +1,120 @@
+"""The dims of every value of a program, joined where the program makes them one."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax.numpy as jnp
+
+from zeroxla import compat
+from zeroxla.hybrid.atoms import Atom, Dim, Dims, block, dim_of, expand, join, repeated
+from zeroxla.hybrid.products import rule_of
+from zeroxla.trace import Atom as Operand
+from zeroxla.trace import Constant, Equation, Program, Value, flatten
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Flow:
+    """Dims of the values of a program and of the loops in it.
+
+    Attributes:
+      program: the program; its loops' bodies are in `bodies`.
+      dims: of every value and constant.
+      bodies: of each `scan`.
+    """
+
+    program: Program
+    dims: dict[Operand, Dims] = dataclasses.field(default_factory=dict)
+    bodies: dict[Equation, Flow] = dataclasses.field(default_factory=dict)
+
+    @staticmethod
+    def of(program: Program, leaves: Sequence[Dims]) -> Flow:
+        """Follow the dims through a program.
+
+        Args:
+          program: traced with `opened=compat.forward_jaxpr`.
+          leaves: dims of its first inputs, the leaves.
+        """
+        flow, num_leaves = Flow(program), len(leaves)
+        others = [tuple(map(dim_of, v.aval.shape)) for v in program.inputs[num_leaves:]]
+        flow.dims.update(zip(program.inputs, (*leaves, *others), strict=True))
+        flow._walk(set(program.inputs[num_leaves:]))
+        flow._block_repeated()
+        return flow
+
+    def outputs(self) -> list[Dims]:
+        """Return the dims of the program's results."""
+        return [self.of_operand(x) for x in self.program.outputs]
+
+    def of_operand(self, operand: Operand) -> Dims:
+        """Return the dims of a value or constant, new ones for a constant that was not met yet."""
+        if operand not in self.dims:
+            assert isinstance(operand, Constant), operand
+            self.dims[operand] = tuple(map(dim_of, jnp.shape(operand.value)))
+        return self.dims[operand]
+
+    def atoms(self) -> list[set[Atom]]:
+        """Return the atoms of every value, loops included."""
+        own = [{a for dim in dims for a in expand(dim)} for dims in self.dims.values()]
+        return own + [atoms for body in self.bodies.values() for atoms in body.atoms()]
+
+    def _walk(self, active: set[Value]) -> None:
+        for eq in self.program.equations:
+            ins = [self.of_operand(x) for x in eq.inputs]
+            if not active.isdisjoint(eq.values):
+                active.update(eq.outputs)
+            if eq.name == "scan":
+                outs = self._through_loop(eq, ins, active)
+            else:
+                outs = rule_of(eq).connect(eq, ins)
+                if eq.name == "dot_general" and all(x in active for x in eq.inputs):
+                    _mark_heads(eq, ins[0])
+            self.dims.update(zip(eq.outputs, outs, strict=True))
+
+    def _block_repeated(self) -> None:
+        for dims in self.dims.values():
+            for atom in repeated(dims):
+                block((atom,), "it stands twice in one array")
+        for body in self.bodies.values():
+            body._block_repeated()
+
+    def _through_loop(self, eq: Equation, ins: list[Dims], active: set[Value]) -> list[Dims]:
+        num_consts, num_carry = compat.scan_counts(eq.params)
+        program = flatten(eq.params["jaxpr"], compat.forward_jaxpr)
+        first_x = num_consts + num_carry
+        for dims in ins[first_x:]:
+            block(dims[0], "a loop goes through it")
+        body = Flow(program)
+        inside = [*ins[:first_x], *(dims[1:] for dims in ins[first_x:])]
+        body.dims.update(zip(program.inputs, inside, strict=True))
+        within = {v for v, x in zip(program.inputs, eq.inputs, strict=True) if x in active}
+        within.update(program.inputs[num_consts:first_x])
+        body._walk(within)
+        self.bodies[eq] = body
+        outs = body.outputs()
+        for carry, out in zip(ins[num_consts:first_x], outs, strict=False):
+            for a, b in zip(carry, out, strict=True):
+                join(a, b, "a loop carries it")
+        stacked: list[Dims] = []
+        for dims in outs[num_carry:]:
+            turns = dim_of(eq.params["length"])
+            block(turns, "a loop goes through it")
+            stacked.append((turns, *dims))
+        return [*ins[num_consts:first_x], *stacked]
+
+
+def _mark_heads(eq: Equation, lhs: Dims) -> None:
+    """Heads are what two activations are multiplied along, one by one."""
+    for i in eq.params["dimension_numbers"][1][0]:
+        for atom in expand(lhs[i]):
+            atom.is_heads = True
+
+
+def seeded(shape: Sequence[int], dim: int | None, factors: tuple[int, int, int] | None) -> Dims:
+    """Return the dims of a leaf of which one factor of one dim is chosen."""
+    dims: list[Dim] = list(map(dim_of, shape))
+    if dim is not None and factors is not None:
+        outer, size, inner = factors
+        dims[dim] = (*dim_of(outer), Atom(size, chosen=True), *dim_of(inner))
+    return tuple(dims)

@@ -1,0 +1,143 @@
+"""Runs a program on parts: each device computes with its part of every split dim.
+
+The arrays are those of the program with the split dims shorter, so that no equation knows of the
+others; what must be summed is summed over one mesh axis. Run under `shard_map`, or under `vmap`
+with an axis name.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from zeroxla import compat
+from zeroxla.hybrid.atoms import Dim, Dims, expand, splits
+from zeroxla.hybrid.flow import Flow
+from zeroxla.hybrid.products import rule_of
+from zeroxla.trace import Atom as Operand
+from zeroxla.trace import Constant, Equation
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Sharing:
+    """How the chosen atoms are shared out.
+
+    Attributes:
+      parts: how many; 1 where every device has everything.
+      axis: the name of the axis over which they are.
+      instead: the size of chosen atoms, instead of their own: of a small instance of the program.
+    """
+
+    parts: int
+    axis: str | None = None
+    instead: int | None = None
+
+    @property
+    def index(self) -> jax.Array | int:
+        return 0 if self.axis is None else lax.axis_index(self.axis)
+
+    def sum(self, part: jax.Array) -> jax.Array:
+        return part if self.axis is None else lax.psum(part, self.axis)
+
+    def part(self, dim: Dim) -> int:
+        """Return the size of a part of a dim."""
+        return math.prod(self.mine(a.size) if a.chosen else a.size for a in expand(dim))
+
+    def mine(self, size: int) -> int:
+        """Return how many of a chosen atom of that size a part has."""
+        return (self.instead or size) // self.parts
+
+    def take(self, whole: jax.Array, dims: Dims) -> jax.Array:
+        """Return this device's part of an array that it has whole."""
+        for d, dim in enumerate(dims):
+            if (factors := splits(dim)) is not None:
+                whole = take_part(whole, d, factors, self.mine(factors[1]), self.index)
+        return whole
+
+    def collect(self, part: jax.Array, dims: Dims) -> jax.Array:
+        """Return the whole array of its parts."""
+        for d, dim in enumerate(dims):
+            if self.axis is not None and (factors := splits(dim)) is not None:
+                outer, size, inner = factors
+                shape = (*part.shape[:d], outer, self.mine(size), inner, *part.shape[d + 1 :])
+                part = lax.all_gather(part.reshape(shape), self.axis, axis=d + 1, tiled=True)
+                part = part.reshape(*part.shape[:d], -1, *part.shape[d + 3 :])
+        return part
+
+
+def take_part(
+    whole: jax.Array, dim: int, factors: tuple[int, int, int], mine: int, index: jax.Array | int
+) -> jax.Array:
+    """Return the part `index`, of length `mine`, of the middle factor of a dim."""
+    outer, size, inner = factors
+    rest = whole.shape[dim + 1 :]
+    found = whole.reshape(*whole.shape[:dim], outer, size, inner, *rest)
+    found = lax.dynamic_slice_in_dim(found, index * mine, mine, axis=dim + 1)
+    return found.reshape(*whole.shape[:dim], outer * mine * inner, *rest)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Runner:
+    """Runs the program of a flow. What `rules.Parts` asks for."""
+
+    flow: Flow
+    sharing: Sharing
+
+    def dims(self, operand: Operand) -> Dims:
+        return self.flow.dims[operand]
+
+    def part(self, dim: Dim) -> int:
+        return self.sharing.part(dim)
+
+    def take(self, whole: jax.Array, dims: Dims) -> jax.Array:
+        return self.sharing.take(whole, dims)
+
+    def sum(self, part: jax.Array) -> jax.Array:
+        return self.sharing.sum(part)
+
+    @property
+    def index(self) -> jax.Array | int:
+        return self.sharing.index
+
+    def __call__(self, args: Sequence[jax.Array]) -> list[jax.Array]:
+        """Return the parts of the program's results, of the parts of its inputs."""
+        env: dict[Operand, jax.Array] = dict(zip(self.flow.program.inputs, args, strict=True))
+
+        def read(operand: Operand) -> jax.Array:
+            if isinstance(operand, Constant):
+                dims = self.flow.dims[operand]
+                if any(map(splits, dims)):
+                    return self.take(jnp.asarray(operand.value), dims)
+                return operand.value
+            return env[operand]
+
+        for eq in self.flow.program.equations:
+            ins = [read(x) for x in eq.inputs]
+            with compat.context_of(eq.source, eq.name_stack):
+                outs = self._loop(eq, ins) if eq.name == "scan" else rule_of(eq).run(self, eq, ins)
+            env.update(zip(eq.outputs, outs, strict=True))
+        return [read(x) for x in self.flow.program.outputs]
+
+    def _loop(self, eq: Equation, ins: Sequence[jax.Array]) -> list[jax.Array]:
+        num_consts, num_carry = compat.scan_counts(eq.params)
+        body = Runner(self.flow.bodies[eq], self.sharing)
+        consts, carry = ins[:num_consts], list(ins[num_consts : num_consts + num_carry])
+
+        def turn(carry: list[jax.Array], xs: list[jax.Array]) -> tuple[list, list]:
+            outs = body([*consts, *carry, *xs])
+            return outs[:num_carry], outs[num_carry:]
+
+        carry, ys = lax.scan(
+            turn,
+            carry,
+            list(ins[num_consts + num_carry :]),
+            length=eq.params["length"],
+            reverse=eq.params["reverse"],
+            unroll=eq.params["unroll"],
+        )
+        return [*carry, *ys]

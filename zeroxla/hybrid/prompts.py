@@ -1,0 +1,136 @@
+"""What users pass to a generator and get from it: ragged prompts, limits, results."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+SMALLEST = 16
+"""The shortest length that programs are compiled for."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Generated:
+    """What `HybridEngine.generate` returns, as NumPy arrays.
+
+    Attributes:
+      tokens: int32[B, max_new_tokens], without the prompts; `pad` after a row's end.
+      lengths: int32[B], how many of them are the row's, the end token included.
+      logprobs: float32[B, max_new_tokens], the log-probability of each token under the model
+        (temperature 1, all tokens); 0 after a row's end.
+      reshard_s: seconds until the model lay tensor-parallel; 0 where it still did.
+      generate_s: seconds from then on, the first call's compilation included.
+    """
+
+    tokens: np.ndarray
+    lengths: np.ndarray
+    logprobs: np.ndarray
+    reshard_s: float
+    generate_s: float
+
+    def rows(self) -> list[np.ndarray]:
+        """Return each row's own tokens."""
+        return [row[:n] for row, n in zip(self.tokens, self.lengths, strict=True)]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Limits:
+    """How long sequences may be.
+
+    Attributes:
+      max_length: the most tokens of a prompt and its continuation.
+    """
+
+    max_length: int
+
+    @staticmethod
+    def of(max_length: int | None, context: int | None) -> Limits:
+        """Take the user's number, or the model's.
+
+        Raises:
+          ValueError: there is neither, or the user's is not within the model's.
+        """
+        if max_length is None and context is None:
+            raise ValueError(
+                "the model does not say how long its sequences may be (an attribute such as "
+                "`length` or `max_position_embeddings`); pass max_length="
+            )
+        if max_length is not None and (max_length < 2 or max_length != int(max_length)):
+            raise ValueError(f"max_length={max_length} must be a whole number, 2 or more")
+        if max_length is not None and context is not None and max_length > context:
+            raise ValueError(
+                f"max_length={max_length} exceeds the model's context of {context} tokens; pass "
+                "at most that, or leave it out"
+            )
+        found = context if max_length is None else int(max_length)
+        assert found is not None
+        return Limits(found)
+
+    def buckets(self, prompt: int, new: int) -> tuple[int, int]:
+        """Return the lengths to compile for: powers of two that hold both, within the limit.
+
+        Raises:
+          ValueError: both together are too long.
+        """
+        if prompt + new > self.max_length:
+            raise ValueError(
+                f"the longest prompt has {prompt} tokens and max_new_tokens={new}: together "
+                f"{prompt + new}, and the model's context is {self.max_length}; cut the prompts "
+                f"to {max(self.max_length - new, 0)} tokens, or ask for fewer new ones"
+            )
+        prompt_bucket = min(bucket(prompt), self.max_length - new)
+        return prompt_bucket, min(bucket(new), self.max_length - prompt_bucket)
+
+
+def bucket(length: int) -> int:
+    """Return the smallest power of two that is not below a length, or `SMALLEST`."""
+    return max(SMALLEST, 1 << (length - 1).bit_length())
+
+
+def as_rows(prompts: Any) -> list[np.ndarray]:
+    """Return prompts as arrays of tokens.
+
+    Args:
+      prompts: a sequence of sequences of token numbers, of any lengths; or an array [B, P].
+
+    Raises:
+      ValueError: there is none, one is empty, or they are not token numbers.
+    """
+    if isinstance(prompts, str) or not hasattr(prompts, "__len__"):
+        raise ValueError(
+            f"the prompts are a {type(prompts).__name__}; pass a list of lists of token numbers"
+        )
+    rows = [np.asarray(row) for row in prompts]
+    if not rows:
+        raise ValueError("there are no prompts; pass one or more")
+    for i, row in enumerate(rows):
+        if row.ndim != 1 or (row.size and not np.issubdtype(row.dtype, np.integer)):
+            raise ValueError(
+                f"prompt {i} has the shape {row.shape} and dtype {row.dtype}; a prompt is one row "
+                "of token numbers"
+            )
+        if not row.size:
+            raise ValueError(
+                f"prompt {i} is empty: there is nothing to continue; give it a token, such as the "
+                "tokenizer's start of a text"
+            )
+        if row.min() < 0:
+            raise ValueError(f"prompt {i} holds the token {row.min()}; tokens are 0 or more")
+    return rows
+
+
+def left_padded(rows: Sequence[np.ndarray], num_rows: int, length: int) -> dict[str, np.ndarray]:
+    """Return `prompt` int32[num_rows, length], padded on the left, and `length` int32[num_rows].
+
+    Rows beyond the given ones repeat the first, and are thrown away later.
+    """
+    prompt = np.zeros((num_rows, length), np.int32)
+    lengths = np.zeros(num_rows, np.int32)
+    for i in range(num_rows):
+        row = rows[i] if i < len(rows) else rows[0]
+        prompt[i, length - len(row) :] = row
+        lengths[i] = len(row)
+    return {"prompt": prompt, "length": lengths}

@@ -1,0 +1,85 @@
+"""Checks a tensor-parallel plan by computing: a small instance, whole and in parts, on one device.
+
+The instance is the program itself with every split dim cut to one element for each part: so many
+heads, so wide a hidden layer, so many words. Random leaves; the parts run under `vmap`, whose axis
+stands for `tensor`. What a split must not change is compared: what the program returns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+
+from zeroxla.hybrid.atoms import Dims, splits
+from zeroxla.hybrid.parts import Sharing
+from zeroxla.hybrid.program import PartProgram
+from zeroxla.hybrid.tensor_parallel import classes
+from zeroxla.trace import Value
+
+TENSOR = "tensor"
+
+TOLERANCE = 1e-4
+"""Of the largest result: sums of parts are rounded in another order."""
+
+
+def prove(programs: Sequence[PartProgram], leaves: Sequence[Dims], parts: int) -> set[str]:
+    """Return the classes, as `classes` calls them, whose splits change what a program returns."""
+    chosen = {name: a for name, a in classes(leaves).items() if a.chosen}
+    if all(_holds(program, parts) for program in programs):
+        return set()
+    wrong: set[str] = set()
+    for name, atom in chosen.items():
+        for other in chosen.values():
+            other.chosen = other is atom
+        if not all(_holds(program, parts) for program in programs):
+            wrong.add(name)
+    return wrong or set(chosen)
+
+
+def _holds(program: PartProgram, parts: int) -> bool:
+    whole = Sharing(parts=1, instead=parts)
+    shared = Sharing(parts=parts, instead=parts, axis=TENSOR)
+    generator = np.random.default_rng(0)
+    values = program.flow.program.inputs
+    dims = [program.flow.dims[v] for v in values]
+    num_shared = program.num_leaves + program.cache[1]
+
+    def random(value: Value, shape: Sequence[int]) -> np.ndarray:
+        if value.is_float:
+            return np.asarray(generator.normal(size=shape), value.aval.dtype)
+        return generator.integers(0, 2, shape).astype(value.aval.dtype)  # Tokens that are there.
+
+    # Leaves and caches are small; everything else is cut to size where it meets them.
+    shapes = [tuple(map(whole.part, d)) for d in dims[:num_shared]]
+    arrays = [random(*x) for x in zip(values, shapes, strict=False)]
+    others = [random(v, v.aval.shape) for v in values[num_shared:]]
+
+    def in_parts(x: np.ndarray, dims: Dims) -> np.ndarray:
+        for d, dim in enumerate(dims):
+            if (factors := splits(dim)) is not None:
+                outer, _, inner = factors
+                apart = x.reshape(*x.shape[:d], outer, parts, inner, *x.shape[d + 1 :])
+                return np.moveaxis(apart, d + 1, 0).reshape(
+                    parts, *x.shape[:d], outer * inner, *x.shape[d + 1 :]
+                )
+        return np.broadcast_to(x, (parts, *x.shape))
+
+    def run(sharing: Sharing, arrays: Sequence[jax.Array]) -> Any:
+        leaves, cache = arrays[: program.num_leaves], arrays[program.num_leaves :]
+        return program(sharing, leaves, list(cache), *others)[0]
+
+    expected = jax.jit(partial(run, whole))(arrays)
+    split = [in_parts(*x) for x in zip(arrays, dims, strict=False)]
+    found = jax.jit(jax.vmap(partial(run, shared), axis_name=TENSOR))(split)
+    pairs = zip(jax.tree.leaves(expected), jax.tree.leaves(found), strict=True)
+    return all(_close(np.asarray(a), np.asarray(b)) for a, b in pairs)
+
+
+def _close(whole: np.ndarray, parts: np.ndarray) -> bool:
+    whole, parts = whole.astype(np.float64), parts.astype(np.float64)
+    tolerance = TOLERANCE * max(np.abs(whole).max(initial=0), 1e-30)
+    return bool(np.all(np.isfinite(whole)) and np.all(np.abs(parts - whole) <= tolerance))

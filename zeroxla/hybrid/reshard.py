@@ -1,0 +1,106 @@
+"""From the training layout to the tensor-parallel one: explicit hops, leaf by leaf.
+
+A leaf is stored split over (device, node), device-major (see `placement`). With device = tensor *
+data, `tensor` the outer one, hops over `node` and `data` leave each device one contiguous 1/tensor
+of that dim, 1/tensor of the leaf. Where the plan splits the same dim in one run, that is its part;
+where it splits another dim, an all-to-all over `tensor` exchanges the two. No device holds a whole
+leaf, but where a dim is split in several runs (fused queries, keys and values along the stored dim)
+or padded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+from jax import lax
+from jax.sharding import AxisType, Mesh, PartitionSpec
+
+from zeroxla.hybrid.parts import take_part
+from zeroxla.hybrid.tensor_parallel import Row
+from zeroxla.mesh import DEVICE, NODE
+from zeroxla.placement import Placement
+
+TENSOR = "tensor"
+DATA = "data"
+ROWS = PartitionSpec((NODE, DATA))
+"""Of the rows of a batch."""
+
+
+def tensor_mesh(mesh: Mesh, tensor: int) -> Mesh:
+    """Return the same devices as (node, tensor, data).
+
+    Raises:
+      ValueError: `tensor` does not divide a node's devices.
+    """
+    nodes, devices = mesh.shape[NODE], mesh.shape[DEVICE]
+    if tensor < 1 or devices % tensor:
+        divisors = [n for n in range(1, devices + 1) if devices % n == 0]
+        raise ValueError(
+            f"tensor={tensor} does not divide the {devices} devices of a node (mesh node={nodes}, "
+            f"device={devices}); a tensor group stays inside a node: use one of {divisors}"
+        )
+    grid = np.reshape(mesh.devices, (nodes, tensor, devices // tensor))
+    return Mesh(grid, (NODE, TENSOR, DATA), axis_types=(AxisType.Auto,) * 3)
+
+
+def stored_spec(placement: Placement) -> PartitionSpec:
+    """Return how a stored leaf lies on the mesh of `tensor_mesh`."""
+    if placement.dim is None:
+        return PartitionSpec()
+    return PartitionSpec(*[None] * placement.dim, (TENSOR, DATA, NODE))
+
+
+def part_spec(row: Row) -> PartitionSpec:
+    """Return how a leaf's parts lie on it."""
+    return PartitionSpec() if row.dim is None else PartitionSpec(*[None] * row.dim, TENSOR)
+
+
+def part_of(shard: jax.Array, placement: Placement, row: Row, mesh: Mesh) -> jax.Array:
+    """Return this device's part of a leaf; inside `shard_map` over the tensor mesh.
+
+    Cost: a device receives its part once, 1/nodes of it inside the node and the rest from others.
+    """
+    tensor = mesh.shape[TENSOR]
+    if placement.dim is None:
+        return _own(shard, row, tensor)
+    dim, piece = placement.dim, shard
+    for axis in (NODE, DATA):
+        piece = _gather(piece, axis, dim, mesh)
+    if row.dim is None or row.factors is None or tensor == 1:
+        return _own(placement.natural(_gather(piece, TENSOR, dim, mesh)), row, tensor)
+    outer, size, inner = row.factors
+    if row.dim != dim:
+        shape = piece.shape
+        d = row.dim
+        apart = piece.reshape(*shape[:d], outer, size, inner, *shape[d + 1 :])
+        at = dim if dim < d else dim + 2
+        found = lax.all_to_all(apart, TENSOR, split_axis=d + 1, concat_axis=at, tiled=True)
+        joined = outer * (size // tensor) * inner
+        found = found.reshape(*found.shape[:d], joined, *found.shape[d + 3 :])
+        return placement.natural(found)
+    if outer == 1 and placement.pad == 0:
+        return piece
+    return _own(placement.natural(_gather(piece, TENSOR, dim, mesh)), row, tensor)
+
+
+def _gather(piece: jax.Array, axis: str, dim: int, mesh: Mesh) -> jax.Array:
+    if mesh.shape[axis] == 1:
+        return piece
+    return lax.all_gather(piece, axis, axis=dim, tiled=True)
+
+
+def _own(whole: jax.Array, row: Row, tensor: int) -> jax.Array:
+    if row.dim is None or row.factors is None or tensor == 1:
+        return whole
+    mine = row.factors[1] // tensor
+    return take_part(whole, row.dim, row.factors, mine, lax.axis_index(TENSOR))
+
+
+def parts_of(
+    shards: Sequence[jax.Array], placements: Sequence[Placement], rows: Sequence[Row], mesh: Mesh
+) -> list[jax.Array]:
+    """Return this device's part of each leaf."""
+    with jax.named_scope("reshard"):
+        return [part_of(*x, mesh) for x in zip(shards, placements, rows, strict=True)]

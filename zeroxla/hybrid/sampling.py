@@ -1,0 +1,92 @@
+"""One token from logits: temperature, then top-k, then top-p.
+
+Shape letters: B rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Sampling:
+    """How tokens are chosen; numbers are traced, so other numbers need no other program.
+
+    Attributes:
+      temperature: divides the logits; 0 takes the likeliest token.
+      top_k: only so many of the likeliest tokens are drawn from; None for all.
+      top_p: only as many of the likeliest as it takes to reach this probability; 1 for all.
+    """
+
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not self.temperature >= 0:
+            raise ValueError(f"temperature={self.temperature} must be 0 or more")
+        if self.top_k is not None and (self.top_k != int(self.top_k) or self.top_k < 1):
+            raise ValueError(f"top_k={self.top_k} must be a whole number, 1 or more, or None")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p={self.top_p} must be above 0, and 1 at most")
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0
+
+    @property
+    def is_filtered(self) -> bool:
+        """Whether only some tokens are drawn from."""
+        return not self.is_greedy and (self.top_k is not None or self.top_p < 1)
+
+    @property
+    def numbers(self) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """temperature, top_k (all: the largest int32), top_p, as scalars."""
+        top_k = jnp.iinfo(jnp.int32).max if self.top_k is None else self.top_k
+        return jnp.float32(self.temperature), jnp.int32(top_k), jnp.float32(self.top_p)
+
+
+def sample(
+    keys_B: jax.Array,
+    logits_BV: jax.Array,
+    numbers: tuple[jax.Array, jax.Array, jax.Array],
+    *,
+    greedy: bool,
+    filtered: bool,
+) -> jax.Array:
+    """Choose a token of each row.
+
+    Args:
+      keys_B: a PRNG key for each row, so that no row's token depends on another row.
+      logits_BV: float32.
+      numbers: as `Sampling.numbers` has them.
+      greedy: take the likeliest, the first of equal ones.
+      filtered: whether top-k and top-p are to be looked at: that takes a sort.
+
+    Returns:
+      int32[B]. The likeliest token is always among those that are drawn from.
+    """
+    if greedy:
+        return jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
+    temperature, top_k, top_p = numbers
+    scaled_BV = logits_BV / temperature
+    if not filtered:
+        return jax.vmap(jax.random.categorical)(keys_B, scaled_BV).astype(jnp.int32)
+    order_BV = jnp.argsort(scaled_BV, axis=-1, descending=True, stable=True)
+    sorted_BV = jnp.take_along_axis(scaled_BV, order_BV, axis=-1)
+    sorted_BV = jnp.where(jnp.arange(sorted_BV.shape[-1]) < top_k, sorted_BV, -jnp.inf)
+    # Of what top-k has left, a token is drawn from if those before it do not reach top_p.
+    probs_BV = jax.nn.softmax(sorted_BV, axis=-1)
+    before_BV = jnp.cumsum(probs_BV, axis=-1) - probs_BV
+    sorted_BV = jnp.where(before_BV < top_p, sorted_BV, -jnp.inf)
+    place_B = jax.vmap(jax.random.categorical)(keys_B, sorted_BV)
+    return jnp.take_along_axis(order_BV, place_B[:, None], axis=-1)[:, 0].astype(jnp.int32)
+
+
+def log_probs(logits_BV: jax.Array, tokens_B: jax.Array) -> jax.Array:
+    """Return the log-probabilities of tokens under the model itself (temperature 1): float32[B]."""
+    chosen_B = jnp.take_along_axis(logits_BV, tokens_B[:, None], axis=-1)[:, 0]
+    return chosen_B - jax.nn.logsumexp(logits_BV, axis=-1)
