@@ -210,8 +210,9 @@ class Attention(nn.Module):
             keys = self.variable("cache", "cached_key", jnp.zeros_like, k_BLNH)
             values = self.variable("cache", "cached_value", jnp.zeros_like, v_BLNH)
             if reads_cache:
-                keys.value = k_BLNH = cached(keys.value, k_BLNH, start)
-                values.value = v_BLNH = cached(values.value, v_BLNH, start)
+                keys.value = cached(keys.value, k_BLNH, start)
+                values.value = cached(values.value, v_BLNH, start)
+                k_BLNH, v_BLNH = (x.value.astype(v_BLNH.dtype) for x in (keys, values))
         # Each query head has a key-value head of its own: groups of one.
         out = causal_attention(
             q_BLNH[:, :, :, None, :],

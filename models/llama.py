@@ -234,8 +234,10 @@ class Attention(nnx.Module):
         k_BLKH = rotate(split(self.k_proj(x_BLD)), rotation)
         v_BLKH = split(self.v_proj(x_BLD))
         if self.cached_key is not None and self.cached_value is not None:
-            self.cached_key[...] = k_BLKH = cached(self.cached_key[...], k_BLKH, start)
-            self.cached_value[...] = v_BLKH = cached(self.cached_value[...], v_BLKH, start)
+            self.cached_key[...] = cached(self.cached_key[...], k_BLKH, start)
+            self.cached_value[...] = cached(self.cached_value[...], v_BLKH, start)
+            k_BLKH = self.cached_key[...].astype(k_BLKH.dtype)
+            v_BLKH = self.cached_value[...].astype(v_BLKH.dtype)
         q_BLKGH = q_BLNH.reshape(batch, length, self.kv_heads, -1, self.head_width)
         out = causal_attention(q_BLKGH, k_BLKH, v_BLKH, mask_BM=mask_BL, start=start)
         return self.o_proj(out.reshape(batch, length, width))

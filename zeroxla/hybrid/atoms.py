@@ -27,16 +27,17 @@ class Atom:
       must be summed over the parts, for each place where the class is contracted
         or looked up.
       is_heads: whether two activations are multiplied head by head along it.
+      is_table: whether tokens or positions are looked up along it.
       chosen: it is split.
     """
 
-    __slots__ = ("_parent", "_parts", "blocked", "chosen", "is_heads", "size", "sums")
+    __slots__ = ("_parent", "_parts", "blocked", "chosen", "is_heads", "is_table", "size", "sums")
 
     def __init__(self, size: int, *, chosen: bool = False) -> None:
         self.size = size
         self.blocked: dict[str, None] = {}
         self.sums: list[int] = []
-        self.is_heads = False
+        self.is_heads = self.is_table = False
         self.chosen = chosen
         self._parent: Atom | None = None
         self._parts: Dim = ()
@@ -85,7 +86,8 @@ def refine(atom: Atom, outer: int) -> None:
         return
     parts = Atom(outer), Atom(atom.size // outer)
     for part in parts:
-        part.blocked, part.sums, part.is_heads = dict(atom.blocked), list(atom.sums), atom.is_heads
+        part.blocked, part.sums = dict(atom.blocked), list(atom.sums)
+        part.is_heads, part.is_table = atom.is_heads, atom.is_table
     atom._parts = parts
 
 
@@ -125,6 +127,7 @@ def _unite(a: Atom, b: Atom) -> None:
     a.blocked |= b.blocked
     a.sums += b.sums
     a.is_heads |= b.is_heads
+    a.is_table |= b.is_table
     a.chosen |= b.chosen
 
 

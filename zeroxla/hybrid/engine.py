@@ -59,7 +59,7 @@ class HybridEngine:
           release: free the layout after each call; else it stays until the state changes.
           max_length: the most tokens of a prompt and its continuation; the model's own context if
             None (its attribute `length`, `max_length`, `max_position_embeddings`, ...).
-          cache_dtype: of cached keys and values; the model's own if None.
+          cache_dtype: of cached keys and values; that in which the model computes if None.
 
         Raises:
           ValueError: `tensor` divides neither devices nor heads, the context is not known, the
@@ -85,7 +85,7 @@ class HybridEngine:
             calls=calls,
             params=params,
             model_state=as_shape(state.model_state),
-            cache_dtype=None if cache_dtype is None else jnp.dtype(cache_dtype),
+            cache_dtype=jnp.dtype(cache_dtype or step.config.compute_dtype),
         )
         self._limits = Limits.of(max_length, step.adapted.context)
         self.plan: TensorPlan = self._model.plan(tensor)
@@ -147,8 +147,7 @@ class HybridEngine:
         prompt, new = self._limits.buckets(max(map(len, rows)), max_new_tokens)
         key = check_key(key)
         self._check_state(state)
-        copies = self.mesh.size // self.plan.parts
-        per_device = -(-len(rows) // copies)
+        per_device = self._rows_of_a_device(len(rows))
         shape = Shape(
             rows=per_device,
             prompt=prompt,
@@ -158,7 +157,7 @@ class HybridEngine:
         )
         leaves, reshard_s = self._parts(state)
         start = time.perf_counter()
-        batch = self._put(left_padded(rows, per_device * copies, prompt), ROWS)
+        batch = self._put(left_padded(rows, per_device * self._copies, prompt), ROWS)
         options = {
             "new": np.int32(max_new_tokens),
             "eos": np.int32(-1 if eos is None else eos),
@@ -166,8 +165,8 @@ class HybridEngine:
             "numbers": sampling.numbers,
         }
         run = self._program(shape, partial(self._generation.generate, shape=shape))
-        state_and_key = self._put((state.model_state, key, options), PartitionSpec())
-        model_state, key, options = state_and_key
+        others = (state.model_state, key, options)
+        model_state, key, options = self._put(others, PartitionSpec())
         with mesh_context(self.mesh):
             found = run(leaves, model_state, batch, key, options)
         found = {name: np.asarray(x)[: len(rows)] for name, x in found.items()}
@@ -200,28 +199,43 @@ class HybridEngine:
         Raises:
           ValueError: `tokens` is not such an array, or longer than the context.
         """
+        found = self._forward(state, tokens, self._generation.logprobs)
+        return found[:, : np.shape(tokens)[1] - 1]
+
+    def logits(self, state: TrainState, tokens: Any) -> np.ndarray:
+        """Return the logits of each position's next token, float32[B, L, V]; else as `logprobs`."""
+        return self._forward(state, tokens, self._generation.logits)[:, : np.shape(tokens)[1]]
+
+    def _forward(self, state: TrainState, tokens: Any, function: Any) -> np.ndarray:
+        """Return what a function of whole rows returns, of tokens padded to a bucket."""
         tokens = np.asarray(tokens)
         if tokens.ndim != 2 or tokens.shape[1] < 2 or not np.issubdtype(tokens.dtype, np.integer):
             raise ValueError(
                 f"tokens have the shape {tokens.shape} and dtype {tokens.dtype}; pass whole "
                 "numbers [B, L] with L of 2 or more"
             )
-        rows, length = tokens.shape
-        padded, _ = self._limits.buckets(length, 0)
         self._check_state(state)
-        copies = self.mesh.size // self.plan.parts
-        per_device = -(-rows // copies)
-        shape = Shape(rows=per_device, prompt=padded, new=0)
-        whole = np.zeros((per_device * copies, padded), np.int32)
+        rows, length = tokens.shape
+        per_device = self._rows_of_a_device(rows)
+        padded = (per_device * self._copies, self._limits.bucket(length))
+        whole = np.zeros(padded, np.int32)
         whole[:rows, :length] = tokens
         leaves, _ = self._parts(state)
-        run = self._program(shape, self._generation.logprobs)
+        run = self._program((function.__name__, *padded), function)
         model_state = self._put(state.model_state, PartitionSpec())
         with mesh_context(self.mesh):
             found = run(leaves, model_state, self._put(whole, ROWS))
-        found = np.asarray(found)[:rows, : length - 1]
+        found = np.asarray(found)[:rows]
         self._done()
         return found
+
+    @property
+    def _copies(self) -> int:
+        """How many groups of devices hold the model."""
+        return self.mesh.size // self.plan.parts
+
+    def _rows_of_a_device(self, rows: int) -> int:
+        return -(-rows // self._copies)
 
     def free(self) -> None:
         """Free a layout that was kept (`release=False`)."""
@@ -258,7 +272,8 @@ class HybridEngine:
         if self.release:
             self.free()
 
-    def _program(self, shape: Shape, function: Any) -> Any:
+    def _program(self, shape: Any, function: Any) -> Any:
+        """Return a function's program for a shape, compiled at its first call."""
         if shape not in self._programs:
             everywhere = NamedSharding(self.mesh, PartitionSpec())
             self._programs[shape] = jax.jit(function, out_shardings=everywhere)

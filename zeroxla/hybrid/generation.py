@@ -108,14 +108,24 @@ class Generation:
     ) -> jax.Array:
         """Return the log-probability of each token but the first, float32[B, L - 1]."""
 
-        def local(leaves: list[jax.Array], model_state: Tree, tokens_BL: jax.Array) -> jax.Array:
+        def of_next(logits_BLV: jax.Array, tokens_BL: jax.Array) -> jax.Array:
             rows, length = tokens_BL.shape
-            program = self.model.forward(self.plan, rows, length)
-            logits_BLV, _ = program(self.sharing, leaves, {}, model_state, tokens_BL)
             flat = logits_BLV[:, :-1].reshape(rows * (length - 1), -1)
             return log_probs(flat, tokens_BL[:, 1:].reshape(-1)).reshape(rows, length - 1)
 
-        return self._map(local, (self._specs, WHOLE, ROWS), ROWS)(leaves, model_state, tokens_BL)
+        return self._forward(of_next, leaves, model_state, tokens_BL)
+
+    def logits(self, leaves: list[jax.Array], model_state: Tree, tokens_BL: jax.Array) -> jax.Array:
+        """Return the logits of whole rows, float32[B, L, V]."""
+        return self._forward(lambda logits, _: logits, leaves, model_state, tokens_BL)
+
+    def _forward(self, take: Any, *args: Any) -> jax.Array:
+        def local(leaves: list[jax.Array], model_state: Tree, tokens_BL: jax.Array) -> jax.Array:
+            program = self.model.forward(self.plan, *tokens_BL.shape)
+            logits_BLV, _ = program(self.sharing, leaves, {}, model_state, tokens_BL)
+            return take(logits_BLV, tokens_BL)
+
+        return self._map(local, (self._specs, WHOLE, ROWS), ROWS)(*args)
 
     @property
     def _specs(self) -> list[PartitionSpec]:

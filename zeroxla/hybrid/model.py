@@ -45,8 +45,8 @@ class Model:
             leaves = leaf_dims(self.params)
             programs = self._samples(leaves)
             found = plan(programs, leaves, self._paths(), parts, refused)
-            # A call for several tokens is one for one token too.
-            wrong = prove(programs[:2], leaves, parts) if parts > 1 else set()
+            # The first one: the other calls use the leaves alike.
+            wrong = prove(programs[0], leaves, parts) if parts > 1 else set()
             if not wrong:
                 return found
             refused |= wrong
@@ -73,10 +73,11 @@ class Model:
     def _samples(self, leaves: list) -> list[PartProgram]:
         """Return programs of every kind of call."""
         length = min(self.calls.adapted.context or 8, 8)
-        programs = [self._forward(leaves, 2, length // 2)]
-        if self.calls.has_cache:
-            programs += [self._cached(leaves, 2, length, n) for n in (max(length // 2 - 1, 1), 1)]
-        return programs
+        forward = self._forward(leaves, 2, length // 2)
+        if not self.calls.has_cache:
+            return [forward]
+        several, one = max(length // 2 - 1, 1), 1
+        return [*(self._cached(leaves, 2, length, n) for n in (several, one)), forward]
 
     def _forward(self, leaves: list, rows: int, length: int) -> PartProgram:
         def function(params: Tree, cache: Tree, model_state: Tree, tokens: jax.Array) -> Any:

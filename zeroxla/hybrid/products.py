@@ -76,6 +76,8 @@ def _connect_gather(eq: Equation, ins: list[Dims]) -> list[Dims]:
             same(eq, out[window], dim)
         elif numbers.start_index_map == (d,) and sizes[d] == 1 and eq.outputs[0].is_float:
             _summed(dim, eq)
+            for atom in expand(dim):
+                atom.is_table = True
         else:
             block((*dim, *(out[window] if window is not None else ())), "gather moves along it")
     batch = [i for i in range(len(out)) if i not in numbers.offset_dims]

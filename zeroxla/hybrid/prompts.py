@@ -84,6 +84,18 @@ class Limits:
         prompt_bucket = min(bucket(prompt), self.max_length - new)
         return prompt_bucket, min(bucket(new), self.max_length - prompt_bucket)
 
+    def bucket(self, length: int) -> int:
+        """Return the length to compile for, of whole rows.
+
+        Raises:
+          ValueError: they are too long.
+        """
+        if length > self.max_length:
+            raise ValueError(
+                f"rows of {length} tokens exceed the model's context of {self.max_length}; cut them"
+            )
+        return min(bucket(length), self.max_length)
+
 
 def bucket(length: int) -> int:
     """Return the smallest power of two that is not below a length, or `SMALLEST`."""

@@ -26,16 +26,16 @@ TOLERANCE = 1e-4
 """Of the largest result: sums of parts are rounded in another order."""
 
 
-def prove(programs: Sequence[PartProgram], leaves: Sequence[Dims], parts: int) -> set[str]:
-    """Return the classes, as `classes` calls them, whose splits change what a program returns."""
+def prove(program: PartProgram, leaves: Sequence[Dims], parts: int) -> set[str]:
+    """Return the classes, as `classes` calls them, whose splits change what the program returns."""
     chosen = {name: a for name, a in classes(leaves).items() if a.chosen}
-    if all(_holds(program, parts) for program in programs):
+    if _holds(program, parts):
         return set()
     wrong: set[str] = set()
     for name, atom in chosen.items():
         for other in chosen.values():
             other.chosen = other is atom
-        if not all(_holds(program, parts) for program in programs):
+        if not _holds(program, parts):
             wrong.add(name)
     return wrong or set(chosen)
 

@@ -153,6 +153,16 @@ def _connect_concatenate(eq: Equation, ins: list[Dims]) -> list[Dims]:
     return [out]
 
 
+def _connect_stack(eq: Equation, ins: list[Dims]) -> list[Dims]:
+    (out,) = (list(fresh(v)) for v in eq.outputs)
+    new = eq.params["axis"] % len(out)
+    block(out[new], "stack makes it of several")
+    for dims in ins:
+        for i, dim in enumerate(dims):
+            same(eq, out[i + (i >= new)], dim)
+    return [tuple(out)]
+
+
 # shapes
 
 
@@ -214,19 +224,23 @@ def _cut(dim: Dim, start: int, size: int) -> Dim:
 
 def _connect_slice(eq: Equation, ins: list[Dims]) -> list[Dims]:
     start, limit = eq.params["start_indices"], eq.params["limit_indices"]
-    if any(n != 1 for n in eq.params["strides"] or ()):
-        return connect_unknown(eq, ins)
-    return [tuple(_cut(dim, a, b - a) for dim, a, b in zip(ins[0], start, limit, strict=True))]
+    strides = eq.params["strides"] or (1,) * len(start)
+    out = []
+    for dim, a, b, stride in zip(ins[0], start, limit, strides, strict=True):
+        if stride == 1:
+            out.append(_cut(dim, a, b - a))
+        else:
+            out.append(dim_of(-(-(b - a) // stride)))
+            block((*dim, *out[-1]), "a slice steps through it")
+    return [tuple(out)]
 
 
 def _run_slice(parts: Parts, eq: Equation, args: Args) -> list[jax.Array]:
-    out = parts.dims(eq.outputs[0])
-    start, limit = eq.params["start_indices"], eq.params["limit_indices"]
-    if not any(map(splits, out)):
-        return bind(eq, args)
-    sizes = [parts.part(dim) for dim in out]
-    start = [a // max(b - a, 1) * n for a, b, n in zip(start, limit, sizes, strict=True)]
-    limit = [a + n for a, n in zip(start, sizes, strict=True)]
+    start, limit = list(eq.params["start_indices"]), list(eq.params["limit_indices"])
+    for d, dim in enumerate(parts.dims(eq.outputs[0])):
+        if splits(dim):  # It is one of several whole turns: so many of the part's.
+            start[d] = start[d] // (limit[d] - start[d]) * parts.part(dim)
+            limit[d] = start[d] + parts.part(dim)
     return bind(eq, args, start_indices=tuple(start), limit_indices=tuple(limit))
 
 
@@ -259,6 +273,24 @@ def _connect_dynamic_update(eq: Equation, ins: list[Dims]) -> list[Dims]:
     for dim, new in zip(*ins[:2], strict=True):
         _window(eq, dim, new)
     return [ins[0]]
+
+
+def _connect_scatter(eq: Equation, ins: list[Dims]) -> list[Dims]:
+    numbers = eq.params["dimension_numbers"]
+    operand, indices, updates = ins
+    if numbers.operand_batching_dims:
+        return connect_unknown(eq, ins)
+    windows = iter(numbers.update_window_dims)
+    for d, dim in enumerate(operand):
+        if d in numbers.inserted_window_dims:
+            block(dim, f"{eq.name} moves along it")
+        else:
+            _window(eq, dim, updates[next(windows)])
+    others = [dim for i, dim in enumerate(updates) if i not in numbers.update_window_dims]
+    for dim, index in zip(others, indices[:-1], strict=True):
+        same(eq, dim, index)
+    block(indices[-1], f"{eq.name} needs it whole")
+    return [operand]
 
 
 def _window(eq: Equation, whole: Dim, window: Dim) -> None:
@@ -375,6 +407,8 @@ RULES: dict[str, Rule] = {
     "rev": Rule(_along(lambda eq: eq.params["dimensions"])),
     "optimization_barrier": Rule(_connect_each),
     "concatenate": Rule(_connect_concatenate),
+    "stack": Rule(_connect_stack),
+    "unstack": Rule(_along(lambda eq: (eq.params["axis"],))),
     "broadcast_in_dim": Rule(_connect_broadcast, _run_broadcast),
     "reshape": Rule(_connect_reshape, _run_reshape),
     "transpose": Rule(_connect_transpose),
@@ -384,6 +418,8 @@ RULES: dict[str, Rule] = {
     "split": Rule(_connect_split, _run_split),
     "dynamic_slice": Rule(_connect_dynamic_slice, _run_dynamic_slice),
     "dynamic_update_slice": Rule(_connect_dynamic_update),
+    "scatter": Rule(_connect_scatter),
+    "scatter-add": Rule(_connect_scatter),
 }
 """Rules of equations that move and map elements; those of products and lookups are in
 `products`."""

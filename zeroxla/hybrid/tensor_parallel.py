@@ -169,18 +169,21 @@ def _row(path: str, dims: Dims, parts: int, kept: Collection[Atom]) -> Row:
     for d, dim in enumerate(dims):
         if (factors := splits(dim)) is not None:
             (atom,) = (a for a in expand(dim) if a.chosen)
-            what = f"{atom.size} heads" if atom.is_heads else f"{atom.size} of a dim"
-            return Row(path=path, shape=shape, dim=d, factors=factors, why=what)
+            kind = "heads" if atom.is_heads else "rows of a table" if atom.is_table else "columns"
+            return Row(path=path, shape=shape, dim=d, factors=factors, why=f"{atom.size} {kind}")
     reasons = []
     for d, dim in enumerate(dims):
-        for atom in expand(dim):
-            if atom.blocked:
-                why = next(iter(atom.blocked))
-            elif atom in kept:
-                why = "split, it computes something else"
-            elif atom.size % parts:
-                why = f"{atom.size} does not divide by {parts}"
-            else:
-                why = "another split is cheaper"
-            reasons.append(f"dim {d}: {why}")
-    return Row(path=path, shape=shape, why="; ".join(dict.fromkeys(reasons)) or "one element")
+        why = [_reason(atom, parts, kept) for atom in expand(dim)]
+        reasons += [f"dim {d}: {why[0]}"] if why else []
+    return Row(path=path, shape=shape, why="; ".join(reasons) or "one element")
+
+
+def _reason(atom: Atom, parts: int, kept: Collection[Atom]) -> str:
+    """Say why an atom is not split."""
+    if atom.blocked:
+        return next(iter(atom.blocked))
+    if atom in kept:
+        return "split, it computes something else"
+    if atom.size % parts:
+        return f"{atom.size} does not divide by {parts}"
+    return "one device has all" if parts == 1 else "another split is cheaper"
