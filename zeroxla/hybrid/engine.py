@@ -19,7 +19,7 @@ from zeroxla.hybrid.calls import Calls
 from zeroxla.hybrid.generation import Generation, Shape
 from zeroxla.hybrid.model import Model
 from zeroxla.hybrid.prompts import Generated, Limits, as_rows, left_padded
-from zeroxla.hybrid.reshard import ROWS, tensor_mesh
+from zeroxla.hybrid.reshard import ROWS, part_spec, tensor_mesh
 from zeroxla.hybrid.sampling import Sampling
 from zeroxla.hybrid.tensor_parallel import TensorPlan
 from zeroxla.mesh import PIPE
@@ -142,22 +142,12 @@ class HybridEngine:
         """
         sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
         rows = as_rows(prompts)
-        if max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens={max_new_tokens} must be 1 or more")
-        prompt, new = self._limits.buckets(max(map(len, rows)), max_new_tokens)
+        shape = self._shape(len(rows), max(map(len, rows)), max_new_tokens, sampling)
         key = check_key(key)
         self._check_state(state)
-        per_device = self._rows_of_a_device(len(rows))
-        shape = Shape(
-            rows=per_device,
-            prompt=prompt,
-            new=new,
-            greedy=sampling.is_greedy,
-            filtered=sampling.is_filtered,
-        )
         leaves, reshard_s = self._parts(state)
         start = time.perf_counter()
-        batch = self._put(left_padded(rows, per_device * self._copies, prompt), ROWS)
+        batch = self._put(left_padded(rows, shape.rows * self._copies, shape.prompt), ROWS)
         options = {
             "new": np.int32(max_new_tokens),
             "eos": np.int32(-1 if eos is None else eos),
@@ -234,8 +224,62 @@ class HybridEngine:
         """How many groups of devices hold the model."""
         return self.mesh.size // self.plan.parts
 
+    def _shape(self, num_rows: int, longest: int, max_new_tokens: int, sampling: Sampling) -> Shape:
+        """Return what is compiled for a call.
+
+        Raises:
+          ValueError: there is nothing to generate, or more than the context holds.
+        """
+        if max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens={max_new_tokens} must be 1 or more")
+        prompt, new = self._limits.buckets(longest, max_new_tokens)
+        return Shape(
+            rows=self._rows_of_a_device(num_rows),
+            prompt=prompt,
+            new=new,
+            greedy=sampling.is_greedy,
+            filtered=sampling.is_filtered,
+        )
+
     def _rows_of_a_device(self, rows: int) -> int:
         return -(-rows // self._copies)
+
+    def lower(
+        self,
+        num_prompts: int,
+        prompt_length: int,
+        *,
+        max_new_tokens: int,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        top_p: float = 1.0,
+    ) -> jax.stages.Lowered:
+        """Lower the program with which `generate` continues so many prompts of up to that length,
+        for `zeroxla.inspect`: its arguments are the model's parts and the prompts, its temporaries
+        the cache and activations."""
+        sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
+        shape = self._shape(num_prompts, prompt_length, max_new_tokens, sampling)
+        number = jax.ShapeDtypeStruct((), jnp.int32)
+        options = dict.fromkeys(("new", "eos", "pad"), number)
+        rows = shape.rows * self._copies
+        sizes = {"prompt": (rows, shape.prompt), "length": (rows,)}
+        leaves = jax.tree.leaves(self._model.params)
+
+        def placed(x: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
+            sharding = NamedSharding(self.mesh, spec)
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+        parts = [placed(x, part_spec(row)) for x, row in zip(leaves, self.plan.rows, strict=True)]
+        batch = {k: placed(jax.ShapeDtypeStruct(v, jnp.int32), ROWS) for k, v in sizes.items()}
+        run = self._program(shape, partial(self._generation.generate, shape=shape))
+        with mesh_context(self.mesh):
+            return run.lower(
+                parts,
+                self._model.model_state,
+                batch,
+                jax.eval_shape(jax.random.key, 0),
+                {**options, "numbers": sampling.numbers},
+            )
 
     def free(self) -> None:
         """Free a layout that was kept (`release=False`)."""

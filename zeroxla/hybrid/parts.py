@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -83,10 +84,18 @@ def take_part(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Runner:
-    """Runs the program of a flow. What `rules.Parts` asks for."""
+    """Runs the program of a flow. What `rules.Parts` asks for.
+
+    Attributes:
+      flow: the program.
+      sharing: what each device has.
+      in_place: results that take the place of inputs, as a cache's next state does. A loop that
+        slices such an input, layer by layer, and stacks such a result works on one array.
+    """
 
     flow: Flow
     sharing: Sharing
+    in_place: Mapping[Operand, Operand] = dataclasses.field(default_factory=dict)
 
     def dims(self, operand: Operand) -> Dims:
         return self.flow.dims[operand]
@@ -125,19 +134,37 @@ class Runner:
 
     def _loop(self, eq: Equation, ins: Sequence[jax.Array]) -> list[jax.Array]:
         num_consts, num_carry = compat.scan_counts(eq.params)
+        first_x = num_consts + num_carry
         body = Runner(self.flow.bodies[eq], self.sharing)
-        consts, carry = ins[:num_consts], list(ins[num_consts : num_consts + num_carry])
+        consts, carry, xs = ins[:num_consts], ins[num_consts:first_x], ins[first_x:]
+        x_of = {x: i for i, x in enumerate(eq.inputs[first_x:])}
+        held = {  # y -> x
+            i: x_of[self.in_place[y]]
+            for i, y in enumerate(eq.outputs[num_carry:])
+            if self.in_place.get(y) in x_of
+        }
+        read = [i for i in range(len(xs)) if i not in held.values()]
 
-        def turn(carry: list[jax.Array], xs: list[jax.Array]) -> tuple[list, list]:
-            outs = body([*consts, *carry, *xs])
-            return outs[:num_carry], outs[num_carry:]
+        def turn(state: tuple[list, dict], now: tuple[Any, list]) -> tuple[tuple, list]:
+            (carry, arrays), (i, slices) = state, now
+            layer = dict(zip(read, slices, strict=True))
+            for x in held.values():
+                layer[x] = lax.dynamic_index_in_dim(arrays[x], i, keepdims=False)
+            outs = body([*consts, *carry, *(layer[x] for x in range(len(xs)))])
+            ys = outs[num_carry:]
+            for y, x in held.items():
+                arrays = {**arrays, x: lax.dynamic_update_index_in_dim(arrays[x], ys[y], i, 0)}
+            return (outs[:num_carry], arrays), [y for k, y in enumerate(ys) if k not in held]
 
-        carry, ys = lax.scan(
+        length = eq.params["length"]
+        (carry, arrays), stacked = lax.scan(
             turn,
-            carry,
-            list(ins[num_consts + num_carry :]),
-            length=eq.params["length"],
+            (list(carry), {x: xs[x] for x in held.values()}),
+            (jnp.arange(length), [xs[i] for i in read]),
+            length=length,
             reverse=eq.params["reverse"],
             unroll=eq.params["unroll"],
         )
-        return [*carry, *ys]
+        rest = iter(stacked)
+        num_ys = len(eq.outputs) - num_carry
+        return [*carry, *(arrays[held[y]] if y in held else next(rest) for y in range(num_ys))]

@@ -100,7 +100,10 @@ class PartProgram:
             sharing.take(x, self.flow.dims[v])
             for x, v in zip(jax.tree.leaves(others), inputs, strict=True)
         ]
-        outputs = Runner(self.flow, sharing)([*leaves, *jax.tree.leaves(cache), *taken])
+        program = self.flow.program
+        kept = program.outputs[self.results[1] :]
+        in_place = dict(zip(kept, program.inputs[self.num_leaves :], strict=False))
+        outputs = Runner(self.flow, sharing, in_place)([*leaves, *jax.tree.leaves(cache), *taken])
         tree, num = self.results
         whole = [sharing.collect(x, d) for x, d in zip(outputs[:num], self.result_dims())]
         return tree.unflatten(whole), self.cache[0].unflatten(outputs[num:])
