@@ -7,6 +7,7 @@ from zeroxla.config import ZeroConfig
 from zeroxla.feedback import Feedback
 from zeroxla.hosts.batches import global_batch, process_shard
 from zeroxla.hosts.start import initialize
+from zeroxla.low_rank.model import LoraModel, lora
 from zeroxla.make import make_step
 from zeroxla.mesh import make_mesh, simulate
 from zeroxla.pipeline.layer_cost import Machine
@@ -41,6 +42,9 @@ __all__ = [  # noqa: RUF022 (grouped)
     "Schedule",
     "TiedLayer",
     "make_schedule",
+    # adapters
+    "LoraModel",
+    "lora",
     # wires
     "Feedback",
     "WireFormat",

@@ -55,6 +55,8 @@ class Step:
         pipeline: Pipeline | None = None,
         weights: Literal["step", "tick"] = "step",
     ) -> None:
+        own = [pattern for pattern in adapted.frozen if pattern not in config.frozen]
+        config = dataclasses.replace(config, frozen=(*config.frozen, *own))
         self.adapted, self.mesh, self.optimizer, self.config = adapted, mesh, optimizer, config
         self._programs = Programs(
             adapted=adapted,

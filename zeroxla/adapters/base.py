@@ -30,11 +30,19 @@ class Adapted:
 
     `apply(params, model_state, *args, **kwargs)`: what the module returns when it is called, its
     state as it is and nothing random; None for a pair of functions.
+
+    `frozen`: regular expressions, as those of `ZeroConfig.frozen`, which hold for this model.
+
+    `base` and `merge`: of a model with adapters the model without them, and what turns parameters
+    of the one, in natural shapes, into those of the other (traceable); None for any other model.
     """
 
     init: Callable[..., tuple[Tree, Tree]]
     loss: Callable[..., tuple[jax.Array, dict[str, jax.Array], Tree]]
     apply: Callable[..., Any] | None = None
+    frozen: tuple[str, ...] = ()
+    base: Adapted | None = None
+    merge: Callable[[Tree], Tree] | None = None
 
     @staticmethod
     def of(
