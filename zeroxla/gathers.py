@@ -122,8 +122,13 @@ class Gathers:
             for s, e, key in zip(sources, encodings, keys, strict=True)
         ]
         at_shard = [s.form == "shard" for s in sources]
-        kinds = [(first, x.dtype) for first, x in zip(at_shard, arrays, strict=True)]
-        bundles = bundle([e.parcel for e in encodings], kinds)
+        parcels = [e.parcel for e in encodings]
+        # A secondary shard of values is one row on its way, one of stored wires several.
+        kinds = [
+            (first, x.dtype, p.num_rows(x))
+            for first, x, p in zip(at_shard, arrays, parcels, strict=True)
+        ]
+        bundles = bundle(parcels, kinds)
         buffers, secondary = [], {}
         for b in bundles:
             x = b.pack(arrays)
