@@ -52,24 +52,21 @@ def adapt_lora(model: LoraModel, base: Adapted) -> Adapted:
 
         return with_adapters(own, newest(), params, model_state, batch, key)
 
-    apply = None
-    if (own_apply := base.apply) is not None:
+    def apply(params: Tree, model_state: Tree, *args: Any, **kwargs: Any) -> Any:
+        values, tree = jax.tree.flatten((args, kwargs))
+        arrays = {i: x for i, x in enumerate(values) if isinstance(x, jax.Array | np.ndarray)}
 
-        def apply(params: Tree, model_state: Tree, *args: Any, **kwargs: Any) -> Any:
-            values, tree = jax.tree.flatten((args, kwargs))
-            arrays = {i: x for i, x in enumerate(values) if isinstance(x, jax.Array | np.ndarray)}
+        def own(params: Tree, model_state: Tree, arrays: dict[int, jax.Array]) -> Any:
+            args, kwargs = tree.unflatten([arrays.get(i, x) for i, x in enumerate(values)])
+            assert base.apply is not None, "a pair of functions has no apply"
+            return base.apply(params, model_state, *args, **kwargs)
 
-            def own(params: Tree, model_state: Tree, arrays: dict[int, jax.Array]) -> Any:
-                mixed = [arrays.get(i, x) for i, x in enumerate(values)]
-                args, kwargs = tree.unflatten(mixed)
-                return own_apply(params, model_state, *args, **kwargs)
-
-            return with_adapters(own, newest(), params, model_state, arrays)
+        return with_adapters(own, newest(), params, model_state, arrays)
 
     return Adapted(
         init=init,
         loss=loss,
-        apply=apply,
+        apply=None if base.apply is None else apply,
         frozen=(f"^{BASE}/",),
         base=base,
         merge=model.merge,

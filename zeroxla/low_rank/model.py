@@ -11,7 +11,7 @@ import numpy as np
 
 from zeroxla.low_rank.at_rest import FORMATS, Frozen
 from zeroxla.low_rank.plan import BASE, LoraPlan, adapters_of
-from zeroxla.low_rank.start import check_params, start_from
+from zeroxla.low_rank.start import check_adapted, check_given, shapes_of, starting_params
 from zeroxla.paths import paths_of
 
 if TYPE_CHECKING:
@@ -136,7 +136,7 @@ class LoraModel:
 
         Cost: one leaf at a time, of NumPy arrays, on the default device.
         """
-        check_params(self.plan, params)
+        check_adapted(self.plan, shapes_of(params), "the tree of parameters")
         adapters = adapters_of(params)
         leaves = [
             _like(x, self.plan.merged(path, x, adapters.get(path)))
@@ -162,7 +162,10 @@ class LoraModel:
 
         Cost: leaves are quantized one after another; of each a device holds all for a moment.
         """
-        return start_from(self.plan, step, params, key)
+        step.shapes()  # without a batch there is no plan
+        check_given(self.plan, params)
+        given = dict(paths_of(params))
+        return step.init_from(starting_params(self.plan, step, given.__getitem__, key), key)
 
 
 def _like(given: Any, made: jax.Array) -> Any:

@@ -13,11 +13,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from zeroxla.adapters.base import Adapted, Tree, stream_key, to_nested
-from zeroxla.low_rank.at_rest import Frozen, as_wires, format_of, from_wires
+from zeroxla.low_rank.at_rest import Frozen, as_wires, format_of, from_wires, layer_size
 from zeroxla.low_rank.held import Held
 from zeroxla.low_rank.uses import Dense, find_uses
 from zeroxla.paths import Path, paths_of
 from zeroxla.trace import trace
+from zeroxla.wire_format import WireFormat
 
 if TYPE_CHECKING:
     from zeroxla.low_rank.model import LoraModel
@@ -67,10 +68,29 @@ class LoraPlan:
         a = (*layers, *leaf.sizes(leaf.contracted), self.rank)
         return a, (*layers, self.rank, *leaf.sizes(leaf.others))
 
+    def stored_shapes(self) -> dict[Path, tuple[int, ...]]:
+        """Return the natural shapes of the base, as it is stored, and of the adapters."""
+        found: dict[Path, tuple[int, ...]] = {}
+        for path, x in paths_of(self.shapes):
+            leaf, format = self.dense.get(path), self.format(path)
+            if leaf is None or format is None:
+                found[BASE, *path] = tuple(x.shape)
+            else:
+                num_bytes = format.num_bytes(layer_size(leaf))
+                found[BASE, *path] = (*leaf.sizes(leaf.layer_dims), num_bytes)
+        for path in self.targets:
+            shapes = self.adapter_shapes(path)
+            found |= {(LORA, *path, name): x for name, x in zip("ab", shapes, strict=True)}
+        return found
+
+    def format(self, path: Path) -> WireFormat | None:
+        """Return the format in which a leaf is stored; None for floats."""
+        leaf = self.dense.get(path)
+        return None if leaf is None else format_of(leaf, self.frozen)
+
     def stored(self, path: Path, values: jax.Array) -> jax.Array:
         """Return a leaf of the base as it is stored: as wires, or as it is."""
-        leaf = self.dense.get(path)
-        format = None if leaf is None else format_of(leaf, self.frozen)
+        leaf, format = self.dense.get(path), self.format(path)
         return values if leaf is None or format is None else as_wires(values, leaf, format)
 
     def held(self, params: Tree) -> list[Any]:
@@ -91,7 +111,7 @@ class LoraPlan:
             b=b,
             leaf=leaf,
             scaling=self.scaling,
-            format=format_of(leaf, self.frozen) if is_wire else None,
+            format=self.format(path) if is_wire else None,
             dtypes=(jnp.dtype(dtype),) if is_wire else (),
             dims=tuple(range(len(leaf.shape))),
         )
@@ -103,8 +123,7 @@ class LoraPlan:
     def merged(self, path: Path, values: Any, adapter: Adapter | None) -> jax.Array:
         """Return a leaf of the base as a plain array, with its adapter added, in float32."""
         x = jnp.asarray(values)
-        leaf = self.dense.get(path)
-        format = None if leaf is None else format_of(leaf, self.frozen)
+        leaf, format = self.dense.get(path), self.format(path)
         if leaf is not None and format is not None:
             x = from_wires(x, leaf, format)
         if leaf is None or adapter is None:

@@ -3,52 +3,75 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
-import numpy as np
+import jax.numpy as jnp
 
 from zeroxla.adapters.base import Tree
+from zeroxla.low_rank.at_rest import as_wires
 from zeroxla.low_rank.plan import BASE, LORA, LoraPlan
+from zeroxla.low_rank.uses import Dense
 from zeroxla.paths import Path, paths_of
 from zeroxla.placement import Placement
+from zeroxla.wire_format import WireFormat
 
 if TYPE_CHECKING:
-    from zeroxla.state import TrainState
     from zeroxla.step import Step
 
 
-def start_from(plan: LoraPlan, step: Step, params: Any, key: jax.Array) -> TrainState:
-    """Make a state of a model's own parameters; see `LoraModel.init_from`."""
+def starting_params(
+    plan: LoraPlan, step: Step, read: Callable[[Path], Any], key: jax.Array
+) -> Tree:
+    """Return the parameters of a state on given weights, as the state stores them.
+
+    Args:
+      plan: of the step's model.
+      step: which has seen a batch.
+      read: returns a leaf of the model without adapters, padded as its state stores it or not; it
+        is called for one after another.
+      key: of the adapters.
+    """
     shapes = step.shapes()
     wanted = paths_of(shapes.params)
     places = {path: place for (path, _), place in zip(wanted, shapes.placements[0], strict=True)}
     targets = dict(wanted)
-    natural = dict(paths_of(plan.shapes))
-    given = dict(paths_of(params))
-    _check_given(given, natural)
     made = {
-        (BASE, *path): _base_leaf(plan, path, x, places[BASE, *path], targets[BASE, *path])
-        for path, x in given.items()
+        (BASE, *path): _base_leaf(
+            plan, path, read(path), x.shape, places[BASE, *path], targets[BASE, *path]
+        )
+        for path, x in paths_of(plan.shapes)
     }
     made |= _adapters(plan, key, places, targets)
     leaves = [made[path] for path, _ in wanted]
-    return step.init_from(jax.tree.unflatten(jax.tree.structure(shapes.params), leaves), key)
+    return jax.tree.unflatten(jax.tree.structure(shapes.params), leaves)
 
 
-def _base_leaf(plan: LoraPlan, path: Path, x: Any, place: Placement, target: Any) -> jax.Array:
-    """Return a leaf as the state stores it."""
+def _base_leaf(
+    plan: LoraPlan, path: Path, x: Any, shape: tuple[int, ...], place: Placement, target: Any
+) -> jax.Array:
+    """Return a leaf of the natural shape `shape` as the state stores it."""
     if x.shape == target.shape and x.dtype == target.dtype:
         return jax.device_put(x, target.sharding)
-    shape = dict(paths_of(plan.shapes))[path].shape
+    leaf, format = plan.dense.get(path), plan.format(path)
+    return _store(x, shape=shape, leaf=leaf, format=format, place=place, sharding=target.sharding)
 
-    @functools.partial(jax.jit, out_shardings=target.sharding)
-    def store(x: jax.Array) -> jax.Array:
-        values = x[tuple(slice(n) for n in shape)].astype(np.float32)  # without padding
-        return place.stored(plan.stored(path, values))
 
-    return store(x)
+@functools.partial(jax.jit, static_argnames=("shape", "leaf", "format", "place", "sharding"))
+def _store(
+    x: jax.Array,
+    *,
+    shape: tuple[int, ...],
+    leaf: Dense | None,
+    format: WireFormat | None,
+    place: Placement,
+    sharding: jax.sharding.NamedSharding,
+) -> jax.Array:
+    values = x[tuple(slice(n) for n in shape)].astype(jnp.float32)  # without padding
+    if leaf is not None and format is not None:
+        values = as_wires(values, leaf, format)
+    return jax.lax.with_sharding_constraint(place.stored(values), sharding)
 
 
 def _adapters(
@@ -65,52 +88,45 @@ def _adapters(
     return dict(zip(paths, make(key), strict=True))
 
 
-def _check_given(given: Mapping[Path, Any], natural: Mapping[Path, Any]) -> None:
-    """Check that parameters are the model's own, padding aside."""
-    for path in sorted(given.keys() | natural.keys()):
-        have, want = (
-            None if x is None else tuple(x.shape) for x in (given.get(path), natural.get(path))
-        )
-        if have is None or want is None or not _holds(have, want):
+def check_given(plan: LoraPlan, params: Any) -> None:
+    """Check that parameters are those of the model without adapters, padding aside.
+
+    Raises:
+      ValueError: a leaf is missing, unknown or too small.
+    """
+    have, want = shapes_of(params), shapes_of(plan.shapes)
+    for path in sorted(have.keys() | want.keys()):
+        mine, own = have.get(path), want.get(path)
+        holds = mine is not None and own is not None and len(mine) == len(own)
+        if not holds or any(n < m for n, m in zip(mine or (), own or ())):
             raise ValueError(
-                f"the parameters are of another model: {'/'.join(path)} has the shape {have}, and "
-                f"the model's own is {want}; give those of the model without adapters, such as the "
+                f"the parameters are of another model: {'/'.join(path)} has the shape {mine}, and "
+                f"the model's own is {own}; give those of the model without adapters, such as the "
                 "params of its state"
             )
 
 
-def _holds(have: Sequence[int], want: Sequence[int]) -> bool:
-    return len(have) == len(want) and all(n >= m for n, m in zip(have, want))
+def check_adapted(plan: LoraPlan, have: Mapping[Path, Sequence[int]], what: str) -> None:
+    """Check that shapes are those of a base and its adapters.
 
-
-def check_params(plan: LoraPlan, params: Any) -> None:
-    """Check that parameters are a base and its adapters, in natural shapes.
+    Args:
+      plan: of the model.
+      have: natural shapes.
+      what: whose they are, for the message.
 
     Raises:
-      ValueError: they are not, or of another model.
+      ValueError: one is missing, unknown or another.
     """
-    if not isinstance(params, Mapping) or set(params) != {BASE, LORA}:
-        raise ValueError(
-            f"merge takes the parameters of a state with adapters, a dict of {BASE!r} and {LORA!r} "
-            f"as zeroxla.full_params returns it; these are a {type(params).__name__}"
-            + (f" of {sorted(params)}" if isinstance(params, Mapping) else "")
-        )
-    want = dict(paths_of(jax.eval_shape(lambda: _expected(plan))))
-    have = dict(paths_of(params))
+    want = plan.stored_shapes()
     for path in sorted(want.keys() | have.keys()):
-        shapes = [None if x is None else tuple(x.shape) for x in (have.get(path), want.get(path))]
-        if shapes[0] != shapes[1]:
+        if have.get(path) != want.get(path):
             raise ValueError(
-                f"the parameters are of another model: {'/'.join(path)} has the shape {shapes[0]}, "
-                f"and that of this model is {shapes[1]}; give natural shapes, as "
-                "zeroxla.full_params does"
+                f"{what} is not of this model with adapters: {'/'.join(path)} has the shape "
+                f"{have.get(path)}, and that of the model is {want.get(path)}; give natural shapes "
+                "of a base and its adapters, as zeroxla.full_params returns them"
             )
 
 
-def _expected(plan: LoraPlan) -> Tree:
-    base = {
-        path: plan.stored(path, jax.numpy.zeros(x.shape, x.dtype))
-        for path, x in paths_of(plan.shapes)
-    }
-    tree = jax.tree.unflatten(jax.tree.structure(plan.shapes), list(base.values()))
-    return {BASE: tree, LORA: plan.fresh_adapters(jax.random.key(0))}
+def shapes_of(params: Any) -> dict[Path, tuple[int, ...]]:
+    """Return the shape of each leaf by path."""
+    return {path: tuple(x.shape) for path, x in paths_of(params)}
