@@ -1,5 +1,7 @@
 """LoRA: adapters on dense leaves of unmodified models; only they are trained."""
 
+import dataclasses
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -19,11 +21,13 @@ from lora_tools import (
 )
 from quick import quick_compilation, thinned  # noqa: F401
 from reference import Reference, relative_errors, worst
+from zoo import CASES
 from zoo.base import tokens, vectors
 
 import zeroxla
 from models import GPT
 from zeroxla.adapters import adapt
+from zeroxla.low_rank import at_rest
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 MESHES = {"(2, 4)": (2, 4), "(1, 8)": (1, 8)}
@@ -321,3 +325,45 @@ def test_alpha_counts(mesh24):
         merged = lora.merge(params)["h"]["mlp"]["c_fc"]["kernel"]
         deltas.append(merged - params["base"]["h"]["mlp"]["c_fc"]["kernel"])
     np.testing.assert_allclose(deltas[1], 3 * deltas[0], rtol=1e-3, atol=1e-6)
+
+
+def dense_targets(case, batch):
+    """A pattern of all dense leaves of a model; None if it has none."""
+    lora = zeroxla.lora(case.make(), targets="(?!)")
+    adapted = adapt(lora, case.loss)
+    with pytest.raises(ValueError) as error:
+        jax.eval_shape(adapted.init, KEY, batch)
+    names = str(error.value).partition("dense leaves of the model are ")[2].split(" and ")[0]
+    return None if names == "none" else "|".join(f"^{n}$" for n in names.split(", "))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("frozen", [None, "int4"])
+@pytest.mark.parametrize("name", [n for n, c in CASES.items() if c.local is None and not c.frozen])
+def test_every_dense_leaf_of_the_zoo(name, frozen, mesh24, monkeypatch):
+    """Loops in loops, other layer dims, remat, batch norm: gradients are those of merged models."""
+    monkeypatch.setattr(at_rest, "MIN_ELEMENTS", 16)
+    case = CASES[name]
+    batch = case.batch(8 * case.rows)
+    targets = dense_targets(case, jax.tree.map(lambda x: x[: case.rows], batch))
+    if targets is None:
+        pytest.skip("the model has no dense leaf")
+    lora = zeroxla.lora(case.make(), targets=targets, rank=2, frozen=frozen)
+    config = zeroxla.ZeroConfig(persistence_threshold=0, unit_elements=case.unit_elements)
+    step = zeroxla.make_step(lora, mesh24, optax.sgd(0.1), loss=case.loss, config=config)
+    state = step.init(KEY, batch)
+    model_state = jax.device_get(state.model_state)
+    params = with_random_b(zeroxla.full_params(state))
+    adapted = adapt(case.make(), case.loss)
+
+    def loss(adapters, *args, train):
+        return adapted.loss(lora.merge({**params, "lora": adapters}), *args, train=train)
+
+    reference = Reference(init=adapted.init, loss=loss, world=8)
+    gradients = jax.jit(reference.gradients)
+    want, _, expected, _ = gradients(params["lora"], model_state, state.key, 0, batch)
+    new = replaced(step, state, params)
+    new = dataclasses.replace(new, model_state=state.model_state, key=state.key)
+    value, grads = step.grad(new, batch)
+    assert float(value) == pytest.approx(float(want), rel=1e-5)
+    assert worst(relative_errors(grads["lora"], expected))[1] < 2e-5

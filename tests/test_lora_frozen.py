@@ -123,21 +123,21 @@ def test_the_merged_model_has_the_same_logits(trained):
 def test_the_base_travels_as_it_is_stored(trained):
     """In the compiled step: uint8 by as many bytes as the wires, twice (forward and backward, but
     for what backward does not read), and as floats no more than what is stored so."""
-    frozen, lora, step, state, _ = trained
+    _, lora, step, state, _ = trained
     compiled = step.lower(step.abstract_state(BATCH), BATCH).compile()
     report = zeroxla.inspect.comms(compiled, step.mesh)
     shapes = by_path(lora.plan.shapes)
     wires = sum(by_path(state.params["base"])[n].nbytes for n in dense_paths(shapes))
-    gathered = report.total_bytes(collective="all-gather", dtype="u8")
+    gathered = report.total_bytes(kind="all-gather", dtype="u8")
     assert 1.5 * wires * 7 / 8 < gathered <= 2.01 * wires * 7 / 8
-    floats = report.total_bytes(collective="all-gather", dtype="f32")
+    floats = report.total_bytes(kind="all-gather", dtype="f32")
     rest = [x for n, x in shapes.items() if n not in dense_paths(shapes)]
     rest += jax.tree.leaves(state.params["lora"])
     assert floats <= 3 * 4 * sum(x.size for x in rest) * 7 / 8  # the tied table is read twice
 
 
 def test_a_checkpoint_opens_on_another_mesh(trained, tmp_path):
-    frozen, lora, step, state, _ = trained
+    frozen, _, step, state, _ = trained
     with zeroxla.Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(2, state, config=step.config)
     mesh = zeroxla.make_mesh(nodes=3, devices_per_node=2)
@@ -179,7 +179,7 @@ def test_it_trains_with_the_wires_of_zeropp(preset, mesh24):
 
 
 def test_persistent_and_small_leaves(mesh24):
-    """Wires that are gathered for the whole step; leaves below 4096 elements a layer stay floats."""
+    """Wires that are whole through the step; leaves below 4096 elements a layer stay floats."""
     model = GPT.tiny(width=64)
     config = zeroxla.ZeroConfig(persistence_threshold=10**6)
     _, step = lora_step(model, mesh24, TARGETS, frozen="int8", config=config)
@@ -226,5 +226,5 @@ def test_integers_that_are_no_wires_are_still_refused(mesh24):
         return {"w": jnp.ones((8, 8)), "flags": jnp.ones((8,), jnp.uint8)}
 
     step = zeroxla.make_step((init, lambda p, b, k: p["w"].sum()), mesh24)
-    with pytest.raises(ValueError, match="flags.* has dtype uint8; parameters must be floating"):
+    with pytest.raises(ValueError, match=r"flags.* has dtype uint8; parameters must be floating"):
         step.init(KEY, BATCH)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
+from jax.core import Tracer
 
 from zeroxla.low_rank.at_rest import FORMATS, Frozen
 from zeroxla.low_rank.plan import BASE, LoraPlan, adapters_of
@@ -169,5 +170,6 @@ class LoraModel:
 
 
 def _like(given: Any, made: jax.Array) -> Any:
-    """Return what was made as NumPy's if what was given is."""
-    return np.asarray(made) if isinstance(given, np.ndarray) else made
+    """Return what was made as NumPy's if what was given is, and this is no trace."""
+    concrete = isinstance(given, np.ndarray) and not isinstance(made, Tracer)
+    return np.asarray(made) if concrete else made
