@@ -366,4 +366,5 @@ def test_every_dense_leaf_of_the_zoo(name, frozen, mesh24, monkeypatch):
     new = dataclasses.replace(new, model_state=state.model_state, key=state.key)
     value, grads = step.grad(new, batch)
     assert float(value) == pytest.approx(float(want), rel=1e-5)
-    assert worst(relative_errors(grads["lora"], expected))[1] < 2e-5
+    # x W + (x A) B and x (W + A B) round differently; a wrong product is off by tenths.
+    assert worst(relative_errors(grads["lora"], expected))[1] < 1e-4

@@ -22,6 +22,8 @@ from zoo.base import tokens
 import zeroxla
 from models import GPT, Llama
 from zeroxla.adapters import adapt
+from zeroxla.low_rank import at_rest
+from zeroxla.low_rank.uses import Dense
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -219,6 +221,31 @@ def test_weights_in_and_out(trained, tmp_path, mesh24):
     )
     assert again.params["lora"].keys() == state.params["lora"].keys()
     assert RANK in jax.tree.leaves(again.params["lora"])[0].shape
+
+
+@pytest.mark.parametrize(("frozen", "error"), [("int8", 0.0070), ("int4", 0.092)])
+def test_the_documented_bytes_and_errors_of_a_gaussian_leaf(frozen, error):
+    x = jax.random.normal(KEY, (2, 256, 512))
+    leaf = Dense(shape=x.shape, layer_dims=(0,), contracted=(1,))
+    wires = at_rest.as_wires(x, leaf, at_rest.FORMATS[frozen])
+    assert wires.shape == (2, RATES[frozen] * 256 * 512)
+    back = at_rest.from_wires(wires, leaf, at_rest.FORMATS[frozen])
+    found = float(jnp.linalg.norm(back - x) / jnp.linalg.norm(x))
+    assert found == pytest.approx(error, rel=0.02)
+
+
+@pytest.mark.slow
+def test_init_holds_less_than_the_largest_leaf(mesh24):
+    """Beside the shards: a stack of layers is quantized layer by layer."""
+    model = GPT.tiny(layers=8, width=128)
+    _, step = lora_step(model, mesh24, TARGETS, frozen="int8")
+    shapes = step.abstract_state(BATCH)
+    init = jax.jit(
+        lambda key, batch: step._programs.init(key, batch, shapes.placements),
+        out_shardings=jax.tree.map(lambda x: x.sharding, shapes),
+    )
+    memory = init.lower(KEY, BATCH).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < 4 * 8 * 128 * 512
 
 
 def test_integers_that_are_no_wires_are_still_refused(mesh24):

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from zeroxla.adapters.base import Tree
+from zeroxla.hosts.batches import put_key
 from zeroxla.low_rank.at_rest import as_wires
 from zeroxla.low_rank.plan import BASE, LORA, LoraPlan
 from zeroxla.low_rank.uses import Dense
@@ -43,7 +44,7 @@ def starting_params(
         )
         for path, x in paths_of(plan.shapes)
     }
-    made |= _adapters(plan, key, places, targets)
+    made |= _adapters(plan, step, key, places, targets)
     leaves = [made[path] for path, _ in wanted]
     return jax.tree.unflatten(jax.tree.structure(shapes.params), leaves)
 
@@ -75,7 +76,11 @@ def _store(
 
 
 def _adapters(
-    plan: LoraPlan, key: jax.Array, places: Mapping[Path, Placement], targets: Mapping[Path, Any]
+    plan: LoraPlan,
+    step: Step,
+    key: jax.Array,
+    places: Mapping[Path, Placement],
+    targets: Mapping[Path, Any],
 ) -> dict[Path, jax.Array]:
     """Return new adapters as the state stores them."""
     paths = [path for path in targets if path[0] == LORA]
@@ -85,7 +90,7 @@ def _adapters(
         fresh = dict(paths_of({LORA: plan.fresh_adapters(key)}))
         return [places[path].stored(fresh[path]) for path in paths]
 
-    return dict(zip(paths, make(key), strict=True))
+    return dict(zip(paths, make(put_key(key, step.mesh)), strict=True))
 
 
 def check_given(plan: LoraPlan, params: Any) -> None:
