@@ -93,8 +93,9 @@ def replaced(step, state, params):
     stored, tree = jax.tree.flatten(state.params)
     new = []
     for x, natural in zip(stored, jax.tree.leaves(params), strict=True):
-        pads = [(0, n - m) for n, m in zip(x.shape, natural.shape)]
-        new.append(jax.device_put(np.pad(natural, pads), x.sharding))
+        padded = np.zeros(x.shape, x.dtype)
+        padded[tuple(map(slice, natural.shape))] = natural
+        new.append(jax.device_put(padded, x.sharding))
     return step.init_from(tree.unflatten(new), KEY)
 
 

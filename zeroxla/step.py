@@ -107,7 +107,7 @@ class Step:
         step has last seen.
 
         Args:
-          params: a pytree of global float32 arrays, as `shapes().params` describes them: padded,
+          params: a pytree of global arrays, as `shapes().params` describes them: float32, padded,
             split over the mesh. The state has these very arrays, which the next step takes.
           key: a PRNG key.
 
