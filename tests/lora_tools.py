@@ -27,7 +27,7 @@ def pair():
 
     def loss(params, batch, key):
         x = jnp.tanh(batch["x"] @ params["layers"][0])
-        x = jnp.tanh(jnp.einsum("oi,bi->bo", params["layers"][1], x))
+        x = jnp.tanh((params["layers"][1] @ x.T).T)
         x = x * params["table"][1]
         y = jnp.einsum("bij,ijk->bk", x.reshape(-1, 4, 4), params["out"])
         return jnp.mean((y - batch["y"]) ** 2)
