@@ -379,6 +379,8 @@ def test_every_dense_leaf_of_other_models(name, frozen, mesh24, monkeypatch):
     new = replaced(step, state, params)
     new = dataclasses.replace(new, model_state=state.model_state, key=state.key)
     value, grads = step.grad(new, batch)
-    assert float(value) == pytest.approx(float(want), rel=1e-5)
-    # x W + (x A) B and x (W + A B) round differently; a wrong product is off by tenths.
-    assert worst(relative_errors(grads["lora"], expected))[1] < 1e-4
+    # x W + (x A) B and x (W + A B) round differently, the more so where the model casts W, but not
+    # A and B, to bfloat16; a wrong product is off by tenths.
+    tolerance = 2e-2 if name == "cast_before_scan" else 1e-4
+    assert float(value) == pytest.approx(float(want), rel=tolerance, abs=1e-6)
+    assert worst(relative_errors(grads["lora"], expected))[1] < tolerance
