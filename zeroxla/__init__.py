@@ -9,6 +9,7 @@ from zeroxla.hosts.batches import global_batch, process_shard
 from zeroxla.hosts.start import initialize
 from zeroxla.hybrid.engine import HybridEngine
 from zeroxla.hybrid.prompts import Generated
+from zeroxla.low_rank.model import LoraModel, lora
 from zeroxla.make import make_step
 from zeroxla.mesh import make_mesh, simulate
 from zeroxla.pipeline.layer_cost import Machine
@@ -46,6 +47,9 @@ __all__ = [  # noqa: RUF022 (grouped)
     "Schedule",
     "TiedLayer",
     "make_schedule",
+    # adapters
+    "LoraModel",
+    "lora",
     # wires
     "Feedback",
     "WireFormat",

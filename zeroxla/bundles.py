@@ -32,6 +32,10 @@ class Parcel:
     def size(self) -> int:
         return math.prod(self.shape)
 
+    def num_rows(self, x: jax.Array) -> int:
+        """Return how many rows x has."""
+        return x.shape[self.dim] // self.shape[self.dim]
+
     def as_rows(self, x: jax.Array) -> jax.Array:
         """Return the rows of x as [rows, elements]."""
         return jnp.moveaxis(x, self.dim, 0).reshape(-1, self.size)

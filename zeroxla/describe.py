@@ -8,7 +8,8 @@ import math
 from rich.table import Table
 
 from zeroxla.inspect.memory import render
-from zeroxla.layout import Layout
+from zeroxla.layout import Layout, Leaf
+from zeroxla.routes import AS_STORED
 from zeroxla.segments import Loop, Plan, Remat, Straight
 from zeroxla.wiring import Wiring
 
@@ -23,7 +24,7 @@ class Row:
       placement: in words.
       unit: with which it is gathered.
       wires: the formats in which its weights and its gradient travel.
-      shard_bytes: of its float32 shard.
+      shard_bytes: of its shard: float32, or a frozen leaf's wire.
       secondary_bytes: of its secondary shard; 0 if none is kept.
       gradient_bytes: of its gradient, in float32, while micro-batches add to it.
     """
@@ -52,7 +53,7 @@ class Description:
 
     @property
     def shard_bytes(self) -> int:
-        """Bytes of float32 parameters that one device stores."""
+        """Bytes of parameters that one device stores."""
         return sum(row.shard_bytes for row in self.rows)
 
     @property
@@ -67,6 +68,7 @@ class Description:
 
     @property
     def num_parameters(self) -> int:
+        """Elements of all leaves; of one that is stored as a wire its bytes."""
         return sum(math.prod(row.shape) for row in self.rows)
 
     @property
@@ -76,9 +78,10 @@ class Description:
 
     def table(self) -> Table:
         """Return the table for a rich console."""
+        kinds = "float32 and wires" if any(r.wires == AS_STORED for r in self.rows) else "float32"
         table = Table(
             title=f"{self.num_parameters:,} parameters on {self.mesh}\n"
-            f"a device: {self.shard_bytes:,} bytes of float32, {self.secondary_bytes:,} of "
+            f"a device: {self.shard_bytes:,} bytes of {kinds}, {self.secondary_bytes:,} of "
             f"secondary shards, {self.gradient_bytes:,} of gradients"
         )
         for name in ("leaf", "shape", "placement", "unit", "wires"):
@@ -121,8 +124,8 @@ def describe(layout: Layout, plan: Plan, wiring: Wiring) -> Description:
                 shape=placement.shape,
                 placement=where + (", frozen" if leaf.frozen else ""),
                 unit=unit,
-                wires=wiring.route(leaf).words if leaf.is_split else "float32",
-                shard_bytes=4
+                wires=_wires(leaf, wiring),
+                shard_bytes=(1 if leaf.is_wire else 4)
                 * (math.prod(placement.part_shape(world)) if leaf.is_split else leaf.elements),
                 secondary_bytes=wiring.secondary_bytes(leaf),
                 gradient_bytes=wiring.gradient_bytes(leaf),
@@ -130,6 +133,12 @@ def describe(layout: Layout, plan: Plan, wiring: Wiring) -> Description:
         )
     words = f"{collectives.hops.nodes} node(s) x {collectives.hops.devices} device(s)"
     return Description(rows=tuple(rows), mesh=words)
+
+
+def _wires(leaf: Leaf, wiring: Wiring) -> str:
+    if leaf.is_split or leaf.is_wire:
+        return wiring.route(leaf).words
+    return "float32"
 
 
 def unit_names(plan: Plan, prefix: str = "") -> dict:

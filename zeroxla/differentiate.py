@@ -193,7 +193,10 @@ class Differentiator:
             return self.adapted.loss(params, model_state, self._cast(batch), key, train=train)
 
         dtype = self.collectives.compute_dtype
-        shapes = [jax.ShapeDtypeStruct(leaf.placement.shape, dtype) for leaf in self.layout]
+        shapes = [
+            jax.ShapeDtypeStruct(leaf.placement.shape, jnp.uint8 if leaf.is_wire else dtype)
+            for leaf in self.layout
+        ]
         return trace(loss, shapes, model_state, batch, key)
 
     def _cast(self, batch: Any) -> Any:

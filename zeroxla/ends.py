@@ -98,7 +98,8 @@ class Ends:
         whole = dict(zip(persistent, found, strict=True))
         for i, leaf in enumerate(self.layout):
             if not leaf.is_split:
-                whole[i] = stored[i].astype(self.collectives.compute_dtype)
+                dtype = stored[i].dtype if leaf.is_wire else self.collectives.compute_dtype
+                whole[i] = stored[i].astype(dtype)
         return [whole[i] for i in self.layout.indices(fetched=False)]
 
     def zeros(self, resident: Sequence[jax.Array]) -> tuple[Gradients, Gradients]:

@@ -69,7 +69,7 @@ class Gathers:
           keys: for each leaf, where its format rounds stochastically.
 
         Returns:
-          Each leaf whole, in its natural shape and the compute dtype.
+          Each leaf whole, in its natural shape and the compute dtype; uint8 if it is a wire.
 
         Cost: each device receives (1 - 1/world) x the leaves' wires, padding included; a host
         receives that of its share between hosts, once. A secondary shard passes the inner hops
@@ -89,7 +89,8 @@ class Gathers:
         with jax.named_scope("gather"):
             for b, buffer in zip(arriving.bundles, arriving.buffers, strict=True):
                 for i, x in zip(b.members, b.unpack(buffer), strict=True):
-                    stored = arriving.encodings[i].decode(x, self.compute_dtype)
+                    dtype = x.dtype if routes[i].is_wire else self.compute_dtype
+                    stored = arriving.encodings[i].decode(x, dtype)
                     leaves[i] = routes[i].placement.natural(stored)
         return [leaves[i] for i in range(len(routes))]
 
@@ -121,8 +122,13 @@ class Gathers:
             for s, e, key in zip(sources, encodings, keys, strict=True)
         ]
         at_shard = [s.form == "shard" for s in sources]
-        kinds = [(first, x.dtype) for first, x in zip(at_shard, arrays, strict=True)]
-        bundles = bundle([e.parcel for e in encodings], kinds)
+        parcels = [e.parcel for e in encodings]
+        # A secondary shard of values is one row on its way, one of stored wires several.
+        kinds = [
+            (first, x.dtype, p.num_rows(x))
+            for first, x, p in zip(at_shard, arrays, parcels, strict=True)
+        ]
+        bundles = bundle(parcels, kinds)
         buffers, secondary = [], {}
         for b in bundles:
             x = b.pack(arrays)
@@ -150,7 +156,8 @@ class Gathers:
         """Return how a leaf travels from a source of that form and the shape `array`."""
         placement = route.placement
         shape = placement.part_shape(self.hops.world)
-        format, dtype = route.weights, self.wire_dtype
+        format = route.weights
+        dtype = jnp.dtype(jnp.uint8) if route.is_wire else self.wire_dtype
         if form == "values":
             format, dtype = route.values, self.compute_dtype
             shape = array if format else shape

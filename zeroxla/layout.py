@@ -26,6 +26,7 @@ class Leaf:
       persistent: it is gathered once a step and kept whole, not fetched unit by unit.
       frozen: it gets no gradient.
       quantized: it travels in the formats of the configuration, where there are any.
+      is_wire: it is stored as a wire, uint8, and travels as it is. It is frozen.
     """
 
     path: str
@@ -33,6 +34,7 @@ class Leaf:
     persistent: bool
     frozen: bool
     quantized: bool
+    is_wire: bool = False
 
     @property
     def elements(self) -> int:
@@ -89,7 +91,7 @@ def make_layout(params: Any, placements: Sequence[Placement], config: ZeroConfig
     with_paths, tree = jax.tree_util.tree_flatten_with_path(params)
     room = math.inf if config.model_persistence_cap is None else config.model_persistence_cap
     leaves = []
-    for (path, _), placement in zip(with_paths, placements, strict=True):
+    for (path, x), placement in zip(with_paths, placements, strict=True):
         elements = math.prod(placement.shape)
         persistent = elements <= min(config.persistence_threshold, room)
         room -= elements if persistent else 0
@@ -97,13 +99,15 @@ def make_layout(params: Any, placements: Sequence[Placement], config: ZeroConfig
         layers = math.prod(placement.shape[d] for d in placement.layer_dims)
         large = elements >= config.quantize_threshold * layers
         fetched = placement.dim is not None and not persistent
+        is_wire = _is_wire(x, name, config)
         leaves.append(
             Leaf(
                 path=name,
                 placement=placement,
                 persistent=persistent,
                 frozen=config.is_frozen(name),
-                quantized=fetched and large and not config.is_unquantized(name),
+                quantized=fetched and large and not is_wire and not config.is_unquantized(name),
+                is_wire=is_wire,
             )
         )
     return Layout(tree=tree, leaves=tuple(leaves))
@@ -134,14 +138,19 @@ def place_params(
     return tuple(found)
 
 
-def check_floating(params: Any) -> None:
-    """Check that every leaf can have a gradient.
+def _is_wire(leaf: Any, path: str, config: ZeroConfig) -> bool:
+    return leaf.dtype == jnp.uint8 and config.is_frozen(path)
+
+
+def check_floating(params: Any, config: ZeroConfig) -> None:
+    """Check that every leaf can have a gradient, or is a frozen leaf's wire.
 
     Raises:
       ValueError: a leaf is not floating.
     """
     for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:
-        if not jnp.issubdtype(leaf.dtype, jnp.floating):
+        is_wire = _is_wire(leaf, leaf_path(path), config)
+        if not is_wire and not jnp.issubdtype(leaf.dtype, jnp.floating):
             raise ValueError(
                 f"the leaf {leaf_path(path)!r} has dtype {leaf.dtype}; parameters must be "
                 "floating, as each gets a gradient and a float32 master. Keep integers and flags "

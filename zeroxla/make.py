@@ -33,7 +33,8 @@ def make_step(
     Args:
       model: a flax.linen module, a function `rngs -> flax.nnx module` (an nnx module itself is
         accepted with a warning: it was allocated whole), or a pair `(init, loss)` with
-        `init(key, batch) -> params` and `loss(params, batch, key) -> scalar | (scalar, metrics)`.
+        `init(key, batch) -> params` and `loss(params, batch, key) -> scalar | (scalar, metrics)`;
+        or what `zeroxla.lora` makes of one of these.
       mesh: with the axes `node` and `device`, see `make_mesh`.
       optimizer: any optax transformation; AdamW with learning rate 3e-4 if None.
       loss: `loss(apply, batch, *, train) -> scalar | (scalar, metrics)`, where `apply` calls the

@@ -37,7 +37,8 @@ class Programs(Setup):
         def keep_shard(i: int, x: jax.Array) -> jax.Array:
             if i >= tree.num_leaves:
                 return x
-            x = placements[0][i].stored(x.astype(jnp.float32))
+            x = x if x.dtype == jnp.uint8 else x.astype(jnp.float32)  # wires stay as they are
+            x = placements[0][i].stored(x)
             sharding = placements[0][i].sharding(self.mesh)
             return jax.lax.with_sharding_constraint(x, sharding)
 

@@ -2,7 +2,8 @@
 
 A leaf is at every moment in one of these forms:
 
-    shard    float32, what a device stores; leaf layout, the split dim 1/world
+    shard    float32, what a device stores; leaf layout, the split dim 1/world (of a leaf that is a
+             wire itself: uint8)
     wire     the secondary shard as it travels: for a quantized leaf uint8[*layers, shards, bytes],
              one wire for each shard (of each layer); for any other its bits in leaf layout
     values   the secondary shard of a quantized leaf in the compute dtype, leaf layout
@@ -20,6 +21,7 @@ from zeroxla.placement import Placement
 from zeroxla.wire_format import WireFormat
 
 Form = Literal["shard", "wire", "values"]
+AS_STORED = "as stored"
 
 
 @jax.tree_util.register_dataclass
@@ -47,6 +49,7 @@ class Route:
       values: format in which values of the secondary shard travel on; None for the compute dtype.
       secondary: the form in which its secondary shard is kept from forward to backward; None if
         none is.
+      is_wire: the leaf is stored as a wire: its bytes travel as they are.
     """
 
     placement: Placement
@@ -54,10 +57,13 @@ class Route:
     gradients: tuple[WireFormat | None, WireFormat | None] = (None, None)
     values: WireFormat | None = None
     secondary: Literal["wire", "values"] | None = None
+    is_wire: bool = False
 
     @property
     def words(self) -> str:
         """Formats of the weights and of the gradient's hops, as tables name them."""
+        if self.is_wire:
+            return AS_STORED
         names = [f.words if f else "float" for f in (self.weights, *self.gradients)]
         if len(set(names)) == 1:
             return names[0]

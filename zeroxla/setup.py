@@ -65,7 +65,7 @@ class Setup:
         """
         rows = jax.eval_shape(self.first_rows, batch)
         params, model_state = jax.eval_shape(self.adapted.init, key, rows)
-        check_floating(params)
+        check_floating(params, self.config)
         whole = tuple(Placement(shape=x.shape) for x in jax.tree.leaves(params))
         differentiator = self._whole(make_layout(params, whole, self.config))
         dims = self._in_mesh(

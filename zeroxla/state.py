@@ -55,7 +55,8 @@ class TrainState:
 
     Attributes:
       step: int32 scalar, completed steps, skipped ones included.
-      params: the float32 master of each leaf, split as its placement says, padding included.
+      params: the float32 master of each leaf, split as its placement says, padding included; of a
+        frozen leaf that is stored as a wire its bytes, uint8.
       opt_state: the optimizer's state, each array placed by its own shape.
       model_state: the model's other collections (batch statistics, ...), whole on every device.
       key: typed PRNG key from which every step derives its own.
@@ -109,7 +110,8 @@ def state_shardings(state: TrainState, mesh: Mesh) -> TrainState:
 
 
 def full_params(state: TrainState) -> Any:
-    """Return the parameters whole, in natural shapes, as float32 NumPy arrays on this host.
+    """Return the parameters whole, in natural shapes, as float32 NumPy arrays on this host (wires
+    of a frozen base as uint8).
 
     One leaf at a time is assembled, so the cost is the model in host memory, once; of several
     processes in that of each, and all must call this. There every device holds a leaf for a moment,

@@ -55,6 +55,8 @@ class Step:
         pipeline: Pipeline | None = None,
         weights: Literal["step", "tick"] = "step",
     ) -> None:
+        own = [pattern for pattern in adapted.frozen if pattern not in config.frozen]
+        config = dataclasses.replace(config, frozen=(*config.frozen, *own))
         self.adapted, self.mesh, self.optimizer, self.config = adapted, mesh, optimizer, config
         self._programs = Programs(
             adapted=adapted,
@@ -105,7 +107,7 @@ class Step:
         step has last seen.
 
         Args:
-          params: a pytree of global float32 arrays, as `shapes().params` describes them: padded,
+          params: a pytree of global arrays, as `shapes().params` describes them: float32, padded,
             split over the mesh. The state has these very arrays, which the next step takes.
           key: a PRNG key.
 

@@ -61,7 +61,7 @@ class Wiring:
         """Return how a leaf travels."""
         if not leaf.quantized:
             secondary = "wire" if self.secondary else None
-            return Route(placement=leaf.placement, secondary=secondary)
+            return Route(placement=leaf.placement, secondary=secondary, is_wire=leaf.is_wire)
         as_wire = self.weights is None or self.secondary == "wire"
         return Route(
             placement=leaf.placement,

@@ -4,7 +4,8 @@
     params, model_state = adapted.init(key, batch)
     loss, metrics, model_state = adapted.loss(params, model_state, batch, key, train=True)
 
-The rest of zeroxla sees only these. One file for each kind of model: `linen`, `nnx`, `function`.
+The rest of zeroxla sees only these. One file for each kind of model: `linen`, `nnx`, `function`; a
+model with adapters (`zeroxla.lora`) is adapted from what it is a model of, in `zeroxla/low_rank`.
 """
 
 from collections.abc import Callable
@@ -17,6 +18,8 @@ from zeroxla.adapters.base import Adapted, stream_key
 from zeroxla.adapters.function import adapt_function
 from zeroxla.adapters.linen import adapt_linen
 from zeroxla.adapters.nnx import adapt_nnx
+from zeroxla.low_rank.adapted import adapt_lora
+from zeroxla.low_rank.model import LoraModel
 
 __all__ = ["Adapted", "adapt", "stream_key"]
 
@@ -34,7 +37,7 @@ def adapt(model: Any, loss: Callable[..., Any] | None = None) -> Adapted:
         (evaluated here abstractly: nothing is allocated); an nnx.Module instance (with a warning:
         it was already allocated whole, and `init` returns its present values); or a pair
         `(init(key, batch) -> params, loss(params, batch, key) -> scalar | (scalar, metrics))`
-        with params any pytree of arrays.
+        with params any pytree of arrays; or any of these with adapters, from `zeroxla.lora`.
       loss: `loss(apply, batch, *, train) -> scalar | (scalar, metrics)`, where `apply` is the
         module itself, ready to be called (several times, any arguments, its other methods too).
         Default: the module's own method `loss(batch, *, train)`.
@@ -51,6 +54,8 @@ def adapt(model: Any, loss: Callable[..., Any] | None = None) -> Adapted:
             f"model is the class {model.__name__}, not a model; pass {model.__name__}(...) of a "
             f"flax.linen module, or `lambda rngs: {model.__name__}(..., rngs=rngs)` of an nnx one"
         )
+    if isinstance(model, LoraModel):
+        return adapt_lora(model, adapt(model.model, loss))
     if isinstance(model, flax.linen.Module):
         return adapt_linen(model, loss)
     if isinstance(model, tuple | list) and len(model) == 2 and all(map(callable, model)):

@@ -50,6 +50,11 @@ class Adapted:
     `parameters`: the names of what the module's call takes.
 
     `context`: the longest sequence that the module says it is meant for; see `CONTEXT`.
+
+    `frozen`: regular expressions, as those of `ZeroConfig.frozen`, which hold for this model.
+
+    `base` and `merge`: of a model with adapters the model without them, and what turns parameters
+    of the one, in natural shapes, into those of the other (traceable); None for any other model.
     """
 
     init: Callable[..., tuple[Tree, Tree]]
@@ -58,6 +63,9 @@ class Adapted:
     caching: Caching | None = None
     parameters: tuple[str, ...] = ()
     context: int | None = None
+    frozen: tuple[str, ...] = ()
+    base: Adapted | None = None
+    merge: Callable[[Tree], Tree] | None = None
 
     @staticmethod
     def of(init: Callable[..., Any], call: Callable[..., Any], **others: Any) -> Adapted:

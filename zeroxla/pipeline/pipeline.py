@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from zeroxla.adapters import Adapted, adapt
+from zeroxla.low_rank.model import LoraModel
 from zeroxla.pipeline.layer_cost import LayerCost
 from zeroxla.pipeline.listed import LayerList
 from zeroxla.pipeline.minimax import check_stages
@@ -83,6 +84,11 @@ class Pipeline:
         >>> from models import GPT
         >>> pipeline = Pipeline.from_model(GPT.tiny())
         """
+        if isinstance(model, LoraModel):
+            raise NotImplementedError(
+                "stages hold no adapters yet; give make_step what zeroxla.lora made, and a mesh "
+                "without the axis `pipe`"
+            )
         made = cls.__new__(cls)
         made._set(ScannedModel(adapt(model, loss)), partition, schedule, memory, allow_empty)
         return made

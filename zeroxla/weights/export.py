@@ -16,6 +16,8 @@ import numpy as np
 
 from zeroxla.hosts.together import together
 from zeroxla.inspect.memory import format_bytes
+from zeroxla.low_rank.model import LoraModel
+from zeroxla.low_rank.plan import BASE, LORA
 from zeroxla.state import TrainState
 from zeroxla.weights.names import (
     Leaf,
@@ -25,7 +27,7 @@ from zeroxla.weights.names import (
     format_leaves,
     format_of,
 )
-from zeroxla.weights.sources import Source, open_source
+from zeroxla.weights.sources import MergedSource, Source, open_source
 from zeroxla.weights.tensor_files import DTYPES, Plan, Writer, make_plan, writing
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -55,7 +57,8 @@ def export_params(
       source: a training state; or the folder of a checkpoint, or of several (then the newest).
       folder: made if missing. Of an older export in it nothing stays.
       model: a flax.linen module, a function `rngs -> nnx module`, or an nnx module: the one that
-        the parameters are of. None: flat names.
+        the parameters are of. None: flat names. Or what `zeroxla.lora` made, of which a step has
+        seen a batch: then the adapters are merged, and the files are those of its model.
       dtype: "float32", "bfloat16" or "float16"; rounded to nearest, ties to even.
       max_shard_size: of the tensors in a file; bytes, or such as "500MB" (10^6) or "2GiB" (2^30).
         A larger tensor is alone in its file.
@@ -90,8 +93,8 @@ def export_params(
     def prepare() -> tuple[Source, list[Leaf], Plan, dict[str, str]] | None:
         if not is_writer and not isinstance(source, TrainState):
             return None  # a checkpoint may be where this process does not see it
-        opened = open_source(source)
-        leaves, others = _layout(opened, model, dtype, config or {})
+        opened, own = _merged(open_source(source), model)
+        leaves, others = _layout(opened, own, dtype, config or {})
         plan = _plan(leaves, dtype, max_shard_size)
         if is_writer:
             _make_folder(folder, plan)
@@ -105,6 +108,18 @@ def export_params(
     failure = _write(opened, leaves, plan, folder, others, progress if is_writer else None)
     together("files of the export", lambda: _raise(failure))
     return [folder / name for name in plan.sizes]
+
+
+def _merged(source: Source, model: Any) -> tuple[Source, Any]:
+    """Return the parameters without adapters, and the model that they are of."""
+    if isinstance(model, LoraModel):
+        return MergedSource(source, model.plan), model.model
+    if {path[0] for path in source.shapes} == {BASE, LORA}:
+        raise ValueError(
+            f"{source.title} holds adapters beside their base; give model= what zeroxla.lora made, "
+            "to export the two merged"
+        )
+    return source, model
 
 
 def _layout(

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from pathlib import Path
+from pathlib import Path as FilePath
 from typing import Any
 
 import jax
 import numpy as np
 
 from zeroxla.hosts.together import together
-from zeroxla.paths import paths_of
-from zeroxla.placement import Placement
+from zeroxla.low_rank.model import LoraModel
+from zeroxla.low_rank.start import starting_params
+from zeroxla.mesh import world_size
+from zeroxla.paths import Path, paths_of
+from zeroxla.placement import Placement, place
 from zeroxla.state import TrainState
 from zeroxla.step import Step
 from zeroxla.weights.names import (
@@ -21,18 +24,20 @@ from zeroxla.weights.names import (
     check_shapes,
     format_leaves,
     format_of,
+    shapes_of,
 )
 from zeroxla.weights.tensor_reader import TensorReader, check_dtype
 
 
 def from_pretrained(
-    model: Any, folder: str | Path, step: Step, *, key: jax.Array | None = None
+    model: Any, folder: str | FilePath, step: Step, *, key: jax.Array | None = None
 ) -> TrainState:
     """Make a training state whose parameters are those in a Hugging Face folder.
 
     Args:
       model: what the step was made of: a `GPT`, a function `rngs -> Llama`, or another model whose
-        class has the attribute `hugging_face`. `models.from_hugging_face(folder)` builds it.
+        class has the attribute `hugging_face`. `models.from_hugging_face(folder)` builds it. Of
+        what `zeroxla.lora` makes of one the base is read, and the adapters are new.
       folder: with `config.json` and `model.safetensors`, or an index and its files, which hold
         float32, bfloat16 or float16. All processes must see it.
       step: which has seen a batch (`init` or `abstract_state`).
@@ -49,19 +54,20 @@ def from_pretrained(
     Cost: every device's part of a leaf is read from the files and nothing else of it; host memory
     holds those of this host, a leaf at a time.
     """
-    folder = Path(folder).expanduser()
+    folder = FilePath(folder).expanduser()
     shapes = step.shapes()
 
+    adapters = model if isinstance(model, LoraModel) else None
+
     def prepare() -> tuple[TensorReader, list[Leaf], dict[str, str]]:
-        module = abstract(model)
+        module = abstract(model if adapters is None else adapters.model)
         format = format_of(module)
         if format is None:
             raise ValueError(
                 f"a {type(module).__name__} has no Hugging Face format; give a model whose class "
                 "has the attribute hugging_face, such as GPT or Llama"
             )
-        paths = [path for path, _ in paths_of(shapes.params)]
-        naturals = {p: placed.shape for p, placed in zip(paths, shapes.placements[0], strict=True)}
+        naturals = shapes_of(adapters.plan.shapes) if adapters else natural_shapes(shapes)
         check_shapes(module, naturals, "the step")
         config = format.read_config(folder)
         if different := format.differences(config, module):
@@ -74,6 +80,19 @@ def from_pretrained(
         return reader, leaves, find_tensors(reader, leaves, format)
 
     reader, leaves, names = together("pretrained weights", prepare)
+    key = jax.random.key(0) if key is None else key
+    if adapters is not None:
+        by_path = {leaf.path: leaf for leaf in leaves}
+
+        def read_one(path: Path) -> jax.Array:
+            leaf = by_path[path]
+            placed = place(leaf.shape, world_size(step.mesh), skip=(0,) if leaf.is_stacked else ())
+            parts = placed.sharding(step.mesh)
+            return together(
+                f"the leaf {leaf.name}", lambda: _read_leaf(reader, leaf, names, placed, parts)
+            )
+
+        return step.init_from(starting_params(adapters.plan, step, read_one, key), key)
 
     def read() -> Any:
         stored, tree = jax.tree.flatten(shapes.params)
@@ -83,7 +102,13 @@ def from_pretrained(
         )
 
     params = together("tensors of the weights", read)
-    return step.init_from(params, jax.random.key(0) if key is None else key)
+    return step.init_from(params, key)
+
+
+def natural_shapes(state: TrainState) -> dict[Path, tuple[int, ...]]:
+    """Return the natural shapes of a state's parameters."""
+    paths = [path for path, _ in paths_of(state.params)]
+    return {path: placed.shape for path, placed in zip(paths, state.placements[0], strict=True)}
 
 
 def find_tensors(reader: TensorReader, leaves: list[Leaf], format: Any) -> dict[str, str]:

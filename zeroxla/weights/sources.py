@@ -12,9 +12,11 @@ from zeroxla.checkpoint.about import ABOUT, About
 from zeroxla.checkpoint.handler import open_array
 from zeroxla.checkpoint.store import STATE
 from zeroxla.checkpoint.sums import find_damage
+from zeroxla.low_rank.plan import BASE, LORA, LoraPlan
+from zeroxla.low_rank.start import check_adapted
 from zeroxla.paths import Path, paths_of
 from zeroxla.state import TrainState, host_leaf
-from zeroxla.weights.names import Shape
+from zeroxla.weights.names import Shape, shapes_of
 
 
 class Source(Protocol):
@@ -77,6 +79,30 @@ class CheckpointSource:
         if 0 in self.shapes[path]:  # nothing is stored of these
             return np.zeros(self.shapes[path], np.float32)
         return np.asarray(open_array(self._folder, ("params", *path)).read().result())
+
+
+class MergedSource:
+    """The parameters of a model with adapters, merged: those of the model without.
+
+    Args:
+      source: of both.
+      plan: of the model.
+
+    Raises:
+      ValueError: the source is of another model, or has no adapters.
+    """
+
+    def __init__(self, source: Source, plan: LoraPlan) -> None:
+        check_adapted(plan, source.shapes, source.title)
+        self.title, self.is_collective = source.title, source.is_collective
+        self._source, self._plan = source, plan
+        self.shapes: Mapping[Path, Shape] = shapes_of(plan.shapes)
+
+    def read(self, path: Path) -> np.ndarray:
+        adapter = None
+        if path in self._plan.targets:
+            adapter = self._source.read((LORA, *path, "a")), self._source.read((LORA, *path, "b"))
+        return np.asarray(self._plan.merged(path, self._source.read((BASE, *path)), adapter))
 
 
 def open_source(source: TrainState | str | FilePath) -> Source:
