@@ -19,7 +19,7 @@ from zeroxla.hybrid.calls import Calls
 from zeroxla.hybrid.generation import Generation, Shape
 from zeroxla.hybrid.model import Model
 from zeroxla.hybrid.prompts import Generated, Limits, as_rows, left_padded
-from zeroxla.hybrid.reshard import ROWS, part_spec, tensor_mesh
+from zeroxla.hybrid.reshard import ROWS, Stored, part_spec, tensor_mesh
 from zeroxla.hybrid.sampling import Sampling
 from zeroxla.hybrid.tensor_parallel import TensorPlan
 from zeroxla.mesh import PIPE
@@ -74,20 +74,28 @@ class HybridEngine:
         self.mesh = tensor_mesh(step.mesh, tensor)
         self.release = release
         state = step.shapes()
-        calls = Calls.of(step.adapted)
-        self._placements = state.placements[0]
-        shapes = [
-            jax.ShapeDtypeStruct(p.shape, step.config.compute_dtype) for p in self._placements
+        adapted = step.adapted.base or step.adapted
+        calls = Calls.of(adapted)
+        self._stored = Stored(
+            placements=state.placements[0],
+            tree=jax.tree.structure(state.params),
+            merge=step.adapted.merge,
+        )
+        naturals = [
+            jax.ShapeDtypeStruct(p.shape, x.dtype)
+            for p, x in zip(self._stored.placements, jax.tree.leaves(state.params), strict=True)
         ]
-        params = jax.tree.unflatten(jax.tree.structure(state.params), shapes)
-        as_shape = partial(jax.tree.map, lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype))
         self._model = Model(
             calls=calls,
-            params=params,
-            model_state=as_shape(state.model_state),
+            params=self._stored.leaves(
+                step.config.compute_dtype, self._stored.tree.unflatten(naturals)
+            ),
+            model_state=jax.tree.map(
+                lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state.model_state
+            ),
             cache_dtype=jnp.dtype(cache_dtype or step.config.compute_dtype),
         )
-        self._limits = Limits.of(max_length, step.adapted.context)
+        self._limits = Limits.of(max_length, adapted.context)
         self.plan: TensorPlan = self._model.plan(tensor)
         self._generation = Generation(model=self._model, plan=self.plan, mesh=self.mesh)
         # Which leaves the kept parts are of, without keeping those alive.
@@ -290,7 +298,7 @@ class HybridEngine:
 
     def _check_state(self, state: TrainState) -> None:
         check_is_state(state)
-        if state.placements[0] != self._placements:
+        if state.placements[0] != self._stored.placements:
             raise ValueError(
                 "the state is stored otherwise than the engine's step stores it; make the engine "
                 "from the step that this state belongs to"
@@ -305,7 +313,7 @@ class HybridEngine:
         start = time.perf_counter()
         run = self._programs.get("reshard")
         if run is None:
-            run = jax.jit(partial(self._generation.reshard, placements=self._placements))
+            run = jax.jit(partial(self._generation.reshard, stored=self._stored))
             self._programs["reshard"] = run
         with mesh_context(self.mesh):
             parts = jax.block_until_ready(run(leaves))

@@ -18,11 +18,10 @@ from jax.sharding import Mesh, PartitionSpec
 from zeroxla.adapters.base import Tree
 from zeroxla.hybrid.model import Model
 from zeroxla.hybrid.parts import Sharing
-from zeroxla.hybrid.reshard import DATA, ROWS, TENSOR, part_spec, parts_of, stored_spec
+from zeroxla.hybrid.reshard import DATA, ROWS, TENSOR, Stored, part_spec, stored_spec
 from zeroxla.hybrid.sampling import log_probs, sample
 from zeroxla.hybrid.tensor_parallel import TensorPlan
 from zeroxla.mesh import NODE
-from zeroxla.placement import Placement
 
 WHOLE = PartitionSpec()
 
@@ -64,15 +63,15 @@ class Generation:
         parts = self.plan.parts
         return Sharing(parts=parts, axis=TENSOR if parts > 1 else None)
 
-    def reshard(self, leaves: Sequence[jax.Array], placements: Sequence[Placement]) -> list:
+    def reshard(self, leaves: Sequence[jax.Array], stored: Stored) -> list[jax.Array]:
         """Return the parts of stored leaves, in the dtype in which the model computes."""
-        dtypes = [x.dtype for x in jax.tree.leaves(self.model.params)]
+        dtype = jax.tree.leaves(self.model.params)[0].dtype
 
         def local(shards: list[jax.Array]) -> list[jax.Array]:
-            shards = [x.astype(dtype) for x, dtype in zip(shards, dtypes, strict=True)]
-            return parts_of(shards, placements, self.plan.rows, self.mesh)
+            return stored.parts(shards, self.plan.rows, dtype, self.mesh)
 
-        return self._map(local, ([stored_spec(p) for p in placements],), self._specs)(list(leaves))
+        specs = ([stored_spec(p) for p in stored.placements],)
+        return self._map(local, specs, self._specs)(list(leaves))
 
     def generate(
         self,

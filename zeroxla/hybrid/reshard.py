@@ -10,7 +10,9 @@ or padded.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -21,6 +23,7 @@ from zeroxla.hybrid.parts import take_part
 from zeroxla.hybrid.tensor_parallel import Row
 from zeroxla.mesh import DEVICE, NODE
 from zeroxla.placement import Placement
+from zeroxla.sequential import one_after_another
 
 TENSOR = "tensor"
 DATA = "data"
@@ -57,6 +60,65 @@ def part_spec(row: Row) -> PartitionSpec:
     return PartitionSpec() if row.dim is None else PartitionSpec(*[None] * row.dim, TENSOR)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Stored:
+    """The leaves of a training state, and the model's own leaves that they stand for.
+
+    Attributes:
+      placements: of the stored leaves.
+      tree: of them.
+      merge: turns them, whole, into the model's own, in float32: adapters added, wires dequantized;
+        None where they are the model's own.
+    """
+
+    placements: tuple[Placement, ...]
+    tree: Any
+    merge: Callable[[Any], Any] | None
+
+    def leaves(self, dtype: Any, shapes: Any) -> Any:
+        """Return the shapes of the model's own leaves in a dtype, of those of the stored ones."""
+        own = shapes if self.merge is None else jax.eval_shape(self.merge, shapes)
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, dtype), own)
+
+    def parts(
+        self, shards: Sequence[jax.Array], rows: Sequence[Row], dtype: Any, mesh: Mesh
+    ) -> list[jax.Array]:
+        """Return this device's part of each of the model's leaves; inside `shard_map`.
+
+        Cost: one leaf after another, a device receives its part; of a model with adapters, or with
+        wires at rest, all of a leaf for a moment.
+        """
+        merge = self.merge
+
+        def own(shards: list[jax.Array]) -> list[jax.Array]:
+            if merge is None:
+                found = [
+                    part_of(x.astype(dtype), placement, row, mesh)
+                    for x, placement, row in zip(shards, self.placements, rows, strict=True)
+                ]
+            else:
+                pairs = zip(shards, self.placements, strict=True)
+                whole = [whole_of(x, placement, mesh) for x, placement in pairs]
+                merged = jax.tree.leaves(merge(self.tree.unflatten(whole)))
+                found = [x.astype(dtype) for x in merged]
+            return found
+
+        def finish(i: int, x: jax.Array) -> jax.Array:
+            return x if merge is None else _own(x, rows[i], mesh.shape[TENSOR])
+
+        with jax.named_scope("reshard"):
+            return one_after_another(own, finish, list(shards))
+
+
+def whole_of(shard: jax.Array, placement: Placement, mesh: Mesh) -> jax.Array:
+    """Return a leaf whole, in its natural shape; inside `shard_map` over the tensor mesh."""
+    if placement.dim is None:
+        return shard
+    for axis in (NODE, DATA, TENSOR):
+        shard = _gather(shard, axis, placement.dim, mesh)
+    return placement.natural(shard)
+
+
 def part_of(shard: jax.Array, placement: Placement, row: Row, mesh: Mesh) -> jax.Array:
     """Return this device's part of a leaf; inside `shard_map` over the tensor mesh.
 
@@ -69,7 +131,7 @@ def part_of(shard: jax.Array, placement: Placement, row: Row, mesh: Mesh) -> jax
     for axis in (NODE, DATA):
         piece = _gather(piece, axis, dim, mesh)
     if row.dim is None or row.factors is None or tensor == 1:
-        return _own(placement.natural(_gather(piece, TENSOR, dim, mesh)), row, tensor)
+        return placement.natural(_gather(piece, TENSOR, dim, mesh))
     outer, size, inner = row.factors
     if row.dim != dim:
         shape = piece.shape
@@ -96,11 +158,3 @@ def _own(whole: jax.Array, row: Row, tensor: int) -> jax.Array:
         return whole
     mine = row.factors[1] // tensor
     return take_part(whole, row.dim, row.factors, mine, lax.axis_index(TENSOR))
-
-
-def parts_of(
-    shards: Sequence[jax.Array], placements: Sequence[Placement], rows: Sequence[Row], mesh: Mesh
-) -> list[jax.Array]:
-    """Return this device's part of each leaf."""
-    with jax.named_scope("reshard"):
-        return [part_of(*x, mesh) for x in zip(shards, placements, rows, strict=True)]
