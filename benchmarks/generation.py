@@ -31,7 +31,7 @@ from models import GPT
 from zeroxla.hybrid.prompts import Limits
 from zeroxla.inspect import format_bytes, memory
 
-LAYERS, WIDTH, HEADS, CONTEXT, TENSOR = 8, 256, 8, 1024, 4
+LAYERS, WIDTH, HEADS, CONTEXT, TENSOR = 8, 384, 8, 1024, 4
 ROWS, PROMPT, NEW = NUM_DEVICES, 64, 64
 EARLY, LATE, SPAN = 64, 512, 128  # the two places along the context, and tokens timed from each
 
@@ -41,7 +41,7 @@ class OneBucket(Limits):
     """Compiles for the whole context, so that every call runs one program with one cache."""
 
     def buckets(self, prompt: int, new: int) -> tuple[int, int]:
-        return PROMPT, self.max_length - PROMPT
+        return PROMPT + 1, self.max_length - PROMPT - 1
 
 
 def report_next(apply: Any, batch: dict[str, jax.Array], *, train: bool) -> Any:
@@ -114,7 +114,7 @@ def main() -> int:
     found_memory = memory(compiled)
     num = engine.plan.num_parameters
     rows = ROWS // (NUM_DEVICES // TENSOR)
-    cache = 2 * LAYERS * rows * (PROMPT + NEW) * WIDTH * 4 // TENSOR
+    cache = 2 * LAYERS * rows * (PROMPT + 1 + NEW) * WIDTH * 4 // TENSOR
     share = 4 * num / TENSOR + cache
     added = found_memory.argument_bytes + found_memory.temp_bytes
     lines = [

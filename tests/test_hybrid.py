@@ -1,6 +1,7 @@
 """Generation from the training state equals whole forward passes, on every mesh and layout."""
 
 import dataclasses
+import functools
 import gc
 import warnings
 
@@ -21,21 +22,32 @@ from zeroxla.weights.pretrained import from_pretrained
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
+
+def _with_lora(make, frozen):
+    """With adapters on every kernel."""
+    return zeroxla.lora(make(), targets=r"kernel$", rank=4, frozen=frozen)
+
+
 MODELS = {
-    "gpt": lambda: GPT.tiny(),
+    "gpt": lambda: GPT.tiny(width=64),
     "llama": lambda: Llama.tiny(heads=8, kv_heads=4, width=64),
-    "parallel": lambda: ParallelGPT(),
+    "parallel": lambda: ParallelGPT(width=64),
     "gpt listed": lambda: GPT.tiny(scan=False, tie=False),
     "llama listed": lambda: Llama.tiny(scan=False, tie=True),
+}
+LORA = {
+    f"{name}, {kind}": functools.partial(_with_lora, make, frozen)
+    for kind, frozen in (("lora", None), ("lora int8", "int8"))
+    for name, make in list(MODELS.items())[:3]
 }
 ROWS = thinned(
     [
         (name, nodes, tensor)
-        for name in ("gpt", "llama", "parallel")
+        for name in [*list(MODELS)[:3], *LORA]
         for nodes in (2, 1)
         for tensor in (4, 2, 1)
     ],
-    keep=4,
+    keep=7,
     rows=True,
 ) + [pytest.param(name, 2, 2, marks=pytest.mark.slow) for name in ("gpt listed", "llama listed")]
 
@@ -49,7 +61,7 @@ def trained():
         key = name, nodes, *config.items()
         if key not in made:
             mesh = zeroxla.make_mesh(nodes=nodes, devices_per_node=8 // nodes)
-            made[key] = train(MODELS[name](), mesh, **config)
+            made[key] = train((MODELS | LORA)[name](), mesh, **config)
         return made[key]
 
     return get
@@ -277,9 +289,11 @@ def test_a_batch_that_does_not_divide_over_the_devices(trained):
         np.testing.assert_array_equal(found.tokens, known.greedy(prompts, 3))
 
 
-def test_prompts_up_to_the_context(trained):
+@pytest.mark.parametrize("prefill_tokens", [64, 5])
+def test_prompts_up_to_the_context(trained, prefill_tokens):
+    """Read at once, and in pieces that do not divide them."""
     known = trained("gpt")
-    engine = HybridEngine(known.step, tensor=2)
+    engine = HybridEngine(known.step, tensor=2, prefill_tokens=prefill_tokens)
     prompts = [list(range(1, 29)), [3]]
     found = engine.generate(known.state, prompts, key=KEY, max_new_tokens=4, temperature=0)
     np.testing.assert_array_equal(found.tokens, known.greedy(prompts, 4))

@@ -48,6 +48,7 @@ def engine(known):
         ({"tensor": 8}, "tensor=8 does not divide the 4 devices"),
         ({"tensor": 0}, "tensor=0"),
         ({"max_length": 64}, "max_length=64 exceeds the model's context of 32"),
+        ({"prefill_tokens": 0}, "prefill_tokens=0 must be 1 or more"),
         ({"max_length": 1}, "max_length=1 must be a whole number, 2 or more"),
     ],
 )

@@ -49,6 +49,7 @@ class HybridEngine:
         release: bool = True,
         max_length: int | None = None,
         cache_dtype: Any = None,
+        prefill_tokens: int = 64,
     ) -> None:
         """Plan the layout; nothing is computed with the model's weights.
 
@@ -60,6 +61,8 @@ class HybridEngine:
           max_length: the most tokens of a prompt and its continuation; the model's own context if
             None (its attribute `length`, `max_length`, `max_position_embeddings`, ...).
           cache_dtype: of cached keys and values; that in which the model computes if None.
+          prefill_tokens: how many tokens of each prompt are read at a time: more are faster, and
+            their scores of attention, with each place of the cache, take more memory.
 
         Raises:
           ValueError: `tensor` divides neither devices nor heads, the context is not known, the
@@ -97,7 +100,11 @@ class HybridEngine:
         )
         self._limits = Limits.of(max_length, adapted.context)
         self.plan: TensorPlan = self._model.plan(tensor)
-        self._generation = Generation(model=self._model, plan=self.plan, mesh=self.mesh)
+        if prefill_tokens < 1:
+            raise ValueError(f"prefill_tokens={prefill_tokens} must be 1 or more")
+        self._generation = Generation(
+            model=self._model, plan=self.plan, mesh=self.mesh, prefill_tokens=prefill_tokens
+        )
         # Which leaves the kept parts are of, without keeping those alive.
         self._kept: tuple[list[weakref.ref[jax.Array]], list[jax.Array]] | None = None
         self._programs: dict[Any, Any] = {}

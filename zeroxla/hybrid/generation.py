@@ -52,11 +52,13 @@ class Generation:
       model: what generates.
       plan: how its leaves lie.
       mesh: (node, tensor, data).
+      prefill_tokens: how many tokens of each prompt are read at a time.
     """
 
     model: Model
     plan: TensorPlan
     mesh: Mesh
+    prefill_tokens: int
 
     @property
     def sharing(self) -> Sharing:
@@ -152,19 +154,8 @@ class Generation:
         step = self.model.cached(self.plan, shape.rows, places, 1)
         shapes = step.cache_shapes(self.sharing)
         cache = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-        if shape.prompt > 1:  # The last token's logits are the loop's own first ones.
-            with jax.named_scope("prefill"):
-                fill = self.model.cached(self.plan, shape.rows, places, shape.prompt - 1)
-                positions_BP = jnp.maximum(jnp.arange(shape.prompt - 1) - pad_B[:, None], 0)
-                _, cache = fill(
-                    self.sharing,
-                    leaves,
-                    cache,
-                    model_state,
-                    prompt_BP[:, :-1],
-                    positions_BP,
-                    mask_BM,
-                )
+        # The last token's logits are the loop's own first ones.
+        cache = self._prefill(leaves, model_state, cache, prompt_BP[:, :-1], mask_BM, shape)
 
         def logits(cache: Tree, token_B: jax.Array, i: jax.Array) -> tuple[jax.Array, Tree]:
             position_B = length_B - 1 + i
@@ -180,6 +171,36 @@ class Generation:
             return logits_BLV[:, 0], cache
 
         return self._loop(logits, cache, prompt_BP[:, -1], key, options, shape)
+
+    def _prefill(
+        self,
+        leaves: list[jax.Array],
+        model_state: Tree,
+        cache: Tree,
+        tokens_BP: jax.Array,
+        mask_BM: jax.Array,
+        shape: Shape,
+    ) -> Tree:
+        """Return the cache with prompts in it, read in pieces: scores of attention are float32 for
+        each token of a piece and each place."""
+        length = tokens_BP.shape[1]
+        pad_B = jnp.sum(mask_BM == 0, axis=1, dtype=jnp.int32)
+
+        def read(cache: Tree, start: jax.Array | int, num: int) -> Tree:
+            fill = self.model.cached(self.plan, shape.rows, mask_BM.shape[1], num)
+            piece = lax.dynamic_slice_in_dim(tokens_BP, start, num, axis=1)
+            positions = jnp.maximum(start + jnp.arange(num) - pad_B[:, None], 0)
+            return fill(self.sharing, leaves, cache, model_state, piece, positions, mask_BM)[1]
+
+        with jax.named_scope("prefill"):
+            num = min(self.prefill_tokens, length)
+            first = length % num if num else 0
+            if first:
+                cache = read(cache, 0, first)
+            if num:
+                starts = jnp.arange(first, length, num)
+                cache, _ = lax.scan(lambda cache, i: (read(cache, i, num), None), cache, starts)
+        return cache
 
     def _without(
         self,

@@ -70,7 +70,8 @@ class Limits:
         return Limits(found)
 
     def buckets(self, prompt: int, new: int) -> tuple[int, int]:
-        """Return the lengths to compile for: powers of two that hold both, within the limit.
+        """Return the lengths to compile for: powers of two that hold both, within the limit. That
+        of prompts is one more: their last token is read with the first new one.
 
         Raises:
           ValueError: both together are too long.
@@ -81,7 +82,7 @@ class Limits:
                 f"{prompt + new}, and the model's context is {self.max_length}; cut the prompts "
                 f"to {max(self.max_length - new, 0)} tokens, or ask for fewer new ones"
             )
-        prompt_bucket = min(bucket(prompt), self.max_length - new)
+        prompt_bucket = min(bucket(max(prompt - 1, 1)) + 1, self.max_length - new)
         return prompt_bucket, min(bucket(new), self.max_length - prompt_bucket)
 
     def bucket(self, length: int) -> int:
