@@ -276,6 +276,7 @@ def test_a_model_that_computes_in_bfloat16_generates_in_it(trained):
     want = known.logprobs(rows)  # float32
     for i, prompt in enumerate(PROMPTS):
         np.testing.assert_allclose(found.logprobs[i], want[i, len(prompt) - 1 :][:6], atol=0.1)
+    assert engine.plan == HybridEngine(trained("gpt").step, tensor=2).plan
     engine_leaves = engine._parts(known.state)[0]
     assert {x.dtype for x in engine_leaves} == {jnp.dtype("bfloat16")}
 
@@ -297,3 +298,27 @@ def test_prompts_up_to_the_context(trained, prefill_tokens):
     prompts = [list(range(1, 29)), [3]]
     found = engine.generate(known.state, prompts, key=KEY, max_new_tokens=4, temperature=0)
     np.testing.assert_array_equal(found.tokens, known.greedy(prompts, 4))
+
+
+@pytest.mark.parametrize("frozen", ["int8", pytest.param(None, marks=pytest.mark.slow)])
+def test_ten_cycles_leave_the_base_bit_equal_and_free_every_byte(frozen):
+    """Two devices a copy, adapters, prompts at the maximum context, training in between."""
+    model = zeroxla.lora(GPT.tiny(width=64), targets="kernel$", rank=2, frozen=frozen)
+    known = train(model, zeroxla.make_mesh(nodes=2))
+    engine = HybridEngine(known.step, tensor=2)
+    batch = {"tokens": np.random.default_rng(1).integers(0, 64, (8, 17)).astype(np.int32)}
+    prompts = [list(range(1, 31))] * 3
+    state, _ = known.step(known.state, batch)
+    base = jax.device_get(state.params["base"])
+    before = None
+    for i in range(10):
+        engine.generate(state, prompts, key=jax.random.key(i), max_new_tokens=2)
+        state, _ = known.step(state, batch)
+        held = _live_bytes()
+        before = before or held
+        assert held == before
+    for old, new in zip(jax.tree.leaves(base), jax.tree.leaves(state.params["base"]), strict=True):
+        np.testing.assert_array_equal(old, np.asarray(new))
+    want = reference(known.step, state).greedy(prompts, 2)
+    found = engine.generate(state, prompts, key=KEY, max_new_tokens=2, temperature=0)
+    np.testing.assert_array_equal(found.tokens, want)

@@ -28,16 +28,27 @@ class Atom:
         or looked up.
       is_heads: whether two activations are multiplied head by head along it.
       is_table: whether tokens or positions are looked up along it.
+      is_turns: whether a loop goes through it, turn by turn.
       chosen: it is split.
     """
 
-    __slots__ = ("_parent", "_parts", "blocked", "chosen", "is_heads", "is_table", "size", "sums")
+    __slots__ = (
+        "_parent",
+        "_parts",
+        "blocked",
+        "chosen",
+        "is_heads",
+        "is_table",
+        "is_turns",
+        "size",
+        "sums",
+    )
 
     def __init__(self, size: int, *, chosen: bool = False) -> None:
         self.size = size
         self.blocked: dict[str, None] = {}
         self.sums: list[int] = []
-        self.is_heads = self.is_table = False
+        self.is_heads = self.is_table = self.is_turns = False
         self.chosen = chosen
         self._parent: Atom | None = None
         self._parts: Dim = ()
@@ -87,7 +98,7 @@ def refine(atom: Atom, outer: int) -> None:
     parts = Atom(outer), Atom(atom.size // outer)
     for part in parts:
         part.blocked, part.sums = dict(atom.blocked), list(atom.sums)
-        part.is_heads, part.is_table = atom.is_heads, atom.is_table
+        part.is_heads, part.is_table, part.is_turns = atom.is_heads, atom.is_table, atom.is_turns
     atom._parts = parts
 
 
@@ -128,6 +139,7 @@ def _unite(a: Atom, b: Atom) -> None:
     a.sums += b.sums
     a.is_heads |= b.is_heads
     a.is_table |= b.is_table
+    a.is_turns |= b.is_turns
     a.chosen |= b.chosen
 
 

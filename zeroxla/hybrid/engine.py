@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 import warnings
 import weakref
@@ -15,6 +16,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from zeroxla.compat import mesh_context
+from zeroxla.describe import Description
 from zeroxla.hybrid.calls import Calls
 from zeroxla.hybrid.generation import Generation, Shape
 from zeroxla.hybrid.model import Model
@@ -22,6 +24,7 @@ from zeroxla.hybrid.prompts import Generated, Limits, as_rows, left_padded
 from zeroxla.hybrid.reshard import ROWS, Stored, part_spec, tensor_mesh
 from zeroxla.hybrid.sampling import Sampling
 from zeroxla.hybrid.tensor_parallel import TensorPlan
+from zeroxla.inspect.phase_memory import PhaseReport
 from zeroxla.mesh import PIPE
 from zeroxla.state import TrainState
 from zeroxla.step import Step
@@ -74,6 +77,7 @@ class HybridEngine:
                 f"the step has pipe={step.mesh.shape[PIPE]} stages, and generation needs all "
                 "layers on a device; restore a checkpoint on a mesh with pipe=1 to generate"
             )
+        self._step = step
         self.mesh = tensor_mesh(step.mesh, tensor)
         self.release = release
         state = step.shapes()
@@ -296,6 +300,41 @@ class HybridEngine:
                 {**options, "numbers": sampling.numbers},
             )
 
+    def phases(self, num_prompts: int | None = None, length: int | None = None) -> PhaseReport:
+        """Return what a device holds in training and in generating; see `zeroxla.inspect.memory`.
+
+        Args:
+          num_prompts, length: of the cache; see there.
+
+        Raises:
+          ValueError: only one of them is given.
+        """
+        if (num_prompts is None) != (length is None):
+            raise ValueError(
+                f"num_prompts={num_prompts} and length={length}: a cache has both; give both, or "
+                "neither"
+            )
+        cache: Any = ()
+        if num_prompts is not None and length is not None and self._model.calls.has_cache:
+            rows = self._rows_of_a_device(num_prompts)
+            program = self._model.cached(self.plan, rows, self._limits.checked(length), 1)
+            cache = program.cache_shapes(self._generation.sharing)
+        state = self._step.shapes()
+        described = self._step.describe()
+        assert isinstance(described, Description)  # there are no stages
+        dtype = jax.tree.leaves(self._model.params)[0].dtype
+        return PhaseReport(
+            num_parameters=self.plan.num_parameters,
+            devices=self.mesh.size,
+            tensor=self.plan.parts,
+            parameter_bytes=_bytes_of_a_device(state.params),
+            optimizer_bytes=_bytes_of_a_device(state.opt_state),
+            other_bytes=_bytes_of_a_device((state.model_state, state.wire_state)),
+            gradient_bytes=described.gradient_bytes,
+            layout_bytes=self.plan.num_elements * dtype.itemsize,
+            cache_bytes=sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache)),
+        )
+
     def free(self) -> None:
         """Free a layout that was kept (`release=False`)."""
         if self._kept is not None:
@@ -341,3 +380,11 @@ class HybridEngine:
     def _put(self, tree: Any, spec: PartitionSpec) -> Any:
         sharding = NamedSharding(self.mesh, spec)
         return jax.tree.map(lambda x: jax.device_put(x, sharding), tree)
+
+
+def _bytes_of_a_device(shapes: Any) -> int:
+    """Return the bytes of one device's shards of arrays, of their shapes and shardings."""
+    return sum(
+        math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+        for x in jax.tree.leaves(shapes)
+    )

@@ -84,7 +84,7 @@ class Flow:
         program = flatten(eq.params["jaxpr"], compat.forward_jaxpr)
         first_x = num_consts + num_carry
         for dims in ins[first_x:]:
-            block(dims[0], "a loop goes through it")
+            _mark_turns(dims[0])
         body = Flow(program)
         inside = [*ins[:first_x], *(dims[1:] for dims in ins[first_x:])]
         body.dims.update(zip(program.inputs, inside, strict=True))
@@ -99,9 +99,15 @@ class Flow:
         stacked: list[Dims] = []
         for dims in outs[num_carry:]:
             turns = dim_of(eq.params["length"])
-            block(turns, "a loop goes through it")
+            _mark_turns(turns)
             stacked.append((turns, *dims))
         return [*ins[num_consts:first_x], *stacked]
+
+
+def _mark_turns(dim: Dim) -> None:
+    block(dim, "a loop goes through it")
+    for atom in expand(dim):
+        atom.is_turns = True
 
 
 def _mark_heads(eq: Equation, lhs: Dims) -> None:

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from zeroxla import compat
-from zeroxla.hybrid.atoms import Dim, Dims, expand, splits
+from zeroxla.hybrid.atoms import Atom, Dim, Dims, expand, splits
 from zeroxla.hybrid.flow import Flow
 from zeroxla.hybrid.products import rule_of
 from zeroxla.trace import Atom as Operand
@@ -31,7 +31,8 @@ class Sharing:
     Attributes:
       parts: how many; 1 where every device has everything.
       axis: the name of the axis over which they are.
-      instead: the size of chosen atoms, instead of their own: of a small instance of the program.
+      instead: the size of chosen atoms, instead of their own: of a small instance of the program,
+        whose loops have one turn.
     """
 
     parts: int
@@ -47,17 +48,29 @@ class Sharing:
 
     def part(self, dim: Dim) -> int:
         """Return the size of a part of a dim."""
-        return math.prod(self.mine(a.size) if a.chosen else a.size for a in expand(dim))
+        return math.prod(map(self.size, expand(dim)))
 
-    def mine(self, size: int) -> int:
-        """Return how many of a chosen atom of that size a part has."""
-        return (self.instead or size) // self.parts
+    def size(self, atom: Atom) -> int:
+        """Return how many of an atom a part has; of a small instance one turn of a loop."""
+        if atom.chosen:
+            return (self.instead or atom.size) // self.parts
+        return self.turns(atom.size) if atom.is_turns else atom.size
+
+    def turns(self, length: int) -> int:
+        """Return how many turns a loop has."""
+        return length if self.instead is None else 1
 
     def take(self, whole: jax.Array, dims: Dims) -> jax.Array:
         """Return this device's part of an array that it has whole."""
         for d, dim in enumerate(dims):
-            if (factors := splits(dim)) is not None:
-                whole = take_part(whole, d, factors, self.mine(factors[1]), self.index)
+            atoms = expand(dim)
+            if any(self.size(atom) != atom.size for atom in atoms):
+                before, after = whole.shape[:d], whole.shape[d + 1 :]
+                apart = whole.reshape(*before, *(atom.size for atom in atoms), *after)
+                for k, atom in enumerate(atoms):
+                    start = self.index * self.size(atom) if atom.chosen else 0
+                    apart = lax.dynamic_slice_in_dim(apart, start, self.size(atom), d + k)
+                whole = apart.reshape(*before, self.part(dim), *after)
         return whole
 
     def collect(self, part: jax.Array, dims: Dims) -> jax.Array:
@@ -65,7 +78,8 @@ class Sharing:
         for d, dim in enumerate(dims):
             if self.axis is not None and (factors := splits(dim)) is not None:
                 outer, size, inner = factors
-                shape = (*part.shape[:d], outer, self.mine(size), inner, *part.shape[d + 1 :])
+                mine = (self.instead or size) // self.parts
+                shape = (*part.shape[:d], outer, mine, inner, *part.shape[d + 1 :])
                 part = lax.all_gather(part.reshape(shape), self.axis, axis=d + 1, tiled=True)
                 part = part.reshape(*part.shape[:d], -1, *part.shape[d + 3 :])
         return part
@@ -118,12 +132,12 @@ class Runner:
         env: dict[Operand, jax.Array] = dict(zip(self.flow.program.inputs, args, strict=True))
 
         def read(operand: Operand) -> jax.Array:
-            if isinstance(operand, Constant):
-                dims = self.flow.dims[operand]
-                if any(map(splits, dims)):
-                    return self.take(jnp.asarray(operand.value), dims)
-                return operand.value
-            return env[operand]
+            if not isinstance(operand, Constant):
+                return env[operand]
+            dims = self.flow.dims[operand]
+            if tuple(map(self.part, dims)) == jnp.shape(operand.value):
+                return operand.value  # A literal stays one.
+            return self.take(jnp.asarray(operand.value), dims)
 
         for eq in self.flow.program.equations:
             ins = [read(x) for x in eq.inputs]
@@ -156,7 +170,7 @@ class Runner:
                 arrays = {**arrays, x: lax.dynamic_update_index_in_dim(arrays[x], ys[y], i, 0)}
             return (outs[:num_carry], arrays), [y for k, y in enumerate(ys) if k not in held]
 
-        length = eq.params["length"]
+        length = self.sharing.turns(eq.params["length"])
         (carry, arrays), stacked = lax.scan(
             turn,
             (list(carry), {x: xs[x] for x in held.values()}),

@@ -91,11 +91,21 @@ class Limits:
         Raises:
           ValueError: they are too long.
         """
-        if length > self.max_length:
+        return min(bucket(self.checked(length)), self.max_length)
+
+    def checked(self, length: int) -> int:
+        """Return the length of whole rows.
+
+        Raises:
+          ValueError: they are too long, or there is nothing in them.
+        """
+        if not 0 < length <= self.max_length:
             raise ValueError(
                 f"rows of {length} tokens exceed the model's context of {self.max_length}; cut them"
+                if length > 0
+                else f"rows of {length} tokens; give 1 or more"
             )
-        return min(bucket(length), self.max_length)
+        return length
 
 
 def bucket(length: int) -> int:

@@ -1,8 +1,9 @@
 """Checks a tensor-parallel plan by computing: a small instance, whole and in parts, on one device.
 
-The instance is the program itself with every split dim cut to one element for each part: so many
-heads, so wide a hidden layer, so many words. Random leaves; the parts run under `vmap`, whose axis
-stands for `tensor`. What a split must not change is compared: what the program returns.
+The instance is the program itself with every split dim cut to one element for each part - so many
+heads, so wide a hidden layer, so many words - and one turn of each loop over layers. Its leaves are
+random; the parts run under `vmap`, whose axis stands for `tensor`. What a split must not change is
+compared: what the program returns.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from .comms import CommsReport, Row, comms
 from .memory import MemoryReport, array_bytes_per_device, format_bytes, memory
+from .phase_memory import PhaseReport
 from .phases import PHASES
 from .pictures import plot_comms, plot_placement, plot_schedule
 from .schedule import ScheduleReport, schedule
@@ -10,6 +11,7 @@ __all__ = [
     "PHASES",
     "CommsReport",
     "MemoryReport",
+    "PhaseReport",
     "Row",
     "ScheduleReport",
     "array_bytes_per_device",

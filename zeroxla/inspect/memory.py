@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import io
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import jax
 
 if TYPE_CHECKING:
     from rich.table import Table
+
+    from zeroxla.hybrid.engine import HybridEngine
+    from zeroxla.inspect.phase_memory import PhaseReport
 
 
 def format_bytes(num_bytes: float) -> str:
@@ -92,28 +95,64 @@ class MemoryReport:
         return render(self.table())
 
 
-def memory(compiled: jax.stages.Compiled) -> MemoryReport:
-    """Report the memory of one device from the compiler's own plan of it.
+@overload
+def memory(program: jax.stages.Compiled) -> MemoryReport: ...
+
+
+@overload
+def memory(
+    program: HybridEngine,
+    *,
+    phases: Literal[True],
+    num_prompts: int | None = None,
+    length: int | None = None,
+) -> PhaseReport: ...
+
+
+def memory(
+    program: Any,
+    *,
+    phases: bool = False,
+    num_prompts: int | None = None,
+    length: int | None = None,
+) -> MemoryReport | PhaseReport:
+    """Report the memory of one device: of a compiled program, or of a model that trains and
+    generates in turns.
 
     Args:
-      compiled: a compiled program, such as `step.lower(state, batch).compile()`.
+      program: a compiled program, such as `step.lower(state, batch).compile()`; with `phases` a
+        `zeroxla.HybridEngine`, whose step need not have a state, only have seen the shape of a
+        batch (`step.abstract_state`).
+      phases: report what the state, gradients, the tensor-parallel copy and its cache take while
+        training and while generating, computed from shapes: nothing is compiled or allocated.
+      num_prompts, length: with `phases`: of the cache, how many prompts, and how many tokens each
+        with its continuation; none if None.
 
     Returns:
-      The report. The compiler's plan has more fields; its peak and its `host_*` fields mean nothing
-      on the CPU and are left out (sum live arrays there: `array_bytes_per_device`).
+      The report of the compiler's own plan; or, with `phases`, a `PhaseReport`. The plan has more
+      fields; its peak and its `host_*` fields mean nothing on the CPU and are left out (sum live
+      arrays there: `array_bytes_per_device`).
 
     Raises:
-      ValueError: not a compiled program, or a backend that reports no memory.
+      ValueError: neither a compiled program nor, with `phases`, an engine; or a backend that
+        reports no memory.
 
     On the CPU, XLA schedules for concurrency rather than memory: figures meant for comparison need
     `--xla_cpu_enable_concurrency_optimized_scheduler=false` in XLA_FLAGS, and JAX 0.11 or later.
     """
-    if not isinstance(compiled, jax.stages.Compiled):
+    if phases:
+        if not hasattr(program, "phases"):
+            raise ValueError(
+                f"memory(..., phases=True) reads a zeroxla.HybridEngine, not "
+                f"{type(program).__name__}; make one from the step"
+            )
+        return program.phases(num_prompts, length)
+    if not isinstance(program, jax.stages.Compiled):
         raise ValueError(
-            f"memory() reads a compiled program, not {type(compiled).__name__}; "
-            "call .compile() on a lowered one"
+            f"memory() reads a compiled program, not {type(program).__name__}; "
+            "call .compile() on a lowered one, or pass phases=True with an engine"
         )
-    stats = compiled.memory_analysis()
+    stats = program.memory_analysis()
     if stats is None:
         raise ValueError("this backend reports no memory figures for compiled programs")
     return MemoryReport(
