@@ -2,8 +2,8 @@
 
     python docs/pictures/generation.py [folder]
 
-A leaf of 4 x 4 blocks on two nodes of two devices, tensor=2. The filled blocks are what a device holds
-at that moment: at rest a quarter of the rows, to generate half of the columns.
+A leaf of 4 x 4 blocks on two nodes of two devices, tensor=2. The filled blocks are what a device
+holds at that moment: at rest a quarter of the rows, to generate half of the columns.
 """
 
 from __future__ import annotations

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from zeroxla.hybrid.atoms import Dim, Dims, block, expand, splits
+from zeroxla.hybrid.mapping import MAPPING
 from zeroxla.hybrid.rules import (
-    RULES,
     UNKNOWN,
     Args,
     Parts,
@@ -25,6 +25,7 @@ from zeroxla.hybrid.rules import (
     same,
     shape_of,
 )
+from zeroxla.hybrid.shapes import SHAPES
 from zeroxla.trace import Equation
 
 
@@ -116,8 +117,9 @@ def _run_gather(parts: Parts, eq: Equation, args: Args) -> list[jax.Array]:
     return [found]
 
 
-ALL = {
-    **RULES,
+ALL: dict[str, Rule] = {
+    **MAPPING,
+    **SHAPES,
     "dot_general": Rule(connect_dot, _run_dot),
     "gather": Rule(_connect_gather, _run_gather),
 }
