@@ -26,7 +26,7 @@ class ExportOptions:
     """Write the weights of a run in Hugging Face's format: config.json and safetensors files."""
 
     run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
-    """The run folder, as `zeroxla train` makes it."""
+    """The run folder, as `zeroxla train` and `zeroxla rlhf` make it."""
     output: Path | None = None
     """Where to write. Default: `export` in the run folder."""
     step: int | None = None
@@ -51,7 +51,9 @@ def export(options: ExportOptions) -> int:
     """
     console = Console(highlight=False, soft_wrap=True)
     run = options.run.expanduser()
-    stored = TrainOptions.from_dict(read_config(run)["options"])
+    made = read_config(run)
+    # A run of `zeroxla rlhf` holds the options of the training before, which say what the model is.
+    stored = TrainOptions.from_dict(made.get("before", made["options"]))
     if not has_checkpoint(run):
         raise ValueError(f"{run} holds no checkpoint yet; let it train until it has saved one")
     model, config = exported(stored, run)

@@ -204,6 +204,13 @@ class HybridEngine:
         """Return the logits of each position's next token, float32[B, L, V]; else as `logprobs`."""
         return self._forward(state, tokens, self._generation.logits)[:, : np.shape(tokens)[1]]
 
+    def values(self, state: TrainState, tokens: Any) -> np.ndarray:
+        """Return the first logit at each token, float32[B, L]; else as `logprobs`.
+
+        That is what a critic or a reward model says, for which any language model will do.
+        """
+        return self._forward(state, tokens, self._generation.values)[:, : np.shape(tokens)[1]]
+
     def _forward(self, state: TrainState, tokens: Any, function: Any) -> np.ndarray:
         """Return what a function of whole rows returns, of tokens padded to a bucket."""
         tokens = np.asarray(tokens)
@@ -271,23 +278,36 @@ class HybridEngine:
         options = dict.fromkeys(("new", "eos", "pad"), number)
         rows = shape.rows * self._copies
         sizes = {"prompt": (rows, shape.prompt), "length": (rows,)}
-        leaves = jax.tree.leaves(self._model.params)
-
-        def placed(x: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
-            sharding = NamedSharding(self.mesh, spec)
-            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-
-        parts = [placed(x, part_spec(row)) for x, row in zip(leaves, self.plan.rows, strict=True)]
-        batch = {k: placed(jax.ShapeDtypeStruct(v, jnp.int32), ROWS) for k, v in sizes.items()}
+        batch = {
+            k: self._placed(jax.ShapeDtypeStruct(v, jnp.int32), ROWS) for k, v in sizes.items()
+        }
         run = self._program(shape, partial(self._generation.generate, shape=shape))
         with mesh_context(self.mesh):
             return run.lower(
-                parts,
+                self._part_shapes(),
                 self._model.model_state,
                 batch,
                 jax.eval_shape(jax.random.key, 0),
                 {**options, "numbers": sampling.numbers},
             )
+
+    def lower_logprobs(self, num_rows: int, length: int) -> jax.stages.Lowered:
+        """Lower the program of `logprobs` for so many rows of that length, as `lower` does."""
+        padded = (self._rows_of_a_device(num_rows) * self._copies, self._limits.bucket(length))
+        function = self._generation.logprobs
+        tokens = self._placed(jax.ShapeDtypeStruct(padded, jnp.int32), ROWS)
+        run = self._program((function.__name__, *padded), function)
+        with mesh_context(self.mesh):
+            return run.lower(self._part_shapes(), self._model.model_state, tokens)
+
+    def _placed(self, x: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(self.mesh, spec))
+
+    def _part_shapes(self) -> list[jax.ShapeDtypeStruct]:
+        """Return the shapes of the layout."""
+        leaves = jax.tree.leaves(self._model.params)
+        rows = zip(leaves, self.plan.rows, strict=True)
+        return [self._placed(x, part_spec(row)) for x, row in rows]
 
     def free(self) -> None:
         """Free a layout that was kept (`release=False`)."""

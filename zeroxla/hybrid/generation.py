@@ -118,6 +118,10 @@ class Generation:
         """Return the logits of whole rows, float32[B, L, V]."""
         return self._forward(lambda logits, _: logits, leaves, model_state, tokens_BL)
 
+    def values(self, leaves: list[jax.Array], model_state: Tree, tokens_BL: jax.Array) -> jax.Array:
+        """Return the first logit at each token, float32[B, L]."""
+        return self._forward(lambda logits, _: logits[..., 0], leaves, model_state, tokens_BL)
+
     def _forward(self, take: Any, *args: Any) -> jax.Array:
         def local(leaves: list[jax.Array], model_state: Tree, tokens_BL: jax.Array) -> jax.Array:
             program = self.model.forward(self.plan, *tokens_BL.shape)
