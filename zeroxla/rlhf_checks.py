@@ -28,6 +28,8 @@ def check_given(arguments: Sequence[str], options: RlhfOptions) -> None:
     """
     if options.start.init_run is not None and (found := told(arguments, _OF_THE_START)):
         raise ValueError(f"{found}: without effect, --init-run says what the model is; leave out")
+    if options.storage.lora_rank is None and (found := told(arguments, ("lora_alpha",))):
+        raise ValueError(f"{found}: without effect, there are no adapters; give --lora-rank 8")
     if options.task.algorithm == "grpo" and (found := told(arguments, ("critic_learning_rate",))):
         raise ValueError(
             f"{found}: without effect, grpo has no critic; leave out, or give --algorithm ppo"

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from zeroxla.rlhf.make import TARGETS, Storage
 from zeroxla.rlhf.settings import Settings
 from zeroxla.train_options import (
     MeshOptions,
@@ -38,6 +39,21 @@ class StartOptions:
     """Width of the residual stream."""
     heads: int = 4
     """Attention heads; must divide the width."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StorageOptions:
+    """How actor and reference are stored."""
+
+    reference: Literal["int8", "int4", "float32"] = "int8"
+    """Of the frozen reference: its dense leaves in 8 bits, in 4, or all as float32."""
+    lora_rank: int | None = None
+    """Of the actor's adapters on the frozen reference, which is then its base. Default: none, the
+    actor is trained whole."""
+    lora_alpha: float = 16.0
+    """The adapters count alpha / rank times."""
+    lora_targets: str = TARGETS
+    """A regular expression of leaf paths: those with adapters."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,6 +137,7 @@ class RlhfOptions:
     """
 
     start: StartOptions = field(default_factory=StartOptions)
+    storage: StorageOptions = field(default_factory=StorageOptions)
     task: TaskOptions = field(default_factory=TaskOptions)
     learning: LearningOptions = field(default_factory=LearningOptions)
     mesh: MeshOptions = field(default_factory=MeshOptions)
@@ -151,7 +168,8 @@ class RlhfOptions:
                 "--reward brief: without an end token all responses are equally long; give --eos, "
                 "such as 10 for the end of a line"
             )
-        _ = self.settings, self.as_train()  # refuse what they refuse
+        # Refuse what they refuse.
+        _ = self.settings, self.as_train(), self.as_storage().with_adapters(None)
 
     @property
     def settings(self) -> Settings:
@@ -170,6 +188,16 @@ class RlhfOptions:
             kl=learning.kl,
             entropy=learning.entropy,
             eos=task.eos,
+        )
+
+    def as_storage(self) -> Storage:
+        """Return how actor and reference are stored."""
+        own = self.storage
+        return Storage(
+            frozen=None if own.reference == "float32" else own.reference,
+            rank=own.lora_rank,
+            alpha=own.lora_alpha,
+            targets=own.lora_targets,
         )
 
     def as_train(self) -> TrainOptions:
@@ -207,6 +235,7 @@ class RlhfOptions:
             values["start"]["data"] = tuple(values["start"]["data"])
             return cls(
                 start=StartOptions(**values["start"]),
+                storage=StorageOptions(**values["storage"]),
                 task=TaskOptions(**values["task"]),
                 learning=LearningOptions(**values["learning"]),
                 mesh=MeshOptions(**values["mesh"]),

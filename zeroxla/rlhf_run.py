@@ -128,6 +128,7 @@ class _Job:
             key=self.key,
             optimizer=_adam(learning.learning_rate, learning.clip),
             critic_optimizer=_adam(learning.critic_learning_rate, learning.clip),
+            storage=self.options.as_storage(),
             tensor=self.options.engine.tensor,
             config=self.start.config,
         )

@@ -74,8 +74,8 @@ class Loop:
         settings: Settings,
         *,
         actor: Step,
-        reference: Reference,
         reward: Reward,
+        reference: Reference | None = None,
         critic: Step | None = None,
         tensor: int = 1,
     ) -> None:
@@ -84,13 +84,15 @@ class Loop:
         Args:
           settings: the options, of which the steps' losses were made.
           actor: a step with `loss=actor_loss(settings)`.
-          reference: whose log-probabilities the divergence is taken to.
           reward: scores responses.
+          reference: whose log-probabilities the divergence is taken to; None: the actor without its
+            adapters, where it has some.
           critic: a step with `loss=critic_loss(settings)`; of PPO alone.
           tensor: devices that share a copy of a model that generates or scores; see `HybridEngine`.
 
         Raises:
-          ValueError: there is a critic with GRPO or none with PPO, rows are longer than the
+          ValueError: there is a critic with GRPO or none with PPO, no reference and no adapters,
+            rows are longer than the
             model's context or do not divide over the devices, or as `HybridEngine`.
         """
         if (critic is None) == (settings.algorithm == "ppo"):
@@ -99,16 +101,23 @@ class Loop:
                 if critic is None
                 else "GRPO has no critic; leave out critic=, or choose algorithm='ppo'"
             )
-        context = actor.adapted.context
+        plain = actor.adapted.base
+        if reference is None and plain is None:
+            raise ValueError(
+                "the actor has no adapters without which it would be its own reference; pass "
+                "reference="
+            )
+        context = (plain or actor.adapted).context
         if context is not None and settings.length > context:
             raise ValueError(
                 f"prompt_length={settings.prompt_length} and new_tokens={settings.new_tokens} make "
                 f"{settings.length} tokens, and the model's context is {context}; lower one of them"
             )
-        self.settings, self.reward, self.reference = settings, reward, reference
+        self.settings, self.reward = settings, reward
         self.actor, self.critic = actor, critic
         actor.abstract_state(batch_shapes(settings))  # engines need what the steps have traced
         self.engine = HybridEngine(actor, tensor=tensor)
+        self.reference = reference or Reference.base_of_actor(self.engine)
         self.critic_engine = None
         if critic is not None:
             critic.abstract_state(critic_shapes(settings))
