@@ -74,16 +74,16 @@ def begin(
     step = zeroxla.make_step(mine, mesh, optax.set_to_zero(), config=CONFIG)
     batch = {"tokens": np.zeros((8, 9), np.int32)}
     state = step.init(jax.random.key(0), batch)
-    loop, states = rlhf.make_loop(
+    loop = rlhf.make_loop(
         mine,
         mesh,
         state.params,
         chosen,
         reward=reward,
-        key=jax.random.key(1),
         optimizer=optax.adam(3e-2),
         critic_optimizer=optax.adam(1e-2),
         config=CONFIG,
         **options,
     )
+    states = loop.begin(state.params, jax.random.key(1))
     return Begun(mine, zeroxla.full_params(state), loop, states)

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
 from zeroxla.checkpoint.checkpointer import Checkpointer
+from zeroxla.rlhf_start import actor_of
 from zeroxla.run_folder import CHECKPOINTS, has_checkpoint, read_config
 from zeroxla.train_model import MODEL, exported
 from zeroxla.train_options import TrainOptions
@@ -52,11 +53,14 @@ def export(options: ExportOptions) -> int:
     console = Console(highlight=False, soft_wrap=True)
     run = options.run.expanduser()
     made = read_config(run)
-    # A run of `zeroxla rlhf` holds the options of the training before, which say what the model is.
-    stored = TrainOptions.from_dict(made.get("before", made["options"]))
+    rewarded = made.get("command") == "rlhf"
+    # Such a run holds the options of the training before, which say what the model is.
+    stored = TrainOptions.from_dict(made["before" if rewarded else "options"])
     if not has_checkpoint(run):
         raise ValueError(f"{run} holds no checkpoint yet; let it train until it has saved one")
     model, config = exported(stored, run)
+    if rewarded:
+        model = actor_of(made, model)
     number = _number(options.step, run, console)
     folder = (options.output or run / "export").expanduser()
     bar = Progress(

@@ -117,15 +117,14 @@ class _Job:
             self.critics = Checkpointer(self.path / CRITIC, asynchronous=False, **kinds)
 
     def make(self, start: TrainState) -> None:
-        """Make the loop, and its first states."""
+        """Make the loop, whose reference is the start."""
         learning = self.options.learning
-        self.loop, self.states = make_loop(
+        self.loop = make_loop(
             self.start.choice.model,
             self.start.mesh,
             start.params,
             self.settings,
             reward=self.reward,
-            key=self.key,
             optimizer=_adam(learning.learning_rate, learning.clip),
             critic_optimizer=_adam(learning.critic_learning_rate, learning.clip),
             storage=self.options.as_storage(),
@@ -134,8 +133,7 @@ class _Job:
         )
 
     def restore(self) -> None:
-        """Put the newest checkpoint in the place of the first states."""
-        self.states = None  # their memory is free for what is read
+        """Read the newest checkpoint."""
         restored = self.checkpoints.restore(self.loop.actor)
         critic = None
         if self.critics is not None and self.loop.critic is not None:
@@ -175,6 +173,7 @@ class _Job:
         with Checkpointer(self.path / START, asynchronous=False) as checkpointer:
             checkpointer.save(0, start, config=self.start.config)
         self.make(start)
+        self.states = self.loop.begin(start.params, self.key)
         self.show("before", "Responses before")
 
     def iterate(self, num_steps: int, stop: StopRequest) -> None:

@@ -18,6 +18,7 @@ from zeroxla.checkpoint.checkpointer import Checkpointer
 from zeroxla.config import ZeroConfig
 from zeroxla.hosts.batches import global_batch, process_shard
 from zeroxla.make import make_step
+from zeroxla.mesh import make_mesh
 from zeroxla.rlhf_options import RlhfOptions
 from zeroxla.run_folder import CHECKPOINTS, check_command, has_checkpoint, read_config
 from zeroxla.state import TrainState
@@ -137,6 +138,23 @@ class Start:
                 seed=options.learning.seed,
             )
         )
+
+
+def actor_of(config: dict[str, Any], model: Any) -> Any:
+    """Return the model of a run's checkpoints: with the actor's adapters, if it has some.
+
+    Args:
+      config: of the run, see `read_config`.
+      model: without adapters.
+    """
+    storage = RlhfOptions.from_dict(config["options"]).as_storage()
+    if storage.rank is None:
+        return model
+    model = storage.with_adapters(model)
+    # Which leaves have adapters, and how they lie, is known when a step has seen a batch.
+    step = make_step(model, make_mesh(nodes=1, devices_per_node=1))
+    step.abstract_state({"tokens": jax.ShapeDtypeStruct((1, 3), np.int32)})
+    return model
 
 
 def _before(options: RlhfOptions, run: Path | None) -> tuple[TrainOptions, Path | None]:

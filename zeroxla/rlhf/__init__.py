@@ -3,7 +3,7 @@
 from .advantages import gae, group_advantages, token_rewards, whiten
 from .loop import Loop, Scored, States
 from .losses import entropy, grpo_loss, kl_estimate, ppo_loss, target_logprobs, value_loss
-from .make import Storage, make_loop, state_on
+from .make import Storage, make_loop
 from .memory import PhaseMemory, PhasesMemory, memory_by_phase
 from .objectives import actor_loss, critic_loss
 from .reference import Reference
@@ -20,7 +20,6 @@ __all__ = [  # noqa: RUF022 (grouped)
     "States",
     "Storage",
     "make_loop",
-    "state_on",
     # rewards
     "REWARDS",
     "ModelReward",

@@ -17,6 +17,7 @@ import numpy as np
 
 from zeroxla.hosts.batches import global_batch, process_shard
 from zeroxla.hybrid.engine import HybridEngine
+from zeroxla.low_rank.model import LoraModel
 from zeroxla.rlhf.advantages import gae, group_advantages, token_rewards, whiten
 from zeroxla.rlhf.objectives import batch_shapes, critic_shapes
 from zeroxla.rlhf.reference import Reference
@@ -76,6 +77,7 @@ class Loop:
         actor: Step,
         reward: Reward,
         reference: Reference | None = None,
+        adapters: LoraModel | None = None,
         critic: Step | None = None,
         tensor: int = 1,
     ) -> None:
@@ -86,7 +88,8 @@ class Loop:
           actor: a step with `loss=actor_loss(settings)`.
           reward: scores responses.
           reference: whose log-probabilities the divergence is taken to; None: the actor without its
-            adapters, where it has some.
+            adapters.
+          adapters: the model of the actor's step, if it is one that `zeroxla.lora` made.
           critic: a step with `loss=critic_loss(settings)`; of PPO alone.
           tensor: devices that share a copy of a model that generates or scores; see `HybridEngine`.
 
@@ -101,20 +104,19 @@ class Loop:
                 if critic is None
                 else "GRPO has no critic; leave out critic=, or choose algorithm='ppo'"
             )
-        plain = actor.adapted.base
-        if reference is None and plain is None:
+        if reference is None and adapters is None:
             raise ValueError(
                 "the actor has no adapters without which it would be its own reference; pass "
-                "reference="
+                "reference=, or adapters="
             )
-        context = (plain or actor.adapted).context
+        context = (actor.adapted.base or actor.adapted).context
         if context is not None and settings.length > context:
             raise ValueError(
                 f"prompt_length={settings.prompt_length} and new_tokens={settings.new_tokens} make "
                 f"{settings.length} tokens, and the model's context is {context}; lower one of them"
             )
         self.settings, self.reward = settings, reward
-        self.actor, self.critic = actor, critic
+        self.actor, self.critic, self._adapters = actor, critic, adapters
         actor.abstract_state(batch_shapes(settings))  # engines need what the steps have traced
         self.engine = HybridEngine(actor, tensor=tensor)
         self.reference = reference or Reference.base_of_actor(self.engine)
@@ -123,6 +125,22 @@ class Loop:
             critic.abstract_state(critic_shapes(settings))
             self.critic_engine = HybridEngine(critic, tensor=tensor)
         self._advantages: Any = jax.jit(partial(_advantages, settings))
+
+    def begin(self, params: Any, key: jax.Array) -> States:
+        """Make states on given parameters: actor and critic begin alike.
+
+        Args:
+          params: the `params` of a state of the model, without adapters, on the same mesh and made
+            with the same config; copied.
+          key: a PRNG key.
+
+        Cost: the actor's state and the critic's, split over all devices.
+        """
+        actor = state_on(self.actor, params, jax.random.fold_in(key, 0), adapters=self._adapters)
+        if self.critic is None:
+            return States(actor=actor)
+        critic = state_on(self.critic, params, jax.random.fold_in(key, 1))
+        return States(actor=actor, critic=critic)
 
     def iterate(
         self, states: States, prompts: Prompts, key: jax.Array
@@ -240,6 +258,23 @@ class Loop:
         ):
             mine = {name: np.split(x, count)[index] for name, x in batch.items()}
             yield global_batch(mine, mesh)
+
+
+def state_on(
+    step: Step, params: Any, key: jax.Array, *, adapters: LoraModel | None = None
+) -> TrainState:
+    """Return a state on a copy of parameters: a step takes the memory of those that it is given.
+
+    Args:
+      step: which has seen a batch.
+      params: of the model without adapters.
+      key: a PRNG key.
+      adapters: the step's model, if it has some.
+    """
+    params = jax.tree.map(jnp.copy, params)
+    if adapters is None:
+        return step.init_from(params, key)
+    return adapters.init_from(step, params, key)
 
 
 def _advantages(

@@ -6,7 +6,6 @@ import dataclasses
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
@@ -15,13 +14,11 @@ from zeroxla.hybrid.engine import HybridEngine
 from zeroxla.low_rank.at_rest import Frozen
 from zeroxla.low_rank.model import LoraModel, lora
 from zeroxla.make import make_step
-from zeroxla.rlhf.loop import Loop, States
+from zeroxla.rlhf.loop import Loop, state_on
 from zeroxla.rlhf.objectives import actor_loss, batch_shapes, critic_loss
 from zeroxla.rlhf.reference import Reference
 from zeroxla.rlhf.rewards import Reward
 from zeroxla.rlhf.settings import Settings
-from zeroxla.state import TrainState
-from zeroxla.step import Step
 
 TARGETS = r"(attn|mlp)/(.*/)?kernel$"
 """The kernels of attention and perceptrons, in the names of `models.GPT` and `models.Llama`."""
@@ -61,71 +58,67 @@ def make_loop(
     settings: Settings,
     *,
     reward: Reward,
-    key: jax.Array,
     optimizer: optax.GradientTransformation | None = None,
     critic_optimizer: optax.GradientTransformation | None = None,
     storage: Storage | None = None,
     tensor: int = 1,
     config: ZeroConfig | None = None,
-) -> tuple[Loop, States]:
-    """Make a loop, and states on given parameters: actor, reference and critic begin alike.
+) -> Loop:
+    """Make a loop whose actor, reference and critic are of one model; see `Loop.begin`.
 
     Args:
       model: a flax module, or a function of rngs that returns one: a language model.
       mesh: of all steps.
-      params: the `params` of a state of the model on this mesh, made with this config; copied.
+      params: of the reference: the `params` of a state of the model on this mesh, made with this
+        config; copied.
       settings: the options.
       reward: scores responses, see `TextReward`, `ModelReward`.
-      key: a PRNG key of the states.
       optimizer: of the actor; AdamW with learning rate 3e-4 if None.
       critic_optimizer: of the critic of PPO; the same if None.
       storage: of actor and reference; None: the actor whole, the reference in 8 bits.
       tensor: devices that share a copy of a model that generates or scores.
       config: of all steps.
 
-    Returns:
-      (the loop, its first states).
-
     Raises:
       ValueError: as `Loop`, `make_step` and `lora`.
 
-    Cost: the actor's state, of PPO the critic's, and the reference's parameters, all split over all
-    devices; with adapters the reference's are the actor's.
+    Cost: the reference's parameters, split over all devices; with adapters none, they are the
+    actor's.
+
+    >>> import jax, numpy as np, zeroxla
+    >>> from models import GPT
+    >>> mesh, model = zeroxla.make_mesh(nodes=1, devices_per_node=2), GPT.tiny(layers=1, width=16)
+    >>> step = zeroxla.make_step(model, mesh)
+    >>> params = step.init(jax.random.key(0), {"tokens": np.zeros((2, 9), int)}).params
+    >>> settings = Settings(prompt_length=2, new_tokens=4, rows=8, group=4)
+    >>> def length(rollouts):
+    ...     return rollouts.lengths_B
+    >>> loop = make_loop(model, mesh, params, settings, reward=length)
+    >>> states = loop.begin(params, jax.random.key(0))
+    >>> states, metrics = loop.iterate(states, [[1, 2], [3]], jax.random.key(1))
+    >>> metrics["reward"]
+    4.0
     """
     storage = storage or Storage()
-    keys = jax.random.split(key, 3)
-    own = model if storage.rank is None else storage.with_adapters(model)
-    actor = make_step(own, mesh, optimizer, loss=actor_loss(settings), config=config)
+    loss = actor_loss(settings)
+    adapters = None if storage.rank is None else storage.with_adapters(model)
+    actor = make_step(adapters or model, mesh, optimizer, loss=loss, config=config)
     critic = None
     if settings.algorithm == "ppo":
         critic = make_step(model, mesh, critic_optimizer, loss=critic_loss(settings), config=config)
     reference = None
-    if storage.rank is None:
-        still = model if storage.frozen is None else storage.with_adapters(model)
-        step = make_step(still, mesh, optax.set_to_zero(), loss=actor_loss(settings), config=config)
+    if adapters is None:
+        still = None if storage.frozen is None else storage.with_adapters(model)
+        step = make_step(still or model, mesh, optax.set_to_zero(), loss=loss, config=config)
         step.abstract_state(batch_shapes(settings))
-        engine = HybridEngine(step, tensor=tensor)
-        reference = Reference.kept(engine, state_on(still, step, params, keys[0]))
-    loop = Loop(
-        settings, actor=actor, critic=critic, reference=reference, reward=reward, tensor=tensor
+        state = state_on(step, params, jax.random.key(0), adapters=still)
+        reference = Reference.kept(HybridEngine(step, tensor=tensor), state)
+    return Loop(
+        settings,
+        actor=actor,
+        adapters=adapters,
+        critic=critic,
+        reference=reference,
+        reward=reward,
+        tensor=tensor,
     )
-    states = States(
-        actor=state_on(own, actor, params, keys[1]),
-        critic=None if critic is None else state_on(model, critic, params, keys[2]),
-    )
-    return loop, states
-
-
-def state_on(model: Any, step: Step, params: Any, key: jax.Array) -> TrainState:
-    """Return a state on a copy of parameters: a step takes the memory of those that it is given.
-
-    Args:
-      model: of the step, which has seen a batch.
-      step: whose state it is.
-      params: of the model without adapters.
-      key: a PRNG key.
-    """
-    params = jax.tree.map(jnp.copy, params)
-    if isinstance(model, LoraModel):
-        return model.init_from(step, params, key)
-    return step.init_from(params, key)
