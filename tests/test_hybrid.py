@@ -40,16 +40,14 @@ LORA = {
     for kind, frozen in (("lora", None), ("lora int8", "int8"))
     for name, make in list(MODELS.items())[:3]
 }
-ROWS = thinned(
-    [
-        (name, nodes, tensor)
-        for name in [*list(MODELS)[:3], *LORA]
-        for nodes in (2, 1)
-        for tensor in (4, 2, 1)
-    ],
-    keep=7,
-    rows=True,
-) + [pytest.param(name, 2, 2, marks=pytest.mark.slow) for name in ("gpt listed", "llama listed")]
+MATRIX = [
+    (name, nodes, tensor)
+    for name in [*list(MODELS)[:3], *LORA]
+    for nodes in (2, 1)
+    for tensor in (4, 2, 1)
+]
+ROWS = [pytest.param(*row, marks=pytest.mark.full if i % 7 else ()) for i, row in enumerate(MATRIX)]
+ROWS += [pytest.param(name, 2, 2, marks=pytest.mark.slow) for name in list(MODELS)[3:]]
 
 
 @pytest.fixture(scope="module")
@@ -277,7 +275,7 @@ def test_a_model_that_computes_in_bfloat16_generates_in_it(trained):
     for i, prompt in enumerate(PROMPTS):
         np.testing.assert_allclose(found.logprobs[i], want[i, len(prompt) - 1 :][:6], atol=0.1)
     assert engine.plan == HybridEngine(trained("gpt").step, tensor=2).plan
-    engine_leaves = engine._parts(known.state)[0]
+    engine_leaves = engine._copy.parts(known.state)[0]
     assert {x.dtype for x in engine_leaves} == {jnp.dtype("bfloat16")}
 
 

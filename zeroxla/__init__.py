@@ -1,6 +1,6 @@
 """zeroxla: train Flax models that do not fit one device, with ZeRO-3 in JAX."""
 
-from zeroxla import inspect, quantize
+from zeroxla import inspect, quantize, rlhf
 from zeroxla.checkpoint.checkpointer import Checkpointer, Restored
 from zeroxla.checkpoint.failures import SaveError
 from zeroxla.config import ZeroConfig
@@ -40,6 +40,8 @@ __all__ = [  # noqa: RUF022 (grouped)
     # generation
     "Generated",
     "HybridEngine",
+    # reinforcement learning
+    "rlhf",
     # pipelines
     "Machine",
     "Pipeline",

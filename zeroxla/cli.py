@@ -16,16 +16,22 @@ from zeroxla.export_run import ExportOptions, export
 from zeroxla.hosts.environment import PROCESS_ID, RESTART, STARTED, find_cluster
 from zeroxla.launch.options import LaunchOptions
 from zeroxla.launch.run import launch
-from zeroxla.run_folder import RunFolderError, has_checkpoint, read_config
+from zeroxla.rlhf_checks import FREE as RLHF_FREE
+from zeroxla.rlhf_checks import check_given as check_rlhf
+from zeroxla.rlhf_options import RlhfOptions
+from zeroxla.rlhf_run import rlhf
+from zeroxla.run_folder import RunFolderError, check_command, has_checkpoint, read_config
 from zeroxla.train import UsageError, train
-from zeroxla.train_checks import check_given, check_resumable
-from zeroxla.train_options import ALEXNET, TrainOptions
+from zeroxla.train_checks import FREE, check_given, check_resumable
+from zeroxla.train_options import ALEXNET, MeshOptions, TrainOptions
 
 _T = TypeVar("_T")
+_Job = TypeVar("_Job", TrainOptions, RlhfOptions)
 
 DESCRIPTION = "Train Flax models that do not fit one device (ZeRO-3 in JAX)."
 TRAIN = "Train a language model on text, or AlexNet on images, the state split over all devices."
 LAUNCH = "Start a program as one process for each node: zeroxla launch --nodes 2 -- python train.py"
+RLHF = "Train a language model on a reward of its own responses, with PPO or GRPO."
 EXPORT = "Write the weights of a run in Hugging Face's format."
 RUNS = Path("runs")
 
@@ -47,6 +53,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _launch(arguments)
         if arguments[:1] == ["export"]:
             return _export(arguments)
+        if arguments[:1] == ["rlhf"]:
+            return _rlhf(arguments)
         return _train(arguments)
     except (UsageError, RunFolderError) as error:
         console = Console(stderr=True, highlight=False, soft_wrap=True)
@@ -78,30 +86,46 @@ def _train(arguments: list[str]) -> int:
     options = _read(arguments, TrainOptions)
     if options.model.model == "alexnet":
         options = _read(arguments, TrainOptions, ALEXNET)
-    restarted = os.environ.get(RESTART, "0") != "0"
-    run = options.output.run or (RUNS / f"train-{os.environ[STARTED]}" if restarted else None)
-    if options.output.resume or (restarted and run is not None and has_checkpoint(run)):
-        options = _resumed(arguments, run or newest_run(RUNS))
+    options = _begun(arguments, "train", options, FREE)
     try:
         check_given(arguments, options)
     except ValueError as error:
         raise UsageError(str(error)) from error
-    nodes = options.mesh.nodes or 1
+    if (launched := _to_launch(options.mesh, options.pipeline.pipe)) is not None:
+        return launch(launched, _again(arguments))
+    return train(options)
+
+
+def _rlhf(arguments: list[str]) -> int:
+    options = _begun(arguments, "rlhf", _read(arguments, RlhfOptions), RLHF_FREE)
+    try:
+        check_rlhf(arguments, options)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    if (launched := _to_launch(options.mesh, 1)) is not None:
+        return launch(launched, _again(arguments))
+    return rlhf(options)
+
+
+def _to_launch(mesh: MeshOptions, pipe: int) -> LaunchOptions | None:
+    """Return how to start the processes of several nodes, if nothing has started them yet."""
+    nodes = mesh.nodes or 1
     if nodes == 1 or os.environ.get(PROCESS_ID) or find_cluster() is not None:
-        return train(options)
-    # Several nodes, and nothing has started their processes yet: those of every stage.
-    nodes *= options.pipeline.pipe
-    told = LaunchOptions(nodes=nodes, devices_per_node=options.mesh.devices_per_node)
-    return launch(told, [sys.executable, "-m", "zeroxla.cli", *arguments])
+        return None
+    return LaunchOptions(nodes=nodes * pipe, devices_per_node=mesh.devices_per_node)
 
 
-def newest_run(runs: Path) -> Path:
-    """Return the run folder with a checkpoint that was last changed.
+def _again(arguments: list[str]) -> list[str]:
+    return [sys.executable, "-m", "zeroxla.cli", *arguments]
+
+
+def newest_run(runs: Path, command: str = "train") -> Path:
+    """Return the run folder of a command, with a checkpoint, that was last changed.
 
     Raises:
       UsageError: There is none.
     """
-    found = [path for path in runs.glob("*") if has_checkpoint(path)]
+    found = [path for path in runs.glob("*") if has_checkpoint(path) and _is_of(path, command)]
     if not found:
         raise UsageError(
             f"--resume found no run with a checkpoint under {runs}/; name its folder with --run"
@@ -109,13 +133,30 @@ def newest_run(runs: Path) -> Path:
     return max(found, key=lambda path: (path / "checkpoints").stat().st_mtime)
 
 
-def _resumed(arguments: list[str], run: Path) -> TrainOptions:
+def _is_of(run: Path, command: str) -> bool:
+    try:
+        check_command(run, read_config(run), command)
+    except ValueError:
+        return False
+    return True
+
+
+def _begun(arguments: list[str], command: str, options: _Job, free: frozenset[str]) -> _Job:
+    """Return the options of a job: those of the run that it continues, if it continues one."""
+    restarted = os.environ.get(RESTART, "0") != "0"
+    named = RUNS / f"{command}-{os.environ[STARTED]}" if restarted else None
+    run = options.output.run or named
+    if not options.output.resume and not (restarted and run is not None and has_checkpoint(run)):
+        return options
+    run = run or newest_run(RUNS, command)
     # The run's own options are the defaults: what the command line leaves out stays as it was, and
     # what it names must be free to change.
     try:
-        stored = TrainOptions.from_dict(read_config(run)["options"])
-        given = _read(arguments, TrainOptions, stored)
-        check_resumable(stored, given)
+        config = read_config(run)
+        check_command(run, config, command)
+        stored = type(options).from_dict(config["options"])
+        given = _read(arguments, type(options), stored)
+        check_resumable(stored, given, free)
     except ValueError as error:
         raise UsageError(str(error)) from error
     output = dataclasses.replace(given.output, run=run, resume=True)
@@ -139,6 +180,7 @@ def _read(arguments: list[str], kind: type[_T], default: _T | None = None) -> _T
         command("train", TrainOptions, TRAIN)
         | command("launch", LaunchOptions, LAUNCH)
         | command("export", ExportOptions, EXPORT)
+        | command("rlhf", RlhfOptions, RLHF)
     )
     return tyro.cli(
         commands,

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
 from zeroxla.checkpoint.checkpointer import Checkpointer
+from zeroxla.rlhf_start import actor_of
 from zeroxla.run_folder import CHECKPOINTS, has_checkpoint, read_config
 from zeroxla.train_model import MODEL, exported
 from zeroxla.train_options import TrainOptions
@@ -26,7 +27,7 @@ class ExportOptions:
     """Write the weights of a run in Hugging Face's format: config.json and safetensors files."""
 
     run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
-    """The run folder, as `zeroxla train` makes it."""
+    """The run folder, as `zeroxla train` and `zeroxla rlhf` make it."""
     output: Path | None = None
     """Where to write. Default: `export` in the run folder."""
     step: int | None = None
@@ -51,10 +52,15 @@ def export(options: ExportOptions) -> int:
     """
     console = Console(highlight=False, soft_wrap=True)
     run = options.run.expanduser()
-    stored = TrainOptions.from_dict(read_config(run)["options"])
+    made = read_config(run)
+    rewarded = made.get("command") == "rlhf"
+    # Such a run holds the options of the training before, which say what the model is.
+    stored = TrainOptions.from_dict(made["before" if rewarded else "options"])
     if not has_checkpoint(run):
         raise ValueError(f"{run} holds no checkpoint yet; let it train until it has saved one")
     model, config = exported(stored, run)
+    if rewarded:
+        model = actor_of(made, model)
     number = _number(options.step, run, console)
     folder = (options.output or run / "export").expanduser()
     bar = Progress(

@@ -250,6 +250,25 @@ def read_config(path: Path) -> dict[str, Any]:
         raise ValueError(f"{file} is damaged ({error}); restore it, or start a new run") from error
 
 
+def check_command(path: Path, config: dict[str, Any], command: str) -> None:
+    """Check that a run is one of a command.
+
+    Args:
+      path: its folder.
+      config: of it, see `read_config`.
+      command: such as "train".
+
+    Raises:
+      ValueError: it is of another command.
+    """
+    made_by = config.get("command", "train")
+    if made_by != command:
+        raise ValueError(
+            f"{path} is a run of `zeroxla {made_by}`, and this needs one of `zeroxla {command}`; "
+            "name another folder"
+        )
+
+
 def _append_whole(file: Any, data: bytes) -> None:
     """Append all of `data`, or nothing."""
     start = file.seek(0, os.SEEK_END)

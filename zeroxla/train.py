@@ -104,7 +104,7 @@ class _Job:
         started = os.environ.get(STARTED) or time.strftime("%Y%m%d-%H%M%S")
         self.path = run.run or Path("runs") / f"train-{started}"
         data = self.task.data
-        here = circumstances(self.task, self.mesh)
+        here = circumstances({data: self.task.record()}, self.mesh)
         agree(data, {"fingerprint": here[data]["fingerprint"]}, "give all hosts the same files")
         folder = functools.partial(on_first, "run folder")
         if run.resume:
@@ -118,7 +118,7 @@ class _Job:
             )
         else:
             self.state = self.task.begin(self.step, jax.random.key(seed))  # else made in run()
-            record = {"options": options.to_dict(), **here}
+            record = {"command": "train", "options": options.to_dict(), **here}
             found = folder(lambda: self.new_folder(record))
             self.checkpoints = self.checkpointer(run)
             self.done = 0

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Collection, Sequence
+from typing import Any, Protocol
 
 from zeroxla.train_options import TrainOptions, flag
 
@@ -24,8 +24,21 @@ _OF_ONE_MODEL = {
 _OF_STAGES = ("schedule", "partition")
 
 
-def check_resumable(stored: TrainOptions, given: TrainOptions) -> None:
+class Options(Protocol):
+    """The options of a command that has runs."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return groups of plain values."""
+        ...
+
+
+def check_resumable(stored: Options, given: Options, free: Collection[str] = FREE) -> None:
     """Check that `given` differs from the stored options of a run only where it may.
+
+    Args:
+      stored: of the run.
+      given: those to go on with.
+      free: names of those that may differ.
 
     Raises:
       ValueError: With each option that differs, both values, and the remedy.
@@ -35,7 +48,7 @@ def check_resumable(stored: TrainOptions, given: TrainOptions) -> None:
         f"{flag(name)} is {value!r} there and {new[group][name]!r} here"
         for group, values in old.items()
         for name, value in values.items()
-        if name not in FREE and _plain(value) != _plain(new[group][name])
+        if name not in free and _plain(value) != _plain(new[group][name])
     ]
     if differing:
         raise ValueError(
@@ -54,19 +67,20 @@ def check_given(arguments: Sequence[str], options: TrainOptions) -> None:
     Raises:
       ValueError: With the options, and the remedy.
     """
-    given = {x.partition("=")[0].replace("_", "-") for x in arguments if x.startswith("--")}
-
-    def told(names: Sequence[str]) -> str:
-        return ", ".join(flag(name) for name in names if flag(name) in given)
-
     mine = options.model.model
     for model, names in _OF_ONE_MODEL.items():
-        if model != mine and (found := told(names)):
+        if model != mine and (found := told(arguments, names)):
             raise ValueError(
                 f"{found}: without effect on --model {mine}; leave out, or train --model {model}"
             )
-    if options.pipeline.pipe == 1 and (found := told(_OF_STAGES)):
+    if options.pipeline.pipe == 1 and (found := told(arguments, _OF_STAGES)):
         raise ValueError(f"{found}: without effect on one stage; leave out, or give --pipe 2")
+
+
+def told(arguments: Sequence[str], names: Sequence[str]) -> str:
+    """Return which of some options a command line names, as a list with commas."""
+    given = {x.partition("=")[0].replace("_", "-") for x in arguments if x.startswith("--")}
+    return ", ".join(flag(name) for name in names if flag(name) in given)
 
 
 def _plain(value: Any) -> Any:

@@ -50,10 +50,10 @@ class Output:
         self.console.print(inspect.memory(program).table())
         self.console.print(inspect.comms(program, step.mesh).table())
 
-    def progress(self, total: int, done: int) -> Progress:
+    def progress(self, total: int, done: int, label: str = "training") -> Progress:
         """Return a bar of one task, whose field `status` is shown beside it."""
         bar = Progress(
-            TextColumn("training"),
+            TextColumn(label),
             BarColumn(),
             MofNCompleteColumn(),
             TextColumn("{task.fields[status]}"),
@@ -66,10 +66,7 @@ class Output:
     def continuation(self, prompt: str, text: str) -> None:
         """Print a prompt and what the model makes of it."""
         self.console.print("\nA continuation of the prompt:")
-        shown = "".join(
-            c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text
-        )
-        self.console.print(Text.assemble((prompt, "bold"), shown))
+        self.console.print(Text.assemble((prompt, "bold"), printable(text)))
 
     def result(self, values: dict[str, float], task: Task, path: Path) -> None:
         """Print how good the model has become."""
@@ -88,3 +85,10 @@ class Output:
 
     def print(self, text: str) -> None:
         self.console.print(text, markup=False, soft_wrap=True)
+
+
+def printable(text: str) -> str:
+    """Return a text without what would confuse a terminal."""
+    return "".join(
+        c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text
+    )

@@ -14,7 +14,6 @@ from jax.sharding import Mesh
 from zeroxla.hosts.start import has_joined, initialize
 from zeroxla.mesh import make_mesh, simulate, world_size
 from zeroxla.train_options import TrainOptions
-from zeroxla.train_task import Task
 
 NUM_SIMULATED = 8
 SIMULATED_NODES = 2
@@ -94,10 +93,15 @@ def optimizer_for(options: TrainOptions, schedule: optax.Schedule) -> optax.Grad
     return optax.chain(optax.clip_by_global_norm(training.clip), adamw)
 
 
-def circumstances(task: Task, mesh: Mesh) -> dict[str, Any]:
-    """Return what a run depends on besides its options, for config.json."""
+def circumstances(data: dict[str, Any], mesh: Mesh) -> dict[str, Any]:
+    """Return what a run depends on besides its options, for config.json.
+
+    Args:
+      data: what it learns from, by its name; see `Task.record`.
+      mesh: of the run.
+    """
     return {
-        task.data: task.record(),
+        **data,
         "mesh": dict(mesh.shape),
         "versions": {
             "python": platform.python_version(),

@@ -49,20 +49,10 @@ class TextTask:
 
     @property
     def source(self) -> str:
-        found = self.corpus
-        return (
-            f"Text: {found.source}; {len(found.train):,} {self.unit}s in {found.num_train_files} "
-            f"files to train on, {len(found.valid):,} {self.unit}s in {found.num_valid_files} held "
-            "out"
-        )
+        return source_of(self.corpus, self.unit)
 
     def record(self) -> dict[str, Any]:
-        return {
-            "source": self.corpus.source,
-            "fingerprint": self.corpus.fingerprint(),
-            "train_bytes": len(self.corpus.train),
-            "valid_bytes": len(self.corpus.valid),
-        }
+        return record_of(self.corpus)
 
     def training(self, index: int, count: int) -> grain.IterDataset:
         return data.training_batches(
@@ -113,3 +103,21 @@ class TextTask:
         continuation = self._vocabulary.decode(numbers)
         output.continuation(options.prompt, continuation)
         folder.write_text("sample.txt", options.prompt + continuation)
+
+
+def source_of(corpus: data.Corpus, unit: str) -> str:
+    """Return in a sentence what was read."""
+    return (
+        f"Text: {corpus.source}; {len(corpus.train):,} {unit}s in {corpus.num_train_files} files "
+        f"to train on, {len(corpus.valid):,} {unit}s in {corpus.num_valid_files} held out"
+    )
+
+
+def record_of(corpus: data.Corpus) -> dict[str, Any]:
+    """Return of a text what a resumed run must find the same."""
+    return {
+        "source": corpus.source,
+        "fingerprint": corpus.fingerprint(),
+        "train_bytes": len(corpus.train),
+        "valid_bytes": len(corpus.valid),
+    }

@@ -5,23 +5,20 @@ from __future__ import annotations
 import math
 import time
 import warnings
-import weakref
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
 
-from zeroxla.compat import mesh_context
 from zeroxla.describe import Description
 from zeroxla.hybrid.calls import Calls
+from zeroxla.hybrid.compiled import Compiled, Copy
 from zeroxla.hybrid.generation import Generation, Shape
 from zeroxla.hybrid.model import Model
 from zeroxla.hybrid.prompts import Generated, Limits, as_rows, left_padded
-from zeroxla.hybrid.reshard import ROWS, Stored, part_spec, tensor_mesh
+from zeroxla.hybrid.reshard import ROWS, Stored, tensor_mesh
 from zeroxla.hybrid.sampling import Sampling
 from zeroxla.hybrid.tensor_parallel import TensorPlan
 from zeroxla.inspect.phase_memory import PhaseReport
@@ -79,24 +76,21 @@ class HybridEngine:
             )
         self._step = step
         self.mesh = tensor_mesh(step.mesh, tensor)
-        self.release = release
         state = step.shapes()
         adapted = step.adapted.base or step.adapted
         calls = Calls.of(adapted)
-        self._stored = Stored(
+        stored = Stored(
             placements=state.placements[0],
             tree=jax.tree.structure(state.params),
             merge=step.adapted.merge,
         )
         naturals = [
             jax.ShapeDtypeStruct(p.shape, x.dtype)
-            for p, x in zip(self._stored.placements, jax.tree.leaves(state.params), strict=True)
+            for p, x in zip(stored.placements, jax.tree.leaves(state.params), strict=True)
         ]
         self._model = Model(
             calls=calls,
-            params=self._stored.leaves(
-                step.config.compute_dtype, self._stored.tree.unflatten(naturals)
-            ),
+            params=stored.leaves(step.config.compute_dtype, stored.tree.unflatten(naturals)),
             model_state=jax.tree.map(
                 lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state.model_state
             ),
@@ -106,12 +100,11 @@ class HybridEngine:
         self.plan: TensorPlan = self._model.plan(tensor)
         if prefill_tokens < 1:
             raise ValueError(f"prefill_tokens={prefill_tokens} must be 1 or more")
-        self._generation = Generation(
+        generation = Generation(
             model=self._model, plan=self.plan, mesh=self.mesh, prefill_tokens=prefill_tokens
         )
-        # Which leaves the kept parts are of, without keeping those alive.
-        self._kept: tuple[list[weakref.ref[jax.Array]], list[jax.Array]] | None = None
-        self._programs: dict[Any, Any] = {}
+        self._compiled = Compiled(generation)
+        self._copy = Copy(generation, stored, release=release)
         if not calls.has_cache:
             warnings.warn(
                 f"the model has {calls.missing}: each new token takes a pass over the whole "
@@ -164,22 +157,22 @@ class HybridEngine:
         shape = self._shape(len(rows), max(map(len, rows)), max_new_tokens, sampling)
         key = check_key(key)
         self._check_state(state)
-        leaves, reshard_s = self._parts(state)
+        leaves, reshard_s = self._copy.parts(state)
         start = time.perf_counter()
-        batch = self._put(left_padded(rows, shape.rows * self._copies, shape.prompt), ROWS)
         options = {
             "new": np.int32(max_new_tokens),
             "eos": np.int32(-1 if eos is None else eos),
             "pad": np.int32(pad),
             "numbers": sampling.numbers,
         }
-        run = self._program(shape, partial(self._generation.generate, shape=shape))
-        others = (state.model_state, key, options)
-        model_state, key, options = self._put(others, PartitionSpec())
-        with mesh_context(self.mesh):
-            found = run(leaves, model_state, batch, key, options)
+        put = self._compiled.put
+        batch = put(
+            left_padded(rows, shape.rows * self._compiled.generation.copies, shape.prompt), ROWS
+        )
+        others = put((state.model_state, key, options))
+        found = self._compiled.generate(shape, leaves, others[0], batch, *others[1:])
         found = {name: np.asarray(x)[: len(rows)] for name, x in found.items()}
-        self._done()
+        self._copy.done()
         if not found["finite"].all():
             bad = np.flatnonzero(~found["finite"]).tolist()
             raise ValueError(
@@ -208,14 +201,20 @@ class HybridEngine:
         Raises:
           ValueError: `tokens` is not such an array, or longer than the context.
         """
-        found = self._forward(state, tokens, self._generation.logprobs)
-        return found[:, : np.shape(tokens)[1] - 1]
+        return self._rows(state, tokens, "logprobs")[:, : np.shape(tokens)[1] - 1]
 
     def logits(self, state: TrainState, tokens: Any) -> np.ndarray:
         """Return the logits of each position's next token, float32[B, L, V]; else as `logprobs`."""
-        return self._forward(state, tokens, self._generation.logits)[:, : np.shape(tokens)[1]]
+        return self._rows(state, tokens, "logits")[:, : np.shape(tokens)[1]]
 
-    def _forward(self, state: TrainState, tokens: Any, function: Any) -> np.ndarray:
+    def values(self, state: TrainState, tokens: Any) -> np.ndarray:
+        """Return the first logit at each token, float32[B, L]; else as `logprobs`.
+
+        That is what a critic or a reward model says, for which any language model will do.
+        """
+        return self._rows(state, tokens, "values")[:, : np.shape(tokens)[1]]
+
+    def _rows(self, state: TrainState, tokens: Any, name: str) -> np.ndarray:
         """Return what a function of whole rows returns, of tokens padded to a bucket."""
         tokens = np.asarray(tokens)
         if tokens.ndim != 2 or tokens.shape[1] < 2 or not np.issubdtype(tokens.dtype, np.integer):
@@ -225,23 +224,15 @@ class HybridEngine:
             )
         self._check_state(state)
         rows, length = tokens.shape
-        per_device = self._rows_of_a_device(rows)
-        padded = (per_device * self._copies, self._limits.bucket(length))
-        whole = np.zeros(padded, np.int32)
+        shape = self._padded(rows, length)
+        whole = np.zeros(shape, np.int32)
         whole[:rows, :length] = tokens
-        leaves, _ = self._parts(state)
-        run = self._program((function.__name__, *padded), function)
-        model_state = self._put(state.model_state, PartitionSpec())
-        with mesh_context(self.mesh):
-            found = run(leaves, model_state, self._put(whole, ROWS))
-        found = np.asarray(found)[:rows]
-        self._done()
+        leaves, _ = self._copy.parts(state)
+        model_state = self._compiled.put(state.model_state)
+        batch = self._compiled.put(whole, ROWS)
+        found = np.asarray(self._compiled.rows(name, shape, leaves, model_state, batch))[:rows]
+        self._copy.done()
         return found
-
-    @property
-    def _copies(self) -> int:
-        """How many groups of devices hold the model."""
-        return self.mesh.size // self.plan.parts
 
     def _shape(self, num_rows: int, longest: int, max_new_tokens: int, sampling: Sampling) -> Shape:
         """Return what is compiled for a call.
@@ -261,7 +252,12 @@ class HybridEngine:
         )
 
     def _rows_of_a_device(self, rows: int) -> int:
-        return -(-rows // self._copies)
+        return -(-rows // self._compiled.generation.copies)
+
+    def _padded(self, rows: int, length: int) -> tuple[int, int]:
+        """Return the shape that is compiled for whole rows."""
+        copies = self._compiled.generation.copies
+        return self._rows_of_a_device(rows) * copies, self._limits.bucket(length)
 
     def lower(
         self,
@@ -278,27 +274,11 @@ class HybridEngine:
         the cache and activations."""
         sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
         shape = self._shape(num_prompts, prompt_length, max_new_tokens, sampling)
-        number = jax.ShapeDtypeStruct((), jnp.int32)
-        options = dict.fromkeys(("new", "eos", "pad"), number)
-        rows = shape.rows * self._copies
-        sizes = {"prompt": (rows, shape.prompt), "length": (rows,)}
-        leaves = jax.tree.leaves(self._model.params)
+        return self._compiled.lower_generate(shape, sampling)
 
-        def placed(x: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
-            sharding = NamedSharding(self.mesh, spec)
-            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-
-        parts = [placed(x, part_spec(row)) for x, row in zip(leaves, self.plan.rows, strict=True)]
-        batch = {k: placed(jax.ShapeDtypeStruct(v, jnp.int32), ROWS) for k, v in sizes.items()}
-        run = self._program(shape, partial(self._generation.generate, shape=shape))
-        with mesh_context(self.mesh):
-            return run.lower(
-                parts,
-                self._model.model_state,
-                batch,
-                jax.eval_shape(jax.random.key, 0),
-                {**options, "numbers": sampling.numbers},
-            )
+    def lower_logprobs(self, num_rows: int, length: int) -> jax.stages.Lowered:
+        """Lower the program of `logprobs` for so many rows of that length, as `lower` does."""
+        return self._compiled.lower_rows("logprobs", self._padded(num_rows, length))
 
     def phases(self, num_prompts: int | None = None, length: int | None = None) -> PhaseReport:
         """Return what a device holds in training and in generating; see `zeroxla.inspect.memory`.
@@ -318,7 +298,7 @@ class HybridEngine:
         if num_prompts is not None and length is not None and self._model.calls.has_cache:
             rows = self._rows_of_a_device(num_prompts)
             program = self._model.cached(self.plan, rows, self._limits.checked(length), 1)
-            cache = program.cache_shapes(self._generation.sharing)
+            cache = program.cache_shapes(self._compiled.generation.sharing)
         state = self._step.shapes()
         described = self._step.describe()
         assert isinstance(described, Description)  # there are no stages
@@ -337,49 +317,15 @@ class HybridEngine:
 
     def free(self) -> None:
         """Free a layout that was kept (`release=False`)."""
-        if self._kept is not None:
-            for x in self._kept[1]:
-                x.delete()
-        self._kept = None
+        self._copy.free()
 
     def _check_state(self, state: TrainState) -> None:
         check_is_state(state)
-        if state.placements[0] != self._stored.placements:
+        if state.placements[0] != self._copy.stored.placements:
             raise ValueError(
                 "the state is stored otherwise than the engine's step stores it; make the engine "
                 "from the step that this state belongs to"
             )
-
-    def _parts(self, state: TrainState) -> tuple[list[jax.Array], float]:
-        """Return the parts of the state's leaves, and the seconds that it took."""
-        leaves = jax.tree.leaves(state.params)
-        if self._kept is not None and all(r() is x for r, x in zip(self._kept[0], leaves)):
-            return self._kept[1], 0.0
-        self.free()
-        start = time.perf_counter()
-        run = self._programs.get("reshard")
-        if run is None:
-            run = jax.jit(partial(self._generation.reshard, stored=self._stored))
-            self._programs["reshard"] = run
-        with mesh_context(self.mesh):
-            parts = jax.block_until_ready(run(leaves))
-        self._kept = ([weakref.ref(x) for x in leaves], parts)
-        return parts, time.perf_counter() - start
-
-    def _done(self) -> None:
-        if self.release:
-            self.free()
-
-    def _program(self, shape: Any, function: Any) -> Any:
-        """Return a function's program for a shape, compiled at its first call."""
-        if shape not in self._programs:
-            everywhere = NamedSharding(self.mesh, PartitionSpec())
-            self._programs[shape] = jax.jit(function, out_shardings=everywhere)
-        return self._programs[shape]
-
-    def _put(self, tree: Any, spec: PartitionSpec) -> Any:
-        sharding = NamedSharding(self.mesh, spec)
-        return jax.tree.map(lambda x: jax.device_put(x, sharding), tree)
 
 
 def _bytes_of_a_device(shapes: Any) -> int:

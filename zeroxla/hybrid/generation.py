@@ -65,6 +65,11 @@ class Generation:
         parts = self.plan.parts
         return Sharing(parts=parts, axis=TENSOR if parts > 1 else None)
 
+    @property
+    def copies(self) -> int:
+        """How many groups of devices hold the model."""
+        return self.mesh.size // self.plan.parts
+
     def reshard(self, leaves: Sequence[jax.Array], stored: Stored) -> list[jax.Array]:
         """Return the parts of stored leaves, in the dtype in which the model computes."""
         dtype = jax.tree.leaves(self.model.params)[0].dtype
@@ -119,6 +124,10 @@ class Generation:
     def logits(self, leaves: list[jax.Array], model_state: Tree, tokens_BL: jax.Array) -> jax.Array:
         """Return the logits of whole rows, float32[B, L, V]."""
         return self._forward(lambda logits, _: logits, leaves, model_state, tokens_BL)
+
+    def values(self, leaves: list[jax.Array], model_state: Tree, tokens_BL: jax.Array) -> jax.Array:
+        """Return the first logit at each token, float32[B, L]."""
+        return self._forward(lambda logits, _: logits[..., 0], leaves, model_state, tokens_BL)
 
     def _forward(self, take: Any, *args: Any) -> jax.Array:
         def local(leaves: list[jax.Array], model_state: Tree, tokens_BL: jax.Array) -> jax.Array:

@@ -1,0 +1,89 @@
+"""What the tests of the loop of `zeroxla.rlhf` share: a tiny model, its loops, a simple reward."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import zeroxla
+from models import GPT
+from zeroxla import ZeroConfig, rlhf
+
+VOCAB, WANTED = 16, 3
+PROMPTS = [[1, 2, 3], [4], [5, 6], [7, 8, 9]]
+CONFIG = ZeroConfig(persistence_threshold=0)
+
+
+def settings(algorithm: str, **options: object) -> rlhf.Settings:
+    """16 responses of up to 6 tokens to prompts of up to 3, in 4 groups or by 16 prompts."""
+    group = 4 if algorithm == "grpo" else 1
+    usual = {"prompt_length": 3, "new_tokens": 6, "rows": 16, "group": group, "minibatch": 8}
+    return rlhf.Settings(algorithm=algorithm, **{**usual, **options})
+
+
+def prompts(chosen: rlhf.Settings) -> list[list[int]]:
+    return [PROMPTS[i % len(PROMPTS)] for i in range(chosen.num_prompts)]
+
+
+def share_of_wanted(rollouts: rlhf.Rollouts) -> np.ndarray:
+    """A reward that is easy to learn: the share of one token."""
+    return np.array([np.mean(row == WANTED) for row in rollouts.responses()], np.float32)
+
+
+@dataclasses.dataclass(frozen=True)
+class Begun:
+    """A model, a loop, and its first states, of which each test takes copies."""
+
+    model: GPT
+    params: object
+    loop: rlhf.Loop
+    first: rlhf.States
+
+    def states(self) -> rlhf.States:
+        return rlhf.States(
+            actor=jax.tree.map(jnp.copy, self.first.actor),
+            critic=jax.tree.map(jnp.copy, self.first.critic),
+        )
+
+    def iterate(self, num_iterations: int, seed: int = 0) -> tuple[rlhf.States, list[dict]]:
+        """Return the states after some iterations, and the metrics of each."""
+        states, found = self.states(), []
+        for i in range(num_iterations):
+            key = jax.random.fold_in(jax.random.key(seed), i)
+            states, metrics = self.loop.iterate(states, prompts(self.loop.settings), key)
+            found.append(metrics)
+        return states, found
+
+
+def model() -> GPT:
+    return GPT.tiny(vocab=VOCAB, length=16, layers=1, width=16, heads=2, scan=False)
+
+
+def begin(
+    mesh: jax.sharding.Mesh,
+    chosen: rlhf.Settings,
+    *,
+    reward: rlhf.Reward = share_of_wanted,
+    **options: object,
+) -> Begun:
+    mine = model()
+    step = zeroxla.make_step(mine, mesh, optax.set_to_zero(), config=CONFIG)
+    batch = {"tokens": np.zeros((8, 9), np.int32)}
+    state = step.init(jax.random.key(0), batch)
+    loop = rlhf.make_loop(
+        mine,
+        mesh,
+        state.params,
+        chosen,
+        reward=reward,
+        optimizer=optax.adam(3e-2),
+        critic_optimizer=optax.adam(1e-2),
+        config=CONFIG,
+        **options,
+    )
+    states = loop.begin(state.params, jax.random.key(1))
+    return Begun(mine, zeroxla.full_params(state), loop, states)

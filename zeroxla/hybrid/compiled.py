@@ -1,0 +1,125 @@
+"""The compiled programs of an engine, by shape, and the copy of a state's leaves they run on."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from zeroxla.compat import mesh_context
+from zeroxla.hybrid.generation import WHOLE, Generation, Shape
+from zeroxla.hybrid.reshard import ROWS, Stored, part_spec
+from zeroxla.hybrid.sampling import Sampling
+from zeroxla.state import TrainState
+
+
+class Compiled:
+    """Programs of a `Generation`, each compiled at its first call."""
+
+    def __init__(self, generation: Generation) -> None:
+        self.generation, self.mesh = generation, generation.mesh
+        self._known: dict[Any, Any] = {}
+
+    def generate(self, shape: Shape, *args: Any) -> dict[str, jax.Array]:
+        """Run `Generation.generate`; results are whole on every device."""
+        with mesh_context(self.mesh):
+            return self._generate(shape)(*args)
+
+    def rows(self, name: str, shape: tuple[int, int], *args: Any) -> jax.Array:
+        """Run a function of whole rows of that shape: logprobs, logits or values."""
+        with mesh_context(self.mesh):
+            return self._rows(name, shape)(*args)
+
+    def lower_generate(self, shape: Shape, sampling: Sampling) -> jax.stages.Lowered:
+        """Lower what `generate` runs."""
+        number = jax.ShapeDtypeStruct((), jnp.int32)
+        options = dict.fromkeys(("new", "eos", "pad"), number)
+        rows = shape.rows * self.generation.copies
+        batch = {"prompt": self._tokens(rows, shape.prompt), "length": self._tokens(rows)}
+        key = jax.eval_shape(jax.random.key, 0)
+        options = {**options, "numbers": sampling.numbers}
+        model_state = self.generation.model.model_state
+        with mesh_context(self.mesh):
+            return self._generate(shape).lower(self._parts(), model_state, batch, key, options)
+
+    def lower_rows(self, name: str, shape: tuple[int, int]) -> jax.stages.Lowered:
+        """Lower what `rows` runs."""
+        model_state = self.generation.model.model_state
+        with mesh_context(self.mesh):
+            return self._rows(name, shape).lower(self._parts(), model_state, self._tokens(*shape))
+
+    def put(self, tree: Any, spec: PartitionSpec = WHOLE) -> Any:
+        """Return host arrays on the tensor mesh."""
+        sharding = NamedSharding(self.mesh, spec)
+        return jax.tree.map(lambda x: jax.device_put(x, sharding), tree)
+
+    def _generate(self, shape: Shape) -> Any:
+        return self._program(shape, partial(self.generation.generate, shape=shape))
+
+    def _rows(self, name: str, shape: tuple[int, int]) -> Any:
+        return self._program((name, shape), getattr(self.generation, name))
+
+    def _program(self, known_by: Any, function: Any) -> Any:
+        if known_by not in self._known:
+            everywhere = NamedSharding(self.mesh, WHOLE)
+            self._known[known_by] = jax.jit(function, out_shardings=everywhere)
+        return self._known[known_by]
+
+    def _parts(self) -> list[jax.ShapeDtypeStruct]:
+        """Return the shapes of the copy."""
+        leaves = jax.tree.leaves(self.generation.model.params)
+        return [
+            jax.ShapeDtypeStruct(
+                x.shape, x.dtype, sharding=NamedSharding(self.mesh, part_spec(row))
+            )
+            for x, row in zip(leaves, self.generation.plan.rows, strict=True)
+        ]
+
+    def _tokens(self, *shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=NamedSharding(self.mesh, ROWS))
+
+
+class Copy:
+    """The tensor-parallel copy of a state's leaves, made when it is needed.
+
+    Attributes:
+      stored: how the state has them.
+      release: whether it is freed after each use.
+    """
+
+    def __init__(self, generation: Generation, stored: Stored, *, release: bool) -> None:
+        self.stored, self.release = stored, release
+        self._mesh = generation.mesh
+        self._reshard = jax.jit(partial(generation.reshard, stored=stored))
+        # Which leaves the parts are of, without keeping those alive.
+        self._kept: tuple[list[weakref.ref[jax.Array]], list[jax.Array]] | None = None
+
+    def parts(self, state: TrainState) -> tuple[list[jax.Array], float]:
+        """Return the parts of the state's leaves, and the seconds that it took; none where the
+        copy is still there."""
+        leaves = jax.tree.leaves(state.params)
+        if self._kept is not None and all(r() is x for r, x in zip(self._kept[0], leaves)):
+            return self._kept[1], 0.0
+        self.free()
+        start = time.perf_counter()
+        with mesh_context(self._mesh):
+            parts = jax.block_until_ready(self._reshard(leaves))
+        self._kept = ([weakref.ref(x) for x in leaves], parts)
+        return parts, time.perf_counter() - start
+
+    def done(self) -> None:
+        """Free the copy unless it is to be kept."""
+        if self.release:
+            self.free()
+
+    def free(self) -> None:
+        """Free the copy, if there is one."""
+        if self._kept is not None:
+            for x in self._kept[1]:
+                x.delete()
+        self._kept = None

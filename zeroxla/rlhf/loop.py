@@ -1,0 +1,305 @@
+"""One iteration of reinforcement learning: generate, score, train, each timed.
+
+Shape letters: B rows, L tokens of a row, T = L - 1 targets.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from zeroxla.hosts.batches import global_batch, process_shard
+from zeroxla.hybrid.engine import HybridEngine
+from zeroxla.low_rank.model import LoraModel
+from zeroxla.rlhf.advantages import gae, group_advantages, token_rewards, whiten
+from zeroxla.rlhf.objectives import batch_shapes, critic_shapes
+from zeroxla.rlhf.reference import Reference
+from zeroxla.rlhf.rewards import Reward, checked
+from zeroxla.rlhf.rollouts import Prompts, Rollouts, minibatches
+from zeroxla.rlhf.settings import Settings
+from zeroxla.state import TrainState
+from zeroxla.step import Step
+
+PHASES = ("generate", "score", "train")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class States:
+    """What is trained.
+
+    Attributes:
+      actor: the policy's state.
+      critic: the critic's; None with GRPO.
+    """
+
+    actor: TrainState
+    critic: TrainState | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Scored:
+    """What rollouts were found to be worth.
+
+    Attributes:
+      scores_B: float32, of the reward.
+      ref_logprobs_BT: float32, of the tokens under the reference.
+      actor, critic: columns to train on; {} without a critic.
+    """
+
+    scores_B: np.ndarray
+    ref_logprobs_BT: np.ndarray
+    actor: dict[str, np.ndarray]
+    critic: dict[str, np.ndarray]
+
+
+class Loop:
+    """Improves an actor by what a reward says of its responses.
+
+    Attributes:
+      settings: the options.
+      actor, critic: the training steps; no critic with GRPO.
+      engine, critic_engine: what generates from the actor's state, and reads values from the
+        critic's.
+      reference: what the actor must not stray from.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        actor: Step,
+        reward: Reward,
+        reference: Reference | None = None,
+        adapters: LoraModel | None = None,
+        critic: Step | None = None,
+        tensor: int = 1,
+    ) -> None:
+        """Plan the engines; nothing is computed with the models' weights.
+
+        Args:
+          settings: the options, of which the steps' losses were made.
+          actor: a step with `loss=actor_loss(settings)`.
+          reward: scores responses.
+          reference: whose log-probabilities the divergence is taken to; None: the actor without its
+            adapters.
+          adapters: the model of the actor's step, if it is one that `zeroxla.lora` made.
+          critic: a step with `loss=critic_loss(settings)`; of PPO alone.
+          tensor: devices that share a copy of a model that generates or scores; see `HybridEngine`.
+
+        Raises:
+          ValueError: there is a critic with GRPO or none with PPO, no reference and no adapters,
+            rows are longer than the
+            model's context or do not divide over the devices, or as `HybridEngine`.
+        """
+        if (critic is None) == (settings.algorithm == "ppo"):
+            raise ValueError(
+                "PPO needs the step of a critic: pass critic="
+                if critic is None
+                else "GRPO has no critic; leave out critic=, or choose algorithm='ppo'"
+            )
+        if reference is None and adapters is None:
+            raise ValueError(
+                "the actor has no adapters without which it would be its own reference; pass "
+                "reference=, or adapters="
+            )
+        context = (actor.adapted.base or actor.adapted).context
+        if context is not None and settings.length > context:
+            raise ValueError(
+                f"prompt_length={settings.prompt_length} and new_tokens={settings.new_tokens} make "
+                f"{settings.length} tokens, and the model's context is {context}; lower one of them"
+            )
+        self.settings, self.reward = settings, reward
+        self.actor, self.critic, self._adapters = actor, critic, adapters
+        actor.abstract_state(batch_shapes(settings))  # engines need what the steps have traced
+        self.engine = HybridEngine(actor, tensor=tensor)
+        self.reference = reference or Reference.base_of_actor(self.engine)
+        self.critic_engine = None
+        if critic is not None:
+            critic.abstract_state(critic_shapes(settings))
+            self.critic_engine = HybridEngine(critic, tensor=tensor)
+        self._advantages: Any = jax.jit(partial(_advantages, settings))
+
+    def begin(self, params: Any, key: jax.Array) -> States:
+        """Make states on given parameters: actor and critic begin alike.
+
+        Args:
+          params: the `params` of a state of the model, without adapters, on the same mesh and made
+            with the same config; copied.
+          key: a PRNG key.
+
+        Cost: the actor's state and the critic's, split over all devices.
+        """
+        actor = state_on(self.actor, params, jax.random.fold_in(key, 0), adapters=self._adapters)
+        if self.critic is None:
+            return States(actor=actor)
+        critic = state_on(self.critic, params, jax.random.fold_in(key, 1))
+        return States(actor=actor, critic=critic)
+
+    def iterate(
+        self, states: States, prompts: Prompts, key: jax.Array
+    ) -> tuple[States, dict[str, float]]:
+        """Generate responses, score them, train on them.
+
+        Args:
+          states: of the steps; donated: use the returned ones.
+          prompts: `settings.num_prompts` of them, of up to `settings.prompt_length` tokens; the
+            same ones in each process. Each has `settings.group` responses.
+          key: a PRNG key; the iteration follows from it, the states and the prompts.
+
+        Returns:
+          The next states, and metrics: `reward` and `reward_std` over the responses; `kl`, the mean
+          of `logprobs - ref_logprobs` over their tokens; `length` of responses; of the actor's loss
+          `loss`, `entropy`, `clipped`, `grad_norm`; of the critic's `value_loss`; `generate_s`,
+          `score_s`, `train_s`.
+
+        Raises:
+          ValueError: other prompts than these, or a reward that is not a finite number for each
+            response.
+        """
+        clock = _Clock()
+        rollouts = self.generate(states, prompts, key)
+        clock.lap("generate")
+        scored = self.score(states, rollouts)
+        clock.lap("score")
+        states, trained = self.train(states, scored, key)
+        clock.lap("train")
+        count = rollouts.mask_BT.sum()
+        # The plain mean: `kl_estimate` has a heavy tail where the two are far apart.
+        strayed_BT = rollouts.logprobs_BT - scored.ref_logprobs_BT
+        metrics = {
+            "reward": float(scored.scores_B.mean()),
+            "reward_std": float(scored.scores_B.std()),
+            "kl": float((strayed_BT * rollouts.mask_BT).sum() / count),
+            "length": float(rollouts.lengths_B.mean()),
+        }
+        return states, {**metrics, **trained, **clock.seconds}
+
+    def generate(self, states: States, prompts: Prompts, key: jax.Array) -> Rollouts:
+        """Draw responses: `settings.group` to each prompt, next to each other."""
+        settings = self.settings
+        if len(prompts) != settings.num_prompts:
+            raise ValueError(
+                f"{len(prompts)} prompts in groups of {settings.group} do not make the "
+                f"rows={settings.rows} of the settings; pass {settings.num_prompts}"
+            )
+        if (longest := max(map(len, prompts))) > settings.prompt_length:
+            raise ValueError(
+                f"a prompt has {longest} tokens, more than prompt_length={settings.prompt_length}; "
+                "cut it, or raise prompt_length"
+            )
+        rows: list[Any] = [prompt for prompt in prompts for _ in range(settings.group)]
+        generated = self.engine.generate(
+            states.actor,
+            rows,
+            key=key,
+            max_new_tokens=settings.new_tokens,
+            eos=settings.eos,
+            pad=settings.pad,
+        )
+        return Rollouts.of(rows, generated, length=settings.length, pad=settings.pad)
+
+    def score(self, states: States, rollouts: Rollouts) -> Scored:
+        """Find what rollouts are worth, and what to train on."""
+        tokens_BL, mask_BT = rollouts.tokens_BL, rollouts.mask_BT
+        scores_B = checked(self.reward(rollouts), len(tokens_BL))
+        # What stands outside of responses means nothing; 0 keeps it harmless.
+        ref_BT = self.reference.logprobs(states.actor, tokens_BL) * mask_BT
+        columns = {"tokens": tokens_BL, "mask": mask_BT}
+        actor = {**columns, "logprobs": rollouts.logprobs_BT}
+        critic: dict[str, np.ndarray] = {}
+        if self.critic_engine is None:
+            actor["advantages"] = np.asarray(
+                group_advantages(jnp.asarray(scores_B), self.settings.group)
+            )
+            actor["ref_logprobs"] = ref_BT
+        else:
+            assert states.critic is not None
+            values_BT = self.critic_engine.values(states.critic, tokens_BL)[:, :-1] * mask_BT
+            advantages_BT, returns_BT = self._advantages(
+                scores_B, rollouts.logprobs_BT, ref_BT, values_BT, mask_BT
+            )
+            actor["advantages"] = np.asarray(advantages_BT)
+            critic = {**columns, "values": values_BT, "returns": np.asarray(returns_BT)}
+        return Scored(scores_B=scores_B, ref_logprobs_BT=ref_BT, actor=actor, critic=critic)
+
+    def train(
+        self, states: States, scored: Scored, key: jax.Array
+    ) -> tuple[States, dict[str, float]]:
+        """Train the actor, and the critic, on what was scored."""
+        actor, critic = states.actor, states.critic
+        found: list[dict[str, Any]] = []
+        for batch in self._minibatches(scored.actor, key):
+            actor, metrics = self.actor(actor, batch)
+            found.append(metrics)
+        names = [name for name in ("entropy", "clipped", "loss", "grad_norm") if name in found[0]]
+        values = jax.device_get([{name: metrics[name] for name in names} for metrics in found])
+        trained = {name: float(np.mean([metrics[name] for metrics in values])) for name in names}
+        if self.critic is not None:
+            losses = []
+            for batch in self._minibatches(scored.critic, key):
+                critic, metrics = self.critic(critic, batch)  # pyright: ignore[reportArgumentType]
+                losses.append(metrics["loss"])
+            trained["value_loss"] = float(np.mean(jax.device_get(losses)))
+        return States(actor=actor, critic=critic), trained
+
+    def _minibatches(self, columns: dict[str, np.ndarray], key: jax.Array) -> Iterator[Any]:
+        settings, mesh = self.settings, self.actor.mesh
+        index, count = process_shard(mesh)
+        seed = np.asarray(jax.random.key_data(key)).ravel().tolist()
+        for batch in minibatches(
+            columns, settings.minibatch_rows, epochs=settings.epochs, seed=seed
+        ):
+            mine = {name: np.split(x, count)[index] for name, x in batch.items()}
+            yield global_batch(mine, mesh)
+
+
+def state_on(
+    step: Step, params: Any, key: jax.Array, *, adapters: LoraModel | None = None
+) -> TrainState:
+    """Return a state on a copy of parameters: a step takes the memory of those that it is given.
+
+    Args:
+      step: which has seen a batch.
+      params: of the model without adapters.
+      key: a PRNG key.
+      adapters: the step's model, if it has some.
+    """
+    params = jax.tree.map(jnp.copy, params)
+    if adapters is None:
+        return step.init_from(params, key)
+    return adapters.init_from(step, params, key)
+
+
+def _advantages(
+    settings: Settings,
+    scores_B: jax.Array,
+    logprobs_BT: jax.Array,
+    ref_BT: jax.Array,
+    values_BT: jax.Array,
+    mask_BT: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """Return PPO's whitened advantages, and returns."""
+    rewards_BT = token_rewards(scores_B, logprobs_BT, ref_BT, mask_BT, kl=settings.kl_cost)
+    advantages_BT, returns_BT = gae(
+        rewards_BT, values_BT, mask_BT, gamma=settings.gamma, lam=settings.lam
+    )
+    return whiten(advantages_BT, mask_BT), returns_BT
+
+
+class _Clock:
+    """Seconds of phases that follow each other."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._last = time.perf_counter()
+
+    def lap(self, phase: str) -> None:
+        now = time.perf_counter()
+        self.seconds[f"{phase}_s"], self._last = now - self._last, now

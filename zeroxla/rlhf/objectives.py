@@ -1,0 +1,105 @@
+"""What the training steps of actor and critic minimise: `loss=` of `make_step`.
+
+A batch holds columns of rollouts, [B, L] tokens and [B, T] values of its T = L - 1 targets. Dropout
+is off, as it was when the responses were drawn. The critic is a language model of any kind, whose
+first logit is the value; no model is changed for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from zeroxla.rlhf.losses import (
+    Metrics,
+    entropy,
+    grpo_loss,
+    masked_mean,
+    ppo_loss,
+    row_mean,
+    target_logprobs,
+    value_loss,
+)
+from zeroxla.rlhf.settings import Settings
+
+Loss = Callable[..., tuple[jax.Array, Metrics]]
+
+
+def actor_loss(settings: Settings) -> Loss:
+    """Return the loss of the policy.
+
+    Its metrics: `entropy` in nats, `clipped` (the share of tokens that the clip holds), of GRPO
+    `divergence` from the reference.
+    """
+    algorithm = {"ppo": _ppo, "grpo": _grpo}[settings.algorithm]
+    mean = {"ppo": masked_mean, "grpo": row_mean}[settings.algorithm]
+
+    def loss(apply: Any, batch: dict[str, jax.Array], *, train: bool) -> tuple[jax.Array, Metrics]:
+        logits_BTV = apply(batch["tokens"][:, :-1])
+        logprobs_BT = target_logprobs(logits_BTV, batch["tokens"][:, 1:])
+        policy, metrics = algorithm(settings, logprobs_BT, batch)
+        bonus = mean(entropy(logits_BTV), batch["mask"])[0]
+        return policy - settings.entropy * bonus, {**metrics, "entropy": bonus}
+
+    return loss
+
+
+def critic_loss(settings: Settings) -> Loss:
+    """Return the loss of the critic. Its metric: `clipped`, the share that the clip holds."""
+
+    def loss(apply: Any, batch: dict[str, jax.Array], *, train: bool) -> tuple[jax.Array, Metrics]:
+        # What the critic expects where token t is yet to be drawn: it stands at its target's place.
+        values_BT = apply(batch["tokens"][:, :-1])[..., 0]
+        return value_loss(
+            values_BT, batch["values"], batch["returns"], batch["mask"], clip=settings.value_clip
+        )
+
+    return loss
+
+
+def batch_shapes(settings: Settings) -> dict[str, jax.ShapeDtypeStruct]:
+    """Return the shapes of a minibatch of the actor: what its step must see before it has a state.
+    A critic's has others of the same kind."""
+    rows, length = settings.minibatch_rows, settings.length
+    targets = jax.ShapeDtypeStruct((rows, length - 1), np.float32)
+    shapes = {
+        "tokens": jax.ShapeDtypeStruct((rows, length), np.int32),
+        "mask": targets,
+        "logprobs": targets,
+    }
+    if settings.algorithm == "ppo":
+        return {**shapes, "advantages": targets}
+    advantages = jax.ShapeDtypeStruct((rows,), np.float32)
+    return {**shapes, "advantages": advantages, "ref_logprobs": targets}
+
+
+def critic_shapes(settings: Settings) -> dict[str, jax.ShapeDtypeStruct]:
+    """Return the shapes of a minibatch of the critic."""
+    shapes = batch_shapes(settings)
+    targets = shapes["mask"]
+    return {"tokens": shapes["tokens"], "mask": targets, "values": targets, "returns": targets}
+
+
+def _ppo(
+    settings: Settings, logprobs_BT: jax.Array, batch: dict[str, jax.Array]
+) -> tuple[jax.Array, Metrics]:
+    return ppo_loss(
+        logprobs_BT, batch["logprobs"], batch["advantages"], batch["mask"], clip=settings.clip
+    )
+
+
+def _grpo(
+    settings: Settings, logprobs_BT: jax.Array, batch: dict[str, jax.Array]
+) -> tuple[jax.Array, Metrics]:
+    return grpo_loss(
+        logprobs_BT,
+        batch["logprobs"],
+        batch["ref_logprobs"],
+        batch["advantages"],
+        batch["mask"],
+        clip=settings.clip,
+        kl=settings.kl_cost,
+    )
