@@ -47,6 +47,7 @@ MATRIX = [
     for tensor in (4, 2, 1)
 ]
 ROWS = [pytest.param(*row, marks=pytest.mark.full if i % 7 else ()) for i, row in enumerate(MATRIX)]
+ROWS[0] = pytest.param(*MATRIX[0], marks=pytest.mark.smoke)
 ROWS += [pytest.param(name, 2, 2, marks=pytest.mark.slow) for name in list(MODELS)[3:]]
 
 

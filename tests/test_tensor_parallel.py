@@ -206,6 +206,7 @@ def test_a_reduced_sum_of_halves_is_rounded_once():
 # plans
 
 
+@pytest.mark.smoke
 def test_gpt_is_split_by_heads_hidden_width_and_tables():
     assert splits_of(GPT.tiny(), 2) == {
         "h/attn/c_attn/bias": (1, (3, 4, 8)),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 import warnings
 from collections.abc import Sequence
@@ -12,11 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zeroxla.describe import Description
 from zeroxla.hybrid.calls import Calls
 from zeroxla.hybrid.compiled import Compiled, Copy
 from zeroxla.hybrid.generation import Generation, Shape
 from zeroxla.hybrid.model import Model
+from zeroxla.hybrid.phases import phase_report
 from zeroxla.hybrid.prompts import Generated, Limits, as_rows, left_padded
 from zeroxla.hybrid.reshard import ROWS, Stored, tensor_mesh
 from zeroxla.hybrid.sampling import Sampling
@@ -299,21 +298,7 @@ class HybridEngine:
             rows = self._rows_of_a_device(num_prompts)
             program = self._model.cached(self.plan, rows, self._limits.checked(length), 1)
             cache = program.cache_shapes(self._compiled.generation.sharing)
-        state = self._step.shapes()
-        described = self._step.describe()
-        assert isinstance(described, Description)  # there are no stages
-        dtype = jax.tree.leaves(self._model.params)[0].dtype
-        return PhaseReport(
-            num_parameters=self.plan.num_parameters,
-            devices=self.mesh.size,
-            tensor=self.plan.parts,
-            parameter_bytes=_bytes_of_a_device(state.params),
-            optimizer_bytes=_bytes_of_a_device(state.opt_state),
-            other_bytes=_bytes_of_a_device((state.model_state, state.wire_state)),
-            gradient_bytes=described.gradient_bytes,
-            layout_bytes=self.plan.num_elements * dtype.itemsize,
-            cache_bytes=sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache)),
-        )
+        return phase_report(self._step, self._model, self.plan, cache)
 
     def free(self) -> None:
         """Free a layout that was kept (`release=False`)."""
@@ -326,11 +311,3 @@ class HybridEngine:
                 "the state is stored otherwise than the engine's step stores it; make the engine "
                 "from the step that this state belongs to"
             )
-
-
-def _bytes_of_a_device(shapes: Any) -> int:
-    """Return the bytes of one device's shards of arrays, of their shapes and shardings."""
-    return sum(
-        math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
-        for x in jax.tree.leaves(shapes)
-    )

@@ -1,0 +1,47 @@
+"""What a device holds while a state is trained and while it generates, from shapes."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+
+from zeroxla.describe import Description
+from zeroxla.hybrid.model import Model
+from zeroxla.hybrid.tensor_parallel import TensorPlan
+from zeroxla.inspect.phase_memory import PhaseReport
+from zeroxla.step import Step
+
+
+def phase_report(step: Step, model: Model, plan: TensorPlan, cache: Any) -> PhaseReport:
+    """Report both phases.
+
+    Args:
+      step: which has seen a batch.
+      model: what generates.
+      plan: how its leaves then lie.
+      cache: the shapes of one device's part of it.
+    """
+    state, described = step.shapes(), step.describe()
+    assert isinstance(described, Description)  # an engine's step has no stages
+    dtype = jax.tree.leaves(model.params)[0].dtype
+    return PhaseReport(
+        num_parameters=plan.num_parameters,
+        devices=step.mesh.size,
+        tensor=plan.parts,
+        parameter_bytes=_bytes_of_a_device(state.params),
+        optimizer_bytes=_bytes_of_a_device(state.opt_state),
+        other_bytes=_bytes_of_a_device((state.model_state, state.wire_state)),
+        gradient_bytes=described.gradient_bytes,
+        layout_bytes=plan.num_elements * dtype.itemsize,
+        cache_bytes=sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache)),
+    )
+
+
+def _bytes_of_a_device(shapes: Any) -> int:
+    """Return the bytes of one device's shards of arrays, of their shapes and shardings."""
+    return sum(
+        math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+        for x in jax.tree.leaves(shapes)
+    )
