@@ -23,9 +23,10 @@ class Atom:
     """A factor of a dim. Compared by identity; `root` stands for its class.
 
     Attributes (of a root):
-      size: how many. blocked: why the class cannot be split; empty if it can. sums: elements that
-      must be summed over the parts, for each place where the class is contracted
-        or looked up.
+      size: how many.
+      blocked: why the class cannot be split; empty if it can.
+      sums: how many elements are summed over the parts, for each place where the class is
+        contracted or looked up.
       is_heads: whether two activations are multiplied head by head along it.
       is_table: whether tokens or positions are looked up along it.
       is_turns: whether a loop goes through it, turn by turn.

@@ -73,6 +73,8 @@ class HybridEngine:
                 f"the step has pipe={step.mesh.shape[PIPE]} stages, and generation needs all "
                 "layers on a device; restore a checkpoint on a mesh with pipe=1 to generate"
             )
+        if prefill_tokens < 1:
+            raise ValueError(f"prefill_tokens={prefill_tokens} must be 1 or more")
         self._step = step
         self.mesh = tensor_mesh(step.mesh, tensor)
         state = step.shapes()
@@ -97,8 +99,6 @@ class HybridEngine:
         )
         self._limits = Limits.of(max_length, adapted.context)
         self.plan: TensorPlan = self._model.plan(tensor)
-        if prefill_tokens < 1:
-            raise ValueError(f"prefill_tokens={prefill_tokens} must be 1 or more")
         generation = Generation(
             model=self._model, plan=self.plan, mesh=self.mesh, prefill_tokens=prefill_tokens
         )
