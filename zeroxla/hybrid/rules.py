@@ -3,8 +3,7 @@
 A `Rule` has two sides that must agree:
 
 * `connect` joins the atoms of operands and results that are split together, and blocks those that
-the
-  equation needs whole;
+  the equation needs whole;
 * `run` computes a part of the results from parts of the operands. Where an equation names shapes,
   those of the parts take their place; where a split atom is summed over, the parts are summed.
 
