@@ -155,8 +155,8 @@ def splits(dim: Dim) -> tuple[int, int, int] | None:
 
 
 def contiguous(dim: Dim, start: int, size: int) -> Dim | None:
-    """Return the dim of a slice that takes whole outer turns: `size` elements from `start`, of a dim
-    that is seen as so many runs of `size`; None where it is not such a slice."""
+    """Return the dim of a slice that takes whole outer turns: `size` elements from `start`, of a
+    dim that is seen as so many runs of `size`; None where it is not such a slice."""
     whole = expand(dim)
     total = size_of(whole)
     if size == total:
