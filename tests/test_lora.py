@@ -352,7 +352,7 @@ SHAPES = (
 )
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("name", "frozen"), [(name, (None, "int4", "int8")[i % 3]) for i, name in enumerate(SHAPES)]
 )
