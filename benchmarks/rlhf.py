@@ -63,7 +63,7 @@ def main() -> int:
     for name, variant in VARIANTS.items():
         start = time.perf_counter()
         results[name] = []
-        loop = make(mesh, params, **variant)
+        loop = make(mesh, **variant)
         for seed in range(arguments.seeds):  # which share the loop, and with it what is compiled
             states = loop.begin(params, jax.random.key(seed))
             if seed == 0:
@@ -86,10 +86,8 @@ def pretrained(mesh: jax.sharding.Mesh, text: np.ndarray) -> tuple[Any, float]:
     return state.params, float(np.mean(jax.device_get(losses[-10:])))
 
 
-def make(
-    mesh: jax.sharding.Mesh, params: Any, *, algorithm: Any, rate: float, rank: int | None
-) -> rlhf.Loop:
-    """Return a loop whose reference has the given parameters."""
+def make(mesh: jax.sharding.Mesh, *, algorithm: Any, rate: float, rank: int | None) -> rlhf.Loop:
+    """Return a variant's loop."""
     settings = rlhf.Settings(
         algorithm=algorithm,
         prompt_length=PROMPT,
@@ -102,7 +100,6 @@ def make(
     return rlhf.make_loop(
         MODEL,
         mesh,
-        params,
         settings,
         reward=rlhf.TextReward(function=rlhf.REWARDS["brackets"], decode=text_of),
         optimizer=optax.chain(optax.clip_by_global_norm(1.0), optax.adam(rate)),

@@ -47,6 +47,7 @@ class Begun:
         return rlhf.States(
             actor=jax.tree.map(jnp.copy, self.first.actor),
             critic=jax.tree.map(jnp.copy, self.first.critic),
+            reference=self.first.reference,  # which nothing takes
         )
 
     def iterate(self, num_iterations: int, seed: int = 0) -> tuple[rlhf.States, list[dict]]:
@@ -77,7 +78,6 @@ def begin(
     loop = rlhf.make_loop(
         mine,
         mesh,
-        state.params,
         chosen,
         reward=reward,
         optimizer=optax.adam(3e-2),

@@ -17,6 +17,7 @@ import models
 import zeroxla
 from zeroxla.config import UNQUANTIZED
 from zeroxla.export_run import ExportOptions
+from zeroxla.rlhf_options import RlhfOptions
 from zeroxla.train_options import ALEXNET, TrainOptions, flag
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -24,6 +25,7 @@ PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
 
 # A block runs if the first line of its fence says so: ```python runnable
 RUNNABLE = re.compile(r"^```python runnable\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+BAR = r"\|"  # as a table's cell holds it
 LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
 
 
@@ -86,7 +88,8 @@ def test_links_lead_somewhere(page):
 def options_table(*pages: str) -> dict[str, str]:
     """Return, by the name in the first cell, the second cell of every table row of the pages."""
     text = "\n".join((REPOSITORY / "docs" / page).read_text() for page in pages)
-    return dict(re.findall(r"^\| `([\w-]+)` \| ([^|]*) \|", text, re.MULTILINE))
+    cell = r"((?:[^|\\]|\\.)*)"
+    return dict(re.findall(rf"^\| `([\w-]+)` \| {cell} \|", text, re.MULTILINE))
 
 
 def test_every_option_of_the_library_is_documented_with_its_default():
@@ -108,6 +111,15 @@ def test_every_option_of_the_command_is_documented_with_its_default():
         if field.default is not dataclasses.MISSING:
             shown = "none" if field.default in (None, ()) else field.default
             assert table[flag(field.name)] == f"`{shown}`", flag(field.name)
+
+
+def test_every_option_of_rlhf_is_documented_with_its_default():
+    table = options_table("rlhf.md")
+    own = [group for group in dataclasses.fields(RlhfOptions) if group.name != "mesh"]
+    for field in (x for group in own for x in dataclasses.fields(group.default_factory)):
+        shown = "none" if field.default in (None, ()) else str(field.default)
+        # A table's cell holds no bare "|".
+        assert table[flag(field.name)] == f"`{shown.replace('|', BAR)}`", flag(field.name)
 
 
 def test_every_default_of_alexnet_is_documented():

@@ -142,7 +142,7 @@ def test_gradients_are_those_of_the_whole_batch(begun, algorithm):
     mine = begun[algorithm]
     chosen = mine.loop.settings
     batch = ragged(chosen)
-    value, found = mine.loop.actor.grad(mine.states().actor, batch)
+    value, found = mine.loop.actor.step.grad(mine.states().actor, batch)
 
     def loss(params):
         return rlhf.actor_loss(chosen)(applied(mine, params), batch, train=True)[0]
@@ -213,13 +213,36 @@ def test_an_end_token_ends_responses(begun):
     np.testing.assert_array_equal(rollouts.mask_BT.sum(axis=1), rollouts.lengths_B)
 
 
+@pytest.mark.slow
+def test_an_actor_with_adapters_is_its_own_reference(mesh):
+    """Its base is stored once, in 8 bits, and stays as it is, to the bit."""
+    storage = rlhf.Storage(rank=2, targets="kernel")
+    mine = begin(mesh, settings("grpo"), storage=storage)
+    assert mine.first.reference is None
+    states, metrics = mine.iterate(3)
+    first, last = mine.first.actor.params, states.actor.params
+    assert equal_bits(first["base"], last["base"])
+    assert not equal_bits(first["lora"], last["lora"])
+    assert metrics[0]["kl"] == pytest.approx(0, abs=1e-5)
+    assert abs(metrics[-1]["kl"]) > 1e-4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("frozen", [None, "int4"])
+def test_a_reference_may_be_stored_otherwise(mesh, frozen):
+    mine = begin(mesh, settings("grpo"), storage=rlhf.Storage(frozen=frozen))
+    assert ("lora" in mine.first.reference.params) == (frozen is not None)
+    _, metrics = mine.iterate(1)
+    assert metrics[0]["kl"] == pytest.approx(0, abs=0.01)
+
+
 class TestMemory:
     @pytest.mark.parametrize("algorithm", ALGORITHMS)
     def test_states_are_counted_from_their_arrays(self, begun, algorithm):
         mine = begun[algorithm]
         report = rlhf.memory_by_phase(mine.loop, mine.first)
-        reference = mine.loop.reference.state_of(mine.first.actor)
-        arrays = jax.tree.leaves((mine.first.actor, mine.first.critic, reference))
+        first = mine.first
+        arrays = jax.tree.leaves((first.actor, first.critic, first.reference))
         held = sum(x.addressable_shards[0].data.nbytes for x in arrays)
         assert [row.phase for row in report.rows] == ["generate", "score", "train"]
         assert {row.state_bytes for row in report.rows} == {held}
@@ -252,6 +275,8 @@ class TestErrors:
 
     def test_of_critics(self, begun):
         loops = {name: begun[name].loop for name in ALGORITHMS}
+        with pytest.raises(ValueError, match="no adapters without which it would be its own ref"):
+            rlhf.Loop(settings("grpo"), actor=loops["grpo"].actor, reward=share_of_wanted)
         options = {"reward": share_of_wanted, "reference": loops["ppo"].reference}
         with pytest.raises(ValueError, match="PPO needs the step of a critic"):
             rlhf.Loop(settings("ppo"), actor=loops["ppo"].actor, **options)

@@ -31,7 +31,6 @@ from zeroxla.rlhf_output import RlhfOutput, as_text
 from zeroxla.rlhf_plot import plot_run
 from zeroxla.rlhf_start import START, Start, source_of
 from zeroxla.run_folder import CHECKPOINTS, NoRunFolder, RunFolder, read_config
-from zeroxla.state import TrainState
 from zeroxla.train import UsageError
 from zeroxla.train_setup import check_same, circumstances, mesh_for
 from zeroxla.train_text import record_of
@@ -77,15 +76,13 @@ class _Job:
         self.key = jax.random.key(options.learning.seed)
         here = circumstances({"text": record_of(self.start.corpus)}, mesh)
         agree("text", {"fingerprint": here["text"]["fingerprint"]}, "give all hosts the same files")
-        self.done, self.states = 0, None
+        self.done = 0
+        self.states: States | None = None  # until run() has made them
+        # Traces the models, so that what does not fit the devices is found before files are made.
+        self.loop = self.make_loop()
         if run.resume:
             check_same(read_config(self.path), here, "text")
-        # Traces the models, so that what does not fit the devices is found before files are made.
-        self.loop: Loop
-        self.folder: RunFolder | NoRunFolder
-        if run.resume:
             self.open_checkpoints()
-            self.make(self.start.restored(self.path / START, output.warn))
             self.restore()
             found = on_first(
                 "run folder",
@@ -116,13 +113,11 @@ class _Job:
             # Whole before the actor's of the same iteration begins: an actor's has a critic's.
             self.critics = Checkpointer(self.path / CRITIC, asynchronous=False, **kinds)
 
-    def make(self, start: TrainState) -> None:
-        """Make the loop, whose reference is the start."""
+    def make_loop(self) -> Loop:
         learning = self.options.learning
-        self.loop = make_loop(
+        return make_loop(
             self.start.choice.model,
             self.start.mesh,
-            start.params,
             self.settings,
             reward=self.reward,
             optimizer=_adam(learning.learning_rate, learning.clip),
@@ -133,12 +128,16 @@ class _Job:
         )
 
     def restore(self) -> None:
-        """Read the newest checkpoint."""
-        restored = self.checkpoints.restore(self.loop.actor)
-        critic = None
-        if self.critics is not None and self.loop.critic is not None:
-            critic = self.critics.restore(self.loop.critic, restored.number).state
-        self.done, self.states = restored.number, States(actor=restored.state, critic=critic)
+        """Read the newest checkpoint, and make the reference of the one at the start."""
+        loop, critic, reference = self.loop, None, None
+        if loop.reference is not None:
+            start = self.start.restored(self.path / START, self.output.warn)
+            reference = loop.reference.begin(start.params, self.key)
+        restored = self.checkpoints.restore(loop.actor.step)
+        if self.critics is not None and loop.critic is not None:
+            critic = self.critics.restore(loop.critic, restored.number).state
+        self.done = restored.number
+        self.states = States(actor=restored.state, critic=critic, reference=reference)
         self.prompts.set_state(restored.position)
 
     def run(self) -> int:
@@ -172,7 +171,6 @@ class _Job:
             start = self.start.restored(source, self.output.warn)
         with Checkpointer(self.path / START, asynchronous=False) as checkpointer:
             checkpointer.save(0, start, config=self.start.config)
-        self.make(start)
         self.states = self.loop.begin(start.params, self.key)
         self.show("before", "Responses before")
 

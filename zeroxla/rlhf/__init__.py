@@ -6,7 +6,7 @@ from .losses import entropy, grpo_loss, kl_estimate, ppo_loss, target_logprobs, 
 from .make import Storage, make_loop
 from .memory import PhaseMemory, PhasesMemory, memory_by_phase
 from .objectives import actor_loss, critic_loss
-from .reference import Reference
+from .policy import Policy
 from .rewards import REWARDS, ModelReward, Reward, TextReward
 from .rollouts import Rollouts, minibatches
 from .settings import Settings
@@ -14,7 +14,7 @@ from .settings import Settings
 __all__ = [  # noqa: RUF022 (grouped)
     # the loop
     "Loop",
-    "Reference",
+    "Policy",
     "Scored",
     "Settings",
     "States",

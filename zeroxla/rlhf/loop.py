@@ -17,10 +17,9 @@ import numpy as np
 
 from zeroxla.hosts.batches import global_batch, process_shard
 from zeroxla.hybrid.engine import HybridEngine
-from zeroxla.low_rank.model import LoraModel
 from zeroxla.rlhf.advantages import gae, group_advantages, token_rewards, whiten
 from zeroxla.rlhf.objectives import batch_shapes, critic_shapes
-from zeroxla.rlhf.reference import Reference
+from zeroxla.rlhf.policy import Policy, without_adapters
 from zeroxla.rlhf.rewards import Reward, checked
 from zeroxla.rlhf.rollouts import Prompts, Rollouts, minibatches
 from zeroxla.rlhf.settings import Settings
@@ -32,15 +31,17 @@ PHASES = ("generate", "score", "train")
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class States:
-    """What is trained.
+    """What is trained, and what it must not stray from.
 
     Attributes:
       actor: the policy's state.
       critic: the critic's; None with GRPO.
+      reference: the frozen reference's; None where that is the actor without its adapters.
     """
 
     actor: TrainState
     critic: TrainState | None = None
+    reference: TrainState | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,20 +65,20 @@ class Loop:
 
     Attributes:
       settings: the options.
-      actor, critic: the training steps; no critic with GRPO.
-      engine, critic_engine: what generates from the actor's state, and reads values from the
-        critic's.
-      reference: what the actor must not stray from.
+      actor: the policy that is trained.
+      reference: the one that it must not stray from; None: the actor without its adapters.
+      critic: the step of the critic; None with GRPO.
+      engine, reference_engine, critic_engine: what generates from the actor's state, and scores
+        with the others'.
     """
 
     def __init__(
         self,
         settings: Settings,
         *,
-        actor: Step,
+        actor: Policy,
         reward: Reward,
-        reference: Reference | None = None,
-        adapters: LoraModel | None = None,
+        reference: Policy | None = None,
         critic: Step | None = None,
         tensor: int = 1,
     ) -> None:
@@ -85,18 +86,17 @@ class Loop:
 
         Args:
           settings: the options, of which the steps' losses were made.
-          actor: a step with `loss=actor_loss(settings)`.
+          actor: its step has `loss=actor_loss(settings)`.
           reward: scores responses.
-          reference: whose log-probabilities the divergence is taken to; None: the actor without its
-            adapters.
-          adapters: the model of the actor's step, if it is one that `zeroxla.lora` made.
+          reference: to which the divergence is taken; its step has the same loss. None: the actor
+            without its adapters.
           critic: a step with `loss=critic_loss(settings)`; of PPO alone.
           tensor: devices that share a copy of a model that generates or scores; see `HybridEngine`.
 
         Raises:
           ValueError: there is a critic with GRPO or none with PPO, no reference and no adapters,
-            rows are longer than the
-            model's context or do not divide over the devices, or as `HybridEngine`.
+            rows are longer than the model's context or do not divide over the devices, or as
+            `HybridEngine`.
         """
         if (critic is None) == (settings.algorithm == "ppo"):
             raise ValueError(
@@ -104,43 +104,51 @@ class Loop:
                 if critic is None
                 else "GRPO has no critic; leave out critic=, or choose algorithm='ppo'"
             )
-        if reference is None and adapters is None:
+        if reference is None and actor.adapters is None:
             raise ValueError(
                 "the actor has no adapters without which it would be its own reference; pass "
-                "reference=, or adapters="
+                "reference="
             )
-        context = (actor.adapted.base or actor.adapted).context
+        context = actor.context
         if context is not None and settings.length > context:
             raise ValueError(
                 f"prompt_length={settings.prompt_length} and new_tokens={settings.new_tokens} make "
                 f"{settings.length} tokens, and the model's context is {context}; lower one of them"
             )
         self.settings, self.reward = settings, reward
-        self.actor, self.critic, self._adapters = actor, critic, adapters
-        actor.abstract_state(batch_shapes(settings))  # engines need what the steps have traced
-        self.engine = HybridEngine(actor, tensor=tensor)
-        self.reference = reference or Reference.base_of_actor(self.engine)
+        self.actor, self.reference, self.critic = actor, reference, critic
+
+        def engine(step: Step, shapes: Any) -> HybridEngine:
+            step.abstract_state(shapes)  # engines need what the steps have traced
+            return HybridEngine(step, tensor=tensor)
+
+        shapes = batch_shapes(settings)
+        self.engine = self.reference_engine = engine(actor.step, shapes)
+        if reference is not None:
+            self.reference_engine = engine(reference.step, shapes)
         self.critic_engine = None
         if critic is not None:
-            critic.abstract_state(critic_shapes(settings))
-            self.critic_engine = HybridEngine(critic, tensor=tensor)
+            self.critic_engine = engine(critic, critic_shapes(settings))
         self._advantages: Any = jax.jit(partial(_advantages, settings))
 
     def begin(self, params: Any, key: jax.Array) -> States:
-        """Make states on given parameters: actor and critic begin alike.
+        """Make states on given parameters: actor, critic and reference begin alike.
 
         Args:
           params: the `params` of a state of the model, without adapters, on the same mesh and made
             with the same config; copied.
           key: a PRNG key.
 
-        Cost: the actor's state and the critic's, split over all devices.
+        Cost: the actor's state and the critic's, and the parameters of the reference, split over
+        all devices.
         """
-        actor = state_on(self.actor, params, jax.random.fold_in(key, 0), adapters=self._adapters)
-        if self.critic is None:
-            return States(actor=actor)
-        critic = state_on(self.critic, params, jax.random.fold_in(key, 1))
-        return States(actor=actor, critic=critic)
+        keys = jax.random.split(key, 3)
+        critic = None if self.critic is None else Policy(step=self.critic)
+        return States(
+            actor=self.actor.begin(params, keys[0]),
+            critic=critic and critic.begin(params, keys[1]),
+            reference=self.reference and self.reference.begin(params, keys[2]),
+        )
 
     def iterate(
         self, states: States, prompts: Prompts, key: jax.Array
@@ -210,7 +218,8 @@ class Loop:
         tokens_BL, mask_BT = rollouts.tokens_BL, rollouts.mask_BT
         scores_B = checked(self.reward(rollouts), len(tokens_BL))
         # What stands outside of responses means nothing; 0 keeps it harmless.
-        ref_BT = self.reference.logprobs(states.actor, tokens_BL) * mask_BT
+        ref_BT = self.reference_engine.logprobs(self.reference_state(states), tokens_BL)
+        ref_BT = ref_BT * mask_BT
         columns = {"tokens": tokens_BL, "mask": mask_BT}
         actor = {**columns, "logprobs": rollouts.logprobs_BT}
         critic: dict[str, np.ndarray] = {}
@@ -229,6 +238,10 @@ class Loop:
             critic = {**columns, "values": values_BT, "returns": np.asarray(returns_BT)}
         return Scored(scores_B=scores_B, ref_logprobs_BT=ref_BT, actor=actor, critic=critic)
 
+    def reference_state(self, states: States) -> TrainState:
+        """Return the reference's state: its own, or the actor's with its adapters at zero."""
+        return without_adapters(states.actor) if states.reference is None else states.reference
+
     def train(
         self, states: States, scored: Scored, key: jax.Array
     ) -> tuple[States, dict[str, float]]:
@@ -236,7 +249,7 @@ class Loop:
         actor, critic = states.actor, states.critic
         found: list[dict[str, Any]] = []
         for batch in self._minibatches(scored.actor, key):
-            actor, metrics = self.actor(actor, batch)
+            actor, metrics = self.actor.step(actor, batch)
             found.append(metrics)
         names = [name for name in ("entropy", "clipped", "loss", "grad_norm") if name in found[0]]
         values = jax.device_get([{name: metrics[name] for name in names} for metrics in found])
@@ -247,10 +260,10 @@ class Loop:
                 critic, metrics = self.critic(critic, batch)  # pyright: ignore[reportArgumentType]
                 losses.append(metrics["loss"])
             trained["value_loss"] = float(np.mean(jax.device_get(losses)))
-        return States(actor=actor, critic=critic), trained
+        return dataclasses.replace(states, actor=actor, critic=critic), trained
 
     def _minibatches(self, columns: dict[str, np.ndarray], key: jax.Array) -> Iterator[Any]:
-        settings, mesh = self.settings, self.actor.mesh
+        settings, mesh = self.settings, self.actor.step.mesh
         index, count = process_shard(mesh)
         seed = np.asarray(jax.random.key_data(key)).ravel().tolist()
         for batch in minibatches(
@@ -258,23 +271,6 @@ class Loop:
         ):
             mine = {name: np.split(x, count)[index] for name, x in batch.items()}
             yield global_batch(mine, mesh)
-
-
-def state_on(
-    step: Step, params: Any, key: jax.Array, *, adapters: LoraModel | None = None
-) -> TrainState:
-    """Return a state on a copy of parameters: a step takes the memory of those that it is given.
-
-    Args:
-      step: which has seen a batch.
-      params: of the model without adapters.
-      key: a PRNG key.
-      adapters: the step's model, if it has some.
-    """
-    params = jax.tree.map(jnp.copy, params)
-    if adapters is None:
-        return step.init_from(params, key)
-    return adapters.init_from(step, params, key)
 
 
 def _advantages(

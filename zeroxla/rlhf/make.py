@@ -5,18 +5,16 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import jax
 import optax
 from jax.sharding import Mesh
 
 from zeroxla.config import ZeroConfig
-from zeroxla.hybrid.engine import HybridEngine
 from zeroxla.low_rank.at_rest import Frozen
 from zeroxla.low_rank.model import LoraModel, lora
 from zeroxla.make import make_step
-from zeroxla.rlhf.loop import Loop, state_on
-from zeroxla.rlhf.objectives import actor_loss, batch_shapes, critic_loss
-from zeroxla.rlhf.reference import Reference
+from zeroxla.rlhf.loop import Loop
+from zeroxla.rlhf.objectives import actor_loss, critic_loss
+from zeroxla.rlhf.policy import Policy
 from zeroxla.rlhf.rewards import Reward
 from zeroxla.rlhf.settings import Settings
 
@@ -45,7 +43,7 @@ class Storage:
         return lora(
             model,
             targets=self.targets,
-            rank=self.rank or 1,
+            rank=1 if self.rank is None else self.rank,
             alpha=self.alpha,
             frozen=self.frozen,
         )
@@ -54,7 +52,6 @@ class Storage:
 def make_loop(
     model: Any,
     mesh: Mesh,
-    params: Any,
     settings: Settings,
     *,
     reward: Reward,
@@ -69,8 +66,6 @@ def make_loop(
     Args:
       model: a flax module, or a function of rngs that returns one: a language model.
       mesh: of all steps.
-      params: of the reference: the `params` of a state of the model on this mesh, made with this
-        config; copied.
       settings: the options.
       reward: scores responses, see `TextReward`, `ModelReward`.
       optimizer: of the actor; AdamW with learning rate 3e-4 if None.
@@ -82,9 +77,6 @@ def make_loop(
     Raises:
       ValueError: as `Loop`, `make_step` and `lora`.
 
-    Cost: the reference's parameters, split over all devices; with adapters none, they are the
-    actor's.
-
     >>> import jax, numpy as np, zeroxla
     >>> from models import GPT
     >>> mesh, model = zeroxla.make_mesh(nodes=1, devices_per_node=2), GPT.tiny(layers=1, width=16)
@@ -93,7 +85,7 @@ def make_loop(
     >>> settings = Settings(prompt_length=2, new_tokens=4, rows=8, group=4)
     >>> def length(rollouts):
     ...     return rollouts.lengths_B
-    >>> loop = make_loop(model, mesh, params, settings, reward=length)
+    >>> loop = make_loop(model, mesh, settings, reward=length)
     >>> states = loop.begin(params, jax.random.key(0))
     >>> states, metrics = loop.iterate(states, [[1, 2], [3]], jax.random.key(1))
     >>> metrics["reward"]
@@ -101,24 +93,18 @@ def make_loop(
     """
     storage = storage or Storage()
     loss = actor_loss(settings)
-    adapters = None if storage.rank is None else storage.with_adapters(model)
-    actor = make_step(adapters or model, mesh, optimizer, loss=loss, config=config)
-    critic = None
+
+    def policy(adapters: LoraModel | None, optimizer: Any) -> Policy:
+        step = make_step(adapters or model, mesh, optimizer, loss=loss, config=config)
+        return Policy(step=step, adapters=adapters)
+
+    actor = policy(None if storage.rank is None else storage.with_adapters(model), optimizer)
+    reference = critic = None
+    if storage.rank is None:
+        still = None if storage.frozen is None else storage.with_adapters(model)
+        reference = policy(still, optax.set_to_zero())
     if settings.algorithm == "ppo":
         critic = make_step(model, mesh, critic_optimizer, loss=critic_loss(settings), config=config)
-    reference = None
-    if adapters is None:
-        still = None if storage.frozen is None else storage.with_adapters(model)
-        step = make_step(still or model, mesh, optax.set_to_zero(), loss=loss, config=config)
-        step.abstract_state(batch_shapes(settings))
-        state = state_on(step, params, jax.random.key(0), adapters=still)
-        reference = Reference.kept(HybridEngine(step, tensor=tensor), state)
     return Loop(
-        settings,
-        actor=actor,
-        adapters=adapters,
-        critic=critic,
-        reference=reference,
-        reward=reward,
-        tensor=tensor,
+        settings, actor=actor, reference=reference, critic=critic, reward=reward, tensor=tensor
     )

@@ -84,12 +84,13 @@ def memory_by_phase(loop: Loop, states: States) -> PhasesMemory:
     Cost: compiles each program of an iteration, unless it has run already.
     """
     settings = loop.settings
-    reference = loop.reference.state_of(states.actor)
-    held = array_bytes_per_device(((states.actor, states.critic), reference))
+    held = array_bytes_per_device((states.actor, states.critic, states.reference))
     state_bytes = max(held.values(), default=0)
     rows = settings.rows
-    scoring = [loop.reference.engine, *([] if loop.critic_engine is None else [loop.critic_engine])]
-    training = [loop.actor.lower(states.actor, _zeros(batch_shapes(settings)))]
+    scoring = [loop.reference_engine]
+    if loop.critic_engine is not None:
+        scoring.append(loop.critic_engine)
+    training = [loop.actor.step.lower(states.actor, _zeros(batch_shapes(settings)))]
     if loop.critic is not None:
         training.append(loop.critic.lower(states.critic, _zeros(critic_shapes(settings))))
     generating = loop.engine.lower(rows, settings.prompt_length, max_new_tokens=settings.new_tokens)
