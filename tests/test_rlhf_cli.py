@@ -107,6 +107,13 @@ class TestFinishedRun:
 
 
 class TestResume:
+    def test_takes_the_newest_run_of_its_own_kind(self, finished, tmp_path):
+        shutil.copytree(finished[0], tmp_path / "mine")
+        (tmp_path / "other" / "checkpoints" / "7").mkdir(parents=True)
+        (tmp_path / "other" / "config.json").write_text('{"command": "train"}')
+        assert cli.newest_run(tmp_path, "rlhf").name == "mine"
+        assert cli.newest_run(tmp_path, "train").name == "other"
+
     @pytest.mark.slow
     def test_repeats_the_uninterrupted_run_bit_for_bit(self, with_critic, tmp_path):
         run = copy_at(with_critic, tmp_path, 2)
