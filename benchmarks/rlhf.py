@@ -54,6 +54,7 @@ def main() -> int:
     arguments = parser.parse_args()
     begin = time.perf_counter()
     zeroxla.simulate(DEVICES)
+    jax.config.update("jax_enable_compilation_cache", False)  # compilation is part of the time
     mesh = zeroxla.make_mesh(nodes=2)
     text = data.load_corpus().train
     params, loss = pretrained(mesh, text)
