@@ -172,11 +172,14 @@ class Block(nn.Module):
     """How many blocks the model has: the residual projections start 1/sqrt(2 layers) smaller."""
     dropout: float
     train: bool
-    decode: bool
+    decode: bool = False
 
     @nn.compact
     def __call__(
-        self, x_BLD: jax.Array, mask_BL: jax.Array | None, start: jax.Array | int
+        self,
+        x_BLD: jax.Array,
+        mask_BL: jax.Array | None = None,
+        start: jax.Array | int = 0,
     ) -> tuple[jax.Array, None]:
         small = 0.02 / (2 * self.layers) ** 0.5
         attention = Attention(self.heads, small, self.dropout, self.train, self.decode, name="attn")
@@ -194,7 +197,7 @@ class Attention(nn.Module):
     projection_std: float
     dropout: float
     train: bool
-    decode: bool
+    decode: bool = False
 
     @nn.compact
     def __call__(

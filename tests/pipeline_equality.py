@@ -107,7 +107,7 @@ class ListedBlock(nn.Module):
     @nn.compact
     def __call__(self, x_BLD: jax.Array, train: bool) -> jax.Array:
         block = Block(heads=4, hidden=128, layers=2, dropout=0.0, train=train)
-        return block(x_BLD, None)[0]
+        return block(x_BLD)[0]
 
 
 def gpt_listed(**options: Any) -> Pipeline:

@@ -276,8 +276,8 @@ def test_a_model_that_computes_in_bfloat16_generates_in_it(trained):
     for i, prompt in enumerate(PROMPTS):
         np.testing.assert_allclose(found.logprobs[i], want[i, len(prompt) - 1 :][:6], atol=0.1)
     assert engine.plan == HybridEngine(trained("gpt").step, tensor=2).plan
-    engine_leaves = engine._copy.parts(known.state)[0]
-    assert {x.dtype for x in engine_leaves} == {jnp.dtype("bfloat16")}
+    with engine._copy.of(known.state) as (leaves, _):
+        assert {x.dtype for x in leaves} == {jnp.dtype("bfloat16")}
 
 
 def test_a_batch_that_does_not_divide_over_the_devices(trained):

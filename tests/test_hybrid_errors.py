@@ -163,6 +163,68 @@ def test_logits_that_are_not_finite_name_their_rows(known, engine):
     assert engine.generate(known.state, [[1]], key=KEY, max_new_tokens=2).tokens.shape == (1, 2)
 
 
+class RulesOut(NoCache):
+    """A model that never says the tokens from `first` to 15."""
+
+    first: int = 12
+
+    @nn.compact
+    def __call__(self, tokens):
+        token = jnp.arange(self.vocab)
+        return jnp.where((token >= self.first) & (token < 16), -jnp.inf, super().__call__(tokens))
+
+
+@pytest.mark.filterwarnings("ignore:the model has no cache")
+def test_tokens_that_a_model_rules_out_are_no_error_unless_all_are():
+    mesh = zeroxla.make_mesh(nodes=2)
+    known = train(RulesOut(), mesh, steps=0)
+    engine = HybridEngine(known.step, tensor=2, max_length=32)
+    assert any(row.dim is not None for row in engine.plan.rows)
+    found = engine.generate(known.state, [[1]] * 16, key=KEY, max_new_tokens=16)
+    assert not np.isin(found.tokens, range(12, 16)).any()
+    assert np.isfinite(found.logprobs).all()
+    assert len(np.unique(found.tokens)) > 12
+
+    known = train(RulesOut(first=0, vocab=16), mesh, steps=0)
+    engine = HybridEngine(known.step, max_length=32)
+    with pytest.raises(ValueError, match=r"the logits of the rows \[0\] are not finite"):
+        engine.generate(known.state, [[1]], key=KEY, max_new_tokens=2)
+
+
+class Pairs(nn.Module):
+    """The next token follows from the last one, by a table of odd sizes."""
+
+    @nn.compact
+    def __call__(self, tokens):
+        return nn.Dense(23)(nn.Embed(23, 15)(tokens))
+
+    loss = NoCache.loss
+
+
+@pytest.mark.filterwarnings("ignore:the model has no cache")
+def test_an_engine_that_splits_nothing_says_so():
+    step = zeroxla.make_step(Pairs(), zeroxla.make_mesh(nodes=2))
+    step.abstract_state(BATCH)
+    with pytest.warns(UserWarning, match="tensor=2 splits none of the model's leaves") as caught:
+        HybridEngine(step, tensor=2, max_length=8)
+    assert caught[-1].filename == __file__
+
+
+def test_a_call_that_fails_leaves_nothing(known, monkeypatch):
+    engine = HybridEngine(known.step, tensor=2)
+    held = []
+
+    def fail(shape, leaves, *_):
+        held.extend(leaves)
+        raise MemoryError
+
+    monkeypatch.setattr(engine._compiled, "generate", fail)
+    with pytest.raises(MemoryError):
+        engine.generate(known.state, [[1]], key=KEY, max_new_tokens=2)
+    assert held
+    assert all(x.is_deleted() for x in held)
+
+
 def test_buckets_hold_what_was_asked_for_within_the_context():
     for limit in (20, 32, 100):
         limits = Limits(limit)

@@ -92,14 +92,16 @@ def test_a_chosen_atom_says_its_place():
 # one equation in parts
 
 
-def in_parts(function, shapes, chosen, parts=2):
-    """Return (whole results, results collected from parts) of a function of random arrays.
+def in_parts(function, shapes, chosen, parts=2, arrays=None):
+    """Return (whole results, results collected from parts) of a function of arrays.
 
     Args:
       chosen: (dim, factors) to split, or None, for each argument.
+      arrays: the arguments; random ones if None.
     """
-    generator = np.random.default_rng(0)
-    arrays = [generator.normal(size=shape).astype(np.float32) for shape in shapes]
+    if arrays is None:
+        generator = np.random.default_rng(0)
+        arrays = [generator.normal(size=shape).astype(np.float32) for shape in shapes]
     program, _ = trace(function, *arrays, opened=compat.forward_jaxpr)
     leaves = [seeded(s, *(c or (None, None))) for s, c in zip(shapes, chosen, strict=True)]
     flow = Flow.of(program, leaves)
@@ -190,17 +192,17 @@ def test_a_lookup_outside_of_a_split_table_gives_nan_as_numpy_take_does():
     np.testing.assert_allclose(found[0][0], whole[0])
 
 
-def test_a_reduced_sum_of_halves_is_rounded_once():
-    """bfloat16 products of 4096 ones: sums of parts that are rounded first would differ."""
+def test_a_sum_of_parts_is_rounded_once():
+    """257 + 258 is 516 in bfloat16; of parts that are rounded first, 256 + 258, it would be 512."""
 
     def dot(x, w):
         return x.astype(jnp.bfloat16) @ w.astype(jnp.bfloat16)
 
-    whole, found = in_parts(dot, [(4, 64), (64, 4)], [(1, (1, 64, 1)), (0, (1, 64, 1))])
-    # One rounding of the whole sum, whatever the order of its terms.
-    np.testing.assert_allclose(
-        np.asarray(found[0][0], np.float32), np.asarray(whole[0], np.float32), rtol=2**-7
-    )
+    ones = np.ones((1, 64), np.float32)
+    terms = np.array([226, *[1] * 31, 227, *[1] * 31], np.float32)[:, None]
+    shapes, chosen = [(1, 64), (64, 1)], [(1, (1, 64, 1)), (0, (1, 64, 1))]
+    _, found = in_parts(dot, shapes, chosen, arrays=[ones, terms])
+    assert np.asarray(found[0], np.float32).ravel().tolist() == [516, 516]
 
 
 # plans
@@ -258,8 +260,13 @@ def test_more_parts_than_key_value_heads_split_the_queries_of_each():
 def test_the_plan_counts_what_a_device_holds_and_says_why():
     plan = model_of(GPT.tiny()).plan(2)
     by_path = {row.path: row for row in plan.rows}
-    assert by_path["h/attn/c_attn/kernel"].why == "4 heads"
-    assert by_path["wte/embedding"].why == "64 rows of a table"
+    assert by_path["h/attn/c_attn/kernel"].why == "4 heads, in columns"
+    assert by_path["h/attn/c_proj/kernel"].why == "4 heads, in rows"
+    assert by_path["h/mlp/c_fc/kernel"].why == "128 columns"
+    assert by_path["h/mlp/c_fc/bias"].why == "128 columns"
+    assert by_path["h/mlp/c_proj/kernel"].why == "128 rows"
+    assert by_path["wte/embedding"].why == "64 entries of a table"
+    assert plan.shortcomings() == []
     assert "reduce_sum" in by_path["ln_f/scale"].why
     whole = sum(np.prod(row.shape) for row in plan.rows if row.dim is None)
     assert plan.num_elements == whole + (plan.num_parameters - whole) // 2
@@ -293,7 +300,10 @@ def test_a_split_that_computes_something_else_is_found_and_undone(monkeypatch):
         return right.run(parts, eq, args)
 
     monkeypatch.setitem(products.ALL, "dot_general", rules.Rule(right.connect, wrong))
-    rows = {row.path: row for row in model_of(GPT.tiny(scan=False, layers=1)).plan(2).rows}
+    plan = model_of(GPT.tiny(scan=False, layers=1)).plan(2)
+    rows = {row.path: row for row in plan.rows}
+    (said,) = plan.shortcomings()
+    assert "each device holds h_0/mlp/c_fc/bias, h_0/mlp/c_fc/kernel, h_0/mlp/c_proj/k" in said
     assert rows["h_0/mlp/c_fc/kernel"].dim is None
     assert "computes something else" in rows["h_0/mlp/c_fc/kernel"].why
     assert rows["h_0/attn/c_attn/kernel"].dim == 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from jax.sharding import Mesh
 
@@ -12,7 +12,7 @@ from zeroxla.layout import Layout
 from zeroxla.wiring import Wiring
 
 
-def warn(texts: Iterator[str], *, stacklevel: int) -> None:
+def warn(texts: Iterable[str], *, stacklevel: int) -> None:
     """Warn of each; `stacklevel` counts this function as 1."""
     for text in texts:
         warnings.warn(text, stacklevel=stacklevel)

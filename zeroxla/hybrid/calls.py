@@ -49,12 +49,15 @@ class Calls:
         """Whether rows of different lengths can be generated with a cache."""
         return None not in (self.adapted.caching, self.positions, self.mask)
 
-    @property
-    def missing(self) -> str:
-        """What the model lacks for a cache, in words."""
-        if self.adapted.caching is None:
-            return 'no cache (linen: a field "decode"; nnx: a method init_cache(shape, dtype))'
-        return "no argument for positions or for the mask of its call, which padded rows need"
+    def shortcomings(self) -> list[str]:
+        """Say what a user would not expect of the calls."""
+        if self.has_cache:
+            return []
+        missing = 'cache (linen: a field "decode"; nnx: a method init_cache(shape, dtype))'
+        if self.adapted.caching is not None:
+            missing = "argument for positions or for the mask of its call, which padded rows need"
+        each = "each new token takes a pass over the whole sequence"
+        return [f"the model has no {missing}: {each}"]
 
     def forward(self, params: Tree, model_state: Tree, tokens_BL: jax.Array) -> jax.Array:
         """Return float32 logits [B, L, V] of whole rows."""

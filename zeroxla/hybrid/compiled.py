@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 import weakref
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
+import numpy as np
+from jax.sharding import NamedSharding
 
+from zeroxla.adapters.base import Tree
 from zeroxla.compat import mesh_context
-from zeroxla.hybrid.generation import WHOLE, Generation, Shape
+from zeroxla.hosts.batches import put_key
+from zeroxla.hybrid.decode import Shape
+from zeroxla.hybrid.generation import Generation
 from zeroxla.hybrid.reshard import ROWS, Stored, part_spec
 from zeroxla.hybrid.sampling import Sampling
 from zeroxla.state import TrainState
@@ -24,16 +30,30 @@ class Compiled:
     def __init__(self, generation: Generation) -> None:
         self.generation, self.mesh = generation, generation.mesh
         self._known: dict[Any, Any] = {}
+        self._together = jax.jit(generation.whole_rows)
 
-    def generate(self, shape: Shape, *args: Any) -> dict[str, jax.Array]:
-        """Run `Generation.generate`; results are whole on every device."""
+    def generate(
+        self,
+        shape: Shape,
+        leaves: list[jax.Array],
+        model_state: Tree,
+        batch: dict[str, np.ndarray],
+        key: jax.Array,
+        options: dict[str, Any],
+    ) -> dict[str, np.ndarray]:
+        """Run `Generation.generate` on prompts that all processes have alike."""
+        args = (leaves, model_state, self._put(batch), put_key(key, self.mesh), options)
         with mesh_context(self.mesh):
-            return self._generate(shape)(*args)
+            return self._fetch(self._generate(shape)(*args))
 
-    def rows(self, name: str, shape: tuple[int, int], *args: Any) -> jax.Array:
-        """Run a function of whole rows of that shape: logprobs, logits or values."""
+    def rows(
+        self, name: str, leaves: list[jax.Array], model_state: Tree, tokens_BL: np.ndarray
+    ) -> np.ndarray:
+        """Run a function of whole rows, which all processes have alike: logprobs, logits or
+        values."""
+        program = self._rows(name, tokens_BL.shape)
         with mesh_context(self.mesh):
-            return self._rows(name, shape)(*args)
+            return self._fetch(program(leaves, model_state, self._put(tokens_BL)))
 
     def lower_generate(self, shape: Shape, sampling: Sampling) -> jax.stages.Lowered:
         """Lower what `generate` runs."""
@@ -53,10 +73,20 @@ class Compiled:
         with mesh_context(self.mesh):
             return self._rows(name, shape).lower(self._parts(), model_state, self._tokens(*shape))
 
-    def put(self, tree: Any, spec: PartitionSpec = WHOLE) -> Any:
-        """Return host arrays on the tensor mesh."""
-        sharding = NamedSharding(self.mesh, spec)
-        return jax.tree.map(lambda x: jax.device_put(x, sharding), tree)
+    def _put(self, tree: Any) -> Any:
+        """Return host arrays, the same ones in each process, split over their rows."""
+        sharding = NamedSharding(self.mesh, ROWS)
+
+        def one(x: np.ndarray) -> jax.Array:
+            return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
+
+        return jax.tree.map(one, tree)
+
+    def _fetch(self, tree: Any) -> Any:
+        """Return rows as host arrays, in every process."""
+        if jax.process_count() > 1:
+            tree = self._together(tree)
+        return jax.tree.map(np.asarray, tree)
 
     def _generate(self, shape: Shape) -> Any:
         return self._program(shape, partial(self.generation.generate, shape=shape))
@@ -66,8 +96,7 @@ class Compiled:
 
     def _program(self, known_by: Any, function: Any) -> Any:
         if known_by not in self._known:
-            everywhere = NamedSharding(self.mesh, WHOLE)
-            self._known[known_by] = jax.jit(function, out_shardings=everywhere)
+            self._known[known_by] = jax.jit(function)
         return self._known[known_by]
 
     def _parts(self) -> list[jax.ShapeDtypeStruct]:
@@ -99,9 +128,17 @@ class Copy:
         # Which leaves the parts are of, without keeping those alive.
         self._kept: tuple[list[weakref.ref[jax.Array]], list[jax.Array]] | None = None
 
-    def parts(self, state: TrainState) -> tuple[list[jax.Array], float]:
-        """Return the parts of the state's leaves, and the seconds that it took; none where the
-        copy is still there."""
+    @contextlib.contextmanager
+    def of(self, state: TrainState) -> Iterator[tuple[list[jax.Array], float]]:
+        """Give the parts of the state's leaves, and the seconds that they took; none where the copy
+        is still there. Afterwards it is freed, unless it is to be kept."""
+        try:
+            yield self._parts(state)
+        finally:
+            if self.release:
+                self.free()
+
+    def _parts(self, state: TrainState) -> tuple[list[jax.Array], float]:
         leaves = jax.tree.leaves(state.params)
         if self._kept is not None and all(r() is x for r, x in zip(self._kept[0], leaves)):
             return self._kept[1], 0.0
@@ -111,11 +148,6 @@ class Copy:
             parts = jax.block_until_ready(self._reshard(leaves))
         self._kept = ([weakref.ref(x) for x in leaves], parts)
         return parts, time.perf_counter() - start
-
-    def done(self) -> None:
-        """Free the copy unless it is to be kept."""
-        if self.release:
-            self.free()
 
     def free(self) -> None:
         """Free the copy, if there is one."""

@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from zeroxla.hybrid.calls import Calls
 from zeroxla.hybrid.compiled import Compiled, Copy
-from zeroxla.hybrid.generation import Generation, Shape
+from zeroxla.hybrid.decode import Shape
+from zeroxla.hybrid.generation import Generation
 from zeroxla.hybrid.model import Model
 from zeroxla.hybrid.phases import phase_report
 from zeroxla.hybrid.prompts import Generated, Limits, as_rows, left_padded
-from zeroxla.hybrid.reshard import ROWS, Stored, tensor_mesh
+from zeroxla.hybrid.reshard import Stored, tensor_mesh
 from zeroxla.hybrid.sampling import Sampling
 from zeroxla.hybrid.tensor_parallel import TensorPlan
 from zeroxla.inspect.phase_memory import PhaseReport
 from zeroxla.mesh import PIPE
+from zeroxla.notices import warn
 from zeroxla.state import TrainState
 from zeroxla.step import Step
 from zeroxla.validate import check_is_state, check_key
@@ -77,39 +76,17 @@ class HybridEngine:
             raise ValueError(f"prefill_tokens={prefill_tokens} must be 1 or more")
         self._step = step
         self.mesh = tensor_mesh(step.mesh, tensor)
-        state = step.shapes()
-        adapted = step.adapted.base or step.adapted
-        calls = Calls.of(adapted)
-        stored = Stored(
-            placements=state.placements[0],
-            tree=jax.tree.structure(state.params),
-            merge=step.adapted.merge,
-        )
-        naturals = [
-            jax.ShapeDtypeStruct(p.shape, x.dtype)
-            for p, x in zip(stored.placements, jax.tree.leaves(state.params), strict=True)
-        ]
-        self._model = Model(
-            calls=calls,
-            params=stored.leaves(step.config.compute_dtype, stored.tree.unflatten(naturals)),
-            model_state=jax.tree.map(
-                lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state.model_state
-            ),
-            cache_dtype=jnp.dtype(cache_dtype or step.config.compute_dtype),
-        )
-        self._limits = Limits.of(max_length, adapted.context)
+        stored = Stored.of(step)
+        self._model = Model.of(step, stored, cache_dtype)
+        calls = self._model.calls
+        self._limits = Limits.of(max_length, calls.adapted.context)
         self.plan: TensorPlan = self._model.plan(tensor)
         generation = Generation(
             model=self._model, plan=self.plan, mesh=self.mesh, prefill_tokens=prefill_tokens
         )
         self._compiled = Compiled(generation)
         self._copy = Copy(generation, stored, release=release)
-        if not calls.has_cache:
-            warnings.warn(
-                f"the model has {calls.missing}: each new token takes a pass over the whole "
-                "sequence",
-                stacklevel=2,
-            )
+        warn([*calls.shortcomings(), *self.plan.shortcomings()], stacklevel=3)
 
     def generate(
         self,
@@ -156,35 +133,31 @@ class HybridEngine:
         shape = self._shape(len(rows), max(map(len, rows)), max_new_tokens, sampling)
         key = check_key(key)
         self._check_state(state)
-        leaves, reshard_s = self._copy.parts(state)
-        start = time.perf_counter()
         options = {
             "new": np.int32(max_new_tokens),
             "eos": np.int32(-1 if eos is None else eos),
             "pad": np.int32(pad),
             "numbers": sampling.numbers,
         }
-        put = self._compiled.put
-        batch = put(
-            left_padded(rows, shape.rows * self._compiled.generation.copies, shape.prompt), ROWS
-        )
-        others = put((state.model_state, key, options))
-        found = self._compiled.generate(shape, leaves, others[0], batch, *others[1:])
-        found = {name: np.asarray(x)[: len(rows)] for name, x in found.items()}
-        self._copy.done()
+        batch = left_padded(rows, shape.rows * self._compiled.generation.copies, shape.prompt)
+        with self._copy.of(state) as (leaves, reshard_s):
+            start = time.perf_counter()
+            whole = self._compiled.generate(shape, leaves, state.model_state, batch, key, options)
+            generate_s = time.perf_counter() - start
+        found = {name: x[: len(rows)] for name, x in whole.items()}
         if not found["finite"].all():
             bad = np.flatnonzero(~found["finite"]).tolist()
             raise ValueError(
-                f"the logits of the rows {bad} are not finite; the state's parameters hold NaN or "
-                "infinity, or the compute dtype overflows: look at the `finite` metric of its "
-                "training"
+                f"the logits of the rows {bad} are not finite (-inf, for tokens that are ruled "
+                "out, would be); the state's parameters hold NaN or infinity, or the compute dtype "
+                "overflows: look at the `finite` metric of its training"
             )
         return Generated(
             tokens=found["tokens"][:, :max_new_tokens],
             lengths=found["lengths"],
             logprobs=found["logprobs"][:, :max_new_tokens],
             reshard_s=reshard_s,
-            generate_s=time.perf_counter() - start,
+            generate_s=generate_s,
         )
 
     def logprobs(self, state: TrainState, tokens: Any) -> np.ndarray:
@@ -226,12 +199,8 @@ class HybridEngine:
         shape = self._padded(rows, length)
         whole = np.zeros(shape, np.int32)
         whole[:rows, :length] = tokens
-        leaves, _ = self._copy.parts(state)
-        model_state = self._compiled.put(state.model_state)
-        batch = self._compiled.put(whole, ROWS)
-        found = np.asarray(self._compiled.rows(name, shape, leaves, model_state, batch))[:rows]
-        self._copy.done()
-        return found
+        with self._copy.of(state) as (leaves, _):
+            return self._compiled.rows(name, leaves, state.model_state, whole)[:rows]
 
     def _shape(self, num_rows: int, longest: int, max_new_tokens: int, sampling: Sampling) -> Shape:
         """Return what is compiled for a call.

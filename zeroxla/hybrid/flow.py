@@ -22,11 +22,16 @@ class Flow:
       program: the program; its loops' bodies are in `bodies`.
       dims: of every value and constant.
       bodies: of each `scan`.
+      contracted: of each leaf, by its number, the dims that products sum over: the rows of a
+        matrix, as the field calls them, where the others are its columns.
     """
 
     program: Program
     dims: dict[Operand, Dims] = dataclasses.field(default_factory=dict)
     bodies: dict[Equation, Flow] = dataclasses.field(default_factory=dict)
+    contracted: dict[int, list[Dim]] = dataclasses.field(default_factory=dict)
+    _leaves: dict[Operand, frozenset[int]] = dataclasses.field(default_factory=dict)
+    """Of which leaves a value was made, where of nothing else."""
 
     @staticmethod
     def of(program: Program, leaves: Sequence[Dims]) -> Flow:
@@ -39,6 +44,7 @@ class Flow:
         flow, num_leaves = Flow(program), len(leaves)
         others = [tuple(map(dim_of, v.aval.shape)) for v in program.inputs[num_leaves:]]
         flow.dims.update(zip(program.inputs, (*leaves, *others), strict=True))
+        flow._leaves.update((v, frozenset((i,))) for i, v in enumerate(program.inputs[:num_leaves]))
         flow._walk(set(program.inputs[num_leaves:]))
         flow._block_repeated()
         return flow
@@ -64,13 +70,30 @@ class Flow:
             ins = [self.of_operand(x) for x in eq.inputs]
             if not active.isdisjoint(eq.values):
                 active.update(eq.outputs)
+            else:
+                made_of = frozenset().union(*map(self._made_of, eq.inputs))
+                self._leaves.update(dict.fromkeys(eq.outputs, made_of))
             if eq.name == "scan":
                 outs = self._through_loop(eq, ins, active)
             else:
                 outs = rule_of(eq).connect(eq, ins)
-                if eq.name == "dot_general" and all(x in active for x in eq.inputs):
-                    _mark_heads(eq, ins[0])
+                if eq.name == "dot_general":
+                    self._through_product(eq, ins, active)
             self.dims.update(zip(eq.outputs, outs, strict=True))
+
+    def _made_of(self, operand: Operand) -> frozenset[int]:
+        return self._leaves.get(operand, frozenset())
+
+    def _through_product(self, eq: Equation, ins: list[Dims], active: set[Value]) -> None:
+        contracted, batch = eq.params["dimension_numbers"]
+        if all(x in active for x in eq.inputs):
+            # Heads are what two activations are multiplied along, one by one.
+            for i in batch[0]:
+                for atom in expand(ins[0][i]):
+                    atom.is_heads = True
+        for operand, dims, summed in zip(eq.inputs, ins, contracted, strict=True):
+            for leaf in self._made_of(operand):
+                self.contracted.setdefault(leaf, []).extend(dims[i] for i in summed)
 
     def _block_repeated(self) -> None:
         for dims in self.dims.values():
@@ -85,7 +108,8 @@ class Flow:
         first_x = num_consts + num_carry
         for dims in ins[first_x:]:
             _mark_turns(dims[0])
-        body = Flow(program)
+        body = Flow(program, contracted=self.contracted)
+        body._leaves.update(zip(program.inputs, map(self._made_of, eq.inputs), strict=True))
         inside = [*ins[:first_x], *(dims[1:] for dims in ins[first_x:])]
         body.dims.update(zip(program.inputs, inside, strict=True))
         within = {v for v, x in zip(program.inputs, eq.inputs, strict=True) if x in active}
@@ -108,13 +132,6 @@ def _mark_turns(dim: Dim) -> None:
     block(dim, "a loop goes through it")
     for atom in expand(dim):
         atom.is_turns = True
-
-
-def _mark_heads(eq: Equation, lhs: Dims) -> None:
-    """Heads are what two activations are multiplied along, one by one."""
-    for i in eq.params["dimension_numbers"][1][0]:
-        for atom in expand(lhs[i]):
-            atom.is_heads = True
 
 
 def seeded(shape: Sequence[int], dim: int | None, factors: tuple[int, int, int] | None) -> Dims:

@@ -13,8 +13,10 @@ from zeroxla.hybrid.calls import Calls
 from zeroxla.hybrid.flow import seeded
 from zeroxla.hybrid.program import PartProgram, leaf_dims
 from zeroxla.hybrid.proof import prove
+from zeroxla.hybrid.reshard import Stored
 from zeroxla.hybrid.tensor_parallel import TensorPlan, plan
 from zeroxla.layout import leaf_path
+from zeroxla.step import Step
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,6 +34,32 @@ class Model:
     params: Tree
     model_state: Tree
     cache_dtype: Any = None
+
+    @staticmethod
+    def of(step: Step, stored: Stored, cache_dtype: Any = None) -> Model:
+        """Make the model of a step, which has seen a batch.
+
+        Args:
+          step: of a flax module.
+          stored: how its state has the leaves.
+          cache_dtype: that in which the model computes if None.
+
+        Raises:
+          ValueError: the step is of a pair of functions.
+        """
+        state, dtype = step.shapes(), step.config.compute_dtype
+        naturals = [
+            jax.ShapeDtypeStruct(p.shape, x.dtype)
+            for p, x in zip(stored.placements, jax.tree.leaves(state.params), strict=True)
+        ]
+        return Model(
+            calls=Calls.of(step.adapted.base or step.adapted),
+            params=stored.leaves(dtype, stored.tree.unflatten(naturals)),
+            model_state=jax.tree.map(
+                lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state.model_state
+            ),
+            cache_dtype=jnp.dtype(cache_dtype or dtype),
+        )
 
     def plan(self, parts: int) -> TensorPlan:
         """Choose a layout of the leaves over so many devices, for every way of calling the model,

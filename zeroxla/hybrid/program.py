@@ -47,12 +47,10 @@ class PartProgram:
           params, cache, *others: pytrees of arrays or shapes, whole.
         """
         program, tree = trace(function, params, cache, *others, opened=compat.forward_jaxpr)
-        _, kept = jax.eval_shape(function, params, cache, *others)
-        num_kept = len(jax.tree.leaves(kept))
-        result_tree, _ = tree.children()
+        result_tree, kept_tree = tree.children()
         return PartProgram(
             flow=Flow.of(program, leaves),
-            cache=(jax.tree.structure(cache), num_kept),
+            cache=(jax.tree.structure(cache), kept_tree.num_leaves),
             results=(result_tree, result_tree.num_leaves),
             num_leaves=len(leaves),
         )

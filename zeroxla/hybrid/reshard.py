@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import AxisType, Mesh, PartitionSpec
@@ -24,6 +25,7 @@ from zeroxla.hybrid.tensor_parallel import Row
 from zeroxla.mesh import DEVICE, NODE
 from zeroxla.placement import Placement
 from zeroxla.sequential import one_after_another
+from zeroxla.step import Step
 
 TENSOR = "tensor"
 DATA = "data"
@@ -60,6 +62,16 @@ def part_spec(row: Row) -> PartitionSpec:
     return PartitionSpec() if row.dim is None else PartitionSpec(*[None] * row.dim, TENSOR)
 
 
+def whole_rows(rows: jax.Array, mesh: Mesh) -> jax.Array:
+    """Return rows that are split over (node, data), whole; inside `shard_map` over that mesh.
+
+    Cost: from other nodes a device receives what only it asks for, the rest inside its node.
+    """
+    nodes, data = mesh.shape[NODE], mesh.shape[DATA]
+    found = lax.all_gather(lax.all_gather(rows, NODE), DATA)
+    return jnp.swapaxes(found, 0, 1).reshape(nodes * data * rows.shape[0], *rows.shape[1:])
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Stored:
     """The leaves of a training state, and the model's own leaves that they stand for.
@@ -74,6 +86,16 @@ class Stored:
     placements: tuple[Placement, ...]
     tree: Any
     merge: Callable[[Any], Any] | None
+
+    @staticmethod
+    def of(step: Step) -> Stored:
+        """Take them from a step, which has seen a batch."""
+        state = step.shapes()
+        return Stored(
+            placements=state.placements[0],
+            tree=jax.tree.structure(state.params),
+            merge=step.adapted.merge,
+        )
 
     def leaves(self, dtype: Any, shapes: Any) -> Any:
         """Return the shapes of the model's own leaves in a dtype, of those of the stored ones."""

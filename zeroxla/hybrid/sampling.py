@@ -9,6 +9,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,10 +44,10 @@ class Sampling:
         return not self.is_greedy and (self.top_k is not None or self.top_p < 1)
 
     @property
-    def numbers(self) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def numbers(self) -> tuple[np.float32, np.int32, np.float32]:
         """temperature, top_k (all: the largest int32), top_p, as scalars."""
-        top_k = jnp.iinfo(jnp.int32).max if self.top_k is None else self.top_k
-        return jnp.float32(self.temperature), jnp.int32(top_k), jnp.float32(self.top_p)
+        top_k = np.iinfo(np.int32).max if self.top_k is None else self.top_k
+        return np.float32(self.temperature), np.int32(top_k), np.float32(self.top_p)
 
 
 def sample(

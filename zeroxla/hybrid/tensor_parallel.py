@@ -22,6 +22,8 @@ from zeroxla.inspect.memory import render
 Factors = tuple[int, int, int]
 """(outer, size, inner): a dim's size as a product; the middle one is split."""
 
+REFUSED = "split, it computes something else"
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
@@ -65,6 +67,24 @@ class TensorPlan:
     @property
     def num_parameters(self) -> int:
         return sum(math.prod(row.shape) for row in self.rows)
+
+    def shortcomings(self) -> list[str]:
+        """Say what a user would not expect of a plan."""
+        if self.parts == 1:
+            return []
+        found = []
+        if all(row.dim is None for row in self.rows):
+            found.append(
+                f"tensor={self.parts} splits none of the model's leaves, and each device holds all "
+                "of them; print(engine.plan) says why"
+            )
+        if refused := [row.path for row in self.rows if REFUSED in row.why]:
+            found.append(
+                f"tensor={self.parts}: each device holds {', '.join(refused)} whole, since a small "
+                "model with them split computed something else; that is a mistake of zeroxla: "
+                "please report the model"
+            )
+        return found
 
     def table(self) -> Table:
         """Return the table for a rich console."""
@@ -136,7 +156,10 @@ def plan(
     for atom in sorted(able, key=lambda a: costs[a] / covered[a]):
         meets = any(other.chosen for found in arrays if atom in found for other in found)
         atom.chosen = parts > 1 and not meets
-    rows = [_row(path, dims, parts, kept) for path, dims in zip(paths, leaves, strict=True)]
+    rows = [
+        _row(path, dims, parts, kept, _contracted(programs, i))
+        for i, (path, dims) in enumerate(zip(paths, leaves, strict=True))
+    ]
     return TensorPlan(rows=tuple(rows), parts=parts)
 
 
@@ -164,12 +187,26 @@ def _check_heads(
                     )
 
 
-def _row(path: str, dims: Dims, parts: int, kept: Collection[Atom]) -> Row:
+def _contracted(programs: Sequence[PartProgram], leaf: int) -> set[Atom]:
+    """Return what products sum over of a leaf."""
+    return {
+        atom
+        for program in programs
+        for dim in program.flow.contracted.get(leaf, ())
+        for atom in expand(dim)
+    }
+
+
+def _row(path: str, dims: Dims, parts: int, kept: Collection[Atom], summed: set[Atom]) -> Row:
     shape = tuple(size_of(expand(dim)) for dim in dims)
     for d, dim in enumerate(dims):
         if (factors := splits(dim)) is not None:
             (atom,) = (a for a in expand(dim) if a.chosen)
-            kind = "heads" if atom.is_heads else "rows of a table" if atom.is_table else "columns"
+            kind = "rows" if atom in summed else "columns"
+            if atom.is_heads:
+                kind = f"heads, in {kind}"
+            elif atom.is_table:
+                kind = "entries of a table"
             return Row(path=path, shape=shape, dim=d, factors=factors, why=f"{atom.size} {kind}")
     reasons = []
     for d, dim in enumerate(dims):
@@ -183,7 +220,7 @@ def _reason(atom: Atom, parts: int, kept: Collection[Atom]) -> str:
     if atom.blocked:
         return next(iter(atom.blocked))
     if atom in kept:
-        return "split, it computes something else"
+        return REFUSED
     if atom.size % parts:
         return f"{atom.size} does not divide by {parts}"
     return "one device has all" if parts == 1 else "another split is cheaper"
