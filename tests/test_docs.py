@@ -17,8 +17,9 @@ import models
 import zeroxla
 from zeroxla.config import UNQUANTIZED
 from zeroxla.export_run import ExportOptions
+from zeroxla.option_groups import flag
 from zeroxla.rlhf_options import RlhfOptions
-from zeroxla.train_options import ALEXNET, TrainOptions, flag
+from zeroxla.train_options import ALEXNET, TrainOptions
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]

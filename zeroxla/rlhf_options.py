@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
+from zeroxla.option_groups import OptionGroups, flag
 from zeroxla.rlhf.make import TARGETS, Storage
 from zeroxla.rlhf.settings import Settings
 from zeroxla.train_options import (
@@ -15,7 +15,6 @@ from zeroxla.train_options import (
     TextOptions,
     TrainingOptions,
     TrainOptions,
-    flag,
 )
 
 
@@ -129,7 +128,7 @@ class RlhfRunOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RlhfOptions:
+class RlhfOptions(OptionGroups):
     """Train a language model on a reward of its own responses, with PPO or GRPO: it generates from
     the training state, is scored, and trained, the state split over all devices.
 
@@ -145,21 +144,20 @@ class RlhfOptions:
     output: RlhfRunOptions = field(default_factory=RlhfRunOptions)
 
     def __post_init__(self) -> None:
-        for group, name, least in (
-            ("start", "pretrain_steps", 1),
-            ("start", "length", 2),
-            ("task", "prompt_length", 2),
-            ("learning", "steps", 1),
-            ("learning", "clip", 0),
-            ("learning", "seed", 0),
-            ("engine", "tensor", 1),
-            ("output", "save_every", 1),
-            ("output", "keep", 1),
-            ("output", "samples", 0),
-        ):
-            value = getattr(getattr(self, group), name)
-            if not value >= least:
-                raise ValueError(f"{flag(name)} {value} must be at least {least}")
+        self.check_at_least(
+            {
+                "start.pretrain_steps": 1,
+                "start.length": 2,
+                "task.prompt_length": 2,
+                "learning.steps": 1,
+                "learning.clip": 0,
+                "learning.seed": 0,
+                "engine.tensor": 1,
+                "output.save_every": 1,
+                "output.keep": 1,
+                "output.samples": 0,
+            }
+        )
         for name in ("learning_rate", "critic_learning_rate"):
             if not getattr(self.learning, name) > 0:
                 raise ValueError(f"{flag(name)} {getattr(self.learning, name)} must be above 0")
@@ -211,41 +209,3 @@ class RlhfOptions:
             ),
             mesh=self.mesh,
         )
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return nested plain values that JSON can hold."""
-        values = dataclasses.asdict(self)
-        for group, name in _PATHS:
-            path = values[group][name]
-            values[group][name] = None if path is None else str(path)
-        return values
-
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> RlhfOptions:
-        """Make options from what `to_dict` returned.
-
-        Raises:
-          ValueError: There are other fields than this version has.
-        """
-        try:
-            values = {group: dict(fields) for group, fields in values.items()}
-            for group, name in _PATHS:
-                path = values[group][name]
-                values[group][name] = None if path is None else Path(path)
-            values["start"]["data"] = tuple(values["start"]["data"])
-            return cls(
-                start=StartOptions(**values["start"]),
-                storage=StorageOptions(**values["storage"]),
-                task=TaskOptions(**values["task"]),
-                learning=LearningOptions(**values["learning"]),
-                mesh=MeshOptions(**values["mesh"]),
-                engine=EngineOptions(**values["engine"]),
-                output=RlhfRunOptions(**values["output"]),
-            )
-        except (KeyError, TypeError) as error:
-            raise ValueError(
-                f"the run was made by another version of zeroxla ({error}); resume it with that one"
-            ) from error
-
-
-_PATHS = (("output", "run"), ("start", "init_run"))

@@ -6,7 +6,6 @@ import contextlib
 import functools
 import json
 import os
-import shlex
 import sys
 import time
 from pathlib import Path
@@ -148,7 +147,7 @@ class _Job:
         else:
             self.output.print(f"Resuming {self.path} after iteration {self.done}")
         with (
-            stop_on_signal(self.announce_stop) as stop,
+            stop_on_signal(lambda: self.output.stopping("iteration")) as stop,
             self.output.progress(num_steps, self.done, "iterations") as self.bar,
         ):
             self.iterate(num_steps, stop)
@@ -210,11 +209,7 @@ class _Job:
         saved = self.save(last=True)
         self.folder.close()
         if saved:
-            program = sys.argv[0] if Path(sys.argv[0]).name == "zeroxla" else "zeroxla"
-            resume = f"{program} rlhf --resume --run {shlex.quote(str(self.path))}"
-            self.output.print(
-                f"Stopped after iteration {self.done} and saved. Continue with:\n  {resume}"
-            )
+            self.output.stopped(f"iteration {self.done}", "rlhf", self.path)
         return 0 if saved else 1
 
     def finish(self) -> int:
@@ -254,11 +249,6 @@ class _Job:
         ][::each][:count]
         self.output.samples(title, samples)
         self.folder.write_text(f"samples_{when}.txt", as_text(samples))
-
-    def announce_stop(self) -> None:
-        self.output.print(
-            "Stopping after this iteration; a second Ctrl-C stops at once, without saving."
-        )
 
     def close(self) -> None:
         self.checkpoints.close()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import shlex
 import sys
 import time
 from pathlib import Path
@@ -146,7 +145,7 @@ class _Job:
         if self.stages:
             self.stages.write(self.folder)
         with (
-            stop_on_signal(self.announce_stop) as stop,
+            stop_on_signal(lambda: self.output.stopping("step")) as stop,
             self.output.progress(num_steps, self.done) as self.bar,
         ):
             self.loop(num_steps, stop)
@@ -230,12 +229,7 @@ class _Job:
         saved = self.save(last=True)
         self.folder.close()
         if saved:
-            # As it was typed: in a virtual environment the bare name may not be on PATH.
-            program = sys.argv[0] if Path(sys.argv[0]).name == "zeroxla" else "zeroxla"
-            resume = f"{program} train --resume --run {shlex.quote(str(self.path))}"
-            self.output.print(
-                f"Stopped after step {self.done} and saved. Continue with:\n  {resume}"
-            )
+            self.output.stopped(f"step {self.done}", "train", self.path)
         return 0 if saved else 1
 
     def finish(self) -> int:
@@ -253,11 +247,6 @@ class _Job:
         self.task.show(self.step, self.state, self.folder, self.output)
         self.output.result(values, self.task, self.path)
         return 0 if saved else 1
-
-    def announce_stop(self) -> None:
-        self.output.print(
-            "Stopping after this step; a second Ctrl-C stops at once, without saving."
-        )
 
     def close(self) -> None:
         self.checkpoints.close()

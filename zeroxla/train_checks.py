@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any, Protocol
 
-from zeroxla.train_options import TrainOptions, flag
+from zeroxla.option_groups import flag
+from zeroxla.train_options import TrainOptions
 
 # A resumed run takes these from the command line; a change of any other is another run.
 # Checkpoints open on any mesh, whatever the way it communicates.

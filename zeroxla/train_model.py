@@ -16,7 +16,8 @@ import models
 from models import GPT, AlexNet
 from models.format import read_config
 from zeroxla.data import VOCABULARY
-from zeroxla.train_options import ModelOptions, TrainOptions, flag
+from zeroxla.option_groups import flag
+from zeroxla.train_options import ModelOptions, TrainOptions
 from zeroxla.vocabulary import TOKENIZER, Bytes, Tokens, Vocabulary
 
 MODEL = "model"

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from zeroxla.images import MIN_SIZE
+from zeroxla.option_groups import OptionGroups
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,7 +156,7 @@ class RunOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainOptions:
+class TrainOptions(OptionGroups):
     """Train a byte-level GPT on text, or AlexNet on images, the state split over all devices
     (ZeRO-3), the layers over stages if you like.
 
@@ -172,27 +172,26 @@ class TrainOptions:
     output: RunOptions = field(default_factory=RunOptions)
 
     def __post_init__(self) -> None:
-        for group, name, least in (
-            ("images", "image_size", MIN_SIZE),
-            ("model", "layers", 1),
-            ("model", "width", 1),
-            ("model", "heads", 1),
-            ("training", "steps", 1),
-            ("training", "seed", 0),
-            ("training", "warmup", 0),
-            ("training", "clip", 0),
-            ("mesh", "accumulate", 1),
-            ("pipeline", "pipe", 1),
-            ("output", "eval_every", 1),
-            ("output", "eval_batches", 1),
-            ("output", "save_every", 1),
-            ("output", "keep", 1),
-            ("output", "sample_bytes", 0),
-            ("output", "temperature", 0),
-        ):
-            value = getattr(getattr(self, group), name)
-            if value is not None and not value >= least:
-                raise ValueError(f"{flag(name)} {value} must be at least {least}")
+        self.check_at_least(
+            {
+                "images.image_size": MIN_SIZE,
+                "model.layers": 1,
+                "model.width": 1,
+                "model.heads": 1,
+                "training.steps": 1,
+                "training.seed": 0,
+                "training.warmup": 0,
+                "training.clip": 0,
+                "mesh.accumulate": 1,
+                "pipeline.pipe": 1,
+                "output.eval_every": 1,
+                "output.eval_batches": 1,
+                "output.save_every": 1,
+                "output.keep": 1,
+                "output.sample_bytes": 0,
+                "output.temperature": 0,
+            }
+        )
         if self.training.warmup > 1:
             raise ValueError(f"--warmup {self.training.warmup} is a share: at most 1")
         if not self.images.width_multiplier > 0:
@@ -206,38 +205,6 @@ class TrainOptions:
                 "change one of them"
             )
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return nested plain values that JSON can hold."""
-        values = dataclasses.asdict(self)
-        for group, name in (("output", "run"), ("model", "init")):
-            path = values[group][name]
-            values[group][name] = None if path is None else str(path)
-        return values
-
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> TrainOptions:
-        """Make options from what `to_dict` returned.
-
-        Raises:
-          ValueError: There are other fields than this version has.
-        """
-        try:
-            text = TextOptions(**{**values["text"], "data": tuple(values["text"]["data"])})
-            output = RunOptions(**_with_path(values["output"], "run"))
-            return cls(
-                text=text,
-                images=ImageOptions(**values.get("images", {})),
-                model=ModelOptions(**_with_path(values["model"], "init")),
-                training=TrainingOptions(**values["training"]),
-                mesh=MeshOptions(**values["mesh"]),
-                pipeline=PipelineOptions(**values.get("pipeline", {})),
-                output=output,
-            )
-        except (KeyError, TypeError) as error:
-            raise ValueError(
-                f"the run was made by another version of zeroxla ({error}); resume it with that one"
-            ) from error
-
 
 ALEXNET = TrainOptions(
     text=TextOptions(batch=32, holdout=0.2),
@@ -246,12 +213,3 @@ ALEXNET = TrainOptions(
     output=RunOptions(eval_every=20, save_every=20, eval_batches=8),
 )
 """The defaults of `--model alexnet`."""
-
-
-def flag(name: str) -> str:
-    """Return the command-line spelling of an option."""
-    return "--" + name.replace("_", "-")
-
-
-def _with_path(values: dict[str, Any], name: str) -> dict[str, Any]:
-    return {**values, name: None if values[name] is None else Path(values[name])}

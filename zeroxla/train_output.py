@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -79,6 +81,17 @@ class Output:
         for name in task.metrics:
             self.print(f"Validation {name} {values[name]:.1%}")
         self.print(f"Run folder: {path}")
+
+    def stopping(self, unit: str) -> None:
+        """Say that a request to stop was heard."""
+        self.print(f"Stopping after this {unit}; a second Ctrl-C stops at once, without saving.")
+
+    def stopped(self, after: str, command: str, path: Path) -> None:
+        """Print how to go on with a run that was interrupted and saved."""
+        # As it was typed: in a virtual environment the bare name may not be on PATH.
+        program = sys.argv[0] if Path(sys.argv[0]).name == "zeroxla" else "zeroxla"
+        resume = f"{program} {command} --resume --run {shlex.quote(str(path))}"
+        self.print(f"Stopped after {after} and saved. Continue with:\n  {resume}")
 
     def warn(self, text: str) -> None:
         self.console.print(Text.assemble(("warning: ", "bold yellow"), text), soft_wrap=True)

@@ -1,0 +1,74 @@
+"""Options of a command, in groups: as the command line spells them, and as JSON keeps them."""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Self
+
+
+class OptionGroups:
+    """A dataclass whose fields are dataclasses of options."""
+
+    def check_at_least(self, limits: Mapping[str, float]) -> None:
+        """Check numbers; those that are None pass.
+
+        Args:
+          limits: the least value of each, by "group.name".
+
+        Raises:
+          ValueError: one is less, or NaN.
+        """
+        for path, least in limits.items():
+            group, name = path.split(".")
+            value = getattr(getattr(self, group), name)
+            if value is not None and not value >= least:
+                raise ValueError(f"{flag(name)} {value} must be at least {least}")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return nested plain values that JSON can hold."""
+        assert dataclasses.is_dataclass(self)
+
+        def plain(value: Any) -> Any:
+            return str(value) if isinstance(value, Path) else value
+
+        return {
+            group: {name: plain(value) for name, value in options.items()}
+            for group, options in dataclasses.asdict(self).items()
+        }
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Mapping[str, Any]]) -> Self:
+        """Make options from what `to_dict` returned; what is not there has its default.
+
+        Raises:
+          ValueError: there are other fields than this version has.
+        """
+        kinds = typing.get_type_hints(cls)
+        try:
+            return cls(**{group: _group(kinds[group], fields) for group, fields in values.items()})
+        except (KeyError, TypeError) as error:
+            raise ValueError(
+                f"the run was made by another version of zeroxla ({error}); resume it with that one"
+            ) from error
+
+
+def flag(name: str) -> str:
+    """Return the command-line spelling of an option."""
+    return "--" + name.replace("_", "-")
+
+
+def _group(kind: Any, fields: Mapping[str, Any]) -> Any:
+    hints = typing.get_type_hints(kind)
+    return kind(**{name: _value(hints[name], value) for name, value in fields.items()})
+
+
+def _value(hint: Any, value: Any) -> Any:
+    """Return what JSON holds as an option has it."""
+    if value is None:
+        return None
+    if Path in typing.get_args(hint):
+        return Path(value)
+    return tuple(value) if typing.get_origin(hint) is tuple else value
