@@ -1,0 +1,59 @@
+"""Training, generation and scores, the same in one process and in several.
+
+    python generation.py FILE
+
+Run by every process of a launch; each writes what `generate` returns into FILE, its number before
+the suffix.
+"""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+
+PROMPTS = [[3, 4, 5], [7], [1, 2, 3, 4, 5, 6, 7, 8, 9], [10, 11], [5, 5, 5, 5]]
+ROWS = np.arange(27).reshape(3, 9) % 24
+
+
+def generate():
+    """Train GPT for some steps on 2 nodes of 2 devices; return tokens and scores of it."""
+    import jax
+
+    import zeroxla
+    from models import GPT
+
+    mesh = zeroxla.make_mesh(nodes=2, devices_per_node=2)
+    step = zeroxla.make_step(GPT.tiny(), mesh, config=zeroxla.ZeroConfig(persistence_threshold=0))
+    index, count = zeroxla.process_shard(mesh)
+    tokens = np.random.default_rng(0).integers(0, 24, (8, 17)).astype(np.int32)
+    batch = zeroxla.global_batch({"tokens": np.split(tokens, count)[index]}, mesh)
+    state = step.init(jax.random.key(0), batch)
+    for _ in range(3):
+        state, _ = step(state, batch)
+    found = {}
+    for tensor in (1, 2):
+        engine = zeroxla.HybridEngine(step, tensor=tensor)
+        drawn = engine.generate(state, PROMPTS, key=jax.random.key(3), max_new_tokens=6)
+        found |= {
+            f"tokens {tensor}": drawn.tokens,
+            f"logprobs {tensor}": drawn.logprobs,
+            f"lengths {tensor}": drawn.lengths,
+            f"scores {tensor}": engine.logprobs(state, ROWS),
+            f"logits {tensor}": engine.logits(state, ROWS),
+            f"values {tensor}": engine.values(state, ROWS),
+        }
+    return found
+
+
+def main(file):
+    import zeroxla
+
+    zeroxla.initialize()
+    import jax
+
+    file = Path(file)
+    np.savez(file.with_stem(f"{file.stem}_{jax.process_index()}"), **generate())
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

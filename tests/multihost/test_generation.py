@@ -1,0 +1,21 @@
+"""Two processes generate from their training state what one does."""
+
+import numpy as np
+import pytest
+from quick import quick_compilation  # noqa: F401
+
+from multihost import generation, processes
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+
+@pytest.mark.slow
+def test_two_processes_generate_what_one_does(tmp_path):
+    status, _, out = processes.launch("generation.py", tmp_path / "found.npz", devices_per_node=2)
+    assert status == 0, out
+    want = generation.generate()
+    for process in (0, 1):
+        with np.load(tmp_path / f"found_{process}.npz") as file:
+            assert set(file) == set(want)
+            for name, x in want.items():
+                np.testing.assert_allclose(file[name], x, rtol=1e-5, atol=1e-5, err_msg=name)
