@@ -38,7 +38,7 @@ def share_of_wanted(rollouts: rlhf.Rollouts) -> np.ndarray:
 class Begun:
     """A model, a loop, and its first states, of which each test takes copies."""
 
-    model: GPT
+    model: object
     params: object
     loop: rlhf.Loop
     first: rlhf.States
@@ -69,9 +69,10 @@ def begin(
     chosen: rlhf.Settings,
     *,
     reward: rlhf.Reward = share_of_wanted,
+    module: object = None,
     **options: object,
 ) -> Begun:
-    mine = model()
+    mine = module or model()
     step = zeroxla.make_step(mine, mesh, optax.set_to_zero(), config=CONFIG)
     batch = {"tokens": np.zeros((8, 9), np.int32)}
     state = step.init(jax.random.key(0), batch)

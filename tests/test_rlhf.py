@@ -12,6 +12,7 @@ from quick import quick_compilation, thinned  # noqa: F401
 from rlhf_tools import PROMPTS, VOCAB, begin, prompts, settings, share_of_wanted
 
 import zeroxla
+from models import Llama
 from zeroxla import rlhf
 from zeroxla.rlhf.objectives import batch_shapes, critic_shapes
 
@@ -192,6 +193,17 @@ class TestValues:
         for i, (prompt, row) in enumerate(zip(rollouts.prompts(), rollouts.responses())):
             last = len(prompt) + len(row) - 1
             assert found[i] == pytest.approx(float(logits[i, last, 0]), rel=1e-4, abs=1e-5)
+
+
+@pytest.mark.slow
+def test_an_nnx_actor_learns_what_a_linen_model_rewards(begun, mesh):
+    judge = begun["ppo"]
+    reward = rlhf.ModelReward(engine=judge.loop.critic_engine, state=judge.first.critic)
+    module = Llama.tiny(vocab=VOCAB, length=16, layers=1, width=16, heads=2, kv_heads=1)
+    chosen = settings("grpo", kl=0.0, rows=64, minibatch=32)
+    _, found = begin(mesh, chosen, reward=reward, module=module).iterate(12)
+    rewards = [metrics["reward"] for metrics in found]
+    assert np.mean(rewards[-3:]) > rewards[0] + 0.5 * found[0]["reward_std"]
 
 
 def test_an_end_token_ends_responses(begun):
