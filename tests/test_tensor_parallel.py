@@ -129,6 +129,10 @@ CASES = {
     "reshape": (reshaped, [(3, 40)], [(1, (2, 4, 5))]),
     "a third": (lambda x: x[:, 4:8] * 2, [(3, 12)], [(1, (3, 4, 1))]),
     "three thirds": (lambda x: jnp.split(x, 3, axis=1), [(2, 24)], [(1, (3, 4, 2))]),
+    "padded columns": (lambda x, w: jnp.exp(x @ w), [(3, 8), (8, 5)], [None, (1, (1, 5, 1))]),
+    "padded runs": (lambda x: x.reshape(2, 2, 5, 3) * 2, [(2, 30)], [(1, (2, 5, 3))]),
+    "padded lookup": (lambda t: t[jnp.array([[0, 3], [4, 1]])], [(5, 3)], [(0, (1, 5, 1))]),
+    "padded iota": (lambda x: x * jnp.arange(5.0), [(3, 5)], [(1, (1, 5, 1))]),
     "softmax": (lambda x: jax.nn.softmax(x, axis=0), [(5, 4)], [(1, (1, 4, 1))]),
     "broadcast": (lambda x: jnp.broadcast_to(x[:, None], (4, 3)) * 2.0, [(4,)], [(0, (1, 4, 1))]),
     "iota": (lambda x: x * jnp.arange(4.0), [(3, 4)], [(1, (1, 4, 1))]),
@@ -158,10 +162,12 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_parts_of_an_equation_make_the_whole(name):
+@pytest.mark.parametrize(
+    ("name", "parts"), [*((name, 2) for name in CASES), ("padded lookup", 4), ("padded iota", 4)]
+)
+def test_parts_of_an_equation_make_the_whole(name, parts):
     function, shapes, chosen = CASES[name]
-    whole, found = in_parts(function, shapes, chosen)
+    whole, found = in_parts(function, shapes, chosen, parts)
     for want, have in zip(whole, found, strict=True):
         for part in have:  # every device has it whole
             np.testing.assert_allclose(part, want, rtol=1e-6, atol=1e-6)
@@ -275,9 +281,15 @@ def test_the_plan_counts_what_a_device_holds_and_says_why():
     assert "dim 2: 3 x [4] x 8" in text
 
 
-def test_a_size_that_does_not_divide_stays_whole():
-    found = splits_of(GPT.tiny(vocab=63, hidden=129, length=31), 2)
-    assert {path.split("/")[-2] for path in found} == {"c_attn", "c_proj"}
+def test_a_width_that_does_not_divide_stays_whole_and_tables_are_padded():
+    plan = model_of(GPT.tiny(vocab=63, hidden=129, length=31)).plan(2)
+    split = {row.path: row for row in plan.rows if row.dim is not None}
+    assert {path.split("/")[-2] for path in split} == {"c_attn", "c_proj", "wte", "wpe"}
+    assert split["wte/embedding"].part_shape(2) == (32, 32)
+    assert split["wpe/embedding"].part_shape(2) == (16, 32)
+    assert plan.shortcomings() == []
+    rows = {row.path: row.why for row in plan.rows}
+    assert rows["h/mlp/c_fc/kernel"].endswith("129 does not divide by 2")
 
 
 @pytest.mark.parametrize(("module", "heads"), [(GPT.tiny(), 4), (Llama.tiny(), 2)])

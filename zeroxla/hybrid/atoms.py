@@ -18,6 +18,8 @@ Dim = tuple["Atom", ...]
 Dims = tuple[Dim, ...]
 """Those of an array."""
 
+KINDS = ("is_contracted", "is_heads", "is_table", "is_turns")
+
 
 class Atom:
     """A factor of a dim. Compared by identity; `root` stands for its class.
@@ -27,6 +29,7 @@ class Atom:
       blocked: why the class cannot be split; empty if it can.
       sums: how many elements are summed over the parts, for each place where the class is
         contracted or looked up.
+      is_contracted: whether a product sums over it.
       is_heads: whether two activations are multiplied head by head along it.
       is_table: whether tokens or positions are looked up along it.
       is_turns: whether a loop goes through it, turn by turn.
@@ -38,6 +41,7 @@ class Atom:
         "_parts",
         "blocked",
         "chosen",
+        "is_contracted",
         "is_heads",
         "is_table",
         "is_turns",
@@ -49,7 +53,7 @@ class Atom:
         self.size = size
         self.blocked: dict[str, None] = {}
         self.sums: list[int] = []
-        self.is_heads = self.is_table = self.is_turns = False
+        self.is_contracted = self.is_heads = self.is_table = self.is_turns = False
         self.chosen = chosen
         self._parent: Atom | None = None
         self._parts: Dim = ()
@@ -99,7 +103,8 @@ def refine(atom: Atom, outer: int) -> None:
     parts = Atom(outer), Atom(atom.size // outer)
     for part in parts:
         part.blocked, part.sums = dict(atom.blocked), list(atom.sums)
-        part.is_heads, part.is_table, part.is_turns = atom.is_heads, atom.is_table, atom.is_turns
+        for kind in KINDS:
+            setattr(part, kind, getattr(atom, kind))
     atom._parts = parts
 
 
@@ -138,10 +143,8 @@ def _unite(a: Atom, b: Atom) -> None:
     b._parent = a
     a.blocked |= b.blocked
     a.sums += b.sums
-    a.is_heads |= b.is_heads
-    a.is_table |= b.is_table
-    a.is_turns |= b.is_turns
-    a.chosen |= b.chosen
+    for kind in (*KINDS, "chosen"):
+        setattr(a, kind, getattr(a, kind) or getattr(b, kind))
 
 
 def splits(dim: Dim) -> tuple[int, int, int] | None:

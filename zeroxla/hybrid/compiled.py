@@ -101,13 +101,15 @@ class Compiled:
 
     def _parts(self) -> list[jax.ShapeDtypeStruct]:
         """Return the shapes of the copy."""
-        leaves = jax.tree.leaves(self.generation.model.params)
-        return [
-            jax.ShapeDtypeStruct(
-                x.shape, x.dtype, sharding=NamedSharding(self.mesh, part_spec(row))
-            )
-            for x, row in zip(leaves, self.generation.plan.rows, strict=True)
-        ]
+        leaves, plan = jax.tree.leaves(self.generation.model.params), self.generation.plan
+        found = []
+        for x, row in zip(leaves, plan.rows, strict=True):
+            shape = list(row.part_shape(plan.parts))
+            if row.dim is not None:
+                shape[row.dim] *= plan.parts
+            sharding = NamedSharding(self.mesh, part_spec(row))
+            found.append(jax.ShapeDtypeStruct(tuple(shape), x.dtype, sharding=sharding))
+        return found
 
     def _tokens(self, *shape: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=NamedSharding(self.mesh, ROWS))

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from zeroxla import compat
-from zeroxla.hybrid.atoms import Atom, Dim, Dims, expand, splits
+from zeroxla.hybrid.atoms import Atom, Dim, Dims, expand, size_of, splits
 from zeroxla.hybrid.flow import Flow
 from zeroxla.hybrid.products import rule_of
 from zeroxla.trace import Atom as Operand
@@ -26,18 +26,19 @@ from zeroxla.trace import Constant, Equation
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Sharing:
-    """How the chosen atoms are shared out.
+    """How the chosen atoms are shared out: in equal parts, the last ones padded where the size does
+    not divide.
 
     Attributes:
       parts: how many; 1 where every device has everything.
       axis: the name of the axis over which they are.
-      instead: the size of chosen atoms, instead of their own: of a small instance of the program,
-        whose loops have one turn.
+      small: of a small instance of the program, the parts that it is to have: chosen atoms are as
+        small as shows how they divide, and loops have one turn.
     """
 
     parts: int
     axis: str | None = None
-    instead: int | None = None
+    small: int | None = None
 
     @property
     def index(self) -> jax.Array | int:
@@ -53,24 +54,30 @@ class Sharing:
     def size(self, atom: Atom) -> int:
         """Return how many of an atom a part has; of a small instance one turn of a loop."""
         if atom.chosen:
-            return (self.instead or atom.size) // self.parts
+            return part_size(self._whole(atom.size), self.parts)
         return self.turns(atom.size) if atom.is_turns else atom.size
 
     def turns(self, length: int) -> int:
         """Return how many turns a loop has."""
-        return length if self.instead is None else 1
+        return length if self.small is None else 1
+
+    def _whole(self, size: int) -> int:
+        """Return how many of a chosen atom there are."""
+        if self.small is None:
+            return size
+        return self.small if size % self.small == 0 else 2 * self.small - 1
 
     def take(self, whole: jax.Array, dims: Dims) -> jax.Array:
         """Return this device's part of an array that it has whole."""
         for d, dim in enumerate(dims):
             atoms = expand(dim)
-            if any(self.size(atom) != atom.size for atom in atoms):
-                before, after = whole.shape[:d], whole.shape[d + 1 :]
-                apart = whole.reshape(*before, *(atom.size for atom in atoms), *after)
-                for k, atom in enumerate(atoms):
-                    start = self.index * self.size(atom) if atom.chosen else 0
-                    apart = lax.dynamic_slice_in_dim(apart, start, self.size(atom), d + k)
-                whole = apart.reshape(*before, self.part(dim), *after)
+            for k, atom in enumerate(atoms):
+                if self.size(atom) != atom.size:
+                    # Of the atoms before it parts have been taken already.
+                    outer, inner = self.part(atoms[:k]), size_of(atoms[k + 1 :])
+                    factors, mine = (outer, atom.size, inner), self.size(atom)
+                    parts, index = (self.parts, self.index) if atom.chosen else (1, 0)
+                    whole = take_part(whole, d, factors, mine, parts, index)
         return whole
 
     def collect(self, part: jax.Array, dims: Dims) -> jax.Array:
@@ -78,21 +85,42 @@ class Sharing:
         for d, dim in enumerate(dims):
             if self.axis is not None and (factors := splits(dim)) is not None:
                 outer, size, inner = factors
-                mine = (self.instead or size) // self.parts
-                shape = (*part.shape[:d], outer, mine, inner, *part.shape[d + 1 :])
+                whole = self._whole(size)
+                shape = (*part.shape[:d], outer, -1, inner, *part.shape[d + 1 :])
                 part = lax.all_gather(part.reshape(shape), self.axis, axis=d + 1, tiled=True)
+                part = lax.slice_in_dim(part, 0, whole, axis=d + 1)
                 part = part.reshape(*part.shape[:d], -1, *part.shape[d + 3 :])
         return part
 
 
+def part_size(size: int, parts: int) -> int:
+    """Return the size of each of so many equal parts, padding included."""
+    return -(-size // parts)
+
+
+def padded(array: jax.Array, dim: int, size: int) -> jax.Array:
+    """Return an array with zeros after a dim that is shorter than that."""
+    missing = size - array.shape[dim]
+    if missing <= 0:
+        return array
+    return jnp.pad(array, [(0, missing if d == dim else 0) for d in range(array.ndim)])
+
+
 def take_part(
-    whole: jax.Array, dim: int, factors: tuple[int, int, int], mine: int, index: jax.Array | int
+    whole: jax.Array,
+    dim: int,
+    factors: tuple[int, int, int],
+    mine: int,
+    parts: int,
+    index: jax.Array | int,
 ) -> jax.Array:
-    """Return the part `index`, of length `mine`, of the middle factor of a dim."""
+    """Return the part `index`, of length `mine`, of the middle factor of a dim; zeros where the
+    last of so many parts reach beyond it."""
     outer, size, inner = factors
     rest = whole.shape[dim + 1 :]
-    found = whole.reshape(*whole.shape[:dim], outer, size, inner, *rest)
-    found = lax.dynamic_slice_in_dim(found, index * mine, mine, axis=dim + 1)
+    apart = whole.reshape(*whole.shape[:dim], outer, size, inner, *rest)
+    apart = padded(apart, dim + 1, parts * mine)
+    found = lax.dynamic_slice_in_dim(apart, index * mine, mine, axis=dim + 1)
     return found.reshape(*whole.shape[:dim], outer * mine * inner, *rest)
 
 

@@ -42,6 +42,8 @@ def connect_dot(eq: Equation, ins: list[Dims]) -> list[Dims]:
         same(eq, lhs[i], rhs[j])
     for i in left:
         _summed(lhs[i], eq)
+        for atom in expand(lhs[i]):
+            atom.is_contracted = True
     free = [d for i, d in enumerate(lhs) if i not in (*left, *left_batch)]
     free += [d for i, d in enumerate(rhs) if i not in (*right, *right_batch)]
     return [(*(lhs[i] for i in left_batch), *free)]

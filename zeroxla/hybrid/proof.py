@@ -1,7 +1,8 @@
 """Checks a tensor-parallel plan by computing: a small instance, whole and in parts, on one device.
 
 The instance is the program itself with every split dim cut to one element for each part - so many
-heads, so wide a hidden layer, so many words - and one turn of each loop over layers. Its leaves are
+heads, so wide a hidden layer, so many words; where it does not divide, to two for each but the last
+- and one turn of each loop over layers. Its leaves are
 random; the parts run under `vmap`, whose axis stands for `tensor`. What a split must not change is
 compared: what the program returns.
 """
@@ -13,10 +14,11 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from zeroxla.hybrid.atoms import Dims, splits
-from zeroxla.hybrid.parts import Sharing
+from zeroxla.hybrid.parts import Sharing, part_size, take_part
 from zeroxla.hybrid.program import PartProgram
 from zeroxla.hybrid.tensor_parallel import classes
 from zeroxla.trace import Value
@@ -42,8 +44,8 @@ def prove(program: PartProgram, leaves: Sequence[Dims], parts: int) -> set[str]:
 
 
 def _holds(program: PartProgram, parts: int) -> bool:
-    whole = Sharing(parts=1, instead=parts)
-    shared = Sharing(parts=parts, instead=parts, axis=TENSOR)
+    whole = Sharing(parts=1, small=parts)
+    shared = Sharing(parts=parts, small=parts, axis=TENSOR)
     generator = np.random.default_rng(0)
     values = program.flow.program.inputs
     dims = [program.flow.dims[v] for v in values]
@@ -59,22 +61,21 @@ def _holds(program: PartProgram, parts: int) -> bool:
     arrays = [random(*x) for x in zip(values, shapes, strict=False)]
     others = [random(v, v.aval.shape) for v in values[num_shared:]]
 
-    def in_parts(x: np.ndarray, dims: Dims) -> np.ndarray:
+    def in_parts(x: jax.Array, dims: Dims) -> jax.Array:
         for d, dim in enumerate(dims):
             if (factors := splits(dim)) is not None:
                 outer, _, inner = factors
-                apart = x.reshape(*x.shape[:d], outer, parts, inner, *x.shape[d + 1 :])
-                return np.moveaxis(apart, d + 1, 0).reshape(
-                    parts, *x.shape[:d], outer * inner, *x.shape[d + 1 :]
-                )
-        return np.broadcast_to(x, (parts, *x.shape))
+                size = x.shape[d] // (outer * inner)
+                mine, cut = part_size(size, parts), (outer, size, inner)
+                return jnp.stack([take_part(x, d, cut, mine, parts, i) for i in range(parts)])
+        return jnp.broadcast_to(x, (parts, *x.shape))
 
     def run(sharing: Sharing, arrays: Sequence[jax.Array]) -> Any:
         leaves, cache = arrays[: program.num_leaves], arrays[program.num_leaves :]
         return program(sharing, leaves, list(cache), *others)[0]
 
     expected = jax.jit(partial(run, whole))(arrays)
-    split = [in_parts(*x) for x in zip(arrays, dims, strict=False)]
+    split = [in_parts(jnp.asarray(x), d) for x, d in zip(arrays, dims, strict=False)]
     found = jax.jit(jax.vmap(partial(run, shared), axis_name=TENSOR))(split)
     pairs = zip(jax.tree.leaves(expected), jax.tree.leaves(found), strict=True)
     return all(_close(np.asarray(a), np.asarray(b)) for a, b in pairs)

@@ -20,7 +20,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
-from zeroxla.hybrid.parts import take_part
+from zeroxla.hybrid.parts import padded, part_size, take_part
 from zeroxla.hybrid.tensor_parallel import Row
 from zeroxla.mesh import DEVICE, NODE
 from zeroxla.placement import Placement
@@ -159,9 +159,10 @@ def part_of(shard: jax.Array, placement: Placement, row: Row, mesh: Mesh) -> jax
         shape = piece.shape
         d = row.dim
         apart = piece.reshape(*shape[:d], outer, size, inner, *shape[d + 1 :])
+        apart = padded(apart, d + 1, tensor * part_size(size, tensor))
         at = dim if dim < d else dim + 2
         found = lax.all_to_all(apart, TENSOR, split_axis=d + 1, concat_axis=at, tiled=True)
-        joined = outer * (size // tensor) * inner
+        joined = outer * part_size(size, tensor) * inner
         found = found.reshape(*found.shape[:d], joined, *found.shape[d + 3 :])
         return placement.natural(found)
     if outer == 1 and placement.pad == 0:
@@ -178,5 +179,5 @@ def _gather(piece: jax.Array, axis: str, dim: int, mesh: Mesh) -> jax.Array:
 def _own(whole: jax.Array, row: Row, tensor: int) -> jax.Array:
     if row.dim is None or row.factors is None or tensor == 1:
         return whole
-    mine = row.factors[1] // tensor
-    return take_part(whole, row.dim, row.factors, mine, lax.axis_index(TENSOR))
+    mine = part_size(row.factors[1], tensor)
+    return take_part(whole, row.dim, row.factors, mine, tensor, lax.axis_index(TENSOR))

@@ -16,6 +16,7 @@ from collections.abc import Collection, Sequence
 from rich.table import Table
 
 from zeroxla.hybrid.atoms import Atom, Dims, expand, size_of, splits
+from zeroxla.hybrid.parts import part_size
 from zeroxla.hybrid.program import PartProgram
 from zeroxla.inspect.memory import render
 
@@ -43,8 +44,13 @@ class Row:
     why: str
 
     def part_shape(self, parts: int) -> tuple[int, ...]:
-        """The shape of what one device holds."""
-        return tuple(n // parts if i == self.dim else n for i, n in enumerate(self.shape))
+        """The shape of what one device holds, padding included."""
+        if self.dim is None or self.factors is None:
+            return self.shape
+        outer, size, inner = self.factors
+        found = list(self.shape)
+        found[self.dim] = outer * part_size(size, parts) * inner
+        return tuple(found)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -152,7 +158,7 @@ def plan(
             costs[atom] += _elements(dims)
     arrays = [atoms & covered.keys() for program in programs for atoms in program.flow.atoms()]
     _check_heads(leaves, paths, parts, arrays)
-    able = [a for a in covered if not a.blocked and a.size % parts == 0 and a not in kept]
+    able = [a for a in covered if not a.blocked and _divides(a, parts) and a not in kept]
     for atom in sorted(able, key=lambda a: costs[a] / covered[a]):
         meets = any(other.chosen for found in arrays if atom in found for other in found)
         atom.chosen = parts > 1 and not meets
@@ -161,6 +167,12 @@ def plan(
         for i, (path, dims) in enumerate(zip(paths, leaves, strict=True))
     ]
     return TensorPlan(rows=tuple(rows), parts=parts)
+
+
+def _divides(atom: Atom, parts: int) -> bool:
+    """Whether it can be shared out in equal parts, padded if need be: a vocabulary or a table of
+    positions, where nothing multiplies the padding with something else."""
+    return atom.size % parts == 0 or not (atom.is_heads or atom.is_contracted)
 
 
 def _atoms(dims: Dims) -> set[Atom]:
@@ -221,6 +233,6 @@ def _reason(atom: Atom, parts: int, kept: Collection[Atom]) -> str:
         return next(iter(atom.blocked))
     if atom in kept:
         return REFUSED
-    if atom.size % parts:
+    if not _divides(atom, parts):
         return f"{atom.size} does not divide by {parts}"
     return "one device has all" if parts == 1 else "another split is cheaper"
