@@ -141,6 +141,7 @@ def main() -> int:
     large = zeroxla.make_step(GPT.small(), mesh, optax.sgd(1e-3))
     large.abstract_state({"tokens": np.zeros((ROWS, 65), np.int32)})
     memories = [held(engine, model), held(zeroxla.HybridEngine(large, tensor=TENSOR), GPT.small())]
+    columns = ("parameters", "model/tensor + cache", "held", "over")
     lines = [
         ["generate, with resharding", f"{statistics.median(ours):.2f}", "1.00"],
         ["forward passes of the step", f"{statistics.median(theirs):.2f}", f"{speedup:.1f}"],
@@ -155,7 +156,7 @@ def main() -> int:
         f"of {CONTEXT} places, {SPAN} tokens timed from each).\n\n"
         "While it generates, a device holds, beside the state, by the compiler's plan (nothing of "
         "the larger model is computed):\n\n"
-        f"{table(('parameters', 'model/tensor + cache', 'held', 'over'), [m.row() for m in memories])}"
+        f"{table(columns, [each.row() for each in memories])}"
         "\n\nWhat is more are the activations of a piece of the prompts, the same for both, and "
         "padding of a vocabulary that does not divide."
     )
