@@ -21,10 +21,11 @@ from zeroxla.checkpoint.failures import SaveError
 from zeroxla.hosts.environment import STARTED
 from zeroxla.hosts.exchange import agree, on_first
 from zeroxla.interrupt import StopRequest, stop_on_signal
-from zeroxla.rlhf.loop import Loop, States
+from zeroxla.rlhf.loop import Loop
 from zeroxla.rlhf.make import make_loop
 from zeroxla.rlhf.memory import memory_by_phase
 from zeroxla.rlhf.rewards import REWARDS, TextReward
+from zeroxla.rlhf.states import States
 from zeroxla.rlhf_options import RlhfOptions
 from zeroxla.rlhf_output import RlhfOutput, as_text
 from zeroxla.rlhf_plot import plot_run

@@ -1,7 +1,7 @@
 """Reinforcement learning from rewards: PPO and GRPO on a training state that generates."""
 
 from .advantages import gae, group_advantages, token_rewards, whiten
-from .loop import Loop, Scored, States
+from .loop import Loop
 from .losses import entropy, grpo_loss, kl_estimate, ppo_loss, target_logprobs, value_loss
 from .make import Storage, make_loop
 from .memory import PhaseMemory, PhasesMemory, memory_by_phase
@@ -10,6 +10,7 @@ from .policy import Policy
 from .rewards import REWARDS, ModelReward, Reward, TextReward
 from .rollouts import Rollouts, minibatches
 from .settings import Settings
+from .states import Scored, States
 
 __all__ = [  # noqa: RUF022 (grouped)
     # the loop

@@ -23,41 +23,11 @@ from zeroxla.rlhf.policy import Policy, without_adapters
 from zeroxla.rlhf.rewards import Reward, checked
 from zeroxla.rlhf.rollouts import Prompts, Rollouts, minibatches
 from zeroxla.rlhf.settings import Settings
+from zeroxla.rlhf.states import Scored, States
 from zeroxla.state import TrainState
 from zeroxla.step import Step
 
 PHASES = ("generate", "score", "train")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class States:
-    """What is trained, and what it must not stray from.
-
-    Attributes:
-      actor: the policy's state.
-      critic: the critic's; None with GRPO.
-      reference: the frozen reference's; None where that is the actor without its adapters.
-    """
-
-    actor: TrainState
-    critic: TrainState | None = None
-    reference: TrainState | None = None
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Scored:
-    """What rollouts were found to be worth.
-
-    Attributes:
-      scores_B: float32, of the reward.
-      ref_logprobs_BT: float32, of the tokens under the reference.
-      actor, critic: columns to train on; {} without a critic.
-    """
-
-    scores_B: np.ndarray
-    ref_logprobs_BT: np.ndarray
-    actor: dict[str, np.ndarray]
-    critic: dict[str, np.ndarray]
 
 
 class Loop:

@@ -10,8 +10,9 @@ import jax
 import numpy as np
 
 from zeroxla.inspect.memory import array_bytes_per_device, format_bytes, memory, render
-from zeroxla.rlhf.loop import PHASES, Loop, States
+from zeroxla.rlhf.loop import PHASES, Loop
 from zeroxla.rlhf.objectives import batch_shapes, critic_shapes
+from zeroxla.rlhf.states import States
 
 if TYPE_CHECKING:
     from rich.table import Table
