@@ -46,7 +46,19 @@ MATRIX = [
     for nodes in (2, 1)
     for tensor in (4, 2, 1)
 ]
-ROWS = [pytest.param(*row, marks=pytest.mark.full if i % 7 else ()) for i, row in enumerate(MATRIX)]
+
+
+def _marks(i, with_adapters):
+    """Of the matrix every seventh row is run often, those with adapters less."""
+    if i % 7:
+        return pytest.mark.full
+    return pytest.mark.slow if with_adapters else ()
+
+
+ROWS = [
+    pytest.param(*row, marks=_marks(i, row[0] in LORA and row[0] != "gpt, lora"))
+    for i, row in enumerate(MATRIX)
+]
 ROWS[0] = pytest.param(*MATRIX[0], marks=pytest.mark.smoke)
 ROWS += [pytest.param(name, 2, 2, marks=pytest.mark.slow) for name in list(MODELS)[3:]]
 
@@ -225,7 +237,7 @@ def test_a_kept_layout_is_used_until_the_state_changes():
     engine.free()
 
 
-@pytest.mark.parametrize(("nodes", "tensor"), [(2, 4), (1, 2)])
+@pytest.mark.parametrize(("nodes", "tensor"), thinned([(2, 4), (1, 2)], rows=True))
 def test_memory_while_generating_is_the_models_share_and_goes_back(nodes, tensor):
     model = Llama.tiny(heads=8, kv_heads=4, width=128, hidden=256, vocab=512)
     mesh = zeroxla.make_mesh(nodes=nodes, devices_per_node=8 // nodes)
@@ -299,7 +311,8 @@ def test_prompts_up_to_the_context(trained, prefill_tokens):
     np.testing.assert_array_equal(found.tokens, known.greedy(prompts, 4))
 
 
-@pytest.mark.parametrize("frozen", ["int8", pytest.param(None, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("frozen", ["int8", None])
 def test_ten_cycles_leave_the_base_bit_equal_and_free_every_byte(frozen):
     """Two devices a copy, adapters, prompts at the maximum context, training in between."""
     model = zeroxla.lora(GPT.tiny(width=64), targets="kernel$", rank=2, frozen=frozen)

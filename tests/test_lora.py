@@ -164,6 +164,7 @@ def test_merging_is_the_formula(mesh24):
     )
 
 
+@pytest.mark.slow
 def test_layers_are_gathered_one_by_one_as_without_adapters(mesh24):
     """In the loop's body, forward and backward; and the step needs less memory than a plain one."""
     gpt = GPT.tiny(layers=6, width=64)
@@ -197,6 +198,7 @@ def test_a_users_own_frozen_leaves_stay_frozen_too(mesh24):
     assert other.config.frozen == (r"/a$", "^base/")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("preset", thinned(["zeropp", "zeropp_min"]))
 def test_it_trains_with_the_wires_of_zeropp(preset, mesh24):
     config = getattr(zeroxla.ZeroConfig, preset)(

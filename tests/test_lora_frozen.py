@@ -161,6 +161,7 @@ def test_a_checkpoint_opens_on_another_mesh(trained, tmp_path):
         checkpointer.restore(plain)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("preset", thinned(["zeropp_min", "zeropp", "zeropp_hq"], keep=3))
 def test_it_trains_with_the_wires_of_zeropp(preset, mesh24):
     config = getattr(zeroxla.ZeroConfig, preset)(
@@ -200,6 +201,7 @@ def test_persistent_and_small_leaves(mesh24):
     }
 
 
+@pytest.mark.slow
 def test_weights_in_and_out(trained, tmp_path, mesh24):
     """A Hugging Face folder of the merged model; a state with a wire base read from a folder."""
     pytest.importorskip("safetensors", reason="safetensors is not installed")
@@ -243,7 +245,7 @@ def test_init_holds_less_than_the_largest_leaf(mesh24):
     _, step = lora_step(model, mesh24, TARGETS, frozen="int8")
     shapes = step.abstract_state(BATCH)
     init = jax.jit(
-        lambda key, batch: step._programs.init(key, batch, shapes.placements),
+        lambda key, batch: step.programs.init(key, batch, shapes.placements),
         out_shardings=jax.tree.map(lambda x: x.sharding, shapes),
     )
     memory = init.lower(KEY, BATCH).compile().memory_analysis()

@@ -8,7 +8,7 @@ import optax
 import pytest
 from checkpoint_tools import assert_same, logical
 from pipeline_equality import KEY, alexnet, images, listed, tokens
-from quick import quick_compilation  # noqa: F401
+from quick import quick_compilation, thinned  # noqa: F401
 
 import zeroxla
 from models import GPT, AlexNet
@@ -85,6 +85,7 @@ def test_alexnet_of_two_stages_with_its_own_names():
     assert names[0] == names[1]
 
 
+@pytest.mark.slow
 def test_dropout_differs_by_micro_batch_and_repeats():
     pipeline = Pipeline.from_model(GPT.tiny(layers=4, dropout=0.2))
     step, batch = step_of(pipeline, 2, 1, 1, 3), tokens(6)
@@ -107,6 +108,7 @@ def test_dropout_differs_by_micro_batch_and_repeats():
         np.testing.assert_allclose(a, b, atol=RTOL * np.abs(b).max())
 
 
+@pytest.mark.slow
 def test_checkpoints_open_across_numbers_of_stages(tmp_path):
     """(pipe 4) -> (pipe 2, device 2) -> no pipe: same names, same leaves, the next losses."""
     model = GPT.tiny(layers=4)
@@ -139,7 +141,7 @@ def test_checkpoints_open_across_numbers_of_stages(tmp_path):
 # where to cut
 
 
-@pytest.mark.parametrize("boundaries", [None, [0, 0, 8, 8]])
+@pytest.mark.parametrize("boundaries", thinned([None, [0, 0, 8, 8]]))
 def test_stages_without_layers_pass_on_what_they_get(boundaries):
     """Three stages for two layers, where the last layer stays with the loss; and the first and the
     last stage empty."""

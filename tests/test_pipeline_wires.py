@@ -91,6 +91,7 @@ def test_gradients_that_are_reduced_once_lose_once():
     assert "u8" in {row.dtype for row in zeroxla.inspect.comms(lowered, step.mesh).rows}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weights", ["tick", pytest.param("step", marks=pytest.mark.slow)])
 def test_copies_and_errors_are_kept_by_stage(weights, tmp_path):
     step = step_of(KEPT, weights)

@@ -182,6 +182,7 @@ def test_no_element_of_a_large_leaf_lands_in_anothers_place(mesh, when):
     check_places(mesh, LARGE, inter_node_reduce=when)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bits", thinned([4, 8]))
 def test_a_rotation_saves_what_lies_beside_an_outlier(bits):
     def gradient(shape, leaf, row):

@@ -269,7 +269,7 @@ def test_the_state_of_given_parameters_computes_no_others(gpt):
         (state.params, state.opt_state, state.loss_scale, jax.random.key_data(state.key)),
     )
     shapes = step.shapes()
-    lowered = jax.jit(step._programs.init_from, static_argnums=3).lower(
+    lowered = jax.jit(step.programs.init_from, static_argnums=3).lower(
         shapes.params, KEY, BATCH, shapes.placements
     )
     assert "erf_inv" not in lowered.as_text()  # of the normal distribution

@@ -67,7 +67,7 @@ def test_gradients_are_those_of_the_quantized_weights(name):
     state = step.init(KEY, batch)
     loss, grads = step.grad(state, batch)
 
-    layout = step._programs.layout(state)
+    layout = step.programs.layout(state)
     assert 4 <= sum(leaf.quantized for leaf in layout) < len(layout.leaves)
     params = [
         as_it_arrives(x, leaf.placement, 8, INT8) if leaf.quantized else x
@@ -172,7 +172,7 @@ def test_copies_are_the_same_on_all_nodes_and_follow_the_weights():
     )
     batch = tokens()
     state = step.init(KEY, batch)
-    layout = step._programs.layout(state)
+    layout = step.programs.layout(state)
     copied = [i for i, leaf in enumerate(layout) if leaf.quantized]
     assert [x is not None for x in state.wire_state.copies] == [
         i in copied for i in range(len(layout.leaves))

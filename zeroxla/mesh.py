@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping, Sequence
+from typing import cast
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from zeroxla.compat import backends_started
 from zeroxla.hosts.start import nodes_of_processes
@@ -139,6 +140,7 @@ def as_auto(mesh: Mesh, *, pipeline: bool = False) -> Mesh:
     length 1.
 
     Args:
+      mesh: of devices; or an `AbstractMesh`, on which steps are traced and described, but not run.
       pipeline: whether the model is one; otherwise the axis `pipe` must have the length 1.
 
     Raises:
@@ -159,12 +161,26 @@ def as_auto(mesh: Mesh, *, pipeline: bool = False) -> Mesh:
             f"the mesh has pipe={stages} and the model is not a pipeline; make it one with "
             "zeroxla.Pipeline, or use make_mesh(pipe=1)"
         )
-    devices = mesh.devices
+    at = None
     if missing:  # next to the other: a node outside of its devices
         at = names.index(DEVICE) if missing == [NODE] else names.index(NODE) + 1
-        devices = np.expand_dims(devices, at)
         names = (*names[:at], missing[0], *names[at:])
-    return Mesh(devices, names, axis_types=(AxisType.Auto,) * len(names))
+    types = (AxisType.Auto,) * len(names)
+    if isinstance(mesh, AbstractMesh):
+        sizes = tuple(mesh.shape.get(name, 1) for name in names)
+        abstract = AbstractMesh(sizes, names, types, abstract_device=mesh.abstract_device)
+        return cast(Mesh, abstract)  # which has all that a trace reads
+    devices = mesh.devices if at is None else np.expand_dims(mesh.devices, at)
+    return Mesh(devices, names, axis_types=types)
+
+
+def platform_of(mesh: Mesh) -> str:
+    """Return what kind of device a mesh is of: "cpu", "gpu", "tpu"; of an abstract mesh that does
+    not say, the local one's."""
+    if isinstance(mesh, AbstractMesh):
+        device = mesh.abstract_device
+        return jax.default_backend() if device is None else device.platform
+    return mesh.devices.flat[0].platform
 
 
 def leaf_axes(mesh: Mesh) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ from zeroxla.adapters import Adapted
 from zeroxla.config import ZeroConfig
 from zeroxla.differentiate import Differentiator
 from zeroxla.layout import Layout, check_floating, make_layout, place_opt_state, place_params
-from zeroxla.mesh import PIPE, world_size
+from zeroxla.mesh import PIPE, platform_of, world_size
 from zeroxla.pipeline.differentiate import PipelineDifferentiator, check_stateless
 from zeroxla.pipeline.memory import StagesMemory
 from zeroxla.pipeline.moves import own_layers
@@ -144,7 +144,7 @@ class Setup:
     def _whole(self, layout: Layout) -> Differentiator:
         """Return what differentiates the model as one, without stages."""
         config = self.config
-        on_cpu = self.mesh.devices.flat[0].platform == "cpu"
+        on_cpu = platform_of(self.mesh) == "cpu"
         prefetch = config.prefetch_bucket
         return Differentiator(
             adapted=self.adapted,

@@ -19,6 +19,7 @@ from zeroxla.hosts import progress
 from zeroxla.hosts.batches import put_batch, put_key
 from zeroxla.hosts.exchange import agree_on_program
 from zeroxla.layout import make_layout
+from zeroxla.mesh import platform_of
 from zeroxla.notices import useless_on_leaves, useless_on_mesh, warn
 from zeroxla.pipeline.partition import Partition
 from zeroxla.pipeline.pipeline import Pipeline
@@ -43,6 +44,7 @@ class Step:
       mesh: the mesh, with Auto axes.
       config: the options.
       optimizer: the optax transformation.
+      programs: its traced functions.
     """
 
     def __init__(
@@ -58,7 +60,7 @@ class Step:
         own = [pattern for pattern in adapted.frozen if pattern not in config.frozen]
         config = dataclasses.replace(config, frozen=(*config.frozen, *own))
         self.adapted, self.mesh, self.optimizer, self.config = adapted, mesh, optimizer, config
-        self._programs = Programs(
+        self.programs = Programs(
             adapted=adapted,
             mesh=mesh,
             optimizer=optimizer,
@@ -66,13 +68,13 @@ class Step:
             pipeline=pipeline,
             weights=weights,
         )
-        warn(useless_on_mesh(self._programs.wiring, mesh), stacklevel=4)
-        platform = mesh.devices.flat[0].platform
+        warn(useless_on_mesh(self.programs.wiring, mesh), stacklevel=4)
+        platform = platform_of(mesh)
         options = compiler_options(platform, prefetch=config.prefetch_bucket != 0)
         self._jit = functools.partial(jax.jit, compiler_options=options)
-        self._step = self._jit(self._programs.train, donate_argnums=0)
-        self._eval = self._jit(self._programs.evaluate)
-        self._grad = self._jit(self._programs.gradients)
+        self._step = self._jit(self.programs.train, donate_argnums=0)
+        self._eval = self._jit(self.programs.evaluate)
+        self._grad = self._jit(self.programs.gradients)
         self._traced: Any = None  # shapes of (params, placements, model state, batch, key)
         self._checked: set[Any] = set()  # structures of states that fitted
         self._wired: set[Any] = set()  # and of those whose wire state did
@@ -97,10 +99,10 @@ class Step:
         """
         key, batch = check_key(key), self._check_batch(batch)
         shapes = self._state_shapes(key, batch)
-        make = functools.partial(self._programs.init, placements=shapes.placements)
+        make = functools.partial(self.programs.init, placements=shapes.placements)
         init = self._jit(make, out_shardings=state_shardings(shapes, self.mesh))
         with mesh_context(self.mesh):
-            return self._run("init", init, put_key(key, self.mesh), self._put(batch))
+            return self._run("init", init, put_key(key, self.mesh), put_batch(batch, self.mesh))
 
     def init_from(self, params: Any, key: jax.Array) -> TrainState:
         """Make the state of given parameters: all else as `init` makes it, for the batch that the
@@ -119,10 +121,10 @@ class Step:
         """
         key, shapes = check_key(key), self.shapes()
         check_stored(params, shapes.params)
-        program = functools.partial(self._programs.init_from, placements=shapes.placements)
+        program = functools.partial(self.programs.init_from, placements=shapes.placements)
         shardings = dataclasses.replace(state_shardings(shapes, self.mesh), params=None)
         init = self._jit(program, out_shardings=shardings)
-        batch = self._put(self._traced[-2])
+        batch = put_batch(self._traced[-2], self.mesh)
         with mesh_context(self.mesh):
             state = self._run("init_from", init, params, put_key(key, self.mesh), batch)
         return dataclasses.replace(state, params=params)
@@ -202,13 +204,13 @@ class Step:
             raise ValueError("nothing to describe yet; call step.init or step.abstract_state first")
         params, placements, *shapes = self._traced
         layout = make_layout(params, placements, self.config)
-        if self._programs.pipeline is not None:
-            return self._programs.partition(layout, *shapes[1:])
-        return describe(layout, self._programs.plan(layout, *shapes), self._programs.wiring)
+        if self.programs.pipeline is not None:
+            return self.programs.partition(layout, *shapes[1:])
+        return describe(layout, self.programs.plan(layout, *shapes), self.programs.wiring)
 
     def with_config(self, config: ZeroConfig) -> Step:
         """Return another program for the same state."""
-        programs = dataclasses.replace(self._programs, config=config)
+        programs = dataclasses.replace(self.programs, config=config)
         step = Step(**{f.name: getattr(programs, f.name) for f in dataclasses.fields(programs)})
         step._traced = self._traced
         return step
@@ -227,13 +229,13 @@ class Step:
             check_state(state, self.optimizer, self.config)
             shapes_of = _shapes((batch, state.key))
             with mesh_context(self.mesh):
-                rows = jax.eval_shape(self._programs.first_rows, shapes_of[0])
+                rows = jax.eval_shape(self.programs.first_rows, shapes_of[0])
                 params, model_state = jax.eval_shape(self.adapted.init, shapes_of[1], rows)
             check_model(state, params)
             if self._traced is None:
                 self._traced = (params, state.placements[0], model_state, *shapes_of)
             self._checked.add(structure)
-        return self._put(batch)
+        return put_batch(batch, self.mesh)
 
     def _fitted(self, state: TrainState) -> TrainState:
         """Return the state with what this configuration's wires remember."""
@@ -250,7 +252,7 @@ class Step:
         return dataclasses.replace(state, wire_state=new)
 
     def _wire_state(self, batch: Any) -> Callable[[TrainState], WireState | None]:
-        return functools.partial(self._programs.wire_state, batch=_shapes(batch))
+        return functools.partial(self.programs.wire_state, batch=_shapes(batch))
 
     def _abstract(self, batch: Any) -> TrainState:
         shapes = self._state_shapes(jax.random.key(0), batch)
@@ -260,17 +262,14 @@ class Step:
         """Decide the placements; return the state's shapes."""
         batch, key = _shapes((batch, key))
         with mesh_context(self.mesh):
-            placements = self._programs.placements(key, batch)
-            make = functools.partial(self._programs.init, placements=placements)
+            placements = self.programs.placements(key, batch)
+            make = functools.partial(self.programs.init, placements=placements)
             shapes = jax.eval_shape(make, key, batch)
         self._traced = (shapes.params, placements[0], shapes.model_state, batch, key)
         if not self._has_warned:
             self._has_warned = True
-            warn(useless_on_leaves(self.config, self._programs.layout(shapes)), stacklevel=4)
+            warn(useless_on_leaves(self.config, self.programs.layout(shapes)), stacklevel=4)
         return shapes
-
-    def _put(self, batch: Any) -> Any:
-        return put_batch(batch, self.mesh)
 
     def _run(self, name: str, program: Any, *args: Any) -> Any:
         """Call a jitted program; of several processes, when all are about to call the same one."""
@@ -287,7 +286,7 @@ class Step:
         return {field.name: str(getattr(self.config, field.name)) for field in fields}
 
 
-def _as_shape(x: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+def _as_shape(x: Any, sharding: NamedSharding) -> Any:
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
 

@@ -12,7 +12,7 @@ from zeroxla.collectives import Collectives
 from zeroxla.config import ZeroConfig
 from zeroxla.feedback import Feedback
 from zeroxla.layout import Leaf
-from zeroxla.mesh import DEVICE, NODE
+from zeroxla.mesh import DEVICE, NODE, platform_of
 from zeroxla.routes import Route
 from zeroxla.wire_format import WireFormat
 
@@ -122,7 +122,7 @@ def make_wiring(config: ZeroConfig, mesh: Mesh) -> Wiring:
     if devices == 1 and config.gradient_wire and config.inter_node_gradient_wire:
         none.append(("gradient_wire", "there is no hop over `device`"))
     differences = config.weight_differences if keeps else None
-    on_cpu = mesh.devices.flat[0].platform == "cpu"
+    on_cpu = platform_of(mesh) == "cpu"
     return Wiring(
         collectives=Collectives.make(
             nodes=nodes,

@@ -17,6 +17,7 @@ def printed(saved, tmp_path_factory):  # noqa: F811
     return said, folder
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_one_process_opens_in_two_and_back(
     saved,  # noqa: F811
     steps,  # noqa: F811

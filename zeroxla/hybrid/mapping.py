@@ -6,20 +6,8 @@ from collections.abc import Callable, Sequence
 
 from zeroxla.hybrid.atoms import Dims, block, dim_of
 from zeroxla.hybrid.rules import Connect, Rule, fresh, same, shape_of
+from zeroxla.primitives import ELEMENTWISE, REDUCTIONS
 from zeroxla.trace import Equation
-
-_ELEMENTWISE = (
-    "abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp conj "
-    "convert_element_type copy copy_p cos cosh digamma div eq erf erf_inv erfc exp exp2 expm1 "
-    "floor ge gt imag integer_pow is_finite le lgamma log log1p logistic lt max min mul name ne "
-    "neg nextafter not or population_count pow real reduce_precision rem round rsqrt select_n "
-    "shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square stop_gradient "
-    "sub tan tanh xor"
-)
-
-_REDUCTIONS = (
-    "argmax argmin reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum reduce_xor"
-)
 
 
 def _connect_elementwise(eq: Equation, ins: list[Dims]) -> list[Dims]:
@@ -83,8 +71,8 @@ def _connect_stack(eq: Equation, ins: list[Dims]) -> list[Dims]:
 _OF_AXIS = Rule(_along(lambda eq: (eq.params["axis"],)))
 
 MAPPING: dict[str, Rule] = {
-    **dict.fromkeys(_ELEMENTWISE.split(), Rule(_connect_elementwise)),
-    **dict.fromkeys(_REDUCTIONS.split(), Rule(_along(lambda eq: eq.params["axes"]))),
+    **dict.fromkeys(ELEMENTWISE, Rule(_connect_elementwise)),
+    **dict.fromkeys(REDUCTIONS, Rule(_along(lambda eq: eq.params["axes"]))),
     **dict.fromkeys(("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "unstack"), _OF_AXIS),
     "sort": Rule(_along(lambda eq: (eq.params["dimension"],))),
     "rev": Rule(_along(lambda eq: eq.params["dimensions"])),

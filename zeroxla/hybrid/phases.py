@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import jax
@@ -10,6 +9,7 @@ import jax
 from zeroxla.describe import Description
 from zeroxla.hybrid.model import Model
 from zeroxla.hybrid.tensor_parallel import TensorPlan
+from zeroxla.inspect.memory import shard_bytes
 from zeroxla.inspect.phase_memory import PhaseReport
 from zeroxla.step import Step
 
@@ -30,18 +30,10 @@ def phase_report(step: Step, model: Model, plan: TensorPlan, cache: Any) -> Phas
         num_parameters=plan.num_parameters,
         devices=step.mesh.size,
         tensor=plan.parts,
-        parameter_bytes=_bytes_of_a_device(state.params),
-        optimizer_bytes=_bytes_of_a_device(state.opt_state),
-        other_bytes=_bytes_of_a_device((state.model_state, state.wire_state)),
+        parameter_bytes=shard_bytes(state.params),
+        optimizer_bytes=shard_bytes(state.opt_state),
+        other_bytes=shard_bytes((state.model_state, state.wire_state)),
         gradient_bytes=described.gradient_bytes,
         layout_bytes=plan.num_elements * dtype.itemsize,
         cache_bytes=sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache)),
-    )
-
-
-def _bytes_of_a_device(shapes: Any) -> int:
-    """Return the bytes of one device's shards of arrays, of their shapes and shardings."""
-    return sum(
-        math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
-        for x in jax.tree.leaves(shapes)
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import math
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import jax
@@ -160,6 +161,19 @@ def memory(
         output_bytes=stats.output_size_in_bytes,
         alias_bytes=stats.alias_size_in_bytes,
         temp_bytes=stats.temp_size_in_bytes,
+    )
+
+
+def shard_bytes(shapes: Any) -> int:
+    """Sum the bytes of one device's shards of arrays, of their shapes and shardings alone.
+
+    Args:
+      shapes: a pytree of arrays or ShapeDtypeStructs with shardings; PRNG keys count nothing.
+    """
+    return sum(
+        math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+        for x in jax.tree.leaves(shapes)
+        if not jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key)
     )
 
 

@@ -1,0 +1,192 @@
+"""How much memory a traced program takes: what is alive when, after the fusions that any compiler
+makes.
+
+An equation that computes element by element is fused into those that read it; its result exists
+only if something else must read it from memory: a product, a collective, a loop, the caller. What
+it reads stays alive until then. Equations that only rename (a reshape, a barrier) share memory with
+what they rename. Loops own one turn's values, their carries and their stacked results; of branches
+the largest counts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+
+from zeroxla import compat
+from zeroxla.planning.wires import bodies, body_of
+from zeroxla.primitives import ELEMENTWISE, EXPENSIVE, REDUCTIONS
+from zeroxla.trace import Atom, Equation, Program, Value
+
+RENAMES = frozenset(
+    {
+        *("optimization_barrier", "reshape", "squeeze", "expand_dims", "bitcast_convert_type"),
+        *("name", "stop_gradient", "copy", "copy_p", "reduce_precision"),
+    }
+)
+FUSED = (ELEMENTWISE - RENAMES) | {
+    *("broadcast_in_dim", "iota", "transpose", "slice", "split", "rev", "pad", "dynamic_slice"),
+    *("concatenate", "random_wrap", "random_unwrap", "random_bits", "threefry2x32"),
+    *("random_fold_in", "random_split"),
+}
+WRITES = REDUCTIONS | {"dynamic_update_slice"}
+"""They read what is fused into them, and write a result."""
+
+KindOf = Callable[[Equation, str], str]
+
+
+def size_of(value: Value) -> int:
+    """Return the bytes of a value."""
+    return int(value.aval.size * getattr(value.aval.dtype, "itemsize", 8))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Scope:
+    """The values of one program.
+
+    Attributes:
+      program: of which loops and branches are scopes of their own.
+      roots: of a value that is a renamed one, that one.
+      last_use: of each root, the number of the equation that reads it last.
+      in_memory: the roots that exist in memory and were made here.
+    """
+
+    program: Program
+    roots: Mapping[Value, Value]
+    last_use: Mapping[Value, int]
+    in_memory: frozenset[Value]
+
+    @staticmethod
+    def of(program: Program, *, late: bool = True) -> Scope:
+        """Find out what exists when.
+
+        Args:
+          program: traced.
+          late: equations whose results are larger than what they read, such as gathers, run just
+            before their first use, as compilers that save memory order them.
+        """
+        program = _late(program) if late else program
+        roots: dict[Value, Value] = {}
+
+        def root(atom: Atom) -> Value | None:
+            return roots.get(atom, atom) if isinstance(atom, Value) else None
+
+        for eq in program.equations:
+            if eq.name in RENAMES:
+                for out, atom in zip(eq.outputs, eq.inputs, strict=False):
+                    if (found := root(atom)) is not None:
+                        roots[out] = found
+        end = len(program.equations)
+        last: dict[Value, int] = {}
+        in_memory: set[Value] = set()
+        readers = Counter(
+            root(v) for eq in program.equations if eq.name not in RENAMES for v in set(eq.values)
+        )
+
+        def read(atoms: Iterable[Atom], when: int, *, from_memory: bool) -> None:
+            for atom in atoms:
+                if (value := root(atom)) is not None:
+                    last[value] = max(last.get(value, -1), when)
+                    if from_memory:
+                        in_memory.add(value)
+
+        read(program.outputs, end, from_memory=True)
+        for i in reversed(range(end)):
+            eq = program.equations[i]
+            if eq.name in RENAMES:
+                continue
+            if eq.name in FUSED:
+                for out in eq.outputs:
+                    if eq.name in EXPENSIVE and readers.get(out, 0) > 1:
+                        in_memory.add(out)
+                    # It is computed where it is read: what it reads must still be there.
+                    when = i if out in in_memory else last.get(out, i)
+                    read(eq.inputs, when, from_memory=False)
+            else:
+                read(eq.inputs, i, from_memory=eq.name not in WRITES)
+                in_memory.update(eq.outputs)
+        inputs = set(program.inputs)
+        return Scope(program, roots, last, frozenset(in_memory - inputs))
+
+    def peak(self, kind_of: KindOf = lambda eq, path: "", path: str = "") -> Counter[str]:
+        """Return the bytes that values made here have when they have most, by their kind.
+
+        Args:
+          kind_of: (equation, path of its scopes) -> the kind of what it makes.
+          path: of the scopes around the program.
+        """
+        ends: dict[int, list[Value]] = {}
+        for value in self.in_memory:
+            ends.setdefault(self.last_use.get(value, -1), []).append(value)
+        kinds: dict[Value, str] = {}
+        alive: Counter[str] = Counter()
+        most: Counter[str] = Counter()
+
+        def note(found: Counter[str]) -> None:
+            nonlocal most
+            if found.total() > most.total():
+                most = found.copy()
+
+        for i, eq in enumerate(self.program.equations):
+            here = "/".join(filter(None, (path, str(eq.name_stack), eq.name)))
+            mine = [v for v in eq.outputs if v in self.in_memory and v not in self.roots]
+            kinds.update(dict.fromkeys(mine, kind_of(eq, here)))
+            gone = [v for v in ends.get(i, ()) if v in kinds]
+            if eq.name in FUSED or eq.name in WRITES:  # Written over what it reads last.
+                _add(alive, gone, kinds, -1)
+                _add(alive, mine, kinds, 1)
+                note(alive)
+            else:
+                _add(alive, mine, kinds, 1)
+                note(alive + self._inside(eq, kind_of, here))
+                _add(alive, gone, kinds, -1)
+            dead = [v for v in mine if self.last_use.get(v, i) <= i and v not in gone]
+            _add(alive, dead, kinds, -1)
+        return most
+
+    def _inside(self, eq: Equation, kind_of: KindOf, path: str) -> Counter[str]:
+        """Return the bytes of what a loop or branch makes inside."""
+        if eq.name == "cond":
+            branches = map(body_of, eq.params["branches"])
+            found = (Scope.of(branch).peak(kind_of, path) for branch in branches)
+            return max(found, key=Counter.total)
+        inside: Counter[str] = Counter()
+        for body, _ in bodies(eq):
+            num_carry = compat.scan_counts(eq.params)[1] if eq.name == "scan" else None
+            inside += _turn(body, num_carry).peak(kind_of, path)
+        return inside
+
+
+def _add(alive: Counter[str], values: Iterable[Value], kinds: Mapping[Value, str], n: int) -> None:
+    for value in values:
+        alive[kinds[value]] += n * size_of(value)
+
+
+def _late(program: Program) -> Program:
+    """Return the program with growing equations moved to their first use; see `Scope.of`."""
+    place: dict[Value, int] = {}
+    order: list[tuple[int, int, Equation]] = []
+    for i in reversed(range(len(program.equations))):
+        eq = program.equations[i]
+        first = min((place[v] for v in eq.outputs if v in place), default=i)
+        grows = sum(map(size_of, eq.outputs)) > sum(map(size_of, eq.values))
+        when = first if grows or eq.name in RENAMES or eq.name in FUSED else i
+        order.append((when, i, eq))
+        for value in eq.values:
+            place[value] = min(place.get(value, when), when)
+    moved = tuple(eq for *_, eq in sorted(order, key=lambda item: item[:2]))
+    return dataclasses.replace(program, equations=moved)
+
+
+def _turn(body: Program, num_carry: int | None) -> Scope:
+    """Return one turn of a loop; what it stacks goes where it belongs at once."""
+    if num_carry is None:
+        return Scope.of(body)
+    scope = Scope.of(dataclasses.replace(body, outputs=body.outputs[:num_carry]))
+    made = {v: i for i, eq in enumerate(scope.program.equations) for v in eq.outputs}
+    last = dict(scope.last_use)
+    for value in (scope.roots.get(v, v) for v in body.outputs[num_carry:] if isinstance(v, Value)):
+        if value in made:
+            last[value] = max(last.get(value, -1), made[value])
+    return dataclasses.replace(scope, last_use=last)

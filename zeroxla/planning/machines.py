@@ -1,0 +1,166 @@
+"""Devices and links as data: what a figure is, and where it is from, stands in machines.toml."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import re
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+TABLE = Path(__file__).with_name("machines.toml")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Link:
+    """A link between devices.
+
+    Attributes:
+      name: of the table.
+      bytes_per_s: one way.
+      latency_s: of one message.
+      of: who has one: each device, or a node, whose devices share it.
+      source: of the figures.
+    """
+
+    name: str
+    bytes_per_s: float
+    latency_s: float
+    of: Literal["device", "node"]
+    source: str
+
+    def __post_init__(self) -> None:
+        if not (self.bytes_per_s > 0 and self.latency_s >= 0):
+            raise ValueError(
+                f"the link {self.name!r} has bytes_per_s={self.bytes_per_s} and "
+                f"latency_s={self.latency_s}; give more than 0, and 0 or more"
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Device:
+    """A kind of device.
+
+    Attributes:
+      name, label: in the table, and for people.
+      flops_per_s: of dense matrix products, by the dtype of their operands.
+      memory_bytes, bytes_per_s: of its own memory.
+      link: the link to the other devices of its node.
+      platform: of the compiler.
+      efficiency: the share of `flops_per_s` that a training step's products reach.
+      overlaps: whether collectives run beside computation.
+      source: of the figures.
+    """
+
+    name: str
+    label: str
+    flops_per_s: Mapping[str, float]
+    memory_bytes: float
+    bytes_per_s: float
+    link: str
+    platform: Literal["gpu", "tpu", "cpu"]
+    efficiency: float
+    overlaps: bool = True
+    source: str
+
+    def __post_init__(self) -> None:
+        for name in ("memory_bytes", "bytes_per_s", "efficiency"):
+            if not getattr(self, name) > 0:
+                raise ValueError(
+                    f"the device {self.name!r} has {name}={getattr(self, name)}; give more than 0"
+                )
+        if "float32" not in self.flops_per_s or min(self.flops_per_s.values()) <= 0:
+            raise ValueError(
+                f"the device {self.name!r} has flops_per_s={dict(self.flops_per_s)}; give float32, "
+                "and what else it has, each more than 0"
+            )
+
+    def rate(self, dtype: str) -> float:
+        """Return the FLOP/s that products of a dtype reach; of one that the device lacks, those of
+        float32."""
+        return self.efficiency * self.flops_per_s.get(dtype, self.flops_per_s["float32"])
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Machines:
+    """Tables of devices and links."""
+
+    devices: Mapping[str, Device]
+    links: Mapping[str, Link]
+
+    @staticmethod
+    def load(path: str | Path | None = None) -> Machines:
+        """Read the tables, and a user's own, whose entries come first.
+
+        Raises:
+          ValueError: the file cannot be read, or an entry is not whole.
+        """
+        found = _read(TABLE)
+        if path is not None:
+            more = _read(Path(path))
+            found = Machines({**found.devices, **more.devices}, {**found.links, **more.links})
+        for device in found.devices.values():
+            found.find_link(device.link)
+        return found
+
+    def find_device(self, name: str) -> Device:
+        """Return a device by its name.
+
+        Raises:
+          ValueError: there is none of that name; offers the nearest ones.
+        """
+        known = {key.lower(): device for key, device in self.devices.items()}
+        if (found := known.get(name.lower())) is None:
+            raise ValueError(f"there is no device {name!r}; {_nearest(name, self.devices)}")
+        return found
+
+    def find_link(self, name: str) -> Link:
+        """Return a link by its name, or one that the devices of a node share by its rate, such as
+        "100gbit" or "2.5gbit".
+
+        Raises:
+          ValueError: there is none; offers the nearest ones.
+        """
+        known = {key.lower(): link for key, link in self.links.items()}
+        if (found := known.get(name.lower())) is not None:
+            return found
+        rate = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([gm])bit(?:/s)?", name.lower())
+        if rate is None:
+            hint = _nearest(name, self.links)
+            raise ValueError(f"there is no link {name!r}; {hint}, or a rate such as 100gbit")
+        bits = float(rate[1]) * {"g": 1e9, "m": 1e6}[rate[2]]
+        return Link(
+            name=name.lower(),
+            bytes_per_s=bits / 8,
+            latency_s=20e-6,
+            of="node",
+            source="its rate; the latency is assumed",
+        )
+
+
+def _nearest(name: str, known: Mapping[str, Any]) -> str:
+    near = difflib.get_close_matches(name.lower(), known, n=3, cutoff=0.4)
+    words = "did you mean " + " or ".join(near) + "? " if near else ""
+    return f"{words}there are {', '.join(sorted(known))}"
+
+
+def _read(path: Path) -> Machines:
+    try:
+        table = tomllib.loads(path.read_text())
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ValueError(f"the machines of {path} cannot be read: {error}") from error
+    if unknown := set(table) - {"devices", "links"}:
+        raise ValueError(f"{path} has the tables {sorted(unknown)}; there are devices and links")
+
+    def entries(kind: Any, group: str) -> dict[str, Any]:
+        found = {}
+        for name, fields in table.get(group, {}).items():
+            try:
+                found[name] = kind(name=name, **fields)
+            except TypeError as error:
+                raise ValueError(f"{group}.{name} of {path}: {error}") from error
+        return found
+
+    return Machines(entries(Device, "devices"), entries(Link, "links"))

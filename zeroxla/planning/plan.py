@@ -1,0 +1,173 @@
+"""`zeroxla.plan`: what one training step needs and costs, from its trace alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import optax
+from jax.sharding import AbstractDevice, AbstractMesh
+
+from zeroxla import compat
+from zeroxla.config import ZeroConfig
+from zeroxla.inspect.comms import CommsReport
+from zeroxla.make import make_step
+from zeroxla.mesh import DEVICE, NODE, PIPE
+from zeroxla.planning.liveness import Scope
+from zeroxla.planning.machines import Device, Link, Machines
+from zeroxla.planning.memory import MemoryPlan, kind_of
+from zeroxla.planning.timeline import Clock, Target, TimeLine
+from zeroxla.planning.wires import body_of, comms_of
+from zeroxla.step import Step
+from zeroxla.trace import Program, trace
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """What one training step needs and costs on a device of a cluster.
+
+    Attributes:
+      target: the devices, links and mesh.
+      num_parameters: of the model.
+      num_examples, num_tokens: of a step, over all devices; no tokens where a batch has none.
+      memory: of one device.
+      comms: what travels.
+      time: of one step.
+    """
+
+    target: Target
+    num_parameters: int
+    num_examples: int
+    num_tokens: int | None
+    memory: MemoryPlan
+    comms: CommsReport
+    time: TimeLine
+
+    @property
+    def fits(self) -> bool:
+        """Whether a device's memory holds it."""
+        return self.memory.total_bytes <= self.target.device.memory_bytes
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens, or where there are none examples, per second over all devices."""
+        return (self.num_tokens or self.num_examples) / self.time.seconds
+
+
+def plan(
+    model: Any,
+    mesh_shape: Mapping[str, int],
+    batch: Any,
+    *,
+    optimizer: optax.GradientTransformation | None = None,
+    loss: Any = None,
+    config: ZeroConfig | None = None,
+    microbatches: int | None = None,
+    weights: Literal["step", "tick"] = "step",
+    device: str | Device = "h100",
+    link: str | Link = "100gbit",
+    machines: str | Path | Machines | None = None,
+) -> Plan:
+    """Say what a training step needs and costs on a cluster, before having it.
+
+    The step is traced as `make_step` would run it, on a mesh of devices that need not exist:
+    nothing is compiled, and no array is made.
+
+    Args:
+      model, optimizer, loss, config, microbatches, weights: as `make_step` takes them.
+      mesh_shape: lengths of the axes `pipe`, `node` and `device`; 1 for one that is left out.
+      batch: shapes (or arrays) of a global batch.
+      device: of the cluster, by its name in the tables.
+      link: between nodes, by its name or a rate such as "100gbit", which a node's devices share.
+      machines: a TOML file with more devices and links.
+
+    Returns:
+      The plan.
+
+    Raises:
+      ValueError: an unknown device or link, a batch that does not divide, or as `make_step`.
+
+    Cost: one trace: a second or two for a scanned model of any size and any number of devices.
+
+    >>> import jax, zeroxla
+    >>> from models import GPT
+    >>> tokens = jax.ShapeDtypeStruct((64, 1025), "int32")
+    >>> found = zeroxla.plan(GPT.small(), {"node": 4, "device": 8}, {"tokens": tokens})
+    >>> found.num_parameters, found.fits
+    (124439808, True)
+    """
+    if not isinstance(machines, Machines):
+        machines = Machines.load(machines)
+    device = machines.find_device(device) if isinstance(device, str) else device
+    between = machines.find_link(link) if isinstance(link, str) else link
+    shape = _checked(mesh_shape)
+    inside = machines.find_link(device.link)
+    target = Target(
+        device=device,
+        links={DEVICE: inside, NODE: between, PIPE: between},
+        mesh_shape=shape,
+    )
+    abstract = AbstractDevice(device.label, None, device.platform)
+    mesh: Any = AbstractMesh(tuple(shape.values()), tuple(shape), abstract_device=abstract)
+    step = make_step(
+        model,
+        mesh,
+        optimizer,
+        loss=loss,
+        config=config,
+        microbatches=microbatches,
+        weights=weights,
+    )
+    return plan_step(step, batch, target)
+
+
+def plan_step(step: Step, batch: Any, target: Target) -> Plan:
+    """Plan a step that there is; as `plan`."""
+    state = step.abstract_state(batch)
+    program, _ = trace(step.programs.train, state, batch, opened=compat.forward_jaxpr)
+    local = _local(program)
+    peak = Scope.of(local).peak(kind_of)
+    clock = Clock(target)
+    clock.run(local, [0.0] * len(local.inputs))
+    rows = [x.shape for x in jax.tree.leaves(batch) if x.shape]
+    tokens = batch.get("tokens") if isinstance(batch, Mapping) else None
+    memory = MemoryPlan.of(step, state, batch, peak)
+    # The update reads and writes the state, and reads the gradients.
+    clock.update((2 * memory.state_bytes + memory.gradient_bytes) / target.device.bytes_per_s)
+    return Plan(
+        target=target,
+        num_parameters=sum(math.prod(p.shape) for p in state.placements[0]),
+        num_examples=rows[0][0],
+        num_tokens=None if tokens is None else tokens.shape[0] * (tokens.shape[1] - 1),
+        memory=memory,
+        comms=comms_of(program, dict(target.mesh_shape)),
+        time=clock.timeline(),
+    )
+
+
+def _local(program: Program) -> Program:
+    """Return what each device runs: gradients, before the update."""
+    (mapped,) = (eq for eq in program.equations if eq.name == "shard_map")
+    return body_of(mapped.params["jaxpr"])
+
+
+def _checked(mesh_shape: Mapping[str, int]) -> dict[str, int]:
+    """Return the axes of a mesh, outermost first.
+
+    Raises:
+      ValueError: unknown axes, or lengths below 1.
+    """
+    known = (PIPE, NODE, DEVICE)
+    if unknown := set(mesh_shape) - set(known):
+        raise ValueError(f"the mesh has the axes {sorted(unknown)}; there are {known}")
+    shape = {axis: mesh_shape.get(axis, 1) for axis in known}
+    for axis, length in shape.items():
+        if length < 1 or length != int(length):
+            raise ValueError(f"the mesh has {axis}={length}; give a whole number, 1 or more")
+    if shape[PIPE] == 1:
+        del shape[PIPE]
+    return shape
