@@ -5,7 +5,7 @@
 #   make test [ARGS="-k placement"]     the test suite (not the slow, nightly and full parts)
 #   make test PYTHON=3.12               with another Python: a version, or a path
 #   make train EXTRAS=cuda12            with the wheels for NVIDIA GPUs (cuda12 or cuda13)
-#   make test-full | test-nightly       the rest of the tests
+#   make test-slow | test-full | test-nightly   the rest of the tests: 40 minutes, hours, hours
 #   make lint                           ruff and pyright
 #   make bench-memory | bench-NAME      run benchmarks/NAME.py
 #   make peers                          zeroxla beside PyTorch and DeepSpeed over a slow network
@@ -31,7 +31,7 @@ STAMP  := $(VENV)/.installed
 PEERS  := .venv-peers
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-full test-nightly lint notebook peers clean force
+.PHONY: help setup train test test-slow test-full test-nightly lint notebook peers clean force
 
 help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
@@ -61,6 +61,9 @@ train: $(STAMP)
 
 test: $(STAMP)
 	$(PY) -m pytest -n 2 -m "not nightly and not full and not slow" $(ARGS)
+
+test-slow: $(STAMP)
+	$(PY) -m pytest -n 2 -m "slow and not nightly and not full" $(ARGS)
 
 test-full: $(STAMP)
 	$(PY) -m pytest -n 2 -m "not nightly" $(ARGS)

@@ -18,6 +18,7 @@ import zeroxla
 from zeroxla.config import UNQUANTIZED
 from zeroxla.export_run import ExportOptions
 from zeroxla.option_groups import flag
+from zeroxla.plan_options import PlanOptions
 from zeroxla.rlhf_options import RlhfOptions
 from zeroxla.train_options import ALEXNET, TrainOptions
 
@@ -121,6 +122,14 @@ def test_every_option_of_rlhf_is_documented_with_its_default():
         shown = "none" if field.default in (None, ()) else str(field.default)
         # A table's cell holds no bare "|".
         assert table[flag(field.name)] == f"`{shown.replace('|', BAR)}`", flag(field.name)
+
+
+def test_every_option_of_plan_is_documented_with_its_default():
+    table = options_table("plan.md")
+    groups = [group.default_factory for group in dataclasses.fields(PlanOptions)]
+    for field in (x for group in groups for x in dataclasses.fields(group)):
+        shown = "none" if field.default is None else field.default
+        assert table[flag(field.name)] == f"`{shown}`", flag(field.name)
 
 
 def test_every_default_of_alexnet_is_documented():

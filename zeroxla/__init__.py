@@ -17,6 +17,7 @@ from zeroxla.pipeline.layers import TiedLayer
 from zeroxla.pipeline.pipeline import Pipeline
 from zeroxla.pipeline.profile import Profile
 from zeroxla.pipeline.schedule import Schedule, make_schedule
+from zeroxla.planning.plan import Plan, plan
 from zeroxla.state import LossScale, TrainState, full_params
 from zeroxla.step import Step
 from zeroxla.weights.export import export_params
@@ -63,7 +64,9 @@ __all__ = [  # noqa: RUF022 (grouped)
     "export_params",
     "from_pretrained",
     # reports
+    "Plan",
     "inspect",
+    "plan",
 ]
 
 __version__ = "0.1.0"

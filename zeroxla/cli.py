@@ -16,6 +16,8 @@ from zeroxla.export_run import ExportOptions, export
 from zeroxla.hosts.environment import PROCESS_ID, RESTART, STARTED, find_cluster
 from zeroxla.launch.options import LaunchOptions
 from zeroxla.launch.run import launch
+from zeroxla.plan_options import PlanOptions
+from zeroxla.plan_run import run_plan
 from zeroxla.rlhf_checks import FREE as RLHF_FREE
 from zeroxla.rlhf_checks import check_given as check_rlhf
 from zeroxla.rlhf_options import RlhfOptions
@@ -33,6 +35,7 @@ TRAIN = "Train a language model on text, or AlexNet on images, the state split o
 LAUNCH = "Start a program as one process for each node: zeroxla launch --nodes 2 -- python train.py"
 RLHF = "Train a language model on a reward of its own responses, with PPO or GRPO."
 EXPORT = "Write the weights of a run in Hugging Face's format."
+PLAN = "Say what a model needs and costs on a cluster, before having it."
 RUNS = Path("runs")
 
 
@@ -55,6 +58,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _export(arguments)
         if arguments[:1] == ["rlhf"]:
             return _rlhf(arguments)
+        if arguments[:1] == ["plan"]:
+            return _plan(arguments)
         return _train(arguments)
     except (UsageError, RunFolderError) as error:
         console = Console(stderr=True, highlight=False, soft_wrap=True)
@@ -105,6 +110,13 @@ def _rlhf(arguments: list[str]) -> int:
     if (launched := _to_launch(options.mesh, 1)) is not None:
         return launch(launched, _again(arguments))
     return rlhf(options)
+
+
+def _plan(arguments: list[str]) -> int:
+    try:
+        return run_plan(_read(arguments, PlanOptions))
+    except ValueError as error:
+        raise UsageError(str(error)) from error
 
 
 def _to_launch(mesh: MeshOptions, pipe: int) -> LaunchOptions | None:
@@ -181,6 +193,7 @@ def _read(arguments: list[str], kind: type[_T], default: _T | None = None) -> _T
         | command("launch", LaunchOptions, LAUNCH)
         | command("export", ExportOptions, EXPORT)
         | command("rlhf", RlhfOptions, RLHF)
+        | command("plan", PlanOptions, PLAN)
     )
     return tyro.cli(
         commands,

@@ -93,6 +93,18 @@ def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
     return len(consts), len(carry)
 
 
+def branches_for(params: dict[str, Any], platform: str) -> Sequence[Any]:
+    """Return the branches of a `cond` equation that a platform may take: all, or the one that
+    `jax.lax.platform_dependent` has for it."""
+    branches, platforms = params["branches"], params.get("branches_platforms")
+    if platforms is None:
+        return branches
+    name = {"gpu": "cuda"}.get(platform, platform)
+    return [
+        next(b for b, names in zip(branches, platforms, strict=True) if not names or name in names)
+    ]
+
+
 def call_equation(eqn: Any, name_stack: Any, args: Sequence[Any]) -> list[Any]:
     """Bind an equation to `args` under its own context and name stack; return its results."""
     with context_of(eqn, name_stack):

@@ -4,7 +4,7 @@ from .comms import CommsReport, Row, comms
 from .memory import MemoryReport, array_bytes_per_device, format_bytes, memory
 from .phase_memory import PhaseReport
 from .phases import PHASES
-from .pictures import plot_comms, plot_placement, plot_schedule
+from .pictures import plot_comms, plot_placement, plot_plan, plot_schedule
 from .schedule import ScheduleReport, schedule
 
 __all__ = [
@@ -20,6 +20,7 @@ __all__ = [
     "memory",
     "plot_comms",
     "plot_placement",
+    "plot_plan",
     "plot_schedule",
     "schedule",
 ]

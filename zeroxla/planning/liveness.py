@@ -22,11 +22,11 @@ from zeroxla.trace import Atom, Equation, Program, Value
 RENAMES = frozenset(
     {
         *("optimization_barrier", "reshape", "squeeze", "expand_dims", "bitcast_convert_type"),
-        *("name", "stop_gradient", "copy", "copy_p", "reduce_precision"),
+        *("name", "stop_gradient", "copy", "copy_p", "reduce_precision", "transpose"),
     }
 )
 FUSED = (ELEMENTWISE - RENAMES) | {
-    *("broadcast_in_dim", "iota", "transpose", "slice", "split", "rev", "pad", "dynamic_slice"),
+    *("broadcast_in_dim", "iota", "slice", "split", "rev", "pad", "dynamic_slice"),
     *("concatenate", "random_wrap", "random_unwrap", "random_bits", "threefry2x32"),
     *("random_fold_in", "random_split"),
 }
@@ -50,19 +50,22 @@ class Scope:
       roots: of a value that is a renamed one, that one.
       last_use: of each root, the number of the equation that reads it last.
       in_memory: the roots that exist in memory and were made here.
+      platform: for which it is.
     """
 
     program: Program
     roots: Mapping[Value, Value]
     last_use: Mapping[Value, int]
     in_memory: frozenset[Value]
+    platform: str
 
     @staticmethod
-    def of(program: Program, *, late: bool = True) -> Scope:
+    def of(program: Program, platform: str, *, late: bool = True) -> Scope:
         """Find out what exists when.
 
         Args:
           program: traced.
+          platform: for which it is.
           late: equations whose results are larger than what they read, such as gathers, run just
             before their first use, as compilers that save memory order them.
         """
@@ -107,7 +110,7 @@ class Scope:
                 read(eq.inputs, i, from_memory=eq.name not in WRITES)
                 in_memory.update(eq.outputs)
         inputs = set(program.inputs)
-        return Scope(program, roots, last, frozenset(in_memory - inputs))
+        return Scope(program, roots, last, frozenset(in_memory - inputs), platform)
 
     def peak(self, kind_of: KindOf = lambda eq, path: "", path: str = "") -> Counter[str]:
         """Return the bytes that values made here have when they have most, by their kind.
@@ -148,13 +151,13 @@ class Scope:
     def _inside(self, eq: Equation, kind_of: KindOf, path: str) -> Counter[str]:
         """Return the bytes of what a loop or branch makes inside."""
         if eq.name == "cond":
-            branches = map(body_of, eq.params["branches"])
-            found = (Scope.of(branch).peak(kind_of, path) for branch in branches)
+            branches = map(body_of, compat.branches_for(eq.params, self.platform))
+            found = (Scope.of(branch, self.platform).peak(kind_of, path) for branch in branches)
             return max(found, key=Counter.total)
         inside: Counter[str] = Counter()
         for body, _ in bodies(eq):
             num_carry = compat.scan_counts(eq.params)[1] if eq.name == "scan" else None
-            inside += _turn(body, num_carry).peak(kind_of, path)
+            inside += _turn(body, num_carry, self.platform).peak(kind_of, path)
         return inside
 
 
@@ -179,11 +182,11 @@ def _late(program: Program) -> Program:
     return dataclasses.replace(program, equations=moved)
 
 
-def _turn(body: Program, num_carry: int | None) -> Scope:
+def _turn(body: Program, num_carry: int | None, platform: str) -> Scope:
     """Return one turn of a loop; what it stacks goes where it belongs at once."""
     if num_carry is None:
-        return Scope.of(body)
-    scope = Scope.of(dataclasses.replace(body, outputs=body.outputs[:num_carry]))
+        return Scope.of(body, platform)
+    scope = Scope.of(dataclasses.replace(body, outputs=body.outputs[:num_carry]), platform)
     made = {v: i for i, eq in enumerate(scope.program.equations) for v in eq.outputs}
     last = dict(scope.last_use)
     for value in (scope.roots.get(v, v) for v in body.outputs[num_carry:] if isinstance(v, Value)):

@@ -11,16 +11,19 @@ from typing import Any, Literal
 import jax
 import optax
 from jax.sharding import AbstractDevice, AbstractMesh
+from rich.table import Table
 
 from zeroxla import compat
 from zeroxla.config import ZeroConfig
 from zeroxla.inspect.comms import CommsReport
+from zeroxla.inspect.memory import format_bytes, render
 from zeroxla.make import make_step
 from zeroxla.mesh import DEVICE, NODE, PIPE
 from zeroxla.planning.liveness import Scope
 from zeroxla.planning.machines import Device, Link, Machines
 from zeroxla.planning.memory import MemoryPlan, kind_of
-from zeroxla.planning.timeline import Clock, Target, TimeLine
+from zeroxla.planning.target import Target
+from zeroxla.planning.timeline import Clock, TimeLine
 from zeroxla.planning.wires import body_of, comms_of
 from zeroxla.step import Step
 from zeroxla.trace import Program, trace
@@ -56,6 +59,40 @@ class Plan:
     def tokens_per_s(self) -> float:
         """Tokens, or where there are none examples, per second over all devices."""
         return (self.num_tokens or self.num_examples) / self.time.seconds
+
+    def time_table(self) -> Table:
+        """Return seconds by lane, as a rich table."""
+        table = Table(title="Time of one step", title_justify="left")
+        for name in ("", "taken for", "share of the step"):
+            table.add_column(name, justify="left" if not name else "right")
+        for lane, seconds in self.time.busy_s.items():
+            link = self.target.links.get(lane)
+            words = f"link of `{lane}`: {link.name}" if link else "the device computes"
+            table.add_row(words, f"{seconds:.4g} s", f"{seconds / self.time.seconds:.0%}")
+        table.add_section()
+        table.add_row("one step", f"{self.time.seconds:.4g} s", "")
+        return table
+
+    def tables(self) -> list[Table]:
+        """Return memory, bytes and time, as rich tables."""
+        return [self.memory.table(), self.comms.table(), self.time_table()]
+
+    def verdict(self) -> str:
+        """Return the plan in a few sentences."""
+        device, mesh = self.target.device, self.target.mesh_shape
+        axes = " x ".join(f"{name}={size}" for name, size in mesh.items())
+        total, room = self.memory.total_bytes, device.memory_bytes
+        holds = "fits into" if self.fits else "does NOT fit into"
+        unit = "examples" if self.num_tokens is None else "tokens"
+        return (
+            f"{self.num_parameters:,} parameters on {axes} of {device.label}: a device needs "
+            f"{format_bytes(total)} and that {holds} its {format_bytes(room)}. A step takes about "
+            f"{self.time.seconds:.3g} s, {self.tokens_per_s:,.0f} {unit}/s, with products at "
+            f"{device.efficiency:.0%} of the device's peak ({device.source})."
+        )
+
+    def __str__(self) -> str:
+        return "\n".join([*map(render, self.tables()), self.verdict()])
 
 
 def plan(
@@ -130,8 +167,10 @@ def plan_step(step: Step, batch: Any, target: Target) -> Plan:
     state = step.abstract_state(batch)
     program, _ = trace(step.programs.train, state, batch, opened=compat.forward_jaxpr)
     local = _local(program)
-    peak = Scope.of(local).peak(kind_of)
-    clock = Clock(target)
+    platform = target.device.platform
+    peak = Scope.of(local, platform).peak(kind_of)
+    prefetches = step.config.prefetch_bucket != 0
+    clock = Clock(target, ahead=prefetches and platform == "gpu")
     clock.run(local, [0.0] * len(local.inputs))
     rows = [x.shape for x in jax.tree.leaves(batch) if x.shape]
     tokens = batch.get("tokens") if isinstance(batch, Mapping) else None
@@ -144,7 +183,7 @@ def plan_step(step: Step, batch: Any, target: Target) -> Plan:
         num_examples=rows[0][0],
         num_tokens=None if tokens is None else tokens.shape[0] * (tokens.shape[1] - 1),
         memory=memory,
-        comms=comms_of(program, dict(target.mesh_shape)),
+        comms=comms_of(program, dict(target.mesh_shape), platform),
         time=clock.timeline(),
     )
 

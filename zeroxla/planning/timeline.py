@@ -2,22 +2,23 @@
 
 Every equation that writes to memory takes the longer of its FLOPs and its bytes (a roofline); every
 collective takes its link for its latency and its bytes. An equation starts when what it reads is
-there and its lane is free, in the order of the program. Loops are followed for three turns; the
-others take as long as the third.
+there and its lane is free; of several, the one that was ready first. Loops are followed for three
+turns; the others take as long as the third. On GPUs the compiler gathers in a loop's turn what the
+next one needs (see `compat.compiler_options`): there what depends on nothing that the loop carries
+is not held back by barriers, which tie a gather to its turn.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Mapping, Sequence
+import heapq
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 from zeroxla import compat
 from zeroxla.inspect.phases import phase_of
-from zeroxla.inspect.traffic import received_bytes
-from zeroxla.mesh import NODE, PIPE
 from zeroxla.planning.liveness import FUSED, RENAMES, Scope, size_of
-from zeroxla.planning.machines import Device, Link
+from zeroxla.planning.target import Target
 from zeroxla.planning.wires import KINDS, axes_of, body_of
 from zeroxla.planning.work import reads_of, work_of
 from zeroxla.trace import Atom, Equation, Program, Value
@@ -57,85 +58,77 @@ class TimeLine:
     events: tuple[Event, ...]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Target:
-    """What a step runs on.
+class Clock:
+    """Simulates one device.
 
-    Attributes:
-      device: each of its devices.
-      links: of each mesh axis.
-      mesh_shape: axis lengths.
+    Args:
+      target: the device and its links.
+      ahead: loops gather a turn ahead.
     """
 
-    device: Device
-    links: Mapping[str, Link]
-    mesh_shape: Mapping[str, int]
-
-    def seconds(self, axis: str, kind: str, num_bytes: float) -> float:
-        """Return what a collective over one axis takes."""
-        size = self.mesh_shape[axis]
-        link = self.links[axis]
-        sharing = 1
-        if link.of == "node" and axis in (NODE, PIPE):
-            # The devices of a node send at the same time.
-            sharing = math.prod(n for a, n in self.mesh_shape.items() if a not in (NODE, PIPE))
-        rounds = 1 if kind == "collective-permute" else size - 1
-        received = received_bytes(kind, int(num_bytes), size)
-        return rounds * link.latency_s + received * sharing / link.bytes_per_s
-
-
-class Clock:
-    """Simulates one device."""
-
-    def __init__(self, target: Target) -> None:
-        self._target = target
+    def __init__(self, target: Target, *, ahead: bool = False) -> None:
+        self._target, self._ahead = target, ahead
         self._free: dict[str, float] = {}
         self._scopes: dict[int, tuple[Scope, dict[Value, frozenset[Value]]]] = {}
-        self._bodies: dict[tuple[int, int | None], Program] = {}
+        self._bodies: dict[tuple[int, int], Program] = {}
         self.busy: dict[str, float] = {}
         self.events: list[Event] = []
 
-    def run(self, program: Program, ready: Sequence[float], path: str = "") -> list[float]:
+    def run(
+        self,
+        program: Program,
+        ready: Sequence[float],
+        path: str = "",
+        early: Iterable[Value] = (),
+    ) -> list[float]:
         """Run a program.
 
         Args:
           program: traced; shapes are one device's.
           ready: seconds at which each of its inputs is there.
           path: of the scopes around it.
+          early: inputs such that what depends on them alone may run in an earlier turn.
 
         Returns:
           Seconds at which each result is there.
         """
         if id(program) not in self._scopes:
-            scope = Scope.of(program, late=False)
+            scope = Scope.of(program, self._target.device.platform, late=False)
             self._scopes[id(program)] = scope, reads_of(scope, FUSED)
         scope, reads = self._scopes[id(program)]
         there: dict[Value, float] = dict(zip(program.inputs, ready, strict=True))
+        early = set(early)
 
         def when(atoms: Sequence[Atom]) -> float:
             return max((there.get(a, 0.0) for a in atoms if isinstance(a, Value)), default=0.0)
 
-        for eq in program.equations:
+        for eq in _as_they_get_ready(program, there):
             start = when(eq.inputs)
             here = "/".join(filter(None, (path, str(eq.name_stack), eq.name)))
+            is_early = bool(early) and early.issuperset(eq.values)
+            if is_early:
+                early.update(eq.outputs)
+            ends: Iterable[float] = ()
             if eq.name in RENAMES:
                 # A barrier with several operands waits for all of them.
-                there.update(dict.fromkeys(eq.outputs, start))
+                waits = [a not in early for a in eq.inputs]
+                early.update(o for o, wait in zip(eq.outputs, waits, strict=False) if not wait)
+                ends = (start if wait else when([a]) for wait, a in zip(waits, eq.inputs))
+            elif eq.name in ("scan", "cond") and is_early:
+                ends = [self._before(eq, start, here)] * len(eq.outputs)
             elif eq.name == "scan":
-                there.update(zip(eq.outputs, self._loop(eq, [when([a]) for a in eq.inputs], here)))
+                ends = self._loop(eq, [when([a]) for a in eq.inputs], here)
             elif eq.name == "cond":
-                there.update(dict.fromkeys(eq.outputs, self._branches(eq, start, here)))
+                ends = [self._branches(eq, start, here)] * len(eq.outputs)
             elif eq.name in KINDS:
-                there.update(dict.fromkeys(eq.outputs, self._collective(eq, start, here)))
+                ends = [self._collective(eq, start, here)] * len(eq.outputs)
             elif eq.name in FUSED and not any(v in scope.in_memory for v in eq.outputs):
-                there.update(dict.fromkeys(eq.outputs, start))
+                ends = [start] * len(eq.outputs)
             else:
-                work = work_of(eq, reads, scope)
-                device = self._target.device
-                seconds = max(
-                    work.flops / device.rate(work.dtype), work.num_bytes / device.bytes_per_s
-                )
-                there.update(dict.fromkeys(eq.outputs, self._take(COMPUTE, start, seconds, here)))
+                seconds = self._target.compute_s(work_of(eq, reads, scope))
+                end = self._take(COMPUTE, start, seconds, here)
+                ends = [start + seconds if is_early else end] * len(eq.outputs)
+            there.update(zip(eq.outputs, ends, strict=False))
         return [when([atom]) for atom in program.outputs]
 
     def update(self, seconds: float) -> None:
@@ -170,13 +163,14 @@ class Clock:
 
     def _loop(self, eq: Equation, ready: Sequence[float], path: str) -> list[float]:
         num_consts, num_carry = compat.scan_counts(eq.params)
-        body, length = self._body(eq, "jaxpr"), eq.params["length"]
+        body, length = self._body(eq, 0, eq.params["jaxpr"]), eq.params["length"]
         carry = list(ready[num_consts : num_consts + num_carry])
         fixed, xs = ready[:num_consts], ready[num_consts + num_carry :]
+        early = early_inputs(body, num_consts, num_carry) if self._ahead else set()
         outs: list[float] = []
         marks: list[tuple[float, dict[str, float], int]] = []
         for _ in range(min(length, TURNS)):
-            outs = self.run(body, [*fixed, *carry, *xs], path)
+            outs = self.run(body, [*fixed, *carry, *xs], path, early)
             carry = outs[:num_carry]
             latest = max([*self._free.values(), *outs], default=0.0)
             marks.append((latest, dict(self.busy), len(self.events)))
@@ -188,10 +182,7 @@ class Clock:
             for lane, seconds in now.items():
                 self.busy[lane] = seconds + rest * (seconds - busy.get(lane, 0.0))
             for k in range(1, rest + 1):
-                shift = k * step
-                self.events += [
-                    Event(e.lane, e.phase, e.start_s + shift, e.end_s + shift) for e in turn
-                ]
+                self.events += [_shifted(event, k * step) for event in turn]
             self._free = {lane: free + rest * step for lane, free in self._free.items()}
             outs = [out + rest * step for out in outs]
         return outs
@@ -200,9 +191,10 @@ class Clock:
         """Run the branch that takes longest; return when it is done."""
         free, busy, events = self._free, self.busy, self.events
         longest: tuple[float, tuple] | None = None
-        for i in range(len(eq.params["branches"])):
+        branches = compat.branches_for(eq.params, self._target.device.platform)
+        for i, branch in enumerate(branches):
             self._free, self.busy, self.events = dict(free), dict(busy), list(events)
-            body = self._body(eq, "branches", i)
+            body = self._body(eq, i, branch)
             outs = self.run(body, [start] * len(body.inputs), path)
             end = max([*self._free.values(), *outs, start])
             if longest is None or end > longest[0]:
@@ -211,10 +203,70 @@ class Clock:
         self._free, self.busy, self.events = longest[1]
         return longest[0]
 
-    def _body(self, eq: Equation, name: str, index: int | None = None) -> Program:
+    def _before(self, eq: Equation, start: float, path: str) -> float:
+        """Run a loop or conditional that need not wait for its place; return when it is done."""
+        free, self._free = self._free, {}
+        first = len(self.events)
+        if eq.name == "scan":
+            ends = self._loop(eq, [0.0] * len(eq.inputs), path)
+        else:
+            ends = [self._branches(eq, 0.0, path)]
+        seconds = max([*self._free.values(), *ends], default=0.0)
+        moved = [_shifted(event, start) for event in self.events[first:]]
+        self.events[first:] = moved
+        self._free = {**free, COMPUTE: free.get(COMPUTE, 0.0) + seconds}
+        return start + seconds
+
+    def _body(self, eq: Equation, index: int, jaxpr: Any) -> Program:
         """Return the program of a body, the same one each time."""
         key = id(eq), index
         if key not in self._bodies:
-            jaxpr = eq.params[name] if index is None else eq.params[name][index]
             self._bodies[key] = body_of(jaxpr)
         return self._bodies[key]
+
+
+def _shifted(event: Event, seconds: float) -> Event:
+    return Event(event.lane, event.phase, event.start_s + seconds, event.end_s + seconds)
+
+
+def _as_they_get_ready(program: Program, there: Mapping[Value, float]) -> Iterator[Equation]:
+    """Yield the equations in the order in which what they read is there, then in that of the
+    program; `there` is filled in between."""
+    waiting: dict[int, int] = {}
+    readers: dict[Value, list[int]] = {}
+    ready: list[tuple[float, int]] = []
+
+    def add(i: int) -> None:
+        values = program.equations[i].values
+        heapq.heappush(ready, (max((there[v] for v in values), default=0.0), i))
+
+    for i, eq in enumerate(program.equations):
+        missing = {v for v in eq.values if v not in there}
+        waiting[i] = len(missing)
+        for value in missing:
+            readers.setdefault(value, []).append(i)
+        if not missing:
+            add(i)
+    while ready:
+        _, i = heapq.heappop(ready)
+        eq = program.equations[i]
+        yield eq
+        for value in eq.outputs:
+            for reader in readers.get(value, ()):
+                waiting[reader] -= 1
+                if not waiting[reader]:
+                    add(reader)
+
+
+def early_inputs(body: Program, num_consts: int, num_carry: int) -> set[Value]:
+    """Return the inputs of a loop's body that are known a turn before: what is not carried, and
+    carried counters, which follow from nothing but themselves."""
+    consts = body.inputs[:num_consts]
+    carried = body.inputs[num_consts : num_consts + num_carry]
+    counters = {v for v in carried if v.aval.ndim == 0 and not v.is_float}
+    known: set[Value] = {*consts, *counters}
+    for eq in body.equations:
+        if known.issuperset(eq.values):
+            known.update(eq.outputs)
+    follows = {v for v, out in zip(carried, body.outputs, strict=False) if out in known}
+    return set(body.inputs).difference(carried) | (counters & follows)

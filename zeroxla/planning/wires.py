@@ -29,7 +29,7 @@ _DTYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16", "float64": "f
 Branches = tuple[tuple[int, int], ...]
 
 
-def comms_of(program: Program, mesh_shape: dict[str, int]) -> CommsReport:
+def comms_of(program: Program, mesh_shape: dict[str, int], platform: str) -> CommsReport:
     """Report the collectives of a program, as `zeroxla.inspect.comms` does of a compiled one.
 
     What the compiler adds outside of `shard_map` (for an optimizer that needs it) is not there.
@@ -37,6 +37,7 @@ def comms_of(program: Program, mesh_shape: dict[str, int]) -> CommsReport:
     Args:
       program: traced.
       mesh_shape: axis lengths, outermost first.
+      platform: for which it is.
     """
     conditionals = itertools.count()
 
@@ -48,7 +49,7 @@ def comms_of(program: Program, mesh_shape: dict[str, int]) -> CommsReport:
                     yield row
             elif eq.name == "cond":
                 which = next(conditionals)
-                for i, branch in enumerate(eq.params["branches"]):
+                for i, branch in enumerate(compat.branches_for(eq.params, platform)):
                     yield from visit(body_of(branch), here, count, (*branches, (which, i)))
             else:
                 for body, turns in bodies(eq):

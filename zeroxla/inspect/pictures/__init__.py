@@ -7,6 +7,7 @@ display and opens no window. A notebook shows it as the last expression of a cel
 
 from .comms import plot_comms
 from .placement import plot_placement
+from .plan import plot_plan
 from .schedule import plot_schedule
 
-__all__ = ["plot_comms", "plot_placement", "plot_schedule"]
+__all__ = ["plot_comms", "plot_placement", "plot_plan", "plot_schedule"]

@@ -1,0 +1,357 @@
+"""What `zeroxla.plan` says follows from the trace: bytes as in HLO, memory, time, tables."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+from jax.sharding import AbstractMesh, PartitionSpec
+from quick import quick_compilation  # noqa: F401
+
+import zeroxla
+from models import GPT, Llama
+from zeroxla import ZeroConfig, cli, compat
+from zeroxla.inspect import comms
+from zeroxla.planning.liveness import Scope
+from zeroxla.planning.machines import Device, Link, Machines
+from zeroxla.planning.presets import PRESETS, model_named
+from zeroxla.planning.target import Target
+from zeroxla.planning.timeline import TURNS, Clock
+from zeroxla.planning.wires import body_of, comms_of
+from zeroxla.trace import trace
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+X = jax.ShapeDtypeStruct((256, 256), jnp.float32)
+SIZE = 256 * 256 * 4
+
+
+def traced(function, *args):
+    return trace(function, *args, opened=compat.forward_jaxpr)[0]
+
+
+def peak(function, *args):
+    return Scope.of(traced(function, *args), "cpu").peak().total()
+
+
+# wires
+
+
+@pytest.mark.parametrize(
+    ("make", "config"),
+    [
+        (GPT.tiny, ZeroConfig(persistence_threshold=0)),
+        (Llama.tiny, ZeroConfig.zeropp_min(persistence_threshold=0, quantize_threshold=0)),
+        (
+            lambda: GPT.tiny(scan=False),
+            ZeroConfig.zeropp(persistence_threshold=0, quantize_threshold=0, accumulate=2),
+        ),
+    ],
+    ids=["zero3", "zeropp_min", "zeropp, listed"],
+)
+def test_bytes_are_those_of_the_lowered_program(make, config):
+    mesh = zeroxla.make_mesh(nodes=2)
+    step = zeroxla.make_step(make(), mesh, optax.adam(1e-3), config=config)
+    batch = {"tokens": jax.ShapeDtypeStruct((16, 17), jnp.int32)}
+    state = step.abstract_state(batch)
+    program = trace(step.programs.train, state, batch, opened=compat.forward_jaxpr)[0]
+    found = comms_of(program, dict(mesh.shape), "cpu")
+    want = comms(step.lower(state, batch), mesh)
+    for axis in (None, "node", "device", "node+device"):
+        assert found.total_bytes(axis=axis) == want.total_bytes(axis=axis)
+    assert found.cross_host_bytes() == want.cross_host_bytes()
+    assert found.count() == want.count()
+    assert {row.phase for row in found.rows} == {row.phase for row in want.rows}
+
+
+# memory
+
+
+def test_products_exist_and_what_is_computed_element_by_element_does_not():
+    def chain(x):
+        y = jnp.tanh(x @ x) * 2 + 1
+        return y @ y
+
+    # x @ x, then y in its place, then the result.
+    assert peak(chain, X) == 2 * SIZE
+
+
+def test_what_backward_reads_is_kept():
+    def loss(x):
+        return jnp.sum(jnp.sin(x @ x) @ x)
+
+    assert peak(jax.grad(loss), X) >= 2 * SIZE
+
+
+def test_a_loop_owns_one_turn_and_what_it_stacks():
+    def stacking(x):
+        return lax.scan(lambda c, _: (c @ c, c), x, None, length=5)[1]
+
+    def carrying(x):
+        return lax.scan(lambda c, _: (c @ c, None), x, None, length=500)[0]
+
+    assert 6 * SIZE <= peak(stacking, X) <= 7 * SIZE
+    assert peak(carrying, X) <= 2 * SIZE
+
+
+def test_of_branches_the_largest_counts():
+    def branches(i, x):
+        return lax.cond(i > 0, lambda x: (x @ x) @ (x @ x), lambda x: x, x)
+
+    found = peak(branches, jax.ShapeDtypeStruct((), jnp.int32), X)
+    assert found == pytest.approx(4 * SIZE, abs=8)  # and the number of the branch
+
+
+def test_a_gather_waits_for_its_first_use():
+    def late(x, w):
+        whole = jnp.concatenate([x] * 8)  # as a gather: larger than what it reads
+        barred = lax.optimization_barrier(whole)
+        wide = x @ w
+        return (wide @ wide.T).sum() + jnp.sum(barred @ x)
+
+    program = traced(late, X, jax.ShapeDtypeStruct((256, 8192), jnp.float32))
+    # Late: 32 and 1 of wide, then 16; else all of wide beside the gathered 8.
+    assert Scope.of(program, "cpu").peak().total() == pytest.approx(33 * SIZE, rel=0.01)
+    early = Scope.of(program, "cpu", late=False).peak().total()
+    assert early == pytest.approx(41 * SIZE, rel=0.01)
+
+
+# time
+
+LINK = Link(name="wire", bytes_per_s=1e9, latency_s=0.0, of="device", source="a test")
+
+
+def device(**changed):
+    usual = {
+        "name": "test",
+        "label": "Test",
+        "flops_per_s": {"float32": 1e12},
+        "memory_bytes": 1e9,
+        "bytes_per_s": 1e20,
+        "link": "wire",
+        "platform": "tpu",
+        "efficiency": 0.5,
+        "source": "a test",
+    }
+    return Device(**{**usual, **changed})
+
+
+def run(function, *args, ahead=False, **changed):
+    """Return the time line of a function on one of 4 devices, and its results' seconds."""
+    mesh = AbstractMesh((4,), ("device",))
+    specs = (PartitionSpec(),) * len(args)
+    mapped = jax.shard_map(
+        function, mesh=mesh, in_specs=specs, out_specs=PartitionSpec(), check_vma=False
+    )
+    (eq,) = (e for e in traced(mapped, *args).equations if e.name == "shard_map")
+    program = body_of(eq.params["jaxpr"])
+    target = Target(device=device(**changed), links={"device": LINK}, mesh_shape={"device": 4})
+    clock = Clock(target, ahead=ahead)
+    clock.run(program, [0.0] * len(program.inputs))
+    return clock.timeline()
+
+
+PRODUCT_S = 2 * 256**3 / 0.5e12
+GATHER_S = 3 * SIZE / 1e9
+
+
+def gather(x):
+    return lax.all_gather(x, "device", tiled=True)
+
+
+def test_products_take_their_flops_and_memory_its_bytes():
+    assert run(lambda x: (x @ x) @ x, X).seconds == pytest.approx(2 * PRODUCT_S)
+    slow = run(lambda x: x @ x, X, bytes_per_s=1e9)
+    assert slow.seconds == pytest.approx(2 * SIZE / 1e9)  # x is read once
+
+
+def test_a_gather_runs_beside_a_product_that_does_not_need_it():
+    def beside(x, y):
+        return gather(x)[:256] @ (y @ y)
+
+    found = run(beside, X, X)
+    assert found.seconds == pytest.approx(max(GATHER_S, PRODUCT_S) + PRODUCT_S)
+    assert found.busy_s == pytest.approx({"compute": 2 * PRODUCT_S, "device": GATHER_S})
+    apart = run(beside, X, X, overlaps=False)
+    assert apart.seconds == pytest.approx(GATHER_S + 2 * PRODUCT_S)
+
+
+def test_a_loop_takes_as_long_as_its_turns():
+    def looped(x):
+        return lax.scan(lambda c, _: (gather(c)[:256] @ c, None), x, None, length=9)[0]
+
+    found = run(looped, X)
+    assert TURNS < 9
+    assert found.seconds == pytest.approx(9 * (GATHER_S + PRODUCT_S))
+    assert found.busy_s == pytest.approx({"compute": 9 * PRODUCT_S, "device": 9 * GATHER_S})
+    assert sum(event.lane == "device" for event in found.events) == 9
+
+
+def test_a_loop_that_gathers_ahead_hides_the_shorter():
+    def looped(x, shards):
+        def turn(c, shard):
+            shard, c = lax.optimization_barrier((shard, c))
+            return c @ gather(shard)[:256], None
+
+        return lax.scan(turn, x, shards)[0]
+
+    shards = jax.ShapeDtypeStruct((9, 256, 256), jnp.float32)
+    tied, ahead = (run(looped, X, shards, ahead=ahead).seconds for ahead in (False, True))
+    assert tied == pytest.approx(9 * (GATHER_S + PRODUCT_S))
+    assert ahead == pytest.approx(9 * max(GATHER_S, PRODUCT_S) + min(GATHER_S, PRODUCT_S))
+
+
+# tables
+
+
+def test_devices_and_links_are_found_by_name():
+    machines = Machines.load()
+    assert machines.find_device("H100").flops_per_s["bfloat16"] == 989e12
+    assert machines.find_link("nvlink4").of == "device"
+    rate = machines.find_link("100gbit")
+    assert (rate.bytes_per_s, rate.of) == (12.5e9, "node")
+    assert machines.find_link("2.5Gbit/s").bytes_per_s == 312.5e6
+    for entry in (*machines.devices.values(), *machines.links.values()):
+        assert entry.source
+
+
+@pytest.mark.parametrize(
+    ("find", "name", "match"),
+    [
+        ("find_device", "h1000", "no device 'h1000'; did you mean h100"),
+        ("find_device", "abacus", "there are a100, "),
+        ("find_link", "nvlnk4", "no link 'nvlnk4'; did you mean nvlink4 .* or a rate such as 100g"),
+    ],
+)
+def test_unknown_names_offer_the_nearest(find, name, match):
+    with pytest.raises(ValueError, match=match):
+        getattr(Machines.load(), find)(name)
+
+
+def test_users_add_their_own(tmp_path):
+    own = tmp_path / "machines.toml"
+    own.write_text(
+        '[devices.mine]\nlabel = "Mine"\nflops_per_s = { float32 = 1e12 }\nmemory_bytes = 1e9\n'
+        'bytes_per_s = 1e11\nlink = "string"\nplatform = "gpu"\nefficiency = 0.5\nsource = "me"\n'
+        '[links.string]\nbytes_per_s = 1.0\nlatency_s = 1.0\nof = "node"\nsource = "me"\n'
+    )
+    machines = Machines.load(own)
+    assert machines.find_device("mine").link == "string"
+    assert machines.find_device("h100").label
+
+
+@pytest.mark.parametrize(
+    ("text", "match"),
+    [
+        ("[devices.x", "cannot be read"),
+        ("[gadgets.x]\n", r"has the tables \['gadgets'\]"),
+        ("[links.x]\nspeed = 1\n", "links.x of .*speed"),
+        (
+            '[links.x]\nbytes_per_s = 0\nlatency_s = 0\nof = "node"\nsource = ""\n',
+            "the link 'x' has bytes_per_s=0",
+        ),
+    ],
+)
+def test_tables_that_are_not_whole(tmp_path, text, match):
+    (tmp_path / "bad.toml").write_text(text)
+    with pytest.raises(ValueError, match=match):
+        Machines.load(tmp_path / "bad.toml")
+
+
+# plans
+
+
+def tokens(rows, length):
+    return {"tokens": jax.ShapeDtypeStruct((rows, length + 1), jnp.int32)}
+
+
+@pytest.mark.smoke
+def test_a_plan_of_many_devices_that_are_not_there():
+    batch = tokens(1024, 128)
+    plan = zeroxla.plan(GPT.small(remat=True), {"node": 128, "device": 8}, batch)
+    assert plan.num_parameters == 124_439_808
+    assert plan.num_tokens == 1024 * 128
+    # A shard of 1/1024, padding included, of the master, and twice that.
+    assert plan.memory.parameter_bytes == pytest.approx(4 * 124_439_808 / 1024, rel=0.1)
+    assert plan.memory.optimizer_bytes == pytest.approx(2 * plan.memory.parameter_bytes, rel=0.01)
+    assert sum(plan.memory.parts().values()) == plan.memory.total_bytes
+    assert plan.fits
+    assert "124,439,808 parameters on node=128 x device=8 of NVIDIA H100" in str(plan)
+
+
+def test_a_slower_link_and_fewer_bytes_change_the_time():
+    def seconds(link, config):
+        mesh = {"node": 4, "device": 2}
+        model = GPT.tiny(width=64, layers=4)
+        return zeroxla.plan(model, mesh, tokens(8, 32), link=link, config=config).time.seconds
+
+    plain = ZeroConfig(persistence_threshold=0, compute_dtype="bfloat16")
+    zeropp = ZeroConfig.zeropp(
+        persistence_threshold=0, quantize_threshold=0, compute_dtype="bfloat16"
+    )
+    assert seconds("10mbit", plain) > 5 * seconds("100mbit", plain)
+    assert seconds("10mbit", zeropp) < 0.5 * seconds("10mbit", plain)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "batch", "options", "match"),
+    [
+        ({"host": 2}, tokens(8, 32), {}, r"the mesh has the axes \['host'\]"),
+        ({"node": 0}, tokens(8, 32), {}, "the mesh has node=0"),
+        ({"node": 3}, tokens(8, 32), {}, "8 .* 3|3 .* 8"),
+        ({"node": 2}, tokens(8, 32), {"device": "h900"}, "no device 'h900'; did you mean h"),
+        ({"node": 2}, tokens(8, 32), {"link": "rope"}, "no link 'rope'"),
+        ({"pipe": 2}, tokens(8, 32), {}, "pipe=2 and the model is not a pipeline"),
+    ],
+)
+def test_bad_input(mesh, batch, options, match):
+    with pytest.raises(ValueError, match=match):
+        zeroxla.plan(GPT.tiny(), mesh, batch, **options)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama-7b"])
+def test_presets_have_the_parameters_that_people_know(name):
+    known = {"gpt2": 124_439_808, "llama-7b": 6_738_415_616}
+    model, length = model_named(name)
+    plan = zeroxla.plan(model, {"device": 8}, tokens(8, 16))
+    assert plan.num_parameters == known[name]
+    assert length == PRESETS[name][1]
+
+
+def test_an_unknown_model_offers_the_nearest():
+    with pytest.raises(ValueError, match=r"no model 'lama-7b'; did you mean llama-7b"):
+        model_named("lama-7b")
+
+
+# the command
+
+
+def test_the_command_prints_and_draws(capsys, tmp_path):
+    picture = tmp_path / "plan.png"
+    status = cli.main(
+        ["plan", "--model", "gpt2", "--nodes", "2", "--length", "64", "--picture", str(picture)]
+    )
+    out = capsys.readouterr().out
+    assert status == 0
+    for words in ("Memory of one device", "Collectives of one step on node=2 x device=8"):
+        assert words in out
+    assert "fits into its 80 GB" in out
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_command_says_when_it_does_not_fit(capsys):
+    arguments = ["--nodes", "1", "--devices-per-node", "2", "--device", "l4", "--length", "64"]
+    assert cli.main(["plan", "--model", "llama-7b", *arguments]) == 1
+    assert "does NOT fit into its 24 GB" in capsys.readouterr().out
+
+
+def test_the_command_refuses_what_it_does_not_know(capsys):
+    assert cli.main(["plan", "--model", "gpt5"]) == 2
+    assert "there is no model 'gpt5'" in capsys.readouterr().err
+
+
+def test_timings_are_finite_numbers():
+    plan = zeroxla.plan(Llama.tiny(), {"node": 2, "device": 2}, tokens(8, 16))
+    assert np.isfinite(plan.time.seconds)
+    assert plan.tokens_per_s > 0

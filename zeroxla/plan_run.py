@@ -1,0 +1,62 @@
+"""The job of `zeroxla plan`."""
+
+from __future__ import annotations
+
+import sys
+
+import jax
+import jax.numpy as jnp
+from rich.console import Console
+
+from zeroxla.config import ZeroConfig
+from zeroxla.inspect.pictures import plot_plan
+from zeroxla.mesh import DEVICE, NODE
+from zeroxla.plan_options import PlanOptions
+from zeroxla.planning.plan import Plan, plan
+from zeroxla.planning.presets import model_named
+
+
+def plan_from(options: PlanOptions) -> Plan:
+    """Make the plan that options ask for.
+
+    Raises:
+      ValueError: as `zeroxla.plan`.
+    """
+    wanted, cluster, step = options.model, options.cluster, options.step
+    model, length = model_named(wanted.model, remat=wanted.remat)
+    length = wanted.length or length
+    world = cluster.nodes * cluster.devices_per_node
+    rows = wanted.batch or world * step.accumulate
+    config = getattr(ZeroConfig, step.zero)(
+        compute_dtype=step.compute_dtype, accumulate=step.accumulate
+    )
+    return plan(
+        model,
+        {NODE: cluster.nodes, DEVICE: cluster.devices_per_node},
+        {"tokens": jax.ShapeDtypeStruct((rows, length + 1), jnp.int32)},
+        config=config,
+        device=cluster.device,
+        link=cluster.link,
+        machines=cluster.machines,
+    )
+
+
+def run_plan(options: PlanOptions) -> int:
+    """Print a plan, and draw it where that is asked for.
+
+    Returns:
+      The exit status: 0 if a device's memory holds the step, else 1.
+
+    Raises:
+      ValueError: as `plan_from`.
+    """
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
+    with console.status("tracing the step"):
+        found = plan_from(options)
+    for table in found.tables():
+        console.print(table)
+    console.print(found.verdict(), markup=False, soft_wrap=True)
+    if options.output.picture is not None:
+        plot_plan(found, path=options.output.picture)
+        console.print(f"Picture: {options.output.picture}", markup=False, soft_wrap=True)
+    return 0 if found.fits else 1

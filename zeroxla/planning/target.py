@@ -1,0 +1,44 @@
+"""What a step runs on: devices, links and a mesh; and how long they take."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+
+from zeroxla.inspect.traffic import received_bytes
+from zeroxla.mesh import NODE, PIPE
+from zeroxla.planning.machines import Device, Link
+from zeroxla.planning.work import Work
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Target:
+    """What a step runs on.
+
+    Attributes:
+      device: each of its devices.
+      links: of each mesh axis.
+      mesh_shape: axis lengths.
+    """
+
+    device: Device
+    links: Mapping[str, Link]
+    mesh_shape: Mapping[str, int]
+
+    def seconds(self, axis: str, kind: str, num_bytes: float) -> float:
+        """Return what a collective over one axis takes."""
+        size = self.mesh_shape[axis]
+        link = self.links[axis]
+        sharing = 1
+        if link.of == "node" and axis in (NODE, PIPE):
+            # The devices of a node send at the same time.
+            sharing = math.prod(n for a, n in self.mesh_shape.items() if a not in (NODE, PIPE))
+        rounds = 1 if kind == "collective-permute" else size - 1
+        received = received_bytes(kind, int(num_bytes), size)
+        return rounds * link.latency_s + received * sharing / link.bytes_per_s
+
+    def compute_s(self, work: Work) -> float:
+        """Return what an equation takes on a device."""
+        device = self.device
+        return max(work.flops / device.rate(work.dtype), work.num_bytes / device.bytes_per_s)
