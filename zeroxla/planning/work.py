@@ -6,6 +6,8 @@ import dataclasses
 import math
 from collections.abc import Mapping
 
+import jax.numpy as jnp
+
 from zeroxla.planning.liveness import Scope, size_of
 from zeroxla.trace import Atom, Equation, Value
 
@@ -66,7 +68,8 @@ def _flops(eq: Equation) -> float:
     (out, *_) = eq.outputs
     if eq.name == "dot_general":
         (contracted, _), _ = eq.params["dimension_numbers"]
-        shape = eq.inputs[0].aval.shape if isinstance(eq.inputs[0], Value) else ()
+        lhs = eq.inputs[0]
+        shape = lhs.aval.shape if isinstance(lhs, Value) else jnp.shape(lhs.value)
         return 2.0 * out.aval.size * math.prod(shape[d] for d in contracted)
     if eq.name == "conv_general_dilated":
         kernel = eq.values[-1].aval.shape
