@@ -12,7 +12,7 @@ from quick import quick_compilation  # noqa: F401
 import zeroxla
 from models import GPT, Llama
 from zeroxla import ZeroConfig, cli, compat
-from zeroxla.inspect import comms
+from zeroxla.inspect import array_bytes_per_device, comms
 from zeroxla.planning.liveness import Scope
 from zeroxla.planning.machines import Device, Link, Machines
 from zeroxla.planning.presets import PRESETS, model_named
@@ -81,7 +81,10 @@ def test_what_backward_reads_is_kept():
     def loss(x):
         return jnp.sum(jnp.sin(x @ x) @ x)
 
-    assert peak(jax.grad(loss), X) >= 2 * SIZE
+    # Forward's x @ x stays until backward has its cosine; see the next products with it.
+    kept, dropped = peak(jax.grad(loss), X), peak(loss, X)
+    assert dropped <= 2 * SIZE
+    assert kept - dropped >= SIZE
 
 
 def test_a_loop_owns_one_turn_and_what_it_stacks():
@@ -100,7 +103,8 @@ def test_of_branches_the_largest_counts():
         return lax.cond(i > 0, lambda x: (x @ x) @ (x @ x), lambda x: x, x)
 
     found = peak(branches, jax.ShapeDtypeStruct((), jnp.int32), X)
-    assert found == pytest.approx(4 * SIZE, abs=8)  # and the number of the branch
+    # Two products inside, and the result; abs: the number of the branch.
+    assert found == pytest.approx(3 * SIZE, abs=8)
 
 
 def test_a_gather_waits_for_its_first_use():
@@ -272,12 +276,44 @@ def test_a_plan_of_many_devices_that_are_not_there():
     plan = zeroxla.plan(GPT.small(remat=True), {"node": 128, "device": 8}, batch)
     assert plan.num_parameters == 124_439_808
     assert plan.num_tokens == 1024 * 128
-    # A shard of 1/1024, padding included, of the master, and twice that.
-    assert plan.memory.parameter_bytes == pytest.approx(4 * 124_439_808 / 1024, rel=0.1)
+    # A shard of the master, padding included, and twice that.
+    assert 1 <= plan.memory.parameter_bytes / (4 * 124_439_808 / 1024) <= 1.1
     assert plan.memory.optimizer_bytes == pytest.approx(2 * plan.memory.parameter_bytes, rel=0.01)
     assert sum(plan.memory.parts().values()) == plan.memory.total_bytes
     assert plan.fits
     assert "124,439,808 parameters on node=128 x device=8 of NVIDIA H100" in str(plan)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [ZeroConfig(), ZeroConfig.zeropp_min(persistence_threshold=0, quantize_threshold=0)],
+    ids=["zero3", "zeropp_min"],
+)
+def test_the_state_of_a_plan_is_that_of_the_arrays(config):
+    mesh, rows = zeroxla.make_mesh(nodes=2), np.zeros((8, 17), np.int32)
+    step = zeroxla.make_step(GPT.tiny(width=64), mesh, optax.adam(1e-3), config=config)
+    state = step.init(jax.random.key(0), {"tokens": rows})
+    plan = zeroxla.plan(
+        GPT.tiny(width=64),
+        dict(mesh.shape),
+        {"tokens": rows},
+        optimizer=optax.adam(1e-3),
+        config=config,
+    )
+    for planned, arrays in (
+        (plan.memory.parameter_bytes, state.params),
+        (plan.memory.optimizer_bytes, state.opt_state),
+        (plan.memory.wire_bytes, state.wire_state),
+    ):
+        assert planned == max(array_bytes_per_device(arrays).values(), default=0)
+
+
+def test_a_step_without_devices_is_not_run():
+    mesh = AbstractMesh((2, 4), ("node", "device"))
+    step = zeroxla.make_step(GPT.tiny(), mesh)
+    assert step.abstract_state(tokens(8, 16)).params
+    with pytest.raises(ValueError, match=r"'device': 4} is abstract: .* zeroxla.make_mesh"):
+        step.init(jax.random.key(0), {"tokens": np.zeros((8, 17), np.int32)})
 
 
 def test_a_slower_link_and_fewer_bytes_change_the_time():
@@ -349,9 +385,3 @@ def test_the_command_says_when_it_does_not_fit(capsys):
 def test_the_command_refuses_what_it_does_not_know(capsys):
     assert cli.main(["plan", "--model", "gpt5"]) == 2
     assert "there is no model 'gpt5'" in capsys.readouterr().err
-
-
-def test_timings_are_finite_numbers():
-    plan = zeroxla.plan(Llama.tiny(), {"node": 2, "device": 2}, tokens(8, 16))
-    assert np.isfinite(plan.time.seconds)
-    assert plan.tokens_per_s > 0

@@ -42,7 +42,7 @@ def generate():
             f"logits {tensor}": engine.logits(state, ROWS),
             f"values {tensor}": engine.values(state, ROWS),
         }
-    return found
+    return found, engine, state
 
 
 def main(file):
@@ -51,8 +51,13 @@ def main(file):
     zeroxla.initialize()
     import jax
 
-    file = Path(file)
-    np.savez(file.with_stem(f"{file.stem}_{jax.process_index()}"), **generate())
+    file, me = Path(file), jax.process_index()
+    found, engine, state = generate()
+    np.savez(file.with_stem(f"{file.stem}_{me}"), **found)
+    try:
+        engine.logprobs(state, ROWS + me)
+    except ValueError as error:
+        print("refused:", str(error).splitlines()[0], flush=True)
 
 
 if __name__ == "__main__":

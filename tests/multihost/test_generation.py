@@ -11,9 +11,13 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 @pytest.mark.slow
 def test_two_processes_generate_what_one_does(tmp_path):
-    status, _, out = processes.launch("generation.py", tmp_path / "found.npz", devices_per_node=2)
+    status, said, out = processes.launch(
+        "generation.py", tmp_path / "found.npz", devices_per_node=2
+    )
     assert status == 0, out
-    want = generation.generate()
+    for lines in said:
+        assert "pass the same prompts or tokens, key and options" in lines["refused"]
+    want, *_ = generation.generate()
     for process in (0, 1):
         with np.load(tmp_path / f"found_{process}.npz") as file:
             assert set(file) == set(want)

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from zeroxla.hosts.exchange import exchange
 from zeroxla.hosts.moves import mover
@@ -93,9 +93,11 @@ def put_batch(batch: Any, mesh: Mesh) -> Any:
     """Return a checked batch on the mesh, split over its rows; shapes become zeros.
 
     Raises:
-      ValueError: it holds host arrays, and there are several processes; or, looked at in the first
-        batch on a mesh, processes that have the same rows were given different ones.
+      ValueError: the mesh has no devices; it holds host arrays, and there are several processes;
+        or, looked at in the first batch on a mesh, processes that have the same rows were given
+        different ones.
     """
+    _check_has_devices(mesh)
     sharding = NamedSharding(mesh, PartitionSpec(BATCH_AXES))
 
     def one(path: Any, x: Any) -> jax.Array:
@@ -121,12 +123,30 @@ def put_batch(batch: Any, mesh: Mesh) -> Any:
 
 
 def put_key(key: jax.Array, mesh: Mesh) -> jax.Array:
-    """Return a PRNG key, which all processes have alike, on every device of the mesh."""
+    """Return a PRNG key, which all processes have alike, on every device of the mesh.
+
+    Raises:
+      ValueError: the mesh has no devices.
+    """
+    _check_has_devices(mesh)
     sharding = NamedSharding(mesh, PartitionSpec())
     if jax.process_count() == 1:
         return jax.device_put(key, sharding)
     wrap = functools.partial(jax.random.wrap_key_data, impl=jax.random.key_impl(key))
     return jax.jit(wrap, out_shardings=sharding)(np.asarray(jax.random.key_data(key)))
+
+
+def _check_has_devices(mesh: Mesh) -> None:
+    """Check that something can be computed on a mesh.
+
+    Raises:
+      ValueError: it is an abstract one.
+    """
+    if isinstance(mesh, AbstractMesh):
+        raise ValueError(
+            f"the mesh {dict(mesh.shape)} is abstract: a step on it is described and planned, not "
+            "run; make a mesh of devices with zeroxla.make_mesh()"
+        )
 
 
 def _places(mesh: Mesh) -> dict[int, set[int]]:

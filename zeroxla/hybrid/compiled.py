@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import time
 import weakref
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from jax.sharding import NamedSharding
 from zeroxla.adapters.base import Tree
 from zeroxla.compat import mesh_context
 from zeroxla.hosts.batches import put_key
+from zeroxla.hosts.exchange import agree
 from zeroxla.hybrid.decode import Shape
 from zeroxla.hybrid.generation import Generation
 from zeroxla.hybrid.reshard import ROWS, Stored, part_spec
@@ -41,7 +43,12 @@ class Compiled:
         key: jax.Array,
         options: dict[str, Any],
     ) -> dict[str, np.ndarray]:
-        """Run `Generation.generate` on prompts that all processes have alike."""
+        """Run `Generation.generate` on prompts that all processes have alike.
+
+        Raises:
+          ValueError: they do not.
+        """
+        _check_alike(batch, jax.random.key_data(key), options)
         args = (leaves, model_state, self._put(batch), put_key(key, self.mesh), options)
         with mesh_context(self.mesh):
             return self._fetch(self._generate(shape)(*args))
@@ -50,7 +57,12 @@ class Compiled:
         self, name: str, leaves: list[jax.Array], model_state: Tree, tokens_BL: np.ndarray
     ) -> np.ndarray:
         """Run a function of whole rows, which all processes have alike: logprobs, logits or
-        values."""
+        values.
+
+        Raises:
+          ValueError: they do not.
+        """
+        _check_alike(tokens_BL)
         program = self._rows(name, tokens_BL.shape)
         with mesh_context(self.mesh):
             return self._fetch(program(leaves, model_state, self._put(tokens_BL)))
@@ -113,6 +125,21 @@ class Compiled:
 
     def _tokens(self, *shape: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=NamedSharding(self.mesh, ROWS))
+
+
+def _check_alike(*arrays: Any) -> None:
+    """Check that all processes pass the same arrays: each computes some of the rows.
+
+    Raises:
+      ValueError: they do not.
+    """
+    if jax.process_count() == 1:
+        return
+    digest = hashlib.blake2b(digest_size=8)
+    for x in map(np.asarray, jax.tree.leaves(arrays)):
+        digest.update(f"{x.dtype}{x.shape}".encode() + x.tobytes())
+    remedy = "pass the same prompts or tokens, key and options in every process"
+    agree("rows to generate or score", {"arguments": digest.hexdigest()}, remedy)
 
 
 class Copy:

@@ -16,21 +16,9 @@ import jax.numpy as jnp
 from zeroxla.hosts.exchange import exchange
 from zeroxla.pipeline.layer_cost import LayerCost, Machine
 from zeroxla.pipeline.stage import Stage
+from zeroxla.planning.machines import Machines
 from zeroxla.trace import is_float
 
-# Dense 16-bit FLOP/s and bytes/s of main memory, as the makers state them, by the start of JAX's
-# name for the device; of a CPU those of a few cores, since only their ratio matters here.
-_MACHINES = {
-    "NVIDIA B200": Machine(flops_per_s=2250e12, bytes_per_s=8.0e12),
-    "NVIDIA H200": Machine(flops_per_s=989e12, bytes_per_s=4.8e12),
-    "NVIDIA H100 PCIe": Machine(flops_per_s=756e12, bytes_per_s=2.0e12),
-    "NVIDIA H100": Machine(flops_per_s=989e12, bytes_per_s=3.35e12),
-    "NVIDIA A100": Machine(flops_per_s=312e12, bytes_per_s=2.0e12),
-    "NVIDIA L40S": Machine(flops_per_s=362e12, bytes_per_s=0.864e12),
-    "NVIDIA L4": Machine(flops_per_s=121e12, bytes_per_s=0.3e12),
-    "Tesla V100": Machine(flops_per_s=125e12, bytes_per_s=0.9e12),
-    "cpu": Machine(flops_per_s=2e11, bytes_per_s=2e10),
-}
 _REPEATS = 5
 
 
@@ -62,9 +50,9 @@ class Profile:
         if self.machine is not None:
             return self.machine
         kind = jax.local_devices()[0].device_kind
-        for start, machine in _MACHINES.items():
-            if kind.startswith(start):
-                return machine
+        if (known := Machines.load().of_kind(kind)) is not None:
+            rate = max(known.flops_per_s.values())
+            return Machine(flops_per_s=rate, bytes_per_s=known.bytes_per_s)
         raise ValueError(
             f"the figures of a {kind!r} are not known; give partition=Profile(machine=Machine("
             "flops_per_s=..., bytes_per_s=...)) or Profile(measure=True)"

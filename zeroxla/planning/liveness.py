@@ -152,7 +152,7 @@ class Scope:
         """Return the bytes of what a loop or branch makes inside."""
         if eq.name == "cond":
             branches = map(body_of, compat.branches_for(eq.params, self.platform))
-            found = (Scope.of(branch, self.platform).peak(kind_of, path) for branch in branches)
+            found = (_branch(branch, self.platform).peak(kind_of, path) for branch in branches)
             return max(found, key=Counter.total)
         inside: Counter[str] = Counter()
         for body, _ in bodies(eq):
@@ -182,8 +182,16 @@ def _late(program: Program) -> Program:
     return dataclasses.replace(program, equations=moved)
 
 
+def _branch(body: Program, platform: str) -> Scope:
+    """Return a branch; its results are the conditional's own, which are counted outside."""
+    scope = Scope.of(body, platform)
+    results = {scope.roots.get(v, v) for v in body.outputs if isinstance(v, Value)}
+    return dataclasses.replace(scope, in_memory=scope.in_memory - results)
+
+
 def _turn(body: Program, num_carry: int | None, platform: str) -> Scope:
-    """Return one turn of a loop; what it stacks goes where it belongs at once."""
+    """Return one turn of a loop; its results after the carry, which it stacks, go where they belong
+    at once."""
     if num_carry is None:
         return Scope.of(body, platform)
     scope = Scope.of(dataclasses.replace(body, outputs=body.outputs[:num_carry]), platform)

@@ -45,6 +45,7 @@ class Device:
 
     Attributes:
       name, label: in the table, and for people.
+      kind: how JAX's name for it begins; empty where it has none.
       flops_per_s: of dense matrix products, by the dtype of their operands.
       memory_bytes, bytes_per_s: of its own memory.
       link: the link to the other devices of its node.
@@ -56,6 +57,7 @@ class Device:
 
     name: str
     label: str
+    kind: str = ""
     flops_per_s: Mapping[str, float]
     memory_bytes: float
     bytes_per_s: float
@@ -115,6 +117,11 @@ class Machines:
         if (found := known.get(name.lower())) is None:
             raise ValueError(f"there is no device {name!r}; {_nearest(name, self.devices)}")
         return found
+
+    def of_kind(self, kind: str) -> Device | None:
+        """Return the device that JAX calls so: of several the one with the longest common name."""
+        found = [d for d in self.devices.values() if d.kind and kind.startswith(d.kind)]
+        return max(found, key=lambda device: len(device.kind), default=None)
 
     def find_link(self, name: str) -> Link:
         """Return a link by its name, or one that the devices of a node share by its rate, such as
