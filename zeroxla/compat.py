@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 import jax.extend.core as jex
-from jax._src import clusters, distributed, source_info_util, xla_bridge
+from jax._src import clusters, core, distributed, source_info_util, xla_bridge
 from jax._src.interpreters import partial_eval
 
 JAX_VERSION: tuple[int, ...] = jax.__version_info__[:3]
@@ -91,6 +91,11 @@ def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
         return params["num_consts"], params["num_carry"]
     consts, carry, _ = params["ft_in"].unpack()
     return len(consts), len(carry)
+
+
+def has_effects(eqn: Any) -> bool:
+    """Return whether an equation does more than compute; that it names mesh axes is nothing."""
+    return any(not isinstance(effect, core.NamedAxisEffect) for effect in eqn.effects)
 
 
 def branches_for(params: dict[str, Any], platform: str) -> Sequence[Any]:

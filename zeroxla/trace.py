@@ -69,7 +69,7 @@ class Equation:
 
     @property
     def has_effects(self) -> bool:
-        return bool(self.source.effects)
+        return compat.has_effects(self.source)
 
     @property
     def values(self) -> tuple[Value, ...]:

@@ -67,8 +67,8 @@ class Compiled:
         with mesh_context(self.mesh):
             return self._fetch(program(leaves, model_state, self._put(tokens_BL)))
 
-    def lower_generate(self, shape: Shape, sampling: Sampling) -> jax.stages.Lowered:
-        """Lower what `generate` runs."""
+    def trace_generate(self, shape: Shape, sampling: Sampling) -> jax.stages.Traced:
+        """Trace what `generate` runs."""
         number = jax.ShapeDtypeStruct((), jnp.int32)
         options = dict.fromkeys(("new", "eos", "pad"), number)
         rows = shape.rows * self.generation.copies
@@ -77,7 +77,7 @@ class Compiled:
         options = {**options, "numbers": sampling.numbers}
         model_state = self.generation.model.model_state
         with mesh_context(self.mesh):
-            return self._generate(shape).lower(self._parts(), model_state, batch, key, options)
+            return self._generate(shape).trace(self._parts(), model_state, batch, key, options)
 
     def lower_rows(self, name: str, shape: tuple[int, int]) -> jax.stages.Lowered:
         """Lower what `rows` runs."""

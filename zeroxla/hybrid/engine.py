@@ -241,8 +241,14 @@ class HybridEngine:
         for `zeroxla.inspect`: its arguments are the model's parts and the prompts, its temporaries
         the cache and activations."""
         sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
+        return self.trace(num_prompts, prompt_length, max_new_tokens, sampling).lower()
+
+    def trace(
+        self, num_prompts: int, prompt_length: int, max_new_tokens: int, sampling: Sampling
+    ) -> jax.stages.Traced:
+        """Trace what `lower` lowers; that needs no devices."""
         shape = self._shape(num_prompts, prompt_length, max_new_tokens, sampling)
-        return self._compiled.lower_generate(shape, sampling)
+        return self._compiled.trace_generate(shape, sampling)
 
     def lower_logprobs(self, num_rows: int, length: int) -> jax.stages.Lowered:
         """Lower the program of `logprobs` for so many rows of that length, as `lower` does."""

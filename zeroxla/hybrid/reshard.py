@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import AxisType, Mesh, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
 from zeroxla.hybrid.parts import padded, part_size, take_part
 from zeroxla.hybrid.tensor_parallel import Row
@@ -34,7 +34,7 @@ ROWS = PartitionSpec((NODE, DATA))
 
 
 def tensor_mesh(mesh: Mesh, tensor: int) -> Mesh:
-    """Return the same devices as (node, tensor, data).
+    """Return the same devices as (node, tensor, data); of an abstract mesh, an abstract one.
 
     Raises:
       ValueError: `tensor` does not divide a node's devices.
@@ -46,8 +46,10 @@ def tensor_mesh(mesh: Mesh, tensor: int) -> Mesh:
             f"tensor={tensor} does not divide the {devices} devices of a node (mesh node={nodes}, "
             f"device={devices}); a tensor group stays inside a node: use one of {divisors}"
         )
-    grid = np.reshape(mesh.devices, (nodes, tensor, devices // tensor))
-    return Mesh(grid, (NODE, TENSOR, DATA), axis_types=(AxisType.Auto,) * 3)
+    shape, names = (nodes, tensor, devices // tensor), (NODE, TENSOR, DATA)
+    if isinstance(mesh, AbstractMesh):
+        return mesh.update(shape, names, (AxisType.Auto,) * 3)
+    return Mesh(np.reshape(mesh.devices, shape), names, axis_types=(AxisType.Auto,) * 3)
 
 
 def stored_spec(placement: Placement) -> PartitionSpec:

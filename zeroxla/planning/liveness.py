@@ -4,8 +4,8 @@ makes.
 An equation that computes element by element is fused into those that read it; its result exists
 only if something else must read it from memory: a product, a collective, a loop, the caller. What
 it reads stays alive until then. Equations that only rename (a reshape, a barrier) share memory with
-what they rename. Loops own one turn's values, their carries and their stacked results; of branches
-the largest counts.
+what they rename. Loops own one turn's values, their carries and their stacked results: what goes
+into a carry and comes out of it is one place. Of branches the largest counts.
 """
 
 from __future__ import annotations
@@ -32,6 +32,9 @@ FUSED = (ELEMENTWISE - RENAMES) | {
 }
 WRITES = REDUCTIONS | {"dynamic_update_slice"}
 """They read what is fused into them, and write a result."""
+
+OVERWRITES = FUSED | WRITES | {"cond", "scan", "while"}
+"""Their results may take the place of what they read."""
 
 KindOf = Callable[[Equation, str], str]
 
@@ -71,6 +74,9 @@ class Scope:
         """
         program = _late(program) if late else program
         roots: dict[Value, Value] = {}
+        read_by = Counter(v for eq in program.equations for v in set(eq.values))
+        read_by.update(v for v in program.outputs if isinstance(v, Value))
+        shared = set(program.inputs)
 
         def root(atom: Atom) -> Value | None:
             return roots.get(atom, atom) if isinstance(atom, Value) else None
@@ -80,6 +86,13 @@ class Scope:
                 for out, atom in zip(eq.outputs, eq.inputs, strict=False):
                     if (found := root(atom)) is not None:
                         roots[out] = found
+                        if read_by[atom] > 1:
+                            shared.add(found)
+            first, num_carry = carry_of(eq)
+            for start, out in zip(eq.inputs[first:][:num_carry], eq.outputs, strict=False):
+                found = root(start)
+                if found is not None and read_by[start] == 1 and found not in shared:
+                    roots[out] = found
         end = len(program.equations)
         last: dict[Value, int] = {}
         in_memory: set[Value] = set()
@@ -135,6 +148,11 @@ class Scope:
             here = "/".join(filter(None, (path, str(eq.name_stack), eq.name)))
             mine = [v for v in eq.outputs if v in self.in_memory and v not in self.roots]
             kinds.update(dict.fromkeys(mine, kind_of(eq, here)))
+            taken = [self.roots.get(v) for v in eq.outputs[: carry_of(eq)[1]]]
+            taken = [v for v in taken if v in kinds]
+            _add(alive, taken, kinds, -1)
+            kinds.update(dict.fromkeys(taken, kind_of(eq, here)))
+            _add(alive, taken, kinds, 1)
             gone = [v for v in ends.get(i, ()) if v in kinds]
             if eq.name in FUSED or eq.name in WRITES:  # Written over what it reads last.
                 _add(alive, gone, kinds, -1)
@@ -156,14 +174,22 @@ class Scope:
             return max(found, key=Counter.total)
         inside: Counter[str] = Counter()
         for body, _ in bodies(eq):
-            num_carry = compat.scan_counts(eq.params)[1] if eq.name == "scan" else None
-            inside += _turn(body, num_carry, self.platform).peak(kind_of, path)
+            inside += _turn(eq, body, self.platform).peak(kind_of, path)
         return inside
 
 
 def _add(alive: Counter[str], values: Iterable[Value], kinds: Mapping[Value, str], n: int) -> None:
     for value in values:
         alive[kinds[value]] += n * size_of(value)
+
+
+def carry_of(eq: Equation) -> tuple[int, int]:
+    """Return where a loop's carry begins among its inputs, and how many arrays it has."""
+    if eq.name == "scan":
+        return compat.scan_counts(eq.params)
+    if eq.name == "while":
+        return eq.params["cond_nconsts"] + eq.params["body_nconsts"], len(eq.outputs)
+    return 0, 0
 
 
 def _late(program: Program) -> Program:
@@ -189,15 +215,24 @@ def _branch(body: Program, platform: str) -> Scope:
     return dataclasses.replace(scope, in_memory=scope.in_memory - results)
 
 
-def _turn(body: Program, num_carry: int | None, platform: str) -> Scope:
-    """Return one turn of a loop; its results after the carry, which it stacks, go where they belong
-    at once."""
-    if num_carry is None:
-        return Scope.of(body, platform)
-    scope = Scope.of(dataclasses.replace(body, outputs=body.outputs[:num_carry]), platform)
-    made = {v: i for i, eq in enumerate(scope.program.equations) for v in eq.outputs}
+def _turn(eq: Equation, body: Program, platform: str) -> Scope:
+    """Return one turn of a loop. What it stacks goes where it belongs at once, and so does what it
+    carries on, if what was carried in is no longer needed then."""
+    first, num_carry = carry_of(eq)
+    first -= eq.params.get("cond_nconsts", 0)
+    carried, stacked = body.outputs[:num_carry], body.outputs[num_carry:]
+    scope = Scope.of(dataclasses.replace(body, outputs=carried), platform)
+    equations = scope.program.equations
+    made = {v: i for i, eq in enumerate(equations) for v in eq.outputs}
     last = dict(scope.last_use)
-    for value in (scope.roots.get(v, v) for v in body.outputs[num_carry:] if isinstance(v, Value)):
+    for value in (scope.roots.get(v, v) for v in stacked if isinstance(v, Value)):
         if value in made:
             last[value] = max(last.get(value, -1), made[value])
-    return dataclasses.replace(scope, last_use=last)
+    in_place = set()
+    for before, out in zip(body.inputs[first:], carried, strict=False):
+        value = scope.roots.get(out, out) if isinstance(out, Value) else None
+        if value in made:
+            when = made[value] + (equations[made[value]].name in OVERWRITES)
+            if last.get(before, -1) < when and before.aval.size == value.aval.size:
+                in_place.add(value)
+    return dataclasses.replace(scope, last_use=last, in_memory=scope.in_memory - in_place)

@@ -75,6 +75,12 @@ def body_of(jaxpr: Any) -> Program:
     return flatten(jaxpr, compat.forward_jaxpr)
 
 
+def local_of(program: Program) -> Program:
+    """Return what each device runs, of a program with one `shard_map`."""
+    (mapped,) = (eq for eq in program.equations if eq.name == "shard_map")
+    return body_of(mapped.params["jaxpr"])
+
+
 def axes_of(eq: Equation) -> tuple[str, ...]:
     """Return the mesh axes of a collective."""
     names = eq.params.get("axis_name", eq.params.get("axes", ()))

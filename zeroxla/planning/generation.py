@@ -1,0 +1,106 @@
+"""What a device holds while the hybrid engine generates, from a trace alone."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from rich.table import Table
+
+from zeroxla.hybrid.engine import HybridEngine
+from zeroxla.hybrid.sampling import Sampling
+from zeroxla.inspect.memory import format_bytes, render
+from zeroxla.mesh import platform_of
+from zeroxla.planning.liveness import Scope
+from zeroxla.planning.wires import body_of, local_of
+from zeroxla.step import Step
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Generating:
+    """What is to be generated.
+
+    Attributes:
+      num_prompts: of a call, over all devices.
+      prompt_length: tokens of the longest.
+      new_tokens: for each, at most.
+      tensor: devices that share a copy of the model.
+    """
+
+    num_prompts: int
+    prompt_length: int
+    new_tokens: int
+    tensor: int = 1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class GenerationPlan:
+    """Bytes of one device while `HybridEngine.generate` runs.
+
+    Attributes:
+      generating: what.
+      state_bytes: of the training state, which stays.
+      copy_bytes: of the model in its compute dtype, 1 / tensor of it.
+      cache_bytes: keys and values.
+      activation_bytes: at the peak, prompts and logits among them.
+    """
+
+    generating: Generating
+    state_bytes: int
+    copy_bytes: int
+    cache_bytes: int
+    activation_bytes: int
+
+    @staticmethod
+    def of(step: Step, generating: Generating) -> GenerationPlan:
+        """Plan a call.
+
+        Args:
+          step: which has seen a batch.
+          generating: what.
+
+        Raises:
+          ValueError: as `HybridEngine` and its `generate`.
+
+        Cost: proves the tensor-parallel layout on a small instance of the model: seconds.
+        """
+        engine = HybridEngine(step, tensor=generating.tensor)
+        prompts, longest = generating.num_prompts, generating.prompt_length
+        traced = engine.trace(prompts, longest, generating.new_tokens, Sampling())
+        inside = local_of(body_of(traced.jaxpr))
+        peak = Scope.of(inside, platform_of(step.mesh)).peak().total()
+        phases = engine.phases(prompts, longest + generating.new_tokens)
+        return GenerationPlan(
+            generating=generating,
+            state_bytes=phases.resting_bytes,
+            copy_bytes=phases.layout_bytes,
+            cache_bytes=phases.cache_bytes,
+            activation_bytes=max(peak - phases.cache_bytes, 0),
+        )
+
+    @property
+    def total_bytes(self) -> int:
+        return self.state_bytes + self.copy_bytes + self.cache_bytes + self.activation_bytes
+
+    def table(self) -> Table:
+        """Return the table for a rich console."""
+        what = self.generating
+        table = Table(
+            title=f"Memory of one device that generates: {what.num_prompts} prompts of "
+            f"{what.prompt_length} tokens and {what.new_tokens} new ones, tensor={what.tensor}",
+            title_justify="left",
+        )
+        table.add_column("part")
+        table.add_column("", justify="right")
+        for name, num_bytes in (
+            ("training state", self.state_bytes),
+            ("tensor-parallel copy", self.copy_bytes),
+            ("cache of keys and values", self.cache_bytes),
+            ("activations", self.activation_bytes),
+        ):
+            table.add_row(name, format_bytes(num_bytes))
+        table.add_section()
+        table.add_row("in all", format_bytes(self.total_bytes))
+        return table
+
+    def __str__(self) -> str:
+        return render(self.table())
