@@ -18,6 +18,7 @@ from zeroxla.pipeline.pipeline import Pipeline
 from zeroxla.pipeline.profile import Profile
 from zeroxla.pipeline.schedule import Schedule, make_schedule
 from zeroxla.planning.plan import Plan, plan
+from zeroxla.planning.search import Search, search_plans
 from zeroxla.state import LossScale, TrainState, full_params
 from zeroxla.step import Step
 from zeroxla.weights.export import export_params
@@ -65,8 +66,10 @@ __all__ = [  # noqa: RUF022 (grouped)
     "from_pretrained",
     # reports
     "Plan",
+    "Search",
     "inspect",
     "plan",
+    "search_plans",
 ]
 
 __version__ = "0.1.0"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections import Counter
 
 from rich.table import Table
 
@@ -12,6 +13,9 @@ from zeroxla.layout import Layout, Leaf
 from zeroxla.routes import AS_STORED
 from zeroxla.segments import Loop, Plan, Remat, Straight
 from zeroxla.wiring import Wiring
+
+OF_A_LOOP = " of a loop"
+"""How the name of a unit ends that is gathered in each turn of a loop."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,6 +74,15 @@ class Description:
     def num_parameters(self) -> int:
         """Elements of all leaves; of one that is stored as a wire its bytes."""
         return sum(math.prod(row.shape) for row in self.rows)
+
+    @property
+    def largest_unit(self) -> int:
+        """Elements of the largest unit, which is whole at a time; of a loop's, those of a turn."""
+        sizes: Counter[str] = Counter()
+        for row in self.rows:
+            turns = row.shape[0] if row.unit.endswith(OF_A_LOOP) else 1
+            sizes[row.unit] += math.prod(row.shape) // turns
+        return max(sizes.values(), default=0)
 
     @property
     def units(self) -> tuple[str, ...]:
@@ -162,5 +175,5 @@ def unit_names(plan: Plan, prefix: str = "") -> dict:
             else:
                 pairs = zip(seg.body.leaves, seg.stacked.values(), strict=True)
                 for sliced, (leaf, _) in pairs:
-                    names.setdefault(leaf, f"{inner[sliced]} of a loop" if sliced in inner else "")
+                    names.setdefault(leaf, inner[sliced] + OF_A_LOOP if sliced in inner else "")
     return names

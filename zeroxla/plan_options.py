@@ -19,7 +19,7 @@ class PlannedModel:
     """Tokens of a sequence. Default: the model's context."""
     batch: int | None = None
     """Sequences of a step, over all devices, micro-batches included. Default: one for each device
-    and micro-batch."""
+    (of a stage) and micro-batch; 8 for each device with --search."""
     remat: bool = True
     """Compute each block's activations again in backward."""
 
@@ -29,9 +29,12 @@ class Cluster:
     """What it is trained on."""
 
     nodes: int = 1
-    """Length of the mesh axis `node`."""
+    """Length of the mesh axis `node`; with --search, of the cluster."""
     devices_per_node: int = 8
-    """Length of the mesh axis `device`."""
+    """Length of the mesh axis `device`; with --search, of the cluster."""
+    pipe: int = 1
+    """Stages of a pipeline: the length of the mesh axis `pipe`; --nodes and --devices-per-node are
+    those of a stage."""
     device: str = "h100"
     """The kind of device; an unknown one lists those that there are."""
     link: str = "100gbit"
@@ -54,11 +57,31 @@ class PlannedStep:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanOutput:
-    """What is written."""
+class PlannedGeneration:
+    """What a hybrid engine generates between steps, beside the training state."""
 
+    prompts: int | None = None
+    """Prompts of a call, over all devices. Default: nothing is generated."""
+    prompt_length: int = 512
+    """Tokens of the longest prompt."""
+    new_tokens: int = 512
+    """Tokens drawn for each prompt."""
+    tensor: int = 1
+    """Devices that share a copy of the model."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanOutput:
+    """What is found and written."""
+
+    search: bool = False
+    """Try all wires x stages x micro-batches x --remat, and rank what fits; takes minutes. --zero,
+    --pipe, --accumulate and --remat are then found, not given."""
+    rows: int = 20
+    """Rows that --search prints."""
     picture: Path | None = None
-    """A file for the picture: memory, bytes of each link, the time line of a step."""
+    """A file for the picture: memory, bytes of each link, the time line of a step; with --search,
+    speed over memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +92,7 @@ class PlanOptions(OptionGroups):
     model: PlannedModel = field(default_factory=PlannedModel)
     cluster: Cluster = field(default_factory=Cluster)
     step: PlannedStep = field(default_factory=PlannedStep)
+    generation: PlannedGeneration = field(default_factory=PlannedGeneration)
     output: PlanOutput = field(default_factory=PlanOutput)
 
     def __post_init__(self) -> None:
@@ -78,6 +102,17 @@ class PlanOptions(OptionGroups):
                 "model.batch": 1,
                 "cluster.nodes": 1,
                 "cluster.devices_per_node": 1,
+                "cluster.pipe": 1,
+                "generation.prompts": 1,
+                "generation.prompt_length": 1,
+                "generation.new_tokens": 1,
+                "generation.tensor": 1,
+                "output.rows": 1,
                 "step.accumulate": 1,
             }
         )
+        if self.generation.prompts is not None and self.cluster.pipe > 1:
+            raise ValueError(
+                f"--prompts {self.generation.prompts} with --pipe {self.cluster.pipe}: generation "
+                "needs all layers on a device; plan it with --pipe 1"
+            )

@@ -4,7 +4,7 @@ from .comms import CommsReport, Row, comms
 from .memory import MemoryReport, array_bytes_per_device, format_bytes, memory
 from .phase_memory import PhaseReport
 from .phases import PHASES
-from .pictures import plot_comms, plot_placement, plot_plan, plot_schedule
+from .pictures import plot_comms, plot_placement, plot_plan, plot_schedule, plot_search
 from .schedule import ScheduleReport, schedule
 
 __all__ = [
@@ -22,5 +22,6 @@ __all__ = [
     "plot_placement",
     "plot_plan",
     "plot_schedule",
+    "plot_search",
     "schedule",
 ]

@@ -25,6 +25,9 @@ from zeroxla.pipeline.schedule import NONE, Schedule
 from zeroxla.pipeline.stash import Stash, make_stash
 from zeroxla.prefetch import tie
 
+TICKS = "ticks"
+"""The scope of the loop."""
+
 Buffers = list[jax.Array]
 Forward = Callable[[Buffers, jax.Array, Any], tuple[Buffers, Any]]
 Backward = Callable[[Buffers, Buffers, jax.Array, Any], tuple[Buffers, Any]]
@@ -141,7 +144,8 @@ class Ticks:
             x, dx = tie(x, dx, firmly=False)
             return (inputs, given, x, dx, carry), None
 
-        return lax.scan(tick, start, rows)[0][-1]
+        with jax.named_scope(TICKS):
+            return lax.scan(tick, start, rows)[0][-1]
 
     def _has(self, microbatch: jax.Array, *, after: Buffers) -> jax.Array:
         """Return whether there is one. Where only data keeps collectives in order, that is known

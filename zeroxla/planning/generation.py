@@ -84,9 +84,9 @@ class GenerationPlan:
     def table(self) -> Table:
         """Return the table for a rich console."""
         what = self.generating
+        prompts = f"{what.num_prompts} prompts of {what.prompt_length} + {what.new_tokens} tokens"
         table = Table(
-            title=f"Memory of one device that generates: {what.num_prompts} prompts of "
-            f"{what.prompt_length} tokens and {what.new_tokens} new ones, tensor={what.tensor}",
+            title=f"Memory of one device that generates, tensor={what.tensor}",
             title_justify="left",
         )
         table.add_column("part")
@@ -94,7 +94,7 @@ class GenerationPlan:
         for name, num_bytes in (
             ("training state", self.state_bytes),
             ("tensor-parallel copy", self.copy_bytes),
-            ("cache of keys and values", self.cache_bytes),
+            (f"cache, {prompts}", self.cache_bytes),
             ("activations", self.activation_bytes),
         ):
             table.add_row(name, format_bytes(num_bytes))

@@ -74,7 +74,7 @@ class Scope:
         """
         program = _late(program) if late else program
         roots: dict[Value, Value] = {}
-        read_by = Counter(v for eq in program.equations for v in set(eq.values))
+        read_by: Counter[Atom] = Counter(v for eq in program.equations for v in set(eq.values))
         read_by.update(v for v in program.outputs if isinstance(v, Value))
         shared = set(program.inputs)
 

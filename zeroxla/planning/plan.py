@@ -15,18 +15,23 @@ from rich.table import Table
 
 from zeroxla import compat
 from zeroxla.config import ZeroConfig
+from zeroxla.describe import Description
 from zeroxla.inspect.comms import CommsReport
 from zeroxla.inspect.memory import format_bytes, render
 from zeroxla.make import make_step
-from zeroxla.mesh import DEVICE, NODE, PIPE
+from zeroxla.mesh import DEVICE, NODE, PIPE, world_size
+from zeroxla.pipeline.costs import bubble, cost
+from zeroxla.pipeline.schedule import Schedule
+from zeroxla.planning.fit import zero3_estimate
+from zeroxla.planning.generation import Generating, GenerationPlan
 from zeroxla.planning.liveness import Scope
 from zeroxla.planning.machines import Device, Link, Machines
 from zeroxla.planning.memory import MemoryPlan, kind_of
 from zeroxla.planning.target import Target
-from zeroxla.planning.timeline import Clock, TimeLine
-from zeroxla.planning.wires import body_of, comms_of
+from zeroxla.planning.timeline import COMPUTE, Clock, TimeLine
+from zeroxla.planning.wires import comms_of, local_of
 from zeroxla.step import Step
-from zeroxla.trace import Program, trace
+from zeroxla.trace import trace
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,6 +45,9 @@ class Plan:
       memory: of one device.
       comms: what travels.
       time: of one step.
+      bubble: the share of it that stages of a pipeline are idle in.
+      deepspeed_bytes: what DeepSpeed's estimate says of the state; None for pipelines.
+      generation: memory of a device that generates, where that was asked for.
     """
 
     target: Target
@@ -49,11 +57,34 @@ class Plan:
     memory: MemoryPlan
     comms: CommsReport
     time: TimeLine
+    bubble: float = 0.0
+    deepspeed_bytes: float | None = None
+    generation: GenerationPlan | None = None
 
     @property
     def fits(self) -> bool:
-        """Whether a device's memory holds it."""
-        return self.memory.total_bytes <= self.target.device.memory_bytes
+        """Whether a device's memory holds it, and generating where that was asked for."""
+        return self.most_bytes <= self.target.device.memory_bytes
+
+    @property
+    def most_bytes(self) -> int:
+        """The most that a device holds."""
+        generating = 0 if self.generation is None else self.generation.total_bytes
+        return max(self.memory.total_bytes, generating)
+
+    @property
+    def host_bytes(self) -> int:
+        """What a node's own memory holds while a checkpoint is saved: its devices' state."""
+        mesh = self.target.mesh_shape
+        return self.memory.state_bytes * math.prod(n for a, n in mesh.items() if a == DEVICE)
+
+    @property
+    def limit(self) -> str:
+        """What the step waits for most: the lane that is taken longest, and for which share."""
+        lane, seconds = max(self.time.busy_s.items(), key=lambda item: item[1])
+        name = "computation" if lane == COMPUTE else f"the link of `{lane}`"
+        words = f"{name}, {seconds / self.time.seconds:.0%}"
+        return f"{words}; bubble, {self.bubble:.0%}" if self.bubble else words
 
     @property
     def tokens_per_s(self) -> float:
@@ -69,19 +100,31 @@ class Plan:
             link = self.target.links.get(lane)
             words = f"link of `{lane}`: {link.name}" if link else "the device computes"
             table.add_row(words, f"{seconds:.4g} s", f"{seconds / self.time.seconds:.0%}")
+        if self.bubble:
+            table.add_row("stages are idle", "", f"{self.bubble:.0%}")
         table.add_section()
         table.add_row("one step", f"{self.time.seconds:.4g} s", "")
         return table
 
     def tables(self) -> list[Table]:
         """Return memory, bytes and time, as rich tables."""
-        return [self.memory.table(), self.comms.table(), self.time_table()]
+        generation = [] if self.generation is None else [self.generation.table()]
+        return [self.memory_table(), *generation, self.comms.table(), self.time_table()]
+
+    def memory_table(self) -> Table:
+        """Return the memory of a device and of its host, as a rich table."""
+        table = self.memory.table()
+        if self.deepspeed_bytes is not None:
+            words = "DeepSpeed's estimate, activations apart"
+            table.add_row(words, format_bytes(self.deepspeed_bytes))
+        table.add_row("a host, while it saves a checkpoint", format_bytes(self.host_bytes))
+        return table
 
     def verdict(self) -> str:
         """Return the plan in a few sentences."""
         device, mesh = self.target.device, self.target.mesh_shape
         axes = " x ".join(f"{name}={size}" for name, size in mesh.items())
-        total, room = self.memory.total_bytes, device.memory_bytes
+        total, room = self.most_bytes, device.memory_bytes
         holds = "fits into" if self.fits else "does NOT fit into"
         unit = "examples" if self.num_tokens is None else "tokens"
         return (
@@ -108,6 +151,7 @@ def plan(
     device: str | Device = "h100",
     link: str | Link = "100gbit",
     machines: str | Path | Machines | None = None,
+    generating: Generating | None = None,
 ) -> Plan:
     """Say what a training step needs and costs on a cluster, before having it.
 
@@ -121,6 +165,7 @@ def plan(
       device: of the cluster, by its name in the tables.
       link: between nodes, by its name or a rate such as "100gbit", which a node's devices share.
       machines: a TOML file with more devices and links.
+      generating: what a `HybridEngine` is to generate between steps, if anything.
 
     Returns:
       The plan.
@@ -159,18 +204,25 @@ def plan(
         microbatches=microbatches,
         weights=weights,
     )
-    return plan_step(step, batch, target)
+    return plan_step(step, batch, target, generating=generating)
 
 
-def plan_step(step: Step, batch: Any, target: Target) -> Plan:
+def plan_step(
+    step: Step, batch: Any, target: Target, *, generating: Generating | None = None
+) -> Plan:
     """Plan a step that there is; as `plan`."""
     state = step.abstract_state(batch)
     program, _ = trace(step.programs.train, state, batch, opened=compat.forward_jaxpr)
-    local = _local(program)
+    local = local_of(program)
     platform = target.device.platform
     peak = Scope.of(local, platform).peak(kind_of)
     prefetches = step.config.prefetch_bucket != 0
-    clock = Clock(target, ahead=prefetches and platform == "gpu")
+    schedule = _schedule(step)
+    clock = Clock(
+        target,
+        ahead=prefetches and platform == "gpu",
+        full_ticks=None if schedule is None else cost(schedule, 1, 2) / 3,
+    )
     clock.run(local, [0.0] * len(local.inputs))
     rows = [x.shape for x in jax.tree.leaves(batch) if x.shape]
     tokens = batch.get("tokens") if isinstance(batch, Mapping) else None
@@ -185,13 +237,24 @@ def plan_step(step: Step, batch: Any, target: Target) -> Plan:
         memory=memory,
         comms=comms_of(program, dict(target.mesh_shape), platform),
         time=clock.timeline(),
+        bubble=0.0 if schedule is None else bubble(schedule),
+        deepspeed_bytes=_deepspeed_bytes(step),
+        generation=None if generating is None else GenerationPlan.of(step, generating),
     )
 
 
-def _local(program: Program) -> Program:
-    """Return what each device runs: gradients, before the update."""
-    (mapped,) = (eq for eq in program.equations if eq.name == "shard_map")
-    return body_of(mapped.params["jaxpr"])
+def _schedule(step: Step) -> Schedule | None:
+    pipeline, stages = step.programs.pipeline, step.mesh.shape.get(PIPE, 1)
+    if pipeline is None:
+        return None
+    return pipeline.schedule(stages, step.config.accumulate, train=True)
+
+
+def _deepspeed_bytes(step: Step) -> float | None:
+    described = step.describe()
+    if not isinstance(described, Description):
+        return None
+    return zero3_estimate(described.largest_unit, described.num_parameters, world_size(step.mesh))
 
 
 def _checked(mesh_shape: Mapping[str, int]) -> dict[str, int]:

@@ -3,9 +3,11 @@
 Every equation that writes to memory takes the longer of its FLOPs and its bytes (a roofline); every
 collective takes its link for its latency and its bytes. An equation starts when what it reads is
 there and its lane is free; of several, the one that was ready first. Loops are followed for three
-turns; the others take as long as the third. On GPUs the compiler gathers in a loop's turn what the
-next one needs (see `compat.compiler_options`): there what depends on nothing that the loop carries
-is not held back by barriers, which tie a gather to its turn.
+turns; the others take as long as the third, or as the lane that is taken longest in it. On GPUs the
+compiler gathers in a loop's turn what the next one needs (see `compat.compiler_options`): there
+what depends on nothing that the loop carries is not held back by barriers, which tie a gather to
+its turn. A pipeline's tick is taken to have a forward and a backward, and there are as many such
+ticks as its schedule has work for.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from typing import Any
 
 from zeroxla import compat
 from zeroxla.inspect.phases import phase_of
+from zeroxla.pipeline.ticks import TICKS
 from zeroxla.planning.liveness import FUSED, RENAMES, Scope, size_of
 from zeroxla.planning.target import Target
 from zeroxla.planning.wires import KINDS, axes_of, body_of
@@ -64,10 +67,14 @@ class Clock:
     Args:
       target: the device and its links.
       ahead: loops gather a turn ahead.
+      full_ticks: of a pipeline: how many ticks with a forward and a backward take as long as its
+        schedule, in which some have only one of them.
     """
 
-    def __init__(self, target: Target, *, ahead: bool = False) -> None:
-        self._target, self._ahead = target, ahead
+    def __init__(
+        self, target: Target, *, ahead: bool = False, full_ticks: float | None = None
+    ) -> None:
+        self._target, self._ahead, self._full_ticks = target, ahead, full_ticks
         self._free: dict[str, float] = {}
         self._scopes: dict[int, tuple[Scope, dict[Value, frozenset[Value]]]] = {}
         self._bodies: dict[tuple[int, int], Program] = {}
@@ -163,13 +170,15 @@ class Clock:
 
     def _loop(self, eq: Equation, ready: Sequence[float], path: str) -> list[float]:
         num_consts, num_carry = compat.scan_counts(eq.params)
-        body, length = self._body(eq, 0, eq.params["jaxpr"]), eq.params["length"]
+        body, length = self._body(eq, 0, eq.params["jaxpr"]), float(eq.params["length"])
+        if self._full_ticks is not None and path.endswith(f"{TICKS}/scan"):
+            length = min(self._full_ticks, length)
         carry = list(ready[num_consts : num_consts + num_carry])
         fixed, xs = ready[:num_consts], ready[num_consts + num_carry :]
         early = early_inputs(body, num_consts, num_carry) if self._ahead else set()
         outs: list[float] = []
         marks: list[tuple[float, dict[str, float], int]] = []
-        for _ in range(min(length, TURNS)):
+        for _ in range(min(round(length), TURNS)):
             outs = self.run(body, [*fixed, *carry, *xs], path, early)
             carry = outs[:num_carry]
             latest = max([*self._free.values(), *outs], default=0.0)
@@ -177,11 +186,11 @@ class Clock:
         rest = length - TURNS
         if rest > 0:
             (before, busy, first), (after, now, _) = marks[-2:]
-            step = after - before
+            step = max([after - before, *(now[lane] - busy.get(lane, 0.0) for lane in now)])
             turn = self.events[first:]
             for lane, seconds in now.items():
                 self.busy[lane] = seconds + rest * (seconds - busy.get(lane, 0.0))
-            for k in range(1, rest + 1):
+            for k in range(1, round(rest) + 1):
                 self.events += [_shifted(event, k * step) for event in turn]
             self._free = {lane: free + rest * step for lane, free in self._free.items()}
             outs = [out + rest * step for out in outs]

@@ -9,5 +9,6 @@ from .comms import plot_comms
 from .placement import plot_placement
 from .plan import plot_plan
 from .schedule import plot_schedule
+from .search import plot_search
 
-__all__ = ["plot_comms", "plot_placement", "plot_plan", "plot_schedule"]
+__all__ = ["plot_comms", "plot_placement", "plot_plan", "plot_schedule", "plot_search"]
