@@ -8,7 +8,7 @@ from collections import Counter
 
 from rich.table import Table
 
-from zeroxla.inspect.memory import render
+from zeroxla.inspect.report import Report
 from zeroxla.layout import Layout, Leaf
 from zeroxla.routes import AS_STORED
 from zeroxla.segments import Loop, Plan, Remat, Straight
@@ -44,7 +44,7 @@ class Row:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Description:
+class Description(Report):
     """The table of leaves; `print` it, or read `rows`.
 
     Attributes:
@@ -109,9 +109,6 @@ class Description:
                 f"{row.secondary_bytes:,}" if row.secondary_bytes else "-",
             )
         return table
-
-    def __str__(self) -> str:
-        return render(self.table())
 
 
 def describe(layout: Layout, plan: Plan, wiring: Wiring) -> Description:

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 import jax.numpy as jnp
 
 from zeroxla.checkpoint.logical import WIRES, Entry, name
-from zeroxla.inspect.memory import format_bytes, render
+from zeroxla.inspect.memory import format_bytes
+from zeroxla.inspect.report import Report
 from zeroxla.paths import Path as Name
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ class Leaf:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class About:
+class About(Report):
     """What is in a checkpoint; `print` it, or read it.
 
     Attributes:
@@ -145,9 +146,6 @@ class About:
         table.add_section()
         table.add_row("total", "", "", format_bytes(total))
         return table
-
-    def __str__(self) -> str:
-        return render(self.table())
 
     def check(self, found: Mapping[Name, Entry], chosen: Collection[Name] | None = None) -> None:
         """Check that the arrays are those of a state.

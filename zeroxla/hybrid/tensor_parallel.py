@@ -18,7 +18,7 @@ from rich.table import Table
 from zeroxla.hybrid.atoms import Atom, Dims, expand, size_of, splits
 from zeroxla.hybrid.parts import part_size
 from zeroxla.hybrid.program import PartProgram
-from zeroxla.inspect.memory import render
+from zeroxla.inspect.report import Report
 
 Factors = tuple[int, int, int]
 """(outer, size, inner): a dim's size as a product; the middle one is split."""
@@ -54,7 +54,7 @@ class Row:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class TensorPlan:
+class TensorPlan(Report):
     """The layout of every leaf; `print` it, or read `rows`.
 
     Attributes:
@@ -106,9 +106,6 @@ class TensorPlan:
             split = "whole" if row.dim is None else f"dim {row.dim}: {_words(row)}"
             table.add_row(row.path, shape, split, row.why)
         return table
-
-    def __str__(self) -> str:
-        return render(self.table())
 
 
 def _words(row: Row) -> str:

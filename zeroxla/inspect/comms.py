@@ -11,8 +11,9 @@ import jax
 import numpy as np
 
 from . import hlo
-from .memory import format_bytes, render
+from .memory import format_bytes
 from .phases import PHASES, phase_of
+from .report import Report
 from .traffic import messages, most, received_bytes
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ class Row:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class CommsReport:
+class CommsReport(Report):
     """The collectives of one program on one mesh.
 
     Attributes:
@@ -176,9 +177,6 @@ class CommsReport:
             "total_bytes": self.total_bytes(),
             "cross_host_bytes": self.cross_host_bytes(),
         }
-
-    def __str__(self) -> str:
-        return render(self.table())
 
 
 def comms(

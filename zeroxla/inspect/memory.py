@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 import math
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import jax
+
+from .report import Report
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -30,24 +31,8 @@ def format_bytes(num_bytes: float) -> str:
     return f"{num_bytes / 1000**4:.4g} TB"
 
 
-def render(table: Table) -> str:
-    """Return a rich table as plain text, as wide as it needs."""
-    from rich.console import Console
-
-    console = Console(
-        file=io.StringIO(),
-        width=200,
-        force_terminal=False,
-        force_jupyter=False,
-        color_system=None,
-    )
-    with console.capture() as capture:
-        console.print(table)
-    return "\n".join(line.rstrip() for line in capture.get().rstrip().splitlines())
-
-
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryReport:
+class MemoryReport(Report):
     """Bytes on one device while a compiled program runs, as planned by the compiler.
 
     Attributes:
@@ -91,9 +76,6 @@ class MemoryReport:
     def to_dict(self) -> dict[str, int]:
         """Return the figures as a plain dict, for JSON."""
         return dataclasses.asdict(self) | {"total_bytes": self.total_bytes}
-
-    def __str__(self) -> str:
-        return render(self.table())
 
 
 @overload

@@ -5,14 +5,15 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
-from zeroxla.inspect.memory import format_bytes, render
+from zeroxla.inspect.memory import format_bytes
+from zeroxla.inspect.report import Report
 
 if TYPE_CHECKING:
     from rich.table import Table
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class PhaseReport:
+class PhaseReport(Report):
     """Bytes on one device, activations apart; `print` it.
 
     Attributes:
@@ -83,6 +84,3 @@ class PhaseReport:
         totals = (self.training_bytes, self.generating_bytes)
         table.add_row("in all", *map(format_bytes, totals), "")
         return table
-
-    def __str__(self) -> str:
-        return render(self.table())

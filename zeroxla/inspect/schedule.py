@@ -11,8 +11,8 @@ from zeroxla.pipeline.costs import bubble, cost, critical_path
 from zeroxla.pipeline.schedule import Schedule
 from zeroxla.pipeline.stash import Stash, make_stash
 
-from .memory import render
 from .pictures.schedule import plot_schedule
+from .report import Report
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class ScheduleReport:
+class ScheduleReport(Report):
     """The figures of one schedule; work is in units of the caller's, by default of a forward.
 
     Attributes:
@@ -119,9 +119,6 @@ class ScheduleReport:
             "num_input_slots": self.stash.num_input_slots,
             "num_gradient_slots": self.stash.num_gradient_slots,
         }
-
-    def __str__(self) -> str:
-        return render(self.table())
 
 
 def schedule(

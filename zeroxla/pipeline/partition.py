@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from zeroxla.inspect.memory import render
+from zeroxla.inspect.report import Report
 from zeroxla.pipeline.layer_cost import LayerCost, Machine, times_of
 from zeroxla.pipeline.minimax import check_stages, partition, uniform
 
@@ -21,7 +21,7 @@ _TYPE = "type:"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Partition:
+class Partition(Report):
     """Layers cut into stages; `print` it, or read it.
 
     Attributes:
@@ -66,9 +66,6 @@ class Partition:
         table.add_section()
         table.add_row("total", "", "", f"{sum(layer.parameters for layer in self.layers):,}", "")
         return table
-
-    def __str__(self) -> str:
-        return render(self.table())
 
 
 def resolve(

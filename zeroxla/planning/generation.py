@@ -8,7 +8,8 @@ from rich.table import Table
 
 from zeroxla.hybrid.engine import HybridEngine
 from zeroxla.hybrid.sampling import Sampling
-from zeroxla.inspect.memory import format_bytes, render
+from zeroxla.inspect.memory import format_bytes
+from zeroxla.inspect.report import Report
 from zeroxla.mesh import platform_of
 from zeroxla.planning.liveness import Scope
 from zeroxla.planning.wires import body_of, local_of
@@ -33,7 +34,7 @@ class Generating:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class GenerationPlan:
+class GenerationPlan(Report):
     """Bytes of one device while `HybridEngine.generate` runs.
 
     Attributes:
@@ -101,6 +102,3 @@ class GenerationPlan:
         table.add_section()
         table.add_row("in all", format_bytes(self.total_bytes))
         return table
-
-    def __str__(self) -> str:
-        return render(self.table())

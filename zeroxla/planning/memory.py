@@ -10,8 +10,9 @@ from typing import Any
 import jax
 from rich.table import Table
 
-from zeroxla.inspect.memory import format_bytes, render, shard_bytes
+from zeroxla.inspect.memory import format_bytes, shard_bytes
 from zeroxla.inspect.phases import phase_of
+from zeroxla.inspect.report import Report
 from zeroxla.mesh import world_size
 from zeroxla.planning.wires import KINDS
 from zeroxla.state import TrainState
@@ -22,7 +23,7 @@ GATHERED, GRADIENTS, ACTIVATIONS = "gathered leaves", "gradients", "activations"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class MemoryPlan:
+class MemoryPlan(Report):
     """Bytes of one device: what it stores between steps, and what a step has when it has most.
 
     Attributes:
@@ -107,9 +108,6 @@ class MemoryPlan:
         if self.secondary_bytes:
             table.add_row("of these, secondary shards", format_bytes(self.secondary_bytes))
         return table
-
-    def __str__(self) -> str:
-        return render(self.table())
 
 
 def kind_of(eq: Equation, path: str) -> str:

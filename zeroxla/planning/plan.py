@@ -17,7 +17,8 @@ from zeroxla import compat
 from zeroxla.config import ZeroConfig
 from zeroxla.describe import Description
 from zeroxla.inspect.comms import CommsReport
-from zeroxla.inspect.memory import format_bytes, render
+from zeroxla.inspect.memory import format_bytes
+from zeroxla.inspect.report import Report
 from zeroxla.make import make_step
 from zeroxla.mesh import DEVICE, NODE, PIPE, world_size
 from zeroxla.pipeline.costs import bubble, cost
@@ -35,7 +36,7 @@ from zeroxla.trace import trace
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Plan:
+class Plan(Report):
     """What one training step needs and costs on a device of a cluster.
 
     Attributes:
@@ -134,8 +135,9 @@ class Plan:
             f"{device.efficiency:.0%} of the device's peak ({device.source})."
         )
 
-    def __str__(self) -> str:
-        return "\n".join([*map(render, self.tables()), self.verdict()])
+    def notes(self) -> list[str]:
+        """Return the plan in a few sentences."""
+        return [self.verdict()]
 
 
 def plan(

@@ -12,7 +12,8 @@ from flax import linen
 from rich.table import Table
 
 from zeroxla.config import ZeroConfig
-from zeroxla.inspect.memory import format_bytes, render
+from zeroxla.inspect.memory import format_bytes
+from zeroxla.inspect.report import Report
 from zeroxla.mesh import DEVICE, NODE, PIPE
 from zeroxla.pipeline.pipeline import Pipeline
 from zeroxla.planning.plan import Plan, plan
@@ -59,7 +60,7 @@ class Found:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Search:
+class Search(Report):
     """What was found; `print` it.
 
     Attributes:
@@ -75,8 +76,8 @@ class Search:
         """The fastest that fits, if one does."""
         return self.found[0] if self.found and self.found[0].plan.fits else None
 
-    def table(self, most: int = 20) -> Table:
-        """Return the first rows as a rich table."""
+    def table(self, most: int | None = None) -> Table:
+        """Return the rows, or the first ones, as a rich table."""
         table = Table(title="Settings, by predicted speed", title_justify="left")
         for name in ("wires", "mesh"):
             table.add_column(name, no_wrap=True)
@@ -98,9 +99,6 @@ class Search:
     def notes(self) -> list[str]:
         """Return a sentence for each reason why settings were refused."""
         return [f"Not planned: {'; '.join(which)}: {why}" for why, which in self.refused.items()]
-
-    def __str__(self) -> str:
-        return "\n".join([render(self.table(len(self.found))), *self.notes()])
 
 
 def search_plans(

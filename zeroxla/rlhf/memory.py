@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from zeroxla.inspect.memory import array_bytes_per_device, format_bytes, memory, render
+from zeroxla.inspect.memory import array_bytes_per_device, format_bytes, memory
+from zeroxla.inspect.report import Report
 from zeroxla.rlhf.loop import PHASES, Loop
 from zeroxla.rlhf.objectives import batch_shapes, critic_shapes
 from zeroxla.rlhf.states import States
@@ -40,7 +41,7 @@ class PhaseMemory:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class PhasesMemory:
+class PhasesMemory(Report):
     """Bytes of one device in each phase; `print` it, or read `rows`."""
 
     rows: tuple[PhaseMemory, ...]
@@ -67,9 +68,6 @@ class PhasesMemory:
             }
             for row in self.rows
         }
-
-    def __str__(self) -> str:
-        return render(self.table())
 
 
 def memory_by_phase(loop: Loop, states: States) -> PhasesMemory:
