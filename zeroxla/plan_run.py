@@ -12,6 +12,7 @@ from zeroxla.config import ZeroConfig
 from zeroxla.inspect.pictures import plot_plan
 from zeroxla.mesh import DEVICE, NODE
 from zeroxla.plan_options import PlanOptions
+from zeroxla.planning.compiled import prepare_cpu
 from zeroxla.planning.plan import Plan, plan
 from zeroxla.planning.presets import model_named
 
@@ -26,6 +27,8 @@ def plan_from(options: PlanOptions) -> Plan:
     model, length = model_named(wanted.model, remat=wanted.remat)
     length = wanted.length or length
     world = cluster.nodes * cluster.devices_per_node
+    if options.compilation.compile:
+        prepare_cpu(world)
     rows = wanted.batch or world * step.accumulate
     config = getattr(ZeroConfig, step.zero)(
         compute_dtype=step.compute_dtype, accumulate=step.accumulate
@@ -38,6 +41,7 @@ def plan_from(options: PlanOptions) -> Plan:
         device=cluster.device,
         link=cluster.link,
         machines=cluster.machines,
+        compiled=options.compilation.compile,
     )
 
 
@@ -51,7 +55,7 @@ def run_plan(options: PlanOptions) -> int:
       ValueError: as `plan_from`.
     """
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
-    with console.status("tracing the step"):
+    with console.status(f"tracing{' and compiling' * options.compilation.compile} the step"):
         found = plan_from(options)
     for table in found.tables():
         console.print(table)

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import jax
 import optax
-from jax.sharding import AbstractDevice, AbstractMesh
+from jax.sharding import AbstractDevice, AbstractMesh, Mesh
 from rich.table import Table
 
 from zeroxla import compat
@@ -19,6 +19,7 @@ from zeroxla.inspect.comms import CommsReport
 from zeroxla.inspect.memory import format_bytes, render
 from zeroxla.make import make_step
 from zeroxla.mesh import DEVICE, NODE, PIPE
+from zeroxla.planning.compiled import CompiledPlan, compile_step
 from zeroxla.planning.liveness import Scope
 from zeroxla.planning.machines import Device, Link, Machines
 from zeroxla.planning.memory import MemoryPlan, kind_of
@@ -40,6 +41,7 @@ class Plan:
       memory: of one device.
       comms: what travels.
       time: of one step.
+      compiled: what the compiler says of memory and collectives, if it was asked.
     """
 
     target: Target
@@ -49,6 +51,7 @@ class Plan:
     memory: MemoryPlan
     comms: CommsReport
     time: TimeLine
+    compiled: CompiledPlan | None = None
 
     @property
     def fits(self) -> bool:
@@ -74,8 +77,12 @@ class Plan:
         return table
 
     def tables(self) -> list[Table]:
-        """Return memory, bytes and time, as rich tables."""
-        return [self.memory.table(), self.comms.table(), self.time_table()]
+        """Return memory, bytes and time, and the compiler's figures, as rich tables."""
+        tables = [self.memory.table(), self.comms.table(), self.time_table()]
+        if self.compiled is None:
+            return tables
+        beside = self.compiled.beside(self.memory, self.comms)
+        return [*tables, *self.compiled.tables(), beside]
 
     def verdict(self) -> str:
         """Return the plan in a few sentences."""
@@ -108,11 +115,12 @@ def plan(
     device: str | Device = "h100",
     link: str | Link = "100gbit",
     machines: str | Path | Machines | None = None,
+    compiled: bool = False,
 ) -> Plan:
     """Say what a training step needs and costs on a cluster, before having it.
 
     The step is traced as `make_step` would run it, on a mesh of devices that need not exist:
-    nothing is compiled, and no array is made.
+    unless it is asked for nothing is compiled, and no array is made.
 
     Args:
       model, optimizer, loss, config, microbatches, weights: as `make_step` takes them.
@@ -121,14 +129,18 @@ def plan(
       device: of the cluster, by its name in the tables.
       link: between nodes, by its name or a rate such as "100gbit", which a node's devices share.
       machines: a TOML file with more devices and links.
+      compiled: compile the step, too, ahead of time for devices that need not be there: for the
+        target's GPUs, or by the CPU backend where that cannot be, which `Plan.compiled.note` says.
 
     Returns:
       The plan.
 
     Raises:
-      ValueError: an unknown device or link, a batch that does not divide, or as `make_step`.
+      ValueError: an unknown device or link, a batch that does not divide, too few CPU devices to
+        compile for, or as `make_step`.
 
-    Cost: one trace: a second or two for a scanned model of any size and any number of devices.
+    Cost: one trace: a second or two for a scanned model of any size and any number of devices; with
+    `compiled` also a compilation.
 
     >>> import jax, zeroxla
     >>> from models import GPT
@@ -150,16 +162,22 @@ def plan(
     )
     abstract = AbstractDevice(device.label, None, device.platform)
     mesh: Any = AbstractMesh(tuple(shape.values()), tuple(shape), abstract_device=abstract)
-    step = make_step(
-        model,
-        mesh,
-        optimizer,
-        loss=loss,
-        config=config,
-        microbatches=microbatches,
-        weights=weights,
-    )
-    return plan_step(step, batch, target)
+
+    def step_on(mesh: Mesh) -> Step:
+        return make_step(
+            model,
+            mesh,
+            optimizer,
+            loss=loss,
+            config=config,
+            microbatches=microbatches,
+            weights=weights,
+        )
+
+    found = plan_step(step_on(mesh), batch, target)
+    if not compiled:
+        return found
+    return dataclasses.replace(found, compiled=compile_step(step_on, batch, device, shape))
 
 
 def plan_step(step: Step, batch: Any, target: Target) -> Plan:
