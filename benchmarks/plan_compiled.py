@@ -8,8 +8,8 @@ alone, stand beside those of the program that XLA compiles ahead of time. Nothin
     python benchmarks/plan_compiled.py
 
 Exits with 1 if a target is missed; writes results/plan_compiled.json and results/plan_compiled.md.
-Takes about 5 minutes on 2 cores. It needs the extra plan-gpu, and without it says so and exits with
-0.
+Takes about 10 minutes on 2 cores. It needs the extra plan-gpu, and without it says so and exits
+with 0.
 """
 
 from __future__ import annotations
@@ -98,11 +98,13 @@ def main() -> int:
         f"{ROWS // 8} x {LENGTH} tokens a device, 2 nodes x 4 devices. {note} Memory of one "
         "device: state, batch, temporaries; bytes that it receives in a step.\n\n"
         + table((*columns, "plan over HLO"), rows)
-        + "\n\nAs long as the device has room, XLA's GPU scheduler lets a unit's reduction run beside "
-        "the backward of the next one, so that unit's gradients, 50 MB in float32, stay, and the "
-        "plan does not count them. Unrolled it also computes the gradients of small leaves, which "
-        "are summed after all others, last, and until then keeps of every layer what they are "
-        "computed from. Both show where blocks are computed again, and little else is there."
+        + "\n\n"
+        + "As long as the device has room, XLA's GPU scheduler lets a unit's reduction run "
+        "beside the backward of the next one, so that unit's gradients, 50 MB in float32, "
+        "stay, and the plan does not count them. Unrolled it also computes the gradients of "
+        "small leaves, which are summed after all others, last, and until then keeps of every "
+        "layer what they are computed from. Both show where blocks are computed again, and "
+        "little else is there."
     )
     wheels = {name: version(name) for name in ("jax-cuda13-plugin", "nvidia-cuda-nvcc")}
     return report(

@@ -98,6 +98,7 @@ def test_without_the_wheels_the_note_names_the_extra():
     plan = zeroxla.plan(model(), TWO, tokens(), config=CONFIG, device="h200", compiled=True)
     assert plan.compiled.platform == "cpu"
     assert 'pip install "zeroxla[plan-gpu]"' in plan.compiled.note
+    assert '"zeroxla[plan-gpu]".' in str(plan)
 
 
 def test_what_is_not_asked_for_is_not_compiled():

@@ -13,6 +13,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 from rich.table import Table
+from rich.text import Text
 
 from zeroxla.compat import backends_started
 from zeroxla.inspect.comms import CommsReport, comms
@@ -51,7 +52,7 @@ class CompiledPlan:
     def beside(self, memory: MemoryPlan, comms: CommsReport) -> Table:
         """Return the plan's figures beside the compiler's, as a rich table."""
         table = Table(title="The plan and the compiler", title_justify="left")
-        table.caption, table.caption_justify = self.note, "left"
+        table.caption, table.caption_justify = Text(self.note), "left"  # "[...]" is no markup
         for name in ("", "plan", "compiler", "plan / compiler"):
             table.add_column(name, justify="right" if name else "left")
         for name, planned, found in (
