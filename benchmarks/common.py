@@ -21,12 +21,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import zeroxla
 from models import GPT
 from zeroxla.adapters import adapt
+from zeroxla.planning.compiled import MEMORY_SCHEDULER as MEMORY_SCHEDULER
 
 RESULTS = Path(__file__).resolve().parent / "results"
-
-# XLA's CPU scheduler prefers concurrency to memory; with this flag it does not. As a compiler
-# option of one program it has no effect, so it must be in XLA_FLAGS before JAX starts.
-MEMORY_SCHEDULER = "--xla_cpu_enable_concurrency_optimized_scheduler=false"
 
 NUM_DEVICES = 8
 LENGTH = 128

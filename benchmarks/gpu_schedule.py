@@ -7,45 +7,37 @@ are in flight, the compiler's temporaries, and the bytes that travel. Nothing ru
 
 Exits with 1 if a target is missed; writes results/gpu_schedule.json and results/gpu_schedule.md.
 Takes 2 to 5 minutes on 2 cores. It needs JAX's CUDA wheels, which a machine without a GPU can have,
-best in an environment of its own (about 1 GB):
+best in an environment of its own (about 1 GB more): the extra plan-gpu,
 
-    pip install --no-deps jax-cuda13-plugin==VERSION jax-cuda13-pjrt==VERSION
-    pip install nvidia-cuda-nvcc nvidia-nvvm nvidia-nvjitlink
+    pip install -e ".[dev,plan-gpu]"
 
-with VERSION that of the installed jax, the second line where no CUDA toolkit is installed, and
-JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 in the environment, as there is no driver to check (this file sets
-it). Without the wheels it says so and exits with 0.
+Without the wheels it says so and exits with 0.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib.util
-import os
 import sys
 import time
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from common import Check, report, residual_bytes, table
-from jax.experimental import topologies
 from jax.sharding import Mesh
 from schedule import Gather, gathers
 
 import zeroxla
 from models import GPT
 from zeroxla.adapters import adapt
+from zeroxla.planning.topology import H200, WheelsMissingError, target_mesh
 
-TARGET = Path(__file__).resolve().parent / "targets" / "h200.txtpb"
 NODES, DEVICES = 2, 4
+MESH = {"node": NODES, "device": DEVICES}
 LAYERS, WIDTH, LENGTH, ROWS = 6, 1024, 128, 1  # ROWS: sequences of a device
-PLUGIN = "jax_cuda13_plugin"
 DIRECTIONS = ("forward", "backward")
 VARIANTS: dict[str, dict[str, Any]] = {
     "unrolled": {"scan": False},
@@ -60,37 +52,6 @@ TARGETED = ("unrolled", "scanned")
 WITHOUT_PREFETCH = tuple(name for name in VARIANTS if "no prefetch" in name)
 MAX_UNITS = 4  # of temporaries, beside the activations kept
 MAX_COMBINED = 2  # units in one collective: of two neighbours, not of all layers
-
-
-class WheelsMissingError(RuntimeError):
-    """This environment cannot compile for a GPU."""
-
-
-def target_mesh() -> Mesh:
-    """Return a mesh of abstract H200s, 2 nodes x 4 devices.
-
-    Raises:
-      WheelsMissingError: the CUDA wheels are not installed, or are not of this JAX's version.
-    """
-    if importlib.util.find_spec(PLUGIN) is None:
-        raise WheelsMissingError(
-            f"no package {PLUGIN}: to compile for a GPU, install the wheels jax-cuda13-plugin and "
-            f"jax-cuda13-pjrt {jax.__version__} with --no-deps (see benchmarks/gpu_schedule.py)"
-        )
-    os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
-    jax.config.update("jax_platforms", "cpu")  # of this machine; the target needs no backend
-    try:
-        topology = topologies.get_topology_desc(
-            platform="cuda",
-            target_config=TARGET.read_text(),
-            topology=f"1x{NODES}x{DEVICES}",  # slices x hosts x devices
-        )
-    except (RuntimeError, ValueError, NotImplementedError) as error:
-        raise WheelsMissingError(
-            f"the CUDA plugin does not start: {error}; its version must be that of jax, "
-            f"{jax.__version__}"
-        ) from error
-    return Mesh(np.array(topology.devices).reshape(NODES, DEVICES), ("node", "device"))
 
 
 def model(*, scan: bool) -> GPT:
@@ -205,7 +166,7 @@ def row(name: str, program: Program) -> list[str]:
 
 def main() -> int:
     try:
-        mesh = target_mesh()
+        mesh = target_mesh(H200, MESH)
     except WheelsMissingError as error:
         print(f"nothing measured: {error}")
         return 0
@@ -246,7 +207,7 @@ def main() -> int:
         for check in make_checks(name, programs[name], programs["unrolled"])
     ]
     figures = {
-        "target": {"device": TARGET.stem, "nodes": NODES, "devices_per_node": DEVICES},
+        "target": {"device": H200.stem, "nodes": NODES, "devices_per_node": DEVICES},
         "plugin": {name: version(name) for name in ("jax-cuda13-plugin", "jax-cuda13-pjrt")},
         "unit_elements": unit,
         "activation_bytes": kept,

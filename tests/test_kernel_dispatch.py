@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import jax
 import jax.numpy as jnp
 import kernel_tools
@@ -14,11 +11,8 @@ from quick import thinned
 
 from pallas_kernels import shim
 from pallas_kernels.geometry import MOST_ELEMENTS, THREADS, mosaic_tile, triton_tile
+from zeroxla.planning.topology import H200, WheelsMissingError, target_mesh
 from zeroxla.quantize import WireFormat, quantize
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
-
-import gpu_schedule
 
 pytestmark = pytest.mark.skipif(
     not shim.has_mosaic(), reason="kernels are compiled without a GPU from JAX 0.11 on"
@@ -48,8 +42,8 @@ def test_every_kernel_lowers_for_nvidia(backend, name, variant):
 @pytest.mark.parametrize(("backend", "name", "variant"), VARIANTS, ids=[v[1] for v in VARIANTS])
 def test_every_kernel_compiles_for_an_h200(backend, name, variant):
     try:
-        mesh = gpu_schedule.target_mesh()
-    except gpu_schedule.WheelsMissingError as error:
+        mesh = target_mesh(H200, {"node": 2, "device": 4})
+    except WheelsMissingError as error:
         pytest.skip(str(error))
     function, shapes = variant
     whole = NamedSharding(mesh, PartitionSpec())

@@ -1,27 +1,20 @@
 """A pipeline compiled for 8 H200 without having one: what stages send travels beside their work.
 
-Nightly, where JAX's CUDA wheels are installed (benchmarks/gpu_schedule.py says how).
+Nightly, where JAX's CUDA wheels are installed (the extra plan-gpu).
 """
 
 from __future__ import annotations
-
-import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from jax.sharding import Mesh
 
 import zeroxla
 from models import GPT
 from zeroxla import Pipeline, ZeroConfig
 from zeroxla.inspect import hlo
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
-
-import gpu_schedule
+from zeroxla.planning.topology import H200, WheelsMissingError, target_mesh
 
 pytestmark = pytest.mark.nightly
 
@@ -30,10 +23,9 @@ MICROBATCHES = 4
 
 def compiled(**options):
     try:
-        devices = gpu_schedule.target_mesh().devices
-    except gpu_schedule.WheelsMissingError as error:
+        mesh = target_mesh(H200, {"pipe": 2, "node": 1, "device": 4})
+    except WheelsMissingError as error:
         pytest.skip(str(error))
-    mesh = Mesh(devices.reshape(2, 1, 4), ("pipe", "node", "device"))
     model = GPT.tiny(layers=2, width=256, heads=4, length=128, vocab=256)
     step = zeroxla.make_step(
         Pipeline.from_model(model, **options),

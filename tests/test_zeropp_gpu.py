@@ -1,13 +1,11 @@
 """ZeRO++ compiled for 8 H200 without having one: wires and kernels of the program that would run.
 
-Nightly, where JAX's CUDA wheels are installed (benchmarks/gpu_schedule.py says how).
+Nightly, where JAX's CUDA wheels are installed (the extra plan-gpu).
 """
 
 from __future__ import annotations
 
 import functools
-import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -18,10 +16,7 @@ import zeroxla
 from models import GPT
 from zeroxla import ZeroConfig
 from zeroxla.inspect import comms
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
-
-import gpu_schedule
+from zeroxla.planning.topology import H200, WheelsMissingError, target_mesh
 
 pytestmark = pytest.mark.nightly
 
@@ -29,8 +24,8 @@ pytestmark = pytest.mark.nightly
 @functools.cache
 def compiled(preset: str, scan: bool):
     try:
-        mesh = gpu_schedule.target_mesh()
-    except gpu_schedule.WheelsMissingError as error:
+        mesh = target_mesh(H200, {"node": 2, "device": 4})
+    except WheelsMissingError as error:
         pytest.skip(str(error))
     model = GPT.tiny(layers=2, width=512, heads=8, length=128, vocab=256, scan=scan)
     config = getattr(ZeroConfig, preset)(compute_dtype="bfloat16")

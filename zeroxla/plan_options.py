@@ -57,6 +57,16 @@ class PlannedStep:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Compilation:
+    """Whether the compiler is asked, too."""
+
+    compile: bool = False
+    """Compile the step ahead of time and print the compiler's own memory and collectives: for the
+    device, if it has a description (target) and the extra plan-gpu is installed, else by the CPU
+    backend."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class PlannedGeneration:
     """What a hybrid engine generates between steps, beside the training state."""
 
@@ -87,12 +97,13 @@ class PlanOutput:
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions(OptionGroups):
     """Say what a model needs and costs on a cluster, before having it: memory of a device, bytes of
-    each link, time of a step. Nothing is compiled or allocated."""
+    each link, time of a step. Nothing is allocated, and without --compile nothing is compiled."""
 
     model: PlannedModel = field(default_factory=PlannedModel)
     cluster: Cluster = field(default_factory=Cluster)
     step: PlannedStep = field(default_factory=PlannedStep)
     generation: PlannedGeneration = field(default_factory=PlannedGeneration)
+    compilation: Compilation = field(default_factory=Compilation)
     output: PlanOutput = field(default_factory=PlanOutput)
 
     def __post_init__(self) -> None:

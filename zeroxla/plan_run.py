@@ -16,6 +16,7 @@ from zeroxla.inspect.pictures import plot_plan, plot_search
 from zeroxla.mesh import DEVICE, NODE, PIPE
 from zeroxla.pipeline.pipeline import Pipeline
 from zeroxla.plan_options import PlanOptions
+from zeroxla.planning.compiled import prepare_cpu
 from zeroxla.planning.fit import smallest
 from zeroxla.planning.generation import Generating
 from zeroxla.planning.plan import Plan, plan
@@ -37,7 +38,7 @@ def run_plan(options: PlanOptions) -> int:
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
     if options.output.search:
         return _run_search(options, console)
-    with console.status("tracing the step"):
+    with console.status(f"tracing{' and compiling' * options.compilation.compile} the step"):
         found = plan_from(options)
     for table in found.tables():
         console.print(table)
@@ -62,6 +63,8 @@ def plan_from(options: PlanOptions) -> Plan:
     model, length = model_named(wanted.model, remat=wanted.remat)
     if cluster.pipe > 1:
         model = Pipeline.from_model(model)
+    if options.compilation.compile:
+        prepare_cpu(cluster.pipe * cluster.nodes * cluster.devices_per_node)
     config = getattr(ZeroConfig, step.zero)(
         compute_dtype=step.compute_dtype, accumulate=step.accumulate
     )
@@ -72,6 +75,7 @@ def plan_from(options: PlanOptions) -> Plan:
         config=config,
         generating=_generating(options),
         **_machines(options),
+        compiled=options.compilation.compile,
     )
 
 

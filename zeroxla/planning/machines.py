@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 TABLE = Path(__file__).with_name("machines.toml")
+TARGETS = Path(__file__).with_name("targets")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,6 +53,8 @@ class Device:
       platform: of the compiler.
       efficiency: the share of `flops_per_s` that a training step's products reach.
       overlaps: whether collectives run beside computation.
+      target: a file that describes a GPU to XLA, to compile for it; empty where there is none. In
+        the tables its path is relative to the folder targets/, in a user's to their own folder.
       source: of the figures.
     """
 
@@ -65,6 +68,7 @@ class Device:
     platform: Literal["gpu", "tpu", "cpu"]
     efficiency: float
     overlaps: bool = True
+    target: str = ""
     source: str
 
     def __post_init__(self) -> None:
@@ -77,6 +81,11 @@ class Device:
             raise ValueError(
                 f"the device {self.name!r} has flops_per_s={dict(self.flops_per_s)}; give float32, "
                 "and what else it has, each more than 0"
+            )
+        if self.target and self.platform != "gpu":
+            raise ValueError(
+                f"the device {self.name!r} has target={self.target!r} and platform="
+                f"{self.platform!r}; only GPUs are described so"
             )
 
     def rate(self, dtype: str) -> float:
@@ -161,9 +170,13 @@ def _read(path: Path) -> Machines:
     if unknown := set(table) - {"devices", "links"}:
         raise ValueError(f"{path} has the tables {sorted(unknown)}; there are devices and links")
 
+    folder = TARGETS if path == TABLE else path.parent
+
     def entries(kind: Any, group: str) -> dict[str, Any]:
         found = {}
         for name, fields in table.get(group, {}).items():
+            if isinstance(target := fields.get("target"), str):
+                fields = {**fields, "target": str(folder / target)}
             try:
                 found[name] = kind(name=name, **fields)
             except TypeError as error:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import jax
 import optax
-from jax.sharding import AbstractDevice, AbstractMesh
+from jax.sharding import AbstractDevice, AbstractMesh, Mesh
 from rich.table import Table
 
 from zeroxla import compat
@@ -23,6 +23,7 @@ from zeroxla.make import make_step
 from zeroxla.mesh import DEVICE, NODE, PIPE, world_size
 from zeroxla.pipeline.costs import bubble, cost
 from zeroxla.pipeline.schedule import Schedule
+from zeroxla.planning.compiled import CompiledPlan, compile_step
 from zeroxla.planning.fit import zero3_estimate
 from zeroxla.planning.generation import Generating, GenerationPlan
 from zeroxla.planning.liveness import Scope
@@ -49,6 +50,7 @@ class Plan(Report):
       bubble: the share of it that stages of a pipeline are idle in.
       deepspeed_bytes: what DeepSpeed's estimate says of the state; None for pipelines.
       generation: memory of a device that generates, where that was asked for.
+      compiled: what the compiler says of memory and collectives, if it was asked.
     """
 
     target: Target
@@ -61,6 +63,7 @@ class Plan(Report):
     bubble: float = 0.0
     deepspeed_bytes: float | None = None
     generation: GenerationPlan | None = None
+    compiled: CompiledPlan | None = None
 
     @property
     def fits(self) -> bool:
@@ -108,9 +111,14 @@ class Plan(Report):
         return table
 
     def tables(self) -> list[Table]:
-        """Return memory, bytes and time, as rich tables."""
-        generation = [] if self.generation is None else [self.generation.table()]
-        return [self.memory_table(), *generation, self.comms.table(), self.time_table()]
+        """Return memory, bytes, time and what the compiler says, as rich tables."""
+        tables = [self.memory_table()]
+        if self.generation is not None:
+            tables.append(self.generation.table())
+        tables += [self.comms.table(), self.time_table()]
+        if self.compiled is not None:
+            tables += [*self.compiled.tables(), self.compiled.beside(self.memory, self.comms)]
+        return tables
 
     def memory_table(self) -> Table:
         """Return the memory of a device and of its host, as a rich table."""
@@ -154,11 +162,12 @@ def plan(
     link: str | Link = "100gbit",
     machines: str | Path | Machines | None = None,
     generating: Generating | None = None,
+    compiled: bool = False,
 ) -> Plan:
     """Say what a training step needs and costs on a cluster, before having it.
 
     The step is traced as `make_step` would run it, on a mesh of devices that need not exist:
-    nothing is compiled, and no array is made.
+    unless it is asked for nothing is compiled, and no array is made.
 
     Args:
       model, optimizer, loss, config, microbatches, weights: as `make_step` takes them.
@@ -168,14 +177,18 @@ def plan(
       link: between nodes, by its name or a rate such as "100gbit", which a node's devices share.
       machines: a TOML file with more devices and links.
       generating: what a `HybridEngine` is to generate between steps, if anything.
+      compiled: compile the step, too, ahead of time for devices that need not be there: for the
+        target's GPUs, or by the CPU backend where that cannot be, which `Plan.compiled.note` says.
 
     Returns:
       The plan.
 
     Raises:
-      ValueError: an unknown device or link, a batch that does not divide, or as `make_step`.
+      ValueError: an unknown device or link, a batch that does not divide, too few CPU devices to
+        compile for, or as `make_step`.
 
-    Cost: one trace: a second or two for a scanned model of any size and any number of devices.
+    Cost: one trace: a second or two for a scanned model of any size and any number of devices; with
+    `compiled` also a compilation.
 
     >>> import jax, zeroxla
     >>> from models import GPT
@@ -197,16 +210,22 @@ def plan(
     )
     abstract = AbstractDevice(device.label, None, device.platform)
     mesh: Any = AbstractMesh(tuple(shape.values()), tuple(shape), abstract_device=abstract)
-    step = make_step(
-        model,
-        mesh,
-        optimizer,
-        loss=loss,
-        config=config,
-        microbatches=microbatches,
-        weights=weights,
-    )
-    return plan_step(step, batch, target, generating=generating)
+
+    def step_on(mesh: Mesh) -> Step:
+        return make_step(
+            model,
+            mesh,
+            optimizer,
+            loss=loss,
+            config=config,
+            microbatches=microbatches,
+            weights=weights,
+        )
+
+    found = plan_step(step_on(mesh), batch, target, generating=generating)
+    if not compiled:
+        return found
+    return dataclasses.replace(found, compiled=compile_step(step_on, batch, device, shape))
 
 
 def plan_step(
