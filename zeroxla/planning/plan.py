@@ -40,6 +40,8 @@ class Plan:
       memory: of one device.
       comms: what travels.
       time: of one step.
+      program: what each device runs, without the update.
+      prefetches: the step's program gathers a loop's turn ahead, where its compiler can.
     """
 
     target: Target
@@ -49,6 +51,41 @@ class Plan:
     memory: MemoryPlan
     comms: CommsReport
     time: TimeLine
+    program: Program = dataclasses.field(repr=False, compare=False)
+    prefetches: bool
+
+    def on(
+        self,
+        *,
+        device: Device | None = None,
+        links: Mapping[str, Link] | None = None,
+        ahead: bool | None = None,
+    ) -> Plan:
+        """Return the plan of the same step on other devices or links, without tracing it again.
+
+        Args:
+          device: instead of this plan's; of the same platform, for which the step was traced.
+          links: by mesh axis, instead of this plan's; axes that are left out keep theirs.
+          ahead: as `plan` takes it.
+
+        Raises:
+          ValueError: a device of another platform, or links of axes that the target lacks.
+
+        Cost: a fraction of a second.
+        """
+        target = self.target
+        device = device or target.device
+        if device.platform != target.device.platform:
+            raise ValueError(
+                f"the step was traced for {target.device.platform} and {device.name!r} is a "
+                f"{device.platform}; make a plan for it"
+            )
+        if unknown := set(links or {}) - set(target.links):
+            raise ValueError(f"there are no links of {sorted(unknown)}; of {sorted(target.links)}")
+        links = {**target.links, **(links or {})}
+        target = dataclasses.replace(target, device=device, links=links)
+        time = _time(self.program, target, self.memory, _ahead(target, self.prefetches, ahead))
+        return dataclasses.replace(self, target=target, time=time)
 
     @property
     def fits(self) -> bool:
@@ -108,6 +145,7 @@ def plan(
     device: str | Device = "h100",
     link: str | Link = "100gbit",
     machines: str | Path | Machines | None = None,
+    ahead: bool | None = None,
 ) -> Plan:
     """Say what a training step needs and costs on a cluster, before having it.
 
@@ -121,6 +159,8 @@ def plan(
       device: of the cluster, by its name in the tables.
       link: between nodes, by its name or a rate such as "100gbit", which a node's devices share.
       machines: a TOML file with more devices and links.
+      ahead: loops gather in a turn what the next one needs. None: as the step's program does, on
+        GPUs unless `prefetch_bucket` is 0. Give it to simulate another system's program.
 
     Returns:
       The plan.
@@ -159,10 +199,10 @@ def plan(
         microbatches=microbatches,
         weights=weights,
     )
-    return plan_step(step, batch, target)
+    return plan_step(step, batch, target, ahead=ahead)
 
 
-def plan_step(step: Step, batch: Any, target: Target) -> Plan:
+def plan_step(step: Step, batch: Any, target: Target, *, ahead: bool | None = None) -> Plan:
     """Plan a step that there is; as `plan`."""
     state = step.abstract_state(batch)
     program, _ = trace(step.programs.train, state, batch, opened=compat.forward_jaxpr)
@@ -170,13 +210,9 @@ def plan_step(step: Step, batch: Any, target: Target) -> Plan:
     platform = target.device.platform
     peak = Scope.of(local, platform).peak(kind_of)
     prefetches = step.config.prefetch_bucket != 0
-    clock = Clock(target, ahead=prefetches and platform == "gpu")
-    clock.run(local, [0.0] * len(local.inputs))
     rows = [x.shape for x in jax.tree.leaves(batch) if x.shape]
     tokens = batch.get("tokens") if isinstance(batch, Mapping) else None
     memory = MemoryPlan.of(step, state, batch, peak)
-    # The update reads and writes the state, and reads the gradients.
-    clock.update((2 * memory.state_bytes + memory.gradient_bytes) / target.device.bytes_per_s)
     return Plan(
         target=target,
         num_parameters=sum(math.prod(p.shape) for p in state.placements[0]),
@@ -184,8 +220,24 @@ def plan_step(step: Step, batch: Any, target: Target) -> Plan:
         num_tokens=None if tokens is None else tokens.shape[0] * (tokens.shape[1] - 1),
         memory=memory,
         comms=comms_of(program, dict(target.mesh_shape), platform),
-        time=clock.timeline(),
+        time=_time(local, target, memory, _ahead(target, prefetches, ahead)),
+        program=local,
+        prefetches=prefetches,
     )
+
+
+def _ahead(target: Target, prefetches: bool, wanted: bool | None) -> bool:
+    """Return whether loops gather a turn ahead; of the compilers only that of GPUs does it."""
+    return prefetches and target.device.platform == "gpu" if wanted is None else wanted
+
+
+def _time(program: Program, target: Target, memory: MemoryPlan, ahead: bool) -> TimeLine:
+    """Return the time line of a program and of the update after it."""
+    clock = Clock(target, ahead=ahead)
+    clock.run(program, [0.0] * len(program.inputs))
+    # The update reads and writes the state, and reads the gradients.
+    clock.update(target.memory_s(2 * memory.state_bytes + memory.gradient_bytes))
+    return clock.timeline()
 
 
 def _local(program: Program) -> Program:
