@@ -159,7 +159,8 @@ link inside a host a guess of the table.
 
 ![measured and planned](plan_two_hosts.png)
 
-The one point was chosen for being the plainest. Each of the nine in its place:
+The one point is the plainest program with the least of the wire; it was not chosen blind. Each of
+the nine in its place:
 
 {others}
 

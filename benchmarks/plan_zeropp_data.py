@@ -114,7 +114,7 @@ def draw(
         right.plot([p.baseline for p in points], [x for x, _ in found], **style)
         right.plot([p.zeropp for p in points], [y for _, y in found], **style, fillstyle="none")
     _frame(left, "speed-up of ZeRO++ over ZeRO-3", (1.0, 2.8), 0.25)
-    _frame(right, "TFLOP/s of a device (filled: ZeRO-3, open: ZeRO++)", (5, 70), 0.25)
+    _frame(right, "TFLOP/s (filled: ZeRO-3, open: ZeRO++)", (5, 70), 0.25)
     left.legend(frameon=False, fontsize=9)
     finish(figure, path)
 
