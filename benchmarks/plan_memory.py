@@ -29,7 +29,7 @@ from zeroxla import ZeroConfig
 from zeroxla.inspect import comms, format_bytes, memory
 from zeroxla.planning.generation import Generating, GenerationPlan
 from zeroxla.planning.machines import Machines
-from zeroxla.planning.plan import plan_step
+from zeroxla.planning.make import plan_step
 from zeroxla.planning.target import Target
 
 SHAPE = {"vocab": 512, "length": 128, "layers": 6, "width": 256, "heads": 4}

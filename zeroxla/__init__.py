@@ -17,7 +17,8 @@ from zeroxla.pipeline.layers import TiedLayer
 from zeroxla.pipeline.pipeline import Pipeline
 from zeroxla.pipeline.profile import Profile
 from zeroxla.pipeline.schedule import Schedule, make_schedule
-from zeroxla.planning.plan import Plan, plan
+from zeroxla.planning.make import plan
+from zeroxla.planning.plan import Plan
 from zeroxla.planning.search import Search, search_plans
 from zeroxla.state import LossScale, TrainState, full_params
 from zeroxla.step import Step

@@ -41,6 +41,9 @@ class Cluster:
     """Between nodes: a rate that the devices of a node share, or a link of the tables."""
     machines: Path | None = None
     """A TOML file with more devices and links, in the form of zeroxla/planning/machines.toml."""
+    measured_s: float | None = None
+    """Seconds that this very step took, measured: the plan takes the device's efficiency from them,
+    and prints it as an entry for a file of --machines."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,10 +16,12 @@ from zeroxla.inspect.pictures import plot_plan, plot_search
 from zeroxla.mesh import DEVICE, NODE, PIPE
 from zeroxla.pipeline.pipeline import Pipeline
 from zeroxla.plan_options import PlanOptions
+from zeroxla.planning.calibrate import calibrated, entry
 from zeroxla.planning.compiled import prepare_cpu
 from zeroxla.planning.fit import smallest
 from zeroxla.planning.generation import Generating
-from zeroxla.planning.plan import Plan, plan
+from zeroxla.planning.make import plan
+from zeroxla.planning.plan import Plan
 from zeroxla.planning.presets import model_named
 from zeroxla.planning.search import Search, search_plans
 
@@ -33,16 +35,21 @@ def run_plan(options: PlanOptions) -> int:
       The exit status: 0 if a device's memory holds the step, else 1.
 
     Raises:
-      ValueError: as `zeroxla.plan`.
+      ValueError: as `zeroxla.plan` and `calibrated`.
     """
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
     if options.output.search:
         return _run_search(options, console)
     with console.status(f"tracing{' and compiling' * options.compilation.compile} the step"):
         found = plan_from(options)
+        if options.cluster.measured_s is not None:
+            found = _calibrated(found, options.cluster.measured_s)
     for table in found.tables():
         console.print(table)
     console.print(found.verdict(), markup=False, soft_wrap=True)
+    if options.cluster.measured_s is not None:
+        console.print("The device, for a file of --machines:")
+        console.print(entry(found.target.device), markup=False, soft_wrap=True)
     if not found.fits:
         with console.status("looking for the smallest cluster that would hold it"):
             words = _smallest_cluster(options, found)
@@ -176,3 +183,9 @@ def _generating(options: PlanOptions) -> Generating | None:
 def _machines(options: PlanOptions) -> dict[str, Any]:
     cluster = options.cluster
     return {"device": cluster.device, "link": cluster.link, "machines": cluster.machines}
+
+
+def _calibrated(found: Plan, seconds: float) -> Plan:
+    """Return the plan on the device that takes so long."""
+    device = calibrated(found.target.device, lambda other: found.on(device=other), seconds)
+    return found.on(device=device)

@@ -52,6 +52,14 @@ class MemoryReport(Report):
         """Arguments, temporaries and the outputs that need memory of their own."""
         return self.argument_bytes + self.temp_bytes + self.output_bytes - self.alias_bytes
 
+    def parts(self) -> dict[str, int]:
+        """Return the bytes by name; they add up to the total."""
+        return {
+            "arguments": self.argument_bytes,
+            "temporaries": self.temp_bytes,
+            "outputs": self.output_bytes - self.alias_bytes,
+        }
+
     def table(self) -> Table:
         """Return the report as a rich table."""
         from rich.table import Table

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from zeroxla.inspect.memory import format_bytes
@@ -10,6 +11,17 @@ from zeroxla.inspect.report import Report
 
 if TYPE_CHECKING:
     from rich.table import Table
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Phase:
+    """Bytes of one phase, by name."""
+
+    held: Mapping[str, int]
+
+    def parts(self) -> Mapping[str, int]:
+        """Return the bytes by name."""
+        return self.held
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,6 +68,19 @@ class PhaseReport(Report):
     def generating_bytes(self) -> int:
         """While tokens are drawn."""
         return self.resting_bytes + self.added_bytes
+
+    def phases(self) -> dict[str, Phase]:
+        """Return what is held in each phase, by its name."""
+        rest = {
+            "parameters": self.parameter_bytes,
+            "optimizer state": self.optimizer_bytes,
+            "other state": self.other_bytes,
+        }
+        copy = {"tensor-parallel copy": self.layout_bytes, "cache": self.cache_bytes}
+        return {
+            "training": Phase({**rest, "gradients": self.gradient_bytes}),
+            "generating": Phase({**rest, **copy}),
+        }
 
     def table(self) -> Table:
         """Return the report as a rich table."""

@@ -82,22 +82,26 @@ class GenerationPlan(Report):
     def total_bytes(self) -> int:
         return self.state_bytes + self.copy_bytes + self.cache_bytes + self.activation_bytes
 
-    def table(self) -> Table:
-        """Return the table for a rich console."""
+    def parts(self) -> dict[str, int]:
+        """Return the bytes by name; they add up to the total."""
         what = self.generating
         prompts = f"{what.num_prompts} prompts of {what.prompt_length} + {what.new_tokens} tokens"
+        return {
+            "training state": self.state_bytes,
+            "tensor-parallel copy": self.copy_bytes,
+            f"cache, {prompts}": self.cache_bytes,
+            "activations": self.activation_bytes,
+        }
+
+    def table(self) -> Table:
+        """Return the table for a rich console."""
         table = Table(
-            title=f"Memory of one device that generates, tensor={what.tensor}",
+            title=f"Memory of one device that generates, tensor={self.generating.tensor}",
             title_justify="left",
         )
         table.add_column("part")
         table.add_column("", justify="right")
-        for name, num_bytes in (
-            ("training state", self.state_bytes),
-            ("tensor-parallel copy", self.copy_bytes),
-            (f"cache, {prompts}", self.cache_bytes),
-            ("activations", self.activation_bytes),
-        ):
+        for name, num_bytes in self.parts().items():
             table.add_row(name, format_bytes(num_bytes))
         table.add_section()
         table.add_row("in all", format_bytes(self.total_bytes))

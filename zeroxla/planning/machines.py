@@ -51,7 +51,8 @@ class Device:
       memory_bytes, bytes_per_s: of its own memory.
       link: the link to the other devices of its node.
       platform: of the compiler.
-      efficiency: the share of `flops_per_s` that a training step's products reach.
+      efficiency: the share of `flops_per_s` that a training step's products reach, and of a CPU the
+        share of `bytes_per_s` too: its cores copy as they compute, and devices share them.
       overlaps: whether collectives run beside computation.
       target: a file that describes a GPU to XLA, to compile for it; empty where there is none. In
         the tables its path is relative to the folder targets/, in a user's to their own folder.
@@ -92,6 +93,11 @@ class Device:
         """Return the FLOP/s that products of a dtype reach; of one that the device lacks, those of
         float32."""
         return self.efficiency * self.flops_per_s.get(dtype, self.flops_per_s["float32"])
+
+    @property
+    def memory_rate(self) -> float:
+        """Bytes per second that a step reads and writes."""
+        return self.bytes_per_s * (self.efficiency if self.platform == "cpu" else 1.0)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -16,7 +16,8 @@ from zeroxla.inspect.memory import format_bytes
 from zeroxla.inspect.report import Report
 from zeroxla.mesh import DEVICE, NODE, PIPE
 from zeroxla.pipeline.pipeline import Pipeline
-from zeroxla.planning.plan import Plan, plan
+from zeroxla.planning.make import plan
+from zeroxla.planning.plan import Plan
 
 ZEROS = ("zero3", "zeropp", "zeropp_hq", "zeropp_min")
 

@@ -40,5 +40,8 @@ class Target:
 
     def compute_s(self, work: Work) -> float:
         """Return what an equation takes on a device."""
-        device = self.device
-        return max(work.flops / device.rate(work.dtype), work.num_bytes / device.bytes_per_s)
+        return max(work.flops / self.device.rate(work.dtype), self.memory_s(work.num_bytes))
+
+    def memory_s(self, num_bytes: float) -> float:
+        """Return what a device takes to read or write so much of its memory."""
+        return num_bytes / self.device.memory_rate

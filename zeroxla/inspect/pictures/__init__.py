@@ -6,9 +6,17 @@ display and opens no window. A notebook shows it as the last expression of a cel
 """
 
 from .comms import plot_comms
+from .memory import plot_memory
 from .placement import plot_placement
 from .plan import plot_plan
 from .schedule import plot_schedule
 from .search import plot_search
 
-__all__ = ["plot_comms", "plot_placement", "plot_plan", "plot_schedule", "plot_search"]
+__all__ = [
+    "plot_comms",
+    "plot_memory",
+    "plot_placement",
+    "plot_plan",
+    "plot_schedule",
+    "plot_search",
+]

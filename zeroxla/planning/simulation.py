@@ -1,0 +1,47 @@
+"""A traced step, to be timed on one target after another."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from zeroxla.pipeline.costs import cost
+from zeroxla.pipeline.schedule import Schedule
+from zeroxla.planning.target import Target
+from zeroxla.planning.timeline import Clock, TimeLine
+from zeroxla.trace import Program
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Simulation:
+    """What one device does in a step.
+
+    Attributes:
+      program: the gradients' part of it.
+      update_bytes: that the optimizer's update reads and writes, after everything else.
+      prefetches: loops gather a turn ahead, where the compiler can.
+      schedule: of a pipeline.
+    """
+
+    program: Program
+    update_bytes: int
+    prefetches: bool
+    schedule: Schedule | None
+
+    def on(self, target: Target, *, ahead: bool | None = None) -> TimeLine:
+        """Return the time line on a target.
+
+        Args:
+          target: of the platform for which the step was traced.
+          ahead: loops gather a turn ahead. None: as the program does; of the compilers only that of
+            GPUs does.
+        """
+        if ahead is None:
+            ahead = self.prefetches and target.device.platform == "gpu"
+        clock = Clock(target, ahead=ahead, full_ticks=self._full_ticks)
+        clock.run(self.program, [0.0] * len(self.program.inputs))
+        clock.update(target.memory_s(self.update_bytes))
+        return clock.timeline()
+
+    @property
+    def _full_ticks(self) -> float | None:
+        return None if self.schedule is None else cost(self.schedule, 1, 2) / 3
