@@ -181,8 +181,8 @@ def _read(path: Path) -> Machines:
     def entries(kind: Any, group: str) -> dict[str, Any]:
         found = {}
         for name, fields in table.get(group, {}).items():
-            if isinstance(target := fields.get("target"), str):
-                fields = {**fields, "target": str(folder / target)}
+            if target := fields.get("target"):
+                fields = {**fields, "target": str(folder / str(target))}
             try:
                 found[name] = kind(name=name, **fields)
             except TypeError as error:
