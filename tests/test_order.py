@@ -8,11 +8,15 @@ import jax
 import numpy as np
 import optax
 import pytest
+from jax.sharding import AbstractMesh
 from quick import quick_compilation, thinned  # noqa: F401
 
 import zeroxla
 from models import GPT
+from zeroxla import ZeroConfig, compat
 from zeroxla.inspect.hlo.text import parse
+from zeroxla.planning.wires import local_of
+from zeroxla.trace import trace
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -62,3 +66,22 @@ def test_nothing_talks_beside_a_loop_that_does(mesh24, preset, accumulate):
     assert any(one.opcode == "while" for c in module.computations.values() for one in c.values())
     assert list(beside_each_other(module)) == []
     assert jax.default_backend() == "cpu"
+
+
+def test_gradients_of_small_leaves_come_before_the_next_segments_backward():
+    """Left to the end, as the compiler likes, they keep what they are computed from."""
+    mesh = AbstractMesh((2, 4), ("node", "device"))
+    model, layers, width = GPT.tiny(layers=3, width=64, scan=False), 3, 64
+    config = ZeroConfig(persistence_threshold=300)
+    step = zeroxla.make_step(model, mesh, optax.sgd(0.1), config=config)
+    batch = {"tokens": jax.ShapeDtypeStruct((8, 33), np.int32)}
+    state = step.abstract_state(batch)
+    program, _ = trace(step.programs.train, state, batch, opened=compat.forward_jaxpr)
+    local = local_of(program)
+    made = {v: eq.name for eq in local.equations for v in eq.outputs}
+    waits = 0
+    for eq in local.equations:
+        if eq.name == "optimization_barrier":
+            sums = [v for v in eq.values if v.aval.shape == (width,) and v in made]
+            waits += bool(sums) and (1, 32, width) in [v.aval.shape for v in eq.values]
+    assert waits == layers

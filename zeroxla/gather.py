@@ -205,7 +205,7 @@ class Runner:
                     key=_fold(key, i),
                     earlier=earlier and earlier.saved[i],
                 )
-                for v, ct in grads.items():
+                for v, ct in self._residents_first(seg, grads).items():
                     (whole if v in self.passes.first_use else cts).add(v, ct)
                 for v, ct in done.items():
                     reduced.add(v, ct)
@@ -223,6 +223,17 @@ class Runner:
                     reduced.add(v, ct)
                 waiting.append(results)
         return dict(reduced), [cts.pop(v) for v in plan.inputs]
+
+    def _residents_first(self, seg: Segment, cts: Arrays) -> Arrays:
+        """Return the cotangents that a segment gives, such that those of the plan's inputs, leaves
+        that are not gathered among them, come before those that the segments before it wait for.
+
+        Else XLA may leave them to the end, and keep of every segment what they are computed from.
+        """
+        given = [v for v in self.plan.inputs if v in cts]
+        awaited = [v for v in cts if v in seg.inputs and v not in given]
+        later, first = tie([cts[v] for v in awaited], [cts[v] for v in given], firmly=False)
+        return {**cts, **dict(zip(awaited, later)), **dict(zip(given, first))}
 
     def _segment_backward(
         self,

@@ -33,6 +33,10 @@ FUSED = (ELEMENTWISE - RENAMES) | {
 WRITES = REDUCTIONS | {"dynamic_update_slice"}
 """They read what is fused into them, and write a result."""
 
+BESIDE = frozenset({"reduce_scatter", "all_to_all"})
+"""Collectives that on GPUs run beside what follows them, until their results are read: until then
+their operands stay. What is gathered comes from shards, which stay anyway."""
+
 OVERWRITES = FUSED | WRITES | {"cond", "scan", "while"}
 """Their results may take the place of what they read."""
 
@@ -100,6 +104,11 @@ class Scope:
             root(v) for eq in program.equations if eq.name not in RENAMES for v in set(eq.values)
         )
 
+        first_read: dict[Value, int] = {}
+        for i, eq in enumerate(program.equations):
+            for value in eq.values:
+                first_read.setdefault(value, i)
+
         def read(atoms: Iterable[Atom], when: int, *, from_memory: bool) -> None:
             for atom in atoms:
                 if (value := root(atom)) is not None:
@@ -120,7 +129,10 @@ class Scope:
                     when = i if out in in_memory else last.get(out, i)
                     read(eq.inputs, when, from_memory=False)
             else:
-                read(eq.inputs, i, from_memory=eq.name not in WRITES)
+                when = i
+                if eq.name in BESIDE and platform == "gpu":
+                    when = min((first_read.get(v, i) for v in eq.outputs), default=i)
+                read(eq.inputs, when, from_memory=eq.name not in WRITES)
                 in_memory.update(eq.outputs)
         inputs = set(program.inputs)
         return Scope(program, roots, last, frozenset(in_memory - inputs), platform)
@@ -175,12 +187,39 @@ class Scope:
         inside: Counter[str] = Counter()
         for body, _ in bodies(eq):
             inside += _turn(eq, body, self.platform).peak(kind_of, path)
+            for late in _into_next_turn(eq, body) if self.platform == "gpu" else ():
+                here = "/".join(filter(None, (path, str(late.name_stack), late.name)))
+                inside[kind_of(late, here)] += sum(map(size_of, late.values))
         return inside
 
 
 def _add(alive: Counter[str], values: Iterable[Value], kinds: Mapping[Value, str], n: int) -> None:
     for value in values:
         alive[kinds[value]] += n * size_of(value)
+
+
+def _into_next_turn(eq: Equation, body: Program) -> list[Equation]:
+    """Return the collectives of a turn that may run beside the next one.
+
+    Nothing in the turn waits for what they give, which is stacked. Of several in a row it is the
+    first, whose operands are there by then.
+    """
+    passed_on = (FUSED | RENAMES | BESIDE) - {"optimization_barrier"}
+    wanted = {v for v in body.outputs[carry_of(eq)[1] :] if isinstance(v, Value)}
+    chain = []
+    for inner in reversed(body.equations):
+        if inner.name in passed_on and not wanted.isdisjoint(inner.outputs):
+            chain.append(inner)
+            wanted.update(inner.values)
+    behind: set[Value] = set()
+    found = []
+    for inner in reversed(chain):
+        is_behind = not behind.isdisjoint(inner.values)
+        if inner.name in BESIDE and not is_behind:
+            found.append(inner)
+        if is_behind or inner.name in BESIDE:
+            behind.update(inner.outputs)
+    return found
 
 
 def carry_of(eq: Equation) -> tuple[int, int]:
