@@ -12,6 +12,7 @@ from zeroxla.hybrid.prompts import Generated
 from zeroxla.low_rank.model import LoraModel, lora
 from zeroxla.make import make_step
 from zeroxla.mesh import make_mesh, simulate
+from zeroxla.offload.options import Offload
 from zeroxla.pipeline.layer_cost import Machine
 from zeroxla.pipeline.layers import TiedLayer
 from zeroxla.pipeline.pipeline import Pipeline
@@ -28,6 +29,7 @@ from zeroxla.wire_format import WireFormat
 
 __all__ = [  # noqa: RUF022 (grouped)
     # set-up
+    "Offload",
     "ZeroConfig",
     "initialize",
     "make_mesh",

@@ -13,6 +13,7 @@ import optax
 
 from zeroxla.config_checks import WIRES, check_wires, dtype_name, patterns, whole_number
 from zeroxla.feedback import Feedback
+from zeroxla.offload.options import Offload
 from zeroxla.wire_format import WireFormat
 
 # Lookup tables and norms, by the names that Flax and the models of the field give them.
@@ -108,6 +109,9 @@ class ZeroConfig:
     """Rows of one device's micro-batch, checked against each batch; None takes any.
     (train_micro_batch_size_per_gpu)"""
 
+    offload: Offload = dataclasses.field(default_factory=Offload)
+    """What of the state lives in the host's memory. (offload_optimizer, offload_param)"""
+
     optimizer: optax.GradientTransformation | None = None
     """What `make_step` takes where it is given no optimizer; AdamW if None. (optimizer, scheduler,
     gradient_clipping)"""
@@ -168,6 +172,8 @@ class ZeroConfig:
             raise ValueError(f"init_loss_scale={self.init_loss_scale} must be above 0")
         for name in ("frozen", "unquantized"):
             object.__setattr__(self, name, patterns(name, getattr(self, name)))
+        if not isinstance(self.offload, Offload):
+            raise ValueError(f"offload={self.offload!r} is none; give a zeroxla.Offload")
         check_wires(self)
 
     @classmethod

@@ -128,6 +128,7 @@ def describe(layout: Layout, plan: Plan, wiring: Wiring) -> Description:
         if placement.dim is not None:
             where = f"dim {placement.dim} over {world}"
             where += f" (+{placement.pad} zeros)" if placement.pad else ""
+            where += ", on the host" if placement.memory else ""
         rows.append(
             Row(
                 path=leaf.path,

@@ -16,6 +16,7 @@ from jax import lax
 
 from zeroxla.collectives import Collectives
 from zeroxla.layout import Layout, Leaf
+from zeroxla.offload.kinds import to_device
 from zeroxla.routes import Route, Source
 from zeroxla.vectors import as_vector, from_vector
 from zeroxla.wire_state import Memory, WireState
@@ -99,7 +100,7 @@ class Ends:
         for i, leaf in enumerate(self.layout):
             if not leaf.is_split:
                 dtype = stored[i].dtype if leaf.is_wire else self.collectives.compute_dtype
-                whole[i] = stored[i].astype(dtype)
+                whole[i] = to_device(stored[i]).astype(dtype)
         return [whole[i] for i in self.layout.indices(fetched=False)]
 
     def zeros(self, resident: Sequence[jax.Array]) -> tuple[Gradients, Gradients]:

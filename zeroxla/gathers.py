@@ -114,6 +114,7 @@ class Gathers:
     ) -> Arriving:
         """Run the outer hops where there is a shard, and then `inner`."""
         keys = [None] * len(sources) if keys is None else keys
+        sources = [source.on_device() for source in sources]
         encodings = [
             self._encoding(r, s.form, s.array.shape) for s, r in zip(sources, routes, strict=True)
         ]

@@ -30,6 +30,7 @@ class Placement:
       axes: of the mesh, over which `dim` is split; the first one is the outermost.
       stage_dim: the layer dim that is split over the stages of a pipeline besides, each of which
         uses the layers that its devices store; None if none is.
+      memory: JAX's kind of the host memory that it is offloaded to; None for the device's own.
     """
 
     shape: tuple[int, ...]
@@ -38,6 +39,7 @@ class Placement:
     layer_dims: tuple[int, ...] = ()
     axes: tuple[str, ...] = LEAF_AXES
     stage_dim: int | None = None
+    memory: str | None = None
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
@@ -69,7 +71,7 @@ class Placement:
         return PartitionSpec(*names[: max(self.dim, self.stage_dim or 0) + 1])
 
     def sharding(self, mesh: Mesh) -> NamedSharding:
-        return NamedSharding(mesh, self.spec)
+        return NamedSharding(mesh, self.spec, memory_kind=self.memory)
 
     def shard_shape(self, mesh: Mesh) -> tuple[int, ...]:
         """The shape of what one device stores."""

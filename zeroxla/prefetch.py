@@ -22,6 +22,7 @@ from jax import lax
 
 from zeroxla.collectives import Collectives
 from zeroxla.gathers import Arriving
+from zeroxla.offload.kinds import is_on_host
 from zeroxla.routes import Route, Source
 from zeroxla.segments import Loop, Segment, Straight
 from zeroxla.trace import Value
@@ -33,9 +34,9 @@ def tie(arrays: Sequence[Any], to: Sequence[Any], *, firmly: bool) -> tuple[list
     Whoever reads `to` afterwards must read what is returned for it.
 
     Args:
-      firmly: by data too. XLA's CPU backend drops barriers before it runs a program, and lets what
-        follows a loop start once the loop has started: collectives of the loop and those after it
-        then meet each other, on each device in another order.
+      firmly: by data too, but for arrays in host memory. XLA's CPU backend drops barriers before it
+        runs a program, and lets what follows a loop start once the loop has started: collectives of
+        the loop and those after it then meet each other, on each device in another order.
     """
     arrays, to = list(arrays), list(to)
     if all(x is None for x in arrays) or all(x is None for x in to):
@@ -45,8 +46,11 @@ def tie(arrays: Sequence[Any], to: Sequence[Any], *, firmly: bool) -> tuple[list
     both = [None if x is None else next(tied) for x in both]
     arrays, to = both[: len(arrays)], both[len(arrays) :]
     if firmly:
-        never = _never([x for x in to if x is not None])
-        arrays = [x if x is None else jnp.where(never, jnp.zeros_like(x), x) for x in arrays]
+        never = _never([x for x in to if x is not None and not is_on_host(x)])
+        arrays = [
+            x if x is None or is_on_host(x) else jnp.where(never, jnp.zeros_like(x), x)
+            for x in arrays
+        ]
     return arrays, to
 
 
@@ -189,7 +193,8 @@ class Fetches:
         """
         entry = list(entry)
         for i, start in enumerate(self.order.points):
-            leaves = (*self._missing[i], *self.order.stacked[i])
+            missing = self._missing[i]
+            leaves = (*missing, *self.order.stacked[i])
             if start != point or not leaves:
                 continue
             parts = [self.sources[v] for v in leaves]
@@ -198,9 +203,14 @@ class Fetches:
             entry = after[: len(entry)]
             for v, x, part in zip(leaves, tied, parts, strict=True):
                 self.sources[v] = Source(x, part.form)
-            missing = self._missing[i]
+            coming = [self.sources[v].on_device() for v in missing]
+            if self._firmly and any(is_on_host(self.sources[v].array) for v in missing):
+                # What was tied before is in host memory, and so by a barrier only.
+                here, after = tie([x.array for x in coming], after, firmly=True)
+                entry = after[: len(entry)]
+                coming = [Source(x, s.form) for x, s in zip(here, coming, strict=True)]
             arriving = self.gathers.start(
-                [self.sources[v] for v in missing],
+                coming,
                 [self.routes[v] for v in missing],
                 [self._keys.get(v) for v in missing],
             )

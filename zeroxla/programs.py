@@ -13,10 +13,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
-from zeroxla.layout import make_layout
+from zeroxla.layout import Layout, make_layout
 from zeroxla.mesh import BATCH_AXES
+from zeroxla.offload.kinds import put, to_device
+from zeroxla.offload.stream import stream
 from zeroxla.sequential import one_after_another
 from zeroxla.setup import REPLICATED, Placements, Setup
 from zeroxla.state import LossScale, TrainState, natural, state_shardings, stored
@@ -39,8 +41,7 @@ class Programs(Setup):
                 return x
             x = x if x.dtype == jnp.uint8 else x.astype(jnp.float32)  # wires stay as they are
             x = placements[0][i].stored(x)
-            sharding = placements[0][i].sharding(self.mesh)
-            return jax.lax.with_sharding_constraint(x, sharding)
+            return put(x, placements[0][i].sharding(self.mesh))
 
         params, model_state = one_after_another(self.adapted.init, keep_shard, key, rows)
         return self._start(params, model_state, key, batch, placements)
@@ -63,13 +64,17 @@ class Programs(Setup):
         self, params: Any, model_state: Any, key: jax.Array, batch: Any, placements: Placements
     ) -> TrainState:
         layout = make_layout(params, placements[0], self.config)
-        trainable = layout.trainable(natural(params, placements[0]), optax.MaskedNode())
-        opt_state = self.optimizer.init(trainable)
+        here = jax.tree.map(to_device, params)
+        trainable = layout.trainable(natural(here, placements[0]), optax.MaskedNode())
+        opt_state = stored(self.optimizer.init(trainable), placements[1])
+        leaves, tree = jax.tree.flatten(opt_state)
+        shardings = [p.sharding(self.mesh) for p in placements[1]]
+        opt_state = tree.unflatten(map(put, leaves, shardings))
         scale = self.config.init_loss_scale if self.config.compute_dtype == "float16" else 1.0
         state = TrainState(
             step=jnp.zeros((), jnp.int32),
             params=params,
-            opt_state=stored(opt_state, placements[1]),
+            opt_state=opt_state,
             model_state=model_state,
             key=jax.random.fold_in(key, 1),
             loss_scale=LossScale.create(scale),
@@ -97,46 +102,69 @@ class Programs(Setup):
     def train(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
         """Take one optimizer step; return the next state and the metrics."""
         grads, metrics, model_state, wire_state = self._local_gradients(state, batch)
-        layout = self.layout(state)
-        in_params, in_opt = state.placements
+        config, finite = self.config, metrics["finite"]
+        keep = _keep_if(finite)
+        update = functools.partial(self._update, layout=self.layout(state), of=state.placements)
+        args = (state.params, state.opt_state, grads, finite)
         with jax.named_scope("update"):
-            params = natural(state.params, in_params)
-            masked = optax.MaskedNode()
-            updates, opt_state = self.optimizer.update(
-                layout.trainable(natural(grads, in_params), masked),
-                natural(state.opt_state, in_opt),
-                layout.trainable(params, masked),
-            )
-            new = optax.apply_updates(layout.trainable(params, masked), updates)
-            new_params = stored(layout.with_frozen(new, params), in_params)
-            new_opt = stored(opt_state, in_opt)
-        finite = metrics["finite"]
-        keep = functools.partial(jax.tree.map, lambda new, old: jnp.where(finite, new, old))
-        config = self.config
+            if any(p.memory for placements in state.placements for p in placements):
+                params, opt_state, rates = stream(
+                    update, args, self._places(state), offload=config.offload, mesh=self.mesh
+                )
+            else:
+                params, opt_state, rates = update(*args)
         loss_scale = state.loss_scale.after(
             finite, dynamic=config.compute_dtype == "float16", window=config.loss_scale_window
         )
         new_state = TrainState(
             step=state.step + 1,
-            params=keep(new_params, state.params),
-            opt_state=keep(new_opt, state.opt_state),
+            params=params,
+            opt_state=opt_state,
             model_state=keep(model_state, state.model_state),
             key=state.key,
             loss_scale=loss_scale,
             wire_state=self._next_wire_state(state, wire_state, finite),
             placements=state.placements,
         )
-        shardings = state_shardings(new_state, self.mesh)
-        new_state = jax.lax.with_sharding_constraint(new_state, shardings)
+        new_state = jax.tree.map(put, new_state, state_shardings(new_state, self.mesh))
         metrics["skipped"] = loss_scale.skipped
         if config.compute_dtype == "float16":
             metrics["loss_scale"] = state.loss_scale.scale
-        # A schedule's own state has the same name; of several rates none is "the" rate.
-        found = optax.tree_utils.tree_get_all_with_path(opt_state, "learning_rate")
-        rates = [x for _, x in found if isinstance(x, jax.Array)]
-        if len(rates) == 1:
+        if len(rates) == 1:  # of several none is "the" rate
             metrics["learning_rate"] = rates[0]
         return new_state, metrics
+
+    def _update(
+        self,
+        params: Any,
+        opt_state: Any,
+        grads: Any,
+        finite: jax.Array,
+        *,
+        layout: Layout,
+        of: Placements,
+    ) -> tuple[Any, Any, list[jax.Array]]:
+        """Return the parameters and the optimizer's state after a step, as they are stored, and the
+        learning rates in that."""
+        in_params, in_opt = of
+        masked = optax.MaskedNode()
+        whole = natural(params, in_params)
+        updates, new_state = self.optimizer.update(
+            layout.trainable(natural(grads, in_params), masked),
+            natural(opt_state, in_opt),
+            layout.trainable(whole, masked),
+        )
+        new = optax.apply_updates(layout.trainable(whole, masked), updates)
+        new_params = stored(layout.with_frozen(new, whole), in_params)
+        keep = _keep_if(finite)
+        # A schedule's own state has the same name.
+        found = optax.tree_utils.tree_get_all_with_path(new_state, "learning_rate")
+        rates = [x for _, x in found if isinstance(x, jax.Array)]
+        return keep(new_params, params), keep(stored(new_state, in_opt), opt_state), rates
+
+    def _places(self, state: TrainState) -> list[NamedSharding]:
+        """Return how parameters and optimizer state are stored, leaf by leaf."""
+        return [p.sharding(self.mesh) for placements in state.placements for p in placements]
 
     def gradients(self, state: TrainState, batch: Any) -> tuple[jax.Array, Any]:
         """Return the loss and the gradients in natural shapes."""
@@ -182,7 +210,7 @@ class Programs(Setup):
         def local(params: Any, *rest: Any) -> Any:
             grads, *others = differentiator.gradients(params, *rest)
             leaves = jax.tree.leaves(params)
-            grads = [jnp.zeros_like(x) if g is None else g for g, x in zip(grads, leaves)]
+            grads = [jnp.zeros(x.shape, x.dtype) if g is None else g for g, x in zip(grads, leaves)]
             return grads, *others
 
         wires = state.wire_state and state.wire_state.specs(layout.placements)
@@ -202,3 +230,8 @@ class Programs(Setup):
             state.wire_state,
         )
         return layout.tree.unflatten(grads), *others
+
+
+def _keep_if(finite: jax.Array) -> Callable[[Any, Any], Any]:
+    """Return the function of (new, old) that keeps the old one where a step was not finite."""
+    return functools.partial(jax.tree.map, lambda new, old: jnp.where(finite, new, old))

@@ -17,6 +17,7 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
+from zeroxla.offload.kinds import to_device
 from zeroxla.placement import Placement
 from zeroxla.wire_format import WireFormat
 
@@ -36,6 +37,10 @@ class Source:
 
     array: jax.Array
     form: Form = dataclasses.field(default="shard", metadata={"static": True})
+
+    def on_device(self) -> Source:
+        """Return it in device memory."""
+        return Source(to_device(self.array), self.form)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,4 +83,6 @@ class Route:
         axis = dim
         if source.form == "wire" and self.weights is not None:
             axis = self.placement.layer_dims.index(dim)
+        # A loop slices host memory where it lies, along the first dim: nothing is transposed there.
+        source = source.on_device() if axis else source
         return Source(jnp.moveaxis(source.array, axis, 0), source.form)

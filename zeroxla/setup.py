@@ -15,6 +15,8 @@ from zeroxla.config import ZeroConfig
 from zeroxla.differentiate import Differentiator
 from zeroxla.layout import Layout, check_floating, make_layout, place_opt_state, place_params
 from zeroxla.mesh import PIPE, platform_of, world_size
+from zeroxla.offload.choose import offloaded
+from zeroxla.offload.kinds import check_memory
 from zeroxla.pipeline.differentiate import PipelineDifferentiator, check_stateless
 from zeroxla.pipeline.memory import StagesMemory
 from zeroxla.pipeline.moves import own_layers
@@ -79,7 +81,17 @@ class Setup:
         placed = place_params(params, self.mesh, dims, stage_dims)
         trainable = make_layout(params, placed, self.config).trainable(params, optax.MaskedNode())
         opt_state = jax.eval_shape(self.optimizer.init, trainable)
-        return placed, place_opt_state(opt_state, params, placed, self.mesh)
+        in_opt = place_opt_state(opt_state, params, placed, self.mesh)
+        offload = self.config.offload
+        if not offload.is_used:
+            return placed, in_opt
+        check_memory(self.mesh, offload.memory_kind)
+        if offload.params != "none" and self.pipeline is not None:
+            raise NotImplementedError(
+                f"Offload(params={offload.params!r}) of a pipeline is not supported: its stages "
+                "exchange leaves once a step; offload the optimizer, or use a mesh without `pipe`"
+            )
+        return offloaded(offload, placed, in_opt)
 
     def plan(self, layout: Layout, model_state: Any, batch: Any, key: jax.Array) -> Plan:
         """Return the fetch plan of a training step, from shapes alone."""

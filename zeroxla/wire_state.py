@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec
 from zeroxla.hops import from_bits
 from zeroxla.layout import Layout
 from zeroxla.mesh import DEVICE, NODE
+from zeroxla.offload.kinds import to_device
 from zeroxla.paths import Path
 from zeroxla.placement import Placement
 from zeroxla.routes import Route, Source
@@ -182,7 +183,7 @@ class Memory:
             dim, size = placement.split_dim, shards[i].shape[placement.split_dim]
             start = gathers.hops.outer_index() * size
             known = lax.dynamic_slice_in_dim(copy, start, size, axis=dim)
-            differences.append(Source(shards[i] - known.astype(jnp.float32)))
+            differences.append(Source(to_device(shards[i]) - known.astype(jnp.float32)))
             placement = dataclasses.replace(placement, layer_dims=())
             routes.append(
                 Route(placement=placement, weights=self.wiring.differences, secondary="values")

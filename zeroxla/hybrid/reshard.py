@@ -23,6 +23,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 from zeroxla.hybrid.parts import padded, part_size, take_part
 from zeroxla.hybrid.tensor_parallel import Row
 from zeroxla.mesh import DEVICE, NODE
+from zeroxla.offload.kinds import to_device
 from zeroxla.placement import Placement
 from zeroxla.sequential import one_after_another
 from zeroxla.step import Step
@@ -117,12 +118,12 @@ class Stored:
         def own(shards: list[jax.Array]) -> list[jax.Array]:
             if merge is None:
                 found = [
-                    part_of(x.astype(dtype), placement, row, mesh)
+                    part_of(to_device(x).astype(dtype), placement, row, mesh)
                     for x, placement, row in zip(shards, self.placements, rows, strict=True)
                 ]
             else:
                 pairs = zip(shards, self.placements, strict=True)
-                whole = [whole_of(x, placement, mesh) for x, placement in pairs]
+                whole = [whole_of(to_device(x), placement, mesh) for x, placement in pairs]
                 merged = jax.tree.leaves(merge(self.tree.unflatten(whole)))
                 found = [x.astype(dtype) for x in merged]
             return found

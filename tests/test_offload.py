@@ -1,0 +1,280 @@
+"""State in host memory: the same numbers, in another place."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from quick import quick_compilation, thinned  # noqa: F401
+
+import zeroxla
+from models import GPT, Llama
+from zeroxla import Offload, ZeroConfig
+from zeroxla.offload.kinds import check_memory, is_on_host
+from zeroxla.offload.stream import stream
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+HOST = Offload(optimizer="host", params="host", sub_group=1000)
+MODELS = {
+    "scanned": lambda: GPT.tiny(width=64),
+    "unrolled": lambda: GPT.tiny(width=64, scan=False),
+    "nnx": lambda: Llama.tiny(),
+}
+SMALL = {"persistence_threshold": 300, "quantize_threshold": 300}
+
+
+def batch(rows=16):
+    return {"tokens": np.random.default_rng(0).integers(0, 60, (rows, 17)).astype(np.int32)}
+
+
+def make(mesh, offload, model="scanned", preset="zero3", **options):
+    config = getattr(ZeroConfig, preset)(offload=offload, **SMALL, **options)
+    step = zeroxla.make_step(MODELS[model](), mesh, optax.adamw(1e-2), config=config)
+    return step, step.init(jax.random.key(0), batch())
+
+
+def taken(step, state, steps):
+    losses = []
+    for _ in range(steps):
+        state, metrics = step(state, batch())
+        losses.append(float(metrics["loss"]))
+    return state, losses
+
+
+def assert_same(a, b):
+    pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+    assert all(np.array_equal(np.asarray(x), np.asarray(y)) for x, y in pairs)
+
+
+def bytes_of(state, kind):
+    leaves = jax.tree.leaves((state.params, state.opt_state))
+    return sum(x.nbytes for x in leaves if x.sharding.memory_kind == kind)
+
+
+ROWS = [
+    ("scanned", "zero3", HOST, 1),
+    ("unrolled", "zeropp", Offload(optimizer="host", ratio=0.5), 2),
+    ("nnx", "zeropp", HOST, 1),
+    ("scanned", "zeropp_min", HOST, 2),
+    ("unrolled", "zero3", Offload(params="host", pin=False), 1),
+    ("nnx", "zero3", Offload(optimizer="host", buffers=1, sub_group=1), 2),
+    ("unrolled", "zeropp", HOST, 1),
+    ("scanned", "zeropp", Offload(params="host", optimizer="host", ratio=0.5), 1),
+    ("nnx", "zeropp_hq", Offload(optimizer="host"), 2),
+]
+
+
+@pytest.mark.parametrize(
+    ("model", "preset", "offload", "accumulate"), thinned(ROWS, keep=5, rows=True)
+)
+def test_twenty_steps_are_bit_for_bit_those_without(mesh24, model, preset, offload, accumulate):
+    found = []
+    for place in (Offload(), offload):
+        step, state = make(mesh24, place, model, preset, accumulate=accumulate)
+        state, losses = taken(step, state, 20)
+        assert losses[-1] < losses[0]
+        found.append((losses, state))
+        last = step, state
+    (losses, state), (other_losses, other_state) = found
+    assert losses == other_losses
+    assert_same((state.params, state.opt_state), (other_state.params, other_state.opt_state))
+    step, state = last
+    kinds = {x.sharding.memory_kind for x in jax.tree.leaves((state.params, state.opt_state))}
+    assert offload.memory_kind in kinds  # still there after the steps
+
+
+def test_device_bytes_fall_by_what_is_offloaded(mesh24):
+    _, state = make(mesh24, Offload())
+    whole = bytes_of(state, "device")
+    assert bytes_of(state, "pinned_host") == 0
+    _, state = make(mesh24, Offload(optimizer="host"))
+    assert bytes_of(state, "pinned_host") == pytest.approx(whole * 2 / 3, rel=0.01)
+    assert bytes_of(state, "device") + bytes_of(state, "pinned_host") == whole
+    _, state = make(mesh24, HOST)
+    assert bytes_of(state, "device") < 0.01 * whole
+    _, state = make(mesh24, Offload(optimizer="host", ratio=0.5))
+    assert 0.25 < bytes_of(state, "pinned_host") / (whole * 2 / 3) < 0.75
+    _, state = make(mesh24, Offload(optimizer="host", ratio=0))
+    assert bytes_of(state, "pinned_host") == 0
+
+
+def test_evaluation_gradients_and_given_parameters(mesh24):
+    (plain, a), (step, b) = make(mesh24, Offload()), make(mesh24, HOST)
+    assert plain.eval(a, batch()) == step.eval(b, batch())
+    (loss, grads), (other, other_grads) = plain.grad(a, batch()), step.grad(b, batch())
+    assert loss == other
+    assert_same(grads, other_grads)
+    again = step.init_from(b.params, jax.random.key(0))
+    assert_same(again.opt_state, a.opt_state)
+    assert {x.sharding.memory_kind for x in jax.tree.leaves(again.params)} == {"pinned_host"}
+    assert_same(zeroxla.full_params(a), zeroxla.full_params(b))
+
+
+def test_checkpoints_open_in_either_memory(mesh24, tmp_path):
+    steps = {place: make(mesh24, place) for place in (Offload(), HOST)}
+    for source, target in (steps, list(steps)[::-1]):
+        step, state = steps[source][0], steps[source][0].init(jax.random.key(1), batch())
+        with zeroxla.Checkpointer(tmp_path / str(source.optimizer)) as checkpointer:
+            checkpointer.save(1, state)
+            checkpointer.wait()
+            found = checkpointer.restore(steps[target][0]).state
+        shapes = steps[target][0].abstract_state(batch())
+        for x, like in zip(jax.tree.leaves(found.params), jax.tree.leaves(shapes.params)):
+            assert x.sharding.memory_kind == like.sharding.memory_kind
+        assert_same((state.params, state.opt_state), (found.params, found.opt_state))
+        _, losses = taken(step, state, 2)
+        _, others = taken(steps[target][0], found, 2)
+        assert losses == others
+
+
+def test_an_engine_generates_from_host_memory(mesh24):
+    texts = []
+    for place in (Offload(), HOST):
+        step, state = make(mesh24, place)
+        engine = zeroxla.HybridEngine(step, tensor=2)
+        found = engine.generate(state, [[1, 2, 3]] * 4, key=jax.random.key(0), max_new_tokens=4)
+        texts.append(found.tokens.tolist())
+    assert texts[0] == texts[1]
+
+
+def test_a_frozen_base_of_adapters_may_live_on_the_host(mesh24):
+    losses = []
+    for place in (Offload(), Offload(params="host")):
+        model = zeroxla.lora(GPT.tiny(width=64), targets=r"mlp/.*kernel", rank=2, frozen="int8")
+        step = zeroxla.make_step(
+            model, mesh24, optax.adamw(1e-2), config=ZeroConfig(offload=place, **SMALL)
+        )
+        state, found = taken(step, step.init(jax.random.key(0), batch()), 3)
+        losses.append(found)
+        wires = [x for x in jax.tree.leaves(state.params) if x.dtype == jnp.uint8]
+        kind = "device" if place.params == "none" else "pinned_host"
+        assert {x.sharding.memory_kind for x in wires} == {kind}
+    assert losses[0] == losses[1]
+
+
+def test_the_optimizer_of_a_pipeline_may_live_on_the_host():
+    mesh = zeroxla.make_mesh(pipe=2, nodes=1, devices_per_node=4)
+    found = []
+    for place in (Offload(), Offload(optimizer="host", sub_group=1000)):
+        step = zeroxla.make_step(
+            zeroxla.Pipeline.from_model(MODELS["scanned"]()),
+            mesh,
+            optax.adamw(1e-2),
+            config=ZeroConfig(offload=place, **SMALL),
+            microbatches=2,
+        )
+        found.append(taken(step, step.init(jax.random.key(0), batch()), 3)[1])
+    assert found[0] == found[1]
+
+
+def test_describe_says_what_is_on_the_host(mesh24):
+    step, _ = make(mesh24, HOST)
+    placements = {row.path: row.placement for row in step.describe().rows}
+    assert "on the host" in placements["h/mlp/c_fc/kernel"]
+    step, _ = make(mesh24, Offload())
+    assert "on the host" not in str(step.describe())
+
+
+# the update
+
+
+def host(mesh, *shape, value=1.0):
+    sharding = jax.sharding.NamedSharding(mesh, jax.P(), memory_kind="pinned_host")
+    return jax.device_put(jnp.full(shape, value), sharding)
+
+
+def moves(mesh, update, args, **offload):
+    """Return the equations of a streamed update that move something, and wait, in order."""
+    places = [x.sharding for x in jax.tree.leaves(args)]
+    streamed = jax.make_jaxpr(
+        lambda *args: stream(update, args, places, offload=Offload(**offload), mesh=mesh)
+    )(*args)
+    return [
+        eqn for eqn in streamed.eqns if eqn.primitive.name in ("device_put", "optimization_barrier")
+    ]
+
+
+def test_sub_groups_come_one_after_another(mesh24):
+    arrays = [host(mesh24, 8) for _ in range(4)]
+
+    def update(*xs):
+        norm = sum(jnp.float32(2) for _ in xs)
+        return [x * norm for x in xs]
+
+    limit = 1  # of a device; two arrays of 8 elements have 16, more than its 8 devices may
+    found = moves(mesh24, update, arrays, sub_group=limit, buffers=2)
+    into = [e for e in found if e.primitive.name == "device_put" and is_host(e.invars[0])]
+    waits = [e for e in found if e.primitive.name == "optimization_barrier"]
+    assert len(into) == 4
+    assert len(waits) == 2  # the third waits for the first, the fourth for the second
+    together = moves(mesh24, update, arrays, sub_group=100)
+    assert not [e for e in together if e.primitive.name == "optimization_barrier"]
+
+
+def is_host(var):
+    return getattr(var.aval, "memory_space", None) == jax.memory.Space.Host
+
+
+def test_what_depends_on_several_arrays_comes_together(mesh24):
+    a, b, c = (host(mesh24, 8, value=v) for v in (1.0, 2.0, 3.0))
+
+    def update(a, b, c):
+        return a + b, b * 2, c * 3
+
+    places = [x.sharding for x in (a, b, c)]
+    offload = Offload(sub_group=1, buffers=1)
+    run = jax.jit(lambda *args: stream(update, args, places, offload=offload, mesh=mesh24))
+    found = run(a, b, c)
+    assert [float(x[0]) for x in found] == [3.0, 4.0, 9.0]
+    assert all(is_on_host(x) for x in found)
+    waits = [
+        e
+        for e in moves(mesh24, update, (a, b, c), sub_group=1, buffers=1)
+        if e.primitive.name == "optimization_barrier"
+    ]
+    assert len(waits) == 1  # two sub-groups: (a, b) and c
+
+
+def test_an_optimizer_that_joins_all_leaves_is_streamed_at_once(mesh24):
+    def scaled(updates, state, params=None):
+        norm = sum(jnp.sum(s) for s in jax.tree.leaves(state))
+        return jax.tree.map(lambda u: u / norm, updates), jax.tree.map(lambda s: s + 1, state)
+
+    optimizer = optax.GradientTransformation(lambda p: jax.tree.map(jnp.ones_like, p), scaled)
+    losses = []
+    for place in (Offload(), HOST):
+        config = ZeroConfig(offload=place, **SMALL)
+        step = zeroxla.make_step(MODELS["scanned"](), mesh24, optimizer, config=config)
+        losses.append(taken(step, step.init(jax.random.key(0), batch()), 3)[1])
+    assert losses[0] == losses[1]
+
+
+# bad input
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"optimizer": "cloud"}, r"Offload\(optimizer='cloud'\) is not a place; use one of"),
+        ({"params": 1}, r"Offload\(params=1\)"),
+        ({"ratio": 1.5}, r"ratio=1.5\) must be a share"),
+        ({"sub_group": 0}, "Offload sub_group=0 must be a whole number of 1 or more"),
+        ({"buffers": 0}, "Offload buffers=0"),
+    ],
+)
+def test_bad_options(options, match):
+    with pytest.raises(ValueError, match=match):
+        Offload(**options)
+
+
+def test_bad_configurations(mesh24):
+    with pytest.raises(ValueError, match=r"offload='host' is none; give a zeroxla.Offload"):
+        ZeroConfig(offload="host")
+    with pytest.raises(ValueError, match=r"needs 'moon' memory, and cpu has \['device', "):
+        check_memory(mesh24, "moon")
+    mesh = zeroxla.make_mesh(pipe=2, nodes=1, devices_per_node=4)
+    pipeline = zeroxla.Pipeline.from_model(MODELS["scanned"]())
+    step = zeroxla.make_step(pipeline, mesh, config=ZeroConfig(offload=HOST), microbatches=2)
+    with pytest.raises(NotImplementedError, match="of a pipeline is not supported"):
+        step.init(jax.random.key(0), batch())

@@ -1,0 +1,1 @@
+"""What of the training state lives outside the devices' memory."""

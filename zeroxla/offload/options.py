@@ -1,0 +1,70 @@
+"""`Offload`: which parts of the state live in the host's memory."""
+
+from __future__ import annotations
+
+import dataclasses
+import numbers
+from typing import Literal
+
+from zeroxla.config_checks import whole_number
+
+PLACES = ("none", "host")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Offload:
+    """Where the state lives that a device does not need all the time.
+
+    A device's shards in host memory come to it when they are used: parameters unit by unit, as the
+    fetch plan gathers them; the optimizer's state, and the parameters' master, in sub-groups as the
+    update reads them, and go back when it has written them. The step computes the same, bit for
+    bit.
+
+    Source: ZeRO-Offload, arXiv 2101.06840; ZeRO-Infinity, arXiv 2104.07857; DeepSpeed's
+    `offload_optimizer` and `offload_param`.
+    """
+
+    optimizer: Literal["none", "host"] = "none"
+    """Where the optimizer's state of split leaves lives. (offload_optimizer.device)"""
+
+    params: Literal["none", "host"] = "none"
+    """Where the float32 master of split leaves lives, or a frozen base stored as wires.
+    (offload_param.device)"""
+
+    ratio: float = 1.0
+    """About which share of the elements is offloaded, leaf by leaf in the model's order; the rest
+    stays on the devices. (offload_optimizer.ratio)"""
+
+    pin: bool = True
+    """Whether host memory is pinned, so that copies run beside computation. (pin_memory)"""
+
+    sub_group: int = 1_000_000_000
+    """Most elements, of one device, that the update has on the device at a time, for each buffer; a
+    leaf larger than that is a sub-group of its own. (sub_group_size)"""
+
+    buffers: int = 2
+    """Sub-groups that are on the device at a time: with 2, one comes while one is updated.
+    (buffer_count)"""
+
+    def __post_init__(self) -> None:
+        for name in ("optimizer", "params"):
+            if getattr(self, name) not in PLACES:
+                raise ValueError(
+                    f"Offload({name}={getattr(self, name)!r}) is not a place; use one of {PLACES}"
+                )
+        ratio = self.ratio
+        if not isinstance(ratio, numbers.Real) or not 0 <= ratio <= 1:
+            raise ValueError(f"Offload(ratio={ratio!r}) must be a share, 0 to 1")
+        for name in ("sub_group", "buffers"):
+            value = whole_number(f"Offload {name}", getattr(self, name), 1)
+            object.__setattr__(self, name, value)
+
+    @property
+    def is_used(self) -> bool:
+        """Whether anything is offloaded."""
+        return (self.optimizer, self.params) != ("none", "none") and self.ratio > 0
+
+    @property
+    def memory_kind(self) -> str:
+        """JAX's name of the host memory."""
+        return "pinned_host" if self.pin else "unpinned_host"
