@@ -13,7 +13,7 @@ from quick import quick_compilation  # noqa: F401
 
 import zeroxla
 from models import MLP
-from zeroxla import Feedback, WireFormat, ZeroConfig
+from zeroxla import Feedback, Offload, WireFormat, ZeroConfig
 from zeroxla.deepspeed import optimizers, read, schedules
 from zeroxla.deepspeed.keys import TOP
 from zeroxla.deepspeed.sections import AUTO
@@ -145,22 +145,26 @@ LISTED = [
     (zero(overlap_comm=True), "zero_optimization.overlap_comm", "prefetch_bucket says"),
     (zero(overlap_comm=False), "zero_optimization.overlap_comm", "prefetch_bucket says"),
     (zero(contiguous_gradients=True), "zero_optimization.contiguous_gradients", "one compiled"),
-    (zero(round_robin_gradients=True), "zero_optimization.round_robin_gradients", "offload is not"),
+    (zero(round_robin_gradients=True), "zero_optimization.round_robin_gradients", "Offload says"),
     (zero(reduce_scatter=False), "zero_optimization.reduce_scatter", "reduced and scattered"),
     (zero(reduce_bucket_size=5e8), "zero_optimization.reduce_bucket_size", "unit by unit"),
     (zero(allgather_bucket_size=5e8), "zero_optimization.allgather_bucket_size", "unit by unit"),
-    (zero(sub_group_size=1e9), "zero_optimization.sub_group_size", "one compiled program"),
+    (zero(sub_group_size=1e9), "zero_optimization.sub_group_size", "only what is offloaded"),
     (
-        zero(offload_param={"device": "cpu", "pin_memory": True}),
-        "zero_optimization.offload_param",
-        "offload is not part of this version",
+        zero(offload_param={"device": "cpu", "max_in_cpu": 1e9}),
+        "zero_optimization.offload_param.max_in_cpu",
+        "NVMe, which is not part of this version",
     ),
     (
-        zero(offload_optimizer={"device": "nvme", "nvme_path": "/n"}),
-        "zero_optimization.offload_optimizer",
-        "offload is not part",
+        zero(offload_optimizer={"device": "nvme"}),
+        "zero_optimization.offload_optimizer.device",
+        "it is kept in host memory",
     ),
-    (zero(cpu_offload=True), "zero_optimization.cpu_offload", "offload is not part"),
+    (
+        zero(offload_optimizer={"device": "cpu", "fast_init": True}),
+        "zero_optimization.offload_optimizer.fast_init",
+        "Offload says",
+    ),
     (
         zero(stage3_gather_fp16_weights_on_model_save=True),
         "zero_optimization.stage3_gather_fp16_weights_on_model_save",
@@ -204,7 +208,7 @@ LISTED = [
     ({"tensorboard": {"enabled": True}}, "tensorboard", "returns its metrics"),
     ({"wandb": {"enabled": True, "project": "p"}}, "wandb", "returns its metrics"),
     ({"flops_profiler": {"enabled": True}}, "flops_profiler", "jax.profiler"),
-    ({"aio": {"block_size": 1048576}}, "aio", "offload is not part"),
+    ({"aio": {"block_size": 1048576}}, "aio", "NVMe, which is not part"),
     ({"amp": {"enabled": True, "opt_level": "O1"}}, "amp", "Apex"),
     ({"checkpoint": {"tag_validation": "Warn"}}, "checkpoint", "Orbax"),
     ({"compression_training": {"weight_quantization": {}}}, "compression_training", "model"),
@@ -245,6 +249,37 @@ def test_listed(written, key, reason):
     ignored = read(written).ignored
     assert list(ignored) == [key]
     assert reason in ignored[key]
+
+
+OFFLOADS = [
+    ({"offload_optimizer": {"device": "cpu"}}, Offload(optimizer="host")),
+    ({"cpu_offload": True}, Offload(optimizer="host")),
+    (
+        {"offload_param": {"device": "cpu", "pin_memory": False}, "sub_group_size": 1e8},
+        Offload(params="host", pin=False, sub_group=100_000_000),
+    ),
+    (
+        {
+            "offload_optimizer": {
+                "device": "cpu",
+                "ratio": 0.3,
+                "buffer_count": 4,
+                "pin_memory": True,
+            },
+            "offload_param": {"device": "cpu"},
+        },
+        Offload(optimizer="host", params="host", ratio=0.3, buffers=4),
+    ),
+    ({"cpu_offload_params": True, "cpu_offload": True}, Offload(optimizer="host", params="host")),
+    ({"offload_optimizer": {"device": "none", "ratio": 0.5}}, Offload()),
+]
+
+
+@pytest.mark.parametrize(("written", "want"), OFFLOADS)
+def test_offload_is_read(written, want):
+    found = read(zero(**written))
+    assert found.config.offload == want
+    assert not found.ignored
 
 
 SILENT = [
@@ -382,12 +417,10 @@ def images(rows):
                 "steps_per_print",
                 "train_batch_size",
                 "zero_optimization.contiguous_gradients",
-                "zero_optimization.offload_optimizer",
                 "zero_optimization.overlap_comm",
                 "zero_optimization.reduce_bucket_size",
                 "zero_optimization.stage3_gather_16bit_weights_on_model_save",
                 "zero_optimization.stage3_prefetch_bucket_size",
-                "zero_optimization.sub_group_size",
             ],
         ),
         pytest.param(

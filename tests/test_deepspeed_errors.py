@@ -57,6 +57,15 @@ ERRORS = [
     (zero(zero_quantized_weights=1), r"zero_quantized_weights=1 must be true or false"),
     (zero(overlap_comm="yes"), r"zero_optimization.overlap_comm='yes' must be true or false"),
     (zero(offload_param="cpu"), r"offload_param='cpu' must be an object"),
+    (zero(offload_param={"device": "gpu"}), r"offload_param.device='gpu' is no device of DeepSp"),
+    (
+        zero(offload_optimizer={"device": "cpu", "ratio": 2}),
+        r"Offload\(ratio=2.0\) must be a share, 0 to 1",
+    ),
+    (
+        zero(offload_optimizer={"device": "none"}, cpu_offload=True),
+        r"cpu_offload=true and zero_optimization.offload_optimizer.device='none'; write one",
+    ),
     (
         zero(zeropp_loco_param={"err_beta": 1}),
         r"err_beta=1 must be a number of 0 or more and below",

@@ -9,9 +9,11 @@ from quick import quick_compilation, thinned  # noqa: F401
 
 import zeroxla
 from models import GPT, Llama
-from zeroxla import Offload, ZeroConfig
+from zeroxla import Offload, ZeroConfig, compat
 from zeroxla.offload.kinds import check_memory, is_on_host
 from zeroxla.offload.stream import stream
+from zeroxla.planning.wires import body_of, local_of
+from zeroxla.trace import trace
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -278,3 +280,34 @@ def test_bad_configurations(mesh24):
     step = zeroxla.make_step(pipeline, mesh, config=ZeroConfig(offload=HOST), microbatches=2)
     with pytest.raises(NotImplementedError, match="of a pipeline is not supported"):
         step.init(jax.random.key(0), batch())
+
+
+def test_a_plan_counts_the_hosts_memory_apart():
+    mesh, found = {"node": 2, "device": 4}, {}
+    for name, place in {"devices": Offload(), "host": HOST}.items():
+        config = ZeroConfig(offload=place, persistence_threshold=300)
+        found[name] = zeroxla.plan(MODELS["scanned"](), mesh, batch(), config=config)
+    plain, offloaded = found["devices"].memory, found["host"].memory
+    assert plain.offloaded_bytes == 0
+    assert offloaded.state_bytes < 0.05 * plain.state_bytes
+    assert offloaded.state_bytes + offloaded.offloaded_bytes == plain.state_bytes
+    assert found["host"].host_bytes == found["devices"].host_bytes == 4 * plain.state_bytes
+    assert "its state in the host's memory" in str(found["host"])
+
+
+def test_a_unit_comes_to_the_device_where_it_is_gathered(mesh24):
+    """Memory spaces in the trace: a loop's turn moves its own layer, and nothing is moved whole."""
+    step, state = make(mesh24, HOST)
+    program, _ = trace(step.programs.train, state, batch(), opened=compat.forward_jaxpr)
+    local = local_of(program)
+    moved = [eq for eq in local.equations if eq.name == "device_put"]
+    assert moved
+    stacked = [eq for eq in moved if 2 in eq.outputs[0].aval.shape[:1]]  # of both layers
+    assert not [eq for eq in stacked if eq.outputs[0].aval.size > 2 * 300]
+    loops = [body_of(eq.params["jaxpr"]) for eq in local.equations if eq.name == "scan"]
+    assert len(loops) == 2  # forward, backward
+    for loop in loops:
+        into = [eq for eq in loop.equations if eq.name == "device_put"]
+        # Four kernels of one block, and two biases that exceed the persistence threshold.
+        assert len(into) == 6
+        assert max(eq.outputs[0].aval.size for eq in into) == 64 * 256 // 8

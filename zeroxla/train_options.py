@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from zeroxla.images import MIN_SIZE
+from zeroxla.offload.options import Offload
 from zeroxla.option_groups import OptionGroups
 
 
@@ -98,6 +99,19 @@ class MeshOptions:
     the fewest bytes between hosts."""
     persistence_threshold: int = 10_000
     """Leaves of at most this many elements stay gathered for the whole step."""
+    offload_optimizer: Literal["none", "host"] = "none"
+    """Where the optimizer's state lives between updates."""
+    offload_params: Literal["none", "host"] = "none"
+    """Where the float32 master of the parameters lives."""
+    offload_ratio: float = 1.0
+    """About which share of what is offloaded goes to the host; the rest stays on the devices."""
+
+    @property
+    def offload(self) -> Offload:
+        """What `ZeroConfig` takes as `offload`."""
+        return Offload(
+            optimizer=self.offload_optimizer, params=self.offload_params, ratio=self.offload_ratio
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,6 +206,12 @@ class TrainOptions(OptionGroups):
                 "output.temperature": 0,
             }
         )
+        if self.mesh.offload.params != "none" and self.pipeline.pipe > 1:
+            raise ValueError(
+                f"--offload-params {self.mesh.offload_params} with --pipe {self.pipeline.pipe}: "
+                "parameters of a pipeline stay on the devices; use --offload-optimizer alone, or "
+                "--pipe 1"
+            )
         if self.training.warmup > 1:
             raise ValueError(f"--warmup {self.training.warmup} is a share: at most 1")
         if not self.images.width_multiplier > 0:

@@ -12,7 +12,8 @@ from zeroxla.deepspeed.sections import Key
 
 _COMPILED = "the whole step is one compiled program, and XLA orders and buffers what it does"
 _UNITS = "gradients are reduced and leaves gathered unit by unit; unit_elements sets the size"
-_OFFLOAD = "offload is not part of this version: leaves and optimizer state stay on the devices"
+_OFFLOAD = "it is of offload as DeepSpeed does it; here Offload says what lives in host memory"
+_DISK = "it is of offload to NVMe, which is not part of this version"
 _MICS = "MiCS is not part of this version; hpz_size keeps secondary shards inside a node"
 _HOOKS = "nothing is hooked into modules: the fetch plan comes from the trace of the loss"
 _MASTER = "the master and the optimizer's state are float32 always"
@@ -40,7 +41,12 @@ def _section(reason: str, names: str = "") -> Key:
 _COUNT = Key(kind="count")
 _FLAG = Key(kind="flag")
 
-_OFFLOAD_KEYS = "device nvme_path buffer_count buffer_size pin_memory"
+_PLACE = {
+    "device": Key(kind="text"),
+    "pin_memory": _FLAG,
+    "nvme_path": _any(_DISK),
+    "buffer_size": _any(_DISK),
+}
 ZERO: dict[str, Key] = {
     # honoured
     "stage": Key(kind="count"),
@@ -49,6 +55,30 @@ ZERO: dict[str, Key] = {
     "stage3_prefetch_bucket_size": _COUNT,
     "stage3_param_persistence_threshold": _COUNT,
     "stage3_model_persistence_threshold": _COUNT,
+    "sub_group_size": Key(kind="count", least=1),
+    "offload_optimizer": Key(
+        kind="section",
+        keys={
+            **_PLACE,
+            "buffer_count": Key(kind="count", least=1),
+            "ratio": Key(kind="number"),
+            **{
+                name: _any(_DISK, False) for name in ("pipeline_read", "pipeline_write", "pipeline")
+            },
+            **{
+                name: _any(_OFFLOAD, False)
+                for name in ("fast_init", "super_offload", "cpuadam_cores_perc")
+            },
+        },
+    ),
+    "offload_param": Key(
+        kind="section",
+        keys={**_PLACE, "buffer_count": _any(_DISK), "max_in_cpu": _any(_DISK)},
+    ),
+    "cpu_offload": _FLAG,
+    "cpu_offload_param": _FLAG,
+    "cpu_offload_params": _FLAG,
+    "cpu_offload_use_pin_memory": _FLAG,
     "zero_hpz_partition_size": _COUNT,
     "zero_quantized_weights": _FLAG,
     "zero_quantized_gradients": _FLAG,
@@ -70,10 +100,6 @@ ZERO: dict[str, Key] = {
     "allgather_partitions": _flag("leaves are gathered by all-gathers always", True),
     "allgather_sequential": _flag(_UNITS, False),
     "contiguous_gradients": _flag(_COMPILED),
-    "cpu_offload": _flag(_OFFLOAD, False),
-    "cpu_offload_param": _flag(_OFFLOAD, False),
-    "cpu_offload_params": _flag(_OFFLOAD, False),
-    "cpu_offload_use_pin_memory": _flag(_OFFLOAD, False),
     "elastic_checkpoint": _flag(_CHECKPOINT, False),
     "enable_sanity_checks": _flag(_HOOKS, False),
     "gather_16bit_weights_on_model_save": _flag(
@@ -89,12 +115,6 @@ ZERO: dict[str, Key] = {
     "mics_hierarchical_params_gather": _flag(_MICS, False),
     "mics_shard_size": Key(kind="count", least=-1, reason=_MICS, same=(-1,)),
     "module_granularity_threshold": Key(kind="count", reason=_UNITS, same=(0,)),
-    "offload_optimizer": _section(
-        _OFFLOAD,
-        _OFFLOAD_KEYS + " pipeline_read pipeline_write pipeline fast_init ratio super_offload"
-        " cpuadam_cores_perc",
-    ),
-    "offload_param": _section(_OFFLOAD, _OFFLOAD_KEYS + " max_in_cpu"),
     "overlap_comm": _flag("prefetch_bucket says how much is gathered ahead; XLA does the rest"),
     "override_module_apply": _flag(_HOOKS),
     "pipeline_loading_checkpoint": _flag(_CHECKPOINT, False),
@@ -102,7 +122,6 @@ ZERO: dict[str, Key] = {
     "reduce_scatter": _flag("gradients are reduced and scattered always", True),
     "round_robin_gradients": _flag(_OFFLOAD, False),
     "save_muon_momentum_buffer_in_memory": _flag(_OFFLOAD, True, False),
-    "sub_group_size": Key(kind="count", reason=_COMPILED),
     "use_all_reduce_for_fetch_params": _flag("leaves are gathered by all-gathers always", False),
     "use_multi_rank_bucket_allreduce": _flag(_UNITS),
     "zenflow": _section(_OFFLOAD),
@@ -181,7 +200,7 @@ TOP: dict[str, Key] = {
         "synchronize_checkpoint_boundary profile cpu_checkpointing",
     ),
     "aio": _section(
-        _OFFLOAD,
+        _DISK,
         "block_size queue_depth intra_op_parallelism single_submit overlap_events use_gds "
         "thread_count",
     ),

@@ -15,6 +15,7 @@ from typing import Any
 
 from zeroxla.config import ZeroConfig
 from zeroxla.deepspeed.keys import TOP
+from zeroxla.deepspeed.offload import offload_of
 from zeroxla.deepspeed.optimizers import make_optimizer
 from zeroxla.deepspeed.sections import Key, checked, nearest, take
 from zeroxla.feedback import Feedback
@@ -147,6 +148,7 @@ def _zero(zero: Mapping[str, Any], ignored: dict[str, str]) -> dict[str, Any]:
             "numbers of a step are the same"
         )
     options: dict[str, Any] = {field: zero[key] for key, field in _COUNTS.items() if key in zero}
+    options |= offload_of(zero, ignored)
     if "zero_hpz_partition_size" in zero:
         options["hpz_size"] = max(1, zero["zero_hpz_partition_size"])
     if zero.get("zero_quantized_weights"):

@@ -36,6 +36,7 @@ class MemoryPlan(Report):
       activation_bytes: at the peak: what forward leaves for backward, secondary shards among it,
         and what is being computed.
       secondary_bytes: of secondary shards when all are there; counted in the two above.
+      offloaded_bytes: of the device's state, in its host's memory; not counted above.
     """
 
     parameter_bytes: int
@@ -46,6 +47,7 @@ class MemoryPlan(Report):
     gradient_bytes: int
     activation_bytes: int
     secondary_bytes: int
+    offloaded_bytes: int = 0
 
     @staticmethod
     def of(step: Step, state: TrainState, batch: Any, peak: Counter[str]) -> MemoryPlan:
@@ -58,9 +60,11 @@ class MemoryPlan(Report):
         rows = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(batch))
         wiring = step.programs.wiring
         others = (state.model_state, state.step, state.loss_scale)
+        here, there = _by_memory(state.params), _by_memory(state.opt_state)
         return MemoryPlan(
-            parameter_bytes=shard_bytes(state.params),
-            optimizer_bytes=shard_bytes(state.opt_state),
+            parameter_bytes=shard_bytes(here[0]),
+            optimizer_bytes=shard_bytes(there[0]),
+            offloaded_bytes=shard_bytes((here[1], there[1])),
             wire_bytes=shard_bytes(state.wire_state),
             other_bytes=shard_bytes(others) + rows // world_size(step.mesh),
             gathered_bytes=peak[GATHERED],
@@ -107,6 +111,8 @@ class MemoryPlan(Report):
         table.add_row("in all", format_bytes(self.total_bytes))
         if self.secondary_bytes:
             table.add_row("of these, secondary shards", format_bytes(self.secondary_bytes))
+        if self.offloaded_bytes:
+            table.add_row("its state in the host's memory", format_bytes(self.offloaded_bytes))
         return table
 
 
@@ -118,3 +124,13 @@ def kind_of(eq: Equation, path: str) -> str:
     if phase == "reduce" or (phase == "backward" and eq.name == "scan"):
         return GRADIENTS
     return ACTIVATIONS
+
+
+def _by_memory(shapes: Any) -> tuple[list[Any], list[Any]]:
+    """Return shapes of what is in device memory, and of what is in the host's."""
+    leaves = jax.tree.leaves(shapes)
+    on_host = [x.sharding.memory_kind in ("pinned_host", "unpinned_host") for x in leaves]
+    return (
+        [x for x, host in zip(leaves, on_host, strict=True) if not host],
+        [x for x, host in zip(leaves, on_host, strict=True) if host],
+    )

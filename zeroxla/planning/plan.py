@@ -98,9 +98,12 @@ class Plan(Report):
 
     @property
     def host_bytes(self) -> int:
-        """What a node's own memory holds while a checkpoint is saved: its devices' state."""
-        mesh = self.target.mesh_shape
-        return self.memory.state_bytes * math.prod(n for a, n in mesh.items() if a == DEVICE)
+        """What a node's own memory holds while a checkpoint is saved: its devices' state, offloaded
+        or not."""
+        mesh, memory = self.target.mesh_shape, self.memory
+        return (memory.state_bytes + memory.offloaded_bytes) * math.prod(
+            n for a, n in mesh.items() if a == DEVICE
+        )
 
     @property
     def limit(self) -> str:

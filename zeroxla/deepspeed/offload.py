@@ -1,0 +1,78 @@
+"""DeepSpeed's offload options as an `Offload`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from zeroxla.offload.options import Offload
+
+DEVICES = ("none", "cpu", "nvme")
+_NVME = 'NVMe is not part of this version: it is kept in host memory, as with "cpu"'
+_UNUSED = "only what is offloaded is updated in sub-groups, and nothing is"
+# DeepSpeed's older flags, and the section that each stands for.
+_FLAGS = {
+    "cpu_offload": "offload_optimizer",
+    "cpu_offload_param": "offload_param",
+    "cpu_offload_params": "offload_param",
+}
+_FIELDS = {"offload_optimizer": "optimizer", "offload_param": "params"}
+
+
+def offload_of(zero: Mapping[str, Any], ignored: dict[str, str]) -> dict[str, Any]:
+    """Return the option `offload`, if anything is offloaded.
+
+    Args:
+      zero: the section `zero_optimization`.
+      ignored: gets what has no effect, or another one.
+
+    Raises:
+      ValueError: a device that DeepSpeed does not know, or a flag against its section.
+    """
+    options: dict[str, Any] = {}
+    pins: list[bool] = []
+    for section, field in _FIELDS.items():
+        written = zero.get(section, {})
+        place = _place(section, written, zero, ignored)
+        if place == "none":
+            continue
+        options[field] = "host"
+        if "pin_memory" in written:
+            pins.append(written["pin_memory"])
+        if section == "offload_optimizer":
+            found = {"ratio": written.get("ratio"), "buffers": written.get("buffer_count")}
+            options.update({name: x for name, x in found.items() if x is not None})
+    if "cpu_offload_use_pin_memory" in zero:
+        pins.append(zero["cpu_offload_use_pin_memory"])
+    size = zero.get("sub_group_size")
+    if not options:
+        if size is not None:
+            ignored["zero_optimization.sub_group_size"] = _UNUSED
+        return {}
+    if pins:
+        options["pin"] = any(pins)
+    if size is not None:
+        options["sub_group"] = size
+    return {"offload": Offload(**options)}
+
+
+def _place(
+    section: str, written: Mapping[str, Any], zero: Mapping[str, Any], ignored: dict[str, str]
+) -> str:
+    """Return the device of a section or of the older flag that stands for it.
+
+    Raises:
+      ValueError: there is no such device, or both say something else.
+    """
+    dotted = f"zero_optimization.{section}.device"
+    place = written.get("device", "none")
+    if place not in DEVICES:
+        raise ValueError(f"{dotted}={place!r} is no device of DeepSpeed's; use one of {DEVICES}")
+    for flag, of in _FLAGS.items():
+        if of == section and zero.get(flag):
+            if "device" in written and place == "none":
+                raise ValueError(f"zero_optimization.{flag}=true and {dotted}='none'; write one")
+            place = "cpu" if place == "none" else place
+    if place == "nvme":
+        ignored[dotted] = _NVME
+    return place
