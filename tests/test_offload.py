@@ -1,5 +1,7 @@
 """State in host memory: the same numbers, in another place."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -293,6 +295,21 @@ def test_a_plan_counts_the_hosts_memory_apart():
     assert offloaded.state_bytes + offloaded.offloaded_bytes == plain.state_bytes
     assert found["host"].host_bytes == found["devices"].host_bytes == 4 * plain.state_bytes
     assert "its state in the host's memory" in str(found["host"])
+
+
+def test_a_plan_counts_the_way_to_the_host():
+    config = ZeroConfig(offload=HOST, persistence_threshold=300)
+    plan = zeroxla.plan(MODELS["scanned"](), {"device": 8}, batch(), config=config)
+    rate = plan.target.links["host"].bytes_per_s
+    # For the update all of it in and out; for forward, and for most of it backward, a third more.
+    least, most = 2 * plan.memory.offloaded_bytes, 2.8 * plan.memory.offloaded_bytes
+    slow = dataclasses.replace(plan.target.links["host"], bytes_per_s=rate / 1e6, latency_s=0.0)
+    there = plan.on(links={"host": slow})
+    assert least < there.time.busy_s["host"] * rate / 1e6 < most
+    assert there.time.seconds > 100 * plan.time.seconds
+    assert "the link of `host`" in there.limit
+    nothing = zeroxla.plan(MODELS["scanned"](), {"device": 8}, batch())
+    assert "host" not in nothing.time.busy_s
 
 
 def test_a_unit_comes_to_the_device_where_it_is_gathered(mesh24):

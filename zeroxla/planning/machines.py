@@ -50,6 +50,7 @@ class Device:
       flops_per_s: of dense matrix products, by the dtype of their operands.
       memory_bytes, bytes_per_s: of its own memory.
       link: the link to the other devices of its node.
+      host_link: the link to its host's memory.
       platform: of the compiler.
       efficiency: the share of `flops_per_s` that a training step's products reach, and of a CPU the
         share of `bytes_per_s` too: its cores copy as they compute, and devices share them.
@@ -66,6 +67,7 @@ class Device:
     memory_bytes: float
     bytes_per_s: float
     link: str
+    host_link: str = "pcie4"
     platform: Literal["gpu", "tpu", "cpu"]
     efficiency: float
     overlaps: bool = True
@@ -120,6 +122,7 @@ class Machines:
             found = Machines({**found.devices, **more.devices}, {**found.links, **more.links})
         for device in found.devices.values():
             found.find_link(device.link)
+            found.find_link(device.host_link)
         return found
 
     def find_device(self, name: str) -> Device:

@@ -27,7 +27,7 @@ from zeroxla.planning.machines import Device, Link, Machines
 from zeroxla.planning.memory import MemoryPlan, kind_of
 from zeroxla.planning.plan import Plan
 from zeroxla.planning.simulation import Simulation
-from zeroxla.planning.target import Target
+from zeroxla.planning.target import HOST, Target
 from zeroxla.planning.wires import comms_of, local_of
 from zeroxla.step import Step
 from zeroxla.trace import trace
@@ -90,10 +90,10 @@ def plan(
     device = machines.find_device(device) if isinstance(device, str) else device
     between = machines.find_link(link) if isinstance(link, str) else link
     shape = _checked(mesh_shape)
-    inside = machines.find_link(device.link)
+    inside, to_host = machines.find_link(device.link), machines.find_link(device.host_link)
     target = Target(
         device=device,
-        links={DEVICE: inside, NODE: between, PIPE: between},
+        links={DEVICE: inside, NODE: between, PIPE: between, HOST: to_host},
         mesh_shape=shape,
     )
     abstract = AbstractDevice(device.label, None, device.platform)
@@ -132,7 +132,8 @@ def plan_step(
     schedule = _schedule(step)
     simulation = Simulation(
         program=local,
-        update_bytes=2 * memory.state_bytes + memory.gradient_bytes,
+        update_bytes=2 * (memory.state_bytes + memory.offloaded_bytes) + memory.gradient_bytes,
+        offloaded_bytes=memory.offloaded_bytes,
         prefetches=step.config.prefetch_bucket != 0,
         schedule=schedule,
     )

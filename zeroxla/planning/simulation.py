@@ -18,12 +18,14 @@ class Simulation:
     Attributes:
       program: the gradients' part of it.
       update_bytes: that the optimizer's update reads and writes, after everything else.
+      offloaded_bytes: that come from the host for it and go back.
       prefetches: loops gather a turn ahead, where the compiler can.
       schedule: of a pipeline.
     """
 
     program: Program
     update_bytes: int
+    offloaded_bytes: int
     prefetches: bool
     schedule: Schedule | None
 
@@ -39,7 +41,8 @@ class Simulation:
             ahead = self.prefetches and target.device.platform == "gpu"
         clock = Clock(target, ahead=ahead, full_ticks=self._full_ticks)
         clock.run(self.program, [0.0] * len(self.program.inputs))
-        clock.update(target.memory_s(self.update_bytes))
+        moved = 2 * self.offloaded_bytes
+        clock.update(target.memory_s(self.update_bytes), target.host_s(moved) if moved else 0.0)
         return clock.timeline()
 
     @property

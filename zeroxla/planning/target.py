@@ -11,6 +11,9 @@ from zeroxla.mesh import NODE, PIPE
 from zeroxla.planning.machines import Device, Link
 from zeroxla.planning.work import Work
 
+HOST = "host"
+"""The lane between a device and its host's memory."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Target:
@@ -18,7 +21,7 @@ class Target:
 
     Attributes:
       device: each of its devices.
-      links: of each mesh axis.
+      links: of each mesh axis, and of `HOST`.
       mesh_shape: axis lengths.
     """
 
@@ -37,6 +40,11 @@ class Target:
         rounds = 1 if kind == "collective-permute" else size - 1
         received = received_bytes(kind, int(num_bytes), size)
         return rounds * link.latency_s + received * sharing / link.bytes_per_s
+
+    def host_s(self, num_bytes: float) -> float:
+        """Return what it takes to move so much between a device and its host's memory."""
+        link = self.links[HOST]
+        return link.latency_s + num_bytes / link.bytes_per_s
 
     def compute_s(self, work: Work) -> float:
         """Return what an equation takes on a device."""

@@ -17,11 +17,13 @@ import heapq
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from jax import memory
+
 from zeroxla import compat
 from zeroxla.inspect.phases import phase_of
 from zeroxla.pipeline.ticks import TICKS
 from zeroxla.planning.liveness import FUSED, RENAMES, Scope, size_of
-from zeroxla.planning.target import Target
+from zeroxla.planning.target import HOST, Target
 from zeroxla.planning.wires import KINDS, axes_of, body_of
 from zeroxla.planning.work import reads_of, work_of
 from zeroxla.trace import Atom, Equation, Program, Value
@@ -127,6 +129,9 @@ class Clock:
                 ends = self._loop(eq, [when([a]) for a in eq.inputs], here)
             elif eq.name == "cond":
                 ends = [self._branches(eq, start, here)] * len(eq.outputs)
+            elif is_move(eq):
+                seconds = self._target.host_s(sum(map(size_of, eq.outputs)))
+                ends = [self._take(HOST, start, seconds, here)] * len(eq.outputs)
             elif eq.name in KINDS:
                 ends = [self._collective(eq, start, here)] * len(eq.outputs)
             elif eq.name in FUSED and not any(v in scope.in_memory for v in eq.outputs):
@@ -138,9 +143,13 @@ class Clock:
             there.update(zip(eq.outputs, ends, strict=False))
         return [when([atom]) for atom in program.outputs]
 
-    def update(self, seconds: float) -> None:
-        """Take the device for the optimizer's update, after everything else."""
-        self._take(COMPUTE, max(self._free.values(), default=0.0), seconds, "update/")
+    def update(self, seconds: float, host_s: float) -> None:
+        """Take the device for the optimizer's update, after everything else, and beside it the way
+        to the host and back for what is offloaded."""
+        start = max(self._free.values(), default=0.0)
+        self._take(COMPUTE, start, seconds, "update/")
+        if host_s:
+            self._take(HOST, start, host_s, "update/")
 
     def timeline(self) -> TimeLine:
         """Return what has been run."""
@@ -265,6 +274,13 @@ def _as_they_get_ready(program: Program, there: Mapping[Value, float]) -> Iterat
                 waiting[reader] -= 1
                 if not waiting[reader]:
                     add(reader)
+
+
+def is_move(eq: Equation) -> bool:
+    """Return whether an equation moves arrays from the host's memory to the device's."""
+    return eq.name == "device_put" and any(
+        getattr(v.aval, "memory_space", None) == memory.Space.Host for v in eq.values
+    )
 
 
 def early_inputs(body: Program, num_consts: int, num_carry: int) -> set[Value]:
