@@ -32,8 +32,9 @@ class Offload:
     (offload_param.device)"""
 
     ratio: float = 1.0
-    """About which share of the elements is offloaded, leaf by leaf in the model's order; the rest
-    stays on the devices. (offload_optimizer.ratio)"""
+    """About which share of the elements is offloaded, array by array in the state's order (Adam's
+    first moments come before its second); the rest stays on the devices.
+    (offload_optimizer.ratio)"""
 
     pin: bool = True
     """Whether host memory is pinned, so that copies run beside computation. (pin_memory)"""

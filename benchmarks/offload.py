@@ -1,0 +1,102 @@
+"""What offload moves, and what it costs, on 8 simulated devices.
+
+A GPT of 6 layers, AdamW: the state on the devices, the optimizer's state in host memory, and all of
+it. Bytes are those of live arrays, by memory kind, of one device; times are medians of steps in
+turns. The CPU backend has one memory under both names, so its times say what the moves cost in
+copies of main memory, not over a bus; `zeroxla.plan` says that for an H100, below.
+
+    python benchmarks/offload.py
+
+Exits with 1 if a target is missed; writes results/offload.json and results/offload.md. Takes about
+3 minutes on 2 cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from common import Check, report, start, table
+
+import zeroxla
+from models import GPT
+from zeroxla import Offload, ZeroConfig
+from zeroxla.inspect import format_bytes
+
+SHAPE = {"vocab": 512, "length": 128, "layers": 6, "width": 512, "heads": 8}
+ROWS, STEPS = 16, 7
+PLACES = {
+    "on the devices": Offload(),
+    "optimizer in host memory": Offload(optimizer="host"),
+    "half of the optimizer's state": Offload(optimizer="host", ratio=0.5),
+    "optimizer and parameters": Offload(optimizer="host", params="host"),
+}
+OFFLOADED = (0.0, 2 / 3, 1 / 3, 1.0)  # shares of Adam's state and its master
+
+
+def main() -> int:
+    argparse.ArgumentParser(description=__doc__.partition("\n")[0]).parse_args()
+    mesh = start()
+    tokens = np.random.default_rng(0).integers(0, 512, (ROWS, SHAPE["length"] + 1))
+    batch = {"tokens": tokens.astype(np.int32)}
+    steps: dict[str, Any] = {}
+    states: dict[str, Any] = {}
+    seconds: dict[str, list[float]] = {name: [] for name in PLACES}
+    losses: dict[str, list[float]] = {name: [] for name in PLACES}
+    for name, place in PLACES.items():
+        config = ZeroConfig(offload=place)
+        steps[name] = zeroxla.make_step(GPT(**SHAPE), mesh, optax.adamw(1e-3), config=config)
+        states[name] = steps[name].init(jax.random.key(0), batch)
+    for _ in range(STEPS):
+        for name in PLACES:
+            begin = time.perf_counter()
+            states[name], metrics = steps[name](states[name], batch)
+            losses[name].append(float(metrics["loss"]))
+            seconds[name].append(time.perf_counter() - begin)
+            print(f"{name}: {seconds[name][-1]:.2f} s", flush=True)
+    first = next(iter(PLACES))
+    whole = held(states[first], "device")
+    usual = statistics.median(seconds[first][1:])
+    rows, figures, checks = [], [], []
+    for (name, place), share in zip(PLACES.items(), OFFLOADED, strict=True):
+        here, there = held(states[name], "device"), held(states[name], "pinned_host")
+        ratio = statistics.median(seconds[name][1:]) / usual
+        plan = zeroxla.plan(
+            GPT(**SHAPE), dict(mesh.shape), batch, config=ZeroConfig(offload=place), device="h100"
+        )
+        host_s = plan.time.busy_s.get("host", 0.0)
+        rows.append(
+            [name, format_bytes(here), format_bytes(there), f"{ratio:.2f}", f"{host_s:.3g}"]
+        )
+        figures.append({"name": name, "device": here, "host": there, "time": ratio})
+        off = abs((whole - here) / whole - share)
+        slack = 0.1 if 0 < place.ratio < 1 else 0.01  # leaves are offloaded whole
+        checks.append(Check(name=f"share moved, {name}: error", value=off, limit=slack))
+        same = losses[name] == losses[first]
+        checks.append(Check(name=f"losses that differ, {name}", value=float(not same), limit=0))
+    columns = ("state", "device memory", "host memory", "step, ratio", "planned on H100: moves, s")
+    parameters = sum(x.size for x in jax.tree.leaves(states[first].params))
+    body = (
+        f"GPT of 6 layers and width 512, {parameters:,} parameters, AdamW, {ROWS} x 128 tokens, 8 "
+        f"simulated devices as 2 x 4; bytes of one device, medians of {STEPS - 1} steps in turns."
+        "\n\n" + table(columns, rows)
+    )
+    return report("offload", "State in host memory", body, {"rows": figures}, checks)
+
+
+def held(state: zeroxla.TrainState, kind: str) -> int:
+    """Return the bytes of the state that one device has in a kind of memory."""
+    arrays = jax.tree.leaves((state.params, state.opt_state))
+    return sum(
+        x.addressable_shards[0].data.nbytes for x in arrays if x.sharding.memory_kind == kind
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
