@@ -161,6 +161,19 @@ LISTED = [
         "it is kept in host memory",
     ),
     (
+        zero(
+            offload_optimizer={"device": "cpu", "pin_memory": True},
+            offload_param={"device": "cpu", "pin_memory": False},
+        ),
+        "zero_optimization.offload_param.pin_memory",
+        "all of it is pinned",
+    ),
+    (
+        zero(offload_optimizer={"device": "cpu", "ratio": 0.3}, offload_param={"device": "cpu"}),
+        "zero_optimization.offload_optimizer.ratio",
+        "it holds for the parameters",
+    ),
+    (
         zero(offload_optimizer={"device": "cpu", "fast_init": True}),
         "zero_optimization.offload_optimizer.fast_init",
         "Offload says",
@@ -266,9 +279,8 @@ OFFLOADS = [
                 "buffer_count": 4,
                 "pin_memory": True,
             },
-            "offload_param": {"device": "cpu"},
         },
-        Offload(optimizer="host", params="host", ratio=0.3, buffers=4),
+        Offload(optimizer="host", ratio=0.3, buffers=4),
     ),
     ({"cpu_offload_params": True, "cpu_offload": True}, Offload(optimizer="host", params="host")),
     ({"offload_optimizer": {"device": "none", "ratio": 0.5}}, Offload()),

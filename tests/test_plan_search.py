@@ -205,6 +205,25 @@ def test_the_command_searches(capsys, tmp_path, monkeypatch):
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.parametrize("option", [("--compile",), ("--measured-s", "2")])
+def test_the_command_refuses_what_a_search_does_not(option, capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["plan", "--search", *option])
+    assert f"--search with {option[0]}" in capsys.readouterr().err
+
+
+def test_the_smallest_cluster_is_not_compiled(capsys, monkeypatch):
+    monkeypatch.setattr("zeroxla.plan_run.model_named", lambda name, remat: (MODEL, 16))
+    monkeypatch.setattr(
+        "zeroxla.plan_run._machines",
+        lambda options: {"device": device(platform="cpu", memory_bytes=1.2e6), "link": "1gbit"},
+    )
+    assert cli.main(["plan", "--compile", "--devices-per-node", "2"]) == 1
+    out = capsys.readouterr().out
+    assert "says the compiler" in out
+    assert "The smallest cluster" in out or "No number of nodes" in out
+
+
 def test_the_command_names_the_smallest_cluster(capsys):
     arguments = ["--devices-per-node", "4", "--device", "l4", "--length", "64"]
     assert cli.main(["plan", "--model", "llama-7b", *arguments]) == 1

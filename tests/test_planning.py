@@ -21,7 +21,7 @@ from zeroxla.planning.machines import Device, Link, Machines
 from zeroxla.planning.presets import PRESETS, model_named
 from zeroxla.planning.target import Target
 from zeroxla.planning.timeline import TURNS, Clock
-from zeroxla.planning.wires import body_of, comms_of
+from zeroxla.planning.wires import comms_of, local_of
 from zeroxla.trace import trace
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -110,6 +110,60 @@ def test_of_branches_the_largest_counts():
     assert found == pytest.approx(3 * SIZE, abs=8)
 
 
+def test_what_goes_into_a_carry_and_comes_out_is_one_place():
+    def looped(x):
+        start = jnp.zeros((3, *x.shape))
+        return lax.scan(lambda c, _: (c + (x @ x), None), start, None, length=5)[0]
+
+    # The sum, added to in place, and a turn's product.
+    assert peak(looped, X) == 4 * SIZE
+
+
+def test_a_start_that_is_read_again_is_copied():
+    def looped(x):
+        start = x @ x
+        return lax.scan(lambda c, _: (c + 1.0, None), start, None, length=5)[0] @ start
+
+    # The start, the carry, and the product of both.
+    assert peak(looped, X) == 3 * SIZE
+
+
+def on_mesh(function, *args):
+    """Return what one of 4 devices runs."""
+    mesh, whole = AbstractMesh((4,), ("device",)), PartitionSpec()
+    mapped = jax.shard_map(function, mesh=mesh, in_specs=whole, out_specs=whole, check_vma=False)
+    return local_of(traced(mapped, *args))
+
+
+def reduced(x):
+    return lax.psum_scatter(x, "device", tiled=True)
+
+
+@pytest.mark.parametrize(("platform", "want"), [("cpu", 2.25), ("gpu", 3.25)])
+def test_a_reduction_on_gpus_keeps_its_operand_until_its_result_is_read(platform, want):
+    def beside(x):
+        shard = reduced(x @ x)
+        y = (x @ x + 1.0) @ x
+        return shard * 2.0, y
+
+    local = on_mesh(beside, X)
+    assert Scope.of(local, platform).peak().total() == pytest.approx(want * SIZE, rel=0.01)
+
+
+@pytest.mark.parametrize(("platform", "more"), [("cpu", 0), ("gpu", SIZE)])
+def test_a_loops_last_reduction_on_gpus_runs_into_the_next_turn(platform, more):
+    def looped(x):
+        def turn(c, _):
+            return c @ c, reduced(c @ x)
+
+        return lax.scan(turn, x, None, length=4)
+
+    local = on_mesh(looped, X)
+    # Carried, stacked shards, and of a turn a product of either kind.
+    found = Scope.of(local, platform).peak().total()
+    assert found - Scope.of(local, "cpu").peak().total() == more
+
+
 def test_a_gather_waits_for_its_first_use():
     def late(x, w):
         whole = jnp.concatenate([x] * 8)  # as a gather: larger than what it reads
@@ -144,17 +198,11 @@ def device(**changed):
     return Device(**{**usual, **changed})
 
 
-def run(function, *args, ahead=False, **changed):
+def run(function, *args, ahead=False, full_ticks=None, **changed):
     """Return the time line of a function on one of 4 devices, and its results' seconds."""
-    mesh = AbstractMesh((4,), ("device",))
-    specs = (PartitionSpec(),) * len(args)
-    mapped = jax.shard_map(
-        function, mesh=mesh, in_specs=specs, out_specs=PartitionSpec(), check_vma=False
-    )
-    (eq,) = (e for e in traced(mapped, *args).equations if e.name == "shard_map")
-    program = body_of(eq.params["jaxpr"])
+    program = on_mesh(function, *args)
     target = Target(device=device(**changed), links={"device": LINK}, mesh_shape={"device": 4})
-    clock = Clock(target, ahead=ahead)
+    clock = Clock(target, ahead=ahead, full_ticks=full_ticks)
     clock.run(program, [0.0] * len(program.inputs))
     return clock.timeline()
 
@@ -193,6 +241,35 @@ def test_a_loop_takes_as_long_as_its_turns():
     assert found.seconds == pytest.approx(9 * (GATHER_S + PRODUCT_S))
     assert found.busy_s == pytest.approx({"compute": 9 * PRODUCT_S, "device": 9 * GATHER_S})
     assert sum(event.lane == "device" for event in found.events) == 9
+
+
+def test_a_loop_lasts_as_long_as_the_lane_that_is_taken_longest():
+    def looped(x):
+        return lax.scan(lambda c, _: (c, reduced(jnp.tile(c, (4, 1)))), x, None, length=50)[1]
+
+    found = run(looped, X)
+    assert found.seconds == pytest.approx(max(found.busy_s.values()), rel=0.05)
+    assert found.busy_s["device"] > 45 * 3 * SIZE / 1e9
+
+
+def test_ticks_last_as_long_as_a_schedules_work():
+    def ticks(x):
+        with jax.named_scope("ticks"):
+            return lax.scan(lambda c, _: (c @ c, None), x, None, length=10)[0]
+
+    assert run(ticks, X).seconds == pytest.approx(10 * PRODUCT_S)
+    assert run(ticks, X, full_ticks=7.5).seconds == pytest.approx(7.5 * PRODUCT_S)
+
+
+def test_a_pipelines_time_is_its_schedules():
+    def seconds(microbatches):
+        model = zeroxla.Pipeline.from_model(GPT.tiny(width=64, layers=4))
+        mesh, batch = {"pipe": 4, "node": 1, "device": 1}, tokens(microbatches, 32)
+        return zeroxla.plan(model, mesh, batch, microbatches=microbatches, link="nvlink4").time
+
+    few, many = seconds(4), seconds(12)
+    # (m + p - 1) ticks of 1F1B with a forward and a backward, and what is done once a step.
+    assert 1.5 < many.seconds / few.seconds < 15 / 7
 
 
 def test_a_loop_that_gathers_ahead_hides_the_shorter():

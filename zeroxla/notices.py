@@ -36,6 +36,11 @@ def useless_on_leaves(config: ZeroConfig, layout: Layout) -> Iterator[str]:
     """Yield a sentence for each option that touches no leaf of the model."""
     for name, unused in config.unmatched([leaf.path for leaf in layout]).items():
         yield f"{name}={unused} matches no leaf and has no effect"
+    if config.offload.is_used and not any(leaf.is_split for leaf in layout):
+        yield (
+            f"{config.offload} without effect: each of {len(layout.leaves)} leaves has fewer "
+            "elements than there are devices, and stays on all of them"
+        )
     if config.wires and not any(leaf.quantized for leaf in layout):
         persistent = sum(leaf.persistent for leaf in layout)
         whole = sum(not leaf.is_split for leaf in layout if not leaf.persistent)

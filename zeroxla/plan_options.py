@@ -125,6 +125,12 @@ class PlanOptions(OptionGroups):
                 "step.accumulate": 1,
             }
         )
+        given = {"--compile": self.compilation.compile, "--measured-s": self.cluster.measured_s}
+        if self.output.search and (useless := [name for name, value in given.items() if value]):
+            raise ValueError(
+                f"--search with {', '.join(useless)}: a search compiles and calibrates nothing; "
+                "plan the settings that it finds with it"
+            )
         if self.generation.prompts is not None and self.cluster.pipe > 1:
             raise ValueError(
                 f"--prompts {self.generation.prompts} with --pipe {self.cluster.pipe}: generation "

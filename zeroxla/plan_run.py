@@ -143,6 +143,7 @@ def _smallest_cluster(options: PlanOptions, found: Plan) -> str:
             options,
             cluster=dataclasses.replace(options.cluster, nodes=more),
             model=dataclasses.replace(options.model, batch=rows * more),
+            compilation=dataclasses.replace(options.compilation, compile=False),
         )
         return plan_from(changed).most_bytes
 

@@ -10,6 +10,8 @@ from zeroxla.offload.options import Offload
 DEVICES = ("none", "cpu", "nvme")
 _NVME = 'NVMe is not part of this version: it is kept in host memory, as with "cpu"'
 _UNUSED = "only what is offloaded is updated in sub-groups, and nothing is"
+_ONE_PIN = "one part asks for pinned memory and another does not: all of it is pinned"
+_ONE_RATIO = "it holds for the parameters that are offloaded, too"
 # DeepSpeed's older flags, and the section that each stands for.
 _FLAGS = {
     "cpu_offload": "offload_optimizer",
@@ -51,6 +53,10 @@ def offload_of(zero: Mapping[str, Any], ignored: dict[str, str]) -> dict[str, An
         return {}
     if pins:
         options["pin"] = any(pins)
+    if len(set(pins)) > 1:
+        ignored["zero_optimization.offload_param.pin_memory"] = _ONE_PIN
+    if options.get("ratio", 1) < 1 and "params" in options:
+        ignored["zero_optimization.offload_optimizer.ratio"] = _ONE_RATIO
     if size is not None:
         options["sub_group"] = size
     return {"offload": Offload(**options)}

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 import jax
 
+from zeroxla.offload.kinds import HOST_KINDS
+
 from .report import Report
 
 if TYPE_CHECKING:
@@ -154,25 +156,28 @@ def memory(
     )
 
 
-def shard_bytes(shapes: Any) -> int:
+def shard_bytes(shapes: Any, *, on_host: bool = False) -> int:
     """Sum the bytes of one device's shards of arrays, of their shapes and shardings alone.
 
     Args:
       shapes: a pytree of arrays or ShapeDtypeStructs with shardings; PRNG keys count nothing.
+      on_host: count what is offloaded to the host's memory, instead of what is in the device's.
     """
     return sum(
         math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
         for x in jax.tree.leaves(shapes)
-        if not jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key)
+        if (x.sharding.memory_kind in HOST_KINDS) == on_host
+        and not jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key)
     )
 
 
-def array_bytes_per_device(tree: Any) -> dict[jax.Device, int]:
+def array_bytes_per_device(tree: Any, *, on_host: bool = False) -> dict[jax.Device, int]:
     """Sum the bytes that the live arrays of a pytree hold on each device of this process.
 
     Args:
       tree: a pytree, such as a `TrainState`. Leaves that are no `jax.Array` count nothing; an array
         that appears twice (tied leaves) counts once.
+      on_host: count what is offloaded to the host's memory, instead of what is in the device's.
 
     Returns:
       Bytes by device, for the devices that hold anything.
@@ -183,6 +188,8 @@ def array_bytes_per_device(tree: Any) -> dict[jax.Device, int]:
     arrays = {id(leaf): leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array)}
     held: dict[jax.Device, int] = {}
     for array in arrays.values():
+        if (array.sharding.memory_kind in HOST_KINDS) != on_host:
+            continue
         for shard in array.addressable_shards:
             held[shard.device] = held.get(shard.device, 0) + shard.data.nbytes
     return held

@@ -8,6 +8,9 @@ import jax
 from jax import memory
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
+HOST_KINDS = ("pinned_host", "unpinned_host")
+"""JAX's names of a host's memory."""
+
 
 def is_on_host(x: Any) -> bool:
     """Return whether an array, or one that is traced, is in host memory."""
@@ -20,10 +23,11 @@ def to_device(x: jax.Array) -> jax.Array:
 
 
 def put(x: jax.Array, sharding: NamedSharding) -> jax.Array:
-    """Return the array with a sharding and in its memory, inside a compiled program."""
+    """Return the array with a sharding and in its memory, inside a compiled program; as it is if it
+    is in the host's already."""
     if sharding.memory_kind in (None, "device"):
         return jax.lax.with_sharding_constraint(x, sharding)
-    return jax.device_put(x, sharding)
+    return x if is_on_host(x) else jax.device_put(x, sharding)
 
 
 def check_memory(mesh: Mesh, kind: str) -> None:

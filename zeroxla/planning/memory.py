@@ -60,11 +60,10 @@ class MemoryPlan(Report):
         rows = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(batch))
         wiring = step.programs.wiring
         others = (state.model_state, state.step, state.loss_scale)
-        here, there = _by_memory(state.params), _by_memory(state.opt_state)
         return MemoryPlan(
-            parameter_bytes=shard_bytes(here[0]),
-            optimizer_bytes=shard_bytes(there[0]),
-            offloaded_bytes=shard_bytes((here[1], there[1])),
+            parameter_bytes=shard_bytes(state.params),
+            optimizer_bytes=shard_bytes(state.opt_state),
+            offloaded_bytes=shard_bytes((state.params, state.opt_state), on_host=True),
             wire_bytes=shard_bytes(state.wire_state),
             other_bytes=shard_bytes(others) + rows // world_size(step.mesh),
             gathered_bytes=peak[GATHERED],
@@ -124,13 +123,3 @@ def kind_of(eq: Equation, path: str) -> str:
     if phase == "reduce" or (phase == "backward" and eq.name == "scan"):
         return GRADIENTS
     return ACTIVATIONS
-
-
-def _by_memory(shapes: Any) -> tuple[list[Any], list[Any]]:
-    """Return shapes of what is in device memory, and of what is in the host's."""
-    leaves = jax.tree.leaves(shapes)
-    on_host = [x.sharding.memory_kind in ("pinned_host", "unpinned_host") for x in leaves]
-    return (
-        [x for x, host in zip(leaves, on_host, strict=True) if not host],
-        [x for x, host in zip(leaves, on_host, strict=True) if host],
-    )

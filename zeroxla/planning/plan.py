@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping
 
 from rich.table import Table
@@ -101,9 +100,7 @@ class Plan(Report):
         """What a node's own memory holds while a checkpoint is saved: its devices' state, offloaded
         or not."""
         mesh, memory = self.target.mesh_shape, self.memory
-        return (memory.state_bytes + memory.offloaded_bytes) * math.prod(
-            n for a, n in mesh.items() if a == DEVICE
-        )
+        return (memory.state_bytes + memory.offloaded_bytes) * mesh[DEVICE]
 
     @property
     def limit(self) -> str:

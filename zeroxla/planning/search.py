@@ -89,7 +89,7 @@ class Search(Report):
             fits, time = row.plan.fits, row.plan.time.seconds
             table.add_row(
                 *row.choice.words(),
-                format_bytes(row.plan.memory.total_bytes),
+                format_bytes(row.plan.most_bytes),
                 f"{time:.3g} s",
                 f"{row.plan.tokens_per_s:,.0f}",
                 row.limit,
@@ -174,7 +174,7 @@ def search_plans(
 
 
 def _rank(plan: Plan) -> tuple[bool, float]:
-    return not plan.fits, -plan.tokens_per_s if plan.fits else plan.memory.total_bytes
+    return not plan.fits, -plan.tokens_per_s if plan.fits else plan.most_bytes
 
 
 def _planned(
