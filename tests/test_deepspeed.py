@@ -153,12 +153,17 @@ LISTED = [
     (
         zero(offload_param={"device": "cpu", "max_in_cpu": 1e9}),
         "zero_optimization.offload_param.max_in_cpu",
-        "NVMe, which is not part of this version",
+        "sizes of their own",
     ),
     (
-        zero(offload_optimizer={"device": "nvme"}),
-        "zero_optimization.offload_optimizer.device",
-        "it is kept in host memory",
+        zero(offload_param={"device": "nvme", "nvme_path": "/nvme"}),
+        "zero_optimization.offload_param.device",
+        "they are kept in host memory",
+    ),
+    (
+        zero(offload_optimizer={"device": "cpu", "nvme_path": "/nvme"}),
+        "zero_optimization.offload_optimizer.nvme_path",
+        "only the device nvme",
     ),
     (
         zero(
@@ -221,7 +226,7 @@ LISTED = [
     ({"tensorboard": {"enabled": True}}, "tensorboard", "returns its metrics"),
     ({"wandb": {"enabled": True, "project": "p"}}, "wandb", "returns its metrics"),
     ({"flops_profiler": {"enabled": True}}, "flops_profiler", "jax.profiler"),
-    ({"aio": {"block_size": 1048576}}, "aio", "NVMe, which is not part"),
+    ({"aio": {"block_size": 1048576}}, "aio", "sizes of their own"),
     ({"amp": {"enabled": True, "opt_level": "O1"}}, "amp", "Apex"),
     ({"checkpoint": {"tag_validation": "Warn"}}, "checkpoint", "Orbax"),
     ({"compression_training": {"weight_quantization": {}}}, "compression_training", "model"),
@@ -284,6 +289,18 @@ OFFLOADS = [
     ),
     ({"cpu_offload_params": True, "cpu_offload": True}, Offload(optimizer="host", params="host")),
     ({"offload_optimizer": {"device": "none", "ratio": 0.5}}, Offload()),
+    (
+        {
+            "offload_optimizer": {
+                "device": "nvme",
+                "nvme_path": "/nvme",
+                "buffer_count": 3,
+                "pipeline_read": True,
+                "pipeline_write": False,
+            }
+        },
+        Offload(optimizer="disk", path="/nvme", buffers=3),
+    ),
 ]
 
 

@@ -7,11 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from offload_tools import MODELS, SMALL, assert_same, batch, make, taken
 from quick import quick_compilation, thinned  # noqa: F401
 
 import zeroxla
-from models import GPT, Llama
+from models import GPT
 from zeroxla import Offload, ZeroConfig, compat
+from zeroxla.inspect import array_bytes_per_device
 from zeroxla.offload.kinds import check_memory, is_on_host
 from zeroxla.offload.stream import stream
 from zeroxla.planning.wires import body_of, local_of
@@ -20,35 +22,6 @@ from zeroxla.trace import trace
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 HOST = Offload(optimizer="host", params="host", sub_group=1000)
-MODELS = {
-    "scanned": lambda: GPT.tiny(width=64),
-    "unrolled": lambda: GPT.tiny(width=64, scan=False),
-    "nnx": lambda: Llama.tiny(),
-}
-SMALL = {"persistence_threshold": 300, "quantize_threshold": 300}
-
-
-def batch(rows=16):
-    return {"tokens": np.random.default_rng(0).integers(0, 60, (rows, 17)).astype(np.int32)}
-
-
-def make(mesh, offload, model="scanned", preset="zero3", **options):
-    config = getattr(ZeroConfig, preset)(offload=offload, **SMALL, **options)
-    step = zeroxla.make_step(MODELS[model](), mesh, optax.adamw(1e-2), config=config)
-    return step, step.init(jax.random.key(0), batch())
-
-
-def taken(step, state, steps):
-    losses = []
-    for _ in range(steps):
-        state, metrics = step(state, batch())
-        losses.append(float(metrics["loss"]))
-    return state, losses
-
-
-def assert_same(a, b):
-    pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
-    assert all(np.array_equal(np.asarray(x), np.asarray(y)) for x, y in pairs)
 
 
 def bytes_of(state, kind):
@@ -95,8 +68,17 @@ def test_device_bytes_fall_by_what_is_offloaded(mesh24):
     _, state = make(mesh24, Offload(optimizer="host"))
     assert bytes_of(state, "pinned_host") == pytest.approx(whole * 2 / 3, rel=0.01)
     assert bytes_of(state, "device") + bytes_of(state, "pinned_host") == whole
-    _, state = make(mesh24, HOST)
+    step, state = make(mesh24, HOST)
     assert bytes_of(state, "device") < 0.01 * whole
+    leaves = (state.params, state.opt_state)
+    on_devices, on_host = (
+        array_bytes_per_device(leaves),
+        array_bytes_per_device(leaves, place="host"),
+    )
+    assert max(on_devices.values()) < 0.01 * whole / 8
+    assert sum(on_host.values()) == pytest.approx(whole, rel=0.01)
+    phases = zeroxla.HybridEngine(step).phases()
+    assert phases.resting_bytes == max(on_devices.values())
     _, state = make(mesh24, Offload(optimizer="host", ratio=0.5))
     assert 0.25 < bytes_of(state, "pinned_host") / (whole * 2 / 3) < 0.75
     _, state = make(mesh24, Offload(optimizer="host", ratio=0))
@@ -154,6 +136,10 @@ def test_a_frozen_base_of_adapters_may_live_on_the_host(mesh24):
         wires = [x for x in jax.tree.leaves(state.params) if x.dtype == jnp.uint8]
         kind = "device" if place.params == "none" else "pinned_host"
         assert {x.sharding.memory_kind for x in wires} == {kind}
+        # The update leaves the base where it is.
+        program = jax.make_jaxpr(step.programs.train)(state, batch())
+        update = [e for e in program.eqns if e.primitive.name == "device_put"]
+        assert not [e for e in update if e.invars[0].aval.dtype == jnp.uint8]
     assert losses[0] == losses[1]
 
 
@@ -220,6 +206,23 @@ def is_host(var):
     return getattr(var.aval, "memory_space", None) == jax.memory.Space.Host
 
 
+def test_a_sub_group_waits_until_an_earlier_one_is_moved_out(mesh24):
+    arrays = [host(mesh24, 8) for _ in range(3)]
+    found = moves(mesh24, lambda *xs: [x * 2 for x in xs], arrays, sub_group=1, buffers=1)
+    waits = [e for e in found if e.primitive.name == "optimization_barrier"]
+    assert len(waits) == 2
+    for wait in waits:
+        assert len(wait.invars) == 2
+        assert all(map(is_host, wait.invars))  # the array to come, and the result that has gone
+
+
+def test_what_is_returned_as_it_came_does_not_move(mesh24):
+    arrays = [host(mesh24, 8, value=v) for v in (1.0, 2.0)]
+    found = moves(mesh24, lambda frozen, x: (frozen, x * 2), arrays)
+    into = [e for e in found if e.primitive.name == "device_put" and is_host(e.invars[0])]
+    assert len(into) == 1
+
+
 def test_what_depends_on_several_arrays_comes_together(mesh24):
     a, b, c = (host(mesh24, 8, value=v) for v in (1.0, 2.0, 3.0))
 
@@ -270,6 +273,16 @@ def test_an_optimizer_that_joins_all_leaves_is_streamed_at_once(mesh24):
 def test_bad_options(options, match):
     with pytest.raises(ValueError, match=match):
         Offload(**options)
+
+
+def test_offload_of_nothing_is_said():
+    step = zeroxla.make_step(
+        (lambda key, batch: {"w": jnp.ones(3)}, lambda p, b, key: (p["w"] * b["x"].mean()).sum()),
+        zeroxla.make_mesh(nodes=2),
+        config=ZeroConfig(offload=HOST),
+    )
+    with pytest.warns(UserWarning, match="without effect: each of 1 leaves has fewer elements"):
+        step.abstract_state({"x": np.ones((8, 2), np.float32)})
 
 
 def test_bad_configurations(mesh24):

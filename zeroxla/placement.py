@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zeroxla.mesh import LEAF_AXES, PIPE
+from zeroxla.offload.options import DISK
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,7 +31,8 @@ class Placement:
       axes: of the mesh, over which `dim` is split; the first one is the outermost.
       stage_dim: the layer dim that is split over the stages of a pipeline besides, each of which
         uses the layers that its devices store; None if none is.
-      memory: JAX's kind of the host memory that it is offloaded to; None for the device's own.
+      memory: JAX's kind of the host memory that it is offloaded to, or `disk`; None for the
+        device's own.
     """
 
     shape: tuple[int, ...]
@@ -70,8 +72,15 @@ class Placement:
             names[self.stage_dim] = PIPE
         return PartitionSpec(*names[: max(self.dim, self.stage_dim or 0) + 1])
 
+    @property
+    def is_on_disk(self) -> bool:
+        """Whether it is in a file, and comes to the device for the update alone."""
+        return self.memory == DISK
+
     def sharding(self, mesh: Mesh) -> NamedSharding:
-        return NamedSharding(mesh, self.spec, memory_kind=self.memory)
+        """How it lies on a mesh, and in which memory; of an array on disk when it has come."""
+        memory = None if self.is_on_disk else self.memory
+        return NamedSharding(mesh, self.spec, memory_kind=memory)
 
     def shard_shape(self, mesh: Mesh) -> tuple[int, ...]:
         """The shape of what one device stores."""

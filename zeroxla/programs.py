@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from zeroxla.layout import Layout, make_layout
 from zeroxla.mesh import BATCH_AXES
@@ -63,10 +63,7 @@ class Programs(Setup):
     def _start(
         self, params: Any, model_state: Any, key: jax.Array, batch: Any, placements: Placements
     ) -> TrainState:
-        layout = make_layout(params, placements[0], self.config)
-        here = jax.tree.map(to_device, params)
-        trainable = layout.trainable(natural(here, placements[0]), optax.MaskedNode())
-        opt_state = stored(self.optimizer.init(trainable), placements[1])
+        opt_state = self.first_opt_state(params, placements)
         leaves, tree = jax.tree.flatten(opt_state)
         shardings = [p.sharding(self.mesh) for p in placements[1]]
         opt_state = tree.unflatten(map(put, leaves, shardings))
@@ -81,6 +78,13 @@ class Programs(Setup):
             placements=placements,
         )
         return dataclasses.replace(state, wire_state=self.wire_state(state, batch))
+
+    def first_opt_state(self, params: Any, placements: Placements) -> Any:
+        """Return the optimizer's state before the first step, padded, on the devices."""
+        layout = make_layout(params, placements[0], self.config)
+        here = jax.tree.map(to_device, params)
+        trainable = layout.trainable(natural(here, placements[0]), optax.MaskedNode())
+        return stored(self.optimizer.init(trainable), placements[1])
 
     def wire_state(self, state: TrainState, batch: Any) -> WireState | None:
         """Make what the wires of this configuration remember, for a state that has other ones; what
@@ -101,38 +105,53 @@ class Programs(Setup):
 
     def train(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
         """Take one optimizer step; return the next state and the metrics."""
+        grads, rest, metrics = self.begin(state, batch)
+        args = (state.params, state.opt_state, grads, metrics["finite"])
+        with jax.named_scope("update"):
+            places = [p.sharding(self.mesh) for placed in state.placements for p in placed]
+            params, opt_state, rates = stream(
+                self.update_of(state), args, places, offload=self.config.offload, mesh=self.mesh
+            )
+        new_state = dataclasses.replace(rest, params=params, opt_state=opt_state)
+        new_state = jax.tree.map(put, new_state, state_shardings(new_state, self.mesh))
+        return new_state, metrics | self.rate_of(rates)
+
+    def begin(self, state: TrainState, batch: Any) -> tuple[Any, TrainState, dict[str, Any]]:
+        """Compute the gradients; return these, the next state without parameters and optimizer
+        state, and the metrics."""
         grads, metrics, model_state, wire_state = self._local_gradients(state, batch)
+        # Else the compiler joins what scales a gradient with what is computed of it, and rounds
+        # otherwise where the update is another program.
+        grads = jax.tree.map(jax.lax.optimization_barrier, grads)
         config, finite = self.config, metrics["finite"]
         keep = _keep_if(finite)
-        update = functools.partial(self._update, layout=self.layout(state), of=state.placements)
-        args = (state.params, state.opt_state, grads, finite)
-        with jax.named_scope("update"):
-            if any(p.memory for placements in state.placements for p in placements):
-                params, opt_state, rates = stream(
-                    update, args, self._places(state), offload=config.offload, mesh=self.mesh
-                )
-            else:
-                params, opt_state, rates = update(*args)
         loss_scale = state.loss_scale.after(
             finite, dynamic=config.compute_dtype == "float16", window=config.loss_scale_window
         )
-        new_state = TrainState(
+        rest = TrainState(
             step=state.step + 1,
-            params=params,
-            opt_state=opt_state,
+            params=None,
+            opt_state=None,
             model_state=keep(model_state, state.model_state),
             key=state.key,
             loss_scale=loss_scale,
             wire_state=self._next_wire_state(state, wire_state, finite),
             placements=state.placements,
         )
-        new_state = jax.tree.map(put, new_state, state_shardings(new_state, self.mesh))
         metrics["skipped"] = loss_scale.skipped
         if config.compute_dtype == "float16":
             metrics["loss_scale"] = state.loss_scale.scale
-        if len(rates) == 1:  # of several none is "the" rate
-            metrics["learning_rate"] = rates[0]
-        return new_state, metrics
+        return grads, rest, metrics
+
+    def update_of(self, state: TrainState) -> Callable[..., Any]:
+        """Return the function (params, opt_state, gradients, whether these are finite) -> (params,
+        opt_state, learning rates), all as they are stored."""
+        return functools.partial(self._update, layout=self.layout(state), of=state.placements)
+
+    @staticmethod
+    def rate_of(rates: Sequence[jax.Array]) -> dict[str, jax.Array]:
+        """Return what metrics say of the learning rate; of several none is "the" rate."""
+        return {"learning_rate": rates[0]} if len(rates) == 1 else {}
 
     def _update(
         self,
@@ -160,11 +179,8 @@ class Programs(Setup):
         # A schedule's own state has the same name.
         found = optax.tree_utils.tree_get_all_with_path(new_state, "learning_rate")
         rates = [x for _, x in found if isinstance(x, jax.Array)]
-        return keep(new_params, params), keep(stored(new_state, in_opt), opt_state), rates
-
-    def _places(self, state: TrainState) -> list[NamedSharding]:
-        """Return how parameters and optimizer state are stored, leaf by leaf."""
-        return [p.sharding(self.mesh) for placements in state.placements for p in placements]
+        kept = layout.with_frozen(layout.trainable(keep(new_params, params), masked), params)
+        return kept, keep(stored(new_state, in_opt), opt_state), rates
 
     def gradients(self, state: TrainState, batch: Any) -> tuple[jax.Array, Any]:
         """Return the loss and the gradients in natural shapes."""

@@ -85,7 +85,8 @@ class Setup:
         offload = self.config.offload
         if not offload.is_used:
             return placed, in_opt
-        check_memory(self.mesh, offload.memory_kind)
+        if "host" in (offload.optimizer, offload.params):
+            check_memory(self.mesh, offload.memory_kind)
         if offload.params != "none" and self.pipeline is not None:
             raise NotImplementedError(
                 f"Offload(params={offload.params!r}) of a pipeline is not supported: its stages "

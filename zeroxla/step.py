@@ -21,6 +21,7 @@ from zeroxla.hosts.exchange import agree_on_program
 from zeroxla.layout import make_layout
 from zeroxla.mesh import platform_of
 from zeroxla.notices import useless_on_leaves, useless_on_mesh, warn
+from zeroxla.offload.disk.steps import DiskSteps, has_disk, with_disk_shapes
 from zeroxla.pipeline.partition import Partition
 from zeroxla.pipeline.pipeline import Pipeline
 from zeroxla.programs import BY_ROWS, Programs
@@ -45,6 +46,7 @@ class Step:
       config: the options.
       optimizer: the optax transformation.
       programs: its traced functions.
+      disk: what is otherwise for states that are on disk.
     """
 
     def __init__(
@@ -73,6 +75,7 @@ class Step:
         options = compiler_options(platform, prefetch=config.prefetch_bucket != 0)
         self._jit = functools.partial(jax.jit, compiler_options=options)
         self._step = self._jit(self.programs.train, donate_argnums=0)
+        self.disk = DiskSteps(self.programs, self._jit, self._run)
         self._eval = self._jit(self.programs.evaluate)
         self._grad = self._jit(self.programs.gradients)
         self._traced: Any = None  # shapes of (params, placements, model state, batch, key)
@@ -100,9 +103,8 @@ class Step:
         key, batch = check_key(key), self._check_batch(batch)
         shapes = self._state_shapes(key, batch)
         make = functools.partial(self.programs.init, placements=shapes.placements)
-        init = self._jit(make, out_shardings=state_shardings(shapes, self.mesh))
-        with mesh_context(self.mesh):
-            return self._run("init", init, put_key(key, self.mesh), put_batch(batch, self.mesh))
+        args = put_key(key, self.mesh), put_batch(batch, self.mesh)
+        return self._make("init", make, shapes, state_shardings(shapes, self.mesh), *args)
 
     def init_from(self, params: Any, key: jax.Array) -> TrainState:
         """Make the state of given parameters: all else as `init` makes it, for the batch that the
@@ -121,12 +123,10 @@ class Step:
         """
         key, shapes = check_key(key), self.shapes()
         check_stored(params, shapes.params)
-        program = functools.partial(self.programs.init_from, placements=shapes.placements)
-        shardings = dataclasses.replace(state_shardings(shapes, self.mesh), params=None)
-        init = self._jit(program, out_shardings=shardings)
-        batch = put_batch(self._traced[-2], self.mesh)
-        with mesh_context(self.mesh):
-            state = self._run("init_from", init, params, put_key(key, self.mesh), batch)
+        make = functools.partial(self.programs.init_from, placements=shapes.placements)
+        rest = dataclasses.replace(state_shardings(shapes, self.mesh), params=None)
+        args = params, put_key(key, self.mesh), put_batch(self._traced[-2], self.mesh)
+        state = self._make("init_from", make, shapes, rest, *args)
         return dataclasses.replace(state, params=params)
 
     def abstract_state(self, batch: Any) -> TrainState:
@@ -159,11 +159,16 @@ class Step:
           `skipped` (steps so far whose gradient was not finite: only the counters changed),
           `loss_scale` (float16), `learning_rate` if the optimizer's state holds one, the model's
           own, and, from the second call on, `examples_per_s` (and `tokens_per_s` for batches with
-          `tokens`) since the call before.
+          `tokens`) since the call before. Of a state on disk `disk_read_bytes_per_s` and
+          `disk_write_bytes_per_s` of this process, over the call.
         """
         batch = self._checked_batch(state, batch)
+        state = self._fitted(state)
         with mesh_context(self.mesh):
-            state, metrics = self._run("train", self._step, self._fitted(state), batch)
+            if has_disk(state):
+                state, metrics = self.disk.train(state, batch)
+            else:
+                state, metrics = self._run("train", self._step, state, batch)
         progress.mark()
         return state, {**metrics, **self._rates.since_last(batch)}
 
@@ -171,27 +176,31 @@ class Step:
         """Return the loss and the model's metrics on a batch, with `train=False`."""
         batch = self._checked_batch(state, batch, accumulate=1)
         with mesh_context(self.mesh):
-            return self._run("eval", self._eval, state, batch)
+            return self._run("eval", self._eval, _light(state), batch)
 
     def grad(self, state: TrainState, batch: Any) -> tuple[jax.Array, Any]:
         """Return the loss and the gradients that a step would use, in natural shapes, as float32
         global arrays; zeros for frozen leaves. For tests and debugging."""
         batch = self._checked_batch(state, batch)
         with mesh_context(self.mesh):
-            return self._run("grad", self._grad, self._fitted(state), batch)
+            return self._run("grad", self._grad, _light(self._fitted(state)), batch)
 
     def lower(self, state: Any, batch: Any) -> jax.stages.Lowered:
-        """Lower the step for (shapes of) a state and a batch, as `jax.jit(...).lower` does."""
+        """Lower the step for (shapes of) a state and a batch, as `jax.jit(...).lower` does; of a
+        state on disk that part of it that computes the gradients."""
         rows = NamedSharding(self.mesh, BY_ROWS)
         shapes = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=rows),
             self._check_batch(batch),
         )
         with mesh_context(self.mesh):
-            wires = jax.eval_shape(self._wire_state(batch), state)
+            wires = jax.eval_shape(self._wire_state(batch), _light(state))
+            wired = dataclasses.replace(state, wire_state=wires)
+            wires = jax.tree.map(_as_shape, wires, state_shardings(wired, self.mesh).wire_state)
             state = dataclasses.replace(state, wire_state=wires)
-            wires = jax.tree.map(_as_shape, wires, state_shardings(state, self.mesh).wire_state)
-            return self._step.lower(dataclasses.replace(state, wire_state=wires), shapes)
+            if has_disk(state):
+                return self.disk.lower(state, shapes)
+            return self._step.lower(state, shapes)
 
     def describe(self) -> Description | Partition:
         """Return the table of leaves: shape, placement, unit, bytes of a shard; of a pipeline that
@@ -214,6 +223,20 @@ class Step:
         step = Step(**{f.name: getattr(programs, f.name) for f in dataclasses.fields(programs)})
         step._traced = self._traced
         return step
+
+    def _make(
+        self,
+        name: str,
+        program: Callable[..., TrainState],
+        shapes: TrainState,
+        shardings: TrainState,
+        *args: Any,
+    ) -> TrainState:
+        """Run a program that makes a state."""
+        with mesh_context(self.mesh):
+            if has_disk(shapes):
+                return self.disk.make(name, program, self._placed(shapes), shardings, *args)
+            return self._run(name, self._jit(program, out_shardings=shardings), *args)
 
     def _check_batch(self, batch: Any, accumulate: int | None = None) -> Any:
         if accumulate is not None:
@@ -243,20 +266,24 @@ class Step:
         if structure in self._wired:
             return state
         wire_state = self._wire_state(self._traced[-2])
-        expected = jax.eval_shape(wire_state, state)
+        expected = jax.eval_shape(wire_state, _light(state))
         found = state.wire_state
         if found is None if expected is None else expected.fits(found):
             self._wired.add(structure)
             return state
-        new = None if expected is None else self._jit(wire_state)(state)
+        new = None if expected is None else self._jit(wire_state)(_light(state))
         return dataclasses.replace(state, wire_state=new)
 
     def _wire_state(self, batch: Any) -> Callable[[TrainState], WireState | None]:
         return functools.partial(self.programs.wire_state, batch=_shapes(batch))
 
     def _abstract(self, batch: Any) -> TrainState:
-        shapes = self._state_shapes(jax.random.key(0), batch)
-        return jax.tree.map(_as_shape, shapes, state_shardings(shapes, self.mesh))
+        return self._placed(self._state_shapes(jax.random.key(0), batch))
+
+    def _placed(self, shapes: TrainState) -> TrainState:
+        """Return the shapes of a state with shardings, and what is on disk as such."""
+        placed = jax.tree.map(_as_shape, shapes, state_shardings(shapes, self.mesh))
+        return with_disk_shapes(placed)
 
     def _state_shapes(self, key: jax.Array, batch: Any) -> TrainState:
         """Decide the placements; return the state's shapes."""
@@ -284,6 +311,11 @@ class Step:
     def _options(self) -> dict[str, str]:
         fields = dataclasses.fields(self.config)
         return {field.name: str(getattr(self.config, field.name)) for field in fields}
+
+
+def _light(state: TrainState) -> TrainState:
+    """Return a state without that of its optimizer, for programs that have no use for it."""
+    return dataclasses.replace(state, opt_state=None)
 
 
 def _as_shape(x: Any, sharding: NamedSharding) -> Any:

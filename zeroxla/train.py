@@ -96,7 +96,7 @@ class _Job:
         optimizer = optimizer_for(options, self.schedule)
         self.step = make_step(self.task.model, self.mesh, optimizer, config=config)
         # Traces the model, so that what does not fit the devices is found before files are made.
-        shapes = self.step.abstract_state(self.valid_batches[0])
+        self.step.abstract_state(self.valid_batches[0])
         self.stages: Stages | None = None
         if options.pipeline.pipe > 1:
             self.stages = Stages.of(self.step, self.task.model)
@@ -110,7 +110,7 @@ class _Job:
         if run.resume:
             check_same(read_config(self.path), here, data)
             self.checkpoints = self.checkpointer(run)
-            restored = self.checkpoints.restore(shapes)
+            restored = self.checkpoints.restore(self.step)
             self.done, self.state = restored.number, restored.state
             self.batches.set_state(restored.position)
             found = folder(
@@ -196,11 +196,13 @@ class _Job:
         self.folder.log(number, values)
         shares = "".join(f", {name} {values[name]:.0%}" for name in self.task.metrics)
         skipped = f", {values['skipped']:.0f} skipped" if values["skipped"] else ""
-        self.bar.update(
-            self.bar.task_ids[0],
-            completed=number,
-            status=f"loss {values['loss']:.3f}{shares}{skipped}, {rate:,.0f} {self.task.counted}/s",
+        disk = "".join(
+            f", {values[name] / 1e6:,.0f} MB/s {way}"
+            for way, name in (("in", "disk_read_bytes_per_s"), ("out", "disk_write_bytes_per_s"))
+            if name in values
         )
+        text = f"loss {values['loss']:.3f}{shares}{skipped}, {rate:,.0f} {self.task.counted}/s"
+        self.bar.update(self.bar.task_ids[0], completed=number, status=text + disk)
 
     def evaluate(self) -> dict[str, float]:
         """Return the mean loss and metrics on the validation batches, after recording them."""

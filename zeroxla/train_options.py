@@ -99,18 +99,24 @@ class MeshOptions:
     the fewest bytes between hosts."""
     persistence_threshold: int = 10_000
     """Leaves of at most this many elements stay gathered for the whole step."""
-    offload_optimizer: Literal["none", "host"] = "none"
+    offload_optimizer: Literal["none", "host", "disk"] = "none"
     """Where the optimizer's state lives between updates."""
     offload_params: Literal["none", "host"] = "none"
     """Where the float32 master of the parameters lives."""
     offload_ratio: float = 1.0
-    """About which share of what is offloaded goes to the host; the rest stays on the devices."""
+    """About which share of what is offloaded goes there; the rest stays on the devices."""
+    offload_path: Path | None = None
+    """Folder on a fast disk of each host, for --offload-optimizer disk. Its file is the run's while
+    that runs; what lasts are the checkpoints."""
 
     @property
     def offload(self) -> Offload:
         """What `ZeroConfig` takes as `offload`."""
         return Offload(
-            optimizer=self.offload_optimizer, params=self.offload_params, ratio=self.offload_ratio
+            optimizer=self.offload_optimizer,
+            params=self.offload_params,
+            ratio=self.offload_ratio,
+            path=None if self.offload_path is None else str(self.offload_path),
         )
 
 
@@ -206,6 +212,11 @@ class TrainOptions(OptionGroups):
                 "output.temperature": 0,
             }
         )
+        if (self.mesh.offload_optimizer == "disk") != (self.mesh.offload_path is not None):
+            raise ValueError(
+                f"--offload-optimizer {self.mesh.offload_optimizer} with --offload-path "
+                f"{self.mesh.offload_path}: the disk needs a path, and nothing else has one"
+            )
         if self.mesh.offload.params != "none" and self.pipeline.pipe > 1:
             raise ValueError(
                 f"--offload-params {self.mesh.offload_params} with --pipe {self.pipeline.pipe}: "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 import warnings
 from collections.abc import Callable, Mapping
@@ -15,9 +16,12 @@ from flax import traverse_util
 import zeroxla
 from zeroxla.checkpoint import logical
 from zeroxla.checkpoint.about import About
+from zeroxla.checkpoint.disk import to_disk
 from zeroxla.checkpoint.logical import WIRES, Entry, entries, rebuild
 from zeroxla.checkpoint.store import Store
 from zeroxla.config import ZeroConfig
+from zeroxla.offload.disk.array import DiskShape
+from zeroxla.offload.disk.writer import DiskWriter
 from zeroxla.paths import Path as Name
 from zeroxla.state import TrainState
 from zeroxla.step import Step
@@ -196,7 +200,13 @@ class Checkpointer:
         wanted = entries(shapes)
         about.check(wanted)
         wanted = self._with_wires(about, wanted)
-        arrays = self._read(number, wanted)
+        on_disk = {path: e for path, e in wanted.items() if isinstance(e.array, DiskShape)}
+        arrays: dict[Name, Any] = self._read(
+            number, {path: e for path, e in wanted.items() if path not in on_disk}
+        )
+        if on_disk:
+            read = functools.partial(self._read, number)
+            arrays |= to_disk(read, on_disk, _writer(like, shapes))
         state = rebuild(shapes, arrays, key=about.key)
         return Restored(number=number, state=state, position=about.position)
 
@@ -278,6 +288,12 @@ class Checkpointer:
                 "or other formats, and starts anew"
             )
         return {path: entry for path, entry in wanted.items() if path[0] != WIRES}
+
+
+def _writer(like: Step | TrainState, shapes: TrainState) -> DiskWriter:
+    if isinstance(like, Step):
+        return like.disk.writer(shapes)
+    raise ValueError("these shapes are of a state on disk, whose file a step makes; pass the step")
 
 
 def _warn(text: str) -> None:

@@ -21,10 +21,12 @@ import tensorstore as ts
 from flax import traverse_util
 
 from zeroxla.checkpoint.about import About
+from zeroxla.checkpoint.disk import DiskHandler
 from zeroxla.checkpoint.failures import root_cause
 from zeroxla.checkpoint.logical import Entry
 from zeroxla.checkpoint.sums import sum_rest, write_sums
 from zeroxla.hosts.together import together
+from zeroxla.offload.disk.array import DiskArray
 from zeroxla.paths import Path as Name
 
 BUFFER_BYTES = 256 * 2**20
@@ -38,7 +40,12 @@ class StateHandler(ocp.AsyncCheckpointHandler):
     """Writes and reads the arrays of a state."""
 
     def __init__(self) -> None:
-        self._arrays = ocp.PyTreeCheckpointHandler()
+        handlers = ocp.type_handlers
+        self._arrays = ocp.PyTreeCheckpointHandler(
+            type_handler_registry=handlers.create_type_handler_registry(
+                (jax.Array, handlers.ArrayHandler()), (DiskArray, DiskHandler())
+            )
+        )
 
     async def async_save(self, directory: Any, args: SaveState) -> list[Any]:
         """Copy the arrays off the devices; return what writes them."""

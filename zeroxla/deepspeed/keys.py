@@ -13,7 +13,7 @@ from zeroxla.deepspeed.sections import Key
 _COMPILED = "the whole step is one compiled program, and XLA orders and buffers what it does"
 _UNITS = "gradients are reduced and leaves gathered unit by unit; unit_elements sets the size"
 _OFFLOAD = "it is of offload as DeepSpeed does it; here Offload says what lives in host memory"
-_DISK = "it is of offload to NVMe, which is not part of this version"
+_SIZE = "blocks of a file and layers of a loop come in sizes of their own; see Offload"
 _MICS = "MiCS is not part of this version; hpz_size keeps secondary shards inside a node"
 _HOOKS = "nothing is hooked into modules: the fetch plan comes from the trace of the loss"
 _MASTER = "the master and the optimizer's state are float32 always"
@@ -44,8 +44,8 @@ _FLAG = Key(kind="flag")
 _PLACE = {
     "device": Key(kind="text"),
     "pin_memory": _FLAG,
-    "nvme_path": _any(_DISK),
-    "buffer_size": _any(_DISK),
+    "nvme_path": Key(kind="text"),
+    "buffer_size": _any(_SIZE),
 }
 ZERO: dict[str, Key] = {
     # honoured
@@ -62,9 +62,7 @@ ZERO: dict[str, Key] = {
             **_PLACE,
             "buffer_count": Key(kind="count", least=1),
             "ratio": Key(kind="number"),
-            **{
-                name: _any(_DISK, False) for name in ("pipeline_read", "pipeline_write", "pipeline")
-            },
+            **dict.fromkeys(("pipeline_read", "pipeline_write", "pipeline"), _FLAG),
             **{
                 name: _any(_OFFLOAD, False)
                 for name in ("fast_init", "super_offload", "cpuadam_cores_perc")
@@ -73,7 +71,7 @@ ZERO: dict[str, Key] = {
     ),
     "offload_param": Key(
         kind="section",
-        keys={**_PLACE, "buffer_count": _any(_DISK), "max_in_cpu": _any(_DISK)},
+        keys={**_PLACE, "buffer_count": _any(_SIZE), "max_in_cpu": _any(_SIZE)},
     ),
     "cpu_offload": _FLAG,
     "cpu_offload_param": _FLAG,
@@ -200,7 +198,7 @@ TOP: dict[str, Key] = {
         "synchronize_checkpoint_boundary profile cpu_checkpointing",
     ),
     "aio": _section(
-        _DISK,
+        _SIZE,
         "block_size queue_depth intra_op_parallelism single_submit overlap_events use_gds "
         "thread_count",
     ),

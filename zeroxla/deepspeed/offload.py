@@ -8,7 +8,8 @@ from typing import Any
 from zeroxla.offload.options import Offload
 
 DEVICES = ("none", "cpu", "nvme")
-_NVME = 'NVMe is not part of this version: it is kept in host memory, as with "cpu"'
+_PARAMS = 'parameters are gathered from memory: they are kept in host memory, as with "cpu"'
+_NO_PATH = "only the device nvme has a path"
 _UNUSED = "only what is offloaded is updated in sub-groups, and nothing is"
 _ONE_PIN = "one part asks for pinned memory and another does not: all of it is pinned"
 _ONE_RATIO = "it holds for the parameters that are offloaded, too"
@@ -35,10 +36,16 @@ def offload_of(zero: Mapping[str, Any], ignored: dict[str, str]) -> dict[str, An
     pins: list[bool] = []
     for section, field in _FIELDS.items():
         written = zero.get(section, {})
-        place = _place(section, written, zero, ignored)
+        place = _place(section, written, zero)
         if place == "none":
             continue
         options[field] = "host"
+        if place == "nvme" and section == "offload_optimizer":
+            options |= _on_disk(section, written)
+        elif place == "nvme":
+            ignored[f"zero_optimization.{section}.device"] = _PARAMS
+        elif "nvme_path" in written:
+            ignored[f"zero_optimization.{section}.nvme_path"] = _NO_PATH
         if "pin_memory" in written:
             pins.append(written["pin_memory"])
         if section == "offload_optimizer":
@@ -62,9 +69,16 @@ def offload_of(zero: Mapping[str, Any], ignored: dict[str, str]) -> dict[str, An
     return {"offload": Offload(**options)}
 
 
-def _place(
-    section: str, written: Mapping[str, Any], zero: Mapping[str, Any], ignored: dict[str, str]
-) -> str:
+def _on_disk(section: str, written: Mapping[str, Any]) -> dict[str, Any]:
+    if "nvme_path" not in written:
+        raise ValueError(
+            f"zero_optimization.{section}.device='nvme' has no nvme_path; write the folder of a "
+            "fast disk of each host"
+        )
+    return {"optimizer": "disk", "path": written["nvme_path"]}
+
+
+def _place(section: str, written: Mapping[str, Any], zero: Mapping[str, Any]) -> str:
     """Return the device of a section or of the older flag that stands for it.
 
     Raises:
@@ -79,6 +93,4 @@ def _place(
             if "device" in written and place == "none":
                 raise ValueError(f"zero_optimization.{flag}=true and {dotted}='none'; write one")
             place = "cpu" if place == "none" else place
-    if place == "nvme":
-        ignored[dotted] = _NVME
     return place

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 import jax
 
-from zeroxla.offload.kinds import HOST_KINDS
+from zeroxla.offload.kinds import Place, place_of
 
 from .report import Report
 
@@ -156,28 +156,27 @@ def memory(
     )
 
 
-def shard_bytes(shapes: Any, *, on_host: bool = False) -> int:
+def shard_bytes(shapes: Any, *, place: Place = "device") -> int:
     """Sum the bytes of one device's shards of arrays, of their shapes and shardings alone.
 
     Args:
       shapes: a pytree of arrays or ShapeDtypeStructs with shardings; PRNG keys count nothing.
-      on_host: count what is offloaded to the host's memory, instead of what is in the device's.
+      place: count what is there.
     """
     return sum(
         math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
         for x in jax.tree.leaves(shapes)
-        if (x.sharding.memory_kind in HOST_KINDS) == on_host
-        and not jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key)
+        if place_of(x) == place and not jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key)
     )
 
 
-def array_bytes_per_device(tree: Any, *, on_host: bool = False) -> dict[jax.Device, int]:
+def array_bytes_per_device(tree: Any, *, place: Place = "device") -> dict[jax.Device, int]:
     """Sum the bytes that the live arrays of a pytree hold on each device of this process.
 
     Args:
       tree: a pytree, such as a `TrainState`. Leaves that are no `jax.Array` count nothing; an array
         that appears twice (tied leaves) counts once.
-      on_host: count what is offloaded to the host's memory, instead of what is in the device's.
+      place: "device", or "host": count what is offloaded there instead.
 
     Returns:
       Bytes by device, for the devices that hold anything.
@@ -188,7 +187,7 @@ def array_bytes_per_device(tree: Any, *, on_host: bool = False) -> dict[jax.Devi
     arrays = {id(leaf): leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array)}
     held: dict[jax.Device, int] = {}
     for array in arrays.values():
-        if (array.sharding.memory_kind in HOST_KINDS) != on_host:
+        if place_of(array) != place:
             continue
         for shard in array.addressable_shards:
             held[shard.device] = held.get(shard.device, 0) + shard.data.nbytes

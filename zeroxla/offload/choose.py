@@ -15,25 +15,27 @@ Both = tuple[tuple[Placement, ...], tuple[Placement, ...]]
 def offloaded(
     offload: Offload, params: Sequence[Placement], opt_state: Sequence[Placement]
 ) -> Both:
-    """Return the placements with what is offloaded in host memory.
+    """Return the placements with what is offloaded in its place.
 
     Arrays that every device has whole stay: each is smaller than one element a device. Of the
     others, each kind by itself, the first ones are offloaded up to `ratio` of the elements.
     """
     return (
-        _moved(params, offload) if offload.params == "host" else tuple(params),
-        _moved(opt_state, offload) if offload.optimizer == "host" else tuple(opt_state),
+        _moved(params, offload.memory_of(offload.params), offload.ratio),
+        _moved(opt_state, offload.memory_of(offload.optimizer), offload.ratio),
     )
 
 
-def _moved(placements: Sequence[Placement], offload: Offload) -> tuple[Placement, ...]:
+def _moved(
+    placements: Sequence[Placement], memory: str | None, ratio: float
+) -> tuple[Placement, ...]:
     sizes = [0 if p.dim is None else math.prod(p.shape) for p in placements]
-    room = offload.ratio * sum(sizes)
+    room = ratio * sum(sizes)
     found, moved = [], 0
     for placement, size in zip(placements, sizes, strict=True):
         # Half of a leaf over is nearer than half of it short.
-        if size and moved + size / 2 <= room:
+        if memory is not None and size and moved + size / 2 <= room:
             moved += size
-            placement = dataclasses.replace(placement, memory=offload.memory_kind)
+            placement = dataclasses.replace(placement, memory=memory)
         found.append(placement)
     return tuple(found)

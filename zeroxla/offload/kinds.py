@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import jax
 from jax import memory
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
+from zeroxla.offload.disk.array import DiskArray, DiskShape
+
+Place = Literal["device", "host", "disk"]
 HOST_KINDS = ("pinned_host", "unpinned_host")
 """JAX's names of a host's memory."""
+
+
+def place_of(x: Any) -> Place:
+    """Return where an array of a state is, or the array of a shape with a sharding."""
+    if isinstance(x, (DiskArray, DiskShape)):
+        return "disk"
+    return "host" if x.sharding.memory_kind in HOST_KINDS else "device"
 
 
 def is_on_host(x: Any) -> bool:

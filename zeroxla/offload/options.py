@@ -1,14 +1,17 @@
-"""`Offload`: which parts of the state live in the host's memory."""
+"""`Offload`: which parts of the state live in the host's memory, or on its disk."""
 
 from __future__ import annotations
 
 import dataclasses
 import numbers
+import os
 from typing import Literal
 
 from zeroxla.config_checks import whole_number
 
-PLACES = ("none", "host")
+PLACES = ("none", "host", "disk")
+DISK = "disk"
+"""The place that is no memory of JAX's."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -17,14 +20,15 @@ class Offload:
 
     A device's shards in host memory come to it when they are used: parameters unit by unit, as the
     fetch plan gathers them; the optimizer's state, and the parameters' master, in sub-groups as the
-    update reads them, and go back when it has written them. The step computes the same, bit for
-    bit.
+    update reads them, and go back when it has written them. On disk each process has one file, of
+    twice the bytes of what is in it: a step never writes over the state before it. The step
+    computes the same, bit for bit.
 
     Source: ZeRO-Offload, arXiv 2101.06840; ZeRO-Infinity, arXiv 2104.07857; DeepSpeed's
     `offload_optimizer` and `offload_param`.
     """
 
-    optimizer: Literal["none", "host"] = "none"
+    optimizer: Literal["none", "host", "disk"] = "none"
     """Where the optimizer's state of split leaves lives. (offload_optimizer.device)"""
 
     params: Literal["none", "host"] = "none"
@@ -39,7 +43,7 @@ class Offload:
     pin: bool = True
     """Whether host memory is pinned, so that copies run beside computation. (pin_memory)"""
 
-    sub_group: int = 1_000_000_000
+    sub_group: int = 100_000_000
     """Most elements, of one device, that the update has on the device at a time, for each buffer; a
     leaf larger than that is a sub-group of its own. (sub_group_size)"""
 
@@ -47,12 +51,26 @@ class Offload:
     """Sub-groups that are on the device at a time: with 2, one comes while one is updated.
     (buffer_count)"""
 
+    path: str | None = None
+    """The folder of the file, on a disk of each host; made if missing. (nvme_path)"""
+
     def __post_init__(self) -> None:
         for name in ("optimizer", "params"):
             if getattr(self, name) not in PLACES:
                 raise ValueError(
                     f"Offload({name}={getattr(self, name)!r}) is not a place; use one of {PLACES}"
                 )
+        if self.params == DISK:
+            raise NotImplementedError(
+                "Offload(params='disk') is not supported: parameters are gathered from memory; use "
+                "params='host'"
+            )
+        if self.on_disk and self.path is None:
+            raise ValueError(
+                "Offload(optimizer='disk') needs a folder: pass path=, on a fast disk of each host"
+            )
+        if self.path is not None:
+            object.__setattr__(self, "path", os.fspath(self.path))
         ratio = self.ratio
         if not isinstance(ratio, numbers.Real) or not 0 <= ratio <= 1:
             raise ValueError(f"Offload(ratio={ratio!r}) must be a share, 0 to 1")
@@ -66,6 +84,15 @@ class Offload:
         return (self.optimizer, self.params) != ("none", "none") and self.ratio > 0
 
     @property
+    def on_disk(self) -> bool:
+        """Whether anything is on disk."""
+        return DISK in (self.optimizer, self.params) and self.ratio > 0
+
+    @property
     def memory_kind(self) -> str:
         """JAX's name of the host memory."""
         return "pinned_host" if self.pin else "unpinned_host"
+
+    def memory_of(self, place: str) -> str | None:
+        """Return what a placement calls a place."""
+        return {"none": None, "host": self.memory_kind, DISK: DISK}[place]

@@ -37,6 +37,7 @@ class MemoryPlan(Report):
         and what is being computed.
       secondary_bytes: of secondary shards when all are there; counted in the two above.
       offloaded_bytes: of the device's state, in its host's memory; not counted above.
+      disk_bytes: of the device's state, on its host's disk; the file has room for it twice.
     """
 
     parameter_bytes: int
@@ -48,6 +49,7 @@ class MemoryPlan(Report):
     activation_bytes: int
     secondary_bytes: int
     offloaded_bytes: int = 0
+    disk_bytes: int = 0
 
     @staticmethod
     def of(step: Step, state: TrainState, batch: Any, peak: Counter[str]) -> MemoryPlan:
@@ -63,7 +65,8 @@ class MemoryPlan(Report):
         return MemoryPlan(
             parameter_bytes=shard_bytes(state.params),
             optimizer_bytes=shard_bytes(state.opt_state),
-            offloaded_bytes=shard_bytes((state.params, state.opt_state), on_host=True),
+            offloaded_bytes=shard_bytes((state.params, state.opt_state), place="host"),
+            disk_bytes=shard_bytes((state.params, state.opt_state), place="disk"),
             wire_bytes=shard_bytes(state.wire_state),
             other_bytes=shard_bytes(others) + rows // world_size(step.mesh),
             gathered_bytes=peak[GATHERED],

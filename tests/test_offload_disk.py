@@ -1,0 +1,247 @@
+"""State on disk: the same numbers, a step at a time, and never half a step."""
+
+import errno
+import os
+from pathlib import Path
+
+import jax
+import numpy as np
+import optax
+import pytest
+from offload_tools import assert_same, batch, make, make_step, taken, trained
+from quick import thinned
+
+import zeroxla
+from zeroxla import Checkpointer, Offload
+from zeroxla.inspect.memory import shard_bytes
+from zeroxla.offload.disk.array import DiskArray
+from zeroxla.offload.disk.file import DamagedStateError
+
+
+def disk(tmp_path, **options):
+    return Offload(optimizer="disk", path=tmp_path / "state", **{"sub_group": 1000, **options})
+
+
+def state_file(state):
+    return next(x.file for x in jax.tree.leaves(state.opt_state) if isinstance(x, DiskArray))
+
+
+def on_disk(state):
+    return [x for x in jax.tree.leaves(state.opt_state) if isinstance(x, DiskArray)]
+
+
+SCHEDULED = optax.chain(
+    optax.clip_by_global_norm(0.5), optax.adam(optax.linear_schedule(1e-2, 1e-3, 20))
+)
+ROWS = [
+    ("scanned", "zero3", {}, 1, None),
+    ("nnx", "zeropp", {"params": "host", "sub_group": 1}, 2, SCHEDULED),
+    ("unrolled", "zeropp", {"ratio": 0.5}, 2, None),
+    ("unrolled", "zero3", {"params": "host", "buffers": 1}, 1, SCHEDULED),
+    ("scanned", "zeropp_hq", {"buffers": 3}, 2, None),
+    ("scanned", "zeropp", {"ratio": 0.5, "params": "host"}, 1, optax.adafactor(1e-2)),
+    ("nnx", "zero3", {"sub_group": 10**8}, 1, optax.lamb(1e-2)),
+]
+
+
+# With all optimisation, which decides about roundings.
+@pytest.mark.parametrize(
+    ("model", "preset", "options", "accumulate", "optimizer"), thinned(ROWS, keep=4, rows=True)
+)
+def test_twenty_steps_are_bit_for_bit_those_without(
+    mesh24, tmp_path, model, preset, options, accumulate, optimizer
+):
+    found = []
+    for place in (Offload(), disk(tmp_path, **options)):
+        step, state = make(mesh24, place, model, preset, optimizer=optimizer, accumulate=accumulate)
+        state, losses = taken(step, state, 20)
+        assert losses[-1] < losses[0]
+        found.append((losses, trained(state)))
+        last = state
+    assert found[0][0] == found[1][0]
+    assert_same(found[0][1], found[1][1])
+    assert on_disk(last)
+
+
+def test_what_is_on_disk_is_on_no_device(mesh24, tmp_path):
+    step, state = make(mesh24, disk(tmp_path))
+    whole = make_step(mesh24, Offload()).abstract_state(batch())
+    moments = 2 / 3 * shard_bytes(trained(whole))
+    shapes = step.shapes()
+    assert shard_bytes(shapes.opt_state, place="disk") == pytest.approx(moments, rel=0.01)
+    assert shard_bytes(shapes.opt_state) < 0.01 * moments
+    assert all(isinstance(x, DiskArray) for x in jax.tree.leaves(state.opt_state) if x.size >= 8)
+    file = state_file(state)
+    # Two versions, and less than a page for each shard.
+    assert file.nbytes == os.path.getsize(file.path)
+    assert 2 * file.array_bytes <= file.nbytes < 2 * file.array_bytes + 4096 * 8 * 120
+
+
+def test_a_step_moves_the_state_once_in_and_once_out_beside_the_update(mesh24, tmp_path):
+    step, state = make(mesh24, disk(tmp_path), model="unrolled")
+    state, _ = step(state, batch())
+    state, metrics = step(state, batch())
+    accesses = state_file(state).blocks.accesses
+    moved = {kind: sum(x.nbytes for x in accesses if x.kind == kind) for kind in ("read", "write")}
+    file = state_file(state)
+    # What is written at last says which version is in force.
+    assert 0 < moved["write"] - moved["read"] <= 2 * 4096
+    assert file.array_bytes <= moved["read"] <= file.array_bytes + 4096 * len(file._extents)
+    assert metrics["disk_read_bytes_per_s"] > 0
+    updates = [x for x in accesses if x.kind == "update"]
+    groups = step.disk._update(state)._pieces.groups
+    assert len(updates) == len(groups) > 4
+    # Before anything is written, two sub-groups are read, each shard a block; and no third.
+    first_write = min(x.begun for x in accesses if x.kind == "write")
+    before = sum(x.kind == "read" and x.begun < first_write for x in accesses)
+    assert before == 8 * sum(len(group.arrays) for group in groups[:2])
+
+
+def test_a_checkpoint_is_of_the_step_it_was_saved_after(mesh24, tmp_path):
+    """While it is written, steps go on; it opens in every memory, and back on disk."""
+    place = disk(tmp_path)
+    step, state = make(mesh24, place)
+    state, _ = taken(step, state, 2)
+    with Checkpointer(tmp_path / "checkpoints") as checkpointer:
+        checkpointer.save(2, state)
+        state, want = taken(step, state, 3)
+        want = want, jax.tree.map(np.asarray, trained(state))
+        for other in (place, Offload(), Offload(optimizer="host")):
+            step = make_step(mesh24, other)
+            step.abstract_state(batch())
+            restored = checkpointer.restore(step)
+            assert restored.number == 2
+            assert bool(on_disk(restored.state)) == (other is place)
+            found, losses = taken(step, restored.state, 3)
+            assert losses == want[0]
+            assert_same(trained(found), want[1])
+        with pytest.raises(ValueError, match="pass the step"):
+            checkpointer.restore(make_step(mesh24, place).abstract_state(batch()))
+
+
+def test_a_step_waits_for_a_checkpoint_to_read_what_it_would_write_over(mesh24, tmp_path):
+    step, state = make(mesh24, disk(tmp_path))
+    file, version = state_file(state), state_file(state).version
+    before = np.asarray(on_disk(state)[0])
+    array = on_disk(state)[0]
+    file.hold(version)
+    state, _ = step(state, batch())
+    assert_same(np.asarray(array), before)  # still there, while it is held
+    with pytest.MonkeyPatch.context() as patch:
+        waited = []
+
+        def wait_for(condition):
+            waited.append(condition())
+            file.let_go(version)
+
+        patch.setattr(file._letting_go, "wait_for", wait_for)
+        state, _ = step(state, batch())
+    assert waited == [False]
+    with pytest.raises(ValueError, match="a state that is no more"):
+        np.asarray(array)
+
+
+def test_a_state_is_spent_by_its_step(mesh24, tmp_path):
+    step, state = make(mesh24, disk(tmp_path))
+    new, _ = step(state, batch())
+    with pytest.raises(ValueError, match="was deleted by the step"):
+        step(state, batch())
+    # Another step of the same process goes on in the file.
+    other, anew = make(mesh24, disk(tmp_path))
+    with pytest.raises(ValueError, match="a later step, or a restored checkpoint, has written"):
+        step(new, batch())
+    other(anew, batch())
+
+
+def offset_of(file, name):
+    """Return where the version in force of an array begins."""
+    return file._offset(file._extents[name], file.version.copies[file._order[name]])
+
+
+def flip(path: Path, offset: int) -> None:
+    with open(path, "r+b") as file:
+        file.seek(offset)
+        byte = file.read(1)[0]
+        file.seek(offset)
+        file.write(bytes([byte ^ 1]))
+
+
+def test_a_flipped_byte_is_found_and_the_leaf_named(mesh24, tmp_path):
+    step, state = make(mesh24, disk(tmp_path))
+    state, _ = taken(step, state, 1)
+    with Checkpointer(tmp_path / "checkpoints", asynchronous=False) as checkpointer:
+        checkpointer.save(1, state)
+        file = state_file(state)
+        name = next(n for n in file._extents if "nu/h/mlp/c_fc/kernel" in n)
+        flip(file.path, offset_of(file, name) + 5)
+        with pytest.raises(DamagedStateError, match=r"nu/h/mlp/c_fc/kernel\[.*checksum of block"):
+            step(state, batch())
+        # Nothing of that step is in force, and the checkpoint is another file.
+        state = checkpointer.restore(step).state
+        _, losses = taken(step, state, 1)
+    step, state = make(mesh24, Offload())
+    assert losses == taken(step, state, 2)[1][1:]
+
+
+def test_a_removed_file_is_found(mesh24, tmp_path):
+    step, state = make(mesh24, disk(tmp_path))
+    state_file(state).path.unlink()
+    with pytest.raises(DamagedStateError, match="was removed or replaced"):
+        step(state, batch())
+
+
+def test_a_disk_that_fails_puts_nothing_in_force(mesh24, tmp_path, monkeypatch):
+    step, state = make(mesh24, disk(tmp_path))
+    state, _ = taken(step, state, 1)
+    file, version = state_file(state), state_file(state).version
+    real, calls = os.pwrite, []
+
+    def pwrite(fd, data, offset):
+        calls.append(offset)
+        if len(calls) == 20:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return real(fd, data, offset)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", pwrite)
+        with pytest.raises(OSError, match=os.strerror(errno.EIO)):
+            step(state, batch())
+    assert file.version is version
+    step, state = make(mesh24, disk(tmp_path))  # the file serves on
+    taken(step, state, 1)
+
+
+def test_bad_paths(mesh24, tmp_path, monkeypatch):
+    with pytest.raises(ValueError, match=r"needs a folder: pass path="):
+        Offload(optimizer="disk")
+    with pytest.raises(NotImplementedError, match=r"params='disk'.*use params='host'"):
+        Offload(params="disk", path=tmp_path)
+
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match=r"cannot be kept in .*file.*give a folder"):
+        make(mesh24, Offload(optimizer="disk", path=tmp_path / "file"))
+
+    usage = type("Usage", (), {"free": 12345})
+    with monkeypatch.context() as patch:
+        patch.setattr("shutil.disk_usage", lambda path: usage)
+        with pytest.raises(ValueError, match=r"needs [\d,]+ bytes in .*and 12,345 are free"):
+            make(mesh24, disk(tmp_path))
+    assert not list((tmp_path / "state").iterdir())
+
+    make(mesh24, disk(tmp_path))
+    with pytest.raises(ValueError, match=r"holds another state"):
+        make(mesh24, disk(tmp_path), model="unrolled")
+
+
+def test_what_needs_no_update_leaves_the_disk_alone(mesh24, tmp_path):
+    step, state = make(mesh24, disk(tmp_path))
+    state, _ = taken(step, state, 1)
+    file = state_file(state)
+    file.blocks.accesses.clear()
+    in_memory = make_step(mesh24, Offload())
+    other, _ = taken(in_memory, in_memory.init(jax.random.key(0), batch()), 1)
+    assert step.eval(state, batch()) == in_memory.eval(other, batch())
+    assert_same(step.grad(state, batch()), in_memory.grad(other, batch()))
+    compiled = step.lower(state, batch()).compile()
+    assert zeroxla.inspect.memory(compiled).total_bytes > 0
+    assert not file.blocks.accesses

@@ -1,0 +1,1 @@
+"""State on disk: one preallocated file a process, read and written beside the update."""

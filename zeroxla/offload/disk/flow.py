@@ -1,0 +1,81 @@
+"""Reads ahead of a step's update and writes behind it, with few sub-groups in memory."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import jax
+
+from zeroxla.offload.disk.array import Arriving, DiskArray, write
+from zeroxla.offload.disk.blocks import Access
+from zeroxla.offload.disk.file import StateFile
+
+
+class Flow:
+    """A step's way through a file; a context, at whose end nothing is under way.
+
+    Args:
+      file: of the arrays.
+      groups: the arrays of each sub-group, by what the caller calls them.
+      buffers: sub-groups that are read, computed or written at a time.
+    """
+
+    def __init__(
+        self, file: StateFile, groups: Sequence[Mapping[Any, DiskArray]], *, buffers: int
+    ) -> None:
+        self._file, self._buffers = file, buffers
+        self._to_come = deque(groups)
+        self._reading: deque[dict[Any, Arriving]] = deque()
+        self._writing: deque[tuple[list[Future[int]], Any]] = deque()
+        self._begun = 0.0
+
+    def __enter__(self) -> Flow:
+        self._file.wait_for_readers()
+        self._file.blocks.accesses.clear()
+        self._read_ahead()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for group in self._reading:
+            for arriving in group.values():
+                arriving.wait()
+        self._file.abandon()
+
+    def next(self) -> dict[Any, jax.Array]:
+        """Return the arrays of the next sub-group."""
+        self._read_ahead()
+        arrays = {k: arriving.result() for k, arriving in self._reading.popleft().items()}
+        self._begun = time.perf_counter()
+        return arrays
+
+    def write(self, arrays: Mapping[str, jax.Array]) -> None:
+        """Write arrays' next versions, by name; waits until they are computed."""
+        jax.block_until_ready(list(arrays.values()))
+        self._file.blocks.accesses.append(Access("update", self._begun, time.perf_counter(), 0))
+        futures = [f for name, array in arrays.items() for f in write(name, array, self._file)]
+        self._writing.append((futures, arrays))
+        self._read_ahead()
+
+    def commit(self) -> None:
+        """Wait until all is written, and put it in force."""
+        self._writing.clear()
+        self._file.commit()
+
+    def _read_ahead(self) -> None:
+        """Begin to read as many sub-groups as there is room for, of which one at least."""
+        while self._to_come:
+            if len(self._reading) + len(self._writing) >= self._buffers:
+                if self._reading and not self._writing:
+                    return
+                self._wait_for_oldest()
+            group = self._to_come.popleft()
+            self._reading.append({k: array.read() for k, array in group.items()})
+
+    def _wait_for_oldest(self) -> None:
+        futures, _ = self._writing.popleft()
+        for future in futures:
+            future.result()

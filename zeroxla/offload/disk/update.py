@@ -1,0 +1,217 @@
+"""A step whose optimizer state is on disk: gradients in one program, the update in several.
+
+    disk      read 0 | read 1 |       read 2 ...
+    devices   gradients       | update 0 | update 1 ...
+    disk                                 write 0 | write 1 ...
+
+Each sub-group of the update (see `pieces`) is read, computed and written; `buffers` of them are in
+memory at a time, so that one is read and one written while one is computed. When all are written
+they are put in force at once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from zeroxla.hosts.together import together
+from zeroxla.offload.disk.array import DiskArray
+from zeroxla.offload.disk.blocks import Access
+from zeroxla.offload.disk.flow import Flow
+from zeroxla.offload.kinds import place_of, put, to_device
+from zeroxla.offload.pieces import Pieces, SubGroup
+from zeroxla.programs import Programs
+from zeroxla.state import TrainState
+from zeroxla.trace import Value, read, run
+
+RunProgram = Callable[..., Any]
+"""(name, jitted program, *arguments) -> its results."""
+
+
+class DiskUpdate:
+    """The programs of a step, for states of one structure."""
+
+    def __init__(self, programs: Programs, jit: Callable[..., Any], state: TrainState) -> None:
+        """Trace the update, and cut it.
+
+        Args:
+          programs: of the step.
+          jit: `jax.jit` with the step's options.
+          state: of which only shapes and placements matter.
+        """
+        placements = [p for placed in state.placements for p in placed]
+        mesh, offload = programs.mesh, programs.config.offload
+        params, opt_state = _shapes((state.params, state.opt_state))
+        self._tree = jax.tree.structure(params)
+        args = (params, opt_state, params, jax.ShapeDtypeStruct((), bool))  # gradients as params
+        num_others = len(jax.tree.leaves(args)) - len(placements)
+        self._programs, self._buffers = programs, offload.buffers
+        self._places = [p.sharding(mesh) for p in placements]
+        self._pieces = pieces = Pieces.of(
+            programs.update_of(state),
+            args,
+            [p.memory is not None for p in placements] + [False] * num_others,
+            limit=offload.sub_group * mesh.size,
+        )
+        inputs = pieces.program.inputs
+        self._held, self._given = inputs[: len(placements)], inputs[len(placements) :]
+        readers = Counter(v for group in pieces.groups for v in group.reads)
+        # What the gradients' program leaves for the groups; all else the state holds.
+        self._kept = tuple(v for v in readers if v not in set(self._held))
+        self._read_once = frozenset(v for v, n in readers.items() if n == 1)
+        self._gradients = jit(self._gradients_program, donate_argnums=0)
+        self._updates = [
+            jit(self._update_program(group), donate_argnums=(0, 1)) for group in pieces.groups
+        ]
+
+    def __call__(
+        self, state: TrainState, batch: Any, run_program: RunProgram
+    ) -> tuple[TrainState, dict[str, Any]]:
+        """Take one optimizer step.
+
+        Raises:
+          DamagedStateError: the file is gone, or holds something else than what was written.
+          OSError: the disk fails. In either case nothing of the step is put in force.
+        """
+        leaves = [*jax.tree.leaves(state.params), *jax.tree.leaves(state.opt_state)]
+        held: dict[Value, Any] = dict(zip(self._held, leaves, strict=True))
+        on_disk = {i: x for i, x in enumerate(leaves) if isinstance(x, DiskArray)}
+        file = next(iter(on_disk.values())).file
+        begun = time.perf_counter()
+        together("state on disk", file.check)
+        arriving = [
+            {k: held[v] for k, v in enumerate(group.arrays) if isinstance(held[v], DiskArray)}
+            for group in self._pieces.groups
+        ]
+        rest, here = _apart(state)
+        del leaves
+        with Flow(file, arriving, buffers=self._buffers) as flow:
+            kept, found, rest, metrics = run_program(
+                "gradients", self._gradients, rest, here, batch
+            )
+            del here
+            held.update(zip(self._kept, kept, strict=True))
+            del kept
+            results: dict[int, Any] = dict(zip(self._pieces.shared, found, strict=True))
+            names = {i: array.name for i, array in on_disk.items()}
+            failure = self._update(flow, held, names, results, run_program)
+
+            def commit() -> None:
+                if failure is not None:
+                    raise failure
+                flow.commit()
+
+            together("state on disk", commit)
+        results |= {i: held[v] for i, v in self._pieces.untouched.items()}
+        for i, array in on_disk.items():
+            results[i] = dataclasses.replace(array, version=file.version)
+        metrics |= self._rate(results) | _rates(file.blocks.accesses, time.perf_counter() - begun)
+        return self._state(rest, results), metrics
+
+    def lower(self, state: TrainState, batch: Any) -> jax.stages.Lowered:
+        """Lower the program that computes the gradients, for shapes."""
+        return self._gradients.lower(*_apart(state), batch)
+
+    def _update(
+        self,
+        flow: Flow,
+        held: dict[Value, Any],
+        names: Mapping[int, str],
+        results: dict[int, Any],
+        run_program: RunProgram,
+    ) -> Exception | None:
+        """Compute the sub-groups: write what has a name, add what has none to the results. Return
+        what went wrong, of which other processes are yet to hear."""
+        try:
+            for n, group in enumerate(self._pieces.groups):
+                arrays = flow.next()
+                arrays |= {k: held.pop(v) for k, v in enumerate(group.arrays) if k not in arrays}
+                mine, others = self._reads(group, held)
+                found, _ = run_program(f"update {n}", self._updates[n], arrays, mine, others)
+                made = dict(zip(group.results, found, strict=True))
+                results |= {i: x for i, x in made.items() if i not in names}
+                flow.write({names[i]: x for i, x in made.items() if i in names})
+                del arrays, mine, found, made
+        except Exception as error:
+            return error
+        return None
+
+    def _gradients_program(
+        self, rest: TrainState, here: Sequence[jax.Array | None], batch: Any
+    ) -> tuple[list[jax.Array], list[jax.Array], TrainState, dict[str, Any]]:
+        """Return what the groups read besides the state, the results that are in no group, the next
+        state without parameters and optimizer state, and the metrics."""
+        program = self._pieces.program
+        params = self._tree.unflatten(here[: self._tree.num_leaves])
+        state = dataclasses.replace(rest, params=params)
+        grads, rest, metrics = self._programs.begin(state, batch)
+        env: dict[Value, Any] = dict(zip(self._held, here, strict=True))
+        env |= zip(self._given, [*jax.tree.leaves(grads), metrics["finite"]], strict=True)
+        with jax.named_scope("update"):
+            run(self._pieces.common, env)
+        found = self._placed({i: read(env, program.outputs[i]) for i in self._pieces.shared})
+        return [env[v] for v in self._kept], found, rest, metrics
+
+    def _update_program(self, group: SubGroup) -> Callable[..., Any]:
+        def update(
+            arrays: Mapping[int, jax.Array],
+            mine: Mapping[int, jax.Array],
+            others: Mapping[int, jax.Array],
+        ) -> tuple[list[jax.Array], list[jax.Array]]:
+            env = {v: to_device(arrays[k]) for k, v in enumerate(group.arrays)}
+            env |= {v: (mine if k in mine else others)[k] for k, v in enumerate(group.reads)}
+            with jax.named_scope("update"):
+                run(group.equations, env)
+            outputs = self._pieces.program.outputs
+            found = self._placed({i: read(env, outputs[i]) for i in group.results})
+            return found, [env[v] for v in group.scalars]
+
+        return update
+
+    def _placed(self, results: Mapping[int, jax.Array]) -> list[jax.Array]:
+        """Return results of the update, those of the state where it has them."""
+        num = len(self._places)
+        return [put(x, self._places[i]) if i < num else x for i, x in results.items()]
+
+    def _reads(
+        self, group: SubGroup, held: dict[Value, Any]
+    ) -> tuple[dict[int, jax.Array], dict[int, jax.Array]]:
+        """Return what a group reads: what nothing else does, which it may write over, and the
+        rest; by position."""
+        positions = enumerate(group.reads)
+        mine = {k: held.pop(v) for k, v in positions if v in self._read_once}
+        others = {k: held[v] for k, v in enumerate(group.reads) if k not in mine}
+        return mine, others
+
+    def _state(self, rest: TrainState, results: Mapping[int, Any]) -> TrainState:
+        leaves = [results[i] for i in range(len(results))]
+        params, opt_state, _ = self._pieces.tree.unflatten(leaves)
+        return dataclasses.replace(rest, params=params, opt_state=opt_state)
+
+    def _rate(self, results: Mapping[int, Any]) -> dict[str, jax.Array]:
+        return self._programs.rate_of([results[i] for i in range(len(self._places), len(results))])
+
+
+def _apart(state: TrainState) -> tuple[TrainState, list[Any]]:
+    """Return a state without parameters and optimizer state, and the leaves of these that are in
+    memory, None for the others."""
+    leaves = [*jax.tree.leaves(state.params), *jax.tree.leaves(state.opt_state)]
+    here = [None if place_of(x) == "disk" else x for x in leaves]
+    return dataclasses.replace(state, params=None, opt_state=None), here
+
+
+def _rates(accesses: Sequence[Access], seconds: float) -> dict[str, float]:
+    """Return how many bytes a second were moved."""
+    return {
+        f"disk_{kind}_bytes_per_s": sum(x.nbytes for x in accesses if x.kind == kind) / seconds
+        for kind in ("read", "write")
+    }
+
+
+def _shapes(tree: Any) -> Any:
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)

@@ -1,0 +1,28 @@
+"""Things of different sizes, packed in order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TypeVar
+
+_T = TypeVar("_T")
+
+
+def packed(things: Iterable[_T], size_of: Callable[[_T], int], limit: int) -> list[list[_T]]:
+    """Join things that follow each other while together they are not larger than a limit.
+
+    What is larger than that comes alone.
+
+    >>> packed([3, 1, 9, 2, 2], lambda n: n, 5)
+    [[3, 1], [9], [2, 2]]
+    """
+    packs: list[list[_T]] = []
+    size = 0
+    for thing in things:
+        more = size_of(thing)
+        if not packs or size + more > limit:
+            packs.append([])
+            size = 0
+        packs[-1].append(thing)
+        size += more
+    return packs
