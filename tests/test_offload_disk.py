@@ -68,6 +68,8 @@ def test_what_is_on_disk_is_on_no_device(mesh24, tmp_path):
     whole = make_step(mesh24, Offload()).abstract_state(batch())
     moments = 2 / 3 * shard_bytes(trained(whole))
     shapes = step.shapes()
+    on_disk_bytes = f"{shard_bytes(shapes.opt_state, place='disk'):,} bytes on disk"
+    assert on_disk_bytes in str(step.describe())
     assert shard_bytes(shapes.opt_state, place="disk") == pytest.approx(moments, rel=0.01)
     assert shard_bytes(shapes.opt_state) < 0.01 * moments
     assert all(isinstance(x, DiskArray) for x in jax.tree.leaves(state.opt_state) if x.size >= 8)

@@ -7,11 +7,14 @@ import os
 import re
 import shutil
 import signal
+import subprocess
+import sys
+import time
 
 import jax
 import jax.numpy as jnp
 import pytest
-from quick import quick_compilation, thinned  # noqa: F401
+from quick import QUICK, quick_compilation, thinned  # noqa: F401
 from train_tools import check_no_option, check_refused, copy_at, train, train_as_a_user, values
 
 from zeroxla import Checkpointer, SaveError, cli
@@ -191,6 +194,32 @@ class TestInterrupt:
         monkeypatch.undo()
 
         assert train("--resume", "--run", run) == 0
+        assert values(run, "loss") == values(finished[0], "loss")
+
+
+@pytest.mark.slow
+class TestKilled:
+    def test_a_run_whose_optimizer_is_on_disk_goes_on_from_its_last_checkpoint(
+        self, finished, text, tmp_path
+    ):
+        run = tmp_path / "run"
+        disk = ["--offload-optimizer", "disk", "--offload-path", tmp_path / "disk"]
+        begin = ["--run", run, "--data", text, *TINY, "--steps", "12", "--save-every", "1", *disk]
+        arguments = begin
+        for killed_after in (2, 5, 9):
+            command = [sys.executable, "-m", "zeroxla.cli", "train", *map(str, arguments)]
+            process = subprocess.Popen(
+                command, env={**os.environ, **QUICK}, stdout=subprocess.DEVNULL
+            )
+            while process.poll() is None:
+                saved = [p.name for p in run.glob("checkpoints/*") if p.name.isdigit()]
+                if max(map(int, saved), default=0) >= killed_after:
+                    process.kill()
+                    break
+                time.sleep(0.01)
+            assert process.wait() == -signal.SIGKILL
+            arguments = ["--resume", "--run", run]
+        assert train(*arguments) == 0
         assert values(run, "loss") == values(finished[0], "loss")
 
 

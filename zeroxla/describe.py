@@ -5,11 +5,15 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter
+from collections.abc import Mapping
+from typing import Any
 
 from rich.table import Table
 
+from zeroxla.inspect.memory import shard_bytes
 from zeroxla.inspect.report import Report
 from zeroxla.layout import Layout, Leaf
+from zeroxla.offload.kinds import Place
 from zeroxla.routes import AS_STORED
 from zeroxla.segments import Loop, Plan, Remat, Straight
 from zeroxla.wiring import Wiring
@@ -50,10 +54,12 @@ class Description(Report):
     Attributes:
       rows: one per leaf.
       mesh: the mesh in words.
+      optimizer: bytes of the optimizer's state of one device, by where they are.
     """
 
     rows: tuple[Row, ...]
     mesh: str
+    optimizer: Mapping[str, int]
 
     @property
     def shard_bytes(self) -> int:
@@ -89,13 +95,19 @@ class Description(Report):
         """The units, in order of first use."""
         return tuple(dict.fromkeys(row.unit for row in self.rows))
 
+    def _optimizer_in_words(self) -> str:
+        names = {"device": "", "host": " on the host", "disk": " on disk"}
+        found = [f"{n:,} bytes{names[place]}" for place, n in self.optimizer.items() if n]
+        return ", ".join(found) or "0 bytes"
+
     def table(self) -> Table:
         """Return the table for a rich console."""
         kinds = "float32 and wires" if any(r.wires == AS_STORED for r in self.rows) else "float32"
         table = Table(
             title=f"{self.num_parameters:,} parameters on {self.mesh}\n"
             f"a device: {self.shard_bytes:,} bytes of {kinds}, {self.secondary_bytes:,} of "
-            f"secondary shards, {self.gradient_bytes:,} of gradients"
+            f"secondary shards, {self.gradient_bytes:,} of gradients\n"
+            f"the optimizer's state of a device: {self._optimizer_in_words()}"
         )
         for name in ("leaf", "shape", "placement", "unit", "wires"):
             table.add_column(name, no_wrap=True)
@@ -111,8 +123,9 @@ class Description(Report):
         return table
 
 
-def describe(layout: Layout, plan: Plan, wiring: Wiring) -> Description:
-    """Make the table of a model's leaves from its layout, fetch plan and wires."""
+def describe(layout: Layout, plan: Plan, wiring: Wiring, opt_state: Any) -> Description:
+    """Make the table of a model's leaves from its layout, fetch plan and wires, and the shapes of
+    the optimizer's state."""
     collectives = wiring.collectives
     world = collectives.world
     units = unit_names(plan)
@@ -143,7 +156,9 @@ def describe(layout: Layout, plan: Plan, wiring: Wiring) -> Description:
             )
         )
     words = f"{collectives.hops.nodes} node(s) x {collectives.hops.devices} device(s)"
-    return Description(rows=tuple(rows), mesh=words)
+    places: tuple[Place, ...] = ("device", "host", "disk")
+    optimizer = {place: shard_bytes(opt_state, place=place) for place in places}
+    return Description(rows=tuple(rows), mesh=words, optimizer=optimizer)
 
 
 def _wires(leaf: Leaf, wiring: Wiring) -> str:

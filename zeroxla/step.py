@@ -215,7 +215,8 @@ class Step:
         layout = make_layout(params, placements, self.config)
         if self.programs.pipeline is not None:
             return self.programs.partition(layout, *shapes[1:])
-        return describe(layout, self.programs.plan(layout, *shapes), self.programs.wiring)
+        plan = self.programs.plan(layout, *shapes)
+        return describe(layout, plan, self.programs.wiring, self.shapes().opt_state)
 
     def with_config(self, config: ZeroConfig) -> Step:
         """Return another program for the same state."""

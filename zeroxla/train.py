@@ -22,6 +22,7 @@ from zeroxla.hosts.environment import STARTED
 from zeroxla.hosts.exchange import agree, on_first
 from zeroxla.interrupt import StopRequest, stop_on_signal
 from zeroxla.make import make_step
+from zeroxla.offload.disk.steps import has_disk
 from zeroxla.run_folder import CHECKPOINTS, NoRunFolder, RunFolder, read_config
 from zeroxla.train_options import RunOptions, TrainOptions
 from zeroxla.train_output import Output
@@ -96,7 +97,9 @@ class _Job:
         optimizer = optimizer_for(options, self.schedule)
         self.step = make_step(self.task.model, self.mesh, optimizer, config=config)
         # Traces the model, so that what does not fit the devices is found before files are made.
-        self.step.abstract_state(self.valid_batches[0])
+        shapes = self.step.abstract_state(self.valid_batches[0])
+        # And so is a disk without room.
+        self.on_disk = self.step.disk.writer(shapes) if has_disk(shapes) else None
         self.stages: Stages | None = None
         if options.pipeline.pipe > 1:
             self.stages = Stages.of(self.step, self.task.model)

@@ -95,6 +95,7 @@ class DiskUpdate:
                 "gradients", self._gradients, rest, here, batch
             )
             del here
+            jax.block_until_ready(kept)
             held.update(zip(self._kept, kept, strict=True))
             del kept
             results: dict[int, Any] = dict(zip(self._pieces.shared, found, strict=True))

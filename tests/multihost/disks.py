@@ -1,0 +1,53 @@
+"""State on the disks of several processes: prints what the test looks for.
+
+    python disks.py FOLDER
+
+Run by every process of a launch. FOLDER gets the files of the state, and a checkpoint.
+"""
+
+import sys
+from pathlib import Path
+
+
+def main(folder):
+    import zeroxla
+
+    zeroxla.initialize()
+    import jax
+    from offload_tools import batch, make_step
+    from test_offload_disk import flip, offset_of, state_file
+
+    mesh = zeroxla.make_mesh()
+    index, count = zeroxla.process_shard(mesh)
+    whole = batch()
+    rows = {name: x.reshape(count, -1, *x.shape[1:])[index] for name, x in whole.items()}
+    rows = zeroxla.global_batch(rows, mesh)
+    place = zeroxla.Offload(optimizer="disk", path=Path(folder) / "state", sub_group=1000)
+    step = make_step(mesh, place)
+    state = step.init(jax.random.key(0), rows)
+    losses = []
+    with zeroxla.Checkpointer(Path(folder) / "checkpoints") as checkpointer:
+        for i in range(4):
+            state, metrics = step(state, rows)
+            losses.append(float(metrics["loss"]))
+            if i == 1:
+                checkpointer.save(2, state)
+        state = checkpointer.restore(step).state
+        for _ in range(2):
+            state, metrics = step(state, rows)
+            losses.append(float(metrics["loss"]))
+        checkpointer.save(4, state)
+    print(f"losses: {losses}", flush=True)
+
+    file = state_file(state)
+    print(f"file: {file.path.name}", flush=True)
+    if index == 1:
+        flip(file.path, offset_of(file, next(iter(file._extents))))
+    try:
+        step(state, rows)
+    except Exception as error:
+        print(f"error: {type(error).__name__}: {error}", flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,34 @@
+"""State on the disks of two processes: trains as in one, and fails in both or in none."""
+
+import ast
+
+import jax
+import numpy as np
+import pytest
+from offload_tools import batch, make_step, taken
+from quick import quick_compilation  # noqa: F401
+
+from multihost import processes
+from zeroxla import Checkpointer, Offload
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quick_compilation")]
+
+
+def test_two_processes_with_a_file_each(mesh24, tmp_path):
+    status, said, out = processes.launch("disks.py", tmp_path, devices_per_node=4)
+    assert status == 0, out
+    step = make_step(mesh24, Offload())
+    state, losses = taken(step, step.init(jax.random.key(0), batch()), 4)
+    for process, lines in enumerate(said):
+        found = ast.literal_eval(lines["losses"])
+        np.testing.assert_allclose(found[:4], losses, rtol=1e-5)
+        assert found[4:] == found[2:4]  # as the checkpoint was
+        assert lines["file"] == f"process-{process}-of-2.state"
+    # The one whose disk is at fault names the leaf, the other one that process.
+    assert "ValueError: process 1 failed at its state on disk: opt_state/" in said[0]["error"]
+    assert "DamagedStateError: opt_state/" in said[1]["error"]
+    with Checkpointer(tmp_path / "checkpoints") as checkpointer:
+        restored = checkpointer.restore(step)
+    assert restored.number == 4
+    _, after = taken(step, restored.state, 1)
+    np.testing.assert_allclose(after, taken(step, state, 1)[1], rtol=1e-4)
