@@ -1,5 +1,6 @@
 """State on disk: the same numbers, a step at a time, and never half a step."""
 
+import dataclasses
 import errno
 import os
 from pathlib import Path
@@ -8,7 +9,7 @@ import jax
 import numpy as np
 import optax
 import pytest
-from offload_tools import assert_same, batch, make, make_step, taken, trained
+from offload_tools import MODELS, SMALL, assert_same, batch, make, make_step, taken, trained
 from quick import thinned
 
 import zeroxla
@@ -233,6 +234,27 @@ def test_bad_paths(mesh24, tmp_path, monkeypatch):
     make(mesh24, disk(tmp_path))
     with pytest.raises(ValueError, match=r"holds another state"):
         make(mesh24, disk(tmp_path), model="unrolled")
+
+
+def test_a_plan_counts_the_disk(tmp_path):
+    found = {}
+    for name, place in {"devices": Offload(), "disk": disk(tmp_path)}.items():
+        config = zeroxla.ZeroConfig(offload=place, **SMALL)
+        mesh, rows = {"node": 2, "device": 4}, batch()
+        found[name] = zeroxla.plan(MODELS["scanned"](), mesh, rows, config=config)
+    plain, there = found["devices"].memory, found["disk"].memory
+    assert there.state_bytes + there.disk_bytes == plain.state_bytes
+    assert there.disk_bytes == pytest.approx(2 * there.parameter_bytes, rel=0.01)
+    assert there.offloaded_bytes == 0
+    assert "its state on the host's disk" in str(found["disk"])
+    # The devices of a node share its disk, which reads and writes at the same time.
+    link = found["disk"].target.links["disk"]
+    slow = dataclasses.replace(link, bytes_per_s=1000.0, latency_s=0.0)
+    slowed = found["disk"].on(links={"disk": slow}).time
+    assert slowed.busy_s["disk"] == pytest.approx(4 * there.disk_bytes / 1000)
+    assert slowed.seconds > slowed.busy_s["disk"]
+    assert "disk" not in found["devices"].time.busy_s
+    assert not (tmp_path / "state").exists()
 
 
 def test_what_needs_no_update_leaves_the_disk_alone(mesh24, tmp_path):

@@ -27,10 +27,13 @@ from zeroxla.planning.machines import Device, Link, Machines
 from zeroxla.planning.memory import MemoryPlan, kind_of
 from zeroxla.planning.plan import Plan
 from zeroxla.planning.simulation import Simulation
-from zeroxla.planning.target import HOST, Target
+from zeroxla.planning.target import DISK, HOST, Target
 from zeroxla.planning.wires import comms_of, local_of
 from zeroxla.step import Step
 from zeroxla.trace import trace
+
+DISK_LINK = "nvme4"
+"""Of a host, unless `Plan.on` is given another."""
 
 
 def plan(
@@ -91,9 +94,10 @@ def plan(
     between = machines.find_link(link) if isinstance(link, str) else link
     shape = _checked(mesh_shape)
     inside, to_host = machines.find_link(device.link), machines.find_link(device.host_link)
+    to_disk = machines.find_link(DISK_LINK)
     target = Target(
         device=device,
-        links={DEVICE: inside, NODE: between, PIPE: between, HOST: to_host},
+        links={DEVICE: inside, NODE: between, PIPE: between, HOST: to_host, DISK: to_disk},
         mesh_shape=shape,
     )
     abstract = AbstractDevice(device.label, None, device.platform)
@@ -132,8 +136,9 @@ def plan_step(
     schedule = _schedule(step)
     simulation = Simulation(
         program=local,
-        update_bytes=2 * (memory.state_bytes + memory.offloaded_bytes) + memory.gradient_bytes,
+        update_bytes=2 * memory.everywhere_bytes + memory.gradient_bytes,
         offloaded_bytes=memory.offloaded_bytes,
+        disk_bytes=memory.disk_bytes,
         prefetches=step.config.prefetch_bucket != 0,
         schedule=schedule,
     )

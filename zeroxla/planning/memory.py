@@ -81,6 +81,11 @@ class MemoryPlan(Report):
         return self.parameter_bytes + self.optimizer_bytes + self.wire_bytes + self.other_bytes
 
     @property
+    def everywhere_bytes(self) -> int:
+        """As `state_bytes`, with what is not on the device."""
+        return self.state_bytes + self.offloaded_bytes + self.disk_bytes
+
+    @property
     def temporary_bytes(self) -> int:
         """What is there in a step alone."""
         return self.gathered_bytes + self.gradient_bytes + self.activation_bytes
@@ -115,6 +120,8 @@ class MemoryPlan(Report):
             table.add_row("of these, secondary shards", format_bytes(self.secondary_bytes))
         if self.offloaded_bytes:
             table.add_row("its state in the host's memory", format_bytes(self.offloaded_bytes))
+        if self.disk_bytes:
+            table.add_row("its state on the host's disk", format_bytes(self.disk_bytes))
         return table
 
 

@@ -98,7 +98,7 @@ class Plan(Report):
     @property
     def host_bytes(self) -> int:
         """What a node's own memory holds while a checkpoint is saved: its devices' state, offloaded
-        or not."""
+        or not, but for what is on its disk."""
         mesh, memory = self.target.mesh_shape, self.memory
         return (memory.state_bytes + memory.offloaded_bytes) * mesh[DEVICE]
 

@@ -6,8 +6,8 @@ import dataclasses
 
 from zeroxla.pipeline.costs import cost
 from zeroxla.pipeline.schedule import Schedule
-from zeroxla.planning.target import Target
-from zeroxla.planning.timeline import Clock, TimeLine
+from zeroxla.planning.target import DISK, HOST, Target
+from zeroxla.planning.timeline import COMPUTE, Clock, TimeLine
 from zeroxla.trace import Program
 
 
@@ -19,6 +19,7 @@ class Simulation:
       program: the gradients' part of it.
       update_bytes: that the optimizer's update reads and writes, after everything else.
       offloaded_bytes: that come from the host for it and go back.
+      disk_bytes: that come from the host's disk for it, by way of the host, and go back.
       prefetches: loops gather a turn ahead, where the compiler can.
       schedule: of a pipeline.
     """
@@ -26,6 +27,7 @@ class Simulation:
     program: Program
     update_bytes: int
     offloaded_bytes: int
+    disk_bytes: int
     prefetches: bool
     schedule: Schedule | None
 
@@ -41,8 +43,12 @@ class Simulation:
             ahead = self.prefetches and target.device.platform == "gpu"
         clock = Clock(target, ahead=ahead, full_ticks=self._full_ticks)
         clock.run(self.program, [0.0] * len(self.program.inputs))
-        moved = 2 * self.offloaded_bytes
-        clock.update(target.memory_s(self.update_bytes), target.host_s(moved) if moved else 0.0)
+        update = {COMPUTE: target.memory_s(self.update_bytes)}
+        if moved := 2 * (self.offloaded_bytes + self.disk_bytes):
+            update[HOST] = target.host_s(moved)
+        if self.disk_bytes:
+            update[DISK] = target.disk_s(self.disk_bytes)
+        clock.update(update)
         return clock.timeline()
 
     @property

@@ -7,12 +7,14 @@ import math
 from collections.abc import Mapping
 
 from zeroxla.inspect.traffic import received_bytes
-from zeroxla.mesh import NODE, PIPE
+from zeroxla.mesh import DEVICE, NODE, PIPE
 from zeroxla.planning.machines import Device, Link
 from zeroxla.planning.work import Work
 
 HOST = "host"
 """The lane between a device and its host's memory."""
+DISK = "disk"
+"""The lane between a host's memory and its disk."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -21,7 +23,7 @@ class Target:
 
     Attributes:
       device: each of its devices.
-      links: of each mesh axis, and of `HOST`.
+      links: of each mesh axis, of `HOST` and of `DISK`.
       mesh_shape: axis lengths.
     """
 
@@ -45,6 +47,13 @@ class Target:
         """Return what it takes to move so much between a device and its host's memory."""
         link = self.links[HOST]
         return link.latency_s + num_bytes / link.bytes_per_s
+
+    def disk_s(self, num_bytes: float) -> float:
+        """Return what it takes a host to move so much for each of its devices in from its disk, and
+        as much out at the same time."""
+        link = self.links[DISK]
+        sharing = self.mesh_shape[DEVICE] if link.of == "node" else 1
+        return link.latency_s + num_bytes * sharing / link.bytes_per_s
 
     def compute_s(self, work: Work) -> float:
         """Return what an equation takes on a device."""

@@ -143,13 +143,12 @@ class Clock:
             there.update(zip(eq.outputs, ends, strict=False))
         return [when([atom]) for atom in program.outputs]
 
-    def update(self, seconds: float, host_s: float) -> None:
-        """Take the device for the optimizer's update, after everything else, and beside it the way
-        to the host and back for what is offloaded."""
+    def update(self, seconds: Mapping[str, float]) -> None:
+        """Take lanes for the optimizer's update, after everything else and side by side: the
+        device, and for what is offloaded the way to the host, and to its disk."""
         start = max(self._free.values(), default=0.0)
-        self._take(COMPUTE, start, seconds, "update/")
-        if host_s:
-            self._take(HOST, start, host_s, "update/")
+        for lane, taken_s in seconds.items():
+            self._take(lane, start, taken_s, "update/")
 
     def timeline(self) -> TimeLine:
         """Return what has been run."""
