@@ -1,9 +1,10 @@
 """What offload moves, and what it costs, on 8 simulated devices.
 
-A GPT of 6 layers, AdamW: the state on the devices, the optimizer's state in host memory, and all of
-it. Bytes are those of live arrays, by memory kind, of one device; times are medians of steps in
-turns. The CPU backend has one memory under both names, so its times say what the moves cost in
-copies of main memory, not over a bus; `zeroxla.plan` says that for an H100, below.
+A GPT of 6 layers, AdamW: the state on the devices, the optimizer's state in host memory or on disk,
+and all of it. Bytes are those of live arrays, by memory kind, of one device, and of a device's part
+of the arrays in the file; times are medians of steps in turns. The CPU backend has one memory under
+both names, so its times say what the moves cost in copies of main memory, not over a bus;
+`zeroxla.plan` says that for an H100, below.
 
     python benchmarks/offload.py
 
@@ -14,9 +15,13 @@ Exits with 1 if a target is missed; writes results/offload.json and results/offl
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import math
 import statistics
 import sys
+import tempfile
 import time
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -28,6 +33,7 @@ import zeroxla
 from models import GPT
 from zeroxla import Offload, ZeroConfig
 from zeroxla.inspect import format_bytes
+from zeroxla.offload.kinds import Place, place_of
 
 SHAPE = {"vocab": 512, "length": 128, "layers": 6, "width": 512, "heads": 8}
 ROWS, STEPS = 16, 7
@@ -36,12 +42,21 @@ PLACES = {
     "optimizer in host memory": Offload(optimizer="host"),
     "half of the optimizer's state": Offload(optimizer="host", ratio=0.5),
     "optimizer and parameters": Offload(optimizer="host", params="host"),
+    "optimizer on disk": Offload(optimizer="disk", path="unused", sub_group=1_000_000),
+    "optimizer on disk, parameters in host memory": Offload(
+        optimizer="disk", params="host", path="unused", sub_group=1_000_000
+    ),
 }
-OFFLOADED = (0.0, 2 / 3, 1 / 3, 1.0)  # shares of Adam's state and its master
+OFFLOADED = (0.0, 2 / 3, 1 / 3, 1.0, 2 / 3, 1.0)  # shares of Adam's state and its master
 
 
 def main() -> int:
     argparse.ArgumentParser(description=__doc__.partition("\n")[0]).parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        return measure(Path(folder))
+
+
+def measure(folder: Path) -> int:
     mesh = start()
     tokens = np.random.default_rng(0).integers(0, 512, (ROWS, SHAPE["length"] + 1))
     batch = {"tokens": tokens.astype(np.int32)}
@@ -50,7 +65,8 @@ def main() -> int:
     seconds: dict[str, list[float]] = {name: [] for name in PLACES}
     losses: dict[str, list[float]] = {name: [] for name in PLACES}
     for name, place in PLACES.items():
-        config = ZeroConfig(offload=place)
+        path = None if place.path is None else str(folder / name.replace(" ", "-"))
+        config = ZeroConfig(offload=dataclasses.replace(place, path=path))
         steps[name] = zeroxla.make_step(GPT(**SHAPE), mesh, optax.adamw(1e-3), config=config)
         states[name] = steps[name].init(jax.random.key(0), batch)
     for _ in range(STEPS):
@@ -65,36 +81,46 @@ def main() -> int:
     usual = statistics.median(seconds[first][1:])
     rows, figures, checks = [], [], []
     for (name, place), share in zip(PLACES.items(), OFFLOADED, strict=True):
-        here, there = held(states[name], "device"), held(states[name], "pinned_host")
+        here, there, disk = (held(states[name], place) for place in ("device", "host", "disk"))
         ratio = statistics.median(seconds[name][1:]) / usual
         plan = zeroxla.plan(
             GPT(**SHAPE), dict(mesh.shape), batch, config=ZeroConfig(offload=place), device="h100"
         )
-        host_s = plan.time.busy_s.get("host", 0.0)
+        moves = [plan.time.busy_s.get(lane, 0.0) for lane in ("host", "disk")]
         rows.append(
-            [name, format_bytes(here), format_bytes(there), f"{ratio:.2f}", f"{host_s:.3g}"]
+            [
+                name,
+                *map(format_bytes, (here, there, disk)),
+                f"{ratio:.2f}",
+                *(f"{seconds:.3g}" for seconds in moves),
+            ]
         )
-        figures.append({"name": name, "device": here, "host": there, "time": ratio})
+        figures.append({"name": name, "device": here, "host": there, "disk": disk, "time": ratio})
         off = abs((whole - here) / whole - share)
         slack = 0.1 if 0 < place.ratio < 1 else 0.01  # leaves are offloaded whole
         checks.append(Check(name=f"share moved, {name}: error", value=off, limit=slack))
         same = losses[name] == losses[first]
         checks.append(Check(name=f"losses that differ, {name}", value=float(not same), limit=0))
-    columns = ("state", "device memory", "host memory", "step, ratio", "planned on H100: moves, s")
+    columns = (
+        *("state", "device memory", "host memory", "disk", "step, ratio"),
+        *("planned, H100: to the host, s", "to one NVMe disk, s"),
+    )
     parameters = sum(x.size for x in jax.tree.leaves(states[first].params))
     body = (
         f"GPT of 6 layers and width 512, {parameters:,} parameters, AdamW, {ROWS} x 128 tokens, 8 "
         f"simulated devices as 2 x 4; bytes of one device, medians of {STEPS - 1} steps in turns."
         "\n\n" + table(columns, rows)
     )
-    return report("offload", "State in host memory", body, {"rows": figures}, checks)
+    return report("offload", "State in host memory and on disk", body, {"rows": figures}, checks)
 
 
-def held(state: zeroxla.TrainState, kind: str) -> int:
-    """Return the bytes of the state that one device has in a kind of memory."""
+def held(state: zeroxla.TrainState, place: Place) -> int:
+    """Return the bytes of the state that one device has in a place."""
     arrays = jax.tree.leaves((state.params, state.opt_state))
     return sum(
-        x.addressable_shards[0].data.nbytes for x in arrays if x.sharding.memory_kind == kind
+        math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+        for x in arrays
+        if place_of(x) == place
     )
 
 
