@@ -17,7 +17,7 @@ from zeroxla.config import ZeroConfig
 from zeroxla.describe import Description, describe
 from zeroxla.hosts import progress
 from zeroxla.hosts.batches import put_batch, put_key
-from zeroxla.hosts.exchange import agree_on_program
+from zeroxla.hosts.calls import ProgramCalls
 from zeroxla.layout import make_layout
 from zeroxla.mesh import platform_of
 from zeroxla.notices import useless_on_leaves, useless_on_mesh, warn
@@ -73,6 +73,7 @@ class Step:
         warn(useless_on_mesh(self.programs.wiring, mesh), stacklevel=4)
         platform = platform_of(mesh)
         options = compiler_options(platform, prefetch=config.prefetch_bucket != 0)
+        self._run = ProgramCalls(config)
         self._jit = functools.partial(jax.jit, compiler_options=options)
         self._step = self._jit(self.programs.train, donate_argnums=0)
         self.disk = DiskSteps(self.programs, self._jit, self._run)
@@ -83,7 +84,6 @@ class Step:
         self._wired: set[Any] = set()  # and of those whose wire state did
         self._rates = Rates()
         self._has_warned = False
-        self._agreed: set[Any] = set()  # calls that all processes make alike
 
     def init(self, key: jax.Array, batch: Any) -> TrainState:
         """Make the state: every leaf is born split, no device ever holds the model.
@@ -301,20 +301,6 @@ class Step:
             self._has_warned = True
             warn(useless_on_leaves(self.config, self.programs.layout(shapes)), stacklevel=4)
         return shapes
-
-    def _run(self, name: str, program: Any, *args: Any) -> Any:
-        """Call a jitted program; of several processes, when all are about to call the same one."""
-        if jax.process_count() > 1:
-            avals = ((x.shape, x.dtype) for x in jax.tree.leaves(args))
-            called = (name, jax.tree.structure(args), *avals)
-            if called not in self._agreed:
-                agree_on_program(name, program.lower(*args), self._options())
-                self._agreed.add(called)
-        return program(*args)
-
-    def _options(self) -> dict[str, str]:
-        fields = dataclasses.fields(self.config)
-        return {field.name: str(getattr(self.config, field.name)) for field in fields}
 
 
 def _light(state: TrainState) -> TrainState:

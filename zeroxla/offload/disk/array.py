@@ -23,7 +23,7 @@ class DiskShape(jax.ShapeDtypeStruct):
         return self.size * self.dtype.itemsize
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False, weakref_slot=True)
 class DiskArray:
     """A global array of a state, split over a mesh; what this process's devices own of it is in
     its file.
@@ -63,7 +63,14 @@ class DiskArray:
         return self.version is not self.file.version
 
     def read(self) -> Arriving:
-        """Begin to read it.
+        """Begin to read it. Raises what `check` raises."""
+        self.check()
+        shards = self.shards()
+        readings = [[self.file.read(p.name, self.version) for p in s.parts] for s in shards]
+        return Arriving(self, readings, shards)
+
+    def check(self) -> None:
+        """Check that it can be read.
 
         Raises:
           ValueError: a later step has put another version in force, and nobody holds this one.
@@ -73,9 +80,6 @@ class DiskArray:
                 f"{self.name} is of a state that is no more: a later step, or a restored "
                 f"checkpoint, has written {self.file.path}; go on with the state that this returned"
             )
-        shards = self.shards()
-        readings = [[self.file.read(p.name, self.version) for p in s.parts] for s in shards]
-        return Arriving(self, readings, shards)
 
     def shards(self) -> list[Shard]:
         """Return what this process's devices hold of it."""

@@ -66,6 +66,7 @@ class Desk:
         on_disk = [x for x in leaves if isinstance(x, DiskArray)]
         if not on_disk:
             return fun(list(leaves)), None
+        on_disk[0].check()
         ahead = ReadAhead(on_disk[0].file, on_disk[0].version, self._orders.get(name, {}))
         assert self._window is None, "a program with tickets is running"
         known = [(x.name, x.shape, x.sharding) for x in on_disk]
