@@ -156,11 +156,6 @@ LISTED = [
         "sizes of their own",
     ),
     (
-        zero(offload_param={"device": "nvme", "nvme_path": "/nvme"}),
-        "zero_optimization.offload_param.device",
-        "they are kept in host memory",
-    ),
-    (
         zero(offload_optimizer={"device": "cpu", "nvme_path": "/nvme"}),
         "zero_optimization.offload_optimizer.nvme_path",
         "only the device nvme",
@@ -300,6 +295,17 @@ OFFLOADS = [
             }
         },
         Offload(optimizer="disk", path="/nvme", buffers=3),
+    ),
+    (
+        {"offload_param": {"device": "nvme", "nvme_path": "/nvme"}},
+        Offload(params="disk", path="/nvme"),
+    ),
+    (
+        {
+            "offload_optimizer": {"device": "nvme", "nvme_path": "/nvme"},
+            "offload_param": {"device": "nvme", "nvme_path": "/nvme"},
+        },
+        Offload(optimizer="disk", params="disk", path="/nvme"),
     ),
 ]
 

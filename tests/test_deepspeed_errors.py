@@ -57,6 +57,14 @@ ERRORS = [
     (zero(zero_quantized_weights=1), r"zero_quantized_weights=1 must be true or false"),
     (zero(overlap_comm="yes"), r"zero_optimization.overlap_comm='yes' must be true or false"),
     (zero(offload_param="cpu"), r"offload_param='cpu' must be an object"),
+    (
+        zero(
+            offload_optimizer={"device": "nvme", "nvme_path": "/a"},
+            offload_param={"device": "nvme", "nvme_path": "/b"},
+        ),
+        r"offload_optimizer.nvme_path='/a', offload_param.nvme_path='/b': a state has one folder",
+    ),
+    (zero(offload_param={"device": "nvme"}), r"offload_param.device='nvme' has no nvme_path"),
     (zero(offload_param={"device": "gpu"}), r"offload_param.device='gpu' is no device of DeepSp"),
     (
         zero(offload_optimizer={"device": "cpu", "ratio": 2}),

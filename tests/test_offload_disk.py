@@ -20,7 +20,8 @@ from zeroxla.offload.disk.file import DamagedStateError
 
 
 def disk(tmp_path, **options):
-    return Offload(optimizer="disk", path=tmp_path / "state", **{"sub_group": 1000, **options})
+    options = {"optimizer": "disk", "sub_group": 1000, **options}
+    return Offload(path=tmp_path / "state", **options)
 
 
 def state_file(state):
@@ -28,7 +29,7 @@ def state_file(state):
 
 
 def on_disk(state):
-    return [x for x in jax.tree.leaves(state.opt_state) if isinstance(x, DiskArray)]
+    return [x for x in jax.tree.leaves(trained(state)) if isinstance(x, DiskArray)]
 
 
 def assert_alike(a, b):
@@ -53,6 +54,10 @@ ROWS = [
     ("scanned", "zeropp_hq", {"buffers": 3}, 2, None),
     ("scanned", "zeropp", {"ratio": 0.5, "params": "host"}, 1, optax.adafactor(1e-2)),
     ("nnx", "zero3", {"sub_group": 10**8}, 1, optax.lamb(1e-2)),
+    ("unrolled", "zeropp", {"params": "disk"}, 2, None),
+    ("scanned", "zero3", {"params": "disk", "sub_group": 10**5}, 1, None),
+    ("nnx", "zeropp_hq", {"params": "disk", "optimizer": "host", "ratio": 0.5}, 2, None),
+    ("scanned", "zeropp", {"params": "disk", "optimizer": "none", "buffers": 1}, 1, SCHEDULED),
 ]
 
 
@@ -226,8 +231,8 @@ def test_a_disk_that_fails_puts_nothing_in_force(mesh24, tmp_path, monkeypatch):
 def test_bad_paths(mesh24, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"needs a folder: pass path="):
         Offload(optimizer="disk")
-    with pytest.raises(NotImplementedError, match=r"params='disk'.*use params='host'"):
-        Offload(params="disk", path=tmp_path)
+    with pytest.raises(ValueError, match=r"params='disk'.*needs a folder"):
+        Offload(params="disk")
 
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match=r"cannot be kept in .*file.*give a folder"):

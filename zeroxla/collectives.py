@@ -15,6 +15,7 @@ from jax import lax
 from zeroxla.gathers import Gathers
 from zeroxla.hops import Hops
 from zeroxla.mesh import DEVICE, NODE, PIPE
+from zeroxla.offload.disk.desk import Desk
 from zeroxla.quantize import Backend
 from zeroxla.reduces import Reduces
 
@@ -47,6 +48,7 @@ class Collectives:
         stops_at_node: bool = False,
         backend: Backend | None = None,
         firm_ties: bool = False,
+        desk: Desk | None = None,
     ) -> Collectives:
         """Make the collectives of a mesh.
 
@@ -60,6 +62,7 @@ class Collectives:
           stops_at_node: see `Reduces`.
           backend: of the quantizer; None has it chosen.
           firm_ties: see the attribute.
+          desk: that reads shards on disk.
         """
         hops = Hops(nodes=nodes, devices=devices, hpz_size=hpz_size or devices)
         return cls(
@@ -68,6 +71,7 @@ class Collectives:
                 wire_dtype=jnp.dtype(wire_dtype or compute_dtype),
                 compute_dtype=jnp.dtype(compute_dtype),
                 backend=backend,
+                desk=desk,
             ),
             reduces=Reduces(
                 nodes=nodes,

@@ -141,7 +141,8 @@ def describe(layout: Layout, plan: Plan, wiring: Wiring, opt_state: Any) -> Desc
         if placement.dim is not None:
             where = f"dim {placement.dim} over {world}"
             where += f" (+{placement.pad} zeros)" if placement.pad else ""
-            where += ", on the host" if placement.memory else ""
+            if placement.memory is not None:
+                where += ", on disk" if placement.is_on_disk else ", on the host"
         rows.append(
             Row(
                 path=leaf.path,

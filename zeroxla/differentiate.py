@@ -144,7 +144,7 @@ class Differentiator:
         key = jax.random.fold_in(jax.random.fold_in(key, 0), self.collectives.rank())
         traced = self.trace(model_state, batch, key, train=False)
         inputs = self._inputs(resident, model_state, batch, key)
-        sources = dict(zip(traced.runner.plan.leaves, map(Source, shards), strict=True))
+        sources = dict(zip(traced.runner.plan.leaves, map(Source.stored, shards), strict=True))
         outputs, _ = traced.runner.forward(
             sources, inputs, record=False, keep=False, key=self.wiring.key(key)
         )

@@ -62,7 +62,7 @@ class Ends:
           the wire state with new copies.
         """
         keys = [_fold(key, i) for i in range(len(stored))]
-        held = {i: Source(stored[i]) for i, leaf in enumerate(self.layout) if leaf.is_split}
+        held = {i: Source.stored(stored[i]) for i, leaf in enumerate(self.layout) if leaf.is_split}
         memory = self._memory
         if wire_state is not None:
             copies = memory.refresh(wire_state.copies, stored, keys)
@@ -70,7 +70,7 @@ class Ends:
             held.update((i, Source(copies[i], "values")) for i in memory.copied)
         resident = self._resident(stored, held, keys)
         sources = {i: held[i] for i in self.layout.indices(fetched=True)}
-        once = [i for i in sources if self.wiring.gathers_once and sources[i].form == "shard"]
+        once = [i for i in sources if self.wiring.gathers_once and sources[i].is_shard]
         found = self.collectives.gathers.secondary(
             [sources[i] for i in once], self._routes(once), [keys[i] for i in once]
         )
@@ -79,7 +79,9 @@ class Ends:
 
     def resident(self, stored: Sequence[jax.Array]) -> list[jax.Array]:
         """Return the leaves that are whole through the step; none of them is quantized."""
-        return self._resident(stored, dict(enumerate(map(Source, stored))), [None] * len(stored))
+        return self._resident(
+            stored, dict(enumerate(map(Source.stored, stored))), [None] * len(stored)
+        )
 
     def _resident(
         self,

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from zeroxla.bundles import Bundle, bundle
 from zeroxla.encodings import Encoding
 from zeroxla.hops import Hop, Hops, run_gather
+from zeroxla.offload.disk.desk import Desk
 from zeroxla.quantize import Backend
 from zeroxla.routes import Form, Route, Source
 
@@ -51,12 +52,14 @@ class Gathers:
       wire_dtype: dtype in which leaves travel that are not quantized.
       compute_dtype: dtype of gathered leaves.
       backend: of the quantizer.
+      desk: that reads shards on disk; None where there are none.
     """
 
     hops: Hops
     wire_dtype: jnp.dtype
     compute_dtype: jnp.dtype
     backend: Backend | None = None
+    desk: Desk | None = None
 
     def gather(
         self, sources: Sequence[Source], routes: Sequence[Route], keys: Keys | None = None
@@ -104,6 +107,14 @@ class Gathers:
         found = self._run(shards, routes, keys, ()).secondary
         return [found[i] for i in range(len(routes))]
 
+    def on_device(self, source: Source, route: Route) -> Source:
+        """Return a source in device memory, read if it is on disk."""
+        if source.form != "ticket":
+            return source.on_device()
+        assert self.desk is not None, "a ticket without a desk"
+        shape = route.placement.part_shape(self.hops.world)
+        return Source(self.desk.redeem(source.array, shape, self.hops.shard_index()))
+
     @jax.named_scope("gather")
     def _run(
         self,
@@ -114,7 +125,7 @@ class Gathers:
     ) -> Arriving:
         """Run the outer hops where there is a shard, and then `inner`."""
         keys = [None] * len(sources) if keys is None else keys
-        sources = [source.on_device() for source in sources]
+        sources = [self.on_device(s, r) for s, r in zip(sources, routes, strict=True)]
         encodings = [
             self._encoding(r, s.form, s.array.shape) for s, r in zip(sources, routes, strict=True)
         ]
@@ -122,7 +133,7 @@ class Gathers:
             s.array if s.form == "wire" else e.encode(s.array, key)
             for s, e, key in zip(sources, encodings, keys, strict=True)
         ]
-        at_shard = [s.form == "shard" for s in sources]
+        at_shard = [s.is_shard for s in sources]
         parcels = [e.parcel for e in encodings]
         # A secondary shard of values is one row on its way, one of stored wires several.
         kinds = [

@@ -98,10 +98,13 @@ class Hops:
             hops = [Hop(axis=DEVICE, size=self.hpz_size, groups=groups)]
         return tuple(hop for hop in hops if hop.size > 1)
 
+    def shard_index(self) -> jax.Array:
+        """Which of a leaf's shards this device stores: int32, inside `shard_map`."""
+        return lax.axis_index(DEVICE) * self.nodes + lax.axis_index(NODE)
+
     def outer_index(self) -> jax.Array:
         """Which of its secondary shard's shards this device stores: int32, inside `shard_map`."""
-        index = lax.axis_index(DEVICE) * self.nodes + lax.axis_index(NODE)
-        return index % self.num_outer
+        return self.shard_index() % self.num_outer
 
 
 def run_gather(x: jax.Array, dim: int, hops: tuple[Hop, ...]) -> jax.Array:

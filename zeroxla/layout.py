@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 
 from zeroxla.config import ZeroConfig
 from zeroxla.mesh import LEAF_AXES, axes_size, leaf_axes
+from zeroxla.offload.disk.tickets import leaf_dtype
 from zeroxla.placement import Placement, leaf_path, place
 
 
@@ -99,7 +100,7 @@ def make_layout(params: Any, placements: Sequence[Placement], config: ZeroConfig
         layers = math.prod(placement.shape[d] for d in placement.layer_dims)
         large = elements >= config.quantize_threshold * layers
         fetched = placement.dim is not None and not persistent
-        is_wire = _is_wire(x, name, config)
+        is_wire = _is_wire(leaf_dtype(x), name, config)
         leaves.append(
             Leaf(
                 path=name,
@@ -138,8 +139,8 @@ def place_params(
     return tuple(found)
 
 
-def _is_wire(leaf: Any, path: str, config: ZeroConfig) -> bool:
-    return leaf.dtype == jnp.uint8 and config.is_frozen(path)
+def _is_wire(dtype: Any, path: str, config: ZeroConfig) -> bool:
+    return dtype == jnp.uint8 and config.is_frozen(path)
 
 
 def check_floating(params: Any, config: ZeroConfig) -> None:
@@ -149,7 +150,7 @@ def check_floating(params: Any, config: ZeroConfig) -> None:
       ValueError: a leaf is not floating.
     """
     for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:
-        is_wire = _is_wire(leaf, leaf_path(path), config)
+        is_wire = _is_wire(leaf.dtype, leaf_path(path), config)
         if not is_wire and not jnp.issubdtype(leaf.dtype, jnp.floating):
             raise ValueError(
                 f"the leaf {leaf_path(path)!r} has dtype {leaf.dtype}; parameters must be "

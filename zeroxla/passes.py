@@ -64,7 +64,7 @@ class Passes:
 
     def to_keep(self, sources: Mapping[Value, Source]) -> list[Value]:
         """The leaves whose secondary shards forward leaves for a later pass."""
-        return [v for v in self.gathered_again if sources[v].form == "shard"]
+        return [v for v in self.gathered_again if sources[v].is_shard]
 
     def after(self, sources: Mapping[Value, Source], tape: Tape | None) -> dict[Value, Source]:
         """Return what the leaves are gathered from after a forward that left `tape`."""

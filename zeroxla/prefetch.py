@@ -203,7 +203,7 @@ class Fetches:
             entry = after[: len(entry)]
             for v, x, part in zip(leaves, tied, parts, strict=True):
                 self.sources[v] = Source(x, part.form)
-            coming = [self.sources[v].on_device() for v in missing]
+            coming = [self.gathers.on_device(self.sources[v], self.routes[v]) for v in missing]
             if self._firmly and any(is_on_host(self.sources[v].array) for v in missing):
                 # What was tied before is in host memory, and so by a barrier only.
                 here, after = tie([x.array for x in coming], after, firmly=True)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
@@ -17,8 +17,10 @@ from jax.sharding import PartitionSpec
 
 from zeroxla.layout import Layout, make_layout
 from zeroxla.mesh import BATCH_AXES
+from zeroxla.offload.disk.tickets import leaf_dtype, spec_of
 from zeroxla.offload.kinds import put, to_device
 from zeroxla.offload.stream import stream
+from zeroxla.placement import Placement
 from zeroxla.sequential import one_after_another
 from zeroxla.setup import REPLICATED, Placements, Setup
 from zeroxla.state import LossScale, TrainState, natural, state_shardings, stored
@@ -33,18 +35,33 @@ class Programs(Setup):
 
     def init(self, key: jax.Array, batch: Any, placements: Placements) -> TrainState:
         """Make the state."""
-        rows = self.first_rows(batch)
-        tree = jax.tree.structure(jax.eval_shape(self.adapted.init, key, rows)[0])
+        params, model_state = self._first(key, batch, placements[0], None)
+        return self._start(params, model_state, key, batch, placements)
+
+    def first_params(
+        self, key: jax.Array, batch: Any, *, placements: Placements, only: Sequence[int]
+    ) -> list[jax.Array]:
+        """Return some of the parameters of `init`, by their positions."""
+        params, _ = self._first(key, batch, placements[0], only)
+        return jax.tree.leaves(params)
+
+    def _first(
+        self,
+        key: jax.Array,
+        batch: Any,
+        placements: Sequence[Placement],
+        only: Collection[int] | None,
+    ) -> tuple[Any, Any]:
+        """Return the first parameters, as they are stored, and model state."""
 
         def keep_shard(i: int, x: jax.Array) -> jax.Array:
-            if i >= tree.num_leaves:
+            if i >= len(placements):
                 return x
             x = x if x.dtype == jnp.uint8 else x.astype(jnp.float32)  # wires stay as they are
-            x = placements[0][i].stored(x)
-            return put(x, placements[0][i].sharding(self.mesh))
+            return put(placements[i].stored(x), placements[i].sharding(self.mesh))
 
-        params, model_state = one_after_another(self.adapted.init, keep_shard, key, rows)
-        return self._start(params, model_state, key, batch, placements)
+        rows = self.first_rows(batch)
+        return one_after_another(self.adapted.init, keep_shard, key, rows, only=only)
 
     def init_from(
         self, params: Any, key: jax.Array, batch: Any, placements: Placements
@@ -93,7 +110,8 @@ class Programs(Setup):
         memory = self.memory(layout, batch, state.key)
         if memory.is_empty:
             return None
-        specs = [p.spec for p in layout.placements]
+        leaves = jax.tree.leaves(state.params)
+        specs = [spec_of(x, p) for x, p in zip(leaves, layout.placements, strict=True)]
         start: Callable[..., WireState] = jax.shard_map(
             memory.start,
             mesh=self.mesh,
@@ -101,7 +119,7 @@ class Programs(Setup):
             out_specs=memory.specs(),
             check_vma=False,
         )
-        return start(jax.tree.leaves(state.params)).keeping(state.wire_state)
+        return start(leaves).keeping(state.wire_state)
 
     def train(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
         """Take one optimizer step; return the next state and the metrics."""
@@ -190,11 +208,10 @@ class Programs(Setup):
     def evaluate(self, state: TrainState, batch: Any) -> dict[str, Any]:
         """Return the metrics of a batch with `train=False`."""
         layout = self.layout(state)
-        specs = layout.tree.unflatten([p.spec for p in layout.placements])
         return jax.shard_map(
             self.differentiator(layout).evaluate,
             mesh=self.mesh,
-            in_specs=(specs, REPLICATED, BY_ROWS, REPLICATED),
+            in_specs=(self._specs(state), REPLICATED, BY_ROWS, REPLICATED),
             out_specs=REPLICATED,
             check_vma=False,
         )(state.params, state.model_state, batch, jax.random.fold_in(state.key, state.step))
@@ -225,16 +242,19 @@ class Programs(Setup):
 
         def local(params: Any, *rest: Any) -> Any:
             grads, *others = differentiator.gradients(params, *rest)
-            leaves = jax.tree.leaves(params)
-            grads = [jnp.zeros(x.shape, x.dtype) if g is None else g for g, x in zip(grads, leaves)]
+            leaves = zip(grads, jax.tree.leaves(params), layout.placements, strict=True)
+            # Of frozen leaves; a ticket's shape is not that of its leaf.
+            grads = [
+                jnp.zeros(p.shard_shape(self.mesh), leaf_dtype(x)) if g is None else g
+                for g, x, p in leaves
+            ]
             return grads, *others
 
         wires = state.wire_state and state.wire_state.specs(layout.placements)
-        params = layout.tree.unflatten(specs)
         grads, *others = jax.shard_map(
             local,
             mesh=self.mesh,
-            in_specs=(params, REPLICATED, BY_ROWS, REPLICATED, REPLICATED, wires),
+            in_specs=(self._specs(state), REPLICATED, BY_ROWS, REPLICATED, REPLICATED, wires),
             out_specs=(specs, REPLICATED, REPLICATED, wires),
             check_vma=False,
         )(
@@ -246,6 +266,13 @@ class Programs(Setup):
             state.wire_state,
         )
         return layout.tree.unflatten(grads), *others
+
+    @staticmethod
+    def _specs(state: TrainState) -> Any:
+        """Return how the parameters that a program is given are split."""
+        leaves, tree = jax.tree.flatten(state.params)
+        pairs = zip(leaves, state.placements[0], strict=True)
+        return tree.unflatten([spec_of(x, placement) for x, placement in pairs])
 
 
 def _keep_if(finite: jax.Array) -> Callable[[Any, Any], Any]:

@@ -7,6 +7,7 @@ A leaf is at every moment in one of these forms:
     wire     the secondary shard as it travels: for a quantized leaf uint8[*layers, shards, bytes],
              one wire for each shard (of each layer); for any other its bits in leaf layout
     values   the secondary shard of a quantized leaf in the compute dtype, leaf layout
+    ticket   what stands for a shard on disk; see `offload/disk/tickets.py`
 """
 
 from __future__ import annotations
@@ -17,11 +18,12 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
+from zeroxla.offload.disk.tickets import is_ticket
 from zeroxla.offload.kinds import to_device
 from zeroxla.placement import Placement
 from zeroxla.wire_format import WireFormat
 
-Form = Literal["shard", "wire", "values"]
+Form = Literal["shard", "wire", "values", "ticket"]
 AS_STORED = "as stored"
 
 
@@ -37,6 +39,16 @@ class Source:
 
     array: jax.Array
     form: Form = dataclasses.field(default="shard", metadata={"static": True})
+
+    @staticmethod
+    def stored(array: jax.Array) -> Source:
+        """Return the source that a state has of a leaf, or a ticket of it is."""
+        return Source(array, "ticket" if is_ticket(array) else "shard")
+
+    @property
+    def is_shard(self) -> bool:
+        """Whether the leaf has made no hop yet."""
+        return self.form in ("shard", "ticket")
 
     def on_device(self) -> Source:
         """Return it in device memory."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
@@ -14,7 +14,10 @@ _MIN_ELEMENTS = 2**16
 
 
 def one_after_another(
-    fun: Callable[..., Any], finish: Callable[[int, jax.Array], jax.Array], *args: Any
+    fun: Callable[..., Any],
+    finish: Callable[[int, jax.Array], jax.Array],
+    *args: Any,
+    only: Collection[int] | None = None,
 ) -> Any:
     """Return `fun(*args)`, each result computed from arguments that wait for the large one before.
 
@@ -26,12 +29,16 @@ def one_after_another(
       finish: `finish(i, x)` turns the i-th flat result into what is returned, before the next
         begins.
       *args: its arguments.
+      only: the flat results that are computed, all if None; the others are None.
     """
     program, tree = trace(fun, *args)
     producers = {v: eq for eq in program.equations for v in eq.outputs}
     inputs = jax.tree.leaves(args)
     results = []
     for i, atom in enumerate(program.outputs):
+        if only is not None and i not in only:
+            results.append(None)
+            continue
         env = dict(zip(program.inputs, inputs, strict=True))
         run(closure([atom] if isinstance(atom, Value) else [], producers)[0], env)
         result = finish(i, jax.numpy.asarray(read(env, atom)))

@@ -16,6 +16,7 @@ from zeroxla.differentiate import Differentiator
 from zeroxla.layout import Layout, check_floating, make_layout, place_opt_state, place_params
 from zeroxla.mesh import PIPE, platform_of, world_size
 from zeroxla.offload.choose import offloaded
+from zeroxla.offload.disk.desk import Desk
 from zeroxla.offload.kinds import check_memory
 from zeroxla.pipeline.differentiate import PipelineDifferentiator, check_stateless
 from zeroxla.pipeline.memory import StagesMemory
@@ -44,6 +45,7 @@ class Setup:
       config: the options.
       pipeline: the model as layers; None where there are no stages.
       weights: of a pipeline, how often leaves are gathered.
+      desk: where programs get parameters on disk.
     """
 
     adapted: Adapted
@@ -52,11 +54,12 @@ class Setup:
     config: ZeroConfig
     pipeline: Pipeline | None = None
     weights: Literal["step", "tick"] = "step"
+    desk: Desk = dataclasses.field(default_factory=Desk, init=False)
 
     @property
     def wiring(self) -> Wiring:
         """What the options make of the mesh."""
-        return make_wiring(self.config, self.mesh)
+        return make_wiring(self.config, self.mesh, self.desk)
 
     def placements(self, key: jax.Array, batch: Any) -> Placements:
         """Decide how parameters and optimizer state are stored, from shapes alone.

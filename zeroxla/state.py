@@ -11,6 +11,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zeroxla.hosts.moves import whole
+from zeroxla.offload.disk.array import DiskArray
 from zeroxla.placement import Placement
 from zeroxla.wire_state import WireState
 
@@ -121,12 +122,14 @@ def full_params(state: TrainState) -> Any:
     return tree.unflatten([host_leaf(x, p) for x, p in zip(leaves, state.placements[0])])
 
 
-def host_leaf(x: jax.Array, placement: Placement) -> np.ndarray:
+def host_leaf(x: jax.Array | DiskArray, placement: Placement) -> np.ndarray:
     """Return a leaf whole, in its natural shape, on this host; all processes must call this.
 
     Cost: the leaf in host memory, and a copy of one shard. Nothing of it stays with `x`, which
     would keep what NumPy is given of its own arrays: NumPy reads another array of the same buffer.
     """
+    if isinstance(x, DiskArray):
+        x = x.read().result()
     if not x.is_fully_addressable:
         return np.asarray(whole(x))[tuple(slice(n) for n in placement.shape)]
     natural = np.empty(placement.shape, x.dtype)

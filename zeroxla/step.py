@@ -17,7 +17,7 @@ from zeroxla.config import ZeroConfig
 from zeroxla.describe import Description, describe
 from zeroxla.hosts import progress
 from zeroxla.hosts.batches import put_batch, put_key
-from zeroxla.hosts.exchange import agree_on_program
+from zeroxla.hosts.calls import ProgramCalls
 from zeroxla.layout import make_layout
 from zeroxla.mesh import platform_of
 from zeroxla.notices import useless_on_leaves, useless_on_mesh, warn
@@ -73,6 +73,7 @@ class Step:
         warn(useless_on_mesh(self.programs.wiring, mesh), stacklevel=4)
         platform = platform_of(mesh)
         options = compiler_options(platform, prefetch=config.prefetch_bucket != 0)
+        self._run = ProgramCalls(config)
         self._jit = functools.partial(jax.jit, compiler_options=options)
         self._step = self._jit(self.programs.train, donate_argnums=0)
         self.disk = DiskSteps(self.programs, self._jit, self._run)
@@ -83,7 +84,6 @@ class Step:
         self._wired: set[Any] = set()  # and of those whose wire state did
         self._rates = Rates()
         self._has_warned = False
-        self._agreed: set[Any] = set()  # calls that all processes make alike
 
     def init(self, key: jax.Array, batch: Any) -> TrainState:
         """Make the state: every leaf is born split, no device ever holds the model.
@@ -112,7 +112,8 @@ class Step:
 
         Args:
           params: a pytree of global arrays, as `shapes().params` describes them: float32, padded,
-            split over the mesh. The state has these very arrays, which the next step takes.
+            split over the mesh. The state has these very arrays, which the next step takes; what is
+            to be on disk is copied there.
           key: a PRNG key.
 
         Returns:
@@ -127,7 +128,7 @@ class Step:
         rest = dataclasses.replace(state_shardings(shapes, self.mesh), params=None)
         args = params, put_key(key, self.mesh), put_batch(self._traced[-2], self.mesh)
         state = self._make("init_from", make, shapes, rest, *args)
-        return dataclasses.replace(state, params=params)
+        return dataclasses.replace(state, params=params) if state.params is None else state
 
     def abstract_state(self, batch: Any) -> TrainState:
         """Return the state's shapes, dtypes and shardings without computing anything: for `lower`
@@ -176,14 +177,14 @@ class Step:
         """Return the loss and the model's metrics on a batch, with `train=False`."""
         batch = self._checked_batch(state, batch, accumulate=1)
         with mesh_context(self.mesh):
-            return self._run("eval", self._eval, _light(state), batch)
+            return self.disk.call("eval", self._eval, state, batch)
 
     def grad(self, state: TrainState, batch: Any) -> tuple[jax.Array, Any]:
         """Return the loss and the gradients that a step would use, in natural shapes, as float32
         global arrays; zeros for frozen leaves. For tests and debugging."""
         batch = self._checked_batch(state, batch)
         with mesh_context(self.mesh):
-            return self._run("grad", self._grad, _light(self._fitted(state)), batch)
+            return self.disk.call("grad", self._grad, self._fitted(state), batch)
 
     def lower(self, state: Any, batch: Any) -> jax.stages.Lowered:
         """Lower the step for (shapes of) a state and a batch, as `jax.jit(...).lower` does; of a
@@ -194,7 +195,7 @@ class Step:
             self._check_batch(batch),
         )
         with mesh_context(self.mesh):
-            wires = jax.eval_shape(self._wire_state(batch), _light(state))
+            wires = jax.eval_shape(self._wire_state(batch), _light(_shapes(state)))
             wired = dataclasses.replace(state, wire_state=wires)
             wires = jax.tree.map(_as_shape, wires, state_shardings(wired, self.mesh).wire_state)
             state = dataclasses.replace(state, wire_state=wires)
@@ -221,7 +222,8 @@ class Step:
     def with_config(self, config: ZeroConfig) -> Step:
         """Return another program for the same state."""
         programs = dataclasses.replace(self.programs, config=config)
-        step = Step(**{f.name: getattr(programs, f.name) for f in dataclasses.fields(programs)})
+        fields = [f.name for f in dataclasses.fields(programs) if f.init]
+        step = Step(**{name: getattr(programs, name) for name in fields})
         step._traced = self._traced
         return step
 
@@ -267,13 +269,14 @@ class Step:
         if structure in self._wired:
             return state
         wire_state = self._wire_state(self._traced[-2])
-        expected = jax.eval_shape(wire_state, _light(state))
+        expected = jax.eval_shape(wire_state, _light(_shapes(state)))
         found = state.wire_state
         if found is None if expected is None else expected.fits(found):
             self._wired.add(structure)
             return state
-        new = None if expected is None else self._jit(wire_state)(_light(state))
-        return dataclasses.replace(state, wire_state=new)
+        if expected is not None:
+            expected = self.disk.call("wire state", self._jit(wire_state), state)
+        return dataclasses.replace(state, wire_state=expected)
 
     def _wire_state(self, batch: Any) -> Callable[[TrainState], WireState | None]:
         return functools.partial(self.programs.wire_state, batch=_shapes(batch))
@@ -298,20 +301,6 @@ class Step:
             self._has_warned = True
             warn(useless_on_leaves(self.config, self.programs.layout(shapes)), stacklevel=4)
         return shapes
-
-    def _run(self, name: str, program: Any, *args: Any) -> Any:
-        """Call a jitted program; of several processes, when all are about to call the same one."""
-        if jax.process_count() > 1:
-            avals = ((x.shape, x.dtype) for x in jax.tree.leaves(args))
-            called = (name, jax.tree.structure(args), *avals)
-            if called not in self._agreed:
-                agree_on_program(name, program.lower(*args), self._options())
-                self._agreed.add(called)
-        return program(*args)
-
-    def _options(self) -> dict[str, str]:
-        fields = dataclasses.fields(self.config)
-        return {field.name: str(getattr(self.config, field.name)) for field in fields}
 
 
 def _light(state: TrainState) -> TrainState:

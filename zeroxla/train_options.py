@@ -101,13 +101,13 @@ class MeshOptions:
     """Leaves of at most this many elements stay gathered for the whole step."""
     offload_optimizer: Literal["none", "host", "disk"] = "none"
     """Where the optimizer's state lives between updates."""
-    offload_params: Literal["none", "host"] = "none"
+    offload_params: Literal["none", "host", "disk"] = "none"
     """Where the float32 master of the parameters lives."""
     offload_ratio: float = 1.0
     """About which share of what is offloaded goes there; the rest stays on the devices."""
     offload_path: Path | None = None
-    """Folder on a fast disk of each host, for --offload-optimizer disk. Its file is the run's while
-    that runs; what lasts are the checkpoints."""
+    """Folder on a fast disk of each host, for what goes to disk. Its file is the run's while that
+    runs; what lasts are the checkpoints."""
 
     @property
     def offload(self) -> Offload:
@@ -212,10 +212,12 @@ class TrainOptions(OptionGroups):
                 "output.temperature": 0,
             }
         )
-        if (self.mesh.offload_optimizer == "disk") != (self.mesh.offload_path is not None):
+        on_disk = "disk" in (self.mesh.offload_optimizer, self.mesh.offload_params)
+        if on_disk != (self.mesh.offload_path is not None):
             raise ValueError(
-                f"--offload-optimizer {self.mesh.offload_optimizer} with --offload-path "
-                f"{self.mesh.offload_path}: the disk needs a path, and nothing else has one"
+                f"--offload-optimizer {self.mesh.offload_optimizer} and --offload-params "
+                f"{self.mesh.offload_params} with --offload-path {self.mesh.offload_path}: the "
+                "disk needs a path, and nothing else has one"
             )
         if self.mesh.offload.params != "none" and self.pipeline.pipe > 1:
             raise ValueError(

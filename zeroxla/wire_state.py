@@ -18,7 +18,6 @@ from jax.sharding import PartitionSpec
 from zeroxla.hops import from_bits
 from zeroxla.layout import Layout
 from zeroxla.mesh import DEVICE, NODE
-from zeroxla.offload.kinds import to_device
 from zeroxla.paths import Path
 from zeroxla.placement import Placement
 from zeroxla.routes import Route, Source
@@ -156,7 +155,7 @@ class Memory:
         gathers = self.wiring.collectives.gathers
         exact = dataclasses.replace(gathers, wire_dtype=gathers.compute_dtype)
         found = exact.secondary(
-            [Source(shards[i]) for i in self.copied],
+            [Source.stored(shards[i]) for i in self.copied],
             [
                 Route(placement=self.layout.leaves[i].placement, secondary="wire")
                 for i in self.copied
@@ -180,10 +179,11 @@ class Memory:
         for i in mine:
             copy, placement = copies[i], self.layout.leaves[i].placement
             assert copy is not None
-            dim, size = placement.split_dim, shards[i].shape[placement.split_dim]
+            shard = gathers.on_device(Source.stored(shards[i]), Route(placement=placement)).array
+            dim, size = placement.split_dim, shard.shape[placement.split_dim]
             start = gathers.hops.outer_index() * size
             known = lax.dynamic_slice_in_dim(copy, start, size, axis=dim)
-            differences.append(Source(to_device(shards[i]) - known.astype(jnp.float32)))
+            differences.append(Source(shard - known.astype(jnp.float32)))
             placement = dataclasses.replace(placement, layer_dims=())
             routes.append(
                 Route(placement=placement, weights=self.wiring.differences, secondary="values")

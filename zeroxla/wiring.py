@@ -13,6 +13,7 @@ from zeroxla.config import ZeroConfig
 from zeroxla.feedback import Feedback
 from zeroxla.layout import Leaf
 from zeroxla.mesh import DEVICE, NODE, platform_of
+from zeroxla.offload.disk.desk import Desk
 from zeroxla.routes import Route
 from zeroxla.wire_format import WireFormat
 
@@ -89,8 +90,13 @@ class Wiring:
         return 4 * math.prod(self.collectives.reduces.result_shape(leaf.placement))
 
 
-def make_wiring(config: ZeroConfig, mesh: Mesh) -> Wiring:
+def make_wiring(config: ZeroConfig, mesh: Mesh, desk: Desk | None = None) -> Wiring:
     """Resolve the options of wires on a mesh.
+
+    Args:
+      config: the options.
+      mesh: of all devices.
+      desk: that reads shards on disk.
 
     Raises:
       ValueError: hpz_size fits neither a node nor whole nodes.
@@ -135,6 +141,7 @@ def make_wiring(config: ZeroConfig, mesh: Mesh) -> Wiring:
             # On a mesh of CPUs no kernel need be traced beside the reference: half the time.
             backend="xla" if on_cpu else None,
             firm_ties=on_cpu,
+            desk=desk,
         ),
         weights=config.weight_wire,
         gradients=wired,

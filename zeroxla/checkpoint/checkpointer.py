@@ -16,11 +16,10 @@ from flax import traverse_util
 import zeroxla
 from zeroxla.checkpoint import logical
 from zeroxla.checkpoint.about import About
-from zeroxla.checkpoint.disk import to_disk
+from zeroxla.checkpoint.disk import apart, replaced_on_disk, to_disk
 from zeroxla.checkpoint.logical import WIRES, Entry, entries, rebuild
 from zeroxla.checkpoint.store import Store
 from zeroxla.config import ZeroConfig
-from zeroxla.offload.disk.array import DiskShape
 from zeroxla.offload.disk.writer import DiskWriter
 from zeroxla.paths import Path as Name
 from zeroxla.state import TrainState
@@ -200,12 +199,10 @@ class Checkpointer:
         wanted = entries(shapes)
         about.check(wanted)
         wanted = self._with_wires(about, wanted)
-        on_disk = {path: e for path, e in wanted.items() if isinstance(e.array, DiskShape)}
-        arrays: dict[Name, Any] = self._read(
-            number, {path: e for path, e in wanted.items() if path not in on_disk}
-        )
+        read = functools.partial(self._read, number)
+        in_memory, on_disk = apart(wanted)
+        arrays: dict[Name, Any] = {**read(in_memory)}
         if on_disk:
-            read = functools.partial(self._read, number)
             arrays |= to_disk(read, on_disk, _writer(like, shapes))
         state = rebuild(shapes, arrays, key=about.key)
         return Restored(number=number, state=state, position=about.position)
@@ -248,9 +245,13 @@ class Checkpointer:
             return traverse_util.unflatten_dict(self._store.read(number, shapes))["params"]
         found = entries(like)
         about.check(found, chosen)
-        arrays = self._read(number, {path: found[path] for path in chosen})
+        read = functools.partial(self._read, number)
+        arrays, on_disk = apart({path: found[path] for path in chosen})
         # What wires remember was of other weights.
-        return dataclasses.replace(like, params=logical.with_params(like, arrays), wire_state=None)
+        new = dataclasses.replace(
+            like, params=logical.with_params(like, read(arrays)), wire_state=None
+        )
+        return replaced_on_disk(new, read, on_disk) if on_disk else new
 
     def close(self) -> None:
         """Wait for the last save, and release threads.
@@ -274,7 +275,7 @@ class Checkpointer:
             if e.array.size
         }
         empty = {path: logical.empty(e) for path, e in wanted.items() if not e.array.size}
-        return empty | self._store.read(number, targets)
+        return empty | (self._store.read(number, targets) if targets else {})
 
     def _with_wires(self, about: About, wanted: dict[Name, Entry]) -> dict[Name, Entry]:
         """Leave out what wires remember unless all of it fits."""

@@ -12,10 +12,13 @@ import jax
 import orbax.checkpoint as ocp
 
 from zeroxla.checkpoint.logical import Entry
-from zeroxla.offload.disk.array import DiskArray
+from zeroxla.hosts.together import together
+from zeroxla.offload.disk.array import DiskArray, write
 from zeroxla.offload.disk.writer import DiskWriter
+from zeroxla.offload.kinds import place_of
 from zeroxla.packing import packed
 from zeroxla.paths import Path as Name
+from zeroxla.state import TrainState
 
 BATCH_BYTES = 256 * 2**20
 """Of arrays that are in host memory at a time, or the largest array's."""
@@ -62,15 +65,19 @@ class _Writes(ocp.future.Future):  # pyright: ignore[reportAttributeAccessIssue]
             self._file.let_go(self._version)
 
 
+Read = Callable[[Mapping[Name, Entry]], Mapping[Name, jax.Array]]
+"""Reads arrays of a checkpoint as their entries say they are stored."""
+
+
 def to_disk(
-    read: Callable[[Mapping[Name, Entry]], Mapping[Name, jax.Array]],
+    read: Read,
     wanted: Mapping[Name, Entry],
     writer: DiskWriter,
 ) -> dict[Name, DiskArray]:
     """Read arrays of a checkpoint into the file of a state.
 
     Args:
-      read: reads some as their entries say they are stored.
+      read: reads some.
       wanted: the arrays, in the order of the writer's.
       writer: of the file.
     """
@@ -85,6 +92,53 @@ def to_disk(
     except BaseException:
         writer.abandon()
         raise
+
+
+def apart(wanted: Mapping[Name, Entry]) -> tuple[dict[Name, Entry], dict[Name, Entry]]:
+    """Return the arrays of a state that are in memory, and those on disk."""
+    in_memory = {path: e for path, e in wanted.items() if place_of(e.array) != "disk"}
+    return in_memory, {path: e for path, e in wanted.items() if path not in in_memory}
+
+
+def replaced_on_disk(state: TrainState, read: Read, wanted: Mapping[Name, Entry]) -> TrainState:
+    """Return a state some of whose arrays on disk are those of a checkpoint; that which was given
+    is then no more.
+
+    Args:
+      state: arrays.
+      read: as of `to_disk`.
+      wanted: the arrays.
+
+    Raises:
+      ValueError: the state is one of shapes, or no more.
+    """
+    arrays = [e.array for e in wanted.values()]
+    if not all(isinstance(x, DiskArray) for x in arrays):
+        raise ValueError(
+            "these shapes are of a state on disk: parameters are read into the file of one that is "
+            "there; pass the state, or restore all of it with the step"
+        )
+    file = arrays[0].file
+    arrays[0].check()
+    file.wait_for_readers()
+    try:
+        for batch in packed(wanted.items(), lambda job: job[1].array.nbytes, BATCH_BYTES):
+            found = read({path: _on_host(entry) for path, entry in batch})
+            futures = [
+                future
+                for path, entry in batch
+                for future in write(entry.array.name, found[path], file, entry.array.layer_dims)
+            ]
+            for future in futures:
+                future.result()
+        together("state on disk", file.commit)
+    except BaseException:
+        file.abandon()
+        raise
+    return jax.tree.map(
+        lambda x: dataclasses.replace(x, version=file.version) if isinstance(x, DiskArray) else x,
+        state,
+    )
 
 
 def _on_host(entry: Entry) -> Entry:

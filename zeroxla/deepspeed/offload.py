@@ -8,7 +8,6 @@ from typing import Any
 from zeroxla.offload.options import Offload
 
 DEVICES = ("none", "cpu", "nvme")
-_PARAMS = 'parameters are gathered from memory: they are kept in host memory, as with "cpu"'
 _NO_PATH = "only the device nvme has a path"
 _UNUSED = "only what is offloaded is updated in sub-groups, and nothing is"
 _ONE_PIN = "one part asks for pinned memory and another does not: all of it is pinned"
@@ -30,20 +29,19 @@ def offload_of(zero: Mapping[str, Any], ignored: dict[str, str]) -> dict[str, An
       ignored: gets what has no effect, or another one.
 
     Raises:
-      ValueError: a device that DeepSpeed does not know, or a flag against its section.
+      ValueError: a device that DeepSpeed does not know, a flag against its section, or two paths.
     """
     options: dict[str, Any] = {}
     pins: list[bool] = []
+    paths: dict[str, str] = {}
     for section, field in _FIELDS.items():
         written = zero.get(section, {})
         place = _place(section, written, zero)
         if place == "none":
             continue
-        options[field] = "host"
-        if place == "nvme" and section == "offload_optimizer":
-            options |= _on_disk(section, written)
-        elif place == "nvme":
-            ignored[f"zero_optimization.{section}.device"] = _PARAMS
+        options[field] = "disk" if place == "nvme" else "host"
+        if place == "nvme":
+            paths[section] = _path(section, written)
         elif "nvme_path" in written:
             ignored[f"zero_optimization.{section}.nvme_path"] = _NO_PATH
         if "pin_memory" in written:
@@ -58,6 +56,11 @@ def offload_of(zero: Mapping[str, Any], ignored: dict[str, str]) -> dict[str, An
         if size is not None:
             ignored["zero_optimization.sub_group_size"] = _UNUSED
         return {}
+    if len(set(paths.values())) > 1:
+        said = ", ".join(f"{section}.nvme_path={path!r}" for section, path in paths.items())
+        raise ValueError(f"zero_optimization has {said}: a state has one folder; write the same")
+    if paths:
+        options["path"] = next(iter(paths.values()))
     if pins:
         options["pin"] = any(pins)
     if len(set(pins)) > 1:
@@ -69,13 +72,13 @@ def offload_of(zero: Mapping[str, Any], ignored: dict[str, str]) -> dict[str, An
     return {"offload": Offload(**options)}
 
 
-def _on_disk(section: str, written: Mapping[str, Any]) -> dict[str, Any]:
+def _path(section: str, written: Mapping[str, Any]) -> str:
     if "nvme_path" not in written:
         raise ValueError(
             f"zero_optimization.{section}.device='nvme' has no nvme_path; write the folder of a "
             "fast disk of each host"
         )
-    return {"optimizer": "disk", "path": written["nvme_path"]}
+    return written["nvme_path"]
 
 
 def _place(section: str, written: Mapping[str, Any], zero: Mapping[str, Any]) -> str:

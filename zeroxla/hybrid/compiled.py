@@ -23,6 +23,7 @@ from zeroxla.hybrid.decode import Shape
 from zeroxla.hybrid.generation import Generation
 from zeroxla.hybrid.reshard import ROWS, Stored, part_spec
 from zeroxla.hybrid.sampling import Sampling
+from zeroxla.offload.disk.array import DiskArray
 from zeroxla.state import TrainState
 
 
@@ -155,7 +156,7 @@ class Copy:
         self._mesh = generation.mesh
         self._reshard = jax.jit(partial(generation.reshard, stored=stored))
         # Which leaves the parts are of, without keeping those alive.
-        self._kept: tuple[list[weakref.ref[jax.Array]], list[jax.Array]] | None = None
+        self._kept: tuple[list[weakref.ref[Any]], list[jax.Array]] | None = None
 
     @contextlib.contextmanager
     def of(self, state: TrainState) -> Iterator[tuple[list[jax.Array], float]]:
@@ -174,7 +175,8 @@ class Copy:
         self.free()
         start = time.perf_counter()
         with mesh_context(self._mesh):
-            parts = jax.block_until_ready(self._reshard(leaves))
+            here = [x.read().result() if isinstance(x, DiskArray) else x for x in leaves]
+            parts = jax.block_until_ready(self._reshard(here))
         self._kept = ([weakref.ref(x) for x in leaves], parts)
         return parts, time.perf_counter() - start
 

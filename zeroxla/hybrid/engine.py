@@ -126,7 +126,8 @@ class HybridEngine:
             another model, or logits that are not finite.
 
         Cost: the model in its compute dtype, 1/tensor of it on each device, and the cache, beside
-        the state. One compilation for each bucket of lengths (powers of two) and number of rows.
+        the state; for a moment the shards of parameters on disk, too. One compilation for each
+        bucket of lengths (powers of two) and number of rows.
         """
         sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
         rows = as_rows(prompts)

@@ -31,7 +31,7 @@ class Offload:
     optimizer: Literal["none", "host", "disk"] = "none"
     """Where the optimizer's state of split leaves lives. (offload_optimizer.device)"""
 
-    params: Literal["none", "host"] = "none"
+    params: Literal["none", "host", "disk"] = "none"
     """Where the float32 master of split leaves lives, or a frozen base stored as wires.
     (offload_param.device)"""
 
@@ -60,14 +60,10 @@ class Offload:
                 raise ValueError(
                     f"Offload({name}={getattr(self, name)!r}) is not a place; use one of {PLACES}"
                 )
-        if self.params == DISK:
-            raise NotImplementedError(
-                "Offload(params='disk') is not supported: parameters are gathered from memory; use "
-                "params='host'"
-            )
         if self.on_disk and self.path is None:
+            name = "params" if self.params == DISK else "optimizer"
             raise ValueError(
-                "Offload(optimizer='disk') needs a folder: pass path=, on a fast disk of each host"
+                f"Offload({name}='disk') needs a folder: pass path=, on a fast disk of each host"
             )
         if self.path is not None:
             object.__setattr__(self, "path", os.fspath(self.path))

@@ -12,6 +12,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from zeroxla.offload.disk.file import Reading, StateFile, Version
+from zeroxla.offload.disk.shards import Shard, shards_of
 
 
 class DiskShape(jax.ShapeDtypeStruct):
@@ -22,7 +23,7 @@ class DiskShape(jax.ShapeDtypeStruct):
         return self.size * self.dtype.itemsize
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False, weakref_slot=True)
 class DiskArray:
     """A global array of a state, split over a mesh; what this process's devices own of it is in
     its file.
@@ -34,6 +35,7 @@ class DiskArray:
       sharding: how it lies on the mesh when it has come.
       file: that it is in.
       version: of the file, that it is of.
+      layer_dims: the dims along which each layer is read by itself, too.
     """
 
     name: str
@@ -42,6 +44,7 @@ class DiskArray:
     sharding: NamedSharding
     file: StateFile
     version: Version
+    layer_dims: tuple[int, ...] = ()
 
     @property
     def ndim(self) -> int:
@@ -60,7 +63,14 @@ class DiskArray:
         return self.version is not self.file.version
 
     def read(self) -> Arriving:
-        """Begin to read it.
+        """Begin to read it. Raises what `check` raises."""
+        self.check()
+        shards = self.shards()
+        readings = [[self.file.read(p.name, self.version) for p in s.parts] for s in shards]
+        return Arriving(self, readings, shards)
+
+    def check(self) -> None:
+        """Check that it can be read.
 
         Raises:
           ValueError: a later step has put another version in force, and nobody holds this one.
@@ -70,10 +80,10 @@ class DiskArray:
                 f"{self.name} is of a state that is no more: a later step, or a restored "
                 f"checkpoint, has written {self.file.path}; go on with the state that this returned"
             )
-        shards = shards_of(self.name, self.sharding, self.shape)
-        return Arriving(
-            self, [self.file.read(shard.name, self.version) for shard in shards], shards
-        )
+
+    def shards(self) -> list[Shard]:
+        """Return what this process's devices hold of it."""
+        return shards_of(self.name, self.sharding, self.shape, self.layer_dims)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         """Return it whole on this host, padding included."""
@@ -87,60 +97,26 @@ class DiskArray:
         return f"DiskArray({self.name}, {self.dtype}{list(self.shape)}, {self.file.path})"
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Shard:
-    """A part of an array that devices of this process hold.
-
-    Attributes:
-      name: in the file.
-      index: of the part within the array.
-      devices: that hold it.
-      shape: of the part.
-    """
-
-    name: str
-    index: tuple[slice, ...]
-    devices: tuple[jax.Device, ...]
-    shape: tuple[int, ...]
-
-
-def shards_of(name: str, sharding: NamedSharding, shape: Sequence[int]) -> list[Shard]:
-    """Return the different parts of an array that this process's devices hold."""
-    parts: dict[tuple[tuple[int, int, int], ...], list[jax.Device]] = {}
-    indices: dict[tuple[tuple[int, int, int], ...], tuple[slice, ...]] = {}
-    for device, index in sharding.addressable_devices_indices_map(tuple(shape)).items():
-        assert index is not None
-        key = tuple(s.indices(n) for s, n in zip(index, shape, strict=True))
-        parts.setdefault(key, []).append(device)
-        indices[key] = index
-    return [
-        Shard(
-            f"{name}[{', '.join(f'{start}:{stop}' for start, stop, _ in key)}]",
-            indices[key],
-            tuple(devices),
-            tuple(stop - start for start, stop, _ in key),
-        )
-        for key, devices in parts.items()
-    ]
-
-
 class Arriving:
     """An array that is being read."""
 
-    def __init__(self, array: DiskArray, readings: list[Reading], shards: list[Shard]) -> None:
+    def __init__(
+        self, array: DiskArray, readings: list[list[Reading]], shards: list[Shard]
+    ) -> None:
         self.array, self.shards, self._readings = array, shards, readings
 
     def wait(self) -> None:
         """Wait until it has come, or failed to."""
-        for reading in self._readings:
-            reading.wait()
+        for parts in self._readings:
+            for reading in parts:
+                reading.wait()
 
     def data(self) -> list[np.ndarray]:
         """Wait; return the shards in host memory, which nothing else uses."""
         dtype = self.array.dtype
         return [
-            reading.result().view(dtype).reshape(shard.shape)
-            for reading, shard in zip(self._readings, self.shards, strict=True)
+            shard.joined([reading.result() for reading in parts], dtype)
+            for parts, shard in zip(self._readings, self.shards, strict=True)
         ]
 
     def result(self, memory_kind: str | None = None) -> jax.Array:
@@ -155,24 +131,18 @@ class Arriving:
         return jax.make_array_from_single_device_arrays(array.shape, sharding, parts)
 
 
-def write(name: str, array: jax.Array, file: StateFile) -> list[Future[int]]:
+def write(
+    name: str, array: jax.Array, file: StateFile, layer_dims: Sequence[int] = ()
+) -> list[Future[int]]:
     """Begin to write an array's next version; waits until it is computed.
 
     The array must be kept until what is returned has ended.
     """
     assert isinstance(array.sharding, NamedSharding)
-    data = {shard.device: shard.data for shard in array.addressable_shards}
-    return [
-        future
-        for shard in shards_of(name, array.sharding, array.shape)
-        for future in file.write(shard.name, np.asarray(data[shard.devices[0]]))
-    ]
-
-
-def sizes_of(name: str, shape: jax.ShapeDtypeStruct) -> dict[str, int]:
-    """Return the bytes of this process's shards of an array, by their names in the file."""
-    assert isinstance(shape.sharding, NamedSharding)
-    return {
-        shard.name: int(np.prod(shard.shape)) * shape.dtype.itemsize
-        for shard in shards_of(name, shape.sharding, shape.shape)
-    }
+    shards = {shard.device: shard.data for shard in array.addressable_shards}
+    futures = []
+    for shard in shards_of(name, array.sharding, array.shape, layer_dims):
+        data = np.asarray(shards[shard.devices[0]])
+        for part in shard.parts:
+            futures += file.write(part.name, data[part.index])
+    return futures

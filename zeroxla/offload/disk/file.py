@@ -127,6 +127,10 @@ class StateFile:
         """Whether the file has these arrays."""
         return sizes == {name: extent.nbytes for name, extent in self._extents.items()}
 
+    def nbytes_of(self, name: str) -> int:
+        """Return the bytes of an array."""
+        return self._extents[name].nbytes
+
     def check(self) -> None:
         """Check that the file is there.
 
@@ -303,6 +307,11 @@ class Reading:
     ) -> None:
         self._path, self._name = path, name
         self._data, self._parts, self._sums = data, parts, sums
+
+    @property
+    def nbytes(self) -> int:
+        """Of the array."""
+        return self._data.nbytes
 
     def wait(self) -> None:
         """Wait until it is read, or cannot be."""

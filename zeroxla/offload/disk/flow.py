@@ -22,12 +22,18 @@ class Flow:
       file: of the arrays.
       groups: the arrays of each sub-group, by what the caller calls them.
       buffers: sub-groups that are read, computed or written at a time.
+      at_once: begin to read before the first `next`.
     """
 
     def __init__(
-        self, file: StateFile, groups: Sequence[Mapping[Any, DiskArray]], *, buffers: int
+        self,
+        file: StateFile,
+        groups: Sequence[Mapping[Any, DiskArray]],
+        *,
+        buffers: int,
+        at_once: bool,
     ) -> None:
-        self._file, self._buffers = file, buffers
+        self._file, self._buffers, self._at_once = file, buffers, at_once
         self._to_come = deque(groups)
         self._reading: deque[dict[Any, Arriving]] = deque()
         self._writing: deque[tuple[list[Future[int]], Any]] = deque()
@@ -36,7 +42,8 @@ class Flow:
     def __enter__(self) -> Flow:
         self._file.wait_for_readers()
         self._file.blocks.accesses.clear()
-        self._read_ahead()
+        if self._at_once:
+            self._read_ahead()
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -52,11 +59,15 @@ class Flow:
         self._begun = time.perf_counter()
         return arrays
 
-    def write(self, arrays: Mapping[str, jax.Array]) -> None:
-        """Write arrays' next versions, by name; waits until they are computed."""
-        jax.block_until_ready(list(arrays.values()))
+    def write(self, arrays: Sequence[tuple[DiskArray, jax.Array]]) -> None:
+        """Write arrays' next versions; waits until they are computed."""
+        jax.block_until_ready([new for _, new in arrays])
         self._file.blocks.accesses.append(Access("update", self._begun, time.perf_counter(), 0))
-        futures = [f for name, array in arrays.items() for f in write(name, array, self._file)]
+        futures = [
+            future
+            for old, new in arrays
+            for future in write(old.name, new, self._file, old.layer_dims)
+        ]
         self._writing.append((futures, arrays))
         self._read_ahead()
 

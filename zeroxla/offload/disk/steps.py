@@ -1,15 +1,16 @@
-"""What a step does otherwise where its optimizer's state is on disk."""
+"""What a step does otherwise where its state is on disk."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from zeroxla.hosts.together import together
 from zeroxla.offload.disk.array import DiskArray, DiskShape
 from zeroxla.offload.disk.update import DiskUpdate, RunProgram
 from zeroxla.offload.disk.writer import DiskWriter
@@ -17,11 +18,11 @@ from zeroxla.offload.kinds import to_device
 from zeroxla.packing import packed
 from zeroxla.programs import Programs
 from zeroxla.state import TrainState
-from zeroxla.trace import Program, Value, closure, read, run, trace
+from zeroxla.trace import Atom, Equation, Value, closure, read, run, trace
 
 
 class DiskSteps:
-    """Makes states whose optimizer state is on disk, and takes steps with them.
+    """Makes states that are on disk, and runs programs of them.
 
     Args:
       programs: of the step.
@@ -51,25 +52,49 @@ class DiskSteps:
             which then are the first argument.
           shapes: of the state, with shardings.
           shardings: of what the program returns.
-          *args: its arguments.
+          *args: its arguments; the last one is the batch.
         """
         writer = self.writer(shapes)
-        on_disk = writer.shapes
+        num = jax.tree.structure(shapes.params).num_leaves
+        has_params = any(i < num for i in writer.shapes)
 
-        def without_disk(*args: Any) -> TrainState:
-            state = program(*args)
-            return dataclasses.replace(state, opt_state=_without(state.opt_state, on_disk))
+        def in_memory(state: TrainState) -> tuple[dict[int, Any], TrainState]:
+            """Return what is not on disk, by position, and the rest."""
+            given = 0 if state.params is not None else num
+            leaves = enumerate(jax.tree.leaves((state.params, state.opt_state)), given)
+            rest = dataclasses.replace(state, params=None, opt_state=None)
+            if has_params:  # what wires remember of parameters follows when these are there
+                rest = dataclasses.replace(rest, wire_state=None)
+            return {i: x for i, x in leaves if i not in writer.shapes}, rest
 
-        rest = _without(shardings.opt_state, on_disk)
-        shardings = dataclasses.replace(shardings, opt_state=rest)
         try:
-            state = self._run(name, self._jit(without_disk, out_shardings=shardings), *args)
-            params = args[0] if state.params is None else state.params
-            self._write_first(params, shapes, writer)
-            return with_disk(state, shapes, writer.finish())
+            make = self._jit(
+                lambda *args: in_memory(program(*args)), out_shardings=in_memory(shardings)
+            )
+            found, rest = self._run(name, make, *args)
+            if shardings.params is None:
+                for i, x in enumerate(jax.tree.leaves(args[0])):
+                    if i in writer.shapes:
+                        writer.write(i, x)
+                    else:
+                        found[i] = x
+            else:
+                self._write_params([i for i in writer.shapes if i < num], shapes, writer, *args)
+            if has_params:
+                found |= writer.finish()
+            self._write_opt_state([found[i] for i in range(num)], shapes, writer)
+            found |= writer.finish()
         except BaseException:
             writer.abandon()
             raise
+        tree = jax.tree.structure((shapes.params, shapes.opt_state))
+        params, opt_state = tree.unflatten([found[i] for i in range(tree.num_leaves)])
+        state = dataclasses.replace(rest, params=params, opt_state=opt_state)
+        if has_params and shapes.wire_state is not None:
+            start = functools.partial(self._programs.wire_state, batch=args[-1])
+            wires = self.call("wire state", self._jit(start), state)
+            state = dataclasses.replace(state, wire_state=wires)
+        return state
 
     def writer(self, shapes: TrainState) -> DiskWriter:
         """Return what fills the file of states of these shapes."""
@@ -81,6 +106,29 @@ class DiskSteps:
         """Take one optimizer step. See `DiskUpdate`."""
         return self._update(state)(state, batch, self._run)
 
+    def call(self, name: str, program: Any, state: TrainState, *args: Any) -> Any:
+        """Run a jitted program of a state, in any memory, without that of its optimizer.
+
+        Raises:
+          DamagedStateError: the file holds something else than what was written.
+          OSError: the disk fails.
+        """
+        leaves, tree = jax.tree.flatten(state.params)
+
+        def run(leaves: list[Any]) -> Any:
+            light = dataclasses.replace(state, params=tree.unflatten(leaves), opt_state=None)
+            return self._run(name, program, light, *args)
+
+        found, failure = self._programs.desk.call(name, leaves, state.placements[0], run)
+
+        def check() -> None:
+            if failure is not None:
+                raise failure
+
+        if any(isinstance(x, DiskArray) for x in leaves):
+            together("state on disk", check)
+        return found
+
     def lower(self, state: TrainState, batch: Any) -> jax.stages.Lowered:
         """Lower the program that computes the gradients, for shapes."""
         return self._update(state).lower(state, batch)
@@ -91,59 +139,81 @@ class DiskSteps:
             self._updates[structure] = DiskUpdate(self._programs, self._jit, state)
         return self._updates[structure]
 
-    def _write_first(self, params: Any, shapes: TrainState, writer: DiskWriter) -> None:
+    def _write_params(
+        self, positions: Sequence[int], shapes: TrainState, writer: DiskWriter, *args: Any
+    ) -> None:
+        """Compute the first parameters and write them, a few at a time."""
+        for group in self._groups(positions, writer):
+            compute = functools.partial(
+                self._programs.first_params, placements=shapes.placements, only=group
+            )
+            self._write(f"parameters {group[0]}", compute, group, writer, *args)
+
+    def _write_opt_state(self, params: list[Any], shapes: TrainState, writer: DiskWriter) -> None:
         """Compute the optimizer's first state and write it, a few arrays at a time."""
-        leaves, tree = jax.tree.flatten(params)
+        tree = jax.tree.structure(shapes.params)
 
         def first(leaves: list[jax.Array]) -> list[jax.Array]:
             state = self._programs.first_opt_state(tree.unflatten(leaves), shapes.placements)
             return jax.tree.leaves(state)
 
-        program, _ = trace(first, [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves])
+        program, _ = trace(first, [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in params])
+        makers = {v: eq for eq in program.equations for v in eq.outputs}
+        num = len(params)
+        for group in self._groups([i for i in writer.shapes if i >= num], writer):
+            atoms = [program.outputs[i - num] for i in group]
+            equations, roots = closure([a for a in atoms if isinstance(a, Value)], makers)
+            compute = functools.partial(_results, atoms, equations, roots)
+            held = dict(zip(program.inputs, params, strict=True))
+            arrays = [_in_memory(held[v]) for v in roots]
+            self._write(f"optimizer state {group[0]}", compute, group, writer, arrays)
+
+    def _write(
+        self,
+        name: str,
+        compute: Callable[..., list[jax.Array]],
+        group: Sequence[int],
+        writer: DiskWriter,
+        *args: Any,
+    ) -> None:
+        """Compute arrays and write them."""
+        make = self._jit(compute, out_shardings=[writer.shapes[i].sharding for i in group])
+        for i, array in zip(group, self._run(name, make, *args), strict=True):
+            writer.write(i, array)
+
+    def _groups(self, positions: Sequence[int], writer: DiskWriter) -> list[list[int]]:
         limit = self._programs.config.offload.sub_group * self._programs.mesh.size
-        for positions in packed(writer.shapes, lambda i: writer.shapes[i].size, limit):
-            compute = functools.partial(_results, program, positions)
-            shardings = [writer.shapes[i].sharding for i in positions]
-            make = self._jit(compute, out_shardings=shardings)
-            arrays = self._run(f"optimizer state {positions[0]}", make, leaves)
-            for i, array in zip(positions, arrays, strict=True):
-                writer.write(i, array)
+        return packed(positions, lambda i: writer.shapes[i].size, limit)
 
 
 def _results(
-    program: Program, positions: Sequence[int], leaves: Sequence[jax.Array]
+    atoms: Sequence[Atom],
+    equations: Sequence[Equation],
+    inputs: Sequence[Value],
+    arrays: Sequence[jax.Array],
 ) -> list[jax.Array]:
-    """Compute some of a program's results."""
-    makers = {v: eq for eq in program.equations for v in eq.outputs}
-    atoms = [program.outputs[i] for i in positions]
-    env = dict(zip(program.inputs, map(to_device, leaves), strict=True))
-    run(closure([a for a in atoms if isinstance(a, Value)], makers)[0], env)
+    """Compute some of a program's results from those of its inputs that they need."""
+    env: dict[Value, Any] = dict(zip(inputs, map(to_device, arrays), strict=True))
+    run(equations, env)
     return [jnp.asarray(read(env, atom)) for atom in atoms]
 
 
-def with_disk(state: TrainState, shapes: TrainState, arrays: Mapping[int, DiskArray]) -> TrainState:
-    """Return a state that has None where arrays are on disk with these arrays, by position."""
-    tree = jax.tree.structure(shapes.opt_state)
-    others = iter(jax.tree.leaves(state.opt_state))
-    leaves = [arrays[i] if i in arrays else next(others) for i in range(tree.num_leaves)]
-    return dataclasses.replace(state, opt_state=tree.unflatten(leaves))
+def _in_memory(x: jax.Array | DiskArray) -> jax.Array:
+    return x.read().result() if isinstance(x, DiskArray) else x
 
 
 def with_disk_shapes(shapes: TrainState) -> TrainState:
     """Return the shapes of a state such that what is on disk is a `DiskShape`."""
-    leaves, tree = jax.tree.flatten(shapes.opt_state)
+    leaves, tree = jax.tree.flatten((shapes.params, shapes.opt_state))
+    placements = (p for placed in shapes.placements for p in placed)
     found = [
         DiskShape(x.shape, x.dtype, sharding=x.sharding) if placement.is_on_disk else x
-        for x, placement in zip(leaves, shapes.placements[1], strict=True)
+        for x, placement in zip(leaves, placements, strict=True)
     ]
-    return dataclasses.replace(shapes, opt_state=tree.unflatten(found))
+    params, opt_state = tree.unflatten(found)
+    return dataclasses.replace(shapes, params=params, opt_state=opt_state)
 
 
 def has_disk(state: TrainState) -> bool:
     """Whether a state, or its shapes, has something on disk."""
     return any(p.is_on_disk for placements in state.placements for p in placements)
-
-
-def _without(opt_state: Any, on_disk: Mapping[int, Any]) -> Any:
-    leaves, tree = jax.tree.flatten(opt_state)
-    return tree.unflatten([None if i in on_disk else x for i, x in enumerate(leaves)])

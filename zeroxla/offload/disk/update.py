@@ -1,8 +1,11 @@
-"""A step whose optimizer state is on disk: gradients in one program, the update in several.
+"""A step whose state is on disk: gradients in one program, the update in several.
 
     disk      read 0 | read 1 |       read 2 ...
     devices   gradients       | update 0 | update 1 ...
     disk                                 write 0 | write 1 ...
+
+Parameters on disk are read by the gradients' program, where it gathers them; then nothing is read
+for the update before it has ended, as the first unit would wait for that.
 
 Each sub-group of the update (see `pieces`) is read, computed and written; `buffers` of them are in
 memory at a time, so that one is read and one written while one is computed. When all are written
@@ -12,6 +15,7 @@ they are put in force at once.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -22,6 +26,7 @@ import jax
 from zeroxla.hosts.together import together
 from zeroxla.offload.disk.array import DiskArray
 from zeroxla.offload.disk.blocks import Access
+from zeroxla.offload.disk.desk import with_tickets
 from zeroxla.offload.disk.flow import Flow
 from zeroxla.offload.kinds import place_of, put, to_device
 from zeroxla.offload.pieces import Pieces, SubGroup
@@ -52,6 +57,7 @@ class DiskUpdate:
         num_others = len(jax.tree.leaves(args)) - len(placements)
         self._programs, self._buffers = programs, offload.buffers
         self._places = [p.sharding(mesh) for p in placements]
+        self._in_params = state.placements[0]
         self._pieces = pieces = Pieces.of(
             programs.update_of(state),
             args,
@@ -88,19 +94,22 @@ class DiskUpdate:
             {k: held[v] for k, v in enumerate(group.arrays) if isinstance(held[v], DiskArray)}
             for group in self._pieces.groups
         ]
-        rest, here = _apart(state)
+        rest, params, others = _apart(state)
         del leaves
-        with Flow(file, arriving, buffers=self._buffers) as flow:
-            kept, found, rest, metrics = run_program(
-                "gradients", self._gradients, rest, here, batch
+        at_once = not any(isinstance(x, DiskArray) for x in params)
+        with Flow(file, arriving, buffers=self._buffers, at_once=at_once) as flow:
+            (kept, found, rest, metrics), failure = self._programs.desk.call(
+                "gradients",
+                params,
+                self._in_params,
+                functools.partial(run_program, "gradients", self._gradients, rest, others, batch),
             )
-            del here
+            del params, others
             jax.block_until_ready(kept)
             held.update(zip(self._kept, kept, strict=True))
             del kept
             results: dict[int, Any] = dict(zip(self._pieces.shared, found, strict=True))
-            names = {i: array.name for i, array in on_disk.items()}
-            failure = self._update(flow, held, names, results, run_program)
+            failure = failure or self._update(flow, held, on_disk, results, run_program)
 
             def commit() -> None:
                 if failure is not None:
@@ -116,17 +125,18 @@ class DiskUpdate:
 
     def lower(self, state: TrainState, batch: Any) -> jax.stages.Lowered:
         """Lower the program that computes the gradients, for shapes."""
-        return self._gradients.lower(*_apart(state), batch)
+        rest, params, others = _apart(state)
+        return self._gradients.lower(rest, others, batch, with_tickets(params, self._in_params))
 
     def _update(
         self,
         flow: Flow,
         held: dict[Value, Any],
-        names: Mapping[int, str],
+        on_disk: Mapping[int, DiskArray],
         results: dict[int, Any],
         run_program: RunProgram,
     ) -> Exception | None:
-        """Compute the sub-groups: write what has a name, add what has none to the results. Return
+        """Compute the sub-groups: write what is on disk, add what is not to the results. Return
         what went wrong, of which other processes are yet to hear."""
         try:
             for n, group in enumerate(self._pieces.groups):
@@ -135,23 +145,27 @@ class DiskUpdate:
                 mine, others = self._reads(group, held)
                 found, _ = run_program(f"update {n}", self._updates[n], arrays, mine, others)
                 made = dict(zip(group.results, found, strict=True))
-                results |= {i: x for i, x in made.items() if i not in names}
-                flow.write({names[i]: x for i, x in made.items() if i in names})
+                results |= {i: x for i, x in made.items() if i not in on_disk}
+                flow.write([(on_disk[i], x) for i, x in made.items() if i in on_disk])
                 del arrays, mine, found, made
         except Exception as error:
             return error
         return None
 
     def _gradients_program(
-        self, rest: TrainState, here: Sequence[jax.Array | None], batch: Any
+        self,
+        rest: TrainState,
+        others: Sequence[jax.Array | None],
+        batch: Any,
+        params: Sequence[jax.Array],
     ) -> tuple[list[jax.Array], list[jax.Array], TrainState, dict[str, Any]]:
         """Return what the groups read besides the state, the results that are in no group, the next
         state without parameters and optimizer state, and the metrics."""
         program = self._pieces.program
-        params = self._tree.unflatten(here[: self._tree.num_leaves])
-        state = dataclasses.replace(rest, params=params)
+        state = dataclasses.replace(rest, params=self._tree.unflatten(params))
         grads, rest, metrics = self._programs.begin(state, batch)
-        env: dict[Value, Any] = dict(zip(self._held, here, strict=True))
+        # What is on disk is read here by no equation: each is of a sub-group.
+        env: dict[Value, Any] = dict(zip(self._held, (*params, *others), strict=True))
         env |= zip(self._given, [*jax.tree.leaves(grads), metrics["finite"]], strict=True)
         with jax.named_scope("update"):
             run(self._pieces.common, env)
@@ -198,12 +212,12 @@ class DiskUpdate:
         return self._programs.rate_of([results[i] for i in range(len(self._places), len(results))])
 
 
-def _apart(state: TrainState) -> tuple[TrainState, list[Any]]:
-    """Return a state without parameters and optimizer state, and the leaves of these that are in
-    memory, None for the others."""
-    leaves = [*jax.tree.leaves(state.params), *jax.tree.leaves(state.opt_state)]
-    here = [None if place_of(x) == "disk" else x for x in leaves]
-    return dataclasses.replace(state, params=None, opt_state=None), here
+def _apart(state: TrainState) -> tuple[TrainState, list[Any], list[Any]]:
+    """Return a state without parameters and optimizer state, the leaves of the parameters, and
+    those of the optimizer state, None for what is on disk of these."""
+    rest = dataclasses.replace(state, params=None, opt_state=None)
+    others = [None if place_of(x) == "disk" else x for x in jax.tree.leaves(state.opt_state)]
+    return rest, jax.tree.leaves(state.params), others
 
 
 def _rates(accesses: Sequence[Access], seconds: float) -> dict[str, float]:

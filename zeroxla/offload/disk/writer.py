@@ -11,8 +11,9 @@ import jax
 import numpy as np
 
 from zeroxla.hosts.together import together
-from zeroxla.offload.disk.array import DiskArray, DiskShape, sizes_of, write
+from zeroxla.offload.disk.array import DiskArray, DiskShape, write
 from zeroxla.offload.disk.file import StateFile, another_state
+from zeroxla.offload.disk.shards import sizes_of
 from zeroxla.placement import leaf_path
 from zeroxla.state import TrainState
 
@@ -26,7 +27,7 @@ class DiskWriter:
     """Writes a whole version of what a state has on disk, an array at a time.
 
     Attributes:
-      shapes: of the arrays, by their position among the leaves of the optimizer's state.
+      shapes: of the arrays, by their position among the leaves of parameters and optimizer state.
     """
 
     def __init__(self, state: TrainState, folder: str) -> None:
@@ -40,12 +41,20 @@ class DiskWriter:
           ValueError: in every process, if the folder of one cannot be written or has too little
             room, or another process or another state has the file.
         """
-        leaves = jax.tree_util.tree_flatten_with_path(state.opt_state)[0]
+        trees = {"params": state.params, "opt_state": state.opt_state}
+        leaves = jax.tree_util.tree_flatten_with_path(list(trees.values()))[0]
         self.shapes = {i: x for i, (_, x) in enumerate(leaves) if isinstance(x, DiskShape)}
-        self._names = {i: f"opt_state/{leaf_path(leaves[i][0])}" for i in self.shapes}
+        names = tuple(trees)
+        self._names = {
+            i: f"{names[leaves[i][0][0].idx]}/{leaf_path(leaves[i][0][1:])}" for i in self.shapes
+        }
+        # What a loop slices is read a layer at a time: of the parameters, not of their moments.
+        self._layer_dims = {
+            i: p.layer_dims for i, p in enumerate(state.placements[0]) if i in self.shapes
+        }
         sizes: dict[str, int] = {}
         for i, shape in self.shapes.items():
-            sizes |= sizes_of(self._names[i], shape)
+            sizes |= sizes_of(self._names[i], shape, self._layer_dims.get(i, ()))
         name = f"process-{jax.process_index()}-of-{jax.process_count()}.state"
         path = Path(folder).expanduser().resolve() / name
         self._file = together("state on disk", lambda: _file(path, sizes))
@@ -59,7 +68,8 @@ class DiskWriter:
         Raises:
           OSError: the disk fails.
         """
-        self._under_way.append((write(self._names[i], array, self._file), array))
+        futures = write(self._names[i], array, self._file, self._layer_dims.get(i, ()))
+        self._under_way.append((futures, array))
         self._bytes += array.nbytes
         while self._bytes > _BYTES_UNDER_WAY:
             futures, array = self._under_way.popleft()
@@ -83,6 +93,7 @@ class DiskWriter:
                 sharding=shape.sharding,  # type: ignore[arg-type]
                 file=self._file,
                 version=self._file.version,
+                layer_dims=self._layer_dims.get(i, ()),
             )
             for i, shape in self.shapes.items()
         }

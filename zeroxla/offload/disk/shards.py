@@ -1,0 +1,107 @@
+"""How an array lies in the files of the processes: by shard, and of some arrays by layer."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Part:
+    """What has a name of its own in a file: a shard, or a layer of one.
+
+    Attributes:
+      name: in the file.
+      index: of the part within the shard.
+      shape: of the part, in which a layer dim has length 1.
+    """
+
+    name: str
+    index: tuple[slice, ...]
+    shape: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Shard:
+    """A part of an array that devices of this process hold.
+
+    Attributes:
+      index: of the shard within the array.
+      devices: that hold it.
+      shape: of the shard.
+      parts: that make it up, those of the last layer dim next to each other.
+    """
+
+    index: tuple[slice, ...]
+    devices: tuple[jax.Device, ...]
+    shape: tuple[int, ...]
+    parts: tuple[Part, ...]
+
+    def joined(self, data: Sequence[np.ndarray], dtype: Any) -> np.ndarray:
+        """Return the shard of the bytes of its parts; a copy of them if there are several."""
+        arrays = [x.view(dtype).reshape(p.shape) for x, p in zip(data, self.parts, strict=True)]
+        if len(arrays) == 1:
+            return arrays[0]
+        whole = np.empty(self.shape, dtype)
+        for part, x in zip(self.parts, arrays, strict=True):
+            whole[part.index] = x
+        return whole
+
+
+def shards_of(
+    name: str, sharding: NamedSharding, shape: Sequence[int], layer_dims: Sequence[int] = ()
+) -> list[Shard]:
+    """Return the different shards of an array that this process's devices hold.
+
+    Args:
+      name: of the array.
+      sharding: of the array.
+      shape: of the array.
+      layer_dims: along which each layer is a part, so that it can be read by itself. Not split.
+    """
+    devices: dict[tuple[tuple[int, int, int], ...], list[jax.Device]] = {}
+    indices: dict[tuple[tuple[int, int, int], ...], tuple[slice, ...]] = {}
+    for device, index in sharding.addressable_devices_indices_map(tuple(shape)).items():
+        assert index is not None
+        key = tuple(s.indices(n) for s, n in zip(index, shape, strict=True))
+        devices.setdefault(key, []).append(device)
+        indices[key] = index
+    found = []
+    for key, index in indices.items():
+        own = f"{name}[{', '.join(f'{start}:{stop}' for start, stop, _ in key)}]"
+        mine = tuple(stop - start for start, stop, _ in key)
+        parts = _parts(own, mine, layer_dims)
+        found.append(Shard(index, tuple(devices[key]), mine, tuple(parts)))
+    return found
+
+
+def sizes_of(
+    name: str, shape: jax.ShapeDtypeStruct, layer_dims: Sequence[int] = ()
+) -> dict[str, int]:
+    """Return the bytes of this process's parts of an array, by their names in the file."""
+    assert isinstance(shape.sharding, NamedSharding)
+    return {
+        part.name: math.prod(part.shape) * shape.dtype.itemsize
+        for shard in shards_of(name, shape.sharding, shape.shape, layer_dims)
+        for part in shard.parts
+    }
+
+
+def _parts(name: str, shape: tuple[int, ...], layer_dims: Sequence[int]) -> list[Part]:
+    if not layer_dims:
+        return [Part(name, (slice(None),) * len(shape), shape)]
+    inside = tuple(1 if d in layer_dims else n for d, n in enumerate(shape))
+    parts = []
+    for layer in np.ndindex(*(shape[d] for d in layer_dims)):
+        at = dict(zip(layer_dims, layer, strict=True))
+        index = tuple(
+            slice(at[d], at[d] + 1) if d in at else slice(None) for d in range(len(shape))
+        )
+        parts.append(Part(f"{name}#{','.join(map(str, layer))}", index, inside))
+    return parts
