@@ -1,15 +1,16 @@
 """State on the disks of several processes: prints what the test looks for.
 
-    python disks.py FOLDER
+    python disks.py FOLDER PARAMS
 
-Run by every process of a launch. FOLDER gets the files of the state, and a checkpoint.
+Run by every process of a launch. FOLDER gets the files of the state, and a checkpoint; PARAMS says
+where the parameters are.
 """
 
 import sys
 from pathlib import Path
 
 
-def main(folder):
+def main(folder, params):
     import zeroxla
 
     zeroxla.initialize()
@@ -22,7 +23,9 @@ def main(folder):
     whole = batch()
     rows = {name: x.reshape(count, -1, *x.shape[1:])[index] for name, x in whole.items()}
     rows = zeroxla.global_batch(rows, mesh)
-    place = zeroxla.Offload(optimizer="disk", path=Path(folder) / "state", sub_group=1000)
+    place = zeroxla.Offload(
+        optimizer="disk", params=params, path=Path(folder) / "state", sub_group=1000
+    )
     step = make_step(mesh, place)
     state = step.init(jax.random.key(0), rows)
     losses = []

@@ -14,8 +14,9 @@ from zeroxla import Checkpointer, Offload
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quick_compilation")]
 
 
-def test_two_processes_with_a_file_each(mesh24, tmp_path):
-    status, said, out = processes.launch("disks.py", tmp_path, devices_per_node=4)
+@pytest.mark.parametrize(("params", "first"), [("none", "opt_state/"), ("disk", "params/")])
+def test_two_processes_with_a_file_each(mesh24, tmp_path, params, first):
+    status, said, out = processes.launch("disks.py", tmp_path, params, devices_per_node=4)
     assert status == 0, out
     step = make_step(mesh24, Offload())
     state, losses = taken(step, step.init(jax.random.key(0), batch()), 4)
@@ -25,8 +26,8 @@ def test_two_processes_with_a_file_each(mesh24, tmp_path):
         assert found[4:] == found[2:4]  # as the checkpoint was
         assert lines["file"] == f"process-{process}-of-2.state"
     # The one whose disk is at fault names the leaf, the other one that process.
-    assert "ValueError: process 1 failed at its state on disk: opt_state/" in said[0]["error"]
-    assert "DamagedStateError: opt_state/" in said[1]["error"]
+    assert f"ValueError: process 1 failed at its state on disk: {first}" in said[0]["error"]
+    assert f"DamagedStateError: {first}" in said[1]["error"]
     with Checkpointer(tmp_path / "checkpoints") as checkpointer:
         restored = checkpointer.restore(step)
     assert restored.number == 4

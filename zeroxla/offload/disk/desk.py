@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 
+from zeroxla.hosts.together import together
 from zeroxla.offload.disk.ahead import Order, ReadAhead
 from zeroxla.offload.disk.array import DiskArray, DiskShape
 from zeroxla.offload.disk.shards import Part, Shard
@@ -48,7 +49,7 @@ class Desk:
         leaves: Sequence[Any],
         placements: Sequence[Placement],
         fun: Callable[[list[Any]], _T],
-    ) -> tuple[_T, Exception | None]:
+    ) -> _T:
         """Call a function that runs a program, with tickets for the leaves that are on disk.
 
         Args:
@@ -58,14 +59,16 @@ class Desk:
           fun: of the leaves, on disk none of them.
 
         Returns:
-          What it returns, computed; and what went wrong at reading, if anything did: what was
-          computed is then nothing to go on with. (Where a callback raises, only its device's
-          program ends, and the others wait for that.) If nothing is on disk, what it returns may
-          still be under way.
+          What it returns, computed; if nothing is on disk it may still be under way.
+
+        Raises:
+          DamagedStateError: the file holds something else than what was written.
+          OSError: the disk fails.
+          ValueError: the leaves are of a state that is no more, or another process fails.
         """
         on_disk = [x for x in leaves if isinstance(x, DiskArray)]
         if not on_disk:
-            return fun(list(leaves)), None
+            return fun(list(leaves))
         on_disk[0].check()
         ahead = ReadAhead(on_disk[0].file, on_disk[0].version, self._orders.get(name, {}))
         assert self._window is None, "a program with tickets is running"
@@ -79,7 +82,8 @@ class Desk:
             self._window = None
             ahead.close()
         self._orders[name] = ahead.asked
-        return found, window.failure
+        together("state on disk", window.check)
+        return found
 
     def _give(
         self, ticket: Any, shard: Any, *, shape: tuple[int, ...], dtype: np.dtype
@@ -99,6 +103,14 @@ class _Window:
     def __init__(self, parts: dict[int, list[Part]], ahead: ReadAhead) -> None:
         self._parts, self._ahead = parts, ahead
         self.failure: Exception | None = None
+
+    def check(self) -> None:
+        """Raise the failure, if there was one.
+
+        Where a callback raises, only its device's program ends, and the others wait for it.
+        """
+        if self.failure is not None:
+            raise self.failure
 
     def give(
         self, ticket: np.ndarray, shard: int, shape: tuple[int, ...], dtype: np.dtype

@@ -10,7 +10,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from zeroxla.hosts.together import together
 from zeroxla.offload.disk.array import DiskArray, DiskShape
 from zeroxla.offload.disk.update import DiskUpdate, RunProgram
 from zeroxla.offload.disk.writer import DiskWriter
@@ -107,27 +106,15 @@ class DiskSteps:
         return self._update(state)(state, batch, self._run)
 
     def call(self, name: str, program: Any, state: TrainState, *args: Any) -> Any:
-        """Run a jitted program of a state, in any memory, without that of its optimizer.
-
-        Raises:
-          DamagedStateError: the file holds something else than what was written.
-          OSError: the disk fails.
-        """
+        """Run a jitted program of a state, in any memory, without that of its optimizer. Raises
+        what `Desk.call` raises."""
         leaves, tree = jax.tree.flatten(state.params)
 
         def run(leaves: list[Any]) -> Any:
             light = dataclasses.replace(state, params=tree.unflatten(leaves), opt_state=None)
             return self._run(name, program, light, *args)
 
-        found, failure = self._programs.desk.call(name, leaves, state.placements[0], run)
-
-        def check() -> None:
-            if failure is not None:
-                raise failure
-
-        if any(isinstance(x, DiskArray) for x in leaves):
-            together("state on disk", check)
-        return found
+        return self._programs.desk.call(name, leaves, state.placements[0], run)
 
     def lower(self, state: TrainState, batch: Any) -> jax.stages.Lowered:
         """Lower the program that computes the gradients, for shapes."""

@@ -98,7 +98,7 @@ class DiskUpdate:
         del leaves
         at_once = not any(isinstance(x, DiskArray) for x in params)
         with Flow(file, arriving, buffers=self._buffers, at_once=at_once) as flow:
-            (kept, found, rest, metrics), failure = self._programs.desk.call(
+            kept, found, rest, metrics = self._programs.desk.call(
                 "gradients",
                 params,
                 self._in_params,
@@ -109,7 +109,7 @@ class DiskUpdate:
             held.update(zip(self._kept, kept, strict=True))
             del kept
             results: dict[int, Any] = dict(zip(self._pieces.shared, found, strict=True))
-            failure = failure or self._update(flow, held, on_disk, results, run_program)
+            failure = self._update(flow, held, on_disk, results, run_program)
 
             def commit() -> None:
                 if failure is not None:
