@@ -55,6 +55,26 @@ def test_the_model_is_in_no_memory(mesh24, stepped):
     assert memory.argument_bytes < 0.02 * mine
 
 
+def test_the_state_is_born_a_few_leaves_at_a_time(mesh24, tmp_path):
+    """The same leaves as without; no program of `init` returns more than a sub-group of them."""
+    step = make_step(mesh24, disk(tmp_path, sub_group=2500), model="unrolled")
+    made, run = {}, step.disk._run
+
+    def call(name, program, *args):
+        found = run(name, program, *args)
+        made[name] = max(array_bytes_per_device(found).values())
+        return found
+
+    step.disk._run = call
+    state = step.init(jax.random.key(0), batch())
+    largest = max(x.nbytes for x in on_disk(state.params)) // 8
+    assert len(made) > 10
+    assert max(made.values()) <= max(4 * 2500, largest)
+    params = make(mesh24, Offload(), model="unrolled")[1].params
+    assert shard_bytes(params) > 4 * max(made.values())
+    assert_same(state.params, params)
+
+
 def test_a_step_reads_parameters_for_forward_for_backward_and_for_the_update(stepped):
     step, state = stepped
     file = file_of(state)

@@ -16,11 +16,10 @@ from flax import traverse_util
 import zeroxla
 from zeroxla.checkpoint import logical
 from zeroxla.checkpoint.about import About
-from zeroxla.checkpoint.disk import apart, replaced_on_disk, to_disk
+from zeroxla.checkpoint.disk import apart, replaced_on_disk, to_disk, writer_of
 from zeroxla.checkpoint.logical import WIRES, Entry, entries, rebuild
 from zeroxla.checkpoint.store import Store
 from zeroxla.config import ZeroConfig
-from zeroxla.offload.disk.writer import DiskWriter
 from zeroxla.paths import Path as Name
 from zeroxla.state import TrainState
 from zeroxla.step import Step
@@ -203,7 +202,7 @@ class Checkpointer:
         in_memory, on_disk = apart(wanted)
         arrays: dict[Name, Any] = {**read(in_memory)}
         if on_disk:
-            arrays |= to_disk(read, on_disk, _writer(like, shapes))
+            arrays |= to_disk(read, on_disk, writer_of(like, shapes))
         state = rebuild(shapes, arrays, key=about.key)
         return Restored(number=number, state=state, position=about.position)
 
@@ -289,12 +288,6 @@ class Checkpointer:
                 "or other formats, and starts anew"
             )
         return {path: entry for path, entry in wanted.items() if path[0] != WIRES}
-
-
-def _writer(like: Step | TrainState, shapes: TrainState) -> DiskWriter:
-    if isinstance(like, Step):
-        return like.disk.writer(shapes)
-    raise ValueError("these shapes are of a state on disk, whose file a step makes; pass the step")
 
 
 def _warn(text: str) -> None:

@@ -19,6 +19,7 @@ from zeroxla.offload.kinds import place_of
 from zeroxla.packing import packed
 from zeroxla.paths import Path as Name
 from zeroxla.state import TrainState
+from zeroxla.step import Step
 
 BATCH_BYTES = 256 * 2**20
 """Of arrays that are in host memory at a time, or the largest array's."""
@@ -92,6 +93,17 @@ def to_disk(
     except BaseException:
         writer.abandon()
         raise
+
+
+def writer_of(like: Step | TrainState, shapes: TrainState) -> DiskWriter:
+    """Return what fills the file of a state.
+
+    Raises:
+      ValueError: there is no step that says where the file is.
+    """
+    if isinstance(like, Step):
+        return like.disk.writer(shapes)
+    raise ValueError("these shapes are of a state on disk, whose file a step makes; pass the step")
 
 
 def apart(wanted: Mapping[Name, Entry]) -> tuple[dict[Name, Entry], dict[Name, Entry]]:
