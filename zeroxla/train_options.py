@@ -213,11 +213,12 @@ class TrainOptions(OptionGroups):
             }
         )
         on_disk = "disk" in (self.mesh.offload_optimizer, self.mesh.offload_params)
-        if on_disk != (self.mesh.offload_path is not None):
+        # A run may have a path that it has no use for any more when it is resumed.
+        if on_disk and self.mesh.offload_path is None:
             raise ValueError(
                 f"--offload-optimizer {self.mesh.offload_optimizer} and --offload-params "
-                f"{self.mesh.offload_params} with --offload-path {self.mesh.offload_path}: the "
-                "disk needs a path, and nothing else has one"
+                f"{self.mesh.offload_params} without --offload-path; name a folder on a fast disk "
+                "of each host"
             )
         if self.mesh.offload.params != "none" and self.pipeline.pipe > 1:
             raise ValueError(
