@@ -96,7 +96,7 @@ def test_a_plan_moves_only_where_its_trace_holds(plan):
     with pytest.raises(ValueError, match="traced for gpu and 'cpu' is a cpu; make a plan for it"):
         plan.on(device=MACHINES.find_device("cpu"))
     with pytest.raises(
-        ValueError, match=r"no links of \['rack'\]; of \['device', 'host', 'node', 'pipe'\]"
+        ValueError, match=r"no links of \['rack'\]; of \['device', 'disk', 'host', 'node', 'pipe'\]"
     ):
         plan.on(links={"rack": MACHINES.find_link("1gbit")})
 
