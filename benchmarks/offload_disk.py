@@ -35,7 +35,8 @@ import zeroxla
 from models import GPT
 from zeroxla import Offload, ZeroConfig
 from zeroxla.offload.disk.array import DiskArray
-from zeroxla.offload.disk.blocks import BLOCK_BYTES, Access, pages
+from zeroxla.offload.disk.blocks import BLOCK_BYTES, Access
+from zeroxla.offload.disk.pages import pages
 
 TURNS = 4
 ELEMENTS = 2**22  # of an array that tensorstore moves: 16 MiB, as a shard of the model's kernels

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from disk import files_limited_to
 
-from zeroxla.offload.disk import blocks
 from zeroxla.offload.disk.file import DamagedStateError, StateFile
+from zeroxla.offload.disk.pages import ALIGNMENT
 
 SIZES = {"a": 5, "b": 4096, "c": 3 * 2**20 + 1, "empty": 0}
 
@@ -64,7 +64,7 @@ def test_blocks_are_aligned_and_go_past_the_page_cache(path):
     write(file, 1)
     held(file)
     assert {x.kind for x in file.blocks.accesses} == {"read", "write"}
-    assert all(x.nbytes % blocks.ALIGNMENT == 0 for x in file.blocks.accesses)
+    assert all(x.nbytes % ALIGNMENT == 0 for x in file.blocks.accesses)
     assert max(x.nbytes for x in file.blocks.accesses) == 2**20
     if not file.blocks.is_direct:
         pytest.skip("the file system of the temporary folder has no direct access")

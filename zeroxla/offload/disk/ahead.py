@@ -62,6 +62,7 @@ class ReadAhead:
         for begun in self._begun.values():
             for _, reading in begun:
                 reading.wait()
+        self._file.pool.clear()
 
     def _reading(self, device: int, name: str) -> Reading:
         begun = self._begun.get(device, [])

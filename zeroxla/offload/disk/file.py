@@ -18,18 +18,19 @@ import os
 import shutil
 import struct
 import threading
-import zlib
 from collections.abc import Mapping
 from concurrent.futures import Future
 from pathlib import Path
 
 import numpy as np
 
-from zeroxla.offload.disk.blocks import ALIGNMENT, BLOCK_BYTES, BlockFile, aligned, pages
+from zeroxla.offload.disk.blocks import BLOCK_BYTES, BlockFile, checksum
+from zeroxla.offload.disk.pages import ALIGNMENT, PagePool, aligned
 from zeroxla.offload.disk.reading import DamagedStateError, Reading
 
-FORMAT = "zeroxla state 1"
+FORMAT = "zeroxla state 2"
 _RECORD = struct.Struct("<QI")  # number of the version, bytes of what follows; then the sum
+_SUM = struct.Struct("<Q")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -70,6 +71,7 @@ class StateFile:
 
     Attributes:
       version: that is in force.
+      pool: of the memory that it is read into; to be cleared after a number of reads.
     """
 
     def __init__(self, path: Path, sizes: Mapping[str, int]) -> None:
@@ -89,15 +91,16 @@ class StateFile:
             extent = self._extents[name] = _Extent(offset, nbytes, blocks)
             offset, blocks = offset + aligned(nbytes), blocks + len(extent.blocks)
         header = json.dumps({"format": FORMAT, "arrays": dict(sizes)}).encode()
-        self._header = struct.pack("<II", len(header), zlib.crc32(header)) + header
-        self.version = Version(0, np.zeros(len(sizes), np.uint8), np.zeros(blocks, np.uint32))
+        self._header = struct.pack("<IQ", len(header), checksum(header)) + header
+        self.version = Version(0, np.zeros(len(sizes), np.uint8), np.zeros(blocks, np.uint64))
         self._order = {name: i for i, name in enumerate(sizes)}
-        self._record_bytes = aligned(_RECORD.size + 4 * blocks + len(sizes) + 4)
+        self._record_bytes = aligned(_RECORD.size + len(sizes) + 8 * blocks + _SUM.size)
         self._copy_bytes = offset
         self._start = aligned(len(self._header)) + 2 * self._record_bytes
         self._written: dict[str, list[tuple[int, Future[int]]]] = {}
         self._letting_go = threading.Condition()
         self._held: list[Version] = []
+        self.pool = PagePool()
         self._blocks = self._open(path)
 
     @property
@@ -143,7 +146,7 @@ class StateFile:
     def read(self, name: str, version: Version) -> Reading:
         """Begin to read an array, in the version that is in force or one that is held."""
         extent = self._extents[name]
-        into = pages(extent.nbytes)
+        into = self.pool.take(extent.nbytes)
         where = self._offset(extent, version.copies[self._order[name]])
         parts = [
             (i, self._blocks.read(where + start, into[start : start + aligned(nbytes)], nbytes))
@@ -180,7 +183,7 @@ class StateFile:
             copies[self._order[name]] ^= 1
         body = copies.tobytes() + sums.tobytes()
         record = _RECORD.pack(number, len(body)) + body
-        record += struct.pack("<I", zlib.crc32(record))
+        record += _SUM.pack(checksum(record))
         self._blocks.write_now(self._record_offset(number), record)
         self.version = Version(number, copies, sums)
 
@@ -272,14 +275,14 @@ class StateFile:
         empty = self.version
         body = empty.copies.nbytes + empty.sums.nbytes
         for slot in (0, 1):
-            record = blocks.read_now(self._record_offset(slot), _RECORD.size + body + 4)
+            record = blocks.read_now(self._record_offset(slot), _RECORD.size + body + _SUM.size)
             number, nbytes = _RECORD.unpack_from(record)
-            (total,) = struct.unpack("<I", record[-4:])
-            if nbytes == body and zlib.crc32(record[:-4]) == total and number > self.version.number:
+            (total,) = _SUM.unpack(record[-_SUM.size :])
+            is_whole = nbytes == body and checksum(record[: -_SUM.size]) == total
+            if is_whole and number > self.version.number:
                 copies = np.frombuffer(record, np.uint8, empty.copies.size, _RECORD.size)
-                sums = np.frombuffer(
-                    record, np.uint32, empty.sums.size, len(record) - 4 - empty.sums.nbytes
-                )
+                start = _RECORD.size + empty.copies.nbytes
+                sums = np.frombuffer(record, np.uint64, empty.sums.size, start)
                 self.version = Version(number, copies, sums)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import Any
 
 import jax
@@ -51,6 +51,7 @@ class Flow:
             for arriving in group.values():
                 arriving.wait()
         self._file.abandon()
+        self._file.pool.clear()
 
     def next(self) -> dict[Any, jax.Array]:
         """Return the arrays of the next sub-group."""
@@ -77,16 +78,19 @@ class Flow:
         self._file.commit()
 
     def _read_ahead(self) -> None:
-        """Begin to read as many sub-groups as there is room for, of which one at least."""
+        """Begin to read as many sub-groups as there is room for, of which one at least: waits for
+        what is written only where nothing else is there to be computed."""
         while self._to_come:
+            self._forget_written()
             if len(self._reading) + len(self._writing) >= self._buffers:
-                if self._reading and not self._writing:
+                if self._reading:
                     return
-                self._wait_for_oldest()
+                wait(self._writing[0][0])
+                continue
             group = self._to_come.popleft()
             self._reading.append({k: array.read() for k, array in group.items()})
 
-    def _wait_for_oldest(self) -> None:
-        futures, _ = self._writing.popleft()
-        for future in futures:
-            future.result()
+    def _forget_written(self) -> None:
+        while self._writing and all(future.done() for future in self._writing[0][0]):
+            for future in self._writing.popleft()[0]:
+                future.result()

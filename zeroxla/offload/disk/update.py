@@ -71,8 +71,10 @@ class DiskUpdate:
         self._kept = tuple(v for v in readers if v not in set(self._held))
         self._read_once = frozenset(v for v, n in readers.items() if n == 1)
         self._gradients = jit(self._gradients_program, donate_argnums=0)
+        # On CPUs what was read is the array's memory, which XLA would copy to write over it.
+        donated = 1 if mesh.devices.flat[0].platform == "cpu" else (0, 1)
         self._updates = [
-            jit(self._update_program(group), donate_argnums=(0, 1)) for group in pieces.groups
+            jit(self._update_program(group), donate_argnums=donated) for group in pieces.groups
         ]
 
     def __call__(
