@@ -205,7 +205,9 @@ def test_the_command_searches(capsys, tmp_path, monkeypatch):
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize("option", [("--compile",), ("--measured-s", "2")])
+@pytest.mark.parametrize(
+    "option", [("--compile",), ("--measured-s", "2"), ("--offload-params", "host")]
+)
 def test_the_command_refuses_what_a_search_does_not(option, capsys):
     with pytest.raises(SystemExit):
         cli.main(["plan", "--search", *option])

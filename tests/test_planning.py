@@ -456,6 +456,16 @@ def test_the_command_prints_and_draws(capsys, tmp_path):
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+def test_the_command_counts_what_is_offloaded(capsys):
+    arguments = ["--nodes", "2", "--devices-per-node", "4", "--zero", "zeropp"]
+    places = ["--offload-optimizer", "disk", "--offload-params", "host", "--offload-secondary"]
+    assert cli.main(["plan", *arguments, *places, "host"]) == 0
+    printed = capsys.readouterr().out
+    for words in ("on the host's disk", "in the host's memory", "on the host, secondary shards"):
+        assert words in printed
+    assert "link of `disk`" in printed
+
+
 def test_the_command_says_when_it_does_not_fit(capsys):
     arguments = ["--nodes", "1", "--devices-per-node", "2", "--device", "l4", "--length", "64"]
     assert cli.main(["plan", "--model", "llama-7b", *arguments]) == 1

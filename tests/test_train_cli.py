@@ -297,6 +297,9 @@ class TestBadInput:
             (["--steps", "0"], "--steps 0 must be at least 1"),
             (["--heads", "3"], "does not divide into --heads 3"),
             (["--warmup", "2"], "at most 1"),
+            (["--offload-optimizer", "disk"], "without --offload-path"),
+            (["--offload-params", "host", "--pipe", "2"], "--offload-params host with --pipe 2"),
+            (["--offload-secondary", "host"], "--offload-secondary host with --zero zero3"),
             (["--layer", "3"], "Perhaps you meant"),
         ],
     )

@@ -48,6 +48,7 @@ class Collectives:
         stops_at_node: bool = False,
         backend: Backend | None = None,
         firm_ties: bool = False,
+        secondary_on_host: bool = False,
         desk: Desk | None = None,
     ) -> Collectives:
         """Make the collectives of a mesh.
@@ -62,6 +63,7 @@ class Collectives:
           stops_at_node: see `Reduces`.
           backend: of the quantizer; None has it chosen.
           firm_ties: see the attribute.
+          secondary_on_host: secondary shards are kept in the host's memory.
           desk: that reads shards on disk.
         """
         hops = Hops(nodes=nodes, devices=devices, hpz_size=hpz_size or devices)
@@ -71,6 +73,7 @@ class Collectives:
                 wire_dtype=jnp.dtype(wire_dtype or compute_dtype),
                 compute_dtype=jnp.dtype(compute_dtype),
                 backend=backend,
+                secondary_on_host=secondary_on_host,
                 desk=desk,
             ),
             reduces=Reduces(

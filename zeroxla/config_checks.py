@@ -100,6 +100,16 @@ def check_wires(config: ZeroConfig) -> None:
             f"weight_differences needs a copy on each node, and hpz_size={size!r}; set "
             'hpz_size="node"'
         )
+    if config.offload.secondary != "none" and size == 1:
+        raise ValueError(
+            f"Offload(secondary={config.offload.secondary!r}) is of secondary shards, and "
+            'hpz_size=1 keeps none; set hpz_size="node"'
+        )
+    if config.offload.secondary != "none" and config.weight_differences is not None:
+        raise ValueError(
+            f"Offload(secondary={config.offload.secondary!r}) with weight_differences: the kept "
+            "copy is the secondary shard there, and stays on the devices; leave one of them out"
+        )
     if config.error_feedback is None:
         return
     if not isinstance(config.error_feedback, Feedback):

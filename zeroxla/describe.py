@@ -55,11 +55,13 @@ class Description(Report):
       rows: one per leaf.
       mesh: the mesh in words.
       optimizer: bytes of the optimizer's state of one device, by where they are.
+      secondary_on_host: secondary shards are in the host's memory.
     """
 
     rows: tuple[Row, ...]
     mesh: str
     optimizer: Mapping[str, int]
+    secondary_on_host: bool = False
 
     @property
     def shard_bytes(self) -> int:
@@ -103,10 +105,11 @@ class Description(Report):
     def table(self) -> Table:
         """Return the table for a rich console."""
         kinds = "float32 and wires" if any(r.wires == AS_STORED for r in self.rows) else "float32"
+        where = " on the host" if self.secondary_on_host else ""
         table = Table(
             title=f"{self.num_parameters:,} parameters on {self.mesh}\n"
             f"a device: {self.shard_bytes:,} bytes of {kinds}, {self.secondary_bytes:,} of "
-            f"secondary shards, {self.gradient_bytes:,} of gradients\n"
+            f"secondary shards{where}, {self.gradient_bytes:,} of gradients\n"
             f"the optimizer's state of a device: {self._optimizer_in_words()}"
         )
         for name in ("leaf", "shape", "placement", "unit", "wires"):
@@ -159,7 +162,12 @@ def describe(layout: Layout, plan: Plan, wiring: Wiring, opt_state: Any) -> Desc
     words = f"{collectives.hops.nodes} node(s) x {collectives.hops.devices} device(s)"
     places: tuple[Place, ...] = ("device", "host", "disk")
     optimizer = {place: shard_bytes(opt_state, place=place) for place in places}
-    return Description(rows=tuple(rows), mesh=words, optimizer=optimizer)
+    return Description(
+        rows=tuple(rows),
+        mesh=words,
+        optimizer=optimizer,
+        secondary_on_host=collectives.gathers.secondary_on_host,
+    )
 
 
 def _wires(leaf: Leaf, wiring: Wiring) -> str:

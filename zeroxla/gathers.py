@@ -52,6 +52,7 @@ class Gathers:
       wire_dtype: dtype in which leaves travel that are not quantized.
       compute_dtype: dtype of gathered leaves.
       backend: of the quantizer.
+      secondary_on_host: secondary shards are kept in the host's memory.
       desk: that reads shards on disk; None where there are none.
     """
 
@@ -59,6 +60,7 @@ class Gathers:
     wire_dtype: jnp.dtype
     compute_dtype: jnp.dtype
     backend: Backend | None = None
+    secondary_on_host: bool = False
     desk: Desk | None = None
 
     def gather(
@@ -184,5 +186,7 @@ class Gathers:
 
     def _kept(self, parts: jax.Array, encoding: Encoding, route: Route) -> Source:
         if encoding.format is None or route.secondary == "wire":
-            return Source(parts, "wire")
-        return Source(encoding.decode(parts, self.compute_dtype), "values")
+            kept = Source(parts, "wire")
+        else:
+            kept = Source(encoding.decode(parts, self.compute_dtype), "values")
+        return kept.on_host() if self.secondary_on_host else kept

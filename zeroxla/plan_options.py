@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from zeroxla.option_groups import OptionGroups
+from zeroxla.offload_options import PlannedOffload
+from zeroxla.option_groups import OptionGroups, flag
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,6 +106,7 @@ class PlanOptions(OptionGroups):
     model: PlannedModel = field(default_factory=PlannedModel)
     cluster: Cluster = field(default_factory=Cluster)
     step: PlannedStep = field(default_factory=PlannedStep)
+    offload: PlannedOffload = field(default_factory=PlannedOffload)
     generation: PlannedGeneration = field(default_factory=PlannedGeneration)
     compilation: Compilation = field(default_factory=Compilation)
     output: PlanOutput = field(default_factory=PlanOutput)
@@ -125,11 +127,15 @@ class PlanOptions(OptionGroups):
                 "step.accumulate": 1,
             }
         )
+        self.offload.check(self.step.zero, self.cluster.pipe)
         given = {"--compile": self.compilation.compile, "--measured-s": self.cluster.measured_s}
+        alone = ("offload_params", "offload_secondary")
+        given |= {flag(name): getattr(self.offload, name) != "none" for name in alone}
         if self.output.search and (useless := [name for name, value in given.items() if value]):
             raise ValueError(
-                f"--search with {', '.join(useless)}: a search compiles and calibrates nothing; "
-                "plan the settings that it finds with it"
+                f"--search with {', '.join(useless)}: a search compiles and calibrates nothing, "
+                "and not all that it tries goes with every offload; plan the settings that it "
+                "finds with that"
             )
         if self.generation.prompts is not None and self.cluster.pipe > 1:
             raise ValueError(

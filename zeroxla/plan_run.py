@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -60,6 +61,10 @@ def run_plan(options: PlanOptions) -> int:
     return 0 if found.fits else 1
 
 
+_NOWHERE = Path("planned")
+"""The folder of a state on disk that is planned, and never made."""
+
+
 def plan_from(options: PlanOptions) -> Plan:
     """Make the plan that options ask for.
 
@@ -73,7 +78,9 @@ def plan_from(options: PlanOptions) -> Plan:
     if options.compilation.compile:
         prepare_cpu(cluster.pipe * cluster.nodes * cluster.devices_per_node)
     config = getattr(ZeroConfig, step.zero)(
-        compute_dtype=step.compute_dtype, accumulate=step.accumulate
+        compute_dtype=step.compute_dtype,
+        accumulate=step.accumulate,
+        offload=options.offload.offload(_NOWHERE),
     )
     return plan(
         model,
@@ -99,7 +106,9 @@ def search_from(options: PlanOptions, progress: Any) -> Search:
         cluster.nodes,
         cluster.devices_per_node,
         _batch(options, models[True][1], ROWS_PER_DEVICE),
-        config=ZeroConfig(compute_dtype=options.step.compute_dtype),
+        config=ZeroConfig(
+            compute_dtype=options.step.compute_dtype, offload=options.offload.offload(_NOWHERE)
+        ),
         generating=_generating(options),
         progress=progress,
         **_machines(options),

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from zeroxla.offload.disk.tickets import is_ticket
-from zeroxla.offload.kinds import to_device
+from zeroxla.offload.kinds import to_device, to_host
 from zeroxla.placement import Placement
 from zeroxla.wire_format import WireFormat
 
@@ -53,6 +53,10 @@ class Source:
     def on_device(self) -> Source:
         """Return it in device memory."""
         return Source(to_device(self.array), self.form)
+
+    def on_host(self) -> Source:
+        """Return it in host memory."""
+        return Source(to_host(self.array), self.form)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -92,7 +92,7 @@ class _Job:
             compute_dtype=options.mesh.compute_dtype,
             accumulate=microbatches_for(options, mesh),
             persistence_threshold=options.mesh.persistence_threshold,
-            offload=options.mesh.offload,
+            offload=options.offload.offload(options.offload.offload_path),
         )
         optimizer = optimizer_for(options, self.schedule)
         self.step = make_step(self.task.model, self.mesh, optimizer, config=config)

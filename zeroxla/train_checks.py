@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Collection, Sequence
 from typing import Any, Protocol
 
+from zeroxla.offload_options import OffloadOptions
 from zeroxla.option_groups import flag
 from zeroxla.train_options import TrainOptions
 
@@ -15,7 +17,7 @@ FREE = frozenset(
     {"run", "resume", "steps", "eval_every", "eval_batches", "save_every", "keep"}
     | {"prompt", "sample_bytes", "temperature"}
     | {"nodes", "devices_per_node", "zero", "accumulate", "persistence_threshold"}
-    | {"offload_optimizer", "offload_params", "offload_ratio", "offload_path"}
+    | {f.name for f in dataclasses.fields(OffloadOptions)}
     | {"pipe", "schedule", "partition"}
 )
 

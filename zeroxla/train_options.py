@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from zeroxla.images import MIN_SIZE
-from zeroxla.offload.options import Offload
+from zeroxla.offload_options import OffloadOptions
 from zeroxla.option_groups import OptionGroups
 
 
@@ -99,25 +99,6 @@ class MeshOptions:
     the fewest bytes between hosts."""
     persistence_threshold: int = 10_000
     """Leaves of at most this many elements stay gathered for the whole step."""
-    offload_optimizer: Literal["none", "host", "disk"] = "none"
-    """Where the optimizer's state lives between updates."""
-    offload_params: Literal["none", "host", "disk"] = "none"
-    """Where the float32 master of the parameters lives."""
-    offload_ratio: float = 1.0
-    """About which share of what is offloaded goes there; the rest stays on the devices."""
-    offload_path: Path | None = None
-    """Folder on a fast disk of each host, for what goes to disk. Its file is the run's while that
-    runs; what lasts are the checkpoints."""
-
-    @property
-    def offload(self) -> Offload:
-        """What `ZeroConfig` takes as `offload`."""
-        return Offload(
-            optimizer=self.offload_optimizer,
-            params=self.offload_params,
-            ratio=self.offload_ratio,
-            path=None if self.offload_path is None else str(self.offload_path),
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,6 +170,7 @@ class TrainOptions(OptionGroups):
     training: TrainingOptions = field(default_factory=TrainingOptions)
     mesh: MeshOptions = field(default_factory=MeshOptions)
     pipeline: PipelineOptions = field(default_factory=PipelineOptions)
+    offload: OffloadOptions = field(default_factory=OffloadOptions)
     output: RunOptions = field(default_factory=RunOptions)
 
     def __post_init__(self) -> None:
@@ -212,20 +194,7 @@ class TrainOptions(OptionGroups):
                 "output.temperature": 0,
             }
         )
-        on_disk = "disk" in (self.mesh.offload_optimizer, self.mesh.offload_params)
-        # A run may have a path that it has no use for any more when it is resumed.
-        if on_disk and self.mesh.offload_path is None:
-            raise ValueError(
-                f"--offload-optimizer {self.mesh.offload_optimizer} and --offload-params "
-                f"{self.mesh.offload_params} without --offload-path; name a folder on a fast disk "
-                "of each host"
-            )
-        if self.mesh.offload.params != "none" and self.pipeline.pipe > 1:
-            raise ValueError(
-                f"--offload-params {self.mesh.offload_params} with --pipe {self.pipeline.pipe}: "
-                "parameters of a pipeline stay on the devices; use --offload-optimizer alone, or "
-                "--pipe 1"
-            )
+        self.offload.check(self.mesh.zero, self.pipeline.pipe)
         if self.training.warmup > 1:
             raise ValueError(f"--warmup {self.training.warmup} is a share: at most 1")
         if not self.images.width_multiplier > 0:

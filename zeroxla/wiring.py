@@ -121,6 +121,8 @@ def make_wiring(config: ZeroConfig, mesh: Mesh, desk: Desk | None = None) -> Wir
                 none.append((name, why))
         if config.weight_differences is not None:
             none.append(("weight_differences", why))
+        if config.offload.secondary != "none":
+            none.append(("offload.secondary", why))
     if nodes == 1:
         for name in ("inter_node_reduce", "inter_node_gradient_wire", "error_feedback"):
             if getattr(config, name) not in (None, "microbatch"):
@@ -141,6 +143,7 @@ def make_wiring(config: ZeroConfig, mesh: Mesh, desk: Desk | None = None) -> Wir
             # On a mesh of CPUs no kernel need be traced beside the reference: half the time.
             backend="xla" if on_cpu else None,
             firm_ties=on_cpu,
+            secondary_on_host=config.offload.secondary == "host",
             desk=desk,
         ),
         weights=config.weight_wire,

@@ -11,8 +11,9 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from zeroxla.offload.disk.array import DiskArray, DiskShape
 
 Place = Literal["device", "host", "disk"]
-HOST_KINDS = ("pinned_host", "unpinned_host")
-"""JAX's names of a host's memory."""
+PINNED = "pinned_host"
+HOST_KINDS = (PINNED, "unpinned_host")
+"""JAX's names of a host's memory; compiled programs keep what is theirs in the first."""
 
 
 def place_of(x: Any) -> Place:
@@ -30,6 +31,11 @@ def is_on_host(x: Any) -> bool:
 def to_device(x: jax.Array) -> jax.Array:
     """Return the array in device memory; as it is if it is there."""
     return jax.device_put(x, memory.Space.Device) if is_on_host(x) else x
+
+
+def to_host(x: jax.Array) -> jax.Array:
+    """Return the array in its host's pinned memory, inside a compiled program."""
+    return jax.device_put(x, memory.Space.Host)
 
 
 def put(x: jax.Array, sharding: NamedSharding) -> jax.Array:

@@ -35,6 +35,10 @@ class Offload:
     """Where the float32 master of split leaves lives, or a frozen base stored as wires.
     (offload_param.device)"""
 
+    secondary: Literal["none", "host"] = "none"
+    """Where hpZ's secondary shards live from forward to backward; no part of the state. In host
+    memory they cross its link twice in a step instead of the network once more."""
+
     ratio: float = 1.0
     """About which share of the elements is offloaded, array by array in the state's order (Adam's
     first moments come before its second); the rest stays on the devices.
@@ -60,6 +64,11 @@ class Offload:
                 raise ValueError(
                     f"Offload({name}={getattr(self, name)!r}) is not a place; use one of {PLACES}"
                 )
+        if self.secondary not in ("none", "host"):
+            raise ValueError(
+                f"Offload(secondary={self.secondary!r}) is not a place for secondary shards, which "
+                "live for a part of a step; use 'none' or 'host'"
+            )
         if self.on_disk and self.path is None:
             name = "params" if self.params == DISK else "optimizer"
             raise ValueError(
@@ -76,7 +85,7 @@ class Offload:
 
     @property
     def is_used(self) -> bool:
-        """Whether anything is offloaded."""
+        """Whether anything of the state is offloaded."""
         return (self.optimizer, self.params) != ("none", "none") and self.ratio > 0
 
     @property

@@ -20,6 +20,7 @@ from zeroxla.inspect.comms import CommsReport, comms
 from zeroxla.inspect.memory import MemoryReport, format_bytes, memory
 from zeroxla.inspect.report import Report
 from zeroxla.mesh import simulate
+from zeroxla.offload.options import Offload
 from zeroxla.planning.machines import Device
 from zeroxla.planning.memory import MemoryPlan
 from zeroxla.planning.topology import WheelsMissingError, target_mesh
@@ -102,6 +103,8 @@ def compile_step(
     if mesh is None:
         mesh, note = _cpus(mesh_shape, note)
     step = step_on(mesh)
+    if step.config.offload != Offload():
+        note = f"{note} It counts the host's memory as the device's own."
     program = step.lower(step.abstract_state(batch), batch).compile()
     return CompiledPlan(
         memory=memory(program), comms=comms(program, mesh), platform=platform, note=note

@@ -14,6 +14,8 @@ import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 
+from jax import memory
+
 from zeroxla import compat
 from zeroxla.planning.wires import bodies, body_of
 from zeroxla.primitives import ELEMENTWISE, EXPENSIVE, REDUCTIONS
@@ -46,6 +48,11 @@ KindOf = Callable[[Equation, str], str]
 def size_of(value: Value) -> int:
     """Return the bytes of a value."""
     return int(value.aval.size * getattr(value.aval.dtype, "itemsize", 8))
+
+
+def is_on_host(value: Value) -> bool:
+    """Return whether a value is in the host's memory."""
+    return getattr(value.aval, "memory_space", None) == memory.Space.Host
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -135,7 +142,8 @@ class Scope:
                 read(eq.inputs, when, from_memory=eq.name not in WRITES)
                 in_memory.update(eq.outputs)
         inputs = set(program.inputs)
-        return Scope(program, roots, last, frozenset(in_memory - inputs), platform)
+        there = frozenset(v for v in in_memory - inputs if not is_on_host(v))
+        return Scope(program, roots, last, there, platform)
 
     def peak(self, kind_of: KindOf = lambda eq, path: "", path: str = "") -> Counter[str]:
         """Return the bytes that values made here have when they have most, by their kind.

@@ -35,9 +35,11 @@ class MemoryPlan(Report):
       gradient_bytes: at the peak.
       activation_bytes: at the peak: what forward leaves for backward, secondary shards among it,
         and what is being computed.
-      secondary_bytes: of secondary shards when all are there; counted in the two above.
+      secondary_bytes: of secondary shards when all are there; counted in the two above, if they
+        are not on the host.
       offloaded_bytes: of the device's state, in its host's memory; not counted above.
       disk_bytes: of the device's state, on its host's disk; the file has room for it twice.
+      secondary_on_host: secondary shards are in the host's memory.
     """
 
     parameter_bytes: int
@@ -50,6 +52,7 @@ class MemoryPlan(Report):
     secondary_bytes: int
     offloaded_bytes: int = 0
     disk_bytes: int = 0
+    secondary_on_host: bool = False
 
     @staticmethod
     def of(step: Step, state: TrainState, batch: Any, peak: Counter[str]) -> MemoryPlan:
@@ -73,6 +76,7 @@ class MemoryPlan(Report):
             gradient_bytes=peak[GRADIENTS],
             activation_bytes=peak[ACTIVATIONS],
             secondary_bytes=sum(map(wiring.secondary_bytes, step.programs.layout(state))),
+            secondary_on_host=wiring.collectives.gathers.secondary_on_host,
         )
 
     @property
@@ -84,6 +88,11 @@ class MemoryPlan(Report):
     def everywhere_bytes(self) -> int:
         """As `state_bytes`, with what is not on the device."""
         return self.state_bytes + self.offloaded_bytes + self.disk_bytes
+
+    @property
+    def host_bytes(self) -> int:
+        """What is in the host's memory for this device: at most, in a step."""
+        return self.offloaded_bytes + (self.secondary_bytes if self.secondary_on_host else 0)
 
     @property
     def temporary_bytes(self) -> int:
@@ -117,7 +126,8 @@ class MemoryPlan(Report):
         table.add_section()
         table.add_row("in all", format_bytes(self.total_bytes))
         if self.secondary_bytes:
-            table.add_row("of these, secondary shards", format_bytes(self.secondary_bytes))
+            which = "on the host" if self.secondary_on_host else "of these"
+            table.add_row(f"{which}, secondary shards", format_bytes(self.secondary_bytes))
         if self.offloaded_bytes:
             table.add_row("its state in the host's memory", format_bytes(self.offloaded_bytes))
         if self.disk_bytes:

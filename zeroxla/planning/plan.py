@@ -100,7 +100,7 @@ class Plan(Report):
         """What a node's own memory holds while a checkpoint is saved: its devices' state, offloaded
         or not, but for what is on its disk."""
         mesh, memory = self.target.mesh_shape, self.memory
-        return (memory.state_bytes + memory.offloaded_bytes) * mesh[DEVICE]
+        return (memory.state_bytes + memory.host_bytes) * mesh[DEVICE]
 
     @property
     def limit(self) -> str:

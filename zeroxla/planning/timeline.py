@@ -17,12 +17,10 @@ import heapq
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from jax import memory
-
 from zeroxla import compat
 from zeroxla.inspect.phases import phase_of
 from zeroxla.pipeline.ticks import TICKS
-from zeroxla.planning.liveness import FUSED, RENAMES, Scope, size_of
+from zeroxla.planning.liveness import FUSED, RENAMES, Scope, is_on_host, size_of
 from zeroxla.planning.target import HOST, Target
 from zeroxla.planning.wires import KINDS, axes_of, body_of
 from zeroxla.planning.work import reads_of, work_of
@@ -276,10 +274,9 @@ def _as_they_get_ready(program: Program, there: Mapping[Value, float]) -> Iterat
 
 
 def is_move(eq: Equation) -> bool:
-    """Return whether an equation moves arrays from the host's memory to the device's."""
-    return eq.name == "device_put" and any(
-        getattr(v.aval, "memory_space", None) == memory.Space.Host for v in eq.values
-    )
+    """Return whether an equation moves arrays between the host's memory and the device's."""
+    there = sum(map(is_on_host, eq.outputs)), sum(map(is_on_host, eq.values))
+    return eq.name == "device_put" and there[0] != there[1]
 
 
 def early_inputs(body: Program, num_consts: int, num_carry: int) -> set[Value]:
