@@ -271,6 +271,24 @@ def test_a_plan_counts_the_disk(tmp_path):
     assert not (tmp_path / "state").exists()
 
 
+def test_a_plan_counts_what_is_read_to_be_gathered(tmp_path):
+    mesh, found = {"node": 2, "device": 4}, []
+    for params in ("none", "disk"):
+        place = dataclasses.replace(disk(tmp_path), params=params)
+        config = zeroxla.ZeroConfig(offload=place, **SMALL)
+        plan = zeroxla.plan(MODELS["scanned"](), mesh, batch(), config=config)
+        slow = dataclasses.replace(plan.target.links["disk"], bytes_per_s=1000.0, latency_s=0.0)
+        read = plan.on(links={"disk": slow}).time.busy_s["disk"] * 1000 / 4 - plan.memory.disk_bytes
+        found.append((plan, read))
+    (plain, nothing), (there, read) = found
+    assert nothing == pytest.approx(0, abs=1)
+    master = there.memory.disk_bytes - plain.memory.disk_bytes
+    assert master == plain.memory.parameter_bytes
+    # Once forward, and backward what it needs again.
+    assert 1.5 * master < read < 2.01 * master
+    assert there.comms.total_bytes() == plain.comms.total_bytes()
+
+
 def test_what_needs_no_update_leaves_the_disk_alone(mesh24, tmp_path):
     step, state = make(mesh24, disk(tmp_path))
     state, _ = taken(step, state, 1)

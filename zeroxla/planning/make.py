@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,6 +17,8 @@ from zeroxla.config import ZeroConfig
 from zeroxla.describe import Description
 from zeroxla.make import make_step
 from zeroxla.mesh import DEVICE, NODE, PIPE, world_size
+from zeroxla.offload.disk.array import DiskShape
+from zeroxla.offload.disk.desk import with_tickets
 from zeroxla.pipeline.costs import bubble
 from zeroxla.pipeline.schedule import Schedule
 from zeroxla.planning.compiled import compile_step
@@ -29,8 +31,9 @@ from zeroxla.planning.plan import Plan
 from zeroxla.planning.simulation import Simulation
 from zeroxla.planning.target import DISK, HOST, Target
 from zeroxla.planning.wires import comms_of, local_of
+from zeroxla.state import TrainState
 from zeroxla.step import Step
-from zeroxla.trace import trace
+from zeroxla.trace import Program, trace
 
 DISK_LINK = "nvme4"
 """Of a host, unless `Plan.on` is given another."""
@@ -130,7 +133,7 @@ def plan_step(
 ) -> Plan:
     """Plan a step that there is; as `plan`."""
     state = step.abstract_state(batch)
-    program, _ = trace(step.programs.train, state, batch, opened=compat.forward_jaxpr)
+    program = _traced(step, state, batch)
     local, platform = local_of(program), target.device.platform
     memory = MemoryPlan.of(step, state, batch, Scope.of(local, platform).peak(kind_of))
     schedule = _schedule(step)
@@ -164,6 +167,17 @@ def _schedule(step: Step) -> Schedule | None:
     if pipeline is None:
         return None
     return pipeline.schedule(stages, step.config.accumulate, train=True)
+
+
+def _traced(step: Step, state: TrainState, batch: Any) -> Program:
+    """Return the program of a step; where parameters are on disk that of the gradients, which reads
+    them."""
+    fun: Callable[..., Any] = step.programs.train
+    leaves, tree = jax.tree.flatten(state.params)
+    if any(isinstance(x, DiskShape) for x in leaves):
+        tickets = with_tickets(leaves, state.placements[0])
+        fun, state = step.programs.begin, dataclasses.replace(state, params=tree.unflatten(tickets))
+    return trace(fun, state, batch, opened=compat.forward_jaxpr)[0]
 
 
 def _deepspeed_bytes(step: Step) -> float | None:

@@ -21,13 +21,15 @@ from zeroxla import compat
 from zeroxla.inspect.phases import phase_of
 from zeroxla.pipeline.ticks import TICKS
 from zeroxla.planning.liveness import FUSED, RENAMES, Scope, is_on_host, size_of
-from zeroxla.planning.target import HOST, Target
+from zeroxla.planning.target import DISK, HOST, Target
 from zeroxla.planning.wires import KINDS, axes_of, body_of
 from zeroxla.planning.work import reads_of, work_of
 from zeroxla.trace import Atom, Equation, Program, Value
 
 COMPUTE = "compute"
 TURNS = 3
+READS_DISK = "pure_callback"
+"""The equation that reads a parameter on disk; see `Desk.redeem`."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -130,6 +132,10 @@ class Clock:
             elif is_move(eq):
                 seconds = self._target.host_s(sum(map(size_of, eq.outputs)))
                 ends = [self._take(HOST, start, seconds, here)] * len(eq.outputs)
+            elif eq.name == READS_DISK:
+                size = sum(map(size_of, eq.outputs))
+                end = self._take(DISK, start, self._target.disk_s(size), here)
+                ends = [self._take(HOST, end, self._target.host_s(size), here)] * len(eq.outputs)
             elif eq.name in KINDS:
                 ends = [self._collective(eq, start, here)] * len(eq.outputs)
             elif eq.name in FUSED and not any(v in scope.in_memory for v in eq.outputs):
