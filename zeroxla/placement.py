@@ -51,6 +51,11 @@ class Placement:
         return tuple(n + self.pad * (d == self.dim) for d, n in enumerate(self.shape))
 
     @property
+    def unsplit_layers(self) -> int | None:
+        """The first layer dim that no stages share; None if there is none."""
+        return next((d for d in self.layer_dims if d != self.stage_dim), None)
+
+    @property
     def split_dim(self) -> int:
         """`dim` of an array that is split."""
         assert self.dim is not None, "the array is whole on every device"

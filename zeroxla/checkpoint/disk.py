@@ -139,7 +139,7 @@ def replaced_on_disk(state: TrainState, read: Read, wanted: Mapping[Name, Entry]
             futures = [
                 future
                 for path, entry in batch
-                for future in write(entry.array.name, found[path], file, entry.array.layer_dims)
+                for future in write(entry.array.shards(), found[path], file)
             ]
             for future in futures:
                 future.result()

@@ -3,7 +3,8 @@
 The update is traced, and its program says which results follow from which arrays. Results that
 follow from the same offloaded arrays are one piece: for most optimizers a leaf with its moments.
 Pieces are packed into sub-groups. What several sub-groups need (a norm, a schedule) is computed
-once, and what is returned as it came (a frozen leaf) is in no piece.
+once, and what is returned as it came (a frozen leaf) is in no piece. A piece of stacked leaves that
+is too large is cut again, into layers, where these are independent (see `rows`).
 """
 
 from __future__ import annotations
@@ -11,11 +12,12 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
+from zeroxla.offload.rows import Rows, in_rows, run_rows, with_rows
 from zeroxla.packing import packed
-from zeroxla.trace import Atom, Equation, Program, Value, closure, trace
+from zeroxla.trace import Atom, Equation, Program, Value, closure, run, trace
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -29,6 +31,9 @@ class SubGroup:
       reads: what these need besides `arrays`: other inputs, and what is shared.
       scalars: of these or of `equations`, those that are used once here and more often in the
         update: how often decides whether XLA divides by a number, or multiplies by its reciprocal.
+      rows: of its arrays, results and what has rows among `reads`, if it is of some only; the
+        groups of the others follow each other.
+      having: the values that have rows then.
     """
 
     arrays: tuple[Value, ...]
@@ -36,6 +41,21 @@ class SubGroup:
     equations: tuple[Equation, ...]
     reads: tuple[Value, ...]
     scalars: tuple[Value, ...]
+    rows: Rows | None = None
+    having: frozenset[Value] = frozenset()
+
+    @property
+    def is_last(self) -> bool:
+        """Whether it has the last rows, or all."""
+        rows = self.rows
+        return rows is None or rows.stop == self.arrays[0].aval.shape[rows.dim]
+
+    def run(self, env: dict[Value, Any]) -> None:
+        """Bind its equations, on its rows."""
+        if self.rows is None:
+            run(self.equations, env)
+        else:
+            run_rows(self.equations, env, self.rows, self.having)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -67,6 +87,7 @@ class Pieces:
         is_offloaded: Sequence[bool],
         *,
         limit: int,
+        layer_dims: Sequence[int | None],
     ) -> Pieces:
         """Trace an update and cut it.
 
@@ -74,7 +95,10 @@ class Pieces:
           update: a function of arrays.
           args: shapes of its arguments, pytrees.
           is_offloaded: of each array among these.
-          limit: most elements of the offloaded arrays of a sub-group; one piece may have more.
+          limit: most elements of the offloaded arrays of a sub-group; one piece that is not cut, or
+            one layer, may have more.
+          layer_dims: of the arrays that the first results are the next values of, the first ones of
+            `args`: the dim of their layers, None if they have none.
         """
         program, tree = trace(update, *args)
         offloaded = [v for v, is_it in zip(program.inputs, is_offloaded, strict=True) if is_it]
@@ -103,15 +127,15 @@ class Pieces:
             equations, reads = _closure(program, results, once)
             here = Counter(v for eq in equations for v in eq.values)
             used_once = (v for v, n in here.items() if n == 1 < uses[v])
-            groups.append(
-                SubGroup(
-                    arrays=tuple(arrays),
-                    results=tuple(results),
-                    equations=tuple(equations),
-                    reads=tuple(v for v in reads if v not in set(arrays)),
-                    scalars=tuple(v for v in used_once if v.aval.shape == ()),
-                )
+            group = SubGroup(
+                arrays=tuple(arrays),
+                results=tuple(results),
+                equations=tuple(equations),
+                reads=tuple(v for v in reads if v not in set(arrays)),
+                scalars=tuple(v for v in used_once if v.aval.shape == ()),
             )
+            dims = dict(zip(program.inputs, layer_dims, strict=False))
+            groups += _layers(group, dims, program, limit)
         kept = [v for group in groups for v in group.reads if v in makers]
         kept += [a for i in shared if isinstance(a := program.outputs[i], Value)]
         return Pieces(
@@ -122,6 +146,24 @@ class Pieces:
             common=tuple(closure(kept, makers)[0]),
             groups=tuple(groups),
         )
+
+
+def _layers(
+    group: SubGroup, dims: Mapping[Value, int | None], program: Program, limit: int
+) -> list[SubGroup]:
+    """Return a sub-group cut into layers, if it is too large and can be; else itself."""
+    size, dim = _elements((list(group.arrays), [])), dims[group.arrays[0]]
+    if size <= limit or dim is None or {dims[v] for v in group.arrays} != {dim}:
+        return [group]
+    length = group.arrays[0].aval.shape[dim]
+    having = with_rows(group.equations, {*group.arrays, *group.reads}, dim, length)
+    made = [program.outputs[i] for i in group.results]
+    if having is None or max(group.results) >= len(dims) or not having.issuperset(made):
+        return [group]
+    count = max(1, limit * length // size)
+    return [
+        dataclasses.replace(group, rows=rows, having=having) for rows in in_rows(length, count, dim)
+    ]
 
 
 def _is_scalar(eq: Equation) -> bool:

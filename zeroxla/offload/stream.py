@@ -47,7 +47,13 @@ def stream(
     if not any(on_host):
         return update(*args)
     shapes = tree.unflatten([jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves])
-    pieces = Pieces.of(update, shapes, on_host, limit=offload.sub_group * mesh.size)
+    pieces = Pieces.of(
+        update,
+        shapes,
+        on_host,
+        limit=offload.sub_group * mesh.size,
+        layer_dims=[None] * len(places),
+    )
     program = pieces.program
     env: dict[Value, Any] = dict(zip(program.inputs, leaves, strict=True))
     run(pieces.common, env)

@@ -143,10 +143,16 @@ class StateFile:
                 "can be found again when this process ends: restore a checkpoint"
             )
 
-    def read(self, name: str, version: Version) -> Reading:
-        """Begin to read an array, in the version that is in force or one that is held."""
+    def read(self, name: str, version: Version, into: np.ndarray | None = None) -> Reading:
+        """Begin to read an array, in the version that is in force or one that is held.
+
+        Args:
+          name: of the array.
+          version: of it.
+          into: uint8[its bytes, aligned], which begins a page; pages of the pool if None.
+        """
         extent = self._extents[name]
-        into = self.pool.take(extent.nbytes)
+        into = self.pool.take(extent.nbytes) if into is None else into
         where = self._offset(extent, version.copies[self._order[name]])
         parts = [
             (i, self._blocks.read(where + start, into[start : start + aligned(nbytes)], nbytes))

@@ -13,6 +13,7 @@ import jax
 from zeroxla.offload.disk.array import Arriving, DiskArray, write
 from zeroxla.offload.disk.blocks import Access
 from zeroxla.offload.disk.file import StateFile
+from zeroxla.offload.rows import Rows
 
 
 class Flow:
@@ -20,7 +21,7 @@ class Flow:
 
     Args:
       file: of the arrays.
-      groups: the arrays of each sub-group, by what the caller calls them.
+      groups: the arrays of each sub-group, by what the caller calls them, and which of their rows.
       buffers: sub-groups that are read, computed or written at a time.
       at_once: begin to read before the first `next`.
     """
@@ -28,7 +29,7 @@ class Flow:
     def __init__(
         self,
         file: StateFile,
-        groups: Sequence[Mapping[Any, DiskArray]],
+        groups: Sequence[tuple[Mapping[Any, DiskArray], Rows | None]],
         *,
         buffers: int,
         at_once: bool,
@@ -60,14 +61,12 @@ class Flow:
         self._begun = time.perf_counter()
         return arrays
 
-    def write(self, arrays: Sequence[tuple[DiskArray, jax.Array]]) -> None:
-        """Write arrays' next versions; waits until they are computed."""
+    def write(self, arrays: Sequence[tuple[DiskArray, jax.Array]], rows: Rows | None) -> None:
+        """Write arrays' next versions, or those of some rows; waits until they are computed."""
         jax.block_until_ready([new for _, new in arrays])
         self._file.blocks.accesses.append(Access("update", self._begun, time.perf_counter(), 0))
         futures = [
-            future
-            for old, new in arrays
-            for future in write(old.name, new, self._file, old.layer_dims)
+            future for old, new in arrays for future in write(old.shards(rows), new, self._file)
         ]
         self._writing.append((futures, arrays))
         self._read_ahead()
@@ -87,8 +86,8 @@ class Flow:
                     return
                 wait(self._writing[0][0])
                 continue
-            group = self._to_come.popleft()
-            self._reading.append({k: array.read() for k, array in group.items()})
+            group, rows = self._to_come.popleft()
+            self._reading.append({k: array.read(rows) for k, array in group.items()})
 
     def _forget_written(self) -> None:
         while self._writing and all(future.done() for future in self._writing[0][0]):

@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import NamedSharding
+
+from zeroxla.offload.rows import Rows
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -43,15 +44,29 @@ class Shard:
     shape: tuple[int, ...]
     parts: tuple[Part, ...]
 
-    def joined(self, data: Sequence[np.ndarray], dtype: Any) -> np.ndarray:
-        """Return the shard of the bytes of its parts; a copy of them if there are several."""
-        arrays = [x.view(dtype).reshape(p.shape) for x, p in zip(data, self.parts, strict=True)]
-        if len(arrays) == 1:
-            return arrays[0]
-        whole = np.empty(self.shape, dtype)
-        for part, x in zip(self.parts, arrays, strict=True):
-            whole[part.index] = x
-        return whole
+    @property
+    def is_stack(self) -> bool:
+        """Whether its parts lie one after another in it."""
+        dims = [d for d, n in enumerate(self.parts[0].shape) if n != self.shape[d]]
+        return not dims or all(n == 1 for n in self.parts[0].shape[: dims[-1] + 1])
+
+    def only(self, rows: Rows) -> Shard:
+        """Return some of its layers, whose parts are by themselves: a shard of those of the
+        array."""
+
+        def moved(part: Part) -> Part:
+            layer = part.index[rows.dim].start - rows.start
+            index = tuple(
+                slice(layer, layer + 1) if d == rows.dim else at for d, at in enumerate(part.index)
+            )
+            return dataclasses.replace(part, index=index)
+
+        there = range(rows.start, rows.stop)
+        return dataclasses.replace(
+            self,
+            shape=rows.of(self.shape),
+            parts=tuple(moved(p) for p in self.parts if p.index[rows.dim].start in there),
+        )
 
 
 def shards_of(

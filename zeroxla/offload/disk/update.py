@@ -17,19 +17,20 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from zeroxla.hosts.together import together
 from zeroxla.offload.disk.array import DiskArray
 from zeroxla.offload.disk.blocks import Access
 from zeroxla.offload.disk.desk import with_tickets
 from zeroxla.offload.disk.flow import Flow
-from zeroxla.offload.kinds import place_of, put, to_device
-from zeroxla.offload.pieces import Pieces, SubGroup
+from zeroxla.offload.disk.group import group_program
+from zeroxla.offload.kinds import place_of, put
+from zeroxla.offload.pieces import Pieces
 from zeroxla.programs import Programs
 from zeroxla.state import TrainState
 from zeroxla.trace import Value, read, run
@@ -63,19 +64,26 @@ class DiskUpdate:
             args,
             [p.memory is not None for p in placements] + [False] * num_others,
             limit=offload.sub_group * mesh.size,
+            layer_dims=[p.unsplit_layers for p in placements],
         )
         inputs = pieces.program.inputs
         self._held, self._given = inputs[: len(placements)], inputs[len(placements) :]
-        readers = Counter(v for group in pieces.groups for v in group.reads)
+        # The group that reads a value last may write over it.
+        self._last = {v: n for n, group in enumerate(pieces.groups) for v in group.reads}
         # What the gradients' program leaves for the groups; all else the state holds.
-        self._kept = tuple(v for v in readers if v not in set(self._held))
-        self._read_once = frozenset(v for v, n in readers.items() if n == 1)
+        self._kept = tuple(v for v in self._last if v not in set(self._held))
         self._gradients = jit(self._gradients_program, donate_argnums=0)
         # On CPUs what was read is the array's memory, which XLA would copy to write over it.
-        donated = 1 if mesh.devices.flat[0].platform == "cpu" else (0, 1)
-        self._updates = [
-            jit(self._update_program(group), donate_argnums=donated) for group in pieces.groups
-        ]
+        donated = (1, 3) if mesh.devices.flat[0].platform == "cpu" else (0, 1, 3)
+        # Layers of the same arrays have a program in common.
+        made: dict[Any, Any] = {}
+        self._updates = []
+        for group in pieces.groups:
+            key = group.results, group.rows and group.rows.count
+            if key not in made:
+                program = group_program(pieces, group, self._places)
+                made[key] = jit(program, donate_argnums=donated)
+            self._updates.append(made[key])
 
     def __call__(
         self, state: TrainState, batch: Any, run_program: RunProgram
@@ -93,7 +101,10 @@ class DiskUpdate:
         begun = time.perf_counter()
         together("state on disk", file.check)
         arriving = [
-            {k: held[v] for k, v in enumerate(group.arrays) if isinstance(held[v], DiskArray)}
+            (
+                {k: held[v] for k, v in enumerate(group.arrays) if isinstance(held[v], DiskArray)},
+                group.rows,
+            )
             for group in self._pieces.groups
         ]
         rest, params, others = _apart(state)
@@ -142,14 +153,25 @@ class DiskUpdate:
         what went wrong, of which other processes are yet to hear."""
         try:
             for n, group in enumerate(self._pieces.groups):
-                arrays = flow.next()
-                arrays |= {k: held.pop(v) for k, v in enumerate(group.arrays) if k not in arrays}
-                mine, others = self._reads(group, held)
-                found, _ = run_program(f"update {n}", self._updates[n], arrays, mine, others)
-                made = dict(zip(group.results, found, strict=True))
-                results |= {i: x for i, x in made.items() if i not in on_disk}
-                flow.write([(on_disk[i], x) for i, x in made.items() if i in on_disk])
-                del arrays, mine, found, made
+                arrays, rows = flow.next(), group.rows
+                whole, start = {}, np.int32(0)
+                if rows is None:
+                    there = enumerate(group.arrays)
+                    arrays |= {k: held.pop(v) for k, v in there if k not in arrays}
+                else:
+                    there = (i for i in group.results if i not in on_disk)
+                    whole, start = {i: held.pop(self._held[i]) for i in there}, np.int32(rows.start)
+                mine, others = self._reads(n, held, whole)
+                found, whole, _ = run_program(
+                    f"update {n}", self._updates[n], arrays, mine, others, whole, start
+                )
+                flow.write([(on_disk[i], x) for i, x in found.items() if i in on_disk], rows)
+                results |= {i: x for i, x in found.items() if i not in on_disk}
+                if group.is_last:
+                    results |= whole
+                else:
+                    held |= {self._held[i]: x for i, x in whole.items()}
+                del arrays, mine, found, whole
         except Exception as error:
             return error
         return None
@@ -174,35 +196,26 @@ class DiskUpdate:
         found = self._placed({i: read(env, program.outputs[i]) for i in self._pieces.shared})
         return [env[v] for v in self._kept], found, rest, metrics
 
-    def _update_program(self, group: SubGroup) -> Callable[..., Any]:
-        def update(
-            arrays: Mapping[int, jax.Array],
-            mine: Mapping[int, jax.Array],
-            others: Mapping[int, jax.Array],
-        ) -> tuple[list[jax.Array], list[jax.Array]]:
-            env = {v: to_device(arrays[k]) for k, v in enumerate(group.arrays)}
-            env |= {v: (mine if k in mine else others)[k] for k, v in enumerate(group.reads)}
-            with jax.named_scope("update"):
-                run(group.equations, env)
-            outputs = self._pieces.program.outputs
-            found = self._placed({i: read(env, outputs[i]) for i in group.results})
-            return found, [env[v] for v in group.scalars]
-
-        return update
-
     def _placed(self, results: Mapping[int, jax.Array]) -> list[jax.Array]:
         """Return results of the update, those of the state where it has them."""
         num = len(self._places)
         return [put(x, self._places[i]) if i < num else x for i, x in results.items()]
 
     def _reads(
-        self, group: SubGroup, held: dict[Value, Any]
+        self, n: int, held: dict[Value, Any], whole: Mapping[int, Any]
     ) -> tuple[dict[int, jax.Array], dict[int, jax.Array]]:
-        """Return what a group reads: what nothing else does, which it may write over, and the
-        rest; by position."""
-        positions = enumerate(group.reads)
-        mine = {k: held.pop(v) for k, v in positions if v in self._read_once}
-        others = {k: held[v] for k, v in enumerate(group.reads) if k not in mine}
+        """Return what group n reads, but for `whole`: what nothing reads after it, so that it may
+        write over it, and the rest; by position."""
+        given = {self._held[i] for i in whole}
+        stays = set(self._pieces.untouched.values())
+        mine, others = {}, {}
+        for k, v in enumerate(self._pieces.groups[n].reads):
+            if v in given:
+                continue
+            if self._last[v] == n and v not in stays:
+                mine[k] = held.pop(v)
+            else:
+                others[k] = held[v]
         return mine, others
 
     def _state(self, rest: TrainState, results: Mapping[int, Any]) -> TrainState:

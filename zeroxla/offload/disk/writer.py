@@ -9,11 +9,12 @@ from pathlib import Path
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding
 
 from zeroxla.hosts.together import together
 from zeroxla.offload.disk.array import DiskArray, DiskShape, write
 from zeroxla.offload.disk.file import StateFile, another_state
-from zeroxla.offload.disk.shards import sizes_of
+from zeroxla.offload.disk.shards import shards_of, sizes_of
 from zeroxla.placement import leaf_path
 from zeroxla.state import TrainState
 
@@ -48,13 +49,13 @@ class DiskWriter:
         self._names = {
             i: f"{names[leaves[i][0][0].idx]}/{leaf_path(leaves[i][0][1:])}" for i in self.shapes
         }
-        # What a loop slices is read a layer at a time: of the parameters, not of their moments.
-        self._layer_dims = {
-            i: p.layer_dims for i, p in enumerate(state.placements[0]) if i in self.shapes
-        }
+        # What a loop slices is read a layer at a time, by the loop, and by the update if the whole
+        # is too large.
+        placements = enumerate(p for placed in state.placements for p in placed)
+        self._layer_dims = {i: p.layer_dims for i, p in placements if i in self.shapes}
         sizes: dict[str, int] = {}
         for i, shape in self.shapes.items():
-            sizes |= sizes_of(self._names[i], shape, self._layer_dims.get(i, ()))
+            sizes |= sizes_of(self._names[i], shape, self._layer_dims[i])
         name = f"process-{jax.process_index()}-of-{jax.process_count()}.state"
         path = Path(folder).expanduser().resolve() / name
         self._file = together("state on disk", lambda: _file(path, sizes))
@@ -68,7 +69,10 @@ class DiskWriter:
         Raises:
           OSError: the disk fails.
         """
-        futures = write(self._names[i], array, self._file, self._layer_dims.get(i, ()))
+        sharding, dims = self.shapes[i].sharding, self._layer_dims[i]
+        assert isinstance(sharding, NamedSharding)
+        shards = shards_of(self._names[i], sharding, array.shape, dims)
+        futures = write(shards, array, self._file)
         self._under_way.append((futures, array))
         self._bytes += array.nbytes
         while self._bytes > _BYTES_UNDER_WAY:
@@ -93,7 +97,7 @@ class DiskWriter:
                 sharding=shape.sharding,  # type: ignore[arg-type]
                 file=self._file,
                 version=self._file.version,
-                layer_dims=self._layer_dims.get(i, ()),
+                layer_dims=self._layer_dims[i],
             )
             for i, shape in self.shapes.items()
         }
