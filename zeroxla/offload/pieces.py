@@ -127,15 +127,22 @@ class Pieces:
             equations, reads = _closure(program, results, once)
             here = Counter(v for eq in equations for v in eq.values)
             used_once = (v for v, n in here.items() if n == 1 < uses[v])
-            group = SubGroup(
-                arrays=tuple(arrays),
-                results=tuple(results),
-                equations=tuple(equations),
-                reads=tuple(v for v in reads if v not in set(arrays)),
-                scalars=tuple(v for v in used_once if v.aval.shape == ()),
+            groups.append(
+                SubGroup(
+                    arrays=tuple(arrays),
+                    results=tuple(results),
+                    equations=tuple(equations),
+                    reads=tuple(v for v in reads if v not in set(arrays)),
+                    scalars=tuple(v for v in used_once if v.aval.shape == ()),
+                )
             )
-            dims = dict(zip(program.inputs, layer_dims, strict=False))
-            groups += _layers(group, dims, program, limit)
+        readers = Counter(v for group in groups for v in group.reads)
+        # What others read as it was is not written over row by row.
+        dims = {
+            v: None if readers[v] > 1 else dim
+            for v, dim in zip(program.inputs, layer_dims, strict=False)
+        }
+        groups = [cut for group in groups for cut in _layers(group, dims, program, limit)]
         kept = [v for group in groups for v in group.reads if v in makers]
         kept += [a for i in shared if isinstance(a := program.outputs[i], Value)]
         return Pieces(
@@ -153,12 +160,15 @@ def _layers(
 ) -> list[SubGroup]:
     """Return a sub-group cut into layers, if it is too large and can be; else itself."""
     size, dim = _elements((list(group.arrays), [])), dims[group.arrays[0]]
-    if size <= limit or dim is None or {dims[v] for v in group.arrays} != {dim}:
+    if max(group.results) >= len(dims):
+        return [group]
+    written = {dims[program.inputs[i]] for i in group.results}
+    if size <= limit or dim is None or written.union(dims[v] for v in group.arrays) != {dim}:
         return [group]
     length = group.arrays[0].aval.shape[dim]
     having = with_rows(group.equations, {*group.arrays, *group.reads}, dim, length)
     made = [program.outputs[i] for i in group.results]
-    if having is None or max(group.results) >= len(dims) or not having.issuperset(made):
+    if having is None or not having.issuperset(made):
         return [group]
     count = max(1, limit * length // size)
     return [
