@@ -25,7 +25,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import jax
-import matplotlib.pyplot as plt
 import numpy as np
 import optax
 import tensorstore as ts
@@ -40,7 +39,6 @@ from zeroxla.offload.disk.pages import pages
 
 TURNS = 4
 ELEMENTS = 2**22  # of an array that tensorstore moves: 16 MiB, as a shard of the model's kernels
-COLORS = {"read": "#0072B2", "update": "#E69F00", "write": "#009E73"}
 
 
 def main() -> int:
@@ -85,7 +83,7 @@ def main() -> int:
         [name, f"{rate / 1e6:,.0f}", f"{rate / medians['plain copy']:.2f}"]
         for name, rate in medians.items()
     ]
-    plot(accesses).savefig(RESULTS / "offload_disk.png", dpi=110)
+    zeroxla.inspect.plot_disk(state, path=RESULTS / "offload_disk.png")
     body = (
         f"GPT of 8 layers and width 1024, AdamW: moments of {state_bytes / 1e6:,.0f} MB on disk. A "
         f"step reads {moved['read'] / 1e6:,.1f} MB and writes {moved['write'] / 1e6:,.1f} MB, of "
@@ -180,20 +178,6 @@ def by_tensorstore(folder: Path, nbytes: int) -> float:
     for read in [store[i].read() for i in range(count)]:
         read.result()
     return 2 * count * 4 * ELEMENTS / (time.perf_counter() - begun)
-
-
-def plot(accesses: Sequence[Access]) -> plt.Figure:
-    """Draw when blocks were read and written, and sub-groups updated."""
-    figure, axes = plt.subplots(figsize=(9, 2.4), layout="constrained")
-    start = min(x.begun for x in accesses)
-    for row, (kind, color) in enumerate(COLORS.items()):
-        spans = [(x.begun - start, x.ended - x.begun) for x in accesses if x.kind == kind]
-        axes.broken_barh(spans, (row - 0.4, 0.8), facecolors=color, alpha=0.5)
-    axes.set_yticks(range(len(COLORS)), list(COLORS))
-    axes.invert_yaxis()
-    axes.set(xlabel="seconds of a step")
-    axes.spines[["top", "right"]].set_visible(False)
-    return figure
 
 
 if __name__ == "__main__":

@@ -250,6 +250,24 @@ def test_bad_paths(mesh24, tmp_path, monkeypatch):
         make(mesh24, disk(tmp_path), model="unrolled")
 
 
+def test_a_step_is_drawn(mesh24, tmp_path):
+    step, state = make(mesh24, disk(tmp_path))
+    with pytest.raises(ValueError, match="no step has been taken with this state on disk"):
+        zeroxla.inspect.plot_disk(state)
+    state, _ = step(state, batch())
+    (axes,) = zeroxla.inspect.plot_disk(state, path=tmp_path / "step.png").axes
+    assert [label.get_text().split(",")[0] for label in axes.get_yticklabels()] == [
+        *("read", "update", "write"),
+    ]
+    read, updated, written = (len(bars.get_paths()) for bars in axes.collections)
+    assert read == written - 1 > 0  # a block more is the record
+    assert updated == len(step.disk._update(state)._pieces.groups)
+    assert (tmp_path / "step.png").read_bytes().startswith(b"\x89PNG")
+    _, plain = make(mesh24, Offload())
+    with pytest.raises(ValueError, match="nothing of this state is on disk"):
+        zeroxla.inspect.plot_disk(plain)
+
+
 def test_a_plan_counts_the_disk(tmp_path):
     found = {}
     for name, place in {"devices": Offload(), "disk": disk(tmp_path)}.items():

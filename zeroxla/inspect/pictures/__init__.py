@@ -6,6 +6,7 @@ display and opens no window. A notebook shows it as the last expression of a cel
 """
 
 from .comms import plot_comms
+from .disk import plot_disk
 from .memory import plot_memory
 from .placement import plot_placement
 from .plan import plot_plan
@@ -14,6 +15,7 @@ from .search import plot_search
 
 __all__ = [
     "plot_comms",
+    "plot_disk",
     "plot_memory",
     "plot_placement",
     "plot_plan",
