@@ -6,13 +6,14 @@ The rest of the library reads jaxprs only through these functions.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.extend.core as jex
 from jax._src import clusters, core, distributed, source_info_util, xla_bridge
 from jax._src.interpreters import partial_eval
+from jax.experimental import compute_on
 
 JAX_VERSION: tuple[int, ...] = jax.__version_info__[:3]
 
@@ -198,6 +199,15 @@ def compiler_options(platform: str, *, prefetch: bool) -> dict[str, Any]:
         "xla_gpu_pipeline_all_gather": "COLLECTIVE_PIPELINING_MODE_ON",
         "xla_gpu_experimental_enable_selective_memcpy_overlap": True,
     }
+
+
+def compute_on_host(fun: Callable[..., list[jax.Array]]) -> Callable[..., list[jax.Array]]:
+    """Return a function that the host computes, of arrays in its memory, into its memory.
+
+    Up to 0.11 `compute_on` is a context, which does not say where results are.
+    """
+    decorate: Any = getattr(compute_on, "compute_on2", None) or compute_on.compute_on
+    return decorate(fun, compute_type="device_host", out_memory_spaces=jax.memory.Space.Host)
 
 
 @contextlib.contextmanager

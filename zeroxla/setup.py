@@ -17,6 +17,7 @@ from zeroxla.layout import Layout, check_floating, make_layout, place_opt_state,
 from zeroxla.mesh import PIPE, platform_of, world_size
 from zeroxla.offload.choose import offloaded
 from zeroxla.offload.disk.desk import Desk
+from zeroxla.offload.host_update import check_host_compute
 from zeroxla.offload.kinds import check_memory
 from zeroxla.pipeline.differentiate import PipelineDifferentiator, check_stateless
 from zeroxla.pipeline.memory import StagesMemory
@@ -90,6 +91,8 @@ class Setup:
             return placed, in_opt
         if "host" in (offload.optimizer, offload.params):
             check_memory(self.mesh, offload.memory_kind)
+        if offload.update == "host":
+            check_host_compute(self.mesh, offload.memory_kind)
         if offload.params != "none" and self.pipeline is not None:
             raise NotImplementedError(
                 f"Offload(params={offload.params!r}) of a pipeline is not supported: its stages "

@@ -32,6 +32,11 @@ def to_device(x: jax.Array) -> jax.Array:
     return jax.device_put(x, memory.Space.Device) if is_on_host(x) else x
 
 
+def to_host(x: jax.Array) -> jax.Array:
+    """Return the array in host memory; as it is if it is there."""
+    return x if is_on_host(x) else jax.device_put(x, memory.Space.Host)
+
+
 def put(x: jax.Array, sharding: NamedSharding) -> jax.Array:
     """Return the array with a sharding and in its memory, inside a compiled program; as it is if it
     is in the host's already."""
