@@ -47,8 +47,8 @@ def stages_of(
 ) -> list[Stage]:
     """Return the equations of a sub-group in stages, one after another, each of one side.
 
-    An equation that joins elements of several devices counts on the host as if what it reads
-    crossed over twice: what devices exchange is better exchanged by them.
+    An equation that joins elements of several devices counts on the host as if half of what it
+    reads crossed over: the devices do it where they have its operands anyway.
 
     Args:
       program: the update.
@@ -84,7 +84,7 @@ def _host_side(
             else:
                 readers[v].append(node[eq])
         if joins(eq):
-            edges.append((node[eq], _DEVICE, 2 * _bytes_of(eq.values)))
+            edges.append((node[eq], _DEVICE, _bytes_of(eq.values) / 2))
     for i in group.results:
         v = program.outputs[i]
         if isinstance(v, Value) and v in maker:
