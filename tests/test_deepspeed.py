@@ -317,6 +317,33 @@ def test_offload_is_read(written, want):
     assert not found.ignored
 
 
+@pytest.mark.parametrize("forced", [True, False])
+def test_the_host_updates_where_it_is_forced_to(forced):
+    found = read(
+        {**zero(offload_optimizer={"device": "cpu"}), "zero_force_ds_cpu_optimizer": forced}
+    )
+    update = "host" if forced else "device"
+    assert found.config.offload == Offload(optimizer="host", update=update)
+    assert not found.ignored
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {},
+        {"offload_optimizer": {"device": "nvme", "nvme_path": "/nvme"}},
+        {
+            "offload_optimizer": {"device": "cpu"},
+            "offload_param": {"device": "nvme", "nvme_path": "/nvme"},
+        },
+    ],
+)
+def test_where_it_cannot_that_is_listed(sections):
+    found = read({**zero(**sections), "zero_force_ds_cpu_optimizer": True})
+    assert found.config.offload.update == "device"
+    assert "no parameters on nvme" in found.ignored["zero_force_ds_cpu_optimizer"]
+
+
 SILENT = [
     zero(offload_param={"device": "none"}, cpu_offload=False, round_robin_gradients=False),
     zero(reduce_scatter=True, allgather_partitions=True, mics_shard_size=-1),

@@ -17,6 +17,9 @@ from jax.experimental import compute_on
 
 JAX_VERSION: tuple[int, ...] = jax.__version_info__[:3]
 
+COMPUTE_ON = "compute_on"
+"""The equation of what `compute_on_host` returns."""
+
 # Equations whose body belongs to the surrounding program: inlining them changes no semantics.
 _INLINED = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr"}
 

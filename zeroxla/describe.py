@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections import Counter
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from rich.table import Table
 
@@ -55,11 +55,13 @@ class Description(Report):
       rows: one per leaf.
       mesh: the mesh in words.
       optimizer: bytes of the optimizer's state of one device, by where they are.
+      updated_on: what computes the update of what is on the host: the device, or the host.
     """
 
     rows: tuple[Row, ...]
     mesh: str
     optimizer: Mapping[str, int]
+    updated_on: Literal["device", "host"] = "device"
 
     @property
     def shard_bytes(self) -> int:
@@ -96,7 +98,8 @@ class Description(Report):
         return tuple(dict.fromkeys(row.unit for row in self.rows))
 
     def _optimizer_in_words(self) -> str:
-        names = {"device": "", "host": " on the host", "disk": " on disk"}
+        on_host = f" on the host, updated on the {self.updated_on}"
+        names = {"device": "", "host": on_host, "disk": " on disk"}
         found = [f"{n:,} bytes{names[place]}" for place, n in self.optimizer.items() if n]
         return ", ".join(found) or "0 bytes"
 
@@ -123,9 +126,15 @@ class Description(Report):
         return table
 
 
-def describe(layout: Layout, plan: Plan, wiring: Wiring, opt_state: Any) -> Description:
-    """Make the table of a model's leaves from its layout, fetch plan and wires, and the shapes of
-    the optimizer's state."""
+def describe(
+    layout: Layout,
+    plan: Plan,
+    wiring: Wiring,
+    opt_state: Any,
+    updated_on: Literal["device", "host"] = "device",
+) -> Description:
+    """Make the table of a model's leaves from its layout, fetch plan and wires, the shapes of the
+    optimizer's state, and what updates of it what is on the host."""
     collectives = wiring.collectives
     world = collectives.world
     units = unit_names(plan)
@@ -159,7 +168,7 @@ def describe(layout: Layout, plan: Plan, wiring: Wiring, opt_state: Any) -> Desc
     words = f"{collectives.hops.nodes} node(s) x {collectives.hops.devices} device(s)"
     places: tuple[Place, ...] = ("device", "host", "disk")
     optimizer = {place: shard_bytes(opt_state, place=place) for place in places}
-    return Description(rows=tuple(rows), mesh=words, optimizer=optimizer)
+    return Description(rows=tuple(rows), mesh=words, optimizer=optimizer, updated_on=updated_on)
 
 
 def _wires(leaf: Leaf, wiring: Wiring) -> str:

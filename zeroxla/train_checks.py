@@ -15,7 +15,7 @@ FREE = frozenset(
     {"run", "resume", "steps", "eval_every", "eval_batches", "save_every", "keep"}
     | {"prompt", "sample_bytes", "temperature"}
     | {"nodes", "devices_per_node", "zero", "accumulate", "persistence_threshold"}
-    | {"offload_optimizer", "offload_params", "offload_ratio", "offload_path"}
+    | {"offload_optimizer", "offload_params", "offload_update", "offload_ratio", "offload_path"}
     | {"pipe", "schedule", "partition"}
 )
 

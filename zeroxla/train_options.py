@@ -103,6 +103,8 @@ class MeshOptions:
     """Where the optimizer's state lives between updates."""
     offload_params: Literal["none", "host", "disk"] = "none"
     """Where the float32 master of the parameters lives."""
+    offload_update: Literal["device", "host"] = "device"
+    """Where the update of what is on the host is computed; host needs --offload-optimizer host."""
     offload_ratio: float = 1.0
     """About which share of what is offloaded goes there; the rest stays on the devices."""
     offload_path: Path | None = None
@@ -115,6 +117,7 @@ class MeshOptions:
         return Offload(
             optimizer=self.offload_optimizer,
             params=self.offload_params,
+            update=self.offload_update,
             ratio=self.offload_ratio,
             path=None if self.offload_path is None else str(self.offload_path),
         )
@@ -219,6 +222,14 @@ class TrainOptions(OptionGroups):
                 f"--offload-optimizer {self.mesh.offload_optimizer} and --offload-params "
                 f"{self.mesh.offload_params} without --offload-path; name a folder on a fast disk "
                 "of each host"
+            )
+        on_host = self.mesh.offload_optimizer == "host" and not on_disk
+        if self.mesh.offload_update == "host" and not on_host:
+            raise ValueError(
+                f"--offload-update host with --offload-optimizer {self.mesh.offload_optimizer} and "
+                f"--offload-params {self.mesh.offload_params}: the host updates what is in its "
+                "memory; use --offload-optimizer host and parameters not on disk, or "
+                "--offload-update device"
             )
         if self.mesh.offload.params != "none" and self.pipeline.pipe > 1:
             raise ValueError(

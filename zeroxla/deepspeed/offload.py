@@ -10,6 +10,7 @@ from zeroxla.offload.options import Offload
 DEVICES = ("none", "cpu", "nvme")
 _NO_PATH = "only the device nvme has a path"
 _UNUSED = "only what is offloaded is updated in sub-groups, and nothing is"
+_NOT_ON_HOST = "the host updates an optimizer on the device cpu, with no parameters on nvme"
 _ONE_PIN = "one part asks for pinned memory and another does not: all of it is pinned"
 _ONE_RATIO = "it holds for the parameters that are offloaded, too"
 # DeepSpeed's older flags, and the section that each stands for.
@@ -21,12 +22,15 @@ _FLAGS = {
 _FIELDS = {"offload_optimizer": "optimizer", "offload_param": "params"}
 
 
-def offload_of(zero: Mapping[str, Any], ignored: dict[str, str]) -> dict[str, Any]:
+def offload_of(
+    zero: Mapping[str, Any], ignored: dict[str, str], *, on_host: bool = False
+) -> dict[str, Any]:
     """Return the option `offload`, if anything is offloaded.
 
     Args:
       zero: the section `zero_optimization`.
       ignored: gets what has no effect, or another one.
+      on_host: the configuration says that DeepSpeed's CPU optimizer is to be used.
 
     Raises:
       ValueError: a device that DeepSpeed does not know, a flag against its section, or two paths.
@@ -51,6 +55,10 @@ def offload_of(zero: Mapping[str, Any], ignored: dict[str, str]) -> dict[str, An
             options.update({name: x for name, x in found.items() if x is not None})
     if "cpu_offload_use_pin_memory" in zero:
         pins.append(zero["cpu_offload_use_pin_memory"])
+    if on_host and options.get("optimizer") == "host" and options.get("params") != "disk":
+        options["update"] = "host"
+    elif on_host:
+        ignored["zero_force_ds_cpu_optimizer"] = _NOT_ON_HOST
     size = zero.get("sub_group_size")
     if not options:
         if size is not None:
