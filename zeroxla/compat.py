@@ -11,7 +11,8 @@ from typing import Any
 
 import jax
 import jax.extend.core as jex
-from jax._src import clusters, core, distributed, source_info_util, xla_bridge
+from jax._src import clusters, config, core, distributed, source_info_util, xla_bridge
+from jax._src.compute_on import extend_compute_type
 from jax._src.interpreters import partial_eval
 from jax.experimental import compute_on
 
@@ -215,8 +216,10 @@ def compute_on_host(fun: Callable[..., list[jax.Array]]) -> Callable[..., list[j
 
 @contextlib.contextmanager
 def context_of(eqn: Any, name_stack: Any) -> Iterator[None]:
-    """Return a context in which a primitive is bound as in an equation: its names, its settings."""
+    """Return a context in which a primitive is bound as in an equation: its names, its settings;
+    on the host where one that does not say is bound there."""
     stack = source_info_util.current_name_stack() + name_stack
     user = source_info_util.user_context(eqn.source_info.traceback, name_stack=stack)
-    with user, eqn.ctx.manager:
+    computes = config.compute_on_context_manager.value
+    with user, eqn.ctx.manager, extend_compute_type(eqn.ctx.compute_type or computes):
         yield
