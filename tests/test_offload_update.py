@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,7 @@ from zeroxla.offload.host_update import _refusal, check_host_compute
 from zeroxla.offload.kinds import is_on_host
 from zeroxla.offload.stream import stream
 from zeroxla.trace import trace
+from zeroxla.train_options import MeshOptions, TrainOptions
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -242,6 +244,14 @@ def test_a_plan_counts_gradients_out_and_parameters_back():
 def test_bad_options(options, match):
     with pytest.raises(ValueError, match=match):
         Offload(**options)
+
+
+def test_the_command_line_names_its_flags():
+    found = TrainOptions(mesh=MeshOptions(offload_optimizer="host", offload_update="host"))
+    assert found.mesh.offload == Offload(optimizer="host", update="host")
+    for wrong in ({}, {"offload_optimizer": "disk", "offload_path": Path("x")}):
+        with pytest.raises(ValueError, match=r"--offload-update host with --offload-optimizer "):
+            TrainOptions(mesh=MeshOptions(offload_update="host", **wrong))
 
 
 def refuse(fun):
