@@ -336,6 +336,7 @@ def test_the_host_updates_where_it_is_forced_to(forced):
             "offload_optimizer": {"device": "cpu"},
             "offload_param": {"device": "nvme", "nvme_path": "/nvme"},
         },
+        {"offload_optimizer": {"device": "cpu", "pin_memory": False}},
     ],
 )
 def test_where_it_cannot_that_is_listed(sections):

@@ -40,7 +40,7 @@ ROWS = [
     ("unrolled", "zeropp", dataclasses.replace(ALL, ratio=0.5), 2, CLIPPED),
     ("nnx", "zeropp", ALL, 1, GROUPS),
     ("scanned", "zero3", STATE, 1, FACTORED),
-    ("unrolled", "zero3", dataclasses.replace(STATE, pin=False, buffers=1), 1, optax.lamb(1e-2)),
+    ("unrolled", "zero3", dataclasses.replace(STATE, buffers=1), 1, optax.lamb(1e-2)),
     ("nnx", "zero3", STATE, 2, CLIPPED),
     ("scanned", "zeropp", ALL, 1, CLIPPED),
     ("unrolled", "zeropp", STATE, 1, GROUPS),
@@ -239,6 +239,7 @@ def test_a_plan_counts_gradients_out_and_parameters_back():
         ({"update": "host"}, r"update='host', optimizer='none', params='none'\): the host updates"),
         ({"update": "host", "optimizer": "disk", "path": "x"}, r"optimizer='disk'.*use optimizer="),
         ({"update": "host", "optimizer": "host", "params": "disk", "path": "x"}, "params='disk'"),
+        ({"update": "host", "optimizer": "host", "pin": False}, r"pin=False\).*use pin=True"),
     ],
 )
 def test_bad_options(options, match):

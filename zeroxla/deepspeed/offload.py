@@ -10,7 +10,9 @@ from zeroxla.offload.options import Offload
 DEVICES = ("none", "cpu", "nvme")
 _NO_PATH = "only the device nvme has a path"
 _UNUSED = "only what is offloaded is updated in sub-groups, and nothing is"
-_NOT_ON_HOST = "the host updates an optimizer on the device cpu, with no parameters on nvme"
+_NOT_ON_HOST = (
+    "the host updates an optimizer on the device cpu in pinned memory, with no parameters on nvme"
+)
 _ONE_PIN = "one part asks for pinned memory and another does not: all of it is pinned"
 _ONE_RATIO = "it holds for the parameters that are offloaded, too"
 # DeepSpeed's older flags, and the section that each stands for.
@@ -55,12 +57,10 @@ def offload_of(
             options.update({name: x for name, x in found.items() if x is not None})
     if "cpu_offload_use_pin_memory" in zero:
         pins.append(zero["cpu_offload_use_pin_memory"])
-    if on_host and options.get("optimizer") == "host" and options.get("params") != "disk":
-        options["update"] = "host"
-    elif on_host:
-        ignored["zero_force_ds_cpu_optimizer"] = _NOT_ON_HOST
     size = zero.get("sub_group_size")
     if not options:
+        if on_host:
+            ignored["zero_force_ds_cpu_optimizer"] = _NOT_ON_HOST
         if size is not None:
             ignored["zero_optimization.sub_group_size"] = _UNUSED
         return {}
@@ -75,6 +75,12 @@ def offload_of(
         ignored["zero_optimization.offload_param.pin_memory"] = _ONE_PIN
     if options.get("ratio", 1) < 1 and "params" in options:
         ignored["zero_optimization.offload_optimizer.ratio"] = _ONE_RATIO
+    if on_host:
+        possible = options.get("optimizer") == "host" and options.get("params") != "disk"
+        if possible and options.get("pin", True):
+            options["update"] = "host"
+        else:
+            ignored["zero_force_ds_cpu_optimizer"] = _NOT_ON_HOST
     if size is not None:
         options["sub_group"] = size
     return {"offload": Offload(**options)}

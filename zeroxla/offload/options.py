@@ -78,6 +78,12 @@ class Offload:
                 "the host updates what is in its memory; use optimizer='host' with params='none' "
                 "or 'host', or update='device'"
             )
+        if self.update == "host" and not self.pin:
+            raise ValueError(
+                "Offload(update='host', pin=False): to JAX's traces unpinned host memory is the "
+                "device's, so what the host is to compute cannot be found; use pin=True, or "
+                "update='device'"
+            )
         if self.on_disk and self.path is None:
             name = "params" if self.params == DISK else "optimizer"
             raise ValueError(
