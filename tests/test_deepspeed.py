@@ -166,7 +166,7 @@ LISTED = [
             offload_param={"device": "cpu", "pin_memory": False},
         ),
         "zero_optimization.offload_param.pin_memory",
-        "all of it is pinned",
+        "is always pinned",
     ),
     (
         zero(offload_optimizer={"device": "cpu", "ratio": 0.3}, offload_param={"device": "cpu"}),
@@ -268,8 +268,8 @@ OFFLOADS = [
     ({"offload_optimizer": {"device": "cpu"}}, Offload(optimizer="host")),
     ({"cpu_offload": True}, Offload(optimizer="host")),
     (
-        {"offload_param": {"device": "cpu", "pin_memory": False}, "sub_group_size": 1e8},
-        Offload(params="host", pin=False, sub_group=100_000_000),
+        {"offload_param": {"device": "cpu", "pin_memory": True}, "sub_group_size": 1e8},
+        Offload(params="host", sub_group=100_000_000),
     ),
     (
         {
@@ -315,6 +315,33 @@ def test_offload_is_read(written, want):
     found = read(zero(**written))
     assert found.config.offload == want
     assert not found.ignored
+
+
+@pytest.mark.parametrize("forced", [True, False])
+def test_the_host_updates_where_it_is_forced_to(forced):
+    found = read(
+        {**zero(offload_optimizer={"device": "cpu"}), "zero_force_ds_cpu_optimizer": forced}
+    )
+    update = "host" if forced else "device"
+    assert found.config.offload == Offload(optimizer="host", update=update)
+    assert not found.ignored
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {},
+        {"offload_optimizer": {"device": "nvme", "nvme_path": "/nvme"}},
+        {
+            "offload_optimizer": {"device": "cpu"},
+            "offload_param": {"device": "nvme", "nvme_path": "/nvme"},
+        },
+    ],
+)
+def test_where_it_cannot_that_is_listed(sections):
+    found = read({**zero(**sections), "zero_force_ds_cpu_optimizer": True})
+    assert found.config.offload.update == "device"
+    assert "no parameters on nvme" in found.ignored["zero_force_ds_cpu_optimizer"]
 
 
 SILENT = [

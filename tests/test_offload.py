@@ -34,7 +34,7 @@ ROWS = [
     ("unrolled", "zeropp", Offload(optimizer="host", ratio=0.5), 2),
     ("nnx", "zeropp", HOST, 1),
     ("scanned", "zeropp_min", HOST, 2),
-    ("unrolled", "zero3", Offload(params="host", pin=False), 1),
+    ("unrolled", "zero3", Offload(params="host"), 1),
     ("nnx", "zero3", Offload(optimizer="host", buffers=1, sub_group=1), 2),
     ("unrolled", "zeropp", HOST, 1),
     ("scanned", "zeropp", Offload(params="host", optimizer="host", ratio=0.5), 1),
@@ -58,7 +58,7 @@ def test_twenty_steps_are_bit_for_bit_those_without(mesh24, model, preset, offlo
     assert_same((state.params, state.opt_state), (other_state.params, other_state.opt_state))
     step, state = last
     kinds = {x.sharding.memory_kind for x in jax.tree.leaves((state.params, state.opt_state))}
-    assert offload.memory_kind in kinds  # still there after the steps
+    assert "pinned_host" in kinds  # still there after the steps
 
 
 def test_device_bytes_fall_by_what_is_offloaded(mesh24):
@@ -206,6 +206,31 @@ def is_host(var):
     return getattr(var.aval, "memory_space", None) == jax.memory.Space.Host
 
 
+def test_layers_of_a_stacked_leaf_come_by_themselves(mesh24):
+    x, y = host(mesh24, 4, 8, value=1.0), jnp.arange(32.0).reshape(4, 8)
+
+    def update(x, y):
+        return x * 0.5, y - jnp.sqrt(x)
+
+    places = [x.sharding, jax.sharding.NamedSharding(mesh24, jax.P())]
+    for sub_group, count in ((2, 2), (1, 1), (4, 4)):  # rows of 8 elements, on 8 devices
+        offload = Offload(sub_group=sub_group, buffers=1)
+
+        def streamed(x, y, offload=offload):
+            return stream(update, (x, y), places, offload=offload, mesh=mesh24, layer_dims=[0, 0])
+
+        equations = jax.make_jaxpr(streamed)(x, y).eqns
+        into = [e for e in equations if e.primitive.name == "device_put" and is_host(e.invars[0])]
+        assert [e.invars[0].aval.shape[0] for e in into] == [count] * (4 // count)
+        waits = [e for e in equations if e.primitive.name == "optimization_barrier"]
+        assert len(waits) == len(into) - 1
+        new_x, new_y = jax.jit(streamed)(x, y)
+        assert is_on_host(new_x)
+        assert not is_on_host(new_y)
+        np.testing.assert_array_equal(np.asarray(new_x), 0.5 * np.ones((4, 8)))
+        np.testing.assert_array_equal(np.asarray(new_y), np.asarray(y) - 1)
+
+
 def test_a_sub_group_waits_until_an_earlier_one_is_moved_out(mesh24):
     arrays = [host(mesh24, 8) for _ in range(3)]
     found = moves(mesh24, lambda *xs: [x * 2 for x in xs], arrays, sub_group=1, buffers=1)
@@ -286,6 +311,8 @@ def test_offload_of_nothing_is_said():
 
 
 def test_bad_configurations(mesh24):
+    with pytest.raises(ValueError, match=r"Offload\(pin=False\): compiled programs keep .* pinned"):
+        Offload(optimizer="host", pin=False)
     with pytest.raises(ValueError, match=r"offload='host' is none; give a zeroxla.Offload"):
         ZeroConfig(offload="host")
     with pytest.raises(ValueError, match=r"needs 'moon' memory, and cpu has \['device', "):

@@ -6,15 +6,20 @@ The rest of the library reads jaxprs only through these functions.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.extend.core as jex
-from jax._src import clusters, core, distributed, source_info_util, xla_bridge
+from jax._src import clusters, config, core, distributed, source_info_util, xla_bridge
+from jax._src.compute_on import extend_compute_type
 from jax._src.interpreters import partial_eval
+from jax.experimental import compute_on
 
 JAX_VERSION: tuple[int, ...] = jax.__version_info__[:3]
+
+COMPUTE_ON = "compute_on"
+"""The equation of what `compute_on_host` returns."""
 
 # Equations whose body belongs to the surrounding program: inlining them changes no semantics.
 _INLINED = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr"}
@@ -200,10 +205,21 @@ def compiler_options(platform: str, *, prefetch: bool) -> dict[str, Any]:
     }
 
 
+def compute_on_host(fun: Callable[..., list[jax.Array]]) -> Callable[..., list[jax.Array]]:
+    """Return a function that the host computes, of arrays in its memory, into its memory.
+
+    Up to 0.11 `compute_on` is a context, which does not say where results are.
+    """
+    decorate: Any = getattr(compute_on, "compute_on2", None) or compute_on.compute_on
+    return decorate(fun, compute_type="device_host", out_memory_spaces=jax.memory.Space.Host)
+
+
 @contextlib.contextmanager
 def context_of(eqn: Any, name_stack: Any) -> Iterator[None]:
-    """Return a context in which a primitive is bound as in an equation: its names, its settings."""
+    """Return a context in which a primitive is bound as in an equation: its names, its settings;
+    on the host where one that does not say is bound there."""
     stack = source_info_util.current_name_stack() + name_stack
     user = source_info_util.user_context(eqn.source_info.traceback, name_stack=stack)
-    with user, eqn.ctx.manager:
+    computes = config.compute_on_context_manager.value
+    with user, eqn.ctx.manager, extend_compute_type(eqn.ctx.compute_type or computes):
         yield

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections import Counter
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from rich.table import Table
 
@@ -56,12 +56,14 @@ class Description(Report):
       mesh: the mesh in words.
       optimizer: bytes of the optimizer's state of one device, by where they are.
       secondary_on_host: secondary shards are in the host's memory.
+      updated_on: what computes the update of what is on the host: the device, or the host.
     """
 
     rows: tuple[Row, ...]
     mesh: str
     optimizer: Mapping[str, int]
     secondary_on_host: bool = False
+    updated_on: Literal["device", "host"] = "device"
 
     @property
     def shard_bytes(self) -> int:
@@ -98,7 +100,8 @@ class Description(Report):
         return tuple(dict.fromkeys(row.unit for row in self.rows))
 
     def _optimizer_in_words(self) -> str:
-        names = {"device": "", "host": " on the host", "disk": " on disk"}
+        on_host = f" on the host, updated on the {self.updated_on}"
+        names = {"device": "", "host": on_host, "disk": " on disk"}
         found = [f"{n:,} bytes{names[place]}" for place, n in self.optimizer.items() if n]
         return ", ".join(found) or "0 bytes"
 
@@ -126,9 +129,15 @@ class Description(Report):
         return table
 
 
-def describe(layout: Layout, plan: Plan, wiring: Wiring, opt_state: Any) -> Description:
-    """Make the table of a model's leaves from its layout, fetch plan and wires, and the shapes of
-    the optimizer's state."""
+def describe(
+    layout: Layout,
+    plan: Plan,
+    wiring: Wiring,
+    opt_state: Any,
+    updated_on: Literal["device", "host"] = "device",
+) -> Description:
+    """Make the table of a model's leaves from its layout, fetch plan and wires, the shapes of the
+    optimizer's state, and what updates of it what is on the host."""
     collectives = wiring.collectives
     world = collectives.world
     units = unit_names(plan)
@@ -166,6 +175,7 @@ def describe(layout: Layout, plan: Plan, wiring: Wiring, opt_state: Any) -> Desc
         rows=tuple(rows),
         mesh=words,
         optimizer=optimizer,
+        updated_on=updated_on,
         secondary_on_host=collectives.gathers.secondary_on_host,
     )
 

@@ -19,6 +19,8 @@ class PlannedOffload:
     """Where the float32 master of the parameters lives."""
     offload_secondary: Literal["none", "host"] = "none"
     """Where the secondary shards of ZeRO++ live from forward to backward."""
+    offload_update: Literal["device", "host"] = "device"
+    """Where the update of what is on the host is computed; host needs --offload-optimizer host."""
     offload_ratio: float = 1.0
     """About which share of the state that is offloaded goes there; the rest stays on the
     devices."""
@@ -34,6 +36,7 @@ class PlannedOffload:
             optimizer=self.offload_optimizer,
             params=self.offload_params,
             secondary=self.offload_secondary,
+            update=self.offload_update,
             ratio=self.offload_ratio,
             path=None if path is None else str(path),
         )
@@ -48,6 +51,14 @@ class PlannedOffload:
         Raises:
           ValueError: they do not have it.
         """
+        on_host = self.offload_optimizer == "host" and not self.on_disk
+        if self.offload_update == "host" and not on_host:
+            raise ValueError(
+                f"--offload-update host with --offload-optimizer {self.offload_optimizer} and "
+                f"--offload-params {self.offload_params}: the host updates what is in its memory; "
+                "use --offload-optimizer host and parameters not on disk, or --offload-update "
+                "device"
+            )
         if self.offload_params != "none" and pipe > 1:
             raise ValueError(
                 f"--offload-params {self.offload_params} with --pipe {pipe}: parameters of a "

@@ -126,9 +126,14 @@ class Programs(Setup):
         grads, rest, metrics = self.begin(state, batch)
         args = (state.params, state.opt_state, grads, metrics["finite"])
         with jax.named_scope("update"):
-            places = [p.sharding(self.mesh) for placed in state.placements for p in placed]
+            placements = [p for placed in state.placements for p in placed]
             params, opt_state, rates = stream(
-                self.update_of(state), args, places, offload=self.config.offload, mesh=self.mesh
+                self.update_of(state),
+                args,
+                [p.sharding(self.mesh) for p in placements],
+                offload=self.config.offload,
+                mesh=self.mesh,
+                layer_dims=[p.unsplit_layers for p in placements],
             )
         new_state = dataclasses.replace(rest, params=params, opt_state=opt_state)
         new_state = jax.tree.map(put, new_state, state_shardings(new_state, self.mesh))

@@ -17,7 +17,9 @@ from zeroxla.layout import Layout, check_floating, make_layout, place_opt_state,
 from zeroxla.mesh import PIPE, platform_of, world_size
 from zeroxla.offload.choose import offloaded
 from zeroxla.offload.disk.desk import Desk
-from zeroxla.offload.kinds import PINNED, check_memory
+from zeroxla.offload.host_update import check_host_compute
+from zeroxla.offload.kinds import check_memory
+from zeroxla.offload.options import PINNED
 from zeroxla.pipeline.differentiate import PipelineDifferentiator, check_stateless
 from zeroxla.pipeline.memory import StagesMemory
 from zeroxla.pipeline.moves import own_layers
@@ -86,12 +88,10 @@ class Setup:
         opt_state = jax.eval_shape(self.optimizer.init, trainable)
         in_opt = place_opt_state(opt_state, params, placed, self.mesh)
         offload = self.config.offload
-        if self.wiring.collectives.gathers.secondary_on_host:
+        if "host" in (offload.optimizer, offload.params, offload.secondary):
             check_memory(self.mesh, PINNED)
-        if not offload.is_used:
-            return placed, in_opt
-        if "host" in (offload.optimizer, offload.params):
-            check_memory(self.mesh, offload.memory_kind)
+        if offload.update == "host":
+            check_host_compute(self.mesh)
         if offload.params != "none" and self.pipeline is not None:
             raise NotImplementedError(
                 f"Offload(params={offload.params!r}) of a pipeline is not supported: its stages "

@@ -217,7 +217,8 @@ class Step:
         if self.programs.pipeline is not None:
             return self.programs.partition(layout, *shapes[1:])
         plan = self.programs.plan(layout, *shapes)
-        return describe(layout, plan, self.programs.wiring, self.shapes().opt_state)
+        opt_state, updated_on = self.shapes().opt_state, self.config.offload.update
+        return describe(layout, plan, self.programs.wiring, opt_state, updated_on)
 
     def with_config(self, config: ZeroConfig) -> Step:
         """Return another program for the same state."""

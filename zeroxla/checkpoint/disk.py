@@ -16,6 +16,7 @@ from zeroxla.hosts.together import together
 from zeroxla.offload.disk.array import DiskArray, write
 from zeroxla.offload.disk.writer import DiskWriter
 from zeroxla.offload.kinds import place_of
+from zeroxla.offload.options import PINNED
 from zeroxla.packing import packed
 from zeroxla.paths import Path as Name
 from zeroxla.state import TrainState
@@ -24,7 +25,6 @@ from zeroxla.step import Step
 BATCH_BYTES = 256 * 2**20
 """Of arrays that are in host memory at a time, or the largest array's."""
 
-HOST = "pinned_host"
 """The memory that all backends have."""
 
 
@@ -58,7 +58,7 @@ class _Writes(ocp.future.Future):  # pyright: ignore[reportAttributeAccessIssue]
         try:
             for batch in packed(jobs, lambda job: job[0].nbytes, BATCH_BYTES):
                 arriving = [array.read() for array, _, _ in batch]
-                arrays = [x.result(memory_kind=HOST) for x in arriving]
+                arrays = [x.result(memory_kind=PINNED) for x in arriving]
                 infos, args = [info for _, info, _ in batch], [arg for _, _, arg in batch]
                 for future in asyncio.run(self._serialize(arrays, infos, args)):
                     future.result(None if ends is None else max(0, ends - time.monotonic()))
@@ -155,5 +155,5 @@ def replaced_on_disk(state: TrainState, read: Read, wanted: Mapping[Name, Entry]
 
 def _on_host(entry: Entry) -> Entry:
     x = entry.array
-    shape = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding.with_memory_kind(HOST))
+    shape = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding.with_memory_kind(PINNED))
     return dataclasses.replace(entry, array=shape)

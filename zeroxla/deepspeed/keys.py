@@ -280,5 +280,5 @@ TOP: dict[str, Key] = {
     "wandb": _section(_MONITOR, "enabled group team project"),
     "weight_quantization": _section(_MODEL),
     "zero_allow_untested_optimizer": _flag("any optax transformation is split", True, False),
-    "zero_force_ds_cpu_optimizer": _flag(_OFFLOAD, False),
+    "zero_force_ds_cpu_optimizer": _FLAG,
 }

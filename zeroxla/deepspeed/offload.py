@@ -10,7 +10,8 @@ from zeroxla.offload.options import Offload
 DEVICES = ("none", "cpu", "nvme")
 _NO_PATH = "only the device nvme has a path"
 _UNUSED = "only what is offloaded is updated in sub-groups, and nothing is"
-_ONE_PIN = "one part asks for pinned memory and another does not: all of it is pinned"
+_NOT_ON_HOST = "the host updates an optimizer on the device cpu, with no parameters on nvme"
+_PINNED = "host memory of compiled programs is always pinned"
 _ONE_RATIO = "it holds for the parameters that are offloaded, too"
 # DeepSpeed's older flags, and the section that each stands for.
 _FLAGS = {
@@ -21,18 +22,20 @@ _FLAGS = {
 _FIELDS = {"offload_optimizer": "optimizer", "offload_param": "params"}
 
 
-def offload_of(zero: Mapping[str, Any], ignored: dict[str, str]) -> dict[str, Any]:
+def offload_of(
+    zero: Mapping[str, Any], ignored: dict[str, str], *, on_host: bool = False
+) -> dict[str, Any]:
     """Return the option `offload`, if anything is offloaded.
 
     Args:
       zero: the section `zero_optimization`.
       ignored: gets what has no effect, or another one.
+      on_host: the configuration says that DeepSpeed's CPU optimizer is to be used.
 
     Raises:
       ValueError: a device that DeepSpeed does not know, a flag against its section, or two paths.
     """
     options: dict[str, Any] = {}
-    pins: list[bool] = []
     paths: dict[str, str] = {}
     for section, field in _FIELDS.items():
         written = zero.get(section, {})
@@ -44,15 +47,17 @@ def offload_of(zero: Mapping[str, Any], ignored: dict[str, str]) -> dict[str, An
             paths[section] = _path(section, written)
         elif "nvme_path" in written:
             ignored[f"zero_optimization.{section}.nvme_path"] = _NO_PATH
-        if "pin_memory" in written:
-            pins.append(written["pin_memory"])
+        if not written.get("pin_memory", True):
+            ignored[f"zero_optimization.{section}.pin_memory"] = _PINNED
         if section == "offload_optimizer":
             found = {"ratio": written.get("ratio"), "buffers": written.get("buffer_count")}
             options.update({name: x for name, x in found.items() if x is not None})
-    if "cpu_offload_use_pin_memory" in zero:
-        pins.append(zero["cpu_offload_use_pin_memory"])
+    if options and not zero.get("cpu_offload_use_pin_memory", True):
+        ignored["zero_optimization.cpu_offload_use_pin_memory"] = _PINNED
     size = zero.get("sub_group_size")
     if not options:
+        if on_host:
+            ignored["zero_force_ds_cpu_optimizer"] = _NOT_ON_HOST
         if size is not None:
             ignored["zero_optimization.sub_group_size"] = _UNUSED
         return {}
@@ -61,12 +66,13 @@ def offload_of(zero: Mapping[str, Any], ignored: dict[str, str]) -> dict[str, An
         raise ValueError(f"zero_optimization has {said}: a state has one folder; write the same")
     if paths:
         options["path"] = next(iter(paths.values()))
-    if pins:
-        options["pin"] = any(pins)
-    if len(set(pins)) > 1:
-        ignored["zero_optimization.offload_param.pin_memory"] = _ONE_PIN
     if options.get("ratio", 1) < 1 and "params" in options:
         ignored["zero_optimization.offload_optimizer.ratio"] = _ONE_RATIO
+    if on_host:
+        if options.get("optimizer") == "host" and options.get("params") != "disk":
+            options["update"] = "host"
+        else:
+            ignored["zero_force_ds_cpu_optimizer"] = _NOT_ON_HOST
     if size is not None:
         options["sub_group"] = size
     return {"offload": Offload(**options)}

@@ -74,7 +74,7 @@ def read(source: str | os.PathLike[str] | Mapping[str, Any]) -> Settings:
     _check_places(values)
     written = take(values, TOP, ignored)
     options = {
-        **_zero(written.get("zero_optimization", {}), ignored),
+        **_zero(written, ignored),
         **_dtypes(written, ignored),
         **_batch(written, ignored),
     }
@@ -137,8 +137,9 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return dict(pairs)
 
 
-def _zero(zero: Mapping[str, Any], ignored: dict[str, str]) -> dict[str, Any]:
-    """Return the options of the section `zero_optimization`."""
+def _zero(written: Mapping[str, Any], ignored: dict[str, str]) -> dict[str, Any]:
+    """Return the options of the section `zero_optimization`, and of a key that belongs to it."""
+    zero = written.get("zero_optimization", {})
     stage = zero.get("stage", 3)
     if stage > 3:
         raise ValueError(f"zero_optimization.stage={stage} must be 0, 1, 2 or 3")
@@ -148,7 +149,8 @@ def _zero(zero: Mapping[str, Any], ignored: dict[str, str]) -> dict[str, Any]:
             "numbers of a step are the same"
         )
     options: dict[str, Any] = {field: zero[key] for key, field in _COUNTS.items() if key in zero}
-    options |= offload_of(zero, ignored)
+    on_host = written.get("zero_force_ds_cpu_optimizer", False)
+    options |= offload_of(zero, ignored, on_host=on_host)
     if "zero_hpz_partition_size" in zero:
         options["hpz_size"] = max(1, zero["zero_hpz_partition_size"])
     if zero.get("zero_quantized_weights"):

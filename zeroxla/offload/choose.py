@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
-from zeroxla.offload.options import Offload
+from zeroxla.offload.options import Offload, memory_of
 from zeroxla.placement import Placement
 
 Both = tuple[tuple[Placement, ...], tuple[Placement, ...]]
@@ -21,8 +21,8 @@ def offloaded(
     others, each kind by itself, the first ones are offloaded up to `ratio` of the elements.
     """
     return (
-        _moved(params, offload.memory_of(offload.params), offload.ratio),
-        _moved(opt_state, offload.memory_of(offload.optimizer), offload.ratio),
+        _moved(params, memory_of(offload.params), offload.ratio),
+        _moved(opt_state, memory_of(offload.optimizer), offload.ratio),
     )
 
 

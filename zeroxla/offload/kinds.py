@@ -9,11 +9,11 @@ from jax import memory
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from zeroxla.offload.disk.array import DiskArray, DiskShape
+from zeroxla.offload.options import PINNED
 
 Place = Literal["device", "host", "disk"]
-PINNED = "pinned_host"
 HOST_KINDS = (PINNED, "unpinned_host")
-"""JAX's names of a host's memory; compiled programs keep what is theirs in the first."""
+"""JAX's names of a host's memory."""
 
 
 def place_of(x: Any) -> Place:
@@ -34,8 +34,9 @@ def to_device(x: jax.Array) -> jax.Array:
 
 
 def to_host(x: jax.Array) -> jax.Array:
-    """Return the array in its host's pinned memory, inside a compiled program."""
-    return jax.device_put(x, memory.Space.Host)
+    """Return the array in its host's pinned memory, inside a compiled program; as it is if it is
+    there."""
+    return x if is_on_host(x) else jax.device_put(x, memory.Space.Host)
 
 
 def put(x: jax.Array, sharding: NamedSharding) -> jax.Array:
@@ -58,6 +59,6 @@ def check_memory(mesh: Mesh, kind: str) -> None:
     kinds = [m.kind for m in device.addressable_memories()]
     if kind not in kinds:
         raise ValueError(
-            f"Offload needs {kind!r} memory, and {device.device_kind} has {kinds}; use "
-            "Offload(pin=False) where that lists unpinned_host, or no offload"
+            f"Offload needs {kind!r} memory, and {device.device_kind} has {kinds}; leave "
+            "`offload` out"
         )

@@ -10,6 +10,9 @@ from typing import Literal
 from zeroxla.config_checks import whole_number
 
 PLACES = ("none", "host", "disk")
+UPDATES = ("device", "host")
+PINNED = "pinned_host"
+"""JAX's name of the host's memory."""
 DISK = "disk"
 """The place that is no memory of JAX's."""
 
@@ -22,7 +25,7 @@ class Offload:
     fetch plan gathers them; the optimizer's state, and the parameters' master, in sub-groups as the
     update reads them, and go back when it has written them. On disk each process has one file, of
     twice the bytes of what is in it: a step never writes over the state before it. The step
-    computes the same, bit for bit.
+    computes the same, bit for bit; to rounding where the host updates.
 
     Source: ZeRO-Offload, arXiv 2101.06840; ZeRO-Infinity, arXiv 2104.07857; DeepSpeed's
     `offload_optimizer` and `offload_param`.
@@ -45,15 +48,22 @@ class Offload:
     (offload_optimizer.ratio)"""
 
     pin: bool = True
-    """Whether host memory is pinned, so that copies run beside computation. (pin_memory)"""
+    """Host memory is pinned, so that copies run beside computation. False is refused: what
+    compiled programs keep on the host is. (pin_memory)"""
+
+    update: Literal["device", "host"] = "device"
+    """Where the update of what is in host memory is computed: on the device, to which its state
+    comes for it, or on the host, to which gradients go. The host computes the same to rounding.
+    (DeepSpeed's CPUAdam)"""
 
     sub_group: int = 100_000_000
-    """Most elements, of one device, that the update has on the device at a time, for each buffer; a
-    leaf larger than that is a sub-group of its own. (sub_group_size)"""
+    """Most elements, of one device, that the update has on the device (updating on the host: on the
+    way) at a time, for each buffer; a leaf larger than that is a sub-group of its own.
+    (sub_group_size)"""
 
     buffers: int = 2
-    """Sub-groups that are on the device at a time: with 2, one comes while one is updated.
-    (buffer_count)"""
+    """Sub-groups that are on the device, or on the way, at a time: with 2, one comes while one is
+    updated. (buffer_count)"""
 
     path: str | None = None
     """The folder of the file, on a disk of each host; made if missing. (nvme_path)"""
@@ -68,6 +78,23 @@ class Offload:
             raise ValueError(
                 f"Offload(secondary={self.secondary!r}) is not a place for secondary shards, which "
                 "live for a part of a step; use 'none' or 'host'"
+            )
+        if self.update not in UPDATES:
+            raise ValueError(
+                f"Offload(update={self.update!r}) is not a place of the update; use one of "
+                f"{UPDATES}"
+            )
+        if self.update == "host" and (self.optimizer != "host" or self.params == DISK):
+            raise ValueError(
+                f"Offload(update='host', optimizer={self.optimizer!r}, params={self.params!r}): "
+                "the host updates what is in its memory; use optimizer='host' with params='none' "
+                "or 'host', or update='device'"
+            )
+        if self.pin is not True:
+            raise ValueError(
+                f"Offload(pin={self.pin!r}): compiled programs keep what is on the host in pinned "
+                "memory (to JAX's traces unpinned memory is the device's, and what is there would "
+                "come back on the devices); leave pin=True"
             )
         if self.on_disk and self.path is None:
             name = "params" if self.params == DISK else "optimizer"
@@ -93,11 +120,7 @@ class Offload:
         """Whether anything is on disk."""
         return DISK in (self.optimizer, self.params) and self.ratio > 0
 
-    @property
-    def memory_kind(self) -> str:
-        """JAX's name of the host memory."""
-        return "pinned_host" if self.pin else "unpinned_host"
 
-    def memory_of(self, place: str) -> str | None:
-        """Return what a placement calls a place."""
-        return {"none": None, "host": self.memory_kind, DISK: DISK}[place]
+def memory_of(place: str) -> str | None:
+    """Return what a placement calls a place."""
+    return {"none": None, "host": PINNED, DISK: DISK}[place]

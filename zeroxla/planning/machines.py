@@ -51,6 +51,7 @@ class Device:
       memory_bytes, bytes_per_s: of its own memory.
       link: the link to the other devices of its node.
       host_link: the link to its host's memory.
+      host_bytes_per_s: of that memory, which the devices of a node share.
       platform: of the compiler.
       efficiency: the share of `flops_per_s` that a training step's products reach, and of a CPU the
         share of `bytes_per_s` too: its cores copy as they compute, and devices share them.
@@ -68,6 +69,7 @@ class Device:
     bytes_per_s: float
     link: str
     host_link: str = "pcie4"
+    host_bytes_per_s: float = 409.6e9
     platform: Literal["gpu", "tpu", "cpu"]
     efficiency: float
     overlaps: bool = True
@@ -75,7 +77,7 @@ class Device:
     source: str
 
     def __post_init__(self) -> None:
-        for name in ("memory_bytes", "bytes_per_s", "efficiency"):
+        for name in ("memory_bytes", "bytes_per_s", "host_bytes_per_s", "efficiency"):
             if not getattr(self, name) > 0:
                 raise ValueError(
                     f"the device {self.name!r} has {name}={getattr(self, name)}; give more than 0"

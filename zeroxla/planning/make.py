@@ -24,6 +24,7 @@ from zeroxla.pipeline.schedule import Schedule
 from zeroxla.planning.compiled import compile_step
 from zeroxla.planning.fit import zero3_estimate
 from zeroxla.planning.generation import Generating, GenerationPlan
+from zeroxla.planning.host_update import HostUpdate
 from zeroxla.planning.liveness import Scope
 from zeroxla.planning.machines import Device, Link, Machines
 from zeroxla.planning.memory import MemoryPlan, kind_of
@@ -137,11 +138,16 @@ def plan_step(
     local, platform = local_of(program), target.device.platform
     memory = MemoryPlan.of(step, state, batch, Scope.of(local, platform).peak(kind_of))
     schedule = _schedule(step)
+    update_bytes, on_host = memory.everywhere_bytes, None
+    if step.config.offload.update == "host":
+        on_host = HostUpdate.of(program, step.mesh.size)
+        update_bytes -= memory.offloaded_bytes
     simulation = Simulation(
         program=local,
-        update_bytes=2 * memory.everywhere_bytes + memory.gradient_bytes,
+        update_bytes=2 * update_bytes + memory.gradient_bytes,
         offloaded_bytes=memory.offloaded_bytes,
         disk_bytes=memory.disk_bytes,
+        on_host=on_host,
         prefetches=step.config.prefetch_bucket != 0,
         schedule=schedule,
     )

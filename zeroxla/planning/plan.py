@@ -16,7 +16,7 @@ from zeroxla.planning.generation import GenerationPlan
 from zeroxla.planning.machines import Device, Link
 from zeroxla.planning.memory import MemoryPlan
 from zeroxla.planning.simulation import Simulation
-from zeroxla.planning.target import Target
+from zeroxla.planning.target import HOST_UPDATE, Target
 from zeroxla.planning.timeline import COMPUTE, TimeLine
 
 
@@ -106,7 +106,8 @@ class Plan(Report):
     def limit(self) -> str:
         """What the step waits for most: the lane that is taken longest, and for which share."""
         lane, seconds = max(self.time.busy_s.items(), key=lambda item: item[1])
-        name = "computation" if lane == COMPUTE else f"the link of `{lane}`"
+        known = {COMPUTE: "computation", HOST_UPDATE: "the host's update"}
+        name = known.get(lane, f"the link of `{lane}`")
         words = f"{name}, {seconds / self.time.seconds:.0%}"
         return f"{words}; bubble, {self.bubble:.0%}" if self.bubble else words
 
@@ -122,7 +123,8 @@ class Plan(Report):
             table.add_column(name, justify="left" if not name else "right")
         for lane, seconds in self.time.busy_s.items():
             link = self.target.links.get(lane)
-            words = f"link of `{lane}`: {link.name}" if link else "the device computes"
+            computes = "the host updates" if lane == HOST_UPDATE else "the device computes"
+            words = f"link of `{lane}`: {link.name}" if link else computes
             table.add_row(words, f"{seconds:.4g} s", f"{seconds / self.time.seconds:.0%}")
         if self.bubble:
             table.add_row("stages are idle", "", f"{self.bubble:.0%}")

@@ -6,7 +6,8 @@ import dataclasses
 
 from zeroxla.pipeline.costs import cost
 from zeroxla.pipeline.schedule import Schedule
-from zeroxla.planning.target import DISK, HOST, Target
+from zeroxla.planning.host_update import HostUpdate
+from zeroxla.planning.target import DISK, HOST, HOST_UPDATE, Target
 from zeroxla.planning.timeline import COMPUTE, Clock, TimeLine
 from zeroxla.trace import Program
 
@@ -17,9 +18,11 @@ class Simulation:
 
     Attributes:
       program: the gradients' part of it.
-      update_bytes: that the optimizer's update reads and writes, after everything else.
+      update_bytes: that the optimizer's update reads and writes on the device, after everything
+        else.
       offloaded_bytes: that come from the host for it and go back.
       disk_bytes: that come from the host's disk for it, by way of the host, and go back.
+      on_host: the update of what is offloaded, where the host computes it.
       prefetches: loops gather a turn ahead, where the compiler can.
       schedule: of a pipeline.
     """
@@ -28,6 +31,7 @@ class Simulation:
     update_bytes: int
     offloaded_bytes: int
     disk_bytes: int
+    on_host: HostUpdate | None
     prefetches: bool
     schedule: Schedule | None
 
@@ -44,7 +48,11 @@ class Simulation:
         clock = Clock(target, ahead=ahead, full_ticks=self._full_ticks)
         clock.run(self.program, [0.0] * len(self.program.inputs))
         update = {COMPUTE: target.memory_s(self.update_bytes)}
-        if moved := 2 * (self.offloaded_bytes + self.disk_bytes):
+        moved = 2 * (self.offloaded_bytes + self.disk_bytes)
+        if self.on_host is not None:
+            moved = self.on_host.moved_bytes
+            update[HOST_UPDATE] = target.host_update_s(self.on_host.host_bytes)
+        if moved:
             update[HOST] = target.host_s(moved)
         if self.disk_bytes:
             update[DISK] = target.disk_s(self.disk_bytes)

@@ -13,6 +13,8 @@ from zeroxla.planning.work import Work
 
 HOST = "host"
 """The lane between a device and its host's memory."""
+HOST_UPDATE = "host update"
+"""The lane of what a host computes for one of its devices."""
 DISK = "disk"
 """The lane between a host's memory and its disk."""
 
@@ -47,6 +49,11 @@ class Target:
         """Return what it takes to move so much between a device and its host's memory."""
         link = self.links[HOST]
         return link.latency_s + num_bytes / link.bytes_per_s
+
+    def host_update_s(self, num_bytes: float) -> float:
+        """Return what it takes a host to read or write so much of its memory for each of its
+        devices."""
+        return num_bytes * self.mesh_shape[DEVICE] / self.device.host_bytes_per_s
 
     def disk_s(self, num_bytes: float) -> float:
         """Return what it takes a host to move so much for each of its devices in from its disk, and

@@ -149,7 +149,7 @@ class Clock:
 
     def update(self, seconds: Mapping[str, float]) -> None:
         """Take lanes for the optimizer's update, after everything else and side by side: the
-        device, and for what is offloaded the way to the host, and to its disk."""
+        device, and for what is offloaded the way to the host, the host, and the way to its disk."""
         start = max(self._free.values(), default=0.0)
         for lane, taken_s in seconds.items():
             self._take(lane, start, taken_s, "update/")

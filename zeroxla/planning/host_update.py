@@ -1,0 +1,46 @@
+"""What an update on the host moves and reads, from the trace of a step."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from jax import memory
+
+from zeroxla import compat
+from zeroxla.planning.liveness import size_of
+from zeroxla.trace import Equation, Program
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class HostUpdate:
+    """One device's part of an update on the host.
+
+    Attributes:
+      moved_bytes: that cross the link to the host, gradients out and parameters back.
+      host_bytes: that the host reads and writes of its memory.
+    """
+
+    moved_bytes: int
+    host_bytes: int
+
+    @staticmethod
+    def of(program: Program, num_devices: int) -> HostUpdate:
+        """Read a step's trace, in which the update is of arrays that all devices share.
+
+        What the host computes in one go counts as one pass over what it reads and writes.
+        """
+        moved = host = 0
+        for eq in program.equations:
+            if eq.name == compat.COMPUTE_ON:
+                host += sum(map(size_of, {*eq.values, *eq.outputs}))
+            elif _crosses(eq):
+                moved += sum(map(size_of, eq.outputs))
+        return HostUpdate(moved_bytes=moved // num_devices, host_bytes=host // num_devices)
+
+
+def _crosses(eq: Equation) -> bool:
+    """Return whether an equation moves arrays to the host's memory or from it."""
+    if eq.name != "device_put":
+        return False
+    spaces = [getattr(v.aval, "memory_space", None) for v in (*eq.values, *eq.outputs)]
+    return memory.Space.Host in spaces and len(set(spaces)) > 1
