@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 
-from jax import memory
-
 from zeroxla import compat
 from zeroxla.planning.liveness import size_of
-from zeroxla.trace import Equation, Program
+from zeroxla.planning.timeline import is_move
+from zeroxla.trace import Program
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,14 +32,6 @@ class HostUpdate:
         for eq in program.equations:
             if eq.name == compat.COMPUTE_ON:
                 host += sum(map(size_of, {*eq.values, *eq.outputs}))
-            elif _crosses(eq):
+            elif is_move(eq):
                 moved += sum(map(size_of, eq.outputs))
         return HostUpdate(moved_bytes=moved // num_devices, host_bytes=host // num_devices)
-
-
-def _crosses(eq: Equation) -> bool:
-    """Return whether an equation moves arrays to the host's memory or from it."""
-    if eq.name != "device_put":
-        return False
-    spaces = [getattr(v.aval, "memory_space", None) for v in (*eq.values, *eq.outputs)]
-    return memory.Space.Host in spaces and len(set(spaces)) > 1
