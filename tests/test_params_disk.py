@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections import Counter
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,8 +17,11 @@ import zeroxla
 from zeroxla import Checkpointer, Offload, ZeroConfig
 from zeroxla.inspect.memory import array_bytes_per_device, shard_bytes
 from zeroxla.offload.disk import ahead
-from zeroxla.offload.disk.array import DiskArray
+from zeroxla.offload.disk.array import DiskArray, DiskShape
 from zeroxla.offload.disk.file import DamagedStateError
+from zeroxla.offload.disk.writer import DiskWriter
+from zeroxla.offload.kinds import place_of
+from zeroxla.weights import pretrained
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -187,6 +191,81 @@ def test_parameters_are_read_whole_and_for_generation(mesh24, tmp_path):
     assert_same(found[0][0], found[1][0])
     assert_same(found[0][1], found[1][1])
     assert found[0][2] == found[1][2]
+
+
+def test_pretrained_weights_go_to_disk_one_by_one(mesh24, tmp_path, monkeypatch):
+    model = models.GPT.tiny(width=64)
+    zeroxla.export_params(make(mesh24, Offload())[1], tmp_path / "weights", model=model)
+    moves, read, write = [], pretrained._read_leaf, DiskWriter.write
+
+    def read_leaf(*args):
+        moves.append("read")
+        return read(*args)
+
+    def write_leaf(self, i, array):
+        moves.append("write")
+        write(self, i, array)
+
+    monkeypatch.setattr(pretrained, "_read_leaf", read_leaf)
+    monkeypatch.setattr(DiskWriter, "write", write_leaf)
+    found = []
+    for place in (Offload(), disk(tmp_path, optimizer="none")):
+        moves.clear()
+        step = make_step(mesh24, place)
+        step.abstract_state(batch())
+        state = zeroxla.from_pretrained(model, tmp_path / "weights", step)
+        found.append((zeroxla.full_params(state), taken(step, state, 2)[1]))
+    num = len(on_disk(state.params))
+    assert "".join(moves).count("readwrite") == num == moves.count("write") > 3
+    assert_same(found[0][0], found[1][0])
+    assert found[0][1] == found[1][1]
+
+
+def test_what_a_function_gives_for_a_parameter_must_fit(mesh24, tmp_path):
+    """If it does not, the state before stays as it is."""
+    step, state = make(mesh24, disk(tmp_path))
+
+    def given(x):
+        def make():
+            shape = tuple(2 * n for n in x.shape) if x is last else x.shape
+            return jnp.ones(shape, x.dtype, device=x.sharding)
+
+        return make if isinstance(x, DiskShape) else make()
+
+    shapes = step.shapes().params
+    last = [x for x in jax.tree.leaves(shapes) if isinstance(x, DiskShape)][-1]
+    with pytest.raises(ValueError, match=r"'.*' is a ArrayImpl of .*; a state has"):
+        step.init_from(jax.tree.map(given, shapes), jax.random.key(0))
+    _, losses = taken(step, state, 1)
+    assert losses == taken(*make(mesh24, Offload()), 1)[1]
+
+
+class Anchored(NamedTuple):
+    start: Any
+
+
+def anchored(rate):
+    """An optimizer that pulls parameters to where they began: its state is made of theirs."""
+
+    def update(grads, state, params):
+        pulled = jax.tree.map(lambda g, p, p0: -rate * (g + p - p0), grads, params, state.start)
+        return pulled, state
+
+    return optax.GradientTransformation(Anchored, update)
+
+
+@pytest.mark.parametrize("optimizer", ["none", "host", "disk"])
+def test_optimizer_state_made_of_parameters_on_disk(mesh24, tmp_path, optimizer):
+    found = []
+    for place in (Offload(), disk(tmp_path, optimizer=optimizer)):
+        step = make_step(mesh24, place, optimizer=anchored(1e-2))
+        state = step.init(jax.random.key(0), batch())
+        kinds = {place_of(x) for x in jax.tree.leaves(state.opt_state) if x.size > 1000}
+        state, losses = taken(step, state, 2)
+        found.append((losses, jax.tree.map(np.asarray, trained(state))))
+    assert kinds == {"device" if optimizer == "none" else optimizer}
+    assert found[0][0] == found[1][0]
+    assert_same(found[0][1], found[1][1])
 
 
 def p_stored(placement, x):

@@ -112,8 +112,9 @@ class Step:
 
         Args:
           params: a pytree of global arrays, as `shapes().params` describes them: float32, padded,
-            split over the mesh. The state has these very arrays, which the next step takes; what is
-            to be on disk is copied there.
+            split over the mesh. The state has these very arrays, which the next step takes; what
+            goes to disk is copied there, one array after another, and may be given as functions
+            without arguments that return it, so that never all of it is in memory.
           key: a PRNG key.
 
         Returns:
@@ -123,7 +124,7 @@ class Step:
           ValueError: the step has seen no batch, or the parameters are stored otherwise.
         """
         key, shapes = check_key(key), self.shapes()
-        check_stored(params, shapes.params)
+        params = check_stored(params, shapes.params)
         make = functools.partial(self.programs.init_from, placements=shapes.placements)
         rest = dataclasses.replace(state_shardings(shapes, self.mesh), params=None)
         args = params, put_key(key, self.mesh), put_batch(self._traced[-2], self.mesh)

@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 from zeroxla.config import ZeroConfig
 from zeroxla.layout import make_layout
 from zeroxla.mesh import DEVICE, NODE, world_size
+from zeroxla.offload.disk.array import DiskShape
 from zeroxla.placement import leaf_path
 from zeroxla.state import TrainState
 
@@ -159,10 +160,12 @@ def check_weights(weights: str) -> None:
         raise ValueError(f'weights={weights!r}; use "step" or "tick"')
 
 
-def check_stored(params: Any, expected: Any) -> None:
-    """Check that parameters are stored as a state of the model has them.
+def check_stored(params: Any, expected: Any) -> Any:
+    """Check that parameters are stored as a state of the model has them; return them.
 
     Args:
+      params: arrays, or for what goes to disk functions that return them, which are not called:
+        those that are returned check what they find.
       expected: their shapes, with shardings.
 
     Raises:
@@ -173,19 +176,29 @@ def check_stored(params: Any, expected: Any) -> None:
             f"the parameters have the structure {jax.tree.structure(params)}, and the model's "
             f"{jax.tree.structure(expected)}"
         )
-    rows = zip(jax.tree_util.tree_flatten_with_path(params)[0], jax.tree.leaves(expected))
-    for (path, have), want in rows:
-        if not isinstance(have, jax.Array) or have.dtype != want.dtype or have.shape != want.shape:
-            raise ValueError(
-                f"the parameter {leaf_path(path)!r} is a {type(have).__name__} of "
-                f"{getattr(have, 'dtype', None)}{list(np.shape(have))}; a state has a jax.Array of "
-                f"{want.dtype}{list(want.shape)} there, padding included"
-            )
-        if not have.sharding.is_equivalent_to(want.sharding, have.ndim):
-            raise ValueError(
-                f"the parameter {leaf_path(path)!r} has the sharding {have.sharding}, and this "
-                f"step stores it with {want.sharding}; use jax.device_put"
-            )
+
+    def checked(path: Any, have: Any, want: jax.ShapeDtypeStruct) -> Any:
+        if isinstance(want, DiskShape) and callable(have):
+            return lambda: _check_stored(leaf_path(path), have(), want)
+        return _check_stored(leaf_path(path), have, want)
+
+    return jax.tree_util.tree_map_with_path(checked, params, expected)
+
+
+def _check_stored(name: str, have: Any, want: jax.ShapeDtypeStruct) -> jax.Array:
+    if not isinstance(have, jax.Array) or have.dtype != want.dtype or have.shape != want.shape:
+        raise ValueError(
+            f"the parameter {name!r} is a {type(have).__name__} of "
+            f"{getattr(have, 'dtype', None)}{list(np.shape(have))}; a state has a jax.Array of "
+            f"{want.dtype}{list(want.shape)} there, padding included"
+        )
+    assert want.sharding is not None
+    if not have.sharding.is_equivalent_to(want.sharding, have.ndim):
+        raise ValueError(
+            f"the parameter {name!r} has the sharding {have.sharding}, and this step stores it "
+            f"with {want.sharding}; use jax.device_put"
+        )
+    return have
 
 
 def check_key(key: Any) -> jax.Array:

@@ -14,6 +14,7 @@ from zeroxla.hosts.batches import put_key
 from zeroxla.low_rank.at_rest import as_wires
 from zeroxla.low_rank.plan import BASE, LORA, LoraPlan
 from zeroxla.low_rank.uses import Dense
+from zeroxla.offload.disk.array import given_for
 from zeroxla.paths import Path, paths_of
 from zeroxla.placement import Placement
 from zeroxla.wire_format import WireFormat
@@ -25,22 +26,26 @@ if TYPE_CHECKING:
 def starting_params(
     plan: LoraPlan, step: Step, read: Callable[[Path], Any], key: jax.Array
 ) -> Tree:
-    """Return the parameters of a state on given weights, as the state stores them.
+    """Return the parameters of a state on given weights, as `Step.init_from` takes them: as the
+    state stores them, or functions that return them.
 
     Args:
       plan: of the step's model.
       step: which has seen a batch.
       read: returns a leaf of the model without adapters, padded as its state stores it or not; it
-        is called for one after another.
+        is called for one after another, perhaps later.
       key: of the adapters.
     """
     shapes = step.shapes()
     wanted = paths_of(shapes.params)
     places = {path: place for (path, _), place in zip(wanted, shapes.placements[0], strict=True)}
     targets = dict(wanted)
-    made = {
-        (BASE, *path): _base_leaf(
-            plan, path, read(path), x.shape, places[BASE, *path], targets[BASE, *path]
+    made: dict[Path, Any] = {
+        (BASE, *path): given_for(
+            targets[BASE, *path],
+            functools.partial(
+                _base_leaf, plan, path, read, x.shape, places[BASE, *path], targets[BASE, *path]
+            ),
         )
         for path, x in paths_of(plan.shapes)
     }
@@ -50,9 +55,15 @@ def starting_params(
 
 
 def _base_leaf(
-    plan: LoraPlan, path: Path, x: Any, shape: tuple[int, ...], place: Placement, target: Any
+    plan: LoraPlan,
+    path: Path,
+    read: Callable[[Path], Any],
+    shape: tuple[int, ...],
+    place: Placement,
+    target: Any,
 ) -> jax.Array:
     """Return a leaf of the natural shape `shape` as the state stores it."""
+    x = read(path)
     if x.shape == target.shape and x.dtype == target.dtype:
         return jax.device_put(x, target.sharding)
     leaf, format = plan.dense.get(path), plan.format(path)

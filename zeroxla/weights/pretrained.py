@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path as FilePath
@@ -14,6 +15,7 @@ from zeroxla.hosts.together import together
 from zeroxla.low_rank.model import LoraModel
 from zeroxla.low_rank.start import starting_params
 from zeroxla.mesh import world_size
+from zeroxla.offload.disk.array import given_for
 from zeroxla.paths import Path, paths_of
 from zeroxla.placement import Placement, place
 from zeroxla.state import TrainState
@@ -52,7 +54,8 @@ def from_pretrained(
         a tensor is missing, unknown, or of another shape or dtype; a file is missing or damaged.
 
     Cost: every device's part of a leaf is read from the files and nothing else of it; host memory
-    holds those of this host, a leaf at a time.
+    holds those of this host, a leaf at a time. Parameters that go to disk are copied there one by
+    one.
     """
     folder = FilePath(folder).expanduser()
     shapes = step.shapes()
@@ -81,28 +84,29 @@ def from_pretrained(
 
     reader, leaves, names = together("pretrained weights", prepare)
     key = jax.random.key(0) if key is None else key
+
+    def read_leaf(leaf: Leaf, placed: Placement, parts: jax.sharding.Sharding) -> jax.Array:
+        return together(
+            f"the leaf {leaf.name}", lambda: _read_leaf(reader, leaf, names, placed, parts)
+        )
+
     if adapters is not None:
         by_path = {leaf.path: leaf for leaf in leaves}
 
         def read_one(path: Path) -> jax.Array:
             leaf = by_path[path]
             placed = place(leaf.shape, world_size(step.mesh), skip=(0,) if leaf.is_stacked else ())
-            parts = placed.sharding(step.mesh)
-            return together(
-                f"the leaf {leaf.name}", lambda: _read_leaf(reader, leaf, names, placed, parts)
-            )
+            return read_leaf(leaf, placed, placed.sharding(step.mesh))
 
         return step.init_from(starting_params(adapters.plan, step, read_one, key), key)
 
-    def read() -> Any:
-        stored, tree = jax.tree.flatten(shapes.params)
-        rows = zip(leaves, shapes.placements[0], stored, strict=True)
-        return tree.unflatten(
-            [_read_leaf(reader, leaf, names, placed, x.sharding) for leaf, placed, x in rows]
-        )
-
-    params = together("tensors of the weights", read)
-    return step.init_from(params, key)
+    stored, tree = jax.tree.flatten(shapes.params)
+    rows = zip(leaves, shapes.placements[0], stored, strict=True)
+    params = [
+        given_for(x, functools.partial(read_leaf, leaf, placed, x.sharding))
+        for leaf, placed, x in rows
+    ]
+    return step.init_from(tree.unflatten(params), key)
 
 
 def natural_shapes(state: TrainState) -> dict[Path, tuple[int, ...]]:

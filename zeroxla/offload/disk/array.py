@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -24,6 +24,14 @@ class DiskShape(jax.ShapeDtypeStruct):
     @property
     def nbytes(self) -> int:
         return self.size * self.dtype.itemsize
+
+
+def given_for(
+    shape: jax.ShapeDtypeStruct, make: Callable[[], jax.Array]
+) -> jax.Array | Callable[[], jax.Array]:
+    """Return what `Step.init_from` is given for a parameter of a shape: what `make` returns, or
+    `make` itself where that goes to disk, which is called when the one before is on its way."""
+    return make if isinstance(shape, DiskShape) else make()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False, weakref_slot=True)

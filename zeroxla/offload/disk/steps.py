@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding
 
 from zeroxla.offload.disk.array import DiskArray, DiskShape
 from zeroxla.offload.disk.update import DiskUpdate, RunProgram
 from zeroxla.offload.disk.writer import DiskWriter
-from zeroxla.offload.kinds import to_device
+from zeroxla.offload.kinds import put, to_device
 from zeroxla.packing import packed
 from zeroxla.programs import Programs
 from zeroxla.state import TrainState
@@ -51,37 +52,43 @@ class DiskSteps:
             which then are the first argument.
           shapes: of the state, with shardings.
           shardings: of what the program returns.
-          *args: its arguments; the last one is the batch.
+          *args: its arguments; the last one is the batch. Of parameters that go to disk there may
+            be functions that return them: each is called when the one before is on its way.
         """
         writer = self.writer(shapes)
-        num = jax.tree.structure(shapes.params).num_leaves
-        has_params = any(i < num for i in writer.shapes)
+        stored, tree = jax.tree.flatten(shapes.params)
+        on_disk = [i for i in writer.shapes if i < len(stored)]
+        is_given = shardings.params is None
+        given: dict[int, Any] = dict(enumerate(jax.tree.leaves(args[0]))) if is_given else {}
+        to_write: list[Any] = [given.pop(i) for i in on_disk if is_given]
 
-        def in_memory(state: TrainState) -> tuple[dict[int, Any], TrainState]:
-            """Return what is not on disk, by position, and the rest."""
-            given = 0 if state.params is not None else num
-            leaves = enumerate(jax.tree.leaves((state.params, state.opt_state)), given)
-            rest = dataclasses.replace(state, params=None, opt_state=None)
-            if has_params:  # what wires remember of parameters follows when these are there
-                rest = dataclasses.replace(rest, wire_state=None)
-            return {i: x for i, x in leaves if i not in writer.shapes}, rest
+        def kept(state: TrainState) -> tuple[dict[int, Any], TrainState]:
+            """Return the parameters in memory, by position, and the rest but for the optimizer's
+            state; what wires remember of parameters on disk follows when these are there."""
+            params = enumerate(jax.tree.leaves(state.params))
+            wires = None if on_disk else state.wire_state
+            rest = dataclasses.replace(state, params=None, opt_state=None, wire_state=wires)
+            return {i: x for i, x in params if i not in writer.shapes}, rest
+
+        def compute(given: dict[int, jax.Array], *args: Any) -> tuple[dict[int, Any], TrainState]:
+            if is_given:  # zeros for what is on disk: nothing that is kept depends on it
+                here = (given.get(i, jnp.zeros(x.shape, x.dtype)) for i, x in enumerate(stored))
+                args = tree.unflatten(here), *args
+            return kept(program(*args))
 
         try:
-            make = self._jit(
-                lambda *args: in_memory(program(*args)), out_shardings=in_memory(shardings)
-            )
-            found, rest = self._run(name, make, *args)
-            if shardings.params is None:
-                for i, x in enumerate(jax.tree.leaves(args[0])):
-                    if i in writer.shapes:
-                        writer.write(i, x)
-                    else:
-                        found[i] = x
+            make = self._jit(compute, out_shardings=kept(shardings))
+            found, rest = self._run(name, make, given, *args[is_given:])
+            found |= given
+            if is_given:
+                for i, x in zip(on_disk, to_write, strict=True):
+                    array: Any = x() if callable(x) else x
+                    writer.write(i, array)
             else:
-                self._write_params([i for i in writer.shapes if i < num], shapes, writer, *args)
-            if has_params:
+                self._write_params(on_disk, shapes, writer, *args)
+            if on_disk:
                 found |= writer.finish()
-            self._write_opt_state([found[i] for i in range(num)], shapes, writer)
+            found |= self._first_opt_state([found[i] for i in range(len(stored))], shapes, writer)
             found |= writer.finish()
         except BaseException:
             writer.abandon()
@@ -89,7 +96,7 @@ class DiskSteps:
         tree = jax.tree.structure((shapes.params, shapes.opt_state))
         params, opt_state = tree.unflatten([found[i] for i in range(tree.num_leaves)])
         state = dataclasses.replace(rest, params=params, opt_state=opt_state)
-        if has_params and shapes.wire_state is not None:
+        if on_disk and shapes.wire_state is not None:
             start = functools.partial(self._programs.wire_state, batch=args[-1])
             wires = self.call("wire state", self._jit(start), state)
             state = dataclasses.replace(state, wire_state=wires)
@@ -130,15 +137,22 @@ class DiskSteps:
         self, positions: Sequence[int], shapes: TrainState, writer: DiskWriter, *args: Any
     ) -> None:
         """Compute the first parameters and write them, a few at a time."""
-        for group in self._groups(positions, writer):
+        for group in self._groups(positions, writer.shapes):
             compute = functools.partial(
                 self._programs.first_params, placements=shapes.placements, only=group
             )
-            self._write(f"parameters {group[0]}", compute, group, writer, *args)
+            places = [writer.shapes[i].sharding for i in group]
+            make = self._jit(compute, out_shardings=places)
+            found = self._run(f"parameters {group[0]}", make, *args)
+            for i, x in zip(group, found, strict=True):
+                writer.write(i, x)
 
-    def _write_opt_state(self, params: list[Any], shapes: TrainState, writer: DiskWriter) -> None:
-        """Compute the optimizer's first state and write it, a few arrays at a time."""
-        tree = jax.tree.structure(shapes.params)
+    def _first_opt_state(
+        self, params: list[Any], shapes: TrainState, writer: DiskWriter
+    ) -> dict[int, jax.Array]:
+        """Compute the optimizer's first state, a few arrays at a time, each from what it needs of
+        the parameters; write what goes to disk, return the rest."""
+        tree, num = jax.tree.structure(shapes.params), len(params)
 
         def first(leaves: list[jax.Array]) -> list[jax.Array]:
             state = self._programs.first_opt_state(tree.unflatten(leaves), shapes.placements)
@@ -146,43 +160,43 @@ class DiskSteps:
 
         program, _ = trace(first, [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in params])
         makers = {v: eq for eq in program.equations for v in eq.outputs}
-        num = len(params)
-        for group in self._groups([i for i in writer.shapes if i >= num], writer):
+        held = dict(zip(program.inputs, params, strict=True))
+        stored = dict(enumerate(jax.tree.leaves(shapes.opt_state), num))
+        found: dict[int, jax.Array] = {}
+        for group in self._groups(stored, stored):
             atoms = [program.outputs[i - num] for i in group]
             equations, roots = closure([a for a in atoms if isinstance(a, Value)], makers)
-            compute = functools.partial(_results, atoms, equations, roots)
-            held = dict(zip(program.inputs, params, strict=True))
+            places = [stored[i].sharding for i in group]
+            compute = functools.partial(_results, atoms, equations, roots, places)
+            make = self._jit(compute, out_shardings=places)
             arrays = [_in_memory(held[v]) for v in roots]
-            self._write(f"optimizer state {group[0]}", compute, group, writer, arrays)
+            results = self._run(f"optimizer state {group[0]}", make, arrays)
+            for i, x in zip(group, results, strict=True):
+                if i in writer.shapes:
+                    writer.write(i, x)
+                else:
+                    found[i] = x
+        return found
 
-    def _write(
-        self,
-        name: str,
-        compute: Callable[..., list[jax.Array]],
-        group: Sequence[int],
-        writer: DiskWriter,
-        *args: Any,
-    ) -> None:
-        """Compute arrays and write them."""
-        make = self._jit(compute, out_shardings=[writer.shapes[i].sharding for i in group])
-        for i, array in zip(group, self._run(name, make, *args), strict=True):
-            writer.write(i, array)
-
-    def _groups(self, positions: Sequence[int], writer: DiskWriter) -> list[list[int]]:
+    def _groups(self, positions: Iterable[int], shapes: Mapping[int, Any]) -> list[list[int]]:
+        """Return positions such that what is computed at a time is small."""
         limit = self._programs.config.offload.sub_group * self._programs.mesh.size
-        return packed(positions, lambda i: writer.shapes[i].size, limit)
+        return packed(positions, lambda i: shapes[i].size, limit)
 
 
 def _results(
     atoms: Sequence[Atom],
     equations: Sequence[Equation],
     inputs: Sequence[Value],
+    places: Sequence[NamedSharding],
     arrays: Sequence[jax.Array],
 ) -> list[jax.Array]:
-    """Compute some of a program's results from those of its inputs that they need."""
+    """Compute some of a program's results, where they are to be, from those of its inputs that they
+    need."""
     env: dict[Value, Any] = dict(zip(inputs, map(to_device, arrays), strict=True))
     run(equations, env)
-    return [jnp.asarray(read(env, atom)) for atom in atoms]
+    found = [jnp.asarray(read(env, atom)) for atom in atoms]
+    return [put(x, place) for x, place in zip(found, places, strict=True)]
 
 
 def _in_memory(x: jax.Array | DiskArray) -> jax.Array:
