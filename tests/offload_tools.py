@@ -46,3 +46,17 @@ def trained(state):
 def assert_same(a, b):
     pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
     assert all(np.array_equal(np.asarray(x), np.asarray(y)) for x, y in pairs)
+
+
+HAS_BARRIERS = jax.__version_info__ >= (0, 11)
+
+
+def assert_alike(a, b):
+    """Check that steps whose update is another program give the same bits: to rounding in JAX 0.10,
+    whose XLA drops the barriers on CPUs that keep gradients apart from what is computed of them."""
+    if HAS_BARRIERS:
+        return assert_same(a, b)
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        # Adam moves an element with hardly any gradient by the learning rate one way or the other.
+        atol = 0 if np.ndim(x) == 0 else 1e-2
+        np.testing.assert_allclose(np.asarray(x), np.asarray(y), rtol=1e-3, atol=atol)

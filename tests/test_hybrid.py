@@ -279,6 +279,7 @@ def test_a_cache_of_another_dtype_is_of_that_dtype(trained):
     np.testing.assert_allclose(found.logprobs[:, 0], want.logprobs[:, 0], atol=0.05)
 
 
+@pytest.mark.slow
 def test_a_model_that_computes_in_bfloat16_generates_in_it(trained):
     known = trained("gpt", compute_dtype="bfloat16")
     engine = HybridEngine(known.step, tensor=2)

@@ -53,7 +53,6 @@ def reference_gradients(model, params, state, batch):
 
 ROWS = [
     ("gpt scanned", "(2, 4)"),
-    ("gpt listed", "(1, 8)"),
     ("llama", "(2, 4)"),
     ("pair", "(1, 8)"),
 ]
@@ -135,7 +134,7 @@ def test_each_leaf_has_a_key_of_its_own():
     assert not np.allclose(k, v)
 
 
-@pytest.mark.parametrize("name", thinned(["gpt scanned", "llama", "gpt listed"]))
+@pytest.mark.parametrize("name", thinned(["gpt scanned", "llama", "gpt listed"], keep=3))
 def test_the_merged_model_has_the_same_logits(name, mesh24):
     make, targets, data = MODELS[name]
     batch = data(8)

@@ -143,6 +143,7 @@ def test_a_frozen_base_of_adapters_may_live_on_the_host(mesh24):
     assert losses[0] == losses[1]
 
 
+@pytest.mark.slow
 def test_the_optimizer_of_a_pipeline_may_live_on_the_host():
     mesh = zeroxla.make_mesh(pipe=2, nodes=1, devices_per_node=4)
     found = []

@@ -24,14 +24,15 @@ def missed(*names):
 
 
 def test_memory_is_within_a_tenth_and_bytes_are_those_of_the_compiler():
-    assert not missed("gpt, unrolled, zeropp_min", "llama generates")
+    assert not missed("gpt, zeropp", "llama generates")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "names",
     [
-        ("gpt", "gpt, unrolled", "gpt, zeropp", "gpt, 2 micro-batches", "gpt, bfloat16"),
+        ("gpt", "gpt, unrolled", "gpt, unrolled, zeropp_min"),
+        ("gpt, 2 micro-batches", "gpt, bfloat16"),
         ("gpt, unrolled, remat", "wider gpt, remat", "wider gpt, one node"),
         ("llama", "llama, 8 nodes", "pipeline of 4 stages", "gpt generates"),
     ],

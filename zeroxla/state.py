@@ -78,6 +78,11 @@ class TrainState:
     )
 
 
+def light(state: TrainState) -> TrainState:
+    """Return a state without that of its optimizer, for programs that have no use for it."""
+    return dataclasses.replace(state, opt_state=None)
+
+
 def natural(stored: Any, placements: tuple[Placement, ...]) -> Any:
     """Return a pytree of stored arrays without their padding."""
     leaves, tree = jax.tree.flatten(stored)

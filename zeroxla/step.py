@@ -26,7 +26,8 @@ from zeroxla.pipeline.partition import Partition
 from zeroxla.pipeline.pipeline import Pipeline
 from zeroxla.programs import BY_ROWS, Programs
 from zeroxla.rates import Rates
-from zeroxla.state import TrainState, state_shardings
+from zeroxla.shapes import shapes_of, shapes_on, structure_of
+from zeroxla.state import TrainState, light, state_shardings
 from zeroxla.validate import (
     check_batch,
     check_is_state,
@@ -190,19 +191,15 @@ class Step:
     def lower(self, state: Any, batch: Any) -> jax.stages.Lowered:
         """Lower the step for (shapes of) a state and a batch, as `jax.jit(...).lower` does; of a
         state on disk that part of it that computes the gradients."""
-        rows = NamedSharding(self.mesh, BY_ROWS)
-        shapes = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=rows),
-            self._check_batch(batch),
-        )
+        batch_shapes = shapes_on(self._check_batch(batch), NamedSharding(self.mesh, BY_ROWS))
         with mesh_context(self.mesh):
-            wires = jax.eval_shape(self._wire_state(batch), _light(_shapes(state)))
+            wires = jax.eval_shape(self._wire_state(batch), light(shapes_of(state)))
             wired = dataclasses.replace(state, wire_state=wires)
-            wires = jax.tree.map(_as_shape, wires, state_shardings(wired, self.mesh).wire_state)
+            wires = shapes_on(wires, state_shardings(wired, self.mesh).wire_state)
             state = dataclasses.replace(state, wire_state=wires)
             if has_disk(state):
-                return self.disk.lower(state, shapes)
-            return self._step.lower(state, shapes)
+                return self.disk.lower(state, batch_shapes)
+            return self._step.lower(state, batch_shapes)
 
     def describe(self) -> Description | Partition:
         """Return the table of leaves: shape, placement, unit, bytes of a shard; of a pipeline that
@@ -252,26 +249,26 @@ class Step:
         """Check both, the state once per structure; return the batch on the mesh."""
         check_is_state(state)
         batch = self._check_batch(batch, accumulate)
-        structure = _structure(state)
+        structure = structure_of(state)
         if structure not in self._checked:
             check_state(state, self.optimizer, self.config)
-            shapes_of = _shapes((batch, state.key))
+            shapes = shapes_of((batch, state.key))
             with mesh_context(self.mesh):
-                rows = jax.eval_shape(self.programs.first_rows, shapes_of[0])
-                params, model_state = jax.eval_shape(self.adapted.init, shapes_of[1], rows)
+                rows = jax.eval_shape(self.programs.first_rows, shapes[0])
+                params, model_state = jax.eval_shape(self.adapted.init, shapes[1], rows)
             check_model(state, params)
             if self._traced is None:
-                self._traced = (params, state.placements[0], model_state, *shapes_of)
+                self._traced = (params, state.placements[0], model_state, *shapes)
             self._checked.add(structure)
         return put_batch(batch, self.mesh)
 
     def _fitted(self, state: TrainState) -> TrainState:
         """Return the state with what this configuration's wires remember."""
-        structure = _structure(state)
+        structure = structure_of(state)
         if structure in self._wired:
             return state
         wire_state = self._wire_state(self._traced[-2])
-        expected = jax.eval_shape(wire_state, _light(_shapes(state)))
+        expected = jax.eval_shape(wire_state, light(shapes_of(state)))
         found = state.wire_state
         if found is None if expected is None else expected.fits(found):
             self._wired.add(structure)
@@ -281,19 +278,18 @@ class Step:
         return dataclasses.replace(state, wire_state=expected)
 
     def _wire_state(self, batch: Any) -> Callable[[TrainState], WireState | None]:
-        return functools.partial(self.programs.wire_state, batch=_shapes(batch))
+        return functools.partial(self.programs.wire_state, batch=shapes_of(batch))
 
     def _abstract(self, batch: Any) -> TrainState:
         return self._placed(self._state_shapes(jax.random.key(0), batch))
 
     def _placed(self, shapes: TrainState) -> TrainState:
         """Return the shapes of a state with shardings, and what is on disk as such."""
-        placed = jax.tree.map(_as_shape, shapes, state_shardings(shapes, self.mesh))
-        return with_disk_shapes(placed)
+        return with_disk_shapes(shapes_on(shapes, state_shardings(shapes, self.mesh)))
 
     def _state_shapes(self, key: jax.Array, batch: Any) -> TrainState:
         """Decide the placements; return the state's shapes."""
-        batch, key = _shapes((batch, key))
+        batch, key = shapes_of((batch, key))
         with mesh_context(self.mesh):
             placements = self.programs.placements(key, batch)
             make = functools.partial(self.programs.init, placements=placements)
@@ -303,21 +299,3 @@ class Step:
             self._has_warned = True
             warn(useless_on_leaves(self.config, self.programs.layout(shapes)), stacklevel=4)
         return shapes
-
-
-def _light(state: TrainState) -> TrainState:
-    """Return a state without that of its optimizer, for programs that have no use for it."""
-    return dataclasses.replace(state, opt_state=None)
-
-
-def _as_shape(x: Any, sharding: NamedSharding) -> Any:
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-
-
-def _structure(state: TrainState) -> Any:
-    return jax.tree.structure(state), tuple(x.shape for x in jax.tree.leaves(state))
-
-
-def _shapes(tree: Any) -> Any:
-    """Return shapes and dtypes, without shardings: those of a user's explicit mesh among them."""
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)

@@ -8,6 +8,7 @@ from multihost import processes
 pytest.importorskip("safetensors", reason="safetensors is not installed")
 
 
+@pytest.mark.slow
 def test_two_processes_import_and_export(tmp_path):
     hub = hub_folder(tmp_path / "hub", "d_llama_gqa_tied")
     status, said, out = processes.launch("weights.py", hub, tmp_path, devices_per_node=4)

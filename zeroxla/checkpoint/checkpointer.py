@@ -21,6 +21,7 @@ from zeroxla.checkpoint.logical import WIRES, Entry, entries, rebuild
 from zeroxla.checkpoint.store import Store
 from zeroxla.config import ZeroConfig
 from zeroxla.paths import Path as Name
+from zeroxla.shapes import shapes_of
 from zeroxla.state import TrainState
 from zeroxla.step import Step
 
@@ -237,10 +238,7 @@ class Checkpointer:
                 + ", ".join(logical.name(p[1:]) for p in about.leaves if p[0] == "params")
             )
         if like is None:
-            shapes = {
-                path: jax.ShapeDtypeStruct(about.leaves[path].shape, about.leaves[path].dtype)
-                for path in chosen
-            }
+            shapes = shapes_of({path: about.leaves[path] for path in chosen})
             return traverse_util.unflatten_dict(self._store.read(number, shapes))["params"]
         found = entries(like)
         about.check(found, chosen)

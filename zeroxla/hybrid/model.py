@@ -16,6 +16,7 @@ from zeroxla.hybrid.proof import prove
 from zeroxla.hybrid.reshard import Stored
 from zeroxla.hybrid.tensor_parallel import TensorPlan, plan
 from zeroxla.layout import leaf_path
+from zeroxla.shapes import shapes_of
 from zeroxla.step import Step
 
 
@@ -55,9 +56,7 @@ class Model:
         return Model(
             calls=Calls.of(step.adapted.base or step.adapted),
             params=stored.leaves(dtype, stored.tree.unflatten(naturals)),
-            model_state=jax.tree.map(
-                lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state.model_state
-            ),
+            model_state=shapes_of(state.model_state),
             cache_dtype=jnp.dtype(cache_dtype or dtype),
         )
 

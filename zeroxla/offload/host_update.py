@@ -14,6 +14,7 @@ from zeroxla import compat
 from zeroxla.offload.kinds import to_device, to_host
 from zeroxla.offload.options import PINNED
 from zeroxla.offload.sides import Stage, joins
+from zeroxla.shapes import shapes_of
 from zeroxla.trace import Value, run, trace
 
 SCOPE = "offload"
@@ -64,7 +65,7 @@ def _on_host(
 
     # Traced as of arrays in device memory: not all of JAX's functions make their constants in the
     # host's, and none takes arrays in both.
-    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in reads.values()]
+    shapes = shapes_of(list(reads.values()))
     program, _ = trace(compat.compute_on_host(compute), *shapes)
     return dict(zip(wanted, program(*reads.values()), strict=True))
 

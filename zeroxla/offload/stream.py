@@ -20,6 +20,7 @@ from zeroxla.offload.options import PINNED, Offload
 from zeroxla.offload.pieces import Pieces, SubGroup
 from zeroxla.offload.rows import Rows
 from zeroxla.offload.sides import stages_of
+from zeroxla.shapes import shapes_of
 from zeroxla.trace import Value, read, run
 
 
@@ -55,7 +56,7 @@ def stream(
     on_host = [is_on_host(x) for x in leaves]
     if not any(on_host):
         return update(*args)
-    shapes = tree.unflatten([jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves])
+    shapes = tree.unflatten(shapes_of(leaves))
     on_hosts = offload.update == "host"
     if on_hosts or layer_dims is None:
         layer_dims = [None] * len(places)

@@ -19,6 +19,7 @@ from zeroxla.pipeline.profile import Profile, profile
 from zeroxla.pipeline.scanned import ScannedModel
 from zeroxla.pipeline.schedule import Schedule, forward_only, make_schedule
 from zeroxla.pipeline.stage import Stage
+from zeroxla.shapes import shapes_of
 
 
 class Pipeline:
@@ -174,7 +175,7 @@ class Pipeline:
             check_stages(len(layers), num_stages, self._allow_empty)
 
             def cut() -> list[Stage]:
-                shapes = jax.tree.map(_plain, (tree, batch, key))
+                shapes = shapes_of((tree, batch, key))
                 return model.cut(each, *shapes, train=train)[0]
 
             layers = profile(layers, cut, tree, batch, key, profiled)
@@ -188,7 +189,3 @@ def _with_ends(partition: Partition) -> Partition:
     last = partition.boundaries[-1]
     inner = [min(b, max(last - 1, 1)) for b in partition.boundaries[1:-1]]
     return dataclasses.replace(partition, boundaries=(0, *inner, last))
-
-
-def _plain(x: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(x.shape, x.dtype)

@@ -17,6 +17,7 @@ from zeroxla.hosts.exchange import exchange
 from zeroxla.pipeline.layer_cost import LayerCost, Machine
 from zeroxla.pipeline.stage import Stage
 from zeroxla.planning.machines import Machines
+from zeroxla.shapes import shapes_of
 from zeroxla.trace import is_float
 
 _REPEATS = 5
@@ -83,9 +84,7 @@ def profile(
 
     Cost: the compilation of every layer that differs from those before it.
     """
-    tree, batch, key = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (tree, batch, key)
-    )
+    tree, batch, key = shapes_of((tree, batch, key))
     # In a thread of its own: a trace that is going on here does not reach there, nor does its mesh.
     with ThreadPoolExecutor(1) as thread:
         found = thread.submit(lambda: _costs(cut(), tree, batch, key, how)).result()

@@ -17,6 +17,7 @@ from zeroxla.offload.disk.writer import DiskWriter
 from zeroxla.offload.kinds import put, to_device
 from zeroxla.packing import packed
 from zeroxla.programs import Programs
+from zeroxla.shapes import shapes_of
 from zeroxla.state import TrainState
 from zeroxla.trace import Atom, Equation, Value, closure, read, run, trace
 
@@ -158,7 +159,7 @@ class DiskSteps:
             state = self._programs.first_opt_state(tree.unflatten(leaves), shapes.placements)
             return jax.tree.leaves(state)
 
-        program, _ = trace(first, [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in params])
+        program, _ = trace(first, shapes_of(params))
         makers = {v: eq for eq in program.equations for v in eq.outputs}
         held = dict(zip(program.inputs, params, strict=True))
         stored = dict(enumerate(jax.tree.leaves(shapes.opt_state), num))

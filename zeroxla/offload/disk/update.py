@@ -32,6 +32,7 @@ from zeroxla.offload.disk.group import group_program
 from zeroxla.offload.kinds import place_of, put
 from zeroxla.offload.pieces import Pieces
 from zeroxla.programs import Programs
+from zeroxla.shapes import shapes_of
 from zeroxla.state import TrainState
 from zeroxla.trace import Value, read, run
 
@@ -52,7 +53,7 @@ class DiskUpdate:
         """
         placements = [p for placed in state.placements for p in placed]
         mesh, offload = programs.mesh, programs.config.offload
-        params, opt_state = _shapes((state.params, state.opt_state))
+        params, opt_state = shapes_of((state.params, state.opt_state))
         self._tree = jax.tree.structure(params)
         args = (params, opt_state, params, jax.ShapeDtypeStruct((), bool))  # gradients as params
         num_others = len(jax.tree.leaves(args)) - len(placements)
@@ -241,7 +242,3 @@ def _rates(accesses: Sequence[Access], seconds: float) -> dict[str, float]:
         f"disk_{kind}_bytes_per_s": sum(x.nbytes for x in accesses if x.kind == kind) / seconds
         for kind in ("read", "write")
     }
-
-
-def _shapes(tree: Any) -> Any:
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
