@@ -48,6 +48,8 @@ def main() -> int:
     zeroxla.simulate(2)
     mesh = zeroxla.make_mesh(nodes=1)
     rates: dict[str, list[float]] = {"step": [], "plain copy": [], "tensorstore": []}
+    if options.folder is not None:
+        options.folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=options.folder) as name:
         folder = Path(name)
         place = Offload(

@@ -38,6 +38,8 @@ def main() -> int:
     if options.inside is not None:
         take_steps(options.inside)
         return 0
+    if options.folder is not None:
+        options.folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         limited = measured(folder, LIMIT_BYTES)
     free = measured("", None)

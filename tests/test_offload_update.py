@@ -52,7 +52,7 @@ ROWS = [
 
 
 @pytest.mark.parametrize(
-    ("model", "preset", "offload", "accumulate", "optimizer"), thinned(ROWS, keep=4, rows=True)
+    ("model", "preset", "offload", "accumulate", "optimizer"), thinned(ROWS, keep=8, rows=True)
 )
 def test_twenty_steps_are_those_on_the_device(
     mesh24, model, preset, offload, accumulate, optimizer

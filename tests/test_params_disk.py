@@ -10,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 from offload_tools import SMALL, assert_same, batch, make, make_step, taken, trained
-from quick import quick_compilation  # noqa: F401
+from quick import quick_compilation, thinned  # noqa: F401
 
 import models
 import zeroxla
@@ -254,7 +254,7 @@ def anchored(rate):
     return optax.GradientTransformation(Anchored, update)
 
 
-@pytest.mark.parametrize("optimizer", ["none", "host", "disk"])
+@pytest.mark.parametrize("optimizer", thinned(["none", "host", "disk"]))
 def test_optimizer_state_made_of_parameters_on_disk(mesh24, tmp_path, optimizer):
     found = []
     for place in (Offload(), disk(tmp_path, optimizer=optimizer)):
