@@ -276,6 +276,7 @@ def test_what_needs_no_update_leaves_the_disk_alone(mesh24, tmp_path):
     state, _ = taken(step, state, 1)
     file = state_file(state)
     file.blocks.accesses.clear()
+    file.blocks.is_watched = True
     in_memory = make_step(mesh24, Offload())
     other, _ = taken(in_memory, in_memory.init(jax.random.key(0), batch()), 1)
     assert step.eval(state, batch()) == in_memory.eval(other, batch())

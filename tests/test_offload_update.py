@@ -99,8 +99,11 @@ def in_host(value):
 
 
 def moves(step):
-    """Return the sizes of what the update moves to the host, and of what it moves from there."""
-    program, _ = trace(step.programs.train, step.abstract_state(batch()), batch())
+    """Return the shapes of what the update moves to the host, and of what it moves from there."""
+    return moved(trace(step.programs.train, step.abstract_state(batch()), batch())[0])
+
+
+def moved(program):
     puts = [e for e in program.equations if e.name == "device_put"]
     assert any(e.name == compat.COMPUTE_ON for e in program.equations)
     to = [
@@ -197,6 +200,23 @@ def test_what_is_not_offloaded_is_updated_on_the_device(mesh24):
     assert not is_on_host(second)
     np.testing.assert_allclose(np.asarray(first), 1 + 8**-0.5, rtol=1e-6)
     np.testing.assert_allclose(np.asarray(second), 2 + 8**-0.5, rtol=1e-6)
+
+
+def test_a_branch_over_many_arrays_is_taken_where_they_are(mesh24):
+    """`apply_if_finite` has one that reads the whole state."""
+    state, g = [array(mesh24, 8) for _ in range(8)], array(mesh24, 8, kind="device")
+
+    def update(*args):
+        *state, g = args
+        ok = jnp.all(jnp.isfinite(g))
+        return [jax.lax.cond(ok, lambda: sum(state) + g, lambda: state[0]), *state[1:]]
+
+    run = streamed(mesh24, update, [*state, g], 8)
+    program, _ = trace(run, *state, g)
+    assert moved(program) == ([g.shape], [])
+    found = jax.jit(run)(*state, g)
+    assert all(is_on_host(x) for x in found)
+    assert np.array_equal(np.asarray(found[0]), np.full(8, 9.0))
 
 
 # what is said of it

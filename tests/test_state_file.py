@@ -4,6 +4,7 @@ import errno
 import os
 import subprocess
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -60,8 +61,10 @@ def test_a_version_is_read_as_it_was_written(path):
 
 def test_blocks_are_aligned_and_go_past_the_page_cache(path):
     file = StateFile(path, SIZES)
-    file.blocks.accesses.clear()
     write(file, 1)
+    assert not file.blocks.accesses  # nobody watches
+    file.blocks.is_watched = True
+    write(file, 2)
     held(file)
     assert {x.kind for x in file.blocks.accesses} == {"read", "write"}
     assert all(x.nbytes % ALIGNMENT == 0 for x in file.blocks.accesses)
@@ -81,6 +84,28 @@ def test_what_was_not_put_in_force_is_forgotten(path):
     file.close()  # as a process that ends before the step does
     file = StateFile(path, SIZES)
     assert_holds(file, {"a": 2, "b": 1, "c": 1, "empty": 1})
+
+
+def test_a_failed_write_leaves_the_version_and_nothing_under_way(path, monkeypatch):
+    file = StateFile(path, SIZES)
+    write(file, 1)
+    to_disk = os.pwrite
+
+    def pwrite(fd, data, offset):
+        if len(data) == ALIGNMENT:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        time.sleep(0.3)
+        return to_disk(fd, data, offset)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", pwrite)
+        futures = [f for name in SIZES for f in file.write(name, content(name, 2))]
+        with pytest.raises(OSError, match=os.strerror(errno.EIO)):
+            file.commit()
+        assert all(future.done() for future in futures)
+    assert_holds(file, dict.fromkeys(SIZES, 1))
+    write(file, 3)
+    assert_holds(file, dict.fromkeys(SIZES, 3))
 
 
 def test_a_torn_record_leaves_the_one_before(path):

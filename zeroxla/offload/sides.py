@@ -111,10 +111,11 @@ def _source_side(edges: list[tuple[int, int, float]], num_nodes: int) -> set[int
     sizes = np.array([size for _, _, size in edges])
     total = sizes[np.isfinite(sizes)].sum()
     units = np.maximum(1, np.minimum(sizes, total) * min(1.0, _ALL / 2 / max(total, 1)))
-    units = np.where(np.isfinite(sizes), units, _ALL).astype(np.int32)
+    units = np.where(np.isfinite(sizes), units, _ALL).astype(np.int64)
     rows, columns = np.array([(a, b) for a, b, _ in edges]).T
     graph = csr_array((units, (rows, columns)), shape=(num_nodes, num_nodes))
-    graph.data = np.minimum(graph.data, _ALL)  # of edges that are there several times
+    # Of edges that are there several times the sum.
+    graph.data = np.minimum(graph.data, _ALL).astype(np.int32)
     left = graph - maximum_flow(graph, _HOST, _DEVICE).flow
     left.eliminate_zeros()
     order = breadth_first_order(left.T.tocsr(), _DEVICE, return_predecessors=False)

@@ -58,7 +58,8 @@ class BlockFile:
     Attributes:
       path: of the file.
       is_direct: whether it is moved past the page cache.
-      accesses: what was moved, in the order in which it ended; for who clears it.
+      accesses: what was moved while `is_watched`, in the order in which it ended.
+      is_watched: whether these are noted, as during a step.
     """
 
     def __init__(self, path: Path, *, create: bool = False) -> None:
@@ -70,6 +71,7 @@ class BlockFile:
         flags = os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if create else 0)
         self.path = path
         self.accesses: list[Access] = []
+        self.is_watched = False
         direct = getattr(os, "O_DIRECT", 0)
         try:
             self._fd = os.open(path, flags | direct, 0o600)
@@ -143,6 +145,11 @@ class BlockFile:
         found = os.preadv(self._fd, [block], offset)
         return block[: min(found, nbytes)].tobytes()
 
+    def note(self, kind: Literal["read", "write", "update"], begun: float, nbytes: int = 0) -> None:
+        """Note what ends now, if the file is watched."""
+        if self.is_watched:
+            self.accesses.append(Access(kind, begun, time.perf_counter(), nbytes))
+
     def close(self) -> None:
         """Wait for what is under way, and let go of the file."""
         self._pool.shutdown()
@@ -155,7 +162,7 @@ class BlockFile:
             if found == 0:
                 raise OSError(errno.EIO, f"{self.path} ends at {offset + done}")
             done += found
-        self.accesses.append(Access("read", begun, time.perf_counter(), into.nbytes))
+        self.note("read", begun, into.nbytes)
         return checksum(into[:nbytes])
 
     def _write(self, offset: int, data: np.ndarray) -> int:
@@ -170,7 +177,7 @@ class BlockFile:
         begun, done = time.perf_counter(), 0
         while done < padded:
             done += os.pwrite(self._fd, block[done:], offset + done)
-        self.accesses.append(Access("write", begun, time.perf_counter(), padded))
+        self.note("write", begun, padded)
         return total
 
 

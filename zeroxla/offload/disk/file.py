@@ -174,13 +174,13 @@ class StateFile:
         return [future for _, future in parts]
 
     def commit(self) -> None:
-        """Put in force what was written since the last time, all at once; of other arrays the
-        version that was in force stays.
+        """Put in force, all at once, what was written since the last time; other arrays stay.
 
         Raises:
           OSError: something could not be written; then nothing changes.
         """
-        written, self._written = self._written, {}
+        written = self._written
+        self.abandon()  # all has ended then, also where a part fails: the next step writes there
         number = self.version.number + 1
         copies, sums = self.version.copies.copy(), self.version.sums.copy()
         for name, parts in written.items():

@@ -11,7 +11,6 @@ from typing import Any
 import jax
 
 from zeroxla.offload.disk.array import Arriving, DiskArray, write
-from zeroxla.offload.disk.blocks import Access
 from zeroxla.offload.disk.file import StateFile
 from zeroxla.offload.rows import Rows
 
@@ -43,6 +42,7 @@ class Flow:
     def __enter__(self) -> Flow:
         self._file.wait_for_readers()
         self._file.blocks.accesses.clear()
+        self._file.blocks.is_watched = True
         if self._at_once:
             self._read_ahead()
         return self
@@ -52,19 +52,21 @@ class Flow:
             for arriving in group.values():
                 arriving.wait()
         self._file.abandon()
+        self._file.blocks.is_watched = False
         self._file.pool.clear()
 
     def next(self) -> dict[Any, jax.Array]:
         """Return the arrays of the next sub-group."""
         self._read_ahead()
-        arrays = {k: arriving.result() for k, arriving in self._reading.popleft().items()}
+        arrays = {k: arriving.result() for k, arriving in self._reading[0].items()}
+        del self._reading[0]
         self._begun = time.perf_counter()
         return arrays
 
     def write(self, arrays: Sequence[tuple[DiskArray, jax.Array]], rows: Rows | None) -> None:
         """Write arrays' next versions, or those of some rows; waits until they are computed."""
         jax.block_until_ready([new for _, new in arrays])
-        self._file.blocks.accesses.append(Access("update", self._begun, time.perf_counter(), 0))
+        self._file.blocks.note("update", self._begun)
         futures = [
             future for old, new in arrays for future in write(old.shards(rows), new, self._file)
         ]
