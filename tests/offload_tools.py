@@ -1,12 +1,14 @@
 """What the tests of offload share: small steps, and what a state of theirs holds."""
 
+import functools
+
 import jax
 import numpy as np
 import optax
 
 import zeroxla
 from models import GPT, Llama
-from zeroxla import ZeroConfig
+from zeroxla import Offload, ZeroConfig
 
 MODELS = {
     "scanned": lambda: GPT.tiny(width=64),
@@ -21,6 +23,19 @@ def batch(rows=16):
 
 
 def make_step(mesh, offload, model="scanned", preset="zero3", optimizer=None, **options):
+    """Return a step; without offload the same one for all tests of a process."""
+    if offload == Offload():
+        is_quick = jax.config.read("jax_disable_most_optimizations")
+        return _plain(mesh, model, preset, optimizer, is_quick, **options)
+    return _step(mesh, offload, model, preset, optimizer, **options)
+
+
+@functools.cache
+def _plain(mesh, model, preset, optimizer, is_quick, **options):
+    return _step(mesh, Offload(), model, preset, optimizer, **options)
+
+
+def _step(mesh, offload, model, preset, optimizer, **options):
     config = getattr(ZeroConfig, preset)(offload=offload, **SMALL, **options)
     optimizer = optimizer or optax.adamw(1e-2)
     return zeroxla.make_step(MODELS[model](), mesh, optimizer, config=config)

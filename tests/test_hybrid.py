@@ -49,10 +49,11 @@ MATRIX = [
 
 
 def _marks(i, with_adapters):
-    """Of the matrix every seventh row is run often, those with adapters less."""
+    """Of the matrix every seventh row is run often, and every fourteenth whenever tests are, unless
+    it has adapters."""
     if i % 7:
         return pytest.mark.full
-    return pytest.mark.slow if with_adapters else ()
+    return pytest.mark.slow if with_adapters or i % 14 else ()
 
 
 ROWS = [

@@ -47,7 +47,7 @@ def by_path(tree):
     return {jax.tree_util.keystr(path, simple=True, separator="/"): x for path, x in paths}
 
 
-@pytest.fixture(scope="module", params=["int8", "int4"])
+@pytest.fixture(scope="module", params=thinned(["int4", "int8"]))
 def trained(request, mesh24):
     """(frozen, model with adapters, its step, state after two steps, whole parameters before)."""
     lora, step = lora_step(GPTS[request.param](), mesh24, TARGETS, frozen=request.param)

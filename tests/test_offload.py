@@ -114,6 +114,7 @@ def test_checkpoints_open_in_either_memory(mesh24, tmp_path):
         assert losses == others
 
 
+@pytest.mark.slow
 def test_an_engine_generates_from_host_memory(mesh24):
     texts = []
     for place in (Offload(), HOST):
@@ -269,6 +270,7 @@ def test_what_depends_on_several_arrays_comes_together(mesh24):
     assert len(waits) == 1  # two sub-groups: (a, b) and c
 
 
+@pytest.mark.slow
 def test_an_optimizer_that_joins_all_leaves_is_streamed_at_once(mesh24):
     def scaled(updates, state, params=None):
         norm = sum(jnp.sum(s) for s in jax.tree.leaves(state))

@@ -76,6 +76,7 @@ def test_twenty_steps_are_those_on_the_device(
     assert [x.sharding.memory_kind for x in jax.tree.leaves(trained(other))] == wanted
 
 
+@pytest.mark.slow
 def test_the_optimizer_of_a_pipeline_is_updated_on_the_host():
     mesh = zeroxla.make_mesh(pipe=2, nodes=1, devices_per_node=4)
     found = []

@@ -61,11 +61,12 @@ def distance(found, wanted):
             {"compute_dtype": "bfloat16"},
             marks=pytest.mark.slow,
         ),
-        (
+        pytest.param(
             lambda: optax.sgd(0.05),
             # Of a scale of 2^24 gradients overflow until it has been halved often enough; then it
             # is doubled.
             {"compute_dtype": "float16", "init_loss_scale": 2.0**24, "loss_scale_window": 2},
+            marks=pytest.mark.slow,
         ),
     ],
     ids=["adafactor, frozen leaves", "bfloat16", "float16"],
