@@ -15,6 +15,7 @@ from models import GPT
 from zeroxla import Offload, ZeroConfig, compat
 from zeroxla.inspect import array_bytes_per_device
 from zeroxla.offload.kinds import check_memory, is_on_host
+from zeroxla.offload.pieces import Pieces
 from zeroxla.offload.stream import stream
 from zeroxla.planning.wires import body_of, local_of
 from zeroxla.trace import trace
@@ -268,6 +269,26 @@ def test_what_depends_on_several_arrays_comes_together(mesh24):
         if e.primitive.name == "optimization_barrier"
     ]
     assert len(waits) == 1  # two sub-groups: (a, b) and c
+
+
+@pytest.mark.parametrize("offloaded", [2, 1])
+def test_a_moment_that_stays_is_updated_with_the_one_that_comes(offloaded):
+    def update(m, v, g):
+        norm = jnp.sqrt(sum(jnp.sum(x * x) for x in g))
+        g = [x / norm for x in g]
+        m = [0.9 * a + 0.1 * b for a, b in zip(m, g, strict=True)]
+        v = [0.9 * a + 0.1 * b * b for a, b in zip(v, g, strict=True)]
+        return m, v, norm
+
+    args = [[jax.ShapeDtypeStruct((8,), jnp.float32)] * 2] * 3
+    is_offloaded = [i < offloaded for i in range(6)]
+    pieces = Pieces.of(update, args, is_offloaded, limit=1, layer_dims=[None] * 4)
+    assert [group.results for group in pieces.groups] == [(0, 2), (1, 3)][:offloaded]
+    assert pieces.shared == ((4,) if offloaded == 2 else (1, 3, 4))
+    # Of what is computed before them they read the norm alone.
+    inputs = set(pieces.program.inputs)
+    made = [v for group in pieces.groups for v in group.reads if v not in inputs]
+    assert [v.aval.shape for v in made] == [()] * offloaded
 
 
 @pytest.mark.slow

@@ -27,11 +27,12 @@ ROWS = [
     ("scanned", "zero3", {}, 1, None),
     ("nnx", "zeropp_hq", {"params": "disk", "optimizer": "host", "ratio": 0.5}, 2, None),
     ("scanned", "zeropp", {"params": "disk", "optimizer": "none", "buffers": 1}, 1, SCHEDULED),
+    ("nnx", "zeropp_hq", {"params": "host", "ratio": 0.5}, 1, SCHEDULED),
 ]
 
 
 @pytest.mark.parametrize(
-    ("model", "preset", "options", "accumulate", "optimizer"), thinned(ROWS, keep=11, rows=True)
+    ("model", "preset", "options", "accumulate", "optimizer"), thinned(ROWS, keep=12, rows=True)
 )
 def test_twenty_steps_are_bit_for_bit_those_without(
     mesh24, tmp_path, model, preset, options, accumulate, optimizer

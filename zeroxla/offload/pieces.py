@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -66,7 +66,7 @@ class Pieces:
       program: all of it.
       tree: structure of what it returns.
       untouched: the results that are inputs, by position.
-      shared: positions of the results that need nothing that is offloaded.
+      shared: positions of the results that need nothing of any sub-group.
       common: the equations that make these, and what more than one sub-group needs. Those of
         scalars each sub-group has besides: where the compiler joins them with what reads them
         decides about roundings.
@@ -183,8 +183,8 @@ def _is_scalar(eq: Equation) -> bool:
 def _pieces(
     program: Program, offloaded: Sequence[Value], untouched: Collection[int]
 ) -> tuple[list[int], list[tuple[list[Value], list[int]]]]:
-    """Return the results that need nothing that is offloaded, and for each set of offloaded arrays
-    that belong together, those and their results; by position, without those `untouched`."""
+    """Return the results that are in no piece, and for each set of offloaded arrays that belong
+    together, those and their results; by position, without those `untouched`."""
     makers = {v: eq for eq in program.equations for v in eq.outputs}
     group = {v: v for v in offloaded}  # each points on to another of its set, the last to itself
 
@@ -206,7 +206,29 @@ def _pieces(
     for i, mine in needs.items():
         if mine:
             sets[last(mine[0])][1].append(i)
-    return shared, [piece for piece in sets.values() if piece[1]]
+    pieces = [piece for piece in sets.values() if piece[1]]
+    return _joined(program, shared, pieces), pieces
+
+
+def _joined(
+    program: Program, shared: Sequence[int], pieces: Sequence[tuple[list[Value], list[int]]]
+) -> list[int]:
+    """Give a piece the results that need nothing that is offloaded but arrays that only it computes
+    on the way to its own: a leaf's second moment is updated with the first one, which is offloaded.
+    Apart, the compiler would round otherwise. Return the others."""
+    makers = {v: eq for eq in program.equations for v in eq.outputs if v.aval.shape}
+    owners: dict[Equation, set[int]] = defaultdict(set)
+    for n, (_, results) in enumerate(pieces):
+        for eq in _closure(program, results, makers)[0]:
+            owners[eq].add(n)
+    others = []
+    for i in shared:
+        found = {n for eq in _closure(program, [i], makers)[0] for n in owners[eq]}
+        if len(found) == 1:
+            pieces[found.pop()][1].append(i)
+        else:
+            others.append(i)
+    return others
 
 
 def _elements(piece: tuple[list[Value], list[int]]) -> int:
