@@ -32,7 +32,7 @@ import optax
 from common import LENGTH, NUM_DEVICES, Check, gpt, report, table, tree_bytes
 
 import zeroxla
-from zeroxla.checkpoint.handler import BUFFER_BYTES
+from zeroxla.checkpoint.orbax_handler import BUFFER_BYTES
 
 LAYERS, WIDTH = 8, 1616
 TIME_LAYERS = 2
@@ -125,7 +125,7 @@ def launched(kind: str, folder: Path, processes: int = PROCESSES) -> list[dict[s
     """Return what each of several fresh processes measures."""
     program = [sys.executable, __file__, "--measure", kind, "--folder", str(folder)]
     command = [
-        *(sys.executable, "-m", "zeroxla.cli", "launch", f"--nodes={processes}"),
+        *(sys.executable, "-m", "zeroxla.cli.main", "launch", f"--nodes={processes}"),
         *(f"--devices-per-node={NUM_DEVICES // PROCESSES}", "--", *program),
     ]
     subprocess.run(command, check=True, stdout=sys.stderr)

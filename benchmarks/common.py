@@ -20,8 +20,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import zeroxla
 from models import GPT
-from zeroxla.adapters import adapt
-from zeroxla.planning.compiled import MEMORY_SCHEDULER as MEMORY_SCHEDULER
+from zeroxla.frontend import adapt
+from zeroxla.planning.compile_check import MEMORY_SCHEDULER
 
 RESULTS = Path(__file__).resolve().parent / "results"
 

@@ -18,7 +18,7 @@ import jax
 
 import models
 import zeroxla.train_model
-from zeroxla import cli
+from zeroxla.cli import main as cli
 
 
 class GPT(models.GPT):

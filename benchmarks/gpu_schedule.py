@@ -32,8 +32,8 @@ from schedule import Gather, gathers
 
 import zeroxla
 from models import GPT
-from zeroxla.adapters import adapt
-from zeroxla.planning.topology import H200, WheelsMissingError, target_mesh
+from zeroxla.frontend import adapt
+from zeroxla.planning.gpu_topology import H200, WheelsMissingError, target_mesh
 
 NODES, DEVICES = 2, 4
 MESH = {"node": NODES, "device": DEVICES}

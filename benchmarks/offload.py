@@ -34,7 +34,7 @@ import zeroxla
 from models import GPT
 from zeroxla import Offload, ZeroConfig
 from zeroxla.inspect import format_bytes
-from zeroxla.offload.kinds import Place, place_of
+from zeroxla.offload.memory_kinds import Place, place_of
 
 SHAPE = {"vocab": 512, "length": 128, "layers": 6, "width": 512, "heads": 8}
 ROWS, STEPS = 16, 7

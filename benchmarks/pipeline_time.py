@@ -30,7 +30,7 @@ from common import LENGTH, Check, alternately, random_tokens, report, start, tab
 import zeroxla
 from models import GPT
 from zeroxla.inspect import comms
-from zeroxla.pipeline.costs import cost, critical_path
+from zeroxla.pipeline.schedule_cost import cost, critical_path
 
 STAGES, MICROBATCHES, LAYERS, WIDTH, ROWS = 4, 16, 8, 256, 2  # ROWS: sequences of a micro-batch
 PIPELINED, PARALLEL, ALONE = "pipelined", "4 devices, data parallel", "1 device"

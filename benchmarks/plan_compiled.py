@@ -28,7 +28,7 @@ import zeroxla
 from models import GPT
 from zeroxla import ZeroConfig
 from zeroxla.inspect import format_bytes
-from zeroxla.planning.topology import H200, WheelsMissingError, target_mesh
+from zeroxla.planning.gpu_topology import H200, WheelsMissingError, target_mesh
 
 MESH = {"node": 2, "device": 4}
 LENGTH, ROWS = 512, 16

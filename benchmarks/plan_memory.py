@@ -28,7 +28,7 @@ from models import GPT, Llama
 from zeroxla import ZeroConfig
 from zeroxla.inspect import comms, format_bytes, memory
 from zeroxla.planning.generation import Generating, GenerationPlan
-from zeroxla.planning.machines import Machines
+from zeroxla.mesh.machines import Machines
 from zeroxla.planning.make import plan_step
 from zeroxla.planning.target import Target
 

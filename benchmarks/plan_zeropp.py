@@ -43,7 +43,7 @@ from scipy.optimize import minimize_scalar
 import zeroxla
 from models import GPT
 from zeroxla import ZeroConfig
-from zeroxla.planning.machines import Device, Machines
+from zeroxla.mesh.machines import Device, Machines
 from zeroxla.planning.plan import Plan
 
 MACHINES = Machines.load()

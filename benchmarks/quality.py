@@ -24,7 +24,7 @@ from quality_training import BATCH, EVAL_BATCH, LENGTH, NUM_FINAL_BATCHES, Setup
 from quality_variants import VARIANTS, Variant
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from zeroxla import data
+from zeroxla.cli.data import text as data
 
 Results = dict[str, list[dict[str, Any]]]  # by variant, one for each seed
 

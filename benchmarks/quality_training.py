@@ -14,9 +14,10 @@ import numpy as np
 from quality_variants import Variant
 
 from models import GPT
-from zeroxla import Checkpointer, ZeroConfig, data, make_mesh, make_step
-from zeroxla.train_options import ModelOptions, TextOptions, TrainingOptions, TrainOptions
-from zeroxla.train_setup import optimizer_for, schedule_for
+from zeroxla import Checkpointer, ZeroConfig, make_mesh, make_step
+from zeroxla.cli.data import text as data
+from zeroxla.cli.train.options import ModelOptions, TextOptions, TrainingOptions, TrainOptions
+from zeroxla.cli.train.setup import optimizer_for, schedule_for
 
 BATCH, LENGTH = 16, 64
 MODEL = {"vocab": data.VOCABULARY, "length": LENGTH, "layers": 4, "width": 128, "heads": 4}

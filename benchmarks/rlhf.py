@@ -29,7 +29,8 @@ from matplotlib.figure import Figure
 
 import zeroxla
 from models import GPT
-from zeroxla import ZeroConfig, data, rlhf
+from zeroxla import ZeroConfig, rlhf
+from zeroxla.cli.data import text as data
 
 DEVICES, PRETRAIN_STEPS = 4, 150
 PROMPT, NEW, ROWS, GROUP = 16, 16, 64, 8

@@ -11,7 +11,7 @@ import functools
 import re
 from collections.abc import Iterator
 
-from zeroxla.inspect import hlo
+from zeroxla.program import hlo
 
 NEXT_TURN, LOOP, OTHER = "next turn", "loop", "other"
 # What a gathered wire passes through on its way to the matmul that reads it.

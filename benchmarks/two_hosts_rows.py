@@ -17,7 +17,7 @@ from peers import task
 import zeroxla
 from models import GPT
 from zeroxla import ZeroConfig
-from zeroxla.adapters import adapt
+from zeroxla.frontend import adapt
 from zeroxla.inspect import comms
 
 OPTIMIZER = optax.adamw(task.LEARNING_RATE, weight_decay=task.WEIGHT_DECAY)

@@ -11,7 +11,7 @@ import pytest
 
 import zeroxla
 from zeroxla import Checkpointer
-from zeroxla.checkpoint.sums import sum_rest
+from zeroxla.checkpoint.checksums import sum_rest
 
 KEY = jax.random.key(3)
 MESHES = [(1, 8), (2, 4), (4, 2), (8, 1), (3, 2)]

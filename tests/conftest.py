@@ -74,7 +74,7 @@ def pytest_collection_modifyitems(items):
 @pytest.fixture(scope="session")
 def mesh24():
     """Two nodes of four devices, the mesh of most tests."""
-    from zeroxla.mesh import make_mesh
+    from zeroxla.mesh.make_mesh import make_mesh
 
     return make_mesh(nodes=2, devices_per_node=4)
 
@@ -82,7 +82,7 @@ def mesh24():
 @pytest.fixture(scope="session")
 def mesh18():
     """One node of eight devices: no hop between nodes."""
-    from zeroxla.mesh import make_mesh
+    from zeroxla.mesh.make_mesh import make_mesh
 
     return make_mesh(nodes=1, devices_per_node=8)
 

@@ -16,7 +16,7 @@ from reference import Reference, relative_errors, remember_gradients, worst
 from zoo import CASES, Case
 
 import zeroxla.bundles
-from zeroxla.adapters import adapt
+from zeroxla.frontend import adapt
 
 MESHES = ((1, 8), (2, 4), (4, 2), (8, 1), (3, 2), (1, 1))
 NUM_STEPS = 20

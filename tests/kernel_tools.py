@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh, AxisType
 from quantize_cases import name_of
 
 from pallas_kernels import kernels, mosaic, triton
-from zeroxla.wire_format import WireFormat
+from zeroxla.config.wire_format import WireFormat
 
 SIZE, WIRES, SOURCES = 256 * 70, 2, 8
 FORMATS = [

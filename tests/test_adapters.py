@@ -13,7 +13,7 @@ from flax import nnx
 from quick import quick_compilation  # noqa: F401
 
 from models import GPT, MLP
-from zeroxla.adapters import Adapted, adapt
+from zeroxla.frontend import Adapted, adapt
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 

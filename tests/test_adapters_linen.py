@@ -10,7 +10,7 @@ import pytest
 from adapter_tools import KEY, X, once, shapes
 from quick import quick_compilation  # noqa: F401
 
-from zeroxla.adapters import adapt, stream_key
+from zeroxla.frontend import adapt, stream_key
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 

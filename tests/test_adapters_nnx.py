@@ -11,7 +11,7 @@ from flax import nnx
 from quick import quick_compilation  # noqa: F401
 
 from models import Llama
-from zeroxla.adapters import adapt
+from zeroxla.frontend import adapt
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 

@@ -13,7 +13,7 @@ from checkpoint_tools import KEY, assert_same, batch_of, logical, run, steps  # 
 from quick import quick_compilation, thinned  # noqa: F401
 
 from zeroxla import Checkpointer, SaveError
-from zeroxla.checkpoint import handler
+from zeroxla.checkpoint import orbax_handler as handler
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 

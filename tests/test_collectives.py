@@ -9,11 +9,12 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 from quick import quick_compilation  # noqa: F401
 
-from zeroxla import bundles, make_mesh
-from zeroxla.collectives import Collectives
-from zeroxla.mesh import BATCH_AXES
-from zeroxla.placement import place
-from zeroxla.routes import Route, Source
+from zeroxla import make_mesh
+from zeroxla.wire import bundles
+from zeroxla.wire.collectives import Collectives
+from zeroxla.mesh.make_mesh import BATCH_AXES
+from zeroxla.mesh.placement import place
+from zeroxla.wire.routes import Route, Source
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 

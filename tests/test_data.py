@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 
-from zeroxla import data
+from zeroxla.cli.data import text as data
 
 
 @pytest.fixture

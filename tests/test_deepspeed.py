@@ -14,9 +14,9 @@ from quick import quick_compilation  # noqa: F401
 import zeroxla
 from models import MLP
 from zeroxla import Feedback, Offload, WireFormat, ZeroConfig
-from zeroxla.deepspeed import optimizers, read, schedules
-from zeroxla.deepspeed.keys import TOP
-from zeroxla.deepspeed.sections import AUTO
+from zeroxla.config.deepspeed import read, optimizers, schedules
+from zeroxla.config.deepspeed.keys import TOP
+from zeroxla.config.deepspeed.sections import AUTO
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 

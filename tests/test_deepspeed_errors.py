@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from zeroxla.deepspeed import read
+from zeroxla.config.deepspeed import read
 
 
 def zero(**keys):

@@ -12,7 +12,7 @@ import optax
 import pytest
 from quick import quick_compilation  # noqa: F401
 
-from zeroxla.deepspeed import read
+from zeroxla.config.deepspeed import read
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 

@@ -13,9 +13,10 @@ from quick import quick_compilation  # noqa: F401
 
 import zeroxla
 from models import Llama
-from zeroxla import Checkpointer, cli
-from zeroxla.run_folder import RunFolder
-from zeroxla.vocabulary import Bytes, Tokens
+from zeroxla import Checkpointer
+from zeroxla.cli import main as cli
+from zeroxla.cli.run_folder import RunFolder
+from zeroxla.cli.data.vocabulary import Bytes, Tokens
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 

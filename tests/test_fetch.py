@@ -5,15 +5,15 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from zeroxla.collectives import Collectives
-from zeroxla.fetch import make_plan
-from zeroxla.gather import Runner
-from zeroxla.placement import place
-from zeroxla.prefetch import tie_points
-from zeroxla.reuse import Limits
-from zeroxla.routes import Route
-from zeroxla.segments import Loop, Remat, Straight
-from zeroxla.trace import trace
+from zeroxla.wire.collectives import Collectives
+from zeroxla.fetch.fetch_plan import make_plan
+from zeroxla.fetch.runner import Runner
+from zeroxla.mesh.placement import place
+from zeroxla.fetch.order import tie_points
+from zeroxla.fetch.reuse import Limits
+from zeroxla.wire.routes import Route
+from zeroxla.fetch.segments import Loop, Remat, Straight
+from zeroxla.program.trace import trace
 
 WORLD = 8
 

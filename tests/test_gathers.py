@@ -8,11 +8,12 @@ from jax.sharding import PartitionSpec
 from quick import quick_compilation, thinned  # noqa: F401
 from wire_tools import as_it_arrives
 
-from zeroxla import WireFormat, bundles, make_mesh
-from zeroxla.collectives import Collectives
-from zeroxla.hops import Hops
-from zeroxla.placement import place
-from zeroxla.routes import Route, Source
+from zeroxla import WireFormat, make_mesh
+from zeroxla.wire import bundles
+from zeroxla.wire.collectives import Collectives
+from zeroxla.wire.hops import Hops
+from zeroxla.mesh.placement import place
+from zeroxla.wire.routes import Route, Source
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from zeroxla.planning.topology import H200, WheelsMissingError, target_mesh
+from zeroxla.planning.gpu_topology import H200, WheelsMissingError, target_mesh
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
 

@@ -16,7 +16,8 @@ from inspect_tools import (
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from zeroxla.inspect import comms, hlo
+from zeroxla.inspect import comms
+from zeroxla.program import hlo
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,8 @@ import optax
 import pytest
 
 import zeroxla
-from zeroxla.hold import held_values
-from zeroxla.trace import trace
+from zeroxla.fetch.barriers import held_values
+from zeroxla.program.trace import trace
 
 X_BD = jax.ShapeDtypeStruct((2, 4), jnp.float32)
 W_DD = jax.ShapeDtypeStruct((4, 4), jnp.float32)

@@ -18,7 +18,7 @@ from quick import quick_compilation, thinned  # noqa: F401
 import zeroxla
 from models import GPT, Llama, from_hugging_face
 from zeroxla import HybridEngine
-from zeroxla.weights.pretrained import from_pretrained
+from zeroxla.checkpoint.weights.pretrained import from_pretrained
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 

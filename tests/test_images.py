@@ -12,7 +12,7 @@ import tarfile
 import numpy as np
 import pytest
 
-from zeroxla.images import MIN_SIZE, image_batches, load_images, validation_image_batches
+from zeroxla.cli.data.images import MIN_SIZE, image_batches, load_images, validation_image_batches
 
 NAMES = [*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"]
 

@@ -11,7 +11,7 @@ from quick import thinned
 
 from pallas_kernels import shim
 from pallas_kernels.geometry import MOST_ELEMENTS, THREADS, mosaic_tile, triton_tile
-from zeroxla.planning.topology import H200, WheelsMissingError, target_mesh
+from zeroxla.planning.gpu_topology import H200, WheelsMissingError, target_mesh
 from zeroxla.quantize import WireFormat, quantize
 
 pytestmark = pytest.mark.skipif(

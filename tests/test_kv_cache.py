@@ -11,7 +11,7 @@ from hybrid_models import ParallelGPT
 from quick import quick_compilation, thinned  # noqa: F401
 
 from models import GPT, Llama
-from zeroxla.adapters import adapt
+from zeroxla.frontend import adapt
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 TOKENS = jax.random.randint(jax.random.key(1), (3, 12), 0, 48)

@@ -26,8 +26,8 @@ from zoo.base import tokens, vectors
 
 import zeroxla
 from models import GPT, Llama
-from zeroxla.adapters import adapt
-from zeroxla.low_rank import at_rest
+from zeroxla.frontend import adapt
+from zeroxla.frontend.lora import at_rest
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 MESHES = {"(2, 4)": (2, 4), "(1, 8)": (1, 8)}

@@ -21,9 +21,9 @@ from zoo.base import tokens
 
 import zeroxla
 from models import GPT, Llama
-from zeroxla.adapters import adapt
-from zeroxla.low_rank import at_rest
-from zeroxla.low_rank.uses import Dense
+from zeroxla.frontend import adapt
+from zeroxla.frontend.lora import at_rest
+from zeroxla.frontend.lora.uses import Dense
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 

@@ -18,13 +18,13 @@ from quick import thinned
 
 import zeroxla
 from models import GPT
-from zeroxla.collectives import Collectives
-from zeroxla.fetch import make_plan
-from zeroxla.gather import Runner
-from zeroxla.placement import Placement
-from zeroxla.reuse import Limits
-from zeroxla.routes import Route, Source
-from zeroxla.trace import trace
+from zeroxla.wire.collectives import Collectives
+from zeroxla.fetch.fetch_plan import make_plan
+from zeroxla.fetch.runner import Runner
+from zeroxla.mesh.placement import Placement
+from zeroxla.fetch.reuse import Limits
+from zeroxla.wire.routes import Route, Source
+from zeroxla.program.trace import trace
 
 needs_barriers = pytest.mark.skipif(
     jax.__version_info__ < (0, 11),

@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import AxisType, Mesh
 
 from zeroxla import make_mesh, simulate
-from zeroxla.mesh import as_auto, world_size
+from zeroxla.mesh.make_mesh import as_auto, world_size
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def devices_of(*processes):
 def four_processes(monkeypatch):
     """Processes 0 and 2 on host a, 1 and 3 on host b."""
     monkeypatch.setattr(jax, "process_count", lambda: 4)
-    monkeypatch.setattr("zeroxla.mesh.nodes_of_processes", lambda: ["a", "b", "a", "b"])
+    monkeypatch.setattr("zeroxla.mesh.make_mesh.nodes_of_processes", lambda: ["a", "b", "a", "b"])
 
 
 def processes_of(mesh):
@@ -60,7 +60,7 @@ def processes_of(mesh):
 
 @pytest.fixture
 def two_devices_each(four_processes, monkeypatch):
-    monkeypatch.setattr("zeroxla.mesh.Mesh", lambda grid, *_, **__: SimpleNamespace(devices=grid))
+    monkeypatch.setattr("zeroxla.mesh.make_mesh.Mesh", lambda grid, *_, **__: SimpleNamespace(devices=grid))
     monkeypatch.setattr(jax, "devices", lambda: devices_of(0, 0, 1, 1, 2, 2, 3, 3))
 
 
@@ -99,7 +99,7 @@ def test_stages_are_of_whole_hosts_unless_these_are_nodes(options, expected):
 
 def test_more_hosts_than_stages(two_devices_each, monkeypatch):
     """Of four hosts two are a stage; of three stages nothing is said."""
-    monkeypatch.setattr("zeroxla.mesh.nodes_of_processes", lambda: list("abcd"))
+    monkeypatch.setattr("zeroxla.mesh.make_mesh.nodes_of_processes", lambda: list("abcd"))
     found = [processes_of(SimpleNamespace(devices=x)) for x in make_mesh(pipe=2).devices]
     assert found == [[[0, 0], [1, 1]], [[2, 2], [3, 3]]]
     message = "4 hosts do not divide into 3 stages, nor pipe=3 over the hosts; pass nodes=4"

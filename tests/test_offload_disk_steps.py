@@ -10,7 +10,7 @@ from offload_tools import HAS_BARRIERS, assert_alike, make, taken, trained
 from quick import thinned
 
 from zeroxla import Offload
-from zeroxla.offload.disk.array import DiskArray
+from zeroxla.offload.disk.disk_array import DiskArray
 
 SCHEDULED = optax.chain(
     optax.clip_by_global_norm(0.5), optax.adam(optax.linear_schedule(1e-2, 1e-3, 20))

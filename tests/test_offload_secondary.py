@@ -11,8 +11,8 @@ import zeroxla
 from models import GPT
 from zeroxla import Offload, WireFormat, ZeroConfig
 from zeroxla.planning.liveness import is_on_host
-from zeroxla.planning.wires import bodies, local_of
-from zeroxla.trace import trace
+from zeroxla.planning.wire_bytes import bodies, local_of
+from zeroxla.program.trace import trace
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 

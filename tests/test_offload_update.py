@@ -13,13 +13,14 @@ from offload_tools import MODELS, SMALL, batch, make, make_step, taken, trained
 from quick import quick_compilation, thinned  # noqa: F401
 
 import zeroxla
-from zeroxla import Offload, ZeroConfig, compat
-from zeroxla.offload.host_update import _refusal, check_host_compute
-from zeroxla.offload.kinds import is_on_host
-from zeroxla.offload.stream import stream
-from zeroxla.offload_options import OffloadOptions
-from zeroxla.trace import trace
-from zeroxla.train_options import TrainOptions
+from zeroxla import Offload, ZeroConfig
+from zeroxla.program import compat
+from zeroxla.offload.update.on_host import _refusal, check_host_compute
+from zeroxla.offload.memory_kinds import is_on_host
+from zeroxla.offload.update.stream import stream
+from zeroxla.cli.offload_options import OffloadOptions
+from zeroxla.program.trace import trace
+from zeroxla.cli.train.options import TrainOptions
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 

@@ -17,7 +17,7 @@ from reference import Reference, relative_errors, worst
 from zoo.base import leaves, mse, vectors
 
 import zeroxla
-from zeroxla.adapters import adapt
+from zeroxla.frontend import adapt
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 

@@ -13,10 +13,11 @@ from quick import quick_compilation, thinned  # noqa: F401
 
 import zeroxla
 from models import GPT
-from zeroxla import ZeroConfig, compat
-from zeroxla.inspect.hlo.text import parse
-from zeroxla.planning.wires import local_of
-from zeroxla.trace import trace
+from zeroxla import ZeroConfig
+from zeroxla.program import compat
+from zeroxla.program.hlo.text import parse
+from zeroxla.planning.wire_bytes import local_of
+from zeroxla.program.trace import trace
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 

@@ -16,12 +16,12 @@ import models
 import zeroxla
 from zeroxla import Checkpointer, Offload, ZeroConfig
 from zeroxla.inspect.memory import array_bytes_per_device, shard_bytes
-from zeroxla.offload.disk import ahead
-from zeroxla.offload.disk.array import DiskArray, DiskShape
-from zeroxla.offload.disk.file import DamagedStateError
-from zeroxla.offload.disk.writer import DiskWriter
-from zeroxla.offload.kinds import place_of
-from zeroxla.weights import pretrained
+from zeroxla.offload.disk import read_ahead as ahead
+from zeroxla.offload.disk.disk_array import DiskArray, DiskShape
+from zeroxla.offload.disk.state_file import DamagedStateError
+from zeroxla.step.disk.writer import DiskWriter
+from zeroxla.offload.memory_kinds import place_of
+from zeroxla.checkpoint.weights import pretrained
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 

@@ -14,7 +14,7 @@ from quick import quick_compilation  # noqa: F401
 import zeroxla
 from models import GPT
 from zeroxla import Checkpointer, Feedback, Pipeline, WireFormat, ZeroConfig
-from zeroxla.pipeline.memory import StagesWireState
+from zeroxla.pipeline.stage_wire_state import StagesWireState
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 

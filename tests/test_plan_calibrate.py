@@ -10,9 +10,10 @@ from quick import quick_compilation  # noqa: F401
 
 import zeroxla
 from models import GPT
-from zeroxla import ZeroConfig, cli
+from zeroxla import ZeroConfig
+from zeroxla.cli import main as cli
 from zeroxla.planning.calibrate import LEAST, calibrated, entry
-from zeroxla.planning.machines import Machines
+from zeroxla.mesh.machines import Machines
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 

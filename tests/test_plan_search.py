@@ -13,10 +13,11 @@ from quick import quick_compilation  # noqa: F401
 
 import zeroxla
 from models import GPT, MLP
-from zeroxla import ZeroConfig, cli
+from zeroxla import ZeroConfig
+from zeroxla.cli import main as cli
 from zeroxla.planning.fit import smallest, zero3_estimate
 from zeroxla.planning.generation import Generating
-from zeroxla.planning.machines import Machines
+from zeroxla.mesh.machines import Machines
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -193,9 +194,9 @@ def test_an_abstract_engine_has_the_same_plan():
 
 
 def test_the_command_searches(capsys, tmp_path, monkeypatch):
-    monkeypatch.setattr("zeroxla.plan_run.model_named", lambda name, remat: (MODEL, 16))
+    monkeypatch.setattr("zeroxla.cli.plan.run.model_named", lambda name, remat: (MODEL, 16))
     few = functools.partial(zeroxla.search_plans, zeros=("zero3",), pipes=(1,))
-    monkeypatch.setattr("zeroxla.plan_run.search_plans", few)
+    monkeypatch.setattr("zeroxla.cli.plan.run.search_plans", few)
     picture = tmp_path / "search.png"
     arguments = ["--search", "--nodes", "1", "--devices-per-node", "2", "--picture", str(picture)]
     assert cli.main(["plan", *arguments]) == 0
@@ -215,9 +216,9 @@ def test_the_command_refuses_what_a_search_does_not(option, capsys):
 
 
 def test_the_smallest_cluster_is_not_compiled(capsys, monkeypatch):
-    monkeypatch.setattr("zeroxla.plan_run.model_named", lambda name, remat: (MODEL, 16))
+    monkeypatch.setattr("zeroxla.cli.plan.run.model_named", lambda name, remat: (MODEL, 16))
     monkeypatch.setattr(
-        "zeroxla.plan_run._machines",
+        "zeroxla.cli.plan.run._machines",
         lambda options: {"device": device(platform="cpu", memory_bytes=1.2e6), "link": "1gbit"},
     )
     assert cli.main(["plan", "--compile", "--devices-per-node", "2"]) == 1

@@ -14,15 +14,17 @@ from quick import quick_compilation  # noqa: F401
 
 import zeroxla
 from models import GPT, Llama
-from zeroxla import ZeroConfig, cli, compat
+from zeroxla import ZeroConfig
+from zeroxla.cli import main as cli
+from zeroxla.program import compat
 from zeroxla.inspect import array_bytes_per_device, comms
 from zeroxla.planning.liveness import Scope
-from zeroxla.planning.machines import Device, Link, Machines
-from zeroxla.planning.presets import PRESETS, model_named
+from zeroxla.mesh.machines import Device, Link, Machines
+from zeroxla.planning.model_presets import PRESETS, model_named
 from zeroxla.planning.target import Target
 from zeroxla.planning.timeline import TURNS, Clock
-from zeroxla.planning.wires import comms_of, local_of
-from zeroxla.trace import trace
+from zeroxla.planning.wire_bytes import comms_of, local_of
+from zeroxla.program.trace import trace
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 

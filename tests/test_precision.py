@@ -14,7 +14,7 @@ from zoo.base import leaves, mse, vectors
 
 import zeroxla
 from zeroxla import LossScale
-from zeroxla.adapters import adapt
+from zeroxla.frontend import adapt
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zeroxla.reuse import Limits, kept_uses
+from zeroxla.fetch.reuse import Limits, kept_uses
 
 # Forward and backward of an embedding e, two layers a and b, and the embedding as the head.
 USES = ["e", "a", "b", "e", "e", "b", "a", "e"]

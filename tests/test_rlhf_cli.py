@@ -14,8 +14,8 @@ import pytest
 from quick import QUICK, quick_compilation  # noqa: F401
 from train_tools import copy_at, values
 
-from zeroxla import cli
-from zeroxla.rlhf_options import RlhfOptions
+from zeroxla.cli import main as cli
+from zeroxla.cli.rlhf.options import RlhfOptions
 
 TINY = [
     *("--layers", "1", "--width", "16", "--heads", "2", "--length", "16", "--pretrain-steps", "4"),
@@ -32,7 +32,7 @@ def rlhf(*arguments) -> int:
 
 
 def command(*arguments) -> list[str]:
-    return [sys.executable, "-m", "zeroxla.cli", "rlhf", *map(str, arguments)]
+    return [sys.executable, "-m", "zeroxla.cli.main", "rlhf", *map(str, arguments)]
 
 
 def run_as_a_user(run, text, *options) -> str:

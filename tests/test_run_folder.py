@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from disk import files_limited_to
 
-from zeroxla.run_folder import RunFolder, RunFolderError, has_checkpoint, read_config
-from zeroxla.train_plot import plot_run
+from zeroxla.cli.run_folder import RunFolder, RunFolderError, has_checkpoint, read_config
+from zeroxla.cli.train.plot import plot_run
 
 
 def read_events(path):

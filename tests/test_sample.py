@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from zeroxla.sample import continue_text
+from zeroxla.cli.train.sample import continue_text
 
 LENGTH = 5
 

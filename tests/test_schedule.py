@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zeroxla.inspect.schedule import schedule as report
-from zeroxla.pipeline.check import check
-from zeroxla.pipeline.costs import bubble, cost, critical_path
+from zeroxla.pipeline.schedule_check import check
+from zeroxla.pipeline.schedule_cost import bubble, cost, critical_path
 from zeroxla.pipeline.schedule import (
     NONE,
     Schedule,

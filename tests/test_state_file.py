@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from disk import files_limited_to
 
-from zeroxla.offload.disk.file import DamagedStateError, StateFile
+from zeroxla.offload.disk.state_file import DamagedStateError, StateFile
 from zeroxla.offload.disk.pages import ALIGNMENT
 
 SIZES = {"a": 5, "b": 4096, "c": 3 * 2**20 + 1, "empty": 0}
@@ -18,7 +18,7 @@ SIZES = {"a": 5, "b": 4096, "c": 3 * 2**20 + 1, "empty": 0}
 
 @pytest.fixture
 def path(tmp_path, monkeypatch):
-    monkeypatch.setattr("zeroxla.offload.disk.file.BLOCK_BYTES", 2**20)
+    monkeypatch.setattr("zeroxla.offload.disk.state_file.BLOCK_BYTES", 2**20)
     return tmp_path / "folder" / "a.state"
 
 

@@ -14,7 +14,7 @@ from zoo import CASES
 from zoo.base import leaves, mse, tokens, vectors
 
 import zeroxla
-from zeroxla.adapters import adapt
+from zeroxla.frontend import adapt
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from jax import lax
 
-from zeroxla import compat
-from zeroxla.trace import Value, active_values, closure, flatten_behind, trace
+from zeroxla.program import compat
+from zeroxla.program.trace import Value, active_values, closure, flatten_behind, trace
 
 W = jnp.linspace(-1, 1, 9).reshape(3, 3)
 X = jnp.arange(6.0).reshape(2, 3) / 6

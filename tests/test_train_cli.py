@@ -17,10 +17,11 @@ import pytest
 from quick import QUICK, quick_compilation, thinned  # noqa: F401
 from train_tools import check_no_option, check_refused, copy_at, train, train_as_a_user, values
 
-from zeroxla import Checkpointer, SaveError, cli
-from zeroxla.run_folder import RunFolder
-from zeroxla.train_options import TrainingOptions, TrainOptions
-from zeroxla.train_setup import optimizer_for, schedule_for
+from zeroxla import Checkpointer, SaveError
+from zeroxla.cli import main as cli
+from zeroxla.cli.run_folder import RunFolder
+from zeroxla.cli.train.options import TrainingOptions, TrainOptions
+from zeroxla.cli.train.setup import optimizer_for, schedule_for
 
 TINY = [
     *("--layers", "1", "--width", "16", "--heads", "2", "--batch", "8", "--length", "16"),
@@ -207,7 +208,7 @@ class TestKilled:
         begin = ["--run", run, "--data", text, *TINY, "--steps", "12", "--save-every", "1", *disk]
         arguments = begin
         for killed_after in (2, 5, 9):
-            command = [sys.executable, "-m", "zeroxla.cli", "train", *map(str, arguments)]
+            command = [sys.executable, "-m", "zeroxla.cli.main", "train", *map(str, arguments)]
             process = subprocess.Popen(
                 command, env={**os.environ, **QUICK}, stdout=subprocess.DEVNULL
             )

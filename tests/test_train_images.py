@@ -12,10 +12,10 @@ from quick import quick_compilation  # noqa: F401
 from test_images import write_binary, write_python
 from train_tools import check_no_option, check_refused, copy_at, train, train_as_a_user, values
 
-from zeroxla import cli
-from zeroxla.train_images import draw_predictions
-from zeroxla.train_options import PipelineOptions, TrainOptions
-from zeroxla.train_setup import mesh_for, microbatches_for
+from zeroxla.cli import main as cli
+from zeroxla.cli.train.images import draw_predictions
+from zeroxla.cli.train.options import PipelineOptions, TrainOptions
+from zeroxla.cli.train.setup import mesh_for, microbatches_for
 
 ALEXNET = [
     *("--model", "alexnet", "--image-size", "63", "--width-multiplier", "0.125"),

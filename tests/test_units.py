@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zeroxla.units import (
+from zeroxla.fetch.units import (
     DEFAULT_UNIT_ELEMENTS,
     MIN_UNIT_ELEMENTS,
     Repetition,

@@ -24,10 +24,10 @@ import zeroxla
 from models import GPT, Llama, from_hugging_face
 from models.losses import next_token_loss
 from zeroxla.checkpoint.checkpointer import Checkpointer
-from zeroxla.weights import export
-from zeroxla.weights.export import export_params
-from zeroxla.weights.pretrained import from_pretrained
-from zeroxla.weights.sources import StateSource
+from zeroxla.checkpoint.weights import export
+from zeroxla.checkpoint.weights.export import export_params
+from zeroxla.checkpoint.weights.pretrained import from_pretrained
+from zeroxla.checkpoint.weights.sources import StateSource
 
 pytest.importorskip("safetensors", reason="safetensors is not installed")
 pytestmark = pytest.mark.usefixtures("quick_compilation")

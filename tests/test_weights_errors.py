@@ -15,9 +15,9 @@ from quick import quick_compilation  # noqa: F401
 
 import zeroxla
 from models import GPT, MLP, Llama
-from zeroxla.weights import export, tensor_files
-from zeroxla.weights.export import export_params
-from zeroxla.weights.pretrained import from_pretrained
+from zeroxla.checkpoint.weights import export, safetensors_writer as tensor_files
+from zeroxla.checkpoint.weights.export import export_params
+from zeroxla.checkpoint.weights.pretrained import from_pretrained
 
 pytest.importorskip("safetensors", reason="safetensors is not installed")
 pytestmark = pytest.mark.usefixtures("quick_compilation")

@@ -19,7 +19,8 @@ from quick import quick_compilation, thinned  # noqa: F401
 
 import zeroxla
 from models import GPT, Llama
-from zeroxla.inspect import comms, hlo
+from zeroxla.inspect import comms
+from zeroxla.program import hlo
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 

@@ -16,7 +16,7 @@ from zoo.base import leaves, mse, vectors
 import zeroxla
 from models import GPT
 from zeroxla import Checkpointer, Feedback, WireFormat, ZeroConfig
-from zeroxla.adapters import adapt
+from zeroxla.frontend import adapt
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 

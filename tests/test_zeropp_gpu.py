@@ -16,7 +16,7 @@ import zeroxla
 from models import GPT
 from zeroxla import ZeroConfig
 from zeroxla.inspect import comms
-from zeroxla.planning.topology import H200, WheelsMissingError, target_mesh
+from zeroxla.planning.gpu_topology import H200, WheelsMissingError, target_mesh
 
 pytestmark = pytest.mark.nightly
 

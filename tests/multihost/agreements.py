@@ -14,7 +14,7 @@ import numpy as np
 
 def first_fails(error):
     """Process 0 alone does something, and cannot."""
-    from zeroxla.hosts.exchange import on_first
+    from zeroxla.mesh.processes.exchange import on_first
 
     def action():
         raise error
@@ -25,7 +25,7 @@ def first_fails(error):
 def others_say_more():
     import jax
 
-    from zeroxla.hosts.exchange import agree
+    from zeroxla.mesh.processes.exchange import agree
 
     agree("text", {"x": "1"} if jax.process_index() == 0 else {"x": "1", "y": "2"}, "mend it")
 

@@ -120,7 +120,7 @@ def main(folder, name):
     zeroxla.initialize()
     import jax
 
-    from zeroxla.weights.export import export_params
+    from zeroxla.checkpoint.weights.export import export_params
 
     step, saved = step_of(CASES[name]), Path(folder) / name
 

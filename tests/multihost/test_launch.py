@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from zeroxla.launch.hostfile import Host, read_hostfile
-from zeroxla.launch.options import LaunchOptions
-from zeroxla.launch.run import launch
+from zeroxla.cli.launch.hostfile import Host, read_hostfile
+from zeroxla.cli.launch.options import LaunchOptions
+from zeroxla.cli.launch.run import launch
 
 
 def run(script, **options):

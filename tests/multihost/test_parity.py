@@ -6,7 +6,7 @@ from quick import quick_compilation  # noqa: F401
 
 import zeroxla
 from multihost import processes, steps
-from zeroxla.launch.ranks import free_port
+from zeroxla.cli.launch.ranks import free_port
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quick_compilation")]
 

@@ -20,8 +20,8 @@ def main(hub, out):
     import numpy as np
 
     from models import from_hugging_face
-    from zeroxla.weights.export import export_params
-    from zeroxla.weights.pretrained import from_pretrained
+    from zeroxla.checkpoint.weights.export import export_params
+    from zeroxla.checkpoint.weights.pretrained import from_pretrained
 
     first = jax.process_index() == 0
     model = from_hugging_face(hub)

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 
-from zeroxla.checkpoint.logical import WIRES, Entry, name
+from zeroxla.checkpoint.entries import WIRES, Entry, name
 from zeroxla.inspect.memory import format_bytes
-from zeroxla.inspect.report import Report
-from zeroxla.paths import Path as Name
+from zeroxla.program.report import Report
+from zeroxla.program.paths import Path as Name
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -14,16 +14,16 @@ import jax
 from flax import traverse_util
 
 import zeroxla
-from zeroxla.checkpoint import logical
+from zeroxla.checkpoint import entries as logical
 from zeroxla.checkpoint.about import About
-from zeroxla.checkpoint.disk import apart, replaced_on_disk, to_disk, writer_of
-from zeroxla.checkpoint.logical import WIRES, Entry, entries, rebuild
+from zeroxla.checkpoint.disk_arrays import apart, replaced_on_disk, to_disk, writer_of
+from zeroxla.checkpoint.entries import WIRES, Entry, entries, rebuild
 from zeroxla.checkpoint.store import Store
-from zeroxla.config import ZeroConfig
-from zeroxla.paths import Path as Name
-from zeroxla.shapes import shapes_of
-from zeroxla.state import TrainState
-from zeroxla.step import Step
+from zeroxla.config.zero_config import ZeroConfig
+from zeroxla.program.paths import Path as Name
+from zeroxla.program.shapes import shapes_of
+from zeroxla.step.state import TrainState
+from zeroxla.step.step import Step
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

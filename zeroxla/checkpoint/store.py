@@ -13,12 +13,12 @@ import jax
 import orbax.checkpoint as ocp
 
 from zeroxla.checkpoint.about import About
-from zeroxla.checkpoint.failures import SaveError, quiet_absl, root_cause
-from zeroxla.checkpoint.handler import SAVE_TIMEOUT_S, RestoreState, SaveState, StateHandler
-from zeroxla.checkpoint.logical import Entry
-from zeroxla.checkpoint.sums import find_damage
-from zeroxla.hosts.exchange import exchange, on_first
-from zeroxla.paths import Path as Name
+from zeroxla.checkpoint.errors import SaveError, quiet_absl, root_cause
+from zeroxla.checkpoint.orbax_handler import SAVE_TIMEOUT_S, RestoreState, SaveState, StateHandler
+from zeroxla.checkpoint.entries import Entry
+from zeroxla.checkpoint.checksums import find_damage
+from zeroxla.mesh.processes.exchange import exchange, on_first
+from zeroxla.program.paths import Path as Name
 
 STATE = "state"
 

@@ -8,8 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from zeroxla.adapters import Adapted
-from zeroxla.adapters.base import Tree
+from zeroxla.frontend import Adapted
+from zeroxla.frontend.base import Tree
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

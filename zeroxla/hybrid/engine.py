@@ -9,21 +9,21 @@ from typing import Any
 import jax
 import numpy as np
 
-from zeroxla.hybrid.compiled import Compiled, Copy
+from zeroxla.hybrid.compile_cache import Compiled, Copy
 from zeroxla.hybrid.decode import Shape
-from zeroxla.hybrid.generation import Generation
+from zeroxla.hybrid.generate_programs import Generation
 from zeroxla.hybrid.model import Model
-from zeroxla.hybrid.phases import phase_report
+from zeroxla.hybrid.phase_report import phase_report
 from zeroxla.hybrid.prompts import Generated, Limits, as_rows, left_padded
 from zeroxla.hybrid.reshard import Stored, tensor_mesh
 from zeroxla.hybrid.sampling import Sampling
-from zeroxla.hybrid.tensor_parallel import TensorPlan
-from zeroxla.inspect.phase_memory import PhaseReport
-from zeroxla.mesh import PIPE
-from zeroxla.notices import warn
-from zeroxla.state import TrainState
-from zeroxla.step import Step
-from zeroxla.validate import check_is_state, check_key
+from zeroxla.split.tensor_plan import TensorPlan
+from zeroxla.hybrid.phase_memory import PhaseReport
+from zeroxla.mesh.make_mesh import PIPE
+from zeroxla.step.notices import warn
+from zeroxla.step.state import TrainState
+from zeroxla.step.step import Step
+from zeroxla.step.checks import check_is_state, check_key
 
 
 class HybridEngine:

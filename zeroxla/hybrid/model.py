@@ -8,16 +8,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from zeroxla.adapters.base import Tree
+from zeroxla.frontend.base import Tree
 from zeroxla.hybrid.calls import Calls
-from zeroxla.hybrid.flow import seeded
-from zeroxla.hybrid.program import PartProgram, leaf_dims
-from zeroxla.hybrid.proof import prove
+from zeroxla.split.dims_flow import seeded
+from zeroxla.split.part_program import PartProgram, leaf_dims
+from zeroxla.split.proof import prove
 from zeroxla.hybrid.reshard import Stored
-from zeroxla.hybrid.tensor_parallel import TensorPlan, plan
-from zeroxla.layout import leaf_path
-from zeroxla.shapes import shapes_of
-from zeroxla.step import Step
+from zeroxla.split.tensor_plan import TensorPlan, plan
+from zeroxla.wire.leaves import leaf_path
+from zeroxla.program.shapes import shapes_of
+from zeroxla.step.step import Step
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -11,11 +11,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from zeroxla.adapters.base import Tree
+from zeroxla.frontend.base import Tree
 from zeroxla.hybrid.decode import NextLogits
 from zeroxla.hybrid.model import Model
-from zeroxla.hybrid.parts import Sharing
-from zeroxla.hybrid.tensor_parallel import TensorPlan
+from zeroxla.split.run_parts import Sharing
+from zeroxla.split.tensor_plan import TensorPlan
 
 Prompts = dict[str, jax.Array]
 """`prompt` int32[B, P] and `length` int32[B]."""

@@ -1,10 +1,10 @@
 """Reports on compiled programs and live arrays: what travels, what memory holds, pictures."""
 
-from .comms import CommsReport, Row, comms
-from .memory import MemoryReport, array_bytes_per_device, format_bytes, memory
-from .phase_memory import PhaseReport
-from .phases import PHASES
-from .pictures import (
+from zeroxla.inspect.comms import CommsReport, Row, comms
+from zeroxla.inspect.memory import MemoryReport, array_bytes_per_device, format_bytes, memory
+from zeroxla.hybrid.phase_memory import PhaseReport
+from zeroxla.inspect.phases import PHASES
+from zeroxla.inspect.pictures import (
     plot_comms,
     plot_disk,
     plot_memory,
@@ -13,7 +13,7 @@ from .pictures import (
     plot_schedule,
     plot_search,
 )
-from .schedule import ScheduleReport, schedule
+from zeroxla.inspect.schedule import ScheduleReport, schedule
 
 __all__ = [
     "PHASES",

@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 import jax
 
-from zeroxla.offload.kinds import Place, place_of
+from zeroxla.offload.memory_kinds import Place, place_of
 
-from .report import Report
+from zeroxla.program.report import Report
 
 if TYPE_CHECKING:
     from rich.table import Table
 
     from zeroxla.hybrid.engine import HybridEngine
-    from zeroxla.inspect.phase_memory import PhaseReport
+    from zeroxla.hybrid.phase_memory import PhaseReport
 
 
 def format_bytes(num_bytes: float) -> str:

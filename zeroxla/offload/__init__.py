@@ -1,1 +1,1 @@
-"""What of the training state lives outside the devices' memory."""
+"""State that lives in host memory or on disk."""

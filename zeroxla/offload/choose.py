@@ -6,8 +6,8 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
-from zeroxla.offload.options import Offload, memory_of
-from zeroxla.placement import Placement
+from zeroxla.config.offload import Offload, memory_of
+from zeroxla.mesh.placement import Placement
 
 Both = tuple[tuple[Placement, ...], tuple[Placement, ...]]
 

@@ -12,9 +12,9 @@ import flax.linen as nn
 import jax
 from flax import nnx
 
-from zeroxla.adapters.base import Tree
-from zeroxla.adapters.linen import linen_functions
-from zeroxla.adapters.nnx import nnx_functions
+from zeroxla.frontend.base import Tree
+from zeroxla.frontend.linen import linen_functions
+from zeroxla.frontend.nnx import nnx_functions
 
 Init = Callable[[jax.Array, Any], tuple[Tree, Tree]]
 Call = Callable[..., tuple[Any, Tree]]

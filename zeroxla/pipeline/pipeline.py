@@ -9,17 +9,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from zeroxla.adapters import Adapted, adapt
-from zeroxla.low_rank.model import LoraModel
+from zeroxla.frontend import Adapted, adapt
+from zeroxla.frontend.lora.model import LoraModel
 from zeroxla.pipeline.layer_cost import LayerCost
-from zeroxla.pipeline.listed import LayerList
+from zeroxla.pipeline.layer_list import LayerList
 from zeroxla.pipeline.minimax import check_stages
 from zeroxla.pipeline.partition import Partition, resolve
 from zeroxla.pipeline.profile import Profile, profile
-from zeroxla.pipeline.scanned import ScannedModel
+from zeroxla.pipeline.scanned_model import ScannedModel
 from zeroxla.pipeline.schedule import Schedule, forward_only, make_schedule
 from zeroxla.pipeline.stage import Stage
-from zeroxla.shapes import shapes_of
+from zeroxla.program.shapes import shapes_of
 
 
 class Pipeline:

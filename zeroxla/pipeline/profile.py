@@ -13,12 +13,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from zeroxla.hosts.exchange import exchange
+from zeroxla.mesh.processes.exchange import exchange
 from zeroxla.pipeline.layer_cost import LayerCost, Machine
 from zeroxla.pipeline.stage import Stage
-from zeroxla.planning.machines import Machines
-from zeroxla.shapes import shapes_of
-from zeroxla.trace import is_float
+from zeroxla.mesh.machines import Machines
+from zeroxla.program.shapes import shapes_of
+from zeroxla.program.trace import is_float
 
 _REPEATS = 5
 

@@ -9,17 +9,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from zeroxla.ends import Ends
-from zeroxla.fetch import make_plan
-from zeroxla.gather import Runner
-from zeroxla.layout import Layout
-from zeroxla.metrics import weight_of, weighted
-from zeroxla.pipeline.moves import Piece
-from zeroxla.prefetch import tie
-from zeroxla.reuse import Limits
-from zeroxla.routes import Source
-from zeroxla.trace import is_float, trace
-from zeroxla.wiring import Wiring
+from zeroxla.step.once_per_step import Ends
+from zeroxla.fetch.fetch_plan import make_plan
+from zeroxla.fetch.runner import Runner
+from zeroxla.wire.leaves import Layout
+from zeroxla.step.metrics import weight_of, weighted
+from zeroxla.pipeline.stage_moves import Piece
+from zeroxla.fetch.order import tie
+from zeroxla.fetch.reuse import Limits
+from zeroxla.wire.routes import Source
+from zeroxla.program.trace import is_float, trace
+from zeroxla.wire.resolve import Wiring
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -7,7 +7,7 @@ import json
 import math
 from collections.abc import Callable, Mapping
 
-from zeroxla.planning.machines import Device
+from zeroxla.mesh.machines import Device
 from zeroxla.planning.plan import Plan
 from zeroxla.planning.timeline import COMPUTE
 

@@ -9,11 +9,11 @@ from rich.table import Table
 from zeroxla.hybrid.engine import HybridEngine
 from zeroxla.hybrid.sampling import Sampling
 from zeroxla.inspect.memory import format_bytes
-from zeroxla.inspect.report import Report
-from zeroxla.mesh import platform_of
+from zeroxla.program.report import Report
+from zeroxla.mesh.make_mesh import platform_of
 from zeroxla.planning.liveness import Scope
-from zeroxla.planning.wires import body_of, local_of
-from zeroxla.step import Step
+from zeroxla.planning.wire_bytes import body_of, local_of
+from zeroxla.step.step import Step
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 
-from zeroxla import compat
+from zeroxla.program import compat
 from zeroxla.planning.liveness import size_of
 from zeroxla.planning.timeline import is_move
-from zeroxla.trace import Program
+from zeroxla.program.trace import Program
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -16,10 +16,10 @@ from collections.abc import Callable, Iterable, Mapping
 
 from jax import memory
 
-from zeroxla import compat
-from zeroxla.planning.wires import bodies, body_of
-from zeroxla.primitives import ELEMENTWISE, EXPENSIVE, REDUCTIONS
-from zeroxla.trace import Atom, Equation, Program, Value
+from zeroxla.program import compat
+from zeroxla.planning.wire_bytes import bodies, body_of
+from zeroxla.program.primitives import ELEMENTWISE, EXPENSIVE, REDUCTIONS
+from zeroxla.program.trace import Atom, Equation, Program, Value
 
 RENAMES = frozenset(
     {

@@ -9,12 +9,12 @@ from rich.table import Table
 
 from zeroxla.inspect.comms import CommsReport
 from zeroxla.inspect.memory import format_bytes
-from zeroxla.inspect.report import Report
-from zeroxla.mesh import DEVICE
-from zeroxla.planning.compiled import CompiledPlan
+from zeroxla.program.report import Report
+from zeroxla.mesh.make_mesh import DEVICE
+from zeroxla.planning.compile_check import CompiledPlan
 from zeroxla.planning.generation import GenerationPlan
-from zeroxla.planning.machines import Device, Link
-from zeroxla.planning.memory import MemoryPlan
+from zeroxla.mesh.machines import Device, Link
+from zeroxla.planning.memory_model import MemoryPlan
 from zeroxla.planning.simulation import Simulation
 from zeroxla.planning.target import HOST_UPDATE, Target
 from zeroxla.planning.timeline import COMPUTE, TimeLine

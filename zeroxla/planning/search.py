@@ -11,10 +11,10 @@ import jax
 from flax import linen
 from rich.table import Table
 
-from zeroxla.config import ZeroConfig
+from zeroxla.config.zero_config import ZeroConfig
 from zeroxla.inspect.memory import format_bytes
-from zeroxla.inspect.report import Report
-from zeroxla.mesh import DEVICE, NODE, PIPE
+from zeroxla.program.report import Report
+from zeroxla.mesh.make_mesh import DEVICE, NODE, PIPE
 from zeroxla.pipeline.pipeline import Pipeline
 from zeroxla.planning.make import plan
 from zeroxla.planning.plan import Plan

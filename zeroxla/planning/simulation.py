@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 
-from zeroxla.pipeline.costs import cost
+from zeroxla.pipeline.schedule_cost import cost
 from zeroxla.pipeline.schedule import Schedule
 from zeroxla.planning.host_update import HostUpdate
 from zeroxla.planning.target import DISK, HOST, HOST_UPDATE, Target
 from zeroxla.planning.timeline import COMPUTE, Clock, TimeLine
-from zeroxla.trace import Program
+from zeroxla.program.trace import Program
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

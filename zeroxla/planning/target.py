@@ -7,8 +7,8 @@ import math
 from collections.abc import Mapping
 
 from zeroxla.inspect.traffic import received_bytes
-from zeroxla.mesh import DEVICE, NODE, PIPE
-from zeroxla.planning.machines import Device, Link
+from zeroxla.mesh.make_mesh import DEVICE, NODE, PIPE
+from zeroxla.mesh.machines import Device, Link
 from zeroxla.planning.work import Work
 
 HOST = "host"

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 import jax.numpy as jnp
 
 from zeroxla.planning.liveness import Scope, size_of
-from zeroxla.trace import Atom, Equation, Value
+from zeroxla.program.trace import Atom, Equation, Value
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

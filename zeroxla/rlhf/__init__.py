@@ -1,16 +1,23 @@
 """Reinforcement learning from rewards: PPO and GRPO on a training state that generates."""
 
-from .advantages import gae, group_advantages, token_rewards, whiten
-from .loop import Loop
-from .losses import entropy, grpo_loss, kl_estimate, ppo_loss, target_logprobs, value_loss
-from .make import Storage, make_loop
-from .memory import PhaseMemory, PhasesMemory, memory_by_phase
-from .objectives import actor_loss, critic_loss
-from .policy import Policy
-from .rewards import REWARDS, ModelReward, Reward, TextReward
-from .rollouts import Rollouts, minibatches
-from .settings import Settings
-from .states import Scored, States
+from zeroxla.rlhf.advantages import gae, group_advantages, token_rewards, whiten
+from zeroxla.rlhf.loop import Loop
+from zeroxla.rlhf.losses import (
+    entropy,
+    grpo_loss,
+    kl_estimate,
+    ppo_loss,
+    target_logprobs,
+    value_loss,
+)
+from zeroxla.rlhf.make import Storage, make_loop
+from zeroxla.rlhf.phase_sums import PhaseMemory, PhasesMemory, memory_by_phase
+from zeroxla.rlhf.objectives import actor_loss, critic_loss
+from zeroxla.rlhf.policy import Policy
+from zeroxla.rlhf.rewards import REWARDS, ModelReward, Reward, TextReward
+from zeroxla.rlhf.rollouts import Rollouts, minibatches
+from zeroxla.rlhf.settings import Settings
+from zeroxla.rlhf.states import Scored, States
 
 __all__ = [  # noqa: RUF022 (grouped)
     # the loop

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zeroxla.hosts.batches import global_batch, process_shard
+from zeroxla.mesh.batches import global_batch, process_shard
 from zeroxla.hybrid.engine import HybridEngine
 from zeroxla.rlhf.advantages import gae, group_advantages, token_rewards, whiten
 from zeroxla.rlhf.objectives import batch_shapes, critic_shapes
@@ -24,8 +24,8 @@ from zeroxla.rlhf.rewards import Reward, checked
 from zeroxla.rlhf.rollouts import Prompts, Rollouts, minibatches
 from zeroxla.rlhf.settings import Settings
 from zeroxla.rlhf.states import Scored, States
-from zeroxla.state import TrainState
-from zeroxla.step import Step
+from zeroxla.step.state import TrainState
+from zeroxla.step.step import Step
 
 PHASES = ("generate", "score", "train")
 

@@ -8,10 +8,10 @@ from typing import Any
 import optax
 from jax.sharding import Mesh
 
-from zeroxla.config import ZeroConfig
-from zeroxla.low_rank.at_rest import Frozen
-from zeroxla.low_rank.model import LoraModel, lora
-from zeroxla.make import make_step
+from zeroxla.config.zero_config import ZeroConfig
+from zeroxla.frontend.lora.at_rest import Frozen
+from zeroxla.frontend.lora.model import LoraModel, lora
+from zeroxla.step.make import make_step
 from zeroxla.rlhf.loop import Loop
 from zeroxla.rlhf.objectives import actor_loss, critic_loss
 from zeroxla.rlhf.policy import Policy

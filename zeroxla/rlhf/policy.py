@@ -8,10 +8,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from zeroxla.low_rank.model import LoraModel
-from zeroxla.low_rank.plan import LORA
-from zeroxla.state import TrainState
-from zeroxla.step import Step
+from zeroxla.frontend.lora.model import LoraModel
+from zeroxla.frontend.lora.leaf_plan import LORA
+from zeroxla.step.state import TrainState
+from zeroxla.step.step import Step
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

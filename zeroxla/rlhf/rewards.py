@@ -10,7 +10,7 @@ import numpy as np
 
 from zeroxla.hybrid.engine import HybridEngine
 from zeroxla.rlhf.rollouts import Rollouts
-from zeroxla.state import TrainState
+from zeroxla.step.state import TrainState
 
 _PAIRS = {")": "(", "]": "[", "}": "{"}
 

@@ -9,7 +9,7 @@ import dataclasses
 
 import numpy as np
 
-from zeroxla.state import TrainState
+from zeroxla.step.state import TrainState
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -5,13 +5,13 @@ display and opens no window. A notebook shows it as the last expression of a cel
 `matplotlib.pyplot` has been imported there.
 """
 
-from .comms import plot_comms
-from .disk import plot_disk
-from .memory import plot_memory
-from .placement import plot_placement
-from .plan import plot_plan
-from .schedule import plot_schedule
-from .search import plot_search
+from zeroxla.inspect.pictures.comms import plot_comms
+from zeroxla.inspect.pictures.disk import plot_disk
+from zeroxla.inspect.pictures.memory import plot_memory
+from zeroxla.inspect.pictures.placement import plot_placement
+from zeroxla.inspect.pictures.plan import plot_plan
+from zeroxla.inspect.pictures.schedule import plot_schedule
+from zeroxla.inspect.pictures.search import plot_search
 
 __all__ = [
     "plot_comms",

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
-from ..comms import CommsReport, Row
-from ..memory import format_bytes
-from .figures import COLORS, INK, finish, new_figure, quiet
+from zeroxla.inspect.comms import CommsReport, Row
+from zeroxla.inspect.memory import format_bytes
+from zeroxla.inspect.pictures.figures import COLORS, INK, finish, new_figure, quiet
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
-from zeroxla.offload.disk.array import DiskArray
+from zeroxla.offload.disk.disk_array import DiskArray
 
-from ..memory import format_bytes
-from .figures import COLORS, INK, finish, new_figure, quiet
+from zeroxla.inspect.memory import format_bytes
+from zeroxla.inspect.pictures.figures import COLORS, INK, finish, new_figure, quiet
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

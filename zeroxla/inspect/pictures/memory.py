@@ -6,8 +6,8 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Protocol
 
-from ..memory import format_bytes
-from .figures import COLORS, INK, finish, new_figure, quiet
+from zeroxla.inspect.memory import format_bytes
+from zeroxla.inspect.pictures.figures import COLORS, INK, finish, new_figure, quiet
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from ..memory import format_bytes
-from ..phases import PHASES
-from .figures import COLORS, INK, finish, new_figure, quiet
+from zeroxla.inspect.memory import format_bytes
+from zeroxla.inspect.phases import PHASES
+from zeroxla.inspect.pictures.figures import COLORS, INK, finish, new_figure, quiet
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from zeroxla.pipeline.costs import work_of
+from zeroxla.pipeline.schedule_cost import work_of
 from zeroxla.pipeline.schedule import NONE, Schedule
 
-from .figures import COLORS, FRAME, INK, finish, new_figure
+from zeroxla.inspect.pictures.figures import COLORS, FRAME, INK, finish, new_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from ..memory import format_bytes
-from .figures import COLORS, INK, finish, new_figure, quiet
+from zeroxla.inspect.memory import format_bytes
+from zeroxla.inspect.pictures.figures import COLORS, INK, finish, new_figure, quiet
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

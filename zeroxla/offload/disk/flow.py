@@ -10,9 +10,9 @@ from typing import Any
 
 import jax
 
-from zeroxla.offload.disk.array import Arriving, DiskArray, write
-from zeroxla.offload.disk.file import StateFile
-from zeroxla.offload.rows import Rows
+from zeroxla.offload.disk.disk_array import Arriving, DiskArray, write
+from zeroxla.offload.disk.state_file import StateFile
+from zeroxla.offload.update.rows import Rows
 
 
 class Flow:

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from zeroxla.offload.rows import Rows
+from zeroxla.offload.update.rows import Rows
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from zeroxla.placement import Placement
+from zeroxla.mesh.placement import Placement
 
 # No parameter has these dtypes.
 _TICKET_OF = {np.dtype("float32"): np.dtype("int32"), np.dtype("uint8"): np.dtype("uint32")}

@@ -1,0 +1,173 @@
+"""A training state as a checkpoint holds it: arrays by name, in natural shapes, of no mesh.
+
+A name is a path of keys, such as ("params", "h", "attn", "c_attn", "kernel") or ("opt_state", "0",
+"mu", ...). What wires remember comes under "wires": it need not be there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from zeroxla.program.paths import Path, paths_of
+from zeroxla.mesh.placement import Placement
+from zeroxla.step.state import TrainState
+from zeroxla.wire.wire_state import PARTS, WireState
+
+WIRES = "wires"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Entry:
+    """An array of a state.
+
+    Attributes:
+      array: as the state stores it, padding included, or its `jax.ShapeDtypeStruct`; of a PRNG key
+        the data.
+      shape: the natural shape.
+    """
+
+    array: Any
+    shape: tuple[int, ...]
+
+    @property
+    def dtype(self) -> str:
+        return np.dtype(self.array.dtype).name
+
+    @property
+    def is_padded(self) -> bool:
+        return self.shape != self.array.shape
+
+
+def entries(state: TrainState) -> dict[Path, Entry]:
+    """Return the arrays of a state, or of its shapes, by name.
+
+    Raises:
+      ValueError: two have the same name, as those of {"a": {"b": x}, "a.b": y} would have.
+    """
+    found: dict[Path, Entry] = {}
+    for name, tree, placements in (
+        ("params", state.params, state.placements[0]),
+        ("opt_state", state.opt_state, state.placements[1]),
+    ):
+        paths = [(name, *path) for path, _ in paths_of(tree)]
+        found |= _placed(paths, jax.tree.leaves(tree), placements)
+    rest = {
+        "model_state": state.model_state,
+        "key": _key_data(state.key),
+        "loss_scale": state.loss_scale,
+        "step": state.step,
+    }
+    found |= {path: Entry(array=x, shape=x.shape) for path, x in paths_of(rest)}
+    if state.wire_state is not None:
+        paths = [path for path, _ in paths_of(state.params)]
+        names, shapes = state.wire_state.names(paths), state.wire_state.shapes(state.placements[0])
+        for part in PARTS:
+            trio = zip(*(getattr(x, part) for x in (names, state.wire_state, shapes)), strict=True)
+            found |= {
+                (WIRES, *path): Entry(array=x, shape=shape)
+                for path, x, shape in trio
+                if x is not None
+            }
+    _check_names(found)
+    return found
+
+
+def rebuild(like: TrainState, arrays: Mapping[Path, Any], *, key: str) -> TrainState:
+    """Return a state of arrays by name, stored as `like` has them.
+
+    Args:
+      like: a state, or its shapes.
+      arrays: all of `entries(like)`, those of wires perhaps not; a state that lacks some of those
+        that its wires remember has none: the step makes them anew.
+      key: of what kind the PRNG key is.
+    """
+
+    def tree(name: str) -> Any:
+        old = getattr(like, name)
+        new = [arrays[name, *path] for path, _ in paths_of(old)]
+        return jax.tree.unflatten(jax.tree.structure(old), new)
+
+    return TrainState(
+        step=arrays["step",],
+        params=tree("params"),
+        opt_state=tree("opt_state"),
+        model_state=tree("model_state"),
+        key=_wrap_key(arrays["key",], key),
+        loss_scale=tree("loss_scale"),
+        wire_state=_wire_state(like, arrays),
+        placements=like.placements,
+    )
+
+
+def with_params(state: TrainState, arrays: Mapping[Path, Any]) -> Any:
+    """Return the parameters of a state, some of them replaced."""
+    leaves = [arrays.get(("params", *path), x) for path, x in paths_of(state.params)]
+    return jax.tree.unflatten(jax.tree.structure(state.params), leaves)
+
+
+def key_kind(key: jax.Array) -> str:
+    """Return the name of a PRNG key's kind, such as "fry" of threefry."""
+    return str(jax.random.key_impl(key))
+
+
+def name(path: Path) -> str:
+    """Return a name for people."""
+    return "/".join(path)
+
+
+def _wire_state(like: TrainState, arrays: Mapping[Path, Any]) -> WireState | None:
+    if like.wire_state is None:
+        return None
+    paths = [path for path, _ in paths_of(like.params)]
+    names = like.wire_state.names(paths)
+    parts = {}
+    for part in PARTS:
+        wanted = [None if name is None else (WIRES, *name) for name in getattr(names, part)]
+        if any(name is not None and name not in arrays for name in wanted):
+            return None
+        parts[part] = [None if name is None else arrays[name] for name in wanted]
+    return dataclasses.replace(like.wire_state, **parts)
+
+
+def _placed(
+    paths: Sequence[Path], leaves: Sequence[Any], placements: Sequence[Placement]
+) -> dict[Path, Entry]:
+    trio = zip(paths, leaves, placements, strict=True)
+    return {path: Entry(array=x, shape=p.shape) for path, x, p in trio if x is not None}
+
+
+def _check_names(found: Mapping[Path, Entry]) -> None:
+    seen: dict[str, Path] = {}
+    for path in found:
+        other = seen.setdefault(".".join(path), path)
+        if other != path:
+            raise ValueError(
+                f"{name(other)} and {name(path)} have the same name in a checkpoint, "
+                f"{'.'.join(path)}; rename one of them"
+            )
+
+
+def _key_data(key: Any) -> Any:
+    if isinstance(key, jax.Array):
+        return jax.random.key_data(key)
+    data = jax.eval_shape(jax.random.key_data, key)
+    return jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=key.sharding)
+
+
+def _wrap_key(data: jax.Array, kind: str) -> jax.Array:
+    assert isinstance(data.sharding, NamedSharding)
+    everywhere = NamedSharding(data.sharding.mesh, PartitionSpec())  # of a key, which has no dims
+    wrap = jax.jit(lambda x: jax.random.wrap_key_data(x, impl=kind), out_shardings=everywhere)
+    return wrap(data)
+
+
+def empty(entry: Entry) -> jax.Array:
+    """Return an array without elements: storage has none of these."""
+    zeros = np.zeros(entry.array.shape, entry.array.dtype)
+    return jax.make_array_from_callback(zeros.shape, entry.array.sharding, lambda i: zeros[i])

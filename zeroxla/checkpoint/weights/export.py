@@ -1,0 +1,240 @@
+"""`export_params`: parameters as safetensors files that other programs read."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from zeroxla.mesh.processes.together import together
+from zeroxla.inspect.memory import format_bytes
+from zeroxla.frontend.lora.model import LoraModel
+from zeroxla.frontend.lora.leaf_plan import BASE, LORA
+from zeroxla.step.state import TrainState
+from zeroxla.checkpoint.weights.tensor_names import (
+    Leaf,
+    abstract,
+    check_shapes,
+    flat_leaves,
+    format_leaves,
+    format_of,
+)
+from zeroxla.checkpoint.weights.sources import MergedSource, Source, open_source
+from zeroxla.checkpoint.weights.safetensors_writer import DTYPES, Plan, Writer, make_plan, writing
+
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+
+
+def export_params(
+    source: TrainState | str | Path,
+    folder: str | Path,
+    *,
+    model: Any = None,
+    dtype: str = "float32",
+    max_shard_size: int | str = "5GB",
+    config: Mapping[str, Any] | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> list[Path]:
+    """Write parameters as safetensors, with Hugging Face's names if the model has them.
+
+    With a model whose class has the attribute `hugging_face` (`GPT`, `Llama`) the folder is one
+    that Transformers loads: `model.safetensors`, or several `model-00001-of-000NN.safetensors` and
+    their index, and `config.json`. Any other parameters get their paths as names, "a.b.c", in the
+    same files without a config.
+
+    Files get their names when all are on disk; until then an older export in the folder stays.
+
+    Args:
+      source: a training state; or the folder of a checkpoint, or of several (then the newest).
+      folder: made if missing. Of an older export in it nothing stays.
+      model: a flax.linen module, a function `rngs -> nnx module`, or an nnx module: the one that
+        the parameters are of. None: flat names. Or what `zeroxla.lora` made, of which a step has
+        seen a batch: then the adapters are merged, and the files are those of its model.
+      dtype: "float32", "bfloat16" or "float16"; rounded to nearest, ties to even.
+      max_shard_size: of the tensors in a file; bytes, or such as "500MB" (10^6) or "2GiB" (2^30).
+        A larger tensor is alone in its file.
+      config: keys of config.json that no model knows, such as those of a tokenizer's special
+        tokens.
+      progress: called after each leaf with the bytes written so far and those of all tensors.
+
+    Returns:
+      The files with tensors, in order.
+
+    Raises:
+      ValueError: the source, an option or the model do not fit; the folder cannot be written or
+        lacks the space; a number is beyond the range of the dtype (named).
+
+    Of several processes all must call this; only the first writes, and its folder counts.
+
+    Cost: host memory of one leaf (a scanned one holds all layers) and a buffer of 32 MiB; from a
+    state on devices of several processes, a leaf whole on every device for a moment. A checkpoint's
+    files are read twice: to check them, and to export.
+
+    >>> import tempfile, jax, numpy as np, zeroxla
+    >>> from models import MLP
+    >>> step = zeroxla.make_step(MLP.tiny(), zeroxla.make_mesh(nodes=1))
+    >>> batch = {"image": np.zeros((8, 28, 28)), "label": np.zeros(8, int)}
+    >>> state = step.init(jax.random.key(0), batch)
+    >>> [file.name for file in export_params(state, tempfile.mkdtemp())]
+    ['model.safetensors']
+    """
+    folder = Path(folder).expanduser()
+    is_writer = jax.process_index() == 0
+
+    def prepare() -> tuple[Source, list[Leaf], Plan, dict[str, str]] | None:
+        if not is_writer and not isinstance(source, TrainState):
+            return None  # a checkpoint may be where this process does not see it
+        opened, own = _merged(open_source(source), model)
+        leaves, others = _layout(opened, own, dtype, config or {})
+        plan = _plan(leaves, dtype, max_shard_size)
+        if is_writer:
+            _make_folder(folder, plan)
+        return opened, leaves, plan, others
+
+    prepared = together("export", prepare)
+    if prepared is None:
+        together("files of the export", lambda: None)
+        return []
+    opened, leaves, plan, others = prepared
+    failure = _write(opened, leaves, plan, folder, others, progress if is_writer else None)
+    together("files of the export", lambda: _raise(failure))
+    return [folder / name for name in plan.sizes]
+
+
+def _merged(source: Source, model: Any) -> tuple[Source, Any]:
+    """Return the parameters without adapters, and the model that they are of."""
+    if isinstance(model, LoraModel):
+        return MergedSource(source, model.plan), model.model
+    if {path[0] for path in source.shapes} == {BASE, LORA}:
+        raise ValueError(
+            f"{source.title} holds adapters beside their base; give model= what zeroxla.lora made, "
+            "to export the two merged"
+        )
+    return source, model
+
+
+def _layout(
+    source: Source, model: Any, dtype: str, more: Mapping[str, Any]
+) -> tuple[list[Leaf], dict[str, str]]:
+    """Return the leaves with their tensors, and the text files beside them."""
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype={dtype!r}; choose {', '.join(map(repr, DTYPES))}")
+    module = abstract(model)
+    format = format_of(module)
+    if format is None:
+        return flat_leaves(source.shapes), {}
+    check_shapes(module, source.shapes, source.title)
+    config = {**format.config(module, dtype=dtype), **more}
+    text = json.dumps(config, indent=2) + "\n"
+    return format_leaves(source.shapes, format), {"config.json": text}
+
+
+def _plan(leaves: list[Leaf], dtype: str, max_shard_size: int | str) -> Plan:
+    shapes = {name: leaf.tensor_shape for leaf in leaves for name in leaf.tensors}
+    if not shapes:
+        raise ValueError("there are no parameters to export")
+    return make_plan(shapes, dtype=dtype, max_shard_bytes=parse_size(max_shard_size))
+
+
+def _write(
+    source: Source,
+    leaves: list[Leaf],
+    plan: Plan,
+    folder: Path,
+    others: Mapping[str, str],
+    progress: Callable[[int, int], None] | None,
+) -> Exception | None:
+    """Read every leaf, and in the first process write it; return what went wrong there.
+
+    It goes on reading all the same: the other processes take part in that.
+    """
+    failure: Exception | None = None
+    left = iter(leaves)
+    try:
+        with _writer(plan, folder, others) as writer:
+            done = 0
+            for leaf in left:
+                values = source.read(leaf.path)
+                if writer is not None:
+                    write_leaf(writer, leaf, values)
+                done += values.size * jnp.dtype(plan.dtype).itemsize
+                if progress is not None:
+                    progress(done, plan.tensor_bytes)
+                del values  # before the next is read
+    except OSError as error:
+        failure = _not_writable(folder, error)
+    except Exception as error:
+        failure = error
+    if source.is_collective and jax.process_count() > 1:
+        for leaf in left:
+            source.read(leaf.path)
+    return failure
+
+
+def write_leaf(writer: Writer, leaf: Leaf, values: np.ndarray) -> None:
+    """Write the tensors of a leaf."""
+    parts = values if leaf.is_stacked else values[None]
+    for name, part in zip(leaf.tensors, parts, strict=True):
+        writer.write(name, part.T if leaf.is_transposed else part)
+
+
+@contextlib.contextmanager
+def _writer(plan: Plan, folder: Path, others: Mapping[str, str]) -> Iterator[Writer | None]:
+    """Write in the first process, and do nothing in the others."""
+    if jax.process_index() != 0:
+        yield None
+        return
+    with writing(plan, folder, others) as writer:
+        yield writer
+
+
+def parse_size(size: int | str) -> int:
+    """Return a number of bytes.
+
+    Raises:
+      ValueError: it is none, or below 1.
+
+    >>> parse_size("2GB"), parse_size("1.5 MiB")
+    (2000000000, 1572864)
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]I?B)?", str(size).strip().upper())
+    number = int(float(match[1]) * _UNITS[match[2] or ""]) if match else 0
+    if number < 1:
+        raise ValueError(f"max_shard_size={size!r}; give bytes, or such as '500MB' or '2GiB'")
+    return number
+
+
+def _make_folder(folder: Path, plan: Plan) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(folder).free
+    except OSError as error:
+        raise _not_writable(folder, error) from error
+    if free < plan.num_bytes:
+        raise ValueError(
+            f"the export needs {format_bytes(plan.num_bytes)}, and {folder} has "
+            f"{format_bytes(free)} free; make room, or export bfloat16"
+        )
+
+
+def _not_writable(folder: Path, error: OSError) -> ValueError:
+    wrong = ValueError(
+        f"cannot write the export to {folder}: {error.strerror or error}; correct the path, its "
+        "permissions or the space"
+    )
+    wrong.__cause__ = error
+    return wrong
+
+
+def _raise(failure: Exception | None) -> None:
+    if failure is not None:
+        raise failure

@@ -1,0 +1,224 @@
+"""`from_pretrained`: a training state of the weights in a Hugging Face folder."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path as FilePath
+from typing import Any
+
+import jax
+import numpy as np
+
+from zeroxla.mesh.processes.together import together
+from zeroxla.frontend.lora.model import LoraModel
+from zeroxla.frontend.lora.start import starting_params
+from zeroxla.mesh.make_mesh import world_size
+from zeroxla.offload.disk.disk_array import given_for
+from zeroxla.program.paths import Path, paths_of
+from zeroxla.mesh.placement import Placement, place
+from zeroxla.step.state import TrainState
+from zeroxla.step.step import Step
+from zeroxla.checkpoint.weights.tensor_names import (
+    Leaf,
+    abstract,
+    check_shapes,
+    format_leaves,
+    format_of,
+    shapes_of,
+)
+from zeroxla.checkpoint.weights.safetensors_reader import TensorReader, check_dtype
+
+
+def from_pretrained(
+    model: Any, folder: str | FilePath, step: Step, *, key: jax.Array | None = None
+) -> TrainState:
+    """Make a training state whose parameters are those in a Hugging Face folder.
+
+    Args:
+      model: what the step was made of: a `GPT`, a function `rngs -> Llama`, or another model whose
+        class has the attribute `hugging_face`. `models.from_hugging_face(folder)` builds it. Of
+        what `zeroxla.lora` makes of one the base is read, and the adapters are new.
+      folder: with `config.json` and `model.safetensors`, or an index and its files, which hold
+        float32, bfloat16 or float16. All processes must see it.
+      step: which has seen a batch (`init` or `abstract_state`).
+      key: a PRNG key, of dropout and the like; `jax.random.key(0)` if None.
+
+    Returns:
+      The state before the first step, its parameters float32.
+
+    Raises:
+      ImportError: the package safetensors is not installed.
+      ValueError: the config says otherwise than the model (each key is named, with both values);
+        a tensor is missing, unknown, or of another shape or dtype; a file is missing or damaged.
+
+    Cost: every device's part of a leaf is read from the files and nothing else of it; host memory
+    holds those of this host, a leaf at a time. Parameters that go to disk are copied there one by
+    one.
+    """
+    folder = FilePath(folder).expanduser()
+    shapes = step.shapes()
+
+    adapters = model if isinstance(model, LoraModel) else None
+
+    def prepare() -> tuple[TensorReader, list[Leaf], dict[str, str]]:
+        module = abstract(model if adapters is None else adapters.model)
+        format = format_of(module)
+        if format is None:
+            raise ValueError(
+                f"a {type(module).__name__} has no Hugging Face format; give a model whose class "
+                "has the attribute hugging_face, such as GPT or Llama"
+            )
+        naturals = shapes_of(adapters.plan.shapes) if adapters else natural_shapes(shapes)
+        check_shapes(module, naturals, "the step")
+        config = format.read_config(folder)
+        if different := format.differences(config, module):
+            raise ValueError(
+                f"{folder / 'config.json'} is of another model: {'; '.join(different)}; build the "
+                "model with models.from_hugging_face(folder)"
+            )
+        reader = TensorReader(folder)
+        leaves = format_leaves(naturals, format)
+        return reader, leaves, find_tensors(reader, leaves, format)
+
+    reader, leaves, names = together("pretrained weights", prepare)
+    key = jax.random.key(0) if key is None else key
+
+    def read_leaf(leaf: Leaf, placed: Placement, parts: jax.sharding.Sharding) -> jax.Array:
+        return together(
+            f"the leaf {leaf.name}", lambda: _read_leaf(reader, leaf, names, placed, parts)
+        )
+
+    if adapters is not None:
+        by_path = {leaf.path: leaf for leaf in leaves}
+
+        def read_one(path: Path) -> jax.Array:
+            leaf = by_path[path]
+            placed = place(leaf.shape, world_size(step.mesh), skip=(0,) if leaf.is_stacked else ())
+            return read_leaf(leaf, placed, placed.sharding(step.mesh))
+
+        return step.init_from(starting_params(adapters.plan, step, read_one, key), key)
+
+    stored, tree = jax.tree.flatten(shapes.params)
+    rows = zip(leaves, shapes.placements[0], stored, strict=True)
+    params = [
+        given_for(x, functools.partial(read_leaf, leaf, placed, x.sharding))
+        for leaf, placed, x in rows
+    ]
+    return step.init_from(tree.unflatten(params), key)
+
+
+def natural_shapes(state: TrainState) -> dict[Path, tuple[int, ...]]:
+    """Return the natural shapes of a state's parameters."""
+    paths = [path for path, _ in paths_of(state.params)]
+    return {path: placed.shape for path, placed in zip(paths, state.placements[0], strict=True)}
+
+
+def find_tensors(reader: TensorReader, leaves: list[Leaf], format: Any) -> dict[str, str]:
+    """Return, for each tensor of the leaves, its name in the files.
+
+    Raises:
+      ValueError: one is missing, of another shape or dtype, or there is one that is not known.
+    """
+    there: dict[str, str] = {}
+    for name in reader.tensors:
+        bare = name.removeprefix(format.prefix)
+        if bare in there:
+            raise ValueError(f"{reader.folder} holds both {there[bare]} and {name}; remove one")
+        there[bare] = name
+    wanted = {name: leaf for leaf in leaves for name in leaf.tensors}
+    bare = {name: name.removeprefix(format.prefix) for name in wanted}
+    if missing := [name for name in wanted if bare[name] not in there]:
+        raise ValueError(
+            f"{reader.folder} lacks {_list(missing)}, which the model needs; give the folder of "
+            "the whole model, or set tie in the model and the config as it was trained"
+        )
+    found = {name: there.pop(bare[name]) for name in wanted}
+    _check_tied(reader, wanted, found, there, format)
+    ignored = re.compile("|".join(format.ignored) or "(?!)")
+    if extra := [name for short, name in there.items() if not ignored.fullmatch(short)]:
+        raise ValueError(
+            f"{reader.folder} holds {_list(extra)}, for which the model has no place; build the "
+            "model that these weights are of"
+        )
+    for name, leaf in wanted.items():
+        stored = reader.tensors[found[name]]
+        check_dtype(found[name], stored)
+        if stored.shape != leaf.tensor_shape:
+            raise ValueError(
+                f"the tensor {found[name]} in {stored.file} has the shape {list(stored.shape)}, "
+                f"and the model's leaf {leaf.name} needs {list(leaf.tensor_shape)}"
+            )
+    return found
+
+
+def _check_tied(
+    reader: TensorReader,
+    wanted: Mapping[str, Leaf],
+    found: Mapping[str, str],
+    there: dict[str, str],
+    format: Any,
+) -> None:
+    """Take the head of a tied model, which some files hold too, out of what is left."""
+    head, embedding = format.tensors[format.head], format.tensors[format.embedding]
+    if head in wanted or head not in there:
+        return
+    names = there.pop(head), found[embedding]
+    shapes = [reader.tensors[name].shape for name in names]
+    same = shapes[0] == shapes[1] and all(
+        np.array_equal(reader.read(names[0], rows), reader.read(names[1], rows))
+        for rows in _rows(shapes[0])
+    )
+    if not same:
+        raise ValueError(
+            f"{reader.folder} holds a {names[0]} that is not {names[1]}, and the model has one "
+            "array for both (tie=True); build it with tie=False, and set tie_word_embeddings to "
+            "false in the config"
+        )
+
+
+def _rows(shape: tuple[int, ...]) -> Iterator[tuple[slice, ...]]:
+    """Yield parts of an array of this shape, a thousand rows each."""
+    for first in range(0, shape[0], 1000):
+        rows = slice(first, min(first + 1000, shape[0]))
+        yield rows, *(slice(0, n) for n in shape[1:])
+
+
+def _read_leaf(
+    reader: TensorReader,
+    leaf: Leaf,
+    names: Mapping[str, str],
+    placement: Placement,
+    sharding: jax.sharding.Sharding,
+) -> jax.Array:
+    """Return a leaf as the state stores it."""
+
+    def part(index: tuple[slice, ...] | None) -> np.ndarray:
+        """Return a part of the stored leaf: what is natural of it, then zeros."""
+        assert index is not None
+        bounds = [s.indices(n) for s, n in zip(index, placement.stored_shape)]
+        values = np.zeros([stop - start for start, stop, _ in bounds], np.float32)
+        pairs = zip(bounds, placement.shape)
+        inside = tuple(slice(min(a, n), min(b, n)) for (a, b, _), n in pairs)
+        natural = values[(..., *(slice(s.stop - s.start) for s in inside))]
+        if not leaf.is_stacked:
+            natural[...] = _oriented(reader, leaf, names[leaf.tensors[0]], inside)
+        else:
+            for layer, out in zip(leaf.tensors[inside[0]], natural):
+                out[...] = _oriented(reader, leaf, names[layer], inside[1:])
+        return values
+
+    return jax.make_array_from_callback(placement.stored_shape, sharding, part)
+
+
+def _oriented(reader: TensorReader, leaf: Leaf, name: str, inside: tuple[slice, ...]) -> np.ndarray:
+    """Read a part of a tensor that is a leaf, or a layer of it."""
+    if leaf.is_transposed:
+        return reader.read(name, inside[::-1]).T
+    return reader.read(name, inside)
+
+
+def _list(names: list[str]) -> str:
+    shown = ", ".join(names[:3])
+    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"

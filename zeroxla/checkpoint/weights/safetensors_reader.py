@@ -1,0 +1,148 @@
+"""Reads parts of the tensors in a folder's safetensors files, with the library of that name.
+
+Under NumPy it gives bfloat16 as ml_dtypes' (versions 0.5 to 0.8 were tried), and of a slice it
+copies no more than the slice.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes  # noqa: F401  (the library finds bfloat16 by name once this is imported)
+import numpy as np
+
+from zeroxla.checkpoint.weights.safetensors_writer import DTYPES, INDEX, SINGLE
+
+_READABLE = {header: dtype for dtype, header in DTYPES.items()}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Stored:
+    """A tensor in a file.
+
+    Attributes:
+      file: that it is in.
+      shape: of it.
+      dtype: as the file's header says it, such as "BF16".
+    """
+
+    file: Path
+    shape: tuple[int, ...]
+    dtype: str
+
+
+class TensorReader:
+    """The tensors of a folder with a `model.safetensors`, or with an index and its files.
+
+    Attributes:
+      tensors: by name.
+
+    Raises:
+      ImportError: the library is not installed.
+      ValueError: a file is missing or damaged, or an index does not say what the files hold.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._library = _library()
+        self.folder = folder
+        self._files: dict[str, Any] = {}
+        self.tensors: dict[str, Stored] = {}
+        places = _places(folder)
+        for file in sorted({SINGLE} if places is None else set(places.values())):
+            opened = self._open(folder / file)
+            for name in opened.keys():  # noqa: SIM118  (not a mapping)
+                if places is not None and places.get(name) != file:
+                    raise ValueError(
+                        f"{folder / INDEX} has the tensor {name} in {places.get(name, 'no file')}, "
+                        f"but it is in {file}; download the folder anew"
+                    )
+                part = opened.get_slice(name)
+                stored = Stored(
+                    file=folder / file, shape=tuple(part.get_shape()), dtype=part.get_dtype()
+                )
+                self.tensors[name] = stored
+                self._files[name] = opened
+        if lost := sorted(set(places or ()) - set(self.tensors)):
+            raise ValueError(
+                f"{folder / INDEX} has the tensor {lost[0]} in {(places or {})[lost[0]]}, which "
+                "does not hold it; download the folder anew"
+            )
+
+    def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
+        """Return a part of a tensor, in its own dtype.
+
+        Args:
+          index: slices of all dims, within the shape, step 1.
+
+        Raises:
+          ValueError: the tensor is of a dtype that weights do not have.
+        """
+        stored, opened = self.tensors[name], self._files[name]
+        check_dtype(name, stored)
+        if not stored.shape or 0 in stored.shape:  # of which the library takes no slices
+            return opened.get_tensor(name)[index]
+        shape = tuple(part.stop - part.start for part in index)
+        if 0 in shape:
+            return np.empty(shape, _READABLE[stored.dtype])
+        return opened.get_slice(name)[index]
+
+    def _open(self, path: Path) -> Any:
+        try:
+            return self._library.safe_open(path, framework="numpy")
+        except OSError as error:
+            raise ValueError(
+                f"{path} cannot be read: {error.strerror or error}; give a folder with all files "
+                "of the model"
+            ) from error
+        except self._library.SafetensorError as error:
+            raise ValueError(
+                f"{path} is damaged or no safetensors file ({error}); download it anew"
+            ) from error
+
+
+def check_dtype(name: str, stored: Stored) -> None:
+    """Check that a tensor holds weights as they are read here.
+
+    Raises:
+      ValueError: it does not.
+    """
+    if stored.dtype not in _READABLE:
+        raise ValueError(
+            f"the tensor {name} in {stored.file} is of the dtype {stored.dtype}; weights are read "
+            f"from {', '.join(_READABLE)}: convert it, quantised ones with the program that made it"
+        )
+
+
+def _places(folder: Path) -> Mapping[str, str] | None:
+    """Return the file of each tensor, of an index; None where a single file needs none."""
+    path = folder / INDEX
+    if (folder / SINGLE).exists():
+        return None
+    try:
+        places = json.loads(path.read_text())["weight_map"]
+        if not places or not all(isinstance(v, str) and "/" not in v for v in places.values()):
+            raise TypeError("weight_map gives no file for each tensor")
+        return places
+    except FileNotFoundError as error:
+        raise ValueError(
+            f"{folder} holds neither {SINGLE} nor {INDEX}; give the folder of a Hugging Face model "
+            "(weights in .bin files have to be converted to safetensors first)"
+        ) from error
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} is damaged ({error}); download it anew") from error
+
+
+def _library() -> Any:
+    try:
+        import safetensors
+    except ImportError as error:
+        raise ImportError(
+            "reading weights needs the package safetensors; pip install 'zeroxla[hf]'"
+        ) from error
+    return safetensors

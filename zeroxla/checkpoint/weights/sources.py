@@ -1,0 +1,138 @@
+"""Where exported parameters come from, one leaf at a time: a training state, or a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path as FilePath
+from typing import Protocol
+
+import numpy as np
+
+from zeroxla.checkpoint.about import ABOUT, About
+from zeroxla.checkpoint.orbax_handler import open_array
+from zeroxla.checkpoint.store import STATE
+from zeroxla.checkpoint.checksums import find_damage
+from zeroxla.frontend.lora.leaf_plan import BASE, LORA, LoraPlan
+from zeroxla.frontend.lora.start import check_adapted
+from zeroxla.program.paths import Path, paths_of
+from zeroxla.step.state import TrainState, host_leaf
+from zeroxla.checkpoint.weights.tensor_names import Shape, shapes_of
+
+
+class Source(Protocol):
+    """Parameters by path.
+
+    Attributes:
+      title: what they are, for messages.
+      shapes: the natural shape of each.
+      is_collective: whether all processes must read a leaf for one to have it.
+    """
+
+    title: str
+    shapes: Mapping[Path, Shape]
+    is_collective: bool
+
+    def read(self, path: Path) -> np.ndarray:
+        """Return a leaf in its natural shape, float32."""
+        ...
+
+
+class StateSource:
+    """The parameters of a training state."""
+
+    def __init__(self, state: TrainState) -> None:
+        self.title, self.is_collective = "the state", True
+        leaves = paths_of(state.params)
+        pairs = zip(leaves, state.placements[0], strict=True)
+        self._leaves = {path: (x, placement) for (path, x), placement in pairs}
+        self.shapes: Mapping[Path, Shape] = {
+            path: placement.shape for path, (_, placement) in self._leaves.items()
+        }
+
+    def read(self, path: Path) -> np.ndarray:
+        return host_leaf(*self._leaves[path])
+
+
+class CheckpointSource:
+    """The parameters of a checkpoint, read without a mesh.
+
+    Args:
+      folder: of checkpoints, of which the newest is taken; or of one of them.
+
+    Raises:
+      ValueError: it holds none, or the one is damaged.
+
+    Cost: reads the files once, to check them.
+    """
+
+    def __init__(self, folder: str | FilePath) -> None:
+        self._folder = _state_folder(FilePath(folder).expanduser().resolve())
+        self.title, self.is_collective = f"the checkpoint {self._folder.parent}", False
+        if damage := find_damage(self._folder):
+            raise ValueError(f"{self.title} is damaged: {damage}; name the folder of another one")
+        leaves = About.read(self._folder).leaves
+        self.shapes: Mapping[Path, Shape] = {
+            path[1:]: x.shape for path, x in leaves.items() if path[0] == "params"
+        }
+
+    def read(self, path: Path) -> np.ndarray:
+        if 0 in self.shapes[path]:  # nothing is stored of these
+            return np.zeros(self.shapes[path], np.float32)
+        return np.asarray(open_array(self._folder, ("params", *path)).read().result())
+
+
+class MergedSource:
+    """The parameters of a model with adapters, merged: those of the model without.
+
+    Args:
+      source: of both.
+      plan: of the model.
+
+    Raises:
+      ValueError: the source is of another model, or has no adapters.
+    """
+
+    def __init__(self, source: Source, plan: LoraPlan) -> None:
+        check_adapted(plan, source.shapes, source.title)
+        self.title, self.is_collective = source.title, source.is_collective
+        self._source, self._plan = source, plan
+        self.shapes: Mapping[Path, Shape] = shapes_of(plan.shapes)
+
+    def read(self, path: Path) -> np.ndarray:
+        adapter = None
+        if path in self._plan.targets:
+            adapter = self._source.read((LORA, *path, "a")), self._source.read((LORA, *path, "b"))
+        return np.asarray(self._plan.merged(path, self._source.read((BASE, *path)), adapter))
+
+
+def open_source(source: TrainState | str | FilePath) -> Source:
+    """Return where to read parameters from.
+
+    Raises:
+      ValueError: it is neither a state nor a folder with a checkpoint.
+    """
+    if isinstance(source, TrainState):
+        return StateSource(source)
+    if isinstance(source, str | FilePath):
+        return CheckpointSource(source)
+    raise ValueError(
+        f"cannot export a {type(source).__name__}; give a TrainState, or the folder of a checkpoint"
+    )
+
+
+def _state_folder(folder: FilePath) -> FilePath:
+    """Return the folder with the arrays of a checkpoint."""
+    for one in (folder, folder / STATE):
+        if (one / ABOUT).is_file():
+            return one
+    numbers = [
+        int(inner.name)
+        for inner in (folder.iterdir() if folder.is_dir() else ())
+        if inner.name.isdecimal() and (inner / STATE / ABOUT).is_file()
+    ]
+    if not numbers:
+        raise ValueError(
+            f"{folder} holds no checkpoint; give the folder of a Checkpointer, or that of one of "
+            "its steps"
+        )
+    return folder / str(max(numbers)) / STATE

@@ -1,0 +1,164 @@
+"""Which tensors of a file make up a leaf: names, layers, transposition.
+
+A model's format is data that its class has as `hugging_face` (see `models/format.py`). A leaf of a
+scan holds a tensor for each layer; any other leaf is one tensor.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from zeroxla.program.paths import Path, paths_of
+
+if TYPE_CHECKING:
+    from models.format import Format
+
+Shape = tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Leaf:
+    """A leaf, and the tensors that it is in a file.
+
+    Attributes:
+      path: its keys, such as ("h", "attn", "c_attn", "kernel").
+      shape: the natural shape.
+      tensors: their names: one, or, stacked, one for each index of the leading dim.
+      is_stacked: whether the leading dim is that of layers.
+      is_transposed: whether a tensor is the leaf's (or the layer's) transpose.
+    """
+
+    path: Path
+    shape: Shape
+    tensors: tuple[str, ...]
+    is_stacked: bool = False
+    is_transposed: bool = False
+
+    @property
+    def name(self) -> str:
+        return "/".join(self.path)
+
+    @property
+    def tensor_shape(self) -> Shape:
+        shape = self.shape[self.is_stacked :]
+        return shape[::-1] if self.is_transposed else shape
+
+
+def flat_leaves(shapes: Mapping[Path, Shape]) -> list[Leaf]:
+    """Return the leaves of any model, each a tensor "a.b.c".
+
+    Raises:
+      ValueError: two would have the same name, as those of {"a": {"b": x}, "a.b": y}.
+    """
+    seen: dict[str, Path] = {}
+    for path in shapes:
+        other = seen.setdefault(".".join(path), path)
+        if other != path:
+            raise ValueError(
+                f"the leaves {'/'.join(other)} and {'/'.join(path)} would both be the tensor "
+                f"{'.'.join(path)}; rename one of them in the model"
+            )
+    return [Leaf(path=p, shape=shapes[p], tensors=(n,)) for n, p in seen.items()]
+
+
+def format_leaves(shapes: Mapping[Path, Shape], format: Format) -> list[Leaf]:
+    """Return the leaves of a model with a format.
+
+    Raises:
+      ValueError: the format knows no place for a leaf.
+    """
+    stacked = {path.replace(format.layer, format.stack): path for path in format.tensors}
+    unrolled = {_pattern(path): path for path in format.tensors}
+
+    def leaf(path: Path, shape: Shape) -> Leaf:
+        name = "/".join(path)
+        matches = ((pattern.fullmatch(name), line) for pattern, line in unrolled.items())
+        match, line = next((pair for pair in matches if pair[0]), (None, stacked.get(name)))
+        if line is None:
+            raise ValueError(
+                f"the leaf {name} {shape} has no place in {format.architecture}; name the model "
+                "that these parameters are of"
+            )
+        is_stacked = match is None
+        layers = match.groups() if match else range(shape[0])
+        tensor = format.tensors[line]
+        return Leaf(
+            path=path,
+            shape=shape,
+            tensors=tuple(tensor.replace("{layer}", str(i)) for i in layers or ("",)),
+            is_stacked=is_stacked,
+            is_transposed=line in format.transposed,
+        )
+
+    return [leaf(path, shape) for path, shape in shapes.items()]
+
+
+def _pattern(path: str) -> re.Pattern[str]:
+    """Return what matches an unrolled leaf's path, its layer a group."""
+    return re.compile(r"(\d+)".join(map(re.escape, path.split("{layer}"))))
+
+
+def abstract(model: Any) -> Any:
+    """Return a linen or nnx module as it is, and that of a function `rngs -> nnx module` without
+    its arrays; what is neither (None, a pair) comes back, too.
+
+    Raises:
+      ValueError: it is a class.
+    """
+    if isinstance(model, type):
+        raise ValueError(f"model is the class {model.__name__}; give a model of it")
+    if isinstance(model, nn.Module | nnx.Module) or not callable(model):
+        return model
+    with nnx.use_eager_sharding(False):  # annotations for another way to parallelise
+        return nnx.eval_shape(lambda: model(nnx.Rngs(0)))
+
+
+def format_of(module: Any) -> Format | None:
+    """Return the format of an abstract model's class; None if it has none."""
+    return getattr(type(module), "hugging_face", None)
+
+
+def param_shapes(module: Any) -> dict[Path, Shape]:
+    """Return the shapes that the parameters of an abstract model with a format have.
+
+    A model with a format is one of tokens: a linen module is called with int32[1, 1].
+    """
+    if isinstance(module, nnx.Module):
+        state = nnx.to_flat_state(nnx.state(module, nnx.Param))
+        return {tuple(map(str, path)): tuple(x.get_raw_value().shape) for path, x in state}
+    tokens = jnp.zeros((1, 1), jnp.int32)
+    params = jax.eval_shape(module.init, jax.random.key(0), tokens)["params"]
+    return shapes_of(params)
+
+
+def shapes_of(params: Any) -> dict[Path, Shape]:
+    """Return the shapes of a tree's arrays by path."""
+    return {path: tuple(x.shape) for path, x in paths_of(params)}
+
+
+def check_shapes(module: Any, shapes: Mapping[Path, Shape], what: str) -> None:
+    """Check that parameters are those of an abstract model with a format.
+
+    Args:
+      what: whose the parameters are, for the message.
+
+    Raises:
+      ValueError: one is missing, unknown, or of another shape.
+    """
+    expected = param_shapes(module)
+    differing = [p for p in (*expected, *shapes) if expected.get(p) != shapes.get(p)]
+    if differing:
+        path = differing[0]
+        raise ValueError(
+            f"{what} is of another model than the {type(module).__name__} that is given: its leaf "
+            f"{'/'.join(path)} is {shapes.get(path, 'missing')}, and that of the model is "
+            f"{expected.get(path, 'missing')}; give the same model, scan included"
+        )

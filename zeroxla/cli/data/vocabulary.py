@@ -1,0 +1,131 @@
+"""What text is cut into: bytes, or the tokens of a model's own tokenizer.
+
+A corpus is read as bytes (data.py). A tokenizer turns each of its documents into tokens, with the
+model's first special token before it where the model has one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from zeroxla.cli.data.text import SEPARATOR, VOCABULARY, Corpus
+
+TOKENIZER = "tokenizer.json"
+
+
+class Vocabulary(Protocol):
+    """How text becomes numbers.
+
+    Attributes:
+      size: numbers are below it.
+      unit: what one stands for, in a word.
+    """
+
+    size: int
+    unit: str
+
+    def corpus(self, corpus: Corpus) -> Corpus:
+        """Return a corpus of bytes in numbers."""
+        ...
+
+    def encode(self, prompt: str) -> list[int]:
+        """Return a prompt in numbers; the start of a document for an empty one."""
+        ...
+
+    def decode(self, numbers: Sequence[int]) -> str:
+        """Return the text of numbers; what is no text becomes replacement characters."""
+        ...
+
+
+class Bytes:
+    """Bytes, as they are."""
+
+    size, unit = VOCABULARY, "byte"
+
+    def corpus(self, corpus: Corpus) -> Corpus:
+        return corpus
+
+    def encode(self, prompt: str) -> list[int]:
+        return list(prompt.encode()) or [SEPARATOR]
+
+    def decode(self, numbers: Sequence[int]) -> str:
+        return bytes(numbers).decode("utf-8", errors="replace")
+
+
+class Tokens:
+    """The tokens of a `tokenizer.json`, as Hugging Face's library `tokenizers` reads it.
+
+    Args:
+      folder: that holds the file.
+      config: the model's; `bos_token_id`, else `eos_token_id`, begins a document.
+
+    Raises:
+      ImportError: the library is not installed.
+      ValueError: the file is missing or damaged.
+    """
+
+    unit = "token"
+
+    def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
+        file = folder / TOKENIZER
+        if not file.is_file():
+            raise ValueError(
+                f"{folder} holds no {TOKENIZER}, and its model is not one of bytes (a vocabulary "
+                f"of {VOCABULARY}); save the tokenizer beside the model"
+            )
+        try:
+            self._tokenizer = _library().Tokenizer.from_file(str(file))
+        except ImportError:
+            raise
+        except Exception as error:  # the library's own error is a plain Exception
+            raise ValueError(f"{file} is damaged or no tokenizer: {error}") from error
+        self.size = self._tokenizer.get_vocab_size()
+        ids = (config.get(name) for name in ("bos_token_id", "eos_token_id"))
+        first = next((x for x in ids if x is not None), None)
+        self._first = first[0] if isinstance(first, list) else first
+
+    def corpus(self, corpus: Corpus) -> Corpus:
+        return dataclasses.replace(
+            corpus, train=self._numbers(corpus.train), valid=self._numbers(corpus.valid)
+        )
+
+    def encode(self, prompt: str) -> list[int]:
+        found: list[int] = self._tokenizer.encode(prompt, add_special_tokens=False).ids
+        if found:
+            return found
+        if self._first is None:
+            raise ValueError(
+                "--prompt is empty, and the model has no token that begins a document; give one"
+            )
+        return [self._first]
+
+    def decode(self, numbers: Sequence[int]) -> str:
+        return self._tokenizer.decode(list(numbers), skip_special_tokens=False)
+
+    def _numbers(self, bytes_N: np.ndarray) -> np.ndarray:
+        """Return bytes[N] with its separators as the tokens of its documents."""
+        texts = [
+            document.decode("utf-8", errors="replace")
+            for document in bytes_N.tobytes().split(bytes([SEPARATOR]))
+            if document
+        ]
+        encoded = self._tokenizer.encode_batch(texts, add_special_tokens=False)
+        first = [] if self._first is None else [self._first]
+        dtype = np.uint16 if self.size <= 2**16 else np.int32
+        parts = [np.array(first + one.ids, dtype) for one in encoded]
+        return np.concatenate(parts) if parts else np.empty(0, dtype)
+
+
+def _library() -> Any:
+    try:
+        import tokenizers
+    except ImportError as error:
+        raise ImportError(
+            "a model's tokens need the package tokenizers; pip install 'zeroxla[hf]'"
+        ) from error
+    return tokenizers

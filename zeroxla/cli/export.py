@@ -1,0 +1,103 @@
+"""The command `zeroxla export`: the weights of a run, as Hugging Face's programs read them."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+from zeroxla.checkpoint.checkpointer import Checkpointer
+from zeroxla.cli.rlhf.start import actor_of
+from zeroxla.cli.run_folder import CHECKPOINTS, has_checkpoint, read_config
+from zeroxla.cli.train.model import MODEL, exported
+from zeroxla.cli.train.options import TrainOptions
+from zeroxla.cli.data.vocabulary import TOKENIZER
+from zeroxla.checkpoint.weights.export import export_params
+
+_OF_A_TOKENIZER = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportOptions:
+    """Write the weights of a run in Hugging Face's format: config.json and safetensors files."""
+
+    run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
+    """The run folder, as `zeroxla train` and `zeroxla rlhf` make it."""
+    output: Path | None = None
+    """Where to write. Default: `export` in the run folder."""
+    step: int | None = None
+    """Of which checkpoint. Default: the newest that is not damaged."""
+    format: Literal["safetensors"] = "safetensors"
+    """Of the files."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Of the tensors; rounded to nearest."""
+    max_shard_size: str = "5GB"
+    """Of a file: bytes, or such as 500MB (10^6) or 2GiB (2^30). A larger tensor is alone in one."""
+
+
+def export(options: ExportOptions) -> int:
+    """Export a run's weights, printing what was written.
+
+    Returns:
+      The exit status 0.
+
+    Raises:
+      ValueError: the run holds no whole checkpoint, an option cannot work, or the folder cannot be
+        written.
+    """
+    console = Console(highlight=False, soft_wrap=True)
+    run = options.run.expanduser()
+    made = read_config(run)
+    rewarded = made.get("command") == "rlhf"
+    # Such a run holds the options of the training before, which say what the model is.
+    stored = TrainOptions.from_dict(made["before" if rewarded else "options"])
+    if not has_checkpoint(run):
+        raise ValueError(f"{run} holds no checkpoint yet; let it train until it has saved one")
+    model, config = exported(stored, run)
+    if rewarded:
+        model = actor_of(made, model)
+    number = _number(options.step, run, console)
+    folder = (options.output or run / "export").expanduser()
+    bar = Progress(
+        TextColumn("writing"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        console=console,
+    )
+    with bar:
+        task = bar.add_task("export", total=None)
+        files = export_params(
+            run / CHECKPOINTS / str(number),
+            folder,
+            model=model,
+            dtype=options.dtype,
+            max_shard_size=options.max_shard_size,
+            config={name: config[name] for name in _OF_A_TOKENIZER if name in config},
+            progress=lambda done, total: bar.update(task, completed=done, total=total),
+        )
+    tokenizer = run / MODEL / TOKENIZER
+    if tokenizer.is_file():
+        shutil.copyfile(tokenizer, folder / TOKENIZER)
+    console.print(f"Exported step {number} in {options.dtype} to {folder}:", markup=False)
+    for file in files:
+        console.print(f"  {file.name}  {file.stat().st_size:,} bytes", markup=False)
+    return 0
+
+
+def _number(step: int | None, run: Path, console: Console) -> int:
+    def report(text: str) -> None:
+        console.print(f"warning: {text}", markup=False)
+
+    if step is not None:
+        return step
+    with Checkpointer(run / CHECKPOINTS, keep=None, report=report) as checkpointer:
+        number = checkpointer.latest()
+    if number is None:
+        raise ValueError(f"every checkpoint of {run} is damaged")
+    return number

@@ -1,0 +1,92 @@
+"""What the launcher says of a run that failed: who, how, when, and what is known of why."""
+
+from __future__ import annotations
+
+import re
+import signal
+import time
+from collections.abc import Iterator, Sequence
+
+from zeroxla.mesh.processes.environment import HEARTBEAT
+from zeroxla.cli.launch.process import Process
+
+# What JAX prints in the processes that it ends because others are silent; their numbers follow.
+_SILENT = "stopped sending heartbeats"
+
+
+def failed(first: Process, processes: Sequence[Process], after: float) -> str:
+    """Return what to say when a process failed.
+
+    Args:
+      first: the process.
+      processes: all.
+      after: seconds since the start.
+    """
+    facts = [_stopped(p) for p in processes if p.stopped_at is not None and p is not first]
+    facts += [_silent(p) for p in _unheard(processes) if p.stopped_at is None and p is not first]
+    if first.error is not None:
+        facts.append(f"{_name(first)} {first.error}.")
+    else:
+        facts.append(f"{_name(first)} {_end_of(first)} {after:.0f} s after the start.")
+        facts.append(_lines_of(first))
+    return " ".join(facts)
+
+
+def hung(running: Sequence[Process], deadline: float, after: float) -> str:
+    """Return what to say when none of the processes that run has given a sign of life for long.
+
+    Args:
+      running: those that have not ended.
+      deadline: seconds that a process may be silent.
+      after: seconds since the start.
+    """
+    silent = min(running, key=lambda p: p.heard_at)
+    facts = [_stopped(p) for p in running if p.stopped_at is not None]
+    facts.append(
+        f"{_name(silent)} gave no sign of life for {time.monotonic() - silent.heard_at:.0f} s "
+        f"(--deadline {deadline:g}), {after:.0f} s after the start."
+    )
+    return " ".join([*facts, _lines_of(silent)])
+
+
+def _name(process: Process) -> str:
+    where = process.rank.host if process.pid is None else f"{process.rank.host}, {process.pid}"
+    return f"Rank {process.rank.number} ({where})"
+
+
+def _stopped(process: Process) -> str:
+    assert process.stopped_at is not None
+    seconds = time.monotonic() - process.stopped_at
+    return f"{_name(process)} has been stopped by a signal for {seconds:.0f} s."
+
+
+def _unheard(processes: Sequence[Process]) -> Iterator[Process]:
+    """Yield the processes of which others say that they heard nothing."""
+    said = "\n".join("\n".join(p.last_lines) for p in processes)
+    _, found, rest = said.partition(_SILENT)
+    numbers = re.match(r"\):\s*((?:(?:\S*task:)?\d+\s+)+)", rest)
+    if found and numbers:
+        silent = {int(n) for n in re.findall(r"(\d+)\s", numbers[1])}
+        yield from (p for p in processes if p.rank.number in silent)
+
+
+def _silent(process: Process) -> str:
+    seconds = float(process.rank.env[HEARTBEAT])
+    return (
+        f"{_name(process)} was not heard of by the others for {seconds:g} s (--heartbeat): it "
+        "hangs, or the network does not carry."
+    )
+
+
+def _end_of(process: Process) -> str:
+    assert process.code is not None
+    if process.code < 0:
+        return f"was killed by {signal.Signals(-process.code).name}"
+    return f"ended with exit code {process.code}"
+
+
+def _lines_of(process: Process) -> str:
+    lines = process.last_lines
+    if not lines:
+        return "It printed nothing."
+    return "Its last lines:\n" + "\n".join(f"  {line}" for line in lines)

@@ -1,0 +1,134 @@
+"""One process of a launch, seen from the launcher: its output, its signs of life, its end."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import IO, Any
+
+from zeroxla.cli.launch.child import MARK
+from zeroxla.cli.launch.ranks import Rank
+
+LAST_LINES = 20
+# A line of a stack trace of XLA's, which would leave no room for what it is about.
+_FRAME = re.compile(r"\s+@\s+0x[0-9a-f]+")
+_printing = threading.Lock()
+
+
+class Process:
+    """Starts a rank; its output goes to this program's, each line after the rank's number.
+
+    Attributes:
+      rank: what was started.
+      pid: the program's number on its host; None until it runs.
+      code: its exit status, negative for the signal that ended it; None while it runs.
+      error: why it could not be started, or why it is out of reach; None while all is well.
+      stopped_at: when a signal stopped it (SIGSTOP); None while it runs.
+      heard_at: when it last printed, took a step, or was started. Times are `time.monotonic()`.
+    """
+
+    def __init__(
+        self, rank: Rank, order: Mapping[str, Any], width: int, changed: Callable[[Process], None]
+    ) -> None:
+        self.rank, self._width, self._changed = rank, width, changed
+        self.pid: int | None = None
+        self.code: int | None = None
+        self.error: str | None = None
+        self.stopped_at: float | None = None
+        self.heard_at = time.monotonic()
+        self._last: deque[str] = deque(maxlen=LAST_LINES)
+        pipe = subprocess.PIPE
+        self._child = subprocess.Popen(
+            rank.command, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True
+        )
+        self._write(json.dumps({**order, "env": dict(rank.env)}))
+        outputs = ((self._child.stdout, sys.stdout), (self._child.stderr, sys.stderr))
+        self._readers = [
+            threading.Thread(target=self._read, args=pair, daemon=True) for pair in outputs
+        ]
+        for reader in self._readers:
+            reader.start()
+        self._waiter = threading.Thread(target=self._wait, daemon=True)
+        self._waiter.start()
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it ended, was never started, or is out of reach."""
+        return self.code is not None or self.error is not None
+
+    @property
+    def last_lines(self) -> list[str]:
+        """What it printed last, frames of C++ apart."""
+        return list(self._last)
+
+    def send(self, number: signal.Signals) -> None:
+        """Send the program, and all that it started, a signal."""
+        self._write(number.name)
+
+    def kill(self) -> None:
+        """End it at once; wait until it is gone and all that it printed is passed on."""
+        assert self._child.stdin is not None
+        with contextlib.suppress(OSError):
+            self._child.stdin.close()
+        try:
+            self._child.wait(timeout=5)
+        except subprocess.TimeoutExpired:  # a connection that hangs
+            self._child.kill()
+        self._waiter.join()
+
+    def _write(self, line: str) -> None:
+        assert self._child.stdin is not None
+        with contextlib.suppress(OSError, ValueError):  # it has ended
+            self._child.stdin.write(line.encode() + b"\n")
+            self._child.stdin.flush()
+
+    def _read(self, stream: IO[bytes], out: IO[str]) -> None:
+        with stream:
+            for raw in stream:
+                self._take(raw, out)
+
+    def _take(self, raw: bytes, out: IO[str]) -> None:
+        text = raw.decode("utf-8", "replace").rstrip("\n")
+        line, mark, said = text.partition(MARK)
+        if mark:
+            try:
+                self._hear(json.loads(said))
+            except ValueError:  # the program's own output, which happens to have the mark
+                line = text
+        if line or not mark:
+            self.heard_at = time.monotonic()
+            if not _FRAME.match(line):
+                self._last.append(line)
+            with _printing:
+                out.write(f"[{self.rank.number:>{self._width}}] {line}\n")
+                out.flush()
+
+    def _hear(self, said: Mapping[str, Any]) -> None:
+        match said:
+            case {"pid": pid}:
+                self.pid = pid
+            case {"alive": _}:
+                self.heard_at = time.monotonic()
+            case {"stopped": stopped}:
+                self.stopped_at = time.monotonic() if stopped else None
+            case {"exit": code}:
+                self.code = code
+            case {"error": error}:
+                self.error = error
+        self._changed(self)
+
+    def _wait(self) -> None:
+        for reader in self._readers:
+            reader.join()
+        code = self._child.wait()
+        if not self.has_ended:  # it went without a word
+            self.error = f"is out of reach: {self.rank.command[0]} ended with {code}"
+        self._changed(self)

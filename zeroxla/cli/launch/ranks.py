@@ -1,0 +1,137 @@
+"""Which processes a launch starts, where, and what they are told."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import shlex
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from zeroxla.mesh.processes.environment import (
+    COORDINATOR,
+    HEARTBEAT,
+    NODE,
+    NUM_PROCESSES,
+    PROCESS_ID,
+    RESTART,
+    SIMULATED_DEVICES,
+    STARTED,
+)
+from zeroxla.cli.launch import child
+from zeroxla.cli.launch.hostfile import Host, read_hostfile
+from zeroxla.cli.launch.options import LaunchOptions
+
+DEFAULT_PORT = 29400
+_SIMULATED = 8
+# Passed on to other hosts: what JAX, XLA, NCCL and Python read.
+_PASSED_ON = ("CUDA_", "JAX_", "LD_LIBRARY_PATH", "NCCL_", "NPROC", "PATH", "PYTHON", "TF_", "XLA_")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rank:
+    """A process to start.
+
+    Attributes:
+      number: its process id in the run.
+      host: where, in words.
+      command: what starts `child.py` there.
+      env: variables of its own.
+    """
+
+    number: int
+    host: str
+    command: tuple[str, ...]
+    env: Mapping[str, str]
+
+
+def make_ranks(options: LaunchOptions, restart: int) -> list[Rank]:
+    """Return the processes of an attempt, one for each node.
+
+    Raises:
+      ValueError: the host file cannot be used, or contradicts the options.
+    """
+    if options.hostfile is None:
+        return _local(options, restart)
+    return _remote(options, read_hostfile(options.hostfile), restart)
+
+
+def _local(options: LaunchOptions, restart: int) -> list[Rank]:
+    nodes = options.nodes or 1
+    port = options.port or free_port()
+    command = (sys.executable, child.__file__)
+    gpus = _visible_gpus()
+    size = options.devices_per_node or len(gpus) // nodes
+    if gpus and not 0 < size * nodes <= len(gpus):
+        raise ValueError(
+            f"{nodes} nodes of {max(size, 1)} devices and this machine shows {len(gpus)} GPUs; ask "
+            "for fewer"
+        )
+    ranks = []
+    for i in range(nodes):
+        env = _told(options, i, nodes, f"127.0.0.1:{port}", restart)
+        if gpus:
+            env["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[i * size : (i + 1) * size])
+        ranks.append(Rank(number=i, host="this host", command=command, env=env))
+    return ranks
+
+
+def _remote(options: LaunchOptions, hosts: Sequence[Host], restart: int) -> list[Rank]:
+    if options.nodes is not None:
+        if options.nodes > len(hosts):
+            raise ValueError(
+                f"--nodes {options.nodes} and {options.hostfile} names {len(hosts)} hosts; ask for "
+                "fewer, or add hosts"
+            )
+        hosts = hosts[: options.nodes]
+    slots = options.devices_per_node or hosts[0].slots
+    options = dataclasses.replace(options, devices_per_node=slots)
+    # The same port at every attempt: nobody here can tell which are free there.
+    coordinator = f"{hosts[0].address}:{options.port or DEFAULT_PORT}"
+    passed_on = {k: v for k, v in os.environ.items() if k.startswith(_PASSED_ON)}
+    passed_on |= {name: os.environ[name] for name in options.export if name in os.environ}
+    program = shlex.join([sys.executable, child.__file__])
+    ranks = []
+    for i, host in enumerate(hosts):
+        env = passed_on | _told(options, i, len(hosts), coordinator, restart)
+        if slots is not None and "CUDA_VISIBLE_DEVICES" not in passed_on:
+            env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(slots)))
+        command = (*shlex.split(options.ssh), host.name, program)
+        ranks.append(Rank(number=i, host=host.name, command=command, env=env))
+    return ranks
+
+
+def _told(
+    options: LaunchOptions, i: int, nodes: int, coordinator: str, restart: int
+) -> dict[str, str]:
+    devices = options.devices_per_node or max(1, _SIMULATED // nodes)
+    return {
+        COORDINATOR: coordinator,
+        NUM_PROCESSES: str(nodes),
+        PROCESS_ID: str(i),
+        NODE: f"node {i}",
+        SIMULATED_DEVICES: str(devices),
+        HEARTBEAT: str(options.heartbeat),
+        RESTART: str(restart),
+        STARTED: options.started,
+        "NPROC": os.environ.get("NPROC", str(max(64, 8 * devices))),
+        "PYTHONUNBUFFERED": "1",
+    }
+
+
+def _visible_gpus() -> list[str]:
+    """Return this machine's GPUs that may be used, by the driver's numbers or names."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return [gpu for gpu in visible.split(",") if gpu]
+    found = (re.fullmatch(r"nvidia(\d+)", path.name) for path in Path("/dev").glob("nvidia*"))
+    return sorted((gpu[1] for gpu in found if gpu), key=int)
+
+
+def free_port() -> int:
+    """Return a TCP port of this machine that nobody listens on."""
+    with socket.create_server(("", 0)) as server:
+        return server.getsockname()[1]

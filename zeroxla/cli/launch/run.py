@@ -1,0 +1,47 @@
+"""`zeroxla launch`: attempts, one after the other, until one ends well."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.text import Text
+
+from zeroxla.mesh.processes.environment import PROGRESS
+from zeroxla.cli.launch.options import LaunchOptions
+from zeroxla.cli.launch.ranks import make_ranks
+from zeroxla.cli.launch.supervise import supervise
+
+
+def launch(options: LaunchOptions, argv: Sequence[str]) -> int:
+    """Run a program as the processes of a run.
+
+    Args:
+      options: how many, where, and for how long to wait.
+      argv: the program and its arguments.
+
+    Returns:
+      The exit status: 0 if all processes ended well, in any attempt; else that of the process that
+      failed first in the last one, 128 + the signal if one ended it.
+
+    Raises:
+      ValueError: the host file or the program cannot be used.
+    """
+    if not argv:
+        raise ValueError("launch needs a program; write it after --, as in: -- python train.py")
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    order = {"argv": list(argv), "cwd": os.getcwd(), "progress": PROGRESS}
+    for attempt in range(options.max_restarts + 1):
+        ranks = make_ranks(options, attempt)
+        outcome = supervise(ranks, order, deadline=options.deadline, grace=options.grace)
+        sys.stdout.flush()
+        if outcome.message:
+            console.print(Text.assemble(("launch: ", "bold red"), outcome.message))
+        if outcome.status == 0 or outcome.interrupted:
+            return outcome.status
+        if attempt < options.max_restarts:
+            left = options.max_restarts - attempt
+            console.print(f"launch: starting all again ({left} of {options.max_restarts} left)")
+    return outcome.status

@@ -1,0 +1,1 @@
+"""`zeroxla plan`: what a run will need and cost."""

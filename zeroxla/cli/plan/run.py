@@ -1,0 +1,201 @@
+"""The job of `zeroxla plan`."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from zeroxla.config.zero_config import ZeroConfig
+from zeroxla.inspect.pictures import plot_plan, plot_search
+from zeroxla.mesh.make_mesh import DEVICE, NODE, PIPE
+from zeroxla.pipeline.pipeline import Pipeline
+from zeroxla.cli.plan.options import PlanOptions
+from zeroxla.planning.calibrate import calibrated, entry
+from zeroxla.planning.compile_check import prepare_cpu
+from zeroxla.planning.fit import smallest
+from zeroxla.planning.generation import Generating
+from zeroxla.planning.make import plan
+from zeroxla.planning.plan import Plan
+from zeroxla.planning.model_presets import model_named
+from zeroxla.planning.search import Search, search_plans
+
+ROWS_PER_DEVICE = 8  # with --search, so that there are micro-batches to choose
+
+
+def run_plan(options: PlanOptions) -> int:
+    """Print a plan or a search, and draw it where that is asked for.
+
+    Returns:
+      The exit status: 0 if a device's memory holds the step, else 1.
+
+    Raises:
+      ValueError: as `zeroxla.plan` and `calibrated`.
+    """
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
+    if options.output.search:
+        return _run_search(options, console)
+    with console.status(f"tracing{' and compiling' * options.compilation.compile} the step"):
+        found = plan_from(options)
+        if options.cluster.measured_s is not None:
+            found = _calibrated(found, options.cluster.measured_s)
+    for table in found.tables():
+        console.print(table)
+    console.print(found.verdict(), markup=False, soft_wrap=True)
+    if options.cluster.measured_s is not None:
+        console.print("The device, for a file of --machines:")
+        console.print(entry(found.target.device), markup=False, soft_wrap=True)
+    if not found.fits:
+        with console.status("looking for the smallest cluster that would hold it"):
+            words = _smallest_cluster(options, found)
+        console.print(words, markup=False, soft_wrap=True)
+    if options.output.picture is not None:
+        plot_plan(found, path=options.output.picture)
+        console.print(f"Picture: {options.output.picture}", markup=False, soft_wrap=True)
+    return 0 if found.fits else 1
+
+
+_NOWHERE = Path("planned")
+"""The folder of a state on disk that is planned, and never made."""
+
+
+def plan_from(options: PlanOptions) -> Plan:
+    """Make the plan that options ask for.
+
+    Raises:
+      ValueError: as `zeroxla.plan`.
+    """
+    wanted, cluster, step = options.model, options.cluster, options.step
+    model, length = model_named(wanted.model, remat=wanted.remat)
+    if cluster.pipe > 1:
+        model = Pipeline.from_model(model)
+    if options.compilation.compile:
+        prepare_cpu(cluster.pipe * cluster.nodes * cluster.devices_per_node)
+    config = getattr(ZeroConfig, step.zero)(
+        compute_dtype=step.compute_dtype,
+        accumulate=step.accumulate,
+        offload=options.offload.offload(_NOWHERE),
+    )
+    return plan(
+        model,
+        {PIPE: cluster.pipe, NODE: cluster.nodes, DEVICE: cluster.devices_per_node},
+        _batch(options, length, step.accumulate),
+        config=config,
+        generating=_generating(options),
+        **_machines(options),
+        compiled=options.compilation.compile,
+    )
+
+
+def search_from(options: PlanOptions, progress: Any) -> Search:
+    """Search as options ask for.
+
+    Raises:
+      ValueError: as `zeroxla.search_plans`.
+    """
+    wanted, cluster = options.model, options.cluster
+    models = {remat: model_named(wanted.model, remat=remat) for remat in (False, True)}
+    return search_plans(
+        {remat: model for remat, (model, _) in models.items()},
+        cluster.nodes,
+        cluster.devices_per_node,
+        _batch(options, models[True][1], ROWS_PER_DEVICE),
+        config=ZeroConfig(
+            compute_dtype=options.step.compute_dtype, offload=options.offload.offload(_NOWHERE)
+        ),
+        generating=_generating(options),
+        progress=progress,
+        **_machines(options),
+    )
+
+
+def _run_search(options: PlanOptions, console: Console) -> int:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    with Progress(*columns, TimeElapsedColumn(), console=console, transient=True) as bar:
+        task = bar.add_task("")
+
+        def progress(done: int, total: int, what: str) -> None:
+            bar.update(task, completed=done, total=total, description=what)
+
+        found = search_from(options, progress)
+    console.print(found.table(options.output.rows))
+    for note in found.notes():
+        console.print(note, markup=False, soft_wrap=True)
+    best = found.best
+    least = found.found[0].plan
+    console.print(least.verdict(), markup=False, soft_wrap=True)
+    if best is None:
+        console.print(
+            "Nothing that was tried fits. The first row needs least; with more nodes a device "
+            "needs less: zeroxla plan without --search says how many.",
+            soft_wrap=True,
+        )
+    if options.output.picture is not None:
+        plot_search(found, path=options.output.picture)
+        console.print(f"Picture: {options.output.picture}", markup=False, soft_wrap=True)
+    return 1 if best is None else 0
+
+
+def _smallest_cluster(options: PlanOptions, found: Plan) -> str:
+    """Say on how many nodes a step would fit, with as many sequences for each device."""
+    nodes = options.cluster.nodes
+    rows = found.num_examples // nodes
+
+    def needs(more: int) -> float:
+        changed = dataclasses.replace(
+            options,
+            cluster=dataclasses.replace(options.cluster, nodes=more),
+            model=dataclasses.replace(options.model, batch=rows * more),
+            compilation=dataclasses.replace(options.compilation, compile=False),
+        )
+        return plan_from(changed).most_bytes
+
+    room = found.target.device.memory_bytes
+    least = smallest(needs, room, (nodes, found.most_bytes))
+    each = f"nodes of {options.cluster.devices_per_node} such devices"
+    if least is None:
+        return (
+            f"No number of {each} would hold it: what does not shrink with them (activations, a "
+            "whole unit, secondary shards) is too much; use --remat, a shorter --length, a smaller "
+            "--batch for each device, --pipe, or --zero zero3"
+        )
+    return (
+        f"The smallest cluster of {each} that would hold it, with as many sequences a device: "
+        f"--nodes {least} --batch {rows * least}."
+    )
+
+
+def _batch(options: PlanOptions, context: int, rows_per_device: int) -> dict[str, Any]:
+    wanted, cluster = options.model, options.cluster
+    rows = wanted.batch or cluster.nodes * cluster.devices_per_node * rows_per_device
+    shape = (rows, (wanted.length or context) + 1)
+    return {"tokens": jax.ShapeDtypeStruct(shape, jnp.int32)}
+
+
+def _generating(options: PlanOptions) -> Generating | None:
+    asked = options.generation
+    if asked.prompts is None:
+        return None
+    return Generating(
+        num_prompts=asked.prompts,
+        prompt_length=asked.prompt_length,
+        new_tokens=asked.new_tokens,
+        tensor=asked.tensor,
+    )
+
+
+def _machines(options: PlanOptions) -> dict[str, Any]:
+    cluster = options.cluster
+    return {"device": cluster.device, "link": cluster.link, "machines": cluster.machines}
+
+
+def _calibrated(found: Plan, seconds: float) -> Plan:
+    """Return the plan on the device that takes so long."""
+    device = calibrated(found.target.device, lambda other: found.on(device=other), seconds)
+    return found.on(device=device)

@@ -1,0 +1,1 @@
+"""`zeroxla rlhf`: train a language model on rewards of its own responses."""

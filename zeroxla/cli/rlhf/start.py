@@ -1,0 +1,184 @@
+"""What `zeroxla rlhf` begins with: a model that has learned text, here or in another run."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from jax.sharding import Mesh
+
+from zeroxla.cli.data import text as data
+from zeroxla.checkpoint.checkpointer import Checkpointer
+from zeroxla.config.zero_config import ZeroConfig
+from zeroxla.mesh.batches import global_batch, process_shard
+from zeroxla.step.make import make_step
+from zeroxla.mesh.make_mesh import make_mesh
+from zeroxla.cli.rlhf.options import RlhfOptions
+from zeroxla.cli.run_folder import CHECKPOINTS, check_command, has_checkpoint, read_config
+from zeroxla.step.state import TrainState
+from zeroxla.step.step import Step
+from zeroxla.cli.train.model import MODEL, Choice, choose
+from zeroxla.cli.train.options import TrainOptions
+from zeroxla.cli.train.setup import optimizer_for, schedule_for
+
+START = "start"
+"""The folder of a run with the checkpoint that it began with: that of the reference."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Start:
+    """A language model, its text, and how it gets its first parameters.
+
+    Attributes:
+      options: of `zeroxla train`, which made the model or would make it.
+      choice: the model and its vocabulary.
+      corpus: the text, in the model's tokens.
+      mesh, config: of all steps.
+      step: of the model, without an optimizer.
+    """
+
+    options: TrainOptions
+    choice: Choice
+    corpus: data.Corpus
+    mesh: Mesh
+    config: ZeroConfig
+    step: Step
+
+    @staticmethod
+    def of(options: RlhfOptions, mesh: Mesh, run: Path | None) -> Start:
+        """Read what a run begins with.
+
+        Args:
+          options: of the run.
+          mesh: of all steps.
+          run: its folder, if it is resumed.
+
+        Raises:
+          ImportError, ValueError: the run of --init-run, the text or an option cannot work.
+        """
+        before, folder = _before(options, run)
+        choice = choose(before, folder)
+        text = before.text
+        corpus = choice.vocabulary.corpus(data.load_corpus(text.data, holdout=text.holdout))
+        config = getattr(ZeroConfig, options.mesh.zero)(
+            compute_dtype=options.mesh.compute_dtype,
+            accumulate=options.mesh.accumulate or 1,
+            persistence_threshold=options.mesh.persistence_threshold,
+        )
+        step = make_step(choice.model, mesh, optax.set_to_zero(), config=config)
+        tokens = jax.ShapeDtypeStruct((text.batch, text.length + 1), np.int32)
+        step.abstract_state({"tokens": tokens})
+        return Start(
+            options=before, choice=choice, corpus=corpus, mesh=mesh, config=config, step=step
+        )
+
+    def restored(self, folder: Path, report: Callable[[str], None]) -> TrainState:
+        """Return the state on the parameters of the newest checkpoint in a folder."""
+        with Checkpointer(folder, keep=None, report=report) as checkpointer:
+            params = checkpointer.restore_params(self.step.shapes()).params
+        return self.step.init_from(params, jax.random.key(0))
+
+    def learned(self, done: Callable[[int, float], None]) -> TrainState:
+        """Return the state after learning text.
+
+        Args:
+          done: called after each step with its number and the loss of the one before.
+        """
+        options = self.options
+        optimizer = optimizer_for(options, schedule_for(options))
+        step = make_step(self.choice.model, self.mesh, optimizer, config=self.config)
+        index, count = process_shard(self.mesh)
+        batches = data.training_batches(
+            self.corpus.train,
+            batch=options.text.batch,
+            length=options.text.length,
+            seed=options.training.seed,
+            shard_index=index,
+            shard_count=count,
+        )
+        state, loss = None, None
+        for i, rows in zip(range(options.training.steps), batches):
+            batch = global_batch(rows, self.mesh)
+            if state is None:
+                state = step.init(jax.random.key(options.training.seed), batch)
+            before = float("nan") if loss is None else float(loss)  # while this step runs
+            state, metrics = step(state, batch)
+            loss = metrics["loss"]
+            done(i + 1, before)
+        assert state is not None
+        return self.step.init_from(state.params, jax.random.key(0))
+
+    def keep(self, run: Path, source: Path | None) -> None:
+        """Copy the config and tokenizer of a model that is not of bytes into the run's folder.
+
+        Raises:
+          ValueError: they cannot be copied.
+        """
+        if source is None or not (source / MODEL).is_dir():
+            return
+        try:
+            shutil.copytree(source / MODEL, run / MODEL, dirs_exist_ok=True)
+        except OSError as error:
+            raise ValueError(f"cannot copy {source / MODEL} to {run}: {error}") from error
+
+    def prompts(self, options: RlhfOptions) -> Any:
+        """Return endless prompts of iterations, whose position can be saved: pieces of the text."""
+        settings = options.settings
+        return iter(
+            data.training_batches(
+                self.corpus.train,
+                batch=settings.num_prompts,
+                length=settings.prompt_length - 1,
+                seed=options.learning.seed,
+            )
+        )
+
+
+def actor_of(config: dict[str, Any], model: Any) -> Any:
+    """Return the model of a run's checkpoints: with the actor's adapters, if it has some.
+
+    Args:
+      config: of the run, see `read_config`.
+      model: without adapters.
+    """
+    storage = RlhfOptions.from_dict(config["options"]).as_storage()
+    if storage.rank is None:
+        return model
+    model = storage.with_adapters(model)
+    # Which leaves have adapters, and how they lie, is known when a step has seen a batch.
+    step = make_step(model, make_mesh(nodes=1, devices_per_node=1))
+    step.abstract_state({"tokens": jax.ShapeDtypeStruct((1, 3), np.int32)})
+    return model
+
+
+def _before(options: RlhfOptions, run: Path | None) -> tuple[TrainOptions, Path | None]:
+    """Return the options of the training before, and the folder that may hold the model's files."""
+    if run is not None:
+        return TrainOptions.from_dict(read_config(run)["before"]), run
+    source = options.start.init_run
+    if source is None:
+        return options.as_train(), None
+    source = source.expanduser()
+    config = read_config(source)
+    check_command(source, config, "train")
+    stored = TrainOptions.from_dict(config["options"])
+    if stored.model.model != "gpt":
+        raise ValueError(f"--init-run {source}: {stored.model.model} is no language model")
+    if not has_checkpoint(source):
+        raise ValueError(f"--init-run {source} holds no checkpoint yet; let it train until it has")
+    if options.start.data:
+        text = dataclasses.replace(stored.text, data=options.start.data)
+        stored = dataclasses.replace(stored, text=text)
+    return stored, source
+
+
+def source_of(options: RlhfOptions) -> Path | None:
+    """Return the folder of the checkpoints of --init-run, if there is one."""
+    source = options.start.init_run
+    return None if source is None else source.expanduser() / CHECKPOINTS

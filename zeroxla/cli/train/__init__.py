@@ -1,0 +1,1 @@
+"""`zeroxla train`: train a model that comes with zeroxla."""

@@ -1,0 +1,147 @@
+"""`zeroxla train --model alexnet`: AlexNet on images of ten classes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import grain
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from models.alexnet import alexnet_layers
+from models.losses import classification_loss
+from zeroxla.cli.data import images
+from zeroxla.cli.data.text import unigram_entropy
+from zeroxla.pipeline.pipeline import Pipeline
+from zeroxla.cli.run_folder import NoRunFolder, RunFolder
+from zeroxla.step.state import TrainState, full_params
+from zeroxla.step.step import Step
+from zeroxla.cli.train.model import alexnet
+from zeroxla.cli.train.options import TrainOptions
+from zeroxla.cli.train.output import Output
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+ROWS, COLUMNS = 4, 8
+RIGHT, WRONG = "#009E73", "#D55E00"
+
+
+class ImageTask:
+    """AlexNet on images; see `Task`. A list of layers with stages and without them."""
+
+    data = "images"
+    unit = "image"
+    counted = "images"
+    metrics: tuple[str, ...] = ("accuracy",)
+    guess_name = "label entropy"
+
+    def __init__(self, options: TrainOptions) -> None:
+        self.options = options
+        self.images = images.load_images(options.text.data, holdout=options.text.holdout)
+        module, stages = alexnet(options), options.pipeline
+        self.model = Pipeline(
+            alexnet_layers(module.classes, width=module.width, dropout=module.dropout),
+            lambda logits, batch: classification_loss(logits, batch["label"]),
+            inputs=lambda batch: batch["image"],
+            partition=stages.boundaries,
+            schedule=stages.schedule,
+        )
+        self._module = module
+        self.num_counted = options.text.batch
+        self.guess = unigram_entropy(self.images.valid_labels)
+
+    @property
+    def source(self) -> str:
+        found, size = self.images, self.options.images.image_size
+        return (
+            f"Images: {found.source}, enlarged to {size} x {size}; {len(found.train):,} to train "
+            f"on, {len(found.valid):,} held out"
+        )
+
+    def record(self) -> dict[str, Any]:
+        return {
+            "source": self.images.source,
+            "fingerprint": self.images.fingerprint(),
+            "train_images": len(self.images.train),
+            "valid_images": len(self.images.valid),
+        }
+
+    def training(self, index: int, count: int) -> grain.IterDataset:
+        return images.image_batches(
+            self.images.train,
+            self.images.train_labels,
+            batch=self.options.text.batch,
+            size=self.options.images.image_size,
+            seed=self.options.training.seed,
+            flips=self.images.flips,
+            shard_index=index,
+            shard_count=count,
+        )
+
+    def validation(self) -> Iterator[dict[str, np.ndarray]]:
+        return self._validation(self.options.text.batch, self.options.output.eval_batches)
+
+    def _validation(self, batch: int, num_batches: int) -> Iterator[dict[str, np.ndarray]]:
+        return images.validation_image_batches(
+            self.images.valid,
+            self.images.valid_labels,
+            batch=batch,
+            size=self.options.images.image_size,
+            num_batches=num_batches,
+        )
+
+    def keep(self, run: Path) -> None:
+        """The options say all."""
+
+    def begin(self, step: Step, key: jax.Array) -> TrainState | None:
+        """There are no weights to begin with."""
+
+    def show(
+        self, step: Step, state: TrainState, folder: RunFolder | NoRunFolder, output: Output
+    ) -> None:
+        """Classify validation images, and draw them."""
+        params = full_params(state)  # all processes take part in this
+        if jax.process_index() != 0:
+            return
+        num_shown = min(ROWS * COLUMNS, len(self.images.valid))
+        (batch,) = self._validation(num_shown, 1)
+
+        @jax.jit
+        def classify(params: Any, image: jax.Array) -> jax.Array:
+            logits: Any = self._module.apply({"params": params}, image)
+            return jnp.argmax(logits, axis=-1)
+
+        found = np.asarray(classify(params, batch["image"]))
+        right = int((found == batch["label"]).sum())
+        folder.write_figure(
+            "predictions.png",
+            draw_predictions(batch["image"], batch["label"], found, self.images.classes),
+        )
+        output.print(f"\nOf {num_shown} validation images {right} are recognized: predictions.png")
+
+
+def draw_predictions(
+    image_BSS3: np.ndarray, label_B: np.ndarray, found_B: np.ndarray, classes: Sequence[str]
+) -> Figure:
+    """Draw images with what they are called, and what they are where that is something else.
+
+    Args:
+      image_BSS3: float, -1 to 1.
+      label_B, found_B: int[B], indices into `classes`.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(1.25 * COLUMNS, 1.5 * ROWS), layout="constrained")
+    axes = list(figure.subplots(ROWS, COLUMNS, squeeze=False).flat)
+    for one in axes:
+        one.set_axis_off()
+    for one, image, label, found in zip(axes, image_BSS3, label_B, found_B):
+        one.imshow((image + 1) / 2)
+        is_right = label == found
+        name = classes[found] if is_right else f"{classes[found]}, is {classes[label]}"
+        one.set_title(name, fontsize=8, color=RIGHT if is_right else WRONG)
+    return figure

@@ -1,0 +1,130 @@
+"""Which model `zeroxla train` trains, and what its text is cut into.
+
+A language model without --init is a GPT over bytes of the shape that the options say. With --init
+it is the one of a Hugging Face folder, whose config and tokenizer the run keeps in its folder
+`model`: resuming and exporting need the folder of --init no more.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from pathlib import Path
+from typing import Any
+
+import models
+from models import GPT, AlexNet
+from models.format import read_config
+from zeroxla.cli.data.text import VOCABULARY
+from zeroxla.cli.option_groups import flag
+from zeroxla.cli.train.options import ModelOptions, TrainOptions
+from zeroxla.cli.data.vocabulary import TOKENIZER, Bytes, Tokens, Vocabulary
+
+MODEL = "model"
+"""The folder of a run with the config and the tokenizer of a model that came from elsewhere."""
+
+_CONFIG = "config.json"
+_SHAPE = ("layers", "width", "heads")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Choice:
+    """A model and its vocabulary.
+
+    Attributes:
+      model: a linen module, or a function of rngs that returns an nnx module.
+      length: the longest sequence that it takes; None if it takes any.
+      vocabulary: what text is cut into.
+      config: of the Hugging Face folder that it is from; None if it is from none.
+    """
+
+    model: Any
+    length: int | None
+    vocabulary: Vocabulary
+    config: dict[str, Any] | None = None
+
+
+def alexnet(options: TrainOptions) -> AlexNet:
+    """Return the AlexNet of a run."""
+    return AlexNet(width=options.images.width_multiplier, dropout=options.model.dropout)
+
+
+def exported(options: TrainOptions, run: Path) -> tuple[Any, dict[str, Any]]:
+    """Return the model of a run and the config that it came with, if any.
+
+    Raises:
+      ImportError, ValueError: as `choose`.
+    """
+    if options.model.model == "alexnet":
+        return alexnet(options), {}
+    choice = choose(options, run)
+    return choice.model, choice.config or {}
+
+
+def choose(options: TrainOptions, run: Path | None = None) -> Choice:
+    """Return the language model of a run.
+
+    Args:
+      options: of the run.
+      run: its folder, if there is one already.
+
+    Raises:
+      ImportError: a package that --init needs is not installed.
+      ValueError: the folder of --init, or an option beside it, cannot work.
+    """
+    shape, length = options.model, options.text.length
+    kept = run / MODEL if run is not None and (run / MODEL).is_dir() else None
+    source = kept or shape.init
+    if source is None:
+        arguments = {name: getattr(shape, name) for name in (*_SHAPE, "dropout")}
+        model = GPT(vocab=VOCABULARY, length=length, **arguments)
+        return Choice(model=model, length=length, vocabulary=Bytes())
+    default = ModelOptions()
+    if told := [name for name in _SHAPE if getattr(shape, name) != getattr(default, name)]:
+        raise ValueError(
+            f"--init says what the model is; leave out {', '.join(map(flag, told))}, or --init"
+        )
+    source = source.expanduser()
+    config = read_config(source)
+    is_gpt = config.get("model_type") == GPT.hugging_face.model_type
+    if shape.dropout and not is_gpt:
+        raise ValueError(f"--dropout {shape.dropout}: the model in {source} has none; leave it out")
+    overrides = {"dropout": shape.dropout} if is_gpt else {}
+    model = models.from_hugging_face(config, **overrides)
+    size = int(config.get("vocab_size", 0))
+    is_bytes = size == VOCABULARY and not (source / TOKENIZER).is_file()
+    vocabulary = Bytes() if is_bytes else Tokens(source, config)
+    if size and vocabulary.size > size:
+        raise ValueError(
+            f"the tokenizer in {source} has {vocabulary.size} tokens, and the model {size}; they "
+            "do not belong together"
+        )
+    longest = model.length if isinstance(model, GPT) else None
+    if longest is not None and length > longest:
+        raise ValueError(
+            f"--length {length} is more than the {longest} positions of the model in {source}; "
+            f"give --length {longest} or less"
+        )
+    return Choice(model=model, length=longest, vocabulary=vocabulary, config=config)
+
+
+def keep(options: TrainOptions, run: Path) -> None:
+    """Copy what a run needs of the folder of --init into the run's folder.
+
+    Raises:
+      ValueError: a file cannot be copied.
+    """
+    source = options.model.init
+    if source is None:
+        return
+    name = _CONFIG
+    try:
+        (run / MODEL).mkdir(exist_ok=True)
+        for name in (_CONFIG, TOKENIZER):
+            file = source.expanduser() / name
+            if file.is_file():
+                shutil.copyfile(file, run / MODEL / name)
+    except OSError as error:
+        raise ValueError(
+            f"cannot copy the model's {name} from {source} to {run / MODEL}: {error.strerror}"
+        ) from error

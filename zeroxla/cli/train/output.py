@@ -1,0 +1,107 @@
+"""What `zeroxla train` prints."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.text import Text
+
+from zeroxla import inspect
+from zeroxla.step.state import TrainState
+from zeroxla.step.step import Step
+from zeroxla.cli.train.stages import Stages
+
+if TYPE_CHECKING:
+    from zeroxla.cli.train.task import Task
+
+
+class Output:
+    """Prints in the first process, and nothing in the others.
+
+    Args:
+      width: of a line; None: the terminal's.
+    """
+
+    def __init__(self, width: int | None) -> None:
+        self.console = Console(highlight=False, width=width, quiet=jax.process_index() != 0)
+
+    def setup(self, mesh: jax.sharding.Mesh, source: str) -> None:
+        """Print the mesh, and what was read."""
+        devices = mesh.devices.flat
+        axes = " x ".join(f"{name}={size}" for name, size in mesh.shape.items())
+        simulated = " (simulated)" if devices[0].platform == "cpu" else ""
+        self.print(f"Mesh: {axes}, {devices[0].device_kind} devices{simulated}")
+        self.print(source)
+
+    def program(self, step: Step, state: TrainState, batch: Any, stages: Stages | None) -> None:
+        """Compile the step; print its leaves or its stages, its memory and its collectives."""
+        described = step.describe()
+        for table in stages.tables() if stages else [described.table()]:
+            self.console.print(table)
+        with self.console.status("compiling the training step"):
+            started = time.perf_counter()
+            program = step.lower(state, batch).compile()
+        self.print(f"Compiled the training step in {time.perf_counter() - started:.1f} s.")
+        self.console.print(inspect.memory(program).table())
+        self.console.print(inspect.comms(program, step.mesh).table())
+
+    def progress(self, total: int, done: int, label: str = "training") -> Progress:
+        """Return a bar of one task, whose field `status` is shown beside it."""
+        bar = Progress(
+            TextColumn(label),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[status]}"),
+            TimeRemainingColumn(),
+            console=self.console,
+        )
+        bar.add_task("train", total=total, completed=done, status="")
+        return bar
+
+    def continuation(self, prompt: str, text: str) -> None:
+        """Print a prompt and what the model makes of it."""
+        self.console.print("\nA continuation of the prompt:")
+        self.console.print(Text.assemble((prompt, "bold"), printable(text)))
+
+    def result(self, values: dict[str, float], task: Task, path: Path) -> None:
+        """Print how good the model has become."""
+        loss, guess = values["loss"], task.guess
+        self.print(
+            f"\nValidation loss {loss:.4f} nats per {task.unit}; {task.guess_name} of the "
+            f"validation set {guess:.4f}: the model is {abs(guess - loss):.4f} nats "
+            f"{'below' if loss <= guess else 'ABOVE'} it."
+        )
+        for name in task.metrics:
+            self.print(f"Validation {name} {values[name]:.1%}")
+        self.print(f"Run folder: {path}")
+
+    def stopping(self, unit: str) -> None:
+        """Say that a request to stop was heard."""
+        self.print(f"Stopping after this {unit}; a second Ctrl-C stops at once, without saving.")
+
+    def stopped(self, after: str, command: str, path: Path) -> None:
+        """Print how to go on with a run that was interrupted and saved."""
+        # As it was typed: in a virtual environment the bare name may not be on PATH.
+        program = sys.argv[0] if Path(sys.argv[0]).name == "zeroxla" else "zeroxla"
+        resume = f"{program} {command} --resume --run {shlex.quote(str(path))}"
+        self.print(f"Stopped after {after} and saved. Continue with:\n  {resume}")
+
+    def warn(self, text: str) -> None:
+        self.console.print(Text.assemble(("warning: ", "bold yellow"), text), soft_wrap=True)
+
+    def print(self, text: str) -> None:
+        self.console.print(text, markup=False, soft_wrap=True)
+
+
+def printable(text: str) -> str:
+    """Return a text without what would confuse a terminal."""
+    return "".join(
+        c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text
+    )

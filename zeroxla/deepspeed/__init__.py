@@ -1,5 +1,0 @@
-"""DeepSpeed's configuration files, read as ours."""
-
-from zeroxla.deepspeed.reader import Settings, read
-
-__all__ = ["Settings", "read"]

@@ -1,0 +1,273 @@
+"""The fetch plan: which unit is gathered before which equation, and released after which.
+
+`make_plan` cuts a program into segments (see segments.py). Values that follow from leaves and
+constants alone (casts, transposes, masks) are the model, not activations: an equation that makes
+one is not placed in the list but repeated in each segment that reads it, so such a value never
+lives from one segment to another.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+
+from zeroxla.program import compat
+from zeroxla.fetch.segments import Loop, Plan, Remat, Segment, Straight
+from zeroxla.program.stacked_scan import find_stacked, loop_body
+from zeroxla.program.trace import (
+    Atom,
+    Equation,
+    Program,
+    Value,
+    active_values,
+    closure,
+    flatten_behind,
+)
+from zeroxla.fetch.units import default_unit_elements, unit_of_each
+
+# A parameter-only reduction (a norm, a penalty) this many times smaller than what it reads is
+# computed once and kept, rather than its operands gathered again wherever it is read.
+_SUMMARY_RATIO = 8
+
+
+def make_plan(
+    program: Program,
+    leaves: Sequence[Value],
+    active: Iterable[Value],
+    *,
+    unit_elements: int | None,
+    constants: Iterable[Value] = (),
+    recoverable: Iterable[Value] | None = None,
+    split_dims: Mapping[Value, int | None],
+    gradient_of: Sequence[Atom] | None = None,
+) -> Plan:
+    """Cut `program` into segments.
+
+    Args:
+      program: the model's loss, or the body of one of its loops.
+      leaves: the inputs that are gathered.
+      active: the inputs with a gradient: trainable leaves and floating activations.
+      gradient_of: the outputs that are differentiated; all if None.
+      unit_elements: the most elements of leaves gathered together, unless one leaf alone has more;
+        None finds the model's repeated block.
+      constants: see `Plan`.
+      recoverable: see `Plan`; every input if None.
+      split_dims: the dim along which each leaf is stored split.
+    """
+    gradient_of = program.outputs if gradient_of is None else gradient_of
+    return _Planner(
+        program=program,
+        leaves=tuple(leaves),
+        active=frozenset(active_values(program.equations, active, gradient_of)),
+        unit_elements=unit_elements,
+        constants=frozenset(constants),
+        recoverable=frozenset(program.inputs if recoverable is None else recoverable),
+        split_dims=split_dims,
+    ).plan()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class _Planner:
+    program: Program
+    leaves: tuple[Value, ...]
+    active: frozenset[Value]
+    unit_elements: int | None
+    constants: frozenset[Value]
+    recoverable: frozenset[Value]
+    split_dims: Mapping[Value, int | None]
+
+    # Filled by plan().
+    known: dict[Value, Equation] = dataclasses.field(default_factory=dict)
+    segments: list[Segment] = dataclasses.field(default_factory=list)
+
+    def plan(self) -> Plan:
+        main = self._placed_equations()
+        inner_unit_elements = self.unit_elements or self._default_unit_elements(main)
+        outputs = [a for a in self.program.outputs if isinstance(a, Value)]
+        jobs: list[Segment | tuple[Equation | None, tuple[Value, ...]]] = []
+        for eq in main:
+            jobs.append(self._loop(eq) or self._remat(eq, inner_unit_elements) or (eq, eq.values))
+        # Outputs that follow from leaves and constants alone belong to no placed equation.
+        if any(v in self.known or v in self.leaves for v in outputs):
+            jobs.append((None, tuple(v for v in outputs if v in self.known or v in self.leaves)))
+
+        needs = [() if isinstance(j, Segment) else self._leaves_of(j[1]) for j in jobs]
+        order = list(dict.fromkeys(leaf for need in needs for leaf in need))
+        shapes = [leaf.aval.shape for leaf in order]
+        unit = dict(zip(order, unit_of_each(shapes, self.unit_elements), strict=True))
+
+        run: list[tuple[Equation | None, tuple[Value, ...]]] = []
+        here: dict[Value, None] = {}
+        for job, need in zip(jobs, needs, strict=True):
+            if isinstance(job, Segment):
+                self._close(run, here)
+                self.segments.append(job)
+                continue
+            missing = [leaf for leaf in need if leaf not in here]
+            if here and {unit[leaf] for leaf in missing} - {unit[leaf] for leaf in here}:
+                self._close(run, here)
+                missing = list(need)
+            run.append(job)
+            here.update(dict.fromkeys(missing))
+        self._close(run, here)
+        self._set_outputs(outputs)
+        units: dict[int, list[Value]] = {}
+        for leaf in order:
+            units.setdefault(unit[leaf], []).append(leaf)
+        return Plan(
+            leaves=self.leaves,
+            inputs=tuple(v for v in self.program.inputs if v not in set(self.leaves)),
+            segments=tuple(self.segments),
+            outputs=self.program.outputs,
+            active=self.active,
+            constants=self.constants,
+            recoverable=self.recoverable,
+            units=tuple(tuple(u) for u in units.values()),
+        )
+
+    def _placed_equations(self) -> list[Equation]:
+        """Split the equations: those placed are returned, the parameter-only ones go to `known`."""
+        data = set(self.program.inputs) - set(self.leaves) - self.constants
+        from_leaf = set(self.leaves)
+        placed = []
+        for eq in self.program.equations:
+            is_data = not data.isdisjoint(eq.values)
+            if not from_leaf.isdisjoint(eq.values):
+                from_leaf.update(eq.outputs)
+            if is_data or eq.has_effects or compat.is_collective(eq.source):
+                data.update(eq.outputs)
+                placed.append(eq)
+            elif _is_summary(eq) and not from_leaf.isdisjoint(eq.values):
+                placed.append(eq)
+            else:
+                self.known.update((v, eq) for v in eq.outputs)
+        return placed
+
+    def _default_unit_elements(self, placed: Sequence[Equation]) -> int:
+        uses = [leaf for eq in placed if eq.name != "scan" for leaf in self._leaves_of(eq.values)]
+        return default_unit_elements([leaf.aval.shape for leaf in dict.fromkeys(uses)])
+
+    def _leaves_of(self, values: Iterable[Value]) -> tuple[Value, ...]:
+        roots = set(closure(values, self.known)[1])
+        return tuple(leaf for leaf in self.leaves if leaf in roots)
+
+    def _close(
+        self, run: list[tuple[Equation | None, tuple[Value, ...]]], here: dict[Value, None]
+    ) -> None:
+        """Make a segment of the equations in `run`, with what it reads from outside."""
+        if not run:
+            return
+        equations: dict[Equation, None] = {}
+        inputs: dict[Value, None] = {}
+        made: set[Value] = set()
+        for eq, reads in run:
+            known, roots = closure(reads, self.known)
+            equations.update(dict.fromkeys(known))
+            inputs.update((v, None) for v in roots if v not in made)
+            if eq is not None:
+                equations[eq] = None
+                made.update(eq.outputs)
+        leaves = tuple(here)
+        outside = tuple(v for v in inputs if v not in here)
+        self.segments.append(Straight(leaves, tuple(equations), outside, ()))
+        run.clear()
+        here.clear()
+
+    def _set_outputs(self, outputs: Sequence[Value]) -> None:
+        """Give each straight segment its outputs: what later segments or the caller read."""
+        wanted = set(outputs)
+        for i in reversed(range(len(self.segments))):
+            seg = self.segments[i]
+            if isinstance(seg, Straight):
+                own = [v for eq in seg.equations for v in eq.outputs]
+                if i == len(self.segments) - 1:  # parameter-only outputs of the program are here
+                    own += seg.leaves
+                else:
+                    own = [v for v in own if v not in self.known]
+                outs = tuple(dict.fromkeys(v for v in own if v in wanted))
+                self.segments[i] = dataclasses.replace(seg, outputs=outs)
+            wanted.update(seg.inputs)
+
+    def _loop(self, eq: Equation) -> Loop | None:
+        """Return the loop of a `scan` that runs over stacked leaves, else None."""
+        if eq.name != "scan":
+            return None
+        num_consts, num_carry = compat.scan_counts(eq.params)
+        first_x = num_consts + num_carry
+        chains = {
+            i: chain
+            for i, x in enumerate(eq.inputs)
+            if i >= first_x and (chain := find_stacked(x, self.known, self.split_dims)) is not None
+        }
+        if not chains:
+            return None
+        others = tuple(
+            a for i, a in enumerate(eq.inputs) if i not in chains and isinstance(a, Value)
+        )
+        known, roots = closure(others, self.known)
+        leaves = tuple(leaf for leaf in self.leaves if leaf in roots)
+        inputs = tuple(v for v in roots if v not in leaves)
+
+        program, body_leaves = loop_body(eq, chains)
+        by_position = {i: v for i, v in enumerate(program.inputs) if i not in chains}
+        active = self._active_in_body(eq, program, num_consts, num_carry)
+        active |= {body_leaves[i] for i, c in chains.items() if c.leaf in self.active}
+        consts = [v for i, v in by_position.items() if i < num_consts]
+        xs = [v for i, v in by_position.items() if i >= first_x]
+        body = make_plan(
+            program,
+            list(body_leaves.values()),
+            active,
+            unit_elements=self.unit_elements or sum(v.aval.size for v in body_leaves.values()),
+            constants=consts,
+            recoverable=[*consts, *xs],
+            split_dims={
+                body_leaves[i]: c.dim_in_slice(self.split_dims[c.leaf]) for i, c in chains.items()
+            },
+        )
+        stacked = {i - first_x: (chain.leaf, chain.layer_dim) for i, chain in chains.items()}
+        return Loop(eq, leaves, tuple(known), inputs, stacked, body)
+
+    def _active_in_body(
+        self, eq: Equation, body: Program, first_carry: int, num_carry: int
+    ) -> set[Value]:
+        """The body's inputs that have a gradient; a carry has one if any turn gives it one."""
+        active = {v for v, a in zip(body.inputs, eq.inputs, strict=True) if a in self.active}
+        carries = body.inputs[first_carry : first_carry + num_carry]
+        while True:
+            found = active_values(body.equations, active, body.outputs)
+            carried = zip(carries, body.outputs[:num_carry], strict=True)
+            more = {c for c, out in carried if out in found} - active
+            if not more:
+                return active
+            active |= more
+
+    def _remat(self, eq: Equation, unit_elements: int) -> Remat | None:
+        """Return a plan of a `jax.checkpoint` body that is more than one unit, else None."""
+        if eq.name not in ("remat2", "remat", "checkpoint"):
+            return None
+        known, roots = closure(eq.values, self.known)
+        leaves = [leaf for leaf in self.leaves if leaf in roots]
+        if not leaves:
+            return None
+        inputs = tuple(roots)
+        program = flatten_behind(eq.params["jaxpr"], inputs, known, eq.inputs)
+        body = make_plan(
+            program,
+            leaves,
+            [v for v in inputs if v in self.active],
+            unit_elements=unit_elements,
+            constants=self.constants.intersection(roots),
+            split_dims=self.split_dims,
+        )
+        if len(body.segments) == 1 and isinstance(body.segments[0], Straight):
+            return None
+        return Remat(eq, tuple(v for v in inputs if v not in leaves), body)
+
+
+def _is_summary(eq: Equation) -> bool:
+    if not eq.name.startswith("reduce_"):
+        return False
+    read = sum(v.aval.size for v in eq.values)
+    made = sum(v.aval.size for v in eq.outputs)
+    return made * _SUMMARY_RATIO <= read

@@ -1,0 +1,228 @@
+"""Runs a `scan` over stacked leaves: each turn gathers one layer, forward and backward."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from zeroxla.program import compat
+from zeroxla.wire.collectives import Collectives
+from zeroxla.fetch.cotangents import Sums
+from zeroxla.fetch.reuse import Limits
+from zeroxla.wire.routes import Route, Source
+from zeroxla.fetch.segments import Loop
+from zeroxla.program.trace import Value, read, run
+
+Arrays = Mapping[Value, jax.Array]
+Sources = Mapping[Value, Source]
+
+
+class LoopRunner:
+    """Forward and backward of one `Loop` segment.
+
+    Both are `lax.scan`s over the stored shards, whose slices the body's own plan gathers. Forward
+    stacks the body's tape, so a turn keeps its activations; constants and the scan's own `xs` are
+    not stacked again, backward reads them where they are.
+    """
+
+    def __init__(
+        self,
+        loop: Loop,
+        collectives: Collectives,
+        routes: Mapping[Value, Route],
+        limits: Limits,
+        *,
+        keep: bool,
+        make_runner: Callable[..., Any],
+    ) -> None:
+        self.loop = loop
+        self.num_consts, self.num_carry = compat.scan_counts(loop.equation.params)
+        self.routes = routes
+        body_routes = {
+            sliced: routes[leaf].unstack(dim)
+            for sliced, (leaf, dim) in zip(loop.body.leaves, loop.stacked.values(), strict=True)
+        }
+        if keep:
+            everything = sum(v.aval.size for v in loop.body.leaves)
+            limits = dataclasses.replace(limits, max_live=everything, max_reuse=2 * everything)
+        else:  # what one turn keeps, the tape would hold for every turn
+            limits = dataclasses.replace(limits, max_live=0)
+        self.body = make_runner(loop.body, collectives, body_routes, limits)
+        # What the body's later gathers are tied to, whose first one may run in the turn before.
+        carries = loop.body.inputs[self.num_consts :][: self.num_carry]
+        self.activations = carries if limits.prefetch != 0 else ()
+        xs = loop.equation.inputs[self.num_consts + self.num_carry :]
+        self.x_atoms = [a for i, a in enumerate(xs) if i not in loop.stacked]
+
+    def forward(
+        self,
+        sources: Sources,
+        gathered: Arrays,
+        env: Arrays,
+        *,
+        record: bool,
+        keep: bool,
+        key: jax.Array | None,
+        earlier: Any,
+    ) -> tuple[list[jax.Array], Any]:
+        """Return the scan's outputs and the stacked tape."""
+        consts, carry, xs = self._operands(self._known(gathered, env))
+
+        def body(carry: Sequence[jax.Array], x: Any) -> tuple[list[jax.Array], Any]:
+            slices, others, key, earlier = x
+            layer = dict(zip(self.loop.body.leaves, slices, strict=True))
+            inputs = [*consts, *carry, *others]
+            outputs, tape = self.body.forward(
+                layer,
+                inputs,
+                record=record,
+                keep=keep,
+                activations=self.activations,
+                key=key,
+                earlier=earlier,
+            )
+            return outputs[: self.num_carry], (outputs[self.num_carry :], tape)
+
+        turns = (self._layers(sources), xs, self._keys(key), earlier)
+        carry, (ys, tape) = self._scan(body, carry, turns)
+        return [*carry, *ys], tape
+
+    def backward(
+        self,
+        sources: Sources,
+        gathered: Arrays,
+        env: Arrays,
+        tape: Any,
+        cotangents: Sequence[jax.Array | None],
+        *,
+        key: jax.Array | None,
+        earlier: Any,
+    ) -> tuple[dict[Value, jax.Array], dict[Value, jax.Array]]:
+        """Return cotangents of whole leaves and inputs, and gradient shards of stacked leaves."""
+        plan = self.loop.body
+        known_env = self._known(gathered, env)
+        consts, _, xs = self._operands(known_env)
+        const_vars = plan.inputs[: self.num_consts]
+        carry_vars = plan.inputs[self.num_consts : self.num_consts + self.num_carry]
+        x_vars = plan.inputs[self.num_consts + self.num_carry :]
+        active_consts = [v for v in const_vars if v in plan.active]
+        # A carry that no turn reads still brings the last turn's result a cotangent.
+        active_carry = [
+            i
+            for i, (v, out) in enumerate(zip(carry_vars, plan.outputs, strict=False))
+            if v in plan.active or out in plan.active
+        ]
+
+        carry_cts = [
+            _zeros(carry_vars[i]) if cotangents[i] is None else cotangents[i] for i in active_carry
+        ]
+        y_cts = list(cotangents[self.num_carry :])
+
+        def body(acc: Any, x: Any) -> tuple[Any, Any]:
+            carry_cts, const_cts = acc
+            slices, others, tape, y_cts, key, earlier = x
+            by_carry = dict(zip(active_carry, carry_cts, strict=True))
+            out_cts = [*(by_carry.get(i) for i in range(self.num_carry)), *y_cts]
+            layer = dict(zip(plan.leaves, slices, strict=True))
+            inputs = dict(zip((*const_vars, *x_vars), (*consts, *others), strict=True))
+            grads, input_cts = self.body.backward(
+                layer, inputs, tape, out_cts, key=key, earlier=earlier
+            )
+            cts = {v: ct for v, ct in zip(plan.inputs, input_cts, strict=True) if ct is not None}
+            carry_cts = [_ct(cts, carry_vars[i]) for i in active_carry]
+            const_cts = [a + cts[v] if v in cts else a for a, v in zip(const_cts, active_consts)]
+            layer_grads = [grads.get(v) for v in plan.leaves]
+            return (carry_cts, const_cts), (layer_grads, [cts.get(v) for v in x_vars])
+
+        start = (carry_cts, [_zeros(v) for v in active_consts])
+        turns = (self._layers(sources), xs, tape, y_cts, self._keys(key), earlier)
+        (carry_cts, const_cts), (layer_grads, x_cts) = self._scan(body, start, turns, back=True)
+
+        operand_cts: list[tuple[Any, jax.Array]] = []
+        atoms = self.loop.equation.inputs
+        by_const = dict(zip(active_consts, const_cts, strict=True))
+        operand_cts += [(a, by_const[v]) for a, v in zip(atoms, const_vars) if v in by_const]
+        operand_cts += [
+            (atoms[self.num_consts + i], ct) for i, ct in zip(active_carry, carry_cts, strict=True)
+        ]
+        operand_cts += [(a, ct) for a, ct in zip(self.x_atoms, x_cts) if ct is not None]
+        return self._through_known(operand_cts, gathered, env), self._stack(layer_grads)
+
+    def _scan(self, body: Callable, carry: Any, xs: Any, *, back: bool = False) -> Any:
+        params = self.loop.equation.params
+        return lax.scan(
+            body,
+            carry,
+            xs,
+            length=params["length"],
+            reverse=params["reverse"] != back,
+            unroll=params["unroll"],
+        )
+
+    def _layers(self, sources: Sources) -> list[Source]:
+        stacked = self.loop.stacked.values()
+        return [self.routes[leaf].layers(sources[leaf], dim) for leaf, dim in stacked]
+
+    def _keys(self, key: jax.Array | None) -> jax.Array | None:
+        length = self.loop.equation.params["length"]
+        return None if key is None else jax.random.split(key, length)
+
+    def _stack(self, layer_grads: Sequence[jax.Array | None]) -> dict[Value, jax.Array]:
+        grads = Sums()
+        for (leaf, dim), grad in zip(self.loop.stacked.values(), layer_grads, strict=True):
+            if grad is not None:
+                grads.add(leaf, jnp.moveaxis(grad, 0, dim))
+        return grads
+
+    def _known(self, gathered: Arrays, env: Arrays) -> dict[Value, jax.Array]:
+        """The operands that follow from leaves and constants, and those given."""
+        full = {**gathered, **{v: env[v] for v in self.loop.inputs if v in env}}
+        run(self.loop.known, full)
+        return full
+
+    def _operands(self, env: Arrays) -> tuple[list, list, list]:
+        atoms = self.loop.equation.inputs
+        consts = [read(env, a) for a in atoms[: self.num_consts]]
+        carry = [read(env, a) for a in atoms[self.num_consts :][: self.num_carry]]
+        return consts, carry, [read(env, a) for a in self.x_atoms]
+
+    def _through_known(
+        self, operand_cts: Sequence[tuple[Any, jax.Array]], gathered: Arrays, env: Arrays
+    ) -> dict[Value, jax.Array]:
+        """Carry the operands' cotangents back to whole leaves and inputs."""
+        sums = Sums()
+        for atom, ct in operand_cts:
+            sums.add(atom, ct)
+        made = {v for eq in self.loop.known for v in eq.outputs}
+        through = [a for a in sums if a in made]
+        direct = Sums((a, ct) for a, ct in sums.items() if isinstance(a, Value) and a not in made)
+        if not through:
+            return direct
+        sources = {v: x for v, x in {**gathered, **env}.items() if v.is_float and self._reads(v)}
+
+        def known(args: list[jax.Array]) -> list[jax.Array]:
+            full = {**gathered, **env, **dict(zip(sources, args, strict=True))}
+            run(self.loop.known, full)
+            return [full[a] for a in through]
+
+        _, pullback = jax.vjp(known, list(sources.values()))
+        (source_cts,) = pullback([sums[a] for a in through])
+        for v, ct in zip(sources, source_cts, strict=True):
+            direct.add(v, ct)
+        return direct
+
+    def _reads(self, value: Value) -> bool:
+        return any(value in eq.values for eq in self.loop.known)
+
+
+def _zeros(value: Value) -> jax.Array:
+    return jnp.zeros(value.aval.shape, value.aval.dtype)
+
+
+def _ct(cts: Arrays, value: Value) -> jax.Array:
+    return cts[value] if value in cts else _zeros(value)

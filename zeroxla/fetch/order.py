@@ -1,0 +1,257 @@
+"""When gathers start: each at the entry of the segment that its tie point names.
+
+A tie is an `optimization_barrier`: what comes out exists only after all that went in. XLA keeps
+barriers until its schedule is made, so a tie bounds how early a collective may start. But a barrier
+loses an input that nothing else reads and whose output is not read: what others are tied to must go
+on through the barrier, or be a value that certainly has other readers.
+
+With prefetch each gather is also tied to what the one before it gave. Else XLA combines the gather
+of the next unit with that of the unit after it, which may start only later, so both come late.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from zeroxla.wire.collectives import Collectives
+from zeroxla.wire.gather import Arriving
+from zeroxla.offload.memory_kinds import is_on_host
+from zeroxla.wire.routes import Route, Source
+from zeroxla.fetch.segments import Loop, Segment, Straight
+from zeroxla.program.trace import Value
+
+
+def tie(arrays: Sequence[Any], to: Sequence[Any], *, firmly: bool) -> tuple[list[Any], list[Any]]:
+    """Return both, such that none of `arrays` exists before all of `to` do. None is no array.
+
+    Whoever reads `to` afterwards must read what is returned for it.
+
+    Args:
+      firmly: by data too, but for arrays in host memory. XLA's CPU backend drops barriers before it
+        runs a program, and lets what follows a loop start once the loop has started: collectives of
+        the loop and those after it then meet each other, on each device in another order.
+    """
+    arrays, to = list(arrays), list(to)
+    if all(x is None for x in arrays) or all(x is None for x in to):
+        return arrays, to
+    both = [*arrays, *to]
+    tied = iter(lax.optimization_barrier([x for x in both if x is not None]))
+    both = [None if x is None else next(tied) for x in both]
+    arrays, to = both[: len(arrays)], both[len(arrays) :]
+    if firmly:
+        never = _never([x for x in to if x is not None and not is_on_host(x)])
+        arrays = [
+            x if x is None or is_on_host(x) else jnp.where(never, jnp.zeros_like(x), x)
+            for x in arrays
+        ]
+    return arrays, to
+
+
+def _never(arrays: Sequence[jax.Array]) -> jax.Array:
+    """Return False, computed from an element of each array; XLA does not know that it is."""
+    numbers = [x for x in arrays if x.size and not jnp.issubdtype(x.dtype, jax.dtypes.extended)]
+    firsts = [x[(0,) * x.ndim].astype(jnp.float32) for x in numbers]
+    return functools.reduce(
+        jnp.logical_or, [jnp.isnan(x) & jnp.isinf(x) for x in firsts], jnp.zeros((), bool)
+    )
+
+
+def tie_points(
+    sizes: Sequence[int],
+    budget: int | None,
+    *,
+    loops: Collection[int] = (),
+    in_loop: bool = False,
+) -> list[int]:
+    """For each segment the earliest one at whose entry its gather may start.
+
+    The elements gathered ahead by then, its own included, are at most `budget`; None is one segment
+    ahead. No gather runs ahead of a whole loop: beside a loop nothing else runs, and the unit would
+    be alive through all its turns.
+
+    Args:
+      sizes: elements that each segment gathers when it starts, in the order in which they run.
+      budget: see `ZeroConfig.prefetch_bucket`.
+      loops: the segments that are loops.
+      in_loop: the segments are the body of a loop, and its first unit may be gathered in the turn
+        before: -1.
+    """
+    first = next((i for i, size in enumerate(sizes) if size), None)
+    points = []
+    for i, size in enumerate(sizes):
+        least = max([-1 if in_loop and i == first else 0, *(j + 1 for j in loops if j < i)])
+        j, ahead = i, size
+        if budget is None:
+            j = least if i == first else max(i - 1, least)
+        while budget and j > least and 0 < ahead <= budget:
+            j -= 1
+            ahead += sizes[j]
+        points.append(j)
+    return points
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class FetchOrder:
+    """When the units of one pass over a plan's segments, forward or backward, are gathered.
+
+    Attributes (one entry per segment, in the order of the pass):
+      units: the leaves that it gathers when it starts.
+      stacked: the stacked leaves of a loop, which its body gathers; () for other segments. The
+        gather of the first turn may stand before the loop, so these shards are tied too.
+      keeps: of its leaves, those that stay whole for a later use.
+      points: from `tie_points`.
+      chained: each gather is tied to the one before it.
+    """
+
+    units: Sequence[Sequence[Value]]
+    stacked: Sequence[Sequence[Value]]
+    keeps: Sequence[Collection[Value]]
+    points: Sequence[int]
+    chained: bool
+
+    @classmethod
+    def make(
+        cls,
+        segments: Sequence[Segment],
+        units: Sequence[Sequence[Value]],
+        keeps: Sequence[Collection[Value]],
+        budget: int | None,
+        *,
+        in_loop: bool,
+    ) -> FetchOrder:
+        """Order the gathers of a pass over `segments`; see `tie_points`."""
+        prefetches = budget != 0
+        first_inside = [
+            () if isinstance(s, Straight) else next(iter(s.body.units), ()) for s in segments
+        ]
+        sizes = [
+            sum(leaf.aval.size for leaf in (*unit, *first))
+            for unit, first in zip(units, first_inside, strict=True)
+        ]
+        loops = [i for i, s in enumerate(segments) if isinstance(s, Loop)]
+        return cls(
+            units=units,
+            # Without prefetch no loop gathers before its first turn.
+            stacked=[stacked_leaves(s) if prefetches else () for s in segments],
+            keeps=keeps,
+            points=tie_points(sizes, budget, loops=loops, in_loop=in_loop and prefetches),
+            chained=prefetches,
+        )
+
+
+class Fetches:
+    """The gathers of one pass.
+
+    Args:
+      order: of the gathers.
+      collectives: how a unit is gathered.
+      routes: of each leaf.
+      sources: what this device holds of each leaf.
+      live: the leaves that are whole when the pass begins.
+      key: where a format rounds stochastically.
+
+    Attributes:
+      sources: as given, tied: what loops and remat bodies must read. A leaf that has been gathered
+        is gathered again from its secondary shard, where it has one.
+      live: the leaves that are whole now.
+    """
+
+    def __init__(
+        self,
+        order: FetchOrder,
+        collectives: Collectives,
+        routes: Mapping[Value, Route],
+        sources: Mapping[Value, Source],
+        live: Mapping[Value, jax.Array],
+        key: jax.Array | None,
+    ) -> None:
+        self.order, self.gathers, self.routes = order, collectives.gathers, routes
+        self._firmly = collectives.firm_ties
+        self.sources, self.live = dict(sources), dict(live)
+        self._missing = missing_leaves(order, self.live)
+        self._keys = _keys(sources, key)
+        self._arrived: list[jax.Array] = []  # what the last gather gave
+        self._arriving: dict[int, Arriving] = {}  # not yet cut into leaves
+        self.enter(-1, [])
+
+    def enter(self, point: int, entry: Sequence[Any]) -> list[Any]:
+        """Start the gathers that may start at the entry of segment `point`.
+
+        Args:
+          point: position in the pass.
+          entry: what the segment reads that none of them may run ahead of; None is no array.
+
+        Returns:
+          `entry`, tied: what the segment must read.
+        """
+        entry = list(entry)
+        for i, start in enumerate(self.order.points):
+            missing = self._missing[i]
+            leaves = (*missing, *self.order.stacked[i])
+            if start != point or not leaves:
+                continue
+            parts = [self.sources[v] for v in leaves]
+            to = [*entry, *self._arrived]
+            tied, after = tie([x.array for x in parts], to, firmly=self._firmly)
+            entry = after[: len(entry)]
+            for v, x, part in zip(leaves, tied, parts, strict=True):
+                self.sources[v] = Source(x, part.form)
+            coming = [self.gathers.on_device(self.sources[v], self.routes[v]) for v in missing]
+            if self._firmly and any(is_on_host(self.sources[v].array) for v in missing):
+                # What was tied before is in host memory, and so by a barrier only.
+                here, after = tie([x.array for x in coming], after, firmly=True)
+                entry = after[: len(entry)]
+                coming = [Source(x, s.form) for x, s in zip(here, coming, strict=True)]
+            arriving = self.gathers.start(
+                coming,
+                [self.routes[v] for v in missing],
+                [self._keys.get(v) for v in missing],
+            )
+            self.sources.update((missing[at], x) for at, x in arriving.secondary.items())
+            self._arriving[i] = arriving
+            if self.order.chained and missing:
+                self._arrived = arriving.buffers
+        return entry
+
+    def take(self, i: int) -> dict[Value, jax.Array]:
+        """Return the whole leaves of segment `i`; call once for each segment, in order."""
+        missing = self._missing[i]
+        whole: dict[Value, jax.Array] = {}
+        if missing:
+            routes = [self.routes[v] for v in missing]
+            found = self.gathers.finish(self._arriving.pop(i), routes)
+            whole.update(zip(missing, found, strict=True))
+        leaves = {v: whole[v] if v in whole else self.live.pop(v) for v in self.order.units[i]}
+        self.live.update((v, leaves[v]) for v in self.order.keeps[i])
+        return leaves
+
+
+def stacked_leaves(segment: Segment) -> tuple[Value, ...]:
+    """Return the leaves that a loop slices; () if it is no loop."""
+    if not isinstance(segment, Loop):
+        return ()
+    return tuple(dict.fromkeys(leaf for leaf, _ in segment.stacked.values()))
+
+
+def missing_leaves(order: FetchOrder, live: Collection[Value]) -> list[tuple[Value, ...]]:
+    """Return the leaves that each segment must gather: those that nothing before it kept."""
+    live = set(live)
+    missing = []
+    for unit, kept in zip(order.units, order.keeps, strict=True):
+        missing.append(tuple(v for v in unit if v not in live))
+        live = live.difference(unit).union(kept)
+    return missing
+
+
+def _keys(leaves: Iterable[Value], key: jax.Array | None) -> dict[Value, jax.Array]:
+    """Return a key for each leaf, the same in every pass."""
+    if key is None:
+        return {}
+    return {leaf: jax.random.fold_in(key, i) for i, leaf in enumerate(leaves)}

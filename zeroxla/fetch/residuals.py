@@ -1,0 +1,183 @@
+"""Backward of a segment that never keeps the model: residuals that follow from leaves alone are
+made again from the leaves, gathered again, and everything else is kept.
+
+`jax.vjp` of a segment is traced into one program, from (leaves, inputs) to (outputs, residuals). In
+it each residual is traced back. What depends on leaves and constants only (a leaf, its cast, its
+transpose) is recomputed in backward; an input of the segment is kept by reference; the rest, which
+are activations, is saved. So each value is saved once, nothing is computed twice but casts and
+layouts of leaves, and it is known exactly which leaves backward reads: no bias, no embedding table.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from zeroxla.program import compat
+from zeroxla.fetch.barriers import hold
+from zeroxla.fetch.segments import Straight
+from zeroxla.program.trace import Atom, Equation, Program, Value, closure, flatten, read, run
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Linearized:
+    """A segment's forward with residuals, and what its backward reads.
+
+    Attributes:
+      leaves: the leaves that backward gathers.
+      references: the segment's inputs that backward reads.
+      outputs: the segment's outputs that have a gradient.
+      targets: the leaves and inputs that get one.
+    """
+
+    leaves: tuple[Value, ...]
+    references: tuple[Value, ...]
+    outputs: tuple[Value, ...]
+    targets: tuple[Value, ...]
+
+    _forward: Callable[..., list[jax.Array]]
+    _evaluate: Callable[..., list[jax.Array]]
+    _inputs: dict[Value, Value]  # the segment's value -> its stand-in in the traced program
+    _recompute: tuple[Equation, ...]
+    _residuals: tuple[Atom, ...]
+    _saved: tuple[Value, ...]
+    _pullback: Any
+
+    def forward(self, args: Sequence[jax.Array]) -> tuple[list[jax.Array], tuple[jax.Array, ...]]:
+        """Return the segment's outputs, and what is saved for backward.
+
+        Args:
+          args: the segment's leaves and then its inputs.
+        """
+        results = self._forward(*args)
+        num_outputs = len(results) - len(self._saved)
+        return results[:num_outputs], tuple(results[num_outputs:])
+
+    def evaluate(self, args: Sequence[jax.Array]) -> list[jax.Array]:
+        """Return the segment's outputs, as if nobody took a gradient (custom rules see that)."""
+        return self._evaluate(*args)
+
+    def backward(
+        self,
+        leaves: Mapping[Value, jax.Array],
+        references: Mapping[Value, jax.Array],
+        saved: Sequence[jax.Array],
+        cotangents: Sequence[jax.Array],
+    ) -> dict[Value, jax.Array]:
+        """Return the cotangent of each of `targets`, given those of `outputs`."""
+        env = {self._inputs[v]: leaves[v] for v in self.leaves}
+        env.update((self._inputs[v], references[v]) for v in self.references)
+        env.update(zip(self._saved, saved, strict=True))
+        run(self._recompute, env)
+        pullback = jax.tree.unflatten(self._pullback, [read(env, a) for a in self._residuals])
+        (cotangents,) = pullback(list(cotangents))
+        return dict(zip(self.targets, cotangents, strict=True))
+
+
+def linearize(segment: Straight, active: Iterable[Value], constants: Iterable[Value]) -> Linearized:
+    """Trace the forward and backward of a segment.
+
+    Args:
+      segment: what to differentiate.
+      active: the values that have a gradient.
+      constants: inputs from which a residual may be recomputed, as from a leaf.
+    """
+    active, constants = frozenset(active), frozenset(constants)
+    everything = (*segment.leaves, *segment.inputs)
+    targets = tuple(v for v in everything if v in active)
+    rest = tuple(v for v in everything if v not in active)
+    outputs = tuple(v for v in segment.outputs if v in active)
+    passive = tuple(v for v in segment.outputs if v not in active)
+    pullback_tree = None
+
+    def with_residuals(target_args: list[jax.Array], rest_args: list[jax.Array]) -> Any:
+        nonlocal pullback_tree
+
+        def primal(target_args: list[jax.Array]) -> tuple[list, list]:
+            env = dict(zip((*targets, *rest), (*target_args, *rest_args), strict=True))
+            run_saving_no_leaf(segment, env)
+            return [env[v] for v in outputs], [env[v] for v in passive]
+
+        out, pullback, aux = jax.vjp(primal, target_args, has_aux=True)
+        residuals, pullback_tree = jax.tree.flatten(pullback)
+        return out, aux, residuals
+
+    shapes = [[_shape(v) for v in targets], [_shape(v) for v in rest]]
+    program = flatten(jax.make_jaxpr(with_residuals)(*shapes))
+    num_outputs = len(segment.outputs)
+    stand_ins = dict(zip((*targets, *rest), program.inputs, strict=True))
+    residuals = program.outputs[num_outputs:]
+    free = {stand_ins[v] for v in everything if v in segment.leaves or v in constants}
+    recomputed, roots = _recomputable(program, residuals, free)
+    by_reference = {v for v in residuals if v in program.inputs}.union(roots)
+    saved = tuple(
+        dict.fromkeys(
+            v
+            for v in residuals
+            if isinstance(v, Value) and v not in by_reference and v not in recomputed
+        )
+    )
+    order = dict(zip((*outputs, *passive), program.outputs[:num_outputs], strict=True))
+    forward = Program(
+        tuple(stand_ins[v] for v in everything),
+        program.equations,
+        (*(order[v] for v in segment.outputs), *saved),
+    )
+    evaluate = Program(everything, segment.equations, segment.outputs)
+    return Linearized(
+        leaves=tuple(v for v in segment.leaves if stand_ins[v] in by_reference),
+        references=tuple(v for v in segment.inputs if stand_ins[v] in by_reference),
+        outputs=outputs,
+        targets=targets,
+        _forward=hold(forward, [stand_ins[v] for v in segment.leaves]),
+        _evaluate=hold(evaluate, segment.leaves),
+        _inputs=stand_ins,
+        _recompute=tuple(dict.fromkeys(recomputed.values())),
+        _residuals=residuals,
+        _saved=saved,
+        _pullback=pullback_tree,
+    )
+
+
+def run_saving_no_leaf(segment: Straight, env: dict[Value, Any]) -> None:
+    """Run a segment's equations; a `cond` that reads leaves is recomputed in backward.
+
+    A branch returns its residuals, copies of the leaves among them, as results of the `cond`, where
+    they look like activations. Cost: the taken branch runs once more in backward.
+    """
+    model = set(segment.leaves)
+    for eq in segment.equations:
+        args = [read(env, a) for a in eq.inputs]
+        if eq.values and model.issuperset(eq.values):
+            model.update(eq.outputs)
+
+        def call(*args: Any, eq: Equation = eq) -> list[Any]:
+            return compat.call_equation(eq.source, eq.name_stack, args)
+
+        if eq.name == "cond" and not model.isdisjoint(eq.values):
+            call = jax.checkpoint(call)
+        env.update(zip(eq.outputs, call(*args)))
+
+
+def _recomputable(
+    program: Program, residuals: Iterable[Atom], roots: set[Value]
+) -> tuple[dict[Value, Equation], list[Value]]:
+    """Return the equations that make residuals from `roots` alone, in order, by what they make,
+    and the roots that they read."""
+    known = set(roots)
+    producers: dict[Value, Equation] = {}
+    for eq in program.equations:
+        pinned = eq.has_effects or compat.is_collective(eq.source)
+        if not pinned and known.issuperset(eq.values):
+            known.update(eq.outputs)
+            producers.update((v, eq) for v in eq.outputs)
+    wanted = [v for v in residuals if isinstance(v, Value) and v in producers]
+    equations, used = closure(wanted, producers)
+    return {v: eq for eq in equations for v in eq.outputs}, used
+
+
+def _shape(value: Value) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(value.aval.shape, value.aval.dtype)

@@ -1,0 +1,277 @@
+"""Runs a fetch plan: gather a unit, compute, release; in backward gather again, reduce, release.
+
+Forward and backward are both written out here, segment by segment, instead of left to `jax.grad`:
+so each gather and each reduce stands where the plan wants it, tied to the activation or cotangent
+that it must not run ahead of (`prefetch.py`). Without the ties XLA merges the backward gathers with
+the forward ones, or hoists them all, and the whole model is alive again.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from zeroxla.wire.collectives import Collectives
+from zeroxla.fetch.cotangents import Sums
+from zeroxla.fetch.loop_runner import LoopRunner
+from zeroxla.fetch.passes import Tape, make_passes
+from zeroxla.fetch.order import Fetches, FetchOrder, tie
+from zeroxla.fetch.reuse import Limits
+from zeroxla.wire.routes import Route, Source
+from zeroxla.fetch.segments import Loop, Plan, Remat, Segment, Straight
+from zeroxla.program.trace import Value, read
+
+Arrays = Mapping[Value, jax.Array]
+Sources = Mapping[Value, Source]
+
+# Folded into a pass' key for its gathers; below it are numbers of segments.
+_GATHERS = 2**31 - 1
+
+
+class Runner:
+    """Runs one plan inside `shard_map`.
+
+    Args:
+      plan: what to run.
+      collectives: how a unit is gathered and its gradient reduced.
+      routes: of each leaf of the plan.
+      limits: of prefetch and reuse.
+      in_loop: the plan is the body of a loop.
+      in_remat: forward runs a second time before backward.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        collectives: Collectives,
+        routes: Mapping[Value, Route],
+        limits: Limits,
+        *,
+        in_loop: bool = False,
+        in_remat: bool = False,
+    ) -> None:
+        self.plan, self.collectives, self.routes = plan, collectives, routes
+        self.passes = passes = make_passes(plan, routes, limits, in_loop=in_loop, in_remat=in_remat)
+        self.bodies: dict[Segment, Any] = {}
+        for i, seg in enumerate(plan.segments):
+            if isinstance(seg, Remat):
+                self.bodies[seg] = Runner(seg.body, collectives, routes, limits, in_remat=True)
+            elif isinstance(seg, Loop):
+                make = functools.partial(Runner, in_loop=True, in_remat=in_remat)
+                keep = passes.keeps_stacked(i, seg)
+                self.bodies[seg] = LoopRunner(
+                    seg, collectives, routes, limits, keep=keep, make_runner=make
+                )
+
+    def _fetches(
+        self, order: FetchOrder, sources: Sources, live: Arrays, key: jax.Array | None
+    ) -> Fetches:
+        # Apart from the keys of segments and reduces.
+        return Fetches(order, self.collectives, self.routes, sources, live, _fold(key, _GATHERS))
+
+    def forward(
+        self,
+        sources: Sources,
+        inputs: Sequence[jax.Array],
+        *,
+        record: bool,
+        keep: bool = True,
+        activations: Iterable[Value] = (),
+        key: jax.Array | None = None,
+        earlier: Tape | None = None,
+    ) -> tuple[list[jax.Array], Tape]:
+        """Run the plan.
+
+        Args:
+          sources: what this device holds of each leaf.
+          inputs: one per input of the plan.
+          record: whether to leave a tape for backward.
+          keep: whether to leave secondary shards for a later pass.
+          activations: the inputs that were computed, ahead of which no gather may run.
+          key: where a format rounds stochastically.
+          earlier: what an earlier forward left, whose secondary shards are gathered from.
+        """
+        sources = self.passes.after(sources, earlier)
+        env = dict(zip(self.plan.inputs, inputs, strict=True))
+        fetches = self._fetches(self.passes.forward_order, sources, {}, key)
+        saved: list[Any] = []
+        made = dict.fromkeys(activations, -1)  # by which segment
+        for i, seg in enumerate(self.plan.segments):
+            newest = sorted((v for v in seg.inputs if v in made), key=made.__getitem__)[-1:]
+            env.update(zip(newest, fetches.enter(i, [env[v] for v in newest]), strict=True))
+            gathered = fetches.take(i)
+            if isinstance(seg, Straight):
+                args = [*(gathered[v] for v in seg.leaves), *(env[v] for v in seg.inputs)]
+                linear = self.passes.linear[seg]
+                outputs, left = linear.forward(args) if record else (linear.evaluate(args), ())
+            else:
+                outputs, left = self._body_forward(
+                    seg,
+                    fetches.sources,
+                    gathered,
+                    env,
+                    record=record,
+                    keep=keep,
+                    activations=made,
+                    key=_fold(key, i),
+                    earlier=earlier and earlier.saved[i],
+                )
+            env.update(zip(seg.outputs, outputs, strict=True))
+            made.update(dict.fromkeys(seg.outputs, i))
+            saved.append(left)
+        secondary = [fetches.sources[v] for v in self.passes.to_keep(sources)] if keep else []
+        references = [env[v] for v in self.passes.references] if record else []
+        live = self.passes.live(fetches.live) if record else []
+        tape = Tape(tuple(references), tuple(saved), tuple(live), tuple(secondary))
+        return self._outputs(env), tape
+
+    def _outputs(self, env: Arrays) -> list[jax.Array]:
+        return [jnp.asarray(read(env, atom)) for atom in self.plan.outputs]
+
+    def _body_forward(
+        self,
+        seg: Loop | Remat,
+        sources: Sources,
+        gathered: Arrays,
+        env: Arrays,
+        *,
+        record: bool,
+        **options: Any,
+    ) -> tuple[Sequence[jax.Array], Any]:
+        if isinstance(seg, Loop):
+            del options["activations"]
+            return self.bodies[seg].forward(sources, gathered, env, record=record, **options)
+        body: Runner = self.bodies[seg]
+        inputs = [env[v] for v in body.plan.inputs]
+        # Nothing is recorded: backward runs this forward again.
+        return body.forward(sources, inputs, record=False, **options)
+
+    def backward(
+        self,
+        sources: Sources,
+        inputs: Arrays,
+        tape: Tape,
+        cotangents: Sequence[jax.Array | None],
+        *,
+        key: jax.Array | None = None,
+        earlier: Tape | None = None,
+    ) -> tuple[dict[Value, jax.Array], list[jax.Array | None]]:
+        """Run the plan's backward.
+
+        Args:
+          sources: as in forward.
+          inputs: the recoverable inputs of the plan.
+          tape: from forward.
+          cotangents: one per output; None for zero.
+          key: as in forward.
+          earlier: as in forward.
+
+        Returns:
+          The reduced gradient shards (float32; no entry where nothing depends on the leaf), and the
+          cotangent of each input of the plan (None for zero).
+        """
+        plan = self.plan
+        env = {**inputs, **dict(zip(self.passes.references, tape.references, strict=True))}
+        live = dict(zip(self.passes.live_order, tape.live, strict=True))
+        sources = self.passes.after(self.passes.after(sources, earlier), tape)
+        fetches = self._fetches(self.passes.backward_order, sources, live, key)
+        cts = Sums()
+        for atom, ct in zip(plan.outputs, cotangents, strict=True):
+            if ct is not None and atom in plan.active:
+                cts.add(atom, ct)
+        whole, reduced = Sums(), Sums()
+        # With prefetch a unit's reduce may run beside the next unit, not only before it.
+        lag = int(self.passes.backward_order.chained)
+        waiting: list[list[jax.Array]] = []
+        last = len(plan.segments) - 1
+        for step, i in enumerate(range(last, -1, -1)):
+            seg = plan.segments[i]
+            mine = fetches.enter(step, [cts.pop(v) for v in seg.outputs])
+            gathered = fetches.take(step)
+            if any(ct is not None for ct in mine):
+                before = waiting.pop(0) if len(waiting) > lag else []
+                mine, _ = tie(mine, before, firmly=self.collectives.firm_ties)
+                grads, done = self._segment_backward(
+                    seg,
+                    fetches.sources,
+                    gathered,
+                    env,
+                    tape.saved[i],
+                    mine,
+                    key=_fold(key, i),
+                    earlier=earlier and earlier.saved[i],
+                )
+                for v, ct in self._residents_first(seg, grads).items():
+                    (whole if v in self.passes.first_use else cts).add(v, ct)
+                for v, ct in done.items():
+                    reduced.add(v, ct)
+            ready = [v for v in whole if self.passes.first_use[v] == i]
+            if ready:
+                routes = [self.routes[v] for v in ready]
+                # Else XLA joins the reduces of units that wait for the same activation.
+                before = waiting[-1] if lag and waiting else []
+                grads = [whole[v] for v in ready]
+                grads, _ = tie(grads, before, firmly=self.collectives.firm_ties)
+                # Apart from the keys of segments, which are folded in from 0 on.
+                mine = _fold(key, len(plan.segments) + i)
+                results = self.collectives.reduces.reduce(grads, routes, mine)
+                for v, ct in zip(ready, results, strict=True):
+                    reduced.add(v, ct)
+                waiting.append(results)
+        return dict(reduced), [cts.pop(v) for v in plan.inputs]
+
+    def _residents_first(self, seg: Segment, cts: Arrays) -> Arrays:
+        """Return the cotangents that a segment gives, such that those of the plan's inputs, leaves
+        that are not gathered among them, come before those that the segments before it wait for.
+
+        Else XLA may leave them to the end, and keep of every segment what they are computed from.
+        """
+        given = [v for v in self.plan.inputs if v in cts]
+        awaited = [v for v in cts if v in seg.inputs and v not in given]
+        later, first = tie([cts[v] for v in awaited], [cts[v] for v in given], firmly=False)
+        return {**cts, **dict(zip(awaited, later)), **dict(zip(given, first))}
+
+    def _segment_backward(
+        self,
+        seg: Segment,
+        sources: Sources,
+        gathered: Arrays,
+        env: Arrays,
+        saved: Any,
+        cotangents: Sequence[jax.Array | None],
+        **options: Any,
+    ) -> tuple[Arrays, Arrays]:
+        """Return cotangents of whole leaves and inputs, and reduced gradient shards."""
+        if isinstance(seg, Straight):
+            linear = self.passes.linear[seg]
+            by_value = dict(zip(seg.outputs, cotangents, strict=True))
+            filled = [_or_zeros(by_value[v], v) for v in linear.outputs]
+            references = {v: env[v] for v in linear.references}
+            return linear.backward(gathered, references, saved, filled), {}
+        if isinstance(seg, Loop):
+            loop: LoopRunner = self.bodies[seg]
+            return loop.backward(sources, gathered, env, saved, cotangents, **options)
+        body = self.bodies[seg]
+        # The tie keeps this second forward from being merged with the first.
+        inputs = [env[v] for v in body.plan.inputs]
+        inputs, cotangents = tie(inputs, cotangents, firmly=self.collectives.firm_ties)
+        options["earlier"] = saved
+        _, tape = body.forward(
+            sources, inputs, record=True, activations=body.plan.inputs, **options
+        )
+        again = dict(zip(body.plan.inputs, inputs, strict=True))
+        reduced, input_cts = body.backward(sources, again, tape, cotangents, **options)
+        pairs = zip(body.plan.inputs, input_cts, strict=True)
+        return {v: ct for v, ct in pairs if ct is not None}, reduced
+
+
+def _or_zeros(ct: jax.Array | None, value: Value) -> jax.Array:
+    return jnp.zeros(value.aval.shape, value.aval.dtype) if ct is None else ct
+
+
+def _fold(key: jax.Array | None, i: int) -> jax.Array | None:
+    return None if key is None else jax.random.fold_in(key, i)

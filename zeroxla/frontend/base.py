@@ -1,0 +1,240 @@
+"""What every adapter returns, and the checks and conversions they share."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import zlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from zeroxla.program.paths import Path
+
+Tree = dict[str, Any]
+"""Nested dicts with string keys and arrays as leaves."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Caching:
+    """How a module is called with a cache of keys and values.
+
+    `empty(batch, length, dtype) -> cache`: nested dicts of zeros for so many rows and places; what
+    is floating is of that dtype, or of the module's own where it is None.
+
+    `apply(params, model_state, cache, *args, **kwargs) -> (result, cache)`: as `Adapted.apply`.
+    """
+
+    empty: Callable[..., Tree]
+    apply: Callable[..., tuple[Any, Tree]]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Adapted:
+    """A model as two pure functions. Compared and hashed by identity.
+
+    `init(key, batch) -> (params, model_state)`: both nested dicts (string keys, arrays). Works
+    under jit and eval_shape.
+
+    `loss(params, model_state, batch, key, *, train) -> (loss, metrics, model_state)`: a floating
+    scalar, a dict of scalars, and the state after the call (in eval the one given). All
+    randomness comes from `key`, all streams of it included.
+
+    `apply(params, model_state, *args, **kwargs)`: what the module returns when it is called, its
+    state as it is and nothing random; None for a pair of functions.
+
+    `caching`: the same with a cache; None where the module has none.
+
+    `parameters`: the names of what the module's call takes.
+
+    `context`: the longest sequence that the module says it is meant for; see `CONTEXT`.
+
+    `frozen`: regular expressions, as those of `ZeroConfig.frozen`, which hold for this model.
+
+    `base` and `merge`: of a model with adapters the model without them, and what turns parameters
+    of the one, in natural shapes, into those of the other (traceable); None for any other model.
+    """
+
+    init: Callable[..., tuple[Tree, Tree]]
+    loss: Callable[..., tuple[jax.Array, dict[str, jax.Array], Tree]]
+    apply: Callable[..., Any] | None = None
+    caching: Caching | None = None
+    parameters: tuple[str, ...] = ()
+    context: int | None = None
+    frozen: tuple[str, ...] = ()
+    base: Adapted | None = None
+    merge: Callable[[Tree], Tree] | None = None
+
+    @staticmethod
+    def of(init: Callable[..., Any], call: Callable[..., Any], **others: Any) -> Adapted:
+        """Make it of a module's functions.
+
+        Args:
+          init: as the attribute.
+          call: as `loss`, but it returns (what the module's loss returned, model_state).
+          **others: the other attributes.
+        """
+
+        def loss(
+            params: Tree, model_state: Tree, batch: Any, key: jax.Array, *, train: bool
+        ) -> tuple[jax.Array, dict[str, jax.Array], Tree]:
+            result, state = call(params, model_state, batch, key, train=train)
+            return *checked(result), state
+
+        return Adapted(init=init, loss=loss, **others)
+
+
+def stream_key(key: jax.Array, name: str) -> jax.Array:
+    """Return the key of a named rng stream: `fold_in(key, crc32(name))`, the low 31 bits.
+
+    linen streams are named by themselves ("dropout"), nnx ones by their path ("drop/rngs").
+    crc32 and not `hash`, which differs between processes.
+    """
+    return jax.random.fold_in(key, zlib.crc32(name.encode()) & 0x7FFFFFFF)
+
+
+CONTEXT = (
+    "length",
+    "max_length",
+    "max_len",
+    "max_seq_len",
+    "max_position_embeddings",
+    "context_length",
+    "block_size",
+)
+"""Attributes that tell how long a language model's sequences may be; one name or another is
+usual."""
+
+
+def about_call(module: Any) -> dict[str, Any]:
+    """Return the attributes of `Adapted` that a module's class tells: parameters and context."""
+    found = (getattr(module, name, None) for name in CONTEXT)
+    lengths = [n for n in found if isinstance(n, int) and n > 0]
+    parameters = tuple(inspect.signature(type(module).__call__).parameters)[1:]
+    return {"parameters": parameters, "context": lengths[0] if lengths else None}
+
+
+def module_loss(module: Any, loss: Callable[..., Any] | None) -> Callable[..., Any]:
+    """Return `run(module, batch, train)`, the module's own loss or the one given.
+
+    Raises:
+      ValueError: there is none, or it cannot be called so.
+    """
+    name = type(module).__name__
+    if loss is not None:
+        check_signature(loss, "loss=", "loss(apply, batch, *, train)", 2, train=True)
+        return lambda module, batch, train: loss(module, batch, train=train)
+    if not callable(getattr(module, "loss", None)):
+        raise ValueError(
+            f"{name} has no method loss(batch, *, train) and no loss= is given; add the method, "
+            "or pass loss=function(apply, batch, *, train)"
+        )
+    check_signature(module.loss, f"{name}.loss", "loss(batch, *, train)", 1, train=True)
+    return lambda module, batch, train: module.loss(batch, train=train)
+
+
+def check_signature(
+    function: Callable[..., Any], what: str, wanted: str, num_args: int, **kwargs: Any
+) -> None:
+    """Raise ValueError unless the function can be called with num_args and these keywords."""
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # Some builtins have none to inspect.
+        return
+    try:
+        signature.bind(*[None] * num_args, **kwargs)
+    except TypeError as error:
+        raise ValueError(
+            f"{what} has the signature {signature}, but is called as {wanted}: {error}"
+        ) from error
+
+
+def checked(result: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """Return (loss, metrics) of what a loss returned.
+
+    Raises:
+      ValueError: the loss is not a floating scalar, or metrics is not a dict of scalars.
+    """
+    loss, metrics = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
+    if not isinstance(loss, jax.Array | float) and not hasattr(loss, "dtype"):
+        raise ValueError(
+            f"the loss returned a {type(loss).__name__}; expected a floating scalar or "
+            "(scalar, metrics)"
+        )
+    loss = jnp.asarray(loss)
+    if loss.shape != () or not jnp.issubdtype(loss.dtype, jnp.floating):
+        raise ValueError(
+            f"the loss has shape {loss.shape} and dtype {loss.dtype}; it must be a floating "
+            "scalar: return its mean"
+        )
+    if not isinstance(metrics, Mapping):
+        raise ValueError(
+            f"the loss's metrics are a {type(metrics).__name__}; expected a dict of scalars"
+        )
+    for name, value in metrics.items():
+        is_array = hasattr(value, "dtype") or isinstance(value, bool | int | float)
+        if not isinstance(name, str) or not is_array:
+            raise ValueError(
+                f"metric {name!r} is a {type(value).__name__}; expected a dict of scalars with "
+                "string names"
+            )
+        if jnp.shape(value) != ():
+            raise ValueError(
+                f"metric {name!r} has shape {jnp.shape(value)}; each metric must be a scalar: "
+                "return its mean"
+            )
+    return loss, {name: jnp.asarray(value) for name, value in metrics.items()}
+
+
+def empty_like(x: Any, dtype: Any) -> jax.Array:
+    """Return zeros for an entry of a cache: what is floating in `dtype`, if that is given."""
+    is_float = jnp.issubdtype(x.dtype, jnp.floating)
+    return jnp.zeros(x.shape, dtype if is_float and dtype is not None else x.dtype)
+
+
+def kept(old: Tree, new: Tree) -> Tree:
+    """Return the new model state in the old one's structure, shapes and dtypes.
+
+    Dtypes are cast back (a counter `n + 1` may be promoted); anything else is an error, because
+    the state goes into the next step.
+
+    Raises:
+      ValueError: a leaf came, went or changed its shape.
+    """
+    before, after = to_flat(old), to_flat(new)
+    changed = sorted("/".join(path) for path in before.keys() ^ after.keys())
+    changed += [
+        f"{'/'.join(path)}: {jnp.shape(before[path])} -> {jnp.shape(after[path])}"
+        for path in before.keys() & after.keys()
+        if jnp.shape(before[path]) != jnp.shape(after[path])
+    ]
+    if changed:
+        raise ValueError(
+            f"the model state changed its leaves or shapes in a step: {', '.join(changed)}; "
+            "state must keep its structure (create every variable in init)"
+        )
+    return jax.tree.map(lambda a, b: jnp.asarray(b, jnp.asarray(a).dtype), old, new)
+
+
+def to_flat(tree: Tree) -> dict[Path, Any]:
+    """Return {path: leaf} of nested dicts; a leaf is whatever is not a dict."""
+    flat = {}
+    for name, value in tree.items():
+        if isinstance(value, dict):
+            flat |= {(name, *path): leaf for path, leaf in to_flat(value).items()}
+        else:
+            flat[(name,)] = value
+    return flat
+
+
+def to_nested(flat: Mapping[Path, Any]) -> Tree:
+    """Return nested dicts of {path: leaf}."""
+    tree: Tree = {}
+    for path, leaf in flat.items():
+        node = tree
+        for name in path[:-1]:
+            node = node.setdefault(name, {})
+        node[path[-1]] = leaf
+    return tree

@@ -1,0 +1,56 @@
+"""A plain pair of functions: `init(key, batch) -> params`, `loss(params, batch, key)`."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from zeroxla.frontend.base import Adapted, Tree, check_signature, checked, to_flat, to_nested
+from zeroxla.program.paths import Path, paths_of
+
+
+def adapt_function(init: Callable[..., Any], loss: Callable[..., Any]) -> Adapted:
+    """Adapt a pair; see `adapt`.
+
+    The params may be any pytree: list items and attributes become string keys of nested dicts, a
+    bare array gets the key "param". They are put back in their own pytree before the loss sees
+    them, by the structure of an abstract evaluation of `init` (made once).
+
+    Raises:
+      ValueError: a function with another signature, or two leaves whose paths read the same.
+    """
+    check_signature(init, "init", "init(key, batch)", 2)
+    check_signature(loss, "loss", "loss(params, batch, key)", 3)
+    known: list[tuple[list[Path], Any]] = []
+
+    def init_function(key: jax.Array, batch: Any) -> tuple[Tree, Tree]:
+        params = init(key, batch)
+        leaves, _ = jax.tree.flatten(params)
+        paths = names_of(params)
+        return to_nested(dict(zip(paths, map(jnp.asarray, leaves), strict=True))), {}
+
+    def loss_function(
+        params: Tree, model_state: Tree, batch: Any, key: jax.Array, *, train: bool
+    ) -> tuple[jax.Array, dict[str, jax.Array], Tree]:
+        del train  # A plain loss knows no eval mode.
+        if not known:
+            shapes = jax.eval_shape(init, key, batch)
+            known.append((names_of(shapes), jax.tree.structure(shapes)))
+        paths, structure = known[0]
+        flat = to_flat(params)
+        tree = structure.unflatten([flat[path] for path in paths])
+        return *checked(loss(tree, batch, key)), model_state
+
+    return Adapted(init=init_function, loss=loss_function)
+
+
+def names_of(params: Any) -> list[Path]:
+    """Return the path of each leaf; that of a bare array is "param"."""
+    paths = [path or ("param",) for path, _ in paths_of(params)]
+    if len(set(paths)) != len(paths):
+        twice = sorted({"/".join(path) for path in paths if paths.count(path) > 1})
+        raise ValueError(
+            f"two parameters have the same path as text: {', '.join(twice)}; rename a dict key"
+        )
+    return paths

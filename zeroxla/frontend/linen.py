@@ -1,0 +1,137 @@
+"""flax.linen modules: variables in, variables out."""
+
+import re
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from flax.core import DenyList, unfreeze
+from flax.errors import InvalidRngError
+
+from zeroxla.frontend.base import (
+    Adapted,
+    Caching,
+    Tree,
+    about_call,
+    empty_like,
+    kept,
+    module_loss,
+    stream_key,
+    to_flat,
+)
+
+NOT_STATE = ("intermediates", "perturbations")
+"""Collections that `sow` and `perturb` fill for whoever asks: outputs of one call, not state."""
+
+
+def adapt_linen(module: nn.Module, loss: Callable[..., Any] | None) -> Adapted:
+    """Adapt a linen module; see `adapt`, and `linen_functions`."""
+    init, call = linen_functions(module, module_loss(module, loss))
+
+    def apply(params: Tree, model_state: Tree, *args: Any, **kwargs: Any) -> Any:
+        return module.apply({"params": params, **model_state}, *args, **kwargs)
+
+    caching = linen_caching(module) if hasattr(module, "decode") else None
+    return Adapted.of(init, call, apply=apply, caching=caching, **about_call(module))
+
+
+def linen_caching(module: nn.Module) -> Caching:
+    """Return the calls with a cache of a module that has the field `decode`.
+
+    With it set, the module makes the collection "cache" when it is initialised on tokens of the
+    cache's full shape, and advances it in every call, as `nn.MultiHeadDotProductAttention` does.
+    """
+    module = module.clone(decode=True)
+
+    def empty(batch: int, length: int, dtype: Any) -> Tree:
+        tokens = jax.ShapeDtypeStruct((batch, length), jnp.int32)
+        variables = jax.eval_shape(module.init, jax.random.key(0), tokens)
+        return jax.tree.map(lambda x: empty_like(x, dtype), unfreeze(variables).get("cache", {}))
+
+    def apply(
+        params: Tree, model_state: Tree, cache: Tree, *args: Any, **kwargs: Any
+    ) -> tuple[Any, Tree]:
+        variables = {"params": params, **model_state, "cache": cache}
+        result, changed = module.apply(variables, *args, mutable=["cache"], **kwargs)
+        return result, unfreeze(changed)["cache"]
+
+    return Caching(empty=empty, apply=apply)
+
+
+def linen_functions(
+    module: nn.Module, run: Callable[..., Any]
+) -> tuple[Callable[..., tuple[Tree, Tree]], Callable[..., tuple[Any, Tree]]]:
+    """Return `run(module, batch, train)` as two pure functions.
+
+    Parameters are the collection "params". Every other collection is model state, mutable in train
+    only, except the outputs of `sow` and `perturb` (see `is_output`). Boxed leaves
+    (`nn.Partitioned` and other axis metadata) are unboxed. `init` runs with train=True, so that
+    what only training uses exists too.
+
+    Rng streams are found by tracing: a name that `make_rng` asks for gets `stream_key(key, name)`.
+    (Passing a "params" stream instead, to which linen falls back, would hide the names, and with
+    them which streams an `nn.scan` splits.) Streams that the module first tests with `has_rng`
+    are not found; "dropout" is always there.
+
+    Returns:
+      `init(key, batch) -> (params, model_state)` and `call(params, model_state, batch, key, *,
+      train) -> (result, model_state)`.
+
+    Cost: one more abstract evaluation for train and one for eval.
+    """
+    found: dict[bool, set[str]] = {}
+
+    def init(key: jax.Array, batch: Any) -> tuple[Tree, Tree]:
+        create = nn.init(partial(run, train=True), module, mutable=DenyList(NOT_STATE))
+        variables = unfreeze(nn.meta.unbox(create({"params": key}, batch)))
+        params = variables.pop("params", {})
+        for path, leaf in to_flat(params).items():
+            if not hasattr(leaf, "dtype"):
+                raise ValueError(
+                    f"parameter {'/'.join(path)} is a {type(leaf).__name__}; a parameter must be "
+                    "one array: declare each array with a self.param of its own"
+                )
+        return params, {n: c for n, c in variables.items() if not is_output(c)}
+
+    def apply(
+        params: Tree, state: Tree, batch: Any, key: jax.Array, *, train: bool, streams: set[str]
+    ) -> tuple[Any, Tree]:
+        mutable = list(state) if train else []
+        call = nn.apply(partial(run, train=train), module, mutable=mutable)
+        rngs = {name: stream_key(key, name) for name in sorted(streams)}
+        result, changed = call({"params": params, **state}, batch, rngs=rngs)
+        return result, {**state, **unfreeze(changed)}
+
+    def streams_of(*args: Any, train: bool) -> set[str]:
+        streams = {"dropout"}
+        while True:
+            try:
+                jax.eval_shape(partial(apply, train=train, streams=streams), *args)
+                return streams
+            except InvalidRngError as error:
+                name = re.search(r'needs PRNG for "([^"]+)"', str(error))
+                if name is None or name[1] in streams:
+                    raise
+                streams.add(name[1])
+
+    def call(
+        params: Tree, model_state: Tree, batch: Any, key: jax.Array, *, train: bool
+    ) -> tuple[Any, Tree]:
+        args = (params, model_state, batch, key)
+        if train not in found:
+            found[train] = streams_of(*args, train=train)
+        result, state = apply(*args, train=train, streams=found[train])
+        return result, kept(model_state, state)
+
+    return init, call
+
+
+def is_output(collection: Tree) -> bool:
+    """Say whether `sow` filled the collection: its values are tuples, one item for each call.
+
+    Kept as state they would grow by one item in each step.
+    """
+    return any(isinstance(leaf, tuple) for leaf in to_flat(collection).values())

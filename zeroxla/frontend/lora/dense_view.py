@@ -1,0 +1,127 @@
+"""A dense leaf on its way through a program, with its adapter: not yet an array.
+
+Shapes: C the dims that a product contracts, O the others, r the rank. An adapter is A [*layers, *C,
+r] and B [*layers, r, *O], the leaf's own dims in order; W + scaling A . B is never made, a product
+x . W becomes x . W + (scaling x . A) . B.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from zeroxla.frontend.lora.uses import Dense
+from zeroxla.wire.quantize import Wire
+from zeroxla.wire.quantize_jit import dequantize
+from zeroxla.config.wire_format import WireFormat
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("weight", "a", "b"),
+    meta_fields=("leaf", "scaling", "format", "dtypes", "dims", "taken"),
+)
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Held:
+    """A leaf, a slice of it, or either one cast and transposed. Loops slice its arrays.
+
+    Attributes:
+      weight: the leaf's values, its dims in order; or its wires, uint8[*layers, bytes].
+      a, b: its adapter; None without one.
+      leaf: what is known of it.
+      scaling: alpha / rank.
+      format: of the wires; None for values.
+      dtypes: the casts; of wires the first is what they become.
+      dims: the leaf's dims that are left, in the order of this view.
+      taken: the leaf's dims that loops have sliced.
+    """
+
+    weight: jax.Array
+    a: jax.Array | None
+    b: jax.Array | None
+    leaf: Dense
+    scaling: float
+    format: WireFormat | None
+    dtypes: tuple[jnp.dtype, ...]
+    dims: tuple[int, ...]
+    taken: tuple[int, ...] = ()
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """The layer dims that are left: the leading dims of wires and adapters."""
+        return tuple(d for d in self.leaf.layer_dims if d not in self.taken)
+
+    def cast(self, dtype: jnp.dtype) -> Held:
+        """As `astype`."""
+        return dataclasses.replace(self, dtypes=(*self.dtypes, dtype))
+
+    def transpose(self, permutation: Sequence[int]) -> Held:
+        """As `jnp.transpose`."""
+        return dataclasses.replace(self, dims=tuple(self.dims[d] for d in permutation))
+
+    def stacked(self) -> Held:
+        """Return it with the view's first dim, a layer dim, first in its arrays."""
+        dim, layer = self.dims[0], self.layers.index(self.dims[0])
+        at = layer if self.format else self._order().index(dim)
+        a, b = (None if x is None else jnp.moveaxis(x, layer, 0) for x in (self.a, self.b))
+        return dataclasses.replace(self, weight=jnp.moveaxis(self.weight, at, 0), a=a, b=b)
+
+    def layer(self) -> Held:
+        """Say of what is left of `stacked` in a loop's turn that its first dim is gone."""
+        return dataclasses.replace(self, dims=self.dims[1:], taken=(*self.taken, self.dims[0]))
+
+    def values(self) -> jax.Array:
+        """Return the view as an array, without its adapter."""
+        x, dtypes = self.weight, self.dtypes
+        if self.format is not None:
+            shape = self.leaf.sizes([d for d in self._order() if d not in self.layers])
+            wire = Wire(x, math.prod(shape), self.format)
+            x = dequantize(wire, shape=shape, dtype=dtypes[0])
+            dtypes = dtypes[1:]
+        for dtype in dtypes:
+            x = x.astype(dtype)
+        return jnp.transpose(x, [self._order().index(d) for d in self.dims])
+
+    def correction(
+        self,
+        x: jax.Array,
+        contracting: tuple[Sequence[int], Sequence[int]],
+        *,
+        first: bool,
+        precision: Any,
+    ) -> jax.Array:
+        """Return what the adapter adds to the product of x with the view.
+
+        Args:
+          x: the activation.
+          contracting: the dims of x and of the view that are summed over.
+          first: the view is the product's first operand, and so its dims come first.
+          precision: of the product.
+        """
+        assert self.a is not None, "a leaf without an adapter corrects nothing"
+        assert self.b is not None, "A comes with B"
+        assert not self.layers, "layers are sliced before"
+        ours, theirs = self.leaf.contracted, contracting[0]
+        a_dims = [ours.index(self.dims[d]) for d in contracting[1]]
+        a, b = self.a.astype(x.dtype), self.b.astype(x.dtype)
+        dot = functools.partial(lax.dot_general, precision=precision)
+        low = dot(x, a, ((theirs, a_dims), ((), ()))) * self.scaling
+        left = [d for d in self.dims if d not in ours]
+        b = jnp.transpose(b, [0, *(1 + self.leaf.others.index(d) for d in left)])
+        if first:
+            return dot(b, low, (([0], [low.ndim - 1]), ((), ())))
+        return dot(low, b, (([low.ndim - 1], [0]), ((), ())))
+
+    def _order(self) -> tuple[int, ...]:
+        """The leaf's dims that are left, in the order of its values."""
+        left = [d for d in range(len(self.leaf.shape)) if d not in self.taken]
+        if self.format is None:
+            return tuple(left)
+        return (*self.layers, *(d for d in left if d not in self.layers))

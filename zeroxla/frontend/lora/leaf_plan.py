@@ -1,0 +1,190 @@
+"""What `lora` makes of a model's trace: which leaves have adapters, and how each is stored."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from zeroxla.frontend.base import Adapted, Tree, stream_key, to_nested
+from zeroxla.frontend.lora.at_rest import Frozen, as_wires, format_of, from_wires, layer_size
+from zeroxla.frontend.lora.dense_view import Held
+from zeroxla.frontend.lora.uses import Dense, find_uses
+from zeroxla.program.paths import Path, paths_of
+from zeroxla.program.trace import trace
+from zeroxla.config.wire_format import WireFormat
+
+if TYPE_CHECKING:
+    from zeroxla.frontend.lora.model import LoraModel
+
+BASE, LORA = "base", "lora"
+Adapter = tuple[Any, Any]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class LoraPlan:
+    """The leaves of a model, and what becomes of them.
+
+    Attributes:
+      shapes: of all, a tree.
+      dense: those that are dense, by path.
+      targets: those with adapters.
+      rank: of the adapters.
+      scaling: alpha / rank.
+      frozen: how dense leaves are stored.
+    """
+
+    shapes: Tree
+    dense: Mapping[Path, Dense]
+    targets: tuple[Path, ...]
+    rank: int
+    scaling: float
+    frozen: Frozen | None
+
+    def fresh_adapters(self, key: jax.Array) -> Tree:
+        """Return new adapters: float32 A [*layers, *inputs, rank], B [*layers, rank, *outputs].
+
+        A is uniform within 1 / sqrt(inputs), as in PEFT; its key follows from the leaf's path.
+        """
+        made: dict[Path, jax.Array] = {}
+        for path in self.targets:
+            (a, b), leaf = self.adapter_shapes(path), self.dense[path]
+            bound = 1 / math.sqrt(math.prod(leaf.sizes(leaf.contracted)))
+            mine = stream_key(key, "/".join((LORA, *path)))
+            made[*path, "a"] = jax.random.uniform(mine, a, jnp.float32, -bound, bound)
+            made[*path, "b"] = jnp.zeros(b, jnp.float32)
+        return to_nested(made)
+
+    def adapter_shapes(self, path: Path) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return the shapes of a leaf's A and B."""
+        leaf = self.dense[path]
+        layers = leaf.sizes(leaf.layer_dims)
+        a = (*layers, *leaf.sizes(leaf.contracted), self.rank)
+        return a, (*layers, self.rank, *leaf.sizes(leaf.others))
+
+    def stored_shapes(self) -> dict[Path, tuple[int, ...]]:
+        """Return the natural shapes of the base, as it is stored, and of the adapters."""
+        found: dict[Path, tuple[int, ...]] = {}
+        for path, x in paths_of(self.shapes):
+            leaf, format = self.dense.get(path), self.format(path)
+            if leaf is None or format is None:
+                found[BASE, *path] = tuple(x.shape)
+            else:
+                num_bytes = format.num_bytes(layer_size(leaf))
+                found[BASE, *path] = (*leaf.sizes(leaf.layer_dims), num_bytes)
+        for path in self.targets:
+            shapes = self.adapter_shapes(path)
+            found |= {(LORA, *path, name): x for name, x in zip("ab", shapes, strict=True)}
+        return found
+
+    def format(self, path: Path) -> WireFormat | None:
+        """Return the format in which a leaf is stored; None for floats."""
+        leaf = self.dense.get(path)
+        return None if leaf is None else format_of(leaf, self.frozen)
+
+    def stored(self, path: Path, values: jax.Array) -> jax.Array:
+        """Return a leaf of the base as it is stored: as wires, or as it is."""
+        leaf, format = self.dense.get(path), self.format(path)
+        return values if leaf is None or format is None else as_wires(values, leaf, format)
+
+    def held(self, params: Tree) -> list[Any]:
+        """Return the leaves of the base, in order, for `rewrite.evaluate`."""
+        adapters = adapters_of(params)
+        dtype = next(iter(adapters.values()))[0].dtype  # in which the model computes
+        return [self._held(path, x, adapters, dtype) for path, x in paths_of(params[BASE])]
+
+    def _held(self, path: Path, x: Any, adapters: Mapping[Path, Adapter], dtype: Any) -> Any:
+        leaf = self.dense.get(path)
+        if leaf is None or (x.dtype != jnp.uint8 and path not in adapters):
+            return x
+        a, b = adapters.get(path, (None, None))
+        is_wire = x.dtype == jnp.uint8
+        return Held(
+            weight=x,
+            a=a,
+            b=b,
+            leaf=leaf,
+            scaling=self.scaling,
+            format=self.format(path) if is_wire else None,
+            dtypes=(jnp.dtype(dtype),) if is_wire else (),
+            dims=tuple(range(len(leaf.shape))),
+        )
+
+    def traced_shapes(self, dtype: Any) -> Tree:
+        """Return the shapes of the base as the model sees it, floats in `dtype`."""
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, dtype), self.shapes)
+
+    def merged(self, path: Path, values: Any, adapter: Adapter | None) -> jax.Array:
+        """Return a leaf of the base as a plain array, with its adapter added, in float32."""
+        x = jnp.asarray(values)
+        leaf, format = self.dense.get(path), self.format(path)
+        if leaf is not None and format is not None:
+            x = from_wires(x, leaf, format)
+        if leaf is None or adapter is None:
+            return x
+        lead = len(leaf.layer_dims)
+        a, b = (jnp.asarray(part, jnp.float32) for part in adapter)
+        layers = tuple(range(lead))
+        contracting = ((a.ndim - 1,), (lead,))
+        more = lax.dot_general(
+            a, b, (contracting, (layers, layers)), precision=lax.Precision.HIGHEST
+        )  # [*layers, *contracted, *others]
+        order = (*leaf.layer_dims, *leaf.contracted, *leaf.others)
+        more = jnp.transpose(more, [order.index(d) for d in range(len(order))])
+        return x.astype(jnp.float32) + self.scaling * more
+
+
+def adapters_of(params: Tree) -> dict[Path, Adapter]:
+    """Return the adapters of a tree of parameters, by the path of their leaf."""
+    flat = dict(paths_of(params[LORA]))
+    return {path[:-1]: (x, flat[*path[:-1], "b"]) for path, x in flat.items() if path[-1] == "a"}
+
+
+def make_lora_plan(model: LoraModel, base: Adapted, key: jax.Array, batch: Any) -> LoraPlan:
+    """Read from the trace of a model's loss which leaves are dense.
+
+    Raises:
+      ValueError: `targets` matches no leaf, or one that is not dense.
+    """
+    params, model_state = jax.eval_shape(base.init, key, batch)
+    leaves, tree = jax.tree.flatten(params)
+    paths = [path for path, _ in paths_of(params)]
+
+    def loss(leaves: list[jax.Array], *args: Any) -> Any:
+        return base.loss(tree.unflatten(leaves), *args, train=True)
+
+    program, _ = trace(loss, leaves, model_state, batch, key)
+    found = find_uses(program, program.inputs[: len(leaves)])
+    dense = {path: leaf for path, uses in zip(paths, found) if (leaf := uses.dense()) is not None}
+    matched = [(p, uses) for p, uses in zip(paths, found) if re.search(model.targets, "/".join(p))]
+    if not matched:
+        raise ValueError(
+            f"targets={model.targets!r} matches no leaf; the dense leaves of the model are "
+            f"{_list(dense)}"
+        )
+    for path, uses in matched:
+        if (obstacle := uses.obstacle()) is not None:
+            raise ValueError(
+                f"targets={model.targets!r} matches {'/'.join(path)}, which is not dense: "
+                f"{obstacle}; the dense leaves of the model are {_list(dense)}"
+            )
+    return LoraPlan(
+        shapes=params,
+        dense=dense,
+        targets=tuple(path for path, _ in matched),
+        rank=model.rank,
+        scaling=model.alpha / model.rank,
+        frozen=model.frozen,
+    )
+
+
+def _list(paths: Mapping[Path, Dense], most: int = 12) -> str:
+    names = ["/".join(path) for path in paths]
+    shown = ", ".join(names[:most]) or "none"
+    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"

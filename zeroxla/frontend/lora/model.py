@@ -1,0 +1,175 @@
+"""`lora`: a model with adapters, which `make_step` takes as it takes the model."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+from jax.core import Tracer
+
+from zeroxla.frontend.lora.at_rest import FORMATS, Frozen
+from zeroxla.frontend.lora.leaf_plan import BASE, LoraPlan, adapters_of
+from zeroxla.frontend.lora.start import check_adapted, check_given, shapes_of, starting_params
+from zeroxla.program.paths import paths_of
+
+if TYPE_CHECKING:
+    from zeroxla.step.state import TrainState
+    from zeroxla.step.step import Step
+
+
+def lora(
+    model: Any,
+    *,
+    targets: str,
+    rank: int = 8,
+    alpha: float = 16.0,
+    frozen: Frozen | None = None,
+) -> LoraModel:
+    """Add low-rank adapters to a model from outside; only they are trained.
+
+    A matched leaf W is used as W + alpha / rank x A . B, which is never made: a product x . W
+    becomes x . W + alpha / rank x (x . A) . B, in the place where the model has it. A starts
+    uniform within 1 / sqrt(inputs), B zero, so that the first loss is the model's own.
+
+    Args:
+      model: what `make_step` takes: a flax.linen module, a function `rngs -> nnx module`, or a pair
+        `(init, loss)`.
+      targets: a regular expression, searched in leaf paths such as "h/attn/c_attn/kernel". All that
+        match must be dense leaves: the loss only multiplies activations by them.
+      rank: of A . B.
+      alpha: the adapters count alpha / rank times.
+      frozen: how the dense leaves of the base are stored, adapted or not, above 4096 elements (of a
+        layer): None in float32; "int8", blocks of 256 elements; "int4", blocks of 64, each with
+        the step of the smallest squared error. They are gathered as they are stored.
+
+    Returns:
+      A model for `make_step`. The parameters of its state are `{"base": the model's own, "lora":
+      {path: {"a", "b"}}}`; the base has no gradient and no optimizer state.
+
+    Raises:
+      ValueError: an option is out of range, or `targets` is no regular expression. (What it matches
+        is seen when the step sees a batch: a match that is not dense, or none, is a ValueError.)
+      NotImplementedError: the model is a Pipeline.
+
+    Cost: a step gathers and computes with the base as without adapters, but for the gradients of
+    the base, which are neither computed nor reduced. Adapters are rank x (inputs + outputs)
+    elements a leaf, and their gradients and moments as many. At rest a parameter of the base takes
+    4 bytes / world, as "int8" 1.016, as "int4" 0.53.
+
+    Source: LoRA, arXiv 2106.09685; QLoRA, arXiv 2305.14314, for the quantized base.
+
+    >>> import numpy as np, optax, jax, zeroxla
+    >>> from models import MLP
+    >>> model = zeroxla.lora(MLP.tiny(), targets=r"dense_\\d/kernel", rank=4)
+    >>> step = zeroxla.make_step(model, zeroxla.make_mesh(nodes=1), optax.adam(1e-3))
+    >>> batch = {"image": np.zeros((8, 28, 28)), "label": np.zeros(8, int)}
+    >>> state = step.init(jax.random.key(0), batch)
+    >>> sorted(state.params["lora"]["dense_1"]["kernel"])
+    ['a', 'b']
+    """
+    from zeroxla.pipeline.pipeline import Pipeline
+
+    if isinstance(model, Pipeline):
+        raise NotImplementedError(
+            "lora of a Pipeline: stages hold no adapters yet; give the model itself, and a mesh "
+            "without the axis `pipe`"
+        )
+    if isinstance(model, LoraModel):
+        raise ValueError("the model has adapters already; match all leaves in one targets=")
+    try:
+        re.compile(targets)
+    except (re.error, TypeError) as error:
+        raise ValueError(f"targets={targets!r} is no regular expression: {error}") from error
+    if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
+        raise ValueError(f"rank={rank!r}; give a whole number, at least 1")
+    if not alpha > 0:
+        raise ValueError(f"alpha={alpha!r} must be above 0; the adapters count alpha / rank times")
+    if frozen is not None and frozen not in FORMATS:
+        raise ValueError(f"frozen={frozen!r}; choose None, {', '.join(map(repr, FORMATS))}")
+    return LoraModel(model=model, targets=targets, rank=rank, alpha=float(alpha), frozen=frozen)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class LoraModel:
+    """A model with adapters. Made by `zeroxla.lora`.
+
+    Attributes:
+      model, targets, rank, alpha, frozen: as it was called.
+      traced: what its steps found in the trace of the loss, the newest last.
+    """
+
+    model: Any
+    targets: str
+    rank: int
+    alpha: float
+    frozen: Frozen | None
+    traced: list[LoraPlan] = dataclasses.field(default_factory=list, repr=False)
+
+    @property
+    def plan(self) -> LoraPlan:
+        """Which leaves have adapters, and what is known of them.
+
+        Raises:
+          ValueError: no step of this model has seen a batch, from which it follows.
+        """
+        if not self.traced:
+            raise ValueError(
+                "which leaves have adapters follows from the model's loss, which no step has "
+                "traced yet; call step.init or step.abstract_state first"
+            )
+        return self.traced[-1]
+
+    def merge(self, params: Any) -> Any:
+        """Return the model's own parameters with the adapters added, in float32.
+
+        Args:
+          params: those of a state, in natural shapes: NumPy arrays as `zeroxla.full_params` returns
+            them, or JAX arrays, traced ones too.
+
+        Returns:
+          The tree of the model without adapters; NumPy arrays where NumPy arrays were given.
+
+        Raises:
+          ValueError: no step of this model has seen a batch, or the parameters are of another.
+
+        Cost: one leaf at a time, of NumPy arrays, on the default device.
+        """
+        check_adapted(self.plan, shapes_of(params), "the tree of parameters")
+        adapters = adapters_of(params)
+        leaves = [
+            _like(x, self.plan.merged(path, x, adapters.get(path)))
+            for path, x in paths_of(params[BASE])
+        ]
+        return jax.tree.unflatten(jax.tree.structure(params[BASE]), leaves)
+
+    def init_from(self, step: Step, params: Any, key: jax.Array) -> TrainState:
+        """Make a training state on given parameters of the model, such as a checkpoint's.
+
+        Args:
+          step: of this model, which has seen a batch (`init` or `abstract_state`).
+          params: the model's own, without adapters: the `params` of a state of the model on the
+            same mesh, or any arrays in natural shapes, as `zeroxla.full_params` returns them.
+          key: a PRNG key, of the adapters among others.
+
+        Returns:
+          The state before the first step; its loss is that of the parameters, quantized if the
+          base is.
+
+        Raises:
+          ValueError: the step has seen no batch, or the parameters are of another model.
+
+        Cost: leaves are quantized one after another; of each a device holds all for a moment.
+        """
+        step.shapes()  # without a batch there is no plan
+        check_given(self.plan, params)
+        given = dict(paths_of(params))
+        return step.init_from(starting_params(self.plan, step, given.__getitem__, key), key)
+
+
+def _like(given: Any, made: jax.Array) -> Any:
+    """Return what was made as NumPy's if what was given is, and this is no trace."""
+    concrete = isinstance(given, np.ndarray) and not isinstance(made, Tracer)
+    return np.asarray(made) if concrete else made

@@ -1,0 +1,115 @@
+"""Evaluates a program in which some leaves have adapters: x . W becomes x . W + (s x . A) . B.
+
+Loops and `jax.checkpoint` bodies that a leaf enters are run again as such, with the rewritten body:
+a leaf sliced by a loop is sliced still, and its adapter with it, so that whoever traces the result
+(the fetch plan) finds each leaf used where the model uses it, layer by layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax import lax
+
+from zeroxla.program import compat
+from zeroxla.frontend.lora.dense_view import Held
+from zeroxla.frontend.lora.uses import CASTS, REMATS
+from zeroxla.program.trace import Equation, Program, flatten, read
+
+
+def evaluate(program: Program, args: Sequence[Any]) -> list[Any]:
+    """Evaluate on arrays and `Held` leaves; return arrays.
+
+    Raises:
+      NotImplementedError: a leaf with an adapter is used otherwise than in products.
+    """
+    env: dict[Any, Any] = dict(zip(program.inputs, args, strict=True))
+    for eq in program.equations:
+        inputs = [read(env, atom) for atom in eq.inputs]
+        env.update(zip(eq.outputs, _results(eq, inputs)))
+    return [_whole(read(env, atom), "returns it") for atom in program.outputs]
+
+
+def _results(eq: Equation, args: list[Any]) -> Sequence[Any]:
+    if not any(isinstance(x, Held) for x in args):
+        return compat.call_equation(eq.source, eq.name_stack, args)
+    if eq.name in CASTS and eq.outputs[0].is_float:
+        return [args[0].cast(eq.outputs[0].aval.dtype)]
+    if eq.name == "transpose":
+        return [args[0].transpose(eq.params["permutation"])]
+    if eq.name == "scan":
+        return _loop(eq, args)
+    if eq.name in REMATS:
+        body, params = flatten(eq.params["jaxpr"]), eq.params
+        return jax.checkpoint(
+            lambda args: evaluate(body, args),
+            prevent_cse=params["prevent_cse"],
+            policy=params["policy"],
+        )(args)
+    if eq.name == "dot_general" and _is_product(eq, args):
+        return [_product(eq, args)]
+    arrays = [_whole(x, f"passes it to `{eq.name}`") for x in args]
+    return compat.call_equation(eq.source, eq.name_stack, arrays)
+
+
+def _is_product(eq: Equation, args: list[Any]) -> bool:
+    """Whether it is one of an activation with a leaf as the loss has them."""
+    contracting, batch = eq.params["dimension_numbers"]
+    held = [(i, x) for i, x in enumerate(args) if isinstance(x, Held)]
+    if len(held) > 1 or any(batch):
+        return False
+    ((side, x),) = held
+    return sorted(x.dims[d] for d in contracting[side]) == list(x.leaf.contracted)
+
+
+def _product(eq: Equation, args: list[Any]) -> jax.Array:
+    side = next(i for i, x in enumerate(args) if isinstance(x, Held))
+    held, x = args[side], args[1 - side]
+    arrays = [x, held.values()] if side else [held.values(), x]
+    (y,) = compat.call_equation(eq.source, eq.name_stack, arrays)
+    if held.a is None:
+        return y
+    contracting = eq.params["dimension_numbers"][0]
+    with jax.named_scope("lora"):
+        more = held.correction(
+            x,
+            (contracting[1 - side], contracting[side]),
+            first=side == 0,
+            precision=eq.params["precision"],
+        )
+        return y + more.astype(y.dtype)
+
+
+def _loop(eq: Equation, args: list[Any]) -> list[Any]:
+    num_consts, num_carry = compat.scan_counts(eq.params)
+    body = flatten(eq.params["jaxpr"])
+    consts = args[:num_consts]
+    start = num_consts + num_carry
+    carry = [_whole(x, "has a loop carry it") for x in args[num_consts:start]]
+    xs = [
+        x.stacked() if isinstance(x, Held) and x.dims[0] in x.layers else _whole(x, "slices it")
+        for x in args[start:]
+    ]
+
+    def turn(carry: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
+        xs = [x.layer() if isinstance(x, Held) else x for x in xs]
+        results = evaluate(body, [*consts, *carry, *xs])
+        return results[:num_carry], results[num_carry:]
+
+    length, reverse, unroll = (eq.params[name] for name in ("length", "reverse", "unroll"))
+    carry, ys = lax.scan(turn, carry, xs, length=length, reverse=reverse, unroll=unroll)
+    return [*carry, *ys]
+
+
+def _whole(x: Any, what: str) -> Any:
+    """Return an array."""
+    if not isinstance(x, Held):
+        return x
+    if x.a is not None:
+        raise NotImplementedError(
+            f"a leaf of shape {x.leaf.shape} has an adapter, and the model {what} where its loss "
+            "in training only multiplies by it; leave it out of targets="
+        )
+    return x.values()

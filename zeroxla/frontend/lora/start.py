@@ -1,0 +1,148 @@
+"""States on given weights: the base is stored as `lora` was told, the adapters are new."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+
+from zeroxla.frontend.base import Tree
+from zeroxla.mesh.batches import put_key
+from zeroxla.frontend.lora.at_rest import as_wires
+from zeroxla.frontend.lora.leaf_plan import BASE, LORA, LoraPlan
+from zeroxla.frontend.lora.uses import Dense
+from zeroxla.offload.disk.disk_array import given_for
+from zeroxla.program.paths import Path, paths_of
+from zeroxla.mesh.placement import Placement
+from zeroxla.config.wire_format import WireFormat
+
+if TYPE_CHECKING:
+    from zeroxla.step.step import Step
+
+
+def starting_params(
+    plan: LoraPlan, step: Step, read: Callable[[Path], Any], key: jax.Array
+) -> Tree:
+    """Return the parameters of a state on given weights, as `Step.init_from` takes them: as the
+    state stores them, or functions that return them.
+
+    Args:
+      plan: of the step's model.
+      step: which has seen a batch.
+      read: returns a leaf of the model without adapters, padded as its state stores it or not; it
+        is called for one after another, perhaps later.
+      key: of the adapters.
+    """
+    shapes = step.shapes()
+    wanted = paths_of(shapes.params)
+    places = {path: place for (path, _), place in zip(wanted, shapes.placements[0], strict=True)}
+    targets = dict(wanted)
+    made: dict[Path, Any] = {
+        (BASE, *path): given_for(
+            targets[BASE, *path],
+            functools.partial(
+                _base_leaf, plan, path, read, x.shape, places[BASE, *path], targets[BASE, *path]
+            ),
+        )
+        for path, x in paths_of(plan.shapes)
+    }
+    made |= _adapters(plan, step, key, places, targets)
+    leaves = [made[path] for path, _ in wanted]
+    return jax.tree.unflatten(jax.tree.structure(shapes.params), leaves)
+
+
+def _base_leaf(
+    plan: LoraPlan,
+    path: Path,
+    read: Callable[[Path], Any],
+    shape: tuple[int, ...],
+    place: Placement,
+    target: Any,
+) -> jax.Array:
+    """Return a leaf of the natural shape `shape` as the state stores it."""
+    x = read(path)
+    if x.shape == target.shape and x.dtype == target.dtype:
+        return jax.device_put(x, target.sharding)
+    leaf, format = plan.dense.get(path), plan.format(path)
+    return _store(x, shape=shape, leaf=leaf, format=format, place=place, sharding=target.sharding)
+
+
+@functools.partial(jax.jit, static_argnames=("shape", "leaf", "format", "place", "sharding"))
+def _store(
+    x: jax.Array,
+    *,
+    shape: tuple[int, ...],
+    leaf: Dense | None,
+    format: WireFormat | None,
+    place: Placement,
+    sharding: jax.sharding.NamedSharding,
+) -> jax.Array:
+    values = x[tuple(slice(n) for n in shape)].astype(jnp.float32)  # without padding
+    if leaf is not None and format is not None:
+        values = as_wires(values, leaf, format)
+    return jax.lax.with_sharding_constraint(place.stored(values), sharding)
+
+
+def _adapters(
+    plan: LoraPlan,
+    step: Step,
+    key: jax.Array,
+    places: Mapping[Path, Placement],
+    targets: Mapping[Path, Any],
+) -> dict[Path, jax.Array]:
+    """Return new adapters as the state stores them."""
+    paths = [path for path in targets if path[0] == LORA]
+
+    @functools.partial(jax.jit, out_shardings=[targets[path].sharding for path in paths])
+    def make(key: jax.Array) -> list[jax.Array]:
+        fresh = dict(paths_of({LORA: plan.fresh_adapters(key)}))
+        return [places[path].stored(fresh[path]) for path in paths]
+
+    return dict(zip(paths, make(put_key(key, step.mesh)), strict=True))
+
+
+def check_given(plan: LoraPlan, params: Any) -> None:
+    """Check that parameters are those of the model without adapters, padding aside.
+
+    Raises:
+      ValueError: a leaf is missing, unknown or too small.
+    """
+    have, want = shapes_of(params), shapes_of(plan.shapes)
+    for path in sorted(have.keys() | want.keys()):
+        mine, own = have.get(path), want.get(path)
+        holds = mine is not None and own is not None and len(mine) == len(own)
+        if not holds or any(n < m for n, m in zip(mine or (), own or ())):
+            raise ValueError(
+                f"the parameters are of another model: {'/'.join(path)} has the shape {mine}, and "
+                f"the model's own is {own}; give those of the model without adapters, such as the "
+                "params of its state"
+            )
+
+
+def check_adapted(plan: LoraPlan, have: Mapping[Path, Sequence[int]], what: str) -> None:
+    """Check that shapes are those of a base and its adapters.
+
+    Args:
+      plan: of the model.
+      have: natural shapes.
+      what: whose they are, for the message.
+
+    Raises:
+      ValueError: one is missing, unknown or another.
+    """
+    want = plan.stored_shapes()
+    for path in sorted(want.keys() | have.keys()):
+        if have.get(path) != want.get(path):
+            raise ValueError(
+                f"{what} is not of this model with adapters: {'/'.join(path)} has the shape "
+                f"{have.get(path)}, and that of the model is {want.get(path)}; give natural shapes "
+                "of a base and its adapters, as zeroxla.full_params returns them"
+            )
+
+
+def shapes_of(params: Any) -> dict[Path, tuple[int, ...]]:
+    """Return the shape of each leaf by path."""
+    return {path: tuple(x.shape) for path, x in paths_of(params)}

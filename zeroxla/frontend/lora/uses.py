@@ -1,0 +1,145 @@
+"""How a model uses its leaves, read from its trace: which are dense, and along which dims.
+
+A dense leaf W is one of which a model only ever computes x . W: a `dot_general` with an activation,
+without batch dims, the same dims contracted wherever it stands. It may be cast, copied or
+transposed on the way, be sliced by loops, and stand in a `jax.checkpoint`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+from zeroxla.program import compat
+from zeroxla.program.trace import Equation, Program, Value, flatten
+
+CASTS = ("convert_element_type", "copy", "copy_p")
+REMATS = ("remat2", "remat", "checkpoint")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Dense:
+    """A dense leaf.
+
+    Attributes:
+      shape: of the leaf.
+      layer_dims: the dims along which loops slice it, the outermost loop's first.
+      contracted: the dims that a product sums over, in order.
+    """
+
+    shape: tuple[int, ...]
+    layer_dims: tuple[int, ...]
+    contracted: tuple[int, ...]
+
+    @property
+    def others(self) -> tuple[int, ...]:
+        """The dims of the product's result, in order."""
+        taken = {*self.layer_dims, *self.contracted}
+        return tuple(d for d in range(len(self.shape)) if d not in taken)
+
+    def sizes(self, dims: Sequence[int]) -> tuple[int, ...]:
+        """The lengths of these dims."""
+        return tuple(self.shape[d] for d in dims)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _View:
+    """A leaf or a slice of it, transposed: its dims in order, and those that loops have taken."""
+
+    leaf: Value
+    dims: tuple[int, ...]
+    layer_dims: tuple[int, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Uses:
+    """What a program does with a leaf.
+
+    Attributes:
+      products: each as the leaf would be if that were its only use.
+      obstacles: in words, what keeps the leaf from being dense.
+    """
+
+    products: list[Dense]
+    obstacles: list[str]
+
+    def dense(self) -> Dense | None:
+        """Return the leaf if it is dense."""
+        return None if self.obstacle() else self.products[0]
+
+    def obstacle(self) -> str | None:
+        """Return why it is not, None if it is."""
+        if self.obstacles:
+            return self.obstacles[0]
+        if not self.products:
+            return "the loss does not use it"
+        if len(set(self.products)) > 1:
+            return "its products do not all contract the same dims"
+        return None
+
+
+def find_uses(program: Program, leaves: Sequence[Value]) -> list[Uses]:
+    """Return what a program does with each of the inputs `leaves`."""
+    found = {leaf: Uses([], []) for leaf in leaves}
+    views = {leaf: _View(leaf, tuple(range(len(leaf.aval.shape)))) for leaf in leaves}
+    _walk(program, views, found)
+    return list(found.values())
+
+
+def _walk(program: Program, views: dict[Value, _View], found: Mapping[Value, Uses]) -> None:
+    for eq in program.equations:
+        mine = {i: views[a] for i, a in enumerate(eq.inputs) if a in views}
+        if not mine:
+            continue
+        if eq.name in CASTS and eq.outputs[0].is_float:
+            views[eq.outputs[0]] = mine[0]
+        elif eq.name == "transpose":
+            dims = tuple(mine[0].dims[d] for d in eq.params["permutation"])
+            views[eq.outputs[0]] = dataclasses.replace(mine[0], dims=dims)
+        elif eq.name == "dot_general":
+            _product(eq, mine, found)
+        elif eq.name == "scan":
+            _loop(eq, mine, found)
+        elif eq.name in REMATS:
+            body = flatten(eq.params["jaxpr"])
+            _walk(body, {body.inputs[i]: view for i, view in mine.items()}, found)
+        else:
+            for view in mine.values():
+                found[view.leaf].obstacles.append(f"the loss passes it to `{eq.name}`")
+    for atom in program.outputs:
+        if atom in views:
+            found[views[atom].leaf].obstacles.append("it is a result")
+
+
+def _product(eq: Equation, mine: Mapping[int, _View], found: Mapping[Value, Uses]) -> None:
+    contracting, batch = eq.params["dimension_numbers"]
+    for side, view in mine.items():
+        obstacles = found[view.leaf].obstacles
+        contracted = tuple(sorted(view.dims[d] for d in contracting[side]))
+        if len(mine) > 1:
+            obstacles.append("it is multiplied by a leaf")
+        elif batch[side]:
+            obstacles.append("its product has batch dims, as those of experts have")
+        elif not 0 < len(contracted) < len(view.dims):
+            obstacles.append("its product sums over all of its dims, or none")
+        else:
+            product = Dense(
+                shape=view.leaf.aval.shape, layer_dims=view.layer_dims, contracted=contracted
+            )
+            found[view.leaf].products.append(product)
+
+
+def _loop(eq: Equation, mine: Mapping[int, _View], found: Mapping[Value, Uses]) -> None:
+    num_consts, num_carry = compat.scan_counts(eq.params)
+    body = flatten(eq.params["jaxpr"])
+    inside: dict[Value, _View] = {}
+    for i, view in mine.items():
+        if i < num_consts:
+            inside[body.inputs[i]] = view
+        elif i < num_consts + num_carry:
+            found[view.leaf].obstacles.append("a loop carries it")
+        else:
+            first, *rest = view.dims
+            layer_dims = (*view.layer_dims, first)
+            inside[body.inputs[i]] = _View(view.leaf, tuple(rest), layer_dims)
+    _walk(body, inside, found)

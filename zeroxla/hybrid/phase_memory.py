@@ -1,0 +1,111 @@
+"""Memory of a model that trains and generates in turns: from shapes, of any size, on any mesh."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from zeroxla.inspect.memory import format_bytes
+from zeroxla.program.report import Report
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Phase:
+    """Bytes of one phase, by name."""
+
+    held: Mapping[str, int]
+
+    def parts(self) -> Mapping[str, int]:
+        """Return the bytes by name."""
+        return self.held
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class PhaseReport(Report):
+    """Bytes on one device, activations apart; `print` it.
+
+    Attributes:
+      num_parameters: of the model, adapters aside.
+      devices, tensor: of the mesh, and of those that share a copy to generate.
+      parameter_bytes: the state's leaves at rest: float32 masters, wires of a frozen base.
+      optimizer_bytes: the optimizer's state.
+      other_bytes: model state and what wires remember.
+      gradient_bytes: gradients, as a step adds them up.
+      layout_bytes: the tensor-parallel copy of the model, freed after generating.
+      cache_bytes: keys and values, freed with it.
+    """
+
+    num_parameters: int
+    devices: int
+    tensor: int
+    parameter_bytes: int
+    optimizer_bytes: int
+    other_bytes: int
+    gradient_bytes: int
+    layout_bytes: int
+    cache_bytes: int
+
+    @property
+    def resting_bytes(self) -> int:
+        """What stays between the phases."""
+        return self.parameter_bytes + self.optimizer_bytes + self.other_bytes
+
+    @property
+    def training_bytes(self) -> int:
+        """While a step runs."""
+        return self.resting_bytes + self.gradient_bytes
+
+    @property
+    def added_bytes(self) -> int:
+        """What generating adds to what stays."""
+        return self.layout_bytes + self.cache_bytes
+
+    @property
+    def generating_bytes(self) -> int:
+        """While tokens are drawn."""
+        return self.resting_bytes + self.added_bytes
+
+    def phases(self) -> dict[str, Phase]:
+        """Return what is held in each phase, by its name."""
+        rest = {
+            "parameters": self.parameter_bytes,
+            "optimizer state": self.optimizer_bytes,
+            "other state": self.other_bytes,
+        }
+        copy = {"tensor-parallel copy": self.layout_bytes, "cache": self.cache_bytes}
+        return {
+            "training": Phase({**rest, "gradients": self.gradient_bytes}),
+            "generating": Phase({**rest, **copy}),
+        }
+
+    def table(self) -> Table:
+        """Return the report as a rich table."""
+        from rich.table import Table
+
+        table = Table(
+            title=f"Memory of one device: {self.num_parameters:,} parameters on {self.devices} "
+            f"devices, tensor={self.tensor}",
+            title_justify="left",
+        )
+        table.add_column("part")
+        for name in ("training", "generating", "bytes a parameter, all devices"):
+            table.add_column(name, justify="right")
+        rows = (
+            ("parameters", self.parameter_bytes, True, True),
+            ("optimizer state", self.optimizer_bytes, True, True),
+            ("other state", self.other_bytes, True, True),
+            ("gradients", self.gradient_bytes, True, False),
+            ("tensor-parallel copy", self.layout_bytes, False, True),
+            ("cache of keys and values", self.cache_bytes, False, True),
+        )
+        for name, num_bytes, trains, generates in rows:
+            text, each = format_bytes(num_bytes), num_bytes * self.devices / self.num_parameters
+            table.add_row(name, text if trains else "-", text if generates else "-", f"{each:.2f}")
+        table.add_section()
+        totals = (self.training_bytes, self.generating_bytes)
+        table.add_row("in all", *map(format_bytes, totals), "")
+        return table

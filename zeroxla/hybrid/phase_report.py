@@ -1,0 +1,39 @@
+"""What a device holds while a state is trained and while it generates, from shapes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+
+from zeroxla.step.describe import Description
+from zeroxla.hybrid.model import Model
+from zeroxla.split.tensor_plan import TensorPlan
+from zeroxla.inspect.memory import shard_bytes
+from zeroxla.hybrid.phase_memory import PhaseReport
+from zeroxla.step.step import Step
+
+
+def phase_report(step: Step, model: Model, plan: TensorPlan, cache: Any) -> PhaseReport:
+    """Report both phases.
+
+    Args:
+      step: which has seen a batch.
+      model: what generates.
+      plan: how its leaves then lie.
+      cache: the shapes of one device's part of it.
+    """
+    state, described = step.shapes(), step.describe()
+    assert isinstance(described, Description)  # an engine's step has no stages
+    dtype = jax.tree.leaves(model.params)[0].dtype
+    return PhaseReport(
+        num_parameters=plan.num_parameters,
+        devices=step.mesh.size,
+        tensor=plan.parts,
+        parameter_bytes=shard_bytes(state.params),
+        optimizer_bytes=shard_bytes(state.opt_state),
+        other_bytes=shard_bytes((state.model_state, state.wire_state)),
+        gradient_bytes=described.gradient_bytes,
+        layout_bytes=plan.num_elements * dtype.itemsize,
+        cache_bytes=sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache)),
+    )

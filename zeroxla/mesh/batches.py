@@ -1,0 +1,188 @@
+"""Global batches from what each process has read."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from zeroxla.mesh.processes.exchange import exchange
+from zeroxla.mesh.relayout import mover
+from zeroxla.mesh.make_mesh import BATCH_AXES, as_auto, world_size
+from zeroxla.mesh.placement import leaf_path
+
+_compared: set[Mesh] = set()  # on which processes with the same rows gave the same ones
+
+
+def process_shard(mesh: Mesh) -> tuple[int, int]:
+    """Return (index, count): this process reads part `index` of `count` of every global batch.
+
+    The rows of a batch are split over the (node, device) places of the mesh, whatever the order of
+    its axes and of processes. The parts are equal, and the smallest of which each process needs one
+    alone. Processes of other stages of the same places read the same part: with a stage on each
+    host, every host reads all rows.
+
+    Raises:
+      ValueError: this process has no device in the mesh.
+    """
+    places = _places(mesh)
+    mine = places.get(jax.process_index())
+    if mine is None:
+        raise ValueError(
+            f"process {jax.process_index()} has no device in the mesh; make one of all hosts"
+        )
+    world = len(set().union(*places.values()))
+    for size in (n for n in range(1, world + 1) if world % n == 0):
+        if all(len({place // size for place in each}) == 1 for each in places.values()):
+            return min(mine) // size, world // size
+    raise AssertionError(places)
+
+
+def global_batch(rows: Any, mesh: Mesh) -> Any:
+    """Make the global batch, of which this process has the rows that it reads.
+
+    Args:
+      rows: pytree of host arrays: those of part `index` of `count`, see `process_shard`; leading
+        dim the global batch / count.
+      mesh: the step's mesh.
+
+    Returns:
+      A pytree of global arrays, leading dim the global batch, split over `node` and `device`.
+      Nothing travels between hosts.
+
+    Raises:
+      ValueError: the rows do not divide over the devices that they are for.
+
+    >>> import zeroxla
+    >>> mesh = zeroxla.make_mesh(nodes=1)
+    >>> rows = np.zeros((mesh.size, 33), np.int32)
+    >>> zeroxla.global_batch({"tokens": rows}, mesh)["tokens"].shape == rows.shape
+    True
+    """
+    mesh = as_auto(mesh, pipeline=True)
+    index, count = process_shard(mesh)
+    sharding = NamedSharding(mesh, PartitionSpec(BATCH_AXES))
+    places = world_size(mesh) // count
+
+    def one(path: Any, x: Any) -> jax.Array:
+        x = np.asarray(x)
+        if not x.shape or x.shape[0] % places:
+            raise ValueError(
+                f"the batch leaf {leaf_path(path)!r} has the shape {x.shape}, and its rows, part "
+                f"{index} of {count} of the batch, do not divide over {places} (node, device) "
+                f"places of the mesh; use a multiple of {places}"
+            )
+        x = x.astype(jax.dtypes.canonicalize_dtype(x.dtype), copy=False)
+        shape, skipped = (x.shape[0] * count, *x.shape[1:]), index * x.shape[0]
+
+        def part(at: Any) -> np.ndarray:
+            first, end, _ = at[0].indices(shape[0])
+            return x[first - skipped : end - skipped]
+
+        return jax.make_array_from_callback(shape, sharding, part)
+
+    return jax.tree_util.tree_map_with_path(one, rows)
+
+
+def put_batch(batch: Any, mesh: Mesh) -> Any:
+    """Return a checked batch on the mesh, split over its rows; shapes become zeros.
+
+    Raises:
+      ValueError: the mesh has no devices; it holds host arrays, and there are several processes;
+        or, looked at in the first batch on a mesh, processes that have the same rows were given
+        different ones.
+    """
+    _check_has_devices(mesh)
+    sharding = NamedSharding(mesh, PartitionSpec(BATCH_AXES))
+
+    def one(path: Any, x: Any) -> jax.Array:
+        if isinstance(x, jax.ShapeDtypeStruct):
+            x = np.zeros(x.shape, x.dtype)
+            return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
+        if jax.process_count() == 1:
+            return jax.device_put(x, sharding)
+        if not isinstance(x, jax.Array) or x.sharding.device_set != sharding.device_set:
+            raise ValueError(
+                f"the batch leaf {leaf_path(path)!r} is an array of this process alone, and there "
+                f"are {jax.process_count()} processes; make the batch of the rows that each has "
+                "read, with zeroxla.global_batch(rows, mesh)"
+            )
+        return x if x.sharding.is_equivalent_to(sharding, x.ndim) else mover(sharding)(x)
+
+    put = jax.tree_util.tree_map_with_path(one, batch)
+    are_shapes = any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(batch))
+    if jax.process_count() > 1 and not are_shapes and mesh not in _compared:
+        _compare(put, mesh)
+        _compared.add(mesh)
+    return put
+
+
+def put_key(key: jax.Array, mesh: Mesh) -> jax.Array:
+    """Return a PRNG key, which all processes have alike, on every device of the mesh.
+
+    Raises:
+      ValueError: the mesh has no devices.
+    """
+    _check_has_devices(mesh)
+    sharding = NamedSharding(mesh, PartitionSpec())
+    if jax.process_count() == 1:
+        return jax.device_put(key, sharding)
+    wrap = functools.partial(jax.random.wrap_key_data, impl=jax.random.key_impl(key))
+    return jax.jit(wrap, out_shardings=sharding)(np.asarray(jax.random.key_data(key)))
+
+
+def _check_has_devices(mesh: Mesh) -> None:
+    """Check that something can be computed on a mesh.
+
+    Raises:
+      ValueError: it is an abstract one.
+    """
+    if isinstance(mesh, AbstractMesh):
+        raise ValueError(
+            f"the mesh {dict(mesh.shape)} is abstract: a step on it is described and planned, not "
+            "run; make a mesh of devices with zeroxla.make_mesh()"
+        )
+
+
+def _places(mesh: Mesh) -> dict[int, set[int]]:
+    """Return the places of each process' devices along the batch's rows, which are node-major."""
+    dims = [mesh.axis_names.index(axis) for axis in BATCH_AXES if axis in mesh.axis_names]
+    places: dict[int, set[int]] = {}
+    for at, device in np.ndenumerate(mesh.devices):
+        place = 0
+        for dim in dims:
+            place = place * mesh.devices.shape[dim] + at[dim]
+        places.setdefault(device.process_index, set()).add(place)
+    return places
+
+
+def _compare(batch: Any, mesh: Mesh) -> None:
+    """Check that the copies of rows in several processes are the same.
+
+    Raises:
+      ValueError: they are not.
+    """
+    places = _places(mesh)
+    if sum(map(len, places.values())) == len(set().union(*places.values())):
+        return  # no row is in two processes
+    hashes: dict[str, Any] = {}
+    for x in jax.tree.leaves(batch):
+        mine = {shard.index[0].indices(x.shape[0]): shard.data for shard in x.addressable_shards}
+        for (first, end, _), rows in mine.items():
+            digest = hashes.setdefault(f"rows {first} to {end - 1}", hashlib.blake2b(digest_size=8))
+            digest.update(np.asarray(rows).tobytes())
+    says = json.dumps({rows: digest.hexdigest() for rows, digest in hashes.items()})
+    said = [json.loads(text) for text in exchange("rows of a batch", says)]
+    for rows in dict.fromkeys(rows for each in said for rows in each):
+        found = {process: each[rows] for process, each in enumerate(said) if rows in each}
+        if len(set(found.values())) > 1:
+            raise ValueError(
+                f"the processes {', '.join(map(str, found))} have devices of different stages for "
+                f"{rows} of a batch, and read different ones; in each process give global_batch "
+                "part `index` of `count`, as zeroxla.process_shard(mesh) says"
+            )

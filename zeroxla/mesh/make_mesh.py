@@ -1,0 +1,232 @@
+"""Meshes: hosts become the axis `node`, or stages `pipe`; the devices of a host `device`."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from typing import cast
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, AxisType, Mesh
+
+from zeroxla.program.compat import backends_started
+from zeroxla.mesh.processes.start import nodes_of_processes
+
+NODE = "node"
+DEVICE = "device"
+PIPE = "pipe"
+
+# Every leaf and every batch is split over these two; the order of a leaf's shards is device-major
+# (see collectives.py), the order of a batch's rows is node-major (a host's rows are contiguous).
+LEAF_AXES = (DEVICE, NODE)
+BATCH_AXES = (NODE, DEVICE)
+
+
+def make_mesh(
+    *,
+    nodes: int | None = None,
+    devices_per_node: int | None = None,
+    pipe: int = 1,
+    devices: Sequence[jax.Device] | None = None,
+) -> Mesh:
+    """Make a mesh with the axes `("node", "device")`, and an outermost `"pipe"` if that exceeds 1.
+
+    Hosts become the axis `node`, whatever the order of processes, each with its first devices. With
+    stages, and `nodes` left to be found, they become the axis `pipe` first: what stages send each
+    other is less than what nodes do. So on two hosts of 8 devices
+
+        make_mesh()                   node 2 x device 8
+        make_mesh(pipe=2)             pipe 2 x node 1 x device 8, a host is a stage
+        make_mesh(pipe=4)             pipe 4 x node 1 x device 4, a host is two stages
+        make_mesh(pipe=2, nodes=2)    pipe 2 x node 2 x device 4, each host has a part of each stage
+
+    and on four `make_mesh(pipe=2)` is pipe 2 x node 2 x device 8: two hosts are a stage.
+
+    Args:
+      nodes: length of the axis `node`, along which hosts lie as far as they fill it, the rest of
+        them along `pipe`. If None, the number of hosts of a stage.
+      devices_per_node: length of the axis `device`; all that divides evenly if None.
+      pipe: number of pipeline stages.
+      devices: the devices to take, in order, `device` running fastest, then `node`; the first
+        pipe * nodes * devices_per_node of them are used. If None, all, arranged as above.
+
+    Returns:
+      A `jax.sharding.Mesh` whose axes are all `AxisType.Auto`.
+
+    Raises:
+      ValueError: a length below 1, more devices asked for than there are, hosts with different
+        numbers of devices, or `nodes` left to be found where hosts and stages do not fit.
+
+    >>> make_mesh(nodes=1, devices_per_node=1).axis_names
+    ('node', 'device')
+    """
+    for name, length in (("nodes", nodes), ("devices_per_node", devices_per_node), ("pipe", pipe)):
+        if length is not None and length < 1:
+            raise ValueError(f"{name}={length} is not a mesh axis length; give 1 or more")
+    hosts = _by_host(jax.devices() if devices is None else devices)
+    if nodes is None:
+        nodes = _hosts_of_a_stage(_equal_hosts(hosts), pipe)
+    num_devices = sum(map(len, hosts.values()))
+    if devices_per_node is None:
+        devices_per_node = max(1, num_devices // (pipe * nodes))
+    needed = pipe * nodes * devices_per_node
+    if needed > num_devices:
+        raise ValueError(
+            f"a mesh of pipe={pipe} x nodes={nodes} x devices_per_node={devices_per_node} needs "
+            f"{needed} devices and there are {num_devices}; ask for fewer, or for development "
+            f"call zeroxla.simulate({needed}) before JAX starts"
+        )
+    shape, names = (pipe, nodes, devices_per_node), (PIPE, NODE, DEVICE)
+    if devices is None:
+        grid = _arranged(hosts, *shape)
+    else:
+        grid = np.asarray(devices[:needed], dtype=object).reshape(shape)
+    if pipe == 1:
+        grid, names = grid[0], names[1:]
+    return Mesh(grid, names, axis_types=(AxisType.Auto,) * len(names))
+
+
+def _arranged(
+    hosts: Mapping[str, Sequence[jax.Device]], pipe: int, nodes: int, devices_per_node: int
+) -> np.ndarray:
+    """Return devices as (pipe, node, device), hosts along `node`, then along `pipe`."""
+    host_nodes = math.gcd(nodes, len(hosts))
+    host_stages = len(hosts) // host_nodes
+    if pipe % host_stages:  # a node is of several hosts
+        host_nodes = host_stages = 1
+        hosts = {"": [device for host in hosts.values() for device in host]}
+    parts = (pipe // host_stages, nodes // host_nodes, devices_per_node)
+    # A host is a part of the mesh: of each the first ones, and not one host's all.
+    first = math.prod(parts)
+    if min(map(len, hosts.values())) < first:
+        _equal_hosts(hosts)
+    grid = np.asarray([host[:first] for host in hosts.values()], dtype=object)
+    grid = grid.reshape(host_stages, host_nodes, *parts).swapaxes(1, 2)
+    return grid.reshape(pipe, nodes, devices_per_node)
+
+
+def _hosts_of_a_stage(num_hosts: int, pipe: int) -> int:
+    if num_hosts % pipe and pipe % num_hosts:
+        raise ValueError(
+            f"{num_hosts} hosts do not divide into {pipe} stages, nor pipe={pipe} over the hosts; "
+            f"pass nodes={num_hosts} for a part of each stage on every host, or another pipe"
+        )
+    return max(1, num_hosts // pipe)
+
+
+def _by_host(devices: Sequence[jax.Device]) -> dict[str, list[jax.Device]]:
+    """Return the devices of each host, by its name; hosts in the order of their first processes."""
+    names = nodes_of_processes() if jax.process_count() > 1 else [""]
+    hosts: dict[str, list[jax.Device]] = {}
+    for device in sorted(devices, key=lambda d: d.process_index):  # stable: a process' own order
+        hosts.setdefault(names[device.process_index], []).append(device)
+    return hosts
+
+
+def _equal_hosts(hosts: Mapping[str, Sequence[jax.Device]]) -> int:
+    sizes = {name: len(devices) for name, devices in hosts.items()}
+    if len(set(sizes.values())) > 1:
+        raise ValueError(
+            f"hosts have different numbers of devices ({sizes}); start as many on each, or pass "
+            "nodes= and devices="
+        )
+    return len(hosts)
+
+
+def as_auto(mesh: Mesh, *, pipeline: bool = False) -> Mesh:
+    """Return `mesh` with Auto axes; of the axes `node` and `device` one that is not there has the
+    length 1.
+
+    Args:
+      mesh: of devices; or an `AbstractMesh`, on which steps are traced and described, but not run.
+      pipeline: whether the model is one; otherwise the axis `pipe` must have the length 1.
+
+    Raises:
+      ValueError: neither is there, there are unknown ones, or stages for a model without layers.
+    """
+    names = mesh.axis_names
+    missing = [a for a in BATCH_AXES if a not in names]
+    unknown = [a for a in names if a not in (PIPE, *BATCH_AXES)]
+    if len(missing) == 2 or unknown:
+        raise ValueError(
+            f"the mesh has the axes {tuple(names)} and needs {BATCH_AXES}"
+            f"{f'; unknown: {unknown}' if unknown else ''}; make it with zeroxla.make_mesh(), or "
+            f'name the axis between hosts "node" and the axis inside a host "device"'
+        )
+    stages = mesh.shape.get(PIPE, 1)
+    if stages > 1 and not pipeline:
+        raise ValueError(
+            f"the mesh has pipe={stages} and the model is not a pipeline; make it one with "
+            "zeroxla.Pipeline, or use make_mesh(pipe=1)"
+        )
+    at = None
+    if missing:  # next to the other: a node outside of its devices
+        at = names.index(DEVICE) if missing == [NODE] else names.index(NODE) + 1
+        names = (*names[:at], missing[0], *names[at:])
+    types = (AxisType.Auto,) * len(names)
+    if isinstance(mesh, AbstractMesh):
+        sizes = tuple(mesh.shape.get(name, 1) for name in names)
+        abstract = AbstractMesh(sizes, names, types, abstract_device=mesh.abstract_device)
+        return cast(Mesh, abstract)  # which has all that a trace reads
+    devices = mesh.devices if at is None else np.expand_dims(mesh.devices, at)
+    return Mesh(devices, names, axis_types=types)
+
+
+def platform_of(mesh: Mesh) -> str:
+    """Return what kind of device a mesh is of: "cpu", "gpu", "tpu"; of an abstract mesh that does
+    not say, the local one's."""
+    if isinstance(mesh, AbstractMesh):
+        device = mesh.abstract_device
+        return jax.default_backend() if device is None else device.platform
+    return mesh.devices.flat[0].platform
+
+
+def leaf_axes(mesh: Mesh) -> tuple[str, ...]:
+    """Return the axes over which leaves are split, outermost first: all of the mesh."""
+    return (*LEAF_AXES, PIPE) if mesh.shape.get(PIPE, 1) > 1 else LEAF_AXES
+
+
+def axes_size(mesh: Mesh, axes: Sequence[str]) -> int:
+    """Return the number of devices along axes."""
+    return math.prod(mesh.shape[axis] for axis in axes)
+
+
+def world_size(mesh: Mesh) -> int:
+    """Return the number of data-parallel devices, nodes x devices per node."""
+    return mesh.shape[NODE] * mesh.shape[DEVICE]
+
+
+def simulate(num_devices: int, *, keep_accelerators: bool = False) -> None:
+    """Show this process's CPU as `num_devices` devices. Call it before JAX is used.
+
+    Collectives of simulated devices block one thread each, and JAX sizes its thread pool by the
+    number of cores; with few cores the pool starves and the run dies in a rendezvous. `NPROC=64`
+    enlarges the pool, so this sets it too.
+
+    Args:
+      num_devices: how many devices, 1 or more.
+      keep_accelerators: leave GPUs visible; JAX then prefers them, and the simulated devices are
+        for machines without.
+
+    Raises:
+      ValueError: `num_devices` below 1.
+      RuntimeError: JAX has started with another number of devices or without the larger pool.
+    """
+    if num_devices < 1:
+        raise ValueError(f"cannot simulate {num_devices} devices; give 1 or more")
+    pool = max(64, 8 * num_devices)
+    if backends_started():
+        enough_threads = int(os.environ.get("NPROC", "0")) >= min(pool, 64)
+        if jax.default_backend() == "cpu" and len(jax.devices()) == num_devices and enough_threads:
+            return
+        raise RuntimeError(
+            f"simulate({num_devices}) came after JAX had started with {len(jax.devices())} "
+            f"{jax.default_backend()} device(s); call it first thing in the program (in a "
+            f"notebook: restart the kernel and run it in the first cell)"
+        )
+    os.environ["NPROC"] = str(max(pool, int(os.environ.get("NPROC", "0"))))
+    if not keep_accelerators:
+        jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", num_devices)

@@ -1,0 +1,39 @@
+"""Calls of compiled programs, which all processes make alike."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+
+from zeroxla.config.zero_config import ZeroConfig
+from zeroxla.mesh.processes.exchange import agree_on_program
+
+
+class ProgramCalls:
+    """Calls a step's programs.
+
+    Args:
+      config: of the step, for messages.
+    """
+
+    def __init__(self, config: ZeroConfig) -> None:
+        fields = dataclasses.fields(config)
+        self._options = {field.name: str(getattr(config, field.name)) for field in fields}
+        self._agreed: set[Any] = set()
+
+    def __call__(self, name: str, program: Any, *args: Any) -> Any:
+        """Call a jitted program; of several processes, when all are about to call the same one.
+
+        Raises:
+          ValueError: another process is about to call another program.
+          TimeoutError: it does not come.
+        """
+        if jax.process_count() > 1:
+            avals = ((x.shape, x.dtype) for x in jax.tree.leaves(args))
+            called = (name, jax.tree.structure(args), *avals)
+            if called not in self._agreed:
+                agree_on_program(name, program.lower(*args), self._options)
+                self._agreed.add(called)
+        return program(*args)

@@ -1,0 +1,144 @@
+"""Start-up of a run of several processes: `jax.distributed`, with errors in words."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import socket
+
+import jax
+
+from zeroxla.program import compat
+from zeroxla.mesh.processes.environment import (
+    HEARTBEAT,
+    NODE,
+    SIMULATED_DEVICES,
+    Cluster,
+    find_cluster,
+)
+from zeroxla.mesh.processes.exchange import exchange
+from zeroxla.mesh.processes.fingerprint import fingerprint
+from zeroxla.mesh.processes.meeting import Member, meet
+
+_nodes: list[str] | None = None  # of every process, once they have met
+
+
+def initialize(
+    coordinator: str | None = None,
+    *,
+    num_processes: int | None = None,
+    process_id: int | None = None,
+    timeout: float = 300,
+    heartbeat_timeout: float | None = None,
+) -> None:
+    """Join this process to the others of its run. Call it first thing in the program.
+
+    Started by `zeroxla launch`, in a Slurm step, by Open MPI, or in an indexed Kubernetes Job, it
+    needs no argument; started alone, it does nothing. A second call does nothing.
+
+    Processes on one host share a node of `make_mesh`. The host is its name, or what `zeroxla
+    launch` says.
+
+    Args:
+      coordinator: "host:port" of process 0, which listens there; the port must be free.
+      num_processes: how many processes there are.
+      process_id: which one this is, from 0.
+      timeout: seconds to wait for all processes to come.
+      heartbeat_timeout: seconds of silence after which a process counts as dead. All others are
+        then ended, with a message that names it. None: what `zeroxla launch` says, else 30.
+
+    Raises:
+      ValueError: arguments or the environment's variables are incomplete or contradict each other,
+        the coordinator's port is taken, or processes run other code or versions.
+      TimeoutError: process 0 was not to be reached, or processes did not come.
+      RuntimeError: JAX has started already.
+    """
+    global _nodes
+    if has_joined():
+        return
+    cluster = _cluster(coordinator, num_processes, process_id)
+    if cluster is None and SIMULATED_DEVICES not in os.environ:
+        return
+    if compat.backends_started():
+        raise RuntimeError(
+            "zeroxla.initialize() came after JAX had started; call it first thing in the program"
+        )
+    if SIMULATED_DEVICES in os.environ:
+        from zeroxla.mesh.make_mesh import simulate
+
+        simulate(int(os.environ[SIMULATED_DEVICES]), keep_accelerators=True)
+    if cluster is None:
+        return
+    coordinator, num_processes, process_id, local_device_ids = compat.cluster_parameters(
+        cluster.source, cluster.coordinator, cluster.num_processes, cluster.process_id, timeout
+    )
+    if heartbeat_timeout is None:
+        heartbeat_timeout = float(os.environ.get(HEARTBEAT, 30))
+    me = Member(
+        process_id=process_id,
+        num_processes=num_processes,
+        node=os.environ.get(NODE) or socket.gethostname(),
+        runs=fingerprint(),
+    )
+    members = meet(me, coordinator, timeout=timeout)
+    jax.distributed.initialize(
+        coordinator,
+        num_processes,
+        process_id,
+        local_device_ids=local_device_ids,
+        cluster_detection_method="deactivate",
+        initialization_timeout=round(timeout),
+        heartbeat_timeout_seconds=round(heartbeat_timeout),
+    )
+    _nodes = [member.node for member in members]
+
+
+def has_joined() -> bool:
+    """Return whether this process is one of several; does not start JAX's devices."""
+    return compat.coordination_client() is not None
+
+
+def nodes_of_processes() -> list[str]:
+    """Return the name of the host of every process, by process.
+
+    Where JAX was joined otherwise than by `initialize`, the processes exchange their hosts' names:
+    all must call it then.
+    """
+    global _nodes
+    if _nodes is None:
+        _nodes = exchange("host", os.environ.get(NODE) or socket.gethostname())
+    return _nodes
+
+
+def _cluster(
+    coordinator: str | None, num_processes: int | None, process_id: int | None
+) -> Cluster | None:
+    """Return what the arguments say, then the environment; None for a single process."""
+    given = {
+        name: value
+        for name, value in (
+            ("coordinator", coordinator),
+            ("num_processes", num_processes),
+            ("process_id", process_id),
+        )
+        if value is not None
+    }
+    if num_processes is not None and process_id is not None:
+        if not 0 <= process_id < num_processes:
+            raise ValueError(
+                f"process_id={process_id} of num_processes={num_processes}; they count from 0"
+            )
+        if num_processes == 1:
+            return None
+    if len(given) == 3:
+        return Cluster(source="arguments", **given)  # pyright: ignore[reportArgumentType]
+    found = find_cluster()
+    if found is not None:
+        return dataclasses.replace(found, **given)
+    if given:
+        missing = [n for n in ("coordinator", "num_processes", "process_id") if n not in given]
+        raise ValueError(
+            f"zeroxla.initialize was given {', '.join(given)}, and neither {' nor '.join(missing)} "
+            "is known from the environment; pass all three, or none for a single process"
+        )
+    return None

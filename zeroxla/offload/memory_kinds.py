@@ -1,0 +1,64 @@
+"""Memory kinds: arrays move between a device's memory and its host's, inside compiled programs."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import jax
+from jax import memory
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
+
+from zeroxla.offload.disk.disk_array import DiskArray, DiskShape
+from zeroxla.config.offload import PINNED
+
+Place = Literal["device", "host", "disk"]
+HOST_KINDS = (PINNED, "unpinned_host")
+"""JAX's names of a host's memory."""
+
+
+def place_of(x: Any) -> Place:
+    """Return where an array of a state is, or the array of a shape with a sharding."""
+    if isinstance(x, (DiskArray, DiskShape)):
+        return "disk"
+    return "host" if x.sharding.memory_kind in HOST_KINDS else "device"
+
+
+def is_on_host(x: Any) -> bool:
+    """Return whether an array, or one that is traced, is in host memory."""
+    return getattr(jax.typeof(x), "memory_space", memory.Space.Device) == memory.Space.Host
+
+
+def to_device(x: jax.Array) -> jax.Array:
+    """Return the array in device memory; as it is if it is there."""
+    return jax.device_put(x, memory.Space.Device) if is_on_host(x) else x
+
+
+def to_host(x: jax.Array) -> jax.Array:
+    """Return the array in its host's pinned memory, inside a compiled program; as it is if it is
+    there."""
+    return x if is_on_host(x) else jax.device_put(x, memory.Space.Host)
+
+
+def put(x: jax.Array, sharding: NamedSharding) -> jax.Array:
+    """Return the array with a sharding and in its memory, inside a compiled program; as it is if it
+    is in the host's already."""
+    if sharding.memory_kind in (None, "device"):
+        return jax.lax.with_sharding_constraint(x, sharding)
+    return x if is_on_host(x) else jax.device_put(x, sharding)
+
+
+def check_memory(mesh: Mesh, kind: str) -> None:
+    """Check that a mesh's devices can reach a kind of memory; nothing is known of an abstract one.
+
+    Raises:
+      ValueError: they cannot.
+    """
+    if isinstance(mesh, AbstractMesh):
+        return
+    device = mesh.devices.flat[0]
+    kinds = [m.kind for m in device.addressable_memories()]
+    if kind not in kinds:
+        raise ValueError(
+            f"Offload needs {kind!r} memory, and {device.device_kind} has {kinds}; leave "
+            "`offload` out"
+        )

@@ -1,0 +1,1 @@
+"""The update of offloaded state, one sub-group after another."""

@@ -1,0 +1,192 @@
+"""A model as a list of layers: as a whole, and cut into stages."""
+
+from __future__ import annotations
+
+import collections
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from zeroxla.frontend import Adapted
+from zeroxla.frontend.base import Tree, checked
+from zeroxla.pipeline.layer_cost import LayerCost
+from zeroxla.pipeline.layers import Layer, make_layer
+from zeroxla.pipeline.stage_moves import Piece
+from zeroxla.pipeline.partition import Partition
+from zeroxla.pipeline.stage import Stage
+from zeroxla.mesh.placement import leaf_path
+
+
+class LayerList:
+    """Layers that run one after another; see `Pipeline`."""
+
+    def __init__(
+        self,
+        layers: Sequence[Any],
+        loss: Callable[[Any, Any], Any],
+        inputs: Callable[[Any], Any] | None,
+        remat: int | None,
+    ) -> None:
+        if not layers:
+            raise ValueError("a pipeline needs a layer")
+        self.layers = [make_layer(layer, i) for i, layer in enumerate(layers)]
+        self._loss, self._inputs, self._remat = loss, inputs or (lambda batch: batch), remat
+        _check_names(self.layers)
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    @property
+    def adapted(self) -> Adapted:
+        """The whole model as pure functions."""
+        return Adapted(init=self._init, loss=self._whole_loss)
+
+    def cut(
+        self,
+        divide: Callable[[Sequence[LayerCost]], Partition],
+        tree: Any,
+        batch: Any,
+        key: jax.Array,
+        *,
+        train: bool,
+    ) -> tuple[list[Stage], Partition]:
+        """Cut the layers into stages.
+
+        Args:
+          divide: gives the boundaries.
+          tree: of the parameters: shapes and dtypes in the compute dtype.
+          batch, key: shapes of a micro-batch on one device, and of its key.
+          train: whether layers are told that they are trained.
+        """
+        del batch, key  # stages find out their shapes one after another
+        partition = divide(self._costs(tree))
+        by_name: dict[str, list[int]] = collections.defaultdict(list)
+        for i, (path, _) in enumerate(jax.tree_util.tree_leaves_with_path(tree)):
+            by_name[path[0].key].append(i)
+        stages, last = [], len(partition.boundaries) - 2
+        for i, (first, end) in enumerate(itertools.pairwise(partition.boundaries)):
+            # In the order in which a dict of them flattens.
+            names = sorted({layer.name for layer in self.layers[first:end]} & by_name.keys())
+            pieces = tuple(Piece(leaf=i) for name in names for i in by_name[name])
+            structure = jax.tree.structure({name: tree[name] for name in names})
+            ends = {"is_first": i == 0, "is_last": i == last}
+            run = self._stage(first, end, structure, train=train, **ends)
+            stages.append(Stage(pieces=pieces, run=run, **ends))
+        return stages, partition
+
+    def _costs(self, tree: Any) -> list[LayerCost]:
+        """Return the layers; a tied one costs where it is first."""
+        seen: set[str] = set()
+        costs = []
+        for layer in self.layers:
+            mine = jax.tree.leaves(tree.get(layer.name, {})) if layer.name not in seen else []
+            seen.add(layer.name)
+            count = sum(math.prod(x.shape) for x in mine)
+            costs.append(LayerCost(name=layer.name, kind=layer.kind, parameters=count))
+        return costs
+
+    def _stage(
+        self, first: int, end: int, structure: Any, *, train: bool, is_first: bool, is_last: bool
+    ) -> Callable[..., Any]:
+        def run(leaves: Sequence[jax.Array], x: Any, batch: Any, key: jax.Array) -> Any:
+            params = structure.unflatten(leaves)
+            x = self._inputs(batch) if is_first else x
+            x, _ = self._run(first, end, params, {}, x, key, train=train)
+            return checked(self._loss(x, batch)) if is_last else x
+
+        return run
+
+    def _run(
+        self,
+        first: int,
+        end: int,
+        params: Tree,
+        model_state: Tree,
+        x: Any,
+        key: jax.Array,
+        *,
+        train: bool,
+    ) -> tuple[Any, Tree]:
+        """Run layers one after another."""
+        step = self._remat or max(end - first, 1)
+        state = dict(model_state)
+        for start in range(first, end, step):
+            stop = min(start + step, end)
+
+            def group(params: Tree, state: Tree, x: Any, key: jax.Array, start=start, stop=stop):
+                state = dict(state)
+                for i in range(start, stop):
+                    layer = self.layers[i]
+                    mine = params.get(layer.name, {}), state.get(layer.name, {})
+                    mine_key = jax.random.fold_in(key, i)
+                    x, new = layer.call(*mine, x, mine_key, train=train)
+                    if new:
+                        state[layer.name] = new
+                return x, state
+
+            run = jax.checkpoint(group) if self._remat and train else group
+            x, state = run(params, state, x, key)
+        return x, state
+
+    def _init(self, key: jax.Array, batch: Any) -> tuple[Tree, Tree]:
+        params: Tree = {}
+        model_state: Tree = {}
+        x = self._inputs(batch)
+        for i, layer in enumerate(self.layers):
+            mine_key = jax.random.fold_in(key, i)
+            made, state = layer.init(mine_key, x)
+            if layer.name not in params:
+                if made:
+                    params[layer.name] = made
+                if state:
+                    model_state[layer.name] = state
+            else:
+                _check_tie(made, params[layer.name], i, layer)
+            known = params.get(layer.name, {}), model_state.get(layer.name, {})
+            x, _ = layer.call(*known, x, mine_key, train=True)
+            _check_boundary(x, i, layer)
+        return params, model_state
+
+    def _whole_loss(
+        self, params: Tree, model_state: Tree, batch: Any, key: jax.Array, *, train: bool
+    ) -> tuple[jax.Array, dict[str, jax.Array], Tree]:
+        x = self._inputs(batch)
+        x, state = self._run(0, len(self.layers), params, model_state, x, key, train=train)
+        return *checked(self._loss(x, batch)), state
+
+
+def _check_names(layers: Sequence[Layer]) -> None:
+    counts = collections.Counter(layer.name for layer in layers)
+    for layer in layers:
+        if counts[layer.name] > 1 and not layer.tied:
+            raise ValueError(
+                f"the key {layer.name!r} of a TiedLayer is also the name of layer "
+                f"{layers.index(layer)}; use another key"
+            )
+
+
+def _check_tie(made: Tree, first: Tree, index: int, layer: Layer) -> None:
+    """Check that a tied layer has no leaves but those of the first with its key."""
+    mine, known = (
+        {leaf_path(path): x.shape for path, x in jax.tree_util.tree_leaves_with_path(tree)}
+        for tree in (made, first)
+    )
+    if mine.items() - known.items():
+        raise ValueError(
+            f"the tied layer {layer.name!r}, layer {index}, has leaves of the shapes {mine}, and "
+            f"the first with this key {known}; tie modules with the same"
+        )
+
+
+def _check_boundary(x: Any, index: int, layer: Layer) -> None:
+    arrays = x if isinstance(x, tuple) else (x,)
+    if not arrays or not all(isinstance(a, jax.Array) or hasattr(a, "aval") for a in arrays):
+        kinds = ", ".join(type(a).__name__ for a in arrays)
+        raise ValueError(
+            f"layer {index} ({layer.kind}) returns {type(x).__name__} ({kinds}); what goes from "
+            "layer to layer is one array or a tuple of arrays"
+        )

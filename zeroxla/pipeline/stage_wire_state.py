@@ -1,0 +1,149 @@
+"""What the wires of a pipeline remember between steps: each stage's devices about their own leaves.
+
+A stage remembers pieces of leaves that another lacks, so the arrays of all stages are packed into
+buffers of the same length; which of them lies where follows from the cut.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec
+
+from zeroxla.wire.leaves import Layout
+from zeroxla.mesh.make_mesh import DEVICE, NODE, PIPE
+from zeroxla.program.paths import Path
+from zeroxla.pipeline.stage_moves import Moves, each_stage
+from zeroxla.pipeline.stage_buffers import Packing, make_packing
+from zeroxla.mesh.placement import Placement
+from zeroxla.wire.wire_state import PARTS, Memory, WireState
+from zeroxla.wire.resolve import Wiring
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class StagesWireState(WireState):
+    """What wires remember, in lists of packed buffers.
+
+    Attributes:
+      copies: of the copies of the `WireState` of each stage: [stages, devices, elements], the same
+        on all nodes of a stage.
+      errors: of its errors: uint8[stages, nodes, devices, bytes].
+      boundaries: of the stages.
+    """
+
+    boundaries: tuple[int, ...] = dataclasses.field(metadata={"static": True})
+
+    def specs(self, placements: Sequence[Placement]) -> WireState:
+        """Return how the buffers are split."""
+        copies = [PartitionSpec(PIPE, DEVICE)] * len(self.copies)
+        errors = [PartitionSpec(PIPE, NODE, DEVICE)] * len(self.errors)
+        return dataclasses.replace(self, copies=copies, errors=errors)
+
+    def names(self, leaves: Sequence[Path]) -> WireState:
+        """Return the names of the buffers in a checkpoint: with the cut, of which they are."""
+        cut = "stages " + " ".join(map(str, self.boundaries))
+        parts = {
+            part: [(part, cut, str(i)) for i in range(len(getattr(self, part)))] for part in PARTS
+        }
+        return dataclasses.replace(self, **parts)
+
+    def shapes(self, placements: Sequence[Placement]) -> WireState:
+        """Return the shapes of the buffers."""
+        parts = {part: [x.shape for x in getattr(self, part)] for part in PARTS}
+        return dataclasses.replace(self, **parts)
+
+    def _fits(self, other: WireState, part: str) -> bool:
+        same_cut = isinstance(other, StagesWireState) and other.boundaries == self.boundaries
+        return same_cut and WireState._fits(self, other, part)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class StagesMemory:
+    """Makes and carries on the wire state of a pipeline.
+
+    Attributes:
+      layouts: of the stages' leaves.
+      moves: of the leaves to the stages.
+      wiring: how leaves travel between the devices of a stage.
+      boundaries: of the stages.
+      copies, errors: how these are packed, by stage.
+    """
+
+    layouts: Sequence[Layout]
+    moves: Moves
+    wiring: Wiring
+    boundaries: tuple[int, ...]
+    copies: Packing
+    errors: Packing
+
+    @staticmethod
+    def make(
+        layouts: Sequence[Layout], moves: Moves, wiring: Wiring, boundaries: tuple[int, ...]
+    ) -> StagesMemory:
+        """Plan the buffers; the arguments are the attributes."""
+        shapes = [Memory(layout=layout, wiring=wiring).local_shapes() for layout in layouts]
+        return StagesMemory(
+            layouts=layouts,
+            moves=moves,
+            wiring=wiring,
+            boundaries=boundaries,
+            copies=make_packing([jax.tree.leaves(mine.copies) for mine in shapes]),
+            errors=make_packing([jax.tree.leaves(mine.errors) for mine in shapes]),
+        )
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is remembered."""
+        return all(self.of(stage).is_empty for stage in range(len(self.layouts)))
+
+    def of(self, stage: int) -> Memory:
+        """Return that of a stage."""
+        return Memory(layout=self.layouts[stage], wiring=self.wiring)
+
+    def specs(self) -> WireState | None:
+        """Return how the wire state is split; None if there is none."""
+        if self.is_empty:
+            return None
+        return self._state(list(self.copies.buffers), list(self.errors.buffers)).specs(())
+
+    def start(self, stored: Sequence[jax.Array]) -> WireState:
+        """Make the wire state of a training that begins, or goes on with other wires.
+
+        Inside `shard_map`. Cost: leaves go to their stages once; then as `Memory.start`.
+
+        Args:
+          stored: what this device stores of the model's leaves.
+        """
+        received = self.moves.to_stages(stored)
+
+        def run(stage: int) -> WireState:
+            mine = self.moves.leaves(stage, received, stored)
+            return self.pack(stage, self.of(stage).start(mine))
+
+        return each_stage(len(self.layouts), run)
+
+    def pack(self, stage: int, wires: WireState) -> WireState:
+        """Return what a device of a stage remembers as its part of the buffers."""
+        copies = self.copies.pack(stage, jax.tree.leaves(wires.copies))
+        errors = self.errors.pack(stage, jax.tree.leaves(wires.errors))
+        return self._state([x[None, None] for x in copies], [x[None, None, None] for x in errors])
+
+    def unpack(self, stage: int, wires: WireState) -> WireState:
+        """Return what a device of a stage remembers, from its part of the buffers."""
+        memory = self.of(stage)
+        parts: dict[str, list[jax.Array | None]] = {}
+        for part, packing, mine in (
+            ("copies", self.copies, memory.copied),
+            ("errors", self.errors, memory.corrected),
+        ):
+            buffers = [x.reshape(-1) for x in getattr(wires, part)]
+            found = dict(zip(mine, packing.unpack(stage, buffers), strict=True))
+            parts[part] = [found.get(i) for i in range(len(self.layouts[stage].leaves))]
+        return WireState(copies=parts["copies"], errors=parts["errors"])
+
+    def _state(self, copies: list[Any], errors: list[Any]) -> StagesWireState:
+        return StagesWireState(copies=copies, errors=errors, boundaries=self.boundaries)

@@ -1,0 +1,1 @@
+"""Traced programs as data: equations, loops, names of primitives, compiled text."""

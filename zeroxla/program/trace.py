@@ -1,0 +1,238 @@
+"""Model function -> flat program: the representation that the fetch plan walks.
+
+`trace` turns a function into a `Program`: a flat list of equations over single-assignment values,
+with every `jit` body inlined. Custom rules, branches, loops and `remat` bodies stay one equation;
+the fetch plan opens those that it wants to look into.
+
+A program is run by binding its equations again, so it can be evaluated, differentiated or traced
+under any transformation, whole or piece by piece.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.extend.core as jex
+
+from zeroxla.program import compat
+
+
+class Value:
+    """One array of a program, assigned once. Compared by identity."""
+
+    __slots__ = ("aval",)
+
+    def __init__(self, aval: Any) -> None:
+        self.aval = aval
+
+    @property
+    def is_float(self) -> bool:
+        """Whether gradients can flow through it."""
+        return is_float(self.aval.dtype)
+
+    def __repr__(self) -> str:
+        return f"Value({self.aval.str_short()})"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Constant:
+    """A value known while tracing: a literal, or an array that the function closed over."""
+
+    value: Any
+
+
+Atom = Value | Constant
+
+# Their derivative is zero everywhere, so no gradient crosses them, whatever made their operand.
+_NO_GRADIENT = frozenset({"stop_gradient", "sign", "floor", "ceil", "round"})
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Equation:
+    """`outputs = primitive(inputs)`, with the jaxpr equation that it came from."""
+
+    source: Any
+    name_stack: Any
+    inputs: tuple[Atom, ...]
+    outputs: tuple[Value, ...]
+
+    @property
+    def name(self) -> str:
+        return self.source.primitive.name
+
+    @property
+    def params(self) -> dict[str, Any]:
+        return self.source.params
+
+    @property
+    def has_effects(self) -> bool:
+        return compat.has_effects(self.source)
+
+    @property
+    def values(self) -> tuple[Value, ...]:
+        """The inputs that are not constants."""
+        return tuple(a for a in self.inputs if isinstance(a, Value))
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Program:
+    """A flat list of equations from `inputs` to `outputs`."""
+
+    inputs: tuple[Value, ...]
+    equations: tuple[Equation, ...]
+    outputs: tuple[Atom, ...]
+
+    def __call__(self, *args: Any) -> list[Any]:
+        """Evaluate on `args`, one array per input."""
+        env = dict(zip(self.inputs, args, strict=True))
+        run(self.equations, env)
+        return [read(env, atom) for atom in self.outputs]
+
+
+def is_float(dtype: Any) -> bool:
+    """Whether `dtype` is a floating or complex type, that is, whether it carries gradients."""
+    return jax.numpy.issubdtype(dtype, jax.numpy.inexact)
+
+
+def read(env: Mapping[Value, Any], atom: Atom) -> Any:
+    """Return the array of `atom`."""
+    return atom.value if isinstance(atom, Constant) else env[atom]
+
+
+def run(equations: Iterable[Equation], env: dict[Value, Any]) -> None:
+    """Bind `equations` in order, reading inputs from `env` and writing outputs to it."""
+    for eq in equations:
+        args = [read(env, atom) for atom in eq.inputs]
+        env.update(zip(eq.outputs, compat.call_equation(eq.source, eq.name_stack, args)))
+
+
+Opened = Callable[[Any], Any]
+"""Returns the body of an equation that is to be inlined, None for the others."""
+
+
+def trace(
+    fun: Callable[..., Any], *args: Any, opened: Opened = compat.inlined_jaxpr
+) -> tuple[Program, Any]:
+    """Trace `fun` on (pytrees of) arrays or ShapeDtypeStructs.
+
+    Args:
+      fun: what to trace.
+      *args: its arguments.
+      opened: which equations are inlined; by default only `jit` ones.
+
+    Returns:
+      The program, whose inputs and outputs are the flattened arguments and results, and the tree
+      structure of the result.
+    """
+    closed, shapes = jax.make_jaxpr(fun, return_shape=True)(*args)
+    jaxpr, consts = compat.without_dead_code(closed)
+    inputs = tuple(Value(v.aval) for v in jaxpr.invars)
+    return _program(jaxpr, consts, inputs, (), inputs, opened), jax.tree.structure(shapes)
+
+
+def flatten(jaxpr: Any, opened: Opened = compat.inlined_jaxpr) -> Program:
+    """Return the flat program of a (closed) jaxpr; equations without use or effect are dropped."""
+    inputs = tuple(Value(v.aval) for v in compat.open_jaxpr(jaxpr)[0].invars)
+    return _program(*compat.open_jaxpr(jaxpr), inputs, (), inputs, opened)
+
+
+def flatten_behind(
+    jaxpr: Any, inputs: Sequence[Value], first: Iterable[Equation], args: Sequence[Atom]
+) -> Program:
+    """Return the program that runs the equations `first` on `inputs` and then `jaxpr` on `args`."""
+    return _program(*compat.open_jaxpr(jaxpr), inputs, first, args, compat.inlined_jaxpr)
+
+
+def _program(
+    jaxpr: Any,
+    consts: Sequence[Any],
+    inputs: Sequence[Value],
+    first: Iterable[Equation],
+    args: Sequence[Atom],
+    opened: Opened,
+) -> Program:
+    equations = list(first)
+    outputs = _inline(jaxpr, consts, args, None, equations, opened)
+    return Program(tuple(inputs), _without_dead(equations, outputs), tuple(outputs))
+
+
+def _inline(
+    jaxpr: Any,
+    consts: Sequence[Any],
+    args: Sequence[Atom],
+    stack: Any,
+    into: list[Equation],
+    opened: Opened,
+) -> list[Atom]:
+    """Append `jaxpr`'s equations to `into` with fresh values, as one call may stand many times."""
+    env: dict[Any, Atom] = dict(zip(jaxpr.invars, args, strict=True))
+    env.update((v, Constant(c)) for v, c in zip(jaxpr.constvars, consts, strict=True))
+
+    def atom(v: Any) -> Atom:
+        return Constant(v.val) if isinstance(v, jex.Literal) else env[v]
+
+    for eqn in jaxpr.eqns:
+        inputs = tuple(atom(v) for v in eqn.invars)
+        name_stack = compat.name_stack_of(eqn)
+        name_stack = name_stack if stack is None else stack + name_stack
+        if (body := opened(eqn)) is not None:
+            outputs = _inline(*compat.open_jaxpr(body), inputs, name_stack, into, opened)
+        else:
+            outputs = [Value(v.aval) for v in eqn.outvars]
+            into.append(Equation(eqn, name_stack, inputs, tuple(outputs)))
+        env.update(zip(eqn.outvars, outputs, strict=True))
+    return [atom(v) for v in jaxpr.outvars]
+
+
+def _without_dead(equations: Sequence[Equation], outputs: Iterable[Atom]) -> tuple[Equation, ...]:
+    needed = {a for a in outputs if isinstance(a, Value)}
+    kept: list[Equation] = []
+    for eq in reversed(equations):
+        if eq.has_effects or not needed.isdisjoint(eq.outputs):
+            kept.append(eq)
+            needed.update(eq.values)
+    return tuple(reversed(kept))
+
+
+def closure(
+    values: Iterable[Value], producers: Mapping[Value, Equation]
+) -> tuple[list[Equation], list[Value]]:
+    """Return the equations of `producers` that `values` need, in order, and what those read from
+    outside (the values among them that nothing in `producers` makes)."""
+    equations: dict[Equation, None] = {}
+    roots: dict[Value, None] = {}  # ordered: every process must trace the same program
+    stack: list[tuple[Value, bool]] = [(v, False) for v in values]
+    while stack:
+        value, done = stack.pop()
+        eq = producers.get(value)
+        if eq is None:
+            roots[value] = None
+        elif done:
+            equations[eq] = None
+        elif eq not in equations:
+            stack.append((value, True))
+            stack.extend((v, False) for v in eq.values)
+    return list(equations), list(roots)
+
+
+def active_values(
+    equations: Sequence[Equation], active: Iterable[Value], outputs: Iterable[Atom]
+) -> set[Value]:
+    """Return the floating values through which a gradient flows: those that depend on `active` ones
+    and that `outputs` depend on, `active` ones among them.
+
+    The rule is per equation and so may count too many, never too few: a `cond` output depends on
+    every operand.
+    """
+    downstream = {v for v in active if v.is_float}
+    for eq in equations:
+        if eq.name not in _NO_GRADIENT and not downstream.isdisjoint(eq.values):
+            downstream.update(v for v in eq.outputs if v.is_float)
+    upstream = {v for v in outputs if isinstance(v, Value) and v.is_float}
+    for eq in reversed(equations):
+        if eq.name not in _NO_GRADIENT and not upstream.isdisjoint(eq.outputs):
+            upstream.update(v for v in eq.values if v.is_float)
+    return downstream & upstream

@@ -1,0 +1,120 @@
+"""What a device holds in each phase of an iteration."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+
+from zeroxla.inspect.memory import array_bytes_per_device, format_bytes, memory
+from zeroxla.program.report import Report
+from zeroxla.rlhf.loop import PHASES, Loop
+from zeroxla.rlhf.objectives import batch_shapes, critic_shapes
+from zeroxla.rlhf.states import States
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class PhaseMemory:
+    """Bytes of one device in a phase.
+
+    Attributes:
+      phase: generate, score or train.
+      state_bytes: of actor, critic and reference between phases, counted from their live arrays.
+      layout_bytes: of a model that is laid out to generate or score, and freed after.
+      temp_bytes: what the compiler plans beside: caches, activations, gathered leaves, gradients.
+    """
+
+    phase: str
+    state_bytes: int
+    layout_bytes: int
+    temp_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        return self.state_bytes + self.layout_bytes + self.temp_bytes
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class PhasesMemory(Report):
+    """Bytes of one device in each phase; `print` it, or read `rows`."""
+
+    rows: tuple[PhaseMemory, ...]
+
+    def table(self) -> Table:
+        """Return the table for a rich console."""
+        from rich.table import Table
+
+        table = Table(title="Memory of one device, by phase", title_justify="left")
+        table.add_column("phase")
+        for name in ("states", "layout", "temporaries", "in all"):
+            table.add_column(name, justify="right")
+        for row in self.rows:
+            sizes = (row.state_bytes, row.layout_bytes, row.temp_bytes, row.total_bytes)
+            table.add_row(row.phase, *map(format_bytes, sizes))
+        return table
+
+    def to_dict(self) -> dict[str, dict[str, int]]:
+        """Return the figures by phase, for JSON."""
+        return {
+            row.phase: {
+                name: getattr(row, name)
+                for name in ("state_bytes", "layout_bytes", "temp_bytes", "total_bytes")
+            }
+            for row in self.rows
+        }
+
+
+def memory_by_phase(loop: Loop, states: States) -> PhasesMemory:
+    """Report what a device holds in each phase.
+
+    Of several programs of a phase (reference and critic score, actor and critic train) that with
+    the most memory counts: they run one after another.
+
+    Args:
+      loop: of the states.
+      states: whose arrays are counted; nothing is computed with them.
+
+    Cost: compiles each program of an iteration, unless it has run already.
+    """
+    settings = loop.settings
+    held = array_bytes_per_device((states.actor, states.critic, states.reference))
+    state_bytes = max(held.values(), default=0)
+    rows = settings.rows
+    scoring = [loop.reference_engine]
+    if loop.critic_engine is not None:
+        scoring.append(loop.critic_engine)
+    training = [loop.actor.step.lower(states.actor, _zeros(batch_shapes(settings)))]
+    if loop.critic is not None:
+        training.append(loop.critic.lower(states.critic, _zeros(critic_shapes(settings))))
+    generating = loop.engine.lower(rows, settings.prompt_length, max_new_tokens=settings.new_tokens)
+    found = {
+        "generate": [generating],
+        "score": [engine.lower_logprobs(rows, settings.length) for engine in scoring],
+        "train": training,
+    }
+    return PhasesMemory(
+        rows=tuple(
+            _phase(name, state_bytes, found[name], has_layout=name != "train") for name in PHASES
+        )
+    )
+
+
+def _phase(
+    phase: str, state_bytes: int, programs: Iterable[jax.stages.Lowered], *, has_layout: bool
+) -> PhaseMemory:
+    # The arguments of a training step are the states, which are counted; those of the others are
+    # the layout, and some tokens.
+    reports = [memory(lowered.compile()) for lowered in programs]
+    found = [(x.argument_bytes if has_layout else 0, x.temp_bytes) for x in reports]
+    layout, temp = max(found, key=sum)
+    return PhaseMemory(phase=phase, state_bytes=state_bytes, layout_bytes=layout, temp_bytes=temp)
+
+
+def _zeros(shapes: dict[str, Any]) -> dict[str, np.ndarray]:
+    return {name: np.zeros(x.shape, x.dtype) for name, x in shapes.items()}

@@ -1,0 +1,82 @@
+"""Rules of equations that work element by element, or along some dims."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from zeroxla.split.atoms import Dims, block, dim_of
+from zeroxla.split.rules import Connect, Rule, fresh, same, shape_of
+from zeroxla.program.primitives import ELEMENTWISE, REDUCTIONS
+from zeroxla.program.trace import Equation
+
+
+def _connect_elementwise(eq: Equation, ins: list[Dims]) -> list[Dims]:
+    shape = eq.outputs[0].aval.shape
+    out = tuple(map(dim_of, shape))
+    for operand, dims in zip(eq.inputs, ins, strict=True):
+        sizes = shape_of(operand)
+        if len(sizes) == len(shape):  # Scalars, and dims of size 1, go with every element.
+            for i in range(len(shape)):
+                if sizes[i] == shape[i]:
+                    same(eq, out[i], dims[i])
+    return [out] * len(eq.outputs)
+
+
+def _connect_each(eq: Equation, ins: list[Dims]) -> list[Dims]:
+    return ins
+
+
+def _along(dims_of: Callable[[Equation], Sequence[int]]) -> Connect:
+    """Return what connects an equation that goes through some dims, and does the same for each
+    element of the others. Results have the former too (a sort) or not (a sum)."""
+
+    def connect(eq: Equation, ins: list[Dims]) -> list[Dims]:
+        rank = len(ins[0])
+        through = {d % rank for d in dims_of(eq)}
+        others = [i for i in range(rank) if i not in through]
+        outs = [list(fresh(v)) for v in eq.outputs]
+        for dims in (*ins, *(out for out in outs if len(out) == rank)):
+            for i in through:
+                block(dims[i], f"{eq.name} goes through it")
+        for dims in ins:
+            for out in outs:
+                for place, i in enumerate(others):
+                    same(eq, out[i if len(out) == rank else place], dims[i])
+        return [tuple(out) for out in outs]
+
+    return connect
+
+
+def _connect_concatenate(eq: Equation, ins: list[Dims]) -> list[Dims]:
+    (out,) = (fresh(v) for v in eq.outputs)
+    for dims in ins:
+        for i, dim in enumerate(dims):
+            if i == eq.params["dimension"]:
+                block((*dim, *out[i]), "concatenate makes it of several")
+            else:
+                same(eq, out[i], dim)
+    return [out]
+
+
+def _connect_stack(eq: Equation, ins: list[Dims]) -> list[Dims]:
+    (out,) = (list(fresh(v)) for v in eq.outputs)
+    new = eq.params["axis"] % len(out)
+    block(out[new], "stack makes it of several")
+    for dims in ins:
+        for i, dim in enumerate(dims):
+            same(eq, out[i + (i >= new)], dim)
+    return [tuple(out)]
+
+
+_OF_AXIS = Rule(_along(lambda eq: (eq.params["axis"],)))
+
+MAPPING: dict[str, Rule] = {
+    **dict.fromkeys(ELEMENTWISE, Rule(_connect_elementwise)),
+    **dict.fromkeys(REDUCTIONS, Rule(_along(lambda eq: eq.params["axes"]))),
+    **dict.fromkeys(("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "unstack"), _OF_AXIS),
+    "sort": Rule(_along(lambda eq: (eq.params["dimension"],))),
+    "rev": Rule(_along(lambda eq: eq.params["dimensions"])),
+    "optimization_barrier": Rule(_connect_each),
+    "concatenate": Rule(_connect_concatenate),
+    "stack": Rule(_connect_stack),
+}

@@ -1,0 +1,156 @@
+"""Rules of equations that give elements another shape or place, and of windows that move."""
+
+from __future__ import annotations
+
+import jax
+
+from zeroxla.split.atoms import Dim, Dims, block, contiguous, dim_of, expand, size_of, splits
+from zeroxla.split.rules import Args, Parts, Rule, bind, connect_unknown, fresh, same, shape_of
+from zeroxla.program.trace import Equation
+
+
+def _connect_broadcast(eq: Equation, ins: list[Dims]) -> list[Dims]:
+    out = list(fresh(eq.outputs[0]))
+    sizes, shape = shape_of(eq.inputs[0]), eq.outputs[0].aval.shape
+    for i, to in enumerate(eq.params["broadcast_dimensions"]):
+        if sizes[i] == shape[to]:
+            out[to] = ins[0][i]
+    return [tuple(out)]
+
+
+def _run_broadcast(parts: Parts, eq: Equation, args: Args) -> list[jax.Array]:
+    shape = tuple(map(parts.part, parts.dims(eq.outputs[0])))
+    return bind(eq, args, shape=shape)
+
+
+def _connect_reshape(eq: Equation, ins: list[Dims]) -> list[Dims]:
+    out = fresh(eq.outputs[0])
+    if eq.params["dimensions"] is not None or 0 in eq.outputs[0].aval.shape:
+        return connect_unknown(eq, ins)
+    same(eq, sum(ins[0], ()), sum(out, ()))
+    return [out]
+
+
+def _run_reshape(parts: Parts, eq: Equation, args: Args) -> list[jax.Array]:
+    return bind(eq, args, new_sizes=tuple(map(parts.part, parts.dims(eq.outputs[0]))))
+
+
+def _connect_transpose(eq: Equation, ins: list[Dims]) -> list[Dims]:
+    return [tuple(ins[0][i] for i in eq.params["permutation"])]
+
+
+def _connect_squeeze(eq: Equation, ins: list[Dims]) -> list[Dims]:
+    gone = {d % len(ins[0]) for d in eq.params["dimensions"]}
+    return [tuple(dim for i, dim in enumerate(ins[0]) if i not in gone)]
+
+
+def _connect_iota(eq: Equation, ins: list[Dims]) -> list[Dims]:
+    return [fresh(eq.outputs[0])]
+
+
+def _run_iota(parts: Parts, eq: Equation, args: Args) -> list[jax.Array]:
+    (whole,) = bind(eq, args)
+    return [parts.take(whole, parts.dims(eq.outputs[0]))]
+
+
+def _cut(dim: Dim, start: int, size: int) -> Dim:
+    """Return the dim of a slice; blocked where the slice does not take whole outer turns."""
+    found = contiguous(dim, start, size)
+    if found is None:
+        found = dim_of(size)
+        block((*dim, *found), "a slice cuts it")
+    return found
+
+
+def _connect_slice(eq: Equation, ins: list[Dims]) -> list[Dims]:
+    start, limit = eq.params["start_indices"], eq.params["limit_indices"]
+    strides = eq.params["strides"] or (1,) * len(start)
+    out = []
+    for dim, a, b, stride in zip(ins[0], start, limit, strides, strict=True):
+        if stride == 1:
+            out.append(_cut(dim, a, b - a))
+        else:
+            out.append(dim_of(-(-(b - a) // stride)))
+            block((*dim, *out[-1]), "a slice steps through it")
+    return [tuple(out)]
+
+
+def _run_slice(parts: Parts, eq: Equation, args: Args) -> list[jax.Array]:
+    start, limit = list(eq.params["start_indices"]), list(eq.params["limit_indices"])
+    for d, dim in enumerate(parts.dims(eq.outputs[0])):
+        if splits(dim):  # It is one of several whole turns: so many of the part's.
+            start[d] = start[d] // (limit[d] - start[d]) * parts.part(dim)
+            limit[d] = start[d] + parts.part(dim)
+    return bind(eq, args, start_indices=tuple(start), limit_indices=tuple(limit))
+
+
+def _connect_split(eq: Equation, ins: list[Dims]) -> list[Dims]:
+    axis, start, outs = eq.params["axis"], 0, []
+    for size in map(int, eq.params["sizes"]):
+        outs.append([*ins[0]])
+        outs[-1][axis] = _cut(ins[0][axis], start, size)
+        start += size
+    return [tuple(out) for out in outs]
+
+
+def _run_split(parts: Parts, eq: Equation, args: Args) -> list[jax.Array]:
+    axis = eq.params["axis"]
+    return bind(eq, args, sizes=tuple(parts.part(parts.dims(v)[axis]) for v in eq.outputs))
+
+
+def _connect_dynamic_slice(eq: Equation, ins: list[Dims]) -> list[Dims]:
+    out = fresh(eq.outputs[0])
+    for dim, new in zip(ins[0], out, strict=True):
+        _window(eq, dim, new)
+    return [out]
+
+
+def _run_dynamic_slice(parts: Parts, eq: Equation, args: Args) -> list[jax.Array]:
+    return bind(eq, args, slice_sizes=tuple(map(parts.part, parts.dims(eq.outputs[0]))))
+
+
+def _connect_dynamic_update(eq: Equation, ins: list[Dims]) -> list[Dims]:
+    for dim, new in zip(*ins[:2], strict=True):
+        _window(eq, dim, new)
+    return [ins[0]]
+
+
+def _connect_scatter(eq: Equation, ins: list[Dims]) -> list[Dims]:
+    numbers = eq.params["dimension_numbers"]
+    operand, indices, updates = ins
+    if numbers.operand_batching_dims:
+        return connect_unknown(eq, ins)
+    windows = iter(numbers.update_window_dims)
+    for d, dim in enumerate(operand):
+        if d in numbers.inserted_window_dims:
+            block(dim, f"{eq.name} moves along it")
+        else:
+            _window(eq, dim, updates[next(windows)])
+    others = [dim for i, dim in enumerate(updates) if i not in numbers.update_window_dims]
+    for dim, index in zip(others, indices[:-1], strict=True):
+        same(eq, dim, index)
+    block(indices[-1], f"{eq.name} needs it whole")
+    return [operand]
+
+
+def _window(eq: Equation, whole: Dim, window: Dim) -> None:
+    """Join a window with what it is of, if it is all of it."""
+    if size_of(expand(whole)) == size_of(expand(window)):
+        same(eq, whole, window)
+    else:
+        block((*whole, *window), f"{eq.name} moves along it")
+
+
+SHAPES: dict[str, Rule] = {
+    "broadcast_in_dim": Rule(_connect_broadcast, _run_broadcast),
+    "reshape": Rule(_connect_reshape, _run_reshape),
+    "transpose": Rule(_connect_transpose),
+    "squeeze": Rule(_connect_squeeze),
+    "iota": Rule(_connect_iota, _run_iota),
+    "slice": Rule(_connect_slice, _run_slice),
+    "split": Rule(_connect_split, _run_split),
+    "dynamic_slice": Rule(_connect_dynamic_slice, _run_dynamic_slice),
+    "dynamic_update_slice": Rule(_connect_dynamic_update),
+    "scatter": Rule(_connect_scatter),
+    "scatter-add": Rule(_connect_scatter),
+}

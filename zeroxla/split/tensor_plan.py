@@ -1,0 +1,235 @@
+"""Which dim of which leaf is split over the axis `tensor`: read from the model's own programs.
+
+A class of joined atoms (see `atoms`) can be split if nothing in the programs needs it whole. Of
+those that can, and hold leaves, as many are split as do not meet in one array, the cheapest first:
+the one for which fewest elements are summed or gathered per element of the leaves that it splits.
+For a transformer that finds heads and hidden widths, whose products come in pairs - columns of the
+first, rows of the second, one sum after it - and the vocabulary; the residual stream stays whole.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Collection, Sequence
+
+from rich.table import Table
+
+from zeroxla.split.atoms import Atom, Dims, expand, size_of, splits
+from zeroxla.split.run_parts import part_size
+from zeroxla.split.part_program import PartProgram
+from zeroxla.program.report import Report
+
+Factors = tuple[int, int, int]
+"""(outer, size, inner): a dim's size as a product; the middle one is split."""
+
+REFUSED = "split, it computes something else"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """One leaf in the tensor-parallel layout.
+
+    Attributes:
+      path, shape: its name and natural shape.
+      dim: the dim that is split; None if the leaf is whole on every device.
+      factors: of that dim.
+      why: what is split, or why nothing is.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dim: int | None = None
+    factors: Factors | None = None
+    why: str
+
+    def part_shape(self, parts: int) -> tuple[int, ...]:
+        """The shape of what one device holds, padding included."""
+        if self.dim is None or self.factors is None:
+            return self.shape
+        outer, size, inner = self.factors
+        found = list(self.shape)
+        found[self.dim] = outer * part_size(size, parts) * inner
+        return tuple(found)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class TensorPlan(Report):
+    """The layout of every leaf; `print` it, or read `rows`.
+
+    Attributes:
+      rows: one per leaf, in the order of the flattened parameters.
+      parts: over how many devices a leaf is split.
+    """
+
+    rows: tuple[Row, ...]
+    parts: int
+
+    @property
+    def num_elements(self) -> int:
+        """Elements that one device holds."""
+        return sum(math.prod(row.part_shape(self.parts)) for row in self.rows)
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(math.prod(row.shape) for row in self.rows)
+
+    def shortcomings(self) -> list[str]:
+        """Say what a user would not expect of a plan."""
+        if self.parts == 1:
+            return []
+        found = []
+        if all(row.dim is None for row in self.rows):
+            found.append(
+                f"tensor={self.parts} splits none of the model's leaves, and each device holds all "
+                "of them; print(engine.plan) says why"
+            )
+        if refused := [row.path for row in self.rows if REFUSED in row.why]:
+            found.append(
+                f"tensor={self.parts}: each device holds {', '.join(refused)} whole, since a small "
+                "model with them split computed something else; that is a mistake of zeroxla: "
+                "please report the model"
+            )
+        return found
+
+    def table(self) -> Table:
+        """Return the table for a rich console."""
+        share = self.num_elements * self.parts / max(self.num_parameters, 1)
+        table = Table(
+            title=f"{self.num_parameters:,} parameters, tensor={self.parts}\n"
+            f"a device: {self.num_elements:,}, {share:.3f} of 1/{self.parts}"
+        )
+        for name in ("leaf", "shape", "split", "what, or why not"):
+            table.add_column(name, no_wrap=name != "what, or why not")
+        for row in self.rows:
+            shape = "x".join(map(str, row.shape)) or "scalar"
+            split = "whole" if row.dim is None else f"dim {row.dim}: {_words(row)}"
+            table.add_row(row.path, shape, split, row.why)
+        return table
+
+
+def _words(row: Row) -> str:
+    assert row.factors is not None
+    outer, size, inner = row.factors
+    turns, runs = f"{outer} x " if outer > 1 else "", f" x {inner}" if inner > 1 else ""
+    return f"{turns}[{size}]{runs}"
+
+
+def classes(leaves: Sequence[Dims]) -> dict[str, Atom]:
+    """Return the classes that leaves hold, by the first place of each: leaf, dim, place in it."""
+    found: dict[Atom, str] = {}
+    for i, dims in enumerate(leaves):
+        for d, dim in enumerate(dims):
+            for k, atom in enumerate(expand(dim)):
+                found.setdefault(atom, f"{i}.{d}.{k}")
+    return {name: atom for atom, name in found.items()}
+
+
+def plan(
+    programs: Sequence[PartProgram],
+    leaves: Sequence[Dims],
+    paths: Sequence[str],
+    parts: int,
+    refused: Collection[str] = (),
+) -> TensorPlan:
+    """Choose what is split, and mark it as chosen.
+
+    Args:
+      programs: those that the layout is for, over the same leaves.
+      leaves: dims of each leaf.
+      paths: its name.
+      parts: over how many devices.
+      refused: classes that are not to be split, as `classes` calls them.
+
+    Raises:
+      ValueError: the model has heads, and `parts` does not divide their number.
+    """
+    kept = {atom for name, atom in classes(leaves).items() if name in refused}
+    covered: dict[Atom, int] = {}
+    for dims in leaves:
+        for atom in _atoms(dims):
+            covered[atom] = covered.get(atom, 0) + _elements(dims)
+    costs = {atom: sum(atom.sums) for atom in covered}
+    for dims in (dims for program in programs for dims in program.result_dims()):
+        for atom in _atoms(dims) & costs.keys():
+            costs[atom] += _elements(dims)
+    arrays = [atoms & covered.keys() for program in programs for atoms in program.flow.atoms()]
+    _check_heads(leaves, paths, parts, arrays)
+    able = [a for a in covered if not a.blocked and _divides(a, parts) and a not in kept]
+    for atom in sorted(able, key=lambda a: costs[a] / covered[a]):
+        meets = any(other.chosen for found in arrays if atom in found for other in found)
+        atom.chosen = parts > 1 and not meets
+    rows = [
+        _row(path, dims, parts, kept, _contracted(programs, i))
+        for i, (path, dims) in enumerate(zip(paths, leaves, strict=True))
+    ]
+    return TensorPlan(rows=tuple(rows), parts=parts)
+
+
+def _divides(atom: Atom, parts: int) -> bool:
+    """Whether it can be shared out in equal parts, padded if need be: a vocabulary or a table of
+    positions, where nothing multiplies the padding with something else."""
+    return atom.size % parts == 0 or not (atom.is_heads or atom.is_contracted)
+
+
+def _atoms(dims: Dims) -> set[Atom]:
+    return {atom for dim in dims for atom in expand(dim)}
+
+
+def _elements(dims: Dims) -> int:
+    return math.prod(size_of(expand(dim)) for dim in dims)
+
+
+def _check_heads(
+    leaves: Sequence[Dims], paths: Sequence[str], parts: int, arrays: Sequence[set[Atom]]
+) -> None:
+    """Check that attention can be split: by its heads, or by those that share a key-value head."""
+    for path, dims in zip(paths, leaves, strict=True):
+        for d, dim in enumerate(dims):
+            for atom in (a for a in expand(dim) if a.is_heads and not a.blocked):
+                together = {a for found in arrays if atom in found for a in found if a.is_heads}
+                if all(a.blocked or a.size % parts for a in together):
+                    divisors = [n for n in range(1, atom.size + 1) if atom.size % n == 0]
+                    raise ValueError(
+                        f"tensor={parts} does not divide the {atom.size} heads of {path!r} (dim "
+                        f"{d}; with grouped queries, its key-value heads); use one of {divisors}"
+                    )
+
+
+def _contracted(programs: Sequence[PartProgram], leaf: int) -> set[Atom]:
+    """Return what products sum over of a leaf."""
+    return {
+        atom
+        for program in programs
+        for dim in program.flow.contracted.get(leaf, ())
+        for atom in expand(dim)
+    }
+
+
+def _row(path: str, dims: Dims, parts: int, kept: Collection[Atom], summed: set[Atom]) -> Row:
+    shape = tuple(size_of(expand(dim)) for dim in dims)
+    for d, dim in enumerate(dims):
+        if (factors := splits(dim)) is not None:
+            (atom,) = (a for a in expand(dim) if a.chosen)
+            kind = "rows" if atom in summed else "columns"
+            if atom.is_heads:
+                kind = f"heads, in {kind}"
+            elif atom.is_table:
+                kind = "entries of a table"
+            return Row(path=path, shape=shape, dim=d, factors=factors, why=f"{atom.size} {kind}")
+    reasons = []
+    for d, dim in enumerate(dims):
+        why = [_reason(atom, parts, kept) for atom in expand(dim)]
+        reasons += [f"dim {d}: {why[0]}"] if why else []
+    return Row(path=path, shape=shape, why="; ".join(reasons) or "one element")
+
+
+def _reason(atom: Atom, parts: int, kept: Collection[Atom]) -> str:
+    """Say why an atom is not split."""
+    if atom.blocked:
+        return next(iter(atom.blocked))
+    if atom in kept:
+        return REFUSED
+    if not _divides(atom, parts):
+        return f"{atom.size} does not divide by {parts}"
+    return "one device has all" if parts == 1 else "another split is cheaper"

@@ -1,0 +1,211 @@
+"""`step.describe()`: which device holds what, as a table."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from rich.table import Table
+
+from zeroxla.inspect.memory import shard_bytes
+from zeroxla.program.report import Report
+from zeroxla.wire.leaves import Layout, Leaf
+from zeroxla.offload.memory_kinds import Place
+from zeroxla.wire.routes import AS_STORED
+from zeroxla.fetch.segments import Loop, Plan, Remat, Straight
+from zeroxla.wire.resolve import Wiring
+
+OF_A_LOOP = " of a loop"
+"""How the name of a unit ends that is gathered in each turn of a loop."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """One leaf, and what one device holds of it.
+
+    Attributes:
+      path: its name.
+      shape: its natural shape.
+      placement: in words.
+      unit: with which it is gathered.
+      wires: the formats in which its weights and its gradient travel.
+      shard_bytes: of its shard: float32, or a frozen leaf's wire.
+      secondary_bytes: of its secondary shard; 0 if none is kept.
+      gradient_bytes: of its gradient, in float32, while micro-batches add to it.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    placement: str
+    unit: str
+    wires: str
+    shard_bytes: int
+    secondary_bytes: int
+    gradient_bytes: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Description(Report):
+    """The table of leaves; `print` it, or read `rows`.
+
+    Attributes:
+      rows: one per leaf.
+      mesh: the mesh in words.
+      optimizer: bytes of the optimizer's state of one device, by where they are.
+      secondary_on_host: secondary shards are in the host's memory.
+      updated_on: what computes the update of what is on the host: the device, or the host.
+    """
+
+    rows: tuple[Row, ...]
+    mesh: str
+    optimizer: Mapping[str, int]
+    secondary_on_host: bool = False
+    updated_on: Literal["device", "host"] = "device"
+
+    @property
+    def shard_bytes(self) -> int:
+        """Bytes of parameters that one device stores."""
+        return sum(row.shard_bytes for row in self.rows)
+
+    @property
+    def secondary_bytes(self) -> int:
+        """Bytes of secondary shards that one device keeps when all are there."""
+        return sum(row.secondary_bytes for row in self.rows)
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of float32 gradients that one device adds up."""
+        return sum(row.gradient_bytes for row in self.rows)
+
+    @property
+    def num_parameters(self) -> int:
+        """Elements of all leaves; of one that is stored as a wire its bytes."""
+        return sum(math.prod(row.shape) for row in self.rows)
+
+    @property
+    def largest_unit(self) -> int:
+        """Elements of the largest unit, which is whole at a time; of a loop's, those of a turn."""
+        sizes: Counter[str] = Counter()
+        for row in self.rows:
+            turns = row.shape[0] if row.unit.endswith(OF_A_LOOP) else 1
+            sizes[row.unit] += math.prod(row.shape) // turns
+        return max(sizes.values(), default=0)
+
+    @property
+    def units(self) -> tuple[str, ...]:
+        """The units, in order of first use."""
+        return tuple(dict.fromkeys(row.unit for row in self.rows))
+
+    def _optimizer_in_words(self) -> str:
+        on_host = f" on the host, updated on the {self.updated_on}"
+        names = {"device": "", "host": on_host, "disk": " on disk"}
+        found = [f"{n:,} bytes{names[place]}" for place, n in self.optimizer.items() if n]
+        return ", ".join(found) or "0 bytes"
+
+    def table(self) -> Table:
+        """Return the table for a rich console."""
+        kinds = "float32 and wires" if any(r.wires == AS_STORED for r in self.rows) else "float32"
+        where = " on the host" if self.secondary_on_host else ""
+        table = Table(
+            title=f"{self.num_parameters:,} parameters on {self.mesh}\n"
+            f"a device: {self.shard_bytes:,} bytes of {kinds}, {self.secondary_bytes:,} of "
+            f"secondary shards{where}, {self.gradient_bytes:,} of gradients\n"
+            f"the optimizer's state of a device: {self._optimizer_in_words()}"
+        )
+        for name in ("leaf", "shape", "placement", "unit", "wires"):
+            table.add_column(name, no_wrap=True)
+        for name in ("shard bytes", "secondary shard"):
+            table.add_column(name, justify="right")
+        for row in self.rows:
+            shape = "x".join(map(str, row.shape)) or "scalar"
+            table.add_row(
+                *(row.path, shape, row.placement, row.unit, row.wires),
+                f"{row.shard_bytes:,}",
+                f"{row.secondary_bytes:,}" if row.secondary_bytes else "-",
+            )
+        return table
+
+
+def describe(
+    layout: Layout,
+    plan: Plan,
+    wiring: Wiring,
+    opt_state: Any,
+    updated_on: Literal["device", "host"] = "device",
+) -> Description:
+    """Make the table of a model's leaves from its layout, fetch plan and wires, the shapes of the
+    optimizer's state, and what updates of it what is on the host."""
+    collectives = wiring.collectives
+    world = collectives.world
+    units = unit_names(plan)
+    values = iter(plan.leaves)
+    rows = []
+    for leaf in layout:
+        placement = leaf.placement
+        if leaf.fetched:
+            unit = units.get(next(values), "unused")
+        else:
+            unit = "kept whole" if leaf.placement.dim is None else "persistent"
+        where = "whole on every device"
+        if placement.dim is not None:
+            where = f"dim {placement.dim} over {world}"
+            where += f" (+{placement.pad} zeros)" if placement.pad else ""
+            if placement.memory is not None:
+                where += ", on disk" if placement.is_on_disk else ", on the host"
+        rows.append(
+            Row(
+                path=leaf.path,
+                shape=placement.shape,
+                placement=where + (", frozen" if leaf.frozen else ""),
+                unit=unit,
+                wires=_wires(leaf, wiring),
+                shard_bytes=(1 if leaf.is_wire else 4)
+                * (math.prod(placement.part_shape(world)) if leaf.is_split else leaf.elements),
+                secondary_bytes=wiring.secondary_bytes(leaf),
+                gradient_bytes=wiring.gradient_bytes(leaf),
+            )
+        )
+    words = f"{collectives.hops.nodes} node(s) x {collectives.hops.devices} device(s)"
+    places: tuple[Place, ...] = ("device", "host", "disk")
+    optimizer = {place: shard_bytes(opt_state, place=place) for place in places}
+    return Description(
+        rows=tuple(rows),
+        mesh=words,
+        optimizer=optimizer,
+        updated_on=updated_on,
+        secondary_on_host=collectives.gathers.secondary_on_host,
+    )
+
+
+def _wires(leaf: Leaf, wiring: Wiring) -> str:
+    if leaf.is_split or leaf.is_wire:
+        return wiring.route(leaf).words
+    return "float32"
+
+
+def unit_names(plan: Plan, prefix: str = "") -> dict:
+    """Return the name of the unit of each leaf: "0", "1", ..., and "1.0 each turn" inside loops."""
+    names: dict = {}
+    unit_of = {v: i for i, unit in enumerate(plan.units) for v in unit}
+    number = 0
+    seen: dict[int, str] = {}
+    for seg in plan.segments:
+        for leaf in seg.leaves if isinstance(seg, Straight) else ():
+            if unit_of[leaf] not in seen:
+                seen[unit_of[leaf]] = f"{prefix}{number}"
+                number += 1
+            names.setdefault(leaf, seen[unit_of[leaf]])
+        if isinstance(seg, Loop | Remat):
+            inner = unit_names(seg.body, f"{prefix}{number}.")
+            names.update((leaf, f"{prefix}{number}") for leaf in seg.leaves if leaf not in names)
+            number += 1
+            if isinstance(seg, Remat):
+                names = {**inner, **names}
+            else:
+                pairs = zip(seg.body.leaves, seg.stacked.values(), strict=True)
+                for sliced, (leaf, _) in pairs:
+                    names.setdefault(leaf, inner[sliced] + OF_A_LOOP if sliced in inner else "")
+    return names

@@ -1,0 +1,1 @@
+"""The training step of a state that is on disk."""

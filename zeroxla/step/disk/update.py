@@ -1,0 +1,244 @@
+"""A step whose state is on disk: gradients in one program, the update in several.
+
+    disk      read 0 | read 1 |       read 2 ...
+    devices   gradients       | update 0 | update 1 ...
+    disk                                 write 0 | write 1 ...
+
+Parameters on disk are read by the gradients' program, where it gathers them; then nothing is read
+for the update before it has ended, as the first unit would wait for that.
+
+Each sub-group of the update (see `pieces`) is read, computed and written; `buffers` of them are in
+memory at a time, so that one is read and one written while one is computed. When all are written
+they are put in force at once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from zeroxla.mesh.processes.together import together
+from zeroxla.offload.disk.disk_array import DiskArray
+from zeroxla.offload.disk.block_file import Access
+from zeroxla.offload.disk.desk import with_tickets
+from zeroxla.offload.disk.flow import Flow
+from zeroxla.offload.disk.group_program import group_program
+from zeroxla.offload.memory_kinds import place_of, put
+from zeroxla.offload.update.sub_groups import Pieces
+from zeroxla.step.programs import Programs
+from zeroxla.program.shapes import shapes_of
+from zeroxla.step.state import TrainState
+from zeroxla.program.trace import Value, read, run
+
+RunProgram = Callable[..., Any]
+"""(name, jitted program, *arguments) -> its results."""
+
+
+class DiskUpdate:
+    """The programs of a step, for states of one structure."""
+
+    def __init__(self, programs: Programs, jit: Callable[..., Any], state: TrainState) -> None:
+        """Trace the update, and cut it.
+
+        Args:
+          programs: of the step.
+          jit: `jax.jit` with the step's options.
+          state: of which only shapes and placements matter.
+        """
+        placements = [p for placed in state.placements for p in placed]
+        mesh, offload = programs.mesh, programs.config.offload
+        params, opt_state = shapes_of((state.params, state.opt_state))
+        self._tree = jax.tree.structure(params)
+        args = (params, opt_state, params, jax.ShapeDtypeStruct((), bool))  # gradients as params
+        num_others = len(jax.tree.leaves(args)) - len(placements)
+        self._programs, self._buffers = programs, offload.buffers
+        self._places = [p.sharding(mesh) for p in placements]
+        self._in_params = state.placements[0]
+        self._pieces = pieces = Pieces.of(
+            programs.update_of(state),
+            args,
+            [p.memory is not None for p in placements] + [False] * num_others,
+            limit=offload.sub_group * mesh.size,
+            layer_dims=[p.unsplit_layers for p in placements],
+        )
+        inputs = pieces.program.inputs
+        self._held, self._given = inputs[: len(placements)], inputs[len(placements) :]
+        # The group that reads a value last may write over it.
+        self._last = {v: n for n, group in enumerate(pieces.groups) for v in group.reads}
+        # What the gradients' program leaves for the groups; all else the state holds.
+        self._kept = tuple(v for v in self._last if v not in set(self._held))
+        self._gradients = jit(self._gradients_program, donate_argnums=0)
+        # On CPUs what was read is the array's memory, which XLA would copy to write over it.
+        donated = (1, 3) if mesh.devices.flat[0].platform == "cpu" else (0, 1, 3)
+        # Layers of the same arrays have a program in common.
+        made: dict[Any, Any] = {}
+        self._updates = []
+        for group in pieces.groups:
+            key = group.results, group.rows and group.rows.count
+            if key not in made:
+                program = group_program(pieces, group, self._places)
+                made[key] = jit(program, donate_argnums=donated)
+            self._updates.append(made[key])
+
+    def __call__(
+        self, state: TrainState, batch: Any, run_program: RunProgram
+    ) -> tuple[TrainState, dict[str, Any]]:
+        """Take one optimizer step.
+
+        Raises:
+          DamagedStateError: the file is gone, or holds something else than what was written.
+          OSError: the disk fails. In either case nothing of the step is put in force.
+        """
+        leaves = [*jax.tree.leaves(state.params), *jax.tree.leaves(state.opt_state)]
+        held: dict[Value, Any] = dict(zip(self._held, leaves, strict=True))
+        on_disk = {i: x for i, x in enumerate(leaves) if isinstance(x, DiskArray)}
+        file = next(iter(on_disk.values())).file
+        begun = time.perf_counter()
+        together("state on disk", file.check)
+        arriving = [
+            (
+                {k: held[v] for k, v in enumerate(group.arrays) if isinstance(held[v], DiskArray)},
+                group.rows,
+            )
+            for group in self._pieces.groups
+        ]
+        rest, params, others = _apart(state)
+        del leaves
+        at_once = not any(isinstance(x, DiskArray) for x in params)
+        with Flow(file, arriving, buffers=self._buffers, at_once=at_once) as flow:
+            kept, found, rest, metrics = self._programs.desk.call(
+                "gradients",
+                params,
+                self._in_params,
+                functools.partial(run_program, "gradients", self._gradients, rest, others, batch),
+            )
+            del params, others
+            jax.block_until_ready(kept)
+            held.update(zip(self._kept, kept, strict=True))
+            del kept
+            results: dict[int, Any] = dict(zip(self._pieces.shared, found, strict=True))
+            failure = self._update(flow, held, on_disk, results, run_program)
+
+            def commit() -> None:
+                if failure is not None:
+                    raise failure
+                flow.commit()
+
+            together("state on disk", commit)
+        results |= {i: held[v] for i, v in self._pieces.untouched.items()}
+        for i, array in on_disk.items():
+            results[i] = dataclasses.replace(array, version=file.version)
+        metrics |= self._rate(results) | _rates(file.blocks.accesses, time.perf_counter() - begun)
+        return self._state(rest, results), metrics
+
+    def lower(self, state: TrainState, batch: Any) -> jax.stages.Lowered:
+        """Lower the program that computes the gradients, for shapes."""
+        rest, params, others = _apart(state)
+        return self._gradients.lower(rest, others, batch, with_tickets(params, self._in_params))
+
+    def _update(
+        self,
+        flow: Flow,
+        held: dict[Value, Any],
+        on_disk: Mapping[int, DiskArray],
+        results: dict[int, Any],
+        run_program: RunProgram,
+    ) -> Exception | None:
+        """Compute the sub-groups: write what is on disk, add what is not to the results. Return
+        what went wrong, of which other processes are yet to hear."""
+        try:
+            for n, group in enumerate(self._pieces.groups):
+                arrays, rows = flow.next(), group.rows
+                whole, start = {}, np.int32(0)
+                if rows is None:
+                    there = enumerate(group.arrays)
+                    arrays |= {k: held.pop(v) for k, v in there if k not in arrays}
+                else:
+                    there = (i for i in group.results if i not in on_disk)
+                    whole, start = {i: held.pop(self._held[i]) for i in there}, np.int32(rows.start)
+                mine, others = self._reads(n, held, whole)
+                found, whole, _ = run_program(
+                    f"update {n}", self._updates[n], arrays, mine, others, whole, start
+                )
+                flow.write([(on_disk[i], x) for i, x in found.items() if i in on_disk], rows)
+                results |= {i: x for i, x in found.items() if i not in on_disk}
+                if group.is_last:
+                    results |= whole
+                else:
+                    held |= {self._held[i]: x for i, x in whole.items()}
+                del arrays, mine, found, whole
+        except Exception as error:
+            return error
+        return None
+
+    def _gradients_program(
+        self,
+        rest: TrainState,
+        others: Sequence[jax.Array | None],
+        batch: Any,
+        params: Sequence[jax.Array],
+    ) -> tuple[list[jax.Array], list[jax.Array], TrainState, dict[str, Any]]:
+        """Return what the groups read besides the state, the results that are in no group, the next
+        state without parameters and optimizer state, and the metrics."""
+        program = self._pieces.program
+        state = dataclasses.replace(rest, params=self._tree.unflatten(params))
+        grads, rest, metrics = self._programs.begin(state, batch)
+        # What is on disk is read here by no equation: each is of a sub-group.
+        env: dict[Value, Any] = dict(zip(self._held, (*params, *others), strict=True))
+        env |= zip(self._given, [*jax.tree.leaves(grads), metrics["finite"]], strict=True)
+        with jax.named_scope("update"):
+            run(self._pieces.common, env)
+        found = self._placed({i: read(env, program.outputs[i]) for i in self._pieces.shared})
+        return [env[v] for v in self._kept], found, rest, metrics
+
+    def _placed(self, results: Mapping[int, jax.Array]) -> list[jax.Array]:
+        """Return results of the update, those of the state where it has them."""
+        num = len(self._places)
+        return [put(x, self._places[i]) if i < num else x for i, x in results.items()]
+
+    def _reads(
+        self, n: int, held: dict[Value, Any], whole: Mapping[int, Any]
+    ) -> tuple[dict[int, jax.Array], dict[int, jax.Array]]:
+        """Return what group n reads, but for `whole`: what nothing reads after it, so that it may
+        write over it, and the rest; by position."""
+        given = {self._held[i] for i in whole}
+        stays = set(self._pieces.untouched.values())
+        mine, others = {}, {}
+        for k, v in enumerate(self._pieces.groups[n].reads):
+            if v in given:
+                continue
+            if self._last[v] == n and v not in stays:
+                mine[k] = held.pop(v)
+            else:
+                others[k] = held[v]
+        return mine, others
+
+    def _state(self, rest: TrainState, results: Mapping[int, Any]) -> TrainState:
+        leaves = [results[i] for i in range(len(results))]
+        params, opt_state, _ = self._pieces.tree.unflatten(leaves)
+        return dataclasses.replace(rest, params=params, opt_state=opt_state)
+
+    def _rate(self, results: Mapping[int, Any]) -> dict[str, jax.Array]:
+        return self._programs.rate_of([results[i] for i in range(len(self._places), len(results))])
+
+
+def _apart(state: TrainState) -> tuple[TrainState, list[Any], list[Any]]:
+    """Return a state without parameters and optimizer state, the leaves of the parameters, and
+    those of the optimizer state, None for what is on disk of these."""
+    rest = dataclasses.replace(state, params=None, opt_state=None)
+    others = [None if place_of(x) == "disk" else x for x in jax.tree.leaves(state.opt_state)]
+    return rest, jax.tree.leaves(state.params), others
+
+
+def _rates(accesses: Sequence[Access], seconds: float) -> dict[str, float]:
+    """Return how many bytes a second were moved."""
+    return {
+        f"disk_{kind}_bytes_per_s": sum(x.nbytes for x in accesses if x.kind == kind) / seconds
+        for kind in ("read", "write")
+    }

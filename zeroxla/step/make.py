@@ -1,0 +1,77 @@
+"""`make_step`: the training step of any Flax model on a mesh."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Literal
+
+import optax
+from jax.sharding import Mesh
+
+from zeroxla.frontend import adapt
+from zeroxla.config.zero_config import ZeroConfig
+from zeroxla.mesh.make_mesh import PIPE, as_auto
+from zeroxla.step.notices import useless_without_stages, warn
+from zeroxla.pipeline.pipeline import Pipeline
+from zeroxla.step.step import Step
+from zeroxla.step.checks import check_weights
+
+
+def make_step(
+    model: Any,
+    mesh: Mesh,
+    optimizer: optax.GradientTransformation | None = None,
+    *,
+    loss: Callable[..., Any] | None = None,
+    config: ZeroConfig | None = None,
+    microbatches: int | None = None,
+    weights: Literal["step", "tick"] = "step",
+) -> Step:
+    """Make the training step of a model on a mesh.
+
+    Args:
+      model: a flax.linen module, a function `rngs -> flax.nnx module` (an nnx module itself is
+        accepted with a warning: it was allocated whole), or a pair `(init, loss)` with
+        `init(key, batch) -> params` and `loss(params, batch, key) -> scalar | (scalar, metrics)`;
+        or what `zeroxla.lora` makes of one of these.
+      mesh: with the axes `node` and `device`, see `make_mesh`.
+      optimizer: any optax transformation; AdamW with learning rate 3e-4 if None.
+      loss: `loss(apply, batch, *, train) -> scalar | (scalar, metrics)`, where `apply` calls the
+        module; the module's own method `loss(batch, *, train)` if None.
+      config: see `ZeroConfig`.
+      microbatches: into which a batch is cut: those of a pipeline, or gradient accumulation;
+        `config.accumulate` if None.
+      weights: in a pipeline, whether a stage gathers its leaves once in a step and keeps them
+        whole, or in every tick.
+
+    Returns:
+      A `Step`.
+
+    Raises:
+      ValueError: the mesh lacks an axis, the model has no loss, or an option is out of range.
+
+    >>> import zeroxla, optax
+    >>> from models import MLP
+    >>> step = zeroxla.make_step(MLP.small(), zeroxla.make_mesh(nodes=1), optax.sgd(0.1))
+    """
+    config = config or ZeroConfig()
+    if microbatches is not None:
+        config = dataclasses.replace(config, accumulate=microbatches)
+    optimizer = config.optimizer if optimizer is None else optimizer
+    if optimizer is None:
+        optimizer = optax.inject_hyperparams(optax.adamw)(learning_rate=3e-4)
+    pipeline = model if isinstance(model, Pipeline) else None
+    mesh = as_auto(mesh, pipeline=pipeline is not None)
+    check_weights(weights)
+    if pipeline is not None and loss is not None:
+        raise ValueError("a Pipeline has its own loss; leave out loss= of make_step")
+    warn(useless_without_stages(weights, mesh.shape.get(PIPE, 1)), stacklevel=3)
+    return Step(
+        adapted=pipeline.adapted if pipeline else adapt(model, loss),
+        mesh=mesh,
+        optimizer=optimizer,
+        config=config,
+        pipeline=pipeline if mesh.shape.get(PIPE, 1) > 1 else None,
+        weights=weights,
+    )

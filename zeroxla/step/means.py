@@ -1,0 +1,49 @@
+"""The end of a step's gradients: sums over devices and micro-batches become means."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from zeroxla.wire.collectives import Collectives
+from zeroxla.wire.leaves import Layout
+from zeroxla.step.metrics import means
+from zeroxla.wire.vectors import as_vector, from_vector
+
+
+def finish(
+    grads: Sequence[jax.Array | None],
+    sums: Any,
+    scale: jax.Array,
+    *,
+    layout: Layout,
+    collectives: Collectives,
+) -> tuple[list[jax.Array | None], dict[str, Any]]:
+    """Turn sums into means, with one collective for all scalars.
+
+    Args:
+      grads: this device's shards of the summed gradients.
+      sums: this device's weighted sums of the loss and its metrics.
+      scale: the loss scale.
+      layout: of the leaves.
+      collectives: of all devices.
+
+    Returns:
+      Shards of the mean gradient, and the metrics `loss`, `grad_norm`, `finite` and the model's.
+    """
+    squares = bad = jnp.zeros((), jnp.float32)
+    for grad, leaf in zip(grads, layout, strict=True):
+        if grad is not None:
+            share = 1 if leaf.placement.dim is not None else 1 / collectives.num_devices
+            squares += share * jnp.sum(jnp.square(grad))
+            bad += jnp.sum(~jnp.isfinite(grad), dtype=jnp.float32)
+    here = (sums, squares, bad)
+    total, squares, bad = from_vector(collectives.sum(as_vector(here)), here)
+    divide = 1 / (total["weight"] * scale)
+    metrics = means(total)
+    metrics["grad_norm"] = jnp.sqrt(squares) * divide
+    metrics["finite"] = (bad == 0) & jnp.isfinite(metrics["loss"])
+    return [None if g is None else g * divide for g in grads], metrics

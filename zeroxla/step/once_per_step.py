@@ -1,0 +1,188 @@
+"""The two ends of a step: what is gathered once before its first micro-batch, and what is reduced
+once after its last.
+
+Everything here runs inside `shard_map`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from zeroxla.wire.collectives import Collectives
+from zeroxla.wire.leaves import Layout, Leaf
+from zeroxla.offload.memory_kinds import to_device
+from zeroxla.wire.routes import Route, Source
+from zeroxla.wire.vectors import as_vector, from_vector
+from zeroxla.wire.wire_state import Memory, WireState
+from zeroxla.wire.resolve import Wiring
+
+Gradients = list[jax.Array | None]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Ends:
+    """What a step does once.
+
+    Attributes:
+      layout: the leaves of the model.
+      wiring: how they travel.
+    """
+
+    layout: Layout
+    wiring: Wiring
+
+    @property
+    def collectives(self) -> Collectives:
+        """Of the mesh."""
+        return self.wiring.collectives
+
+    @property
+    def _memory(self) -> Memory:
+        return Memory(layout=self.layout, wiring=self.wiring)
+
+    def begin(
+        self, stored: Sequence[jax.Array], wire_state: WireState | None, key: jax.Array | None
+    ) -> tuple[tuple[list[jax.Array], list[Source]], WireState | None]:
+        """Gather what is gathered once in a step.
+
+        Args:
+          stored: what this device stores of every leaf.
+          wire_state: with the kept copies, where there are any.
+          key: where a format rounds stochastically.
+
+        Returns:
+          The leaves that are whole through the step; what the fetched ones are gathered from in
+          every micro-batch: their shards, or secondary shards that are made here, once for all; and
+          the wire state with new copies.
+        """
+        keys = [_fold(key, i) for i in range(len(stored))]
+        held = {i: Source.stored(stored[i]) for i, leaf in enumerate(self.layout) if leaf.is_split}
+        memory = self._memory
+        if wire_state is not None:
+            copies = memory.refresh(wire_state.copies, stored, keys)
+            wire_state = dataclasses.replace(wire_state, copies=copies)
+            held.update((i, Source(copies[i], "values")) for i in memory.copied)
+        resident = self._resident(stored, held, keys)
+        sources = {i: held[i] for i in self.layout.indices(fetched=True)}
+        once = [i for i in sources if self.wiring.gathers_once and sources[i].is_shard]
+        found = self.collectives.gathers.secondary(
+            [sources[i] for i in once], self._routes(once), [keys[i] for i in once]
+        )
+        sources.update(zip(once, found, strict=True))
+        return (resident, list(sources.values())), wire_state
+
+    def resident(self, stored: Sequence[jax.Array]) -> list[jax.Array]:
+        """Return the leaves that are whole through the step; none of them is quantized."""
+        return self._resident(
+            stored, dict(enumerate(map(Source.stored, stored))), [None] * len(stored)
+        )
+
+    def _resident(
+        self,
+        stored: Sequence[jax.Array],
+        held: Mapping[int, Source],
+        keys: Sequence[jax.Array | None],
+    ) -> list[jax.Array]:
+        """Return the leaves that are whole through the step, gathering those that are split."""
+        persistent = [i for i, leaf in enumerate(self.layout) if _is_persistent(leaf)]
+        found = self.collectives.gathers.gather(
+            [held[i] for i in persistent],
+            self._routes(persistent),
+            [keys[i] for i in persistent],
+        )
+        # Cut here, not inside each kernel that reads one: equal layers then share their kernels.
+        found = lax.optimization_barrier(found)
+        whole = dict(zip(persistent, found, strict=True))
+        for i, leaf in enumerate(self.layout):
+            if not leaf.is_split:
+                dtype = stored[i].dtype if leaf.is_wire else self.collectives.compute_dtype
+                whole[i] = to_device(stored[i]).astype(dtype)
+        return [whole[i] for i in self.layout.indices(fetched=False)]
+
+    def zeros(self, resident: Sequence[jax.Array]) -> tuple[Gradients, Gradients]:
+        """Return zeros like the gradients of one micro-batch: of fetched and of resident leaves."""
+        fetched, whole = self.layout.indices(fetched=True), self.layout.indices(fetched=False)
+        shapes = [
+            self.collectives.reduces.result_shape(self.layout.leaves[i].placement) for i in fetched
+        ]
+        return self._zeros(fetched, shapes), self._zeros(whole, [x.shape for x in resident])
+
+    def _zeros(self, indices: Sequence[int], shapes: Sequence[tuple[int, ...]]) -> Gradients:
+        return [
+            None if self.layout.leaves[i].frozen else jnp.zeros(shape, jnp.float32)
+            for i, shape in zip(indices, shapes, strict=True)
+        ]
+
+    def reduce(
+        self,
+        gradients: tuple[Gradients, Gradients],
+        wire_state: WireState | None,
+        key: jax.Array | None,
+    ) -> tuple[Gradients, WireState | None]:
+        """Finish the reduce of the sums over a step's micro-batches.
+
+        Args:
+          gradients: of the fetched leaves, as the micro-batches reduced them, and of the resident
+            ones, not reduced.
+          wire_state: with the errors of the last step, where they are kept.
+          key: where a format rounds stochastically.
+
+        Returns:
+          The shards of all leaves in order, and the wire state with new errors.
+        """
+        found: dict[int, Any] = {}
+        for fetched, mine in zip((True, False), gradients, strict=True):
+            found.update(zip(self.layout.indices(fetched=fetched), mine, strict=True))
+        trained = [i for i, leaf in enumerate(self.layout) if not leaf.frozen]
+        split = [i for i in trained if _is_persistent(self.layout.leaves[i])]
+        reduces = self.collectives.reduces
+        mine = _fold(key, 3 * len(self.layout.leaves))  # below are those of the hop over `node`
+        pieces = reduces.reduce([found[i] for i in split], self._routes(split), mine)
+        found.update(zip(split, pieces, strict=True))
+        tiny = {i: found[i] for i in trained if not self.layout.leaves[i].is_split}
+        found.update(from_vector(self.collectives.sum(as_vector(tiny)), tiny))
+        if reduces.stops_at_node:
+            wire_state = self._over_nodes(found, wire_state, key)
+        return [found[i] for i in range(len(self.layout.leaves))], wire_state
+
+    def _over_nodes(
+        self, found: dict[int, Any], wire_state: WireState | None, key: jax.Array | None
+    ) -> WireState | None:
+        """Make the hop over `node` that the micro-batches left out."""
+        reduces, feedback = self.collectives.reduces, self.wiring.feedback
+        corrected = self._memory.corrected
+        rest = [
+            i
+            for i, leaf in enumerate(self.layout)
+            if leaf.is_split and not leaf.frozen and i not in corrected
+        ]
+        mine = _fold(key, 2 * len(self.layout.leaves))
+        shards = reduces.over_nodes([found[i] for i in rest], self._routes(rest), mine)
+        found.update(zip(rest, shards, strict=True))
+        if feedback is None or wire_state is None:
+            return wire_state
+        errors = list(wire_state.errors)
+        for i, route in zip(corrected, self._routes(corrected), strict=True):
+            mine = _fold(key, len(self.layout.leaves) + i)  # below are those of gathers
+            found[i], error = reduces.over_nodes_with_feedback(
+                found[i], route, errors[i][0, 0], feedback, mine
+            )
+            errors[i] = error[None, None]
+        return dataclasses.replace(wire_state, errors=errors)
+
+    def _routes(self, indices: Sequence[int]) -> list[Route]:
+        return [self.wiring.route(self.layout.leaves[i]) for i in indices]
+
+
+def _fold(key: jax.Array | None, i: int) -> jax.Array | None:
+    return None if key is None else jax.random.fold_in(key, i)
+
+
+def _is_persistent(leaf: Leaf) -> bool:
+    return leaf.persistent and leaf.is_split

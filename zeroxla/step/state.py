@@ -1,0 +1,148 @@
+"""What training keeps between steps."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from zeroxla.mesh.relayout import whole
+from zeroxla.offload.disk.disk_array import DiskArray
+from zeroxla.mesh.placement import Placement
+from zeroxla.wire.wire_state import WireState
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class LossScale:
+    """Dynamic loss scale and the count of skipped steps.
+
+    Attributes:
+      scale: float32 scalar; 1 unless the model computes in float16.
+      good_steps: int32, finite steps since the scale last changed.
+      skipped: int32, steps whose update was dropped because a gradient was not finite.
+    """
+
+    scale: jax.Array
+    good_steps: jax.Array
+    skipped: jax.Array
+
+    @staticmethod
+    def create(scale: float) -> LossScale:
+        zero = jnp.zeros((), jnp.int32)
+        return LossScale(scale=jnp.float32(scale), good_steps=zero, skipped=zero)
+
+    def after(self, finite: jax.Array, *, dynamic: bool, window: int) -> LossScale:
+        """Return the scale for the next step: halved after a non-finite one, doubled after
+        `window` finite ones, within [2^-14, 2^24]."""
+        good = jnp.where(finite, self.good_steps + 1, 0)
+        skipped = self.skipped + jnp.where(finite, 0, 1)
+        scale = self.scale
+        if dynamic:
+            grown = jnp.where(good >= window, scale * 2, scale)
+            scale = jnp.clip(jnp.where(finite, grown, scale / 2), 2.0**-14, 2.0**24)
+            good = jnp.where(good >= window, 0, good)
+        return LossScale(scale=scale, good_steps=good, skipped=skipped)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class TrainState:
+    """The training state: a pytree of global arrays on the mesh.
+
+    Attributes:
+      step: int32 scalar, completed steps, skipped ones included.
+      params: the float32 master of each leaf, split as its placement says, padding included; of a
+        frozen leaf that is stored as a wire its bytes, uint8.
+      opt_state: the optimizer's state, each array placed by its own shape.
+      model_state: the model's other collections (batch statistics, ...), whole on every device.
+      key: typed PRNG key from which every step derives its own.
+      loss_scale: see `LossScale`.
+      wire_state: what a wire format remembers between steps; None where it remembers nothing.
+      placements: of params and opt_state, in the order of their flattened leaves (static).
+    """
+
+    step: jax.Array
+    params: Any
+    opt_state: Any
+    model_state: Any
+    key: jax.Array
+    loss_scale: LossScale
+    wire_state: WireState | None = None
+    placements: tuple[tuple[Placement, ...], tuple[Placement, ...]] = dataclasses.field(
+        default=((), ()), metadata={"static": True}
+    )
+
+
+def light(state: TrainState) -> TrainState:
+    """Return a state without that of its optimizer, for programs that have no use for it."""
+    return dataclasses.replace(state, opt_state=None)
+
+
+def natural(stored: Any, placements: tuple[Placement, ...]) -> Any:
+    """Return a pytree of stored arrays without their padding."""
+    leaves, tree = jax.tree.flatten(stored)
+    return tree.unflatten([p.natural(x) for p, x in zip(placements, leaves, strict=True)])
+
+
+def stored(naturals: Any, placements: tuple[Placement, ...]) -> Any:
+    """Return a pytree of natural arrays with the padding of their placements."""
+    leaves, tree = jax.tree.flatten(naturals)
+    return tree.unflatten([p.stored(x) for p, x in zip(placements, leaves, strict=True)])
+
+
+def state_shardings(state: TrainState, mesh: Mesh) -> TrainState:
+    """Return the sharding of every array of a state (or of its shapes)."""
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    params, opt_state = (
+        jax.tree.unflatten(jax.tree.structure(tree), [p.sharding(mesh) for p in placements])
+        for tree, placements in zip((state.params, state.opt_state), state.placements, strict=True)
+    )
+    wires = state.wire_state
+    if wires is not None:
+        specs = wires.specs(state.placements[0])
+        wires = jax.tree.map(
+            lambda spec: NamedSharding(mesh, spec),
+            specs,
+            is_leaf=lambda x: isinstance(x, PartitionSpec),
+        )
+    rest = dataclasses.replace(state, wire_state=None)
+    shardings = jax.tree.map(lambda _: everywhere, rest)
+    return dataclasses.replace(shardings, params=params, opt_state=opt_state, wire_state=wires)
+
+
+def full_params(state: TrainState) -> Any:
+    """Return the parameters whole, in natural shapes, as float32 NumPy arrays on this host (wires
+    of a frozen base as uint8).
+
+    One leaf at a time is assembled, so the cost is the model in host memory, once; of several
+    processes in that of each, and all must call this. There every device holds a leaf for a moment,
+    and a host receives what it lacks of it once (with several stages on a host, once for each).
+    """
+    leaves, tree = jax.tree.flatten(state.params)
+    return tree.unflatten([host_leaf(x, p) for x, p in zip(leaves, state.placements[0])])
+
+
+def host_leaf(x: jax.Array | DiskArray, placement: Placement) -> np.ndarray:
+    """Return a leaf whole, in its natural shape, on this host; all processes must call this.
+
+    Cost: the leaf in host memory, and a copy of one shard. Nothing of it stays with `x`, which
+    would keep what NumPy is given of its own arrays: NumPy reads another array of the same buffer.
+    """
+    if isinstance(x, DiskArray):
+        x = x.read().result()
+    if not x.is_fully_addressable:
+        return np.asarray(whole(x))[tuple(slice(n) for n in placement.shape)]
+    natural = np.empty(placement.shape, x.dtype)
+    for shard in x.addressable_shards:
+        if shard.replica_id == 0:
+            inside = [slice(*s.indices(n)) for s, n in zip(shard.index, natural.shape)]
+            data = shard.data
+            other = jax.make_array_from_single_device_arrays(data.shape, data.sharding, [data])
+            part = np.asarray(other)
+            natural[tuple(inside)] = part[tuple(slice(s.stop - s.start) for s in inside)]
+    return natural

@@ -1,0 +1,301 @@
+"""`Step`: one compiled training step of any Flax model, its state split over every device."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+import optax
+from jax.sharding import Mesh, NamedSharding
+
+from zeroxla.frontend import Adapted
+from zeroxla.program.compat import compiler_options, mesh_context
+from zeroxla.config.zero_config import ZeroConfig
+from zeroxla.step.describe import Description, describe
+from zeroxla.mesh.processes import progress
+from zeroxla.mesh.batches import put_batch, put_key
+from zeroxla.mesh.processes.same_program import ProgramCalls
+from zeroxla.wire.leaves import make_layout
+from zeroxla.mesh.make_mesh import platform_of
+from zeroxla.step.notices import useless_on_leaves, useless_on_mesh, warn
+from zeroxla.step.disk.steps import DiskSteps, has_disk, with_disk_shapes
+from zeroxla.pipeline.partition import Partition
+from zeroxla.pipeline.pipeline import Pipeline
+from zeroxla.step.programs import BY_ROWS, Programs
+from zeroxla.step.rates import Rates
+from zeroxla.program.shapes import shapes_of, shapes_on, structure_of
+from zeroxla.step.state import TrainState, light, state_shardings
+from zeroxla.step.checks import (
+    check_batch,
+    check_is_state,
+    check_key,
+    check_model,
+    check_state,
+    check_stored,
+)
+from zeroxla.wire.wire_state import WireState
+
+
+class Step:
+    """A training step: call it with a state and a batch. Made by `make_step`.
+
+    Attributes:
+      mesh: the mesh, with Auto axes.
+      config: the options.
+      optimizer: the optax transformation.
+      programs: its traced functions.
+      disk: what is otherwise for states that are on disk.
+    """
+
+    def __init__(
+        self,
+        *,
+        adapted: Adapted,
+        mesh: Mesh,
+        optimizer: optax.GradientTransformation,
+        config: ZeroConfig,
+        pipeline: Pipeline | None = None,
+        weights: Literal["step", "tick"] = "step",
+    ) -> None:
+        own = [pattern for pattern in adapted.frozen if pattern not in config.frozen]
+        config = dataclasses.replace(config, frozen=(*config.frozen, *own))
+        self.adapted, self.mesh, self.optimizer, self.config = adapted, mesh, optimizer, config
+        self.programs = Programs(
+            adapted=adapted,
+            mesh=mesh,
+            optimizer=optimizer,
+            config=config,
+            pipeline=pipeline,
+            weights=weights,
+        )
+        warn(useless_on_mesh(self.programs.wiring, mesh), stacklevel=4)
+        platform = platform_of(mesh)
+        options = compiler_options(platform, prefetch=config.prefetch_bucket != 0)
+        self._run = ProgramCalls(config)
+        self._jit = functools.partial(jax.jit, compiler_options=options)
+        self._step = self._jit(self.programs.train, donate_argnums=0)
+        self.disk = DiskSteps(self.programs, self._jit, self._run)
+        self._eval = self._jit(self.programs.evaluate)
+        self._grad = self._jit(self.programs.gradients)
+        self._traced: Any = None  # shapes of (params, placements, model state, batch, key)
+        self._checked: set[Any] = set()  # structures of states that fitted
+        self._wired: set[Any] = set()  # and of those whose wire state did
+        self._rates = Rates()
+        self._has_warned = False
+
+    def init(self, key: jax.Array, batch: Any) -> TrainState:
+        """Make the state: every leaf is born split, no device ever holds the model.
+
+        Args:
+          key: a PRNG key. The model's parameters are initialised from the same random bits as on
+            one device; where XLA computes a distribution in another vector width, elements differ
+            by a few roundings of the leaf's largest.
+          batch: a pytree of arrays or ShapeDtypeStructs, leading dim the global batch.
+
+        Returns:
+          The state before the first step.
+
+        Raises:
+          ValueError: the batch does not divide over the devices, or a leaf is not floating.
+        """
+        key, batch = check_key(key), self._check_batch(batch)
+        shapes = self._state_shapes(key, batch)
+        make = functools.partial(self.programs.init, placements=shapes.placements)
+        args = put_key(key, self.mesh), put_batch(batch, self.mesh)
+        return self._make("init", make, shapes, state_shardings(shapes, self.mesh), *args)
+
+    def init_from(self, params: Any, key: jax.Array) -> TrainState:
+        """Make the state of given parameters: all else as `init` makes it, for the batch that the
+        step has last seen.
+
+        Args:
+          params: a pytree of global arrays, as `shapes().params` describes them: float32, padded,
+            split over the mesh. The state has these very arrays, which the next step takes; what
+            goes to disk is copied there, one array after another, and may be given as functions
+            without arguments that return it, so that never all of it is in memory.
+          key: a PRNG key.
+
+        Returns:
+          The state before the first step.
+
+        Raises:
+          ValueError: the step has seen no batch, or the parameters are stored otherwise.
+        """
+        key, shapes = check_key(key), self.shapes()
+        params = check_stored(params, shapes.params)
+        make = functools.partial(self.programs.init_from, placements=shapes.placements)
+        rest = dataclasses.replace(state_shardings(shapes, self.mesh), params=None)
+        args = params, put_key(key, self.mesh), put_batch(self._traced[-2], self.mesh)
+        state = self._make("init_from", make, shapes, rest, *args)
+        return dataclasses.replace(state, params=params) if state.params is None else state
+
+    def abstract_state(self, batch: Any) -> TrainState:
+        """Return the state's shapes, dtypes and shardings without computing anything: for `lower`
+        and for restoring checkpoints."""
+        return self._abstract(self._check_batch(batch))
+
+    def shapes(self) -> TrainState:
+        """Return `abstract_state` of the batch that the step has last seen.
+
+        Raises:
+          ValueError: it has seen none.
+        """
+        if self._traced is None:
+            raise ValueError(
+                "the step has seen no batch, and the state's shapes may depend on it; call "
+                "step.abstract_state(batch) first, or pass on what that returns"
+            )
+        return self._abstract(self._traced[-2])
+
+    def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
+        """Take one optimizer step. The state is donated: use the returned one.
+
+        Args:
+          state: from `init`, an earlier step, or a checkpoint.
+          batch: as in `init`.
+
+        Returns:
+          The next state, and metrics: `loss`, `grad_norm` (before any clipping), `finite`,
+          `skipped` (steps so far whose gradient was not finite: only the counters changed),
+          `loss_scale` (float16), `learning_rate` if the optimizer's state holds one, the model's
+          own, and, from the second call on, `examples_per_s` (and `tokens_per_s` for batches with
+          `tokens`) since the call before. Of a state on disk `disk_read_bytes_per_s` and
+          `disk_write_bytes_per_s` of this process, over the call.
+        """
+        batch = self._checked_batch(state, batch)
+        state = self._fitted(state)
+        with mesh_context(self.mesh):
+            if has_disk(state):
+                state, metrics = self.disk.train(state, batch)
+            else:
+                state, metrics = self._run("train", self._step, state, batch)
+        progress.mark()
+        return state, {**metrics, **self._rates.since_last(batch)}
+
+    def eval(self, state: TrainState, batch: Any) -> dict[str, Any]:
+        """Return the loss and the model's metrics on a batch, with `train=False`."""
+        batch = self._checked_batch(state, batch, accumulate=1)
+        with mesh_context(self.mesh):
+            return self.disk.call("eval", self._eval, state, batch)
+
+    def grad(self, state: TrainState, batch: Any) -> tuple[jax.Array, Any]:
+        """Return the loss and the gradients that a step would use, in natural shapes, as float32
+        global arrays; zeros for frozen leaves. For tests and debugging."""
+        batch = self._checked_batch(state, batch)
+        with mesh_context(self.mesh):
+            return self.disk.call("grad", self._grad, self._fitted(state), batch)
+
+    def lower(self, state: Any, batch: Any) -> jax.stages.Lowered:
+        """Lower the step for (shapes of) a state and a batch, as `jax.jit(...).lower` does; of a
+        state on disk that part of it that computes the gradients."""
+        batch_shapes = shapes_on(self._check_batch(batch), NamedSharding(self.mesh, BY_ROWS))
+        with mesh_context(self.mesh):
+            wires = jax.eval_shape(self._wire_state(batch), light(shapes_of(state)))
+            wired = dataclasses.replace(state, wire_state=wires)
+            wires = shapes_on(wires, state_shardings(wired, self.mesh).wire_state)
+            state = dataclasses.replace(state, wire_state=wires)
+            if has_disk(state):
+                return self.disk.lower(state, batch_shapes)
+            return self._step.lower(state, batch_shapes)
+
+    def describe(self) -> Description | Partition:
+        """Return the table of leaves: shape, placement, unit, bytes of a shard; of a pipeline that
+        of stages: layers, parameters, share of the cost.
+
+        Raises:
+          ValueError: before `init` or a first call, when the model has not been traced.
+        """
+        if self._traced is None:
+            raise ValueError("nothing to describe yet; call step.init or step.abstract_state first")
+        params, placements, *shapes = self._traced
+        layout = make_layout(params, placements, self.config)
+        if self.programs.pipeline is not None:
+            return self.programs.partition(layout, *shapes[1:])
+        plan = self.programs.plan(layout, *shapes)
+        opt_state, updated_on = self.shapes().opt_state, self.config.offload.update
+        return describe(layout, plan, self.programs.wiring, opt_state, updated_on)
+
+    def with_config(self, config: ZeroConfig) -> Step:
+        """Return another program for the same state."""
+        programs = dataclasses.replace(self.programs, config=config)
+        fields = [f.name for f in dataclasses.fields(programs) if f.init]
+        step = Step(**{name: getattr(programs, name) for name in fields})
+        step._traced = self._traced
+        return step
+
+    def _make(
+        self,
+        name: str,
+        program: Callable[..., TrainState],
+        shapes: TrainState,
+        shardings: TrainState,
+        *args: Any,
+    ) -> TrainState:
+        """Run a program that makes a state."""
+        with mesh_context(self.mesh):
+            if has_disk(shapes):
+                return self.disk.make(name, program, self._placed(shapes), shardings, *args)
+            return self._run(name, self._jit(program, out_shardings=shardings), *args)
+
+    def _check_batch(self, batch: Any, accumulate: int | None = None) -> Any:
+        if accumulate is not None:
+            return check_batch(batch, self.mesh, accumulate)
+        return check_batch(batch, self.mesh, self.config.accumulate, self.config.micro_batch)
+
+    def _checked_batch(self, state: TrainState, batch: Any, accumulate: int | None = None) -> Any:
+        """Check both, the state once per structure; return the batch on the mesh."""
+        check_is_state(state)
+        batch = self._check_batch(batch, accumulate)
+        structure = structure_of(state)
+        if structure not in self._checked:
+            check_state(state, self.optimizer, self.config)
+            shapes = shapes_of((batch, state.key))
+            with mesh_context(self.mesh):
+                rows = jax.eval_shape(self.programs.first_rows, shapes[0])
+                params, model_state = jax.eval_shape(self.adapted.init, shapes[1], rows)
+            check_model(state, params)
+            if self._traced is None:
+                self._traced = (params, state.placements[0], model_state, *shapes)
+            self._checked.add(structure)
+        return put_batch(batch, self.mesh)
+
+    def _fitted(self, state: TrainState) -> TrainState:
+        """Return the state with what this configuration's wires remember."""
+        structure = structure_of(state)
+        if structure in self._wired:
+            return state
+        wire_state = self._wire_state(self._traced[-2])
+        expected = jax.eval_shape(wire_state, light(shapes_of(state)))
+        found = state.wire_state
+        if found is None if expected is None else expected.fits(found):
+            self._wired.add(structure)
+            return state
+        if expected is not None:
+            expected = self.disk.call("wire state", self._jit(wire_state), state)
+        return dataclasses.replace(state, wire_state=expected)
+
+    def _wire_state(self, batch: Any) -> Callable[[TrainState], WireState | None]:
+        return functools.partial(self.programs.wire_state, batch=shapes_of(batch))
+
+    def _abstract(self, batch: Any) -> TrainState:
+        return self._placed(self._state_shapes(jax.random.key(0), batch))
+
+    def _placed(self, shapes: TrainState) -> TrainState:
+        """Return the shapes of a state with shardings, and what is on disk as such."""
+        return with_disk_shapes(shapes_on(shapes, state_shardings(shapes, self.mesh)))
+
+    def _state_shapes(self, key: jax.Array, batch: Any) -> TrainState:
+        """Decide the placements; return the state's shapes."""
+        batch, key = shapes_of((batch, key))
+        with mesh_context(self.mesh):
+            placements = self.programs.placements(key, batch)
+            make = functools.partial(self.programs.init, placements=placements)
+            shapes = jax.eval_shape(make, key, batch)
+        self._traced = (shapes.params, placements[0], shapes.model_state, batch, key)
+        if not self._has_warned:
+            self._has_warned = True
+            warn(useless_on_leaves(self.config, self.programs.layout(shapes)), stacklevel=4)
+        return shapes

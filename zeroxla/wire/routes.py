@@ -1,0 +1,104 @@
+"""Routes: in which form each leaf travels, and what a device holds of it on the way.
+
+A leaf is at every moment in one of these forms:
+
+    shard    float32, what a device stores; leaf layout, the split dim 1/world (of a leaf that is a
+             wire itself: uint8)
+    wire     the secondary shard as it travels: for a quantized leaf uint8[*layers, shards, bytes],
+             one wire for each shard (of each layer); for any other its bits in leaf layout
+    values   the secondary shard of a quantized leaf in the compute dtype, leaf layout
+    ticket   what stands for a shard on disk; see `offload/disk/tickets.py`
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+
+from zeroxla.offload.disk.tickets import is_ticket
+from zeroxla.offload.memory_kinds import to_device, to_host
+from zeroxla.mesh.placement import Placement
+from zeroxla.config.wire_format import WireFormat
+
+Form = Literal["shard", "wire", "values", "ticket"]
+AS_STORED = "as stored"
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True)
+class Source:
+    """What a leaf is gathered from.
+
+    Attributes:
+      array: this device's part of the leaf.
+      form: see the head of this file.
+    """
+
+    array: jax.Array
+    form: Form = dataclasses.field(default="shard", metadata={"static": True})
+
+    @staticmethod
+    def stored(array: jax.Array) -> Source:
+        """Return the source that a state has of a leaf, or a ticket of it is."""
+        return Source(array, "ticket" if is_ticket(array) else "shard")
+
+    @property
+    def is_shard(self) -> bool:
+        """Whether the leaf has made no hop yet."""
+        return self.form in ("shard", "ticket")
+
+    def on_device(self) -> Source:
+        """Return it in device memory."""
+        return Source(to_device(self.array), self.form)
+
+    def on_host(self) -> Source:
+        """Return it in host memory."""
+        return Source(to_host(self.array), self.form)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Route:
+    """How one leaf travels.
+
+    Attributes:
+      placement: how it is stored.
+      weights: format of its gathers; None for the plain wire dtype.
+      gradients: formats of its gradient over the hop `device` and the hop `node`, likewise.
+      values: format in which values of the secondary shard travel on; None for the compute dtype.
+      secondary: the form in which its secondary shard is kept from forward to backward; None if
+        none is.
+      is_wire: the leaf is stored as a wire: its bytes travel as they are.
+    """
+
+    placement: Placement
+    weights: WireFormat | None = None
+    gradients: tuple[WireFormat | None, WireFormat | None] = (None, None)
+    values: WireFormat | None = None
+    secondary: Literal["wire", "values"] | None = None
+    is_wire: bool = False
+
+    @property
+    def words(self) -> str:
+        """Formats of the weights and of the gradient's hops, as tables name them."""
+        if self.is_wire:
+            return AS_STORED
+        names = [f.words if f else "float" for f in (self.weights, *self.gradients)]
+        if len(set(names)) == 1:
+            return names[0]
+        return f"{names[0]}, gradient {' / '.join(dict.fromkeys(names[1:]))}"
+
+    def unstack(self, dim: int) -> Route:
+        """The route of a slice along `dim`, a scanned leaf's layer dim."""
+        return dataclasses.replace(self, placement=self.placement.unstack(dim))
+
+    def layers(self, source: Source, dim: int) -> Source:
+        """Return `source` with the layer dim `dim` first, for a loop to slice."""
+        axis = dim
+        if source.form == "wire" and self.weights is not None:
+            axis = self.placement.layer_dims.index(dim)
+        # A loop slices host memory where it lies, along the first dim: nothing is transposed there.
+        source = source.on_device() if axis else source
+        return Source(jnp.moveaxis(source.array, axis, 0), source.form)

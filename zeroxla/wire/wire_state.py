@@ -1,0 +1,201 @@
+"""What wires remember between steps: kept copies of weights, and the errors of gradients.
+
+Every list here has one entry per leaf of the model, None where the leaf has no part in it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from zeroxla.wire.hops import from_bits
+from zeroxla.wire.leaves import Layout
+from zeroxla.mesh.make_mesh import DEVICE, NODE
+from zeroxla.program.paths import Path
+from zeroxla.mesh.placement import Placement
+from zeroxla.wire.routes import Route, Source
+from zeroxla.wire.resolve import Wiring
+
+Arrays = list[Any]  # arrays, or None
+PARTS = ("copies", "errors")
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class WireState:
+    """What wires remember, in lists with one entry per leaf of the parameters.
+
+    Attributes:
+      copies: what every node believes a leaf to be, in the compute dtype and the stored shape,
+        split over `device` and the same on all nodes.
+      errors: what the hop over `node` lost of its gradient, as wires: uint8[nodes, devices, nodes,
+        bytes], split over the first two dims.
+    """
+
+    copies: Arrays
+    errors: Arrays
+
+    def specs(self, placements: Sequence[Placement]) -> WireState:
+        """Return how the arrays are split; the parameters' placements are those of the leaves."""
+        copies = [
+            None if x is None else PartitionSpec(*(None,) * p.split_dim, DEVICE)
+            for x, p in zip(self.copies, placements, strict=True)
+        ]
+        errors = [None if x is None else PartitionSpec(NODE, DEVICE) for x in self.errors]
+        return WireState(copies=copies, errors=errors)
+
+    def names(self, leaves: Sequence[Path]) -> WireState:
+        """Return the names of the arrays in a checkpoint, from those of the parameters."""
+        parts = {
+            part: [
+                None if x is None else (part, *name)
+                for x, name in zip(getattr(self, part), leaves, strict=True)
+            ]
+            for part in PARTS
+        }
+        return dataclasses.replace(self, **parts)
+
+    def shapes(self, placements: Sequence[Placement]) -> WireState:
+        """Return the natural shapes of the arrays."""
+        copies = [
+            None if x is None else p.shape for x, p in zip(self.copies, placements, strict=True)
+        ]
+        errors = [None if x is None else x.shape for x in self.errors]
+        return dataclasses.replace(self, copies=copies, errors=errors)
+
+    def keeping(self, old: WireState | None) -> WireState:
+        """Return this wire state with the copies and the errors of `old`, each if they fit."""
+        parts = {
+            part: getattr(old, part) for part in PARTS if old is not None and self._fits(old, part)
+        }
+        return dataclasses.replace(self, **parts)
+
+    def fits(self, other: WireState | None) -> bool:
+        """Whether both have the same arrays, or shapes of them."""
+        return other is not None and all(self._fits(other, part) for part in PARTS)
+
+    def _fits(self, other: WireState, part: str) -> bool:
+        a, b = getattr(self, part), getattr(other, part)
+        if type(self) is not type(other) or jax.tree.structure(a) != jax.tree.structure(b):
+            return False
+        pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+        return all((x.shape, x.dtype) == (y.shape, y.dtype) for x, y in pairs)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Memory:
+    """Makes and carries on the wire state of one training setup.
+
+    Attributes:
+      layout: the leaves.
+      wiring: how they travel.
+    """
+
+    layout: Layout
+    wiring: Wiring
+
+    @property
+    def copied(self) -> list[int]:
+        """The leaves of which a copy is kept."""
+        keeps = self.wiring.differences is not None
+        return [i for i, leaf in enumerate(self.layout) if keeps and leaf.quantized]
+
+    @property
+    def corrected(self) -> list[int]:
+        """The leaves whose gradient's error is kept."""
+        keeps = self.wiring.feedback is not None
+        return [
+            i for i, leaf in enumerate(self.layout) if keeps and leaf.quantized and not leaf.frozen
+        ]
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is remembered."""
+        return not self.copied and not self.corrected
+
+    def specs(self) -> WireState | None:
+        """Return how the wire state is split; None if there is none."""
+        if self.is_empty:
+            return None
+        parts = [
+            [True if i in mine else None for i in range(len(self.layout.leaves))]
+            for mine in (self.copied, self.corrected)
+        ]
+        return WireState(copies=parts[0], errors=parts[1]).specs(self.layout.placements)
+
+    def local_shapes(self) -> WireState:
+        """Return the shapes of what one device has of the wire state."""
+        copies, errors = self._nones(), self._nones()
+        collectives, feedback = self.wiring.collectives, self.wiring.feedback
+        for i in self.copied:
+            shape = self.layout.leaves[i].placement.part_shape(collectives.hops.devices)
+            copies[i] = jax.ShapeDtypeStruct(shape, collectives.compute_dtype)
+        for i in self.corrected:
+            assert feedback is not None
+            size = math.prod(self.layout.leaves[i].placement.part_shape(collectives.world))
+            shape = (1, 1, collectives.hops.nodes, feedback.num_bytes(size))
+            errors[i] = jax.ShapeDtypeStruct(shape, jnp.uint8)
+        return WireState(copies=copies, errors=errors)
+
+    def start(self, shards: Sequence[jax.Array]) -> WireState:
+        """Make the wire state of a training that begins, or goes on with other wires.
+
+        Inside `shard_map`. Errors are zero; the copies are gathered as they are.
+
+        Cost: the outer hops of a gather of the copied leaves in the compute dtype.
+        """
+        copies, shapes = self._nones(), self.local_shapes()
+        gathers = self.wiring.collectives.gathers
+        exact = dataclasses.replace(gathers, wire_dtype=gathers.compute_dtype)
+        found = exact.secondary(
+            [Source.stored(shards[i]) for i in self.copied],
+            [
+                Route(placement=self.layout.leaves[i].placement, secondary="wire")
+                for i in self.copied
+            ],
+        )
+        for i, piece in zip(self.copied, found, strict=True):
+            copies[i] = from_bits(piece.array, gathers.compute_dtype)
+        errors = [None if x is None else jnp.zeros(x.shape, x.dtype) for x in shapes.errors]
+        return WireState(copies=copies, errors=errors)
+
+    def refresh(
+        self, copies: Arrays, shards: Sequence[jax.Array], keys: Sequence[jax.Array | None]
+    ) -> Arrays:
+        """Bring the copies up to date: send what each shard differs by from its part of the copy.
+
+        Inside `shard_map`. A copy's rounding, and that of the difference, is part of the next
+        difference: errors do not add up.
+        """
+        gathers, mine = self.wiring.collectives.gathers, self.copied
+        differences, routes = [], []
+        for i in mine:
+            copy, placement = copies[i], self.layout.leaves[i].placement
+            assert copy is not None
+            shard = gathers.on_device(Source.stored(shards[i]), Route(placement=placement)).array
+            dim, size = placement.split_dim, shard.shape[placement.split_dim]
+            start = gathers.hops.outer_index() * size
+            known = lax.dynamic_slice_in_dim(copy, start, size, axis=dim)
+            differences.append(Source(shard - known.astype(jnp.float32)))
+            placement = dataclasses.replace(placement, layer_dims=())
+            routes.append(
+                Route(placement=placement, weights=self.wiring.differences, secondary="values")
+            )
+        exact = dataclasses.replace(gathers, compute_dtype=jnp.dtype("float32"))
+        found = exact.secondary(differences, routes, [keys[i] for i in mine])
+        new = self._nones()
+        for i, difference in zip(mine, found, strict=True):
+            copy = copies[i]
+            assert copy is not None
+            new[i] = (copy.astype(jnp.float32) + difference.array).astype(copy.dtype)
+        return new
+
+    def _nones(self) -> list[Any]:
+        return [None] * len(self.layout.leaves)
