@@ -21,7 +21,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import zeroxla
 from models import GPT
 from zeroxla.frontend import adapt
-from zeroxla.planning.compile_check import MEMORY_SCHEDULER
 
 RESULTS = Path(__file__).resolve().parent / "results"
 

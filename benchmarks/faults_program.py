@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import zeroxla.train_model
 
 import models
-import zeroxla.train_model
 from zeroxla.cli import main as cli
 
 

@@ -12,7 +12,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-
 from zeroxla.quantize import (
     Wire,
     WireFormat,

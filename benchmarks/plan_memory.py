@@ -27,8 +27,8 @@ import zeroxla
 from models import GPT, Llama
 from zeroxla import ZeroConfig
 from zeroxla.inspect import comms, format_bytes, memory
-from zeroxla.planning.generation import Generating, GenerationPlan
 from zeroxla.mesh.machines import Machines
+from zeroxla.planning.generation import Generating, GenerationPlan
 from zeroxla.planning.make import plan_step
 from zeroxla.planning.target import Target
 

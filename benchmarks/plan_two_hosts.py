@@ -25,8 +25,8 @@ from two_hosts_rows import MODEL, OPTIMIZER, ROWS
 
 import zeroxla
 from zeroxla.inspect.pictures.figures import COLORS, INK, finish, new_figure, quiet
-from zeroxla.planning.calibrate import calibrated
 from zeroxla.mesh.machines import Device, Machines
+from zeroxla.planning.calibrate import calibrated
 from zeroxla.planning.plan import Plan
 
 MEASURED = RESULTS / "two_hosts.json"

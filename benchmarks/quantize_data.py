@@ -15,12 +15,12 @@ import numpy as np
 
 import zeroxla
 from zeroxla.cli.data import text as data
-from zeroxla.frontend import adapt
 from zeroxla.cli.run_folder import CHECKPOINTS, read_config
 from zeroxla.cli.train.job import train
 from zeroxla.cli.train.model import choose
 from zeroxla.cli.train.options import RunOptions, TrainingOptions, TrainOptions
 from zeroxla.cli.train.setup import mesh_for, optimizer_for, schedule_for
+from zeroxla.frontend import adapt
 
 LARGEST_BLOCK = 2048
 OUTLIER = 20.0

@@ -12,10 +12,10 @@ from unittest import mock
 import jax
 import numpy as np
 import optax
+import zeroxla.bundles
 from reference import Reference, relative_errors, remember_gradients, worst
 from zoo import CASES, Case
 
-import zeroxla.bundles
 from zeroxla.frontend import adapt
 
 MESHES = ((1, 8), (2, 4), (4, 2), (8, 1), (3, 2), (1, 1))

@@ -10,10 +10,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 from quick import quick_compilation  # noqa: F401
 
 from zeroxla import make_mesh
+from zeroxla.mesh.axes import BATCH_AXES
+from zeroxla.mesh.placement import place
 from zeroxla.wire import bundles
 from zeroxla.wire.collectives import Collectives
-from zeroxla.mesh.make_mesh import BATCH_AXES
-from zeroxla.mesh.placement import place
 from zeroxla.wire.routes import Route, Source
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")

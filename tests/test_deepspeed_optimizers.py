@@ -12,6 +12,7 @@ import optax
 import pytest
 from quick import quick_compilation  # noqa: F401
 
+from zeroxla import ZeroConfig
 from zeroxla.config.deepspeed import read
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -195,7 +196,7 @@ def test_schedulers(name, params, formula):
     }
     if name == "OneCycle":
         written["scheduler"]["params"]["cycle_momentum"] = False
-    [rates] = used_rates(read(written).config.optimizer, ["learning_rate"], 14)
+    [rates] = used_rates(ZeroConfig(**read(written).options).optimizer, ["learning_rate"], 14)
     expected = [formula(params, k - 1, 0.02) for k in range(14)]
     np.testing.assert_allclose(rates, expected, rtol=2e-6, atol=1e-9)
     assert len(set(expected)) > 1
@@ -211,7 +212,7 @@ def test_one_cycle_cycles_the_first_beta():
         "decay_mom_rate": 0.01,
     }
     written = {"optimizer": {"type": "Adam"}, "scheduler": {"type": "OneCycle", "params": params}}
-    optimizer = read(written).config.optimizer
+    optimizer = ZeroConfig(**read(written).options).optimizer
     [betas] = used_rates(optimizer, ["b1"], 12)
     expected = [deepspeed_one_cycle_momentum(params, k - 1) for k in range(12)]
     np.testing.assert_allclose(betas, expected, rtol=2e-6)
@@ -357,7 +358,7 @@ def test_optimizers(name, params, expected):
     settings = read({"optimizer": {"type": name, "params": params}})
     assert settings.ignored == {}
     leaf_name = "embed" if name == "Muon" else "w"
-    found = steps_of(settings.config.optimizer, 5, leaf_name)
+    found = steps_of(ZeroConfig(**settings.options).optimizer, 5, leaf_name)
     np.testing.assert_allclose(found - leaf(), expected - leaf(), rtol=1e-3, atol=1e-6)
 
 
@@ -367,7 +368,7 @@ def test_clipping():
     assert min(norms) < 0.5 < max(norms)
     written = {"gradient_clipping": 0.5, "optimizer": {"type": "SGD", "params": {"lr": 1}}}
     expected = leaf() - sum(g * min(1, 0.5 / n) for g, n in zip(gradients(5), norms))
-    found = steps_of(read(written).config.optimizer, 5)
+    found = steps_of(ZeroConfig(**read(written).options).optimizer, 5)
     np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
@@ -375,7 +376,9 @@ def test_muon_orthogonalizes_hidden_matrices():
     """runtime/zero/muon/original_muon.py: the first update has a flat spectrum, times the rate and
     the root of its sides' ratio."""
     params = {"muon_lr": 0.1, "momentum": 0.9, "weight_decay": 0.2}
-    optimizer = read({"optimizer": {"type": "Muon", "params": params}}).config.optimizer
+    optimizer = ZeroConfig(
+        **read({"optimizer": {"type": "Muon", "params": params}}).options
+    ).optimizer
     update = steps_of(optimizer, 1) - leaf() * (1 - 0.1 * 0.2)
     spectrum = np.linalg.svd(update, compute_uv=False) / 0.1
     u, _, vt = np.linalg.svd(gradients(1)[0], full_matrices=False)
@@ -394,11 +397,11 @@ def test_without_an_optimizer_it_is_that_of_make_step(written):
     """Also with a scheduler: WarmupLR rises to the optimizer's own rate, 3e-4."""
     if "gradient_clipping" in written:
         written = {"gradient_clipping": 1e9}
-        optimizer = read(written).config.optimizer
+        optimizer = ZeroConfig(**read(written).options).optimizer
         expected = steps_of(optax.adamw(3e-4), 5)
         np.testing.assert_allclose(steps_of(optimizer, 5), expected, rtol=1e-6)
     else:
-        optimizer = read(written).config.optimizer
+        optimizer = ZeroConfig(**read(written).options).optimizer
         rates = [deepspeed_warmup({}, k - 1, 3e-4) for k in range(5)]
         [found] = used_rates(optimizer, ["learning_rate"], 5)
         np.testing.assert_allclose(found, rates, rtol=1e-6)

@@ -15,12 +15,12 @@ from quick import quick_compilation, thinned  # noqa: F401
 
 import models
 import zeroxla
-from zeroxla.config.zero_config import UNQUANTIZED
 from zeroxla.cli.export import ExportOptions
 from zeroxla.cli.option_groups import flag
 from zeroxla.cli.plan.options import PlanOptions
 from zeroxla.cli.rlhf.options import RlhfOptions
 from zeroxla.cli.train.options import ALEXNET, TrainOptions
+from zeroxla.config.zero_config import UNQUANTIZED
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]

@@ -15,8 +15,8 @@ import zeroxla
 from models import Llama
 from zeroxla import Checkpointer
 from zeroxla.cli import main as cli
-from zeroxla.cli.run_folder import RunFolder
 from zeroxla.cli.data.vocabulary import Bytes, Tokens
+from zeroxla.cli.run_folder import RunFolder
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 

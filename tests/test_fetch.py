@@ -5,15 +5,15 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from zeroxla.wire.collectives import Collectives
 from zeroxla.fetch.fetch_plan import make_plan
-from zeroxla.fetch.runner import Runner
-from zeroxla.mesh.placement import place
 from zeroxla.fetch.order import tie_points
 from zeroxla.fetch.reuse import Limits
-from zeroxla.wire.routes import Route
+from zeroxla.fetch.runner import Runner
 from zeroxla.fetch.segments import Loop, Remat, Straight
+from zeroxla.mesh.placement import place
 from zeroxla.program.trace import trace
+from zeroxla.wire.collectives import Collectives
+from zeroxla.wire.routes import Route
 
 WORLD = 8
 

@@ -9,10 +9,10 @@ from quick import quick_compilation, thinned  # noqa: F401
 from wire_tools import as_it_arrives
 
 from zeroxla import WireFormat, make_mesh
+from zeroxla.mesh.placement import place
 from zeroxla.wire import bundles
 from zeroxla.wire.collectives import Collectives
 from zeroxla.wire.hops import Hops
-from zeroxla.mesh.placement import place
 from zeroxla.wire.routes import Route, Source
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")

@@ -18,13 +18,13 @@ from quick import thinned
 
 import zeroxla
 from models import GPT
-from zeroxla.wire.collectives import Collectives
 from zeroxla.fetch.fetch_plan import make_plan
+from zeroxla.fetch.reuse import Limits
 from zeroxla.fetch.runner import Runner
 from zeroxla.mesh.placement import Placement
-from zeroxla.fetch.reuse import Limits
-from zeroxla.wire.routes import Route, Source
 from zeroxla.program.trace import trace
+from zeroxla.wire.collectives import Collectives
+from zeroxla.wire.routes import Route, Source
 
 needs_barriers = pytest.mark.skipif(
     jax.__version_info__ < (0, 11),

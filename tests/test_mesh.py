@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import AxisType, Mesh
 
 from zeroxla import make_mesh, simulate
-from zeroxla.mesh.make_mesh import as_auto, world_size
+from zeroxla.mesh.axes import as_auto, world_size
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,9 @@ def processes_of(mesh):
 
 @pytest.fixture
 def two_devices_each(four_processes, monkeypatch):
-    monkeypatch.setattr("zeroxla.mesh.make_mesh.Mesh", lambda grid, *_, **__: SimpleNamespace(devices=grid))
+    monkeypatch.setattr(
+        "zeroxla.mesh.make_mesh.Mesh", lambda grid, *_, **__: SimpleNamespace(devices=grid)
+    )
     monkeypatch.setattr(jax, "devices", lambda: devices_of(0, 0, 1, 1, 2, 2, 3, 3))
 
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from zeroxla.mesh.relayout import hops_to_whole, mover, whole
 from zeroxla.inspect import comms
 from zeroxla.mesh.make_mesh import make_mesh
+from zeroxla.mesh.relayout import hops_to_whole, mover, whole
 
 
 @pytest.mark.parametrize(

@@ -13,12 +13,12 @@ from quick import quick_compilation, thinned  # noqa: F401
 import zeroxla
 from models import GPT
 from zeroxla import Offload, ZeroConfig
-from zeroxla.program import compat
 from zeroxla.inspect import array_bytes_per_device
 from zeroxla.offload.memory_kinds import check_memory, is_on_host
-from zeroxla.offload.update.sub_groups import Pieces
 from zeroxla.offload.update.stream import stream
+from zeroxla.offload.update.sub_groups import Pieces
 from zeroxla.planning.wire_bytes import body_of, local_of
+from zeroxla.program import compat
 from zeroxla.program.trace import trace
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")

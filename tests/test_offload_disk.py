@@ -23,7 +23,7 @@ from quick import quick_compilation  # noqa: F401
 
 import zeroxla
 from zeroxla import Checkpointer, Offload
-from zeroxla.inspect.memory import shard_bytes
+from zeroxla.offload.array_bytes import shard_bytes
 from zeroxla.offload.disk.disk_array import DiskArray
 from zeroxla.offload.disk.state_file import DamagedStateError
 

@@ -14,13 +14,13 @@ from quick import quick_compilation, thinned  # noqa: F401
 
 import zeroxla
 from zeroxla import Offload, ZeroConfig
-from zeroxla.program import compat
-from zeroxla.offload.update.on_host import _refusal, check_host_compute
-from zeroxla.offload.memory_kinds import is_on_host
-from zeroxla.offload.update.stream import stream
 from zeroxla.cli.offload_options import OffloadOptions
-from zeroxla.program.trace import trace
 from zeroxla.cli.train.options import TrainOptions
+from zeroxla.offload.memory_kinds import is_on_host
+from zeroxla.offload.update.on_host import _refusal, check_host_compute
+from zeroxla.offload.update.stream import stream
+from zeroxla.program import compat
+from zeroxla.program.trace import trace
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 

@@ -14,9 +14,9 @@ from quick import quick_compilation, thinned  # noqa: F401
 import zeroxla
 from models import GPT
 from zeroxla import ZeroConfig
+from zeroxla.planning.wire_bytes import local_of
 from zeroxla.program import compat
 from zeroxla.program.hlo.text import parse
-from zeroxla.planning.wire_bytes import local_of
 from zeroxla.program.trace import trace
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")

@@ -15,13 +15,13 @@ from quick import quick_compilation, thinned  # noqa: F401
 import models
 import zeroxla
 from zeroxla import Checkpointer, Offload, ZeroConfig
-from zeroxla.inspect.memory import array_bytes_per_device, shard_bytes
+from zeroxla.checkpoint.weights import pretrained
+from zeroxla.offload.array_bytes import array_bytes_per_device, shard_bytes
 from zeroxla.offload.disk import read_ahead as ahead
 from zeroxla.offload.disk.disk_array import DiskArray, DiskShape
 from zeroxla.offload.disk.state_file import DamagedStateError
-from zeroxla.step.disk.writer import DiskWriter
 from zeroxla.offload.memory_kinds import place_of
-from zeroxla.checkpoint.weights import pretrained
+from zeroxla.step.disk.writer import DiskWriter
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 

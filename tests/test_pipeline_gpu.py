@@ -13,8 +13,8 @@ import pytest
 import zeroxla
 from models import GPT
 from zeroxla import Pipeline, ZeroConfig
-from zeroxla.program import hlo
 from zeroxla.planning.gpu_topology import H200, WheelsMissingError, target_mesh
+from zeroxla.program import hlo
 
 pytestmark = pytest.mark.nightly
 

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zeroxla.mesh.make_mesh import make_mesh
-from zeroxla.mesh.placement import Placement, leaf_path, place
+from zeroxla.mesh.placement import Placement, place
+from zeroxla.program.paths import leaf_path
 
 SHAPES = st.lists(st.integers(0, 40), max_size=4).map(tuple)
 WORLDS = st.sampled_from([1, 2, 6, 8, 384])

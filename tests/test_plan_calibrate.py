@@ -12,8 +12,8 @@ import zeroxla
 from models import GPT
 from zeroxla import ZeroConfig
 from zeroxla.cli import main as cli
-from zeroxla.planning.calibrate import LEAST, calibrated, entry
 from zeroxla.mesh.machines import Machines
+from zeroxla.planning.calibrate import LEAST, calibrated, entry
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 

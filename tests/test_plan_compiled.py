@@ -15,8 +15,8 @@ from models import GPT
 from zeroxla import ZeroConfig
 from zeroxla.cli import main as cli
 from zeroxla.cli.plan import run as plan_run
-from zeroxla.planning import gpu_topology as topology
 from zeroxla.mesh.machines import Machines
+from zeroxla.planning import gpu_topology as topology
 from zeroxla.planning.gpu_topology import H200, WheelsMissingError, target_mesh
 
 TWO = {"node": 2, "device": 4}

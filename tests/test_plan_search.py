@@ -15,9 +15,9 @@ import zeroxla
 from models import GPT, MLP
 from zeroxla import ZeroConfig
 from zeroxla.cli import main as cli
+from zeroxla.mesh.machines import Machines
 from zeroxla.planning.fit import smallest, zero3_estimate
 from zeroxla.planning.generation import Generating
-from zeroxla.mesh.machines import Machines
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 

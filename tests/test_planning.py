@@ -16,14 +16,14 @@ import zeroxla
 from models import GPT, Llama
 from zeroxla import ZeroConfig
 from zeroxla.cli import main as cli
-from zeroxla.program import compat
 from zeroxla.inspect import array_bytes_per_device, comms
-from zeroxla.planning.liveness import Scope
 from zeroxla.mesh.machines import Device, Link, Machines
+from zeroxla.planning.liveness import Scope
 from zeroxla.planning.model_presets import PRESETS, model_named
 from zeroxla.planning.target import Target
 from zeroxla.planning.timeline import TURNS, Clock
 from zeroxla.planning.wire_bytes import comms_of, local_of
+from zeroxla.program import compat
 from zeroxla.program.trace import trace
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")

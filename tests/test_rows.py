@@ -10,8 +10,8 @@ import pytest
 from offload_tools import batch, make, make_step
 
 from zeroxla import Offload
-from zeroxla.offload.update.sub_groups import Pieces
 from zeroxla.offload.update.rows import in_rows, run_rows, with_rows
+from zeroxla.offload.update.sub_groups import Pieces
 from zeroxla.program.trace import read, run, trace
 
 SHAPE = (6, 4, 3)

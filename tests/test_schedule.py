@@ -12,8 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zeroxla.inspect.schedule import schedule as report
-from zeroxla.pipeline.schedule_check import check
-from zeroxla.pipeline.schedule_cost import bubble, cost, critical_path
 from zeroxla.pipeline.schedule import (
     NONE,
     Schedule,
@@ -24,6 +22,8 @@ from zeroxla.pipeline.schedule import (
     times,
     zero_bubble,
 )
+from zeroxla.pipeline.schedule_check import check
+from zeroxla.pipeline.schedule_cost import bubble, cost, critical_path
 from zeroxla.pipeline.stash import make_stash
 
 BUILDERS = {

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from disk import files_limited_to
 
-from zeroxla.offload.disk.state_file import DamagedStateError, StateFile
 from zeroxla.offload.disk.pages import ALIGNMENT
+from zeroxla.offload.disk.state_file import DamagedStateError, StateFile
 
 SIZES = {"a": 5, "b": 4096, "c": 3 * 2**20 + 1, "empty": 0}
 

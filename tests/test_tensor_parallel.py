@@ -8,16 +8,16 @@ from hybrid_models import NoCache, ParallelGPT, RepeatedHeads
 from quick import quick_compilation  # noqa: F401
 
 from models import GPT, Llama
-from zeroxla.program import compat
 from zeroxla.frontend import adapt
+from zeroxla.hybrid.calls import Calls
+from zeroxla.hybrid.model import Model
+from zeroxla.program import compat
+from zeroxla.program.trace import trace
 from zeroxla.split import products, rules
 from zeroxla.split.atoms import Atom, block, contiguous, dim_of, expand, join, size_of, splits
-from zeroxla.hybrid.calls import Calls
 from zeroxla.split.dims_flow import Flow, seeded
-from zeroxla.hybrid.model import Model
-from zeroxla.split.run_parts import Runner, Sharing
 from zeroxla.split.part_program import leaf_dims
-from zeroxla.program.trace import trace
+from zeroxla.split.run_parts import Runner, Sharing
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 

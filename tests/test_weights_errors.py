@@ -15,7 +15,8 @@ from quick import quick_compilation  # noqa: F401
 
 import zeroxla
 from models import GPT, MLP, Llama
-from zeroxla.checkpoint.weights import export, safetensors_writer as tensor_files
+from zeroxla.checkpoint.weights import export
+from zeroxla.checkpoint.weights import safetensors_writer as tensor_files
 from zeroxla.checkpoint.weights.export import export_params
 from zeroxla.checkpoint.weights.pretrained import from_pretrained
 

@@ -12,10 +12,10 @@ import pytest
 import pallas_kernels
 import zeroxla
 from multihost import processes
+from zeroxla.cli.launch.ranks import free_port
 from zeroxla.mesh.processes.environment import Cluster, find_cluster
 from zeroxla.mesh.processes.fingerprint import fingerprint
 from zeroxla.mesh.processes.meeting import Member, meet, split_address
-from zeroxla.cli.launch.ranks import free_port
 
 SLURM = {
     "SLURM_JOB_ID": "17",

@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any
 import jax.numpy as jnp
 
 from zeroxla.checkpoint.entries import WIRES, Entry, name
-from zeroxla.inspect.memory import format_bytes
-from zeroxla.program.report import Report
 from zeroxla.program.paths import Path as Name
+from zeroxla.program.report import Report, format_bytes
 
 if TYPE_CHECKING:
     from rich.table import Table

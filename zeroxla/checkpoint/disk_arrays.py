@@ -12,13 +12,13 @@ import jax
 import orbax.checkpoint as ocp
 
 from zeroxla.checkpoint.entries import Entry
+from zeroxla.config.offload import PINNED
 from zeroxla.mesh.processes.together import together
 from zeroxla.offload.disk.disk_array import DiskArray, write
-from zeroxla.step.disk.writer import DiskWriter
 from zeroxla.offload.memory_kinds import place_of
-from zeroxla.config.offload import PINNED
 from zeroxla.program.chunks import packed
 from zeroxla.program.paths import Path as Name
+from zeroxla.step.disk.writer import DiskWriter
 from zeroxla.step.state import TrainState
 from zeroxla.step.step import Step
 

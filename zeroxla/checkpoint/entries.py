@@ -14,8 +14,8 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from zeroxla.program.paths import Path, paths_of
 from zeroxla.mesh.placement import Placement
+from zeroxla.program.paths import Path, paths_of
 from zeroxla.step.state import TrainState
 from zeroxla.wire.wire_state import PARTS, WireState
 

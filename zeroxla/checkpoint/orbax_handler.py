@@ -21,10 +21,10 @@ import tensorstore as ts
 from flax import traverse_util
 
 from zeroxla.checkpoint.about import About
-from zeroxla.checkpoint.disk_arrays import DiskHandler
-from zeroxla.checkpoint.errors import root_cause
-from zeroxla.checkpoint.entries import Entry
 from zeroxla.checkpoint.checksums import sum_rest, write_sums
+from zeroxla.checkpoint.disk_arrays import DiskHandler
+from zeroxla.checkpoint.entries import Entry
+from zeroxla.checkpoint.errors import root_cause
 from zeroxla.mesh.processes.together import together
 from zeroxla.offload.disk.disk_array import DiskArray
 from zeroxla.program.paths import Path as Name

@@ -13,10 +13,10 @@ import jax
 import orbax.checkpoint as ocp
 
 from zeroxla.checkpoint.about import About
+from zeroxla.checkpoint.checksums import find_damage
+from zeroxla.checkpoint.entries import Entry
 from zeroxla.checkpoint.errors import SaveError, quiet_absl, root_cause
 from zeroxla.checkpoint.orbax_handler import SAVE_TIMEOUT_S, RestoreState, SaveState, StateHandler
-from zeroxla.checkpoint.entries import Entry
-from zeroxla.checkpoint.checksums import find_damage
 from zeroxla.mesh.processes.exchange import exchange, on_first
 from zeroxla.program.paths import Path as Name
 

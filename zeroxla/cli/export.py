@@ -12,12 +12,12 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
 from zeroxla.checkpoint.checkpointer import Checkpointer
+from zeroxla.checkpoint.weights.export import export_params
+from zeroxla.cli.data.vocabulary import TOKENIZER
 from zeroxla.cli.rlhf.start import actor_of
 from zeroxla.cli.run_folder import CHECKPOINTS, has_checkpoint, read_config
 from zeroxla.cli.train.model import MODEL, exported
 from zeroxla.cli.train.options import TrainOptions
-from zeroxla.cli.data.vocabulary import TOKENIZER
-from zeroxla.checkpoint.weights.export import export_params
 
 _OF_A_TOKENIZER = ("bos_token_id", "eos_token_id", "pad_token_id")
 

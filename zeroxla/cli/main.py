@@ -13,19 +13,19 @@ import tyro
 from rich.console import Console
 
 from zeroxla.cli.export import ExportOptions, export
-from zeroxla.mesh.processes.environment import PROCESS_ID, RESTART, STARTED, find_cluster
 from zeroxla.cli.launch.options import LaunchOptions
 from zeroxla.cli.launch.run import launch
 from zeroxla.cli.plan.options import PlanOptions
 from zeroxla.cli.plan.run import run_plan
 from zeroxla.cli.rlhf.checks import FREE as RLHF_FREE
 from zeroxla.cli.rlhf.checks import check_given as check_rlhf
-from zeroxla.cli.rlhf.options import RlhfOptions
 from zeroxla.cli.rlhf.job import rlhf
+from zeroxla.cli.rlhf.options import RlhfOptions
 from zeroxla.cli.run_folder import RunFolderError, check_command, has_checkpoint, read_config
-from zeroxla.cli.train.job import UsageError, train
 from zeroxla.cli.train.checks import FREE, check_given, check_resumable
+from zeroxla.cli.train.job import UsageError, train
 from zeroxla.cli.train.options import ALEXNET, MeshOptions, TrainOptions
+from zeroxla.mesh.processes.environment import PROCESS_ID, RESTART, STARTED, find_cluster
 
 _T = TypeVar("_T")
 _Job = TypeVar("_Job", TrainOptions, RlhfOptions)

@@ -11,9 +11,11 @@ from typing import Any, Literal
 
 import optax
 
-from zeroxla.config.values import WIRES, check_wires, dtype_name, patterns, whole_number
-from zeroxla.wire.error_feedback import Feedback
+from zeroxla.config.deepspeed.reader import read
+from zeroxla.config.feedback import Feedback
 from zeroxla.config.offload import Offload
+from zeroxla.config.values import dtype_name, patterns, whole_number
+from zeroxla.config.wire_checks import WIRES, check_wires
 from zeroxla.config.wire_format import WireFormat
 
 # Lookup tables and norms, by the names that Flax and the models of the field give them.
@@ -227,7 +229,7 @@ class ZeroConfig:
 
         What is not written in it keeps this class's default, not DeepSpeed's. One warning lists the
         keys that are written and have no effect here, or another one, each with the reason;
-        `zeroxla.deepspeed.read` returns them instead.
+        `zeroxla.config.deepspeed.read` returns them instead.
 
         Args:
           source: the path of a JSON file, or what such a file holds.
@@ -240,12 +242,10 @@ class ZeroConfig:
         >>> ZeroConfig.from_deepspeed({"gradient_accumulation_steps": 4}).accumulate
         4
         """
-        from zeroxla.config import deepspeed
-
-        settings = deepspeed.read(source)
+        settings = read(source)
         if settings.ignored:
             warnings.warn(settings.warning(), stacklevel=2)
-        return settings.config
+        return cls(**settings.options)
 
     def is_frozen(self, path: str) -> bool:
         """Return whether the leaf at `path` is frozen."""

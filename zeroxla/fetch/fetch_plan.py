@@ -11,8 +11,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 
-from zeroxla.program import compat
 from zeroxla.fetch.segments import Loop, Plan, Remat, Segment, Straight
+from zeroxla.fetch.units import default_unit_elements, unit_of_each
+from zeroxla.program import compat
 from zeroxla.program.stacked_scan import find_stacked, loop_body
 from zeroxla.program.trace import (
     Atom,
@@ -23,7 +24,6 @@ from zeroxla.program.trace import (
     closure,
     flatten_behind,
 )
-from zeroxla.fetch.units import default_unit_elements, unit_of_each
 
 # A parameter-only reduction (a norm, a penalty) this many times smaller than what it reads is
 # computed once and kept, rather than its operands gathered again wherever it is read.

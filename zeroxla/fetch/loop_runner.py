@@ -10,13 +10,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from zeroxla.program import compat
-from zeroxla.wire.collectives import Collectives
 from zeroxla.fetch.cotangents import Sums
 from zeroxla.fetch.reuse import Limits
-from zeroxla.wire.routes import Route, Source
 from zeroxla.fetch.segments import Loop
+from zeroxla.program import compat
 from zeroxla.program.trace import Value, read, run
+from zeroxla.wire.collectives import Collectives
+from zeroxla.wire.routes import Route, Source
 
 Arrays = Mapping[Value, jax.Array]
 Sources = Mapping[Value, Source]

@@ -20,12 +20,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from zeroxla.fetch.segments import Loop, Segment, Straight
+from zeroxla.offload.memory_kinds import is_on_host
+from zeroxla.program.trace import Value
 from zeroxla.wire.collectives import Collectives
 from zeroxla.wire.gather import Arriving
-from zeroxla.offload.memory_kinds import is_on_host
 from zeroxla.wire.routes import Route, Source
-from zeroxla.fetch.segments import Loop, Segment, Straight
-from zeroxla.program.trace import Value
 
 
 def tie(arrays: Sequence[Any], to: Sequence[Any], *, firmly: bool) -> tuple[list[Any], list[Any]]:

@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 
 import jax
 
-from zeroxla.fetch.residuals import Linearized, linearize
 from zeroxla.fetch.order import FetchOrder, missing_leaves, stacked_leaves
+from zeroxla.fetch.residuals import Linearized, linearize
 from zeroxla.fetch.reuse import Limits, kept_uses
-from zeroxla.wire.routes import Route, Source
 from zeroxla.fetch.segments import Loop, Plan, Segment, Straight
 from zeroxla.program.trace import Value
+from zeroxla.wire.routes import Route, Source
 
 
 class Tape(NamedTuple):

@@ -16,9 +16,9 @@ from typing import Any
 
 import jax
 
-from zeroxla.program import compat
 from zeroxla.fetch.barriers import hold
 from zeroxla.fetch.segments import Straight
+from zeroxla.program import compat
 from zeroxla.program.trace import Atom, Equation, Program, Value, closure, flatten, read, run
 
 

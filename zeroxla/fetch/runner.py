@@ -15,15 +15,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from zeroxla.wire.collectives import Collectives
 from zeroxla.fetch.cotangents import Sums
 from zeroxla.fetch.loop_runner import LoopRunner
-from zeroxla.fetch.passes import Tape, make_passes
 from zeroxla.fetch.order import Fetches, FetchOrder, tie
+from zeroxla.fetch.passes import Tape, make_passes
 from zeroxla.fetch.reuse import Limits
-from zeroxla.wire.routes import Route, Source
 from zeroxla.fetch.segments import Loop, Plan, Remat, Segment, Straight
 from zeroxla.program.trace import Value, read
+from zeroxla.wire.collectives import Collectives
+from zeroxla.wire.routes import Route, Source
 
 Arrays = Mapping[Value, jax.Array]
 Sources = Mapping[Value, Source]

@@ -17,9 +17,9 @@ import flax.nnx
 from zeroxla.frontend.base import Adapted, stream_key
 from zeroxla.frontend.function import adapt_function
 from zeroxla.frontend.linen import adapt_linen
-from zeroxla.frontend.nnx import adapt_nnx
 from zeroxla.frontend.lora.adapted import adapt_lora
 from zeroxla.frontend.lora.model import LoraModel
+from zeroxla.frontend.nnx import adapt_nnx
 
 __all__ = ["Adapted", "adapt", "stream_key"]
 

@@ -16,14 +16,14 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from zeroxla.frontend.base import Tree
-from zeroxla.program.compat import mesh_context
-from zeroxla.mesh.batches import put_key
-from zeroxla.mesh.processes.exchange import agree
 from zeroxla.hybrid.decode import Shape
 from zeroxla.hybrid.generate_programs import Generation
 from zeroxla.hybrid.reshard import ROWS, Stored, part_spec
 from zeroxla.hybrid.sampling import Sampling
+from zeroxla.mesh.batches import put_key
+from zeroxla.mesh.processes.exchange import agree
 from zeroxla.offload.disk.disk_array import DiskArray
+from zeroxla.program.compat import mesh_context
 from zeroxla.step.state import TrainState
 
 

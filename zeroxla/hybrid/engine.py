@@ -13,17 +13,17 @@ from zeroxla.hybrid.compile_cache import Compiled, Copy
 from zeroxla.hybrid.decode import Shape
 from zeroxla.hybrid.generate_programs import Generation
 from zeroxla.hybrid.model import Model
+from zeroxla.hybrid.phase_memory import PhaseReport
 from zeroxla.hybrid.phase_report import phase_report
 from zeroxla.hybrid.prompts import Generated, Limits, as_rows, left_padded
 from zeroxla.hybrid.reshard import Stored, tensor_mesh
 from zeroxla.hybrid.sampling import Sampling
+from zeroxla.mesh.axes import PIPE
 from zeroxla.split.tensor_plan import TensorPlan
-from zeroxla.hybrid.phase_memory import PhaseReport
-from zeroxla.mesh.make_mesh import PIPE
+from zeroxla.step.checks import check_is_state, check_key
 from zeroxla.step.notices import warn
 from zeroxla.step.state import TrainState
 from zeroxla.step.step import Step
-from zeroxla.step.checks import check_is_state, check_key
 
 
 class HybridEngine:

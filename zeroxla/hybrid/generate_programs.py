@@ -19,11 +19,11 @@ from zeroxla.frontend.base import Tree
 from zeroxla.hybrid.decode import Shape, decode
 from zeroxla.hybrid.model import Model
 from zeroxla.hybrid.next_logits import Reader
-from zeroxla.split.run_parts import Sharing
 from zeroxla.hybrid.reshard import DATA, ROWS, TENSOR, Stored, part_spec, stored_spec, whole_rows
 from zeroxla.hybrid.sampling import log_probs
+from zeroxla.mesh.axes import NODE
+from zeroxla.split.run_parts import Sharing
 from zeroxla.split.tensor_plan import TensorPlan
-from zeroxla.mesh.make_mesh import NODE
 
 WHOLE = PartitionSpec()
 

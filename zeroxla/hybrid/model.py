@@ -10,13 +10,13 @@ import jax.numpy as jnp
 
 from zeroxla.frontend.base import Tree
 from zeroxla.hybrid.calls import Calls
+from zeroxla.hybrid.reshard import Stored
+from zeroxla.program.paths import leaf_path
+from zeroxla.program.shapes import shapes_of
 from zeroxla.split.dims_flow import seeded
 from zeroxla.split.part_program import PartProgram, leaf_dims
 from zeroxla.split.proof import prove
-from zeroxla.hybrid.reshard import Stored
 from zeroxla.split.tensor_plan import TensorPlan, plan
-from zeroxla.wire.leaves import leaf_path
-from zeroxla.program.shapes import shapes_of
 from zeroxla.step.step import Step
 
 

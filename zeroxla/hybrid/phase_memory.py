@@ -6,8 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from zeroxla.inspect.memory import format_bytes
-from zeroxla.program.report import Report
+from zeroxla.program.report import Report, format_bytes
 
 if TYPE_CHECKING:
     from rich.table import Table

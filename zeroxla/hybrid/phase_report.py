@@ -6,11 +6,11 @@ from typing import Any
 
 import jax
 
-from zeroxla.step.describe import Description
 from zeroxla.hybrid.model import Model
-from zeroxla.split.tensor_plan import TensorPlan
-from zeroxla.inspect.memory import shard_bytes
 from zeroxla.hybrid.phase_memory import PhaseReport
+from zeroxla.offload.array_bytes import shard_bytes
+from zeroxla.split.tensor_plan import TensorPlan
+from zeroxla.step.describe import Description
 from zeroxla.step.step import Step
 
 

@@ -20,12 +20,12 @@ import numpy as np
 from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
+from zeroxla.mesh.axes import DEVICE, NODE
+from zeroxla.mesh.placement import Placement
+from zeroxla.offload.memory_kinds import to_device
+from zeroxla.program.one_by_one import one_after_another
 from zeroxla.split.run_parts import padded, part_size, take_part
 from zeroxla.split.tensor_plan import Row
-from zeroxla.mesh.make_mesh import DEVICE, NODE
-from zeroxla.offload.memory_kinds import to_device
-from zeroxla.mesh.placement import Placement
-from zeroxla.program.one_by_one import one_after_another
 from zeroxla.step.step import Step
 
 TENSOR = "tensor"

@@ -1,8 +1,8 @@
 """Reports on compiled programs and live arrays: what travels, what memory holds, pictures."""
 
-from zeroxla.inspect.comms import CommsReport, Row, comms
-from zeroxla.inspect.memory import MemoryReport, array_bytes_per_device, format_bytes, memory
 from zeroxla.hybrid.phase_memory import PhaseReport
+from zeroxla.inspect.comms import CommsReport, Row, comms
+from zeroxla.inspect.memory import memory
 from zeroxla.inspect.phases import PHASES
 from zeroxla.inspect.pictures import (
     plot_comms,
@@ -14,6 +14,9 @@ from zeroxla.inspect.pictures import (
     plot_search,
 )
 from zeroxla.inspect.schedule import ScheduleReport, schedule
+from zeroxla.offload.array_bytes import array_bytes_per_device
+from zeroxla.program.compiled_memory import MemoryReport
+from zeroxla.program.report import format_bytes
 
 __all__ = [
     "PHASES",

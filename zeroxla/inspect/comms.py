@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from zeroxla.program import hlo
-from zeroxla.inspect.memory import format_bytes
 from zeroxla.inspect.phases import PHASES, phase_of
-from zeroxla.program.report import Report
 from zeroxla.inspect.traffic import messages, most, received_bytes
+from zeroxla.program import hlo
+from zeroxla.program.report import Report, format_bytes
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -6,12 +6,11 @@ import dataclasses
 import os
 from typing import TYPE_CHECKING, Any
 
+from zeroxla.inspect.pictures.schedule import plot_schedule
+from zeroxla.pipeline.schedule import Schedule
 from zeroxla.pipeline.schedule_check import check
 from zeroxla.pipeline.schedule_cost import bubble, cost, critical_path
-from zeroxla.pipeline.schedule import Schedule
 from zeroxla.pipeline.stash import Stash, make_stash
-
-from zeroxla.inspect.pictures.schedule import plot_schedule
 from zeroxla.program.report import Report
 
 if TYPE_CHECKING:

@@ -11,10 +11,10 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
+from zeroxla.mesh.axes import BATCH_AXES, as_auto, world_size
 from zeroxla.mesh.processes.exchange import exchange
 from zeroxla.mesh.relayout import mover
-from zeroxla.mesh.make_mesh import BATCH_AXES, as_auto, world_size
-from zeroxla.mesh.placement import leaf_path
+from zeroxla.program.paths import leaf_path
 
 _compared: set[Mesh] = set()  # on which processes with the same rows gave the same ones
 

@@ -9,14 +9,13 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from zeroxla.mesh.make_mesh import LEAF_AXES, PIPE
 from zeroxla.config.offload import DISK
+from zeroxla.mesh.axes import LEAF_AXES, PIPE
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -154,8 +153,3 @@ def place(
     pads = {d: -shape[d] % world for d in dims}
     dim = min(dims, key=lambda d: (elements // shape[d] * pads[d], d))
     return dataclasses.replace(whole, dim=dim, pad=pads[dim])
-
-
-def leaf_path(path: tuple[Any, ...]) -> str:
-    """Return a leaf's name, `a/b/c`, from its key path."""
-    return jax.tree_util.keystr(path, simple=True, separator="/")

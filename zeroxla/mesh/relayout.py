@@ -8,7 +8,7 @@ from collections.abc import Callable
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from zeroxla.mesh.make_mesh import DEVICE, NODE, PIPE
+from zeroxla.mesh.axes import DEVICE, NODE, PIPE
 
 
 @functools.cache

@@ -8,8 +8,8 @@ import jax
 from jax import memory
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
-from zeroxla.offload.disk.disk_array import DiskArray, DiskShape
 from zeroxla.config.offload import PINNED
+from zeroxla.offload.disk.disk_array import DiskArray, DiskShape
 
 Place = Literal["device", "host", "disk"]
 HOST_KINDS = (PINNED, "unpinned_host")

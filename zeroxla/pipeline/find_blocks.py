@@ -9,8 +9,8 @@ from typing import Any
 
 import jax
 
-from zeroxla.program import compat
 from zeroxla.frontend import Adapted
+from zeroxla.program import compat
 from zeroxla.program.stacked_scan import Stacked, find_stacked
 from zeroxla.program.trace import Atom, Equation, Program, Value, closure, trace
 

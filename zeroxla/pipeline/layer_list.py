@@ -14,10 +14,10 @@ from zeroxla.frontend import Adapted
 from zeroxla.frontend.base import Tree, checked
 from zeroxla.pipeline.layer_cost import LayerCost
 from zeroxla.pipeline.layers import Layer, make_layer
-from zeroxla.pipeline.stage_moves import Piece
 from zeroxla.pipeline.partition import Partition
 from zeroxla.pipeline.stage import Stage
-from zeroxla.mesh.placement import leaf_path
+from zeroxla.pipeline.stage_moves import Piece
+from zeroxla.program.paths import leaf_path
 
 
 class LayerList:

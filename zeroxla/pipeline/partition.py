@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from zeroxla.program.report import Report
 from zeroxla.pipeline.layer_cost import LayerCost, Machine, times_of
 from zeroxla.pipeline.minimax import check_stages, partition, uniform
+from zeroxla.program.report import Report
 
 if TYPE_CHECKING:
     from rich.table import Table

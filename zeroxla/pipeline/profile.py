@@ -13,10 +13,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from zeroxla.mesh.machines import Machines
 from zeroxla.mesh.processes.exchange import exchange
 from zeroxla.pipeline.layer_cost import LayerCost, Machine
 from zeroxla.pipeline.stage import Stage
-from zeroxla.mesh.machines import Machines
 from zeroxla.program.shapes import shapes_of
 from zeroxla.program.trace import is_float
 

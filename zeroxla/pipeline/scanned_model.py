@@ -20,9 +20,9 @@ from jax import lax
 from zeroxla.frontend import Adapted
 from zeroxla.pipeline.find_blocks import Blocks, take_apart
 from zeroxla.pipeline.layer_cost import LayerCost
-from zeroxla.pipeline.stage_moves import Piece
 from zeroxla.pipeline.partition import Partition
 from zeroxla.pipeline.stage import Stage
+from zeroxla.pipeline.stage_moves import Piece
 from zeroxla.program.stacked_scan import loop_body
 from zeroxla.program.trace import Value, closure, read, run
 

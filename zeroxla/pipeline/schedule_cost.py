@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from zeroxla.pipeline.schedule_check import check
 from zeroxla.pipeline.schedule import NONE, Schedule
+from zeroxla.pipeline.schedule_check import check
 
 
 def work_of(

@@ -9,17 +9,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from zeroxla.step.once_per_step import Ends
 from zeroxla.fetch.fetch_plan import make_plan
-from zeroxla.fetch.runner import Runner
-from zeroxla.wire.leaves import Layout
-from zeroxla.step.metrics import weight_of, weighted
-from zeroxla.pipeline.stage_moves import Piece
 from zeroxla.fetch.order import tie
 from zeroxla.fetch.reuse import Limits
-from zeroxla.wire.routes import Source
+from zeroxla.fetch.runner import Runner
+from zeroxla.pipeline.stage_moves import Piece
 from zeroxla.program.trace import is_float, trace
+from zeroxla.step.metrics import weight_of, weighted
+from zeroxla.step.once_per_step import Ends
+from zeroxla.wire.leaves import Layout
 from zeroxla.wire.resolve import Wiring
+from zeroxla.wire.routes import Source
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -13,13 +13,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from zeroxla.mesh.axes import PIPE
+from zeroxla.pipeline.stage import StageProgram
+from zeroxla.pipeline.stage_buffers import Packing, make_packing
+from zeroxla.pipeline.stage_moves import Buffers, Moves, each_stage
+from zeroxla.pipeline.stage_wire_state import StagesMemory
 from zeroxla.step.once_per_step import Gradients
 from zeroxla.wire.leaves import Layout
-from zeroxla.mesh.make_mesh import PIPE
-from zeroxla.pipeline.stage_wire_state import StagesMemory
-from zeroxla.pipeline.stage_moves import Buffers, Moves, each_stage
-from zeroxla.pipeline.stage_buffers import Packing, make_packing
-from zeroxla.pipeline.stage import StageProgram
 from zeroxla.wire.routes import Form, Source
 from zeroxla.wire.vectors import as_vector, from_vector
 from zeroxla.wire.wire_state import WireState

@@ -14,24 +14,24 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from zeroxla.wire.collectives import Collectives
-from zeroxla.step.means import finish
-from zeroxla.wire.leaves import Layout, Leaf
-from zeroxla.mesh.make_mesh import LEAF_AXES, PIPE
-from zeroxla.step.metrics import check_metrics, means
-from zeroxla.pipeline.stage_work import Body, MicroBatch
-from zeroxla.pipeline.stage_ends import StagesEnds
-from zeroxla.pipeline.stage_wire_state import StagesMemory
-from zeroxla.pipeline.stage_moves import Buffers, Moves, Piece
+from zeroxla.fetch.reuse import Limits
+from zeroxla.mesh.axes import LEAF_AXES, PIPE
 from zeroxla.pipeline.partition import Partition
 from zeroxla.pipeline.pipeline import Pipeline
 from zeroxla.pipeline.stage import Stage, StageProgram
+from zeroxla.pipeline.stage_ends import StagesEnds
+from zeroxla.pipeline.stage_moves import Buffers, Moves, Piece
+from zeroxla.pipeline.stage_wire_state import StagesMemory
+from zeroxla.pipeline.stage_work import Body, MicroBatch
 from zeroxla.pipeline.ticks import Ticks
-from zeroxla.fetch.reuse import Limits
 from zeroxla.program.trace import is_float
+from zeroxla.step.means import finish
+from zeroxla.step.metrics import check_metrics, means
+from zeroxla.wire.collectives import Collectives
+from zeroxla.wire.leaves import Layout, Leaf
+from zeroxla.wire.resolve import Wiring
 from zeroxla.wire.vectors import as_vector, from_vector
 from zeroxla.wire.wire_state import WireState
-from zeroxla.wire.resolve import Wiring
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)

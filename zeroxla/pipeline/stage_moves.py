@@ -23,9 +23,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from zeroxla.mesh.make_mesh import PIPE
-from zeroxla.pipeline.stage_buffers import Packing, make_packing
+from zeroxla.mesh.axes import PIPE
 from zeroxla.mesh.placement import Placement
+from zeroxla.pipeline.stage_buffers import Packing, make_packing
 
 Buffers = list[jax.Array]
 

@@ -13,14 +13,14 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-from zeroxla.wire.leaves import Layout
-from zeroxla.mesh.make_mesh import DEVICE, NODE, PIPE
-from zeroxla.program.paths import Path
-from zeroxla.pipeline.stage_moves import Moves, each_stage
-from zeroxla.pipeline.stage_buffers import Packing, make_packing
+from zeroxla.mesh.axes import DEVICE, NODE, PIPE
 from zeroxla.mesh.placement import Placement
-from zeroxla.wire.wire_state import PARTS, Memory, WireState
+from zeroxla.pipeline.stage_buffers import Packing, make_packing
+from zeroxla.pipeline.stage_moves import Moves, each_stage
+from zeroxla.program.paths import Path
+from zeroxla.wire.leaves import Layout
 from zeroxla.wire.resolve import Wiring
+from zeroxla.wire.wire_state import PARTS, Memory, WireState
 
 
 @jax.tree_util.register_dataclass

@@ -13,12 +13,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from zeroxla.step.metrics import weighted
+from zeroxla.pipeline.stage import StageProgram
+from zeroxla.pipeline.stage_buffers import Packing, make_packing
 from zeroxla.pipeline.stage_ends import Begun, StagesEnds
 from zeroxla.pipeline.stage_moves import Buffers, each_stage
-from zeroxla.pipeline.stage_buffers import Packing, make_packing
-from zeroxla.pipeline.stage import StageProgram
 from zeroxla.program.trace import is_float
+from zeroxla.step.metrics import weighted
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)

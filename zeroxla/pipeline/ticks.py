@@ -18,12 +18,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from zeroxla.mesh.make_mesh import PIPE
+from zeroxla.fetch.order import tie
+from zeroxla.mesh.axes import PIPE
+from zeroxla.pipeline.schedule import NONE, Schedule
 from zeroxla.pipeline.schedule_check import check
 from zeroxla.pipeline.stage_buffers import Packing
-from zeroxla.pipeline.schedule import NONE, Schedule
 from zeroxla.pipeline.stash import Stash, make_stash
-from zeroxla.fetch.order import tie
 
 TICKS = "ticks"
 """The scope of the loop."""

@@ -15,15 +15,16 @@ from jax.sharding import Mesh
 from rich.table import Table
 from rich.text import Text
 
-from zeroxla.program.compat import backends_started
-from zeroxla.inspect.comms import CommsReport, comms
-from zeroxla.inspect.memory import MemoryReport, format_bytes, memory
-from zeroxla.program.report import Report
-from zeroxla.mesh.make_mesh import simulate
 from zeroxla.config.offload import Offload
+from zeroxla.inspect.comms import CommsReport, comms
+from zeroxla.inspect.memory import memory
 from zeroxla.mesh.machines import Device
-from zeroxla.planning.memory_model import MemoryPlan
+from zeroxla.mesh.simulate import simulate
 from zeroxla.planning.gpu_topology import WheelsMissingError, target_mesh
+from zeroxla.planning.memory_model import MemoryPlan
+from zeroxla.program.compat import backends_started
+from zeroxla.program.compiled_memory import MemoryReport
+from zeroxla.program.report import Report, format_bytes
 from zeroxla.step.step import Step
 
 # XLA's CPU scheduler prefers concurrency to memory; with this flag it does not. As a compiler

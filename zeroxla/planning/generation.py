@@ -8,11 +8,10 @@ from rich.table import Table
 
 from zeroxla.hybrid.engine import HybridEngine
 from zeroxla.hybrid.sampling import Sampling
-from zeroxla.inspect.memory import format_bytes
-from zeroxla.program.report import Report
-from zeroxla.mesh.make_mesh import platform_of
+from zeroxla.mesh.axes import platform_of
 from zeroxla.planning.liveness import Scope
 from zeroxla.planning.wire_bytes import body_of, local_of
+from zeroxla.program.report import Report, format_bytes
 from zeroxla.step.step import Step
 
 

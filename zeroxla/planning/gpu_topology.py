@@ -13,7 +13,7 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh
 
-from zeroxla.mesh.make_mesh import DEVICE, NODE, PIPE
+from zeroxla.mesh.axes import DEVICE, NODE, PIPE
 from zeroxla.mesh.machines import TARGETS
 
 H200 = TARGETS / "h200.txtpb"

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 
-from zeroxla.program import compat
 from zeroxla.planning.liveness import size_of
 from zeroxla.planning.timeline import is_move
+from zeroxla.program import compat
 from zeroxla.program.trace import Program
 
 

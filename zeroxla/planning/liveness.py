@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterable, Mapping
 
 from jax import memory
 
-from zeroxla.program import compat
 from zeroxla.planning.wire_bytes import bodies, body_of
+from zeroxla.program import compat
 from zeroxla.program.primitives import ELEMENTWISE, EXPENSIVE, REDUCTIONS
 from zeroxla.program.trace import Atom, Equation, Program, Value
 

@@ -12,29 +12,29 @@ import jax
 import optax
 from jax.sharding import AbstractDevice, AbstractMesh, Mesh
 
-from zeroxla.program import compat
 from zeroxla.config.zero_config import ZeroConfig
-from zeroxla.step.describe import Description
-from zeroxla.step.make import make_step
-from zeroxla.mesh.make_mesh import DEVICE, NODE, PIPE, world_size
-from zeroxla.offload.disk.disk_array import DiskShape
+from zeroxla.mesh.axes import DEVICE, NODE, PIPE, world_size
+from zeroxla.mesh.machines import Device, Link, Machines
 from zeroxla.offload.disk.desk import with_tickets
-from zeroxla.pipeline.schedule_cost import bubble
+from zeroxla.offload.disk.disk_array import DiskShape
 from zeroxla.pipeline.schedule import Schedule
+from zeroxla.pipeline.schedule_cost import bubble
 from zeroxla.planning.compile_check import compile_step
 from zeroxla.planning.fit import zero3_estimate
 from zeroxla.planning.generation import Generating, GenerationPlan
 from zeroxla.planning.host_update import HostUpdate
 from zeroxla.planning.liveness import Scope
-from zeroxla.mesh.machines import Device, Link, Machines
 from zeroxla.planning.memory_model import MemoryPlan, kind_of
 from zeroxla.planning.plan import Plan
 from zeroxla.planning.simulation import Simulation
 from zeroxla.planning.target import DISK, HOST, Target
 from zeroxla.planning.wire_bytes import comms_of, local_of
+from zeroxla.program import compat
+from zeroxla.program.trace import Program, trace
+from zeroxla.step.describe import Description
+from zeroxla.step.make import make_step
 from zeroxla.step.state import TrainState
 from zeroxla.step.step import Step
-from zeroxla.program.trace import Program, trace
 
 DISK_LINK = "nvme4"
 """Of a host, unless `Plan.on` is given another."""

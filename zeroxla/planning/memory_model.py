@@ -10,14 +10,14 @@ from typing import Any
 import jax
 from rich.table import Table
 
-from zeroxla.inspect.memory import format_bytes, shard_bytes
 from zeroxla.inspect.phases import phase_of
-from zeroxla.program.report import Report
-from zeroxla.mesh.make_mesh import world_size
+from zeroxla.mesh.axes import world_size
+from zeroxla.offload.array_bytes import shard_bytes
 from zeroxla.planning.wire_bytes import KINDS
+from zeroxla.program.report import Report, format_bytes
+from zeroxla.program.trace import Equation
 from zeroxla.step.state import TrainState
 from zeroxla.step.step import Step
-from zeroxla.program.trace import Equation
 
 GATHERED, GRADIENTS, ACTIVATIONS = "gathered leaves", "gradients", "activations"
 

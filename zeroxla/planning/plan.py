@@ -8,16 +8,15 @@ from collections.abc import Mapping
 from rich.table import Table
 
 from zeroxla.inspect.comms import CommsReport
-from zeroxla.inspect.memory import format_bytes
-from zeroxla.program.report import Report
-from zeroxla.mesh.make_mesh import DEVICE
+from zeroxla.mesh.axes import DEVICE
+from zeroxla.mesh.machines import Device, Link
 from zeroxla.planning.compile_check import CompiledPlan
 from zeroxla.planning.generation import GenerationPlan
-from zeroxla.mesh.machines import Device, Link
 from zeroxla.planning.memory_model import MemoryPlan
 from zeroxla.planning.simulation import Simulation
 from zeroxla.planning.target import HOST_UPDATE, Target
 from zeroxla.planning.timeline import COMPUTE, TimeLine
+from zeroxla.program.report import Report, format_bytes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -12,12 +12,11 @@ from flax import linen
 from rich.table import Table
 
 from zeroxla.config.zero_config import ZeroConfig
-from zeroxla.inspect.memory import format_bytes
-from zeroxla.program.report import Report
-from zeroxla.mesh.make_mesh import DEVICE, NODE, PIPE
+from zeroxla.mesh.axes import DEVICE, NODE, PIPE
 from zeroxla.pipeline.pipeline import Pipeline
 from zeroxla.planning.make import plan
 from zeroxla.planning.plan import Plan
+from zeroxla.program.report import Report, format_bytes
 
 ZEROS = ("zero3", "zeropp", "zeropp_hq", "zeropp_min")
 

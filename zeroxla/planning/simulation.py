@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from zeroxla.pipeline.schedule_cost import cost
 from zeroxla.pipeline.schedule import Schedule
+from zeroxla.pipeline.schedule_cost import cost
 from zeroxla.planning.host_update import HostUpdate
 from zeroxla.planning.target import DISK, HOST, HOST_UPDATE, Target
 from zeroxla.planning.timeline import COMPUTE, Clock, TimeLine

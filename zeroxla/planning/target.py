@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 
 from zeroxla.inspect.traffic import received_bytes
-from zeroxla.mesh.make_mesh import DEVICE, NODE, PIPE
+from zeroxla.mesh.axes import DEVICE, NODE, PIPE
 from zeroxla.mesh.machines import Device, Link
 from zeroxla.planning.work import Work
 

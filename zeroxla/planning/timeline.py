@@ -17,13 +17,13 @@ import heapq
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from zeroxla.program import compat
 from zeroxla.inspect.phases import phase_of
 from zeroxla.pipeline.ticks import TICKS
 from zeroxla.planning.liveness import FUSED, RENAMES, Scope, is_on_host, size_of
 from zeroxla.planning.target import DISK, HOST, Target
 from zeroxla.planning.wire_bytes import KINDS, axes_of, body_of
 from zeroxla.planning.work import reads_of, work_of
+from zeroxla.program import compat
 from zeroxla.program.trace import Atom, Equation, Program, Value
 
 COMPUTE = "compute"

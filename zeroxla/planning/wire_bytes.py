@@ -7,11 +7,11 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from zeroxla.program import compat
 from zeroxla.inspect.comms import CommsReport, Row
 from zeroxla.inspect.phases import phase_of
 from zeroxla.inspect.traffic import received_bytes
-from zeroxla.mesh.make_mesh import NODE, PIPE
+from zeroxla.mesh.axes import NODE, PIPE
+from zeroxla.program import compat
 from zeroxla.program.trace import Equation, Program, flatten
 
 KINDS = {

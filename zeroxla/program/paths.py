@@ -19,3 +19,8 @@ def paths_of(tree: Any) -> list[tuple[Path, Any]]:
     return [
         (tuple(jax.tree_util.keystr((key,), simple=True) for key in path), x) for path, x in found
     ]
+
+
+def leaf_path(path: tuple[Any, ...]) -> str:
+    """Return a leaf's name, `a/b/c`, from its key path."""
+    return jax.tree_util.keystr(path, simple=True, separator="/")

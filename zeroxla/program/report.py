@@ -1,4 +1,4 @@
-"""What every report can do: be printed, and show itself in a notebook."""
+"""Reports: they can be printed, and show themselves in a notebook."""
 
 from __future__ import annotations
 
@@ -40,6 +40,20 @@ class Report:
         for note in self.notes():
             console.print(note, markup=False, highlight=False, soft_wrap=True)
         return console.export_html(inline_styles=True, code_format=_PAGE)
+
+
+def format_bytes(num_bytes: float) -> str:
+    """Write a number of bytes with a decimal unit (1 MB = 10^6 bytes).
+
+    >>> format_bytes(8020000)
+    '8.02 MB'
+    """
+    if num_bytes < 1000:
+        return f"{num_bytes:g} B" if num_bytes == int(num_bytes) else f"{num_bytes:.1f} B"
+    for power, unit in enumerate(("kB", "MB", "GB"), start=1):
+        if num_bytes < 999.5 * 1000**power:
+            return f"{num_bytes / 1000**power:.3g} {unit}"
+    return f"{num_bytes / 1000**4:.4g} TB"
 
 
 def render(table: Table) -> str:

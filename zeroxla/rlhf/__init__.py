@@ -11,8 +11,8 @@ from zeroxla.rlhf.losses import (
     value_loss,
 )
 from zeroxla.rlhf.make import Storage, make_loop
-from zeroxla.rlhf.phase_sums import PhaseMemory, PhasesMemory, memory_by_phase
 from zeroxla.rlhf.objectives import actor_loss, critic_loss
+from zeroxla.rlhf.phase_sums import PhaseMemory, PhasesMemory, memory_by_phase
 from zeroxla.rlhf.policy import Policy
 from zeroxla.rlhf.rewards import REWARDS, ModelReward, Reward, TextReward
 from zeroxla.rlhf.rollouts import Rollouts, minibatches

@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zeroxla.mesh.batches import global_batch, process_shard
 from zeroxla.hybrid.engine import HybridEngine
+from zeroxla.mesh.batches import global_batch, process_shard
 from zeroxla.rlhf.advantages import gae, group_advantages, token_rewards, whiten
 from zeroxla.rlhf.objectives import batch_shapes, critic_shapes
 from zeroxla.rlhf.policy import Policy, without_adapters

@@ -11,12 +11,12 @@ from jax.sharding import Mesh
 from zeroxla.config.zero_config import ZeroConfig
 from zeroxla.frontend.lora.at_rest import Frozen
 from zeroxla.frontend.lora.model import LoraModel, lora
-from zeroxla.step.make import make_step
 from zeroxla.rlhf.loop import Loop
 from zeroxla.rlhf.objectives import actor_loss, critic_loss
 from zeroxla.rlhf.policy import Policy
 from zeroxla.rlhf.rewards import Reward
 from zeroxla.rlhf.settings import Settings
+from zeroxla.step.make import make_step
 
 TARGETS = r"(attn|mlp)/(.*/)?kernel$"
 """The kernels of attention and perceptrons, in the names of `models.GPT` and `models.Llama`."""

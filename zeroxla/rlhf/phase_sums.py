@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from zeroxla.inspect.memory import array_bytes_per_device, format_bytes, memory
-from zeroxla.program.report import Report
+from zeroxla.offload.array_bytes import array_bytes_per_device
+from zeroxla.program.compiled_memory import MemoryReport
+from zeroxla.program.report import Report, format_bytes
 from zeroxla.rlhf.loop import PHASES, Loop
 from zeroxla.rlhf.objectives import batch_shapes, critic_shapes
 from zeroxla.rlhf.states import States
@@ -110,7 +111,7 @@ def _phase(
 ) -> PhaseMemory:
     # The arguments of a training step are the states, which are counted; those of the others are
     # the layout, and some tokens.
-    reports = [memory(lowered.compile()) for lowered in programs]
+    reports = [MemoryReport.of(lowered.compile()) for lowered in programs]
     found = [(x.argument_bytes if has_layout else 0, x.temp_bytes) for x in reports]
     layout, temp = max(found, key=sum)
     return PhaseMemory(phase=phase, state_bytes=state_bytes, layout_bytes=layout, temp_bytes=temp)

@@ -8,8 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from zeroxla.frontend.lora.model import LoraModel
 from zeroxla.frontend.lora.leaf_plan import LORA
+from zeroxla.frontend.lora.model import LoraModel
 from zeroxla.step.state import TrainState
 from zeroxla.step.step import Step
 

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 
 from zeroxla.program import compat
-from zeroxla.split.atoms import Atom, Dim, Dims, block, dim_of, expand, join, repeated
-from zeroxla.split.products import rule_of
 from zeroxla.program.trace import Atom as Operand
 from zeroxla.program.trace import Constant, Equation, Program, Value, flatten
+from zeroxla.split.atoms import Atom, Dim, Dims, block, dim_of, expand, join, repeated
+from zeroxla.split.products import rule_of
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from zeroxla.split.atoms import Dims, block, dim_of
-from zeroxla.split.rules import Connect, Rule, fresh, same, shape_of
 from zeroxla.program.primitives import ELEMENTWISE, REDUCTIONS
 from zeroxla.program.trace import Equation
+from zeroxla.split.atoms import Dims, block, dim_of
+from zeroxla.split.rules import Connect, Rule, fresh, same, shape_of
 
 
 def _connect_elementwise(eq: Equation, ins: list[Dims]) -> list[Dims]:

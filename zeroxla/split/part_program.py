@@ -9,10 +9,10 @@ from typing import Any
 import jax
 
 from zeroxla.program import compat
+from zeroxla.program.trace import trace
 from zeroxla.split.atoms import Dims, dim_of
 from zeroxla.split.dims_flow import Flow
 from zeroxla.split.run_parts import Runner, Sharing
-from zeroxla.program.trace import trace
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -12,8 +12,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from zeroxla.program.trace import Equation
 from zeroxla.split.atoms import Dim, Dims, block, expand, splits
 from zeroxla.split.elementwise import MAPPING
+from zeroxla.split.reshapes import SHAPES
 from zeroxla.split.rules import (
     UNKNOWN,
     Args,
@@ -25,8 +27,6 @@ from zeroxla.split.rules import (
     same,
     shape_of,
 )
-from zeroxla.split.reshapes import SHAPES
-from zeroxla.program.trace import Equation
 
 
 def rule_of(eq: Equation) -> Rule:

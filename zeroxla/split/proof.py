@@ -17,11 +17,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zeroxla.split.atoms import Dims, splits
-from zeroxla.split.run_parts import Sharing, part_size, take_part
-from zeroxla.split.part_program import PartProgram
-from zeroxla.split.tensor_plan import classes
 from zeroxla.program.trace import Value
+from zeroxla.split.atoms import Dims, splits
+from zeroxla.split.part_program import PartProgram
+from zeroxla.split.run_parts import Sharing, part_size, take_part
+from zeroxla.split.tensor_plan import classes
 
 TENSOR = "tensor"
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import jax
 
+from zeroxla.program.trace import Equation
 from zeroxla.split.atoms import Dim, Dims, block, contiguous, dim_of, expand, size_of, splits
 from zeroxla.split.rules import Args, Parts, Rule, bind, connect_unknown, fresh, same, shape_of
-from zeroxla.program.trace import Equation
 
 
 def _connect_broadcast(eq: Equation, ins: list[Dims]) -> list[Dims]:

@@ -20,9 +20,9 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 
-from zeroxla.split.atoms import Dim, Dims, block, dim_of, join
 from zeroxla.program.trace import Atom as Operand
 from zeroxla.program.trace import Equation, Value
+from zeroxla.split.atoms import Dim, Dims, block, dim_of, join
 
 
 class Parts(Protocol):

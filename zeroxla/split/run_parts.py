@@ -17,11 +17,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from zeroxla.program import compat
+from zeroxla.program.trace import Atom as Operand
+from zeroxla.program.trace import Constant, Equation
 from zeroxla.split.atoms import Atom, Dim, Dims, expand, size_of, splits
 from zeroxla.split.dims_flow import Flow
 from zeroxla.split.products import rule_of
-from zeroxla.program.trace import Atom as Operand
-from zeroxla.program.trace import Constant, Equation
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -15,10 +15,10 @@ from collections.abc import Collection, Sequence
 
 from rich.table import Table
 
-from zeroxla.split.atoms import Atom, Dims, expand, size_of, splits
-from zeroxla.split.run_parts import part_size
-from zeroxla.split.part_program import PartProgram
 from zeroxla.program.report import Report
+from zeroxla.split.atoms import Atom, Dims, expand, size_of, splits
+from zeroxla.split.part_program import PartProgram
+from zeroxla.split.run_parts import part_size
 
 Factors = tuple[int, int, int]
 """(outer, size, inner): a dim's size as a product; the middle one is split."""

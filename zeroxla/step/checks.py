@@ -11,11 +11,11 @@ import optax
 from jax.sharding import Mesh
 
 from zeroxla.config.zero_config import ZeroConfig
-from zeroxla.wire.leaves import make_layout
-from zeroxla.mesh.make_mesh import DEVICE, NODE, world_size
+from zeroxla.mesh.axes import DEVICE, NODE, world_size
 from zeroxla.offload.disk.disk_array import DiskShape
-from zeroxla.mesh.placement import leaf_path
+from zeroxla.program.paths import leaf_path
 from zeroxla.step.state import TrainState
+from zeroxla.wire.leaves import make_layout
 
 
 def check_batch(batch: Any, mesh: Mesh, accumulate: int, micro_batch: int | None = None) -> Any:

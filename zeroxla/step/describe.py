@@ -10,13 +10,13 @@ from typing import Any, Literal
 
 from rich.table import Table
 
-from zeroxla.inspect.memory import shard_bytes
+from zeroxla.fetch.segments import Loop, Plan, Remat, Straight
+from zeroxla.offload.array_bytes import shard_bytes
+from zeroxla.offload.memory_kinds import Place
 from zeroxla.program.report import Report
 from zeroxla.wire.leaves import Layout, Leaf
-from zeroxla.offload.memory_kinds import Place
-from zeroxla.wire.routes import AS_STORED
-from zeroxla.fetch.segments import Loop, Plan, Remat, Straight
 from zeroxla.wire.resolve import Wiring
+from zeroxla.wire.routes import AS_STORED
 
 OF_A_LOOP = " of a loop"
 """How the name of a unit ends that is gathered in each turn of a loop."""

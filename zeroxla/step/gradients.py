@@ -13,22 +13,22 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from zeroxla.frontend import Adapted
-from zeroxla.wire.collectives import Collectives
-from zeroxla.step.once_per_step import Ends
 from zeroxla.fetch.fetch_plan import make_plan
-from zeroxla.step.means import finish
-from zeroxla.fetch.runner import Runner
-from zeroxla.wire.leaves import Layout
-from zeroxla.step.metrics import check_metrics, means, weight_of, weighted
 from zeroxla.fetch.order import tie
 from zeroxla.fetch.reuse import Limits
-from zeroxla.wire.routes import Source
+from zeroxla.fetch.runner import Runner
 from zeroxla.fetch.segments import Plan, layer_dims
+from zeroxla.frontend import Adapted
 from zeroxla.program.trace import Program, is_float, trace
+from zeroxla.step.means import finish
+from zeroxla.step.metrics import check_metrics, means, weight_of, weighted
+from zeroxla.step.once_per_step import Ends
+from zeroxla.wire.collectives import Collectives
+from zeroxla.wire.leaves import Layout
+from zeroxla.wire.resolve import Wiring
+from zeroxla.wire.routes import Source
 from zeroxla.wire.vectors import as_vector, as_words, from_vector, from_words
 from zeroxla.wire.wire_state import WireState
-from zeroxla.wire.resolve import Wiring
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)

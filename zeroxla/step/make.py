@@ -9,13 +9,13 @@ from typing import Any, Literal
 import optax
 from jax.sharding import Mesh
 
-from zeroxla.frontend import adapt
 from zeroxla.config.zero_config import ZeroConfig
-from zeroxla.mesh.make_mesh import PIPE, as_auto
-from zeroxla.step.notices import useless_without_stages, warn
+from zeroxla.frontend import adapt
+from zeroxla.mesh.axes import PIPE, as_auto
 from zeroxla.pipeline.pipeline import Pipeline
-from zeroxla.step.step import Step
 from zeroxla.step.checks import check_weights
+from zeroxla.step.notices import useless_without_stages, warn
+from zeroxla.step.step import Step
 
 
 def make_step(

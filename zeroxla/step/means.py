@@ -8,9 +8,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from zeroxla.step.metrics import means
 from zeroxla.wire.collectives import Collectives
 from zeroxla.wire.leaves import Layout
-from zeroxla.step.metrics import means
 from zeroxla.wire.vectors import as_vector, from_vector
 
 

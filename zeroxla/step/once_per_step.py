@@ -14,13 +14,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from zeroxla.offload.memory_kinds import to_device
 from zeroxla.wire.collectives import Collectives
 from zeroxla.wire.leaves import Layout, Leaf
-from zeroxla.offload.memory_kinds import to_device
+from zeroxla.wire.resolve import Wiring
 from zeroxla.wire.routes import Route, Source
 from zeroxla.wire.vectors import as_vector, from_vector
 from zeroxla.wire.wire_state import Memory, WireState
-from zeroxla.wire.resolve import Wiring
 
 Gradients = list[jax.Array | None]
 

@@ -15,15 +15,15 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec
 
-from zeroxla.wire.leaves import Layout, make_layout
-from zeroxla.mesh.make_mesh import BATCH_AXES
+from zeroxla.mesh.axes import BATCH_AXES
+from zeroxla.mesh.placement import Placement
 from zeroxla.offload.disk.tickets import leaf_dtype, spec_of
 from zeroxla.offload.memory_kinds import put, to_device
 from zeroxla.offload.update.stream import stream
-from zeroxla.mesh.placement import Placement
 from zeroxla.program.one_by_one import one_after_another
 from zeroxla.step.setup import REPLICATED, Placements, Setup
 from zeroxla.step.state import LossScale, TrainState, natural, state_shardings, stored
+from zeroxla.wire.leaves import Layout, make_layout
 from zeroxla.wire.wire_state import WireState
 
 BY_ROWS = PartitionSpec(BATCH_AXES)

@@ -10,27 +10,27 @@ import jax
 import optax
 from jax.sharding import Mesh, PartitionSpec
 
-from zeroxla.frontend import Adapted
-from zeroxla.config.zero_config import ZeroConfig
-from zeroxla.step.gradients import Differentiator
-from zeroxla.wire.leaves import Layout, check_floating, make_layout, place_opt_state, place_params
-from zeroxla.mesh.make_mesh import PIPE, platform_of, world_size
-from zeroxla.offload.choose import offloaded
-from zeroxla.offload.disk.desk import Desk
-from zeroxla.offload.update.on_host import check_host_compute
-from zeroxla.offload.memory_kinds import check_memory
 from zeroxla.config.offload import PINNED
-from zeroxla.pipeline.stage_gradients import PipelineDifferentiator, check_stateless
-from zeroxla.pipeline.stage_wire_state import StagesMemory
-from zeroxla.pipeline.stage_moves import own_layers
-from zeroxla.pipeline.partition import Partition
-from zeroxla.pipeline.pipeline import Pipeline
-from zeroxla.mesh.placement import Placement
+from zeroxla.config.zero_config import ZeroConfig
 from zeroxla.fetch.reuse import Limits
 from zeroxla.fetch.segments import Plan
+from zeroxla.frontend import Adapted
+from zeroxla.mesh.axes import PIPE, platform_of, world_size
+from zeroxla.mesh.placement import Placement
+from zeroxla.offload.choose import offloaded
+from zeroxla.offload.disk.desk import Desk
+from zeroxla.offload.memory_kinds import check_memory
+from zeroxla.offload.update.on_host import check_host_compute
+from zeroxla.pipeline.partition import Partition
+from zeroxla.pipeline.pipeline import Pipeline
+from zeroxla.pipeline.stage_gradients import PipelineDifferentiator, check_stateless
+from zeroxla.pipeline.stage_moves import own_layers
+from zeroxla.pipeline.stage_wire_state import StagesMemory
+from zeroxla.step.gradients import Differentiator
 from zeroxla.step.state import TrainState
-from zeroxla.wire.wire_state import Memory
+from zeroxla.wire.leaves import Layout, check_floating, make_layout, place_opt_state, place_params
 from zeroxla.wire.resolve import Wiring, make_wiring
+from zeroxla.wire.wire_state import Memory
 
 REPLICATED = PartitionSpec()
 Placements = tuple[tuple[Placement, ...], tuple[Placement, ...]]

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from zeroxla.mesh.placement import Placement
 from zeroxla.mesh.relayout import whole
 from zeroxla.offload.disk.disk_array import DiskArray
-from zeroxla.mesh.placement import Placement
 from zeroxla.wire.wire_state import WireState
 
 

@@ -11,23 +11,16 @@ import jax
 import optax
 from jax.sharding import Mesh, NamedSharding
 
-from zeroxla.frontend import Adapted
-from zeroxla.program.compat import compiler_options, mesh_context
 from zeroxla.config.zero_config import ZeroConfig
-from zeroxla.step.describe import Description, describe
-from zeroxla.mesh.processes import progress
+from zeroxla.frontend import Adapted
+from zeroxla.mesh.axes import platform_of
 from zeroxla.mesh.batches import put_batch, put_key
+from zeroxla.mesh.processes import progress
 from zeroxla.mesh.processes.same_program import ProgramCalls
-from zeroxla.wire.leaves import make_layout
-from zeroxla.mesh.make_mesh import platform_of
-from zeroxla.step.notices import useless_on_leaves, useless_on_mesh, warn
-from zeroxla.step.disk.steps import DiskSteps, has_disk, with_disk_shapes
 from zeroxla.pipeline.partition import Partition
 from zeroxla.pipeline.pipeline import Pipeline
-from zeroxla.step.programs import BY_ROWS, Programs
-from zeroxla.step.rates import Rates
+from zeroxla.program.compat import compiler_options, mesh_context
 from zeroxla.program.shapes import shapes_of, shapes_on, structure_of
-from zeroxla.step.state import TrainState, light, state_shardings
 from zeroxla.step.checks import (
     check_batch,
     check_is_state,
@@ -36,6 +29,13 @@ from zeroxla.step.checks import (
     check_state,
     check_stored,
 )
+from zeroxla.step.describe import Description, describe
+from zeroxla.step.disk.steps import DiskSteps, has_disk, with_disk_shapes
+from zeroxla.step.notices import useless_on_leaves, useless_on_mesh, warn
+from zeroxla.step.programs import BY_ROWS, Programs
+from zeroxla.step.rates import Rates
+from zeroxla.step.state import TrainState, light, state_shardings
+from zeroxla.wire.leaves import make_layout
 from zeroxla.wire.wire_state import WireState
 
 

@@ -12,10 +12,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from zeroxla.mesh.axes import DEVICE, NODE, PIPE
+from zeroxla.offload.disk.desk import Desk
 from zeroxla.wire.gather import Gathers
 from zeroxla.wire.hops import Hops
-from zeroxla.mesh.make_mesh import DEVICE, NODE, PIPE
-from zeroxla.offload.disk.desk import Desk
 from zeroxla.wire.quantize import Backend
 from zeroxla.wire.reduce import Reduces
 

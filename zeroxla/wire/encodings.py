@@ -8,11 +8,11 @@ import math
 import jax
 import jax.numpy as jnp
 
+from zeroxla.config.wire_format import WireFormat, key_for
 from zeroxla.wire.bundles import Parcel
 from zeroxla.wire.hops import as_bits, from_bits
 from zeroxla.wire.quantize import Backend, Wire
 from zeroxla.wire.quantize_jit import dequantize, quantize
-from zeroxla.config.wire_format import WireFormat, key_for
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

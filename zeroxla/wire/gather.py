@@ -13,10 +13,10 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
+from zeroxla.offload.disk.desk import Desk
 from zeroxla.wire.bundles import Bundle, bundle
 from zeroxla.wire.encodings import Encoding
 from zeroxla.wire.hops import Hop, Hops, run_gather
-from zeroxla.offload.disk.desk import Desk
 from zeroxla.wire.quantize import Backend
 from zeroxla.wire.routes import Form, Route, Source
 

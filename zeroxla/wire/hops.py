@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from zeroxla.mesh.make_mesh import DEVICE, NODE
+from zeroxla.mesh.axes import DEVICE, NODE
 
 Groups = tuple[tuple[int, ...], ...]
 

@@ -12,9 +12,10 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from zeroxla.config.zero_config import ZeroConfig
-from zeroxla.mesh.make_mesh import LEAF_AXES, axes_size, leaf_axes
+from zeroxla.mesh.axes import LEAF_AXES, axes_size, leaf_axes
+from zeroxla.mesh.placement import Placement, place
 from zeroxla.offload.disk.tickets import leaf_dtype
-from zeroxla.mesh.placement import Placement, leaf_path, place
+from zeroxla.program.paths import leaf_path
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

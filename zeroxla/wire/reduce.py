@@ -17,15 +17,16 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from zeroxla.wire.bundles import Parcel, bundle
-from zeroxla.wire.error_feedback import Feedback
-from zeroxla.wire.hops import as_bits, from_bits
-from zeroxla.mesh.make_mesh import DEVICE, NODE
-from zeroxla.mesh.placement import Placement
-from zeroxla.wire.quantize import Backend, Wire
-from zeroxla.wire.routes import Route
-from zeroxla.wire.quantize_jit import dequant_reduce, dequant_sum, quantize
+from zeroxla.config.feedback import Feedback
 from zeroxla.config.wire_format import WireFormat, key_for
+from zeroxla.mesh.axes import DEVICE, NODE
+from zeroxla.mesh.placement import Placement
+from zeroxla.wire.bundles import Parcel, bundle
+from zeroxla.wire.error_feedback import quantize_with_error
+from zeroxla.wire.hops import as_bits, from_bits
+from zeroxla.wire.quantize import Backend, Wire
+from zeroxla.wire.quantize_jit import dequant_reduce, dequant_sum, quantize
+from zeroxla.wire.routes import Route
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -114,7 +115,7 @@ class Reduces:
         with jax.named_scope("reduce"):
             x_Rn = parcel.as_rows(piece)
             key = key_for(format, key)
-            wires, error = feedback.quantize(x_Rn, error, format, key, self.backend)
+            wires, error = quantize_with_error(feedback, x_Rn, error, format, key, self.backend)
             arrived = _exchange(wires, NODE, self.nodes)
             shard = dequant_sum(arrived, shape=(parcel.size,), backend=self.backend)
         return parcel.from_rows(shard), error

@@ -8,14 +8,14 @@ import math
 import jax
 from jax.sharding import Mesh
 
-from zeroxla.wire.collectives import Collectives
-from zeroxla.config.zero_config import ZeroConfig
-from zeroxla.wire.error_feedback import Feedback
-from zeroxla.wire.leaves import Leaf
-from zeroxla.mesh.make_mesh import DEVICE, NODE, platform_of
-from zeroxla.offload.disk.desk import Desk
-from zeroxla.wire.routes import Route
+from zeroxla.config.feedback import Feedback
 from zeroxla.config.wire_format import WireFormat
+from zeroxla.config.zero_config import ZeroConfig
+from zeroxla.mesh.axes import DEVICE, NODE, platform_of
+from zeroxla.offload.disk.desk import Desk
+from zeroxla.wire.collectives import Collectives
+from zeroxla.wire.leaves import Leaf
+from zeroxla.wire.routes import Route
 
 # Folded into the keys of roundings, which must not be those of dropout.
 _ROUNDINGS = 0x77697265

@@ -18,10 +18,10 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
+from zeroxla.config.wire_format import WireFormat
+from zeroxla.mesh.placement import Placement
 from zeroxla.offload.disk.tickets import is_ticket
 from zeroxla.offload.memory_kinds import to_device, to_host
-from zeroxla.mesh.placement import Placement
-from zeroxla.config.wire_format import WireFormat
 
 Form = Literal["shard", "wire", "values", "ticket"]
 AS_STORED = "as stored"

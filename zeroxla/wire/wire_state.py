@@ -15,13 +15,13 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from zeroxla.mesh.axes import DEVICE, NODE
+from zeroxla.mesh.placement import Placement
+from zeroxla.program.paths import Path
 from zeroxla.wire.hops import from_bits
 from zeroxla.wire.leaves import Layout
-from zeroxla.mesh.make_mesh import DEVICE, NODE
-from zeroxla.program.paths import Path
-from zeroxla.mesh.placement import Placement
-from zeroxla.wire.routes import Route, Source
 from zeroxla.wire.resolve import Wiring
+from zeroxla.wire.routes import Route, Source
 
 Arrays = list[Any]  # arrays, or None
 PARTS = ("copies", "errors")

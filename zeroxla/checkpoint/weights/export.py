@@ -14,11 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zeroxla.mesh.processes.together import together
-from zeroxla.inspect.memory import format_bytes
-from zeroxla.frontend.lora.model import LoraModel
-from zeroxla.frontend.lora.leaf_plan import BASE, LORA
-from zeroxla.step.state import TrainState
+from zeroxla.checkpoint.weights.safetensors_writer import DTYPES, Plan, Writer, make_plan, writing
+from zeroxla.checkpoint.weights.sources import MergedSource, Source, open_source
 from zeroxla.checkpoint.weights.tensor_names import (
     Leaf,
     abstract,
@@ -27,8 +24,11 @@ from zeroxla.checkpoint.weights.tensor_names import (
     format_leaves,
     format_of,
 )
-from zeroxla.checkpoint.weights.sources import MergedSource, Source, open_source
-from zeroxla.checkpoint.weights.safetensors_writer import DTYPES, Plan, Writer, make_plan, writing
+from zeroxla.frontend.lora.leaf_plan import BASE, LORA
+from zeroxla.frontend.lora.model import LoraModel
+from zeroxla.mesh.processes.together import together
+from zeroxla.program.report import format_bytes
+from zeroxla.step.state import TrainState
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}

@@ -11,15 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from zeroxla.mesh.processes.together import together
-from zeroxla.frontend.lora.model import LoraModel
-from zeroxla.frontend.lora.start import starting_params
-from zeroxla.mesh.make_mesh import world_size
-from zeroxla.offload.disk.disk_array import given_for
-from zeroxla.program.paths import Path, paths_of
-from zeroxla.mesh.placement import Placement, place
-from zeroxla.step.state import TrainState
-from zeroxla.step.step import Step
+from zeroxla.checkpoint.weights.safetensors_reader import TensorReader, check_dtype
 from zeroxla.checkpoint.weights.tensor_names import (
     Leaf,
     abstract,
@@ -28,7 +20,15 @@ from zeroxla.checkpoint.weights.tensor_names import (
     format_of,
     shapes_of,
 )
-from zeroxla.checkpoint.weights.safetensors_reader import TensorReader, check_dtype
+from zeroxla.frontend.lora.model import LoraModel
+from zeroxla.frontend.lora.start import starting_params
+from zeroxla.mesh.axes import world_size
+from zeroxla.mesh.placement import Placement, place
+from zeroxla.mesh.processes.together import together
+from zeroxla.offload.disk.disk_array import given_for
+from zeroxla.program.paths import Path, paths_of
+from zeroxla.step.state import TrainState
+from zeroxla.step.step import Step
 
 
 def from_pretrained(

@@ -7,8 +7,8 @@ import signal
 import time
 from collections.abc import Iterator, Sequence
 
-from zeroxla.mesh.processes.environment import HEARTBEAT
 from zeroxla.cli.launch.process import Process
+from zeroxla.mesh.processes.environment import HEARTBEAT
 
 # What JAX prints in the processes that it ends because others are silent; their numbers follow.
 _SILENT = "stopped sending heartbeats"

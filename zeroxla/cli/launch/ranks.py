@@ -11,6 +11,9 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from zeroxla.cli.launch import child
+from zeroxla.cli.launch.hostfile import Host, read_hostfile
+from zeroxla.cli.launch.options import LaunchOptions
 from zeroxla.mesh.processes.environment import (
     COORDINATOR,
     HEARTBEAT,
@@ -21,9 +24,6 @@ from zeroxla.mesh.processes.environment import (
     SIMULATED_DEVICES,
     STARTED,
 )
-from zeroxla.cli.launch import child
-from zeroxla.cli.launch.hostfile import Host, read_hostfile
-from zeroxla.cli.launch.options import LaunchOptions
 
 DEFAULT_PORT = 29400
 _SIMULATED = 8

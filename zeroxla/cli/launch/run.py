@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.text import Text
 
-from zeroxla.mesh.processes.environment import PROGRESS
 from zeroxla.cli.launch.options import LaunchOptions
 from zeroxla.cli.launch.ranks import make_ranks
 from zeroxla.cli.launch.supervise import supervise
+from zeroxla.mesh.processes.environment import PROGRESS
 
 
 def launch(options: LaunchOptions, argv: Sequence[str]) -> int:

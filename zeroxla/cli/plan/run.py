@@ -12,18 +12,18 @@ import jax.numpy as jnp
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from zeroxla.cli.plan.options import PlanOptions
 from zeroxla.config.zero_config import ZeroConfig
 from zeroxla.inspect.pictures import plot_plan, plot_search
-from zeroxla.mesh.make_mesh import DEVICE, NODE, PIPE
+from zeroxla.mesh.axes import DEVICE, NODE, PIPE
 from zeroxla.pipeline.pipeline import Pipeline
-from zeroxla.cli.plan.options import PlanOptions
 from zeroxla.planning.calibrate import calibrated, entry
 from zeroxla.planning.compile_check import prepare_cpu
 from zeroxla.planning.fit import smallest
 from zeroxla.planning.generation import Generating
 from zeroxla.planning.make import plan
-from zeroxla.planning.plan import Plan
 from zeroxla.planning.model_presets import model_named
+from zeroxla.planning.plan import Plan
 from zeroxla.planning.search import Search, search_plans
 
 ROWS_PER_DEVICE = 8  # with --search, so that there are micro-batches to choose

@@ -18,14 +18,7 @@ from jax.sharding import Mesh
 
 from zeroxla.checkpoint.checkpointer import Checkpointer
 from zeroxla.checkpoint.errors import SaveError
-from zeroxla.mesh.processes.environment import STARTED
-from zeroxla.mesh.processes.exchange import agree, on_first
 from zeroxla.cli.interrupt import StopRequest, stop_on_signal
-from zeroxla.rlhf.loop import Loop
-from zeroxla.rlhf.make import make_loop
-from zeroxla.rlhf.phase_sums import memory_by_phase
-from zeroxla.rlhf.rewards import REWARDS, TextReward
-from zeroxla.rlhf.states import States
 from zeroxla.cli.rlhf.options import RlhfOptions
 from zeroxla.cli.rlhf.output import RlhfOutput, as_text
 from zeroxla.cli.rlhf.plot import plot_run
@@ -35,6 +28,13 @@ from zeroxla.cli.train.job import UsageError
 from zeroxla.cli.train.setup import check_same, circumstances, mesh_for
 from zeroxla.cli.train.text import record_of
 from zeroxla.cli.train.text import source_of as source_text
+from zeroxla.mesh.processes.environment import STARTED
+from zeroxla.mesh.processes.exchange import agree, on_first
+from zeroxla.rlhf.loop import Loop
+from zeroxla.rlhf.make import make_loop
+from zeroxla.rlhf.phase_sums import memory_by_phase
+from zeroxla.rlhf.rewards import REWARDS, TextReward
+from zeroxla.rlhf.states import States
 
 CRITIC = "critic"
 """The folder of a run with the checkpoints of the critic, of the same iterations as the actor's."""

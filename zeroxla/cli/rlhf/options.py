@@ -7,8 +7,6 @@ from pathlib import Path
 from typing import Literal
 
 from zeroxla.cli.option_groups import OptionGroups, flag
-from zeroxla.rlhf.make import TARGETS, Storage
-from zeroxla.rlhf.settings import Settings
 from zeroxla.cli.train.options import (
     MeshOptions,
     ModelOptions,
@@ -16,6 +14,8 @@ from zeroxla.cli.train.options import (
     TrainingOptions,
     TrainOptions,
 )
+from zeroxla.rlhf.make import TARGETS, Storage
+from zeroxla.rlhf.settings import Settings
 
 
 @dataclass(frozen=True, kw_only=True)

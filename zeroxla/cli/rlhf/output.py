@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 from rich.text import Text
 
+from zeroxla.cli.train.output import Output, printable
 from zeroxla.rlhf.loop import PHASES
 from zeroxla.rlhf.phase_sums import PhasesMemory
-from zeroxla.cli.train.output import Output, printable
 
 NUM_LAST = 5
 """Iterations whose mean reward counts as the one that was reached."""

@@ -13,19 +13,19 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from zeroxla.cli.data import text as data
 from zeroxla.checkpoint.checkpointer import Checkpointer
-from zeroxla.config.zero_config import ZeroConfig
-from zeroxla.mesh.batches import global_batch, process_shard
-from zeroxla.step.make import make_step
-from zeroxla.mesh.make_mesh import make_mesh
+from zeroxla.cli.data import text as data
 from zeroxla.cli.rlhf.options import RlhfOptions
 from zeroxla.cli.run_folder import CHECKPOINTS, check_command, has_checkpoint, read_config
-from zeroxla.step.state import TrainState
-from zeroxla.step.step import Step
 from zeroxla.cli.train.model import MODEL, Choice, choose
 from zeroxla.cli.train.options import TrainOptions
 from zeroxla.cli.train.setup import optimizer_for, schedule_for
+from zeroxla.config.zero_config import ZeroConfig
+from zeroxla.mesh.batches import global_batch, process_shard
+from zeroxla.mesh.make_mesh import make_mesh
+from zeroxla.step.make import make_step
+from zeroxla.step.state import TrainState
+from zeroxla.step.step import Step
 
 START = "start"
 """The folder of a run with the checkpoint that it began with: that of the reference."""

@@ -15,13 +15,13 @@ from models.alexnet import alexnet_layers
 from models.losses import classification_loss
 from zeroxla.cli.data import images
 from zeroxla.cli.data.text import unigram_entropy
-from zeroxla.pipeline.pipeline import Pipeline
 from zeroxla.cli.run_folder import NoRunFolder, RunFolder
-from zeroxla.step.state import TrainState, full_params
-from zeroxla.step.step import Step
 from zeroxla.cli.train.model import alexnet
 from zeroxla.cli.train.options import TrainOptions
 from zeroxla.cli.train.output import Output
+from zeroxla.pipeline.pipeline import Pipeline
+from zeroxla.step.state import TrainState, full_params
+from zeroxla.step.step import Step
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

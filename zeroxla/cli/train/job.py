@@ -16,17 +16,10 @@ from jax.sharding import Mesh
 
 from zeroxla.checkpoint.checkpointer import Checkpointer
 from zeroxla.checkpoint.errors import SaveError
-from zeroxla.config.zero_config import ZeroConfig
-from zeroxla.mesh.batches import global_batch, process_shard
-from zeroxla.mesh.processes.environment import STARTED
-from zeroxla.mesh.processes.exchange import agree, on_first
 from zeroxla.cli.interrupt import StopRequest, stop_on_signal
-from zeroxla.step.make import make_step
-from zeroxla.step.disk.steps import has_disk
 from zeroxla.cli.run_folder import CHECKPOINTS, NoRunFolder, RunFolder, read_config
 from zeroxla.cli.train.options import RunOptions, TrainOptions
 from zeroxla.cli.train.output import Output
-from zeroxla.cli.train.stages import Stages
 from zeroxla.cli.train.plot import plot_run
 from zeroxla.cli.train.setup import (
     check_same,
@@ -36,7 +29,14 @@ from zeroxla.cli.train.setup import (
     optimizer_for,
     schedule_for,
 )
+from zeroxla.cli.train.stages import Stages
 from zeroxla.cli.train.task import make_task
+from zeroxla.config.zero_config import ZeroConfig
+from zeroxla.mesh.batches import global_batch, process_shard
+from zeroxla.mesh.processes.environment import STARTED
+from zeroxla.mesh.processes.exchange import agree, on_first
+from zeroxla.step.disk.steps import has_disk
+from zeroxla.step.make import make_step
 
 
 class UsageError(ValueError):

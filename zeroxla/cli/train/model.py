@@ -16,9 +16,9 @@ import models
 from models import GPT, AlexNet
 from models.format import read_config
 from zeroxla.cli.data.text import VOCABULARY
+from zeroxla.cli.data.vocabulary import TOKENIZER, Bytes, Tokens, Vocabulary
 from zeroxla.cli.option_groups import flag
 from zeroxla.cli.train.options import ModelOptions, TrainOptions
-from zeroxla.cli.data.vocabulary import TOKENIZER, Bytes, Tokens, Vocabulary
 
 MODEL = "model"
 """The folder of a run with the config and the tokenizer of a model that came from elsewhere."""

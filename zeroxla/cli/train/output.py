@@ -14,9 +14,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.text import Text
 
 from zeroxla import inspect
+from zeroxla.cli.train.stages import Stages
 from zeroxla.step.state import TrainState
 from zeroxla.step.step import Step
-from zeroxla.cli.train.stages import Stages
 
 if TYPE_CHECKING:
     from zeroxla.cli.train.task import Task

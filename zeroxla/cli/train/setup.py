@@ -11,9 +11,11 @@ import jax
 import optax
 from jax.sharding import Mesh
 
-from zeroxla.mesh.processes.start import has_joined, initialize
-from zeroxla.mesh.make_mesh import make_mesh, simulate, world_size
 from zeroxla.cli.train.options import TrainOptions
+from zeroxla.mesh.axes import world_size
+from zeroxla.mesh.make_mesh import make_mesh
+from zeroxla.mesh.processes.start import has_joined, initialize
+from zeroxla.mesh.simulate import simulate
 
 NUM_SIMULATED = 8
 SIMULATED_NODES = 2

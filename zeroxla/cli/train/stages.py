@@ -9,10 +9,10 @@ from rich.console import Console
 from rich.table import Table
 
 from zeroxla import inspect
-from zeroxla.mesh.make_mesh import PIPE
+from zeroxla.cli.run_folder import NoRunFolder, RunFolder
+from zeroxla.mesh.axes import PIPE
 from zeroxla.pipeline.partition import Partition
 from zeroxla.pipeline.pipeline import Pipeline
-from zeroxla.cli.run_folder import NoRunFolder, RunFolder
 from zeroxla.step.step import Step
 
 TEXT, PICTURE = "pipeline.txt", "schedule.png"

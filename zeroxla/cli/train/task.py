@@ -14,12 +14,12 @@ import jax
 import numpy as np
 
 from zeroxla.cli.run_folder import NoRunFolder, RunFolder
-from zeroxla.step.state import TrainState
-from zeroxla.step.step import Step
 from zeroxla.cli.train.images import ImageTask
 from zeroxla.cli.train.options import TrainOptions
 from zeroxla.cli.train.output import Output
 from zeroxla.cli.train.text import TextTask
+from zeroxla.step.state import TrainState
+from zeroxla.step.step import Step
 
 
 class Task(Protocol):

@@ -11,16 +11,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from zeroxla.checkpoint.weights.pretrained import from_pretrained
 from zeroxla.cli.data import text as data
-from zeroxla.pipeline.pipeline import Pipeline
 from zeroxla.cli.run_folder import NoRunFolder, RunFolder
-from zeroxla.cli.train.sample import continue_text
-from zeroxla.step.state import TrainState, full_params
-from zeroxla.step.step import Step
 from zeroxla.cli.train.model import choose, keep
 from zeroxla.cli.train.options import TrainOptions
 from zeroxla.cli.train.output import Output
-from zeroxla.checkpoint.weights.pretrained import from_pretrained
+from zeroxla.cli.train.sample import continue_text
+from zeroxla.pipeline.pipeline import Pipeline
+from zeroxla.step.state import TrainState, full_params
+from zeroxla.step.step import Step
 
 
 class TextTask:

@@ -15,14 +15,14 @@ import jax.numpy as jnp
 import optax
 from optax import contrib
 
+from zeroxla.config.deepspeed.schedules import make_scheduler
+from zeroxla.config.deepspeed.sections import Key, nearest, take
 from zeroxla.config.deepspeed.update_rules import (
     scale_by_bounded_trust_ratio,
     scale_by_moments,
     scale_by_root_of_sum,
 )
-from zeroxla.config.deepspeed.schedules import make_scheduler
-from zeroxla.config.deepspeed.sections import Key, nearest, take
-from zeroxla.mesh.placement import leaf_path
+from zeroxla.program.paths import leaf_path
 
 _RATE, _NUMBER, _FLAG = Key(kind="number"), Key(kind="number"), Key(kind="flag")
 _BETAS, _MOMENTUM = Key(kind="pair"), Key(kind="number", below=1)

@@ -1,4 +1,4 @@
-"""DeepSpeed's configuration as a `ZeroConfig`.
+"""DeepSpeed's configuration as the options of a `ZeroConfig`.
 
 Only what is written is taken over: DeepSpeed's own defaults would, among other things, keep every
 leaf of a model below 1e9 elements gathered.
@@ -13,12 +13,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from zeroxla.config.zero_config import ZeroConfig
 from zeroxla.config.deepspeed.keys import TOP
 from zeroxla.config.deepspeed.offload import offload_of
 from zeroxla.config.deepspeed.optimizers import make_optimizer
 from zeroxla.config.deepspeed.sections import Key, checked, nearest, take
-from zeroxla.wire.error_feedback import Feedback
+from zeroxla.config.feedback import Feedback
 from zeroxla.config.wire_format import WireFormat
 
 _DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
@@ -37,7 +36,9 @@ _NEVER = 2**31 - 1
 class Settings:
     """What a DeepSpeed configuration becomes."""
 
-    config: ZeroConfig
+    options: dict[str, Any]
+    """The fields of the `ZeroConfig` that it asks for, by name."""
+
     ignored: dict[str, str]
     """Keys that were written and are without effect here, or have another one than in DeepSpeed,
     such as "zero_optimization.overlap_comm", and why."""
@@ -63,7 +64,7 @@ def read(source: str | os.PathLike[str] | Mapping[str, Any]) -> Settings:
       NotImplementedError: the optimizer or the scheduler is not here.
 
     >>> settings = read({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 8}})
-    >>> settings.config.hpz_size, settings.ignored
+    >>> settings.options["hpz_size"], settings.ignored
     (8, {})
     """
     values = dict(source) if isinstance(source, Mapping) else _load(source)
@@ -84,7 +85,7 @@ def read(source: str | os.PathLike[str] | Mapping[str, Any]) -> Settings:
             'at stage 3 too; gradients are averaged over devices: write "mean"'
         )
     return Settings(
-        config=ZeroConfig(**options, optimizer=make_optimizer(written, ignored)), ignored=ignored
+        options={**options, "optimizer": make_optimizer(written, ignored)}, ignored=ignored
     )
 
 

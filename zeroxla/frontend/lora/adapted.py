@@ -9,8 +9,8 @@ import jax
 import numpy as np
 
 from zeroxla.frontend.base import Adapted, Tree
-from zeroxla.frontend.lora.model import LoraModel
 from zeroxla.frontend.lora.leaf_plan import BASE, LORA, LoraPlan, make_lora_plan
+from zeroxla.frontend.lora.model import LoraModel
 from zeroxla.frontend.lora.rewrite import evaluate
 from zeroxla.program.paths import paths_of
 from zeroxla.program.trace import trace

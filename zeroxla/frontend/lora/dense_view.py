@@ -17,10 +17,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from zeroxla.config.wire_format import WireFormat
 from zeroxla.frontend.lora.uses import Dense
 from zeroxla.wire.quantize import Wire
 from zeroxla.wire.quantize_jit import dequantize
-from zeroxla.config.wire_format import WireFormat
 
 
 @functools.partial(

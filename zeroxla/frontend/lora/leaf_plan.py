@@ -12,13 +12,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from zeroxla.config.wire_format import WireFormat
 from zeroxla.frontend.base import Adapted, Tree, stream_key, to_nested
 from zeroxla.frontend.lora.at_rest import Frozen, as_wires, format_of, from_wires, layer_size
 from zeroxla.frontend.lora.dense_view import Held
 from zeroxla.frontend.lora.uses import Dense, find_uses
 from zeroxla.program.paths import Path, paths_of
 from zeroxla.program.trace import trace
-from zeroxla.config.wire_format import WireFormat
 
 if TYPE_CHECKING:
     from zeroxla.frontend.lora.model import LoraModel

@@ -13,9 +13,9 @@ from typing import Any
 import jax
 from jax import lax
 
-from zeroxla.program import compat
 from zeroxla.frontend.lora.dense_view import Held
 from zeroxla.frontend.lora.uses import CASTS, REMATS
+from zeroxla.program import compat
 from zeroxla.program.trace import Equation, Program, flatten, read
 
 

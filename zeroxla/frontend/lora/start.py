@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
+from zeroxla.config.wire_format import WireFormat
 from zeroxla.frontend.base import Tree
-from zeroxla.mesh.batches import put_key
 from zeroxla.frontend.lora.at_rest import as_wires
 from zeroxla.frontend.lora.leaf_plan import BASE, LORA, LoraPlan
 from zeroxla.frontend.lora.uses import Dense
+from zeroxla.mesh.batches import put_key
+from zeroxla.mesh.placement import Placement
 from zeroxla.offload.disk.disk_array import given_for
 from zeroxla.program.paths import Path, paths_of
-from zeroxla.mesh.placement import Placement
-from zeroxla.config.wire_format import WireFormat
 
 if TYPE_CHECKING:
     from zeroxla.step.step import Step

@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
-from zeroxla.offload.disk.disk_array import DiskArray
-
-from zeroxla.inspect.memory import format_bytes
 from zeroxla.inspect.pictures.figures import COLORS, INK, finish, new_figure, quiet
+from zeroxla.offload.disk.disk_array import DiskArray
+from zeroxla.program.report import format_bytes
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -6,8 +6,8 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Protocol
 
-from zeroxla.inspect.memory import format_bytes
 from zeroxla.inspect.pictures.figures import COLORS, INK, finish, new_figure, quiet
+from zeroxla.program.report import format_bytes
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

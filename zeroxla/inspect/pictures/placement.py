@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zeroxla.inspect.memory import format_bytes
 from zeroxla.inspect.pictures.figures import COLORS, FRAME, INK, finish, new_figure, quiet
+from zeroxla.program.report import format_bytes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

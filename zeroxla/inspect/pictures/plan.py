@@ -3,20 +3,61 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
-from zeroxla.inspect.memory import format_bytes
+from zeroxla.inspect.comms import CommsReport
 from zeroxla.inspect.phases import PHASES
 from zeroxla.inspect.pictures.figures import COLORS, INK, finish, new_figure, quiet
+from zeroxla.program.report import format_bytes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from zeroxla.planning.plan import Plan
+
+class PlannedStep(Protocol):
+    """What is drawn of a `zeroxla.planning.plan.Plan`."""
+
+    @property
+    def target(self) -> Any: ...  # a `Target`: devices, links, mesh
+
+    @property
+    def num_parameters(self) -> int: ...
+
+    @property
+    def memory(self) -> MemoryParts: ...
+
+    @property
+    def comms(self) -> CommsReport: ...
+
+    @property
+    def time(self) -> Lanes: ...
+
+    @property
+    def tokens_per_s(self) -> float: ...
 
 
-def plot_plan(plan: Plan, *, path: str | os.PathLike | None = None) -> Figure:
+class MemoryParts(Protocol):
+    """Bytes of one device."""
+
+    def parts(self) -> Mapping[str, float]: ...
+
+
+class Lanes(Protocol):
+    """Events of one step on the lanes of a device."""
+
+    @property
+    def seconds(self) -> float: ...
+
+    @property
+    def busy_s(self) -> Mapping[str, float]: ...
+
+    @property
+    def events(self) -> Sequence[Any]: ...  # with lane, phase, start_s, end_s
+
+
+def plot_plan(plan: PlannedStep, *, path: str | os.PathLike | None = None) -> Figure:
     """Draw a plan.
 
     Args:
@@ -45,7 +86,7 @@ def plot_plan(plan: Plan, *, path: str | os.PathLike | None = None) -> Figure:
     return finish(figure, path)
 
 
-def _memory(axes: Axes, plan: Plan) -> None:
+def _memory(axes: Axes, plan: PlannedStep) -> None:
     from matplotlib.ticker import FuncFormatter
 
     bottom = 0.0
@@ -79,7 +120,7 @@ def _memory(axes: Axes, plan: Plan) -> None:
     quiet(axes)
 
 
-def _bytes(axes: Axes, plan: Plan) -> None:
+def _bytes(axes: Axes, plan: PlannedStep) -> None:
     from matplotlib.ticker import FuncFormatter
 
     links = [axis for axis in plan.target.mesh_shape if plan.comms.select(axis=axis)]
@@ -102,7 +143,7 @@ def _bytes(axes: Axes, plan: Plan) -> None:
     axes.grid(visible=False)
 
 
-def _time(axes: Axes, plan: Plan) -> None:
+def _time(axes: Axes, plan: PlannedStep) -> None:
     lanes = list(plan.time.busy_s)
     for i, lane in enumerate(lanes):
         events = [event for event in plan.time.events if event.lane == lane]

@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from zeroxla.pipeline.schedule_cost import work_of
-from zeroxla.pipeline.schedule import NONE, Schedule
-
 from zeroxla.inspect.pictures.figures import COLORS, FRAME, INK, finish, new_figure
+from zeroxla.pipeline.schedule import NONE, Schedule
+from zeroxla.pipeline.schedule_cost import work_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

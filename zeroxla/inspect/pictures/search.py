@@ -3,20 +3,49 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
-from zeroxla.inspect.memory import format_bytes
 from zeroxla.inspect.pictures.figures import COLORS, INK, finish, new_figure, quiet
+from zeroxla.program.report import format_bytes
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from zeroxla.planning.search import Search
-
 _MARKERS = ("o", "s", "^", "D", "v", "P")
 
 
-def plot_search(search: Search, *, path: str | os.PathLike | None = None) -> Figure:
+class RankedChoices(Protocol):
+    """What is drawn of a `zeroxla.planning.search.Search`."""
+
+    @property
+    def found(self) -> Sequence[RankedChoice]: ...
+
+
+class RankedChoice(Protocol):
+    """Settings and their plan."""
+
+    @property
+    def choice(self) -> ChosenSettings: ...
+
+    @property
+    def plan(self) -> Any: ...  # with most_bytes, tokens_per_s, fits, num_parameters, target
+
+
+class ChosenSettings(Protocol):
+    """Settings of a step."""
+
+    @property
+    def zero(self) -> str: ...
+
+    @property
+    def mesh_shape(self) -> Mapping[str, int]: ...
+
+    @property
+    def remat(self) -> bool | None: ...
+
+
+def plot_search(search: RankedChoices, *, path: str | os.PathLike | None = None) -> Figure:
     """Draw what `zeroxla.search_plans` found.
 
     Args:

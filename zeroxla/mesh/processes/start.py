@@ -8,7 +8,6 @@ import socket
 
 import jax
 
-from zeroxla.program import compat
 from zeroxla.mesh.processes.environment import (
     HEARTBEAT,
     NODE,
@@ -19,6 +18,8 @@ from zeroxla.mesh.processes.environment import (
 from zeroxla.mesh.processes.exchange import exchange
 from zeroxla.mesh.processes.fingerprint import fingerprint
 from zeroxla.mesh.processes.meeting import Member, meet
+from zeroxla.mesh.simulate import simulate
+from zeroxla.program import compat
 
 _nodes: list[str] | None = None  # of every process, once they have met
 
@@ -64,8 +65,6 @@ def initialize(
             "zeroxla.initialize() came after JAX had started; call it first thing in the program"
         )
     if SIMULATED_DEVICES in os.environ:
-        from zeroxla.mesh.make_mesh import simulate
-
         simulate(int(os.environ[SIMULATED_DEVICES]), keep_accelerators=True)
     if cluster is None:
         return

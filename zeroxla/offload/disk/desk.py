@@ -9,12 +9,12 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 
+from zeroxla.mesh.placement import Placement
 from zeroxla.mesh.processes.together import together
-from zeroxla.offload.disk.read_ahead import Order, ReadAhead
 from zeroxla.offload.disk.disk_array import DiskArray, DiskShape
+from zeroxla.offload.disk.read_ahead import Order, ReadAhead
 from zeroxla.offload.disk.shards import Part, Shard
 from zeroxla.offload.disk.tickets import leaf_dtype, make_tickets, ticket_shapes
-from zeroxla.mesh.placement import Placement
 
 _T = TypeVar("_T")
 

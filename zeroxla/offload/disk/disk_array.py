@@ -12,9 +12,9 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from zeroxla.offload.disk.state_file import StateFile, Version
 from zeroxla.offload.disk.pages import ALIGNMENT
 from zeroxla.offload.disk.shards import Shard, shards_of
+from zeroxla.offload.disk.state_file import StateFile, Version
 from zeroxla.offload.update.rows import Rows
 
 

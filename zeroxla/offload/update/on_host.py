@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from zeroxla.program import compat
-from zeroxla.offload.memory_kinds import to_device, to_host
 from zeroxla.config.offload import PINNED
+from zeroxla.offload.memory_kinds import to_device, to_host
 from zeroxla.offload.update.host_cut import Stage, joins
+from zeroxla.program import compat
 from zeroxla.program.shapes import shapes_of
 from zeroxla.program.trace import Value, run, trace
 

@@ -14,12 +14,12 @@ import jax
 from jax import lax
 from jax.sharding import Mesh, NamedSharding
 
-from zeroxla.offload.update.on_host import SCOPE, check_host_compute, host_joins, run_stages
-from zeroxla.offload.memory_kinds import is_on_host, put, to_device
 from zeroxla.config.offload import PINNED, Offload
-from zeroxla.offload.update.sub_groups import Pieces, SubGroup
-from zeroxla.offload.update.rows import Rows
+from zeroxla.offload.memory_kinds import is_on_host, put, to_device
 from zeroxla.offload.update.host_cut import stages_of
+from zeroxla.offload.update.on_host import SCOPE, check_host_compute, host_joins, run_stages
+from zeroxla.offload.update.rows import Rows
+from zeroxla.offload.update.sub_groups import Pieces, SubGroup
 from zeroxla.program.shapes import shapes_of
 from zeroxla.program.trace import Value, read, run
 

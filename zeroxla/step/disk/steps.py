@@ -12,14 +12,14 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from zeroxla.offload.disk.disk_array import DiskArray, DiskShape
-from zeroxla.step.disk.update import DiskUpdate, RunProgram
-from zeroxla.step.disk.writer import DiskWriter
 from zeroxla.offload.memory_kinds import put, to_device
 from zeroxla.program.chunks import packed
-from zeroxla.step.programs import Programs
 from zeroxla.program.shapes import shapes_of
-from zeroxla.step.state import TrainState
 from zeroxla.program.trace import Atom, Equation, Value, closure, read, run, trace
+from zeroxla.step.disk.update import DiskUpdate, RunProgram
+from zeroxla.step.disk.writer import DiskWriter
+from zeroxla.step.programs import Programs
+from zeroxla.step.state import TrainState
 
 
 class DiskSteps:

@@ -24,17 +24,17 @@ import jax
 import numpy as np
 
 from zeroxla.mesh.processes.together import together
-from zeroxla.offload.disk.disk_array import DiskArray
 from zeroxla.offload.disk.block_file import Access
 from zeroxla.offload.disk.desk import with_tickets
+from zeroxla.offload.disk.disk_array import DiskArray
 from zeroxla.offload.disk.flow import Flow
 from zeroxla.offload.disk.group_program import group_program
 from zeroxla.offload.memory_kinds import place_of, put
 from zeroxla.offload.update.sub_groups import Pieces
-from zeroxla.step.programs import Programs
 from zeroxla.program.shapes import shapes_of
-from zeroxla.step.state import TrainState
 from zeroxla.program.trace import Value, read, run
+from zeroxla.step.programs import Programs
+from zeroxla.step.state import TrainState
 
 RunProgram = Callable[..., Any]
 """(name, jitted program, *arguments) -> its results."""

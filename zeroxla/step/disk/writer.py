@@ -13,9 +13,9 @@ from jax.sharding import NamedSharding
 
 from zeroxla.mesh.processes.together import together
 from zeroxla.offload.disk.disk_array import DiskArray, DiskShape, write
-from zeroxla.offload.disk.state_file import StateFile, another_state
 from zeroxla.offload.disk.shards import shards_of, sizes_of
-from zeroxla.mesh.placement import leaf_path
+from zeroxla.offload.disk.state_file import StateFile, another_state
+from zeroxla.program.paths import leaf_path
 from zeroxla.step.state import TrainState
 
 _BYTES_UNDER_WAY = 256 * 2**20

@@ -1,0 +1,48 @@
+"""Bytes of arrays on one device, in the device's memory, in the host's, or on disk."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+
+from zeroxla.offload.memory_kinds import Place, place_of
+
+
+def shard_bytes(shapes: Any, *, place: Place = "device") -> int:
+    """Sum the bytes of one device's shards of arrays, of their shapes and shardings alone.
+
+    Args:
+      shapes: a pytree of arrays or ShapeDtypeStructs with shardings; PRNG keys count nothing.
+      place: count what is there.
+    """
+    return sum(
+        math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+        for x in jax.tree.leaves(shapes)
+        if place_of(x) == place and not jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key)
+    )
+
+
+def array_bytes_per_device(tree: Any, *, place: Place = "device") -> dict[jax.Device, int]:
+    """Sum the bytes that the live arrays of a pytree hold on each device of this process.
+
+    Args:
+      tree: a pytree, such as a `TrainState`. Leaves that are no `jax.Array` count nothing; an array
+        that appears twice (tied leaves) counts once.
+      place: "device", or "host": count what is offloaded there instead.
+
+    Returns:
+      Bytes by device, for the devices that hold anything.
+
+    Raises:
+      RuntimeError: from JAX, if an array was donated or deleted.
+    """
+    arrays = {id(leaf): leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array)}
+    held: dict[jax.Device, int] = {}
+    for array in arrays.values():
+        if place_of(array) != place:
+            continue
+        for shard in array.addressable_shards:
+            held[shard.device] = held.get(shard.device, 0) + shard.data.nbytes
+    return held
