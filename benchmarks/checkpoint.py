@@ -125,7 +125,7 @@ def launched(kind: str, folder: Path, processes: int = PROCESSES) -> list[dict[s
     """Return what each of several fresh processes measures."""
     program = [sys.executable, __file__, "--measure", kind, "--folder", str(folder)]
     command = [
-        *(sys.executable, "-m", "zeroxla.cli.main", "launch", f"--nodes={processes}"),
+        *(sys.executable, "-m", "zeroxla", "launch", f"--nodes={processes}"),
         *(f"--devices-per-node={NUM_DEVICES // PROCESSES}", "--", *program),
     ]
     subprocess.run(command, check=True, stdout=sys.stderr)

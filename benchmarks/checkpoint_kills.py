@@ -47,7 +47,7 @@ class Run:
         """Start it, or start it again."""
         told = ["--resume"] if resume else [*map(str, TRAIN)]
         return subprocess.Popen(
-            [sys.executable, "-m", "zeroxla.cli.main", "train", "--run", str(self.folder), *told],
+            [sys.executable, "-m", "zeroxla", "train", "--run", str(self.folder), *told],
             env={**os.environ, "JAX_COMPILATION_CACHE_DIR": str(self._cache)},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -19,8 +19,8 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import zeroxla
-from models import GPT
 from zeroxla.frontend import adapt
+from zeroxla.models import GPT
 
 RESULTS = Path(__file__).resolve().parent / "results"
 

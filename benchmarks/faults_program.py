@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import zeroxla.train_model
 
-import models
+import zeroxla.cli.train.model
+from zeroxla import models
 from zeroxla.cli import main as cli
 
 
@@ -38,5 +38,5 @@ def kill_if_told(value: Any) -> None:
 
 
 if __name__ == "__main__":
-    zeroxla.train_model.GPT = GPT
+    zeroxla.cli.train.model.GPT = GPT
     sys.exit(cli.main(sys.argv[2:]))

@@ -47,7 +47,7 @@ class Run:
         self.folder, self.hosts, self.flag = folder, hosts, folder.with_suffix(".flag")
         machines = folder.with_suffix(".hosts")
         machines.write_text("".join(f"{host.name} slots=2\n" for host in hosts))
-        launch = [sys.executable, "-m", "zeroxla.cli.main", "launch", "--hostfile", str(machines)]
+        launch = [sys.executable, "-m", "zeroxla", "launch", "--hostfile", str(machines)]
         launch += [
             "--ssh",
             shlex.join([sys.executable, __file__, *(str(h.pid) for h in hosts)]),

@@ -27,9 +27,9 @@ import optax
 from common import NUM_DEVICES, Check, report, start, table
 
 import zeroxla
-from models import GPT
-from zeroxla.hybrid.prompts import Limits
+from zeroxla.hybrid.prompts import LengthLimits
 from zeroxla.inspect import format_bytes, memory
+from zeroxla.models import GPT
 
 LAYERS, WIDTH, HEADS, CONTEXT, TENSOR = 8, 384, 8, 1024, 4
 ROWS, PROMPT, NEW = NUM_DEVICES, 64, 64
@@ -37,7 +37,7 @@ EARLY, LATE, SPAN = 64, 512, 128  # the two places along the context, and tokens
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class OneBucket(Limits):
+class OneBucket(LengthLimits):
     """Compiles for the whole context, so that every call runs one program with one cache."""
 
     def buckets(self, prompt: int, new: int) -> tuple[int, int]:

@@ -31,8 +31,8 @@ from jax.sharding import Mesh
 from schedule import Gather, gathers
 
 import zeroxla
-from models import GPT
 from zeroxla.frontend import adapt
+from zeroxla.models import GPT
 from zeroxla.planning.gpu_topology import H200, WheelsMissingError, target_mesh
 
 NODES, DEVICES = 2, 4

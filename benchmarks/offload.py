@@ -31,9 +31,9 @@ import optax
 from common import Check, report, start, table
 
 import zeroxla
-from models import GPT
 from zeroxla import Offload, ZeroConfig
 from zeroxla.inspect import format_bytes
+from zeroxla.models import GPT
 from zeroxla.offload.memory_kinds import Place, place_of
 
 SHAPE = {"vocab": 512, "length": 128, "layers": 6, "width": 512, "heads": 8}

@@ -31,8 +31,8 @@ import tensorstore as ts
 from common import RESULTS, Check, random_tokens, report, table
 
 import zeroxla
-from models import GPT
 from zeroxla import Offload, ZeroConfig
+from zeroxla.models import GPT
 from zeroxla.offload.disk.block_file import BLOCK_BYTES, Access
 from zeroxla.offload.disk.disk_array import DiskArray
 from zeroxla.offload.disk.pages import pages

@@ -153,8 +153,8 @@ def take_steps(folder: str) -> None:
     import numpy as np
     import optax
 
-    from models import GPT
     from zeroxla import Offload, ZeroConfig
+    from zeroxla.models import GPT
 
     place = Offload()
     if folder:

@@ -28,8 +28,8 @@ import optax
 from common import LENGTH, Check, alternately, random_tokens, report, start, table, token_shapes
 
 import zeroxla
-from models import GPT
 from zeroxla.inspect import comms
+from zeroxla.models import GPT
 from zeroxla.pipeline.schedule_cost import cost, critical_path
 
 STAGES, MICROBATCHES, LAYERS, WIDTH, ROWS = 4, 16, 8, 256, 2  # ROWS: sequences of a micro-batch

@@ -25,9 +25,9 @@ import jax.numpy as jnp
 from common import Check, report, table
 
 import zeroxla
-from models import GPT
 from zeroxla import ZeroConfig
 from zeroxla.inspect import format_bytes
+from zeroxla.models import GPT
 from zeroxla.planning.gpu_topology import H200, WheelsMissingError, target_mesh
 
 MESH = {"node": 2, "device": 4}

@@ -24,10 +24,10 @@ import optax
 from common import MEMORY_SCHEDULER, Check, report, start, table
 
 import zeroxla
-from models import GPT, Llama
 from zeroxla import ZeroConfig
 from zeroxla.inspect import comms, format_bytes, memory
 from zeroxla.mesh.machines import Machines
+from zeroxla.models import GPT, Llama
 from zeroxla.planning.generation import Generating, GenerationPlan
 from zeroxla.planning.make import plan_step
 from zeroxla.planning.target import Target

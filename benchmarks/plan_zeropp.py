@@ -41,9 +41,9 @@ from plan_zeropp_data import (
 from scipy.optimize import minimize_scalar
 
 import zeroxla
-from models import GPT
 from zeroxla import ZeroConfig
 from zeroxla.mesh.machines import Device, Machines
+from zeroxla.models import GPT
 from zeroxla.planning.plan import Plan
 
 MACHINES = Machines.load()

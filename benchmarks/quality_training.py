@@ -13,11 +13,11 @@ import jax
 import numpy as np
 from quality_variants import Variant
 
-from models import GPT
 from zeroxla import Checkpointer, ZeroConfig, make_mesh, make_step
 from zeroxla.cli.data import text as data
 from zeroxla.cli.train.options import ModelOptions, TextOptions, TrainingOptions, TrainOptions
 from zeroxla.cli.train.setup import optimizer_for, schedule_for
+from zeroxla.models import GPT
 
 BATCH, LENGTH = 16, 64
 MODEL = {"vocab": data.VOCABULARY, "length": LENGTH, "layers": 4, "width": 128, "heads": 4}

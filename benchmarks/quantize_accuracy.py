@@ -35,7 +35,7 @@ from quantize_data import (
 from quantize_measures import DENSE_FACTORS, compare, search
 from rich.progress import Progress
 
-from pallas_kernels.scales import FACTORS
+from zeroxla.pallas_kernels.scales import FACTORS
 
 BLOCKS = (64, 256, 2048)
 MIDDLE = 256  # the block of the picture and of asymmetric formats

@@ -12,9 +12,9 @@ from typing import Any
 
 import jax
 import numpy as np
-from zeroxla.quantize import WireFormat, dequantize, quantize
 
-from pallas_kernels.scales import FACTORS
+from zeroxla.pallas_kernels.scales import FACTORS
+from zeroxla.quantize import WireFormat, dequantize, quantize
 
 # Of the dense search; a step is peak / (2^(bits-1) x factor).
 DENSE_FACTORS = {8: 0.98 * 1.002 ** np.arange(150), 4: 0.85 * 1.01 ** np.arange(190)}

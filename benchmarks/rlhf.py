@@ -28,9 +28,9 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 import zeroxla
-from models import GPT
 from zeroxla import ZeroConfig, rlhf
 from zeroxla.cli.data import text as data
+from zeroxla.models import GPT
 
 DEVICES, PRETRAIN_STEPS = 4, 150
 PROMPT, NEW, ROWS, GROUP = 16, 16, 64, 8

@@ -28,7 +28,7 @@ from common import LENGTH, NUM_DEVICES, Check, PlainFSDP, gpt, random_tokens, re
 from jax.sharding import Mesh
 
 import zeroxla
-from models import Llama
+from zeroxla.models import Llama
 
 ROWS = 2 * NUM_DEVICES
 OPTIMIZER = optax.adamw(1e-3)

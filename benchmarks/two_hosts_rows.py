@@ -15,10 +15,10 @@ from jax.sharding import Mesh, PartitionSpec
 from peers import task
 
 import zeroxla
-from models import GPT
 from zeroxla import ZeroConfig
 from zeroxla.frontend import adapt
 from zeroxla.inspect import comms
+from zeroxla.models import GPT
 
 OPTIMIZER = optax.adamw(task.LEARNING_RATE, weight_decay=task.WEIGHT_DECAY)
 # Unrolled, as PyTorch's: each block is a unit.

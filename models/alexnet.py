@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from models.convolution import convolution
-from models.dtypes import follow_kernel
-from models.losses import classification_loss
+from .convolution import convolution
+from .dtypes import follow_kernel
+from .losses import classification_loss
 
 MIN_SIZE = 63
 """The smallest height and width whose feature map has at least one pixel."""

@@ -12,9 +12,9 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from models.attention import cached, causal_attention
-from models.gpt_format import FORMAT
-from models.losses import next_token_loss
+from .attention import cached, causal_attention
+from .gpt_format import FORMAT
+from .losses import next_token_loss
 
 
 class GPT(nn.Module):

@@ -1,6 +1,6 @@
 """GPT-2 in Hugging Face's format: GPT2LMHeadModel. Its Conv1D weights are [in, out]."""
 
-from models.format import Format, Key
+from .format import Format, Key
 
 FORMAT = Format(
     architecture="GPT2LMHeadModel",

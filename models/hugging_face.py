@@ -6,9 +6,9 @@ from typing import Any
 
 from flax import nnx
 
-from models.format import read_config
-from models.gpt import GPT
-from models.llama import Llama
+from .format import read_config
+from .gpt import GPT
+from .llama import Llama
 
 CLASSES = {cls.hugging_face.model_type: cls for cls in (GPT, Llama)}
 

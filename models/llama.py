@@ -13,10 +13,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from models.attention import cached, causal_attention
-from models.llama_format import FORMAT
-from models.losses import next_token_loss
-from models.rotary import RopeScaling, rotary_tables, rotate
+from .attention import cached, causal_attention
+from .llama_format import FORMAT
+from .losses import next_token_loss
+from .rotary import RopeScaling, rotary_tables, rotate
 
 NORMAL = nnx.initializers.normal(0.02)
 

@@ -1,7 +1,7 @@
 """Llama in Hugging Face's format: LlamaForCausalLM. Its weights are [out, in]."""
 
-from models.format import Extra, Format, Key
-from models.rotary import rope_of_config, rope_to_config
+from .format import Extra, Format, Key
+from .rotary import rope_of_config, rope_to_config
 
 _PRODUCTS = (
     *("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"),

@@ -8,8 +8,8 @@ from typing import Any
 import flax.linen as nn
 import jax
 
-from models.dtypes import follow_kernel
-from models.losses import classification_loss
+from .dtypes import follow_kernel
+from .losses import classification_loss
 
 
 class MLP(nn.Module):

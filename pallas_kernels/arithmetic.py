@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.floats import truncated
+from .floats import truncated
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

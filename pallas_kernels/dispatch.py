@@ -16,10 +16,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import kernels, reference, shim
-from pallas_kernels.geometry import mosaic_tile, triton_tile
-from pallas_kernels.layout import Layout
-from pallas_kernels.swizzle import Swizzle
+from . import kernels, reference, shim
+from .geometry import mosaic_tile, triton_tile
+from .layout import Layout
+from .swizzle import Swizzle
 
 Seed = tuple[jax.Array, jax.Array]
 BACKENDS = ("xla", "mosaic", "triton")
@@ -136,7 +136,7 @@ def _backend(backend: str | None, *layouts: Layout, **sizes: int) -> kernels.Bac
             f"with JAX {jax.__version__} (pallas_kernels/geometry.py says what it takes, and "
             "Mosaic needs JAX 0.11); use backend=None, which finds one that does"
         )
-    return importlib.import_module(f"pallas_kernels.{backend}").BACKEND
+    return importlib.import_module(f".{backend}", __package__).BACKEND
 
 
 def _on_nvidia(

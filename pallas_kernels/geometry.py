@@ -23,8 +23,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from pallas_kernels.layout import Layout
-from pallas_kernels.program import Cut, common_cut
+from .layout import Layout
+from .program import Cut, common_cut
 
 MOST_ELEMENTS = 64  # a thread; 128 spill registers
 FEW_ELEMENTS = 32

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import program
-from pallas_kernels.layout import Layout
-from pallas_kernels.swizzle import Swizzle
+from . import program
+from .layout import Layout
+from .swizzle import Swizzle
 
 
 class Backend(NamedTuple):

@@ -24,8 +24,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.arithmetic import Rule
-from pallas_kernels.rotation import SIZE
+from .arithmetic import Rule
+from .rotation import SIZE
 
 ALIGNMENT = 16
 

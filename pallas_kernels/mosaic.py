@@ -11,12 +11,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import shim
-from pallas_kernels.arithmetic import Machine, round_to_even
-from pallas_kernels.geometry import MosaicTile, mosaic_tile
-from pallas_kernels.kernels import Backend
-from pallas_kernels.layout import Layout
-from pallas_kernels.program import Cut
+from . import shim
+from .arithmetic import Machine, round_to_even
+from .geometry import MosaicTile, mosaic_tile
+from .kernels import Backend
+from .layout import Layout
+from .program import Cut
 
 MACHINE = Machine(
     nearest=round_to_even,

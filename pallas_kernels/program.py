@@ -17,11 +17,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.arithmetic import Machine, decode, encode
-from pallas_kernels.chance import uniform
-from pallas_kernels.layout import Layout, pack, row_from_bytes, row_to_bytes, unpack
-from pallas_kernels.rotation import SIZE, rotate, rotate_back
-from pallas_kernels.scales import Block, grid_of
+from .arithmetic import Machine, decode, encode
+from .chance import uniform
+from .layout import Layout, pack, row_from_bytes, row_to_bytes, unpack
+from .rotation import SIZE, rotate, rotate_back
+from .scales import Block, grid_of
 
 # Sums of up to so many pieces are written out, 16 sources of 4 bits for instance; longer ones loop.
 UNROLLED = 32

@@ -13,12 +13,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.arithmetic import Grid, Machine, decode, encode, round_to_even
-from pallas_kernels.chance import uniform
-from pallas_kernels.layout import Layout, pack, row_from_bytes, row_to_bytes, unpack
-from pallas_kernels.rotation import rotate_blocks, rotate_blocks_back
-from pallas_kernels.scales import Block, grid_of
-from pallas_kernels.swizzle import Swizzle
+from .arithmetic import Grid, Machine, decode, encode, round_to_even
+from .chance import uniform
+from .layout import Layout, pack, row_from_bytes, row_to_bytes, unpack
+from .rotation import rotate_blocks, rotate_blocks_back
+from .scales import Block, grid_of
+from .swizzle import Swizzle
 
 Seed = tuple[jax.Array, jax.Array]
 

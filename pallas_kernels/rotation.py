@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_kernels.floats import SIGN, bits_of, float_of
+from .floats import SIGN, bits_of, float_of
 
 SIZE = 32
 # H H = 32: there and back is the identity, and both products are exact.

@@ -24,8 +24,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.arithmetic import Grid, Machine, Rule, across, decode, encode
-from pallas_kernels.floats import (
+from .arithmetic import Grid, Machine, Rule, across, decode, encode
+from .floats import (
     MAGNITUDE,
     NAN,
     SIGN,

@@ -10,12 +10,12 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from pallas_kernels import shim
-from pallas_kernels.arithmetic import Machine, round_to_even
-from pallas_kernels.geometry import TritonTile, triton_tile
-from pallas_kernels.kernels import Backend
-from pallas_kernels.layout import Layout
-from pallas_kernels.program import Cut
+from . import shim
+from .arithmetic import Machine, round_to_even
+from .geometry import TritonTile, triton_tile
+from .kernels import Backend
+from .layout import Layout
+from .program import Cut
 
 # `jax.lax.round` has no Triton lowering.
 _ROUND_TO_EVEN = "cvt.rni.f32.f32 $0, $1;"

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from models.losses import next_token_loss
+from zeroxla.models.losses import next_token_loss
 
 
 def rotate_pairs(x_BLNH, positions_BL, num):

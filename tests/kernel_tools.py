@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType
 from quantize_cases import name_of
 
-from pallas_kernels import kernels, mosaic, triton
 from zeroxla.config.wire_format import WireFormat
+from zeroxla.pallas_kernels import kernels, mosaic, triton
 
 SIZE, WIRES, SOURCES = 256 * 70, 2, 8
 FORMATS = [

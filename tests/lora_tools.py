@@ -7,7 +7,7 @@ import optax
 from zoo.base import tokens, vectors
 
 import zeroxla
-from models import GPT, Llama
+from zeroxla.models import GPT, Llama
 
 KEY = jax.random.key(0)
 CONFIG = zeroxla.ZeroConfig(persistence_threshold=0)

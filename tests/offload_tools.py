@@ -7,8 +7,8 @@ import numpy as np
 import optax
 
 import zeroxla
-from models import GPT, Llama
 from zeroxla import Offload, ZeroConfig
+from zeroxla.models import GPT, Llama
 
 MODELS = {
     "scanned": lambda: GPT.tiny(width=64),

@@ -20,11 +20,11 @@ from flax import nnx
 from reference import relative_errors, remember_gradients, worst
 
 import zeroxla
-from models import GPT, Llama
-from models.alexnet import alexnet_layers
-from models.gpt import Block, layer_norm
-from models.losses import classification_loss, next_token_loss
 from zeroxla import Pipeline, TiedLayer, ZeroConfig
+from zeroxla.models import GPT, Llama
+from zeroxla.models.alexnet import alexnet_layers
+from zeroxla.models.gpt import Block, layer_norm
+from zeroxla.models.losses import classification_loss, next_token_loss
 
 KEY = jax.random.key(4)
 ROWS = 96  # of the batch: divides by every number of micro-batches on every mesh

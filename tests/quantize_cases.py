@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import quantize_oracle
+
 from zeroxla.quantize import Wire, WireFormat, dequantize, quantize
 
 DTYPES = ("float32", "bfloat16", "float16")

@@ -10,8 +10,8 @@ import numpy as np
 import optax
 
 import zeroxla
-from models import GPT
 from zeroxla import ZeroConfig, rlhf
+from zeroxla.models import GPT
 
 VOCAB, WANTED = 16, 3
 PROMPTS = [[1, 2, 3], [4], [5, 6], [7, 8, 9]]

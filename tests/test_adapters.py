@@ -12,8 +12,8 @@ from adapter_tools import KEY, X, once, shapes
 from flax import nnx
 from quick import quick_compilation  # noqa: F401
 
-from models import GPT, MLP
 from zeroxla.frontend import Adapted, adapt
+from zeroxla.models import GPT, MLP
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 

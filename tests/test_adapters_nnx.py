@@ -10,8 +10,8 @@ from adapter_tools import KEY, X, once, shapes
 from flax import nnx
 from quick import quick_compilation  # noqa: F401
 
-from models import Llama
 from zeroxla.frontend import adapt
+from zeroxla.models import Llama
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 

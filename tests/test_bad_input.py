@@ -13,7 +13,7 @@ from quick import quick_compilation  # noqa: F401
 from zoo.base import leaves, mse, vectors
 
 import zeroxla
-from models import GPT, MLP
+from zeroxla.models import GPT, MLP
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 

@@ -14,7 +14,7 @@ from zeroxla.mesh.axes import BATCH_AXES
 from zeroxla.mesh.placement import place
 from zeroxla.wire import bundles
 from zeroxla.wire.collectives import Collectives
-from zeroxla.wire.routes import Route, Source
+from zeroxla.wire.routes import LeafSource, Route
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -42,7 +42,7 @@ def collectives_of(mesh, wire="float32", reduce="float32"):
 
 def gather_all(collectives, shards, placements):
     routes = [Route(placement=p) for p in placements]
-    return collectives.gathers.gather([Source(x) for x in shards], routes)
+    return collectives.gathers.gather([LeafSource(x) for x in shards], routes)
 
 
 def reduce_all(collectives, gradients, placements):

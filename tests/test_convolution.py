@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models.convolution import convolution
+from zeroxla.models.convolution import convolution
 
 
 def make(size, width, kernel, channels, features):

@@ -12,11 +12,11 @@ import pytest
 from quick import quick_compilation  # noqa: F401
 
 import zeroxla
-from models import MLP
 from zeroxla import Feedback, Offload, WireFormat, ZeroConfig
 from zeroxla.config.deepspeed import optimizers, read, schedules
 from zeroxla.config.deepspeed.keys import TOP
 from zeroxla.config.deepspeed.sections import AUTO
+from zeroxla.models import MLP
 from zeroxla.wire.error_feedback import quantize_with_error
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")

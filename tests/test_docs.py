@@ -13,8 +13,8 @@ import jax
 import pytest
 from quick import quick_compilation, thinned  # noqa: F401
 
-import models
 import zeroxla
+from zeroxla import models
 from zeroxla.cli.export import ExportOptions
 from zeroxla.cli.option_groups import flag
 from zeroxla.cli.plan.options import PlanOptions

@@ -12,11 +12,11 @@ from hf_tools import read_file
 from quick import quick_compilation  # noqa: F401
 
 import zeroxla
-from models import Llama
 from zeroxla import Checkpointer
 from zeroxla.cli import main as cli
 from zeroxla.cli.data.vocabulary import Bytes, Tokens
 from zeroxla.cli.run_folder import RunFolder
+from zeroxla.models import Llama
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 

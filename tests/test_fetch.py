@@ -5,11 +5,11 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
+from zeroxla.config.fetch_limits import FetchLimits
 from zeroxla.fetch.fetch_plan import make_plan
 from zeroxla.fetch.order import tie_points
-from zeroxla.fetch.reuse import Limits
-from zeroxla.fetch.runner import Runner
-from zeroxla.fetch.segments import Loop, Remat, Straight
+from zeroxla.fetch.runner import FetchRunner
+from zeroxla.fetch.segments import LayerLoop, Remat, Straight
 from zeroxla.mesh.placement import place
 from zeroxla.program.trace import trace
 from zeroxla.wire.collectives import Collectives
@@ -30,7 +30,10 @@ def plan_of(loss, *leaves, x=(2, 6), unit_elements=1, frozen=()):
         program, values, values, unit_elements=unit_elements, split_dims=dict.fromkeys(values)
     )
     skip = {
-        leaf: dim for s in whole.segments if isinstance(s, Loop) for leaf, dim in s.stacked.values()
+        leaf: dim
+        for s in whole.segments
+        if isinstance(s, LayerLoop)
+        for leaf, dim in s.stacked.values()
     }
     dims = {v: place(v.aval.shape, WORLD, skip=[skip[v]] if v in skip else []).dim for v in values}
     active = [v for i, v in enumerate(values) if i not in frozen]
@@ -41,14 +44,17 @@ def runner_of(plan, limits=None):
     """A runner of the plan; it traces forward and backward, and runs nothing."""
     collectives = Collectives.make(nodes=2, devices=4)
     stacked = {
-        leaf: dim for s in plan.segments if isinstance(s, Loop) for leaf, dim in s.stacked.values()
+        leaf: dim
+        for s in plan.segments
+        if isinstance(s, LayerLoop)
+        for leaf, dim in s.stacked.values()
     }
     placements = {
         v: place(v.aval.shape, WORLD, skip=[stacked[v]] if v in stacked else [])
         for v in plan.leaves
     }
     routes = {v: Route(placement=p) for v, p in placements.items()}
-    return Runner(plan, collectives, routes, limits or Limits())
+    return FetchRunner(plan, collectives, routes, limits or FetchLimits())
 
 
 def plan_of_scan(layers=3):
@@ -123,7 +129,7 @@ def test_backward_gathers_only_what_it_reads():
 def test_a_scan_over_stacked_leaves_is_a_loop_whose_body_gathers_a_layer():
     plan = plan_of_scan()
     loop, last = plan.segments
-    assert isinstance(loop, Loop)
+    assert isinstance(loop, LayerLoop)
     assert isinstance(last, Straight)
     assert loop.leaves == ()
     assert last.leaves == ()
@@ -152,7 +158,7 @@ def test_a_stack_may_be_cast_and_transposed_before_its_loop(before, dims):
         return lax.scan(lambda x, w: (jnp.tanh(x @ w.astype(x.dtype)), None), x, before(w))[0].sum()
 
     plan = plan_of(loss, shape(6, 6, 6))
-    (loop,) = [s for s in plan.segments if isinstance(s, Loop)]
+    (loop,) = [s for s in plan.segments if isinstance(s, LayerLoop)]
     assert {dim for _, dim in loop.stacked.values()} == dims
 
 
@@ -170,7 +176,7 @@ def test_leaves_that_every_turn_reads_are_gathered_before_the_loop():
         return lax.scan(lambda c, w: (jnp.tanh(c @ w @ shared.T) + x, None), carry, w)[0].sum()
 
     plan = plan_of(loss, shape(3, 6, 6), shape(6, 6), shape(6))
-    (loop,) = [s for s in plan.segments if isinstance(s, Loop)]
+    (loop,) = [s for s in plan.segments if isinstance(s, LayerLoop)]
     assert {plan.leaves.index(v) for v in loop.leaves} == {1, 2}
     assert [leaf.aval.shape for leaf in loop.body.leaves] == [(6, 6)]
 
@@ -220,7 +226,7 @@ def test_frozen_leaves_and_integers_have_no_gradient():
 def test_a_loop_keeps_all_its_layers_gathered_or_none(max_live):
     """Kept layers lie stacked on the tape: ten layers of 36 elements are 360."""
     plan = plan_of_scan(layers=10)
-    (body,) = runner_of(plan, Limits(max_live=max_live, max_reuse=10**9)).bodies.values()
+    (body,) = runner_of(plan, FetchLimits(max_live=max_live, max_reuse=10**9)).bodies.values()
     assert bool(body.body.passes.kept) == (max_live >= 360)
 
 

@@ -13,7 +13,7 @@ from zeroxla.mesh.placement import place
 from zeroxla.wire import bundles
 from zeroxla.wire.collectives import Collectives
 from zeroxla.wire.hops import Hops
-from zeroxla.wire.routes import Route, Source
+from zeroxla.wire.routes import LeafSource, Route
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -53,7 +53,7 @@ def run(shape, size, route_of, function):
     stored = [p.stored(jnp.asarray(x)) for p, x in zip(placements, values_of(), strict=True)]
 
     def local(shards):
-        return function(gathers, [Source(x) for x in shards], routes)
+        return function(gathers, [LeafSource(x) for x in shards], routes)
 
     mapped = jax.shard_map(
         local,

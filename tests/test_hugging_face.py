@@ -9,8 +9,8 @@ from flax import nnx
 from hf_tools import recorded
 from quick import quick_compilation  # noqa: F401
 
-from models import GPT, Llama, from_hugging_face
-from models.rotary import RopeScaling, rotary_tables
+from zeroxla.models import GPT, Llama, from_hugging_face
+from zeroxla.models.rotary import RopeScaling, rotary_tables
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 

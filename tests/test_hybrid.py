@@ -16,9 +16,9 @@ from hybrid_tools import KEY, PROMPTS, padded, reference, train
 from quick import quick_compilation, thinned  # noqa: F401
 
 import zeroxla
-from models import GPT, Llama, from_hugging_face
 from zeroxla import HybridEngine
 from zeroxla.checkpoint.weights.pretrained import from_pretrained
+from zeroxla.models import GPT, Llama, from_hugging_face
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 

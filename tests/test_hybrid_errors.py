@@ -12,9 +12,9 @@ from hybrid_tools import KEY, train
 from quick import quick_compilation  # noqa: F401
 
 import zeroxla
-from models import GPT
 from zeroxla import HybridEngine
-from zeroxla.hybrid.prompts import Limits
+from zeroxla.hybrid.prompts import LengthLimits
+from zeroxla.models import GPT
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 BATCH = {"tokens": np.zeros((8, 9), np.int32)}
@@ -227,7 +227,7 @@ def test_a_call_that_fails_leaves_nothing(known, monkeypatch):
 
 def test_buckets_hold_what_was_asked_for_within_the_context():
     for limit in (20, 32, 100):
-        limits = Limits(limit)
+        limits = LengthLimits(limit)
         for prompt in range(1, limit):
             for new in (1, 3, limit - prompt):
                 if prompt + new > limit:

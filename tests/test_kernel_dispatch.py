@@ -8,11 +8,11 @@ import kernel_tools
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 from quick import thinned
-from zeroxla.quantize import WireFormat, quantize
 
-from pallas_kernels import shim
-from pallas_kernels.geometry import MOST_ELEMENTS, THREADS, mosaic_tile, triton_tile
+from zeroxla.pallas_kernels import shim
+from zeroxla.pallas_kernels.geometry import MOST_ELEMENTS, THREADS, mosaic_tile, triton_tile
 from zeroxla.planning.gpu_topology import H200, WheelsMissingError, target_mesh
+from zeroxla.quantize import WireFormat, quantize
 
 pytestmark = pytest.mark.skipif(
     not shim.has_mosaic(), reason="kernels are compiled without a GPU from JAX 0.11 on"

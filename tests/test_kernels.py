@@ -18,6 +18,8 @@ from quantize_cases import (
     sample,
 )
 from quick import quick_compilation, thinned  # noqa: F401
+
+from zeroxla.pallas_kernels import shim
 from zeroxla.quantize import (
     Wire,
     WireFormat,
@@ -26,8 +28,6 @@ from zeroxla.quantize import (
     quantize,
     swizzled_quantize,
 )
-
-from pallas_kernels import shim
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 

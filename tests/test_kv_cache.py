@@ -10,8 +10,8 @@ from flax import nnx
 from hybrid_models import ParallelGPT
 from quick import quick_compilation, thinned  # noqa: F401
 
-from models import GPT, Llama
 from zeroxla.frontend import adapt
+from zeroxla.models import GPT, Llama
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 TOKENS = jax.random.randint(jax.random.key(1), (3, 12), 0, 48)

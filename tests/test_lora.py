@@ -25,9 +25,9 @@ from zoo import CASES
 from zoo.base import tokens, vectors
 
 import zeroxla
-from models import GPT, Llama
 from zeroxla.frontend import adapt
 from zeroxla.frontend.lora import at_rest
+from zeroxla.models import GPT, Llama
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 MESHES = {"(2, 4)": (2, 4), "(1, 8)": (1, 8)}

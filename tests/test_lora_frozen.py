@@ -20,10 +20,10 @@ from reference import Reference, relative_errors, worst
 from zoo.base import tokens
 
 import zeroxla
-from models import GPT, Llama
 from zeroxla.frontend import adapt
 from zeroxla.frontend.lora import at_rest
 from zeroxla.frontend.lora.uses import Dense
+from zeroxla.models import GPT, Llama
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 

@@ -17,14 +17,14 @@ from jax import lax
 from quick import thinned
 
 import zeroxla
-from models import GPT
+from zeroxla.config.fetch_limits import FetchLimits
 from zeroxla.fetch.fetch_plan import make_plan
-from zeroxla.fetch.reuse import Limits
-from zeroxla.fetch.runner import Runner
+from zeroxla.fetch.runner import FetchRunner
 from zeroxla.mesh.placement import Placement
+from zeroxla.models import GPT
 from zeroxla.program.trace import trace
 from zeroxla.wire.collectives import Collectives
-from zeroxla.wire.routes import Route, Source
+from zeroxla.wire.routes import LeafSource, Route
 
 needs_barriers = pytest.mark.skipif(
     jax.__version_info__ < (0, 11),
@@ -102,9 +102,9 @@ def tape_of(loss, w, **options):
     placement = Placement(shape=w.shape, dim=w.ndim - 1)
     plan = make_plan(program, [leaf], [leaf], unit_elements=None, split_dims={leaf: placement.dim})
     alone = Collectives.make(nodes=1, devices=1)
-    runner = Runner(plan, alone, {leaf: Route(placement=placement)}, Limits(**options))
+    runner = FetchRunner(plan, alone, {leaf: Route(placement=placement)}, FetchLimits(**options))
     forward = functools.partial(runner.forward, record=True)
-    _, tape = jax.eval_shape(lambda w, x: forward({leaf: Source(w)}, [x]), w, X_BD)
+    _, tape = jax.eval_shape(lambda w, x: forward({leaf: LeafSource(w)}, [x]), w, X_BD)
     return [x for x in jax.tree.leaves(tape) if x.size]
 
 

@@ -11,9 +11,9 @@ from flax import nnx
 from hf_tools import gpt_tree, llama_tree, recorded
 from quick import quick_compilation, thinned  # noqa: F401
 
-from models import GPT, MLP, AlexNet, Llama
-from models.alexnet import adaptive_average_pool, alexnet_layers
-from models.losses import classification_loss, next_token_loss
+from zeroxla.models import GPT, MLP, AlexNet, Llama
+from zeroxla.models.alexnet import adaptive_average_pool, alexnet_layers
+from zeroxla.models.losses import classification_loss, next_token_loss
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 

@@ -11,9 +11,9 @@ from offload_tools import MODELS, SMALL, assert_same, batch, make, taken
 from quick import quick_compilation, thinned  # noqa: F401
 
 import zeroxla
-from models import GPT
 from zeroxla import Offload, ZeroConfig
 from zeroxla.inspect import array_bytes_per_device
+from zeroxla.models import GPT
 from zeroxla.offload.memory_kinds import check_memory, is_on_host
 from zeroxla.offload.update.stream import stream
 from zeroxla.offload.update.sub_groups import Pieces

@@ -8,8 +8,8 @@ from offload_tools import MODELS, SMALL, assert_same, batch, make, make_step, ta
 from quick import quick_compilation, thinned  # noqa: F401
 
 import zeroxla
-from models import GPT
 from zeroxla import Offload, WireFormat, ZeroConfig
+from zeroxla.models import GPT
 from zeroxla.planning.liveness import is_on_host
 from zeroxla.planning.wire_bytes import bodies, local_of
 from zeroxla.program.trace import trace

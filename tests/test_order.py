@@ -12,8 +12,8 @@ from jax.sharding import AbstractMesh
 from quick import quick_compilation, thinned  # noqa: F401
 
 import zeroxla
-from models import GPT
 from zeroxla import ZeroConfig
+from zeroxla.models import GPT
 from zeroxla.planning.wire_bytes import local_of
 from zeroxla.program import compat
 from zeroxla.program.hlo.text import parse

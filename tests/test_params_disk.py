@@ -12,9 +12,8 @@ import pytest
 from offload_tools import SMALL, assert_same, batch, make, make_step, taken, trained
 from quick import quick_compilation, thinned  # noqa: F401
 
-import models
 import zeroxla
-from zeroxla import Checkpointer, Offload, ZeroConfig
+from zeroxla import Checkpointer, Offload, ZeroConfig, models
 from zeroxla.checkpoint.weights import pretrained
 from zeroxla.offload.array_bytes import array_bytes_per_device, shard_bytes
 from zeroxla.offload.disk import read_ahead as ahead

@@ -12,9 +12,9 @@ import pytest
 from quick import quick_compilation  # noqa: F401
 
 import zeroxla
-from models import GPT, Llama
 from zeroxla import HybridEngine, ZeroConfig
 from zeroxla.inspect import array_bytes_per_device, memory
+from zeroxla.models import GPT, Llama
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 BATCH = {"tokens": np.zeros((8, 9), np.int32)}
@@ -102,7 +102,7 @@ def test_what_has_no_phases():
 LARGE = """
 import json, numpy as np, optax, zeroxla
 zeroxla.simulate(32)
-from models import Llama
+from zeroxla.models import Llama
 
 model = Llama.llama3_8b(
     vocab=32000, layers=80, width=8192, heads=64, kv_heads=8, hidden=28672, length=4096

@@ -11,8 +11,8 @@ from pipeline_equality import KEY, alexnet, images, listed, tokens
 from quick import quick_compilation, thinned  # noqa: F401
 
 import zeroxla
-from models import GPT, AlexNet
 from zeroxla import Checkpointer, Machine, Pipeline, Profile, ZeroConfig
+from zeroxla.models import GPT, AlexNet
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 

@@ -10,8 +10,8 @@ import pytest
 from inspect_tools import in_both_forms
 
 import zeroxla
-from models import GPT
 from zeroxla import Pipeline, ZeroConfig
+from zeroxla.models import GPT
 
 WIDTH, ROWS, MICROBATCHES = 16, 2, 6
 LEAF = 4 * WIDTH * WIDTH  # bytes

@@ -12,8 +12,8 @@ from quick import quick_compilation  # noqa: F401
 from test_pipeline import FAST, MODELS, step_of
 
 import zeroxla
-from models import GPT
 from zeroxla import Pipeline, Profile, TiedLayer
+from zeroxla.models import GPT
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 

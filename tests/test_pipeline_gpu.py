@@ -11,8 +11,8 @@ import optax
 import pytest
 
 import zeroxla
-from models import GPT
 from zeroxla import Pipeline, ZeroConfig
+from zeroxla.models import GPT
 from zeroxla.planning.gpu_topology import H200, WheelsMissingError, target_mesh
 from zeroxla.program import hlo
 

@@ -9,8 +9,8 @@ from pipeline_equality import KEY, tokens
 from quick import quick_compilation  # noqa: F401
 
 import zeroxla
-from models import GPT
 from zeroxla import Pipeline, ZeroConfig
+from zeroxla.models import GPT
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 

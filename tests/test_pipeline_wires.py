@@ -12,8 +12,8 @@ from pipeline_equality import KEY, tokens
 from quick import quick_compilation  # noqa: F401
 
 import zeroxla
-from models import GPT
 from zeroxla import Checkpointer, Feedback, Pipeline, WireFormat, ZeroConfig
+from zeroxla.models import GPT
 from zeroxla.pipeline.stage_wire_state import StagesWireState
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")

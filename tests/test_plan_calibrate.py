@@ -9,10 +9,10 @@ import pytest
 from quick import quick_compilation  # noqa: F401
 
 import zeroxla
-from models import GPT
 from zeroxla import ZeroConfig
 from zeroxla.cli import main as cli
 from zeroxla.mesh.machines import Machines
+from zeroxla.models import GPT
 from zeroxla.planning.calibrate import LEAST, calibrated, entry
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")

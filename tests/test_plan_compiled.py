@@ -11,11 +11,11 @@ import jax.numpy as jnp
 import pytest
 
 import zeroxla
-from models import GPT
 from zeroxla import ZeroConfig
 from zeroxla.cli import main as cli
 from zeroxla.cli.plan import run as plan_run
 from zeroxla.mesh.machines import Machines
+from zeroxla.models import GPT
 from zeroxla.planning import gpu_topology as topology
 from zeroxla.planning.gpu_topology import H200, WheelsMissingError, target_mesh
 
@@ -44,7 +44,7 @@ def without_wheels(monkeypatch):
 
 PROGRAM = """
 import jax, zeroxla
-from models import GPT
+from zeroxla.models import GPT
 from zeroxla.planning.compiled import prepare_cpu
 
 prepare_cpu(8)

@@ -12,10 +12,10 @@ from jax.sharding import AbstractMesh
 from quick import quick_compilation  # noqa: F401
 
 import zeroxla
-from models import GPT, MLP
 from zeroxla import ZeroConfig
 from zeroxla.cli import main as cli
 from zeroxla.mesh.machines import Machines
+from zeroxla.models import GPT, MLP
 from zeroxla.planning.fit import smallest, zero3_estimate
 from zeroxla.planning.generation import Generating
 

@@ -13,11 +13,11 @@ from jax.sharding import AbstractMesh, PartitionSpec
 from quick import quick_compilation  # noqa: F401
 
 import zeroxla
-from models import GPT, Llama
 from zeroxla import ZeroConfig
 from zeroxla.cli import main as cli
 from zeroxla.inspect import array_bytes_per_device, comms
 from zeroxla.mesh.machines import Device, Link, Machines
+from zeroxla.models import GPT, Llama
 from zeroxla.planning.liveness import Scope
 from zeroxla.planning.model_presets import PRESETS, model_named
 from zeroxla.planning.target import Target
@@ -482,9 +482,9 @@ def test_the_command_refuses_what_it_does_not_know(capsys):
 @pytest.mark.slow
 def test_seventy_billion_parameters_on_4096_devices_take_seconds():
     code = """
-import resource, time, zeroxla.cli
+import resource, time, zeroxla.cli.main
 start = time.perf_counter()
-status = zeroxla.cli.main(["plan", "--model", "llama-70b", "--nodes", "512"])
+status = zeroxla.cli.main.main(["plan", "--model", "llama-70b", "--nodes", "512"])
 used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 print("status", status, time.perf_counter() - start, used * 1024)
 """

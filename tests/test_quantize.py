@@ -24,6 +24,7 @@ from quantize_cases import (
     restored,
     sample,
 )
+
 from zeroxla.quantize import Wire, WireFormat, dequantize, quantize
 
 FACTORS = {**FORMATS, "length": LENGTHS, "dtype": DTYPES}

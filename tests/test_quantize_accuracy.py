@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from quantize_cases import DISTRIBUTIONS, name_of, options, quantized, sample
 from quick import quick_compilation, thinned  # noqa: F401
+
 from zeroxla.quantize import WireFormat, quantize
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import quantize_oracle
 from quantize_cases import options, quantized, restored
+
 from zeroxla.quantize import Wire, WireFormat, swizzled_quantize
 
 FIXTURES = Path(__file__).parent / "fixtures"

@@ -7,6 +7,7 @@ import pytest
 import quantize_oracle
 from quantize_cases import name_of, options, sample
 from quick import quick_compilation  # noqa: F401
+
 from zeroxla.quantize import Wire, WireFormat, dequant_reduce
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")

@@ -16,6 +16,7 @@ from quantize_cases import (
     sample,
 )
 from quick import quick_compilation, thinned  # noqa: F401
+
 from zeroxla.quantize import WireFormat
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")

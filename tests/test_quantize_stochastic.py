@@ -9,6 +9,7 @@ import pytest
 import quantize_oracle
 from quantize_cases import DISTRIBUTIONS, name_of, options, sample
 from quick import quick_compilation  # noqa: F401
+
 from zeroxla.quantize import (
     Wire,
     WireFormat,

@@ -9,9 +9,9 @@ import pytest
 import quantize_oracle
 from quantize_cases import options, quantized, restored, sample
 from quick import quick_compilation  # noqa: F401
-from zeroxla.quantize import Wire, WireFormat, swizzled_quantize
 
-from pallas_kernels.swizzle import Swizzle
+from zeroxla.pallas_kernels.swizzle import Swizzle
+from zeroxla.quantize import Wire, WireFormat, swizzled_quantize
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 

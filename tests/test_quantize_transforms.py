@@ -7,6 +7,7 @@ import pytest
 from jax.sharding import PartitionSpec
 from quantize_cases import quantized, restored, sample
 from quick import quick_compilation  # noqa: F401
+
 from zeroxla.quantize import Wire, WireFormat, dequantize, quantize
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")

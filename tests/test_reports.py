@@ -9,8 +9,8 @@ import pytest
 from quick import quick_compilation  # noqa: F401
 
 import zeroxla
-from models import GPT
 from zeroxla.inspect import memory, plot_memory, schedule
+from zeroxla.models import GPT
 from zeroxla.planning.generation import Generating
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")

@@ -3,7 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zeroxla.fetch.reuse import Limits, kept_uses
+from zeroxla.config.fetch_limits import FetchLimits
+from zeroxla.fetch.reuse import kept_uses
 
 # Forward and backward of an embedding e, two layers a and b, and the embedding as the head.
 USES = ["e", "a", "b", "e", "e", "b", "a", "e"]
@@ -11,11 +12,11 @@ SIZES = {"e": 100, "a": 10, "b": 20}
 
 
 def kept(max_live, max_reuse, uses=USES):
-    return sorted(kept_uses(uses, SIZES, Limits(max_live=max_live, max_reuse=max_reuse)))
+    return sorted(kept_uses(uses, SIZES, FetchLimits(max_live=max_live, max_reuse=max_reuse)))
 
 
 def test_nothing_is_kept_by_default():
-    assert kept(0, 0) == [] == sorted(kept_uses(USES, SIZES, Limits()))
+    assert kept(0, 0) == [] == sorted(kept_uses(USES, SIZES, FetchLimits()))
 
 
 def test_everything_is_kept_without_limits():
@@ -49,7 +50,7 @@ def test_one_use_needs_nothing():
 )
 def test_the_limits_hold_at_every_moment(uses, max_live, max_reuse):
     uses = [sorted(u) for u in uses]
-    found = kept_uses(uses, SIZES, Limits(max_live=max_live, max_reuse=max_reuse))
+    found = kept_uses(uses, SIZES, FetchLimits(max_live=max_live, max_reuse=max_reuse))
     for then, leaf in found:
         assert leaf in uses[then]
         now = next(t for t in range(then + 1, len(uses)) if leaf in uses[t])

@@ -12,8 +12,8 @@ from quick import quick_compilation, thinned  # noqa: F401
 from rlhf_tools import PROMPTS, VOCAB, begin, prompts, settings, share_of_wanted
 
 import zeroxla
-from models import Llama
 from zeroxla import rlhf
+from zeroxla.models import Llama
 from zeroxla.rlhf.objectives import batch_shapes, critic_shapes
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")

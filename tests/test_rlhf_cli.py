@@ -32,7 +32,7 @@ def rlhf(*arguments) -> int:
 
 
 def command(*arguments) -> list[str]:
-    return [sys.executable, "-m", "zeroxla.cli.main", "rlhf", *map(str, arguments)]
+    return [sys.executable, "-m", "zeroxla", "rlhf", *map(str, arguments)]
 
 
 def run_as_a_user(run, text, *options) -> str:

@@ -7,17 +7,17 @@ import pytest
 from hybrid_models import NoCache, ParallelGPT, RepeatedHeads
 from quick import quick_compilation  # noqa: F401
 
-from models import GPT, Llama
 from zeroxla.frontend import adapt
 from zeroxla.hybrid.calls import Calls
 from zeroxla.hybrid.model import Model
+from zeroxla.models import GPT, Llama
 from zeroxla.program import compat
 from zeroxla.program.trace import trace
 from zeroxla.split import products, rules
 from zeroxla.split.atoms import Atom, block, contiguous, dim_of, expand, join, size_of, splits
-from zeroxla.split.dims_flow import Flow, seeded
+from zeroxla.split.dims_flow import DimsFlow, seeded
 from zeroxla.split.part_program import leaf_dims
-from zeroxla.split.run_parts import Runner, Sharing
+from zeroxla.split.run_parts import PartsRunner, Sharing
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -104,14 +104,14 @@ def in_parts(function, shapes, chosen, parts=2, arrays=None):
         arrays = [generator.normal(size=shape).astype(np.float32) for shape in shapes]
     program, _ = trace(function, *arrays, opened=compat.forward_jaxpr)
     leaves = [seeded(s, *(c or (None, None))) for s, c in zip(shapes, chosen, strict=True)]
-    flow = Flow.of(program, leaves)
+    flow = DimsFlow.of(program, leaves)
     for atoms in flow.atoms():
         assert not any(atom.blocked for atom in atoms if atom.chosen), "blocked"
     sharing = Sharing(parts=parts, axis="tensor")
 
     def run(_):
         taken = [sharing.take(jnp.asarray(x), d) for x, d in zip(arrays, leaves, strict=True)]
-        outs = Runner(flow, sharing)(taken)
+        outs = PartsRunner(flow, sharing)(taken)
         return [sharing.collect(x, d) for x, d in zip(outs, flow.outputs(), strict=True)]
 
     found = jax.vmap(run, axis_name="tensor", axis_size=parts)(jnp.arange(parts)[:, None] * 0)

@@ -208,7 +208,7 @@ class TestKilled:
         begin = ["--run", run, "--data", text, *TINY, "--steps", "12", "--save-every", "1", *disk]
         arguments = begin
         for killed_after in (2, 5, 9):
-            command = [sys.executable, "-m", "zeroxla.cli.main", "train", *map(str, arguments)]
+            command = [sys.executable, "-m", "zeroxla", "train", *map(str, arguments)]
             process = subprocess.Popen(
                 command, env={**os.environ, **QUICK}, stdout=subprocess.DEVNULL
             )

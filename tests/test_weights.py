@@ -21,13 +21,13 @@ from hf_tools import (
 from quick import quick_compilation, thinned  # noqa: F401
 
 import zeroxla
-from models import GPT, Llama, from_hugging_face
-from models.losses import next_token_loss
 from zeroxla.checkpoint.checkpointer import Checkpointer
 from zeroxla.checkpoint.weights import export
 from zeroxla.checkpoint.weights.export import export_params
 from zeroxla.checkpoint.weights.pretrained import from_pretrained
 from zeroxla.checkpoint.weights.sources import StateSource
+from zeroxla.models import GPT, Llama, from_hugging_face
+from zeroxla.models.losses import next_token_loss
 
 pytest.importorskip("safetensors", reason="safetensors is not installed")
 pytestmark = pytest.mark.usefixtures("quick_compilation")

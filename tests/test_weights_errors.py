@@ -14,11 +14,11 @@ from hf_tools import read_file, write_file
 from quick import quick_compilation  # noqa: F401
 
 import zeroxla
-from models import GPT, MLP, Llama
 from zeroxla.checkpoint.weights import export
 from zeroxla.checkpoint.weights import safetensors_writer as tensor_files
 from zeroxla.checkpoint.weights.export import export_params
 from zeroxla.checkpoint.weights.pretrained import from_pretrained
+from zeroxla.models import GPT, MLP, Llama
 
 pytest.importorskip("safetensors", reason="safetensors is not installed")
 pytestmark = pytest.mark.usefixtures("quick_compilation")

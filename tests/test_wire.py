@@ -18,8 +18,8 @@ import pytest
 from quick import quick_compilation, thinned  # noqa: F401
 
 import zeroxla
-from models import GPT, Llama
 from zeroxla.inspect import comms
+from zeroxla.models import GPT, Llama
 from zeroxla.program import hlo
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")

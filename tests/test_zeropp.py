@@ -14,9 +14,9 @@ from wire_tools import as_it_arrives
 from zoo.base import leaves, mse, vectors
 
 import zeroxla
-from models import GPT
 from zeroxla import Checkpointer, Feedback, WireFormat, ZeroConfig
 from zeroxla.frontend import adapt
+from zeroxla.models import GPT
 from zeroxla.wire.error_feedback import quantize_with_error
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")

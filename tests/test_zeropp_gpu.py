@@ -13,9 +13,9 @@ import optax
 import pytest
 
 import zeroxla
-from models import GPT
 from zeroxla import ZeroConfig
 from zeroxla.inspect import comms
+from zeroxla.models import GPT
 from zeroxla.planning.gpu_topology import H200, WheelsMissingError, target_mesh
 
 pytestmark = pytest.mark.nightly

@@ -14,9 +14,9 @@ import pytest
 from quick import quick_compilation, thinned  # noqa: F401
 
 import zeroxla
-from models import GPT
 from zeroxla import Feedback, WireFormat, ZeroConfig
 from zeroxla.inspect import comms
+from zeroxla.models import GPT
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 

@@ -24,7 +24,7 @@ def train(*arguments: Any) -> int:
 def train_as_a_user(*arguments: Any) -> str:
     """Run `zeroxla train` in a process of its own; return what it printed."""
     done = subprocess.run(
-        [sys.executable, "-m", "zeroxla.cli.main", "train", *map(str, arguments)],
+        [sys.executable, "-m", "zeroxla", "train", *map(str, arguments)],
         env={**os.environ, **QUICK},
         capture_output=True,
         text=True,

@@ -77,4 +77,4 @@ __all__ = [  # noqa: RUF022 (grouped)
     "search_plans",
 ]
 
-__version__ = "0.1.0"
+__version__ = version("zeroxla")

@@ -32,7 +32,7 @@ def export(path: str) -> None:
     import jax
     from flax.traverse_util import flatten_dict
 
-    from models import GPT
+    from zeroxla.models import GPT
 
     shape = {"layers": task.LAYERS, "width": task.WIDTH, "heads": task.HEADS}
     model = GPT(vocab=task.VOCAB, length=task.LENGTH, scan=False, **shape)

@@ -36,7 +36,7 @@ def train(batch=None, *, rate=0.1, accumulate=1):
     import optax
 
     import zeroxla
-    from models import GPT
+    from zeroxla.models import GPT
 
     mesh = zeroxla.make_mesh()
     index, count = zeroxla.process_shard(mesh)
@@ -54,7 +54,7 @@ def train_stages(*, seed=0, schedule="1f1b"):
     import optax
 
     import zeroxla
-    from models import GPT
+    from zeroxla.models import GPT
 
     mesh = zeroxla.make_mesh(pipe=2)
     pipeline = zeroxla.Pipeline.from_model(GPT.tiny(width=16), schedule=schedule)

@@ -20,7 +20,7 @@ def generate():
     import jax
 
     import zeroxla
-    from models import GPT
+    from zeroxla.models import GPT
 
     mesh = zeroxla.make_mesh(nodes=2, devices_per_node=2)
     step = zeroxla.make_step(GPT.tiny(), mesh, config=zeroxla.ZeroConfig(persistence_threshold=0))

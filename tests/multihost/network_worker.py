@@ -7,7 +7,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 import two_hosts_rows
 
-from models import GPT
+from zeroxla.models import GPT
 
 MODEL = GPT.tiny(vocab=256, length=128, width=192)
 

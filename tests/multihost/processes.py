@@ -44,7 +44,7 @@ def finish(process, timeout=300):
 
 def zeroxla(*arguments, **env):
     """Run the command line to its end."""
-    return finish(start(["-m", "zeroxla.cli.main", *arguments], **env))
+    return finish(start(["-m", "zeroxla", *arguments], **env))
 
 
 def launch(script, *arguments, **options):

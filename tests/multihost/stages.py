@@ -85,8 +85,8 @@ def pipeline_of(case):
     import flax.linen as nn
 
     import zeroxla
-    from models import GPT
-    from models.losses import next_token_loss
+    from zeroxla.models import GPT
+    from zeroxla.models.losses import next_token_loss
 
     if case.model == "gpt":
         model = GPT.tiny(layers=case.layers)

@@ -28,7 +28,7 @@ def train(mesh, name):
     import optax
 
     import zeroxla
-    from models import GPT
+    from zeroxla.models import GPT
 
     index, count = zeroxla.process_shard(mesh)
 

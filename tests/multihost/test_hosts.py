@@ -9,9 +9,9 @@ import types
 import numpy as np
 import pytest
 
-import pallas_kernels
 import zeroxla
 from multihost import processes
+from zeroxla import pallas_kernels
 from zeroxla.cli.launch.ranks import free_port
 from zeroxla.mesh.processes.environment import Cluster, find_cluster
 from zeroxla.mesh.processes.fingerprint import fingerprint

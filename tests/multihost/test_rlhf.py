@@ -31,7 +31,7 @@ def records(run):
 )
 def test_two_processes_learn_what_one_does_and_resume(text, tmp_path, options):
     two, one = tmp_path / "two", tmp_path / "one"
-    command = [sys.executable, "-m", "zeroxla.cli.main", "rlhf"]
+    command = [sys.executable, "-m", "zeroxla", "rlhf"]
     launch = ["launch", "--nodes", "2", "--devices-per-node", "2", "--", *command]
     start = [*RLHF, "--data", text, *options]
     status, out = processes.zeroxla(*launch, *start, "--steps", "2", "--run", two)

@@ -60,8 +60,8 @@ def process_of_rank(rank, run):
 def test_a_killed_run_is_started_again_and_ends_with_the_same_losses(text, tmp_path, undisturbed):
     run = tmp_path / "run"
     launch = ["launch", "--nodes", "2", "--devices-per-node", "2", "--max-restarts", "1", "--"]
-    program = [sys.executable, "-m", "zeroxla.cli.main", *TRAIN, "--data", text, "--run", run]
-    launcher = processes.start(["-m", "zeroxla.cli.main", *launch, *program])
+    program = [sys.executable, "-m", "zeroxla", *TRAIN, "--data", text, "--run", run]
+    launcher = processes.start(["-m", "zeroxla", *launch, *program])
     wait_for_step(launcher, run, 12)
     os.kill(process_of_rank(1, run), signal.SIGKILL)
     status, out = processes.finish(launcher)
@@ -75,7 +75,7 @@ def test_a_killed_run_is_started_again_and_ends_with_the_same_losses(text, tmp_p
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_run_is_saved_and_resumed(text, tmp_path, undisturbed, number):
     run = tmp_path / "run"
-    launcher = processes.start(["-m", "zeroxla.cli.main", *TRAIN, "--data", text, "--run", run])
+    launcher = processes.start(["-m", "zeroxla", *TRAIN, "--data", text, "--run", run])
     wait_for_step(launcher, run, 7)
     launcher.send_signal(number)
     status, out = processes.finish(launcher)

@@ -19,9 +19,9 @@ def main(hub, out):
     import jax
     import numpy as np
 
-    from models import from_hugging_face
     from zeroxla.checkpoint.weights.export import export_params
     from zeroxla.checkpoint.weights.pretrained import from_pretrained
+    from zeroxla.models import from_hugging_face
 
     first = jax.process_index() == 0
     model = from_hugging_face(hub)

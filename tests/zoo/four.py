@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from models import GPT, MLP, AlexNet, Llama
+from zeroxla.models import GPT, MLP, AlexNet, Llama
 from zoo.base import case, images, masked_tokens, tokens
 
 SMALL = {"vocab": 64, "width": 16, "heads": 2, "layers": 2}

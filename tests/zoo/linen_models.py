@@ -9,7 +9,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from models.losses import classification_loss
+from zeroxla.models.losses import classification_loss
 from zoo.base import case, images, mse, series, tokens, vectors
 
 

@@ -29,7 +29,7 @@ class DamageError(ValueError):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Leaf:
+class CheckpointArray:
     """An array in a checkpoint.
 
     Attributes:
@@ -67,7 +67,7 @@ class About(Report):
     """
 
     number: int
-    leaves: Mapping[tuple[str, ...], Leaf]
+    leaves: Mapping[tuple[str, ...], CheckpointArray]
     mesh: Mapping[str, int]
     config: Mapping[str, Any] | None
     position: Any
@@ -78,7 +78,10 @@ class About(Report):
     @staticmethod
     def of(number: int, found: Mapping[Name, Entry], **rest: Any) -> About:
         """Make it of a state's arrays."""
-        leaves = {path: Leaf(name=path, shape=e.shape, dtype=e.dtype) for path, e in found.items()}
+        leaves = {
+            path: CheckpointArray(name=path, shape=e.shape, dtype=e.dtype)
+            for path, e in found.items()
+        }
         return About(number=number, leaves=leaves, **rest)
 
     @property
@@ -94,7 +97,7 @@ class About(Report):
         leaf = self.leaves.get(path)
         return leaf is not None and (leaf.shape, leaf.dtype) == (entry.shape, entry.dtype)
 
-    def select(self, pattern: str) -> list[Leaf]:
+    def select(self, pattern: str) -> list[CheckpointArray]:
         """Return the leaves whose name matches a regular expression, whole or in part."""
         return [leaf for path, leaf in self.leaves.items() if re.search(pattern, name(path))]
 
@@ -119,7 +122,7 @@ class About(Report):
                 raise _newer(file, values)
             values.pop("fingerprint")
             leaves = [
-                Leaf(name=tuple(path), shape=tuple(shape), dtype=dtype)
+                CheckpointArray(name=tuple(path), shape=tuple(shape), dtype=dtype)
                 for path, shape, dtype in values.pop("leaves")
             ]
             return About(leaves={leaf.name: leaf for leaf in leaves}, **values)
@@ -161,7 +164,7 @@ class About(Report):
         # Parameters first: where they differ, so do an optimizer's copies of them.
         for path in sorted(chosen, key=lambda path: (path[0] != "params", path)):
             there, entry = self.leaves.get(path), found.get(path)
-            here = entry and Leaf(name=path, shape=entry.shape, dtype=entry.dtype)
+            here = entry and CheckpointArray(name=path, shape=entry.shape, dtype=entry.dtype)
             if there != here:
                 what = "optimizer" if path[0] == "opt_state" else "model"
                 raise ValueError(

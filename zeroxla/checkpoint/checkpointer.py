@@ -7,13 +7,13 @@ import functools
 import re
 import warnings
 from collections.abc import Callable, Mapping
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import jax
 from flax import traverse_util
 
-import zeroxla
 from zeroxla.checkpoint import entries as logical
 from zeroxla.checkpoint.about import About
 from zeroxla.checkpoint.disk_arrays import apart, replaced_on_disk, to_disk, writer_of
@@ -63,7 +63,7 @@ class Checkpointer:
       ValueError: a number is below 1, or the folder cannot be made.
 
     >>> import tempfile, jax, numpy as np, zeroxla
-    >>> from models import MLP
+    >>> from zeroxla.models import MLP
     >>> step = zeroxla.make_step(MLP.tiny(), zeroxla.make_mesh(nodes=1))
     >>> batch = {"image": np.zeros((8, 28, 28)), "label": np.zeros(8, int)}
     >>> state = step.init(jax.random.key(0), batch)
@@ -141,7 +141,7 @@ class Checkpointer:
             config=None if config is None else _plain(dataclasses.asdict(config)),
             position=position,
             key=logical.key_kind(state.key),
-            version=zeroxla.__version__,
+            version=version("zeroxla"),
         )
         self._store.save(number, found, about)
         return True

@@ -128,7 +128,7 @@ def _to_launch(mesh: MeshOptions, pipe: int) -> LaunchOptions | None:
 
 
 def _again(arguments: list[str]) -> list[str]:
-    return [sys.executable, "-m", "zeroxla.cli.main", *arguments]
+    return [sys.executable, "-m", "zeroxla", *arguments]
 
 
 def newest_run(runs: Path, command: str = "train") -> Path:
@@ -202,7 +202,3 @@ def _read(arguments: list[str], kind: type[_T], default: _T | None = None) -> _T
         description=DESCRIPTION,
         config=(tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes),
     )
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -2,31 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 from zeroxla.config.feedback import Feedback
-from zeroxla.config.offload import Offload
 from zeroxla.config.wire_format import WireFormat
 
 WIRES = ("weight_wire", "gradient_wire", "inter_node_gradient_wire", "weight_differences")
 
 
-class WireOptions(Protocol):
-    """The fields of `ZeroConfig` that say how leaves and gradients travel."""
-
-    weight_wire: WireFormat | None
-    gradient_wire: WireFormat | None
-    inter_node_gradient_wire: WireFormat | None
-    weight_differences: WireFormat | None
-    error_feedback: Feedback | None
-    hpz_size: Any
-    inter_node_gather: Any
-    inter_node_reduce: Any
-    offload: Offload
-
-
-def check_wires(config: WireOptions) -> None:
+def check_wires(config: Any) -> None:
     """Check the options of wires.
+
+    Args:
+      config: a `ZeroConfig`.
 
     Raises:
       ValueError: one is not of its kind, or two exclude each other.

@@ -7,9 +7,9 @@ from typing import Literal
 
 import jax
 
-from pallas_kernels.arithmetic import Rule
-from pallas_kernels.layout import Layout
-from pallas_kernels.rotation import SIZE
+from zeroxla.pallas_kernels.arithmetic import Rule
+from zeroxla.pallas_kernels.layout import Layout
+from zeroxla.pallas_kernels.rotation import SIZE
 
 Scale = Literal["bound", "mse", "deepspeed"]
 

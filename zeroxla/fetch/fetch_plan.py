@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 
-from zeroxla.fetch.segments import Loop, Plan, Remat, Segment, Straight
+from zeroxla.fetch.segments import FetchPlan, LayerLoop, Remat, Segment, Straight
 from zeroxla.fetch.units import default_unit_elements, unit_of_each
 from zeroxla.program import compat
 from zeroxla.program.stacked_scan import find_stacked, loop_body
@@ -40,7 +40,7 @@ def make_plan(
     recoverable: Iterable[Value] | None = None,
     split_dims: Mapping[Value, int | None],
     gradient_of: Sequence[Atom] | None = None,
-) -> Plan:
+) -> FetchPlan:
     """Cut `program` into segments.
 
     Args:
@@ -50,8 +50,8 @@ def make_plan(
       gradient_of: the outputs that are differentiated; all if None.
       unit_elements: the most elements of leaves gathered together, unless one leaf alone has more;
         None finds the model's repeated block.
-      constants: see `Plan`.
-      recoverable: see `Plan`; every input if None.
+      constants: see `FetchPlan`.
+      recoverable: see `FetchPlan`; every input if None.
       split_dims: the dim along which each leaf is stored split.
     """
     gradient_of = program.outputs if gradient_of is None else gradient_of
@@ -80,7 +80,7 @@ class _Planner:
     known: dict[Value, Equation] = dataclasses.field(default_factory=dict)
     segments: list[Segment] = dataclasses.field(default_factory=list)
 
-    def plan(self) -> Plan:
+    def plan(self) -> FetchPlan:
         main = self._placed_equations()
         inner_unit_elements = self.unit_elements or self._default_unit_elements(main)
         outputs = [a for a in self.program.outputs if isinstance(a, Value)]
@@ -114,7 +114,7 @@ class _Planner:
         units: dict[int, list[Value]] = {}
         for leaf in order:
             units.setdefault(unit[leaf], []).append(leaf)
-        return Plan(
+        return FetchPlan(
             leaves=self.leaves,
             inputs=tuple(v for v in self.program.inputs if v not in set(self.leaves)),
             segments=tuple(self.segments),
@@ -188,7 +188,7 @@ class _Planner:
                 self.segments[i] = dataclasses.replace(seg, outputs=outs)
             wanted.update(seg.inputs)
 
-    def _loop(self, eq: Equation) -> Loop | None:
+    def _loop(self, eq: Equation) -> LayerLoop | None:
         """Return the loop of a `scan` that runs over stacked leaves, else None."""
         if eq.name != "scan":
             return None
@@ -226,7 +226,7 @@ class _Planner:
             },
         )
         stacked = {i - first_x: (chain.leaf, chain.layer_dim) for i, chain in chains.items()}
-        return Loop(eq, leaves, tuple(known), inputs, stacked, body)
+        return LayerLoop(eq, leaves, tuple(known), inputs, stacked, body)
 
     def _active_in_body(
         self, eq: Equation, body: Program, first_carry: int, num_carry: int

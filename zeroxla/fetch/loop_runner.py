@@ -10,20 +10,20 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from zeroxla.config.fetch_limits import FetchLimits
 from zeroxla.fetch.cotangents import Sums
-from zeroxla.fetch.reuse import Limits
-from zeroxla.fetch.segments import Loop
+from zeroxla.fetch.segments import LayerLoop
 from zeroxla.program import compat
 from zeroxla.program.trace import Value, read, run
 from zeroxla.wire.collectives import Collectives
-from zeroxla.wire.routes import Route, Source
+from zeroxla.wire.routes import LeafSource, Route
 
 Arrays = Mapping[Value, jax.Array]
-Sources = Mapping[Value, Source]
+Sources = Mapping[Value, LeafSource]
 
 
 class LoopRunner:
-    """Forward and backward of one `Loop` segment.
+    """Forward and backward of one `LayerLoop` segment.
 
     Both are `lax.scan`s over the stored shards, whose slices the body's own plan gathers. Forward
     stacks the body's tape, so a turn keeps its activations; constants and the scan's own `xs` are
@@ -32,10 +32,10 @@ class LoopRunner:
 
     def __init__(
         self,
-        loop: Loop,
+        loop: LayerLoop,
         collectives: Collectives,
         routes: Mapping[Value, Route],
-        limits: Limits,
+        limits: FetchLimits,
         *,
         keep: bool,
         make_runner: Callable[..., Any],
@@ -164,7 +164,7 @@ class LoopRunner:
             unroll=params["unroll"],
         )
 
-    def _layers(self, sources: Sources) -> list[Source]:
+    def _layers(self, sources: Sources) -> list[LeafSource]:
         stacked = self.loop.stacked.values()
         return [self.routes[leaf].layers(sources[leaf], dim) for leaf, dim in stacked]
 

@@ -20,12 +20,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from zeroxla.fetch.segments import Loop, Segment, Straight
+from zeroxla.fetch.segments import LayerLoop, Segment, Straight
 from zeroxla.offload.memory_kinds import is_on_host
 from zeroxla.program.trace import Value
 from zeroxla.wire.collectives import Collectives
-from zeroxla.wire.gather import Arriving
-from zeroxla.wire.routes import Route, Source
+from zeroxla.wire.gather import ArrivingUnit
+from zeroxla.wire.routes import LeafSource, Route
 
 
 def tie(arrays: Sequence[Any], to: Sequence[Any], *, firmly: bool) -> tuple[list[Any], list[Any]]:
@@ -135,7 +135,7 @@ class FetchOrder:
             sum(leaf.aval.size for leaf in (*unit, *first))
             for unit, first in zip(units, first_inside, strict=True)
         ]
-        loops = [i for i, s in enumerate(segments) if isinstance(s, Loop)]
+        loops = [i for i, s in enumerate(segments) if isinstance(s, LayerLoop)]
         return cls(
             units=units,
             # Without prefetch no loop gathers before its first turn.
@@ -168,7 +168,7 @@ class Fetches:
         order: FetchOrder,
         collectives: Collectives,
         routes: Mapping[Value, Route],
-        sources: Mapping[Value, Source],
+        sources: Mapping[Value, LeafSource],
         live: Mapping[Value, jax.Array],
         key: jax.Array | None,
     ) -> None:
@@ -178,7 +178,7 @@ class Fetches:
         self._missing = missing_leaves(order, self.live)
         self._keys = _keys(sources, key)
         self._arrived: list[jax.Array] = []  # what the last gather gave
-        self._arriving: dict[int, Arriving] = {}  # not yet cut into leaves
+        self._arriving: dict[int, ArrivingUnit] = {}  # not yet cut into leaves
         self.enter(-1, [])
 
     def enter(self, point: int, entry: Sequence[Any]) -> list[Any]:
@@ -202,13 +202,13 @@ class Fetches:
             tied, after = tie([x.array for x in parts], to, firmly=self._firmly)
             entry = after[: len(entry)]
             for v, x, part in zip(leaves, tied, parts, strict=True):
-                self.sources[v] = Source(x, part.form)
+                self.sources[v] = LeafSource(x, part.form)
             coming = [self.gathers.on_device(self.sources[v], self.routes[v]) for v in missing]
             if self._firmly and any(is_on_host(self.sources[v].array) for v in missing):
                 # What was tied before is in host memory, and so by a barrier only.
                 here, after = tie([x.array for x in coming], after, firmly=True)
                 entry = after[: len(entry)]
-                coming = [Source(x, s.form) for x, s in zip(here, coming, strict=True)]
+                coming = [LeafSource(x, s.form) for x, s in zip(here, coming, strict=True)]
             arriving = self.gathers.start(
                 coming,
                 [self.routes[v] for v in missing],
@@ -235,7 +235,7 @@ class Fetches:
 
 def stacked_leaves(segment: Segment) -> tuple[Value, ...]:
     """Return the leaves that a loop slices; () if it is no loop."""
-    if not isinstance(segment, Loop):
+    if not isinstance(segment, LayerLoop):
         return ()
     return tuple(dict.fromkeys(leaf for leaf, _ in segment.stacked.values()))
 

@@ -9,12 +9,13 @@ from typing import Any, NamedTuple
 
 import jax
 
+from zeroxla.config.fetch_limits import FetchLimits
 from zeroxla.fetch.order import FetchOrder, missing_leaves, stacked_leaves
 from zeroxla.fetch.residuals import Linearized, linearize
-from zeroxla.fetch.reuse import Limits, kept_uses
-from zeroxla.fetch.segments import Loop, Plan, Segment, Straight
+from zeroxla.fetch.reuse import kept_uses
+from zeroxla.fetch.segments import FetchPlan, LayerLoop, Segment, Straight
 from zeroxla.program.trace import Value
-from zeroxla.wire.routes import Route, Source
+from zeroxla.wire.routes import LeafSource, Route
 
 
 class Tape(NamedTuple):
@@ -30,7 +31,7 @@ class Tape(NamedTuple):
     references: tuple[jax.Array, ...]
     saved: tuple[Any, ...]
     live: tuple[jax.Array, ...]
-    secondary: tuple[Source, ...]
+    secondary: tuple[LeafSource, ...]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -57,16 +58,18 @@ class Passes:
     references: tuple[Value, ...]
     gathered_again: tuple[Value, ...]
 
-    def keeps_stacked(self, i: int, loop: Loop) -> bool:
+    def keeps_stacked(self, i: int, loop: LayerLoop) -> bool:
         """Whether the stacked leaves of a loop, segment i, stay whole until its backward."""
         stacked = stacked_leaves(loop)
         return bool(stacked) and all((i, leaf) in self.kept for leaf in stacked)
 
-    def to_keep(self, sources: Mapping[Value, Source]) -> list[Value]:
+    def to_keep(self, sources: Mapping[Value, LeafSource]) -> list[Value]:
         """The leaves whose secondary shards forward leaves for a later pass."""
         return [v for v in self.gathered_again if sources[v].is_shard]
 
-    def after(self, sources: Mapping[Value, Source], tape: Tape | None) -> dict[Value, Source]:
+    def after(
+        self, sources: Mapping[Value, LeafSource], tape: Tape | None
+    ) -> dict[Value, LeafSource]:
         """Return what the leaves are gathered from after a forward that left `tape`."""
         if tape is None:
             return dict(sources)
@@ -80,9 +83,9 @@ class Passes:
 
 
 def make_passes(
-    plan: Plan,
+    plan: FetchPlan,
     routes: Mapping[Value, Route],
-    limits: Limits,
+    limits: FetchLimits,
     *,
     in_loop: bool,
     in_remat: bool,

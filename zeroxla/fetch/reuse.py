@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
+from zeroxla.config.fetch_limits import FetchLimits
+
 Key = TypeVar("Key")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Limits:
-    """How far gathers run ahead, and what is kept; in elements. See `ZeroConfig`."""
-
-    prefetch: int | None = 0  # None: one unit ahead
-    max_live: int = 0
-    max_reuse: int = 0
 
 
 def kept_uses(
     uses: Sequence[Sequence[Key]],
     sizes: Mapping[Key, int],
-    limits: Limits,
+    limits: FetchLimits,
 ) -> frozenset[tuple[int, Key]]:
     """Decide, along forward and backward, which leaves stay alive between two of their uses.
 

@@ -15,24 +15,24 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from zeroxla.config.fetch_limits import FetchLimits
 from zeroxla.fetch.cotangents import Sums
 from zeroxla.fetch.loop_runner import LoopRunner
 from zeroxla.fetch.order import Fetches, FetchOrder, tie
 from zeroxla.fetch.passes import Tape, make_passes
-from zeroxla.fetch.reuse import Limits
-from zeroxla.fetch.segments import Loop, Plan, Remat, Segment, Straight
+from zeroxla.fetch.segments import FetchPlan, LayerLoop, Remat, Segment, Straight
 from zeroxla.program.trace import Value, read
 from zeroxla.wire.collectives import Collectives
-from zeroxla.wire.routes import Route, Source
+from zeroxla.wire.routes import LeafSource, Route
 
 Arrays = Mapping[Value, jax.Array]
-Sources = Mapping[Value, Source]
+Sources = Mapping[Value, LeafSource]
 
 # Folded into a pass' key for its gathers; below it are numbers of segments.
 _GATHERS = 2**31 - 1
 
 
-class Runner:
+class FetchRunner:
     """Runs one plan inside `shard_map`.
 
     Args:
@@ -46,10 +46,10 @@ class Runner:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: FetchPlan,
         collectives: Collectives,
         routes: Mapping[Value, Route],
-        limits: Limits,
+        limits: FetchLimits,
         *,
         in_loop: bool = False,
         in_remat: bool = False,
@@ -59,9 +59,9 @@ class Runner:
         self.bodies: dict[Segment, Any] = {}
         for i, seg in enumerate(plan.segments):
             if isinstance(seg, Remat):
-                self.bodies[seg] = Runner(seg.body, collectives, routes, limits, in_remat=True)
-            elif isinstance(seg, Loop):
-                make = functools.partial(Runner, in_loop=True, in_remat=in_remat)
+                self.bodies[seg] = FetchRunner(seg.body, collectives, routes, limits, in_remat=True)
+            elif isinstance(seg, LayerLoop):
+                make = functools.partial(FetchRunner, in_loop=True, in_remat=in_remat)
                 keep = passes.keeps_stacked(i, seg)
                 self.bodies[seg] = LoopRunner(
                     seg, collectives, routes, limits, keep=keep, make_runner=make
@@ -134,7 +134,7 @@ class Runner:
 
     def _body_forward(
         self,
-        seg: Loop | Remat,
+        seg: LayerLoop | Remat,
         sources: Sources,
         gathered: Arrays,
         env: Arrays,
@@ -142,10 +142,10 @@ class Runner:
         record: bool,
         **options: Any,
     ) -> tuple[Sequence[jax.Array], Any]:
-        if isinstance(seg, Loop):
+        if isinstance(seg, LayerLoop):
             del options["activations"]
             return self.bodies[seg].forward(sources, gathered, env, record=record, **options)
-        body: Runner = self.bodies[seg]
+        body: FetchRunner = self.bodies[seg]
         inputs = [env[v] for v in body.plan.inputs]
         # Nothing is recorded: backward runs this forward again.
         return body.forward(sources, inputs, record=False, **options)
@@ -252,7 +252,7 @@ class Runner:
             filled = [_or_zeros(by_value[v], v) for v in linear.outputs]
             references = {v: env[v] for v in linear.references}
             return linear.backward(gathered, references, saved, filled), {}
-        if isinstance(seg, Loop):
+        if isinstance(seg, LayerLoop):
             loop: LoopRunner = self.bodies[seg]
             return loop.backward(sources, gathered, env, saved, cotangents, **options)
         body = self.bodies[seg]

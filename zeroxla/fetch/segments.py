@@ -23,7 +23,7 @@ class Straight:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class Loop:
+class LayerLoop:
     """A `scan` whose `xs` hold stacked leaves.
 
     Attributes:
@@ -40,7 +40,7 @@ class Loop:
     known: tuple[Equation, ...]
     inputs: tuple[Value, ...]
     stacked: Mapping[int, tuple[Value, int]]
-    body: Plan
+    body: FetchPlan
 
     @property
     def outputs(self) -> tuple[Value, ...]:
@@ -53,7 +53,7 @@ class Remat:
 
     equation: Equation
     inputs: tuple[Value, ...]
-    body: Plan
+    body: FetchPlan
 
     leaves = ()
 
@@ -62,11 +62,11 @@ class Remat:
         return self.equation.outputs
 
 
-Segment = Straight | Loop | Remat
+Segment = Straight | LayerLoop | Remat
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class Plan:
+class FetchPlan:
     """Segments in order.
 
     Attributes:
@@ -90,14 +90,14 @@ class Plan:
     units: tuple[tuple[Value, ...], ...]
 
 
-def layer_dims(plan: Plan) -> dict[Value, set[int]]:
+def layer_dims(plan: FetchPlan) -> dict[Value, set[int]]:
     """Return the dims along which the plan's loops slice each leaf."""
     dims: dict[Value, set[int]] = {}
     for seg in plan.segments:
         if isinstance(seg, Remat):
             for leaf, inner in layer_dims(seg.body).items():
                 dims.setdefault(leaf, set()).update(inner)
-        elif isinstance(seg, Loop):
+        elif isinstance(seg, LayerLoop):
             inside = layer_dims(seg.body)
             for sliced, (leaf, dim) in zip(seg.body.leaves, seg.stacked.values(), strict=True):
                 inner = {d + (d >= dim) for d in inside.get(sliced, ())}

@@ -5,7 +5,7 @@
     loss, metrics, model_state = adapted.loss(params, model_state, batch, key, train=True)
 
 The rest of zeroxla sees only these. One file for each kind of model: `linen`, `nnx`, `function`; a
-model with adapters (`zeroxla.lora`) is adapted from what it is a model of, in `zeroxla/low_rank`.
+model that `zeroxla.lora` gave adapters brings its own functions, from `zeroxla/frontend/lora`.
 """
 
 from collections.abc import Callable
@@ -14,11 +14,9 @@ from typing import Any
 import flax.linen
 import flax.nnx
 
-from zeroxla.frontend.base import Adapted, stream_key
+from zeroxla.frontend.base import Adapted, AdaptsItself, stream_key
 from zeroxla.frontend.function import adapt_function
 from zeroxla.frontend.linen import adapt_linen
-from zeroxla.frontend.lora.adapted import adapt_lora
-from zeroxla.frontend.lora.model import LoraModel
 from zeroxla.frontend.nnx import adapt_nnx
 
 __all__ = ["Adapted", "adapt", "stream_key"]
@@ -54,8 +52,8 @@ def adapt(model: Any, loss: Callable[..., Any] | None = None) -> Adapted:
             f"model is the class {model.__name__}, not a model; pass {model.__name__}(...) of a "
             f"flax.linen module, or `lambda rngs: {model.__name__}(..., rngs=rngs)` of an nnx one"
         )
-    if isinstance(model, LoraModel):
-        return adapt_lora(model, adapt(model.model, loss))
+    if isinstance(model, AdaptsItself):
+        return model.adapt(loss)
     if isinstance(model, flax.linen.Module):
         return adapt_linen(model, loss)
     if isinstance(model, tuple | list) and len(model) == 2 and all(map(callable, model)):

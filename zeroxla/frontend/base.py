@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import inspect
 import zlib
@@ -84,6 +85,20 @@ class Adapted:
             return *checked(result), state
 
         return Adapted(init=init, loss=loss, **others)
+
+
+class AdaptsItself(abc.ABC):
+    """A model that makes its own `Adapted`, such as one with adapters."""
+
+    __slots__ = ()
+
+    @abc.abstractmethod
+    def adapt(self, loss: Callable[..., Any] | None) -> Adapted:
+        """Return the model as pure functions.
+
+        Args:
+          loss: as `make_step` takes it; None for the model's own.
+        """
 
 
 def stream_key(key: jax.Array, name: str) -> jax.Array:

@@ -26,7 +26,7 @@ from zeroxla.program.paths import Path
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Layout:
+class StaticModule:
     """The static part of a module: how to put it together from arrays."""
 
     graphdef: Any
@@ -156,7 +156,7 @@ def nnx_functions(
     # eval_shape of the taken-apart module, not nnx.eval_shape: that returns a module whose plain
     # array attributes became ShapeDtypeStructs, which a later split takes for static values.
     graphdef, _, streams, _ = jax.eval_shape(shapes, jax.random.key(0))
-    layout = Layout(graphdef=graphdef, paths=paths, streams=streams)
+    layout = StaticModule(graphdef=graphdef, paths=paths, streams=streams)
     (run,) = runs
 
     def init(key: jax.Array, batch: Any) -> tuple[Tree, Tree]:
@@ -201,7 +201,7 @@ def take_apart(
     return graphdef, flat(params), flat(streams), flat(others)
 
 
-def put_together(layout: Layout, leaves: Mapping[Path, Any], key: jax.Array) -> nnx.Module:
+def put_together(layout: StaticModule, leaves: Mapping[Path, Any], key: jax.Array) -> nnx.Module:
     """Return the module with these arrays, and with rng streams that follow from the key."""
     streams = {path: fresh(path, shape, key) for path, shape in layout.streams.items()}
     state = nnx.from_flat_state(

@@ -8,12 +8,12 @@ from typing import Any
 
 import jax
 
-from zeroxla.config.reuse_limits import ReuseLimits
+from zeroxla.config.fetch_limits import FetchLimits
 from zeroxla.frontend.base import Adapted
 from zeroxla.program.report import Report
 from zeroxla.wire.leaves import Layout
 from zeroxla.wire.resolve import Wiring
-from zeroxla.wire.wire_state import WireKeeper, WireState
+from zeroxla.wire.wire_state import WireState, WireStatePlan
 
 
 class StagedModel(abc.ABC):
@@ -32,7 +32,7 @@ class StagedModel(abc.ABC):
         layout: Layout,
         wiring: Wiring,
         unit_elements: int | None,
-        limits: ReuseLimits,
+        limits: FetchLimits,
         microbatches: int,
         weights: str,
     ) -> StagedGradients:
@@ -43,7 +43,7 @@ class StagedModel(abc.ABC):
           layout: the model's leaves, split over all devices.
           wiring: how leaves travel between the devices of a stage.
           unit_elements: see `ZeroConfig`.
-          limits: which gathered leaves are kept.
+          limits: how far gathers run ahead, and what is kept.
           microbatches: of a step.
           weights: "step" gathers a stage's leaves once in a step, "tick" in every tick.
         """
@@ -86,7 +86,7 @@ class StagedGradients(abc.ABC):
         """
 
     @abc.abstractmethod
-    def wire_keeper(self, rows: Any, key: jax.Array) -> WireKeeper:
+    def wire_state_plan(self, rows: Any, key: jax.Array) -> WireStatePlan:
         """Return what makes the wire state of the stages, and carries it on."""
 
     @abc.abstractmethod

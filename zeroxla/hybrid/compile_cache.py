@@ -16,9 +16,9 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from zeroxla.frontend.base import Tree
-from zeroxla.hybrid.decode import Shape
+from zeroxla.hybrid.decode import DecodeShape
 from zeroxla.hybrid.generate_programs import Generation
-from zeroxla.hybrid.reshard import ROWS, Stored, part_spec
+from zeroxla.hybrid.reshard import ROWS, StoredModel, part_spec
 from zeroxla.hybrid.sampling import Sampling
 from zeroxla.mesh.batches import put_key
 from zeroxla.mesh.processes.exchange import agree
@@ -37,7 +37,7 @@ class Compiled:
 
     def generate(
         self,
-        shape: Shape,
+        shape: DecodeShape,
         leaves: list[jax.Array],
         model_state: Tree,
         batch: dict[str, np.ndarray],
@@ -68,7 +68,7 @@ class Compiled:
         with mesh_context(self.mesh):
             return self._fetch(program(leaves, model_state, self._put(tokens_BL)))
 
-    def trace_generate(self, shape: Shape, sampling: Sampling) -> jax.stages.Traced:
+    def trace_generate(self, shape: DecodeShape, sampling: Sampling) -> jax.stages.Traced:
         """Trace what `generate` runs."""
         number = jax.ShapeDtypeStruct((), jnp.int32)
         options = dict.fromkeys(("new", "eos", "pad"), number)
@@ -101,7 +101,7 @@ class Compiled:
             tree = self._together(tree)
         return jax.tree.map(np.asarray, tree)
 
-    def _generate(self, shape: Shape) -> Any:
+    def _generate(self, shape: DecodeShape) -> Any:
         return self._program(shape, partial(self.generation.generate, shape=shape))
 
     def _rows(self, name: str, shape: tuple[int, int]) -> Any:
@@ -151,7 +151,7 @@ class Copy:
       release: whether it is freed after each use.
     """
 
-    def __init__(self, generation: Generation, stored: Stored, *, release: bool) -> None:
+    def __init__(self, generation: Generation, stored: StoredModel, *, release: bool) -> None:
         self.stored, self.release = stored, release
         self._mesh = generation.mesh
         self._reshard = jax.jit(partial(generation.reshard, stored=stored))

@@ -20,7 +20,7 @@ NextLogits = Callable[[Any, jax.Array, jax.Array], tuple[jax.Array, Any]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Shape:
+class DecodeShape:
     """What a program is compiled for.
 
     Attributes:
@@ -43,7 +43,7 @@ def decode(
     token_B: jax.Array,
     keys_B: jax.Array,
     options: dict[str, Any],
-    shape: Shape,
+    shape: DecodeShape,
 ) -> dict[str, jax.Array]:
     """Draw tokens until each row has met the end or has as many as it may.
 

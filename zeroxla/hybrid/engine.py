@@ -10,13 +10,13 @@ import jax
 import numpy as np
 
 from zeroxla.hybrid.compile_cache import Compiled, Copy
-from zeroxla.hybrid.decode import Shape
+from zeroxla.hybrid.decode import DecodeShape
 from zeroxla.hybrid.generate_programs import Generation
 from zeroxla.hybrid.model import Model
 from zeroxla.hybrid.phase_memory import PhaseReport
 from zeroxla.hybrid.phase_report import phase_report
-from zeroxla.hybrid.prompts import Generated, Limits, as_rows, left_padded
-from zeroxla.hybrid.reshard import Stored, tensor_mesh
+from zeroxla.hybrid.prompts import Generated, LengthLimits, as_rows, left_padded
+from zeroxla.hybrid.reshard import StoredModel, tensor_mesh
 from zeroxla.hybrid.sampling import Sampling
 from zeroxla.mesh.axes import PIPE
 from zeroxla.split.tensor_plan import TensorPlan
@@ -76,10 +76,10 @@ class HybridEngine:
             raise ValueError(f"prefill_tokens={prefill_tokens} must be 1 or more")
         self._step = step
         self.mesh = tensor_mesh(step.mesh, tensor)
-        stored = Stored.of(step)
+        stored = StoredModel.of(step)
         self._model = Model.of(step, stored, cache_dtype)
         calls = self._model.calls
-        self._limits = Limits.of(max_length, calls.adapted.context)
+        self._limits = LengthLimits.of(max_length, calls.adapted.context)
         self.plan: TensorPlan = self._model.plan(tensor)
         generation = Generation(
             model=self._model, plan=self.plan, mesh=self.mesh, prefill_tokens=prefill_tokens
@@ -203,7 +203,9 @@ class HybridEngine:
         with self._copy.of(state) as (leaves, _):
             return self._compiled.rows(name, leaves, state.model_state, whole)[:rows]
 
-    def _shape(self, num_rows: int, longest: int, max_new_tokens: int, sampling: Sampling) -> Shape:
+    def _shape(
+        self, num_rows: int, longest: int, max_new_tokens: int, sampling: Sampling
+    ) -> DecodeShape:
         """Return what is compiled for a call.
 
         Raises:
@@ -212,7 +214,7 @@ class HybridEngine:
         if max_new_tokens < 1:
             raise ValueError(f"max_new_tokens={max_new_tokens} must be 1 or more")
         prompt, new = self._limits.buckets(longest, max_new_tokens)
-        return Shape(
+        return DecodeShape(
             rows=self._rows_of_a_device(num_rows),
             prompt=prompt,
             new=new,

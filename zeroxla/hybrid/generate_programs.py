@@ -16,10 +16,18 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 from zeroxla.frontend.base import Tree
-from zeroxla.hybrid.decode import Shape, decode
+from zeroxla.hybrid.decode import DecodeShape, decode
 from zeroxla.hybrid.model import Model
 from zeroxla.hybrid.next_logits import Reader
-from zeroxla.hybrid.reshard import DATA, ROWS, TENSOR, Stored, part_spec, stored_spec, whole_rows
+from zeroxla.hybrid.reshard import (
+    DATA,
+    ROWS,
+    TENSOR,
+    StoredModel,
+    part_spec,
+    stored_spec,
+    whole_rows,
+)
 from zeroxla.hybrid.sampling import log_probs
 from zeroxla.mesh.axes import NODE
 from zeroxla.split.run_parts import Sharing
@@ -54,7 +62,7 @@ class Generation:
         """How many groups of devices hold the model."""
         return self.mesh.size // self.plan.parts
 
-    def reshard(self, leaves: Sequence[jax.Array], stored: Stored) -> list[jax.Array]:
+    def reshard(self, leaves: Sequence[jax.Array], stored: StoredModel) -> list[jax.Array]:
         """Return the parts of stored leaves, in the dtype in which the model computes."""
         dtype = jax.tree.leaves(self.model.params)[0].dtype
 
@@ -71,7 +79,7 @@ class Generation:
         batch: dict[str, jax.Array],
         key: jax.Array,
         options: dict[str, Any],
-        shape: Shape,
+        shape: DecodeShape,
     ) -> dict[str, jax.Array]:
         """Continue prompts.
 

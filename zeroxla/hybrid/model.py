@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from zeroxla.frontend.base import Tree
 from zeroxla.hybrid.calls import Calls
-from zeroxla.hybrid.reshard import Stored
+from zeroxla.hybrid.reshard import StoredModel
 from zeroxla.program.paths import leaf_path
 from zeroxla.program.shapes import shapes_of
 from zeroxla.split.dims_flow import seeded
@@ -37,7 +37,7 @@ class Model:
     cache_dtype: Any = None
 
     @staticmethod
-    def of(step: Step, stored: Stored, cache_dtype: Any = None) -> Model:
+    def of(step: Step, stored: StoredModel, cache_dtype: Any = None) -> Model:
         """Make the model of a step, which has seen a batch.
 
         Args:

@@ -37,7 +37,7 @@ class Generated:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Limits:
+class LengthLimits:
     """How long sequences may be.
 
     Attributes:
@@ -47,7 +47,7 @@ class Limits:
     max_length: int
 
     @staticmethod
-    def of(max_length: int | None, context: int | None) -> Limits:
+    def of(max_length: int | None, context: int | None) -> LengthLimits:
         """Take the user's number, or the model's.
 
         Raises:
@@ -67,7 +67,7 @@ class Limits:
             )
         found = context if max_length is None else int(max_length)
         assert found is not None
-        return Limits(found)
+        return LengthLimits(found)
 
     def buckets(self, prompt: int, new: int) -> tuple[int, int]:
         """Return the lengths to compile for: powers of two that hold both, within the limit. That

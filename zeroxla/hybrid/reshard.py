@@ -25,7 +25,7 @@ from zeroxla.mesh.placement import Placement
 from zeroxla.offload.memory_kinds import to_device
 from zeroxla.program.one_by_one import one_after_another
 from zeroxla.split.run_parts import padded, part_size, take_part
-from zeroxla.split.tensor_plan import Row
+from zeroxla.split.tensor_plan import LeafSplit
 from zeroxla.step.step import Step
 
 TENSOR = "tensor"
@@ -60,7 +60,7 @@ def stored_spec(placement: Placement) -> PartitionSpec:
     return PartitionSpec(*[None] * placement.dim, (TENSOR, DATA, NODE))
 
 
-def part_spec(row: Row) -> PartitionSpec:
+def part_spec(row: LeafSplit) -> PartitionSpec:
     """Return how a leaf's parts lie on it."""
     return PartitionSpec() if row.dim is None else PartitionSpec(*[None] * row.dim, TENSOR)
 
@@ -76,7 +76,7 @@ def whole_rows(rows: jax.Array, mesh: Mesh) -> jax.Array:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Stored:
+class StoredModel:
     """The leaves of a training state, and the model's own leaves that they stand for.
 
     Attributes:
@@ -91,10 +91,10 @@ class Stored:
     merge: Callable[[Any], Any] | None
 
     @staticmethod
-    def of(step: Step) -> Stored:
+    def of(step: Step) -> StoredModel:
         """Take them from a step, which has seen a batch."""
         state = step.shapes()
-        return Stored(
+        return StoredModel(
             placements=state.placements[0],
             tree=jax.tree.structure(state.params),
             merge=step.adapted.merge,
@@ -106,7 +106,7 @@ class Stored:
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, dtype), own)
 
     def parts(
-        self, shards: Sequence[jax.Array], rows: Sequence[Row], dtype: Any, mesh: Mesh
+        self, shards: Sequence[jax.Array], rows: Sequence[LeafSplit], dtype: Any, mesh: Mesh
     ) -> list[jax.Array]:
         """Return this device's part of each of the model's leaves; inside `shard_map`.
 
@@ -144,7 +144,7 @@ def whole_of(shard: jax.Array, placement: Placement, mesh: Mesh) -> jax.Array:
     return placement.natural(shard)
 
 
-def part_of(shard: jax.Array, placement: Placement, row: Row, mesh: Mesh) -> jax.Array:
+def part_of(shard: jax.Array, placement: Placement, row: LeafSplit, mesh: Mesh) -> jax.Array:
     """Return this device's part of a leaf; inside `shard_map` over the tensor mesh.
 
     Cost: a device receives its part once, 1/nodes of it inside the node and the rest from others.
@@ -179,7 +179,7 @@ def _gather(piece: jax.Array, axis: str, dim: int, mesh: Mesh) -> jax.Array:
     return lax.all_gather(piece, axis, axis=dim, tiled=True)
 
 
-def _own(whole: jax.Array, row: Row, tensor: int) -> jax.Array:
+def _own(whole: jax.Array, row: LeafSplit, tensor: int) -> jax.Array:
     if row.dim is None or row.factors is None or tensor == 1:
         return whole
     mine = part_size(row.factors[1], tensor)

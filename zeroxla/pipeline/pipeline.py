@@ -9,8 +9,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from zeroxla.config.fetch_limits import FetchLimits
 from zeroxla.frontend import Adapted, adapt
 from zeroxla.frontend.lora.model import LoraModel
+from zeroxla.frontend.staged import StagedModel
 from zeroxla.pipeline.layer_cost import LayerCost
 from zeroxla.pipeline.layer_list import LayerList
 from zeroxla.pipeline.minimax import check_stages
@@ -19,10 +21,13 @@ from zeroxla.pipeline.profile import Profile, profile
 from zeroxla.pipeline.scanned_model import ScannedModel
 from zeroxla.pipeline.schedule import Schedule, forward_only, make_schedule
 from zeroxla.pipeline.stage import Stage
+from zeroxla.pipeline.stage_gradients import PipelineDifferentiator
 from zeroxla.program.shapes import shapes_of
+from zeroxla.wire.leaves import Layout
+from zeroxla.wire.resolve import Wiring
 
 
-class Pipeline:
+class Pipeline(StagedModel):
     """A model of layers that run one after another.
 
     Without an axis `pipe` in the mesh, or with one of length 1, it is trained as any other model.
@@ -82,7 +87,7 @@ class Pipeline:
           model, loss: as for `make_step`.
           partition, schedule, memory, allow_empty: as for `Pipeline`.
 
-        >>> from models import GPT
+        >>> from zeroxla.models import GPT
         >>> pipeline = Pipeline.from_model(GPT.tiny())
         """
         if isinstance(model, LoraModel):
@@ -112,6 +117,29 @@ class Pipeline:
     def adapted(self) -> Adapted:
         """The whole model as pure functions."""
         return self._model.adapted
+
+    def gradients(
+        self,
+        *,
+        num_stages: int,
+        layout: Layout,
+        wiring: Wiring,
+        unit_elements: int | None,
+        limits: FetchLimits,
+        microbatches: int,
+        weights: str,
+    ) -> PipelineDifferentiator:
+        """Return the program that computes losses and gradients in stages; see `StagedModel`."""
+        return PipelineDifferentiator(
+            pipeline=self,
+            num_stages=num_stages,
+            layout=layout,
+            wiring=wiring,
+            unit_elements=unit_elements,
+            limits=limits,
+            microbatches=microbatches,
+            weights=weights,
+        )
 
     def schedule(self, num_stages: int, microbatches: int, *, train: bool) -> Schedule:
         """Return which stage does what when.

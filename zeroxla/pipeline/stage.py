@@ -9,17 +9,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from zeroxla.config.fetch_limits import FetchLimits
 from zeroxla.fetch.fetch_plan import make_plan
 from zeroxla.fetch.order import tie
-from zeroxla.fetch.reuse import Limits
-from zeroxla.fetch.runner import Runner
+from zeroxla.fetch.runner import FetchRunner
 from zeroxla.pipeline.stage_moves import Piece
 from zeroxla.program.trace import is_float, trace
 from zeroxla.step.metrics import weight_of, weighted
-from zeroxla.step.once_per_step import Ends
+from zeroxla.step.once_per_step import OncePerStep
 from zeroxla.wire.leaves import Layout
 from zeroxla.wire.resolve import Wiring
-from zeroxla.wire.routes import Source
+from zeroxla.wire.routes import LeafSource
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -57,7 +57,7 @@ class StageProgram:
     stage: Stage
     layout: Layout
     wiring: Wiring
-    runner: Runner
+    runner: FetchRunner
     inputs: tuple[jax.ShapeDtypeStruct, ...]
     outputs: tuple[jax.ShapeDtypeStruct, ...]
     tree: Any
@@ -74,7 +74,7 @@ class StageProgram:
         *,
         wiring: Wiring,
         unit_elements: int | None,
-        limits: Limits,
+        limits: FetchLimits,
         of_leaves: bool = True,
         of_inputs: bool = True,
     ) -> tuple[StageProgram, Any]:
@@ -112,7 +112,7 @@ class StageProgram:
             stage=stage,
             layout=layout,
             wiring=wiring,
-            runner=Runner(plan, wiring.collectives, routes, limits),
+            runner=FetchRunner(plan, wiring.collectives, routes, limits),
             inputs=arrays,
             outputs=() if stage.is_last else tuple(jax.tree.leaves(result)),
             tree=tree,
@@ -122,8 +122,8 @@ class StageProgram:
         return made, result
 
     @property
-    def ends(self) -> Ends:
-        return Ends(layout=self.layout, wiring=self.wiring)
+    def ends(self) -> OncePerStep:
+        return OncePerStep(layout=self.layout, wiring=self.wiring)
 
     @property
     def gradient_shapes(self) -> list[jax.ShapeDtypeStruct]:
@@ -139,7 +139,7 @@ class StageProgram:
 
     def forward(
         self,
-        sources: Sequence[Source],
+        sources: Sequence[LeafSource],
         resident: Sequence[jax.Array],
         x: Sequence[jax.Array],
         batch: Any,
@@ -156,7 +156,7 @@ class StageProgram:
 
     def backward(
         self,
-        sources: Sequence[Source],
+        sources: Sequence[LeafSource],
         resident: Sequence[jax.Array],
         x: Sequence[jax.Array],
         batch: Any,

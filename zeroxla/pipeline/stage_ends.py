@@ -17,10 +17,10 @@ from zeroxla.mesh.axes import PIPE
 from zeroxla.pipeline.stage import StageProgram
 from zeroxla.pipeline.stage_buffers import Packing, make_packing
 from zeroxla.pipeline.stage_moves import Buffers, Moves, each_stage
-from zeroxla.pipeline.stage_wire_state import StagesMemory
+from zeroxla.pipeline.stage_wire_state import StagesWireStatePlan
 from zeroxla.step.once_per_step import Gradients
 from zeroxla.wire.leaves import Layout
-from zeroxla.wire.routes import Form, Source
+from zeroxla.wire.routes import Form, LeafSource
 from zeroxla.wire.vectors import as_vector, from_vector
 from zeroxla.wire.wire_state import WireState
 
@@ -45,14 +45,14 @@ class StagesEnds:
 
     Attributes:
       programs: of the stages.
-      memory: what wires remember.
+      wire_plan: what wires remember.
       layout: of the model.
       resident, sources, gradients: how these are packed, by stage.
       forms: of the sources, by stage.
     """
 
     programs: Sequence[StageProgram]
-    memory: StagesMemory
+    wire_plan: StagesWireStatePlan
     layout: Layout
     resident: Packing
     sources: Packing
@@ -62,7 +62,7 @@ class StagesEnds:
     @staticmethod
     def begin(
         programs: Sequence[StageProgram],
-        memory: StagesMemory,
+        wire_plan: StagesWireStatePlan,
         layout: Layout,
         stored: Sequence[jax.Array],
         wire_state: WireState | None,
@@ -71,7 +71,7 @@ class StagesEnds:
         """Bring the leaves to their stages.
 
         Args:
-          programs, memory, layout: as the attributes.
+          programs, wire_plan, layout: as the attributes.
           stored: what this device stores of the model's leaves.
           wire_state: what its wires remember; None where no copies are wanted.
           key: where a format rounds stochastically.
@@ -79,19 +79,19 @@ class StagesEnds:
         Returns:
           The ends, what this device's stage holds, and the wire state with new copies.
         """
-        moves = memory.moves
+        moves = wire_plan.moves
         received = moves.to_stages(stored)
 
-        def start(stage: int) -> tuple[list[jax.Array], list[Source], WireState | None]:
+        def start(stage: int) -> tuple[list[jax.Array], list[LeafSource], WireState | None]:
             mine = moves.leaves(stage, received, stored)
-            known = None if wire_state is None else memory.unpack(stage, wire_state)
+            known = None if wire_state is None else wire_plan.unpack(stage, wire_state)
             (resident, sources), new = programs[stage].ends.begin(mine, known, key)
-            return resident, sources, None if new is None else memory.pack(stage, new)
+            return resident, sources, None if new is None else wire_plan.pack(stage, new)
 
         shapes = [jax.eval_shape(lambda s=s: start(s)) for s in range(len(programs))]
         ends = StagesEnds(
             programs=programs,
-            memory=memory,
+            wire_plan=wire_plan,
             layout=layout,
             resident=make_packing([resident for resident, _, _ in shapes]),
             sources=make_packing([[x.array for x in sources] for _, sources, _ in shapes]),
@@ -111,12 +111,12 @@ class StagesEnds:
 
     @property
     def moves(self) -> Moves:
-        return self.memory.moves
+        return self.wire_plan.moves
 
-    def held(self, stage: int, begun: Begun) -> tuple[list[Source], list[jax.Array]]:
+    def held(self, stage: int, begun: Begun) -> tuple[list[LeafSource], list[jax.Array]]:
         """Return what a stage holds: what leaves are gathered from, and whole ones."""
         arrays = self.sources.unpack(stage, begun.sources)
-        sources = [Source(x, form) for x, form in zip(arrays, self.forms[stage], strict=True)]
+        sources = [LeafSource(x, form) for x, form in zip(arrays, self.forms[stage], strict=True)]
         return sources, self.resident.unpack(stage, begun.resident)
 
     def end(
@@ -141,7 +141,7 @@ class StagesEnds:
             stage: int,
         ) -> tuple[Buffers, list[jax.Array], list[jax.Array], WireState | None]:
             ends = self.programs[stage].ends
-            known = None if wire_state is None else self.memory.unpack(stage, wire_state)
+            known = None if wire_state is None else self.wire_plan.unpack(stage, wire_state)
             shards, new = ends.reduce(self._by_form(stage, sums), known, key)
             travel: list[jax.Array] = []
             stay: dict[int, jax.Array] = {}
@@ -157,7 +157,7 @@ class StagesEnds:
                     travel.append(found)
                 else:
                     stay[piece.leaf] = found
-            new = None if new is None else self.memory.pack(stage, new)
+            new = None if new is None else self.wire_plan.pack(stage, new)
             buffers = self.moves.packed(stage, travel)
             return buffers, [stay[i] for i in own], [whole[i] for i in tiny], new
 

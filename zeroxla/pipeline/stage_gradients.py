@@ -8,20 +8,21 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from zeroxla.fetch.reuse import Limits
+from zeroxla.config.fetch_limits import FetchLimits
+from zeroxla.frontend.staged import StagedGradients
 from zeroxla.mesh.axes import LEAF_AXES, PIPE
 from zeroxla.pipeline.partition import Partition
-from zeroxla.pipeline.pipeline import Pipeline
+from zeroxla.pipeline.schedule import Schedule
 from zeroxla.pipeline.stage import Stage, StageProgram
 from zeroxla.pipeline.stage_ends import StagesEnds
-from zeroxla.pipeline.stage_moves import Buffers, Moves, Piece
-from zeroxla.pipeline.stage_wire_state import StagesMemory
+from zeroxla.pipeline.stage_moves import Buffers, Moves, Piece, own_layers
+from zeroxla.pipeline.stage_wire_state import StagesWireStatePlan
 from zeroxla.pipeline.stage_work import Body, MicroBatch
 from zeroxla.pipeline.ticks import Ticks
 from zeroxla.program.trace import is_float
@@ -34,8 +35,18 @@ from zeroxla.wire.vectors import as_vector, from_vector
 from zeroxla.wire.wire_state import WireState
 
 
+class CutModel(Protocol):
+    """What is asked of a `Pipeline`: its schedule and its stages."""
+
+    def schedule(self, num_stages: int, microbatches: int, *, train: bool) -> Schedule: ...
+
+    def cut(
+        self, num_stages: int, tree: Any, batch: Any, key: jax.Array, *, train: bool
+    ) -> tuple[list[Stage], Partition]: ...
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class PipelineDifferentiator:
+class PipelineDifferentiator(StagedGradients):
     """Computes losses and gradients of a pipeline.
 
     Attributes:
@@ -48,12 +59,12 @@ class PipelineDifferentiator:
       weights: "step": a stage's leaves are gathered once in a step; "tick": in every tick.
     """
 
-    pipeline: Pipeline
+    pipeline: CutModel
     num_stages: int
     layout: Layout
     wiring: Wiring
     unit_elements: int | None
-    limits: Limits
+    limits: FetchLimits
     microbatches: int
     weights: str
 
@@ -80,10 +91,10 @@ class PipelineDifferentiator:
         `Differentiator.gradients`."""
         check_stateless(model_state)
         rows, keys = self._micro_batches(batch, key, self.microbatches)
-        stages, halves, memory = self._stages(rows, keys, train=True)
+        stages, halves, wire_plan = self._stages(rows, keys, train=True)
         wire_key = self._wire_key(key)
         ends, begun, wire_state = StagesEnds.begin(
-            stages, memory, self.layout, jax.tree.leaves(params), wire_state, wire_key
+            stages, wire_plan, self.layout, jax.tree.leaves(params), wire_state, wire_key
         )
         body = Body.make(ends, begun, scale, halves)
         ticks = self._ticks(body, train=True, count=self.microbatches)
@@ -108,9 +119,9 @@ class PipelineDifferentiator:
         num_rows = jax.tree.leaves(batch)[0].shape[0]
         count = max(n for n in range(1, self.microbatches + 1) if num_rows % n == 0)
         rows, keys = self._micro_batches(batch, key, count)
-        stages, _, memory = self._stages(rows, keys, train=False)
+        stages, _, wire_plan = self._stages(rows, keys, train=False)
         ends, begun, _ = StagesEnds.begin(
-            stages, memory, self.layout, jax.tree.leaves(params), None, self._wire_key(key)
+            stages, wire_plan, self.layout, jax.tree.leaves(params), None, self._wire_key(key)
         )
         body = Body.make(ends, begun, jnp.ones(()))
         ticks = self._ticks(body, train=False, count=count)
@@ -121,9 +132,20 @@ class PipelineDifferentiator:
         sums = ticks.run(forward, None, body.zeros()[1])
         return means(from_vector(self.across.sum(as_vector(sums)), sums))
 
-    def memory(self, rows: Any, key: jax.Array) -> StagesMemory:
+    def wire_state_plan(self, rows: Any, key: jax.Array) -> StagesWireStatePlan:
         """Return what wires remember, from shapes: of a device's micro-batch and its key."""
-        return self._memory(*self.cut(rows, key))
+        return self._wire_state_plan(*self.cut(rows, key))
+
+    def partition(self, rows: Any, key: jax.Array) -> Partition:
+        """Return how the layers are cut into stages."""
+        return self.cut(rows, key)[1]
+
+    def stage_dims(
+        self, model_state: Any, rows: Any, key: jax.Array, leaves: Sequence[Any]
+    ) -> dict[int, int]:
+        """Return which leaves are stored by stage, and the dim that the stages split."""
+        check_stateless(model_state)
+        return own_layers(self.cut(rows, key)[0], leaves)
 
     def cut(
         self, rows: Any, key: jax.Array, *, train: bool = True
@@ -152,18 +174,18 @@ class PipelineDifferentiator:
 
     def _stages(
         self, rows: Any, keys: jax.Array, *, train: bool
-    ) -> tuple[list[StageProgram], list[tuple[StageProgram, StageProgram]], StagesMemory]:
+    ) -> tuple[list[StageProgram], list[tuple[StageProgram, StageProgram]], StagesWireStatePlan]:
         """Cut the model and trace its stages; of a schedule that splits backward, its halves."""
         first = jax.eval_shape(lambda rows: jax.tree.map(self._cast, _row(rows, 0)), rows)
         key = jax.eval_shape(lambda keys: keys[0], keys)
         cut, partition = self.cut(first, key, train=train)
-        memory = self._memory(cut, partition)
+        wire_plan = self._wire_state_plan(cut, partition)
         count = jax.tree.leaves(rows)[0].shape[0]
         splits = train and self.pipeline.schedule(self.num_stages, count, train=True).splits
         programs: list[StageProgram] = []
         halves: list[tuple[StageProgram, StageProgram]] = []
         x = None
-        for stage, layout in zip(cut, memory.layouts, strict=True):
+        for stage, layout in zip(cut, wire_plan.layouts, strict=True):
             make = functools.partial(
                 StageProgram.make,
                 stage,
@@ -180,9 +202,11 @@ class PipelineDifferentiator:
             program, x = make()
             programs.append(program)
         check_metrics_of(programs[-1])
-        return programs, halves, memory
+        return programs, halves, wire_plan
 
-    def _memory(self, stages: Sequence[Stage], partition: Partition) -> StagesMemory:
+    def _wire_state_plan(
+        self, stages: Sequence[Stage], partition: Partition
+    ) -> StagesWireStatePlan:
         layouts = []
         for stage in stages:
             leaves = [self._leaf(piece) for piece in stage.pieces]
@@ -193,7 +217,7 @@ class PipelineDifferentiator:
             world=self.inside.world * self.num_stages,
             dtype=jnp.dtype("float32"),
         )
-        return StagesMemory.make(layouts, moves, self.wiring, partition.boundaries)
+        return StagesWireStatePlan.make(layouts, moves, self.wiring, partition.boundaries)
 
     def _leaf(self, piece: Piece) -> Leaf:
         """Return a stage's leaf as the stage's devices store it."""

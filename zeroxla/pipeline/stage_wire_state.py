@@ -20,7 +20,7 @@ from zeroxla.pipeline.stage_moves import Moves, each_stage
 from zeroxla.program.paths import Path
 from zeroxla.wire.leaves import Layout
 from zeroxla.wire.resolve import Wiring
-from zeroxla.wire.wire_state import PARTS, Memory, WireState
+from zeroxla.wire.wire_state import PARTS, WholeWireStatePlan, WireState, WireStatePlan
 
 
 @jax.tree_util.register_dataclass
@@ -62,7 +62,7 @@ class StagesWireState(WireState):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class StagesMemory:
+class StagesWireStatePlan(WireStatePlan):
     """Makes and carries on the wire state of a pipeline.
 
     Attributes:
@@ -83,10 +83,12 @@ class StagesMemory:
     @staticmethod
     def make(
         layouts: Sequence[Layout], moves: Moves, wiring: Wiring, boundaries: tuple[int, ...]
-    ) -> StagesMemory:
+    ) -> StagesWireStatePlan:
         """Plan the buffers; the arguments are the attributes."""
-        shapes = [Memory(layout=layout, wiring=wiring).local_shapes() for layout in layouts]
-        return StagesMemory(
+        shapes = [
+            WholeWireStatePlan(layout=layout, wiring=wiring).local_shapes() for layout in layouts
+        ]
+        return StagesWireStatePlan(
             layouts=layouts,
             moves=moves,
             wiring=wiring,
@@ -100,9 +102,9 @@ class StagesMemory:
         """Whether nothing is remembered."""
         return all(self.of(stage).is_empty for stage in range(len(self.layouts)))
 
-    def of(self, stage: int) -> Memory:
+    def of(self, stage: int) -> WholeWireStatePlan:
         """Return that of a stage."""
-        return Memory(layout=self.layouts[stage], wiring=self.wiring)
+        return WholeWireStatePlan(layout=self.layouts[stage], wiring=self.wiring)
 
     def specs(self) -> WireState | None:
         """Return how the wire state is split; None if there is none."""
@@ -110,18 +112,18 @@ class StagesMemory:
             return None
         return self._state(list(self.copies.buffers), list(self.errors.buffers)).specs(())
 
-    def start(self, stored: Sequence[jax.Array]) -> WireState:
+    def start(self, shards: Sequence[jax.Array]) -> WireState:
         """Make the wire state of a training that begins, or goes on with other wires.
 
-        Inside `shard_map`. Cost: leaves go to their stages once; then as `Memory.start`.
+        Inside `shard_map`. Cost: leaves go to their stages once; then as `WholeWireStatePlan.start`.
 
         Args:
-          stored: what this device stores of the model's leaves.
+          shards: what this device stores of the model's leaves.
         """
-        received = self.moves.to_stages(stored)
+        received = self.moves.to_stages(shards)
 
         def run(stage: int) -> WireState:
-            mine = self.moves.leaves(stage, received, stored)
+            mine = self.moves.leaves(stage, received, shards)
             return self.pack(stage, self.of(stage).start(mine))
 
         return each_stage(len(self.layouts), run)

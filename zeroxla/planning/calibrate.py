@@ -36,7 +36,7 @@ def calibrated(device: Device, plan_for: Callable[[Device], Plan], seconds: floa
     Cost: a call of `plan_for` for each try, some ten of them.
 
     >>> import jax, zeroxla
-    >>> from models import GPT
+    >>> from zeroxla.models import GPT
     >>> tokens = jax.ShapeDtypeStruct((8, 1025), "int32")
     >>> found = zeroxla.plan(GPT.small(), {"device": 8}, {"tokens": tokens}, device="a100")
     >>> mine = calibrated(found.target.device, lambda d: found.on(device=d), 0.2)

@@ -17,6 +17,7 @@ from zeroxla.mesh.axes import DEVICE, NODE, PIPE, world_size
 from zeroxla.mesh.machines import Device, Link, Machines
 from zeroxla.offload.disk.desk import with_tickets
 from zeroxla.offload.disk.disk_array import DiskShape
+from zeroxla.pipeline.pipeline import Pipeline
 from zeroxla.pipeline.schedule import Schedule
 from zeroxla.pipeline.schedule_cost import bubble
 from zeroxla.planning.compile_check import compile_step
@@ -86,7 +87,7 @@ def plan(
     `compiled` also a compilation.
 
     >>> import jax, zeroxla
-    >>> from models import GPT
+    >>> from zeroxla.models import GPT
     >>> tokens = jax.ShapeDtypeStruct((64, 1025), "int32")
     >>> found = zeroxla.plan(GPT.small(), {"node": 4, "device": 8}, {"tokens": tokens})
     >>> found.num_parameters, found.fits
@@ -170,7 +171,7 @@ def plan_step(
 
 def _schedule(step: Step) -> Schedule | None:
     pipeline, stages = step.programs.pipeline, step.mesh.shape.get(PIPE, 1)
-    if pipeline is None:
+    if not isinstance(pipeline, Pipeline):
         return None
     return pipeline.schedule(stages, step.config.accumulate, train=True)
 

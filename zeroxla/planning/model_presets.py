@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from models import GPT, Llama
+from zeroxla.models import GPT, Llama
 
 _GPT2 = {"vocab": 50257, "length": 1024}
 _GPT3 = {"vocab": 50257, "length": 2048}

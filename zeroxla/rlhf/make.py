@@ -78,7 +78,7 @@ def make_loop(
       ValueError: as `Loop`, `make_step` and `lora`.
 
     >>> import jax, numpy as np, zeroxla
-    >>> from models import GPT
+    >>> from zeroxla.models import GPT
     >>> mesh, model = zeroxla.make_mesh(nodes=1, devices_per_node=2), GPT.tiny(layers=1, width=16)
     >>> step = zeroxla.make_step(model, mesh)
     >>> params = step.init(jax.random.key(0), {"tokens": np.zeros((2, 9), int)}).params

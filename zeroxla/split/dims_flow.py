@@ -15,7 +15,7 @@ from zeroxla.split.products import rule_of
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class Flow:
+class DimsFlow:
     """Dims of the values of a program and of the loops in it.
 
     Attributes:
@@ -28,20 +28,20 @@ class Flow:
 
     program: Program
     dims: dict[Operand, Dims] = dataclasses.field(default_factory=dict)
-    bodies: dict[Equation, Flow] = dataclasses.field(default_factory=dict)
+    bodies: dict[Equation, DimsFlow] = dataclasses.field(default_factory=dict)
     contracted: dict[int, list[Dim]] = dataclasses.field(default_factory=dict)
     _leaves: dict[Operand, frozenset[int]] = dataclasses.field(default_factory=dict)
     """Of which leaves a value was made, where of nothing else."""
 
     @staticmethod
-    def of(program: Program, leaves: Sequence[Dims]) -> Flow:
+    def of(program: Program, leaves: Sequence[Dims]) -> DimsFlow:
         """Follow the dims through a program.
 
         Args:
           program: traced with `opened=compat.forward_jaxpr`.
           leaves: dims of its first inputs, the leaves.
         """
-        flow, num_leaves = Flow(program), len(leaves)
+        flow, num_leaves = DimsFlow(program), len(leaves)
         others = [tuple(map(dim_of, v.aval.shape)) for v in program.inputs[num_leaves:]]
         flow.dims.update(zip(program.inputs, (*leaves, *others), strict=True))
         flow._leaves.update((v, frozenset((i,))) for i, v in enumerate(program.inputs[:num_leaves]))
@@ -108,7 +108,7 @@ class Flow:
         first_x = num_consts + num_carry
         for dims in ins[first_x:]:
             _mark_turns(dims[0])
-        body = Flow(program, contracted=self.contracted)
+        body = DimsFlow(program, contracted=self.contracted)
         body._leaves.update(zip(program.inputs, map(self._made_of, eq.inputs), strict=True))
         inside = [*ins[:first_x], *(dims[1:] for dims in ins[first_x:])]
         body.dims.update(zip(program.inputs, inside, strict=True))

@@ -11,8 +11,8 @@ import jax
 from zeroxla.program import compat
 from zeroxla.program.trace import trace
 from zeroxla.split.atoms import Dims, dim_of
-from zeroxla.split.dims_flow import Flow
-from zeroxla.split.run_parts import Runner, Sharing
+from zeroxla.split.dims_flow import DimsFlow
+from zeroxla.split.run_parts import PartsRunner, Sharing
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,7 +26,7 @@ class PartProgram:
       num_leaves: of params.
     """
 
-    flow: Flow
+    flow: DimsFlow
     cache: tuple[Any, int]
     results: tuple[Any, int]
     num_leaves: int
@@ -49,7 +49,7 @@ class PartProgram:
         program, tree = trace(function, params, cache, *others, opened=compat.forward_jaxpr)
         result_tree, kept_tree = tree.children()
         return PartProgram(
-            flow=Flow.of(program, leaves),
+            flow=DimsFlow.of(program, leaves),
             cache=(jax.tree.structure(cache), kept_tree.num_leaves),
             results=(result_tree, result_tree.num_leaves),
             num_leaves=len(leaves),
@@ -101,7 +101,9 @@ class PartProgram:
         program = self.flow.program
         kept = program.outputs[self.results[1] :]
         in_place = dict(zip(kept, program.inputs[self.num_leaves :], strict=False))
-        outputs = Runner(self.flow, sharing, in_place)([*leaves, *jax.tree.leaves(cache), *taken])
+        outputs = PartsRunner(self.flow, sharing, in_place)(
+            [*leaves, *jax.tree.leaves(cache), *taken]
+        )
         tree, num = self.results
         whole = [sharing.collect(x, d) for x, d in zip(outputs[:num], self.result_dims())]
         return tree.unflatten(whole), self.cache[0].unflatten(outputs[num:])

@@ -20,7 +20,7 @@ from zeroxla.program import compat
 from zeroxla.program.trace import Atom as Operand
 from zeroxla.program.trace import Constant, Equation
 from zeroxla.split.atoms import Atom, Dim, Dims, expand, size_of, splits
-from zeroxla.split.dims_flow import Flow
+from zeroxla.split.dims_flow import DimsFlow
 from zeroxla.split.products import rule_of
 
 
@@ -125,7 +125,7 @@ def take_part(
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Runner:
+class PartsRunner:
     """Runs the program of a flow. What `rules.Parts` asks for.
 
     Attributes:
@@ -135,7 +135,7 @@ class Runner:
         slices such an input, layer by layer, and stacks such a result works on one array.
     """
 
-    flow: Flow
+    flow: DimsFlow
     sharing: Sharing
     in_place: Mapping[Operand, Operand] = dataclasses.field(default_factory=dict)
 
@@ -177,7 +177,7 @@ class Runner:
     def _loop(self, eq: Equation, ins: Sequence[jax.Array]) -> list[jax.Array]:
         num_consts, num_carry = compat.scan_counts(eq.params)
         first_x = num_consts + num_carry
-        body = Runner(self.flow.bodies[eq], self.sharing)
+        body = PartsRunner(self.flow.bodies[eq], self.sharing)
         consts, carry, xs = ins[:num_consts], ins[num_consts:first_x], ins[first_x:]
         x_of = {x: i for i, x in enumerate(eq.inputs[first_x:])}
         held = {  # y -> x

@@ -27,7 +27,7 @@ REFUSED = "split, it computes something else"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Row:
+class LeafSplit:
     """One leaf in the tensor-parallel layout.
 
     Attributes:
@@ -62,7 +62,7 @@ class TensorPlan(Report):
       parts: over how many devices a leaf is split.
     """
 
-    rows: tuple[Row, ...]
+    rows: tuple[LeafSplit, ...]
     parts: int
 
     @property
@@ -108,7 +108,7 @@ class TensorPlan(Report):
         return table
 
 
-def _words(row: Row) -> str:
+def _words(row: LeafSplit) -> str:
     assert row.factors is not None
     outer, size, inner = row.factors
     turns, runs = f"{outer} x " if outer > 1 else "", f" x {inner}" if inner > 1 else ""
@@ -206,7 +206,7 @@ def _contracted(programs: Sequence[PartProgram], leaf: int) -> set[Atom]:
     }
 
 
-def _row(path: str, dims: Dims, parts: int, kept: Collection[Atom], summed: set[Atom]) -> Row:
+def _row(path: str, dims: Dims, parts: int, kept: Collection[Atom], summed: set[Atom]) -> LeafSplit:
     shape = tuple(size_of(expand(dim)) for dim in dims)
     for d, dim in enumerate(dims):
         if (factors := splits(dim)) is not None:
@@ -216,12 +216,14 @@ def _row(path: str, dims: Dims, parts: int, kept: Collection[Atom], summed: set[
                 kind = f"heads, in {kind}"
             elif atom.is_table:
                 kind = "entries of a table"
-            return Row(path=path, shape=shape, dim=d, factors=factors, why=f"{atom.size} {kind}")
+            return LeafSplit(
+                path=path, shape=shape, dim=d, factors=factors, why=f"{atom.size} {kind}"
+            )
     reasons = []
     for d, dim in enumerate(dims):
         why = [_reason(atom, parts, kept) for atom in expand(dim)]
         reasons += [f"dim {d}: {why[0]}"] if why else []
-    return Row(path=path, shape=shape, why="; ".join(reasons) or "one element")
+    return LeafSplit(path=path, shape=shape, why="; ".join(reasons) or "one element")
 
 
 def _reason(atom: Atom, parts: int, kept: Collection[Atom]) -> str:

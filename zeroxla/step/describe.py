@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from rich.table import Table
 
-from zeroxla.fetch.segments import Loop, Plan, Remat, Straight
+from zeroxla.fetch.segments import FetchPlan, LayerLoop, Remat, Straight
 from zeroxla.offload.array_bytes import shard_bytes
 from zeroxla.offload.memory_kinds import Place
 from zeroxla.program.report import Report
@@ -23,7 +23,7 @@ OF_A_LOOP = " of a loop"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Row:
+class LeafRow:
     """One leaf, and what one device holds of it.
 
     Attributes:
@@ -59,7 +59,7 @@ class Description(Report):
       updated_on: what computes the update of what is on the host: the device, or the host.
     """
 
-    rows: tuple[Row, ...]
+    rows: tuple[LeafRow, ...]
     mesh: str
     optimizer: Mapping[str, int]
     secondary_on_host: bool = False
@@ -131,7 +131,7 @@ class Description(Report):
 
 def describe(
     layout: Layout,
-    plan: Plan,
+    plan: FetchPlan,
     wiring: Wiring,
     opt_state: Any,
     updated_on: Literal["device", "host"] = "device",
@@ -156,7 +156,7 @@ def describe(
             if placement.memory is not None:
                 where += ", on disk" if placement.is_on_disk else ", on the host"
         rows.append(
-            Row(
+            LeafRow(
                 path=leaf.path,
                 shape=placement.shape,
                 placement=where + (", frozen" if leaf.frozen else ""),
@@ -186,7 +186,7 @@ def _wires(leaf: Leaf, wiring: Wiring) -> str:
     return "float32"
 
 
-def unit_names(plan: Plan, prefix: str = "") -> dict:
+def unit_names(plan: FetchPlan, prefix: str = "") -> dict:
     """Return the name of the unit of each leaf: "0", "1", ..., and "1.0 each turn" inside loops."""
     names: dict = {}
     unit_of = {v: i for i, unit in enumerate(plan.units) for v in unit}
@@ -198,7 +198,7 @@ def unit_names(plan: Plan, prefix: str = "") -> dict:
                 seen[unit_of[leaf]] = f"{prefix}{number}"
                 number += 1
             names.setdefault(leaf, seen[unit_of[leaf]])
-        if isinstance(seg, Loop | Remat):
+        if isinstance(seg, LayerLoop | Remat):
             inner = unit_names(seg.body, f"{prefix}{number}.")
             names.update((leaf, f"{prefix}{number}") for leaf in seg.leaves if leaf not in names)
             number += 1

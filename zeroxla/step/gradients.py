@@ -13,20 +13,20 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from zeroxla.config.fetch_limits import FetchLimits
 from zeroxla.fetch.fetch_plan import make_plan
 from zeroxla.fetch.order import tie
-from zeroxla.fetch.reuse import Limits
-from zeroxla.fetch.runner import Runner
-from zeroxla.fetch.segments import Plan, layer_dims
+from zeroxla.fetch.runner import FetchRunner
+from zeroxla.fetch.segments import FetchPlan, layer_dims
 from zeroxla.frontend import Adapted
 from zeroxla.program.trace import Program, is_float, trace
 from zeroxla.step.means import finish
 from zeroxla.step.metrics import check_metrics, means, weight_of, weighted
-from zeroxla.step.once_per_step import Ends
+from zeroxla.step.once_per_step import OncePerStep
 from zeroxla.wire.collectives import Collectives
 from zeroxla.wire.leaves import Layout
 from zeroxla.wire.resolve import Wiring
-from zeroxla.wire.routes import Source
+from zeroxla.wire.routes import LeafSource
 from zeroxla.wire.vectors import as_vector, as_words, from_vector, from_words
 from zeroxla.wire.wire_state import WireState
 
@@ -40,7 +40,7 @@ class TracedLoss:
       result: tree structure of (loss, metrics, model_state).
     """
 
-    runner: Runner
+    runner: FetchRunner
     result: Any
 
 
@@ -61,12 +61,12 @@ class Differentiator:
     layout: Layout
     wiring: Wiring
     unit_elements: int | None
-    limits: Limits
+    limits: FetchLimits
     accumulate: int
 
     @property
-    def _ends(self) -> Ends:
-        return Ends(layout=self.layout, wiring=self.wiring)
+    def _ends(self) -> OncePerStep:
+        return OncePerStep(layout=self.layout, wiring=self.wiring)
 
     @property
     def collectives(self) -> Collectives:
@@ -144,7 +144,7 @@ class Differentiator:
         key = jax.random.fold_in(jax.random.fold_in(key, 0), self.collectives.rank())
         traced = self.trace(model_state, batch, key, train=False)
         inputs = self._inputs(resident, model_state, batch, key)
-        sources = dict(zip(traced.runner.plan.leaves, map(Source.stored, shards), strict=True))
+        sources = dict(zip(traced.runner.plan.leaves, map(LeafSource.stored, shards), strict=True))
         outputs, _ = traced.runner.forward(
             sources, inputs, record=False, keep=False, key=self.wiring.key(key)
         )
@@ -157,12 +157,12 @@ class Differentiator:
         plan, result = self.plan(model_state, batch, key, train=train)
         fetched = [self.layout.leaves[i] for i in self.layout.indices(fetched=True)]
         routes = {v: self.wiring.route(leaf) for v, leaf in zip(plan.leaves, fetched, strict=True)}
-        runner = Runner(plan, self.collectives, routes, self.limits)
+        runner = FetchRunner(plan, self.collectives, routes, self.limits)
         return TracedLoss(runner=runner, result=result)
 
     def plan(
         self, model_state: Any, batch: Any, key: jax.Array, *, train: bool
-    ) -> tuple[Plan, Any]:
+    ) -> tuple[FetchPlan, Any]:
         """Return the fetch plan of the loss and the structure of its result."""
         program, result = self._program(model_state, batch, key, train=train)
         fetched = self.layout.indices(fetched=True)
@@ -215,7 +215,7 @@ class Differentiator:
     def _one(
         self,
         traced: TracedLoss,
-        sources: list[Source],
+        sources: list[LeafSource],
         resident: list[jax.Array],
         model_state: Any,
         batch: Any,

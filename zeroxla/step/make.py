@@ -11,8 +11,8 @@ from jax.sharding import Mesh
 
 from zeroxla.config.zero_config import ZeroConfig
 from zeroxla.frontend import adapt
+from zeroxla.frontend.staged import StagedModel
 from zeroxla.mesh.axes import PIPE, as_auto
-from zeroxla.pipeline.pipeline import Pipeline
 from zeroxla.step.checks import check_weights
 from zeroxla.step.notices import useless_without_stages, warn
 from zeroxla.step.step import Step
@@ -52,7 +52,7 @@ def make_step(
       ValueError: the mesh lacks an axis, the model has no loss, or an option is out of range.
 
     >>> import zeroxla, optax
-    >>> from models import MLP
+    >>> from zeroxla.models import MLP
     >>> step = zeroxla.make_step(MLP.small(), zeroxla.make_mesh(nodes=1), optax.sgd(0.1))
     """
     config = config or ZeroConfig()
@@ -61,7 +61,7 @@ def make_step(
     optimizer = config.optimizer if optimizer is None else optimizer
     if optimizer is None:
         optimizer = optax.inject_hyperparams(optax.adamw)(learning_rate=3e-4)
-    pipeline = model if isinstance(model, Pipeline) else None
+    pipeline = model if isinstance(model, StagedModel) else None
     mesh = as_auto(mesh, pipeline=pipeline is not None)
     check_weights(weights)
     if pipeline is not None and loss is not None:

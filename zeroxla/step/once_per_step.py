@@ -18,15 +18,15 @@ from zeroxla.offload.memory_kinds import to_device
 from zeroxla.wire.collectives import Collectives
 from zeroxla.wire.leaves import Layout, Leaf
 from zeroxla.wire.resolve import Wiring
-from zeroxla.wire.routes import Route, Source
+from zeroxla.wire.routes import LeafSource, Route
 from zeroxla.wire.vectors import as_vector, from_vector
-from zeroxla.wire.wire_state import Memory, WireState
+from zeroxla.wire.wire_state import WholeWireStatePlan, WireState
 
 Gradients = list[jax.Array | None]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Ends:
+class OncePerStep:
     """What a step does once.
 
     Attributes:
@@ -43,12 +43,12 @@ class Ends:
         return self.wiring.collectives
 
     @property
-    def _memory(self) -> Memory:
-        return Memory(layout=self.layout, wiring=self.wiring)
+    def _wire_plan(self) -> WholeWireStatePlan:
+        return WholeWireStatePlan(layout=self.layout, wiring=self.wiring)
 
     def begin(
         self, stored: Sequence[jax.Array], wire_state: WireState | None, key: jax.Array | None
-    ) -> tuple[tuple[list[jax.Array], list[Source]], WireState | None]:
+    ) -> tuple[tuple[list[jax.Array], list[LeafSource]], WireState | None]:
         """Gather what is gathered once in a step.
 
         Args:
@@ -62,12 +62,14 @@ class Ends:
           the wire state with new copies.
         """
         keys = [_fold(key, i) for i in range(len(stored))]
-        held = {i: Source.stored(stored[i]) for i, leaf in enumerate(self.layout) if leaf.is_split}
-        memory = self._memory
+        held = {
+            i: LeafSource.stored(stored[i]) for i, leaf in enumerate(self.layout) if leaf.is_split
+        }
+        wire_plan = self._wire_plan
         if wire_state is not None:
-            copies = memory.refresh(wire_state.copies, stored, keys)
+            copies = wire_plan.refresh(wire_state.copies, stored, keys)
             wire_state = dataclasses.replace(wire_state, copies=copies)
-            held.update((i, Source(copies[i], "values")) for i in memory.copied)
+            held.update((i, LeafSource(copies[i], "values")) for i in wire_plan.copied)
         resident = self._resident(stored, held, keys)
         sources = {i: held[i] for i in self.layout.indices(fetched=True)}
         once = [i for i in sources if self.wiring.gathers_once and sources[i].is_shard]
@@ -80,13 +82,13 @@ class Ends:
     def resident(self, stored: Sequence[jax.Array]) -> list[jax.Array]:
         """Return the leaves that are whole through the step; none of them is quantized."""
         return self._resident(
-            stored, dict(enumerate(map(Source.stored, stored))), [None] * len(stored)
+            stored, dict(enumerate(map(LeafSource.stored, stored))), [None] * len(stored)
         )
 
     def _resident(
         self,
         stored: Sequence[jax.Array],
-        held: Mapping[int, Source],
+        held: Mapping[int, LeafSource],
         keys: Sequence[jax.Array | None],
     ) -> list[jax.Array]:
         """Return the leaves that are whole through the step, gathering those that are split."""
@@ -156,7 +158,7 @@ class Ends:
     ) -> WireState | None:
         """Make the hop over `node` that the micro-batches left out."""
         reduces, feedback = self.collectives.reduces, self.wiring.feedback
-        corrected = self._memory.corrected
+        corrected = self._wire_plan.corrected
         rest = [
             i
             for i, leaf in enumerate(self.layout)

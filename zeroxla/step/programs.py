@@ -107,16 +107,16 @@ class Programs(Setup):
         """Make what the wires of this configuration remember, for a state that has other ones; what
         fits of the state's own is kept. Of the batch only shapes matter."""
         layout = self.layout(state)
-        memory = self.memory(layout, batch, state.key)
-        if memory.is_empty:
+        wire_plan = self.wire_state_plan(layout, batch, state.key)
+        if wire_plan.is_empty:
             return None
         leaves = jax.tree.leaves(state.params)
         specs = [spec_of(x, p) for x, p in zip(leaves, layout.placements, strict=True)]
         start: Callable[..., WireState] = jax.shard_map(
-            memory.start,
+            wire_plan.start,
             mesh=self.mesh,
             in_specs=(specs,),
-            out_specs=memory.specs(),
+            out_specs=wire_plan.specs(),
             check_vma=False,
         )
         return start(leaves).keeping(state.wire_state)

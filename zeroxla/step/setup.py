@@ -10,27 +10,24 @@ import jax
 import optax
 from jax.sharding import Mesh, PartitionSpec
 
+from zeroxla.config.fetch_limits import FetchLimits
 from zeroxla.config.offload import PINNED
 from zeroxla.config.zero_config import ZeroConfig
-from zeroxla.fetch.reuse import Limits
-from zeroxla.fetch.segments import Plan
+from zeroxla.fetch.segments import FetchPlan
 from zeroxla.frontend import Adapted
+from zeroxla.frontend.staged import StagedGradients, StagedModel
 from zeroxla.mesh.axes import PIPE, platform_of, world_size
 from zeroxla.mesh.placement import Placement
 from zeroxla.offload.choose import offloaded
 from zeroxla.offload.disk.desk import Desk
 from zeroxla.offload.memory_kinds import check_memory
 from zeroxla.offload.update.on_host import check_host_compute
-from zeroxla.pipeline.partition import Partition
-from zeroxla.pipeline.pipeline import Pipeline
-from zeroxla.pipeline.stage_gradients import PipelineDifferentiator, check_stateless
-from zeroxla.pipeline.stage_moves import own_layers
-from zeroxla.pipeline.stage_wire_state import StagesMemory
+from zeroxla.program.report import Report
 from zeroxla.step.gradients import Differentiator
 from zeroxla.step.state import TrainState
 from zeroxla.wire.leaves import Layout, check_floating, make_layout, place_opt_state, place_params
 from zeroxla.wire.resolve import Wiring, make_wiring
-from zeroxla.wire.wire_state import Memory
+from zeroxla.wire.wire_state import WholeWireStatePlan, WireStatePlan
 
 REPLICATED = PartitionSpec()
 Placements = tuple[tuple[Placement, ...], tuple[Placement, ...]]
@@ -54,7 +51,7 @@ class Setup:
     mesh: Mesh
     optimizer: optax.GradientTransformation
     config: ZeroConfig
-    pipeline: Pipeline | None = None
+    pipeline: StagedModel | None = None
     weights: Literal["step", "tick"] = "step"
     desk: Desk = dataclasses.field(default_factory=Desk, init=False)
 
@@ -78,11 +75,10 @@ class Setup:
         dims = self._in_mesh(
             lambda rows, key: differentiator.layer_dims(model_state, rows, key), rows, key
         )
-        stages = self.differentiator(make_layout(params, whole, self.config))
+        stages = self._staged(make_layout(params, whole, self.config))
         stage_dims: dict[int, int] = {}
-        if isinstance(stages, PipelineDifferentiator):
-            check_stateless(model_state)
-            stage_dims = own_layers(stages.cut(rows, key)[0], jax.tree.leaves(params))
+        if stages is not None:
+            stage_dims = stages.stage_dims(model_state, rows, key, jax.tree.leaves(params))
         placed = place_params(params, self.mesh, dims, stage_dims)
         trainable = make_layout(params, placed, self.config).trainable(params, optax.MaskedNode())
         opt_state = jax.eval_shape(self.optimizer.init, trainable)
@@ -99,7 +95,7 @@ class Setup:
             )
         return offloaded(offload, placed, in_opt)
 
-    def plan(self, layout: Layout, model_state: Any, batch: Any, key: jax.Array) -> Plan:
+    def plan(self, layout: Layout, model_state: Any, batch: Any, key: jax.Array) -> FetchPlan:
         """Return the fetch plan of a training step, from shapes alone."""
         rows = jax.eval_shape(self.first_rows, batch)
         differentiator = self._whole(layout)
@@ -107,20 +103,20 @@ class Setup:
             lambda rows, key: differentiator.plan(model_state, rows, key, train=True)[0], rows, key
         )
 
-    def memory(self, layout: Layout, batch: Any, key: jax.Array) -> Memory | StagesMemory:
+    def wire_state_plan(self, layout: Layout, batch: Any, key: jax.Array) -> WireStatePlan:
         """Return what makes and carries on the wire state."""
-        memory = Memory(layout=layout, wiring=self.wiring)
-        differentiator = self.differentiator(layout)
-        if memory.is_empty or not isinstance(differentiator, PipelineDifferentiator):
-            return memory
+        whole = WholeWireStatePlan(layout=layout, wiring=self.wiring)
+        stages = self._staged(layout)
+        if whole.is_empty or stages is None:
+            return whole
         rows = jax.eval_shape(self.first_rows, batch)
-        return self._in_mesh(differentiator.memory, rows, jax.eval_shape(lambda key: key, key))
+        return self._in_mesh(stages.wire_state_plan, rows, jax.eval_shape(lambda key: key, key))
 
-    def partition(self, layout: Layout, batch: Any, key: jax.Array) -> Partition:
+    def partition(self, layout: Layout, batch: Any, key: jax.Array) -> Report:
         """Return how a pipeline's layers are cut, from shapes alone."""
-        stages = self.differentiator(layout)
-        assert isinstance(stages, PipelineDifferentiator)
-        return stages.cut(jax.eval_shape(self.first_rows, batch), key)[1]
+        stages = self._staged(layout)
+        assert stages is not None, "the mesh has no stages"
+        return stages.partition(jax.eval_shape(self.first_rows, batch), key)
 
     def first_rows(self, batch: Any) -> Any:
         """Return rank 0's first micro-batch."""
@@ -144,12 +140,16 @@ class Setup:
         jax.eval_shape(mapped, *args)
         return found[0]
 
-    def differentiator(self, layout: Layout) -> Differentiator | PipelineDifferentiator:
-        whole = self._whole(layout)
+    def differentiator(self, layout: Layout) -> Differentiator | StagedGradients:
+        """Return what computes losses and gradients, in stages where the mesh has them."""
+        return self._staged(layout) or self._whole(layout)
+
+    def _staged(self, layout: Layout) -> StagedGradients | None:
+        """Return what differentiates the model in stages; None without stages."""
         if self.pipeline is None:
-            return whole
-        return PipelineDifferentiator(
-            pipeline=self.pipeline,
+            return None
+        whole = self._whole(layout)
+        return self.pipeline.gradients(
             num_stages=self.mesh.shape[PIPE],
             layout=layout,
             wiring=whole.wiring,
@@ -169,7 +169,7 @@ class Setup:
             layout=layout,
             wiring=self.wiring,
             unit_elements=config.unit_elements,
-            limits=Limits(
+            limits=FetchLimits(
                 prefetch=0 if prefetch is None and on_cpu else prefetch,
                 max_live=config.max_live_parameters,
                 max_reuse=config.max_reuse_distance,

@@ -13,13 +13,13 @@ from jax.sharding import Mesh, NamedSharding
 
 from zeroxla.config.zero_config import ZeroConfig
 from zeroxla.frontend import Adapted
+from zeroxla.frontend.staged import StagedModel
 from zeroxla.mesh.axes import platform_of
 from zeroxla.mesh.batches import put_batch, put_key
 from zeroxla.mesh.processes import progress
 from zeroxla.mesh.processes.same_program import ProgramCalls
-from zeroxla.pipeline.partition import Partition
-from zeroxla.pipeline.pipeline import Pipeline
 from zeroxla.program.compat import compiler_options, mesh_context
+from zeroxla.program.report import Report
 from zeroxla.program.shapes import shapes_of, shapes_on, structure_of
 from zeroxla.step.checks import (
     check_batch,
@@ -29,7 +29,7 @@ from zeroxla.step.checks import (
     check_state,
     check_stored,
 )
-from zeroxla.step.describe import Description, describe
+from zeroxla.step.describe import describe
 from zeroxla.step.disk.steps import DiskSteps, has_disk, with_disk_shapes
 from zeroxla.step.notices import useless_on_leaves, useless_on_mesh, warn
 from zeroxla.step.programs import BY_ROWS, Programs
@@ -57,7 +57,7 @@ class Step:
         mesh: Mesh,
         optimizer: optax.GradientTransformation,
         config: ZeroConfig,
-        pipeline: Pipeline | None = None,
+        pipeline: StagedModel | None = None,
         weights: Literal["step", "tick"] = "step",
     ) -> None:
         own = [pattern for pattern in adapted.frozen if pattern not in config.frozen]
@@ -201,7 +201,7 @@ class Step:
                 return self.disk.lower(state, batch_shapes)
             return self._step.lower(state, batch_shapes)
 
-    def describe(self) -> Description | Partition:
+    def describe(self) -> Report:
         """Return the table of leaves: shape, placement, unit, bytes of a shard; of a pipeline that
         of stages: layers, parameters, share of the cost.
 

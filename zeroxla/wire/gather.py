@@ -18,13 +18,13 @@ from zeroxla.wire.bundles import Bundle, bundle
 from zeroxla.wire.encodings import Encoding
 from zeroxla.wire.hops import Hop, Hops, run_gather
 from zeroxla.wire.quantize import Backend
-from zeroxla.wire.routes import Form, Route, Source
+from zeroxla.wire.routes import Form, LeafSource, Route
 
 Keys = Sequence[jax.Array | None]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Arriving:
+class ArrivingUnit:
     """A unit on its way: its buffers, not yet cut into leaves.
 
     A tie to a gather needs the buffers themselves: a tie to a leaf would copy one that is cut from
@@ -40,7 +40,7 @@ class Arriving:
     buffers: list[jax.Array]
     bundles: list[Bundle]
     encodings: list[Encoding]
-    secondary: dict[int, Source]
+    secondary: dict[int, LeafSource]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,7 +64,7 @@ class Gathers:
     desk: Desk | None = None
 
     def gather(
-        self, sources: Sequence[Source], routes: Sequence[Route], keys: Keys | None = None
+        self, sources: Sequence[LeafSource], routes: Sequence[Route], keys: Keys | None = None
     ) -> list[jax.Array]:
         """Gather the leaves of a unit.
 
@@ -83,12 +83,12 @@ class Gathers:
         return self.finish(self.start(sources, routes, keys), routes)
 
     def start(
-        self, sources: Sequence[Source], routes: Sequence[Route], keys: Keys | None = None
-    ) -> Arriving:
+        self, sources: Sequence[LeafSource], routes: Sequence[Route], keys: Keys | None = None
+    ) -> ArrivingUnit:
         """Run the collectives of `gather`, and take the secondary shards on the way."""
         return self._run(sources, routes, keys, self.hops.inner)
 
-    def finish(self, arriving: Arriving, routes: Sequence[Route]) -> list[jax.Array]:
+    def finish(self, arriving: ArrivingUnit, routes: Sequence[Route]) -> list[jax.Array]:
         """Return the leaves that are in the buffers."""
         leaves: dict[int, jax.Array] = {}
         with jax.named_scope("gather"):
@@ -100,8 +100,8 @@ class Gathers:
         return [leaves[i] for i in range(len(routes))]
 
     def secondary(
-        self, shards: Sequence[Source], routes: Sequence[Route], keys: Keys | None = None
-    ) -> list[Source]:
+        self, shards: Sequence[LeafSource], routes: Sequence[Route], keys: Keys | None = None
+    ) -> list[LeafSource]:
         """Run the outer hops only: return the secondary shard of each leaf.
 
         Cost: each device receives (1 - hpz_size/world) / hpz_size x the leaves' wires.
@@ -109,22 +109,22 @@ class Gathers:
         found = self._run(shards, routes, keys, ()).secondary
         return [found[i] for i in range(len(routes))]
 
-    def on_device(self, source: Source, route: Route) -> Source:
+    def on_device(self, source: LeafSource, route: Route) -> LeafSource:
         """Return a source in device memory, read if it is on disk."""
         if source.form != "ticket":
             return source.on_device()
         assert self.desk is not None, "a ticket without a desk"
         shape = route.placement.part_shape(self.hops.world)
-        return Source(self.desk.redeem(source.array, shape, self.hops.shard_index()))
+        return LeafSource(self.desk.redeem(source.array, shape, self.hops.shard_index()))
 
     @jax.named_scope("gather")
     def _run(
         self,
-        sources: Sequence[Source],
+        sources: Sequence[LeafSource],
         routes: Sequence[Route],
         keys: Keys | None,
         inner: tuple[Hop, ...],
-    ) -> Arriving:
+    ) -> ArrivingUnit:
         """Run the outer hops where there is a shard, and then `inner`."""
         keys = [None] * len(sources) if keys is None else keys
         sources = [self.on_device(s, r) for s, r in zip(sources, routes, strict=True)]
@@ -153,7 +153,9 @@ class Gathers:
                 for i in kept:
                     secondary[i] = self._kept(parts[i], encodings[i], routes[i])
             buffers.append(run_gather(x, b.dim, inner))
-        return Arriving(buffers=buffers, bundles=bundles, encodings=encodings, secondary=secondary)
+        return ArrivingUnit(
+            buffers=buffers, bundles=bundles, encodings=encodings, secondary=secondary
+        )
 
     def secondary_bytes(self, route: Route) -> int:
         """Return the bytes of a leaf's secondary shard on one device; 0 if none is kept."""
@@ -184,9 +186,9 @@ class Gathers:
             backend=self.backend,
         )
 
-    def _kept(self, parts: jax.Array, encoding: Encoding, route: Route) -> Source:
+    def _kept(self, parts: jax.Array, encoding: Encoding, route: Route) -> LeafSource:
         if encoding.format is None or route.secondary == "wire":
-            kept = Source(parts, "wire")
+            kept = LeafSource(parts, "wire")
         else:
-            kept = Source(encoding.decode(parts, self.compute_dtype), "values")
+            kept = LeafSource(encoding.decode(parts, self.compute_dtype), "values")
         return kept.on_host() if self.secondary_on_host else kept

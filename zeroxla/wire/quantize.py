@@ -16,10 +16,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import dispatch
-from pallas_kernels.layout import Layout
-from pallas_kernels.swizzle import Swizzle
 from zeroxla.config.wire_format import WireFormat
+from zeroxla.pallas_kernels import dispatch
+from zeroxla.pallas_kernels.layout import Layout
+from zeroxla.pallas_kernels.swizzle import Swizzle
 
 __all__ = [
     "Wire",

@@ -29,7 +29,7 @@ AS_STORED = "as stored"
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True)
-class Source:
+class LeafSource:
     """What a leaf is gathered from.
 
     Attributes:
@@ -41,22 +41,22 @@ class Source:
     form: Form = dataclasses.field(default="shard", metadata={"static": True})
 
     @staticmethod
-    def stored(array: jax.Array) -> Source:
+    def stored(array: jax.Array) -> LeafSource:
         """Return the source that a state has of a leaf, or a ticket of it is."""
-        return Source(array, "ticket" if is_ticket(array) else "shard")
+        return LeafSource(array, "ticket" if is_ticket(array) else "shard")
 
     @property
     def is_shard(self) -> bool:
         """Whether the leaf has made no hop yet."""
         return self.form in ("shard", "ticket")
 
-    def on_device(self) -> Source:
+    def on_device(self) -> LeafSource:
         """Return it in device memory."""
-        return Source(to_device(self.array), self.form)
+        return LeafSource(to_device(self.array), self.form)
 
-    def on_host(self) -> Source:
+    def on_host(self) -> LeafSource:
         """Return it in host memory."""
-        return Source(to_host(self.array), self.form)
+        return LeafSource(to_host(self.array), self.form)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,11 +94,11 @@ class Route:
         """The route of a slice along `dim`, a scanned leaf's layer dim."""
         return dataclasses.replace(self, placement=self.placement.unstack(dim))
 
-    def layers(self, source: Source, dim: int) -> Source:
+    def layers(self, source: LeafSource, dim: int) -> LeafSource:
         """Return `source` with the layer dim `dim` first, for a loop to slice."""
         axis = dim
         if source.form == "wire" and self.weights is not None:
             axis = self.placement.layer_dims.index(dim)
         # A loop slices host memory where it lies, along the first dim: nothing is transposed there.
         source = source.on_device() if axis else source
-        return Source(jnp.moveaxis(source.array, axis, 0), source.form)
+        return LeafSource(jnp.moveaxis(source.array, axis, 0), source.form)

@@ -5,6 +5,7 @@ Every list here has one entry per leaf of the model, None where the leaf has no 
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import math
 from collections.abc import Sequence
@@ -21,7 +22,7 @@ from zeroxla.program.paths import Path
 from zeroxla.wire.hops import from_bits
 from zeroxla.wire.leaves import Layout
 from zeroxla.wire.resolve import Wiring
-from zeroxla.wire.routes import Route, Source
+from zeroxla.wire.routes import LeafSource, Route
 
 Arrays = list[Any]  # arrays, or None
 PARTS = ("copies", "errors")
@@ -89,9 +90,34 @@ class WireState:
         return all((x.shape, x.dtype) == (y.shape, y.dtype) for x, y in pairs)
 
 
+class WireStatePlan(abc.ABC):
+    """Which leaves' wires remember something, and the functions that make and refresh it."""
+
+    __slots__ = ()
+
+    @property
+    @abc.abstractmethod
+    def is_empty(self) -> bool:
+        """Whether nothing is remembered."""
+
+    @abc.abstractmethod
+    def specs(self) -> WireState | None:
+        """Return how the wire state is split over the mesh; None if there is none."""
+
+    @abc.abstractmethod
+    def start(self, shards: Sequence[jax.Array]) -> WireState:
+        """Make the wire state of a training that begins, or goes on with other wires.
+
+        It runs inside `shard_map`.
+
+        Args:
+          shards: what this device stores of the model's leaves.
+        """
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Memory:
-    """Makes and carries on the wire state of one training setup.
+class WholeWireStatePlan(WireStatePlan):
+    """Makes and carries on the wire state of a model without stages.
 
     Attributes:
       layout: the leaves.
@@ -155,7 +181,7 @@ class Memory:
         gathers = self.wiring.collectives.gathers
         exact = dataclasses.replace(gathers, wire_dtype=gathers.compute_dtype)
         found = exact.secondary(
-            [Source.stored(shards[i]) for i in self.copied],
+            [LeafSource.stored(shards[i]) for i in self.copied],
             [
                 Route(placement=self.layout.leaves[i].placement, secondary="wire")
                 for i in self.copied
@@ -179,11 +205,13 @@ class Memory:
         for i in mine:
             copy, placement = copies[i], self.layout.leaves[i].placement
             assert copy is not None
-            shard = gathers.on_device(Source.stored(shards[i]), Route(placement=placement)).array
+            shard = gathers.on_device(
+                LeafSource.stored(shards[i]), Route(placement=placement)
+            ).array
             dim, size = placement.split_dim, shard.shape[placement.split_dim]
             start = gathers.hops.outer_index() * size
             known = lax.dynamic_slice_in_dim(copy, start, size, axis=dim)
-            differences.append(Source(shard - known.astype(jnp.float32)))
+            differences.append(LeafSource(shard - known.astype(jnp.float32)))
             placement = dataclasses.replace(placement, layer_dims=())
             routes.append(
                 Route(placement=placement, weights=self.wiring.differences, secondary="values")

@@ -14,10 +14,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zeroxla.checkpoint.weights.safetensors_writer import DTYPES, Plan, Writer, make_plan, writing
-from zeroxla.checkpoint.weights.sources import MergedSource, Source, open_source
+from zeroxla.checkpoint.weights.safetensors_writer import (
+    DTYPES,
+    FilePlan,
+    Writer,
+    make_plan,
+    writing,
+)
+from zeroxla.checkpoint.weights.sources import MergedSource, WeightSource, open_source
 from zeroxla.checkpoint.weights.tensor_names import (
-    Leaf,
+    NamedLeaf,
     abstract,
     check_shapes,
     flat_leaves,
@@ -80,7 +86,7 @@ def export_params(
     files are read twice: to check them, and to export.
 
     >>> import tempfile, jax, numpy as np, zeroxla
-    >>> from models import MLP
+    >>> from zeroxla.models import MLP
     >>> step = zeroxla.make_step(MLP.tiny(), zeroxla.make_mesh(nodes=1))
     >>> batch = {"image": np.zeros((8, 28, 28)), "label": np.zeros(8, int)}
     >>> state = step.init(jax.random.key(0), batch)
@@ -90,7 +96,7 @@ def export_params(
     folder = Path(folder).expanduser()
     is_writer = jax.process_index() == 0
 
-    def prepare() -> tuple[Source, list[Leaf], Plan, dict[str, str]] | None:
+    def prepare() -> tuple[WeightSource, list[NamedLeaf], FilePlan, dict[str, str]] | None:
         if not is_writer and not isinstance(source, TrainState):
             return None  # a checkpoint may be where this process does not see it
         opened, own = _merged(open_source(source), model)
@@ -110,7 +116,7 @@ def export_params(
     return [folder / name for name in plan.sizes]
 
 
-def _merged(source: Source, model: Any) -> tuple[Source, Any]:
+def _merged(source: WeightSource, model: Any) -> tuple[WeightSource, Any]:
     """Return the parameters without adapters, and the model that they are of."""
     if isinstance(model, LoraModel):
         return MergedSource(source, model.plan), model.model
@@ -123,8 +129,8 @@ def _merged(source: Source, model: Any) -> tuple[Source, Any]:
 
 
 def _layout(
-    source: Source, model: Any, dtype: str, more: Mapping[str, Any]
-) -> tuple[list[Leaf], dict[str, str]]:
+    source: WeightSource, model: Any, dtype: str, more: Mapping[str, Any]
+) -> tuple[list[NamedLeaf], dict[str, str]]:
     """Return the leaves with their tensors, and the text files beside them."""
     if dtype not in DTYPES:
         raise ValueError(f"dtype={dtype!r}; choose {', '.join(map(repr, DTYPES))}")
@@ -138,7 +144,7 @@ def _layout(
     return format_leaves(source.shapes, format), {"config.json": text}
 
 
-def _plan(leaves: list[Leaf], dtype: str, max_shard_size: int | str) -> Plan:
+def _plan(leaves: list[NamedLeaf], dtype: str, max_shard_size: int | str) -> FilePlan:
     shapes = {name: leaf.tensor_shape for leaf in leaves for name in leaf.tensors}
     if not shapes:
         raise ValueError("there are no parameters to export")
@@ -146,9 +152,9 @@ def _plan(leaves: list[Leaf], dtype: str, max_shard_size: int | str) -> Plan:
 
 
 def _write(
-    source: Source,
-    leaves: list[Leaf],
-    plan: Plan,
+    source: WeightSource,
+    leaves: list[NamedLeaf],
+    plan: FilePlan,
     folder: Path,
     others: Mapping[str, str],
     progress: Callable[[int, int], None] | None,
@@ -180,7 +186,7 @@ def _write(
     return failure
 
 
-def write_leaf(writer: Writer, leaf: Leaf, values: np.ndarray) -> None:
+def write_leaf(writer: Writer, leaf: NamedLeaf, values: np.ndarray) -> None:
     """Write the tensors of a leaf."""
     parts = values if leaf.is_stacked else values[None]
     for name, part in zip(leaf.tensors, parts, strict=True):
@@ -188,7 +194,7 @@ def write_leaf(writer: Writer, leaf: Leaf, values: np.ndarray) -> None:
 
 
 @contextlib.contextmanager
-def _writer(plan: Plan, folder: Path, others: Mapping[str, str]) -> Iterator[Writer | None]:
+def _writer(plan: FilePlan, folder: Path, others: Mapping[str, str]) -> Iterator[Writer | None]:
     """Write in the first process, and do nothing in the others."""
     if jax.process_index() != 0:
         yield None
@@ -213,7 +219,7 @@ def parse_size(size: int | str) -> int:
     return number
 
 
-def _make_folder(folder: Path, plan: Plan) -> None:
+def _make_folder(folder: Path, plan: FilePlan) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         free = shutil.disk_usage(folder).free

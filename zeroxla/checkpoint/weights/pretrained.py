@@ -13,7 +13,7 @@ import numpy as np
 
 from zeroxla.checkpoint.weights.safetensors_reader import TensorReader, check_dtype
 from zeroxla.checkpoint.weights.tensor_names import (
-    Leaf,
+    NamedLeaf,
     abstract,
     check_shapes,
     format_leaves,
@@ -38,7 +38,7 @@ def from_pretrained(
 
     Args:
       model: what the step was made of: a `GPT`, a function `rngs -> Llama`, or another model whose
-        class has the attribute `hugging_face`. `models.from_hugging_face(folder)` builds it. Of
+        class has the attribute `hugging_face`. `zeroxla.models.from_hugging_face(folder)` builds it. Of
         what `zeroxla.lora` makes of one the base is read, and the adapters are new.
       folder: with `config.json` and `model.safetensors`, or an index and its files, which hold
         float32, bfloat16 or float16. All processes must see it.
@@ -62,7 +62,7 @@ def from_pretrained(
 
     adapters = model if isinstance(model, LoraModel) else None
 
-    def prepare() -> tuple[TensorReader, list[Leaf], dict[str, str]]:
+    def prepare() -> tuple[TensorReader, list[NamedLeaf], dict[str, str]]:
         module = abstract(model if adapters is None else adapters.model)
         format = format_of(module)
         if format is None:
@@ -76,7 +76,7 @@ def from_pretrained(
         if different := format.differences(config, module):
             raise ValueError(
                 f"{folder / 'config.json'} is of another model: {'; '.join(different)}; build the "
-                "model with models.from_hugging_face(folder)"
+                "model with zeroxla.models.from_hugging_face(folder)"
             )
         reader = TensorReader(folder)
         leaves = format_leaves(naturals, format)
@@ -85,7 +85,7 @@ def from_pretrained(
     reader, leaves, names = together("pretrained weights", prepare)
     key = jax.random.key(0) if key is None else key
 
-    def read_leaf(leaf: Leaf, placed: Placement, parts: jax.sharding.Sharding) -> jax.Array:
+    def read_leaf(leaf: NamedLeaf, placed: Placement, parts: jax.sharding.Sharding) -> jax.Array:
         return together(
             f"the leaf {leaf.name}", lambda: _read_leaf(reader, leaf, names, placed, parts)
         )
@@ -115,7 +115,7 @@ def natural_shapes(state: TrainState) -> dict[Path, tuple[int, ...]]:
     return {path: placed.shape for path, placed in zip(paths, state.placements[0], strict=True)}
 
 
-def find_tensors(reader: TensorReader, leaves: list[Leaf], format: Any) -> dict[str, str]:
+def find_tensors(reader: TensorReader, leaves: list[NamedLeaf], format: Any) -> dict[str, str]:
     """Return, for each tensor of the leaves, its name in the files.
 
     Raises:
@@ -155,7 +155,7 @@ def find_tensors(reader: TensorReader, leaves: list[Leaf], format: Any) -> dict[
 
 def _check_tied(
     reader: TensorReader,
-    wanted: Mapping[str, Leaf],
+    wanted: Mapping[str, NamedLeaf],
     found: Mapping[str, str],
     there: dict[str, str],
     format: Any,
@@ -187,7 +187,7 @@ def _rows(shape: tuple[int, ...]) -> Iterator[tuple[slice, ...]]:
 
 def _read_leaf(
     reader: TensorReader,
-    leaf: Leaf,
+    leaf: NamedLeaf,
     names: Mapping[str, str],
     placement: Placement,
     sharding: jax.sharding.Sharding,
@@ -212,7 +212,9 @@ def _read_leaf(
     return jax.make_array_from_callback(placement.stored_shape, sharding, part)
 
 
-def _oriented(reader: TensorReader, leaf: Leaf, name: str, inside: tuple[slice, ...]) -> np.ndarray:
+def _oriented(
+    reader: TensorReader, leaf: NamedLeaf, name: str, inside: tuple[slice, ...]
+) -> np.ndarray:
     """Read a part of a tensor that is a leaf, or a layer of it."""
     if leaf.is_transposed:
         return reader.read(name, inside[::-1]).T

@@ -21,7 +21,7 @@ _READABLE = {header: dtype for dtype, header in DTYPES.items()}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Stored:
+class StoredTensor:
     """A tensor in a file.
 
     Attributes:
@@ -50,7 +50,7 @@ class TensorReader:
         self._library = _library()
         self.folder = folder
         self._files: dict[str, Any] = {}
-        self.tensors: dict[str, Stored] = {}
+        self.tensors: dict[str, StoredTensor] = {}
         places = _places(folder)
         for file in sorted({SINGLE} if places is None else set(places.values())):
             opened = self._open(folder / file)
@@ -61,7 +61,7 @@ class TensorReader:
                         f"but it is in {file}; download the folder anew"
                     )
                 part = opened.get_slice(name)
-                stored = Stored(
+                stored = StoredTensor(
                     file=folder / file, shape=tuple(part.get_shape()), dtype=part.get_dtype()
                 )
                 self.tensors[name] = stored
@@ -104,7 +104,7 @@ class TensorReader:
             ) from error
 
 
-def check_dtype(name: str, stored: Stored) -> None:
+def check_dtype(name: str, stored: StoredTensor) -> None:
     """Check that a tensor holds weights as they are read here.
 
     Raises:

@@ -47,7 +47,7 @@ class Tensor:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Plan:
+class FilePlan:
     """Which file holds what.
 
     Attributes:
@@ -85,7 +85,9 @@ class Plan:
         return json.dumps({"metadata": metadata, "weight_map": places}, indent=2) + "\n"
 
 
-def make_plan(shapes: Mapping[str, tuple[int, ...]], *, dtype: str, max_shard_bytes: int) -> Plan:
+def make_plan(
+    shapes: Mapping[str, tuple[int, ...]], *, dtype: str, max_shard_bytes: int
+) -> FilePlan:
     """Give every tensor its place.
 
     Args:
@@ -122,13 +124,13 @@ def make_plan(shapes: Mapping[str, tuple[int, ...]], *, dtype: str, max_shard_by
         for name, first in zip(names, ends):
             offset = len(headers[file]) + first
             tensors[name] = Tensor(shape=tuple(shapes[name]), file=file, offset=offset)
-    return Plan(dtype=dtype, tensors=tensors, headers=headers, sizes=sizes)
+    return FilePlan(dtype=dtype, tensors=tensors, headers=headers, sizes=sizes)
 
 
 class Writer:
     """Writes a plan's files; see `writing`."""
 
-    def __init__(self, plan: Plan, files: Mapping[str, BinaryIO]) -> None:
+    def __init__(self, plan: FilePlan, files: Mapping[str, BinaryIO]) -> None:
         self._plan, self._files = plan, files
         self._left = set(plan.tensors)
 
@@ -156,7 +158,7 @@ class Writer:
 
 
 @contextlib.contextmanager
-def writing(plan: Plan, folder: Path, others: Mapping[str, str]) -> Iterator[Writer]:
+def writing(plan: FilePlan, folder: Path, others: Mapping[str, str]) -> Iterator[Writer]:
     """Write an export: its files are there, and those of an older one gone, when this ends well;
     if a file cannot be written, the folder is as it was.
 

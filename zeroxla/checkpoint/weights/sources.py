@@ -19,7 +19,7 @@ from zeroxla.program.paths import Path, paths_of
 from zeroxla.step.state import TrainState, host_leaf
 
 
-class Source(Protocol):
+class WeightSource(Protocol):
     """Parameters by path.
 
     Attributes:
@@ -92,7 +92,7 @@ class MergedSource:
       ValueError: the source is of another model, or has no adapters.
     """
 
-    def __init__(self, source: Source, plan: LoraPlan) -> None:
+    def __init__(self, source: WeightSource, plan: LoraPlan) -> None:
         check_adapted(plan, source.shapes, source.title)
         self.title, self.is_collective = source.title, source.is_collective
         self._source, self._plan = source, plan
@@ -105,7 +105,7 @@ class MergedSource:
         return np.asarray(self._plan.merged(path, self._source.read((BASE, *path)), adapter))
 
 
-def open_source(source: TrainState | str | FilePath) -> Source:
+def open_source(source: TrainState | str | FilePath) -> WeightSource:
     """Return where to read parameters from.
 
     Raises:

@@ -19,13 +19,13 @@ from flax import nnx
 from zeroxla.program.paths import Path, paths_of
 
 if TYPE_CHECKING:
-    from models.format import Format
+    from zeroxla.models.format import Format
 
 Shape = tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Leaf:
+class NamedLeaf:
     """A leaf, and the tensors that it is in a file.
 
     Attributes:
@@ -52,7 +52,7 @@ class Leaf:
         return shape[::-1] if self.is_transposed else shape
 
 
-def flat_leaves(shapes: Mapping[Path, Shape]) -> list[Leaf]:
+def flat_leaves(shapes: Mapping[Path, Shape]) -> list[NamedLeaf]:
     """Return the leaves of any model, each a tensor "a.b.c".
 
     Raises:
@@ -66,10 +66,10 @@ def flat_leaves(shapes: Mapping[Path, Shape]) -> list[Leaf]:
                 f"the leaves {'/'.join(other)} and {'/'.join(path)} would both be the tensor "
                 f"{'.'.join(path)}; rename one of them in the model"
             )
-    return [Leaf(path=p, shape=shapes[p], tensors=(n,)) for n, p in seen.items()]
+    return [NamedLeaf(path=p, shape=shapes[p], tensors=(n,)) for n, p in seen.items()]
 
 
-def format_leaves(shapes: Mapping[Path, Shape], format: Format) -> list[Leaf]:
+def format_leaves(shapes: Mapping[Path, Shape], format: Format) -> list[NamedLeaf]:
     """Return the leaves of a model with a format.
 
     Raises:
@@ -78,7 +78,7 @@ def format_leaves(shapes: Mapping[Path, Shape], format: Format) -> list[Leaf]:
     stacked = {path.replace(format.layer, format.stack): path for path in format.tensors}
     unrolled = {_pattern(path): path for path in format.tensors}
 
-    def leaf(path: Path, shape: Shape) -> Leaf:
+    def leaf(path: Path, shape: Shape) -> NamedLeaf:
         name = "/".join(path)
         matches = ((pattern.fullmatch(name), line) for pattern, line in unrolled.items())
         match, line = next((pair for pair in matches if pair[0]), (None, stacked.get(name)))
@@ -90,7 +90,7 @@ def format_leaves(shapes: Mapping[Path, Shape], format: Format) -> list[Leaf]:
         is_stacked = match is None
         layers = match.groups() if match else range(shape[0])
         tensor = format.tensors[line]
-        return Leaf(
+        return NamedLeaf(
             path=path,
             shape=shape,
             tensors=tuple(tensor.replace("{layer}", str(i)) for i in layers or ("",)),

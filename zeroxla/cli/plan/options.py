@@ -11,7 +11,7 @@ from zeroxla.cli.option_groups import OptionGroups, flag
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlannedModel:
+class PlanModelOptions:
     """What is trained: a language model, with AdamW."""
 
     model: str = "gpt2"
@@ -26,7 +26,7 @@ class PlannedModel:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cluster:
+class ClusterOptions:
     """What it is trained on."""
 
     nodes: int = 1
@@ -48,7 +48,7 @@ class Cluster:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlannedStep:
+class PlanStepOptions:
     """How it is trained."""
 
     zero: Literal["zero3", "zeropp", "zeropp_hq", "zeropp_min"] = "zero3"
@@ -71,7 +71,7 @@ class Compilation:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlannedGeneration:
+class PlanGenerationOptions:
     """What a hybrid engine generates between steps, beside the training state."""
 
     prompts: int | None = None
@@ -103,11 +103,11 @@ class PlanOptions(OptionGroups):
     """Say what a model needs and costs on a cluster, before having it: memory of a device, bytes of
     each link, time of a step. Nothing is allocated, and without --compile nothing is compiled."""
 
-    model: PlannedModel = field(default_factory=PlannedModel)
-    cluster: Cluster = field(default_factory=Cluster)
-    step: PlannedStep = field(default_factory=PlannedStep)
+    model: PlanModelOptions = field(default_factory=PlanModelOptions)
+    cluster: ClusterOptions = field(default_factory=ClusterOptions)
+    step: PlanStepOptions = field(default_factory=PlanStepOptions)
     offload: PlannedOffload = field(default_factory=PlannedOffload)
-    generation: PlannedGeneration = field(default_factory=PlannedGeneration)
+    generation: PlanGenerationOptions = field(default_factory=PlanGenerationOptions)
     compilation: Compilation = field(default_factory=Compilation)
     output: PlanOutput = field(default_factory=PlanOutput)
 

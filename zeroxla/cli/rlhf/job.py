@@ -54,14 +54,14 @@ def rlhf(options: RlhfOptions) -> int:
     width = None if sys.stdout.isatty() else 120
     try:
         mesh = mesh_for(options.as_train())
-        job = _Job(options, mesh, RlhfOutput(width))
+        job = _RlhfJob(options, mesh, RlhfOutput(width))
     except (ValueError, ImportError) as error:
         raise UsageError(str(error)) from error
     with contextlib.closing(job):
         return job.run()
 
 
-class _Job:
+class _RlhfJob:
     """One run: what is decided before the first iteration, and the iterations."""
 
     def __init__(self, options: RlhfOptions, mesh: Mesh, output: RlhfOutput) -> None:

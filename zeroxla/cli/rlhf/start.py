@@ -17,7 +17,7 @@ from zeroxla.checkpoint.checkpointer import Checkpointer
 from zeroxla.cli.data import text as data
 from zeroxla.cli.rlhf.options import RlhfOptions
 from zeroxla.cli.run_folder import CHECKPOINTS, check_command, has_checkpoint, read_config
-from zeroxla.cli.train.model import MODEL, Choice, choose
+from zeroxla.cli.train.model import MODEL, ModelChoice, choose
 from zeroxla.cli.train.options import TrainOptions
 from zeroxla.cli.train.setup import optimizer_for, schedule_for
 from zeroxla.config.zero_config import ZeroConfig
@@ -44,7 +44,7 @@ class Start:
     """
 
     options: TrainOptions
-    choice: Choice
+    choice: ModelChoice
     corpus: data.Corpus
     mesh: Mesh
     config: ZeroConfig

@@ -11,14 +11,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from models.alexnet import alexnet_layers
-from models.losses import classification_loss
 from zeroxla.cli.data import images
 from zeroxla.cli.data.text import unigram_entropy
 from zeroxla.cli.run_folder import NoRunFolder, RunFolder
 from zeroxla.cli.train.model import alexnet
 from zeroxla.cli.train.options import TrainOptions
 from zeroxla.cli.train.output import Output
+from zeroxla.models.alexnet import alexnet_layers
+from zeroxla.models.losses import classification_loss
 from zeroxla.pipeline.pipeline import Pipeline
 from zeroxla.step.state import TrainState, full_params
 from zeroxla.step.step import Step

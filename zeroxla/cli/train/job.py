@@ -61,14 +61,14 @@ def train(options: TrainOptions) -> int:
     try:
         mesh = mesh_for(options)
         # Of several processes the first one speaks, and writes the run folder.
-        job = _Job(options, mesh, Output(width))
+        job = _TrainJob(options, mesh, Output(width))
     except (ValueError, ImportError) as error:
         raise UsageError(str(error)) from error
     with contextlib.closing(job):
         return job.run()
 
 
-class _Job:
+class _TrainJob:
     """One run: what is decided before the first step, and the loop."""
 
     def __init__(self, options: TrainOptions, mesh: Mesh, output: Output) -> None:

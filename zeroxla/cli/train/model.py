@@ -12,13 +12,13 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import models
-from models import GPT, AlexNet
-from models.format import read_config
+from zeroxla import models
 from zeroxla.cli.data.text import VOCABULARY
 from zeroxla.cli.data.vocabulary import TOKENIZER, Bytes, Tokens, Vocabulary
 from zeroxla.cli.option_groups import flag
 from zeroxla.cli.train.options import ModelOptions, TrainOptions
+from zeroxla.models import GPT, AlexNet
+from zeroxla.models.format import read_config
 
 MODEL = "model"
 """The folder of a run with the config and the tokenizer of a model that came from elsewhere."""
@@ -28,7 +28,7 @@ _SHAPE = ("layers", "width", "heads")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Choice:
+class ModelChoice:
     """A model and its vocabulary.
 
     Attributes:
@@ -61,7 +61,7 @@ def exported(options: TrainOptions, run: Path) -> tuple[Any, dict[str, Any]]:
     return choice.model, choice.config or {}
 
 
-def choose(options: TrainOptions, run: Path | None = None) -> Choice:
+def choose(options: TrainOptions, run: Path | None = None) -> ModelChoice:
     """Return the language model of a run.
 
     Args:
@@ -78,7 +78,7 @@ def choose(options: TrainOptions, run: Path | None = None) -> Choice:
     if source is None:
         arguments = {name: getattr(shape, name) for name in (*_SHAPE, "dropout")}
         model = GPT(vocab=VOCABULARY, length=length, **arguments)
-        return Choice(model=model, length=length, vocabulary=Bytes())
+        return ModelChoice(model=model, length=length, vocabulary=Bytes())
     default = ModelOptions()
     if told := [name for name in _SHAPE if getattr(shape, name) != getattr(default, name)]:
         raise ValueError(
@@ -105,7 +105,7 @@ def choose(options: TrainOptions, run: Path | None = None) -> Choice:
             f"--length {length} is more than the {longest} positions of the model in {source}; "
             f"give --length {longest} or less"
         )
-    return Choice(model=model, length=longest, vocabulary=vocabulary, config=config)
+    return ModelChoice(model=model, length=longest, vocabulary=vocabulary, config=config)
 
 
 def keep(options: TrainOptions, run: Path) -> None:

@@ -1,5 +1,5 @@
 """DeepSpeed's configuration files, read as ours."""
 
-from zeroxla.config.deepspeed.reader import Settings, read
+from zeroxla.config.deepspeed.reader import DeepSpeedSettings, read
 
-__all__ = ["Settings", "read"]
+__all__ = ["DeepSpeedSettings", "read"]

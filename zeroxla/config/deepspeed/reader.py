@@ -33,7 +33,7 @@ _NEVER = 2**31 - 1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Settings:
+class DeepSpeedSettings:
     """What a DeepSpeed configuration becomes."""
 
     options: dict[str, Any]
@@ -52,7 +52,7 @@ class Settings:
         return "\n".join(lines)
 
 
-def read(source: str | os.PathLike[str] | Mapping[str, Any]) -> Settings:
+def read(source: str | os.PathLike[str] | Mapping[str, Any]) -> DeepSpeedSettings:
     """Read a DeepSpeed configuration.
 
     Args:
@@ -84,7 +84,7 @@ def read(source: str | os.PathLike[str] | Mapping[str, Any]) -> Settings:
             f"gradient_allreduce_op={written['gradient_allreduce_op']!r} is refused by DeepSpeed "
             'at stage 3 too; gradients are averaged over devices: write "mean"'
         )
-    return Settings(
+    return DeepSpeedSettings(
         options={**options, "optimizer": make_optimizer(written, ignored)}, ignored=ignored
     )
 

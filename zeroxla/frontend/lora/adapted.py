@@ -3,25 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import numpy as np
 
 from zeroxla.frontend.base import Adapted, Tree
-from zeroxla.frontend.lora.leaf_plan import BASE, LORA, LoraPlan, make_lora_plan
-from zeroxla.frontend.lora.model import LoraModel
+from zeroxla.frontend.lora.leaf_plan import BASE, LORA, LoraPlan
 from zeroxla.frontend.lora.rewrite import evaluate
 from zeroxla.program.paths import paths_of
 from zeroxla.program.trace import trace
 
 
-def adapt_lora(model: LoraModel, base: Adapted) -> Adapted:
+class WithAdapters(Protocol):
+    """What is asked of a `LoraModel`."""
+
+    @property
+    def traced(self) -> list[LoraPlan]: ...
+
+    @property
+    def plan(self) -> LoraPlan: ...
+
+    def make_plan(self, base: Adapted, key: jax.Array, batch: Any) -> LoraPlan: ...
+
+    def merge(self, params: Any) -> Any: ...
+
+
+def adapt_lora(model: WithAdapters, base: Adapted) -> Adapted:
     """Adapt a model with adapters; see `lora`.
 
     Args:
-      model: with adapters.
-      base: the model's own functions.
+      model: the model with adapters.
+      base: the functions of the model without them.
     """
 
     known: dict[Any, LoraPlan] = {}  # by the shapes of a batch, the newest last
@@ -29,7 +42,7 @@ def adapt_lora(model: LoraModel, base: Adapted) -> Adapted:
     def plan_of(key: jax.Array, batch: Any) -> LoraPlan:
         leaves, tree = jax.tree.flatten(batch)
         shapes = (tree, *((x.shape, x.dtype) for x in leaves))
-        plan = known.pop(shapes, None) or make_lora_plan(model, base, key, batch)
+        plan = known.pop(shapes, None) or model.make_plan(base, key, batch)
         known[shapes] = plan
         model.traced[:] = [plan]
         return plan

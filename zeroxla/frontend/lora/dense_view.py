@@ -29,7 +29,7 @@ from zeroxla.wire.quantize_jit import dequantize
     meta_fields=("leaf", "scaling", "format", "dtypes", "dims", "taken"),
 )
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Held:
+class DenseView:
     """A leaf, a slice of it, or either one cast and transposed. Loops slice its arrays.
 
     Attributes:
@@ -58,22 +58,22 @@ class Held:
         """The layer dims that are left: the leading dims of wires and adapters."""
         return tuple(d for d in self.leaf.layer_dims if d not in self.taken)
 
-    def cast(self, dtype: jnp.dtype) -> Held:
+    def cast(self, dtype: jnp.dtype) -> DenseView:
         """As `astype`."""
         return dataclasses.replace(self, dtypes=(*self.dtypes, dtype))
 
-    def transpose(self, permutation: Sequence[int]) -> Held:
+    def transpose(self, permutation: Sequence[int]) -> DenseView:
         """As `jnp.transpose`."""
         return dataclasses.replace(self, dims=tuple(self.dims[d] for d in permutation))
 
-    def stacked(self) -> Held:
+    def stacked(self) -> DenseView:
         """Return it with the view's first dim, a layer dim, first in its arrays."""
         dim, layer = self.dims[0], self.layers.index(self.dims[0])
         at = layer if self.format else self._order().index(dim)
         a, b = (None if x is None else jnp.moveaxis(x, layer, 0) for x in (self.a, self.b))
         return dataclasses.replace(self, weight=jnp.moveaxis(self.weight, at, 0), a=a, b=b)
 
-    def layer(self) -> Held:
+    def layer(self) -> DenseView:
         """Say of what is left of `stacked` in a loop's turn that its first dim is gone."""
         return dataclasses.replace(self, dims=self.dims[1:], taken=(*self.taken, self.dims[0]))
 

@@ -6,7 +6,7 @@ import dataclasses
 import math
 import re
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,13 +15,10 @@ from jax import lax
 from zeroxla.config.wire_format import WireFormat
 from zeroxla.frontend.base import Adapted, Tree, stream_key, to_nested
 from zeroxla.frontend.lora.at_rest import Frozen, as_wires, format_of, from_wires, layer_size
-from zeroxla.frontend.lora.dense_view import Held
+from zeroxla.frontend.lora.dense_view import DenseView
 from zeroxla.frontend.lora.uses import Dense, find_uses
 from zeroxla.program.paths import Path, paths_of
 from zeroxla.program.trace import trace
-
-if TYPE_CHECKING:
-    from zeroxla.frontend.lora.model import LoraModel
 
 BASE, LORA = "base", "lora"
 Adapter = tuple[Any, Any]
@@ -105,7 +102,7 @@ class LoraPlan:
             return x
         a, b = adapters.get(path, (None, None))
         is_wire = x.dtype == jnp.uint8
-        return Held(
+        return DenseView(
             weight=x,
             a=a,
             b=b,
@@ -146,8 +143,22 @@ def adapters_of(params: Tree) -> dict[Path, Adapter]:
     return {path[:-1]: (x, flat[*path[:-1], "b"]) for path, x in flat.items() if path[-1] == "a"}
 
 
-def make_lora_plan(model: LoraModel, base: Adapted, key: jax.Array, batch: Any) -> LoraPlan:
+def make_lora_plan(
+    base: Adapted,
+    key: jax.Array,
+    batch: Any,
+    *,
+    targets: str,
+    rank: int,
+    alpha: float,
+    frozen: Frozen | None,
+) -> LoraPlan:
     """Read from the trace of a model's loss which leaves are dense.
+
+    Args:
+      base: the model without adapters.
+      key, batch: of its first call; shapes will do.
+      targets, rank, alpha, frozen: as `lora` takes them.
 
     Raises:
       ValueError: `targets` matches no leaf, or one that is not dense.
@@ -162,25 +173,24 @@ def make_lora_plan(model: LoraModel, base: Adapted, key: jax.Array, batch: Any) 
     program, _ = trace(loss, leaves, model_state, batch, key)
     found = find_uses(program, program.inputs[: len(leaves)])
     dense = {path: leaf for path, uses in zip(paths, found) if (leaf := uses.dense()) is not None}
-    matched = [(p, uses) for p, uses in zip(paths, found) if re.search(model.targets, "/".join(p))]
+    matched = [(p, uses) for p, uses in zip(paths, found) if re.search(targets, "/".join(p))]
     if not matched:
         raise ValueError(
-            f"targets={model.targets!r} matches no leaf; the dense leaves of the model are "
-            f"{_list(dense)}"
+            f"targets={targets!r} matches no leaf; the dense leaves of the model are {_list(dense)}"
         )
     for path, uses in matched:
         if (obstacle := uses.obstacle()) is not None:
             raise ValueError(
-                f"targets={model.targets!r} matches {'/'.join(path)}, which is not dense: "
+                f"targets={targets!r} matches {'/'.join(path)}, which is not dense: "
                 f"{obstacle}; the dense leaves of the model are {_list(dense)}"
             )
     return LoraPlan(
         shapes=params,
         dense=dense,
         targets=tuple(path for path, _ in matched),
-        rank=model.rank,
-        scaling=model.alpha / model.rank,
-        frozen=model.frozen,
+        rank=rank,
+        scaling=alpha / rank,
+        frozen=frozen,
     )
 
 

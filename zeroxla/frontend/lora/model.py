@@ -4,20 +4,27 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import numpy as np
 from jax.core import Tracer
 
+from zeroxla.frontend import Adapted, adapt
+from zeroxla.frontend.base import AdaptsItself
+from zeroxla.frontend.lora.adapted import adapt_lora
 from zeroxla.frontend.lora.at_rest import FORMATS, Frozen
-from zeroxla.frontend.lora.leaf_plan import BASE, LoraPlan, adapters_of
-from zeroxla.frontend.lora.start import check_adapted, check_given, shapes_of, starting_params
+from zeroxla.frontend.lora.leaf_plan import BASE, LoraPlan, adapters_of, make_lora_plan
+from zeroxla.frontend.lora.start import (
+    StepOfWeights,
+    check_adapted,
+    check_given,
+    shapes_of,
+    starting_params,
+)
+from zeroxla.frontend.staged import StagedModel
 from zeroxla.program.paths import paths_of
-
-if TYPE_CHECKING:
-    from zeroxla.step.state import TrainState
-    from zeroxla.step.step import Step
 
 
 def lora(
@@ -62,7 +69,7 @@ def lora(
     Source: LoRA, arXiv 2106.09685; QLoRA, arXiv 2305.14314, for the quantized base.
 
     >>> import numpy as np, optax, jax, zeroxla
-    >>> from models import MLP
+    >>> from zeroxla.models import MLP
     >>> model = zeroxla.lora(MLP.tiny(), targets=r"dense_\\d/kernel", rank=4)
     >>> step = zeroxla.make_step(model, zeroxla.make_mesh(nodes=1), optax.adam(1e-3))
     >>> batch = {"image": np.zeros((8, 28, 28)), "label": np.zeros(8, int)}
@@ -70,9 +77,7 @@ def lora(
     >>> sorted(state.params["lora"]["dense_1"]["kernel"])
     ['a', 'b']
     """
-    from zeroxla.pipeline.pipeline import Pipeline
-
-    if isinstance(model, Pipeline):
+    if isinstance(model, StagedModel):
         raise NotImplementedError(
             "lora of a Pipeline: stages hold no adapters yet; give the model itself, and a mesh "
             "without the axis `pipe`"
@@ -93,7 +98,7 @@ def lora(
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class LoraModel:
+class LoraModel(AdaptsItself):
     """A model with adapters. Made by `zeroxla.lora`.
 
     Attributes:
@@ -122,6 +127,31 @@ class LoraModel:
             )
         return self.traced[-1]
 
+    def adapt(self, loss: Callable[..., Any] | None) -> Adapted:
+        """Return the model with adapters as pure functions; `zeroxla.frontend.adapt` asks for it.
+
+        Args:
+          loss: as `make_step` takes it.
+        """
+        return adapt_lora(self, adapt(self.model, loss))
+
+    def make_plan(self, base: Adapted, key: jax.Array, batch: Any) -> LoraPlan:
+        """Read from the trace of the loss which leaves have adapters.
+
+        Args:
+          base: the functions of the model without adapters.
+          key, batch: arrays or their shapes.
+        """
+        return make_lora_plan(
+            base,
+            key,
+            batch,
+            targets=self.targets,
+            rank=self.rank,
+            alpha=self.alpha,
+            frozen=self.frozen,
+        )
+
     def merge(self, params: Any) -> Any:
         """Return the model's own parameters with the adapters added, in float32.
 
@@ -145,7 +175,7 @@ class LoraModel:
         ]
         return jax.tree.unflatten(jax.tree.structure(params[BASE]), leaves)
 
-    def init_from(self, step: Step, params: Any, key: jax.Array) -> TrainState:
+    def init_from(self, step: StepOfWeights, params: Any, key: jax.Array) -> Any:
         """Make a training state on given parameters of the model, such as a checkpoint's.
 
         Args:
@@ -155,7 +185,7 @@ class LoraModel:
           key: a PRNG key, of the adapters among others.
 
         Returns:
-          The state before the first step; its loss is that of the parameters, quantized if the
+          The `TrainState` before the first step; its loss is that of the parameters, quantized if the
           base is.
 
         Raises:

@@ -13,14 +13,14 @@ from typing import Any
 import jax
 from jax import lax
 
-from zeroxla.frontend.lora.dense_view import Held
+from zeroxla.frontend.lora.dense_view import DenseView
 from zeroxla.frontend.lora.uses import CASTS, REMATS
 from zeroxla.program import compat
 from zeroxla.program.trace import Equation, Program, flatten, read
 
 
 def evaluate(program: Program, args: Sequence[Any]) -> list[Any]:
-    """Evaluate on arrays and `Held` leaves; return arrays.
+    """Evaluate on arrays and `DenseView` leaves; return arrays.
 
     Raises:
       NotImplementedError: a leaf with an adapter is used otherwise than in products.
@@ -33,7 +33,7 @@ def evaluate(program: Program, args: Sequence[Any]) -> list[Any]:
 
 
 def _results(eq: Equation, args: list[Any]) -> Sequence[Any]:
-    if not any(isinstance(x, Held) for x in args):
+    if not any(isinstance(x, DenseView) for x in args):
         return compat.call_equation(eq.source, eq.name_stack, args)
     if eq.name in CASTS and eq.outputs[0].is_float:
         return [args[0].cast(eq.outputs[0].aval.dtype)]
@@ -57,7 +57,7 @@ def _results(eq: Equation, args: list[Any]) -> Sequence[Any]:
 def _is_product(eq: Equation, args: list[Any]) -> bool:
     """Whether it is one of an activation with a leaf as the loss has them."""
     contracting, batch = eq.params["dimension_numbers"]
-    held = [(i, x) for i, x in enumerate(args) if isinstance(x, Held)]
+    held = [(i, x) for i, x in enumerate(args) if isinstance(x, DenseView)]
     if len(held) > 1 or any(batch):
         return False
     ((side, x),) = held
@@ -65,7 +65,7 @@ def _is_product(eq: Equation, args: list[Any]) -> bool:
 
 
 def _product(eq: Equation, args: list[Any]) -> jax.Array:
-    side = next(i for i, x in enumerate(args) if isinstance(x, Held))
+    side = next(i for i, x in enumerate(args) if isinstance(x, DenseView))
     held, x = args[side], args[1 - side]
     arrays = [x, held.values()] if side else [held.values(), x]
     (y,) = compat.call_equation(eq.source, eq.name_stack, arrays)
@@ -89,12 +89,14 @@ def _loop(eq: Equation, args: list[Any]) -> list[Any]:
     start = num_consts + num_carry
     carry = [_whole(x, "has a loop carry it") for x in args[num_consts:start]]
     xs = [
-        x.stacked() if isinstance(x, Held) and x.dims[0] in x.layers else _whole(x, "slices it")
+        x.stacked()
+        if isinstance(x, DenseView) and x.dims[0] in x.layers
+        else _whole(x, "slices it")
         for x in args[start:]
     ]
 
     def turn(carry: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
-        xs = [x.layer() if isinstance(x, Held) else x for x in xs]
+        xs = [x.layer() if isinstance(x, DenseView) else x for x in xs]
         results = evaluate(body, [*consts, *carry, *xs])
         return results[:num_carry], results[num_carry:]
 
@@ -105,7 +107,7 @@ def _loop(eq: Equation, args: list[Any]) -> list[Any]:
 
 def _whole(x: Any, what: str) -> Any:
     """Return an array."""
-    if not isinstance(x, Held):
+    if not isinstance(x, DenseView):
         return x
     if x.a is not None:
         raise NotImplementedError(

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from zeroxla.config.wire_format import WireFormat
 from zeroxla.frontend.base import Tree
@@ -19,12 +20,19 @@ from zeroxla.mesh.placement import Placement
 from zeroxla.offload.disk.disk_array import given_for
 from zeroxla.program.paths import Path, paths_of
 
-if TYPE_CHECKING:
-    from zeroxla.step.step import Step
+
+class StepOfWeights(Protocol):
+    """What of a `zeroxla.Step` makes a state on given weights."""
+
+    mesh: Mesh
+
+    def shapes(self) -> Any: ...
+
+    def init_from(self, params: Any, key: jax.Array) -> Any: ...
 
 
 def starting_params(
-    plan: LoraPlan, step: Step, read: Callable[[Path], Any], key: jax.Array
+    plan: LoraPlan, step: StepOfWeights, read: Callable[[Path], Any], key: jax.Array
 ) -> Tree:
     """Return the parameters of a state on given weights, as `Step.init_from` takes them: as the
     state stores them, or functions that return them.
@@ -88,7 +96,7 @@ def _store(
 
 def _adapters(
     plan: LoraPlan,
-    step: Step,
+    step: StepOfWeights,
     key: jax.Array,
     places: Mapping[Path, Placement],
     targets: Mapping[Path, Any],

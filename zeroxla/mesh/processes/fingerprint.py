@@ -5,11 +5,10 @@ from __future__ import annotations
 import functools
 import hashlib
 import importlib.metadata
+import os
 import platform
 import sys
 from pathlib import Path
-
-import pallas_kernels
 
 _PACKAGES = ("jax", "jaxlib", "flax", "optax")
 
@@ -20,13 +19,20 @@ def fingerprint() -> dict[str, str]:
     that runs, by name."""
     found = {"Python": ".".join(platform.python_version_tuple()[:2])}
     found |= {name: importlib.metadata.version(name) for name in _PACKAGES}
-    roots = [Path(__file__).parents[1], Path(pallas_kernels.__file__).parent]
-    found["zeroxla's source"] = _hash([p for root in roots for p in sorted(root.rglob("*.py"))])
+    found["zeroxla's source"] = _hash(_sources(Path(__file__).parents[2]))
     # Not a console script: its first line names the interpreter, which may lie elsewhere there.
     script = getattr(sys.modules.get("__main__"), "__file__", None)
     if script is not None and script.endswith(".py"):
         found["the script"] = f"{Path(script).name} {_hash([Path(script)])}"
     return found
+
+
+def _sources(root: Path) -> list[Path]:
+    """Return the Python files of the package, the models and kernels that are linked included."""
+    folders = os.walk(root, followlinks=True)
+    return sorted(
+        Path(folder, name) for folder, _, names in folders for name in names if name.endswith(".py")
+    )
 
 
 def _hash(files: list[Path]) -> str:

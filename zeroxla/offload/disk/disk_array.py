@@ -73,13 +73,13 @@ class DiskArray:
         """Whether a later step has put another version in force."""
         return self.version is not self.file.version
 
-    def read(self, rows: Rows | None = None) -> Arriving:
+    def read(self, rows: Rows | None = None) -> ArrivingArray:
         """Begin to read it, or some of its layers. Raises what `check` raises."""
         self.check()
         shape = self.shape if rows is None else rows.of(self.shape)
         shards = self.shards(rows)
         arriving = [ArrivingShard(shard, self.file, self.version) for shard in shards]
-        return Arriving(shape, self.dtype, self.sharding, arriving)
+        return ArrivingArray(shape, self.dtype, self.sharding, arriving)
 
     def check(self) -> None:
         """Check that it can be read.
@@ -148,7 +148,7 @@ class ArrivingShard:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Arriving:
+class ArrivingArray:
     """An array that is being read.
 
     Attributes:

@@ -10,12 +10,12 @@ from typing import Any
 
 import jax
 
-from zeroxla.offload.disk.disk_array import Arriving, DiskArray, write
+from zeroxla.offload.disk.disk_array import ArrivingArray, DiskArray, write
 from zeroxla.offload.disk.state_file import StateFile
 from zeroxla.offload.update.rows import Rows
 
 
-class Flow:
+class DiskFlow:
     """A step's way through a file; a context, at whose end nothing is under way.
 
     Args:
@@ -35,11 +35,11 @@ class Flow:
     ) -> None:
         self._file, self._buffers, self._at_once = file, buffers, at_once
         self._to_come = deque(groups)
-        self._reading: deque[dict[Any, Arriving]] = deque()
+        self._reading: deque[dict[Any, ArrivingArray]] = deque()
         self._writing: deque[tuple[list[Future[int]], Any]] = deque()
         self._begun = 0.0
 
-    def __enter__(self) -> Flow:
+    def __enter__(self) -> DiskFlow:
         self._file.wait_for_readers()
         self._file.blocks.accesses.clear()
         self._file.blocks.is_watched = True

@@ -30,7 +30,7 @@ _HOST, _DEVICE = 0, 1
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class Stage:
+class SideRun:
     """Equations of one side that are computed together."""
 
     on_host: bool
@@ -44,7 +44,7 @@ def joins(eq: Equation) -> bool:
 
 def stages_of(
     program: Program, group: SubGroup, goes_to_host: Callable[[int], bool]
-) -> list[Stage]:
+) -> list[SideRun]:
     """Return the equations of a sub-group in stages, one after another, each of one side.
 
     An equation that joins elements of several devices counts on the host as if half of what it
@@ -65,7 +65,7 @@ def stages_of(
         # The devices' stages have even numbers.
         number[eq] = max((n + (n % 2 != side) for n in before), default=side)
         stages[number[eq]].append(eq)
-    return [Stage(n % 2 == 1, tuple(stages[n])) for n in sorted(stages)]
+    return [SideRun(n % 2 == 1, tuple(stages[n])) for n in sorted(stages)]
 
 
 def _host_side(

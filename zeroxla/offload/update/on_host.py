@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from zeroxla.config.offload import PINNED
 from zeroxla.offload.memory_kinds import to_device, to_host
-from zeroxla.offload.update.host_cut import Stage, joins
+from zeroxla.offload.update.host_cut import SideRun, joins
 from zeroxla.program import compat
 from zeroxla.program.shapes import shapes_of
 from zeroxla.program.trace import Value, run, trace
@@ -21,7 +21,7 @@ SCOPE = "offload"
 
 
 def run_stages(
-    stages: Sequence[Stage], env: Mapping[Value, Any], wanted: Sequence[Value]
+    stages: Sequence[SideRun], env: Mapping[Value, Any], wanted: Sequence[Value]
 ) -> list[jax.Array]:
     """Compute a sub-group's equations, each stage on its side.
 
@@ -54,7 +54,7 @@ def run_stages(
 
 
 def _on_host(
-    stage: Stage, reads: Mapping[Value, jax.Array], wanted: Sequence[Value]
+    stage: SideRun, reads: Mapping[Value, jax.Array], wanted: Sequence[Value]
 ) -> dict[Value, jax.Array]:
     """Return the values of a stage that are wanted outside."""
 
@@ -94,7 +94,7 @@ def check_host_compute(mesh: Mesh, *, joined: bool = False) -> None:
         )
 
 
-def host_joins(stages: Sequence[Stage]) -> bool:
+def host_joins(stages: Sequence[SideRun]) -> bool:
     """Return whether the host is to join elements of several devices."""
     return any(joins(eq) for stage in stages if stage.on_host for eq in stage.equations)
 

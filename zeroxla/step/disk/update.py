@@ -27,7 +27,7 @@ from zeroxla.mesh.processes.together import together
 from zeroxla.offload.disk.block_file import Access
 from zeroxla.offload.disk.desk import with_tickets
 from zeroxla.offload.disk.disk_array import DiskArray
-from zeroxla.offload.disk.flow import Flow
+from zeroxla.offload.disk.flow import DiskFlow
 from zeroxla.offload.disk.group_program import group_program
 from zeroxla.offload.memory_kinds import place_of, put
 from zeroxla.offload.update.sub_groups import Pieces
@@ -111,7 +111,7 @@ class DiskUpdate:
         rest, params, others = _apart(state)
         del leaves
         at_once = not any(isinstance(x, DiskArray) for x in params)
-        with Flow(file, arriving, buffers=self._buffers, at_once=at_once) as flow:
+        with DiskFlow(file, arriving, buffers=self._buffers, at_once=at_once) as flow:
             kept, found, rest, metrics = self._programs.desk.call(
                 "gradients",
                 params,
@@ -144,7 +144,7 @@ class DiskUpdate:
 
     def _update(
         self,
-        flow: Flow,
+        flow: DiskFlow,
         held: dict[Value, Any],
         on_disk: Mapping[int, DiskArray],
         results: dict[int, Any],
