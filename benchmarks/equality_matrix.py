@@ -1,8 +1,8 @@
-"""Equality with one device: every case of tests/zoo on every mesh, plain and with all knobs turned.
+"""Equality with one device: every case of tests/tools/zoo on every mesh, plain and with all knobs turned.
 
-The runs are those of `pytest -m full tests/test_equality.py`, compiled as users compile: loss and
+The runs are those of `pytest -m full tests/step/test_equality.py`, compiled as users compile: loss and
 gradients in the first step, and the leaves after 20 AdamW steps, against the unsharded model. The
-measures are those of tests/equality.py.
+measures are those of tests/tools/equality.py.
 
     python benchmarks/equality_matrix.py [pytest arguments, such as -k gpt]
 
@@ -34,7 +34,7 @@ def run(arguments: list[str]) -> tuple[list[dict[str, Any]], int]:
         lines.touch()
         command = [sys.executable, "-m", "pytest", "-q", "-n", "2"]
         status = subprocess.run(
-            [*command, "-m", "full", "tests/test_equality.py", *arguments],
+            [*command, "-m", "full", "tests/step/test_equality.py", *arguments],
             cwd=ROOT,
             env={**os.environ, "EQUALITY_RESULTS": str(lines)},
             check=False,
@@ -63,7 +63,7 @@ def main() -> int:
         for case, by_mesh in sorted(cells.items())
     ]
     body = (
-        f"{len(rows)} runs: each case of `tests/zoo` on each mesh (nodes x devices), plainly and "
+        f"{len(rows)} runs: each case of `tests/tools/zoo` on each mesh (nodes x devices), plainly and "
         "with every knob turned (persistence threshold 40, prefetch, kept leaves, shards alone, 2 "
         "micro-batches). A cell is the largest relative error of loss, gradients, gradient norm "
         "and metrics in the first step / of leaves and model state after 20 AdamW steps.\n\n"

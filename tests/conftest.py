@@ -47,6 +47,8 @@ gc.set_threshold(50_000, 20, 20)
 
 import pytest
 
+pytest.register_assert_rewrite("tools", "multihost")
+
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):

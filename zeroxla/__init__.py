@@ -1,6 +1,8 @@
 """zeroxla: train Flax models that do not fit one device, with ZeRO-3 in JAX."""
 
-from zeroxla import inspect, rlhf
+from importlib.metadata import version as _version
+
+from zeroxla import inspect, quantize, rlhf
 from zeroxla.checkpoint.checkpointer import Checkpointer, Restored
 from zeroxla.checkpoint.errors import SaveError
 from zeroxla.checkpoint.weights.export import export_params
@@ -27,7 +29,6 @@ from zeroxla.planning.search import Search, search_plans
 from zeroxla.step.make import make_step
 from zeroxla.step.state import LossScale, TrainState, full_params
 from zeroxla.step.step import Step
-from zeroxla.wire import quantize
 
 __all__ = [  # noqa: RUF022 (grouped)
     # set-up
@@ -77,4 +78,4 @@ __all__ = [  # noqa: RUF022 (grouped)
     "search_plans",
 ]
 
-__version__ = version("zeroxla")
+__version__ = _version("zeroxla")

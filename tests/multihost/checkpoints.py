@@ -10,7 +10,7 @@ import contextlib
 import sys
 import time
 
-from disk import files_limited_to
+from tools.disk import files_limited_to
 
 
 def main(folder, full):
@@ -18,7 +18,7 @@ def main(folder, full):
 
     zeroxla.initialize()
     import jax
-    from checkpoint_tools import NET, OPTIONS, batch_of, optax
+    from tools.checkpoints import NET, OPTIONS, batch_of, optax
 
     mesh = zeroxla.make_mesh()
     index, count = zeroxla.process_shard(mesh)

@@ -15,8 +15,8 @@ def main(folder, params):
 
     zeroxla.initialize()
     import jax
-    from offload_tools import batch, make_step
     from test_offload_disk import flip, offset_of, state_file
+    from tools.offload import batch, make_step
 
     mesh = zeroxla.make_mesh()
     index, count = zeroxla.process_shard(mesh)

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from quick import QUICK
+from tools.quick import QUICK
 
 FOLDER = Path(__file__).parent
 

@@ -1,14 +1,14 @@
 """Checkpoints of two processes: those of one process open there and back; nobody waits in vain."""
 
 import pytest
-from checkpoint_tools import assert_same, logical, run, saved, steps  # noqa: F401
+from tools.checkpoints import assert_same, logical, run, saved, steps  # noqa: F401
 
 from multihost import processes
 from zeroxla import Checkpointer
 
 
 @pytest.fixture(scope="module")
-def printed(saved, tmp_path_factory):  # noqa: F811
+def printed(saved, tmp_path_factory):
     """By process, the lines; and the folder into which they saved step 5."""
     folder, *_ = saved[2, 4]
     full = tmp_path_factory.mktemp("full")
@@ -19,8 +19,8 @@ def printed(saved, tmp_path_factory):  # noqa: F811
 
 @pytest.mark.slow
 def test_a_checkpoint_of_one_process_opens_in_two_and_back(
-    saved,  # noqa: F811
-    steps,  # noqa: F811
+    saved,
+    steps,
     printed,
 ):
     _, kept, losses = saved[2, 4]

@@ -5,8 +5,8 @@ import ast
 import jax
 import numpy as np
 import pytest
-from offload_tools import batch, make_step, taken
-from quick import quick_compilation  # noqa: F401
+from tools.offload import batch, make_step, taken
+from tools.quick import quick_compilation  # noqa: F401
 
 from multihost import processes
 from zeroxla import Checkpointer, Offload

@@ -1,7 +1,7 @@
 """Weights of two processes: all read and gather, the first writes, and one that fails stops all."""
 
 import pytest
-from hf_tools import assert_same_tensors, hub_folder, read_export, recorded
+from tools.hugging_face import assert_same_tensors, hub_folder, read_export, recorded
 
 from multihost import processes
 

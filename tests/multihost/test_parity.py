@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from quick import quick_compilation  # noqa: F401
+from tools.quick import quick_compilation  # noqa: F401
 
 import zeroxla
 from multihost import processes, steps

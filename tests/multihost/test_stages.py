@@ -3,8 +3,8 @@
 import jax
 import numpy as np
 import pytest
-from hf_tools import read_export
-from quick import quick_compilation, thinned  # noqa: F401
+from tools.hugging_face import read_export
+from tools.quick import quick_compilation, thinned  # noqa: F401
 
 import zeroxla
 from multihost import processes, stages

@@ -9,7 +9,7 @@ import contextlib
 import sys
 from pathlib import Path
 
-from disk import files_limited_to
+from tools.disk import files_limited_to
 
 
 def main(hub, out):

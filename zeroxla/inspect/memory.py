@@ -1,4 +1,4 @@
-"""`memory`: what one device holds while a compiled program runs, or while a model trains and generates."""
+"""`memory`: what one device holds while a program runs, or while a model trains and generates."""
 
 from __future__ import annotations
 

@@ -115,7 +115,7 @@ class StagesWireStatePlan(WireStatePlan):
     def start(self, shards: Sequence[jax.Array]) -> WireState:
         """Make the wire state of a training that begins, or goes on with other wires.
 
-        Inside `shard_map`. Cost: leaves go to their stages once; then as `WholeWireStatePlan.start`.
+        Inside `shard_map`. Cost: leaves go to their stages once; then as in a whole model.
 
         Args:
           shards: what this device stores of the model's leaves.

@@ -38,8 +38,8 @@ def from_pretrained(
 
     Args:
       model: what the step was made of: a `GPT`, a function `rngs -> Llama`, or another model whose
-        class has the attribute `hugging_face`. `zeroxla.models.from_hugging_face(folder)` builds it. Of
-        what `zeroxla.lora` makes of one the base is read, and the adapters are new.
+        class has the attribute `hugging_face`. `zeroxla.models.from_hugging_face(folder)` builds
+        it. Of what `zeroxla.lora` makes of one the base is read, and the adapters are new.
       folder: with `config.json` and `model.safetensors`, or an index and its files, which hold
         float32, bfloat16 or float16. All processes must see it.
       step: which has seen a batch (`init` or `abstract_state`).

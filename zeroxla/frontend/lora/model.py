@@ -185,8 +185,8 @@ class LoraModel(AdaptsItself):
           key: a PRNG key, of the adapters among others.
 
         Returns:
-          The `TrainState` before the first step; its loss is that of the parameters, quantized if the
-          base is.
+          The `TrainState` before the first step. Its loss is that of the parameters, quantized if
+          the base is.
 
         Raises:
           ValueError: the step has seen no batch, or the parameters are of another model.

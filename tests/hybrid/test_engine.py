@@ -1,0 +1,338 @@
+"""Generation from the training state equals whole forward passes, on every mesh and layout."""
+
+import dataclasses
+import functools
+import gc
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from tools.hugging_face import hub_folder, recorded
+from tools.hybrid import KEY, PROMPTS, padded, reference, train
+from tools.hybrid_models import NoCache, ParallelGPT, RepeatedHeads
+from tools.quick import quick_compilation, thinned  # noqa: F401
+
+import zeroxla
+from zeroxla import HybridEngine
+from zeroxla.checkpoint.weights.pretrained import from_pretrained
+from zeroxla.models import GPT, Llama, from_hugging_face
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+
+def _with_lora(make, frozen):
+    """With adapters on every kernel."""
+    return zeroxla.lora(make(), targets=r"kernel$", rank=4, frozen=frozen)
+
+
+MODELS = {
+    "gpt": lambda: GPT.tiny(width=64),
+    "llama": lambda: Llama.tiny(heads=8, kv_heads=4, width=64),
+    "parallel": lambda: ParallelGPT(width=64, vocab=51),  # which nothing divides
+    "gpt listed": lambda: GPT.tiny(scan=False, tie=False),
+    "llama listed": lambda: Llama.tiny(scan=False, tie=True),
+}
+LORA = {
+    f"{name}, {kind}": functools.partial(_with_lora, make, frozen)
+    for kind, frozen in (("lora", None), ("lora int8", "int8"))
+    for name, make in list(MODELS.items())[:3]
+}
+MATRIX = [
+    (name, nodes, tensor)
+    for name in [*list(MODELS)[:3], *LORA]
+    for nodes in (2, 1)
+    for tensor in (4, 2, 1)
+]
+
+
+def _marks(i, with_adapters):
+    """Of the matrix every seventh row is run often, and every fourteenth whenever tests are, unless
+    it has adapters."""
+    if i % 7:
+        return pytest.mark.full
+    return pytest.mark.slow if with_adapters or i % 14 else ()
+
+
+ROWS = [
+    pytest.param(*row, marks=_marks(i, row[0] in LORA and row[0] != "gpt, lora"))
+    for i, row in enumerate(MATRIX)
+]
+ROWS[0] = pytest.param(*MATRIX[0], marks=pytest.mark.smoke)
+ROWS += [pytest.param(name, 2, 2, marks=pytest.mark.slow) for name in list(MODELS)[3:]]
+
+
+@pytest.fixture(scope="module")
+def trained():
+    """Trained models by name and nodes, made when asked for."""
+    made = {}
+
+    def get(name, nodes=2, **config):
+        key = name, nodes, *config.items()
+        if key not in made:
+            mesh = zeroxla.make_mesh(nodes=nodes, devices_per_node=8 // nodes)
+            made[key] = train((MODELS | LORA)[name](), mesh, **config)
+        return made[key]
+
+    return get
+
+
+@pytest.mark.parametrize(("name", "nodes", "tensor"), ROWS)
+def test_greedy_tokens_and_logits_equal_whole_passes(trained, name, nodes, tensor):
+    known = trained(name, nodes)
+    engine = HybridEngine(known.step, tensor=tensor)
+    found = engine.generate(known.state, PROMPTS, key=KEY, max_new_tokens=6, temperature=0)
+    np.testing.assert_array_equal(found.tokens, known.greedy(PROMPTS, 6))
+    np.testing.assert_array_equal(found.lengths, 6)
+
+    rows = padded([[*p, *r] for p, r in zip(PROMPTS, found.rows(), strict=True)])
+    want = known.logprobs(rows)
+    for i, prompt in enumerate(PROMPTS):
+        mine = want[i, len(prompt) - 1 :][:6]
+        np.testing.assert_allclose(found.logprobs[i], mine, atol=1e-5)
+    np.testing.assert_allclose(engine.logprobs(known.state, rows), want, atol=1e-5)
+    logits = known.logits(rows)
+    np.testing.assert_allclose(engine.logits(known.state, rows), logits, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", thinned(["d_llama_gqa_tied", "d_gpt2", "d_llama_mha"], keep=3))
+def test_continuations_equal_transformers(name, tmp_path):
+    """Greedy, 16 tokens, left padding of ragged prompts included; with and without an end token."""
+    _, _, data = recorded(name)
+    folder = hub_folder(tmp_path / name, name)
+    model = from_hugging_face(folder)
+    step = zeroxla.make_step(model, zeroxla.make_mesh(nodes=2), optax.sgd(1e-3))
+    step.abstract_state({"tokens": np.zeros((8, 9), np.int32)})
+    state = from_pretrained(model, folder, step)
+    real = data["attention_mask"] != 0
+    prompts = [row[mask] for row, mask in zip(data["input_ids"], real, strict=True)]
+    engine = HybridEngine(step, tensor=2)
+    for recorded_as, eos in (("gen_noeos", None), ("gen_eos", int(data["gen_eos_token"]))):
+        options = {"max_new_tokens": 16, "temperature": 0, "eos": eos, "pad": 0}
+        found = engine.generate(state, prompts, key=KEY, **options)
+        np.testing.assert_array_equal(found.tokens, data[recorded_as][:, 12:])
+        if eos is not None:
+            ended = [row.tolist().index(eos) + 1 if eos in row else 16 for row in found.tokens]
+            np.testing.assert_array_equal(found.lengths, ended)
+            assert min(ended) < 16, "no row met the end"
+
+
+def test_rows_do_not_influence_each_other(trained):
+    known = trained("llama")
+    engine = HybridEngine(known.step, tensor=2)
+
+    def draw(prompts):
+        options = {"max_new_tokens": 8, "temperature": 1.0, "top_k": 20}
+        return engine.generate(known.state, prompts, key=KEY, **options).tokens
+
+    together = draw(PROMPTS)
+    others = [[9, 9], PROMPTS[1], [1], [2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12], [4]]
+    np.testing.assert_array_equal(draw(others)[1], together[1])
+    np.testing.assert_array_equal(draw(PROMPTS), together)
+    assert (draw(others)[0] != together[0]).any()
+
+
+def test_equal_prompts_are_continued_differently(trained):
+    known = trained("gpt")
+    engine = HybridEngine(known.step, tensor=4)
+    found = engine.generate(known.state, [[1, 2]] * 6, key=KEY, max_new_tokens=8)
+    assert len({tuple(row) for row in found.tokens.tolist()}) == 6
+    again = engine.generate(known.state, [[1, 2]] * 6, key=jax.random.key(9), max_new_tokens=8)
+    assert (again.tokens != found.tokens).any()
+
+
+def test_rows_stop_at_the_end_token_and_are_padded(trained):
+    known = trained("gpt")
+    engine = HybridEngine(known.step)
+    free = engine.generate(known.state, PROMPTS, key=KEY, max_new_tokens=8, temperature=0)
+    eos = int(free.tokens[0, 3])
+    found = engine.generate(
+        known.state, PROMPTS, key=KEY, max_new_tokens=8, temperature=0, eos=eos, pad=63
+    )
+    for row, length, all_of_it, logprobs in zip(
+        found.tokens, found.lengths, free.tokens, found.logprobs, strict=True
+    ):
+        met = np.flatnonzero(all_of_it == eos)
+        assert length == (met[0] + 1 if met.size else 8)
+        np.testing.assert_array_equal(row[:length], all_of_it[:length])
+        assert (row[length:] == 63).all()
+        assert (logprobs[length:] == 0).all()
+        assert (logprobs[:length] < 0).all()
+    assert found.lengths[0] <= 4
+    assert [len(row) for row in found.rows()] == found.lengths.tolist()
+
+
+def test_a_model_without_a_cache_generates_by_whole_passes_and_says_so():
+    known = train(NoCache(), zeroxla.make_mesh(nodes=2))
+    with pytest.warns(UserWarning, match="the model has no cache .* pass over the whole") as caught:
+        engine = HybridEngine(known.step, tensor=2, max_length=32)
+    assert len(caught) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = engine.generate(known.state, PROMPTS, key=KEY, max_new_tokens=6, temperature=0)
+    np.testing.assert_array_equal(found.tokens, known.greedy(PROMPTS, 6))
+    rows = padded([[*p, *r] for p, r in zip(PROMPTS, found.rows(), strict=True)])
+    want = known.logprobs(rows)
+    for i, prompt in enumerate(PROMPTS):
+        mine = want[i, len(prompt) - 1 :][:6]
+        np.testing.assert_allclose(found.logprobs[i], mine, atol=1e-5)
+
+
+def test_more_devices_than_key_value_heads():
+    """Queries of a head are split where their keys and values are whole on each device."""
+    known = train(lambda rngs: RepeatedHeads(rngs=rngs), zeroxla.make_mesh(nodes=2))
+    with pytest.warns(UserWarning, match="no cache"):
+        engine = HybridEngine(known.step, tensor=4)
+    found = engine.generate(known.state, PROMPTS, key=KEY, max_new_tokens=4, temperature=0)
+    np.testing.assert_array_equal(found.tokens, known.greedy(PROMPTS, 4))
+
+
+def test_training_that_generates_in_between_is_bit_equal(trained):
+    known = trained("gpt")
+    batch = {"tokens": np.random.default_rng(1).integers(0, 64, (8, 17)).astype(np.int32)}
+    engine = HybridEngine(known.step, tensor=2)
+
+    def run(generate):
+        state = known.step.init(jax.random.key(5), batch)
+        for _ in range(3):
+            if generate:
+                engine.generate(state, PROMPTS, key=KEY, max_new_tokens=4)
+            state, _ = known.step(state, batch)
+        return jax.tree.map(np.asarray, dataclasses.replace(state, key=None))
+
+    for a, b in zip(jax.tree.leaves(run(True)), jax.tree.leaves(run(False)), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_programs_are_kept_by_buckets_of_lengths(trained, caplog):
+    known = trained("gpt")
+    engine = HybridEngine(known.step, tensor=2)
+    options = {"key": KEY, "temperature": 0}
+    engine.generate(known.state, PROMPTS, max_new_tokens=6, **options)
+    with jax.log_compiles():
+        caplog.clear()
+        engine.generate(known.state, [p[:2] for p in PROMPTS], max_new_tokens=9, **options)
+        assert not [r for r in caplog.records if r.getMessage().startswith("Compiling")]
+        engine.generate(known.state, PROMPTS, max_new_tokens=17, **options)
+        assert [r for r in caplog.records if r.getMessage().startswith("Compiling")]
+
+
+def test_a_kept_layout_is_used_until_the_state_changes():
+    known = train(GPT.tiny(), zeroxla.make_mesh(nodes=2))
+    engine = HybridEngine(known.step, tensor=2, release=False)
+    options = {"key": KEY, "max_new_tokens": 4, "temperature": 0}
+    first = engine.generate(known.state, PROMPTS, **options)
+    again = engine.generate(known.state, PROMPTS, **options)
+    assert first.reshard_s > 0
+    assert again.reshard_s == 0
+    batch = {"tokens": np.full((8, 17), 7, np.int32)}
+    state = known.state
+    for _ in range(8):
+        state, _ = known.step(state, batch)
+    found = engine.generate(state, PROMPTS, **options)
+    assert found.reshard_s > 0
+    np.testing.assert_array_equal(found.tokens, reference(known.step, state).greedy(PROMPTS, 4))
+    engine.free()
+    engine.free()
+
+
+@pytest.mark.parametrize(("nodes", "tensor"), thinned([(2, 4), (1, 2)], rows=True))
+def test_memory_while_generating_is_the_models_share_and_goes_back(nodes, tensor):
+    model = Llama.tiny(heads=8, kv_heads=4, width=128, hidden=256, vocab=512)
+    mesh = zeroxla.make_mesh(nodes=nodes, devices_per_node=8 // nodes)
+    known = train(model, mesh, steps=0)
+    num = sum(x.size for x in jax.tree.leaves(zeroxla.full_params(known.state)))
+    before = _live_bytes()
+    engine = HybridEngine(known.step, tensor=tensor, release=False)
+    options = {"key": KEY, "max_new_tokens": 16, "temperature": 0}
+    engine.generate(known.state, PROMPTS, **options)
+    added = _live_bytes() - before
+    assert 0.99 <= added / (4 * num / tensor) <= 1.1
+    engine.free()
+    assert _live_bytes() == before
+
+    releasing = HybridEngine(known.step, tensor=tensor)
+    releasing.generate(known.state, PROMPTS, **options)
+    assert _live_bytes() == before
+
+
+def _live_bytes():
+    """Bytes of all live arrays on the fullest device, each buffer once."""
+    gc.collect()
+    held = {}
+    for array in jax.live_arrays():
+        if not jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key):
+            for shard in array.addressable_shards:
+                buffers = held.setdefault(shard.device, {})
+                buffers[shard.data.unsafe_buffer_pointer()] = shard.data.nbytes
+    return max(sum(buffers.values()) for buffers in held.values())
+
+
+def test_a_cache_of_another_dtype_is_of_that_dtype(trained):
+    known = trained("llama")
+    engine = HybridEngine(known.step, tensor=2, cache_dtype="bfloat16")
+    found = engine.generate(known.state, PROMPTS, key=KEY, max_new_tokens=6, temperature=0)
+    exact = HybridEngine(known.step, tensor=2)
+    want = exact.generate(known.state, PROMPTS, key=KEY, max_new_tokens=6, temperature=0)
+    assert np.abs(found.logprobs - want.logprobs).max() > 0
+    np.testing.assert_allclose(found.logprobs[:, 0], want.logprobs[:, 0], atol=0.05)
+
+
+@pytest.mark.slow
+def test_a_model_that_computes_in_bfloat16_generates_in_it(trained):
+    known = trained("gpt", compute_dtype="bfloat16")
+    engine = HybridEngine(known.step, tensor=2)
+    found = engine.generate(known.state, PROMPTS, key=KEY, max_new_tokens=6, temperature=0)
+    rows = padded([[*p, *r] for p, r in zip(PROMPTS, found.rows(), strict=True)])
+    want = known.logprobs(rows)  # float32
+    for i, prompt in enumerate(PROMPTS):
+        np.testing.assert_allclose(found.logprobs[i], want[i, len(prompt) - 1 :][:6], atol=0.1)
+    assert engine.plan == HybridEngine(trained("gpt").step, tensor=2).plan
+    with engine._copy.of(known.state) as (leaves, _):
+        assert {x.dtype for x in leaves} == {jnp.dtype("bfloat16")}
+
+
+def test_a_batch_that_does_not_divide_over_the_devices(trained):
+    known = trained("gpt")
+    engine = HybridEngine(known.step)
+    for num in (1, 9):
+        prompts = [[i + 1, i + 2] for i in range(num)]
+        found = engine.generate(known.state, prompts, key=KEY, max_new_tokens=3, temperature=0)
+        np.testing.assert_array_equal(found.tokens, known.greedy(prompts, 3))
+
+
+@pytest.mark.parametrize("prefill_tokens", [64, 5])
+def test_prompts_up_to_the_context(trained, prefill_tokens):
+    """Read at once, and in pieces that do not divide them."""
+    known = trained("gpt")
+    engine = HybridEngine(known.step, tensor=2, prefill_tokens=prefill_tokens)
+    prompts = [list(range(1, 29)), [3]]
+    found = engine.generate(known.state, prompts, key=KEY, max_new_tokens=4, temperature=0)
+    np.testing.assert_array_equal(found.tokens, known.greedy(prompts, 4))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("frozen", ["int8", None])
+def test_ten_cycles_leave_the_base_bit_equal_and_free_every_byte(frozen):
+    """Two devices a copy, adapters, prompts at the maximum context, training in between."""
+    model = zeroxla.lora(GPT.tiny(width=64), targets="kernel$", rank=2, frozen=frozen)
+    known = train(model, zeroxla.make_mesh(nodes=2))
+    engine = HybridEngine(known.step, tensor=2)
+    batch = {"tokens": np.random.default_rng(1).integers(0, 64, (8, 17)).astype(np.int32)}
+    prompts = [list(range(1, 31))] * 3
+    state, _ = known.step(known.state, batch)
+    base = jax.device_get(state.params["base"])
+    before = None
+    for i in range(10):
+        engine.generate(state, prompts, key=jax.random.key(i), max_new_tokens=2)
+        state, _ = known.step(state, batch)
+        held = _live_bytes()
+        before = before or held
+        assert held == before
+    for old, new in zip(jax.tree.leaves(base), jax.tree.leaves(state.params["base"]), strict=True):
+        np.testing.assert_array_equal(old, np.asarray(new))
+    want = reference(known.step, state).greedy(prompts, 2)
+    found = engine.generate(state, prompts, key=KEY, max_new_tokens=2, temperature=0)
+    np.testing.assert_array_equal(found.tokens, want)

@@ -1,0 +1,163 @@
+"""The Pallas kernels in their interpreters against the float64 oracle, bit for bit."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tools.quantize_cases import (
+    DISTRIBUTIONS,
+    DTYPES,
+    FORMATS,
+    cover,
+    differences,
+    format_of,
+    name_of,
+    product,
+    sample,
+)
+from tools.quick import quick_compilation, thinned  # noqa: F401
+
+from zeroxla.pallas_kernels import shim
+from zeroxla.quantize import (
+    Wire,
+    WireFormat,
+    dequant_reduce,
+    dequantize,
+    quantize,
+    swizzled_quantize,
+)
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+needs_mosaic = pytest.mark.skipif(
+    not shim.has_mosaic(), reason="Pallas interprets Mosaic kernels from JAX 0.11 on"
+)
+KERNELS = [pytest.param("mosaic", marks=needs_mosaic), "triton"]
+FACTORS = {**FORMATS, "block": (16, 100, 256, 2048), "hadamard": (0,)}
+ODD_FACTORS = {**FACTORS, "block": (17, 250, 1000, 16384)}
+DATA = ("normal", "heavy_tailed", "constant", "zeros", "one_outlier", "denormal", "huge")
+
+
+def quick(factors):
+    """Return a cover without what XLA compiles for 30 s: the interpreted mse of blocks under 32."""
+    rows = (row | {"block": 100} if is_slow(row) else row for row in cover(factors))
+    return list(dict.fromkeys(format_of(row) for row in rows))
+
+
+def is_slow(row):
+    return row["scale"] == "mse" and row["block"] < 32
+
+
+def with_kernels(formats):
+    """Return formats with each of the kernels that take them, in turn; with both only if slow tests
+    are run. Mosaic loads no every-other element, as codes of 4 bits would ask with DeepSpeed's
+    steps: the refusal is tested elsewhere."""
+    rows = []
+    for i, format in enumerate(formats):
+        both = shim.has_mosaic() and not (format.bits == 4 and format.scale == "deepspeed")
+        for j, backend in enumerate(["mosaic", "triton"] if both else ["triton"]):
+            marks = pytest.mark.slow if both and (i + j) % 2 else ()
+            name = f"{name_of(format)}-{backend}"
+            rows.append(pytest.param(format, backend, marks=marks, id=name))
+    return rows
+
+
+def length_of(format: WireFormat) -> int:
+    """Return a length of several tiles, the last one ragged, and a short last block."""
+    return max(3 * format.block, 70 * 256) + format.block // 2 + 1
+
+
+@pytest.mark.parametrize(("format", "backend"), with_kernels(quick(FACTORS)))
+def test_kernels_give_the_bits_of_the_oracle(format, backend):
+    dtype = DTYPES[format.block % 3]
+    assert differences(format, length_of(format), dtype, DATA, backend) == []
+
+
+@pytest.mark.parametrize("format", thinned(quick(ODD_FACTORS)), ids=name_of)
+def test_triton_takes_blocks_of_any_length(format):
+    assert differences(format, length_of(format), "float32", DATA, "triton") == []
+
+
+# 32 pieces, each with its loads: the interpreted programs compile for 20 s each.
+@pytest.mark.parametrize(
+    ("backend", "format"),
+    [
+        pytest.param(
+            "mosaic",
+            WireFormat(bits=4, hadamard=32, block=128, scale="bound", symmetric=False),
+            marks=[needs_mosaic, pytest.mark.slow],
+        ),
+        pytest.param("triton", WireFormat(bits=8, hadamard=32, block=96), marks=pytest.mark.slow),
+    ],
+)
+def test_rotated_blocks_give_the_bits_of_the_oracle(backend, format):
+    assert differences(format, length_of(format), "bfloat16", DATA, backend) == []
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("backend", KERNELS)
+@pytest.mark.parametrize("row", product(FORMATS), ids=lambda row: name_of(format_of(row)))
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_format_gives_the_bits_of_the_oracle(row, dtype, backend):
+    format = format_of(row)
+    try:
+        assert differences(format, length_of(format), dtype, tuple(DISTRIBUTIONS), backend) == []
+    except ValueError as error:
+        pytest.skip(str(error))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("backend", KERNELS)
+@pytest.mark.parametrize("format", [WireFormat(bits=8), WireFormat(bits=4)], ids=name_of)
+def test_three_million_elements_give_the_bits_of_the_oracle(format, backend):
+    assert differences(format, 3 * 10**6 + 1, "float32", ("normal", "one_outlier"), backend) == []
+
+
+@pytest.mark.parametrize("backend", KERNELS)
+def test_stochastic_rounding_and_the_swizzle_are_those_of_the_reference(backend):
+    format = WireFormat(bits=4, rounding="stochastic")
+    x = jnp.asarray(sample("normal", 12 * 20 * 256))
+    arguments = {"nodes": 3, "devices": 2, "chunks": 2, "key": jax.random.key(3)}
+    found = swizzled_quantize(x, format, **arguments, backend=backend)
+    expected = swizzled_quantize(x, format, **arguments, backend="xla")
+    assert found.buffer.shape[:2] == (2, 6)
+    np.testing.assert_array_equal(found.buffer, expected.buffer)
+
+
+@pytest.mark.parametrize("backend", KERNELS)
+@pytest.mark.parametrize("num_sources", thinned([17, 16, 8, 1], keep=4))
+def test_sums_of_wires_are_those_of_the_reference(num_sources, backend):
+    format, size = WireFormat(bits=4, scale="bound"), 20 * 256 + 9
+    wires = [quantize(jnp.asarray(sample("normal", size, seed=i)), format) for i in range(17)]
+    stacked = Wire(jnp.stack([w.buffer for w in wires[:num_sources]]), size, format)
+    found = dequant_reduce(stacked, backend=backend)
+    np.testing.assert_array_equal(found.buffer, dequant_reduce(stacked, backend="xla").buffer)
+
+
+@pytest.mark.parametrize("backend", KERNELS)
+@pytest.mark.parametrize(
+    ("source", "out"),
+    thinned(
+        [
+            (WireFormat(bits=8), WireFormat(bits=4, symmetric=False, scale="bound")),
+            (WireFormat(bits=4), WireFormat(bits=8)),
+            (WireFormat(bits=8, block=512), WireFormat(bits=4, block=128, scale="bound")),
+            (WireFormat(bits=8, hadamard=32), WireFormat(bits=4, scale="bound", hadamard=32)),
+        ],
+        keep=4,
+        rows=True,
+    ),
+    ids=["8 to 4", "4 to 8", "another block", "both rotated"],
+)
+def test_a_sum_may_go_to_another_format(source, out, backend):
+    size = 20 * 512 + 9
+    wires = [quantize(jnp.asarray(sample("normal", size, seed=i)), source) for i in range(3)]
+    stacked = Wire(jnp.stack([w.buffer for w in wires]), size, source)
+    found = dequant_reduce(stacked, out, backend=backend)
+    expected = dequant_reduce(stacked, out, backend="xla")
+    np.testing.assert_array_equal(found.buffer, expected.buffer)
+    exact = sum(np.float64(dequantize(wire, (size,))) for wire in wires)
+    error = np.linalg.norm(dequantize(found, (size,)) - exact) / np.linalg.norm(exact)
+    assert error < (0.13 if out.bits == 4 else 0.01)

@@ -1,0 +1,308 @@
+"""Parameters on disk: the same numbers, and the model is nowhere in memory."""
+
+import dataclasses
+from collections import Counter
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from tools.offload import SMALL, assert_same, batch, make, make_step, taken, trained
+from tools.quick import quick_compilation, thinned  # noqa: F401
+
+import zeroxla
+from zeroxla import Checkpointer, Offload, ZeroConfig, models
+from zeroxla.checkpoint.weights import pretrained
+from zeroxla.offload.array_bytes import array_bytes_per_device, shard_bytes
+from zeroxla.offload.disk import read_ahead as ahead
+from zeroxla.offload.disk.disk_array import DiskArray, DiskShape
+from zeroxla.offload.disk.state_file import DamagedStateError
+from zeroxla.offload.memory_kinds import place_of
+from zeroxla.step.disk.writer import DiskWriter
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+
+def disk(tmp_path, **options):
+    options = {"optimizer": "disk", "sub_group": 100_000, **options}
+    return Offload(params="disk", path=tmp_path / "state", **options)
+
+
+def on_disk(tree):
+    return [x for x in jax.tree.leaves(tree) if isinstance(x, DiskArray)]
+
+
+def file_of(state):
+    return on_disk(state.params)[0].file
+
+
+@pytest.fixture(scope="module")
+def stepped(mesh24, tmp_path_factory):
+    """A step whose state is all on disk, and its state after three steps."""
+    place = disk(tmp_path_factory.mktemp("stepped"), sub_group=20_000)
+    step, state = make(mesh24, place)
+    return step, taken(step, state, 3)[0]
+
+
+def test_the_model_is_in_no_memory(mesh24, stepped):
+    step, state = stepped
+    whole = make_step(mesh24, Offload()).abstract_state(batch())
+    mine = shard_bytes(whole.params)
+    shapes = step.shapes()
+    assert shard_bytes(shapes.params, place="disk") > 0.99 * mine
+    assert max(array_bytes_per_device(state).values()) < 0.02 * mine
+    # What the gradients' program is given stands for leaves, and is none.
+    memory = zeroxla.inspect.memory(step.lower(shapes, batch()).compile())
+    assert memory.argument_bytes < 0.02 * mine
+
+
+def test_the_state_is_born_a_few_leaves_at_a_time(mesh24, tmp_path):
+    """The same leaves as without; no program of `init` returns more than a sub-group of them."""
+    step = make_step(mesh24, disk(tmp_path, sub_group=2500), model="unrolled")
+    made, run = {}, step.disk._run
+
+    def call(name, program, *args):
+        found = run(name, program, *args)
+        made[name] = max(array_bytes_per_device(found).values())
+        return found
+
+    step.disk._run = call
+    state = step.init(jax.random.key(0), batch())
+    largest = max(x.nbytes for x in on_disk(state.params)) // 8
+    assert len(made) > 10
+    assert max(made.values()) <= max(4 * 2500, largest)
+    params = make(mesh24, Offload(), model="unrolled")[1].params
+    assert shard_bytes(params) > 4 * max(made.values())
+    assert_same(state.params, params)
+
+
+def test_a_step_reads_parameters_for_forward_for_backward_and_for_the_update(stepped):
+    step, state = stepped
+    file = file_of(state)
+    state, _ = step(state, batch())
+    read = Counter(x.nbytes for x in file.blocks.accesses if x.kind == "read")
+    asked = step.programs.desk._orders["gradients"]
+    fetched = sum(file.nbytes_of(name) for names in asked.values() for name in names)
+    held = sum(x.nbytes for x in on_disk(state.params))
+    assert 1.9 * held < fetched < 2.1 * held  # small leaves once, one of two uses three times
+    moments = sum(x.nbytes for x in on_disk(state.opt_state))
+    needed = fetched + held + moments
+    parts = sum(map(len, asked.values())) + len(file._extents)
+    assert needed <= sum(n * k for n, k in read.items()) <= needed + 4096 * parts
+    # A loop's turn reads its layer, forward and then backward in the other order.
+    kernel = [name for name in asked[0] if name.startswith("params/h/mlp/c_fc/kernel")]
+    assert [name[-2:] for name in kernel] == ["#0", "#1", "#1", "#0"]
+    assert file.nbytes_of(kernel[0]) == 64 * 256 * 4 // 8
+
+
+def test_what_the_last_step_asked_for_is_read_ahead(mesh24, tmp_path, monkeypatch):
+    """And no more than there is room for; a wrong guess changes nothing."""
+    monkeypatch.setattr(ahead, "AHEAD_BYTES", 8 * 40_000)
+    step, state = make(mesh24, disk(tmp_path))
+    want = taken(make_step(mesh24, Offload()), make(mesh24, Offload())[1], 4)[1]
+    begun = []
+    real = ahead.ReadAhead._read_ahead
+
+    def read_ahead(self, device):
+        real(self, device)
+        begun.append(sum(reading.nbytes for _, reading in self._begun.get(device, ())))
+
+    monkeypatch.setattr(ahead.ReadAhead, "_read_ahead", read_ahead)
+    state, losses = taken(step, state, 2)
+    assert 20_000 < max(begun) <= 40_000
+    orders = step.programs.desk._orders
+    orders["gradients"] = {d: names[::-1] for d, names in orders["gradients"].items()}
+    state, more = taken(step, state, 1)
+    orders["gradients"] = {0: ["params/ln_f/scale[0:8]"] * 3}
+    state, last = taken(step, state, 1)
+    assert [*losses, *more, *last] == want
+
+
+def test_a_checkpoint_opens_in_every_memory(mesh24, tmp_path):
+    place = disk(tmp_path)
+    step, state = make(mesh24, place)
+    state, _ = taken(step, state, 2)
+    with Checkpointer(tmp_path / "checkpoints") as checkpointer:
+        checkpointer.save(2, state)
+        state, want = taken(step, state, 2)
+        want = want, jax.tree.map(np.asarray, trained(state))
+        for other in (place, Offload(), Offload(params="host", optimizer="host")):
+            again = make_step(mesh24, other)
+            again.abstract_state(batch())
+            restored = checkpointer.restore(again).state
+            assert bool(on_disk(restored.params)) == (other is place)
+            found, losses = taken(again, restored, 2)
+            assert losses == want[0]
+            assert_same(trained(found), want[1])
+            state = found if other is place else state
+        # Some of the parameters of an earlier step, into the file.
+        kernels = checkpointer.restore_params(pattern="kernel")
+        mixed = checkpointer.restore_params(state, "kernel")
+        assert_same(
+            mixed.params["h"]["mlp"]["c_fc"]["kernel"], kernels["h"]["mlp"]["c_fc"]["kernel"]
+        )
+        assert_same(
+            mixed.params["h"]["mlp"]["c_fc"]["bias"], want[1][0]["h"]["mlp"]["c_fc"]["bias"]
+        )
+        assert_same(mixed.opt_state, want[1][1])
+        with pytest.raises(ValueError, match="a state that is no more"):
+            step(state, batch())
+        step(mixed, batch())
+        with pytest.raises(ValueError, match="into the file of one that is there"):
+            checkpointer.restore_params(step.shapes(), "kernel")
+
+
+def test_a_flipped_byte_is_found_where_the_leaf_is_gathered(mesh24, tmp_path):
+    step, state = make(mesh24, disk(tmp_path))
+    file = file_of(state)
+    name = next(n for n in file._extents if "params/h/mlp/c_fc/kernel" in n and n.endswith("#1"))
+    with open(file.path, "r+b") as other:
+        extent = file._extents[name]
+        other.seek(file._offset(extent, file.version.copies[file._order[name]]) + 5)
+        other.write(b"\xff")
+    for call in (step.eval, step.grad, step):
+        with pytest.raises(DamagedStateError, match=r"params/h/mlp/c_fc/kernel\[.*checksum"):
+            call(state, batch())
+    assert file.version is on_disk(state.params)[0].version
+
+
+def test_parameters_are_read_whole_and_for_generation(mesh24, tmp_path):
+    tokens = {"tokens": batch()["tokens"]}
+    found = []
+    for place in (Offload(), disk(tmp_path)):
+        step = make_step(mesh24, place)
+        params = zeroxla.full_params(make(mesh24, Offload())[1])
+        shapes = step.abstract_state(tokens)
+        given = jax.tree.map(
+            lambda x, p, s: jax.device_put(p_stored(p, x), s.sharding),
+            params,
+            jax.tree.unflatten(jax.tree.structure(params), shapes.placements[0]),
+            shapes.params,
+        )
+        state = step.init_from(given, jax.random.key(1))
+        engine = zeroxla.HybridEngine(step, tensor=2)
+        rows = engine.generate(
+            state, [[1, 2, 3]] * 4, key=jax.random.key(0), max_new_tokens=4, temperature=0
+        )
+        found.append((zeroxla.full_params(state), rows.tokens, taken(step, state, 2)[1]))
+    assert_same(found[0][0], found[1][0])
+    assert_same(found[0][1], found[1][1])
+    assert found[0][2] == found[1][2]
+
+
+def test_pretrained_weights_go_to_disk_one_by_one(mesh24, tmp_path, monkeypatch):
+    model = models.GPT.tiny(width=64)
+    zeroxla.export_params(make(mesh24, Offload())[1], tmp_path / "weights", model=model)
+    moves, read, write = [], pretrained._read_leaf, DiskWriter.write
+
+    def read_leaf(*args):
+        moves.append("read")
+        return read(*args)
+
+    def write_leaf(self, i, array):
+        moves.append("write")
+        write(self, i, array)
+
+    monkeypatch.setattr(pretrained, "_read_leaf", read_leaf)
+    monkeypatch.setattr(DiskWriter, "write", write_leaf)
+    found = []
+    for place in (Offload(), disk(tmp_path, optimizer="none")):
+        moves.clear()
+        step = make_step(mesh24, place)
+        step.abstract_state(batch())
+        state = zeroxla.from_pretrained(model, tmp_path / "weights", step)
+        found.append((zeroxla.full_params(state), taken(step, state, 2)[1]))
+    num = len(on_disk(state.params))
+    assert "".join(moves).count("readwrite") == num == moves.count("write") > 3
+    assert_same(found[0][0], found[1][0])
+    assert found[0][1] == found[1][1]
+
+
+def test_what_a_function_gives_for_a_parameter_must_fit(mesh24, tmp_path):
+    """If it does not, the state before stays as it is."""
+    step, state = make(mesh24, disk(tmp_path))
+
+    def given(x):
+        def make():
+            shape = tuple(2 * n for n in x.shape) if x is last else x.shape
+            return jnp.ones(shape, x.dtype, device=x.sharding)
+
+        return make if isinstance(x, DiskShape) else make()
+
+    shapes = step.shapes().params
+    last = [x for x in jax.tree.leaves(shapes) if isinstance(x, DiskShape)][-1]
+    with pytest.raises(ValueError, match=r"'.*' is a ArrayImpl of .*; a state has"):
+        step.init_from(jax.tree.map(given, shapes), jax.random.key(0))
+    _, losses = taken(step, state, 1)
+    assert losses == taken(*make(mesh24, Offload()), 1)[1]
+
+
+class Anchored(NamedTuple):
+    start: Any
+
+
+def anchored(rate):
+    """An optimizer that pulls parameters to where they began: its state is made of theirs."""
+
+    def update(grads, state, params):
+        pulled = jax.tree.map(lambda g, p, p0: -rate * (g + p - p0), grads, params, state.start)
+        return pulled, state
+
+    return optax.GradientTransformation(Anchored, update)
+
+
+@pytest.mark.parametrize("optimizer", thinned(["none", "host", "disk"], keep=3))
+def test_optimizer_state_made_of_parameters_on_disk(mesh24, tmp_path, optimizer):
+    found = []
+    for place in (Offload(), disk(tmp_path, optimizer=optimizer)):
+        step = make_step(mesh24, place, optimizer=anchored(1e-2))
+        state = step.init(jax.random.key(0), batch())
+        kinds = {place_of(x) for x in jax.tree.leaves(state.opt_state) if x.size > 1000}
+        state, losses = taken(step, state, 2)
+        found.append((losses, jax.tree.map(np.asarray, trained(state))))
+    assert kinds == {"device" if optimizer == "none" else optimizer}
+    assert found[0][0] == found[1][0]
+    assert_same(found[0][1], found[1][1])
+
+
+def p_stored(placement, x):
+    return np.asarray(placement.stored(jnp.asarray(x)))
+
+
+def test_a_frozen_base_of_wires_is_written_once(mesh24, tmp_path):
+    found = []
+    for place in (Offload(), disk(tmp_path)):
+        model = zeroxla.lora(models.GPT.tiny(width=64), targets="kernel", rank=4, frozen="int8")
+        config = ZeroConfig(persistence_threshold=300, offload=place)
+        step = zeroxla.make_step(model, mesh24, optax.adam(1e-2), config=config)
+        state = step.init(jax.random.key(0), batch())
+        state, losses = taken(step, state, 3)
+        found.append((losses, jax.tree.map(np.asarray, state.params)))
+    assert found[0][0] == found[1][0]
+    assert_same(found[0][1], found[1][1])
+    base = on_disk(state.params["base"])
+    assert {x.dtype for x in base} >= {np.dtype(np.uint8)}
+    writes = sum(x.kind == "write" for x in file_of(state).blocks.accesses)
+    # A block each, and the record.
+    assert writes == 1 + sum("/base/" not in name for name in file_of(state)._extents)
+
+
+def test_the_table_says_what_is_on_disk(stepped):
+    step, _ = stepped
+    rows = {row.path: row.placement for row in step.describe().rows}
+    assert "on disk" in rows["h/mlp/c_fc/kernel"]
+
+
+@pytest.mark.slow
+def test_other_wires_start_from_what_is_on_disk(mesh24, tmp_path):
+    """Copies that weight differences are of are gathered from the disk."""
+    found = []
+    for place in (Offload(), disk(tmp_path)):
+        step, state = make(mesh24, place)
+        other = dataclasses.replace(ZeroConfig.zeropp_min(), **SMALL, offload=place)
+        state, losses = taken(step.with_config(other), state, 2)
+        found.append((losses, state.wire_state))
+    assert found[0][0] == found[1][0]
+    assert_same(found[0][1], found[1][1])

@@ -1,0 +1,1 @@
+"""What tests share: references, models, ways to run things."""

@@ -1,0 +1,107 @@
+"""Models with adapters, as tests take them, and merging done by hand."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import zeroxla
+from tools.zoo.base import tokens, vectors
+from zeroxla.models import GPT, Llama
+
+KEY = jax.random.key(0)
+CONFIG = zeroxla.ZeroConfig(persistence_threshold=0)
+RANK, ALPHA = 4, 8.0
+
+
+def pair():
+    """A plain pair: a list of layers, a product with the leaf first, and one over two dims."""
+
+    def init(key, batch):
+        keys = jax.random.split(key, 3)
+        return {
+            "layers": [jax.random.normal(keys[0], (6, 8)), jax.random.normal(keys[1], (16, 8))],
+            "out": jax.random.normal(keys[2], (4, 4, 3)),
+            "table": jnp.ones((5, 16)),
+        }
+
+    def loss(params, batch, key):
+        x = jnp.tanh(batch["x"] @ params["layers"][0])
+        x = jnp.tanh((params["layers"][1] @ x.T).T)
+        x = x * params["table"][1]
+        y = jnp.einsum("bij,ijk->bk", x.reshape(-1, 4, 4), params["out"])
+        return jnp.mean((y - batch["y"]) ** 2)
+
+    return init, loss
+
+
+# name: (model, targets, batch of so many rows)
+MODELS = {
+    "gpt scanned": (lambda: GPT.tiny(), r"(attn|mlp)/.*kernel", tokens),
+    "gpt listed": (lambda: GPT.tiny(scan=False, remat=True), r"c_attn/kernel|c_fc/kernel", tokens),
+    "llama": (lambda: Llama.tiny(remat=True), r"[qkvo]_proj/kernel|lm_head", tokens),
+    "pair": (pair, r"layers/\d|out", vectors),
+}
+# Leaves [others, contracted]: the hand-made product is transposed.
+TRANSPOSED = ("lm_head", "layers/1")
+
+
+def lora_step(model, mesh, targets, *, frozen=None, optimizer=None, config=CONFIG):
+    """Return (model with adapters, its step)."""
+    lora = zeroxla.lora(model, targets=targets, rank=RANK, alpha=ALPHA, frozen=frozen)
+    return lora, zeroxla.make_step(lora, mesh, optimizer or optax.adam(1e-2), config=config)
+
+
+def merged_by_hand(params, base=None):
+    """W + alpha / rank A . B of every adapted leaf, without what zeroxla knows of them.
+
+    Args:
+      params: a base and its adapters.
+      base: the base in floats; its own if None.
+    """
+    flat = {"/".join(map(_name, p)): x for p, x in _paths(params["lora"])}
+
+    def leaf(path, w):
+        name = "/".join(map(_name, path))
+        if f"{name}/a" not in flat:
+            return w
+        a, b = flat[f"{name}/a"], flat[f"{name}/b"]
+        if name == "out":
+            delta = jnp.einsum("ijr,rk->ijk", a, b, precision="highest")
+        else:
+            delta = jnp.matmul(a, b, precision="highest")
+        if name in TRANSPOSED:
+            delta = delta.T
+        return w + ALPHA / RANK * delta
+
+    base = params["base"] if base is None else base
+    return jax.tree_util.tree_map_with_path(leaf, base)
+
+
+def with_random_b(params, seed=0):
+    """Adapters that do something: B is zero in the beginning."""
+    rng = np.random.default_rng(seed)
+
+    def leaf(path, x):
+        return x if _name(path[-1]) != "b" else rng.normal(0, 0.1, x.shape).astype(np.float32)
+
+    return {**params, "lora": jax.tree_util.tree_map_with_path(leaf, params["lora"])}
+
+
+def replaced(step, state, params):
+    """The state with other parameters, natural ones."""
+    stored, tree = jax.tree.flatten(state.params)
+    new = []
+    for x, natural in zip(stored, jax.tree.leaves(params), strict=True):
+        padded = np.zeros(x.shape, x.dtype)
+        padded[tuple(map(slice, natural.shape))] = natural
+        new.append(jax.device_put(padded, x.sharding))
+    return step.init_from(tree.unflatten(new), KEY)
+
+
+def _paths(tree):
+    return jax.tree_util.tree_leaves_with_path(tree)
+
+
+def _name(key):
+    return jax.tree_util.keystr((key,), simple=True)

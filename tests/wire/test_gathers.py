@@ -1,0 +1,165 @@
+"""Quantized gathers and secondary shards, against the quantizer's oracle and NumPy."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+from tools.quick import quick_compilation, thinned  # noqa: F401
+from tools.wire import as_it_arrives
+
+from zeroxla import WireFormat, make_mesh
+from zeroxla.mesh.placement import place
+from zeroxla.wire import bundles
+from zeroxla.wire.collectives import Collectives
+from zeroxla.wire.hops import Hops
+from zeroxla.wire.routes import LeafSource, Route
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+# Split along each dim, with padding and without, and with layer dims before and after.
+LEAVES = [
+    ((24, 6), ()),
+    ((5, 70), ()),
+    ((7, 3, 50), (0,)),
+    ((3, 48), (0,)),
+    ((2, 3, 24), (0, 1)),
+    ((16, 5), (1,)),
+    ((90,), ()),
+]
+# Shape of the mesh, devices of a secondary group.
+GROUPS = [
+    *(((2, 4), size) for size in (2, 4)),
+    *(((4, 2), size) for size in (2, 4)),
+    *(((1, 8), size) for size in (2, 4)),
+    *(((8, 1), size) for size in (2, 4)),
+    ((3, 2), 2),
+    ((2, 3), 3),
+]
+FORMAT = WireFormat(bits=8, block=16)
+
+
+def values_of(seed=0):
+    rng = np.random.default_rng(seed)
+    return [rng.normal(size=shape).astype(np.float32) for shape, _ in LEAVES]
+
+
+def run(shape, size, route_of, function):
+    """Call `function(gathers, sources, routes)` on every device; return its results, whole."""
+    mesh = make_mesh(nodes=shape[0], devices_per_node=shape[1])
+    placements = [place(s, mesh.size, skip=skip) for s, skip in LEAVES]
+    gathers = Collectives.make(nodes=shape[0], devices=shape[1], hpz_size=size).gathers
+    routes = [route_of(p) for p in placements]
+    stored = [p.stored(jnp.asarray(x)) for p, x in zip(placements, values_of(), strict=True)]
+
+    def local(shards):
+        return function(gathers, [LeafSource(x) for x in shards], routes)
+
+    mapped = jax.shard_map(
+        local,
+        mesh=mesh,
+        in_specs=([p.spec for p in placements],),
+        out_specs=PartitionSpec(),
+        check_vma=False,
+    )
+    return jax.jit(mapped)(stored), placements
+
+
+@pytest.mark.smoke
+def test_the_groups_tile_the_mesh_and_keep_the_order_of_shards():
+    """Walk every hop in NumPy, from shard numbers: each device must end with 0, 1, 2, ..."""
+    for (nodes, devices), size in [*GROUPS, ((6, 4), 8), ((6, 4), 12), ((2, 12), 3), ((4, 6), 12)]:
+        hops = Hops(nodes=nodes, devices=devices, hpz_size=size)
+        held = {(n, d): [d * nodes + n] for n in range(nodes) for d in range(devices)}
+        for part in (hops.outer, hops.inner):
+            for hop in part:
+                length = nodes if hop.axis == "node" else devices
+                groups = hop.groups or (tuple(range(length)),)
+                assert sorted(i for g in groups for i in g) == list(range(length))
+                assert {len(g) for g in groups} == {hop.size}
+                group_of = {i: g for g in groups for i in g}
+                before = dict(held)
+                for n, d in held:
+                    peers = [
+                        (i, d) if hop.axis == "node" else (n, i)
+                        for i in group_of[n if hop.axis == "node" else d]
+                    ]
+                    held[n, d] = [s for peer in peers for s in before[peer]]
+            if part is hops.outer:
+                pieces = [tuple(x) for x in held.values()]
+                assert all(len(x) == hops.num_outer for x in pieces)
+                assert len(set(pieces)) == size
+        assert all(x == list(range(hops.world)) for x in held.values())
+
+
+@pytest.mark.parametrize("alone", [0, 10**9])
+@pytest.mark.parametrize("group", thinned(GROUPS, keep=6))
+def test_leaves_arrive_as_their_shards_were_quantized(group, alone, monkeypatch):
+    shape, size = group
+    monkeypatch.setattr(bundles, "ALONE_ELEMENTS", alone)
+
+    def gather(gathers, sources, routes):
+        return gathers.gather(sources, routes)
+
+    found, placements = run(shape, size, lambda p: Route(placement=p, weights=FORMAT), gather)
+    for got, leaf, p in zip(found, values_of(), placements, strict=True):
+        want = as_it_arrives(leaf, p, shape[0] * shape[1], FORMAT)
+        np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize("weights", [None, FORMAT], ids=["float32", "int8"])
+@pytest.mark.parametrize("form", ["wire", "values"])
+@pytest.mark.parametrize("group", thinned(GROUPS, keep=6))
+def test_a_secondary_shard_gives_the_same_leaf(group, form, weights):
+    shape, size = group
+
+    def both(gathers, sources, routes):
+        kept = gathers.secondary(sources, routes)
+        assert all(k.form == ("values" if weights and form == "values" else "wire") for k in kept)
+        bytes_of = [k.array.size * k.array.dtype.itemsize for k in kept]
+        assert bytes_of == [gathers.secondary_bytes(r) for r in routes]
+        on_the_way = gathers.start(sources, routes).secondary
+        return (
+            gathers.gather(sources, routes),
+            gathers.gather(kept, routes),
+            gathers.gather([on_the_way[i] for i in range(len(routes))], routes),
+        )
+
+    def route(placement):
+        return Route(placement=placement, weights=weights, secondary=form)
+
+    (direct, again, later), _ = run(shape, size, route, both)
+    for a, b, c, leaf in zip(direct, again, later, values_of(), strict=True):
+        np.testing.assert_array_equal(a, b)
+        np.testing.assert_array_equal(a, c)
+        np.testing.assert_allclose(a, leaf, atol=0.03 if weights else 0)
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("form", ["shard", "wire", "values"])
+def test_a_layer_of_a_stacked_leaf_is_found_in_every_form(form):
+    """Slice a source as a loop does, gather the slice, and compare with the slice of the whole."""
+
+    def route(placement):
+        secondary = None if form == "shard" else form
+        return Route(placement=placement, weights=FORMAT, secondary=secondary)
+
+    def slices(gathers, sources, routes):
+        if form != "shard":
+            sources = gathers.secondary(sources, routes)
+        found = []
+        for source, r in zip(sources, routes, strict=True):
+            for dim in r.placement.layer_dims:
+                layer = jax.tree.map(lambda x: x[1], r.layers(source, dim))
+                found += gathers.gather([layer], [r.unstack(dim)])
+        return found, gathers.gather(sources, routes)
+
+    (found, whole), placements = run((2, 4), 4, route, slices)
+    expected = [
+        np.take(np.asarray(x), 1, axis=dim)
+        for x, p in zip(whole, placements, strict=True)
+        for dim in p.layer_dims
+    ]
+    assert len(found) == len(expected) == 5
+    for got, want in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(got, want)
