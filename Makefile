@@ -9,6 +9,7 @@
 #   make lint                           ruff and pyright
 #   make bench-memory | bench-NAME      run benchmarks/NAME.py
 #   make peers                          zeroxla beside PyTorch and DeepSpeed over a slow network
+#   make docs                           the documentation site, into site/
 #   make notebook                       open the notebooks in JupyterLab
 #   make clean                          remove environments and caches; runs/ is kept
 
@@ -31,7 +32,7 @@ STAMP  := $(VENV)/.installed
 PEERS  := .venv-peers
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-slow test-full test-nightly lint notebook peers clean force
+.PHONY: help setup train test test-slow test-full test-nightly lint docs notebook peers clean force
 
 help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
@@ -95,6 +96,11 @@ $(PEERS)/.installed: benchmarks/peers/requirements.txt
 	$$pip -r $(PEERS)/first.txt; \
 	DS_BUILD_OPS=0 $$pip --no-build-isolation -r $<; \
 	touch $@
+
+# Strictly: a broken link, or a public name that cannot be found, is an error.
+docs:
+	@$(MAKE) --no-print-directory setup EXTRAS="$(EXTRAS) docs"
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict --quiet
 
 notebook:
 	@$(MAKE) --no-print-directory setup EXTRAS="$(EXTRAS) notebook"

@@ -21,6 +21,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import zeroxla
 from zeroxla.frontend import adapt
 from zeroxla.models import GPT
+from zeroxla.planning.compile_check import MEMORY_SCHEDULER as MEMORY_SCHEDULER
 
 RESULTS = Path(__file__).resolve().parent / "results"
 

@@ -1,8 +1,9 @@
-"""Equality with one device: every case of tests/tools/zoo on every mesh, plain and with all knobs turned.
+"""Equality with one device: every case of tests/tools/zoo on every mesh, plain and with all knobs
+turned.
 
-The runs are those of `pytest -m full tests/step/test_equality.py`, compiled as users compile: loss and
-gradients in the first step, and the leaves after 20 AdamW steps, against the unsharded model. The
-measures are those of tests/tools/equality.py.
+The runs are those of `pytest -m full tests/step/test_equality.py`, compiled as users compile. Each
+compares loss and gradients of the first step, and the leaves after 20 AdamW steps, with the
+unsharded model. tests/tools/equality.py measures the errors.
 
     python benchmarks/equality_matrix.py [pytest arguments, such as -k gpt]
 
@@ -63,11 +64,11 @@ def main() -> int:
         for case, by_mesh in sorted(cells.items())
     ]
     body = (
-        f"{len(rows)} runs: each case of `tests/tools/zoo` on each mesh (nodes x devices), plainly and "
-        "with every knob turned (persistence threshold 40, prefetch, kept leaves, shards alone, 2 "
-        "micro-batches). A cell is the largest relative error of loss, gradients, gradient norm "
-        "and metrics in the first step / of leaves and model state after 20 AdamW steps.\n\n"
-        + table(["case", *(f"{nodes}x{devices}" for nodes, devices in meshes)], lines)
+        f"{len(rows)} runs: each case of `tests/tools/zoo` on each mesh (nodes x devices), plainly "
+        "and with every knob turned (persistence threshold 40, prefetch, kept leaves, shards "
+        "alone, 2 micro-batches). A cell is the largest relative error of loss, gradients, "
+        "gradient norm and metrics in the first step / of leaves and model state after 20 AdamW "
+        "steps.\n\n" + table(["case", *(f"{nodes}x{devices}" for nodes, devices in meshes)], lines)
     )
     checks = [
         Check(name="a run failed (1: yes)", value=failed, limit=0),

@@ -18,7 +18,7 @@ import jax
 
 import zeroxla.cli.train.model
 from zeroxla import models
-from zeroxla.cli import main as cli
+from zeroxla.cli.main import main
 
 
 class GPT(models.GPT):
@@ -39,4 +39,4 @@ def kill_if_told(value: Any) -> None:
 
 if __name__ == "__main__":
     zeroxla.cli.train.model.GPT = GPT
-    sys.exit(cli.main(sys.argv[2:]))
+    sys.exit(main(sys.argv[2:]))

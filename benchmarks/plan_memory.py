@@ -8,7 +8,8 @@ for memory (xla_cpu_enable_concurrency_optimized_scheduler=false).
     python benchmarks/plan_memory.py [--only NAME ...]
 
 Exits with 1 if a target is missed; writes results/plan_memory.json and results/plan_memory.md if
-all were measured. Takes about 4 minutes on 2 cores. `tests/planning/test_memory_model.py` runs it too.
+all were measured. Takes about 4 minutes on 2 cores. `tests/planning/test_memory_model.py` runs it
+too.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from quality_training import BATCH, EVAL_BATCH, LENGTH, NUM_FINAL_BATCHES, Setup
 from quality_variants import VARIANTS, Variant
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from zeroxla.cli.data import text as data
+from zeroxla.cli.data.text import load_corpus
 
 Results = dict[str, list[dict[str, Any]]]  # by variant, one for each seed
 
@@ -38,7 +38,7 @@ def main() -> int:
     arguments = parser.parse_args()
     start()
     arguments.work.mkdir(parents=True, exist_ok=True)
-    setup = Setup(data.load_corpus(), arguments.steps, arguments.work)
+    setup = Setup(load_corpus(), arguments.steps, arguments.work)
     chosen = [v for v in VARIANTS if arguments.only is None or v.name in arguments.only]
     results = train(setup, chosen)
     if arguments.only is not None:

@@ -14,13 +14,13 @@ import numpy as np
 from quality_variants import Variant
 
 from zeroxla import Checkpointer, ZeroConfig, make_mesh, make_step
-from zeroxla.cli.data import text as data
+from zeroxla.cli.data.text import VOCABULARY, Corpus, training_batches, validation_batches
 from zeroxla.cli.train.options import ModelOptions, TextOptions, TrainingOptions, TrainOptions
 from zeroxla.cli.train.setup import optimizer_for, schedule_for
 from zeroxla.models import GPT
 
 BATCH, LENGTH = 16, 64
-MODEL = {"vocab": data.VOCABULARY, "length": LENGTH, "layers": 4, "width": 128, "heads": 4}
+MODEL = {"vocab": VOCABULARY, "length": LENGTH, "layers": 4, "width": 128, "heads": 4}
 EVALUATE_EVERY = 100
 SAVE_EVERY = 250
 EVAL_BATCH = 256
@@ -38,7 +38,7 @@ class Setup:
       folder: where results and checkpoints lie.
     """
 
-    corpus: data.Corpus
+    corpus: Corpus
     steps: int
     folder: Path
 
@@ -53,13 +53,13 @@ class Setup:
 
     def batches(self, seed: int) -> Any:
         """Return the training batches of a seed, the same for every variant."""
-        stream = data.training_batches(self.corpus.train, batch=BATCH, length=LENGTH, seed=seed)
+        stream = training_batches(self.corpus.train, batch=BATCH, length=LENGTH, seed=seed)
         return iter(stream)
 
     def valid(self, num_batches: int) -> list[dict[str, np.ndarray]]:
         """Return held-out batches."""
         return list(
-            data.validation_batches(
+            validation_batches(
                 self.corpus.valid, batch=EVAL_BATCH, length=LENGTH, num_batches=num_batches
             )
         )

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 import zeroxla
-from zeroxla.cli.data import text as data
+from zeroxla.cli.data.text import load_corpus, training_batches
 from zeroxla.cli.run_folder import CHECKPOINTS, read_config
 from zeroxla.cli.train.job import train
 from zeroxla.cli.train.model import choose
@@ -93,9 +93,9 @@ def read_run(folder: Path) -> Trained:
     """
     options = TrainOptions.from_dict(read_config(folder)["options"])
     text = options.text
-    corpus = data.load_corpus(text.data, holdout=text.holdout)
+    corpus = load_corpus(text.data, holdout=text.holdout)
     batches = iter(
-        data.training_batches(
+        training_batches(
             corpus.train, batch=text.batch, length=text.length, seed=options.training.seed
         )
     )

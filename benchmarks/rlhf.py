@@ -29,7 +29,7 @@ from matplotlib.figure import Figure
 
 import zeroxla
 from zeroxla import ZeroConfig, rlhf
-from zeroxla.cli.data import text as data
+from zeroxla.cli.data.text import load_corpus, training_batches
 from zeroxla.models import GPT
 
 DEVICES, PRETRAIN_STEPS = 4, 150
@@ -57,7 +57,7 @@ def main() -> int:
     zeroxla.simulate(DEVICES)
     jax.config.update("jax_enable_compilation_cache", False)  # compilation is part of the time
     mesh = zeroxla.make_mesh(nodes=2)
-    text = data.load_corpus().train
+    text = load_corpus().train
     params, loss = pretrained(mesh, text)
     results: dict[str, list[Run]] = {}
     seconds: dict[str, float] = {}
@@ -79,7 +79,7 @@ def main() -> int:
 def pretrained(mesh: jax.sharding.Mesh, text: np.ndarray) -> tuple[Any, float]:
     """Return parameters that have learned text, and their last loss."""
     step = zeroxla.make_step(MODEL, mesh, optax.adamw(3e-3), config=CONFIG)
-    batches = iter(data.training_batches(text, batch=32, length=64, seed=0))
+    batches = iter(training_batches(text, batch=32, length=64, seed=0))
     state = step.init(jax.random.key(0), next(batches))
     losses = []
     for _, batch in zip(range(PRETRAIN_STEPS), batches):
@@ -117,9 +117,7 @@ def text_of(tokens: Any) -> str:
 
 def run(loop: rlhf.Loop, states: rlhf.States, text: np.ndarray, iterations: int, seed: int) -> Run:
     """Return the metrics of some iterations."""
-    prompts = data.training_batches(
-        text, batch=loop.settings.num_prompts, length=PROMPT - 1, seed=seed
-    )
+    prompts = training_batches(text, batch=loop.settings.num_prompts, length=PROMPT - 1, seed=seed)
     found = []
     for i, batch in zip(range(iterations), iter(prompts)):
         key = jax.random.fold_in(jax.random.key(seed), i)

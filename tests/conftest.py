@@ -48,6 +48,7 @@ gc.set_threshold(50_000, 20, 20)
 import pytest
 
 pytest.register_assert_rewrite("tools", "multihost")
+pytest_plugins = ["tools.left_out"]
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -1,4 +1,4 @@
-"""Checkpoints: bit-exact on any mesh, of any optimizer, and readable without zeroxla."""
+"""Checkpoints are bit-exact on any mesh and for any optimizer, and open without zeroxla."""
 
 import jax
 import numpy as np

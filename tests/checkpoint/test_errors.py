@@ -1,4 +1,4 @@
-"""Checkpoints that do not fit or are not there: refused by name."""
+"""Checkpoints that do not fit or are missing: the error names what differs."""
 
 import json
 

@@ -13,8 +13,9 @@ from tools.quick import quick_compilation  # noqa: F401
 
 import zeroxla
 from zeroxla import Checkpointer
-from zeroxla.cli import main as cli
+from zeroxla.cli.data.text import load_corpus
 from zeroxla.cli.data.vocabulary import Bytes, Tokens
+from zeroxla.cli.main import main
 from zeroxla.cli.run_folder import RunFolder
 from zeroxla.models import Llama
 
@@ -29,7 +30,7 @@ def values(run, name):
 
 
 def command(*arguments):
-    return cli.main([*map(str, arguments)])
+    return main([*map(str, arguments)])
 
 
 @pytest.fixture(scope="module")
@@ -199,7 +200,7 @@ def test_more_than_the_positions_of_a_model(finished, text, tmp_path, capsys):
 
 
 def test_documents_keep_apart_and_text_comes_back(pretrained, text):
-    corpus = zeroxla.data.load_corpus([text])
+    corpus = load_corpus([text])
     vocabulary = Tokens(pretrained, {"bos_token_id": 0})
     found = vocabulary.corpus(corpus)
     assert (found.train == 0).sum() == corpus.num_train_files

@@ -14,7 +14,8 @@ import pytest
 from tools.quick import QUICK, quick_compilation  # noqa: F401
 from tools.train import copy_at, values
 
-from zeroxla.cli import main as cli
+from zeroxla.cli.continued_run import newest_run
+from zeroxla.cli.main import main
 from zeroxla.cli.rlhf.options import RlhfOptions
 
 TINY = [
@@ -28,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 def rlhf(*arguments) -> int:
     """Run `zeroxla rlhf` in this process."""
-    return cli.main(["rlhf", *map(str, arguments)])
+    return main(["rlhf", *map(str, arguments)])
 
 
 def command(*arguments) -> list[str]:
@@ -97,11 +98,11 @@ class TestFinishedRun:
         assert re.search(r"An iteration took [\d.]+ s: generate", printed)
 
     def test_exports_its_weights(self, finished, tmp_path):
-        assert cli.main(["export", str(finished[0]), "--output", str(tmp_path)]) == 0
+        assert main(["export", str(finished[0]), "--output", str(tmp_path)]) == 0
         assert json.loads((tmp_path / "config.json").read_text())["model_type"] == "gpt2"
 
     def test_is_no_run_of_train(self, finished, capsys):
-        assert cli.main(["train", "--resume", "--run", str(finished[0])]) == 2
+        assert main(["train", "--resume", "--run", str(finished[0])]) == 2
         error = capsys.readouterr().err
         assert "is a run of `zeroxla rlhf`, and this needs one of `zeroxla train`" in error
 
@@ -111,8 +112,8 @@ class TestResume:
         shutil.copytree(finished[0], tmp_path / "mine")
         (tmp_path / "other" / "checkpoints" / "7").mkdir(parents=True)
         (tmp_path / "other" / "config.json").write_text('{"command": "train"}')
-        assert cli.newest_run(tmp_path, "rlhf").name == "mine"
-        assert cli.newest_run(tmp_path, "train").name == "other"
+        assert newest_run(tmp_path, "rlhf").name == "mine"
+        assert newest_run(tmp_path, "train").name == "other"
 
     @pytest.mark.slow
     def test_repeats_the_uninterrupted_run_bit_for_bit(self, with_critic, tmp_path):
@@ -161,7 +162,7 @@ def trained(text, tmp_path_factory):
     mesh = ["--nodes", "1", "--devices-per-node", "2"]
     rest = ["--eval-batches", "1", "--sample-bytes", "0", "--steps", "3"]
     arguments = ["train", "--run", str(run), "--data", str(text), *shape, *mesh, *rest]
-    assert cli.main(arguments) == 0
+    assert main(arguments) == 0
     return run
 
 
@@ -177,7 +178,7 @@ class TestStartingFromARun:
         assert values(run, "kl")[2] != 0
         assert rlhf("--resume", "--run", run, "--steps", 3) == 0
         assert list(values(run, "kl")) == [1, 2, 3]
-        assert cli.main(["export", str(run), "--output", str(tmp_path / "export")]) == 0
+        assert main(["export", str(run), "--output", str(tmp_path / "export")]) == 0
         files = {path.name for path in (tmp_path / "export").iterdir()}
         assert {"config.json", "model.safetensors"} <= files
         assert rlhf("--run", run, "--init-run", trained, *options) == 2

@@ -35,6 +35,10 @@ def page_id(page: Path) -> str:
     return page.relative_to(REPOSITORY).as_posix()
 
 
+RUNNABLE_PAGES = [page for page in PAGES if RUNNABLE.search(page.read_text())]
+QUICK = ("README.md", "docs/generation.md", "docs/pipeline.md", "docs/zero3.md")
+
+
 def modules_with_examples() -> list[str]:
     """Names of the modules of the library and of the models whose docstrings hold examples."""
     names = []
@@ -56,7 +60,12 @@ def eight_devices():
 @pytest.mark.smoke
 @pytest.mark.usefixtures("eight_devices", "quick_compilation")
 @pytest.mark.parametrize(
-    "page", thinned((p for p in PAGES if RUNNABLE.search(p.read_text())), keep=4), ids=page_id
+    "page",
+    thinned(
+        [page for page in RUNNABLE_PAGES if page_id(page) in QUICK],
+        slow=[page for page in RUNNABLE_PAGES if page_id(page) not in QUICK],
+    ),
+    ids=page_id,
 )
 def test_examples_run(page, tmp_path, monkeypatch):
     """The blocks of a page run in order, as one program."""

@@ -1,4 +1,5 @@
-"""Which activations are made once, so that XLA does not keep a gathered leaf to make them again."""
+"""Barriers: the activations that XLA must not compute again, for which it would keep gathered
+leaves."""
 
 import jax
 import jax.numpy as jnp

@@ -112,7 +112,7 @@ def test_values_that_follow_from_leaves_alone_never_flow_between_segments():
     # Nor are they kept for backward: it gathers the leaf and makes them again.
     runner = runner_of(plan)
     for segment in plan.segments:
-        assert not {v.aval.shape for v in runner.passes.linear[segment]._saved} & {(6, 6)}
+        assert not {v.aval.shape for v in runner.passes.linear[segment].saved} & {(6, 6)}
 
 
 def test_backward_gathers_only_what_it_reads():
@@ -140,7 +140,7 @@ def test_a_scan_over_stacked_leaves_is_a_loop_whose_body_gathers_a_layer():
     # The tape of a turn holds activations: none of the size of a layer.
     runner = runner_of(plan)
     body = runner.bodies[loop].body
-    saved = [v.aval.shape for s in loop.body.segments for v in body.passes.linear[s]._saved]
+    saved = [v.aval.shape for s in loop.body.segments for v in body.passes.linear[s].saved]
     assert (6, 6) not in saved
     assert (2, 6) in saved
 

@@ -1,4 +1,4 @@
-"""Adapters: plain pairs, what all kinds of model share, and bad input."""
+"""Front ends: plain pairs, the rules for all kinds of model, and bad input."""
 
 import collections
 from functools import partial

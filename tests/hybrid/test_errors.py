@@ -13,6 +13,7 @@ from tools.quick import quick_compilation  # noqa: F401
 
 import zeroxla
 from zeroxla import HybridEngine
+from zeroxla.hybrid.compile_cache import CompiledPrograms
 from zeroxla.hybrid.prompts import LengthLimits
 from zeroxla.models import GPT
 
@@ -214,11 +215,11 @@ def test_a_call_that_fails_leaves_nothing(known, monkeypatch):
     engine = HybridEngine(known.step, tensor=2)
     held = []
 
-    def fail(shape, leaves, *_):
+    def fail(compiled, shape, leaves, *_):
         held.extend(leaves)
         raise MemoryError
 
-    monkeypatch.setattr(engine._compiled, "generate", fail)
+    monkeypatch.setattr(CompiledPrograms, "generate", fail)
     with pytest.raises(MemoryError):
         engine.generate(known.state, [[1]], key=KEY, max_new_tokens=2)
     assert held

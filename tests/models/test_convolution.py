@@ -1,4 +1,5 @@
-"""The models' own convolution: Flax's values and gradients, in an order that is fast in loops."""
+"""The models' own convolution: Flax's values and gradients, by operations that are fast in
+loops."""
 
 from __future__ import annotations
 

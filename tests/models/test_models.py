@@ -146,7 +146,7 @@ def stack_gpt(variables, layers):
     return {"params": {**params, "h": jax.tree.map(lambda *leaves: jnp.stack(leaves), *blocks)}}
 
 
-@pytest.mark.parametrize("change", thinned([{"scan": True, "remat": True}, {"remat": True}]))
+@pytest.mark.parametrize("change", thinned([{"scan": True, "remat": True}], slow=[{"remat": True}]))
 def test_gpt_scan_and_remat_change_neither_loss_nor_gradients(change):
     plain, other = GPT.tiny(scan=False), GPT.tiny(**{"scan": False, **change})
     variables = linen_params(plain, TOKENS)
@@ -164,7 +164,7 @@ def test_gpt_scan_and_remat_change_neither_loss_nor_gradients(change):
     )
 
 
-@pytest.mark.parametrize("change", thinned([{"scan": True, "remat": True}, {"remat": True}]))
+@pytest.mark.parametrize("change", thinned([{"scan": True, "remat": True}], slow=[{"remat": True}]))
 def test_llama_scan_and_remat_change_neither_loss_nor_gradients(change):
     graphdef, state = nnx_parts(Llama.tiny(scan=False))
     other = nnx.eval_shape(lambda: Llama.tiny(**{"scan": False, **change})(nnx.Rngs(0)))

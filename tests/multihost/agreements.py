@@ -1,4 +1,4 @@
-"""What processes that do not agree are told, each printed as "case: error".
+"""Cases in which processes do not agree: each prints the error that it gets, as "case: error".
 
     python agreements.py CASE ...
 

@@ -1,4 +1,4 @@
-"""Checkpoints of several processes: each save and restore prints what the test looks for.
+"""Checkpoints of several processes: each save and restore prints a line that the test reads.
 
     python checkpoints.py FOLDER FULL
 

@@ -1,4 +1,4 @@
-"""State on the disks of several processes: prints what the test looks for.
+"""State on the disks of several processes: each prints lines that the test reads.
 
     python disks.py FOLDER PARAMS
 
@@ -15,7 +15,7 @@ def main(folder, params):
 
     zeroxla.initialize()
     import jax
-    from test_offload_disk import flip, offset_of, state_file
+    from tools.disk import flip, state_file
     from tools.offload import batch, make_step
 
     mesh = zeroxla.make_mesh()
@@ -45,7 +45,7 @@ def main(folder, params):
     file = state_file(state)
     print(f"file: {file.path.name}", flush=True)
     if index == 1:
-        flip(file.path, offset_of(file, next(iter(file._extents))))
+        flip(file.path, file.offset_of(file.names[0], file.version))
     try:
         step(state, rows)
     except Exception as error:

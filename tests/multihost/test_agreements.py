@@ -1,4 +1,4 @@
-"""Processes that differ, or of which one fails or stops, say so instead of waiting for ever."""
+"""If processes differ, or one of them fails or stops, all say so instead of waiting for ever."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""Checkpoints of two processes: those of one process open there and back; nobody waits in vain."""
+"""Checkpoints of two processes open in one, and the other way round; a failure reaches both."""
 
 import pytest
 from tools.checkpoints import assert_same, logical, run, saved, steps  # noqa: F401

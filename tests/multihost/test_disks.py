@@ -1,4 +1,4 @@
-"""State on the disks of two processes: trains as in one, and fails in both or in none."""
+"""State on the disks of two processes trains as in one process, and fails in both or in none."""
 
 import ast
 

@@ -1,4 +1,5 @@
-"""Weights of two processes: all read and gather, the first writes, and one that fails stops all."""
+"""Weights of two processes: both read and gather, the first one writes, and a failure stops
+both."""
 
 import pytest
 from tools.hugging_face import assert_same_tensors, hub_folder, read_export, recorded

@@ -1,4 +1,4 @@
-"""Two processes generate from their training state what one does."""
+"""Two processes generate the same tokens from their training state as one process."""
 
 import numpy as np
 import pytest

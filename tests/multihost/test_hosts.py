@@ -5,16 +5,16 @@ import socket
 import sys
 import threading
 import types
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 import zeroxla
 from multihost import processes
-from zeroxla import pallas_kernels
 from zeroxla.cli.launch.ranks import free_port
+from zeroxla.mesh.processes import fingerprint as fingerprints
 from zeroxla.mesh.processes.environment import Cluster, find_cluster
-from zeroxla.mesh.processes.fingerprint import fingerprint
 from zeroxla.mesh.processes.meeting import Member, meet, split_address
 
 SLURM = {
@@ -254,16 +254,22 @@ def test_processes_with_another_script_say_so(tmp_path):
 
 def test_a_fingerprint_follows_the_source(tmp_path, monkeypatch):
     """A changed kernel changes it, and a copy of the same script elsewhere does not."""
+    module = Path(fingerprints.__file__).relative_to(Path(zeroxla.__file__).parent)
     found = []
     for name, kernel in (("one", "x = 1"), ("two", "x = 1"), ("three", "x = 2")):
         folder = tmp_path / name
-        folder.mkdir()
-        (folder / "__init__.py").write_text(kernel)
+        package, kernels = folder / "zeroxla", folder / "pallas_kernels"
+        (package / "mesh").mkdir(parents=True)
+        (package / "mesh" / "axes.py").write_text("y = 1")
+        kernels.mkdir()
+        (kernels / "kernels.py").write_text(kernel)
+        (package / "pallas_kernels").symlink_to(kernels)  # as in the repository
         (folder / "train.py").write_text("pass")
         main = types.SimpleNamespace(__file__=str(folder / "train.py"))
-        monkeypatch.setattr(pallas_kernels, "__file__", str(folder / "__init__.py"))
+        monkeypatch.setattr(fingerprints, "__file__", str(package / module))
         monkeypatch.setitem(sys.modules, "__main__", main)
-        found.append(fingerprint.__wrapped__())
+        found.append(fingerprints.fingerprint.__wrapped__())
     assert found[0] == found[1] != found[2]
-    assert found[0]["the script"] == found[2]["the script"]
+    differs = {name for name in found[0] if found[0][name] != found[2][name]}
+    assert differs == {"zeroxla's source"}
     assert found[0]["the script"].startswith("train.py ")

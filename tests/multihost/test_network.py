@@ -1,7 +1,7 @@
 """Training over a real network between real processes: its bytes, its rate, its faults.
 
-The hosts of benchmarks/network.py, which need root and namespaces; benchmarks/two_hosts.py measures
-the same with a larger model, benchmarks/faults.py more faults.
+The hosts are made by benchmarks/network.py, which needs root and network namespaces.
+benchmarks/two_hosts.py measures the same with a larger model, and benchmarks/faults.py more faults.
 """
 
 import signal

@@ -1,4 +1,4 @@
-"""A training over several processes is that of one: losses and parameters, plain and quantized."""
+"""Training in two processes gives the losses and parameters of one process, plain and quantized."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Which rows of a batch a process reads: those of its devices' nodes and devices, on any mesh."""
+"""The rows of a batch that a process reads are its own devices' rows, on any mesh."""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,4 @@
-"""Stages of two processes: a pipeline over them trains as in one process, and as without stages."""
+"""A pipeline over two processes trains as in one process, and as without stages."""
 
 import jax
 import numpy as np
@@ -45,7 +45,12 @@ def check(name, folder):
     np.testing.assert_allclose(metrics["loss"], found["losses"][restored.number], rtol=rtol)
 
 
-@pytest.mark.parametrize("name", thinned(stages.CASES, keep=len(stages.CASES)))
+QUICK = "a stage a process"
+
+
+@pytest.mark.parametrize(
+    "name", thinned([QUICK], slow=[name for name in stages.CASES if name != QUICK])
+)
 def test_stages_of_two_processes(name, tmp_path):
     devices, where = WHERE[name]
     status, said, out = processes.launch("stages.py", tmp_path, name, devices_per_node=devices)

@@ -1,4 +1,4 @@
-"""The update on the host: what is offloaded stays there, and gradients go to it."""
+"""The update on the host: offloaded arrays stay there, and gradients go to them."""
 
 import dataclasses
 import math
@@ -17,9 +17,10 @@ from zeroxla import Offload, ZeroConfig
 from zeroxla.cli.offload_options import OffloadOptions
 from zeroxla.cli.train.options import TrainOptions
 from zeroxla.offload.memory_kinds import is_on_host
-from zeroxla.offload.update.on_host import _refusal, check_host_compute
+from zeroxla.offload.update.on_host import check_host_compute, host_refusal
 from zeroxla.offload.update.stream import stream
 from zeroxla.program import compat
+from zeroxla.program.report import render
 from zeroxla.program.trace import trace
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -37,8 +38,11 @@ GROUPS = optax.multi_transform(
 FACTORED = optax.adafactor(1e-2, min_dim_size_to_factor=8)
 EVERY_SECOND = optax.MultiSteps(optax.adamw(1e-2), 2)
 
-ROWS = [
+QUICK = [
     ("scanned", "zero3", STATE, 1, None),
+    ("scanned", "zero3", ALL, 1, EVERY_SECOND),
+]
+SLOW = [
     ("unrolled", "zeropp", dataclasses.replace(ALL, ratio=0.5), 2, CLIPPED),
     ("nnx", "zeropp", ALL, 1, GROUPS),
     ("scanned", "zero3", STATE, 1, FACTORED),
@@ -46,14 +50,13 @@ ROWS = [
     ("nnx", "zero3", STATE, 2, CLIPPED),
     ("scanned", "zeropp", ALL, 1, CLIPPED),
     ("unrolled", "zeropp", STATE, 1, GROUPS),
-    ("scanned", "zero3", ALL, 1, EVERY_SECOND),
     ("nnx", "zero3", ALL, 1, FACTORED),
     ("scanned", "zeropp", ALL, 2, optax.lamb(1e-2)),
 ]
 
 
 @pytest.mark.parametrize(
-    ("model", "preset", "offload", "accumulate", "optimizer"), thinned(ROWS, keep=8, rows=True)
+    ("model", "preset", "offload", "accumulate", "optimizer"), thinned(QUICK, slow=SLOW, rows=True)
 )
 def test_twenty_steps_are_those_on_the_device(
     mesh24, model, preset, offload, accumulate, optimizer
@@ -247,7 +250,7 @@ def test_a_plan_counts_gradients_out_and_parameters_back():
     assert "host update" not in before.time.busy_s
     slow = plan.on(device=dataclasses.replace(target.device, host_bytes_per_s=1e6))
     assert "the host's update" in slow.limit
-    assert "the host updates" in str(slow.time_table().columns[0]._cells)
+    assert "the host updates" in render(slow.time_table())
     # With the master there parameters come by for forward and backward alone.
     assert planned(ALL).simulation.on_host.moved_bytes == pytest.approx(moments / 2, rel=0.01)
 
@@ -287,10 +290,10 @@ def refuse(fun):
 @pytest.fixture
 def no_host(monkeypatch):
     """A backend that cannot compile what the host is to compute."""
-    _refusal.cache_clear()
+    host_refusal.cache_clear()
     monkeypatch.setattr(compat, "compute_on_host", refuse)
     yield
-    _refusal.cache_clear()
+    host_refusal.cache_clear()
 
 
 @pytest.mark.usefixtures("no_host")
@@ -305,16 +308,16 @@ def test_a_backend_that_cannot_is_named_before_the_first_step(mesh24):
 
 
 def test_a_backend_is_asked_once(mesh24):
-    _refusal.cache_clear()
+    host_refusal.cache_clear()
     for _ in range(2):
         check_host_compute(mesh24)
-    assert _refusal.cache_info().misses == 1
+    assert host_refusal.cache_info().misses == 1
 
 
 def test_sums_over_what_is_offloaded_are_asked_for(mesh24):
     """LAMB's norms of parameters on the host are; Adam needs none."""
     for optimizer, asked in ((optax.adamw(1e-2), 1), (optax.lamb(1e-2), 2)):
-        _refusal.cache_clear()
+        host_refusal.cache_clear()
         step = make_step(mesh24, ALL, optimizer=optimizer)
         step.lower(step.abstract_state(batch()), batch())
-        assert _refusal.cache_info().misses == asked
+        assert host_refusal.cache_info().misses == asked

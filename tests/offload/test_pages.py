@@ -1,4 +1,5 @@
-"""Memory that is used again: by nobody while something refers to it, never more than was used."""
+"""`PagePool` gives out memory again once nothing refers to it, and holds no more than was in
+use."""
 
 import gc
 

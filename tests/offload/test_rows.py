@@ -1,4 +1,4 @@
-"""Layers of a stacked leaf are updated a few at a time, where that gives the same bits."""
+"""Layers of a stacked leaf are updated a few at a time, if that gives the same bits."""
 
 import dataclasses
 
@@ -10,8 +10,8 @@ import pytest
 from tools.offload import batch, make, make_step
 
 from zeroxla import Offload
-from zeroxla.offload.update.rows import in_rows, run_rows, with_rows
-from zeroxla.offload.update.sub_groups import Pieces
+from zeroxla.offload.update.rows import run_rows, runs_of_rows, values_with_rows
+from zeroxla.offload.update.sub_groups import SubGroups
 from zeroxla.program.trace import read, run, trace
 
 SHAPE = (6, 4, 3)
@@ -43,14 +43,14 @@ def padded(x):
 def test_rows_alone_give_the_same_bits(fun):
     a, b, s = normal(0), normal(1), np.float32(0.7)
     program, env = traced(fun, a, b, s)
-    having = with_rows(program.equations, program.inputs, 0, 6)
-    assert having is not None
+    row_values = values_with_rows(program.equations, program.inputs, 0, 6)
+    assert row_values is not None
     (out,) = program.outputs
     run(program.equations, env)
     found = []
-    for rows in in_rows(6, 4, 0):
+    for rows in runs_of_rows(6, 4, 0):
         part = dict(zip(program.inputs, (rows.cut(a), rows.cut(b), s), strict=True))
-        run_rows(program.equations, part, rows, having)
+        run_rows(program.equations, part, rows, row_values)
         found.append(read(part, out))
     assert [x.shape[0] for x in found] == [4, 2]
     np.testing.assert_array_equal(np.concatenate(found), read(env, out))
@@ -71,15 +71,15 @@ def test_rows_alone_give_the_same_bits(fun):
 )
 def test_what_is_of_several_rows_is_found(fun):
     program, _ = traced(fun, normal(0), normal(1), np.float32(0.7))
-    assert with_rows(program.equations, program.inputs, 0, 6) is None
+    assert values_with_rows(program.equations, program.inputs, 0, 6) is None
 
 
 def test_arrays_without_these_rows_are_found():
     program, _ = traced(lambda a, b: (a * 2, b * 2), normal(0), normal(1, (4,)))
-    assert with_rows(program.equations, program.inputs, 0, 6) is None
+    assert values_with_rows(program.equations, program.inputs, 0, 6) is None
 
 
-def pieces_of(optimizer, limit, layer_dims=None):
+def sub_groups_of(optimizer, limit, layer_dims=None):
     params = {"a": normal(0), "b": normal(1, (5,))}
     state = optimizer.init(params)
 
@@ -92,25 +92,25 @@ def pieces_of(optimizer, limit, layer_dims=None):
     if layer_dims is None:
         leaves = jax.tree.leaves((params, state))
         layer_dims = [0 if x.shape == SHAPE else None for x in leaves]
-    return Pieces.of(update, args, flags, limit=limit, layer_dims=layer_dims)
+    return SubGroups.of(update, args, flags, limit=limit, layer_dims=layer_dims)
 
 
-def rows_of(pieces):
-    return [g.rows and (g.rows.start, g.rows.stop) for g in pieces.groups]
+def rows_of(sub_groups):
+    return [g.rows and (g.rows.start, g.rows.stop) for g in sub_groups.groups]
 
 
 def test_only_what_is_too_large_is_cut():
     adam = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
-    assert rows_of(pieces_of(adam, 1000)) == [None]
-    assert rows_of(pieces_of(adam, 144)) == [None, None]
-    assert rows_of(pieces_of(adam, 50)) == [(0, 2), (2, 4), (4, 6), None]
-    assert rows_of(pieces_of(adam, 1)) == [*((i, i + 1) for i in range(6)), None]
-    assert [g.is_last for g in pieces_of(adam, 50).groups] == [False, False, True, True]
-    assert rows_of(pieces_of(adam, 50, [None] * 7)) == [None, None]
+    assert rows_of(sub_groups_of(adam, 1000)) == [None]
+    assert rows_of(sub_groups_of(adam, 144)) == [None, None]
+    assert rows_of(sub_groups_of(adam, 50)) == [(0, 2), (2, 4), (4, 6), None]
+    assert rows_of(sub_groups_of(adam, 1)) == [*((i, i + 1) for i in range(6)), None]
+    assert [g.is_last for g in sub_groups_of(adam, 50).groups] == [False, False, True, True]
+    assert rows_of(sub_groups_of(adam, 50, [None] * 7)) == [None, None]
 
 
 def test_what_is_not_of_single_rows_comes_whole():
-    assert rows_of(pieces_of(optax.lamb(1e-2), 50)) == [None, None]
+    assert rows_of(sub_groups_of(optax.lamb(1e-2), 50)) == [None, None]
 
 
 def test_what_others_read_is_not_written_row_by_row():
@@ -121,19 +121,19 @@ def test_what_others_read_is_not_written_row_by_row():
 
     args = [jax.ShapeDtypeStruct(SHAPE, jnp.float32)] * 4
     offloaded = [False, False, True, True]
-    pieces = Pieces.of(update, args, offloaded, limit=36, layer_dims=[0] * 4)
-    assert rows_of(pieces) == [None, (0, 3), (3, 6)]
+    sub_groups = SubGroups.of(update, args, offloaded, limit=36, layer_dims=[0] * 4)
+    assert rows_of(sub_groups) == [None, (0, 3), (3, 6)]
 
 
 def test_a_step_brings_layers_of_a_scanned_model(mesh24, tmp_path):
     place = Offload(optimizer="disk", path=tmp_path, sub_group=1000)
     step, state = make(mesh24, place)
     state, _ = step(state, batch())
-    update = step.disk._update(state)
-    cut = [g for g in update._pieces.groups if g.rows is not None]
+    update = step.disk.update_of(state)
+    cut = [g for g in update.sub_groups.groups if g.rows is not None]
     assert len(cut) >= 8
     # Of the layers of the same leaves there is one program.
-    assert len(set(update._updates)) < len(update._updates)
+    assert len(set(update.group_programs)) < len(update.group_programs)
     for group in cut:
         size = sum(v.aval.size // v.aval.shape[0] * group.rows.count for v in group.arrays)
         assert size <= 1000 * 8 or group.rows.count == 1

@@ -1,46 +1,24 @@
-"""The file of a state: whole versions of all arrays, whatever ends the process that writes them."""
+"""The file of a state always holds one whole version of all arrays, however its process ends."""
 
 import errno
 import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 
-import numpy as np
 import pytest
 from tools.disk import files_limited_to
+from tools.state_file import SIZES, assert_holds, content, held, write
 
 from zeroxla.offload.disk.pages import ALIGNMENT
 from zeroxla.offload.disk.state_file import DamagedStateError, StateFile
-
-SIZES = {"a": 5, "b": 4096, "c": 3 * 2**20 + 1, "empty": 0}
 
 
 @pytest.fixture
 def path(tmp_path, monkeypatch):
     monkeypatch.setattr("zeroxla.offload.disk.state_file.BLOCK_BYTES", 2**20)
     return tmp_path / "folder" / "a.state"
-
-
-def content(name, number):
-    """Return what version `number` of an array holds."""
-    rng = np.random.default_rng([number, *name.encode()])
-    return rng.integers(0, 256, SIZES[name], np.uint8)
-
-
-def write(file, number, names=SIZES):
-    for name in names:
-        file.write(name, content(name, number))
-    file.commit()
-
-
-def held(file):
-    return {name: file.read(name, file.version).result() for name in SIZES}
-
-
-def assert_holds(file, numbers):
-    for name, data in held(file).items():
-        assert np.array_equal(data, content(name, numbers[name])), name
 
 
 def test_a_version_is_read_as_it_was_written(path):
@@ -112,7 +90,7 @@ def test_a_torn_record_leaves_the_one_before(path):
     file = StateFile(path, SIZES)
     for number in (1, 2):
         write(file, number)
-    where = file._record_offset(2)
+    where = file.record_offset(2)
     file.close()
     for torn in (0, 7, 20):
         with open(path, "r+b") as raw:
@@ -131,7 +109,7 @@ def test_a_flipped_byte_is_found(path, name):
     file = StateFile(path, SIZES)
     write(file, 1)
     with open(path, "r+b") as raw:
-        raw.seek(file._offset(file._extents[name], 1) + SIZES[name] - 1)
+        raw.seek(file.offset_of(name, file.version) + SIZES[name] - 1)
         byte = raw.read(1)[0]
         raw.seek(-1, os.SEEK_CUR)
         raw.write(bytes([byte ^ 1]))
@@ -155,7 +133,10 @@ def test_room_is_made_before_anything_is_written(path):
 
 def test_one_process_at_a_time(path):
     file = StateFile(path, SIZES)
-    code = f"from zeroxla.offload.disk.file import *; StateFile(Path({str(path)!r}), {SIZES})"
+    code = (
+        "from pathlib import Path; from zeroxla.offload.disk.state_file import StateFile; "
+        f"StateFile(Path({str(path)!r}), {SIZES})"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert "is in use by another process" in done.stderr
     file.close()
@@ -194,9 +175,10 @@ KILLED = """
 import os, random, signal, sys
 sys.path.insert(0, {tests!r})
 from pathlib import Path
-from zeroxla.offload.disk import file as files
-files.BLOCK_BYTES = 2**20
-from test_state_file import SIZES, StateFile, assert_holds, write
+from zeroxla.offload.disk import state_file
+state_file.BLOCK_BYTES = 2**20
+from zeroxla.offload.disk.state_file import StateFile
+from tools.state_file import SIZES, assert_holds, write
 
 path, rng = Path({path!r}), random.Random(0)
 real = os.pwrite
@@ -235,7 +217,7 @@ print("at last", number)
 
 def test_twenty_kills_between_and_amid_writes_leave_a_whole_version(path):
     """Each leaves all arrays as one version has them, and never an older one than before."""
-    code = KILLED.format(tests=os.path.dirname(__file__), path=str(path))
+    code = KILLED.format(tests=str(Path(__file__).resolve().parents[1]), path=str(path))
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=300
     )

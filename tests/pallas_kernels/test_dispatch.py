@@ -1,4 +1,4 @@
-"""Which kernel runs where, what it is launched with, and that every one compiles for NVIDIA."""
+"""Dispatch: which kernel runs where and with which tiles; and every kernel compiles for NVIDIA."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
-from tools import kernels as kernel_tools
-from tools.quick import thinned
+from tools.kernels import h200, variants
+from tools.quick import covering
 
 from zeroxla.pallas_kernels import shim
 from zeroxla.pallas_kernels.geometry import MOST_ELEMENTS, THREADS, mosaic_tile, triton_tile
@@ -17,16 +17,23 @@ from zeroxla.quantize import WireFormat, quantize
 pytestmark = pytest.mark.skipif(
     not shim.has_mosaic(), reason="kernels are compiled without a GPU from JAX 0.11 on"
 )
-VARIANTS = list(kernel_tools.variants())
+VARIANTS = list(variants())
 
 
 def lowered(function, *shapes, platform="cuda"):
     return jax.jit(function).trace(*shapes).lower(lowering_platforms=(platform,)).as_text()
 
 
+def kernel_and_format(row):
+    """Every kernel, and every format, with each backend."""
+    backend, name, _ = row
+    kernel, _, format = name.partition("-int")
+    return (backend, kernel), (backend, format)
+
+
 @pytest.mark.parametrize(
     ("backend", "name", "variant"),
-    thinned(VARIANTS, keep=3, rows=True),
+    covering(VARIANTS, kernel_and_format, rows=True),
     ids=[v[1] for v in VARIANTS],
 )
 def test_every_kernel_lowers_for_nvidia(backend, name, variant):
@@ -34,7 +41,7 @@ def test_every_kernel_lowers_for_nvidia(backend, name, variant):
     if backend == "mosaic":
         assert "mosaic_gpu" in lowered(function, *shapes)
     else:
-        with jax.sharding.use_abstract_mesh(kernel_tools.h200()):
+        with jax.sharding.use_abstract_mesh(h200()):
             assert "triton" in lowered(function, *shapes)
 
 
@@ -48,7 +55,7 @@ def test_every_kernel_compiles_for_an_h200(backend, name, variant):
     function, shapes = variant
     whole = NamedSharding(mesh, PartitionSpec())
     shapes = [jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=whole) for s in shapes]
-    context = jax.sharding.use_abstract_mesh(kernel_tools.h200())
+    context = jax.sharding.use_abstract_mesh(h200())
     if backend == "mosaic":
         assert "mosaic_gpu" in jax.jit(function).lower(*shapes).compile().as_text()
     else:

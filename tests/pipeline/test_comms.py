@@ -1,4 +1,5 @@
-"""What a pipelined step sends, as `inspect.comms` reads it, against a count by hand."""
+"""The bytes that a pipelined step sends, as `inspect.comms` counts them, against a count by
+hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pipelines that cannot be: options, models, batches, states."""
+"""Bad options, models, batches and states of pipelines, and the errors for them."""
 
 import types
 
@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_pipeline import FAST, MODELS, step_of
 from tools.pipeline_equality import KEY, listed, tokens
+from tools.pipelines import FAST, MODELS, step_of
 from tools.quick import quick_compilation  # noqa: F401
 
 import zeroxla

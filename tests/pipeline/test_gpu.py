@@ -1,4 +1,4 @@
-"""A pipeline compiled for 8 H200 without having one: what stages send travels beside their work.
+"""A pipeline compiled for 8 H200 on any machine: stages send while they compute.
 
 Nightly, where JAX's CUDA wheels are installed (the extra plan-gpu).
 """

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from zeroxla.pipeline.layer_cost import LayerCost, Machine
-from zeroxla.pipeline.minimax import partition, uniform
-from zeroxla.pipeline.partition import Partition, resolve
+from zeroxla.pipeline.minimax import balanced, uniform
+from zeroxla.pipeline.partition import Partition, make_partition
 
 ALEXNET = [23296, 0, 0, 307392, 0, 0, 663936, 0, 884992, 0, 590080, 0]
 ALEXNET += [0, 0, 0, 0, 37752832, 0, 0, 16781312, 0, 40970]
@@ -77,14 +77,14 @@ def check_form(boundaries, num_layers, stages):
 class TestBalance:
     @pytest.mark.smoke
     def test_alexnet(self):
-        assert partition(ALEXNET, 2) == [0, 19, 22]
-        assert partition(ALEXNET, 3) == [0, 16, 19, 22]
-        assert partition(ALEXNET, 4) == [0, 8, 16, 19, 22]
+        assert balanced(ALEXNET, 2) == [0, 19, 22]
+        assert balanced(ALEXNET, 3) == [0, 16, 19, 22]
+        assert balanced(ALEXNET, 4) == [0, 8, 16, 19, 22]
 
     @pytest.mark.parametrize(("name", "stages"), CASES)
     def test_recorded_lists_against_brute_force_and_deepspeed(self, name, stages):
         costs = RECORDED[name].tolist()
-        found = partition(costs, stages, allow_empty=True)
+        found = balanced(costs, stages, allow_empty=True)
         assert heaviest(costs, found) <= heaviest(costs, RECORDED[f"bal_{name}_p{stages}"])
         if len(costs) >= stages:
             check_form(found, len(costs), stages)
@@ -98,7 +98,7 @@ class TestBalance:
             costs = random.integers(0, 10 ** random.integers(1, 13), num_layers)
             costs[random.random(num_layers) < 0.3] = 0
             costs = costs.tolist()
-            found = partition(costs, stages)
+            found = balanced(costs, stages)
             check_form(found, num_layers, stages)
             assert heaviest(costs, found) == lightest_heaviest(costs, stages)
 
@@ -114,44 +114,44 @@ class TestBalance:
         expected = min(
             cuts, key=lambda b: (heaviest(costs, b), squares(costs, b), [-cut for cut in b])
         )
-        assert partition(costs, stages) == expected
+        assert balanced(costs, stages) == expected
 
     def test_parameter_counts_that_float64_would_round(self):
         # The last layer decides: 2**53 + 1 is no float64.
-        assert partition([2**53, 1, 2**53], 2) == [0, 2, 3]
-        assert partition([2**53 + 1, 1, 2**53], 2) == [0, 1, 3]
+        assert balanced([2**53, 1, 2**53], 2) == [0, 2, 3]
+        assert balanced([2**53 + 1, 1, 2**53], 2) == [0, 1, 3]
         costs = [10**12 + 1, 10**12, 10**12, 10**12 + 1]
-        assert partition(costs, 2) == [0, 2, 4]
+        assert balanced(costs, 2) == [0, 2, 4]
 
     def test_floats_are_taken_exactly(self):
         costs = [0.1] * 10 + [1.0]
         exact = Fraction(0.1) * 10
         assert exact > 1  # while the float sum is below
-        assert heaviest(costs, partition(costs, 2)) == exact
-        assert partition([1e-300, 1e300, 1e-300], 2) in ([0, 1, 3], [0, 2, 3])
+        assert heaviest(costs, balanced(costs, 2)) == exact
+        assert balanced([1e-300, 1e300, 1e-300], 2) in ([0, 1, 3], [0, 2, 3])
 
     def test_numpy_scalars_and_any_iterable(self):
-        assert partition(np.array([5, 1, 1, 1, 1, 1]), 2) == [0, 1, 6]
-        assert partition(np.array([5, 1, 1, 1, 1, 1], np.float32), 2) == [0, 1, 6]
-        assert partition((cost for cost in (5, 5)), 2) == [0, 1, 2]
+        assert balanced(np.array([5, 1, 1, 1, 1, 1]), 2) == [0, 1, 6]
+        assert balanced(np.array([5, 1, 1, 1, 1, 1], np.float32), 2) == [0, 1, 6]
+        assert balanced((cost for cost in (5, 5)), 2) == [0, 1, 2]
 
     def test_layer_heavier_than_a_fair_share(self):
-        assert partition([1, 1, 100, 1, 1, 1], 3) == [0, 2, 3, 6]
+        assert balanced([1, 1, 100, 1, 1, 1], 3) == [0, 2, 3, 6]
 
     def test_layers_without_cost_stay_with_the_one_before(self):
-        assert partition([4, 0, 0, 4, 0], 2) == [0, 3, 5]
+        assert balanced([4, 0, 0, 4, 0], 2) == [0, 3, 5]
 
     def test_no_cost_at_all_counts_layers(self):
-        assert partition([0] * 7, 3) == [0, 3, 5, 7]
+        assert balanced([0] * 7, 3) == [0, 3, 5, 7]
 
     def test_as_many_layers_as_stages(self):
-        assert partition([0, 9, 1], 3) == [0, 1, 2, 3]
+        assert balanced([0, 9, 1], 3) == [0, 1, 2, 3]
 
     def test_large_models_are_cheap(self):
         random = np.random.default_rng(0)
         for costs in (random.integers(0, 10**12, 1000), [10**15, *[1] * 999]):
             start_s = time.process_time()
-            found = partition(costs, 64)
+            found = balanced(costs, 64)
             assert time.process_time() - start_s < 5  # 0.3 on an idle core
             check_form(found, 1000, 64)
 
@@ -167,23 +167,23 @@ class TestTooFewLayers:
     def test_refused_with_the_numbers_and_the_remedy(self):
         message = "3 layers do not fill 4 stages; use at most 3 stages"
         with pytest.raises(ValueError, match=message):
-            partition([1, 2, 3], 4)
+            balanced([1, 2, 3], 4)
         for method in ("uniform", "parameters", "type:dense", "profile"):
             with pytest.raises(ValueError, match=message):
-                resolve(method, [layer(seconds=1.0)] * 3, 4)
+                make_partition(method, [layer(seconds=1.0)] * 3, 4)
 
     def test_empty_stages_come_last_if_asked_for(self):
-        assert partition([1, 2, 3], 5, allow_empty=True) == [0, 1, 2, 3, 3, 3]
-        found = resolve("uniform", [layer()] * 3, 5, allow_empty=True)
+        assert balanced([1, 2, 3], 5, allow_empty=True) == [0, 1, 2, 3, 3, 3]
+        found = make_partition("uniform", [layer()] * 3, 5, allow_empty=True)
         assert found.boundaries == (0, 1, 2, 3, 3, 3)
         assert "none" in str(found)
 
     def test_empty_stages_are_not_made_where_layers_suffice(self):
-        assert partition([5, 0, 0], 2, allow_empty=True) == [0, 2, 3]
+        assert balanced([5, 0, 0], 2, allow_empty=True) == [0, 2, 3]
 
     def test_no_stage(self):
         with pytest.raises(ValueError, match="stages=0 must be at least 1"):
-            partition([1], 0)
+            balanced([1], 0)
         with pytest.raises(ValueError, match="stages=-1 must be at least 1"):
             uniform(1, -1)
 
@@ -192,40 +192,40 @@ class TestBadCosts:
     @pytest.mark.parametrize("cost", [-1, float("nan"), float("inf")])
     def test_refused_by_layer(self, cost):
         with pytest.raises(ValueError, match=f"layer 1 costs {cost}"):
-            partition([1, cost], 1)
+            balanced([1, cost], 1)
 
 
 class TestResolve:
     def test_parameters(self):
         layers = [layer(parameters=count) for count in ALEXNET]
-        found = resolve("parameters", layers, 2)
+        found = make_partition("parameters", layers, 2)
         assert found.boundaries == (0, 19, 22)
         assert found.stage_costs == [40222528, 16822282]
 
     def test_uniform(self):
         layers = [layer(parameters=count) for count in ALEXNET]
-        assert resolve("uniform", layers, 2).boundaries == (0, 11, 22)
+        assert make_partition("uniform", layers, 2).boundaries == (0, 11, 22)
 
     @pytest.mark.parametrize("pattern", ["block", "BLOCK", "^decoderBlock$", "Blo.k|Nothing"])
     def test_type_counts_matches_in_upper_or_lower_case(self, pattern):
         kinds = ["Embed", *["DecoderBlock"] * 4, "Norm", "Dense"]
         layers = [layer(kind=kind, parameters=10**6 * (kind == "Dense")) for kind in kinds]
-        assert resolve(f"type:{pattern}", layers, 2).stage_costs == [2, 2]
+        assert make_partition(f"type:{pattern}", layers, 2).stage_costs == [2, 2]
 
     def test_type_that_matches_nothing_names_the_kinds(self):
         layers = [layer(kind="Dense"), layer(kind="Conv"), layer(kind="Dense")]
         with pytest.raises(ValueError, match="matches no layer; the kinds of layers are Conv, D"):
-            resolve("type:block", layers, 2)
+            make_partition("type:block", layers, 2)
 
     def test_type_that_is_no_expression(self):
         with pytest.raises(ValueError, match=r"'\(' in partition='type:\(' is no regular"):
-            resolve("type:(", [layer()] * 2, 2)
+            make_partition("type:(", [layer()] * 2, 2)
         with pytest.raises(ValueError, match="has no expression"):
-            resolve("type:", [layer()] * 2, 2)
+            make_partition("type:", [layer()] * 2, 2)
 
     def test_profile_prefers_measured_seconds(self):
         layers = [layer(seconds=s, flops=1.0, bytes=1.0) for s in (3.0, 1.0, 1.0, 1.0)]
-        found = resolve("profile", layers, 2)
+        found = make_partition("profile", layers, 2)
         assert found.boundaries == (0, 1, 4)
         assert found.stage_costs == [3.0, 3.0]
 
@@ -233,7 +233,7 @@ class TestResolve:
         machine = Machine(flops_per_s=100.0, bytes_per_s=10.0)
         # 4 s of arithmetic; 1 s of memory three times.
         layers = [layer(flops=400.0, bytes=1.0), *[layer(flops=1.0, bytes=10.0)] * 3]
-        found = resolve("profile", layers, 2, machine=machine)
+        found = make_partition("profile", layers, 2, machine=machine)
         assert found.costs == (4.0, 1.0, 1.0, 1.0)
         assert found.boundaries == (0, 1, 4)
 
@@ -241,11 +241,11 @@ class TestResolve:
         machine = Machine(flops_per_s=1.0, bytes_per_s=1.0)
         some = [layer(seconds=1.0), layer(name="late", flops=1.0, bytes=1.0)]
         with pytest.raises(ValueError, match="the seconds of 1 of 2 layers, not of late; measure"):
-            resolve("profile", some, 2, machine=machine)
+            make_partition("profile", some, 2, machine=machine)
         with pytest.raises(ValueError, match=r"last has flops=1\.0, bytes=None"):
-            resolve("profile", [layer(name="last", flops=1.0)], 1, machine=machine)
+            make_partition("profile", [layer(name="last", flops=1.0)], 1, machine=machine)
         with pytest.raises(ValueError, match="give machine=Machine"):
-            resolve("profile", [layer(flops=1.0, bytes=1.0)], 1)
+            make_partition("profile", [layer(flops=1.0, bytes=1.0)], 1)
 
     def test_machine_that_computes_nothing(self):
         with pytest.raises(ValueError, match=r"a machine of 0\.0 FLOP/s"):
@@ -253,15 +253,15 @@ class TestResolve:
 
     def test_unknown_method(self):
         with pytest.raises(ValueError, match=r"partition='params' is unknown; use one of uniform"):
-            resolve("params", [layer()], 1)
+            make_partition("params", [layer()], 1)
 
     def test_explicit_boundaries(self):
         layers = [layer(parameters=count) for count in (6, 1, 1)]
-        found = resolve([0, 2, 3], layers, 2)
+        found = make_partition([0, 2, 3], layers, 2)
         assert found.boundaries == (0, 2, 3)
         assert found.stage_costs == [7, 1]
-        assert resolve((0, 2, 3), layers, 2).boundaries == (0, 2, 3)
-        assert resolve([0, 3, 3], layers, 2, allow_empty=True).boundaries == (0, 3, 3)
+        assert make_partition((0, 2, 3), layers, 2).boundaries == (0, 2, 3)
+        assert make_partition([0, 3, 3], layers, 2, allow_empty=True).boundaries == (0, 3, 3)
 
     @pytest.mark.parametrize(
         ("boundaries", "message"),
@@ -277,13 +277,13 @@ class TestResolve:
     )
     def test_bad_boundaries(self, boundaries, message):
         with pytest.raises(ValueError, match=message):
-            resolve(boundaries, [layer()] * 3, 2)
+            make_partition(boundaries, [layer()] * 3, 2)
 
 
 class TestTable:
     def test_rows_show_layers_parameters_and_share(self):
         layers = [layer(name=f"f{i}", parameters=count) for i, count in enumerate((1500, 0, 500))]
-        text = str(resolve("parameters", layers, 2))
+        text = str(make_partition("parameters", layers, 2))
         assert "3 layers in 2 stages" in text
         assert "share of parameters" in text
         first, second = (line for line in text.splitlines() if "%" in line)

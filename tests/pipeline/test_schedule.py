@@ -12,16 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zeroxla.inspect.schedule import schedule as report
-from zeroxla.pipeline.schedule import (
-    NONE,
-    Schedule,
+from zeroxla.pipeline.make_schedule import (
     forward_only,
     gpipe,
     make_schedule,
     one_f_one_b,
-    times,
     zero_bubble,
 )
+from zeroxla.pipeline.schedule import NONE, Schedule, ticks_of
 from zeroxla.pipeline.schedule_check import check
 from zeroxla.pipeline.schedule_cost import bubble, cost, critical_path
 from zeroxla.pipeline.stash import make_stash
@@ -322,7 +320,7 @@ def test_zero_bubble_saves_a_tick_per_hop_and_no_table_with_its_bound_saves_more
         assert cost(schedule) == schedule.ticks == 3 * m + 2 * (p - 1)
         assert cost(schedule) == cost(one_f_one_b(p, m)) - (p - 1)
         assert critical_path(schedule) <= cost(schedule)
-        assert (times(schedule.weight, m) == times(schedule.backward, m) + 1).all()
+        assert (ticks_of(schedule.weight, m) == ticks_of(schedule.backward, m) + 1).all()
     for p, m in ((1, 3), (2, 1), (2, 4), (3, 2), (3, 3)):
         assert shortest(p, m) == zero_bubble(p, m).ticks
 

@@ -1,4 +1,4 @@
-"""1F1B with memory="low" is DeepSpeed's order, forward_only that of its inference.
+"""1F1B with memory="low" has the order of DeepSpeed's training, and forward_only of its inference.
 
 tests/fixtures/b_schedules.npz was recorded from `deepspeed.runtime.pipe.schedule` (version 0.19.8),
 `TrainSchedule` and `InferenceSchedule`: per stage rows of (step, opcode, buffer or -1). It names
@@ -11,7 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from zeroxla.pipeline.schedule import NONE, forward_only, one_f_one_b, zero_bubble
+from zeroxla.pipeline.make_schedule import forward_only, one_f_one_b, zero_bubble
+from zeroxla.pipeline.schedule import NONE
 from zeroxla.pipeline.stash import make_stash
 
 RECORDED = np.load(Path(__file__).parents[1] / "fixtures" / "b_schedules.npz")

@@ -1,5 +1,5 @@
-"""Pipelines in training: optimizers, frozen leaves, 16 bits and the loss scale act as in the step
-without stages."""
+"""Pipelines in training: optimizers, frozen leaves, 16-bit dtypes and the loss scale act as in a
+step without stages."""
 
 import jax
 import numpy as np

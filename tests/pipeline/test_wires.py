@@ -1,4 +1,4 @@
-"""Wires inside stages: they carry what they carry without stages, and remember it."""
+"""Wires inside stages carry and remember the same as without stages."""
 
 import dataclasses
 import functools

@@ -10,7 +10,7 @@ from tools.quick import quick_compilation  # noqa: F401
 
 import zeroxla
 from zeroxla import ZeroConfig
-from zeroxla.cli import main as cli
+from zeroxla.cli.main import main
 from zeroxla.mesh.machines import Machines
 from zeroxla.models import GPT
 from zeroxla.planning.calibrate import LEAST, calibrated, entry
@@ -131,10 +131,10 @@ def test_an_entry_is_read_back(plan, tmp_path):
 def test_the_command_prints_an_entry_that_holds(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "120")
     argv = ["plan", "--nodes", "2", "--devices-per-node", "4", "--device", "a100"]
-    assert cli.main([*argv, "--measured-s", "0.5"]) == 0
+    assert main([*argv, "--measured-s", "0.5"]) == 0
     out = capsys.readouterr().out
     assert "A step takes about 0.5 s" in out
     own = tmp_path / "mine.toml"
     own.write_text(out[out.index("[devices.") :])
-    assert cli.main([*argv, "--machines", str(own)]) == 0
+    assert main([*argv, "--machines", str(own)]) == 0
     assert "A step takes about 0.5 s" in capsys.readouterr().out

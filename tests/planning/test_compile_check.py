@@ -1,4 +1,4 @@
-"""`zeroxla.plan(..., compiled=True)`: the compiler's own figures, of devices that are not there."""
+"""`zeroxla.plan(..., compiled=True)`: the compiler's figures for devices that the machine lacks."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import pytest
 
 import zeroxla
 from zeroxla import ZeroConfig
-from zeroxla.cli import main as cli
+from zeroxla.cli.main import main
 from zeroxla.cli.plan import run as plan_run
 from zeroxla.mesh.machines import Machines
 from zeroxla.models import GPT
-from zeroxla.planning import gpu_topology as topology
+from zeroxla.planning import gpu_topology
 from zeroxla.planning.gpu_topology import H200, WheelsMissingError, target_mesh
 
 TWO = {"node": 2, "device": 4}
@@ -34,18 +34,18 @@ def model(**options):
 @pytest.fixture
 def without_wheels(monkeypatch):
     """An environment in which the extra plan-gpu is not installed."""
-    find = topology.importlib.util.find_spec
+    find = gpu_topology.importlib.util.find_spec
     monkeypatch.setattr(
-        topology.importlib.util,
+        gpu_topology.importlib.util,
         "find_spec",
-        lambda name, *rest: None if name == topology.PLUGIN else find(name, *rest),
+        lambda name, *rest: None if name == gpu_topology.PLUGIN else find(name, *rest),
     )
 
 
 PROGRAM = """
 import jax, zeroxla
 from zeroxla.models import GPT
-from zeroxla.planning.compiled import prepare_cpu
+from zeroxla.planning.compile_check import prepare_cpu
 
 prepare_cpu(8)
 plan = zeroxla.plan(
@@ -162,9 +162,9 @@ def test_a_plugin_that_does_not_start_is_missing(monkeypatch):
     def refuse(**_):
         raise NotImplementedError("topology not implemented for cuda")
 
-    monkeypatch.setattr(topology.importlib.util, "find_spec", lambda name: name)
-    monkeypatch.setattr(topology.topologies, "get_topology_desc", refuse)
-    monkeypatch.setenv(topology.UNCHECKED, "1")
+    monkeypatch.setattr(gpu_topology.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(gpu_topology.topologies, "get_topology_desc", refuse)
+    monkeypatch.setenv(gpu_topology.UNCHECKED, "1")
     with pytest.raises(WheelsMissingError, match=r"not implemented for cuda.*before JAX starts"):
         target_mesh(H200, TWO)
 
@@ -175,7 +175,7 @@ def test_a_plugin_that_does_not_start_is_missing(monkeypatch):
 def test_the_command_prints_the_compilers_figures_beside_the_plans(capsys, monkeypatch):
     assert len(jax.devices()) == 8  # JAX has started: the command leaves the devices as they are.
     monkeypatch.setattr(plan_run, "model_named", lambda name, **options: (model(**options), 64))
-    assert cli.main(["plan", "--compile", "--devices-per-node", "4", "--device", "cpu"]) == 0
+    assert main(["plan", "--compile", "--devices-per-node", "4", "--device", "cpu"]) == 0
     out = capsys.readouterr().out
     for words in ("The plan and the compiler", "plan / compiler", "Compiled for 4 CPU devices"):
         assert words in out
@@ -183,7 +183,7 @@ def test_the_command_prints_the_compilers_figures_beside_the_plans(capsys, monke
 
 def test_the_command_says_what_the_compiler_lacks(capsys):
     assert len(jax.devices()) == 8
-    assert cli.main(["plan", "--compile", "--nodes", "9", "--device", "a100"]) == 2
+    assert main(["plan", "--compile", "--nodes", "9", "--device", "a100"]) == 2
     assert "64 devices at most" in capsys.readouterr().err
 
 

@@ -1,6 +1,6 @@
-"""Plans against the compiler: the configurations of benchmarks/plan_memory.py.
+"""Plans against the compiler, for the configurations of benchmarks/plan_memory.py.
 
-In a process of its own, whose XLA schedules for memory.
+The benchmark runs in a process of its own, in which XLA schedules for memory.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What `zeroxla.plan` says follows from the trace: bytes as in HLO, memory, time, tables."""
+"""`zeroxla.plan`, from the trace alone: the bytes of the HLO, memory, time, and tables."""
 
 import subprocess
 import sys
@@ -14,17 +14,19 @@ from tools.quick import quick_compilation  # noqa: F401
 
 import zeroxla
 from zeroxla import ZeroConfig
-from zeroxla.cli import main as cli
+from zeroxla.cli.main import main
 from zeroxla.inspect import array_bytes_per_device, comms
 from zeroxla.mesh.machines import Device, Link, Machines
 from zeroxla.models import GPT, Llama
 from zeroxla.planning.liveness import Scope
 from zeroxla.planning.model_presets import PRESETS, model_named
+from zeroxla.planning.peak import peak_bytes
 from zeroxla.planning.target import Target
 from zeroxla.planning.timeline import TURNS, Clock
-from zeroxla.planning.wire_bytes import comms_of, local_of
+from zeroxla.planning.wire_bytes import comms_of
 from zeroxla.program import compat
 from zeroxla.program.trace import trace
+from zeroxla.program.walk import local_of
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -37,7 +39,7 @@ def traced(function, *args):
 
 
 def peak(function, *args):
-    return Scope.of(traced(function, *args), "cpu").peak().total()
+    return peak_bytes(Scope.of(traced(function, *args), "cpu")).total()
 
 
 # wires
@@ -149,7 +151,7 @@ def test_a_reduction_on_gpus_keeps_its_operand_until_its_result_is_read(platform
         return shard * 2.0, y
 
     local = on_mesh(beside, X)
-    assert Scope.of(local, platform).peak().total() == pytest.approx(want * SIZE, rel=0.01)
+    assert peak_bytes(Scope.of(local, platform)).total() == pytest.approx(want * SIZE, rel=0.01)
 
 
 @pytest.mark.parametrize(("platform", "more"), [("cpu", 0), ("gpu", SIZE)])
@@ -162,8 +164,8 @@ def test_a_loops_last_reduction_on_gpus_runs_into_the_next_turn(platform, more):
 
     local = on_mesh(looped, X)
     # Carried, stacked shards, and of a turn a product of either kind.
-    found = Scope.of(local, platform).peak().total()
-    assert found - Scope.of(local, "cpu").peak().total() == more
+    found = peak_bytes(Scope.of(local, platform)).total()
+    assert found - peak_bytes(Scope.of(local, "cpu")).total() == more
 
 
 def test_a_gather_waits_for_its_first_use():
@@ -175,8 +177,8 @@ def test_a_gather_waits_for_its_first_use():
 
     program = traced(late, X, jax.ShapeDtypeStruct((256, 8192), jnp.float32))
     # Late: 32 and 1 of wide, then 16; else all of wide beside the gathered 8.
-    assert Scope.of(program, "cpu").peak().total() == pytest.approx(33 * SIZE, rel=0.01)
-    early = Scope.of(program, "cpu", late=False).peak().total()
+    assert peak_bytes(Scope.of(program, "cpu")).total() == pytest.approx(33 * SIZE, rel=0.01)
+    early = peak_bytes(Scope.of(program, "cpu", late=False)).total()
     assert early == pytest.approx(41 * SIZE, rel=0.01)
 
 
@@ -447,7 +449,7 @@ def test_an_unknown_model_offers_the_nearest():
 
 def test_the_command_prints_and_draws(capsys, tmp_path):
     picture = tmp_path / "plan.png"
-    status = cli.main(
+    status = main(
         ["plan", "--model", "gpt2", "--nodes", "2", "--length", "64", "--picture", str(picture)]
     )
     out = capsys.readouterr().out
@@ -461,7 +463,7 @@ def test_the_command_prints_and_draws(capsys, tmp_path):
 def test_the_command_counts_what_is_offloaded(capsys):
     arguments = ["--nodes", "2", "--devices-per-node", "4", "--zero", "zeropp"]
     places = ["--offload-optimizer", "disk", "--offload-params", "host", "--offload-secondary"]
-    assert cli.main(["plan", *arguments, *places, "host"]) == 0
+    assert main(["plan", *arguments, *places, "host"]) == 0
     printed = capsys.readouterr().out
     for words in ("on the host's disk", "in the host's memory", "on the host, secondary shards"):
         assert words in printed
@@ -470,12 +472,12 @@ def test_the_command_counts_what_is_offloaded(capsys):
 
 def test_the_command_says_when_it_does_not_fit(capsys):
     arguments = ["--nodes", "1", "--devices-per-node", "2", "--device", "l4", "--length", "64"]
-    assert cli.main(["plan", "--model", "llama-7b", *arguments]) == 1
+    assert main(["plan", "--model", "llama-7b", *arguments]) == 1
     assert "does NOT fit into its 24 GB" in capsys.readouterr().out
 
 
 def test_the_command_refuses_what_it_does_not_know(capsys):
-    assert cli.main(["plan", "--model", "gpt5"]) == 2
+    assert main(["plan", "--model", "gpt5"]) == 2
     assert "there is no model 'gpt5'" in capsys.readouterr().err
 
 

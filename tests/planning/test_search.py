@@ -1,4 +1,5 @@
-"""Searches of settings, the smallest cluster, DeepSpeed's estimate, generating beside training."""
+"""Searches for settings, the smallest cluster, DeepSpeed's estimate, and generation beside
+training."""
 
 import dataclasses
 import functools
@@ -13,9 +14,10 @@ from tools.quick import quick_compilation  # noqa: F401
 
 import zeroxla
 from zeroxla import ZeroConfig
-from zeroxla.cli import main as cli
+from zeroxla.cli.main import main
 from zeroxla.mesh.machines import Machines
 from zeroxla.models import GPT, MLP
+from zeroxla.planning.calibrate import entry
 from zeroxla.planning.fit import smallest, zero3_estimate
 from zeroxla.planning.generation import Generating
 
@@ -199,7 +201,7 @@ def test_the_command_searches(capsys, tmp_path, monkeypatch):
     monkeypatch.setattr("zeroxla.cli.plan.run.search_plans", few)
     picture = tmp_path / "search.png"
     arguments = ["--search", "--nodes", "1", "--devices-per-node", "2", "--picture", str(picture)]
-    assert cli.main(["plan", *arguments]) == 0
+    assert main(["plan", *arguments]) == 0
     out = capsys.readouterr().out
     assert "Settings, by predicted speed" in out
     assert "fits into its 80 GB" in out
@@ -211,17 +213,16 @@ def test_the_command_searches(capsys, tmp_path, monkeypatch):
 )
 def test_the_command_refuses_what_a_search_does_not(option, capsys):
     with pytest.raises(SystemExit):
-        cli.main(["plan", "--search", *option])
+        main(["plan", "--search", *option])
     assert f"--search with {option[0]}" in capsys.readouterr().err
 
 
-def test_the_smallest_cluster_is_not_compiled(capsys, monkeypatch):
+def test_the_smallest_cluster_is_not_compiled(capsys, monkeypatch, tmp_path):
     monkeypatch.setattr("zeroxla.cli.plan.run.model_named", lambda name, remat: (MODEL, 16))
-    monkeypatch.setattr(
-        "zeroxla.cli.plan.run._machines",
-        lambda options: {"device": device(platform="cpu", memory_bytes=1.2e6), "link": "1gbit"},
-    )
-    assert cli.main(["plan", "--compile", "--devices-per-node", "2"]) == 1
+    own = tmp_path / "machines.toml"
+    own.write_text(entry(device(name="small", platform="cpu", memory_bytes=1.2e6, target="")))
+    machines = ["--machines", str(own), "--device", "small", "--link", "1gbit"]
+    assert main(["plan", "--compile", "--devices-per-node", "2", *machines]) == 1
     out = capsys.readouterr().out
     assert "says the compiler" in out
     assert "The smallest cluster" in out or "No number of nodes" in out
@@ -229,22 +230,22 @@ def test_the_smallest_cluster_is_not_compiled(capsys, monkeypatch):
 
 def test_the_command_names_the_smallest_cluster(capsys):
     arguments = ["--devices-per-node", "4", "--device", "l4", "--length", "64"]
-    assert cli.main(["plan", "--model", "llama-7b", *arguments]) == 1
+    assert main(["plan", "--model", "llama-7b", *arguments]) == 1
     out = capsys.readouterr().out
     nodes = int(out.partition("would hold it")[2].partition("--nodes ")[2].split()[0])
     assert nodes > 1
     again = ["--nodes", str(nodes), "--batch", str(4 * nodes)]
-    assert cli.main(["plan", "--model", "llama-7b", *arguments, *again]) == 0
+    assert main(["plan", "--model", "llama-7b", *arguments, *again]) == 0
     fewer = ["--nodes", str(nodes - 1), "--batch", str(4 * (nodes - 1))]
-    assert cli.main(["plan", "--model", "llama-7b", *arguments, *fewer]) == 1
+    assert main(["plan", "--model", "llama-7b", *arguments, *fewer]) == 1
 
 
 def test_the_command_plans_stages_and_refuses_to_generate_with_them(capsys):
     arguments = ["--pipe", "2", "--nodes", "1", "--devices-per-node", "2", "--length", "64"]
-    assert cli.main(["plan", *arguments, "--accumulate", "4"]) == 0
+    assert main(["plan", *arguments, "--accumulate", "4"]) == 0
     out = capsys.readouterr().out
     assert "pipe=2 x node=1 x device=2" in out
     assert "stages are idle" in out
     with pytest.raises(SystemExit):
-        cli.main(["plan", *arguments, "--prompts", "8"])
+        main(["plan", *arguments, "--prompts", "8"])
     assert "--prompts 8 with --pipe 2" in capsys.readouterr().err

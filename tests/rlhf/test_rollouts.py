@@ -1,4 +1,4 @@
-"""Rollouts: where prompts, responses and their numbers stand in rows, and minibatches."""
+"""Rollouts: the places of prompts, responses and their numbers in rows, and minibatches."""
 
 from __future__ import annotations
 

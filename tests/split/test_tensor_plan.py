@@ -8,16 +8,26 @@ from tools.hybrid_models import NoCache, ParallelGPT, RepeatedHeads
 from tools.quick import quick_compilation  # noqa: F401
 
 from zeroxla.frontend import adapt
-from zeroxla.hybrid.calls import Calls
-from zeroxla.hybrid.model import Model
+from zeroxla.hybrid.calls import ModelCalls
+from zeroxla.hybrid.model import LanguageModel, check_split, plan_shortcomings
 from zeroxla.models import GPT, Llama
 from zeroxla.program import compat
 from zeroxla.program.trace import trace
 from zeroxla.split import products, rules
-from zeroxla.split.atoms import Atom, block, contiguous, dim_of, expand, join, size_of, splits
-from zeroxla.split.dims_flow import DimsFlow, seeded
+from zeroxla.split.atoms import (
+    Atom,
+    block,
+    chosen_factors,
+    dim_of,
+    expand,
+    join,
+    one_run,
+    size_of,
+)
+from zeroxla.split.dims_flow import DimsFlow, planned_dims
 from zeroxla.split.part_program import leaf_dims
-from zeroxla.split.run_parts import PartsRunner, Sharing
+from zeroxla.split.run_parts import PartsRunner
+from zeroxla.split.split_axis import SplitAxis
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -26,7 +36,7 @@ def model_of(module):
     adapted = adapt(module)
     batch = {"tokens": np.zeros((2, 9), np.int32)}
     params, model_state = jax.eval_shape(adapted.init, jax.random.key(0), batch)
-    return Model(calls=Calls.of(adapted), params=params, model_state=model_state)
+    return LanguageModel(calls=ModelCalls.of(adapted), params=params, model_state=model_state)
 
 
 def splits_of(module, tensor):
@@ -74,18 +84,18 @@ def test_what_is_known_of_an_atom_is_known_of_its_parts():
 
 def test_a_slice_of_whole_turns_keeps_the_inner_part():
     whole = dim_of(12)
-    parts = [contiguous(whole, start, 4) for start in (0, 4, 8)]
+    parts = [one_run(whole, start, 4) for start in (0, 4, 8)]
     assert sizes(whole) == [3, 4]
     assert {expand(part) for part in parts} == {expand(whole)[1:]}
     assert expand(whole)[0].blocked
     assert not expand(whole)[1].blocked
-    assert contiguous(whole, 2, 4) is None
+    assert one_run(whole, 2, 4) is None
 
 
 def test_a_chosen_atom_says_its_place():
-    dims = seeded((5, 24), 1, (3, 4, 2))
-    assert splits(dims[0]) is None
-    assert splits(dims[1]) == (3, 4, 2)
+    dims = planned_dims((5, 24), 1, (3, 4, 2))
+    assert chosen_factors(dims[0]) is None
+    assert chosen_factors(dims[1]) == (3, 4, 2)
     assert size_of(dims[1]) == 24
 
 
@@ -103,16 +113,16 @@ def in_parts(function, shapes, chosen, parts=2, arrays=None):
         generator = np.random.default_rng(0)
         arrays = [generator.normal(size=shape).astype(np.float32) for shape in shapes]
     program, _ = trace(function, *arrays, opened=compat.forward_jaxpr)
-    leaves = [seeded(s, *(c or (None, None))) for s, c in zip(shapes, chosen, strict=True)]
+    leaves = [planned_dims(s, *(c or (None, None))) for s, c in zip(shapes, chosen, strict=True)]
     flow = DimsFlow.of(program, leaves)
     for atoms in flow.atoms():
         assert not any(atom.blocked for atom in atoms if atom.chosen), "blocked"
-    sharing = Sharing(parts=parts, axis="tensor")
+    axis = SplitAxis(parts=parts, name="tensor")
 
     def run(_):
-        taken = [sharing.take(jnp.asarray(x), d) for x, d in zip(arrays, leaves, strict=True)]
-        outs = PartsRunner(flow, sharing)(taken)
-        return [sharing.collect(x, d) for x, d in zip(outs, flow.outputs(), strict=True)]
+        taken = [axis.take(jnp.asarray(x), d) for x, d in zip(arrays, leaves, strict=True)]
+        outs = PartsRunner(flow, axis)(taken)
+        return [axis.collect(x, d) for x, d in zip(outs, flow.outputs(), strict=True)]
 
     found = jax.vmap(run, axis_name="tensor", axis_size=parts)(jnp.arange(parts)[:, None] * 0)
     return program(*arrays), found
@@ -272,7 +282,7 @@ def test_the_plan_counts_what_a_device_holds_and_says_why():
     assert by_path["h/mlp/c_fc/bias"].why == "128 columns"
     assert by_path["h/mlp/c_proj/kernel"].why == "128 rows"
     assert by_path["wte/embedding"].why == "64 entries of a table"
-    assert plan.shortcomings() == []
+    assert plan_shortcomings(plan) == []
     assert "reduce_sum" in by_path["ln_f/scale"].why
     whole = sum(np.prod(row.shape) for row in plan.rows if row.dim is None)
     assert plan.num_elements == whole + (plan.num_parameters - whole) // 2
@@ -287,7 +297,7 @@ def test_a_width_that_does_not_divide_stays_whole_and_tables_are_padded():
     assert {path.split("/")[-2] for path in split} == {"c_attn", "c_proj", "wte", "wpe"}
     assert split["wte/embedding"].part_shape(2) == (32, 32)
     assert split["wpe/embedding"].part_shape(2) == (16, 32)
-    assert plan.shortcomings() == []
+    assert plan_shortcomings(plan) == []
     rows = {row.path: row.why for row in plan.rows}
     assert rows["h/mlp/c_fc/kernel"].endswith("129 does not divide by 2")
 
@@ -304,17 +314,17 @@ def test_one_device_needs_no_split():
 
 def test_a_split_that_computes_something_else_is_found_and_undone(monkeypatch):
     """A rule that forgets the sum over the parts, of products with 128 terms only."""
-    right = products.ALL["dot_general"]
+    right = products.RULES["dot_general"]
 
-    def wrong(parts, eq, args):
+    def wrong(axis, dims, eq, args):
         if args[0].shape[-1] in (1, 2) and eq.inputs[0].aval.shape[-1] == 128:
             return rules.bind(eq, args)
-        return right.run(parts, eq, args)
+        return right.run(axis, dims, eq, args)
 
-    monkeypatch.setitem(products.ALL, "dot_general", rules.Rule(right.connect, wrong))
+    monkeypatch.setitem(products.RULES, "dot_general", rules.Rule(right.connect, wrong))
     plan = model_of(GPT.tiny(scan=False, layers=1)).plan(2)
     rows = {row.path: row for row in plan.rows}
-    (said,) = plan.shortcomings()
+    (said,) = plan_shortcomings(plan)
     assert "each device holds h_0/mlp/c_fc/bias, h_0/mlp/c_fc/kernel, h_0/mlp/c_proj/k" in said
     assert rows["h_0/mlp/c_fc/kernel"].dim is None
     assert "computes something else" in rows["h_0/mlp/c_fc/kernel"].why
@@ -328,7 +338,7 @@ def test_a_program_that_needs_a_split_dim_whole_says_so():
     atom = next(a for atoms in program.flow.atoms() for a in atoms if a.chosen)
     block((atom,), "because")
     with pytest.raises(ValueError, match="needs it whole: because; use tensor=1"):
-        program.check()
+        check_split(program)
 
 
 def test_leaf_dims_know_nothing():

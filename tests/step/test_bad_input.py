@@ -1,4 +1,4 @@
-"""Every bad input: an error that names the values seen and the remedy."""
+"""Every bad input gives an error that names the values seen and the remedy."""
 
 import dataclasses
 import math

@@ -1,8 +1,9 @@
 """Training on a mesh equals training on one device: loss, gradients, metrics, and 20 steps.
 
-The default run takes a row for every seventh case of the zoo, `-m slow` the rest of a cover of all
-cases; `-m full` takes every case on every mesh, and `python benchmarks/equality_matrix.py` writes
-what that finds to benchmarks/results.
+The default run takes four smoke tests, and rows that together with these have every mesh, every
+value of each setting, and each way to pass the hop over `node` with a case of each file of the zoo.
+`-m slow` takes the rest of a cover of all cases and `-m full` every case on every mesh.
+`python benchmarks/equality_matrix.py` writes the results of the last one to benchmarks/results.
 """
 
 import dataclasses
@@ -25,7 +26,7 @@ from tools.equality import (
     measure,
     pairs,
 )
-from tools.quick import quick_compilation  # noqa: F401
+from tools.quick import covering, quick_compilation  # noqa: F401
 from tools.zoo import CASES
 
 # Once failed, and not in the cover: an empty leaf on one device.
@@ -33,18 +34,28 @@ FAILED = [Row(case="scalars", mesh=(1, 1), settings=Settings(small_units=True, k
 SMOKE = ("gpt_scan", "nnx_batchnorm", "nested_scans", "custom_vjp")
 
 
+def settings_of(row):
+    """Return what rows are chosen for."""
+    file = CASES[row.case].make.__module__
+    return {
+        ("mesh", row.mesh),
+        (file, row.settings.hops),
+        *dataclasses.asdict(row.settings).items(),
+    }
+
+
 def marked(rows):
-    """Parameters for rows: of some cases the first is a smoke test, of every seventh one it is
-    quick, and all others are slow; what the cover repeats does not repeat with seven."""
-    cases: list[str] = []
-    for row in rows:
-        again = row.case in cases
-        cases += [] if again else [row.case]
-        if row.case in SMOKE and not again:
-            marks = [pytest.mark.smoke]
-        else:
-            marks = [pytest.mark.slow] if again or cases.index(row.case) % 7 else []
-        yield pytest.param(row, id=str(row), marks=marks)
+    """Return parameters for the cover's rows: smoke tests, quick ones, and slow ones."""
+    firsts = {row.case: row for row in reversed(rows)}
+    smoke = [firsts[case] for case in SMOKE]
+    heavy = [row for row in rows if CASES[row.case].heavy and row not in smoke]
+    others = [row for row in rows if row not in smoke and row not in heavy]
+    met = set().union(*map(settings_of, smoke))
+    return [
+        *(pytest.param(row, marks=pytest.mark.smoke) for row in smoke),
+        *covering(others, lambda row: settings_of(row) - met),
+        *(pytest.param(row, marks=pytest.mark.slow) for row in heavy),
+    ]
 
 
 def check(row: Row) -> None:
@@ -62,7 +73,7 @@ def check(row: Row) -> None:
 
 
 @pytest.mark.usefixtures("quick_compilation")
-@pytest.mark.parametrize("row", [*marked(cover()), *marked(FAILED)])
+@pytest.mark.parametrize("row", [*marked(list(cover())), *FAILED], ids=str)
 def test_training_equals_one_device(row):
     check(row)
 

@@ -1,7 +1,7 @@
-"""The schedule that XLA makes for GPUs: how it is read, and what it must show.
+"""XLA's schedule for GPUs: how it is read, and the targets that it must meet.
 
-The nightly part is benchmarks/gpu_schedule.py, target by target; it compiles for 8 H200 without
-having one, where JAX's CUDA wheels are installed.
+The nightly part checks the targets of benchmarks/gpu_schedule.py one by one. It compiles for 8 H200
+on any machine that has JAX's CUDA wheels.
 """
 
 from __future__ import annotations

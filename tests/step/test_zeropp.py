@@ -60,7 +60,7 @@ def assert_equal_trees(a, b, rtol=2e-5):
 # qwZ
 
 
-@pytest.mark.parametrize("name", thinned(MODELS, keep=3))
+@pytest.mark.parametrize("name", thinned(["scanned, remat"], slow=["scanned", "unrolled"]))
 def test_gradients_are_those_of_the_quantized_weights(name):
     """One device, `jax.grad`, the weights as the oracle quantizes each layer of each shard."""
     model, batch = MODELS[name], tokens()
@@ -118,7 +118,7 @@ def test_forward_and_backward_round_a_weight_alike(name):
 @pytest.mark.parametrize(
     ("width", "num_layers", "hpz_size"),
     [
-        *thinned([(128, 2, size) for size in (4, 2, 1)], keep=3, rows=True),
+        *thinned([(128, 2, 4)], slow=[(128, 2, 2), (128, 2, 1)], rows=True),
         *(
             pytest.param(1024, layers, size, marks=pytest.mark.full)
             for layers in (4, 9)
@@ -308,9 +308,14 @@ def test_a_config_may_change_between_steps():
         ZeroConfig(accumulate=2, **ALL),
     ]
     state, plain = first.init(KEY, batch), first.init(KEY, batch)
+    step = first
     for i, config in enumerate(configs):
-        step = first.with_config(config)
-        wires = state.wire_state
+        before, step = step, first.with_config(config)
+        if i == 3:  # it begins with the copies of the step before, and not with exact ones
+            fresh = dataclasses.replace(state, wire_state=None)
+            kept_loss, same_loss = (s.grad(state, batch)[0] for s in (step, before))
+            assert kept_loss == same_loss
+            assert kept_loss != step.grad(fresh, batch)[0]
         state, metrics = step(state, batch)
         plain, expected = first(plain, batch)
         assert int(state.step) == i + 1
@@ -318,14 +323,6 @@ def test_a_config_may_change_between_steps():
         has = state.wire_state
         assert (has is not None) == (config.weight_differences is not None)
         assert has is None or any(x is not None for x in has.errors) == (i == 2)
-        if i == 3:  # what this step began with: the copies of the one before, not others
-            begun = step._fitted(dataclasses.replace(state, wire_state=wires)).wire_state
-            assert jax.tree.structure(begun.copies) == jax.tree.structure(wires.copies)
-            for x, y in zip(jax.tree.leaves(begun.copies), jax.tree.leaves(wires.copies)):
-                np.testing.assert_array_equal(x, y)
-            fresh = step._wire_state(batch)(dataclasses.replace(state, wire_state=None))
-            exact = jax.tree.leaves(fresh)
-            assert not np.array_equal(exact[0], jax.tree.leaves(begun.copies)[0])
     # Adam has seen every step, whatever the wires.
     assert int(state.opt_state[0].count) == len(configs)
 

@@ -1,4 +1,4 @@
-"""ZeRO++ compiled for 8 H200 without having one: wires and kernels of the program that would run.
+"""ZeRO++ compiled for 8 H200 on any machine: wires and kernels of the program that would run.
 
 Nightly, where JAX's CUDA wheels are installed (the extra plan-gpu).
 """

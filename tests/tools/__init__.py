@@ -1,1 +1,1 @@
-"""What tests share: references, models, ways to run things."""
+"""The tools that tests share: references, models, and ways to run things."""

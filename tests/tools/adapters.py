@@ -1,4 +1,4 @@
-"""What the tests of the adapters share."""
+"""A batch, and a call of init and loss, for the tests of `zeroxla.frontend`."""
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,11 @@ def shapes(tree):
 
 
 def once(adapted, *, train=True, batch=X, key=KEY):
-    """Initialise and call the loss once, both jitted: (params, state, (loss, metrics, state))."""
+    """Call a model's init and then its loss, both jitted.
+
+    Returns:
+      (params, state, (loss, metrics, state after the loss)).
+    """
     params, state = jax.jit(adapted.init)(KEY, batch)
     call = jax.jit(adapted.loss, static_argnames="train")
     return params, state, call(params, state, batch, key, train=train)

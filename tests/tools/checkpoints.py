@@ -20,7 +20,8 @@ OPTIONS = {"persistence_threshold": 30, "unit_elements": 200, "frozen": ("frozen
 
 
 class Net(nn.Module):
-    """Leaves that are padded, small enough to stay whole, frozen, empty; batch statistics."""
+    """A model with leaves that are padded, small enough to stay whole, frozen and empty, and with
+    batch statistics."""
 
     empty: bool = True
 
@@ -39,7 +40,8 @@ class Net(nn.Module):
 
 
 def batch_of(i):
-    """Two rows, over and over: batch statistics are the same on every device of any mesh."""
+    """Return a batch that repeats two rows, so that every device of any mesh has the same batch
+    statistics."""
     generator = np.random.default_rng(i)
     pair = {"x": generator.normal(size=(2, 7)), "y": generator.normal(size=(2, 3))}
     return {name: np.tile(x.astype(np.float32), (ROWS // 2, 1)) for name, x in pair.items()}
@@ -65,7 +67,7 @@ def run(step, state, first, count):
 
 
 def logical(state):
-    """The state's arrays in natural shapes, on this host."""
+    """Return the state's arrays in natural shapes, on this host."""
     params, opt_state = (
         jax.tree.unflatten(
             jax.tree.structure(tree), [p.natural(x) for p, x in zip(places, jax.tree.leaves(tree))]
@@ -93,7 +95,8 @@ def steps():
 
 @pytest.fixture(scope="module")
 def saved(steps, tmp_path_factory):
-    """By mesh: the folder of a checkpoint of 3 steps, the state then, and the next 5 losses."""
+    """For each mesh, the folder of a checkpoint after 3 steps, the state then, and the next 5
+    losses."""
     made = {}
     for shape, step in steps.items():
         folder = tmp_path_factory.mktemp("saved")
@@ -101,7 +104,7 @@ def saved(steps, tmp_path_factory):
         with Checkpointer(folder) as checkpointer:
             assert checkpointer.save(3, state, {"next": 3})
             kept = logical(state)
-            # Written while the steps go on, that take the state's place.
+            # The checkpoint is written while these steps replace the state.
             _, losses = run(step, state, 3, 5)
         made[shape] = folder, kept, losses
     return made
@@ -112,6 +115,6 @@ def copy_of(folder, to):
 
 
 def resum(folder):
-    """Sum the files anew, as if they had been written so."""
+    """Write the checksums anew, as if the files had been saved as they are now."""
     (folder / "checksums.rest.json").unlink()
     sum_rest(folder)

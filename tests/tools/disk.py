@@ -1,8 +1,34 @@
-"""Writes that fail as on a full disk."""
+"""States on disk: their files, bytes that change there, and writes that fail as on a full disk."""
 
 import contextlib
 import resource
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from zeroxla.offload.disk.disk_array import DiskArray
+from zeroxla.offload.disk.state_file import StateFile
+
+
+def on_disk(tree: Any) -> list[DiskArray]:
+    """Return the leaves of a tree that are on disk."""
+    return [x for x in jax.tree.leaves(tree) if isinstance(x, DiskArray)]
+
+
+def state_file(state: Any) -> StateFile:
+    """Return the file of a state of which something is on disk."""
+    return on_disk((state.params, state.opt_state))[0].file
+
+
+def flip(path: Path, offset: int) -> None:
+    """Change one bit of a file."""
+    with open(path, "r+b") as file:
+        file.seek(offset)
+        byte = file.read(1)[0]
+        file.seek(offset)
+        file.write(bytes([byte ^ 1]))
 
 
 @contextlib.contextmanager

@@ -13,6 +13,7 @@ import jax
 import numpy as np
 import optax
 
+import zeroxla
 from tools.reference import Reference, relative_errors, remember_gradients, worst
 from tools.zoo import CASES, Case
 from zeroxla.frontend import adapt
@@ -31,17 +32,19 @@ STEPS_TOLERANCE = 1e-4
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What of the configuration a row varies.
+    """The part of the configuration that a row varies.
 
     Attributes:
-      persistence: the threshold; None for the default, under which a small model is whole anyway.
-      small_units: units as small as the case names, else the default.
-      prefetch: gathers may run far ahead.
-      keep: gathered leaves are kept for every later use.
-      alone: every shard travels by itself, as large ones do, instead of fused with others.
-      accumulate: micro-batches.
+      persistence: the persistence threshold. None means the default, under which a small model
+        stays whole.
+      small_units: whether units are as small as the case says; otherwise they have the default
+        size.
+      prefetch: whether gathers may run far ahead.
+      keep: whether gathered leaves are kept for every later use.
+      alone: whether every shard travels by itself, as large ones do, instead of fused with others.
+      accumulate: number of micro-batches.
       hops: how often leaves and gradients pass the hop over `node`: in every pass ("pass"), once in
-        a micro-batch, or once in a step; the latter two keep secondary shards.
+        a micro-batch, or once in a step. The latter two keep secondary shards.
     """
 
     persistence: int | None = 0
@@ -89,16 +92,16 @@ class Row:
 
 
 TWICE = [case for case in CASES if not CASES[case].heavy][::3]
-"""Cases of which the cover has two rows."""
+"""The cases that have two rows in the cover."""
 
 
 def cover() -> Iterator[Row]:
-    """Yield a row for each case, and a second one for some, that together meet most settings.
+    """Yield a row for each case, and a second row for the cases of `TWICE`.
 
-    In the first nothing is persistent and the units are small. The second, of the cases of
-    `TWICE`, takes the other value of prefetch, keep, alone and accumulate, and, of the rest, what
-    brings most pairs not met yet: over all cases every pair of a mesh and a setting, and of two
-    settings, occurs (`test_the_cover_meets_every_pair`).
+    Over all rows every pair of a mesh and a setting occurs, and every pair of two settings
+    (`test_the_cover_meets_every_pair`). In a first row nothing is persistent and the units are
+    small. A second row takes the other value of prefetch, keep, alone and accumulate. Its mesh and
+    its other settings are the ones that bring most pairs not met yet.
     """
     met: set[Any] = set()
     for i, case in enumerate(CASES):
@@ -142,8 +145,8 @@ def pairs(row: Row) -> set[tuple[Any, Any]]:
 
 
 def matrix() -> Iterator[Row]:
-    """Yield every case on every mesh, plainly and with every knob turned; where secondary shards
-    differ from shards, also with each way to keep them."""
+    """Yield every case on every mesh, plainly and with every knob turned. Where secondary shards
+    differ from shards, yield it also with each way to keep them."""
     turned = Settings(persistence=40, prefetch=True, keep=True, alone=True, accumulate=2)
     for case in CASES:
         for mesh in MESHES:
@@ -156,14 +159,14 @@ def matrix() -> Iterator[Row]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Errors:
-    """What differs from the reference: (leaf, relative error) where leaves are compared.
+    """Differences from the reference; where leaves are compared, (worst leaf, its relative error).
 
     Attributes:
-      loss: relative, of the first step.
-      gradient: of the first step.
-      norm: relative, metrics["grad_norm"].
+      loss: relative error of the first step's loss.
+      gradient: the worst leaf of the first step's gradient.
+      norm: relative error of the first step's metrics["grad_norm"].
       metrics: largest relative error of the model's own metrics in the first step.
-      params, model_state: after all steps.
+      params, model_state: the worst leaf after all steps.
     """
 
     loss: float
@@ -222,7 +225,7 @@ def optimizer() -> optax.GradientTransformation:
 
 @functools.lru_cache(maxsize=6)
 def _expected(name: str, world: int, accumulate: int) -> dict[str, Any]:
-    """What the reference finds, as NumPy arrays."""
+    """Return the results of the reference, as NumPy arrays."""
     case = CASES[name]
     batch = case.batch(case.rows * world * accumulate)
     if case.whole_batch:
@@ -268,10 +271,10 @@ def _expected(name: str, world: int, accumulate: int) -> dict[str, Any]:
 def check_init(found: Any, expected: Any) -> None:
     """Assert that the leaves are those of one device.
 
-    The random bits are the same; the rounding of what is made of them is not. XLA computes the
-    logarithm of a vector and that of the remainder of a loop with different roundings, and a shard
-    of a few elements is all remainder. It also maps bits to a range by a multiply and an add, fused
-    into one rounding or not: that differs by half an ulp of the range's end, which is thousands of
+    The random bits are the same, but values made of them may be rounded differently. XLA rounds the
+    logarithm of a vector otherwise than the logarithm of a loop's remainder, and a shard of a few
+    elements is all remainder. XLA also maps bits to a range by a multiply and an add, which it may
+    fuse into one rounding. That differs by half an ulp of the range's end, which is thousands of
     ulps of a value near zero. So the bound is four ulps of the leaf's largest element.
     """
     for got, want in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
@@ -280,6 +283,6 @@ def check_init(found: Any, expected: Any) -> None:
 
 
 def relative(found: Any, expected: Any) -> float:
-    """|found - expected| / |expected|; infinite for a NaN."""
+    """Return |found - expected| / |expected|; infinity for a NaN."""
     difference = abs(float(found) - float(expected))
     return float("inf") if np.isnan(difference) else difference / max(abs(float(expected)), 1e-12)

@@ -1,6 +1,6 @@
-"""What Transformers recorded, its names mapped by hand, and files read with plain NumPy.
+"""Models recorded with Transformers, their names mapped by hand, and files read with plain NumPy.
 
-The mapping here is written apart from that of the models, so that each checks the other.
+The mapping here is written independently of the one in the models, so that each checks the other.
 """
 
 import json
@@ -15,7 +15,8 @@ import numpy as np
 from flax import nnx
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
-"""Tiny random models, in float32 with eager attention, by Transformers 5.23.0 and torch 2.13.0."""
+"""Holds tiny random models in float32, recorded with Transformers 5.23.0 (eager attention) and
+torch 2.13.0."""
 
 KINDS = {
     "F32": np.float32,
@@ -33,7 +34,7 @@ def recorded(name):
 
 
 def hub_folder(folder, name):
-    """Make a folder as Transformers saves a model."""
+    """Make a folder like the one in which Transformers saves a model."""
     folder.mkdir(exist_ok=True, parents=True)
     shutil.copyfile(FIXTURES / f"{name}.config.json", folder / "config.json")
     shutil.copyfile(FIXTURES / f"{name}.safetensors", folder / "model.safetensors")
@@ -71,7 +72,7 @@ def write_file(path, tensors):
 
 
 def read_export(folder):
-    """Read all tensors of an exported folder, its index checked."""
+    """Read all tensors of an exported folder, and check its index."""
     index = folder / "model.safetensors.index.json"
     if not index.exists():
         return read_file(folder / "model.safetensors")
@@ -105,7 +106,7 @@ def nest(flat):
 
 
 def gpt_tree(tensors):
-    """Return GPT params (unrolled) of GPT2LMHeadModel tensors."""
+    """Return the parameters of an unrolled GPT from the tensors of a GPT2LMHeadModel."""
     flat = {}
     for name, value in tensors.items():
         path = name.removeprefix("transformer.").replace("h.", "h_", 1).replace(".", "/")
@@ -115,7 +116,8 @@ def gpt_tree(tensors):
 
 
 def llama_tree(tensors):
-    """Return Llama params (unrolled) of LlamaForCausalLM tensors: [out, in] becomes [in, out]."""
+    """Return the parameters of an unrolled Llama from the tensors of a LlamaForCausalLM: [out, in]
+    becomes [in, out]."""
     flat = {}
     for name, value in tensors.items():
         path = name.removeprefix("model.").replace(".", "/")

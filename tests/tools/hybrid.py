@@ -1,7 +1,9 @@
-"""A reference that knows neither caches nor meshes: whole forward passes with whole leaves."""
+"""A reference for generation that uses neither caches nor meshes: whole forward passes over whole
+leaves."""
 
 import dataclasses
 import functools
+import gc
 
 import jax
 import numpy as np
@@ -24,7 +26,7 @@ class Trained:
     logits: object
 
     def greedy(self, prompts, num_tokens):
-        """Return the likeliest continuations, by a whole pass for each token."""
+        """Return the likeliest continuations, computed with a whole pass for each token."""
         rows = [list(prompt) for prompt in prompts]
         for _ in range(num_tokens):
             padded = np.zeros((len(rows), WINDOW), np.int32)
@@ -46,7 +48,8 @@ class Trained:
 
 
 def train(model, mesh, *, steps=3, **config):
-    """Train a model a little, so that its likeliest tokens are no accident of rounding."""
+    """Train a model for a few steps, so that rounding does not decide which tokens are
+    likeliest."""
     config = ZeroConfig(**{"persistence_threshold": 0, **config})
     step = zeroxla.make_step(model, mesh, optax.adam(1e-2), config=config)
     batch = {"tokens": np.random.default_rng(0).integers(0, 24, (8, 17)).astype(np.int32)}
@@ -57,10 +60,22 @@ def train(model, mesh, *, steps=3, **config):
 
 
 def reference(step, state):
-    """Return a trained step with the whole model beside it."""
+    """Return a trained step together with the whole model as one function."""
     adapted, params = step.adapted, zeroxla.full_params(state)
     apply = jax.jit(functools.partial(adapted.apply, params, state.model_state))
     return Trained(step, state, apply)
+
+
+def live_bytes():
+    """Return the bytes of all live arrays on the fullest device, each buffer once."""
+    gc.collect()
+    held = {}
+    for array in jax.live_arrays():
+        if not jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key):
+            for shard in array.addressable_shards:
+                buffers = held.setdefault(shard.device, {})
+                buffers[shard.data.unsafe_buffer_pointer()] = shard.data.nbytes
+    return max(sum(buffers.values()) for buffers in held.values())
 
 
 def padded(rows):

@@ -1,4 +1,4 @@
-"""Language models that `zeroxla/` has never heard of, for the hybrid engine.
+"""Language models for the hybrid engine that are not in models/.
 
 Shape letters as in `models/`: B batch, L positions, M places of a cache, D width, N heads, H head
 width.

@@ -1,4 +1,4 @@
-"""What the tests of zeroxla.inspect share: meshes, programs and arrays whose bytes are known."""
+"""Meshes, programs and arrays whose bytes are known, for the tests of `zeroxla.inspect`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def in_both_forms(lowered, mesh, **options):
 
 
 def summary(report):
-    """The rows as (axis, kind, phase, dtype, count, received, sent between hosts)."""
+    """Return a report's rows as (axis, kind, phase, dtype, count, received, sent between hosts)."""
     return {
         (r.axis, r.kind, r.phase, r.dtype, r.count, r.received_bytes, r.cross_host_bytes)
         for r in report.rows

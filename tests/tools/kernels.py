@@ -1,4 +1,4 @@
-"""Kernels compiled for a GPU that nobody has to own."""
+"""The kernels with their formats, and a GPU to compile them for on a machine that has none."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ Variant = tuple[Callable[..., jax.Array], list[jax.ShapeDtypeStruct]]
 
 
 def variants() -> Iterator[tuple[str, str, Variant]]:
-    """Yield (backend, name, (function, shapes)) of every kernel with every format that it takes."""
+    """Yield (backend, name, (function, shapes)) for every kernel with every format that it
+    takes."""
     for name, backend in (("mosaic", mosaic.BACKEND), ("triton", triton.BACKEND)):
         for format in FORMATS:
             layout = format.layout(SIZE)
@@ -70,7 +71,7 @@ def _kernels(backend: Any, format: WireFormat) -> dict[str, Variant]:
 
 
 def h200() -> AbstractMesh:
-    """Return a mesh of one H200, by which Pallas' Triton backend knows what it compiles for."""
+    """Return a mesh of one H200, which tells Pallas' Triton backend what GPU it compiles for."""
     from jax.sharding import AbstractDevice  # since JAX 0.11
 
     device = AbstractDevice("NVIDIA H200", None, "gpu")

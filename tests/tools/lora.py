@@ -1,4 +1,4 @@
-"""Models with adapters, as tests take them, and merging done by hand."""
+"""Models to which tests add adapters, and a merge of adapters written by hand."""
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,8 @@ RANK, ALPHA = 4, 8.0
 
 
 def pair():
-    """A plain pair: a list of layers, a product with the leaf first, and one over two dims."""
+    """Return a plain pair (init, loss) with a list of layers, a product that has the leaf first,
+    and a product over two dims."""
 
     def init(key, batch):
         keys = jax.random.split(key, 3)
@@ -42,7 +43,7 @@ MODELS = {
     "llama": (lambda: Llama.tiny(remat=True), r"[qkvo]_proj/kernel|lm_head", tokens),
     "pair": (pair, r"layers/\d|out", vectors),
 }
-# Leaves [others, contracted]: the hand-made product is transposed.
+# Leaves of the shape [others, contracted], for which the product made by hand is transposed.
 TRANSPOSED = ("lm_head", "layers/1")
 
 
@@ -53,11 +54,11 @@ def lora_step(model, mesh, targets, *, frozen=None, optimizer=None, config=CONFI
 
 
 def merged_by_hand(params, base=None):
-    """W + alpha / rank A . B of every adapted leaf, without what zeroxla knows of them.
+    """Return W + alpha / rank A . B of every adapted leaf, without any of zeroxla's code.
 
     Args:
       params: a base and its adapters.
-      base: the base in floats; its own if None.
+      base: the base in floats. None means `params["base"]`.
     """
     flat = {"/".join(map(_name, p)): x for p, x in _paths(params["lora"])}
 
@@ -79,7 +80,8 @@ def merged_by_hand(params, base=None):
 
 
 def with_random_b(params, seed=0):
-    """Adapters that do something: B is zero in the beginning."""
+    """Return parameters whose adapters change the model: B, which starts at zero, is made
+    random."""
     rng = np.random.default_rng(seed)
 
     def leaf(path, x):
@@ -89,7 +91,7 @@ def with_random_b(params, seed=0):
 
 
 def replaced(step, state, params):
-    """The state with other parameters, natural ones."""
+    """Return the state with other parameters, which are given in natural shapes."""
     stored, tree = jax.tree.flatten(state.params)
     new = []
     for x, natural in zip(stored, jax.tree.leaves(params), strict=True):

@@ -1,4 +1,4 @@
-"""What the tests of offload share: small steps, and what a state of theirs holds."""
+"""Small steps with offloaded states, and comparisons of these, for the tests of offload."""
 
 import functools
 
@@ -23,7 +23,7 @@ def batch(rows=16):
 
 
 def make_step(mesh, offload, model="scanned", preset="zero3", optimizer=None, **options):
-    """Return a step; without offload the same one for all tests of a process."""
+    """Return a step. All tests of a process share the steps without offload."""
     if offload == Offload():
         is_quick = jax.config.read("jax_disable_most_optimizations")
         return _plain(mesh, model, preset, optimizer, is_quick, **options)
@@ -67,8 +67,11 @@ HAS_BARRIERS = jax.__version_info__ >= (0, 11)
 
 
 def assert_alike(a, b):
-    """Check that steps whose update is another program give the same bits: to rounding in JAX 0.10,
-    whose XLA drops the barriers on CPUs that keep gradients apart from what is computed of them."""
+    """Check that steps with different update programs give the same bits.
+
+    In JAX 0.10 they need only agree to rounding. There XLA on CPUs drops the barriers that keep
+    gradients apart from the values computed from them.
+    """
     if HAS_BARRIERS:
         return assert_same(a, b)
     for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):

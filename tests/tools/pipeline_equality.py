@@ -60,13 +60,13 @@ def images(rows: int) -> dict[str, np.ndarray]:
 
 
 def of_tokens(batch: Any) -> jax.Array:
-    """What the first layer of a language model reads."""
+    """Return the input of a language model's first layer."""
     return batch["tokens"][:, :-1]
 
 
 def listed(**options: Any) -> Pipeline:
-    """A language model of tied and untied layers, whose boundaries have different shapes; the last
-    but one layer takes a tuple."""
+    """Return a language model of tied and untied layers. The arrays between its layers have
+    different shapes, and one layer returns a tuple that the next one takes."""
     embed = nn.Embed(64, 20)
 
     def two(x: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -89,7 +89,7 @@ def listed(**options: Any) -> Pipeline:
 
 
 class Embeddings(nn.Module):
-    """The two tables of a GPT; the head reads the first one."""
+    """The two tables of a GPT. The head reads the first one."""
 
     def setup(self) -> None:
         self.wte, self.wpe = nn.Embed(64, 32), nn.Embed(32, 32)
@@ -111,7 +111,7 @@ class ListedBlock(nn.Module):
 
 
 def gpt_listed(**options: Any) -> Pipeline:
-    """GPT as a list of layers."""
+    """Return GPT as a list of layers."""
     embed = Embeddings()
     layers = [
         TiedLayer("embed", embed),
@@ -123,7 +123,7 @@ def gpt_listed(**options: Any) -> Pipeline:
 
 
 def alexnet(**options: Any) -> Pipeline:
-    """AlexNet of a sixteenth of its width."""
+    """Return AlexNet with a sixteenth of its width."""
     return Pipeline(
         alexnet_layers(width=1 / 16, dropout=0.0),
         lambda logits, batch: classification_loss(logits, batch["label"]),
@@ -162,12 +162,12 @@ class Row:
 
     @property
     def pairs(self) -> set[tuple[Any, Any]]:
-        """The pairs of values of two settings that it meets."""
+        """The pairs of two settings with their values that occur in the row."""
         return set(itertools.combinations(dataclasses.asdict(self).items(), 2))
 
 
 def matrix() -> list[Row]:
-    """Return every row of at most 8 devices. Without stages there is no schedule to choose."""
+    """Return every row of at most 8 devices. Rows without stages have one schedule only."""
     rows = itertools.starmap(
         Row, itertools.product(MODELS, PIPES, SHARES, MICRO_BATCHES, SCHEDULES, PRESETS)
     )
@@ -180,9 +180,11 @@ def matrix() -> list[Row]:
 
 
 def cover() -> Iterator[Row]:
-    """Yield rows that together meet every pair of settings that the matrix does: each time the one
-    that brings most pairs not met yet, of several the one that compiles fastest. `zeropp_hq`, whose
-    formats `zeropp_min` has too, is left to the matrix."""
+    """Yield rows in which every pair of settings occurs that occurs in the matrix.
+
+    Each row is the one that brings most pairs not met yet. Of several such rows, the one that
+    compiles fastest is taken. `zeropp_hq` is left to the matrix, as `zeropp_min` has its formats.
+    """
     cheap = sorted(matrix(), key=lambda row: (row.preset.startswith("zeropp"), row.pipe))
     rest = [(row, row.pairs) for row in cheap if row.preset != "zeropp_hq, tick"]
     open_pairs = set().union(*(pairs for _, pairs in rest))
@@ -194,7 +196,7 @@ def cover() -> Iterator[Row]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Errors:
-    """What differs from the whole model; of the gradient the worst leaf."""
+    """Relative differences from the whole model. `gradient` is the worst leaf with its error."""
 
     loss: float
     gradient: tuple[str, float]
@@ -236,8 +238,8 @@ def measure(row: Row) -> Errors:
 
 @functools.cache
 def whole(model: str) -> tuple[float, Any]:
-    """Return loss and gradients of the whole model on one device, from the parameters that a step
-    begins with."""
+    """Return loss and gradients of the whole model on one device, at the parameters with which a
+    step begins."""
     make, batch_of = MODELS[model]
     adapted, batch = make().adapted, batch_of(ROWS)
 

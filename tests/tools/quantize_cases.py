@@ -1,4 +1,4 @@
-"""What tests and benchmarks of the wire formats quantize: distributions, and covers of formats."""
+"""Data and formats for tests and benchmarks of wires: distributions, and covers of formats."""
 
 from __future__ import annotations
 
@@ -58,11 +58,11 @@ DISTRIBUTIONS: dict[str, Distribution] = {
     "last_bits": lambda rng, n: 3.0 + rng.integers(-3, 4, n) * 2.0**-22,
     "few_values": lambda rng, n: rng.integers(-8, 8, n) * 0.125,
 }
-"""Name to function of (generator, length): float64, to be `cast`."""
+"""Functions by name, from (generator, length) to float64 numbers, which are to be `cast`."""
 
 
 def cast(x: np.ndarray, dtype: str) -> np.ndarray:
-    """Return x rounded to a dtype; what would overflow becomes the largest number there is."""
+    """Return x rounded to a dtype. Numbers that would overflow become the dtype's largest one."""
     largest = float(ml_dtypes.finfo(dtype).max)
     return np.clip(x, -largest, largest).astype(dtype)
 
@@ -101,13 +101,13 @@ restored = jax.jit(dequantize, static_argnames=("shape", "dtype", "backend"))
 def differences(
     format: WireFormat, n: int, dtype: str, names: Sequence[str], backend: str | None = None
 ) -> list[str]:
-    """Return in what quantize and dequantize differ from the oracle: nothing.
+    """Return where quantize and dequantize differ from the oracle; an empty list if nowhere.
 
     Args:
-      format: of the wires.
-      n: elements.
-      dtype: of what is quantized, and of what wires are restored to.
-      names: of distributions.
+      format: the format of the wires.
+      n: number of elements.
+      dtype: the dtype of the data, and of the values that wires are restored to.
+      names: names of distributions.
       backend: as for `quantize`.
     """
     found = []
@@ -128,7 +128,7 @@ def differences(
 
 
 def same_bits(a: np.ndarray, b: np.ndarray) -> bool:
-    """Whether two arrays are the same to the sign of zeros; all NaNs are one."""
+    """Whether two arrays are equal, with the signs of zeros; all NaNs count as equal."""
     assert a.dtype == b.dtype
     nan = np.isnan(a)
     return np.array_equal(nan, np.isnan(b)) and a[~nan].tobytes() == b[~nan].tobytes()
@@ -161,9 +161,9 @@ def pairs(row: Mapping[str, Any]) -> Iterator[tuple[Any, Any]]:
 
 
 def cover(factors: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
-    """Return some of the product's rows such that every pair which occurs there occurs in one.
+    """Return some of the product's rows, in which every pair occurs that occurs in the product.
 
-    Greedy: each time the row with most pairs not met yet.
+    The choice is greedy: each time the first of the rows with most pairs not met yet.
     """
     rows = product(factors)
     number: dict[Any, int] = {}

@@ -1,4 +1,4 @@
-"""The wire formats in NumPy, written from the formulas: what every backend must give, bit for bit.
+"""The wire formats in NumPy, written from the formulas. Every backend must give these bits.
 
 Numbers are float64, and `single` rounds one to float32 where the specification does. A sum, product
 or quotient of two float32 has at most 48 significant bits or is rounded innocuously in float64
@@ -22,7 +22,7 @@ import numpy as np
 TINY = 2.0**-90  # a block of smaller magnitudes is zero
 LEAST_STEP = 2.0**-98
 ALIGNMENT = 16
-# The machine rounds, overflows and takes the inverse of zero without a word.
+# The formulas round, overflow and divide by zero on purpose.
 silent = np.errstate(over="ignore", invalid="ignore", divide="ignore")
 
 FACTORS = {8: (1.0, 1.005), 4: (1.0, 1.1, 1.29, 1.6)}
@@ -31,7 +31,7 @@ COINS = np.random.RandomState(0).randint(0, 2**32, 32, dtype=np.uint32)
 
 
 class Spec(NamedTuple):
-    """A format; short is scale_dtype="bfloat16"."""
+    """A format. `short` means scale_dtype="bfloat16"."""
 
     bits: int
     block: int
@@ -45,14 +45,15 @@ class Spec(NamedTuple):
         return 2 ** (self.bits - 1)
 
     def stored(self, x_N: np.ndarray) -> np.ndarray:
-        """Return float32 numbers as the wire keeps them."""
+        """Return float32 numbers rounded as the wire stores them."""
         if not self.short:
             return x_N
         return x_N.astype(np.float32).astype(ml_dtypes.bfloat16).astype(np.float64)
 
 
 class Grid(NamedTuple):
-    """Float64[N] each: value = code x step + offset; inverse is 1 / step, rounded to float32."""
+    """The grid of each block, as float64[N]: value = code x step + offset. `inverse` is 1 / step,
+    rounded to float32."""
 
     step: np.ndarray
     inverse: np.ndarray
@@ -68,7 +69,8 @@ def single(x) -> np.ndarray:
 
 
 def upper(x: float) -> np.ndarray:
-    """Return the float32 that a bound is multiplied with so that no rounding brings it below."""
+    """Return a float32 factor slightly above x, so that rounding leaves a product with it at least
+    as large as with x."""
     return single(x * (1 + 2.0**-22))
 
 
@@ -95,7 +97,8 @@ def changed_signs(x_NL: np.ndarray) -> np.ndarray:
 
 
 def hadamard(x_NL: np.ndarray, factor: float) -> np.ndarray:
-    """Return factor x H x, where element j of all 32 equal runs of a block make up one group.
+    """Return factor x H x. A block is cut into 32 equal runs, and the elements j of all runs are
+    one vector x.
 
     H is the 32-fold Kronecker power of [[1, 1], [1, -1]], applied one power after the other, the
     most significant bit of the run first: each of 5 sums is rounded to float32.
@@ -207,18 +210,20 @@ def offset_grid(x_NL: np.ndarray, spec: Spec, stochastic: bool) -> Grid:
 
 
 def deepspeed_grid(peak: np.ndarray, offset: np.ndarray, spec: Spec) -> Grid:
-    """Codes are x times inverse, and values codes times 1 / inverse, both rounded."""
+    """Return DeepSpeed's grid: a code is x times inverse, a value is a code times 1 / inverse, each
+    rounded."""
     inverse = single(spec.half / peak)
     step = spec.stored(single(1 / inverse))
     return Grid(step, single(1 / step) if spec.short else inverse, offset)
 
 
 def best(x_NL: np.ndarray, base: Grid, candidates: list[Grid], spec: Spec) -> Grid:
-    """Return base, or where its squared error is surely smaller the best candidate.
+    """Return, for each block, the best candidate if its squared error is surely smaller than
+    base's; otherwise base.
 
-    Squared errors, in squared steps, are cut off to a multiple of 4^-k, the finest for which their
-    sum over a block fits in 31 bits where no error is above 8 steps. What that may lack is added to
-    a candidate, and 2^-16 is taken from the base for the roundings.
+    Squared errors, in squared steps, are cut off to a multiple of 4^-k. k is the largest number for
+    which the sum over a block fits in 31 bits if no error is above 8 steps. The most that cutting
+    off can lose is added to a candidate's sum, and 2^-16 of the base's is taken off for roundings.
     """
     length = x_NL.shape[1]
     unit = 2.0 ** ((31 - 6 - (length - 1).bit_length()) // 2)
@@ -260,7 +265,8 @@ def codes_of(
 def values_of(code_NL: np.ndarray, step: np.ndarray, offset: np.ndarray, spec: Spec) -> np.ndarray:
     """Return code x step, rounded to float32, plus offset, rounded again.
 
-    The sign of a zero is that of the sum of code x (the upper 16 bits of step) and code x the rest.
+    A zero has the sign of the sum of two products: of code and the upper 16 bits of step, and of
+    code and the other bits.
     """
     upper_bits = significant(step, 16, np.trunc)
     value = single(code_NL * upper_bits[:, None] + code_NL * (step - upper_bits)[:, None])
@@ -279,7 +285,7 @@ def pack(codes_NL: np.ndarray, spec: Spec) -> np.ndarray:
 
 
 def unpack(data_NB: np.ndarray, spec: Spec) -> np.ndarray:
-    """Return the codes of what `pack` returns, as float64."""
+    """Return the codes in a payload that `pack` made, as float64."""
     if spec.bits == 8:
         return data_NB.view(np.int8).astype(np.float64)
     low, high = data_NB % 16, data_NB // 16
@@ -298,7 +304,8 @@ def row_bytes(row_N: np.ndarray, short: bool) -> np.ndarray:
 
 
 class Parts(NamedTuple):
-    """A wire taken apart: the payload of full blocks and of the tail, steps, offsets (or zeros)."""
+    """The parts of a wire: payloads of the full blocks and of the tail, steps, and offsets (or
+    zeros)."""
 
     payload: list[np.ndarray]
     steps: np.ndarray
@@ -326,7 +333,7 @@ def parts_of(wire: np.ndarray, size: int, spec: Spec) -> Parts:
 
 @silent
 def dequantize(wire: np.ndarray, size: int, **options: Any) -> np.ndarray:
-    """Return float32[size], what a wire stands for; the options are the fields of `Spec`."""
+    """Return the values of a wire, float32[size]. The options are the fields of `Spec`."""
     spec = Spec(**options)
     parts = parts_of(wire, size, spec)
     out, done = [], 0

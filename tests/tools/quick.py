@@ -1,16 +1,19 @@
-"""Faster compilation for tests that ask what a program computes, not how fast it runs.
+"""What keeps the tests quick: faster compilation, and fewer values of a parameter.
 
-Half of the suite's time would be LLVM optimising programs that run for milliseconds. The
-partitioner and the passes over HLO that could move or merge a collective run as ever.
+LLVM would spend half of the suite's time on optimising programs that run for milliseconds. Tests
+that ask what a program computes, and not how fast it runs, therefore compile without most of that.
+The partitioner still runs, and so do the passes over HLO that could move or merge a collective.
 
     from tools.quick import quick_compilation  # noqa: F401
     pytestmark = pytest.mark.usefixtures("quick_compilation")
 
-and, for the programs that a test starts, the variables QUICK. `thinned` leaves parameters that say
-much the same to the slow tests.
+Programs that a test starts are given the environment variables QUICK instead.
+
+`thinned` and `covering` leave values of a parameter to the slow tests (`make test-slow`). A run of
+the tests says at its end how many rows it left out; `pytest --collect-only -q -m slow` lists them.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -28,16 +31,39 @@ def quick_compilation() -> Iterator[None]:
     jax.config.update("jax_disable_most_optimizations", before)
 
 
-def thinned(values: Iterable[Any], *, keep: int = 2, rows: bool = False) -> list[Any]:
-    """Return parameters of which one of so many, the first included, is not marked slow.
-
-    What repeats in them should not repeat with `keep`, or some of it is never kept.
+def thinned(quick: Iterable[Any], *, slow: Iterable[Any], rows: bool = False) -> list[Any]:
+    """Return the values of a parameter, and leave some of them to the slow tests.
 
     Args:
-      values: of a parameter, or with `rows` tuples of values of several.
-      keep: one of how many.
+      quick: the values that every run of the tests takes.
+      slow: the values that say much the same, or take long; they are marked slow.
+      rows: each value is a tuple, with values of several parameters.
     """
+    marked = [(value, ()) for value in quick] + [(value, pytest.mark.slow) for value in slow]
+    return [pytest.param(*(v if rows else (v,)), marks=marks) for v, marks in marked]
+
+
+def covering(
+    values: Iterable[Any], settings: Callable[[Any], Iterable[Hashable]], *, rows: bool = False
+) -> list[Any]:
+    """Return the values of a parameter, and mark as slow all but a few that have every setting.
+
+    The choice is greedy: each time the first of the values that bring most settings not met yet.
+    So it depends on the values themselves, and one that is added changes little.
+
+    Args:
+      values: the values, in the order in which they are returned.
+      settings: returns the settings of a value, such as the items of its options.
+      rows: each value is a tuple, with values of several parameters.
+    """
+    values = list(values)
+    met = [frozenset(settings(value)) for value in values]
+    missing, chosen = set().union(*met), set()
+    while missing:
+        best = max(range(len(values)), key=lambda i: len(met[i] & missing))
+        chosen.add(best)
+        missing -= met[best]
     return [
-        pytest.param(*(v if rows else (v,)), marks=pytest.mark.slow if i % keep else ())
+        pytest.param(*(v if rows else (v,)), marks=() if i in chosen else pytest.mark.slow)
         for i, v in enumerate(values)
     ]

@@ -1,7 +1,7 @@
-"""The independent reference: the same training on one device, without sharding.
+"""An independent reference: the same training on one device, without sharding.
 
 The loss of a step is the mean over the devices' slices of the batch (and their micro-batches),
-weighted by metrics["weight"] where the model gives it. Keys are those of the contract:
+weighted by metrics["weight"] if the model returns it. The keys are the ones that zeroxla promises:
 fold_in(fold_in(fold_in(state.key, step), micro-batch), rank).
 """
 
@@ -25,12 +25,12 @@ class Reference:
     """Plain training of (init, loss) on one device.
 
     Attributes:
-      init, loss: as an adapter returns them.
-      world: devices whose slices of the batch are averaged.
+      init, loss: functions as `adapt` returns them.
+      world: number of devices whose slices of the batch are averaged.
       accumulate: micro-batches of each slice.
-      dtype: in which leaves and the floating batch enter the loss.
-      scale: the loss scale, of gradients that a narrow dtype would lose.
-      is_frozen: by path, whether a leaf gets no gradient.
+      dtype: dtype of the leaves, and of the batch's floating arrays, in the loss.
+      scale: the loss scale, which keeps gradients that a narrow dtype would lose.
+      is_frozen: takes a leaf's path and says whether it gets no gradient.
     """
 
     init: Callable[..., tuple[Tree, Tree]]
@@ -42,7 +42,7 @@ class Reference:
     is_frozen: Callable[[str], bool] = lambda path: False
 
     def start(self, key: jax.Array, batch: Tree) -> tuple[Tree, Tree, jax.Array]:
-        """Return (params, model_state, key of the state)."""
+        """Return (params, model state, the state's key)."""
         parts = self.world * self.accumulate
         rows = jax.tree.map(lambda x: x[: len(x) // parts], batch)
         params, model_state = jax.jit(self.init)(key, rows)
@@ -126,7 +126,8 @@ class Reference:
 
 
 def _agreed(states: jax.Array) -> jax.Array:
-    """Model state after a step: floats are averaged over ranks, the rest is rank 0's."""
+    """Return the model state after a step: the mean of floats over ranks, and rank 0's other
+    arrays."""
     return states.mean(0) if jnp.issubdtype(states.dtype, jnp.floating) else states[0]
 
 
@@ -135,10 +136,11 @@ def _is_masked(x: Any) -> bool:
 
 
 def relative_errors(found: Tree, expected: Tree, *, floor: float = 1e-3) -> dict[str, float]:
-    """Return, by leaf, |found - expected| / max(|expected|, floor x |all expected|), Frobenius.
+    """Return |found - expected| / max(|expected|, floor x |all expected|) of each leaf, by its
+    path.
 
-    A leaf whose exact gradient is zero (a key bias, a bias before a BatchNorm) holds rounding
-    noise, so its own norm is no measure.
+    Norms are Frobenius norms. The floor is for leaves whose exact gradient is zero (a key bias, a
+    bias before a BatchNorm): they hold rounding noise, and their own norm is no measure.
     """
     pairs = jax.tree_util.tree_leaves_with_path(expected)
     norms = [_norm(x) for _, x in pairs]
@@ -159,13 +161,14 @@ def _norm(x: Any) -> float:
 
 
 def worst(errors: dict[str, float]) -> tuple[str, float]:
-    """Return the leaf with the largest error (a NaN counts as infinite); ("", 0) of none."""
+    """Return the leaf with the largest error, where a NaN counts as infinite; ("", 0) without
+    leaves."""
     finite = [(n, float("inf") if np.isnan(e) else e) for n, e in errors.items()]
     return max(finite, key=lambda e: e[1], default=("", 0.0))
 
 
 def remember_gradients() -> optax.GradientTransformation:
-    """Change nothing; the state is the last gradients."""
+    """Return a transformation that changes nothing and keeps the last gradients as its state."""
     return optax.GradientTransformation(
         lambda params: jax.tree.map(jnp.zeros_like, params),
         lambda updates, state, params=None: (updates, updates),

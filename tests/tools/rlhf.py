@@ -1,4 +1,4 @@
-"""What the tests of the loop of `zeroxla.rlhf` share: a tiny model, its loops, a simple reward."""
+"""A tiny model, loops that train it, and a simple reward, for the tests of `zeroxla.rlhf`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ CONFIG = ZeroConfig(persistence_threshold=0)
 
 
 def settings(algorithm: str, **options: object) -> rlhf.Settings:
-    """16 responses of up to 6 tokens to prompts of up to 3, in 4 groups or by 16 prompts."""
+    """Return settings for 16 responses of up to 6 tokens to prompts of up to 3: 4 prompts with 4
+    responses each for "grpo", 16 prompts otherwise."""
     group = 4 if algorithm == "grpo" else 1
     usual = {"prompt_length": 3, "new_tokens": 6, "rows": 16, "group": group, "minibatch": 8}
     return rlhf.Settings(algorithm=algorithm, **{**usual, **options})
@@ -30,13 +31,13 @@ def prompts(chosen: rlhf.Settings) -> list[list[int]]:
 
 
 def share_of_wanted(rollouts: rlhf.Rollouts) -> np.ndarray:
-    """A reward that is easy to learn: the share of one token."""
+    """Return a reward that is easy to learn: the share of one token in each response."""
     return np.array([np.mean(row == WANTED) for row in rollouts.responses()], np.float32)
 
 
 @dataclasses.dataclass(frozen=True)
 class Begun:
-    """A model, a loop, and its first states, of which each test takes copies."""
+    """A model, a loop, and its first states. Each test takes copies of the states."""
 
     model: object
     params: object

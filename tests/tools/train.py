@@ -1,4 +1,4 @@
-"""What the tests of `zeroxla train` share: running it, and reading what a run left."""
+"""Functions that run `zeroxla train` and read the files that a run left."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 
 from tools.quick import QUICK
-from zeroxla.cli import main as cli
+from zeroxla.cli.main import main
 from zeroxla.cli.run_folder import RunFolder
 
 
 def train(*arguments: Any) -> int:
     """Run `zeroxla train` in this process, on its devices; return the exit status."""
-    return cli.main(["train", *map(str, arguments)])
+    return main(["train", *map(str, arguments)])
 
 
 def train_as_a_user(*arguments: Any) -> str:
@@ -39,7 +39,7 @@ def values(run: Path, name: str) -> dict[int, Any]:
 
 
 def copy_at(run: Path, folder: Path, step: int) -> Path:
-    """Copy a run as a crash after `step` would have left it: with later metrics."""
+    """Copy a run as a crash would have left it, with checkpoints up to `step` and later metrics."""
     copy = folder / "run"
     shutil.copytree(run, copy)
     for checkpoint in (copy / "checkpoints").iterdir():

@@ -1,4 +1,4 @@
-"""What a quantized gather must give, in NumPy."""
+"""The result of a quantized gather, computed in NumPy."""
 
 import itertools
 
@@ -10,7 +10,7 @@ from tools.quantize_cases import options
 
 
 def as_it_arrives(leaf, placement, world, format):
-    """Quantize each layer of each shard in NumPy; return the leaf made of what they decode to."""
+    """Quantize each layer of each shard in NumPy; return the leaf made of the decoded shards."""
     stored = np.array(placement.stored(jnp.asarray(leaf)))
     shards = np.split(stored, world, axis=placement.dim)
     layers = [range(stored.shape[d]) for d in placement.layer_dims]

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tools import quantize_oracle
 from tools.quantize_cases import DISTRIBUTIONS, name_of, options, quantized, sample
-from tools.quick import quick_compilation, thinned  # noqa: F401
+from tools.quick import covering, quick_compilation  # noqa: F401
 
 from zeroxla.quantize import WireFormat, quantize
 
@@ -154,7 +154,15 @@ MSE = [
 ]
 
 
-@pytest.mark.parametrize("format", thinned(MSE[: len(MSE) // 2], keep=3), ids=name_of)
+def bits_and_dtype(format):
+    return (format.bits, format.scale_dtype), format.symmetric
+
+
+@pytest.mark.parametrize(
+    "format",
+    covering([f for f in MSE if f.symmetric == (f.block == 16)], bits_and_dtype),
+    ids=name_of,
+)
 def test_mse_is_never_worse_than_deepspeed_on_any_block(format):
     assert not worse_blocks(format, DISTRIBUTIONS, range(2))
 

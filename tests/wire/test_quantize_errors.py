@@ -1,4 +1,4 @@
-"""Every refusal of a wire format and of what quantizes with it: what was wrong, and what to do."""
+"""Errors for bad wire formats, and of the functions that use them: each says what to do."""
 
 import re
 

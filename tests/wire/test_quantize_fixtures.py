@@ -4,9 +4,9 @@ tests/fixtures/e_quant_testref.npz was recorded from DeepSpeed's own PyTorch ref
 functions its tests compare its kernels with (tests/unit/ops/quantizer, version 0.19.6).
 e_quant_kernel_emul.npz is from a PyTorch transliteration of its CUDA kernels
 (csrc/includes/quantization_utils.h, swizzled_quantize.cu, version 0.19.8), which do not run on a
-CPU. Rows of `x/<case>` are groups; what is symmetric agrees between the two. What is not does not:
-the test's reference puts the lowest code at the minimum, the kernel code 0 at the middle of the
-range. Ours is the kernel's.
+CPU. Rows of `x/<case>` are groups. The two agree on symmetric formats. They differ on formats with
+offsets: the reference puts the lowest code at the minimum, and the kernel puts code 0 at the middle
+of the range. Ours is the kernel's.
 """
 
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Options of a command, in groups: as the command line spells them, and as JSON keeps them."""
+"""Dataclasses of options in groups, which become a command's flags and JSON in a run folder."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ class OptionGroups:
     """A dataclass whose fields are dataclasses of options."""
 
     def check_at_least(self, limits: Mapping[str, float]) -> None:
-        """Check numbers; those that are None pass.
+        """Check that numbers are not too small. Those that are None pass.
 
         Args:
-          limits: the least value of each, by "group.name".
+          limits: the least value of each option, by "group.name".
 
         Raises:
-          ValueError: one is less, or NaN.
+          ValueError: a number is less, or NaN.
         """
         for path, least in limits.items():
             group, name = path.split(".")
@@ -41,7 +41,7 @@ class OptionGroups:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Mapping[str, Any]]) -> Self:
-        """Make options from what `to_dict` returned; what is not there has its default.
+        """Make options from the result of `to_dict`. A field that is missing has its default.
 
         Raises:
           ValueError: there are other fields than this version has.
@@ -55,6 +55,16 @@ class OptionGroups:
             ) from error
 
 
+class JobOptions(OptionGroups):
+    """The options of a command that has runs.
+
+    Attributes:
+      output: the group with the options `run`, `resume`, `save_every` and `keep`.
+    """
+
+    output: Any
+
+
 def flag(name: str) -> str:
     """Return the command-line spelling of an option."""
     return "--" + name.replace("_", "-")
@@ -66,7 +76,7 @@ def _group(kind: Any, fields: Mapping[str, Any]) -> Any:
 
 
 def _value(hint: Any, value: Any) -> Any:
-    """Return what JSON holds as an option has it."""
+    """Return an option's value, of the type that its hint says, from a value of JSON."""
     if value is None:
         return None
     if Path in typing.get_args(hint):

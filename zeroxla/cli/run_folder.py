@@ -25,16 +25,14 @@ from tensorboardX.proto.event_pb2 import Event, SessionLog
 from tensorboardX.proto.summary_pb2 import Summary
 from tensorboardX.record_writer import masked_crc32c
 
+from zeroxla.cli.errors import RunFolderError
+
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 CONFIG = "config.json"
 METRICS = "metrics.jsonl"
 CHECKPOINTS = "checkpoints"
-
-
-class RunFolderError(RuntimeError):
-    """A file of the run folder could not be written."""
 
 
 class RunFolder:

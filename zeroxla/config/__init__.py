@@ -1,1 +1,1 @@
-"""The options of a training setup, and their reader for DeepSpeed files. No arrays."""
+"""The options of a training setup, and a reader of DeepSpeed's files. Nothing here holds arrays."""

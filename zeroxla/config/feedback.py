@@ -1,4 +1,4 @@
-"""`Feedback`: how the error of a quantized gradient is carried from step to step."""
+"""`Feedback`: how the quantization error of a gradient is carried into the next step."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from zeroxla.config.wire_format import WireFormat
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Feedback:
-    """How the error of a hop is carried from step to step.
+    """How the quantization error of the hop over `node` is carried from step to step.
 
     error' = momentum x error + (1 - momentum) x (gradient + error - what was sent)
 
@@ -18,13 +18,15 @@ class Feedback:
     """
 
     momentum: float = 0.0
-    """Share of the old error that is kept; 0 carries the whole loss of the last step."""
+    """Share of the old error that is kept, in [0, 1). With 0 the error is what the last step
+    lost."""
 
     reset_every: int = 512
-    """Steps after which the error is dropped: it is of older weights than the gradient."""
+    """Steps after which the error is dropped, because it stems from older weights than the
+    gradient."""
 
     format: WireFormat = dataclasses.field(default_factory=lambda: WireFormat(bits=8))
-    """In which the error is kept."""
+    """Format in which the error is kept."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.momentum < 1:
@@ -39,5 +41,5 @@ class Feedback:
             )
 
     def num_bytes(self, size: int) -> int:
-        """Return the bytes of the error of one row of `size` elements."""
+        """Return the bytes that the error of one row of `size` elements takes."""
         return self.format.num_bytes(size)

@@ -7,8 +7,14 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class FetchLimits:
-    """How far gathers run ahead, and what is kept; in elements. See `ZeroConfig`."""
+    """How far gathers run ahead, and how much is kept. All limits count elements.
 
-    prefetch: int | None = 0  # None: one unit ahead
+    Attributes:
+      prefetch: `ZeroConfig.prefetch_bucket`; None means one unit ahead.
+      max_live: `ZeroConfig.max_live_parameters`.
+      max_reuse: `ZeroConfig.max_reuse_distance`.
+    """
+
+    prefetch: int | None = 0
     max_live: int = 0
     max_reuse: int = 0

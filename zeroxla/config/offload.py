@@ -1,4 +1,4 @@
-"""`Offload`: which parts of the state live in the host's memory, or on its disk."""
+"""`Offload`: which parts of the state live in the host's memory or on its disk."""
 
 from __future__ import annotations
 
@@ -12,20 +12,21 @@ from zeroxla.config.values import whole_number
 PLACES = ("none", "host", "disk")
 UPDATES = ("device", "host")
 PINNED = "pinned_host"
-"""JAX's name of the host's memory."""
+"""JAX's name for the host's pinned memory."""
 DISK = "disk"
-"""The place that is no memory of JAX's."""
+"""The name of a place that JAX does not know as a memory: the host's disk."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Offload:
-    """Where the state lives that a device does not need all the time.
+    """Where the parts of the state live that a device does not need all the time.
 
-    A device's shards in host memory come to it when they are used: parameters unit by unit, as the
-    fetch plan gathers them; the optimizer's state, and the parameters' master, in sub-groups as the
-    update reads them, and go back when it has written them. On disk each process has one file, of
-    twice the bytes of what is in it: a step never writes over the state before it. The step
-    computes the same, bit for bit; to rounding where the host updates.
+    Shards in host memory come to the device when they are used. Parameters come unit by unit, as
+    the fetch plan gathers them. The optimizer's state and the parameters' master come in sub-groups
+    when the update reads them, and go back when it has written them.
+
+    On disk each process has one file, twice as large as its content: a step never writes over the
+    state before it. Results stay the same bit for bit; where the host updates, to rounding.
 
     Source: ZeRO-Offload, arXiv 2101.06840; ZeRO-Infinity, arXiv 2104.07857; DeepSpeed's
     `offload_optimizer` and `offload_param`.
@@ -35,38 +36,37 @@ class Offload:
     """Where the optimizer's state of split leaves lives. (offload_optimizer.device)"""
 
     params: Literal["none", "host", "disk"] = "none"
-    """Where the float32 master of split leaves lives, or a frozen base stored as wires.
-    (offload_param.device)"""
+    """Where the float32 master of split leaves lives. A frozen base that is stored as wires lives
+    there too. (offload_param.device)"""
 
     secondary: Literal["none", "host"] = "none"
-    """Where hpZ's secondary shards live from forward to backward; no part of the state. In host
-    memory they cross its link twice in a step instead of the network once more."""
+    """Where hpZ's secondary shards live from forward to backward. They are no part of the state. In
+    host memory they cross its link twice in a step, which saves one crossing of the network."""
 
     ratio: float = 1.0
-    """About which share of the elements is offloaded, array by array in the state's order (Adam's
-    first moments come before its second); the rest stays on the devices.
+    """Approximate share of the elements that is offloaded. Whole arrays are taken in the state's
+    order (Adam's first moments come before its second); the rest stays on the devices.
     (offload_optimizer.ratio)"""
 
     pin: bool = True
-    """Host memory is pinned, so that copies run beside computation. False is refused: what
-    compiled programs keep on the host is. (pin_memory)"""
+    """Whether host memory is pinned, so that copies run beside computation. False is refused:
+    compiled programs keep their host arrays in pinned memory. (pin_memory)"""
 
     update: Literal["device", "host"] = "device"
-    """Where the update of what is in host memory is computed: on the device, to which its state
-    comes for it, or on the host, to which gradients go. The host computes the same to rounding.
-    (DeepSpeed's CPUAdam)"""
+    """Where arrays in host memory are updated. "device": they come to the device for it. "host":
+    gradients go to the host instead; results are then equal to rounding. (DeepSpeed's CPUAdam)"""
 
     sub_group: int = 100_000_000
-    """Most elements, of one device, that the update has on the device (updating on the host: on the
-    way) at a time, for each buffer; a leaf larger than that is a sub-group of its own.
+    """Largest number of elements per device and buffer that the update has on the device at a time,
+    or on the way to the host if that updates. A larger leaf is a sub-group of its own.
     (sub_group_size)"""
 
     buffers: int = 2
-    """Sub-groups that are on the device, or on the way, at a time: with 2, one comes while one is
-    updated. (buffer_count)"""
+    """Number of sub-groups that are on the device or on the way at a time. With 2, one comes while
+    the other is updated. (buffer_count)"""
 
     path: str | None = None
-    """The folder of the file, on a disk of each host; made if missing. (nvme_path)"""
+    """Folder of the state's file, on a disk of each host. It is made if missing. (nvme_path)"""
 
     def __post_init__(self) -> None:
         for name in ("optimizer", "params"):
@@ -112,15 +112,15 @@ class Offload:
 
     @property
     def is_used(self) -> bool:
-        """Whether anything of the state is offloaded."""
+        """Whether any part of the state is offloaded."""
         return (self.optimizer, self.params) != ("none", "none") and self.ratio > 0
 
     @property
     def on_disk(self) -> bool:
-        """Whether anything is on disk."""
+        """Whether any part of the state is on disk."""
         return DISK in (self.optimizer, self.params) and self.ratio > 0
 
 
 def memory_of(place: str) -> str | None:
-    """Return what a placement calls a place."""
+    """Return the value of `Placement.memory` for a place of `Offload`."""
     return {"none": None, "host": PINNED, DISK: DISK}[place]

@@ -13,10 +13,15 @@ _DTYPES = ("float32", "bfloat16", "float16")
 
 
 def dtype_name(name: str, value: Any, optional: bool) -> str | None:
-    """Return the name of a dtype option.
+    """Return the canonical name of a dtype option.
+
+    Args:
+      name: the option's name, for messages.
+      value: what the user gave: anything that `jnp.dtype` takes.
+      optional: whether None is allowed, and stays None.
 
     Raises:
-      ValueError: it is not float32, bfloat16 or float16.
+      ValueError: the value is not float32, bfloat16 or float16.
     """
     if value is None and optional:
         return None
@@ -28,14 +33,14 @@ def dtype_name(name: str, value: Any, optional: bool) -> str | None:
 
 
 def whole_number(name: str, value: Any, least: int) -> int | None:
-    """Return a count; None stays None.
+    """Return a count option as an int; None stays None.
 
     Raises:
-      ValueError: it is no whole number, or below `least`.
+      ValueError: the value is not a whole number, or below `least`.
     """
     if value is None:
         return None
-    if isinstance(value, float) and value.is_integer():  # 5e8, as people write it
+    if isinstance(value, float) and value.is_integer():  # people write 5e8
         value = int(value)
     whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
     if not whole or value < least:
@@ -44,10 +49,10 @@ def whole_number(name: str, value: Any, least: int) -> int | None:
 
 
 def patterns(name: str, value: Any) -> tuple[str, ...]:
-    """Return regular expressions, of one or several.
+    """Return one pattern or several as a tuple.
 
     Raises:
-      ValueError: one is none.
+      ValueError: a pattern is no regular expression.
     """
     found = (value,) if isinstance(value, str) else tuple(value)
     for pattern in found:

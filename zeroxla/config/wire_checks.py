@@ -1,4 +1,4 @@
-"""Checks of the options of wires against each other."""
+"""Checks the wire options of a `ZeroConfig`: each by itself, and against the others."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ WIRES = ("weight_wire", "gradient_wire", "inter_node_gradient_wire", "weight_dif
 
 
 def check_wires(config: Any) -> None:
-    """Check the options of wires.
+    """Check the wire options of a configuration.
 
     Args:
       config: a `ZeroConfig`.
 
     Raises:
-      ValueError: one is not of its kind, or two exclude each other.
+      ValueError: an option has the wrong type or value, or two options exclude each other.
     """
     for name in WIRES:
         value = getattr(config, name)

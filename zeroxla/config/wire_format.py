@@ -1,4 +1,4 @@
-"""How an array is quantized: the options of a wire format, and what they exclude."""
+"""`WireFormat`: the options of a quantized array, and which of them exclude each other."""
 
 from __future__ import annotations
 
@@ -19,39 +19,39 @@ class WireFormat:
     """How an array is quantized, block by block.
 
     Raises:
-      ValueError: a value is not one of those below, or two of them exclude each other.
+      ValueError: a field has a value that is not listed below, or two fields exclude each other.
     """
 
     bits: int = 8
-    """Of a code: 8, or 4 (two codes a byte)."""
+    """Bits of a code: 8, or 4 (two codes in a byte)."""
 
     block: int = 256
-    """Consecutive elements that share a step. Any number; the last block is as short as the data.
-    (DeepSpeed's group.)"""
+    """Number of consecutive elements that share a step. Any number will do; the last block ends
+    with the data. (DeepSpeed's group.)"""
 
     symmetric: bool = True
-    """Value = code x step. False: value = code x step + offset, for data far from zero."""
+    """True: value = code x step. False: value = code x step + offset, for data far from zero."""
 
     scale: Scale | None = None
-    """How the step is chosen. "bound": no error is above step / 2, the largest magnitude included.
-    "mse": the smallest squared error of several steps, never above that of "deepspeed" in the same
-    scale_dtype.
-    "deepspeed": DeepSpeed's own, which clips a positive peak by a step. None: "bound" at 8 bits,
-    "mse" at 4, and "bound" if rounding is stochastic."""
+    """Rule that chooses the step. "bound": no error exceeds step / 2, not even at the largest
+    magnitude. "mse": the step with the smallest squared error among several; it never exceeds the
+    error of "deepspeed" with the same scale_dtype. "deepspeed": DeepSpeed's rule, which clips a
+    positive peak by one step. None means "bound" at 8 bits or with stochastic rounding, and "mse"
+    at 4 bits."""
 
     rounding: Literal["nearest", "stochastic"] = "nearest"
-    """Stochastic rounding takes one of the two nearest codes such that the mean is exact, with
-    scale="bound", whose step is then peak / (2^(bits-1) - 1)."""
+    """Rule of rounding. "stochastic" draws one of the two nearest codes, with chances that make the
+    mean exact. It needs scale="bound", whose step is then peak / (2^(bits-1) - 1)."""
 
     scale_dtype: str | None = None
-    """Of steps and offsets on the wire: float32 or bfloat16. None: bfloat16 for blocks below 256
-    (unless the scale is DeepSpeed's), where a float32 would be more than 1.6 % of the bytes at 8
-    bits."""
+    """Dtype of steps and offsets on the wire: float32 or bfloat16. None means bfloat16 for blocks
+    below 256 (unless the scale is DeepSpeed's), where a float32 would take more than 1.6 % of the
+    bytes at 8 bits. Otherwise it means float32."""
 
     hadamard: int = 0
-    """32: elements are rotated by a Hadamard matrix, 32 at a time, before they are quantized, and
-    back after. An outlier then costs all of them a little instead of its block much. (SDP4Bit,
-    arXiv 2410.15526, section 3.2.)"""
+    """32 rotates elements by a Hadamard matrix, 32 at a time, before they are quantized, and back
+    afterwards. An outlier then costs all 32 a little precision instead of costing its block much. 0
+    rotates nothing. (SDP4Bit, arXiv 2410.15526, section 3.2.)"""
 
     def __post_init__(self) -> None:
         if self.bits not in (8, 4) or not isinstance(self.bits, int):
@@ -103,7 +103,7 @@ class WireFormat:
 
     @property
     def words(self) -> str:
-        """Width and block, as tables name them: "int4/128 rotated"."""
+        """Width and block as tables show them, such as "int4/128 rotated"."""
         return f"int{self.bits}/{self.block}{' rotated' if self.hadamard else ''}"
 
     def layout(self, size: int) -> Layout:
@@ -119,11 +119,11 @@ class WireFormat:
         return Layout(size=size, block=self.block, rule=rule, rotated=bool(self.hadamard))
 
     def num_bytes(self, size: int) -> int:
-        """Return the bytes of a wire of `size` elements: payload, steps, offsets, and zeros up to a
-        multiple of 16."""
+        """Return the bytes of a wire of `size` elements: payload, steps, offsets, and zeros that
+        fill it up to a multiple of 16."""
         return self.layout(size).num_bytes
 
 
 def key_for(format: WireFormat, key: jax.Array | None) -> jax.Array | None:
-    """Return the key if the format takes one."""
+    """Return the key if the format rounds stochastically, and None otherwise."""
     return key if format.rounding == "stochastic" else None

@@ -1,4 +1,4 @@
-"""The options of a training setup."""
+"""`ZeroConfig`: the options of a training setup, and its presets."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from zeroxla.config.values import dtype_name, patterns, whole_number
 from zeroxla.config.wire_checks import WIRES, check_wires
 from zeroxla.config.wire_format import WireFormat
 
-# Lookup tables and norms, by the names that Flax and the models of the field give them.
+# Finds lookup tables and norms by the names that Flax and common models give them.
 UNQUANTIZED = (r"(?i)(embed|wte|wpe|pos_emb|tok_emb|norm|(^|/)ln)",)
 
 
@@ -42,11 +42,12 @@ _DIFFERENCES: dict[str, Any] = {
 class ZeroConfig:
     """How a model is sharded, gathered, reduced and stepped.
 
-    Without options this is ZeRO-3. `zero3`, `zeropp`, `zeropp_hq` and `zeropp_min` are named sets
-    of them, and `from_deepspeed` reads DeepSpeed's.
+    Without options this is ZeRO-3. `zero3`, `zeropp`, `zeropp_hq` and `zeropp_min` are presets, and
+    `from_deepspeed` reads a DeepSpeed configuration.
 
     The master copy of every leaf, the optimizer's arithmetic and all sums over devices are float32.
-    Counts of elements are DeepSpeed's; the option it is called there is named with each field.
+    Elements are counted as DeepSpeed counts them. Where DeepSpeed has the same option, its name
+    stands in brackets.
     """
 
     compute_dtype: str = "float32"
@@ -54,104 +55,113 @@ class ZeroConfig:
     are cast to it too. float16 brings dynamic loss scaling."""
 
     gather_dtype: str | None = None
-    """Dtype in which leaves travel that are not quantized; compute_dtype if None."""
+    """Wire dtype of leaves that are not quantized. None means `compute_dtype`."""
 
     reduce_dtype: str | None = None
-    """Dtype in which gradients travel that are not quantized; float32 if None.
+    """Wire dtype of gradients that are not quantized. None means float32.
     (communication_data_type)"""
 
     weight_wire: WireFormat | None = None
-    """Format of gathers, on every hop (qwZ). None: none is quantized. (zero_quantized_weights)"""
+    """Format of gathered leaves on every hop (qwZ). None quantizes no leaf.
+    (zero_quantized_weights)"""
 
     gradient_wire: WireFormat | None = None
-    """Format in which gradients make the hop over `device` (qgZ). (zero_quantized_gradients)"""
+    """Format of gradients on the hop over `device` (qgZ). None quantizes no gradient there.
+    (zero_quantized_gradients)"""
 
     inter_node_gradient_wire: WireFormat | None = None
-    """Format in which they make the hop over `node`; gradient_wire if None."""
+    """Format of gradients on the hop over `node`. None means `gradient_wire`."""
 
     quantize_threshold: int = 4096
-    """Leaves with fewer elements (of a layer, where loops slice them) are not quantized."""
+    """Leaves with fewer elements are not quantized. Of a leaf that a loop slices, one layer
+    counts."""
 
     unquantized: str | Sequence[str] = UNQUANTIZED
-    """Regular expressions, searched in leaf paths: matching leaves are not quantized. The default
-    finds embeddings and norms by their usual names. Leaves that stay gathered for the whole step
-    (persistence_threshold) are not quantized either."""
+    """Regular expressions that are searched in leaf paths; matching leaves are not quantized. The
+    default finds embeddings and norms by their usual names. Leaves that stay gathered for the whole
+    step (persistence_threshold) are not quantized either."""
 
     hpz_size: int | Literal["node"] = 1
-    """Devices that share a secondary shard of each leaf, kept from forward to backward (hpZ), which
-    then gathers among them only. "node": those of a node; 1: none is kept; else a divisor or a
-    multiple of a node's devices. (zero_hpz_partition_size)"""
+    """Number of devices that keep a leaf among them, as secondary shards, from forward to backward
+    (hpZ). Backward then gathers among these devices only. "node" means the devices of a node, 1
+    keeps no secondary shards; other values divide the devices of a node or are a multiple of them.
+    (zero_hpz_partition_size)"""
 
     secondary: Literal["compute", "wire"] = "compute"
-    """Form of the secondary shard of a quantized leaf: dequantized, in the compute dtype, or as its
-    wire: less memory, and backward dequantizes once more."""
+    """Form in which a quantized leaf's secondary shard is kept. "compute": dequantized, in the
+    compute dtype. "wire": as it travels, which takes less memory, but backward dequantizes it once
+    more."""
 
     inter_node_gather: Literal["microbatch", "step"] = "microbatch"
-    """How often leaves pass the hop over `node` in forward: in every micro-batch, or once in a
-    step, before the first; then every secondary shard is kept through the step."""
+    """When leaves cross nodes in forward. "microbatch": in every micro-batch. "step": once, before
+    the first one; every secondary shard is then kept through the step."""
 
     inter_node_reduce: Literal["microbatch", "step"] = "microbatch"
-    """How often gradients do: in every micro-batch, or once in a step, after the last; then a
-    device keeps 1/devices per node of the gradient, in float32, instead of 1/world."""
+    """When gradients cross nodes. "microbatch": in every micro-batch. "step": once, after the last
+    one; each device then keeps 1/(devices per node) of the float32 gradient instead of 1/world."""
 
     weight_differences: WireFormat | None = None
-    """Quantized leaves make the hop over `node` as the difference to a kept copy, in this format,
-    once in a step (qWD). The copy, 1/devices per node of the leaves in the compute dtype, is the
-    secondary shard and stays in the state. Needs hpz_size="node". (SDP4Bit, arXiv 2410.15526)"""
+    """Format of the differences that cross nodes instead of quantized leaves, once in a step (qWD).
+    They are taken to a kept copy: 1/(devices per node) of the leaves in the compute dtype, which is
+    the secondary shard and stays in the state. Needs hpz_size="node". None sends leaves as they
+    are. (SDP4Bit, arXiv 2410.15526)"""
 
     error_feedback: Feedback | None = None
-    """What the hop over `node` loses of a gradient is added to the next one. Needs
-    inter_node_reduce="step" and a format on that hop."""
+    """Adds to each gradient what the hop over `node` lost of the gradient before. Needs
+    inter_node_reduce="step" and a quantized gradient on that hop. None drops the error."""
 
     accumulate: int = 1
-    """Micro-batches per step; the batch's leading dim holds all of them.
+    """Number of micro-batches in a step; the batch's leading dim holds all of them.
     (gradient_accumulation_steps)"""
 
     micro_batch: int | None = None
-    """Rows of one device's micro-batch, checked against each batch; None takes any.
-    (train_micro_batch_size_per_gpu)"""
+    """Number of rows in one device's micro-batch, which each batch is checked against. None takes
+    any number. (train_micro_batch_size_per_gpu)"""
 
     offload: Offload = dataclasses.field(default_factory=Offload)
-    """What of the state lives in the host's memory. (offload_optimizer, offload_param)"""
+    """Parts of the state that live in the host's memory or on its disk. (offload_optimizer,
+    offload_param)"""
 
     optimizer: optax.GradientTransformation | None = None
-    """What `make_step` takes where it is given no optimizer; AdamW if None. (optimizer, scheduler,
+    """Optimizer of a `make_step` that is given none. None means AdamW. (optimizer, scheduler,
     gradient_clipping)"""
 
     unit_elements: int | None = None
-    """Most elements gathered together; a leaf larger than that is a unit of its own. None: one
-    repeated block of the model, else 4 Mi elements."""
+    """Largest number of elements that are gathered together; a larger leaf is a unit of its own.
+    None means one repeated block of the model, or 4 Mi elements where nothing repeats."""
 
     prefetch_bucket: int | None = None
-    """Most elements gathered ahead of their use, the next unit's or the next turn's included. None:
-    0 on CPUs, where a collective blocks anyway, and on other devices what holds the next unit.
-    (stage3_prefetch_bucket_size)"""
+    """Largest number of elements that are gathered ahead of their use, the next unit or the next
+    turn of a loop included. None means 0 on CPUs, where a collective blocks anyway, and room for
+    the next unit on other devices. (stage3_prefetch_bucket_size)"""
 
     max_live_parameters: int = 0
-    """Most elements kept gathered for a later use. (stage3_max_live_parameters)"""
+    """Largest number of elements that stay gathered for a later use.
+    (stage3_max_live_parameters)"""
 
     max_reuse_distance: int = 0
-    """A leaf is kept for its next use if at most this many elements are gathered in between.
+    """A leaf stays gathered for its next use if at most this many elements are gathered in between.
     (stage3_max_reuse_distance)"""
 
     persistence_threshold: int = 100_000
     """Leaves of at most this many elements are gathered once at the start of a step and kept whole
-    until its end; master and optimizer state are split like any other's.
+    until its end. Their master and optimizer state are split like any other leaf's.
     (stage3_param_persistence_threshold)"""
 
     model_persistence_cap: int | None = None
-    """Most elements of all such leaves together. (stage3_model_persistence_threshold)"""
+    """Largest number of elements of all such leaves together. None sets no limit.
+    (stage3_model_persistence_threshold)"""
 
     frozen: str | Sequence[str] = ()
-    """Regular expressions, searched in leaf paths such as "h_0/attn/kernel": matching leaves get no
-    gradient and no optimizer state."""
+    """Regular expressions that are searched in leaf paths such as "h_0/attn/kernel"; matching
+    leaves get no gradient and no optimizer state."""
 
     init_loss_scale: float = 2.0**15
-    """First loss scale of float16 computation. (initial_scale_power)"""
+    """Loss scale of the first float16 step. (initial_scale_power)"""
 
     loss_scale_window: int = 1000
-    """Finite steps after which the loss scale doubles; it halves at every step that is not.
-    (loss_scale_window)"""
+    """Number of finite steps after which the loss scale doubles. It halves at every step that is
+    not finite. (loss_scale_window)"""
 
     def __post_init__(self) -> None:
         for name in ("compute_dtype", "gather_dtype", "reduce_dtype"):
@@ -180,18 +190,18 @@ class ZeroConfig:
 
     @classmethod
     def zero3(cls, **options: Any) -> ZeroConfig:
-        """Return plain ZeRO-3, the default: nothing is quantized, nothing kept."""
+        """Return plain ZeRO-3, the default: it quantizes nothing and keeps no secondary shards."""
         return cls(**options)
 
     @classmethod
     def zeropp(cls, **options: Any) -> ZeroConfig:
-        """Return ZeRO++ as its paper has it: 0.75 M between hosts.
+        """Return ZeRO++ as its paper has it: 0.75 M between hosts, M the leaves' bytes in 16 bits.
 
-        Weights travel in 8 bits, backward gathers inside the node, gradients travel in 4 bits on
-        both hops; what is not quantized travels in bfloat16.
+        Weights travel in 8 bits, backward gathers inside the node, and gradients travel in 4 bits
+        on both hops. Leaves and gradients that are not quantized travel in bfloat16.
 
         Args:
-          **options: fields of `ZeroConfig`, beside or instead of those.
+          **options: further fields of `ZeroConfig`; they override the preset's.
 
         Source: ZeRO++, arXiv 2306.10209.
         """
@@ -199,12 +209,12 @@ class ZeroConfig:
 
     @classmethod
     def zeropp_hq(cls, **options: Any) -> ZeroConfig:
-        """Return the best quality at the bytes of `zeropp`, 0.75 M between hosts.
+        """Return the preset of the best quality at the bytes of `zeropp`, 0.75 M between hosts.
 
-        Gradients are rotated; they travel in 8 bits inside the node, and in 4 between nodes.
+        Gradients are rotated. They travel in 8 bits inside the node and in 4 bits between nodes.
 
         Args:
-          **options: fields of `ZeroConfig`, beside or instead of those.
+          **options: further fields of `ZeroConfig`; they override the preset's.
 
         Source: SDP4Bit, arXiv 2410.15526, section 3.2.
         """
@@ -212,12 +222,12 @@ class ZeroConfig:
 
     @classmethod
     def zeropp_min(cls, **options: Any) -> ZeroConfig:
-        """Return the fewest bytes: 0.5 M between hosts, independent of micro-batches.
+        """Return the preset of the fewest bytes: 0.5 M between hosts, however many micro-batches.
 
-        As `zeropp_hq`, and weights travel between nodes as 4-bit differences to a kept copy.
+        It is `zeropp_hq`, but weights travel between nodes as 4-bit differences to a kept copy.
 
         Args:
-          **options: fields of `ZeroConfig`, beside or instead of those.
+          **options: further fields of `ZeroConfig`; they override the preset's.
 
         Source: SDP4Bit, arXiv 2410.15526, section 3.1.
         """
@@ -225,19 +235,20 @@ class ZeroConfig:
 
     @classmethod
     def from_deepspeed(cls, source: str | os.PathLike[str] | Mapping[str, Any]) -> ZeroConfig:
-        """Return what a DeepSpeed configuration asks for.
+        """Return the options that a DeepSpeed configuration asks for.
 
-        What is not written in it keeps this class's default, not DeepSpeed's. One warning lists the
-        keys that are written and have no effect here, or another one, each with the reason;
-        `zeroxla.config.deepspeed.read` returns them instead.
+        A key that it does not have keeps this class's default, not DeepSpeed's. One warning lists
+        the keys that have no effect here, or another effect, each with the reason. To get these
+        keys returned instead, call `zeroxla.config.deepspeed.read`.
 
         Args:
-          source: the path of a JSON file, or what such a file holds.
+          source: the path of a JSON file, or a mapping with the content of one.
 
         Raises:
-          ValueError: the file is missing or no JSON object, a key is unknown (the nearest known one
-            is named), or a value is of the wrong type, out of range or against another.
-          NotImplementedError: the optimizer or the scheduler is not here.
+          ValueError: the file is missing or holds no JSON object, a key is unknown (the message
+            names the nearest known one), or a value has the wrong type, is out of range or
+            contradicts another.
+          NotImplementedError: zeroxla lacks the optimizer or the scheduler.
 
         >>> ZeroConfig.from_deepspeed({"gradient_accumulation_steps": 4}).accumulate
         4
@@ -256,7 +267,7 @@ class ZeroConfig:
         return any(re.search(pattern, path) for pattern in self.unquantized)
 
     def unmatched(self, paths: Sequence[str]) -> dict[str, list[str]]:
-        """Return the patterns, by option, that match none of `paths`; not those of a default."""
+        """Return, by option, the patterns that match none of `paths`; defaults are not checked."""
         given = {"frozen": self.frozen}
         if self.unquantized != UNQUANTIZED:
             given["unquantized"] = self.unquantized
@@ -268,5 +279,5 @@ class ZeroConfig:
 
     @property
     def wires(self) -> list[str]:
-        """The options that quantize something."""
+        """The names of the options that quantize something."""
         return [name for name in WIRES if getattr(self, name) is not None]

@@ -8,12 +8,8 @@ from typing import Any
 import jax
 from jax import lax
 
+from zeroxla.program.primitives import NEVER_FUSED
 from zeroxla.program.trace import Program, Value, read, run
-
-# What XLA does not fuse into a reader. Any other equation counts as one that it does.
-_NEVER_REPEATED = frozenset(
-    {"cond", "conv_general_dilated", "dot_general", "pallas_call", "scan", "while"}
-)
 
 
 def hold(program: Program, leaves: Collection[Value]) -> Callable[..., list[jax.Array]]:
@@ -38,7 +34,7 @@ def held_values(program: Program, leaves: Collection[Value]) -> frozenset[Value]
     of an equation that reads a leaf is held. Two exceptions: where all its readers read leaves too,
     theirs are held; and where no result of the program follows from it by what XLA may fuse.
     """
-    fusible = [eq for eq in program.equations if eq.name not in _NEVER_REPEATED]
+    fusible = [eq for eq in program.equations if eq.name not in NEVER_FUSED]
     wanted = {v for v in program.outputs if isinstance(v, Value)}
     needed = set(wanted)
     for eq in reversed(fusible):

@@ -13,7 +13,8 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from zeroxla.fetch.segments import FetchPlan, LayerLoop, Remat, Segment, Straight
 from zeroxla.fetch.units import default_unit_elements, unit_of_each
-from zeroxla.program import compat
+from zeroxla.program.primitives import REDUCTIONS, REMATS, WINDOW_REDUCTIONS
+from zeroxla.program.scan import Scan
 from zeroxla.program.stacked_scan import find_stacked, loop_body
 from zeroxla.program.trace import (
     Atom,
@@ -134,7 +135,7 @@ class _Planner:
             is_data = not data.isdisjoint(eq.values)
             if not from_leaf.isdisjoint(eq.values):
                 from_leaf.update(eq.outputs)
-            if is_data or eq.has_effects or compat.is_collective(eq.source):
+            if is_data or eq.is_pinned:
                 data.update(eq.outputs)
                 placed.append(eq)
             elif _is_summary(eq) and not from_leaf.isdisjoint(eq.values):
@@ -192,12 +193,11 @@ class _Planner:
         """Return the loop of a `scan` that runs over stacked leaves, else None."""
         if eq.name != "scan":
             return None
-        num_consts, num_carry = compat.scan_counts(eq.params)
-        first_x = num_consts + num_carry
+        scan = Scan(eq)
         chains = {
             i: chain
-            for i, x in enumerate(eq.inputs)
-            if i >= first_x and (chain := find_stacked(x, self.known, self.split_dims)) is not None
+            for i, x in enumerate(scan.xs, scan.first_x)
+            if (chain := find_stacked(x, self.known, self.split_dims)) is not None
         }
         if not chains:
             return None
@@ -208,12 +208,12 @@ class _Planner:
         leaves = tuple(leaf for leaf in self.leaves if leaf in roots)
         inputs = tuple(v for v in roots if v not in leaves)
 
-        program, body_leaves = loop_body(eq, chains)
+        program, body_leaves = loop_body(scan, chains)
         by_position = {i: v for i, v in enumerate(program.inputs) if i not in chains}
-        active = self._active_in_body(eq, program, num_consts, num_carry)
+        active = self._active_in_body(scan, program)
         active |= {body_leaves[i] for i, c in chains.items() if c.leaf in self.active}
-        consts = [v for i, v in by_position.items() if i < num_consts]
-        xs = [v for i, v in by_position.items() if i >= first_x]
+        consts = [v for i, v in by_position.items() if i < scan.num_consts]
+        xs = [v for i, v in by_position.items() if i >= scan.first_x]
         body = make_plan(
             program,
             list(body_leaves.values()),
@@ -225,18 +225,17 @@ class _Planner:
                 body_leaves[i]: c.dim_in_slice(self.split_dims[c.leaf]) for i, c in chains.items()
             },
         )
-        stacked = {i - first_x: (chain.leaf, chain.layer_dim) for i, chain in chains.items()}
-        return LayerLoop(eq, leaves, tuple(known), inputs, stacked, body)
+        stacked = {i - scan.first_x: (chain.leaf, chain.layer_dim) for i, chain in chains.items()}
+        return LayerLoop(scan, leaves, tuple(known), inputs, stacked, body)
 
-    def _active_in_body(
-        self, eq: Equation, body: Program, first_carry: int, num_carry: int
-    ) -> set[Value]:
+    def _active_in_body(self, scan: Scan, body: Program) -> set[Value]:
         """The body's inputs that have a gradient; a carry has one if any turn gives it one."""
-        active = {v for v, a in zip(body.inputs, eq.inputs, strict=True) if a in self.active}
-        carries = body.inputs[first_carry : first_carry + num_carry]
+        operands = scan.equation.inputs
+        active = {v for v, a in zip(body.inputs, operands, strict=True) if a in self.active}
+        carries, results = scan.split_inputs(body.inputs)[1], scan.split_outputs(body.outputs)[0]
         while True:
             found = active_values(body.equations, active, body.outputs)
-            carried = zip(carries, body.outputs[:num_carry], strict=True)
+            carried = zip(carries, results, strict=True)
             more = {c for c, out in carried if out in found} - active
             if not more:
                 return active
@@ -244,7 +243,7 @@ class _Planner:
 
     def _remat(self, eq: Equation, unit_elements: int) -> Remat | None:
         """Return a plan of a `jax.checkpoint` body that is more than one unit, else None."""
-        if eq.name not in ("remat2", "remat", "checkpoint"):
+        if eq.name not in REMATS:
             return None
         known, roots = closure(eq.values, self.known)
         leaves = [leaf for leaf in self.leaves if leaf in roots]
@@ -266,7 +265,7 @@ class _Planner:
 
 
 def _is_summary(eq: Equation) -> bool:
-    if not eq.name.startswith("reduce_"):
+    if eq.name not in REDUCTIONS | WINDOW_REDUCTIONS:
         return False
     read = sum(v.aval.size for v in eq.values)
     made = sum(v.aval.size for v in eq.outputs)

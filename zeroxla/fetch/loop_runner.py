@@ -8,12 +8,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from zeroxla.config.fetch_limits import FetchLimits
 from zeroxla.fetch.cotangents import Sums
 from zeroxla.fetch.segments import LayerLoop
-from zeroxla.program import compat
 from zeroxla.program.trace import Value, read, run
 from zeroxla.wire.collectives import Collectives
 from zeroxla.wire.routes import LeafSource, Route
@@ -41,7 +39,7 @@ class LoopRunner:
         make_runner: Callable[..., Any],
     ) -> None:
         self.loop = loop
-        self.num_consts, self.num_carry = compat.scan_counts(loop.equation.params)
+        self.scan = loop.scan
         self.routes = routes
         body_routes = {
             sliced: routes[leaf].unstack(dim)
@@ -54,10 +52,9 @@ class LoopRunner:
             limits = dataclasses.replace(limits, max_live=0)
         self.body = make_runner(loop.body, collectives, body_routes, limits)
         # What the body's later gathers are tied to, whose first one may run in the turn before.
-        carries = loop.body.inputs[self.num_consts :][: self.num_carry]
+        carries = self.scan.split_inputs(loop.body.inputs)[1]
         self.activations = carries if limits.prefetch != 0 else ()
-        xs = loop.equation.inputs[self.num_consts + self.num_carry :]
-        self.x_atoms = [a for i, a in enumerate(xs) if i not in loop.stacked]
+        self.x_atoms = [a for i, a in enumerate(self.scan.xs) if i not in loop.stacked]
 
     def forward(
         self,
@@ -86,10 +83,11 @@ class LoopRunner:
                 key=key,
                 earlier=earlier,
             )
-            return outputs[: self.num_carry], (outputs[self.num_carry :], tape)
+            carry, ys = self.scan.split_outputs(outputs)
+            return carry, (ys, tape)
 
         turns = (self._layers(sources), xs, self._keys(key), earlier)
-        carry, (ys, tape) = self._scan(body, carry, turns)
+        carry, (ys, tape) = self.scan.run(body, carry, turns)
         return [*carry, *ys], tape
 
     def backward(
@@ -107,9 +105,7 @@ class LoopRunner:
         plan = self.loop.body
         known_env = self._known(gathered, env)
         consts, _, xs = self._operands(known_env)
-        const_vars = plan.inputs[: self.num_consts]
-        carry_vars = plan.inputs[self.num_consts : self.num_consts + self.num_carry]
-        x_vars = plan.inputs[self.num_consts + self.num_carry :]
+        const_vars, carry_vars, x_vars = self.scan.split_inputs(plan.inputs)
         active_consts = [v for v in const_vars if v in plan.active]
         # A carry that no turn reads still brings the last turn's result a cotangent.
         active_carry = [
@@ -121,13 +117,13 @@ class LoopRunner:
         carry_cts = [
             _zeros(carry_vars[i]) if cotangents[i] is None else cotangents[i] for i in active_carry
         ]
-        y_cts = list(cotangents[self.num_carry :])
+        y_cts = list(self.scan.split_outputs(cotangents)[1])
 
         def body(acc: Any, x: Any) -> tuple[Any, Any]:
             carry_cts, const_cts = acc
             slices, others, tape, y_cts, key, earlier = x
             by_carry = dict(zip(active_carry, carry_cts, strict=True))
-            out_cts = [*(by_carry.get(i) for i in range(self.num_carry)), *y_cts]
+            out_cts = [*(by_carry.get(i) for i in range(len(carry_vars))), *y_cts]
             layer = dict(zip(plan.leaves, slices, strict=True))
             inputs = dict(zip((*const_vars, *x_vars), (*consts, *others), strict=True))
             grads, input_cts = self.body.backward(
@@ -141,36 +137,22 @@ class LoopRunner:
 
         start = (carry_cts, [_zeros(v) for v in active_consts])
         turns = (self._layers(sources), xs, tape, y_cts, self._keys(key), earlier)
-        (carry_cts, const_cts), (layer_grads, x_cts) = self._scan(body, start, turns, back=True)
+        (carry_cts, const_cts), (layer_grads, x_cts) = self.scan.run(body, start, turns, back=True)
 
         operand_cts: list[tuple[Any, jax.Array]] = []
-        atoms = self.loop.equation.inputs
         by_const = dict(zip(active_consts, const_cts, strict=True))
-        operand_cts += [(a, by_const[v]) for a, v in zip(atoms, const_vars) if v in by_const]
-        operand_cts += [
-            (atoms[self.num_consts + i], ct) for i, ct in zip(active_carry, carry_cts, strict=True)
-        ]
+        const_atoms, carry_atoms = self.scan.consts, self.scan.carry
+        operand_cts += [(a, by_const[v]) for a, v in zip(const_atoms, const_vars) if v in by_const]
+        operand_cts += [(carry_atoms[i], ct) for i, ct in zip(active_carry, carry_cts, strict=True)]
         operand_cts += [(a, ct) for a, ct in zip(self.x_atoms, x_cts) if ct is not None]
         return self._through_known(operand_cts, gathered, env), self._stack(layer_grads)
-
-    def _scan(self, body: Callable, carry: Any, xs: Any, *, back: bool = False) -> Any:
-        params = self.loop.equation.params
-        return lax.scan(
-            body,
-            carry,
-            xs,
-            length=params["length"],
-            reverse=params["reverse"] != back,
-            unroll=params["unroll"],
-        )
 
     def _layers(self, sources: Sources) -> list[LeafSource]:
         stacked = self.loop.stacked.values()
         return [self.routes[leaf].layers(sources[leaf], dim) for leaf, dim in stacked]
 
     def _keys(self, key: jax.Array | None) -> jax.Array | None:
-        length = self.loop.equation.params["length"]
-        return None if key is None else jax.random.split(key, length)
+        return None if key is None else jax.random.split(key, self.scan.length)
 
     def _stack(self, layer_grads: Sequence[jax.Array | None]) -> dict[Value, jax.Array]:
         grads = Sums()
@@ -186,9 +168,8 @@ class LoopRunner:
         return full
 
     def _operands(self, env: Arrays) -> tuple[list, list, list]:
-        atoms = self.loop.equation.inputs
-        consts = [read(env, a) for a in atoms[: self.num_consts]]
-        carry = [read(env, a) for a in atoms[self.num_consts :][: self.num_carry]]
+        consts = [read(env, a) for a in self.scan.consts]
+        carry = [read(env, a) for a in self.scan.carry]
         return consts, carry, [read(env, a) for a in self.x_atoms]
 
     def _through_known(

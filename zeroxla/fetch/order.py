@@ -1,66 +1,25 @@
 """When gathers start: each at the entry of the segment that its tie point names.
 
-A tie is an `optimization_barrier`: what comes out exists only after all that went in. XLA keeps
-barriers until its schedule is made, so a tie bounds how early a collective may start. But a barrier
-loses an input that nothing else reads and whose output is not read: what others are tied to must go
-on through the barrier, or be a value that certainly has other readers.
-
-With prefetch each gather is also tied to what the one before it gave. Else XLA combines the gather
-of the next unit with that of the unit after it, which may start only later, so both come late.
+With prefetch, each gather is also tied to the results of the gather before it. Otherwise XLA
+combines the next unit's gather with the gather of the unit after it. The second one may start only
+later, so both come late.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-from jax import lax
 
 from zeroxla.fetch.segments import LayerLoop, Segment, Straight
+from zeroxla.fetch.ties import tie
 from zeroxla.offload.memory_kinds import is_on_host
 from zeroxla.program.trace import Value
 from zeroxla.wire.collectives import Collectives
 from zeroxla.wire.gather import ArrivingUnit
 from zeroxla.wire.routes import LeafSource, Route
-
-
-def tie(arrays: Sequence[Any], to: Sequence[Any], *, firmly: bool) -> tuple[list[Any], list[Any]]:
-    """Return both, such that none of `arrays` exists before all of `to` do. None is no array.
-
-    Whoever reads `to` afterwards must read what is returned for it.
-
-    Args:
-      firmly: by data too, but for arrays in host memory. XLA's CPU backend drops barriers before it
-        runs a program, and lets what follows a loop start once the loop has started: collectives of
-        the loop and those after it then meet each other, on each device in another order.
-    """
-    arrays, to = list(arrays), list(to)
-    if all(x is None for x in arrays) or all(x is None for x in to):
-        return arrays, to
-    both = [*arrays, *to]
-    tied = iter(lax.optimization_barrier([x for x in both if x is not None]))
-    both = [None if x is None else next(tied) for x in both]
-    arrays, to = both[: len(arrays)], both[len(arrays) :]
-    if firmly:
-        never = _never([x for x in to if x is not None and not is_on_host(x)])
-        arrays = [
-            x if x is None or is_on_host(x) else jnp.where(never, jnp.zeros_like(x), x)
-            for x in arrays
-        ]
-    return arrays, to
-
-
-def _never(arrays: Sequence[jax.Array]) -> jax.Array:
-    """Return False, computed from an element of each array; XLA does not know that it is."""
-    numbers = [x for x in arrays if x.size and not jnp.issubdtype(x.dtype, jax.dtypes.extended)]
-    firsts = [x[(0,) * x.ndim].astype(jnp.float32) for x in numbers]
-    return functools.reduce(
-        jnp.logical_or, [jnp.isnan(x) & jnp.isinf(x) for x in firsts], jnp.zeros((), bool)
-    )
 
 
 def tie_points(
@@ -173,7 +132,7 @@ class Fetches:
         key: jax.Array | None,
     ) -> None:
         self.order, self.gathers, self.routes = order, collectives.gathers, routes
-        self._firmly = collectives.firm_ties
+        self._by_data = collectives.firm_ties
         self.sources, self.live = dict(sources), dict(live)
         self._missing = missing_leaves(order, self.live)
         self._keys = _keys(sources, key)
@@ -199,14 +158,14 @@ class Fetches:
                 continue
             parts = [self.sources[v] for v in leaves]
             to = [*entry, *self._arrived]
-            tied, after = tie([x.array for x in parts], to, firmly=self._firmly)
+            tied, after = tie([x.array for x in parts], to, by_data=self._by_data)
             entry = after[: len(entry)]
             for v, x, part in zip(leaves, tied, parts, strict=True):
                 self.sources[v] = LeafSource(x, part.form)
             coming = [self.gathers.on_device(self.sources[v], self.routes[v]) for v in missing]
-            if self._firmly and any(is_on_host(self.sources[v].array) for v in missing):
+            if self._by_data and any(is_on_host(self.sources[v].array) for v in missing):
                 # What was tied before is in host memory, and so by a barrier only.
-                here, after = tie([x.array for x in coming], after, firmly=True)
+                here, after = tie([x.array for x in coming], after, by_data=True)
                 entry = after[: len(entry)]
                 coming = [LeafSource(x, s.form) for x, s in zip(here, coming, strict=True)]
             arriving = self.gathers.start(

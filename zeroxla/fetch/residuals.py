@@ -31,19 +31,20 @@ class Linearized:
       references: the segment's inputs that backward reads.
       outputs: the segment's outputs that have a gradient.
       targets: the leaves and inputs that get one.
+      saved: the values, of the traced program, that forward keeps for backward.
     """
 
     leaves: tuple[Value, ...]
     references: tuple[Value, ...]
     outputs: tuple[Value, ...]
     targets: tuple[Value, ...]
+    saved: tuple[Value, ...]
 
     _forward: Callable[..., list[jax.Array]]
     _evaluate: Callable[..., list[jax.Array]]
     _inputs: dict[Value, Value]  # the segment's value -> its stand-in in the traced program
     _recompute: tuple[Equation, ...]
     _residuals: tuple[Atom, ...]
-    _saved: tuple[Value, ...]
     _pullback: Any
 
     def forward(self, args: Sequence[jax.Array]) -> tuple[list[jax.Array], tuple[jax.Array, ...]]:
@@ -53,7 +54,7 @@ class Linearized:
           args: the segment's leaves and then its inputs.
         """
         results = self._forward(*args)
-        num_outputs = len(results) - len(self._saved)
+        num_outputs = len(results) - len(self.saved)
         return results[:num_outputs], tuple(results[num_outputs:])
 
     def evaluate(self, args: Sequence[jax.Array]) -> list[jax.Array]:
@@ -70,7 +71,7 @@ class Linearized:
         """Return the cotangent of each of `targets`, given those of `outputs`."""
         env = {self._inputs[v]: leaves[v] for v in self.leaves}
         env.update((self._inputs[v], references[v]) for v in self.references)
-        env.update(zip(self._saved, saved, strict=True))
+        env.update(zip(self.saved, saved, strict=True))
         run(self._recompute, env)
         pullback = jax.tree.unflatten(self._pullback, [read(env, a) for a in self._residuals])
         (cotangents,) = pullback(list(cotangents))
@@ -132,12 +133,12 @@ def linearize(segment: Straight, active: Iterable[Value], constants: Iterable[Va
         references=tuple(v for v in segment.inputs if stand_ins[v] in by_reference),
         outputs=outputs,
         targets=targets,
+        saved=saved,
         _forward=hold(forward, [stand_ins[v] for v in segment.leaves]),
         _evaluate=hold(evaluate, segment.leaves),
         _inputs=stand_ins,
         _recompute=tuple(dict.fromkeys(recomputed.values())),
         _residuals=residuals,
-        _saved=saved,
         _pullback=pullback_tree,
     )
 
@@ -170,8 +171,7 @@ def _recomputable(
     known = set(roots)
     producers: dict[Value, Equation] = {}
     for eq in program.equations:
-        pinned = eq.has_effects or compat.is_collective(eq.source)
-        if not pinned and known.issuperset(eq.values):
+        if not eq.is_pinned and known.issuperset(eq.values):
             known.update(eq.outputs)
             producers.update((v, eq) for v in eq.outputs)
     wanted = [v for v in residuals if isinstance(v, Value) and v in producers]

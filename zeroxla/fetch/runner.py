@@ -18,18 +18,17 @@ import jax.numpy as jnp
 from zeroxla.config.fetch_limits import FetchLimits
 from zeroxla.fetch.cotangents import Sums
 from zeroxla.fetch.loop_runner import LoopRunner
-from zeroxla.fetch.order import Fetches, FetchOrder, tie
+from zeroxla.fetch.order import Fetches, FetchOrder
 from zeroxla.fetch.passes import Tape, make_passes
 from zeroxla.fetch.segments import FetchPlan, LayerLoop, Remat, Segment, Straight
+from zeroxla.fetch.ties import tie
+from zeroxla.program.random_keys import UNIT_GATHERS, PassRounding, fold_in, number_of
 from zeroxla.program.trace import Value, read
 from zeroxla.wire.collectives import Collectives
 from zeroxla.wire.routes import LeafSource, Route
 
 Arrays = Mapping[Value, jax.Array]
 Sources = Mapping[Value, LeafSource]
-
-# Folded into a pass' key for its gathers; below it are numbers of segments.
-_GATHERS = 2**31 - 1
 
 
 class FetchRunner:
@@ -70,8 +69,11 @@ class FetchRunner:
     def _fetches(
         self, order: FetchOrder, sources: Sources, live: Arrays, key: jax.Array | None
     ) -> Fetches:
-        # Apart from the keys of segments and reduces.
-        return Fetches(order, self.collectives, self.routes, sources, live, _fold(key, _GATHERS))
+        key = fold_in(key, UNIT_GATHERS)
+        return Fetches(order, self.collectives, self.routes, sources, live, key)
+
+    def _key(self, key: jax.Array | None, purpose: PassRounding, i: int) -> jax.Array | None:
+        return fold_in(key, number_of(purpose, i, len(self.plan.segments)))
 
     def forward(
         self,
@@ -117,7 +119,7 @@ class FetchRunner:
                     record=record,
                     keep=keep,
                     activations=made,
-                    key=_fold(key, i),
+                    key=self._key(key, PassRounding.SEGMENT, i),
                     earlier=earlier and earlier.saved[i],
                 )
             env.update(zip(seg.outputs, outputs, strict=True))
@@ -194,7 +196,7 @@ class FetchRunner:
             gathered = fetches.take(step)
             if any(ct is not None for ct in mine):
                 before = waiting.pop(0) if len(waiting) > lag else []
-                mine, _ = tie(mine, before, firmly=self.collectives.firm_ties)
+                mine, _ = tie(mine, before, by_data=self.collectives.firm_ties)
                 grads, done = self._segment_backward(
                     seg,
                     fetches.sources,
@@ -202,7 +204,7 @@ class FetchRunner:
                     env,
                     tape.saved[i],
                     mine,
-                    key=_fold(key, i),
+                    key=self._key(key, PassRounding.SEGMENT, i),
                     earlier=earlier and earlier.saved[i],
                 )
                 for v, ct in self._residents_first(seg, grads).items():
@@ -215,9 +217,8 @@ class FetchRunner:
                 # Else XLA joins the reduces of units that wait for the same activation.
                 before = waiting[-1] if lag and waiting else []
                 grads = [whole[v] for v in ready]
-                grads, _ = tie(grads, before, firmly=self.collectives.firm_ties)
-                # Apart from the keys of segments, which are folded in from 0 on.
-                mine = _fold(key, len(plan.segments) + i)
+                grads, _ = tie(grads, before, by_data=self.collectives.firm_ties)
+                mine = self._key(key, PassRounding.REDUCE, i)
                 results = self.collectives.reduces.reduce(grads, routes, mine)
                 for v, ct in zip(ready, results, strict=True):
                     reduced.add(v, ct)
@@ -232,7 +233,7 @@ class FetchRunner:
         """
         given = [v for v in self.plan.inputs if v in cts]
         awaited = [v for v in cts if v in seg.inputs and v not in given]
-        later, first = tie([cts[v] for v in awaited], [cts[v] for v in given], firmly=False)
+        later, first = tie([cts[v] for v in awaited], [cts[v] for v in given], by_data=False)
         return {**cts, **dict(zip(awaited, later)), **dict(zip(given, first))}
 
     def _segment_backward(
@@ -258,7 +259,7 @@ class FetchRunner:
         body = self.bodies[seg]
         # The tie keeps this second forward from being merged with the first.
         inputs = [env[v] for v in body.plan.inputs]
-        inputs, cotangents = tie(inputs, cotangents, firmly=self.collectives.firm_ties)
+        inputs, cotangents = tie(inputs, cotangents, by_data=self.collectives.firm_ties)
         options["earlier"] = saved
         _, tape = body.forward(
             sources, inputs, record=True, activations=body.plan.inputs, **options
@@ -271,7 +272,3 @@ class FetchRunner:
 
 def _or_zeros(ct: jax.Array | None, value: Value) -> jax.Array:
     return jnp.zeros(value.aval.shape, value.aval.dtype) if ct is None else ct
-
-
-def _fold(key: jax.Array | None, i: int) -> jax.Array | None:
-    return None if key is None else jax.random.fold_in(key, i)

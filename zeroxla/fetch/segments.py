@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
+from zeroxla.program.scan import Scan
 from zeroxla.program.trace import Atom, Equation, Value
 
 
@@ -27,7 +28,7 @@ class LayerLoop:
     """A `scan` whose `xs` hold stacked leaves.
 
     Attributes:
-      equation: the scan.
+      scan: the scan.
       leaves: gathered whole before the loop, as its constants or first carry follow from them.
       known: the equations that make those operands.
       inputs: activations and constants that the operands are, or follow from.
@@ -35,7 +36,7 @@ class LayerLoop:
       body: inputs are the constants, carries and the other `xs`, in the scan's order.
     """
 
-    equation: Equation
+    scan: Scan
     leaves: tuple[Value, ...]
     known: tuple[Equation, ...]
     inputs: tuple[Value, ...]
@@ -44,7 +45,7 @@ class LayerLoop:
 
     @property
     def outputs(self) -> tuple[Value, ...]:
-        return self.equation.outputs
+        return self.scan.equation.outputs
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)

@@ -12,12 +12,10 @@ from collections.abc import Callable
 from typing import Any
 
 import flax.linen
-import flax.nnx
 
 from zeroxla.frontend.base import Adapted, AdaptsItself, stream_key
 from zeroxla.frontend.function import adapt_function
 from zeroxla.frontend.linen import adapt_linen
-from zeroxla.frontend.nnx import adapt_nnx
 
 __all__ = ["Adapted", "adapt", "stream_key"]
 
@@ -63,6 +61,9 @@ def adapt(model: Any, loss: Callable[..., Any] | None = None) -> Adapted:
                 "put it in the pair"
             )
         return adapt_function(*model)
-    if isinstance(model, flax.nnx.Module) or callable(model):
+    # flax.nnx takes as long to import as all of zeroxla: only those who use it wait.
+    from zeroxla.frontend.nnx import adapt_nnx, is_nnx
+
+    if is_nnx(model) or callable(model):
         return adapt_nnx(model, loss)
     raise TypeError(f"model is {model!r}, of type {type(model).__name__}; expected {KINDS}")

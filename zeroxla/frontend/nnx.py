@@ -36,6 +36,11 @@ class StaticModule:
     """The key and the count of each rng stream; stacked layers have stacked streams."""
 
 
+def is_nnx(model: Any) -> bool:
+    """Return whether a model is an instance of an nnx module."""
+    return isinstance(model, nnx.Module)
+
+
 def adapt_nnx(model: Any, loss: Callable[..., Any] | None) -> Adapted:
     """Adapt `lambda rngs: Module` or a Module instance; see `adapt`, and `nnx_functions`.
 

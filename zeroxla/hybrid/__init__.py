@@ -1,1 +1,1 @@
-"""Generate from the training state, in a tensor-parallel layout. See `engine`."""
+"""Generation from the training state, in a tensor-parallel layout. Begin with `engine`."""

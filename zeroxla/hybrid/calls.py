@@ -1,4 +1,4 @@
-"""How a language model is called: tokens in, logits out, with or without a cache."""
+"""Calls a language model: tokens go in, logits come out, with or without a cache."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from zeroxla.frontend.base import Tree
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Calls:
-    """The calls of a model that takes tokens int32[B, L] and returns logits [B, L, V].
+class ModelCalls:
+    """Calls a model that takes tokens int32[B, L] and returns logits [B, L, V].
 
     Attributes:
       adapted: the model.
-      positions, mask: what its call names the tokens' positions and the mask of real tokens; None
-        where it takes none.
+      positions: the name of the argument for the tokens' positions; None if there is none.
+      mask: the name of the argument for the mask of real tokens; None if there is none.
     """
 
     adapted: Adapted
@@ -27,11 +27,11 @@ class Calls:
     mask: str | None
 
     @staticmethod
-    def of(adapted: Adapted) -> Calls:
+    def of(adapted: Adapted) -> ModelCalls:
         """Find out how a model is called.
 
         Raises:
-          ValueError: it is a pair of functions, which says nothing of logits.
+          ValueError: the model is a pair (init, loss), which returns no logits.
         """
         if adapted.apply is None:
             raise ValueError(
@@ -42,7 +42,7 @@ class Calls:
         def named(word: str) -> str | None:
             return next((name for name in adapted.parameters if word in name.lower()), None)
 
-        return Calls(adapted=adapted, positions=named("position"), mask=named("mask"))
+        return ModelCalls(adapted=adapted, positions=named("position"), mask=named("mask"))
 
     @property
     def has_cache(self) -> bool:
@@ -50,7 +50,7 @@ class Calls:
         return None not in (self.adapted.caching, self.positions, self.mask)
 
     def shortcomings(self) -> list[str]:
-        """Say what a user would not expect of the calls."""
+        """Return warnings about calls that are slower than a user would expect."""
         if self.has_cache:
             return []
         missing = 'cache (linen: a field "decode"; nnx: a method init_cache(shape, dtype))'
@@ -60,12 +60,17 @@ class Calls:
         return [f"the model has no {missing}: {each}"]
 
     def forward(self, params: Tree, model_state: Tree, tokens_BL: jax.Array) -> jax.Array:
-        """Return float32 logits [B, L, V] of whole rows."""
+        """Return the float32 logits [B, L, V] of whole rows."""
         assert self.adapted.apply is not None
         return _logits(self.adapted.apply(params, model_state, tokens_BL))
 
     def empty_cache(self, rows: int, length: int, dtype: Any) -> Tree:
-        """Return a cache without anything in it."""
+        """Return an empty cache.
+
+        Args:
+          rows, length: the number of rows, and of places in each.
+          dtype: the dtype of floating arrays in it; None takes the model's own.
+        """
         assert self.adapted.caching is not None
         return self.adapted.caching.empty(rows, length, dtype)
 
@@ -78,7 +83,14 @@ class Calls:
         positions_BL: jax.Array,
         mask_BM: jax.Array,
     ) -> tuple[jax.Array, Tree]:
-        """Return float32 logits [B, L, V] of the next L tokens, and the cache with them in it."""
+        """Return the float32 logits [B, L, V] of the next L tokens, and the cache that holds them.
+
+        Args:
+          params, model_state: the model's leaves and its other collections.
+          cache: the cache of the tokens before.
+          tokens_BL, positions_BL: the next tokens and their positions, int32.
+          mask_BM: 1 for each of the cache's M places that holds or will hold a real token.
+        """
         caching, positions, mask = self.adapted.caching, self.positions, self.mask
         assert caching is not None
         assert positions is not None
@@ -89,10 +101,10 @@ class Calls:
 
 
 def _logits(result: Any) -> jax.Array:
-    """Return what a model's call returned as float32 logits.
+    """Return float32 logits, read from the result of a model's call.
 
     Raises:
-      ValueError: it is not an array of three dims.
+      ValueError: the result holds no array of three dims.
     """
     found: Any = result[0] if isinstance(result, tuple) and result else result
     found = getattr(found, "logits", found)

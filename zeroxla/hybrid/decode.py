@@ -1,4 +1,4 @@
-"""Token by token, in one compiled loop.
+"""Draws tokens one after another, in one compiled loop.
 
 Shape letters: B rows, N new tokens, V vocabulary.
 """
@@ -16,18 +16,21 @@ from jax import lax
 from zeroxla.hybrid.sampling import log_probs, sample
 
 NextLogits = Callable[[Any, jax.Array, jax.Array], tuple[jax.Array, Any]]
-"""(memory, token int32[B], index) -> (logits [B, V] of the token after it, memory)."""
+"""(memory, token int32[B], index) -> (logits [B, V] of the next token, memory).
+
+`memory` is whatever the model keeps of earlier tokens; `index` counts new tokens from 0.
+"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class DecodeShape:
-    """What a program is compiled for.
+    """The shape, and the way of choosing tokens, that a program is compiled for.
 
     Attributes:
-      rows: of one device's batch.
-      prompt: P.
-      new: N.
-      greedy, filtered: see `sampling.sample`.
+      rows: the number of rows of one device.
+      prompt: the number of prompt places, padding included.
+      new: the most new tokens of a row.
+      greedy, filtered: as for `sampling.sample`.
     """
 
     rows: int
@@ -45,24 +48,24 @@ def decode(
     options: dict[str, Any],
     shape: DecodeShape,
 ) -> dict[str, jax.Array]:
-    """Draw tokens until each row has met the end or has as many as it may.
+    """Draw tokens until every row has met its end, or has as many tokens as it may.
 
     Args:
-      next_logits: the model.
-      memory: what it keeps.
-      token_B: the last token of each prompt.
+      next_logits: computes the logits of the next token.
+      memory: the model's memory of the prompts, the last token of each aside.
+      token_B: int32, the last token of each prompt.
       keys_B: a PRNG key for each row.
-      options: `new` (at most N), `eos` (below 0: none), `pad`, int32 scalars, and `numbers` of
-        `Sampling`.
-      shape: of the rows.
+      options: the int32 scalars `new` (the most tokens to draw, at most N), `eos` (the token that
+        ends a row; below 0 means none) and `pad`; and `numbers` of `Sampling`.
+      shape: the shape that the program is compiled for.
 
     Returns:
-      `tokens` int32[B, N], `logprobs` float32[B, N], `lengths` int32[B], and `finite` bool[B],
-      whether there was a distribution that each token was chosen from.
+      `tokens` int32[B, N], `logprobs` float32[B, N], `lengths` int32[B], and `finite` bool[B]:
+      whether each of the row's tokens was drawn from a distribution.
     """
     eos, pad = options["eos"], options["pad"]
 
-    def going(carry: dict[str, Any]) -> jax.Array:
+    def goes_on(carry: dict[str, Any]) -> jax.Array:
         return (carry["i"] < options["new"]) & ~jnp.all(carry["done"])
 
     def draw(carry: dict[str, Any]) -> dict[str, Any]:
@@ -73,7 +76,7 @@ def decode(
         chosen_B = sample(keys, logits_BV, numbers, greedy=shape.greedy, filtered=shape.filtered)
         logprob_B = jnp.where(done_B, 0.0, log_probs(logits_BV, chosen_B))
         token_B = jnp.where(done_B, pad, chosen_B)
-        # -inf is how a model rules tokens out; with NaN, +inf or nothing left this is not finite.
+        # Models rule tokens out by -inf. With NaN, +inf or no token left the sum is not finite.
         finite_B = jnp.isfinite(jax.nn.logsumexp(logits_BV, axis=-1))
         return {
             "i": i + 1,
@@ -99,5 +102,5 @@ def decode(
         "logprobs": jnp.zeros(grid, jnp.float32),
     }
     with jax.named_scope("decode"):
-        end = lax.while_loop(going, draw, start)
+        end = lax.while_loop(goes_on, draw, start)
     return {name: end[name] for name in ("tokens", "logprobs", "lengths", "finite")}

@@ -1,4 +1,4 @@
-"""`HybridEngine`: generates from the training state, in a layout that comes and goes."""
+"""`HybridEngine` generates from the training state, in a layout that it makes and frees."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ from typing import Any
 import jax
 import numpy as np
 
-from zeroxla.hybrid.compile_cache import Compiled, Copy
-from zeroxla.hybrid.decode import DecodeShape
-from zeroxla.hybrid.generate_programs import Generation
-from zeroxla.hybrid.model import Model
+from zeroxla.hybrid.compile_cache import CompiledPrograms
+from zeroxla.hybrid.generate_programs import GeneratePrograms
+from zeroxla.hybrid.model import LanguageModel, plan_shortcomings
 from zeroxla.hybrid.phase_memory import PhaseReport
 from zeroxla.hybrid.phase_report import phase_report
 from zeroxla.hybrid.prompts import Generated, LengthLimits, as_rows, left_padded
 from zeroxla.hybrid.reshard import StoredModel, tensor_mesh
 from zeroxla.hybrid.sampling import Sampling
+from zeroxla.hybrid.shape_buckets import ShapeBuckets
+from zeroxla.hybrid.tensor_copy import TensorCopy
 from zeroxla.mesh.axes import PIPE
 from zeroxla.split.tensor_plan import TensorPlan
 from zeroxla.step.checks import check_is_state, check_key
@@ -29,14 +30,14 @@ from zeroxla.step.step import Step
 class HybridEngine:
     """Generates from the state of a training step.
 
-    `generate` gathers the state's leaves into a tensor-parallel layout, over `tensor` devices of a
-    node, splits the prompts over the other devices, fills a cache of keys and values and draws
-    token by token in one compiled loop; then the layout's memory is given back. The layout is found
-    in the model's own trace: see `zeroxla.hybrid.tensor_parallel`.
+    `generate` gathers the state's leaves into a tensor-parallel layout: `tensor` devices of a node
+    share a copy of the model, and the prompts are split over these groups of devices. It fills a
+    cache of keys and values, draws token by token in one compiled loop, and frees the copy. The
+    layout is read from the model's own trace; see `zeroxla.split.tensor_plan`.
 
     Attributes:
-      mesh: the step's devices as (node, tensor, data).
-      plan: which dim of which leaf is split, and why not; `print(engine.plan)`.
+      mesh: the step's devices as the mesh (node, tensor, data).
+      plan: which dim of which leaf is split, and why others are not; `print(engine.plan)`.
     """
 
     def __init__(
@@ -52,15 +53,16 @@ class HybridEngine:
         """Plan the layout; nothing is computed with the model's weights.
 
         Args:
-          step: of a flax module whose call takes tokens int32[B, L] and returns logits [B, L, V];
-            it must have seen a batch (after `init`, or `abstract_state`).
-          tensor: devices that share a copy of the model; divides the devices of a node.
-          release: free the layout after each call; else it stays until the state changes.
-          max_length: the most tokens of a prompt and its continuation; the model's own context if
-            None (its attribute `length`, `max_length`, `max_position_embeddings`, ...).
-          cache_dtype: of cached keys and values; that in which the model computes if None.
-          prefill_tokens: how many tokens of each prompt are read at a time: more are faster, and
-            their scores of attention, with each place of the cache, take more memory.
+          step: the step of a flax module whose call takes tokens int32[B, L] and returns logits
+            [B, L, V]. It must have seen a batch (`step.init` or `step.abstract_state` was called).
+          tensor: the number of devices that share a copy of the model; divides the devices of a
+            node.
+          release: free the copy after each call. False keeps it until the state changes.
+          max_length: the most tokens of a prompt and its continuation together. None takes the
+            model's context (its attribute `length`, `max_length`, `max_position_embeddings`, ...).
+          cache_dtype: the dtype of cached keys and values. None takes the compute dtype.
+          prefill_tokens: the number of tokens of each prompt that are read at a time. More tokens
+            are faster, but their attention scores, one for each place of the cache, take memory.
 
         Raises:
           ValueError: `tensor` divides neither devices nor heads, the context is not known, the
@@ -77,16 +79,17 @@ class HybridEngine:
         self._step = step
         self.mesh = tensor_mesh(step.mesh, tensor)
         stored = StoredModel.of(step)
-        self._model = Model.of(step, stored, cache_dtype)
+        self._model = LanguageModel.of(step, stored, cache_dtype)
         calls = self._model.calls
-        self._limits = LengthLimits.of(max_length, calls.adapted.context)
+        limits = LengthLimits.of(max_length, calls.adapted.context)
         self.plan: TensorPlan = self._model.plan(tensor)
-        generation = Generation(
+        self._programs = GeneratePrograms(
             model=self._model, plan=self.plan, mesh=self.mesh, prefill_tokens=prefill_tokens
         )
-        self._compiled = Compiled(generation)
-        self._copy = Copy(generation, stored, release=release)
-        warn([*calls.shortcomings(), *self.plan.shortcomings()], stacklevel=3)
+        self._buckets = ShapeBuckets(limits=limits, copies=self._programs.copies)
+        self._compiled = CompiledPrograms(self._programs)
+        self._copy = TensorCopy(self._programs, stored, release=release)
+        warn([*calls.shortcomings(), *plan_shortcomings(self.plan)], stacklevel=3)
 
     def generate(
         self,
@@ -103,35 +106,36 @@ class HybridEngine:
     ) -> Generated:
         """Continue prompts with tokens that the model draws.
 
-        Rows are independent: a row's tokens follow from its prompt, its place among the prompts,
-        the key and the state, not from the other rows, the mesh or `tensor`, but for rounding.
+        Rows are independent. A row's tokens follow from its prompt, its place among the prompts,
+        the key and the state. The other rows, the mesh and `tensor` change nothing but rounding.
 
         Args:
-          state: of the engine's step; it stays as it is.
-          prompts: rows of token numbers of any lengths, one token or more each; the same ones in
-            each process. Split over the devices beside `tensor`.
+          state: the state of the engine's step; it is not changed.
+          prompts: rows of token numbers of any lengths, one token or more each; the same rows in
+            every process. They are split over the groups of `tensor` devices.
           key: a PRNG key; not used with temperature 0.
           max_new_tokens: the most tokens drawn for a row.
           temperature: divides the logits; 0 takes the likeliest token.
-          top_k: draw from so many of the likeliest tokens only.
-          top_p: draw from as many of the likeliest as reach this probability (of what top_k left).
+          top_k: the number of likeliest tokens to draw from; None draws from all.
+          top_p: draw from the fewest likeliest tokens that reach this probability (among those that
+            top_k left).
           eos: the token that ends a row; None if there is none.
-          pad: the token that follows a row's end in what is returned.
+          pad: the token that the result has after a row's end.
 
         Returns:
           A `Generated`.
 
         Raises:
-          ValueError: bad prompts, prompts longer than the context, options out of range, a state of
-            another model, or logits that are not finite.
+          ValueError: prompts are malformed or longer than the context, an option is out of range,
+            the state belongs to another model, or logits are not finite.
 
-        Cost: the model in its compute dtype, 1/tensor of it on each device, and the cache, beside
-        the state; for a moment the shards of parameters on disk, too. One compilation for each
-        bucket of lengths (powers of two) and number of rows.
+        Cost: each device holds, beside the state, 1/tensor of the model in its compute dtype and
+        its part of the cache; for a moment also its shards of parameters that are on disk. One
+        compilation for each bucket of lengths (powers of two) and each number of rows.
         """
         sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
         rows = as_rows(prompts)
-        shape = self._shape(len(rows), max(map(len, rows)), max_new_tokens, sampling)
+        shape = self._buckets.decode_shape(len(rows), max(map(len, rows)), max_new_tokens, sampling)
         key = check_key(key)
         self._check_state(state)
         options = {
@@ -140,19 +144,13 @@ class HybridEngine:
             "pad": np.int32(pad),
             "numbers": sampling.numbers,
         }
-        batch = left_padded(rows, shape.rows * self._compiled.generation.copies, shape.prompt)
+        batch = left_padded(rows, shape.rows * self._programs.copies, shape.prompt)
         with self._copy.of(state) as (leaves, reshard_s):
             start = time.perf_counter()
             whole = self._compiled.generate(shape, leaves, state.model_state, batch, key, options)
             generate_s = time.perf_counter() - start
         found = {name: x[: len(rows)] for name, x in whole.items()}
-        if not found["finite"].all():
-            bad = np.flatnonzero(~found["finite"]).tolist()
-            raise ValueError(
-                f"the logits of the rows {bad} are not finite (-inf, for tokens that are ruled "
-                "out, would be); the state's parameters hold NaN or infinity, or the compute dtype "
-                "overflows: look at the `finite` metric of its training"
-            )
+        _check_finite(found["finite"])
         return Generated(
             tokens=found["tokens"][:, :max_new_tokens],
             lengths=found["lengths"],
@@ -165,30 +163,30 @@ class HybridEngine:
         """Return the log-probability of each token after the first, given those before it.
 
         Args:
-          state: of the engine's step.
-          tokens: int[B, L], padded on the right, if at all: causal models do not see it.
+          state: the state of the engine's step.
+          tokens: int[B, L]. Pad rows on the right: causal models do not see that.
 
         Returns:
-          float32[B, L - 1], of temperature 1. What stands at padding means nothing.
+          float32[B, L - 1], at temperature 1. The values at padding mean nothing.
 
         Raises:
-          ValueError: `tokens` is not such an array, or longer than the context.
+          ValueError: `tokens` is not such an array, or its rows are longer than the context.
         """
         return self._rows(state, tokens, "logprobs")[:, : np.shape(tokens)[1] - 1]
 
     def logits(self, state: TrainState, tokens: Any) -> np.ndarray:
-        """Return the logits of each position's next token, float32[B, L, V]; else as `logprobs`."""
+        """Return the logits of each position's next token, float32[B, L, V]; see `logprobs`."""
         return self._rows(state, tokens, "logits")[:, : np.shape(tokens)[1]]
 
     def values(self, state: TrainState, tokens: Any) -> np.ndarray:
-        """Return the first logit at each token, float32[B, L]; else as `logprobs`.
+        """Return the first logit at each token, float32[B, L]; see `logprobs`.
 
-        That is what a critic or a reward model says, for which any language model will do.
+        This makes a critic or a reward model of any language model.
         """
         return self._rows(state, tokens, "values")[:, : np.shape(tokens)[1]]
 
     def _rows(self, state: TrainState, tokens: Any, name: str) -> np.ndarray:
-        """Return what a function of whole rows returns, of tokens padded to a bucket."""
+        """Run a program of whole rows on tokens, padded to a shape that is compiled."""
         tokens = np.asarray(tokens)
         if tokens.ndim != 2 or tokens.shape[1] < 2 or not np.issubdtype(tokens.dtype, np.integer):
             raise ValueError(
@@ -197,38 +195,11 @@ class HybridEngine:
             )
         self._check_state(state)
         rows, length = tokens.shape
-        shape = self._padded(rows, length)
+        shape = self._buckets.whole_rows(rows, length)
         whole = np.zeros(shape, np.int32)
         whole[:rows, :length] = tokens
         with self._copy.of(state) as (leaves, _):
             return self._compiled.rows(name, leaves, state.model_state, whole)[:rows]
-
-    def _shape(
-        self, num_rows: int, longest: int, max_new_tokens: int, sampling: Sampling
-    ) -> DecodeShape:
-        """Return what is compiled for a call.
-
-        Raises:
-          ValueError: there is nothing to generate, or more than the context holds.
-        """
-        if max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens={max_new_tokens} must be 1 or more")
-        prompt, new = self._limits.buckets(longest, max_new_tokens)
-        return DecodeShape(
-            rows=self._rows_of_a_device(num_rows),
-            prompt=prompt,
-            new=new,
-            greedy=sampling.is_greedy,
-            filtered=sampling.is_filtered,
-        )
-
-    def _rows_of_a_device(self, rows: int) -> int:
-        return -(-rows // self._compiled.generation.copies)
-
-    def _padded(self, rows: int, length: int) -> tuple[int, int]:
-        """Return the shape that is compiled for whole rows."""
-        copies = self._compiled.generation.copies
-        return self._rows_of_a_device(rows) * copies, self._limits.bucket(length)
 
     def lower(
         self,
@@ -240,31 +211,40 @@ class HybridEngine:
         top_k: int | None = None,
         top_p: float = 1.0,
     ) -> jax.stages.Lowered:
-        """Lower the program with which `generate` continues so many prompts of up to that length,
-        for `zeroxla.inspect`: its arguments are the model's parts and the prompts, its temporaries
-        the cache and activations."""
+        """Lower the program that `generate` would run, for `zeroxla.inspect`.
+
+        Its arguments are the parts of the model and the prompts; its temporaries are the cache and
+        activations.
+
+        Args:
+          num_prompts, prompt_length: the number of prompts, and the length of the longest.
+          max_new_tokens, temperature, top_k, top_p: as for `generate`.
+        """
         sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
         return self.trace(num_prompts, prompt_length, max_new_tokens, sampling).lower()
 
     def trace(
         self, num_prompts: int, prompt_length: int, max_new_tokens: int, sampling: Sampling
     ) -> jax.stages.Traced:
-        """Trace what `lower` lowers; that needs no devices."""
-        shape = self._shape(num_prompts, prompt_length, max_new_tokens, sampling)
+        """Trace the program that `lower` lowers; this needs no devices."""
+        shape = self._buckets.decode_shape(num_prompts, prompt_length, max_new_tokens, sampling)
         return self._compiled.trace_generate(shape, sampling)
 
     def lower_logprobs(self, num_rows: int, length: int) -> jax.stages.Lowered:
-        """Lower the program of `logprobs` for so many rows of that length, as `lower` does."""
-        return self._compiled.lower_rows("logprobs", self._padded(num_rows, length))
+        """Lower the program that `logprobs` would run on rows of a length; see `lower`."""
+        return self._compiled.lower_rows("logprobs", self._buckets.whole_rows(num_rows, length))
 
     def phases(self, num_prompts: int | None = None, length: int | None = None) -> PhaseReport:
-        """Return what a device holds in training and in generating; see `zeroxla.inspect.memory`.
+        """Report one device's memory in training and in generating.
+
+        Use it through `zeroxla.inspect.memory`.
 
         Args:
-          num_prompts, length: of the cache; see there.
+          num_prompts, length: the number of prompts in the cache, and the number of tokens of each
+            with its continuation. None leaves the cache out.
 
         Raises:
-          ValueError: only one of them is given.
+          ValueError: only one of the two is given.
         """
         if (num_prompts is None) != (length is None):
             raise ValueError(
@@ -273,13 +253,14 @@ class HybridEngine:
             )
         cache: Any = ()
         if num_prompts is not None and length is not None and self._model.calls.has_cache:
-            rows = self._rows_of_a_device(num_prompts)
-            program = self._model.cached(self.plan, rows, self._limits.checked(length), 1)
-            cache = program.cache_shapes(self._compiled.generation.sharing)
+            rows = self._buckets.device_rows(num_prompts)
+            places = self._buckets.limits.checked(length)
+            program = self._model.cached(self.plan, rows, places, 1)
+            cache = program.carry_shapes(self._programs.axis)
         return phase_report(self._step, self._model, self.plan, cache)
 
     def free(self) -> None:
-        """Free a layout that was kept (`release=False`)."""
+        """Free a copy that was kept (`release=False`)."""
         self._copy.free()
 
     def _check_state(self, state: TrainState) -> None:
@@ -289,3 +270,18 @@ class HybridEngine:
                 "the state is stored otherwise than the engine's step stores it; make the engine "
                 "from the step that this state belongs to"
             )
+
+
+def _check_finite(finite_B: np.ndarray) -> None:
+    """Check that every row's tokens were drawn from distributions.
+
+    Raises:
+      ValueError: some row's logits were not finite.
+    """
+    if not finite_B.all():
+        bad = np.flatnonzero(~finite_B).tolist()
+        raise ValueError(
+            f"the logits of the rows {bad} are not finite (-inf, for tokens that are ruled "
+            "out, would be); the state's parameters hold NaN or infinity, or the compute dtype "
+            "overflows: look at the `finite` metric of its training"
+        )

@@ -1,4 +1,4 @@
-"""The programs of a generator on the tensor mesh: to parts of leaves, new tokens, whole rows.
+"""The programs that generate on the tensor mesh: reshard leaves, continue prompts, score rows.
 
 Shape letters: B rows, L tokens, P prompt places (left-padded), N new tokens, V vocabulary.
 """
@@ -17,8 +17,8 @@ from jax.sharding import Mesh, PartitionSpec
 
 from zeroxla.frontend.base import Tree
 from zeroxla.hybrid.decode import DecodeShape, decode
-from zeroxla.hybrid.model import Model
-from zeroxla.hybrid.next_logits import Reader
+from zeroxla.hybrid.model import LanguageModel
+from zeroxla.hybrid.next_logits import LocalModel
 from zeroxla.hybrid.reshard import (
     DATA,
     ROWS,
@@ -30,40 +30,41 @@ from zeroxla.hybrid.reshard import (
 )
 from zeroxla.hybrid.sampling import log_probs
 from zeroxla.mesh.axes import NODE
-from zeroxla.split.run_parts import Sharing
+from zeroxla.split.split_axis import SplitAxis
 from zeroxla.split.tensor_plan import TensorPlan
 
 WHOLE = PartitionSpec()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Generation:
-    """Functions of global arrays on the tensor mesh, to be jitted.
+class GeneratePrograms:
+    """Functions of global arrays on the tensor mesh, made to be jitted.
 
     Attributes:
-      model: what generates.
-      plan: how its leaves lie.
-      mesh: (node, tensor, data).
-      prefill_tokens: how many tokens of each prompt are read at a time.
+      model: the model that generates.
+      plan: how the model's leaves are split.
+      mesh: the mesh (node, tensor, data).
+      prefill_tokens: the number of tokens of each prompt that are read at a time.
     """
 
-    model: Model
+    model: LanguageModel
     plan: TensorPlan
     mesh: Mesh
     prefill_tokens: int
 
     @property
-    def sharing(self) -> Sharing:
+    def axis(self) -> SplitAxis:
+        """The axis over which leaves and caches are split."""
         parts = self.plan.parts
-        return Sharing(parts=parts, axis=TENSOR if parts > 1 else None)
+        return SplitAxis(parts=parts, name=TENSOR if parts > 1 else None)
 
     @property
     def copies(self) -> int:
-        """How many groups of devices hold the model."""
+        """The number of device groups that each hold the model."""
         return self.mesh.size // self.plan.parts
 
     def reshard(self, leaves: Sequence[jax.Array], stored: StoredModel) -> list[jax.Array]:
-        """Return the parts of stored leaves, in the dtype in which the model computes."""
+        """Return the tensor-parallel parts of stored leaves, in the model's compute dtype."""
         dtype = jax.tree.leaves(self.model.params)[0].dtype
 
         def local(shards: list[jax.Array]) -> list[jax.Array]:
@@ -84,34 +85,32 @@ class Generation:
         """Continue prompts.
 
         Args:
-          leaves: parts.
-          model_state: whole.
-          batch: `prompt` int32[B, P] and `length` int32[B], rows over (node, data).
-          key: of the call.
-          options: `new` (at most N), `eos` (below 0: none), `pad`, int32 scalars, and `numbers` of
-            `Sampling`.
-          shape: for one device's rows.
+          leaves: the tensor-parallel parts.
+          model_state: the model's other collections, whole on every device.
+          batch: `prompt` int32[B, P] and `length` int32[B], rows split over (node, data).
+          key: the call's PRNG key.
+          options: as for `decode`.
+          shape: the shape of one device's rows.
 
         Returns:
-          `tokens` int32[B, N], `logprobs` float32[B, N], `lengths` int32[B], and `finite` bool[B],
-          whether all logits that a token was chosen from were finite.
+          A dict of arrays, as `decode` returns it.
         """
         places = shape.prompt + shape.new
 
         def local(
             leaves: list[jax.Array], model_state: Tree, batch: Any, key: jax.Array, options: Any
         ) -> dict[str, jax.Array]:
-            reader = Reader(
+            model = LocalModel(
                 model=self.model,
                 plan=self.plan,
-                sharing=self.sharing,
+                axis=self.axis,
                 leaves=leaves,
                 model_state=model_state,
             )
             if self.model.calls.has_cache:
-                next_logits, memory = reader.with_cache(batch, places, self.prefill_tokens)
+                next_logits, memory = model.with_cache(batch, places, self.prefill_tokens)
             else:
-                next_logits, memory = reader.without_cache(batch, places)
+                next_logits, memory = model.without_cache(batch, places)
             copy = lax.axis_index(NODE) * self.mesh.shape[DATA] + lax.axis_index(DATA)
             numbers_B = copy * shape.rows + jnp.arange(shape.rows)
             keys_B = jax.vmap(partial(jax.random.fold_in, key))(numbers_B)
@@ -123,7 +122,7 @@ class Generation:
     def logprobs(
         self, leaves: list[jax.Array], model_state: Tree, tokens_BL: jax.Array
     ) -> jax.Array:
-        """Return the log-probability of each token but the first, float32[B, L - 1]."""
+        """Return the log-probability of each token after the first, float32[B, L - 1]."""
 
         def of_next(logits_BLV: jax.Array, tokens_BL: jax.Array) -> jax.Array:
             rows, length = tokens_BL.shape
@@ -141,7 +140,7 @@ class Generation:
         return self._forward(lambda logits, _: logits[..., 0], leaves, model_state, tokens_BL)
 
     def whole_rows(self, rows: Any) -> Any:
-        """Return rows, as the functions above return them, whole on every device."""
+        """Return rows that the functions above returned, whole on every device."""
 
         def local(rows: Any) -> Any:
             return jax.tree.map(lambda x: whole_rows(x, self.mesh), rows)
@@ -149,9 +148,11 @@ class Generation:
         return self._map(local, (ROWS,), WHOLE)(rows)
 
     def _forward(self, take: Any, *args: Any) -> jax.Array:
+        """Return `take(logits, tokens)`, computed in one pass over whole rows."""
+
         def local(leaves: list[jax.Array], model_state: Tree, tokens_BL: jax.Array) -> jax.Array:
             program = self.model.forward(self.plan, *tokens_BL.shape)
-            logits_BLV, _ = program(self.sharing, leaves, {}, model_state, tokens_BL)
+            logits_BLV, _ = program(self.axis, leaves, {}, model_state, tokens_BL)
             return take(logits_BLV, tokens_BL)
 
         return self._map(local, (self._specs, WHOLE, ROWS), ROWS)(*args)

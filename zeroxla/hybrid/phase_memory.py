@@ -1,4 +1,4 @@
-"""Memory of a model that trains and generates in turns: from shapes, of any size, on any mesh."""
+"""The report of a model's memory on one device while it trains and while it generates."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Phase:
-    """Bytes of one phase, by name."""
+    """The bytes that one device holds in one phase, by name."""
 
     held: Mapping[str, int]
 
@@ -25,17 +25,18 @@ class Phase:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class PhaseReport(Report):
-    """Bytes on one device, activations apart; `print` it.
+    """The bytes on one device, activations aside; `print` it.
 
     Attributes:
-      num_parameters: of the model, adapters aside.
-      devices, tensor: of the mesh, and of those that share a copy to generate.
+      num_parameters: the number of the model's parameters, adapters aside.
+      devices: the number of devices of the mesh.
+      tensor: the number of devices that share one copy of the model to generate.
       parameter_bytes: the state's leaves at rest: float32 masters, wires of a frozen base.
       optimizer_bytes: the optimizer's state.
-      other_bytes: model state and what wires remember.
-      gradient_bytes: gradients, as a step adds them up.
+      other_bytes: the model state and the wire state.
+      gradient_bytes: the gradients that a step sums up.
       layout_bytes: the tensor-parallel copy of the model, freed after generating.
-      cache_bytes: keys and values, freed with it.
+      cache_bytes: keys and values, freed with the copy.
     """
 
     num_parameters: int
@@ -50,26 +51,26 @@ class PhaseReport(Report):
 
     @property
     def resting_bytes(self) -> int:
-        """What stays between the phases."""
+        """Bytes that stay between the phases."""
         return self.parameter_bytes + self.optimizer_bytes + self.other_bytes
 
     @property
     def training_bytes(self) -> int:
-        """While a step runs."""
+        """Bytes while a step runs."""
         return self.resting_bytes + self.gradient_bytes
 
     @property
     def added_bytes(self) -> int:
-        """What generating adds to what stays."""
+        """Bytes that generating adds to those that stay."""
         return self.layout_bytes + self.cache_bytes
 
     @property
     def generating_bytes(self) -> int:
-        """While tokens are drawn."""
+        """Bytes while tokens are drawn."""
         return self.resting_bytes + self.added_bytes
 
     def phases(self) -> dict[str, Phase]:
-        """Return what is held in each phase, by its name."""
+        """Return each phase by its name."""
         rest = {
             "parameters": self.parameter_bytes,
             "optimizer state": self.optimizer_bytes,

@@ -1,4 +1,4 @@
-"""What a device holds while a state is trained and while it generates, from shapes."""
+"""Computes a `PhaseReport` of a step and its engine, from shapes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from zeroxla.hybrid.model import Model
+from zeroxla.hybrid.model import LanguageModel
 from zeroxla.hybrid.phase_memory import PhaseReport
 from zeroxla.offload.array_bytes import shard_bytes
 from zeroxla.split.tensor_plan import TensorPlan
@@ -14,14 +14,14 @@ from zeroxla.step.describe import Description
 from zeroxla.step.step import Step
 
 
-def phase_report(step: Step, model: Model, plan: TensorPlan, cache: Any) -> PhaseReport:
-    """Report both phases.
+def phase_report(step: Step, model: LanguageModel, plan: TensorPlan, cache: Any) -> PhaseReport:
+    """Report what one device holds while it trains, and while it generates.
 
     Args:
-      step: which has seen a batch.
-      model: what generates.
-      plan: how its leaves then lie.
-      cache: the shapes of one device's part of it.
+      step: a step that has seen a batch.
+      model: the model that generates.
+      plan: how the model's leaves are split to generate.
+      cache: the shapes of one device's part of the cache.
     """
     state, described = step.shapes(), step.describe()
     assert isinstance(described, Description)  # an engine's step has no stages

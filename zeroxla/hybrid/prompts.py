@@ -1,4 +1,4 @@
-"""What users pass to a generator and get from it: ragged prompts, limits, results."""
+"""Prompts of any lengths, the limits of their lengths, and the result of generating."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ SMALLEST = 16
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Generated:
-    """What `HybridEngine.generate` returns, as NumPy arrays.
+    """The result of `HybridEngine.generate`, as NumPy arrays.
 
     Attributes:
-      tokens: int32[B, max_new_tokens], without the prompts; `pad` after a row's end.
-      lengths: int32[B], how many of them are the row's, the end token included.
+      tokens: int32[B, max_new_tokens], the new tokens without the prompts; `pad` after a row's end.
+      lengths: int32[B], the number of each row's own tokens, the end token included.
       logprobs: float32[B, max_new_tokens], the log-probability of each token under the model
         (temperature 1, all tokens); 0 after a row's end.
-      reshard_s: seconds until the model lay tensor-parallel; 0 where it still did.
-      generate_s: seconds from then on, the first call's compilation included.
+      reshard_s: seconds that the tensor-parallel copy took; 0 if it was still there.
+      generate_s: seconds from then on; a first call's compilation is included.
     """
 
     tokens: np.ndarray
@@ -38,20 +38,20 @@ class Generated:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LengthLimits:
-    """How long sequences may be.
+    """Limits how long sequences may be, and rounds their lengths up to compiled ones.
 
     Attributes:
-      max_length: the most tokens of a prompt and its continuation.
+      max_length: the most tokens of a prompt and its continuation together.
     """
 
     max_length: int
 
     @staticmethod
     def of(max_length: int | None, context: int | None) -> LengthLimits:
-        """Take the user's number, or the model's.
+        """Take the user's number, or the model's context if the user gives none.
 
         Raises:
-          ValueError: there is neither, or the user's is not within the model's.
+          ValueError: neither is known, or the user's number exceeds the model's context.
         """
         if max_length is None and context is None:
             raise ValueError(
@@ -70,11 +70,13 @@ class LengthLimits:
         return LengthLimits(found)
 
     def buckets(self, prompt: int, new: int) -> tuple[int, int]:
-        """Return the lengths to compile for: powers of two that hold both, within the limit. That
-        of prompts is one more: their last token is read with the first new one.
+        """Return the lengths to compile for, of prompts and of new tokens.
+
+        Both are powers of two, cut to the limit. The prompts' length is one more, because their
+        last token is read together with the first new one.
 
         Raises:
-          ValueError: both together are too long.
+          ValueError: both together exceed the limit.
         """
         if prompt + new > self.max_length:
             raise ValueError(
@@ -86,18 +88,18 @@ class LengthLimits:
         return prompt_bucket, min(bucket(new), self.max_length - prompt_bucket)
 
     def bucket(self, length: int) -> int:
-        """Return the length to compile for, of whole rows.
+        """Return the length to compile for, for whole rows of a length.
 
         Raises:
-          ValueError: they are too long.
+          ValueError: the rows exceed the limit, or are empty.
         """
         return min(bucket(self.checked(length)), self.max_length)
 
     def checked(self, length: int) -> int:
-        """Return the length of whole rows.
+        """Return a length of whole rows, if it is within the limit.
 
         Raises:
-          ValueError: they are too long, or there is nothing in them.
+          ValueError: the rows exceed the limit, or are empty.
         """
         if not 0 < length <= self.max_length:
             raise ValueError(
@@ -109,18 +111,18 @@ class LengthLimits:
 
 
 def bucket(length: int) -> int:
-    """Return the smallest power of two that is not below a length, or `SMALLEST`."""
+    """Return the smallest power of two that is not below a length, at least `SMALLEST`."""
     return max(SMALLEST, 1 << (length - 1).bit_length())
 
 
 def as_rows(prompts: Any) -> list[np.ndarray]:
-    """Return prompts as arrays of tokens.
+    """Return prompts as one array of tokens each.
 
     Args:
       prompts: a sequence of sequences of token numbers, of any lengths; or an array [B, P].
 
     Raises:
-      ValueError: there is none, one is empty, or they are not token numbers.
+      ValueError: there are no prompts, one is empty, or they do not hold token numbers.
     """
     if isinstance(prompts, str) or not hasattr(prompts, "__len__"):
         raise ValueError(
@@ -148,7 +150,7 @@ def as_rows(prompts: Any) -> list[np.ndarray]:
 def left_padded(rows: Sequence[np.ndarray], num_rows: int, length: int) -> dict[str, np.ndarray]:
     """Return `prompt` int32[num_rows, length], padded on the left, and `length` int32[num_rows].
 
-    Rows beyond the given ones repeat the first, and are thrown away later.
+    Rows beyond the given ones repeat the first row; the caller drops their results.
     """
     prompt = np.zeros((num_rows, length), np.int32)
     lengths = np.zeros(num_rows, np.int32)

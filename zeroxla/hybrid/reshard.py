@@ -1,11 +1,11 @@
-"""From the training layout to the tensor-parallel one: explicit hops, leaf by leaf.
+"""Moves leaves from the training layout to the tensor-parallel one: explicit hops, leaf by leaf.
 
-A leaf is stored split over (device, node), device-major (see `placement`). With device = tensor *
-data, `tensor` the outer one, hops over `node` and `data` leave each device one contiguous 1/tensor
-of that dim, 1/tensor of the leaf. Where the plan splits the same dim in one run, that is its part;
-where it splits another dim, an all-to-all over `tensor` exchanges the two. No device holds a whole
-leaf, but where a dim is split in several runs (fused queries, keys and values along the stored dim)
-or padded.
+A leaf is stored split over (device, node), device-major (see `placement`). Here the axis `device`
+is seen as `tensor` x `data`, with `tensor` outermost. Gathers over `node` and `data` then leave
+each device one contiguous 1/tensor of the stored dim. If the plan splits the same dim in one run,
+this is the device's part. If the plan splits another dim, an all-to-all over `tensor` exchanges the
+two. A device holds a whole leaf only if the stored dim is padded, or if the plan splits it in
+several runs (fused queries, keys and values).
 """
 
 from __future__ import annotations
@@ -24,18 +24,22 @@ from zeroxla.mesh.axes import DEVICE, NODE
 from zeroxla.mesh.placement import Placement
 from zeroxla.offload.memory_kinds import to_device
 from zeroxla.program.one_by_one import one_after_another
-from zeroxla.split.run_parts import padded, part_size, take_part
+from zeroxla.split.split_axis import padded, part_size, take_part
 from zeroxla.split.tensor_plan import LeafSplit
 from zeroxla.step.step import Step
 
 TENSOR = "tensor"
 DATA = "data"
 ROWS = PartitionSpec((NODE, DATA))
-"""Of the rows of a batch."""
+"""How the rows of a batch are split."""
 
 
 def tensor_mesh(mesh: Mesh, tensor: int) -> Mesh:
-    """Return the same devices as (node, tensor, data); of an abstract mesh, an abstract one.
+    """Return a mesh's devices as a mesh (node, tensor, data), abstract if the given one is.
+
+    Args:
+      mesh: the step's mesh, (node, device).
+      tensor: the number of devices that share a copy of the model.
 
     Raises:
       ValueError: `tensor` does not divide a node's devices.
@@ -54,21 +58,22 @@ def tensor_mesh(mesh: Mesh, tensor: int) -> Mesh:
 
 
 def stored_spec(placement: Placement) -> PartitionSpec:
-    """Return how a stored leaf lies on the mesh of `tensor_mesh`."""
+    """Return how a stored leaf is split over the mesh of `tensor_mesh`."""
     if placement.dim is None:
         return PartitionSpec()
     return PartitionSpec(*[None] * placement.dim, (TENSOR, DATA, NODE))
 
 
 def part_spec(row: LeafSplit) -> PartitionSpec:
-    """Return how a leaf's parts lie on it."""
+    """Return how a leaf's tensor-parallel parts are split over the mesh of `tensor_mesh`."""
     return PartitionSpec() if row.dim is None else PartitionSpec(*[None] * row.dim, TENSOR)
 
 
 def whole_rows(rows: jax.Array, mesh: Mesh) -> jax.Array:
-    """Return rows that are split over (node, data), whole; inside `shard_map` over that mesh.
+    """Gather rows that are split over (node, data); inside `shard_map` over the tensor mesh.
 
-    Cost: from other nodes a device receives what only it asks for, the rest inside its node.
+    Cost: over `node` a device receives only the rows of its own place in the other nodes; the rest
+    comes from inside its node.
     """
     nodes, data = mesh.shape[NODE], mesh.shape[DATA]
     found = lax.all_gather(lax.all_gather(rows, NODE), DATA)
@@ -77,13 +82,13 @@ def whole_rows(rows: jax.Array, mesh: Mesh) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class StoredModel:
-    """The leaves of a training state, and the model's own leaves that they stand for.
+    """How a training state stores leaves, and how the model's own leaves follow from them.
 
     Attributes:
-      placements: of the stored leaves.
-      tree: of them.
-      merge: turns them, whole, into the model's own, in float32: adapters added, wires dequantized;
-        None where they are the model's own.
+      placements: the placements of the stored leaves.
+      tree: the tree structure of the stored leaves.
+      merge: turns whole stored leaves into the model's own, in float32: it adds adapters and
+        dequantizes wires. None means that the stored leaves are the model's own.
     """
 
     placements: tuple[Placement, ...]
@@ -92,7 +97,7 @@ class StoredModel:
 
     @staticmethod
     def of(step: Step) -> StoredModel:
-        """Take them from a step, which has seen a batch."""
+        """Return how a step's state stores leaves; the step must have seen a batch."""
         state = step.shapes()
         return StoredModel(
             placements=state.placements[0],
@@ -101,7 +106,12 @@ class StoredModel:
         )
 
     def leaves(self, dtype: Any, shapes: Any) -> Any:
-        """Return the shapes of the model's own leaves in a dtype, of those of the stored ones."""
+        """Return the shapes of the model's own leaves.
+
+        Args:
+          dtype: the dtype to give them.
+          shapes: the natural shapes of the stored leaves.
+        """
         own = shapes if self.merge is None else jax.eval_shape(self.merge, shapes)
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, dtype), own)
 
@@ -110,12 +120,18 @@ class StoredModel:
     ) -> list[jax.Array]:
         """Return this device's part of each of the model's leaves; inside `shard_map`.
 
-        Cost: one leaf after another, a device receives its part; of a model with adapters, or with
-        wires at rest, all of a leaf for a moment.
+        Args:
+          shards: this device's shards of the stored leaves.
+          rows: how the plan splits each of the model's leaves.
+          dtype: the dtype of the parts.
+          mesh: the tensor mesh.
+
+        Cost: a device receives its parts, one leaf after another. If the model has adapters or
+        stores wires, it holds one whole leaf at a time.
         """
         merge = self.merge
 
-        def own(shards: list[jax.Array]) -> list[jax.Array]:
+        def model_leaves(shards: list[jax.Array]) -> list[jax.Array]:
             if merge is None:
                 found = [
                     part_of(to_device(x).astype(dtype), placement, row, mesh)
@@ -129,14 +145,14 @@ class StoredModel:
             return found
 
         def finish(i: int, x: jax.Array) -> jax.Array:
-            return x if merge is None else _own(x, rows[i], mesh.shape[TENSOR])
+            return x if merge is None else _take_own(x, rows[i], mesh.shape[TENSOR])
 
         with jax.named_scope("reshard"):
-            return one_after_another(own, finish, list(shards))
+            return one_after_another(model_leaves, finish, list(shards))
 
 
 def whole_of(shard: jax.Array, placement: Placement, mesh: Mesh) -> jax.Array:
-    """Return a leaf whole, in its natural shape; inside `shard_map` over the tensor mesh."""
+    """Gather a leaf to its natural shape; inside `shard_map` over the tensor mesh."""
     if placement.dim is None:
         return shard
     for axis in (NODE, DATA, TENSOR):
@@ -147,11 +163,11 @@ def whole_of(shard: jax.Array, placement: Placement, mesh: Mesh) -> jax.Array:
 def part_of(shard: jax.Array, placement: Placement, row: LeafSplit, mesh: Mesh) -> jax.Array:
     """Return this device's part of a leaf; inside `shard_map` over the tensor mesh.
 
-    Cost: a device receives its part once, 1/nodes of it inside the node and the rest from others.
+    Cost: a device receives its part once: 1/nodes of it inside its node, the rest from others.
     """
     tensor = mesh.shape[TENSOR]
     if placement.dim is None:
-        return _own(shard, row, tensor)
+        return _take_own(shard, row, tensor)
     dim, piece = placement.dim, shard
     for axis in (NODE, DATA):
         piece = _gather(piece, axis, dim, mesh)
@@ -170,7 +186,7 @@ def part_of(shard: jax.Array, placement: Placement, row: LeafSplit, mesh: Mesh) 
         return placement.natural(found)
     if outer == 1 and placement.pad == 0:
         return piece
-    return _own(placement.natural(_gather(piece, TENSOR, dim, mesh)), row, tensor)
+    return _take_own(placement.natural(_gather(piece, TENSOR, dim, mesh)), row, tensor)
 
 
 def _gather(piece: jax.Array, axis: str, dim: int, mesh: Mesh) -> jax.Array:
@@ -179,7 +195,8 @@ def _gather(piece: jax.Array, axis: str, dim: int, mesh: Mesh) -> jax.Array:
     return lax.all_gather(piece, axis, axis=dim, tiled=True)
 
 
-def _own(whole: jax.Array, row: LeafSplit, tensor: int) -> jax.Array:
+def _take_own(whole: jax.Array, row: LeafSplit, tensor: int) -> jax.Array:
+    """Return this device's part of a leaf that it has whole."""
     if row.dim is None or row.factors is None or tensor == 1:
         return whole
     mine = part_size(row.factors[1], tensor)

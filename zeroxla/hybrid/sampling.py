@@ -1,4 +1,4 @@
-"""One token from logits: temperature, then top-k, then top-p.
+"""Chooses a token from logits: temperature first, then top-k, then top-p.
 
 Shape letters: B rows, V vocabulary.
 """
@@ -14,12 +14,12 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Sampling:
-    """How tokens are chosen; numbers are traced, so other numbers need no other program.
+    """How tokens are chosen. The numbers are traced, so new numbers need no new program.
 
     Attributes:
       temperature: divides the logits; 0 takes the likeliest token.
-      top_k: only so many of the likeliest tokens are drawn from; None for all.
-      top_p: only as many of the likeliest as it takes to reach this probability; 1 for all.
+      top_k: the number of likeliest tokens to draw from; None draws from all.
+      top_p: draw from the fewest likeliest tokens that reach this probability; 1 draws from all.
     """
 
     temperature: float = 1.0
@@ -36,16 +36,17 @@ class Sampling:
 
     @property
     def is_greedy(self) -> bool:
+        """Whether the likeliest token is taken, and nothing is drawn."""
         return self.temperature == 0
 
     @property
     def is_filtered(self) -> bool:
-        """Whether only some tokens are drawn from."""
+        """Whether tokens are drawn, and only from some of them."""
         return not self.is_greedy and (self.top_k is not None or self.top_p < 1)
 
     @property
     def numbers(self) -> tuple[np.float32, np.int32, np.float32]:
-        """temperature, top_k (all: the largest int32), top_p, as scalars."""
+        """temperature, top_k and top_p as scalars; a top_k of None is the largest int32."""
         top_k = np.iinfo(np.int32).max if self.top_k is None else self.top_k
         return np.float32(self.temperature), np.int32(top_k), np.float32(self.top_p)
 
@@ -58,17 +59,17 @@ def sample(
     greedy: bool,
     filtered: bool,
 ) -> jax.Array:
-    """Choose a token of each row.
+    """Choose a token for each row.
 
     Args:
       keys_B: a PRNG key for each row, so that no row's token depends on another row.
-      logits_BV: float32.
-      numbers: as `Sampling.numbers` has them.
-      greedy: take the likeliest, the first of equal ones.
-      filtered: whether top-k and top-p are to be looked at: that takes a sort.
+      logits_BV: float32 logits.
+      numbers: `Sampling.numbers`.
+      greedy: take the likeliest token, or the first of several equally likely ones.
+      filtered: apply top-k and top-p, which takes a sort.
 
     Returns:
-      int32[B]. The likeliest token is always among those that are drawn from.
+      int32[B]. The likeliest token can always be drawn, whatever top-k and top-p are.
     """
     if greedy:
         return jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
@@ -79,7 +80,7 @@ def sample(
     order_BV = jnp.argsort(scaled_BV, axis=-1, descending=True, stable=True)
     sorted_BV = jnp.take_along_axis(scaled_BV, order_BV, axis=-1)
     sorted_BV = jnp.where(jnp.arange(sorted_BV.shape[-1]) < top_k, sorted_BV, -jnp.inf)
-    # Of what top-k has left, a token is drawn from if those before it do not reach top_p.
+    # A token that top-k left stays if the likelier ones together do not reach top_p.
     probs_BV = jax.nn.softmax(sorted_BV, axis=-1)
     before_BV = jnp.cumsum(probs_BV, axis=-1) - probs_BV
     sorted_BV = jnp.where(before_BV < top_p, sorted_BV, -jnp.inf)

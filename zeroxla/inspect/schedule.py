@@ -126,7 +126,7 @@ def schedule(
     """Report what a pipeline schedule costs and holds.
 
     Args:
-      schedule: from `zeroxla.pipeline.schedule`, or tables of your own.
+      schedule: from `zeroxla.make_schedule`, or tables of your own.
       forward: work of one forward of one stage, in any unit.
       backward: work of one whole backward.
       weight: the part of it that is the gradient of the leaves; None for half. Of no account where

@@ -1,1 +1,1 @@
-"""Mesh axes, processes, and where arrays and batches lie on them; devices and links as data."""
+"""Mesh axes, processes, and the placement of arrays and batches; devices and links as data."""

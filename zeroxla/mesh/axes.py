@@ -14,22 +14,24 @@ NODE = "node"
 DEVICE = "device"
 PIPE = "pipe"
 
-# Every leaf and every batch is split over these two; the order of a leaf's shards is device-major
-# (see collectives.py), the order of a batch's rows is node-major (a host's rows are contiguous).
+# Every leaf and every batch is split over these two axes. A leaf's shards are ordered device-major
+# (see wire/collectives.py), a batch's rows node-major, so that a host's rows are contiguous.
 LEAF_AXES = (DEVICE, NODE)
 BATCH_AXES = (NODE, DEVICE)
 
 
 def as_auto(mesh: Mesh, *, pipeline: bool = False) -> Mesh:
-    """Return `mesh` with Auto axes; of the axes `node` and `device` one that is not there has the
-    length 1.
+    """Return `mesh` with Auto axes, and with both axes `node` and `device`: one that is missing is
+    added with length 1.
 
     Args:
-      mesh: of devices; or an `AbstractMesh`, on which steps are traced and described, but not run.
-      pipeline: whether the model is one; otherwise the axis `pipe` must have the length 1.
+      mesh: a mesh of devices; or an `AbstractMesh`, on which steps are traced and described, but
+        not run.
+      pipeline: whether the model is a pipeline. If not, the axis `pipe` must have length 1.
 
     Raises:
-      ValueError: neither is there, there are unknown ones, or stages for a model without layers.
+      ValueError: the mesh has neither axis, has unknown axes, or has stages for a model that is not
+        a pipeline.
     """
     names = mesh.axis_names
     missing = [a for a in BATCH_AXES if a not in names]
@@ -47,21 +49,21 @@ def as_auto(mesh: Mesh, *, pipeline: bool = False) -> Mesh:
             "zeroxla.Pipeline, or use make_mesh(pipe=1)"
         )
     at = None
-    if missing:  # next to the other: a node outside of its devices
+    if missing:  # the axis `node` goes right before the axis `device`
         at = names.index(DEVICE) if missing == [NODE] else names.index(NODE) + 1
         names = (*names[:at], missing[0], *names[at:])
     types = (AxisType.Auto,) * len(names)
     if isinstance(mesh, AbstractMesh):
         sizes = tuple(mesh.shape.get(name, 1) for name in names)
         abstract = AbstractMesh(sizes, names, types, abstract_device=mesh.abstract_device)
-        return cast(Mesh, abstract)  # which has all that a trace reads
+        return cast(Mesh, abstract)  # it has everything that a trace reads
     devices = mesh.devices if at is None else np.expand_dims(mesh.devices, at)
     return Mesh(devices, names, axis_types=types)
 
 
 def platform_of(mesh: Mesh) -> str:
-    """Return what kind of device a mesh is of: "cpu", "gpu", "tpu"; of an abstract mesh that does
-    not say, the local one's."""
+    """Return the platform of a mesh's devices: "cpu", "gpu" or "tpu". For an abstract mesh that
+    does not name it, return the local devices' platform."""
     if isinstance(mesh, AbstractMesh):
         device = mesh.abstract_device
         return jax.default_backend() if device is None else device.platform
@@ -69,15 +71,16 @@ def platform_of(mesh: Mesh) -> str:
 
 
 def leaf_axes(mesh: Mesh) -> tuple[str, ...]:
-    """Return the axes over which leaves are split, outermost first: all of the mesh."""
+    """Return the axes over which leaves are split, outermost first. They are all axes of the
+    mesh."""
     return (*LEAF_AXES, PIPE) if mesh.shape.get(PIPE, 1) > 1 else LEAF_AXES
 
 
 def axes_size(mesh: Mesh, axes: Sequence[str]) -> int:
-    """Return the number of devices along axes."""
+    """Return the number of devices along `axes` together."""
     return math.prod(mesh.shape[axis] for axis in axes)
 
 
 def world_size(mesh: Mesh) -> int:
-    """Return the number of data-parallel devices, nodes x devices per node."""
+    """Return the number of data-parallel devices: nodes x devices per node."""
     return mesh.shape[NODE] * mesh.shape[DEVICE]

@@ -1,4 +1,4 @@
-"""Global batches from what each process has read."""
+"""Makes global batches from the rows that each process has read, and puts batches on a mesh."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from zeroxla.mesh.processes.exchange import exchange
 from zeroxla.mesh.relayout import mover
 from zeroxla.program.paths import leaf_path
 
-_compared: set[Mesh] = set()  # on which processes with the same rows gave the same ones
+_compared: set[Mesh] = set()  # meshes whose first batch has been compared between processes
 
 
 def process_shard(mesh: Mesh) -> tuple[int, int]:
     """Return (index, count): this process reads part `index` of `count` of every global batch.
 
     The rows of a batch are split over the (node, device) places of the mesh, whatever the order of
-    its axes and of processes. The parts are equal, and the smallest of which each process needs one
-    alone. Processes of other stages of the same places read the same part: with a stage on each
-    host, every host reads all rows.
+    its axes and of processes. All parts are equally large: as small as they can be while each
+    process needs only one. Processes with other pipeline stages at the same places read the same
+    part. So with one stage on each host, every host reads all rows.
 
     Raises:
       ValueError: this process has no device in the mesh.
@@ -44,19 +44,19 @@ def process_shard(mesh: Mesh) -> tuple[int, int]:
 
 
 def global_batch(rows: Any, mesh: Mesh) -> Any:
-    """Make the global batch, of which this process has the rows that it reads.
+    """Make the global batch from the rows that each process has read.
 
     Args:
-      rows: pytree of host arrays: those of part `index` of `count`, see `process_shard`; leading
-        dim the global batch / count.
+      rows: pytree of host arrays: this process's part `index` of `count`, see `process_shard`. The
+        leading dim is the global batch / count.
       mesh: the step's mesh.
 
     Returns:
-      A pytree of global arrays, leading dim the global batch, split over `node` and `device`.
-      Nothing travels between hosts.
+      A pytree of global arrays whose leading dim is the global batch, split over `node` and
+      `device`. Nothing travels between hosts.
 
     Raises:
-      ValueError: the rows do not divide over the devices that they are for.
+      ValueError: the rows do not divide over the devices that hold this part.
 
     >>> import zeroxla
     >>> mesh = zeroxla.make_mesh(nodes=1)
@@ -90,12 +90,13 @@ def global_batch(rows: Any, mesh: Mesh) -> Any:
 
 
 def put_batch(batch: Any, mesh: Mesh) -> Any:
-    """Return a checked batch on the mesh, split over its rows; shapes become zeros.
+    """Put a batch on the mesh, split over its rows. Shapes become zeros.
+
+    The first batch on a mesh is also compared between processes that hold the same rows.
 
     Raises:
-      ValueError: the mesh has no devices; it holds host arrays, and there are several processes;
-        or, looked at in the first batch on a mesh, processes that have the same rows were given
-        different ones.
+      ValueError: the mesh has no devices; the batch holds host arrays, and there are several
+        processes; or processes that hold the same rows were given different ones.
     """
     _check_has_devices(mesh)
     sharding = NamedSharding(mesh, PartitionSpec(BATCH_AXES))
@@ -123,7 +124,7 @@ def put_batch(batch: Any, mesh: Mesh) -> Any:
 
 
 def put_key(key: jax.Array, mesh: Mesh) -> jax.Array:
-    """Return a PRNG key, which all processes have alike, on every device of the mesh.
+    """Put a PRNG key on every device of the mesh. All processes must pass the same key.
 
     Raises:
       ValueError: the mesh has no devices.
@@ -137,10 +138,10 @@ def put_key(key: jax.Array, mesh: Mesh) -> jax.Array:
 
 
 def _check_has_devices(mesh: Mesh) -> None:
-    """Check that something can be computed on a mesh.
+    """Check that a mesh has devices to compute on.
 
     Raises:
-      ValueError: it is an abstract one.
+      ValueError: the mesh is abstract.
     """
     if isinstance(mesh, AbstractMesh):
         raise ValueError(
@@ -150,7 +151,7 @@ def _check_has_devices(mesh: Mesh) -> None:
 
 
 def _places(mesh: Mesh) -> dict[int, set[int]]:
-    """Return the places of each process' devices along the batch's rows, which are node-major."""
+    """Return, by process, the places of its devices along the batch's rows, counted node-major."""
     dims = [mesh.axis_names.index(axis) for axis in BATCH_AXES if axis in mesh.axis_names]
     places: dict[int, set[int]] = {}
     for at, device in np.ndenumerate(mesh.devices):
@@ -162,10 +163,10 @@ def _places(mesh: Mesh) -> dict[int, set[int]]:
 
 
 def _compare(batch: Any, mesh: Mesh) -> None:
-    """Check that the copies of rows in several processes are the same.
+    """Check that processes that hold the same rows of a batch have the same values.
 
     Raises:
-      ValueError: they are not.
+      ValueError: the values differ.
     """
     places = _places(mesh)
     if sum(map(len, places.values())) == len(set().union(*places.values())):

@@ -1,4 +1,4 @@
-"""Devices and links as data: what a figure is, and where it is from, stands in machines.toml."""
+"""Devices and links as data. The figures stand in machines.toml, each with its source."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class Link:
     """A link between devices.
 
     Attributes:
-      name: of the table.
-      bytes_per_s: one way.
-      latency_s: of one message.
-      of: who has one: each device, or a node, whose devices share it.
-      source: of the figures.
+      name: the entry's name in the table.
+      bytes_per_s: bandwidth in one direction.
+      latency_s: latency of one message.
+      of: owner of such a link: each device, or each node, whose devices then share it.
+      source: where the figures come from.
     """
 
     name: str
@@ -45,20 +45,21 @@ class Device:
     """A kind of device.
 
     Attributes:
-      name, label: in the table, and for people.
-      kind: how JAX's name for it begins; empty where it has none.
-      flops_per_s: of dense matrix products, by the dtype of their operands.
-      memory_bytes, bytes_per_s: of its own memory.
-      link: the link to the other devices of its node.
-      host_link: the link to its host's memory.
-      host_bytes_per_s: of that memory, which the devices of a node share.
-      platform: of the compiler.
-      efficiency: the share of `flops_per_s` that a training step's products reach, and of a CPU the
-        share of `bytes_per_s` too: its cores copy as they compute, and devices share them.
+      name, label: the entry's name in the table, and a name for people.
+      kind: the start of JAX's name for the device; empty if JAX has none.
+      flops_per_s: peak FLOP/s of dense matrix products, by the dtype of their operands.
+      memory_bytes, bytes_per_s: size and bandwidth of the device's own memory.
+      link: name of the link to the other devices of its node.
+      host_link: name of the link to its host's memory.
+      host_bytes_per_s: bandwidth of the host's memory, which the devices of a node share.
+      platform: the platform that the compiler targets.
+      efficiency: share of `flops_per_s` that a training step's products reach. On a CPU it is also
+        the share of `bytes_per_s`: its cores copy as they compute, and devices share them.
       overlaps: whether collectives run beside computation.
-      target: a file that describes a GPU to XLA, to compile for it; empty where there is none. In
-        the tables its path is relative to the folder targets/, in a user's to their own folder.
-      source: of the figures.
+      target: path of a file that describes a GPU to XLA, to compile for it; empty if there is none.
+        Paths in zeroxla's table are relative to the folder targets/, paths in a user's table to the
+        table's own folder.
+      source: where the figures come from.
     """
 
     name: str
@@ -94,13 +95,13 @@ class Device:
             )
 
     def rate(self, dtype: str) -> float:
-        """Return the FLOP/s that products of a dtype reach; of one that the device lacks, those of
-        float32."""
+        """Return the FLOP/s that products of a dtype reach. A dtype that the device lacks has the
+        rate of float32."""
         return self.efficiency * self.flops_per_s.get(dtype, self.flops_per_s["float32"])
 
     @property
     def memory_rate(self) -> float:
-        """Bytes per second that a step reads and writes."""
+        """The rate in bytes/s at which a step reads and writes the device's memory."""
         return self.bytes_per_s * (self.efficiency if self.platform == "cpu" else 1.0)
 
 
@@ -113,10 +114,11 @@ class Machines:
 
     @staticmethod
     def load(path: str | Path | None = None) -> Machines:
-        """Read the tables, and a user's own, whose entries come first.
+        """Read zeroxla's tables, and a user's file, whose entries replace ours of the same name.
 
         Raises:
-          ValueError: the file cannot be read, or an entry is not whole.
+          ValueError: the file cannot be read, or an entry lacks a field, has a wrong value, or
+            names an unknown link.
         """
         found = _read(TABLE)
         if path is not None:
@@ -131,7 +133,7 @@ class Machines:
         """Return a device by its name.
 
         Raises:
-          ValueError: there is none of that name; offers the nearest ones.
+          ValueError: there is no such device; the message offers the nearest names.
         """
         known = {key.lower(): device for key, device in self.devices.items()}
         if (found := known.get(name.lower())) is None:
@@ -139,16 +141,17 @@ class Machines:
         return found
 
     def of_kind(self, kind: str) -> Device | None:
-        """Return the device that JAX calls so: of several the one with the longest common name."""
+        """Return the device whose `kind` begins JAX's name; of several, the one with the longest
+        `kind`."""
         found = [d for d in self.devices.values() if d.kind and kind.startswith(d.kind)]
         return max(found, key=lambda device: len(device.kind), default=None)
 
     def find_link(self, name: str) -> Link:
-        """Return a link by its name, or one that the devices of a node share by its rate, such as
-        "100gbit" or "2.5gbit".
+        """Return a link by its name, or make one from a rate such as "100gbit" or "2.5gbit". The
+        devices of a node share a link that is made from a rate.
 
         Raises:
-          ValueError: there is none; offers the nearest ones.
+          ValueError: there is no such link; the message offers the nearest names.
         """
         known = {key.lower(): link for key, link in self.links.items()}
         if (found := known.get(name.lower())) is not None:

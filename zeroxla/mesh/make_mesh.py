@@ -1,4 +1,4 @@
-"""`make_mesh`: hosts become the axis `node`, or stages `pipe`; the devices of a host `device`."""
+"""`make_mesh`: makes a mesh whose axes follow the hosts of a run and their devices."""
 
 from __future__ import annotations
 
@@ -20,33 +20,34 @@ def make_mesh(
     pipe: int = 1,
     devices: Sequence[jax.Device] | None = None,
 ) -> Mesh:
-    """Make a mesh with the axes `("node", "device")`, and an outermost `"pipe"` if that exceeds 1.
+    """Make a mesh with the axes `("node", "device")`, and with an outermost `"pipe"` if there are
+    several stages.
 
-    Hosts become the axis `node`, whatever the order of processes, each with its first devices. With
-    stages, and `nodes` left to be found, they become the axis `pipe` first: what stages send each
-    other is less than what nodes do. So on two hosts of 8 devices
+    Hosts become the axis `node`, whatever the order of processes, and each gives its first devices.
+    With stages, and without `nodes`, hosts become the axis `pipe` first, as stages send each other
+    less than nodes do. So on two hosts of 8 devices
 
         make_mesh()                   node 2 x device 8
         make_mesh(pipe=2)             pipe 2 x node 1 x device 8, a host is a stage
         make_mesh(pipe=4)             pipe 4 x node 1 x device 4, a host is two stages
         make_mesh(pipe=2, nodes=2)    pipe 2 x node 2 x device 4, each host has a part of each stage
 
-    and on four `make_mesh(pipe=2)` is pipe 2 x node 2 x device 8: two hosts are a stage.
+    and on four hosts `make_mesh(pipe=2)` is pipe 2 x node 2 x device 8: two hosts are a stage.
 
     Args:
-      nodes: length of the axis `node`, along which hosts lie as far as they fill it, the rest of
-        them along `pipe`. If None, the number of hosts of a stage.
-      devices_per_node: length of the axis `device`; all that divides evenly if None.
+      nodes: length of the axis `node`. Hosts lie along it as far as they fill it, the rest of them
+        along `pipe`. None means the number of hosts in a stage.
+      devices_per_node: length of the axis `device`. None means all devices that divide evenly.
       pipe: number of pipeline stages.
-      devices: the devices to take, in order, `device` running fastest, then `node`; the first
-        pipe * nodes * devices_per_node of them are used. If None, all, arranged as above.
+      devices: the devices to take, in this order: `device` runs fastest, then `node`. The first
+        pipe * nodes * devices_per_node of them are used. None means all devices, arranged as above.
 
     Returns:
       A `jax.sharding.Mesh` whose axes are all `AxisType.Auto`.
 
     Raises:
-      ValueError: a length below 1, more devices asked for than there are, hosts with different
-        numbers of devices, or `nodes` left to be found where hosts and stages do not fit.
+      ValueError: a length is below 1, there are fewer devices than asked for, hosts have different
+        numbers of devices, or `nodes` is None and hosts and stages do not divide evenly.
 
     >>> make_mesh(nodes=1, devices_per_node=1).axis_names
     ('node', 'device')
@@ -80,14 +81,14 @@ def make_mesh(
 def _arranged(
     hosts: Mapping[str, Sequence[jax.Device]], pipe: int, nodes: int, devices_per_node: int
 ) -> np.ndarray:
-    """Return devices as (pipe, node, device), hosts along `node`, then along `pipe`."""
+    """Return an array of devices [pipe, node, device]; hosts fill `node` first, then `pipe`."""
     host_nodes = math.gcd(nodes, len(hosts))
     host_stages = len(hosts) // host_nodes
-    if pipe % host_stages:  # a node is of several hosts
+    if pipe % host_stages:  # a node consists of several hosts
         host_nodes = host_stages = 1
         hosts = {"": [device for host in hosts.values() for device in host]}
     parts = (pipe // host_stages, nodes // host_nodes, devices_per_node)
-    # A host is a part of the mesh: of each the first ones, and not one host's all.
+    # Every host gives its first devices: a smaller mesh still spans all hosts.
     first = math.prod(parts)
     if min(map(len, hosts.values())) < first:
         _equal_hosts(hosts)
@@ -106,10 +107,10 @@ def _hosts_of_a_stage(num_hosts: int, pipe: int) -> int:
 
 
 def _by_host(devices: Sequence[jax.Device]) -> dict[str, list[jax.Device]]:
-    """Return the devices of each host, by its name; hosts in the order of their first processes."""
+    """Return the devices of each host by its name, hosts in the order of their first processes."""
     names = nodes_of_processes() if jax.process_count() > 1 else [""]
     hosts: dict[str, list[jax.Device]] = {}
-    for device in sorted(devices, key=lambda d: d.process_index):  # stable: a process' own order
+    for device in sorted(devices, key=lambda d: d.process_index):  # keeps each process' own order
         hosts.setdefault(names[device.process_index], []).append(device)
     return hosts
 

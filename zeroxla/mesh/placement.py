@@ -1,7 +1,7 @@
-"""How each leaf is stored: which dim is split, what padding, what stays whole.
+"""`Placement` and `place`: how an array is stored, which dim is split, and what padding it gets.
 
-Leaves keep their natural shapes. One dim is split over `("device", "node")`, device-major; if none
-divides by the world, one is padded with zeros to the next multiple, the one that wastes least.
+Leaves keep their natural shapes. One dim is split over `("device", "node")`, device-major. If no
+dim divides by the world, the dim that wastes least is padded with zeros to the next multiple.
 """
 
 from __future__ import annotations
@@ -24,14 +24,15 @@ class Placement:
 
     Attributes:
       shape: the natural shape.
-      dim: the dim that is split over (device, node); None if every device holds the whole array.
-      pad: how many zeros are appended to `dim` so that it divides by the world.
-      layer_dims: the dims along which the model's loops slice a scanned leaf; never split.
-      axes: of the mesh, over which `dim` is split; the first one is the outermost.
-      stage_dim: the layer dim that is split over the stages of a pipeline besides, each of which
-        uses the layers that its devices store; None if none is.
-      memory: JAX's kind of the host memory that it is offloaded to, or `disk`; None for the
-        device's own.
+      dim: the dim that is split over `axes`; None if every device holds the whole array.
+      pad: number of zeros appended to `dim` to make it divide by the world.
+      layer_dims: the dims along which the model's loops slice a scanned leaf. They are never split
+        over `axes`.
+      axes: the mesh axes over which `dim` is split, the outermost first.
+      stage_dim: the layer dim that is also split over the stages of a pipeline, each of which uses
+        the layers that its devices store; None if there is none.
+      memory: the memory that the array lives in: JAX's kind of the host's memory, `disk`, or None
+        for the device's own.
     """
 
     shape: tuple[int, ...]
@@ -44,30 +45,31 @@ class Placement:
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
-        """The shape of the array in the state, padding included."""
+        """The shape of the array in the state, with its padding."""
         if self.dim is None:
             return self.shape
         return tuple(n + self.pad * (d == self.dim) for d, n in enumerate(self.shape))
 
     @property
     def unsplit_layers(self) -> int | None:
-        """The first layer dim that no stages share; None if there is none."""
+        """The first layer dim that is not split over stages; None if there is none."""
         return next((d for d in self.layer_dims if d != self.stage_dim), None)
 
     @property
     def split_dim(self) -> int:
-        """`dim` of an array that is split."""
+        """`dim`, for an array that is known to be split."""
         assert self.dim is not None, "the array is whole on every device"
         return self.dim
 
     def part_shape(self, parts: int) -> tuple[int, ...]:
-        """The stored shape of one of so many equal parts along `dim`."""
+        """Return the stored shape of a part, if the array is cut into equal parts along `dim`."""
         return tuple(
             n // parts if d == self.split_dim else n for d, n in enumerate(self.stored_shape)
         )
 
     @property
     def spec(self) -> PartitionSpec:
+        """The array's partition spec on a mesh with these axes."""
         if self.dim is None:
             return PartitionSpec()
         names: list[str | tuple[str, ...] | None] = [None] * len(self.shape)
@@ -78,20 +80,21 @@ class Placement:
 
     @property
     def is_on_disk(self) -> bool:
-        """Whether it is in a file, and comes to the device for the update alone."""
+        """Whether the array is in a file on the host's disk."""
         return self.memory == DISK
 
     def sharding(self, mesh: Mesh) -> NamedSharding:
-        """How it lies on a mesh, and in which memory; of an array on disk when it has come."""
+        """Return the array's sharding, memory included. An array on disk gets the one it has once
+        read."""
         memory = None if self.is_on_disk else self.memory
         return NamedSharding(mesh, self.spec, memory_kind=memory)
 
     def shard_shape(self, mesh: Mesh) -> tuple[int, ...]:
-        """The shape of what one device stores."""
+        """Return the shape of the shard that one device stores."""
         return self.sharding(mesh).shard_shape(self.stored_shape)
 
     def unstack(self, dim: int) -> Placement:
-        """The placement of a slice along `dim`, a scanned leaf's layer dim, which is not split."""
+        """Return the placement of a slice along `dim`, a layer dim of a scanned leaf."""
         assert dim != self.dim, (dim, self)
         shape = self.shape[:dim] + self.shape[dim + 1 :]
         inner = self.dim if self.dim is None or self.dim < dim else self.dim - 1
@@ -104,13 +107,13 @@ class Placement:
         )
 
     def natural(self, stored: jax.Array) -> jax.Array:
-        """Drop the padding."""
+        """Return a stored array without its padding."""
         if not self.pad:
             return stored
         return jax.lax.slice_in_dim(stored, 0, self.shape[self.split_dim], axis=self.split_dim)
 
     def stored(self, natural: jax.Array) -> jax.Array:
-        """Append the padding."""
+        """Return an array with its padding appended."""
         if not self.pad:
             return natural
         widths = [(0, self.pad if d == self.dim else 0) for d in range(len(self.shape))]
@@ -126,13 +129,13 @@ def place(
 ) -> Placement:
     """Choose the placement of an array.
 
-    The first dim outside `skip` that divides by `world` is split. Where none does, the dim whose
-    padding adds the fewest elements is. An array with fewer elements than devices stays whole: its
-    shards would be larger than itself.
+    The first dim outside `skip` that divides by `world` is split. If none does, the dim whose
+    padding adds the fewest elements is split. An array with fewer elements than devices stays
+    whole: its shards together would be larger than the array.
 
     Args:
       shape: natural shape.
-      world: number of devices that share it.
+      world: number of devices that share the array.
       skip: dims that stay unsplit, such as the layer dim of a scanned leaf.
       axes: see `Placement`.
 

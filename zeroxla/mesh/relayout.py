@@ -1,4 +1,4 @@
-"""Global arrays from one sharding to another, with processes that hold only a part of them."""
+"""Moves global arrays from one sharding to another, where each process holds only a part."""
 
 from __future__ import annotations
 
@@ -13,15 +13,17 @@ from zeroxla.mesh.axes import DEVICE, NODE, PIPE
 
 @functools.cache
 def mover(sharding: NamedSharding) -> Callable[[jax.Array], jax.Array]:
-    """Return a compiled function from an array of the sharding's devices to one split so."""
+    """Return a jitted function that gives this sharding to an array on the same devices."""
     return jax.jit(lambda x: x, out_shardings=sharding)
 
 
 def hops_to_whole(sharding: NamedSharding) -> list[NamedSharding]:
-    """Return the shardings a leaf passes through to be whole on every device: axis by axis, first
-    without `pipe`, then `node`, then `device`. So what travels between hosts does so once; with
-    several stages on a host, once for each."""
-    # Of what a program returns the spec may lack axes of length 1, and be a name if one is left.
+    """Return the shardings that a leaf passes through until it is whole on every device.
+
+    They lose an axis at a time: first `pipe`, then `node`, then `device`. So each byte travels
+    between hosts once, or once for each of several stages on a host.
+    """
+    # The spec of a program's result may lack axes of length 1, and be a bare name if one is left.
     spec = [(names,) if isinstance(names, str) else names or () for names in sharding.spec]
     found = []
     for axis in (PIPE, NODE, DEVICE):
@@ -34,7 +36,7 @@ def hops_to_whole(sharding: NamedSharding) -> list[NamedSharding]:
 
 
 def whole(x: jax.Array) -> jax.Array:
-    """Return a leaf whole on every device; all processes must call this."""
+    """Return a leaf that is whole on every device. All processes must call this."""
     assert isinstance(x.sharding, NamedSharding)
     for sharding in hops_to_whole(x.sharding):
         x = mover(sharding)(x)

@@ -1,4 +1,4 @@
-"""`simulate`: this process's CPU as several devices."""
+"""`simulate`: shows this process's CPU as several devices."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from zeroxla.program.compat import backends_started
 def simulate(num_devices: int, *, keep_accelerators: bool = False) -> None:
     """Show this process's CPU as `num_devices` devices. Call it before JAX is used.
 
-    Collectives of simulated devices block one thread each, and JAX sizes its thread pool by the
-    number of cores; with few cores the pool starves and the run dies in a rendezvous. `NPROC=64`
-    enlarges the pool, so this sets it too.
+    A collective blocks one thread for each simulated device, and JAX sizes its thread pool by the
+    number of cores. With few cores the pool starves and the run dies in a rendezvous. The variable
+    `NPROC` enlarges the pool, so this sets it, to 64 or more.
 
     Args:
       num_devices: how many devices, 1 or more.
-      keep_accelerators: leave GPUs visible; JAX then prefers them, and the simulated devices are
-        for machines without.
+      keep_accelerators: leave GPUs visible. JAX then prefers them, and the simulated devices serve
+        machines without GPUs.
 
     Raises:
-      ValueError: `num_devices` below 1.
-      RuntimeError: JAX has started with another number of devices or without the larger pool.
+      ValueError: `num_devices` is below 1.
+      RuntimeError: JAX has already started, with other devices or without the larger pool.
     """
     if num_devices < 1:
         raise ValueError(f"cannot simulate {num_devices} devices; give 1 or more")

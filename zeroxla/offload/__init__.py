@@ -1,1 +1,1 @@
-"""State that lives in host memory or on disk."""
+"""Parts of the state that live in host memory or on disk, and how they come to the devices."""

@@ -1,4 +1,4 @@
-"""Bytes of arrays on one device, in the device's memory, in the host's, or on disk."""
+"""Counts the bytes of arrays on one device, in its memory, in its host's memory, or on disk."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from zeroxla.offload.memory_kinds import Place, place_of
 
 
 def shard_bytes(shapes: Any, *, place: Place = "device") -> int:
-    """Sum the bytes of one device's shards of arrays, of their shapes and shardings alone.
+    """Sum the bytes of one device's shards of arrays, from shapes and shardings alone.
 
     Args:
-      shapes: a pytree of arrays or ShapeDtypeStructs with shardings; PRNG keys count nothing.
-      place: count what is there.
+      shapes: a pytree of arrays or ShapeDtypeStructs with shardings. PRNG keys count nothing.
+      place: the place whose arrays are counted: "device", "host" or "disk".
     """
     return sum(
         math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
@@ -28,15 +28,15 @@ def array_bytes_per_device(tree: Any, *, place: Place = "device") -> dict[jax.De
     """Sum the bytes that the live arrays of a pytree hold on each device of this process.
 
     Args:
-      tree: a pytree, such as a `TrainState`. Leaves that are no `jax.Array` count nothing; an array
+      tree: a pytree, such as a `TrainState`. Leaves that are no `jax.Array` count nothing. An array
         that appears twice (tied leaves) counts once.
-      place: "device", or "host": count what is offloaded there instead.
+      place: the place whose arrays are counted: "device", or "host" for offloaded arrays.
 
     Returns:
       Bytes by device, for the devices that hold anything.
 
     Raises:
-      RuntimeError: from JAX, if an array was donated or deleted.
+      RuntimeError: an array was donated or deleted; JAX raises this.
     """
     arrays = {id(leaf): leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array)}
     held: dict[jax.Device, int] = {}

@@ -1,4 +1,4 @@
-"""Memory kinds: arrays move between a device's memory and its host's, inside compiled programs."""
+"""Moves arrays between a device's memory and its host's, inside compiled programs."""
 
 from __future__ import annotations
 
@@ -13,45 +13,52 @@ from zeroxla.offload.disk.disk_array import DiskArray, DiskShape
 
 Place = Literal["device", "host", "disk"]
 HOST_KINDS = (PINNED, "unpinned_host")
-"""JAX's names of a host's memory."""
+"""JAX's names for a host's memory."""
 
 
 def place_of(x: Any) -> Place:
-    """Return where an array of a state is, or the array of a shape with a sharding."""
+    """Return where an array of a state is, or where the array of a shape with a sharding would
+    be."""
     if isinstance(x, (DiskArray, DiskShape)):
         return "disk"
     return "host" if x.sharding.memory_kind in HOST_KINDS else "device"
 
 
 def is_on_host(x: Any) -> bool:
-    """Return whether an array, or one that is traced, is in host memory."""
-    return getattr(jax.typeof(x), "memory_space", memory.Space.Device) == memory.Space.Host
+    """Return whether an array, real or traced, is in host memory."""
+    return _is_host_type(jax.typeof(x))
+
+
+def is_value_on_host(value: Any) -> bool:
+    """Return whether a value of a traced program, a `trace.Value` or JAX's `Var`, is in host
+    memory."""
+    return _is_host_type(value.aval)
 
 
 def to_device(x: jax.Array) -> jax.Array:
-    """Return the array in device memory; as it is if it is there."""
+    """Return the array in device memory. It is not moved if it is there already."""
     return jax.device_put(x, memory.Space.Device) if is_on_host(x) else x
 
 
 def to_host(x: jax.Array) -> jax.Array:
-    """Return the array in its host's pinned memory, inside a compiled program; as it is if it is
-    there."""
+    """Return the array in its host's pinned memory, inside a compiled program. It is not moved if
+    it is there already."""
     return x if is_on_host(x) else jax.device_put(x, memory.Space.Host)
 
 
 def put(x: jax.Array, sharding: NamedSharding) -> jax.Array:
-    """Return the array with a sharding and in its memory, inside a compiled program; as it is if it
-    is in the host's already."""
+    """Return the array with a sharding, in the sharding's memory, inside a compiled program. It is
+    not moved if the sharding is in host memory and the array is there already."""
     if sharding.memory_kind in (None, "device"):
         return jax.lax.with_sharding_constraint(x, sharding)
     return x if is_on_host(x) else jax.device_put(x, sharding)
 
 
 def check_memory(mesh: Mesh, kind: str) -> None:
-    """Check that a mesh's devices can reach a kind of memory; nothing is known of an abstract one.
+    """Check that a mesh's devices can reach a kind of memory. An abstract mesh passes.
 
     Raises:
-      ValueError: they cannot.
+      ValueError: the devices cannot reach it.
     """
     if isinstance(mesh, AbstractMesh):
         return
@@ -62,3 +69,7 @@ def check_memory(mesh: Mesh, kind: str) -> None:
             f"Offload needs {kind!r} memory, and {device.device_kind} has {kinds}; leave "
             "`offload` out"
         )
+
+
+def _is_host_type(aval: Any) -> bool:
+    return getattr(aval, "memory_space", None) == memory.Space.Host

@@ -1,1 +1,1 @@
-"""Stages along the mesh axis `pipe`: schedules as data, their proof and what they cost."""
+"""Training in stages along the mesh axis `pipe`. Begin with `pipeline`."""

@@ -1,5 +1,4 @@
-"""The blocks of a model: the loop over stacked leaves in the trace of its loss, and what is around
-it."""
+"""Finds a model's blocks: the loop over stacked leaves in the trace of its loss."""
 
 from __future__ import annotations
 
@@ -10,7 +9,7 @@ from typing import Any
 import jax
 
 from zeroxla.frontend import Adapted
-from zeroxla.program import compat
+from zeroxla.program.scan import Scan
 from zeroxla.program.stacked_scan import Stacked, find_stacked
 from zeroxla.program.trace import Atom, Equation, Program, Value, closure, trace
 
@@ -20,81 +19,65 @@ class Blocks:
     """A loss, taken apart at its loop over blocks.
 
     Attributes:
-      program: the loss.
-      result: tree structure of (loss, metrics, model_state).
-      leaves: the values of the model's leaves.
-      loop: the scan.
-      stacked: which of its `xs` are leaves.
-      known: the equation that makes each value before the loop, or beside it.
-      travels: the activations made before the loop that are read after it, or in it besides the
-        carry.
+      program: the program of the loss.
+      result: the tree structure of (loss, metrics, model_state).
+      leaves: the inputs of the program that are the model's leaves.
+      loop: the `scan` over blocks.
+      stacked: the operands of the loop that slice a leaf, by their position.
+      producers: for each value that does not depend on the loop, the equation that makes it.
+      passed_on: the activations made before the loop that the loop reads beside its carry, or that
+        are read after it. They travel from stage to stage with the carry.
     """
 
     program: Program
     result: Any
     leaves: tuple[Value, ...]
-    loop: Equation
+    loop: Scan
     stacked: Mapping[int, Stacked]
-    known: Mapping[Value, Equation]
-    travels: tuple[Value, ...]
+    producers: Mapping[Value, Equation]
+    passed_on: tuple[Value, ...]
 
     @property
     def num_blocks(self) -> int:
-        return self.loop.params["length"]
+        """The number of blocks: the turns of the loop."""
+        return self.loop.length
 
     @property
-    def counts(self) -> tuple[int, int]:
-        """Numbers of constants and carries of the loop."""
-        return compat.scan_counts(self.loop.params)
-
-    @property
-    def carry(self) -> tuple[Atom, ...]:
-        """What the loop begins with."""
-        num_consts, num_carry = self.counts
-        return self.loop.inputs[num_consts : num_consts + num_carry]
-
-    @property
-    def beside(self) -> list[Value]:
-        """What the loop reads besides its carry and the stacked leaves."""
-        num_consts, num_carry = self.counts
-        return [
-            a
-            for i, a in enumerate(self.loop.inputs)
-            if isinstance(a, Value)
-            and i not in self.stacked
-            and not num_consts <= i < num_consts + num_carry
-        ]
+    def other_operands(self) -> list[Value]:
+        """The values that the loop reads beside its carry and the stacked leaves."""
+        xs = [a for i, a in enumerate(self.loop.xs, self.loop.first_x) if i not in self.stacked]
+        return [a for a in (*self.loop.consts, *xs) if isinstance(a, Value)]
 
     @property
     def after(self) -> list[Equation]:
-        """The equations that follow the loop."""
-        return _dependents(self.program.equations, self.loop.outputs)
+        """The equations that depend on the loop's results."""
+        return _dependents(self.program.equations, self.loop.equation.outputs)
 
     @property
-    def read_last(self) -> list[Value]:
-        """What these read that was made before the loop."""
-        made = {v for eq in self.after for v in eq.outputs} | set(self.loop.outputs)
+    def read_after(self) -> list[Value]:
+        """The values made before the loop that the equations after it read."""
+        made = {v for eq in self.after for v in eq.outputs} | set(self.loop.equation.outputs)
         values = [v for eq in self.after for v in eq.values]
         values += [a for a in self.program.outputs if isinstance(a, Value)]
         return list(dict.fromkeys(v for v in values if v not in made))
 
-    def roots(self, values: Sequence[Atom]) -> set[Value]:
+    def leaves_of(self, values: Sequence[Atom]) -> set[Value]:
         """Return the leaves that values depend on."""
-        found = closure([v for v in values if isinstance(v, Value)], self.known)[1]
+        found = closure([v for v in values if isinstance(v, Value)], self.producers)[1]
         return set(found) & set(self.leaves)
 
 
-def take_apart(adapted: Adapted, tree: Any, batch: Any, key: jax.Array, *, train: bool) -> Blocks:
-    """Find the blocks of a model.
+def find_blocks(adapted: Adapted, tree: Any, batch: Any, key: jax.Array, *, train: bool) -> Blocks:
+    """Trace a model's loss and find its blocks: the loop over the largest stacked leaves.
 
     Args:
       adapted: the model.
-      tree: shapes of its leaves.
-      batch, key: of a micro-batch.
-      train: whether it is trained.
+      tree: the shapes of its leaves.
+      batch, key: the shapes of one device's micro-batch and of its key.
+      train: whether the model is told that it is trained.
 
     Raises:
-      ValueError: it has no loop over stacked leaves, or one that cannot be cut.
+      ValueError: the model has no loop over stacked leaves, or its loop cannot be cut.
     """
     shapes, structure = jax.tree.flatten(tree)
 
@@ -103,13 +86,14 @@ def take_apart(adapted: Adapted, tree: Any, batch: Any, key: jax.Array, *, train
 
     program, result = trace(loss, shapes, batch, key)
     leaves = program.inputs[: len(shapes)]
-    producers = {v: eq for eq in program.equations for v in eq.outputs}
+    made_by = {v: eq for eq in program.equations for v in eq.outputs}
     candidates = []
     for eq in program.equations:
         if eq.name == "scan":
-            stacked = _stacked(eq, producers, leaves)
+            scan = Scan(eq)
+            stacked = _stacked(scan, made_by, leaves)
             size = sum(s.leaf.aval.size for s in stacked.values())
-            candidates.append((size, eq, stacked))
+            candidates.append((size, scan, stacked))
     size, loop, stacked = max(candidates, key=lambda c: c[0], default=(0, None, {}))
     if loop is None or not size:
         raise ValueError(
@@ -117,53 +101,53 @@ def take_apart(adapted: Adapted, tree: Any, batch: Any, key: jax.Array, *, train
             "(scan=True), or give its layers as zeroxla.Pipeline([...], loss)"
         )
     _check_loop(loop, program)
-    after = _dependents(program.equations, loop.outputs)
-    known = {v: eq for v, eq in producers.items() if eq not in after and eq is not loop}
+    after = _dependents(program.equations, loop.equation.outputs)
+    producers = {v: eq for v, eq in made_by.items() if eq not in after and eq is not loop.equation}
     read_later = [v for eq in after for v in eq.values]
     read_later += [a for a in program.outputs if isinstance(a, Value)]
-    num_consts, num_carry = compat.scan_counts(loop.params)
-    beside = [
-        a
-        for i, a in enumerate(loop.inputs)
-        if isinstance(a, Value) and i not in range(num_consts, num_consts + num_carry)
-    ]
+    beside = [a for a in (*loop.consts, *loop.xs) if isinstance(a, Value)]
     activations = _activations(program, leaves)
-    travels = dict.fromkeys(v for v in (*beside, *read_later) if v in activations and v in known)
+    passed_on = dict.fromkeys(
+        v for v in (*beside, *read_later) if v in activations and v in producers
+    )
     return Blocks(
         program=program,
         result=result,
         leaves=leaves,
         loop=loop,
         stacked=stacked,
-        known=known,
-        travels=tuple(travels),
+        producers=producers,
+        passed_on=tuple(passed_on),
     )
 
 
 def _stacked(
-    eq: Equation, producers: Mapping[Value, Equation], leaves: Sequence[Value]
+    scan: Scan, made_by: Mapping[Value, Equation], leaves: Sequence[Value]
 ) -> dict[int, Stacked]:
-    num_consts, num_carry = compat.scan_counts(eq.params)
-    start = num_consts + num_carry
+    """Return the operands of a `scan` that slice a leaf, by their position."""
     whole = dict.fromkeys(leaves)
-    found = ((i, find_stacked(a, producers, whole)) for i, a in enumerate(eq.inputs[start:], start))
+    found = ((i, find_stacked(a, made_by, whole)) for i, a in enumerate(scan.xs, scan.first_x))
     return {i: stacked for i, stacked in found if stacked is not None}
 
 
-def _check_loop(loop: Equation, program: Program) -> None:
-    num_carry = compat.scan_counts(loop.params)[1]
+def _check_loop(loop: Scan, program: Program) -> None:
+    """Check that a pipeline can run the loop.
+
+    Raises:
+      ValueError: something of each block is read later, or the loop runs in reverse.
+    """
     read_later = {v for eq in program.equations for v in eq.values} | set(program.outputs)
-    if any(v in read_later for v in loop.outputs[num_carry:]):
+    if any(v in read_later for v in loop.ys):
         raise ValueError(
             "the loop over blocks returns something of each block (its ys), which later layers "
             "read; carry it through the blocks, or give the layers as zeroxla.Pipeline([...], loss)"
         )
-    if loop.params.get("reverse"):
+    if loop.reverse:
         raise ValueError("the loop over blocks runs in reverse; a pipeline runs forward")
 
 
 def _dependents(equations: Sequence[Equation], values: Sequence[Value]) -> list[Equation]:
-    """Return the equations that depend on values, in order."""
+    """Return the equations that depend on some of the values, in order."""
     reached, found = set(values), []
     for eq in equations:
         if not reached.isdisjoint(eq.values):
@@ -173,7 +157,7 @@ def _dependents(equations: Sequence[Equation], values: Sequence[Value]) -> list[
 
 
 def _activations(program: Program, leaves: Sequence[Value]) -> set[Value]:
-    """Return the values that depend on leaves and on the batch or the key."""
+    """Return the values that depend both on leaves and on the batch or the key."""
     on_leaves, on_data = set(leaves), set(program.inputs) - set(leaves)
     for eq in program.equations:
         for known in (on_leaves, on_data):

@@ -1,4 +1,4 @@
-"""What a layer costs, and how long that takes on a device."""
+"""The costs of layers, and the time that they take on a device."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerCost:
-    """What one layer weighs.
+    """The costs of one layer. None means that a cost is not known.
 
     Attributes:
-      name: of the layer, for people.
-      kind: the name of its class, which "type:REGEX" searches.
-      parameters: how many.
-      flops: of the layer's compiled forward and backward.
-      bytes: that the compiled layer reads and writes.
-      seconds: measured.
+      name: the layer's name in reports.
+      kind: the name of the layer's class, which "type:REGEX" searches.
+      parameters: the number of its parameters.
+      flops: the FLOPs of its compiled forward and backward.
+      bytes: the bytes that the compiled forward and backward read and write.
+      seconds: the measured time of forward and backward.
     """
 
     name: str
@@ -32,8 +32,8 @@ class Machine:
     """The roofline of one device: a layer takes as long as the slower of arithmetic and memory.
 
     Attributes:
-      flops_per_s: in the dtype that the layers compute in.
-      bytes_per_s: of the device's main memory.
+      flops_per_s: FLOPs per second in the dtype in which the layers compute.
+      bytes_per_s: bytes per second of the device's main memory.
     """
 
     flops_per_s: float
@@ -47,8 +47,14 @@ class Machine:
             )
 
 
-def times_of(layers: Sequence[LayerCost], machine: Machine | None) -> list[float]:
-    """Return seconds: all measured or all computed, since the two are not on one scale.
+def seconds_of(layers: Sequence[LayerCost], machine: Machine | None) -> list[float]:
+    """Return the seconds of each layer: all measured, or all computed from FLOPs and bytes.
+
+    The two are never mixed, because they are not on one scale.
+
+    Args:
+      layers: the layers.
+      machine: the device to compute times for; not needed for measured layers.
 
     Raises:
       ValueError: some layers were measured and others not, or figures are missing.

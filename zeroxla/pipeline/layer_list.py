@@ -1,4 +1,4 @@
-"""A model as a list of layers: as a whole, and cut into stages."""
+"""A model given as a list of layers: run as a whole, or cut into stages."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from zeroxla.pipeline.layer_cost import LayerCost
 from zeroxla.pipeline.layers import Layer, make_layer
 from zeroxla.pipeline.partition import Partition
 from zeroxla.pipeline.stage import Stage
-from zeroxla.pipeline.stage_moves import Piece
+from zeroxla.pipeline.stage_moves import LeafPiece
 from zeroxla.program.paths import leaf_path
 
 
@@ -37,10 +37,6 @@ class LayerList:
         _check_names(self.layers)
 
     @property
-    def num_layers(self) -> int:
-        return len(self.layers)
-
-    @property
     def adapted(self) -> Adapted:
         """The whole model as pure functions."""
         return Adapted(init=self._init, loss=self._whole_loss)
@@ -57,21 +53,24 @@ class LayerList:
         """Cut the layers into stages.
 
         Args:
-          divide: gives the boundaries.
-          tree: of the parameters: shapes and dtypes in the compute dtype.
-          batch, key: shapes of a micro-batch on one device, and of its key.
+          divide: chooses the boundaries, given what the layers cost.
+          tree: the parameters' shapes, in the compute dtype.
+          batch, key: the shapes of one device's micro-batch and of its key.
           train: whether layers are told that they are trained.
+
+        Returns:
+          The stages, and the partition that `divide` chose.
         """
-        del batch, key  # stages find out their shapes one after another
+        del batch, key  # each stage is traced later, on the output of the stage before
         partition = divide(self._costs(tree))
         by_name: dict[str, list[int]] = collections.defaultdict(list)
         for i, (path, _) in enumerate(jax.tree_util.tree_leaves_with_path(tree)):
             by_name[path[0].key].append(i)
         stages, last = [], len(partition.boundaries) - 2
         for i, (first, end) in enumerate(itertools.pairwise(partition.boundaries)):
-            # In the order in which a dict of them flattens.
+            # Sorted, because a dict flattens in this order.
             names = sorted({layer.name for layer in self.layers[first:end]} & by_name.keys())
-            pieces = tuple(Piece(leaf=i) for name in names for i in by_name[name])
+            pieces = tuple(LeafPiece(leaf=i) for name in names for i in by_name[name])
             structure = jax.tree.structure({name: tree[name] for name in names})
             ends = {"is_first": i == 0, "is_last": i == last}
             run = self._stage(first, end, structure, train=train, **ends)
@@ -79,7 +78,7 @@ class LayerList:
         return stages, partition
 
     def _costs(self, tree: Any) -> list[LayerCost]:
-        """Return the layers; a tied one costs where it is first."""
+        """Return the cost of each layer; shared parameters count where they are used first."""
         seen: set[str] = set()
         costs = []
         for layer in self.layers:
@@ -92,6 +91,8 @@ class LayerList:
     def _stage(
         self, first: int, end: int, structure: Any, *, train: bool, is_first: bool, is_last: bool
     ) -> Callable[..., Any]:
+        """Return the function that computes the layers from `first` to `end`; see `Stage.run`."""
+
         def run(leaves: Sequence[jax.Array], x: Any, batch: Any, key: jax.Array) -> Any:
             params = structure.unflatten(leaves)
             x = self._inputs(batch) if is_first else x
@@ -111,11 +112,11 @@ class LayerList:
         *,
         train: bool,
     ) -> tuple[Any, Tree]:
-        """Run layers one after another."""
-        step = self._remat or max(end - first, 1)
+        """Run the layers from `first` to `end`, and recompute groups of them if `remat` is set."""
+        group_size = self._remat or max(end - first, 1)
         state = dict(model_state)
-        for start in range(first, end, step):
-            stop = min(start + step, end)
+        for start in range(first, end, group_size):
+            stop = min(start + group_size, end)
 
             def group(params: Tree, state: Tree, x: Any, key: jax.Array, start=start, stop=stop):
                 state = dict(state)
@@ -133,6 +134,7 @@ class LayerList:
         return x, state
 
     def _init(self, key: jax.Array, batch: Any) -> tuple[Tree, Tree]:
+        """Make the parameters and the model state, calling each layer on the one before."""
         params: Tree = {}
         model_state: Tree = {}
         x = self._inputs(batch)
@@ -160,6 +162,7 @@ class LayerList:
 
 
 def _check_names(layers: Sequence[Layer]) -> None:
+    """Check that no key of a tied layer is also the name of another layer."""
     counts = collections.Counter(layer.name for layer in layers)
     for layer in layers:
         if counts[layer.name] > 1 and not layer.tied:
@@ -170,7 +173,7 @@ def _check_names(layers: Sequence[Layer]) -> None:
 
 
 def _check_tie(made: Tree, first: Tree, index: int, layer: Layer) -> None:
-    """Check that a tied layer has no leaves but those of the first with its key."""
+    """Check that a tied layer has no leaves that the first layer with its key lacks."""
     mine, known = (
         {leaf_path(path): x.shape for path, x in jax.tree_util.tree_leaves_with_path(tree)}
         for tree in (made, first)
@@ -183,6 +186,7 @@ def _check_tie(made: Tree, first: Tree, index: int, layer: Layer) -> None:
 
 
 def _check_boundary(x: Any, index: int, layer: Layer) -> None:
+    """Check that a layer returned an array or a tuple of arrays."""
     arrays = x if isinstance(x, tuple) else (x,)
     if not arrays or not all(isinstance(a, jax.Array) or hasattr(a, "aval") for a in arrays):
         kinds = ", ".join(type(a).__name__ for a in arrays)

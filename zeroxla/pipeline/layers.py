@@ -1,5 +1,4 @@
-"""Layers of a pipeline: modules and functions, each as two pure functions of the array(s) that the
-one before it returned."""
+"""Layers of a pipeline: a module or function becomes two pure functions, `init` and `call`."""
 
 from __future__ import annotations
 
@@ -10,26 +9,26 @@ from typing import Any
 
 import flax.linen as nn
 import jax
-from flax import nnx
 
 from zeroxla.frontend.base import Tree
 from zeroxla.frontend.linen import linen_functions
-from zeroxla.frontend.nnx import nnx_functions
 
 Init = Callable[[jax.Array, Any], tuple[Tree, Tree]]
+"""(key, x) -> (params, model_state)."""
 Call = Callable[..., tuple[Any, Tree]]
+"""(params, model_state, x, key, *, train) -> (y, model_state)."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TiedLayer:
-    """A layer whose parameters are those of every other one with its key.
+    """A layer that shares its parameters with every other tied layer of the same key.
 
     Attributes:
-      key: names the parameters.
-      module: a linen module, or a function of rngs that returns an nnx module; that of the first
-        layer with the key makes the parameters.
-      forward: called as `forward(module, x)` in the place of `module(x)`: the head that reads an
-        embedding's table, for one.
+      key: the name of the parameters.
+      module: a linen module, or a function of rngs that returns an nnx module. The first layer with
+        the key makes the parameters.
+      forward: called as `forward(module, x)` instead of `module(x)`, for example by a head that
+        reads an embedding's table.
     """
 
     key: str
@@ -39,14 +38,14 @@ class TiedLayer:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Layer:
-    """A layer.
+    """A layer as pure functions. `x` is the array or the tuple of arrays from the layer before.
 
     Attributes:
-      name: of its parameters in the tree of the model; that of a tied layer is its key.
-      kind: the type of what it was made of.
-      init: (key, x) -> (params, model_state).
-      call: (params, model_state, x, key, *, train) -> (y, model_state).
-      tied: whether others may have the same name.
+      name: the name of its parameters in the model's tree; a tied layer's key.
+      kind: the name of the class or function that the layer was made from.
+      init: makes the parameters.
+      call: computes the layer.
+      tied: whether other layers may have the same name.
     """
 
     name: str
@@ -56,29 +55,32 @@ class Layer:
     tied: bool = False
 
 
-def make_layer(what: Any, index: int) -> Layer:
-    """Turn what a user gives as a layer into one.
+def make_layer(given: Any, index: int) -> Layer:
+    """Make a layer of an entry in the user's list.
 
     Args:
-      what: a linen module, an nnx module or a function of rngs that returns one, a function of the
-        array(s) before it, or a `TiedLayer`.
-      index: of the layer: its parameters are called "layers_INDEX".
+      given: a linen module, an nnx module or a function of rngs that returns one, a function of the
+        array(s) from the layer before, or a `TiedLayer`.
+      index: the layer's place in the list; its parameters are called "layers_INDEX".
 
     Raises:
-      ValueError: it is none of these.
+      ValueError: `given` is none of these.
     """
-    tied = isinstance(what, TiedLayer)
-    name = what.key if tied else f"layers_{index}"
-    module, forward = (what.module, what.forward) if tied else (what, None)
+    tied = isinstance(given, TiedLayer)
+    name = given.key if tied else f"layers_{index}"
+    module, forward = (given.module, given.forward) if tied else (given, None)
     if isinstance(module, type):
         raise ValueError(f"layer {index} is the class {module.__name__}; give an instance")
     if isinstance(module, nn.Module):
         init, call = linen_functions(module, _run(forward, module))
         return Layer(name=name, kind=type(module).__name__, init=init, call=call, tied=tied)
-    if isinstance(module, nnx.Module) or (callable(module) and _makes_module(module)):
+    # Imported here because importing flax.nnx takes long.
+    from zeroxla.frontend.nnx import is_nnx, nnx_functions
+
+    if is_nnx(module) or (callable(module) and _makes_module(module)):
         kinds: list[str] = []
 
-        def make_run(made: nnx.Module) -> Callable[..., Any]:
+        def make_run(made: Any) -> Callable[..., Any]:
             kinds.append(type(made).__name__)
             return _run(forward, made)
 
@@ -93,7 +95,7 @@ def make_layer(what: Any, index: int) -> Layer:
 
 
 def _run(forward: Callable[[Any, Any], Any] | None, module: Any) -> Callable[..., Any]:
-    """Return `run(module, x, train)`."""
+    """Return `run(module, x, train)`, which calls a module or passes it to `forward`."""
     if forward is not None:
         return lambda module, x, train: forward(module, x)
     options = _train_options(type(module).__call__)
@@ -105,6 +107,7 @@ def _run(forward: Callable[[Any, Any], Any] | None, module: Any) -> Callable[...
 
 
 def _function_layer(function: Callable[..., Any], name: str) -> Layer:
+    """Make a layer without parameters of a function."""
     options = _train_options(function)
 
     def call(
@@ -123,7 +126,10 @@ def _arguments(x: Any) -> tuple[Any, ...]:
 
 
 def _train_options(function: Callable[..., Any]) -> dict[str, Callable[[bool], bool]]:
-    """Return how a layer wants to be told whether it is trained: Flax has two ways."""
+    """Return the arguments that tell a layer whether it is trained, as functions of `train`.
+
+    Flax layers have one of two: `train` or `deterministic`.
+    """
     try:
         names = inspect.signature(function).parameters
     except (TypeError, ValueError):  # some builtins have none to inspect
@@ -133,7 +139,7 @@ def _train_options(function: Callable[..., Any]) -> dict[str, Callable[[bool], b
 
 
 def _makes_module(function: Callable[..., Any]) -> bool:
-    """Whether a function is one of rngs: its one parameter without a default has that name."""
+    """Whether a function makes a module: `rngs` is its only parameter without a default."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):

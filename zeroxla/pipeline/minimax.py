@@ -1,9 +1,10 @@
-"""Balanced cuts of a list of costs: the true minimax.
+"""Cuts a list of costs into stages so that the heaviest stage is as light as possible.
 
-No other cut has a lighter heaviest stage. DeepSpeed minimises the difference between its heaviest
-and its lightest stage instead, which can leave a heavier one.
+DeepSpeed minimises the difference between its heaviest and its lightest stage instead, which can
+leave a heavier one.
 
-Boundaries of P stages are P + 1 indices: stage s holds the layers [boundaries[s], boundaries[s+1]).
+The boundaries of P stages are P + 1 indices. Stage s holds the layers from `boundaries[s]` up to,
+but not including, `boundaries[s + 1]`.
 """
 
 from __future__ import annotations
@@ -15,18 +16,19 @@ from collections.abc import Iterable
 from typing import Any
 
 
-def partition(costs: Iterable[Any], stages: int, *, allow_empty: bool = False) -> list[int]:
-    """Cut layers into stages so that the heaviest stage is as light as can be.
+def balanced(costs: Iterable[Any], stages: int, *, allow_empty: bool = False) -> list[int]:
+    """Cut layers into stages so that the heaviest stage is as light as possible.
 
-    Among the cuts that reach that, the one with the smallest sum of squared stage costs is taken;
-    among these the one whose first cut is latest, then whose second is, and so on: a layer that
-    costs nothing stays with the layer before it. If no layer costs anything, all count the same.
+    Several cuts may reach this. Of these, the one with the smallest sum of squared stage costs is
+    taken. If there are still several, the one whose first cut is latest is taken, then the one
+    whose second cut is latest, and so on; so a layer that costs nothing stays with the layer before
+    it. If no layer costs anything, all count the same.
 
     Args:
-      costs: of each layer: integers or floats, 0 or more.
-      stages: P.
-      allow_empty: with fewer layers than stages, leave the last stages empty. With as many layers
-        or more no stage is ever empty, since an empty one makes no other lighter.
+      costs: the cost of each layer, an integer or float of 0 or more.
+      stages: the number of stages, P.
+      allow_empty: if there are fewer layers than stages, leave the last stages empty. Otherwise no
+        stage is ever empty, because an empty stage makes no other stage lighter.
 
     Returns:
       P + 1 boundaries.
@@ -38,7 +40,7 @@ def partition(costs: Iterable[Any], stages: int, *, allow_empty: bool = False) -
 
     Cost: O(P N log N) steps of Python for N layers; under a second for 1000 layers and 64 stages.
 
-    >>> partition([5, 1, 1, 1, 1, 1], 2)
+    >>> balanced([5, 1, 1, 1, 1, 1], 2)
     [0, 1, 6]
     """
     weights = _integers(costs)
@@ -52,9 +54,10 @@ def partition(costs: Iterable[Any], stages: int, *, allow_empty: bool = False) -
 
 
 def uniform(num_layers: int, stages: int) -> list[int]:
-    """Give every stage the same number of layers, the first ones one more where it does not divide.
+    """Give every stage the same number of layers.
 
-    With fewer layers than stages the last ones are empty. The boundaries are DeepSpeed's.
+    If the number does not divide, the first stages have one layer more. If there are fewer layers
+    than stages, the last stages are empty. The boundaries are DeepSpeed's.
 
     >>> uniform(22, 4)
     [0, 6, 12, 17, 22]
@@ -65,10 +68,10 @@ def uniform(num_layers: int, stages: int) -> list[int]:
 
 
 def check_stages(num_layers: int, stages: int, allow_empty: bool) -> None:
-    """Check that there are layers for all stages.
+    """Check that every stage can have a layer, unless empty ones are allowed.
 
     Raises:
-      ValueError: there are fewer, or no stage at all.
+      ValueError: there are fewer layers than stages, or there is no stage.
     """
     if stages < 1:
         raise ValueError(f"stages={stages} must be at least 1")
@@ -80,7 +83,7 @@ def check_stages(num_layers: int, stages: int, allow_empty: bool) -> None:
 
 
 def _integers(costs: Iterable[Any]) -> list[int]:
-    """Return costs times a common factor that makes all of them whole."""
+    """Return the costs, multiplied by a common factor that makes all of them whole numbers."""
     ratios = []
     for layer, cost in enumerate(costs):
         number = cost.item() if hasattr(cost, "item") else cost  # NumPy's and JAX's scalars
@@ -92,7 +95,12 @@ def _integers(costs: Iterable[Any]) -> list[int]:
 
 
 def _bottleneck(starts: list[int], stages: int) -> int:
-    """Return the cost of the heaviest stage of the best cut, by bisection."""
+    """Return the cost of the heaviest stage in the best cut, found by bisection.
+
+    Args:
+      starts: the sum of the costs before each layer, and at the end the sum of all.
+      stages: the number of stages.
+    """
     heaviest = max(end - start for start, end in itertools.pairwise(starts))
     low, high = max(heaviest, -(-starts[-1] // stages)), starts[-1]
     while low < high:
@@ -105,27 +113,28 @@ def _bottleneck(starts: list[int], stages: int) -> int:
 
 
 def _reach(starts: list[int], first: int, bottleneck: int) -> int:
-    """Return where a stage from layer `first` on ends at the latest."""
+    """Return the latest end of a stage that begins with layer `first`."""
     return bisect.bisect_right(starts, starts[first] + bottleneck) - 1
 
 
 def _least_squares(starts: list[int], stages: int, bottleneck: int) -> list[int]:
     """Return the cut with the smallest sum of squares whose stages stay within the bottleneck.
 
-    Dynamic programming over suffixes: `least[i]` is the sum of squares of the layers from i on, cut
-    into as many stages as were added so far. The squared cost of a stage satisfies the quadrangle
-    inequality, one above the bottleneck counting as infinite, so that the best end of a stage never
-    moves back when its start moves on: the middle start bounds where the others have to look.
+    This is dynamic programming over suffixes: `least[i]` is the smallest sum of squares of the
+    layers from i on, cut into as many stages as were added so far. The squared cost of a stage
+    satisfies the quadrangle inequality, if a stage above the bottleneck counts as infinite. So the
+    best end of a stage never moves back when its start moves on, and the middle start bounds the
+    range that the other starts must search.
     """
     num_layers = len(starts) - 1
     reach = [_reach(starts, first, bottleneck) for first in range(num_layers)]
     least = {num_layers: 0}
-    ends: list[dict[int, int]] = []  # of the first stage, by its start; for 1, 2, ... stages
+    ends: list[dict[int, int]] = []  # for 1, 2, ... stages: the first one's end, by its start
 
     for _ in range(stages):
         below = least
         least, end_of = {}, {}
-        # What can be cut into one stage more: each of its layers alone, or as the bottleneck lets.
+        # The starts from which one stage more reaches a suffix that is cut already.
         last = max(below) - 1
         first = next(i for i in range(num_layers) if reach[i] >= min(below))
         open_ranges = [(first, last, min(below), max(below))]

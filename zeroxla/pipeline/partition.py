@@ -1,4 +1,4 @@
-"""Where a list of layers is cut into stages: balanced, uniform, or as the user says."""
+"""Cuts a list of layers into stages: balanced, uniform, or at boundaries that the user gives."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from zeroxla.pipeline.layer_cost import LayerCost, Machine, times_of
-from zeroxla.pipeline.minimax import check_stages, partition, uniform
+from zeroxla.pipeline.layer_cost import LayerCost, Machine, seconds_of
+from zeroxla.pipeline.minimax import balanced, check_stages, uniform
 from zeroxla.program.report import Report
 
 if TYPE_CHECKING:
@@ -22,13 +22,14 @@ _TYPE = "type:"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Partition(Report):
-    """Layers cut into stages; `print` it, or read it.
+    """Layers cut into stages; `print` it, or read its attributes.
 
     Attributes:
-      boundaries: P + 1 indices, from 0 to the number of layers.
-      layers: all of them.
-      costs: of each layer: what the method balances; parameters where the user gave the boundaries.
-      unit: of the costs, in words.
+      boundaries: P + 1 indices for P stages, from 0 to the number of layers.
+      layers: all layers.
+      costs: the cost of each layer that the method balances; its parameters if the user gave the
+        boundaries.
+      unit: the costs' unit, in words.
     """
 
     boundaries: tuple[int, ...]
@@ -38,6 +39,7 @@ class Partition(Report):
 
     @property
     def stage_costs(self) -> list[float]:
+        """The sum of the costs of each stage's layers."""
         return [sum(self.costs[a:b]) for a, b in itertools.pairwise(self.boundaries)]
 
     def table(self) -> Table:
@@ -68,7 +70,7 @@ class Partition(Report):
         return table
 
 
-def resolve(
+def make_partition(
     method: str | Sequence[int],
     layers: Sequence[LayerCost],
     stages: int,
@@ -79,21 +81,22 @@ def resolve(
     """Cut layers into stages by a method.
 
     Args:
-      method: what is balanced: "uniform", the number of layers; "parameters"; "type:REGEX", the
-        number of layers in whose kind the expression is found, upper or lower case alike;
-        "profile", the time, which is `seconds` where it was measured and else the roofline of
-        `flops` and `bytes`. Or the boundaries themselves: 0, ..., the number of layers.
-      layers: in order.
-      stages: P.
-      machine: for "profile" of layers that were not measured.
-      allow_empty: accept stages without layers: the last ones where there are fewer layers than
-        stages, or those of the boundaries given.
+      method: the quantity to balance, or the boundaries themselves: 0, ..., the number of layers.
+        "uniform" balances the number of layers and "parameters" the number of parameters.
+        "type:REGEX" balances the number of layers in whose kind the expression is found, in upper
+        or lower case. "profile" balances the time: `seconds` if it was measured, otherwise the
+        roofline of `flops` and `bytes`.
+      layers: the layers in order.
+      stages: the number of stages.
+      machine: the device whose roofline "profile" takes; not needed for measured layers.
+      allow_empty: accept stages without layers: the last stages if there are fewer layers than
+        stages, or empty stages in the given boundaries.
 
     Returns:
       The partition.
 
     Raises:
-      ValueError: the method is unknown or does not fit the layers, or there are too few of them.
+      ValueError: the method is unknown or does not fit the layers, or there are too few layers.
     """
     layers = tuple(layers)
     if not isinstance(method, str):
@@ -105,14 +108,14 @@ def resolve(
         if method == "uniform":
             boundaries = uniform(len(layers), stages)
         else:
-            boundaries = partition(costs, stages, allow_empty=allow_empty)
+            boundaries = balanced(costs, stages, allow_empty=allow_empty)
     return Partition(boundaries=tuple(boundaries), layers=layers, costs=tuple(costs), unit=unit)
 
 
 def _costs(
     method: str, layers: Sequence[LayerCost], machine: Machine | None
 ) -> tuple[list[float], str]:
-    """Return what a method balances, and its unit."""
+    """Return the costs that a method balances, and their unit."""
     if method == "uniform":
         return [1] * len(layers), "layers"
     if method == "parameters":
@@ -121,13 +124,14 @@ def _costs(
         pattern = method.removeprefix(_TYPE)
         return _matches(pattern, layers), f"layers of type {pattern}"
     if method == "profile":
-        return times_of(layers, machine), "time"
+        return seconds_of(layers, machine), "time"
     raise ValueError(
         f"partition={method!r} is unknown; use one of {', '.join(METHODS)}, or the boundaries"
     )
 
 
 def _matches(pattern: str, layers: Sequence[LayerCost]) -> list[float]:
+    """Return 1 for each layer whose kind matches a regular expression, 0 for the others."""
     if not pattern:
         raise ValueError(f"partition={_TYPE!r} has no expression; write for example 'type:block'")
     try:
@@ -173,4 +177,5 @@ def _check_boundaries(
 
 
 def _span(first: object, last: object) -> str:
+    """Return "first to last", or one of the two if they are equal."""
     return str(first) if first == last else f"{first} to {last}"

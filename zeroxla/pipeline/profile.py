@@ -1,4 +1,4 @@
-"""Costs of layers: each one is compiled alone, forward and backward, and asked or timed."""
+"""Finds the costs of layers: compiles each alone, forward and backward, to analyse or time it."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ _REPEATS = 5
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Profile:
-    """A partition that balances the time of the stages.
+    """Asks for a partition that balances the time of the stages.
 
     Attributes:
-      machine: turns the FLOPs and bytes of compiled layers into times; that of the local device if
-        None.
+      machine: the device whose figures turn the FLOPs and bytes of compiled layers into times. None
+        takes the local device.
       measure: run every layer on the local device and take its time instead.
     """
 
@@ -43,10 +43,10 @@ class Profile:
             )
 
     def machine_here(self) -> Machine:
-        """Return the machine to compute times for.
+        """Return the machine to compute times for: the given one, or the local device.
 
         Raises:
-          ValueError: none was given, and the figures of the local device are not known.
+          ValueError: no machine was given, and the local device's figures are not known.
         """
         if self.machine is not None:
             return self.machine
@@ -68,24 +68,22 @@ def profile(
     key: Any,
     how: Profile,
 ) -> list[LayerCost]:
-    """Fill in what layers cost.
-
-    Of several processes all get what the first one found.
+    """Find out the costs of layers. All processes get the figures that the first one found.
 
     Args:
-      layers: of the model.
-      cut: makes a stage of each.
-      tree: of the parameters: shapes and dtypes.
-      batch, key: shapes of a micro-batch on one device, and of its key.
-      how: what to find out.
+      layers: the model's layers.
+      cut: makes a stage of each layer.
+      tree: the parameters' shapes.
+      batch, key: the shapes of one device's micro-batch and of its key.
+      how: which costs to find out.
 
     Returns:
       The layers, with `flops` and `bytes`, or with `seconds`.
 
-    Cost: the compilation of every layer that differs from those before it.
+    Cost: the compilation of every layer whose program differs from the earlier ones.
     """
     tree, batch, key = shapes_of((tree, batch, key))
-    # In a thread of its own: a trace that is going on here does not reach there, nor does its mesh.
+    # A thread of its own knows nothing of a trace that is going on here, nor of its mesh.
     with ThreadPoolExecutor(1) as thread:
         found = thread.submit(lambda: _costs(cut(), tree, batch, key, how)).result()
     found = json.loads(exchange("costs of layers", json.dumps(found))[0])
@@ -96,7 +94,7 @@ def _costs(
     stages: Sequence[Stage], tree: Any, batch: Any, key: Any, how: Profile
 ) -> list[dict[str, float]]:
     leaves = jax.tree.leaves(tree)
-    known: dict[str, dict[str, float]] = {}  # by program: equal blocks are compiled once
+    known: dict[str, dict[str, float]] = {}  # by program, so that equal blocks are compiled once
     found = []
     x = None
     for stage in stages:
@@ -114,7 +112,7 @@ def _costs(
 
 
 def _gradients(stage: Stage) -> Callable[..., Any]:
-    """Return a function that runs a stage forward and backward."""
+    """Return the function that runs a stage forward and backward."""
 
     def run(leaves: list[jax.Array], x: Any, batch: Any, key: jax.Array) -> Any:
         def floats(leaves: list[jax.Array], x: Any) -> list[jax.Array]:
@@ -130,6 +128,7 @@ def _gradients(stage: Stage) -> Callable[..., Any]:
 
 
 def _cost(compiled: Any, shapes: Any, how: Profile) -> dict[str, float]:
+    """Return what the compiler says of a program, or the shortest of several runs of it."""
     if not how.measure:
         costs = compiled.cost_analysis()
         return {"flops": costs.get("flops", 0.0), "bytes": costs.get("bytes accessed", 0.0)}

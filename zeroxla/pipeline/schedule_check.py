@@ -1,27 +1,28 @@
-"""The proof that a schedule can run, for any table."""
+"""Proves that a schedule can run, whoever wrote its tables."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from zeroxla.pipeline.schedule import NONE, Schedule, times
+from zeroxla.pipeline.schedule import NONE, Schedule, ticks_of
 from zeroxla.pipeline.stash import Stash, last_use, make_stash
 
 
 def check(schedule: Schedule, stash: Stash | None = None) -> None:
-    """Prove that a schedule can run, with these slots.
+    """Prove that a schedule can run with the slots of a stash.
 
-    Every stage does each micro-batch exactly once: forward, then (if any stage trains) backward,
-    then (if any stage splits it off) weight gradient. What comes from a neighbour was sent in an
-    earlier tick. No slot is overwritten while live, every use finds its micro-batch in its slot,
-    and no stage holds more than `schedule.stash_bound`.
+    Every stage does each micro-batch exactly once: the forward, then the backward (if any stage
+    trains), then the weight gradient (if any stage splits it off). Whatever a stage reads from a
+    neighbour was sent in an earlier tick. No slot is overwritten while it is live, every use finds
+    its micro-batch in its slot, and no stage holds more than `schedule.stash_bound`.
 
     Args:
-      schedule: any tables, also written by hand.
-      stash: its slots; those of `make_stash` if None.
+      schedule: any schedule.
+      stash: the slots; None takes those that `make_stash` gives.
 
     Raises:
-      ValueError: one of these is broken; names the stage, the micro-batch and the ticks.
+      ValueError: one of these rules is broken. The message names the stage, the micro-batch and the
+        ticks.
     """
     _check_once(schedule)
     _check_order(schedule)
@@ -32,6 +33,7 @@ def check(schedule: Schedule, stash: Stash | None = None) -> None:
 
 
 def _check_once(schedule: Schedule) -> None:
+    """Check that every stage does each op of each micro-batch once."""
     wanted = {"forward": True, "backward": schedule.trains, "weight": schedule.splits}
     for op, table in _ops(schedule).items():
         tick, stage = np.nonzero(table != NONE)
@@ -47,8 +49,9 @@ def _check_once(schedule: Schedule) -> None:
 
 
 def _check_order(schedule: Schedule) -> None:
+    """Check that every op comes after the ops that it needs."""
     p, m = schedule.stages, schedule.microbatches
-    forward, backward, weight = (times(table, m) for table in _ops(schedule).values())
+    forward, backward, weight = (ticks_of(table, m) for table in _ops(schedule).values())
     rules = [
         (("forward", stage, forward), ("forward", stage - 1, forward), 1) for stage in range(1, p)
     ]
@@ -75,7 +78,7 @@ def _check_order(schedule: Schedule) -> None:
 
 
 def _check_ring(schedule: Schedule, stash: Stash, what: str) -> None:
-    """Run one ring of every stage through all ticks, as an executor would."""
+    """Follow one ring of every stage through all ticks, as `Ticks.run` would."""
     if what == "input":
         sent, hop, slots = schedule.forward, 1, stash.input_slots
         arrivals, num_slots = stash.input_arrivals, stash.num_input_slots
@@ -119,10 +122,11 @@ def _check_ring(schedule: Schedule, stash: Stash, what: str) -> None:
 
 
 def _check_bound(schedule: Schedule) -> None:
+    """Check that no stage holds more micro-batches than the schedule's bound."""
     if schedule.stash_bound is None:
         return
-    # Counted anew, from the ticks alone, so that the slots are not proved by themselves.
-    forward, last = times(schedule.forward, schedule.microbatches), last_use(schedule)
+    # Count from the ticks alone: the slots must not prove themselves.
+    forward, last = ticks_of(schedule.forward, schedule.microbatches), last_use(schedule)
     for stage, bound in enumerate(schedule.stash_bound):
         first = forward[stage - 1] + 1 if stage else forward[0]
         for tick in range(schedule.ticks):
@@ -137,7 +141,7 @@ def _check_bound(schedule: Schedule) -> None:
 
 
 def _ops(schedule: Schedule) -> dict[str, np.ndarray]:
-    """The tables, in the order of work within a tick."""
+    """Return the tables, in the order in which a stage works within a tick."""
     return {
         "forward": schedule.forward,
         "backward": schedule.backward,

@@ -1,8 +1,8 @@
-"""What a schedule costs: its critical path in lockstep and without, and the share of idle time.
+"""The cost of a schedule: its critical path, in lockstep and without, and its share of idle time.
 
-Work is measured in any unit, by default a forward. A table that splits backwards is charged
-`backward - weight` for the gradient of a stage's input and `weight` for that of its leaves, so that
-the same three numbers compare all schedules.
+Work may have any unit; by default a forward is 1. In a schedule that splits backwards, the gradient
+of a stage's input costs `backward - weight` and the gradient of its leaves `weight`. So the same
+three numbers compare all schedules.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ def work_of(
     """Return the work of each op, float64 [ticks, stages, 3]: forward, backward, weight gradient.
 
     Args:
-      schedule: any.
-      forward: work of one forward of one stage.
-      backward: work of one whole backward.
-      weight: the part of it that is the gradient of the leaves; None for half. Of no account where
-        the table does not split it off.
+      schedule: any schedule.
+      forward: the work of one stage's forward of one micro-batch.
+      backward: the work of its whole backward.
+      weight: the part of `backward` that is the gradient of the leaves; None takes half. It has no
+        effect if the schedule does not split backwards.
 
     Raises:
-      ValueError: negative work, or `weight` above `backward`.
+      ValueError: work is negative, or `weight` exceeds `backward`.
     """
     part = backward / 2 if weight is None else weight
     if forward < 0 or not 0 <= part <= backward:
@@ -44,19 +44,17 @@ def cost(
 ) -> float:
     """Return the critical path in lockstep: a tick lasts as long as its busiest stage works.
 
-    That is what a program costs in which all stages exchange after every tick.
+    A program in which all stages exchange after every tick takes this long.
 
     Args:
-      schedule: any.
-      forward: as in `work_of`.
-      backward: as in `work_of`.
-      weight: as in `work_of`.
+      schedule: any schedule.
+      forward, backward, weight: as in `work_of`.
 
     Returns:
-      The sum over ticks of the largest work of a stage.
+      The sum over ticks of the busiest stage's work.
 
     Raises:
-      ValueError: negative work, or `weight` above `backward`.
+      ValueError: work is negative, or `weight` exceeds `backward`.
     """
     return float(work_of(schedule, forward, backward, weight).sum(axis=2).max(axis=1).sum())
 
@@ -64,21 +62,19 @@ def cost(
 def bubble(
     schedule: Schedule, forward: float = 1, backward: float = 2, weight: float | None = None
 ) -> float:
-    """Return the share of the lockstep time that stages are idle, on average.
+    """Return the average share of the lockstep time in which a stage is idle.
 
-    For 1F1B it is (p - 1) / (m + p - 1), with memory="low" where forward and backward are alike.
+    For 1F1B with memory="low" and equal work of forward and backward it is (p - 1) / (m + p - 1).
 
     Args:
-      schedule: any.
-      forward: as in `work_of`.
-      backward: as in `work_of`.
-      weight: as in `work_of`.
+      schedule: any schedule.
+      forward, backward, weight: as in `work_of`.
 
     Returns:
-      1 - work of all stages / (stages * lockstep cost), 0 to 1.
+      1 - work of all stages / (stages * lockstep cost), between 0 and 1.
 
     Raises:
-      ValueError: negative work, or `weight` above `backward`.
+      ValueError: work is negative, or `weight` exceeds `backward`.
     """
     busy = work_of(schedule, forward, backward, weight).sum()
     lockstep = cost(schedule, forward, backward, weight)
@@ -88,29 +84,27 @@ def bubble(
 def critical_path(
     schedule: Schedule, forward: float = 1, backward: float = 2, weight: float | None = None
 ) -> float:
-    """Return the critical path without lockstep: a stage waits only for what its next op needs.
+    """Return the critical path without lockstep: a stage waits only for the inputs of its next op.
 
-    Every stage does its ops in the order of its table, each as early as it can; a hop takes no
-    time. For 1F1B that is (m + p - 1)(forward + backward).
+    Every stage does its ops in the order of its table, each as early as it can. A hop takes no
+    time. For 1F1B the result is (m + p - 1)(forward + backward).
 
     Args:
-      schedule: one that `check` accepts.
-      forward: as in `work_of`.
-      backward: as in `work_of`.
-      weight: as in `work_of`.
+      schedule: a schedule that `check` accepts.
+      forward, backward, weight: as in `work_of`.
 
     Returns:
       The time at which the last stage is done.
 
     Raises:
-      ValueError: the schedule cannot run, negative work, or `weight` above `backward`.
+      ValueError: the schedule cannot run, work is negative, or `weight` exceeds `backward`.
     """
     check(schedule)
     p, m = schedule.stages, schedule.microbatches
     work = work_of(schedule, forward, backward, weight)
-    free = np.zeros(p)  # when each stage has done what it began
-    sent = np.zeros((2, p, m))  # when its forward and its backward of a micro-batch are done
-    # In a table that can run, ticks are an order in which what is needed comes first.
+    free = np.zeros(p)  # when each stage is done with its ops so far
+    sent = np.zeros((2, p, m))  # when its forward and its backward of each micro-batch are done
+    # In a table that can run, the ticks meet every op after the ops that it needs.
     for tick in range(schedule.ticks):
         for stage in range(p):
             i, j, k = (

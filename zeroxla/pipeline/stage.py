@@ -1,4 +1,4 @@
-"""A stage: what it reads of the model's leaves, what it computes, and that as a fetch plan."""
+"""One stage of a pipeline: a function of pieces of the model's leaves, and its fetch plan."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import jax.numpy as jnp
 
 from zeroxla.config.fetch_limits import FetchLimits
 from zeroxla.fetch.fetch_plan import make_plan
-from zeroxla.fetch.order import tie
 from zeroxla.fetch.runner import FetchRunner
-from zeroxla.pipeline.stage_moves import Piece
+from zeroxla.fetch.ties import tie
+from zeroxla.pipeline.stage_moves import LeafPiece
 from zeroxla.program.trace import is_float, trace
 from zeroxla.step.metrics import weight_of, weighted
 from zeroxla.step.once_per_step import OncePerStep
@@ -24,16 +24,16 @@ from zeroxla.wire.routes import LeafSource
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Stage:
-    """What one stage computes.
+    """One stage as a function.
 
     Attributes:
-      pieces: of the model's leaves, in the order in which `run` takes them.
-      run: (leaves, x, batch, key) -> the arrays for the next stage, or of the last one (loss,
-        metrics). `x` is what the stage before returned, None on the first.
-      is_first, is_last: whether it reads the batch instead of `x`, and returns the loss.
+      pieces: the pieces of the model's leaves that the stage uses, in the order that `run` takes.
+      run: (leaves, x, batch, key) -> y. `x` is the `y` of the stage before. The first stage is
+        given None and reads the batch. The last stage's `y` is (loss, metrics).
+      is_first, is_last: whether this is the first stage, and whether it is the last.
     """
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[LeafPiece, ...]
     run: Callable[..., Any]
     is_first: bool
     is_last: bool
@@ -41,17 +41,18 @@ class Stage:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class StageProgram:
-    """A stage as a fetch plan over the devices that share it; inside `shard_map`.
+    """Runs a stage by a fetch plan over the stage's devices; inside `shard_map`.
 
     Attributes:
-      stage: what it computes.
-      layout: its leaves.
-      wiring: how they travel between the stage's devices.
-      runner: of the plan.
-      inputs: shapes of the arrays that come from the stage before.
-      outputs: of those that go to the next one; () on the last.
-      tree: structure of these, or of (loss, metrics).
-      of_leaves, of_inputs: what its backward gives: the gradients of its leaves, of its inputs.
+      stage: the stage.
+      layout: the stage's leaves, as its devices store them.
+      wiring: how leaves travel between the stage's devices.
+      runner: runs the fetch plan.
+      inputs: the shapes of the arrays from the stage before.
+      outputs: the shapes of the arrays for the next stage; () on the last stage.
+      tree: the tree structure of the stage's result; on the last stage, of (loss, metrics).
+      of_leaves: whether its backward computes the gradients of its leaves.
+      of_inputs: whether its backward computes the gradients of its inputs.
     """
 
     stage: Stage
@@ -81,15 +82,14 @@ class StageProgram:
         """Trace a stage and plan its gathers.
 
         Args:
-          stage: what it computes.
-          layout: its leaves, as the stage's devices store them.
-          x: shapes of what comes from the stage before; None on the first.
-          batch, key: of a micro-batch on one device.
-          wiring, unit_elements, limits: as for a whole model.
-          of_leaves, of_inputs: see the attributes.
+          stage, layout, wiring: as the attributes.
+          x: the shapes of the arrays from the stage before; None on the first stage.
+          batch, key: the shapes of one device's micro-batch and of its key.
+          unit_elements, limits: as for a model without stages.
+          of_leaves, of_inputs: as the attributes.
 
         Returns:
-          The program, and the shapes of what it returns.
+          The program, and the shapes of its result.
         """
         leaves, dtype = layout.leaves, wiring.collectives.compute_dtype
         shapes = [jax.ShapeDtypeStruct(leaf.placement.shape, dtype) for leaf in leaves]
@@ -122,12 +122,13 @@ class StageProgram:
         return made, result
 
     @property
-    def ends(self) -> OncePerStep:
+    def once_per_step(self) -> OncePerStep:
+        """Gathers once before the first micro-batch, and reduces once after the last."""
         return OncePerStep(layout=self.layout, wiring=self.wiring)
 
     @property
     def gradient_shapes(self) -> list[jax.ShapeDtypeStruct]:
-        """Shapes of what `backward` returns of leaves: fetched ones first, frozen ones left out."""
+        """The shapes of the leaves' gradients: fetched leaves first, frozen leaves left out."""
         reduces = self.wiring.collectives.reduces
         shapes = [
             reduces.result_shape(leaf.placement) if fetched else leaf.placement.shape
@@ -145,14 +146,20 @@ class StageProgram:
         batch: Any,
         key: jax.Array,
     ) -> list[jax.Array]:
-        """Return what goes to the next stage, or of the last one the loss and metrics."""
+        """Return the arrays for the next stage; on the last stage, the loss and metrics.
+
+        Args:
+          sources: the arrays that fetched leaves are gathered from.
+          resident: the leaves that are whole.
+          x: the arrays from the stage before; empty on the first stage.
+          batch, key: this device's micro-batch and its key.
+        """
         runner = self.runner
         held = dict(zip(runner.plan.leaves, sources, strict=True))
         inputs = self._inputs(resident, x, batch, key)
         with jax.named_scope("forward"):
-            return runner.forward(held, inputs, record=False, keep=False, key=self.wiring.key(key))[
-                0
-            ]
+            wire_key = self.wiring.key(key)
+            return runner.forward(held, inputs, record=False, keep=False, key=wire_key)[0]
 
     def backward(
         self,
@@ -164,18 +171,18 @@ class StageProgram:
         cotangents: Sequence[jax.Array],
         scale: jax.Array,
     ) -> tuple[list[jax.Array], list[jax.Array], Any]:
-        """Run the stage again, keeping what its backward needs, and then that.
+        """Run the stage forward again, now keeping residuals, and then backward.
 
         Args:
           sources, resident, x, batch, key: as in `forward`.
-          cotangents: of the floating outputs; none on the last stage.
+          cotangents: the gradients of the floating outputs; empty on the last stage.
           scale: the loss scale.
 
         Returns:
-          The gradients of `gradient_shapes`, those of the floating inputs, and of the last stage
-          the weighted sums of loss and metrics.
+          The gradients of the leaves, with `gradient_shapes`; the gradients of the floating inputs;
+          and on the last stage the weighted sums of loss and metrics, None on the others.
         """
-        runner, firmly = self.runner, self.wiring.collectives.firm_ties
+        runner, by_data = self.runner, self.wiring.collectives.firm_ties
         held = dict(zip(runner.plan.leaves, sources, strict=True))
         inputs, wire_key = self._inputs(resident, x, batch, key), self.wiring.key(key)
         with jax.named_scope("forward"):
@@ -184,36 +191,42 @@ class StageProgram:
         if self.stage.is_last:
             loss, metrics = self.tree.unflatten(outputs)
             seed = (scale * weight_of(metrics)).astype(loss.dtype)
-            (seed,), (loss,) = tie([seed], [loss], firmly=firmly)
+            (seed,), (loss,) = tie([seed], [loss], by_data=by_data)
             seeds: list[jax.Array | None] = [seed, *(None for _ in outputs[1:])]
             sums = weighted(loss, metrics)
         else:
-            given = iter(tie(cotangents, outputs, firmly=firmly)[0])
+            given = iter(tie(cotangents, outputs, by_data=by_data)[0])
             seeds = [next(given) if is_float(y.dtype) else None for y in self.outputs]
         with jax.named_scope("backward"):
             known = dict(zip(runner.plan.inputs, inputs, strict=True))
             reduced, whole = runner.backward(held, known, tape, seeds, key=wire_key)
-        grads = [
-            reduced.get(v)
-            for v, i in zip(runner.plan.leaves, self.layout.indices(fetched=True), strict=True)
+        end = len(resident)
+        of_leaves = self._of_leaves([reduced.get(v) for v in runner.plan.leaves], whole[:end])
+        of_inputs = self._of_inputs(whole[end : end + len(self.inputs)])
+        return of_leaves, of_inputs, sums
+
+    def _of_leaves(
+        self, fetched: Sequence[jax.Array | None], resident: Sequence[jax.Array | None]
+    ) -> list[jax.Array]:
+        """Return the gradients of `gradient_shapes`; zeros for leaves that have none."""
+        found = [
+            g
+            for is_fetched, mine in ((True, fetched), (False, resident))
+            for g, i in zip(mine, self.layout.indices(fetched=is_fetched), strict=True)
             if not self.layout.leaves[i].frozen and self.of_leaves
         ]
-        grads += [
-            ct
-            for ct, i in zip(whole, self.layout.indices(fetched=False), strict=False)
-            if not self.layout.leaves[i].frozen and self.of_leaves
-        ]
-        filled = [
+        return [
             jnp.zeros(s.shape, s.dtype) if g is None else g.astype(s.dtype)
-            for g, s in zip(grads, self.gradient_shapes, strict=True)
+            for g, s in zip(found, self.gradient_shapes, strict=True)
         ]
-        start = len(resident)
-        of_x = [
-            jnp.zeros(s.shape, s.dtype) if ct is None else ct
-            for ct, s in zip(whole[start : start + len(self.inputs)], self.inputs, strict=True)
+
+    def _of_inputs(self, found: Sequence[jax.Array | None]) -> list[jax.Array]:
+        """Return the gradients of the floating inputs; zeros for inputs that have none."""
+        return [
+            jnp.zeros(s.shape, s.dtype) if g is None else g
+            for g, s in zip(found, self.inputs, strict=True)
             if is_float(s.dtype)
         ]
-        return filled, of_x, sums
 
     def _inputs(
         self, resident: Sequence[jax.Array], x: Sequence[jax.Array], batch: Any, key: jax.Array

@@ -1,8 +1,9 @@
-"""Arrays of stages that do not look alike, in buffers that do.
+"""Packs the stages' arrays, which have different shapes, into buffers of the same shapes.
 
-A program over the axis `pipe` is one for all stages, so what it carries has the same shapes on
-each. Arrays that every stage has, by size and dtype, get a buffer each, which is read without a
-copy; the others lie end to end in one buffer for each dtype, as long as the longest stage needs.
+All stages run one program over the axis `pipe`, so the arrays that it carries must have the same
+shapes on each. If every stage has an array of some size and dtype, it gets a buffer of its own,
+which is read without a copy. All other arrays lie end to end in one buffer for each dtype, as long
+as the longest stage needs.
 """
 
 from __future__ import annotations
@@ -15,18 +16,18 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-Kind = tuple[int, jnp.dtype]
-"""Elements and dtype of an array."""
+SizeAndDtype = tuple[int, jnp.dtype]
+"""The number of elements of an array or buffer, and its dtype."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Place:
-    """Where an array of a stage lies.
+class BufferSpan:
+    """The elements of a buffer that hold one array of a stage.
 
     Attributes:
-      buffer: which.
-      offset: of its first element.
-      shape: of the array.
+      buffer: the number of the buffer.
+      offset: the place of the array's first element in the buffer.
+      shape: the array's shape.
     """
 
     buffer: int
@@ -36,22 +37,22 @@ class Place:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Packing:
-    """The buffers, and the place of every array of every stage.
+    """Packs the arrays of any stage into buffers, and unpacks them.
 
     Attributes:
-      buffers: elements and dtype of each.
-      places: by stage, of each array, in order.
+      buffers: the size and dtype of each buffer.
+      spans: for each stage, the span of each of its arrays, in order.
     """
 
-    buffers: tuple[Kind, ...]
-    places: tuple[tuple[Place, ...], ...]
+    buffers: tuple[SizeAndDtype, ...]
+    spans: tuple[tuple[BufferSpan, ...], ...]
 
     def pack(self, stage: int, arrays: Sequence[jax.Array]) -> list[jax.Array]:
-        """Return the buffers with the arrays of a stage, and zeros elsewhere."""
+        """Return the buffers that hold a stage's arrays, with zeros elsewhere."""
         found = self.zeros()
         parts: dict[int, list[jax.Array]] = collections.defaultdict(list)
-        for place, x in zip(self.places[stage], arrays, strict=True):
-            parts[place.buffer].append(x.reshape(-1))
+        for span, x in zip(self.spans[stage], arrays, strict=True):
+            parts[span.buffer].append(x.reshape(-1))
         for i, mine in parts.items():
             rest = self.buffers[i][0] - sum(x.size for x in mine)
             mine += [jnp.zeros(rest, self.buffers[i][1])] if rest else []
@@ -59,47 +60,47 @@ class Packing:
         return found
 
     def unpack(self, stage: int, buffers: Sequence[jax.Array]) -> list[jax.Array]:
-        """Return the arrays of a stage."""
+        """Return the arrays of a stage, read from the buffers."""
         found = []
-        for place in self.places[stage]:
-            x, size = buffers[place.buffer], math.prod(place.shape)
+        for span in self.spans[stage]:
+            x, size = buffers[span.buffer], math.prod(span.shape)
             if size != x.size:
-                x = jax.lax.slice_in_dim(x, place.offset, place.offset + size)
-            found.append(x.reshape(place.shape))
+                x = jax.lax.slice_in_dim(x, span.offset, span.offset + size)
+            found.append(x.reshape(span.shape))
         return found
 
     def zeros(self) -> list[jax.Array]:
-        """Return empty buffers."""
+        """Return buffers of zeros."""
         return [jnp.zeros(size, dtype) for size, dtype in self.buffers]
 
 
 def make_packing(stages: Sequence[Sequence[jax.ShapeDtypeStruct]]) -> Packing:
-    """Give the arrays of every stage their places.
+    """Plan the buffers.
 
     Args:
-      stages: shapes and dtypes, by stage.
+      stages: for each stage, the shapes and dtypes of its arrays.
 
     >>> f32 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
     >>> make_packing([[f32(2, 3), f32(5)], [f32(6)]]).buffers
     ((6, dtype('float32')), (5, dtype('float32')))
     """
-    counts = [collections.Counter(map(_kind, arrays)) for arrays in stages]
+    counts = [collections.Counter(map(_size_and_dtype, arrays)) for arrays in stages]
     common = counts[0].copy()
     for count in counts[1:]:
         common &= count
-    buffers: list[Kind] = sorted(common.elements(), key=lambda k: (-k[0], str(k[1])))
-    firsts: dict[Kind, int] = {}
+    buffers: list[SizeAndDtype] = sorted(common.elements(), key=lambda k: (-k[0], str(k[1])))
+    firsts: dict[SizeAndDtype, int] = {}  # the first of the buffers of a kind
     for i, kind in enumerate(buffers):
         firsts.setdefault(kind, i)
-    shared: dict[jnp.dtype, int] = {}  # the buffer of the rest, by dtype
+    shared: dict[jnp.dtype, int] = {}  # the buffer that the other arrays share, by dtype
     lengths: dict[int, int] = {}
-    places = []
+    spans = []
     for arrays in stages:
-        used: collections.Counter[Kind] = collections.Counter()
+        used: collections.Counter[SizeAndDtype] = collections.Counter()
         ends: dict[int, int] = collections.defaultdict(int)
         mine = []
         for x in arrays:
-            kind = _kind(x)
+            kind = _size_and_dtype(x)
             if used[kind] < common[kind]:
                 buffer, offset = firsts[kind] + used[kind], 0
                 used[kind] += 1
@@ -108,11 +109,11 @@ def make_packing(stages: Sequence[Sequence[jax.ShapeDtypeStruct]]) -> Packing:
                 offset = ends[buffer]
                 ends[buffer] += kind[0]
                 lengths[buffer] = max(lengths.get(buffer, 0), ends[buffer])
-            mine.append(Place(buffer=buffer, offset=offset, shape=tuple(x.shape)))
-        places.append(tuple(mine))
+            mine.append(BufferSpan(buffer=buffer, offset=offset, shape=tuple(x.shape)))
+        spans.append(tuple(mine))
     rest = [(lengths[i], dtype) for dtype, i in shared.items()]
-    return Packing(buffers=(*buffers, *rest), places=tuple(places))
+    return Packing(buffers=(*buffers, *rest), spans=tuple(spans))
 
 
-def _kind(x: jax.ShapeDtypeStruct) -> Kind:
+def _size_and_dtype(x: jax.ShapeDtypeStruct) -> SizeAndDtype:
     return math.prod(x.shape), jnp.dtype(x.dtype)

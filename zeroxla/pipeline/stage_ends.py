@@ -1,5 +1,4 @@
-"""The two ends of a pipelined step: leaves come to their stages before the first tick, gradients go
-back after the last.
+"""The two ends of a pipelined step: leaves move to the stages first, gradients move back last.
 
 Everything here runs inside `shard_map`.
 """
@@ -8,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ from jax import lax
 from zeroxla.mesh.axes import PIPE
 from zeroxla.pipeline.stage import StageProgram
 from zeroxla.pipeline.stage_buffers import Packing, make_packing
-from zeroxla.pipeline.stage_moves import Buffers, Moves, each_stage
+from zeroxla.pipeline.stage_moves import Buffers, LeafMoves, each_stage
 from zeroxla.pipeline.stage_wire_state import StagesWireStatePlan
 from zeroxla.step.once_per_step import Gradients
 from zeroxla.wire.leaves import Layout
@@ -27,28 +27,45 @@ from zeroxla.wire.wire_state import WireState
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Begun:
-    """What a stage holds of its leaves through a step: packed.
+class HeldLeaves:
+    """The arrays that a device holds of its stage's leaves through a step, packed.
 
     Attributes:
-      resident: leaves that are whole.
-      sources: what the others are gathered from.
+      resident: the leaves that are whole.
+      sources: the arrays that the other leaves are gathered from.
     """
 
     resident: Buffers
     sources: Buffers
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class StagesEnds:
-    """What the stages of a pipeline do once in a step.
+class _Reduced(NamedTuple):
+    """The gradients of one stage, reduced over its devices.
 
     Attributes:
-      programs: of the stages.
-      wire_plan: what wires remember.
-      layout: of the model.
-      resident, sources, gradients: how these are packed, by stage.
-      forms: of the sources, by stage.
+      moved: shards of the pieces that move back, packed.
+      stored_by_stage: shards of the trained leaves that are stored by stage.
+      whole: gradients of the trained leaves that every device stores whole, zeros for other stages'
+        leaves. They must still be summed over the stages.
+      wire_state: the wire state with new errors, packed.
+    """
+
+    moved: Buffers
+    stored_by_stage: list[jax.Array]
+    whole: list[jax.Array]
+    wire_state: WireState | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class StageEnds:
+    """Does the work that the stages do once in a step.
+
+    Attributes:
+      programs: the program of each stage.
+      wire_plan: packs the wire state.
+      layout: the model's leaves, split over all devices.
+      resident, sources, gradients: pack the whole leaves, the sources, and the gradients.
+      forms: for each stage, the form of each of its sources.
     """
 
     programs: Sequence[StageProgram]
@@ -67,17 +84,18 @@ class StagesEnds:
         stored: Sequence[jax.Array],
         wire_state: WireState | None,
         key: jax.Array | None,
-    ) -> tuple[StagesEnds, Begun, WireState | None]:
-        """Bring the leaves to their stages.
+    ) -> tuple[StageEnds, HeldLeaves, WireState | None]:
+        """Move the leaves to their stages, and gather those that are gathered once in a step.
 
         Args:
           programs, wire_plan, layout: as the attributes.
-          stored: what this device stores of the model's leaves.
-          wire_state: what its wires remember; None where no copies are wanted.
-          key: where a format rounds stochastically.
+          stored: this device's shards of the model's leaves.
+          wire_state: this device's wire state; None makes no copies.
+          key: the key of stochastic rounding; None if no format rounds so.
 
         Returns:
-          The ends, what this device's stage holds, and the wire state with new copies.
+          The `StageEnds`, the leaves that this device now holds, and the wire state with new
+          copies.
         """
         moves = wire_plan.moves
         received = moves.to_stages(stored)
@@ -85,11 +103,11 @@ class StagesEnds:
         def start(stage: int) -> tuple[list[jax.Array], list[LeafSource], WireState | None]:
             mine = moves.leaves(stage, received, stored)
             known = None if wire_state is None else wire_plan.unpack(stage, wire_state)
-            (resident, sources), new = programs[stage].ends.begin(mine, known, key)
+            (resident, sources), new = programs[stage].once_per_step.begin(mine, known, key)
             return resident, sources, None if new is None else wire_plan.pack(stage, new)
 
         shapes = [jax.eval_shape(lambda s=s: start(s)) for s in range(len(programs))]
-        ends = StagesEnds(
+        ends = StageEnds(
             programs=programs,
             wire_plan=wire_plan,
             layout=layout,
@@ -99,84 +117,99 @@ class StagesEnds:
             forms=[[x.form for x in sources] for _, sources, _ in shapes],
         )
 
-        def packed(stage: int) -> tuple[Begun, WireState | None]:
+        def packed(stage: int) -> tuple[HeldLeaves, WireState | None]:
             resident, sources, new = start(stage)
-            begun = Begun(
+            held = HeldLeaves(
                 resident=ends.resident.pack(stage, resident),
                 sources=ends.sources.pack(stage, [x.array for x in sources]),
             )
-            return begun, new
+            return held, new
 
         return ends, *each_stage(len(programs), packed)
 
     @property
-    def moves(self) -> Moves:
+    def moves(self) -> LeafMoves:
+        """Moves leaves to the stages, and gradients back."""
         return self.wire_plan.moves
 
-    def held(self, stage: int, begun: Begun) -> tuple[list[LeafSource], list[jax.Array]]:
-        """Return what a stage holds: what leaves are gathered from, and whole ones."""
-        arrays = self.sources.unpack(stage, begun.sources)
+    def unpack(self, stage: int, held: HeldLeaves) -> tuple[list[LeafSource], list[jax.Array]]:
+        """Return the sources and the whole leaves of a stage."""
+        arrays = self.sources.unpack(stage, held.sources)
         sources = [LeafSource(x, form) for x, form in zip(arrays, self.forms[stage], strict=True)]
-        return sources, self.resident.unpack(stage, begun.resident)
+        return sources, self.resident.unpack(stage, held.resident)
 
     def end(
         self, sums: Buffers, wire_state: WireState | None, key: jax.Array | None
     ) -> tuple[Gradients, WireState | None]:
-        """Reduce what the stages have summed, and send it back.
+        """Reduce the gradients that the stages have summed, and move them back.
 
         Args:
-          sums: of the gradients of this device's stage, packed.
-          wire_state: with the errors of the last step, where they are kept.
-          key: where a format rounds stochastically.
+          sums: the summed gradients of this device's stage, packed.
+          wire_state: this device's wire state, with the errors of the last step.
+          key: the key of stochastic rounding; None if no format rounds so.
 
         Returns:
-          This device's shards of the gradients of all leaves, None of frozen ones, and the wire
+          This device's shards of the gradients of all leaves, None for frozen leaves; and the wire
           state with new errors.
         """
-        trained = [i for i, leaf in enumerate(self.layout) if not leaf.frozen]
-        tiny = [i for i in trained if not self.layout.leaves[i].is_split]
-        own = [i for i in trained if self.layout.leaves[i].placement.stage_dim is not None]
-
-        def run(
-            stage: int,
-        ) -> tuple[Buffers, list[jax.Array], list[jax.Array], WireState | None]:
-            ends = self.programs[stage].ends
-            known = None if wire_state is None else self.wire_plan.unpack(stage, wire_state)
-            shards, new = ends.reduce(self._by_form(stage, sums), known, key)
-            travel: list[jax.Array] = []
-            stay: dict[int, jax.Array] = {}
-            whole = {i: jnp.zeros(self.layout.leaves[i].placement.shape) for i in tiny}
-            for piece, leaf, shard in zip(self.moves.pieces[stage], ends.layout, shards):
-                if not leaf.is_split:
-                    if shard is not None:
-                        whole[piece.leaf] = piece.add_to(whole[piece.leaf], shard)
-                    continue
-                shape = leaf.placement.part_shape(ends.collectives.world)
-                found = jnp.zeros(shape) if shard is None else shard
-                if self.layout.leaves[piece.leaf].placement.stage_dim is None:
-                    travel.append(found)
-                else:
-                    stay[piece.leaf] = found
-            new = None if new is None else self.wire_plan.pack(stage, new)
-            buffers = self.moves.packed(stage, travel)
-            return buffers, [stay[i] for i in own], [whole[i] for i in tiny], new
-
-        buffers, stayed, whole, wire_state = each_stage(len(self.programs), run)
-        leaves = self.moves.from_stages(buffers)
-        for i, x in zip(own, stayed, strict=True):
-            leaves[i] = x
-        summed = from_vector(lax.psum(as_vector(whole), PIPE), whole) if whole else []
-        for i, x in zip(tiny, summed, strict=True):
+        reduced = each_stage(
+            len(self.programs), lambda stage: self._reduce(stage, sums, wire_state, key)
+        )
+        leaves = self.moves.from_stages(reduced.moved)
+        whole = reduced.whole
+        whole = from_vector(lax.psum(as_vector(whole), PIPE), whole) if whole else []
+        own = zip(self._stored_by_stage, reduced.stored_by_stage, strict=True)
+        for i, x in (*own, *zip(self._whole, whole, strict=True)):
             leaves[i] = x
         for i, leaf in enumerate(self.layout):
             if leaf.frozen:
                 leaves[i] = None
             elif leaves[i] is None:  # no stage uses it
                 leaves[i] = jnp.zeros(leaf.placement.part_shape(self.moves.world))
-        return leaves, wire_state
+        return leaves, reduced.wire_state
+
+    def _reduce(
+        self, stage: int, sums: Buffers, wire_state: WireState | None, key: jax.Array | None
+    ) -> _Reduced:
+        """Reduce a stage's gradients over its devices, and sort them by the way that they go on."""
+        once = self.programs[stage].once_per_step
+        known = None if wire_state is None else self.wire_plan.unpack(stage, wire_state)
+        shards, new = once.reduce(self._by_form(stage, sums), known, key)
+        moved: list[jax.Array] = []
+        stored_by_stage: dict[int, jax.Array] = {}
+        whole = {i: jnp.zeros(self.layout.leaves[i].placement.shape) for i in self._whole}
+        for piece, leaf, shard in zip(self.moves.pieces[stage], once.layout, shards):
+            if not leaf.is_split:
+                if shard is not None:
+                    whole[piece.leaf] = piece.add_to(whole[piece.leaf], shard)
+                continue
+            shape = leaf.placement.part_shape(once.collectives.world)
+            found = jnp.zeros(shape) if shard is None else shard
+            if self.layout.leaves[piece.leaf].placement.stage_dim is None:
+                moved.append(found)
+            else:
+                stored_by_stage[piece.leaf] = found
+        new = None if new is None else self.wire_plan.pack(stage, new)
+        return _Reduced(
+            moved=self.moves.packed(stage, moved),
+            stored_by_stage=[stored_by_stage[i] for i in self._stored_by_stage],
+            whole=[whole[i] for i in self._whole],
+            wire_state=new,
+        )
+
+    @property
+    def _stored_by_stage(self) -> list[int]:
+        """The trained leaves that are stored by stage."""
+        leaves = enumerate(self.layout)
+        return [i for i, x in leaves if not x.frozen and x.placement.stage_dim is not None]
+
+    @property
+    def _whole(self) -> list[int]:
+        """The trained leaves that every device stores whole."""
+        return [i for i, leaf in enumerate(self.layout) if not leaf.frozen and not leaf.is_split]
 
     def _by_form(self, stage: int, sums: Buffers) -> tuple[Gradients, Gradients]:
-        """Return a stage's sums: of fetched leaves and of resident ones, None of frozen ones."""
+        """Unpack a stage's sums: of fetched and of resident leaves, None for frozen ones."""
         layout = self.programs[stage].layout
         found = iter(self.gradients.unpack(stage, sums))
         fetched, resident = (

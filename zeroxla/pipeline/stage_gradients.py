@@ -1,4 +1,4 @@
-"""One device's part of a pipelined step: its rows of the batch -> its shards of the mean gradient.
+"""One device's part of a pipelined step: from its rows of the batch to its gradient shards.
 
 Everything here runs inside `shard_map` over `pipe`, `node` and `device`.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,13 +17,15 @@ from jax import lax
 from zeroxla.config.fetch_limits import FetchLimits
 from zeroxla.frontend.staged import StagedGradients
 from zeroxla.mesh.axes import LEAF_AXES, PIPE
+from zeroxla.pipeline.cut_model import CutModel
+from zeroxla.pipeline.micro_batches import MicroBatches
 from zeroxla.pipeline.partition import Partition
 from zeroxla.pipeline.schedule import Schedule
 from zeroxla.pipeline.stage import Stage, StageProgram
-from zeroxla.pipeline.stage_ends import StagesEnds
-from zeroxla.pipeline.stage_moves import Buffers, Moves, Piece, own_layers
+from zeroxla.pipeline.stage_ends import HeldLeaves, StageEnds
+from zeroxla.pipeline.stage_moves import LeafMoves, LeafPiece, stage_dims_of
 from zeroxla.pipeline.stage_wire_state import StagesWireStatePlan
-from zeroxla.pipeline.stage_work import Body, MicroBatch
+from zeroxla.pipeline.stage_work import StageWork
 from zeroxla.pipeline.ticks import Ticks
 from zeroxla.program.trace import is_float
 from zeroxla.step.means import finish
@@ -35,14 +37,20 @@ from zeroxla.wire.vectors import as_vector, from_vector
 from zeroxla.wire.wire_state import WireState
 
 
-class CutModel(Protocol):
-    """What is asked of a `Pipeline`: its schedule and its stages."""
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class TracedStages:
+    """The stages of a model as programs, for one shape of micro-batches and one schedule.
 
-    def schedule(self, num_stages: int, microbatches: int, *, train: bool) -> Schedule: ...
+    Attributes:
+      programs: the program of each stage.
+      halves: if the schedule splits backwards, for each stage one program that computes the
+        gradients of its inputs alone, and one that computes the gradients of its leaves alone.
+      wire_plan: makes and packs the stages' wire state.
+    """
 
-    def cut(
-        self, num_stages: int, tree: Any, batch: Any, key: jax.Array, *, train: bool
-    ) -> tuple[list[Stage], Partition]: ...
+    programs: list[StageProgram]
+    halves: list[tuple[StageProgram, StageProgram]]
+    wire_plan: StagesWireStatePlan
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -50,16 +58,17 @@ class PipelineDifferentiator(StagedGradients):
     """Computes losses and gradients of a pipeline.
 
     Attributes:
-      pipeline: the model.
-      num_stages: length of the axis `pipe`.
+      model: the model, and how it is cut and scheduled.
+      num_stages: the number of stages, the length of the axis `pipe`.
       layout: the model's leaves, split over all devices.
       wiring: how leaves travel between the devices of a stage.
-      unit_elements, limits: see `ZeroConfig`.
-      microbatches: of a step.
-      weights: "step": a stage's leaves are gathered once in a step; "tick": in every tick.
+      unit_elements: see `ZeroConfig`.
+      limits: how far gathers run ahead, and which gathered leaves are kept.
+      microbatches: the number of micro-batches of a step.
+      weights: "step" gathers a stage's leaves once in a step, "tick" in every tick.
     """
 
-    pipeline: CutModel
+    model: CutModel
     num_stages: int
     layout: Layout
     wiring: Wiring
@@ -70,12 +79,12 @@ class PipelineDifferentiator(StagedGradients):
 
     @property
     def inside(self) -> Collectives:
-        """Of the devices of a stage."""
+        """The collectives among the devices of one stage."""
         return self.wiring.collectives
 
     @property
     def across(self) -> Collectives:
-        """Of all devices."""
+        """The collectives among the devices of all stages."""
         return dataclasses.replace(self.wiring.collectives, stages=self.num_stages)
 
     def gradients(
@@ -87,53 +96,39 @@ class PipelineDifferentiator(StagedGradients):
         scale: jax.Array,
         wire_state: WireState | None,
     ) -> tuple[list[jax.Array | None], dict[str, Any], Any, WireState | None]:
-        """Return this device's gradient shards, the metrics, the model state and the wire state; as
-        `Differentiator.gradients`."""
-        check_stateless(model_state)
-        rows, keys = self._micro_batches(batch, key, self.microbatches)
-        stages, halves, wire_plan = self._stages(rows, keys, train=True)
+        """Return this device's gradient shards, the metrics, the model state and the wire state."""
+        _check_stateless(model_state)
+        schedule = self.model.schedule_for(self.num_stages, self.microbatches, train=True)
+        micro_batches = self._micro_batches(batch, key, self.microbatches)
+        stages = self._trace(micro_batches, schedule, train=True)
         wire_key = self._wire_key(key)
-        ends, begun, wire_state = StagesEnds.begin(
-            stages, wire_plan, self.layout, jax.tree.leaves(params), wire_state, wire_key
-        )
-        body = Body.make(ends, begun, scale, halves)
-        ticks = self._ticks(body, train=True, count=self.microbatches)
-
-        def forward(x: Buffers, i: jax.Array, carry: Any) -> tuple[Buffers, Any]:
-            return body.forward(MicroBatch(x, None, _row(rows, i), keys[i])), carry
-
-        def backward(x: Buffers, g: Buffers, i: jax.Array, carry: Any) -> tuple[Buffers, Any]:
-            return body.backward(MicroBatch(x, g, _row(rows, i), keys[i]), carry)
-
-        def weight(x: Buffers, g: Buffers, i: jax.Array, carry: Any) -> Any:
-            return body.weight(MicroBatch(x, g, _row(rows, i), keys[i]), carry)
-
-        grads, sums = ticks.run(forward, backward, body.zeros(), weight if halves else None)
+        ends, held, wire_state = self._begin(stages, params, wire_state, wire_key)
+        work = StageWork.make(ends, held, scale, stages.halves)
+        ticks = self._ticks(schedule, work)
+        grads, sums = ticks.run(work.training(micro_batches), work.zeros())
         shards, wire_state = ends.end(grads, wire_state, wire_key)
         grads, metrics = finish(shards, sums, scale, layout=self.layout, collectives=self.across)
         return grads, metrics, model_state, wire_state
 
     def evaluate(self, params: Any, model_state: Any, batch: Any, key: jax.Array) -> dict[str, Any]:
-        """Return the metrics of the whole batch, without gradients."""
-        check_stateless(model_state)
+        """Return the metrics of the whole batch, without gradients.
+
+        The batch is cut into as many micro-batches as divide it, at most `microbatches`.
+        """
+        _check_stateless(model_state)
         num_rows = jax.tree.leaves(batch)[0].shape[0]
         count = max(n for n in range(1, self.microbatches + 1) if num_rows % n == 0)
-        rows, keys = self._micro_batches(batch, key, count)
-        stages, _, wire_plan = self._stages(rows, keys, train=False)
-        ends, begun, _ = StagesEnds.begin(
-            stages, wire_plan, self.layout, jax.tree.leaves(params), None, self._wire_key(key)
-        )
-        body = Body.make(ends, begun, jnp.ones(()))
-        ticks = self._ticks(body, train=False, count=count)
-
-        def forward(x: Buffers, i: jax.Array, carry: Any) -> tuple[Buffers, Any]:
-            return body.evaluate(MicroBatch(x, None, _row(rows, i), keys[i]), carry)
-
-        sums = ticks.run(forward, None, body.zeros()[1])
+        schedule = self.model.schedule_for(self.num_stages, count, train=False)
+        micro_batches = self._micro_batches(batch, key, count)
+        stages = self._trace(micro_batches, schedule, train=False)
+        ends, held, _ = self._begin(stages, params, None, self._wire_key(key))
+        work = StageWork.make(ends, held, jnp.ones(()))
+        ticks = self._ticks(schedule, work)
+        sums = ticks.run(work.evaluation(micro_batches), work.zeros()[1])
         return means(from_vector(self.across.sum(as_vector(sums)), sums))
 
     def wire_state_plan(self, rows: Any, key: jax.Array) -> StagesWireStatePlan:
-        """Return what wires remember, from shapes: of a device's micro-batch and its key."""
+        """Return the plan of the wire state, from the shapes of a micro-batch and its key."""
         return self._wire_state_plan(*self.cut(rows, key))
 
     def partition(self, rows: Any, key: jax.Array) -> Partition:
@@ -144,44 +139,51 @@ class PipelineDifferentiator(StagedGradients):
         self, model_state: Any, rows: Any, key: jax.Array, leaves: Sequence[Any]
     ) -> dict[int, int]:
         """Return which leaves are stored by stage, and the dim that the stages split."""
-        check_stateless(model_state)
-        return own_layers(self.cut(rows, key)[0], leaves)
+        _check_stateless(model_state)
+        return stage_dims_of(self.cut(rows, key)[0], leaves)
 
     def cut(
         self, rows: Any, key: jax.Array, *, train: bool = True
     ) -> tuple[list[Stage], Partition]:
-        """Cut the model into stages; `rows` and `key` are shapes of a device's micro-batch."""
+        """Cut the model into stages, for the shapes of one device's micro-batch and its key."""
         dtype = self.inside.compute_dtype
         tree = self.layout.tree.unflatten(
             [jax.ShapeDtypeStruct(leaf.placement.shape, dtype) for leaf in self.layout]
         )
-        rows = jax.eval_shape(lambda rows: jax.tree.map(self._cast, rows), rows)
-        return self.pipeline.cut(self.num_stages, tree, rows, key, train=train)
+        rows = jax.eval_shape(self._cast, rows)
+        return self.model.cut(self.num_stages, tree, rows, key, train=train)
 
-    def _ticks(self, body: Body, *, train: bool, count: int) -> Ticks:
-        schedule = self.pipeline.schedule(self.num_stages, count, train=train)
-        firmly = self.inside.firm_ties
-        return Ticks.make(schedule, body.activations, body.cotangents, firmly=firmly)
+    def _micro_batches(self, batch: Any, key: jax.Array, count: int) -> MicroBatches:
+        return MicroBatches.of(self._cast(batch), key, count, self.inside)
 
-    def _micro_batches(self, batch: Any, key: jax.Array, count: int) -> tuple[Any, jax.Array]:
-        rows = jax.tree.map(lambda x: x.reshape(count, x.shape[0] // count, *x.shape[1:]), batch)
-        keys = jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(count))
-        return rows, jax.vmap(lambda k: jax.random.fold_in(k, self.inside.rank()))(keys)
+    def _begin(
+        self,
+        stages: TracedStages,
+        params: Any,
+        wire_state: WireState | None,
+        wire_key: jax.Array | None,
+    ) -> tuple[StageEnds, HeldLeaves, WireState | None]:
+        """Move the leaves to their stages; see `StageEnds.begin`."""
+        stored = jax.tree.leaves(params)
+        return StageEnds.begin(
+            stages.programs, stages.wire_plan, self.layout, stored, wire_state, wire_key
+        )
+
+    def _ticks(self, schedule: Schedule, work: StageWork) -> Ticks:
+        by_data = self.inside.firm_ties
+        return Ticks.make(schedule, work.activations, work.cotangents, by_data=by_data)
 
     def _wire_key(self, key: jax.Array) -> jax.Array | None:
-        """Return this device's key of the roundings at a step's ends; None if there are none."""
+        """Return this device's key for roundings at a step's ends; None if nothing rounds so."""
         return self.wiring.key(jax.random.fold_in(key, lax.axis_index(PIPE)))
 
-    def _stages(
-        self, rows: Any, keys: jax.Array, *, train: bool
-    ) -> tuple[list[StageProgram], list[tuple[StageProgram, StageProgram]], StagesWireStatePlan]:
-        """Cut the model and trace its stages; of a schedule that splits backward, its halves."""
-        first = jax.eval_shape(lambda rows: jax.tree.map(self._cast, _row(rows, 0)), rows)
-        key = jax.eval_shape(lambda keys: keys[0], keys)
-        cut, partition = self.cut(first, key, train=train)
+    def _trace(
+        self, micro_batches: MicroBatches, schedule: Schedule, *, train: bool
+    ) -> TracedStages:
+        """Cut the model and trace its stages, and their halves if the schedule splits backwards."""
+        rows, key = micro_batches.shapes()
+        cut, partition = self.cut(rows, key, train=train)
         wire_plan = self._wire_state_plan(cut, partition)
-        count = jax.tree.leaves(rows)[0].shape[0]
-        splits = train and self.pipeline.schedule(self.num_stages, count, train=True).splits
         programs: list[StageProgram] = []
         halves: list[tuple[StageProgram, StageProgram]] = []
         x = None
@@ -191,18 +193,18 @@ class PipelineDifferentiator(StagedGradients):
                 stage,
                 layout,
                 x,
-                first,
+                rows,
                 key,
                 wiring=self.wiring,
                 unit_elements=self.unit_elements,
                 limits=self.limits,
             )
-            if splits:
+            if schedule.splits:
                 halves.append((make(of_leaves=False)[0], make(of_inputs=False)[0]))
             program, x = make()
             programs.append(program)
-        check_metrics_of(programs[-1])
-        return programs, halves, wire_plan
+        _check_metrics_of(programs[-1])
+        return TracedStages(programs=programs, halves=halves, wire_plan=wire_plan)
 
     def _wire_state_plan(
         self, stages: Sequence[Stage], partition: Partition
@@ -211,7 +213,7 @@ class PipelineDifferentiator(StagedGradients):
         for stage in stages:
             leaves = [self._leaf(piece) for piece in stage.pieces]
             layouts.append(Layout(tree=jax.tree.structure(leaves), leaves=tuple(leaves)))
-        moves = Moves.make(
+        moves = LeafMoves.make(
             self.layout.placements,
             [stage.pieces for stage in stages],
             world=self.inside.world * self.num_stages,
@@ -219,8 +221,8 @@ class PipelineDifferentiator(StagedGradients):
         )
         return StagesWireStatePlan.make(layouts, moves, self.wiring, partition.boundaries)
 
-    def _leaf(self, piece: Piece) -> Leaf:
-        """Return a stage's leaf as the stage's devices store it."""
+    def _leaf(self, piece: LeafPiece) -> Leaf:
+        """Return a piece of a leaf as a leaf of its stage, stored by the stage's devices."""
         leaf = self.layout.leaves[piece.leaf]
         placement = dataclasses.replace(
             leaf.placement,
@@ -231,15 +233,17 @@ class PipelineDifferentiator(StagedGradients):
         persistent = leaf.persistent or self.weights == "step"
         return dataclasses.replace(leaf, placement=placement, persistent=persistent)
 
-    def _cast(self, x: jax.Array) -> jax.Array:
-        return x.astype(self.inside.compute_dtype) if is_float(x.dtype) else x
+    def _cast(self, batch: Any) -> Any:
+        """Return a batch with its floating arrays in the compute dtype."""
+        dtype = self.inside.compute_dtype
+        return jax.tree.map(lambda x: x.astype(dtype) if is_float(x.dtype) else x, batch)
 
 
-def check_stateless(model_state: Any) -> None:
+def _check_stateless(model_state: Any) -> None:
     """Check that a model keeps nothing between steps but its parameters.
 
     Raises:
-      NotImplementedError: it does.
+      NotImplementedError: the model keeps a state.
     """
     if found := jax.tree_util.tree_leaves_with_path(model_state):
         raise NotImplementedError(
@@ -248,11 +252,7 @@ def check_stateless(model_state: Any) -> None:
         )
 
 
-def check_metrics_of(program: StageProgram) -> None:
-    """Check the names of a loss's metrics."""
+def _check_metrics_of(program: StageProgram) -> None:
+    """Check the names of the metrics that the last stage returns."""
     loss, metrics = program.tree.unflatten(range(program.tree.num_leaves))
     check_metrics(jax.tree.structure((loss, metrics, {})))
-
-
-def _row(rows: Any, i: Any) -> Any:
-    return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, i, keepdims=False), rows)

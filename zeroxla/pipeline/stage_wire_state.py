@@ -1,7 +1,7 @@
-"""What the wires of a pipeline remember between steps: each stage's devices about their own leaves.
+"""The wire state of a pipeline: each stage's devices remember something about their own leaves.
 
-A stage remembers pieces of leaves that another lacks, so the arrays of all stages are packed into
-buffers of the same length; which of them lies where follows from the cut.
+Stages have pieces of different leaves, so the arrays of every stage are packed into buffers of the
+same length. The cut into stages says which array lies where.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec
 from zeroxla.mesh.axes import DEVICE, NODE, PIPE
 from zeroxla.mesh.placement import Placement
 from zeroxla.pipeline.stage_buffers import Packing, make_packing
-from zeroxla.pipeline.stage_moves import Moves, each_stage
+from zeroxla.pipeline.stage_moves import LeafMoves, each_stage
 from zeroxla.program.paths import Path
 from zeroxla.wire.leaves import Layout
 from zeroxla.wire.resolve import Wiring
@@ -26,25 +26,25 @@ from zeroxla.wire.wire_state import PARTS, WholeWireStatePlan, WireState, WireSt
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class StagesWireState(WireState):
-    """What wires remember, in lists of packed buffers.
+    """The wire state of a pipeline, in lists of packed buffers.
 
     Attributes:
-      copies: of the copies of the `WireState` of each stage: [stages, devices, elements], the same
-        on all nodes of a stage.
-      errors: of its errors: uint8[stages, nodes, devices, bytes].
-      boundaries: of the stages.
+      copies: the kept copies of every stage, [stages, devices, elements], the same on all nodes of
+        a stage.
+      errors: the kept errors of every stage, uint8[stages, nodes, devices, bytes].
+      boundaries: the boundaries of the stages.
     """
 
     boundaries: tuple[int, ...] = dataclasses.field(metadata={"static": True})
 
     def specs(self, placements: Sequence[Placement]) -> WireState:
-        """Return how the buffers are split."""
+        """Return how the buffers are split over the mesh."""
         copies = [PartitionSpec(PIPE, DEVICE)] * len(self.copies)
         errors = [PartitionSpec(PIPE, NODE, DEVICE)] * len(self.errors)
         return dataclasses.replace(self, copies=copies, errors=errors)
 
     def names(self, leaves: Sequence[Path]) -> WireState:
-        """Return the names of the buffers in a checkpoint: with the cut, of which they are."""
+        """Return the buffers' names in a checkpoint; the cut is part of each name."""
         cut = "stages " + " ".join(map(str, self.boundaries))
         parts = {
             part: [(part, cut, str(i)) for i in range(len(getattr(self, part)))] for part in PARTS
@@ -63,18 +63,18 @@ class StagesWireState(WireState):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class StagesWireStatePlan(WireStatePlan):
-    """Makes and carries on the wire state of a pipeline.
+    """Makes the wire state of a pipeline, and packs and unpacks it for a stage.
 
     Attributes:
-      layouts: of the stages' leaves.
-      moves: of the leaves to the stages.
+      layouts: the layout of each stage's leaves.
+      moves: moves leaves to the stages.
       wiring: how leaves travel between the devices of a stage.
-      boundaries: of the stages.
-      copies, errors: how these are packed, by stage.
+      boundaries: the boundaries of the stages.
+      copies, errors: pack the kept copies, and the kept errors.
     """
 
     layouts: Sequence[Layout]
-    moves: Moves
+    moves: LeafMoves
     wiring: Wiring
     boundaries: tuple[int, ...]
     copies: Packing
@@ -82,7 +82,7 @@ class StagesWireStatePlan(WireStatePlan):
 
     @staticmethod
     def make(
-        layouts: Sequence[Layout], moves: Moves, wiring: Wiring, boundaries: tuple[int, ...]
+        layouts: Sequence[Layout], moves: LeafMoves, wiring: Wiring, boundaries: tuple[int, ...]
     ) -> StagesWireStatePlan:
         """Plan the buffers; the arguments are the attributes."""
         shapes = [
@@ -100,47 +100,49 @@ class StagesWireStatePlan(WireStatePlan):
     @property
     def is_empty(self) -> bool:
         """Whether nothing is remembered."""
-        return all(self.of(stage).is_empty for stage in range(len(self.layouts)))
+        return all(self.of_stage(stage).is_empty for stage in range(len(self.layouts)))
 
-    def of(self, stage: int) -> WholeWireStatePlan:
-        """Return that of a stage."""
+    def of_stage(self, stage: int) -> WholeWireStatePlan:
+        """Return the plan of one stage's wire state, not packed."""
         return WholeWireStatePlan(layout=self.layouts[stage], wiring=self.wiring)
 
     def specs(self) -> WireState | None:
-        """Return how the wire state is split; None if there is none."""
+        """Return how the wire state is split over the mesh; None if there is none."""
         if self.is_empty:
             return None
         return self._state(list(self.copies.buffers), list(self.errors.buffers)).specs(())
 
     def start(self, shards: Sequence[jax.Array]) -> WireState:
-        """Make the wire state of a training that begins, or goes on with other wires.
+        """Make the wire state of a training that begins, or that goes on with other wires.
 
-        Inside `shard_map`. Cost: leaves go to their stages once; then as in a whole model.
+        It runs inside `shard_map`.
 
         Args:
-          shards: what this device stores of the model's leaves.
+          shards: this device's shards of the model's leaves.
+
+        Cost: leaves move to their stages once; the rest is as in a model without stages.
         """
         received = self.moves.to_stages(shards)
 
         def run(stage: int) -> WireState:
             mine = self.moves.leaves(stage, received, shards)
-            return self.pack(stage, self.of(stage).start(mine))
+            return self.pack(stage, self.of_stage(stage).start(mine))
 
         return each_stage(len(self.layouts), run)
 
     def pack(self, stage: int, wires: WireState) -> WireState:
-        """Return what a device of a stage remembers as its part of the buffers."""
+        """Pack the wire state of one device of a stage into its part of the buffers."""
         copies = self.copies.pack(stage, jax.tree.leaves(wires.copies))
         errors = self.errors.pack(stage, jax.tree.leaves(wires.errors))
         return self._state([x[None, None] for x in copies], [x[None, None, None] for x in errors])
 
     def unpack(self, stage: int, wires: WireState) -> WireState:
-        """Return what a device of a stage remembers, from its part of the buffers."""
-        memory = self.of(stage)
+        """Return the wire state of one device of a stage, from its part of the buffers."""
+        plan = self.of_stage(stage)
         parts: dict[str, list[jax.Array | None]] = {}
         for part, packing, mine in (
-            ("copies", self.copies, memory.copied),
-            ("errors", self.errors, memory.corrected),
+            ("copies", self.copies, plan.copied),
+            ("errors", self.errors, plan.corrected),
         ):
             buffers = [x.reshape(-1) for x in getattr(wires, part)]
             found = dict(zip(mine, packing.unpack(stage, buffers), strict=True))

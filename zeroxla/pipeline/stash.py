@@ -1,8 +1,9 @@
-"""Where a stage keeps what it received until its last use: slots of two rings, as tables.
+"""Where a stage keeps arrivals until their last use: slots of two rings, as tables.
 
-Inputs of stages after the first, gradients of stages before the last. (The first stage reads its
-batch, the last one begins the backward.) Something is live from the tick at whose start it arrives
-to the tick of its last use, both included: its slot is free for an arrival in the tick after.
+One ring is for inputs, on every stage but the first, which reads the batch. The other is for
+gradients, on every stage but the last, which begins the backward. An arrival is live from the tick
+at whose start it arrives to the tick of its last use, both included. In the tick after that another
+one may take its slot.
 """
 
 from __future__ import annotations
@@ -11,27 +12,29 @@ import dataclasses
 
 import numpy as np
 
-from zeroxla.pipeline.schedule import NONE, Schedule, times
+from zeroxla.pipeline.schedule import NONE, Schedule, ticks_of
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Stash:
-    """Slots for one schedule; tables are int32, -1 where there is nothing.
+    """The slots for one schedule. Tables are int32, with -1 for none.
 
-    The number of slots is that of the stage that needs the most: all stages run one program.
+    All stages run one program, so each has as many slots as the stage that needs the most.
 
     Attributes:
-      num_input_slots: slots of the ring of inputs; 0 for a single stage.
-      num_gradient_slots: slots of the ring of gradients; 0 for a single stage, or without backward.
-      input_slots: [stages, microbatches], where a stage keeps a micro-batch's input.
-      gradient_slots: [stages, microbatches], where it keeps the gradient of its output.
-      input_arrivals: [ticks, stages], the slot for what arrives at the start of a tick from the
-        stage before: what that one did the forward of in the tick before.
-      gradient_arrivals: [ticks, stages], the same from the stage after, of its backwards.
-      peak_inputs: per stage, the most inputs live at a time; 0 on the first.
-      peak_gradients: per stage, the most gradients live at a time; 0 on the last.
-      in_flight: per stage, the most micro-batches held at a time: `peak_inputs`, and on the first
-        stage those between their forward and their last use.
+      num_input_slots: the number of slots for inputs; 0 for a single stage.
+      num_gradient_slots: the number of slots for gradients; 0 for a single stage, or without
+        backward.
+      input_slots: [stages, microbatches], the slot in which a stage keeps a micro-batch's input.
+      gradient_slots: [stages, microbatches], the slot in which it keeps the gradient of its output.
+      input_arrivals: [ticks, stages], the slot for the input that arrives at the start of a tick.
+        The stage before computed it in the tick before.
+      gradient_arrivals: [ticks, stages], the same for the gradient that arrives from the stage
+        after.
+      peak_inputs: for each stage, the most inputs that are live at a time; 0 on the first.
+      peak_gradients: for each stage, the most gradients that are live at a time; 0 on the last.
+      in_flight: for each stage, the most micro-batches held at a time. It equals `peak_inputs`,
+        except on the first stage, which holds a micro-batch from its forward to its last use.
     """
 
     num_input_slots: int
@@ -46,16 +49,16 @@ class Stash:
 
 
 def make_stash(schedule: Schedule) -> Stash:
-    """Give each input and each gradient a slot that nothing else needs while it is live.
+    """Give each input and each gradient a slot of its own while it is live.
 
     Args:
-      schedule: one that `check` accepts.
+      schedule: a schedule that `check` accepts.
 
     Returns:
-      Slots as few as possible: as many as are ever live at a time on one stage.
+      The stash with the fewest slots: as many as are ever live at a time on one stage.
     """
     m, p = schedule.microbatches, schedule.stages
-    forward, backward = times(schedule.forward, m), times(schedule.backward, m)
+    forward, backward = ticks_of(schedule.forward, m), ticks_of(schedule.backward, m)
     last = last_use(schedule)
     inputs = np.full((p, m), NONE, np.int32)
     gradients = np.full((p, m), NONE, np.int32)
@@ -80,21 +83,22 @@ def make_stash(schedule: Schedule) -> Stash:
 
 
 def last_use(schedule: Schedule) -> np.ndarray:
-    """Return the tick in which a stage is done with a micro-batch, int32 [stages, microbatches]."""
+    """Return the tick in which a stage last needs a micro-batch, int32 [stages, microbatches]."""
     if schedule.splits:
-        return times(schedule.weight, schedule.microbatches)
+        return ticks_of(schedule.weight, schedule.microbatches)
     if schedule.trains:
-        return times(schedule.backward, schedule.microbatches)
-    return times(schedule.forward, schedule.microbatches)
+        return ticks_of(schedule.backward, schedule.microbatches)
+    return ticks_of(schedule.forward, schedule.microbatches)
 
 
 def _color(first: np.ndarray, last: np.ndarray) -> np.ndarray:
-    """Colour intervals, ends included, with the lowest free colour in the order of their starts.
+    """Colour intervals, ends included, so that intervals that overlap differ.
 
-    For intervals that is optimal: a new colour is taken only while all others are live.
+    In the order of their starts each takes the lowest free colour. For intervals this is optimal:
+    a new colour is taken only while all others are live.
     """
     colors = np.full(len(first), NONE, np.int32)
-    until: list[int] = []  # per colour, the end of its last interval
+    until: list[int] = []  # for each colour, the end of its last interval
     for i in np.argsort(first, kind="stable").tolist():
         free = next((c for c, end in enumerate(until) if end < first[i]), len(until))
         until[free : free + 1] = [int(last[i])]
@@ -103,7 +107,7 @@ def _color(first: np.ndarray, last: np.ndarray) -> np.ndarray:
 
 
 def _arrivals(sent: np.ndarray, slots: np.ndarray, *, hop: int) -> np.ndarray:
-    """Return slots [ticks, stages] of what stage - hop sent in the tick before."""
+    """Return the slots [ticks, stages] for arrivals: stage - hop sent them in the tick before."""
     ticks, stages = sent.shape
     arrivals = np.full((ticks, stages), NONE, np.int32)
     for tick in range(1, ticks):

@@ -1,8 +1,7 @@
-"""Runs a schedule: a loop over ticks, in each of which a stage does its part and both neighbours
-hear of it.
+"""Runs a schedule: a loop over ticks, in each of which a stage works and sends to its neighbours.
 
-What arrives is kept in rings of slots that the schedule's tables name, so memory is that of the
-schedule and not of the number of micro-batches. An idle stage only passes on zeros.
+Arrivals are kept in rings of slots, which the schedule's tables name. So memory depends on the
+schedule, not on the number of micro-batches. An idle stage computes nothing and sends zeros.
 
 Everything here runs inside `shard_map`.
 """
@@ -11,14 +10,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from zeroxla.fetch.order import tie
+from zeroxla.fetch.ties import tie
 from zeroxla.mesh.axes import PIPE
 from zeroxla.pipeline.schedule import NONE, Schedule
 from zeroxla.pipeline.schedule_check import check
@@ -26,38 +25,77 @@ from zeroxla.pipeline.stage_buffers import Packing
 from zeroxla.pipeline.stash import Stash, make_stash
 
 TICKS = "ticks"
-"""The scope of the loop."""
+"""The named scope of the loop."""
 
 Buffers = list[jax.Array]
 Forward = Callable[[Buffers, jax.Array, Any], tuple[Buffers, Any]]
 Backward = Callable[[Buffers, Buffers, jax.Array, Any], tuple[Buffers, Any]]
+Weight = Callable[[Buffers, Buffers, jax.Array, Any], Any]
+Row = dict[str, jax.Array]
+"""This stage's entries of all tables for one tick, int32 scalars."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class TickWork:
+    """The functions that a stage calls on a micro-batch, each given by its number.
+
+    Attributes:
+      forward: (x, micro-batch, carry) -> (y, carry). `x` came from the stage before, `y` is for the
+        stage after; both are packed.
+      backward: (x, gradient of y, micro-batch, carry) -> (gradient of x, carry); None in
+        evaluation.
+      weight: (x, gradient of y, micro-batch, carry) -> carry, for a schedule that splits backwards;
+        None if `backward` computes the gradients of leaves too.
+    """
+
+    forward: Forward
+    backward: Backward | None = None
+    weight: Weight | None = None
+
+
+class _State(NamedTuple):
+    """The carry of the loop over ticks.
+
+    Attributes:
+      inputs: the ring of inputs that arrived.
+      gradients: the ring of gradients that arrived.
+      x: the input that arrives now, from the stage before.
+      dx: the gradient of this stage's input, which the stage before has not got yet.
+      carry: the carry of `TickWork`.
+    """
+
+    inputs: Buffers
+    gradients: Buffers
+    x: Buffers
+    dx: Buffers
+    carry: Any
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Ticks:
-    """A schedule as a loop.
+    """Runs a schedule as a loop.
 
     Attributes:
-      schedule: what is done when.
-      stash: where what arrives is kept.
-      activations, gradients: the buffers that travel down and up.
-      firmly: whether ties must be of data; see `tie`.
+      schedule: which stage does what in which tick.
+      stash: the slots for arrivals.
+      activations, gradients: the buffers that travel down, and those that travel up.
+      by_data: whether ties must be by data; see `tie`.
     """
 
     schedule: Schedule
     stash: Stash
     activations: Packing
     gradients: Packing
-    firmly: bool
+    by_data: bool
 
     @staticmethod
     def make(
-        schedule: Schedule, activations: Packing, gradients: Packing, *, firmly: bool
+        schedule: Schedule, activations: Packing, gradients: Packing, *, by_data: bool
     ) -> Ticks:
-        """Prove a schedule, and give what arrives its slots.
+        """Prove that a schedule can run, and give arrivals their slots.
 
         Raises:
-          ValueError: it cannot run.
+          ValueError: the schedule cannot run.
         """
         check(schedule)
         return Ticks(
@@ -65,23 +103,15 @@ class Ticks:
             stash=make_stash(schedule),
             activations=activations,
             gradients=gradients,
-            firmly=firmly,
+            by_data=by_data,
         )
 
-    def run(
-        self,
-        forward: Forward,
-        backward: Backward | None,
-        carry: Any,
-        weight: Callable[[Buffers, Buffers, jax.Array, Any], Any] | None = None,
-    ) -> Any:
+    def run(self, work: TickWork, carry: Any) -> Any:
         """Run all ticks.
 
         Args:
-          forward: (x, micro-batch, carry) -> (y, carry): the buffers for the next stage.
-          backward: (x, gradient of y, micro-batch, carry) -> (gradient of x, carry).
-          carry: what a stage adds to.
-          weight: (x, gradient of y, micro-batch, carry) -> carry, of a schedule that has it.
+          work: the functions that a stage calls.
+          carry: the pytree that they pass on.
 
         Returns:
           The carry after the last tick.
@@ -89,78 +119,114 @@ class Ticks:
         stage = lax.axis_index(PIPE)
         rows = {name: jnp.asarray(table)[:, stage] for name, table in self._tables().items()}
         stash = self.stash
-        start = (
-            _ring(self.activations, stash.num_input_slots),
-            _ring(self.gradients, stash.num_gradient_slots if backward else 0),
-            self.activations.zeros(),
-            self.gradients.zeros(),
+        start = _State(
+            inputs=_ring(self.activations, stash.num_input_slots),
+            gradients=_ring(self.gradients, stash.num_gradient_slots if work.backward else 0),
+            x=self.activations.zeros(),
+            dx=self.gradients.zeros(),
+            carry=carry,
+        )
+        with jax.named_scope(TICKS):
+            end, _ = lax.scan(lambda state, row: (self._tick(work, state, row), None), start, rows)
+        return end.carry
+
+    def _tick(self, work: TickWork, state: _State, row: Row) -> _State:
+        """Do one tick: forward, backward and weight gradient, each if the schedule has it."""
+        inputs = _write(state.inputs, row["input_arrival"], state.x)
+        # The last tick's gradient goes up during this forward; y goes down during this backward.
+        g = self._up(state.dx) if work.backward else []
+        y, carry = self._forward(work.forward, row, inputs, state.carry, after=g)
+        x = self._down(y)
+        if work.backward is None:
+            return state._replace(inputs=inputs, x=x, carry=carry)
+        g, y = tie(g, y, by_data=False)
+        gradients = _write(state.gradients, row["gradient_arrival"], g)
+        dx, carry = self._backward(work.backward, row, inputs, gradients, carry, after=x)
+        if work.weight is not None:
+            carry = self._weight(work.weight, row, inputs, gradients, carry, after=dx)
+            if self.by_data:
+                dx, _ = tie(dx, jax.tree.leaves(carry), by_data=True)
+        # XLA would move a permute from the end of a turn into the next turn, which reads x at once.
+        x, dx = tie(x, dx, by_data=False)
+        return _State(inputs, gradients, x, dx, carry)
+
+    def _forward(
+        self, forward: Forward, row: Row, inputs: Buffers, carry: Any, *, after: Buffers
+    ) -> tuple[Buffers, Any]:
+        """Return this tick's activations and the carry; zeros if there is no forward."""
+        return lax.cond(
+            self._has(row["forward"], after=after),
+            lambda carry: forward(_read(inputs, row["forward_input"]), row["forward"], carry),
+            lambda carry: (self.activations.zeros(), carry),
             carry,
         )
 
-        def tick(state: Any, row: dict[str, jax.Array]) -> tuple[Any, None]:
-            inputs, given, x, dx, carry = state
-            inputs = _write(inputs, row["input_arrival"], x)
-            # The gradient of the tick before goes up beside this forward, y beside a backward.
-            g = self._up(dx) if backward else []
-            y, carry = lax.cond(
-                self._has(row["forward"], after=g),
-                lambda carry: forward(_read(inputs, row["forward_input"]), row["forward"], carry),
-                lambda carry: (self.activations.zeros(), carry),
+    def _backward(
+        self,
+        backward: Backward,
+        row: Row,
+        inputs: Buffers,
+        gradients: Buffers,
+        carry: Any,
+        *,
+        after: Buffers,
+    ) -> tuple[Buffers, Any]:
+        """Return the gradient of this tick's input and the carry; zeros if there is no backward."""
+        return lax.cond(
+            self._has(row["backward"], after=after),
+            lambda carry: backward(
+                _read(inputs, row["backward_input"]),
+                _read(gradients, row["backward_gradient"]),
+                row["backward"],
                 carry,
-            )
-            x = self._down(y)
-            if backward is None:
-                return (inputs, given, x, dx, carry), None
-            g, y = tie(g, y, firmly=False)
-            given = _write(given, row["gradient_arrival"], g)
-            back = backward
-            dx, carry = lax.cond(
-                self._has(row["backward"], after=x),
-                lambda carry: back(
-                    _read(inputs, row["backward_input"]),
-                    _read(given, row["backward_gradient"]),
-                    row["backward"],
-                    carry,
-                ),
-                lambda carry: (self.gradients.zeros(), carry),
-                carry,
-            )
-            if weight is not None:
-                of_leaves = weight
-                carry = lax.cond(
-                    self._has(row["weight"], after=dx),
-                    lambda carry: of_leaves(
-                        _read(inputs, row["weight_input"]),
-                        _read(given, row["weight_gradient"]),
-                        row["weight"],
-                        carry,
-                    ),
-                    lambda carry: carry,
-                    carry,
-                )
-                if self.firmly:
-                    dx, _ = tie(dx, jax.tree.leaves(carry), firmly=True)
-            # XLA would move a permute that ends a turn to the next one, where x is read at once.
-            x, dx = tie(x, dx, firmly=False)
-            return (inputs, given, x, dx, carry), None
+            ),
+            lambda carry: (self.gradients.zeros(), carry),
+            carry,
+        )
 
-        with jax.named_scope(TICKS):
-            return lax.scan(tick, start, rows)[0][-1]
+    def _weight(
+        self,
+        weight: Weight,
+        row: Row,
+        inputs: Buffers,
+        gradients: Buffers,
+        carry: Any,
+        *,
+        after: Buffers,
+    ) -> Any:
+        """Return the carry, with this tick's weight gradient if there is one."""
+        return lax.cond(
+            self._has(row["weight"], after=after),
+            lambda carry: weight(
+                _read(inputs, row["weight_input"]),
+                _read(gradients, row["weight_gradient"]),
+                row["weight"],
+                carry,
+            ),
+            lambda carry: carry,
+            carry,
+        )
 
     def _has(self, microbatch: jax.Array, *, after: Buffers) -> jax.Array:
-        """Return whether there is one. Where only data keeps collectives in order, that is known
-        once `after` are there: every device does first what they come from."""
-        if self.firmly:
-            (microbatch,), _ = tie([microbatch], after, firmly=True)
+        """Whether a table names a micro-batch.
+
+        If ties must be by data, the answer is known only once `after` exist. So every device first
+        finishes the collectives that they come from.
+        """
+        if self.by_data:
+            (microbatch,), _ = tie([microbatch], after, by_data=True)
         return microbatch != NONE
 
     def _down(self, buffers: Buffers) -> Buffers:
+        """Send buffers to the stage after."""
         return _send(buffers, [(s, s + 1) for s in range(self.schedule.stages - 1)])
 
     def _up(self, buffers: Buffers) -> Buffers:
+        """Send buffers to the stage before."""
         return _send(buffers, [(s + 1, s) for s in range(self.schedule.stages - 1)])
 
     def _tables(self) -> dict[str, np.ndarray]:
+        """Return the tables [ticks, stages] that a tick reads: micro-batches, and their slots."""
         schedule, stash = self.schedule, self.stash
         return {
             "forward": schedule.forward,
@@ -182,18 +248,18 @@ def _send(buffers: Buffers, pairs: list[tuple[int, int]]) -> Buffers:
 
 
 def _slots(table: np.ndarray, slots: np.ndarray) -> np.ndarray:
-    """Return the slot of what each stage works on in each tick; 0 where it needs none."""
+    """Return the slot of each entry of a table of micro-batches; 0 where no slot is needed."""
     found = slots[np.arange(table.shape[1])[None, :], np.maximum(table, 0)]
     return np.where(table == NONE, 0, np.maximum(found, 0)).astype(np.int32)
 
 
 def _ring(packing: Packing, num_slots: int) -> Buffers:
-    """Return empty slots, and one more for what nobody reads."""
+    """Return empty slots, and one more for arrivals that nobody reads."""
     return [jnp.zeros((num_slots + 1, size), dtype) for size, dtype in packing.buffers]
 
 
 def _write(ring: Buffers, slot: jax.Array, buffers: Buffers) -> Buffers:
-    """Write buffers to a slot; to the last one if it is none."""
+    """Write buffers to a slot of a ring; to the last slot if the table names none."""
     return [
         lax.dynamic_update_index_in_dim(r, x, jnp.where(slot == NONE, r.shape[0] - 1, slot), 0)
         for r, x in zip(ring, buffers, strict=True)
@@ -201,4 +267,5 @@ def _write(ring: Buffers, slot: jax.Array, buffers: Buffers) -> Buffers:
 
 
 def _read(ring: Buffers, slot: jax.Array) -> Buffers:
+    """Return the buffers in a slot of a ring."""
     return [lax.dynamic_index_in_dim(r, slot, keepdims=False) for r in ring]

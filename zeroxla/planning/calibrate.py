@@ -1,4 +1,4 @@
-"""A device's efficiency from one measured step."""
+"""Finds a device's efficiency from one measured step."""
 
 from __future__ import annotations
 
@@ -8,32 +8,33 @@ import math
 from collections.abc import Callable, Mapping
 
 from zeroxla.mesh.machines import Device
+from zeroxla.planning.lanes import COMPUTE
 from zeroxla.planning.plan import Plan
-from zeroxla.planning.timeline import COMPUTE
 
 LEAST = 1e-4
-"""An efficiency below that is no device's, but a mistake in what was measured or planned."""
+"""The least efficiency that is believed. A lower one is a mistake in the measurement or the plan."""
 
 _TOLERANCE = 1e-4
 _TRIES = 60
 
 
 def calibrated(device: Device, plan_for: Callable[[Device], Plan], seconds: float) -> Device:
-    """Return the device at the efficiency at which a plan's step takes what was measured.
+    """Return the device with the efficiency at which a planned step takes the measured time.
 
     Args:
-      device: whose other figures stay.
-      plan_for: the plan of the step that was measured, on a device. To trace it once only, make one
-        plan and give `lambda device: plan.on(device=device)`.
-      seconds: of one step, measured.
+      device: the device that was measured. Its other figures stay.
+      plan_for: plans the measured step on a device. To trace it only once, make one plan and give
+        `lambda device: plan.on(device=device)`.
+      seconds: the measured seconds of one step.
 
     Returns:
-      The device, of which `source` says so. The plan's step takes `seconds` to a ten-thousandth.
+      The device; its `source` names the calibration. The plan's step takes `seconds` to a
+      ten-thousandth.
 
     Raises:
-      ValueError: no efficiency from `LEAST` to 1 takes so long, or many do.
+      ValueError: the step takes so long at no efficiency from `LEAST` to 1, or at many.
 
-    Cost: a call of `plan_for` for each try, some ten of them.
+    Cost: some ten calls of `plan_for`.
 
     >>> import jax, zeroxla
     >>> from zeroxla.models import GPT
@@ -60,7 +61,7 @@ def calibrated(device: Device, plan_for: Callable[[Device], Plan], seconds: floa
             f"plan's takes {fastest.time.seconds:.4g} s{links}; check the links' rates, and that "
             "the same step was measured"
         )
-    # What the device computes takes as long as its slowness: seconds are nearly linear in it.
+    # Computation takes as long as 1 / efficiency, so the seconds are nearly linear in it.
     slowness = _root(late, 1.0, 1 / LEAST, seconds * _TOLERANCE)
     if slowness is None:
         longest = at(1 / LEAST).time.seconds
@@ -82,7 +83,7 @@ def calibrated(device: Device, plan_for: Callable[[Device], Plan], seconds: floa
 
 
 def entry(device: Device) -> str:
-    """Return a device as an entry of a machines file, which replaces that of the same name."""
+    """Return a device as an entry of a machines file. There it replaces the one of the same name."""
     lines = [f"[devices.{json.dumps(device.name)}]"]
     for field in dataclasses.fields(device):
         if field.name != "name":
@@ -95,11 +96,11 @@ def _toml(value: object) -> str:
         return "{ " + ", ".join(f"{key} = {_toml(x)}" for key, x in value.items()) + " }"
     if isinstance(value, float):
         return f"{value:.6g}"
-    return json.dumps(value, ensure_ascii=False)  # of strings and booleans, TOML's too
+    return json.dumps(value, ensure_ascii=False)  # TOML writes strings and booleans alike
 
 
 def _links_s(plan: Plan) -> str:
-    """Return in words how long each link is taken."""
+    """Say in words how long each link is taken."""
     busy = {axis: s for axis, s in plan.time.busy_s.items() if axis != COMPUTE and s}
     words = ", ".join(f"`{axis}` for {s:.4g} s" for axis, s in busy.items())
     return f", of which communication alone takes the links {words}" if words else ""
@@ -108,8 +109,10 @@ def _links_s(plan: Plan) -> str:
 def _root(
     function: Callable[[float], float], low: float, high: float, tolerance: float
 ) -> float | None:
-    """Return where an increasing function is 0, to a tolerance of its value, by false position
-    (Illinois); None where it is below 0 at `high`."""
+    """Return the place where an increasing function is 0, up to `tolerance` in its value.
+
+    None if it is below 0 at `high`. The method is false position (Illinois).
+    """
     below, above = function(low), function(high)
     if abs(below) <= tolerance:
         return low
@@ -121,7 +124,7 @@ def _root(
         y = function(x)
         if abs(y) <= tolerance:
             return x
-        # An end that stays twice counts for half, or it would never move.
+        # An end that stays twice in a row counts for half; otherwise it might never move.
         if y > 0:
             high, above = x, y
             below = below / 2 if side > 0 else below

@@ -1,50 +1,51 @@
-"""A planned step, compiled ahead of time: the compiler's own memory per device and collectives."""
+"""A planned step, compiled ahead of time: the compiler's own figures for memory and collectives."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from importlib.metadata import version
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
-from rich.table import Table
-from rich.text import Text
 
 from zeroxla.config.offload import Offload
 from zeroxla.inspect.comms import CommsReport, comms
 from zeroxla.inspect.memory import memory
-from zeroxla.mesh.machines import Device
 from zeroxla.mesh.simulate import simulate
 from zeroxla.planning.gpu_topology import WheelsMissingError, target_mesh
 from zeroxla.planning.memory_model import MemoryPlan
+from zeroxla.planning.target import Target
 from zeroxla.program.compat import backends_started
 from zeroxla.program.compiled_memory import MemoryReport
 from zeroxla.program.report import Report, format_bytes
 from zeroxla.step.step import Step
 
-# XLA's CPU scheduler prefers concurrency to memory; with this flag it does not. As a compiler
-# option of one program it has no effect, so it must be in XLA_FLAGS before JAX starts.
+if TYPE_CHECKING:
+    from rich.table import Table
+
+# XLA's CPU scheduler prefers concurrency to memory, except with this flag. It has no effect as a
+# compiler option of one program, so it must be in XLA_FLAGS before JAX starts.
 MEMORY_SCHEDULER = "--xla_cpu_enable_concurrency_optimized_scheduler=false"
 
 MOST_CPU_DEVICES = 64
-"""The more of them, the longer XLA's partitioner takes, and each has threads."""
+"""The more devices, the longer XLA's partitioner takes; each of them also has threads."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class CompiledPlan(Report):
-    """What the compiler says of a step.
+    """The compiler's figures for a step.
 
     Attributes:
-      memory: of one device.
-      comms: what travels, the compiler's own collectives included.
-      platform: whose program it is.
-      note: for which device it was compiled and with what; of the CPU backend's program also why
-        it is that.
+      memory: the memory of one device.
+      comms: the bytes that travel, those of the compiler's own collectives included.
+      platform: the backend that compiled the program.
+      note: the device that the program was compiled for, and the versions that compiled it. If it
+        was the CPU backend, also the reason.
     """
 
     memory: MemoryReport
@@ -54,6 +55,9 @@ class CompiledPlan(Report):
 
     def beside(self, memory: MemoryPlan, comms: CommsReport) -> Table:
         """Return the plan's figures beside the compiler's, as a rich table."""
+        from rich.table import Table
+        from rich.text import Text
+
         table = Table(title="The plan and the compiler", title_justify="left")
         table.caption, table.caption_justify = Text(self.note), "left"  # "[...]" is no markup
         for name in ("", "plan", "compiler", "plan / compiler"):
@@ -79,30 +83,29 @@ class CompiledPlan(Report):
         return [self.note]
 
 
-def compile_step(
-    step_on: Callable[[Mesh], Step], batch: Any, device: Device, mesh_shape: Mapping[str, int]
-) -> CompiledPlan:
+def compile_step(step_on: Callable[[Mesh], Step], batch: Any, target: Target) -> CompiledPlan:
     """Compile a step for devices that need not be there.
 
-    They are GPUs where the device has a description and the wheels of the extra `plan-gpu` are
-    installed; else CPU devices of this process, for which the note gives the reason.
+    It is compiled for GPUs if the tables describe the target's device and the wheels of the extra
+    `plan-gpu` are installed. Otherwise it is compiled for CPU devices of this process, and the note
+    gives the reason.
 
     Args:
       step_on: makes the step for a mesh.
-      batch: shapes (or arrays) of a global batch.
-      device: of the target.
-      mesh_shape: lengths of its axes, outermost first.
+      batch: the shapes (or arrays) of a global batch.
+      target: the devices and the mesh.
 
     Raises:
       ValueError: a description that cannot be read; or, for the CPU backend, more than 64 devices,
         or more than JAX shows in this process.
 
-    Cost: one compilation, minutes for a model that is not scanned; nothing runs or is allocated.
+    Cost: one compilation, which takes minutes for a model that is not scanned. Nothing runs or is
+    allocated.
     """
-    mesh, note = _gpus(device, mesh_shape)
+    mesh, note = _gpus(target)
     platform: Literal["gpu", "cpu"] = "cpu" if mesh is None else "gpu"
     if mesh is None:
-        mesh, note = _cpus(mesh_shape, note)
+        mesh, note = _cpus(target, note)
     step = step_on(mesh)
     if step.config.offload != Offload():
         note = f"{note} It counts the host's memory as the device's own."
@@ -113,10 +116,10 @@ def compile_step(
 
 
 def prepare_cpu(num_devices: int) -> None:
-    """Show this process's CPU as so many devices, for programs that are scheduled for memory.
+    """Show this process's CPU as so many devices, and schedule their programs for memory.
 
-    Without effect once JAX has started, and for more devices than the CPU backend compiles for:
-    whether there are enough is `compile_step`'s to say, where it needs them.
+    This has no effect once JAX has started, nor for more devices than the CPU backend compiles for.
+    `compile_step` reports it if there are too few devices.
     """
     if backends_started() or num_devices > MOST_CPU_DEVICES:
         return
@@ -126,26 +129,28 @@ def prepare_cpu(num_devices: int) -> None:
     simulate(num_devices)
 
 
-def _gpus(device: Device, mesh_shape: Mapping[str, int]) -> tuple[Mesh | None, str]:
-    """Return a mesh of the target's GPUs and what it is; or None, and why there is none."""
+def _gpus(target: Target) -> tuple[Mesh | None, str]:
+    """Return (a mesh of the target's GPUs, what it is), or (None, why there is none)."""
+    device = target.device
     if device.platform == "cpu":
         return None, ""
     if not device.target:
         return None, f"there is no description of {device.label} to compile for"
     try:
-        mesh = target_mesh(device.target, mesh_shape)
+        mesh = target_mesh(device.target, target.mesh_shape)
     except WheelsMissingError as error:
         return None, str(error)
     wheels = f"jax {jax.__version__} and jax-cuda13-plugin {version('jax-cuda13-plugin')}"
     return mesh, f"Compiled for {mesh.size} {device.label} by {wheels}."
 
 
-def _cpus(mesh_shape: Mapping[str, int], reason: str) -> tuple[Mesh, str]:
-    """Return a mesh of this process's CPU devices, and what it is and why.
+def _cpus(target: Target, reason: str) -> tuple[Mesh, str]:
+    """Return a mesh of this process's CPU devices, and what it is and why it is not one of GPUs.
 
     Raises:
-      ValueError: there are not so many.
+      ValueError: there are too few devices.
     """
+    mesh_shape = target.mesh_shape
     needed = math.prod(mesh_shape.values())
     because = f" ({reason})" if reason else ""
     if needed > MOST_CPU_DEVICES:

@@ -1,4 +1,4 @@
-"""What would hold it: DeepSpeed's estimate of ZeRO-3's state, and the smallest cluster."""
+"""DeepSpeed's estimate of ZeRO-3's state, and the smallest cluster that holds a model."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ MAX_NODES = 1 << 20
 
 
 def zero3_estimate(largest_unit: int, num_parameters: int, num_devices: int) -> float:
-    """Return the bytes of a device that `estimate_zero3_model_states_mem_needs` of DeepSpeed says.
+    """Return DeepSpeed's estimate of a device's bytes, `estimate_zero3_model_states_mem_needs`.
 
-    4 bytes a parameter of the largest unit, which is whole at a time, and 18 bytes a parameter that
-    all devices share: 16 bits and gradients in 16 bits, float32 master, Adam's two moments, and
-    float32 gradients. No activations.
+    It counts 4 bytes a parameter for the largest unit, which is whole while it computes. It counts
+    18 bytes a parameter that all devices share: the 16-bit parameters and gradients, the float32
+    master, Adam's two moments and float32 gradients. Activations are not counted.
 
     Args:
-      largest_unit, num_parameters: numbers of parameters.
-      num_devices: of the whole mesh.
+      largest_unit: the number of parameters of the largest unit.
+      num_parameters: the number of parameters of the model.
+      num_devices: the number of devices of the whole mesh.
 
     Source: DeepSpeed, runtime/zero/stage3.py, without offload.
     """
@@ -27,15 +28,15 @@ def zero3_estimate(largest_unit: int, num_parameters: int, num_devices: int) -> 
 def smallest(needs: Callable[[int], float], room: float, known: tuple[int, float]) -> int | None:
     """Return the least number of nodes on which a device has room; None if no number will do.
 
-    What a device needs is taken to be a part that stays and a part that nodes share, a / n + b:
-    found from two numbers of nodes, then tried and mended.
+    The first guess takes a device's need to be a / n + b on n nodes: a part that nodes share and a
+    part that stays. Two numbers of nodes give a and b. From the guess the search goes up or down.
 
     Args:
-      needs: bytes of a device, by the number of nodes.
-      room: bytes that it has.
-      known: nodes that are too few, and what they need.
+      needs: returns the bytes that a device needs on so many nodes.
+      room: the bytes that a device has.
+      known: a number of nodes that is too small, and the bytes that a device needs there.
 
-    Cost: `needs` is called some five times.
+    Cost: some five calls of `needs`.
     """
     first, most = known
     asked: dict[int, float] = {first: most}
@@ -46,7 +47,7 @@ def smallest(needs: Callable[[int], float], room: float, known: tuple[int, float
         return asked[nodes] <= room
 
     assert not fits(first)
-    # Far apart, so that the part that stays is seen well.
+    # The two numbers are far apart, so that the part that stays shows clearly.
     far = 64 * first
     asked[far] = needs(far)
     shared = (asked[first] - asked[far]) / (1 / first - 1 / far)

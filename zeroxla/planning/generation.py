@@ -1,29 +1,32 @@
-"""What a device holds while the hybrid engine generates, from a trace alone."""
+"""The memory of a device while the hybrid engine generates, from a trace alone."""
 
 from __future__ import annotations
 
 import dataclasses
-
-from rich.table import Table
+from typing import TYPE_CHECKING
 
 from zeroxla.hybrid.engine import HybridEngine
 from zeroxla.hybrid.sampling import Sampling
 from zeroxla.mesh.axes import platform_of
 from zeroxla.planning.liveness import Scope
-from zeroxla.planning.wire_bytes import body_of, local_of
+from zeroxla.planning.peak import peak_bytes
 from zeroxla.program.report import Report, format_bytes
+from zeroxla.program.walk import body_of, local_of
 from zeroxla.step.step import Step
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Generating:
-    """What is to be generated.
+    """A call of `HybridEngine.generate` that is planned.
 
     Attributes:
-      num_prompts: of a call, over all devices.
-      prompt_length: tokens of the longest.
-      new_tokens: for each, at most.
-      tensor: devices that share a copy of the model.
+      num_prompts: the number of prompts, over all devices.
+      prompt_length: the tokens of the longest prompt.
+      new_tokens: the most tokens that are generated for each prompt.
+      tensor: the number of devices that share a copy of the model.
     """
 
     num_prompts: int
@@ -37,11 +40,11 @@ class GenerationPlan(Report):
     """Bytes of one device while `HybridEngine.generate` runs.
 
     Attributes:
-      generating: what.
-      state_bytes: of the training state, which stays.
-      copy_bytes: of the model in its compute dtype, 1 / tensor of it.
-      cache_bytes: keys and values.
-      activation_bytes: at the peak, prompts and logits among them.
+      generating: the planned call.
+      state_bytes: the training state, which stays.
+      copy_bytes: the device's part of the model in its compute dtype, 1 / tensor of it.
+      cache_bytes: the cached keys and values.
+      activation_bytes: the activations at the peak, prompts and logits among them.
     """
 
     generating: Generating
@@ -55,19 +58,19 @@ class GenerationPlan(Report):
         """Plan a call.
 
         Args:
-          step: which has seen a batch.
-          generating: what.
+          step: a step that has seen a batch.
+          generating: the call.
 
         Raises:
           ValueError: as `HybridEngine` and its `generate`.
 
-        Cost: proves the tensor-parallel layout on a small instance of the model: seconds.
+        Cost: seconds, to prove the tensor-parallel layout on a small instance of the model.
         """
         engine = HybridEngine(step, tensor=generating.tensor)
         prompts, longest = generating.num_prompts, generating.prompt_length
         traced = engine.trace(prompts, longest, generating.new_tokens, Sampling())
         inside = local_of(body_of(traced.jaxpr))
-        peak = Scope.of(inside, platform_of(step.mesh)).peak().total()
+        peak = peak_bytes(Scope.of(inside, platform_of(step.mesh))).total()
         phases = engine.phases(prompts, longest + generating.new_tokens)
         return GenerationPlan(
             generating=generating,
@@ -94,6 +97,8 @@ class GenerationPlan(Report):
 
     def table(self) -> Table:
         """Return the table for a rich console."""
+        from rich.table import Table
+
         table = Table(
             title=f"Memory of one device that generates, tensor={self.generating.tensor}",
             title_justify="left",

@@ -1,4 +1,4 @@
-"""Devices that need not be there, for which XLA compiles: GPUs, from a description of one."""
+"""Meshes of GPUs that need not be there, for XLA to compile for, from the description of one GPU."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from zeroxla.mesh.machines import TARGETS
 H200 = TARGETS / "h200.txtpb"
 
 PLUGIN = "jax_cuda13_plugin"
-# The plugin asks for a driver and for cuDNN when JAX starts, unless this is set; compiling needs
+# Unless this is set, the plugin asks for a driver and for cuDNN when JAX starts. Compiling needs
 # neither.
 UNCHECKED = "JAX_SKIP_CUDA_CONSTRAINTS_CHECK"
 
@@ -29,22 +29,22 @@ class WheelsMissingError(RuntimeError):
 
 
 def target_mesh(target: str | Path, mesh_shape: Mapping[str, int]) -> Mesh:
-    """Return a mesh of GPUs that programs can be compiled for, and nothing else.
+    """Return a mesh of GPUs that programs can be compiled for, but not run on.
 
-    JAX need not know of any GPU, but its CUDA wheels must be installed, as the extra `plan-gpu`
-    does.
+    The machine needs no GPU. It needs JAX's CUDA wheels, which the extra `plan-gpu` installs.
 
     Args:
-      target: a file that describes one GPU, as text of XLA's message GpuTargetConfigProto.
-      mesh_shape: lengths of the axes `pipe`, `node` and `device`, in the mesh's order; those of a
-        host are the ones along `device`.
+      target: a file that describes one GPU, as the text of XLA's message GpuTargetConfigProto.
+      mesh_shape: lengths of the axes `pipe`, `node` and `device`, in the mesh's order. The devices
+        along `device` belong to one host.
 
     Raises:
       ValueError: the description cannot be read, or XLA does not understand it.
-      WheelsMissingError: the wheels are not installed, are not of this JAX's version, or JAX has
+      WheelsMissingError: the wheels are not installed, do not have this JAX's version, or JAX has
         started without them.
 
-    Sets JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 in this process, which counts if JAX has not started.
+    Sets JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 in this process, which has an effect only if JAX has not
+    started.
     """
     try:
         description = Path(target).read_text()

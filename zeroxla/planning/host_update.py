@@ -1,4 +1,4 @@
-"""What an update on the host moves and reads, from the trace of a step."""
+"""The bytes that an update on the host moves and reads, from the trace of a step."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class HostUpdate:
     """One device's part of an update on the host.
 
     Attributes:
-      moved_bytes: that cross the link to the host, gradients out and parameters back.
-      host_bytes: that the host reads and writes of its memory.
+      moved_bytes: bytes that cross the link to the host, gradients one way, parameters the other.
+      host_bytes: bytes of its memory that the host reads and writes.
     """
 
     moved_bytes: int
@@ -24,9 +24,9 @@ class HostUpdate:
 
     @staticmethod
     def of(program: Program, num_devices: int) -> HostUpdate:
-        """Read a step's trace, in which the update is of arrays that all devices share.
+        """Read a step's traced program, in which the update is one of arrays over all devices.
 
-        What the host computes in one go counts as one pass over what it reads and writes.
+        Each computation on the host counts as one pass over its operands and results.
         """
         moved = host = 0
         for eq in program.equations:

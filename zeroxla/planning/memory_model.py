@@ -1,45 +1,50 @@
-"""Memory of one device in a planned step, by what it holds."""
+"""The memory of one device in a planned step, by what it holds."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 from collections import Counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
-from rich.table import Table
 
 from zeroxla.inspect.phases import phase_of
 from zeroxla.mesh.axes import world_size
 from zeroxla.offload.array_bytes import shard_bytes
-from zeroxla.planning.wire_bytes import KINDS
+from zeroxla.program.primitives import HLO_KINDS
 from zeroxla.program.report import Report, format_bytes
 from zeroxla.program.trace import Equation
 from zeroxla.step.state import TrainState
 from zeroxla.step.step import Step
 
+if TYPE_CHECKING:
+    from rich.table import Table
+
 GATHERED, GRADIENTS, ACTIVATIONS = "gathered leaves", "gradients", "activations"
+"""The kinds of temporary values."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryPlan(Report):
-    """Bytes of one device: what it stores between steps, and what a step has when it has most.
+    """Bytes of one device: the state that it stores between steps, and temporaries at the peak.
+
+    The peak is the moment of a step at which the device holds most.
 
     Attributes:
-      parameter_bytes: shards of the float32 master.
-      optimizer_bytes: of the optimizer's state.
-      wire_bytes: what wires remember: errors fed back, kept copies.
-      other_bytes: the model's other state, the batch.
+      parameter_bytes: the shards of the float32 master.
+      optimizer_bytes: the optimizer's state.
+      wire_bytes: what wires remember: errors that are fed back, kept copies.
+      other_bytes: the model's other state, and the batch.
       gathered_bytes: leaves that are whole, or on their way, at the peak.
-      gradient_bytes: at the peak.
-      activation_bytes: at the peak: what forward leaves for backward, secondary shards among it,
-        and what is being computed.
-      secondary_bytes: of secondary shards when all are there; counted in the two above, if they
-        are not on the host.
-      offloaded_bytes: of the device's state, in its host's memory; not counted above.
-      disk_bytes: of the device's state, on its host's disk; the file has room for it twice.
-      secondary_on_host: secondary shards are in the host's memory.
+      gradient_bytes: gradients at the peak.
+      activation_bytes: what forward keeps for backward, secondary shards included, and what is
+        being computed, at the peak.
+      secondary_bytes: the secondary shards when all of them are there. The two fields above count
+        them too, unless they are on the host.
+      offloaded_bytes: the device's state in its host's memory; not counted above.
+      disk_bytes: the device's state on its host's disk. The file has room for it twice.
+      secondary_on_host: whether secondary shards are in the host's memory.
     """
 
     parameter_bytes: int
@@ -59,10 +64,11 @@ class MemoryPlan(Report):
         """Put a step's figures together.
 
         Args:
-          step, state, batch: shapes.
-          peak: bytes by kind, as `kind_of` names them.
+          step: a step that has seen the batch.
+          state, batch: the shapes (or arrays) of its state and of a global batch.
+          peak: the bytes of temporaries at the peak, by the kinds that `kind_of` names.
         """
-        rows = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(batch))
+        batch_bytes = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(batch))
         wiring = step.programs.wiring
         others = (state.model_state, state.step, state.loss_scale)
         return MemoryPlan(
@@ -71,7 +77,7 @@ class MemoryPlan(Report):
             offloaded_bytes=shard_bytes((state.params, state.opt_state), place="host"),
             disk_bytes=shard_bytes((state.params, state.opt_state), place="disk"),
             wire_bytes=shard_bytes(state.wire_state),
-            other_bytes=shard_bytes(others) + rows // world_size(step.mesh),
+            other_bytes=shard_bytes(others) + batch_bytes // world_size(step.mesh),
             gathered_bytes=peak[GATHERED],
             gradient_bytes=peak[GRADIENTS],
             activation_bytes=peak[ACTIVATIONS],
@@ -81,22 +87,22 @@ class MemoryPlan(Report):
 
     @property
     def state_bytes(self) -> int:
-        """What is there between steps, the batch included."""
+        """The bytes that the device holds between steps, the batch included."""
         return self.parameter_bytes + self.optimizer_bytes + self.wire_bytes + self.other_bytes
 
     @property
     def everywhere_bytes(self) -> int:
-        """As `state_bytes`, with what is not on the device."""
+        """The bytes of `state_bytes` and of the state in the host's memory and on its disk."""
         return self.state_bytes + self.offloaded_bytes + self.disk_bytes
 
     @property
     def host_bytes(self) -> int:
-        """What is in the host's memory for this device: at most, in a step."""
+        """The most bytes that the host's memory holds for this device in a step."""
         return self.offloaded_bytes + (self.secondary_bytes if self.secondary_on_host else 0)
 
     @property
     def temporary_bytes(self) -> int:
-        """What is there in a step alone."""
+        """The bytes that the device holds only within a step, at the peak."""
         return self.gathered_bytes + self.gradient_bytes + self.activation_bytes
 
     @property
@@ -117,6 +123,8 @@ class MemoryPlan(Report):
 
     def table(self) -> Table:
         """Return the table for a rich console."""
+        from rich.table import Table
+
         table = Table(title="Memory of one device", title_justify="left")
         table.add_column("part")
         table.add_column("", justify="right")
@@ -136,8 +144,8 @@ class MemoryPlan(Report):
 
 
 def kind_of(eq: Equation, path: str) -> str:
-    """Return what an equation makes, by the scopes that it is in."""
-    phase = phase_of(path, KINDS.get(eq.name, ""))
+    """Return the kind of an equation's results, from the scopes that it is in."""
+    phase = phase_of(path, HLO_KINDS.get(eq.name, ""))
     if phase.endswith("gather"):
         return GATHERED
     if phase == "reduce" or (phase == "backward" and eq.name == "scan"):

@@ -44,18 +44,18 @@ PRESETS: dict[str, tuple[Callable[..., Any], int]] = {
         (_llama(_LLAMA3, 126, 16384, 128, 8, 53248), 8192, "llama3-405b"),
     )
 }
-"""(function of the model's other fields, its context) of each."""
+"""By name: (a function that makes the model from its other fields, the length of its context)."""
 
 
 def model_named(name: str, **fields: Any) -> tuple[Any, int]:
-    """Return a model and its context.
+    """Return a model and the length of its context.
 
     Args:
-      name: a preset's.
-      fields: of the module, instead of the preset's own, such as `remat=True`.
+      name: the name of a preset.
+      fields: fields of the module that replace the preset's own, such as `remat=True`.
 
     Raises:
-      ValueError: there is none; offers the nearest ones.
+      ValueError: no preset has that name. The message offers the nearest ones.
     """
     if name.lower() not in PRESETS:
         near = difflib.get_close_matches(name.lower(), PRESETS, n=3, cutoff=0.4)

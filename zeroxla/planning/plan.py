@@ -1,22 +1,24 @@
-"""What one training step needs and costs on a cluster: the figures, as people look at them."""
+"""`Plan`: the figures of one training step on a cluster, as people look at them."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-
-from rich.table import Table
+from typing import TYPE_CHECKING
 
 from zeroxla.inspect.comms import CommsReport
 from zeroxla.mesh.axes import DEVICE
 from zeroxla.mesh.machines import Device, Link
 from zeroxla.planning.compile_check import CompiledPlan
 from zeroxla.planning.generation import GenerationPlan
+from zeroxla.planning.lanes import COMPUTE, TimeLine
 from zeroxla.planning.memory_model import MemoryPlan
 from zeroxla.planning.simulation import Simulation
 from zeroxla.planning.target import HOST_UPDATE, Target
-from zeroxla.planning.timeline import COMPUTE, TimeLine
 from zeroxla.program.report import Report, format_bytes
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,16 +27,17 @@ class Plan(Report):
 
     Attributes:
       target: the devices, links and mesh.
-      num_parameters: of the model.
-      num_examples, num_tokens: of a step, over all devices; no tokens where a batch has none.
-      memory: of one device.
-      comms: what travels.
-      time: of one step.
-      bubble: the share of it that stages of a pipeline are idle in.
-      deepspeed_bytes: what DeepSpeed's estimate says of the state; None for pipelines.
-      generation: memory of a device that generates, where that was asked for.
-      compiled: what the compiler says of memory and collectives, if it was asked.
-      simulation: what `time` was found from.
+      num_parameters: the number of the model's parameters.
+      num_examples, num_tokens: the examples and tokens of a step, over all devices. `num_tokens` is
+        None if the batch has no tokens.
+      memory: the memory of one device.
+      comms: the bytes that travel.
+      time: the simulated time line of one step.
+      bubble: the share of the step in which the stages of a pipeline are idle.
+      deepspeed_bytes: DeepSpeed's estimate for the state of a device; None for pipelines.
+      generation: the memory of a device that generates, if that was asked for.
+      compiled: the compiler's figures for memory and collectives, if they were asked for.
+      simulation: what a device does in the step; `time` follows from it.
     """
 
     target: Target
@@ -60,12 +63,13 @@ class Plan(Report):
         """Return the plan of the same step on other devices or links, without tracing it again.
 
         Args:
-          device: instead of this plan's; of the same platform, for which the step was traced.
-          links: by mesh axis, instead of this plan's; axes that are left out keep theirs.
+          device: another kind of device, of the platform for which the step was traced. None keeps
+            this plan's.
+          links: other links by mesh axis. Axes that are left out keep their links.
           ahead: as `plan` takes it.
 
         Raises:
-          ValueError: a device of another platform, or links of axes that the target lacks.
+          ValueError: a device of another platform, or links for axes that the target lacks.
 
         Cost: a fraction of a second.
         """
@@ -85,25 +89,25 @@ class Plan(Report):
 
     @property
     def fits(self) -> bool:
-        """Whether a device's memory holds it, and generating where that was asked for."""
+        """Whether a device's memory holds the step, and generation if that was asked for."""
         return self.most_bytes <= self.target.device.memory_bytes
 
     @property
     def most_bytes(self) -> int:
-        """The most that a device holds."""
+        """The most bytes that a device holds, while it trains or generates."""
         generating = 0 if self.generation is None else self.generation.total_bytes
         return max(self.memory.total_bytes, generating)
 
     @property
     def host_bytes(self) -> int:
-        """What a node's own memory holds while a checkpoint is saved: its devices' state, offloaded
-        or not, but for what is on its disk."""
+        """The bytes that a node's own memory holds while a checkpoint is saved: the state of its
+        devices, offloaded or not, except for what is on disk."""
         mesh, memory = self.target.mesh_shape, self.memory
         return (memory.state_bytes + memory.host_bytes) * mesh[DEVICE]
 
     @property
     def limit(self) -> str:
-        """What the step waits for most: the lane that is taken longest, and for which share."""
+        """The lane that is taken longest, in words, and for which share of the step."""
         lane, seconds = max(self.time.busy_s.items(), key=lambda item: item[1])
         known = {COMPUTE: "computation", HOST_UPDATE: "the host's update"}
         name = known.get(lane, f"the link of `{lane}`")
@@ -112,11 +116,13 @@ class Plan(Report):
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens, or where there are none examples, per second over all devices."""
+        """Tokens per second over all devices, or examples if the batch has no tokens."""
         return (self.num_tokens or self.num_examples) / self.time.seconds
 
     def time_table(self) -> Table:
-        """Return seconds by lane, as a rich table."""
+        """Return the seconds for which each lane is taken, as a rich table."""
+        from rich.table import Table
+
         table = Table(title="Time of one step", title_justify="left")
         for name in ("", "taken for", "share of the step"):
             table.add_column(name, justify="left" if not name else "right")
@@ -132,7 +138,7 @@ class Plan(Report):
         return table
 
     def tables(self) -> list[Table]:
-        """Return memory, bytes, time and what the compiler says, as rich tables."""
+        """Return memory, bytes, time and the compiler's figures, as rich tables."""
         tables = [self.memory_table()]
         if self.generation is not None:
             tables.append(self.generation.table())

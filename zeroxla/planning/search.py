@@ -1,49 +1,23 @@
-"""`zeroxla.search_plans`: presets, splits of the mesh, micro-batches and recomputation, ranked."""
+"""`zeroxla.search_plans`: plans of a model in many settings, ranked."""
 
 from __future__ import annotations
 
 import dataclasses
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
-from flax import linen
-from rich.table import Table
 
 from zeroxla.config.zero_config import ZeroConfig
-from zeroxla.mesh.axes import DEVICE, NODE, PIPE
-from zeroxla.pipeline.pipeline import Pipeline
+from zeroxla.mesh.axes import PIPE
+from zeroxla.planning.choices import ZEROS, Choice, Variants, attempts, meshes, with_preset
 from zeroxla.planning.make import plan
 from zeroxla.planning.plan import Plan
 from zeroxla.program.report import Report, format_bytes
 
-ZEROS = ("zero3", "zeropp", "zeropp_hq", "zeropp_min")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Choice:
-    """Settings of a training step.
-
-    Attributes:
-      zero: a preset of `ZeroConfig`.
-      mesh_shape: axis lengths.
-      microbatches: into which the batch is cut.
-      weights: of a pipeline: gathered once a step, or in every tick; None without stages.
-      remat: whether blocks are recomputed in backward; None where the model does not say.
-    """
-
-    zero: str
-    mesh_shape: Mapping[str, int]
-    microbatches: int
-    weights: str | None
-    remat: bool | None
-
-    def words(self) -> list[str]:
-        """Return the settings as a row of a table."""
-        axes = " x ".join(f"{name}={size}" for name, size in self.mesh_shape.items())
-        remat = {None: "-", True: "yes", False: "no"}[self.remat]
-        return [self.zero, axes, str(self.microbatches), self.weights or "-", remat]
+if TYPE_CHECKING:
+    from rich.table import Table
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,17 +29,17 @@ class Found:
 
     @property
     def limit(self) -> str:
-        """What limits it: memory where it does not fit, else what the step waits for most."""
+        """What limits it: memory if it does not fit, otherwise the lane that is taken longest."""
         return self.plan.limit if self.plan.fits else "memory"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Search(Report):
-    """What was found; `print` it.
+    """The plans that a search found; `print` it.
 
     Attributes:
-      found: the best first: those that fit by tokens/s, then the others by memory.
-      refused: reasons why settings could not be planned, and which those are.
+      found: the plans, the best first: those that fit by tokens/s, then the others by memory.
+      refused: the settings that could not be planned, by the reason why.
     """
 
     found: tuple[Found, ...]
@@ -73,11 +47,13 @@ class Search(Report):
 
     @property
     def best(self) -> Found | None:
-        """The fastest that fits, if one does."""
+        """The fastest plan that fits; None if none does."""
         return self.found[0] if self.found and self.found[0].plan.fits else None
 
     def table(self, most: int | None = None) -> Table:
-        """Return the rows, or the first ones, as a rich table."""
+        """Return the plans as a rich table; at most the `most` best of them."""
+        from rich.table import Table
+
         table = Table(title="Settings, by predicted speed", title_justify="left")
         for name in ("wires", "mesh"):
             table.add_column(name, no_wrap=True)
@@ -113,142 +89,102 @@ def search_plans(
     progress: Callable[[int, int, str], None] = lambda done, total, what: None,
     **options: Any,
 ) -> Search:
-    """Plan a model on a cluster in many ways, and rank them.
+    """Plan a model on a cluster in many settings, and rank the plans.
 
-    Tried are presets x ways to split the devices into stages and nodes x recomputation, and of each
-    as few micro-batches as fit (in a pipeline about four for each stage, which keep its bubble
-    short; more if they do not fit, and then weights gathered in every tick).
+    Every preset is tried with every way to split the devices into stages and nodes, with and
+    without recomputation, and each time with as few micro-batches as fit. A pipeline gets about
+    four micro-batches for each stage, which keeps its bubble short. If they do not fit, it gets
+    more, and then gathers its weights in every tick.
 
     Args:
-      model: as `make_step` takes it; or {False: model, True: the one that recomputes in backward},
-        which are both tried, as both are of a flax.linen module with a field `remat`. If it scans
-        over its blocks, so are pipelines.
-      nodes, devices_per_node: of the cluster.
-      batch: shapes of a global batch, the same one for all.
-      config: what presets do not decide: dtypes, thresholds, ... Default: computing in bfloat16.
-      zeros: names of presets.
-      pipes: numbers of stages; powers of two up to 8 if None.
-      progress: called with (plans done, plans at least, what is next).
-      options: as `zeroxla.plan` takes them: optimizer, loss, device, link, machines.
+      model: as `make_step` takes it, or {False: the model, True: the model that recomputes in
+        backward}. Both are tried, also of a flax.linen module with a field `remat`. Pipelines are
+        tried if the model scans over its blocks.
+      nodes, devices_per_node: the size of the cluster.
+      batch: the shapes of a global batch, the same for all settings.
+      config: the options that presets do not decide: dtypes, thresholds, ... None means the
+        defaults with `compute_dtype="bfloat16"`.
+      zeros: the names of presets.
+      pipes: numbers of stages. None means 1, 2, 4 and 8.
+      progress: called with (groups of settings done, groups in all, the settings that come next).
+      options: further arguments of `zeroxla.plan`: optimizer, loss, device, link, machines.
 
     Returns:
-      What was found.
+      The ranked plans.
 
     Raises:
       ValueError: unknown presets, or no setting can be planned at all (it says why not).
 
-    Cost: a trace for each: minutes in all.
+    Cost: a trace for each plan, minutes in all.
     """
     config = config or ZeroConfig(compute_dtype="bfloat16")
     if unknown := set(zeros) - set(ZEROS):
         raise ValueError(f"there are no presets {sorted(unknown)}; there are {ZEROS}")
     rows = jax.tree.leaves(batch)[0].shape[0]
-    models, refused = _variants(model, options.get("loss"))
-    meshes = list(_meshes(nodes, devices_per_node, pipes or (1, 2, 4, 8)))
-    if not any(staged for _, staged in models.values()):
-        meshes = [mesh for mesh in meshes if mesh.get(PIPE, 1) == 1]
-    tried = [(z, mesh, remat) for mesh in meshes for remat in models for z in zeros]
+    variants = Variants.of(model, options.get("loss"))
+    refused = dict(variants.refused)
+    shapes = list(meshes(nodes, devices_per_node, pipes or (1, 2, 4, 8)))
+    if not variants.has_pipelines:
+        shapes = [shape for shape in shapes if shape.get(PIPE, 1) == 1]
+    groups = [
+        (zero, shape, remat) for shape in shapes for remat in variants.models for zero in zeros
+    ]
     found: list[Found] = []
-    for i, (zero, mesh, remat) in enumerate(tried):
-        plain, staged = models[remat]
-        made = staged if mesh.get(PIPE, 1) > 1 else plain
-        last: Found | None = None
-        for choice in _attempts(zero, mesh, remat, rows):
-            progress(i, len(tried), ", ".join(choice.words()))
-            try:
-                with warnings.catch_warnings():  # that a preset's wires lack an axis is no news
-                    warnings.filterwarnings("ignore", message=".*without effect")
-                    last = _planned(made, choice, batch, config, options)
-            except (ValueError, NotImplementedError) as error:
-                refused.setdefault(str(error), []).append(", ".join(choice.words()))
-                continue
-            if last.plan.fits:
-                break
+    for i, (zero, shape, remat) in enumerate(groups):
+
+        def planned(choice: Choice, done: int = i) -> Plan:
+            progress(done, len(groups), ", ".join(choice.words()))
+            made = variants.model(choice.remat, choice.mesh_shape)
+            return _plan(made, choice, batch, config, options)
+
+        last = _first_that_fits(attempts(zero, shape, remat, rows), planned, refused)
         found += [last] if last else []
-    progress(len(tried), len(tried), "")
+    progress(len(groups), len(groups), "")
     if not found:
         raise ValueError("no setting can be planned:\n" + "\n".join(refused))
     found.sort(key=lambda row: _rank(row.plan))
     return Search(found=tuple(found), refused=refused)
 
 
-def _rank(plan: Plan) -> tuple[bool, float]:
-    return not plan.fits, -plan.tokens_per_s if plan.fits else plan.most_bytes
+def _first_that_fits(
+    choices: Iterator[Choice],
+    planned: Callable[[Choice], Plan],
+    refused: dict[str, list[str]],
+) -> Found | None:
+    """Return the first choice that fits, or the last one that can be planned, with its plan.
 
-
-def _planned(
-    model: Any, choice: Choice, batch: Any, config: ZeroConfig, options: Mapping[str, Any]
-) -> Found:
-    more = {} if choice.weights is None else {"weights": choice.weights, "loss": None}
-    found = plan(
-        model,
-        choice.mesh_shape,
-        batch,
-        config=_with_wires(config, choice.zero),
-        microbatches=choice.microbatches,
-        **{**options, **more},
-    )
-    return Found(choice=choice, plan=found)
-
-
-def _with_wires(config: ZeroConfig, zero: str) -> ZeroConfig:
-    """Return the options with those that presets decide as one has them."""
-    presets = {name: getattr(ZeroConfig, name)() for name in ZEROS}
-    decided = {
-        field.name
-        for preset in presets.values()
-        for field in dataclasses.fields(ZeroConfig)
-        if getattr(preset, field.name) != getattr(ZeroConfig(), field.name)
-    }
-    return dataclasses.replace(config, **{name: getattr(presets[zero], name) for name in decided})
-
-
-def _variants(
-    model: Any, loss: Any
-) -> tuple[dict[bool | None, tuple[Any, Any]], dict[str, list[str]]]:
-    """Return (model, its pipeline or None) with and without recomputation, and why there are no
-    pipelines."""
-    models: Mapping[Any, Any] = {None: model}
-    if isinstance(model, Mapping):
-        models = model
-    elif isinstance(model, linen.Module) and hasattr(model, "remat"):
-        models = {remat: model.clone(remat=remat) for remat in (False, True)}
-    refused: dict[str, list[str]] = {}
-
-    def staged(model: Any) -> Any:
+    Choices that cannot be planned are added to `refused`, under the reason why.
+    """
+    last: Found | None = None
+    for choice in choices:
         try:
-            return Pipeline.from_model(model, loss)
-        except (ValueError, TypeError, NotImplementedError) as error:
-            refused[str(error)] = ["pipelines"]
-            return None
-
-    return {remat: (made, staged(made)) for remat, made in models.items()}, refused
-
-
-def _meshes(nodes: int, devices: int, pipes: Sequence[int]) -> Iterator[dict[str, int]]:
-    """Yield the ways to lay stages over a cluster, hosts becoming stages first, as `make_mesh`."""
-    for pipe in pipes:
-        if nodes % pipe == 0:
-            shape = {PIPE: pipe, NODE: nodes // pipe, DEVICE: devices}
-        elif pipe % nodes == 0 and devices % (pipe // nodes) == 0:
-            shape = {PIPE: pipe, NODE: 1, DEVICE: devices * nodes // pipe}
-        else:
+            last = Found(choice=choice, plan=planned(choice))
+        except (ValueError, NotImplementedError) as error:
+            refused.setdefault(str(error), []).append(", ".join(choice.words()))
             continue
-        yield {axis: size for axis, size in shape.items() if axis != PIPE or size > 1}
+        if last.plan.fits:
+            break
+    return last
 
 
-def _attempts(
-    zero: str, mesh: Mapping[str, int], remat: bool | None, rows: int
-) -> Iterator[Choice]:
-    """Yield settings, those first that would be the fastest if they fit."""
-    of_device = max(rows // (mesh[NODE] * mesh[DEVICE]), 1)
-    counts = [m for m in range(1, of_device + 1) if of_device % m == 0]
-    pipe = mesh.get(PIPE, 1)
-    if pipe > 1:
-        enough = [m for m in counts if m <= 4 * pipe]
-        counts = [enough[-1], *(m for m in counts if m > 4 * pipe)]
-    for weights in ("step", "tick") if pipe > 1 else (None,):
-        for count in counts:
-            yield Choice(
-                zero=zero, mesh_shape=mesh, microbatches=count, weights=weights, remat=remat
-            )
+def _plan(
+    model: Any, choice: Choice, batch: Any, config: ZeroConfig, options: Mapping[str, Any]
+) -> Plan:
+    # A pipeline has its own loss.
+    more = {} if choice.weights is None else {"weights": choice.weights, "loss": None}
+    with warnings.catch_warnings():
+        # In a search it is no news that the mesh lacks an axis of a preset's wires.
+        warnings.filterwarnings("ignore", message=".*without effect")
+        return plan(
+            model,
+            choice.mesh_shape,
+            batch,
+            config=with_preset(config, choice.zero),
+            microbatches=choice.microbatches,
+            **{**options, **more},
+        )
+
+
+def _rank(plan: Plan) -> tuple[bool, float]:
+    """Return the sort key of a plan: plans that fit first, by speed; then the others, by memory."""
+    return not plan.fits, -plan.tokens_per_s if plan.fits else plan.most_bytes

@@ -1,15 +1,20 @@
-"""A traced step, to be timed on one target after another."""
+"""A traced step, ready to be timed on one target after another."""
 
 from __future__ import annotations
 
 import dataclasses
 
+from zeroxla.mesh.axes import PIPE
+from zeroxla.pipeline.pipeline import Pipeline
 from zeroxla.pipeline.schedule import Schedule
-from zeroxla.pipeline.schedule_cost import cost
+from zeroxla.pipeline.schedule_cost import bubble, cost
 from zeroxla.planning.host_update import HostUpdate
+from zeroxla.planning.lanes import COMPUTE, TimeLine
+from zeroxla.planning.memory_model import MemoryPlan
 from zeroxla.planning.target import DISK, HOST, HOST_UPDATE, Target
-from zeroxla.planning.timeline import COMPUTE, Clock, TimeLine
+from zeroxla.planning.timeline import Clock
 from zeroxla.program.trace import Program
+from zeroxla.step.step import Step
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -17,14 +22,15 @@ class Simulation:
     """What one device does in a step.
 
     Attributes:
-      program: the gradients' part of it.
-      update_bytes: that the optimizer's update reads and writes on the device, after everything
-        else.
-      offloaded_bytes: that come from the host for it and go back.
-      disk_bytes: that come from the host's disk for it, by way of the host, and go back.
-      on_host: the update of what is offloaded, where the host computes it.
-      prefetches: loops gather a turn ahead, where the compiler can.
-      schedule: of a pipeline.
+      program: the program that each device runs for the gradients.
+      update_bytes: bytes of the device's memory that the optimizer's update reads and writes, after
+        everything else.
+      offloaded_bytes: bytes of state that come from the host's memory for the update and go back.
+      disk_bytes: bytes of state that come from the host's disk for the update, by way of the host,
+        and go back.
+      on_host: the update of the offloaded state, if the host computes it.
+      prefetches: whether loops gather a turn ahead, if the compiler can.
+      schedule: a pipeline's schedule.
     """
 
     program: Program
@@ -35,30 +41,71 @@ class Simulation:
     prefetches: bool
     schedule: Schedule | None
 
+    @staticmethod
+    def of(step: Step, program: Program, local: Program, memory: MemoryPlan) -> Simulation:
+        """Collect what the simulation of a step needs.
+
+        Args:
+          step: the step.
+          program: its traced program.
+          local: the part of it that each device runs.
+          memory: its planned memory.
+        """
+        update_bytes, on_host = memory.everywhere_bytes, None
+        if step.config.offload.update == "host":
+            on_host = HostUpdate.of(program, step.mesh.size)
+            update_bytes -= memory.offloaded_bytes
+        return Simulation(
+            program=local,
+            update_bytes=2 * update_bytes + memory.gradient_bytes,
+            offloaded_bytes=memory.offloaded_bytes,
+            disk_bytes=memory.disk_bytes,
+            on_host=on_host,
+            prefetches=step.config.prefetch_bucket != 0,
+            schedule=_schedule(step),
+        )
+
     def on(self, target: Target, *, ahead: bool | None = None) -> TimeLine:
         """Return the time line on a target.
 
         Args:
-          target: of the platform for which the step was traced.
-          ahead: loops gather a turn ahead. None: as the program does; of the compilers only that of
-            GPUs does.
+          target: a target of the platform for which the step was traced.
+          ahead: loops gather a turn ahead. None means as the program does, and of the compilers
+            only the GPUs' can.
         """
         if ahead is None:
             ahead = self.prefetches and target.device.platform == "gpu"
         clock = Clock(target, ahead=ahead, full_ticks=self._full_ticks)
         clock.run(self.program, [0.0] * len(self.program.inputs))
-        update = {COMPUTE: target.memory_s(self.update_bytes)}
-        moved = 2 * (self.offloaded_bytes + self.disk_bytes)
-        if self.on_host is not None:
-            moved = self.on_host.moved_bytes
-            update[HOST_UPDATE] = target.host_update_s(self.on_host.host_bytes)
-        if moved:
-            update[HOST] = target.host_s(moved)
-        if self.disk_bytes:
-            update[DISK] = target.disk_s(self.disk_bytes)
-        clock.update(update)
+        clock.update(self._update_s(target))
         return clock.timeline()
 
     @property
+    def bubble(self) -> float:
+        """The share of a step in which the stages of a pipeline are idle."""
+        return 0.0 if self.schedule is None else bubble(self.schedule)
+
+    @property
     def _full_ticks(self) -> float | None:
+        """The number of ticks with a forward and a backward that take as long as the schedule."""
         return None if self.schedule is None else cost(self.schedule, 1, 2) / 3
+
+    def _update_s(self, target: Target) -> dict[str, float]:
+        """Return for how long the optimizer's update takes each lane."""
+        seconds = {COMPUTE: target.memory_s(self.update_bytes)}
+        moved = 2 * (self.offloaded_bytes + self.disk_bytes)
+        if self.on_host is not None:
+            moved = self.on_host.moved_bytes
+            seconds[HOST_UPDATE] = target.host_update_s(self.on_host.host_bytes)
+        if moved:
+            seconds[HOST] = target.host_s(moved)
+        if self.disk_bytes:
+            seconds[DISK] = target.disk_s(self.disk_bytes)
+        return seconds
+
+
+def _schedule(step: Step) -> Schedule | None:
+    pipeline, stages = step.programs.pipeline, step.mesh.shape.get(PIPE, 1)
+    if not isinstance(pipeline, Pipeline):
+        return None
+    return pipeline.schedule(stages, step.config.accumulate, train=True)

@@ -1,14 +1,17 @@
-"""What a step runs on: devices, links and a mesh; and how long they take."""
+"""The cluster that a step runs on: its devices, links and mesh, and how long each of them takes."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 from collections.abc import Mapping
+from pathlib import Path
+
+from jax.sharding import AbstractDevice, AbstractMesh
 
 from zeroxla.inspect.traffic import received_bytes
 from zeroxla.mesh.axes import DEVICE, NODE, PIPE
-from zeroxla.mesh.machines import Device, Link
+from zeroxla.mesh.machines import Device, Link, Machines
 from zeroxla.planning.work import Work
 
 HOST = "host"
@@ -18,23 +21,59 @@ HOST_UPDATE = "host update"
 DISK = "disk"
 """The lane between a host's memory and its disk."""
 
+DISK_LINK = "nvme4"
+"""The name of a host's disk in the tables, unless `Plan.on` is given another link."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Target:
-    """What a step runs on.
+    """The cluster that a step runs on.
 
     Attributes:
-      device: each of its devices.
-      links: of each mesh axis, of `HOST` and of `DISK`.
-      mesh_shape: axis lengths.
+      device: the kind of each device.
+      links: the link of each mesh axis, of `HOST` and of `DISK`.
+      mesh_shape: axis lengths, outermost first.
     """
 
     device: Device
     links: Mapping[str, Link]
     mesh_shape: Mapping[str, int]
 
+    @staticmethod
+    def find(
+        mesh_shape: Mapping[str, int],
+        *,
+        device: str | Device,
+        link: str | Link,
+        machines: str | Path | Machines | None,
+    ) -> Target:
+        """Look devices and links up in the tables; arguments as `zeroxla.plan` takes them.
+
+        Raises:
+          ValueError: an unknown device, link or axis, or a length below 1.
+        """
+        if not isinstance(machines, Machines):
+            machines = Machines.load(machines)
+        device = machines.find_device(device) if isinstance(device, str) else device
+        between = machines.find_link(link) if isinstance(link, str) else link
+        shape = _all_axes(mesh_shape)
+        links = {
+            DEVICE: machines.find_link(device.link),
+            NODE: between,
+            PIPE: between,
+            HOST: machines.find_link(device.host_link),
+            DISK: machines.find_link(DISK_LINK),
+        }
+        return Target(device=device, links=links, mesh_shape=shape)
+
+    def abstract_mesh(self) -> AbstractMesh:
+        """Return a mesh of devices that need not exist, to trace a step on."""
+        device = AbstractDevice(self.device.label, None, self.device.platform)
+        shape = self.mesh_shape
+        return AbstractMesh(tuple(shape.values()), tuple(shape), abstract_device=device)
+
     def seconds(self, axis: str, kind: str, num_bytes: float) -> float:
-        """Return what a collective over one axis takes."""
+        """Return the seconds that a collective over one axis takes."""
         size = self.mesh_shape[axis]
         link = self.links[axis]
         sharing = 1
@@ -46,26 +85,44 @@ class Target:
         return rounds * link.latency_s + received * sharing / link.bytes_per_s
 
     def host_s(self, num_bytes: float) -> float:
-        """Return what it takes to move so much between a device and its host's memory."""
+        """Return the seconds to move bytes between a device and its host's memory."""
         link = self.links[HOST]
         return link.latency_s + num_bytes / link.bytes_per_s
 
     def host_update_s(self, num_bytes: float) -> float:
-        """Return what it takes a host to read or write so much of its memory for each of its
-        devices."""
+        """Return the seconds in which a host reads or writes so many bytes of its memory for each
+        of its devices."""
         return num_bytes * self.mesh_shape[DEVICE] / self.device.host_bytes_per_s
 
     def disk_s(self, num_bytes: float) -> float:
-        """Return what it takes a host to move so much for each of its devices in from its disk, and
-        as much out at the same time."""
+        """Return the seconds in which a host reads so many bytes from its disk for each of its
+        devices, and writes as many at the same time."""
         link = self.links[DISK]
         sharing = self.mesh_shape[DEVICE] if link.of == "node" else 1
         return link.latency_s + num_bytes * sharing / link.bytes_per_s
 
     def compute_s(self, work: Work) -> float:
-        """Return what an equation takes on a device."""
+        """Return the seconds that a device takes for the work of an equation."""
         return max(work.flops / self.device.rate(work.dtype), self.memory_s(work.num_bytes))
 
     def memory_s(self, num_bytes: float) -> float:
-        """Return what a device takes to read or write so much of its memory."""
+        """Return the seconds in which a device reads or writes so many bytes of its memory."""
         return num_bytes / self.device.memory_rate
+
+
+def _all_axes(mesh_shape: Mapping[str, int]) -> dict[str, int]:
+    """Return the lengths of a mesh's axes, outermost first; `pipe` only if it is above 1.
+
+    Raises:
+      ValueError: an unknown axis, or a length below 1.
+    """
+    known = (PIPE, NODE, DEVICE)
+    if unknown := set(mesh_shape) - set(known):
+        raise ValueError(f"the mesh has the axes {sorted(unknown)}; there are {known}")
+    shape = {axis: mesh_shape.get(axis, 1) for axis in known}
+    for axis, length in shape.items():
+        if length < 1 or length != int(length):
+            raise ValueError(f"the mesh has {axis}={length}; give a whole number, 1 or more")
+    if shape[PIPE] == 1:
+        del shape[PIPE]
+    return shape

@@ -1,66 +1,41 @@
 """The time line of a traced step: computation, and each link, side by side.
 
-Every equation that writes to memory takes the longer of its FLOPs and its bytes (a roofline); every
-collective takes its link for its latency and its bytes. An equation starts when what it reads is
-there and its lane is free; of several, the one that was ready first. Loops are followed for three
-turns; the others take as long as the third, or as the lane that is taken longest in it. On GPUs the
-compiler gathers in a loop's turn what the next one needs (see `compat.compiler_options`): there
-what depends on nothing that the loop carries is not held back by barriers, which tie a gather to
-its turn. A pipeline's tick is taken to have a forward and a backward, and there are as many such
-ticks as its schedule has work for.
+An equation that writes to memory takes as long as its FLOPs or as its bytes, whichever takes longer
+(a roofline). A collective takes its link for its latency and its bytes. An equation starts when its
+operands are there and its lane is free; if several wait, the one that was ready first. A loop is
+followed for three turns. Each further turn takes as long as the third, or as the lane that is taken
+longest in it.
+
+On GPUs the compiler gathers in a loop's turn the leaves that the next turn needs (see
+`compat.compiler_options`). There, barriers, which tie a gather to its turn, do not hold back values
+that depend on nothing that the loop carries. A pipeline's tick counts as one with a forward and a
+backward, and there are as many such ticks as its schedule has work for.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import heapq
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from zeroxla.inspect.phases import phase_of
+from zeroxla.offload.memory_kinds import is_value_on_host
 from zeroxla.pipeline.ticks import TICKS
-from zeroxla.planning.liveness import FUSED, RENAMES, Scope, is_on_host, size_of
+from zeroxla.planning.lanes import COMPUTE, Lanes, Mark, TimeLine
+from zeroxla.planning.liveness import Scope, size_of
 from zeroxla.planning.target import DISK, HOST, Target
-from zeroxla.planning.wire_bytes import KINDS, axes_of, body_of
-from zeroxla.planning.work import reads_of, work_of
+from zeroxla.planning.wire_bytes import axes_of
+from zeroxla.planning.work import Reads, reads_of, work_of
 from zeroxla.program import compat
+from zeroxla.program.primitives import FUSED, HLO_KINDS, RENAMES
+from zeroxla.program.scan import Scan
 from zeroxla.program.trace import Atom, Equation, Program, Value
+from zeroxla.program.walk import body_of, scope_path
 
-COMPUTE = "compute"
 TURNS = 3
+"""The turns of a loop that are followed one by one."""
+
 READS_DISK = "pure_callback"
 """The equation that reads a parameter on disk; see `Desk.redeem`."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Event:
-    """Something that takes a lane.
-
-    Attributes:
-      lane: `COMPUTE`, or the mesh axis whose link it takes.
-      phase: one of `zeroxla.inspect.phases.PHASES`.
-      start_s, end_s: seconds from the begin of the step.
-    """
-
-    lane: str
-    phase: str
-    start_s: float
-    end_s: float
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class TimeLine:
-    """One step on one device.
-
-    Attributes:
-      seconds: from its begin to its end.
-      busy_s: of each lane, the seconds for which it is taken.
-      events: in the order in which they were begun.
-    """
-
-    seconds: float
-    busy_s: Mapping[str, float]
-    events: tuple[Event, ...]
 
 
 class Clock:
@@ -69,19 +44,17 @@ class Clock:
     Args:
       target: the device and its links.
       ahead: loops gather a turn ahead.
-      full_ticks: of a pipeline: how many ticks with a forward and a backward take as long as its
-        schedule, in which some have only one of them.
+      full_ticks: for a pipeline, the number of ticks with a forward and a backward that take as
+        long as its schedule, some of whose ticks have only one of them.
     """
 
     def __init__(
         self, target: Target, *, ahead: bool = False, full_ticks: float | None = None
     ) -> None:
         self._target, self._ahead, self._full_ticks = target, ahead, full_ticks
-        self._free: dict[str, float] = {}
-        self._scopes: dict[int, tuple[Scope, dict[Value, frozenset[Value]]]] = {}
+        self._lanes = Lanes(overlaps=target.device.overlaps)
+        self._scopes: dict[int, tuple[Scope, Reads]] = {}
         self._bodies: dict[tuple[int, int], Program] = {}
-        self.busy: dict[str, float] = {}
-        self.events: list[Event] = []
 
     def run(
         self,
@@ -93,150 +66,137 @@ class Clock:
         """Run a program.
 
         Args:
-          program: traced; shapes are one device's.
-          ready: seconds at which each of its inputs is there.
-          path: of the scopes around it.
-          early: inputs such that what depends on them alone may run in an earlier turn.
+          program: a traced program, whose shapes are one device's.
+          ready: the second at which each of its inputs is there.
+          path: path of the scopes around it.
+          early: inputs that are known a turn before. An equation that reads only such values, or
+            results of such equations, may run in an earlier turn.
 
         Returns:
-          Seconds at which each result is there.
+          The second at which each result is there.
         """
-        if id(program) not in self._scopes:
-            scope = Scope.of(program, self._target.device.platform, late=False)
-            self._scopes[id(program)] = scope, reads_of(scope, FUSED)
-        scope, reads = self._scopes[id(program)]
         there: dict[Value, float] = dict(zip(program.inputs, ready, strict=True))
         early = set(early)
-
-        def when(atoms: Sequence[Atom]) -> float:
-            return max((there.get(a, 0.0) for a in atoms if isinstance(a, Value)), default=0.0)
-
-        for eq in _as_they_get_ready(program, there):
-            start = when(eq.inputs)
-            here = "/".join(filter(None, (path, str(eq.name_stack), eq.name)))
+        for eq in _in_ready_order(program, there):
             is_early = bool(early) and early.issuperset(eq.values)
             if is_early:
                 early.update(eq.outputs)
-            ends: Iterable[float] = ()
+            arrivals = [_arrival(atom, there) for atom in eq.inputs]
             if eq.name in RENAMES:
-                # A barrier with several operands waits for all of them.
-                waits = [a not in early for a in eq.inputs]
+                # A barrier with several operands waits for all of them, early ones aside.
+                waits = [atom not in early for atom in eq.inputs]
                 early.update(o for o, wait in zip(eq.outputs, waits, strict=False) if not wait)
-                ends = (start if wait else when([a]) for wait, a in zip(waits, eq.inputs))
-            elif eq.name in ("scan", "cond") and is_early:
-                ends = [self._before(eq, start, here)] * len(eq.outputs)
-            elif eq.name == "scan":
-                ends = self._loop(eq, [when([a]) for a in eq.inputs], here)
-            elif eq.name == "cond":
-                ends = [self._branches(eq, start, here)] * len(eq.outputs)
-            elif is_move(eq):
-                seconds = self._target.host_s(sum(map(size_of, eq.outputs)))
-                ends = [self._take(HOST, start, seconds, here)] * len(eq.outputs)
-            elif eq.name == READS_DISK:
-                size = sum(map(size_of, eq.outputs))
-                end = self._take(DISK, start, self._target.disk_s(size), here)
-                ends = [self._take(HOST, end, self._target.host_s(size), here)] * len(eq.outputs)
-            elif eq.name in KINDS:
-                ends = [self._collective(eq, start, here)] * len(eq.outputs)
-            elif eq.name in FUSED and not any(v in scope.in_memory for v in eq.outputs):
-                ends = [start] * len(eq.outputs)
+                last = max(arrivals, default=0.0)
+                ends = [last if wait else s for wait, s in zip(waits, arrivals, strict=True)]
+            elif eq.name == "scan" and not is_early:
+                ends = self._loop(eq, arrivals, scope_path(eq, path))
             else:
-                seconds = self._target.compute_s(work_of(eq, reads, scope))
-                end = self._take(COMPUTE, start, seconds, here)
-                ends = [start + seconds if is_early else end] * len(eq.outputs)
+                start = max(arrivals, default=0.0)
+                end = self._end(program, eq, start, scope_path(eq, path), is_early=is_early)
+                ends = [end] * len(eq.outputs)
             there.update(zip(eq.outputs, ends, strict=False))
-        return [when([atom]) for atom in program.outputs]
+        return [_arrival(atom, there) for atom in program.outputs]
 
     def update(self, seconds: Mapping[str, float]) -> None:
-        """Take lanes for the optimizer's update, after everything else and side by side: the
-        device, and for what is offloaded the way to the host, the host, and the way to its disk."""
-        start = max(self._free.values(), default=0.0)
+        """Take lanes for the optimizer's update, after everything else and side by side.
+
+        Args:
+          seconds: for how long each lane is taken: the device's, and for an offloaded state the
+            link to the host, the host, and its disk.
+        """
+        start = self._lanes.free_s()
         for lane, taken_s in seconds.items():
-            self._take(lane, start, taken_s, "update/")
+            self._lanes.take(lane, start, taken_s, "update/")
 
     def timeline(self) -> TimeLine:
-        """Return what has been run."""
-        end = max(self._free.values(), default=0.0)
-        return TimeLine(seconds=end, busy_s=dict(self.busy), events=tuple(self.events))
+        """Return the time line of all that has been run."""
+        return TimeLine(
+            seconds=self._lanes.free_s(),
+            busy_s=dict(self._lanes.busy_s),
+            events=tuple(self._lanes.events),
+        )
 
-    def _take(self, lane: str, start: float, seconds: float, path: str, kind: str = "") -> float:
-        """Take a lane as soon as it is free; return when it is done."""
-        taken = lane if self._target.device.overlaps else COMPUTE
-        start = max(start, self._free.get(taken, 0.0))
-        end = start + seconds
-        self._free[taken] = end
-        self.busy[lane] = self.busy.get(lane, 0.0) + seconds
-        if seconds:
-            self.events.append(Event(lane, phase_of(path, kind), start, end))
-        return end
+    def _end(
+        self, program: Program, eq: Equation, start: float, path: str, *, is_early: bool
+    ) -> float:
+        """Run an equation all of whose results are there at the same time; return when."""
+        target, take = self._target, self._lanes.take
+        if eq.name in ("scan", "cond") and is_early:
+            return self._lanes.run_early(start, lambda: self._from_zero(eq, path))
+        if eq.name == "cond":
+            return self._branches(eq, start, path)
+        size = sum(map(size_of, eq.outputs))
+        if is_move(eq):
+            return take(HOST, start, target.host_s(size), path)
+        if eq.name == READS_DISK:
+            read = take(DISK, start, target.disk_s(size), path)
+            return take(HOST, read, target.host_s(size), path)
+        if eq.name in HLO_KINDS:
+            return self._collective(eq, start, path)
+        scope, reads = self._scope(program)
+        if eq.name in FUSED and not any(v in scope.in_memory for v in eq.outputs):
+            return start
+        seconds = target.compute_s(work_of(eq, reads, scope))
+        end = take(COMPUTE, start, seconds, path)
+        return start + seconds if is_early else end
 
     def _collective(self, eq: Equation, start: float, path: str) -> float:
-        kind = KINDS[eq.name]
+        kind = HLO_KINDS[eq.name]
         arrays = eq.outputs if kind == "all-gather" else eq.values
         num_bytes = sum(map(size_of, arrays))
         for axis in axes_of(eq):
             if self._target.mesh_shape.get(axis, 1) > 1:
                 seconds = self._target.seconds(axis, kind, num_bytes)
-                start = self._take(axis, start, seconds, path, kind)
+                start = self._lanes.take(axis, start, seconds, path, kind)
         return start
 
     def _loop(self, eq: Equation, ready: Sequence[float], path: str) -> list[float]:
-        num_consts, num_carry = compat.scan_counts(eq.params)
-        body, length = self._body(eq, 0, eq.params["jaxpr"]), float(eq.params["length"])
+        """Run a loop; return the second at which each result is there."""
+        scan = Scan(eq)
+        body, length = self._body(eq, 0, scan.jaxpr), float(scan.length)
         if self._full_ticks is not None and path.endswith(f"{TICKS}/scan"):
             length = min(self._full_ticks, length)
-        carry = list(ready[num_consts : num_consts + num_carry])
-        fixed, xs = ready[:num_consts], ready[num_consts + num_carry :]
-        early = early_inputs(body, num_consts, num_carry) if self._ahead else set()
-        outs: list[float] = []
-        marks: list[tuple[float, dict[str, float], int]] = []
+        consts, carry, xs = scan.split_inputs(ready)
+        early = early_inputs(scan, body) if self._ahead else set()
+        ends: list[float] = []
+        marks: list[Mark] = []
         for _ in range(min(round(length), TURNS)):
-            outs = self.run(body, [*fixed, *carry, *xs], path, early)
-            carry = outs[:num_carry]
-            latest = max([*self._free.values(), *outs], default=0.0)
-            marks.append((latest, dict(self.busy), len(self.events)))
-        rest = length - TURNS
-        if rest > 0:
-            (before, busy, first), (after, now, _) = marks[-2:]
-            step = max([after - before, *(now[lane] - busy.get(lane, 0.0) for lane in now)])
-            turn = self.events[first:]
-            for lane, seconds in now.items():
-                self.busy[lane] = seconds + rest * (seconds - busy.get(lane, 0.0))
-            for k in range(1, round(rest) + 1):
-                self.events += [_shifted(event, k * step) for event in turn]
-            self._free = {lane: free + rest * step for lane, free in self._free.items()}
-            outs = [out + rest * step for out in outs]
-        return outs
+            ends = self.run(body, [*consts, *carry, *xs], path, early)
+            carry = scan.split_outputs(ends)[0]
+            marks.append(self._lanes.mark(ends))
+        if length > TURNS:
+            added_s = self._lanes.repeat(marks[-2], marks[-1], length - TURNS)
+            ends = [end + added_s for end in ends]
+        return ends
 
     def _branches(self, eq: Equation, start: float, path: str) -> float:
         """Run the branch that takes longest; return when it is done."""
-        free, busy, events = self._free, self.busy, self.events
-        longest: tuple[float, tuple] | None = None
+        before = self._lanes.copy()
+        longest: tuple[float, Lanes] | None = None
         branches = compat.branches_for(eq.params, self._target.device.platform)
         for i, branch in enumerate(branches):
-            self._free, self.busy, self.events = dict(free), dict(busy), list(events)
+            self._lanes.become(before)
             body = self._body(eq, i, branch)
-            outs = self.run(body, [start] * len(body.inputs), path)
-            end = max([*self._free.values(), *outs, start])
+            ends = self.run(body, [start] * len(body.inputs), path)
+            end = max([self._lanes.free_s(), *ends, start])
             if longest is None or end > longest[0]:
-                longest = end, (self._free, self.busy, self.events)
+                longest = end, self._lanes.copy()
         assert longest is not None
-        self._free, self.busy, self.events = longest[1]
+        self._lanes.become(longest[1])
         return longest[0]
 
-    def _before(self, eq: Equation, start: float, path: str) -> float:
-        """Run a loop or conditional that need not wait for its place; return when it is done."""
-        free, self._free = self._free, {}
-        first = len(self.events)
+    def _from_zero(self, eq: Equation, path: str) -> list[float]:
+        """Run a loop or conditional whose operands are there from the beginning."""
         if eq.name == "scan":
-            ends = self._loop(eq, [0.0] * len(eq.inputs), path)
-        else:
-            ends = [self._branches(eq, 0.0, path)]
-        seconds = max([*self._free.values(), *ends], default=0.0)
-        moved = [_shifted(event, start) for event in self.events[first:]]
-        self.events[first:] = moved
-        self._free = {**free, COMPUTE: free.get(COMPUTE, 0.0) + seconds}
-        return start + seconds
+            return self._loop(eq, [0.0] * len(eq.inputs), path)
+        return [self._branches(eq, 0.0, path)]
+
+    def _scope(self, program: Program) -> tuple[Scope, Reads]:
+        """Return a program's values, and what its fused ones read; the same ones each time."""
+        if id(program) not in self._scopes:
+            scope = Scope.of(program, self._target.device.platform, late=False)
+            self._scopes[id(program)] = scope, reads_of(scope)
+        return self._scopes[id(program)]
 
     def _body(self, eq: Equation, index: int, jaxpr: Any) -> Program:
         """Return the program of a body, the same one each time."""
@@ -246,13 +206,14 @@ class Clock:
         return self._bodies[key]
 
 
-def _shifted(event: Event, seconds: float) -> Event:
-    return Event(event.lane, event.phase, event.start_s + seconds, event.end_s + seconds)
+def _arrival(atom: Atom, there: Mapping[Value, float]) -> float:
+    """Return the second at which an operand is there."""
+    return there.get(atom, 0.0) if isinstance(atom, Value) else 0.0
 
 
-def _as_they_get_ready(program: Program, there: Mapping[Value, float]) -> Iterator[Equation]:
-    """Yield the equations in the order in which what they read is there, then in that of the
-    program; `there` is filled in between."""
+def _in_ready_order(program: Program, there: Mapping[Value, float]) -> Iterator[Equation]:
+    """Yield the equations in the order in which their operands are there, and if several are ready
+    at once, in the program's order. The caller fills `there` in between."""
     waiting: dict[int, int] = {}
     readers: dict[Value, list[int]] = {}
     ready: list[tuple[float, int]] = []
@@ -281,15 +242,17 @@ def _as_they_get_ready(program: Program, there: Mapping[Value, float]) -> Iterat
 
 def is_move(eq: Equation) -> bool:
     """Return whether an equation moves arrays between the host's memory and the device's."""
-    there = sum(map(is_on_host, eq.outputs)), sum(map(is_on_host, eq.values))
+    there = sum(map(is_value_on_host, eq.outputs)), sum(map(is_value_on_host, eq.values))
     return eq.name == "device_put" and there[0] != there[1]
 
 
-def early_inputs(body: Program, num_consts: int, num_carry: int) -> set[Value]:
-    """Return the inputs of a loop's body that are known a turn before: what is not carried, and
-    carried counters, which follow from nothing but themselves."""
-    consts = body.inputs[:num_consts]
-    carried = body.inputs[num_consts : num_consts + num_carry]
+def early_inputs(scan: Scan, body: Program) -> set[Value]:
+    """Return the inputs of a loop's body that are known a turn before.
+
+    Those are the inputs that are not carried, and carried counters: integers that follow from
+    constants and other counters.
+    """
+    consts, carried, _ = scan.split_inputs(body.inputs)
     counters = {v for v in carried if v.aval.ndim == 0 and not v.is_float}
     known: set[Value] = {*consts, *counters}
     for eq in body.equations:

@@ -1,1 +1,4 @@
-"""Traced programs as data: equations, loops, names of primitives, compiled text."""
+"""Traced and compiled programs as data: equations, loops, names of primitives, HLO text.
+
+The lowest room: it imports nothing else of zeroxla.
+"""

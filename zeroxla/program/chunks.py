@@ -1,4 +1,4 @@
-"""Things of different sizes, packed in order."""
+"""Packs things of different sizes into chunks, in order."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ _T = TypeVar("_T")
 
 
 def packed(things: Iterable[_T], size_of: Callable[[_T], int], limit: int) -> list[list[_T]]:
-    """Join things that follow each other while together they are not larger than a limit.
+    """Join neighbouring things into chunks that are not larger than a limit.
 
-    What is larger than that comes alone.
+    A thing that is larger than the limit gets a chunk of its own.
 
     >>> packed([3, 1, 9, 2, 2], lambda n: n, 5)
     [[3, 1], [9], [2, 2]]

@@ -1,6 +1,7 @@
-"""Every difference between the supported JAX versions (0.10.2 to 0.12), in one place.
+"""What differs between the supported JAX versions (0.10.2 to 0.12), and what only JAX's private
+modules offer. No other file of zeroxla knows either.
 
-The rest of the library reads jaxprs only through these functions.
+Come here when a new JAX breaks something. Names of primitives are in `primitives`.
 """
 
 from __future__ import annotations
@@ -16,52 +17,19 @@ from jax._src.compute_on import extend_compute_type
 from jax._src.interpreters import partial_eval
 from jax.experimental import compute_on
 
+from zeroxla.program.primitives import CALLS, CUSTOM_RULES, REMATS
+
 JAX_VERSION: tuple[int, ...] = jax.__version_info__[:3]
 
 COMPUTE_ON = "compute_on"
-"""The equation of what `compute_on_host` returns."""
-
-# Equations whose body belongs to the surrounding program: inlining them changes no semantics.
-_INLINED = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr"}
-
-# Equations whose body says what they compute, forward: rules of differentiation around it.
-_FORWARD = _INLINED | {
-    "custom_jvp_call": "call_jaxpr",
-    "custom_vjp_call": "call_jaxpr",
-    "checkpoint": "jaxpr",
-    "remat2": "jaxpr",
-}
-
-# Equations that talk to other devices: each must run exactly where it stands.
-_COLLECTIVES = frozenset(
-    {
-        "all_gather",
-        "all_gather_invariant",
-        "all_to_all",
-        "pbroadcast",
-        "pmax",
-        "pmin",
-        "ppermute",
-        "psum",
-        "psum2",
-        "psum_invariant",
-        "pvary",
-        "ragged_all_to_all",
-        "reduce_scatter",
-    }
-)
-
-
-def is_collective(eqn: Any) -> bool:
-    """Return whether an equation is a collective (a model's own, such as a synchronised norm's)."""
-    return eqn.primitive.name in _COLLECTIVES
+"""The primitive that a function from `compute_on_host` becomes in a trace."""
 
 
 def open_jaxpr(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
     """Return (jaxpr with `invars`, `constvars`, `eqns`, `outvars`; values of the constvars).
 
-    Up to 0.11 a sub-jaxpr is either closed (a pair of jaxpr and consts) or open; 0.12 has one class
-    that may carry its own consts.
+    In JAX 0.10 an equation's jaxpr is either closed (a pair of jaxpr and constants) or open. Since
+    0.11 there is one class, which may carry its own constants.
     """
     if isinstance(jaxpr, jex.ClosedJaxpr):  # pyright: ignore[reportPrivateImportUsage]
         inner = getattr(jaxpr, "jaxpr", jaxpr)
@@ -70,28 +38,38 @@ def open_jaxpr(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
 
 
 def without_dead_code(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
-    """Return a closed jaxpr, opened, without equations that no output needs, loop and remat bodies
-    included (flax's nnx transforms return every parameter that they were given)."""
+    """Open a closed jaxpr and drop the equations that no output needs, also in loop and remat
+    bodies. Flax's nnx transforms leave such ones: they return every parameter that they are given.
+    """
     jaxpr, consts = open_jaxpr(jaxpr)
     used = [True] * len(jaxpr.outvars)
     return partial_eval.dce_jaxpr(jaxpr, used, instantiate=True)[0], consts
 
 
 def inlined_jaxpr(eqn: Any) -> Any | None:
-    """Return the body of a `jit`-like equation, or None for every other equation."""
-    key = _INLINED.get(eqn.primitive.name)
-    return None if key is None else eqn.params[key]
+    """Return the body of a call, such as `jit`; None for every other equation."""
+    return _body(eqn.params) if eqn.primitive.name in CALLS else None
 
 
 def forward_jaxpr(eqn: Any) -> Any | None:
-    """Return the body of an equation that only has one in order to be differentiated in its own way
-    or to be recomputed, of a `jit`-like one too, or None for every other equation."""
-    key = _FORWARD.get(eqn.primitive.name)
-    return None if key is None else eqn.params[key]
+    """Return the body of an equation that runs it once in forward; None for every other equation.
+
+    These are calls, custom rules and `jax.checkpoint`. A program with them inlined computes the
+    same, but its derivative does not use the rules.
+    """
+    once = eqn.primitive.name in CALLS | CUSTOM_RULES | REMATS
+    return _body(eqn.params) if once else None
+
+
+def _body(params: dict[str, Any]) -> Any:
+    return params["jaxpr"] if "jaxpr" in params else params["call_jaxpr"]
 
 
 def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
-    """Return (number of constants, number of carries) of a `scan` equation."""
+    """Return (number of constants, number of carries) of a `scan` equation.
+
+    JAX 0.10 has them as parameters; since 0.11 they follow from the tree of its operands.
+    """
     if "num_consts" in params:
         return params["num_consts"], params["num_carry"]
     consts, carry, _ = params["ft_in"].unpack()
@@ -99,13 +77,16 @@ def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
 
 
 def has_effects(eqn: Any) -> bool:
-    """Return whether an equation does more than compute; that it names mesh axes is nothing."""
+    """Return whether an equation does more than compute. Naming mesh axes does not count."""
     return any(not isinstance(effect, core.NamedAxisEffect) for effect in eqn.effects)
 
 
 def branches_for(params: dict[str, Any], platform: str) -> Sequence[Any]:
-    """Return the branches of a `cond` equation that a platform may take: all, or the one that
-    `jax.lax.platform_dependent` has for it."""
+    """Return the branches of a `cond` equation that a platform may take.
+
+    These are all branches. If `jax.lax.platform_dependent` made the equation, it is the platform's
+    own branch alone.
+    """
     branches, platforms = params["branches"], params.get("branches_platforms")
     if platforms is None:
         return branches
@@ -116,14 +97,18 @@ def branches_for(params: dict[str, Any], platform: str) -> Sequence[Any]:
 
 
 def call_equation(eqn: Any, name_stack: Any, args: Sequence[Any]) -> list[Any]:
-    """Bind an equation to `args` under its own context and name stack; return its results."""
+    """Bind an equation to `args` in its own context and under `name_stack`; return its results."""
     with context_of(eqn, name_stack):
         out = eqn.primitive.bind(*args, **bind_params(eqn.primitive, eqn.params))
     return list(out) if eqn.primitive.multiple_results else [out]
 
 
 def bind_params(primitive: Any, params: dict[str, Any]) -> dict[str, Any]:
-    """Return the keyword arguments with which an equation's primitive is bound again."""
+    """Return the keyword arguments for binding an equation's primitive again.
+
+    Raises:
+      NotImplementedError: JAX is older than 0.10.
+    """
     bound = primitive.get_bind_params(params)
     if isinstance(bound, tuple):  # JAX before 0.10 returned (subfuns, params)
         raise NotImplementedError(
@@ -138,19 +123,19 @@ def name_stack_of(eqn: Any) -> Any:
 
 
 def mesh_context(mesh: jax.sharding.Mesh) -> contextlib.AbstractContextManager[Any]:
-    """Return a context in which `mesh` replaces a mesh that the user has set, if any."""
+    """Return a context in which `mesh` replaces the mesh that the user has set, if there is one."""
     if jax.sharding.get_abstract_mesh().empty:
         return contextlib.nullcontext()
     return jax.set_mesh(mesh)
 
 
 def backends_started() -> bool:
-    """Return whether JAX has made its devices, after which their number cannot change."""
+    """Return whether JAX has made its devices. Their number cannot change afterwards."""
     return xla_bridge.backends_are_initialized()
 
 
 def coordination_client() -> Any | None:
-    """Return the client of `jax.distributed`'s key-value store; None for a single process."""
+    """Return the client of `jax.distributed`'s key-value store; None if it was not initialized."""
     return distributed.global_state.client
 
 
@@ -161,11 +146,20 @@ def cluster_parameters(
     process_id: int | None,
     timeout: float,
 ) -> tuple[str, int, int, Sequence[int] | None]:
-    """Return what `jax.distributed.initialize` would find for what is not given: (coordinator,
-    number of processes, this process, the local devices that are its own or None for all).
+    """Fill in the arguments that are None, as `jax.distributed.initialize` would.
+
+    Args:
+      source: where the given arguments come from; the error names it.
+      coordinator: address of the coordinator, `host:port`.
+      num_processes: the number of processes.
+      process_id: this process's number.
+      timeout: seconds to wait for the cluster's answer.
+
+    Returns:
+      (coordinator, number of processes, this process, its local devices; None for all of them).
 
     Raises:
-      ValueError: it finds nothing; names `source`, who told the rest.
+      ValueError: JAX finds no cluster that tells what is missing.
     """
     if None in (coordinator, num_processes, process_id):
         found = clusters.ClusterEnv.auto_detect_unset_distributed_params(
@@ -183,17 +177,21 @@ def cluster_parameters(
 
 
 def array_type(shape: Sequence[int], dtype: Any) -> Any:
-    """Return the abstract value of an array."""
+    """Return the abstract value (`aval`) of an array."""
     return jax.core.ShapedArray(tuple(shape), dtype)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def compiler_options(platform: str, *, prefetch: bool) -> dict[str, Any]:
-    """Return the compiler options of a step, for one kind of device. Other backends reject them.
+    """Return the compiler options of a step on one platform. Other platforms reject them.
 
-    On GPUs, where gathers run ahead, what a loop's turn needs is gathered in the turn before. The
-    second option: a loop copies what it keeps of each turn into a stack, beside the compute. XLA's
-    scheduler takes such a copy for 5 ms long and, to hide it, leaves no matmuls for the gathers,
-    unless copies are kept apart from the rest.
+    They concern GPUs with gathers that run ahead. The first option gathers in each turn of a loop
+    what the next turn needs. The second one is about copies: a loop copies what it keeps of each
+    turn into a stack, beside the compute. XLA's scheduler takes such a copy to last 5 ms. To hide
+    it, the scheduler leaves no matmuls for the gathers, unless this option sets copies apart.
+
+    Args:
+      platform: "cpu", "gpu" or "tpu".
+      prefetch: whether gathers run ahead.
     """
     if platform != "gpu" or not prefetch:
         return {}
@@ -206,9 +204,10 @@ def compiler_options(platform: str, *, prefetch: bool) -> dict[str, Any]:
 
 
 def compute_on_host(fun: Callable[..., list[jax.Array]]) -> Callable[..., list[jax.Array]]:
-    """Return a function that the host computes, of arrays in its memory, into its memory.
+    """Return a function that the host computes. Its arguments and results are in host memory.
 
-    Up to 0.11 `compute_on` is a context, which does not say where results are.
+    Up to JAX 0.11.0 `compute_on` is a context that does not say where results are; `compute_on2` is
+    the decorator.
     """
     decorate: Any = getattr(compute_on, "compute_on2", None) or compute_on.compute_on
     return decorate(fun, compute_type="device_host", out_memory_spaces=jax.memory.Space.Host)
@@ -216,8 +215,10 @@ def compute_on_host(fun: Callable[..., list[jax.Array]]) -> Callable[..., list[j
 
 @contextlib.contextmanager
 def context_of(eqn: Any, name_stack: Any) -> Iterator[None]:
-    """Return a context in which a primitive is bound as in an equation: its names, its settings;
-    on the host where one that does not say is bound there."""
+    """Return a context in which a primitive is bound with an equation's scopes and settings.
+
+    An equation that does not say where it computes does so where the surrounding program does.
+    """
     stack = source_info_util.current_name_stack() + name_stack
     user = source_info_util.user_context(eqn.source_info.traceback, name_stack=stack)
     computes = config.compute_on_context_manager.value

@@ -1,4 +1,4 @@
-"""Memory that the compiler plans for one device while a program runs."""
+"""The memory that the compiler plans for one device while a program runs."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryReport(Report):
-    """Bytes on one device while a compiled program runs, as planned by the compiler.
+    """Bytes on one device while a compiled program runs, as the compiler plans them.
 
     Attributes:
-      argument_bytes: the inputs: for a train step the state's shards and the batch.
-      output_bytes: the outputs, those that reuse an argument's memory included.
-      alias_bytes: outputs that reuse an argument's memory (donated state).
-      temp_bytes: everything in between: activations, gathered leaves, gradients.
+      argument_bytes: bytes of the inputs. A train step's inputs are the state's shards and the
+        batch.
+      output_bytes: bytes of the outputs, also of those that reuse an argument's memory.
+      alias_bytes: bytes of the outputs that reuse an argument's memory (donated state).
+      temp_bytes: bytes of everything in between: activations, gathered leaves, gradients.
     """
 
     argument_bytes: int
@@ -31,7 +32,7 @@ class MemoryReport(Report):
 
     @classmethod
     def of(cls, program: jax.stages.Compiled) -> MemoryReport:
-        """Return the compiler's own plan of a compiled program.
+        """Read the figures of a compiled program.
 
         Raises:
           ValueError: the backend reports no memory.
@@ -48,11 +49,11 @@ class MemoryReport(Report):
 
     @property
     def total_bytes(self) -> int:
-        """Arguments, temporaries and the outputs that need memory of their own."""
+        """Bytes of arguments, temporaries and the outputs that need memory of their own."""
         return self.argument_bytes + self.temp_bytes + self.output_bytes - self.alias_bytes
 
     def parts(self) -> dict[str, int]:
-        """Return the bytes by name; they add up to the total."""
+        """Return bytes by name. They add up to `total_bytes`."""
         return {
             "arguments": self.argument_bytes,
             "temporaries": self.temp_bytes,

@@ -1,4 +1,4 @@
-"""Evaluates a function's results one after another, so that their intermediates never coexist."""
+"""Evaluates a function's results one after another, so that their temporaries never coexist."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import jax
 
 from zeroxla.program.trace import Value, closure, read, run, trace
 
-# Results smaller than this wait for no other: a barrier each would only lengthen the program.
+# Nothing waits for a result with fewer elements: a barrier for each would lengthen the program.
 _MIN_ELEMENTS = 2**16
 
 
@@ -19,17 +19,18 @@ def one_after_another(
     *args: Any,
     only: Collection[int] | None = None,
 ) -> Any:
-    """Return `fun(*args)`, each result computed from arguments that wait for the large one before.
+    """Return `fun(*args)`, each result computed after the large results before it are done.
 
-    A model's init draws every leaf from its own random bits. Left to the compiler, the draws of
-    many leaves run at once and their intermediates, several times the leaf, add up.
+    A model's init draws every leaf from random bits of its own. Left to the compiler, the draws of
+    many leaves run at once. Their temporaries, each several times the leaf, add up.
 
     Args:
-      fun: a function of arrays; what its results share is computed again for each.
-      finish: `finish(i, x)` turns the i-th flat result into what is returned, before the next
-        begins.
-      *args: its arguments.
-      only: the flat results that are computed, all if None; the others are None.
+      fun: a function of pytrees of arrays. An intermediate that several results share is computed
+        again for each of them.
+      finish: `finish(i, x)` is called with each flat result, before the next one begins. The value
+        that it gives is returned in the result's place.
+      *args: the function's arguments.
+      only: the numbers of the flat results to compute; all if None. The others become None.
     """
     program, tree = trace(fun, *args)
     producers = {v: eq for eq in program.equations for v in eq.outputs}

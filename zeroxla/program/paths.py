@@ -1,4 +1,4 @@
-"""Where a leaf is in its tree: the path of its keys, as text."""
+"""Paths of a tree's leaves, as text."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from typing import Any
 import jax
 
 Path = tuple[str, ...]
+"""The keys on the way from a tree's root to a leaf."""
 
 
 def paths_of(tree: Any) -> list[tuple[Path, Any]]:
-    """Return a tree's leaves with their paths, in its order.
+    """Return a tree's leaves with their paths, in the tree's order.
 
     >>> paths_of({"h": [1, {"kernel": 2}]})
     [(('h', '0'), 1), (('h', '1', 'kernel'), 2)]
@@ -22,5 +23,5 @@ def paths_of(tree: Any) -> list[tuple[Path, Any]]:
 
 
 def leaf_path(path: tuple[Any, ...]) -> str:
-    """Return a leaf's name, `a/b/c`, from its key path."""
+    """Return a leaf's name, such as `a/b/c`, from the key path that `jax.tree_util` gives."""
     return jax.tree_util.keystr(path, simple=True, separator="/")

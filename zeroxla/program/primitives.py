@@ -1,24 +1,147 @@
-"""Names of JAX's primitives, by what they do."""
+"""Names of JAX's primitives, by what they do.
 
-_ELEMENTWISE = (
+Every set of names by which zeroxla tells equations apart is here. `test_primitives.py` compares the
+names with those of the installed JAX. Come here when JAX adds, renames or drops a primitive.
+"""
+
+from __future__ import annotations
+
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+ELEMENTWISE = _names(
     "abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp conj "
-    "convert_element_type copy copy_p cos cosh digamma div eq erf erf_inv erfc exp exp2 expm1 "
-    "floor ge gt imag integer_pow is_finite le lgamma log log1p logistic lt max min mul name ne "
-    "neg nextafter not one_minus_square or population_count pow real reduce_precision rem round "
-    "rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt "
-    "square stop_gradient sub tan tanh xor"
+    "convert_element_type copy cos cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt "
+    "imag integer_pow is_finite le lgamma log log1p log2 logistic lt max min mul name ne neg "
+    "nextafter not one_minus_square or population_count pow real reduce_precision rem round rsqrt "
+    "select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square "
+    "stop_gradient sub tan tanh xor"
 )
-_EXPENSIVE = (
+"""Each element of the result is computed from the operands' elements at the same place."""
+
+EXPENSIVE = _names(
     "acos acosh asin asinh atan atan2 atanh cbrt cos cosh digamma div erf erf_inv erfc exp exp2 "
-    "expm1 lgamma log log1p logistic pow rem rsqrt sin sinh sqrt tan tanh"
+    "expm1 lgamma log log1p log2 logistic pow rem rsqrt sin sinh sqrt tan tanh"
 )
-_REDUCTIONS = (
+"""The elementwise ones that compilers do not compute again for a second reader."""
+
+NO_GRADIENT = frozenset({"ceil", "floor", "round", "sign", "stop_gradient"})
+"""Their derivative is zero everywhere, so no gradient crosses them."""
+
+REDUCTIONS = _names(
     "argmax argmin reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum reduce_xor"
 )
+"""They go through some dims and give one result for each element of the others."""
 
-ELEMENTWISE = frozenset(_ELEMENTWISE.split())
-"""Each element of the result is computed from the elements at its place."""
-EXPENSIVE = frozenset(_EXPENSIVE.split())
-"""Of these, those that compilers do not compute a second time for a second use."""
-REDUCTIONS = frozenset(_REDUCTIONS.split())
-"""They go through some dims and have one result for each element of the others."""
+WINDOW_REDUCTIONS = frozenset(
+    {"reduce_window", "reduce_window_max", "reduce_window_min", "reduce_window_sum"}
+)
+"""They give one result for each place of a window that moves through the operand."""
+
+CONTRACTIONS = frozenset({"conv_general_dilated", "dot_general"})
+"""Matrix products and convolutions."""
+
+RANDOM = _names("random_bits random_fold_in random_split random_unwrap random_wrap threefry2x32")
+"""They make random bits or keys from keys."""
+
+CASTS = frozenset({"convert_element_type", "copy"})
+"""They give the operand again, perhaps in another dtype."""
+
+RENAMES = _names(
+    "bitcast_convert_type copy name optimization_barrier reduce_precision reshape squeeze "
+    "stop_gradient transpose"
+)
+"""Planning takes each result to share its operand's memory, and the equation to take no time."""
+
+FUSED = (
+    (ELEMENTWISE - RENAMES)
+    | RANDOM
+    | _names("broadcast_in_dim concatenate dynamic_slice iota pad rev slice split")
+)
+"""Compilers compute them inside the equations that read them; the result need not be in memory."""
+
+WRITES = REDUCTIONS | {"dynamic_update_slice"}
+"""They compute inside themselves what is fused into them, and write their result to memory."""
+
+LOCAL = ELEMENTWISE | _names(
+    "broadcast_in_dim iota optimization_barrier pad reshape slice squeeze transpose"
+)
+"""They combine no elements along a dim, so devices that each have a part of the operands need not
+exchange anything. Contractions, reductions and loops are examples of others."""
+
+LOOPS = frozenset({"scan", "while"})
+"""They run a body several times."""
+
+NEVER_FUSED = CONTRACTIONS | LOOPS | {"cond", "pallas_call"}
+"""XLA never computes them inside an equation that reads their result."""
+
+OVERWRITES = FUSED | WRITES | LOOPS | {"cond"}
+"""Their results may take the memory of operands that nothing reads afterwards."""
+
+CALLS = frozenset({"call", "closed_call", "eval_jaxpr", "jit"})
+"""They run their body once. Inlining the body changes nothing."""
+
+CUSTOM_RULES = frozenset({"custom_jvp_call", "custom_vjp_call"})
+"""They run their body once; their derivative is one that the model wrote."""
+
+REMATS = frozenset({"remat2"})
+"""They run their body once, and again in backward: `jax.checkpoint`."""
+
+HLO_KINDS = {
+    "all_gather": "all-gather",
+    "all_gather_invariant": "all-gather",
+    "all_gather_reduced": "all-gather",
+    "all_to_all": "all-to-all",
+    "pmax": "all-reduce",
+    "pmin": "all-reduce",
+    "ppermute": "collective-permute",
+    "psum": "all-reduce",
+    "psum_invariant": "all-reduce",
+    "reduce_scatter": "reduce-scatter",
+    "unreduced_pmax": "all-reduce",
+    "unreduced_pmin": "all-reduce",
+    "unreduced_psum": "all-reduce",
+    "unreduced_reduce_scatter": "reduce-scatter",
+}
+"""The collectives whose bytes planning counts, with the HLO instruction that each becomes."""
+
+COLLECTIVES = frozenset(HLO_KINDS) | _names(
+    "all_gather_done all_gather_reduced_start all_gather_start all_to_all_done all_to_all_start "
+    "pbroadcast pbroadcast_done pbroadcast_dynamic pbroadcast_start ppermute_done ppermute_start "
+    "precv preduced psend psum_done psum_invariant_start psum_start pvary ragged_all_to_all "
+    "reduce_scatter_done reduce_scatter_start reduced_vary_cast reduced_vary_cast_p "
+    "unreduced_psum_start unreduced_reduce_scatter_start vary_unreduced_cast "
+    "vary_unreduced_cast_p"
+)
+"""They talk to other devices, or their derivatives do. Each must run exactly where it stands."""
+
+RUN_BESIDE = frozenset({"all_to_all", "reduce_scatter"})
+"""Collectives that on GPUs run beside the equations that follow them. Their operands stay in memory
+until something reads their results. `all_gather` does so too, but its operands are shards, which
+stay anyway."""
+
+SINCE = {
+    "log2": (0, 11, 2),
+    "one_minus_square": (0, 11, 2),
+    "pbroadcast_dynamic": (0, 12, 0),
+    "reduced_vary_cast": (0, 12, 0),
+    "unreduced_pmax": (0, 11, 1),
+    "unreduced_pmin": (0, 11, 1),
+    "vary_unreduced_cast": (0, 12, 0),
+}
+"""The first JAX version that has a name, for names that 0.10.2 does not have yet."""
+
+UNTIL = {
+    "call": (0, 11, 0),
+    "closed_call": (0, 11, 0),
+    "pbroadcast_done": (0, 11, 0),
+    "pbroadcast_start": (0, 11, 0),
+    "psum_start": (0, 11, 0),
+    "reduced_vary_cast_p": (0, 11, 2),
+    "unreduced_psum_start": (0, 11, 0),
+    "unreduced_reduce_scatter_start": (0, 11, 0),
+    "vary_unreduced_cast_p": (0, 11, 2),
+}
+"""The last JAX version that has a name, for names that 0.12 no longer has."""

@@ -1,4 +1,4 @@
-"""Reports: they can be printed, and show themselves in a notebook."""
+"""The base of all reports: text when printed, a table in a notebook."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ _PAGE = '<pre style="line-height: normal; font-family: monospace">{code}</pre>'
 
 
 class Report:
-    """A frozen dataclass that is shown as tables, and sentences below them."""
+    """Base class of dataclasses that are shown as rich tables with sentences below them.
+
+    A subclass gives `table`, or `tables` if it has several, and `notes` if it has sentences.
+    """
 
     __slots__ = ()
 
@@ -26,14 +29,14 @@ class Report:
         return [self.table()]
 
     def notes(self) -> list[str]:
-        """Return sentences that follow the tables."""
+        """Return the sentences that follow the tables."""
         return []
 
     def __str__(self) -> str:
         return "\n".join([*map(render, self.tables()), *self.notes()])
 
     def _repr_html_(self) -> str:
-        """Return what a notebook shows where the report is the last value of a cell."""
+        """Return the HTML that a notebook shows if the report is a cell's last value."""
         console = _console(record=True)
         for table in self.tables():
             console.print(table)
@@ -43,7 +46,7 @@ class Report:
 
 
 def format_bytes(num_bytes: float) -> str:
-    """Write a number of bytes with a decimal unit (1 MB = 10^6 bytes).
+    """Write a number of bytes with a decimal unit; 1 MB is 10^6 bytes.
 
     >>> format_bytes(8020000)
     '8.02 MB'

@@ -1,4 +1,4 @@
-"""A `scan` over stacked leaves, seen from outside: which operands slice a leaf layer by layer."""
+"""Finds the operands of a `scan` that are stacked leaves, which the loop slices layer by layer."""
 
 from __future__ import annotations
 
@@ -6,17 +6,19 @@ import dataclasses
 from collections.abc import Mapping
 
 from zeroxla.program import compat
+from zeroxla.program.primitives import CASTS
+from zeroxla.program.scan import Scan
 from zeroxla.program.trace import Atom, Equation, Program, Value, flatten_behind
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Stacked:
-    """How an operand of a scan follows from a leaf.
+    """An operand of a scan that follows from a stacked leaf.
 
     Attributes:
-      leaf: the whole, stacked leaf.
+      leaf: the leaf, with all its layers.
       layer_dim: the dim of `leaf` along which the scan slices it.
-      equations: from the leaf to the operand; each does the same to every layer.
+      equations: the casts and transposes between leaf and operand, in order.
     """
 
     leaf: Value
@@ -24,7 +26,7 @@ class Stacked:
     equations: tuple[Equation, ...]
 
     def dim_in_slice(self, dim: int | None) -> int | None:
-        """Where the leaf's `dim` is in one layer."""
+        """Return the number that the leaf's `dim` has in one layer; `layer_dim` itself is gone."""
         return None if dim is None else dim - (dim > self.layer_dim)
 
 
@@ -35,12 +37,13 @@ def find_stacked(
 
     Args:
       operand: one of the scan's `xs`.
-      known: the parameter-only equations, by what they make.
-      split_dims: the leaves, with the dim along which each is stored split.
+      known: the equation that makes each value that follows from leaves and constants alone.
+      split_dims: for each leaf, the dim along which its storage is split; None if it is not split.
 
     Returns:
-      None if the operand is no leaf, or one that is split along the layer dim: then a layer lies on
-      some devices only, and the stack must be gathered whole.
+      None if the operand does not follow from a leaf in this way. Also None if the leaf is split
+      along the layer dim: then each layer lies on some devices only, and the leaf must be gathered
+      whole.
     """
     equations: list[Equation] = []
     dim = 0
@@ -48,7 +51,7 @@ def find_stacked(
         eq = known[operand]
         if eq.name == "transpose":
             dim = eq.params["permutation"][dim]
-        elif eq.name not in ("convert_element_type", "copy"):
+        elif eq.name not in CASTS:
             return None
         equations.append(eq)
         operand = eq.inputs[0]
@@ -57,9 +60,18 @@ def find_stacked(
     return Stacked(operand, dim, tuple(reversed(equations)))
 
 
-def loop_body(eq: Equation, chains: Mapping[int, Stacked]) -> tuple[Program, dict[int, Value]]:
-    """Return the body of a scan with raw leaves at the positions of `chains`, and those leaves."""
-    invars = compat.open_jaxpr(eq.params["jaxpr"])[0].invars
+def loop_body(scan: Scan, chains: Mapping[int, Stacked]) -> tuple[Program, dict[int, Value]]:
+    """Return the body of a scan that slices the leaves themselves, not what follows from them.
+
+    Args:
+      scan: the scan.
+      chains: the operands that follow from leaves, by their position among all operands.
+
+    Returns:
+      The body, in which each of these inputs is one layer of the leaf; and these inputs, by their
+      position.
+    """
+    invars = compat.open_jaxpr(scan.jaxpr)[0].invars
     inputs = [Value(v.aval) for v in invars]
     args: list[Atom] = list(inputs)
     leaves: dict[int, Value] = {}
@@ -73,12 +85,20 @@ def loop_body(eq: Equation, chains: Mapping[int, Stacked]) -> tuple[Program, dic
             sliced, dim = _on_one_layer(stacked, args[i], dim)
             first.append(sliced)
             args[i] = sliced.outputs[0]
-    return flatten_behind(eq.params["jaxpr"], inputs, first, args), leaves
+    return flatten_behind(scan.jaxpr, inputs, first, args), leaves
 
 
 def _on_one_layer(eq: Equation, operand: Atom, dim: int) -> tuple[Equation, int]:
-    """Return the equation that does to one layer what `eq` does to the stack, and where the layer
-    dim is after it."""
+    """Return the equation that does to one layer what `eq` does to all layers at once.
+
+    Args:
+      eq: a cast or a transpose of all layers.
+      operand: the operand's one layer.
+      dim: the layer dim of the operand of `eq`.
+
+    Returns:
+      The equation, and the layer dim of the result of `eq`.
+    """
     source, after = eq.source, dim
     if eq.name == "transpose":
         permutation = eq.params["permutation"]

@@ -1,10 +1,10 @@
-"""Model function -> flat program: the representation that the fetch plan walks.
+"""Turns a function into a flat program, the form in which the rest of zeroxla reads models.
 
-`trace` turns a function into a `Program`: a flat list of equations over single-assignment values,
-with every `jit` body inlined. Custom rules, branches, loops and `remat` bodies stay one equation;
-the fetch plan opens those that it wants to look into.
+`trace` returns a `Program`: a flat list of equations over values that are assigned once. Bodies of
+`jit` are inlined. Custom rules, branches, loops and `jax.checkpoint` bodies stay one equation each;
+a reader that wants to look into one calls `flatten` on its body.
 
-A program is run by binding its equations again, so it can be evaluated, differentiated or traced
+A program runs by binding its equations again. So it can be evaluated, differentiated or traced
 under any transformation, whole or piece by piece.
 """
 
@@ -18,6 +18,7 @@ import jax
 import jax.extend.core as jex
 
 from zeroxla.program import compat
+from zeroxla.program.primitives import COLLECTIVES, NO_GRADIENT
 
 
 class Value:
@@ -46,13 +47,17 @@ class Constant:
 
 Atom = Value | Constant
 
-# Their derivative is zero everywhere, so no gradient crosses them, whatever made their operand.
-_NO_GRADIENT = frozenset({"stop_gradient", "sign", "floor", "ceil", "round"})
-
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Equation:
-    """`outputs = primitive(inputs)`, with the jaxpr equation that it came from."""
+    """`outputs = primitive(inputs)`.
+
+    Attributes:
+      source: the jaxpr equation that it came from.
+      name_stack: its `jax.named_scope` path, the scopes around inlined bodies included.
+      inputs: the operands.
+      outputs: the results.
+    """
 
     source: Any
     name_stack: Any
@@ -61,15 +66,24 @@ class Equation:
 
     @property
     def name(self) -> str:
+        """The primitive's name."""
         return self.source.primitive.name
 
     @property
     def params(self) -> dict[str, Any]:
+        """The primitive's parameters."""
         return self.source.params
 
     @property
     def has_effects(self) -> bool:
+        """Whether it does more than compute, such as print."""
         return compat.has_effects(self.source)
+
+    @property
+    def is_pinned(self) -> bool:
+        """Whether it must run exactly where it stands: it has effects, or is a collective of the
+        model's own, such as a synchronised norm's."""
+        return self.has_effects or self.name in COLLECTIVES
 
     @property
     def values(self) -> tuple[Value, ...]:
@@ -86,14 +100,14 @@ class Program:
     outputs: tuple[Atom, ...]
 
     def __call__(self, *args: Any) -> list[Any]:
-        """Evaluate on `args`, one array per input."""
+        """Evaluate on `args`, one array per input; return the outputs."""
         env = dict(zip(self.inputs, args, strict=True))
         run(self.equations, env)
         return [read(env, atom) for atom in self.outputs]
 
 
 def is_float(dtype: Any) -> bool:
-    """Whether `dtype` is a floating or complex type, that is, whether it carries gradients."""
+    """Return whether a dtype is floating or complex. Only such values carry gradients."""
     return jax.numpy.issubdtype(dtype, jax.numpy.inexact)
 
 
@@ -110,22 +124,22 @@ def run(equations: Iterable[Equation], env: dict[Value, Any]) -> None:
 
 
 Opened = Callable[[Any], Any]
-"""Returns the body of an equation that is to be inlined, None for the others."""
+"""(jaxpr equation) -> its body if it is to be inlined, None if it is to stay one equation."""
 
 
 def trace(
     fun: Callable[..., Any], *args: Any, opened: Opened = compat.inlined_jaxpr
 ) -> tuple[Program, Any]:
-    """Trace `fun` on (pytrees of) arrays or ShapeDtypeStructs.
+    """Trace a function.
 
     Args:
-      fun: what to trace.
-      *args: its arguments.
-      opened: which equations are inlined; by default only `jit` ones.
+      fun: a function of pytrees of arrays.
+      *args: its arguments: pytrees of arrays or `jax.ShapeDtypeStruct`s.
+      opened: says which equations are inlined. By default only calls such as `jit` are.
 
     Returns:
-      The program, whose inputs and outputs are the flattened arguments and results, and the tree
-      structure of the result.
+      The program and the tree structure of the result. The program's inputs and outputs are the
+      flattened arguments and results. Equations without use or effect are dropped.
     """
     closed, shapes = jax.make_jaxpr(fun, return_shape=True)(*args)
     jaxpr, consts = compat.without_dead_code(closed)
@@ -134,7 +148,8 @@ def trace(
 
 
 def flatten(jaxpr: Any, opened: Opened = compat.inlined_jaxpr) -> Program:
-    """Return the flat program of a (closed) jaxpr; equations without use or effect are dropped."""
+    """Return the flat program of a jaxpr, open or closed, without equations that have neither use
+    nor effect."""
     inputs = tuple(Value(v.aval) for v in compat.open_jaxpr(jaxpr)[0].invars)
     return _program(*compat.open_jaxpr(jaxpr), inputs, (), inputs, opened)
 
@@ -167,7 +182,10 @@ def _inline(
     into: list[Equation],
     opened: Opened,
 ) -> list[Atom]:
-    """Append `jaxpr`'s equations to `into` with fresh values, as one call may stand many times."""
+    """Append a jaxpr's equations to `into`; return its outputs.
+
+    Values are new each time, because one jaxpr may be called at several places.
+    """
     env: dict[Any, Atom] = dict(zip(jaxpr.invars, args, strict=True))
     env.update((v, Constant(c)) for v, c in zip(jaxpr.constvars, consts, strict=True))
 
@@ -200,8 +218,16 @@ def _without_dead(equations: Sequence[Equation], outputs: Iterable[Atom]) -> tup
 def closure(
     values: Iterable[Value], producers: Mapping[Value, Equation]
 ) -> tuple[list[Equation], list[Value]]:
-    """Return the equations of `producers` that `values` need, in order, and what those read from
-    outside (the values among them that nothing in `producers` makes)."""
+    """Return what values are computed from.
+
+    Args:
+      values: the values that are wanted.
+      producers: the equation that makes each value.
+
+    Returns:
+      The equations that `values` need, in order; and the roots, the values that they need and that
+      no equation of `producers` makes.
+    """
     equations: dict[Equation, None] = {}
     roots: dict[Value, None] = {}  # ordered: every process must trace the same program
     stack: list[tuple[Value, bool]] = [(v, False) for v in values]
@@ -221,18 +247,18 @@ def closure(
 def active_values(
     equations: Sequence[Equation], active: Iterable[Value], outputs: Iterable[Atom]
 ) -> set[Value]:
-    """Return the floating values through which a gradient flows: those that depend on `active` ones
-    and that `outputs` depend on, `active` ones among them.
+    """Return the floating values through which a gradient flows from `outputs` to `active` values.
 
-    The rule is per equation and so may count too many, never too few: a `cond` output depends on
-    every operand.
+    A value counts if it is or depends on an active one, and an output depends on it. Every result
+    of an equation is taken to depend on every operand, even those of a `cond`. So the result may
+    have too many values, never too few.
     """
     downstream = {v for v in active if v.is_float}
     for eq in equations:
-        if eq.name not in _NO_GRADIENT and not downstream.isdisjoint(eq.values):
+        if eq.name not in NO_GRADIENT and not downstream.isdisjoint(eq.values):
             downstream.update(v for v in eq.outputs if v.is_float)
     upstream = {v for v in outputs if isinstance(v, Value) and v.is_float}
     for eq in reversed(equations):
-        if eq.name not in _NO_GRADIENT and not upstream.isdisjoint(eq.outputs):
+        if eq.name not in NO_GRADIENT and not upstream.isdisjoint(eq.outputs):
             upstream.update(v for v in eq.values if v.is_float)
     return downstream & upstream

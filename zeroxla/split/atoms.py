@@ -1,39 +1,40 @@
-"""Dims as products of atoms: which parts of which dims must be split together, if one is.
+"""Dims as products of atoms, the parts of dims that must be split together.
 
-A dim of size 768 that is later seen as 12 heads of 64 is the product of two atoms, the outer one of
-size 12. Where an equation makes two dims one (a product contracts them, a sum adds them), their
-atoms are joined; where it takes a dim apart, its atoms are refined. At the end every class of
-joined atoms is one thing of the model - its heads, its hidden width, its vocabulary - and each leaf
-dim says which of them it holds, in which order.
+A dim of size 768 that the program later reshapes to 12 heads of 64 is the product of two atoms, the
+outer one of size 12. Where an equation makes two dims one (a product contracts them, a sum adds
+them), their atoms are joined. Where an equation takes a dim apart, its atoms are refined. In the
+end every class of joined atoms is one quantity of the model: its heads, its hidden width, its
+vocabulary. Each dim of a leaf then lists the classes that it holds, the outermost first.
 
-Joining is union-find; a joined class is told by `Atom.root`.
+Joining is union-find; `Atom.root` stands for a class.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 Dim = tuple["Atom", ...]
-"""A dim as a product of atoms, the outermost first; empty for size 1."""
+"""A dim as a product of atoms, the outermost first. A dim of size 1 has no atoms."""
 Dims = tuple[Dim, ...]
-"""Those of an array."""
+"""The dims of one array."""
 
-KINDS = ("is_contracted", "is_heads", "is_table", "is_turns")
+KINDS = ("is_contracted", "is_heads", "is_table", "is_loop")
 
 
 class Atom:
-    """A factor of a dim. Compared by identity; `root` stands for its class.
+    """A factor of a dim. Atoms are compared by identity; `root` stands for an atom's class.
 
-    Attributes (of a root):
-      size: how many.
-      blocked: why the class cannot be split; empty if it can.
-      sums: how many elements are summed over the parts, for each place where the class is
-        contracted or looked up.
+    Attributes (of a root; they hold for its whole class):
+      size: the number of elements along it.
+      blocked: the reasons why it cannot be split; empty if it can be.
+      sums: for each product or lookup along it, the number of elements of the result, all of which
+        are summed over the parts if it is split.
       is_contracted: whether a product sums over it.
       is_heads: whether two activations are multiplied head by head along it.
-      is_table: whether tokens or positions are looked up along it.
-      is_turns: whether a loop goes through it, turn by turn.
-      chosen: it is split.
+      is_table: whether indices are looked up along it.
+      is_loop: whether a loop goes through it, one element in each turn.
+      chosen: whether it is split.
     """
 
     __slots__ = (
@@ -43,8 +44,8 @@ class Atom:
         "chosen",
         "is_contracted",
         "is_heads",
+        "is_loop",
         "is_table",
-        "is_turns",
         "size",
         "sums",
     )
@@ -53,7 +54,7 @@ class Atom:
         self.size = size
         self.blocked: dict[str, None] = {}
         self.sums: list[int] = []
-        self.is_contracted = self.is_heads = self.is_table = self.is_turns = False
+        self.is_contracted = self.is_heads = self.is_table = self.is_loop = False
         self.chosen = chosen
         self._parent: Atom | None = None
         self._parts: Dim = ()
@@ -71,12 +72,17 @@ class Atom:
 
 
 def dim_of(size: int) -> Dim:
-    """Return a dim of its own."""
+    """Return a new dim, about which nothing is known."""
     return () if size == 1 else (Atom(size),)
 
 
+def dims_of(shape: Sequence[int]) -> Dims:
+    """Return new dims for an array of a shape; nothing is known about them."""
+    return tuple(map(dim_of, shape))
+
+
 def expand(dim: Dim) -> Dim:
-    """Return the dim's atoms as they are refined and joined by now."""
+    """Return the dim's atoms after all refinements and joins so far."""
     found: list[Atom] = []
     for atom in dim:
         root = atom.root
@@ -85,18 +91,18 @@ def expand(dim: Dim) -> Dim:
 
 
 def size_of(dim: Dim) -> int:
-    """Return the product of the dim's atoms."""
+    """Return the product of the sizes of the dim's atoms."""
     return math.prod(atom.size for atom in dim)
 
 
 def block(dim: Dim, why: str) -> None:
-    """Say that nothing in the dim can be split."""
+    """Record that no atom of the dim can be split, and the reason."""
     for atom in expand(dim):
         atom.blocked[why] = None
 
 
 def refine(atom: Atom, outer: int) -> None:
-    """Take an unrefined root apart into `outer` times the rest."""
+    """Take an unrefined root apart into an atom of size `outer` and one for the rest."""
     if atom.chosen:
         block((atom,), "it is taken apart")
         return
@@ -111,8 +117,9 @@ def refine(atom: Atom, outer: int) -> None:
 def join(a: Dim, b: Dim, why: str) -> None:
     """Make two dims one.
 
-    Where one has 12 and the other 3 x 4, the 12 is refined. Where neither fits into the other (6 x
-    2 and 4 x 3 after the common 2), what is left is blocked, with the reason `why`.
+    If one dim has an atom of 12 where the other has 3 x 4, the 12 is refined. If neither fits into
+    the other (6 x 2 and 4 x 3, after the common 2), the rest of both is blocked, with the reason
+    `why`.
     """
     assert size_of(expand(a)) == size_of(expand(b)), (a, b)
     first, second = list(expand(a)), list(expand(b))
@@ -128,7 +135,7 @@ def join(a: Dim, b: Dim, why: str) -> None:
                     block((*first, *second), why)
                     return
                 refine(atom, common)
-                # The same atom may stand in both dims, and further on.
+                # The same atom may stand in both dims, and again further on.
                 first[:], second[:] = expand(tuple(first)), expand(tuple(second))
                 break
         else:
@@ -137,7 +144,7 @@ def join(a: Dim, b: Dim, why: str) -> None:
 
 
 def _unite(a: Atom, b: Atom) -> None:
-    """Join two unrefined roots of one size."""
+    """Join two unrefined roots of the same size."""
     if a is b:
         return
     b._parent = a
@@ -147,8 +154,11 @@ def _unite(a: Atom, b: Atom) -> None:
         setattr(a, kind, getattr(a, kind) or getattr(b, kind))
 
 
-def splits(dim: Dim) -> tuple[int, int, int] | None:
-    """Return (outer, size, inner) of the chosen atom of a dim, None if there is none."""
+def chosen_factors(dim: Dim) -> tuple[int, int, int] | None:
+    """Return a dim's size as (outer, size, inner), where `size` belongs to the chosen atom.
+
+    Returns None if no atom of the dim is chosen.
+    """
     atoms = expand(dim)
     places = [i for i, atom in enumerate(atoms) if atom.chosen]
     if not places:
@@ -157,9 +167,13 @@ def splits(dim: Dim) -> tuple[int, int, int] | None:
     return size_of(atoms[:i]), atoms[i].size, size_of(atoms[i + 1 :])
 
 
-def contiguous(dim: Dim, start: int, size: int) -> Dim | None:
-    """Return the dim of a slice that takes whole outer turns: `size` elements from `start`, of a
-    dim that is seen as so many runs of `size`; None where it is not such a slice."""
+def one_run(dim: Dim, start: int, size: int) -> Dim | None:
+    """Return the dim of a slice that takes one whole run of a dim.
+
+    The dim is seen as several runs of `size` elements, one after another. The slice takes the run
+    that begins at `start`. Returns None if no run begins there, or if `size` does not divide the
+    dim.
+    """
     whole = expand(dim)
     total = size_of(whole)
     if size == total:

@@ -1,4 +1,4 @@
-"""Rules of equations that work element by element, or along some dims."""
+"""Rules of equations that work element by element, or along some of their dims."""
 
 from __future__ import annotations
 
@@ -6,29 +6,34 @@ from collections.abc import Callable, Sequence
 
 from zeroxla.program.primitives import ELEMENTWISE, REDUCTIONS
 from zeroxla.program.trace import Equation
-from zeroxla.split.atoms import Dims, block, dim_of
+from zeroxla.split.atoms import Dims, block
 from zeroxla.split.rules import Connect, Rule, fresh, same, shape_of
 
 
 def _connect_elementwise(eq: Equation, ins: list[Dims]) -> list[Dims]:
-    shape = eq.outputs[0].aval.shape
-    out = tuple(map(dim_of, shape))
+    out, shape = fresh(eq.outputs[0]), eq.outputs[0].aval.shape
     for operand, dims in zip(eq.inputs, ins, strict=True):
         sizes = shape_of(operand)
-        if len(sizes) == len(shape):  # Scalars, and dims of size 1, go with every element.
+        if len(sizes) == len(shape):  # Scalars and dims of size 1 are broadcast.
             for i in range(len(shape)):
                 if sizes[i] == shape[i]:
                     same(eq, out[i], dims[i])
     return [out] * len(eq.outputs)
 
 
-def _connect_each(eq: Equation, ins: list[Dims]) -> list[Dims]:
+def _connect_in_pairs(eq: Equation, ins: list[Dims]) -> list[Dims]:
     return ins
 
 
 def _along(dims_of: Callable[[Equation], Sequence[int]]) -> Connect:
-    """Return what connects an equation that goes through some dims, and does the same for each
-    element of the others. Results have the former too (a sort) or not (a sum)."""
+    """Return the `connect` of equations that go through some dims.
+
+    They do the same for each element of the other dims. Their results have the dims that they go
+    through, like a sort's, or not, like a sum's.
+
+    Args:
+      dims_of: (equation) -> the numbers of the dims that it goes through.
+    """
 
     def connect(eq: Equation, ins: list[Dims]) -> list[Dims]:
         rank = len(ins[0])
@@ -68,15 +73,17 @@ def _connect_stack(eq: Equation, ins: list[Dims]) -> list[Dims]:
     return [tuple(out)]
 
 
-_OF_AXIS = Rule(_along(lambda eq: (eq.params["axis"],)))
+_ALONG_AXIS = Rule(_along(lambda eq: (eq.params["axis"],)))
 
-MAPPING: dict[str, Rule] = {
+ELEMENTWISE_RULES: dict[str, Rule] = {
     **dict.fromkeys(ELEMENTWISE, Rule(_connect_elementwise)),
     **dict.fromkeys(REDUCTIONS, Rule(_along(lambda eq: eq.params["axes"]))),
-    **dict.fromkeys(("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "unstack"), _OF_AXIS),
+    **dict.fromkeys(
+        ("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "unstack"), _ALONG_AXIS
+    ),
     "sort": Rule(_along(lambda eq: (eq.params["dimension"],))),
     "rev": Rule(_along(lambda eq: eq.params["dimensions"])),
-    "optimization_barrier": Rule(_connect_each),
+    "optimization_barrier": Rule(_connect_in_pairs),
     "concatenate": Rule(_connect_concatenate),
     "stack": Rule(_connect_stack),
 }

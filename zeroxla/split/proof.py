@@ -1,10 +1,10 @@
 """Checks a tensor-parallel plan by computing: a small instance, whole and in parts, on one device.
 
-The instance is the program itself with every split dim cut to one element for each part - so many
-heads, so wide a hidden layer, so many words; where it does not divide, to two for each but the last
-- and one turn of each loop over layers. Its leaves are
-random; the parts run under `vmap`, whose axis stands for `tensor`. What a split must not change is
-compared: what the program returns.
+The instance is the program itself with one turn of each loop, and with every split dim cut to one
+element for each part: so many heads, so wide a hidden layer, so many words. Where the number of
+parts does not divide a dim, each part but the last has two elements. The leaves are random. The
+parts run under `vmap`, whose axis stands for the mesh axis. The proof compares what the program
+returns, because that must not change.
 """
 
 from __future__ import annotations
@@ -18,72 +18,84 @@ import jax.numpy as jnp
 import numpy as np
 
 from zeroxla.program.trace import Value
-from zeroxla.split.atoms import Dims, splits
+from zeroxla.split.atoms import Dims, chosen_factors
 from zeroxla.split.part_program import PartProgram
-from zeroxla.split.run_parts import Sharing, part_size, take_part
-from zeroxla.split.tensor_plan import classes
+from zeroxla.split.split_axis import SplitAxis, part_size, take_part
+from zeroxla.split.tensor_plan import leaf_classes
 
-TENSOR = "tensor"
+_AXIS = "tensor"
 
 TOLERANCE = 1e-4
-"""Of the largest result: sums of parts are rounded in another order."""
+"""Largest error, relative to the largest result: sums over parts are rounded in another order."""
 
 
 def prove(program: PartProgram, leaves: Sequence[Dims], parts: int) -> set[str]:
-    """Return the classes, as `classes` calls them, whose splits change what the program returns."""
-    chosen = {name: a for name, a in classes(leaves).items() if a.chosen}
-    if _holds(program, parts):
+    """Return the classes whose split changes what a program returns.
+
+    If only several splits together change it, all chosen classes are returned. The names are those
+    that `leaf_classes` gives.
+
+    Args:
+      program: the program, with the classes chosen that a plan splits.
+      leaves: the dims of its leaves.
+      parts: the number of parts.
+    """
+    chosen = {name: a for name, a in leaf_classes(leaves).items() if a.chosen}
+    if _same_results(program, parts):
         return set()
     wrong: set[str] = set()
     for name, atom in chosen.items():
         for other in chosen.values():
             other.chosen = other is atom
-        if not _holds(program, parts):
+        if not _same_results(program, parts):
             wrong.add(name)
     return wrong or set(chosen)
 
 
-def _holds(program: PartProgram, parts: int) -> bool:
-    whole = Sharing(parts=1, small=parts)
-    shared = Sharing(parts=parts, small=parts, axis=TENSOR)
+def _same_results(program: PartProgram, parts: int) -> bool:
+    """Whether a small instance of the program returns the same, whole and in parts."""
+    whole = SplitAxis(parts=1, small=parts)
+    split = SplitAxis(parts=parts, small=parts, name=_AXIS)
     generator = np.random.default_rng(0)
     values = program.flow.program.inputs
     dims = [program.flow.dims[v] for v in values]
-    num_shared = program.num_leaves + program.cache[1]
+    num_split = program.num_leaves + program.carry[1]
 
     def random(value: Value, shape: Sequence[int]) -> np.ndarray:
         if value.is_float:
             return np.asarray(generator.normal(size=shape), value.aval.dtype)
-        return generator.integers(0, 2, shape).astype(value.aval.dtype)  # Tokens that are there.
+        return generator.integers(0, 2, shape).astype(value.aval.dtype)  # Indices of any table.
 
-    # Leaves and caches are small; everything else is cut to size where it meets them.
-    shapes = [tuple(map(whole.part, d)) for d in dims[:num_shared]]
+    # Leaves and carry are made small. The other arguments are cut to size where they meet them.
+    shapes = [tuple(map(whole.dim_size, d)) for d in dims[:num_split]]
     arrays = [random(*x) for x in zip(values, shapes, strict=False)]
-    others = [random(v, v.aval.shape) for v in values[num_shared:]]
+    others = [random(v, v.aval.shape) for v in values[num_split:]]
 
     def in_parts(x: jax.Array, dims: Dims) -> jax.Array:
         for d, dim in enumerate(dims):
-            if (factors := splits(dim)) is not None:
+            if (factors := chosen_factors(dim)) is not None:
                 outer, _, inner = factors
                 size = x.shape[d] // (outer * inner)
                 mine, cut = part_size(size, parts), (outer, size, inner)
                 return jnp.stack([take_part(x, d, cut, mine, parts, i) for i in range(parts)])
         return jnp.broadcast_to(x, (parts, *x.shape))
 
-    def run(sharing: Sharing, arrays: Sequence[jax.Array]) -> Any:
-        leaves, cache = arrays[: program.num_leaves], arrays[program.num_leaves :]
-        return program(sharing, leaves, list(cache), *others)[0]
+    def run(axis: SplitAxis, arrays: Sequence[jax.Array]) -> Any:
+        leaves, carry = arrays[: program.num_leaves], arrays[program.num_leaves :]
+        return program(axis, leaves, list(carry), *others)[0]
 
     expected = jax.jit(partial(run, whole))(arrays)
-    split = [in_parts(jnp.asarray(x), d) for x, d in zip(arrays, dims, strict=False)]
-    found = jax.jit(jax.vmap(partial(run, shared), axis_name=TENSOR))(split)
+    parted = [in_parts(jnp.asarray(x), d) for x, d in zip(arrays, dims, strict=False)]
+    found = jax.jit(jax.vmap(partial(run, split), axis_name=_AXIS))(parted)
     pairs = zip(jax.tree.leaves(expected), jax.tree.leaves(found), strict=True)
     return all(_close(np.asarray(a), np.asarray(b)) for a, b in pairs)
 
 
 def _close(whole: np.ndarray, parts: np.ndarray) -> bool:
-    """Whether each part's results are the whole's: the finite elements close, the infinite ones,
-    with which models rule tokens out, the same."""
+    """Whether every part returned the whole result.
+
+    Finite elements must be close. Infinite ones, which models use as masks, must be the same.
+    """
     whole, parts = whole.astype(np.float64), parts.astype(np.float64)
     finite = np.isfinite(whole)
     if not finite.any() or np.any(parts[:, ~finite] != whole[~finite]):

@@ -1,12 +1,31 @@
-"""Rules of equations that give elements another shape or place, and of windows that move."""
+"""Rules of equations that reshape or move elements, and of those that move a window."""
 
 from __future__ import annotations
 
 import jax
 
 from zeroxla.program.trace import Equation
-from zeroxla.split.atoms import Dim, Dims, block, contiguous, dim_of, expand, size_of, splits
-from zeroxla.split.rules import Args, Parts, Rule, bind, connect_unknown, fresh, same, shape_of
+from zeroxla.split.atoms import (
+    Dim,
+    Dims,
+    block,
+    chosen_factors,
+    dim_of,
+    expand,
+    one_run,
+    size_of,
+)
+from zeroxla.split.rules import (
+    Args,
+    DimsOf,
+    Rule,
+    bind,
+    connect_unknown,
+    fresh,
+    same,
+    shape_of,
+)
+from zeroxla.split.split_axis import SplitAxis
 
 
 def _connect_broadcast(eq: Equation, ins: list[Dims]) -> list[Dims]:
@@ -18,9 +37,8 @@ def _connect_broadcast(eq: Equation, ins: list[Dims]) -> list[Dims]:
     return [tuple(out)]
 
 
-def _run_broadcast(parts: Parts, eq: Equation, args: Args) -> list[jax.Array]:
-    shape = tuple(map(parts.part, parts.dims(eq.outputs[0])))
-    return bind(eq, args, shape=shape)
+def _run_broadcast(axis: SplitAxis, dims: DimsOf, eq: Equation, args: Args) -> list[jax.Array]:
+    return bind(eq, args, shape=_result_shape(axis, dims, eq))
 
 
 def _connect_reshape(eq: Equation, ins: list[Dims]) -> list[Dims]:
@@ -31,8 +49,8 @@ def _connect_reshape(eq: Equation, ins: list[Dims]) -> list[Dims]:
     return [out]
 
 
-def _run_reshape(parts: Parts, eq: Equation, args: Args) -> list[jax.Array]:
-    return bind(eq, args, new_sizes=tuple(map(parts.part, parts.dims(eq.outputs[0]))))
+def _run_reshape(axis: SplitAxis, dims: DimsOf, eq: Equation, args: Args) -> list[jax.Array]:
+    return bind(eq, args, new_sizes=_result_shape(axis, dims, eq))
 
 
 def _connect_transpose(eq: Equation, ins: list[Dims]) -> list[Dims]:
@@ -48,14 +66,14 @@ def _connect_iota(eq: Equation, ins: list[Dims]) -> list[Dims]:
     return [fresh(eq.outputs[0])]
 
 
-def _run_iota(parts: Parts, eq: Equation, args: Args) -> list[jax.Array]:
+def _run_iota(axis: SplitAxis, dims: DimsOf, eq: Equation, args: Args) -> list[jax.Array]:
     (whole,) = bind(eq, args)
-    return [parts.take(whole, parts.dims(eq.outputs[0]))]
+    return [axis.take(whole, dims[eq.outputs[0]])]
 
 
-def _cut(dim: Dim, start: int, size: int) -> Dim:
-    """Return the dim of a slice; blocked where the slice does not take whole outer turns."""
-    found = contiguous(dim, start, size)
+def _sliced(dim: Dim, start: int, size: int) -> Dim:
+    """Return the dim of a slice; block both dims if the slice is not one run of the first."""
+    found = one_run(dim, start, size)
     if found is None:
         found = dim_of(size)
         block((*dim, *found), "a slice cuts it")
@@ -68,34 +86,34 @@ def _connect_slice(eq: Equation, ins: list[Dims]) -> list[Dims]:
     out = []
     for dim, a, b, stride in zip(ins[0], start, limit, strides, strict=True):
         if stride == 1:
-            out.append(_cut(dim, a, b - a))
+            out.append(_sliced(dim, a, b - a))
         else:
             out.append(dim_of(-(-(b - a) // stride)))
             block((*dim, *out[-1]), "a slice steps through it")
     return [tuple(out)]
 
 
-def _run_slice(parts: Parts, eq: Equation, args: Args) -> list[jax.Array]:
+def _run_slice(axis: SplitAxis, dims: DimsOf, eq: Equation, args: Args) -> list[jax.Array]:
     start, limit = list(eq.params["start_indices"]), list(eq.params["limit_indices"])
-    for d, dim in enumerate(parts.dims(eq.outputs[0])):
-        if splits(dim):  # It is one of several whole turns: so many of the part's.
-            start[d] = start[d] // (limit[d] - start[d]) * parts.part(dim)
-            limit[d] = start[d] + parts.part(dim)
+    for d, dim in enumerate(dims[eq.outputs[0]]):
+        if chosen_factors(dim):  # The slice takes one run; take the run of that number in the part.
+            start[d] = start[d] // (limit[d] - start[d]) * axis.dim_size(dim)
+            limit[d] = start[d] + axis.dim_size(dim)
     return bind(eq, args, start_indices=tuple(start), limit_indices=tuple(limit))
 
 
 def _connect_split(eq: Equation, ins: list[Dims]) -> list[Dims]:
-    axis, start, outs = eq.params["axis"], 0, []
+    dim, start, outs = eq.params["axis"], 0, []
     for size in map(int, eq.params["sizes"]):
         outs.append([*ins[0]])
-        outs[-1][axis] = _cut(ins[0][axis], start, size)
+        outs[-1][dim] = _sliced(ins[0][dim], start, size)
         start += size
     return [tuple(out) for out in outs]
 
 
-def _run_split(parts: Parts, eq: Equation, args: Args) -> list[jax.Array]:
-    axis = eq.params["axis"]
-    return bind(eq, args, sizes=tuple(parts.part(parts.dims(v)[axis]) for v in eq.outputs))
+def _run_split(axis: SplitAxis, dims: DimsOf, eq: Equation, args: Args) -> list[jax.Array]:
+    sizes = tuple(axis.dim_size(dims[v][eq.params["axis"]]) for v in eq.outputs)
+    return bind(eq, args, sizes=sizes)
 
 
 def _connect_dynamic_slice(eq: Equation, ins: list[Dims]) -> list[Dims]:
@@ -105,8 +123,8 @@ def _connect_dynamic_slice(eq: Equation, ins: list[Dims]) -> list[Dims]:
     return [out]
 
 
-def _run_dynamic_slice(parts: Parts, eq: Equation, args: Args) -> list[jax.Array]:
-    return bind(eq, args, slice_sizes=tuple(map(parts.part, parts.dims(eq.outputs[0]))))
+def _run_dynamic_slice(axis: SplitAxis, dims: DimsOf, eq: Equation, args: Args) -> list[jax.Array]:
+    return bind(eq, args, slice_sizes=_result_shape(axis, dims, eq))
 
 
 def _connect_dynamic_update(eq: Equation, ins: list[Dims]) -> list[Dims]:
@@ -134,14 +152,19 @@ def _connect_scatter(eq: Equation, ins: list[Dims]) -> list[Dims]:
 
 
 def _window(eq: Equation, whole: Dim, window: Dim) -> None:
-    """Join a window with what it is of, if it is all of it."""
+    """Join a window's dim with the whole dim if the window covers it; otherwise block both."""
     if size_of(expand(whole)) == size_of(expand(window)):
         same(eq, whole, window)
     else:
         block((*whole, *window), f"{eq.name} moves along it")
 
 
-SHAPES: dict[str, Rule] = {
+def _result_shape(axis: SplitAxis, dims: DimsOf, eq: Equation) -> tuple[int, ...]:
+    """Return the shape of one part of an equation's only result."""
+    return tuple(map(axis.dim_size, dims[eq.outputs[0]]))
+
+
+RESHAPE_RULES: dict[str, Rule] = {
     "broadcast_in_dim": Rule(_connect_broadcast, _run_broadcast),
     "reshape": Rule(_connect_reshape, _run_reshape),
     "transpose": Rule(_connect_transpose),

@@ -1,83 +1,63 @@
 """What each kind of equation says about dims, and how it runs on parts.
 
-A `Rule` has two sides that must agree:
+A `Rule` has two sides, which must agree:
 
-* `connect` joins the atoms of operands and results that are split together, and blocks those that
-  the equation needs whole;
-* `run` computes a part of the results from parts of the operands. Where an equation names shapes,
-  those of the parts take their place; where a split atom is summed over, the parts are summed.
+* `connect` joins the atoms of operands and results that must be split together. It blocks the atoms
+  that the equation needs whole.
+* `run` computes one part of the results from one part of the operands. Where an equation's
+  parameters name shapes, `run` puts the shapes of the parts in their place. Where the equation sums
+  over a split atom, `run` adds the sum over the parts.
 
-An equation without a rule needs its operands whole, and runs as it is. The rules are in `mapping`,
-`shapes` and `products`.
+An equation without a rule needs its operands whole and runs unchanged. The rules are in
+`elementwise`, `reshapes` and `products`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from zeroxla.program.trace import Atom as Operand
 from zeroxla.program.trace import Equation, Value
-from zeroxla.split.atoms import Dim, Dims, block, dim_of, join
-
-
-class Parts(Protocol):
-    """What `run` may ask of a program that runs on parts."""
-
-    def dims(self, operand: Operand) -> Dims:
-        """The dims of an operand or result."""
-        ...
-
-    def part(self, dim: Dim) -> int:
-        """The size of a part of a dim."""
-        ...
-
-    def take(self, whole: jax.Array, dims: Dims) -> jax.Array:
-        """This device's part of an array that every device has whole."""
-        ...
-
-    def sum(self, part: jax.Array) -> jax.Array:
-        """The sum over the devices that share the model."""
-        ...
-
-    @property
-    def index(self) -> jax.Array | int:
-        """This device's place among them."""
-        ...
-
+from zeroxla.split.atoms import Dim, Dims, block, dims_of, join
+from zeroxla.split.split_axis import SplitAxis
 
 Args = Sequence[jax.Array]
+DimsOf = Mapping[Operand, Dims]
+"""The dims of every operand and result of a program."""
 Connect = Callable[[Equation, list[Dims]], list[Dims]]
-Run = Callable[[Parts, Equation, Args], list[jax.Array]]
+"""(equation, dims of its operands) -> dims of its results."""
+Run = Callable[[SplitAxis, DimsOf, Equation, Args], list[jax.Array]]
+"""(axis, dims, equation, parts of its operands) -> parts of its results."""
 
 
 def bind(eq: Equation, args: Args, **changed: Any) -> list[jax.Array]:
-    """Run an equation, with other parameters than its own."""
+    """Run an equation, with some of its parameters changed."""
     out = eq.source.primitive.bind(*args, **{**eq.params, **changed})
     return list(out) if eq.source.primitive.multiple_results else [out]
 
 
-def run_as_is(parts: Parts, eq: Equation, args: Args) -> list[jax.Array]:
-    """Run an equation that names no shape."""
-    del parts
+def run_as_is(axis: SplitAxis, dims: DimsOf, eq: Equation, args: Args) -> list[jax.Array]:
+    """Run an equation whose parameters name no shape."""
+    del axis, dims
     return bind(eq, args)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Rule:
-    """See the top of the file."""
+    """The rule of one kind of equation; the top of the file says what its two sides do."""
 
     connect: Connect
     run: Run = run_as_is
 
 
 def fresh(value: Value) -> Dims:
-    """Return dims that nothing has been said of."""
-    return tuple(map(dim_of, value.aval.shape))
+    """Return new dims for a value; nothing is known about them."""
+    return dims_of(value.aval.shape)
 
 
 def shape_of(operand: Operand) -> tuple[int, ...]:
@@ -91,7 +71,7 @@ def same(eq: Equation, a: Dim, b: Dim) -> None:
 
 
 def connect_unknown(eq: Equation, ins: list[Dims]) -> list[Dims]:
-    """Everything is needed whole."""
+    """Block every dim: an equation without a rule needs all of them whole."""
     outs = [fresh(v) for v in eq.outputs]
     for dims in (*ins, *outs):
         for dim in dims:

@@ -1,10 +1,13 @@
-"""Which dim of which leaf is split over the axis `tensor`: read from the model's own programs.
+"""Which dim of which leaf is split over the axis `tensor`, read from the model's own programs.
 
-A class of joined atoms (see `atoms`) can be split if nothing in the programs needs it whole. Of
-those that can, and hold leaves, as many are split as do not meet in one array, the cheapest first:
-the one for which fewest elements are summed or gathered per element of the leaves that it splits.
-For a transformer that finds heads and hidden widths, whose products come in pairs - columns of the
-first, rows of the second, one sum after it - and the vocabulary; the residual stream stays whole.
+A class of joined atoms (see `atoms`) can be split if nothing in the programs needs it whole. Of the
+classes that leaves hold and that can be split, the cheapest are split first, and no two that occur
+in one array. A class is cheap if few elements are summed or gathered per element of the leaves that
+it splits.
+
+For a transformer this finds the heads, the hidden widths and the vocabulary; the residual stream
+stays whole. Products then come in pairs: the first is split by columns, the second by rows, and one
+sum follows.
 """
 
 from __future__ import annotations
@@ -12,18 +15,21 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Collection, Sequence
-
-from rich.table import Table
+from typing import TYPE_CHECKING
 
 from zeroxla.program.report import Report
-from zeroxla.split.atoms import Atom, Dims, expand, size_of, splits
+from zeroxla.split.atoms import Atom, Dims, chosen_factors, expand, size_of
 from zeroxla.split.part_program import PartProgram
-from zeroxla.split.run_parts import part_size
+from zeroxla.split.split_axis import part_size
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 Factors = tuple[int, int, int]
-"""(outer, size, inner): a dim's size as a product; the middle one is split."""
+"""(outer, size, inner): a dim's size as a product. The middle factor is split."""
 
 REFUSED = "split, it computes something else"
+"""The reason given for a class whose split the proof refused."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,10 +37,10 @@ class LeafSplit:
     """One leaf in the tensor-parallel layout.
 
     Attributes:
-      path, shape: its name and natural shape.
+      path, shape: the leaf's name and natural shape.
       dim: the dim that is split; None if the leaf is whole on every device.
-      factors: of that dim.
-      why: what is split, or why nothing is.
+      factors: the factors of that dim; None if the leaf is whole.
+      why: the thing that is split, or the reason why nothing is.
     """
 
     path: str
@@ -44,7 +50,7 @@ class LeafSplit:
     why: str
 
     def part_shape(self, parts: int) -> tuple[int, ...]:
-        """The shape of what one device holds, padding included."""
+        """The shape of one device's part, padding included."""
         if self.dim is None or self.factors is None:
             return self.shape
         outer, size, inner = self.factors
@@ -58,8 +64,8 @@ class TensorPlan(Report):
     """The layout of every leaf; `print` it, or read `rows`.
 
     Attributes:
-      rows: one per leaf, in the order of the flattened parameters.
-      parts: over how many devices a leaf is split.
+      rows: one row for each leaf, in the order of the flattened parameters.
+      parts: the number of devices over which leaves are split.
     """
 
     rows: tuple[LeafSplit, ...]
@@ -67,34 +73,24 @@ class TensorPlan(Report):
 
     @property
     def num_elements(self) -> int:
-        """Elements that one device holds."""
+        """The number of elements that one device holds, padding included."""
         return sum(math.prod(row.part_shape(self.parts)) for row in self.rows)
 
     @property
     def num_parameters(self) -> int:
+        """The number of elements of all leaves."""
         return sum(math.prod(row.shape) for row in self.rows)
 
-    def shortcomings(self) -> list[str]:
-        """Say what a user would not expect of a plan."""
-        if self.parts == 1:
-            return []
-        found = []
-        if all(row.dim is None for row in self.rows):
-            found.append(
-                f"tensor={self.parts} splits none of the model's leaves, and each device holds all "
-                "of them; print(engine.plan) says why"
-            )
-        if refused := [row.path for row in self.rows if REFUSED in row.why]:
-            found.append(
-                f"tensor={self.parts}: each device holds {', '.join(refused)} whole, since a small "
-                "model with them split computed something else; that is a mistake of zeroxla: "
-                "please report the model"
-            )
-        return found
+    @property
+    def refused(self) -> list[str]:
+        """The paths of leaves that stay whole because the proof refused their split."""
+        return [row.path for row in self.rows if REFUSED in row.why]
 
     def table(self) -> Table:
-        """Return the table for a rich console."""
+        """Return the plan as a rich table."""
         share = self.num_elements * self.parts / max(self.num_parameters, 1)
+        from rich.table import Table
+
         table = Table(
             title=f"{self.num_parameters:,} parameters, tensor={self.parts}\n"
             f"a device: {self.num_elements:,}, {share:.3f} of 1/{self.parts}"
@@ -103,20 +99,25 @@ class TensorPlan(Report):
             table.add_column(name, no_wrap=name != "what, or why not")
         for row in self.rows:
             shape = "x".join(map(str, row.shape)) or "scalar"
-            split = "whole" if row.dim is None else f"dim {row.dim}: {_words(row)}"
+            split = "whole" if row.dim is None else f"dim {row.dim}: {_in_words(row)}"
             table.add_row(row.path, shape, split, row.why)
         return table
 
 
-def _words(row: LeafSplit) -> str:
+def _in_words(row: LeafSplit) -> str:
+    """Return a split dim's factors as text, such as "3 x [4] x 8"."""
     assert row.factors is not None
     outer, size, inner = row.factors
     turns, runs = f"{outer} x " if outer > 1 else "", f" x {inner}" if inner > 1 else ""
     return f"{turns}[{size}]{runs}"
 
 
-def classes(leaves: Sequence[Dims]) -> dict[str, Atom]:
-    """Return the classes that leaves hold, by the first place of each: leaf, dim, place in it."""
+def leaf_classes(leaves: Sequence[Dims]) -> dict[str, Atom]:
+    """Return the classes that leaves hold, by name.
+
+    A class is named after the place where it occurs first: the number of the leaf, of the dim in
+    it, and of the atom in that.
+    """
     found: dict[Atom, str] = {}
     for i, dims in enumerate(leaves):
         for d, dim in enumerate(dims):
@@ -125,26 +126,26 @@ def classes(leaves: Sequence[Dims]) -> dict[str, Atom]:
     return {name: atom for atom, name in found.items()}
 
 
-def plan(
+def make_tensor_plan(
     programs: Sequence[PartProgram],
     leaves: Sequence[Dims],
     paths: Sequence[str],
     parts: int,
     refused: Collection[str] = (),
 ) -> TensorPlan:
-    """Choose what is split, and mark it as chosen.
+    """Choose the classes to split, and mark their atoms as chosen.
 
     Args:
-      programs: those that the layout is for, over the same leaves.
-      leaves: dims of each leaf.
-      paths: its name.
-      parts: over how many devices.
-      refused: classes that are not to be split, as `classes` calls them.
+      programs: the programs that the layout is for, all over the same leaves.
+      leaves: the dims of each leaf.
+      paths: the name of each leaf.
+      parts: the number of devices over which leaves are split.
+      refused: classes that must not be split, by the names of `leaf_classes`.
 
     Raises:
       ValueError: the model has heads, and `parts` does not divide their number.
     """
-    kept = {atom for name, atom in classes(leaves).items() if name in refused}
+    kept = {atom for name, atom in leaf_classes(leaves).items() if name in refused}
     covered: dict[Atom, int] = {}
     for dims in leaves:
         for atom in _atoms(dims):
@@ -167,8 +168,10 @@ def plan(
 
 
 def _divides(atom: Atom, parts: int) -> bool:
-    """Whether it can be shared out in equal parts, padded if need be: a vocabulary or a table of
-    positions, where nothing multiplies the padding with something else."""
+    """Whether an atom can be split into equal parts.
+
+    Parts may be padded if no product meets the padding: a vocabulary, a table of positions.
+    """
     return atom.size % parts == 0 or not (atom.is_heads or atom.is_contracted)
 
 
@@ -183,12 +186,16 @@ def _elements(dims: Dims) -> int:
 def _check_heads(
     leaves: Sequence[Dims], paths: Sequence[str], parts: int, arrays: Sequence[set[Atom]]
 ) -> None:
-    """Check that attention can be split: by its heads, or by those that share a key-value head."""
+    """Check that attention can be split: by its heads, or by the queries of a key-value head.
+
+    Raises:
+      ValueError: neither number divides by `parts`.
+    """
     for path, dims in zip(paths, leaves, strict=True):
         for d, dim in enumerate(dims):
             for atom in (a for a in expand(dim) if a.is_heads and not a.blocked):
-                together = {a for found in arrays if atom in found for a in found if a.is_heads}
-                if all(a.blocked or a.size % parts for a in together):
+                beside = {a for found in arrays if atom in found for a in found if a.is_heads}
+                if all(a.blocked or a.size % parts for a in beside):
                     divisors = [n for n in range(1, atom.size + 1) if atom.size % n == 0]
                     raise ValueError(
                         f"tensor={parts} does not divide the {atom.size} heads of {path!r} (dim "
@@ -197,7 +204,7 @@ def _check_heads(
 
 
 def _contracted(programs: Sequence[PartProgram], leaf: int) -> set[Atom]:
-    """Return what products sum over of a leaf."""
+    """Return the atoms of a leaf that products sum over."""
     return {
         atom
         for program in programs
@@ -207,9 +214,17 @@ def _contracted(programs: Sequence[PartProgram], leaf: int) -> set[Atom]:
 
 
 def _row(path: str, dims: Dims, parts: int, kept: Collection[Atom], summed: set[Atom]) -> LeafSplit:
+    """Describe what the chosen atoms make of a leaf.
+
+    Args:
+      path, dims: the leaf's name and dims.
+      parts: the number of devices over which leaves are split.
+      kept: the classes that must not be split.
+      summed: the leaf's atoms that products sum over.
+    """
     shape = tuple(size_of(expand(dim)) for dim in dims)
     for d, dim in enumerate(dims):
-        if (factors := splits(dim)) is not None:
+        if (factors := chosen_factors(dim)) is not None:
             (atom,) = (a for a in expand(dim) if a.chosen)
             kind = "rows" if atom in summed else "columns"
             if atom.is_heads:
@@ -227,7 +242,7 @@ def _row(path: str, dims: Dims, parts: int, kept: Collection[Atom], summed: set[
 
 
 def _reason(atom: Atom, parts: int, kept: Collection[Atom]) -> str:
-    """Say why an atom is not split."""
+    """Return the reason why an atom is not split."""
     if atom.blocked:
         return next(iter(atom.blocked))
     if atom in kept:

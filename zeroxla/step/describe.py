@@ -6,9 +6,7 @@ import dataclasses
 import math
 from collections import Counter
 from collections.abc import Mapping
-from typing import Any, Literal
-
-from rich.table import Table
+from typing import TYPE_CHECKING, Any, Literal
 
 from zeroxla.fetch.segments import FetchPlan, LayerLoop, Remat, Straight
 from zeroxla.offload.array_bytes import shard_bytes
@@ -17,6 +15,9 @@ from zeroxla.program.report import Report
 from zeroxla.wire.leaves import Layout, Leaf
 from zeroxla.wire.resolve import Wiring
 from zeroxla.wire.routes import AS_STORED
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 OF_A_LOOP = " of a loop"
 """How the name of a unit ends that is gathered in each turn of a loop."""
@@ -109,6 +110,8 @@ class Description(Report):
         """Return the table for a rich console."""
         kinds = "float32 and wires" if any(r.wires == AS_STORED for r in self.rows) else "float32"
         where = " on the host" if self.secondary_on_host else ""
+        from rich.table import Table
+
         table = Table(
             title=f"{self.num_parameters:,} parameters on {self.mesh}\n"
             f"a device: {self.shard_bytes:,} bytes of {kinds}, {self.secondary_bytes:,} of "

@@ -15,10 +15,11 @@ from jax import lax
 
 from zeroxla.config.fetch_limits import FetchLimits
 from zeroxla.fetch.fetch_plan import make_plan
-from zeroxla.fetch.order import tie
 from zeroxla.fetch.runner import FetchRunner
 from zeroxla.fetch.segments import FetchPlan, layer_dims
+from zeroxla.fetch.ties import tie
 from zeroxla.frontend import Adapted
+from zeroxla.program.random_keys import EVALUATION
 from zeroxla.program.trace import Program, is_float, trace
 from zeroxla.step.means import finish
 from zeroxla.step.metrics import check_metrics, means, weight_of, weighted
@@ -116,7 +117,7 @@ class Differentiator:
                 # fewer, but that unit is then alive through all micro-batches.
                 leaves, tree = jax.tree.flatten(rows)
                 held, form = jax.tree.flatten(sources)
-                held, leaves = tie(held, leaves, firmly=self.collectives.firm_ties)
+                held, leaves = tie(held, leaves, by_data=self.collectives.firm_ties)
                 here, rows = form.unflatten(held), tree.unflatten(leaves)
             new, sums, model_state = self._one(
                 traced, here, resident, model_state, rows, key, scale
@@ -141,7 +142,7 @@ class Differentiator:
         stored = jax.tree.leaves(params)
         resident = self._ends.resident(stored)
         shards = [stored[i] for i in self.layout.indices(fetched=True)]
-        key = jax.random.fold_in(jax.random.fold_in(key, 0), self.collectives.rank())
+        key = jax.random.fold_in(jax.random.fold_in(key, EVALUATION), self.collectives.rank())
         traced = self.trace(model_state, batch, key, train=False)
         inputs = self._inputs(resident, model_state, batch, key)
         sources = dict(zip(traced.runner.plan.leaves, map(LeafSource.stored, shards), strict=True))
@@ -233,7 +234,7 @@ class Differentiator:
         weight = weight_of(metrics)
         # Tied to the loss, so that no gather of backward can start before forward has ended.
         seed = (scale * weight).astype(loss.dtype)
-        (seed,), (loss,) = tie([seed], [loss], firmly=self.collectives.firm_ties)
+        (seed,), (loss,) = tie([seed], [loss], by_data=self.collectives.firm_ties)
         with jax.named_scope("backward"):
             known = dict(zip(runner.plan.inputs, inputs, strict=True))
             cotangents = [seed, *(None for _ in outputs[1:])]

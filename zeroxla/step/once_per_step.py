@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from zeroxla.offload.memory_kinds import to_device
+from zeroxla.program.random_keys import StepRounding, fold_in, number_of
 from zeroxla.wire.collectives import Collectives
 from zeroxla.wire.leaves import Layout, Leaf
 from zeroxla.wire.resolve import Wiring
@@ -61,7 +62,7 @@ class OncePerStep:
           every micro-batch: their shards, or secondary shards that are made here, once for all; and
           the wire state with new copies.
         """
-        keys = [_fold(key, i) for i in range(len(stored))]
+        keys = [self._key(key, StepRounding.GATHER, i) for i in range(len(stored))]
         held = {
             i: LeafSource.stored(stored[i]) for i, leaf in enumerate(self.layout) if leaf.is_split
         }
@@ -144,7 +145,7 @@ class OncePerStep:
         trained = [i for i, leaf in enumerate(self.layout) if not leaf.frozen]
         split = [i for i in trained if _is_persistent(self.layout.leaves[i])]
         reduces = self.collectives.reduces
-        mine = _fold(key, 3 * len(self.layout.leaves))  # below are those of the hop over `node`
+        mine = self._key(key, StepRounding.REDUCE)
         pieces = reduces.reduce([found[i] for i in split], self._routes(split), mine)
         found.update(zip(split, pieces, strict=True))
         tiny = {i: found[i] for i in trained if not self.layout.leaves[i].is_split}
@@ -164,14 +165,14 @@ class OncePerStep:
             for i, leaf in enumerate(self.layout)
             if leaf.is_split and not leaf.frozen and i not in corrected
         ]
-        mine = _fold(key, 2 * len(self.layout.leaves))
+        mine = self._key(key, StepRounding.NODE_HOP)
         shards = reduces.over_nodes([found[i] for i in rest], self._routes(rest), mine)
         found.update(zip(rest, shards, strict=True))
         if feedback is None or wire_state is None:
             return wire_state
         errors = list(wire_state.errors)
         for i, route in zip(corrected, self._routes(corrected), strict=True):
-            mine = _fold(key, len(self.layout.leaves) + i)  # below are those of gathers
+            mine = self._key(key, StepRounding.CORRECTED_NODE_HOP, i)
             found[i], error = reduces.over_nodes_with_feedback(
                 found[i], route, errors[i][0, 0], feedback, mine
             )
@@ -181,9 +182,8 @@ class OncePerStep:
     def _routes(self, indices: Sequence[int]) -> list[Route]:
         return [self.wiring.route(self.layout.leaves[i]) for i in indices]
 
-
-def _fold(key: jax.Array | None, i: int) -> jax.Array | None:
-    return None if key is None else jax.random.fold_in(key, i)
+    def _key(self, key: jax.Array | None, purpose: StepRounding, i: int = 0) -> jax.Array | None:
+        return fold_in(key, number_of(purpose, i, len(self.layout.leaves)))
 
 
 def _is_persistent(leaf: Leaf) -> bool:

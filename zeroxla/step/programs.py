@@ -21,6 +21,7 @@ from zeroxla.offload.disk.tickets import leaf_dtype, spec_of
 from zeroxla.offload.memory_kinds import put, to_device
 from zeroxla.offload.update.stream import stream
 from zeroxla.program.one_by_one import one_after_another
+from zeroxla.program.random_keys import STATE
 from zeroxla.step.setup import REPLICATED, Placements, Setup
 from zeroxla.step.state import LossScale, TrainState, natural, state_shardings, stored
 from zeroxla.wire.leaves import Layout, make_layout
@@ -90,7 +91,7 @@ class Programs(Setup):
             params=params,
             opt_state=opt_state,
             model_state=model_state,
-            key=jax.random.fold_in(key, 1),
+            key=jax.random.fold_in(key, STATE),
             loss_scale=LossScale.create(scale),
             placements=placements,
         )

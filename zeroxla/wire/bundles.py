@@ -1,4 +1,4 @@
-"""Bundles: arrays that travel in one buffer, so that small ones share a collective."""
+"""Bundles: small arrays that travel in one buffer, so that they share a collective."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-# A shard of at least this many elements travels by itself: joining it to others would copy it, and
-# its leaf once more, for the latency of one collective.
 ALONE_ELEMENTS = 2**14
+"""A shard of at least this many elements travels by itself. To join it to others would copy the
+shard, and later its leaf, to save the latency of one collective."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Parcel:
-    """One array as a collective sees it: rows along `dim`, which it joins or splits.
+    """The shape of one array as a collective sees it: rows along a dim, which it joins or splits.
 
     Attributes:
-      shape: of one row; along `dim` a row may be several long.
-      dim: the dim of the rows.
+      shape: the shape of one row, whose length along `dim` may be larger than 1.
+      dim: the dim along which rows follow each other.
     """
 
     shape: tuple[int, ...]
@@ -30,18 +30,19 @@ class Parcel:
 
     @property
     def size(self) -> int:
+        """Number of elements of one row."""
         return math.prod(self.shape)
 
     def num_rows(self, x: jax.Array) -> int:
-        """Return how many rows x has."""
+        """Return the number of rows of x."""
         return x.shape[self.dim] // self.shape[self.dim]
 
     def as_rows(self, x: jax.Array) -> jax.Array:
-        """Return the rows of x as [rows, elements]."""
+        """Return the rows of x as an array [rows, elements]."""
         return jnp.moveaxis(x, self.dim, 0).reshape(-1, self.size)
 
     def from_rows(self, rows: jax.Array) -> jax.Array:
-        """Return what `as_rows` was given, or as much of it as there are rows."""
+        """Undo `as_rows`, for any number of rows."""
         rest = self.shape[: self.dim] + self.shape[self.dim + 1 :]
         x = rows.reshape(rows.shape[0] * self.shape[self.dim], *rest)
         return jnp.moveaxis(x, 0, self.dim)
@@ -49,12 +50,13 @@ class Parcel:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Bundle:
-    """The parcels of a buffer.
+    """The arrays that share one buffer.
 
     Attributes:
-      members: which of a unit's arrays they are.
-      parcels: one for each.
-      fused: they lie end to end in a buffer [rows, elements]; else it is one array as it is.
+      members: the positions of these arrays in the unit.
+      parcels: their shapes, one for each member.
+      fused: whether the arrays lie end to end in a buffer [rows, elements]. If not, there is one
+        array, and it is the buffer.
     """
 
     members: tuple[int, ...]
@@ -63,11 +65,11 @@ class Bundle:
 
     @property
     def dim(self) -> int:
-        """The dim of the rows in the buffer."""
+        """The buffer's dim along which rows follow each other."""
         return 0 if self.fused else self.parcels[0].dim
 
     def pack(self, arrays: Sequence[jax.Array]) -> jax.Array:
-        """Return the buffer; `arrays` are those of the whole unit."""
+        """Return the buffer, made from the arrays of the whole unit."""
         mine = [arrays[i] for i in self.members]
         if not self.fused:
             return mine[0]
@@ -75,7 +77,7 @@ class Bundle:
         return jnp.concatenate(rows, axis=1)
 
     def unpack(self, buffer: jax.Array) -> list[jax.Array]:
-        """Return the arrays in a buffer that has as many rows as the collective left."""
+        """Return the members of a buffer after a collective, which may have changed its rows."""
         if not self.fused:
             return [buffer]
         ends = itertools.accumulate(parcel.size for parcel in self.parcels)
@@ -85,21 +87,24 @@ class Bundle:
         ]
 
 
-def bundle(parcels: Sequence[Parcel], kinds: Sequence[Hashable]) -> list[Bundle]:
-    """Decide what travels together: small parcels of the same kind.
+def bundle(
+    parcels: Sequence[Parcel], kinds: Sequence[Hashable], alone_elements: int = ALONE_ELEMENTS
+) -> list[Bundle]:
+    """Decide which arrays of a unit travel together: small ones of the same kind.
 
     Args:
-      parcels: of a unit.
-      kinds: of each: what its collectives do and in which dtype.
+      parcels: the shapes of the unit's arrays.
+      kinds: what the collectives of each array do, and in which dtype.
+      alone_elements: an array whose rows have at least this many elements travels by itself.
     """
     alone = [
         Bundle(members=(i,), parcels=(parcel,), fused=False)
         for i, parcel in enumerate(parcels)
-        if parcel.size >= ALONE_ELEMENTS
+        if parcel.size >= alone_elements
     ]
     small: dict[Hashable, list[int]] = {}
     for i, kind in enumerate(kinds):
-        if parcels[i].size < ALONE_ELEMENTS:
+        if parcels[i].size < alone_elements:
             small.setdefault(kind, []).append(i)
     return alone + [
         Bundle(members=tuple(mine), parcels=tuple(parcels[i] for i in mine), fused=True)

@@ -1,4 +1,4 @@
-"""Encodings: a leaf, or a part of it, as what a gather moves: bits of floats or bytes of wires."""
+"""Encodings: what a gather moves of a leaf, the bits of its floats or the bytes of its wires."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from zeroxla.wire.quantize_jit import dequantize, quantize
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Encoding:
-    """How equal parts of a leaf, cut along its split dim, travel.
+    """The form in which equal parts of a leaf, cut along its split dim, travel.
 
-    A quantized leaf has one wire for each part, or, if loops slice it, for each layer of each part:
-    uint8[*layers, parts, bytes]. So a loop finds a layer's wires by an index.
+    A quantized leaf has one wire for each part. If loops slice the leaf, each layer of each part
+    has a wire, uint8[*layers, parts, bytes], so that a loop finds the wires of a layer by an index.
 
     Attributes:
-      shape: of one part, in leaf layout.
-      split_dim: along which the parts follow each other.
-      layer_dims: along which loops slice the leaf.
-      format: of the wires; None if the parts travel as floats.
-      dtype: of the floats.
-      backend: of the quantizer.
+      shape: the shape of one part, its dims in the order of the leaf's.
+      split_dim: the dim along which the parts follow each other.
+      layer_dims: the dims along which loops slice the leaf.
+      format: the format of the wires; None if the parts travel as floats.
+      dtype: the wire dtype of the floats.
+      backend: the quantizer's backend; see `quantize`.
     """
 
     shape: tuple[int, ...]
@@ -40,7 +40,7 @@ class Encoding:
 
     @property
     def parcel(self) -> Parcel:
-        """One part, as a collective sees it."""
+        """The shape of one part, as a collective sees it."""
         if self.format is None:
             return Parcel(shape=self.shape, dim=self.split_dim)
         layers = [self.shape[d] for d in self.layer_dims]
@@ -48,7 +48,12 @@ class Encoding:
         return Parcel(shape=(*layers, 1, num_bytes), dim=len(layers))
 
     def encode(self, part: jax.Array, key: jax.Array | None = None) -> jax.Array:
-        """Return what travels of one part; `key` is used where the format rounds stochastically."""
+        """Return one part as it travels.
+
+        Args:
+          part: the part, floating, its dims in the order of the leaf's.
+          key: a PRNG key; used only if the format rounds stochastically.
+        """
         if self.format is None:
             return as_bits(part.astype(self.dtype))
         lead = len(self.layer_dims)
@@ -58,7 +63,8 @@ class Encoding:
         return jnp.expand_dims(wire.buffer, lead)
 
     def decode(self, parts: jax.Array, dtype: jnp.dtype) -> jax.Array:
-        """Return any number of parts as one array in leaf layout."""
+        """Turn any number of parts as they travel back into one array of `dtype`, whose dims are in
+        the order of the leaf's."""
         if self.format is None:
             return from_bits(parts, self.dtype).astype(dtype)
         lead = len(self.layer_dims)

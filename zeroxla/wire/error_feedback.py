@@ -1,8 +1,8 @@
-"""Error feedback: what rounding lost in one step is added in the next.
+"""Error feedback: the error that rounding makes in one step is added to the next step's gradient.
 
-A gradient that is quantized step after step loses something each time. Here each device remembers
-the loss on the hop over `node`, as a moving average in 8 bit, and adds it to the next gradient
-before that is quantized. (LoCo, arXiv 2407.04480, algorithm 1.)
+A quantized gradient loses something in every step. Each device keeps a moving average, in 8 bits,
+of the error that the hop over `node` made, and adds it to the next gradient before quantizing it.
+(LoCo, arXiv 2407.04480, algorithm 1.)
 """
 
 from __future__ import annotations
@@ -23,15 +23,18 @@ def quantize_with_error(
     key: jax.Array | None = None,
     backend: Backend | None = None,
 ) -> tuple[Wire, jax.Array]:
-    """Quantize the rows of x with their error added; return the wires and the new error.
+    """Add the kept error to the rows of x, quantize them, and return the wires and the new error.
 
     Args:
-      feedback: how the error is carried.
-      x_Rn: float32.
-      error: uint8[R, bytes], in `feedback.format`.
-      format: of the wires.
-      key: a PRNG key, where the format rounds stochastically.
-      backend: of the quantizer.
+      feedback: the options of error feedback.
+      x_Rn: R rows of n elements, float32.
+      error: the kept error of each row, uint8[R, bytes] in `feedback.format`.
+      format: the format of the wires.
+      key: a PRNG key; used only if the format rounds stochastically.
+      backend: the quantizer's backend; see `quantize`.
+
+    Returns:
+      One wire for each row, and the new error, uint8[R, bytes].
     """
     size = x_Rn.shape[1]
     old = dequantize(Wire(error, size, feedback.format), shape=(size,), backend=backend)

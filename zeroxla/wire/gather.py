@@ -1,8 +1,9 @@
-"""Gathering the leaves of a unit, hop after hop, one collective per hop and wire dtype.
+"""Gathers the leaves of a unit, hop after hop, with one collective for each hop and wire dtype.
 
-The law: gathered = post(all_gather(pre(shard))). `pre` turns a shard into what travels, the bits of
-a float or the bytes of a quantized wire; `post` turns what arrived into the leaf. A shard is
-quantized once, by the device that stores it, and its wire passes all hops as it is.
+The law is gathered = post(all_gather(pre(shard))). `pre` turns a shard into its form on the wire:
+the bits of its floats, or the bytes of a quantized wire. `post` turns the gathered form into the
+leaf. A shard is quantized once, by the device that stores it, and its wire passes all hops
+unchanged.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ import jax
 import jax.numpy as jnp
 
 from zeroxla.offload.disk.desk import Desk
-from zeroxla.wire.bundles import Bundle, bundle
+from zeroxla.wire.bundles import ALONE_ELEMENTS, Bundle, bundle
 from zeroxla.wire.encodings import Encoding
-from zeroxla.wire.hops import Hop, Hops, run_gather
+from zeroxla.wire.hops import FLOAT32, Hop, Hops, run_gather
 from zeroxla.wire.quantize import Backend
 from zeroxla.wire.routes import Form, LeafSource, Route
 
@@ -25,16 +26,17 @@ Keys = Sequence[jax.Array | None]
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ArrivingUnit:
-    """A unit on its way: its buffers, not yet cut into leaves.
+    """A unit that has been gathered and is not yet cut into leaves.
 
-    A tie to a gather needs the buffers themselves: a tie to a leaf would copy one that is cut from
-    a buffer, and XLA drops from a barrier what nothing else reads, such as another view of it.
+    A tie to a gather must go through these buffers. A tie through a leaf that is cut from a buffer
+    would copy the leaf, and XLA removes from a barrier any value that nothing else reads, such as a
+    second view of the buffer.
 
     Attributes:
-      buffers: what the collectives gave.
-      bundles: what is in each.
-      encodings: of each leaf.
-      secondary: the secondary shards to keep, by position in the unit.
+      buffers: the results of the collectives.
+      bundles: the leaves in each buffer.
+      encodings: the form of each leaf in its buffer.
+      secondary: the secondary shards to keep, by the leaf's position in the unit.
     """
 
     buffers: list[jax.Array]
@@ -48,20 +50,22 @@ class Gathers:
     """The gathers of one training setup; every method runs inside `shard_map`.
 
     Attributes:
-      hops: of the mesh.
-      wire_dtype: dtype in which leaves travel that are not quantized.
+      hops: the hops of a gather on this mesh.
       compute_dtype: dtype of gathered leaves.
-      backend: of the quantizer.
-      secondary_on_host: secondary shards are kept in the host's memory.
-      desk: that reads shards on disk; None where there are none.
+      wire_dtype: wire dtype of leaves that are not quantized.
+      backend: the quantizer's backend; see `quantize`.
+      secondary_on_host: whether secondary shards are kept in the host's memory.
+      desk: reads shards on disk; None if no state is on disk.
+      alone_elements: a shard of at least this many elements shares no buffer with others.
     """
 
     hops: Hops
-    wire_dtype: jnp.dtype
-    compute_dtype: jnp.dtype
+    compute_dtype: jnp.dtype = FLOAT32
+    wire_dtype: jnp.dtype = FLOAT32
     backend: Backend | None = None
     secondary_on_host: bool = False
     desk: Desk | None = None
+    alone_elements: int = ALONE_ELEMENTS
 
     def gather(
         self, sources: Sequence[LeafSource], routes: Sequence[Route], keys: Keys | None = None
@@ -69,15 +73,15 @@ class Gathers:
         """Gather the leaves of a unit.
 
         Args:
-          sources: what this device holds of each leaf.
-          routes: of each leaf; all are split.
-          keys: for each leaf, where its format rounds stochastically.
+          sources: this device's part of each leaf.
+          routes: the leaves' routes. Every leaf is split.
+          keys: a PRNG key for each leaf whose format rounds stochastically, None for the others.
 
         Returns:
           Each leaf whole, in its natural shape and the compute dtype; uint8 if it is a wire.
 
-        Cost: each device receives (1 - 1/world) x the leaves' wires, padding included; a host
-        receives that of its share between hosts, once. A secondary shard passes the inner hops
+        Cost: each device receives (1 - 1/world) x the bytes of the leaves' wires, padding included.
+        From other hosts, each byte reaches a host once. A secondary shard passes the inner hops
         only.
         """
         return self.finish(self.start(sources, routes, keys), routes)
@@ -85,11 +89,11 @@ class Gathers:
     def start(
         self, sources: Sequence[LeafSource], routes: Sequence[Route], keys: Keys | None = None
     ) -> ArrivingUnit:
-        """Run the collectives of `gather`, and take the secondary shards on the way."""
+        """Run the collectives of `gather`, and keep secondary shards on the way."""
         return self._run(sources, routes, keys, self.hops.inner)
 
     def finish(self, arriving: ArrivingUnit, routes: Sequence[Route]) -> list[jax.Array]:
-        """Return the leaves that are in the buffers."""
+        """Cut the buffers into leaves, and decode them."""
         leaves: dict[int, jax.Array] = {}
         with jax.named_scope("gather"):
             for b, buffer in zip(arriving.bundles, arriving.buffers, strict=True):
@@ -102,15 +106,15 @@ class Gathers:
     def secondary(
         self, shards: Sequence[LeafSource], routes: Sequence[Route], keys: Keys | None = None
     ) -> list[LeafSource]:
-        """Run the outer hops only: return the secondary shard of each leaf.
+        """Run the outer hops only, and return the secondary shard of each leaf.
 
-        Cost: each device receives (1 - hpz_size/world) / hpz_size x the leaves' wires.
+        Cost: each device receives (1 - hpz_size/world) / hpz_size x the bytes of the leaves' wires.
         """
         found = self._run(shards, routes, keys, ()).secondary
         return [found[i] for i in range(len(routes))]
 
     def on_device(self, source: LeafSource, route: Route) -> LeafSource:
-        """Return a source in device memory, read if it is on disk."""
+        """Bring a source into device memory, from the host or from disk."""
         if source.form != "ticket":
             return source.on_device()
         assert self.desk is not None, "a ticket without a desk"
@@ -125,7 +129,7 @@ class Gathers:
         keys: Keys | None,
         inner: tuple[Hop, ...],
     ) -> ArrivingUnit:
-        """Run the outer hops where there is a shard, and then `inner`."""
+        """Run the outer hops for sources that are still shards, then the hops `inner` for all."""
         keys = [None] * len(sources) if keys is None else keys
         sources = [self.on_device(s, r) for s, r in zip(sources, routes, strict=True)]
         encodings = [
@@ -137,12 +141,12 @@ class Gathers:
         ]
         at_shard = [s.is_shard for s in sources]
         parcels = [e.parcel for e in encodings]
-        # A secondary shard of values is one row on its way, one of stored wires several.
+        # A secondary shard is one row here if it is kept as values, and several if kept as wires.
         kinds = [
             (first, x.dtype, p.num_rows(x))
             for first, x, p in zip(at_shard, arrays, parcels, strict=True)
         ]
-        bundles = bundle(parcels, kinds)
+        bundles = bundle(parcels, kinds, self.alone_elements)
         buffers, secondary = [], {}
         for b in bundles:
             x = b.pack(arrays)
@@ -151,7 +155,7 @@ class Gathers:
                 kept = [i for i in b.members if routes[i].secondary]
                 parts = dict(zip(b.members, b.unpack(x), strict=True)) if kept else {}
                 for i in kept:
-                    secondary[i] = self._kept(parts[i], encodings[i], routes[i])
+                    secondary[i] = self._secondary_shard(parts[i], encodings[i], routes[i])
             buffers.append(run_gather(x, b.dim, inner))
         return ArrivingUnit(
             buffers=buffers, bundles=bundles, encodings=encodings, secondary=secondary
@@ -169,7 +173,7 @@ class Gathers:
         return self.hops.num_outer * encoding.parcel.size * itemsize
 
     def _encoding(self, route: Route, form: Form, array: tuple[int, ...] = ()) -> Encoding:
-        """Return how a leaf travels from a source of that form and the shape `array`."""
+        """Return the form in which a leaf travels from a source of a form and the shape `array`."""
         placement = route.placement
         shape = placement.part_shape(self.hops.world)
         format = route.weights
@@ -186,7 +190,8 @@ class Gathers:
             backend=self.backend,
         )
 
-    def _kept(self, parts: jax.Array, encoding: Encoding, route: Route) -> LeafSource:
+    def _secondary_shard(self, parts: jax.Array, encoding: Encoding, route: Route) -> LeafSource:
+        """Return the secondary shard to keep, from its parts as they travel."""
         if encoding.format is None or route.secondary == "wire":
             kept = LeafSource(parts, "wire")
         else:

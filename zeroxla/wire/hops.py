@@ -1,16 +1,16 @@
-"""Hops: in which order a leaf passes the mesh axes, and where its secondary shard lies.
+"""Hops: in which order a leaf passes the mesh axes, and which devices share its secondary shards.
 
-A gather is two runs of hops: the outer ones leave each device with its secondary shard, the inner
-ones complete the leaf. By default the first is the axis `node` and the second the axis `device`, so
+A gather is two runs of hops. The outer hops leave each device with its secondary shard, the inner
+hops complete the leaf. By default the outer hop is over `node` and the inner one over `device`, so
 the secondary shards of a node's devices make up the leaf.
 
-Shards are stored device-major, shard index = device * nodes + node. An all-gather keeps the order
-only where it joins shards that follow each other, so a secondary group of h devices is
+Shards are stored device-major: shard index = device * nodes + node. An all-gather keeps the order
+only if it joins shards that follow each other. A secondary group of h devices is therefore
 
     h = devices / g: the devices of one node whose index is equal modulo g
     h = devices * k: all devices of the k nodes whose index is equal modulo nodes / k
 
-and nothing is ever permuted, whatever h is: a state stays as it is when h changes.
+Nothing is ever permuted, so a state fits every h.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from jax import lax
 from zeroxla.mesh.axes import DEVICE, NODE
 
 Groups = tuple[tuple[int, ...], ...]
+FLOAT32 = jnp.dtype("float32")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,8 +33,9 @@ class Hop:
 
     Attributes:
       axis: the mesh axis.
-      size: devices that exchange with each other.
-      groups: of indices along the axis that do; the whole axis if None.
+      size: number of devices that exchange with each other.
+      groups: indices along the axis, in groups that exchange with each other; None if the whole
+        axis does.
     """
 
     axis: str
@@ -41,19 +43,19 @@ class Hop:
     groups: Groups | None = None
 
     def gather(self, x: jax.Array, dim: int) -> jax.Array:
-        """Join the arrays of the group along `dim`."""
+        """Join the arrays of a group's devices along `dim`."""
         return lax.all_gather(x, self.axis, axis=dim, tiled=True, axis_index_groups=self.groups)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Hops:
-    """The hops of a mesh.
+    """The hops of a gather on a mesh.
 
     Attributes:
       nodes: length of the axis `node`.
       devices: length of the axis `device`.
-      hpz_size: devices that share a secondary shard: a divisor of `devices`, or a multiple of it
-        that divides nodes * devices.
+      hpz_size: number of devices whose secondary shards make up a leaf. It divides `devices`, or
+        is a multiple of `devices` that divides nodes * devices.
     """
 
     nodes: int
@@ -62,16 +64,17 @@ class Hops:
 
     @property
     def world(self) -> int:
+        """Number of devices that share a leaf."""
         return self.nodes * self.devices
 
     @property
     def num_outer(self) -> int:
-        """Shards in a secondary shard."""
+        """Number of shards in a secondary shard."""
         return self.world // self.hpz_size
 
     @property
     def outer(self) -> tuple[Hop, ...]:
-        """From a shard to the secondary shard."""
+        """The hops from a shard to the secondary shard, the first one first."""
         if self.hpz_size > self.devices:
             rest = self.num_outer
             hops = [Hop(axis=NODE, size=rest, groups=_neighbours(self.nodes, rest))]
@@ -85,7 +88,7 @@ class Hops:
 
     @property
     def inner(self) -> tuple[Hop, ...]:
-        """From the secondary shard to the leaf."""
+        """The hops from the secondary shard to the leaf, the first one first."""
         if self.hpz_size > self.devices:
             rest = self.num_outer
             hops = [
@@ -99,40 +102,41 @@ class Hops:
         return tuple(hop for hop in hops if hop.size > 1)
 
     def shard_index(self) -> jax.Array:
-        """Which of a leaf's shards this device stores: int32, inside `shard_map`."""
+        """Return this device's index among the shards of a leaf: int32, inside `shard_map`."""
         return lax.axis_index(DEVICE) * self.nodes + lax.axis_index(NODE)
 
     def outer_index(self) -> jax.Array:
-        """Which of its secondary shard's shards this device stores: int32, inside `shard_map`."""
+        """Return this device's index among the shards of its secondary shard: int32, inside
+        `shard_map`."""
         return self.shard_index() % self.num_outer
 
 
 def run_gather(x: jax.Array, dim: int, hops: tuple[Hop, ...]) -> jax.Array:
-    """Gather along `dim`, hop after hop."""
+    """Gather x along `dim`, hop after hop."""
     for hop in hops:
         x = hop.gather(x, dim)
     return x
 
 
 def as_bits(x: jax.Array) -> jax.Array:
-    """Show 16-bit floats as uint16: XLA's CPU backend would widen them to float32 on the wire."""
+    """View 16-bit floats as uint16, because XLA's CPU backend would send them as float32."""
     return lax.bitcast_convert_type(x, jnp.uint16) if x.dtype.itemsize == 2 else x
 
 
 def from_bits(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """Return what `as_bits` was given."""
+    """Undo `as_bits`; `dtype` is the dtype of the floats."""
     return lax.bitcast_convert_type(x, dtype) if x.dtype == jnp.uint16 else x
 
 
 def _neighbours(length: int, size: int) -> Groups | None:
-    """Cut an axis into runs of `size`."""
+    """Cut an axis into runs of `size` indices; return None for one run."""
     if size == length:
         return None
     return tuple(tuple(range(start, start + size)) for start in range(0, length, size))
 
 
 def _equal_modulo(length: int, modulus: int) -> Groups | None:
-    """Cut an axis into the indices that are equal modulo `modulus`."""
+    """Group the indices of an axis that are equal modulo `modulus`; return None for one group."""
     if modulus == 1:
         return None
     return tuple(tuple(range(first, length, modulus)) for first in range(modulus))

@@ -1,11 +1,13 @@
-"""What the options make of a mesh: which hops there are, and how each leaf travels."""
+"""Resolves the options of wires on a mesh: which hops there are, and how each leaf travels."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Iterator
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from zeroxla.config.feedback import Feedback
@@ -13,27 +15,32 @@ from zeroxla.config.wire_format import WireFormat
 from zeroxla.config.zero_config import ZeroConfig
 from zeroxla.mesh.axes import DEVICE, NODE, platform_of
 from zeroxla.offload.disk.desk import Desk
+from zeroxla.program.random_keys import ROUNDINGS
+from zeroxla.wire.bundles import ALONE_ELEMENTS
 from zeroxla.wire.collectives import Collectives
+from zeroxla.wire.gather import Gathers
+from zeroxla.wire.hops import Hops
 from zeroxla.wire.leaves import Leaf
+from zeroxla.wire.quantize import Backend
+from zeroxla.wire.reduce import Reduces
 from zeroxla.wire.routes import Route
-
-# Folded into the keys of roundings, which must not be those of dropout.
-_ROUNDINGS = 0x77697265
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Wiring:
-    """The options of wires, after those without effect on the mesh are gone.
+    """The options of wires that have an effect on a mesh, and the collectives that they ask for.
 
     Attributes:
-      collectives: of the mesh.
-      weights: format of gathers.
-      gradients: formats of the hops over `device` and `node`.
-      secondary: form of a quantized leaf's secondary shard; None if none is kept.
-      gathers_once: leaves make the outer hops once in a step.
-      differences: format of weight differences.
-      feedback: error feedback of the hop over `node`.
-      without_effect: options that change nothing on this mesh: (name, why).
+      collectives: the collectives of the mesh.
+      weights: format of quantized leaves in gathers; None quantizes no leaf.
+      gradients: formats of gradients on the hop over `device` and on the hop over `node`; None
+        quantizes no gradient there.
+      secondary: form of a quantized leaf's secondary shard; None if no secondary shard is kept.
+      gathers_once: whether leaves make the outer hops once in a step, instead of in every
+        micro-batch.
+      differences: format of weight differences; None if leaves travel as they are.
+      feedback: error feedback on the hop over `node`; None drops the error.
+      without_effect: the options that change nothing on this mesh, each with the reason.
     """
 
     collectives: Collectives
@@ -52,14 +59,14 @@ class Wiring:
         return any(f is not None and f.rounding == "stochastic" for f in formats)
 
     def key(self, key: jax.Array) -> jax.Array | None:
-        """Return this device's key of a step's roundings; None if none is stochastic. Inside
-        `shard_map`."""
+        """Return this device's key for stochastic rounding, derived from the key of a step or of a
+        micro-batch; None if no format rounds stochastically. Call it inside `shard_map`."""
         if not self.is_stochastic:
             return None
-        return jax.random.fold_in(jax.random.fold_in(key, self.collectives.rank()), _ROUNDINGS)
+        return jax.random.fold_in(jax.random.fold_in(key, self.collectives.rank()), ROUNDINGS)
 
     def route(self, leaf: Leaf) -> Route:
-        """Return how a leaf travels."""
+        """Return the route of a leaf."""
         if not leaf.quantized:
             secondary = "wire" if self.secondary else None
             return Route(placement=leaf.placement, secondary=secondary, is_wire=leaf.is_wire)
@@ -82,7 +89,8 @@ class Wiring:
         return self.collectives.gathers.secondary_bytes(route)
 
     def gradient_bytes(self, leaf: Leaf) -> int:
-        """Return the bytes of the float32 gradient of a leaf that one device adds up."""
+        """Return the bytes of a leaf's float32 gradient that one device adds up over micro-batches;
+        0 if the leaf is frozen."""
         if leaf.frozen:
             return 0
         if not leaf.fetched:
@@ -90,18 +98,71 @@ class Wiring:
         return 4 * math.prod(self.collectives.reduces.result_shape(leaf.placement))
 
 
-def make_wiring(config: ZeroConfig, mesh: Mesh, desk: Desk | None = None) -> Wiring:
+def make_wiring(
+    config: ZeroConfig,
+    mesh: Mesh,
+    desk: Desk | None = None,
+    alone_elements: int = ALONE_ELEMENTS,
+) -> Wiring:
     """Resolve the options of wires on a mesh.
 
     Args:
       config: the options.
-      mesh: of all devices.
-      desk: that reads shards on disk.
+      mesh: the mesh of all devices.
+      desk: reads shards on disk; None if no state is on disk.
+      alone_elements: a shard of at least this many elements shares no buffer with others.
 
     Raises:
       ValueError: hpz_size fits neither a node nor whole nodes.
     """
     nodes, devices = mesh.shape[NODE], mesh.shape[DEVICE]
+    size = _hpz_size(config, nodes, devices)
+    keeps = _keeps_secondary(size, nodes, devices)
+    hops = Hops(nodes=nodes, devices=devices, hpz_size=size if keeps else devices)
+    differences = config.weight_differences if keeps else None
+    on_cpu = platform_of(mesh) == "cpu"
+    return Wiring(
+        collectives=_collectives(config, hops, desk, alone_elements, on_cpu=on_cpu),
+        weights=config.weight_wire,
+        gradients=(config.gradient_wire, config.inter_node_gradient_wire or config.gradient_wire),
+        secondary=config.secondary if keeps else None,
+        gathers_once=keeps and (config.inter_node_gather == "step" or differences is not None),
+        differences=differences,
+        feedback=config.error_feedback if nodes > 1 else None,
+        without_effect=tuple(_without_effect(config, nodes, devices, size)),
+    )
+
+
+def _collectives(
+    config: ZeroConfig, hops: Hops, desk: Desk | None, alone_elements: int, *, on_cpu: bool
+) -> Collectives:
+    # On a mesh of CPUs the kernels are not traced beside the reference, which halves the tracing.
+    backend: Backend | None = "xla" if on_cpu else None
+    gathers = Gathers(
+        hops=hops,
+        compute_dtype=jnp.dtype(config.compute_dtype),
+        wire_dtype=jnp.dtype(config.gather_dtype or config.compute_dtype),
+        backend=backend,
+        secondary_on_host=config.offload.secondary == "host",
+        desk=desk,
+        alone_elements=alone_elements,
+    )
+    reduces = Reduces(
+        hops=hops,
+        dtype=jnp.dtype(config.reduce_dtype or "float32"),
+        stops_at_node=config.inter_node_reduce == "step" and hops.nodes > 1,
+        backend=backend,
+        alone_elements=alone_elements,
+    )
+    return Collectives(gathers=gathers, reduces=reduces, firm_ties=on_cpu)
+
+
+def _hpz_size(config: ZeroConfig, nodes: int, devices: int) -> int:
+    """Return the option `hpz_size` as a number of devices.
+
+    Raises:
+      ValueError: it fits neither a node nor whole nodes.
+    """
     size = devices if config.hpz_size == "node" else config.hpz_size
     if devices % size and (size % devices or (nodes * devices) % size):
         raise ValueError(
@@ -109,51 +170,35 @@ def make_wiring(config: ZeroConfig, mesh: Mesh, desk: Desk | None = None) -> Wir
             f"divisor of a node's {devices} devices, or whole nodes that divide the {nodes}; use "
             f'one of {_sizes(nodes, devices)}, or "node"'
         )
-    keeps = 1 < size < nodes * devices
-    wired = (config.gradient_wire, config.inter_node_gradient_wire or config.gradient_wire)
-    none: list[tuple[str, str]] = []
-    if config.hpz_size != 1 and not keeps:
+    return size
+
+
+def _keeps_secondary(size: int, nodes: int, devices: int) -> bool:
+    """Return whether a secondary shard is neither the shard itself nor the whole leaf."""
+    return 1 < size < nodes * devices
+
+
+def _without_effect(
+    config: ZeroConfig, nodes: int, devices: int, size: int
+) -> Iterator[tuple[str, str]]:
+    """Yield each option that changes nothing on this mesh, and why: (name, why)."""
+    if config.hpz_size != 1 and not _keeps_secondary(size, nodes, devices):
         why = "one node: backward gathers inside it anyway" if size > 1 else "one device per node"
         if size > 1 and nodes > 1:
             why = "a group of all devices: a shard is its own secondary shard"
         for name, default in (("hpz_size", 1), ("inter_node_gather", "microbatch")):
             if getattr(config, name) != default:
-                none.append((name, why))
+                yield name, why
         if config.weight_differences is not None:
-            none.append(("weight_differences", why))
+            yield "weight_differences", why
         if config.offload.secondary != "none":
-            none.append(("offload.secondary", why))
+            yield "offload.secondary", why
     if nodes == 1:
         for name in ("inter_node_reduce", "inter_node_gradient_wire", "error_feedback"):
             if getattr(config, name) not in (None, "microbatch"):
-                none.append((name, "there is no hop over `node`"))
+                yield name, "there is no hop over `node`"
     if devices == 1 and config.gradient_wire and config.inter_node_gradient_wire:
-        none.append(("gradient_wire", "there is no hop over `device`"))
-    differences = config.weight_differences if keeps else None
-    on_cpu = platform_of(mesh) == "cpu"
-    return Wiring(
-        collectives=Collectives.make(
-            nodes=nodes,
-            devices=devices,
-            compute_dtype=config.compute_dtype,
-            wire_dtype=config.gather_dtype or config.compute_dtype,
-            reduce_dtype=config.reduce_dtype or "float32",
-            hpz_size=size if keeps else devices,
-            stops_at_node=config.inter_node_reduce == "step" and nodes > 1,
-            # On a mesh of CPUs no kernel need be traced beside the reference: half the time.
-            backend="xla" if on_cpu else None,
-            firm_ties=on_cpu,
-            secondary_on_host=config.offload.secondary == "host",
-            desk=desk,
-        ),
-        weights=config.weight_wire,
-        gradients=wired,
-        secondary=config.secondary if keeps else None,
-        gathers_once=keeps and (config.inter_node_gather == "step" or differences is not None),
-        differences=differences,
-        feedback=config.error_feedback if nodes > 1 else None,
-        without_effect=tuple(none),
-    )
+        yield "gradient_wire", "there is no hop over `device`"
 
 
 def _sizes(nodes: int, devices: int) -> list[int]:

@@ -1,8 +1,8 @@
-"""Weights that do not fit, cannot be read or cannot be written: named, with both values."""
+"""Weights that do not fit, or cannot be read or written: the error names them, with both values."""
 
-import builtins
 import json
 import re
+import sys
 from types import SimpleNamespace
 
 import jax
@@ -14,8 +14,7 @@ from tools.hugging_face import read_file, write_file
 from tools.quick import quick_compilation  # noqa: F401
 
 import zeroxla
-from zeroxla.checkpoint.weights import export
-from zeroxla.checkpoint.weights import safetensors_writer as tensor_files
+from zeroxla.checkpoint.weights import export, safetensors_writer
 from zeroxla.checkpoint.weights.export import export_params
 from zeroxla.checkpoint.weights.pretrained import from_pretrained
 from zeroxla.models import GPT, MLP, Llama
@@ -164,14 +163,7 @@ def test_a_model_without_a_format_or_of_another_step_is_refused(step, folder):
 
 
 def test_reading_without_the_library_says_what_to_install(step, folder, monkeypatch):
-    plain = builtins.__import__
-
-    def without(name, *args):
-        if name == "safetensors":
-            raise ImportError("no such package")
-        return plain(name, *args)
-
-    monkeypatch.setattr(builtins, "__import__", without)
+    monkeypatch.setitem(sys.modules, "safetensors", None)
     with pytest.raises(ImportError, match=re.escape("pip install 'zeroxla[hf]'")):
         from_pretrained(MODEL, folder, step)
 
@@ -211,7 +203,8 @@ def test_a_folder_that_cannot_be_written_is_named(state, tmp_path, monkeypatch):
     def denied(*args, **kwargs):
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(tensor_files, "open", denied, raising=False)  # root may write anywhere
+    # Root may write anywhere.
+    monkeypatch.setattr(safetensors_writer, "open", denied, raising=False)
     with pytest.raises(ValueError, match=r"cannot write the export to .*: Permission denied"):
         export_params(state, tmp_path)
     monkeypatch.setattr(export.shutil, "disk_usage", lambda folder: SimpleNamespace(free=1000))

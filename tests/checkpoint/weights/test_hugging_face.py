@@ -1,4 +1,4 @@
-"""Models of Hugging Face configs, and rotary positions in all their spellings."""
+"""Models made from Hugging Face configs, with every spelling of rotary positions."""
 
 import json
 

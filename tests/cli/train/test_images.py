@@ -8,11 +8,11 @@ import re
 import jax
 import numpy as np
 import pytest
-from test_images import write_binary, write_python
+from tools.cifar import write_binary, write_python
 from tools.quick import quick_compilation  # noqa: F401
 from tools.train import check_no_option, check_refused, copy_at, train, train_as_a_user, values
 
-from zeroxla.cli import main as cli
+from zeroxla.cli.main import main
 from zeroxla.cli.train.images import draw_predictions
 from zeroxla.cli.train.options import PipelineOptions, TrainOptions
 from zeroxla.cli.train.setup import mesh_for, microbatches_for
@@ -172,7 +172,7 @@ def test_simulated_devices_fit_the_stages(pipe, mesh, microbatches):
 
 @pytest.mark.slow
 def test_exports_its_weights(finished, tmp_path):
-    assert cli.main(["export", str(finished[0]), "--output", str(tmp_path)]) == 0
+    assert main(["export", str(finished[0]), "--output", str(tmp_path)]) == 0
     header = (tmp_path / "model.safetensors").read_bytes()[8:600].decode(errors="replace")
     assert "layers_0.kernel" in header
 

@@ -18,7 +18,7 @@ from tools.quick import QUICK, quick_compilation, thinned  # noqa: F401
 from tools.train import check_no_option, check_refused, copy_at, train, train_as_a_user, values
 
 from zeroxla import Checkpointer, SaveError
-from zeroxla.cli import main as cli
+from zeroxla.cli.continued_run import newest_run
 from zeroxla.cli.run_folder import RunFolder
 from zeroxla.cli.train.options import TrainingOptions, TrainOptions
 from zeroxla.cli.train.setup import optimizer_for, schedule_for
@@ -165,7 +165,7 @@ class TestResume:
             folder = tmp_path / "runs" / name / "checkpoints"
             (folder if name == "empty" else folder / "1").mkdir(parents=True)
             os.utime(folder, (i, i))
-        assert cli.newest_run(tmp_path / "runs").name == "newest"
+        assert newest_run(tmp_path / "runs").name == "newest"
 
     def test_a_folder_without_a_run(self, tmp_path, capsys):
         assert train("--resume", "--run", tmp_path) == 2
@@ -173,7 +173,7 @@ class TestResume:
 
 
 class TestInterrupt:
-    @pytest.mark.parametrize("number", thinned([signal.SIGTERM, signal.SIGINT]))
+    @pytest.mark.parametrize("number", thinned([signal.SIGTERM], slow=[signal.SIGINT]))
     def test_saves_says_how_to_resume_and_the_rest_is_as_if_nothing_happened(
         self, number, finished, text, tmp_path, capsys, monkeypatch
     ):

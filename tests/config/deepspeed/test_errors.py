@@ -1,4 +1,4 @@
-"""Every bad DeepSpeed configuration: an error that names the key, the value and the remedy."""
+"""Every bad DeepSpeed configuration gives an error that names the key, the value and the remedy."""
 
 import math
 

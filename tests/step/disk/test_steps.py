@@ -1,13 +1,14 @@
-"""State on disk: the same numbers, a step at a time, and never half a step."""
+"""A state on disk moves in and out once a step, and a failure never leaves half a step in force."""
 
 import dataclasses
 import errno
 import os
-from pathlib import Path
+import threading
 
 import jax
 import numpy as np
 import pytest
+from tools.disk import flip, on_disk, state_file
 from tools.offload import (
     MODELS,
     SMALL,
@@ -35,14 +36,6 @@ def disk(tmp_path, **options):
     return Offload(path=tmp_path / "state", **options)
 
 
-def state_file(state):
-    return next(x.file for x in jax.tree.leaves(state.opt_state) if isinstance(x, DiskArray))
-
-
-def on_disk(state):
-    return [x for x in jax.tree.leaves(trained(state)) if isinstance(x, DiskArray)]
-
-
 def test_what_is_on_disk_is_on_no_device(mesh24, tmp_path):
     step, state = make(mesh24, disk(tmp_path))
     whole = make_step(mesh24, Offload()).abstract_state(batch())
@@ -68,10 +61,10 @@ def test_a_step_moves_the_state_once_in_and_once_out_beside_the_update(mesh24, t
     file = state_file(state)
     # What is written at last says which version is in force.
     assert 0 < moved["write"] - moved["read"] <= 2 * 4096
-    assert file.array_bytes <= moved["read"] <= file.array_bytes + 4096 * len(file._extents)
+    assert file.array_bytes <= moved["read"] <= file.array_bytes + 4096 * len(file.names)
     assert metrics["disk_read_bytes_per_s"] > 0
     updates = [x for x in accesses if x.kind == "update"]
-    groups = step.disk._update(state)._pieces.groups
+    groups = step.disk.update_of(state).sub_groups.groups
     assert len(updates) == len(groups) > 4
     # Before anything is written, two sub-groups are read, each shard a block; and no third.
     first_write = min(x.begun for x in accesses if x.kind == "write")
@@ -93,31 +86,45 @@ def test_a_checkpoint_is_of_the_step_it_was_saved_after(mesh24, tmp_path):
             step.abstract_state(batch())
             restored = checkpointer.restore(step)
             assert restored.number == 2
-            assert bool(on_disk(restored.state)) == (other is place)
+            assert bool(on_disk(trained(restored.state))) == (other is place)
             found, losses = taken(step, restored.state, 3)
             assert_alike((losses, trained(found)), want)
         with pytest.raises(ValueError, match="pass the step"):
             checkpointer.restore(make_step(mesh24, place).abstract_state(batch()))
 
 
-def test_a_step_waits_for_a_checkpoint_to_read_what_it_would_write_over(mesh24, tmp_path):
+def test_a_step_waits_for_a_checkpoint_to_read_what_it_would_write_over(
+    mesh24, tmp_path, monkeypatch
+):
     step, state = make(mesh24, disk(tmp_path))
     file, version = state_file(state), state_file(state).version
-    before = np.asarray(on_disk(state)[0])
-    array = on_disk(state)[0]
+    array = on_disk(trained(state))[0]
+    before = np.asarray(array)
     file.hold(version)
     state, _ = step(state, batch())
     assert_same(np.asarray(array), before)  # still there, while it is held
-    with pytest.MonkeyPatch.context() as patch:
-        waited = []
+    happened, wait, write = [], file.wait_for_readers, file.write
 
-        def wait_for(condition):
-            waited.append(condition())
-            file.let_go(version)
+    def let_go():
+        assert_same(np.asarray(array), before)
+        happened.append("let go")
+        file.let_go(version)
 
-        patch.setattr(file._letting_go, "wait_for", wait_for)
-        state, _ = step(state, batch())
-    assert waited == [False]
+    def wait_for_readers():
+        happened.append("wait")
+        threading.Timer(0.5, let_go).start()
+        wait()
+        happened.append("go on")
+
+    def write_array(name, data):
+        happened.append("write")
+        return write(name, data)
+
+    monkeypatch.setattr(file, "wait_for_readers", wait_for_readers)
+    monkeypatch.setattr(file, "write", write_array)
+    step(state, batch())
+    assert happened[:3] == ["wait", "let go", "go on"]
+    assert set(happened[3:]) == {"write"}
     with pytest.raises(ValueError, match="a state that is no more"):
         np.asarray(array)
 
@@ -134,27 +141,14 @@ def test_a_state_is_spent_by_its_step(mesh24, tmp_path):
     other(anew, batch())
 
 
-def offset_of(file, name):
-    """Return where the version in force of an array begins."""
-    return file._offset(file._extents[name], file.version.copies[file._order[name]])
-
-
-def flip(path: Path, offset: int) -> None:
-    with open(path, "r+b") as file:
-        file.seek(offset)
-        byte = file.read(1)[0]
-        file.seek(offset)
-        file.write(bytes([byte ^ 1]))
-
-
 def test_a_flipped_byte_is_found_and_the_leaf_named(mesh24, tmp_path):
     step, state = make(mesh24, disk(tmp_path))
     state, _ = taken(step, state, 1)
     with Checkpointer(tmp_path / "checkpoints", asynchronous=False) as checkpointer:
         checkpointer.save(1, state)
         file = state_file(state)
-        name = next(n for n in file._extents if "nu/h/mlp/c_fc/kernel" in n)
-        flip(file.path, offset_of(file, name) + 5)
+        name = next(n for n in file.names if "nu/h/mlp/c_fc/kernel" in n)
+        flip(file.path, file.offset_of(name, file.version) + 5)
         with pytest.raises(DamagedStateError, match=r"nu/h/mlp/c_fc/kernel\[.*checksum of block"):
             step(state, batch())
         # Nothing of that step is in force, and the checkpoint is another file.
@@ -225,7 +219,7 @@ def test_a_step_is_drawn(mesh24, tmp_path):
     ]
     read, updated, written = (len(bars.get_paths()) for bars in axes.collections)
     assert read == written - 1 > 0  # a block more is the record
-    assert updated == len(step.disk._update(state)._pieces.groups)
+    assert updated == len(step.disk.update_of(state).sub_groups.groups)
     assert (tmp_path / "step.png").read_bytes().startswith(b"\x89PNG")
     _, plain = make(mesh24, Offload())
     with pytest.raises(ValueError, match="nothing of this state is on disk"):

@@ -1,10 +1,11 @@
 """The zoo: small models that try hard to break the library, each a named `Case`.
 
-None of them knows of zeroxla. `CASES` maps names to cases; `tests/test_equality.py` runs them.
+None of them imports zeroxla, but for the models of models/. `CASES` maps names to cases;
+`tests/step/test_equality.py` runs them.
 
-Files: `base` (what a case is), `four` (models/), `linen_models` and `nnx_models` (modules as users
-write them), `functions` (plain pairs: control flow, custom rules, odd shapes), `scans` (loops over
-stacked leaves).
+Files: `base` (the class `Case`), `four` (models/), `linen_models` and `nnx_models` (modules as
+users write them), `functions` (plain pairs: control flow, custom rules, odd shapes), `scans` (loops
+over stacked leaves).
 """
 
 # The order of the imports is the order of the cases.

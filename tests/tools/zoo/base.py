@@ -1,4 +1,4 @@
-"""What a case of the zoo is, and the batches that cases share."""
+"""`Case`: a model of the zoo with its data; and the batches that cases share."""
 
 from __future__ import annotations
 
@@ -19,17 +19,18 @@ class Case:
     """One model with its data.
 
     Attributes:
-      name: of the case.
+      name: the name of the case.
       make: returns the model (a linen module, `lambda rngs: nnx module`, or a pair).
-      batch: number of rows -> batch of NumPy arrays.
+      batch: makes a batch of NumPy arrays with a number of rows.
       loss: the `loss=` argument of make_step.
       frozen: patterns of leaves that get no gradient.
-      local: for a model that itself averages over devices: the same without that. Its loss of the
-        whole batch is the reference, instead of the mean over the devices' slices.
+      local: returns the model without averages over devices, for a model that averages over them
+        itself. Its loss of the whole batch is then the reference, instead of the mean over the
+        devices' slices.
       unit_elements: a unit size that cuts this model into several units.
-      heavy: it takes seconds to compile, so the default run takes one row of it, never two.
-      rows: of a device's micro-batch. Batch statistics of two rows are all but singular: the
-        normalised values are 1 and -1 whatever the leaves.
+      heavy: whether it takes seconds to compile; then it is left to the slow tests, with one row.
+      rows: number of rows of a device's micro-batch. Batch statistics of two rows are all but
+        singular: the normalised values are 1 and -1 whatever the leaves.
     """
 
     name: str
@@ -64,7 +65,7 @@ def case(batch: Callable[[int], Any], **options: Any) -> Callable[[Callable], Ca
 
 
 def vectors(rows: int, width: int = 6) -> dict[str, np.ndarray]:
-    """{"x": float32[rows, width], "y": float32[rows, 3]}."""
+    """Return {"x": float32[rows, width], "y": float32[rows, 3]}."""
     rng = np.random.default_rng(rows)
     x = rng.normal(size=(rows, width)).astype(np.float32)
     y = rng.normal(size=(rows, 3)).astype(np.float32)
@@ -72,38 +73,38 @@ def vectors(rows: int, width: int = 6) -> dict[str, np.ndarray]:
 
 
 def tokens(rows: int, length: int = 7, vocab: int = 64) -> dict[str, np.ndarray]:
-    """{"tokens": int32[rows, length + 1]}."""
+    """Return {"tokens": int32[rows, length + 1]}."""
     return {"tokens": np.random.default_rng(rows).integers(0, vocab, (rows, length + 1), np.int32)}
 
 
 def masked_tokens(rows: int) -> dict[str, np.ndarray]:
-    """Tokens and a "mask" [rows, 7] that counts another number of targets in each row; some rows
-    count none."""
+    """Return tokens and a "mask" [rows, 7], which counts another number of targets in each row, and
+    none in some rows."""
     mask = np.arange(7)[None, :] < (np.arange(rows) * 3 % 8)[:, None]
     return {**tokens(rows), "mask": mask.astype(np.int32)}
 
 
 def images(rows: int, size: int = 8) -> dict[str, np.ndarray]:
-    """{"image": float32[rows, size, size, 3], "label": int32[rows]}."""
+    """Return {"image": float32[rows, size, size, 3], "label": int32[rows]}."""
     rng = np.random.default_rng(rows)
     image = rng.normal(size=(rows, size, size, 3)).astype(np.float32)
     return {"image": image, "label": rng.integers(0, 10, rows, np.int32)}
 
 
 def series(rows: int, length: int = 5, width: int = 6) -> dict[str, np.ndarray]:
-    """{"x": float32[rows, length, width], "y": float32[rows, 3]}."""
+    """Return {"x": float32[rows, length, width], "y": float32[rows, 3]}."""
     rng = np.random.default_rng(rows)
     x = rng.normal(size=(rows, length, width)).astype(np.float32)
     return {"x": x, "y": rng.normal(size=(rows, 3)).astype(np.float32)}
 
 
 def mse(prediction: jax.Array, target: jax.Array) -> jax.Array:
-    """Mean squared difference."""
+    """Return the mean squared difference."""
     return jnp.mean(jnp.square(prediction - target))
 
 
 def normal(key: jax.Array, *shape: int) -> jax.Array:
-    """A float32 leaf, scaled as a layer's kernel is."""
+    """Return a float32 leaf, scaled like a layer's kernel."""
     return jax.random.normal(key, shape) * (1 if len(shape) < 2 else max(1, shape[-2])) ** -0.5
 
 

@@ -28,7 +28,7 @@ def unused_leaves() -> Any:
 
 @case(vectors, unit_elements=30)
 def odd_dims() -> Any:
-    """5 and 7 divide by no number of devices."""
+    """Dims of 5 and 7, which no number of devices divides."""
 
     def loss(p: Params, batch: Batch, key: jax.Array) -> jax.Array:
         h = jnp.tanh(batch["x"] @ p["a"] + p["b"])
@@ -64,8 +64,8 @@ def scalars() -> Any:
 
 @case(vectors, unit_elements=40)
 def cond_over_leaves() -> Any:
-    """The data choose the branch; one branch reads a leaf that the other does not; and a branch is
-    chosen by a leaf."""
+    """The data choose between two branches, of which one reads a leaf that the other does not. A
+    leaf chooses between two others."""
 
     def loss(p: Params, batch: Batch, key: jax.Array) -> jax.Array:
         x = jnp.tanh(batch["x"] @ p["first"])

@@ -1,4 +1,4 @@
-"""flax.linen modules as their users write them, with no thought of sharding.
+"""flax.linen modules as their users write them, without regard to sharding.
 
 Shape letters: B batch, D width.
 """
@@ -163,7 +163,7 @@ def ensemble() -> Any:
 
 
 class NormedBlock(nn.Module):
-    """x + dropout(norm(dense(x))); why no bias: see `Block` in nnx_models.py."""
+    """x + dropout(norm(dense(x))). `Block` in nnx_models.py says why there is no bias."""
 
     width: int
     train: bool

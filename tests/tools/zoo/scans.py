@@ -1,4 +1,4 @@
-"""Plain pairs whose loss scans over stacked leaves, in every way that one may."""
+"""Plain pairs whose loss scans over stacked leaves, in as many ways as users may write it."""
 
 from typing import Any
 
@@ -51,7 +51,8 @@ def scan_in_reverse() -> Any:
 
 @case(vectors, unit_elements=50)
 def nested_scans() -> Any:
-    """Leaves (L1, L2, ...), (L1, ...), and, for each outer turn, a first carry made of a leaf."""
+    """Nested scans over leaves (L1, L2, ...) and (L1, ...). A leaf gives the inner scan's first
+    carry."""
 
     def loss(p: Params, batch: Batch, key: jax.Array) -> jax.Array:
         def inner(x: jax.Array, now: Any) -> tuple[jax.Array, jax.Array]:
@@ -73,7 +74,7 @@ def nested_scans() -> Any:
 
 @case(vectors, unit_elements=50)
 def cast_before_scan() -> Any:
-    """Leaves are cast and transposed as stacks; one is one number for each layer."""
+    """Leaves are cast and transposed as stacks. One leaf has one number for each layer."""
 
     def loss(p: Params, batch: Batch, key: jax.Array) -> jax.Array:
         half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), p["w"]).astype(jnp.float32)
@@ -91,7 +92,7 @@ def cast_before_scan() -> Any:
 
 @case(vectors, unit_elements=50)
 def scaled_before_scan() -> Any:
-    """What is scanned is no leaf: scaled, stacked from leaves, and cut from a larger leaf."""
+    """The scanned arrays are no leaves: scaled, stacked from leaves, and cut from a larger leaf."""
 
     def loss(p: Params, batch: Batch, key: jax.Array) -> jax.Array:
         stacked = jnp.stack([p["a"], p["b"], p["a"]])
@@ -187,7 +188,7 @@ def carries() -> Any:
 
 @case(vectors, unit_elements=50)
 def stacked_one_element() -> Any:
-    """A loop of one turn, dims of 1, and dims that divide by nothing."""
+    """A loop of one turn, dims of 1, and dims that no number of devices divides."""
 
     def loss(p: Params, batch: Batch, key: jax.Array) -> jax.Array:
         def turn(x: jax.Array, now: Any) -> tuple[jax.Array, None]:

@@ -16,6 +16,7 @@ import ml_dtypes  # noqa: F401  (the library finds bfloat16 by name once this is
 import numpy as np
 
 from zeroxla.checkpoint.weights.safetensors_writer import DTYPES, INDEX, SINGLE
+from zeroxla.program.extras import extra
 
 _READABLE = {header: dtype for dtype, header in DTYPES.items()}
 
@@ -139,10 +140,6 @@ def _places(folder: Path) -> Mapping[str, str] | None:
 
 
 def _library() -> Any:
-    try:
+    with extra("hf", "reading weights needs"):
         import safetensors
-    except ImportError as error:
-        raise ImportError(
-            "reading weights needs the package safetensors; pip install 'zeroxla[hf]'"
-        ) from error
     return safetensors

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from flax import nnx
 
 from zeroxla.program.paths import Path, paths_of
 
@@ -115,7 +114,11 @@ def abstract(model: Any) -> Any:
     """
     if isinstance(model, type):
         raise ValueError(f"model is the class {model.__name__}; give a model of it")
-    if isinstance(model, nn.Module | nnx.Module) or not callable(model):
+    if isinstance(model, nn.Module) or not callable(model):
+        return model
+    from flax import nnx  # here for the time that it takes to import
+
+    if isinstance(model, nnx.Module):
         return model
     with nnx.use_eager_sharding(False):  # annotations for another way to parallelise
         return nnx.eval_shape(lambda: model(nnx.Rngs(0)))
@@ -131,7 +134,9 @@ def param_shapes(module: Any) -> dict[Path, Shape]:
 
     A model with a format is one of tokens: a linen module is called with int32[1, 1].
     """
-    if isinstance(module, nnx.Module):
+    if not isinstance(module, nn.Module):
+        from flax import nnx
+
         state = nnx.to_flat_state(nnx.state(module, nnx.Param))
         return {tuple(map(str, path)): tuple(x.get_raw_value().shape) for path, x in state}
     tokens = jnp.zeros((1, 1), jnp.int32)

@@ -17,12 +17,15 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import grain
 import numpy as np
 
 from zeroxla.cli.data.cifar import CLASSES, SIDE, read_cifar10
+from zeroxla.program.extras import extra
+
+if TYPE_CHECKING:
+    import grain
 
 # AlexNet's smallest: of 62 pixels its last pooling would get 2, and it takes 3.
 MIN_SIZE = 63
@@ -152,6 +155,8 @@ def image_batches(
         flips,
         slice(shard_index * rows, (shard_index + 1) * rows),
     )
+    with extra("cli", "batches need"):  # here, because it takes long to import
+        import grain
     # One thread, as in zeroxla.data, and a short buffer: 128 images of 224 pixels are 77 MB.
     options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=2)
     return grain.MapDataset.source(source).to_iter_dataset(options)
@@ -265,13 +270,8 @@ def _check(images: np.ndarray, labels: np.ndarray, batch: int, size: int) -> Non
 
 
 def _digits(holdout: float) -> Images:
-    try:
+    with extra("images", "the digits need", ", or name the folder that holds CIFAR-10"):
         from sklearn.datasets import load_digits
-    except ImportError as error:
-        raise ImportError(
-            "the digits need the package scikit-learn; pip install 'zeroxla[images]', or name the "
-            "folder that holds CIFAR-10"
-        ) from error
     digits: Any = load_digits()
     # Grey levels 0 to 16; the resize gives -1 to 1 of 0 to 255.
     grey = np.rint(digits.images * (255 / 16)).astype(np.uint8)[..., None]

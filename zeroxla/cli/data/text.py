@@ -17,9 +17,14 @@ import sysconfig
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import grain
 import numpy as np
+
+from zeroxla.program.extras import extra
+
+if TYPE_CHECKING:
+    import grain
 
 SEPARATOR = 0
 VOCABULARY = 256
@@ -150,6 +155,8 @@ def training_batches(
     source = _RandomCrops(
         train_N, batch, window, seed, slice(shard_index * rows, (shard_index + 1) * rows)
     )
+    with extra("cli", "batches need"):  # here, because it takes long to import
+        import grain
     # One thread and a short buffer: a batch takes well under a millisecond to cut.
     options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=2)
     return grain.MapDataset.source(source).to_iter_dataset(options)

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from zeroxla.cli.data.text import SEPARATOR, VOCABULARY, Corpus
+from zeroxla.program.extras import extra
 
 TOKENIZER = "tokenizer.json"
 
@@ -122,10 +123,6 @@ class Tokens:
 
 
 def _library() -> Any:
-    try:
+    with extra("text", "a model's tokens need"):
         import tokenizers
-    except ImportError as error:
-        raise ImportError(
-            "a model's tokens need the package tokenizers; pip install 'zeroxla[hf]'"
-        ) from error
     return tokenizers

@@ -2,14 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import json
-import os
-import sys
-import time
-from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -17,19 +10,15 @@ import optax
 from jax.sharding import Mesh
 
 from zeroxla.checkpoint.checkpointer import Checkpointer
-from zeroxla.checkpoint.errors import SaveError
-from zeroxla.cli.interrupt import StopRequest, stop_on_signal
+from zeroxla.cli.interrupt import StopRequest
+from zeroxla.cli.job import Job, run_job
 from zeroxla.cli.rlhf.options import RlhfOptions
 from zeroxla.cli.rlhf.output import RlhfOutput, as_text
 from zeroxla.cli.rlhf.plot import plot_run
 from zeroxla.cli.rlhf.start import START, Start, source_of
-from zeroxla.cli.run_folder import CHECKPOINTS, NoRunFolder, RunFolder, read_config
-from zeroxla.cli.train.job import UsageError
-from zeroxla.cli.train.setup import check_same, circumstances, mesh_for
-from zeroxla.cli.train.text import record_of
-from zeroxla.cli.train.text import source_of as source_text
-from zeroxla.mesh.processes.environment import STARTED
-from zeroxla.mesh.processes.exchange import agree, on_first
+from zeroxla.cli.train.setup import mesh_for
+from zeroxla.cli.train.text import describe_corpus, record_of
+from zeroxla.program.random_keys import SAMPLES
 from zeroxla.rlhf.loop import Loop
 from zeroxla.rlhf.make import make_loop
 from zeroxla.rlhf.phase_sums import memory_by_phase
@@ -37,81 +26,41 @@ from zeroxla.rlhf.rewards import REWARDS, TextReward
 from zeroxla.rlhf.states import States
 
 CRITIC = "critic"
-"""The folder of a run with the checkpoints of the critic, of the same iterations as the actor's."""
+"""The folder of a run with the critic's checkpoints, one for each of the actor's."""
 SHOWN = ("reward", "kl")
+"""The metrics beside the progress bar."""
 
 
 def rlhf(options: RlhfOptions) -> int:
-    """Run the job, printing what it does.
+    """Run the job, and print its progress and results.
 
-    Returns:
-      The exit status: 0, also when interrupted and saved; 1 if the last state could not be saved.
+    Args:
+      options: the model, the reward and the run folder.
 
-    Raises:
-      UsageError: An option or an input cannot work; found before the first iteration.
-      RunFolderError: Something besides a checkpoint could not be written at the end.
+    Returns, raises: as `run_job`.
     """
-    width = None if sys.stdout.isatty() else 120
-    try:
-        mesh = mesh_for(options.as_train())
-        job = _RlhfJob(options, mesh, RlhfOutput(width))
-    except (ValueError, ImportError) as error:
-        raise UsageError(str(error)) from error
-    with contextlib.closing(job):
-        return job.run()
+    # The mesh first: it starts JAX, and then it is known which process speaks.
+    return run_job(lambda: RlhfJob(options, mesh_for(options.as_train()), RlhfOutput()))
 
 
-class _RlhfJob:
-    """One run: what is decided before the first iteration, and the iterations."""
+class RlhfJob(Job[RlhfOptions, RlhfOutput]):
+    """A run of `zeroxla rlhf`; its steps are iterations."""
+
+    command, unit, label = "rlhf", "iteration", "iterations"
 
     def __init__(self, options: RlhfOptions, mesh: Mesh, output: RlhfOutput) -> None:
-        run = options.output
-        self.options, self.output, self.settings = options, output, options.settings
-        started = os.environ.get(STARTED) or time.strftime("%Y%m%d-%H%M%S")
-        self.path = run.run or Path("runs") / f"rlhf-{started}"
-        self.start = Start.of(options, mesh, self.path if run.resume else None)
+        super().__init__(options, mesh, output)
+        self.settings = options.settings
+        self.start = Start.of(options, mesh, self.path if options.output.resume else None)
         self.prompts = self.start.prompts(options)
         vocabulary = self.start.choice.vocabulary
         self.reward = TextReward(function=REWARDS[options.task.reward], decode=vocabulary.decode)
         self.key = jax.random.key(options.learning.seed)
-        here = circumstances({"text": record_of(self.start.corpus)}, mesh)
-        agree("text", {"fingerprint": here["text"]["fingerprint"]}, "give all hosts the same files")
-        self.done = 0
-        self.states: States | None = None  # until run() has made them
-        # Traces the models, so that what does not fit the devices is found before files are made.
-        self.loop = self.make_loop()
-        if run.resume:
-            check_same(read_config(self.path), here, "text")
-            self.open_checkpoints()
-            self.restore()
-            found = on_first(
-                "run folder",
-                lambda: RunFolder.reopen(self.path, step=self.done, report=output.warn),
-            )
-        else:
-            record = {
-                "command": "rlhf",
-                "options": options.to_dict(),
-                "before": self.start.options.to_dict(),
-                **here,
-            }
-            found = on_first("run folder", functools.partial(self.new_folder, record))
-            self.open_checkpoints()
-        self.folder = found or NoRunFolder()
-
-    def new_folder(self, record: dict[str, Any]) -> RunFolder:
-        folder = RunFolder.create(self.path, record, self.output.warn)
-        self.start.keep(self.path, self.options.start.init_run)
-        return folder
-
-    def open_checkpoints(self) -> None:
-        run, report = self.options.output, self.output.warn
-        kinds = {"keep": run.keep, "every": run.save_every, "report": report}
-        self.checkpoints = Checkpointer(self.path / CHECKPOINTS, **kinds)
+        self.states: States | None = None  # until begin() has made them
         self.critics: Checkpointer | None = None
-        if self.settings.algorithm == "ppo":
-            # Whole before the actor's of the same iteration begins: an actor's has a critic's.
-            self.critics = Checkpointer(self.path / CRITIC, asynchronous=False, **kinds)
+        # Traces the models, so that what does not fit the devices is found before files are made.
+        self.learner = self.make_loop()
+        self.open_run("text", record_of(self.start.corpus), before=self.start.options.to_dict())
 
     def make_loop(self) -> Loop:
         learning = self.options.learning
@@ -127,37 +76,41 @@ class _RlhfJob:
             config=self.start.config,
         )
 
+    @property
+    def num_steps(self) -> int:
+        return self.options.learning.steps
+
+    @property
+    def source(self) -> str:
+        return describe_corpus(self.start.corpus, "token")
+
+    def keep(self) -> None:
+        self.start.keep(self.path, self.options.start.init_run)
+
+    def open_checkpoints(self) -> None:
+        super().open_checkpoints()
+        if self.settings.algorithm == "ppo":
+            # Whole before the actor's of the same iteration begins: an actor's has a critic's.
+            self.critics = self.checkpointer(CRITIC, asynchronous=False)
+
     def restore(self) -> None:
-        """Read the newest checkpoint, and make the reference of the one at the start."""
-        loop, critic, reference = self.loop, None, None
-        if loop.reference is not None:
+        """Read the newest checkpoint, and make the reference from the one at the start."""
+        learner, critic, reference = self.learner, None, None
+        if learner.reference is not None:
             start = self.start.restored(self.path / START, self.output.warn)
-            reference = loop.reference.begin(start.params, self.key)
-        restored = self.checkpoints.restore(loop.actor.step)
-        if self.critics is not None and loop.critic is not None:
-            critic = self.critics.restore(loop.critic, restored.number).state
+            reference = learner.reference.begin(start.params, self.key)
+        restored = self.checkpoints.restore(learner.actor.step)
+        if self.critics is not None and learner.critic is not None:
+            critic = self.critics.restore(learner.critic, restored.number).state
         self.done = restored.number
         self.states = States(actor=restored.state, critic=critic, reference=reference)
         self.prompts.set_state(restored.position)
 
-    def run(self) -> int:
-        num_steps = self.options.learning.steps
-        self.output.setup(self.start.mesh, source_text(self.start.corpus, "token"))
-        if self.states is None:
-            self.begin()
-        else:
-            self.output.print(f"Resuming {self.path} after iteration {self.done}")
-        with (
-            stop_on_signal(lambda: self.output.stopping("iteration")) as stop,
-            self.output.progress(num_steps, self.done, "iterations") as self.bar,
-        ):
-            self.iterate(num_steps, stop)
-        if self.done < num_steps:
-            return self.finish_interrupted()
-        return self.finish()
-
     def begin(self) -> None:
-        """Learn text, or read what another run has learned; then keep it, for the reference."""
+        """In a new run: learn text, or read what another run has learned; then keep it, for the
+        reference."""
+        if self.states is not None:
+            return
         source = source_of(self.options)
         if source is None:
             total = self.start.options.training.steps
@@ -171,65 +124,45 @@ class _RlhfJob:
             start = self.start.restored(source, self.output.warn)
         with Checkpointer(self.path / START, asynchronous=False) as checkpointer:
             checkpointer.save(0, start, config=self.start.config)
-        self.states = self.loop.begin(start.params, self.key)
+        self.states = self.learner.begin(start.params, self.key)
         self.show("before", "Responses before")
 
-    def iterate(self, num_steps: int, stop: StopRequest) -> None:
-        save_every = self.options.output.save_every
-        while self.done < num_steps and not stop.requested_by(self.done):
+    def loop(self, stop: StopRequest) -> None:
+        while self.done < self.num_steps and not stop.requested_by(self.done):
             assert self.states is not None
             prompts = next(self.prompts)["tokens"]
             key = jax.random.fold_in(self.key, self.done)
-            self.states, metrics = self.loop.iterate(self.states, prompts, key)
+            self.states, metrics = self.learner.iterate(self.states, prompts, key)
             self.done += 1
             self.folder.log(self.done, metrics)
             shown = ", ".join(f"{name} {metrics[name]:.3f}" for name in SHOWN)
             seconds = sum(value for name, value in metrics.items() if name.endswith("_s"))
-            self.bar.update(
-                self.bar.task_ids[0], completed=self.done, status=f"{shown}, {seconds:.1f} s"
-            )
-            if self.done % save_every == 0 and self.done < num_steps:
+            self.show_progress(self.done, f"{shown}, {seconds:.1f} s")
+            if self.is_due(self.options.output.save_every):
                 self.save()
 
-    def save(self, *, last: bool = False) -> bool:
-        """Write a checkpoint, the last one until it is whole; report a failure and return False."""
+    def write_checkpoint(self, *, last: bool) -> None:
         assert self.states is not None
         position, config = self.prompts.get_state(), self.start.config
-        try:
-            if self.critics is not None and self.states.critic is not None:
-                self.critics.save(self.done, self.states.critic, config=config, force=last)
-            self.checkpoints.save(self.done, self.states.actor, position, config=config, force=last)
-            if last:
-                self.checkpoints.wait()
-        except SaveError as error:
-            self.output.warn(str(error))
-            return False
-        return True
+        if self.critics is not None and self.states.critic is not None:
+            self.critics.save(self.done, self.states.critic, config=config, force=last)
+        self.checkpoints.save(self.done, self.states.actor, position, config=config, force=last)
 
-    def finish_interrupted(self) -> int:
-        saved = self.save(last=True)
-        self.folder.close()
-        if saved:
-            self.output.stopped(f"iteration {self.done}", "rlhf", self.path)
-        return 0 if saved else 1
-
-    def finish(self) -> int:
-        saved = self.save(last=True)  # first: it is what cannot be made again
+    def finish(self) -> None:
         self.folder.close()
         assert self.states is not None
         self.show("after", "Responses after")
-        memory = memory_by_phase(self.loop, self.states)
+        memory = memory_by_phase(self.learner, self.states)
         self.folder.write_text("memory.json", json.dumps(memory.to_dict(), indent=2) + "\n")
         lines = self.folder.metrics()
         name = self.options.task.reward
         if lines:
             self.folder.write_figure("curves.png", plot_run(lines, reward=name))
             self.output.outcome(lines, name, memory, self.path)
-        return 0 if saved else 1
 
     def show(self, when: str, title: str) -> None:
-        """Print responses to the first prompts of the held-out text, and write them into the
-        folder. All processes take part."""
+        """Print responses to prompts from the held-out text, and write them into the folder. All
+        processes take part."""
         count = self.options.output.samples
         if count == 0:
             return
@@ -239,7 +172,8 @@ class _RlhfJob:
             0, len(self.start.corpus.valid) - settings.prompt_length, settings.num_prompts
         ).astype(int)
         prompts = [self.start.corpus.valid[i : i + settings.prompt_length] for i in starts]
-        rollouts = self.loop.generate(self.states, prompts, jax.random.fold_in(self.key, 2**31))
+        key = jax.random.fold_in(self.key, SAMPLES)
+        rollouts = self.learner.generate(self.states, prompts, key)
         scores = self.reward(rollouts)
         decode = self.reward.decode
         # One of each group; with few prompts all of it.
@@ -252,7 +186,7 @@ class _RlhfJob:
         self.folder.write_text(f"samples_{when}.txt", as_text(samples))
 
     def close(self) -> None:
-        self.checkpoints.close()
+        super().close()
         if self.critics is not None:
             self.critics.close()
 

@@ -1,1 +1,1 @@
-"""`zeroxla train`: train a model that comes with zeroxla."""
+"""`zeroxla train`: train one of the models that come with zeroxla."""

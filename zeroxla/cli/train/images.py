@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import grain
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -24,6 +23,7 @@ from zeroxla.step.state import TrainState, full_params
 from zeroxla.step.step import Step
 
 if TYPE_CHECKING:
+    import grain
     from matplotlib.figure import Figure
 
 ROWS, COLUMNS = 4, 8
@@ -31,7 +31,7 @@ RIGHT, WRONG = "#009E73", "#D55E00"
 
 
 class ImageTask:
-    """AlexNet on images; see `Task`. A list of layers with stages and without them."""
+    """AlexNet on images; see `Task`. The model is a list of layers, with stages and without."""
 
     data = "images"
     unit = "image"
@@ -95,10 +95,10 @@ class ImageTask:
         )
 
     def keep(self, run: Path) -> None:
-        """The options say all."""
+        """Write nothing: the options say everything."""
 
     def begin(self, step: Step, key: jax.Array) -> TrainState | None:
-        """There are no weights to begin with."""
+        """Return None: there are no weights to begin with."""
 
     def show(
         self, step: Step, state: TrainState, folder: RunFolder | NoRunFolder, output: Output
@@ -127,11 +127,14 @@ class ImageTask:
 def draw_predictions(
     image_BSS3: np.ndarray, label_B: np.ndarray, found_B: np.ndarray, classes: Sequence[str]
 ) -> Figure:
-    """Draw images with what they are called, and what they are where that is something else.
+    """Draw images, each titled with the class that the model found, and with the right one if they
+    differ.
 
     Args:
-      image_BSS3: float, -1 to 1.
-      label_B, found_B: int[B], indices into `classes`.
+      image_BSS3: the images, floats between -1 and 1.
+      label_B: the right classes, int[B], indices into `classes`.
+      found_B: the classes that the model found, likewise.
+      classes: the names of the classes.
     """
     from matplotlib.figure import Figure
 

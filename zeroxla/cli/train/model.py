@@ -1,8 +1,8 @@
-"""Which model `zeroxla train` trains, and what its text is cut into.
+"""The model that `zeroxla train` trains, and its vocabulary.
 
-A language model without --init is a GPT over bytes of the shape that the options say. With --init
-it is the one of a Hugging Face folder, whose config and tokenizer the run keeps in its folder
-`model`: resuming and exporting need the folder of --init no more.
+Without --init, a language model is a GPT over bytes whose shape the options give. With --init it is
+the model of a Hugging Face folder. The run copies that folder's config and tokenizer into its own
+folder `model`, so that resuming and exporting do not need the folder of --init any more.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class ModelChoice:
 
     Attributes:
       model: a linen module, or a function of rngs that returns an nnx module.
-      length: the longest sequence that it takes; None if it takes any.
-      vocabulary: what text is cut into.
-      config: of the Hugging Face folder that it is from; None if it is from none.
+      length: the longest sequence that the model takes; None if it takes any.
+      vocabulary: the numbers that text is turned into.
+      config: the config of the model's Hugging Face folder; None if it is from no folder.
     """
 
     model: Any
@@ -50,7 +50,7 @@ def alexnet(options: TrainOptions) -> AlexNet:
 
 
 def exported(options: TrainOptions, run: Path) -> tuple[Any, dict[str, Any]]:
-    """Return the model of a run and the config that it came with, if any.
+    """Return the model of a run, and the config that it came with: an empty one for most.
 
     Raises:
       ImportError, ValueError: as `choose`.
@@ -65,8 +65,8 @@ def choose(options: TrainOptions, run: Path | None = None) -> ModelChoice:
     """Return the language model of a run.
 
     Args:
-      options: of the run.
-      run: its folder, if there is one already.
+      options: the run's options.
+      run: the run's folder, if there is one already.
 
     Raises:
       ImportError: a package that --init needs is not installed.
@@ -80,9 +80,9 @@ def choose(options: TrainOptions, run: Path | None = None) -> ModelChoice:
         model = GPT(vocab=VOCABULARY, length=length, **arguments)
         return ModelChoice(model=model, length=length, vocabulary=Bytes())
     default = ModelOptions()
-    if told := [name for name in _SHAPE if getattr(shape, name) != getattr(default, name)]:
+    if given := [name for name in _SHAPE if getattr(shape, name) != getattr(default, name)]:
         raise ValueError(
-            f"--init says what the model is; leave out {', '.join(map(flag, told))}, or --init"
+            f"--init says what the model is; leave out {', '.join(map(flag, given))}, or --init"
         )
     source = source.expanduser()
     config = read_config(source)
@@ -109,7 +109,7 @@ def choose(options: TrainOptions, run: Path | None = None) -> ModelChoice:
 
 
 def keep(options: TrainOptions, run: Path) -> None:
-    """Copy what a run needs of the folder of --init into the run's folder.
+    """Copy the config and the tokenizer from the folder of --init into the run's folder.
 
     Raises:
       ValueError: a file cannot be copied.

@@ -1,4 +1,4 @@
-"""What `zeroxla train` prints."""
+"""`Output`: everything that `zeroxla train` prints."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import shlex
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import jax
 from rich.console import Console
@@ -18,22 +18,26 @@ from zeroxla.cli.train.stages import Stages
 from zeroxla.step.state import TrainState
 from zeroxla.step.step import Step
 
-if TYPE_CHECKING:
-    from zeroxla.cli.train.task import Task
+
+class Measured(Protocol):
+    """The figures that tell a reader whether a loss is good; every `Task` has them."""
+
+    unit: str
+    metrics: tuple[str, ...]
+    guess: float
+    guess_name: str
 
 
 class Output:
-    """Prints in the first process, and nothing in the others.
+    """Prints in the first process, and nothing in the others. JAX must have started."""
 
-    Args:
-      width: of a line; None: the terminal's.
-    """
-
-    def __init__(self, width: int | None) -> None:
+    def __init__(self) -> None:
+        # In a file or a pipe the tables need not be cut to a terminal's width.
+        width = None if sys.stdout.isatty() else 120
         self.console = Console(highlight=False, width=width, quiet=jax.process_index() != 0)
 
     def setup(self, mesh: jax.sharding.Mesh, source: str) -> None:
-        """Print the mesh, and what was read."""
+        """Print the mesh, and a sentence about the data."""
         devices = mesh.devices.flat
         axes = " x ".join(f"{name}={size}" for name, size in mesh.shape.items())
         simulated = " (simulated)" if devices[0].platform == "cpu" else ""
@@ -53,7 +57,7 @@ class Output:
         self.console.print(inspect.comms(program, step.mesh).table())
 
     def progress(self, total: int, done: int, label: str = "training") -> Progress:
-        """Return a bar of one task, whose field `status` is shown beside it."""
+        """Return a progress bar with one task; its field `status` is shown beside the bar."""
         bar = Progress(
             TextColumn(label),
             BarColumn(),
@@ -66,12 +70,12 @@ class Output:
         return bar
 
     def continuation(self, prompt: str, text: str) -> None:
-        """Print a prompt and what the model makes of it."""
+        """Print a prompt and the text with which the model continues it."""
         self.console.print("\nA continuation of the prompt:")
         self.console.print(Text.assemble((prompt, "bold"), printable(text)))
 
-    def result(self, values: dict[str, float], task: Task, path: Path) -> None:
-        """Print how good the model has become."""
+    def result(self, values: dict[str, float], task: Measured, path: Path) -> None:
+        """Print the trained model's loss and metrics on the validation set."""
         loss, guess = values["loss"], task.guess
         self.print(
             f"\nValidation loss {loss:.4f} nats per {task.unit}; {task.guess_name} of the "
@@ -83,11 +87,11 @@ class Output:
         self.print(f"Run folder: {path}")
 
     def stopping(self, unit: str) -> None:
-        """Say that a request to stop was heard."""
+        """Print that the run will stop after this step."""
         self.print(f"Stopping after this {unit}; a second Ctrl-C stops at once, without saving.")
 
     def stopped(self, after: str, command: str, path: Path) -> None:
-        """Print how to go on with a run that was interrupted and saved."""
+        """Print the command that continues a run, which was interrupted and saved."""
         # As it was typed: in a virtual environment the bare name may not be on PATH.
         program = sys.argv[0] if Path(sys.argv[0]).name == "zeroxla" else "zeroxla"
         resume = f"{program} {command} --resume --run {shlex.quote(str(path))}"
@@ -101,7 +105,7 @@ class Output:
 
 
 def printable(text: str) -> str:
-    """Return a text without what would confuse a terminal."""
+    """Return a text in which characters that would confuse a terminal are replaced."""
     return "".join(
         c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text
     )

@@ -1,4 +1,4 @@
-"""The picture of a run: its losses, and the shares that its model is measured by."""
+"""The picture of a run of `zeroxla train`: its losses, and its model's metrics."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ def plot_run(
     """Draw training and validation against steps: the loss, and below it each metric.
 
     Args:
-      lines: of metrics.jsonl.
+      lines: the lines of metrics.jsonl.
       guess: a loss to compare with.
-      guess_name: what it is, in words.
-      unit: of the loss: "nats per ...".
-      metrics: names of shares between 0 and 1.
+      guess_name: a name for that loss.
+      unit: the unit of the loss, which is nats per unit.
+      metrics: names of metrics, shares between 0 and 1.
     """
     from matplotlib.figure import Figure
 

@@ -1,4 +1,4 @@
-"""Continue a text with a trained model, by whole forward passes (no cache)."""
+"""Continues a text with a trained model, by whole forward passes (no cache)."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ def continue_text(
     Args:
       logits: (params, int32[1, length]) -> float[1, length, V], causal: the logits of a position
         do not depend on later ones.
-      params: What `logits` takes, whole leaves.
-      prompt: One token or more; the model sees the last `length` of prompt and continuation.
-      num_tokens: How many to sample.
-      length: The model's window.
-      temperature: Divides the logits; 0 takes the likeliest token.
-      key: PRNG key.
+      params: the parameters that `logits` takes, as whole leaves.
+      prompt: one token or more. The model sees the last `length` tokens of prompt and continuation.
+      num_tokens: the number of tokens to sample.
+      length: the model's window.
+      temperature: the divisor of the logits; 0 takes the likeliest token.
+      key: a PRNG key.
 
     Returns:
-      The continuation alone.
+      The continuation, without the prompt.
 
     Cost: `num_tokens` forward passes over one window, compiled once.
     """

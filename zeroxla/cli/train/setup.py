@@ -1,12 +1,10 @@
-"""What `zeroxla train` is made of, from its options: mesh, schedule, optimizer, circumstances."""
+"""The mesh, the learning-rate schedule and the optimizer that options ask for."""
 
 from __future__ import annotations
 
 import contextlib
-import platform
 from typing import Any
 
-import flax
 import jax
 import optax
 from jax.sharding import Mesh
@@ -22,10 +20,10 @@ SIMULATED_NODES = 2
 
 
 def mesh_for(options: TrainOptions) -> Mesh:
-    """Make the mesh of the accelerators, or of simulated devices where there is none.
+    """Make the mesh of the accelerators, or of simulated devices if there are none.
 
     Raises:
-      ValueError: the devices do not divide into the stages and nodes.
+      ValueError: the devices do not divide into stages and nodes.
     """
     initialize()
     nodes, per_node = options.mesh.nodes, options.mesh.devices_per_node
@@ -34,8 +32,8 @@ def mesh_for(options: TrainOptions) -> Mesh:
         return _mesh(pipe, nodes, per_node)
     simulated_nodes = nodes or (SIMULATED_NODES if pipe * SIMULATED_NODES <= NUM_SIMULATED else 1)
     simulated_per_node = per_node or max(1, NUM_SIMULATED // (pipe * simulated_nodes))
-    # JAX cannot tell whether there is an accelerator without starting, and must know the number of
-    # simulated devices before. Where it has started already, the devices are what they are.
+    # JAX must know the number of simulated devices before it starts, and only then can it tell
+    # whether there is an accelerator. If it has started already, nothing can be simulated any more.
     with contextlib.suppress(RuntimeError):
         simulate(pipe * simulated_nodes * simulated_per_node, keep_accelerators=True)
     if jax.default_backend() == "cpu":
@@ -54,19 +52,19 @@ def _mesh(pipe: int, nodes: int | None, per_node: int | None) -> Mesh:
 
 
 def microbatches_for(options: TrainOptions, mesh: Mesh) -> int:
-    """Return into how many micro-batches a batch is cut.
+    """Return the number of micro-batches of a step.
 
     A pipeline of p stages is idle for (p - 1) / (m + p - 1) of its time: with m = 2 p a third.
     """
-    told, pipe = options.mesh.accumulate, options.pipeline.pipe
-    if told is not None or pipe == 1:
-        return told or 1
+    asked, pipe = options.mesh.accumulate, options.pipeline.pipe
+    if asked is not None or pipe == 1:
+        return asked or 1
     rows = options.text.batch // world_size(mesh)  # if it does not divide, make_step says so
     return max(m for m in range(1, 2 * pipe + 1) if rows % m == 0)
 
 
 def schedule_for(options: TrainOptions) -> optax.Schedule:
-    """Return the learning rate of step i, counted from 0."""
+    """Return a function from the number of a step, counted from 0, to its learning rate."""
     training = options.training
     warmup = round(training.warmup * training.steps)
     return optax.join_schedules(
@@ -82,6 +80,7 @@ def schedule_for(options: TrainOptions) -> optax.Schedule:
 
 
 def optimizer_for(options: TrainOptions, schedule: optax.Schedule) -> optax.GradientTransformation:
+    """Return AdamW with clipping, and with weight decay on matrices only."""
     training = options.training
 
     def decayed(params: Any) -> Any:
@@ -93,35 +92,3 @@ def optimizer_for(options: TrainOptions, schedule: optax.Schedule) -> optax.Grad
     if training.clip == 0:
         return adamw
     return optax.chain(optax.clip_by_global_norm(training.clip), adamw)
-
-
-def circumstances(data: dict[str, Any], mesh: Mesh) -> dict[str, Any]:
-    """Return what a run depends on besides its options, for config.json.
-
-    Args:
-      data: what it learns from, by its name; see `Task.record`.
-      mesh: of the run.
-    """
-    return {
-        **data,
-        "mesh": dict(mesh.shape),
-        "versions": {
-            "python": platform.python_version(),
-            "jax": jax.__version__,
-            "flax": flax.__version__,
-            "optax": optax.__version__,
-        },
-    }
-
-
-def check_same(stored: dict[str, Any], now: dict[str, Any], data: str) -> None:
-    """Check that a resumed run meets the data that it had; its mesh may be another.
-
-    Raises:
-      ValueError: With both, and the remedy.
-    """
-    if stored[data] != now[data]:
-        raise ValueError(
-            f"the run began with other {data}: {stored[data]} then, {now[data]} now; give --data "
-            "as it was, or start a new run without --resume"
-        )

@@ -1,4 +1,4 @@
-"""What `zeroxla train --pipe` says of its stages: printed, and kept in the run folder."""
+"""Reports of `zeroxla train --pipe` on its stages: printed, and kept in the run folder."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class Stages:
     """The stages of a pipelined step.
 
     Attributes:
-      partition: which layers each has.
-      schedule: which does what when.
+      partition: the layers of each stage.
+      schedule: the work of each stage, tick by tick.
     """
 
     partition: Partition
@@ -32,7 +32,7 @@ class Stages:
 
     @classmethod
     def of(cls, step: Step, pipeline: Pipeline) -> Stages:
-        """Return those of a step that has seen a batch.
+        """Return the stages of a step that has seen a batch.
 
         Raises:
           ValueError: the layers cannot be cut so.
@@ -44,6 +44,7 @@ class Stages:
         return cls(partition=partition, schedule=schedule)
 
     def tables(self) -> list[Table]:
+        """Return the layers, the stages and the schedule as rich tables."""
         return [layer_table(self.partition), self.partition.table(), self.schedule.table()]
 
     def write(self, folder: RunFolder | NoRunFolder) -> None:
@@ -57,7 +58,7 @@ class Stages:
 
 
 def layer_table(partition: Partition) -> Table:
-    """Return the parameters of each layer, with a line between stages."""
+    """Return a table of the layers' parameters, with a line between stages."""
     cut = ", ".join(map(str, partition.boundaries))
     table = Table(title=f"Layers, cut at [{cut}]", title_justify="left")
     table.add_column("layer", justify="right")

@@ -1,39 +1,38 @@
-"""What `zeroxla train` can train: a model, the data that it learns from, and what it can show.
+"""`Task`: a model that `zeroxla train` trains, with its data and its ways to show results.
 
-The job (train.py) is the same for all of them; each is a `Task`.
+`job.py` is the same for all of them. Each task is a class that fulfils the protocol `Task`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-import grain
 import jax
 import numpy as np
 
 from zeroxla.cli.run_folder import NoRunFolder, RunFolder
-from zeroxla.cli.train.images import ImageTask
-from zeroxla.cli.train.options import TrainOptions
 from zeroxla.cli.train.output import Output
-from zeroxla.cli.train.text import TextTask
 from zeroxla.step.state import TrainState
 from zeroxla.step.step import Step
+
+if TYPE_CHECKING:
+    import grain
 
 
 class Task(Protocol):
     """A model and its data.
 
     Attributes:
-      model: what `make_step` takes: of a mesh with stages a `Pipeline`.
-      data: what the model learns from, in a word; config.json has its record under it.
-      unit: of the loss, in a word.
-      counted: what passes by in a second, in a word.
-      num_counted: of them in a step.
-      metrics: of the model, besides the loss: shares between 0 and 1.
+      model: the model, as `make_step` takes it; a `Pipeline` if there are stages.
+      data: one word for the data. config.json has its record under this name.
+      unit: one word for the unit of the loss, which is nats per unit.
+      counted: one word for the things that are counted per second.
+      num_counted: the number of these things in a step.
+      metrics: the model's metrics besides the loss, shares between 0 and 1.
       guess: the loss of the best guess that does not look at the input, on the validation set.
-      guess_name: what that is, in words.
+      guess_name: a name for that loss.
     """
 
     model: Any
@@ -47,11 +46,12 @@ class Task(Protocol):
 
     @property
     def source(self) -> str:
-        """What was read, in a sentence."""
+        """A sentence about the data that was read."""
         ...
 
     def record(self) -> dict[str, Any]:
-        """Return what a resumed run must find the same, for config.json."""
+        """Return the facts about the data that a resumed run must find unchanged; they go into
+        config.json, and one is called "fingerprint"."""
         ...
 
     def training(self, index: int, count: int) -> grain.IterDataset:
@@ -63,32 +63,18 @@ class Task(Protocol):
         ...
 
     def keep(self, run: Path) -> None:
-        """Write into the run's folder what resuming and exporting need besides its options."""
+        """Write the files that resuming and exporting need besides the options into the run's
+        folder."""
         ...
 
     def begin(self, step: Step, key: jax.Array) -> TrainState | None:
-        """Return a state with weights that are there already; None if there are none."""
+        """Return a state with the weights of --init; None if the weights are to be drawn."""
         ...
 
     def show(
         self, step: Step, state: TrainState, folder: RunFolder | NoRunFolder, output: Output
     ) -> None:
-        """Print what the trained model does with an input of the user's or of the validation set,
-        and write it into the folder. All processes take part."""
+        """Print an example of the trained model's work, and write it into the folder.
+
+        All processes take part."""
         ...
-
-
-def make_task(options: TrainOptions, run: Path | None) -> Task:
-    """Return what a run trains.
-
-    Args:
-      options: of the run.
-      run: its folder, if there is one already.
-
-    Raises:
-      ImportError: a package that the options need is not installed.
-      ValueError: an option or an input cannot work.
-    """
-    if options.model.model == "alexnet":
-        return ImageTask(options)
-    return TextTask(options, run)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import grain
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -21,6 +20,9 @@ from zeroxla.cli.train.sample import continue_text
 from zeroxla.pipeline.pipeline import Pipeline
 from zeroxla.step.state import TrainState, full_params
 from zeroxla.step.step import Step
+
+if TYPE_CHECKING:
+    import grain
 
 
 class TextTask:
@@ -49,7 +51,7 @@ class TextTask:
 
     @property
     def source(self) -> str:
-        return source_of(self.corpus, self.unit)
+        return describe_corpus(self.corpus, self.unit)
 
     def record(self) -> dict[str, Any]:
         return record_of(self.corpus)
@@ -105,8 +107,8 @@ class TextTask:
         folder.write_text("sample.txt", options.prompt + continuation)
 
 
-def source_of(corpus: data.Corpus, unit: str) -> str:
-    """Return in a sentence what was read."""
+def describe_corpus(corpus: data.Corpus, unit: str) -> str:
+    """Return a sentence about the text that was read."""
     return (
         f"Text: {corpus.source}; {len(corpus.train):,} {unit}s in {corpus.num_train_files} files "
         f"to train on, {len(corpus.valid):,} {unit}s in {corpus.num_valid_files} held out"
@@ -114,7 +116,7 @@ def source_of(corpus: data.Corpus, unit: str) -> str:
 
 
 def record_of(corpus: data.Corpus) -> dict[str, Any]:
-    """Return of a text what a resumed run must find the same."""
+    """Return the facts about a text that a resumed run must find unchanged."""
     return {
         "source": corpus.source,
         "fingerprint": corpus.fingerprint(),

@@ -1,4 +1,4 @@
-"""DeepSpeed's configuration files, read as ours."""
+"""Reads DeepSpeed's configuration files as the options of a `ZeroConfig`."""
 
 from zeroxla.config.deepspeed.reader import DeepSpeedSettings, read
 

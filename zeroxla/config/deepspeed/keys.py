@@ -1,7 +1,8 @@
-"""The keys of a DeepSpeed configuration, and why nothing is made of some.
+"""The keys of a DeepSpeed configuration, and the reason why some have no effect.
 
-Taken from `deepspeed/runtime/config.py`, `runtime/constants.py`, `runtime/precision_config.py`,
-`runtime/zero/config.py` and the configurations they import, of DeepSpeed 0.19.6.
+The keys are taken from `deepspeed/runtime/config.py`, `runtime/constants.py`,
+`runtime/precision_config.py`, `runtime/zero/config.py` and the configurations they import, of
+DeepSpeed 0.19.6.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from zeroxla.config.deepspeed.sections import Key
 
 _COMPILED = "the whole step is one compiled program, and XLA orders and buffers what it does"
 _UNITS = "gradients are reduced and leaves gathered unit by unit; unit_elements sets the size"
-_OFFLOAD = "it is of offload as DeepSpeed does it; here Offload says what lives in host memory"
+_OFFLOAD = "it tunes DeepSpeed's own offload; here Offload says what lives in host memory"
 _SIZE = "blocks of a file and layers of a loop come in sizes of their own; see Offload"
 _MICS = "MiCS is not part of this version; hpz_size keeps secondary shards inside a node"
 _HOOKS = "nothing is hooked into modules: the fetch plan comes from the trace of the loss"
@@ -87,7 +88,7 @@ ZERO: dict[str, Key] = {
             "reset_T": Key(kind="count", least=1),
         },
     ),
-    # the same, by the names of DeepSpeed's fields
+    # honoured, by the names of DeepSpeed's own fields
     "max_live_parameters": Key(kind="count", alias="stage3_max_live_parameters"),
     "max_reuse_distance": Key(kind="count", alias="stage3_max_reuse_distance"),
     "prefetch_bucket_size": Key(kind="count", alias="stage3_prefetch_bucket_size"),

@@ -1,4 +1,4 @@
-"""DeepSpeed's offload options as an `Offload`."""
+"""Turns DeepSpeed's offload options into an `Offload`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _UNUSED = "only what is offloaded is updated in sub-groups, and nothing is"
 _NOT_ON_HOST = "the host updates an optimizer on the device cpu, with no parameters on nvme"
 _PINNED = "host memory of compiled programs is always pinned"
 _ONE_RATIO = "it holds for the parameters that are offloaded, too"
-# DeepSpeed's older flags, and the section that each stands for.
+# DeepSpeed's older flags, and the section that replaced each.
 _FLAGS = {
     "cpu_offload": "offload_optimizer",
     "cpu_offload_param": "offload_param",
@@ -29,11 +29,12 @@ def offload_of(
 
     Args:
       zero: the section `zero_optimization`.
-      ignored: gets what has no effect, or another one.
-      on_host: the configuration says that DeepSpeed's CPU optimizer is to be used.
+      ignored: receives the keys that have no effect, or another effect, and the reasons.
+      on_host: whether the configuration asks for DeepSpeed's CPU optimizer.
 
     Raises:
-      ValueError: a device that DeepSpeed does not know, a flag against its section, or two paths.
+      ValueError: DeepSpeed knows no such device, a flag contradicts its section, or there are two
+        paths.
     """
     options: dict[str, Any] = {}
     paths: dict[str, str] = {}
@@ -88,10 +89,10 @@ def _path(section: str, written: Mapping[str, Any]) -> str:
 
 
 def _place(section: str, written: Mapping[str, Any], zero: Mapping[str, Any]) -> str:
-    """Return the device of a section or of the older flag that stands for it.
+    """Return the device of a section, or of the older flag that means the same.
 
     Raises:
-      ValueError: there is no such device, or both say something else.
+      ValueError: there is no such device, or section and flag contradict each other.
     """
     dotted = f"zero_optimization.{section}.device"
     place = written.get("device", "none")

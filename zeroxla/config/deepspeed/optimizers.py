@@ -1,7 +1,7 @@
-"""DeepSpeed's optimizers as optax transformations.
+"""Makes DeepSpeed's optimizers from optax transformations.
 
 Formulas: `deepspeed/ops/adam`, `ops/lamb`, `ops/lion` and their kernels, `runtime/zero/muon`, and
-PyTorch for Adagrad and SGD. As there, one rate, decay and pair of betas hold for all leaves.
+PyTorch for Adagrad and SGD. As there, all leaves share one rate, decay and pair of betas.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import optax
 from optax import contrib
@@ -18,11 +17,11 @@ from optax import contrib
 from zeroxla.config.deepspeed.schedules import make_scheduler
 from zeroxla.config.deepspeed.sections import Key, nearest, take
 from zeroxla.config.deepspeed.update_rules import (
+    muon_labels,
     scale_by_bounded_trust_ratio,
     scale_by_moments,
     scale_by_root_of_sum,
 )
-from zeroxla.program.paths import leaf_path
 
 _RATE, _NUMBER, _FLAG = Key(kind="number"), Key(kind="number"), Key(kind="flag")
 _BETAS, _MOMENTUM = Key(kind="pair"), Key(kind="number", below=1)
@@ -102,13 +101,19 @@ _MISSING = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class _Recipe:
+    """An optimizer before schedules are applied to its rates and betas."""
+
     build: Callable[..., optax.GradientTransformation]
-    """Of the rates, and of b1 and b2 where `betas` are given."""
+    """Makes the optimizer from the rates, and from b1 and b2 if there are `betas`."""
 
     rates: dict[str, float]
+    """Constant learning rates, by the names of the arguments of `build`."""
+
     betas: tuple[float, float] | None = None
+    """Constant b1 and b2. None means that the optimizer has none."""
+
     decay: float = 0.0
-    """Adagrad's own: the rate is divided by 1 + decay x count."""
+    """Adagrad's own decay, which divides the rate by 1 + decay x count."""
 
 
 def make_optimizer(
@@ -116,18 +121,18 @@ def make_optimizer(
 ) -> optax.GradientTransformation | None:
     """Return the optimizer of the sections `optimizer` and `scheduler` and of `gradient_clipping`.
 
-    Where only one of the others is written, the optimizer is the AdamW of `make_step`.
+    If only the scheduler or the clipping is written, the optimizer is the AdamW of `make_step`.
 
     Args:
       written: the honoured keys of the configuration.
-      ignored: gets dotted keys and the reasons why nothing is made of them.
+      ignored: receives the dotted keys that have no effect, and the reason for each.
 
     Returns:
-      A chain that first clips the global norm; None if none of the three is written.
+      A chain that clips the global norm first; None if none of the three is written.
 
     Raises:
       ValueError: a name or a parameter is unknown, missing or out of range.
-      NotImplementedError: there is no such optimizer or scheduler here.
+      NotImplementedError: zeroxla lacks the optimizer or the scheduler.
     """
     recipe = _recipe(written.get("optimizer", {}), ignored)
     scheduler = make_scheduler(written.get("scheduler", {}), ignored)
@@ -147,7 +152,7 @@ def make_optimizer(
             ignored["scheduler.params.cycle_momentum"] = "this optimizer has no betas to cycle"
     if recipe.decay:
         rates = {name: _decayed(rate, recipe.decay) for name, rate in rates.items()}
-    # Constants stay out of the state, so that 1 - b2 is not computed from a float32 b2.
+    # Constants stay out of the state: there b2 would be rounded to float32 before 1 - b2.
     static = tuple(name for name, value in betas.items() if not callable(value))
     optimizer = optax.inject_hyperparams(recipe.build, static_args=static)(**rates, **betas)
     return optax.chain(optax.clip_by_global_norm(clipping), optimizer) if clipping else optimizer
@@ -198,7 +203,7 @@ def _recipe(written: Mapping[str, Any], ignored: dict[str, str]) -> _Recipe | No
 
 
 def _adam(p: Mapping[str, Any], decoupled: bool) -> _Recipe:
-    # PyTorch's AdamW decays by 0.01 where nothing is written, DeepSpeed's own by nothing.
+    # By default PyTorch's AdamW decays by 0.01, and DeepSpeed's own does not decay.
     default = 0.01 if decoupled and p.get("torch_adam", False) else 0.0
     decay = optax.add_decayed_weights(p.get("weight_decay", default))
     moments = optax.scale_by_adam if p.get("bias_correction", True) else scale_by_moments
@@ -212,7 +217,7 @@ def _adam(p: Mapping[str, Any], decoupled: bool) -> _Recipe:
 
 
 def _lamb(p: Mapping[str, Any]) -> _Recipe:
-    """Return DeepSpeed's LAMB: moments are not corrected, but the rate; the ratio is bounded."""
+    """Return DeepSpeed's LAMB: it corrects the rate, not the moments, and bounds the ratio."""
     eps, inside = p.get("eps", 1e-8), p.get("eps_inside_sqrt", False)
     least, most = p.get("min_coeff", 0.01), p.get("max_coeff", 10.0)
 
@@ -263,24 +268,16 @@ def _sgd(p: Mapping[str, Any]) -> _Recipe:
 
 
 def _muon(p: Mapping[str, Any]) -> _Recipe:
-    """Return Muon for matrices and AdamW for the rest, told apart as DeepSpeed does, by name."""
+    """Return Muon for matrices and AdamW for the rest. As in DeepSpeed, names tell them apart."""
     decay, eps = p.get("weight_decay", 0.0), p.get("eps", 1e-10)
     b1, b2 = p.get("betas", (0.9, 0.95))
-
-    def labels(params: Any) -> Any:
-        def label(path: Any, x: Any) -> str:
-            name = leaf_path(path).lower()
-            hidden = x.ndim == 2 and "embed" not in name and "lm_head" not in name
-            return "muon" if hidden else "adam"
-
-        return jax.tree_util.tree_map_with_path(label, params)
 
     def build(learning_rate: Any, adam_learning_rate: Any) -> optax.GradientTransformation:
         muon = contrib.muon(
             learning_rate, beta=p.get("momentum", 0.95), eps=1e-7, weight_decay=decay
         )
         adam = optax.adamw(adam_learning_rate, b1, b2, eps, weight_decay=decay)
-        return optax.multi_transform({"muon": muon, "adam": adam}, labels)
+        return optax.multi_transform({"muon": muon, "adam": adam}, muon_labels)
 
     rates = {
         "learning_rate": p.get("muon_lr", p.get("lr", 0.02)),

@@ -1,7 +1,7 @@
-"""DeepSpeed's configuration as the options of a `ZeroConfig`.
+"""`read`: turns a DeepSpeed configuration into the options of a `ZeroConfig`.
 
-Only what is written is taken over: DeepSpeed's own defaults would, among other things, keep every
-leaf of a model below 1e9 elements gathered.
+Only keys that the configuration has are taken over. DeepSpeed's own defaults are not: among other
+things they would keep every leaf of a model below 1e9 elements gathered.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ _COUNTS = {
     "stage3_param_persistence_threshold": "persistence_threshold",
     "stage3_model_persistence_threshold": "model_persistence_cap",
 }
-_LARGEST_SCALE = 24  # as a power of 2; state.LossScale keeps the scale below
+_LARGEST_SCALE = 24  # a power of 2; `step.state.LossScale` keeps the scale at or below it
 _NEVER = 2**31 - 1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class DeepSpeedSettings:
-    """What a DeepSpeed configuration becomes."""
+    """The options of a DeepSpeed configuration, and the keys that have no effect."""
 
     options: dict[str, Any]
-    """The fields of the `ZeroConfig` that it asks for, by name."""
+    """The fields of the `ZeroConfig` that the configuration asks for, by name."""
 
     ignored: dict[str, str]
-    """Keys that were written and are without effect here, or have another one than in DeepSpeed,
-    such as "zero_optimization.overlap_comm", and why."""
+    """Keys that have no effect here, or another effect than in DeepSpeed, such as
+    "zero_optimization.overlap_comm", and the reason for each."""
 
     def warning(self) -> str:
         """Return a text that lists the ignored keys; "" if there are none."""
@@ -56,12 +56,13 @@ def read(source: str | os.PathLike[str] | Mapping[str, Any]) -> DeepSpeedSetting
     """Read a DeepSpeed configuration.
 
     Args:
-      source: the path of a JSON file, or what such a file holds.
+      source: the path of a JSON file, or a mapping with the content of one.
 
     Raises:
-      ValueError: the file is missing or no JSON object, a key is unknown (the nearest known one is
-        named), or a value is of the wrong type, out of range or against another.
-      NotImplementedError: the optimizer or the scheduler is not here.
+      ValueError: the file is missing or holds no JSON object, a key is unknown (the message names
+        the nearest known one), or a value has the wrong type, is out of range or contradicts
+        another.
+      NotImplementedError: zeroxla lacks the optimizer or the scheduler.
 
     >>> settings = read({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 8}})
     >>> settings.options["hpz_size"], settings.ignored
@@ -90,7 +91,7 @@ def read(source: str | os.PathLike[str] | Mapping[str, Any]) -> DeepSpeedSetting
 
 
 def _check_places(values: Mapping[str, Any]) -> None:
-    """Check that no key stands in another section than its own."""
+    """Check that every key stands in its own section. Raises ValueError otherwise."""
     for name, value in values.items():
         homes = [s for s, key in TOP.items() if key.alias is None and name in (key.keys or ())]
         if name not in TOP and len(homes) == 1:
@@ -102,7 +103,7 @@ def _check_places(values: Mapping[str, Any]) -> None:
 
 
 def _load(source: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return the object in a JSON file."""
+    """Return the object that a JSON file holds."""
     if not isinstance(source, str | os.PathLike):
         raise ValueError(
             f"a DeepSpeed configuration is the path of a JSON file or a dict, not a "
@@ -130,7 +131,8 @@ def _load(source: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return an object of JSON; a key that stands twice would lose one of its values."""
+    """Return a JSON object as a dict. A key that stands twice raises ValueError: JSON's own reader
+    would drop one of its values."""
     names = [name for name, _ in pairs]
     for name in names:
         if names.count(name) > 1:
@@ -139,7 +141,8 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _zero(written: Mapping[str, Any], ignored: dict[str, str]) -> dict[str, Any]:
-    """Return the options of the section `zero_optimization`, and of a key that belongs to it."""
+    """Return the options of the section `zero_optimization` and of
+    `zero_force_ds_cpu_optimizer`."""
     zero = written.get("zero_optimization", {})
     stage = zero.get("stage", 3)
     if stage > 3:
@@ -173,7 +176,7 @@ def _zero(written: Mapping[str, Any], ignored: dict[str, str]) -> dict[str, Any]
 
 
 def _dtypes(written: Mapping[str, Any], ignored: dict[str, str]) -> dict[str, Any]:
-    """Return dtypes and the loss scale."""
+    """Return the options of dtypes and of the loss scale."""
     fp16, bf16 = written.get("fp16", {}), written.get("bf16", {})
     options: dict[str, Any] = {}
     travel = written.get("communication_data_type")

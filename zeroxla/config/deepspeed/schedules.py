@@ -1,7 +1,7 @@
-"""DeepSpeed's learning rate schedulers as functions of the number of updates.
+"""Makes DeepSpeed's learning rate schedulers: functions of the number of updates so far.
 
-Formulas: `deepspeed/runtime/lr_schedules.py`. A scheduler there starts one call before its first
-iteration and steps after each update, so the update with count k uses its iteration k - 1.
+Formulas: `deepspeed/runtime/lr_schedules.py`. There a scheduler starts one call before its first
+iteration and steps after each update. So the update with count k uses its iteration k - 1.
 """
 
 from __future__ import annotations
@@ -88,21 +88,22 @@ _TORCH = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Scheduler:
-    """A learning rate scheduler."""
+    """A learning rate schedule, with a schedule of the first beta if that is cycled."""
 
     rate: Callable[[float], Schedule]
-    """From the optimizer's own rate to the rate of each update."""
+    """Returns, for the optimizer's own rate, the schedule of the rate."""
 
     momentum: Schedule | None = None
-    """The first beta of each update, where it is cycled. The second is 0.99 then."""
+    """Schedule of the first beta; the second one is then 0.99. None does not cycle it."""
 
 
 def make_scheduler(written: Mapping[str, Any], ignored: dict[str, str]) -> Scheduler | None:
-    """Return the scheduler of the section `scheduler`, None if it names none.
+    """Return the scheduler of the section `scheduler`; None if it names none.
 
     Raises:
-      ValueError: it is unknown, or a parameter of it is unknown, missing or out of range.
-      NotImplementedError: it is one of PyTorch's.
+      ValueError: the scheduler is unknown, or one of its parameters is unknown, missing or out of
+        range.
+      NotImplementedError: the scheduler is one of PyTorch's.
     """
     name = written.get("type")
     if name is None:
@@ -137,12 +138,13 @@ def make_scheduler(written: Mapping[str, Any], ignored: dict[str, str]) -> Sched
 
 
 def _iteration(count: Any) -> jax.Array:
-    """Return DeepSpeed's iteration of an update, 0 for its first two."""
+    """Return DeepSpeed's iteration number of an update; the first two updates have 0."""
     return jnp.maximum(jnp.asarray(count, jnp.float32) - 1, 0)
 
 
 def _rise(params: Mapping[str, Any]) -> tuple[int, Callable[[jax.Array], jax.Array]]:
-    """Return the length of the warmup, and how far along it an iteration is, from 0 to 1."""
+    """Return the length of the warmup, and a function that maps an iteration to its progress from 0
+    to 1."""
     steps = max(2, params.get("warmup_num_steps", 1000))
     kind = params.get("warmup_type", "log")
     if kind not in ("log", "linear"):
@@ -189,7 +191,7 @@ def _warmup_cosine(params: Mapping[str, Any]) -> Scheduler:
         along = jnp.minimum((i - steps + 1) / max(1, total - steps), 1.0)
         fall = jnp.maximum(end + (1 - end) * (1 + jnp.cos(jnp.pi * along)) / 2, 0.0)
         warming = _held(i, steps, lambda i: start + (1 - start) * rise(i), fall)
-        # The very first update has the rate 0 there, whatever the ratio.
+        # DeepSpeed's very first update has the rate 0, whatever the ratio.
         return jnp.where(jnp.asarray(count) == 0, 0.0, warming)
 
     return Scheduler(rate=lambda own: lambda count: own * ratio(count))
@@ -209,11 +211,11 @@ def _one_cycle(params: Mapping[str, Any]) -> Scheduler:
     total, interval = first + second, params.get("decay_step_size", 0)
 
     def cycle(count: jax.Array) -> jax.Array:
-        """Return how high the cycle stands, from 0 to 1 and back."""
+        """Return the height of the cycle, which goes from 0 to 1 and back."""
         place = count % total
 
         def part(done: jax.Array, size: int, stairs: int) -> jax.Array:
-            # In whole numbers: a float just below a stair would be one too low.
+            # Integer arithmetic, as a float just below a stair would give the stair before.
             return (done * stairs // size) / stairs if stairs else done / size
 
         rising = part(place, first, stairs[0])
@@ -235,7 +237,7 @@ def _one_cycle(params: Mapping[str, Any]) -> Scheduler:
         count = jnp.asarray(count, jnp.int32)
         after = most * decayed(count, params.get("decay_mom_rate", 0.0))
         cycled = jnp.where(count <= total, most - (most - least) * cycle(count), after)
-        # The very first update has the lowest there, where the cycle would say the highest.
+        # DeepSpeed's very first update has the lowest beta, where the cycle has the highest.
         return jnp.where(count == 0, least, cycled)
 
     cycled = params.get("cycle_momentum", True)

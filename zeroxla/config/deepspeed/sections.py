@@ -1,4 +1,4 @@
-"""Reading one section of a DeepSpeed configuration against a table of its keys."""
+"""Reads one section of a DeepSpeed configuration against a table of its keys."""
 
 from __future__ import annotations
 
@@ -23,29 +23,30 @@ AUTO = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Key:
-    """What is known of one key."""
+    """One key of DeepSpeed: the values that it takes, and whether zeroxla honours it."""
 
     kind: Kind
     reason: str | None = None
-    """Why nothing is made of it; None: it is honoured."""
+    """Why the key has no effect here. None means that it is honoured."""
 
     same: tuple[Any, ...] = ()
-    """Values that ask for what happens here anyway, or for nothing. They are not listed."""
+    """Values that ask for what happens here anyway, or for nothing. They are not listed as
+    ignored."""
 
     least: float | None = 0
-    """Of a count or number; None: any."""
+    """Smallest value of a count or number. None sets no limit."""
 
     above: float | None = None
-    """Of a number that must be larger than this."""
+    """Bound that a number must exceed. None sets no bound."""
 
     below: float | None = None
-    """Of a number that must be smaller than this."""
+    """Bound that a number must stay below. None sets no bound."""
 
     keys: Mapping[str, Key] | None = None
-    """Of a section; None: any."""
+    """Known keys of a section. None takes any key."""
 
     alias: str | None = None
-    """The key in whose place this one stands."""
+    """Current name of a key that DeepSpeed has under two names. None means its own name."""
 
 
 def take(
@@ -54,16 +55,17 @@ def take(
     ignored: dict[str, str],
     place: tuple[str, ...] = (),
 ) -> dict[str, Any]:
-    """Return what is honoured of a section, nested sections included, and list the rest.
+    """Return the honoured keys of a section, nested sections included, and list the others.
 
     Args:
-      values: what the user wrote.
-      keys: what is known.
-      ignored: gets dotted keys and the reasons why nothing is made of them.
-      place: the section's own name, from the outside.
+      values: the section as the user wrote it.
+      keys: the known keys.
+      ignored: receives the dotted keys that have no effect, and the reason for each.
+      place: the names of the sections around this one, the outermost first, and its own.
 
     Raises:
-      ValueError: a key is unknown, of the wrong type, out of range, or written twice.
+      ValueError: a key is unknown or written twice, or its value has the wrong type or is out of
+        range.
     """
     taken: dict[str, Any] = {}
     for name, value in values.items():
@@ -90,7 +92,7 @@ def take(
             listed: dict[str, str] = {}
             value = take(value, key.keys, listed, (*place, name))
             off = "enabled" in key.keys and not value.get("enabled", False)
-            # What a section says that is switched off asks for nothing; "auto" is to be seen.
+            # A section that is switched off asks for nothing, but its "auto" is listed.
             ignored.update({k: v for k, v in listed.items() if not off or v == AUTO})
         target = key.alias or name
         if target in taken:
@@ -101,10 +103,10 @@ def take(
 
 
 def checked(dotted: str, value: Any, key: Key) -> Any:
-    """Return a value in the type of its key.
+    """Return a value, converted to the type of its key.
 
     Raises:
-      ValueError: it has another type, or is out of range.
+      ValueError: the value has another type, or is out of range.
     """
     if key.kind in ("count", "number"):
         if not _is_number(value) or not _in_range(value, key):
@@ -125,7 +127,7 @@ def checked(dotted: str, value: Any, key: Key) -> Any:
 
 
 def nearest(name: str, known: Any) -> str:
-    """Return the known name that is most like `name`, whatever its capitals."""
+    """Return the known name that is most similar to `name`, capitals aside."""
     names = {str(k).lower(): k for k in known}
     return names[difflib.get_close_matches(name.lower(), names, n=1, cutoff=0.0)[0]]
 
@@ -157,5 +159,5 @@ def _asks_for_nothing(value: Any, key: Key) -> bool:
         device = value.get("device") if key.keys is not None and "device" in key.keys else None
         off = value.get("enabled", False if switch else None) is False or device == "none"
         return not value or off or value in key.same
-    # A flag of 1 is no True: they compare equal.
+    # 1 == True in Python, but a flag of 1 is not True.
     return any(value == same and type(value) is type(same) for same in key.same)

@@ -1,4 +1,4 @@
-"""Parts of DeepSpeed's optimizers that optax computes by another formula."""
+"""Parts of DeepSpeed's optimizers for which optax has another formula or another rule."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from zeroxla.program.paths import leaf_path
+
 
 def scale_by_moments(
     *, b1: Any, b2: Any, eps: float, root: float = 0.0
 ) -> optax.GradientTransformation:
-    """Return Adam's quotient of moments as they are, without the correction of their bias."""
+    """Return Adam's m / (sqrt(v + root) + eps), without the correction of the moments' bias."""
 
     def init(params: Any) -> optax.ScaleByAdamState:
         zeros = jax.tree.map(jnp.zeros_like, params)
@@ -28,7 +30,7 @@ def scale_by_moments(
 
 
 def scale_by_bounded_trust_ratio(least: float, most: float) -> optax.GradientTransformation:
-    """Return LAMB's last factor, |leaf| / |update| within bounds; 1 where either is 0."""
+    """Return LAMB's last factor: |leaf| / |update| within bounds, or 1 where either norm is 0."""
 
     def scale(u: Any, p: Any) -> Any:
         of_p, of_u = jnp.sqrt(jnp.sum(p * p)), jnp.sqrt(jnp.sum(u * u))
@@ -39,7 +41,7 @@ def scale_by_bounded_trust_ratio(least: float, most: float) -> optax.GradientTra
 
 
 def scale_by_root_of_sum(eps: float, initial: float) -> optax.GradientTransformation:
-    """Return Adagrad's quotient with eps beside the root, where optax has it below."""
+    """Return Adagrad's g / (sqrt(sum) + eps); optax adds eps inside the root."""
 
     def init(params: Any) -> optax.ScaleByRssState:
         return optax.ScaleByRssState(jax.tree.map(lambda p: jnp.full_like(p, initial), params))
@@ -50,3 +52,15 @@ def scale_by_root_of_sum(eps: float, initial: float) -> optax.GradientTransforma
         return scaled, optax.ScaleByRssState(sums)
 
     return optax.GradientTransformation(init, update)
+
+
+def muon_labels(params: Any) -> Any:
+    """Label each leaf "muon" or "adam". As DeepSpeed does, give Muon the matrices, except for those
+    whose name says embedding or head."""
+
+    def label(path: Any, x: Any) -> str:
+        name = leaf_path(path).lower()
+        hidden = x.ndim == 2 and "embed" not in name and "lm_head" not in name
+        return "muon" if hidden else "adam"
+
+    return jax.tree_util.tree_map_with_path(label, params)

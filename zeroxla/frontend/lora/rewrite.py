@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-from jax import lax
 
 from zeroxla.frontend.lora.dense_view import DenseView
-from zeroxla.frontend.lora.uses import CASTS, REMATS
 from zeroxla.program import compat
+from zeroxla.program.primitives import CASTS, REMATS
+from zeroxla.program.scan import Scan
 from zeroxla.program.trace import Equation, Program, flatten, read
 
 
@@ -83,25 +83,23 @@ def _product(eq: Equation, args: list[Any]) -> jax.Array:
 
 
 def _loop(eq: Equation, args: list[Any]) -> list[Any]:
-    num_consts, num_carry = compat.scan_counts(eq.params)
-    body = flatten(eq.params["jaxpr"])
-    consts = args[:num_consts]
-    start = num_consts + num_carry
-    carry = [_whole(x, "has a loop carry it") for x in args[num_consts:start]]
+    scan = Scan(eq)
+    body = scan.body()
+    consts, carry, xs = scan.split_inputs(args)
+    carry = [_whole(x, "has a loop carry it") for x in carry]
     xs = [
         x.stacked()
         if isinstance(x, DenseView) and x.dims[0] in x.layers
         else _whole(x, "slices it")
-        for x in args[start:]
+        for x in xs
     ]
 
-    def turn(carry: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
+    def turn(carry: list[Any], xs: list[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
         xs = [x.layer() if isinstance(x, DenseView) else x for x in xs]
         results = evaluate(body, [*consts, *carry, *xs])
-        return results[:num_carry], results[num_carry:]
+        return scan.split_outputs(results)
 
-    length, reverse, unroll = (eq.params[name] for name in ("length", "reverse", "unroll"))
-    carry, ys = lax.scan(turn, carry, xs, length=length, reverse=reverse, unroll=unroll)
+    carry, ys = scan.run(turn, carry, xs)
     return [*carry, *ys]
 
 

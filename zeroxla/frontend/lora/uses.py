@@ -10,11 +10,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-from zeroxla.program import compat
+from zeroxla.program.primitives import CASTS, REMATS
+from zeroxla.program.scan import Scan
 from zeroxla.program.trace import Equation, Program, Value, flatten
-
-CASTS = ("convert_element_type", "copy", "copy_p")
-REMATS = ("remat2", "remat", "checkpoint")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -130,13 +128,13 @@ def _product(eq: Equation, mine: Mapping[int, _View], found: Mapping[Value, Uses
 
 
 def _loop(eq: Equation, mine: Mapping[int, _View], found: Mapping[Value, Uses]) -> None:
-    num_consts, num_carry = compat.scan_counts(eq.params)
-    body = flatten(eq.params["jaxpr"])
+    scan = Scan(eq)
+    body = scan.body()
     inside: dict[Value, _View] = {}
     for i, view in mine.items():
-        if i < num_consts:
+        if i < scan.num_consts:
             inside[body.inputs[i]] = view
-        elif i < num_consts + num_carry:
+        elif i < scan.first_x:
             found[view.leaf].obstacles.append("a loop carries it")
         else:
             first, *rest = view.dims

@@ -9,6 +9,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+from zeroxla.program.extras import extra
+
 # Okabe and Ito's colours, which the colour-blind can tell apart.
 COLORS: tuple[str, ...] = (
     "#0072B2",
@@ -25,8 +27,9 @@ FRAME = "#D8D8D8"
 
 
 def new_figure(*, width: float, height: float) -> Figure:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+    with extra("plot", "pictures need"):
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)

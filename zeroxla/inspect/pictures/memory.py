@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Protocol
 
 from zeroxla.inspect.pictures.figures import COLORS, INK, finish, new_figure, quiet
+from zeroxla.program.extras import extra
 from zeroxla.program.report import format_bytes
 
 if TYPE_CHECKING:
@@ -41,7 +42,8 @@ def plot_memory(
     Raises:
       ValueError: there are no reports.
     """
-    from matplotlib.ticker import FuncFormatter
+    with extra("plot", "pictures need"):
+        from matplotlib.ticker import FuncFormatter
 
     named = reports if isinstance(reports, Mapping) else {"": reports}
     if not named:

@@ -34,7 +34,7 @@ def plot_schedule(
     tick forwards stand at the left and backwards at the right; what is blank is idle.
 
     Args:
-      schedule: from `zeroxla.pipeline.schedule`, or tables of your own.
+      schedule: from `zeroxla.make_schedule`, or tables of your own.
       forward: work of one forward of one stage, in any unit.
       backward: work of one whole backward.
       weight: the part of it that is the gradient of the leaves; None for half.

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from zeroxla.inspect.pictures.figures import COLORS, INK, finish, new_figure, quiet
+from zeroxla.program.extras import extra
 from zeroxla.program.report import format_bytes
 
 if TYPE_CHECKING:
@@ -56,8 +57,9 @@ def plot_search(search: RankedChoices, *, path: str | os.PathLike | None = None)
       The figure: a mark for each choice, tokens/s over memory of a device, its colour the wires,
       its shape the stages; hollow without recomputation; the line is what a device has.
     """
-    from matplotlib.lines import Line2D
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+    with extra("plot", "pictures need"):
+        from matplotlib.lines import Line2D
+        from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
     figure = new_figure(width=8.5, height=4.6)
     axes = figure.add_subplot()

@@ -1,1 +1,1 @@
-"""Runs of several processes: how they find each other, agree, and share batches."""
+"""Runs of several processes: how they find each other, talk, agree, and fail together."""

@@ -1,4 +1,4 @@
-"""What the environment says of the processes of a run."""
+"""`find_cluster`: reads from environment variables which process of which run this is."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import dataclasses
 import os
 from collections.abc import Mapping, Sequence
 
-# What `zeroxla launch` tells the processes that it starts.
+# Variables that `zeroxla launch` sets for the processes that it starts.
 COORDINATOR = "ZEROXLA_COORDINATOR"
 NUM_PROCESSES = "ZEROXLA_NUM_PROCESSES"
 PROCESS_ID = "ZEROXLA_PROCESS_ID"
@@ -14,19 +14,19 @@ NODE = "ZEROXLA_NODE"
 SIMULATED_DEVICES = "ZEROXLA_SIMULATED_DEVICES"
 HEARTBEAT = "ZEROXLA_HEARTBEAT"  # seconds
 RESTART = "ZEROXLA_RESTART"  # attempts before this one
-STARTED = "ZEROXLA_STARTED"  # names the run
-PROGRESS = "ZEROXLA_PROGRESS"  # "descriptor:inode" of a pipe for a byte after each step
+STARTED = "ZEROXLA_STARTED"  # the name of the run
+PROGRESS = "ZEROXLA_PROGRESS"  # "descriptor:inode" of a pipe that takes a byte after each step
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """The processes of a run, as far as they are known.
+    """The processes of a run, as far as the environment or the arguments name them.
 
     Attributes:
-      source: who says so, in words.
-      coordinator: "host:port" of process 0; None leaves it to JAX's own detection.
-      num_processes: how many there are; None likewise.
-      process_id: which one this is, from 0; None likewise.
+      source: name of the program or system that said so, for messages.
+      coordinator: "host:port" of process 0. None leaves it to JAX's own detection.
+      num_processes: number of processes. None leaves it to JAX's detection, too.
+      process_id: number of this process, from 0. None leaves it to JAX's detection, too.
     """
 
     source: str
@@ -36,14 +36,14 @@ class Cluster:
 
 
 def find_cluster(environ: Mapping[str, str] = os.environ) -> Cluster | None:
-    """Return what started this process as one of several; None if nothing did.
+    """Return the run that this process was started as a part of; None for a single process.
 
     Looks for the variables of `zeroxla launch`, of a Slurm step (`srun`), of Open MPI (`mpirun`),
-    and of an indexed Kubernetes Job, in this order. A Slurm allocation outside of a step, and a
-    Kubernetes pod that is not of an indexed Job, are single processes.
+    and of an indexed Kubernetes Job, in this order. In a Slurm allocation but outside of a step,
+    and in a Kubernetes pod outside of an indexed Job, the process counts as a single one.
 
     Raises:
-      ValueError: some variables of a source are there and others are missing or no numbers.
+      ValueError: only some of a source's variables are set, or one is not a number.
     """
     names = (COORDINATOR, NUM_PROCESSES, PROCESS_ID)
     if _complete("zeroxla launch", names, names, environ):
@@ -70,7 +70,8 @@ def find_cluster(environ: Mapping[str, str] = os.environ) -> Cluster | None:
 def _complete(
     source: str, signs: Sequence[str], needed: Sequence[str], environ: Mapping[str, str]
 ) -> bool:
-    """Return whether all of `needed` are there; raise if only some are and one of `signs` is."""
+    """Return whether the variables `needed` are set. If one of `signs` is set but not all `needed`
+    are, raise ValueError; if none of `signs` is, return False."""
     if not any(name in environ for name in signs):
         return False
     missing = [name for name in needed if name not in environ]

@@ -1,5 +1,8 @@
-"""Short texts between processes, through the coordinator's key-value store: no device is involved,
-so it works before the devices are known, and when they could not agree on a collective."""
+"""Exchanges short texts between processes, through the coordinator's key-value store.
+
+No device is involved. So this works before devices are known, and even if processes could not agree
+on a collective.
+"""
 
 from __future__ import annotations
 
@@ -18,18 +21,19 @@ _calls = itertools.count()
 
 
 def exchange(topic: str, text: str, *, timeout: float = 600, name: str | None = None) -> list[str]:
-    """Give a text to every process and return those of all, by process.
+    """Give a text to every process, and return the texts of all, by process.
 
-    Every process must call it, in the same order relative to other calls, or with a name.
+    Every process must call this, in the same order relative to other calls, or with a name.
 
     Args:
-      topic: what it is about, for messages.
+      topic: subject of the text, for messages.
       text: up to some kilobytes.
-      timeout: seconds to wait for the others.
-      name: which no other call has, for calls outside the main thread: these have no order.
+      timeout: seconds to wait for the other processes.
+      name: a name that no other call has. Calls outside the main thread need one, as they have no
+        order.
 
     Raises:
-      TimeoutError: a process did not come.
+      TimeoutError: a process did not give its text in time.
 
     Cost: one round trip to the coordinator for each process.
     """
@@ -44,7 +48,7 @@ def exchange(topic: str, text: str, *, timeout: float = 600, name: str | None = 
         key = f"zeroxla/{call}/{topic}/{process}"
         try:
             texts.append(client.blocking_key_value_get(key, round(timeout * 1000)))
-        # The client's own error, of a class that jaxlib does not name in public.
+        # The client raises its own error, whose class jaxlib does not export.
         except Exception as error:
             raise TimeoutError(
                 f"process {process} has not said its {topic} within {timeout:.0f} s; it is slow, "
@@ -54,16 +58,16 @@ def exchange(topic: str, text: str, *, timeout: float = 600, name: str | None = 
 
 
 def agree(topic: str, says: Mapping[str, str], remedy: str) -> None:
-    """Check that all processes say the same.
+    """Check that all processes give the same texts.
 
     Args:
       topic: as in `exchange`.
       says: short texts by name.
-      remedy: what the user can do, for the message.
+      remedy: advice to the user, for the message.
 
     Raises:
-      ValueError: they do not.
-      TimeoutError: a process did not come.
+      ValueError: the texts differ.
+      TimeoutError: a process did not give its texts in time.
     """
     said = [json.loads(text) for text in exchange(topic, json.dumps(dict(says)))]
     if lines := differences(said):
@@ -71,21 +75,22 @@ def agree(topic: str, says: Mapping[str, str], remedy: str) -> None:
 
 
 def on_first(topic: str, action: Callable[[], _T]) -> _T | None:
-    """Do something in process 0 alone; return its result there and None elsewhere.
+    """Run an action in process 0 alone. Return its result there, and None in the others.
 
     Args:
       topic: as in `exchange`.
-      action: what to do.
+      action: the function to call.
 
     Raises:
-      ValueError: in every process, if the action raised one.
-      RuntimeError: in the others, if the action raised anything else in process 0.
+      ValueError: the action raised one; every process raises it.
+      RuntimeError: the action raised another error; process 0 raises that one, the others raise
+        this.
     """
     result, failure = None, None
     if jax.process_index() == 0:
         try:
             result = action()
-        except Exception as error:  # raised again below, once the others know of it
+        except Exception as error:  # raised again below, once the others know about it
             failure = error
     known = [type(failure).__name__, str(failure)] if failure else None
     said = json.loads(exchange(topic, json.dumps(known))[0])
@@ -100,7 +105,8 @@ def on_first(topic: str, action: Callable[[], _T]) -> _T | None:
 
 
 def differences(said: Sequence[Mapping[str, str]]) -> str:
-    """Return a line for each name of which a process says otherwise than process 0; "" for none."""
+    """Return a line for each name whose text differs between a process and process 0; "" if there
+    is none."""
     lines = []
     for name in dict.fromkeys(name for s in said for name in s):
         expected = said[0].get(name)
@@ -113,13 +119,13 @@ def differences(said: Sequence[Mapping[str, str]]) -> str:
 
 
 def agree_on_program(name: str, lowered: jax.stages.Lowered, options: Mapping[str, str]) -> None:
-    """Check that all processes are about to run the same program: they would wait for each other
-    for ever in different ones.
+    """Check that all processes are about to run the same program. In different programs they would
+    wait for each other for ever.
 
     Args:
-      name: of the program.
-      lowered: for the mesh, from the arguments that it is about to be called with.
-      options: of the configuration, each in words.
+      name: the program's name.
+      lowered: the program, lowered for the arguments that it is about to be called with.
+      options: the configuration's options, each as a text.
 
     Raises:
       ValueError: as in `agree`.

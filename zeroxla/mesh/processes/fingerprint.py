@@ -1,4 +1,4 @@
-"""What must be the same in all processes of a run, as short texts."""
+"""`fingerprint`: the versions and code hashes that all processes of a run must share."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ _PACKAGES = ("jax", "jaxlib", "flax", "optax")
 
 @functools.cache
 def fingerprint() -> dict[str, str]:
-    """Return versions, and hashes of zeroxla's source, its kernels' included, and of the script
-    that runs, by name."""
+    """Return, by name, the versions of Python and packages, and hashes of zeroxla's source (kernels
+    included) and of the script that runs."""
     found = {"Python": ".".join(platform.python_version_tuple()[:2])}
     found |= {name: importlib.metadata.version(name) for name in _PACKAGES}
     found["zeroxla's source"] = _hash(_sources(Path(__file__).parents[2]))
-    # Not a console script: its first line names the interpreter, which may lie elsewhere there.
+    # Console scripts are left out: their first line names the interpreter, whose path may differ
+    # between hosts.
     script = getattr(sys.modules.get("__main__"), "__file__", None)
     if script is not None and script.endswith(".py"):
         found["the script"] = f"{Path(script).name} {_hash([Path(script)])}"
@@ -28,7 +29,7 @@ def fingerprint() -> dict[str, str]:
 
 
 def _sources(root: Path) -> list[Path]:
-    """Return the Python files of the package, the models and kernels that are linked included."""
+    """Return the package's Python files, with those of the linked models and kernels."""
     folders = os.walk(root, followlinks=True)
     return sorted(
         Path(folder, name) for folder, _, names in folders for name in names if name.endswith(".py")

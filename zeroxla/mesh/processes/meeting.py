@@ -1,8 +1,9 @@
-"""The processes of a run meet before JAX starts, to find out in words what is wrong.
+"""`meet`: the processes of a run meet before JAX starts, so that errors are reported in words.
 
-JAX's own start-up ends the process when another one does not come, and when its port is taken. So
-every process first says over TCP, to process 0 at the coordinator's address, who it is and what it
-runs; process 0 answers all with the same list, or the same error, and leaves the port to JAX.
+JAX's own start-up ends the process if another one does not come, or if its port is taken. So every
+process first connects to process 0, at the coordinator's address, and tells who it is and what it
+runs. Process 0 answers all of them with the same list or the same error, and leaves the port to
+JAX.
 """
 
 from __future__ import annotations
@@ -20,19 +21,19 @@ from zeroxla.mesh.processes.exchange import differences
 
 _GREETING = "zeroxla meeting 1"
 _MAX_BYTES = 1 << 20
-# How long a process may take to say its line once it is connected, and to hear the verdict.
+# Seconds that a process may take to send its line once it is connected, and to hear the verdict.
 _PATIENCE = 10.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Member:
-    """What a process says of itself.
+    """A process of a run, as it describes itself.
 
     Attributes:
-      process_id: which one it is.
-      num_processes: how many it was told of.
-      node: the name of its host; processes with the same name share a node.
-      runs: what must be the same everywhere, by name: versions, hashes of code.
+      process_id: its number, from 0.
+      num_processes: the number of processes that it was told.
+      node: its host's name. Processes with the same name share a node.
+      runs: its `fingerprint`: versions and hashes of code, which must be the same everywhere.
     """
 
     process_id: int
@@ -42,16 +43,16 @@ class Member:
 
 
 def meet(me: Member, coordinator: str, *, timeout: float) -> list[Member]:
-    """Wait for all processes; return them by process.
+    """Wait until all processes have come, and return them in the order of their numbers.
 
     Args:
       me: this process.
       coordinator: "host:port"; process 0 listens there.
-      timeout: seconds to wait for the others.
+      timeout: seconds to wait for the other processes.
 
     Raises:
-      ValueError: the address is no address or taken, or the processes do not fit together.
-      TimeoutError: some did not come.
+      ValueError: the address is malformed or taken, or the processes do not fit together.
+      TimeoutError: some processes did not come.
     """
     host, port = split_address(coordinator)
     deadline = time.monotonic() + timeout
@@ -64,7 +65,7 @@ def split_address(address: str) -> tuple[str, int]:
     """Return host and port of "host:port" or "[host]:port".
 
     Raises:
-      ValueError: it is something else.
+      ValueError: the address has another form.
     """
     host, _, port = address.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
@@ -94,7 +95,7 @@ def _receive(me: Member, host: str, port: int, deadline: float, timeout: float) 
                 break
             member = _hear(guest)
             if member is None:
-                continue  # not one of ours: a port scanner, say
+                continue  # a stranger, such as a port scanner
             guests.append(guest)
             if member.process_id in members:
                 error = ValueError(
@@ -108,7 +109,7 @@ def _receive(me: Member, host: str, port: int, deadline: float, timeout: float) 
         error = error or _differences(found)
         for guest in guests:
             _send(guest, {"error": str(error)} if error else {"members": [*map(vars, found)]})
-        for guest in guests:  # who closes a connection first keeps its port for a while
+        for guest in guests:  # the side that closes first blocks its port for a while: let guests
             with contextlib.suppress(OSError):
                 guest.recv(1)
     if error:
@@ -118,7 +119,7 @@ def _receive(me: Member, host: str, port: int, deadline: float, timeout: float) 
 
 def _listen(host: str, port: int) -> socket.socket:
     try:
-        # At any address of this machine, as JAX will.
+        # Listen at all addresses of this machine, as JAX will.
         if socket.has_dualstack_ipv6():
             return socket.create_server(
                 ("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024
@@ -197,12 +198,12 @@ def _connect(host: str, port: int, deadline: float, timeout: float) -> socket.so
 
 
 def _send(connection: socket.socket, value: dict[str, Any]) -> None:
-    with contextlib.suppress(OSError):  # who is gone has ended, and has said why
+    with contextlib.suppress(OSError):  # a process that is gone has printed why it ended
         connection.sendall(json.dumps(value).encode() + b"\n")
 
 
 def _read(connection: socket.socket, deadline: float) -> Any:
-    """Return the value of one line; None if none came, or none that is JSON."""
+    """Return the JSON value of one line; None if no line came, or it is not JSON."""
     line = b""
     while not line.endswith(b"\n") and len(line) < _MAX_BYTES:
         try:

@@ -1,4 +1,4 @@
-"""Signs of life of a training process, for the launcher that watches it."""
+"""`mark`: tells the launcher, after each step, that this training process makes progress."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from zeroxla.mesh.processes.environment import PROGRESS
 
 
 def mark() -> None:
-    """Say that a step was taken, if somebody listens. Costs a microsecond."""
+    """Report that a step was taken, if a launcher listens. Costs a microsecond."""
     descriptor = _descriptor()
     if descriptor is not None:
-        with contextlib.suppress(OSError):  # the pipe is full, or nobody reads it any more
+        with contextlib.suppress(OSError):  # the pipe is full, or nobody reads it any longer
             os.write(descriptor, b".")
 
 
 @functools.cache
 def _descriptor() -> int | None:
-    # A program that this one starts has the variable, too, but not the pipe; what has its number
-    # there is known by not being that pipe.
+    # A program that this process starts inherits the variable but not the pipe, so the descriptor's
+    # number may be another file there. The inode tells whether it is the pipe.
     number, _, inode = os.environ.get(PROGRESS, "").partition(":")
     if not number.isdecimal():
         return None

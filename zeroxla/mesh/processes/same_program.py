@@ -1,4 +1,4 @@
-"""Calls of compiled programs, which all processes make alike."""
+"""`ProgramCalls`: calls compiled programs, after all processes agreed on which one."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from zeroxla.mesh.processes.exchange import agree_on_program
 
 
 class ProgramCalls:
-    """Calls a step's programs.
+    """Calls a step's programs. With several processes, the first call of each program is compared.
 
     Args:
-      config: of the step, for messages.
+      config: the step's configuration, for messages.
     """
 
     def __init__(self, config: ZeroConfig) -> None:
@@ -24,11 +24,11 @@ class ProgramCalls:
         self._agreed: set[Any] = set()
 
     def __call__(self, name: str, program: Any, *args: Any) -> Any:
-        """Call a jitted program; of several processes, when all are about to call the same one.
+        """Call a jitted program, once all processes are about to call the same one.
 
         Raises:
           ValueError: another process is about to call another program.
-          TimeoutError: it does not come.
+          TimeoutError: another process does not call any.
         """
         if jax.process_count() > 1:
             avals = ((x.shape, x.dtype) for x in jax.tree.leaves(args))

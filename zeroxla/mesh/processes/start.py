@@ -1,4 +1,4 @@
-"""Start-up of a run of several processes: `jax.distributed`, with errors in words."""
+"""`initialize`: starts `jax.distributed` in a run of several processes, with readable errors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from zeroxla.mesh.processes.meeting import Member, meet
 from zeroxla.mesh.simulate import simulate
 from zeroxla.program import compat
 
-_nodes: list[str] | None = None  # of every process, once they have met
+_nodes: list[str] | None = None  # the node of every process, once they have met
 
 
 def initialize(
@@ -34,24 +34,25 @@ def initialize(
 ) -> None:
     """Join this process to the others of its run. Call it first thing in the program.
 
-    Started by `zeroxla launch`, in a Slurm step, by Open MPI, or in an indexed Kubernetes Job, it
-    needs no argument; started alone, it does nothing. A second call does nothing.
+    A process that was started by `zeroxla launch`, in a Slurm step, by Open MPI or in an indexed
+    Kubernetes Job needs no argument. In a process that was started alone, and at a second call,
+    this does nothing.
 
-    Processes on one host share a node of `make_mesh`. The host is its name, or what `zeroxla
-    launch` says.
+    Processes on one host share a node of `make_mesh`. Hosts are told apart by their names, or by
+    the names that `zeroxla launch` gives them.
 
     Args:
       coordinator: "host:port" of process 0, which listens there; the port must be free.
-      num_processes: how many processes there are.
-      process_id: which one this is, from 0.
+      num_processes: number of processes in the run.
+      process_id: number of this process, from 0.
       timeout: seconds to wait for all processes to come.
       heartbeat_timeout: seconds of silence after which a process counts as dead. All others are
-        then ended, with a message that names it. None: what `zeroxla launch` says, else 30.
+        then ended, with a message that names it. None takes the value of `zeroxla launch`, or 30.
 
     Raises:
       ValueError: arguments or the environment's variables are incomplete or contradict each other,
-        the coordinator's port is taken, or processes run other code or versions.
-      TimeoutError: process 0 was not to be reached, or processes did not come.
+        the coordinator's port is taken, or processes run different code or versions.
+      TimeoutError: process 0 could not be reached, or processes did not come.
       RuntimeError: JAX has started already.
     """
     global _nodes
@@ -93,15 +94,15 @@ def initialize(
 
 
 def has_joined() -> bool:
-    """Return whether this process is one of several; does not start JAX's devices."""
+    """Return whether this process has joined others. Does not start JAX's devices."""
     return compat.coordination_client() is not None
 
 
 def nodes_of_processes() -> list[str]:
-    """Return the name of the host of every process, by process.
+    """Return the host's name of every process, by process.
 
-    Where JAX was joined otherwise than by `initialize`, the processes exchange their hosts' names:
-    all must call it then.
+    If processes joined JAX by other means than `initialize`, they exchange their hosts' names here,
+    so all of them must call this.
     """
     global _nodes
     if _nodes is None:
@@ -112,7 +113,8 @@ def nodes_of_processes() -> list[str]:
 def _cluster(
     coordinator: str | None, num_processes: int | None, process_id: int | None
 ) -> Cluster | None:
-    """Return what the arguments say, then the environment; None for a single process."""
+    """Return the run that the arguments describe, completed by the environment; None for a single
+    process."""
     given = {
         name: value
         for name, value in (

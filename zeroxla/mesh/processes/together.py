@@ -1,4 +1,4 @@
-"""What one process finds wrong stops all of them: the others would wait for it."""
+"""`together`: a failure in one process stops all of them, as the others would wait for it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from zeroxla.mesh.processes.exchange import exchange
 
 _T = TypeVar("_T")
 _TIMEOUT_S = 24 * 3600.0
-"""A process may be long at writing or reading what others wait for."""
+"""Seconds. A process may write or read for hours while the others wait."""
 
 
 def together(
@@ -20,18 +20,18 @@ def together(
     timeout: float = _TIMEOUT_S,
     name: str | None = None,
 ) -> _T:
-    """Do something in every process, and go on when all have.
+    """Run an action in every process, and return when all processes have finished theirs.
 
     Args:
-      topic: what it is, for messages.
-      action: this process's part; it must not wait for another process.
-      timeout: seconds to wait for the others.
+      topic: name of the action, for messages.
+      action: this process's part. It must not wait for another process.
+      timeout: seconds to wait for the other processes.
       name: as in `exchange`.
 
     Raises:
-      Exception: what the action raised.
-      ValueError: it failed in another process.
-      TimeoutError: another process did not come.
+      Exception: the action raised it in this process.
+      ValueError: the action failed in another process.
+      TimeoutError: another process did not finish in time.
     """
     try:
         result = action()

@@ -1,1 +1,1 @@
-"""State on disk: one preallocated file a process, read and written beside the update."""
+"""State on disk: each process has one preallocated file, read and written beside the update."""

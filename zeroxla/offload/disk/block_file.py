@@ -1,14 +1,15 @@
-"""Blocks of a file, read and written by threads: aligned, summed, past the page cache if it can be.
+"""`BlockFile`: reads and writes blocks of a file with threads, past the page cache if possible.
 
-A block is what one call to the operating system moves, and what has one checksum. Threads over
-`pread` and `pwrite` they are because these release Python's lock, move as fast as the disk does
-(`benchmarks/offload_disk.py` has tensorstore beside them) and write inside one file.
+A block is moved by one call to the operating system, and has one checksum. Threads call `pread` and
+`pwrite`, because these release Python's lock, move bytes as fast as the disk does
+(`benchmarks/offload_disk.py` compares tensorstore) and write inside one file.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import errno
+import functools
 import os
 import threading
 import time
@@ -16,34 +17,45 @@ import warnings
 import weakref
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
-import xxhash
 
 from zeroxla.offload.disk.pages import aligned, pages
+from zeroxla.program.extras import extra
 
 BLOCK_BYTES = 8 * 2**20
-"""Of the largest block."""
+"""Size of the largest block."""
 
 WORKERS = 8
-"""Threads: enough that a disk always has the next request."""
+"""Number of threads: enough that a disk always has a next request."""
 
 
 def checksum(data: bytes | np.ndarray) -> int:
-    """Return the sum of a block, 64 bits of XXH3: about as fast as memory, where a CRC would keep
-    a core as busy as a fast disk keeps the block."""
-    return xxhash.xxh3_64_intdigest(data)
+    """Return the checksum of a block: 64 bits of XXH3.
+
+    XXH3 is about as fast as memory. A CRC-32, which checkpoints have, would keep a core as long
+    busy as a fast disk takes to move the block. A checkpoint keeps its CRC-32, so that older ones
+    can be read and the standard library suffices.
+    """
+    return _xxhash().xxh3_64_intdigest(data)
+
+
+@functools.cache
+def _xxhash() -> Any:
+    with extra("disk", "state on disk needs"):
+        import xxhash
+    return xxhash
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Access:
-    """What a time line shows: a block that was moved, or a sub-group that was updated.
+    """An entry of a time line: a block that was moved, or a sub-group that was updated.
 
     Attributes:
       kind: "read", "write" or "update".
-      begun, ended: seconds, of `time.perf_counter`.
-      nbytes: moved.
+      begun, ended: seconds of `time.perf_counter`.
+      nbytes: number of bytes moved.
     """
 
     kind: Literal["read", "write", "update"]
@@ -53,21 +65,24 @@ class Access:
 
 
 class BlockFile:
-    """A file, moved block by block by threads.
+    """A file that threads read and write block by block.
 
     Attributes:
-      path: of the file.
-      is_direct: whether it is moved past the page cache.
-      accesses: what was moved while `is_watched`, in the order in which it ended.
-      is_watched: whether these are noted, as during a step.
+      path: the file's path.
+      is_direct: whether blocks bypass the page cache.
+      accesses: the accesses noted while `is_watched`, in the order in which they ended.
+      is_watched: whether accesses are noted, as during a step.
     """
 
     def __init__(self, path: Path, *, create: bool = False) -> None:
-        """Open a file, which nobody else may have open.
+        """Open a file that no other process may have open.
 
         Raises:
-          OSError: it cannot be opened; BlockingIOError: another process has it open.
+          OSError: the file cannot be opened.
+          BlockingIOError: another process has it open.
+          ImportError: the package of checksums is not installed.
         """
+        _xxhash()  # before there is a file
         flags = os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if create else 0)
         self.path = path
         self.accesses: list[Access] = []
@@ -92,13 +107,14 @@ class BlockFile:
             os.close(self._fd)
             raise
         self._pool = ThreadPoolExecutor(WORKERS, thread_name_prefix="disk")
-        self._own = threading.local()
-        # Also without a `close`, when nothing refers to it and so nothing is under way.
-        self._let_go = weakref.finalize(self, os.close, self._fd)
+        self._thread = threading.local()
+        # Closes the file even without a call of `close`: once nothing refers to this object, no
+        # access is under way.
+        self._close = weakref.finalize(self, os.close, self._fd)
 
     @property
     def size(self) -> int:
-        """Bytes that the file has."""
+        """The file's size in bytes."""
         return os.fstat(self._fd).st_size
 
     @property
@@ -110,50 +126,50 @@ class BlockFile:
             return False
 
     def allocate(self, nbytes: int) -> None:
-        """Make the file so large, with room on the disk for all of it.
+        """Give the file a size, and reserve room for all of it on the disk.
 
         Raises:
-          OSError: there is no room.
+          OSError: the disk has no room.
         """
-        if hasattr(os, "posix_fallocate"):  # not on macOS, which reserves nothing
+        if hasattr(os, "posix_fallocate"):  # macOS lacks it, and reserves nothing
             os.posix_fallocate(self._fd, 0, nbytes)
         os.ftruncate(self._fd, nbytes)
 
     def read(self, offset: int, into: np.ndarray, nbytes: int) -> Future[int]:
-        """Begin to read a block; the future has its checksum.
+        """Begin to read a block. The future returns its checksum.
 
         Args:
-          offset: aligned.
-          into: uint8[aligned(nbytes)], which begins a page.
-          nbytes: of the block, up to BLOCK_BYTES.
+          offset: the block's place in the file, aligned.
+          into: memory for it: uint8[aligned(nbytes)] that begins at a page.
+          nbytes: the block's size, up to BLOCK_BYTES.
         """
         return self._pool.submit(self._read, offset, into, nbytes)
 
     def write(self, offset: int, data: np.ndarray) -> Future[int]:
-        """Begin to write a block, uint8 of up to BLOCK_BYTES; the future has its checksum."""
+        """Begin to write a block: uint8, up to BLOCK_BYTES. The future returns its checksum."""
         return self._pool.submit(self._write, offset, data)
 
     def write_now(self, offset: int, data: bytes) -> None:
-        """Write bytes, such that they outlive a loss of power with all that was written before."""
+        """Write bytes durably: they, and everything written before, survive a loss of power."""
         os.fdatasync(self._fd)
         self._write(offset, np.frombuffer(data, np.uint8))
         os.fdatasync(self._fd)
 
     def read_now(self, offset: int, nbytes: int) -> bytes:
-        """Read bytes; fewer where the file ends."""
+        """Read bytes; fewer if the file ends before."""
         block = pages(nbytes)
         found = os.preadv(self._fd, [block], offset)
         return block[: min(found, nbytes)].tobytes()
 
     def note(self, kind: Literal["read", "write", "update"], begun: float, nbytes: int = 0) -> None:
-        """Note what ends now, if the file is watched."""
+        """Note an access that ends now, if the file is watched."""
         if self.is_watched:
             self.accesses.append(Access(kind, begun, time.perf_counter(), nbytes))
 
     def close(self) -> None:
-        """Wait for what is under way, and let go of the file."""
+        """Wait for accesses under way, and close the file."""
         self._pool.shutdown()
-        self._let_go()
+        self._close()
 
     def _read(self, offset: int, into: np.ndarray, nbytes: int) -> int:
         begun, done = time.perf_counter(), 0
@@ -167,9 +183,9 @@ class BlockFile:
 
     def _write(self, offset: int, data: np.ndarray) -> int:
         padded = aligned(data.nbytes)
-        buffer = getattr(self._own, "buffer", None)
+        buffer = getattr(self._thread, "buffer", None)
         if buffer is None or buffer.nbytes < padded:
-            buffer = self._own.buffer = pages(max(padded, BLOCK_BYTES))
+            buffer = self._thread.buffer = pages(max(padded, BLOCK_BYTES))
         block = buffer[:padded]
         block[: data.nbytes] = data
         block[data.nbytes :] = 0
@@ -182,11 +198,11 @@ class BlockFile:
 
 
 def lock(fd: int) -> None:
-    """Keep other processes from locking a file; until it is closed, also by the process' death.
+    """Keep other processes from locking a file, until this one closes it or ends.
 
     Raises:
-      BlockingIOError: another has locked it.
+      BlockingIOError: another process has locked it.
     """
-    import fcntl  # not on Windows, where JAX has no accelerators
+    import fcntl  # Windows lacks it, and JAX has no accelerators there
 
     fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,4 +1,4 @@
-"""`Desk`: where a compiled program hands in its tickets and gets the shards that they stand for."""
+"""`Desk`: takes tickets from compiled programs, and gives the shards on disk they stand for."""
 
 from __future__ import annotations
 
@@ -20,27 +20,32 @@ _T = TypeVar("_T")
 
 
 class Desk:
-    """Reads parameters on disk for the programs of one step, one program at a time."""
+    """Reads parameters on disk for the programs of one step, one program at a time.
+
+    Attributes:
+      orders: the order in which each program's last run asked for its parts, by the program's name.
+    """
 
     def __init__(self) -> None:
-        self._orders: dict[str, Order] = {}
-        self._window: _Window | None = None
+        self.orders: dict[str, Order] = {}
+        self._run: _ProgramRun | None = None
         self._parts: tuple[Any, dict[int, list[Part]]] = (None, {})
 
     def redeem(self, ticket: jax.Array, shape: Sequence[int], shard: jax.Array) -> jax.Array:
-        """Return, inside a compiled program, this device's shard of a leaf, or of some layers.
+        """Return, inside a compiled program, this device's shard of a leaf or of some of its
+        layers.
 
         Args:
-          ticket: of the layers.
-          shape: of the shard; along layer dims that of the ticket.
-          shard: which of the leaf's shards it is: int32.
+          ticket: the ticket of the leaf, or the slice of it that stands for these layers.
+          shape: the shard's shape, which along layer dims is the ticket's.
+          shard: the number of the shard among the leaf's, int32.
 
-        Cost: waits until it is read; nothing if the device asked for it at this place in the run
-        before and the disk keeps up.
+        Cost: waits until the shard is read. There is no wait if the device asked for it at the same
+        place of the last run and the disk keeps up.
         """
         give = functools.partial(self._give, shape=tuple(shape), dtype=leaf_dtype(ticket))
         result = jax.ShapeDtypeStruct(shape, leaf_dtype(ticket))
-        # Pure: within a run the file does not change. So XLA may drop it, or run it twice.
+        # Within a run the file does not change, so the callback is pure: XLA may drop or repeat it.
         return jax.pure_callback(give, result, ticket, shard)
 
     def call(
@@ -50,54 +55,58 @@ class Desk:
         placements: Sequence[Placement],
         fun: Callable[[list[Any]], _T],
     ) -> _T:
-        """Call a function that runs a program, with tickets for the leaves that are on disk.
+        """Call a function that runs a program, with tickets in place of the leaves on disk.
 
         Args:
-          name: of the program.
-          leaves: of the parameters.
-          placements: of these.
-          fun: of the leaves, on disk none of them.
+          name: the program's name.
+          leaves: the leaves of the parameters.
+          placements: the placements of the leaves.
+          fun: the function. It takes the leaves, with tickets for those on disk.
 
         Returns:
-          What it returns, computed; if nothing is on disk it may still be under way.
+          The function's results, computed. If no leaf is on disk they may still be under way.
 
         Raises:
-          DamagedStateError: the file holds something else than what was written.
+          DamagedStateError: the file does not hold what was written.
           OSError: the disk fails.
-          ValueError: the leaves are of a state that is no more, or another process fails.
+          ValueError: a later step has written over the leaves' state, or another process fails.
         """
         on_disk = [x for x in leaves if isinstance(x, DiskArray)]
         if not on_disk:
             return fun(list(leaves))
         on_disk[0].check()
-        ahead = ReadAhead(on_disk[0].file, on_disk[0].version, self._orders.get(name, {}))
-        assert self._window is None, "a program with tickets is running"
+        ahead = ReadAhead(on_disk[0].file, on_disk[0].version, self.orders.get(name, {}))
+        assert self._run is None, "a program with tickets is running"
         known = [(x.name, x.shape, x.sharding) for x in on_disk]
         if self._parts[0] != known:
             self._parts = known, _parts_of(on_disk)
-        self._window = window = _Window(self._parts[1], ahead)
+        self._run = run = _ProgramRun(self._parts[1], ahead)
         try:
             found = jax.block_until_ready(fun(with_tickets(leaves, placements)))
         finally:
-            self._window = None
+            self._run = None
             ahead.close()
-        self._orders[name] = ahead.asked
-        together("state on disk", window.check)
+        self.orders[name] = ahead.asked
+        together("state on disk", run.check)
         return found
 
     def _give(
         self, ticket: Any, shard: Any, *, shape: tuple[int, ...], dtype: np.dtype
     ) -> np.ndarray:
-        window = self._window
-        assert window is not None
-        return window.give(np.asarray(ticket), int(shard), shape, dtype)
+        run = self._run
+        assert run is not None
+        return run.give(np.asarray(ticket), int(shard), shape, dtype)
 
 
-class _Window:
-    """What a desk needs while a program runs.
+class _ProgramRun:
+    """The parts and reads of a program that runs.
+
+    Args:
+      parts: by the number of the shard, the parts that tickets stand for.
+      ahead: reads the parts.
 
     Attributes:
-      failure: the first.
+      failure: the first failure; None if there was none.
     """
 
     def __init__(self, parts: dict[int, list[Part]], ahead: ReadAhead) -> None:
@@ -107,7 +116,7 @@ class _Window:
     def check(self) -> None:
         """Raise the failure, if there was one.
 
-        Where a callback raises, only its device's program ends, and the others wait for it.
+        A callback must not raise: only its device's program would end, and the others would wait.
         """
         if self.failure is not None:
             raise self.failure
@@ -115,7 +124,7 @@ class _Window:
     def give(
         self, ticket: np.ndarray, shard: int, shape: tuple[int, ...], dtype: np.dtype
     ) -> np.ndarray:
-        """Return a shard, or zeros after a failure."""
+        """Return the shard, or some layers of it; return zeros after a failure."""
         parts = [self._parts[shard][number] for number in ticket.ravel()]
         try:
             data = self._ahead.take(shard, [part.name for part in parts])
@@ -136,7 +145,7 @@ class _Window:
 
 
 def with_tickets(leaves: Sequence[Any], placements: Sequence[Placement]) -> list[Any]:
-    """Return the leaves of parameters, or their shapes, with tickets for those on disk."""
+    """Return leaves of parameters, or their shapes, with tickets in place of those on disk."""
     rows = enumerate(zip(leaves, placements, strict=True))
     on_disk = {i: row for i, row in rows if isinstance(row[0], (DiskArray, DiskShape))}
     shapes = ticket_shapes(list(on_disk.values()))
@@ -146,7 +155,8 @@ def with_tickets(leaves: Sequence[Any], placements: Sequence[Placement]) -> list
 
 
 def _parts_of(on_disk: Sequence[DiskArray]) -> dict[int, list[Part]]:
-    """Return what tickets stand for, by the number of the shard and then their own."""
+    """Return the parts that tickets stand for, by the number of the shard. The ticket's element is
+    the position in the list."""
     found: dict[int, list[Part]] = {}
     for array in on_disk:
         for shard in array.shards():
@@ -155,7 +165,7 @@ def _parts_of(on_disk: Sequence[DiskArray]) -> dict[int, list[Part]]:
 
 
 def _number(shard: Shard, shape: tuple[int, ...]) -> int:
-    """Return the number of a shard among those of its array."""
+    """Return the number of a shard among its array's shards."""
     for index, length, whole in zip(shard.index, shard.shape, shape, strict=True):
         if length < whole:
             return index.indices(whole)[0] // length

@@ -1,4 +1,4 @@
-"""`DiskArray`: an array of a training state that is in a file."""
+"""`DiskArray`: an array of a training state that is in the processes' files."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from jax.sharding import NamedSharding
 
 from zeroxla.offload.disk.pages import ALIGNMENT
 from zeroxla.offload.disk.shards import Shard, shards_of
-from zeroxla.offload.disk.state_file import StateFile, Version
+from zeroxla.offload.disk.state_file import StateFile
+from zeroxla.offload.disk.versions import Version
 from zeroxla.offload.update.rows import Rows
 
 
 class DiskShape(jax.ShapeDtypeStruct):
-    """The shape of a `DiskArray`."""
+    """The shape, dtype and sharding of a `DiskArray`."""
 
     @property
     def nbytes(self) -> int:
@@ -29,24 +30,25 @@ class DiskShape(jax.ShapeDtypeStruct):
 def given_for(
     shape: jax.ShapeDtypeStruct, make: Callable[[], jax.Array]
 ) -> jax.Array | Callable[[], jax.Array]:
-    """Return what `Step.init_from` is given for a parameter of a shape: what `make` returns, or
-    `make` itself where that goes to disk, which is called when the one before is on its way."""
+    """Return a parameter as `Step.init_from` takes it: the array that `make` returns. If the
+    parameter goes to disk it is `make` itself, which is called once the parameter before is being
+    written."""
     return make if isinstance(shape, DiskShape) else make()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False, weakref_slot=True)
 class DiskArray:
-    """A global array of a state, split over a mesh; what this process's devices own of it is in
-    its file.
+    """A global array of a state, split over a mesh. The shards of this process's devices are in the
+    process's file.
 
     Attributes:
-      name: in the state.
-      shape: as it is stored, padding included.
-      dtype: of its elements.
-      sharding: how it lies on the mesh when it has come.
-      file: that it is in.
-      version: of the file, that it is of.
-      layer_dims: the dims along which each layer is read by itself, too.
+      name: its name in the state.
+      shape: its stored shape, padding included.
+      dtype: the dtype of its elements.
+      sharding: its sharding on the mesh once it is read.
+      file: the file that holds it.
+      version: the version of the file that it belongs to.
+      layer_dims: the dims along which each layer can be read by itself.
     """
 
     name: str
@@ -59,22 +61,25 @@ class DiskArray:
 
     @property
     def ndim(self) -> int:
+        """The number of dims."""
         return len(self.shape)
 
     @property
     def size(self) -> int:
+        """The number of elements."""
         return int(np.prod(self.shape))
 
     @property
     def nbytes(self) -> int:
+        """The number of bytes, over all processes."""
         return self.size * self.dtype.itemsize
 
     def is_deleted(self) -> bool:
-        """Whether a later step has put another version in force."""
+        """Return whether a later step has put another version in force."""
         return self.version is not self.file.version
 
     def read(self, rows: Rows | None = None) -> ArrivingArray:
-        """Begin to read it, or some of its layers. Raises what `check` raises."""
+        """Begin to read the array, or some of its rows. Raises as `check` does."""
         self.check()
         shape = self.shape if rows is None else rows.of(self.shape)
         shards = self.shards(rows)
@@ -82,10 +87,10 @@ class DiskArray:
         return ArrivingArray(shape, self.dtype, self.sharding, arriving)
 
     def check(self) -> None:
-        """Check that it can be read.
+        """Check that the array can still be read.
 
         Raises:
-          ValueError: a later step has put another version in force, and nobody holds this one.
+          ValueError: a later step has put another version in force, and no one holds this one.
         """
         if not self.file.can_read(self.version):
             raise ValueError(
@@ -94,12 +99,13 @@ class DiskArray:
             )
 
     def shards(self, rows: Rows | None = None) -> list[Shard]:
-        """Return what this process's devices hold of it, or of some of its layers."""
+        """Return the shards of the array, or of some of its rows, that this process's devices
+        hold."""
         found = shards_of(self.name, self.sharding, self.shape, self.layer_dims)
         return found if rows is None else [shard.only(rows) for shard in found]
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        """Return it whole on this host, padding included."""
+        """Return the whole array on this host, padding included."""
         found = np.empty(self.shape, self.dtype)
         for arriving in self.read().shards:
             found[arriving.shard.index] = arriving.data(self.dtype)
@@ -113,7 +119,7 @@ class ArrivingShard:
     """A shard that is being read.
 
     Attributes:
-      shard: which it is.
+      shard: the shard.
     """
 
     def __init__(self, shard: Shard, file: StateFile, version: Version) -> None:
@@ -129,12 +135,12 @@ class ArrivingShard:
         ]
 
     def wait(self) -> None:
-        """Wait until it has come, or failed to."""
+        """Wait until it is read or has failed. Raises nothing."""
         for reading in self._readings:
             reading.wait()
 
     def data(self, dtype: np.dtype) -> np.ndarray:
-        """Wait; return it in host memory, which nothing else uses."""
+        """Wait, and return the shard in host memory. Nothing else uses this memory."""
         found = [reading.result() for reading in self._readings]
         shape, parts = self.shard.shape, self.shard.parts
         if len(found) == 1 or self._buffer is not None:
@@ -152,8 +158,8 @@ class ArrivingArray:
     """An array that is being read.
 
     Attributes:
-      shape, dtype, sharding: of the array.
-      shards: of this process.
+      shape, dtype, sharding: the array's.
+      shards: this process's shards of it.
     """
 
     shape: tuple[int, ...]
@@ -162,12 +168,12 @@ class ArrivingArray:
     shards: Sequence[ArrivingShard]
 
     def wait(self) -> None:
-        """Wait until it has come, or failed to."""
+        """Wait until it is read or has failed. Raises nothing."""
         for shard in self.shards:
             shard.wait()
 
     def result(self, memory_kind: str | None = None) -> jax.Array:
-        """Wait; return the array on the devices, or in a memory of their hosts."""
+        """Wait, and return the array on the devices, or in a memory of their hosts."""
         parts = []
         for arriving in self.shards:
             data = arriving.data(self.dtype)
@@ -179,10 +185,13 @@ class ArrivingArray:
 
 
 def write(shards: Sequence[Shard], array: jax.Array, file: StateFile) -> list[Future[int]]:
-    """Begin to write the next version of an array, or of some of its layers; waits until it is
+    """Begin to write the next version of an array, or of some of its rows. Waits until the array is
     computed.
 
-    The array must be kept until what is returned has ended.
+    Args:
+      shards: the shards to write, from `DiskArray.shards`.
+      array: the new values. The caller must keep it until the returned futures have ended.
+      file: the file to write to.
     """
     local = {shard.device: shard.data for shard in array.addressable_shards}
     futures = []

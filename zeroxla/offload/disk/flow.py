@@ -1,4 +1,4 @@
-"""Reads ahead of a step's update and writes behind it, with few sub-groups in memory."""
+"""`DiskFlow`: reads sub-groups before a step updates them, and writes them while it goes on."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from zeroxla.offload.update.rows import Rows
 
 
 class DiskFlow:
-    """A step's way through a file; a context, at whose end nothing is under way.
+    """The reads and writes of one step. Use it as a context: at its end nothing is under way.
 
     Args:
-      file: of the arrays.
-      groups: the arrays of each sub-group, by what the caller calls them, and which of their rows.
-      buffers: sub-groups that are read, computed or written at a time.
-      at_once: begin to read before the first `next`.
+      file: the file that holds the arrays.
+      groups: for each sub-group its arrays, by keys of the caller's choice, and their rows that it
+        updates.
+      buffers: number of sub-groups that are read, computed or written at a time.
+      at_once: whether reading begins when the context is entered; otherwise at the first `next`.
     """
 
     def __init__(
@@ -56,7 +57,7 @@ class DiskFlow:
         self._file.pool.clear()
 
     def next(self) -> dict[Any, jax.Array]:
-        """Return the arrays of the next sub-group."""
+        """Wait for the arrays of the next sub-group, and return them."""
         self._read_ahead()
         arrays = {k: arriving.result() for k, arriving in self._reading[0].items()}
         del self._reading[0]
@@ -64,7 +65,8 @@ class DiskFlow:
         return arrays
 
     def write(self, arrays: Sequence[tuple[DiskArray, jax.Array]], rows: Rows | None) -> None:
-        """Write arrays' next versions, or those of some rows; waits until they are computed."""
+        """Begin to write the next version of arrays, or of some of their rows. Waits until they are
+        computed."""
         jax.block_until_ready([new for _, new in arrays])
         self._file.blocks.note("update", self._begun)
         futures = [
@@ -74,13 +76,13 @@ class DiskFlow:
         self._read_ahead()
 
     def commit(self) -> None:
-        """Wait until all is written, and put it in force."""
+        """Wait until everything is written, and put it in force."""
         self._writing.clear()
         self._file.commit()
 
     def _read_ahead(self) -> None:
-        """Begin to read as many sub-groups as there is room for, of which one at least: waits for
-        what is written only where nothing else is there to be computed."""
+        """Begin to read as many sub-groups as there is room for, but at least one. Waits for writes
+        only if no sub-group is being read."""
         while self._to_come:
             self._forget_written()
             if len(self._reading) + len(self._writing) >= self._buffers:

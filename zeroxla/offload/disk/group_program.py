@@ -1,4 +1,4 @@
-"""The program of a sub-group of the update: what it reads, what it writes, on all rows or some."""
+"""`group_program`: the program that updates one sub-group, on all rows of its arrays or on some."""
 
 from __future__ import annotations
 
@@ -9,31 +9,35 @@ from jax import lax
 from jax.sharding import NamedSharding
 
 from zeroxla.offload.memory_kinds import put, to_device
-from zeroxla.offload.update.sub_groups import Pieces, SubGroup
+from zeroxla.offload.update.sub_groups import SubGroup, SubGroups
 from zeroxla.program.trace import Value, read
 
 Arrays = Mapping[int, jax.Array]
 
 GroupProgram = Callable[..., tuple[dict[int, jax.Array], dict[int, jax.Array], list[jax.Array]]]
-"""A function of
+"""A function that updates a sub-group.
 
-* arrays: those that came for the sub-group, by their position among its `arrays`; of its rows,
-* mine, others: what it reads besides, by their position among its `reads`; all rows,
-* whole: arrays in memory of which it makes rows, by the position of the result,
-* start: the first of these rows,
+Args:
+  arrays: the rows that came of the sub-group's `arrays`, by position.
+  mine, others: the sub-group's `reads`, by position, with all rows.
+  whole: arrays in memory into which the sub-group writes its rows, by the position of the result.
+  start: the number of the first of these rows.
 
-that returns the results by position, `whole` with its rows, and scalars that nobody needs."""
+Returns:
+  The results by position, `whole` with the new rows, and scalars that nobody needs."""
 
 
-def group_program(pieces: Pieces, group: SubGroup, places: Sequence[NamedSharding]) -> GroupProgram:
-    """Return the program of a sub-group, or of others that differ in their first row alone.
+def group_program(
+    sub_groups: SubGroups, group: SubGroup, places: Sequence[NamedSharding]
+) -> GroupProgram:
+    """Return the program of a sub-group. Others that differ only in their first row share it.
 
     Args:
-      pieces: of the update.
-      group: of these.
-      places: the shardings, memories among them, of the first results.
+      sub_groups: the update.
+      group: one of its sub-groups.
+      places: the shardings of the first results, memories included.
     """
-    program, rows = pieces.program, group.rows
+    program, rows = sub_groups.program, group.rows
 
     def placed(i: int, x: jax.Array) -> jax.Array:
         return put(x, places[i]) if i < len(places) else x
@@ -42,7 +46,7 @@ def group_program(pieces: Pieces, group: SubGroup, places: Sequence[NamedShardin
         arrays: Arrays, mine: Arrays, others: Arrays, whole: Arrays, start: jax.Array
     ) -> tuple[dict[int, jax.Array], dict[int, jax.Array], list[jax.Array]]:
         def here(v: Value, x: jax.Array) -> jax.Array:
-            if rows is not None and v in group.having:
+            if rows is not None and v in group.row_values:
                 x = lax.dynamic_slice_in_dim(x, start, rows.count, rows.dim)
             return to_device(x)
 
@@ -58,7 +62,8 @@ def group_program(pieces: Pieces, group: SubGroup, places: Sequence[NamedShardin
         for i, x in whole.items():
             assert rows is not None
             new[i] = lax.dynamic_update_slice_in_dim(x, found.pop(i), start, rows.dim)
-        # Shown, or how often they are used would change how XLA divides; see `SubGroup.scalars`.
+        # Scalars are returned because how often they are used changes how XLA divides by them; see
+        # `SubGroup.scalars`.
         return found, {i: placed(i, x) for i, x in new.items()}, [env[v] for v in group.scalars]
 
     return update

@@ -1,4 +1,4 @@
-"""Memory that a disk is read into and written from: whole pages, used again and again."""
+"""`PagePool`: whole pages of memory to read a disk into and write it from, used again and again."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections import deque
 import numpy as np
 
 ALIGNMENT = 4096
-"""Bytes; of offsets, lengths and memory, as direct access to a disk wants them."""
+"""Bytes to which direct access to a disk wants offsets, lengths and memory aligned."""
 
 
 def aligned(nbytes: int) -> int:
@@ -19,34 +19,34 @@ def aligned(nbytes: int) -> int:
 
 
 def pages(nbytes: int) -> np.ndarray:
-    """Return uint8[aligned(nbytes)] of fresh memory that begins a page."""
+    """Return fresh memory: uint8[aligned(nbytes)] that begins at a page."""
     return np.frombuffer(_fresh(nbytes), np.uint8)
 
 
 class PagePool:
-    """Pages that are used again when nothing refers to them any more.
+    """Pages that are used again once nothing refers to them any longer.
 
-    The system clears a fresh page when it is first touched, which can take longer than to read it
-    from a fast disk. What is kept here and what is in use are together never more than what was in
-    use at a time before.
+    The system clears a fresh page when it is first touched, which can take longer than reading it
+    from a fast disk. Kept pages and pages in use together never exceed the pages that were in use
+    at one time before.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._free: list[mmap.mmap] = []  # what was kept longest first
-        # Finalizers run wherever the last reference goes, also in a thread that holds the lock.
+        self._free: list[mmap.mmap] = []  # the one that has been kept longest comes first
+        # A finalizer runs wherever the last reference ends, even in a thread that holds the lock.
         self._returned: deque[mmap.mmap] = deque()
 
     @property
     def kept_bytes(self) -> int:
-        """Of the pages that nothing refers to."""
+        """Bytes of the kept pages, which nothing refers to."""
         with self._lock:
             self._collect()
             return sum(map(len, self._free))
 
     def take(self, nbytes: int) -> np.ndarray:
-        """Return uint8[aligned(nbytes)] that begins a page, of any content. When the array and all
-        views of it are gone, its memory is another's."""
+        """Return uint8[aligned(nbytes)] that begins at a page, with any content. Once the array and
+        all views of it are gone, its memory is given to another."""
         with self._lock:
             self._collect()
             memory = self._fitting(aligned(nbytes))
@@ -55,7 +55,7 @@ class PagePool:
         return array
 
     def clear(self) -> None:
-        """Give back what is kept, and what is in use when it is no longer."""
+        """Give kept pages back to the system, and pages in use once they no longer are."""
         with self._lock:
             self._free, self._returned = [], deque()
 
@@ -74,4 +74,4 @@ class PagePool:
 
 
 def _fresh(nbytes: int) -> mmap.mmap:
-    return mmap.mmap(-1, max(aligned(nbytes), ALIGNMENT))  # nothing cannot be mapped
+    return mmap.mmap(-1, max(aligned(nbytes), ALIGNMENT))  # zero bytes cannot be mapped

@@ -1,4 +1,4 @@
-"""`Reading`: an array of a `StateFile` on its way, block by block."""
+"""`Reading`: an array of a `StateFile` that is being read, block by block."""
 
 from __future__ import annotations
 
@@ -10,11 +10,19 @@ import numpy as np
 
 
 class DamagedStateError(RuntimeError):
-    """A state on disk is not what was written."""
+    """A state on disk differs from what was written, or its file is gone."""
 
 
 class Reading:
-    """An array that is being read."""
+    """An array that is being read.
+
+    Args:
+      path: the file's path, for messages.
+      name: the array's name, for messages.
+      data: the memory that is read into, uint8.
+      parts: the number of each block, and the future of its checksum.
+      sums: the expected checksums of all blocks of the file.
+    """
 
     def __init__(
         self,
@@ -29,20 +37,20 @@ class Reading:
 
     @property
     def nbytes(self) -> int:
-        """Of the array."""
+        """Bytes of the array."""
         return self._data.nbytes
 
     def wait(self) -> None:
-        """Wait until it is read, or cannot be."""
+        """Wait until all blocks are read or have failed. Raises nothing."""
         for _, future in self._parts:
             future.exception()
 
     def result(self) -> np.ndarray:
-        """Wait; return uint8 of the array's bytes, which nothing else uses.
+        """Wait, and return the array's bytes as uint8. Nothing else uses this memory.
 
         Raises:
-          DamagedStateError: the bytes are not those that were written.
-          OSError: they cannot be read.
+          DamagedStateError: the bytes differ from those that were written.
+          OSError: the bytes cannot be read.
         """
         for i, future in self._parts:
             if future.result() != self._sums[i]:

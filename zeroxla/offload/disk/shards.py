@@ -1,4 +1,4 @@
-"""How an array lies in the files of the processes: by shard, and of some arrays by layer."""
+"""`Shard` and `Part`: how an array is divided in the processes' files, by shard and by layer."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from zeroxla.offload.update.rows import Rows
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Part:
-    """What has a name of its own in a file: a shard, or a layer of one.
+    """A piece of an array with a name of its own in a file: a shard, or a layer of one.
 
     Attributes:
-      name: in the file.
-      index: of the part within the shard.
-      shape: of the part, in which a layer dim has length 1.
+      name: its name in the file.
+      index: its place within the shard.
+      shape: its shape. If it is a layer, layer dims have length 1.
     """
 
     name: str
@@ -33,10 +33,10 @@ class Shard:
     """A part of an array that devices of this process hold.
 
     Attributes:
-      index: of the shard within the array.
-      devices: that hold it.
-      shape: of the shard.
-      parts: that make it up, those of the last layer dim next to each other.
+      index: its place within the array.
+      devices: the devices of this process that hold it.
+      shape: its shape.
+      parts: the parts that make it up, in the order of layers, the last layer dim running fastest.
     """
 
     index: tuple[slice, ...]
@@ -46,13 +46,12 @@ class Shard:
 
     @property
     def is_stack(self) -> bool:
-        """Whether its parts lie one after another in it."""
+        """Whether its parts lie one after another in its memory."""
         dims = [d for d, n in enumerate(self.parts[0].shape) if n != self.shape[d]]
         return not dims or all(n == 1 for n in self.parts[0].shape[: dims[-1] + 1])
 
     def only(self, rows: Rows) -> Shard:
-        """Return some of its layers, whose parts are by themselves: a shard of those of the
-        array."""
+        """Return the shard's part of some rows of the array. Each row must be a part by itself."""
 
         def moved(part: Part) -> Part:
             layer = part.index[rows.dim].start - rows.start
@@ -75,10 +74,11 @@ def shards_of(
     """Return the different shards of an array that this process's devices hold.
 
     Args:
-      name: of the array.
-      sharding: of the array.
-      shape: of the array.
-      layer_dims: along which each layer is a part, so that it can be read by itself. Not split.
+      name: the array's name.
+      sharding: the array's sharding.
+      shape: the array's shape.
+      layer_dims: the dims along which each layer is a part, so that it can be read by itself. They
+        are not split.
     """
     devices: dict[tuple[tuple[int, int, int], ...], list[jax.Device]] = {}
     indices: dict[tuple[tuple[int, int, int], ...], tuple[slice, ...]] = {}
@@ -99,7 +99,7 @@ def shards_of(
 def sizes_of(
     name: str, shape: jax.ShapeDtypeStruct, layer_dims: Sequence[int] = ()
 ) -> dict[str, int]:
-    """Return the bytes of this process's parts of an array, by their names in the file."""
+    """Return the sizes in bytes of this process's parts of an array, by their names in the file."""
     assert isinstance(shape.sharding, NamedSharding)
     return {
         part.name: math.prod(part.shape) * shape.dtype.itemsize

@@ -1,12 +1,12 @@
-"""`StateFile`: a process's arrays in one file, such that a step never destroys the one before.
+"""`StateFile`: a process's arrays in one file. A step never destroys the state before it.
 
-The file has room for two versions of every array. A step writes the version that is not in force,
-and then, in one block, a record that puts it in force: which version of each array, and the sum of
-each of its blocks. There are two records, too, written in turn; that with the higher number holds,
-if its own sum is right. So at every moment one whole state is in force, and a record is written
-when all that it speaks of is on the disk.
+The file has room for two copies of every array. A step writes the copies that are not in force, and
+then, in one block, a record that puts them in force (see `versions`): it names the copy of each
+array and the checksum of each block. There is room for two records too, and they are written in
+turn. The record with the higher number holds, unless its own checksum is wrong. A record is written
+once everything that it names is on the disk. So at every moment one whole state is in force.
 
-    header | record 0 | record 1 | version 0 of all arrays | version 1 of all arrays
+    header | record 0 | record 1 | copy 0 of all arrays | copy 1 of all arrays
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ import numpy as np
 from zeroxla.offload.disk.block_file import BLOCK_BYTES, BlockFile, checksum
 from zeroxla.offload.disk.pages import ALIGNMENT, PagePool, aligned
 from zeroxla.offload.disk.reading import DamagedStateError, Reading
+from zeroxla.offload.disk.versions import Version
 
 FORMAT = "zeroxla state 2"
-_RECORD = struct.Struct("<QI")  # number of the version, bytes of what follows; then the sum
-_SUM = struct.Struct("<Q")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Extent:
-    """Where an array is: within a version, and its blocks within the list of sums."""
+class _Location:
+    """The place of an array: its offset within a copy of all arrays, its size, and the position of
+    its first block among all blocks."""
 
     offset: int
     nbytes: int
@@ -43,7 +43,7 @@ class _Extent:
 
     @property
     def blocks(self) -> list[tuple[int, int, int]]:
-        """(position among all blocks, offset within the array, bytes) of each block."""
+        """For each block, (position among all blocks, offset within the array, bytes)."""
         starts = range(0, self.nbytes, BLOCK_BYTES)
         return [
             (self.first_block + i, start, min(BLOCK_BYTES, self.nbytes - start))
@@ -51,91 +51,85 @@ class _Extent:
         ]
 
 
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class Version:
-    """What a record says.
-
-    Attributes:
-      number: counted from 1; 0 if nothing was ever put in force.
-      copies: which of the two copies of each array it is, 0 or 1.
-      sums: of all blocks.
-    """
-
-    number: int
-    copies: np.ndarray
-    sums: np.ndarray
-
-
 class StateFile:
-    """Arrays of bytes, by name, in one file.
+    """Arrays of bytes in one file, each with a name.
 
     Attributes:
-      version: that is in force.
-      pool: of the memory that it is read into; to be cleared after a number of reads.
+      version: the version that is in force.
+      pool: the memory that arrays are read into. Clear it after a series of reads.
     """
 
     def __init__(self, path: Path, sizes: Mapping[str, int]) -> None:
-        """Open a file with these arrays, or make it.
+        """Open the file, or make it if there is none.
 
         Args:
-          path: of the file; its folder is made.
-          sizes: bytes of each array.
+          path: the file's path. Its folder is made if missing.
+          sizes: the bytes of each array, by its name.
 
         Raises:
           ValueError: the folder cannot be written, the disk has too little room, another process
-            has the file open, or it holds something else.
+            has the file open, or the file holds something else.
         """
-        self._extents: dict[str, _Extent] = {}
+        self._locations: dict[str, _Location] = {}
         offset = blocks = 0
         for name, nbytes in sizes.items():
-            extent = self._extents[name] = _Extent(offset, nbytes, blocks)
-            offset, blocks = offset + aligned(nbytes), blocks + len(extent.blocks)
+            location = self._locations[name] = _Location(offset, nbytes, blocks)
+            offset, blocks = offset + aligned(nbytes), blocks + len(location.blocks)
         header = json.dumps({"format": FORMAT, "arrays": dict(sizes)}).encode()
         self._header = struct.pack("<IQ", len(header), checksum(header)) + header
-        self.version = Version(0, np.zeros(len(sizes), np.uint8), np.zeros(blocks, np.uint64))
+        self.version = Version.none(len(sizes), blocks)
         self._order = {name: i for i, name in enumerate(sizes)}
-        self._record_bytes = aligned(_RECORD.size + len(sizes) + 8 * blocks + _SUM.size)
+        self._record_bytes = aligned(self.version.record_bytes)
         self._copy_bytes = offset
         self._start = aligned(len(self._header)) + 2 * self._record_bytes
         self._written: dict[str, list[tuple[int, Future[int]]]] = {}
-        self._letting_go = threading.Condition()
-        self._held: list[Version] = []
+        self._released = threading.Condition()
+        self._held_versions: list[Version] = []
         self.pool = PagePool()
         self._blocks = self._open(path)
 
     @property
     def path(self) -> Path:
-        """Of the file."""
+        """The file's path."""
         return self._blocks.path
 
     @property
     def blocks(self) -> BlockFile:
-        """The file, block by block."""
+        """The file as blocks."""
         return self._blocks
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the file."""
+        """The file's size in bytes."""
         return self._start + 2 * self._copy_bytes
 
     @property
     def array_bytes(self) -> int:
-        """Bytes of the arrays, once."""
-        return sum(extent.nbytes for extent in self._extents.values())
+        """Bytes of all arrays, each counted once."""
+        return sum(location.nbytes for location in self._locations.values())
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the arrays."""
+        return list(self._locations)
 
     def is_of(self, sizes: Mapping[str, int]) -> bool:
-        """Whether the file has these arrays."""
-        return sizes == {name: extent.nbytes for name, extent in self._extents.items()}
+        """Return whether the file has exactly these arrays."""
+        return sizes == {name: location.nbytes for name, location in self._locations.items()}
 
     def nbytes_of(self, name: str) -> int:
-        """Return the bytes of an array."""
-        return self._extents[name].nbytes
+        """Return the size of an array in bytes."""
+        return self._locations[name].nbytes
+
+    def offset_of(self, name: str, version: Version) -> int:
+        """Return where an array begins in the file, in a version that is in force or held."""
+        return self._offset(self._locations[name], version.copies[self._order[name]])
 
     def check(self) -> None:
         """Check that the file is there.
 
         Raises:
-          DamagedStateError: it was removed, or another has its place.
+          DamagedStateError: the file was removed, or another one is in its place.
         """
         if not self._blocks.is_there:
             raise DamagedStateError(
@@ -147,87 +141,88 @@ class StateFile:
         """Begin to read an array, in the version that is in force or one that is held.
 
         Args:
-          name: of the array.
-          version: of it.
-          into: uint8[its bytes, aligned], which begins a page; pages of the pool if None.
+          name: the array's name.
+          version: the version to read.
+          into: the memory to read into: uint8[its bytes, aligned] that begins at a page. None takes
+            pages of the pool.
         """
-        extent = self._extents[name]
-        into = self.pool.take(extent.nbytes) if into is None else into
-        where = self._offset(extent, version.copies[self._order[name]])
+        location = self._locations[name]
+        into = self.pool.take(location.nbytes) if into is None else into
+        where = self.offset_of(name, version)
         parts = [
             (i, self._blocks.read(where + start, into[start : start + aligned(nbytes)], nbytes))
-            for i, start, nbytes in extent.blocks
+            for i, start, nbytes in location.blocks
         ]
-        return Reading(self.path, name, into[: extent.nbytes], parts, version.sums)
+        return Reading(self.path, name, into[: location.nbytes], parts, version.sums)
 
     def write(self, name: str, data: np.ndarray) -> list[Future[int]]:
-        """Begin to write an array's next version: contiguous, of as many bytes as its size says."""
-        extent = self._extents[name]
+        """Begin to write the next version of an array, from data of the array's size in bytes."""
+        location = self._locations[name]
         flat = np.ascontiguousarray(data).reshape(-1).view(np.uint8)
-        assert flat.nbytes == extent.nbytes, (name, flat.nbytes, extent.nbytes)
-        where = self._offset(extent, 1 - self.version.copies[self._order[name]])
+        assert flat.nbytes == location.nbytes, (name, flat.nbytes, location.nbytes)
+        where = self._offset(location, 1 - self.version.copies[self._order[name]])
         parts = [
             (i, self._blocks.write(where + start, flat[start : start + nbytes]))
-            for i, start, nbytes in extent.blocks
+            for i, start, nbytes in location.blocks
         ]
         self._written[name] = parts
         return [future for _, future in parts]
 
     def commit(self) -> None:
-        """Put in force, all at once, what was written since the last time; other arrays stay.
+        """Put everything that was written since the last commit in force, all at once. Arrays that
+        were not written keep their version.
 
         Raises:
-          OSError: something could not be written; then nothing changes.
+          OSError: something could not be written. Then nothing changes.
         """
         written = self._written
-        self.abandon()  # all has ended then, also where a part fails: the next step writes there
-        number = self.version.number + 1
+        self.abandon()  # waits for all writes, even if one fails: the next step writes there
         copies, sums = self.version.copies.copy(), self.version.sums.copy()
         for name, parts in written.items():
             for i, future in parts:
                 sums[i] = future.result()
             copies[self._order[name]] ^= 1
-        body = copies.tobytes() + sums.tobytes()
-        record = _RECORD.pack(number, len(body)) + body
-        record += _SUM.pack(checksum(record))
-        self._blocks.write_now(self._record_offset(number), record)
-        self.version = Version(number, copies, sums)
+        version = Version(self.version.number + 1, copies, sums)
+        self._blocks.write_now(self.record_offset(version.number), version.record())
+        self.version = version
 
     def abandon(self) -> None:
-        """Forget what was written since the last time, when all of it has ended."""
+        """Wait for the writes since the last commit, and forget them."""
         written, self._written = self._written, {}
         for parts in written.values():
             for _, future in parts:
                 future.exception()
 
     def hold(self, version: Version) -> None:
-        """Keep a version from being written over, until it is let go."""
-        with self._letting_go:
-            self._held.append(version)
+        """Keep a version from being written over until `let_go`."""
+        with self._released:
+            self._held_versions.append(version)
 
     def let_go(self, version: Version) -> None:
-        """End what `hold` began."""
-        with self._letting_go:
-            self._held.remove(version)
-            self._letting_go.notify_all()
+        """Allow a version that was held to be written over."""
+        with self._released:
+            self._held_versions.remove(version)
+            self._released.notify_all()
 
     def can_read(self, version: Version) -> bool:
-        """Whether a version is in force or held."""
-        return version is self.version or version in self._held
+        """Return whether a version is in force or held, so that it can be read."""
+        return version is self.version or version in self._held_versions
 
     def wait_for_readers(self) -> None:
-        """Wait until nobody holds an older version than that in force: it is written over next."""
-        with self._letting_go:
-            self._letting_go.wait_for(lambda: all(v is self.version for v in self._held))
+        """Wait until no one holds a version older than the one in force: its copies are written
+        next."""
+        with self._released:
+            self._released.wait_for(lambda: all(v is self.version for v in self._held_versions))
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
         self._blocks.close()
 
-    def _offset(self, extent: _Extent, copy: int) -> int:
-        return self._start + int(copy) * self._copy_bytes + extent.offset
+    def _offset(self, location: _Location, copy: int) -> int:
+        return self._start + int(copy) * self._copy_bytes + location.offset
 
-    def _record_offset(self, number: int) -> int:
+    def record_offset(self, number: int) -> int:
+        """Return where the record of a version begins in the file, given the version's number."""
         return aligned(len(self._header)) + number % 2 * self._record_bytes
 
     def _open(self, path: Path) -> BlockFile:
@@ -250,7 +245,7 @@ class StateFile:
                 self._find_version(blocks)
             elif any(head):
                 raise another_state(path)
-            else:  # new, or never made to the end
+            else:  # the file is new, or was never completed
                 self._create(blocks)
         except BaseException:
             blocks.close()
@@ -271,29 +266,23 @@ class StateFile:
                 f"{self.array_bytes:,}, and {room:,} are free ({error.strerror}); make room, "
                 "offload less (ratio), or give another folder as Offload(path=...)"
             ) from error
-        # No record of another state may hold.
+        # A record of an earlier state must not count.
         for number in (0, 1):
-            blocks.write_now(self._record_offset(number), bytes(ALIGNMENT))
+            blocks.write_now(self.record_offset(number), bytes(ALIGNMENT))
         blocks.write_now(0, self._header)
 
     def _find_version(self, blocks: BlockFile) -> None:
-        """Take the newer of the two records that are whole."""
-        empty = self.version
-        body = empty.copies.nbytes + empty.sums.nbytes
+        """Take the newest version whose record is undamaged."""
+        none = self.version
         for slot in (0, 1):
-            record = blocks.read_now(self._record_offset(slot), _RECORD.size + body + _SUM.size)
-            number, nbytes = _RECORD.unpack_from(record)
-            (total,) = _SUM.unpack(record[-_SUM.size :])
-            is_whole = nbytes == body and checksum(record[: -_SUM.size]) == total
-            if is_whole and number > self.version.number:
-                copies = np.frombuffer(record, np.uint8, empty.copies.size, _RECORD.size)
-                start = _RECORD.size + empty.copies.nbytes
-                sums = np.frombuffer(record, np.uint64, empty.sums.size, start)
-                self.version = Version(number, copies, sums)
+            record = blocks.read_now(self.record_offset(slot), none.record_bytes)
+            found = none.from_record(record)
+            if found is not None and found.number > self.version.number:
+                self.version = found
 
 
 def another_state(path: Path) -> ValueError:
-    """Return the error that says that a file is not the one that was expected."""
+    """Return the error for a file that holds another state than the expected one."""
     return ValueError(
         f"{path} holds another state: of another model, optimizer or mesh, or of no zeroxla; "
         "delete it, or give another folder as Offload(path=...)"

@@ -1,8 +1,14 @@
-"""Tickets: what stands for a parameter on disk in a compiled program, until it is read there.
+"""Tickets: small arrays that stand for parameters on disk in a compiled program, until it reads
+them.
 
-A ticket has the rank of its leaf, its length along the dims of layers and 1 along the others: a
-loop slices it as it would the leaf. Each element is the number of a layer; a leaf without layers
-has one. Tickets are the same on all devices.
+A ticket has the rank of its leaf, with the leaf's length along layer dims and length 1 along the
+others. So a loop slices it as it would slice the leaf. Each element is the number of a layer; a
+leaf without layers has one element. Tickets are the same on all devices.
+
+A ticket is told from a leaf by its dtype, which no parameter has. A type of its own would not
+survive: a traced program sees only arrays, and a pytree node in a leaf's place would change the
+structure of the parameters. `Placement.is_on_disk` does not tell them apart either, as it also
+holds where such a leaf is an array: while a state is made, before it is written.
 """
 
 from __future__ import annotations
@@ -18,23 +24,23 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from zeroxla.mesh.placement import Placement
 
-# No parameter has these dtypes.
-_TICKET_OF = {np.dtype("float32"): np.dtype("int32"), np.dtype("uint8"): np.dtype("uint32")}
-_LEAF_OF = {ticket: leaf for leaf, ticket in _TICKET_OF.items()}
+# By the dtype of a leaf, the dtype of its tickets. No parameter has one of these.
+_TICKET_DTYPE = {np.dtype("float32"): np.dtype("int32"), np.dtype("uint8"): np.dtype("uint32")}
+_LEAF_DTYPE = {ticket: leaf for leaf, ticket in _TICKET_DTYPE.items()}
 
 
 def is_ticket(x: Any) -> bool:
     """Return whether a parameter, or its shape, is a ticket."""
-    return np.dtype(x.dtype) in _LEAF_OF
+    return np.dtype(x.dtype) in _LEAF_DTYPE
 
 
 def leaf_dtype(x: Any) -> np.dtype:
-    """Return the dtype of a parameter, or of what a ticket stands for."""
-    return _LEAF_OF.get(np.dtype(x.dtype), np.dtype(x.dtype))
+    """Return the dtype of a parameter, or of the parameter that a ticket stands for."""
+    return _LEAF_DTYPE.get(np.dtype(x.dtype), np.dtype(x.dtype))
 
 
 def spec_of(x: Any, placement: Placement) -> PartitionSpec:
-    """Return how a parameter, or its ticket, is split."""
+    """Return the partition spec of a parameter, or of its ticket."""
     return PartitionSpec() if is_ticket(x) else placement.spec
 
 
@@ -45,13 +51,13 @@ def ticket_shapes(leaves: Sequence[tuple[Any, Placement]]) -> list[jax.ShapeDtyp
         dims = placement.layer_dims
         everywhere = NamedSharding(x.sharding.mesh, PartitionSpec())
         shape = tuple(n if d in dims else 1 for d, n in enumerate(placement.shape))
-        dtype = _TICKET_OF[np.dtype(x.dtype)]
+        dtype = _TICKET_DTYPE[np.dtype(x.dtype)]
         found.append(jax.ShapeDtypeStruct(shape, dtype, sharding=everywhere))
     return found
 
 
 def make_tickets(shapes: Sequence[jax.ShapeDtypeStruct]) -> list[jax.Array]:
-    """Return tickets, numbered from 0 on."""
+    """Return the tickets, whose elements are numbered from 0 on, across all of them."""
     sizes = [math.prod(x.shape) for x in shapes]
     starts = itertools.accumulate([0, *sizes])
     arrays = []

@@ -1,9 +1,11 @@
-"""Which equations of a sub-group the host computes: those for which the fewest bytes cross over.
+"""`side_runs`: divides a sub-group's equations between host and device, so that the fewest bytes
+cross over.
 
-What is offloaded is read where it is, and results are wanted where they live; everything else may
-be computed on either side. The cut with the fewest bytes between the sides is a minimum cut: for
-Adam gradients go to the host, and what the moments make of them comes back (nothing does where the
-master is on the host); for factored moments sums of gradients go, and rows and columns come back.
+Offloaded arrays are read on the host, and each result is needed where it lives. All other values
+may be computed on either side. The division with the fewest bytes between the sides is a minimum
+cut. With Adam, gradients go to the host and the moments' quotient comes back, or nothing if the
+master is on the host too. With factored moments, sums of gradients go and rows and columns come
+back.
 """
 
 from __future__ import annotations
@@ -16,67 +18,69 @@ from typing import Any
 import numpy as np
 
 from zeroxla.offload.update.sub_groups import SubGroup
-from zeroxla.program.primitives import ELEMENTWISE
+from zeroxla.program.primitives import LOCAL
 from zeroxla.program.trace import Equation, Program, Value
 
-_LOCAL = ELEMENTWISE | {
-    *("broadcast_in_dim", "iota", "slice", "pad", "reshape", "squeeze", "expand_dims"),
-    *("transpose", "optimization_barrier"),
-}
 _ALL = 1 << 29
-"""More than all that may cross, in the units of a graph's capacities, which are 32 bits wide."""
+"""Capacity of an edge that must not be cut: more than all other edges together, within 32 bits."""
 
 _HOST, _DEVICE = 0, 1
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class SideRun:
-    """Equations of one side that are computed together."""
+    """Equations that are computed together on one side.
+
+    Attributes:
+      on_host: whether the side is the host; otherwise it is the device.
+      equations: the equations, in order.
+    """
 
     on_host: bool
     equations: tuple[Equation, ...]
 
 
 def joins(eq: Equation) -> bool:
-    """Return whether an equation may read other devices' elements: a sum, a product, a loop."""
-    return eq.name not in _LOCAL and any(v.aval.shape for v in eq.values)
+    """Return whether an equation may combine elements of several devices, as sums, products and
+    loops do."""
+    return eq.name not in LOCAL and any(v.aval.shape for v in eq.values)
 
 
-def stages_of(
+def side_runs(
     program: Program, group: SubGroup, goes_to_host: Callable[[int], bool]
 ) -> list[SideRun]:
-    """Return the equations of a sub-group in stages, one after another, each of one side.
+    """Return a sub-group's equations as runs, to be computed one after another, each on one side.
 
-    An equation that joins elements of several devices counts on the host as if half of what it
-    reads crossed over: the devices do it where they have its operands anyway.
+    An equation that combines elements of several devices counts on the host as if half of its
+    operands' bytes crossed over. So the devices compute it if they have its operands anyway.
 
     Args:
       program: the update.
-      group: of it; its arrays are on the host, what it reads besides is on the devices.
-      goes_to_host: of the position of a result: whether its place is the host.
+      group: one of its sub-groups. Its arrays are on the host, its `reads` on the devices.
+      goes_to_host: tells, for the position of a result, whether the result lives on the host.
     """
     on_host = _host_side(program, group, goes_to_host)
     makers = {v: eq for eq in group.equations for v in eq.outputs}
     number: dict[Equation, int] = {}
-    stages: dict[int, list[Equation]] = defaultdict(list)
+    runs: dict[int, list[Equation]] = defaultdict(list)
     for eq in group.equations:
         side = int(eq in on_host)
         before = [number[makers[v]] for v in eq.values if v in makers]
-        # The devices' stages have even numbers.
+        # Runs on the devices have even numbers, runs on the host odd ones.
         number[eq] = max((n + (n % 2 != side) for n in before), default=side)
-        stages[number[eq]].append(eq)
-    return [SideRun(n % 2 == 1, tuple(stages[n])) for n in sorted(stages)]
+        runs[number[eq]].append(eq)
+    return [SideRun(n % 2 == 1, tuple(runs[n])) for n in sorted(runs)]
 
 
 def _host_side(
     program: Program, group: SubGroup, goes_to_host: Callable[[int], bool]
 ) -> frozenset[Equation]:
-    """Return the equations on the host's side of the cut."""
+    """Return the equations that the minimum cut leaves on the host's side."""
     node = {eq: i for i, eq in enumerate(group.equations, start=2)}
     maker = {v: node[eq] for eq in group.equations for v in eq.outputs}
     offloaded = set(group.arrays)
     readers: dict[Value, list[int]] = defaultdict(list)
-    edges: list[tuple[int, int, float]] = []  # (from, to, bytes; infinite if it may not be cut)
+    edges: list[tuple[int, int, float]] = []  # (from, to, bytes; infinite if it must not be cut)
     for eq in group.equations:
         for v in dict.fromkeys(eq.values):
             if v in offloaded:
@@ -89,7 +93,7 @@ def _host_side(
         v = program.outputs[i]
         if isinstance(v, Value) and v in maker:
             readers[v].append(_HOST if goes_to_host(i) else _DEVICE)
-    # A value crosses once for all that read it on the other side, so one node stands for those.
+    # A value crosses over once for all its readers on the other side: one node stands for them.
     free = len(node) + 2
     for v, nodes in readers.items():
         source = maker.get(v, _DEVICE)
@@ -102,9 +106,9 @@ def _host_side(
 
 
 def _source_side(edges: list[tuple[int, int, float]], num_nodes: int) -> set[int]:
-    """Return the nodes on the host's side of a minimum cut; of several, of the largest, so that the
-    host computes what is as near to it."""
-    # It takes a while to import, and only this needs it.
+    """Return the nodes on the host's side of a minimum cut. Of several such cuts, take the one with
+    the most nodes on the host's side."""
+    # Only this function needs scipy, and it takes a while to import.
     from scipy.sparse import csr_array
     from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
@@ -114,7 +118,7 @@ def _source_side(edges: list[tuple[int, int, float]], num_nodes: int) -> set[int
     units = np.where(np.isfinite(sizes), units, _ALL).astype(np.int64)
     rows, columns = np.array([(a, b) for a, b, _ in edges]).T
     graph = csr_array((units, (rows, columns)), shape=(num_nodes, num_nodes))
-    # Of edges that are there several times the sum.
+    # The sparse array has added up edges that occur several times.
     graph.data = np.minimum(graph.data, _ALL).astype(np.int32)
     left = graph - maximum_flow(graph, _HOST, _DEVICE).flow
     left.eliminate_zeros()

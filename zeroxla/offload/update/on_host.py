@@ -1,4 +1,4 @@
-"""The optimizer's update of a sub-group where its arrays are: on the host."""
+"""`run_sides`: computes a sub-group's update where its arrays are, on the host."""
 
 from __future__ import annotations
 
@@ -20,71 +20,71 @@ from zeroxla.program.trace import Value, run, trace
 SCOPE = "offload"
 
 
-def run_stages(
-    stages: Sequence[SideRun], env: Mapping[Value, Any], wanted: Sequence[Value]
+def run_sides(
+    runs: Sequence[SideRun], env: Mapping[Value, Any], wanted: Sequence[Value]
 ) -> list[jax.Array]:
-    """Compute a sub-group's equations, each stage on its side.
+    """Compute a sub-group's equations, each run on its side.
 
     Args:
-      stages: in order.
-      env: what they read.
-      wanted: values.
+      runs: the runs, in order.
+      env: the values that they read and do not make.
+      wanted: the values to return.
 
     Returns:
-      The arrays of these, each in the memory of the side that made it.
+      The arrays of the wanted values, each in the memory of the side that made it.
     """
     made = dict(env)
     moved: dict[tuple[Value, bool], jax.Array] = {}  # a value that both sides read moves once
-    for i, stage in enumerate(stages):
-        inside = dict.fromkeys(v for eq in stage.equations for v in eq.outputs)
-        reads = [v for eq in stage.equations for v in eq.values if v not in inside]
+    for i, side in enumerate(runs):
+        inside = dict.fromkeys(v for eq in side.equations for v in eq.outputs)
+        reads = [v for eq in side.equations for v in eq.values if v not in inside]
         for v in reads:
-            if (v, stage.on_host) not in moved:
+            if (v, side.on_host) not in moved:
                 with jax.named_scope(SCOPE):
-                    move = to_host if stage.on_host else to_device
-                    moved[v, stage.on_host] = move(made[v])
-        mine = {v: moved[v, stage.on_host] for v in reads}
-        if stage.on_host:
-            later = {v for other in stages[i + 1 :] for eq in other.equations for v in eq.values}
-            made |= _on_host(stage, mine, [v for v in inside if v in later.union(wanted)])
+                    move = to_host if side.on_host else to_device
+                    moved[v, side.on_host] = move(made[v])
+        mine = {v: moved[v, side.on_host] for v in reads}
+        if side.on_host:
+            later = {v for other in runs[i + 1 :] for eq in other.equations for v in eq.values}
+            made |= _on_host(side, mine, [v for v in inside if v in later.union(wanted)])
         else:
-            run(stage.equations, mine)
+            run(side.equations, mine)
             made |= {v: mine[v] for v in inside}
     return [made[v] for v in wanted]
 
 
 def _on_host(
-    stage: SideRun, reads: Mapping[Value, jax.Array], wanted: Sequence[Value]
+    side: SideRun, reads: Mapping[Value, jax.Array], wanted: Sequence[Value]
 ) -> dict[Value, jax.Array]:
-    """Return the values of a stage that are wanted outside."""
+    """Compute a run on the host, and return the wanted values."""
 
     def compute(*args: jax.Array) -> list[jax.Array]:
         env = dict(zip(reads, args, strict=True))
-        run(stage.equations, env)
+        run(side.equations, env)
         return [env[v] for v in wanted]
 
-    # Traced as of arrays in device memory: not all of JAX's functions make their constants in the
-    # host's, and none takes arrays in both.
+    # This is traced for arrays in device memory: not all of JAX's functions make their constants in
+    # host memory, and none takes arrays in both memories.
     shapes = shapes_of(list(reads.values()))
     program, _ = trace(compat.compute_on_host(compute), *shapes)
     return dict(zip(wanted, program(*reads.values()), strict=True))
 
 
 def check_host_compute(mesh: Mesh, *, joined: bool = False) -> None:
-    """Check that a mesh's hosts can compute; nothing is known of an abstract one.
+    """Check that a mesh's hosts can compute. An abstract mesh passes.
 
     Args:
-      mesh: of the step.
-      joined: whether they are to compute sums over arrays, too, which are split over devices.
+      mesh: the step's mesh.
+      joined: whether the hosts also compute sums over arrays, which are split over devices.
 
     Raises:
       ValueError: the backend cannot compile it.
 
-    Cost: the compilation of a few operations, once for a mesh.
+    Cost: compiles a few operations, once for each mesh.
     """
     if isinstance(mesh, AbstractMesh):
         return
-    if (reason := _refusal(mesh, joined)) is not None:
+    if (reason := host_refusal(mesh, joined)) is not None:
         device = mesh.devices.flat[0]
         what = "the sums of this optimizer" if joined else "computation"
         raise ValueError(
@@ -94,14 +94,14 @@ def check_host_compute(mesh: Mesh, *, joined: bool = False) -> None:
         )
 
 
-def host_joins(stages: Sequence[SideRun]) -> bool:
-    """Return whether the host is to join elements of several devices."""
-    return any(joins(eq) for stage in stages if stage.on_host for eq in stage.equations)
+def host_joins(runs: Sequence[SideRun]) -> bool:
+    """Return whether the host is to combine elements of several devices."""
+    return any(joins(eq) for side in runs if side.on_host for eq in side.equations)
 
 
 @functools.cache
-def _refusal(mesh: Mesh, joined: bool) -> str | None:
-    """Return the first line of what the backend says against a tiny update; None if nothing."""
+def host_refusal(mesh: Mesh, joined: bool) -> str | None:
+    """Return the first line of the backend's error for a tiny update; None if it compiles."""
     size = mesh.size * 2
     spec = PartitionSpec(mesh.axis_names)
     split = functools.partial(NamedSharding, mesh, spec)
@@ -109,7 +109,7 @@ def _refusal(mesh: Mesh, joined: bool) -> str | None:
     gradient = jax.ShapeDtypeStruct((size,), jnp.float32, sharding=split())
 
     def compute(moments: jax.Array, gradient: jax.Array) -> list[jax.Array]:
-        # As of a leaf whose last element is padding.
+        # This leaf's last element is padding.
         new = 0.5 * moments[:-1] + gradient[:-1]
         new = new / jnp.sqrt(jnp.sum(new * new)) if joined else jnp.sqrt(new)
         return [jnp.pad(new, (0, 1))]
@@ -122,6 +122,6 @@ def _refusal(mesh: Mesh, joined: bool) -> str | None:
 
     try:
         jax.jit(update, donate_argnums=0).lower(moments, gradient).compile()
-    except (RuntimeError, ValueError) as error:  # of the compiler; of what lowers to its programs
+    except (RuntimeError, ValueError) as error:  # from the compiler; from the lowering
         return (str(error).splitlines() or [type(error).__name__])[0]
     return None

@@ -1,10 +1,11 @@
-"""Cuts an optimizer's update into pieces that can be computed one after another.
+"""`SubGroups`: cuts an optimizer's update into parts that can be computed one after another.
 
 The update is traced, and its program says which results follow from which arrays. Results that
-follow from the same offloaded arrays are one piece: for most optimizers a leaf with its moments.
-Pieces are packed into sub-groups. What several sub-groups need (a norm, a schedule) is computed
-once, and what is returned as it came (a frozen leaf) is in no piece. A piece of stacked leaves that
-is too large is cut again, into layers, where these are independent (see `rows`).
+follow from the same offloaded arrays belong together: for most optimizers a leaf with its moments.
+Such sets of arrays are packed into sub-groups. Values that several sub-groups need (a norm, a
+schedule) are computed once, before them. A result that is an input (a frozen leaf) is in no
+sub-group. A sub-group of stacked leaves that is too large is cut again, into layers, if these are
+independent (see `rows`).
 """
 
 from __future__ import annotations
@@ -15,25 +16,29 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from zeroxla.offload.update.rows import Rows, in_rows, run_rows, with_rows
+from zeroxla.offload.update.rows import Rows, run_rows, runs_of_rows, values_with_rows
 from zeroxla.program.chunks import packed
 from zeroxla.program.trace import Atom, Equation, Program, Value, closure, run, trace
+
+Makers = Mapping[Value, Equation]
+"""The equation that makes each value."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class SubGroup:
-    """What is computed at a time.
+    """The part of an update that is computed at a time.
 
     Attributes:
-      arrays: the offloaded arrays that come for it.
-      results: positions of the results.
-      equations: that make them, but for what is shared.
-      reads: what these need besides `arrays`: other inputs, and what is shared.
-      scalars: of these or of `equations`, those that are used once here and more often in the
-        update: how often decides whether XLA divides by a number, or multiplies by its reciprocal.
-      rows: of its arrays, results and what has rows among `reads`, if it is of some only; the
-        groups of the others follow each other.
-      having: the values that have rows then.
+      arrays: the offloaded arrays that come to the device for it.
+      results: positions of its results among the update's.
+      equations: the equations that make the results, without those that are computed before.
+      reads: the values that the equations need besides `arrays`: inputs that are not offloaded, and
+        values that are computed before.
+      scalars: the scalars that are used once here and more often in the whole update. How often a
+        number is used decides whether XLA divides by it or multiplies by its reciprocal.
+      rows: the rows of its arrays and results that it covers, if it is one of several that a
+        sub-group was cut into; these follow each other. None means all rows.
+      row_values: if there are `rows`, the values that have rows.
     """
 
     arrays: tuple[Value, ...]
@@ -42,35 +47,35 @@ class SubGroup:
     reads: tuple[Value, ...]
     scalars: tuple[Value, ...]
     rows: Rows | None = None
-    having: frozenset[Value] = frozenset()
+    row_values: frozenset[Value] = frozenset()
 
     @property
     def is_last(self) -> bool:
-        """Whether it has the last rows, or all."""
+        """Whether it covers the last rows, or all."""
         rows = self.rows
         return rows is None or rows.stop == self.arrays[0].aval.shape[rows.dim]
 
     def run(self, env: dict[Value, Any]) -> None:
-        """Bind its equations, on its rows."""
+        """Compute the equations, on this sub-group's rows, and add their values to `env`."""
         if self.rows is None:
             run(self.equations, env)
         else:
-            run_rows(self.equations, env, self.rows, self.having)
+            run_rows(self.equations, env, self.rows, self.row_values)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Pieces:
-    """An update in pieces.
+class SubGroups:
+    """An update that is cut into sub-groups.
 
     Attributes:
-      program: all of it.
-      tree: structure of what it returns.
+      program: the whole update.
+      tree: the structure of its results.
       untouched: the results that are inputs, by position.
-      shared: positions of the results that need nothing of any sub-group.
-      common: the equations that make these, and what more than one sub-group needs. Those of
-        scalars each sub-group has besides: where the compiler joins them with what reads them
-        decides about roundings.
-      groups: the others.
+      shared: positions of the results that belong to no sub-group and are no inputs.
+      common: the equations that are computed before the sub-groups: they make the shared results,
+        and values that more than one sub-group needs. Equations of scalars are in the sub-groups
+        too, because roundings depend on whether the compiler joins them with their readers.
+      groups: the sub-groups, in the order in which they are computed.
     """
 
     program: Program
@@ -88,105 +93,55 @@ class Pieces:
         *,
         limit: int,
         layer_dims: Sequence[int | None],
-    ) -> Pieces:
+    ) -> SubGroups:
         """Trace an update and cut it.
 
         Args:
           update: a function of arrays.
-          args: shapes of its arguments, pytrees.
-          is_offloaded: of each array among these.
-          limit: most elements of the offloaded arrays of a sub-group; one piece that is not cut, or
-            one layer, may have more.
-          layer_dims: of the arrays that the first results are the next values of, the first ones of
-            `args`: the dim of their layers, None if they have none.
+          args: the shapes of its arguments, as pytrees.
+          is_offloaded: whether each of these arrays is offloaded.
+          limit: largest number of elements that a sub-group's offloaded arrays may have together.
+            Arrays that belong together and cannot be cut may exceed it, and so may a single layer.
+          layer_dims: the dim of the layers in each of the first arrays of `args`, whose next values
+            are the first results; None for an array without layers.
         """
         program, tree = trace(update, *args)
         offloaded = [v for v, is_it in zip(program.inputs, is_offloaded, strict=True) if is_it]
-        outputs = enumerate(program.outputs)
         inputs = frozenset(program.inputs)
+        outputs = enumerate(program.outputs)
         untouched = {i: v for i, v in outputs if isinstance(v, Value) and v in inputs}
-        shared, pieces = _pieces(program, offloaded, untouched)
-        makers = {v: eq for eq in program.equations for v in eq.outputs}
-        packs = [
-            ([v for arrays, _ in pack for v in arrays], [i for _, mine in pack for i in mine])
-            for pack in packed(pieces, _elements, limit)
-        ]
-        needed = [
-            frozenset(_closure(program, results, makers)[0])
-            for results in (shared, *(results for _, results in packs))
-        ]
-        times = Counter(eq for equations in needed for eq in equations)
-        once = {
-            v: eq
-            for v, eq in makers.items()
-            if _is_scalar(eq) or (times[eq] == 1 and eq not in needed[0])
-        }
-        uses = Counter(v for eq in program.equations for v in eq.values)
-        groups = []
-        for arrays, results in packs:
-            equations, reads = _closure(program, results, once)
-            here = Counter(v for eq in equations for v in eq.values)
-            used_once = (v for v, n in here.items() if n == 1 < uses[v])
-            groups.append(
-                SubGroup(
-                    arrays=tuple(arrays),
-                    results=tuple(results),
-                    equations=tuple(equations),
-                    reads=tuple(v for v in reads if v not in set(arrays)),
-                    scalars=tuple(v for v in used_once if v.aval.shape == ()),
-                )
-            )
-        readers = Counter(v for group in groups for v in group.reads)
-        # What others read as it was is not written over row by row.
-        dims = {
-            v: None if readers[v] > 1 else dim
-            for v, dim in zip(program.inputs, layer_dims, strict=False)
-        }
+        shared, array_sets = _array_sets(program, offloaded, untouched)
+        packs = [_united(sets) for sets in packed(array_sets, _elements, limit)]
+        groups = _make_groups(program, packs, _own_makers(program, shared, packs))
+        dims = _layer_dims(program, groups, layer_dims)
         groups = [cut for group in groups for cut in _layers(group, dims, program, limit)]
-        kept = [v for group in groups for v in group.reads if v in makers]
-        kept += [a for i in shared if isinstance(a := program.outputs[i], Value)]
-        return Pieces(
+        return SubGroups(
             program=program,
             tree=tree,
             untouched=untouched,
             shared=tuple(shared),
-            common=tuple(closure(kept, makers)[0]),
+            common=tuple(_common(program, shared, groups)),
             groups=tuple(groups),
         )
 
 
-def _layers(
-    group: SubGroup, dims: Mapping[Value, int | None], program: Program, limit: int
-) -> list[SubGroup]:
-    """Return a sub-group cut into layers, if it is too large and can be; else itself."""
-    size, dim = _elements((list(group.arrays), [])), dims[group.arrays[0]]
-    if max(group.results) >= len(dims):
-        return [group]
-    written = {dims[program.inputs[i]] for i in group.results}
-    if size <= limit or dim is None or written.union(dims[v] for v in group.arrays) != {dim}:
-        return [group]
-    length = group.arrays[0].aval.shape[dim]
-    having = with_rows(group.equations, {*group.arrays, *group.reads}, dim, length)
-    made = [program.outputs[i] for i in group.results]
-    if having is None or not having.issuperset(made):
-        return [group]
-    count = max(1, limit * length // size)
-    return [
-        dataclasses.replace(group, rows=rows, having=having) for rows in in_rows(length, count, dim)
-    ]
+@dataclasses.dataclass(frozen=True, slots=True)
+class _ArraySet:
+    """Offloaded arrays that are updated together, and the positions of their results."""
+
+    arrays: list[Value]
+    results: list[int]
 
 
-def _is_scalar(eq: Equation) -> bool:
-    return all(v.aval.shape == () for v in (*eq.values, *eq.outputs))
-
-
-def _pieces(
+def _array_sets(
     program: Program, offloaded: Sequence[Value], untouched: Collection[int]
-) -> tuple[list[int], list[tuple[list[Value], list[int]]]]:
-    """Return the results that are in no piece, and for each set of offloaded arrays that belong
-    together, those and their results; by position, without those `untouched`."""
-    makers = {v: eq for eq in program.equations for v in eq.outputs}
-    group = {v: v for v in offloaded}  # each points on to another of its set, the last to itself
+) -> tuple[list[int], list[_ArraySet]]:
+    """Return the positions of the shared results, and the sets of arrays that belong together.
+
+    Two arrays belong together if a result follows from both. `untouched` results are in neither.
+    """
+    makers = _makers(program)
+    group = {v: v for v in offloaded}  # each points to another of its set, the last one to itself
 
     def last(v: Value) -> Value:
         while group[v] is not v:
@@ -200,43 +155,137 @@ def _pieces(
             for v in needs[i][1:]:
                 group[last(v)] = last(needs[i][0])
     shared = [i for i, mine in needs.items() if not mine]
-    sets: dict[Value, tuple[list[Value], list[int]]] = {}
+    sets: dict[Value, _ArraySet] = {}
     for v in offloaded:
-        sets.setdefault(last(v), ([], []))[0].append(v)
+        sets.setdefault(last(v), _ArraySet([], [])).arrays.append(v)
     for i, mine in needs.items():
         if mine:
-            sets[last(mine[0])][1].append(i)
-    pieces = [piece for piece in sets.values() if piece[1]]
-    return _joined(program, shared, pieces), pieces
+            sets[last(mine[0])].results.append(i)
+    found = [array_set for array_set in sets.values() if array_set.results]
+    return _join_shared(program, shared, found), found
 
 
-def _joined(
-    program: Program, shared: Sequence[int], pieces: Sequence[tuple[list[Value], list[int]]]
+def _join_shared(
+    program: Program, shared: Sequence[int], array_sets: Sequence[_ArraySet]
 ) -> list[int]:
-    """Give a piece the results that need nothing that is offloaded but arrays that only it computes
-    on the way to its own: a leaf's second moment is updated with the first one, which is offloaded.
-    Apart, the compiler would round otherwise. Return the others."""
-    makers = {v: eq for eq in program.equations for v in eq.outputs if v.aval.shape}
+    """Give each set the shared results that use an array that only this set computes, and return
+    the positions of the others.
+
+    An example is a leaf's second moment on the device, if its first moment is offloaded: both use
+    the same gradient. If they were computed apart, the compiler would round otherwise.
+    """
+    makers = {v: eq for v, eq in _makers(program).items() if v.aval.shape}
     owners: dict[Equation, set[int]] = defaultdict(set)
-    for n, (_, results) in enumerate(pieces):
-        for eq in _closure(program, results, makers)[0]:
+    for n, array_set in enumerate(array_sets):
+        for eq in _closure(program, array_set.results, makers)[0]:
             owners[eq].add(n)
     others = []
     for i in shared:
         found = {n for eq in _closure(program, [i], makers)[0] for n in owners[eq]}
         if len(found) == 1:
-            pieces[found.pop()][1].append(i)
+            array_sets[found.pop()].results.append(i)
         else:
             others.append(i)
     return others
 
 
-def _elements(piece: tuple[list[Value], list[int]]) -> int:
-    return sum(math.prod(v.aval.shape) for v in piece[0])
+def _united(sets: Sequence[_ArraySet]) -> _ArraySet:
+    return _ArraySet([v for x in sets for v in x.arrays], [i for x in sets for i in x.results])
+
+
+def _own_makers(program: Program, shared: Sequence[int], packs: Sequence[_ArraySet]) -> Makers:
+    """Return the equations that sub-groups compute themselves: scalars, and values that neither
+    another sub-group nor a shared result needs."""
+    makers = _makers(program)
+    for_shared = frozenset(_closure(program, shared, makers)[0])
+    for_groups = [frozenset(_closure(program, pack.results, makers)[0]) for pack in packs]
+    times = Counter(eq for equations in (for_shared, *for_groups) for eq in equations)
+    return {
+        v: eq
+        for v, eq in makers.items()
+        if _is_scalar(eq) or (times[eq] == 1 and eq not in for_shared)
+    }
+
+
+def _make_groups(program: Program, packs: Sequence[_ArraySet], own: Makers) -> list[SubGroup]:
+    """Return a sub-group for each pack of arrays. `own` are the equations that it may compute."""
+    uses = Counter(v for eq in program.equations for v in eq.values)
+    groups = []
+    for pack in packs:
+        equations, reads = _closure(program, pack.results, own)
+        here = Counter(v for eq in equations for v in eq.values)
+        used_once = (v for v, n in here.items() if n == 1 < uses[v])
+        groups.append(
+            SubGroup(
+                arrays=tuple(pack.arrays),
+                results=tuple(pack.results),
+                equations=tuple(equations),
+                reads=tuple(v for v in reads if v not in set(pack.arrays)),
+                scalars=tuple(v for v in used_once if v.aval.shape == ()),
+            )
+        )
+    return groups
+
+
+def _layer_dims(
+    program: Program, groups: Sequence[SubGroup], layer_dims: Sequence[int | None]
+) -> dict[Value, int | None]:
+    """Return the dim along which each input may be written layer by layer; None if it may not:
+    then several sub-groups read the values from before the update."""
+    readers = Counter(v for group in groups for v in group.reads)
+    return {
+        v: None if readers[v] > 1 else dim
+        for v, dim in zip(program.inputs, layer_dims, strict=False)
+    }
+
+
+def _layers(
+    group: SubGroup, dims: Mapping[Value, int | None], program: Program, limit: int
+) -> list[SubGroup]:
+    """Return a sub-group cut into layers if it is too large and can be cut; otherwise itself."""
+    size, dim = _elements(group), dims[group.arrays[0]]
+    if max(group.results) >= len(dims):
+        return [group]
+    written = {dims[program.inputs[i]] for i in group.results}
+    if size <= limit or dim is None or written.union(dims[v] for v in group.arrays) != {dim}:
+        return [group]
+    length = group.arrays[0].aval.shape[dim]
+    found = values_with_rows(group.equations, {*group.arrays, *group.reads}, dim, length)
+    made = [program.outputs[i] for i in group.results]
+    if found is None or not found.issuperset(made):
+        return [group]
+    count = max(1, limit * length // size)
+    return [
+        dataclasses.replace(group, rows=rows, row_values=found)
+        for rows in runs_of_rows(length, count, dim)
+    ]
+
+
+def _common(program: Program, shared: Sequence[int], groups: Sequence[SubGroup]) -> list[Equation]:
+    """Return the equations that are computed before the sub-groups: they make the values that these
+    read, and the shared results."""
+    makers = _makers(program)
+    kept = [v for group in groups for v in group.reads if v in makers]
+    kept += [a for i in shared if isinstance(a := program.outputs[i], Value)]
+    return closure(kept, makers)[0]
+
+
+def _makers(program: Program) -> dict[Value, Equation]:
+    return {v: eq for eq in program.equations for v in eq.outputs}
+
+
+def _is_scalar(eq: Equation) -> bool:
+    return all(v.aval.shape == () for v in (*eq.values, *eq.outputs))
+
+
+def _elements(of: _ArraySet | SubGroup) -> int:
+    return sum(math.prod(v.aval.shape) for v in of.arrays)
 
 
 def _closure(
-    program: Program, results: Sequence[int], makers: dict[Value, Equation]
+    program: Program, results: Sequence[int], makers: Makers
 ) -> tuple[list[Equation], list[Value]]:
+    """Return the equations that results, given by position, need, and the values they start
+    from."""
     atoms: list[Atom] = [program.outputs[i] for i in results]
     return closure([a for a in atoms if isinstance(a, Value)], makers)

@@ -1,4 +1,4 @@
-"""The collectives of a module, each with its shapes, its groups and its runs per step."""
+"""Lists the collectives of an HLO module, with their shapes, groups and runs per step."""
 
 from __future__ import annotations
 
@@ -13,25 +13,28 @@ from zeroxla.program.hlo.text import Instruction, Module, Shape
 from zeroxla.program.hlo.trip_counts import trip_count
 
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
-# Other instructions that communicate. zeroxla emits none; to skip one silently would be to lie.
+# Other instructions that communicate. zeroxla emits none. Skipping one would falsify a report.
 _UNREAD_KINDS = ("ragged-all-to-all", "collective-broadcast", "send")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Collective:
-    """One collective instruction as reached along one chain of callers.
+    """A collective instruction, reached along one chain of callers.
 
     Attributes:
-      kind: one of `KINDS`; an asynchronous start/done pair is one collective.
+      kind: one of `KINDS`. A pair of an asynchronous start and its done is one collective.
       name: the instruction's name in the text.
-      op_name: `jax.named_scope` path, those of the callers included.
-      operands, results: what one device passes in and gets out; a combined collective has several.
-      groups: device groups as positions in the mesh's flat device order; () = one of all devices.
-      pairs: (source, target) positions of a collective-permute, else ().
-      count: runs per step, all enclosing trip counts multiplied.
-      branches: of conditionals that it sits in, outermost first: (conditional, which branch).
-        `count` is that of a run that always takes them, an upper bound.
-      asynchronous: the compiler split it into a start and a done.
+      op_name: its `jax.named_scope` path, below the paths of its callers.
+      operands, results: the arrays that one device passes in and gets out. A collective that the
+        compiler combined has several.
+      groups: the device groups, as positions in the mesh's flat device order; () means one group
+        of all devices.
+      pairs: (source, target) positions of a collective-permute; () for other kinds.
+      count: runs per step: the product of the trip counts of all loops around it. It is an upper
+        bound inside conditionals, because every branch counts as taken.
+      branches: the branches of conditionals that it is in, outermost first: (number of the
+        conditional, which branch).
+      asynchronous: whether the compiler split it into a start and a done.
     """
 
     kind: str
@@ -51,15 +54,15 @@ def collectives(module: Module, *, while_trips: int | None = None) -> tuple[Coll
 
     Args:
       module: from `parse`.
-      while_trips: trips to assume for a loop whose trip count the program does not fix.
+      while_trips: the number of trips to assume for loops whose trip count depends on data.
 
     Returns:
-      Collectives in program order, one entry for each place of a call chain; conditionals give
-      those of every branch, marked with it.
+      Collectives in program order. A computation that is called from several places gives an entry
+      for each. The collectives of all branches are there, and `branches` says which is where.
 
     Raises:
       ValueError: a loop that holds collectives has no fixed trip count and `while_trips` is None.
-      NotImplementedError: a collective whose bytes this reader does not know.
+      NotImplementedError: there is a collective whose bytes this reader does not know.
     """
 
     @functools.cache

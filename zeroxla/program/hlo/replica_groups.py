@@ -1,4 +1,4 @@
-"""Which devices exchange with each other: `replica_groups` in every form that XLA prints."""
+"""Reads `replica_groups`, in every form that XLA prints: which devices exchange with each other."""
 
 from __future__ import annotations
 
@@ -24,13 +24,16 @@ def replica_groups(attributes: str) -> tuple[tuple[int, ...], ...]:
     """Expand a `replica_groups=` attribute into lists of device positions.
 
     Args:
-      attributes: text that may hold it, in any of the forms that XLA prints: lists
+      attributes: an instruction's attributes. XLA prints groups in three forms: lists
         `{{0,1},{2,3}}`, a tiled iota `[4,2]<=[2,4]T(1,0)`, or axes of a mesh
-        `mesh['a'=2,'b'=4] {'b'}`, the last with `device_ids=(...)` for a permuted mesh and
-        sub-axes `'b':(1)2` (size 2 after a major part of size 1).
+        `mesh['a'=2,'b'=4] {'b'}`. The third form may have `device_ids=(...)` for a permuted mesh,
+        and sub-axes `'b':(1)2` (size 2 after a major part of size 1).
 
     Returns:
-      The groups, in order; () when there is no such attribute or it is `{}` (all devices).
+      The groups, in order; () if the attribute is missing or is `{}`, which means all devices.
+
+    Raises:
+      ValueError: the groups are in another form.
 
     Example:
       >>> replica_groups("replica_groups=[4,2]<=[2,4]T(1,0)")
@@ -52,6 +55,7 @@ def replica_groups(attributes: str) -> tuple[tuple[int, ...], ...]:
 
 
 def lists(text: str) -> Iterator[tuple[int, ...]]:
+    """Yield the lists of integers in a text such as `{0,1},{2,3}`."""
     for group in re.findall(r"\{([\d,]*)\}", text):
         yield _ints(group)
 
@@ -66,7 +70,13 @@ def _iota(reshape: tuple[int, ...], permute: tuple[int, ...]) -> np.ndarray:
 
 
 def _mesh_groups(mesh: str, device_ids: str | None, axes: str) -> np.ndarray:
-    """Return [groups, members]: the axes (or sub-axes) in `axes` vary fastest, in their order."""
+    """Return device positions as [groups, members].
+
+    Args:
+      mesh: the mesh's axes and sizes, `'a'=2,'b'=4`.
+      device_ids: the devices in the mesh's order; None for 0, 1, 2, ...
+      axes: the axes or sub-axes whose devices exchange. They vary fastest, in their order.
+    """
     sizes = {name: int(size) for name, size in _MESH_AXIS.findall(mesh)}
     parts = [
         (name, int(pre or 1), int(size or sizes[name]))
@@ -78,7 +88,7 @@ def _mesh_groups(mesh: str, device_ids: str | None, axes: str) -> np.ndarray:
         ids = _iota(_ints(iota[1]), _ints(iota[2] or ""))
     else:
         ids = np.array(_ints(device_ids))
-    # Cut every mesh axis at the borders of its sub-axes, so that each part is a dim of its own.
+    # Cut every mesh axis at the borders of its sub-axes: each part becomes a dim.
     dims, position = [], {}
     for name, size in sizes.items():
         cuts = {1, size}

@@ -1,4 +1,4 @@
-"""HLO text as computations and instructions, each read further on demand."""
+"""Splits HLO text into computations and instructions, whose parts are read on demand."""
 
 from __future__ import annotations
 
@@ -20,7 +20,13 @@ _OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """One array of a program: HLO dtype ("f32", "bf16", "s8", ...), dims, bytes per device."""
+    """One array of a program, as one device has it.
+
+    Attributes:
+      dtype: HLO's name of the dtype: "f32", "bf16", "s8", ...
+      dims: its sizes.
+      element_bits: bits that an element takes in memory.
+    """
 
     dtype: str
     dims: tuple[int, ...]
@@ -37,7 +43,15 @@ class Shape:
 
 @dataclasses.dataclass(frozen=True)
 class Instruction:
-    """One line of a computation in parts; `rest` is the text after the opcode's "("."""
+    """One line of a computation.
+
+    Attributes:
+      name: the name of its result.
+      opcode: the operation, such as "all-gather".
+      type_text: the type of the result.
+      rest: the text after the opcode's "(": operands and attributes.
+      is_root: whether its result is the computation's.
+    """
 
     name: str
     opcode: str
@@ -47,7 +61,7 @@ class Instruction:
 
     @property
     def shapes(self) -> tuple[Shape, ...]:
-        """The arrays of the result, a tuple flattened in order; tokens are left out."""
+        """The arrays of the result. A tuple is flattened in order, without its tokens."""
         return tuple(_shapes(self.type_text))
 
     @functools.cached_property
@@ -61,7 +75,7 @@ class Instruction:
 
     @property
     def operands(self) -> tuple[str, ...]:
-        """Names of the operands (for a constant or a parameter: its literal text)."""
+        """Names of the operands. A constant or a parameter gives its literal text instead."""
         text = re.sub(r"/\*.*?\*/", "", self.rest[: self._operand_text_end])
         if "%" in text:
             return tuple(re.findall(r"%([\w.\-]+)", text))
@@ -74,7 +88,7 @@ class Instruction:
 
     @property
     def op_name(self) -> str:
-        """Path of `jax.named_scope` names and transforms that JAX recorded; "" if there is none."""
+        """The path of `jax.named_scope`s and transforms that JAX recorded; "" if there is none."""
         match = _OP_NAME.search(self.rest)
         return match.group(1) if match else ""
 
@@ -94,7 +108,13 @@ class Instruction:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Module:
-    """A program: its computations by name, each a dict from instruction name to instruction."""
+    """A program.
+
+    Attributes:
+      entry: the name of the computation that it starts with.
+      num_partitions: the number of devices that it is partitioned over; None if the text has none.
+      computations: the instructions of each computation, by name.
+    """
 
     entry: str
     num_partitions: int | None
@@ -105,7 +125,7 @@ def parse(text: str) -> Module:
     """Split HLO text into computations and instructions.
 
     Args:
-      text: one HLO module, long form (compiled) or short form (lowered).
+      text: one HLO module, in the long form (compiled) or the short form (lowered).
 
     Returns:
       The module. Instructions keep their own text and are read further on demand.

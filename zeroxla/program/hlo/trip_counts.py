@@ -1,4 +1,4 @@
-"""How often a while loop runs: noted by XLA, or worked out from the loop's counter."""
+"""Finds how often a `while` loop runs: XLA notes it, or it follows from the loop's counter."""
 
 from __future__ import annotations
 
@@ -10,10 +10,15 @@ _KNOWN_TRIPS = re.compile(r'known_trip_count"?\s*:\s*\{\s*"?n"?\s*:\s*"?(\d+)')
 
 
 def trip_count(loop: Instruction, scope: dict[str, Instruction], module: Module) -> int | None:
-    """Return the trips of a while loop, or None if they depend on data.
+    """Return the number of trips of a `while` loop; None if it depends on data.
 
-    XLA notes the count in backend_config once it has optimized a program. In a lowered program it
-    follows from the counter: a constant start, a constant step, a comparison with a constant.
+    XLA notes the number in `backend_config` when it has optimized a program. In a lowered program
+    it follows from the counter, if the start, the step and the limit are constants.
+
+    Args:
+      loop: the `while` instruction.
+      scope: the computation that it is in.
+      module: the program.
     """
     if known := _KNOWN_TRIPS.search(loop.attributes):
         return int(known.group(1))
@@ -66,7 +71,7 @@ def _tuple_item(made: Instruction, index: int, scope: dict[str, Instruction]) ->
 
 
 def _step(update: Instruction | None, index: int, body: dict[str, Instruction]) -> int | None:
-    """Return c where the body's new counter is counter + c."""
+    """Return c if the body's new counter is counter + c; None for any other update."""
     if update is None or update.opcode != "add":
         return None
     first, second = (body[name] for name in update.operands)

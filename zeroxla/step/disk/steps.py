@@ -111,7 +111,7 @@ class DiskSteps:
 
     def train(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
         """Take one optimizer step. See `DiskUpdate`."""
-        return self._update(state)(state, batch, self._run)
+        return self.update_of(state)(state, batch, self._run)
 
     def call(self, name: str, program: Any, state: TrainState, *args: Any) -> Any:
         """Run a jitted program of a state, in any memory, without that of its optimizer. Raises
@@ -126,9 +126,10 @@ class DiskSteps:
 
     def lower(self, state: TrainState, batch: Any) -> jax.stages.Lowered:
         """Lower the program that computes the gradients, for shapes."""
-        return self._update(state).lower(state, batch)
+        return self.update_of(state).lower(state, batch)
 
-    def _update(self, state: TrainState) -> DiskUpdate:
+    def update_of(self, state: TrainState) -> DiskUpdate:
+        """Return the programs that step states of this structure, made at the first call."""
         structure = jax.tree.structure(state), tuple(x.shape for x in jax.tree.leaves(state))
         if structure not in self._updates:
             self._updates[structure] = DiskUpdate(self._programs, self._jit, state)

@@ -7,8 +7,8 @@
 Parameters on disk are read by the gradients' program, where it gathers them; then nothing is read
 for the update before it has ended, as the first unit would wait for that.
 
-Each sub-group of the update (see `pieces`) is read, computed and written; `buffers` of them are in
-memory at a time, so that one is read and one written while one is computed. When all are written
+Each sub-group of the update (see `sub_groups`) is read, computed and written; `buffers` of them are
+in memory at a time, so that one is read and one written while one is computed. When all are written
 they are put in force at once.
 """
 
@@ -30,7 +30,7 @@ from zeroxla.offload.disk.disk_array import DiskArray
 from zeroxla.offload.disk.flow import DiskFlow
 from zeroxla.offload.disk.group_program import group_program
 from zeroxla.offload.memory_kinds import place_of, put
-from zeroxla.offload.update.sub_groups import Pieces
+from zeroxla.offload.update.sub_groups import SubGroups
 from zeroxla.program.shapes import shapes_of
 from zeroxla.program.trace import Value, read, run
 from zeroxla.step.programs import Programs
@@ -41,7 +41,12 @@ RunProgram = Callable[..., Any]
 
 
 class DiskUpdate:
-    """The programs of a step, for states of one structure."""
+    """The programs of a step, for states of one structure.
+
+    Attributes:
+      sub_groups: the update, cut into sub-groups.
+      group_programs: the jitted program of each sub-group; layers of the same arrays share one.
+    """
 
     def __init__(self, programs: Programs, jit: Callable[..., Any], state: TrainState) -> None:
         """Trace the update, and cut it.
@@ -60,17 +65,17 @@ class DiskUpdate:
         self._programs, self._buffers = programs, offload.buffers
         self._places = [p.sharding(mesh) for p in placements]
         self._in_params = state.placements[0]
-        self._pieces = pieces = Pieces.of(
+        self.sub_groups = sub_groups = SubGroups.of(
             programs.update_of(state),
             args,
             [p.memory is not None for p in placements] + [False] * num_others,
             limit=offload.sub_group * mesh.size,
             layer_dims=[p.unsplit_layers for p in placements],
         )
-        inputs = pieces.program.inputs
+        inputs = sub_groups.program.inputs
         self._held, self._given = inputs[: len(placements)], inputs[len(placements) :]
         # The group that reads a value last may write over it.
-        self._last = {v: n for n, group in enumerate(pieces.groups) for v in group.reads}
+        self._last = {v: n for n, group in enumerate(sub_groups.groups) for v in group.reads}
         # What the gradients' program leaves for the groups; all else the state holds.
         self._kept = tuple(v for v in self._last if v not in set(self._held))
         self._gradients = jit(self._gradients_program, donate_argnums=0)
@@ -78,13 +83,13 @@ class DiskUpdate:
         donated = (1, 3) if mesh.devices.flat[0].platform == "cpu" else (0, 1, 3)
         # Layers of the same arrays have a program in common.
         made: dict[Any, Any] = {}
-        self._updates = []
-        for group in pieces.groups:
+        self.group_programs = []
+        for group in sub_groups.groups:
             key = group.results, group.rows and group.rows.count
             if key not in made:
-                program = group_program(pieces, group, self._places)
+                program = group_program(sub_groups, group, self._places)
                 made[key] = jit(program, donate_argnums=donated)
-            self._updates.append(made[key])
+            self.group_programs.append(made[key])
 
     def __call__(
         self, state: TrainState, batch: Any, run_program: RunProgram
@@ -106,7 +111,7 @@ class DiskUpdate:
                 {k: held[v] for k, v in enumerate(group.arrays) if isinstance(held[v], DiskArray)},
                 group.rows,
             )
-            for group in self._pieces.groups
+            for group in self.sub_groups.groups
         ]
         rest, params, others = _apart(state)
         del leaves
@@ -122,7 +127,7 @@ class DiskUpdate:
             jax.block_until_ready(kept)
             held.update(zip(self._kept, kept, strict=True))
             del kept
-            results: dict[int, Any] = dict(zip(self._pieces.shared, found, strict=True))
+            results: dict[int, Any] = dict(zip(self.sub_groups.shared, found, strict=True))
             failure = self._update(flow, held, on_disk, results, run_program)
 
             def commit() -> None:
@@ -131,7 +136,7 @@ class DiskUpdate:
                 flow.commit()
 
             together("state on disk", commit)
-        results |= {i: held[v] for i, v in self._pieces.untouched.items()}
+        results |= {i: held[v] for i, v in self.sub_groups.untouched.items()}
         for i, array in on_disk.items():
             results[i] = dataclasses.replace(array, version=file.version)
         metrics |= self._rate(results) | _rates(file.blocks.accesses, time.perf_counter() - begun)
@@ -153,7 +158,7 @@ class DiskUpdate:
         """Compute the sub-groups: write what is on disk, add what is not to the results. Return
         what went wrong, of which other processes are yet to hear."""
         try:
-            for n, group in enumerate(self._pieces.groups):
+            for n, group in enumerate(self.sub_groups.groups):
                 arrays, rows = flow.next(), group.rows
                 whole, start = {}, np.int32(0)
                 if rows is None:
@@ -164,7 +169,7 @@ class DiskUpdate:
                     whole, start = {i: held.pop(self._held[i]) for i in there}, np.int32(rows.start)
                 mine, others = self._reads(n, held, whole)
                 found, whole, _ = run_program(
-                    f"update {n}", self._updates[n], arrays, mine, others, whole, start
+                    f"update {n}", self.group_programs[n], arrays, mine, others, whole, start
                 )
                 flow.write([(on_disk[i], x) for i, x in found.items() if i in on_disk], rows)
                 results |= {i: x for i, x in found.items() if i not in on_disk}
@@ -186,15 +191,15 @@ class DiskUpdate:
     ) -> tuple[list[jax.Array], list[jax.Array], TrainState, dict[str, Any]]:
         """Return what the groups read besides the state, the results that are in no group, the next
         state without parameters and optimizer state, and the metrics."""
-        program = self._pieces.program
+        program = self.sub_groups.program
         state = dataclasses.replace(rest, params=self._tree.unflatten(params))
         grads, rest, metrics = self._programs.begin(state, batch)
         # What is on disk is read here by no equation: each is of a sub-group.
         env: dict[Value, Any] = dict(zip(self._held, (*params, *others), strict=True))
         env |= zip(self._given, [*jax.tree.leaves(grads), metrics["finite"]], strict=True)
         with jax.named_scope("update"):
-            run(self._pieces.common, env)
-        found = self._placed({i: read(env, program.outputs[i]) for i in self._pieces.shared})
+            run(self.sub_groups.common, env)
+        found = self._placed({i: read(env, program.outputs[i]) for i in self.sub_groups.shared})
         return [env[v] for v in self._kept], found, rest, metrics
 
     def _placed(self, results: Mapping[int, jax.Array]) -> list[jax.Array]:
@@ -208,9 +213,9 @@ class DiskUpdate:
         """Return what group n reads, but for `whole`: what nothing reads after it, so that it may
         write over it, and the rest; by position."""
         given = {self._held[i] for i in whole}
-        stays = set(self._pieces.untouched.values())
+        stays = set(self.sub_groups.untouched.values())
         mine, others = {}, {}
-        for k, v in enumerate(self._pieces.groups[n].reads):
+        for k, v in enumerate(self.sub_groups.groups[n].reads):
             if v in given:
                 continue
             if self._last[v] == n and v not in stays:
@@ -221,7 +226,7 @@ class DiskUpdate:
 
     def _state(self, rest: TrainState, results: Mapping[int, Any]) -> TrainState:
         leaves = [results[i] for i in range(len(results))]
-        params, opt_state, _ = self._pieces.tree.unflatten(leaves)
+        params, opt_state, _ = self.sub_groups.tree.unflatten(leaves)
         return dataclasses.replace(rest, params=params, opt_state=opt_state)
 
     def _rate(self, results: Mapping[int, Any]) -> dict[str, jax.Array]:

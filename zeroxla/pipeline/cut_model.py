@@ -1,0 +1,126 @@
+"""A model and the options that say how it is cut into stages and scheduled."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from zeroxla.pipeline.layer_cost import LayerCost
+from zeroxla.pipeline.layer_list import LayerList
+from zeroxla.pipeline.make_schedule import forward_only, make_schedule
+from zeroxla.pipeline.minimax import check_stages
+from zeroxla.pipeline.partition import Partition, make_partition
+from zeroxla.pipeline.profile import Profile, profile
+from zeroxla.pipeline.scanned_model import ScannedModel
+from zeroxla.pipeline.schedule import Schedule
+from zeroxla.pipeline.stage import Stage
+from zeroxla.program.shapes import shapes_of
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class CutModel:
+    """Cuts a model into stages, and chooses their schedule.
+
+    Attributes:
+      model: the model's layers.
+      partition, schedule, memory, allow_empty: the options of `Pipeline`.
+
+    Raises:
+      ValueError: there is no schedule of this name, or `memory` does not fit it.
+    """
+
+    model: LayerList | ScannedModel
+    partition: str | Sequence[int] | Profile
+    schedule: str | Schedule
+    memory: str | None
+    allow_empty: bool
+    _partitions: dict[int, tuple[Any, Partition]] = dataclasses.field(
+        default_factory=dict, init=False
+    )
+    """By number of stages: the shapes of the leaves, and the partition that was chosen for them."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.schedule, str):
+            make_schedule(self.schedule, 1, 1, self.memory)  # raises for unknown options
+
+    def schedule_for(self, num_stages: int, microbatches: int, *, train: bool) -> Schedule:
+        """Return the schedule of a step, or of an evaluation.
+
+        Raises:
+          ValueError: the user's schedule is for other numbers of stages or micro-batches.
+        """
+        if not train:
+            return forward_only(num_stages, microbatches)
+        found = self.schedule
+        if isinstance(found, str):
+            return make_schedule(found, num_stages, microbatches, self.memory)
+        if (found.stages, found.microbatches) != (num_stages, microbatches):
+            raise ValueError(
+                f"the schedule {found.name!r} is of {found.stages} stages and "
+                f"{found.microbatches} micro-batches, and there are {num_stages} and {microbatches}"
+            )
+        return found
+
+    def cut(
+        self, num_stages: int, tree: Any, batch: Any, key: jax.Array, *, train: bool
+    ) -> tuple[list[Stage], Partition]:
+        """Cut the model into stages.
+
+        Args:
+          num_stages: the number of stages.
+          tree: the parameters' shapes, in the compute dtype.
+          batch, key: the shapes of one device's micro-batch and of its key.
+          train: whether layers are told that they are trained.
+
+        Raises:
+          ValueError: there are fewer layers than stages, or the model cannot be cut.
+        """
+        shapes = jax.tree.map(jnp.shape, tree)
+        found = self._partitions.get(num_stages)
+        if found is None or found[0] != shapes:
+            found = shapes, self._divide(num_stages, tree, batch, key, train=train)
+            self._partitions[num_stages] = found
+        partition = found[1]
+        stages, _ = self.model.cut(lambda layers: partition, tree, batch, key, train=train)
+        return stages, partition
+
+    def _divide(
+        self, num_stages: int, tree: Any, batch: Any, key: jax.Array, *, train: bool
+    ) -> Partition:
+        """Choose the boundaries.
+
+        This is done once: all programs must be cut alike, and measured costs differ every time.
+        """
+        layers = self.model.cut(_each_layer, tree, batch, key, train=train)[1].layers
+        method, machine = self.partition, None
+        if method == "profile" or isinstance(method, Profile):
+            how = method if isinstance(method, Profile) else Profile()
+            check_stages(len(layers), num_stages, self.allow_empty)
+
+            def cut() -> list[Stage]:
+                shapes = shapes_of((tree, batch, key))
+                return self.model.cut(_each_layer, *shapes, train=train)[0]
+
+            layers = profile(layers, cut, tree, batch, key, how)
+            machine = None if how.measure else how.machine_here()
+            method = "profile"
+        found = make_partition(
+            method, layers, num_stages, machine=machine, allow_empty=self.allow_empty
+        )
+        return _with_last_layer(found) if isinstance(method, str) else found
+
+
+def _each_layer(layers: Sequence[LayerCost]) -> Partition:
+    """Return the partition that makes a stage of every layer."""
+    return make_partition(range(len(layers) + 1), layers, len(layers))
+
+
+def _with_last_layer(partition: Partition) -> Partition:
+    """Give the last layer to the last stage, which has the loss; stages before it may be empty."""
+    last = partition.boundaries[-1]
+    inner = [min(b, max(last - 1, 1)) for b in partition.boundaries[1:-1]]
+    return dataclasses.replace(partition, boundaries=(0, *inner, last))

@@ -1,0 +1,136 @@
+"""The settings that a search of plans tries: presets, meshes, micro-batches, recomputation."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from flax import linen
+
+from zeroxla.config.zero_config import ZeroConfig
+from zeroxla.mesh.axes import DEVICE, NODE, PIPE
+from zeroxla.pipeline.pipeline import Pipeline
+
+ZEROS = ("zero3", "zeropp", "zeropp_hq", "zeropp_min")
+"""The presets of `ZeroConfig` that are tried."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Choice:
+    """Settings of a training step.
+
+    Attributes:
+      zero: the name of a preset of `ZeroConfig`.
+      mesh_shape: axis lengths.
+      microbatches: the number of micro-batches that the batch is cut into.
+      weights: whether a pipeline gathers weights once a step or in every tick; None without stages.
+      remat: whether blocks are recomputed in backward; None if the model does not say.
+    """
+
+    zero: str
+    mesh_shape: Mapping[str, int]
+    microbatches: int
+    weights: str | None
+    remat: bool | None
+
+    def words(self) -> list[str]:
+        """Return the settings as a row of a table."""
+        axes = " x ".join(f"{name}={size}" for name, size in self.mesh_shape.items())
+        remat = {None: "-", True: "yes", False: "no"}[self.remat]
+        return [self.zero, axes, str(self.microbatches), self.weights or "-", remat]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Variants:
+    """A model with and without recomputation.
+
+    Attributes:
+      models: (the model, its pipeline or None) by whether it recomputes; None if it does not say.
+      refused: reasons why there is no pipeline, each with ["pipelines"].
+    """
+
+    models: Mapping[bool | None, tuple[Any, Any]]
+    refused: Mapping[str, list[str]]
+
+    @staticmethod
+    def of(model: Any, loss: Any) -> Variants:
+        """Make the variants of a model; arguments as `search_plans` takes them."""
+        models: Mapping[Any, Any] = {None: model}
+        if isinstance(model, Mapping):
+            models = model
+        elif isinstance(model, linen.Module) and hasattr(model, "remat"):
+            models = {remat: model.clone(remat=remat) for remat in (False, True)}
+        refused: dict[str, list[str]] = {}
+
+        def staged(model: Any) -> Any:
+            try:
+                return Pipeline.from_model(model, loss)
+            except (ValueError, TypeError, NotImplementedError) as error:
+                refused[str(error)] = ["pipelines"]
+                return None
+
+        made = {remat: (model, staged(model)) for remat, model in models.items()}
+        return Variants(models=made, refused=refused)
+
+    @property
+    def has_pipelines(self) -> bool:
+        return any(staged is not None for _, staged in self.models.values())
+
+    def model(self, remat: bool | None, mesh_shape: Mapping[str, int]) -> Any:
+        """Return the model to run on a mesh: its pipeline if the mesh has stages."""
+        plain, staged = self.models[remat]
+        return staged if mesh_shape.get(PIPE, 1) > 1 else plain
+
+
+def meshes(nodes: int, devices: int, pipes: Sequence[int]) -> Iterator[dict[str, int]]:
+    """Yield the meshes of a cluster, one for each number of stages that fits.
+
+    Hosts become stages first, as in `make_mesh`.
+
+    Args:
+      nodes, devices: the number of nodes, and of devices in each.
+      pipes: numbers of stages.
+    """
+    for pipe in pipes:
+        if nodes % pipe == 0:
+            shape = {PIPE: pipe, NODE: nodes // pipe, DEVICE: devices}
+        elif pipe % nodes == 0 and devices % (pipe // nodes) == 0:
+            shape = {PIPE: pipe, NODE: 1, DEVICE: devices * nodes // pipe}
+        else:
+            continue
+        yield {axis: size for axis, size in shape.items() if axis != PIPE or size > 1}
+
+
+def attempts(
+    zero: str, mesh_shape: Mapping[str, int], remat: bool | None, rows: int
+) -> Iterator[Choice]:
+    """Yield the choices of micro-batches and weights, the fastest first if it fits.
+
+    Args:
+      zero, mesh_shape, remat: the settings that stay.
+      rows: examples of a global batch.
+    """
+    of_device = max(rows // (mesh_shape[NODE] * mesh_shape[DEVICE]), 1)
+    counts = [m for m in range(1, of_device + 1) if of_device % m == 0]
+    pipe = mesh_shape.get(PIPE, 1)
+    if pipe > 1:
+        enough = [m for m in counts if m <= 4 * pipe]
+        counts = [enough[-1], *(m for m in counts if m > 4 * pipe)]
+    for weights in ("step", "tick") if pipe > 1 else (None,):
+        for count in counts:
+            yield Choice(
+                zero=zero, mesh_shape=mesh_shape, microbatches=count, weights=weights, remat=remat
+            )
+
+
+def with_preset(config: ZeroConfig, zero: str) -> ZeroConfig:
+    """Return the config with a preset's values of all options that any preset decides."""
+    presets = {name: getattr(ZeroConfig, name)() for name in ZEROS}
+    decided = {
+        field.name
+        for preset in presets.values()
+        for field in dataclasses.fields(ZeroConfig)
+        if getattr(preset, field.name) != getattr(ZeroConfig(), field.name)
+    }
+    return dataclasses.replace(config, **{name: getattr(presets[zero], name) for name in decided})

@@ -1,0 +1,149 @@
+"""The lanes of one device, and what takes each of them when: its computation and its links."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+
+from zeroxla.inspect.phases import phase_of
+
+COMPUTE = "compute"
+"""The lane of what the device computes."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Event:
+    """Something that takes a lane.
+
+    Attributes:
+      lane: `COMPUTE`, a mesh axis for its link, or one of the host's lanes in `target.py`.
+      phase: one of `zeroxla.inspect.phases.PHASES`.
+      start_s, end_s: seconds since the step began.
+    """
+
+    lane: str
+    phase: str
+    start_s: float
+    end_s: float
+
+    def later(self, seconds: float) -> Event:
+        """Return the event, moved to later."""
+        return dataclasses.replace(self, start_s=self.start_s + seconds, end_s=self.end_s + seconds)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class TimeLine:
+    """One step on one device.
+
+    Attributes:
+      seconds: the length of the step.
+      busy_s: the seconds for which each lane is taken.
+      events: what takes the lanes, in the order in which it begins.
+    """
+
+    seconds: float
+    busy_s: Mapping[str, float]
+    events: tuple[Event, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Mark:
+    """How far the lanes were at one moment of a simulation.
+
+    Attributes:
+      latest_s: seconds at which everything so far is done.
+      busy_s: the seconds for which each lane has been taken.
+      num_events: the number of events so far.
+    """
+
+    latest_s: float
+    busy_s: Mapping[str, float]
+    num_events: int
+
+
+class Lanes:
+    """Says who takes which lane until when.
+
+    Args:
+      overlaps: whether the links work while the device computes. If not, everything waits for
+        `COMPUTE`, and takes it.
+    """
+
+    def __init__(self, *, overlaps: bool) -> None:
+        self._overlaps = overlaps
+        self._free_s: dict[str, float] = {}
+        self.busy_s: dict[str, float] = {}
+        self.events: list[Event] = []
+
+    def take(self, lane: str, start: float, seconds: float, path: str, kind: str = "") -> float:
+        """Take a lane as soon as it is free; return the second at which the work is done.
+
+        Args:
+          lane: the lane.
+          start: the second before which the work cannot begin.
+          seconds: how long the lane is taken.
+          path, kind: path of scopes and kind of collective, from which the event's phase follows.
+        """
+        taken = lane if self._overlaps else COMPUTE
+        start = max(start, self._free_s.get(taken, 0.0))
+        end = start + seconds
+        self._free_s[taken] = end
+        self.busy_s[lane] = self.busy_s.get(lane, 0.0) + seconds
+        if seconds:
+            self.events.append(Event(lane, phase_of(path, kind), start, end))
+        return end
+
+    def free_s(self) -> float:
+        """Return the second at which all lanes are free."""
+        return max(self._free_s.values(), default=0.0)
+
+    def copy(self) -> Lanes:
+        """Return lanes in the same state, to come back to."""
+        copied = Lanes(overlaps=self._overlaps)
+        copied.become(self)
+        return copied
+
+    def become(self, other: Lanes) -> None:
+        """Take the state of other lanes."""
+        self._free_s, self.busy_s = dict(other._free_s), dict(other.busy_s)
+        self.events = list(other.events)
+
+    def mark(self, ends: list[float]) -> Mark:
+        """Return how far the lanes are, and the results that are there at `ends`."""
+        return Mark(
+            latest_s=max([self.free_s(), *ends]),
+            busy_s=dict(self.busy_s),
+            num_events=len(self.events),
+        )
+
+    def repeat(self, before: Mark, after: Mark, times: float) -> float:
+        """Go on from `after` as from `before` to `after`, so many times; return the seconds added.
+
+        One repetition takes as long as the first one did, or as the lane that is taken longest.
+        """
+        busy_s = {lane: after.busy_s[lane] - before.busy_s.get(lane, 0.0) for lane in after.busy_s}
+        step = max([after.latest_s - before.latest_s, *busy_s.values()])
+        repeated = self.events[before.num_events :]
+        for lane, seconds in busy_s.items():
+            self.busy_s[lane] = after.busy_s[lane] + times * seconds
+        for k in range(1, round(times) + 1):
+            self.events += [event.later(k * step) for event in repeated]
+        self._free_s = {lane: free + times * step for lane, free in self._free_s.items()}
+        return times * step
+
+    def run_early(self, start: float, run: Callable[[], list[float]]) -> float:
+        """Run something that an earlier turn has room for; return the second at which it is done.
+
+        It waits for no lane and holds up no link. The device computes for as long as it takes.
+
+        Args:
+          start: the second at which it would begin in its own turn; its events are moved there.
+          run: takes lanes from second 0 on; returns the seconds at which its results are there.
+        """
+        taken, self._free_s = self._free_s, {}
+        first = len(self.events)
+        ends = run()
+        seconds = max([*self._free_s.values(), *ends], default=0.0)
+        self.events[first:] = [event.later(start) for event in self.events[first:]]
+        self._free_s = {**taken, COMPUTE: taken.get(COMPUTE, 0.0) + seconds}
+        return start + seconds
