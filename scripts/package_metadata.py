@@ -1,10 +1,10 @@
 """Hatchling's metadata hook: the project's addresses, and the README as a package index shows it.
 
 The repository does not know where it is published; a build is told. It takes the address from the
-variable ZEROXLA_URL, from those of a GitHub workflow, or, if it builds from an sdist, from the sdist.
-With an address the package has project URLs, and the README's links and pictures lead there. A build
-without one has no URLs, and its README no links that would lead nowhere: a link becomes its text, and
-a picture its description.
+variable ZEROXLA_URL, from the variables of a GitHub workflow, or, if it builds from an sdist, from
+the sdist. With an address the package has project URLs, and the README's links and pictures lead
+there. A build without an address has no URLs, and no links that would lead nowhere: in its README a
+link becomes its text, and a picture its description.
 """
 
 from __future__ import annotations

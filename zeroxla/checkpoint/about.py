@@ -1,4 +1,4 @@
-"""What a checkpoint says of itself: `about.json`, read without its arrays."""
+"""`About`: the description of a checkpoint in its `about.json`, read without its arrays."""
 
 from __future__ import annotations
 
@@ -52,18 +52,18 @@ class CheckpointArray:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class About(Report):
-    """What is in a checkpoint; `print` it, or read it.
+    """The contents of a checkpoint; `print` it, or read its attributes.
 
     Attributes:
-      number: steps taken.
+      number: the number of steps taken.
       leaves: every array, by name.
-      fingerprint: of the parameters' names, shapes and dtypes; equal for equal models.
-      mesh: the axes that it was saved from.
-      config: the options that the step had, if they were given.
-      position: of the data, as it was given.
-      key: what kind of PRNG key the state has.
-      version: of zeroxla.
-      format: of the checkpoint.
+      fingerprint: a hash of the parameters' names, shapes and dtypes; equal for equal models.
+      mesh: the axes of the mesh that it was saved from.
+      config: the options of the step, if they were given.
+      position: the position in the data, as it was given.
+      key: the kind of the state's PRNG key.
+      version: the version of zeroxla that wrote it.
+      format: the number of the checkpoint format.
     """
 
     number: int
@@ -77,7 +77,7 @@ class About(Report):
 
     @staticmethod
     def of(number: int, found: Mapping[Name, Entry], **rest: Any) -> About:
-        """Make it of a state's arrays."""
+        """Describe the arrays of a state."""
         leaves = {
             path: CheckpointArray(name=path, shape=e.shape, dtype=e.dtype)
             for path, e in found.items()
@@ -109,7 +109,7 @@ class About(Report):
 
     @staticmethod
     def read(folder: Path) -> About:
-        """Read that of a checkpoint.
+        """Read the description of a checkpoint.
 
         Raises:
           DamageError: it is missing or damaged.
@@ -150,11 +150,11 @@ class About(Report):
         return table
 
     def check(self, found: Mapping[Name, Entry], chosen: Collection[Name] | None = None) -> None:
-        """Check that the arrays are those of a state.
+        """Check that the checkpoint holds the arrays of a state.
 
         Args:
-          found: of the state.
-          chosen: the names that count; all but those of what wires remember if None.
+          found: the state's arrays.
+          chosen: the names to check. None means all but the names of the wire state.
 
         Raises:
           ValueError: with the first that differs.

@@ -28,12 +28,12 @@ from zeroxla.step.step import Step
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Restored:
-    """What was read.
+    """A restored state.
 
     Attributes:
-      number: steps taken.
-      state: on the mesh that was asked for.
-      position: of the data, as it was saved.
+      number: the number of steps taken.
+      state: the state, on the mesh that was asked for.
+      position: the position in the data, as it was saved.
     """
 
     number: int
@@ -44,20 +44,21 @@ class Restored:
 class Checkpointer:
     """The checkpoints of one run, in a folder that all processes see.
 
-    A checkpoint holds arrays in natural shapes, of no mesh: it opens on more or fewer nodes and
-    devices, with other options. It is written into a temporary folder that is renamed when all is
-    on disk; what is listed is whole. Every file has a checksum.
+    A checkpoint holds arrays in natural shapes and belongs to no mesh: it opens on more or fewer
+    nodes and devices, with other options. It is written into a temporary folder that is renamed
+    when all files are on disk, so every listed checkpoint is whole. Every file has a checksum.
 
-    Of several processes all must make it, and make the same calls.
+    In a run of several processes all must make a `Checkpointer`, and make the same calls.
 
     Args:
-      folder: made if missing.
-      keep: how many to keep; older ones are deleted when a newer one is whole. None: all.
-      every: `save` does nothing for other numbers than the multiples of it.
+      folder: the folder of the checkpoints; made if missing.
+      keep: how many checkpoints to keep. Older ones are deleted when a newer one is whole. None
+        keeps all.
+      every: `save` does nothing for numbers that are no multiple of it.
       asynchronous: `save` returns as soon as the arrays are off the devices, and files are written
         while training goes on. On CPUs nothing is copied: the step that follows takes new memory.
       report: called with a sentence when a checkpoint could not be written in the background, or
-        was passed over because it is damaged; `warnings.warn` if None.
+        was passed over because it is damaged. None means `warnings.warn`.
 
     Raises:
       ValueError: a number is below 1, or the folder cannot be made.
@@ -93,7 +94,7 @@ class Checkpointer:
 
     @property
     def folder(self) -> Path:
-        """Where the checkpoints are."""
+        """The folder of the checkpoints."""
         return self._store.folder
 
     def save(
@@ -108,22 +109,22 @@ class Checkpointer:
         """Save a state.
 
         Args:
-          number: steps taken.
-          state: that of `Step`; it may be donated as soon as this returns.
-          position: of the data; anything that JSON holds. Of several processes that of the first.
-          config: the step's, for people to read.
-          force: also if `every` does not divide the number.
+          number: the number of steps taken.
+          state: the state of a `Step`. It may be donated as soon as this returns.
+          position: the position in the data; anything that JSON holds. The first process's counts.
+          config: the step's options, for people to read.
+          force: save even if `every` does not divide the number.
 
         Returns:
-          Whether it was saved; False too if it was there already.
+          Whether it was saved; False also if it was there already.
 
         Raises:
           SaveError: the disk is full or the folder not writable. Earlier checkpoints stay whole.
-            What fails in the background the next call that saves or reads reports, and `wait` or
-            `close` raises, unless another save has begun by then.
+            A failure in the background is reported by the next call that saves or reads. `wait`
+            and `close` raise it, unless another save has begun by then.
 
-        Cost: waits for the save before. Then the copy of a shard from each device to its host, or
-        none on CPUs; with `asynchronous=False` until all is on disk. Host memory: the copy, until
+        Cost: waits for the save before. Then each device copies its shards to its host, except on
+        CPUs; with `asynchronous=False` it waits until all is on disk. Host memory: the copy, until
         it is written.
         """
         if number % self.every and not force:
@@ -150,28 +151,28 @@ class Checkpointer:
         """Wait until the last save is whole.
 
         Raises:
-          SaveError: it could not be written; raised once.
+          SaveError: it could not be written. It is raised once.
         """
         self._store.wait()
 
     def numbers(self) -> list[int]:
-        """Return the steps of which there is a checkpoint."""
+        """Return the numbers of the steps that have a checkpoint."""
         return self._store.numbers()
 
     def latest(self) -> int | None:
-        """Return the newest step of which there is an undamaged checkpoint; None if there is none.
+        """Return the newest step that has an undamaged checkpoint; None if there is none.
 
-        What it passes over it reports.
+        It reports the damaged checkpoints that it passes over.
 
-        Cost: reads the files of those that it looks at, once.
+        Cost: reads the files of each checkpoint that it looks at, once.
         """
         return self._store.latest(self._report)
 
     def describe(self, number: int | None = None) -> About:
-        """Return what is in a checkpoint, without reading its arrays.
+        """Describe a checkpoint without reading its arrays.
 
         Args:
-          number: steps taken; the newest if None.
+          number: the number of steps taken. None means the newest checkpoint.
 
         Raises:
           ValueError: there is none.
@@ -184,14 +185,15 @@ class Checkpointer:
         Args:
           like: a step that has seen a batch (`init` or `abstract_state`), or the state's shapes
             with shardings (`Step.abstract_state`), or a state.
-          number: steps taken; the newest undamaged one if None.
+          number: the number of steps taken. None means the newest undamaged checkpoint.
 
         Raises:
           ValueError: there is no checkpoint, it is damaged, of another model or optimizer, or from
             a newer zeroxla.
 
-        Cost: reads all files once to check them, and once more each device its part. Host memory:
-        the shards, and what is on its way: 256 MiB, or the largest array if that is more.
+        Cost: reads all files once to check them; then each device's part is read once more. Host
+        memory: the shards, and 256 MiB of arrays on their way, or the largest array if that is
+          more.
         """
         shapes = like.shapes() if isinstance(like, Step) else like
         number = self._store.whole(number, self._report)
@@ -213,17 +215,17 @@ class Checkpointer:
         """Read parameters only, or some of them.
 
         Args:
-          like: a state; the parameters that are read replace its own, the others stay. None:
-            return NumPy arrays.
-          pattern: a regular expression; those are read whose path, such as "h/attn/c_attn/kernel",
-            it matches in whole or in part.
+          like: a state. The parameters that are read replace its own; the others stay. None returns
+            NumPy arrays.
+          pattern: a regular expression, searched in paths such as "h/attn/c_attn/kernel".
+            Parameters with a match are read.
           number: as in `restore`.
 
         Returns:
           The state; or a nested dict of NumPy arrays in natural shapes, float32.
 
         Raises:
-          ValueError: as in `restore`; or no parameter matches.
+          ValueError: for the reasons of `restore`, or because no parameter matches.
         """
         number = self._store.whole(number, self._report)
         about = self._store.about(number)
@@ -244,7 +246,7 @@ class Checkpointer:
         about.check(found, chosen)
         read = functools.partial(self._read, number)
         arrays, on_disk = apart({path: found[path] for path in chosen})
-        # What wires remember was of other weights.
+        # The wire state belongs to other weights.
         new = dataclasses.replace(
             like, params=logical.with_params(like, read(arrays)), wire_state=None
         )
@@ -265,7 +267,8 @@ class Checkpointer:
         self.close()
 
     def _read(self, number: int, wanted: Mapping[Name, Entry]) -> dict[Name, jax.Array]:
-        """Read arrays as they are stored on a mesh; storage has none without elements."""
+        """Read arrays as they are stored on a mesh. Arrays without elements are not in the
+        storage."""
         targets = {
             path: jax.ShapeDtypeStruct(e.array.shape, e.array.dtype, sharding=e.array.sharding)
             for path, e in wanted.items()
@@ -275,7 +278,7 @@ class Checkpointer:
         return empty | (self._store.read(number, targets) if targets else {})
 
     def _with_wires(self, about: About, wanted: dict[Name, Entry]) -> dict[Name, Entry]:
-        """Leave out what wires remember unless all of it fits."""
+        """Leave out the wire state unless all of it fits."""
         wires = {path: entry for path, entry in wanted.items() if path[0] == WIRES}
         there = [path for path in about.leaves if path[0] == WIRES]
         if all(about.holds(path, entry) for path, entry in wires.items()):
@@ -293,7 +296,7 @@ def _warn(text: str) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """Return what JSON can hold of an option."""
+    """Return an option as a value that JSON can hold."""
     if isinstance(value, dict):
         return {name: _plain(x) for name, x in value.items()}
     if isinstance(value, (list, tuple)):

@@ -1,7 +1,7 @@
-"""Checksums of a checkpoint's files: what was cut, lost or changed is found, with its name.
+"""Checksums of a checkpoint's files: they find files that were cut, lost or changed, by name.
 
-Each process sums what it wrote, from the page cache; the first one sums the rest, the others' sums
-included. Nothing here knows what the files hold.
+Each process sums the files that it wrote, from the page cache. The first process sums the rest, the
+other processes' sums included. Nothing here knows what the files hold.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 REST = "rest"
-"""Name of the sums that are written last, over all files that are in no others."""
+"""Name of the sums that are written last, over all files that no other sums cover."""
 
 _PREFIX = "checksums"
 _BLOCK = 4 << 20
@@ -24,7 +24,7 @@ def write_sums(folder: Path, name: str, files: Iterable[Path]) -> None:
     """Write sizes and CRC-32 sums of files of the folder to its `checksums.NAME.json`.
 
     Raises:
-      OSError: a file cannot be read, or the sums not be written.
+      OSError: a file cannot be read, or the sums cannot be written.
     """
     files = sorted(files)
     with ThreadPoolExecutor(_THREADS) as pool:
@@ -38,7 +38,7 @@ def sum_rest(folder: Path) -> None:
     """Write the sums of all files of the folder that have none yet.
 
     Raises:
-      OSError: as `write_sums`.
+      OSError: for the reasons of `write_sums`.
     """
     known = {name for file in folder.glob(f"{_PREFIX}.*.json") for name in _read(file)}
     files = (file for file in folder.rglob("*") if file.is_file())
@@ -47,11 +47,11 @@ def sum_rest(folder: Path) -> None:
 
 
 def find_damage(folder: Path, *, part: int = 0, parts: int = 1) -> str | None:
-    """Return what is wrong with a file of the folder, in words; None if all are as written.
+    """Describe the damage to a file of the folder; return None if all files are as written.
 
     Args:
-      folder: with the sums of its files.
-      part, parts: look at one file of so many, from this one on.
+      folder: a folder with the sums of its files.
+      part, parts: look at every `parts`-th file, beginning with number `part`.
 
     Cost: reads the files.
     """

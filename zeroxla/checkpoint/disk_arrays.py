@@ -1,4 +1,4 @@
-"""Between checkpoints and a state on disk: by way of host memory, some arrays at a time."""
+"""Moves a state on disk to and from checkpoints through host memory, some arrays at a time."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from zeroxla.step.state import TrainState
 from zeroxla.step.step import Step
 
 BATCH_BYTES = 256 * 2**20
-"""Of arrays that are in host memory at a time, or the largest array's."""
+"""Bytes of arrays in host memory at a time; the largest array's if that is more."""
 
 """The memory that all backends have."""
 
@@ -31,8 +31,8 @@ BATCH_BYTES = 256 * 2**20
 class DiskHandler(ocp.type_handlers.ArrayHandler):
     """Writes `DiskArray`s as Orbax writes arrays of devices.
 
-    What it reads is the version of the file that is in force when the save begins; the step after
-    next, which would write over that, waits until it is read.
+    It reads the version of the file that is in force when the save begins. The step after next
+    would write over that version, so it waits until it has been read.
     """
 
     async def serialize(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -43,7 +43,7 @@ class DiskHandler(ocp.type_handlers.ArrayHandler):
 
 
 class _Writes(ocp.future.Future):  # pyright: ignore[reportAttributeAccessIssue]
-    """The writing of some arrays, which the first call of `result` does."""
+    """Writes some arrays when `result` is called for the first time."""
 
     def __init__(self, serialize: Any, jobs: list[tuple[DiskArray, Any, Any]]) -> None:
         self._serialize, self._jobs = serialize, jobs
@@ -78,9 +78,9 @@ def to_disk(
     """Read arrays of a checkpoint into the file of a state.
 
     Args:
-      read: reads some.
-      wanted: the arrays, in the order of the writer's.
-      writer: of the file.
+      read: reads some arrays.
+      wanted: the arrays, in the writer's order.
+      writer: fills the file.
     """
     jobs = list(zip(writer.shapes, wanted.items(), strict=True))
     found: dict[int, Name] = {i: path for i, (path, _) in jobs}
@@ -96,7 +96,7 @@ def to_disk(
 
 
 def writer_of(like: Step | TrainState, shapes: TrainState) -> DiskWriter:
-    """Return what fills the file of a state.
+    """Return the writer that fills the file of a state.
 
     Raises:
       ValueError: there is no step that says where the file is.
@@ -113,16 +113,16 @@ def apart(wanted: Mapping[Name, Entry]) -> tuple[dict[Name, Entry], dict[Name, E
 
 
 def replaced_on_disk(state: TrainState, read: Read, wanted: Mapping[Name, Entry]) -> TrainState:
-    """Return a state some of whose arrays on disk are those of a checkpoint; that which was given
-    is then no more.
+    """Return a state with some arrays on disk replaced from a checkpoint. The given state is then
+    no longer valid.
 
     Args:
-      state: arrays.
-      read: as of `to_disk`.
-      wanted: the arrays.
+      state: a state of arrays, not of shapes.
+      read: reads arrays, as in `to_disk`.
+      wanted: the arrays to replace.
 
     Raises:
-      ValueError: the state is one of shapes, or no more.
+      ValueError: the state holds shapes, or is no longer valid.
     """
     arrays = [e.array for e in wanted.values()]
     if not all(isinstance(x, DiskArray) for x in arrays):

@@ -1,7 +1,7 @@
-"""A training state as a checkpoint holds it: arrays by name, in natural shapes, of no mesh.
+"""The form of a training state in a checkpoint: arrays by name, in natural shapes, without a mesh.
 
 A name is a path of keys, such as ("params", "h", "attn", "c_attn", "kernel") or ("opt_state", "0",
-"mu", ...). What wires remember comes under "wires": it need not be there.
+"mu", ...). The wire state comes under "wires". It may be missing.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class Entry:
     """An array of a state.
 
     Attributes:
-      array: as the state stores it, padding included, or its `jax.ShapeDtypeStruct`; of a PRNG key
-        the data.
+      array: the array as the state stores it, padding included, or its `jax.ShapeDtypeStruct`. A
+        PRNG key is its key data.
       shape: the natural shape.
     """
 
@@ -48,7 +48,7 @@ def entries(state: TrainState) -> dict[Path, Entry]:
     """Return the arrays of a state, or of its shapes, by name.
 
     Raises:
-      ValueError: two have the same name, as those of {"a": {"b": x}, "a.b": y} would have.
+      ValueError: two arrays have the same name, as in {"a": {"b": x}, "a.b": y}.
     """
     found: dict[Path, Entry] = {}
     for name, tree, placements in (
@@ -79,13 +79,13 @@ def entries(state: TrainState) -> dict[Path, Entry]:
 
 
 def rebuild(like: TrainState, arrays: Mapping[Path, Any], *, key: str) -> TrainState:
-    """Return a state of arrays by name, stored as `like` has them.
+    """Build a state from arrays by name, stored as in `like`.
 
     Args:
       like: a state, or its shapes.
-      arrays: all of `entries(like)`, those of wires perhaps not; a state that lacks some of those
-        that its wires remember has none: the step makes them anew.
-      key: of what kind the PRNG key is.
+      arrays: the arrays of all `entries(like)`; the wire state may be missing. If a part of it is
+        missing, the new state has no wire state, and the step makes it anew.
+      key: the kind of the PRNG key.
     """
 
     def tree(name: str) -> Any:
@@ -112,12 +112,12 @@ def with_params(state: TrainState, arrays: Mapping[Path, Any]) -> Any:
 
 
 def key_kind(key: jax.Array) -> str:
-    """Return the name of a PRNG key's kind, such as "fry" of threefry."""
+    """Return the name of a PRNG key's kind, such as "fry" for threefry."""
     return str(jax.random.key_impl(key))
 
 
 def name(path: Path) -> str:
-    """Return a name for people."""
+    """Return an array's name in the form for people: "params/h/kernel"."""
     return "/".join(path)
 
 
@@ -168,6 +168,6 @@ def _wrap_key(data: jax.Array, kind: str) -> jax.Array:
 
 
 def empty(entry: Entry) -> jax.Array:
-    """Return an array without elements: storage has none of these."""
+    """Return an array without elements, which the storage does not hold."""
     zeros = np.zeros(entry.array.shape, entry.array.dtype)
     return jax.make_array_from_callback(zeros.shape, entry.array.sharding, lambda i: zeros[i])

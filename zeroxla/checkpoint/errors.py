@@ -1,4 +1,4 @@
-"""What goes wrong with a write, in words."""
+"""Errors of writing a checkpoint, in words."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 
 class SaveError(RuntimeError):
-    """A checkpoint could not be written; those before it are untouched."""
+    """A checkpoint could not be written. Earlier checkpoints are untouched."""
 
 
 def root_cause(error: BaseException) -> str:
@@ -22,7 +22,7 @@ def root_cause(error: BaseException) -> str:
 @contextlib.contextmanager
 def quiet_absl() -> Iterator[None]:
     """Keep Orbax from logging a failed write's traceback once for each thread that it passes
-    through: the one error that is raised says it all."""
+    through. The one error that is raised says everything."""
     logger = logging.getLogger("absl")
     level = logger.level
     logger.setLevel(logging.CRITICAL)

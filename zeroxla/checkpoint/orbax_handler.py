@@ -1,8 +1,8 @@
-"""How Orbax writes and reads a training state: natural shapes, and sums of every file.
+"""Writes and reads a training state with Orbax, in natural shapes, with a checksum of every file.
 
 Orbax writes each array as the devices hold it, shard by shard, padding included. Before a
 checkpoint is made final each padded array is cut to its natural shape, which changes a line of its
-metadata and none of its data. What comes out is an ordinary Orbax checkpoint: without zeroxla,
+metadata and none of its data. The result is an ordinary Orbax checkpoint: without zeroxla,
 `orbax.checkpoint.StandardCheckpointer().restore(folder)` reads it as NumPy arrays.
 """
 
@@ -30,10 +30,11 @@ from zeroxla.offload.disk.disk_array import DiskArray
 from zeroxla.program.paths import Path as Name
 
 BUFFER_BYTES = 256 * 2**20
-"""On their way between files and devices while a state is read, or the largest array's."""
+"""Bytes on their way between files and devices while a state is read; the largest array's if that
+is more."""
 
 SAVE_TIMEOUT_S = 3600
-"""After which a write that has not ended counts as failed."""
+"""Seconds after which a write that has not ended counts as failed."""
 
 
 class StateHandler(ocp.AsyncCheckpointHandler):
@@ -48,7 +49,7 @@ class StateHandler(ocp.AsyncCheckpointHandler):
         )
 
     async def async_save(self, directory: Any, args: SaveState) -> list[Any]:
-        """Copy the arrays off the devices; return what writes them."""
+        """Copy the arrays off the devices; return the futures that write them."""
         tree = traverse_util.unflatten_dict({p: e.array for p, e in args.found.items()})
         try:
             writes = await self._arrays.async_save(directory, args=ocp.args.PyTreeSave(tree))
@@ -60,8 +61,8 @@ class StateHandler(ocp.AsyncCheckpointHandler):
         raise NotImplementedError("Orbax saves through async_save")
 
     def finalize(self, directory: Any) -> None:
-        """Nothing: a write ends with what has to be done last, so that all processes hear of it
-        if that fails."""
+        """Do nothing: the write itself does the last work, so that all processes hear of a failure
+        there."""
 
     def restore(self, directory: Any, args: RestoreState) -> dict[Name, Any]:
         """Read arrays; each device's part goes straight to it."""
@@ -84,7 +85,7 @@ class StateHandler(ocp.AsyncCheckpointHandler):
 @ocp.args.register_with_handler(StateHandler, for_save=True)
 @dataclasses.dataclass
 class SaveState(ocp.args.CheckpointArgs):
-    """What to save: arrays by name, and what is said of them; a name that no other save has."""
+    """Arguments of a save: arrays by name, their description, and a name that no other save has."""
 
     found: Mapping[Name, Entry]
     about: About
@@ -94,13 +95,14 @@ class SaveState(ocp.args.CheckpointArgs):
 @ocp.args.register_with_handler(StateHandler, for_restore=True)
 @dataclasses.dataclass
 class RestoreState(ocp.args.CheckpointArgs):
-    """What to read: by name, stored shapes with shardings; without one, a NumPy array."""
+    """Arguments of a restore: stored shapes with shardings, by name. An array without a sharding is
+    read as a NumPy array."""
 
     targets: Mapping[Name, jax.ShapeDtypeStruct]
 
 
 class _Write(ocp.future.Future):  # pyright: ignore[reportAttributeAccessIssue]
-    """What is left of a save when the arrays are off the devices."""
+    """The work of a save that is left when the arrays are off the devices."""
 
     def __init__(
         self, arrays: ocp.PyTreeCheckpointHandler, writes: list[Any], folder: Path, args: SaveState
@@ -145,7 +147,7 @@ class _Write(ocp.future.Future):  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class _Failed(ocp.future.Future):  # pyright: ignore[reportAttributeAccessIssue]
-    """A write that has failed when it was begun."""
+    """A write that failed when it was begun."""
 
     def __init__(self, error: Exception) -> None:
         self._error = error

@@ -66,7 +66,7 @@ def continued(command: str, arguments: Sequence[str], options: _Job, free: Colle
     except ValueError as error:
         raise UsageError(str(error)) from error
     output = dataclasses.replace(given.output, run=run, resume=True)
-    return dataclasses.replace(given, output=output)
+    return dataclasses.replace(given, output=output)  # pyright: ignore[reportArgumentType]
 
 
 def check_resumable(stored: JobOptions, given: JobOptions, free: Collection[str]) -> None:

@@ -1,8 +1,9 @@
-"""The command `zeroxla export`: the weights of a run, as Hugging Face's programs read them."""
+"""`zeroxla export`: write the weights of a run so that Hugging Face's programs read them."""
 
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -14,6 +15,8 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 from zeroxla.checkpoint.checkpointer import Checkpointer
 from zeroxla.checkpoint.weights.export import export_params
 from zeroxla.cli.data.vocabulary import TOKENIZER
+from zeroxla.cli.errors import UsageError
+from zeroxla.cli.read_options import read_options
 from zeroxla.cli.rlhf.start import actor_of
 from zeroxla.cli.run_folder import CHECKPOINTS, has_checkpoint, read_config
 from zeroxla.cli.train.model import MODEL, exported
@@ -27,26 +30,40 @@ class ExportOptions:
     """Write the weights of a run in Hugging Face's format: config.json and safetensors files."""
 
     run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
-    """The run folder, as `zeroxla train` and `zeroxla rlhf` make it."""
+    """The folder of a run of `zeroxla train` or `zeroxla rlhf`."""
     output: Path | None = None
-    """Where to write. Default: `export` in the run folder."""
+    """Folder to write to. Default: `export` in the run folder."""
     step: int | None = None
-    """Of which checkpoint. Default: the newest that is not damaged."""
+    """Step of the checkpoint to export. Default: the newest checkpoint that is not damaged."""
     format: Literal["safetensors"] = "safetensors"
-    """Of the files."""
+    """Format of the files."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Of the tensors; rounded to nearest."""
+    """Dtype of the tensors in the files. Values are rounded to nearest."""
     max_shard_size: str = "5GB"
-    """Of a file: bytes, or such as 500MB (10^6) or 2GiB (2^30). A larger tensor is alone in one."""
+    """Largest size of a file, in bytes or with a unit, such as 500MB (10^6) or 2GiB (2^30). A
+    larger tensor has a file of its own."""
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run `zeroxla export`; return the exit status.
+
+    Raises:
+      UsageError: as `export` raises ValueError.
+    """
+    try:
+        return export(read_options("export", arguments, ExportOptions))
+    except ValueError as error:
+        raise UsageError(str(error)) from error
 
 
 def export(options: ExportOptions) -> int:
-    """Export a run's weights, printing what was written.
+    """Export a run's weights, and print the names of the files.
 
     Returns:
       The exit status 0.
 
     Raises:
+      ImportError: a package that the run's tokenizer needs is not installed.
       ValueError: the run holds no whole checkpoint, an option cannot work, or the folder cannot be
         written.
     """
@@ -54,7 +71,7 @@ def export(options: ExportOptions) -> int:
     run = options.run.expanduser()
     made = read_config(run)
     rewarded = made.get("command") == "rlhf"
-    # Such a run holds the options of the training before, which say what the model is.
+    # A run of rlhf also holds the options of the training before it, which describe the model.
     stored = TrainOptions.from_dict(made["before" if rewarded else "options"])
     if not has_checkpoint(run):
         raise ValueError(f"{run} holds no checkpoint yet; let it train until it has saved one")

@@ -1,4 +1,4 @@
-"""Turn Ctrl-C and SIGTERM into a request to stop at a good moment."""
+"""Turns Ctrl-C and SIGTERM into a request to stop after the present step."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from jax.experimental import multihost_utils
 
 
 class StopRequest:
-    """Says whether the process was asked to stop; of several processes, whether any was.
+    """Whether this process, or any process of the run, has been asked to stop.
 
     Attributes:
-      requested: True after the first SIGINT or SIGTERM of this process.
+      requested: True after this process has received its first SIGINT or SIGTERM.
     """
 
     def __init__(self, on_request: Callable[[], None]) -> None:
@@ -23,9 +23,9 @@ class StopRequest:
         self._on_request = on_request
 
     def requested_by(self, step: int) -> bool:
-        """Return whether to stop after `step` steps: the same in all processes.
+        """Return whether to stop after `step` steps. The answer is the same in all processes.
 
-        All must ask for every step, in order.
+        All of them must ask, for every step and in order.
         """
         if jax.process_count() == 1:
             return self.requested
@@ -35,29 +35,29 @@ class StopRequest:
         return self.requested
 
     def request(self) -> None:
-        """Ask for the stop."""
+        """Request the stop."""
         self.requested = True
         self._on_request()
 
 
 @contextlib.contextmanager
 def stop_on_signal(on_request: Callable[[], None]) -> Iterator[StopRequest]:
-    """While inside, let the first SIGINT or SIGTERM only set a flag; a second one acts as usual.
+    """Let the first SIGINT or SIGTERM inside only set a flag; a second one acts as usual.
 
-    Of several processes each signal to any of them counts.
+    If a run has several processes, a signal to any of them sets the flag of all.
 
     Args:
-      on_request: Called once: tell the user that it was heard.
+      on_request: called once, to tell the user that the request was heard.
 
     Yields:
       The flag.
 
     Raises:
-      ValueError: From Python, when called in another thread than the main one.
+      ValueError: from Python, if called in another thread than the main one.
     """
     stop = StopRequest(on_request)
     several = jax.process_count() > 1
-    # Of several processes JAX has taken SIGTERM already.
+    # If there are several processes, JAX handles SIGTERM already.
     signals = (signal.SIGINT,) if several else (signal.SIGINT, signal.SIGTERM)
     previous = {number: signal.getsignal(number) for number in signals}
 

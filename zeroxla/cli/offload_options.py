@@ -1,29 +1,29 @@
-"""Options of commands: what lives in the host's memory, or on its disk."""
+"""Options of several commands: which state lives in the host's memory, or on its disk."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from zeroxla.config.offload import Offload
+if TYPE_CHECKING:
+    from zeroxla.config.offload import Offload
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedOffload:
-    """State in the host's memory, or on its disk."""
+    """State that lives in the host's memory, or on its disk."""
 
     offload_optimizer: Literal["none", "host", "disk"] = "none"
-    """Where the optimizer's state lives between updates."""
+    """Place of the optimizer's state between updates; none means the devices."""
     offload_params: Literal["none", "host", "disk"] = "none"
-    """Where the float32 master of the parameters lives."""
+    """Place of the parameters' float32 master copy; none means the devices."""
     offload_secondary: Literal["none", "host"] = "none"
-    """Where the secondary shards of ZeRO++ live from forward to backward."""
+    """Place of ZeRO++'s secondary shards from forward to backward; none means the devices."""
     offload_update: Literal["device", "host"] = "device"
-    """Where the update of what is on the host is computed; host needs --offload-optimizer host."""
+    """Processor that updates the state on the host; host needs --offload-optimizer host."""
     offload_ratio: float = 1.0
-    """About which share of the state that is offloaded goes there; the rest stays on the
-    devices."""
+    """Share of the offloaded state that goes there, about; the rest stays on the devices."""
 
     @property
     def on_disk(self) -> bool:
@@ -31,7 +31,9 @@ class PlannedOffload:
         return "disk" in (self.offload_optimizer, self.offload_params)
 
     def offload(self, path: Path | None) -> Offload:
-        """Return what `ZeroConfig` takes as `offload`; `path` is the folder on disk."""
+        """Return the value of `ZeroConfig.offload`; `path` is the folder on disk."""
+        from zeroxla.config.offload import Offload  # here, because --help need not wait for JAX
+
         return Offload(
             optimizer=self.offload_optimizer,
             params=self.offload_params,
@@ -42,14 +44,14 @@ class PlannedOffload:
         )
 
     def check(self, zero: str, pipe: int) -> None:
-        """Check what other options must have for it.
+        """Check these options against each other and against two others.
 
         Args:
           zero: the option --zero.
-          pipe: stages.
+          pipe: the option --pipe.
 
         Raises:
-          ValueError: they do not have it.
+          ValueError: they do not go together.
         """
         on_host = self.offload_optimizer == "host" and not self.on_disk
         if self.offload_update == "host" and not on_host:
@@ -73,14 +75,14 @@ class PlannedOffload:
 
 @dataclass(frozen=True, kw_only=True)
 class OffloadOptions(PlannedOffload):
-    """State in the host's memory, or on its disk."""
+    """State that lives in the host's memory, or on its disk."""
 
     offload_path: Path | None = None
-    """Folder on a fast disk of each host, for what goes to disk. Its file is the run's while that
-    runs; what lasts are the checkpoints."""
+    """Folder on a fast disk of each host, for state on disk. The file in it serves the run while it
+    runs; checkpoints are what remains."""
 
     def check(self, zero: str, pipe: int) -> None:
-        # A run may have a path that it has no use for any more when it is resumed.
+        # A path without state on disk is no error: a resumed run may have been given one before.
         if self.on_disk and self.offload_path is None:
             raise ValueError(
                 f"--offload-optimizer {self.offload_optimizer} and --offload-params "

@@ -56,13 +56,9 @@ class OptionGroups:
 
 
 class JobOptions(OptionGroups):
-    """The options of a command that has runs.
+    """The options of a command that has runs."""
 
-    Attributes:
-      output: the group with the options `run`, `resume`, `save_every` and `keep`.
-    """
-
-    output: Any
+    output: Any  # a group with the options run, resume, save_every and keep
 
 
 def flag(name: str) -> str:

@@ -23,10 +23,11 @@ def read_options(
         `kind`.
     """
     # The options' groups order the help; as prefixes of every flag they would be noise.
-    return tyro.cli(
+    options: _T = tyro.cli(
         kind,
         args=list(arguments),
         prog=f"zeroxla {command}",
         default=default,
         config=(tyro.conf.OmitArgPrefixes,),
-    )
+    )  # pyright: ignore[reportAssignmentType]
+    return options

@@ -1,8 +1,8 @@
 """The folder of a training run: config.json, metrics.jsonl, TensorBoard events, plots and texts.
 
-`metrics.jsonl` is the record: one JSON object a line, with "step" and the values of that step. The
-events and the plot repeat it. A write that fails (full disk) loses nothing: lines and events wait
-in memory, are reported once, and are written as soon as the disk takes them.
+`metrics.jsonl` is the record: each line is a JSON object with "step" and the values of that step.
+The events and the plot repeat it. A write that fails, as on a full disk, loses nothing: the failure
+is reported once, and lines and events wait in memory until the disk takes them.
 """
 
 # Generated protobuf modules make their names when they are imported.
@@ -36,11 +36,11 @@ CHECKPOINTS = "checkpoints"
 
 
 class RunFolder:
-    """Writes and reads one run's files.
+    """Writes and reads the files of one run. `create` and `reopen` make it.
 
     Args:
-      path: The folder. Made by `create`, must hold a run for `reopen`.
-      report: Called with a sentence when metrics cannot be written, and when they can again.
+      path: the folder.
+      report: called with a sentence when metrics cannot be written, and when they can again.
     """
 
     def __init__(self, path: Path, report: Callable[[str], None] = lambda text: None):
@@ -61,7 +61,8 @@ class RunFolder:
         """Make the folder and write its config.
 
         Raises:
-          ValueError: It already holds a run with checkpoints, or other files, or cannot be written.
+          ValueError: the folder already holds a run with checkpoints, or other files, or cannot be
+            written.
         """
         if has_checkpoint(path):
             raise ValueError(
@@ -91,12 +92,12 @@ class RunFolder:
     def reopen(
         cls, path: Path, *, step: int, report: Callable[[str], None] = lambda text: None
     ) -> RunFolder:
-        """Open a run to continue after `step`: metrics of later steps are dropped.
+        """Open a run to continue it after `step`. Metrics of later steps are dropped.
 
-        They are of steps that ran after the checkpoint was saved and will run again.
+        Those steps ran after the checkpoint was saved, and will run again.
 
         Raises:
-          ValueError: The folder cannot be written.
+          ValueError: the folder cannot be written.
         """
         folder = cls(path, report)
         kept = [json.dumps(line) + "\n" for line in folder.metrics() if line["step"] <= step]
@@ -112,7 +113,8 @@ class RunFolder:
         return folder
 
     def log(self, step: int, values: dict[str, float | int]) -> None:
-        """Record values of a step; non-finite ones become null. Never raises on a full disk."""
+        """Record the values of a step. Values that are not finite become null. A full disk is no
+        error."""
         line = {"step": step} | {n: v if math.isfinite(v) else None for n, v in values.items()}
         self._pending.append((METRICS, (json.dumps(line) + "\n").encode()))
         scalars = [Summary.Value(tag=n, simple_value=float(v)) for n, v in values.items()]
@@ -128,7 +130,7 @@ class RunFolder:
         self._failing = error is not None
 
     def metrics(self) -> list[dict[str, Any]]:
-        """Return the lines of metrics.jsonl; a last line cut short by a crash is left out."""
+        """Return the lines of metrics.jsonl. A last line that a crash has cut short is left out."""
         try:
             text = (self.path / METRICS).read_text()
         except FileNotFoundError:
@@ -140,19 +142,19 @@ class RunFolder:
         return lines
 
     def write_text(self, name: str, text: str) -> None:
-        """Write a text file, replacing the old one only when the new one is whole.
+        """Write a text file. It replaces an older one only when it is whole.
 
         Raises:
-          RunFolderError: With the file's name and the reason.
+          RunFolderError: it cannot be written; with the file's name and the reason.
         """
         with self._replacing(name) as temporary:
             temporary.write_text(text, encoding="utf-8")
 
     def write_figure(self, name: str, figure: Figure) -> None:
-        """Write a PNG, as `write_text` writes a text.
+        """Write a figure as a PNG, as `write_text` writes a text.
 
         Raises:
-          RunFolderError: With the file's name and the reason.
+          RunFolderError: it cannot be written; with the file's name and the reason.
         """
         from matplotlib.backends.backend_agg import FigureCanvasAgg
 
@@ -160,10 +162,10 @@ class RunFolder:
             FigureCanvasAgg(figure).print_png(str(temporary))
 
     def close(self) -> None:
-        """Write what still waits.
+        """Write the lines that still wait in memory.
 
         Raises:
-          RunFolderError: Lines could not be written.
+          RunFolderError: lines could not be written.
         """
         error = self._flush()
         if error:
@@ -173,7 +175,7 @@ class RunFolder:
             )
 
     def _flush(self) -> str | None:
-        """Append what waits; return the error that stopped it, None when all is written."""
+        """Append the entries that wait; return the error that stopped it, or None."""
         try:
             while self._pending:
                 name, data = self._pending[0]
@@ -204,7 +206,7 @@ class RunFolder:
 
 
 class NoRunFolder:
-    """What processes other than the first have in place of a `RunFolder`: it takes all, and writes
+    """Stands for a `RunFolder` in all processes but the first: it takes the same calls, and writes
     nothing."""
 
     def log(self, step: int, values: dict[str, float | int]) -> None:
@@ -221,7 +223,7 @@ class NoRunFolder:
         return []
 
     def close(self) -> None:
-        """Nothing waits."""
+        """Do nothing: nothing waits."""
 
 
 def has_checkpoint(path: Path) -> bool:
@@ -234,7 +236,7 @@ def read_config(path: Path) -> dict[str, Any]:
     """Read a run folder's config.json.
 
     Raises:
-      ValueError: The folder holds no run, or its config is damaged.
+      ValueError: the folder holds no run, or its config is damaged.
     """
     file = path / CONFIG
     try:
@@ -249,15 +251,15 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def check_command(path: Path, config: dict[str, Any], command: str) -> None:
-    """Check that a run is one of a command.
+    """Check which command made a run.
 
     Args:
-      path: its folder.
-      config: of it, see `read_config`.
-      command: such as "train".
+      path: the run's folder.
+      config: the run's config; see `read_config`.
+      command: the command that must have made it, such as "train".
 
     Raises:
-      ValueError: it is of another command.
+      ValueError: another command made the run.
     """
     made_by = config.get("command", "train")
     if made_by != command:

@@ -84,7 +84,7 @@ class LoopRunner:
                 earlier=earlier,
             )
             carry, ys = self.scan.split_outputs(outputs)
-            return carry, (ys, tape)
+            return list(carry), (ys, tape)
 
         turns = (self._layers(sources), xs, self._keys(key), earlier)
         carry, (ys, tape) = self.scan.run(body, carry, turns)

@@ -4,8 +4,8 @@
     params, model_state = adapted.init(key, batch)
     loss, metrics, model_state = adapted.loss(params, model_state, batch, key, train=True)
 
-The rest of zeroxla sees only these. One file for each kind of model: `linen`, `nnx`, `function`; a
-model that `zeroxla.lora` gave adapters brings its own functions, from `zeroxla/frontend/lora`.
+The rest of zeroxla sees only these two. Each kind of model has a file: `linen`, `nnx`, `function`.
+A model that `zeroxla.lora` gave adapters brings its own functions, from `zeroxla/frontend/lora`.
 """
 
 from collections.abc import Callable
@@ -30,13 +30,13 @@ def adapt(model: Any, loss: Callable[..., Any] | None = None) -> Adapted:
 
     Args:
       model: a flax.linen module; a callable that takes an `nnx.Rngs` and returns an nnx.Module
-        (evaluated here abstractly: nothing is allocated); an nnx.Module instance (with a warning:
-        it was already allocated whole, and `init` returns its present values); or a pair
+        (evaluated abstractly here: nothing is allocated); an nnx.Module instance (with a warning,
+        because it was already allocated whole; `init` returns its present values); or a pair
         `(init(key, batch) -> params, loss(params, batch, key) -> scalar | (scalar, metrics))`
-        with params any pytree of arrays; or any of these with adapters, from `zeroxla.lora`.
+        whose params are any pytree of arrays; or any of these with adapters, from `zeroxla.lora`.
       loss: `loss(apply, batch, *, train) -> scalar | (scalar, metrics)`, where `apply` is the
-        module itself, ready to be called (several times, any arguments, its other methods too).
-        Default: the module's own method `loss(batch, *, train)`.
+        module itself, ready to be called: several times, with any arguments, its other methods too.
+        None means the module's own method `loss(batch, *, train)`.
 
     Returns:
       An `Adapted`.

@@ -1,4 +1,5 @@
-"""What every adapter returns, and the checks and conversions they share."""
+"""`Adapted`, the form that every model gets, and the checks and conversions that its makers
+share."""
 
 from __future__ import annotations
 
@@ -20,10 +21,10 @@ Tree = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Caching:
-    """How a module is called with a cache of keys and values.
+    """The calls of a module with a cache of keys and values.
 
-    `empty(batch, length, dtype) -> cache`: nested dicts of zeros for so many rows and places; what
-    is floating is of that dtype, or of the module's own where it is None.
+    `empty(batch, length, dtype) -> cache`: nested dicts of zeros for this many rows and places.
+    Floating arrays have the given dtype; None means the module's own dtypes.
 
     `apply(params, model_state, cache, *args, **kwargs) -> (result, cache)`: as `Adapted.apply`.
     """
@@ -36,26 +37,27 @@ class Caching:
 class Adapted:
     """A model as two pure functions. Compared and hashed by identity.
 
-    `init(key, batch) -> (params, model_state)`: both nested dicts (string keys, arrays). Works
+    `init(key, batch) -> (params, model_state)`: two nested dicts (string keys, arrays). It works
     under jit and eval_shape.
 
     `loss(params, model_state, batch, key, *, train) -> (loss, metrics, model_state)`: a floating
-    scalar, a dict of scalars, and the state after the call (in eval the one given). All
-    randomness comes from `key`, all streams of it included.
+    scalar, a dict of scalars, and the state after the call. In evaluation the state is returned as
+    it was given. All random streams come from `key`.
 
-    `apply(params, model_state, *args, **kwargs)`: what the module returns when it is called, its
-    state as it is and nothing random; None for a pair of functions.
+    `apply(params, model_state, *args, **kwargs)`: calls the module without changing its state and
+    without randomness. None for a pair of functions.
 
-    `caching`: the same with a cache; None where the module has none.
+    `caching`: the same call with a cache. None if the module has no cache.
 
-    `parameters`: the names of what the module's call takes.
+    `parameters`: the names of the parameters of the module's call.
 
-    `context`: the longest sequence that the module says it is meant for; see `CONTEXT`.
+    `context`: the longest sequence that the module is meant for, if it says so; see `CONTEXT`.
 
-    `frozen`: regular expressions, as those of `ZeroConfig.frozen`, which hold for this model.
+    `frozen`: regular expressions as in `ZeroConfig.frozen`, which hold for this model.
 
-    `base` and `merge`: of a model with adapters the model without them, and what turns parameters
-    of the one, in natural shapes, into those of the other (traceable); None for any other model.
+    `base` and `merge`: for a model with adapters, the model without them, and a traceable function
+    that turns parameters with adapters, in natural shapes, into parameters of the base. None for
+    any other model.
     """
 
     init: Callable[..., tuple[Tree, Tree]]
@@ -70,11 +72,11 @@ class Adapted:
 
     @staticmethod
     def of(init: Callable[..., Any], call: Callable[..., Any], **others: Any) -> Adapted:
-        """Make it of a module's functions.
+        """Make an `Adapted` from a module's functions.
 
         Args:
-          init: as the attribute.
-          call: as `loss`, but it returns (what the module's loss returned, model_state).
+          init: the attribute `init`.
+          call: like `loss`, but it returns (the result of the module's loss, model_state).
           **others: the other attributes.
         """
 
@@ -119,12 +121,11 @@ CONTEXT = (
     "context_length",
     "block_size",
 )
-"""Attributes that tell how long a language model's sequences may be; one name or another is
-usual."""
+"""Usual names of the attribute that says how long a language model's sequences may be."""
 
 
 def about_call(module: Any) -> dict[str, Any]:
-    """Return the attributes of `Adapted` that a module's class tells: parameters and context."""
+    """Return the attributes of `Adapted` that follow from a module: `parameters` and `context`."""
     found = (getattr(module, name, None) for name in CONTEXT)
     lengths = [n for n in found if isinstance(n, int) and n > 0]
     parameters = tuple(inspect.signature(type(module).__call__).parameters)[1:]
@@ -135,7 +136,7 @@ def module_loss(module: Any, loss: Callable[..., Any] | None) -> Callable[..., A
     """Return `run(module, batch, train)`, the module's own loss or the one given.
 
     Raises:
-      ValueError: there is none, or it cannot be called so.
+      ValueError: there is no loss, or it cannot be called in this way.
     """
     name = type(module).__name__
     if loss is not None:
@@ -167,7 +168,7 @@ def check_signature(
 
 
 def checked(result: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Return (loss, metrics) of what a loss returned.
+    """Return (loss, metrics) from the result of a loss.
 
     Raises:
       ValueError: the loss is not a floating scalar, or metrics is not a dict of scalars.
@@ -204,7 +205,7 @@ def checked(result: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
 
 
 def empty_like(x: Any, dtype: Any) -> jax.Array:
-    """Return zeros for an entry of a cache: what is floating in `dtype`, if that is given."""
+    """Return zeros for an entry of a cache. Floating entries get `dtype`, if it is given."""
     is_float = jnp.issubdtype(x.dtype, jnp.floating)
     return jnp.zeros(x.shape, dtype if is_float and dtype is not None else x.dtype)
 
@@ -212,11 +213,11 @@ def empty_like(x: Any, dtype: Any) -> jax.Array:
 def kept(old: Tree, new: Tree) -> Tree:
     """Return the new model state in the old one's structure, shapes and dtypes.
 
-    Dtypes are cast back (a counter `n + 1` may be promoted); anything else is an error, because
+    Dtypes are cast back (a counter `n + 1` may be promoted). Any other change is an error, because
     the state goes into the next step.
 
     Raises:
-      ValueError: a leaf came, went or changed its shape.
+      ValueError: a leaf was added, is missing, or changed its shape.
     """
     before, after = to_flat(old), to_flat(new)
     changed = sorted("/".join(path) for path in before.keys() ^ after.keys())
@@ -234,7 +235,7 @@ def kept(old: Tree, new: Tree) -> Tree:
 
 
 def to_flat(tree: Tree) -> dict[Path, Any]:
-    """Return {path: leaf} of nested dicts; a leaf is whatever is not a dict."""
+    """Return {path: leaf} of nested dicts; everything that is not a dict is a leaf."""
     flat = {}
     for name, value in tree.items():
         if isinstance(value, dict):

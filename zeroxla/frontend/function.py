@@ -18,7 +18,7 @@ def adapt_function(init: Callable[..., Any], loss: Callable[..., Any]) -> Adapte
     them, by the structure of an abstract evaluation of `init` (made once).
 
     Raises:
-      ValueError: a function with another signature, or two leaves whose paths read the same.
+      ValueError: a function has another signature, or the paths of two leaves read the same.
     """
     check_signature(init, "init", "init(key, batch)", 2)
     check_signature(loss, "loss", "loss(params, batch, key)", 3)
@@ -46,7 +46,7 @@ def adapt_function(init: Callable[..., Any], loss: Callable[..., Any]) -> Adapte
 
 
 def names_of(params: Any) -> list[Path]:
-    """Return the path of each leaf; that of a bare array is "param"."""
+    """Return the path of each leaf; a bare array has the path "param"."""
     paths = [path or ("param",) for path, _ in paths_of(params)]
     if len(set(paths)) != len(paths):
         twice = sorted({"/".join(path) for path in paths if paths.count(path) > 1})

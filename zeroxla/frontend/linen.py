@@ -24,7 +24,7 @@ from zeroxla.frontend.base import (
 )
 
 NOT_STATE = ("intermediates", "perturbations")
-"""Collections that `sow` and `perturb` fill for whoever asks: outputs of one call, not state."""
+"""Collections that `sow` and `perturb` fill: outputs of one call, not state."""
 
 
 def adapt_linen(module: nn.Module, loss: Callable[..., Any] | None) -> Adapted:
@@ -39,10 +39,11 @@ def adapt_linen(module: nn.Module, loss: Callable[..., Any] | None) -> Adapted:
 
 
 def linen_caching(module: nn.Module) -> Caching:
-    """Return the calls with a cache of a module that has the field `decode`.
+    """Return the cached calls of a module that has the field `decode`.
 
-    With it set, the module makes the collection "cache" when it is initialised on tokens of the
-    cache's full shape, and advances it in every call, as `nn.MultiHeadDotProductAttention` does.
+    With this field set, the module makes the collection "cache" when it is initialised on tokens of
+    the cache's full shape. It advances the cache in every call, as
+    `nn.MultiHeadDotProductAttention` does.
     """
     module = module.clone(decode=True)
 
@@ -66,14 +67,14 @@ def linen_functions(
 ) -> tuple[Callable[..., tuple[Tree, Tree]], Callable[..., tuple[Any, Tree]]]:
     """Return `run(module, batch, train)` as two pure functions.
 
-    Parameters are the collection "params". Every other collection is model state, mutable in train
-    only, except the outputs of `sow` and `perturb` (see `is_output`). Boxed leaves
+    Parameters are the collection "params". Every other collection is model state, mutable in
+    training only, except the outputs of `sow` and `perturb` (see `is_output`). Boxed leaves
     (`nn.Partitioned` and other axis metadata) are unboxed. `init` runs with train=True, so that
-    what only training uses exists too.
+    variables that only training uses exist too.
 
     Rng streams are found by tracing: a name that `make_rng` asks for gets `stream_key(key, name)`.
-    (Passing a "params" stream instead, to which linen falls back, would hide the names, and with
-    them which streams an `nn.scan` splits.) Streams that the module first tests with `has_rng`
+    (linen falls back to a "params" stream. Passing that instead would hide the names, and also
+    which streams an `nn.scan` splits.) Streams that the module first tests with `has_rng`
     are not found; "dropout" is always there.
 
     Returns:
@@ -132,6 +133,6 @@ def linen_functions(
 def is_output(collection: Tree) -> bool:
     """Say whether `sow` filled the collection: its values are tuples, one item for each call.
 
-    Kept as state they would grow by one item in each step.
+    If they were kept as state, they would grow by one item in each step.
     """
     return any(isinstance(leaf, tuple) for leaf in to_flat(collection).values())

@@ -1,4 +1,4 @@
-"""flax.nnx modules: graph definition fixed at the start, variables in and out of each call."""
+"""flax.nnx modules: the graph definition is fixed; variables go in and out of each call."""
 
 import dataclasses
 import warnings
@@ -27,7 +27,7 @@ from zeroxla.program.paths import Path
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class StaticModule:
-    """The static part of a module: how to put it together from arrays."""
+    """The static part of a module, from which it is put together again with arrays."""
 
     graphdef: Any
     paths: dict[Path, tuple[Any, ...]]
@@ -78,11 +78,11 @@ def adapt_nnx(model: Any, loss: Callable[..., Any] | None) -> Adapted:
 def nnx_caching(
     init: Callable[..., tuple[Tree, Tree]], in_eval: Callable[[Tree, Tree], Any]
 ) -> Caching:
-    """Return the calls with a cache of a module that has `init_cache(shape, dtype)`, as
-    `nnx.MultiHeadAttention` has it: it makes `nnx.Cache` variables, which later calls advance.
+    """Return the cached calls of a module that has `init_cache(shape, dtype)`, like
+    `nnx.MultiHeadAttention`. It makes `nnx.Cache` variables, which later calls advance.
 
     Args:
-      init: as of `Adapted`.
+      init: the attribute of `Adapted`.
       in_eval: (params, model_state) -> module.
     """
 
@@ -118,10 +118,11 @@ def nnx_functions(
 ]:
     """Return `run(module, batch, train)` as pure functions.
 
-    Parameters are the `nnx.Param` variables (subclasses included), a shared one once. Rng streams
-    are not state: each call gives every stream its own key, `stream_key(key, path)`, and count 0.
-    All other variables, and arrays that are plain attributes, are model state. `module.train()` or
-    `module.eval()` is called before. Variables created during a call (`sow`) are dropped.
+    Parameters are the `nnx.Param` variables, subclasses included; a shared one comes once. Rng
+    streams are not state: each call gives every stream its own key, `stream_key(key, path)`, and
+    count 0. All other variables, and arrays that are plain attributes, are model state.
+    `module.train()` or `module.eval()` is called before. Variables created during a call (`sow`)
+    are dropped.
 
     Args:
       model: a module, or a function of rngs that returns one.
@@ -138,7 +139,7 @@ def nnx_functions(
     def build(key: jax.Array) -> nnx.Module:
         if isinstance(model, nnx.Module):
             return model
-        # Sharding annotations are for another way to parallelise; obeyed here they need a mesh.
+        # Sharding annotations are for another way to parallelise, and would need a mesh here.
         with nnx.use_eager_sharding(False):
             module = model(nnx.Rngs(key))
         if not isinstance(module, nnx.Module):
@@ -207,7 +208,7 @@ def take_apart(
 
 
 def put_together(layout: StaticModule, leaves: Mapping[Path, Any], key: jax.Array) -> nnx.Module:
-    """Return the module with these arrays, and with rng streams that follow from the key."""
+    """Return the module with these arrays, and with rng streams made from the key."""
     streams = {path: fresh(path, shape, key) for path, shape in layout.streams.items()}
     state = nnx.from_flat_state(
         [(layout.paths[path], leaf) for path, leaf in {**leaves, **streams}.items()]

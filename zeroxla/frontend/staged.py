@@ -1,4 +1,7 @@
-"""What a model must offer to be cut into stages along the mesh axis `pipe`."""
+"""`StagedModel`: the interface of a model that a mesh axis `pipe` cuts into stages.
+
+The training step knows only this interface; `zeroxla/pipeline` fulfils it.
+"""
 
 from __future__ import annotations
 
@@ -43,8 +46,8 @@ class StagedModel(abc.ABC):
           layout: the model's leaves, split over all devices.
           wiring: how leaves travel between the devices of a stage.
           unit_elements: see `ZeroConfig`.
-          limits: how far gathers run ahead, and what is kept.
-          microbatches: of a step.
+          limits: how far gathers run ahead, and which gathered leaves are kept.
+          microbatches: number of micro-batches in a step.
           weights: "step" gathers a stage's leaves once in a step, "tick" in every tick.
         """
 
@@ -87,7 +90,7 @@ class StagedGradients(abc.ABC):
 
     @abc.abstractmethod
     def wire_state_plan(self, rows: Any, key: jax.Array) -> WireStatePlan:
-        """Return what makes the wire state of the stages, and carries it on."""
+        """Return the plan of the stages' wire state: it makes the state and carries it on."""
 
     @abc.abstractmethod
     def partition(self, rows: Any, key: jax.Array) -> Report:

@@ -46,8 +46,8 @@ class CompiledPrograms:
         """Run `GeneratePrograms.generate` on prompts, the same ones in every process.
 
         Args:
-          shape: what to compile for.
-          leaves: this model's tensor-parallel copy.
+          shape: the shape to compile for.
+          leaves: the tensor-parallel copy of the model.
           model_state: the state's other collections.
           batch: `prompt` and `length`, as `left_padded` returns them.
           key: a PRNG key.

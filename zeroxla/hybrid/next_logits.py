@@ -29,7 +29,7 @@ class LocalModel:
       model: the model's calls and shapes.
       plan: how the model's leaves are split.
       axis: the axis over which they are split.
-      leaves: this device's parts of the leaves.
+      leaves: this device's part of each leaf.
       model_state: the model's other collections, whole.
     """
 

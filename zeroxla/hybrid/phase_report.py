@@ -15,7 +15,7 @@ from zeroxla.step.step import Step
 
 
 def phase_report(step: Step, model: LanguageModel, plan: TensorPlan, cache: Any) -> PhaseReport:
-    """Report what one device holds while it trains, and while it generates.
+    """Report one device's memory while it trains, and while it generates.
 
     Args:
       step: a step that has seen a batch.

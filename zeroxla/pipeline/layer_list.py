@@ -53,7 +53,7 @@ class LayerList:
         """Cut the layers into stages.
 
         Args:
-          divide: chooses the boundaries, given what the layers cost.
+          divide: chooses the boundaries, given the costs of the layers.
           tree: the parameters' shapes, in the compute dtype.
           batch, key: the shapes of one device's micro-batch and of its key.
           train: whether layers are told that they are trained.

@@ -44,7 +44,7 @@ class Pipeline(StagedModel):
         "fast".
       allow_empty: accept stages without layers, if there are fewer layers than stages.
       remat: recompute the activations of every so many layers in backward (DeepSpeed's
-        activation_checkpoint_interval). None keeps those of a stage, for one micro-batch.
+        activation_checkpoint_interval). None keeps a stage's activations, for one micro-batch.
 
     Raises:
       ValueError: a layer is of an unknown kind, or an option has no such value.

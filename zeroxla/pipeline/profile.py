@@ -128,7 +128,7 @@ def _gradients(stage: Stage) -> Callable[..., Any]:
 
 
 def _cost(compiled: Any, shapes: Any, how: Profile) -> dict[str, float]:
-    """Return what the compiler says of a program, or the shortest of several runs of it."""
+    """Return the compiler's counts for a program, or the time of its fastest run."""
     if not how.measure:
         costs = compiled.cost_analysis()
         return {"flops": costs.get("flops", 0.0), "bytes": costs.get("bytes accessed", 0.0)}

@@ -77,22 +77,22 @@ def _check_order(schedule: Schedule) -> None:
             )
 
 
-def _check_ring(schedule: Schedule, stash: Stash, what: str) -> None:
+def _check_ring(schedule: Schedule, stash: Stash, kind: str) -> None:
     """Follow one ring of every stage through all ticks, as `Ticks.run` would."""
-    if what == "input":
+    if kind == "input":
         sent, hop, slots = schedule.forward, 1, stash.input_slots
         arrivals, num_slots = stash.input_arrivals, stash.num_input_slots
     else:
         sent, hop, slots = schedule.backward, -1, stash.gradient_slots
         arrivals, num_slots = stash.gradient_arrivals, stash.num_gradient_slots
-    uses = {op: t for op, t in _ops(schedule).items() if what == "input" or op != "forward"}
+    uses = {op: t for op, t in _ops(schedule).items() if kind == "input" or op != "forward"}
     last = last_use(schedule)
     for stage in range(max(hop, 0), schedule.stages + min(hop, 0)):
         ring: dict[int, int] = {}  # slot -> micro-batch, live or not
         for tick in range(schedule.ticks):
             i = int(sent[tick - 1, stage - hop]) if tick else NONE
             slot, own = int(arrivals[tick, stage]), int(slots[stage, i]) if i != NONE else NONE
-            came = f"{what} of micro-batch {i}" if i != NONE else f"no {what}"
+            came = f"{kind} of micro-batch {i}" if i != NONE else f"no {kind}"
             came = f"{came} arrives on stage {stage} at tick {tick}"
             if slot != own:
                 raise _error(
@@ -116,7 +116,7 @@ def _check_ring(schedule: Schedule, stash: Stash, what: str) -> None:
                     raise _error(
                         schedule,
                         f"{op} of micro-batch {used} on stage {stage} at tick {tick} finds its "
-                        f"{what} not in slot {slots[stage, used]}",
+                        f"{kind} not in slot {slots[stage, used]}",
                         "give it a slot of its own until then",
                     )
 

@@ -209,7 +209,7 @@ class StageEnds:
         return [i for i, leaf in enumerate(self.layout) if not leaf.frozen and not leaf.is_split]
 
     def _by_form(self, stage: int, sums: Buffers) -> tuple[Gradients, Gradients]:
-        """Unpack a stage's sums: of fetched and of resident leaves, None for frozen ones."""
+        """Unpack a stage's summed gradients, of fetched and of resident leaves; None if frozen."""
         layout = self.programs[stage].layout
         found = iter(self.gradients.unpack(stage, sums))
         fetched, resident = (

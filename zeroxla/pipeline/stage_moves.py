@@ -198,7 +198,7 @@ class LeafMoves:
 def stage_dims_of(stages: Sequence[Any], leaves: Sequence[Any]) -> dict[int, int]:
     """Return the layer dims of the leaves that can be stored by stage, by the leaf's number.
 
-    These are the leaves of which every stage uses the same number of layers, in order.
+    Every stage must use the same number of layers of such a leaf, in order.
 
     Args:
       stages: the stages, each with `pieces`.

@@ -34,7 +34,7 @@ class StageWork:
       held: the leaves that this device holds.
       scale: the loss scale.
       activations, cotangents: pack the activations that go down, and the gradients that go up.
-        Number s packs what passes between the stages s and s + 1.
+        Number s packs the arrays between the stages s and s + 1.
     """
 
     programs: Sequence[StageProgram]

@@ -55,7 +55,7 @@ def make_stash(schedule: Schedule) -> Stash:
       schedule: a schedule that `check` accepts.
 
     Returns:
-      The stash with the fewest slots: as many as are ever live at a time on one stage.
+      The stash with the fewest slots: the largest number of arrivals live at a time on a stage.
     """
     m, p = schedule.microbatches, schedule.stages
     forward, backward = ticks_of(schedule.forward, m), ticks_of(schedule.backward, m)

@@ -1,1 +1,1 @@
-"""Plans what a training step will need and cost on a cluster, from its trace, without any device."""
+"""Plans what a training step will need and cost on a cluster, from its trace, without devices."""

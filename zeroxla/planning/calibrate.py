@@ -12,7 +12,7 @@ from zeroxla.planning.lanes import COMPUTE
 from zeroxla.planning.plan import Plan
 
 LEAST = 1e-4
-"""The least efficiency that is believed. A lower one is a mistake in the measurement or the plan."""
+"""The least efficiency that is believed. A lower one means a mistake in measurement or plan."""
 
 _TOLERANCE = 1e-4
 _TRIES = 60
@@ -83,7 +83,7 @@ def calibrated(device: Device, plan_for: Callable[[Device], Plan], seconds: floa
 
 
 def entry(device: Device) -> str:
-    """Return a device as an entry of a machines file. There it replaces the one of the same name."""
+    """Return a device as an entry of a machines file; it replaces an entry of the same name."""
     lines = [f"[devices.{json.dumps(device.name)}]"]
     for field in dataclasses.fields(device):
         if field.name != "name":

@@ -1,4 +1,4 @@
-"""Meshes of GPUs that need not be there, for XLA to compile for, from the description of one GPU."""
+"""Meshes of GPUs that need not be there, for XLA to compile for, from one GPU's description."""
 
 from __future__ import annotations
 

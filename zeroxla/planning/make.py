@@ -7,10 +7,11 @@ import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import jax
 import optax
+from jax.sharding import Mesh
 
 from zeroxla.config.zero_config import ZeroConfig
 from zeroxla.mesh.axes import world_size
@@ -101,7 +102,7 @@ def plan(
         microbatches=microbatches,
         weights=weights,
     )
-    step = step_on(target.abstract_mesh())
+    step = step_on(cast(Mesh, target.abstract_mesh()))
     found = plan_step(step, batch, target, generating=generating, ahead=ahead)
     if not compiled:
         return found

@@ -38,7 +38,7 @@ def peak_bytes(scope: Scope, kind_of: KindOf = lambda eq, path: "", path: str = 
         made = [v for v in eq.outputs if v in scope.in_memory and v not in scope.roots]
         held.name(made, kind)
         carries = (scope.roots.get(v) for v in eq.outputs[: carry_of(eq)[1]])
-        held.rename([v for v in carries if v in held], kind)
+        held.rename([v for v in carries if v is not None and v in held], kind)
         read_last = [v for v in ends.get(i, ()) if v in held]
         if eq.name in FUSED or eq.name in WRITES:  # The results take the place of these operands.
             held.drop(read_last)

@@ -1,8 +1,8 @@
-"""From scores to advantages: rewards of tokens, generalized advantage estimation, groups.
+"""Turns scores into advantages: rewards of tokens, generalized advantage estimation, groups.
 
 Shape letters: B rows, T targets (the tokens of a row but its first), G rows of a group. A mask is 1
-at the targets that belong to the response, one run of them in each row, and 0 at the prompt and at
-padding. All is float32.
+at the targets of the response, which are one run in each row, and 0 at the prompt and at padding.
+All arrays are float32.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 EPSILON = 1e-6
-"""Added to standard deviations: rows that are all alike have the advantage 0, not 0/0."""
+"""It is added to standard deviations, so that rows that are all alike have the advantage 0."""
 
 
 def token_rewards(
@@ -25,14 +25,15 @@ def token_rewards(
     *,
     kl: float,
 ) -> jax.Array:
-    """Return the reward of each token: for straying from the reference, and at the last the score.
+    """Return the reward of each token: a penalty for straying from the reference, plus the score at
+    the last token.
 
     Args:
-      scores_B: of whole responses.
-      logprobs_BT: of the tokens under the policy that drew them.
-      ref_logprobs_BT: under the reference.
-      mask_BT: of the response.
-      kl: what a nat of `logprobs - ref_logprobs` costs.
+      scores_B: the scores of whole responses.
+      logprobs_BT: log-probabilities of the tokens under the policy that drew them.
+      ref_logprobs_BT: the same under the reference.
+      mask_BT: the mask of the response.
+      kl: the penalty per nat of `logprobs - ref_logprobs`.
 
     Returns:
       float32[B, T], 0 outside the response; a row without a response has no reward at all.
@@ -40,7 +41,7 @@ def token_rewards(
     Source: InstructGPT, arXiv 2203.02155, section 3.5.
     """
     mask_BT = mask_BT.astype(jnp.float32)
-    # Outside the response either may hold anything, NaN included.
+    # Outside the response both may hold anything, NaN included.
     strayed_BT = jnp.where(mask_BT > 0, logprobs_BT - ref_logprobs_BT, 0.0)
     return scores_B[:, None] * (mask_BT - mask_BT * _next(mask_BT)) - kl * strayed_BT
 
@@ -56,19 +57,20 @@ def gae(
     """Return advantages and returns by generalized advantage estimation.
 
     With d_t = r_t + gamma v_{t+1} - v_t the advantage is A_t = d_t + gamma lam A_{t+1}, from the
-    last token of the response backwards; behind it the value is 0, also where a response was cut
-    short at its longest length.
+    last token of the response backwards. After the last token the value is 0, even if the response
+    was cut at its longest length.
 
     Args:
-      rewards_BT: for drawing each token.
-      values_BT: of what stands before the token, as the critic sees it.
-      mask_BT: of the response.
-      gamma: a reward counts gamma times as much one token earlier.
-      lam: 0: one token ahead, little variance; 1: all that follow, no bias.
+      rewards_BT: the reward for drawing each token.
+      values_BT: the critic's values of the text before each token.
+      mask_BT: the mask of the response.
+      gamma: the discount; a reward counts gamma times as much one token earlier.
+      lam: 0 looks one token ahead and has little variance; 1 looks at all later tokens and has no
+        bias.
 
     Returns:
-      (advantages, returns), float32[B, T], 0 outside the response. Returns are advantages + values:
-      what the critic learns.
+      (advantages, returns), float32[B, T], 0 outside the response. Returns are advantages + values;
+      the critic learns them.
 
     Cost: a scan over T.
 
@@ -101,16 +103,16 @@ def whiten(values_BT: jax.Array, mask_BT: jax.Array) -> jax.Array:
 def group_advantages(scores_B: jax.Array, group: int) -> jax.Array:
     """Return the advantage of each row over the others with the same prompt.
 
-    (score - mean) / (standard deviation + 1e-6) within each run of `group` rows; the deviation is
-    that of the group itself (over G, not G - 1).
+    The advantage is (score - mean) / (standard deviation + 1e-6) within each run of `group` rows.
+    The deviation is the group's own (over G, not G - 1).
 
     Args:
-      scores_B: float[B], rows of the same prompt next to each other.
-      group: G.
+      scores_B: float[B]; rows with the same prompt are next to each other.
+      group: G, the number of rows with one prompt.
 
     Raises:
-      ValueError: B is no multiple of `group`, or `group` is below 2: no row has another to be
-        compared with.
+      ValueError: B is no multiple of `group`, or `group` is below 2, so that there is no other row
+        to compare with.
 
     Source: GRPO in DeepSeekMath, arXiv 2402.03300, section 4.1.2.
     """
@@ -126,5 +128,5 @@ def group_advantages(scores_B: jax.Array, group: int) -> jax.Array:
 
 
 def _next(x_BT: jax.Array) -> jax.Array:
-    """Return what stands one place later, 0 at the end."""
+    """Return each row shifted one place to the left, with 0 at the end."""
     return jnp.pad(x_BT[:, 1:], ((0, 0), (0, 1)))

@@ -1,4 +1,4 @@
-"""One iteration of reinforcement learning: generate, score, train, each timed.
+"""`Loop`: iterations of reinforcement learning that generate, score and train, each phase timed.
 
 Shape letters: B rows, L tokens of a row, T = L - 1 targets.
 """
@@ -31,15 +31,16 @@ PHASES = ("generate", "score", "train")
 
 
 class Loop:
-    """Improves an actor by what a reward says of its responses.
+    """Trains an actor on the rewards of its own responses.
 
     Attributes:
       settings: the options.
       actor: the policy that is trained.
-      reference: the one that it must not stray from; None: the actor without its adapters.
-      critic: the step of the critic; None with GRPO.
-      engine, reference_engine, critic_engine: what generates from the actor's state, and scores
-        with the others'.
+      reference: the policy that the actor must not stray from. None means the actor without its
+        adapters.
+      critic: the step of the critic. None with GRPO.
+      engine: generates from the actor's state.
+      reference_engine, critic_engine: score with the states of reference and critic.
     """
 
     def __init__(
@@ -52,21 +53,22 @@ class Loop:
         critic: Step | None = None,
         tensor: int = 1,
     ) -> None:
-        """Plan the engines; nothing is computed with the models' weights.
+        """Plan the engines. Nothing is computed with the models' weights.
 
         Args:
-          settings: the options, of which the steps' losses were made.
-          actor: its step has `loss=actor_loss(settings)`.
+          settings: the options; the steps' losses must be made from them.
+          actor: the policy to train; its step has `loss=actor_loss(settings)`.
           reward: scores responses.
-          reference: to which the divergence is taken; its step has the same loss. None: the actor
-            without its adapters.
-          critic: a step with `loss=critic_loss(settings)`; of PPO alone.
-          tensor: devices that share a copy of a model that generates or scores; see `HybridEngine`.
+          reference: the policy to which the divergence is taken; its step has the same loss. None
+            means the actor without its adapters.
+          critic: a step with `loss=critic_loss(settings)`. Only PPO has one.
+          tensor: number of devices that share a copy of a model while it generates or scores; see
+            `HybridEngine`.
 
         Raises:
           ValueError: there is a critic with GRPO or none with PPO, no reference and no adapters,
-            rows are longer than the model's context or do not divide over the devices, or as
-            `HybridEngine`.
+            rows are longer than the model's context or do not divide over the devices; or for the
+            reasons of `HybridEngine`.
         """
         if (critic is None) == (settings.algorithm == "ppo"):
             raise ValueError(
@@ -102,15 +104,15 @@ class Loop:
         self._advantages: Any = jax.jit(partial(_advantages, settings))
 
     def begin(self, params: Any, key: jax.Array) -> States:
-        """Make states on given parameters: actor, critic and reference begin alike.
+        """Make states from given parameters; actor, critic and reference begin with the same ones.
 
         Args:
-          params: the `params` of a state of the model, without adapters, on the same mesh and made
-            with the same config; copied.
+          params: the `params` of a state of the model without adapters, on the same mesh and made
+            with the same config. They are copied.
           key: a PRNG key.
 
-        Cost: the actor's state and the critic's, and the parameters of the reference, split over
-        all devices.
+        Cost: memory for the actor's state, the critic's state and the reference's parameters, split
+        over all devices.
         """
         keys = jax.random.split(key, 3)
         critic = None if self.critic is None else Policy(step=self.critic)
@@ -123,23 +125,23 @@ class Loop:
     def iterate(
         self, states: States, prompts: Prompts, key: jax.Array
     ) -> tuple[States, dict[str, float]]:
-        """Generate responses, score them, train on them.
+        """Generate responses, score them, and train on them.
 
         Args:
-          states: of the steps; donated: use the returned ones.
-          prompts: `settings.num_prompts` of them, of up to `settings.prompt_length` tokens; the
-            same ones in each process. Each has `settings.group` responses.
-          key: a PRNG key; the iteration follows from it, the states and the prompts.
+          states: the states of the steps. They are donated: use the returned ones.
+          prompts: `settings.num_prompts` prompts of up to `settings.prompt_length` tokens, the same
+            ones in each process. Each prompt gets `settings.group` responses.
+          key: a PRNG key. Key, states and prompts determine the iteration.
 
         Returns:
           The next states, and metrics: `reward` and `reward_std` over the responses; `kl`, the mean
-          of `logprobs - ref_logprobs` over their tokens; `length` of responses; of the actor's loss
-          `loss`, `entropy`, `clipped`, `grad_norm`; of the critic's `value_loss`; `generate_s`,
-          `score_s`, `train_s`.
+          of `logprobs - ref_logprobs` over their tokens; `length`, the mean number of tokens in a
+          response; `loss`, `entropy`, `clipped` and `grad_norm` of the actor; `value_loss` of the
+          critic; the seconds `generate_s`, `score_s` and `train_s`.
 
         Raises:
-          ValueError: other prompts than these, or a reward that is not a finite number for each
-            response.
+          ValueError: the prompts are not as described above, or the reward did not return a finite
+            number for each response.
         """
         clock = _Clock()
         rollouts = self.generate(states, prompts, key)
@@ -160,7 +162,7 @@ class Loop:
         return states, {**metrics, **trained, **clock.seconds}
 
     def generate(self, states: States, prompts: Prompts, key: jax.Array) -> Rollouts:
-        """Draw responses: `settings.group` to each prompt, next to each other."""
+        """Draw `settings.group` responses to each prompt; they are next to each other."""
         settings = self.settings
         if len(prompts) != settings.num_prompts:
             raise ValueError(
@@ -184,10 +186,10 @@ class Loop:
         return Rollouts.of(rows, generated, length=settings.length, pad=settings.pad)
 
     def score(self, states: States, rollouts: Rollouts) -> Scored:
-        """Find what rollouts are worth, and what to train on."""
+        """Score rollouts; return the scores and the columns to train on."""
         tokens_BL, mask_BT = rollouts.tokens_BL, rollouts.mask_BT
         scores_B = checked(self.reward(rollouts), len(tokens_BL))
-        # What stands outside of responses means nothing; 0 keeps it harmless.
+        # Numbers outside of responses mean nothing; 0 keeps them harmless.
         ref_BT = self.reference_engine.logprobs(self.reference_state(states), tokens_BL)
         ref_BT = ref_BT * mask_BT
         columns = {"tokens": tokens_BL, "mask": mask_BT}
@@ -209,13 +211,13 @@ class Loop:
         return Scored(scores_B=scores_B, ref_logprobs_BT=ref_BT, actor=actor, critic=critic)
 
     def reference_state(self, states: States) -> TrainState:
-        """Return the reference's state: its own, or the actor's with its adapters at zero."""
+        """Return the state of the reference, which may be the actor's with its adapters at zero."""
         return without_adapters(states.actor) if states.reference is None else states.reference
 
     def train(
         self, states: States, scored: Scored, key: jax.Array
     ) -> tuple[States, dict[str, float]]:
-        """Train the actor, and the critic, on what was scored."""
+        """Train the actor, and the critic if there is one, on scored rollouts."""
         actor, critic = states.actor, states.critic
         found: list[dict[str, Any]] = []
         for batch in self._minibatches(scored.actor, key):
@@ -251,7 +253,7 @@ def _advantages(
     values_BT: jax.Array,
     mask_BT: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    """Return PPO's whitened advantages, and returns."""
+    """Return PPO's whitened advantages and its returns."""
     rewards_BT = token_rewards(scores_B, logprobs_BT, ref_BT, mask_BT, kl=settings.kl_cost)
     advantages_BT, returns_BT = gae(
         rewards_BT, values_BT, mask_BT, gamma=settings.gamma, lam=settings.lam
@@ -260,7 +262,7 @@ def _advantages(
 
 
 class _Clock:
-    """Seconds of phases that follow each other."""
+    """Measures the seconds of phases that follow each other."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}

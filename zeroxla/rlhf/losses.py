@@ -1,8 +1,8 @@
-"""PPO and GRPO as functions of arrays: surrogates, value loss, KL, entropy.
+"""The losses of PPO and GRPO as functions of arrays: surrogates, value loss, KL, entropy.
 
 Shape letters: B rows, T targets, V vocabulary. A mask is 1 at the targets that count. A loss is a
-mean; its metrics hold the `weight` of that mean, so that the means of several devices make the one
-of all (see `zeroxla.make_step`). All is float32.
+mean. Its metrics hold the `weight` of that mean, so that the devices' means can be combined into
+the mean of all rows (see `zeroxla.make_step`). All arrays are float32.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def target_logprobs(logits_BTV: jax.Array, targets_BT: jax.Array) -> jax.Array:
 def entropy(logits_BTV: jax.Array) -> jax.Array:
     """Return the entropy of each distribution in nats: float32[B, T]."""
     logprobs_BTV = jax.nn.log_softmax(logits_BTV.astype(jnp.float32), axis=-1)
-    # A token that cannot come has p log p = 0, not 0 * -inf.
+    # A token that cannot be drawn has p log p = 0, not 0 * -inf.
     impossible_BTV = jnp.isneginf(logprobs_BTV)
     safe_BTV = jnp.where(impossible_BTV, 0.0, logprobs_BTV)
     return -jnp.where(impossible_BTV, 0.0, jnp.exp(safe_BTV) * safe_BTV).sum(axis=-1)
@@ -32,11 +32,11 @@ def entropy(logits_BTV: jax.Array) -> jax.Array:
 def kl_estimate(logprobs: jax.Array, ref_logprobs: jax.Array) -> jax.Array:
     """Return an estimate of KL(policy, reference) from tokens that the policy drew.
 
-    exp(d) - d - 1 with d = ref_logprobs - logprobs: never negative, 0 exactly where both agree, and
-    its mean over what the policy draws is the divergence.
+    The estimate is exp(d) - d - 1 with d = ref_logprobs - logprobs. It is never negative and
+    exactly 0 where both agree. Its mean over tokens that the policy draws is the divergence.
 
     Args:
-      logprobs, ref_logprobs: of any one shape.
+      logprobs, ref_logprobs: arrays of the same shape.
 
     Source: Schulman, "Approximating KL Divergence", k3; GRPO, arXiv 2402.03300, equation 4.
     """
@@ -45,15 +45,16 @@ def kl_estimate(logprobs: jax.Array, ref_logprobs: jax.Array) -> jax.Array:
 
 
 def masked_mean(x_BT: jax.Array, mask_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return (mean over the mask, number of what counts); the mean of nothing is 0."""
+    """Return (mean over the mask, number of elements that count); the mean of none is 0."""
     mask_BT = mask_BT.astype(jnp.float32)
     weight = mask_BT.sum()
-    # What does not count may be NaN, and must not reach the gradient: `where`, not a product.
+    # Elements that do not count may be NaN and must not reach the gradient: `where`, not a product.
     return jnp.where(mask_BT > 0, x_BT, 0.0).sum() / jnp.maximum(weight, 1), weight
 
 
 def row_mean(x_BT: jax.Array, mask_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return (mean over rows of the mean over a row's mask, number of rows that have any)."""
+    """Return (mean over rows of each row's mean over its mask, number of rows whose mask has a
+    1)."""
     mask_BT = mask_BT.astype(jnp.float32)
     counts_B = mask_BT.sum(axis=1)
     rows_B = jnp.where(mask_BT > 0, x_BT, 0.0).sum(axis=1) / jnp.maximum(counts_B, 1)
@@ -86,11 +87,11 @@ def ppo_loss(
     """Return PPO's clipped loss, a mean over tokens.
 
     Args:
-      logprobs_BT: of the tokens, under the policy in training.
-      old_logprobs_BT: under the policy that drew them.
+      logprobs_BT: log-probabilities of the tokens under the policy in training.
+      old_logprobs_BT: the same under the policy that drew the tokens.
       advantages_BT: see `gae`.
-      mask_BT: of the response.
-      clip: how far the ratio may count.
+      mask_BT: the mask of the response.
+      clip: the ratio counts within 1 - clip and 1 + clip.
 
     Returns:
       (loss, {"clipped": share of tokens where the clip decides, "weight": tokens}).
@@ -112,19 +113,20 @@ def grpo_loss(
     clip: float = 0.2,
     kl: float = 0.04,
 ) -> tuple[jax.Array, Metrics]:
-    """Return GRPO's loss: over rows, the mean over a row's tokens of surrogate + kl x divergence.
+    """Return GRPO's loss: a mean over rows of the mean over a row's tokens of surrogate + kl x
+    divergence.
 
     Args:
-      logprobs_BT: of the tokens, under the policy in training.
-      old_logprobs_BT: under the policy that drew them.
-      ref_logprobs_BT: under the reference.
-      advantages_B: one for all tokens of a row, see `group_advantages`.
-      mask_BT: of the response.
-      clip: how far the ratio may count.
-      kl: what the divergence from the reference costs, see `kl_estimate`.
+      logprobs_BT: log-probabilities of the tokens under the policy in training.
+      old_logprobs_BT: the same under the policy that drew the tokens.
+      ref_logprobs_BT: the same under the reference.
+      advantages_B: one advantage for all tokens of a row, see `group_advantages`.
+      mask_BT: the mask of the response.
+      clip: the ratio counts within 1 - clip and 1 + clip.
+      kl: the penalty per nat of divergence from the reference, see `kl_estimate`.
 
     Returns:
-      (loss, {"clipped", "divergence", "weight": rows}), means as the loss is one.
+      (loss, {"clipped", "divergence", "weight": rows}); the metrics are means like the loss.
 
     Source: DeepSeekMath, arXiv 2402.03300, equation 3.
     """
@@ -151,15 +153,16 @@ def value_loss(
 ) -> tuple[jax.Array, Metrics]:
     """Return half the squared error of the critic, a mean over tokens.
 
-    Of the error and that of the value held within `clip` of the old one the larger counts, so that
-    a value that has moved farther than `clip` towards its return is not pulled on.
+    Two errors are compared: the value's own, and the error of the value held within `clip` of the
+    old one. The larger counts. So a value that has moved farther than `clip` towards its return is
+    not pulled on.
 
     Args:
-      values_BT: of the critic in training.
-      old_values_BT: of the critic when the advantages were computed.
+      values_BT: values of the critic in training.
+      old_values_BT: values of the critic when the advantages were computed.
       returns_BT: see `gae`.
-      mask_BT: of the response.
-      clip: how far values may move in an iteration.
+      mask_BT: the mask of the response.
+      clip: how far a value may move in an iteration.
 
     Returns:
       (loss, {"clipped": share of tokens where the clip decides, "weight": tokens}).

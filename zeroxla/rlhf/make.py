@@ -1,4 +1,4 @@
-"""`make_loop`: actor, reference and critic of one model, from one set of parameters."""
+"""`make_loop`: a loop whose actor, reference and critic are the same model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from zeroxla.rlhf.settings import Settings
 from zeroxla.step.make import make_step
 
 TARGETS = r"(attn|mlp)/(.*/)?kernel$"
-"""The kernels of attention and perceptrons, in the names of `models.GPT` and `models.Llama`."""
+"""It finds the kernels of attention and perceptrons by the names in `models.GPT` and
+`models.Llama`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,19 +28,19 @@ class Storage:
     """How the actor and the reference are stored."""
 
     frozen: Frozen | None = "int8"
-    """Of the reference, and of the base of an actor with adapters: the dense leaves in 8 bits
-    ("int8"), in 4 ("int4"), or as float32 (None)."""
+    """Form of the dense leaves of the reference, which is also the base of an actor with adapters:
+    8 bits ("int8"), 4 bits ("int4"), or float32 (None)."""
     rank: int | None = None
-    """Of the actor's adapters: it is the frozen reference with adapters, and both are stored once.
-    None: the actor is trained whole, the reference stands beside it."""
+    """Rank of the actor's adapters. The actor is then the frozen reference with adapters, and the
+    reference is stored once. None: the actor is trained whole, beside a reference of its own."""
     alpha: float = 16.0
     """The adapters count alpha / rank times."""
     targets: str = TARGETS
-    """A regular expression of leaf paths: those with adapters. See `zeroxla.lora`."""
+    """A regular expression that finds the paths of leaves with adapters. See `zeroxla.lora`."""
 
     def with_adapters(self, model: Any) -> LoraModel:
-        """Return the model with the actor's adapters, or with the smallest: those of a reference,
-        which stay zero."""
+        """Return the model with the actor's adapters. A reference has the smallest ones, which stay
+        zero."""
         return lora(
             model,
             targets=self.targets,
@@ -61,21 +62,21 @@ def make_loop(
     tensor: int = 1,
     config: ZeroConfig | None = None,
 ) -> Loop:
-    """Make a loop whose actor, reference and critic are of one model; see `Loop.begin`.
+    """Make a loop whose actor, reference and critic are the same model; see `Loop.begin`.
 
     Args:
-      model: a flax module, or a function of rngs that returns one: a language model.
-      mesh: of all steps.
+      model: a language model: a flax module, or a function of rngs that returns one.
+      mesh: the mesh of all steps.
       settings: the options.
-      reward: scores responses, see `TextReward`, `ModelReward`.
-      optimizer: of the actor; AdamW with learning rate 3e-4 if None.
-      critic_optimizer: of the critic of PPO; the same if None.
-      storage: of actor and reference; None: the actor whole, the reference in 8 bits.
-      tensor: devices that share a copy of a model that generates or scores.
-      config: of all steps.
+      reward: scores responses; see `TextReward` and `ModelReward`.
+      optimizer: the actor's optimizer. None means AdamW with learning rate 3e-4.
+      critic_optimizer: the optimizer of PPO's critic. None means `optimizer`.
+      storage: how actor and reference are stored. None: the actor whole, the reference in 8 bits.
+      tensor: number of devices that share a copy of a model while it generates or scores.
+      config: the options of all steps.
 
     Raises:
-      ValueError: as `Loop`, `make_step` and `lora`.
+      ValueError: for the reasons of `Loop`, `make_step` and `lora`.
 
     >>> import jax, numpy as np, zeroxla
     >>> from zeroxla.models import GPT

@@ -1,8 +1,8 @@
-"""What the training steps of actor and critic minimise: `loss=` of `make_step`.
+"""The losses that the training steps of actor and critic minimise: `loss=` of `make_step`.
 
 A batch holds columns of rollouts, [B, L] tokens and [B, T] values of its T = L - 1 targets. Dropout
-is off, as it was when the responses were drawn. The critic is a language model of any kind, whose
-first logit is the value; no model is changed for it.
+is off, as it was when the responses were drawn. The critic is a language model of any kind: its
+first logit is the value, so no model is changed for it.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ Loss = Callable[..., tuple[jax.Array, Metrics]]
 def actor_loss(settings: Settings) -> Loss:
     """Return the loss of the policy.
 
-    Its metrics: `entropy` in nats, `clipped` (the share of tokens that the clip holds), of GRPO
-    `divergence` from the reference.
+    Its metrics are `entropy` in nats, `clipped` (the share of tokens that the clip holds), and with
+    GRPO `divergence` from the reference.
     """
     algorithm = {"ppo": _ppo, "grpo": _grpo}[settings.algorithm]
     mean = {"ppo": masked_mean, "grpo": row_mean}[settings.algorithm]
@@ -48,10 +48,11 @@ def actor_loss(settings: Settings) -> Loss:
 
 
 def critic_loss(settings: Settings) -> Loss:
-    """Return the loss of the critic. Its metric: `clipped`, the share that the clip holds."""
+    """Return the loss of the critic. Its metric is `clipped`, the share of tokens that the clip
+    holds."""
 
     def loss(apply: Any, batch: dict[str, jax.Array], *, train: bool) -> tuple[jax.Array, Metrics]:
-        # What the critic expects where token t is yet to be drawn: it stands at its target's place.
+        # The critic's expectation before a token is drawn stands at the place of that target.
         values_BT = apply(batch["tokens"][:, :-1])[..., 0]
         return value_loss(
             values_BT, batch["values"], batch["returns"], batch["mask"], clip=settings.value_clip
@@ -61,8 +62,8 @@ def critic_loss(settings: Settings) -> Loss:
 
 
 def batch_shapes(settings: Settings) -> dict[str, jax.ShapeDtypeStruct]:
-    """Return the shapes of a minibatch of the actor: what its step must see before it has a state.
-    A critic's has others of the same kind."""
+    """Return the shapes of a minibatch of the actor. Its step must see them before it has a
+    state."""
     rows, length = settings.minibatch_rows, settings.length
     targets = jax.ShapeDtypeStruct((rows, length - 1), np.float32)
     shapes = {

@@ -1,4 +1,4 @@
-"""What a device holds in each phase of an iteration."""
+"""`memory_by_phase`: the bytes that a device holds in each phase of an iteration."""
 
 from __future__ import annotations
 
@@ -26,9 +26,10 @@ class PhaseMemory:
 
     Attributes:
       phase: generate, score or train.
-      state_bytes: of actor, critic and reference between phases, counted from their live arrays.
-      layout_bytes: of a model that is laid out to generate or score, and freed after.
-      temp_bytes: what the compiler plans beside: caches, activations, gathered leaves, gradients.
+      state_bytes: states of actor, critic and reference between phases, counted from live arrays.
+      layout_bytes: the copy of a model that generates or scores, which is freed after the phase.
+      temp_bytes: further bytes in the compiler's plan: caches, activations, gathered leaves,
+        gradients.
     """
 
     phase: str
@@ -72,16 +73,16 @@ class PhasesMemory(Report):
 
 
 def memory_by_phase(loop: Loop, states: States) -> PhasesMemory:
-    """Report what a device holds in each phase.
+    """Report the bytes that a device holds in each phase.
 
-    Of several programs of a phase (reference and critic score, actor and critic train) that with
-    the most memory counts: they run one after another.
+    A phase may have several programs (reference and critic score, actor and critic train). They run
+    one after another, so the one with the most memory counts.
 
     Args:
-      loop: of the states.
-      states: whose arrays are counted; nothing is computed with them.
+      loop: the loop that the states belong to.
+      states: the states whose arrays are counted. Nothing is computed with them.
 
-    Cost: compiles each program of an iteration, unless it has run already.
+    Cost: each program of an iteration is compiled, unless it has run already.
     """
     settings = loop.settings
     held = array_bytes_per_device((states.actor, states.critic, states.reference))
@@ -109,8 +110,8 @@ def memory_by_phase(loop: Loop, states: States) -> PhasesMemory:
 def _phase(
     phase: str, state_bytes: int, programs: Iterable[jax.stages.Lowered], *, has_layout: bool
 ) -> PhaseMemory:
-    # The arguments of a training step are the states, which are counted; those of the others are
-    # the layout, and some tokens.
+    # The arguments of a training step are the states, which are counted already. The arguments of
+    # the other programs are the layout, and some tokens.
     reports = [MemoryReport.of(lowered.compile()) for lowered in programs]
     found = [(x.argument_bytes if has_layout else 0, x.temp_bytes) for x in reports]
     layout, temp = max(found, key=sum)

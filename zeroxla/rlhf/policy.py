@@ -19,8 +19,8 @@ class Policy:
     """A step of a language model.
 
     Attributes:
-      step: with a loss of this package.
-      adapters: the step's model, if it is one that `zeroxla.lora` made.
+      step: its training step, with a loss of `objectives`.
+      adapters: the step's model if `zeroxla.lora` made it, otherwise None.
     """
 
     step: Step
@@ -28,15 +28,16 @@ class Policy:
 
     @property
     def context(self) -> int | None:
-        """The longest sequence that the model takes, if it says so."""
+        """The longest sequence that the model takes; None if it does not say."""
         adapted = self.step.adapted
         return (adapted.base or adapted).context
 
     def begin(self, params: Any, key: jax.Array) -> TrainState:
-        """Return a state on a copy of parameters: a step takes the memory of those it is given.
+        """Return a state made from a copy of parameters, because a step takes the memory of its
+        state.
 
         Args:
-          params: of the model without adapters, of the same mesh and config.
+          params: parameters of the model without adapters, on the same mesh and config.
           key: a PRNG key.
         """
         params = jax.tree.map(jnp.copy, params)
@@ -46,6 +47,6 @@ class Policy:
 
 
 def without_adapters(state: TrainState) -> TrainState:
-    """Return a state with its adapters at zero; the base is the same arrays."""
+    """Return a state with its adapters at zero and the same arrays as base."""
     zeros = jax.tree.map(jnp.zeros_like, state.params[LORA])
     return dataclasses.replace(state, params={**state.params, LORA: zeros})

@@ -1,4 +1,4 @@
-"""What responses are worth: functions of text that can be checked, or a model."""
+"""Rewards of responses: functions of text that can be checked, or a model."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class TextReward:
     """A function of a response's text.
 
     Attributes:
-      function: of the text, the end token's included, without the prompt.
-      decode: tokens to text.
+      function: takes the text of a response with its end token, without the prompt.
+      decode: turns tokens into text.
     """
 
     function: Callable[[str], float]
@@ -42,11 +42,11 @@ class TextReward:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ModelReward:
-    """A language model of any kind, whose first logit at a row's last token is the score.
+    """A language model of any kind; its first logit at a row's last token is the score.
 
     Attributes:
-      engine: of the model's step.
-      state: of the model.
+      engine: the hybrid engine of the model's step.
+      state: the model's training state.
     """
 
     engine: HybridEngine
@@ -87,7 +87,7 @@ def brackets(text: str) -> float:
 
 
 def brief(text: str) -> float:
-    """Return 1 for no text and less the longer it is: 1 / (1 + characters).
+    """Return 1 / (1 + characters): 1 for no text, and less for longer text.
 
     >>> brief("abc")
     0.25
@@ -100,7 +100,7 @@ REWARDS: dict[str, Callable[[str], float]] = {
     "brackets": brackets,
     "brief": brief,
 }
-"""By the name that `zeroxla rlhf --reward` takes."""
+"""Rewards by the name that `zeroxla rlhf --reward` takes."""
 
 
 def checked(scores: Any, rows: int) -> np.ndarray:

@@ -1,7 +1,7 @@
 """Rollouts: prompts and their responses as right-padded rows, and minibatches of them.
 
-Shape letters: B rows, L tokens of a row (prompt, response, padding), T = L - 1 targets. All is
-NumPy on the host; target t of a row is its token t + 1.
+Shape letters: B rows, L tokens of a row (prompt, response, padding), T = L - 1 targets. All arrays
+are NumPy's, on the host. Target t of a row is its token t + 1.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ import numpy as np
 from zeroxla.hybrid.prompts import Generated
 
 Prompts = Sequence[Sequence[int]] | Sequence[np.ndarray] | np.ndarray
-"""Rows of token numbers of any lengths."""
+"""Rows of token numbers; the rows may have any lengths."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Rollouts:
-    """Prompts and what a model made of them.
+    """Prompts and the responses that a model gave.
 
     Attributes:
       tokens_BL: int32, prompt and response next to each other, then padding.
-      mask_BT: float32, 1 at the targets that are the response's, its end token included.
-      logprobs_BT: float32, of these targets when they were drawn; 0 elsewhere.
-      prompts_B: int32, tokens of each prompt.
-      lengths_B: int32, tokens of each response.
+      mask_BT: float32, 1 at the targets of the response, its end token included.
+      logprobs_BT: float32, log-probabilities of these targets when they were drawn; 0 elsewhere.
+      prompts_B: int32, number of tokens in each prompt.
+      lengths_B: int32, number of tokens in each response.
     """
 
     tokens_BL: np.ndarray
@@ -40,13 +40,13 @@ class Rollouts:
         """Put prompts and responses into rows.
 
         Args:
-          prompts: those that `generated` is of.
-          generated: what `HybridEngine.generate` returned.
-          length: L.
-          pad: the token behind a row's end.
+          prompts: the prompts that were continued.
+          generated: the result of `HybridEngine.generate`.
+          length: L, the number of tokens in a row.
+          pad: the token after a row's end.
 
         Raises:
-          ValueError: there are not as many prompts as responses, or a row needs more tokens.
+          ValueError: there are not as many prompts as responses, or a row needs more than L tokens.
         """
         rows = generated.rows()
         if len(prompts) != len(rows):
@@ -87,7 +87,7 @@ class Rollouts:
         return [row[:n] for row, n in zip(self.tokens_BL, self.prompts_B, strict=True)]
 
     def at_last(self, values_BL: np.ndarray) -> np.ndarray:
-        """Return of values of tokens those of each row's last one: [B]."""
+        """Return the values at each row's last token, [B], from values at all tokens."""
         last_B = self.prompts_B + self.lengths_B - 1
         return values_BL[np.arange(len(last_B)), last_B]
 
@@ -95,13 +95,14 @@ class Rollouts:
 def minibatches(
     columns: Mapping[str, np.ndarray], size: int, *, epochs: int, seed: Sequence[int]
 ) -> Iterator[dict[str, np.ndarray]]:
-    """Yield the rows of columns in another order in each epoch, so many at a time.
+    """Yield minibatches: the rows of columns, in another order in each epoch.
 
     Args:
       columns: arrays with the same leading dim B.
-      size: rows of a minibatch; divides B, so that each row comes once in an epoch.
-      epochs: how often.
-      seed: of the order, whole numbers of 0 or more.
+      size: number of rows in a minibatch. It must divide B, so that each row comes once in an
+        epoch.
+      epochs: how often each row comes.
+      seed: whole numbers of 0 or more that determine the order.
 
     Raises:
       ValueError: `size` does not divide B, or the columns have other numbers of rows.

@@ -6,7 +6,7 @@ import dataclasses
 from typing import Literal
 
 KL = {"ppo": 0.003, "grpo": 0.05}
-"""What a nat of divergence costs where nothing is said."""
+"""Default penalty per nat of divergence, by algorithm."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,31 +25,31 @@ class Settings:
     new_tokens: int
     """The most tokens of a response."""
     rows: int
-    """Responses of an iteration, over all devices and groups."""
+    """Number of responses in an iteration, over all devices and groups."""
     group: int = 8
-    """Responses to each prompt; divides `rows`. PPO needs only 1."""
+    """Number of responses to each prompt. It divides `rows`. PPO needs only 1."""
     minibatch: int | None = None
-    """Rows of an optimizer step; divides `rows`. None: all."""
+    """Number of rows in an optimizer step. It divides `rows`. None means all rows."""
     epochs: int = 1
     """How often an iteration's rows are trained on."""
     clip: float = 0.2
-    """How far the ratio to the policy that drew a token may count."""
+    """The ratio to the policy that drew a token counts within 1 - this and 1 + this."""
     kl: float | None = None
-    """What a nat of divergence from the reference costs. PPO pays it at each token, and 0.003 is
-    meant where scores lie between 0 and 1; GRPO, whose advantages are about 1, for the mean over a
-    response, and 0.05 is meant. None: these."""
+    """Penalty per nat of divergence from the reference. None means 0.003 for PPO and 0.05 for GRPO.
+    PPO pays at each token, and 0.003 suits scores between 0 and 1. GRPO pays for the mean over a
+    response, and 0.05 suits its advantages of about 1."""
     entropy: float = 0.0
-    """What a nat of the policy's entropy is worth."""
+    """Bonus per nat of the policy's entropy."""
     gamma: float = 1.0
-    """Of PPO: what a reward counts one token earlier."""
+    """Discount of PPO: a reward counts this many times as much one token earlier."""
     lam: float = 0.95
-    """Of PPO: lambda of generalized advantage estimation."""
+    """Lambda of PPO's generalized advantage estimation."""
     value_clip: float = 0.2
-    """Of PPO: how far a value may move in an iteration."""
+    """How far a value of PPO's critic may move in an iteration."""
     eos: int | None = None
-    """The token that ends a response; None: all are `new_tokens` long."""
+    """The token that ends a response. None: all responses have `new_tokens` tokens."""
     pad: int = 0
-    """What stands behind a row's end. Nothing depends on it."""
+    """The token after a row's end. Nothing depends on it."""
 
     def __post_init__(self) -> None:
         if self.algorithm not in ("ppo", "grpo"):
@@ -82,20 +82,20 @@ class Settings:
 
     @property
     def kl_cost(self) -> float:
-        """What a nat of divergence costs."""
+        """Penalty per nat of divergence."""
         return KL[self.algorithm] if self.kl is None else self.kl
 
     @property
     def num_prompts(self) -> int:
-        """Prompts of an iteration."""
+        """Number of prompts in an iteration."""
         return self.rows // self.group
 
     @property
     def length(self) -> int:
-        """L, the tokens of a row."""
+        """L, the number of tokens in a row."""
         return self.prompt_length + self.new_tokens
 
     @property
     def minibatch_rows(self) -> int:
-        """Rows of an optimizer step."""
+        """Number of rows in an optimizer step."""
         return self.minibatch or self.rows

@@ -1,4 +1,4 @@
-"""What passes from phase to phase of an iteration.
+"""The states and arrays that pass from phase to phase of an iteration.
 
 Shape letters: B rows, T targets of a row.
 """
@@ -14,12 +14,13 @@ from zeroxla.step.state import TrainState
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class States:
-    """What is trained, and what it must not stray from.
+    """The states of actor, critic and reference.
 
     Attributes:
       actor: the policy's state.
-      critic: the critic's; None with GRPO.
-      reference: the frozen reference's; None where that is the actor without its adapters.
+      critic: the critic's state. None with GRPO.
+      reference: the frozen reference's state. None if the actor without its adapters is the
+        reference.
     """
 
     actor: TrainState
@@ -29,12 +30,12 @@ class States:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Scored:
-    """What rollouts were found to be worth.
+    """The scores of rollouts, and the columns to train on.
 
     Attributes:
-      scores_B: float32, of the reward.
-      ref_logprobs_BT: float32, of the tokens under the reference.
-      actor, critic: columns to train on; {} without a critic.
+      scores_B: float32, the reward of each response.
+      ref_logprobs_BT: float32, log-probabilities of the tokens under the reference.
+      actor, critic: the columns to train each of them on. `critic` is {} without a critic.
     """
 
     scores_B: np.ndarray

@@ -1,1 +1,1 @@
-"""Which dim of which array a mesh axis splits, read from the trace and proved."""
+"""Chooses which dims of which arrays a mesh axis splits: read from the trace, and proved."""

@@ -28,8 +28,8 @@ class Atom:
     Attributes (of a root; they hold for its whole class):
       size: the number of elements along it.
       blocked: the reasons why it cannot be split; empty if it can be.
-      sums: for each product or lookup along it, the number of elements of the result, all of which
-        are summed over the parts if it is split.
+      sums: for each product or lookup along it, the number of elements of the result. They are
+        summed over the parts if it is split.
       is_contracted: whether a product sums over it.
       is_heads: whether two activations are multiplied head by head along it.
       is_table: whether indices are looked up along it.

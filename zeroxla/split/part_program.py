@@ -20,7 +20,7 @@ from zeroxla.split.split_axis import SplitAxis
 class PartProgram:
     """Runs `function(params, carry, *others) -> (result, carry)` on parts of params and carry.
 
-    The carry is what the caller keeps from call to call, if anything; it stays in parts.
+    The carry holds the arrays that the caller keeps from call to call, if any; it stays in parts.
 
     Attributes:
       flow: the traced function, and the dims of its values.

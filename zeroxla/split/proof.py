@@ -3,8 +3,8 @@
 The instance is the program itself with one turn of each loop, and with every split dim cut to one
 element for each part: so many heads, so wide a hidden layer, so many words. Where the number of
 parts does not divide a dim, each part but the last has two elements. The leaves are random. The
-parts run under `vmap`, whose axis stands for the mesh axis. The proof compares what the program
-returns, because that must not change.
+parts run under `vmap`, whose axis stands for the mesh axis. The proof compares the program's
+results, which must not change.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ TOLERANCE = 1e-4
 
 
 def prove(program: PartProgram, leaves: Sequence[Dims], parts: int) -> set[str]:
-    """Return the classes whose split changes what a program returns.
+    """Return the classes whose split changes a program's results.
 
     If only several splits together change it, all chosen classes are returned. The names are those
     that `leaf_classes` gives.

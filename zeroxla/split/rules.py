@@ -49,7 +49,7 @@ def run_as_is(axis: SplitAxis, dims: DimsOf, eq: Equation, args: Args) -> list[j
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Rule:
-    """The rule of one kind of equation; the top of the file says what its two sides do."""
+    """The rule of one kind of equation; the top of the file explains its two sides."""
 
     connect: Connect
     run: Run = run_as_is

@@ -1,4 +1,4 @@
-"""Which dim of which leaf is split over the axis `tensor`, read from the model's own programs.
+"""Chooses which dim of which leaf is split over the axis `tensor`, from the model's own programs.
 
 A class of joined atoms (see `atoms`) can be split if nothing in the programs needs it whole. Of the
 classes that leaves hold and that can be split, the cheapest are split first, and no two that occur
@@ -214,7 +214,7 @@ def _contracted(programs: Sequence[PartProgram], leaf: int) -> set[Atom]:
 
 
 def _row(path: str, dims: Dims, parts: int, kept: Collection[Atom], summed: set[Atom]) -> LeafSplit:
-    """Describe what the chosen atoms make of a leaf.
+    """Describe how a leaf is split, or why it is not.
 
     Args:
       path, dims: the leaf's name and dims.

@@ -1,4 +1,4 @@
-"""One device's part of a step: its rows of the batch -> its shards of the mean gradient.
+"""One device's part of a step: from its rows of the batch to its shards of the mean gradient.
 
 Everything here runs inside `shard_map`.
 """
@@ -6,6 +6,7 @@ Everything here runs inside `shard_map`.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,17 +14,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from zeroxla.config.fetch_limits import FetchLimits
-from zeroxla.fetch.fetch_plan import make_plan
-from zeroxla.fetch.runner import FetchRunner
-from zeroxla.fetch.segments import FetchPlan, layer_dims
 from zeroxla.fetch.ties import tie
-from zeroxla.frontend import Adapted
 from zeroxla.program.random_keys import EVALUATION
-from zeroxla.program.trace import Program, is_float, trace
-from zeroxla.step.means import finish
-from zeroxla.step.metrics import check_metrics, means, weight_of, weighted
-from zeroxla.step.once_per_step import OncePerStep
+from zeroxla.program.trace import is_float
+from zeroxla.step.loss_plan import LossPlanner, TracedLoss
+from zeroxla.step.means import mean_metrics, means_over_devices
+from zeroxla.step.metrics import weight_of, weighted
+from zeroxla.step.once_per_step import Gradients, OncePerStep
 from zeroxla.wire.collectives import Collectives
 from zeroxla.wire.leaves import Layout
 from zeroxla.wire.resolve import Wiring
@@ -33,46 +30,35 @@ from zeroxla.wire.wire_state import WireState
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class TracedLoss:
-    """A model's loss as a plan, for one batch shape and train or eval.
-
-    Attributes:
-      runner: of the plan; its leaves are those of the layout that are fetched, in order.
-      result: tree structure of (loss, metrics, model_state).
-    """
-
-    runner: FetchRunner
-    result: Any
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Differentiator:
     """Computes losses and gradients of a model.
 
     Attributes:
-      adapted: the model.
-      layout: its leaves.
-      wiring: how they travel.
-      unit_elements: see `ZeroConfig`.
-      limits: see `ZeroConfig`.
-      accumulate: micro-batches.
+      planner: traces the model's loss and plans its gathers.
+      accumulate: the number of micro-batches.
     """
 
-    adapted: Adapted
-    layout: Layout
-    wiring: Wiring
-    unit_elements: int | None
-    limits: FetchLimits
+    planner: LossPlanner
     accumulate: int
 
     @property
-    def _ends(self) -> OncePerStep:
-        return OncePerStep(layout=self.layout, wiring=self.wiring)
+    def layout(self) -> Layout:
+        """The model's leaves."""
+        return self.planner.layout
+
+    @property
+    def wiring(self) -> Wiring:
+        """How the leaves travel."""
+        return self.planner.wiring
 
     @property
     def collectives(self) -> Collectives:
-        """Of the mesh."""
+        """The collectives of the mesh."""
         return self.wiring.collectives
+
+    @property
+    def _once(self) -> OncePerStep:
+        return OncePerStep(layout=self.layout, wiring=self.wiring)
 
     def gradients(
         self,
@@ -83,56 +69,38 @@ class Differentiator:
         scale: jax.Array,
         wire_state: WireState | None,
     ) -> tuple[list[jax.Array | None], dict[str, Any], Any, WireState | None]:
-        """Return this device's gradient shards, the metrics of the whole batch, the model state.
+        """Compute this device's gradient shards and the metrics of the whole batch.
 
         Args:
           params: this device's shards.
-          model_state: whole.
+          model_state: the model's state, whole.
           batch: this device's rows.
-          key: of the step.
+          key: the step's key.
           scale: the loss scale.
-          wire_state: what wires remember.
+          wire_state: what the wires remember of earlier steps.
 
         Returns:
-          Float32 shards of the gradient of the mean loss, None for frozen leaves; metrics `loss`,
-          `grad_norm`, `finite` and the model's own; the model state, equal on all devices; what
-          wires remember of this step.
+          Float32 shards of the gradient of the mean loss, None for frozen leaves; the metrics
+          `loss`, `grad_norm`, `finite` and the model's own; the model state, equal on all devices;
+          and what the wires remember of this step.
         """
         wire_key = self.wiring.key(key)
         stored = jax.tree.leaves(params)
-        begun, wire_state = self._ends.begin(stored, wire_state, wire_key)
-        resident, sources = begun
-        rows = self._micro_batches(batch)
-        keys = jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(self.accumulate))
+        (resident, sources), wire_state = self._once.begin(stored, wire_state, wire_key)
+        rows, keys = micro_batches(batch, key, self.accumulate)
         first = jax.tree.map(lambda x: x[0], rows)
-        traced = self.trace(model_state, first, keys[0], train=True)
+        traced = self.planner.trace(model_state, first, keys[0], train=True)
 
-        def micro(carry: Any, x: Any) -> tuple[Any, Any]:
-            grads, model_state = carry
-            rows, key = x
-            key = jax.random.fold_in(key, self.collectives.rank())
-            here = sources
-            if self.accumulate > 1:
-                # Else the first unit's gather, the same in every turn, leaves the loop: one gather
-                # fewer, but that unit is then alive through all micro-batches.
-                leaves, tree = jax.tree.flatten(rows)
-                held, form = jax.tree.flatten(sources)
-                held, leaves = tie(held, leaves, by_data=self.collectives.firm_ties)
-                here, rows = form.unflatten(held), tree.unflatten(leaves)
-            new, sums, model_state = self._one(
-                traced, here, resident, model_state, rows, key, scale
-            )
-            return (jax.tree.map(jnp.add, grads, new), model_state), sums
-
-        start = (self._ends.zeros(resident), model_state)
+        add = functools.partial(self._add_micro_batch, traced, resident, sources, scale)
+        start = (self._once.zeros(resident), model_state)
         if self.accumulate == 1:
-            (grads, model_state), sums = micro(start, (first, keys[0]))
+            (grads, model_state), sums = add(start, (first, keys[0]))
         else:
-            (grads, model_state), sums = lax.scan(micro, start, (rows, keys))
+            (grads, model_state), sums = lax.scan(add, start, (rows, keys))
             sums = jax.tree.map(lambda x: x.sum(0), sums)
 
-        grads, wire_state = self._ends.reduce(grads, wire_state, wire_key)
-        grads, metrics = finish(
+        grads, wire_state = self._once.reduce(grads, wire_state, wire_key)
+        grads, metrics = means_over_devices(
             grads, sums, scale, layout=self.layout, collectives=self.collectives
         )
         return grads, metrics, self._agree(model_state), wire_state
@@ -140,115 +108,104 @@ class Differentiator:
     def evaluate(self, params: Any, model_state: Any, batch: Any, key: jax.Array) -> dict[str, Any]:
         """Return the metrics of the whole batch, without gradients."""
         stored = jax.tree.leaves(params)
-        resident = self._ends.resident(stored)
+        resident = self._once.resident(stored)
         shards = [stored[i] for i in self.layout.indices(fetched=True)]
         key = jax.random.fold_in(jax.random.fold_in(key, EVALUATION), self.collectives.rank())
-        traced = self.trace(model_state, batch, key, train=False)
-        inputs = self._inputs(resident, model_state, batch, key)
+        traced = self.planner.trace(model_state, batch, key, train=False)
+        inputs = _inputs(resident, model_state, batch, key)
         sources = dict(zip(traced.runner.plan.leaves, map(LeafSource.stored, shards), strict=True))
         outputs, _ = traced.runner.forward(
             sources, inputs, record=False, keep=False, key=self.wiring.key(key)
         )
         loss, metrics, _ = traced.result.unflatten(outputs)
-        sums = self.collectives.sum(as_vector(weighted(loss, metrics)))
-        return means(from_vector(sums, weighted(loss, metrics)))
+        return mean_metrics(weighted(loss, metrics), self.collectives)
 
-    def trace(self, model_state: Any, batch: Any, key: jax.Array, *, train: bool) -> TracedLoss:
-        """Trace the loss on this device's micro-batch and make its fetch plan."""
-        plan, result = self.plan(model_state, batch, key, train=train)
-        fetched = [self.layout.leaves[i] for i in self.layout.indices(fetched=True)]
-        routes = {v: self.wiring.route(leaf) for v, leaf in zip(plan.leaves, fetched, strict=True)}
-        runner = FetchRunner(plan, self.collectives, routes, self.limits)
-        return TracedLoss(runner=runner, result=result)
-
-    def plan(
-        self, model_state: Any, batch: Any, key: jax.Array, *, train: bool
-    ) -> tuple[FetchPlan, Any]:
-        """Return the fetch plan of the loss and the structure of its result."""
-        program, result = self._program(model_state, batch, key, train=train)
-        fetched = self.layout.indices(fetched=True)
-        plan = make_plan(
-            program,
-            [program.inputs[i] for i in fetched],
-            [v for v, leaf in zip(program.inputs, self.layout, strict=False) if not leaf.frozen],
-            unit_elements=self.unit_elements,
-            split_dims={program.inputs[i]: self.layout.leaves[i].placement.dim for i in fetched},
-            gradient_of=program.outputs[:1],
-        )
-        check_metrics(result)
-        return plan, result
-
-    def layer_dims(self, model_state: Any, batch: Any, key: jax.Array) -> list[tuple[int, ...]]:
-        """Return the dims along which the model's loops slice each leaf."""
-        program, _ = self._program(model_state, batch, key, train=True)
-        leaves = program.inputs[: len(self.layout.leaves)]
-        plan = make_plan(program, leaves, (), unit_elements=None, split_dims=dict.fromkeys(leaves))
-        dims = layer_dims(plan)
-        return [tuple(sorted(dims.get(v, ()))) for v in leaves]
-
-    def _program(
-        self, model_state: Any, batch: Any, key: jax.Array, *, train: bool
-    ) -> tuple[Program, Any]:
-        def loss(leaves: list[jax.Array], model_state: Any, batch: Any, key: jax.Array) -> Any:
-            params = self.layout.tree.unflatten(leaves)
-            return self.adapted.loss(params, model_state, self._cast(batch), key, train=train)
-
-        dtype = self.collectives.compute_dtype
-        shapes = [
-            jax.ShapeDtypeStruct(leaf.placement.shape, jnp.uint8 if leaf.is_wire else dtype)
-            for leaf in self.layout
-        ]
-        return trace(loss, shapes, model_state, batch, key)
-
-    def _cast(self, batch: Any) -> Any:
-        dtype = self.collectives.compute_dtype
-        return jax.tree.map(lambda x: x.astype(dtype) if is_float(x.dtype) else x, batch)
-
-    def _micro_batches(self, batch: Any) -> Any:
-        k = self.accumulate
-        return jax.tree.map(lambda x: x.reshape(k, x.shape[0] // k, *x.shape[1:]), batch)
-
-    def _inputs(
-        self, resident: Sequence[jax.Array], model_state: Any, batch: Any, key: jax.Array
-    ) -> list[jax.Array]:
-        return [*resident, *jax.tree.leaves((model_state, batch)), key]
-
-    def _one(
+    def _add_micro_batch(
         self,
         traced: TracedLoss,
+        resident: Sequence[jax.Array],
         sources: list[LeafSource],
-        resident: list[jax.Array],
-        model_state: Any,
-        batch: Any,
+        scale: jax.Array,
+        carry: tuple[tuple[Gradients, Gradients], Any],
+        micro_batch: tuple[Any, jax.Array],
+    ) -> tuple[tuple[tuple[Gradients, Gradients], Any], dict[str, jax.Array]]:
+        """Add the gradients of one micro-batch to the sums so far: the body of a `lax.scan`.
+
+        Args:
+          traced: the loss.
+          resident: the leaves that are whole through the step.
+          sources: what the fetched leaves are gathered from.
+          scale: the loss scale.
+          carry: the sums of fetched and of resident leaves' gradients, and the model state.
+          micro_batch: this device's rows of it, and its key.
+
+        Returns:
+          The new carry, and the weighted sums of the loss and its metrics.
+        """
+        grads, model_state = carry
+        rows, key = micro_batch
+        key = jax.random.fold_in(key, self.collectives.rank())
+        if self.accumulate > 1:
+            sources, rows = self._after_rows(sources, rows)
+        inputs = _inputs(resident, model_state, rows, key)
+        new, sums, model_state = self._forward_backward(
+            traced, sources, inputs, self._once.zeros(resident), key, scale
+        )
+        return (jax.tree.map(jnp.add, grads, new), model_state), sums
+
+    def _after_rows(self, sources: list[LeafSource], rows: Any) -> tuple[list[LeafSource], Any]:
+        """Tie the sources of gathers to a micro-batch's rows.
+
+        Otherwise the first unit's gather, which is the same in every turn, leaves the loop. That is
+        one gather fewer, but the unit is then alive through all micro-batches.
+        """
+        leaves, tree = jax.tree.flatten(rows)
+        arrays, form = jax.tree.flatten(sources)
+        arrays, leaves = tie(arrays, leaves, by_data=self.collectives.firm_ties)
+        return form.unflatten(arrays), tree.unflatten(leaves)
+
+    def _forward_backward(
+        self,
+        traced: TracedLoss,
+        sources: Sequence[LeafSource],
+        inputs: list[jax.Array],
+        zeros: tuple[Gradients, Gradients],
         key: jax.Array,
         scale: jax.Array,
-    ) -> tuple[Any, Any, Any]:
-        """Loss and gradient sums of one micro-batch: those of whole leaves not yet reduced."""
-        runner = traced.runner
+    ) -> tuple[tuple[Gradients, Gradients], dict[str, jax.Array], Any]:
+        """Run one micro-batch forward and backward.
+
+        Args:
+          traced: the loss.
+          sources: what the fetched leaves are gathered from.
+          inputs: the plan's inputs, resident leaves first.
+          zeros: the gradients of fetched and of resident leaves that the loss does not depend on.
+          key: the key of the loss.
+          scale: the loss scale.
+
+        Returns:
+          Gradients like `zeros`, where the resident leaves' are sums of this device alone; the
+          weighted sums of the loss and its metrics; and the model state.
+        """
+        runner, wire_key = traced.runner, self.wiring.key(key)
         held = dict(zip(runner.plan.leaves, sources, strict=True))
-        inputs = self._inputs(resident, model_state, batch, key)
-        wire_key = self.wiring.key(key)
         with jax.named_scope("forward"):
             outputs, tape = runner.forward(held, inputs, record=True, key=wire_key)
         loss, metrics, model_state = traced.result.unflatten(outputs)
-        weight = weight_of(metrics)
-        # Tied to the loss, so that no gather of backward can start before forward has ended.
-        seed = (scale * weight).astype(loss.dtype)
-        (seed,), (loss,) = tie([seed], [loss], by_data=self.collectives.firm_ties)
+        seed, loss = seed_of_backward(loss, metrics, scale, by_data=self.collectives.firm_ties)
         with jax.named_scope("backward"):
             known = dict(zip(runner.plan.inputs, inputs, strict=True))
             cotangents = [seed, *(None for _ in outputs[1:])]
             reduced, whole = runner.backward(held, known, tape, cotangents, key=wire_key)
-        zeros = self._ends.zeros(resident)
-        grads = [
+        fetched = [
             None if zero is None else reduced.get(v, zero)
             for v, zero in zip(runner.plan.leaves, zeros[0], strict=True)
         ]
-        whole = [
+        resident = [
             None if zero is None else zero if ct is None else ct.astype(jnp.float32)
             for ct, zero in zip(whole, zeros[1], strict=False)
         ]
-        return (grads, whole), weighted(loss, metrics), model_state
+        return (fetched, resident), weighted(loss, metrics), model_state
 
     def _agree(self, model_state: Any) -> Any:
         """Make the model state equal on all devices: floats are averaged, the rest is rank 0's."""
@@ -264,3 +221,40 @@ class Differentiator:
         words = from_vector(self.collectives.sum(as_vector(words, jnp.uint32)), words)
         agreed.update({i: from_words(w, others[i]) for i, w in words.items()})
         return tree.unflatten([agreed[i] for i in range(len(leaves))])
+
+
+def micro_batches(batch: Any, key: jax.Array, count: int) -> tuple[Any, jax.Array]:
+    """Cut a device's rows into micro-batches.
+
+    Returns:
+      The rows, each array with a new leading dim of length `count`; and a key for each micro-batch,
+      the same on all devices.
+    """
+    rows = jax.tree.map(lambda x: x.reshape(count, x.shape[0] // count, *x.shape[1:]), batch)
+    return rows, jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(count))
+
+
+def seed_of_backward(
+    loss: jax.Array, metrics: dict[str, jax.Array], scale: jax.Array, *, by_data: bool
+) -> tuple[jax.Array, jax.Array]:
+    """Return the cotangent of a micro-batch's loss, and the loss tied to it.
+
+    The cotangent waits for the loss, so that no gather of backward can start before forward has
+    ended. The loss must be read as it is returned.
+
+    Args:
+      loss: the mean loss of the micro-batch.
+      metrics: the loss's metrics; `weight` among them scales the cotangent.
+      scale: the loss scale.
+      by_data: see `tie`.
+    """
+    seed = (scale * weight_of(metrics)).astype(loss.dtype)
+    (seed,), (loss,) = tie([seed], [loss], by_data=by_data)
+    return seed, loss
+
+
+def _inputs(
+    resident: Sequence[jax.Array], model_state: Any, batch: Any, key: jax.Array
+) -> list[jax.Array]:
+    """Return the inputs of a loss's plan: everything but the fetched leaves."""
+    return [*resident, *jax.tree.leaves((model_state, batch)), key]

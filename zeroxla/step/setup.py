@@ -25,6 +25,7 @@ from zeroxla.offload.update.on_host import check_host_compute
 from zeroxla.program.report import Report
 from zeroxla.step.gradients import Differentiator
 from zeroxla.step.state import TrainState
+from zeroxla.wire.bundles import ALONE_ELEMENTS
 from zeroxla.wire.leaves import Layout, check_floating, make_layout, place_opt_state, place_params
 from zeroxla.wire.resolve import Wiring, make_wiring
 from zeroxla.wire.wire_state import WholeWireStatePlan, WireStatePlan
@@ -44,6 +45,7 @@ class Setup:
       config: the options.
       pipeline: the model as layers; None where there are no stages.
       weights: of a pipeline, how often leaves are gathered.
+      alone_elements: a shard of at least this many elements shares no buffer with others.
       desk: where programs get parameters on disk.
     """
 
@@ -53,12 +55,13 @@ class Setup:
     config: ZeroConfig
     pipeline: StagedModel | None = None
     weights: Literal["step", "tick"] = "step"
+    alone_elements: int = ALONE_ELEMENTS
     desk: Desk = dataclasses.field(default_factory=Desk, init=False)
 
     @property
     def wiring(self) -> Wiring:
         """What the options make of the mesh."""
-        return make_wiring(self.config, self.mesh, self.desk)
+        return make_wiring(self.config, self.mesh, self.desk, self.alone_elements)
 
     def placements(self, key: jax.Array, batch: Any) -> Placements:
         """Decide how parameters and optimizer state are stored, from shapes alone.

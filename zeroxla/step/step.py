@@ -35,6 +35,7 @@ from zeroxla.step.notices import useless_on_leaves, useless_on_mesh, warn
 from zeroxla.step.programs import BY_ROWS, Programs
 from zeroxla.step.rates import Rates
 from zeroxla.step.state import TrainState, light, state_shardings
+from zeroxla.wire.bundles import ALONE_ELEMENTS
 from zeroxla.wire.leaves import make_layout
 from zeroxla.wire.wire_state import WireState
 
@@ -59,6 +60,7 @@ class Step:
         config: ZeroConfig,
         pipeline: StagedModel | None = None,
         weights: Literal["step", "tick"] = "step",
+        alone_elements: int = ALONE_ELEMENTS,
     ) -> None:
         own = [pattern for pattern in adapted.frozen if pattern not in config.frozen]
         config = dataclasses.replace(config, frozen=(*config.frozen, *own))
@@ -70,6 +72,7 @@ class Step:
             config=config,
             pipeline=pipeline,
             weights=weights,
+            alone_elements=alone_elements,
         )
         warn(useless_on_mesh(self.programs.wiring, mesh), stacklevel=4)
         platform = platform_of(mesh)

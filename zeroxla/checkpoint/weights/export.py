@@ -60,17 +60,17 @@ def export_params(
     Files get their names when all are on disk; until then an older export in the folder stays.
 
     Args:
-      source: a training state; or the folder of a checkpoint, or of several (then the newest).
-      folder: made if missing. Of an older export in it nothing stays.
-      model: a flax.linen module, a function `rngs -> nnx module`, or an nnx module: the one that
-        the parameters are of. None: flat names. Or what `zeroxla.lora` made, of which a step has
-        seen a batch: then the adapters are merged, and the files are those of its model.
+      source: a training state, the folder of a checkpoint, or a folder of several checkpoints,
+        whose newest is taken.
+      folder: the folder to write; made if missing. An older export in it is replaced.
+      model: the model that the parameters belong to: a flax.linen module, a function `rngs -> nnx
+        module`, or an nnx module. None gives flat names. For a model that `zeroxla.lora` made, and
+        whose step has seen a batch, the adapters are merged, and the files belong to its model.
       dtype: "float32", "bfloat16" or "float16"; rounded to nearest, ties to even.
-      max_shard_size: of the tensors in a file; bytes, or such as "500MB" (10^6) or "2GiB" (2^30).
-        A larger tensor is alone in its file.
-      config: keys of config.json that no model knows, such as those of a tokenizer's special
-        tokens.
-      progress: called after each leaf with the bytes written so far and those of all tensors.
+      max_shard_size: largest size of the tensors in a file: bytes, or text such as "500MB" (10^6)
+        or "2GiB" (2^30). A larger tensor is alone in its file.
+      config: further keys of config.json that no model knows, such as a tokenizer's special tokens.
+      progress: called after each leaf with the bytes written so far and the bytes of all tensors.
 
     Returns:
       The files with tensors, in order.
@@ -79,11 +79,11 @@ def export_params(
       ValueError: the source, an option or the model do not fit; the folder cannot be written or
         lacks the space; a number is beyond the range of the dtype (named).
 
-    Of several processes all must call this; only the first writes, and its folder counts.
+    In a run of several processes all must call this. Only the first one writes, into its folder.
 
-    Cost: host memory of one leaf (a scanned one holds all layers) and a buffer of 32 MiB; from a
-    state on devices of several processes, a leaf whole on every device for a moment. A checkpoint's
-    files are read twice: to check them, and to export.
+    Cost: host memory for one leaf (a scanned leaf holds all layers) and a buffer of 32 MiB. From a
+    state on devices of several processes, every device holds a whole leaf for a moment. A
+    checkpoint's files are read twice: to check them, and to export them.
 
     >>> import tempfile, jax, numpy as np, zeroxla
     >>> from zeroxla.models import MLP
@@ -117,7 +117,7 @@ def export_params(
 
 
 def _merged(source: WeightSource, model: Any) -> tuple[WeightSource, Any]:
-    """Return the parameters without adapters, and the model that they are of."""
+    """Return the parameters without adapters, and the model that they belong to."""
     if isinstance(model, LoraModel):
         return MergedSource(source, model.plan), model.model
     if {path[0] for path in source.shapes} == {BASE, LORA}:
@@ -159,9 +159,9 @@ def _write(
     others: Mapping[str, str],
     progress: Callable[[int, int], None] | None,
 ) -> Exception | None:
-    """Read every leaf, and in the first process write it; return what went wrong there.
+    """Read every leaf, and write it in the first process; return the error of a write that failed.
 
-    It goes on reading all the same: the other processes take part in that.
+    After such an error it goes on reading, because the other processes take part in that.
     """
     failure: Exception | None = None
     left = iter(leaves)
@@ -207,7 +207,7 @@ def parse_size(size: int | str) -> int:
     """Return a number of bytes.
 
     Raises:
-      ValueError: it is none, or below 1.
+      ValueError: the text is no number of bytes, or it is below 1.
 
     >>> parse_size("2GB"), parse_size("1.5 MiB")
     (2000000000, 1572864)

@@ -1,4 +1,4 @@
-"""`from_pretrained`: a training state of the weights in a Hugging Face folder."""
+"""`from_pretrained`: a training state with the weights in a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -34,28 +34,27 @@ from zeroxla.step.step import Step
 def from_pretrained(
     model: Any, folder: str | FilePath, step: Step, *, key: jax.Array | None = None
 ) -> TrainState:
-    """Make a training state whose parameters are those in a Hugging Face folder.
+    """Make a training state whose parameters come from a Hugging Face folder.
 
     Args:
-      model: what the step was made of: a `GPT`, a function `rngs -> Llama`, or another model whose
-        class has the attribute `hugging_face`. `zeroxla.models.from_hugging_face(folder)` builds
-        it. Of what `zeroxla.lora` makes of one the base is read, and the adapters are new.
-      folder: with `config.json` and `model.safetensors`, or an index and its files, which hold
-        float32, bfloat16 or float16. All processes must see it.
-      step: which has seen a batch (`init` or `abstract_state`).
-      key: a PRNG key, of dropout and the like; `jax.random.key(0)` if None.
+      model: the step's model: a `GPT`, a function `rngs -> Llama`, or another model whose class has
+        the attribute `hugging_face`. `zeroxla.models.from_hugging_face(folder)` builds one. With a
+        model that `zeroxla.lora` made, the base is read, and the adapters are new.
+      folder: holds `config.json` and `model.safetensors`, or an index and its files, in float32,
+        bfloat16 or float16. All processes must see it.
+      step: a step of the model that has seen a batch (`init` or `abstract_state`).
+      key: a PRNG key for dropout and the like. None means `jax.random.key(0)`.
 
     Returns:
       The state before the first step, its parameters float32.
 
     Raises:
       ImportError: the package safetensors is not installed.
-      ValueError: the config says otherwise than the model (each key is named, with both values);
+      ValueError: the config contradicts the model (each key is named, with both values);
         a tensor is missing, unknown, or of another shape or dtype; a file is missing or damaged.
 
-    Cost: every device's part of a leaf is read from the files and nothing else of it; host memory
-    holds those of this host, a leaf at a time. Parameters that go to disk are copied there one by
-    one.
+    Cost: of each leaf only the parts of this host's devices are read from the files, and host
+    memory holds them for one leaf at a time. Parameters on disk are copied there one by one.
     """
     folder = FilePath(folder).expanduser()
     shapes = step.shapes()
@@ -119,7 +118,7 @@ def find_tensors(reader: TensorReader, leaves: list[NamedLeaf], format: Any) -> 
     """Return, for each tensor of the leaves, its name in the files.
 
     Raises:
-      ValueError: one is missing, of another shape or dtype, or there is one that is not known.
+      ValueError: a tensor is missing, has another shape or dtype, or is unknown.
     """
     there: dict[str, str] = {}
     for name in reader.tensors:
@@ -160,7 +159,8 @@ def _check_tied(
     there: dict[str, str],
     format: Any,
 ) -> None:
-    """Take the head of a tied model, which some files hold too, out of what is left."""
+    """Remove the head of a tied model, which some files hold too, from the tensors that are
+    left."""
     head, embedding = format.tensors[format.head], format.tensors[format.embedding]
     if head in wanted or head not in there:
         return
@@ -195,7 +195,7 @@ def _read_leaf(
     """Return a leaf as the state stores it."""
 
     def part(index: tuple[slice, ...] | None) -> np.ndarray:
-        """Return a part of the stored leaf: what is natural of it, then zeros."""
+        """Return a part of the stored leaf: its natural elements, then zeros."""
         assert index is not None
         bounds = [s.indices(n) for s, n in zip(index, placement.stored_shape)]
         values = np.zeros([stop - start for start, stop, _ in bounds], np.float32)
@@ -215,7 +215,7 @@ def _read_leaf(
 def _oriented(
     reader: TensorReader, leaf: NamedLeaf, name: str, inside: tuple[slice, ...]
 ) -> np.ndarray:
-    """Read a part of a tensor that is a leaf, or a layer of it."""
+    """Read a part of a tensor; the tensor is a leaf or one layer of it."""
     if leaf.is_transposed:
         return reader.read(name, inside[::-1]).T
     return reader.read(name, inside)

@@ -1,7 +1,7 @@
 """Reads parts of the tensors in a folder's safetensors files, with the library of that name.
 
-Under NumPy it gives bfloat16 as ml_dtypes' (versions 0.5 to 0.8 were tried), and of a slice it
-copies no more than the slice.
+For NumPy the library returns bfloat16 in the dtype of ml_dtypes (versions 0.5 to 0.8 were tried).
+It copies no more than the slice that is asked for.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class StoredTensor:
     """A tensor in a file.
 
     Attributes:
-      file: that it is in.
-      shape: of it.
-      dtype: as the file's header says it, such as "BF16".
+      file: the name of its file.
+      shape: its shape.
+      dtype: the dtype's name in the file's header, such as "BF16".
     """
 
     file: Path
@@ -40,11 +40,11 @@ class TensorReader:
     """The tensors of a folder with a `model.safetensors`, or with an index and its files.
 
     Attributes:
-      tensors: by name.
+      tensors: all tensors, by name.
 
     Raises:
       ImportError: the library is not installed.
-      ValueError: a file is missing or damaged, or an index does not say what the files hold.
+      ValueError: a file is missing or damaged, or the index contradicts the files.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -77,10 +77,10 @@ class TensorReader:
         """Return a part of a tensor, in its own dtype.
 
         Args:
-          index: slices of all dims, within the shape, step 1.
+          index: a slice for each dim, within the shape, with step 1.
 
         Raises:
-          ValueError: the tensor is of a dtype that weights do not have.
+          ValueError: weights do not have the tensor's dtype.
         """
         stored, opened = self.tensors[name], self._files[name]
         check_dtype(name, stored)
@@ -106,10 +106,10 @@ class TensorReader:
 
 
 def check_dtype(name: str, stored: StoredTensor) -> None:
-    """Check that a tensor holds weights as they are read here.
+    """Check that a tensor has a dtype that can be read here.
 
     Raises:
-      ValueError: it does not.
+      ValueError: it has another one.
     """
     if stored.dtype not in _READABLE:
         raise ValueError(
@@ -119,7 +119,7 @@ def check_dtype(name: str, stored: StoredTensor) -> None:
 
 
 def _places(folder: Path) -> Mapping[str, str] | None:
-    """Return the file of each tensor, of an index; None where a single file needs none."""
+    """Return the file of each tensor from the index; None for a single file without an index."""
     path = folder / INDEX
     if (folder / SINGLE).exists():
         return None

@@ -1,9 +1,9 @@
-"""Writes safetensors files whose tensors come in any order, so that nothing half written is ever
-taken for whole.
+"""Writes safetensors files from tensors in any order; a half-written export is never taken for
+whole.
 
-A plan says first where every tensor will be. Files have temporary names until all are on disk. Then
-what made an older export one (its index, or its single file) is removed, the new files are renamed,
-and the new index, or single file, comes last.
+First a plan gives every tensor its place. Files have temporary names until all are on disk. Then
+the index, or the single file, of an older export is removed, the new files are renamed, and the new
+index, or single file, comes last.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import numpy as np
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
-"""What weights may be, and how a file's header says it."""
+"""Dtypes of weights, with their names in a file's header."""
 
 _SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 _PARTIAL = ".partial"
@@ -37,8 +37,8 @@ class Tensor:
     """A tensor's place.
 
     Attributes:
-      file: that it is in.
-      offset: of its first byte there.
+      file: the name of its file.
+      offset: the place of its first byte there.
     """
 
     shape: tuple[int, ...]
@@ -48,13 +48,13 @@ class Tensor:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class FilePlan:
-    """Which file holds what.
+    """The places of all tensors in files.
 
     Attributes:
-      dtype: of all tensors, as NumPy names it.
-      tensors: by name, in the order of the files.
-      headers: of each file, up to its first tensor.
-      sizes: of each file, in bytes.
+      dtype: the dtype of all tensors, by NumPy's name.
+      tensors: places by name, in the order of the files.
+      headers: the bytes of each file before its first tensor.
+      sizes: the size of each file in bytes.
     """
 
     dtype: str
@@ -77,7 +77,7 @@ class FilePlan:
 
     @property
     def index(self) -> str | None:
-        """The text of the index; None of a single file, which has none."""
+        """The text of the index; None for a single file, which needs none."""
         if SINGLE in self.sizes:
             return None
         places = {name: tensor.file for name, tensor in self.tensors.items()}
@@ -91,9 +91,9 @@ def make_plan(
     """Give every tensor its place.
 
     Args:
-      shapes: by name.
+      shapes: the tensors' shapes, by name.
       dtype: one of `DTYPES`.
-      max_shard_bytes: of the tensors in a file; a larger one is alone in its file.
+      max_shard_bytes: largest size of the tensors in a file. A larger tensor is alone in its file.
 
     >>> make_plan({"a": (2,), "b": (3,)}, dtype="float32", max_shard_bytes=12).tensors["b"].file
     'model-00002-of-00002.safetensors'
@@ -138,12 +138,12 @@ class Writer:
         """Write a tensor to its place.
 
         Args:
-          values: float32, of the tensor's shape, with any strides.
+          values: float32 in the tensor's shape, with any strides.
 
         Raises:
           ValueError: a number is too large for the dtype.
 
-        Cost: 32 MiB, or a row if that is more, besides the values.
+        Cost: memory of 32 MiB beside the values, or of one row if that is more.
         """
         tensor = self._plan.tensors[name]
         assert values.shape == tensor.shape, (name, values.shape, tensor.shape)
@@ -159,12 +159,13 @@ class Writer:
 
 @contextlib.contextmanager
 def writing(plan: FilePlan, folder: Path, others: Mapping[str, str]) -> Iterator[Writer]:
-    """Write an export: its files are there, and those of an older one gone, when this ends well;
-    if a file cannot be written, the folder is as it was.
+    """Write an export. When the context ends well, its files are there and an older export's files
+    are gone. If a file cannot be written, the folder is as it was.
 
     Args:
-      folder: is there.
-      others: text files that belong to the export, by name.
+      plan: the places of the tensors.
+      folder: an existing folder.
+      others: contents of text files that belong to the export, by name.
 
     Raises:
       OSError: a file cannot be written.
@@ -205,7 +206,7 @@ def writing(plan: FilePlan, folder: Path, others: Mapping[str, str]) -> Iterator
 
 
 def _names_of_exports(folder: Path) -> list[str]:
-    """Return the names of files that an export, broken off, left unfinished."""
+    """Return the names of unfinished files that a broken-off export left."""
     found = (f.name.removesuffix(_PARTIAL) for f in folder.glob(f"*{_PARTIAL}"))
     return [n for n in found if n in (SINGLE, INDEX, "config.json") or _SHARD.fullmatch(n)]
 
@@ -238,7 +239,7 @@ def _blocks(values: np.ndarray) -> Iterator[np.ndarray]:
 
 
 def _cast(values: np.ndarray, dtype: str, name: str) -> np.ndarray:
-    """Return the values in a row, rounded to the nearest, ties to even."""
+    """Return the values flattened, rounded to nearest, ties to even."""
     with np.errstate(over="ignore"):
         cast = np.ascontiguousarray(values, jnp.dtype(dtype)).reshape(-1)
     if dtype != "float32" and (np.isinf(cast) & np.isfinite(values.reshape(-1))).any():

@@ -1,4 +1,4 @@
-"""Where exported parameters come from, one leaf at a time: a training state, or a checkpoint."""
+"""Sources of exported parameters, read one leaf at a time: a training state, or a checkpoint."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class WeightSource(Protocol):
     """Parameters by path.
 
     Attributes:
-      title: what they are, for messages.
-      shapes: the natural shape of each.
+      title: their name in messages.
+      shapes: the natural shape of each parameter.
       is_collective: whether all processes must read a leaf for one to have it.
     """
 
@@ -57,10 +57,10 @@ class CheckpointSource:
     """The parameters of a checkpoint, read without a mesh.
 
     Args:
-      folder: of checkpoints, of which the newest is taken; or of one of them.
+      folder: the folder of one checkpoint, or of several, whose newest is taken.
 
     Raises:
-      ValueError: it holds none, or the one is damaged.
+      ValueError: it holds no checkpoint, or the checkpoint is damaged.
 
     Cost: reads the files once, to check them.
     """
@@ -82,14 +82,14 @@ class CheckpointSource:
 
 
 class MergedSource:
-    """The parameters of a model with adapters, merged: those of the model without.
+    """The parameters of a model with its adapters merged into them.
 
     Args:
-      source: of both.
-      plan: of the model.
+      source: parameters of base and adapters.
+      plan: the model's plan of leaves and adapters.
 
     Raises:
-      ValueError: the source is of another model, or has no adapters.
+      ValueError: the source belongs to another model, or has no adapters.
     """
 
     def __init__(self, source: WeightSource, plan: LoraPlan) -> None:
@@ -106,7 +106,7 @@ class MergedSource:
 
 
 def open_source(source: TrainState | str | FilePath) -> WeightSource:
-    """Return where to read parameters from.
+    """Return the source of parameters.
 
     Raises:
       ValueError: it is neither a state nor a folder with a checkpoint.

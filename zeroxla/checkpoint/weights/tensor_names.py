@@ -1,7 +1,7 @@
-"""Which tensors of a file make up a leaf: names, layers, transposition.
+"""Maps leaves to the tensors of a file: names, layers, transposition.
 
-A model's format is data that its class has as `hugging_face` (see `models/format.py`). A leaf of a
-scan holds a tensor for each layer; any other leaf is one tensor.
+A model's format is data in its class's attribute `hugging_face` (see `models/format.py`). A leaf of
+a scan holds a tensor for each layer; any other leaf is one tensor.
 """
 
 from __future__ import annotations
@@ -25,13 +25,14 @@ Shape = tuple[int, ...]
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class NamedLeaf:
-    """A leaf, and the tensors that it is in a file.
+    """A leaf and its tensors in a file.
 
     Attributes:
-      path: its keys, such as ("h", "attn", "c_attn", "kernel").
+      path: the leaf's keys, such as ("h", "attn", "c_attn", "kernel").
       shape: the natural shape.
-      tensors: their names: one, or, stacked, one for each index of the leading dim.
-      is_stacked: whether the leading dim is that of layers.
+      tensors: the names of its tensors: one, or for a stacked leaf one for each index of the
+        leading dim.
+      is_stacked: whether the leading dim is the layer dim.
       is_transposed: whether a tensor is the leaf's (or the layer's) transpose.
     """
 
@@ -55,7 +56,7 @@ def flat_leaves(shapes: Mapping[Path, Shape]) -> list[NamedLeaf]:
     """Return the leaves of any model, each a tensor "a.b.c".
 
     Raises:
-      ValueError: two would have the same name, as those of {"a": {"b": x}, "a.b": y}.
+      ValueError: two leaves would have the same name, as in {"a": {"b": x}, "a.b": y}.
     """
     seen: dict[str, Path] = {}
     for path in shapes:
@@ -101,16 +102,16 @@ def format_leaves(shapes: Mapping[Path, Shape], format: Format) -> list[NamedLea
 
 
 def _pattern(path: str) -> re.Pattern[str]:
-    """Return what matches an unrolled leaf's path, its layer a group."""
+    """Return a pattern for an unrolled leaf's path, with the layer as a group."""
     return re.compile(r"(\d+)".join(map(re.escape, path.split("{layer}"))))
 
 
 def abstract(model: Any) -> Any:
-    """Return a linen or nnx module as it is, and that of a function `rngs -> nnx module` without
-    its arrays; what is neither (None, a pair) comes back, too.
+    """Return a linen or nnx module as it is, and the module of a function `rngs -> nnx module`
+    without its arrays. Anything else (None, a pair) is returned unchanged.
 
     Raises:
-      ValueError: it is a class.
+      ValueError: the model is a class.
     """
     if isinstance(model, type):
         raise ValueError(f"model is the class {model.__name__}; give a model of it")
@@ -132,7 +133,7 @@ def format_of(module: Any) -> Format | None:
 def param_shapes(module: Any) -> dict[Path, Shape]:
     """Return the shapes that the parameters of an abstract model with a format have.
 
-    A model with a format is one of tokens: a linen module is called with int32[1, 1].
+    A model with a format takes tokens: a linen module is called with int32[1, 1].
     """
     if not isinstance(module, nn.Module):
         from flax import nnx
@@ -150,13 +151,15 @@ def shapes_of(params: Any) -> dict[Path, Shape]:
 
 
 def check_shapes(module: Any, shapes: Mapping[Path, Shape], what: str) -> None:
-    """Check that parameters are those of an abstract model with a format.
+    """Check that parameters belong to an abstract model with a format.
 
     Args:
-      what: whose the parameters are, for the message.
+      module: the abstract model.
+      shapes: the parameters' natural shapes.
+      what: the owner of the parameters, for the message.
 
     Raises:
-      ValueError: one is missing, unknown, or of another shape.
+      ValueError: a parameter is missing, unknown, or has another shape.
     """
     expected = param_shapes(module)
     differing = [p for p in (*expected, *shapes) if expected.get(p) != shapes.get(p)]

@@ -1,1 +1,1 @@
-"""The data that the commands train on."""
+"""Data that the commands train on: text and images."""

@@ -1,6 +1,6 @@
-"""CIFAR-10's files: the binary form or the Python one, in a folder or in an archive.
+"""Reads CIFAR-10's files: the binary or the Python form, in a folder or in an archive.
 
-Pickles are read without calling anything that they name.
+The Python form is pickled. It is read without calling anything that a pickle names.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _TRAIN = tuple(f"data_batch_{i}" for i in range(1, 6))
 _TEST = "test_batch"
 _SUFFIXES = {".bin": "cifar-10-batches-bin", "": "cifar-10-batches-py"}
 _ARCHIVES = ("cifar-10-binary.tar.gz", "cifar-10-python.tar.gz")
-_NUM_RECORDS = 10_000  # of one standard file
+_NUM_RECORDS = 10_000  # in a standard file
 
 
 class Split(NamedTuple):
@@ -42,13 +42,13 @@ def read_cifar10(path: Path) -> tuple[Path, Split, Split]:
 
     Args:
       path: a folder or a .tar.gz. In a folder the files, their usual subfolder or the archive are
-        found. Of the two forms the binary one is taken.
+        found. If both forms are there, the binary one is read.
 
     Returns:
-      Where the files were found, the images to train on, and those to test.
+      The place of the files, the images to train on, and the images to test on.
 
     Raises:
-      ValueError: a file is missing, unreadable, truncated, holds labels above 9, or asks for
+      ValueError: a file is missing, unreadable or truncated, holds labels above 9, or asks for
         anything but arrays.
     """
     where, suffix, files = _find(path.expanduser())
@@ -68,7 +68,8 @@ def read_cifar10(path: Path) -> tuple[Path, Split, Split]:
 
 
 def _find(path: Path) -> tuple[Path, str, Mapping[str, Callable[[], bytes]]]:
-    """Find one form's files: where, their suffix, and how to read each that is there."""
+    """Find the files of one form. Return their place, their suffix, and a function by name that
+    reads each file that is there."""
     if not path.exists():
         raise ValueError(f"cannot read {path}: there is no such file or folder; correct the path")
     places = [path]
@@ -126,7 +127,7 @@ def _read_archive(file: Path) -> dict[str, Callable[[], bytes]]:
 
 
 def _decode_binary(content: bytes, what: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return the images and labels of records of a label and three planes of pixels."""
+    """Return the images and labels of binary records: a label, then three planes of pixels."""
     if not content or len(content) % _RECORD_BYTES:
         raise ValueError(
             f"{what} has {len(content)} bytes, which is not a number of whole images of "
@@ -140,7 +141,7 @@ def _decode_binary(content: bytes, what: str) -> tuple[np.ndarray, np.ndarray]:
 def _decode_python(content: bytes, what: str) -> tuple[np.ndarray, np.ndarray]:
     """Return the images and labels of a pickled dict with "data" and "labels"."""
     try:
-        # Python 2 wrote the standard files, whose keys become bytes.
+        # Python 2 wrote the standard files. Their keys become bytes.
         found = _OnlyArrays(io.BytesIO(content), encoding="bytes").load()
         fields = {key.decode() if isinstance(key, bytes) else key: x for key, x in found.items()}
         data, labels = fields["data"], fields["labels"]
@@ -151,7 +152,7 @@ def _decode_python(content: bytes, what: str) -> tuple[np.ndarray, np.ndarray]:
             f"{what} asks for {error}, which images have no need of; it may be malicious: do not "
             "load it, and fetch CIFAR-10 anew"
         ) from error
-    except Exception as error:  # whatever a damaged pickle leads to
+    except Exception as error:  # a damaged pickle can lead to any error
         raise ValueError(
             f"{what} of {len(content)} bytes is not a whole pickle of images ({error!r}); a "
             "standard file has about 31000000: fetch it anew"
@@ -168,7 +169,7 @@ def _decode_python(content: bytes, what: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _decode(planes: np.ndarray, labels: np.ndarray, what: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return uint8[N, 32, 32, 3] of uint8[N, 3 x 32 x 32], and checked labels."""
+    """Turn planes uint8[N, 3 x 32 x 32] into images uint8[N, 32, 32, 3], and check the labels."""
     wrong = np.flatnonzero((labels < 0) | (labels >= len(CLASSES)))
     if wrong.size:
         first = wrong[0]
@@ -181,11 +182,11 @@ def _decode(planes: np.ndarray, labels: np.ndarray, what: str) -> tuple[np.ndarr
 
 
 class _Refused(pickle.UnpicklingError):
-    """A pickle asks for something that is no array."""
+    """A pickle asks for something other than arrays."""
 
 
 class _OnlyArrays(pickle.Unpickler):
-    """An unpickler that calls nothing of what a pickle names: arrays become `_Array`s."""
+    """An unpickler that calls nothing that a pickle names. Arrays become `_Array`s."""
 
     def find_class(self, module: str, name: str) -> Any:
         # numpy.core is what NumPy 1 called numpy._core.
@@ -203,7 +204,7 @@ class _OnlyArrays(pickle.Unpickler):
 
 
 class _Dtype:
-    """What a pickle says of a dtype: a code such as "u1", and the byte order."""
+    """A pickled dtype: a code such as "u1", and the byte order."""
 
     def __init__(self, code: str | bytes, *_: Any):
         self.code = code.decode() if isinstance(code, bytes) else code
@@ -214,7 +215,7 @@ class _Dtype:
 
 
 class _Array:
-    """What a pickle says of an array."""
+    """A pickled array: its shape, dtype, order and bytes."""
 
     def __init__(self, *_: Any):
         self.__setstate__((1, (0,), _Dtype("u1"), False, b""))

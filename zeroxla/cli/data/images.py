@@ -1,11 +1,11 @@
-"""Image batches: small colour images in, grain batches out, with a position that checkpoints.
+"""Image batches: small colour images in, grain batches out, with a position that can be saved.
 
-The images are CIFAR-10, read from its files in either of their two forms, or, without files, the
-digits that scikit-learn brings. A training batch is images drawn at random, resized to what the
-network takes. Batch i depends on the seed and on i alone: the position is one integer, and a run
-resumed there sees the same images.
+The images are CIFAR-10, or, without its files, the digits that scikit-learn brings. A training
+batch consists of images that are drawn at random and resized for the network. Batch i depends on
+the seed and on i alone. So the position is one integer, and a run that is resumed there sees the
+same images.
 
-Shapes: N images, H height, W width, B batch, S size that the network takes.
+Shapes: N images, H height, W width, B batch, S the network's image size.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from zeroxla.program.extras import extra
 if TYPE_CHECKING:
     import grain
 
-# AlexNet's smallest: of 62 pixels its last pooling would get 2, and it takes 3.
+# AlexNet's smallest size: with 62 pixels its last pooling would get 2 pixels, and it needs 3.
 MIN_SIZE = 63
 
 
@@ -38,9 +38,9 @@ class Images:
     Attributes:
       train, valid: uint8[N, 32, 32, 3].
       train_labels, valid_labels: int32[N], indices into `classes`.
-      classes: what the labels mean.
+      classes: the names of the classes.
       flips: whether a mirror image keeps its label.
-      source: what was read, in words.
+      source: a description of the files that were read.
     """
 
     train: np.ndarray
@@ -52,7 +52,7 @@ class Images:
     source: str
 
     def fingerprint(self) -> str:
-        """Return a hash of both splits; equal exactly when every batch is equal."""
+        """Return a hash of both splits. It is equal exactly if every batch is equal."""
         digest = hashlib.blake2b(digest_size=16)
         for part in (self.train, self.train_labels, self.valid, self.valid_labels):
             digest.update(str(part.shape).encode())
@@ -67,18 +67,18 @@ def load_images(
     """Read CIFAR-10, or the digits of scikit-learn.
 
     Args:
-      paths: One folder or one .tar.gz that holds CIFAR-10: the binary form (data_batch_1.bin to
+      paths: one folder or one .tar.gz that holds CIFAR-10: the binary form (data_batch_1.bin to
         data_batch_5.bin and test_batch.bin) or the Python form (the same names without .bin). In a
-        folder the files, their usual subfolder or the archive itself are found. Of the two forms
-        the binary one is taken. Empty: scikit-learn's 1797 digits, 8 x 8 grey, enlarged to 32 x 32
-        and repeated over three channels.
-      holdout: Share of the digits held out for validation, the last ones; between 0 and 1. Without
-        effect on CIFAR-10, whose own test images are taken.
+        folder the files, their usual subfolder or the archive itself are found. If both forms are
+        there, the binary one is read. Without paths: scikit-learn's 1797 digits, 8 x 8 grey,
+        enlarged to 32 x 32 and repeated over three channels.
+      holdout: share of the digits that is held out for validation, between 0 and 1; the last digits
+        are. It has no effect on CIFAR-10, which has test images of its own.
 
     Raises:
-      ValueError: A file is missing, unreadable, truncated, holds labels above 9, or asks for
+      ValueError: a file is missing, unreadable or truncated, holds labels above 9, or asks for
         anything but arrays.
-      ImportError: Without paths, scikit-learn is not there.
+      ImportError: without paths, scikit-learn is not installed.
 
     Cost: 3072 bytes of host memory per image (184 MB for CIFAR-10), up to three times that while
     reading. Nothing is written to disk.
@@ -118,22 +118,23 @@ def image_batches(
     """Make an endless stream of random images, drawn with replacement.
 
     Args:
-      images: uint8[N, H, W, 3], `Images.train`.
-      labels: int32[N], `Images.train_labels`.
-      batch: B, rows of the global batch.
-      size: S, the height and width that the network takes; at least 63.
-      seed: Chooses the images.
-      flips: Mirror each image left to right with probability 1/2; `Images.flips`.
-      shard_index, shard_count: This process makes rows [index * B / count, (index + 1) * B / count)
-        of every global batch, which does not depend on the count.
+      images: uint8[N, H, W, 3], such as `Images.train`.
+      labels: int32[N], such as `Images.train_labels`.
+      batch: B, the rows of the global batch.
+      size: S, the height and width of the network's images; at least 63.
+      seed: chooses the images.
+      flips: mirror each image left to right with probability 1/2, as `Images.flips` allows.
+      shard_index, shard_count: this process makes the rows [index * B / count, (index + 1) * B /
+        count) of every global batch. The global batch does not depend on the count.
 
     Returns:
       A grain IterDataset of {"image": float32[B / count, S, S, 3], "label": int32[B / count]}. Its
       iterators have `get_state()` (a small dict that JSON can hold) and `set_state(state)`. Pixels
-      lie between -1 and 1: 0 gives -1 and 255 gives 1. They are resized bilinearly about pixel
-      centres, without antialiasing: for enlarging.
+      lie between -1 and 1: 0 becomes -1 and 255 becomes 1. Images are resized bilinearly about
+      pixel centres, without antialiasing, as is right for enlarging.
 
     Raises:
+      ImportError: grain is not installed.
       ValueError: S is below 63, images and labels do not fit together, or B does not divide over
         the shards.
 
@@ -157,7 +158,7 @@ def image_batches(
     )
     with extra("cli", "batches need"):  # here, because it takes long to import
         import grain
-    # One thread, as in zeroxla.data, and a short buffer: 128 images of 224 pixels are 77 MB.
+    # One thread, as for text, and a short buffer: 128 images of 224 pixels are 77 MB.
     options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=2)
     return grain.MapDataset.source(source).to_iter_dataset(options)
 
@@ -165,15 +166,15 @@ def image_batches(
 def validation_image_batches(
     images: np.ndarray, labels: np.ndarray, *, batch: int, size: int = 224, num_batches: int
 ) -> Iterator[dict[str, np.ndarray]]:
-    """Yield the same `num_batches` batches each time: images at equal distances, none mirrored.
+    """Yield validation batches, the same ones each time: images at equal distances, none mirrored.
 
-    With B * num_batches = N each image comes once; with more, some come again.
+    If B * num_batches is N, each image comes once; if it is more, some come again.
 
     Args:
-      images: uint8[N, H, W, 3], `Images.valid`.
-      labels: int32[N], `Images.valid_labels`.
-      batch, size: As for `image_batches`.
-      num_batches: How many.
+      images: uint8[N, H, W, 3], such as `Images.valid`.
+      labels: int32[N], such as `Images.valid_labels`.
+      batch, size: as for `image_batches`.
+      num_batches: the number of batches.
 
     Raises:
       ValueError: S is below 63, or images and labels do not fit together.
@@ -222,8 +223,9 @@ def _make(
 def _resize(pixels_BHWC: np.ndarray, mirrored_B: np.ndarray, size: int) -> np.ndarray:
     """Return float32[B, S, S, C] between -1 and 1.
 
-    Products and sums of elements in a fixed order: a matrix product would be rounded by whatever
-    BLAS there is. Image by image, which stays in the cache; rows first, while there are few.
+    It multiplies and adds elements in a fixed order, because the rounding of a matrix product
+    depends on the BLAS that is installed. It works image by image, so that one stays in the cache,
+    and resizes along the width first, while there are few rows.
     """
     num_images, height, width, channels = pixels_BHWC.shape
     left_S, right_S, share_S = _neighbours(width, size)
@@ -244,7 +246,7 @@ def _resize(pixels_BHWC: np.ndarray, mirrored_B: np.ndarray, size: int) -> np.nd
 
 @functools.cache
 def _neighbours(length: int, size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return for S target pixels the two source pixels about each, and the share of the second."""
+    """Return the two source pixels around each of S target pixels, and the second one's share."""
     centres_S = np.clip((np.arange(size) + 0.5) * length / size - 0.5, 0, length - 1)
     first_S = centres_S.astype(np.int64)
     second_S = np.minimum(first_S + 1, length - 1)
@@ -273,7 +275,7 @@ def _digits(holdout: float) -> Images:
     with extra("images", "the digits need", ", or name the folder that holds CIFAR-10"):
         from sklearn.datasets import load_digits
     digits: Any = load_digits()
-    # Grey levels 0 to 16; the resize gives -1 to 1 of 0 to 255.
+    # Grey levels are 0 to 16. `_resize` turns 0 to 255 into -1 to 1.
     grey = np.rint(digits.images * (255 / 16)).astype(np.uint8)[..., None]
     grey = _resize(grey, np.zeros(len(grey), bool), SIDE)
     images = np.rint((grey + 1) * 127.5).astype(np.uint8).repeat(3, axis=3)

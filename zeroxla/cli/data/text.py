@@ -1,9 +1,9 @@
-"""Text batches: files in, grain batches out, with a position that checkpoints.
+"""Text batches: files in, grain batches out, with a position that can be saved.
 
-A corpus is one flat array of bytes: the documents in a fixed order, each preceded by a 0 byte
-(text holds none, so 0 marks a document's start). A training batch is made of random crops of that
+A corpus is one flat array of bytes: the documents in a fixed order, each after a 0 byte. Text holds
+no 0 byte, so it marks the start of a document. A training batch consists of random crops of that
 array, so a file may be shorter than a window. The crops of batch i depend on the seed and on i
-alone: the position is one integer, and a run resumed there sees the same bytes.
+alone. So the position is one integer, and a run that is resumed there sees the same bytes.
 
 Shapes: B batch, L length, N bytes of a split.
 """
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 
 SEPARATOR = 0
 VOCABULARY = 256
-# From this many files on whole files are held out, below it the tail of each.
+# With at least so many files whole files are held out, with fewer the tail of each file.
 MIN_FILES_TO_HOLD_OUT = 20
-# Git's own rule for "binary": a NUL byte among the first this many bytes.
+# Git's own rule: a file is binary if there is a NUL byte among its first bytes, so many of them.
 _SNIFFED_BYTES = 8192
 _SKIPPED_FOLDERS = frozenset({"__pycache__", "node_modules", "site-packages", "dist-packages"})
 
@@ -40,9 +40,9 @@ class Corpus:
     """Text split into training and validation bytes.
 
     Attributes:
-      train, valid: uint8[N], documents each preceded by SEPARATOR; or the tokens of a vocabulary.
-      num_train_files, num_valid_files: Files that contributed to each split.
-      source: What was read, in words.
+      train, valid: uint8[N], the documents, each after a SEPARATOR; or the tokens of a vocabulary.
+      num_train_files, num_valid_files: the number of files that contributed to each split.
+      source: a description of the files that were read.
     """
 
     train: np.ndarray
@@ -52,7 +52,7 @@ class Corpus:
     source: str
 
     def fingerprint(self) -> str:
-        """Return a hash of both splits; equal exactly when every batch is equal."""
+        """Return a hash of both splits. It is equal exactly if every batch is equal."""
         digest = hashlib.blake2b(digest_size=16)
         for part in (self.train, self.valid):
             digest.update(len(part).to_bytes(8, "little"))
@@ -61,20 +61,22 @@ class Corpus:
 
 
 def load_corpus(paths: Sequence[str | os.PathLike[str]] = (), *, holdout: float = 0.05) -> Corpus:
-    """Read text and hold a part of it out for validation.
+    """Read text, and hold a part of it out for validation.
 
-    Which part: with at least 20 files, those whose path hashes (BLAKE2b of the path relative to
-    the folder that was named) into the lowest `holdout` of the hash range, at least one, so that a
-    file keeps its side when others come. With fewer files, the last `holdout` of each file's bytes.
+    With at least 20 files whole files are held out: those whose path, relative to the folder that
+    was named, has a BLAKE2b hash in the lowest `holdout` of the range of hashes; at least one file.
+    So a file keeps its side when other files come. With fewer than 20 files the last `holdout` of
+    each file's bytes is held out.
 
     Args:
-      paths: Files, taken as they are, and folders, searched for text files: hidden ones,
-        `__pycache__`, `site-packages` and the like are skipped, and so are files with a NUL byte
-        in their first 8192 bytes. Empty: the `.py` files of the running Python's standard library.
-      holdout: Share held out, between 0 and 1.
+      paths: files and folders. Files are read as they are. Folders are searched for text files;
+        hidden ones, `__pycache__`, `site-packages` and the like are skipped, and so are files with
+        a NUL byte in their first 8192 bytes. Without paths: the `.py` files of the running Python's
+        standard library.
+      holdout: the share that is held out, between 0 and 1.
 
     Raises:
-      ValueError: A path is missing or unreadable, or no text was found.
+      ValueError: a path is missing or unreadable, or no text was found.
 
     Cost: one byte of host memory per byte of text, twice that while reading.
     """
@@ -124,18 +126,19 @@ def training_batches(
     """Make an endless stream of random crops.
 
     Args:
-      train_N: integers[N], `Corpus.train`.
-      batch: B, rows of the global batch.
-      length: L; each row has L + 1 of them: inputs and, shifted by one, targets.
-      seed: Chooses the crops.
-      shard_index, shard_count: This process makes rows [index * B / count, (index + 1) * B / count)
-        of every global batch, which does not depend on the count.
+      train_N: integers[N], such as `Corpus.train`.
+      batch: B, the rows of the global batch.
+      length: L. Each row has L + 1 integers: inputs and, shifted by one, targets.
+      seed: chooses the crops.
+      shard_index, shard_count: this process makes the rows [index * B / count, (index + 1) * B /
+        count) of every global batch. The global batch does not depend on the count.
 
     Returns:
       A grain IterDataset of {"tokens": int32[B / count, L + 1]}. Its iterators have
       `get_state()` (a small dict that JSON can hold) and `set_state(state)`.
 
     Raises:
+      ImportError: grain is not installed.
       ValueError: N is less than one batch, or B does not divide over the shards.
     """
     window = length + 1
@@ -165,14 +168,14 @@ def training_batches(
 def validation_batches(
     valid_N: np.ndarray, *, batch: int, length: int, num_batches: int
 ) -> Iterator[dict[str, np.ndarray]]:
-    """Yield the same `num_batches` batches each time: windows at equal distances over the text.
+    """Yield validation batches, the same ones each time: windows at equal distances over the text.
 
-    Windows overlap where the text has fewer than B * num_batches * L bytes.
+    Windows overlap if the text has fewer than B * num_batches * L bytes.
 
     Args:
-      valid_N: integers[N], `Corpus.valid`.
-      batch, length: As for `training_batches`.
-      num_batches: How many.
+      valid_N: integers[N], such as `Corpus.valid`.
+      batch, length: as for `training_batches`.
+      num_batches: the number of batches.
 
     Raises:
       ValueError: N is less than one window of L + 1 bytes.
@@ -189,9 +192,9 @@ def validation_batches(
 
 
 def unigram_entropy(tokens_N: np.ndarray) -> float:
-    """Return the entropy in nats of the tokens' frequencies: the loss of the best constant guess.
+    """Return the entropy of the tokens' frequencies in nats: the loss of the best constant guess.
 
-    Computed in float64.
+    It is computed in float64.
     """
     counts = np.bincount(tokens_N).astype(np.float64)
     p = counts[counts > 0] / counts.sum()

@@ -1,7 +1,7 @@
-"""What text is cut into: bytes, or the tokens of a model's own tokenizer.
+"""Vocabularies turn text into numbers: bytes, or the tokens of a model's own tokenizer.
 
-A corpus is read as bytes (data.py). A tokenizer turns each of its documents into tokens, with the
-model's first special token before it where the model has one.
+A corpus is read as bytes (see `text`). A tokenizer turns each of its documents into tokens. If the
+model has a special token that begins a document, it stands before each.
 """
 
 from __future__ import annotations
@@ -20,31 +20,31 @@ TOKENIZER = "tokenizer.json"
 
 
 class Vocabulary(Protocol):
-    """How text becomes numbers.
+    """A way to turn text into numbers.
 
     Attributes:
-      size: numbers are below it.
-      unit: what one stands for, in a word.
+      size: the number of different numbers; all are below it.
+      unit: one word for the thing that a number stands for.
     """
 
     size: int
     unit: str
 
     def corpus(self, corpus: Corpus) -> Corpus:
-        """Return a corpus of bytes in numbers."""
+        """Turn a corpus of bytes into one of numbers."""
         ...
 
     def encode(self, prompt: str) -> list[int]:
-        """Return a prompt in numbers; the start of a document for an empty one."""
+        """Turn a prompt into numbers. An empty prompt becomes the start of a document."""
         ...
 
     def decode(self, numbers: Sequence[int]) -> str:
-        """Return the text of numbers; what is no text becomes replacement characters."""
+        """Turn numbers into text. Numbers that are no text become replacement characters."""
         ...
 
 
 class Bytes:
-    """Bytes, as they are."""
+    """The vocabulary of bytes: each byte of the text is a number."""
 
     size, unit = VOCABULARY, "byte"
 
@@ -62,8 +62,9 @@ class Tokens:
     """The tokens of a `tokenizer.json`, as Hugging Face's library `tokenizers` reads it.
 
     Args:
-      folder: that holds the file.
-      config: the model's; `bos_token_id`, else `eos_token_id`, begins a document.
+      folder: the folder that holds the file.
+      config: the model's config. Its `bos_token_id` begins a document, or, if it has none, its
+        `eos_token_id`.
 
     Raises:
       ImportError: the library is not installed.
@@ -109,7 +110,7 @@ class Tokens:
         return self._tokenizer.decode(list(numbers), skip_special_tokens=False)
 
     def _numbers(self, bytes_N: np.ndarray) -> np.ndarray:
-        """Return bytes[N] with its separators as the tokens of its documents."""
+        """Turn bytes[N], documents after separators, into the tokens of all documents."""
         texts = [
             document.decode("utf-8", errors="replace")
             for document in bytes_N.tobytes().split(bytes([SEPARATOR]))

@@ -1,2 +1,1 @@
-"""`zeroxla launch`: the processes of a run, on this machine or over ssh, started, watched,
-ended."""
+"""`zeroxla launch`: start, watch and end the processes of a run, on this machine or over ssh."""

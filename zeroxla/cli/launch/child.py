@@ -2,20 +2,20 @@
 
     python child.py < orders
 
-The first line of its input is a JSON object: `argv`, `env`, `cwd`, and as `progress` the name of a
-variable that tells the program the pipe for its steps, "descriptor:inode". Each later line is the
-name of a signal for the program. When the input ends, because the launcher has ended or the
-connection is lost, so does the program, with all that it started. The program's output is this
-one's. On standard error there are besides, each after the character MARK, JSON objects that say
-what happens to the program:
+The first line of its input is a JSON object with `argv`, `env`, `cwd` and `progress`. `progress` is
+the name of an environment variable, which tells the program the pipe for its steps, as
+"descriptor:inode". Each later line is the name of a signal for the program. The input ends when the
+launcher has ended or the connection is lost; then the program is ended too, with all processes that
+it started. The program's output is passed on. Standard error also has JSON objects, each after the
+character MARK, that report on the program:
 
     {"pid": 1234}      it has started
-    {"alive": true}    it has taken a step, said once a second at most
-    {"stopped": true}  it was stopped by a signal (SIGSTOP); false: it goes on
-    {"exit": 1}        it has ended; negative: by that signal
+    {"alive": true}    it has taken a step; reported once a second at most
+    {"stopped": true}  a signal (SIGSTOP) stopped it; false: it goes on
+    {"exit": 1}        it has ended with this status; negative: a signal ended it
     {"error": "..."}   it could not be started
 
-Stands alone: it imports nothing of zeroxla, whose imports take seconds.
+This file stands alone: it runs on the other hosts by its path, and imports nothing of zeroxla.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MARK = "\x1e"
 
 
 def main() -> int:
-    """Run the program; return its status as a shell would."""
+    """Run the program; return the status that a shell would return."""
     order = json.loads(sys.stdin.readline())
     progress, writer = os.pipe()
     os.set_blocking(writer, False)
@@ -62,7 +62,7 @@ def main() -> int:
 
 
 def wait(pid: int) -> int:
-    """Wait for the program to end, saying when it is stopped and goes on."""
+    """Wait for the program to end, and report when a signal stops or continues it."""
     while True:
         _, status = os.waitpid(pid, os.WUNTRACED | os.WCONTINUED)
         if os.WIFSTOPPED(status) or os.WIFCONTINUED(status):
@@ -72,7 +72,7 @@ def wait(pid: int) -> int:
 
 
 def obey(pid: int) -> None:
-    """Send the program the signals that are asked for; end it when nobody is there to ask."""
+    """Send the program the signals that the launcher asks for. End it when the launcher is gone."""
     for line in sys.stdin:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(pid, signal.Signals[line.strip()])
@@ -85,7 +85,7 @@ def end(pid: int) -> None:
 
 
 def relay(progress: int) -> None:
-    """Say that the program lives."""
+    """Report that the program lives, once a second at most."""
     while os.read(progress, 4096):
         say({"alive": True})
         time.sleep(1)

@@ -1,4 +1,4 @@
-"""Host files: a line for each host, `name slots=N`, as Open MPI and DeepSpeed have them."""
+"""Reads host files: a line `name slots=N` for each host, as in Open MPI and DeepSpeed."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class Host:
     """A line of a host file.
 
     Attributes:
-      name: what ssh is given; may be `user@host`.
-      slots: devices to use there; None for all.
+      name: the host's name for ssh; may be `user@host`.
+      slots: the number of devices to use there. None means all.
     """
 
     name: str
@@ -28,11 +28,11 @@ class Host:
 
 
 def read_hostfile(path: Path) -> list[Host]:
-    """Read a host file. Empty lines and what follows a `#` are skipped.
+    """Read a host file. Empty lines, and the rest of a line after a `#`, are skipped.
 
     Raises:
-      ValueError: it cannot be read, has no host, one twice, a line of another form, or some hosts
-        have other slots than others.
+      ValueError: the file cannot be read, names no host or one twice, has a line of another form,
+        or gives some hosts other slots than others.
     """
     try:
         text = path.read_text()

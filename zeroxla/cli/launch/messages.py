@@ -1,4 +1,4 @@
-"""What the launcher says of a run that failed: who, how, when, and what is known of why."""
+"""Messages about a run that failed: which process, how, when, and, if it is known, why."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from collections.abc import Iterator, Sequence
 from zeroxla.cli.launch.process import Process
 from zeroxla.mesh.processes.environment import HEARTBEAT
 
-# What JAX prints in the processes that it ends because others are silent; their numbers follow.
+# JAX prints this in processes that it ends because others are silent. Their numbers follow.
 _SILENT = "stopped sending heartbeats"
 
 
 def failed(first: Process, processes: Sequence[Process], after: float) -> str:
-    """Return what to say when a process failed.
+    """Return the message about a process that failed.
 
     Args:
-      first: the process.
-      processes: all.
+      first: the process that failed first.
+      processes: all processes.
       after: seconds since the start.
     """
     facts = [_stopped(p) for p in processes if p.stopped_at is not None and p is not first]
@@ -33,11 +33,11 @@ def failed(first: Process, processes: Sequence[Process], after: float) -> str:
 
 
 def hung(running: Sequence[Process], deadline: float, after: float) -> str:
-    """Return what to say when none of the processes that run has given a sign of life for long.
+    """Return the message about a run in which a process has given no sign of life for too long.
 
     Args:
-      running: those that have not ended.
-      deadline: seconds that a process may be silent.
+      running: the processes that have not ended.
+      deadline: seconds for which a process may be silent.
       after: seconds since the start.
     """
     silent = min(running, key=lambda p: p.heard_at)
@@ -61,7 +61,7 @@ def _stopped(process: Process) -> str:
 
 
 def _unheard(processes: Sequence[Process]) -> Iterator[Process]:
-    """Yield the processes of which others say that they heard nothing."""
+    """Yield the processes that others report as silent."""
     said = "\n".join("\n".join(p.last_lines) for p in processes)
     _, found, rest = said.partition(_SILENT)
     numbers = re.match(r"\):\s*((?:(?:\S*task:)?\d+\s+)+)", rest)

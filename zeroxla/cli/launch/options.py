@@ -16,36 +16,38 @@ def _now() -> str:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LaunchOptions:
-    """Start a program as one process for each node, watch all, and stop all when one fails.
+    """Start a program as one process for each node, watch the processes, and stop all when one
+    fails. The program follows `--`, as in: zeroxla launch --nodes 2 -- python train.py
 
-    On this machine, or with --hostfile on many. Where there is no accelerator a node's devices are
-    simulated. The program calls zeroxla.initialize() first thing. What follows `--` is the program.
+    The processes run on this machine, or on those of --hostfile. The program must call
+    zeroxla.initialize() before it uses JAX. Without an accelerator a node's devices are simulated.
     """
 
     nodes: int | None = None
-    """Nodes, and processes. Default: 1; with --hostfile all of its hosts."""
+    """Number of nodes, and of processes. Default: 1; with --hostfile, the number of its hosts."""
     devices_per_node: int | None = None
-    """Devices of each. Default: the slots of --hostfile, else all there are; simulated, 8 in
-    all."""
+    """Devices of a node. Default: the slots of --hostfile, or all that there are; simulated devices
+    are 8 in all."""
     hostfile: Path | None = None
-    """A file of lines `host slots=N`: a process is started on each over ssh."""
+    """File of lines `host slots=N`. A process is started on each host over ssh."""
     ssh: str = "ssh -o BatchMode=yes"
-    """The command that is given a host and a program, with --hostfile."""
+    """Command that runs a program on a host, for --hostfile; host and program follow it."""
     port: int | None = None
-    """Where process 0 listens. Default: a free port; with --hostfile 29400."""
+    """Port on which process 0 listens. Default: a free port; with --hostfile, 29400."""
     export: tuple[str, ...] = ()
-    """Variables to pass on to other hosts, besides those of JAX, XLA, NCCL, CUDA and Python."""
+    """Environment variables to pass on to other hosts. Those of JAX, XLA, NCCL, CUDA and Python are
+    always passed on."""
     max_restarts: int = 0
-    """How often all are started again after a failure."""
+    """Number of times that all processes are started again after a failure."""
     deadline: float = 600.0
-    """Seconds without a line of output or a training step after which a process counts as hung; 0
-    for no limit."""
+    """Seconds without output or a training step after which a process counts as hung; 0 sets no
+    limit."""
     heartbeat: float = 30.0
-    """Seconds of silence between processes after which one counts as dead, and all others end."""
+    """Seconds of silence between processes after which one counts as dead and the others end."""
     grace: float = 60.0
-    """Seconds that processes have to save and end after Ctrl-C or SIGTERM."""
+    """Seconds in which processes may save and end after Ctrl-C or SIGTERM."""
     started: Annotated[str, tyro.conf.Suppress] = dataclasses.field(default_factory=_now)
-    """Names the run, the same in all processes and attempts."""
+    """Name of the run, the same in all processes and attempts."""
 
     def __post_init__(self) -> None:
         for name, least in (("nodes", 1), ("devices_per_node", 1), ("port", 1)):

@@ -1,4 +1,4 @@
-"""One process of a launch, seen from the launcher: its output, its signs of life, its end."""
+"""`Process`: one process of a launch, with its output, its signs of life and its end."""
 
 from __future__ import annotations
 
@@ -18,21 +18,23 @@ from zeroxla.cli.launch.child import MARK
 from zeroxla.cli.launch.ranks import Rank
 
 LAST_LINES = 20
-# A line of a stack trace of XLA's, which would leave no room for what it is about.
+# A line of one of XLA's stack traces. They would leave no room for the error itself.
 _FRAME = re.compile(r"\s+@\s+0x[0-9a-f]+")
 _printing = threading.Lock()
 
 
 class Process:
-    """Starts a rank; its output goes to this program's, each line after the rank's number.
+    """Starts a rank, and passes its output on; each line begins with the rank's number.
+
+    Times are `time.monotonic()`.
 
     Attributes:
-      rank: what was started.
-      pid: the program's number on its host; None until it runs.
-      code: its exit status, negative for the signal that ended it; None while it runs.
-      error: why it could not be started, or why it is out of reach; None while all is well.
-      stopped_at: when a signal stopped it (SIGSTOP); None while it runs.
-      heard_at: when it last printed, took a step, or was started. Times are `time.monotonic()`.
+      rank: the rank that was started.
+      pid: the program's process id on its host; None until it runs.
+      code: the program's exit status, or minus the signal that ended it; None while it runs.
+      error: the reason why it could not be started or is out of reach; None while all is well.
+      stopped_at: the time at which a signal (SIGSTOP) stopped it; None while it runs.
+      heard_at: the time at which it last printed, took a step, or was started.
     """
 
     def __init__(
@@ -61,20 +63,20 @@ class Process:
 
     @property
     def has_ended(self) -> bool:
-        """Whether it ended, was never started, or is out of reach."""
+        """Whether it has ended, was never started, or is out of reach."""
         return self.code is not None or self.error is not None
 
     @property
     def last_lines(self) -> list[str]:
-        """What it printed last, frames of C++ apart."""
+        """The last lines that it printed, without frames of C++."""
         return list(self._last)
 
     def send(self, number: signal.Signals) -> None:
-        """Send the program, and all that it started, a signal."""
+        """Send a signal to the program and to all processes that it started."""
         self._write(number.name)
 
     def kill(self) -> None:
-        """End it at once; wait until it is gone and all that it printed is passed on."""
+        """End it at once. Wait until it is gone and all its output has been passed on."""
         assert self._child.stdin is not None
         with contextlib.suppress(OSError):
             self._child.stdin.close()
@@ -129,6 +131,6 @@ class Process:
         for reader in self._readers:
             reader.join()
         code = self._child.wait()
-        if not self.has_ended:  # it went without a word
+        if not self.has_ended:  # it ended and said nothing
             self.error = f"is out of reach: {self.rank.command[0]} ended with {code}"
         self._changed(self)

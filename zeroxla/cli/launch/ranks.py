@@ -1,4 +1,4 @@
-"""Which processes a launch starts, where, and what they are told."""
+"""`make_ranks`: the processes that a launch starts, their hosts and their environments."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from zeroxla.mesh.processes.environment import (
 
 DEFAULT_PORT = 29400
 _SIMULATED = 8
-# Passed on to other hosts: what JAX, XLA, NCCL and Python read.
+# Variables that are passed on to other hosts: JAX, XLA, NCCL and Python read them.
 _PASSED_ON = ("CUDA_", "JAX_", "LD_LIBRARY_PATH", "NCCL_", "NPROC", "PATH", "PYTHON", "TF_", "XLA_")
 
 
@@ -36,10 +36,10 @@ class Rank:
     """A process to start.
 
     Attributes:
-      number: its process id in the run.
-      host: where, in words.
-      command: what starts `child.py` there.
-      env: variables of its own.
+      number: the number of the process in the run.
+      host: a name of its host, for messages.
+      command: the command that starts `child.py` there.
+      env: the environment variables of this process.
     """
 
     number: int
@@ -123,7 +123,7 @@ def _told(
 
 
 def _visible_gpus() -> list[str]:
-    """Return this machine's GPUs that may be used, by the driver's numbers or names."""
+    """Return the numbers or names of the GPUs of this machine that may be used."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return [gpu for gpu in visible.split(",") if gpu]

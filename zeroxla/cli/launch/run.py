@@ -1,4 +1,4 @@
-"""`zeroxla launch`: attempts, one after the other, until one ends well."""
+"""The attempts of `zeroxla launch`, one after the other until one ends well."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ def launch(options: LaunchOptions, argv: Sequence[str]) -> int:
     """Run a program as the processes of a run.
 
     Args:
-      options: how many, where, and for how long to wait.
+      options: the number of processes, their hosts, and the times to wait.
       argv: the program and its arguments.
 
     Returns:
-      The exit status: 0 if all processes ended well, in any attempt; else that of the process that
-      failed first in the last one, 128 + the signal if one ended it.
+      The exit status: 0 if all processes ended well in one attempt. Otherwise the status of the
+      process that failed first in the last attempt, or 128 + the signal that ended it.
 
     Raises:
       ValueError: the host file or the program cannot be used.

@@ -1,4 +1,4 @@
-"""Watches the processes of a launch; stops all when one fails, and says which and why."""
+"""`supervise`: watch the processes of a launch, and stop all when one fails."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from zeroxla.cli.launch import messages
 from zeroxla.cli.launch.process import Process
 from zeroxla.cli.launch.ranks import Rank
 
-# After a failure: for others to say what they saw of it, and then to end by themselves.
+# Seconds after a failure in which other processes may report it, and then end by themselves.
 _SETTLE = 2.0
 _FAREWELL = 5.0
 
@@ -24,8 +24,8 @@ class Outcome:
     """How an attempt ended.
 
     Attributes:
-      status: for a shell: 0 if all ended well.
-      message: what went wrong; "" if nothing did.
+      status: the exit status for a shell; 0 if all ended well.
+      message: a description of the failure; "" if all ended well.
       interrupted: whether a signal asked for the end.
     """
 
@@ -40,11 +40,11 @@ def supervise(
     """Run processes to their end.
 
     Args:
-      ranks: what to start.
-      order: argv and cwd of the program.
+      ranks: the processes to start.
+      order: argv, cwd and progress, as `child.py` reads them.
       deadline: seconds without a sign of life after which a process counts as hung; 0 for no limit.
-      grace: seconds to end in after the first SIGINT or SIGTERM, which is passed on as SIGTERM; a
-        second one ends all at once.
+      grace: seconds in which the processes may end after the first SIGINT or SIGTERM, which reaches
+        them as SIGTERM. A second one ends all at once.
     """
     changed: queue.SimpleQueue[Process | None] = queue.SimpleQueue()
     width = len(str(len(ranks) - 1))
@@ -118,7 +118,7 @@ def _dismiss(processes: Sequence[Process]) -> None:
 
 @contextlib.contextmanager
 def _signals(changed: queue.SimpleQueue[Process | None]) -> Iterator[list[int]]:
-    """While inside, collect SIGINT and SIGTERM."""
+    """Collect the signals SIGINT and SIGTERM that come inside."""
     came: list[int] = []
 
     def note(number: int, frame: object) -> None:

@@ -1,1 +1,1 @@
-"""`zeroxla plan`: what a run will need and cost."""
+"""`zeroxla plan`: predict what a run needs and costs."""

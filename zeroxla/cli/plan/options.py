@@ -12,96 +12,98 @@ from zeroxla.cli.option_groups import OptionGroups, flag
 
 @dataclass(frozen=True, kw_only=True)
 class PlanModelOptions:
-    """What is trained: a language model, with AdamW."""
+    """The model: a language model that is trained with AdamW."""
 
     model: str = "gpt2"
-    """A model by its name, such as llama-7b; an unknown one lists those that there are."""
+    """Name of a model, such as llama-7b. An unknown name lists all names."""
     length: int | None = None
-    """Tokens of a sequence. Default: the model's context."""
+    """Tokens per sequence. Default: the model's context."""
     batch: int | None = None
-    """Sequences of a step, over all devices, micro-batches included. Default: one for each device
-    (of a stage) and micro-batch; 8 for each device with --search."""
+    """Sequences per step, over all devices and micro-batches. Default: one for each device (of a
+    stage) and micro-batch; with --search, 8 for each device."""
     remat: bool = True
-    """Compute each block's activations again in backward."""
+    """Compute each block's activations again in backward, instead of keeping them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterOptions:
-    """What it is trained on."""
+    """The cluster."""
 
     nodes: int = 1
-    """Length of the mesh axis `node`; with --search, of the cluster."""
+    """Length of the mesh axis `node`; with --search, the number of nodes of the cluster."""
     devices_per_node: int = 8
-    """Length of the mesh axis `device`; with --search, of the cluster."""
+    """Length of the mesh axis `device`; with --search, the devices of a node of the cluster."""
     pipe: int = 1
-    """Stages of a pipeline: the length of the mesh axis `pipe`; --nodes and --devices-per-node are
-    those of a stage."""
+    """Number of pipeline stages: the length of the mesh axis `pipe`. --nodes and --devices-per-node
+    then count one stage."""
     device: str = "h100"
-    """The kind of device; an unknown one lists those that there are."""
+    """Kind of device. An unknown kind lists all kinds."""
     link: str = "100gbit"
-    """Between nodes: a rate that the devices of a node share, or a link of the tables."""
+    """Link between nodes: a rate that the devices of a node share, or the name of a link. An
+    unknown name lists all names."""
     machines: Path | None = None
-    """A TOML file with more devices and links, in the form of zeroxla/planning/machines.toml."""
+    """TOML file with more devices and links, in the form of zeroxla/mesh/machines.toml."""
     measured_s: float | None = None
-    """Seconds that this very step took, measured: the plan takes the device's efficiency from them,
-    and prints it as an entry for a file of --machines."""
+    """Seconds that exactly this step took when it was measured. The plan derives the device's
+    efficiency from them, and prints it as an entry for a file of --machines."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanStepOptions:
-    """How it is trained."""
+    """The training step."""
 
     zero: Literal["zero3", "zeropp", "zeropp_hq", "zeropp_min"] = "zero3"
-    """Which wires: full precision, ZeRO++ as its paper has it, the best quality at its bytes, or
-    the fewest bytes between hosts."""
+    """Wire formats. zero3: full precision. zeropp: ZeRO++ as in its paper. zeropp_hq: the best
+    quality at zeropp's bytes. zeropp_min: the fewest bytes between hosts."""
     compute_dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
-    """Dtype of the computation, and of the parameters on the wire. The master copy is float32."""
+    """Dtype of the computation, and of parameters on the wire. The master copy is float32."""
     accumulate: int = 1
-    """Micro-batches of a step."""
+    """Micro-batches per step."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Compilation:
-    """Whether the compiler is asked, too."""
+    """The compiler's own figures."""
 
     compile: bool = False
-    """Compile the step ahead of time and print the compiler's own memory and collectives: for the
-    device, if it has a description (target) and the extra plan-gpu is installed, else by the CPU
-    backend."""
+    """Compile the step ahead of time, and print the memory and the collectives that the compiler
+    reports. It compiles for the device if that has a description (target) and the extra plan-gpu is
+    installed, and otherwise for the CPU."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanGenerationOptions:
-    """What a hybrid engine generates between steps, beside the training state."""
+    """Generation by a hybrid engine between steps, beside the training state."""
 
     prompts: int | None = None
-    """Prompts of a call, over all devices. Default: nothing is generated."""
+    """Prompts per call, over all devices. Default: no generation is planned."""
     prompt_length: int = 512
     """Tokens of the longest prompt."""
     new_tokens: int = 512
     """Tokens drawn for each prompt."""
     tensor: int = 1
-    """Devices that share a copy of the model."""
+    """Number of devices that share a copy of the model."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOutput:
-    """What is found and written."""
+    """Search and output."""
 
     search: bool = False
-    """Try all wires x stages x micro-batches x --remat, and rank what fits; takes minutes. --zero,
-    --pipe, --accumulate and --remat are then found, not given."""
+    """Try all combinations of wires, stages, micro-batches and recomputation, and rank those that
+    fit. Takes minutes. It chooses --zero, --pipe, --accumulate and --remat itself."""
     rows: int = 20
-    """Rows that --search prints."""
+    """Number of rows that --search prints."""
     picture: Path | None = None
-    """A file for the picture: memory, bytes of each link, the time line of a step; with --search,
-    speed over memory."""
+    """File for a picture of memory, the bytes on each link and the time line of a step; with
+    --search, of speed over memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions(OptionGroups):
-    """Say what a model needs and costs on a cluster, before having it: memory of a device, bytes of
-    each link, time of a step. Nothing is allocated, and without --compile nothing is compiled."""
+    """Predict what a model needs and costs on a cluster that need not exist: the memory of a
+    device, the bytes on each link, and the time of a step. Nothing is allocated, and without
+    --compile nothing is compiled."""
 
     model: PlanModelOptions = field(default_factory=PlanModelOptions)
     cluster: ClusterOptions = field(default_factory=ClusterOptions)

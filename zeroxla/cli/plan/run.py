@@ -30,10 +30,10 @@ ROWS_PER_DEVICE = 8  # with --search, so that there are micro-batches to choose
 
 
 def run_plan(options: PlanOptions) -> int:
-    """Print a plan or a search, and draw it where that is asked for.
+    """Print a plan or the result of a search, and draw it if the options ask for a picture.
 
     Returns:
-      The exit status: 0 if a device's memory holds the step, else 1.
+      The exit status: 0 if the memory of a device holds the step, and 1 if not.
 
     Raises:
       ValueError: as `zeroxla.plan` and `calibrated`.
@@ -62,7 +62,7 @@ def run_plan(options: PlanOptions) -> int:
 
 
 _NOWHERE = Path("planned")
-"""The folder of a state on disk that is planned, and never made."""
+"""The folder of a planned state on disk. It is never made."""
 
 
 def plan_from(options: PlanOptions) -> Plan:
@@ -94,7 +94,7 @@ def plan_from(options: PlanOptions) -> Plan:
 
 
 def search_from(options: PlanOptions, progress: Any) -> Search:
-    """Search as options ask for.
+    """Run the search that options ask for.
 
     Raises:
       ValueError: as `zeroxla.search_plans`.
@@ -143,7 +143,8 @@ def _run_search(options: PlanOptions, console: Console) -> int:
 
 
 def _smallest_cluster(options: PlanOptions, found: Plan) -> str:
-    """Say on how many nodes a step would fit, with as many sequences for each device."""
+    """Return a sentence about the number of nodes on which a step would fit, with as many sequences
+    for each device."""
     nodes = options.cluster.nodes
     rows = found.num_examples // nodes
 
@@ -196,6 +197,6 @@ def _machines(options: PlanOptions) -> dict[str, Any]:
 
 
 def _calibrated(found: Plan, seconds: float) -> Plan:
-    """Return the plan on the device that takes so long."""
+    """Return the plan for the device on which the step takes so long."""
     device = calibrated(found.target.device, lambda other: found.on(device=other), seconds)
     return found.on(device=device)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from zeroxla.cli.option_groups import OptionGroups, flag
+from zeroxla.cli.option_groups import JobOptions, flag
 from zeroxla.cli.train.options import (
     MeshOptions,
     ModelOptions,
@@ -20,18 +20,18 @@ from zeroxla.rlhf.settings import Settings
 
 @dataclass(frozen=True, kw_only=True)
 class StartOptions:
-    """The model, and what it has learned before it is rewarded: text, here, or in another run."""
+    """The model at the start. It has learned text before, in this run or in another."""
 
     init_run: Path | None = None
-    """Start from the newest checkpoint of this run of `zeroxla train`: its model, and its text for
-    prompts."""
+    """Folder of a run of `zeroxla train`. Training starts from its newest checkpoint, and prompts
+    are pieces of its text."""
     data: tuple[str, ...] = ()
-    """Files or folders of text; default: those of --init-run, else the Python files of the running
+    """Files or folders of text. Default: the text of --init-run, or the Python files of the running
     interpreter's standard library."""
     pretrain_steps: int = 150
-    """Steps of learning text before; without --init-run."""
+    """Steps in which the model learns text first; without --init-run."""
     length: int = 64
-    """The model's context in bytes."""
+    """Context of the model, in bytes."""
     layers: int = 2
     """Transformer blocks."""
     width: int = 64
@@ -42,73 +42,72 @@ class StartOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class StorageOptions:
-    """How actor and reference are stored."""
+    """The storage of actor and reference."""
 
     reference: Literal["int8", "int4", "float32"] = "int8"
-    """Of the frozen reference: its dense leaves in 8 bits, in 4, or all as float32."""
+    """Format of the frozen reference's dense leaves; float32 stores all leaves as float32."""
     lora_rank: int | None = None
-    """Of the actor's adapters on the frozen reference, which is then its base. Default: none, the
-    actor is trained whole."""
+    """Rank of the actor's adapters; the frozen reference is then the actor's base. Default: no
+    adapters, the whole actor is trained."""
     lora_alpha: float = 16.0
-    """The adapters count alpha / rank times."""
+    """Strength of the adapters: their output is multiplied by alpha / rank."""
     lora_targets: str = TARGETS
-    """A regular expression of leaf paths: those with adapters."""
+    """Regular expression that finds the paths of the leaves with adapters."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TaskOptions:
-    """What is rewarded, and how responses are drawn: at temperature 1, from all tokens."""
+    """The reward, and the responses: they are drawn at temperature 1, from all tokens."""
 
     algorithm: Literal["ppo", "grpo"] = "grpo"
-    """ppo trains a critic beside the actor; grpo compares the responses to the same prompt."""
+    """Algorithm. ppo trains a critic beside the actor; grpo compares responses to one prompt."""
     reward: Literal["brackets", "vowels", "brief"] = "brackets"
-    """Of a response: the share of characters in pairs of brackets; that of vowels; or
-    1 / (1 + characters), which needs --eos."""
+    """Reward of a response. brackets: the share of characters in pairs of brackets. vowels: the
+    share of vowels. brief: 1 / (1 + characters), which needs --eos."""
     prompt_length: int = 16
-    """Tokens of a prompt: a piece of the text."""
+    """Tokens of a prompt, which is a piece of the text."""
     new_tokens: int = 16
-    """The most tokens of a response."""
+    """Largest number of tokens of a response."""
     rows: int = 64
-    """Responses of an iteration, over all devices."""
+    """Responses per iteration, over all devices."""
     group_size: int | None = None
     """Responses to each prompt. Default: 8 with grpo, 1 with ppo."""
     eos: int | None = None
-    """The token that ends a response, such as 10, the end of a line. Default: none."""
+    """Token that ends a response, such as 10, the end of a line. Default: none."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LearningOptions:
-    """The optimization: Adam with clipping, at constant rates."""
+    """The optimizer: Adam with clipping, at constant learning rates."""
 
     steps: int = 40
-    """Iterations in all: each generates, scores and trains."""
+    """Iterations in all. Each one generates, scores and trains."""
     minibatch: int = 32
-    """Rows of an optimizer step."""
+    """Responses per optimizer step."""
     epochs: int = 2
-    """How often an iteration's rows are trained on."""
+    """Number of times that each response is trained on."""
     learning_rate: float = 1e-3
-    """Of the actor."""
+    """Learning rate of the actor."""
     critic_learning_rate: float = 3e-3
-    """Of the critic of ppo."""
+    """Learning rate of ppo's critic."""
     kl: float | None = None
-    """What a nat of divergence from the reference costs. Default: 0.05 with grpo, 0.003 with
-    ppo."""
+    """Penalty per nat of divergence from the reference. Default: 0.05 with grpo, 0.003 with ppo."""
     ratio_clip: float = 0.2
-    """How far the ratio to the policy that drew a token may count."""
+    """Clipping range of the ratio between the present policy and the one that drew a token."""
     entropy: float = 0.0
-    """What a nat of the actor's entropy is worth."""
+    """Bonus per nat of the actor's entropy."""
     clip: float = 1.0
-    """Global gradient norm to clip at; 0 for no clipping."""
+    """Largest global gradient norm; larger gradients are clipped to it. 0 clips nothing."""
     seed: int = 0
     """Seed of the parameters, the prompts and the responses."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions:
-    """How models lie while they generate and score."""
+    """The layout of models while they generate and score."""
 
     tensor: int = 1
-    """Devices of a node that share a copy."""
+    """Number of devices of a node that share a copy of a model."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,21 +115,23 @@ class RlhfRunOptions:
     """The run folder and checkpoints."""
 
     run: Path | None = None
-    """The run folder. Default: a new one under runs/; with --resume the newest there."""
+    """Run folder. Default: a new one under runs/; with --resume, the newest one there."""
     resume: bool = False
-    """Continue the run in the folder from its newest checkpoint, with its own options."""
+    """Continue the run in the run folder from its newest checkpoint, with its own options."""
     save_every: int = 20
-    """Iterations between checkpoints; there is always one at the end and on Ctrl-C."""
+    """Iterations between checkpoints. There is always one at the end and on Ctrl-C."""
     keep: int = 2
-    """Checkpoints to keep."""
+    """Number of checkpoints to keep."""
     samples: int = 4
-    """Responses to print and to keep as text, before and after; 0 for none."""
+    """Number of responses that are printed and written as text, before and after training; 0 for
+    none."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class RlhfOptions(OptionGroups):
-    """Train a language model on a reward of its own responses, with PPO or GRPO: it generates from
-    the training state, is scored, and trained, the state split over all devices.
+class RlhfOptions(JobOptions):
+    """Train a language model on rewards of its own responses, with PPO or GRPO. It generates from
+    the training state, which is split over all devices; then its responses are scored, and it is
+    trained on them.
 
     Without an accelerator the devices are simulated: 8 on this machine's CPU, as 2 nodes of 4.
     """
@@ -166,7 +167,7 @@ class RlhfOptions(OptionGroups):
                 "--reward brief: without an end token all responses are equally long; give --eos, "
                 "such as 10 for the end of a line"
             )
-        # Refuse what they refuse.
+        # Values that these refuse are refused here, too.
         _ = self.settings, self.as_train(), self.as_storage().with_adapters(None)
 
     @property
@@ -189,7 +190,7 @@ class RlhfOptions(OptionGroups):
         )
 
     def as_storage(self) -> Storage:
-        """Return how actor and reference are stored."""
+        """Return the storage of actor and reference."""
         own = self.storage
         return Storage(
             frozen=None if own.reference == "float32" else own.reference,

@@ -1,4 +1,4 @@
-"""What `zeroxla rlhf` prints."""
+"""`RlhfOutput`: everything that `zeroxla rlhf` prints."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from zeroxla.rlhf.loop import PHASES
 from zeroxla.rlhf.phase_sums import PhasesMemory
 
 NUM_LAST = 5
-"""Iterations whose mean reward counts as the one that was reached."""
+"""The number of iterations, at the end, whose mean reward is the run's result."""
 
 
 class RlhfOutput(Output):
     """Prints in the first process, and nothing in the others."""
 
     def samples(self, title: str, samples: Sequence[tuple[str, str, float]]) -> None:
-        """Print prompts, what the actor makes of them, and what that is worth."""
+        """Print prompts, the actor's responses, and their rewards."""
         self.console.print(f"\n{title}:")
         for prompt, text, score in samples:
             line = Text.assemble(f"{score:6.2f}  ", on_a_line(prompt), (on_a_line(text), "bold"))
@@ -30,7 +30,7 @@ class RlhfOutput(Output):
     def outcome(
         self, lines: Sequence[dict[str, Any]], reward: str, memory: PhasesMemory, path: Path
     ) -> None:
-        """Print what the actor has become, and what an iteration takes."""
+        """Print the actor's reward and divergence, and the time and memory of an iteration."""
         first, last = lines[0]["reward"], reached(lines)
         away = np.mean([line["kl"] for line in lines[-NUM_LAST:]])
         self.print(
@@ -47,15 +47,15 @@ class RlhfOutput(Output):
 
 
 def reached(lines: Sequence[dict[str, Any]]) -> float:
-    """Return the mean reward of the last iterations."""
+    """Return the mean reward of the last `NUM_LAST` iterations."""
     return float(np.mean([line["reward"] for line in lines[-NUM_LAST:]]))
 
 
 def on_a_line(text: str) -> str:
-    """Return a text with its ends of lines shown as arrows."""
+    """Return a text on one line: an arrow stands for each end of a line."""
     return printable(text).replace("\n", "\N{DOWNWARDS ARROW WITH CORNER LEFTWARDS}")
 
 
 def as_text(samples: Sequence[tuple[str, str, float]]) -> str:
-    """Return samples for a file: a line for each, texts quoted as Python does."""
+    """Return samples for a file, one line each, with the texts quoted as Python quotes them."""
     return "".join(f"{score:.4f}\t{prompt!r}\t{text!r}\n" for prompt, text, score in samples)

@@ -1,4 +1,4 @@
-"""The picture of a run of `zeroxla rlhf`: its reward, its divergence, and where the time goes."""
+"""The picture of a run of `zeroxla rlhf`: reward, divergence, and the time of each phase."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ COLORS = {"generate": "#0072B2", "score": "#E69F00", "train": "#009E73"}
 
 
 def plot_run(lines: Sequence[dict[str, Any]], *, reward: str) -> Figure:
-    """Draw reward, divergence and seconds of each phase against iterations.
+    """Draw the reward, the divergence and the seconds of each phase against iterations.
 
     Args:
-      lines: of metrics.jsonl.
-      reward: its name.
+      lines: the lines of metrics.jsonl.
+      reward: the name of the reward.
     """
     from matplotlib.figure import Figure
 

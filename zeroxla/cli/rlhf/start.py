@@ -1,4 +1,7 @@
-"""What `zeroxla rlhf` begins with: a model that has learned text, here or in another run."""
+"""`Start`: the model with which a run of `zeroxla rlhf` begins.
+
+It has learned text, in this run or in another.
+"""
 
 from __future__ import annotations
 
@@ -28,19 +31,19 @@ from zeroxla.step.state import TrainState
 from zeroxla.step.step import Step
 
 START = "start"
-"""The folder of a run with the checkpoint that it began with: that of the reference."""
+"""The folder of a run with its first checkpoint, from which the reference is made."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Start:
-    """A language model, its text, and how it gets its first parameters.
+    """A language model, its text, and its first parameters.
 
     Attributes:
-      options: of `zeroxla train`, which made the model or would make it.
+      options: the options of `zeroxla train` that made the model, or would make it.
       choice: the model and its vocabulary.
       corpus: the text, in the model's tokens.
-      mesh, config: of all steps.
-      step: of the model, without an optimizer.
+      mesh, config: the mesh and the options of all steps.
+      step: a step of the model without an optimizer.
     """
 
     options: TrainOptions
@@ -52,12 +55,12 @@ class Start:
 
     @staticmethod
     def of(options: RlhfOptions, mesh: Mesh, run: Path | None) -> Start:
-        """Read what a run begins with.
+        """Read the text and the options of the model with which a run begins.
 
         Args:
-          options: of the run.
-          mesh: of all steps.
-          run: its folder, if it is resumed.
+          options: the run's options.
+          mesh: the mesh of all steps.
+          run: the run's folder if it is resumed; None in a new run.
 
         Raises:
           ImportError, ValueError: the run of --init-run, the text or an option cannot work.
@@ -79,16 +82,16 @@ class Start:
         )
 
     def restored(self, folder: Path, report: Callable[[str], None]) -> TrainState:
-        """Return the state on the parameters of the newest checkpoint in a folder."""
+        """Return a state with the parameters of the newest checkpoint in a folder."""
         with Checkpointer(folder, keep=None, report=report) as checkpointer:
             params = checkpointer.restore_params(self.step.shapes()).params
         return self.step.init_from(params, jax.random.key(0))
 
     def learned(self, done: Callable[[int, float], None]) -> TrainState:
-        """Return the state after learning text.
+        """Let the model learn text, and return its state.
 
         Args:
-          done: called after each step with its number and the loss of the one before.
+          done: called after each step, with its number and the loss of the step before.
         """
         options = self.options
         optimizer = optimizer_for(options, schedule_for(options))
@@ -115,7 +118,11 @@ class Start:
         return self.step.init_from(state.params, jax.random.key(0))
 
     def keep(self, run: Path, source: Path | None) -> None:
-        """Copy the config and tokenizer of a model that is not of bytes into the run's folder.
+        """Copy the config and tokenizer of the model into the run's folder, if it came with some.
+
+        Args:
+          run: the run's folder.
+          source: the folder of --init-run.
 
         Raises:
           ValueError: they cannot be copied.
@@ -128,7 +135,8 @@ class Start:
             raise ValueError(f"cannot copy {source / MODEL} to {run}: {error}") from error
 
     def prompts(self, options: RlhfOptions) -> Any:
-        """Return endless prompts of iterations, whose position can be saved: pieces of the text."""
+        """Return an endless iterator of prompts, one array per iteration. They are pieces of the
+        text; the iterator's position can be saved."""
         settings = options.settings
         return iter(
             data.training_batches(
@@ -141,11 +149,11 @@ class Start:
 
 
 def actor_of(config: dict[str, Any], model: Any) -> Any:
-    """Return the model of a run's checkpoints: with the actor's adapters, if it has some.
+    """Return the model whose state a run's checkpoints hold: with adapters, if the actor has some.
 
     Args:
-      config: of the run, see `read_config`.
-      model: without adapters.
+      config: the run's config; see `read_config`.
+      model: the model without adapters.
     """
     storage = RlhfOptions.from_dict(config["options"]).as_storage()
     if storage.rank is None:
@@ -158,7 +166,8 @@ def actor_of(config: dict[str, Any], model: Any) -> Any:
 
 
 def _before(options: RlhfOptions, run: Path | None) -> tuple[TrainOptions, Path | None]:
-    """Return the options of the training before, and the folder that may hold the model's files."""
+    """Return the options with which the model learned text, and the folder of a run that may hold
+    the model's files."""
     if run is not None:
         return TrainOptions.from_dict(read_config(run)["before"]), run
     source = options.start.init_run
@@ -179,6 +188,6 @@ def _before(options: RlhfOptions, run: Path | None) -> tuple[TrainOptions, Path 
 
 
 def source_of(options: RlhfOptions) -> Path | None:
-    """Return the folder of the checkpoints of --init-run, if there is one."""
+    """Return the folder of the checkpoints of --init-run; None without --init-run."""
     source = options.start.init_run
     return None if source is None else source.expanduser() / CHECKPOINTS

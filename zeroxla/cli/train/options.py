@@ -8,48 +8,49 @@ from typing import Literal
 
 from zeroxla.cli.data.images import MIN_SIZE
 from zeroxla.cli.offload_options import OffloadOptions
-from zeroxla.cli.option_groups import OptionGroups
+from zeroxla.cli.option_groups import JobOptions
 
 
 @dataclass(frozen=True, kw_only=True)
 class TextOptions:
-    """What is read, and how it is cut into batches."""
+    """The data, and how it is cut into batches."""
 
     data: tuple[str, ...] = ()
-    """For gpt files or folders of text; default: the Python files of the running interpreter's
-    standard library. For alexnet CIFAR-10, binary or Python form, in a folder or a .tar.gz;
-    default: scikit-learn's digits."""
+    """Data to train on. gpt: files or folders of text; default: the Python files of the running
+    interpreter's standard library. alexnet: a folder or a .tar.gz with CIFAR-10, in its binary or
+    its Python form; default: the digits of scikit-learn."""
     holdout: float = 0.05
-    """Share of the files (of the bytes, when there are fewer than 20 files; of the digits) held out
-    for validation. alexnet: 0.2. CIFAR-10 has validation images of its own."""
+    """Share of the files that is held out for validation; with fewer than 20 files, share of each
+    file's bytes. alexnet: 0.2 of the digits. CIFAR-10 has validation images of its own."""
     batch: int = 16
-    """Sequences or images per step, over all devices, micro-batches included. alexnet: 32."""
+    """Sequences or images per step, over all devices and micro-batches. alexnet: 32."""
     length: int = 128
-    """Bytes per sequence."""
+    """Bytes (with --init, tokens) per sequence."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ImageOptions:
-    """What alexnet is shown."""
+    """The size of alexnet and of its images."""
 
     image_size: int = 224
-    """Height and width to which images are enlarged; at least 63, which takes a fraction of the
-    time: what a laptop should use for more than a look."""
+    """Height and width to which images are enlarged; at least 63. Small images take a fraction of
+    the time: use 63 on a laptop."""
     width_multiplier: float = 1.0
-    """Of AlexNet's channels and hidden units; 1 has 57 million parameters, 0.25 3.6 million."""
+    """Multiplier of AlexNet's channels and hidden units. 1 has 57 million parameters, 0.25 has 3.6
+    million."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions:
-    """A byte-level GPT, of 3.3 million parameters by default; a model that is trained on; or
+    """The model: a byte-level GPT, of 3.3 million parameters by default; the model of --init; or
     AlexNet, for images."""
 
     model: Literal["gpt", "alexnet"] = "gpt"
-    """gpt learns text, alexnet images of ten classes."""
+    """Model to train. gpt learns text, alexnet learns images of ten classes."""
     init: Path | None = None
-    """Start from the weights in this folder, a GPT-2 or Llama as Hugging Face saves it: its
-    config.json says what the model is, its tokenizer.json what the text is cut into (without one,
-    bytes)."""
+    """Folder of a GPT-2 or Llama in Hugging Face's format, whose weights are trained further. Its
+    config.json describes the model, and its tokenizer.json turns text into tokens; without a
+    tokenizer.json the model reads bytes."""
 
     layers: int = 4
     """Transformer blocks."""
@@ -63,21 +64,21 @@ class ModelOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingOptions:
-    """The optimization: AdamW (beta2 0.95) with clipping and a schedule."""
+    """The optimizer: AdamW (beta2 0.95) with clipping and a learning-rate schedule."""
 
     steps: int = 300
     """Steps in all. The learning-rate schedule spans them. alexnet: 60."""
     learning_rate: float = 2e-3
-    """Peak learning rate: reached after the warm-up, then a cosine down to a twentieth of it.
-    alexnet: 3e-4."""
+    """Peak learning rate. It is reached after the warm-up; then a cosine leads down to a twentieth
+    of it. alexnet: 3e-4."""
     warmup: float = 0.1
     """Share of the steps over which the learning rate rises."""
     weight_decay: float = 0.1
     """Decoupled weight decay, on matrices only."""
     clip: float = 1.0
-    """Global gradient norm to clip at; 0 for no clipping."""
+    """Largest global gradient norm; larger gradients are clipped to it. 0 clips nothing."""
     seed: int = 0
-    """Seed of the parameters, the crops or images, and the dropout."""
+    """Seed of the parameters, of the pieces of text or images that are drawn, and of dropout."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,40 +87,43 @@ class MeshOptions:
 
     nodes: int | None = None
     """Length of the mesh axis `node`. Default: the number of hosts of a stage; 2 on simulated
-    devices."""
+    devices. More than 1 starts as many processes."""
     devices_per_node: int | None = None
-    """Length of the mesh axis `device`. Default: all that there are; simulated, 8 in all."""
+    """Length of the mesh axis `device`. Default: all devices of a node; simulated devices are 8 in
+    all."""
     compute_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Dtype of the computation, and of the parameters on the wire. The master copy is float32."""
+    """Dtype of the computation, and of parameters on the wire. The master copy is float32."""
     accumulate: int | None = None
-    """Micro-batches per step: those that pass through the stages of --pipe, or gradient
-    accumulation. Default: 1; with --pipe up to twice the stages, as many as divide the batch."""
+    """Micro-batches per step. They pass through the stages of --pipe one after the other; without
+    stages their gradients are added up. Default: 1; with --pipe, as many as divide the batch, up
+    to twice the number of stages."""
     zero: Literal["zero3", "zeropp", "zeropp_hq", "zeropp_min"] = "zero3"
-    """Which wires: full precision, ZeRO++ as its paper has it, the best quality at its bytes, or
-    the fewest bytes between hosts."""
+    """Wire formats. zero3: full precision. zeropp: ZeRO++ as in its paper. zeropp_hq: the best
+    quality at zeropp's bytes. zeropp_min: the fewest bytes between hosts."""
     persistence_threshold: int = 10_000
-    """Leaves of at most this many elements stay gathered for the whole step."""
+    """Largest number of elements of a leaf that stays gathered for the whole step."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineOptions:
-    """A pipeline of stages; the state is split over the devices of all."""
+    """A pipeline of stages, each with ZeRO-3 over its own devices."""
 
     pipe: int = 1
-    """Stages: the length of the mesh axis `pipe`; --nodes and --devices-per-node are those of a
-    stage."""
+    """Number of stages: the length of the mesh axis `pipe`. --nodes and --devices-per-node then
+    count one stage."""
     schedule: Literal["1f1b", "gpipe", "zb-h1"] = "1f1b"
-    """The order in which stages do their micro-batches."""
+    """Order in which a stage works on its micro-batches."""
     partition: str = "parameters"
-    """Where layers are cut: balanced by `parameters`, `uniform`, `type:REGEX`, `profile` (FLOPs and
-    bytes of the compiled layers), or boundaries such as 0,19,22."""
+    """Rule that cuts the layers into stages: `parameters` and `uniform` balance the parameters or
+    the number of layers, `type:REGEX` balances the layers of that type, `profile` balances the time
+    that follows from the compiled layers' FLOPs and bytes. Or boundaries, such as 0,19,22."""
 
     def __post_init__(self) -> None:
-        _ = self.boundaries  # refuses what is none
+        _ = self.boundaries  # raises an error if they are wrong
 
     @property
     def boundaries(self) -> str | list[int]:
-        """What `Pipeline` takes as `partition`."""
+        """The value of `Pipeline`'s `partition`."""
         text = self.partition
         if text.startswith("type:") or not any(c.isdigit() or c == "," for c in text):
             return text
@@ -137,29 +141,29 @@ class RunOptions:
     """The run folder, evaluation and checkpoints."""
 
     run: Path | None = None
-    """The run folder. Default: a new one under runs/; with --resume the newest there."""
+    """Run folder. Default: a new one under runs/; with --resume, the newest one there."""
     resume: bool = False
-    """Continue the run in the folder from its newest checkpoint, with its own options."""
+    """Continue the run in the run folder from its newest checkpoint, with its own options."""
     eval_every: int = 100
-    """Steps between evaluations; there is always one at the end."""
+    """Steps between evaluations. The last step is always evaluated. alexnet: 20."""
     eval_batches: int = 16
-    """Validation batches per evaluation, always the same ones."""
+    """Validation batches per evaluation, always the same ones. alexnet: 8."""
     save_every: int = 100
-    """Steps between checkpoints; there is always one at the end and on Ctrl-C."""
+    """Steps between checkpoints. There is always one at the end and on Ctrl-C. alexnet: 20."""
     keep: int = 2
-    """Checkpoints to keep."""
+    """Number of checkpoints to keep."""
     prompt: str = "def "
     """Text that the trained model continues at the end."""
     sample_bytes: int = 300
-    """Length of that continuation; 0 for none."""
+    """Length of that continuation, in bytes (with --init, tokens). 0 prints none."""
     temperature: float = 0.7
-    """Sampling temperature; 0 takes the likeliest byte each time."""
+    """Sampling temperature. 0 takes the likeliest byte each time."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainOptions(OptionGroups):
-    """Train a byte-level GPT on text, or AlexNet on images, the state split over all devices
-    (ZeRO-3), the layers over stages if you like.
+class TrainOptions(JobOptions):
+    """Train a byte-level GPT on text, or AlexNet on images. ZeRO-3 splits the state over all
+    devices; --pipe splits the layers over stages too.
 
     Without an accelerator the devices are simulated: 8 on this machine's CPU, as 2 nodes of 4.
     """

@@ -1,4 +1,4 @@
-"""A model with adapters as pure functions, made of those of the model."""
+"""Turns a model with adapters into pure functions, from the functions of the model itself."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from zeroxla.program.trace import trace
 
 
 class WithAdapters(Protocol):
-    """What is asked of a `LoraModel`."""
+    """The attributes of a `LoraModel` that its functions need."""
 
     @property
     def traced(self) -> list[LoraPlan]: ...
@@ -91,9 +91,9 @@ def with_adapters(fun: Callable[..., Any], plan: LoraPlan, params: Tree, *args: 
 
     Args:
       fun: a function of the model's own parameters and other arrays.
-      plan: of the model.
-      params: of the model with adapters.
-      *args: pytrees of arrays.
+      plan: the model's plan.
+      params: parameters of the model with adapters.
+      *args: pytrees of arrays; the other arguments of `fun`.
     """
     held = plan.held(params)
     dtype = jax.tree.leaves(params[LORA])[0].dtype

@@ -1,4 +1,4 @@
-"""How a frozen base is stored: as floats, or its dense leaves as wires of 8 or 4 bits."""
+"""Stores a frozen base: as floats, or its dense leaves as wires of 8 or 4 bits."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ from zeroxla.wire.quantize_jit import dequantize, quantize
 Frozen = Literal["int8", "int4"]
 
 FORMATS = {
-    # No error above half a step; 1.6 % of scales.
+    # No error exceeds half a step; scales add 1.6 %.
     "int8": WireFormat(bits=8, block=256, scale="bound"),
-    # The smallest squared error of several steps for each block; 6.25 % of scales, bfloat16.
+    # Each block has the step with the smallest squared error of several; bfloat16 scales add 6.25
+    # %.
     "int4": WireFormat(bits=4, block=64, scale="mse"),
 }
 
-# Layers with fewer elements stay floats: as few as `ZeroConfig.quantize_threshold` leaves alone.
+# Layers with fewer elements stay floats, as with the default of `ZeroConfig.quantize_threshold`.
 MIN_ELEMENTS = 4096
 
 
@@ -33,14 +34,14 @@ def format_of(leaf: Dense, frozen: Frozen | None) -> WireFormat | None:
 
 
 def layer_size(leaf: Dense) -> int:
-    """Return the elements of one layer."""
+    """Return the number of elements in one layer."""
     return math.prod(leaf.shape) // math.prod(leaf.sizes(leaf.layer_dims))
 
 
 def as_wires(values: jax.Array, leaf: Dense, format: WireFormat) -> jax.Array:
     """Return a leaf as wires, one for each layer: uint8[*layers, bytes].
 
-    Cost: beside the leaf one layer as floats; layers are quantized one after another.
+    Cost: memory for one layer as floats beside the leaf. Layers are quantized one after another.
     """
     lead = len(leaf.layer_dims)
     values = jnp.moveaxis(values, leaf.layer_dims, range(lead)).astype(jnp.float32)
@@ -50,7 +51,7 @@ def as_wires(values: jax.Array, leaf: Dense, format: WireFormat) -> jax.Array:
 
 
 def from_wires(wires: jax.Array, leaf: Dense, format: WireFormat) -> jax.Array:
-    """Return the leaf that wires stand for, float32."""
+    """Return the leaf that wires encode, in float32."""
     lead = len(leaf.layer_dims)
     rest = [d for d in range(len(leaf.shape)) if d not in leaf.layer_dims]
     wire = Wire(jnp.asarray(wires), layer_size(leaf), format)

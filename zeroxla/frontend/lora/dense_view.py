@@ -1,8 +1,8 @@
-"""A dense leaf on its way through a program, with its adapter: not yet an array.
+"""`DenseView`: a dense leaf with its adapter on the way through a program, before it is an array.
 
-Shapes: C the dims that a product contracts, O the others, r the rank. An adapter is A [*layers, *C,
-r] and B [*layers, r, *O], the leaf's own dims in order; W + scaling A . B is never made, a product
-x . W becomes x . W + (scaling x . A) . B.
+Shapes: C are the dims that a product contracts, O the others, r the rank. An adapter is A [*layers,
+*C, r] and B [*layers, r, *O], the leaf's own dims in order; W + scaling A . B is never made: a
+product x . W becomes x . W + (scaling x . A) . B.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ class DenseView:
     """A leaf, a slice of it, or either one cast and transposed. Loops slice its arrays.
 
     Attributes:
-      weight: the leaf's values, its dims in order; or its wires, uint8[*layers, bytes].
-      a, b: its adapter; None without one.
-      leaf: what is known of it.
+      weight: the leaf's values, with its dims in order; or its wires, uint8[*layers, bytes].
+      a, b: its adapter. None without one.
+      leaf: its dims, from the trace.
       scaling: alpha / rank.
-      format: of the wires; None for values.
-      dtypes: the casts; of wires the first is what they become.
+      format: the format of the wires. None for values.
+      dtypes: the casts in order; wires are dequantized to the first one.
       dims: the leaf's dims that are left, in the order of this view.
       taken: the leaf's dims that loops have sliced.
     """
@@ -59,22 +59,22 @@ class DenseView:
         return tuple(d for d in self.leaf.layer_dims if d not in self.taken)
 
     def cast(self, dtype: jnp.dtype) -> DenseView:
-        """As `astype`."""
+        """Return the view cast to a dtype."""
         return dataclasses.replace(self, dtypes=(*self.dtypes, dtype))
 
     def transpose(self, permutation: Sequence[int]) -> DenseView:
-        """As `jnp.transpose`."""
+        """Return the view transposed, as `jnp.transpose` does."""
         return dataclasses.replace(self, dims=tuple(self.dims[d] for d in permutation))
 
     def stacked(self) -> DenseView:
-        """Return it with the view's first dim, a layer dim, first in its arrays."""
+        """Return the view with its first dim, a layer dim, first in its arrays."""
         dim, layer = self.dims[0], self.layers.index(self.dims[0])
         at = layer if self.format else self._order().index(dim)
         a, b = (None if x is None else jnp.moveaxis(x, layer, 0) for x in (self.a, self.b))
         return dataclasses.replace(self, weight=jnp.moveaxis(self.weight, at, 0), a=a, b=b)
 
     def layer(self) -> DenseView:
-        """Say of what is left of `stacked` in a loop's turn that its first dim is gone."""
+        """Return the view without its first dim, which a loop has sliced away from `stacked`."""
         return dataclasses.replace(self, dims=self.dims[1:], taken=(*self.taken, self.dims[0]))
 
     def values(self) -> jax.Array:
@@ -97,13 +97,13 @@ class DenseView:
         first: bool,
         precision: Any,
     ) -> jax.Array:
-        """Return what the adapter adds to the product of x with the view.
+        """Return the adapter's addition to the product of x with the view.
 
         Args:
           x: the activation.
           contracting: the dims of x and of the view that are summed over.
-          first: the view is the product's first operand, and so its dims come first.
-          precision: of the product.
+          first: whether the view is the product's first operand, so that its dims come first.
+          precision: the precision of the product.
         """
         assert self.a is not None, "a leaf without an adapter corrects nothing"
         assert self.b is not None, "A comes with B"

@@ -1,4 +1,4 @@
-"""What `lora` makes of a model's trace: which leaves have adapters, and how each is stored."""
+"""`LoraPlan`: which leaves of a model have adapters, and how each leaf is stored."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ Adapter = tuple[Any, Any]
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class LoraPlan:
-    """The leaves of a model, and what becomes of them.
+    """The leaves of a model with adapters.
 
     Attributes:
-      shapes: of all, a tree.
-      dense: those that are dense, by path.
-      targets: those with adapters.
-      rank: of the adapters.
+      shapes: the shapes of all leaves, as a tree.
+      dense: the dense leaves, by path.
+      targets: the paths of the leaves with adapters.
+      rank: the rank of the adapters.
       scaling: alpha / rank.
       frozen: how dense leaves are stored.
     """
@@ -47,7 +47,7 @@ class LoraPlan:
     def fresh_adapters(self, key: jax.Array) -> Tree:
         """Return new adapters: float32 A [*layers, *inputs, rank], B [*layers, rank, *outputs].
 
-        A is uniform within 1 / sqrt(inputs), as in PEFT; its key follows from the leaf's path.
+        A is uniform within 1 / sqrt(inputs), as in PEFT; its key is derived from the leaf's path.
         """
         made: dict[Path, jax.Array] = {}
         for path in self.targets:
@@ -86,7 +86,7 @@ class LoraPlan:
         return None if leaf is None else format_of(leaf, self.frozen)
 
     def stored(self, path: Path, values: jax.Array) -> jax.Array:
-        """Return a leaf of the base as it is stored: as wires, or as it is."""
+        """Return a leaf of the base in its stored form: as wires, or unchanged."""
         leaf, format = self.dense.get(path), self.format(path)
         return values if leaf is None or format is None else as_wires(values, leaf, format)
 
@@ -157,8 +157,8 @@ def make_lora_plan(
 
     Args:
       base: the model without adapters.
-      key, batch: of its first call; shapes will do.
-      targets, rank, alpha, frozen: as `lora` takes them.
+      key, batch: arguments of its first call; shapes suffice.
+      targets, rank, alpha, frozen: the arguments of `lora`.
 
     Raises:
       ValueError: `targets` matches no leaf, or one that is not dense.

@@ -1,4 +1,4 @@
-"""`lora`: a model with adapters, which `make_step` takes as it takes the model."""
+"""`lora`: adds adapters to a model, for `make_step`."""
 
 from __future__ import annotations
 
@@ -39,32 +39,33 @@ def lora(
 
     A matched leaf W is used as W + alpha / rank x A . B, which is never made: a product x . W
     becomes x . W + alpha / rank x (x . A) . B, in the place where the model has it. A starts
-    uniform within 1 / sqrt(inputs), B zero, so that the first loss is the model's own.
+    uniform within 1 / sqrt(inputs) and B at zero, so that the first loss is the model's own.
 
     Args:
-      model: what `make_step` takes: a flax.linen module, a function `rngs -> nnx module`, or a pair
-        `(init, loss)`.
-      targets: a regular expression, searched in leaf paths such as "h/attn/c_attn/kernel". All that
-        match must be dense leaves: the loss only multiplies activations by them.
-      rank: of A . B.
+      model: a model for `make_step`: a flax.linen module, a function `rngs -> nnx module`, or a
+        pair `(init, loss)`.
+      targets: a regular expression, searched in leaf paths such as "h/attn/c_attn/kernel". All
+        matching leaves must be dense: the loss only multiplies activations by them.
+      rank: the rank of A . B.
       alpha: the adapters count alpha / rank times.
-      frozen: how the dense leaves of the base are stored, adapted or not, above 4096 elements (of a
-        layer): None in float32; "int8", blocks of 256 elements; "int4", blocks of 64, each with
-        the step of the smallest squared error. They are gathered as they are stored.
+      frozen: how dense leaves of the base with at least 4096 elements (in a layer) are stored,
+        adapted or not. None: float32. "int8": 8 bits in blocks of 256 elements. "int4": 4 bits in
+        blocks of 64, each with the step of the smallest squared error. They are gathered in this
+        form.
 
     Returns:
       A model for `make_step`. The parameters of its state are `{"base": the model's own, "lora":
       {path: {"a", "b"}}}`; the base has no gradient and no optimizer state.
 
     Raises:
-      ValueError: an option is out of range, or `targets` is no regular expression. (What it matches
-        is seen when the step sees a batch: a match that is not dense, or none, is a ValueError.)
+      ValueError: an option is out of range, or `targets` is no regular expression. (Matches are
+        known when the step sees a batch; no match, or one that is not dense, is a ValueError then.)
       NotImplementedError: the model is a Pipeline.
 
-    Cost: a step gathers and computes with the base as without adapters, but for the gradients of
-    the base, which are neither computed nor reduced. Adapters are rank x (inputs + outputs)
-    elements a leaf, and their gradients and moments as many. At rest a parameter of the base takes
-    4 bytes / world, as "int8" 1.016, as "int4" 0.53.
+    Cost: a step gathers the base and computes with it as without adapters, but it neither computes
+    nor reduces gradients of the base. Adapters have rank x (inputs + outputs) elements a leaf, and
+    so have their gradients and each moment. At rest a parameter of the base takes 4 bytes / world,
+    as "int8" 1.016, as "int4" 0.53.
 
     Source: LoRA, arXiv 2106.09685; QLoRA, arXiv 2305.14314, for the quantized base.
 
@@ -102,8 +103,8 @@ class LoraModel(AdaptsItself):
     """A model with adapters. Made by `zeroxla.lora`.
 
     Attributes:
-      model, targets, rank, alpha, frozen: as it was called.
-      traced: what its steps found in the trace of the loss, the newest last.
+      model, targets, rank, alpha, frozen: the arguments of `lora`.
+      traced: the plans that its steps read from the trace of the loss, the newest last.
     """
 
     model: Any
@@ -115,10 +116,10 @@ class LoraModel(AdaptsItself):
 
     @property
     def plan(self) -> LoraPlan:
-        """Which leaves have adapters, and what is known of them.
+        """The leaves with adapters, and the form of all leaves.
 
         Raises:
-          ValueError: no step of this model has seen a batch, from which it follows.
+          ValueError: no step of this model has seen a batch, from which the plan follows.
         """
         if not self.traced:
             raise ValueError(
@@ -131,7 +132,7 @@ class LoraModel(AdaptsItself):
         """Return the model with adapters as pure functions; `zeroxla.frontend.adapt` asks for it.
 
         Args:
-          loss: as `make_step` takes it.
+          loss: the argument of `make_step`.
         """
         return adapt_lora(self, adapt(self.model, loss))
 
@@ -156,16 +157,17 @@ class LoraModel(AdaptsItself):
         """Return the model's own parameters with the adapters added, in float32.
 
         Args:
-          params: those of a state, in natural shapes: NumPy arrays as `zeroxla.full_params` returns
-            them, or JAX arrays, traced ones too.
+          params: the parameters of a state in natural shapes: NumPy arrays, as
+            `zeroxla.full_params` returns them, or JAX arrays, which may be traced.
 
         Returns:
-          The tree of the model without adapters; NumPy arrays where NumPy arrays were given.
+          The tree of the model without adapters, of NumPy arrays if NumPy arrays were given.
 
         Raises:
-          ValueError: no step of this model has seen a batch, or the parameters are of another.
+          ValueError: no step of this model has seen a batch, or the parameters belong to another
+            model.
 
-        Cost: one leaf at a time, of NumPy arrays, on the default device.
+        Cost: NumPy arrays are merged on the default device, one leaf at a time.
         """
         check_adapted(self.plan, shapes_of(params), "the tree of parameters")
         adapters = adapters_of(params)
@@ -176,22 +178,22 @@ class LoraModel(AdaptsItself):
         return jax.tree.unflatten(jax.tree.structure(params[BASE]), leaves)
 
     def init_from(self, step: StepOfWeights, params: Any, key: jax.Array) -> Any:
-        """Make a training state on given parameters of the model, such as a checkpoint's.
+        """Make a training state from given parameters of the model, such as a checkpoint's.
 
         Args:
-          step: of this model, which has seen a batch (`init` or `abstract_state`).
-          params: the model's own, without adapters: the `params` of a state of the model on the
-            same mesh, or any arrays in natural shapes, as `zeroxla.full_params` returns them.
-          key: a PRNG key, of the adapters among others.
+          step: a step of this model that has seen a batch (`init` or `abstract_state`).
+          params: parameters without adapters: the `params` of a state of the model on the same
+            mesh, or any arrays in natural shapes, as `zeroxla.full_params` returns them.
+          key: a PRNG key, for the adapters among others.
 
         Returns:
-          The `TrainState` before the first step. Its loss is that of the parameters, quantized if
-          the base is.
+          The `TrainState` before the first step. Its loss is the parameters' own, after
+          quantization if the base is quantized.
 
         Raises:
-          ValueError: the step has seen no batch, or the parameters are of another model.
+          ValueError: the step has seen no batch, or the parameters belong to another model.
 
-        Cost: leaves are quantized one after another; of each a device holds all for a moment.
+        Cost: leaves are quantized one after another; a device holds each leaf whole for a moment.
         """
         step.shapes()  # without a batch there is no plan
         check_given(self.plan, params)
@@ -200,6 +202,6 @@ class LoraModel(AdaptsItself):
 
 
 def _like(given: Any, made: jax.Array) -> Any:
-    """Return what was made as NumPy's if what was given is, and this is no trace."""
+    """Return `made` as a NumPy array if `given` is one, and nothing is being traced."""
     concrete = isinstance(given, np.ndarray) and not isinstance(made, Tracer)
     return np.asarray(made) if concrete else made

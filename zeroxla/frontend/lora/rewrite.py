@@ -1,8 +1,8 @@
 """Evaluates a program in which some leaves have adapters: x . W becomes x . W + (s x . A) . B.
 
-Loops and `jax.checkpoint` bodies that a leaf enters are run again as such, with the rewritten body:
-a leaf sliced by a loop is sliced still, and its adapter with it, so that whoever traces the result
-(the fetch plan) finds each leaf used where the model uses it, layer by layer.
+Loops and `jax.checkpoint` bodies that a leaf enters stay loops and bodies, with a rewritten inside.
+A leaf that a loop slices is still sliced, together with its adapter. So the fetch plan, which
+traces the result, finds each leaf where the model uses it, layer by layer.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def evaluate(program: Program, args: Sequence[Any]) -> list[Any]:
     """Evaluate on arrays and `DenseView` leaves; return arrays.
 
     Raises:
-      NotImplementedError: a leaf with an adapter is used otherwise than in products.
+      NotImplementedError: a leaf with an adapter is used outside of products.
     """
     env: dict[Any, Any] = dict(zip(program.inputs, args, strict=True))
     for eq in program.equations:
@@ -55,7 +55,7 @@ def _results(eq: Equation, args: list[Any]) -> Sequence[Any]:
 
 
 def _is_product(eq: Equation, args: list[Any]) -> bool:
-    """Whether it is one of an activation with a leaf as the loss has them."""
+    """Return whether an equation multiplies an activation by a leaf."""
     contracting, batch = eq.params["dimension_numbers"]
     held = [(i, x) for i, x in enumerate(args) if isinstance(x, DenseView)]
     if len(held) > 1 or any(batch):
@@ -104,7 +104,7 @@ def _loop(eq: Equation, args: list[Any]) -> list[Any]:
 
 
 def _whole(x: Any, what: str) -> Any:
-    """Return an array."""
+    """Return an array unchanged; refuse a view."""
     if not isinstance(x, DenseView):
         return x
     if x.a is not None:

@@ -1,4 +1,5 @@
-"""States on given weights: the base is stored as `lora` was told, the adapters are new."""
+"""Starts a model with adapters from given weights: the base is stored as `lora` was told, and the
+adapters are new."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ from zeroxla.program.paths import Path, paths_of
 
 
 class StepOfWeights(Protocol):
-    """What of a `zeroxla.Step` makes a state on given weights."""
+    """The part of a `zeroxla.Step` that makes a state from given weights."""
 
     mesh: Mesh
 
@@ -34,15 +35,15 @@ class StepOfWeights(Protocol):
 def starting_params(
     plan: LoraPlan, step: StepOfWeights, read: Callable[[Path], Any], key: jax.Array
 ) -> Tree:
-    """Return the parameters of a state on given weights, as `Step.init_from` takes them: as the
-    state stores them, or functions that return them.
+    """Return the parameters of a state on given weights for `Step.init_from`: stored arrays, or
+    functions that return them.
 
     Args:
-      plan: of the step's model.
-      step: which has seen a batch.
-      read: returns a leaf of the model without adapters, padded as its state stores it or not; it
-        is called for one after another, perhaps later.
-      key: of the adapters.
+      plan: the plan of the step's model.
+      step: a step that has seen a batch.
+      read: returns a leaf of the model without adapters, with padding or without. It is called for
+        one leaf after another, perhaps later.
+      key: the PRNG key of the adapters.
     """
     shapes = step.shapes()
     wanted = paths_of(shapes.params)
@@ -70,7 +71,7 @@ def _base_leaf(
     place: Placement,
     target: Any,
 ) -> jax.Array:
-    """Return a leaf of the natural shape `shape` as the state stores it."""
+    """Return a leaf with the natural shape `shape` in its stored form."""
     x = read(path)
     if x.shape == target.shape and x.dtype == target.dtype:
         return jax.device_put(x, target.sharding)
@@ -113,7 +114,7 @@ def _adapters(
 
 
 def check_given(plan: LoraPlan, params: Any) -> None:
-    """Check that parameters are those of the model without adapters, padding aside.
+    """Check that parameters belong to the model without adapters; padding is allowed.
 
     Raises:
       ValueError: a leaf is missing, unknown or too small.
@@ -131,15 +132,15 @@ def check_given(plan: LoraPlan, params: Any) -> None:
 
 
 def check_adapted(plan: LoraPlan, have: Mapping[Path, Sequence[int]], what: str) -> None:
-    """Check that shapes are those of a base and its adapters.
+    """Check that shapes belong to a base and its adapters.
 
     Args:
-      plan: of the model.
-      have: natural shapes.
-      what: whose they are, for the message.
+      plan: the model's plan.
+      have: natural shapes, by path.
+      what: the owner of the shapes, for the message.
 
     Raises:
-      ValueError: one is missing, unknown or another.
+      ValueError: a leaf is missing, unknown or has another shape.
     """
     want = plan.stored_shapes()
     for path in sorted(want.keys() | have.keys()):

@@ -1,8 +1,8 @@
-"""How a model uses its leaves, read from its trace: which are dense, and along which dims.
+"""Reads from a model's trace which leaves are dense, and along which dims.
 
-A dense leaf W is one of which a model only ever computes x . W: a `dot_general` with an activation,
-without batch dims, the same dims contracted wherever it stands. It may be cast, copied or
-transposed on the way, be sliced by loops, and stand in a `jax.checkpoint`.
+A leaf W is dense if the model only ever computes x . W with it: a `dot_general` with an activation,
+without batch dims, that contracts the same dims at every use. The leaf may be cast, copied or
+transposed on the way, sliced by loops, and used inside a `jax.checkpoint`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Dense:
     """A dense leaf.
 
     Attributes:
-      shape: of the leaf.
+      shape: the leaf's shape.
       layer_dims: the dims along which loops slice it, the outermost loop's first.
       contracted: the dims that a product sums over, in order.
     """
@@ -36,13 +36,14 @@ class Dense:
         return tuple(d for d in range(len(self.shape)) if d not in taken)
 
     def sizes(self, dims: Sequence[int]) -> tuple[int, ...]:
-        """The lengths of these dims."""
+        """Return the lengths of these dims."""
         return tuple(self.shape[d] for d in dims)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _View:
-    """A leaf or a slice of it, transposed: its dims in order, and those that loops have taken."""
+    """A leaf or a slice of it, perhaps transposed: its dims in order, and the dims that loops
+    took."""
 
     leaf: Value
     dims: tuple[int, ...]
@@ -51,11 +52,11 @@ class _View:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Uses:
-    """What a program does with a leaf.
+    """The uses of a leaf in a program.
 
     Attributes:
-      products: each as the leaf would be if that were its only use.
-      obstacles: in words, what keeps the leaf from being dense.
+      products: the products with the leaf; each as the dense leaf that it alone would make.
+      obstacles: the reasons, in words, why the leaf is not dense.
     """
 
     products: list[Dense]

@@ -32,7 +32,7 @@ class PlannedStep(Protocol):
     def comms(self) -> CommsReport: ...
 
     @property
-    def time(self) -> Lanes: ...
+    def time(self) -> LaneEvents: ...
 
     @property
     def tokens_per_s(self) -> float: ...
@@ -44,7 +44,7 @@ class MemoryParts(Protocol):
     def parts(self) -> Mapping[str, float]: ...
 
 
-class Lanes(Protocol):
+class LaneEvents(Protocol):
     """Events of one step on the lanes of a device."""
 
     @property

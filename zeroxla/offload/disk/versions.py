@@ -1,5 +1,7 @@
 """`Version`: the record that puts a version of a state file in force, and its bytes in the file.
 
+A record has these fields, one after another:
+
     number | bytes of copies and sums | copy of each array | sum of each block | sum of it all
 """
 

@@ -1,9 +1,8 @@
-"""`stream`: runs the optimizer's update over arrays in host memory, a few at a time, in one
-program.
+"""`stream`: runs the optimizer's update over arrays in host memory, one sub-group after another.
 
-Each sub-group of the update (see `sub_groups`) is moved in, computed and moved out before the
-sub-group that comes `buffers` later is moved in. If the host updates, its arrays stay there, and the
-gradients that it needs are sent to it instead (see `host_cut`).
+All of it is one compiled program. Each sub-group (see `sub_groups`) is moved in, computed and moved
+out before the sub-group that comes `buffers` later is moved in. If the host updates, its arrays
+stay there, and the gradients that it needs are sent to it instead (see `host_cut`).
 """
 
 from __future__ import annotations

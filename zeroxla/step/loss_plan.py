@@ -1,0 +1,178 @@
+"""A model's loss, traced, as a fetch plan and the runner that follows it.
+
+Come here when you look for the place where a step traces the model.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from zeroxla.config.fetch_limits import FetchLimits
+from zeroxla.fetch.fetch_plan import make_plan
+from zeroxla.fetch.runner import FetchRunner
+from zeroxla.fetch.segments import FetchPlan, layer_dims
+from zeroxla.frontend import Adapted
+from zeroxla.program.trace import Atom, Program, Value, is_float, trace
+from zeroxla.step.metrics import check_metrics
+from zeroxla.wire.leaves import Layout
+from zeroxla.wire.resolve import Wiring
+
+Losses = Mapping[bool, Callable[..., Any]]
+"""By `train`: the function (params, model_state, batch, key) -> (loss, metrics, model_state)."""
+
+
+def make_losses(adapted: Adapted, dtype: jnp.dtype) -> Losses:
+    """Make a model's losses for training and for evaluation.
+
+    JAX keeps the trace of a function as long as the function lives. So keep the returned functions:
+    a loss is then traced once for each shape of its arguments, however often it is planned.
+
+    Args:
+      adapted: the model.
+      dtype: the dtype to which floating arrays of a batch are cast.
+    """
+    return {train: functools.partial(_loss, adapted, dtype, train) for train in (True, False)}
+
+
+def _loss(
+    adapted: Adapted,
+    dtype: jnp.dtype,
+    train: bool,
+    params: Any,
+    model_state: Any,
+    batch: Any,
+    key: jax.Array,
+) -> Any:
+    return adapted.loss(params, model_state, cast_floats(batch, dtype), key, train=train)
+
+
+def cast_floats(tree: Any, dtype: jnp.dtype) -> Any:
+    """Cast the floating arrays of a pytree."""
+    return jax.tree.map(lambda x: x.astype(dtype) if is_float(x.dtype) else x, tree)
+
+
+def plan_gathers(
+    program: Program,
+    layout: Layout,
+    active: Iterable[Value],
+    *,
+    unit_elements: int | None,
+    gradient_of: Sequence[Atom],
+) -> FetchPlan:
+    """Plan a program whose first inputs are the leaves of a layout.
+
+    Args:
+      program: a traced loss, or a stage of a pipeline.
+      layout: the leaves. The plan gathers those that are fetched.
+      active: the inputs that get a gradient.
+      unit_elements: see `ZeroConfig`.
+      gradient_of: the outputs that are differentiated.
+    """
+    fetched = layout.indices(fetched=True)
+    return make_plan(
+        program,
+        [program.inputs[i] for i in fetched],
+        active,
+        unit_elements=unit_elements,
+        split_dims={program.inputs[i]: layout.leaves[i].placement.dim for i in fetched},
+        gradient_of=gradient_of,
+    )
+
+
+def trained_inputs(program: Program, layout: Layout) -> list[Value]:
+    """Return the inputs of a program that are leaves of the layout and not frozen."""
+    return [v for v, leaf in zip(program.inputs, layout, strict=False) if not leaf.frozen]
+
+
+def make_runner(
+    plan: FetchPlan, layout: Layout, wiring: Wiring, limits: FetchLimits
+) -> FetchRunner:
+    """Make the runner of a plan from `plan_gathers`."""
+    fetched = [layout.leaves[i] for i in layout.indices(fetched=True)]
+    routes = {v: wiring.route(leaf) for v, leaf in zip(plan.leaves, fetched, strict=True)}
+    return FetchRunner(plan, wiring.collectives, routes, limits)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class TracedLoss:
+    """A loss as a plan, for one batch shape and one value of `train`.
+
+    Attributes:
+      runner: runs the plan. The plan's leaves are the layout's fetched leaves, in order.
+      result: the tree structure of (loss, metrics, model_state).
+    """
+
+    runner: FetchRunner
+    result: Any
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class LossPlanner:
+    """Traces a model's loss on one device's micro-batch, and plans its gathers.
+
+    Call its methods inside `shard_map`, as a loss may name mesh axes. Of `model_state`, `batch` and
+    `key` they read the shapes and dtypes alone.
+
+    Attributes:
+      losses: the functions to trace.
+      layout: the model's leaves.
+      wiring: how the leaves travel.
+      unit_elements: see `ZeroConfig`.
+      limits: how far gathers run ahead, and how many gathered leaves are kept.
+    """
+
+    losses: Losses
+    layout: Layout
+    wiring: Wiring
+    unit_elements: int | None
+    limits: FetchLimits
+
+    def trace(self, model_state: Any, batch: Any, key: jax.Array, *, train: bool) -> TracedLoss:
+        """Trace the loss and make the runner of its fetch plan."""
+        plan, result = self.plan(model_state, batch, key, train=train)
+        runner = make_runner(plan, self.layout, self.wiring, self.limits)
+        return TracedLoss(runner=runner, result=result)
+
+    def plan(
+        self, model_state: Any, batch: Any, key: jax.Array, *, train: bool
+    ) -> tuple[FetchPlan, Any]:
+        """Return the fetch plan of the loss, and the tree structure of the loss's result.
+
+        Raises:
+          ValueError: the loss gives its metrics names that the step uses.
+        """
+        program, result = self._program(model_state, batch, key, train=train)
+        plan = plan_gathers(
+            program,
+            self.layout,
+            trained_inputs(program, self.layout),
+            unit_elements=self.unit_elements,
+            gradient_of=program.outputs[:1],
+        )
+        check_metrics(result)
+        return plan, result
+
+    def layer_dims(self, model_state: Any, batch: Any, key: jax.Array) -> list[tuple[int, ...]]:
+        """Return the dims along which the model's loops slice each leaf."""
+        program, _ = self._program(model_state, batch, key, train=True)
+        leaves = program.inputs[: len(self.layout.leaves)]
+        plan = make_plan(program, leaves, (), unit_elements=None, split_dims=dict.fromkeys(leaves))
+        dims = layer_dims(plan)
+        return [tuple(sorted(dims.get(v, ()))) for v in leaves]
+
+    def _program(
+        self, model_state: Any, batch: Any, key: jax.Array, *, train: bool
+    ) -> tuple[Program, Any]:
+        dtype = self.wiring.collectives.compute_dtype
+        shapes = [
+            jax.ShapeDtypeStruct(leaf.placement.shape, jnp.uint8 if leaf.is_wire else dtype)
+            for leaf in self.layout
+        ]
+        params = self.layout.tree.unflatten(shapes)
+        return trace(self.losses[train], params, model_state, batch, key)
