@@ -1,11 +1,12 @@
-# The commands of this repository. `make train` and `make test` need only a Python (3.11 to 3.13)
-# and a package index: each makes .venv first, and again when pyproject.toml changes.
+# The commands of this repository. They need a Python (3.11 to 3.13) and a package index, nothing
+# else: each makes .venv first, and again when pyproject.toml has changed.
 #
 #   make train [ARGS="--steps 100"]     train a byte-level GPT on real text, ZeRO-3, 2 x 4 devices
 #   make test [ARGS="-k placement"]     the test suite (not the slow, nightly and full parts)
 #   make test PYTHON=3.12               with another Python: a version, or a path
 #   make train EXTRAS=cuda12            with the wheels for NVIDIA GPUs (cuda12 or cuda13)
 #   make test-slow | test-full | test-nightly   the rest of the tests: 40 minutes, hours, hours
+#   make check                          ruff, pyright and the smoke tests, in under two minutes
 #   make lint                           ruff and pyright
 #   make bench-memory | bench-NAME      run benchmarks/NAME.py
 #   make peers                          zeroxla beside PyTorch and DeepSpeed over a slow network
@@ -22,8 +23,8 @@ empty  :=
 space  := $(empty) $(empty)
 VENV   := .venv
 PY     := $(VENV)/bin/python
-# What the environment was made for: its extras, then the PYTHON= asked for, if any. Empty where
-# there is none, or where its Python no longer runs.
+# What the environment was made for: its extras, then PYTHON= if it was given. Empty if there is no
+# environment, or if its Python does not run any more.
 HAVE   := $(shell $(PY) -c 'import pip' 2>/dev/null && cat $(VENV)/.made-for 2>/dev/null)
 EXTRA_LIST := $(sort dev $(EXTRAS) $(subst $(comma),$(space),$(word 1,$(HAVE))))
 MISSING := $(filter-out $(subst $(comma),$(space),$(word 1,$(HAVE))),$(EXTRA_LIST))
@@ -32,15 +33,15 @@ STAMP  := $(VENV)/.installed
 PEERS  := .venv-peers
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-slow test-full test-nightly lint docs notebook peers clean force
+.PHONY: help setup train test test-slow test-full test-nightly check lint docs notebook peers clean force
 
 help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
 
 setup: $(STAMP)
 
-# Stale besides: an environment that lacks an extra, or was made for another PYTHON than the one
-# now asked for. Without PYTHON= any Python will do.
+# The environment is also made again if it lacks an extra, or was made for another Python than
+# PYTHON= asks for. Without PYTHON= any Python will do.
 ifneq ($(MISSING)$(OTHER),)
 $(STAMP): force
 endif
@@ -72,6 +73,14 @@ test-full: $(STAMP)
 test-nightly: $(STAMP)
 	$(PY) -m pytest -n 2 -m "nightly" $(ARGS)
 
+# Types are checked while the tests run: one process of the tests ends before the other.
+check: $(STAMP)
+	$(PY) -m ruff check .
+	@$(PY) -m pyright > $(VENV)/types.txt & types=$$!; \
+	$(PY) -m pytest -n 2 -m smoke $(ARGS); tests=$$?; \
+	wait $$types; types=$$?; cat $(VENV)/types.txt; \
+	[ $$tests = 0 ] && [ $$types = 0 ]
+
 lint: $(STAMP)
 	$(PY) -m ruff check .
 	$(PY) -m pyright
@@ -79,7 +88,7 @@ lint: $(STAMP)
 bench-%: $(STAMP)
 	$(PY) benchmarks/$(subst -,_,$*).py $(ARGS)
 
-# In an environment of their own; as root. A CPU build of torch will do, where pip finds one.
+# Runs in an environment of its own, as root. A CPU build of torch will do, if pip finds one.
 peers: $(STAMP) $(PEERS)/.installed
 	$(PY) benchmarks/peers/parity.py export $(PEERS)/weights.npz
 	$(PEERS)/bin/python benchmarks/peers/parity.py compare $(PEERS)/weights.npz
@@ -107,5 +116,5 @@ notebook:
 	$(VENV)/bin/jupyter lab notebooks
 
 clean:
-	rm -rf .venv .venv-oldest .venv-peers .cache .pytest_cache .ruff_cache .hypothesis build dist *.egg-info
+	rm -rf .venv .venv-oldest .venv-peers .cache .pytest_cache .ruff_cache .hypothesis build dist site *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,12 +1,12 @@
-"""Models in plain Flax: nothing here knows of zeroxla. They are imported as `zeroxla.models`.
+"""Four models in plain Flax. Nothing here knows of zeroxla; import them as `zeroxla.models`.
 
-Each has presets (`GPT.tiny()`, `Llama.small()`, ...), documented shapes, and its own method
-`loss(batch, *, train) -> (scalar, metrics)`. Dtype policy of all four: matrix products run in the
-dtype of the parameters (bfloat16 parameters give bfloat16 activations); statistics of norms,
+Each model has presets (`GPT.tiny()`, `Llama.small()`, ...), documented shapes, and its own method
+`loss(batch, *, train) -> (scalar, metrics)`. All four have one dtype policy. Matrix products run in
+the dtype of the parameters, so bfloat16 parameters give bfloat16 activations. Statistics of norms,
 softmax, logits and losses are float32.
 """
 
-if __name__ != "zeroxla.models":  # a second copy of each class would be no instance of the first
+if __name__ != "zeroxla.models":  # otherwise each class would exist twice
     raise ImportError(f"{__name__!r} is a part of zeroxla; import it as zeroxla.models")
 
 from .alexnet import AlexNet

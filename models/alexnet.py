@@ -1,4 +1,4 @@
-"""AlexNet (flax.linen): the 22 layers of torchvision's list, in NHWC.
+"""AlexNet (flax.linen): the 22 layers that torchvision lists, in NHWC.
 
 Shape letters: B batch, H height, W width, C channels.
 Source: torchvision.models.alexnet (Krizhevsky, "One weird trick", arXiv 1404.5997).
@@ -25,15 +25,15 @@ class AlexNet(nn.Module):
     """Five convolutions and three dense layers, as the list `layers` of 22 modules or functions.
 
     Parameters: `layers_I` for I in 0, 3, 6, 8, 10 (convolutions, kernel [h, w, in, out]) and
-    16, 19, 21 (dense, kernel [in, out]), each {"kernel", "bias"}. With 10 classes their counts are
-    23296, 307392, 663936, 884992, 590080, 37752832, 16781312, 40970.
+    16, 19, 21 (dense, kernel [in, out]), each {"kernel", "bias"}. With 10 classes they have 23296,
+    307392, 663936, 884992, 590080, 37752832, 16781312 and 40970 parameters.
     """
 
     classes: int = 10
     width: float = 1.0
-    """Multiplies every channel and hidden count; the result is rounded, at least 1."""
+    """Factor on all numbers of channels and hidden units. The product is rounded, at least 1."""
     dropout: float = 0.5
-    """Dropout rate before the first two dense layers, in train only (rng stream "dropout")."""
+    """Dropout rate before the first two dense layers, in training only (rng stream "dropout")."""
 
     @classmethod
     def tiny(cls, **overrides: Any) -> "AlexNet":
@@ -54,7 +54,10 @@ class AlexNet(nn.Module):
         self.layers = alexnet_layers(self.classes, width=self.width, dropout=self.dropout)
 
     def __call__(self, image: jax.Array, *, train: bool = False) -> jax.Array:
-        """Return float logits [B, classes] of images [B, H, W, C]; dims below 63 are enlarged."""
+        """Return float logits [B, classes] for images [B, H, W, C].
+
+        A height or width below 63 is enlarged to it.
+        """
         x = at_least(image, MIN_SIZE)
         for layer in self.layers:
             x = layer(x, deterministic=not train) if isinstance(layer, nn.Dropout) else layer(x)
@@ -63,7 +66,7 @@ class AlexNet(nn.Module):
     def loss(
         self, batch: dict[str, jax.Array], *, train: bool
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """Return (mean cross-entropy, {"accuracy"}) of {"image": [B, H, W, C], "label": int[B]}."""
+        """Return (mean cross-entropy, {"accuracy"}) for "image" [B, H, W, C] and "label" int[B]."""
         return classification_loss(self(batch["image"], train=train), batch["label"])
 
 
@@ -101,7 +104,7 @@ def alexnet_layers(
 
 
 def at_least(image_BHWC: jax.Array, size: int) -> jax.Array:
-    """Enlarge (bilinear) the height and the width that are below `size`; leave others alone."""
+    """Enlarge a height or width that is below `size` to it (bilinear)."""
     batch, height, width, channels = image_BHWC.shape
     if min(height, width) >= size:
         return image_BHWC
@@ -112,8 +115,9 @@ def at_least(image_BHWC: jax.Array, size: int) -> jax.Array:
 def adaptive_average_pool(x_BHWC: jax.Array, *, size: int) -> jax.Array:
     """Average into size x size cells; cell i spans floor(i H / size) to ceil((i + 1) H / size).
 
-    The cells of PyTorch's AdaptiveAvgPool2d: they overlap where size does not divide H, and repeat
-    pixels where H < size. As two products with constant [size, H] and [size, W] matrices.
+    These are the cells of PyTorch's AdaptiveAvgPool2d. They overlap if size does not divide H, and
+    repeat pixels if H < size. They are computed as two products with constant matrices, [size, H]
+    and [size, W].
     """
     if x_BHWC.shape[1:3] == (size, size):
         return x_BHWC

@@ -1,8 +1,7 @@
-"""Causal attention with grouped key-value heads, softmax in float32; keys and values kept in a
-cache.
+"""Causal attention with grouped key-value heads and a float32 softmax; a cache of keys and values.
 
-Shape letters: B batch, L query positions, M key positions (= L, or those of a cache), K key-value
-heads, G query heads for each of them, H head width.
+Shape letters: B batch, L query positions, M key positions (L, or the places of a cache), K
+key-value heads, G query heads for each of them, H head width.
 """
 
 from collections.abc import Callable
@@ -22,14 +21,14 @@ def causal_attention(
 ) -> jax.Array:
     """Mix values by softmax(q k / sqrt(H)) over the positions up to each query's own.
 
-    Scores and softmax are float32 whatever the inputs; probabilities are cast to the values'
+    Scores and softmax are float32 for inputs of any dtype. Probabilities are cast to the values'
     dtype before the second product.
 
     Args:
-      q_BLKGH: queries; query head k * G + g reads key-value head k. G = 1 is ordinary attention.
+      q_BLKGH: queries. Query head k * G + g reads key-value head k; G = 1 is ordinary attention.
       k_BMKH, v_BMKH: keys and values.
-      mask_BM: nonzero at real tokens, 0 at padding; None when there is none. A row that may see
-        nothing gets uniform weights, not NaN; its result means nothing.
+      mask_BM: nonzero at real tokens, 0 at padding. None means that all tokens are real. A row that
+        sees no token gets uniform weights, not NaN; its result means nothing.
       start: int32 scalar, the first query's place among the keys.
       drop: dropout on the probabilities.
 
@@ -52,7 +51,7 @@ def causal_attention(
 def cached(cache_BMKH: jax.Array, new_BLKH: jax.Array, start: jax.Array | int) -> jax.Array:
     """Return the cache with `new_BLKH` at the places from `start` on, cast to the cache's dtype.
 
-    Where L places do not fit after `start`, the last L are written (`dynamic_update_slice`).
+    If L places do not fit after `start`, the last L are written (`dynamic_update_slice`).
     """
     new_BLKH = new_BLKH.astype(cache_BMKH.dtype)
     return jax.lax.dynamic_update_slice_in_dim(cache_BMKH, new_BLKH, start, axis=1)

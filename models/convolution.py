@@ -1,12 +1,12 @@
-"""A convolution whose gradients are fast inside control flow on CPUs, too.
+"""A convolution whose gradients are also fast on CPUs inside control flow.
 
 XLA's CPU backend has fast code for convolutions of [B, H, W, C] with [h, w, in, out]. It brings
-others into that order, but only outside of loops and branches: a gradient inside one, as in a
-pipeline or with micro-batches, takes some 20 times as long. Here gradients are written in that
-order. On other backends the transposes become part of the convolutions.
+other convolutions into that order, but only outside of loops and branches. A gradient inside one,
+as in a pipeline or with micro-batches, takes some 20 times as long. Here the gradients are written
+in that order. On other backends the transposes become part of the convolutions.
 
-Shape letters: B batch, H height, W width, I in, O out; h and w are of the kernel, y and x of the
-result.
+Shape letters: B batch, I input features, O output features; H and W height and width of the image,
+h and w of the kernel, y and x of the result.
 """
 
 from __future__ import annotations
@@ -35,12 +35,13 @@ def convolution(
     padding: str | Sequence[tuple[int, int]],
     **others: Any,
 ) -> jax.Array:
-    """Return [B, y, x, O]; for `conv_general_dilated` of `flax.linen.Conv`.
+    """Return the convolution [B, y, x, O]; pass it as `conv_general_dilated` to `flax.linen.Conv`.
 
     Args:
-      image_BHWI, kernel_hwIO: as Flax has them, in one dtype.
-      strides, padding: of the two spatial dims; padding may be "SAME" or "VALID".
-      others: what else `jax.lax.conv_general_dilated` takes, none of it but its default.
+      image_BHWI, kernel_hwIO: image and kernel as Flax stores them, in one dtype.
+      strides, padding: strides and padding of the two spatial dims. Padding may be "SAME" or
+        "VALID".
+      others: further arguments of `jax.lax.conv_general_dilated`; only their defaults are allowed.
 
     Raises:
       NotImplementedError: dilation, groups or another precision.
@@ -70,7 +71,7 @@ def _backward(
 ) -> tuple[jax.Array, jax.Array]:
     image_BHWI, kernel_hwIO = kept
     sizes, kernel = image_BHWI.shape[1:3], kernel_hwIO.shape[:2]
-    # From the first to the last pixel that the result's first and last windows begin at.
+    # The number of pixels from the begin of the first window to the begin of the last one.
     spans = [stride * (n - 1) + 1 for stride, n in zip(strides, grad_ByxO.shape[1:3])]
     before = [k - 1 - pad for k, (pad, _) in zip(kernel, pads)]
     to_image = lax.conv_general_dilated(

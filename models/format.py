@@ -1,7 +1,7 @@
-"""A model's Hugging Face format as data: the names of its tensors and the keys of its config.
+"""Describes a model's Hugging Face format as data: names of tensors and keys of the config.
 
-The data itself is beside each model, in `gpt_format.py` and `llama_format.py`; a model class has it
-as its attribute `hugging_face`.
+The data itself lies beside each model, in `gpt_format.py` and `llama_format.py`. A model class has
+it as its attribute `hugging_face`.
 """
 
 import dataclasses
@@ -13,14 +13,15 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Key:
-    """The key of a config that says one field of a model.
+    """The key of a config that gives one field of a model.
 
     Attributes:
-      name: in config.json.
-      default: what Transformers takes where the key is absent.
-      null: of the fields before this one, what null stands for; None if null is an error.
-      is_argument: whether the model is built with it; otherwise it follows from others.
-      is_computed: whether what the model computes depends on it; otherwise it may differ.
+      name: the key in config.json.
+      default: the value that Transformers takes if the key is absent.
+      null: returns the value that null stands for, from the fields before this one. None means that
+        null is an error.
+      is_argument: whether the model is built with the field. If not, it follows from others.
+      is_computed: whether the model's results depend on the field. If not, a config may differ.
     """
 
     name: str
@@ -32,12 +33,12 @@ class Key:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Extra:
-    """Fields that are not one key each, such as those of rotary positions.
+    """Fields that do not have one key each, such as the fields of rotary positions.
 
     Attributes:
-      names: of the fields.
-      read: their values, of a config.
-      write: keys and values of a config, of the fields.
+      names: the names of the fields.
+      read: returns their values from a config.
+      write: returns keys and values of a config from the fields.
     """
 
     names: tuple[str, ...] = ()
@@ -47,25 +48,25 @@ class Extra:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Format:
-    """How Hugging Face stores a model. Compared and hashed by identity.
+    """How Hugging Face stores a model. Formats are compared and hashed by identity.
 
     Attributes:
-      architecture: the class in Transformers.
-      model_type: what config.json calls it.
-      layer, stack: where a block's leaves are, unrolled (with "{layer}") and in a scan (the leaves
-        have a leading layer dim).
-      tensors: the name of the tensor of each leaf's path, "{layer}" in both being the block.
+      architecture: the name of the class in Transformers.
+      model_type: the name of the model in config.json.
+      layer, stack: the path of a block's leaves: unrolled, with "{layer}" for the block's number;
+        and in a scan, whose leaves have a leading layer dim.
+      tensors: the name of the tensor for each leaf's path. "{layer}" in both is the block's number.
       transposed: the leaves whose tensor is [out, in].
-      prefix: that files of the model without its head leave out of all names.
-      ignored: regular expressions of tensors that hold nothing learned, without the prefix.
-      embedding, head: paths of the leaves that a tied model has as one, the embedding.
-      fields: of the model, and the key of each; an attribute of the model has the same name, or
-        that in `attributes`.
-      attributes: the attribute that holds a field, where it has another name.
+      prefix: the beginning of names that files of the model without its head leave out.
+      ignored: regular expressions, without the prefix, of tensors that hold nothing learned.
+      embedding, head: the paths of two leaves. A tied model has only the embedding, for both.
+      fields: the key of each of the model's fields. The model's attribute has the same name as the
+        field, unless `attributes` gives another.
+      attributes: the attribute of each field that has another name.
       extra: further fields.
-      choices: values that the model computes, of keys of which it has no field. The first is what
-        an absent key stands for, and what is written.
-      written: further keys, as functions of the model.
+      choices: for each key that no field stands for, the values that the model computes. The first
+        is the meaning of an absent key, and the one that is written.
+      written: returns further keys from the model.
     """
 
     architecture: str
@@ -85,14 +86,15 @@ class Format:
     written: Callable[[Any], dict[str, Any]] = lambda model: {}
 
     def read_config(self, folder: str | Path) -> dict[str, Any]:
-        """Return what is in a folder's config.json; see the function of this name."""
+        """Return the contents of a folder's config.json; see the function of this name."""
         return read_config(folder)
 
     def arguments(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what a config says to build the model with.
+        """Return the arguments with which a config says to build the model.
 
         Raises:
-          ValueError: it is of another kind of model, or says what the model does not compute.
+          ValueError: the config describes another kind of model, or something that the model does
+            not compute.
         """
         if problems := self._unknown(config):
             raise ValueError(f"the config cannot be followed: {'; '.join(problems)}")
@@ -100,10 +102,10 @@ class Format:
         return self._resolve(keys, config) | self.extra.read(config)
 
     def differences(self, config: Mapping[str, Any], model: Any) -> list[str]:
-        """Return what a config says otherwise than a model, each in words with both values.
+        """Return the differences between a config and a model, in words with both values.
 
         Raises:
-          ValueError: it says what no model of this kind computes.
+          ValueError: a key is null that must have a value, or the extra fields cannot be read.
         """
         problems = self._unknown(config)
         there = self._resolve(self.fields, config) | self.extra.read(config)
@@ -116,9 +118,9 @@ class Format:
         return problems
 
     def config(self, model: Any, *, dtype: str) -> dict[str, Any]:
-        """Return the config of a model, for tensors of a dtype.
+        """Return the config of a model whose tensors have a dtype.
 
-        Special tokens are a tokenizer's, so there are none.
+        Special tokens belong to a tokenizer, so they are null.
         """
         fields = self._of_model(model)
         choices = {name: values[0] for name, values in self.choices.items()}
@@ -131,13 +133,13 @@ class Format:
             **self.written(model),
             "bos_token_id": None,
             "eos_token_id": None,
-            # The first for Transformers 5, the second for those before.
+            # Transformers 5 reads the first, earlier versions the second.
             "dtype": dtype,
             "torch_dtype": dtype,
         }
 
     def _unknown(self, config: Mapping[str, Any]) -> list[str]:
-        """Return what in a config the model cannot be."""
+        """Return, in words, the settings of a config that the model does not compute."""
         kind = config.get("model_type")
         if kind != self.model_type:
             return [f"model_type is {kind!r}, and the model is of the type {self.model_type!r}"]
@@ -167,10 +169,13 @@ class Format:
 
 
 def read_config(source: str | Path) -> dict[str, Any]:
-    """Return what is in a config.json, given with or without its name.
+    """Return the contents of a config.json.
+
+    Args:
+      source: the file, or its folder.
 
     Raises:
-      ValueError: it is missing or damaged.
+      ValueError: the file is missing or damaged.
     """
     path = Path(source)
     path = path if path.is_file() else path / "config.json"

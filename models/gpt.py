@@ -1,7 +1,7 @@
 """GPT-2 (flax.linen): learned positions, pre-LayerNorm blocks, tanh-GELU, tied head.
 
 Shape letters: B batch, L positions, D width, V vocabulary, N heads, H head width (D / N), F hidden.
-The parameter names are those of Hugging Face's GPT2LMHeadModel, and so is the mathematics; its
+The parameter names and the mathematics are the same as in Hugging Face's GPT2LMHeadModel. Its
 Conv1D weights are [in, out], like the kernels here.
 Source: Radford et al., "Language Models are Unsupervised Multitask Learners".
 """
@@ -20,43 +20,44 @@ from .losses import next_token_loss
 class GPT(nn.Module):
     """A GPT-2 language model.
 
-    Parameters: `wte/embedding` [V, D], `wpe/embedding` [length, D], blocks, `ln_f`, and, untied,
-    `lm_head` [V, D]. A block is `ln_1`, `attn/c_attn` (kernel [D, 3 D]: queries, keys,
-    values), `attn/c_proj`, `ln_2`, `mlp/c_fc`, `mlp/c_proj`. Blocks are `h_0`, `h_1`, ..., or, with
-    scan, one `h` whose leaves have a leading layer dim.
+    Parameters: `wte/embedding` [V, D], `wpe/embedding` [length, D], blocks, `ln_f`, and, if untied,
+    `lm_head` [V, D]. A block has `ln_1`, `attn/c_attn` (kernel [D, 3 D]: queries, keys, values),
+    `attn/c_proj`, `ln_2`, `mlp/c_fc` and `mlp/c_proj`. The blocks are `h_0`, `h_1`, ...; with scan
+    there is one `h` whose leaves have a leading layer dim.
     """
 
     hugging_face = FORMAT
 
     vocab: int = 50257
     length: int = 1024
-    """Longest sequence: the number of learned positions."""
+    """The longest sequence: the number of learned positions."""
     layers: int = 12
     width: int = 768
     heads: int = 12
     hidden: int | None = None
-    """Hidden width of a block's perceptron; None is 4 x width."""
+    """The hidden width of a block's perceptron. None means 4 x width."""
     dropout: float = 0.0
-    """Rate on embeddings, attention and residual branches, in train only (rng "dropout")."""
+    """Dropout rate on embeddings, attention and residual branches, in training only (rng stream
+    "dropout")."""
     tie: bool = True
-    """Use the token embedding as the head too."""
+    """Use the token embedding also as the head."""
     scan: bool = True
     """Run the blocks in one `nn.scan` over stacked leaves; otherwise unroll them."""
     remat: bool = False
     """Recompute each block's activations in backward (`nn.remat`)."""
     decode: bool = False
-    """Keep keys and values in the collection "cache", as `flax.linen`'s own attention does: made by
-    `init` on tokens of the cache's full shape, advanced by `apply(..., mutable="cache")`."""
+    """Keep keys and values in the collection "cache", as `flax.linen`'s own attention does. `init`
+    on tokens of the cache's full shape makes it; `apply(..., mutable="cache")` advances it."""
 
     @classmethod
     def tiny(cls, **overrides: Any) -> "GPT":
-        """For tests: 28,544 parameters."""
+        """A model for tests: 28,544 parameters."""
         shape = {"vocab": 64, "length": 32, "layers": 2, "width": 32, "heads": 4}
         return cls(**{**shape, **overrides})
 
     @classmethod
     def bytes(cls, **overrides: Any) -> "GPT":
-        """Over bytes, for a machine without an accelerator: 4,870,144 parameters."""
+        """A model of bytes, for a machine without an accelerator: 4,870,144 parameters."""
         shape = {"vocab": 256, "length": 256, "layers": 6, "width": 256, "heads": 8}
         return cls(**{**shape, **overrides})
 
@@ -82,17 +83,17 @@ class GPT(nn.Module):
         """Return the logits of each position's next token.
 
         Args:
-          tokens_BL: int[B, L], L at most `length`.
-          positions_BL: int[B, L] or [1, L]; 0, 1, ... when None, with a cache from the number of
-            tokens that it holds. For left-padded rows.
-          mask_BL: nonzero at real tokens, 0 at padding. With a cache: for each of its places.
+          tokens_BL: int[B, L], with L at most `length`.
+          positions_BL: int[B, L] or [1, L]; give them for left-padded rows. None means 0, 1, ...,
+            or, with a cache, counting from the number of tokens that it holds.
+          mask_BL: nonzero at real tokens, 0 at padding. With a cache, one for each of its places.
           train: whether dropout acts.
 
         Returns:
           float32[B, L, V].
 
         Raises:
-          ValueError: L above `length`, or width not a multiple of heads.
+          ValueError: L is above `length`, or `width` is not a multiple of `heads`.
         """
         length = tokens_BL.shape[1]
         if length > self.length:
@@ -130,7 +131,7 @@ class GPT(nn.Module):
     def _blocks(
         self, x_BLD: jax.Array, mask_BL: jax.Array | None, start: jax.Array | int, train: bool
     ) -> jax.Array:
-        # In a scan the loop itself keeps forward and recomputation apart: no barrier needed.
+        # In a scan the loop itself keeps forward and recomputation apart, so no barrier is needed.
         block = nn.remat(Block, prevent_cse=not self.scan) if self.remat else Block
         shape = {
             "heads": self.heads,
@@ -156,9 +157,10 @@ class GPT(nn.Module):
     def loss(
         self, batch: dict[str, jax.Array], *, train: bool
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """Return (mean cross-entropy in nats, metrics) of {"tokens": int32[B, length + 1]}.
+        """Return (mean cross-entropy in nats, metrics) for {"tokens": int32[B, length + 1]}.
 
-        The batch may hold "mask" [B, length] for the targets that count; see `next_token_loss`.
+        The batch may hold "mask" [B, length], nonzero at the targets that count; see
+        `next_token_loss`.
         """
         return next_token_loss(self(batch["tokens"][:, :-1], train=train), batch)
 
@@ -169,7 +171,7 @@ class Block(nn.Module):
     heads: int
     hidden: int
     layers: int
-    """How many blocks the model has: the residual projections start 1/sqrt(2 layers) smaller."""
+    """The model's number of blocks. Residual projections start smaller by 1/sqrt(2 layers)."""
     dropout: float
     train: bool
     decode: bool = False
@@ -248,6 +250,6 @@ def dense(features: int, std: float, name: str) -> nn.Dense:
 def layer_norm(name: str) -> nn.LayerNorm:
     """Return GPT-2's LayerNorm: eps 1e-5, statistics in float32.
 
-    The variance is mean((x - mean)^2): E[x^2] - E[x]^2 cancels where the mean is large.
+    The variance is mean((x - mean)^2), because E[x^2] - E[x]^2 cancels if the mean is large.
     """
     return nn.LayerNorm(epsilon=1e-5, use_fast_variance=False, name=name)

@@ -27,7 +27,7 @@ FORMAT = Format(
         "lm_head": "lm_head.weight",
     },
     prefix="transformer.",
-    # The causal mask, which older Transformers saved with the weights.
+    # Older versions of Transformers saved the causal mask with the weights.
     ignored=(r"h\.\d+\.attn\.(masked_)?bias",),
     embedding="wte/embedding",
     head="lm_head",
@@ -48,6 +48,6 @@ FORMAT = Format(
         "add_cross_attention": (False,),
         "quantization_config": (None,),
     },
-    # What dropout the training used is no part of what weights compute: not read.
+    # Dropout rates are written but not read: they are no part of what the weights compute.
     written=lambda model: dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), model.dropout),
 )

@@ -19,16 +19,16 @@ def from_hugging_face(
     """Build the model that a config describes.
 
     Args:
-      source: a folder with a `config.json`, the file itself, or what is in it.
-      **overrides: what configs do not say: `scan`, `remat`, and `dropout` of GPT (0 if not given,
-        whatever the config says: it acts in training only).
+      source: a folder with a `config.json`, the file itself, or its contents as a mapping.
+      **overrides: fields that configs do not decide: `scan`, `remat`, and GPT's `dropout`. Dropout
+        acts in training only; it is 0 if not given, whatever the config says.
 
     Returns:
       `GPT(...)`, or `lambda rngs: Llama(...)`, which allocates nothing.
 
     Raises:
-      ValueError: there is no config, it is damaged, of another kind of model, or says what the
-        model does not compute; or an override is another value of what it says.
+      ValueError: there is no config, it is damaged, it describes another kind of model or
+        something that the model does not compute, or an override contradicts it.
 
     >>> from_hugging_face({"model_type": "gpt2", "n_layer": 2}, remat=True).layers
     2
@@ -55,7 +55,7 @@ def from_hugging_face(
     def build(rngs: nnx.Rngs) -> Llama:
         return Llama(**{**arguments, **overrides}, rngs=rngs)
 
-    # Fails here rather than later, and finds what follows from other fields, such as head_dim.
+    # Fail here rather than later. It also checks fields that follow from others, as head_dim does.
     differences = Llama.hugging_face.differences(config, nnx.eval_shape(lambda: build(nnx.Rngs(0))))
     if differences:
         raise ValueError(f"the config cannot be followed: {'; '.join(differences)}")

@@ -1,8 +1,8 @@
 """Llama (flax.nnx): RMSNorm, rotary positions, grouped-query attention, SwiGLU.
 
 Shape letters: B batch, L positions, D width, V vocabulary, N query heads, K key-value heads,
-G = N / K, H head width, F hidden. The names are those of Hugging Face's LlamaForCausalLM, and so is
-the mathematics; its weights are [out, in], the kernels here [in, out].
+G = N / K, H head width, F hidden. The parameter names and the mathematics are the same as in
+Hugging Face's LlamaForCausalLM. Its weights are [out, in]; the kernels here are [in, out].
 Source: Touvron et al., arXiv 2302.13971 and 2307.09288.
 """
 
@@ -24,10 +24,10 @@ NORMAL = nnx.initializers.normal(0.02)
 class Llama(nnx.Module):
     """A Llama language model. Presets return `lambda rngs: Llama(...)`, which allocates nothing.
 
-    Parameters: `embed_tokens/embedding` [V, D], blocks, `norm/scale` [D], and, untied, `lm_head`
-    [V, D]. A block is `input_layernorm`, `self_attn/{q,k,v,o}_proj`, `post_attention_layernorm`,
-    `mlp/{gate,up,down}_proj`. Blocks are `layers/0`, `layers/1`, ..., or, with scan, one `layers`
-    whose leaves have a leading layer dim.
+    Parameters: `embed_tokens/embedding` [V, D], blocks, `norm/scale` [D], and, if untied, `lm_head`
+    [V, D]. A block has `input_layernorm`, `self_attn/{q,k,v,o}_proj`, `post_attention_layernorm`
+    and `mlp/{gate,up,down}_proj`. The blocks are `layers/0`, `layers/1`, ...; with scan there is
+    one `layers` whose leaves have a leading layer dim.
     """
 
     hugging_face = FORMAT
@@ -54,20 +54,21 @@ class Llama(nnx.Module):
 
         Args:
           vocab, layers, width, heads, hidden: V, the number of blocks, D, N, F.
-          kv_heads: K; divides heads.
-          theta: base of the rotary wavelengths.
-          rope_scaling: how they are lengthened, as Hugging Face configs have it: {"rope_type":
-            "linear", "factor": 2.0}, or the type "llama3"; see `RopeScaling`.
-          length: the sequences that the model is meant for. Configs tell it to other programs;
-            nothing here depends on it.
-          eps: added to the mean square in every RMSNorm.
-          tie: use the token embedding as the head too.
+          kv_heads: K, a divisor of `heads`.
+          theta: the base of the rotary wavelengths.
+          rope_scaling: how the wavelengths are lengthened, as Hugging Face configs write it:
+            {"rope_type": "linear", "factor": 2.0}, or the type "llama3"; see `RopeScaling`.
+          length: the longest sequences that the model is meant for. Configs tell it to other
+            programs; nothing here depends on it.
+          eps: the number added to the mean square in every RMSNorm.
+          tie: use the token embedding also as the head.
           scan: run the blocks in one `nnx.scan` over stacked leaves; otherwise unroll them.
           remat: recompute each block's activations in backward (`nnx.remat`).
-          rngs: stream "params".
+          rngs: random numbers; the stream "params" is used.
 
         Raises:
-          ValueError: heads do not divide as the attention needs, or the scaling is not known.
+          ValueError: `heads` or `kv_heads` do not divide as attention needs, or the scaling is
+            unknown.
         """
         if heads % kv_heads or width % (2 * heads):
             raise ValueError(
@@ -96,13 +97,13 @@ class Llama(nnx.Module):
 
     @classmethod
     def tiny(cls, **overrides: Any) -> "Callable[[nnx.Rngs], Llama]":
-        """For tests, with a query group of 2: 22,688 parameters."""
+        """A model for tests, with a query group of 2: 22,688 parameters."""
         shape = {"vocab": 64, "layers": 2, "width": 32, "heads": 4, "kv_heads": 2, "hidden": 64}
         return lambda rngs: cls(**{**shape, **overrides}, rngs=rngs)
 
     @classmethod
     def small(cls, **overrides: Any) -> "Callable[[nnx.Rngs], Llama]":
-        """About the size of GPT-2 small: 124,668,672 parameters."""
+        """A model of about the size of GPT-2 small: 124,668,672 parameters."""
         shape = {"vocab": 32000, "layers": 12, "width": 768, "heads": 12, "kv_heads": 4}
         return lambda rngs: cls(**{**shape, "hidden": 2048, **overrides}, rngs=rngs)
 
@@ -114,11 +115,11 @@ class Llama(nnx.Module):
         return lambda rngs: cls(**{**shape, **overrides}, rngs=rngs)
 
     def init_cache(self, shape: tuple[int, int], dtype: Any = jnp.float32) -> None:
-        """Keep the keys and values of later calls in `nnx.Cache` variables, empty now.
+        """Make an empty cache, in `nnx.Cache` variables, for the keys and values of later calls.
 
         Args:
           shape: (B, number of places).
-          dtype: of what is kept.
+          dtype: the dtype of the cached keys and values.
         """
         self.cache_index = nnx.Cache(jnp.zeros((), jnp.int32))
         stacked = (self.num_layers,) if self.scan else ()
@@ -136,9 +137,9 @@ class Llama(nnx.Module):
 
         Args:
           tokens_BL: int[B, L].
-          positions_BL: int[B, L] or [1, L]; 0, 1, ... when None, with a cache from the number of
-            tokens that it holds. For left-padded rows.
-          mask_BL: nonzero at real tokens, 0 at padding. With a cache: for each of its places.
+          positions_BL: int[B, L] or [1, L]; give them for left-padded rows. None means 0, 1, ...,
+            or, with a cache, counting from the number of tokens that it holds.
+          mask_BL: nonzero at real tokens, 0 at padding. With a cache, one for each of its places.
 
         Returns:
           float32[B, L, V].
@@ -156,7 +157,7 @@ class Llama(nnx.Module):
 
         if self.remat:
             run = nnx.remat(run, prevent_cse=not self.scan, graph_updates=False)
-        # Not embed_tokens(...): nnx.Embed casts to the dtype that the table had when it was built.
+        # Not embed_tokens(...), because nnx.Embed casts to the dtype that its table was built with.
         x_BLD = jnp.take(self.embed_tokens.embedding[...], tokens_BL, axis=0)
         if self.scan:
             x_BLD = nnx.scan(run, in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x_BLD, self.layers)
@@ -170,10 +171,10 @@ class Llama(nnx.Module):
     def loss(
         self, batch: dict[str, jax.Array], *, train: bool
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """Return (mean cross-entropy in nats, metrics) of {"tokens": int32[B, length + 1]}.
+        """Return (mean cross-entropy in nats, metrics) for {"tokens": int32[B, length + 1]}.
 
-        The batch may hold "mask" [B, length] for the targets that count; see `next_token_loss`.
-        Nothing here depends on `train`: the architecture has no dropout.
+        The batch may hold "mask" [B, length], nonzero at the targets that count; see
+        `next_token_loss`. Nothing here depends on `train`, because the model has no dropout.
         """
         return next_token_loss(self(batch["tokens"][:, :-1]), batch)
 
@@ -214,7 +215,7 @@ class Attention(nnx.Module):
         self.cached_value: nnx.Cache | None = nnx.data(None)
 
     def init_cache(self, shape: tuple[int, ...], dtype: Any) -> None:
-        """Make an empty cache: `shape` is (layers if stacked, B, number of places)."""
+        """Make an empty cache; `shape` is (B, number of places), after the layers if stacked."""
         empty = jnp.zeros((*shape, self.kv_heads, self.head_width), dtype)
         self.cached_key, self.cached_value = nnx.Cache(empty), nnx.Cache(empty)
 

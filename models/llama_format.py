@@ -29,7 +29,7 @@ FORMAT = Format(
     },
     transposed=frozenset(_KERNELS),
     prefix="model.",
-    # Wavelengths, which older Transformers saved with the weights.
+    # Older versions of Transformers saved the wavelengths with the weights.
     ignored=(r"layers\.\d+\.self_attn\.rotary_emb\.inv_freq", r"rotary_emb\.inv_freq"),
     embedding="embed_tokens/embedding",
     head="lm_head",

@@ -1,4 +1,4 @@
-"""Losses that the models share: next-token and classification cross-entropy, in float32.
+"""The losses that the models share: cross-entropy of next tokens and of classes, in float32.
 
 Shape letters: B batch, L length, V vocabulary, C classes.
 """
@@ -11,16 +11,16 @@ import optax
 def next_token_loss(
     logits_BLV: jax.Array, batch: dict[str, jax.Array]
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Return the mean cross-entropy of each next token, in nats.
+    """Return the mean cross-entropy of the next tokens, in nats.
 
     Args:
-      logits_BLV: logits for `tokens[:, :-1]`, any floating dtype (cast to float32 here).
-      batch: "tokens" int[B, L + 1]; optionally "mask" [B, L], nonzero where the target
-        `tokens[:, 1:]` counts.
+      logits_BLV: logits for `tokens[:, :-1]`, in any floating dtype (cast to float32 here).
+      batch: "tokens" int[B, L + 1], and optionally "mask" [B, L], nonzero at the targets
+        `tokens[:, 1:]` that count.
 
     Returns:
-      (float32 scalar, metrics). Without a mask metrics is empty; with one it is
-      {"weight": number of counted targets}, so that a mean over devices can be weighted.
+      (float32 scalar, metrics). Without a mask, metrics is empty. With one it is {"weight": number
+      of counted targets}, so that a mean over devices can be weighted.
     """
     losses_BL = optax.softmax_cross_entropy_with_integer_labels(
         logits_BLV.astype(jnp.float32), batch["tokens"][:, 1:]
@@ -36,10 +36,10 @@ def next_token_loss(
 def classification_loss(
     logits_BC: jax.Array, label_B: jax.Array
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Return the mean cross-entropy in nats and {"accuracy": fraction of right argmaxes}.
+    """Return the mean cross-entropy in nats and {"accuracy": the fraction of right argmaxes}.
 
     Args:
-      logits_BC: class logits, any floating dtype (cast to float32 here).
+      logits_BC: class logits in any floating dtype (cast to float32 here).
       label_B: int[B], each in [0, C).
     """
     logits_BC = logits_BC.astype(jnp.float32)

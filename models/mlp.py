@@ -22,7 +22,7 @@ class MLP(nn.Module):
     """Width of each hidden layer."""
     classes: int = 10
     dropout: float = 0.0
-    """Dropout rate after each hidden layer, in train only (rng stream "dropout")."""
+    """Dropout rate after each hidden layer, in training only (rng stream "dropout")."""
 
     @classmethod
     def tiny(cls, **overrides: Any) -> "MLP":
@@ -36,7 +36,7 @@ class MLP(nn.Module):
 
     @nn.compact
     def __call__(self, image: jax.Array, *, train: bool = False) -> jax.Array:
-        """Return float logits [B, C] of images [B, ...]; all dims but the first are flattened."""
+        """Return float logits [B, C] for images [B, ...]. All dims but the first are flattened."""
         x_BD = image.reshape(image.shape[0], -1)
         for i, width in enumerate(self.widths):
             x_BD = nn.relu(nn.Dense(width, promote_dtype=follow_kernel, name=f"dense_{i}")(x_BD))
@@ -46,5 +46,5 @@ class MLP(nn.Module):
     def loss(
         self, batch: dict[str, jax.Array], *, train: bool
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """Return (mean cross-entropy, {"accuracy"}) of {"image": [B, ...], "label": int[B]}."""
+        """Return (mean cross-entropy, {"accuracy"}) for {"image": [B, ...], "label": int[B]}."""
         return classification_loss(self(batch["image"], train=train), batch["label"])

@@ -1,7 +1,7 @@
-"""Rotary positions, their scaling for long sequences, and how Hugging Face configs spell it.
+"""Rotary positions, their scaling for long sequences, and how Hugging Face configs write it.
 
 Shape letters: B batch, L positions, N heads, H head width, h = H / 2 frequencies.
-Source: Su et al., arXiv 2104.09864; the scaling `llama3` is that of Llama 3.1.
+Source: Su et al., arXiv 2104.09864; the scaling `llama3` is the one of Llama 3.1.
 """
 
 import dataclasses
@@ -19,19 +19,19 @@ KEYS = {
         "original_max_position_embeddings",
     ),
 }
-"""The kinds of scaling, and the numbers that each needs."""
+"""The numbers that each kind of scaling needs."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RopeScaling:
-    """How rotary frequencies are lowered; the names are Hugging Face's.
+    """How rotary frequencies are lowered. The names are Hugging Face's.
 
     Attributes:
-      rope_type: "linear" divides every frequency by `factor`. "llama3" divides those whose
-        wavelength is above original_max_position_embeddings / low_freq_factor, keeps those below
-        original_max_position_embeddings / high_freq_factor, and goes from one to the other between.
-      factor: at least 1.
-      low_freq_factor, high_freq_factor, original_max_position_embeddings: of llama3 alone.
+      rope_type: "linear" divides every frequency by `factor`. "llama3" divides frequencies whose
+        wavelength is above original_max_position_embeddings / low_freq_factor, and keeps those
+        below original_max_position_embeddings / high_freq_factor. Between them it interpolates.
+      factor: the divisor, at least 1.
+      low_freq_factor, high_freq_factor, original_max_position_embeddings: only "llama3" has them.
     """
 
     rope_type: str
@@ -42,14 +42,14 @@ class RopeScaling:
 
     @staticmethod
     def of(values: "Mapping[str, Any] | RopeScaling | None") -> "RopeScaling | None":
-        """Make it of a mapping as configs have it; None for the type "default" and of None.
+        """Read the mapping that a config holds. The type "default" gives None, and so does None.
 
         Args:
           values: "rope_type" (or, in older files, "type") and the numbers that the type needs.
 
         Raises:
-          ValueError: a type that is not computed here, or a number that is missing, unknown or
-            out of range.
+          ValueError: the type is not computed here, or a number is missing, unknown or out of
+            range.
         """
         if values is None or isinstance(values, RopeScaling):
             return values
@@ -96,7 +96,7 @@ class RopeScaling:
         assert self.low_freq_factor
         assert self.high_freq_factor
         assert self.original_max_position_embeddings
-        # How many turns a pair makes within the sequences that the model was first trained on.
+        # The number of turns that a pair makes within the sequences of the first training.
         turns_h = self.original_max_position_embeddings * frequency_h / (2 * math.pi)
         width = self.high_freq_factor - self.low_freq_factor
         kept_h = jnp.clip((turns_h - self.low_freq_factor) / width, 0, 1)
@@ -106,7 +106,7 @@ class RopeScaling:
 def rotary_tables(
     positions_BL: jax.Array, head_width: int, theta: float, scaling: RopeScaling | None = None
 ) -> tuple[jax.Array, jax.Array]:
-    """Return (cos, sin), each float32[B, L, 1, h]; angle = position / theta^(2 i / H), scaled."""
+    """Return cos and sin, float32[B, L, 1, h], of the scaled angles position / theta^(2 i / H)."""
     frequency_h = theta ** (-jnp.arange(0, head_width, 2, dtype=jnp.float32) / head_width)
     if scaling is not None:
         frequency_h = scaling.scale(frequency_h)
@@ -115,7 +115,7 @@ def rotary_tables(
 
 
 def rotate(x_BLNH: jax.Array, rotation: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """Turn each pair (x[i], x[i + H / 2]) by its angle, in float32; return x's dtype."""
+    """Rotate each pair (x[i], x[i + H / 2]) by its angle, in float32; return x's dtype."""
     cos, sin = rotation
     first, second = jnp.split(x_BLNH.astype(jnp.float32), 2, axis=-1)
     turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
@@ -125,11 +125,11 @@ def rotate(x_BLNH: jax.Array, rotation: tuple[jax.Array, jax.Array]) -> jax.Arra
 def rope_of_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the theta and rope_scaling of a config.json, in either of its spellings.
 
-    Transformers 5 writes `rope_parameters` with all; those before it `rope_theta` and
-    `rope_scaling`. Where both are, they must agree.
+    Transformers 5 writes all of it as `rope_parameters`. Earlier versions write `rope_theta` and
+    `rope_scaling`. If a config has both, they must agree.
 
     Raises:
-      ValueError: they do not, or as `RopeScaling.of`.
+      ValueError: they do not agree, or as `RopeScaling.of`.
     """
     new = config.get("rope_parameters") or {}
     old_theta = config.get("rope_theta")
@@ -138,7 +138,7 @@ def rope_of_config(config: Mapping[str, Any]) -> dict[str, Any]:
     for values in (new, config.get("rope_scaling") or {}):
         if values:
             rest = {name: value for name, value in values.items() if name != "rope_theta"}
-            if rest.get("partial_rotary_factor") == 1:  # all pairs turn, as they do here
+            if rest.get("partial_rotary_factor") == 1:  # all pairs are rotated, as they are here
                 del rest["partial_rotary_factor"]
             theta = float(values.get("rope_theta", default))
             found.append({"theta": theta, "rope_scaling": RopeScaling.of(rest)})
@@ -155,11 +155,11 @@ def rope_of_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def rope_to_config(theta: float, scaling: RopeScaling | None) -> dict[str, Any]:
-    """Return what `rope_of_config` reads, in both spellings, so that any Transformers reads it."""
+    """Return the keys that `rope_of_config` reads, in both spellings, for all Transformers."""
     values = {"rope_type": "default"} if scaling is None else scaling.to_config()
     old = None if scaling is None else dict(values)
     if scaling is not None and scaling.rope_type == "linear":
-        old = {"type": "linear", "factor": scaling.factor}  # before 4.43 these two and no others
+        old = {"type": "linear", "factor": scaling.factor}  # all that versions before 4.43 accept
     return {
         "rope_parameters": {"rope_theta": theta, **values},
         "rope_theta": theta,

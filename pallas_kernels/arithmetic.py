@@ -1,17 +1,17 @@
 """Codes and their values: the same lines run in the XLA reference and in every kernel.
 
-    T        blocks, one a row
-    C        elements of one piece of each block
-    piece    float32[T, C]; the pieces of a block together are the block
-    row      one number a block: [T]
+    T        number of blocks, one in each row
+    C        number of elements in one piece of a block
+    piece    float32[T, C]; the pieces of a block together make up the block
+    row      one number for each block: [T]
 
-`value = code x step + offset`, and a `Grid` is the step and the offset of each block. Compilers of
-different machines must give the same bits, so besides what floats.py does,
+`value = code x step + offset`, and a `Grid` holds the step and the offset of each block. Compilers
+for different machines must give the same bits. So, besides the rules of floats.py,
 
-* every sum over a block is one of integers;
-* a product feeds a sum only where the product is exact, so that a compiler which makes one
-  multiply-add of the two changes nothing;
-* no step is below 2^-98, so that hardware which flushes subnormals to zero gives the same codes.
+* every sum over a block is a sum of integers;
+* a product feeds a sum only if the product is exact. A compiler that fuses the two into one
+  multiply-add then changes nothing;
+* no step is below 2^-98. Hardware that flushes subnormals to zero then gives the same codes.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from .floats import truncated
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Rule:
-    """What decides the codes of a block.
+    """The rule by which a block gets its codes.
 
     Attributes:
-      bits: of a code, 8 or 4; codes lie in [-2^(bits-1), 2^(bits-1) - 1].
-      symmetric: there is no offset.
-      scale: how the step is chosen (scales.py).
-      stochastic: a value between two codes takes the upper one with the probability of its
+      bits: bits of a code, 8 or 4. Codes lie in [-2^(bits-1), 2^(bits-1) - 1].
+      symmetric: whether blocks have no offset.
+      scale: the rule that chooses the step; see scales.py.
+      stochastic: whether a value between two codes takes the upper one with the probability of its
         fraction, instead of the nearer one. Only with the scale "bound", which clips nothing.
-      short: steps and offsets have the 8 significant bits of a bfloat16.
+      short: whether steps and offsets have the 8 significant bits of a bfloat16.
     """
 
     bits: int
@@ -48,18 +48,19 @@ class Rule:
 
     @property
     def half(self) -> int:
-        """The number of negative codes."""
+        """Number of negative codes."""
         return 1 << (self.bits - 1)
 
 
 class Machine(NamedTuple):
-    """What each backend has its own words for.
+    """The operations that each backend writes in its own way.
 
     Attributes:
-      nearest: float32[T, C] to the nearest integers, to even on ties, as float32.
-      largest: the largest of each row of int32[T, C]: int32[T].
-      total: the sum of each row of int32[T, C]: int32[T].
-      keep: identity, which has a compiler compute a grid once instead of for every element.
+      nearest: rounds float32[T, C] to the nearest integers, to even on ties, as float32.
+      largest: returns the largest number in each row of int32[T, C], as int32[T].
+      total: returns the sum of each row of int32[T, C], as int32[T].
+      keep: returns a grid unchanged, and makes the compiler compute it once instead of once for
+        every element.
     """
 
     nearest: Callable[[jax.Array], jax.Array]
@@ -69,18 +70,18 @@ class Machine(NamedTuple):
 
 
 def round_to_even(x: jax.Array) -> jax.Array:
-    """Return x rounded to the nearest integer, to even on ties, as float32."""
+    """Round x to the nearest integer, to even on ties; return float32."""
     return lax.round(x, lax.RoundingMethod.TO_NEAREST_EVEN)
 
 
 class Grid(NamedTuple):
-    """The values that codes stand for; every field is a row.
+    """The values that the codes of each block stand for. Every field is a row.
 
     Attributes:
-      step: float32, not zero; negative where the rule "mse" says so.
+      step: float32, not zero. It may be negative with the scale "mse".
       inverse: float32, 1 / step.
-      offset: float32, or None where the rule is symmetric.
-      finite: bool, whether the block is; where not, step and offset are NaN.
+      offset: float32; None if the rule is symmetric.
+      finite: bool, whether the block is finite. If not, its step and offset are NaN.
     """
 
     step: jax.Array
@@ -90,7 +91,7 @@ class Grid(NamedTuple):
 
 
 def across(row: jax.Array, piece: jax.Array) -> jax.Array:
-    """Return each block's number along its elements: [T] -> [T, C]."""
+    """Repeat each block's number along its elements: [T] -> [T, C]."""
     return lax.broadcast_in_dim(row, piece.shape, (0,))
 
 
@@ -101,20 +102,20 @@ def encode(
     machine: Machine,
     uniform: jax.Array | None = None,
 ) -> jax.Array:
-    """Return a piece's codes, int32[T, C]; zero where the block is not finite.
+    """Return the codes of a piece, int32[T, C]. Those of a block that is not finite are zero.
 
     Args:
       piece: float32[T, C].
-      grid: of its blocks.
-      rule: that made the grid.
-      machine: where this runs.
-      uniform: float32[T, C] in (0, 1), for stochastic rounding.
+      grid: the grid of its blocks.
+      rule: the rule that made the grid.
+      machine: the backend's operations.
+      uniform: random numbers, float32[T, C] in (0, 1); None without stochastic rounding.
     """
     centred = piece if grid.offset is None else piece - across(grid.offset, piece)
     inverse = across(grid.inverse, piece)
     nearest = machine.nearest(centred * inverse)
     if rule.scale == "bound":
-        # The step has 16 bits and a code 8: their product is exact, and so is what it leaves.
+        # The step has 16 bits and a code 8. So their product is exact, and the rest too.
         step = across(grid.step, piece)
         rest = centred - nearest * step
         if rule.stochastic:
@@ -123,7 +124,7 @@ def encode(
             rest = rest + under * step
             nearest = nearest - under + jnp.where(rest * inverse > uniform, 1.0, 0.0)
         else:
-            # The product with the inverse was rounded: next to a tie it may have missed.
+            # The product with the inverse was rounded, so near a tie the code may be one off.
             most = step * 0.5
             nearest = nearest + jnp.where(rest > most, 1.0, 0.0) - jnp.where(rest < -most, 1.0, 0.0)
     code = jnp.minimum(jnp.maximum(nearest, -float(rule.half)), float(rule.half - 1))
@@ -131,16 +132,18 @@ def encode(
 
 
 def decode(code: jax.Array, step: jax.Array, offset: jax.Array | None) -> jax.Array:
-    """Return a piece's values, float32[T, C]: `code x step` rounded once, and once more where an
-    offset is added.
+    """Return the values of a piece, float32[T, C].
+
+    `code x step` is rounded once, and once more if an offset is added.
 
     Args:
       code: int32[T, C].
       step: float32[T].
-      offset: float32[T], or None.
+      offset: float32[T]; None if the rule is symmetric.
     """
     code = code.astype(jnp.float32)
-    # In two parts, each exact times a code: whoever adds to their sum can not reach a product.
+    # The step is cut into two parts whose products with a code are exact. No compiler can then fuse
+    # a product with a later addition, because only the sum of the two is added to.
     leading = truncated(step)
     value = code * across(leading, code) + code * across(step - leading, code)
     return value if offset is None else value + across(offset, code)

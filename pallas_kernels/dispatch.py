@@ -1,8 +1,8 @@
-"""Which code runs: a kernel where one fits and the program is lowered for NVIDIA, else XLA.
+"""Decides what runs: a kernel if one fits and the program is lowered for NVIDIA, otherwise XLA.
 
-Which kernel is decided while tracing, by the sizes and the GPU at hand; where there is none (a
-program compiled ahead of time) a Hopper GPU is assumed. Whether a kernel is decided by the lowering
-(`lax.platform_dependent`).
+Tracing decides which kernel fits, by the sizes and the GPU of this process. Without a GPU, as when
+a program is compiled ahead of time, it assumes a Hopper GPU. Lowering decides between the kernel
+and XLA (`lax.platform_dependent`).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def quantize(
     """Return the wires of the rows of x: [W, size] -> uint8[W, num_bytes].
 
     Raises:
-      ValueError: the backend is unknown, or does not take such blocks.
+      ValueError: the backend is unknown, or takes no such blocks.
     """
     chosen = _backend(backend, layout, **kernels.sizes_of_floats(layout, x.shape[0], 1, x.dtype))
     plain = functools.partial(reference.quantize, layout=layout, seed=seed, swizzle=swizzle)
@@ -53,11 +53,10 @@ def quantize(
 
 
 def dequant_sum(data: jax.Array, layout: Layout, *, dtype: Any, backend: str | None) -> jax.Array:
-    """Return the float32 sums of N wires each, rounded to dtype: uint8[N, W, num_bytes] ->
-    dtype[W, size].
+    """Sum N wires each in float32 and round to dtype: uint8[N, W, num_bytes] -> dtype[W, size].
 
     Raises:
-      ValueError: as `quantize`.
+      ValueError: as for `quantize`.
     """
     num_sources, num_wires, _ = data.shape
     sizes = kernels.sizes_of_floats(layout, num_wires, num_sources, dtype)
@@ -79,13 +78,13 @@ def dequant_sum(data: jax.Array, layout: Layout, *, dtype: Any, backend: str | N
 def dequant_reduce(
     data: jax.Array, layout: Layout, out: Layout, *, seed: Seed | None, backend: str | None
 ) -> jax.Array:
-    """Return the wires of the sums of N wires each: uint8[N, W, num_bytes] -> uint8[W, ...].
+    """Return the wires of sums of N wires each: uint8[N, W, num_bytes] -> uint8[W, out.num_bytes].
 
     Raises:
-      ValueError: as `quantize`.
+      ValueError: as for `quantize`.
     """
     if layout.block == out.block and layout.rotated and out.rotated:
-        # The rotation is linear: the sum of the rotated is the rotated sum.
+        # The rotation is linear, so the rotated elements are summed, and nothing is rotated back.
         layout, out = layout.as_rotated_data(), out.as_rotated_data()
     if layout.block != out.block or layout.rotated or out.rotated:
         total = dequant_sum(data, layout, dtype=jnp.float32, backend=backend)
@@ -108,7 +107,7 @@ def dequant_reduce(
 
 
 def _backend(backend: str | None, *layouts: Layout, **sizes: int) -> kernels.Backend | None:
-    """Return what runs a kernel, None for the XLA reference."""
+    """Return the backend that runs the kernel; None for the XLA reference."""
     if backend not in (None, *BACKENDS):
         raise ValueError(
             f"backend={backend!r}: take one of {', '.join(BACKENDS)}, or None to have one chosen"
@@ -124,7 +123,7 @@ def _backend(backend: str | None, *layouts: Layout, **sizes: int) -> kernels.Bac
         if fits["mosaic"] and (capability is None or capability >= _HOPPER):
             backend = "mosaic"
         elif fits["triton"] and capability is not None:
-            # Pallas asks the GPU itself for what it compiles: ahead of time there is none to ask.
+            # Pallas' Triton backend asks the GPU about itself, and ahead of time there is none.
             backend = "triton"
         else:
             return None
@@ -145,16 +144,18 @@ def _on_nvidia(
     plain: Callable[..., jax.Array],
     x: jax.Array,
 ) -> jax.Array:
-    """Run `fast` on NVIDIA and `plain` elsewhere; `fast` anyway where its backend was asked for, in
-    Pallas' interpreter if there is no GPU."""
+    """Run `fast` on NVIDIA GPUs and `plain` elsewhere.
+
+    If the caller named a backend, `fast` runs everywhere; without a GPU in Pallas' interpreter.
+    """
     if backend is not None:
         return fast(x, interpret=jax.default_backend() != "gpu")
     return lax.platform_dependent(x, cuda=fast, default=plain)
 
 
 def _compute_capability() -> int | None:
-    """Return the major compute capability of the GPU at hand, None without one; 0 if it is not
-    NVIDIA's, for which no kernel is lowered."""
+    """Return the major compute capability of this process's GPU; None without a GPU, and 0 for a
+    GPU that is not NVIDIA's, for which no kernel is lowered."""
     if jax.default_backend() != "gpu":
         return None
     major = str(getattr(jax.devices()[0], "compute_capability", "")).split(".")[0]
@@ -166,7 +167,7 @@ def _packed(seed: Seed | None) -> jax.Array | None:
 
 
 def _patched(x: jax.Array, patches: list[tuple[int, jax.Array]]) -> jax.Array:
-    """Return [W, n] with each patch, [W, m], from its column on."""
+    """Write each patch [W, m] into x [W, n], from the patch's column on; return the result."""
     for at, patch in patches:
         x = lax.dynamic_update_slice(x, patch, (0, at))
     return x

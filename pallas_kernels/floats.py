@@ -1,7 +1,7 @@
-"""Float32 numbers taken apart as integers, so that every compiler gives them the same bits.
+"""Arithmetic on the bits of float32 numbers, so that every compiler gives the same result.
 
-A maximum of integers depends on no order and hides no NaN; a division by the machine may be an
-approximation (it is, on NVIDIA's); a rounding written in bits can not be folded away.
+A maximum of integers depends on no order and hides no NaN. A rounding that is written in bits
+cannot be optimized away. Division is written out because NVIDIA GPUs only approximate it.
 """
 
 from __future__ import annotations
@@ -21,36 +21,37 @@ _ONE = 0x3F800000
 
 
 def bits_of(x: jax.Array) -> jax.Array:
-    """Return the bits of float32 numbers, as int32."""
+    """View float32 numbers as int32 bits."""
     return lax.bitcast_convert_type(x, jnp.int32)
 
 
 def float_of(bits: jax.Array) -> jax.Array:
-    """Return the float32 numbers that int32 bits are."""
+    """View int32 bits as float32 numbers."""
     return lax.bitcast_convert_type(bits, jnp.float32)
 
 
 def ordered(bits: jax.Array) -> jax.Array:
-    """Return bits changed so that integers compare as the floats do; its own inverse.
+    """Change the bits of floats so that they compare as integers as the floats do.
 
-    -0 is below +0, and NaNs lie beyond the infinities of their sign.
+    -0 is below +0, and NaNs lie beyond the infinities of their sign. The function is its own
+    inverse.
     """
     return bits ^ (lax.shift_right_arithmetic(bits, jnp.int32(31)) & MAGNITUDE)
 
 
 def above(x: float) -> np.float32:
-    """Return a float32 over x by 3 to 4 roundings: times a float32 it is never below x times it,
-    even if that float32 was rounded twice."""
+    """Return a float32 that is 3 to 4 roundings above x. Its product with a float32 y is never
+    below x times y, even if y was rounded twice."""
     return np.float32(x * (1 + 2.0**-22))
 
 
 def truncated(x: jax.Array) -> jax.Array:
-    """Return x cut off to 16 significant bits: its product with an 8-bit integer is exact."""
+    """Cut x off to 16 significant bits, so that its product with an 8-bit integer is exact."""
     return float_of(bits_of(x) & ~0xFF)
 
 
 def rounded_up(x: jax.Array, *, short: bool) -> jax.Array:
-    """Return a positive x rounded up to 16 significant bits, or to the 8 of a bfloat16."""
+    """Round a positive x up to 16 significant bits; with `short`, to the 8 bits of a bfloat16."""
     dropped = 0xFFFF if short else 0xFF
     return float_of((bits_of(x) + dropped) & ~dropped)
 
@@ -63,19 +64,19 @@ def shortened(x: jax.Array) -> jax.Array:
 
 
 def reciprocal(x: jax.Array, scale_log2: int = 0) -> jax.Array:
-    """Return 2^scale_log2 / x rounded to the nearest float32, whatever the machine's division does.
+    """Return 2^scale_log2 / x, rounded to the nearest float32 whatever the machine's division does.
 
     Args:
-      x: float32, positive and normal, as the result must be.
-      scale_log2: an exponent.
+      x: float32, positive and normal. The result must be normal too.
+      scale_log2: the exponent of the numerator.
     """
     bits = bits_of(x)
     mantissa = (bits & _MANTISSA) | _HIDDEN_BIT  # x as an integer of 24 bits
-    unit = float_of((bits & _MANTISSA) | _ONE)  # x as 1 to 2
+    unit = float_of((bits & _MANTISSA) | _ONE)  # x scaled into [1, 2)
     quotient = ((1.0 / unit) * np.float32(2.0**24)).astype(jnp.int32)  # 2^47 / mantissa, nearly
     # 2^47 is 0 modulo 2^32, and the remainder is small: 32 bits hold it exactly.
     rest = -(quotient * mantissa)
-    for _ in range(3):  # a quotient of 2 units in the last place off, cut off to an integer
+    for _ in range(3):  # the quotient is off by 2 units in the last place, and was then cut off
         more = jnp.where(2 * rest > mantissa, 1, 0) - jnp.where(2 * rest < -mantissa, 1, 0)
         quotient, rest = quotient + more, rest - more * mantissa
     exponent = (127 + scale_log2 - 24) - lax.shift_right_logical(bits, jnp.int32(23))

@@ -1,22 +1,23 @@
-"""Launch geometry, all of it: how many blocks a program takes, and which thread takes what.
+"""Launch geometry: how many blocks a program of a kernel takes, and which thread takes which part.
 
-Every kernel runs a grid of (wires, tiles): a program takes T whole blocks of one wire. The short
-last block of a wire, if there is one, is left to the XLA reference.
+Every kernel runs a grid of (wires, tiles). A program takes a tile: T whole blocks of one wire. If
+the last block of a wire is short, it is left to the XLA reference.
 
-Mosaic: a program is a warpgroup, 4 warps of 32 lanes. A lane holds V neighbours, L lanes lie side
-by side along a block and 32 / L blocks below each other, and the 4 warps below each other:
+Mosaic: a program is a warpgroup, 4 warps of 32 lanes. A lane holds V neighbouring elements. L lanes
+lie side by side along a block, and 32 / L blocks lie below each other in a warp. The 4 warps lie
+below each other.
 
     V   the largest power of two that divides a piece, up to 16 bytes of the float
     L   as many lanes as fit in a piece
-    T   4 x 32 / L, or a multiple, while a thread holds few elements of all pieces together
+    T   4 x 32 / L, doubled as long as a thread holds few elements
 
-A thread keeps its part of the tile in registers, and everything is unrolled: T x block / 128
-elements a thread. Blocks for which that passes MOST_ELEMENTS, and wires of fewer than T blocks, do
-not fit. The last tile begins early enough to be full; what it shares with the one before is
-computed twice, to the same bits.
+A thread keeps its part of the tile in registers, T x block / 128 elements, and all loops over it
+are unrolled. Blocks with more than MOST_ELEMENTS for a thread, and wires of fewer than T blocks, do
+not fit. The last tile begins early enough to be full. The blocks that it shares with the tile
+before are computed twice, with the same bits.
 
-Triton: a program is 4 warps. T x block is about TRITON_ELEMENTS, a piece is rounded up to a power
-of two, and masks keep off what is too much. Every block fits, up to TRITON_LARGEST elements.
+Triton: a program is 4 warps. T x block is about TRITON_ELEMENTS. A piece is rounded up to a power
+of two, and masks exclude the padding. Every block of up to TRITON_LARGEST elements fits.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ import dataclasses
 from .layout import Layout
 from .program import Cut, common_cut
 
-MOST_ELEMENTS = 64  # a thread; 128 spill registers
-FEW_ELEMENTS = 32
+MOST_ELEMENTS = 64  # of a thread; with 128 it spills registers
+FEW_ELEMENTS = 32  # of a thread, up to which T is doubled
 THREADS = 128
 VECTOR_BYTES = 16
 
@@ -42,10 +43,10 @@ class MosaicTile:
     """The tile of a Mosaic program.
 
     Attributes:
-      cut: of a block.
-      rows: T.
-      lanes: L.
-      vector: V.
+      cut: how a block is cut into pieces.
+      rows: T, the number of blocks.
+      lanes: L, the number of lanes side by side along a piece.
+      vector: V, the number of neighbouring elements that a lane holds.
     """
 
     cut: Cut
@@ -59,9 +60,9 @@ class TritonTile:
     """The tile of a Triton program.
 
     Attributes:
-      cut: of a block.
-      rows: T.
-      columns: the elements of a piece, rounded up to a power of two.
+      cut: how a block is cut into pieces.
+      rows: T, the number of blocks.
+      columns: number of elements of a piece, rounded up to a power of two.
     """
 
     cut: Cut
@@ -70,13 +71,13 @@ class TritonTile:
 
 
 def mosaic_tile(*layouts: Layout, items: int, item_bytes: int, num_wires: int) -> MosaicTile | None:
-    """Return the tile of a Mosaic kernel, or None where it does not fit.
+    """Return the tile of a Mosaic kernel; None if the kernel does not fit.
 
     Args:
-      layouts: of the wires on either side; of the same size.
-      items: in its largest array.
-      item_bytes: of a float that it reads or writes, 1 if there are none.
-      num_wires: W.
+      layouts: the layouts of the wires on either side, which have the same size.
+      items: number of items in the kernel's largest array.
+      item_bytes: bytes of a float that the kernel reads or writes; 1 if it only handles wires.
+      num_wires: W, the number of wires.
     """
     layout, cut = layouts[0], common_cut(*layouts)
     if cut is None or cut.interleaved or items > MOST_ITEMS:
@@ -84,7 +85,7 @@ def mosaic_tile(*layouts: Layout, items: int, item_bytes: int, num_wires: int) -
     if cut.block % cut.count or cut.columns == 1:
         return None
     vector = _power_of_two_in(cut.columns, VECTOR_BYTES // item_bytes)
-    if num_wires > 1 and item_bytes > 1:  # the floats of every wire begin at a whole vector
+    if num_wires > 1 and item_bytes > 1:  # the floats of every wire must begin at a whole vector
         vector = _power_of_two_in(layout.size, vector)
     while vector:
         lanes = _power_of_two_in(cut.columns // vector, 32)
@@ -99,12 +100,12 @@ def mosaic_tile(*layouts: Layout, items: int, item_bytes: int, num_wires: int) -
 
 
 def triton_tile(*layouts: Layout, items: int, item_bytes: int, num_wires: int) -> TritonTile | None:
-    """Return the tile of a Triton kernel, or None where it does not fit.
+    """Return the tile of a Triton kernel; None if the kernel does not fit.
 
     Args:
-      layouts: of the wires on either side; of the same size.
-      items: in its largest array.
-      item_bytes, num_wires: as for Mosaic; any will do.
+      layouts: the layouts of the wires on either side, which have the same size.
+      items: number of items in the kernel's largest array.
+      item_bytes, num_wires: as for `mosaic_tile`; they have no effect.
     """
     del item_bytes, num_wires
     cut = common_cut(*layouts)

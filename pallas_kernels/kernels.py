@@ -1,9 +1,9 @@
-"""The three kernels, for any backend: what is read, what is written, and how it is launched.
+"""The three kernels, for any backend: what each reads and writes, and how it is launched.
 
-    W   wires, one a row; each is laid out by the same Layout
-    N   sources of a reduction
+    W   number of wires, one in each row, all with the same Layout
+    N   number of sources of a reduction
 
-Each leaves out the short last block of a wire, whose place in the result is undefined.
+No kernel computes the short last block of a wire. Its place in the result is undefined.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from .swizzle import Swizzle
 
 
 class Backend(NamedTuple):
-    """A way to run kernels.
+    """The functions that run kernels on one of Pallas' backends.
 
     Attributes:
       tile: (layouts of both sides..., items=, item_bytes=, num_wires=) -> the tile of a program,
-        with the number of its blocks as `rows`, or None if it does not fit (geometry.py).
-      open: (tile, layout, interpret) -> (program.Tile, wire, first block) of the program that runs.
+        whose number of blocks is `rows`; None if the kernel does not fit (geometry.py).
+      open: (tile, layout, interpret) -> (program.Tile, wire, first block) of the running program.
       launch: (body, operands, result, grid, interpret) -> the flat result.
     """
 
@@ -43,15 +43,15 @@ def quantize(
     *,
     interpret: bool = False,
 ) -> jax.Array:
-    """Return the wires of the rows of x.
+    """Quantize each row of x into a wire.
 
     Args:
-      backend: that has a tile for it.
+      backend: a backend that has a tile for these sizes.
       x: [W, layout.size], float32, bfloat16 or float16.
-      layout: of each wire.
+      layout: the layout of each wire.
       seed: int32[2], for stochastic rounding.
-      swizzle: where each wire goes; None: it stays.
-      interpret: run on the CPU.
+      swizzle: the place of each wire in the result; None keeps their order.
+      interpret: whether to run on the CPU, in Pallas' interpreter.
 
     Returns:
       uint8[W, layout.num_bytes].
@@ -74,14 +74,14 @@ def quantize(
 def dequant_sum(
     backend: Backend, data: jax.Array, layout: Layout, dtype: Any, *, interpret: bool = False
 ) -> jax.Array:
-    """Return the sums of N wires each, in float32 and then rounded.
+    """Sum N wires each in float32, and round the sums to dtype.
 
     Args:
-      backend: that has a tile for it.
+      backend: a backend that has a tile for these sizes.
       data: uint8[N, W, layout.num_bytes].
-      layout: of each wire.
-      dtype: of the result.
-      interpret: run on the CPU.
+      layout: the layout of each wire.
+      dtype: the dtype of the result.
+      interpret: whether to run on the CPU, in Pallas' interpreter.
 
     Returns:
       dtype[W, layout.size].
@@ -107,15 +107,15 @@ def dequant_reduce(
     *,
     interpret: bool = False,
 ) -> jax.Array:
-    """Return the wires of the sums of N wires each.
+    """Sum N wires each in float32, and quantize the sums.
 
     Args:
-      backend: that has a tile for it.
+      backend: a backend that has a tile for these sizes.
       data: uint8[N, W, layout.num_bytes].
-      layout: of the sources; not rotated.
-      out: of the result, likewise; the same size and block.
+      layout: the layout of the sources, which is not rotated.
+      out: the layout of the result: not rotated, with the same size and block.
       seed: int32[2], for stochastic rounding.
-      interpret: run on the CPU.
+      interpret: whether to run on the CPU, in Pallas' interpreter.
 
     Returns:
       uint8[W, out.num_bytes].
@@ -136,7 +136,8 @@ def dequant_reduce(
 
 
 def sizes_of_floats(layout: Layout, num_wires: int, num_sources: int, dtype: Any) -> dict[str, int]:
-    """Return what geometry asks of a kernel between N sources of wires and floats."""
+    """Return the sizes that a tile depends on, for a kernel between N sources of wires and
+    floats."""
     return {
         "items": num_wires * max(layout.size, num_sources * layout.num_bytes),
         "item_bytes": jnp.dtype(dtype).itemsize,
@@ -145,12 +146,13 @@ def sizes_of_floats(layout: Layout, num_wires: int, num_sources: int, dtype: Any
 
 
 def sizes_of_wires(layout: Layout, out: Layout, num_wires: int, num_sources: int) -> dict[str, int]:
-    """Return what geometry asks of a kernel from N sources of wires to wires."""
+    """Return the sizes that a tile depends on, for a kernel from N sources of wires to wires."""
     items = num_wires * max(num_sources * layout.num_bytes, out.num_bytes)
     return {"items": items, "item_bytes": 1, "num_wires": num_wires}
 
 
 def _words(seed_ref: list[Any]) -> tuple[Any, Any] | None:
+    """Return both halves of the seed; None if there is no seed."""
     return (seed_ref[0][0], seed_ref[0][1]) if seed_ref else None
 
 
@@ -164,6 +166,7 @@ def _run(
     layout: Layout,
     interpret: bool,
 ) -> jax.Array:
+    """Launch a kernel on flat operands, with a grid of (wires, tiles)."""
     flat = [x.reshape(-1) for x in operands if x is not None]
     result = jax.ShapeDtypeStruct((shape[0] * shape[1],), dtype)
     grid = (shape[0], -(-layout.full // tile.rows))

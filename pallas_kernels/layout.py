@@ -1,17 +1,17 @@
-"""Where the bytes of a wire lie.
+"""The layout of a wire: where its bytes lie.
 
-    payload   the codes, block after block; the last block is as short as the data
+    payload   the codes, block after block; the last block ends with the data
     steps     the least significant byte of every block's step, then the next byte of every step, ..
-    offsets   likewise, if there are any
-    zeros     up to a multiple of ALIGNMENT, so that wires lie well one after the other
+    offsets   the bytes of every block's offset in the same order, if the rule has offsets
+    zeros     up to a multiple of ALIGNMENT, so that the next wire begins aligned
 
-A step takes the 4 bytes of a float32, or the upper 2 of them (a bfloat16). Bytes apart rather than
-whole numbers: a kernel writes them next to a payload of any length without an unaligned word.
+A step takes the 4 bytes of a float32, or the upper 2 of them (a bfloat16). Its bytes lie apart so
+that a kernel can write them behind a payload of any length without an unaligned word.
 
-At 4 bits the element at some place of the first half of a block shares a byte with the one at the
-same place of the second half, which has the high nibble; a kernel reads and writes such halves in
-whole runs. In DeepSpeed's order two neighbours share a byte, and the first has the high nibble.
-Rotated blocks (rotation.py) are a multiple of 32 long; a shorter tail is filled up with zeros.
+With 4 bits, an element of a block's first half shares a byte with the element at the same place of
+the second half, which takes the high nibble. A kernel reads and writes such halves in whole runs.
+In DeepSpeed's order two neighbours share a byte, and the first takes the high nibble. Rotated
+blocks (rotation.py) are a multiple of 32 long; a shorter tail is filled up with zeros.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ class Layout:
     """The layout of one wire.
 
     Attributes:
-      size: elements.
-      block: elements that share a step.
-      rule: of the codes.
-      rotated: the elements are rotated, 32 at a time.
+      size: number of elements.
+      block: number of elements that share a step.
+      rule: the rule by which blocks get their codes.
+      rotated: whether the elements are rotated, 32 at a time.
     """
 
     size: int
@@ -48,75 +48,81 @@ class Layout:
 
     @property
     def pieces(self) -> int:
-        """Elements that share a byte."""
+        """Number of elements that share a byte."""
         return 8 // self.rule.bits
 
     @property
     def interleaved(self) -> bool:
-        """Whether the two pieces are every other element (DeepSpeed's order) and not halves."""
+        """Whether each of the two pieces is every other element (DeepSpeed's order), and not a half
+        of the block."""
         return self.rule.bits == 4 and self.rule.scale == "deepspeed"
 
     @property
     def full(self) -> int:
-        """Blocks of full length."""
+        """Number of blocks of full length."""
         return self.size // self.block
 
     @property
     def tail(self) -> int:
-        """Elements of the short last block; 0 if there is none."""
+        """Number of elements in the short last block; 0 if there is none."""
         return self.size % self.block
 
     @property
     def num_blocks(self) -> int:
-        """All blocks."""
+        """Number of blocks, the short one included."""
         return self.full + (self.tail > 0)
 
     def as_rotated_data(self) -> Layout:
-        """Return the same wire, taken for one of the rotated elements."""
+        """Return the layout of the same wire, seen as a wire of the rotated elements themselves."""
         size = self.full * self.block + self.padded(self.tail)
         return dataclasses.replace(self, size=size, rotated=False)
 
     def padded(self, length: int) -> int:
-        """Return the codes of a block of `length`: more than its elements where it is rotated."""
+        """Return the number of codes in a block of `length` elements. A rotated block is padded."""
         return -(-length // SIZE) * SIZE if self.rotated else length
 
     def block_bytes(self, length: int) -> int:
-        """Return the bytes of the codes of a block of `length`."""
+        """Return the bytes that the codes of a block of `length` elements take."""
         return -(-self.padded(length) // self.pieces)
 
     @property
     def payload_bytes(self) -> int:
-        """Bytes of all codes."""
+        """Number of bytes of all codes."""
         return self.full * self.block_bytes(self.block) + self.block_bytes(self.tail)
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one step, or of one offset."""
+        """Number of bytes of one step, or of one offset."""
         return 2 if self.rule.short else 4
 
     @property
     def rows(self) -> int:
-        """Numbers a block has beside its codes: a step, perhaps an offset."""
+        """How many numbers a block has beside its codes: 1 for a step, 2 with an offset."""
         return 1 if self.rule.symmetric else 2
 
     def row_at(self, row: int, byte: int) -> int:
-        """Return where a byte of all steps (row 0) or offsets (row 1) begins."""
+        """Return where in the wire a byte of all steps (row 0) or of all offsets (row 1) begins."""
         return self.payload_bytes + (row * self.row_bytes + byte) * self.num_blocks
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of the wire without the zeros at its end."""
+        """Number of bytes of the wire without the zeros at its end."""
         return self.row_at(self.rows, 0)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the wire."""
+        """Number of bytes of the wire."""
         return -(-self.used_bytes // ALIGNMENT) * ALIGNMENT
 
 
 def pack(codes: Sequence[jax.Array], layout: Layout) -> jax.Array:
-    """Return the bytes, uint8[T, C], of the codes of each piece, int32[T, C]: one piece at 8 bits,
-    the first and the second half at 4 bits (or the even and the odd elements, if interleaved)."""
+    """Pack codes into bytes, uint8[T, C].
+
+    Args:
+      codes: the codes of each piece, int32[T, C]. With 8 bits there is one piece. With 4 bits there
+        are the first and the second half of a block, or its even and odd elements if interleaved.
+      layout: the layout of the wires.
+    """
     if layout.rule.bits == 8:
         (code,) = codes
         return code.astype(jnp.uint8)
@@ -125,7 +131,7 @@ def pack(codes: Sequence[jax.Array], layout: Layout) -> jax.Array:
 
 
 def unpack(data: jax.Array, layout: Layout) -> list[jax.Array]:
-    """Return the codes of each piece, int32[T, C], from what `pack` returns."""
+    """Undo `pack`: return the codes of each piece, int32[T, C]."""
     word = data.astype(jnp.int32)
     if layout.rule.bits == 8:
         return [(word ^ 128) - 128]
@@ -135,7 +141,7 @@ def unpack(data: jax.Array, layout: Layout) -> list[jax.Array]:
 
 
 def row_to_bytes(row: jax.Array, layout: Layout) -> list[jax.Array]:
-    """Return the bytes, uint8[T] each, of steps or offsets, float32[T]; least significant first."""
+    """Cut steps or offsets, float32[T], into bytes, uint8[T] each, the least significant first."""
     bits = lax.bitcast_convert_type(row, jnp.int32)
     first = 4 - layout.row_bytes
     return [
@@ -145,7 +151,7 @@ def row_to_bytes(row: jax.Array, layout: Layout) -> list[jax.Array]:
 
 
 def row_from_bytes(data: Sequence[jax.Array], layout: Layout) -> jax.Array:
-    """Return float32[T] of what `row_to_bytes` returns."""
+    """Undo `row_to_bytes`: return steps or offsets, float32[T]."""
     first = 4 - layout.row_bytes
     parts = [
         lax.shift_left(byte.astype(jnp.int32), jnp.int32(8 * i))

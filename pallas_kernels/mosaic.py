@@ -1,4 +1,4 @@
-"""Pallas' Mosaic GPU backend: NVIDIA Hopper and later."""
+"""Runs the kernels on Pallas' Mosaic GPU backend, for NVIDIA Hopper and later."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MACHINE = Machine(
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class _Memory:
-    """A tile in global memory, loaded into and stored from registers (program.Tile)."""
+    """A tile in global memory, loaded into registers and stored from them (program.Tile)."""
 
     tile: MosaicTile
     registers: Any
@@ -37,7 +37,7 @@ class _Memory:
 
     @classmethod
     def of(cls, tile: MosaicTile, layout: Layout, interpret: bool) -> tuple[_Memory, Any, Any]:
-        """Return (memory, wire, first block) of the program that runs this."""
+        """Return (memory, wire, first block) of the running program."""
         below = 32 // tile.lanes
         across = tile.lanes * tile.vector
         registers = shim.tiled(
@@ -67,7 +67,7 @@ class _Memory:
 
     def store(self, ref: Any, at: Any, width: int, column: int, step: int, x: jax.Array) -> None:
         assert step == 1
-        if self.interpret:  # which follows no reshaped reference
+        if self.interpret:  # the interpreter follows no reshaped reference
             flat = self._flat(ref, at, width)
             runs = flat[...].reshape(-1, width)
             flat[...] = lax.dynamic_update_slice(runs, x, (0, column)).reshape(-1)
@@ -90,7 +90,7 @@ class _Memory:
         return self._iota(0) * self.cut.block + (self._iota(1) + column)
 
     def valid(self, column: int, step: int) -> None:
-        return None  # tiles of whole blocks, without padding
+        return None  # a tile is whole blocks, without padding
 
     def _iota(self, dim: int) -> jax.Array:
         shape = (self.tile.rows, self.cut.columns)

@@ -1,11 +1,12 @@
-"""What every kernel does with one tile: the same for each backend, which brings loads and stores.
+"""The work of every kernel on one tile. It is the same for each backend, which adds loads and
+stores.
 
-A tile is T blocks of one wire, cut into pieces: one at 8 bits, two at 4, SIZE where the blocks are
-rotated. It comes from floats or from N wires, and goes to a wire or to floats:
+A tile is T blocks of one wire, cut into pieces: one piece with 8 bits, two with 4, SIZE if the
+blocks are rotated. It is read from floats or from N wires, and written to a wire or to floats:
 
     quantize        floats  -> wire
     dequantize      1 wire  -> floats
-    dequant_reduce  N wires -> wire, or the float32 sum where the formats' blocks differ
+    dequant_reduce  N wires -> wire, or the float32 sum if the formats' blocks differ
 """
 
 from __future__ import annotations
@@ -23,18 +24,18 @@ from .layout import Layout, pack, row_from_bytes, row_to_bytes, unpack
 from .rotation import SIZE, rotate, rotate_back
 from .scales import Block, grid_of
 
-# Sums of up to so many pieces are written out, 16 sources of 4 bits for instance; longer ones loop.
+# A sum of up to this many pieces is unrolled, such as 16 sources with 4 bits. A longer one loops.
 UNROLLED = 32
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Cut:
-    """How a block lies in pieces.
+    """How a block is cut into pieces.
 
     Attributes:
-      block: elements of it.
-      count: of pieces, of ceil(block / count) elements each; the last one may lack some.
-      interleaved: a piece has every count-th element, instead of a run of them.
+      block: number of elements in the block.
+      count: number of pieces, of ceil(block / count) elements each; the last one may have fewer.
+      interleaved: whether a piece has every count-th element, instead of a run of elements.
     """
 
     block: int
@@ -43,7 +44,7 @@ class Cut:
 
     @property
     def columns(self) -> int:
-        """C, the elements of a piece."""
+        """C, the number of elements in a piece."""
         return -(-self.block // self.count)
 
     def spans(self) -> list[tuple[int, int]]:
@@ -54,10 +55,10 @@ class Cut:
 
 
 def common_cut(*layouts: Layout) -> Cut | None:
-    """Return the coarsest cut that suits wires of all these layouts, or None if there is none.
+    """Return the coarsest cut that suits wires of all these layouts; None if there is none.
 
-    8-bit wires take every cut; two codes that share a byte are in two pieces, as are the elements
-    that are rotated together in SIZE.
+    8-bit wires take every cut. Two codes that share a byte must lie in two pieces, and elements
+    that are rotated together in SIZE pieces.
     """
     if len({(layout.size, layout.block, layout.rotated) for layout in layouts}) > 1:
         return None
@@ -84,38 +85,38 @@ class Tile(Protocol):
         ...
 
     def load(self, ref: Any, at: Any, width: int, column: int, step: int) -> jax.Array:
-        """Return [T, C]: of T runs of `width` items from item `at` on, the items from `column` on,
-        every step-th."""
+        """Return items [T, C]. From item `at` on there are T runs of `width` items each. Of each
+        run it takes every step-th item, from `column` on."""
         ...
 
     def store(self, ref: Any, at: Any, width: int, column: int, step: int, x: jax.Array) -> None:
-        """Write [T, C] to where `load` would read it."""
+        """Write [T, C] to the items that `load` would read."""
         ...
 
     def load_row(self, ref: Any, at: Any) -> jax.Array:
-        """Return [T] from item `at` on."""
+        """Return the T items from item `at` on."""
         ...
 
     def store_row(self, ref: Any, at: Any, row: jax.Array) -> None:
-        """Write [T] from item `at` on."""
+        """Write T items from item `at` on."""
         ...
 
     def columns(self) -> jax.Array:
-        """Return int32[T, C]: the place of each element in its piece."""
+        """Return the place of each element in its piece, int32[T, C]."""
         ...
 
     def places(self, column: int, step: int) -> jax.Array:
-        """Return int32[T, C]: the place of each element that `load` returns, `width` being the
-        block, counted from `at`."""
+        """Return the place of each element that `load` returns, counted from `at`, int32[T, C]. The
+        width of a run is the block."""
         ...
 
     def valid(self, column: int, step: int) -> jax.Array | None:
-        """Return bool[T, C], whether each is an element and not padding; None if all are."""
+        """Return whether each item is an element and not padding, bool[T, C]; None if all are."""
         ...
 
 
 def read_floats(tile: Tile, ref: Any, wire: Any, first: Any, layout: Layout) -> list[jax.Array]:
-    """Return the pieces of a tile of x[W, size], float32; rotated if the layout says so."""
+    """Read a tile of x[W, size]; return its pieces in float32, rotated if the layout is."""
     at = wire * layout.size + first * layout.block
     pieces = [
         tile.load(ref, at, layout.block, column, step).astype(jnp.float32)
@@ -127,7 +128,7 @@ def read_floats(tile: Tile, ref: Any, wire: Any, first: Any, layout: Layout) -> 
 def write_floats(
     tile: Tile, ref: Any, wire: Any, first: Any, pieces: list[jax.Array], layout: Layout
 ) -> None:
-    """Write the pieces of a tile to x[W, size], rotated back."""
+    """Write the pieces of a tile to x[W, size], rotated back if the layout is rotated."""
     at = wire * layout.size + first * layout.block
     if layout.rotated:
         pieces = rotate_back(pieces, tile.columns())
@@ -138,7 +139,8 @@ def write_floats(
 def read_wires(
     tile: Tile, ref: Any, wire: Any, first: Any, layout: Layout, num_sources: int, num_wires: int
 ) -> list[jax.Array]:
-    """Return the pieces of the sums of a tile over uint8[N, W, num_bytes], source 0 first."""
+    """Read a tile of N wires from uint8[N, W, num_bytes]; return the pieces of their sum, which is
+    added up from source 0 on."""
 
     def values(source: Any) -> list[jax.Array]:
         return _read_wire(tile, ref, source * num_wires + wire, first, layout)
@@ -168,14 +170,14 @@ def write_wire(
     """Quantize the pieces of a tile into uint8[W, num_bytes].
 
     Args:
-      tile: where.
-      ref: of the wires, flat.
-      wire: which of them.
-      first: block of it.
-      pieces: float32[T, C].
-      layout: of a wire.
-      seed: for stochastic rounding.
-      source: the wire's number before any swizzle, for the random numbers.
+      tile: the tile in memory.
+      ref: the flat reference of all wires.
+      wire: the number of the wire to write.
+      first: the tile's first block in the wire.
+      pieces: float32[T, C] each.
+      layout: the layout of a wire.
+      seed: two int32 scalars; None without stochastic rounding.
+      source: the wire's number before any swizzle, from which the random numbers follow.
     """
     rule, spans = layout.rule, tile.cut.spans()
     masks = [tile.valid(*span) for span in spans]
@@ -201,6 +203,7 @@ def write_wire(
 
 
 def _read_wire(tile: Tile, ref: Any, wire: Any, first: Any, layout: Layout) -> list[jax.Array]:
+    """Return the pieces of a tile of one wire, float32[T, C] each."""
     base = wire * layout.num_bytes
     rows = [
         row_from_bytes(
@@ -219,14 +222,14 @@ def _read_wire(tile: Tile, ref: Any, wire: Any, first: Any, layout: Layout) -> l
         unpack(tile.load(ref, base + first * width, width, column, step), layout)
         for column, step in _byte_spans(tile.cut, layout)
     ]
-    # Run i holds piece i and, at 4 bits, piece runs + i.
+    # Run i holds piece i and, with 4 bits, piece runs + i.
     pieces = [codes[i % runs][i // runs] for i in range(tile.cut.count)]
     return [decode(code, step, offset) for code in pieces]
 
 
 def _byte_spans(cut: Cut, layout: Layout) -> list[tuple[int, int]]:
-    """Return (first byte, stride) in a block's payload of what `pack` makes of each piece or pair
-    of pieces."""
+    """Return (first byte, stride) in a block's payload for each piece, or pair of pieces that share
+    bytes."""
     runs = cut.count // layout.pieces
     if runs == 1:
         return [(0, 1)]

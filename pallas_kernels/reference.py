@@ -1,7 +1,8 @@
-"""The kernels in plain XLA: the same bits on every backend, for every shape.
+"""The three functions of the kernels in plain XLA: the same bits on every backend, for every shape.
 
-W   wires, one a row; each is laid out by the same Layout
-N   sources of a reduction
+W   number of wires, one in each row, all with the same Layout
+N   number of sources of a reduction
+T   number of blocks of one length, over all wires
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ Seed = tuple[jax.Array, jax.Array]
 def quantize(
     x: jax.Array, layout: Layout, seed: Seed | None = None, swizzle: Swizzle | None = None
 ) -> jax.Array:
-    """Return the wires of the rows of x.
+    """Quantize each row of x into a wire.
 
     Args:
       x: [W, layout.size], float32, bfloat16 or float16.
-      layout: of each wire.
+      layout: the layout of each wire.
       seed: two int32 scalars, for stochastic rounding.
-      swizzle: where each wire goes; None: it stays.
+      swizzle: the place of each wire in the result; None keeps their order.
 
     Returns:
       uint8[W, layout.num_bytes].
@@ -51,15 +52,15 @@ def quantize(
 
 
 def dequant_sum(data: jax.Array, layout: Layout, dtype: Any) -> jax.Array:
-    """Return the sums of N wires each, in float32 and then rounded.
+    """Sum N wires each in float32, from source 0 on, and round the sums to dtype.
 
     Args:
       data: uint8[N, W, layout.num_bytes].
-      layout: of each wire.
-      dtype: of the result.
+      layout: the layout of each wire.
+      dtype: the dtype of the result.
 
     Returns:
-      dtype[W, layout.size]: source 0 first.
+      dtype[W, layout.size].
     """
     parts = []
     if layout.full:
@@ -72,13 +73,13 @@ def dequant_sum(data: jax.Array, layout: Layout, dtype: Any) -> jax.Array:
 def dequant_reduce(
     data: jax.Array, layout: Layout, out: Layout, seed: Seed | None = None
 ) -> jax.Array:
-    """Return the wires of the sums of N wires each.
+    """Sum N wires each in float32, and quantize the sums.
 
     Args:
       data: uint8[N, W, layout.num_bytes].
-      layout: of the sources.
-      out: of the result, of the same size.
-      seed: for stochastic rounding.
+      layout: the layout of the sources.
+      out: the layout of the result, with the same size.
+      seed: two int32 scalars, for stochastic rounding.
 
     Returns:
       uint8[W, out.num_bytes].
@@ -89,8 +90,12 @@ def dequant_reduce(
 def quantize_rest(
     x: jax.Array, layout: Layout, seed: Seed | None = None, swizzle: Swizzle | None = None
 ) -> list[tuple[int, jax.Array]]:
-    """Return (where, bytes uint8[W, n]) of what a kernel for whole blocks leaves of `quantize`: the
-    short last block x[W, tail], and the zeros at the end."""
+    """Compute the part of `quantize` that kernels leave out: the short last block x[W, tail], and
+    the zeros at the end of a wire.
+
+    Returns:
+      A list of (where in the wire, bytes uint8[W, n]).
+    """
     patches = []
     if layout.tail:
         split = layout.full * layout.block
@@ -107,7 +112,8 @@ def quantize_rest(
 
 
 def dequant_sum_rest(data: jax.Array, layout: Layout, dtype: Any) -> jax.Array:
-    """Return dtype[W, tail], what a kernel for whole blocks leaves of `dequant_sum`."""
+    """Compute the part of `dequant_sum` that kernels leave out: the short last block, dtype[W,
+    tail]."""
     if not layout.tail:
         return jnp.zeros((data.shape[1], 0), dtype)
     total = _summed(data, layout, first=layout.full, length=layout.tail, count=1)
@@ -117,8 +123,11 @@ def dequant_sum_rest(data: jax.Array, layout: Layout, dtype: Any) -> jax.Array:
 def _encoded(
     x: jax.Array, layout: Layout, seed: Seed | None, *, start: int, count: int
 ) -> tuple[jax.Array, list[jax.Array]]:
-    """Return (payload uint8[W, ...], the bytes of its rows, uint8[W, count] each) of `count` blocks
-    of one length, whose first element is at `start` of its wire."""
+    """Quantize `count` blocks of one length in each wire, whose first element is at `start`.
+
+    Returns:
+      The payload, uint8[W, ...], and the bytes of steps and offsets, uint8[W, count] each.
+    """
     num_wires = x.shape[0]
     blocks = x.reshape(num_wires * count, -1)
     data, grid = quantize_blocks(blocks, layout, seed, start, count)
@@ -128,7 +137,7 @@ def _encoded(
 
 
 def _summed(data: jax.Array, layout: Layout, *, first: int, length: int, count: int) -> jax.Array:
-    """Return float32[W, count x length], the sums over N of blocks from `first` on."""
+    """Return the sums over N of `count` blocks from `first` on, float32[W, count x length]."""
 
     def values(source: jax.Array) -> jax.Array:
         num_wires, width = source.shape[0], layout.block_bytes(length)
@@ -146,14 +155,14 @@ def _summed(data: jax.Array, layout: Layout, *, first: int, length: int, count: 
 def quantize_blocks(
     x: jax.Array, layout: Layout, seed: Seed | None, start: int, count: int
 ) -> tuple[jax.Array, Grid]:
-    """Return (payload uint8[T, B], grid) of blocks of one length.
+    """Quantize blocks of one length; return their payload, uint8[T, bytes], and their grid.
 
     Args:
       x: [T, length]; T is wires x count.
-      layout: of the wires.
-      seed: for stochastic rounding.
-      start: the first element's place in its wire.
-      count: of blocks of a wire.
+      layout: the layout of the wires.
+      seed: two int32 scalars, for stochastic rounding.
+      start: the place of the first block's first element in its wire.
+      count: number of blocks in each wire.
     """
     length = x.shape[1]
     x = x.astype(jnp.float32)
@@ -166,7 +175,7 @@ def quantize_blocks(
     if layout.rotated:
         x = jnp.pad(x, ((0, 0), (0, layout.padded(length) - length)))
         x = lax.optimization_barrier(rotate_blocks(x))
-    # The whole block at once: a grid does not depend on how it is cut.
+    # The block is one piece here, because a grid does not depend on how a block is cut.
     grid = grid_of([x], layout.rule, Block(length=x.shape[1], machine=machine))
     chance = [None] * layout.pieces
     if seed is not None:
@@ -183,13 +192,13 @@ def quantize_blocks(
 def dequantize_blocks(
     data: jax.Array, rows: list[jax.Array], layout: Layout, length: int
 ) -> jax.Array:
-    """Return float32[T, length], the values of blocks of one length.
+    """Return the values of blocks of one length, float32[T, length].
 
     Args:
-      data: uint8[T, B].
-      rows: steps and, if there are any, offsets: float32[T].
-      layout: of the wires.
-      length: of the blocks.
+      data: the payload of the blocks, uint8[T, bytes].
+      rows: the steps, and the offsets if the rule has them, float32[T] each.
+      layout: the layout of the wires.
+      length: number of elements in a block.
     """
     step, offset = [*rows, None][:2]
     pieces = [decode(code, step, offset) for code in unpack(data, layout)]
@@ -203,7 +212,7 @@ def dequantize_blocks(
 
 
 def _rows(data: jax.Array, layout: Layout) -> list[jax.Array]:
-    """Return the steps and offsets of wires: float32[W, num_blocks] each."""
+    """Return the steps, and the offsets if there are any, of wires: float32[W, num_blocks] each."""
 
     def plane(row: int, byte: int) -> jax.Array:
         start = layout.row_at(row, byte)
@@ -216,7 +225,7 @@ def _rows(data: jax.Array, layout: Layout) -> list[jax.Array]:
 
 
 def _cut(x: jax.Array, layout: Layout) -> list[jax.Array]:
-    """Return the pieces of blocks [T, length] that share bytes, padded with zeros: [T, C] each."""
+    """Cut blocks [T, length] into the pieces that share bytes, [T, C] each, padded with zeros."""
     num_blocks, length = x.shape
     width = -(-length // layout.pieces)
     x = jnp.pad(x, ((0, 0), (0, width * layout.pieces - length)))
@@ -231,10 +240,10 @@ def _reduced(
     along: Callable[..., jax.Array],
     pair: Callable[[jax.Array, jax.Array], jax.Array],
 ) -> jax.Array:
-    """Return the reduction of each row of integers: [T, C] -> [T].
+    """Reduce each row of integers: [T, C] -> [T].
 
-    XLA's CPU compiler has vector instructions for a reduction over a dim that is not the last one:
-    first of every 16th element, then of the 16 (10 times as fast).
+    XLA's CPU compiler uses vector instructions only for reductions over a dim that is not the last.
+    So every 16th element is reduced first, then the 16 results, which is 10 times as fast.
     """
     lanes = 16
     while x.shape[1] % lanes:

@@ -1,8 +1,8 @@
-"""The Hadamard rotation of a block's elements, SIZE at a time, with signs.
+"""The Hadamard rotation of a block's elements, SIZE at a time, after a fixed change of signs.
 
-A block is cut into SIZE runs, and one element of each makes a group. Without signs, runs that are
-alike (rows of a matrix often are) would add up to one large run and many small ones; so elements
-first change their sign, or not, by a fixed pattern.
+A block is cut into SIZE runs, and a group is one element of each run. Runs are often alike, as rows
+of a matrix are, and would add up to one large run and many small ones. So a fixed pattern changes
+the signs of some elements first.
 """
 
 from __future__ import annotations
@@ -17,31 +17,34 @@ from jax import lax
 from .floats import SIGN, bits_of, float_of
 
 SIZE = 32
-# H H = 32: there and back is the identity, and both products are exact.
+# H H = 32, so THERE x BACK x H H is the identity. Both are powers of two: products are exact.
 THERE, BACK = 1 / 4, 1 / 8
-# Bit c % 32 of word i is set where element c of run i changes its sign: 1024 tosses of a coin.
+# Bit c % 32 of word i is set if element c of run i changes its sign: 1024 tosses of a coin.
 SIGNS = np.random.RandomState(0).randint(0, 2**32, SIZE, dtype=np.uint32).view(np.int32)
 
 
 def rotate(pieces: Sequence[jax.Array], columns: jax.Array) -> list[jax.Array]:
-    """Return H / 4 times the elements, their signs changed.
+    """Change the signs of the elements, and multiply them by H / 4.
 
     Args:
-      pieces: the SIZE runs of each block: float32[T, C].
-      columns: int32[T, C], the place of each element in its run.
+      pieces: the SIZE runs of each block, float32[T, C] each.
+      columns: the place of each element in its run, int32[T, C].
 
     Returns:
-      As many. Cost: 5 additions and 3 operations on integers an element.
+      The SIZE rotated runs.
+
+    Cost: 5 additions and 3 integer operations for each element.
     """
     return _hadamard(_signed(pieces, columns), THERE)
 
 
 def rotate_back(pieces: Sequence[jax.Array], columns: jax.Array) -> list[jax.Array]:
-    """Return what `rotate` would have taken for these, but for the rounding of sums."""
+    """Undo `rotate`, up to the rounding of sums."""
     return _signed(_hadamard(pieces, BACK), columns)
 
 
 def _signed(pieces: Sequence[jax.Array], columns: jax.Array) -> list[jax.Array]:
+    """Change the signs of the elements whose bit in SIGNS is set."""
     to_the_top = 31 - (columns & 31)
     return [
         float_of(bits_of(piece) ^ (lax.shift_left(jnp.full_like(columns, word), to_the_top) & SIGN))
@@ -50,6 +53,7 @@ def _signed(pieces: Sequence[jax.Array], columns: jax.Array) -> list[jax.Array]:
 
 
 def _hadamard(pieces: Sequence[jax.Array], factor: float) -> list[jax.Array]:
+    """Multiply the elements by `factor` times H, across pieces."""
     pieces = list(pieces)
     stride = len(pieces) // 2
     while stride:
@@ -62,13 +66,16 @@ def _hadamard(pieces: Sequence[jax.Array], factor: float) -> list[jax.Array]:
 
 
 def rotate_blocks(x: jax.Array) -> jax.Array:
-    """Return whole blocks, float32[T, length], rotated to the bits that `rotate` gives: two loops
-    over arrays instead of 160 sums of runs, which XLA takes five times as long to compile."""
+    """Rotate whole blocks, float32[T, length], to the same bits as `rotate`.
+
+    It takes two loops over arrays instead of 160 sums of runs, which XLA needs five times as long
+    to compile.
+    """
     return _hadamard_of_blocks(_signed_blocks(x), THERE)
 
 
 def rotate_blocks_back(x: jax.Array) -> jax.Array:
-    """Return whole blocks, float32[T, length], rotated back."""
+    """Rotate whole blocks, float32[T, length], back."""
     return _signed_blocks(_hadamard_of_blocks(x, BACK))
 
 
@@ -79,9 +86,9 @@ def _signed_blocks(x: jax.Array) -> jax.Array:
 
 
 def _hadamard_of_blocks(x: jax.Array, factor: float) -> jax.Array:
-    # The most significant bits of a run's number first, as in `_hadamard`: three stages in one loop
-    # of XLA's, then two. Each element is then summed for itself, in the order of the stages, and
-    # not with the others of its group: more sums, but fewer passes over memory (4 times as fast).
+    # The most significant bits of a run's number come first, as in `_hadamard`: three stages in one
+    # loop of XLA's, then two. Each element is summed by itself, in the order of the stages, and not
+    # together with its group. That is more sums in fewer passes over memory, and 4 times as fast.
     shape = x.shape
     x = _stages(x.reshape(shape[0], 1, 8, -1))
     x = _stages(x.reshape(shape[0], 8, 4, -1))
@@ -89,7 +96,7 @@ def _hadamard_of_blocks(x: jax.Array, factor: float) -> jax.Array:
 
 
 def _stages(x: jax.Array) -> jax.Array:
-    """Return the Hadamard transform of [T, G, N, C] along N, a power of 2."""
+    """Return the Hadamard transform of [T, G, N, C] along N, which is a power of two."""
     size = x.shape[2]
     parts = [x[:, :, i : i + 1] for i in range(size)]
     stride = size // 2

@@ -1,6 +1,6 @@
-"""What differs between the supported JAX versions (0.10.2 to 0.12) in Pallas, in one place.
+"""Calls into Pallas that differ between the supported JAX versions, 0.10.2 to 0.12.
 
-Pallas' GPU backends take 0.5 s to import, and are imported where a kernel is traced.
+Pallas' GPU backends take 0.5 s to import, so functions import them when a kernel is traced.
 """
 
 from __future__ import annotations
@@ -16,27 +16,27 @@ JAX_VERSION: tuple[int, ...] = jax.__version_info__[:3]
 
 
 def has_mosaic() -> bool:
-    """Return whether Pallas' Mosaic GPU backend does what the kernels need: since JAX 0.11. That of
-    0.10 finds no layout for a row along its block, and has no interpreter."""
+    """Return whether Pallas' Mosaic GPU backend can run the kernels, as it can since JAX 0.11. In
+    JAX 0.10 it finds no layout for a row along its block, and has no interpreter."""
     return JAX_VERSION >= (0, 11, 0)
 
 
 def mosaic_interpreter() -> Any:
-    """Return what makes `plgpu.kernel(interpret=)` run a kernel on the CPU."""
+    """Return the value of `plgpu.kernel(interpret=)` that runs a kernel on the CPU."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     return plgpu.InterpretGPUParams()
 
 
 def mosaic_load(ref: Any, layout: Any) -> jax.Array:
-    """Return a reference's values in registers, laid out so."""
+    """Load a reference's values into registers of the given layout."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     return plgpu.load(ref, layout=layout, optimized=False)
 
 
 def mosaic_store(ref: Any, value: jax.Array) -> None:
-    """Write registers to a reference."""
+    """Store registers to a reference."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     if hasattr(plgpu, "store"):
@@ -46,8 +46,14 @@ def mosaic_store(ref: Any, value: jax.Array) -> None:
 
 
 def tiled(tiles: tuple[tuple[int, ...], ...], *, warps: int, lanes: Any, vector: int) -> Any:
-    """Return a layout of registers: tiles within tiles, and the dims that the warps of a warpgroup,
-    the lanes of a warp and the vector of a lane run along, counted from the end."""
+    """Return a layout of registers.
+
+    Args:
+      tiles: the shapes of tiles within tiles, the outermost first.
+      warps: the dim along which the warps of a warpgroup lie, counted from the end.
+      lanes: the dims along which the lanes of a warp lie, counted from the end.
+      vector: the dim along which the vector of a lane lies, counted from the end.
+    """
     from jax.experimental.mosaic.gpu.fragmented_array import TiledLayout
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -78,7 +84,7 @@ def triton_call(
     grid: tuple[int, ...],
     interpret: bool,
 ) -> jax.Array:
-    """Run a kernel on Pallas' Triton backend, with whole arrays in global memory; 4 warps."""
+    """Run a kernel of 4 warps on Pallas' Triton backend, on whole arrays in global memory."""
     from jax.experimental.pallas import triton
 
     return pl.pallas_call(
@@ -91,21 +97,21 @@ def triton_call(
 
 
 def triton_load(ref: Any, items: jax.Array, mask: jax.Array) -> jax.Array:
-    """Return items of a flat reference, zero where the mask is off."""
+    """Load items of a flat reference, with zeros where the mask is off."""
     from jax.experimental.pallas import triton
 
     return triton.load(ref.at[items], mask=mask, other=jnp.zeros((), ref.dtype))
 
 
 def triton_store(ref: Any, items: jax.Array, mask: jax.Array, value: jax.Array) -> None:
-    """Write items of a flat reference where the mask is on."""
+    """Store items of a flat reference where the mask is on."""
     from jax.experimental.pallas import triton
 
     triton.store(ref.at[items], value, mask=mask)
 
 
 def triton_assembly(text: str, x: jax.Array) -> jax.Array:
-    """Return a PTX instruction's result for each element, of the same dtype."""
+    """Apply a PTX instruction to each element; return results of the same dtype."""
     from jax.experimental.pallas import triton
 
     (y,) = triton.elementwise_inline_asm(

@@ -1,5 +1,6 @@
-"""Pallas' Triton backend: NVIDIA GPUs before Hopper, and blocks that Mosaic does not take. JAX will
-drop it; `shim.has_triton` says whether it is there."""
+"""Runs the kernels on Pallas' Triton backend: on NVIDIA GPUs before Hopper, and for blocks that
+Mosaic does not take. JAX will drop this backend; `shim.has_triton` tells whether it is still
+there."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ _ROUND_TO_EVEN = "cvt.rni.f32.f32 $0, $1;"
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class _Memory:
-    """A tile in global memory, by pointers and masks (program.Tile)."""
+    """A tile in global memory, read and written through pointers and masks (program.Tile)."""
 
     tile: TritonTile
     rows_left: Any
@@ -31,7 +32,7 @@ class _Memory:
 
     @classmethod
     def of(cls, tile: TritonTile, layout: Layout, interpret: bool) -> tuple[_Memory, Any, Any]:
-        """Return (memory, wire, first block) of the program that runs this."""
+        """Return (memory, wire, first block) of the running program."""
         first = pl.program_id(1) * tile.rows
         machine = Machine(
             nearest=round_to_even if interpret else _round_by_instruction,
@@ -76,12 +77,14 @@ class _Memory:
         return jnp.broadcast_to(inside[None, :], (self.tile.rows, self.tile.columns))
 
     def _items(self, at: Any, width: int, column: int, step: int) -> tuple[jax.Array, jax.Array]:
+        """Return the items that `load` reads, and the mask of those that exist."""
         rows = self._rows()
         items = at + rows[:, None] * width + (column + self._columns() * step)[None, :]
         inside = self._inside(width, column, step)
         return items, (rows < self.rows_left)[:, None] & inside[None, :]
 
     def _inside(self, width: int, column: int, step: int) -> jax.Array:
+        """Return which columns of a piece lie inside a run of `width` items."""
         columns = self._columns()
         return (columns < self.cut.columns) & (column + columns * step < width)
 
@@ -93,6 +96,7 @@ class _Memory:
 
 
 def _round_by_instruction(x: jax.Array) -> jax.Array:
+    """Round x to the nearest integer, to even on ties, with one PTX instruction."""
     return shim.triton_assembly(_ROUND_TO_EVEN, x)
 
 

@@ -7,7 +7,7 @@ import optax
 import pytest
 
 import zeroxla
-from zeroxla.fetch.barriers import held_values
+from zeroxla.fetch.barriers import values_behind_barriers
 from zeroxla.program.trace import trace
 
 X_BD = jax.ShapeDtypeStruct((2, 4), jnp.float32)
@@ -19,7 +19,7 @@ IDS_B = jax.ShapeDtypeStruct((2,), jnp.int32)
 def held(function, *shapes, num_leaves):
     """Return the primitives that make the held values, in order."""
     program, _ = trace(function, *shapes)
-    values = held_values(program, program.inputs[:num_leaves])
+    values = values_behind_barriers(program, program.inputs[:num_leaves])
     return [eq.name for eq in program.equations if values.intersection(eq.outputs)]
 
 

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
+from tools.wire import collectives_on
 
 from zeroxla.config.fetch_limits import FetchLimits
 from zeroxla.fetch.fetch_plan import make_plan
@@ -12,7 +13,6 @@ from zeroxla.fetch.runner import FetchRunner
 from zeroxla.fetch.segments import LayerLoop, Remat, Straight
 from zeroxla.mesh.placement import place
 from zeroxla.program.trace import trace
-from zeroxla.wire.collectives import Collectives
 from zeroxla.wire.routes import Route
 
 WORLD = 8
@@ -42,7 +42,7 @@ def plan_of(loss, *leaves, x=(2, 6), unit_elements=1, frozen=()):
 
 def runner_of(plan, limits=None):
     """A runner of the plan; it traces forward and backward, and runs nothing."""
-    collectives = Collectives.make(nodes=2, devices=4)
+    collectives = collectives_on(nodes=2, devices=4)
     stacked = {
         leaf: dim
         for s in plan.segments

@@ -15,6 +15,7 @@ import optax
 import pytest
 from jax import lax
 from tools.quick import thinned
+from tools.wire import collectives_on
 
 import zeroxla
 from zeroxla.config.fetch_limits import FetchLimits
@@ -23,7 +24,6 @@ from zeroxla.fetch.runner import FetchRunner
 from zeroxla.mesh.placement import Placement
 from zeroxla.models import GPT
 from zeroxla.program.trace import trace
-from zeroxla.wire.collectives import Collectives
 from zeroxla.wire.routes import LeafSource, Route
 
 needs_barriers = pytest.mark.skipif(
@@ -103,7 +103,7 @@ def tape_of(loss, w, **options):
     leaf = program.inputs[0]
     placement = Placement(shape=w.shape, dim=w.ndim - 1)
     plan = make_plan(program, [leaf], [leaf], unit_elements=None, split_dims={leaf: placement.dim})
-    alone = Collectives.make(nodes=1, devices=1)
+    alone = collectives_on(nodes=1, devices=1)
     runner = FetchRunner(plan, alone, {leaf: Route(placement=placement)}, FetchLimits(**options))
     forward = functools.partial(runner.forward, record=True)
     _, tape = jax.eval_shape(lambda w, x: forward({leaf: LeafSource(w)}, [x]), w, X_BD)

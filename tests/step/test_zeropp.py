@@ -84,7 +84,7 @@ def test_gradients_are_those_of_the_quantized_weights(name):
     assert_equal_trees(grads, expected[1])
 
 
-# hpZ (tests/equality.py has it without quantization, for every model of the zoo)
+# hpZ (tests/tools/equality.py has it without quantization, for every model of the zoo)
 
 
 @pytest.mark.slow

@@ -7,7 +7,6 @@ import functools
 import itertools
 from collections.abc import Iterator
 from typing import Any
-from unittest import mock
 
 import jax
 import numpy as np
@@ -17,7 +16,6 @@ import zeroxla
 from tools.reference import Reference, relative_errors, remember_gradients, worst
 from tools.zoo import CASES, Case
 from zeroxla.frontend import adapt
-from zeroxla.wire import bundles
 
 MESHES = ((1, 8), (2, 4), (4, 2), (8, 1), (3, 2), (1, 1))
 NUM_STEPS = 20
@@ -179,13 +177,6 @@ class Errors:
 
 def measure(row: Row) -> Errors:
     """Train a row's case for NUM_STEPS and compare with the reference."""
-    if row.settings.alone:
-        with mock.patch.object(bundles, "ALONE_ELEMENTS", 0):
-            return _measure(row)
-    return _measure(row)
-
-
-def _measure(row: Row) -> Errors:
     case, settings = CASES[row.case], row.settings
     world = row.mesh[0] * row.mesh[1]
     expected = _expected(row.case, world, settings.accumulate)
@@ -193,6 +184,14 @@ def _measure(row: Row) -> Errors:
     step = zeroxla.make_step(
         case.make(), mesh, optimizer(), loss=case.loss, config=settings.config(case, row.mesh)
     )
+    if settings.alone:
+        step = zeroxla.Step(
+            adapted=step.adapted,
+            mesh=mesh,
+            optimizer=step.optimizer,
+            config=step.config,
+            alone_elements=0,
+        )
     batch = case.batch(case.rows * world * settings.accumulate)
     state = step.init(jax.random.key(KEY), batch)
     check_init(zeroxla.full_params(state), expected["init"])

@@ -1,4 +1,4 @@
-"""The result of a quantized gather, computed in NumPy."""
+"""The collectives of a mesh, and the result of a quantized gather computed in NumPy."""
 
 import itertools
 
@@ -7,6 +7,30 @@ import numpy as np
 
 from tools import quantize_oracle
 from tools.quantize_cases import options
+from zeroxla.wire.collectives import Collectives
+from zeroxla.wire.gather import Gathers
+from zeroxla.wire.hops import Hops
+from zeroxla.wire.reduce import Reduces
+
+
+def collectives_on(
+    nodes, devices, *, hpz_size=None, compute_dtype="float32", reduce_dtype="float32", **options
+):
+    """Return the collectives of a mesh, without an offload or a config.
+
+    Args:
+      nodes, devices: lengths of the axes.
+      hpz_size: number of devices that share a secondary shard. None means the devices of a node.
+      compute_dtype: dtype of gathered leaves, also on the wire.
+      reduce_dtype: wire dtype of gradients.
+      **options: further arguments of both `Gathers` and `Reduces`, such as `alone_elements`.
+    """
+    hops = Hops(nodes=nodes, devices=devices, hpz_size=hpz_size or devices)
+    dtype = jnp.dtype(compute_dtype)
+    return Collectives(
+        gathers=Gathers(hops=hops, compute_dtype=dtype, wire_dtype=dtype, **options),
+        reduces=Reduces(hops=hops, dtype=jnp.dtype(reduce_dtype), **options),
+    )
 
 
 def as_it_arrives(leaf, placement, world, format):

@@ -1,19 +1,16 @@
 """Gather and reduce-scatter over two hops, against NumPy: values, order, dtypes, bytes, axes."""
 
-from unittest import mock
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 from tools.quick import quick_compilation  # noqa: F401
+from tools.wire import collectives_on
 
 from zeroxla import make_mesh
 from zeroxla.mesh.axes import BATCH_AXES
 from zeroxla.mesh.placement import place
-from zeroxla.wire import bundles
-from zeroxla.wire.collectives import Collectives
 from zeroxla.wire.routes import LeafSource, Route
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -35,9 +32,9 @@ LEAVES = [
 ]
 
 
-def collectives_of(mesh, wire="float32", reduce="float32"):
-    nodes, devices = mesh.devices.shape
-    return Collectives.make(nodes=nodes, devices=devices, compute_dtype=wire, reduce_dtype=reduce)
+def collectives_of(mesh, wire="float32", reduce="float32", **options):
+    dtypes = {"compute_dtype": wire, "reduce_dtype": reduce}
+    return collectives_on(*mesh.devices.shape, **dtypes, **options)
 
 
 def gather_all(collectives, shards, placements):
@@ -64,14 +61,14 @@ def on_mesh(function, mesh, in_specs, out_specs):
     )
 
 
+FUSED, ALONE = 10**9, 0  # `alone_elements` for shards that share a buffer, and for each by itself
+
+
 def fused_and_alone(function):
     """Return a function that calls `function` with fused shards, then with each by itself."""
 
     def both(*args):
-        with mock.patch.object(bundles, "ALONE_ELEMENTS", 10**9):
-            fused = function(*args)
-        with mock.patch.object(bundles, "ALONE_ELEMENTS", 0):
-            return fused, function(*args)
+        return function(*args, alone_elements=FUSED), function(*args, alone_elements=ALONE)
 
     return both
 
@@ -81,9 +78,11 @@ def test_gather_returns_whole_natural_leaves(shape, wire):
     mesh = make_mesh(nodes=shape[0], devices_per_node=shape[1])
     placements, leaves = placements_on(mesh), leaf_values()
     assert any(p.pad for p in placements) or mesh.size == 1
-    gather = fused_and_alone(
-        lambda shards: gather_all(collectives_of(mesh, wire), shards, placements)
-    )
+
+    @fused_and_alone
+    def gather(shards, **options):
+        return gather_all(collectives_of(mesh, wire, **options), shards, placements)
+
     stored = [
         jax.device_put(p.stored(jnp.asarray(x)), p.sharding(mesh))
         for p, x in zip(placements, leaves)
@@ -103,11 +102,12 @@ def test_reduce_sums_over_all_devices_and_keeps_a_shard(shape, reduce):
     # One gradient a rank; sums of whole numbers are exact in every dtype here.
     by_rank = [np.stack(x) for x in zip(*(leaf_values(r) for r in range(mesh.size)))]
     stored = [jax.device_put(x, NamedSharding(mesh, PartitionSpec(BATCH_AXES))) for x in by_rank]
-    run_reduce = fused_and_alone(
-        lambda grads: reduce_all(
-            collectives_of(mesh, reduce=reduce), [g[0] for g in grads], placements
-        )
-    )
+
+    @fused_and_alone
+    def run_reduce(grads, **options):
+        collectives = collectives_of(mesh, reduce=reduce, **options)
+        return reduce_all(collectives, [g[0] for g in grads], placements)
+
     specs = [p.spec for p in placements]
     run = on_mesh(run_reduce, mesh, ([PartitionSpec(BATCH_AXES)] * len(specs),), (specs, specs))
     for found in jax.jit(run)(stored):
@@ -197,16 +197,15 @@ def hops(function, mesh, in_specs, out_specs, *args):
         ("float16", "uint16", "all_to_all"),
     ],
 )
-@pytest.mark.parametrize("alone", [0, 10**9])
-def test_one_collective_a_hop_moves_each_byte_once(dtype, on_wire, primitive, alone, monkeypatch):
-    monkeypatch.setattr(bundles, "ALONE_ELEMENTS", alone)
+@pytest.mark.parametrize("alone", [ALONE, FUSED])
+def test_one_collective_a_hop_moves_each_byte_once(dtype, on_wire, primitive, alone):
     mesh = make_mesh(nodes=2, devices_per_node=4)
     placements = placements_on(mesh)
     shapes = [jax.ShapeDtypeStruct(p.stored_shape, jnp.float32) for p in placements]
     specs = [p.spec for p in placements]
-    both = collectives_of(mesh, dtype, dtype)
+    both = collectives_of(mesh, dtype, dtype, alone_elements=alone)
     ideal = (1 - 1 / 8) * sum(np.prod(s.shape) for s in shapes) * jnp.dtype(dtype).itemsize
-    wires = 1 if alone else len(LEAVES)
+    wires = 1 if alone == FUSED else len(LEAVES)
 
     found = hops(lambda x: gather_all(both, x, placements), mesh, (specs,), PartitionSpec(), shapes)
     assert [(name, axis, wire) for name, axis, wire, _ in found] == [

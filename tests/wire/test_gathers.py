@@ -6,12 +6,10 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 from tools.quick import quick_compilation, thinned  # noqa: F401
-from tools.wire import as_it_arrives
+from tools.wire import as_it_arrives, collectives_on
 
 from zeroxla import WireFormat, make_mesh
 from zeroxla.mesh.placement import place
-from zeroxla.wire import bundles
-from zeroxla.wire.collectives import Collectives
 from zeroxla.wire.hops import Hops
 from zeroxla.wire.routes import LeafSource, Route
 
@@ -46,11 +44,11 @@ def values_of(seed=0):
     return [rng.normal(size=shape).astype(np.float32) for shape, _ in LEAVES]
 
 
-def run(shape, size, route_of, function):
+def run(shape, size, route_of, function, **options):
     """Call `function(gathers, sources, routes)` on every device; return its results, whole."""
     mesh = make_mesh(nodes=shape[0], devices_per_node=shape[1])
     placements = [place(s, mesh.size, skip=skip) for s, skip in LEAVES]
-    gathers = Collectives.make(nodes=shape[0], devices=shape[1], hpz_size=size).gathers
+    gathers = collectives_on(*shape, hpz_size=size, **options).gathers
     routes = [route_of(p) for p in placements]
     stored = [p.stored(jnp.asarray(x)) for p, x in zip(placements, values_of(), strict=True)]
 
@@ -96,14 +94,16 @@ def test_the_groups_tile_the_mesh_and_keep_the_order_of_shards():
 
 @pytest.mark.parametrize("alone", [0, 10**9])
 @pytest.mark.parametrize("group", thinned(QUICK_GROUPS, slow=SLOW_GROUPS))
-def test_leaves_arrive_as_their_shards_were_quantized(group, alone, monkeypatch):
+def test_leaves_arrive_as_their_shards_were_quantized(group, alone):
     shape, size = group
-    monkeypatch.setattr(bundles, "ALONE_ELEMENTS", alone)
 
     def gather(gathers, sources, routes):
         return gathers.gather(sources, routes)
 
-    found, placements = run(shape, size, lambda p: Route(placement=p, weights=FORMAT), gather)
+    def route(placement):
+        return Route(placement=placement, weights=FORMAT)
+
+    found, placements = run(shape, size, route, gather, alone_elements=alone)
     for got, leaf, p in zip(found, values_of(), placements, strict=True):
         want = as_it_arrives(leaf, p, shape[0] * shape[1], FORMAT)
         np.testing.assert_array_equal(got, want)

@@ -8,14 +8,17 @@ import json
 import math
 import re
 from collections.abc import Collection, Mapping
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 
-from zeroxla.checkpoint.entries import WIRES, Entry, name
+from zeroxla.checkpoint.entries import WIRES, Entry, key_kind, slashed
+from zeroxla.config.zero_config import ZeroConfig
 from zeroxla.program.paths import Path as Name
 from zeroxla.program.report import Report, format_bytes
+from zeroxla.step.state import TrainState
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -76,20 +79,42 @@ class About(Report):
     format: int = FORMAT
 
     @staticmethod
-    def of(number: int, found: Mapping[Name, Entry], **rest: Any) -> About:
-        """Describe the arrays of a state."""
+    def of(
+        number: int,
+        state: TrainState,
+        found: Mapping[Name, Entry],
+        *,
+        position: Any,
+        config: ZeroConfig | None,
+    ) -> About:
+        """Describe a state.
+
+        Args:
+          number: the number of steps taken.
+          state: the state.
+          found: its arrays, `entries(state)`.
+          position, config: as `Checkpointer.save` takes them.
+        """
         leaves = {
             path: CheckpointArray(name=path, shape=e.shape, dtype=e.dtype)
             for path, e in found.items()
         }
-        return About(number=number, leaves=leaves, **rest)
+        return About(
+            number=number,
+            leaves=leaves,
+            mesh=dict(state.step.sharding.mesh.shape),  # type: ignore[union-attr]
+            config=None if config is None else _plain(dataclasses.asdict(config)),
+            position=position,
+            key=key_kind(state.key),
+            version=version("zeroxla"),
+        )
 
     @property
     def fingerprint(self) -> str:
         digest = hashlib.blake2b(digest_size=8)
         for path in sorted(self.leaves):
             if path[0] == "params":
-                digest.update(f"{name(path)} {self.leaves[path]}\n".encode())
+                digest.update(f"{slashed(path)} {self.leaves[path]}\n".encode())
         return digest.hexdigest()
 
     def holds(self, path: Name, entry: Entry) -> bool:
@@ -99,7 +124,7 @@ class About(Report):
 
     def select(self, pattern: str) -> list[CheckpointArray]:
         """Return the leaves whose name matches a regular expression, whole or in part."""
-        return [leaf for path, leaf in self.leaves.items() if re.search(pattern, name(path))]
+        return [leaf for path, leaf in self.leaves.items() if re.search(pattern, slashed(path))]
 
     def write(self, folder: Path) -> None:
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
@@ -143,7 +168,7 @@ class About(Report):
         table.add_column("bytes", justify="right")
         for path, leaf in self.leaves.items():
             shape = " x ".join(map(str, leaf.shape)) or "scalar"
-            table.add_row(name(path), shape, leaf.dtype, format_bytes(leaf.num_bytes))
+            table.add_row(slashed(path), shape, leaf.dtype, format_bytes(leaf.num_bytes))
         total = sum(leaf.num_bytes for leaf in self.leaves.values())
         table.add_section()
         table.add_row("total", "", "", format_bytes(total))
@@ -168,9 +193,9 @@ class About(Report):
             if there != here:
                 what = "optimizer" if path[0] == "opt_state" else "model"
                 raise ValueError(
-                    f"the checkpoint of step {self.number} is of another {what}: its {name(path)} "
-                    f"is {there or 'missing'}, and here it is {here or 'missing'}; build the same "
-                    f"{what}, or restore the parameters that fit with restore_params"
+                    f"the checkpoint of step {self.number} is of another {what}: its "
+                    f"{slashed(path)} is {there or 'missing'}, and here it is {here or 'missing'}; "
+                    f"build the same {what}, or restore the parameters that fit with restore_params"
                 )
 
 
@@ -179,3 +204,12 @@ def _newer(file: Path, values: Mapping[str, Any]) -> ValueError:
         f"{file} is of format {values['format']}, written by zeroxla {values.get('version')}; this "
         f"one reads formats up to {FORMAT}: install a newer zeroxla"
     )
+
+
+def _plain(value: Any) -> Any:
+    """Return an option as a value that JSON can hold."""
+    if isinstance(value, dict):
+        return {name: _plain(x) for name, x in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(x) for x in value]
+    return value if isinstance(value, (str, int, float, bool, type(None))) else str(value)

@@ -6,18 +6,15 @@ import dataclasses
 import functools
 import re
 import warnings
-from collections.abc import Callable, Mapping
-from importlib.metadata import version
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import jax
 from flax import traverse_util
 
-from zeroxla.checkpoint import entries as logical
 from zeroxla.checkpoint.about import About
-from zeroxla.checkpoint.disk_arrays import apart, replaced_on_disk, to_disk, writer_of
-from zeroxla.checkpoint.entries import WIRES, Entry, entries, rebuild
+from zeroxla.checkpoint.disk_arrays import by_place, replaced_on_disk, to_disk, writer_of
+from zeroxla.checkpoint.entries import WIRES, Entry, entries, rebuild, slashed, with_params
 from zeroxla.checkpoint.store import Store
 from zeroxla.config.zero_config import ZeroConfig
 from zeroxla.program.paths import Path as Name
@@ -135,15 +132,7 @@ class Checkpointer:
                 return False
             self._store.delete(number)
         found = entries(state)
-        about = About.of(
-            number,
-            found,
-            mesh=dict(state.step.sharding.mesh.shape),  # type: ignore[union-attr]
-            config=None if config is None else _plain(dataclasses.asdict(config)),
-            position=position,
-            key=logical.key_kind(state.key),
-            version=version("zeroxla"),
-        )
+        about = About.of(number, state, found, position=position, config=config)
         self._store.save(number, found, about)
         return True
 
@@ -201,8 +190,8 @@ class Checkpointer:
         wanted = entries(shapes)
         about.check(wanted)
         wanted = self._with_wires(about, wanted)
-        read = functools.partial(self._read, number)
-        in_memory, on_disk = apart(wanted)
+        read = functools.partial(self._store.read_entries, number)
+        in_memory, on_disk = by_place(wanted)
         arrays: dict[Name, Any] = {**read(in_memory)}
         if on_disk:
             arrays |= to_disk(read, on_disk, writer_of(like, shapes))
@@ -232,24 +221,22 @@ class Checkpointer:
         chosen = {
             path
             for path in about.leaves
-            if path[0] == "params" and re.search(pattern, logical.name(path[1:]))
+            if path[0] == "params" and re.search(pattern, slashed(path[1:]))
         }
         if not chosen:
             raise ValueError(
                 f"no parameter of the checkpoint of step {number} matches {pattern!r}; they are "
-                + ", ".join(logical.name(p[1:]) for p in about.leaves if p[0] == "params")
+                + ", ".join(slashed(p[1:]) for p in about.leaves if p[0] == "params")
             )
         if like is None:
             shapes = shapes_of({path: about.leaves[path] for path in chosen})
             return traverse_util.unflatten_dict(self._store.read(number, shapes))["params"]
         found = entries(like)
         about.check(found, chosen)
-        read = functools.partial(self._read, number)
-        arrays, on_disk = apart({path: found[path] for path in chosen})
+        read = functools.partial(self._store.read_entries, number)
+        arrays, on_disk = by_place({path: found[path] for path in chosen})
         # The wire state belongs to other weights.
-        new = dataclasses.replace(
-            like, params=logical.with_params(like, read(arrays)), wire_state=None
-        )
+        new = dataclasses.replace(like, params=with_params(like, read(arrays)), wire_state=None)
         return replaced_on_disk(new, read, on_disk) if on_disk else new
 
     def close(self) -> None:
@@ -265,17 +252,6 @@ class Checkpointer:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _read(self, number: int, wanted: Mapping[Name, Entry]) -> dict[Name, jax.Array]:
-        """Read arrays as they are stored on a mesh. Arrays without elements are not in the
-        storage."""
-        targets = {
-            path: jax.ShapeDtypeStruct(e.array.shape, e.array.dtype, sharding=e.array.sharding)
-            for path, e in wanted.items()
-            if e.array.size
-        }
-        empty = {path: logical.empty(e) for path, e in wanted.items() if not e.array.size}
-        return empty | (self._store.read(number, targets) if targets else {})
 
     def _with_wires(self, about: About, wanted: dict[Name, Entry]) -> dict[Name, Entry]:
         """Leave out the wire state unless all of it fits."""
@@ -293,12 +269,3 @@ class Checkpointer:
 
 def _warn(text: str) -> None:
     warnings.warn(text, stacklevel=3)
-
-
-def _plain(value: Any) -> Any:
-    """Return an option as a value that JSON can hold."""
-    if isinstance(value, dict):
-        return {name: _plain(x) for name, x in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(x) for x in value]
-    return value if isinstance(value, (str, int, float, bool, type(None))) else str(value)

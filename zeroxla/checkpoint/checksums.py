@@ -80,7 +80,7 @@ def _read(file: Path) -> dict[str, list[int]]:
         if zlib.crc32(text.encode()) == whole["crc32"]:
             return json.loads(text)
     except (ValueError, KeyError, TypeError):
-        pass  # not what was written, whatever it is
+        pass  # reported below, whatever the file holds
     raise ValueError("it does not hold what was written")
 
 

@@ -25,8 +25,6 @@ from zeroxla.step.step import Step
 BATCH_BYTES = 256 * 2**20
 """Bytes of arrays in host memory at a time; the largest array's if that is more."""
 
-"""The memory that all backends have."""
-
 
 class DiskHandler(ocp.type_handlers.ArrayHandler):
     """Writes `DiskArray`s as Orbax writes arrays of devices.
@@ -106,7 +104,7 @@ def writer_of(like: Step | TrainState, shapes: TrainState) -> DiskWriter:
     raise ValueError("these shapes are of a state on disk, whose file a step makes; pass the step")
 
 
-def apart(wanted: Mapping[Name, Entry]) -> tuple[dict[Name, Entry], dict[Name, Entry]]:
+def by_place(wanted: Mapping[Name, Entry]) -> tuple[dict[Name, Entry], dict[Name, Entry]]:
     """Return the arrays of a state that are in memory, and those on disk."""
     in_memory = {path: e for path, e in wanted.items() if place_of(e.array) != "disk"}
     return in_memory, {path: e for path, e in wanted.items() if path not in in_memory}

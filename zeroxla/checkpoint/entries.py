@@ -116,8 +116,8 @@ def key_kind(key: jax.Array) -> str:
     return str(jax.random.key_impl(key))
 
 
-def name(path: Path) -> str:
-    """Return an array's name in the form for people: "params/h/kernel"."""
+def slashed(path: Path) -> str:
+    """Return an array's name for people, such as "params/h/attn/c_attn/kernel"."""
     return "/".join(path)
 
 
@@ -148,7 +148,7 @@ def _check_names(found: Mapping[Path, Entry]) -> None:
         other = seen.setdefault(".".join(path), path)
         if other != path:
             raise ValueError(
-                f"{name(other)} and {name(path)} have the same name in a checkpoint, "
+                f"{slashed(other)} and {slashed(path)} have the same name in a checkpoint, "
                 f"{'.'.join(path)}; rename one of them"
             )
 
@@ -162,7 +162,7 @@ def _key_data(key: Any) -> Any:
 
 def _wrap_key(data: jax.Array, kind: str) -> jax.Array:
     assert isinstance(data.sharding, NamedSharding)
-    everywhere = NamedSharding(data.sharding.mesh, PartitionSpec())  # of a key, which has no dims
+    everywhere = NamedSharding(data.sharding.mesh, PartitionSpec())  # a key has no dims
     wrap = jax.jit(lambda x: jax.random.wrap_key_data(x, impl=kind), out_shardings=everywhere)
     return wrap(data)
 

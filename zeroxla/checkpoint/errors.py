@@ -15,7 +15,7 @@ def root_cause(error: BaseException) -> str:
     """Return the first error of a chain, in words."""
     while error.__cause__ is not None:
         error = error.__cause__
-    # tensorstore appends a dump of its whole specification.
+    # tensorstore appends its whole specification to the message.
     return str(error).split(" [tensorstore_spec")[0].split(" [os_error_code")[0]
 
 

@@ -53,7 +53,7 @@ class StateHandler(ocp.AsyncCheckpointHandler):
         tree = traverse_util.unflatten_dict({p: e.array for p, e in args.found.items()})
         try:
             writes = await self._arrays.async_save(directory, args=ocp.args.PyTreeSave(tree))
-        except Exception as error:  # raised where all processes hear of it
+        except Exception as error:  # `_Write` raises it, where all processes hear of it
             writes = [_Failed(error)]
         return [_Write(self._arrays, writes or [], Path(directory), args)]
 
@@ -66,7 +66,7 @@ class StateHandler(ocp.AsyncCheckpointHandler):
 
     def restore(self, directory: Any, args: RestoreState) -> dict[Name, Any]:
         """Read arrays; each device's part goes straight to it."""
-        # Orbax refuses what is as large as its limit.
+        # Orbax refuses an array that is as large as its limit.
         largest = max(math.prod(x.shape) * x.dtype.itemsize for x in args.targets.values())
         limit = (max(largest, BUFFER_BYTES) + 2**20) / 10**9
         tree = traverse_util.unflatten_dict(dict(args.targets))
@@ -120,7 +120,7 @@ class _Write(ocp.future.Future):  # pyright: ignore[reportAttributeAccessIssue]
                 except Exception as error:
                     raise OSError(root_cause(error)) from error
 
-            # Who fails alone would leave the others waiting.
+            # A process that failed alone would leave the others waiting.
             together(topic, act, timeout=timeout, name=self._args.name)
 
         share("checkpoint's files", self._write)
@@ -138,9 +138,9 @@ class _Write(ocp.future.Future):  # pyright: ignore[reportAttributeAccessIssue]
         del timeout  # nothing here waits
         if jax.process_index() != 0:
             return
-        self._arrays.finalize(self._folder)  # type: ignore[arg-type]  (a path of its own kind)
+        self._arrays.finalize(self._folder)  # type: ignore[arg-type]  (Orbax has a path type of its own)
         _cut(self._folder, {p: e.shape for p, e in self._args.found.items() if e.is_padded})
-        # The shardings that arrays had; those of natural shapes need not divide so.
+        # The file holds the shardings of the stored shapes; natural shapes may not divide so.
         (self._folder / "_sharding").unlink(missing_ok=True)
         self._args.about.write(self._folder)
         sum_rest(self._folder)
@@ -160,7 +160,7 @@ def open_array(folder: Path, path: Name) -> ts.TensorStore:
     """Open an array of a checkpoint, to read parts of it.
 
     Args:
-      folder: of the state.
+      folder: the folder of the state.
       path: the array's name.
     """
     store = {"driver": "ocdbt", "base": f"file://{folder}/", "path": f"{'.'.join(path)}/"}

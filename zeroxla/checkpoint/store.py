@@ -1,4 +1,7 @@
-"""The checkpoints in a folder as Orbax's `CheckpointManager` keeps them: whole or not there."""
+"""`Store`: the numbered checkpoints in a folder, kept by Orbax's `CheckpointManager`.
+
+A checkpoint is whole or not there. `Checkpointer` adds the training state to this.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ import orbax.checkpoint as ocp
 
 from zeroxla.checkpoint.about import About
 from zeroxla.checkpoint.checksums import find_damage
-from zeroxla.checkpoint.entries import Entry
+from zeroxla.checkpoint.entries import Entry, empty
 from zeroxla.checkpoint.errors import SaveError, quiet_absl, root_cause
 from zeroxla.checkpoint.orbax_handler import SAVE_TIMEOUT_S, RestoreState, SaveState, StateHandler
 from zeroxla.mesh.processes.exchange import exchange, on_first
@@ -22,15 +25,15 @@ from zeroxla.program.paths import Path as Name
 
 STATE = "state"
 
-_saves = itertools.count()  # all processes make the same ones
+_saves = itertools.count()  # the same in all processes, which make the same saves
 
 
 class Store:
-    """Numbered states in a folder; of several processes all make the same calls.
+    """Numbered states in a folder. If there are several processes, all make the same calls.
 
     Args:
-      folder: made if missing.
-      keep: how many; None for all.
+      folder: the folder; made if missing.
+      keep: how many states to keep. None keeps all.
       asynchronous: whether `save` leaves the writing to a thread.
 
     Raises:
@@ -39,14 +42,14 @@ class Store:
 
     def __init__(self, folder: Path, *, keep: int | None, asynchronous: bool) -> None:
         self.folder = folder
-        self._saving: int | None = None  # or saved last
-        self._failure: SaveError | None = None  # of the last save, until it is raised
-        self._has_reported = False  # that failure
-        self._damage: dict[int, str | None] = {}  # of those that were looked at
+        self._saving: int | None = None  # the number that is being saved, or was saved last
+        self._failure: SaveError | None = None  # why the last save failed, until it is raised
+        self._has_reported = False  # whether that failure has been reported
+        self._damage: dict[int, str | None] = {}  # of the checkpoints that were looked at
         try:
             self._manager = ocp.CheckpointManager(
                 folder,
-                # Named here, so that the metadata can be read before anything was saved.
+                # The item is named here so that its metadata can be read before the first save.
                 item_handlers={STATE: StateHandler()},
                 options=ocp.CheckpointManagerOptions(
                     max_to_keep=keep,
@@ -62,14 +65,14 @@ class Store:
             ) from error
 
     def numbers(self) -> list[int]:
-        """Return the numbers that are there, ascending."""
+        """Return the numbers of the checkpoints that are there, ascending."""
         return sorted(self._manager.all_steps())
 
     def folder_of(self, number: int) -> Path:
         return self.folder / str(number) / STATE
 
     def save(self, number: int, found: Mapping[Name, Entry], about: About) -> None:
-        """Write a state. A failure before, which the caller has reported, is not raised any more.
+        """Write a state. An earlier failure, which the caller has reported, is no longer raised.
 
         Raises:
           SaveError: it could not be written.
@@ -87,7 +90,7 @@ class Store:
         """Wait until the last save is whole.
 
         Raises:
-          SaveError: it could not be written; only once.
+          SaveError: it could not be written. It is raised once.
         """
         self._settle()
         failure, self._failure = self._failure, None
@@ -95,23 +98,33 @@ class Store:
             raise failure
 
     def wait_and_report(self, report: Callable[[str], None]) -> None:
-        """Wait until the last save is whole; report, once, that it could not be written: `wait`
-        still raises it."""
+        """Wait until the last save is whole. If it failed, report that once; `wait` still raises
+        it."""
         self._settle()
         if self._failure is not None and not self._has_reported:
             self._has_reported = True
             report(str(self._failure))
 
     def read(self, number: int, targets: Mapping[Name, jax.ShapeDtypeStruct]) -> dict[Name, Any]:
-        """Read arrays: onto the shardings of the targets, padded with zeros up to their shapes."""
+        """Read arrays onto the shardings of the targets, padded with zeros up to their shapes."""
         with quiet_absl():
             read = ocp.args.Composite(**{STATE: RestoreState(targets)})
             return self._manager.restore(number, args=read)[STATE]
 
-    def damage(self, number: int) -> str | None:
-        """Return what is wrong with a checkpoint, in words; None if nothing is.
+    def read_entries(self, number: int, wanted: Mapping[Name, Entry]) -> dict[Name, jax.Array]:
+        """Read arrays onto a mesh, as their entries say that a state stores them."""
+        targets = {
+            path: jax.ShapeDtypeStruct(e.array.shape, e.array.dtype, sharding=e.array.sharding)
+            for path, e in wanted.items()
+            if e.array.size
+        }
+        without_elements = {path: empty(e) for path, e in wanted.items() if not e.array.size}
+        return without_elements | (self.read(number, targets) if targets else {})
 
-        Cost: the first time, reads its files, each process some of them.
+    def damage(self, number: int) -> str | None:
+        """Describe the damage to a checkpoint; return None if there is none.
+
+        Cost: the first call reads its files, each process a part of them.
         """
         if number not in self._damage:
             part, parts = jax.process_index(), jax.process_count()
@@ -121,14 +134,15 @@ class Store:
         return self._damage[number]
 
     def about(self, number: int) -> About:
-        """Return what a checkpoint says of itself."""
+        """Return the description of a checkpoint."""
         return About.read(self.folder_of(number))
 
     def listed(self, number: int | None, report: Callable[[str], None]) -> int:
-        """Return the number if it is there; the newest if None. Report a save that failed.
+        """Return the number if its checkpoint is there; for None, the newest number. Report a save
+        that failed.
 
         Raises:
-          ValueError: it is not, or nothing is.
+          ValueError: that checkpoint is not there, or none is.
         """
         self.wait_and_report(report)
         numbers = self.numbers()
@@ -144,8 +158,8 @@ class Store:
         )
 
     def latest(self, report: Callable[[str], None]) -> int | None:
-        """Return the newest that is not damaged; None if there is none. Report what is damaged, and
-        a save that failed."""
+        """Return the newest number whose checkpoint is undamaged; None if there is none. Report
+        damaged checkpoints, and a save that failed."""
         self.wait_and_report(report)
         for number in reversed(self.numbers()):
             damage = self.damage(number)
@@ -155,10 +169,10 @@ class Store:
         return None
 
     def whole(self, number: int | None, report: Callable[[str], None]) -> int:
-        """Return the number if it is there and not damaged; as `latest` if None.
+        """Return the number if its checkpoint is there and undamaged; for None, as `latest`.
 
         Raises:
-          ValueError: it is not.
+          ValueError: it is missing or damaged; for None, there is no undamaged one.
         """
         listed = self.listed(number, report)
         if number is None:
@@ -183,7 +197,7 @@ class Store:
         self._damage.pop(number, None)
 
     def close(self) -> None:
-        """Wait, and release threads.
+        """Wait for the last save, and release threads.
 
         Raises:
           SaveError: the last save could not be written.
@@ -210,7 +224,8 @@ class Store:
         probe.unlink()
 
     def _remove_leftovers(self) -> None:
-        # Of writes that failed: they hold space. What a dying write adds later goes the next time.
+        # Failed writes leave files that take space. Those that a dying write adds after this are
+        # removed the next time.
         if jax.process_index() == 0:
             for leftover in self.folder.glob("*.orbax-checkpoint-tmp*"):
                 shutil.rmtree(leftover, ignore_errors=True)
@@ -220,8 +235,8 @@ class Store:
         try:
             with quiet_absl():
                 yield
-        # Orbax passes on what its storage layer raises: OSError, ValueError for tensorstore's
-        # errors (a full disk among them), RuntimeError from its threads.
+        # Orbax passes on the errors of its storage layer: OSError, ValueError from tensorstore
+        # (also for a full disk), RuntimeError from its threads.
         except Exception as error:
             number = self._saving
             self._remove_leftovers()

@@ -65,9 +65,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(help_text())
         return 0
     if name == "--version":
-        import zeroxla
+        from importlib.metadata import version
 
-        print(f"zeroxla {zeroxla.__version__}")
+        print(f"zeroxla {version('zeroxla')}")
         return 0
     try:
         command = _find(name)

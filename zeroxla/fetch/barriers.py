@@ -1,4 +1,4 @@
-"""Making what follows from a leaf once, so that XLA does not keep the leaf to make it again."""
+"""Barriers that keep XLA from making an activation a second time from a gathered leaf."""
 
 from __future__ import annotations
 
@@ -12,27 +12,31 @@ from zeroxla.program.primitives import NEVER_FUSED
 from zeroxla.program.trace import Program, Value, read, run
 
 
-def hold(program: Program, leaves: Collection[Value]) -> Callable[..., list[jax.Array]]:
-    """Return what evaluates `program`, some of its values behind a barrier; see `held_values`."""
-    held = held_values(program, leaves)
+def with_barriers(program: Program, leaves: Collection[Value]) -> Callable[..., list[jax.Array]]:
+    """Return a function that evaluates `program` with barriers behind some of its values.
+
+    `values_behind_barriers` says which values these are.
+    """
+    barred = values_behind_barriers(program, leaves)
 
     def evaluate(*args: jax.Array) -> list[jax.Array]:
         env: dict[Value, Any] = dict(zip(program.inputs, args, strict=True))
         for eq in program.equations:
             run([eq], env)
-            env.update((v, lax.optimization_barrier(env[v])) for v in eq.outputs if v in held)
-        return [read(env, atom) for atom in program.outputs]
+            env.update((v, lax.optimization_barrier(env[v])) for v in eq.outputs if v in barred)
+        return [read(env, operand) for operand in program.outputs]
 
     return evaluate
 
 
-def held_values(program: Program, leaves: Collection[Value]) -> frozenset[Value]:
-    """Return the activations that are made once, behind a barrier.
+def values_behind_barriers(program: Program, leaves: Collection[Value]) -> frozenset[Value]:
+    """Return the activations that are made once, and read through a barrier.
 
-    XLA fuses `h + bias` into whatever reads it and makes it again in backward: the gathered bias,
-    and with it the wire of its whole unit, would stay alive from forward to backward. So the result
-    of an equation that reads a leaf is held. Two exceptions: where all its readers read leaves too,
-    theirs are held; and where no result of the program follows from it by what XLA may fuse.
+    XLA fuses `h + bias` into its readers and makes it again in backward. The gathered bias, and
+    with it the wire of its whole unit, would stay alive from forward to backward. So the result of
+    an equation that reads a leaf gets a barrier, with two exceptions. If all its readers read
+    leaves too, their results get one instead. If no result of the program follows from it through
+    equations that XLA may fuse, it needs none.
     """
     fusible = [eq for eq in program.equations if eq.name not in NEVER_FUSED]
     wanted = {v for v in program.outputs if isinstance(v, Value)}

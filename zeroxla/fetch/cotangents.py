@@ -1,4 +1,4 @@
-"""Cotangents that arrive from several readers of one value, summed."""
+"""`CotangentSums`: adds up the cotangents that several readers of a value send."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Any
 import jax
 
 
-class Sums(dict[Any, jax.Array]):
-    """Cotangents by what they belong to; absent is zero."""
+class CotangentSums(dict[Any, jax.Array]):
+    """Cotangents by the value that they belong to. A missing one is zero."""
 
     def add(self, key: Any, ct: jax.Array) -> None:
-        """Add a cotangent to what is there."""
+        """Add a cotangent to the sum."""
         self[key] = self[key] + ct if key in self else ct
 
     def pop(self, key: Any) -> jax.Array | None:  # type: ignore[override]
-        """Take out what is there, or None."""
+        """Remove and return a sum; None if there is none."""
         return super().pop(key, None)

@@ -1,9 +1,9 @@
 """The fetch plan: which unit is gathered before which equation, and released after which.
 
 `make_plan` cuts a program into segments (see segments.py). Values that follow from leaves and
-constants alone (casts, transposes, masks) are the model, not activations: an equation that makes
-one is not placed in the list but repeated in each segment that reads it, so such a value never
-lives from one segment to another.
+constants alone (casts, transposes, masks) count as the model, not as activations. An equation that
+makes such a value has no place of its own. It is repeated in each segment that reads the value, so
+that the value never lives from one segment to another.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from zeroxla.program.primitives import REDUCTIONS, REMATS, WINDOW_REDUCTIONS
 from zeroxla.program.scan import Scan
 from zeroxla.program.stacked_scan import find_stacked, loop_body
 from zeroxla.program.trace import (
-    Atom,
     Equation,
+    Operand,
     Program,
     Value,
     active_values,
@@ -26,8 +26,8 @@ from zeroxla.program.trace import (
     flatten_behind,
 )
 
-# A parameter-only reduction (a norm, a penalty) this many times smaller than what it reads is
-# computed once and kept, rather than its operands gathered again wherever it is read.
+# A reduction of parameters alone (a norm, a penalty) is computed once and kept if its result is
+# this many times smaller than its operands. These are then not gathered again for each reader.
 _SUMMARY_RATIO = 8
 
 
@@ -40,7 +40,7 @@ def make_plan(
     constants: Iterable[Value] = (),
     recoverable: Iterable[Value] | None = None,
     split_dims: Mapping[Value, int | None],
-    gradient_of: Sequence[Atom] | None = None,
+    gradient_of: Sequence[Operand] | None = None,
 ) -> FetchPlan:
     """Cut `program` into segments.
 
@@ -48,12 +48,12 @@ def make_plan(
       program: the model's loss, or the body of one of its loops.
       leaves: the inputs that are gathered.
       active: the inputs with a gradient: trainable leaves and floating activations.
-      gradient_of: the outputs that are differentiated; all if None.
-      unit_elements: the most elements of leaves gathered together, unless one leaf alone has more;
-        None finds the model's repeated block.
+      unit_elements: the most elements of leaves gathered together, unless one leaf alone has more.
+        None takes the model's repeated block.
       constants: see `FetchPlan`.
-      recoverable: see `FetchPlan`; every input if None.
-      split_dims: the dim along which each leaf is stored split.
+      recoverable: see `FetchPlan`. None means every input.
+      split_dims: the dim along which each leaf is stored split; None for a leaf stored whole.
+      gradient_of: the outputs that are differentiated. None means all.
     """
     gradient_of = program.outputs if gradient_of is None else gradient_of
     return _Planner(
@@ -69,6 +69,13 @@ def make_plan(
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class _Planner:
+    """Makes one plan; see `make_plan` for the fields.
+
+    Attributes:
+      known: the equation that makes each parameter-only value.
+      segments: the segments so far.
+    """
+
     program: Program
     leaves: tuple[Value, ...]
     active: frozenset[Value]
@@ -77,7 +84,6 @@ class _Planner:
     recoverable: frozenset[Value]
     split_dims: Mapping[Value, int | None]
 
-    # Filled by plan().
     known: dict[Value, Equation] = dataclasses.field(default_factory=dict)
     segments: list[Segment] = dataclasses.field(default_factory=list)
 
@@ -127,7 +133,7 @@ class _Planner:
         )
 
     def _placed_equations(self) -> list[Equation]:
-        """Split the equations: those placed are returned, the parameter-only ones go to `known`."""
+        """Return the equations that get a place; put the parameter-only ones into `known`."""
         data = set(self.program.inputs) - set(self.leaves) - self.constants
         from_leaf = set(self.leaves)
         placed = []
@@ -155,7 +161,7 @@ class _Planner:
     def _close(
         self, run: list[tuple[Equation | None, tuple[Value, ...]]], here: dict[Value, None]
     ) -> None:
-        """Make a segment of the equations in `run`, with what it reads from outside."""
+        """Make a segment of the equations in `run`, and empty `run` and `here`."""
         if not run:
             return
         equations: dict[Equation, None] = {}
@@ -175,13 +181,13 @@ class _Planner:
         here.clear()
 
     def _set_outputs(self, outputs: Sequence[Value]) -> None:
-        """Give each straight segment its outputs: what later segments or the caller read."""
+        """Give each straight segment its outputs: the values that others read after it."""
         wanted = set(outputs)
         for i in reversed(range(len(self.segments))):
             seg = self.segments[i]
             if isinstance(seg, Straight):
                 own = [v for eq in seg.equations for v in eq.outputs]
-                if i == len(self.segments) - 1:  # parameter-only outputs of the program are here
+                if i == len(self.segments) - 1:  # it makes the program's parameter-only outputs
                     own += seg.leaves
                 else:
                     own = [v for v in own if v not in self.known]
@@ -190,7 +196,7 @@ class _Planner:
             wanted.update(seg.inputs)
 
     def _loop(self, eq: Equation) -> LayerLoop | None:
-        """Return the loop of a `scan` that runs over stacked leaves, else None."""
+        """Return the loop of a `scan` over stacked leaves; None for any other equation."""
         if eq.name != "scan":
             return None
         scan = Scan(eq)
@@ -229,7 +235,7 @@ class _Planner:
         return LayerLoop(scan, leaves, tuple(known), inputs, stacked, body)
 
     def _active_in_body(self, scan: Scan, body: Program) -> set[Value]:
-        """The body's inputs that have a gradient; a carry has one if any turn gives it one."""
+        """Return the body's inputs with a gradient. A carry has one if any turn gives it one."""
         operands = scan.equation.inputs
         active = {v for v, a in zip(body.inputs, operands, strict=True) if a in self.active}
         carries, results = scan.split_inputs(body.inputs)[1], scan.split_outputs(body.outputs)[0]
@@ -242,7 +248,8 @@ class _Planner:
             active |= more
 
     def _remat(self, eq: Equation, unit_elements: int) -> Remat | None:
-        """Return a plan of a `jax.checkpoint` body that is more than one unit, else None."""
+        """Return the plan of a `jax.checkpoint` body that has more than one unit; None for any
+        other equation."""
         if eq.name not in REMATS:
             return None
         known, roots = closure(eq.values, self.known)
@@ -265,6 +272,7 @@ class _Planner:
 
 
 def _is_summary(eq: Equation) -> bool:
+    """Return whether a reduction is so much smaller than its operands that it is kept."""
     if eq.name not in REDUCTIONS | WINDOW_REDUCTIONS:
         return False
     read = sum(v.aval.size for v in eq.values)

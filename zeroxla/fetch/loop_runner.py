@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from zeroxla.config.fetch_limits import FetchLimits
-from zeroxla.fetch.cotangents import Sums
+from zeroxla.fetch.cotangents import CotangentSums
 from zeroxla.fetch.segments import LayerLoop
 from zeroxla.program.trace import Value, read, run
 from zeroxla.wire.collectives import Collectives
@@ -21,11 +21,19 @@ Sources = Mapping[Value, LeafSource]
 
 
 class LoopRunner:
-    """Forward and backward of one `LayerLoop` segment.
+    """Runs one `LayerLoop` segment forward and backward.
 
-    Both are `lax.scan`s over the stored shards, whose slices the body's own plan gathers. Forward
-    stacks the body's tape, so a turn keeps its activations; constants and the scan's own `xs` are
-    not stacked again, backward reads them where they are.
+    Both directions are a `lax.scan` over the stored shards, whose slices the body's own plan
+    gathers. Forward stacks the body's tapes, so that each turn keeps its activations. Constants and
+    the scan's own `xs` are not stacked again; backward reads them where they are.
+
+    Args:
+      loop: the segment.
+      collectives: the collectives of the mesh.
+      routes: the route of each leaf outside the loop.
+      limits: the limits of prefetch and reuse.
+      keep: whether the stacked leaves stay whole until backward.
+      make_runner: makes the `FetchRunner` of the body.
     """
 
     def __init__(
@@ -48,13 +56,13 @@ class LoopRunner:
         if keep:
             everything = sum(v.aval.size for v in loop.body.leaves)
             limits = dataclasses.replace(limits, max_live=everything, max_reuse=2 * everything)
-        else:  # what one turn keeps, the tape would hold for every turn
+        else:  # the tape would hold for every turn what one turn keeps
             limits = dataclasses.replace(limits, max_live=0)
         self.body = make_runner(loop.body, collectives, body_routes, limits)
-        # What the body's later gathers are tied to, whose first one may run in the turn before.
+        # The body's later gathers are tied to these. The first one may run in the turn before.
         carries = self.scan.split_inputs(loop.body.inputs)[1]
         self.activations = carries if limits.prefetch != 0 else ()
-        self.x_atoms = [a for i, a in enumerate(self.scan.xs) if i not in loop.stacked]
+        self.x_operands = [a for i, a in enumerate(self.scan.xs) if i not in loop.stacked]
 
     def forward(
         self,
@@ -67,7 +75,7 @@ class LoopRunner:
         key: jax.Array | None,
         earlier: Any,
     ) -> tuple[list[jax.Array], Any]:
-        """Return the scan's outputs and the stacked tape."""
+        """Return the scan's outputs and the stacked tapes."""
         consts, carry, xs = self._operands(self._known(gathered, env))
 
         def body(carry: Sequence[jax.Array], x: Any) -> tuple[list[jax.Array], Any]:
@@ -101,13 +109,14 @@ class LoopRunner:
         key: jax.Array | None,
         earlier: Any,
     ) -> tuple[dict[Value, jax.Array], dict[Value, jax.Array]]:
-        """Return cotangents of whole leaves and inputs, and gradient shards of stacked leaves."""
+        """Return the cotangents of whole leaves and inputs, and the stacked leaves' gradient
+        shards."""
         plan = self.loop.body
         known_env = self._known(gathered, env)
         consts, _, xs = self._operands(known_env)
         const_vars, carry_vars, x_vars = self.scan.split_inputs(plan.inputs)
         active_consts = [v for v in const_vars if v in plan.active]
-        # A carry that no turn reads still brings the last turn's result a cotangent.
+        # Even if no turn reads a carry, the cotangent of its last value belongs to the last turn.
         active_carry = [
             i
             for i, (v, out) in enumerate(zip(carry_vars, plan.outputs, strict=False))
@@ -141,10 +150,14 @@ class LoopRunner:
 
         operand_cts: list[tuple[Any, jax.Array]] = []
         by_const = dict(zip(active_consts, const_cts, strict=True))
-        const_atoms, carry_atoms = self.scan.consts, self.scan.carry
-        operand_cts += [(a, by_const[v]) for a, v in zip(const_atoms, const_vars) if v in by_const]
-        operand_cts += [(carry_atoms[i], ct) for i, ct in zip(active_carry, carry_cts, strict=True)]
-        operand_cts += [(a, ct) for a, ct in zip(self.x_atoms, x_cts) if ct is not None]
+        const_operands, carry_operands = self.scan.consts, self.scan.carry
+        operand_cts += [
+            (a, by_const[v]) for a, v in zip(const_operands, const_vars) if v in by_const
+        ]
+        operand_cts += [
+            (carry_operands[i], ct) for i, ct in zip(active_carry, carry_cts, strict=True)
+        ]
+        operand_cts += [(a, ct) for a, ct in zip(self.x_operands, x_cts) if ct is not None]
         return self._through_known(operand_cts, gathered, env), self._stack(layer_grads)
 
     def _layers(self, sources: Sources) -> list[LeafSource]:
@@ -155,14 +168,14 @@ class LoopRunner:
         return None if key is None else jax.random.split(key, self.scan.length)
 
     def _stack(self, layer_grads: Sequence[jax.Array | None]) -> dict[Value, jax.Array]:
-        grads = Sums()
+        grads = CotangentSums()
         for (leaf, dim), grad in zip(self.loop.stacked.values(), layer_grads, strict=True):
             if grad is not None:
                 grads.add(leaf, jnp.moveaxis(grad, 0, dim))
         return grads
 
     def _known(self, gathered: Arrays, env: Arrays) -> dict[Value, jax.Array]:
-        """The operands that follow from leaves and constants, and those given."""
+        """Return the given values, and the operands that are computed from leaves and constants."""
         full = {**gathered, **{v: env[v] for v in self.loop.inputs if v in env}}
         run(self.loop.known, full)
         return full
@@ -170,18 +183,20 @@ class LoopRunner:
     def _operands(self, env: Arrays) -> tuple[list, list, list]:
         consts = [read(env, a) for a in self.scan.consts]
         carry = [read(env, a) for a in self.scan.carry]
-        return consts, carry, [read(env, a) for a in self.x_atoms]
+        return consts, carry, [read(env, a) for a in self.x_operands]
 
     def _through_known(
         self, operand_cts: Sequence[tuple[Any, jax.Array]], gathered: Arrays, env: Arrays
     ) -> dict[Value, jax.Array]:
-        """Carry the operands' cotangents back to whole leaves and inputs."""
-        sums = Sums()
-        for atom, ct in operand_cts:
-            sums.add(atom, ct)
+        """Turn the operands' cotangents into cotangents of whole leaves and inputs."""
+        sums = CotangentSums()
+        for operand, ct in operand_cts:
+            sums.add(operand, ct)
         made = {v for eq in self.loop.known for v in eq.outputs}
         through = [a for a in sums if a in made]
-        direct = Sums((a, ct) for a, ct in sums.items() if isinstance(a, Value) and a not in made)
+        direct = CotangentSums(
+            (a, ct) for a, ct in sums.items() if isinstance(a, Value) and a not in made
+        )
         if not through:
             return direct
         sources = {v: x for v, x in {**gathered, **env}.items() if v.is_float and self._reads(v)}

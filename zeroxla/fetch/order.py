@@ -1,4 +1,4 @@
-"""When gathers start: each at the entry of the segment that its tie point names.
+"""The order of gathers: each starts at the entry of the segment that its tie point names.
 
 With prefetch, each gather is also tied to the results of the gather before it. Otherwise XLA
 combines the next unit's gather with the gather of the unit after it. The second one may start only
@@ -29,18 +29,18 @@ def tie_points(
     loops: Collection[int] = (),
     in_loop: bool = False,
 ) -> list[int]:
-    """For each segment the earliest one at whose entry its gather may start.
+    """Return for each segment the earliest segment at whose entry its gather may start.
 
-    The elements gathered ahead by then, its own included, are at most `budget`; None is one segment
-    ahead. No gather runs ahead of a whole loop: beside a loop nothing else runs, and the unit would
-    be alive through all its turns.
+    At that entry at most `budget` elements are gathered ahead, the segment's own included. No
+    gather runs ahead of a whole loop: nothing else runs beside a loop, and the unit would be alive
+    through all its turns.
 
     Args:
-      sizes: elements that each segment gathers when it starts, in the order in which they run.
-      budget: see `ZeroConfig.prefetch_bucket`.
-      loops: the segments that are loops.
-      in_loop: the segments are the body of a loop, and its first unit may be gathered in the turn
-        before: -1.
+      sizes: the number of elements that each segment gathers, in the order in which segments run.
+      budget: see `ZeroConfig.prefetch_bucket`. None means one segment ahead.
+      loops: the indices of segments that are loops.
+      in_loop: whether the segments are the body of a loop. Its first unit may then be gathered in
+        the turn before, which is segment -1.
     """
     first = next((i for i, size in enumerate(sizes) if size), None)
     points = []
@@ -58,15 +58,15 @@ def tie_points(
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class FetchOrder:
-    """When the units of one pass over a plan's segments, forward or backward, are gathered.
+    """The order of the gathers in one pass over a plan's segments, forward or backward.
 
-    Attributes (one entry per segment, in the order of the pass):
-      units: the leaves that it gathers when it starts.
+    Attributes (all but `chained` have one entry per segment, in the order of the pass):
+      units: the leaves that the segment uses whole.
       stacked: the stacked leaves of a loop, which its body gathers; () for other segments. The
         gather of the first turn may stand before the loop, so these shards are tied too.
-      keeps: of its leaves, those that stay whole for a later use.
-      points: from `tie_points`.
-      chained: each gather is tied to the one before it.
+      keeps: the leaves of the segment that stay whole for a later use.
+      points: the segments at whose entry the gathers start, from `tie_points`.
+      chained: whether each gather is tied to the one before it.
     """
 
     units: Sequence[Sequence[Value]]
@@ -106,19 +106,21 @@ class FetchOrder:
 
 
 class Fetches:
-    """The gathers of one pass.
+    """The gathers of one pass, while it runs.
+
+    Call `enter` and then `take` for each segment, in order.
 
     Args:
-      order: of the gathers.
-      collectives: how a unit is gathered.
-      routes: of each leaf.
-      sources: what this device holds of each leaf.
+      order: the order of the gathers.
+      collectives: the collectives of the mesh.
+      routes: the route of each leaf.
+      sources: the piece of each leaf that this device holds.
       live: the leaves that are whole when the pass begins.
-      key: where a format rounds stochastically.
+      key: the key of stochastic rounding; None if no format rounds stochastically.
 
     Attributes:
-      sources: as given, tied: what loops and remat bodies must read. A leaf that has been gathered
-        is gathered again from its secondary shard, where it has one.
+      sources: the given sources, tied. Loops and remat bodies must read these. A leaf that has been
+        gathered has its secondary shard here, if it keeps one.
       live: the leaves that are whole now.
     """
 
@@ -136,7 +138,7 @@ class Fetches:
         self.sources, self.live = dict(sources), dict(live)
         self._missing = missing_leaves(order, self.live)
         self._keys = _keys(sources, key)
-        self._arrived: list[jax.Array] = []  # what the last gather gave
+        self._arrived: list[jax.Array] = []  # the results of the last gather
         self._arriving: dict[int, ArrivingUnit] = {}  # not yet cut into leaves
         self.enter(-1, [])
 
@@ -144,11 +146,12 @@ class Fetches:
         """Start the gathers that may start at the entry of segment `point`.
 
         Args:
-          point: position in the pass.
-          entry: what the segment reads that none of them may run ahead of; None is no array.
+          point: the position of the segment in the pass.
+          entry: the arrays that the segment reads and no gather may run ahead of. An entry may be
+            None; it stays None.
 
         Returns:
-          `entry`, tied: what the segment must read.
+          `entry`, tied. The segment must read these arrays.
         """
         entry = list(entry)
         for i, start in enumerate(self.order.points):
@@ -164,7 +167,7 @@ class Fetches:
                 self.sources[v] = LeafSource(x, part.form)
             coming = [self.gathers.on_device(self.sources[v], self.routes[v]) for v in missing]
             if self._by_data and any(is_on_host(self.sources[v].array) for v in missing):
-                # What was tied before is in host memory, and so by a barrier only.
+                # The arrays above are in host memory, and so were tied by a barrier alone.
                 here, after = tie([x.array for x in coming], after, by_data=True)
                 entry = after[: len(entry)]
                 coming = [LeafSource(x, s.form) for x, s in zip(here, coming, strict=True)]
@@ -180,7 +183,7 @@ class Fetches:
         return entry
 
     def take(self, i: int) -> dict[Value, jax.Array]:
-        """Return the whole leaves of segment `i`; call once for each segment, in order."""
+        """Return the whole leaves of segment `i`. Call this once for each segment, in order."""
         missing = self._missing[i]
         whole: dict[Value, jax.Array] = {}
         if missing:
@@ -200,7 +203,12 @@ def stacked_leaves(segment: Segment) -> tuple[Value, ...]:
 
 
 def missing_leaves(order: FetchOrder, live: Collection[Value]) -> list[tuple[Value, ...]]:
-    """Return the leaves that each segment must gather: those that nothing before it kept."""
+    """Return the leaves that each segment must gather, as no segment before it kept them.
+
+    Args:
+      order: the order of a pass.
+      live: the leaves that are whole when the pass begins.
+    """
     live = set(live)
     missing = []
     for unit, kept in zip(order.units, order.keeps, strict=True):

@@ -1,5 +1,8 @@
-"""What is decided about the two passes over a plan before either runs: what is gathered when, what
-backward reads, and what forward leaves for it."""
+"""`PassPlan`: decisions about forward and backward over a plan, made before either runs.
+
+They say when each leaf is gathered, which values backward reads, and which ones forward leaves for
+it.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +22,11 @@ from zeroxla.wire.routes import LeafSource, Route
 
 
 class Tape(NamedTuple):
-    """What forward leaves for backward: a pytree, so that a loop can stack it.
+    """The values that forward leaves for backward. It is a pytree, so that a loop can stack it.
 
     Attributes:
       references: values that backward reads and the caller does not keep, each once.
-      saved: per segment, what only its own backward reads.
+      saved: for each segment, the values that only its own backward reads.
       live: gathered leaves that backward uses again instead of gathering them.
       secondary: the secondary shards from which backward gathers.
     """
@@ -35,14 +38,14 @@ class Tape(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Passes:
+class PassPlan:
     """Forward and backward over the segments of a plan.
 
     Attributes:
       linear: forward and backward of each straight segment.
       kept: (moment, leaf) for each leaf that stays whole after its use at that moment, counted
         over forward and backward.
-      forward_order, backward_order: of the gathers.
+      forward_order, backward_order: the order of the gathers in each pass.
       first_use: the first segment that uses each leaf.
       live_order: the leaves that may stay gathered from forward to backward.
       references: values that backward reads and the caller does not keep.
@@ -59,18 +62,18 @@ class Passes:
     gathered_again: tuple[Value, ...]
 
     def keeps_stacked(self, i: int, loop: LayerLoop) -> bool:
-        """Whether the stacked leaves of a loop, segment i, stay whole until its backward."""
+        """Return whether the stacked leaves of a loop, segment i, stay whole until its backward."""
         stacked = stacked_leaves(loop)
         return bool(stacked) and all((i, leaf) in self.kept for leaf in stacked)
 
     def to_keep(self, sources: Mapping[Value, LeafSource]) -> list[Value]:
-        """The leaves whose secondary shards forward leaves for a later pass."""
+        """Return the leaves whose secondary shards forward leaves for a later pass."""
         return [v for v in self.gathered_again if sources[v].is_shard]
 
     def after(
         self, sources: Mapping[Value, LeafSource], tape: Tape | None
     ) -> dict[Value, LeafSource]:
-        """Return what the leaves are gathered from after a forward that left `tape`."""
+        """Return the sources of the leaves after a forward that left `tape`."""
         if tape is None:
             return dict(sources)
         kept = zip(self.to_keep(sources), tape.secondary, strict=True)
@@ -82,22 +85,22 @@ class Passes:
         return [live[v] for v in self.live_order]
 
 
-def make_passes(
+def plan_passes(
     plan: FetchPlan,
     routes: Mapping[Value, Route],
     limits: FetchLimits,
     *,
     in_loop: bool,
     in_remat: bool,
-) -> Passes:
+) -> PassPlan:
     """Decide about the passes over a plan.
 
     Args:
-      plan: what is run.
-      routes: of each of its leaves.
-      limits: of prefetch and reuse.
-      in_loop: the plan is the body of a loop.
-      in_remat: forward runs a second time before backward.
+      plan: the plan to run.
+      routes: the route of each of its leaves.
+      limits: the limits of prefetch and reuse.
+      in_loop: whether the plan is the body of a loop.
+      in_remat: whether forward runs a second time before backward.
     """
     segments = plan.segments
     linear: dict[Segment, Linearized] = {
@@ -131,7 +134,7 @@ def make_passes(
     )
     first_use, last_use = _uses(forward_leaves)
     live_order = tuple(v for v in first_use if (last_use[v], v) in kept)
-    # What backward, or in a remat body the second forward, gathers once more.
+    # Leaves that backward gathers once more; in a remat body the second forward does.
     missing = (
         missing_leaves(forward_order, ())
         if in_remat
@@ -141,7 +144,7 @@ def make_passes(
     read = (
         v for seg in segments for v in (linear[seg].references if seg in linear else seg.inputs)
     )
-    return Passes(
+    return PassPlan(
         linear=linear,
         kept=kept,
         forward_order=forward_order,

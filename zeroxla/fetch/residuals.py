@@ -1,11 +1,12 @@
-"""Backward of a segment that never keeps the model: residuals that follow from leaves alone are
-made again from the leaves, gathered again, and everything else is kept.
+"""Backward of a segment that keeps no leaf: residuals that depend on leaves alone are computed
+again from leaves that are gathered again, and the other residuals are kept.
 
-`jax.vjp` of a segment is traced into one program, from (leaves, inputs) to (outputs, residuals). In
-it each residual is traced back. What depends on leaves and constants only (a leaf, its cast, its
-transpose) is recomputed in backward; an input of the segment is kept by reference; the rest, which
-are activations, is saved. So each value is saved once, nothing is computed twice but casts and
-layouts of leaves, and it is known exactly which leaves backward reads: no bias, no embedding table.
+`jax.vjp` of a segment is traced into one program, from (leaves, inputs) to (outputs, residuals),
+and each residual is traced back in it. A residual that depends on leaves and constants alone (a
+leaf, its cast, its transpose) is recomputed in backward. A residual that is an input of the segment
+is kept by reference. The others, which are activations, are saved. So each value is saved once, and
+only casts and layouts of leaves are computed twice. It is also known exactly which leaves backward
+reads: no bias, no embedding table.
 """
 
 from __future__ import annotations
@@ -16,21 +17,21 @@ from typing import Any
 
 import jax
 
-from zeroxla.fetch.barriers import hold
+from zeroxla.fetch.barriers import with_barriers
 from zeroxla.fetch.segments import Straight
 from zeroxla.program import compat
-from zeroxla.program.trace import Atom, Equation, Program, Value, closure, flatten, read, run
+from zeroxla.program.trace import Equation, Operand, Program, Value, closure, flatten, read, run
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Linearized:
-    """A segment's forward with residuals, and what its backward reads.
+    """A segment's forward and backward, and the values that backward reads.
 
     Attributes:
       leaves: the leaves that backward gathers.
       references: the segment's inputs that backward reads.
       outputs: the segment's outputs that have a gradient.
-      targets: the leaves and inputs that get one.
+      targets: the leaves and inputs that get a gradient.
       saved: the values, of the traced program, that forward keeps for backward.
     """
 
@@ -44,11 +45,11 @@ class Linearized:
     _evaluate: Callable[..., list[jax.Array]]
     _inputs: dict[Value, Value]  # the segment's value -> its stand-in in the traced program
     _recompute: tuple[Equation, ...]
-    _residuals: tuple[Atom, ...]
+    _residuals: tuple[Operand, ...]
     _pullback: Any
 
     def forward(self, args: Sequence[jax.Array]) -> tuple[list[jax.Array], tuple[jax.Array, ...]]:
-        """Return the segment's outputs, and what is saved for backward.
+        """Return the segment's outputs, and the values saved for backward.
 
         Args:
           args: the segment's leaves and then its inputs.
@@ -58,7 +59,7 @@ class Linearized:
         return results[:num_outputs], tuple(results[num_outputs:])
 
     def evaluate(self, args: Sequence[jax.Array]) -> list[jax.Array]:
-        """Return the segment's outputs, as if nobody took a gradient (custom rules see that)."""
+        """Return the segment's outputs without a derivative: no custom rule runs."""
         return self._evaluate(*args)
 
     def backward(
@@ -68,7 +69,14 @@ class Linearized:
         saved: Sequence[jax.Array],
         cotangents: Sequence[jax.Array],
     ) -> dict[Value, jax.Array]:
-        """Return the cotangent of each of `targets`, given those of `outputs`."""
+        """Return the cotangent of each of `targets`.
+
+        Args:
+          leaves: the gathered leaves, whole.
+          references: the inputs that backward reads.
+          saved: the values that forward saved.
+          cotangents: the cotangents of `outputs`.
+        """
         env = {self._inputs[v]: leaves[v] for v in self.leaves}
         env.update((self._inputs[v], references[v]) for v in self.references)
         env.update(zip(self.saved, saved, strict=True))
@@ -82,9 +90,9 @@ def linearize(segment: Straight, active: Iterable[Value], constants: Iterable[Va
     """Trace the forward and backward of a segment.
 
     Args:
-      segment: what to differentiate.
+      segment: the segment to differentiate.
       active: the values that have a gradient.
-      constants: inputs from which a residual may be recomputed, as from a leaf.
+      constants: the inputs from which a residual may be recomputed, as from a leaf.
     """
     active, constants = frozenset(active), frozenset(constants)
     everything = (*segment.leaves, *segment.inputs)
@@ -134,8 +142,8 @@ def linearize(segment: Straight, active: Iterable[Value], constants: Iterable[Va
         outputs=outputs,
         targets=targets,
         saved=saved,
-        _forward=hold(forward, [stand_ins[v] for v in segment.leaves]),
-        _evaluate=hold(evaluate, segment.leaves),
+        _forward=with_barriers(forward, [stand_ins[v] for v in segment.leaves]),
+        _evaluate=with_barriers(evaluate, segment.leaves),
         _inputs=stand_ins,
         _recompute=tuple(dict.fromkeys(recomputed.values())),
         _residuals=residuals,
@@ -144,7 +152,7 @@ def linearize(segment: Straight, active: Iterable[Value], constants: Iterable[Va
 
 
 def run_saving_no_leaf(segment: Straight, env: dict[Value, Any]) -> None:
-    """Run a segment's equations; a `cond` that reads leaves is recomputed in backward.
+    """Run a segment's equations, with `jax.checkpoint` around each `cond` that reads leaves.
 
     A branch returns its residuals, copies of the leaves among them, as results of the `cond`, where
     they look like activations. Cost: the taken branch runs once more in backward.
@@ -164,10 +172,12 @@ def run_saving_no_leaf(segment: Straight, env: dict[Value, Any]) -> None:
 
 
 def _recomputable(
-    program: Program, residuals: Iterable[Atom], roots: set[Value]
+    program: Program, residuals: Iterable[Operand], roots: set[Value]
 ) -> tuple[dict[Value, Equation], list[Value]]:
-    """Return the equations that make residuals from `roots` alone, in order, by what they make,
-    and the roots that they read."""
+    """Return the equations that compute residuals from `roots` alone, and the roots that they read.
+
+    The equations are in order, each under the values that it makes.
+    """
     known = set(roots)
     producers: dict[Value, Equation] = {}
     for eq in program.equations:

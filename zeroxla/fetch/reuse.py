@@ -1,4 +1,4 @@
-"""Which gathered leaves are kept for their next use instead of being gathered again."""
+"""Decides which gathered leaves are kept for their next use instead of being gathered again."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ def kept_uses(
     """Decide, along forward and backward, which leaves stay alive between two of their uses.
 
     A leaf is kept if at most `limits.max_reuse` elements are gathered between the two uses, and if
-    all that is kept at any time stays within `limits.max_live`; nearest reuses first.
+    the kept elements stay within `limits.max_live` at any time. The nearest reuses come first.
 
     Args:
       uses: the leaves that each moment uses, in order of time.
-      sizes: elements of each leaf.
+      sizes: number of elements in each leaf.
       limits: DeepSpeed's `stage3_max_live_parameters` (here for kept leaves only) and
         `stage3_max_reuse_distance`.
 

@@ -1,9 +1,9 @@
 """Runs a fetch plan: gather a unit, compute, release; in backward gather again, reduce, release.
 
-Forward and backward are both written out here, segment by segment, instead of left to `jax.grad`:
-so each gather and each reduce stands where the plan wants it, tied to the activation or cotangent
-that it must not run ahead of (`prefetch.py`). Without the ties XLA merges the backward gathers with
-the forward ones, or hoists them all, and the whole model is alive again.
+Forward and backward are both written out here, segment by segment, and not left to `jax.grad`. So
+each gather and each reduce stands where the plan wants it, tied to the activation or cotangent that
+it must not run ahead of (see `ties`). Without the ties XLA merges the backward gathers with the
+forward ones, or hoists them all, and the whole model is alive again.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import jax
 import jax.numpy as jnp
 
 from zeroxla.config.fetch_limits import FetchLimits
-from zeroxla.fetch.cotangents import Sums
+from zeroxla.fetch.cotangents import CotangentSums
 from zeroxla.fetch.loop_runner import LoopRunner
 from zeroxla.fetch.order import Fetches, FetchOrder
-from zeroxla.fetch.passes import Tape, make_passes
+from zeroxla.fetch.passes import Tape, plan_passes
 from zeroxla.fetch.segments import FetchPlan, LayerLoop, Remat, Segment, Straight
 from zeroxla.fetch.ties import tie
 from zeroxla.program.random_keys import UNIT_GATHERS, PassRounding, fold_in, number_of
@@ -35,12 +35,12 @@ class FetchRunner:
     """Runs one plan inside `shard_map`.
 
     Args:
-      plan: what to run.
-      collectives: how a unit is gathered and its gradient reduced.
-      routes: of each leaf of the plan.
-      limits: of prefetch and reuse.
-      in_loop: the plan is the body of a loop.
-      in_remat: forward runs a second time before backward.
+      plan: the plan to run.
+      collectives: the collectives of the mesh.
+      routes: the route of each leaf of the plan.
+      limits: the limits of prefetch and reuse.
+      in_loop: whether the plan is the body of a loop.
+      in_remat: whether forward runs a second time before backward.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class FetchRunner:
         in_remat: bool = False,
     ) -> None:
         self.plan, self.collectives, self.routes = plan, collectives, routes
-        self.passes = passes = make_passes(plan, routes, limits, in_loop=in_loop, in_remat=in_remat)
+        self.passes = passes = plan_passes(plan, routes, limits, in_loop=in_loop, in_remat=in_remat)
         self.bodies: dict[Segment, Any] = {}
         for i, seg in enumerate(plan.segments):
             if isinstance(seg, Remat):
@@ -86,22 +86,26 @@ class FetchRunner:
         key: jax.Array | None = None,
         earlier: Tape | None = None,
     ) -> tuple[list[jax.Array], Tape]:
-        """Run the plan.
+        """Run the plan forward.
 
         Args:
-          sources: what this device holds of each leaf.
-          inputs: one per input of the plan.
+          sources: the piece of each leaf that this device holds.
+          inputs: one array per input of the plan.
           record: whether to leave a tape for backward.
           keep: whether to leave secondary shards for a later pass.
-          activations: the inputs that were computed, ahead of which no gather may run.
-          key: where a format rounds stochastically.
-          earlier: what an earlier forward left, whose secondary shards are gathered from.
+          activations: the inputs that were computed. No gather may run ahead of them.
+          key: the key of stochastic rounding; None if no format rounds stochastically.
+          earlier: the tape of an earlier forward, whose secondary shards are gathered from.
+
+        Returns:
+          One array per output of the plan, and the tape. Without `record` the tape holds secondary
+          shards alone.
         """
         sources = self.passes.after(sources, earlier)
         env = dict(zip(self.plan.inputs, inputs, strict=True))
         fetches = self._fetches(self.passes.forward_order, sources, {}, key)
         saved: list[Any] = []
-        made = dict.fromkeys(activations, -1)  # by which segment
+        made = dict.fromkeys(activations, -1)  # the segment that made each activation
         for i, seg in enumerate(self.plan.segments):
             newest = sorted((v for v in seg.inputs if v in made), key=made.__getitem__)[-1:]
             env.update(zip(newest, fetches.enter(i, [env[v] for v in newest]), strict=True))
@@ -132,7 +136,7 @@ class FetchRunner:
         return self._outputs(env), tape
 
     def _outputs(self, env: Arrays) -> list[jax.Array]:
-        return [jnp.asarray(read(env, atom)) for atom in self.plan.outputs]
+        return [jnp.asarray(read(env, operand)) for operand in self.plan.outputs]
 
     def _body_forward(
         self,
@@ -165,28 +169,28 @@ class FetchRunner:
         """Run the plan's backward.
 
         Args:
-          sources: as in forward.
+          sources: as in `forward`.
           inputs: the recoverable inputs of the plan.
-          tape: from forward.
-          cotangents: one per output; None for zero.
-          key: as in forward.
-          earlier: as in forward.
+          tape: the tape that `forward` left.
+          cotangents: one per output of the plan; None means zero.
+          key: as in `forward`.
+          earlier: as in `forward`.
 
         Returns:
-          The reduced gradient shards (float32; no entry where nothing depends on the leaf), and the
-          cotangent of each input of the plan (None for zero).
+          The reduced float32 gradient shards, without an entry for a leaf that no output depends
+          on; and the cotangent of each input of the plan, None for zero.
         """
         plan = self.plan
         env = {**inputs, **dict(zip(self.passes.references, tape.references, strict=True))}
         live = dict(zip(self.passes.live_order, tape.live, strict=True))
         sources = self.passes.after(self.passes.after(sources, earlier), tape)
         fetches = self._fetches(self.passes.backward_order, sources, live, key)
-        cts = Sums()
-        for atom, ct in zip(plan.outputs, cotangents, strict=True):
-            if ct is not None and atom in plan.active:
-                cts.add(atom, ct)
-        whole, reduced = Sums(), Sums()
-        # With prefetch a unit's reduce may run beside the next unit, not only before it.
+        cts = CotangentSums()
+        for operand, ct in zip(plan.outputs, cotangents, strict=True):
+            if ct is not None and operand in plan.active:
+                cts.add(operand, ct)
+        whole, reduced = CotangentSums(), CotangentSums()
+        # With prefetch a unit's reduce may also run beside the next unit, and not only before it.
         lag = int(self.passes.backward_order.chained)
         waiting: list[list[jax.Array]] = []
         last = len(plan.segments) - 1
@@ -214,7 +218,7 @@ class FetchRunner:
             ready = [v for v in whole if self.passes.first_use[v] == i]
             if ready:
                 routes = [self.routes[v] for v in ready]
-                # Else XLA joins the reduces of units that wait for the same activation.
+                # Otherwise XLA joins the reduces of units that wait for the same activation.
                 before = waiting[-1] if lag and waiting else []
                 grads = [whole[v] for v in ready]
                 grads, _ = tie(grads, before, by_data=self.collectives.firm_ties)
@@ -226,10 +230,11 @@ class FetchRunner:
         return dict(reduced), [cts.pop(v) for v in plan.inputs]
 
     def _residents_first(self, seg: Segment, cts: Arrays) -> Arrays:
-        """Return the cotangents that a segment gives, such that those of the plan's inputs, leaves
-        that are not gathered among them, come before those that the segments before it wait for.
+        """Tie a segment's cotangents: those of the plan's inputs come first.
 
-        Else XLA may leave them to the end, and keep of every segment what they are computed from.
+        Earlier segments then wait for the cotangents of the plan's inputs, among which are the
+        leaves that are not gathered. Otherwise XLA may leave these to the end, and keep from every
+        segment the values that they are computed from.
         """
         given = [v for v in self.plan.inputs if v in cts]
         awaited = [v for v in cts if v in seg.inputs and v not in given]
@@ -246,7 +251,7 @@ class FetchRunner:
         cotangents: Sequence[jax.Array | None],
         **options: Any,
     ) -> tuple[Arrays, Arrays]:
-        """Return cotangents of whole leaves and inputs, and reduced gradient shards."""
+        """Return the cotangents of whole leaves and inputs, and reduced gradient shards."""
         if isinstance(seg, Straight):
             linear = self.passes.linear[seg]
             by_value = dict(zip(seg.outputs, cotangents, strict=True))

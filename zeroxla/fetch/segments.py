@@ -1,7 +1,7 @@
-"""What a fetch plan is made of.
+"""Segments, and the fetch plan that they make up.
 
 A plan cuts a program into segments. Every segment names the leaves that are gathered when it starts
-and dropped when it ends; what flows between segments are activations only.
+and dropped when it ends. Only activations flow between segments.
 """
 
 from __future__ import annotations
@@ -10,12 +10,19 @@ import dataclasses
 from collections.abc import Mapping
 
 from zeroxla.program.scan import Scan
-from zeroxla.program.trace import Atom, Equation, Value
+from zeroxla.program.trace import Equation, Operand, Value
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Straight:
-    """A run of equations, with everything parameter-only that it reads."""
+    """A run of equations, with the equations of all parameter-only values that it reads.
+
+    Attributes:
+      leaves: the leaves that are gathered.
+      equations: the equations, in order.
+      inputs: the values that it reads from outside, leaves excepted.
+      outputs: the values that later segments or the caller read.
+    """
 
     leaves: tuple[Value, ...]
     equations: tuple[Equation, ...]
@@ -29,11 +36,13 @@ class LayerLoop:
 
     Attributes:
       scan: the scan.
-      leaves: gathered whole before the loop, as its constants or first carry follow from them.
-      known: the equations that make those operands.
-      inputs: activations and constants that the operands are, or follow from.
+      leaves: the leaves that are gathered whole before the loop. Its operands, other than the
+        stacked leaves, are computed from them.
+      known: the equations that compute those operands.
+      inputs: the other values that those operands are, or are computed from.
       stacked: the leaf at each position of `xs` that holds one, with its layer dim.
-      body: inputs are the constants, carries and the other `xs`, in the scan's order.
+      body: the plan of one turn. Its inputs are the constants, the carries and the other `xs`, in
+        the scan's order.
     """
 
     scan: Scan
@@ -50,7 +59,13 @@ class LayerLoop:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Remat:
-    """A `jax.checkpoint` body that holds several units: saved are its inputs alone."""
+    """A `jax.checkpoint` body that holds several units. Forward saves its inputs alone.
+
+    Attributes:
+      equation: the `jax.checkpoint` equation.
+      inputs: the values that the body reads from outside, leaves excepted.
+      body: the plan of the body.
+    """
 
     equation: Equation
     inputs: tuple[Value, ...]
@@ -68,15 +83,16 @@ Segment = Straight | LayerLoop | Remat
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class FetchPlan:
-    """Segments in order.
+    """A program cut into segments.
 
     Attributes:
-      leaves: every leaf of the program, gathered or not, stacked ones by slice.
+      leaves: the program's leaves, whether or not a segment gathers them. In a loop's body they are
+        slices of stacked leaves.
       inputs: all other inputs of the program.
-      segments: in the order of the forward pass.
-      outputs: of the program.
+      segments: the segments, in the order of the forward pass.
+      outputs: the outputs of the program.
       active: the values with a gradient, trainable leaves among them.
-      constants: the inputs that stay the same in every turn of a loop; () outside of one.
+      constants: the inputs that stay the same in every turn of a loop; empty outside a loop.
       recoverable: the inputs that the caller still has when it runs backward.
       units: the leaves of each unit, in order of first use.
     """
@@ -84,7 +100,7 @@ class FetchPlan:
     leaves: tuple[Value, ...]
     inputs: tuple[Value, ...]
     segments: tuple[Segment, ...]
-    outputs: tuple[Atom, ...]
+    outputs: tuple[Operand, ...]
     active: frozenset[Value]
     constants: frozenset[Value]
     recoverable: frozenset[Value]
@@ -92,7 +108,7 @@ class FetchPlan:
 
 
 def layer_dims(plan: FetchPlan) -> dict[Value, set[int]]:
-    """Return the dims along which the plan's loops slice each leaf."""
+    """Return the dims along which the plan's loops slice each leaf; nested loops slice several."""
     dims: dict[Value, set[int]] = {}
     for seg in plan.segments:
         if isinstance(seg, Remat):

@@ -1,7 +1,7 @@
-"""Units: which leaves are gathered together.
+"""Units: groups of leaves that are gathered together.
 
 By default a unit is about one block of the model, found as the longest repetition in the shapes of
-the leaves in order of first use; nothing is read from their names.
+the leaves in order of first use. Their names are not read.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 Shape = tuple[int, ...]
 
-# Where nothing repeats: 4 Mi elements, 8 MB of bfloat16, enough to reach a fast link's bandwidth.
+# For models in which nothing repeats: 4 Mi elements, 8 MB in bfloat16, fill a fast link.
 DEFAULT_UNIT_ELEMENTS = 2**22
 # Smaller blocks are joined: below this a collective costs its latency, not its bytes.
 MIN_UNIT_ELEMENTS = 2**15
@@ -71,8 +71,8 @@ def unit_of_each(shapes: Sequence[Shape], unit_elements: int | None) -> list[int
     """Assign leaves, given in order of first use, to consecutive units.
 
     Args:
-      shapes: of the leaves.
-      unit_elements: a unit is closed before it would exceed this; None cuts at the boundaries of
+      shapes: the shapes of the leaves.
+      unit_elements: a unit is closed before it would exceed this. None cuts at the boundaries of
         the repeated block.
 
     Returns:

@@ -90,7 +90,7 @@ class Adapted:
 
 
 class AdaptsItself(abc.ABC):
-    """A model that makes its own `Adapted`, such as one with adapters."""
+    """A model that makes its own `Adapted`, such as one with adapters; `adapt` asks it to."""
 
     __slots__ = ()
 
@@ -99,15 +99,15 @@ class AdaptsItself(abc.ABC):
         """Return the model as pure functions.
 
         Args:
-          loss: as `make_step` takes it; None for the model's own.
+          loss: the argument `loss` of `make_step`; None means the model's own loss.
         """
 
 
 def stream_key(key: jax.Array, name: str) -> jax.Array:
     """Return the key of a named rng stream: `fold_in(key, crc32(name))`, the low 31 bits.
 
-    linen streams are named by themselves ("dropout"), nnx ones by their path ("drop/rngs").
-    crc32 and not `hash`, which differs between processes.
+    linen streams have a name of their own ("dropout"), nnx streams are named by their path
+    ("drop/rngs"). It is crc32 and not `hash`, because `hash` differs between processes.
     """
     return jax.random.fold_in(key, zlib.crc32(name.encode()) & 0x7FFFFFFF)
 

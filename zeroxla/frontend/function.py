@@ -13,9 +13,9 @@ from zeroxla.program.paths import Path, paths_of
 def adapt_function(init: Callable[..., Any], loss: Callable[..., Any]) -> Adapted:
     """Adapt a pair; see `adapt`.
 
-    The params may be any pytree: list items and attributes become string keys of nested dicts, a
-    bare array gets the key "param". They are put back in their own pytree before the loss sees
-    them, by the structure of an abstract evaluation of `init` (made once).
+    The params may be any pytree. List items and attributes become string keys of nested dicts, and
+    a bare array gets the key "param". Before the loss sees the params, they are put back into their
+    own pytree, whose structure is known from one abstract evaluation of `init`.
 
     Raises:
       ValueError: a function has another signature, or the paths of two leaves read the same.
@@ -33,7 +33,7 @@ def adapt_function(init: Callable[..., Any], loss: Callable[..., Any]) -> Adapte
     def loss_function(
         params: Tree, model_state: Tree, batch: Any, key: jax.Array, *, train: bool
     ) -> tuple[jax.Array, dict[str, jax.Array], Tree]:
-        del train  # A plain loss knows no eval mode.
+        del train  # A plain loss has no eval mode.
         if not known:
             shapes = jax.eval_shape(init, key, batch)
             known.append((names_of(shapes), jax.tree.structure(shapes)))

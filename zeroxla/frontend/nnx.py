@@ -52,7 +52,7 @@ def adapt_nnx(model: Any, loss: Callable[..., Any] | None) -> Adapted:
             f"{type(model).__name__} was already allocated whole, on one device; pass "
             f"`lambda rngs: {type(model).__name__}(..., rngs=rngs)` to create it sharded",
             UserWarning,
-            stacklevel=4,  # Whoever called make_step, which calls adapt.
+            stacklevel=4,  # The caller of make_step, which calls adapt.
         )
     about: dict[str, Any] = {}
 
@@ -101,7 +101,7 @@ def nnx_caching(
         params: Tree, model_state: Tree, cache: Tree, *args: Any, **kwargs: Any
     ) -> tuple[Any, Tree]:
         module = in_eval(params, model_state)
-        module.init_cache((1, 1), jnp.float32)  # The variables; what they hold comes next.
+        module.init_cache((1, 1), jnp.float32)  # Makes the variables; their values come next.
         leaves = to_flat(cache)
         for path, variable in cache_of(module).items():
             variable.set_raw_value(leaves[text(path)])
@@ -168,7 +168,7 @@ def nnx_functions(
     def init(key: jax.Array, batch: Any) -> tuple[Tree, Tree]:
         del batch  # An nnx module knows its shapes.
         _, params, _, state = take_apart(build(key))
-        # Copies: the arrays of an instance are its owner's, and a train state is donated.
+        # Copies are made because an instance's arrays belong to its owner, and states are donated.
         return jax.tree.map(jnp.copy, (to_nested(params), to_nested(state)))
 
     def assemble(params: Tree, model_state: Tree, key: jax.Array) -> nnx.Module:
@@ -213,7 +213,7 @@ def put_together(layout: StaticModule, leaves: Mapping[Path, Any], key: jax.Arra
     state = nnx.from_flat_state(
         [(layout.paths[path], leaf) for path, leaf in {**leaves, **streams}.items()]
     )
-    # copy=True: variables of the present trace, or their updates raise a trace-context error.
+    # copy=True makes variables of the present trace. Otherwise their updates raise an error.
     return nnx.merge(layout.graphdef, state, copy=True)
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 
@@ -20,7 +20,11 @@ from zeroxla.wire.wire_state import WireState, WireStatePlan
 
 
 class StagedModel(abc.ABC):
-    """A model of layers that run one after another. `zeroxla.Pipeline` is one."""
+    """A model of layers that run one after another. `zeroxla.Pipeline` is one.
+
+    `make_step` takes it like any other model: as a whole through `adapted`, or, on a mesh with the
+    axis `pipe`, in stages through `differentiator`.
+    """
 
     @property
     @abc.abstractmethod
@@ -28,7 +32,7 @@ class StagedModel(abc.ABC):
         """The whole model as pure functions."""
 
     @abc.abstractmethod
-    def gradients(
+    def differentiator(
         self,
         *,
         num_stages: int,
@@ -37,9 +41,9 @@ class StagedModel(abc.ABC):
         unit_elements: int | None,
         limits: FetchLimits,
         microbatches: int,
-        weights: str,
-    ) -> StagedGradients:
-        """Return the program that computes losses and gradients of the model in stages.
+        weights: Literal["step", "tick"],
+    ) -> StagedDifferentiator:
+        """Return the functions that compute losses and gradients of the model in stages.
 
         Args:
           num_stages: length of the axis `pipe`.
@@ -52,10 +56,11 @@ class StagedModel(abc.ABC):
         """
 
 
-class StagedGradients(abc.ABC):
-    """Computes losses and gradients of a model in stages, on one device, inside `shard_map`.
+class StagedDifferentiator(abc.ABC):
+    """Computes losses and gradients of a model in stages: one device's part of a step.
 
-    In every method `rows` and `key` are the shapes of a device's micro-batch and of its key.
+    `gradients` and `evaluate` run inside `shard_map`. The other methods work on shapes: `rows` and
+    `key` are the shapes of one device's micro-batch and of its PRNG key.
     """
 
     @abc.abstractmethod
@@ -68,20 +73,35 @@ class StagedGradients(abc.ABC):
         scale: jax.Array,
         wire_state: WireState | None,
     ) -> tuple[list[jax.Array | None], dict[str, Any], Any, WireState | None]:
-        """Return this device's gradient shards, the metrics, the model state and the wire state."""
+        """Compute one step's gradients.
+
+        Args:
+          params: this device's shards.
+          model_state: the state that the model keeps between steps.
+          batch: this device's rows of the batch.
+          key: the step's PRNG key.
+          scale: the loss scale, a float32 scalar.
+          wire_state: the wires' state after the last step; None if they keep none.
+
+        Returns:
+          This device's shards of the mean gradient in float32, None for frozen leaves; the metrics
+          of the whole batch; the new model state; the new wire state.
+        """
 
     @abc.abstractmethod
     def evaluate(self, params: Any, model_state: Any, batch: Any, key: jax.Array) -> dict[str, Any]:
-        """Return the metrics of the whole batch, without gradients."""
+        """Return the metrics of the whole batch, without gradients; the arguments are those of
+        `gradients`."""
 
     @abc.abstractmethod
     def stage_dims(
         self, model_state: Any, rows: Any, key: jax.Array, leaves: Sequence[Any]
     ) -> dict[int, int]:
-        """Return which leaves are stored by stage, and the dim that the stages split.
+        """Return the leaves that are split over stages, by number, each with the dim that is split.
 
         Args:
-          model_state: its shapes.
+          model_state: the shapes of the model state.
+          rows, key: see the class.
           leaves: the shapes of the model's leaves.
 
         Raises:
@@ -90,8 +110,9 @@ class StagedGradients(abc.ABC):
 
     @abc.abstractmethod
     def wire_state_plan(self, rows: Any, key: jax.Array) -> WireStatePlan:
-        """Return the plan of the stages' wire state: it makes the state and carries it on."""
+        """Return the plan that makes the wire state of all stages, and its new value in each
+        step."""
 
     @abc.abstractmethod
     def partition(self, rows: Any, key: jax.Array) -> Report:
-        """Return how the layers are cut into stages."""
+        """Return a table of the stages: their layers, parameters and cost."""

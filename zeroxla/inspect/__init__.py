@@ -1,4 +1,4 @@
-"""Reports on compiled programs and live arrays: what travels, what memory holds, pictures."""
+"""Reports on compiled programs and live arrays: bytes that travel, memory, and pictures of them."""
 
 from zeroxla.hybrid.phase_memory import PhaseReport
 from zeroxla.inspect.comms import CommsReport, Row, comms

@@ -1,4 +1,4 @@
-"""What travels in one run of a program: per mesh axis, collective kind, phase and wire dtype."""
+"""`comms`: the bytes that travel in one run of a program, by mesh axis, kind, phase and dtype."""
 
 from __future__ import annotations
 
@@ -21,22 +21,25 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """Collectives that are alike, or one of them.
+    """One collective, or the sum of several that are alike.
 
     Attributes:
-      axis: mesh axes that the groups span, "node", "device", or several: "node+device" (flat).
-      kind: "all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute".
-      phase: one of `PHASES`; several joined by "+" where the compiler merged collectives.
-      dtype: HLO wire dtype, such as "f32", "bf16", "u8"; several joined by "+".
-      group_size: devices that exchange with each other.
-      count: runs per step.
-      elements: payload elements of one run (the gathered size of an all-gather); the largest.
+      axis: the mesh axes that the groups span: "node", "device", or several, such as "node+device"
+        (a flat collective).
+      kind: "all-gather", "reduce-scatter", "all-reduce", "all-to-all" or "collective-permute".
+      phase: one of `PHASES`, or several joined by "+" if the compiler merged collectives.
+      dtype: the HLO wire dtype, such as "f32", "bf16", "u8", or several joined by "+".
+      group_size: the number of devices that exchange with each other.
+      count: the number of runs per step.
+      elements: the payload elements of one run; for an all-gather, the elements of its result. In
+        a sum, the elements of its largest collective.
       received_bytes: bytes that one device receives per step.
       cross_host_bytes: bytes that one host sends to other hosts per step.
-      branches: of conditionals that it sits in, outermost first: (conditional, which branch). Its
-        own figures are those of a device that always takes them; empty for a sum of rows.
-      conditional: runs only in some branch of a conditional, so the figures are upper bounds.
-      op_name: `jax.named_scope` path of the first.
+      branches: the branches of conditionals around it, outermost first: (conditional, which
+        branch). Its figures are for a device that always takes these branches. Empty for a sum.
+      conditional: whether it runs only in some branch of a conditional. If so, the figures are
+        upper bounds.
+      op_name: the `jax.named_scope` path of the first collective.
     """
 
     axis: str
@@ -64,7 +67,7 @@ class CommsReport(Report):
 
     Attributes:
       mesh_shape: axis lengths, outermost first.
-      collectives: one row for each collective instruction and place it is called from.
+      collectives: one row for each collective instruction and each place that it is called from.
     """
 
     mesh_shape: dict[str, int]
@@ -72,7 +75,7 @@ class CommsReport(Report):
 
     @property
     def rows(self) -> tuple[Row, ...]:
-        """The collectives, summed by axis, kind, phase, dtype, group size and conditionality."""
+        """The collectives, summed by phase, axis, kind, dtype, group size and `conditional`."""
         alike: dict[tuple, list[Row]] = {}
         for row in self.collectives:
             key = (row.phase, row.axis, row.kind, row.dtype, row.group_size, row.conditional)
@@ -103,10 +106,10 @@ class CommsReport(Report):
 
         Args:
           axis: exactly these axes, such as "node" or "node+device".
-          kind: HLO kind, such as "all-gather".
-          phase: words of a phase: "gather" matches both gathers, "backward" all of backward.
-          dtype: HLO wire dtype.
-          min_elements: smallest payload to count, in elements.
+          kind: the HLO kind, such as "all-gather".
+          phase: words of a phase. "gather" matches both gathers, "backward" all of backward.
+          dtype: the HLO wire dtype.
+          min_elements: the smallest payload that counts, in elements.
         """
         words = set(phase.split()) if phase else set()
         return tuple(
@@ -138,8 +141,8 @@ class CommsReport(Report):
     def table(self) -> Table:
         """Return the summed rows as a rich table.
 
-        "<=" marks upper bounds: a device takes one branch of a conditional, so where they differ
-        the largest counts, and the total may be less than the sum of the rows.
+        "<=" marks upper bounds. A device takes one branch of a conditional, so the branch with the
+        most bytes counts, and the total may be less than the sum of the rows.
         """
         from rich.table import Table
 
@@ -187,18 +190,20 @@ def comms(
 ) -> CommsReport:
     """Report the collectives of a program, mapped to the axes of its mesh.
 
-    A compiled program shows what runs, also what the compiler inserted (for the optimizer), merged
-    or dropped. A lowered program shows what was written in `shard_map`, dead code included, and
-    nothing else. The CPU backend widens 16-bit floats to float32 (float8 to float16) before they
-    travel: there, read wire dtypes and bytes of such collectives from the lowered program.
+    A compiled program shows the collectives that run, with those that the compiler inserted (for
+    the optimizer) or merged, and without those that it dropped. A lowered program shows only the
+    collectives that were written in `shard_map`, dead code included. The CPU backend widens 16-bit
+    floats to float32 (float8 to float16) before they travel; there, read the wire dtypes and bytes
+    of such collectives from the lowered program.
 
     Args:
-      program: lowered, compiled, or HLO text (compiled.as_text(), or
-        lowered.as_text(dialect="hlo", debug_info=True); without debug_info phases are unknown).
-      mesh: the mesh it was built for. Device groups are read as positions in mesh.devices.flat.
-      host_axes: axes whose neighbours are other hosts; those that the mesh lacks are ignored. By
-        default every node of every stage is a host; ("node",) where one host has all stages.
-      while_trips: trips to assume for loops whose trip count depends on data.
+      program: a lowered or compiled program, or HLO text: compiled.as_text(), or
+        lowered.as_text(dialect="hlo", debug_info=True). Without debug_info phases are unknown.
+      mesh: the mesh that the program was built for. Device groups are read as positions in
+        mesh.devices.flat.
+      host_axes: axes whose neighbours are other hosts. Axes that the mesh lacks are ignored. By
+        default every node of every stage is a host; give ("node",) if one host has all stages.
+      while_trips: the trip count to assume for loops whose own depends on data.
 
     Returns:
       The report. Collectives of one-device groups move nothing and are left out.
@@ -206,9 +211,9 @@ def comms(
     Raises:
       ValueError: the text is no HLO, the program was built for another number of devices, or a
         loop with collectives has no fixed trip count and `while_trips` is None.
-      NotImplementedError: a collective that is none of the five kinds above.
+      NotImplementedError: a collective of a sixth kind (see `Row.kind` for the five).
 
-    Cost: reads the program's text, about 1 s per 200 000 lines; nothing runs.
+    Cost: reads the program's text, about 1 s per 200 000 lines. Nothing runs.
 
     Phases come from the `jax.named_scope` names `gather`, `forward`, `backward`, `reduce`,
     `update`, `move` and `send` in an op's path, and from the transforms that JAX notes there.
@@ -231,7 +236,7 @@ def comms(
             f"the program was compiled for {module.num_partitions} devices, the mesh {shape} has "
             f"{world}; pass the mesh that the program was built for"
         )
-    # [world, axes]: where each device position lies on the mesh.
+    # [world, axes]: the place of each device position on the mesh.
     places = np.stack(np.unravel_index(np.arange(world), tuple(shape.values())), axis=1)
     host_dims = [dim for dim, name in enumerate(shape) if name in host_axes]
     hosts = [tuple(place) for place in places[:, host_dims].tolist()]
@@ -251,7 +256,7 @@ def _row(
 ) -> Row | None:
     groups: Sequence[Sequence[int]]
     if collective.kind == "collective-permute":
-        groups = collective.pairs  # Groups of two; a pair of equals moves nothing.
+        groups = collective.pairs  # Groups of two. A pair of the same device moves nothing.
     else:
         groups = collective.groups or [range(len(places))]
     beyond = [i for group in groups for i in group if i >= len(places)]

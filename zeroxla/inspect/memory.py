@@ -34,28 +34,29 @@ def memory(
     num_prompts: int | None = None,
     length: int | None = None,
 ) -> MemoryReport | PhaseReport:
-    """Report the memory of one device: of a compiled program, or of a model that trains and
+    """Report the memory of one device, for a compiled program or for a model that trains and
     generates in turns.
 
     Args:
-      program: a compiled program, such as `step.lower(state, batch).compile()`; with `phases` a
-        `zeroxla.HybridEngine`, whose step need not have a state, only have seen the shape of a
-        batch (`step.abstract_state`).
-      phases: report what the state, gradients, the tensor-parallel copy and its cache take while
-        training and while generating, computed from shapes: nothing is compiled or allocated.
-      num_prompts, length: with `phases`: of the cache, how many prompts, and how many tokens each
-        with its continuation; none if None.
+      program: a compiled program, such as `step.lower(state, batch).compile()`. With `phases`, a
+        `zeroxla.HybridEngine`; its step needs no state, but must have seen the shapes of a batch
+        (`step.abstract_state`).
+      phases: report the bytes of the state, the gradients, the tensor-parallel copy and its cache,
+        while training and while generating. They follow from shapes: nothing is compiled or
+        allocated.
+      num_prompts, length: with `phases`, the cache's number of prompts, and the tokens of each with
+        its continuation. None means no cache.
 
     Returns:
-      The report of the compiler's own plan; or, with `phases`, a `PhaseReport`. The plan has more
-      fields; its peak and its `host_*` fields mean nothing on the CPU and are left out (sum live
-      arrays there: `array_bytes_per_device`).
+      A `MemoryReport` of the compiler's own figures; with `phases`, a `PhaseReport`. The compiler
+      has more figures, but on the CPU its peak and its `host_*` figures mean nothing, so they are
+      left out. There, sum live arrays with `array_bytes_per_device`.
 
     Raises:
-      ValueError: neither a compiled program nor, with `phases`, an engine; or a backend that
-        reports no memory.
+      ValueError: `program` is neither a compiled program nor, with `phases`, an engine; or the
+        backend reports no memory.
 
-    On the CPU, XLA schedules for concurrency rather than memory: figures meant for comparison need
+    On the CPU, XLA schedules for concurrency rather than memory. Figures meant for comparison need
     `--xla_cpu_enable_concurrency_optimized_scheduler=false` in XLA_FLAGS, and JAX 0.11 or later.
     """
     if phases:

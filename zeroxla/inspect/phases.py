@@ -1,4 +1,4 @@
-"""Which phase of a train step an instruction belongs to, from the scopes in its name."""
+"""The phases of a train step, and which of them an instruction belongs to, by its scopes."""
 
 from __future__ import annotations
 
@@ -15,21 +15,22 @@ PHASES = (
     "update",
     "other",
 )
-"""In the order of a step. Of pipelines: `move` brings leaves to their stages and gradients back,
-`send` brings activations and their gradients to the neighbours."""
+"""The phases, in the order of a step. Only pipelines have `move`, which brings leaves to their
+stages and gradients back, and `send`, which brings activations and their gradients to neighbours.
+"""
 
 
 def phase_of(op_name: str, kind: str) -> str:
-    """Name the phase of a train step that a collective belongs to.
+    """Return the phase of a train step that a collective belongs to.
 
     Args:
-      op_name: path of scopes and transforms, the primitive last, such as
-        "jit(step)/transpose(jvp(forward))/checkpoint/rematted_computation/gather/all_gather". Where
-        the compiler merged collectives: "prefix/(first:second)".
-      kind: HLO kind of the collective.
+      op_name: a path of scopes and transforms with the primitive last, such as
+        "jit(step)/transpose(jvp(forward))/checkpoint/rematted_computation/gather/all_gather". A
+        merged collective has the form "prefix/(first:second)".
+      kind: the HLO kind of the collective.
 
     Returns:
-      One of `PHASES`, or the different ones of a merged collective joined by "+".
+      One of `PHASES`; for a merged collective, its different phases joined by "+".
     """
     merged = re.fullmatch(r"(?P<prefix>.*?/)?\((?P<paths>.*)\)", op_name)
     if merged:
@@ -40,13 +41,13 @@ def phase_of(op_name: str, kind: str) -> str:
 
 
 def _phase(path: str, kind: str) -> str:
-    # The last component is the primitive, and `gather` is the name of one.
+    # The last component is the primitive. It does not count: one primitive is named `gather`.
     words = re.findall(r"\w+", path.rpartition("/")[0])
     if "update" in words:
         return "update"
     backward = "backward" in words or "transpose" in words
     innermost = next((word for word in reversed(words) if word in ("gather", "reduce")), None)
-    # The transpose of a plain gather is a reduce, though it keeps the gather's scope.
+    # The transpose of a plain gather is a reduce, but it keeps the gather's scope.
     if innermost == "reduce" or (innermost and kind in ("reduce-scatter", "all-reduce")):
         return "reduce"
     if innermost == "gather":

@@ -1,4 +1,4 @@
-"""What a pipeline schedule costs and holds, as text and as a picture."""
+"""`schedule`: reports the cost and the memory of a pipeline schedule, as text and as a picture."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ScheduleReport(Report):
-    """The figures of one schedule; work is in units of the caller's, by default of a forward.
+    """The figures of one schedule. Work is in the caller's unit; by default a forward is 1.
 
     Attributes:
-      schedule: what is reported.
+      schedule: the schedule.
       stash: its slots, and the most that each stage holds.
-      forward: work of one forward of one stage.
-      backward: work of one whole backward.
-      weight: the part of it that is the gradient of the leaves; None for half.
-      bubble: share of the lockstep time that stages are idle.
-      lockstep: critical path where every tick waits for the busiest stage.
-      asynchronous: critical path where a stage waits only for what its next op needs.
+      forward: the work of one forward of one stage.
+      backward: the work of one whole backward.
+      weight: the part of `backward` for the gradient of the leaves. None means half.
+      bubble: the share of the lockstep time in which stages are idle.
+      lockstep: the critical path if every tick waits for the busiest stage.
+      asynchronous: the critical path if a stage waits only for the inputs of its next op.
     """
 
     schedule: Schedule
@@ -44,7 +44,8 @@ class ScheduleReport(Report):
 
     @property
     def one_f_one_b(self) -> float:
-        """The critical path of 1F1B, (m + p - 1)(forward + backward); without backward if none."""
+        """The critical path of 1F1B, (m + p - 1)(forward + backward). The backward counts only if
+        the schedule trains."""
         work = self.forward + (self.backward if self.schedule.trains else 0)
         return (self.schedule.microbatches + self.schedule.stages - 1) * work
 
@@ -123,14 +124,14 @@ class ScheduleReport(Report):
 def schedule(
     schedule: Schedule, *, forward: float = 1, backward: float = 2, weight: float | None = None
 ) -> ScheduleReport:
-    """Report what a pipeline schedule costs and holds.
+    """Report the cost and the memory of a pipeline schedule.
 
     Args:
-      schedule: from `zeroxla.make_schedule`, or tables of your own.
-      forward: work of one forward of one stage, in any unit.
-      backward: work of one whole backward.
-      weight: the part of it that is the gradient of the leaves; None for half. Of no account where
-        the schedule does not split it off.
+      schedule: a schedule that `zeroxla.make_schedule` made, or tables of your own.
+      forward: the work of one forward of one stage, in any unit.
+      backward: the work of one whole backward.
+      weight: the part of `backward` for the gradient of the leaves. None means half. It does not
+        matter if the schedule does not split that part off.
 
     Returns:
       The report: print it, or `plot()` it.

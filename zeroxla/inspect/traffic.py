@@ -1,17 +1,18 @@
-"""What one collective moves, and what many do at most.
+"""The bytes that one collective moves, and the most that several move in one run.
 
-Bytes follow from shapes. For a group of g devices one device receives
+Bytes follow from shapes. In a group of g devices, one device receives
 
     all-gather          result  * (g - 1) / g
     reduce-scatter      operand * (g - 1) / g
     all-reduce          operand * (g - 1) / g * 2      (a reduce-scatter, then an all-gather)
     all-to-all          operand * (g - 1) / g
-    collective-permute  operand                        (a device to which something goes)
+    collective-permute  operand                        (if something is sent to it)
 
-Bytes between hosts are those that a host sends to others: exact for all-to-all and permutes, for
-the rest those of a ring in the order in which the program lists a group. A hop over `node` alone
-gives the same in any ring. For a flat collective it is what Gloo sends in gathers and all-reduces
-(measured); Gloo's reduce-scatter and NCCL, which orders its rings by topology, send less.
+Bytes between hosts are those that one host sends to others. They are exact for all-to-all and
+permutes. The other kinds count as a ring in the order in which the program lists a group. A hop
+over `node` alone sends the same in any ring. Gloo's flat gathers and all-reduces send that many
+bytes (measured). Its reduce-scatter sends less, and so does NCCL, which orders its rings by
+topology.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import Protocol, TypeVar
 
 
 class InBranches(Protocol):
-    """Something in branches of conditionals: (conditional, which branch), outermost first."""
+    """Something inside branches of conditionals: (conditional, which branch), outermost first."""
 
     @property
     def branches(self) -> tuple[tuple[int, int], ...]: ...
@@ -31,15 +32,15 @@ T = TypeVar("T", bound=InBranches)
 
 
 def most(rows: Iterable[T], value: Callable[[T], float], *, depth: int = 0) -> float:
-    """Sum over rows, and of the branches of a conditional take the one with the largest sum.
+    """Sum a value over rows; of a conditional's branches, only the one with the largest sum counts.
 
-    A device takes one branch in a run, so that is the most that it can come to; of the stages of a
-    pipeline, which are branches of one program, it is the heaviest.
+    A device takes one branch in a run, so the result is the most that a run can reach. The stages
+    of a pipeline are branches of one program; there it is the figure of the heaviest stage.
 
     Args:
-      rows: any.
-      value: of a row in a run that takes its branches.
-      depth: of how many conditionals the branch is settled.
+      rows: the rows to sum over.
+      value: returns the value of a row in a run that takes its branches.
+      depth: the number of conditionals, from the outermost, whose branch is the same for all rows.
     """
     total = 0.0
     conditionals: dict[int, dict[int, list[T]]] = {}
@@ -55,7 +56,13 @@ def most(rows: Iterable[T], value: Callable[[T], float], *, depth: int = 0) -> f
 
 
 def received_bytes(kind: str, num_bytes: int, size: int) -> float:
-    """Return what one device receives in one run, from the payload and the group size."""
+    """Return the bytes that one device receives in one run.
+
+    Args:
+      kind: the HLO kind of the collective.
+      num_bytes: bytes of the operand, or of an all-gather's result.
+      size: the number of devices in a group.
+    """
     if kind == "collective-permute":
         return num_bytes
     rounds = 2 if kind == "all-reduce" else 1
@@ -63,7 +70,7 @@ def received_bytes(kind: str, num_bytes: int, size: int) -> float:
 
 
 def messages(kind: str, group: Sequence[int], num_bytes: int) -> list[tuple[int, int, float]]:
-    """Return (source, target, bytes) of all that travels within one group in one run."""
+    """Return (source, target, bytes) for each message within one group in one run."""
     size = len(group)
     if kind == "collective-permute":
         return [(group[0], group[1], num_bytes)]

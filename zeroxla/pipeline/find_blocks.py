@@ -11,7 +11,7 @@ import jax
 from zeroxla.frontend import Adapted
 from zeroxla.program.scan import Scan
 from zeroxla.program.stacked_scan import Stacked, find_stacked
-from zeroxla.program.trace import Atom, Equation, Program, Value, closure, trace
+from zeroxla.program.trace import Equation, Operand, Program, Value, closure, trace
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -61,7 +61,7 @@ class Blocks:
         values += [a for a in self.program.outputs if isinstance(a, Value)]
         return list(dict.fromkeys(v for v in values if v not in made))
 
-    def leaves_of(self, values: Sequence[Atom]) -> set[Value]:
+    def leaves_of(self, values: Sequence[Operand]) -> set[Value]:
         """Return the leaves that values depend on."""
         found = closure([v for v in values if isinstance(v, Value)], self.producers)[1]
         return set(found) & set(self.leaves)

@@ -115,7 +115,7 @@ class Pipeline(StagedModel):
         """The whole model as pure functions."""
         return self._cut_model.model.adapted
 
-    def gradients(
+    def differentiator(
         self,
         *,
         num_stages: int,

@@ -161,12 +161,12 @@ def _loop(
     body, _ = loop_body(loop, blocks.stacked)
     consts = [read(env, a) for a in loop.consts]
     xs = []
-    for i, atom in enumerate(loop.xs, loop.first_x):
+    for i, operand in enumerate(loop.xs, loop.first_x):
         if i in blocks.stacked:
             chain = blocks.stacked[i]
             xs.append(jnp.moveaxis(env[chain.leaf], chain.layer_dim, 0))
         else:
-            xs.append(lax.slice_in_dim(read(env, atom), first, end))
+            xs.append(lax.slice_in_dim(read(env, operand), first, end))
 
     def turn(carry: list[Any], x: list[Any]) -> tuple[list[Any], None]:
         return body(*consts, *carry, *x)[: loop.num_carry], None

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from zeroxla.config.fetch_limits import FetchLimits
-from zeroxla.frontend.staged import StagedGradients
+from zeroxla.frontend.staged import StagedDifferentiator
 from zeroxla.mesh.axes import LEAF_AXES, PIPE
 from zeroxla.pipeline.cut_model import CutModel
 from zeroxla.pipeline.micro_batches import MicroBatches
@@ -28,7 +28,7 @@ from zeroxla.pipeline.stage_wire_state import StagesWireStatePlan
 from zeroxla.pipeline.stage_work import StageWork
 from zeroxla.pipeline.ticks import Ticks
 from zeroxla.program.trace import is_float
-from zeroxla.step.means import finish
+from zeroxla.step.means import means_over_devices
 from zeroxla.step.metrics import check_metrics, means
 from zeroxla.wire.collectives import Collectives
 from zeroxla.wire.leaves import Layout, Leaf
@@ -54,7 +54,7 @@ class TracedStages:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class PipelineDifferentiator(StagedGradients):
+class PipelineDifferentiator(StagedDifferentiator):
     """Computes losses and gradients of a pipeline.
 
     Attributes:
@@ -107,7 +107,9 @@ class PipelineDifferentiator(StagedGradients):
         ticks = self._ticks(schedule, work)
         grads, sums = ticks.run(work.training(micro_batches), work.zeros())
         shards, wire_state = ends.end(grads, wire_state, wire_key)
-        grads, metrics = finish(shards, sums, scale, layout=self.layout, collectives=self.across)
+        grads, metrics = means_over_devices(
+            shards, sums, scale, layout=self.layout, collectives=self.across
+        )
         return grads, metrics, model_state, wire_state
 
     def evaluate(self, params: Any, model_state: Any, batch: Any, key: jax.Array) -> dict[str, Any]:

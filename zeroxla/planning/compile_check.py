@@ -42,7 +42,7 @@ class CompiledPlan(Report):
 
     Attributes:
       memory: the memory of one device.
-      comms: the bytes that travel, those of the compiler's own collectives included.
+      comms: the bytes that travel, the compiler's own collectives included.
       platform: the backend that compiled the program.
       note: the device that the program was compiled for, and the versions that compiled it. If it
         was the CPU backend, also the reason.
@@ -116,7 +116,7 @@ def compile_step(step_on: Callable[[Mesh], Step], batch: Any, target: Target) ->
 
 
 def prepare_cpu(num_devices: int) -> None:
-    """Show this process's CPU as so many devices, and schedule their programs for memory.
+    """Show this process's CPU as `num_devices` devices, and schedule their programs for memory.
 
     This has no effect once JAX has started, nor for more devices than the CPU backend compiles for.
     `compile_step` reports it if there are too few devices.
@@ -130,7 +130,7 @@ def prepare_cpu(num_devices: int) -> None:
 
 
 def _gpus(target: Target) -> tuple[Mesh | None, str]:
-    """Return (a mesh of the target's GPUs, what it is), or (None, why there is none)."""
+    """Return (a mesh of the target's GPUs, a note about it), or (None, why there is none)."""
     device = target.device
     if device.platform == "cpu":
         return None, ""
@@ -145,7 +145,7 @@ def _gpus(target: Target) -> tuple[Mesh | None, str]:
 
 
 def _cpus(target: Target, reason: str) -> tuple[Mesh, str]:
-    """Return a mesh of this process's CPU devices, and what it is and why it is not one of GPUs.
+    """Return a mesh of this process's CPU devices, and a note that says why it is not of GPUs.
 
     Raises:
       ValueError: there are too few devices.

@@ -32,7 +32,7 @@ def smallest(needs: Callable[[int], float], room: float, known: tuple[int, float
     part that stays. Two numbers of nodes give a and b. From the guess the search goes up or down.
 
     Args:
-      needs: returns the bytes that a device needs on so many nodes.
+      needs: returns the bytes that a device needs, from the number of nodes.
       room: the bytes that a device has.
       known: a number of nodes that is too small, and the bytes that a device needs there.
 

@@ -1,4 +1,4 @@
-"""The lanes of one device, and what takes each of them when: its computation and its links."""
+"""The lanes of one device (its computation, its links), and the events that take them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from zeroxla.inspect.phases import phase_of
 
 COMPUTE = "compute"
-"""The lane of what the device computes."""
+"""The lane of the device's computation."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class TimeLine:
     Attributes:
       seconds: the length of the step.
       busy_s: the seconds for which each lane is taken.
-      events: what takes the lanes, in the order in which it begins.
+      events: the events that take lanes, in the order in which they were simulated.
     """
 
     seconds: float
@@ -117,7 +117,7 @@ class Lanes:
         )
 
     def repeat(self, before: Mark, after: Mark, times: float) -> float:
-        """Go on from `after` as from `before` to `after`, so many times; return the seconds added.
+        """Repeat the events between two marks `times` times; return the seconds that this adds.
 
         One repetition takes as long as the first one did, or as the lane that is taken longest.
         """

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping
 from zeroxla.offload.memory_kinds import is_value_on_host
 from zeroxla.program.primitives import EXPENSIVE, FUSED, RENAMES, RUN_BESIDE, WRITES
 from zeroxla.program.scan import Scan
-from zeroxla.program.trace import Atom, Equation, Program, Value
+from zeroxla.program.trace import Equation, Operand, Program, Value
 
 
 def size_of(value: Value) -> int:
@@ -93,19 +93,19 @@ def _late(program: Program) -> Program:
 def _roots(program: Program) -> dict[Value, Value]:
     """Return the root of each value that shares the memory of another.
 
-    Those are renamed values, and the results of a loop: such a result lies where the carry that
-    went in was, unless something else reads that one too.
+    A renamed value shares its operand's memory. A loop's result takes the place of the carry that
+    went in, unless something besides the loop reads that carry.
     """
     roots: dict[Value, Value] = {}
-    num_readers: Counter[Atom] = Counter(v for eq in program.equations for v in set(eq.values))
+    num_readers: Counter[Operand] = Counter(v for eq in program.equations for v in set(eq.values))
     num_readers.update(v for v in program.outputs if isinstance(v, Value))
     shared = set(program.inputs)
     for eq in program.equations:
         if eq.name in RENAMES:
-            for out, atom in zip(eq.outputs, eq.inputs, strict=False):
-                if (root := _root(atom, roots)) is not None:
+            for out, operand in zip(eq.outputs, eq.inputs, strict=False):
+                if (root := _root(operand, roots)) is not None:
                     roots[out] = root
-                    if num_readers[atom] > 1:
+                    if num_readers[operand] > 1:
                         shared.add(root)
         first, num_carry = carry_of(eq)
         for start, out in zip(eq.inputs[first:][:num_carry], eq.outputs, strict=False):
@@ -115,9 +115,9 @@ def _roots(program: Program) -> dict[Value, Value]:
     return roots
 
 
-def _root(atom: Atom, roots: Mapping[Value, Value]) -> Value | None:
+def _root(operand: Operand, roots: Mapping[Value, Value]) -> Value | None:
     """Return the root of a value; None for a constant."""
-    return roots.get(atom, atom) if isinstance(atom, Value) else None
+    return roots.get(operand, operand) if isinstance(operand, Value) else None
 
 
 def _uses(
@@ -138,9 +138,9 @@ def _uses(
         for v in set(eq.values)
     )
 
-    def read(atoms: Iterable[Atom], when: int, *, from_memory: bool) -> None:
-        for atom in atoms:
-            if (root := _root(atom, roots)) is not None:
+    def read(operands: Iterable[Operand], when: int, *, from_memory: bool) -> None:
+        for operand in operands:
+            if (root := _root(operand, roots)) is not None:
                 last_use[root] = max(last_use.get(root, -1), when)
                 if from_memory:
                     in_memory.add(root)
@@ -152,7 +152,7 @@ def _uses(
             for out in eq.outputs:
                 if eq.name in EXPENSIVE and num_readers[out] > 1:
                     in_memory.add(out)
-                # It is computed where it is read: its operands must still be there then.
+                # It is computed when it is read, so its operands must still be there then.
                 when = i if out in in_memory else last_use.get(out, i)
                 read(eq.inputs, when, from_memory=False)
         elif eq.name not in RENAMES:

@@ -1,4 +1,4 @@
-"""The memory of one device in a planned step, by what it holds."""
+"""The memory of one device in a planned step, by kind."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class MemoryPlan(Report):
     Attributes:
       parameter_bytes: the shards of the float32 master.
       optimizer_bytes: the optimizer's state.
-      wire_bytes: what wires remember: errors that are fed back, kept copies.
+      wire_bytes: the state of the wires: errors that are fed back, and kept copies.
       other_bytes: the model's other state, and the batch.
       gathered_bytes: leaves that are whole, or on their way, at the peak.
       gradient_bytes: gradients at the peak.

@@ -43,7 +43,7 @@ class Simulation:
 
     @staticmethod
     def of(step: Step, program: Program, local: Program, memory: MemoryPlan) -> Simulation:
-        """Collect what the simulation of a step needs.
+        """Collect the figures that the simulation of a step needs.
 
         Args:
           step: the step.

@@ -17,7 +17,7 @@ from zeroxla.planning.work import Work
 HOST = "host"
 """The lane between a device and its host's memory."""
 HOST_UPDATE = "host update"
-"""The lane of what a host computes for one of its devices."""
+"""The lane of a host's computation for one of its devices."""
 DISK = "disk"
 """The lane between a host's memory and its disk."""
 
@@ -90,12 +90,12 @@ class Target:
         return link.latency_s + num_bytes / link.bytes_per_s
 
     def host_update_s(self, num_bytes: float) -> float:
-        """Return the seconds in which a host reads or writes so many bytes of its memory for each
-        of its devices."""
+        """Return the seconds in which a host reads or writes `num_bytes` of its memory for each of
+        its devices."""
         return num_bytes * self.mesh_shape[DEVICE] / self.device.host_bytes_per_s
 
     def disk_s(self, num_bytes: float) -> float:
-        """Return the seconds in which a host reads so many bytes from its disk for each of its
+        """Return the seconds in which a host reads `num_bytes` from its disk for each of its
         devices, and writes as many at the same time."""
         link = self.links[DISK]
         sharing = self.mesh_shape[DEVICE] if link.of == "node" else 1
@@ -106,7 +106,7 @@ class Target:
         return max(work.flops / self.device.rate(work.dtype), self.memory_s(work.num_bytes))
 
     def memory_s(self, num_bytes: float) -> float:
-        """Return the seconds in which a device reads or writes so many bytes of its memory."""
+        """Return the seconds in which a device reads or writes `num_bytes` of its memory."""
         return num_bytes / self.device.memory_rate
 
 

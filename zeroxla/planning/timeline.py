@@ -28,7 +28,7 @@ from zeroxla.planning.work import Reads, reads_of, work_of
 from zeroxla.program import compat
 from zeroxla.program.primitives import FUSED, HLO_KINDS, RENAMES
 from zeroxla.program.scan import Scan
-from zeroxla.program.trace import Atom, Equation, Program, Value
+from zeroxla.program.trace import Equation, Operand, Program, Value
 from zeroxla.program.walk import body_of, scope_path
 
 TURNS = 3
@@ -81,10 +81,10 @@ class Clock:
             is_early = bool(early) and early.issuperset(eq.values)
             if is_early:
                 early.update(eq.outputs)
-            arrivals = [_arrival(atom, there) for atom in eq.inputs]
+            arrivals = [_arrival(operand, there) for operand in eq.inputs]
             if eq.name in RENAMES:
                 # A barrier with several operands waits for all of them, early ones aside.
-                waits = [atom not in early for atom in eq.inputs]
+                waits = [operand not in early for operand in eq.inputs]
                 early.update(o for o, wait in zip(eq.outputs, waits, strict=False) if not wait)
                 last = max(arrivals, default=0.0)
                 ends = [last if wait else s for wait, s in zip(waits, arrivals, strict=True)]
@@ -95,7 +95,7 @@ class Clock:
                 end = self._end(program, eq, start, scope_path(eq, path), is_early=is_early)
                 ends = [end] * len(eq.outputs)
             there.update(zip(eq.outputs, ends, strict=False))
-        return [_arrival(atom, there) for atom in program.outputs]
+        return [_arrival(operand, there) for operand in program.outputs]
 
     def update(self, seconds: Mapping[str, float]) -> None:
         """Take lanes for the optimizer's update, after everything else and side by side.
@@ -192,7 +192,7 @@ class Clock:
         return [self._branches(eq, 0.0, path)]
 
     def _scope(self, program: Program) -> tuple[Scope, Reads]:
-        """Return a program's values, and what its fused ones read; the same ones each time."""
+        """Return a program's values, and its fused values' reads; the same objects each time."""
         if id(program) not in self._scopes:
             scope = Scope.of(program, self._target.device.platform, late=False)
             self._scopes[id(program)] = scope, reads_of(scope)
@@ -206,9 +206,9 @@ class Clock:
         return self._bodies[key]
 
 
-def _arrival(atom: Atom, there: Mapping[Value, float]) -> float:
+def _arrival(operand: Operand, there: Mapping[Value, float]) -> float:
     """Return the second at which an operand is there."""
-    return there.get(atom, 0.0) if isinstance(atom, Value) else 0.0
+    return there.get(operand, 0.0) if isinstance(operand, Value) else 0.0
 
 
 def _in_ready_order(program: Program, there: Mapping[Value, float]) -> Iterator[Equation]:

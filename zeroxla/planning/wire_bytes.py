@@ -74,7 +74,7 @@ def _row(visit: Visit, mesh_shape: dict[str, int]) -> Row | None:
 
 
 def _between_hosts(axes: Sequence[str], mesh_shape: dict[str, int], received: float) -> float:
-    """Return the bytes that one host sends to others while each device receives so many.
+    """Return the bytes that one host sends to others while each device receives `received` bytes.
 
     A group with one device in each host sends all of it between hosts. In a ring over several
     devices of each host, only the bytes cross that a host's last device passes on.

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from zeroxla.planning.liveness import Scope, size_of
 from zeroxla.program.primitives import FUSED
-from zeroxla.program.trace import Atom, Equation, Value
+from zeroxla.program.trace import Equation, Operand, Value
 
 Reads = Mapping[Value, frozenset[Value]]
 """The values in memory that computing each fused value reads."""
@@ -23,7 +23,7 @@ class Work:
     Attributes:
       flops: the FLOPs of a product or convolution, a multiplication and an addition each.
       dtype: the dtype of its operands.
-      num_bytes: bytes read from memory and written to it, by what is fused into it too.
+      num_bytes: bytes of memory that it and the equations fused into it read and write.
     """
 
     flops: float
@@ -40,8 +40,8 @@ def work_of(eq: Equation, reads: Reads, scope: Scope) -> Work:
       scope: says which values are in memory.
     """
     sources: set[Value] = set()
-    for atom in eq.inputs:
-        sources |= _sources(atom, reads, scope)
+    for operand in eq.inputs:
+        sources |= _sources(operand, reads, scope)
     written = sum(size_of(v) for v in eq.outputs if v in scope.in_memory)
     num_bytes = sum(map(size_of, sources)) + written
     dtype = str(eq.values[0].aval.dtype) if eq.values else "float32"
@@ -53,16 +53,16 @@ def reads_of(scope: Scope) -> Reads:
     found: dict[Value, frozenset[Value]] = {}
     for eq in scope.program.equations:
         if eq.name in FUSED:
-            sources = frozenset().union(*(_sources(atom, found, scope) for atom in eq.inputs))
+            sources = frozenset().union(*(_sources(operand, found, scope) for operand in eq.inputs))
             found.update((v, sources) for v in eq.outputs if v not in scope.in_memory)
     return found
 
 
-def _sources(atom: Atom, reads: Reads, scope: Scope) -> frozenset[Value]:
+def _sources(operand: Operand, reads: Reads, scope: Scope) -> frozenset[Value]:
     """Return the values in memory that reading an operand reads."""
-    if not isinstance(atom, Value):
+    if not isinstance(operand, Value):
         return frozenset()
-    value = scope.roots.get(atom, atom)
+    value = scope.roots.get(operand, operand)
     return reads.get(value, frozenset((value,)))
 
 

@@ -36,13 +36,13 @@ def one_after_another(
     producers = {v: eq for eq in program.equations for v in eq.outputs}
     inputs = jax.tree.leaves(args)
     results = []
-    for i, atom in enumerate(program.outputs):
+    for i, operand in enumerate(program.outputs):
         if only is not None and i not in only:
             results.append(None)
             continue
         env = dict(zip(program.inputs, inputs, strict=True))
-        run(closure([atom] if isinstance(atom, Value) else [], producers)[0], env)
-        result = finish(i, jax.numpy.asarray(read(env, atom)))
+        run(closure([operand] if isinstance(operand, Value) else [], producers)[0], env)
+        result = finish(i, jax.numpy.asarray(read(env, operand)))
         if result.size >= _MIN_ELEMENTS:
             *inputs, result = jax.lax.optimization_barrier((*inputs, result))
         results.append(result)

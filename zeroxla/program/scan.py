@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from jax import lax
 
 from zeroxla.program import compat
-from zeroxla.program.trace import Atom, Equation, Opened, Program, Value, flatten
+from zeroxla.program.trace import Equation, Opened, Operand, Program, Value, flatten
 
 _T = TypeVar("_T")
 
@@ -63,17 +63,17 @@ class Scan:
         return self.equation.params["jaxpr"]
 
     @property
-    def consts(self) -> Sequence[Atom]:
+    def consts(self) -> Sequence[Operand]:
         """The operands that every turn reads whole."""
         return self.split_inputs(self.equation.inputs)[0]
 
     @property
-    def carry(self) -> Sequence[Atom]:
+    def carry(self) -> Sequence[Operand]:
         """The operands that the first turn is given as its carry."""
         return self.split_inputs(self.equation.inputs)[1]
 
     @property
-    def xs(self) -> Sequence[Atom]:
+    def xs(self) -> Sequence[Operand]:
         """The operands that the turns slice."""
         return self.split_inputs(self.equation.inputs)[2]
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from zeroxla.program import compat
 from zeroxla.program.primitives import CASTS
 from zeroxla.program.scan import Scan
-from zeroxla.program.trace import Atom, Equation, Program, Value, flatten_behind
+from zeroxla.program.trace import Equation, Operand, Program, Value, flatten_behind
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class Stacked:
 
 
 def find_stacked(
-    operand: Atom, known: Mapping[Value, Equation], split_dims: Mapping[Value, int | None]
+    operand: Operand, known: Mapping[Value, Equation], split_dims: Mapping[Value, int | None]
 ) -> Stacked | None:
     """Follow an operand of a scan back to a leaf, through casts and transposes.
 
@@ -73,7 +73,7 @@ def loop_body(scan: Scan, chains: Mapping[int, Stacked]) -> tuple[Program, dict[
     """
     invars = compat.open_jaxpr(scan.jaxpr)[0].invars
     inputs = [Value(v.aval) for v in invars]
-    args: list[Atom] = list(inputs)
+    args: list[Operand] = list(inputs)
     leaves: dict[int, Value] = {}
     first: list[Equation] = []
     for i, chain in chains.items():
@@ -88,7 +88,7 @@ def loop_body(scan: Scan, chains: Mapping[int, Stacked]) -> tuple[Program, dict[
     return flatten_behind(scan.jaxpr, inputs, first, args), leaves
 
 
-def _on_one_layer(eq: Equation, operand: Atom, dim: int) -> tuple[Equation, int]:
+def _on_one_layer(eq: Equation, operand: Operand, dim: int) -> tuple[Equation, int]:
     """Return the equation that does to one layer what `eq` does to all layers at once.
 
     Args:

@@ -45,7 +45,7 @@ class Constant:
     value: Any
 
 
-Atom = Value | Constant
+Operand = Value | Constant
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -61,7 +61,7 @@ class Equation:
 
     source: Any
     name_stack: Any
-    inputs: tuple[Atom, ...]
+    inputs: tuple[Operand, ...]
     outputs: tuple[Value, ...]
 
     @property
@@ -97,13 +97,13 @@ class Program:
 
     inputs: tuple[Value, ...]
     equations: tuple[Equation, ...]
-    outputs: tuple[Atom, ...]
+    outputs: tuple[Operand, ...]
 
     def __call__(self, *args: Any) -> list[Any]:
         """Evaluate on `args`, one array per input; return the outputs."""
         env = dict(zip(self.inputs, args, strict=True))
         run(self.equations, env)
-        return [read(env, atom) for atom in self.outputs]
+        return [read(env, operand) for operand in self.outputs]
 
 
 def is_float(dtype: Any) -> bool:
@@ -111,15 +111,15 @@ def is_float(dtype: Any) -> bool:
     return jax.numpy.issubdtype(dtype, jax.numpy.inexact)
 
 
-def read(env: Mapping[Value, Any], atom: Atom) -> Any:
-    """Return the array of `atom`."""
-    return atom.value if isinstance(atom, Constant) else env[atom]
+def read(env: Mapping[Value, Any], operand: Operand) -> Any:
+    """Return the array of `operand`."""
+    return operand.value if isinstance(operand, Constant) else env[operand]
 
 
 def run(equations: Iterable[Equation], env: dict[Value, Any]) -> None:
     """Bind `equations` in order, reading inputs from `env` and writing outputs to it."""
     for eq in equations:
-        args = [read(env, atom) for atom in eq.inputs]
+        args = [read(env, operand) for operand in eq.inputs]
         env.update(zip(eq.outputs, compat.call_equation(eq.source, eq.name_stack, args)))
 
 
@@ -155,7 +155,7 @@ def flatten(jaxpr: Any, opened: Opened = compat.inlined_jaxpr) -> Program:
 
 
 def flatten_behind(
-    jaxpr: Any, inputs: Sequence[Value], first: Iterable[Equation], args: Sequence[Atom]
+    jaxpr: Any, inputs: Sequence[Value], first: Iterable[Equation], args: Sequence[Operand]
 ) -> Program:
     """Return the program that runs the equations `first` on `inputs` and then `jaxpr` on `args`."""
     return _program(*compat.open_jaxpr(jaxpr), inputs, first, args, compat.inlined_jaxpr)
@@ -166,7 +166,7 @@ def _program(
     consts: Sequence[Any],
     inputs: Sequence[Value],
     first: Iterable[Equation],
-    args: Sequence[Atom],
+    args: Sequence[Operand],
     opened: Opened,
 ) -> Program:
     equations = list(first)
@@ -177,23 +177,23 @@ def _program(
 def _inline(
     jaxpr: Any,
     consts: Sequence[Any],
-    args: Sequence[Atom],
+    args: Sequence[Operand],
     stack: Any,
     into: list[Equation],
     opened: Opened,
-) -> list[Atom]:
+) -> list[Operand]:
     """Append a jaxpr's equations to `into`; return its outputs.
 
     Values are new each time, because one jaxpr may be called at several places.
     """
-    env: dict[Any, Atom] = dict(zip(jaxpr.invars, args, strict=True))
+    env: dict[Any, Operand] = dict(zip(jaxpr.invars, args, strict=True))
     env.update((v, Constant(c)) for v, c in zip(jaxpr.constvars, consts, strict=True))
 
-    def atom(v: Any) -> Atom:
+    def operand(v: Any) -> Operand:
         return Constant(v.val) if isinstance(v, jex.Literal) else env[v]
 
     for eqn in jaxpr.eqns:
-        inputs = tuple(atom(v) for v in eqn.invars)
+        inputs = tuple(operand(v) for v in eqn.invars)
         name_stack = compat.name_stack_of(eqn)
         name_stack = name_stack if stack is None else stack + name_stack
         if (body := opened(eqn)) is not None:
@@ -202,10 +202,12 @@ def _inline(
             outputs = [Value(v.aval) for v in eqn.outvars]
             into.append(Equation(eqn, name_stack, inputs, tuple(outputs)))
         env.update(zip(eqn.outvars, outputs, strict=True))
-    return [atom(v) for v in jaxpr.outvars]
+    return [operand(v) for v in jaxpr.outvars]
 
 
-def _without_dead(equations: Sequence[Equation], outputs: Iterable[Atom]) -> tuple[Equation, ...]:
+def _without_dead(
+    equations: Sequence[Equation], outputs: Iterable[Operand]
+) -> tuple[Equation, ...]:
     needed = {a for a in outputs if isinstance(a, Value)}
     kept: list[Equation] = []
     for eq in reversed(equations):
@@ -245,7 +247,7 @@ def closure(
 
 
 def active_values(
-    equations: Sequence[Equation], active: Iterable[Value], outputs: Iterable[Atom]
+    equations: Sequence[Equation], active: Iterable[Value], outputs: Iterable[Operand]
 ) -> set[Value]:
     """Return the floating values through which a gradient flows from `outputs` to `active` values.
 

@@ -91,7 +91,7 @@ class Loop:
         self.actor, self.reference, self.critic = actor, reference, critic
 
         def engine(step: Step, shapes: Any) -> HybridEngine:
-            step.abstract_state(shapes)  # engines need what the steps have traced
+            step.abstract_state(shapes)  # an engine needs a step that has been traced
             return HybridEngine(step, tensor=tensor)
 
         shapes = batch_shapes(settings)
@@ -151,7 +151,7 @@ class Loop:
         states, trained = self.train(states, scored, key)
         clock.lap("train")
         count = rollouts.mask_BT.sum()
-        # The plain mean: `kl_estimate` has a heavy tail where the two are far apart.
+        # The plain mean, because `kl_estimate` has a heavy tail if the two are far apart.
         strayed_BT = rollouts.logprobs_BT - scored.ref_logprobs_BT
         metrics = {
             "reward": float(scored.scores_B.mean()),

@@ -1,4 +1,4 @@
-"""`make_loop`: a loop whose actor, reference and critic are the same model."""
+"""`make_loop`: a loop whose actor, reference and critic are built from one model."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def make_loop(
     tensor: int = 1,
     config: ZeroConfig | None = None,
 ) -> Loop:
-    """Make a loop whose actor, reference and critic are the same model; see `Loop.begin`.
+    """Make a loop whose actor, reference and critic are built from one model; see `Loop.begin`.
 
     Args:
       model: a language model: a flax module, or a function of rngs that returns one.

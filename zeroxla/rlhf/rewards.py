@@ -82,7 +82,7 @@ def brackets(text: str) -> float:
                 opened.pop()
                 paired += 2
             else:
-                opened.clear()  # what is open around a wrong bracket can not be closed any more
+                opened.clear()  # a wrong bracket leaves those around it unpaired
     return paired / max(len(text), 1)
 
 

@@ -9,8 +9,7 @@ import jax.numpy as jnp
 
 from zeroxla.program import compat
 from zeroxla.program.scan import Scan
-from zeroxla.program.trace import Atom as Operand
-from zeroxla.program.trace import Constant, Equation, Program, Value
+from zeroxla.program.trace import Constant, Equation, Operand, Program, Value
 from zeroxla.split.atoms import Atom, Dim, Dims, block, dim_of, dims_of, expand, join, repeated
 from zeroxla.split.products import rule_of
 

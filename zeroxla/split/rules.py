@@ -21,8 +21,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from zeroxla.program.trace import Atom as Operand
-from zeroxla.program.trace import Equation, Value
+from zeroxla.program.trace import Equation, Operand, Value
 from zeroxla.split.atoms import Dim, Dims, block, dims_of, join
 from zeroxla.split.split_axis import SplitAxis
 

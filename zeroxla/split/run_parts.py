@@ -17,8 +17,7 @@ from jax import lax
 
 from zeroxla.program import compat
 from zeroxla.program.scan import Scan
-from zeroxla.program.trace import Atom as Operand
-from zeroxla.program.trace import Constant, Equation
+from zeroxla.program.trace import Constant, Equation, Operand
 from zeroxla.split.dims_flow import DimsFlow
 from zeroxla.split.products import rule_of
 from zeroxla.split.split_axis import SplitAxis

@@ -1,4 +1,4 @@
-"""Checks of what users pass in, before anything is traced."""
+"""Checks of users' arguments, before anything is traced."""
 
 from __future__ import annotations
 
@@ -10,20 +10,19 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from zeroxla.config.zero_config import ZeroConfig
 from zeroxla.mesh.axes import DEVICE, NODE, world_size
 from zeroxla.offload.disk.disk_array import DiskShape
 from zeroxla.program.paths import leaf_path
 from zeroxla.step.state import TrainState
-from zeroxla.wire.leaves import make_layout
+from zeroxla.wire.leaves import Layout
 
 
 def check_batch(batch: Any, mesh: Mesh, accumulate: int, micro_batch: int | None = None) -> Any:
     """Return `batch` as a pytree of arrays (or ShapeDtypeStructs).
 
     Raises:
-      ValueError: it is empty, a leaf has no leading dim, the leading dims differ, they do not
-        divide over devices x accumulate, or a micro-batch has not `micro_batch` rows.
+      ValueError: the batch is empty, a leaf has no leading dim, the leading dims differ or do not
+        divide over devices x accumulate, or a micro-batch does not have `micro_batch` rows.
     """
     batch = jax.tree.map(_canonical, batch)
     leaves = jax.tree_util.tree_flatten_with_path(batch)[0]
@@ -63,7 +62,7 @@ def check_batch(batch: Any, mesh: Mesh, accumulate: int, micro_batch: int | None
 
 
 def _canonical(x: Any) -> Any:
-    """Return an array (or shape) of the dtype that JAX gives it: int32 for NumPy's int64."""
+    """Return an array (or shape) in JAX's dtype for it: int32 for NumPy's int64."""
     x = x if hasattr(x, "dtype") else np.asarray(x)
     if isinstance(x, jax.Array) or not _is_number(x.dtype):
         return x
@@ -95,17 +94,18 @@ def check_is_state(state: Any) -> None:
         )
 
 
-def check_state(
-    state: TrainState, optimizer: optax.GradientTransformation, config: ZeroConfig
-) -> None:
+def check_state(state: TrainState, optimizer: optax.GradientTransformation, layout: Layout) -> None:
     """Check that a state fits the optimizer.
 
+    Args:
+      state: the state.
+      optimizer: the optimizer that is to update it.
+      layout: the layout of the state's leaves.
+
     Raises:
-      ValueError: its optimizer state is of another optimizer or model.
+      ValueError: its optimizer state belongs to another optimizer or model.
     """
-    placements = state.placements[0]
-    layout = make_layout(state.params, placements, config)
-    shapes = [jax.ShapeDtypeStruct(p.shape, "float32") for p in placements]
+    shapes = [jax.ShapeDtypeStruct(p.shape, "float32") for p in layout.placements]
     params = layout.trainable(layout.tree.unflatten(shapes), optax.MaskedNode())
     expected = jax.eval_shape(optimizer.init, params)
     if jax.tree.structure(expected) != jax.tree.structure(state.opt_state):
@@ -136,7 +136,7 @@ def check_model(state: TrainState, expected: Any) -> None:
       expected: shapes of the model's parameters.
 
     Raises:
-      ValueError: a leaf is missing, unknown, or of another shape.
+      ValueError: a leaf is missing, unknown, or has another shape.
     """
     want = _shapes_by_path(expected, [x.shape for x in jax.tree.leaves(expected)])
     have = _shapes_by_path(state.params, [p.shape for p in state.placements[0]])
@@ -151,7 +151,7 @@ def check_model(state: TrainState, expected: Any) -> None:
 
 
 def check_weights(weights: str) -> None:
-    """Check how often a pipeline is to gather its leaves.
+    """Check the option that says how often a pipeline gathers its leaves.
 
     Raises:
       ValueError: there is no such choice.
@@ -161,15 +161,15 @@ def check_weights(weights: str) -> None:
 
 
 def check_stored(params: Any, expected: Any) -> Any:
-    """Check that parameters are stored as a state of the model has them; return them.
+    """Check that parameters have the stored form of the model's state; return them.
 
     Args:
-      params: arrays, or for what goes to disk functions that return them, which are not called:
-        those that are returned check what they find.
-      expected: their shapes, with shardings.
+      params: arrays. A leaf on disk may be a function that returns its array. It is not called
+        here; the function that is returned for it checks the array.
+      expected: the shapes of the stored leaves, with shardings.
 
     Raises:
-      ValueError: the tree, a shape, a dtype or a sharding is another.
+      ValueError: the tree, a shape, a dtype or a sharding differs.
     """
     if jax.tree.structure(params) != jax.tree.structure(expected):
         raise ValueError(

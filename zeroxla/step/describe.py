@@ -1,4 +1,4 @@
-"""`step.describe()`: which device holds what, as a table."""
+"""`Description`: the table of leaves that `step.describe()` returns."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 OF_A_LOOP = " of a loop"
-"""How the name of a unit ends that is gathered in each turn of a loop."""
+"""The end of the name of a unit that is gathered in each turn of a loop."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class LeafRow:
-    """One leaf, and what one device holds of it.
+    """One leaf, and the bytes of it on one device.
 
     Attributes:
-      path: its name.
-      shape: its natural shape.
-      placement: in words.
-      unit: with which it is gathered.
+      path: the leaf's name.
+      shape: the leaf's natural shape.
+      placement: the leaf's placement, in words.
+      unit: the name of the unit with which the leaf is gathered.
       wires: the formats in which its weights and its gradient travel.
-      shard_bytes: of its shard: float32, or a frozen leaf's wire.
-      secondary_bytes: of its secondary shard; 0 if none is kept.
-      gradient_bytes: of its gradient, in float32, while micro-batches add to it.
+      shard_bytes: bytes of its shard, which is float32, or a frozen leaf's wire.
+      secondary_bytes: bytes of its secondary shard; 0 if none is kept.
+      gradient_bytes: bytes of its float32 gradient while micro-batches add to it.
     """
 
     path: str
@@ -50,14 +50,14 @@ class LeafRow:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Description(Report):
-    """The table of leaves; `print` it, or read `rows`.
+    """The table of leaves. `print` it, or read `rows`.
 
     Attributes:
-      rows: one per leaf.
-      mesh: the mesh in words.
-      optimizer: bytes of the optimizer's state of one device, by where they are.
-      secondary_on_host: secondary shards are in the host's memory.
-      updated_on: what computes the update of what is on the host: the device, or the host.
+      rows: one row per leaf.
+      mesh: the mesh, in words.
+      optimizer: bytes of one device's optimizer state on the device, on the host and on disk.
+      secondary_on_host: whether secondary shards are in the host's memory.
+      updated_on: where arrays on the host are updated: on the device, or on the host.
     """
 
     rows: tuple[LeafRow, ...]
@@ -83,12 +83,12 @@ class Description(Report):
 
     @property
     def num_parameters(self) -> int:
-        """Elements of all leaves; of one that is stored as a wire its bytes."""
+        """Elements of all leaves. A leaf that is stored as a wire counts its bytes."""
         return sum(math.prod(row.shape) for row in self.rows)
 
     @property
     def largest_unit(self) -> int:
-        """Elements of the largest unit, which is whole at a time; of a loop's, those of a turn."""
+        """Elements of the largest unit that is whole at a time. A loop's unit counts one turn."""
         sizes: Counter[str] = Counter()
         for row in self.rows:
             turns = row.shape[0] if row.unit.endswith(OF_A_LOOP) else 1
@@ -139,8 +139,15 @@ def describe(
     opt_state: Any,
     updated_on: Literal["device", "host"] = "device",
 ) -> Description:
-    """Make the table of a model's leaves from its layout, fetch plan and wires, the shapes of the
-    optimizer's state, and what updates of it what is on the host."""
+    """Make the table of a model's leaves.
+
+    Args:
+      layout: the leaves.
+      plan: the fetch plan of a training step.
+      wiring: how the leaves travel.
+      opt_state: the shapes of the optimizer's state.
+      updated_on: where arrays on the host are updated.
+    """
     collectives = wiring.collectives
     world = collectives.world
     units = unit_names(plan)
@@ -190,7 +197,7 @@ def _wires(leaf: Leaf, wiring: Wiring) -> str:
 
 
 def unit_names(plan: FetchPlan, prefix: str = "") -> dict:
-    """Return the name of the unit of each leaf: "0", "1", ..., and "1.0 each turn" inside loops."""
+    """Return the name of each leaf's unit: "0", "1", ..., and "1.0 of a loop" inside loops."""
     names: dict = {}
     unit_of = {v: i for i, unit in enumerate(plan.units) for v in unit}
     number = 0

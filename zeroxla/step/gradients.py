@@ -147,9 +147,8 @@ class Differentiator:
         key = jax.random.fold_in(key, self.collectives.rank())
         if self.accumulate > 1:
             sources, rows = self._after_rows(sources, rows)
-        inputs = _inputs(resident, model_state, rows, key)
         new, sums, model_state = self._forward_backward(
-            traced, sources, inputs, self._once.zeros(resident), key, scale
+            traced, sources, resident, model_state, rows, key, scale
         )
         return (jax.tree.map(jnp.add, grads, new), model_state), sums
 
@@ -168,8 +167,9 @@ class Differentiator:
         self,
         traced: TracedLoss,
         sources: Sequence[LeafSource],
-        inputs: list[jax.Array],
-        zeros: tuple[Gradients, Gradients],
+        resident: Sequence[jax.Array],
+        model_state: Any,
+        rows: Any,
         key: jax.Array,
         scale: jax.Array,
     ) -> tuple[tuple[Gradients, Gradients], dict[str, jax.Array], Any]:
@@ -178,17 +178,20 @@ class Differentiator:
         Args:
           traced: the loss.
           sources: what the fetched leaves are gathered from.
-          inputs: the plan's inputs, resident leaves first.
-          zeros: the gradients of fetched and of resident leaves that the loss does not depend on.
+          resident: the leaves that are whole through the step.
+          model_state: the model's state before this micro-batch.
+          rows: this device's rows of the micro-batch.
           key: the key of the loss.
           scale: the loss scale.
 
         Returns:
-          Gradients like `zeros`, where the resident leaves' are sums of this device alone; the
-          weighted sums of the loss and its metrics; and the model state.
+          The float32 gradients of the fetched leaves, reduced, and of the resident ones, not
+          reduced; the weighted sums of the loss and its metrics; and the new model state.
         """
-        runner, wire_key = traced.runner, self.wiring.key(key)
+        runner = traced.runner
         held = dict(zip(runner.plan.leaves, sources, strict=True))
+        inputs = _inputs(resident, model_state, rows, key)
+        wire_key = self.wiring.key(key)
         with jax.named_scope("forward"):
             outputs, tape = runner.forward(held, inputs, record=True, key=wire_key)
         loss, metrics, model_state = traced.result.unflatten(outputs)
@@ -197,15 +200,16 @@ class Differentiator:
             known = dict(zip(runner.plan.inputs, inputs, strict=True))
             cotangents = [seed, *(None for _ in outputs[1:])]
             reduced, whole = runner.backward(held, known, tape, cotangents, key=wire_key)
-        fetched = [
+        zeros = self._once.zeros(resident)
+        of_fetched = [
             None if zero is None else reduced.get(v, zero)
             for v, zero in zip(runner.plan.leaves, zeros[0], strict=True)
         ]
-        resident = [
+        of_resident = [
             None if zero is None else zero if ct is None else ct.astype(jnp.float32)
             for ct, zero in zip(whole, zeros[1], strict=False)
         ]
-        return (fetched, resident), weighted(loss, metrics), model_state
+        return (of_fetched, of_resident), weighted(loss, metrics), model_state
 
     def _agree(self, model_state: Any) -> Any:
         """Make the model state equal on all devices: floats are averaged, the rest is rank 0's."""

@@ -18,7 +18,7 @@ from zeroxla.fetch.fetch_plan import make_plan
 from zeroxla.fetch.runner import FetchRunner
 from zeroxla.fetch.segments import FetchPlan, layer_dims
 from zeroxla.frontend import Adapted
-from zeroxla.program.trace import Atom, Program, Value, is_float, trace
+from zeroxla.program.trace import Operand, Program, Value, is_float, trace
 from zeroxla.step.metrics import check_metrics
 from zeroxla.wire.leaves import Layout
 from zeroxla.wire.resolve import Wiring
@@ -63,7 +63,7 @@ def plan_gathers(
     active: Iterable[Value],
     *,
     unit_elements: int | None,
-    gradient_of: Sequence[Atom],
+    gradient_of: Sequence[Operand],
 ) -> FetchPlan:
     """Plan a program whose first inputs are the leaves of a layout.
 

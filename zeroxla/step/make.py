@@ -33,17 +33,17 @@ def make_step(
     Args:
       model: a flax.linen module, a function `rngs -> flax.nnx module` (an nnx module itself is
         accepted with a warning: it was allocated whole), or a pair `(init, loss)` with
-        `init(key, batch) -> params` and `loss(params, batch, key) -> scalar | (scalar, metrics)`;
-        or what `zeroxla.lora` makes of one of these.
-      mesh: with the axes `node` and `device`, see `make_mesh`.
-      optimizer: any optax transformation; AdamW with learning rate 3e-4 if None.
+        `init(key, batch) -> params` and `loss(params, batch, key) -> scalar | (scalar, metrics)`.
+        It may also be one of these with adapters, from `zeroxla.lora`, or a `zeroxla.Pipeline`.
+      mesh: a mesh with the axes `node` and `device`, see `make_mesh`.
+      optimizer: any optax transformation. None means AdamW with learning rate 3e-4.
       loss: `loss(apply, batch, *, train) -> scalar | (scalar, metrics)`, where `apply` calls the
-        module; the module's own method `loss(batch, *, train)` if None.
-      config: see `ZeroConfig`.
-      microbatches: into which a batch is cut: those of a pipeline, or gradient accumulation;
-        `config.accumulate` if None.
-      weights: in a pipeline, whether a stage gathers its leaves once in a step and keeps them
-        whole, or in every tick.
+        module. None means the module's own method `loss(batch, *, train)`.
+      config: the options. None means `ZeroConfig()`, plain ZeRO-3.
+      microbatches: number of micro-batches that a batch is cut into, by a pipeline or for gradient
+        accumulation. None means `config.accumulate`.
+      weights: how often a stage of a pipeline gathers its leaves. "step": once in a step, and it
+        keeps them whole. "tick": in every tick.
 
     Returns:
       A `Step`.

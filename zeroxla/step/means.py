@@ -1,4 +1,4 @@
-"""The end of a step's gradients: sums over devices and micro-batches become means."""
+"""Turns sums over micro-batches into means over all devices, at the end of a step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from zeroxla.wire.leaves import Layout
 from zeroxla.wire.vectors import as_vector, from_vector
 
 
-def finish(
+def means_over_devices(
     grads: Sequence[jax.Array | None],
     sums: Any,
     scale: jax.Array,
@@ -22,17 +22,18 @@ def finish(
     layout: Layout,
     collectives: Collectives,
 ) -> tuple[list[jax.Array | None], dict[str, Any]]:
-    """Turn sums into means, with one collective for all scalars.
+    """Turn a step's sums into means, with one collective for all scalars.
 
     Args:
-      grads: this device's shards of the summed gradients.
+      grads: this device's shards of the summed gradients; None for frozen leaves.
       sums: this device's weighted sums of the loss and its metrics.
       scale: the loss scale.
-      layout: of the leaves.
-      collectives: of all devices.
+      layout: the model's leaves.
+      collectives: the collectives of all devices, those of other stages included.
 
     Returns:
-      Shards of the mean gradient, and the metrics `loss`, `grad_norm`, `finite` and the model's.
+      Shards of the mean gradient, and the metrics: `loss`, `grad_norm`, `finite`, and the model's
+      own.
     """
     squares = bad = jnp.zeros((), jnp.float32)
     for grad, leaf in zip(grads, layout, strict=True):
@@ -47,3 +48,13 @@ def finish(
     metrics["grad_norm"] = jnp.sqrt(squares) * divide
     metrics["finite"] = (bad == 0) & jnp.isfinite(metrics["loss"])
     return [None if g is None else g * divide for g in grads], metrics
+
+
+def mean_metrics(sums: dict[str, jax.Array], collectives: Collectives) -> dict[str, jax.Array]:
+    """Return the means over all devices of a loss and its metrics, with one collective.
+
+    Args:
+      sums: this device's weighted sums, as `weighted` gives them.
+      collectives: the collectives of all devices.
+    """
+    return means(from_vector(collectives.sum(as_vector(sums)), sums))

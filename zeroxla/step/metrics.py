@@ -1,7 +1,7 @@
-"""A loss's own metrics: their names, and their means over devices and micro-batches.
+"""The metrics of a loss: their names, and their means over devices and micro-batches.
 
-The mean is weighted by `metrics["weight"]`, the number of items that a masked loss counted, where
-there is one.
+If a masked loss returns `metrics["weight"]`, the number of items that it counted, means are
+weighted by it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-# Names that a step gives its own metrics.
+# Names of a step's own metrics.
 _RESERVED = frozenset(
     {
         "examples_per_s",
@@ -28,7 +28,7 @@ _RESERVED = frozenset(
 
 
 def check_metrics(result: Any) -> None:
-    """Raise a ValueError if a loss's metrics have names that the step gives its own.
+    """Raise a ValueError if a loss's metrics have names that the step uses for its own metrics.
 
     Args:
       result: tree structure of (loss, metrics, model_state).
@@ -39,12 +39,12 @@ def check_metrics(result: Any) -> None:
 
 
 def weight_of(metrics: Mapping[str, jax.Array]) -> jax.Array:
-    """Return how many items a loss counted, float32: `metrics["weight"]`, or 1."""
+    """Return the number of items that a loss counted, float32: `metrics["weight"]`, or 1."""
     return jnp.asarray(metrics.get("weight", 1.0), jnp.float32)
 
 
 def weighted(loss: jax.Array, metrics: Mapping[str, jax.Array]) -> dict[str, Any]:
-    """Return the loss and metrics times their weight, and the weight: what may be summed."""
+    """Return the loss and metrics times their weight, and the weight; these may be summed."""
     weight = weight_of(metrics)
     own = {name: x for name, x in metrics.items() if name != "weight"}
     scaled = {n: x.astype(jnp.float32) * weight for n, x in {**own, "loss": loss}.items()}
@@ -52,5 +52,5 @@ def weighted(loss: jax.Array, metrics: Mapping[str, jax.Array]) -> dict[str, Any
 
 
 def means(sums: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-    """Return the means, from sums of what `weighted` gives."""
+    """Return the means, from sums of results of `weighted`."""
     return {name: x / sums["weight"] for name, x in sums.items() if name != "weight"}

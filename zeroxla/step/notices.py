@@ -1,4 +1,4 @@
-"""Options that do nothing on this mesh or for this model: said in a warning, not refused."""
+"""Warnings about options that do nothing on this mesh or for this model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from zeroxla.wire.resolve import Wiring
 
 
 def warn(texts: Iterable[str], *, stacklevel: int) -> None:
-    """Warn of each; `stacklevel` counts this function as 1."""
+    """Warn with each text. `stacklevel` counts this function as 1."""
     for text in texts:
         warnings.warn(text, stacklevel=stacklevel)
 
@@ -27,7 +27,7 @@ def useless_on_mesh(wiring: Wiring, mesh: Mesh) -> Iterator[str]:
 
 
 def useless_without_stages(weights: str, num_stages: int) -> Iterator[str]:
-    """Yield a sentence if an option is one of stages and there are none."""
+    """Yield a sentence if an option needs stages and the mesh has none."""
     if weights != "step" and num_stages == 1:
         yield f"weights={weights!r} has no effect: the mesh has no axis `pipe`"
 

@@ -1,5 +1,4 @@
-"""The two ends of a step: what is gathered once before its first micro-batch, and what is reduced
-once after its last.
+"""`OncePerStep`: gathers before a step's first micro-batch, and reduces after its last one.
 
 Everything here runs inside `shard_map`.
 """
@@ -28,11 +27,11 @@ Gradients = list[jax.Array | None]
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class OncePerStep:
-    """What a step does once.
+    """The gathers and reduces that a step makes once, and not in every micro-batch.
 
     Attributes:
-      layout: the leaves of the model.
-      wiring: how they travel.
+      layout: the model's leaves.
+      wiring: how the leaves travel.
     """
 
     layout: Layout
@@ -40,7 +39,7 @@ class OncePerStep:
 
     @property
     def collectives(self) -> Collectives:
-        """Of the mesh."""
+        """The collectives of the mesh."""
         return self.wiring.collectives
 
     @property
@@ -50,17 +49,17 @@ class OncePerStep:
     def begin(
         self, stored: Sequence[jax.Array], wire_state: WireState | None, key: jax.Array | None
     ) -> tuple[tuple[list[jax.Array], list[LeafSource]], WireState | None]:
-        """Gather what is gathered once in a step.
+        """Make the gathers before the first micro-batch.
 
         Args:
-          stored: what this device stores of every leaf.
-          wire_state: with the kept copies, where there are any.
-          key: where a format rounds stochastically.
+          stored: the stored piece of every leaf on this device.
+          wire_state: the wire state, which may hold kept copies; None if nothing is remembered.
+          key: the key of stochastic rounding; None if no format rounds stochastically.
 
         Returns:
-          The leaves that are whole through the step; what the fetched ones are gathered from in
-          every micro-batch: their shards, or secondary shards that are made here, once for all; and
-          the wire state with new copies.
+          The leaves that are whole through the step, and the sources of the fetched leaves in every
+          micro-batch. These are shards, or secondary shards that are made here. Then the wire state
+          with new copies.
         """
         keys = [self._key(key, StepRounding.GATHER, i) for i in range(len(stored))]
         held = {
@@ -81,7 +80,7 @@ class OncePerStep:
         return (resident, list(sources.values())), wire_state
 
     def resident(self, stored: Sequence[jax.Array]) -> list[jax.Array]:
-        """Return the leaves that are whole through the step; none of them is quantized."""
+        """Return the leaves that are whole through the step. None of them is quantized."""
         return self._resident(
             stored, dict(enumerate(map(LeafSource.stored, stored))), [None] * len(stored)
         )
@@ -92,14 +91,15 @@ class OncePerStep:
         held: Mapping[int, LeafSource],
         keys: Sequence[jax.Array | None],
     ) -> list[jax.Array]:
-        """Return the leaves that are whole through the step, gathering those that are split."""
+        """Gather the split ones among the leaves that are whole through the step; return all."""
         persistent = [i for i, leaf in enumerate(self.layout) if _is_persistent(leaf)]
         found = self.collectives.gathers.gather(
             [held[i] for i in persistent],
             self._routes(persistent),
             [keys[i] for i in persistent],
         )
-        # Cut here, not inside each kernel that reads one: equal layers then share their kernels.
+        # Leaves are cut from their buffer here, and not inside each kernel that reads one. Equal
+        # layers then share their kernels.
         found = lax.optimization_barrier(found)
         whole = dict(zip(persistent, found, strict=True))
         for i, leaf in enumerate(self.layout):
@@ -109,7 +109,7 @@ class OncePerStep:
         return [whole[i] for i in self.layout.indices(fetched=False)]
 
     def zeros(self, resident: Sequence[jax.Array]) -> tuple[Gradients, Gradients]:
-        """Return zeros like the gradients of one micro-batch: of fetched and of resident leaves."""
+        """Return zeros like one micro-batch's gradients of fetched and of resident leaves."""
         fetched, whole = self.layout.indices(fetched=True), self.layout.indices(fetched=False)
         shapes = [
             self.collectives.reduces.result_shape(self.layout.leaves[i].placement) for i in fetched
@@ -128,16 +128,16 @@ class OncePerStep:
         wire_state: WireState | None,
         key: jax.Array | None,
     ) -> tuple[Gradients, WireState | None]:
-        """Finish the reduce of the sums over a step's micro-batches.
+        """Finish the reduce of a step's summed gradients.
 
         Args:
-          gradients: of the fetched leaves, as the micro-batches reduced them, and of the resident
-            ones, not reduced.
-          wire_state: with the errors of the last step, where they are kept.
-          key: where a format rounds stochastically.
+          gradients: the fetched leaves' gradients, as the micro-batches reduced them, and the
+            resident leaves' gradients, not reduced.
+          wire_state: the wire state, which may hold the errors of the last step.
+          key: the key of stochastic rounding; None if no format rounds stochastically.
 
         Returns:
-          The shards of all leaves in order, and the wire state with new errors.
+          The gradient shards of all leaves, in order, and the wire state with new errors.
         """
         found: dict[int, Any] = {}
         for fetched, mine in zip((True, False), gradients, strict=True):

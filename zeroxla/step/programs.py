@@ -1,6 +1,6 @@
-"""The traced programs of a training setup: init, step, evaluation, gradients.
+"""`Programs`: the functions of a training setup that are compiled: init, step, evaluation, gradients.
 
-What the configuration decides is decided when a program is built: it picks functions and constants.
+The configuration has its effect while a program is traced: it picks functions and constants.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from zeroxla.program.one_by_one import one_after_another
 from zeroxla.program.random_keys import STATE
 from zeroxla.step.setup import REPLICATED, Placements, Setup
 from zeroxla.step.state import LossScale, TrainState, natural, state_shardings, stored
-from zeroxla.wire.leaves import Layout, make_layout
+from zeroxla.wire.leaves import Layout
 from zeroxla.wire.wire_state import WireState
 
 BY_ROWS = PartitionSpec(BATCH_AXES)
@@ -32,7 +32,7 @@ BY_ROWS = PartitionSpec(BATCH_AXES)
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Programs(Setup):
-    """Functions of a state and a batch, to be jitted."""
+    """Functions of a state and a batch, for `jax.jit`."""
 
     def init(self, key: jax.Array, batch: Any, placements: Placements) -> TrainState:
         """Make the state."""
@@ -42,7 +42,7 @@ class Programs(Setup):
     def first_params(
         self, key: jax.Array, batch: Any, *, placements: Placements, only: Sequence[int]
     ) -> list[jax.Array]:
-        """Return some of the parameters of `init`, by their positions."""
+        """Return some of the parameters that `init` makes, by their positions."""
         params, _ = self._first(key, batch, placements[0], only)
         return jax.tree.leaves(params)
 
@@ -53,7 +53,14 @@ class Programs(Setup):
         placements: Sequence[Placement],
         only: Collection[int] | None,
     ) -> tuple[Any, Any]:
-        """Return the first parameters, as they are stored, and model state."""
+        """Return the first parameters, in stored form, and the first model state.
+
+        Args:
+          key: the key that draws the parameters.
+          batch: the global batch.
+          placements: the placements of the parameters.
+          only: the positions of the parameters to compute; None means all. The others are None.
+        """
 
         def keep_shard(i: int, x: jax.Array) -> jax.Array:
             if i >= len(placements):
@@ -67,9 +74,10 @@ class Programs(Setup):
     def init_from(
         self, params: Any, key: jax.Array, batch: Any, placements: Placements
     ) -> TrainState:
-        """Make the state of given parameters, stored as their placements say, without these in it.
+        """Make the state for given parameters, which are stored as their placements say.
 
-        The model's own are not computed: nothing here depends on them.
+        The returned state does not hold them. The model's own parameters are not computed, as
+        nothing here depends on them.
         """
         rows = self.first_rows(batch)
         model_state = one_after_another(
@@ -98,15 +106,18 @@ class Programs(Setup):
         return dataclasses.replace(state, wire_state=self.wire_state(state, batch))
 
     def first_opt_state(self, params: Any, placements: Placements) -> Any:
-        """Return the optimizer's state before the first step, padded, on the devices."""
-        layout = make_layout(params, placements[0], self.config)
+        """Return the optimizer's state before the first step, padded and on the devices."""
+        layout = self.layout_of(params, placements[0])
         here = jax.tree.map(to_device, params)
         trainable = layout.trainable(natural(here, placements[0]), optax.MaskedNode())
         return stored(self.optimizer.init(trainable), placements[1])
 
     def wire_state(self, state: TrainState, batch: Any) -> WireState | None:
-        """Make what the wires of this configuration remember, for a state that has other ones; what
-        fits of the state's own is kept. Of the batch only shapes matter."""
+        """Make the wire state of this configuration, for a state with another one or none.
+
+        The parts of the state's own wire state that fit are kept. Only the shapes of the batch
+        matter.
+        """
         layout = self.layout(state)
         wire_plan = self.wire_state_plan(layout, batch, state.key)
         if wire_plan.is_empty:
@@ -123,7 +134,7 @@ class Programs(Setup):
         return start(leaves).keeping(state.wire_state)
 
     def train(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
-        """Take one optimizer step; return the next state and the metrics."""
+        """Take one optimizer step. Return the next state and the metrics."""
         grads, rest, metrics = self.begin(state, batch)
         args = (state.params, state.opt_state, grads, metrics["finite"])
         with jax.named_scope("update"):
@@ -141,11 +152,15 @@ class Programs(Setup):
         return new_state, metrics | self.rate_of(rates)
 
     def begin(self, state: TrainState, batch: Any) -> tuple[Any, TrainState, dict[str, Any]]:
-        """Compute the gradients; return these, the next state without parameters and optimizer
-        state, and the metrics."""
+        """Compute the gradients: the first half of `train`.
+
+        Returns:
+          The gradients, in stored form; the next state without parameters and optimizer state; and
+          the metrics.
+        """
         grads, metrics, model_state, wire_state = self._local_gradients(state, batch)
-        # Else the compiler joins what scales a gradient with what is computed of it, and rounds
-        # otherwise where the update is another program.
+        # Otherwise the compiler fuses the scaling of a gradient into the update. It would then
+        # round differently from a configuration whose update is another program.
         grads = jax.tree.map(jax.lax.optimization_barrier, grads)
         config, finite = self.config, metrics["finite"]
         keep = _keep_if(finite)
@@ -168,13 +183,16 @@ class Programs(Setup):
         return grads, rest, metrics
 
     def update_of(self, state: TrainState) -> Callable[..., Any]:
-        """Return the function (params, opt_state, gradients, whether these are finite) -> (params,
-        opt_state, learning rates), all as they are stored."""
+        """Return the function that updates this state's arrays: the second half of `train`.
+
+        It takes (params, opt_state, gradients, whether these are finite) and returns (params,
+        opt_state, learning rates), all in stored form.
+        """
         return functools.partial(self._update, layout=self.layout(state), of=state.placements)
 
     @staticmethod
     def rate_of(rates: Sequence[jax.Array]) -> dict[str, jax.Array]:
-        """Return what metrics say of the learning rate; of several none is "the" rate."""
+        """Return the metric `learning_rate`; {} if the optimizer has several rates or none."""
         return {"learning_rate": rates[0]} if len(rates) == 1 else {}
 
     def _update(
@@ -187,8 +205,8 @@ class Programs(Setup):
         layout: Layout,
         of: Placements,
     ) -> tuple[Any, Any, list[jax.Array]]:
-        """Return the parameters and the optimizer's state after a step, as they are stored, and the
-        learning rates in that."""
+        """Return the parameters and the optimizer's state after a step, in stored form, and the
+        learning rates that the optimizer's state holds."""
         in_params, in_opt = of
         masked = optax.MaskedNode()
         whole = natural(params, in_params)
@@ -200,7 +218,7 @@ class Programs(Setup):
         new = optax.apply_updates(layout.trainable(whole, masked), updates)
         new_params = stored(layout.with_frozen(new, whole), in_params)
         keep = _keep_if(finite)
-        # A schedule's own state has the same name.
+        # The state of a schedule has the same name, and is no array.
         found = optax.tree_utils.tree_get_all_with_path(new_state, "learning_rate")
         rates = [x for _, x in found if isinstance(x, jax.Array)]
         kept = layout.with_frozen(layout.trainable(keep(new_params, params), masked), params)
@@ -225,8 +243,11 @@ class Programs(Setup):
     def _next_wire_state(
         self, state: TrainState, new: WireState | None, finite: jax.Array
     ) -> WireState | None:
-        """Return what wires remember of a step. A step that is skipped leaves no errors behind, and
-        copies that hold: they are of the weights before it."""
+        """Return the wire state after a step.
+
+        A skipped step leaves no new errors. Its new copies are kept: they are copies of the weights
+        before the step.
+        """
         feedback = self.wiring.feedback
         old = state.wire_state
         if new is None or old is None or feedback is None:
@@ -249,7 +270,7 @@ class Programs(Setup):
         def local(params: Any, *rest: Any) -> Any:
             grads, *others = differentiator.gradients(params, *rest)
             leaves = zip(grads, jax.tree.leaves(params), layout.placements, strict=True)
-            # Of frozen leaves; a ticket's shape is not that of its leaf.
+            # Zeros for frozen leaves. Not zeros_like: a ticket has another shape than its leaf.
             grads = [
                 jnp.zeros(p.shard_shape(self.mesh), leaf_dtype(x)) if g is None else g
                 for g, x, p in leaves
@@ -275,12 +296,12 @@ class Programs(Setup):
 
     @staticmethod
     def _specs(state: TrainState) -> Any:
-        """Return how the parameters that a program is given are split."""
+        """Return how a program's parameters are split; a ticket is whole on every device."""
         leaves, tree = jax.tree.flatten(state.params)
         pairs = zip(leaves, state.placements[0], strict=True)
         return tree.unflatten([spec_of(x, placement) for x, placement in pairs])
 
 
 def _keep_if(finite: jax.Array) -> Callable[[Any, Any], Any]:
-    """Return the function of (new, old) that keeps the old one where a step was not finite."""
+    """Return the function (new, old) -> new if the step was finite, old otherwise."""
     return functools.partial(jax.tree.map, lambda new, old: jnp.where(finite, new, old))

@@ -1,4 +1,4 @@
-"""How fast steps follow each other."""
+"""`Rates`: examples and tokens per second between steps."""
 
 from __future__ import annotations
 
@@ -9,17 +9,18 @@ import jax
 
 
 class Rates:
-    """Counts what a step has seen since the one before.
+    """Measures the rate of examples and tokens from one step to the next.
 
     Attributes:
-      last: when that was called, in seconds; None before the first.
+      last: the time of the last call, in seconds. None before the first call.
     """
 
     def __init__(self) -> None:
         self.last: float | None = None
 
     def since_last(self, batch: Any) -> dict[str, float]:
-        """Return `examples_per_s`, and `tokens_per_s` of batches with `tokens`; {} at first."""
+        """Return `examples_per_s`, and `tokens_per_s` for batches with `tokens`; {} at the first
+        call."""
         now, last = time.perf_counter(), self.last
         self.last = now
         if last is None:

@@ -1,8 +1,9 @@
-"""What the options make of a model and a mesh: wires, placements, plans, differentiators."""
+"""`Setup`: resolves the options for a model and a mesh, into wires, placements, layouts and plans."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -15,15 +16,17 @@ from zeroxla.config.offload import PINNED
 from zeroxla.config.zero_config import ZeroConfig
 from zeroxla.fetch.segments import FetchPlan
 from zeroxla.frontend import Adapted
-from zeroxla.frontend.staged import StagedGradients, StagedModel
+from zeroxla.frontend.staged import StagedDifferentiator, StagedModel
 from zeroxla.mesh.axes import PIPE, platform_of, world_size
 from zeroxla.mesh.placement import Placement
 from zeroxla.offload.choose import offloaded
 from zeroxla.offload.disk.desk import Desk
+from zeroxla.offload.disk.tickets import leaf_dtype
 from zeroxla.offload.memory_kinds import check_memory
 from zeroxla.offload.update.on_host import check_host_compute
 from zeroxla.program.report import Report
 from zeroxla.step.gradients import Differentiator
+from zeroxla.step.loss_plan import Losses, LossPlanner, make_losses
 from zeroxla.step.state import TrainState
 from zeroxla.wire.bundles import ALONE_ELEMENTS
 from zeroxla.wire.leaves import Layout, check_floating, make_layout, place_opt_state, place_params
@@ -40,13 +43,16 @@ class Setup:
 
     Attributes:
       adapted: the model.
-      mesh: with Auto axes.
+      mesh: the mesh, with Auto axes.
       optimizer: the optax transformation.
       config: the options.
-      pipeline: the model as layers; None where there are no stages.
-      weights: of a pipeline, how often leaves are gathered.
+      pipeline: the model as layers; None without stages.
+      weights: how often a stage of a pipeline gathers its leaves.
       alone_elements: a shard of at least this many elements shares no buffer with others.
-      desk: where programs get parameters on disk.
+      desk: where programs get parameters that are on disk.
+      wiring: how leaves travel on this mesh.
+      losses: the model's loss for training and for evaluation. JAX remembers their traces, so that
+        placements, plans and programs share them.
     """
 
     adapted: Adapted
@@ -57,11 +63,15 @@ class Setup:
     weights: Literal["step", "tick"] = "step"
     alone_elements: int = ALONE_ELEMENTS
     desk: Desk = dataclasses.field(default_factory=Desk, init=False)
+    wiring: Wiring = dataclasses.field(init=False)
+    losses: Losses = dataclasses.field(init=False)
+    _layouts: dict[Any, Layout] = dataclasses.field(default_factory=dict, init=False)
 
-    @property
-    def wiring(self) -> Wiring:
-        """What the options make of the mesh."""
-        return make_wiring(self.config, self.mesh, self.desk, self.alone_elements)
+    def __post_init__(self) -> None:
+        wiring = make_wiring(self.config, self.mesh, self.desk, self.alone_elements)
+        losses = make_losses(self.adapted, wiring.collectives.compute_dtype)
+        object.__setattr__(self, "wiring", wiring)
+        object.__setattr__(self, "losses", losses)
 
     def placements(self, key: jax.Array, batch: Any) -> Placements:
         """Decide how parameters and optimizer state are stored, from shapes alone.
@@ -74,16 +84,15 @@ class Setup:
         params, model_state = jax.eval_shape(self.adapted.init, key, rows)
         check_floating(params, self.config)
         whole = tuple(Placement(shape=x.shape) for x in jax.tree.leaves(params))
-        differentiator = self._whole(make_layout(params, whole, self.config))
-        dims = self._in_mesh(
-            lambda rows, key: differentiator.layer_dims(model_state, rows, key), rows, key
-        )
-        stages = self._staged(make_layout(params, whole, self.config))
+        layout = self.layout_of(params, whole)
+        planner = self._planner(layout)
+        dims = self._in_mesh(planner.layer_dims, model_state, rows, key)
+        stages = self._staged(layout)
         stage_dims: dict[int, int] = {}
         if stages is not None:
             stage_dims = stages.stage_dims(model_state, rows, key, jax.tree.leaves(params))
         placed = place_params(params, self.mesh, dims, stage_dims)
-        trainable = make_layout(params, placed, self.config).trainable(params, optax.MaskedNode())
+        trainable = layout.trainable(params, optax.MaskedNode())
         opt_state = jax.eval_shape(self.optimizer.init, trainable)
         in_opt = place_opt_state(opt_state, params, placed, self.mesh)
         offload = self.config.offload
@@ -101,13 +110,11 @@ class Setup:
     def plan(self, layout: Layout, model_state: Any, batch: Any, key: jax.Array) -> FetchPlan:
         """Return the fetch plan of a training step, from shapes alone."""
         rows = jax.eval_shape(self.first_rows, batch)
-        differentiator = self._whole(layout)
-        return self._in_mesh(
-            lambda rows, key: differentiator.plan(model_state, rows, key, train=True)[0], rows, key
-        )
+        plan = functools.partial(self._planner(layout).plan, train=True)
+        return self._in_mesh(plan, model_state, rows, key)[0]
 
     def wire_state_plan(self, layout: Layout, batch: Any, key: jax.Array) -> WireStatePlan:
-        """Return what makes and carries on the wire state."""
+        """Return the plan that makes the wire state and refreshes it."""
         whole = WholeWireStatePlan(layout=layout, wiring=self.wiring)
         stages = self._staged(layout)
         if whole.is_empty or stages is None:
@@ -127,11 +134,24 @@ class Setup:
         return jax.tree.map(lambda x: x[: x.shape[0] // parts], batch)
 
     def layout(self, state: TrainState) -> Layout:
-        """Return what the configuration makes of a state's leaves."""
-        return make_layout(state.params, state.placements[0], self.config)
+        """Return the layout of a state's leaves under these options."""
+        return self.layout_of(state.params, state.placements[0])
+
+    def layout_of(self, params: Any, placements: tuple[Placement, ...]) -> Layout:
+        """Return the layout of parameters. It is made once for equal trees and placements.
+
+        Args:
+          params: arrays, shapes or tickets; only their paths and dtypes matter.
+          placements: how they are stored.
+        """
+        leaves, tree = jax.tree.flatten(params)
+        key = tree, tuple(map(leaf_dtype, leaves)), placements
+        if key not in self._layouts:
+            self._layouts[key] = make_layout(params, placements, self.config)
+        return self._layouts[key]
 
     def _in_mesh(self, fun: Callable[..., Any], *args: Any) -> Any:
-        """Call `fun` where the mesh's axes are bound, on shapes; return what it returns."""
+        """Call `fun` on shapes, inside `shard_map` over the mesh; return its result."""
         found: list[Any] = []
         mapped = jax.shard_map(
             lambda *args: found.append(fun(*args)),
@@ -143,32 +163,35 @@ class Setup:
         jax.eval_shape(mapped, *args)
         return found[0]
 
-    def differentiator(self, layout: Layout) -> Differentiator | StagedGradients:
-        """Return what computes losses and gradients, in stages where the mesh has them."""
-        return self._staged(layout) or self._whole(layout)
+    def differentiator(self, layout: Layout) -> Differentiator | StagedDifferentiator:
+        """Return the object that computes losses and gradients, in stages if the mesh has them."""
+        staged = self._staged(layout)
+        if staged is not None:
+            return staged
+        return Differentiator(planner=self._planner(layout), accumulate=self.config.accumulate)
 
-    def _staged(self, layout: Layout) -> StagedGradients | None:
-        """Return what differentiates the model in stages; None without stages."""
+    def _staged(self, layout: Layout) -> StagedDifferentiator | None:
+        """Return the object that differentiates the model in stages; None without stages."""
         if self.pipeline is None:
             return None
-        whole = self._whole(layout)
-        return self.pipeline.gradients(
+        planner = self._planner(layout)
+        return self.pipeline.differentiator(
             num_stages=self.mesh.shape[PIPE],
             layout=layout,
-            wiring=whole.wiring,
-            unit_elements=whole.unit_elements,
-            limits=whole.limits,
-            microbatches=whole.accumulate,
+            wiring=self.wiring,
+            unit_elements=planner.unit_elements,
+            limits=planner.limits,
+            microbatches=self.config.accumulate,
             weights=self.weights,
         )
 
-    def _whole(self, layout: Layout) -> Differentiator:
-        """Return what differentiates the model as one, without stages."""
+    def _planner(self, layout: Layout) -> LossPlanner:
+        """Return the planner of the whole model, without stages."""
         config = self.config
         on_cpu = platform_of(self.mesh) == "cpu"
         prefetch = config.prefetch_bucket
-        return Differentiator(
-            adapted=self.adapted,
+        return LossPlanner(
+            losses=self.losses,
             layout=layout,
             wiring=self.wiring,
             unit_elements=config.unit_elements,
@@ -177,5 +200,4 @@ class Setup:
                 max_live=config.max_live_parameters,
                 max_reuse=config.max_reuse_distance,
             ),
-            accumulate=config.accumulate,
         )

@@ -1,4 +1,4 @@
-"""What training keeps between steps."""
+"""`TrainState`: everything that training keeps between steps."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class LossScale:
 
     Attributes:
       scale: float32 scalar; 1 unless the model computes in float16.
-      good_steps: int32, finite steps since the scale last changed.
-      skipped: int32, steps whose update was dropped because a gradient was not finite.
+      good_steps: int32, number of finite steps since the scale last changed.
+      skipped: int32, number of steps whose update was dropped because a gradient was not finite.
     """
 
     scale: jax.Array
@@ -55,15 +55,16 @@ class TrainState:
     """The training state: a pytree of global arrays on the mesh.
 
     Attributes:
-      step: int32 scalar, completed steps, skipped ones included.
-      params: the float32 master of each leaf, split as its placement says, padding included; of a
-        frozen leaf that is stored as a wire its bytes, uint8.
+      step: int32 scalar, number of completed steps, skipped ones included.
+      params: the float32 master of each leaf, split according to its placement, padding included. A
+        frozen leaf that is stored as a wire has its bytes here, uint8.
       opt_state: the optimizer's state, each array placed by its own shape.
       model_state: the model's other collections (batch statistics, ...), whole on every device.
       key: typed PRNG key from which every step derives its own.
       loss_scale: see `LossScale`.
-      wire_state: what a wire format remembers between steps; None where it remembers nothing.
-      placements: of params and opt_state, in the order of their flattened leaves (static).
+      wire_state: kept copies and errors that wire formats need in the next step. None if they need
+        none.
+      placements: the placements of params and opt_state, in the order of their leaves (static).
     """
 
     step: jax.Array
@@ -79,7 +80,7 @@ class TrainState:
 
 
 def light(state: TrainState) -> TrainState:
-    """Return a state without that of its optimizer, for programs that have no use for it."""
+    """Return a state without its optimizer state, for programs that do not need it."""
     return dataclasses.replace(state, opt_state=None)
 
 
@@ -116,12 +117,13 @@ def state_shardings(state: TrainState, mesh: Mesh) -> TrainState:
 
 
 def full_params(state: TrainState) -> Any:
-    """Return the parameters whole, in natural shapes, as float32 NumPy arrays on this host (wires
-    of a frozen base as uint8).
+    """Return the parameters whole, in natural shapes, as float32 NumPy arrays on this host. Wires
+    of a frozen base are uint8.
 
-    One leaf at a time is assembled, so the cost is the model in host memory, once; of several
-    processes in that of each, and all must call this. There every device holds a leaf for a moment,
-    and a host receives what it lacks of it once (with several stages on a host, once for each).
+    Cost: the model in host memory, once; leaves are assembled one at a time. In a run of several
+    processes all must call this, and each holds the model. Every device then holds each leaf for a
+    moment, and a host receives the parts that it lacks once (with several stages on a host, once
+    for each).
     """
     leaves, tree = jax.tree.flatten(state.params)
     return tree.unflatten([host_leaf(x, p) for x, p in zip(leaves, state.placements[0])])
@@ -130,8 +132,8 @@ def full_params(state: TrainState) -> Any:
 def host_leaf(x: jax.Array | DiskArray, placement: Placement) -> np.ndarray:
     """Return a leaf whole, in its natural shape, on this host; all processes must call this.
 
-    Cost: the leaf in host memory, and a copy of one shard. Nothing of it stays with `x`, which
-    would keep what NumPy is given of its own arrays: NumPy reads another array of the same buffer.
+    Cost: the leaf in host memory, and a copy of one shard. JAX arrays cache the NumPy copies that
+    are made from them. To avoid that, NumPy reads another array over the same buffer.
     """
     if isinstance(x, DiskArray):
         x = x.read().result()

@@ -21,22 +21,15 @@ from zeroxla.mesh.processes.same_program import ProgramCalls
 from zeroxla.program.compat import compiler_options, mesh_context
 from zeroxla.program.report import Report
 from zeroxla.program.shapes import shapes_of, shapes_on, structure_of
-from zeroxla.step.checks import (
-    check_batch,
-    check_is_state,
-    check_key,
-    check_model,
-    check_state,
-    check_stored,
-)
+from zeroxla.step.checks import check_batch, check_is_state, check_key, check_stored
 from zeroxla.step.describe import describe
-from zeroxla.step.disk.steps import DiskSteps, has_disk, with_disk_shapes
-from zeroxla.step.notices import useless_on_leaves, useless_on_mesh, warn
+from zeroxla.step.disk.steps import DiskSteps, has_disk
+from zeroxla.step.notices import useless_on_mesh, warn
 from zeroxla.step.programs import BY_ROWS, Programs
 from zeroxla.step.rates import Rates
 from zeroxla.step.state import TrainState, light, state_shardings
+from zeroxla.step.state_shapes import StateShapes
 from zeroxla.wire.bundles import ALONE_ELEMENTS
-from zeroxla.wire.leaves import make_layout
 from zeroxla.wire.wire_state import WireState
 
 
@@ -83,11 +76,9 @@ class Step:
         self.disk = DiskSteps(self.programs, self._jit, self._run)
         self._eval = self._jit(self.programs.evaluate)
         self._grad = self._jit(self.programs.gradients)
-        self._traced: Any = None  # shapes of (params, placements, model state, batch, key)
-        self._checked: set[Any] = set()  # structures of states that fitted
-        self._wired: set[Any] = set()  # and of those whose wire state did
+        self._shapes = StateShapes(self.programs)
+        self._wired: set[Any] = set()  # structures of states whose wire state fits the options
         self._rates = Rates()
-        self._has_warned = False
 
     def init(self, key: jax.Array, batch: Any) -> TrainState:
         """Make the state: every leaf is born split, no device ever holds the model.
@@ -105,7 +96,7 @@ class Step:
           ValueError: the batch does not divide over the devices, or a leaf is not floating.
         """
         key, batch = check_key(key), self._check_batch(batch)
-        shapes = self._state_shapes(key, batch)
+        shapes = self._shapes.decide(key, batch)
         make = functools.partial(self.programs.init, placements=shapes.placements)
         args = put_key(key, self.mesh), put_batch(batch, self.mesh)
         return self._make("init", make, shapes, state_shardings(shapes, self.mesh), *args)
@@ -131,14 +122,16 @@ class Step:
         params = check_stored(params, shapes.params)
         make = functools.partial(self.programs.init_from, placements=shapes.placements)
         rest = dataclasses.replace(state_shardings(shapes, self.mesh), params=None)
-        args = params, put_key(key, self.mesh), put_batch(self._traced[-2], self.mesh)
+        batch = put_batch(self._shapes.last_batch, self.mesh)
+        args = params, put_key(key, self.mesh), batch
         state = self._make("init_from", make, shapes, rest, *args)
         return dataclasses.replace(state, params=params) if state.params is None else state
 
     def abstract_state(self, batch: Any) -> TrainState:
         """Return the state's shapes, dtypes and shardings without computing anything: for `lower`
         and for restoring checkpoints."""
-        return self._abstract(self._check_batch(batch))
+        shapes = self._shapes.decide(jax.random.key(0), self._check_batch(batch))
+        return self._shapes.placed(shapes)
 
     def shapes(self) -> TrainState:
         """Return `abstract_state` of the batch that the step has last seen.
@@ -146,12 +139,8 @@ class Step:
         Raises:
           ValueError: it has seen none.
         """
-        if self._traced is None:
-            raise ValueError(
-                "the step has seen no batch, and the state's shapes may depend on it; call "
-                "step.abstract_state(batch) first, or pass on what that returns"
-            )
-        return self._abstract(self._traced[-2])
+        batch = self._shapes.last_batch
+        return self._shapes.placed(self._shapes.decide(jax.random.key(0), batch))
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
         """Take one optimizer step. The state is donated: use the returned one.
@@ -211,22 +200,22 @@ class Step:
         Raises:
           ValueError: before `init` or a first call, when the model has not been traced.
         """
-        if self._traced is None:
+        traced = self._shapes.traced
+        if traced is None:
             raise ValueError("nothing to describe yet; call step.init or step.abstract_state first")
-        params, placements, *shapes = self._traced
-        layout = make_layout(params, placements, self.config)
+        layout = self.programs.layout_of(traced.params, traced.placements)
         if self.programs.pipeline is not None:
-            return self.programs.partition(layout, *shapes[1:])
-        plan = self.programs.plan(layout, *shapes)
+            return self.programs.partition(layout, traced.batch, traced.key)
+        plan = self.programs.plan(layout, traced.model_state, traced.batch, traced.key)
         opt_state, updated_on = self.shapes().opt_state, self.config.offload.update
         return describe(layout, plan, self.programs.wiring, opt_state, updated_on)
 
     def with_config(self, config: ZeroConfig) -> Step:
         """Return another program for the same state."""
-        programs = dataclasses.replace(self.programs, config=config)
-        fields = [f.name for f in dataclasses.fields(programs) if f.init]
-        step = Step(**{name: getattr(programs, name) for name in fields})
-        step._traced = self._traced
+        fields = [f.name for f in dataclasses.fields(self.programs) if f.init]
+        options = {name: getattr(self.programs, name) for name in fields}
+        step = Step(**{**options, "config": config})
+        step._shapes.traced = self._shapes.traced
         return step
 
     def _make(
@@ -240,7 +229,8 @@ class Step:
         """Run a program that makes a state."""
         with mesh_context(self.mesh):
             if has_disk(shapes):
-                return self.disk.make(name, program, self._placed(shapes), shardings, *args)
+                shapes = self._shapes.placed(shapes)
+                return self.disk.make(name, program, shapes, shardings, *args)
             return self._run(name, self._jit(program, out_shardings=shardings), *args)
 
     def _check_batch(self, batch: Any, accumulate: int | None = None) -> Any:
@@ -252,17 +242,7 @@ class Step:
         """Check both, the state once per structure; return the batch on the mesh."""
         check_is_state(state)
         batch = self._check_batch(batch, accumulate)
-        structure = structure_of(state)
-        if structure not in self._checked:
-            check_state(state, self.optimizer, self.config)
-            shapes = shapes_of((batch, state.key))
-            with mesh_context(self.mesh):
-                rows = jax.eval_shape(self.programs.first_rows, shapes[0])
-                params, model_state = jax.eval_shape(self.adapted.init, shapes[1], rows)
-            check_model(state, params)
-            if self._traced is None:
-                self._traced = (params, state.placements[0], model_state, *shapes)
-            self._checked.add(structure)
+        self._shapes.check(state, batch)
         return put_batch(batch, self.mesh)
 
     def _fitted(self, state: TrainState) -> TrainState:
@@ -270,7 +250,7 @@ class Step:
         structure = structure_of(state)
         if structure in self._wired:
             return state
-        wire_state = self._wire_state(self._traced[-2])
+        wire_state = self._wire_state(self._shapes.last_batch)
         expected = jax.eval_shape(wire_state, light(shapes_of(state)))
         found = state.wire_state
         if found is None if expected is None else expected.fits(found):
@@ -282,23 +262,3 @@ class Step:
 
     def _wire_state(self, batch: Any) -> Callable[[TrainState], WireState | None]:
         return functools.partial(self.programs.wire_state, batch=shapes_of(batch))
-
-    def _abstract(self, batch: Any) -> TrainState:
-        return self._placed(self._state_shapes(jax.random.key(0), batch))
-
-    def _placed(self, shapes: TrainState) -> TrainState:
-        """Return the shapes of a state with shardings, and what is on disk as such."""
-        return with_disk_shapes(shapes_on(shapes, state_shardings(shapes, self.mesh)))
-
-    def _state_shapes(self, key: jax.Array, batch: Any) -> TrainState:
-        """Decide the placements; return the state's shapes."""
-        batch, key = shapes_of((batch, key))
-        with mesh_context(self.mesh):
-            placements = self.programs.placements(key, batch)
-            make = functools.partial(self.programs.init, placements=placements)
-            shapes = jax.eval_shape(make, key, batch)
-        self._traced = (shapes.params, placements[0], shapes.model_state, batch, key)
-        if not self._has_warned:
-            self._has_warned = True
-            warn(useless_on_leaves(self.config, self.programs.layout(shapes)), stacklevel=4)
-        return shapes

@@ -26,7 +26,7 @@ class Collectives:
       gathers: the gathers of leaves.
       reduces: the reduces of gradients.
       firm_ties: whether ties between collectives must also be ties of data, as on XLA's CPU
-        backend; see `tie` in the room `fetch`.
+        backend; see `fetch/ties.py`.
       stages: length of the axis `pipe`, for sums over all stages; 1 for sums inside one stage.
     """
 

@@ -1,4 +1,4 @@
-"""Encodings: what a gather moves of a leaf, the bits of its floats or the bytes of its wires."""
+"""Encodings: the form in which a gather moves a leaf, as bits of floats or as bytes of wires."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ import jax.numpy as jnp
 from zeroxla.config.wire_format import WireFormat, key_for
 from zeroxla.wire.bundles import Parcel
 from zeroxla.wire.hops import as_bits, from_bits
-from zeroxla.wire.quantize import Backend, Wire
+from zeroxla.wire.quantize import Backend
 from zeroxla.wire.quantize_jit import dequantize, quantize
+from zeroxla.wire.wire import Wire
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -11,8 +11,9 @@ import jax
 
 from zeroxla.config.feedback import Feedback
 from zeroxla.config.wire_format import WireFormat
-from zeroxla.wire.quantize import Backend, Wire
+from zeroxla.wire.quantize import Backend
 from zeroxla.wire.quantize_jit import dequantize, quantize
+from zeroxla.wire.wire import Wire
 
 
 def quantize_with_error(

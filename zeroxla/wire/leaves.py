@@ -1,4 +1,4 @@
-"""A model's leaves: their names, placements, and what the configuration makes of each."""
+"""A model's leaves: their names, placements, and treatment under the options."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class Leaf:
     Attributes:
       path: its name, `a/b/c`.
       placement: how it is stored.
-      persistent: it is gathered once a step and kept whole, not fetched unit by unit.
-      frozen: it gets no gradient.
-      quantized: it travels in the formats of the configuration, where there are any.
-      is_wire: it is stored as a wire, uint8, and travels as it is. It is frozen.
+      persistent: whether it is gathered once a step and kept whole, not fetched unit by unit.
+      frozen: whether it gets no gradient.
+      quantized: whether it travels in the wire formats of the options, if there are any.
+      is_wire: whether it is stored as a wire, uint8, and travels in this form. It is then frozen.
     """
 
     path: str
@@ -55,7 +55,12 @@ class Leaf:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Layout:
-    """The leaves of a model in the order of its flattened parameters."""
+    """The leaves of a model in the order of its flattened parameters.
+
+    Attributes:
+      tree: the tree structure of the parameters.
+      leaves: the leaves.
+    """
 
     tree: Any
     leaves: tuple[Leaf, ...]
@@ -79,16 +84,17 @@ class Layout:
         return self.tree.unflatten(kept)
 
     def with_frozen(self, trainable: Any, params: Any) -> Any:
-        """Return `trainable`, whose frozen leaves are empty nodes, with those of `params`."""
+        """Return `trainable`, whose frozen leaves are empty nodes, with the frozen leaves of
+        `params` in their place."""
         rest = iter(jax.tree.leaves(trainable))
         pairs = zip(self.leaves, jax.tree.leaves(params), strict=True)
         return self.tree.unflatten([x if leaf.frozen else next(rest) for leaf, x in pairs])
 
 
 def make_layout(params: Any, placements: Sequence[Placement], config: ZeroConfig) -> Layout:
-    """Say what the configuration makes of each leaf.
+    """Decide from the options how each leaf is treated.
 
-    Leaves up to the persistence threshold are persistent, in order, while they fit the cap.
+    Leaves up to the persistence threshold are persistent, in order, as long as they fit the cap.
     """
     with_paths, tree = jax.tree_util.tree_flatten_with_path(params)
     room = math.inf if config.model_persistence_cap is None else config.model_persistence_cap
@@ -124,10 +130,11 @@ def place_params(
     """Place every leaf.
 
     Args:
-      params: shapes.
-      mesh: of all devices.
-      layer_dims: the dims along which loops slice each leaf; these are not split,
-      stage_dims: but for those that are split over `pipe`, by the number of the leaf.
+      params: the leaves' shapes.
+      mesh: the mesh of all devices.
+      layer_dims: the dims along which loops slice each leaf. They are not split, except over
+        `pipe`.
+      stage_dims: the layer dims that are split over `pipe`, by the number of the leaf.
     """
     found = []
     for i, (leaf, skip) in enumerate(zip(jax.tree.leaves(params), layer_dims, strict=True)):
@@ -163,8 +170,9 @@ def check_floating(params: Any, config: ZeroConfig) -> None:
 def place_opt_state(
     opt_state: Any, params: Any, placements: Sequence[Placement], mesh: Mesh
 ) -> tuple[Placement, ...]:
-    """Place the optimizer's arrays: like the leaf whose path theirs ends with, if the shapes agree
-    (moments), else by their own shape (Adafactor's factors, counters)."""
+    """Place the optimizer's arrays. An array whose path ends with a leaf's path, and which has the
+    leaf's shape (a moment), is placed like the leaf. Others (Adafactor's factors, counters) are
+    placed by their own shape."""
     with_paths = jax.tree_util.tree_flatten_with_path(params)[0]
     by_path = {tuple(path): p for (path, _), p in zip(with_paths, placements, strict=True)}
     lengths = sorted({len(path) for path in by_path}, reverse=True)

@@ -1,7 +1,7 @@
-"""The quantizer, traced once for each shape and format.
+"""The quantizer under `jit`, so that it is traced once for each shape and format.
 
-A model has many leaves of few shapes, and a call traces the XLA reference and a kernel: half a
-second, for the rules that compare steps.
+A model has many leaves with few shapes. Each call would trace the XLA reference and a kernel, which
+takes half a second for the rules that compare steps.
 """
 
 from __future__ import annotations

@@ -25,9 +25,10 @@ from zeroxla.program.random_keys import fold_in
 from zeroxla.wire.bundles import ALONE_ELEMENTS, Parcel, bundle
 from zeroxla.wire.error_feedback import quantize_with_error
 from zeroxla.wire.hops import FLOAT32, Hops, as_bits, from_bits
-from zeroxla.wire.quantize import Backend, Wire
+from zeroxla.wire.quantize import Backend
 from zeroxla.wire.quantize_jit import dequant_reduce, dequant_sum, quantize
 from zeroxla.wire.routes import Route
+from zeroxla.wire.wire import Wire
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,13 +1,14 @@
-"""Routes: in which form each leaf travels, and what a device holds of it on the way.
+"""Routes: the form in which each leaf travels, and the part of it that a device holds on the way.
 
-A leaf is at every moment in one of these forms:
+At every moment a leaf is in one of these forms:
 
-    shard    float32, what a device stores; leaf layout, the split dim 1/world (of a leaf that is a
-             wire itself: uint8)
-    wire     the secondary shard as it travels: for a quantized leaf uint8[*layers, shards, bytes],
-             one wire for each shard (of each layer); for any other its bits in leaf layout
-    values   the secondary shard of a quantized leaf in the compute dtype, leaf layout
-    ticket   what stands for a shard on disk; see `offload/disk/tickets.py`
+    shard    the stored shard: float32 in leaf layout, the split dim 1/world long (uint8 if the leaf
+             itself is stored as a wire)
+    wire     the secondary shard in the form in which it travels: for a quantized leaf
+             uint8[*layers, shards, bytes], one wire for each shard (of each layer); for any other
+             leaf its bits in leaf layout
+    values   the secondary shard of a quantized leaf in the compute dtype, in leaf layout
+    ticket   the stand-in for a shard on disk; see `offload/disk/tickets.py`
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ AS_STORED = "as stored"
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True)
 class LeafSource:
-    """What a leaf is gathered from.
+    """The array that a leaf is gathered from.
 
     Attributes:
       array: this device's part of the leaf.
-      form: see the head of this file.
+      form: its form; see the head of this file.
     """
 
     array: jax.Array
@@ -42,7 +43,7 @@ class LeafSource:
 
     @staticmethod
     def stored(array: jax.Array) -> LeafSource:
-        """Return the source that a state has of a leaf, or a ticket of it is."""
+        """Return the source for a stored leaf, or for the ticket of one."""
         return LeafSource(array, "ticket" if is_ticket(array) else "shard")
 
     @property
@@ -51,11 +52,11 @@ class LeafSource:
         return self.form in ("shard", "ticket")
 
     def on_device(self) -> LeafSource:
-        """Return it in device memory."""
+        """Return the source in device memory."""
         return LeafSource(to_device(self.array), self.form)
 
     def on_host(self) -> LeafSource:
-        """Return it in host memory."""
+        """Return the source in host memory."""
         return LeafSource(to_host(self.array), self.form)
 
 
@@ -65,12 +66,14 @@ class Route:
 
     Attributes:
       placement: how it is stored.
-      weights: format of its gathers; None for the plain wire dtype.
-      gradients: formats of its gradient over the hop `device` and the hop `node`, likewise.
-      values: format in which values of the secondary shard travel on; None for the compute dtype.
-      secondary: the form in which its secondary shard is kept from forward to backward; None if
-        none is.
-      is_wire: the leaf is stored as a wire: its bytes travel as they are.
+      weights: the format of its gathers. None means the plain wire dtype.
+      gradients: the formats of its gradient on the hop over `device` and on the hop over `node`.
+        None means the plain reduce dtype.
+      values: the format in which values of the secondary shard travel on. None means the compute
+        dtype.
+      secondary: the form in which its secondary shard is kept from forward to backward. None keeps
+        none.
+      is_wire: whether the leaf is stored as a wire. Its bytes then travel unchanged.
     """
 
     placement: Placement
@@ -82,7 +85,7 @@ class Route:
 
     @property
     def words(self) -> str:
-        """Formats of the weights and of the gradient's hops, as tables name them."""
+        """Return the names of the formats of weights and gradient hops, for tables."""
         if self.is_wire:
             return AS_STORED
         names = [f.words if f else "float" for f in (self.weights, *self.gradients)]
@@ -91,7 +94,7 @@ class Route:
         return f"{names[0]}, gradient {' / '.join(dict.fromkeys(names[1:]))}"
 
     def unstack(self, dim: int) -> Route:
-        """The route of a slice along `dim`, a scanned leaf's layer dim."""
+        """Return the route of a slice along `dim`, a scanned leaf's layer dim."""
         return dataclasses.replace(self, placement=self.placement.unstack(dim))
 
     def layers(self, source: LeafSource, dim: int) -> LeafSource:
@@ -99,6 +102,6 @@ class Route:
         axis = dim
         if source.form == "wire" and self.weights is not None:
             axis = self.placement.layer_dims.index(dim)
-        # A loop slices host memory where it lies, along the first dim: nothing is transposed there.
+        # A loop slices host memory in place along the first dim, so nothing is transposed there.
         source = source.on_device() if axis else source
         return LeafSource(jnp.moveaxis(source.array, axis, 0), source.form)

@@ -1,4 +1,4 @@
-"""Small arrays of any shape as one vector, so that they travel in one collective."""
+"""Joins small arrays of any shape into one vector, so that they travel in one collective."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ def from_vector(vector: jax.Array, like: Any) -> Any:
 
 
 def as_words(x: jax.Array) -> jax.Array:
-    """Integers, flags or PRNG keys as uint32."""
+    """Return integers, flags or PRNG keys as uint32."""
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         return jax.random.key_data(x)
     return x.astype(jnp.uint32)
 
 
 def from_words(words: jax.Array, like: jax.Array) -> jax.Array:
-    """Return what `as_words` was given, in the dtype of `like`."""
+    """Undo `as_words`; return the array in the dtype of `like`."""
     if jnp.issubdtype(like.dtype, jax.dtypes.prng_key):
         return jax.random.wrap_key_data(words, impl=jax.random.key_impl(like))
     return words.astype(like.dtype)

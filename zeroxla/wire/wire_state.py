@@ -1,6 +1,6 @@
-"""What wires remember between steps: kept copies of weights, and the errors of gradients.
+"""Wire state: kept copies of weights and errors of gradients that wires need in the next step.
 
-Every list here has one entry per leaf of the model, None where the leaf has no part in it.
+Every list here has one entry per leaf of the model. An entry is None if the leaf has no such array.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ PARTS = ("copies", "errors")
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class WireState:
-    """What wires remember, in lists with one entry per leaf of the parameters.
+    """The arrays that wires keep between steps, in lists with one entry per leaf.
 
     Attributes:
-      copies: what every node believes a leaf to be, in the compute dtype and the stored shape,
-        split over `device` and the same on all nodes.
-      errors: what the hop over `node` lost of its gradient, as wires: uint8[nodes, devices, nodes,
-        bytes], split over the first two dims.
+      copies: a copy of each leaf as gathers have sent it, in the compute dtype and the stored
+        shape, split over `device` and the same on all nodes.
+      errors: the rounding errors of its gradient on the hop over `node`, as wires: uint8[nodes,
+        devices, nodes, bytes], split over the first two dims.
     """
 
     copies: Arrays
     errors: Arrays
 
     def specs(self, placements: Sequence[Placement]) -> WireState:
-        """Return how the arrays are split; the parameters' placements are those of the leaves."""
+        """Return how the arrays are split, from the placements of the leaves."""
         copies = [
             None if x is None else PartitionSpec(*(None,) * p.split_dim, DEVICE)
             for x, p in zip(self.copies, placements, strict=True)
@@ -53,7 +53,7 @@ class WireState:
         return WireState(copies=copies, errors=errors)
 
     def names(self, leaves: Sequence[Path]) -> WireState:
-        """Return the names of the arrays in a checkpoint, from those of the parameters."""
+        """Return the names of the arrays in a checkpoint, from the parameters' names."""
         parts = {
             part: [
                 None if x is None else (part, *name)
@@ -79,7 +79,7 @@ class WireState:
         return dataclasses.replace(self, **parts)
 
     def fits(self, other: WireState | None) -> bool:
-        """Whether both have the same arrays, or shapes of them."""
+        """Return whether both have arrays of the same shapes and dtypes."""
         return other is not None and all(self._fits(other, part) for part in PARTS)
 
     def _fits(self, other: WireState, part: str) -> bool:
@@ -91,14 +91,14 @@ class WireState:
 
 
 class WireStatePlan(abc.ABC):
-    """Which leaves' wires remember something, and the functions that make and refresh it."""
+    """Says which leaves have wire state, and makes and refreshes it."""
 
     __slots__ = ()
 
     @property
     @abc.abstractmethod
     def is_empty(self) -> bool:
-        """Whether nothing is remembered."""
+        """Whether no leaf has wire state."""
 
     @abc.abstractmethod
     def specs(self) -> WireState | None:
@@ -111,7 +111,7 @@ class WireStatePlan(abc.ABC):
         It runs inside `shard_map`.
 
         Args:
-          shards: what this device stores of the model's leaves.
+          shards: this device's stored shards of the model's leaves.
         """
 
 
@@ -120,8 +120,8 @@ class WholeWireStatePlan(WireStatePlan):
     """Makes and carries on the wire state of a model without stages.
 
     Attributes:
-      layout: the leaves.
-      wiring: how they travel.
+      layout: the model's leaves.
+      wiring: the resolved options of wires.
     """
 
     layout: Layout
@@ -129,13 +129,13 @@ class WholeWireStatePlan(WireStatePlan):
 
     @property
     def copied(self) -> list[int]:
-        """The leaves of which a copy is kept."""
+        """Numbers of the leaves that have a kept copy."""
         keeps = self.wiring.differences is not None
         return [i for i, leaf in enumerate(self.layout) if keeps and leaf.quantized]
 
     @property
     def corrected(self) -> list[int]:
-        """The leaves whose gradient's error is kept."""
+        """Numbers of the leaves whose gradient's error is kept."""
         keeps = self.wiring.feedback is not None
         return [
             i for i, leaf in enumerate(self.layout) if keeps and leaf.quantized and not leaf.frozen
@@ -143,7 +143,7 @@ class WholeWireStatePlan(WireStatePlan):
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing is remembered."""
+        """Whether no leaf has wire state."""
         return not self.copied and not self.corrected
 
     def specs(self) -> WireState | None:
@@ -157,7 +157,7 @@ class WholeWireStatePlan(WireStatePlan):
         return WireState(copies=parts[0], errors=parts[1]).specs(self.layout.placements)
 
     def local_shapes(self) -> WireState:
-        """Return the shapes of what one device has of the wire state."""
+        """Return the shapes of one device's part of the wire state."""
         copies, errors = self._nones(), self._nones()
         collectives, feedback = self.wiring.collectives, self.wiring.feedback
         for i in self.copied:
@@ -173,7 +173,7 @@ class WholeWireStatePlan(WireStatePlan):
     def start(self, shards: Sequence[jax.Array]) -> WireState:
         """Make the wire state of a training that begins, or goes on with other wires.
 
-        Inside `shard_map`. Errors are zero; the copies are gathered as they are.
+        It runs inside `shard_map`. Errors begin at zero; the copies are gathered unquantized.
 
         Cost: the outer hops of a gather of the copied leaves in the compute dtype.
         """
@@ -195,10 +195,10 @@ class WholeWireStatePlan(WireStatePlan):
     def refresh(
         self, copies: Arrays, shards: Sequence[jax.Array], keys: Sequence[jax.Array | None]
     ) -> Arrays:
-        """Bring the copies up to date: send what each shard differs by from its part of the copy.
+        """Bring the copies up to date: send the difference of each shard to its part of the copy.
 
-        Inside `shard_map`. A copy's rounding, and that of the difference, is part of the next
-        difference: errors do not add up.
+        It runs inside `shard_map`. The rounding errors of a copy and of its difference are part of
+        the next difference, so they do not add up.
         """
         gathers, mine = self.wiring.collectives.gathers, self.copied
         differences, routes = [], []

@@ -22,7 +22,7 @@ from tools.zoo.base import tokens
 import zeroxla
 from zeroxla.frontend import adapt
 from zeroxla.frontend.lora import at_rest
-from zeroxla.frontend.lora.uses import Dense
+from zeroxla.frontend.lora.uses import DenseLeaf
 from zeroxla.models import GPT, Llama
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -230,7 +230,7 @@ def test_weights_in_and_out(trained, tmp_path, mesh24):
 @pytest.mark.parametrize(("frozen", "error"), [("int8", 0.0070), ("int4", 0.092)])
 def test_the_documented_bytes_and_errors_of_a_gaussian_leaf(frozen, error):
     x = jax.random.normal(KEY, (2, 256, 512))
-    leaf = Dense(shape=x.shape, layer_dims=(0,), contracted=(1,))
+    leaf = DenseLeaf(shape=x.shape, layer_dims=(0,), contracted=(1,))
     wires = at_rest.as_wires(x, leaf, at_rest.FORMATS[frozen])
     assert wires.shape == (2, RATES[frozen] * 256 * 512)
     back = at_rest.from_wires(wires, leaf, at_rest.FORMATS[frozen])

@@ -98,7 +98,7 @@ def export_params(
 
     def prepare() -> tuple[WeightSource, list[NamedLeaf], FilePlan, dict[str, str]] | None:
         if not is_writer and not isinstance(source, TrainState):
-            return None  # a checkpoint may be where this process does not see it
+            return None  # this process may not see the folder of a checkpoint
         opened, own = _merged(open_source(source), model)
         leaves, others = _layout(opened, own, dtype, config or {})
         plan = _plan(leaves, dtype, max_shard_size)
@@ -175,7 +175,7 @@ def _write(
                 done += values.size * jnp.dtype(plan.dtype).itemsize
                 if progress is not None:
                     progress(done, plan.tensor_bytes)
-                del values  # before the next is read
+                del values  # before the next leaf is read
     except OSError as error:
         failure = _not_writable(folder, error)
     except Exception as error:

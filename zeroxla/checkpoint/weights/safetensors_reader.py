@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes  # noqa: F401  (the library finds bfloat16 by name once this is imported)
+import ml_dtypes  # noqa: F401  (lets the library find bfloat16 by name)
 import numpy as np
 
 from zeroxla.checkpoint.weights.safetensors_writer import DTYPES, INDEX, SINGLE
@@ -84,7 +84,7 @@ class TensorReader:
         """
         stored, opened = self.tensors[name], self._files[name]
         check_dtype(name, stored)
-        if not stored.shape or 0 in stored.shape:  # of which the library takes no slices
+        if not stored.shape or 0 in stored.shape:  # the library takes no slices of these
             return opened.get_tensor(name)[index]
         shape = tuple(part.stop - part.start for part in index)
         if 0 in shape:

@@ -116,7 +116,7 @@ def make_plan(
             name: {"dtype": DTYPES[dtype], "shape": shapes[name], "data_offsets": [first, last]}
             for name, first, last in zip(names, ends, ends[1:])
         }
-        # Transformers asks for the metadata, and says "pt" whoever wrote the file.
+        # Transformers requires this metadata; it says "pt" for files of any program.
         text = json.dumps({"__metadata__": {"format": "pt"}, **said}).encode()
         text += b" " * (-len(text) % 8)
         headers[file] = struct.pack("<Q", len(text)) + text

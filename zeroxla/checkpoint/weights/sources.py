@@ -76,7 +76,7 @@ class CheckpointSource:
         }
 
     def read(self, path: Path) -> np.ndarray:
-        if 0 in self.shapes[path]:  # nothing is stored of these
+        if 0 in self.shapes[path]:  # the storage does not hold these
             return np.zeros(self.shapes[path], np.float32)
         return np.asarray(open_array(self._folder, ("params", *path)).read().result())
 

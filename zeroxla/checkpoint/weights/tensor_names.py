@@ -121,7 +121,7 @@ def abstract(model: Any) -> Any:
 
     if isinstance(model, nnx.Module):
         return model
-    with nnx.use_eager_sharding(False):  # annotations for another way to parallelise
+    with nnx.use_eager_sharding(False):  # ignores annotations of other ways to parallelise
         return nnx.eval_shape(lambda: model(nnx.Rngs(0)))
 
 

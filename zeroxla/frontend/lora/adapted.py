@@ -15,21 +15,29 @@ from zeroxla.program.paths import paths_of
 from zeroxla.program.trace import trace
 
 
-class WithAdapters(Protocol):
-    """The attributes of a `LoraModel` that its functions need."""
+class ModelWithAdapters(Protocol):
+    """The part of a `LoraModel` that `adapt_lora` uses."""
 
     @property
-    def traced(self) -> list[LoraPlan]: ...
+    def traced(self) -> list[LoraPlan]:
+        """The plan of the newest batch, which `adapt_lora` writes here; empty before the first."""
+        ...
 
     @property
-    def plan(self) -> LoraPlan: ...
+    def plan(self) -> LoraPlan:
+        """The plan in `traced`."""
+        ...
 
-    def make_plan(self, base: Adapted, key: jax.Array, batch: Any) -> LoraPlan: ...
+    def make_plan(self, base: Adapted, key: jax.Array, batch: Any) -> LoraPlan:
+        """Read a plan from the trace of the base's loss."""
+        ...
 
-    def merge(self, params: Any) -> Any: ...
+    def merge(self, params: Any) -> Any:
+        """Return the base's parameters with the adapters added."""
+        ...
 
 
-def adapt_lora(model: WithAdapters, base: Adapted) -> Adapted:
+def adapt_lora(model: ModelWithAdapters, base: Adapted) -> Adapted:
     """Adapt a model with adapters; see `lora`.
 
     Args:
@@ -95,7 +103,7 @@ def with_adapters(fun: Callable[..., Any], plan: LoraPlan, params: Tree, *args: 
       params: parameters of the model with adapters.
       *args: pytrees of arrays; the other arguments of `fun`.
     """
-    held = plan.held(params)
+    leaves = plan.evaluated_leaves(params)
     dtype = jax.tree.leaves(params[LORA])[0].dtype
     program, tree = trace(fun, plan.traced_shapes(dtype), *args)
-    return tree.unflatten(evaluate(program, [*held, *jax.tree.leaves(args)]))
+    return tree.unflatten(evaluate(program, [*leaves, *jax.tree.leaves(args)]))

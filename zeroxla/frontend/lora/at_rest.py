@@ -10,17 +10,17 @@ import jax.numpy as jnp
 from jax import lax
 
 from zeroxla.config.wire_format import WireFormat
-from zeroxla.frontend.lora.uses import Dense
-from zeroxla.wire.quantize import Wire
+from zeroxla.frontend.lora.uses import DenseLeaf
 from zeroxla.wire.quantize_jit import dequantize, quantize
+from zeroxla.wire.wire import Wire
 
 Frozen = Literal["int8", "int4"]
 
 FORMATS = {
     # No error exceeds half a step; scales add 1.6 %.
     "int8": WireFormat(bits=8, block=256, scale="bound"),
-    # Each block has the step with the smallest squared error of several; bfloat16 scales add 6.25
-    # %.
+    # Each block has the step with the smallest squared error of several; scales (bfloat16) add
+    # 6.25 %.
     "int4": WireFormat(bits=4, block=64, scale="mse"),
 }
 
@@ -28,17 +28,17 @@ FORMATS = {
 MIN_ELEMENTS = 4096
 
 
-def format_of(leaf: Dense, frozen: Frozen | None) -> WireFormat | None:
+def format_of(leaf: DenseLeaf, frozen: Frozen | None) -> WireFormat | None:
     """Return the format in which a dense leaf is stored; None for floats."""
     return None if frozen is None or layer_size(leaf) < MIN_ELEMENTS else FORMATS[frozen]
 
 
-def layer_size(leaf: Dense) -> int:
+def layer_size(leaf: DenseLeaf) -> int:
     """Return the number of elements in one layer."""
     return math.prod(leaf.shape) // math.prod(leaf.sizes(leaf.layer_dims))
 
 
-def as_wires(values: jax.Array, leaf: Dense, format: WireFormat) -> jax.Array:
+def as_wires(values: jax.Array, leaf: DenseLeaf, format: WireFormat) -> jax.Array:
     """Return a leaf as wires, one for each layer: uint8[*layers, bytes].
 
     Cost: memory for one layer as floats beside the leaf. Layers are quantized one after another.
@@ -50,7 +50,7 @@ def as_wires(values: jax.Array, leaf: Dense, format: WireFormat) -> jax.Array:
     return wires.reshape(*values.shape[:lead], -1)
 
 
-def from_wires(wires: jax.Array, leaf: Dense, format: WireFormat) -> jax.Array:
+def from_wires(wires: jax.Array, leaf: DenseLeaf, format: WireFormat) -> jax.Array:
     """Return the leaf that wires encode, in float32."""
     lead = len(leaf.layer_dims)
     rest = [d for d in range(len(leaf.shape)) if d not in leaf.layer_dims]

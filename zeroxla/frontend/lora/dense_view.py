@@ -1,8 +1,8 @@
 """`DenseView`: a dense leaf with its adapter on the way through a program, before it is an array.
 
 Shapes: C are the dims that a product contracts, O the others, r the rank. An adapter is A [*layers,
-*C, r] and B [*layers, r, *O], the leaf's own dims in order; W + scaling A . B is never made: a
-product x . W becomes x . W + (scaling x . A) . B.
+*C, r] and B [*layers, r, *O], with the leaf's own dims in order. W + scaling A . B is never made.
+Instead, a product x . W becomes x . W + (scaling x . A) . B.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from zeroxla.config.wire_format import WireFormat
-from zeroxla.frontend.lora.uses import Dense
-from zeroxla.wire.quantize import Wire
+from zeroxla.frontend.lora.uses import DenseLeaf
 from zeroxla.wire.quantize_jit import dequantize
+from zeroxla.wire.wire import Wire
 
 
 @functools.partial(
@@ -46,7 +46,7 @@ class DenseView:
     weight: jax.Array
     a: jax.Array | None
     b: jax.Array | None
-    leaf: Dense
+    leaf: DenseLeaf
     scaling: float
     format: WireFormat | None
     dtypes: tuple[jnp.dtype, ...]

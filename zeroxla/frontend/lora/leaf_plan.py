@@ -16,7 +16,7 @@ from zeroxla.config.wire_format import WireFormat
 from zeroxla.frontend.base import Adapted, Tree, stream_key, to_nested
 from zeroxla.frontend.lora.at_rest import Frozen, as_wires, format_of, from_wires, layer_size
 from zeroxla.frontend.lora.dense_view import DenseView
-from zeroxla.frontend.lora.uses import Dense, find_uses
+from zeroxla.frontend.lora.uses import DenseLeaf, find_uses
 from zeroxla.program.paths import Path, paths_of
 from zeroxla.program.trace import trace
 
@@ -38,7 +38,7 @@ class LoraPlan:
     """
 
     shapes: Tree
-    dense: Mapping[Path, Dense]
+    dense: Mapping[Path, DenseLeaf]
     targets: tuple[Path, ...]
     rank: int
     scaling: float
@@ -90,13 +90,18 @@ class LoraPlan:
         leaf, format = self.dense.get(path), self.format(path)
         return values if leaf is None or format is None else as_wires(values, leaf, format)
 
-    def held(self, params: Tree) -> list[Any]:
-        """Return the leaves of the base, in order, for `rewrite.evaluate`."""
+    def evaluated_leaves(self, params: Tree) -> list[Any]:
+        """Return the leaves of the base, in order, as `rewrite.evaluate` takes them: a `DenseView`
+        for each dense leaf that has an adapter or is a wire, and arrays for the others."""
         adapters = adapters_of(params)
         dtype = next(iter(adapters.values()))[0].dtype  # in which the model computes
-        return [self._held(path, x, adapters, dtype) for path, x in paths_of(params[BASE])]
+        return [
+            self._evaluated_leaf(path, x, adapters, dtype) for path, x in paths_of(params[BASE])
+        ]
 
-    def _held(self, path: Path, x: Any, adapters: Mapping[Path, Adapter], dtype: Any) -> Any:
+    def _evaluated_leaf(
+        self, path: Path, x: Any, adapters: Mapping[Path, Adapter], dtype: Any
+    ) -> Any:
         leaf = self.dense.get(path)
         if leaf is None or (x.dtype != jnp.uint8 and path not in adapters):
             return x
@@ -194,7 +199,7 @@ def make_lora_plan(
     )
 
 
-def _list(paths: Mapping[Path, Dense], most: int = 12) -> str:
+def _list(paths: Mapping[Path, DenseLeaf], most: int = 12) -> str:
     names = ["/".join(path) for path in paths]
     shown = ", ".join(names[:most]) or "none"
     return shown if len(names) <= most else f"{shown} and {len(names) - most} more"

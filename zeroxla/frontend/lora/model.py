@@ -17,7 +17,7 @@ from zeroxla.frontend.lora.adapted import adapt_lora
 from zeroxla.frontend.lora.at_rest import FORMATS, Frozen
 from zeroxla.frontend.lora.leaf_plan import BASE, LoraPlan, adapters_of, make_lora_plan
 from zeroxla.frontend.lora.start import (
-    StepOfWeights,
+    StateMaker,
     check_adapted,
     check_given,
     shapes_of,
@@ -104,7 +104,7 @@ class LoraModel(AdaptsItself):
 
     Attributes:
       model, targets, rank, alpha, frozen: the arguments of `lora`.
-      traced: the plans that its steps read from the trace of the loss, the newest last.
+      traced: the plan for the newest batch that a step has seen; empty before the first batch.
     """
 
     model: Any
@@ -177,7 +177,7 @@ class LoraModel(AdaptsItself):
         ]
         return jax.tree.unflatten(jax.tree.structure(params[BASE]), leaves)
 
-    def init_from(self, step: StepOfWeights, params: Any, key: jax.Array) -> Any:
+    def init_from(self, step: StateMaker, params: Any, key: jax.Array) -> Any:
         """Make a training state from given parameters of the model, such as a checkpoint's.
 
         Args:

@@ -27,12 +27,13 @@ def evaluate(program: Program, args: Sequence[Any]) -> list[Any]:
     """
     env: dict[Any, Any] = dict(zip(program.inputs, args, strict=True))
     for eq in program.equations:
-        inputs = [read(env, atom) for atom in eq.inputs]
+        inputs = [read(env, operand) for operand in eq.inputs]
         env.update(zip(eq.outputs, _results(eq, inputs)))
-    return [_whole(read(env, atom), "returns it") for atom in program.outputs]
+    return [_whole(read(env, operand), "returns it") for operand in program.outputs]
 
 
 def _results(eq: Equation, args: list[Any]) -> Sequence[Any]:
+    """Return the results of one equation, as arrays or views."""
     if not any(isinstance(x, DenseView) for x in args):
         return compat.call_equation(eq.source, eq.name_stack, args)
     if eq.name in CASTS and eq.outputs[0].is_float:
@@ -57,23 +58,24 @@ def _results(eq: Equation, args: list[Any]) -> Sequence[Any]:
 def _is_product(eq: Equation, args: list[Any]) -> bool:
     """Return whether an equation multiplies an activation by a leaf."""
     contracting, batch = eq.params["dimension_numbers"]
-    held = [(i, x) for i, x in enumerate(args) if isinstance(x, DenseView)]
-    if len(held) > 1 or any(batch):
+    views = [(i, x) for i, x in enumerate(args) if isinstance(x, DenseView)]
+    if len(views) > 1 or any(batch):
         return False
-    ((side, x),) = held
-    return sorted(x.dims[d] for d in contracting[side]) == list(x.leaf.contracted)
+    ((side, view),) = views
+    return sorted(view.dims[d] for d in contracting[side]) == list(view.leaf.contracted)
 
 
 def _product(eq: Equation, args: list[Any]) -> jax.Array:
+    """Multiply an activation by a view, its adapter included."""
     side = next(i for i, x in enumerate(args) if isinstance(x, DenseView))
-    held, x = args[side], args[1 - side]
-    arrays = [x, held.values()] if side else [held.values(), x]
+    view, x = args[side], args[1 - side]
+    arrays = [x, view.values()] if side else [view.values(), x]
     (y,) = compat.call_equation(eq.source, eq.name_stack, arrays)
-    if held.a is None:
+    if view.a is None:
         return y
     contracting = eq.params["dimension_numbers"][0]
     with jax.named_scope("lora"):
-        more = held.correction(
+        more = view.correction(
             x,
             (contracting[1 - side], contracting[side]),
             first=side == 0,
@@ -83,6 +85,7 @@ def _product(eq: Equation, args: list[Any]) -> jax.Array:
 
 
 def _loop(eq: Equation, args: list[Any]) -> list[Any]:
+    """Run a loop with its body rewritten. It slices the views of stacked leaves."""
     scan = Scan(eq)
     body = scan.body()
     consts, carry, xs = scan.split_inputs(args)
@@ -104,7 +107,7 @@ def _loop(eq: Equation, args: list[Any]) -> list[Any]:
 
 
 def _whole(x: Any, what: str) -> Any:
-    """Return an array unchanged; refuse a view."""
+    """Return an array, or the array of a view. Refuse a view with an adapter."""
     if not isinstance(x, DenseView):
         return x
     if x.a is not None:

@@ -15,27 +15,31 @@ from zeroxla.config.wire_format import WireFormat
 from zeroxla.frontend.base import Tree
 from zeroxla.frontend.lora.at_rest import as_wires
 from zeroxla.frontend.lora.leaf_plan import BASE, LORA, LoraPlan
-from zeroxla.frontend.lora.uses import Dense
+from zeroxla.frontend.lora.uses import DenseLeaf
 from zeroxla.mesh.batches import put_key
 from zeroxla.mesh.placement import Placement
 from zeroxla.offload.disk.disk_array import given_for
 from zeroxla.program.paths import Path, paths_of
 
 
-class StepOfWeights(Protocol):
+class StateMaker(Protocol):
     """The part of a `zeroxla.Step` that makes a state from given weights."""
 
     mesh: Mesh
 
-    def shapes(self) -> Any: ...
+    def shapes(self) -> Any:
+        """Return the shapes and shardings of the state, for the batch that was seen last."""
+        ...
 
-    def init_from(self, params: Any, key: jax.Array) -> Any: ...
+    def init_from(self, params: Any, key: jax.Array) -> Any:
+        """Return the state with these parameters."""
+        ...
 
 
 def starting_params(
-    plan: LoraPlan, step: StepOfWeights, read: Callable[[Path], Any], key: jax.Array
+    plan: LoraPlan, step: StateMaker, read: Callable[[Path], Any], key: jax.Array
 ) -> Tree:
-    """Return the parameters of a state on given weights for `Step.init_from`: stored arrays, or
+    """Return the parameters for `Step.init_from`, made from given weights: stored arrays, or
     functions that return them.
 
     Args:
@@ -84,7 +88,7 @@ def _store(
     x: jax.Array,
     *,
     shape: tuple[int, ...],
-    leaf: Dense | None,
+    leaf: DenseLeaf | None,
     format: WireFormat | None,
     place: Placement,
     sharding: jax.sharding.NamedSharding,
@@ -97,7 +101,7 @@ def _store(
 
 def _adapters(
     plan: LoraPlan,
-    step: StepOfWeights,
+    step: StateMaker,
     key: jax.Array,
     places: Mapping[Path, Placement],
     targets: Mapping[Path, Any],

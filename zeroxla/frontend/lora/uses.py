@@ -16,7 +16,7 @@ from zeroxla.program.trace import Equation, Program, Value, flatten
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Dense:
+class DenseLeaf:
     """A dense leaf.
 
     Attributes:
@@ -41,9 +41,14 @@ class Dense:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _View:
-    """A leaf or a slice of it, perhaps transposed: its dims in order, and the dims that loops
-    took."""
+class _LeafSlice:
+    """A leaf or a slice of it, perhaps transposed.
+
+    Attributes:
+      leaf: the leaf.
+      dims: the leaf's dims that are left, in the order of the slice.
+      layer_dims: the leaf's dims that loops have sliced, the outermost loop's first.
+    """
 
     leaf: Value
     dims: tuple[int, ...]
@@ -51,7 +56,7 @@ class _View:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Uses:
+class LeafUses:
     """The uses of a leaf in a program.
 
     Attributes:
@@ -59,15 +64,15 @@ class Uses:
       obstacles: the reasons, in words, why the leaf is not dense.
     """
 
-    products: list[Dense]
+    products: list[DenseLeaf]
     obstacles: list[str]
 
-    def dense(self) -> Dense | None:
+    def dense(self) -> DenseLeaf | None:
         """Return the leaf if it is dense."""
         return None if self.obstacle() else self.products[0]
 
     def obstacle(self) -> str | None:
-        """Return why it is not, None if it is."""
+        """Return why the leaf is not dense; None if it is."""
         if self.obstacles:
             return self.obstacles[0]
         if not self.products:
@@ -77,68 +82,75 @@ class Uses:
         return None
 
 
-def find_uses(program: Program, leaves: Sequence[Value]) -> list[Uses]:
-    """Return what a program does with each of the inputs `leaves`."""
-    found = {leaf: Uses([], []) for leaf in leaves}
-    views = {leaf: _View(leaf, tuple(range(len(leaf.aval.shape)))) for leaf in leaves}
-    _walk(program, views, found)
+def find_uses(program: Program, leaves: Sequence[Value]) -> list[LeafUses]:
+    """Return the uses of each of the inputs `leaves` in a program."""
+    found = {leaf: LeafUses([], []) for leaf in leaves}
+    slices = {leaf: _LeafSlice(leaf, tuple(range(len(leaf.aval.shape)))) for leaf in leaves}
+    _walk(program, slices, found)
     return list(found.values())
 
 
-def _walk(program: Program, views: dict[Value, _View], found: Mapping[Value, Uses]) -> None:
+def _walk(
+    program: Program, slices: dict[Value, _LeafSlice], found: Mapping[Value, LeafUses]
+) -> None:
+    """Record the uses in a program; `slices` are the values that are leaves or slices of leaves."""
     for eq in program.equations:
-        mine = {i: views[a] for i, a in enumerate(eq.inputs) if a in views}
+        mine = {i: slices[a] for i, a in enumerate(eq.inputs) if a in slices}
         if not mine:
             continue
         if eq.name in CASTS and eq.outputs[0].is_float:
-            views[eq.outputs[0]] = mine[0]
+            slices[eq.outputs[0]] = mine[0]
         elif eq.name == "transpose":
             dims = tuple(mine[0].dims[d] for d in eq.params["permutation"])
-            views[eq.outputs[0]] = dataclasses.replace(mine[0], dims=dims)
+            slices[eq.outputs[0]] = dataclasses.replace(mine[0], dims=dims)
         elif eq.name == "dot_general":
             _product(eq, mine, found)
         elif eq.name == "scan":
             _loop(eq, mine, found)
         elif eq.name in REMATS:
             body = flatten(eq.params["jaxpr"])
-            _walk(body, {body.inputs[i]: view for i, view in mine.items()}, found)
+            _walk(body, {body.inputs[i]: leaf_slice for i, leaf_slice in mine.items()}, found)
         else:
-            for view in mine.values():
-                found[view.leaf].obstacles.append(f"the loss passes it to `{eq.name}`")
-    for atom in program.outputs:
-        if atom in views:
-            found[views[atom].leaf].obstacles.append("it is a result")
+            for leaf_slice in mine.values():
+                found[leaf_slice.leaf].obstacles.append(f"the loss passes it to `{eq.name}`")
+    for operand in program.outputs:
+        if operand in slices:
+            found[slices[operand].leaf].obstacles.append("it is a result")
 
 
-def _product(eq: Equation, mine: Mapping[int, _View], found: Mapping[Value, Uses]) -> None:
+def _product(eq: Equation, mine: Mapping[int, _LeafSlice], found: Mapping[Value, LeafUses]) -> None:
+    """Record a product, or why it keeps the leaf from being dense."""
     contracting, batch = eq.params["dimension_numbers"]
-    for side, view in mine.items():
-        obstacles = found[view.leaf].obstacles
-        contracted = tuple(sorted(view.dims[d] for d in contracting[side]))
+    for side, leaf_slice in mine.items():
+        obstacles = found[leaf_slice.leaf].obstacles
+        contracted = tuple(sorted(leaf_slice.dims[d] for d in contracting[side]))
         if len(mine) > 1:
             obstacles.append("it is multiplied by a leaf")
         elif batch[side]:
             obstacles.append("its product has batch dims, as those of experts have")
-        elif not 0 < len(contracted) < len(view.dims):
+        elif not 0 < len(contracted) < len(leaf_slice.dims):
             obstacles.append("its product sums over all of its dims, or none")
         else:
-            product = Dense(
-                shape=view.leaf.aval.shape, layer_dims=view.layer_dims, contracted=contracted
+            product = DenseLeaf(
+                shape=leaf_slice.leaf.aval.shape,
+                layer_dims=leaf_slice.layer_dims,
+                contracted=contracted,
             )
-            found[view.leaf].products.append(product)
+            found[leaf_slice.leaf].products.append(product)
 
 
-def _loop(eq: Equation, mine: Mapping[int, _View], found: Mapping[Value, Uses]) -> None:
+def _loop(eq: Equation, mine: Mapping[int, _LeafSlice], found: Mapping[Value, LeafUses]) -> None:
+    """Record the uses in a loop's body."""
     scan = Scan(eq)
     body = scan.body()
-    inside: dict[Value, _View] = {}
-    for i, view in mine.items():
+    inside: dict[Value, _LeafSlice] = {}
+    for i, leaf_slice in mine.items():
         if i < scan.num_consts:
-            inside[body.inputs[i]] = view
+            inside[body.inputs[i]] = leaf_slice
         elif i < scan.first_x:
-            found[view.leaf].obstacles.append("a loop carries it")
+            found[leaf_slice.leaf].obstacles.append("a loop carries it")
         else:
-            first, *rest = view.dims
-            layer_dims = (*view.layer_dims, first)
-            inside[body.inputs[i]] = _View(view.leaf, tuple(rest), layer_dims)
+            first, *rest = leaf_slice.dims
+            layer_dims = (*leaf_slice.layer_dims, first)
+            inside[body.inputs[i]] = _LeafSlice(leaf_slice.leaf, tuple(rest), layer_dims)
     _walk(body, inside, found)

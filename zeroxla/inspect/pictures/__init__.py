@@ -1,8 +1,8 @@
-"""Pictures of a report and of a placement, drawn with matplotlib without touching its global state.
+"""Pictures of reports, plans, schedules and placements, drawn with matplotlib.
 
-Each function returns a `matplotlib.figure.Figure` on a canvas of its own, so it works without a
-display and opens no window. A notebook shows it as the last expression of a cell once
-`matplotlib.pyplot` has been imported there.
+Each function returns a `matplotlib.figure.Figure` on a canvas of its own. It works without a
+display, opens no window and leaves matplotlib's global state alone. A notebook that has imported
+`matplotlib.pyplot` shows the figure if it is the last expression of a cell.
 """
 
 from zeroxla.inspect.pictures.comms import plot_comms

@@ -1,4 +1,4 @@
-"""The bytes of a step as stacked bars."""
+"""Draws the bytes of a step as stacked bars."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ def plot_comms(report: CommsReport, *, path: str | os.PathLike | None = None) ->
     """Draw the bytes of a step as stacked bars by phase, one segment per axis, kind and dtype.
 
     Args:
-      report: from `comms`.
+      report: a report that `comms` returned.
       path: file to save to (the suffix names the format), or None.
 
     Returns:
-      The figure: bytes received by a device and, if any cross hosts, bytes sent by a host.
+      The figure. It shows the bytes that a device receives and, if any cross hosts, the bytes that
+      a host sends.
     """
     rows = report.rows
     panels = [("received by each device", "received_bytes")]
@@ -47,7 +48,7 @@ def plot_comms(report: CommsReport, *, path: str | os.PathLike | None = None) ->
 
 
 def _segment_colors(rows: tuple[Row, ...]) -> dict[tuple[str, str, str], Any]:
-    """One hue per mesh axis; its kinds and dtypes are shades of it."""
+    """Give each mesh axis a hue, and each of its kinds and dtypes a shade of it."""
     from matplotlib.colors import to_rgb
 
     by_axis: dict[str, list[tuple[str, str, str]]] = {}

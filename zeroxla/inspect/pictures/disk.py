@@ -1,4 +1,4 @@
-"""A step whose state is on disk, as a time line: what is read, updated and written when."""
+"""Draws a step whose state is on disk: a time line of reads, updates and writes."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ _KINDS = ("read", "update", "write")
 
 
 def plot_disk(state: Any, *, path: str | os.PathLike | None = None) -> Figure:
-    """Draw what the step that returned a state did with its disk.
+    """Draw how a step used the disk.
 
     Args:
-      state: a `TrainState` with something on disk, as a step returned it.
+      state: the `TrainState` that the step returned, with parameters or optimizer state on disk.
       path: file to save to (the suffix names the format), or None.
 
     Returns:
-      The figure, of this process: blocks read and written, and sub-groups updated, over the step's
-      seconds.
+      The figure, for this process: the blocks read and written, and the sub-groups updated, over
+      the step's seconds.
 
     Raises:
       ValueError: nothing of the state is on disk, or no step has been taken.

@@ -1,4 +1,4 @@
-"""What the pictures share: colours, an empty figure, quiet axes, saving to a file."""
+"""The parts that the pictures share: colours, an empty figure, quiet axes, saving to a file."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ FRAME = "#D8D8D8"
 
 
 def new_figure(*, width: float, height: float) -> Figure:
+    """Return an empty figure; width and height are in inches."""
     with extra("plot", "pictures need"):
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -37,6 +38,7 @@ def new_figure(*, width: float, height: float) -> Figure:
 
 
 def quiet(axes: Axes) -> None:
+    """Leave only the bottom line of the frame, and faint horizontal lines."""
     axes.set_axisbelow(True)
     axes.grid(axis="y", color="#ECECEC", linewidth=0.8)
     axes.tick_params(length=0, colors=INK)
@@ -46,6 +48,7 @@ def quiet(axes: Axes) -> None:
 
 
 def finish(figure: Figure, path: str | os.PathLike | None) -> Figure:
+    """Save the figure if there is a path; return it."""
     if path is not None:
         figure.savefig(path, dpi=150)
     return figure

@@ -1,4 +1,4 @@
-"""Memory as stacked bars, one for each report."""
+"""Draws memory as stacked bars, one for each report."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 
 class HasParts(Protocol):
-    """A report of memory."""
+    """A memory report."""
 
     def parts(self) -> Mapping[str, float]:
-        """Return bytes by name; they add up to what is held."""
+        """Return bytes by name; they add up to all bytes that are held."""
         ...
 
 
@@ -31,9 +31,10 @@ def plot_memory(
     """Draw the memory of one device as stacked bars.
 
     Args:
-      reports: one report, or several by name, to compare: of `zeroxla.inspect.memory`,
-        `Plan.memory`, `Plan.generation`, a `Phase` of `PhaseReport.phases()`.
-      room: bytes that a device has, drawn as a line, or None.
+      reports: one report, or several by name to compare. A report comes from
+        `zeroxla.inspect.memory`, `Plan.memory`, `Plan.generation`, or is a `Phase` of
+        `PhaseReport.phases()`.
+      room: the bytes that a device has, drawn as a line, or None.
       path: file to save to (the suffix names the format), or None.
 
     Returns:

@@ -1,4 +1,4 @@
-"""A placement as bars of bytes per device and a grid of each leaf's pieces."""
+"""Draws a placement: bars of bytes per device, and a grid of each leaf's pieces."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _MAX_DEVICES = 32
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Leaf:
-    """One array: where it sits in the tree, and the part of it that each device holds.
+    """One array: its place in the tree, and the part of it that each device holds.
 
-    `held` maps a device to (left, width, bottom, height) in the unit square: across is the first
-    split dim, down the second; a whole array is (0, 1, 0, 1).
+    `held` maps a device to (left, width, bottom, height) in the unit square. The first split dim
+    goes across, the second down. A whole array is (0, 1, 0, 1).
     """
 
     group: str
@@ -47,17 +47,18 @@ def plot_placement(
     max_leaves: int = 20,
     path: str | os.PathLike | None = None,
 ) -> Figure:
-    """Draw which device holds what: bytes per device, and each leaf's piece on every device.
+    """Draw the placement of arrays: the bytes on each device, and each leaf's piece on each device.
 
     Args:
-      tree: a `TrainState` (bars by its fields, pieces of its `params`), or any pytree of arrays or
-        of `jax.ShapeDtypeStruct`s with shardings (bars and pieces by its top-level names).
-      mesh: the mesh the arrays live on; one column per device, the first 32.
-      max_leaves: leaves to draw, the largest; the bars always count all.
+      tree: a `TrainState`, or any pytree of arrays or of `jax.ShapeDtypeStruct`s with shardings.
+        The bars of a state are split by its fields, and the pieces are those of its `params`. Bars
+        and pieces of another tree go by its top-level names.
+      mesh: the arrays' mesh. Each of its first 32 devices has a column.
+      max_leaves: the number of leaves that are drawn, the largest ones. The bars count all leaves.
       path: file to save to (the suffix names the format), or None.
 
     Returns:
-      The figure. In the grid a box is a whole leaf and its filled part what that device holds.
+      The figure. In the grid a box is a whole leaf, and its filled part is the device's piece.
 
     Raises:
       ValueError: the tree holds no arrays with shardings.
@@ -104,7 +105,7 @@ def _leaves(tree: Any) -> list[_Leaf]:
         for path, leaf in flat
         if getattr(leaf, "sharding", None) is not None and not _is_key(leaf)
     ]
-    # A lone wrapper ({"params": ...}) names nothing: group by the first level that branches.
+    # A lone wrapper ({"params": ...}) names nothing, so group by the first level that branches.
     depth = 0
     while named and all(len(p) > depth + 1 for p, _ in named):
         if len({path[depth] for path, _ in named}) > 1:
@@ -141,14 +142,15 @@ def _piece(index: tuple[slice, ...], shape: tuple[int, ...]) -> tuple[float, flo
         if stop - start < size:
             spans.append((start / size, (stop - start) / size))
     (left, width), (bottom, height), *deeper = [*spans, (0.0, 1.0), (0.0, 1.0)]
-    # Only two dims can be drawn; a split of further ones narrows the height.
+    # Only two dims can be drawn. If more are split, they reduce the height.
     for _, share in deeper[: len(spans) - 2] if len(spans) > 2 else []:
         height *= share
     return left, width, bottom, height
 
 
 def _colored(leaves: list[_Leaf]) -> tuple[list[_Leaf], dict[str, str]]:
-    """Give each group a colour, `params` first, then by size; small and surplus ones become one."""
+    """Give each group a colour, `params` first, then by size. Small and surplus groups are merged
+    into one, "others"."""
     sizes: dict[str, int] = {}
     for leaf in leaves:
         sizes[leaf.group] = sizes.get(leaf.group, 0) + leaf.num_bytes
@@ -166,7 +168,7 @@ def _colored(leaves: list[_Leaf]) -> tuple[list[_Leaf], dict[str, str]]:
 
 
 def _columns(mesh: jax.sharding.Mesh, num_devices: int) -> list[float]:
-    """Where each device stands: neighbours of the innermost axis together, a gap after each row."""
+    """Return each device's place: neighbours on the innermost axis together, then a gap."""
     inner = mesh.devices.shape[-1]
     return [i + 0.6 * (i // inner) for i in range(num_devices)]
 

@@ -1,14 +1,13 @@
-"""A plan: memory of a device, bytes of each link, and the time line of one step."""
+"""Draws a plan: the memory of a device, the bytes of each link, the time line of one step."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING
 
-from zeroxla.inspect.comms import CommsReport
 from zeroxla.inspect.phases import PHASES
 from zeroxla.inspect.pictures.figures import COLORS, INK, finish, new_figure, quiet
+from zeroxla.inspect.pictures.planned import PlannedStep
 from zeroxla.program.report import format_bytes
 
 if TYPE_CHECKING:
@@ -16,57 +15,16 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-class PlannedStep(Protocol):
-    """What is drawn of a `zeroxla.planning.plan.Plan`."""
-
-    @property
-    def target(self) -> Any: ...  # a `Target`: devices, links, mesh
-
-    @property
-    def num_parameters(self) -> int: ...
-
-    @property
-    def memory(self) -> MemoryParts: ...
-
-    @property
-    def comms(self) -> CommsReport: ...
-
-    @property
-    def time(self) -> LaneEvents: ...
-
-    @property
-    def tokens_per_s(self) -> float: ...
-
-
-class MemoryParts(Protocol):
-    """Bytes of one device."""
-
-    def parts(self) -> Mapping[str, float]: ...
-
-
-class LaneEvents(Protocol):
-    """Events of one step on the lanes of a device."""
-
-    @property
-    def seconds(self) -> float: ...
-
-    @property
-    def busy_s(self) -> Mapping[str, float]: ...
-
-    @property
-    def events(self) -> Sequence[Any]: ...  # with lane, phase, start_s, end_s
-
-
 def plot_plan(plan: PlannedStep, *, path: str | os.PathLike | None = None) -> Figure:
     """Draw a plan.
 
     Args:
-      plan: from `zeroxla.plan`.
+      plan: a plan that `zeroxla.plan` returned.
       path: file to save to (the suffix names the format), or None.
 
     Returns:
-      The figure: memory by part, under the line of what a device has; bytes that a device receives
-      over each link; what each lane does in one step.
+      The figure. It shows memory by part, under a line at the memory that a device has; the bytes
+      that a device receives over each link; and what each lane does in one step.
     """
     figure = new_figure(width=11, height=6.4)
     grid = figure.add_gridspec(2, 2, width_ratios=(1, 1), height_ratios=(1.3, 1))

@@ -1,4 +1,4 @@
-"""A pipeline schedule as people draw it: stages down, ticks across."""
+"""Draws a pipeline schedule as people draw it: stages down, ticks across."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _MAX_WIDTH = 24.0  # inches
-_SMALLEST = 4.0  # points, of a number that can be read
-_BOX = 0.84  # height of a box, where stages are 1 apart
+_SMALLEST = 4.0  # points: the smallest number that can be read
+_BOX = 0.84  # the height of a box; stages are 1 apart
 
 
 def plot_schedule(
@@ -30,18 +30,19 @@ def plot_schedule(
 ) -> Figure:
     """Draw a schedule in lockstep: a box for each forward, backward and weight gradient.
 
-    Boxes are as wide as their work, and a tick is as wide as that of its busiest stage. Within a
-    tick forwards stand at the left and backwards at the right; what is blank is idle.
+    A box is as wide as its work, and a tick as wide as the work of its busiest stage. Within a tick
+    forwards stand at the left and backwards at the right. Blank space is idle time.
 
     Args:
-      schedule: from `zeroxla.make_schedule`, or tables of your own.
-      forward: work of one forward of one stage, in any unit.
-      backward: work of one whole backward.
-      weight: the part of it that is the gradient of the leaves; None for half.
+      schedule: a schedule that `zeroxla.make_schedule` made, or tables of your own.
+      forward: the work of one forward of one stage, in any unit.
+      backward: the work of one whole backward.
+      weight: the part of `backward` for the gradient of the leaves. None means half.
       path: file to save to (the suffix names the format), or None.
 
     Returns:
-      The figure. Numbers are micro-batches, left out where they would be too small to read.
+      The figure. The numbers are micro-batches; they are left out if they would be too small to
+      read.
 
     Raises:
       ValueError: negative work, `weight` above `backward`, or a schedule without work.
@@ -91,13 +92,13 @@ def _boxes(
         (name, schedule.backward, COLORS[1], "black"),
         ("weight gradient", schedule.weight, COLORS[2], "white"),
     )
-    # One size for all numbers: that of the narrowest box.
+    # All numbers have the size that fits the narrowest box.
     narrowest = float(work_TSO[work_TSO > 0].min()) * points_per_unit
     size = min(9.0, 1.25 * narrowest / len(str(schedule.microbatches - 1)))
     named: set[str] = set()
     for tick, stage in np.ndindex(schedule.ticks, schedule.stages):
         widths = work_TSO[tick, stage]
-        # Forwards from the left, the rest up to the right end of the tick.
+        # Forwards begin at the left end of the tick; the rest ends at its right end.
         right = float(starts_T[tick + 1])
         lefts = (float(starts_T[tick]), right - widths[1] - widths[2], right - widths[2])
         for (label, table, color, ink), left, width in zip(ops, lefts, widths, strict=True):
@@ -137,7 +138,7 @@ def _frame(axes: Axes, schedule: Schedule, starts_T: np.ndarray, *, points_per_u
     )  # fmt: skip
     axes.set_xlim(0, starts_T[-1])
     axes.set_ylim(schedule.stages - 0.5, -0.5)
-    # Labels stand 14 points apart, or more.
+    # Labels stand at least 14 points apart.
     apart = 14 / points_per_unit
     middles, labels, last = [], [], -np.inf
     for tick in range(schedule.ticks):

@@ -1,12 +1,12 @@
-"""A search of settings: predicted speed over memory."""
+"""Draws a search of settings: predicted speed over memory."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING
 
 from zeroxla.inspect.pictures.figures import COLORS, INK, finish, new_figure, quiet
+from zeroxla.inspect.pictures.planned import RankedPlans
 from zeroxla.program.extras import extra
 from zeroxla.program.report import format_bytes
 
@@ -16,46 +16,17 @@ if TYPE_CHECKING:
 _MARKERS = ("o", "s", "^", "D", "v", "P")
 
 
-class RankedChoices(Protocol):
-    """What is drawn of a `zeroxla.planning.search.Search`."""
-
-    @property
-    def found(self) -> Sequence[RankedChoice]: ...
-
-
-class RankedChoice(Protocol):
-    """Settings and their plan."""
-
-    @property
-    def choice(self) -> ChosenSettings: ...
-
-    @property
-    def plan(self) -> Any: ...  # with most_bytes, tokens_per_s, fits, num_parameters, target
-
-
-class ChosenSettings(Protocol):
-    """Settings of a step."""
-
-    @property
-    def zero(self) -> str: ...
-
-    @property
-    def mesh_shape(self) -> Mapping[str, int]: ...
-
-    @property
-    def remat(self) -> bool | None: ...
-
-
-def plot_search(search: RankedChoices, *, path: str | os.PathLike | None = None) -> Figure:
+def plot_search(search: RankedPlans, *, path: str | os.PathLike | None = None) -> Figure:
     """Draw what `zeroxla.search_plans` found.
 
     Args:
-      search: with something found.
+      search: a search that found at least one plan.
       path: file to save to (the suffix names the format), or None.
 
     Returns:
-      The figure: a mark for each choice, tokens/s over memory of a device, its colour the wires,
-      its shape the stages; hollow without recomputation; the line is what a device has.
+      The figure, with a mark for each plan: tokens/s over the memory of a device. The colour of a
+      mark stands for the preset, its shape for the number of stages; it is hollow without
+      recomputation. The line is the memory that a device has.
     """
     with extra("plot", "pictures need"):
         from matplotlib.lines import Line2D

@@ -18,7 +18,7 @@ from typing import Any
 
 from zeroxla.offload.update.rows import Rows, run_rows, runs_of_rows, values_with_rows
 from zeroxla.program.chunks import packed
-from zeroxla.program.trace import Atom, Equation, Program, Value, closure, run, trace
+from zeroxla.program.trace import Equation, Operand, Program, Value, closure, run, trace
 
 Makers = Mapping[Value, Equation]
 """The equation that makes each value."""
@@ -287,5 +287,5 @@ def _closure(
 ) -> tuple[list[Equation], list[Value]]:
     """Return the equations that results, given by position, need, and the values they start
     from."""
-    atoms: list[Atom] = [program.outputs[i] for i in results]
-    return closure([a for a in atoms if isinstance(a, Value)], makers)
+    operands: list[Operand] = [program.outputs[i] for i in results]
+    return closure([a for a in operands if isinstance(a, Value)], makers)

@@ -15,7 +15,7 @@ from zeroxla.offload.disk.disk_array import DiskArray, DiskShape
 from zeroxla.offload.memory_kinds import put, to_device
 from zeroxla.program.chunks import packed
 from zeroxla.program.shapes import shapes_of
-from zeroxla.program.trace import Atom, Equation, Value, closure, read, run, trace
+from zeroxla.program.trace import Equation, Operand, Value, closure, read, run, trace
 from zeroxla.step.disk.update import DiskUpdate, RunProgram
 from zeroxla.step.disk.writer import DiskWriter
 from zeroxla.step.programs import Programs
@@ -166,10 +166,10 @@ class DiskSteps:
         stored = dict(enumerate(jax.tree.leaves(shapes.opt_state), num))
         found: dict[int, jax.Array] = {}
         for group in self._groups(stored, stored):
-            atoms = [program.outputs[i - num] for i in group]
-            equations, roots = closure([a for a in atoms if isinstance(a, Value)], makers)
+            operands = [program.outputs[i - num] for i in group]
+            equations, roots = closure([a for a in operands if isinstance(a, Value)], makers)
             places = [stored[i].sharding for i in group]
-            compute = functools.partial(_results, atoms, equations, roots, places)
+            compute = functools.partial(_results, operands, equations, roots, places)
             make = self._jit(compute, out_shardings=places)
             arrays = [_in_memory(held[v]) for v in roots]
             results = self._run(f"optimizer state {group[0]}", make, arrays)
@@ -187,7 +187,7 @@ class DiskSteps:
 
 
 def _results(
-    atoms: Sequence[Atom],
+    operands: Sequence[Operand],
     equations: Sequence[Equation],
     inputs: Sequence[Value],
     places: Sequence[NamedSharding],
@@ -197,7 +197,7 @@ def _results(
     need."""
     env: dict[Value, Any] = dict(zip(inputs, map(to_device, arrays), strict=True))
     run(equations, env)
-    found = [jnp.asarray(read(env, atom)) for atom in atoms]
+    found = [jnp.asarray(read(env, operand)) for operand in operands]
     return [put(x, place) for x, place in zip(found, places, strict=True)]
 
 
