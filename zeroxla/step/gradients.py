@@ -77,12 +77,12 @@ class Differentiator:
           batch: this device's rows.
           key: the step's key.
           scale: the loss scale.
-          wire_state: what the wires remember of earlier steps.
+          wire_state: the wire state before the step; None if nothing is remembered.
 
         Returns:
           Float32 shards of the gradient of the mean loss, None for frozen leaves; the metrics
           `loss`, `grad_norm`, `finite` and the model's own; the model state, equal on all devices;
-          and what the wires remember of this step.
+          and the new wire state.
         """
         wire_key = self.wiring.key(key)
         stored = jax.tree.leaves(params)
@@ -134,7 +134,7 @@ class Differentiator:
         Args:
           traced: the loss.
           resident: the leaves that are whole through the step.
-          sources: what the fetched leaves are gathered from.
+          sources: the sources from which the fetched leaves are gathered.
           scale: the loss scale.
           carry: the sums of fetched and of resident leaves' gradients, and the model state.
           micro_batch: this device's rows of it, and its key.
@@ -177,7 +177,7 @@ class Differentiator:
 
         Args:
           traced: the loss.
-          sources: what the fetched leaves are gathered from.
+          sources: the sources from which the fetched leaves are gathered.
           resident: the leaves that are whole through the step.
           model_state: the model's state before this micro-batch.
           rows: this device's rows of the micro-batch.

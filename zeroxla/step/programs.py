@@ -1,4 +1,4 @@
-"""`Programs`: the functions of a training setup that are compiled: init, step, evaluation, gradients.
+"""`Programs`: a training setup's functions that JAX compiles: init, step, evaluation, gradients.
 
 The configuration has its effect while a program is traced: it picks functions and constants.
 """
@@ -55,11 +55,7 @@ class Programs(Setup):
     ) -> tuple[Any, Any]:
         """Return the first parameters, in stored form, and the first model state.
 
-        Args:
-          key: the key that draws the parameters.
-          batch: the global batch.
-          placements: the placements of the parameters.
-          only: the positions of the parameters to compute; None means all. The others are None.
+        `only` holds the positions of the parameters to compute; None means all.
         """
 
         def keep_shard(i: int, x: jax.Array) -> jax.Array:
@@ -152,12 +148,8 @@ class Programs(Setup):
         return new_state, metrics | self.rate_of(rates)
 
     def begin(self, state: TrainState, batch: Any) -> tuple[Any, TrainState, dict[str, Any]]:
-        """Compute the gradients: the first half of `train`.
-
-        Returns:
-          The gradients, in stored form; the next state without parameters and optimizer state; and
-          the metrics.
-        """
+        """Return the gradients in stored form, the next state without parameters and optimizer
+        state, and the metrics."""
         grads, metrics, model_state, wire_state = self._local_gradients(state, batch)
         # Otherwise the compiler fuses the scaling of a gradient into the update. It would then
         # round differently from a configuration whose update is another program.
@@ -183,12 +175,11 @@ class Programs(Setup):
         return grads, rest, metrics
 
     def update_of(self, state: TrainState) -> Callable[..., Any]:
-        """Return the function that updates this state's arrays: the second half of `train`.
-
-        It takes (params, opt_state, gradients, whether these are finite) and returns (params,
-        opt_state, learning rates), all in stored form.
-        """
-        return functools.partial(self._update, layout=self.layout(state), of=state.placements)
+        """Return the function (params, opt_state, gradients, whether these are finite) -> (params,
+        opt_state, learning rates). All arrays are in stored form."""
+        return functools.partial(
+            self._update, layout=self.layout(state), placements=state.placements
+        )
 
     @staticmethod
     def rate_of(rates: Sequence[jax.Array]) -> dict[str, jax.Array]:
@@ -203,11 +194,11 @@ class Programs(Setup):
         finite: jax.Array,
         *,
         layout: Layout,
-        of: Placements,
+        placements: Placements,
     ) -> tuple[Any, Any, list[jax.Array]]:
         """Return the parameters and the optimizer's state after a step, in stored form, and the
         learning rates that the optimizer's state holds."""
-        in_params, in_opt = of
+        in_params, in_opt = placements
         masked = optax.MaskedNode()
         whole = natural(params, in_params)
         updates, new_state = self.optimizer.update(

@@ -1,4 +1,4 @@
-"""`Setup`: resolves the options for a model and a mesh, into wires, placements, layouts and plans."""
+"""`Setup`: resolves the options for a model and a mesh into wires, placements, layouts, plans."""
 
 from __future__ import annotations
 

@@ -33,6 +33,7 @@ class LossScale:
 
     @staticmethod
     def create(scale: float) -> LossScale:
+        """Return the scale before the first step."""
         zero = jnp.zeros((), jnp.int32)
         return LossScale(scale=jnp.float32(scale), good_steps=zero, skipped=zero)
 

@@ -25,7 +25,7 @@ from zeroxla.step.state import TrainState, state_shardings
 class TracedShapes:
     """The shapes of the model and of the batch for which placements were decided last.
 
-    A step that is given a state without having decided any has those of its first call.
+    If a step is given a state before it has decided any, they come from that call.
 
     Attributes:
       params: the parameters.

@@ -34,14 +34,15 @@ from zeroxla.wire.wire_state import WireState
 
 
 class Step:
-    """A training step: call it with a state and a batch. Made by `make_step`.
+    """A training step. Call it with a state and a batch. `make_step` makes it.
 
     Attributes:
+      adapted: the model, as pure functions.
       mesh: the mesh, with Auto axes.
       config: the options.
       optimizer: the optax transformation.
-      programs: its traced functions.
-      disk: what is otherwise for states that are on disk.
+      programs: the functions that the step compiles.
+      disk: runs the steps of a state whose arrays are on disk.
     """
 
     def __init__(
@@ -81,13 +82,13 @@ class Step:
         self._rates = Rates()
 
     def init(self, key: jax.Array, batch: Any) -> TrainState:
-        """Make the state: every leaf is born split, no device ever holds the model.
+        """Make the state. Every leaf is born split, and no device ever holds the model.
 
         Args:
           key: a PRNG key. The model's parameters are initialised from the same random bits as on
-            one device; where XLA computes a distribution in another vector width, elements differ
-            by a few roundings of the leaf's largest.
-          batch: a pytree of arrays or ShapeDtypeStructs, leading dim the global batch.
+            one device. Where XLA computes a distribution in another vector width, elements differ
+            by a few roundings of the leaf's largest element.
+          batch: a pytree of arrays or ShapeDtypeStructs; the leading dim is the global batch.
 
         Returns:
           The state before the first step.
@@ -102,21 +103,21 @@ class Step:
         return self._make("init", make, shapes, state_shardings(shapes, self.mesh), *args)
 
     def init_from(self, params: Any, key: jax.Array) -> TrainState:
-        """Make the state of given parameters: all else as `init` makes it, for the batch that the
-        step has last seen.
+        """Make the state for given parameters. The rest is as `init` makes it, for the batch that
+        the step has last seen.
 
         Args:
           params: a pytree of global arrays, as `shapes().params` describes them: float32, padded,
-            split over the mesh. The state has these very arrays, which the next step takes; what
-            goes to disk is copied there, one array after another, and may be given as functions
-            without arguments that return it, so that never all of it is in memory.
+            split over the mesh. The state holds these very arrays, and the next step takes their
+            memory. Leaves on disk are copied there, one after another. Such a leaf may be given as
+            a function without arguments that returns the array, so that never all are in memory.
           key: a PRNG key.
 
         Returns:
           The state before the first step.
 
         Raises:
-          ValueError: the step has seen no batch, or the parameters are stored otherwise.
+          ValueError: the step has seen no batch, or the parameters are not stored as described.
         """
         key, shapes = check_key(key), self.shapes()
         params = check_stored(params, shapes.params)
@@ -128,16 +129,18 @@ class Step:
         return dataclasses.replace(state, params=params) if state.params is None else state
 
     def abstract_state(self, batch: Any) -> TrainState:
-        """Return the state's shapes, dtypes and shardings without computing anything: for `lower`
-        and for restoring checkpoints."""
+        """Return the state's shapes, dtypes and shardings without computing anything.
+
+        Use them for `lower` and for restoring checkpoints.
+        """
         shapes = self._shapes.decide(jax.random.key(0), self._check_batch(batch))
         return self._shapes.placed(shapes)
 
     def shapes(self) -> TrainState:
-        """Return `abstract_state` of the batch that the step has last seen.
+        """Return `abstract_state` for the batch that the step has last seen.
 
         Raises:
-          ValueError: it has seen none.
+          ValueError: the step has seen no batch.
         """
         batch = self._shapes.last_batch
         return self._shapes.placed(self._shapes.decide(jax.random.key(0), batch))
@@ -146,16 +149,16 @@ class Step:
         """Take one optimizer step. The state is donated: use the returned one.
 
         Args:
-          state: from `init`, an earlier step, or a checkpoint.
+          state: a state from `init`, an earlier step, or a checkpoint.
           batch: as in `init`.
 
         Returns:
-          The next state, and metrics: `loss`, `grad_norm` (before any clipping), `finite`,
-          `skipped` (steps so far whose gradient was not finite: only the counters changed),
-          `loss_scale` (float16), `learning_rate` if the optimizer's state holds one, the model's
-          own, and, from the second call on, `examples_per_s` (and `tokens_per_s` for batches with
-          `tokens`) since the call before. Of a state on disk `disk_read_bytes_per_s` and
-          `disk_write_bytes_per_s` of this process, over the call.
+          The next state, and the metrics: `loss`, `grad_norm` (before any clipping), `finite`,
+          `skipped` (the number of steps so far whose gradient was not finite: they changed only the
+          counters), `loss_scale` (float16), `learning_rate` if the optimizer's state holds one, and
+          the model's own. From the second call on also `examples_per_s` since the call before, and
+          `tokens_per_s` for batches with `tokens`. For a state on disk also this process's
+          `disk_read_bytes_per_s` and `disk_write_bytes_per_s` over the call.
         """
         batch = self._checked_batch(state, batch)
         state = self._fitted(state)
@@ -174,15 +177,19 @@ class Step:
             return self.disk.call("eval", self._eval, state, batch)
 
     def grad(self, state: TrainState, batch: Any) -> tuple[jax.Array, Any]:
-        """Return the loss and the gradients that a step would use, in natural shapes, as float32
-        global arrays; zeros for frozen leaves. For tests and debugging."""
+        """Return the loss and the gradients that a step would use, for tests and debugging.
+
+        Gradients are float32 global arrays in natural shapes, zeros for frozen leaves.
+        """
         batch = self._checked_batch(state, batch)
         with mesh_context(self.mesh):
             return self.disk.call("grad", self._grad, self._fitted(state), batch)
 
     def lower(self, state: Any, batch: Any) -> jax.stages.Lowered:
-        """Lower the step for (shapes of) a state and a batch, as `jax.jit(...).lower` does; of a
-        state on disk that part of it that computes the gradients."""
+        """Lower the step for (shapes of) a state and a batch, as `jax.jit(...).lower` does.
+
+        If the state is on disk, this is the part of the step that computes the gradients.
+        """
         batch_shapes = shapes_on(self._check_batch(batch), NamedSharding(self.mesh, BY_ROWS))
         with mesh_context(self.mesh):
             wires = jax.eval_shape(self._wire_state(batch), light(shapes_of(state)))
@@ -194,11 +201,12 @@ class Step:
             return self._step.lower(state, batch_shapes)
 
     def describe(self) -> Report:
-        """Return the table of leaves: shape, placement, unit, bytes of a shard; of a pipeline that
-        of stages: layers, parameters, share of the cost.
+        """Return the table of leaves: shape, placement, unit, bytes of a shard.
+
+        For a pipeline it is the table of stages: layers, parameters, share of the cost.
 
         Raises:
-          ValueError: before `init` or a first call, when the model has not been traced.
+          ValueError: the model has not been traced, as `init` and the first call do.
         """
         traced = self._shapes.traced
         if traced is None:
@@ -211,7 +219,7 @@ class Step:
         return describe(layout, plan, self.programs.wiring, opt_state, updated_on)
 
     def with_config(self, config: ZeroConfig) -> Step:
-        """Return another program for the same state."""
+        """Return a step with other options for the same state."""
         fields = [f.name for f in dataclasses.fields(self.programs) if f.init]
         options = {name: getattr(self.programs, name) for name in fields}
         step = Step(**{**options, "config": config})
@@ -239,14 +247,14 @@ class Step:
         return check_batch(batch, self.mesh, self.config.accumulate, self.config.micro_batch)
 
     def _checked_batch(self, state: TrainState, batch: Any, accumulate: int | None = None) -> Any:
-        """Check both, the state once per structure; return the batch on the mesh."""
+        """Check a state and a batch; return the batch on the mesh."""
         check_is_state(state)
         batch = self._check_batch(batch, accumulate)
         self._shapes.check(state, batch)
         return put_batch(batch, self.mesh)
 
     def _fitted(self, state: TrainState) -> TrainState:
-        """Return the state with what this configuration's wires remember."""
+        """Return the state with a wire state that fits this configuration."""
         structure = structure_of(state)
         if structure in self._wired:
             return state

@@ -1,4 +1,4 @@
-"""What a step does otherwise where its state is on disk."""
+"""`DiskSteps`: makes states that are on disk, and runs programs on them."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from zeroxla.step.state import TrainState
 
 
 class DiskSteps:
-    """Makes states that are on disk, and runs programs of them.
+    """Makes states that are on disk, and runs programs on them.
 
     Args:
-      programs: of the step.
-      jit: `jax.jit` with the step's options.
-      run_program: (name, jitted program, *arguments) -> its results.
+      programs: the step's programs.
+      jit: `jax.jit` with the step's compiler options.
+      run_program: calls a jitted program: (name, program, *arguments) -> its results.
     """
 
     def __init__(
@@ -45,16 +45,17 @@ class DiskSteps:
         shardings: TrainState,
         *args: Any,
     ) -> TrainState:
-        """Make a state, without ever holding all of what goes to disk.
+        """Make a state without ever holding all of its arrays on disk in memory.
 
         Args:
-          name: of the program.
-          program: a function of arrays that returns the state; perhaps without its parameters,
-            which then are the first argument.
-          shapes: of the state, with shardings.
-          shardings: of what the program returns.
-          *args: its arguments; the last one is the batch. Of parameters that go to disk there may
-            be functions that return them: each is called when the one before is on its way.
+          name: the program's name.
+          program: a function of arrays that returns the state. If it returns the state without
+            parameters, these are its first argument.
+          shapes: the shapes of the state, with shardings.
+          shardings: the shardings of the program's result.
+          *args: the program's arguments; the last one is the batch. A parameter that goes to disk
+            may be a function that returns the array. Each function is called when the array before
+            it is being written.
         """
         writer = self.writer(shapes)
         stored, tree = jax.tree.flatten(shapes.params)
@@ -64,15 +65,15 @@ class DiskSteps:
         to_write: list[Any] = [given.pop(i) for i in on_disk if is_given]
 
         def kept(state: TrainState) -> tuple[dict[int, Any], TrainState]:
-            """Return the parameters in memory, by position, and the rest but for the optimizer's
-            state; what wires remember of parameters on disk follows when these are there."""
+            """Return the parameters in memory, by position, and the state without parameters and
+            optimizer state. With parameters on disk, the wire state is also made later."""
             params = enumerate(jax.tree.leaves(state.params))
             wires = None if on_disk else state.wire_state
             rest = dataclasses.replace(state, params=None, opt_state=None, wire_state=wires)
             return {i: x for i, x in params if i not in writer.shapes}, rest
 
         def compute(given: dict[int, jax.Array], *args: Any) -> tuple[dict[int, Any], TrainState]:
-            if is_given:  # zeros for what is on disk: nothing that is kept depends on it
+            if is_given:  # zeros for leaves on disk: no result depends on them
                 here = (given.get(i, jnp.zeros(x.shape, x.dtype)) for i, x in enumerate(stored))
                 args = tree.unflatten(here), *args
             return kept(program(*args))
@@ -104,7 +105,7 @@ class DiskSteps:
         return state
 
     def writer(self, shapes: TrainState) -> DiskWriter:
-        """Return what fills the file of states of these shapes."""
+        """Return the writer of the file for states with these shapes."""
         folder = self._programs.config.offload.path
         assert folder is not None
         return DiskWriter(shapes, folder)
@@ -114,8 +115,10 @@ class DiskSteps:
         return self.update_of(state)(state, batch, self._run)
 
     def call(self, name: str, program: Any, state: TrainState, *args: Any) -> Any:
-        """Run a jitted program of a state, in any memory, without that of its optimizer. Raises
-        what `Desk.call` raises."""
+        """Run a jitted program of a state, in any memory, without its optimizer state.
+
+        It raises the errors of `Desk.call`.
+        """
         leaves, tree = jax.tree.flatten(state.params)
 
         def run(leaves: list[Any]) -> Any:
@@ -129,7 +132,7 @@ class DiskSteps:
         return self.update_of(state).lower(state, batch)
 
     def update_of(self, state: TrainState) -> DiskUpdate:
-        """Return the programs that step states of this structure, made at the first call."""
+        """Return the programs for states of this structure. The first call makes them."""
         structure = jax.tree.structure(state), tuple(x.shape for x in jax.tree.leaves(state))
         if structure not in self._updates:
             self._updates[structure] = DiskUpdate(self._programs, self._jit, state)
@@ -152,8 +155,11 @@ class DiskSteps:
     def _first_opt_state(
         self, params: list[Any], shapes: TrainState, writer: DiskWriter
     ) -> dict[int, jax.Array]:
-        """Compute the optimizer's first state, a few arrays at a time, each from what it needs of
-        the parameters; write what goes to disk, return the rest."""
+        """Compute the optimizer's first state, a few arrays at a time.
+
+        Each is computed from the parameters that it needs, so only these are read. Arrays that go
+        to disk are written; the others are returned, by position.
+        """
         tree, num = jax.tree.structure(shapes.params), len(params)
 
         def first(leaves: list[jax.Array]) -> list[jax.Array]:
@@ -181,7 +187,7 @@ class DiskSteps:
         return found
 
     def _groups(self, positions: Iterable[int], shapes: Mapping[int, Any]) -> list[list[int]]:
-        """Return positions such that what is computed at a time is small."""
+        """Group positions of arrays so that a device computes at most a sub-group at a time."""
         limit = self._programs.config.offload.sub_group * self._programs.mesh.size
         return packed(positions, lambda i: shapes[i].size, limit)
 
@@ -193,8 +199,15 @@ def _results(
     places: Sequence[NamedSharding],
     arrays: Sequence[jax.Array],
 ) -> list[jax.Array]:
-    """Compute some of a program's results, where they are to be, from those of its inputs that they
-    need."""
+    """Compute some of a program's results.
+
+    Args:
+      operands: the results, as the program names them.
+      equations: the equations that they need.
+      inputs: the program's inputs that they need.
+      places: the sharding and memory of each result.
+      arrays: the values of `inputs`.
+    """
     env: dict[Value, Any] = dict(zip(inputs, map(to_device, arrays), strict=True))
     run(equations, env)
     found = [jnp.asarray(read(env, operand)) for operand in operands]
@@ -206,7 +219,7 @@ def _in_memory(x: jax.Array | DiskArray) -> jax.Array:
 
 
 def with_disk_shapes(shapes: TrainState) -> TrainState:
-    """Return the shapes of a state such that what is on disk is a `DiskShape`."""
+    """Return the shapes of a state, with a `DiskShape` for each array on disk."""
     leaves, tree = jax.tree.flatten((shapes.params, shapes.opt_state))
     placements = (p for placed in shapes.placements for p in placed)
     found = [
@@ -218,5 +231,5 @@ def with_disk_shapes(shapes: TrainState) -> TrainState:
 
 
 def has_disk(state: TrainState) -> bool:
-    """Whether a state, or its shapes, has something on disk."""
+    """Return whether a state, or its shapes, has an array on disk."""
     return any(p.is_on_disk for placements in state.placements for p in placements)

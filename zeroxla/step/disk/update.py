@@ -4,8 +4,8 @@
     devices   gradients       | update 0 | update 1 ...
     disk                                 write 0 | write 1 ...
 
-Parameters on disk are read by the gradients' program, where it gathers them; then nothing is read
-for the update before it has ended, as the first unit would wait for that.
+The gradients' program reads parameters on disk itself, where it gathers them. Then nothing is read
+for the update before that program has ended, as its first unit would wait for those reads.
 
 Each sub-group of the update (see `sub_groups`) is read, computed and written; `buffers` of them are
 in memory at a time, so that one is read and one written while one is computed. When all are written
@@ -41,7 +41,7 @@ RunProgram = Callable[..., Any]
 
 
 class DiskUpdate:
-    """The programs of a step, for states of one structure.
+    """Runs steps of states of one structure.
 
     Attributes:
       sub_groups: the update, cut into sub-groups.
@@ -52,9 +52,9 @@ class DiskUpdate:
         """Trace the update, and cut it.
 
         Args:
-          programs: of the step.
-          jit: `jax.jit` with the step's options.
-          state: of which only shapes and placements matter.
+          programs: the step's programs.
+          jit: `jax.jit` with the step's compiler options.
+          state: a state, or its shapes; only shapes and placements matter.
         """
         placements = [p for placed in state.placements for p in placed]
         mesh, offload = programs.mesh, programs.config.offload
@@ -73,15 +73,16 @@ class DiskUpdate:
             layer_dims=[p.unsplit_layers for p in placements],
         )
         inputs = sub_groups.program.inputs
-        self._held, self._given = inputs[: len(placements)], inputs[len(placements) :]
+        self._in_state, self._from_gradients = inputs[: len(placements)], inputs[len(placements) :]
         # The group that reads a value last may write over it.
         self._last = {v: n for n, group in enumerate(sub_groups.groups) for v in group.reads}
-        # What the gradients' program leaves for the groups; all else the state holds.
-        self._kept = tuple(v for v in self._last if v not in set(self._held))
+        # The gradients' program leaves these for the groups; the state holds the rest.
+        self._kept = tuple(v for v in self._last if v not in set(self._in_state))
         self._gradients = jit(self._gradients_program, donate_argnums=0)
-        # On CPUs what was read is the array's memory, which XLA would copy to write over it.
+        # On CPUs an array lies in the memory that it was read into. XLA would copy it before
+        # writing over it, so it is not donated.
         donated = (1, 3) if mesh.devices.flat[0].platform == "cpu" else (0, 1, 3)
-        # Layers of the same arrays have a program in common.
+        # Layers of the same arrays share a program.
         made: dict[Any, Any] = {}
         self.group_programs = []
         for group in sub_groups.groups:
@@ -97,11 +98,11 @@ class DiskUpdate:
         """Take one optimizer step.
 
         Raises:
-          DamagedStateError: the file is gone, or holds something else than what was written.
-          OSError: the disk fails. In either case nothing of the step is put in force.
+          DamagedStateError: the file is gone, or does not hold what was written.
+          OSError: the disk fails. In both cases nothing of the step is put in force.
         """
         leaves = [*jax.tree.leaves(state.params), *jax.tree.leaves(state.opt_state)]
-        held: dict[Value, Any] = dict(zip(self._held, leaves, strict=True))
+        held: dict[Value, Any] = dict(zip(self._in_state, leaves, strict=True))
         on_disk = {i: x for i, x in enumerate(leaves) if isinstance(x, DiskArray)}
         file = next(iter(on_disk.values())).file
         begun = time.perf_counter()
@@ -113,7 +114,7 @@ class DiskUpdate:
             )
             for group in self.sub_groups.groups
         ]
-        rest, params, others = _apart(state)
+        rest, params, others = _without_arrays(state)
         del leaves
         at_once = not any(isinstance(x, DiskArray) for x in params)
         with DiskFlow(file, arriving, buffers=self._buffers, at_once=at_once) as flow:
@@ -139,12 +140,14 @@ class DiskUpdate:
         results |= {i: held[v] for i, v in self.sub_groups.untouched.items()}
         for i, array in on_disk.items():
             results[i] = dataclasses.replace(array, version=file.version)
-        metrics |= self._rate(results) | _rates(file.blocks.accesses, time.perf_counter() - begun)
+        metrics |= self._learning_rate(results) | _disk_rates(
+            file.blocks.accesses, time.perf_counter() - begun
+        )
         return self._state(rest, results), metrics
 
     def lower(self, state: TrainState, batch: Any) -> jax.stages.Lowered:
         """Lower the program that computes the gradients, for shapes."""
-        rest, params, others = _apart(state)
+        rest, params, others = _without_arrays(state)
         return self._gradients.lower(rest, others, batch, with_tickets(params, self._in_params))
 
     def _update(
@@ -155,8 +158,11 @@ class DiskUpdate:
         results: dict[int, Any],
         run_program: RunProgram,
     ) -> Exception | None:
-        """Compute the sub-groups: write what is on disk, add what is not to the results. Return
-        what went wrong, of which other processes are yet to hear."""
+        """Compute the sub-groups. Write arrays on disk, and add the others to `results`.
+
+        Returns:
+          The error, if there was one: the other processes do not know of it yet.
+        """
         try:
             for n, group in enumerate(self.sub_groups.groups):
                 arrays, rows = flow.next(), group.rows
@@ -166,7 +172,10 @@ class DiskUpdate:
                     arrays |= {k: held.pop(v) for k, v in there if k not in arrays}
                 else:
                     there = (i for i in group.results if i not in on_disk)
-                    whole, start = {i: held.pop(self._held[i]) for i in there}, np.int32(rows.start)
+                    whole, start = (
+                        {i: held.pop(self._in_state[i]) for i in there},
+                        np.int32(rows.start),
+                    )
                 mine, others = self._reads(n, held, whole)
                 found, whole, _ = run_program(
                     f"update {n}", self.group_programs[n], arrays, mine, others, whole, start
@@ -176,7 +185,7 @@ class DiskUpdate:
                 if group.is_last:
                     results |= whole
                 else:
-                    held |= {self._held[i]: x for i, x in whole.items()}
+                    held |= {self._in_state[i]: x for i, x in whole.items()}
                 del arrays, mine, found, whole
         except Exception as error:
             return error
@@ -189,30 +198,37 @@ class DiskUpdate:
         batch: Any,
         params: Sequence[jax.Array],
     ) -> tuple[list[jax.Array], list[jax.Array], TrainState, dict[str, Any]]:
-        """Return what the groups read besides the state, the results that are in no group, the next
-        state without parameters and optimizer state, and the metrics."""
+        """Compute the gradients, and the part of the update that belongs to no sub-group.
+
+        Returns:
+          The values that the groups read besides the state; the results that are in no group; the
+          next state without parameters and optimizer state; and the metrics.
+        """
         program = self.sub_groups.program
         state = dataclasses.replace(rest, params=self._tree.unflatten(params))
         grads, rest, metrics = self._programs.begin(state, batch)
-        # What is on disk is read here by no equation: each is of a sub-group.
-        env: dict[Value, Any] = dict(zip(self._held, (*params, *others), strict=True))
-        env |= zip(self._given, [*jax.tree.leaves(grads), metrics["finite"]], strict=True)
+        # No equation here reads an array on disk: the equations that do belong to sub-groups.
+        env: dict[Value, Any] = dict(zip(self._in_state, (*params, *others), strict=True))
+        env |= zip(self._from_gradients, [*jax.tree.leaves(grads), metrics["finite"]], strict=True)
         with jax.named_scope("update"):
             run(self.sub_groups.common, env)
         found = self._placed({i: read(env, program.outputs[i]) for i in self.sub_groups.shared})
         return [env[v] for v in self._kept], found, rest, metrics
 
     def _placed(self, results: Mapping[int, jax.Array]) -> list[jax.Array]:
-        """Return results of the update, those of the state where it has them."""
+        """Return results of the update, with the state's arrays in the memory of the state."""
         num = len(self._places)
         return [put(x, self._places[i]) if i < num else x for i, x in results.items()]
 
     def _reads(
         self, n: int, held: dict[Value, Any], whole: Mapping[int, Any]
     ) -> tuple[dict[int, jax.Array], dict[int, jax.Array]]:
-        """Return what group n reads, but for `whole`: what nothing reads after it, so that it may
-        write over it, and the rest; by position."""
-        given = {self._held[i] for i in whole}
+        """Return the values that group n reads, by position, without those in `whole`.
+
+        The first dict holds values that nothing reads later, so that the group may write over them.
+        The second holds the rest.
+        """
+        given = {self._in_state[i] for i in whole}
         stays = set(self.sub_groups.untouched.values())
         mine, others = {}, {}
         for k, v in enumerate(self.sub_groups.groups[n].reads):
@@ -229,20 +245,20 @@ class DiskUpdate:
         params, opt_state, _ = self.sub_groups.tree.unflatten(leaves)
         return dataclasses.replace(rest, params=params, opt_state=opt_state)
 
-    def _rate(self, results: Mapping[int, Any]) -> dict[str, jax.Array]:
+    def _learning_rate(self, results: Mapping[int, Any]) -> dict[str, jax.Array]:
         return self._programs.rate_of([results[i] for i in range(len(self._places), len(results))])
 
 
-def _apart(state: TrainState) -> tuple[TrainState, list[Any], list[Any]]:
-    """Return a state without parameters and optimizer state, the leaves of the parameters, and
-    those of the optimizer state, None for what is on disk of these."""
+def _without_arrays(state: TrainState) -> tuple[TrainState, list[Any], list[Any]]:
+    """Return a state without parameters and optimizer state, the leaves of its parameters, and the
+    leaves of its optimizer state, with None for those on disk."""
     rest = dataclasses.replace(state, params=None, opt_state=None)
     others = [None if place_of(x) == "disk" else x for x in jax.tree.leaves(state.opt_state)]
     return rest, jax.tree.leaves(state.params), others
 
 
-def _rates(accesses: Sequence[Access], seconds: float) -> dict[str, float]:
-    """Return how many bytes a second were moved."""
+def _disk_rates(accesses: Sequence[Access], seconds: float) -> dict[str, float]:
+    """Return the metrics of reading and writing, in bytes per second."""
     return {
         f"disk_{kind}_bytes_per_s": sum(x.nbytes for x in accesses if x.kind == kind) / seconds
         for kind in ("read", "write")

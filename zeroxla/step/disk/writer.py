@@ -1,4 +1,4 @@
-"""Fills the file of a state: with its first version, or with a restored one."""
+"""`DiskWriter`: fills the file of a state with its first version, or with a restored one."""
 
 from __future__ import annotations
 
@@ -20,23 +20,24 @@ from zeroxla.step.state import TrainState
 
 _BYTES_UNDER_WAY = 256 * 2**20
 
-# A later state of this process goes on in the file of an earlier one, which then is no more.
+# A later state of this process takes over the file of an earlier one, which is lost.
 _open: weakref.WeakValueDictionary[Path, StateFile] = weakref.WeakValueDictionary()
 
 
 class DiskWriter:
-    """Writes a whole version of what a state has on disk, an array at a time.
+    """Writes a version of all arrays that a state has on disk, one array at a time.
 
     Attributes:
-      shapes: of the arrays, by their position among the leaves of parameters and optimizer state.
+      shapes: the shapes of these arrays, by their position among the leaves of parameters and
+        optimizer state.
     """
 
     def __init__(self, state: TrainState, folder: str) -> None:
         """Open the file, or make it.
 
         Args:
-          state: shapes, as `Step.abstract_state` gives them.
-          folder: of the file.
+          state: the state's shapes, as `Step.abstract_state` gives them.
+          folder: the folder of the file.
 
         Raises:
           ValueError: in every process, if the folder of one cannot be written or has too little
@@ -49,8 +50,8 @@ class DiskWriter:
         self._names = {
             i: f"{names[leaves[i][0][0].idx]}/{leaf_path(leaves[i][0][1:])}" for i in self.shapes
         }
-        # What a loop slices is read a layer at a time, by the loop, and by the update if the whole
-        # is too large.
+        # An array that a loop slices is read one layer at a time, by the loop, and by the update if
+        # the whole array is too large.
         placements = enumerate(p for placed in state.placements for p in placed)
         self._layer_dims = {i: p.layer_dims for i, p in placements if i in self.shapes}
         sizes: dict[str, int] = {}
@@ -64,7 +65,8 @@ class DiskWriter:
         self._bytes = 0
 
     def write(self, i: int, array: jax.Array) -> None:
-        """Begin to write an array, as it is stored; waits for earlier ones when much is under way.
+        """Begin to write an array in its stored form. If 256 MiB are under way, wait for earlier
+        arrays first.
 
         Raises:
           OSError: the disk fails.
@@ -82,10 +84,11 @@ class DiskWriter:
             self._bytes -= array.nbytes
 
     def finish(self) -> dict[int, DiskArray]:
-        """Put all in force; return the arrays.
+        """Put the written version in force; return its arrays, by position.
 
         Raises:
-          OSError: the disk fails; ValueError: that of another process.
+          OSError: this process's disk fails.
+          ValueError: another process's disk fails.
         """
         together("state on disk", self._file.commit)
         self._under_way.clear()
