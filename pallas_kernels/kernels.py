@@ -1,4 +1,4 @@
-"""The three kernels, for any backend: what each reads and writes, and how it is launched.
+"""The three kernels for any backend: their inputs, their outputs, and how they are launched.
 
     W   number of wires, one in each row, all with the same Layout
     N   number of sources of a reduction

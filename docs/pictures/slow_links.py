@@ -2,7 +2,7 @@
 
     python docs/pictures/slow_links.py [folder]
 
-The figures are those of `make peers`, from benchmarks/results/two_hosts.json.
+`make peers` measured the figures; they are read from benchmarks/results/two_hosts.json.
 """
 
 from __future__ import annotations

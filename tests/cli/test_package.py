@@ -1,4 +1,4 @@
-"""The package that users install: what it holds, what it needs, what it costs to import.
+"""The package that users install: its contents, its dependencies, and the cost of importing it.
 
 It is installed in an environment of its own, and used in a folder with packages of the same names
 as the repository's folders. A fresh environment, with packages from the index, is slow to make. A
@@ -159,7 +159,7 @@ def links_of(markdown: str) -> list[str]:
 
 class TestImports:
     def test_rooms_import_core_packages_only(self):
-        """What an extra brings is imported where it is used, and there it is named."""
+        """Packages of an extra are imported where they are used, and a missing one is named there."""
         wrong = []
         for path in source_files():
             if path.suffix != ".py" or "cli" in path.parts:

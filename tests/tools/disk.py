@@ -18,7 +18,7 @@ def on_disk(tree: Any) -> list[DiskArray]:
 
 
 def state_file(state: Any) -> StateFile:
-    """Return the file of a state of which something is on disk."""
+    """Return the file of a state that has arrays on disk."""
     return on_disk((state.params, state.opt_state))[0].file
 
 

@@ -1,4 +1,4 @@
-"""What keeps the tests quick: faster compilation, and fewer values of a parameter.
+"""Keeps the tests quick: faster compilation, and fewer values of a parameter.
 
 LLVM would spend half of the suite's time on optimising programs that run for milliseconds. Tests
 that ask what a program computes, and not how fast it runs, therefore compile without most of that.

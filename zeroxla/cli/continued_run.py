@@ -38,7 +38,7 @@ def newest_run(runs: Path, command: str = "train") -> Path:
 
 
 def continued(command: str, arguments: Sequence[str], options: _Job, free: Collection[str]) -> _Job:
-    """Return the options of a job: those of the run that it continues, if it continues one.
+    """Return the options of a job. If it continues a run, the run's options are its defaults.
 
     Args:
       command: the command's name.
