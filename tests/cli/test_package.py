@@ -159,7 +159,7 @@ def links_of(markdown: str) -> list[str]:
 
 class TestImports:
     def test_rooms_import_core_packages_only(self):
-        """Packages of an extra are imported where they are used, and a missing one is named there."""
+        """An extra's packages are imported where they are used, which names a missing one."""
         wrong = []
         for path in source_files():
             if path.suffix != ".py" or "cli" in path.parts:
