@@ -37,7 +37,7 @@ class Run:
 
     Attributes:
       folder: its run folder.
-      flag: planting a fault in the forward, see faults_program.py.
+      flag: the file that plants a fault in the program, see faults_program.py.
       hosts: where it runs.
     """
 
@@ -82,6 +82,14 @@ class Run:
                 self._launcher.kill()
                 raise RuntimeError("what was waited for did not come:\n" + self.output())
             time.sleep(0.002)
+
+    def plant(self, fault: str) -> float:
+        """Plant a fault of faults_program.py, and return when it happens (`time.monotonic()`)."""
+        written = self.flag.with_suffix(".written")
+        written.write_text(fault)
+        written.rename(self.flag)
+        self.wait_until(lambda: not self.flag.exists())
+        return time.monotonic()
 
     def losses(self) -> dict[int, float]:
         """Return the recorded losses by step."""

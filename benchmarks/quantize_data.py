@@ -105,7 +105,7 @@ def read_run(folder: Path) -> Trained:
         model,
         mesh,
         optimizer_for(options, schedule_for(options)),
-        config=zeroxla.ZeroConfig(compute_dtype=options.mesh.compute_dtype),
+        config=zeroxla.ZeroConfig(compute_dtype=options.zero.compute_dtype or "float32"),
     )
     shapes = step.abstract_state(next(batches))
     with zeroxla.Checkpointer(folder / CHECKPOINTS) as checkpointer:

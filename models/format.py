@@ -6,6 +6,8 @@ it as its attribute `hugging_face`.
 
 import dataclasses
 import json
+import math
+import numbers
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,28 @@ class Key:
     null: Callable[[Mapping[str, Any]], Any] | None = None
     is_argument: bool = True
     is_computed: bool = True
+
+    def checked(self, value: Any) -> Any:
+        """Check a value of the key, and return it.
+
+        If the default is a flag, the value must be one too. If the default is a float, the value
+        must be a number above 0; otherwise it must be a whole number above 0.
+
+        Raises:
+          ValueError: the value is something else.
+        """
+        is_flag = isinstance(value, bool)
+        if isinstance(self.default, bool):
+            fits, wanted = is_flag, "true or false"
+        elif isinstance(self.default, float):
+            is_number = isinstance(value, numbers.Real) and not is_flag
+            fits, wanted = is_number and 0 < float(value) < math.inf, "a number above 0"
+        else:
+            fits = isinstance(value, numbers.Integral) and not is_flag and int(value) > 0
+            wanted = "a whole number above 0"
+        if not fits:
+            raise ValueError(f"the config has {self.name}={value!r}; it must be {wanted}")
+        return value
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -157,7 +181,7 @@ class Format:
                 if key.null is None:
                     raise ValueError(f"the config has {key.name}=null; it must have a value")
                 value = key.null(fields)
-            fields[field] = value
+            fields[field] = key.checked(value)
         return fields
 
     def _of_model(self, model: Any) -> dict[str, Any]:

@@ -36,6 +36,8 @@ def _prepare_environment() -> None:
     # Where in Python each operation of a program comes from takes a fourteenth of the suite's time
     # to write down, and no test reads it.
     os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")
+    # Tests start some hundreds of processes, which begin sooner from bytecode.
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     # Plots are drawn to files.
     os.environ.setdefault("MPLBACKEND", "Agg")
 
@@ -53,14 +55,18 @@ pytest_plugins = ["tools.left_out"]
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """Run a file's tests in one process, where they share fixtures and compiled programs; of the
-    equality tests those of a case, which share what the reference finds. In the order of
-    collection."""
+    """Decide which tests run in one process, where they share fixtures and compiled programs.
+
+    These are the tests of a file. Two kinds of files are cut further: equality tests by their case,
+    and pairs of features by the first feature. All run in the order of collection.
+    """
     from xdist.scheduler import LoadScopeScheduling
 
     class ByFile(LoadScopeScheduling):
         def _split_scope(self, nodeid):
             file, _, test = nodeid.partition("::")
+            if test.startswith("test_a_pair["):
+                return test.partition(" + ")[0]
             if not file.endswith("_equality.py"):
                 return file
             return f"{file} {test.partition('[')[2].partition('-')[0]}"

@@ -130,10 +130,11 @@ def test_every_and_keep(steps, tmp_path):
 @pytest.mark.parametrize(
     "optimizer",
     [
-        lambda: optax.adafactor(0.01, min_dim_size_to_factor=4, momentum=0.9),
-        lambda: contrib.muon(0.02),
+        pytest.param(
+            lambda: optax.adafactor(0.01, min_dim_size_to_factor=4, momentum=0.9), id="adafactor"
+        ),
+        pytest.param(lambda: contrib.muon(0.02), id="muon", marks=pytest.mark.slow),
     ],
-    ids=["adafactor", "muon"],
 )
 def test_other_optimizers_change_the_mesh_and_accumulate(optimizer, tmp_path):
     one, other = (
@@ -151,6 +152,7 @@ def test_other_optimizers_change_the_mesh_and_accumulate(optimizer, tmp_path):
     np.testing.assert_allclose(found, losses, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_error_feedback_goes_on_where_it_fits_and_starts_anew_elsewhere(tmp_path):
     options = {
         "persistence_threshold": 0,

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
-from tools.hugging_face import read_file
+from tools.hugging_face import read_file, write_file
 from tools.quick import quick_compilation  # noqa: F401
 
 import zeroxla
@@ -105,6 +105,7 @@ def test_a_damaged_newest_checkpoint_is_passed_over(finished, tmp_path, capsys):
 # in
 
 
+@pytest.mark.slow
 def test_training_goes_on_from_an_export(finished, text, tmp_path, capsys):
     assert command("export", finished, "--output", tmp_path / "out") == 0
     run = tmp_path / "run"
@@ -187,6 +188,39 @@ def test_a_model_without_its_tokenizer_is_refused(pretrained, text, tmp_path, ca
     (init / "tokenizer.json").write_text("{")
     assert command("train", "--init", init, "--run", tmp_path / "run", "--data", text) == 2
     assert "is damaged or no tokenizer" in capsys.readouterr().err
+
+
+def test_numbers_that_are_not_finite_and_tokens_that_do_not_fit_are_refused(
+    pretrained, text, tmp_path, capsys
+):
+    init = shutil.copytree(pretrained, tmp_path / "init")
+    told = ["train", "--init", init, "--run", tmp_path / "run", "--data", text, *SMALL]
+    weights = init / "model.safetensors"
+    tensors = read_file(weights)
+    tensors["model.norm.weight"] = np.where(np.arange(32) == 3, np.nan, 1).astype(np.float32)
+    write_file(weights, tensors)
+    assert command(*told) == 2
+    assert "model.norm.weight in" in (error := capsys.readouterr().err)
+    assert "holds 1 numbers that are NaN or infinite" in error
+    config = json.loads((init / "config.json").read_text())
+    for changed, message in (
+        ({"bos_token_id": 400}, "begins a document with the token 400, and"),
+        ({"vocab_size": 100}, "has tokens up to 299, and the model a vocabulary of 100"),
+    ):
+        (init / "config.json").write_text(json.dumps({**config, **changed}))
+        assert command(*told) == 2
+        assert message in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_tokenizer_that_leaves_numbers_out_has_the_size_of_its_largest(pretrained, tmp_path):
+    init = shutil.copytree(pretrained, tmp_path / "init")
+    tokenizer = json.loads((init / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    token = max(vocabulary, key=vocabulary.get)
+    vocabulary[token] = 1000
+    (init / "tokenizer.json").write_text(json.dumps(tokenizer))
+    assert Tokens(init, {}).size == 1001
 
 
 def test_more_than_the_positions_of_a_model(finished, text, tmp_path, capsys):

@@ -12,7 +12,7 @@ from tools.quick import quick_compilation  # noqa: F401
 from tools.zoo.base import leaves, mse, vectors
 
 import zeroxla
-from zeroxla import Feedback, WireFormat, ZeroConfig
+from zeroxla import Feedback, Offload, WireFormat, ZeroConfig
 
 pytestmark = [pytest.mark.usefixtures("quick_compilation"), pytest.mark.smoke]
 
@@ -182,6 +182,27 @@ def test_a_pattern_that_matches_no_leaf_is_said():
     step = make(mesh, ZeroConfig.zeropp(unquantized=("router",), **ALL))
     with pytest.warns(UserWarning, match=r"unquantized=\['router'\] matches no leaf"):
         step.init(jax.random.key(0), vectors(16))
+
+
+@pytest.mark.parametrize("all_stay", [True, False])
+@pytest.mark.parametrize("place", ["none", "host"])
+def test_secondary_shards_beside_leaves_that_all_stay_are_said_to_do_nothing(all_stay, place):
+    """And they do nothing: the program is that without them. If no leaf may stay, they are used."""
+    mesh = zeroxla.make_mesh(nodes=2, devices_per_node=4)
+    state = make(mesh, ZeroConfig()).init(jax.random.key(0), vectors(16))
+    elements = sum(x.size for x in jax.tree.leaves(zeroxla.full_params(state)))
+    limits = {"max_live_parameters": elements * all_stay, "max_reuse_distance": 2 * elements}
+    options = {"persistence_threshold": 0, **limits}
+    there = make(mesh, ZeroConfig(hpz_size="node", offload=Offload(secondary=place), **options))
+    names = "hpz_size" if place == "none" else "hpz_size and offload.secondary"
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        state = there.abstract_state(vectors(16))
+    told = f"{names} without effect: with max_live_parameters={elements} and max_reuse_distance="
+    assert [str(x.message).startswith(told) for x in found] == [True] * all_stay
+    plain = make(mesh, ZeroConfig(**options))
+    programs = [step.lower(state, vectors(16)).as_text() for step in (there, plain)]
+    assert (programs[0] == programs[1]) is all_stay
 
 
 def test_presets_take_other_options():

@@ -60,12 +60,13 @@ def growth_in_blocks(scan, **options):
     return (large.temp_bytes - small.temp_bytes) / (2 * BLOCK_BYTES)
 
 
+@pytest.mark.slow
 @needs_barriers
 @pytest.mark.parametrize(
     ("scan", "threshold"),
     [
-        pytest.param(False, 0, id="unrolled", marks=pytest.mark.slow),
-        pytest.param(False, BIASES, id="unrolled, biases persistent", marks=pytest.mark.slow),
+        pytest.param(False, 0, id="unrolled"),
+        pytest.param(False, BIASES, id="unrolled, biases persistent"),
         pytest.param(True, BIASES, id="scanned, biases persistent"),
     ],
 )

@@ -105,7 +105,12 @@ def test_stages():
     [
         ([], "there are no prompts"),
         ([[1], []], "prompt 1 is empty"),
-        ([[1], [2, -3]], "prompt 1 holds the token -3"),
+        ([[1], [2, -3]], "prompt 1 holds the token -3, and the model's vocabulary is those from 0"),
+        (
+            [[1, 64]],
+            "prompt 0 holds the token 64, and the model's vocabulary is those from 0 to 63",
+        ),
+        ([[2**40]], "prompt 0 holds the token 1099511627776, and"),
         ([[1.5]], "prompt 0 has the shape .* and dtype float64"),
         ([[[1]]], r"prompt 0 has the shape \(1, 1\)"),
         ("text", "the prompts are a str"),
@@ -123,6 +128,11 @@ def test_prompts(known, engine, prompts, match):
         ({"max_new_tokens": 0}, "max_new_tokens=0 must be 1 or more"),
         ({"temperature": -1.0}, "temperature=-1.0"),
         ({"top_k": 0}, "top_k=0"),
+        ({"eos": 64}, "eos=64, and the model's vocabulary is those from 0 to 63; give one of them"),
+        ({"eos": -1}, "eos=-1, and the model's vocabulary"),
+        ({"eos": 2.0}, "eos=2.0, and the model's vocabulary"),
+        ({"pad": None}, "pad=None, and the model's vocabulary"),
+        ({"pad": 64}, "pad=64, and the model's vocabulary is those from 0 to 63; the model reads"),
         ({"top_p": 2.0}, "top_p=2.0"),
         ({"key": 3}, "3 is no PRNG key"),
     ],
@@ -165,14 +175,17 @@ def test_logits_that_are_not_finite_name_their_rows(known, engine):
 
 
 class RulesOut(NoCache):
-    """A model that never says the tokens from `first` to 15."""
+    """A model that never says the tokens from `first` on that are below `end`."""
 
     first: int = 12
+    end: int = 16
 
     @nn.compact
     def __call__(self, tokens):
         token = jnp.arange(self.vocab)
-        return jnp.where((token >= self.first) & (token < 16), -jnp.inf, super().__call__(tokens))
+        return jnp.where(
+            (token >= self.first) & (token < self.end), -jnp.inf, super().__call__(tokens)
+        )
 
 
 @pytest.mark.filterwarnings("ignore:the model has no cache")
@@ -186,7 +199,7 @@ def test_tokens_that_a_model_rules_out_are_no_error_unless_all_are():
     assert np.isfinite(found.logprobs).all()
     assert len(np.unique(found.tokens)) > 12
 
-    known = train(RulesOut(first=0, vocab=16), mesh, steps=0)
+    known = train(RulesOut(first=0, end=24), mesh, steps=0)
     engine = HybridEngine(known.step, max_length=32)
     with pytest.raises(ValueError, match=r"the logits of the rows \[0\] are not finite"):
         engine.generate(known.state, [[1]], key=KEY, max_new_tokens=2)

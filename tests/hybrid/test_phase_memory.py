@@ -33,6 +33,7 @@ def made():
     return step, step.init(jax.random.key(0), BATCH)
 
 
+@pytest.mark.slow
 def test_the_figures_are_those_of_the_arrays(made):
     step, state = made
     engine = HybridEngine(step, tensor=2, release=False)
@@ -65,6 +66,7 @@ def test_the_sums(made):
     assert "tensor-parallel copy" in text
 
 
+@pytest.mark.slow
 def test_a_frozen_base_at_rest_in_four_bits():
     """Half a byte a parameter over all devices, and the steps of its blocks."""
     model = zeroxla.lora(GPT.tiny(width=128), targets="kernel$", rank=2, frozen="int4")

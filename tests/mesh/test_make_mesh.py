@@ -19,9 +19,7 @@ from zeroxla.mesh.axes import as_auto, world_size
     [
         ({}, {"node": 1, "device": 8}),
         ({"nodes": 2}, {"node": 2, "device": 4}),
-        ({"devices_per_node": 2}, {"node": 1, "device": 2}),
-        ({"nodes": 3, "devices_per_node": 2}, {"node": 3, "device": 2}),
-        ({"nodes": 3}, {"node": 3, "device": 2}),
+        ({"nodes": 2.0}, {"node": 2, "device": 4}),
         ({"pipe": 2}, {"pipe": 2, "node": 1, "device": 4}),
         ({"pipe": 2, "nodes": 2}, {"pipe": 2, "node": 2, "device": 2}),
     ],
@@ -36,10 +34,26 @@ def test_axes_follow_from_what_is_asked(options, shape):
     assert world_size(mesh) == shape["node"] * shape["device"]
 
 
-def test_devices_may_be_chosen():
+def test_devices_may_be_chosen(recwarn):
     mesh = make_mesh(nodes=2, devices=jax.devices()[4:])
     assert dict(mesh.shape) == {"node": 2, "device": 2}
     assert list(mesh.devices.flat) == jax.devices()[4:]
+    assert not recwarn.list
+
+
+@pytest.mark.parametrize(
+    ("options", "shape", "idle"),
+    [
+        ({"devices_per_node": 2}, {"node": 1, "device": 2}, 6),
+        ({"nodes": 3, "devices_per_node": 2}, {"node": 3, "device": 2}, 2),
+        ({"pipe": 2, "devices_per_node": 3}, {"pipe": 2, "node": 1, "device": 3}, 2),
+    ],
+)
+def test_idle_devices_are_counted_in_a_warning(options, shape, idle):
+    with pytest.warns(UserWarning, match=f"leaves {idle} of 8 devices idle; pass devices="):
+        mesh = make_mesh(**options)
+    assert dict(mesh.shape) == shape
+    assert list(mesh.devices.flat) == jax.devices()[: 8 - idle]
 
 
 def devices_of(*processes):
@@ -122,9 +136,21 @@ def test_hosts_of_different_sizes_are_named(monkeypatch):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"nodes": 0}, r"nodes=0 is not a mesh axis length; give 1 or more"),
-        ({"devices_per_node": -1}, r"devices_per_node=-1 is not"),
-        ({"pipe": 0}, r"pipe=0 is not"),
+        ({"nodes": 0}, r"nodes=0 must be a whole number of 1 or more"),
+        ({"nodes": "2"}, r"nodes='2' must be a whole number"),
+        ({"nodes": 2.5}, r"nodes=2.5 must be a whole number"),
+        ({"devices_per_node": -1}, r"devices_per_node=-1 must be"),
+        ({"pipe": 0}, r"pipe=0 must be"),
+        (
+            {"nodes": 3},
+            r"8 devices do not divide into nodes=3: 2 would be idle; use nodes=1 or 2 or 4 or 8, "
+            r"or pass devices_per_node=2 to leave them out",
+        ),
+        (
+            {"pipe": 2, "nodes": 3},
+            r"do not divide into pipe=2 x nodes=3: 2 would be idle; use nodes=1 or 2 or 4",
+        ),
+        ({"pipe": 3}, r"into pipe=3 x nodes=1: 2 would be idle; use pipe=1 or 2 or 4 or 8, or"),
         (
             {"nodes": 4, "devices_per_node": 4},
             r"pipe=1 x nodes=4 x devices_per_node=4 needs 16 devices and there are 8; ask for "

@@ -1,16 +1,16 @@
 """State on the disks of several processes: each prints lines that the test reads.
 
-    python disks.py FOLDER PARAMS
+    python disks.py FOLDER PARAMS STATE
 
-Run by every process of a launch. FOLDER gets the files of the state, and a checkpoint; PARAMS says
-where the parameters are.
+Run by every process of a launch. FOLDER gets a checkpoint and, in its folder STATE, the file of the
+state, where "{}" stands for the process's number; PARAMS says where the parameters are.
 """
 
 import sys
 from pathlib import Path
 
 
-def main(folder, params):
+def main(folder, params, where):
     import zeroxla
 
     zeroxla.initialize()
@@ -23,13 +23,13 @@ def main(folder, params):
     whole = batch()
     rows = {name: x.reshape(count, -1, *x.shape[1:])[index] for name, x in whole.items()}
     rows = zeroxla.global_batch(rows, mesh)
-    place = zeroxla.Offload(
-        optimizer="disk", params=params, path=Path(folder) / "state", sub_group=1000
-    )
+    path = Path(folder) / where.format(index)
+    place = zeroxla.Offload(optimizer="disk", params=params, path=path, sub_group=1000)
     step = make_step(mesh, place)
     state = step.init(jax.random.key(0), rows)
     losses = []
-    with zeroxla.Checkpointer(Path(folder) / "checkpoints") as checkpointer:
+    checkpoints = Path(folder) / "checkpoints"
+    with zeroxla.Checkpointer(checkpoints, asynchronous=params == "none") as checkpointer:
         for i in range(4):
             state, metrics = step(state, rows)
             losses.append(float(metrics["loss"]))

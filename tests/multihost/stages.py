@@ -45,7 +45,7 @@ def make_step(pipeline, mesh, *, microbatches=1, weights="step", zero="zero3"):
 
     import zeroxla
 
-    config = getattr(zeroxla.ZeroConfig, zero)(persistence_threshold=100)
+    config = getattr(zeroxla.ZeroConfig, zero)(persistence_threshold=100, hpz_size=1)
     options = {"config": config, "microbatches": microbatches, "weights": weights}
     return zeroxla.make_step(pipeline, mesh, optax.adam(1e-2), **options)
 

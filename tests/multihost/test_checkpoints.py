@@ -36,6 +36,7 @@ def test_a_checkpoint_of_one_process_opens_in_two_and_back(
     assert found == pytest.approx(losses[2:], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_write_that_fails_in_one_process_fails_in_all(printed):
     said, _ = printed
     for number in (0, 1):

@@ -15,7 +15,8 @@ from multihost import processes
 from zeroxla.cli.launch.ranks import free_port
 from zeroxla.mesh.processes import fingerprint as fingerprints
 from zeroxla.mesh.processes.environment import Cluster, find_cluster
-from zeroxla.mesh.processes.meeting import Member, meet, split_address
+from zeroxla.mesh.processes.greeting import Member
+from zeroxla.mesh.processes.meeting import meet, split_address
 
 SLURM = {
     "SLURM_JOB_ID": "17",
@@ -110,7 +111,8 @@ def test_one_process_alone_is_none_of_several():
     zeroxla.initialize(num_processes=1, process_id=0)
     mesh = zeroxla.make_mesh(nodes=2)
     assert zeroxla.process_shard(mesh) == (0, 1)
-    with pytest.raises(ValueError, match=r"'x' has the shape \(9,\).*part 0 of 1 .*over 8 "):
+    message = r"'x' has the shape \(9,\).*do not divide over 8 .*multiple of 8"
+    with pytest.raises(ValueError, match=message):
         zeroxla.global_batch({"x": np.arange(9)}, mesh)
 
 

@@ -4,6 +4,7 @@ import os
 import re
 import signal
 import stat
+import sys
 import threading
 import time
 from pathlib import Path
@@ -13,6 +14,13 @@ import pytest
 from zeroxla.cli.launch.hostfile import Host, read_hostfile
 from zeroxla.cli.launch.options import LaunchOptions
 from zeroxla.cli.launch.run import launch
+
+# The first line of what JAX prints in each process when one is silent.
+NOTICE = (
+    "E1124 20:53:13.014279   29407 coordination_service.cc:1518] [8586096984536979273] Use error "
+    "polling to propagate the following error to all tasks: UNAVAILABLE: The following tasks are "
+    "unhealthy (stopped sending heartbeats):"
+)
 
 
 def run(script, **options):
@@ -108,7 +116,7 @@ def test_a_stopped_process_is_named(capfd):
 
 @pytest.mark.parametrize("number", ["1", "/job:jax_worker/replica:0/task:1"])
 def test_one_that_the_others_do_not_hear_is_named(capfd, number):
-    said = f"The following tasks are unhealthy (stopped sending heartbeats):\n{number}\nThe tasks"
+    said = f"{NOTICE}\n{number}\nThe tasks have"
     frames = "".join(f"    @     0x7f{i:02} f()\n" for i in range(30))
     script = (
         f"[ $ZEROXLA_PROCESS_ID = 1 ] || {{ echo '{said} crashed\n{frames}'; exit 3; }}; sleep 60"
@@ -122,11 +130,12 @@ def test_one_that_the_others_do_not_hear_is_named(capfd, number):
         err,
     )
     assert "0x7f" not in err
+    assert "heartbeats" not in err
 
 
 def test_one_that_was_killed_is_not_said_to_be_silent(capfd):
     """The others may have noticed, too, before all are ended."""
-    said = "The following tasks are unhealthy (stopped sending heartbeats):\n1\nThe tasks"
+    said = f"{NOTICE}\n1\nThe tasks have"
     script = f"[ $ZEROXLA_PROCESS_ID = 1 ] && kill -9 $$; echo '{said} crashed'; sleep 60"
     assert run(script) == 128 + 9
     err = capfd.readouterr().err
@@ -241,3 +250,53 @@ def test_bad_options(options, message):
 def test_no_program():
     with pytest.raises(ValueError, match="needs a program; write it after --"):
         launch(LaunchOptions(), [])
+
+
+def steps(count, then):
+    """A program that begins steps, and then does something else in process 1."""
+    return (
+        "import os, sys, time\n"
+        "from zeroxla.mesh.processes import progress\n"
+        "rank = os.environ['ZEROXLA_PROCESS_ID']\n"
+        f"for i in range({count} + (rank == '0')):\n"
+        "    progress.mark(); time.sleep(.1)\n"
+        "print('begun', flush=True)\n"
+        f"if rank == '1':\n    {then}\n"
+        "else:\n    time.sleep(3)\n"
+    )
+
+
+def run_python(program, **options):
+    return launch(LaunchOptions(nodes=2, **options), [sys.executable, "-c", program])
+
+
+def test_one_that_hangs_between_steps_is_named(capfd):
+    began = time.monotonic()
+    assert run_python(steps(4, "time.sleep(600)"), heartbeat=1) == 1
+    assert time.monotonic() - began < 15
+    err = capfd.readouterr().err
+    assert re.search(
+        r"launch: Rank 1 \(this host, \d+\) hangs: it has begun 4 steps, and others have waited in "
+        r"the next one for \d s \(--heartbeat 1\), \d+ s after the start. Its last lines:\n  begun",
+        err,
+    )
+
+
+@pytest.mark.parametrize(
+    "then",
+    [
+        "with progress.compiling(): time.sleep(3)",
+        "[(print('.', flush=True), time.sleep(.4)) for _ in range(8)]",
+    ],
+    ids=["compiles", "prints"],
+)
+def test_one_that_others_wait_for_with_reason_is_left_alone(capfd, then):
+    assert run_python(steps(4, then), heartbeat=1) == 0
+    assert "launch:" not in capfd.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_step_that_usually_takes_long_may_take_long(capfd):
+    program = steps(3, "time.sleep(1.5)").replace("time.sleep(.1)", "time.sleep(2 * (rank == '1'))")
+    assert run_python(program, heartbeat=1) == 0
+    assert "launch:" not in capfd.readouterr().err

@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 from tools.hugging_face import read_export
-from tools.quick import quick_compilation, thinned  # noqa: F401
+from tools.quick import quick_compilation  # noqa: F401
 
 import zeroxla
 from multihost import processes, stages
@@ -45,12 +45,8 @@ def check(name, folder):
     np.testing.assert_allclose(metrics["loss"], found["losses"][restored.number], rtol=rtol)
 
 
-QUICK = "a stage a process"
-
-
-@pytest.mark.parametrize(
-    "name", thinned([QUICK], slow=[name for name in stages.CASES if name != QUICK])
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", stages.CASES)
 def test_stages_of_two_processes(name, tmp_path):
     devices, where = WHERE[name]
     status, said, out = processes.launch("stages.py", tmp_path, name, devices_per_node=devices)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import sys
 import time
@@ -11,6 +12,7 @@ import pytest
 
 from multihost import processes
 from zeroxla.cli.run_folder import RunFolder
+from zeroxla.cli.run_lock import RunLock
 
 TRAIN = [
     *("train", "--nodes", "2", "--devices-per-node", "2", "--layers", "1", "--width", "16"),
@@ -54,6 +56,16 @@ def process_of_rank(rank, run):
         if f"ZEROXLA_PROCESS_ID={rank}".encode() in told and str(run).encode() in arguments:
             return int(folder.name)
     raise AssertionError(f"no process is rank {rank} of {run}")
+
+
+@pytest.mark.slow
+def test_a_folder_in_use_ends_all_processes(text, tmp_path):
+    with RunLock.take(tmp_path / "run"):
+        status, out = processes.zeroxla(*TRAIN, "--data", text, "--run", tmp_path / "run")
+    assert status == 2, out
+    said = f"in use by another run: process {os.getpid()} on host"
+    assert all(re.search(rf"\[{rank}\].*{said}", out) for rank in (0, 1)), out
+    assert not list((tmp_path / "run").iterdir())
 
 
 @pytest.mark.slow

@@ -33,9 +33,9 @@ def bytes_of(state, kind):
 
 QUICK = [
     ("scanned", "zero3", HOST, 1),
-    ("nnx", "zero3", Offload(optimizer="host", buffers=1, sub_group=1), 2),
 ]
 SLOW = [
+    ("nnx", "zero3", Offload(optimizer="host", buffers=1, sub_group=1), 2),
     ("unrolled", "zeropp", Offload(optimizer="host", ratio=0.5), 2),
     ("nnx", "zeropp", HOST, 1),
     ("scanned", "zeropp_min", HOST, 2),
@@ -101,6 +101,7 @@ def test_evaluation_gradients_and_given_parameters(mesh24):
     assert_same(zeroxla.full_params(a), zeroxla.full_params(b))
 
 
+@pytest.mark.slow
 def test_checkpoints_open_in_either_memory(mesh24, tmp_path):
     steps = {place: make(mesh24, place) for place in (Offload(), HOST)}
     for source, target in (steps, list(steps)[::-1]):
@@ -129,6 +130,7 @@ def test_an_engine_generates_from_host_memory(mesh24):
     assert texts[0] == texts[1]
 
 
+@pytest.mark.slow
 def test_a_frozen_base_of_adapters_may_live_on_the_host(mesh24):
     losses = []
     for place in (Offload(), Offload(params="host")):

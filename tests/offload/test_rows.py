@@ -125,6 +125,7 @@ def test_what_others_read_is_not_written_row_by_row():
     assert rows_of(sub_groups) == [None, (0, 3), (3, 6)]
 
 
+@pytest.mark.slow
 def test_a_step_brings_layers_of_a_scanned_model(mesh24, tmp_path):
     place = Offload(optimizer="disk", path=tmp_path, sub_group=1000)
     step, state = make(mesh24, place)

@@ -5,7 +5,7 @@ import dataclasses
 import jax
 import pytest
 from tools.offload import MODELS, SMALL, assert_same, batch, make, make_step, taken
-from tools.quick import quick_compilation, thinned  # noqa: F401
+from tools.quick import quick_compilation  # noqa: F401
 
 import zeroxla
 from zeroxla import Offload, WireFormat, ZeroConfig
@@ -18,10 +18,8 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 THERE = Offload(secondary="host")
 
-QUICK = [
+CASES = [
     ("scanned", "zeropp", THERE, {}),
-]
-SLOW = [
     ("unrolled", "zeropp", THERE, {"secondary": "wire", "accumulate": 2}),
     ("nnx", "zeropp_hq", THERE, {}),
     ("scanned", "zero3", THERE, {"hpz_size": "node", "inter_node_gather": "step", "accumulate": 2}),
@@ -30,9 +28,8 @@ SLOW = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("model", "preset", "offload", "options"), thinned(QUICK, slow=SLOW, rows=True)
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("model", "preset", "offload", "options"), CASES)
 def test_steps_are_bit_for_bit_those_without(mesh24, model, preset, offload, options):
     found = []
     for place in (dataclasses.replace(offload, secondary="none"), offload):
@@ -94,7 +91,7 @@ def test_of_a_pipeline(mesh24):
     for place in (Offload(), THERE):
         config = ZeroConfig.zeropp(offload=place, **SMALL)
         pipeline = zeroxla.Pipeline.from_model(MODELS["scanned"]())
-        step = zeroxla.make_step(pipeline, mesh, config=config, microbatches=2)
+        step = zeroxla.make_step(pipeline, mesh, config=config, microbatches=2, weights="tick")
         losses.append(taken(step, step.init(jax.random.key(0), batch()), 2)[1])
     assert losses[0] == losses[1]
 

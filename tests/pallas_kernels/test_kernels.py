@@ -154,7 +154,7 @@ def check_refused(format, dtype, backend):
 
 @pytest.mark.parametrize("backend", KERNELS)
 @pytest.mark.parametrize("bits", FORMATS["bits"])
-@pytest.mark.parametrize("scale", ["bound", "deepspeed"])
+@pytest.mark.parametrize("scale", thinned(["bound"], slow=["deepspeed"]))
 def test_each_kernel_takes_what_it_must_and_refuses_the_rest(scale, bits, backend):
     """Traced and not run: a kernel that refuses everything fails here."""
     formats = [WireFormat(bits=bits, block=block, scale=scale) for block in FORMATS["block"]]

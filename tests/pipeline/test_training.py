@@ -55,7 +55,11 @@ def distance(found, wanted):
     [
         # The gradient of keys' biases is zero, and adafactor makes the rounding error as large as
         # the others.
-        (clipped_adafactor, {"frozen": ["^wpe", "c_fc/kernel", "c_attn/bias"]}),
+        pytest.param(
+            clipped_adafactor,
+            {"frozen": ["^wpe", "c_fc/kernel", "c_attn/bias"]},
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             lambda: optax.sgd(0.05, momentum=0.9),
             {"compute_dtype": "bfloat16"},

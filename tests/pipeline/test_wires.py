@@ -60,11 +60,12 @@ def losses(step, state, steps):
     return state, found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("weights", "wires"),
     [
         ("tick", {"weight_wire": INT8, "gradient_wire": INT8}),
-        pytest.param("step", {"weight_wire": INT8}, marks=pytest.mark.slow),
+        ("step", {"weight_wire": INT8}),
     ],
 )
 def test_what_a_stage_sends_is_what_the_whole_model_does(weights, wires):

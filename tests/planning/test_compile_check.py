@@ -63,6 +63,7 @@ print(found.note)
 """
 
 
+@pytest.mark.slow
 def test_a_plan_is_near_the_cpu_backends_program_when_that_is_scheduled_for_memory():
     environment = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "NPROC")}
     run = subprocess.run(
@@ -172,6 +173,7 @@ def test_a_plugin_that_does_not_start_is_missing(monkeypatch):
 # the command
 
 
+@pytest.mark.slow
 def test_the_command_prints_the_compilers_figures_beside_the_plans(capsys, monkeypatch):
     assert len(jax.devices()) == 8  # JAX has started: the command leaves the devices as they are.
     monkeypatch.setattr(plan_run, "model_named", lambda name, **options: (model(**options), 64))

@@ -23,8 +23,9 @@ def missed(*names):
     return run.stdout + run.stderr if run.returncode else ""
 
 
+@pytest.mark.slow
 def test_memory_is_within_a_tenth_and_bytes_are_those_of_the_compiler():
-    assert not missed("gpt, zeropp", "llama generates")
+    assert not missed("gpt, zeropp")
 
 
 @pytest.mark.slow
@@ -34,7 +35,7 @@ def test_memory_is_within_a_tenth_and_bytes_are_those_of_the_compiler():
         ("gpt", "gpt, unrolled", "gpt, unrolled, zeropp_min"),
         ("gpt, 2 micro-batches", "gpt, bfloat16"),
         ("gpt, unrolled, remat", "wider gpt, remat", "wider gpt, one node"),
-        ("llama", "llama, 8 nodes", "pipeline of 4 stages", "gpt generates"),
+        ("llama", "llama, 8 nodes", "pipeline of 4 stages", "gpt generates", "llama generates"),
     ],
 )
 def test_so_are_those_of_other_configurations(names):

@@ -483,12 +483,13 @@ def test_the_command_refuses_what_it_does_not_know(capsys):
 
 @pytest.mark.slow
 def test_seventy_billion_parameters_on_4096_devices_take_seconds():
-    code = """
-import resource, time, zeroxla.cli.main
-start = time.perf_counter()
+    code = r"""
+import re, time, zeroxla.cli.main
+start = time.process_time()
 status = zeroxla.cli.main.main(["plan", "--model", "llama-70b", "--nodes", "512"])
-used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-print("status", status, time.perf_counter() - start, used * 1024)
+# Not `ru_maxrss`, which begins at what the process that started this one has.
+used = int(re.search(r"VmHWM:\s+(\d+) kB", open("/proc/self/status").read())[1])
+print("status", status, time.process_time() - start, used * 1024)
 """
     run = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300

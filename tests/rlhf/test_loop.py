@@ -371,3 +371,17 @@ def test_a_text_is_rewarded_without_its_prompt():
 )
 def test_brackets_must_be_closed_by_their_own_kind_and_in_order(text, paired):
     assert rlhf.REWARDS["brackets"](text) == pytest.approx(paired / max(len(text), 1))
+
+
+@pytest.mark.slow
+def test_actor_critic_and_reference_on_disk_share_a_folder(mesh, improved, tmp_path):
+    place = zeroxla.Offload(optimizer="disk", params="disk", path=tmp_path)
+    config = zeroxla.ZeroConfig(persistence_threshold=0, offload=place)
+    begun = begin(mesh, settings("ppo"), config=config)
+    assert len(list(tmp_path.iterdir())) == 3
+    states = begun.first
+    for i, expected in enumerate(improved["ppo"][1][:2]):
+        key = jax.random.fold_in(jax.random.key(0), i)
+        states, metrics = begun.loop.iterate(states, prompts(begun.loop.settings), key)
+        for name in (name for name in expected if not name.endswith("_s")):
+            assert metrics[name] == pytest.approx(expected[name], rel=1e-3, abs=1e-4), name

@@ -134,7 +134,9 @@ def test_meshes():
         ({"persistence_threshold": -5}, r"persistence_threshold=-5 must be"),
         ({"model_persistence_cap": -5}, r"model_persistence_cap=-5 must be"),
         ({"loss_scale_window": 0}, r"loss_scale_window=0 must be a whole number of 1 or more"),
-        ({"init_loss_scale": 0}, r"init_loss_scale=0 must be above 0"),
+        ({"init_loss_scale": 0}, r"init_loss_scale=0 must be a finite number above 0"),
+        ({"init_loss_scale": float("inf")}, r"init_loss_scale=inf must be a finite number"),
+        ({"init_loss_scale": float("nan")}, r"init_loss_scale=nan must be a finite number"),
         ({"frozen": "("}, r"frozen='\(' is no regular expression: missing \)"),
         ({"frozen": ["fine", "["]}, r"frozen='\[' is no regular expression"),
     ],
@@ -267,7 +269,10 @@ def test_a_state_of_another_model(mesh):
 
 
 def test_frozen_leaves_changed_after_init(step, state):
-    other = step.with_config(zeroxla.ZeroConfig(frozen="^a$"))
+    config = zeroxla.ZeroConfig(frozen="^a$")
+    with pytest.raises(ValueError, match=r"with_config\(frozen=\['\^a\$'\]\) of a step"):
+        step.with_config(config)
+    other = zeroxla.make_step(pair(), step.mesh, step.optimizer, config=config)
     with pytest.raises(ValueError, match=r"does not fit this step's optimizer, model and frozen"):
         other(state, vectors(16))
 
@@ -285,3 +290,10 @@ def test_an_image_model_gets_tokens(mesh):
     step = zeroxla.make_step(MLP.tiny(), mesh)
     with pytest.raises(KeyError, match="image"):
         step.init(KEY, {"tokens": np.zeros((8, 5), np.int32)})
+
+
+@pytest.mark.parametrize("frozen", [".*", ["^a$", "^b$"]])
+def test_nothing_to_train(frozen, mesh):
+    step = zeroxla.make_step(pair(), mesh, config=zeroxla.ZeroConfig(frozen=frozen))
+    with pytest.raises(ValueError, match=r"matches all 2 leaves of the model, so nothing would"):
+        step.init(jax.random.key(0), vectors(16))

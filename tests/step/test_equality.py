@@ -1,7 +1,8 @@
 """Training on a mesh equals training on one device: loss, gradients, metrics, and 20 steps.
 
-The default run takes four smoke tests, and rows that together with these have every mesh, every
-value of each setting, and each way to pass the hop over `node` with a case of each file of the zoo.
+The default run takes the smoke tests of cases that are not long, and rows that together with these
+have every mesh, every value of each setting, and each way to pass the hop over `node` that the rows
+of such cases have, with a case of each file of the zoo.
 `-m slow` takes the rest of a cover of all cases and `-m full` every case on every mesh.
 `python benchmarks/equality_matrix.py` writes the results of the last one to benchmarks/results.
 """
@@ -32,6 +33,15 @@ from tools.zoo import CASES
 # Once failed, and not in the cover: an empty leaf on one device.
 FAILED = [Row(case="scalars", mesh=(1, 1), settings=Settings(small_units=True, keep=True))]
 SMOKE = ("gpt_scan", "nnx_batchnorm", "nested_scans", "custom_vjp")
+# Left to the slow tests with the heavy cases, also where they are smoke tests.
+LONG = (
+    "nnx_batchnorm",
+    "nnx_scan_with_state",
+    "nnx_low_rank",
+    "unused_leaves",
+    "scan_axis_1",
+    "odd_embedding",
+)
 
 
 def settings_of(row):
@@ -48,13 +58,15 @@ def marked(rows):
     """Return parameters for the cover's rows: smoke tests, quick ones, and slow ones."""
     firsts = {row.case: row for row in reversed(rows)}
     smoke = [firsts[case] for case in SMOKE]
-    heavy = [row for row in rows if CASES[row.case].heavy and row not in smoke]
-    others = [row for row in rows if row not in smoke and row not in heavy]
-    met = set().union(*map(settings_of, smoke))
+    slow = [row for row in rows if CASES[row.case].heavy or row.case in LONG]
+    quick = [row for row in smoke if row not in slow]
+    others = [row for row in rows if row not in smoke and row not in slow]
+    met = set().union(*map(settings_of, quick))
+    both = (pytest.mark.slow, pytest.mark.smoke)
     return [
-        *(pytest.param(row, marks=pytest.mark.smoke) for row in smoke),
+        *(pytest.param(row, marks=pytest.mark.smoke) for row in quick),
         *covering(others, lambda row: settings_of(row) - met),
-        *(pytest.param(row, marks=pytest.mark.slow) for row in heavy),
+        *(pytest.param(row, marks=both if row in smoke else pytest.mark.slow) for row in slow),
     ]
 
 

@@ -67,11 +67,17 @@ OPTIMIZERS: dict[str, Callable[[], optax.GradientTransformation]] = {
     "multi_steps": lambda: optax.MultiSteps(optax.adamw(1e-2, eps=1e-3), 3),
     "schedule_free": lambda: contrib.schedule_free_adamw(1e-2),
     "apply_if_finite": lambda: optax.apply_if_finite(optax.rmsprop(1e-2, eps=1e-3), 2),
+    # The loss comes to them, also inside a chain.
+    "plateau": lambda: optax.chain(
+        optax.adamw(0.3), contrib.reduce_on_plateau(factor=0.5, patience=1, accumulation_size=2)
+    ),
+    "polyak_sgd": lambda: optax.polyak_sgd(max_learning_rate=0.1),
+    "lbfgs_without_line_search": lambda: optax.lbfgs(0.1, memory_size=3, linesearch=None),
     "noise": lambda: optax.chain(optax.add_noise(0.1, 0.5, 0), optax.sgd(0.1)),
 }
 # One with a moment for each leaf, one that reads the norm of all gradients, one of several parts,
-# and one that may skip steps.
-QUICK = ("sgd_momentum", "clip_and_masked_decay", "two_rates", "apply_if_finite")
+# one that may skip steps, and one that reads the loss.
+QUICK = ("sgd_momentum", "clip_and_masked_decay", "two_rates", "apply_if_finite", "plateau")
 MESHES = dict(zip(OPTIMIZERS, itertools.cycle([(2, 4), (3, 2)])))
 
 

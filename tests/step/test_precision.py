@@ -176,9 +176,9 @@ def test_an_overflow_skips_the_step_and_halves_the_scale(overflow_step):
 def test_loss_scale_rules():
     scale = LossScale.create(4.0)
 
-    def after(scale, *finite, dynamic=True):
+    def after(scale, *finite, window=3):
         for flag in finite:
-            scale = scale.after(jnp.asarray(flag), dynamic=dynamic, window=3)
+            scale = scale.after(jnp.asarray(flag), window=window)
         return float(scale.scale), int(scale.good_steps), int(scale.skipped)
 
     assert after(scale, True, True) == (4.0, 2, 0)
@@ -186,4 +186,4 @@ def test_loss_scale_rules():
     assert after(scale, True, True, False, True) == (2.0, 1, 1)
     assert after(scale, *[False] * 40) == (2.0**-14, 0, 40)
     assert after(scale, *[True] * 120) == (2.0**24, 0, 0)
-    assert after(scale, False, True, dynamic=False) == (4.0, 1, 1)
+    assert after(LossScale.create(None), False, True, window=None) == (1.0, -1, 1)

@@ -60,7 +60,7 @@ def assert_equal_trees(a, b, rtol=2e-5):
 # qwZ
 
 
-@pytest.mark.parametrize("name", thinned(["scanned, remat"], slow=["scanned", "unrolled"]))
+@pytest.mark.parametrize("name", thinned(["scanned"], slow=["scanned, remat", "unrolled"]))
 def test_gradients_are_those_of_the_quantized_weights(name):
     """One device, `jax.grad`, the weights as the oracle quantizes each layer of each shard."""
     model, batch = MODELS[name], tokens()
@@ -163,6 +163,7 @@ def shards_of(x):
     return {s.device.id: np.asarray(s.data) for s in x.addressable_shards}
 
 
+@pytest.mark.slow
 @pytest.mark.smoke
 def test_copies_are_the_same_on_all_nodes_and_follow_the_weights():
     step = step_of(

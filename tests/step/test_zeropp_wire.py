@@ -80,6 +80,7 @@ def test_hosts_send_what_the_table_says(preset, scan):
     assert {r.dtype for r in found.select(phase="reduce")} == {"u8", "u16"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("preset", thinned(["zeropp"], slow=["zeropp_hq", "zeropp_min"]))
 def test_the_compiled_program_sends_the_same(preset):
     step, lowered, m = build(PRESETS[preset])

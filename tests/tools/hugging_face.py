@@ -145,7 +145,7 @@ def forward(model, params, tokens, positions=None, mask=None):
         for path, _ in nnx.to_flat_state(state):
             leaf = params
             for name in path:
-                leaf = leaf[str(name)]
+                leaf = leaf[name]
             leaves.append((path, leaf))
         return nnx.merge(graphdef, nnx.from_flat_state(leaves), copy=True)(tokens, **keys)
 

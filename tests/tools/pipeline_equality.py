@@ -209,8 +209,10 @@ def measure(row: Row) -> Errors:
     weights, config = PRESETS[row.preset]
     nodes, devices = row.share
     with warnings.catch_warnings():
-        # A preset may have options for a hop that a small mesh has not.
+        # A preset may have options for a hop that a small mesh has not, and for leaves that are
+        # gathered more than once.
         warnings.filterwarnings("ignore", message="without effect on the mesh")
+        warnings.filterwarnings("ignore", message="hpz_size has no effect in a pipeline")
         step = zeroxla.make_step(
             make(**SCHEDULES[row.schedule]),
             zeroxla.make_mesh(pipe=row.pipe, nodes=nodes, devices_per_node=devices),

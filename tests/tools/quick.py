@@ -44,23 +44,28 @@ def thinned(quick: Iterable[Any], *, slow: Iterable[Any], rows: bool = False) ->
 
 
 def covering(
-    values: Iterable[Any], settings: Callable[[Any], Iterable[Hashable]], *, rows: bool = False
+    values: Iterable[Any],
+    settings: Callable[[Any], Iterable[Hashable]],
+    *,
+    cost: Callable[[Any], float] = lambda value: 1,
+    rows: bool = False,
 ) -> list[Any]:
     """Return the values of a parameter, and mark as slow all but a few that have every setting.
 
-    The choice is greedy: each time the first of the values that bring most settings not met yet.
-    So it depends on the values themselves, and one that is added changes little.
+    The choice is greedy: each time the first of the values that bring most settings not met yet for
+    their cost. So it depends on the values themselves, and one that is added changes little.
 
     Args:
       values: the values, in the order in which they are returned.
       settings: returns the settings of a value, such as the items of its options.
+      cost: returns the time that a value takes, in any unit.
       rows: each value is a tuple, with values of several parameters.
     """
     values = list(values)
     met = [frozenset(settings(value)) for value in values]
     missing, chosen = set().union(*met), set()
     while missing:
-        best = max(range(len(values)), key=lambda i: len(met[i] & missing))
+        best = max(range(len(values)), key=lambda i: len(met[i] & missing) / cost(values[i]))
         chosen.add(best)
         missing -= met[best]
     return [

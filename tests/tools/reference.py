@@ -97,8 +97,9 @@ class Reference:
         @jax.jit
         def step(params, opt_state, model_state, key, step, batch):
             loss, metrics, grads, state = self.gradients(params, model_state, key, step, batch)
-            updates, opt_state = optimizer.update(
-                self.masked(grads), opt_state, self.masked(params)
+            masked = self.masked(grads)
+            updates, opt_state = optax.with_extra_args_support(optimizer).update(
+                masked, opt_state, self.masked(params), value=loss, grad=masked
             )
             updates = jax.tree.map(
                 lambda u, p: jnp.zeros_like(p) if _is_masked(u) else u,

@@ -71,6 +71,7 @@ def begin(
     *,
     reward: rlhf.Reward = share_of_wanted,
     module: object = None,
+    config: ZeroConfig = CONFIG,
     **options: object,
 ) -> Begun:
     mine = module or model()
@@ -84,7 +85,7 @@ def begin(
         reward=reward,
         optimizer=optax.adam(3e-2),
         critic_optimizer=optax.adam(1e-2),
-        config=CONFIG,
+        config=config,
         **options,
     )
     states = loop.begin(state.params, jax.random.key(1))

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -58,10 +59,16 @@ class _Writes(ocp.future.Future):  # pyright: ignore[reportAttributeAccessIssue]
                 arriving = [array.read() for array, _, _ in batch]
                 arrays = [x.result(memory_kind=PINNED) for x in arriving]
                 infos, args = [info for _, info, _ in batch], [arg for _, _, arg in batch]
-                for future in asyncio.run(self._serialize(arrays, infos, args)):
+                for future in _run(self._serialize(arrays, infos, args)):
                     future.result(None if ends is None else max(0, ends - time.monotonic()))
         finally:
             self._file.let_go(self._version)
+
+
+def _run(coroutine: Coroutine[Any, Any, Sequence[Any]]) -> Sequence[Any]:
+    """Run a coroutine on a thread of its own: on this one, Orbax may be running its own loop."""
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(asyncio.run, coroutine).result()
 
 
 Read = Callable[[Mapping[Name, Entry]], Mapping[Name, jax.Array]]

@@ -102,6 +102,7 @@ def rebuild(like: TrainState, arrays: Mapping[Path, Any], *, key: str) -> TrainS
         loss_scale=tree("loss_scale"),
         wire_state=_wire_state(like, arrays),
         placements=like.placements,
+        indices=like.indices,
     )
 
 

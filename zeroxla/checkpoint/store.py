@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import shutil
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,11 @@ import orbax.checkpoint as ocp
 from zeroxla.checkpoint.about import About
 from zeroxla.checkpoint.checksums import find_damage
 from zeroxla.checkpoint.entries import Entry, empty
-from zeroxla.checkpoint.errors import SaveError, quiet_absl, root_cause
+from zeroxla.checkpoint.errors import SaveError, full_disk, quiet_absl, room, root_cause
 from zeroxla.checkpoint.orbax_handler import SAVE_TIMEOUT_S, RestoreState, SaveState, StateHandler
 from zeroxla.mesh.processes.exchange import exchange, on_first
 from zeroxla.program.paths import Path as Name
+from zeroxla.program.report import format_bytes
 
 STATE = "state"
 
@@ -43,7 +45,9 @@ class Store:
     def __init__(self, folder: Path, *, keep: int | None, asynchronous: bool) -> None:
         self.folder = folder
         self._saving: int | None = None  # the number that is being saved, or was saved last
+        self._saving_bytes = 0  # of the arrays of that state
         self._failure: SaveError | None = None  # why the last save failed, until it is raised
+        self._has_failed = False  # whether any save has
         self._has_reported = False  # whether that failure has been reported
         self._damage: dict[int, str | None] = {}  # of the checkpoints that were looked at
         try:
@@ -81,6 +85,7 @@ class Store:
         stored = {path: entry for path, entry in found.items() if entry.array.size}
         arrays = SaveState(stored, about, name=f"save {next(_saves)}")
         self._saving = number
+        self._saving_bytes = sum(e.array.size * e.array.dtype.itemsize for e in stored.values())
         with self._failing_as_save_error():
             on_first("folder of checkpoints", lambda: self._make_room(number))
             self._manager.save(number, args=ocp.args.Composite(**{STATE: arrays}), force=True)
@@ -207,6 +212,9 @@ class Store:
         finally:
             with contextlib.suppress(Exception):  # has been raised above
                 self._manager.close()
+            # Folders of another process, which may be saving, are not this one's to remove.
+            if self._has_failed:
+                self._remove_leftovers()
 
     def _settle(self) -> None:
         """Wait until the last save has ended, and remember if it failed."""
@@ -224,11 +232,17 @@ class Store:
         probe.unlink()
 
     def _remove_leftovers(self) -> None:
-        # Failed writes leave files that take space. Those that a dying write adds after this are
-        # removed the next time.
-        if jax.process_index() == 0:
-            for leftover in self.folder.glob("*.orbax-checkpoint-tmp*"):
+        # Failed writes leave files that take room, and those that die with them add some for a
+        # moment. What comes later still is removed the next time.
+        if jax.process_index() != 0:
+            return
+        for _ in range(20):
+            leftovers = list(self.folder.glob("*.orbax-checkpoint-tmp*"))
+            if not leftovers:
+                return
+            for leftover in leftovers:
                 shutil.rmtree(leftover, ignore_errors=True)
+            time.sleep(0.05)
 
     @contextlib.contextmanager
     def _failing_as_save_error(self) -> Iterator[None]:
@@ -238,11 +252,18 @@ class Store:
         # Orbax passes on the errors of its storage layer: OSError, ValueError from tensorstore
         # (also for a full disk), RuntimeError from its threads.
         except Exception as error:
-            number = self._saving
+            self._has_failed = True
             self._remove_leftovers()
-            kept = [n for n in self.numbers() if n != number]
-            raise SaveError(
-                f"the checkpoint of step {number} could not be written to {self.folder}: "
-                f"{root_cause(error)}; "
-                + (f"the one of step {kept[-1]} is whole" if kept else "there is no other")
-            ) from error
+            raise SaveError(self._failure_in_words(error)) from error
+
+    def _failure_in_words(self, error: Exception) -> str:
+        number = self._saving
+        others = [n for n in self.numbers() if n != number]
+        kept = f"the one of step {others[-1]} is whole" if others else "there is no other"
+        text = f"the checkpoint of step {number} could not be written to {self.folder}: "
+        words = full_disk(error)
+        if words is None:
+            return f"{text}{root_cause(error)}; {kept}"
+        why = f"{words} (it takes over {format_bytes(self._saving_bytes)}, {room(self.folder)})"
+        go_on = "save again, or go on from it" if others else "save again"
+        return f"{text}{why}\n{kept}; make room, then {go_on}"

@@ -15,6 +15,7 @@ from zeroxla.cli.errors import UsageError
 from zeroxla.cli.option_groups import JobOptions, flag
 from zeroxla.cli.read_options import read_options
 from zeroxla.cli.run_folder import check_command, has_checkpoint, read_config
+from zeroxla.cli.run_sections import stored_options
 from zeroxla.mesh.processes.environment import RESTART, STARTED
 
 RUNS = Path("runs")
@@ -60,7 +61,7 @@ def continued(command: str, arguments: Sequence[str], options: _Job, free: Colle
     try:
         config = read_config(run)
         check_command(run, config, command)
-        stored = type(options).from_dict(config["options"])
+        stored = stored_options(type(options), run)
         given = read_options(command, arguments, type(options), stored)
         check_resumable(stored, given, free)
     except ValueError as error:

@@ -19,6 +19,7 @@ from zeroxla.cli.errors import UsageError
 from zeroxla.cli.read_options import read_options
 from zeroxla.cli.rlhf.start import actor_of
 from zeroxla.cli.run_folder import CHECKPOINTS, has_checkpoint, read_config
+from zeroxla.cli.run_sections import stored_options
 from zeroxla.cli.train.model import MODEL, exported
 from zeroxla.cli.train.options import TrainOptions
 
@@ -29,7 +30,7 @@ _OF_A_TOKENIZER = ("bos_token_id", "eos_token_id", "pad_token_id")
 class ExportOptions:
     """Write the weights of a run in Hugging Face's format: config.json and safetensors files."""
 
-    run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
+    run: Annotated[Path, tyro.conf.Positional]
     """The folder of a run of `zeroxla train` or `zeroxla rlhf`."""
     output: Path | None = None
     """Folder to write to. Default: `export` in the run folder."""
@@ -69,15 +70,20 @@ def export(options: ExportOptions) -> int:
     """
     console = Console(highlight=False, soft_wrap=True)
     run = options.run.expanduser()
+    if not (run / "config.json").is_file():
+        raise ValueError(
+            f"{run} holds no run to export (it has no config.json); name the folder of a run of "
+            "zeroxla train or zeroxla rlhf"
+        )
     made = read_config(run)
     rewarded = made.get("command") == "rlhf"
     # A run of rlhf also holds the options of the training before it, which describe the model.
-    stored = TrainOptions.from_dict(made["before" if rewarded else "options"])
+    stored = stored_options(TrainOptions, run, "before" if rewarded else "options")
     if not has_checkpoint(run):
         raise ValueError(f"{run} holds no checkpoint yet; let it train until it has saved one")
     model, config = exported(stored, run)
     if rewarded:
-        model = actor_of(made, model)
+        model = actor_of(run, model)
     number = _number(options.step, run, console)
     folder = (options.output or run / "export").expanduser()
     bar = Progress(

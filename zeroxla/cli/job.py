@@ -9,28 +9,28 @@ from __future__ import annotations
 import abc
 import contextlib
 import os
-import platform
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
-import flax
-import jax
-import optax
 from jax.sharding import Mesh
 from rich.progress import Progress
 
 from zeroxla.checkpoint.checkpointer import Checkpointer
 from zeroxla.checkpoint.errors import SaveError
+from zeroxla.cli.circumstances import check_same, circumstances
 from zeroxla.cli.continued_run import RUNS
-from zeroxla.cli.errors import UsageError
+from zeroxla.cli.errors import LostRunError, RunFolderError, UsageError
+from zeroxla.cli.held_run import HeldRun, unwritten
 from zeroxla.cli.interrupt import StopRequest, stop_on_signal
 from zeroxla.cli.option_groups import JobOptions
-from zeroxla.cli.run_folder import CHECKPOINTS, NoRunFolder, RunFolder, read_config
-from zeroxla.cli.train.output import Output
+from zeroxla.cli.run_folder import CHECKPOINTS, NoRunFolder, RunFolder
+from zeroxla.cli.run_lock import check_free
+from zeroxla.cli.run_sections import read_section
+from zeroxla.cli.train.output import Output, resume_command
 from zeroxla.mesh.processes.environment import STARTED
-from zeroxla.mesh.processes.exchange import agree, on_first
+from zeroxla.mesh.processes.exchange import agree, exchange, on_first
 from zeroxla.program.extras import extra
 
 _Options = TypeVar("_Options", bound=JobOptions)
@@ -50,6 +50,7 @@ class Job(abc.ABC, Generic[_Options, _Output]):
       path: the run folder.
       folder: writes the run's files, in the first process only.
       checkpoints: the checkpoints of the state.
+      held: keeps other runs from the folder, and errors of libraries from the screen.
       done: the number of steps that the state has taken.
       bar: the progress bar, while the loop runs.
     """
@@ -63,6 +64,7 @@ class Job(abc.ABC, Generic[_Options, _Output]):
 
     folder: RunFolder | NoRunFolder
     checkpoints: Checkpointer
+    held: HeldRun
     bar: Progress
 
     def __init__(self, options: _Options, mesh: Mesh, output: _Output) -> None:
@@ -70,6 +72,7 @@ class Job(abc.ABC, Generic[_Options, _Output]):
         started = os.environ.get(STARTED) or time.strftime("%Y%m%d-%H%M%S")
         self.path: Path = options.output.run or RUNS / f"{self.command}-{started}"
         self.done = 0
+        on_first("run folder", lambda: check_free(self.path))  # at once; it is taken later
         with extra("cli", f"zeroxla {self.command} needs"):
             import matplotlib.figure  # noqa: F401  (used after the last step, when it is too late)
 
@@ -135,12 +138,21 @@ class Job(abc.ABC, Generic[_Options, _Output]):
           **more: further entries of config.json.
 
         Raises:
-          ValueError: the folder cannot be written, or the data is not what the run began with.
+          ValueError: the folder cannot be written or is in use by another run, or the data is not
+            what the run began with.
         """
+        self.held = HeldRun(self.path)
+        try:
+            self._open_run(data, record, more)
+        except BaseException:
+            self.held.release()
+            raise
+
+    def _open_run(self, data: str, record: Mapping[str, Any], more: Mapping[str, Any]) -> None:
         here = circumstances({data: record}, self.mesh)
         agree(data, {"fingerprint": record["fingerprint"]}, "give all hosts the same files")
         if self.options.output.resume:
-            check_same(read_config(self.path), here, data)
+            check_same({data: read_section(self.path, data)}, here, data)
             self.open_checkpoints()
             self.restore()
             found = on_first(
@@ -160,10 +172,34 @@ class Job(abc.ABC, Generic[_Options, _Output]):
         return folder
 
     def run(self) -> int:
-        """Run the job; return the exit status."""
+        """Run the job; return the exit status.
+
+        Raises:
+          RunFolderError: something besides a checkpoint could not be written; it says what, and
+            from where the run can go on.
+        """
+        try:
+            return self._run()
+        except LostRunError:
+            raise
+        except Exception as error:
+            said = unwritten(error)
+            if said is None:
+                raise
+            self.held.errors.write_error(error)
+            raise RunFolderError(f"{said}\n{self.kept()}") from error
+
+    def _run(self) -> int:
         self.output.setup(self.mesh, self.source)
         if self.options.output.resume:
             self.output.print(f"Resuming {self.path} after {self.unit} {self.done}")
+        if self.done > self.num_steps:
+            self.output.print(
+                f"Nothing is left to do: the run has taken {self.done} {self.unit}s, and --steps "
+                f"is {self.num_steps}; give more --steps to go on"
+            )
+            self.folder.close()
+            return 0
         self.begin()
         with (
             stop_on_signal(lambda: self.output.stopping(self.unit)) as stop,
@@ -177,7 +213,23 @@ class Job(abc.ABC, Generic[_Options, _Output]):
             self.folder.close()
             if saved:
                 self.output.stopped(f"{self.unit} {self.done}", self.command, self.path)
+        exchange("end", "")  # the first process writes the results, and all must end together
+        if not saved:
+            self.output.warn(f"{self.unit} {self.done} is not saved; {self.kept()}")
         return 0 if saved else 1
+
+    def kept(self) -> str:
+        """Say what is kept of a run that could not write, and how to go on."""
+        with contextlib.suppress(SaveError):
+            self.checkpoints.wait()  # one may become whole yet
+        numbers = self.checkpoints.numbers()
+        if not numbers:
+            return "no checkpoint is there; make room, then start again"
+        resume = resume_command(self.command, self.path)
+        return (
+            f"the checkpoint of {self.unit} {numbers[-1]} is whole; make room, then continue with: "
+            f"{resume}"
+        )
 
     def show_progress(self, number: int, status: str) -> None:
         """Move the progress bar to a number of steps, with a text beside it."""
@@ -188,19 +240,29 @@ class Job(abc.ABC, Generic[_Options, _Output]):
         return self.done % every == 0 and self.done < self.num_steps
 
     def save(self, *, last: bool = False) -> bool:
-        """Write a checkpoint, the last one until it is whole; report a failure and return False."""
+        """Write a checkpoint, the last one until it is whole; report a failure and return False.
+
+        Raises:
+          LostRunError: another run has taken over the folder.
+        """
+        self.held.check()
         try:
             self.write_checkpoint(last=last)
             if last:
                 self.checkpoints.wait()
         except SaveError as error:
+            self.held.errors.write_error(error)
             self.output.warn(str(error))
             return False
         return True
 
     def close(self) -> None:
-        """Wait for checkpoints that are being written."""
-        self.checkpoints.close()
+        """Wait for checkpoints that are being written, and give the run folder back."""
+        try:
+            self.checkpoints.close()
+        finally:
+            del self.checkpoints  # and the errors that it refers to: the log tells of all of them
+            self.held.release()
 
 
 def run_job(make: Callable[[], Job[Any, Any]]) -> int:
@@ -211,43 +273,17 @@ def run_job(make: Callable[[], Job[Any, Any]]) -> int:
 
     Raises:
       UsageError: an option or an input cannot work. It is found before the first step.
-      RunFolderError: something besides a checkpoint could not be written at the end.
+      RunFolderError: something besides a checkpoint could not be written.
     """
     try:
         job = make()
     except ValueError as error:
         raise UsageError(str(error)) from error
-    with contextlib.closing(job):
-        return job.run()
-
-
-def circumstances(data: Mapping[str, Any], mesh: Mesh) -> dict[str, Any]:
-    """Return what a run depends on besides its options, for config.json.
-
-    Args:
-      data: a record of the data, by its name; see `Job.open_run`.
-      mesh: the run's mesh.
-    """
-    return {
-        **data,
-        "mesh": dict(mesh.shape),
-        "versions": {
-            "python": platform.python_version(),
-            "jax": jax.__version__,
-            "flax": flax.__version__,
-            "optax": optax.__version__,
-        },
-    }
-
-
-def check_same(stored: Mapping[str, Any], now: Mapping[str, Any], data: str) -> None:
-    """Check that a resumed run finds the data that it began with. Its mesh may be another.
-
-    Raises:
-      ValueError: with both records, and the remedy.
-    """
-    if stored[data] != now[data]:
-        raise ValueError(
-            f"the run began with other {data}: {stored[data]} then, {now[data]} now; give --data "
-            "as it was, or start a new run without --resume"
-        )
+    try:
+        status = job.run()
+    except BaseException:
+        with contextlib.suppress(SaveError):  # what ended the run is said
+            job.close()
+        raise
+    job.close()
+    return status

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from zeroxla.cli.errors import RunFolderError, UsageError
+from zeroxla.cli.errors import DivergedError, RunFolderError, UsageError
 from zeroxla.program.extras import MissingExtraError, extra
 
 
@@ -53,8 +53,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Returns:
       The exit status: 0 when the work is done, or was interrupted and saved; 1 when something of
-      the run could not be written; 2 for an option or an input that cannot work; 130 when
-      interrupted with nothing to save.
+      the run could not be written, or it has diverged; 2 for an option or an input that cannot
+      work; 130 when interrupted with nothing to save.
     """
     arguments = sys.argv[1:] if arguments is None else arguments
     if not arguments:
@@ -74,13 +74,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with extra("cli", f"zeroxla {name} needs"):
             module = importlib.import_module(command.module)
         return module.run(rest)
-    except (UsageError, MissingExtraError, RunFolderError) as error:
+    except (UsageError, MissingExtraError, RunFolderError, DivergedError) as error:
         from rich.console import Console
 
         console = Console(stderr=True, highlight=False, soft_wrap=True)
         console.print("[bold red]error:[/] ", end="")
         console.print(str(error), markup=False)
-        return 1 if isinstance(error, RunFolderError) else 2
+        return 1 if isinstance(error, RunFolderError | DivergedError) else 2
     except KeyboardInterrupt:
         print("interrupted; nothing was saved since the last checkpoint", file=sys.stderr)
         return 130

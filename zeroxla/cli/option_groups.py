@@ -8,24 +8,32 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
+LARGEST = 3.4028234663852886e38
+"""The largest float32: a larger number is infinite in the program."""
+
+LARGEST_SEED = 2**32 - 1
+"""The largest seed. JAX takes 32 bits of a seed, so a larger one would stand for a smaller one."""
+
 
 class OptionGroups:
     """A dataclass whose fields are dataclasses of options."""
 
     def check_at_least(self, limits: Mapping[str, float]) -> None:
-        """Check that numbers are not too small. Those that are None pass.
+        """Check that numbers are neither too small nor infinite. Those that are None pass.
 
         Args:
           limits: the least value of each option, by "group.name".
 
         Raises:
-          ValueError: a number is less, or NaN.
+          ValueError: a number is less, NaN, or infinite as a float32.
         """
         for path, least in limits.items():
             group, name = path.split(".")
             value = getattr(getattr(self, group), name)
             if value is not None and not value >= least:
                 raise ValueError(f"{flag(name)} {value} must be at least {least}")
+            if isinstance(value, float) and value > LARGEST:
+                raise ValueError(f"{flag(name)} {value} must be finite in float32")
 
     def to_dict(self) -> dict[str, Any]:
         """Return nested plain values that JSON can hold."""
@@ -61,6 +69,16 @@ class JobOptions(OptionGroups):
     output: Any  # a group with the options run, resume, save_every and keep
 
 
+def check_seed(seed: int) -> None:
+    """Check that a seed fits.
+
+    Raises:
+      ValueError: it is negative, or has more than 32 bits.
+    """
+    if not 0 <= seed <= LARGEST_SEED:
+        raise ValueError(f"--seed {seed} must be between 0 and {LARGEST_SEED}")
+
+
 def flag(name: str) -> str:
     """Return the command-line spelling of an option."""
     return "--" + name.replace("_", "-")
@@ -77,4 +95,4 @@ def _value(hint: Any, value: Any) -> Any:
         return None
     if Path in typing.get_args(hint):
         return Path(value)
-    return tuple(value) if typing.get_origin(hint) is tuple else value
+    return tuple(value) if isinstance(value, list) else value

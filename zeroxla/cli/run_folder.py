@@ -25,7 +25,9 @@ from tensorboardX.proto.event_pb2 import Event, SessionLog
 from tensorboardX.proto.summary_pb2 import Summary
 from tensorboardX.record_writer import masked_crc32c
 
+from zeroxla.checkpoint.errors import in_words
 from zeroxla.cli.errors import RunFolderError
+from zeroxla.cli.run_lock import LOCK
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -71,7 +73,8 @@ class RunFolder:
             )
         folder = cls(path, report)
         try:
-            if path.is_dir() and any(path.iterdir()) and not (path / CONFIG).exists():
+            found = {entry.name for entry in path.iterdir()} if path.is_dir() else set()
+            if found - {LOCK} and CONFIG not in found:
                 raise ValueError(
                     f"{path} is not empty and holds no run; choose another folder with --run"
                 )
@@ -122,8 +125,8 @@ class RunFolder:
         error = self._flush()
         if error and not self._failing:
             self._report(
-                f"cannot write metrics to {self.path}: {error}; training goes on, lines wait in "
-                "memory"
+                f"cannot write metrics to {self.path}: {error}\n"
+                "training goes on, and lines wait in memory until there is room"
             )
         elif self._failing and not error:
             self._report(f"metrics are written to {self.path} again")
@@ -183,7 +186,7 @@ class RunFolder:
                     _append_whole(file, data)
                 del self._pending[0]
         except OSError as error:
-            return error.strerror
+            return in_words(error, self.path)
         return None
 
     def _add_event(self, **fields: Any) -> None:
@@ -202,7 +205,9 @@ class RunFolder:
         except OSError as error:
             with contextlib.suppress(OSError):
                 temporary.unlink(missing_ok=True)
-            raise RunFolderError(f"cannot write {self.path / name}: {error.strerror}") from error
+            raise RunFolderError(
+                f"cannot write {self.path / name}: {in_words(error, self.path)}"
+            ) from error
 
 
 class NoRunFolder:
@@ -240,7 +245,7 @@ def read_config(path: Path) -> dict[str, Any]:
     """
     file = path / CONFIG
     try:
-        return json.loads(file.read_text())
+        config = json.loads(file.read_text())
     except OSError as error:
         raise ValueError(
             f"{path} holds no run to resume ({CONFIG}: {error.strerror}); name a run folder with "
@@ -248,6 +253,12 @@ def read_config(path: Path) -> dict[str, Any]:
         ) from error
     except json.JSONDecodeError as error:
         raise ValueError(f"{file} is damaged ({error}); restore it, or start a new run") from error
+    if not isinstance(config, dict):
+        raise ValueError(
+            f"{file} holds a {type(config).__name__}, and not the sections of a run; restore it, "
+            "or start a new run"
+        )
+    return config
 
 
 def check_command(path: Path, config: dict[str, Any], command: str) -> None:

@@ -25,8 +25,8 @@ class Offload:
     the fetch plan gathers them. The optimizer's state and the parameters' master come in sub-groups
     when the update reads them, and go back when it has written them.
 
-    On disk each process has one file, twice as large as its content: a step never writes over the
-    state before it. Results stay the same bit for bit; where the host updates, to rounding.
+    On disk each step has one file a process, twice as large as its content: it never writes over
+    the state before. Results stay the same bit for bit; where the host updates, to rounding.
 
     Source: ZeRO-Offload, arXiv 2101.06840; ZeRO-Infinity, arXiv 2104.07857; DeepSpeed's
     `offload_optimizer` and `offload_param`.
@@ -66,7 +66,8 @@ class Offload:
     the other is updated. (buffer_count)"""
 
     path: str | None = None
-    """Folder of the state's file, on a disk of each host. It is made if missing. (nvme_path)"""
+    """Folder on a disk of each host, in which each step has its own file. It is made if missing.
+    Steps and runs may share it. (nvme_path)"""
 
     def __post_init__(self) -> None:
         for name in ("optimizer", "params"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import re
 import warnings
@@ -180,8 +181,11 @@ class ZeroConfig:
             ("loss_scale_window", 1),
         ):
             object.__setattr__(self, name, whole_number(name, getattr(self, name), least))
-        if not self.init_loss_scale > 0:
-            raise ValueError(f"init_loss_scale={self.init_loss_scale} must be above 0")
+        if not 0 < self.init_loss_scale < math.inf:
+            raise ValueError(
+                f"init_loss_scale={self.init_loss_scale} must be a finite number above 0, such as "
+                "2.0**15"
+            )
         for name in ("frozen", "unquantized"):
             object.__setattr__(self, name, patterns(name, getattr(self, name)))
         if not isinstance(self.offload, Offload):

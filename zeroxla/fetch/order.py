@@ -134,7 +134,7 @@ class Fetches:
         key: jax.Array | None,
     ) -> None:
         self.order, self.gathers, self.routes = order, collectives.gathers, routes
-        self._by_data = collectives.firm_ties
+        self._by_data = collectives.ties_by_data
         self.sources, self.live = dict(sources), dict(live)
         self._missing = missing_leaves(order, self.live)
         self._keys = _keys(sources, key)

@@ -200,7 +200,7 @@ class FetchRunner:
             gathered = fetches.take(step)
             if any(ct is not None for ct in mine):
                 before = waiting.pop(0) if len(waiting) > lag else []
-                mine, _ = tie(mine, before, by_data=self.collectives.firm_ties)
+                mine, _ = tie(mine, before, by_data=self.collectives.ties_by_data)
                 grads, done = self._segment_backward(
                     seg,
                     fetches.sources,
@@ -221,7 +221,7 @@ class FetchRunner:
                 # Otherwise XLA joins the reduces of units that wait for the same activation.
                 before = waiting[-1] if lag and waiting else []
                 grads = [whole[v] for v in ready]
-                grads, _ = tie(grads, before, by_data=self.collectives.firm_ties)
+                grads, _ = tie(grads, before, by_data=self.collectives.ties_by_data)
                 mine = self._key(key, PassRounding.REDUCE, i)
                 results = self.collectives.reduces.reduce(grads, routes, mine)
                 for v, ct in zip(ready, results, strict=True):
@@ -264,7 +264,7 @@ class FetchRunner:
         body = self.bodies[seg]
         # The tie keeps this second forward from being merged with the first.
         inputs = [env[v] for v in body.plan.inputs]
-        inputs, cotangents = tie(inputs, cotangents, by_data=self.collectives.firm_ties)
+        inputs, cotangents = tie(inputs, cotangents, by_data=self.collectives.ties_by_data)
         options["earlier"] = saved
         _, tape = body.forward(
             sources, inputs, record=True, activations=body.plan.inputs, **options

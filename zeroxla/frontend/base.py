@@ -53,6 +53,12 @@ class Adapted:
 
     `context`: the longest sequence that the module is meant for, if it says so; see `CONTEXT`.
 
+    `vocabulary`: the number of different tokens that the module's own loss knows, if the module
+    says so; see `VOCABULARY`. The tokens of a batch are below it.
+
+    `indices`: the paths of those names in params that are whole numbers in the model itself, as the
+    items of an nnx list are.
+
     `frozen`: regular expressions as in `ZeroConfig.frozen`, which hold for this model.
 
     `base` and `merge`: for a model with adapters, the model without them, and a traceable function
@@ -66,6 +72,8 @@ class Adapted:
     caching: Caching | None = None
     parameters: tuple[str, ...] = ()
     context: int | None = None
+    vocabulary: int | None = None
+    indices: tuple[Path, ...] = ()
     frozen: tuple[str, ...] = ()
     base: Adapted | None = None
     merge: Callable[[Tree], Tree] | None = None
@@ -124,12 +132,22 @@ CONTEXT = (
 """Usual names of the attribute that says how long a language model's sequences may be."""
 
 
-def about_call(module: Any) -> dict[str, Any]:
-    """Return the attributes of `Adapted` that follow from a module: `parameters` and `context`."""
+VOCABULARY = ("vocab", "vocab_size")
+"""Usual names of the attribute that says how many different tokens a language model knows."""
+
+
+def about_call(module: Any, loss: Callable[..., Any] | None) -> dict[str, Any]:
+    """Return the attributes of `Adapted` that follow from a module: `parameters`, `context` and, if
+    the loss is its own, `vocabulary`."""
+    sizes = (getattr(module, name, None) for name in VOCABULARY if loss is None)
     found = (getattr(module, name, None) for name in CONTEXT)
     lengths = [n for n in found if isinstance(n, int) and n > 0]
     parameters = tuple(inspect.signature(type(module).__call__).parameters)[1:]
-    return {"parameters": parameters, "context": lengths[0] if lengths else None}
+    return {
+        "parameters": parameters,
+        "context": lengths[0] if lengths else None,
+        "vocabulary": next((n for n in sizes if isinstance(n, int) and n > 0), None),
+    }
 
 
 def module_loss(module: Any, loss: Callable[..., Any] | None) -> Callable[..., Any]:

@@ -35,7 +35,7 @@ def adapt_linen(module: nn.Module, loss: Callable[..., Any] | None) -> Adapted:
         return module.apply({"params": params, **model_state}, *args, **kwargs)
 
     caching = linen_caching(module) if hasattr(module, "decode") else None
-    return Adapted.of(init, call, apply=apply, caching=caching, **about_call(module))
+    return Adapted.of(init, call, apply=apply, caching=caching, **about_call(module, loss))
 
 
 def linen_caching(module: nn.Module) -> Caching:

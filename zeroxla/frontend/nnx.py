@@ -2,7 +2,7 @@
 
 import dataclasses
 import warnings
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -57,7 +57,7 @@ def adapt_nnx(model: Any, loss: Callable[..., Any] | None) -> Adapted:
     about: dict[str, Any] = {}
 
     def make_run(module: nnx.Module) -> Callable[..., Any]:
-        about.update(about_call(module))
+        about.update(about_call(module, loss), indices=indices_of(real_paths(module).values()))
         about["has_cache"] = hasattr(module, "init_cache")
         return module_loss(module, loss)
 
@@ -172,7 +172,8 @@ def nnx_functions(
         return jax.tree.map(jnp.copy, (to_nested(params), to_nested(state)))
 
     def assemble(params: Tree, model_state: Tree, key: jax.Array) -> nnx.Module:
-        return put_together(layout, {**to_flat(params), **to_flat(model_state)}, key)
+        leaves = {**to_flat(params), **to_flat(model_state)}
+        return put_together(layout, {text(path): leaf for path, leaf in leaves.items()}, key)
 
     def call(
         params: Tree, model_state: Tree, batch: Any, key: jax.Array, *, train: bool
@@ -240,6 +241,12 @@ def real_paths(module: nnx.Module) -> dict[Path, tuple[Any, ...]]:
             )
         paths[text(path)] = path
     return paths
+
+
+def indices_of(paths: Iterable[tuple[Any, ...]]) -> tuple[Path, ...]:
+    """Return the beginnings of a module's own paths that end in a whole number, as text."""
+    beginnings = (path[: i + 1] for path in paths for i in range(len(path)))
+    return tuple(sorted({text(path) for path in beginnings if isinstance(path[-1], int)}))
 
 
 def own_arrays(module: nnx.Module) -> None:

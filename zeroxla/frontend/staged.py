@@ -114,5 +114,9 @@ class StagedDifferentiator(abc.ABC):
         step."""
 
     @abc.abstractmethod
+    def stage_layouts(self, rows: Any, key: jax.Array) -> Sequence[Layout]:
+        """Return the layout of each stage's leaves."""
+
+    @abc.abstractmethod
     def partition(self, rows: Any, key: jax.Array) -> Report:
         """Return a table of the stages: their layers, parameters and cost."""

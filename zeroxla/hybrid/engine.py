@@ -14,16 +14,24 @@ from zeroxla.hybrid.generate_programs import GeneratePrograms
 from zeroxla.hybrid.model import LanguageModel, plan_shortcomings
 from zeroxla.hybrid.phase_memory import PhaseReport
 from zeroxla.hybrid.phase_report import phase_report
-from zeroxla.hybrid.prompts import Generated, LengthLimits, as_rows, left_padded
+from zeroxla.hybrid.prompts import (
+    Generated,
+    LengthLimits,
+    as_rows,
+    check_end_tokens,
+    check_finite,
+    check_vocabulary,
+    left_padded,
+)
 from zeroxla.hybrid.reshard import StoredModel, tensor_mesh
 from zeroxla.hybrid.sampling import Sampling
 from zeroxla.hybrid.shape_buckets import ShapeBuckets
 from zeroxla.hybrid.tensor_copy import TensorCopy
 from zeroxla.mesh.axes import PIPE
 from zeroxla.split.tensor_plan import TensorPlan
-from zeroxla.step.checks import check_is_state, check_key
+from zeroxla.step.checks import check_key
 from zeroxla.step.notices import warn
-from zeroxla.step.state import TrainState
+from zeroxla.step.state import TrainState, check_is_state
 from zeroxla.step.step import Step
 
 
@@ -82,6 +90,7 @@ class HybridEngine:
         self._model = LanguageModel.of(step, stored, cache_dtype)
         calls = self._model.calls
         limits = LengthLimits.of(max_length, calls.adapted.context)
+        self._vocabulary = self._model.vocabulary
         self.plan: TensorPlan = self._model.plan(tensor)
         self._programs = GeneratePrograms(
             model=self._model, plan=self.plan, mesh=self.mesh, prefill_tokens=prefill_tokens
@@ -120,7 +129,7 @@ class HybridEngine:
           top_p: draw from the fewest likeliest tokens that reach this probability (among those that
             top_k left).
           eos: the token that ends a row; None if there is none.
-          pad: the token that the result has after a row's end.
+          pad: the token that the result has after a row's end; of the vocabulary.
 
         Returns:
           A `Generated`.
@@ -135,6 +144,8 @@ class HybridEngine:
         """
         sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
         rows = as_rows(prompts)
+        check_vocabulary(rows, self._vocabulary, "prompt")
+        check_end_tokens(eos, pad, self._vocabulary)
         shape = self._buckets.decode_shape(len(rows), max(map(len, rows)), max_new_tokens, sampling)
         key = check_key(key)
         self._check_state(state)
@@ -150,7 +161,7 @@ class HybridEngine:
             whole = self._compiled.generate(shape, leaves, state.model_state, batch, key, options)
             generate_s = time.perf_counter() - start
         found = {name: x[: len(rows)] for name, x in whole.items()}
-        _check_finite(found["finite"])
+        check_finite(found["finite"])
         return Generated(
             tokens=found["tokens"][:, :max_new_tokens],
             lengths=found["lengths"],
@@ -193,6 +204,9 @@ class HybridEngine:
                 f"tokens have the shape {tokens.shape} and dtype {tokens.dtype}; pass whole "
                 "numbers [B, L] with L of 2 or more"
             )
+        # The values of a critic need no token's own logit.
+        size = self._vocabulary if name == "logprobs" else np.iinfo(np.int32).max
+        check_vocabulary(tokens, size, "row")
         self._check_state(state)
         rows, length = tokens.shape
         shape = self._buckets.whole_rows(rows, length)
@@ -270,18 +284,3 @@ class HybridEngine:
                 "the state is stored otherwise than the engine's step stores it; make the engine "
                 "from the step that this state belongs to"
             )
-
-
-def _check_finite(finite_B: np.ndarray) -> None:
-    """Check that every row's tokens were drawn from distributions.
-
-    Raises:
-      ValueError: some row's logits were not finite.
-    """
-    if not finite_B.all():
-        bad = np.flatnonzero(~finite_B).tolist()
-        raise ValueError(
-            f"the logits of the rows {bad} are not finite (-inf, for tokens that are ruled "
-            "out, would be); the state's parameters hold NaN or infinity, or the compute dtype "
-            "overflows: look at the `finite` metric of its training"
-        )

@@ -60,6 +60,12 @@ class LanguageModel:
             cache_dtype=jnp.dtype(cache_dtype or dtype),
         )
 
+    @property
+    def vocabulary(self) -> int:
+        """The number of different tokens: the last dim of the logits."""
+        tokens = jax.ShapeDtypeStruct((1, 1), jnp.int32)
+        return jax.eval_shape(self.calls.forward, self.params, self.model_state, tokens).shape[-1]
+
     def plan(self, parts: int) -> TensorPlan:
         """Choose a layout for every way of calling the model, and prove it on a small instance.
 

@@ -1,4 +1,4 @@
-"""Prompts of any lengths, the limits of their lengths, and the result of generating."""
+"""Prompts of any lengths, limits of lengths, the result of generating, and checks of them."""
 
 from __future__ import annotations
 
@@ -10,6 +10,10 @@ import numpy as np
 
 SMALLEST = 16
 """The shortest length that programs are compiled for."""
+
+
+class NotFiniteError(ValueError):
+    """A model's logits are not finite, so that no token can be drawn."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,10 +83,15 @@ class LengthLimits:
           ValueError: both together exceed the limit.
         """
         if prompt + new > self.max_length:
+            room = self.max_length - new
+            remedy = (
+                f"cut the prompts to {room} tokens, or ask for fewer new ones"
+                if room > 0
+                else f"ask for {self.max_length - 1} new ones at most, and cut the prompts"
+            )
             raise ValueError(
                 f"the longest prompt has {prompt} tokens and max_new_tokens={new}: together "
-                f"{prompt + new}, and the model's context is {self.max_length}; cut the prompts "
-                f"to {max(self.max_length - new, 0)} tokens, or ask for fewer new ones"
+                f"{prompt + new}, and the model's context is {self.max_length}; {remedy}"
             )
         prompt_bucket = min(bucket(max(prompt - 1, 1)) + 1, self.max_length - new)
         return prompt_bucket, min(bucket(new), self.max_length - prompt_bucket)
@@ -142,9 +151,49 @@ def as_rows(prompts: Any) -> list[np.ndarray]:
                 f"prompt {i} is empty: there is nothing to continue; give it a token, such as the "
                 "tokenizer's start of a text"
             )
-        if row.min() < 0:
-            raise ValueError(f"prompt {i} holds the token {row.min()}; tokens are 0 or more")
     return rows
+
+
+def check_vocabulary(rows: Sequence[np.ndarray], size: int, what: str) -> None:
+    """Check that tokens are in the model's vocabulary.
+
+    Args:
+      rows: whole numbers.
+      size: the number of different tokens.
+      what: a word for a row, for messages.
+
+    Raises:
+      ValueError: a token is negative or too large.
+    """
+    for i, row in enumerate(rows):
+        for token in (row.min(), row.max()):
+            if not 0 <= token < size:
+                raise ValueError(
+                    f"{what} {i} holds the token {token}, and the model's vocabulary is those from "
+                    f"0 to {size - 1}; use the tokenizer of this model"
+                )
+
+
+def check_end_tokens(eos: int | None, pad: int, size: int) -> None:
+    """Check that the model can draw the token that ends a row, and read the one after it.
+
+    Raises:
+      ValueError: one of them is not in the vocabulary.
+    """
+
+    def is_token(x: Any) -> bool:
+        return isinstance(x, int | np.integer) and 0 <= x < size
+
+    if not is_token(pad):
+        raise ValueError(
+            f"pad={pad}, and the model's vocabulary is those from 0 to {size - 1}; the model reads "
+            "it in rows that have ended, so give one of them"
+        )
+    if eos is not None and not is_token(eos):
+        raise ValueError(
+            f"eos={eos}, and the model's vocabulary is those from 0 to {size - 1}; give one of "
+            "them, or None if no token ends a row"
+        )
 
 
 def left_padded(rows: Sequence[np.ndarray], num_rows: int, length: int) -> dict[str, np.ndarray]:
@@ -159,3 +208,18 @@ def left_padded(rows: Sequence[np.ndarray], num_rows: int, length: int) -> dict[
         prompt[i, length - len(row) :] = row
         lengths[i] = len(row)
     return {"prompt": prompt, "length": lengths}
+
+
+def check_finite(finite_B: np.ndarray) -> None:
+    """Check that every row's tokens were drawn from distributions.
+
+    Raises:
+      NotFiniteError: some row's logits were not finite.
+    """
+    if not finite_B.all():
+        bad = np.flatnonzero(~finite_B).tolist()
+        raise NotFiniteError(
+            f"the logits of the rows {bad} are not finite (-inf, for tokens that are ruled "
+            "out, would be); the state's parameters hold NaN or infinity, or the compute dtype "
+            "overflows: look at the `finite` metric of its training"
+        )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import cast
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -20,6 +20,18 @@ LEAF_AXES = (DEVICE, NODE)
 BATCH_AXES = (NODE, DEVICE)
 
 
+def check_is_mesh(mesh: Any) -> None:
+    """Check that an argument is a mesh, with or without devices.
+
+    Raises:
+      ValueError: it is something else.
+    """
+    if not hasattr(mesh, "axis_names"):
+        raise ValueError(
+            f"the mesh is {mesh!r}, a {type(mesh).__name__}; make one with zeroxla.make_mesh()"
+        )
+
+
 def as_auto(mesh: Mesh, *, pipeline: bool = False) -> Mesh:
     """Return `mesh` with Auto axes, and with both axes `node` and `device`: one that is missing is
     added with length 1.
@@ -30,9 +42,10 @@ def as_auto(mesh: Mesh, *, pipeline: bool = False) -> Mesh:
       pipeline: whether the model is a pipeline. If not, the axis `pipe` must have length 1.
 
     Raises:
-      ValueError: the mesh has neither axis, has unknown axes, or has stages for a model that is not
-        a pipeline.
+      ValueError: it is no mesh, the mesh has neither axis, has unknown axes, or has stages for a
+        model that is not a pipeline.
     """
+    check_is_mesh(mesh)
     names = mesh.axis_names
     missing = [a for a in BATCH_AXES if a not in names]
     unknown = [a for a in names if a not in (PIPE, *BATCH_AXES)]

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from zeroxla.mesh.axes import BATCH_AXES, as_auto, world_size
+from zeroxla.mesh.axes import BATCH_AXES, as_auto, check_is_mesh, world_size
 from zeroxla.mesh.processes.exchange import exchange
 from zeroxla.mesh.relayout import mover
 from zeroxla.program.paths import leaf_path
@@ -28,8 +28,10 @@ def process_shard(mesh: Mesh) -> tuple[int, int]:
     part. So with one stage on each host, every host reads all rows.
 
     Raises:
-      ValueError: this process has no device in the mesh.
+      ValueError: it is no mesh of devices, or this process has no device in it.
     """
+    check_is_mesh(mesh)
+    _check_has_devices(mesh)
     places = _places(mesh)
     mine = places.get(jax.process_index())
     if mine is None:
@@ -72,12 +74,13 @@ def global_batch(rows: Any, mesh: Mesh) -> Any:
     def one(path: Any, x: Any) -> jax.Array:
         x = np.asarray(x)
         if not x.shape or x.shape[0] % places:
+            part_of = f", part {index} of {count} of the batch," if count > 1 else ""
             raise ValueError(
-                f"the batch leaf {leaf_path(path)!r} has the shape {x.shape}, and its rows, part "
-                f"{index} of {count} of the batch, do not divide over {places} (node, device) "
-                f"places of the mesh; use a multiple of {places}"
+                f"the batch leaf {leaf_path(path)!r} has the shape {x.shape}, and its rows"
+                f"{part_of} do not divide over {places} (node, device) places of the mesh; use a "
+                f"multiple of {places}"
             )
-        x = x.astype(jax.dtypes.canonicalize_dtype(x.dtype), copy=False)
+        x = in_dtype_of_jax(x, leaf_path(path))
         shape, skipped = (x.shape[0] * count, *x.shape[1:]), index * x.shape[0]
 
         def part(at: Any) -> np.ndarray:
@@ -87,6 +90,27 @@ def global_batch(rows: Any, mesh: Mesh) -> Any:
         return jax.make_array_from_callback(shape, sharding, part)
 
     return jax.tree_util.tree_map_with_path(one, rows)
+
+
+def in_dtype_of_jax(x: np.ndarray, name: str) -> np.ndarray:
+    """Return a host array in JAX's dtype for it: int32 for NumPy's int64.
+
+    Args:
+      x: the array.
+      name: the path of the array in its batch, for messages.
+
+    Raises:
+      ValueError: a whole number does not fit.
+    """
+    dtype = jax.dtypes.canonicalize_dtype(x.dtype)
+    if dtype != x.dtype and x.size and np.issubdtype(dtype, np.integer):
+        least, most, limits = x.min(), x.max(), np.iinfo(dtype)
+        if least < limits.min or most > limits.max:
+            raise ValueError(
+                f"the batch leaf {name!r} holds whole numbers from {least} to {most}, and {dtype} "
+                f"holds those from {limits.min} to {limits.max}; correct the batch"
+            )
+    return x.astype(dtype, copy=False)
 
 
 def put_batch(batch: Any, mesh: Mesh) -> Any:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Mapping, Sequence
 
 import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
+from zeroxla.config.values import whole_number
 from zeroxla.mesh.axes import DEVICE, NODE, PIPE
 from zeroxla.mesh.processes.start import nodes_of_processes
 
@@ -37,36 +39,46 @@ def make_mesh(
     Args:
       nodes: length of the axis `node`. Hosts lie along it as far as they fill it, the rest of them
         along `pipe`. None means the number of hosts in a stage.
-      devices_per_node: length of the axis `device`. None means all devices that divide evenly.
+      devices_per_node: length of the axis `device`. None means that all devices are used. They must
+        divide evenly.
       pipe: number of pipeline stages.
       devices: the devices to take, in this order: `device` runs fastest, then `node`. The first
         pipe * nodes * devices_per_node of them are used. None means all devices, arranged as above.
 
     Returns:
-      A `jax.sharding.Mesh` whose axes are all `AxisType.Auto`.
+      A `jax.sharding.Mesh` whose axes are all `AxisType.Auto`. If it leaves devices idle, because
+      `devices_per_node` says so, a warning tells how many.
 
     Raises:
-      ValueError: a length is below 1, there are fewer devices than asked for, hosts have different
-        numbers of devices, or `nodes` is None and hosts and stages do not divide evenly.
+      ValueError: a length is no whole number of 1 or more, there are fewer devices than asked for,
+        `devices_per_node` is None and devices do not divide evenly, hosts have different numbers of
+        devices, or `nodes` is None and hosts and stages do not divide evenly.
 
     >>> make_mesh(nodes=1, devices_per_node=1).axis_names
     ('node', 'device')
     """
-    for name, length in (("nodes", nodes), ("devices_per_node", devices_per_node), ("pipe", pipe)):
-        if length is not None and length < 1:
-            raise ValueError(f"{name}={length} is not a mesh axis length; give 1 or more")
+    nodes = whole_number("nodes", nodes, 1)
+    devices_per_node = whole_number("devices_per_node", devices_per_node, 1)
+    pipe = whole_number("pipe", pipe, 1) or 1
     hosts = _by_host(jax.devices() if devices is None else devices)
     if nodes is None:
         nodes = _hosts_of_a_stage(_equal_hosts(hosts), pipe)
     num_devices = sum(map(len, hosts.values()))
     if devices_per_node is None:
-        devices_per_node = max(1, num_devices // (pipe * nodes))
+        devices_per_node = _share(num_devices, pipe, nodes)
     needed = pipe * nodes * devices_per_node
     if needed > num_devices:
         raise ValueError(
             f"a mesh of pipe={pipe} x nodes={nodes} x devices_per_node={devices_per_node} needs "
             f"{needed} devices and there are {num_devices}; ask for fewer, or for development "
             f"call zeroxla.simulate({needed}) before JAX starts"
+        )
+    if needed < num_devices:
+        warnings.warn(
+            f"a mesh of pipe={pipe} x nodes={nodes} x devices_per_node={devices_per_node} leaves "
+            f"{num_devices - needed} of {num_devices} devices idle; pass devices= with those that "
+            "it is to have, if that is meant",
+            stacklevel=2,
         )
     shape, names = (pipe, nodes, devices_per_node), (PIPE, NODE, DEVICE)
     if devices is None:
@@ -76,6 +88,26 @@ def make_mesh(
     if pipe == 1:
         grid, names = grid[0], names[1:]
     return Mesh(grid, names, axis_types=(AxisType.Auto,) * len(names))
+
+
+def _share(num_devices: int, pipe: int, nodes: int) -> int:
+    """Return the number of devices of each node of each stage, if all are used.
+
+    Raises:
+      ValueError: they do not divide evenly.
+    """
+    share, idle = divmod(num_devices, pipe * nodes)
+    if share and idle:
+        parts = f"pipe={pipe} x nodes={nodes}" if pipe > 1 else f"nodes={nodes}"
+        fitting = [n for n in range(1, num_devices + 1) if num_devices % (pipe * n) == 0]
+        name = "nodes"
+        if not fitting:
+            name, fitting = "pipe", [n for n in range(1, num_devices + 1) if num_devices % n == 0]
+        raise ValueError(
+            f"{num_devices} devices do not divide into {parts}: {idle} would be idle; use {name}="
+            f"{' or '.join(map(str, fitting))}, or pass devices_per_node={share} to leave them out"
+        )
+    return max(1, share)
 
 
 def _arranged(

@@ -9,10 +9,10 @@ import dataclasses
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 
 from zeroxla.pipeline.stage_moves import Buffers
+from zeroxla.step.gradients import micro_batches
 from zeroxla.wire.collectives import Collectives
 
 
@@ -56,8 +56,7 @@ class MicroBatches:
           count: the number of micro-batches.
           collectives: the collectives among a stage's devices.
         """
-        rows = jax.tree.map(lambda x: x.reshape(count, x.shape[0] // count, *x.shape[1:]), batch)
-        keys = jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(count))
+        rows, keys = micro_batches(batch, key, count)
         keys = jax.vmap(lambda k: jax.random.fold_in(k, collectives.rank()))(keys)
         return MicroBatches(rows, keys)
 

@@ -5,19 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
-
 from zeroxla.config.fetch_limits import FetchLimits
 from zeroxla.frontend import Adapted, adapt
 from zeroxla.frontend.lora.model import LoraModel
 from zeroxla.frontend.staged import StagedModel
 from zeroxla.pipeline.cut_model import CutModel
 from zeroxla.pipeline.layer_list import LayerList
-from zeroxla.pipeline.partition import Partition
 from zeroxla.pipeline.profile import Profile
 from zeroxla.pipeline.scanned_model import ScannedModel
 from zeroxla.pipeline.schedule import Schedule
-from zeroxla.pipeline.stage import Stage
 from zeroxla.pipeline.stage_gradients import PipelineDifferentiator
 from zeroxla.wire.leaves import Layout
 from zeroxla.wire.resolve import Wiring
@@ -145,9 +141,3 @@ class Pipeline(StagedModel):
           ValueError: the schedule that was given is for other numbers.
         """
         return self._cut_model.schedule_for(num_stages, microbatches, train=train)
-
-    def cut(
-        self, num_stages: int, tree: Any, batch: Any, key: jax.Array, *, train: bool
-    ) -> tuple[list[Stage], Partition]:
-        """Cut the model into stages; see `CutModel.cut`."""
-        return self._cut_model.cut(num_stages, tree, batch, key, train=train)

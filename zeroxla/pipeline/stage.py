@@ -10,12 +10,13 @@ import jax
 import jax.numpy as jnp
 
 from zeroxla.config.fetch_limits import FetchLimits
-from zeroxla.fetch.fetch_plan import make_plan
 from zeroxla.fetch.runner import FetchRunner
 from zeroxla.fetch.ties import tie
 from zeroxla.pipeline.stage_moves import LeafPiece
 from zeroxla.program.trace import is_float, trace
-from zeroxla.step.metrics import weight_of, weighted
+from zeroxla.step.gradients import seed_of_backward
+from zeroxla.step.loss_plan import make_runner, plan_gathers, trained_inputs
+from zeroxla.step.metrics import weighted
 from zeroxla.step.once_per_step import OncePerStep
 from zeroxla.wire.leaves import Layout
 from zeroxla.wire.resolve import Wiring
@@ -95,24 +96,21 @@ class StageProgram:
         shapes = [jax.ShapeDtypeStruct(leaf.placement.shape, dtype) for leaf in leaves]
         program, tree = trace(stage.run, shapes, x, batch, key)
         result = jax.eval_shape(stage.run, shapes, x, batch, key)
-        fetched = layout.indices(fetched=True)
         arrays = tuple(jax.tree.leaves(x))
         of_x = program.inputs[len(leaves) : len(leaves) + len(arrays)]
-        trained = [v for v, leaf in zip(program.inputs, leaves, strict=False) if not leaf.frozen]
-        plan = make_plan(
+        trained = trained_inputs(program, layout)
+        plan = plan_gathers(
             program,
-            [program.inputs[i] for i in fetched],
+            layout,
             [*(trained if of_leaves else ()), *(v for v in of_x if of_inputs and v.is_float)],
             unit_elements=unit_elements,
-            split_dims={program.inputs[i]: leaves[i].placement.dim for i in fetched},
             gradient_of=program.outputs[:1] if stage.is_last else program.outputs,
         )
-        routes = {v: wiring.route(leaves[i]) for v, i in zip(plan.leaves, fetched, strict=True)}
         made = StageProgram(
             stage=stage,
             layout=layout,
             wiring=wiring,
-            runner=FetchRunner(plan, wiring.collectives, routes, limits),
+            runner=make_runner(plan, layout, wiring, limits),
             inputs=arrays,
             outputs=() if stage.is_last else tuple(jax.tree.leaves(result)),
             tree=tree,
@@ -182,7 +180,7 @@ class StageProgram:
           The gradients of the leaves, with `gradient_shapes`; the gradients of the floating inputs;
           and on the last stage the weighted sums of loss and metrics, None on the others.
         """
-        runner, by_data = self.runner, self.wiring.collectives.firm_ties
+        runner, by_data = self.runner, self.wiring.collectives.ties_by_data
         held = dict(zip(runner.plan.leaves, sources, strict=True))
         inputs, wire_key = self._inputs(resident, x, batch, key), self.wiring.key(key)
         with jax.named_scope("forward"):
@@ -190,8 +188,7 @@ class StageProgram:
         sums = None
         if self.stage.is_last:
             loss, metrics = self.tree.unflatten(outputs)
-            seed = (scale * weight_of(metrics)).astype(loss.dtype)
-            (seed,), (loss,) = tie([seed], [loss], by_data=by_data)
+            seed, loss = seed_of_backward(loss, metrics, scale, by_data=by_data)
             seeds: list[jax.Array | None] = [seed, *(None for _ in outputs[1:])]
             sums = weighted(loss, metrics)
         else:

@@ -27,13 +27,12 @@ from zeroxla.pipeline.stage_moves import LeafMoves, LeafPiece, stage_dims_of
 from zeroxla.pipeline.stage_wire_state import StagesWireStatePlan
 from zeroxla.pipeline.stage_work import StageWork
 from zeroxla.pipeline.ticks import Ticks
-from zeroxla.program.trace import is_float
-from zeroxla.step.means import means_over_devices
-from zeroxla.step.metrics import check_metrics, means
+from zeroxla.step.loss_plan import cast_floats
+from zeroxla.step.means import mean_metrics, means_over_devices
+from zeroxla.step.metrics import check_metrics
 from zeroxla.wire.collectives import Collectives
 from zeroxla.wire.leaves import Layout, Leaf
 from zeroxla.wire.resolve import Wiring
-from zeroxla.wire.vectors import as_vector, from_vector
 from zeroxla.wire.wire_state import WireState
 
 
@@ -127,24 +126,28 @@ class PipelineDifferentiator(StagedDifferentiator):
         work = StageWork.make(ends, held, jnp.ones(()))
         ticks = self._ticks(schedule, work)
         sums = ticks.run(work.evaluation(micro_batches), work.zeros()[1])
-        return means(from_vector(self.across.sum(as_vector(sums)), sums))
+        return mean_metrics(sums, self.across)
 
     def wire_state_plan(self, rows: Any, key: jax.Array) -> StagesWireStatePlan:
         """Return the plan of the wire state, from the shapes of a micro-batch and its key."""
-        return self._wire_state_plan(*self.cut(rows, key))
+        return self._wire_state_plan(*self._cut(rows, key))
+
+    def stage_layouts(self, rows: Any, key: jax.Array) -> Sequence[Layout]:
+        """Return the layout of each stage's leaves, as its devices store and gather them."""
+        return self.wire_state_plan(rows, key).layouts
 
     def partition(self, rows: Any, key: jax.Array) -> Partition:
         """Return how the layers are cut into stages."""
-        return self.cut(rows, key)[1]
+        return self._cut(rows, key)[1]
 
     def stage_dims(
         self, model_state: Any, rows: Any, key: jax.Array, leaves: Sequence[Any]
     ) -> dict[int, int]:
         """Return which leaves are stored by stage, and the dim that the stages split."""
         _check_stateless(model_state)
-        return stage_dims_of(self.cut(rows, key)[0], leaves)
+        return stage_dims_of(self._cut(rows, key)[0], leaves)
 
-    def cut(
+    def _cut(
         self, rows: Any, key: jax.Array, *, train: bool = True
     ) -> tuple[list[Stage], Partition]:
         """Cut the model into stages, for the shapes of one device's micro-batch and its key."""
@@ -172,7 +175,7 @@ class PipelineDifferentiator(StagedDifferentiator):
         )
 
     def _ticks(self, schedule: Schedule, work: StageWork) -> Ticks:
-        by_data = self.inside.firm_ties
+        by_data = self.inside.ties_by_data
         return Ticks.make(schedule, work.activations, work.cotangents, by_data=by_data)
 
     def _wire_key(self, key: jax.Array) -> jax.Array | None:
@@ -184,7 +187,7 @@ class PipelineDifferentiator(StagedDifferentiator):
     ) -> TracedStages:
         """Cut the model and trace its stages, and their halves if the schedule splits backwards."""
         rows, key = micro_batches.shapes()
-        cut, partition = self.cut(rows, key, train=train)
+        cut, partition = self._cut(rows, key, train=train)
         wire_plan = self._wire_state_plan(cut, partition)
         programs: list[StageProgram] = []
         halves: list[tuple[StageProgram, StageProgram]] = []
@@ -237,8 +240,7 @@ class PipelineDifferentiator(StagedDifferentiator):
 
     def _cast(self, batch: Any) -> Any:
         """Return a batch with its floating arrays in the compute dtype."""
-        dtype = self.inside.compute_dtype
-        return jax.tree.map(lambda x: x.astype(dtype) if is_float(x.dtype) else x, batch)
+        return cast_floats(batch, self.inside.compute_dtype)
 
 
 def _check_stateless(model_state: Any) -> None:

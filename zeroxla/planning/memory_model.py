@@ -40,8 +40,8 @@ class MemoryPlan(Report):
       gradient_bytes: gradients at the peak.
       activation_bytes: what forward keeps for backward, secondary shards included, and what is
         being computed, at the peak.
-      secondary_bytes: the secondary shards when all of them are there. The two fields above count
-        them too, unless they are on the host.
+      secondary_bytes: the secondary shards when all of them are there, of the stage that has most.
+        The two fields above count them too, unless they are on the host.
       offloaded_bytes: the device's state in its host's memory; not counted above.
       disk_bytes: the device's state on its host's disk. The file has room for it twice.
       secondary_on_host: whether secondary shards are in the host's memory.
@@ -70,6 +70,8 @@ class MemoryPlan(Report):
         """
         batch_bytes = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(batch))
         wiring = step.programs.wiring
+        layouts = step.programs.stage_layouts(step.programs.layout(state), batch, state.key)
+        secondary = [sum(map(wiring.secondary_bytes, layout)) for layout in layouts]
         others = (state.model_state, state.step, state.loss_scale)
         return MemoryPlan(
             parameter_bytes=shard_bytes(state.params),
@@ -81,7 +83,7 @@ class MemoryPlan(Report):
             gathered_bytes=peak[GATHERED],
             gradient_bytes=peak[GRADIENTS],
             activation_bytes=peak[ACTIVATIONS],
-            secondary_bytes=sum(map(wiring.secondary_bytes, step.programs.layout(state))),
+            secondary_bytes=max(secondary),
             secondary_on_host=wiring.collectives.gathers.secondary_on_host,
         )
 

@@ -173,8 +173,8 @@ def _plan(
     # A pipeline has its own loss.
     more = {} if choice.weights is None else {"weights": choice.weights, "loss": None}
     with warnings.catch_warnings():
-        # In a search it is no news that the mesh lacks an axis of a preset's wires.
-        warnings.filterwarnings("ignore", message=".*without effect")
+        # A search tries presets on meshes and stages for which a part of them does nothing.
+        warnings.filterwarnings("ignore", message=".*without effect|.* has no effect in a pipeline")
         return plan(
             model,
             choice.mesh_shape,

@@ -103,13 +103,14 @@ class Loop:
             self.critic_engine = engine(critic, critic_shapes(settings))
         self._advantages: Any = jax.jit(partial(_advantages, settings))
 
-    def begin(self, params: Any, key: jax.Array) -> States:
+    def begin(self, params: Any, key: jax.Array, model_state: Any = None) -> States:
         """Make states from given parameters; actor, critic and reference begin with the same ones.
 
         Args:
           params: the `params` of a state of the model without adapters, on the same mesh and made
             with the same config. They are copied.
           key: a PRNG key.
+          model_state: the `model_state` of that state, if the model keeps any.
 
         Cost: memory for the actor's state, the critic's state and the reference's parameters, split
         over all devices.
@@ -117,9 +118,9 @@ class Loop:
         keys = jax.random.split(key, 3)
         critic = None if self.critic is None else Policy(step=self.critic)
         return States(
-            actor=self.actor.begin(params, keys[0]),
-            critic=critic and critic.begin(params, keys[1]),
-            reference=self.reference and self.reference.begin(params, keys[2]),
+            actor=self.actor.begin(params, keys[0], model_state),
+            critic=critic and critic.begin(params, keys[1], model_state),
+            reference=self.reference and self.reference.begin(params, keys[2], model_state),
         )
 
     def iterate(
@@ -137,7 +138,9 @@ class Loop:
           The next states, and metrics: `reward` and `reward_std` over the responses; `kl`, the mean
           of `logprobs - ref_logprobs` over their tokens; `length`, the mean number of tokens in a
           response; `loss`, `entropy`, `clipped` and `grad_norm` of the actor; `value_loss` of the
-          critic; the seconds `generate_s`, `score_s` and `train_s`.
+          critic; `skipped` and `value_skipped`, the numbers of optimizer steps of actor and critic
+          whose loss or gradient was not finite, and which changed nothing; the seconds
+          `generate_s`, `score_s` and `train_s`.
 
         Raises:
           ValueError: the prompts are not as described above, or the reward did not return a finite
@@ -224,14 +227,17 @@ class Loop:
             actor, metrics = self.actor.step(actor, batch)
             found.append(metrics)
         names = [name for name in ("entropy", "clipped", "loss", "grad_norm") if name in found[0]]
-        values = jax.device_get([{name: metrics[name] for name in names} for metrics in found])
+        values = jax.device_get([{n: metrics[n] for n in (*names, "finite")} for metrics in found])
         trained = {name: float(np.mean([metrics[name] for metrics in values])) for name in names}
+        trained["skipped"] = sum(not metrics["finite"] for metrics in values)
         if self.critic is not None:
             losses = []
             for batch in self._minibatches(scored.critic, key):
                 critic, metrics = self.critic(critic, batch)  # pyright: ignore[reportArgumentType]
-                losses.append(metrics["loss"])
-            trained["value_loss"] = float(np.mean(jax.device_get(losses)))
+                losses.append((metrics["loss"], metrics["finite"]))
+            values = jax.device_get(losses)
+            trained["value_loss"] = float(np.mean([loss for loss, _ in values]))
+            trained["value_skipped"] = sum(not finite for _, finite in values)
         return dataclasses.replace(states, actor=actor, critic=critic), trained
 
     def _minibatches(self, columns: dict[str, np.ndarray], key: jax.Array) -> Iterator[Any]:

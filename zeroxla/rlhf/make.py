@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 
 from zeroxla.config.zero_config import ZeroConfig
 from zeroxla.frontend.lora.at_rest import Frozen
+from zeroxla.frontend.lora.leaf_plan import NoTargetError
 from zeroxla.frontend.lora.model import LoraModel, lora
 from zeroxla.rlhf.loop import Loop
 from zeroxla.rlhf.objectives import actor_loss, critic_loss
@@ -17,6 +18,7 @@ from zeroxla.rlhf.policy import Policy
 from zeroxla.rlhf.rewards import Reward
 from zeroxla.rlhf.settings import Settings
 from zeroxla.step.make import make_step
+from zeroxla.step.notices import two_optimizers, warn
 
 TARGETS = r"(attn|mlp)/(.*/)?kernel$"
 """It finds the kernels of attention and perceptrons by the names in `models.GPT` and
@@ -69,7 +71,8 @@ def make_loop(
       mesh: the mesh of all steps.
       settings: the options.
       reward: scores responses; see `TextReward` and `ModelReward`.
-      optimizer: the actor's optimizer. None means AdamW with learning rate 3e-4.
+      optimizer: the actor's optimizer. None means `config.optimizer`, and without one AdamW with
+        learning rate 3e-4.
       critic_optimizer: the optimizer of PPO's critic. None means `optimizer`.
       storage: how actor and reference are stored. None: the actor whole, the reference in 8 bits.
       tensor: number of devices that share a copy of a model while it generates or scores.
@@ -93,6 +96,11 @@ def make_loop(
     4.0
     """
     storage = storage or Storage()
+    config = config or ZeroConfig()
+    warn(two_optimizers(optimizer, config), stacklevel=3)
+    optimizer = config.optimizer if optimizer is None else optimizer
+    critic_optimizer = optimizer if critic_optimizer is None else critic_optimizer
+    config = dataclasses.replace(config, optimizer=None)
     loss = actor_loss(settings)
 
     def policy(adapters: LoraModel | None, optimizer: Any) -> Policy:
@@ -106,6 +114,15 @@ def make_loop(
         reference = policy(still, optax.set_to_zero())
     if settings.algorithm == "ppo":
         critic = make_step(model, mesh, critic_optimizer, loss=critic_loss(settings), config=config)
-    return Loop(
-        settings, actor=actor, reference=reference, critic=critic, reward=reward, tensor=tensor
-    )
+    try:
+        return Loop(
+            settings, actor=actor, reference=reference, critic=critic, reward=reward, tensor=tensor
+        )
+    except NoTargetError as error:
+        if storage.rank is not None:
+            raise
+        raise ValueError(
+            f"the reference cannot be stored as {storage.frozen}, because {error}; store it as "
+            "float32 with Storage(frozen=None) (--reference float32), or name dense leaves of this "
+            "model with Storage(targets=...) (--lora-targets)"
+        ) from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 
 from zeroxla.frontend.lora.leaf_plan import LORA
 from zeroxla.frontend.lora.model import LoraModel
+from zeroxla.offload.disk.disk_array import DiskArray, in_memory
 from zeroxla.step.state import TrainState
 from zeroxla.step.step import Step
 
@@ -32,18 +34,25 @@ class Policy:
         adapted = self.step.adapted
         return (adapted.base or adapted).context
 
-    def begin(self, params: Any, key: jax.Array) -> TrainState:
+    def begin(self, params: Any, key: jax.Array, model_state: Any = None) -> TrainState:
         """Return a state made from a copy of parameters, because a step takes the memory of its
         state.
 
         Args:
-          params: parameters of the model without adapters, on the same mesh and config.
+          params: parameters of the model without adapters, on the same mesh and config. Those on
+            disk are read one after another.
           key: a PRNG key.
+          model_state: see `Step.init_from`.
         """
-        params = jax.tree.map(jnp.copy, params)
         if self.adapters is None:
-            return self.step.init_from(params, key)
-        return self.adapters.init_from(self.step, params, key)
+            params = jax.tree.map(lambda x: functools.partial(_copy, x), params)
+            return self.step.init_from(params, key, model_state)
+        params = jax.tree.map(lambda x: x if isinstance(x, DiskArray) else jnp.copy(x), params)
+        return self.adapters.init_from(self.step, params, key, model_state)
+
+
+def _copy(x: jax.Array | DiskArray) -> jax.Array:
+    return in_memory(x) if isinstance(x, DiskArray) else jnp.copy(x)
 
 
 def without_adapters(state: TrainState) -> TrainState:

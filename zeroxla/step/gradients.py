@@ -160,7 +160,7 @@ class Differentiator:
         """
         leaves, tree = jax.tree.flatten(rows)
         arrays, form = jax.tree.flatten(sources)
-        arrays, leaves = tie(arrays, leaves, by_data=self.collectives.firm_ties)
+        arrays, leaves = tie(arrays, leaves, by_data=self.collectives.ties_by_data)
         return form.unflatten(arrays), tree.unflatten(leaves)
 
     def _forward_backward(
@@ -195,7 +195,7 @@ class Differentiator:
         with jax.named_scope("forward"):
             outputs, tape = runner.forward(held, inputs, record=True, key=wire_key)
         loss, metrics, model_state = traced.result.unflatten(outputs)
-        seed, loss = seed_of_backward(loss, metrics, scale, by_data=self.collectives.firm_ties)
+        seed, loss = seed_of_backward(loss, metrics, scale, by_data=self.collectives.ties_by_data)
         with jax.named_scope("backward"):
             known = dict(zip(runner.plan.inputs, inputs, strict=True))
             cotangents = [seed, *(None for _ in outputs[1:])]

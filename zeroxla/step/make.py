@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -13,8 +12,8 @@ from zeroxla.config.zero_config import ZeroConfig
 from zeroxla.frontend import adapt
 from zeroxla.frontend.staged import StagedModel
 from zeroxla.mesh.axes import PIPE, as_auto
-from zeroxla.step.checks import check_weights
-from zeroxla.step.notices import useless_without_stages, warn
+from zeroxla.step.checks import check_is_config, check_is_optimizer, check_weights
+from zeroxla.step.notices import two_optimizers, useless_without_stages, warn
 from zeroxla.step.step import Step
 
 
@@ -36,12 +35,13 @@ def make_step(
         `init(key, batch) -> params` and `loss(params, batch, key) -> scalar | (scalar, metrics)`.
         It may also be one of these with adapters, from `zeroxla.lora`, or a `zeroxla.Pipeline`.
       mesh: a mesh with the axes `node` and `device`, see `make_mesh`.
-      optimizer: any optax transformation. None means AdamW with learning rate 3e-4.
+      optimizer: any optax transformation, except those with a line search. None means AdamW with
+        learning rate 3e-4.
       loss: `loss(apply, batch, *, train) -> scalar | (scalar, metrics)`, where `apply` calls the
         module. None means the module's own method `loss(batch, *, train)`.
       config: the options. None means `ZeroConfig()`, plain ZeRO-3.
       microbatches: number of micro-batches that a batch is cut into, by a pipeline or for gradient
-        accumulation. None means `config.accumulate`.
+        accumulation. None means `config.accumulate`; both above 1 must agree.
       weights: how often a stage of a pipeline gathers its leaves. "step": once in a step, and it
         keeps them whole. "tick": in every tick.
 
@@ -49,18 +49,20 @@ def make_step(
       A `Step`.
 
     Raises:
-      ValueError: the mesh lacks an axis, the model has no loss, or an option is out of range.
+      ValueError: an argument is of another kind than described, the mesh lacks an axis, the model
+        has no loss, or an option is out of range.
 
     >>> import zeroxla, optax
     >>> from zeroxla.models import MLP
     >>> step = zeroxla.make_step(MLP.small(), zeroxla.make_mesh(nodes=1), optax.sgd(0.1))
     """
-    config = config or ZeroConfig()
-    if microbatches is not None:
-        config = dataclasses.replace(config, accumulate=microbatches)
+    config = ZeroConfig() if config is None else config
+    check_is_config(config)
+    warn(two_optimizers(optimizer, config), stacklevel=3)
     optimizer = config.optimizer if optimizer is None else optimizer
     if optimizer is None:
         optimizer = optax.inject_hyperparams(optax.adamw)(learning_rate=3e-4)
+    check_is_optimizer(optimizer)
     pipeline = model if isinstance(model, StagedModel) else None
     mesh = as_auto(mesh, pipeline=pipeline is not None)
     check_weights(weights)
@@ -74,4 +76,5 @@ def make_step(
         config=config,
         pipeline=pipeline if mesh.shape.get(PIPE, 1) > 1 else None,
         weights=weights,
+        microbatches=microbatches,
     )

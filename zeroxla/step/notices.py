@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Iterator
+from typing import Any
 
+import jax
+import optax
 from jax.sharding import Mesh
 
 from zeroxla.config.zero_config import ZeroConfig
+from zeroxla.program.paths import leaf_path
 from zeroxla.wire.leaves import Layout
 from zeroxla.wire.resolve import Wiring
 
@@ -26,10 +30,48 @@ def useless_on_mesh(wiring: Wiring, mesh: Mesh) -> Iterator[str]:
         yield f"without effect on the mesh {shape}: {words}"
 
 
+def two_optimizers(given: optax.GradientTransformation | None, config: ZeroConfig) -> Iterator[str]:
+    """Yield a sentence if `make_step` is given an optimizer, and the options name another."""
+    if given is not None and config.optimizer is not None and given is not config.optimizer:
+        yield (
+            "make_step was given an optimizer, so config.optimizer has no effect; leave one of "
+            "them out"
+        )
+
+
 def useless_without_stages(weights: str, num_stages: int) -> Iterator[str]:
     """Yield a sentence if an option needs stages and the mesh has none."""
     if weights != "step" and num_stages == 1:
         yield f"weights={weights!r} has no effect: the mesh has no axis `pipe`"
+
+
+_WHILE_HELD: dict[str, Any] = {
+    "hpz_size": 1,
+    "secondary": "compute",
+    "inter_node_gather": "microbatch",
+    "unit_elements": None,
+    "prefetch_bucket": None,
+    "max_live_parameters": 0,
+    "max_reuse_distance": 0,
+}
+"""The options that need leaves to be gathered more than once in a step, with their defaults."""
+
+
+def useless_when_held(config: ZeroConfig, wiring: Wiring) -> Iterator[str]:
+    """Yield a sentence for each option that does nothing in a pipeline with weights="step"."""
+    names = [name for name, default in _WHILE_HELD.items() if getattr(config, name) != default]
+    if config.weight_differences is not None and "hpz_size" in names:
+        names.remove("hpz_size")  # they need it: it says where the kept copy is
+    if config.offload.secondary != "none":
+        names.append("offload.secondary")
+    known = {name for name, _ in wiring.without_effect}
+    for name in names:
+        if name not in known:
+            yield (
+                f'{name} has no effect in a pipeline with weights="step", whose stages gather '
+                'their leaves once in a step and keep them whole; make the step with weights="tick"'
+                f", or leave {name} at its default"
+            )
 
 
 def useless_on_leaves(config: ZeroConfig, layout: Layout) -> Iterator[str]:
@@ -51,4 +93,31 @@ def useless_on_leaves(config: ZeroConfig, layout: Layout) -> Iterator[str]:
             f"{whole} have too few to be split; others are below quantize_threshold="
             f"{config.quantize_threshold} or match `unquantized`. Lower a threshold, or leave "
             "the formats out"
+        )
+
+
+def useless_beside_reuse(config: ZeroConfig, layout: Layout) -> Iterator[str]:
+    """Yield a sentence if secondary shards are asked for, and every leaf stays gathered anyway."""
+    elements = sum(leaf.elements for leaf in layout if leaf.fetched)
+    keeps_all = config.max_live_parameters >= elements and config.max_reuse_distance >= 2 * elements
+    crosses_once = config.inter_node_gather == "step" or config.weight_differences is not None
+    if config.hpz_size == 1 or not elements or not keeps_all or crosses_once:
+        return
+    names = ["hpz_size", *(["offload.secondary"] if config.offload.secondary != "none" else [])]
+    yield (
+        f"{' and '.join(names)} without effect: with max_live_parameters="
+        f"{config.max_live_parameters} and max_reuse_distance={config.max_reuse_distance} all "
+        f"{elements} elements stay gathered from forward to backward, which gathers nothing; lower "
+        "these limits, or leave the secondary shards out"
+    )
+
+
+def fresh_model_state(expected: Any) -> Iterator[str]:
+    """Yield a sentence if a model keeps a state and was given none."""
+    found = jax.tree_util.tree_leaves_with_path(expected)
+    if found:
+        yield (
+            f"the model keeps a state between steps ({len(found)} leaves, first "
+            f"{leaf_path(found[0][0])!r}), and none was given: it starts fresh, while the "
+            "parameters do not; pass model_state=, the `model_state` of the state they are from"
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import jax
@@ -28,6 +28,7 @@ from zeroxla.program.report import Report
 from zeroxla.step.gradients import Differentiator
 from zeroxla.step.loss_plan import Losses, LossPlanner, make_losses
 from zeroxla.step.state import TrainState
+from zeroxla.step.state_checks import check_trainable
 from zeroxla.wire.bundles import ALONE_ELEMENTS
 from zeroxla.wire.leaves import Layout, check_floating, make_layout, place_opt_state, place_params
 from zeroxla.wire.resolve import Wiring, make_wiring
@@ -73,16 +74,22 @@ class Setup:
         object.__setattr__(self, "wiring", wiring)
         object.__setattr__(self, "losses", losses)
 
+    @property
+    def first_loss_scale(self) -> float | None:
+        """The loss scale of the first step; None if losses are not scaled."""
+        return self.config.init_loss_scale if self.config.compute_dtype == "float16" else None
+
     def placements(self, key: jax.Array, batch: Any) -> Placements:
         """Decide how parameters and optimizer state are stored, from shapes alone.
 
         Raises:
-          ValueError: a leaf is not floating.
+          ValueError: a leaf is not floating, or nothing would train.
           NotImplementedError: a model in stages keeps a state between steps.
         """
         rows = jax.eval_shape(self.first_rows, batch)
         params, model_state = jax.eval_shape(self.adapted.init, key, rows)
         check_floating(params, self.config)
+        check_trainable(params, self.config)
         whole = tuple(Placement(shape=x.shape) for x in jax.tree.leaves(params))
         layout = self.layout_of(params, whole)
         planner = self._planner(layout)
@@ -95,6 +102,16 @@ class Setup:
         trainable = layout.trainable(params, optax.MaskedNode())
         opt_state = jax.eval_shape(self.optimizer.init, trainable)
         in_opt = place_opt_state(opt_state, params, placed, self.mesh)
+        self.check_offload()
+        return offloaded(self.config.offload, placed, in_opt)
+
+    def check_offload(self) -> None:
+        """Check that the mesh and the model allow the options of `Offload`.
+
+        Raises:
+          ValueError: the devices cannot reach their host's memory, or it cannot compute.
+          NotImplementedError: the parameters of a pipeline are offloaded.
+        """
         offload = self.config.offload
         if "host" in (offload.optimizer, offload.params, offload.secondary):
             check_memory(self.mesh, PINNED)
@@ -105,7 +122,6 @@ class Setup:
                 f"Offload(params={offload.params!r}) of a pipeline is not supported: its stages "
                 "exchange leaves once a step; offload the optimizer, or use a mesh without `pipe`"
             )
-        return offloaded(offload, placed, in_opt)
 
     def plan(self, layout: Layout, model_state: Any, batch: Any, key: jax.Array) -> FetchPlan:
         """Return the fetch plan of a training step, from shapes alone."""
@@ -121,6 +137,14 @@ class Setup:
             return whole
         rows = jax.eval_shape(self.first_rows, batch)
         return self._in_mesh(stages.wire_state_plan, rows, jax.eval_shape(lambda key: key, key))
+
+    def stage_layouts(self, layout: Layout, batch: Any, key: jax.Array) -> Sequence[Layout]:
+        """Return the layout of each stage's leaves, from shapes alone; [layout] without stages."""
+        stages = self._staged(layout)
+        if stages is None:
+            return [layout]
+        rows = jax.eval_shape(self.first_rows, batch)
+        return self._in_mesh(stages.stage_layouts, rows, jax.eval_shape(lambda key: key, key))
 
     def partition(self, layout: Layout, batch: Any, key: jax.Array) -> Report:
         """Return how a pipeline's layers are cut, from shapes alone."""

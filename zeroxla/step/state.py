@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Collection
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from zeroxla.mesh.placement import Placement
 from zeroxla.mesh.relayout import whole
 from zeroxla.offload.disk.disk_array import DiskArray
+from zeroxla.program.paths import Path
 from zeroxla.wire.wire_state import WireState
 
 
@@ -23,7 +25,8 @@ class LossScale:
 
     Attributes:
       scale: float32 scalar; 1 unless the model computes in float16.
-      good_steps: int32, number of finite steps since the scale last changed.
+      good_steps: int32, number of finite steps since the scale last changed; -1 if the scale is not
+        in use.
       skipped: int32, number of steps whose update was dropped because a gradient was not finite.
     """
 
@@ -32,21 +35,35 @@ class LossScale:
     skipped: jax.Array
 
     @staticmethod
-    def create(scale: float) -> LossScale:
-        """Return the scale before the first step."""
-        zero = jnp.zeros((), jnp.int32)
-        return LossScale(scale=jnp.float32(scale), good_steps=zero, skipped=zero)
+    def create(scale: float | None) -> LossScale:
+        """Return the scale before the first step. None means that losses are not scaled."""
+        return LossScale(
+            scale=jnp.float32(1.0 if scale is None else scale),
+            good_steps=jnp.int32(-1 if scale is None else 0),
+            skipped=jnp.zeros((), jnp.int32),
+        )
 
-    def after(self, finite: jax.Array, *, dynamic: bool, window: int) -> LossScale:
+    def entered(self, scale: float | None) -> LossScale:
+        """Return what a step uses, if the state may come from a step of another dtype.
+
+        A scale that was not in use starts from `scale`. None means that losses are not scaled.
+        """
+        start = dataclasses.replace(LossScale.create(scale), skipped=self.skipped)
+        if scale is None:
+            return start
+        in_use = self.good_steps >= 0
+        return jax.tree.map(lambda mine, new: jnp.where(in_use, mine, new), self, start)
+
+    def after(self, finite: jax.Array, *, window: int | None) -> LossScale:
         """Return the scale for the next step: halved after a non-finite one, doubled after
-        `window` finite ones, within [2^-14, 2^24]."""
-        good = jnp.where(finite, self.good_steps + 1, 0)
+        `window` finite ones, within [2^-14, 2^24]. With None it stays as it is."""
         skipped = self.skipped + jnp.where(finite, 0, 1)
-        scale = self.scale
-        if dynamic:
-            grown = jnp.where(good >= window, scale * 2, scale)
-            scale = jnp.clip(jnp.where(finite, grown, scale / 2), 2.0**-14, 2.0**24)
-            good = jnp.where(good >= window, 0, good)
+        if window is None:
+            return dataclasses.replace(self, skipped=skipped)
+        good = jnp.where(finite, self.good_steps + 1, 0)
+        grown = jnp.where(good >= window, self.scale * 2, self.scale)
+        scale = jnp.clip(jnp.where(finite, grown, self.scale / 2), 2.0**-14, 2.0**24)
+        good = jnp.where(good >= window, 0, good)
         return LossScale(scale=scale, good_steps=good, skipped=skipped)
 
 
@@ -66,6 +83,7 @@ class TrainState:
       wire_state: kept copies and errors that wire formats need in the next step. None if they need
         none.
       placements: the placements of params and opt_state, in the order of their leaves (static).
+      indices: the paths of names in params that are whole numbers in the model itself (static).
     """
 
     step: jax.Array
@@ -78,6 +96,25 @@ class TrainState:
     placements: tuple[tuple[Placement, ...], tuple[Placement, ...]] = dataclasses.field(
         default=((), ()), metadata={"static": True}
     )
+    indices: tuple[Path, ...] = dataclasses.field(default=(), metadata={"static": True})
+
+
+def check_is_state(state: Any) -> None:
+    """Check that `state` is a TrainState that holds arrays.
+
+    Raises:
+      ValueError: it is something else, or an earlier step has taken its memory.
+    """
+    if not isinstance(state, TrainState):
+        raise ValueError(
+            f"the state is a {type(state).__name__}, not a TrainState; make it with step.init"
+        )
+    # Some releases of JAX crash on such arrays.
+    if isinstance(state.step, jax.Array) and state.step.is_deleted():
+        raise ValueError(
+            "the state was deleted by the step that it was given to, which took its memory; go on "
+            "with the state that the step returned"
+        )
 
 
 def light(state: TrainState) -> TrainState:
@@ -121,13 +158,39 @@ def full_params(state: TrainState) -> Any:
     """Return the parameters whole, in natural shapes, as float32 NumPy arrays on this host. Wires
     of a frozen base are uint8.
 
+    They are nested dicts with the model's own keys, so that `{"params": full_params(state)}` are
+    the variables of a linen module, and `nnx.update(module, full_params(state))` fills an nnx
+    module: items of lists have whole numbers there.
+
     Cost: the model in host memory, once; leaves are assembled one at a time. In a run of several
     processes all must call this, and each holds the model. Every device then holds each leaf for a
     moment, and a host receives the parts that it lacks once (with several stages on a host, once
     for each).
+
+    Raises:
+      ValueError: it is no state, or a step has taken its memory.
     """
+    check_is_state(state)
     leaves, tree = jax.tree.flatten(state.params)
-    return tree.unflatten([host_leaf(x, p) for x, p in zip(leaves, state.placements[0])])
+    whole = tree.unflatten([host_leaf(x, p) for x, p in zip(leaves, state.placements[0])])
+    return with_own_keys(whole, state.indices)
+
+
+def with_own_keys(tree: Any, indices: Collection[Path]) -> Any:
+    """Return nested dicts, like a state's parameters, with the keys of the model itself.
+
+    Args:
+      tree: nested dicts with strings as keys.
+      indices: the paths of the names that are whole numbers in the model.
+    """
+
+    def converted(part: Any, path: Path) -> Any:
+        if not isinstance(part, dict):
+            return part
+        inner = {name: converted(x, (*path, name)) for name, x in part.items()}
+        return {int(n) if (*path, n) in indices else n: x for n, x in inner.items()}
+
+    return converted(tree, ()) if indices else tree
 
 
 def host_leaf(x: jax.Array | DiskArray, placement: Placement) -> np.ndarray:

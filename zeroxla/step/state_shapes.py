@@ -14,11 +14,12 @@ import jax
 from zeroxla.mesh.placement import Placement
 from zeroxla.program.compat import mesh_context
 from zeroxla.program.shapes import shapes_of, shapes_on, structure_of
-from zeroxla.step.checks import check_model, check_state
 from zeroxla.step.disk.steps import with_disk_shapes
-from zeroxla.step.notices import useless_on_leaves, warn
+from zeroxla.step.notices import useless_beside_reuse, useless_on_leaves, warn
 from zeroxla.step.programs import Programs
 from zeroxla.step.state import TrainState, state_shardings
+from zeroxla.step.state_checks import check_model, check_state, trainable_shapes
+from zeroxla.step.update import check_extra_arguments
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -53,12 +54,15 @@ class StateShapes:
         self.traced: TracedShapes | None = None
         self._programs = programs
         self._fitting: set[Any] = set()  # structures of states that have been checked
-        self._has_warned = False
+        self._is_first = True
 
     def decide(self, key: jax.Array, batch: Any) -> TrainState:
         """Decide the placements; return the shapes of the state, without shardings.
 
         The first call also warns of options that touch no leaf of the model.
+
+        Raises:
+          ValueError: the optimizer needs arguments that a step does not have.
         """
         programs = self._programs
         batch, key = shapes_of((batch, key))
@@ -73,9 +77,13 @@ class StateShapes:
             batch=batch,
             key=key,
         )
-        if not self._has_warned:
-            self._has_warned = True
-            warn(useless_on_leaves(programs.config, programs.layout(shapes)), stacklevel=4)
+        if self._is_first:
+            layout = programs.layout(shapes)
+            check_extra_arguments(programs.optimizer, trainable_shapes(layout))
+            self._is_first = False
+            warn(useless_on_leaves(programs.config, layout), stacklevel=4)
+            if programs.pipeline is None or programs.weights == "tick":
+                warn(useless_beside_reuse(programs.config, layout), stacklevel=4)
         return shapes
 
     def placed(self, shapes: TrainState) -> TrainState:
@@ -105,7 +113,9 @@ class StateShapes:
         """
         programs, structure = self._programs, structure_of(state)
         if structure not in self._fitting:
-            check_state(state, programs.optimizer, programs.layout(state))
+            layout = programs.layout(state)
+            check_extra_arguments(programs.optimizer, trainable_shapes(layout))
+            check_state(state, programs.optimizer, layout)
             batch, key = shapes_of((batch, state.key))
             with mesh_context(programs.mesh):
                 rows = jax.eval_shape(programs.first_rows, batch)

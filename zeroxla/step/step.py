@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import jax
 import optax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zeroxla.config.zero_config import ZeroConfig
 from zeroxla.frontend import Adapted
@@ -20,17 +20,24 @@ from zeroxla.mesh.processes import progress
 from zeroxla.mesh.processes.same_program import ProgramCalls
 from zeroxla.program.compat import compiler_options, mesh_context
 from zeroxla.program.report import Report
-from zeroxla.program.shapes import shapes_of, shapes_on, structure_of
-from zeroxla.step.checks import check_batch, check_is_state, check_key, check_stored
+from zeroxla.program.shapes import shapes_on
+from zeroxla.step.changed_config import kept, useless_optimizer, with_microbatches
+from zeroxla.step.checks import (
+    check_batch,
+    check_is_config,
+    check_key,
+    check_tokens,
+)
 from zeroxla.step.describe import describe
 from zeroxla.step.disk.steps import DiskSteps, has_disk
-from zeroxla.step.notices import useless_on_mesh, warn
+from zeroxla.step.fit import StateFitter
+from zeroxla.step.notices import fresh_model_state, useless_on_mesh, useless_when_held, warn
 from zeroxla.step.programs import BY_ROWS, Programs
 from zeroxla.step.rates import Rates
-from zeroxla.step.state import TrainState, light, state_shardings
+from zeroxla.step.state import TrainState, check_is_state, state_shardings
+from zeroxla.step.state_checks import check_model_state, check_stored
 from zeroxla.step.state_shapes import StateShapes
 from zeroxla.wire.bundles import ALONE_ELEMENTS
-from zeroxla.wire.wire_state import WireState
 
 
 class Step:
@@ -54,8 +61,11 @@ class Step:
         config: ZeroConfig,
         pipeline: StagedModel | None = None,
         weights: Literal["step", "tick"] = "step",
+        microbatches: int | None = None,
         alone_elements: int = ALONE_ELEMENTS,
     ) -> None:
+        self._microbatches = microbatches
+        config = with_microbatches(config, microbatches)
         own = [pattern for pattern in adapted.frozen if pattern not in config.frozen]
         config = dataclasses.replace(config, frozen=(*config.frozen, *own))
         self.adapted, self.mesh, self.optimizer, self.config = adapted, mesh, optimizer, config
@@ -69,6 +79,8 @@ class Step:
             alone_elements=alone_elements,
         )
         warn(useless_on_mesh(self.programs.wiring, mesh), stacklevel=4)
+        if pipeline is not None and weights == "step":
+            warn(useless_when_held(config, self.programs.wiring), stacklevel=4)
         platform = platform_of(mesh)
         options = compiler_options(platform, prefetch=config.prefetch_bucket != 0)
         self._run = ProgramCalls(config)
@@ -78,7 +90,7 @@ class Step:
         self._eval = self._jit(self.programs.evaluate)
         self._grad = self._jit(self.programs.gradients)
         self._shapes = StateShapes(self.programs)
-        self._wired: set[Any] = set()  # structures of states whose wire state fits the options
+        self._fit = StateFitter(self.programs, self.disk, self._shapes, self._jit)
         self._rates = Rates()
 
     def init(self, key: jax.Array, batch: Any) -> TrainState:
@@ -102,29 +114,40 @@ class Step:
         args = put_key(key, self.mesh), put_batch(batch, self.mesh)
         return self._make("init", make, shapes, state_shardings(shapes, self.mesh), *args)
 
-    def init_from(self, params: Any, key: jax.Array) -> TrainState:
+    def init_from(self, params: Any, key: jax.Array, model_state: Any = None) -> TrainState:
         """Make the state for given parameters. The rest is as `init` makes it, for the batch that
         the step has last seen.
 
         Args:
           params: a pytree of global arrays, as `shapes().params` describes them: float32, padded,
             split over the mesh. The state holds these very arrays, and the next step takes their
-            memory. Leaves on disk are copied there, one after another. Such a leaf may be given as
-            a function without arguments that returns the array, so that never all are in memory.
+            memory. Leaves on disk are copied there, one after another. Any leaf may be an array on
+            disk, or a function without arguments that returns the array. For a leaf on disk it is
+            called when the leaf before is being written, so that never all are in memory.
           key: a PRNG key.
+          model_state: the `model_state` of a state of the same model, such as the statistics of
+            batch normalization. It is copied. None makes a fresh one, with a warning if the model
+            keeps any.
 
         Returns:
           The state before the first step.
 
         Raises:
-          ValueError: the step has seen no batch, or the parameters are not stored as described.
+          ValueError: the step has seen no batch, or the parameters or the model state are not
+            stored as described.
         """
         key, shapes = check_key(key), self.shapes()
         params = check_stored(params, shapes.params)
+        if model_state is None:
+            warn(fresh_model_state(shapes.model_state), stacklevel=3)
+        else:
+            check_model_state(model_state, shapes.model_state)
+            everywhere = NamedSharding(self.mesh, PartitionSpec())
+            model_state = jax.device_put(model_state, everywhere, may_alias=False)
         make = functools.partial(self.programs.init_from, placements=shapes.placements)
         rest = dataclasses.replace(state_shardings(shapes, self.mesh), params=None)
         batch = put_batch(self._shapes.last_batch, self.mesh)
-        args = params, put_key(key, self.mesh), batch
+        args = params, model_state, put_key(key, self.mesh), batch
         state = self._make("init_from", make, shapes, rest, *args)
         return dataclasses.replace(state, params=params) if state.params is None else state
 
@@ -161,13 +184,13 @@ class Step:
           `disk_read_bytes_per_s` and `disk_write_bytes_per_s` over the call.
         """
         batch = self._checked_batch(state, batch)
-        state = self._fitted(state)
+        state = self._fit.fitted(state)
+        progress.mark()
         with mesh_context(self.mesh):
             if has_disk(state):
                 state, metrics = self.disk.train(state, batch)
             else:
                 state, metrics = self._run("train", self._step, state, batch)
-        progress.mark()
         return state, {**metrics, **self._rates.since_last(batch)}
 
     def eval(self, state: TrainState, batch: Any) -> dict[str, Any]:
@@ -183,7 +206,7 @@ class Step:
         """
         batch = self._checked_batch(state, batch)
         with mesh_context(self.mesh):
-            return self.disk.call("grad", self._grad, self._fitted(state), batch)
+            return self.disk.call("grad", self._grad, self._fit.wired(state), batch)
 
     def lower(self, state: Any, batch: Any) -> jax.stages.Lowered:
         """Lower the step for (shapes of) a state and a batch, as `jax.jit(...).lower` does.
@@ -192,7 +215,7 @@ class Step:
         """
         batch_shapes = shapes_on(self._check_batch(batch), NamedSharding(self.mesh, BY_ROWS))
         with mesh_context(self.mesh):
-            wires = jax.eval_shape(self._wire_state(batch), light(shapes_of(state)))
+            wires = self._fit.wire_state_shapes(state, batch)
             wired = dataclasses.replace(state, wire_state=wires)
             wires = shapes_on(wires, state_shardings(wired, self.mesh).wire_state)
             state = dataclasses.replace(state, wire_state=wires)
@@ -218,11 +241,29 @@ class Step:
         opt_state, updated_on = self.shapes().opt_state, self.config.offload.update
         return describe(layout, plan, self.programs.wiring, opt_state, updated_on)
 
-    def with_config(self, config: ZeroConfig) -> Step:
-        """Return a step with other options for the same state."""
+    def with_config(self, config: ZeroConfig, *, microbatches: int | None = None) -> Step:
+        """Return a step with other options for the same state.
+
+        A state is moved to the places of `config.offload` when the new step first takes it, and a
+        loss scale begins when it first takes it in float16.
+
+        Args:
+          config: the new options. Options that the state depends on are kept: if `config` names no
+            frozen leaves, those of this step stay frozen.
+          microbatches: as for `make_step`. None takes `config.accumulate` if it is above 1, and
+            otherwise the number that `make_step` was given.
+
+        Raises:
+          ValueError: `config` freezes other leaves than this step.
+        """
+        check_is_config(config)
+        config = kept(config, self.config)
+        warn(useless_optimizer(config, self.config), stacklevel=3)
+        if microbatches is None and config.accumulate == 1:
+            microbatches = self._microbatches
         fields = [f.name for f in dataclasses.fields(self.programs) if f.init]
         options = {name: getattr(self.programs, name) for name in fields}
-        step = Step(**{**options, "config": config})
+        step = Step(**{**options, "config": config, "microbatches": microbatches})
         step._shapes.traced = self._shapes.traced
         return step
 
@@ -243,8 +284,11 @@ class Step:
 
     def _check_batch(self, batch: Any, accumulate: int | None = None) -> Any:
         if accumulate is not None:
-            return check_batch(batch, self.mesh, accumulate)
-        return check_batch(batch, self.mesh, self.config.accumulate, self.config.micro_batch)
+            batch = check_batch(batch, self.mesh, accumulate)
+        else:
+            batch = check_batch(batch, self.mesh, self.config.accumulate, self.config.micro_batch)
+        check_tokens(batch, self.adapted.vocabulary)
+        return batch
 
     def _checked_batch(self, state: TrainState, batch: Any, accumulate: int | None = None) -> Any:
         """Check a state and a batch; return the batch on the mesh."""
@@ -252,21 +296,3 @@ class Step:
         batch = self._check_batch(batch, accumulate)
         self._shapes.check(state, batch)
         return put_batch(batch, self.mesh)
-
-    def _fitted(self, state: TrainState) -> TrainState:
-        """Return the state with a wire state that fits this configuration."""
-        structure = structure_of(state)
-        if structure in self._wired:
-            return state
-        wire_state = self._wire_state(self._shapes.last_batch)
-        expected = jax.eval_shape(wire_state, light(shapes_of(state)))
-        found = state.wire_state
-        if found is None if expected is None else expected.fits(found):
-            self._wired.add(structure)
-            return state
-        if expected is not None:
-            expected = self.disk.call("wire state", self._jit(wire_state), state)
-        return dataclasses.replace(state, wire_state=expected)
-
-    def _wire_state(self, batch: Any) -> Callable[[TrainState], WireState | None]:
-        return functools.partial(self.programs.wire_state, batch=shapes_of(batch))

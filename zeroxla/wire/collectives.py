@@ -25,14 +25,14 @@ class Collectives:
     Attributes:
       gathers: the gathers of leaves.
       reduces: the reduces of gradients.
-      firm_ties: whether ties between collectives must also be ties of data, as on XLA's CPU
+      ties_by_data: whether ties between collectives must also be ties of data, as on XLA's CPU
         backend; see `fetch/ties.py`.
       stages: length of the axis `pipe`, for sums over all stages; 1 for sums inside one stage.
     """
 
     gathers: Gathers
     reduces: Reduces
-    firm_ties: bool = False
+    ties_by_data: bool = False
     stages: int = 1
 
     @property

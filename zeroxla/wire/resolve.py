@@ -154,7 +154,7 @@ def _collectives(
         backend=backend,
         alone_elements=alone_elements,
     )
-    return Collectives(gathers=gathers, reduces=reduces, firm_ties=on_cpu)
+    return Collectives(gathers=gathers, reduces=reduces, ties_by_data=on_cpu)
 
 
 def _hpz_size(config: ZeroConfig, nodes: int, devices: int) -> int:

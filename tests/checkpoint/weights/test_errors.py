@@ -78,6 +78,19 @@ def test_a_tensor_that_is_missing_unknown_or_misshapen_is_named(step, folder):
     refused(step, folder, "holds transformer.h.1.extra, for which the model has no place")
 
 
+@pytest.mark.parametrize("name", [LN, "transformer.h.0.mlp.c_fc.weight"])
+@pytest.mark.parametrize("value", [np.nan, -np.inf])
+def test_numbers_that_are_not_finite_are_counted_and_their_tensor_named(step, folder, name, value):
+    def spoil(tensors):
+        tensors[name] = tensors[name].copy()
+        tensors[name].flat[0] = value
+
+    change(folder, spoil)
+    refused(
+        step, folder, rf"the tensor {name} in .*safetensors holds 1 numbers that are NaN or inf"
+    )
+
+
 def test_a_dtype_that_holds_no_weights_is_named(step, folder):
     change(folder, lambda t: t.update({LN: np.ones(32, np.float64)}))
     refused(step, folder, f"{LN} in .* is of the dtype F64; weights are read from F32, BF16, F16")

@@ -29,12 +29,13 @@ from zeroxla.checkpoint.weights.pretrained import from_pretrained
 from zeroxla.checkpoint.weights.sources import StateSource
 from zeroxla.models import GPT, Llama, from_hugging_face
 from zeroxla.models.losses import next_token_loss
+from zeroxla.program.paths import paths_of
 
 pytest.importorskip("safetensors", reason="safetensors is not installed")
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 KEY = jax.random.key(5)
-BATCH = {"tokens": np.random.default_rng(1).integers(0, 64, (24, 9), np.int32)}
+BATCH = {"tokens": np.random.default_rng(1).integers(0, 61, (24, 9), np.int32)}
 # On (3, 2) a step is taken, which takes the imported arrays' place.
 SCANNED = [
     ("d_gpt2", True, (2, 4)),
@@ -73,7 +74,10 @@ def gpt():
 
 
 def assert_same_params(found, expected):
-    jax.tree.map(np.testing.assert_array_equal, found, expected)
+    found, expected = dict(paths_of(found)), dict(paths_of(expected))
+    assert found.keys() == expected.keys()
+    for path, x in found.items():
+        np.testing.assert_array_equal(x, expected[path], err_msg="/".join(path))
 
 
 @pytest.mark.parametrize(("name", "scan", "shape"), thinned(SCANNED, slow=UNROLLED, rows=True))
@@ -217,7 +221,8 @@ def test_any_model_has_flat_names_from_a_state_and_from_its_checkpoint(tmp_path)
         for key in name.split("."):
             expected = expected[key]
         np.testing.assert_array_equal(x, expected)
-    again = step.init_from(state.params, KEY)
+    with pytest.warns(UserWarning, match="it starts fresh, while the parameters do not"):
+        again = step.init_from(state.params, KEY)
     assert_same_params(again.model_state, state.model_state)
     assert_same_params(again.opt_state, state.opt_state)
     with Checkpointer(tmp_path / "saved") as checkpointer:
@@ -269,8 +274,8 @@ def test_the_state_of_given_parameters_computes_no_others(gpt):
         (state.params, state.opt_state, state.loss_scale, jax.random.key_data(state.key)),
     )
     shapes = step.shapes()
-    lowered = jax.jit(step.programs.init_from, static_argnums=3).lower(
-        shapes.params, KEY, BATCH, shapes.placements
+    lowered = jax.jit(step.programs.init_from, static_argnums=4).lower(
+        shapes.params, None, KEY, BATCH, shapes.placements
     )
     assert "erf_inv" not in lowered.as_text()  # of the normal distribution
     with pytest.raises(ValueError, match="bias' is a ndarray of float32"):

@@ -49,6 +49,7 @@ class TestFinishedRun:
         assert (run / "loss.png").read_bytes().startswith(b"\x89PNG")
         assert len((run / "sample.txt").read_bytes()) >= len("def ") + 8
         assert list(run.glob("events.out.tfevents.*"))
+        assert not (run / "run.lock").exists()
         assert sorted(int(p.name) for p in (run / "checkpoints").iterdir()) == [5, 10, 12]
 
     def test_records_every_step(self, finished):

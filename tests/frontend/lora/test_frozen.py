@@ -183,6 +183,7 @@ def test_it_trains_with_the_wires_of_zeropp(preset, mesh24):
     assert kernel.secondary_bytes == 2 * kernel.shard_bytes  # hpZ keeps it as it is stored
 
 
+@pytest.mark.slow
 def test_persistent_and_small_leaves(mesh24):
     """Wires that are whole through the step; leaves below 4096 elements a layer stay floats."""
     model = GPT.tiny(width=64)

@@ -196,6 +196,34 @@ def test_a_users_own_frozen_leaves_stay_frozen_too(mesh24):
     assert other.config.frozen == (r"/a$", "^base/")
 
 
+@pytest.mark.parametrize("frozen", ["attn", r"/(a|b)$"])
+def test_frozen_adapters_are_refused(frozen, mesh24):
+    config = zeroxla.ZeroConfig(frozen=frozen)
+    _, step = lora_step(GPT.tiny(), mesh24, r"(attn|mlp)/.*kernel", config=config)
+    with pytest.raises(ValueError, match=r"both factors of the adapter 'lora/h/attn/c_attn/kernel"):
+        step.init(KEY, tokens(8))
+
+
+def test_trained_statistics_stay_with_the_weights(mesh24):
+    """They are part of what the base computes."""
+    case = CASES["batchnorm"]
+    batch = case.batch(32)
+    whole = zeroxla.make_step(case.make(), mesh24, optax.sgd(0.1), loss=case.loss)
+    state = whole.init(KEY, batch)
+    for _ in range(3):
+        state, _ = whole(state, batch)
+    model = zeroxla.lora(case.make(), targets="Dense_0/kernel", rank=2)
+    step = zeroxla.make_step(model, mesh24, optax.sgd(0.1), loss=case.loss)
+    step.abstract_state(batch)
+    params = zeroxla.full_params(state)
+    with pytest.warns(UserWarning, match=r"keeps a state .* first 'batch_stats"):
+        fresh = model.init_from(step, params, KEY)
+    begun = model.init_from(step, params, KEY, state.model_state)
+    expected = float(whole.eval(state, batch)["loss"])
+    assert float(step.eval(begun, batch)["loss"]) == pytest.approx(expected, rel=1e-5)
+    assert float(step.eval(fresh, batch)["loss"]) != pytest.approx(expected, rel=1e-4)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("preset", thinned(["zeropp"], slow=["zeropp_min"]))
 def test_it_trains_with_the_wires_of_zeropp(preset, mesh24):

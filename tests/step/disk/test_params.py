@@ -52,6 +52,7 @@ def test_the_model_is_in_no_memory(mesh24, stepped):
     assert memory.argument_bytes < 0.02 * mine
 
 
+@pytest.mark.slow
 def test_the_state_is_born_a_few_leaves_at_a_time(mesh24, tmp_path, monkeypatch):
     """The same leaves as without; no program of `init` returns more than a sub-group of them."""
     step = make_step(mesh24, disk(tmp_path, sub_group=2500), model="unrolled")
@@ -92,6 +93,7 @@ def test_a_step_reads_parameters_for_forward_for_backward_and_for_the_update(ste
     assert file.nbytes_of(kernel[0]) == 64 * 256 * 4 // 8
 
 
+@pytest.mark.slow
 def test_what_the_last_step_asked_for_is_read_ahead(mesh24, tmp_path, monkeypatch):
     """And no more than there is room for; a wrong guess changes nothing."""
     monkeypatch.setattr(read_ahead, "AHEAD_BYTES", 8 * 40_000)
@@ -117,6 +119,7 @@ def test_what_the_last_step_asked_for_is_read_ahead(mesh24, tmp_path, monkeypatc
     assert [*losses, *more, *last] == want
 
 
+@pytest.mark.slow
 def test_a_checkpoint_opens_in_every_memory(mesh24, tmp_path):
     place = disk(tmp_path)
     step, state = make(mesh24, place)
@@ -162,6 +165,7 @@ def test_a_flipped_byte_is_found_where_the_leaf_is_gathered(mesh24, tmp_path):
     assert file.version is on_disk(state.params)[0].version
 
 
+@pytest.mark.slow
 def test_parameters_are_read_whole_and_for_generation(mesh24, tmp_path):
     tokens = {"tokens": batch()["tokens"]}
     found = []
@@ -248,6 +252,7 @@ def anchored(rate):
     return optax.GradientTransformation(Anchored, update)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", thinned(["none"], slow=["host", "disk"]))
 def test_optimizer_state_made_of_parameters_on_disk(mesh24, tmp_path, optimizer):
     found = []
@@ -266,6 +271,7 @@ def p_stored(placement, x):
     return np.asarray(placement.stored(jnp.asarray(x)))
 
 
+@pytest.mark.slow
 def test_a_frozen_base_of_wires_is_written_once(mesh24, tmp_path):
     found = []
     for place in (Offload(), disk(tmp_path)):

@@ -7,7 +7,6 @@ import jax
 import optax
 import pytest
 from tools.offload import HAS_BARRIERS, assert_alike, make, taken, trained
-from tools.quick import thinned
 
 from zeroxla import Offload
 from zeroxla.offload.disk.disk_array import DiskArray
@@ -15,10 +14,8 @@ from zeroxla.offload.disk.disk_array import DiskArray
 SCHEDULED = optax.chain(
     optax.clip_by_global_norm(0.5), optax.adam(optax.linear_schedule(1e-2, 1e-3, 20))
 )
-QUICK = [
+CASES = [
     ("scanned", "zero3", {"params": "disk", "sub_group": 10**5}, 1, None),
-]
-SLOW = [
     ("nnx", "zeropp", {"params": "host", "sub_group": 1}, 2, SCHEDULED),
     ("unrolled", "zeropp", {"ratio": 0.5}, 2, None),
     ("unrolled", "zero3", {"params": "host", "buffers": 1}, 1, SCHEDULED),
@@ -33,9 +30,8 @@ SLOW = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("model", "preset", "options", "accumulate", "optimizer"), thinned(QUICK, slow=SLOW, rows=True)
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("model", "preset", "options", "accumulate", "optimizer"), CASES)
 def test_twenty_steps_are_bit_for_bit_those_without(
     mesh24, tmp_path, model, preset, options, accumulate, optimizer
 ):

@@ -51,7 +51,8 @@ def from_pretrained(
     Raises:
       ImportError: the package safetensors is not installed.
       ValueError: the config contradicts the model (each key is named, with both values);
-        a tensor is missing, unknown, or of another shape or dtype; a file is missing or damaged.
+        a tensor is missing, unknown, of another shape or dtype, or holds a number that is not
+        finite; a file is missing or damaged.
 
     Cost: of each leaf only the parts of this host's devices are read from the files, and host
     memory holds them for one leaf at a time. Parameters on disk are copied there one by one.
@@ -215,10 +216,19 @@ def _read_leaf(
 def _oriented(
     reader: TensorReader, leaf: NamedLeaf, name: str, inside: tuple[slice, ...]
 ) -> np.ndarray:
-    """Read a part of a tensor; the tensor is a leaf or one layer of it."""
-    if leaf.is_transposed:
-        return reader.read(name, inside[::-1]).T
-    return reader.read(name, inside)
+    """Read a part of a tensor; the tensor is a leaf or one layer of it.
+
+    Raises:
+      ValueError: a number is not finite.
+    """
+    part = reader.read(name, inside[::-1] if leaf.is_transposed else inside)
+    if bad := part.size - np.count_nonzero(np.isfinite(part)):
+        raise ValueError(
+            f"the tensor {name} in {reader.tensors[name].file} holds {bad} numbers that are NaN or "
+            f"infinite, of {part.size} in the part that was read; take weights that were saved "
+            "before their training diverged"
+        )
+    return part.T if leaf.is_transposed else part
 
 
 def _list(names: list[str]) -> str:

@@ -86,10 +86,17 @@ class Tokens:
             raise
         except Exception as error:  # the library's own error is a plain Exception
             raise ValueError(f"{file} is damaged or no tokenizer: {error}") from error
-        self.size = self._tokenizer.get_vocab_size()
+        # Numbers may be left out, so that there are fewer tokens than numbers.
+        numbers = self._tokenizer.get_vocab(with_added_tokens=True).values()
+        self.size = max(numbers, default=-1) + 1
         ids = (config.get(name) for name in ("bos_token_id", "eos_token_id"))
         first = next((x for x in ids if x is not None), None)
         self._first = first[0] if isinstance(first, list) else first
+        if self._first is not None and not 0 <= self._first < self.size:
+            raise ValueError(
+                f"the config in {folder} begins a document with the token {self._first}, and "
+                f"{file} has those from 0 to {self.size - 1}; correct bos_token_id or eos_token_id"
+            )
 
     def corpus(self, corpus: Corpus) -> Corpus:
         return dataclasses.replace(

@@ -10,7 +10,7 @@ it started. The program's output is passed on. Standard error also has JSON obje
 character MARK, that report on the program:
 
     {"pid": 1234}      it has started
-    {"alive": true}    it has taken a step; reported once a second at most
+    {"said": ".."}     it has written these letters to the pipe; see progress.py in zeroxla
     {"stopped": true}  a signal (SIGSTOP) stopped it; false: it goes on
     {"exit": 1}        it has ended with this status; negative: a signal ended it
     {"error": "..."}   it could not be started
@@ -54,9 +54,11 @@ def main() -> int:
     os.close(writer)
     say({"pid": program.pid})
     threading.Thread(target=obey, args=(program.pid,), daemon=True).start()
-    threading.Thread(target=relay, args=(progress,), daemon=True).start()
+    relayed = threading.Thread(target=relay, args=(progress,), daemon=True)
+    relayed.start()
     code = wait(program.pid)
     end(program.pid)  # what it started and left behind
+    relayed.join(timeout=1)  # its last letters come before its end
     say({"exit": code})
     return code if code >= 0 else 128 - code
 
@@ -85,10 +87,10 @@ def end(pid: int) -> None:
 
 
 def relay(progress: int) -> None:
-    """Report that the program lives, once a second at most."""
-    while os.read(progress, 4096):
-        say({"alive": True})
-        time.sleep(1)
+    """Report the letters of the program, ten times a second at most."""
+    while said := os.read(progress, 4096):
+        say({"said": said.decode("ascii", "replace")})
+        time.sleep(0.1)
 
 
 def say(value: dict[str, Any]) -> None:

@@ -28,6 +28,9 @@ def failed(first: Process, processes: Sequence[Process], after: float) -> str:
         facts.append(f"{_name(first)} {first.error}.")
     else:
         facts.append(f"{_name(first)} {_end_of(first)} {after:.0f} s after the start.")
+        if first.code == -signal.SIGABRT and first.notices and len(facts) == 1:
+            # Nothing else says why.
+            facts.append(f"JAX said in it:\n{_indented(first.notices)}\n")
         facts.append(_lines_of(first))
     return " ".join(facts)
 
@@ -49,6 +52,26 @@ def hung(running: Sequence[Process], deadline: float, after: float) -> str:
     return " ".join([*facts, _lines_of(silent)])
 
 
+def behind(
+    last: Process, processes: Sequence[Process], waited: float, heartbeat: float, after: float
+) -> str:
+    """Return the message about a process that does not take the step in which others wait for it.
+
+    Args:
+      last: the process.
+      processes: all processes.
+      waited: seconds since which the others wait.
+      heartbeat: seconds for which they may.
+      after: seconds since the start.
+    """
+    facts = [_stopped(p) for p in processes if p.stopped_at is not None]
+    facts.append(
+        f"{_name(last)} hangs: it has begun {last.steps} steps, and others have waited in the next "
+        f"one for {waited:.0f} s (--heartbeat {heartbeat:g}), {after:.0f} s after the start."
+    )
+    return " ".join([*facts, _lines_of(last)])
+
+
 def _name(process: Process) -> str:
     where = process.rank.host if process.pid is None else f"{process.rank.host}, {process.pid}"
     return f"Rank {process.rank.number} ({where})"
@@ -62,7 +85,7 @@ def _stopped(process: Process) -> str:
 
 def _unheard(processes: Sequence[Process]) -> Iterator[Process]:
     """Yield the processes that others report as silent."""
-    said = "\n".join("\n".join(p.last_lines) for p in processes)
+    said = "\n".join("\n".join(p.notices) for p in processes)
     _, found, rest = said.partition(_SILENT)
     numbers = re.match(r"\):\s*((?:(?:\S*task:)?\d+\s+)+)", rest)
     if found and numbers:
@@ -89,4 +112,8 @@ def _lines_of(process: Process) -> str:
     lines = process.last_lines
     if not lines:
         return "It printed nothing."
-    return "Its last lines:\n" + "\n".join(f"  {line}" for line in lines)
+    return f"Its last lines:\n{_indented(lines)}"
+
+
+def _indented(lines: Sequence[str]) -> str:
+    return "\n".join(f"  {line}" for line in lines)

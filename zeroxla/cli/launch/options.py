@@ -43,7 +43,11 @@ class LaunchOptions:
     """Seconds without output or a training step after which a process counts as hung; 0 sets no
     limit."""
     heartbeat: float = 30.0
-    """Seconds of silence between processes after which one counts as dead and the others end."""
+    """Seconds of silence between processes after which one counts as dead and the others end. Also
+    the seconds that others wait in a step for one that neither takes it nor prints a line."""
+    farewell: float = 5.0
+    """Seconds in which all processes must end once one has ended; a run that goes on without it has
+    failed."""
     grace: float = 60.0
     """Seconds in which processes may save and end after Ctrl-C or SIGTERM."""
     started: Annotated[str, tyro.conf.Suppress] = dataclasses.field(default_factory=_now)
@@ -54,8 +58,11 @@ class LaunchOptions:
             value = getattr(self, name)
             if value is not None and value < least:
                 raise ValueError(f"--{name.replace('_', '-')} {value}: at least {least}")
-        if self.heartbeat < 1:
-            raise ValueError(f"--heartbeat {self.heartbeat}: at least 1")
+        if self.port is not None and self.port > 65535:
+            raise ValueError(f"--port {self.port}: at most 65535")
+        for name in ("heartbeat", "farewell"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"--{name} {getattr(self, name)}: at least 1")
         for name in ("max_restarts", "deadline", "grace"):
             if getattr(self, name) < 0:
                 raise ValueError(f"--{name.replace('_', '-')} {getattr(self, name)}: at least 0")

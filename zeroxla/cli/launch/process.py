@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import re
 import signal
 import subprocess
 import sys
@@ -15,11 +14,11 @@ from collections.abc import Callable, Mapping
 from typing import IO, Any
 
 from zeroxla.cli.launch.child import MARK
+from zeroxla.cli.launch.notices import NoticeFilter, is_frame
 from zeroxla.cli.launch.ranks import Rank
+from zeroxla.mesh.processes import progress
 
 LAST_LINES = 20
-# A line of one of XLA's stack traces. They would leave no room for the error itself.
-_FRAME = re.compile(r"\s+@\s+0x[0-9a-f]+")
 _printing = threading.Lock()
 
 
@@ -35,6 +34,13 @@ class Process:
       error: the reason why it could not be started or is out of reach; None while all is well.
       stopped_at: the time at which a signal (SIGSTOP) stopped it; None while it runs.
       heard_at: the time at which it last printed, took a step, or was started.
+      steps: the number of training steps that it has begun.
+      stepped_at: the time at which it began the last one; the start if there is none.
+      longest: the most seconds between two steps so far, if it compiled nothing between them.
+      compiles: whether it compiles a program.
+      failed_at: the time at which it ended badly, or said that it will; None while all is well.
+      fails_first: whether it has found no other process that had failed before it; None if it has
+        not said so.
     """
 
     def __init__(
@@ -46,7 +52,15 @@ class Process:
         self.error: str | None = None
         self.stopped_at: float | None = None
         self.heard_at = time.monotonic()
+        self.steps = 0
+        self.stepped_at = self.heard_at
+        self.longest = 0.0
+        self.compiles = False
+        self._has_compiled = True  # before the first step
+        self.failed_at: float | None = None
+        self.fails_first: bool | None = None
         self._last: deque[str] = deque(maxlen=LAST_LINES)
+        self._notices: deque[str] = deque(maxlen=LAST_LINES)
         pipe = subprocess.PIPE
         self._child = subprocess.Popen(
             rank.command, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True
@@ -68,8 +82,13 @@ class Process:
 
     @property
     def last_lines(self) -> list[str]:
-        """The last lines that it printed, without frames of C++."""
+        """The last lines that it printed, without JAX's notices about other processes."""
         return list(self._last)
+
+    @property
+    def notices(self) -> list[str]:
+        """The last lines of JAX's notices about other processes, without stack traces."""
+        return list(self._notices)
 
     def send(self, number: signal.Signals) -> None:
         """Send a signal to the program and to all processes that it started."""
@@ -93,11 +112,12 @@ class Process:
             self._child.stdin.flush()
 
     def _read(self, stream: IO[bytes], out: IO[str]) -> None:
+        notices = NoticeFilter()
         with stream:
             for raw in stream:
-                self._take(raw, out)
+                self._take(raw, out, notices)
 
-    def _take(self, raw: bytes, out: IO[str]) -> None:
+    def _take(self, raw: bytes, out: IO[str], notices: NoticeFilter) -> None:
         text = raw.decode("utf-8", "replace").rstrip("\n")
         line, mark, said = text.partition(MARK)
         if mark:
@@ -107,8 +127,11 @@ class Process:
                 line = text
         if line or not mark:
             self.heard_at = time.monotonic()
-            if not _FRAME.match(line):
-                self._last.append(line)
+            if notices.takes(line):
+                if line and not is_frame(line):
+                    self._notices.append(line)
+                return
+            self._last.append(line)
             with _printing:
                 out.write(f"[{self.rank.number:>{self._width}}] {line}\n")
                 out.flush()
@@ -117,20 +140,46 @@ class Process:
         match said:
             case {"pid": pid}:
                 self.pid = pid
-            case {"alive": _}:
+            case {"said": letters}:
                 self.heard_at = time.monotonic()
+                self._note(letters)
             case {"stopped": stopped}:
                 self.stopped_at = time.monotonic() if stopped else None
             case {"exit": code}:
+                if code != 0:
+                    self._note_failure()
                 self.code = code
             case {"error": error}:
+                self._note_failure()
                 self.error = error
         self._changed(self)
+
+    def _note(self, letters: str) -> None:
+        for letter in letters:
+            if letter == progress.STEP:
+                self._note_step()
+            elif letter in (progress.COMPILES, progress.COMPILED):
+                self.compiles = letter == progress.COMPILES
+                self._has_compiled = True
+            elif letter in (progress.FAILS_FIRST, progress.FAILS_AFTER):
+                self._note_failure()
+                self.fails_first = letter == progress.FAILS_FIRST
+
+    def _note_step(self) -> None:
+        before, self.stepped_at = self.stepped_at, time.monotonic()
+        if not self._has_compiled:
+            self.longest = max(self.longest, self.stepped_at - before)
+        self._has_compiled = False
+        self.steps += 1
+
+    def _note_failure(self) -> None:
+        self.failed_at = self.failed_at or time.monotonic()
 
     def _wait(self) -> None:
         for reader in self._readers:
             reader.join()
         code = self._child.wait()
         if not self.has_ended:  # it ended and said nothing
+            self._note_failure()
             self.error = f"is out of reach: {self.rank.command[0]} ended with {code}"
         self._changed(self)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
+import secrets
 import shlex
 import socket
 import sys
@@ -16,6 +17,7 @@ from zeroxla.cli.launch.hostfile import Host, read_hostfile
 from zeroxla.cli.launch.options import LaunchOptions
 from zeroxla.mesh.processes.environment import (
     COORDINATOR,
+    FAREWELL,
     HEARTBEAT,
     NODE,
     NUM_PROCESSES,
@@ -23,6 +25,7 @@ from zeroxla.mesh.processes.environment import (
     RESTART,
     SIMULATED_DEVICES,
     STARTED,
+    TOKEN,
 )
 
 DEFAULT_PORT = 29400
@@ -55,13 +58,18 @@ def make_ranks(options: LaunchOptions, restart: int) -> list[Rank]:
       ValueError: the host file cannot be used, or contradicts the options.
     """
     if options.hostfile is None:
-        return _local(options, restart)
-    return _remote(options, read_hostfile(options.hostfile), restart)
+        ranks = _local(options, restart)
+    else:
+        ranks = _remote(options, read_hostfile(options.hostfile), restart)
+    token = secrets.token_hex(32)  # goes to the hosts with their orders, on no command line
+    return [dataclasses.replace(rank, env={**rank.env, TOKEN: token}) for rank in ranks]
 
 
 def _local(options: LaunchOptions, restart: int) -> list[Rank]:
     nodes = options.nodes or 1
     port = options.port or free_port()
+    if options.port is not None and restart == 0:
+        check_free(port)
     command = (sys.executable, child.__file__)
     gpus = _visible_gpus()
     size = options.devices_per_node or len(gpus) // nodes
@@ -115,6 +123,7 @@ def _told(
         NODE: f"node {i}",
         SIMULATED_DEVICES: str(devices),
         HEARTBEAT: str(options.heartbeat),
+        FAREWELL: str(options.farewell),
         RESTART: str(restart),
         STARTED: options.started,
         "NPROC": os.environ.get("NPROC", str(max(64, 8 * devices))),
@@ -129,6 +138,22 @@ def _visible_gpus() -> list[str]:
         return [gpu for gpu in visible.split(",") if gpu]
     found = (re.fullmatch(r"nvidia(\d+)", path.name) for path in Path("/dev").glob("nvidia*"))
     return sorted((gpu[1] for gpu in found if gpu), key=int)
+
+
+def check_free(port: int) -> None:
+    """Check that nobody listens on a TCP port of this machine.
+
+    Raises:
+      ValueError: somebody does, or the port may not be used.
+    """
+    with socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind(("127.0.0.1", port))
+        except OSError as error:
+            raise ValueError(
+                f"--port {port}: {error.strerror}; name another, or leave it out for a free one"
+            ) from error
 
 
 def free_port() -> int:

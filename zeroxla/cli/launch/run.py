@@ -35,7 +35,13 @@ def launch(options: LaunchOptions, argv: Sequence[str]) -> int:
     order = {"argv": list(argv), "cwd": os.getcwd(), "progress": PROGRESS}
     for attempt in range(options.max_restarts + 1):
         ranks = make_ranks(options, attempt)
-        outcome = supervise(ranks, order, deadline=options.deadline, grace=options.grace)
+        outcome = supervise(
+            ranks,
+            order,
+            deadline=options.deadline,
+            heartbeat=options.heartbeat,
+            grace=options.grace,
+        )
         sys.stdout.flush()
         if outcome.message:
             console.print(Text.assemble(("launch: ", "bold red"), outcome.message))

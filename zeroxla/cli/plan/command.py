@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from zeroxla.cli.config_file import with_config
 from zeroxla.cli.errors import UsageError
 from zeroxla.cli.plan.options import PlanOptions
 from zeroxla.cli.read_options import read_options
@@ -15,7 +16,7 @@ def run(arguments: Sequence[str]) -> int:
     Raises:
       UsageError: an option or an input cannot work.
     """
-    options = read_options("plan", arguments, PlanOptions)
+    options = read_options("plan", with_config(arguments, PlanOptions), PlanOptions)
     from zeroxla.cli.plan.run import run_plan  # here, because it takes a second to import
 
     try:

@@ -4,15 +4,25 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
 
+from zeroxla.cli.adapter_options import LoraOptions
+from zeroxla.cli.mesh_options import PipelineOptions
 from zeroxla.cli.offload_options import PlannedOffload
+from zeroxla.cli.optimizer_options import OptimizerOptions
 from zeroxla.cli.option_groups import OptionGroups, flag
+from zeroxla.cli.zero_options import (
+    LEAST,
+    FetchOptions,
+    HopOptions,
+    WireOptions,
+    ZeroOptions,
+    check_offload,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanModelOptions:
-    """The model: a language model that is trained with AdamW."""
+    """The model: a language model."""
 
     model: str = "gpt2"
     """Name of a model, such as llama-7b. An unknown name lists all names."""
@@ -33,9 +43,6 @@ class ClusterOptions:
     """Length of the mesh axis `node`; with --search, the number of nodes of the cluster."""
     devices_per_node: int = 8
     """Length of the mesh axis `device`; with --search, the devices of a node of the cluster."""
-    pipe: int = 1
-    """Number of pipeline stages: the length of the mesh axis `pipe`. --nodes and --devices-per-node
-    then count one stage."""
     device: str = "h100"
     """Kind of device. An unknown kind lists all kinds."""
     link: str = "100gbit"
@@ -46,19 +53,6 @@ class ClusterOptions:
     measured_s: float | None = None
     """Seconds that exactly this step took when it was measured. The plan derives the device's
     efficiency from them, and prints it as an entry for a file of --machines."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlanStepOptions:
-    """The training step."""
-
-    zero: Literal["zero3", "zeropp", "zeropp_hq", "zeropp_min"] = "zero3"
-    """Wire formats. zero3: full precision. zeropp: ZeRO++ as in its paper. zeropp_hq: the best
-    quality at zeropp's bytes. zeropp_min: the fewest bytes between hosts."""
-    compute_dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
-    """Dtype of the computation, and of parameters on the wire. The master copy is float32."""
-    accumulate: int = 1
-    """Micro-batches per step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +101,13 @@ class PlanOptions(OptionGroups):
 
     model: PlanModelOptions = field(default_factory=PlanModelOptions)
     cluster: ClusterOptions = field(default_factory=ClusterOptions)
-    step: PlanStepOptions = field(default_factory=PlanStepOptions)
+    pipeline: PipelineOptions = field(default_factory=PipelineOptions)
+    training: OptimizerOptions = field(default_factory=OptimizerOptions)
+    lora: LoraOptions = field(default_factory=LoraOptions)
+    zero: ZeroOptions = field(default_factory=ZeroOptions)
+    wires: WireOptions = field(default_factory=WireOptions)
+    hops: HopOptions = field(default_factory=HopOptions)
+    fetch: FetchOptions = field(default_factory=FetchOptions)
     offload: PlannedOffload = field(default_factory=PlannedOffload)
     generation: PlanGenerationOptions = field(default_factory=PlanGenerationOptions)
     compilation: Compilation = field(default_factory=Compilation)
@@ -120,27 +120,46 @@ class PlanOptions(OptionGroups):
                 "model.batch": 1,
                 "cluster.nodes": 1,
                 "cluster.devices_per_node": 1,
-                "cluster.pipe": 1,
+                "pipeline.pipe": 1,
                 "generation.prompts": 1,
                 "generation.prompt_length": 1,
                 "generation.new_tokens": 1,
                 "generation.tensor": 1,
                 "output.rows": 1,
-                "step.accumulate": 1,
+                **LEAST,
             }
         )
-        self.offload.check(self.step.zero, self.cluster.pipe)
-        given = {"--compile": self.compilation.compile, "--measured-s": self.cluster.measured_s}
-        alone = ("offload_params", "offload_secondary")
-        given |= {flag(name): getattr(self.offload, name) != "none" for name in alone}
-        if self.output.search and (useless := [name for name, value in given.items() if value]):
+        self.lora.check(self.pipeline.pipe)
+        check_offload(self, self.pipeline.pipe)
+        if self.output.search and (useless := self._unsearched()):
             raise ValueError(
-                f"--search with {', '.join(useless)}: a search compiles and calibrates nothing, "
-                "and not all that it tries goes with every offload; plan the settings that it "
-                "finds with that"
+                f"--search with {', '.join(useless)}: a search compiles and calibrates nothing, it "
+                "chooses wires and stages itself, and not all that it tries goes with every "
+                "offload; plan the settings that it finds with that"
             )
-        if self.generation.prompts is not None and self.cluster.pipe > 1:
+        if self.generation.prompts is not None and self.pipeline.pipe > 1:
             raise ValueError(
-                f"--prompts {self.generation.prompts} with --pipe {self.cluster.pipe}: generation "
+                f"--prompts {self.generation.prompts} with --pipe {self.pipeline.pipe}: generation "
                 "needs all layers on a device; plan it with --pipe 1"
             )
+
+    def _unsearched(self) -> list[str]:
+        """The flags of options that are given, and that a search does not take."""
+        usual = type(self)()
+        names = {
+            "compilation": ("compile",),
+            "cluster": ("measured_s",),
+            "offload": ("offload_params", "offload_secondary"),
+            "pipeline": ("schedule", "partition", "weights", "memory"),
+            "lora": ("lora_rank",),
+            "wires": tuple(vars(self.wires)),
+            "hops": tuple(vars(self.hops)),
+            "zero": ("deepspeed",),
+        }
+        return [
+            flag(name)
+            for group, own in names.items()
+            for name in own
+            if getattr(getattr(self, group), name) != getattr(getattr(usual, group), name)
+            and (group, getattr(getattr(self, group), name)) != ("offload", "none")
+        ]

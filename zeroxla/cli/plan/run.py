@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from zeroxla.cli.plan.options import PlanOptions
+from zeroxla.cli.zero_options import zero_config
 from zeroxla.config.zero_config import ZeroConfig
 from zeroxla.inspect.pictures import plot_plan, plot_search
 from zeroxla.mesh.axes import DEVICE, NODE, PIPE
@@ -38,6 +39,7 @@ def run_plan(options: PlanOptions) -> int:
     Raises:
       ValueError: as `zeroxla.plan` and `calibrated`.
     """
+    _make_folder(options.output.picture)
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
     if options.output.search:
         return _run_search(options, console)
@@ -61,6 +63,22 @@ def run_plan(options: PlanOptions) -> int:
     return 0 if found.fits else 1
 
 
+def _make_folder(picture: Path | None) -> None:
+    """Make the folder of a picture before the planning, which may take minutes.
+
+    Raises:
+      ValueError: it cannot be made.
+    """
+    if picture is None:
+        return
+    try:
+        picture.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(
+            f"--picture {picture}: cannot make the folder {picture.parent}: {error.strerror}"
+        ) from error
+
+
 _NOWHERE = Path("planned")
 """The folder of a planned state on disk. It is never made."""
 
@@ -71,22 +89,23 @@ def plan_from(options: PlanOptions) -> Plan:
     Raises:
       ValueError: as `zeroxla.plan`.
     """
-    wanted, cluster, step = options.model, options.cluster, options.step
+    wanted, cluster, stages = options.model, options.cluster, options.pipeline
     model, length = model_named(wanted.model, remat=wanted.remat)
-    if cluster.pipe > 1:
-        model = Pipeline.from_model(model)
+    model = options.lora.adapted(model)
+    if stages.pipe > 1:
+        model = Pipeline.from_model(
+            model, partition=stages.boundaries, schedule=stages.schedule, memory=stages.memory
+        )
     if options.compilation.compile:
-        prepare_cpu(cluster.pipe * cluster.nodes * cluster.devices_per_node)
-    config = getattr(ZeroConfig, step.zero)(
-        compute_dtype=step.compute_dtype,
-        accumulate=step.accumulate,
-        offload=options.offload.offload(_NOWHERE),
-    )
+        prepare_cpu(stages.pipe * cluster.nodes * cluster.devices_per_node)
+    config = _config(options)
     return plan(
         model,
-        {PIPE: cluster.pipe, NODE: cluster.nodes, DEVICE: cluster.devices_per_node},
-        _batch(options, length, step.accumulate),
+        {PIPE: stages.pipe, NODE: cluster.nodes, DEVICE: cluster.devices_per_node},
+        _batch(options, length, config.accumulate),
+        optimizer=_optimizer(options, config),
         config=config,
+        weights=stages.weights,
         generating=_generating(options),
         **_machines(options),
         compiled=options.compilation.compile,
@@ -100,15 +119,15 @@ def search_from(options: PlanOptions, progress: Any) -> Search:
       ValueError: as `zeroxla.search_plans`.
     """
     wanted, cluster = options.model, options.cluster
+    config = _config(options)
     models = {remat: model_named(wanted.model, remat=remat) for remat in (False, True)}
     return search_plans(
         {remat: model for remat, (model, _) in models.items()},
         cluster.nodes,
         cluster.devices_per_node,
         _batch(options, models[True][1], ROWS_PER_DEVICE),
-        config=ZeroConfig(
-            compute_dtype=options.step.compute_dtype, offload=options.offload.offload(_NOWHERE)
-        ),
+        config=config,
+        optimizer=_optimizer(options, config),
         generating=_generating(options),
         progress=progress,
         **_machines(options),
@@ -170,6 +189,18 @@ def _smallest_cluster(options: PlanOptions, found: Plan) -> str:
         f"The smallest cluster of {each} that would hold it, with as many sequences a device: "
         f"--nodes {least} --batch {rows * least}."
     )
+
+
+def _config(options: PlanOptions) -> ZeroConfig:
+    return zero_config(options, {"compute_dtype": "bfloat16"}, path=_NOWHERE)
+
+
+def _optimizer(options: PlanOptions, config: ZeroConfig) -> Any:
+    """Return the optimizer, whose rates a plan does not need."""
+    if config.optimizer is None or options.training.optimizer is not None:
+        return options.training.make(3e-4)
+    options.training.check_own(())
+    return config.optimizer
 
 
 def _batch(options: PlanOptions, context: int, rows_per_device: int) -> dict[str, Any]:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 from zeroxla.cli.rlhf.options import RlhfOptions
-from zeroxla.cli.train.checks import named
+from zeroxla.cli.train.checks import WORKING, named
 
 FREE = frozenset(
-    {"run", "resume", "steps", "save_every", "keep", "samples", "tensor"}
-    | {"nodes", "devices_per_node", "zero", "accumulate", "persistence_threshold"}
+    {"run", "resume", "steps", "save_every", "keep", "samples", "tensor", "max_skipped"}
+    | {"zero", "accumulate"}
+    | {f.name for group in WORKING for f in dataclasses.fields(group)}
 )
 """A resumed run takes these from the command line; a change of any other option is another run."""
 

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import math
+from collections.abc import Mapping
 
 import jax
 import numpy as np
-import optax
 from jax.sharding import Mesh
 
 from zeroxla.checkpoint.checkpointer import Checkpointer
+from zeroxla.cli.deepspeed_file import keep_deepspeed
+from zeroxla.cli.divergence import REMEDY, Divergence
+from zeroxla.cli.errors import DivergedError
 from zeroxla.cli.interrupt import StopRequest
 from zeroxla.cli.job import Job, run_job
 from zeroxla.cli.rlhf.options import RlhfOptions
@@ -18,6 +23,7 @@ from zeroxla.cli.rlhf.plot import plot_run
 from zeroxla.cli.rlhf.start import START, Start, source_of
 from zeroxla.cli.train.setup import mesh_for
 from zeroxla.cli.train.text import describe_corpus, record_of
+from zeroxla.hybrid.prompts import NotFiniteError
 from zeroxla.program.random_keys import SAMPLES
 from zeroxla.rlhf.loop import Loop
 from zeroxla.rlhf.make import make_loop
@@ -58,22 +64,33 @@ class RlhfJob(Job[RlhfOptions, RlhfOutput]):
         self.key = jax.random.key(options.learning.seed)
         self.states: States | None = None  # until begin() has made them
         self.critics: Checkpointer | None = None
+        limit = options.learning.max_skipped
+        self.actor_divergence = Divergence(limit=limit, warn=output.warn, unit=self.unit)
+        self.critic_divergence = Divergence(
+            limit=limit, warn=output.warn, unit=f"the critic's {self.unit}"
+        )
         # Traces the models, so that what does not fit the devices is found before files are made.
         self.learner = self.make_loop()
         self.open_run("text", record_of(self.start.corpus), before=self.start.options.to_dict())
 
     def make_loop(self) -> Loop:
-        learning = self.options.learning
+        learning, config = self.options.learning, self.start.config
+        optimizer = critic_optimizer = config.optimizer
+        if optimizer is None or learning.optimizer is not None:
+            optimizer = learning.make(learning.learning_rate)
+            critic_optimizer = learning.make(learning.critic_learning_rate)
+        else:
+            learning.check_own(("learning_rate", "critic_learning_rate"))
         return make_loop(
             self.start.choice.model,
             self.start.mesh,
             self.settings,
             reward=self.reward,
-            optimizer=_adam(learning.learning_rate, learning.clip),
-            critic_optimizer=_adam(learning.critic_learning_rate, learning.clip),
+            optimizer=optimizer,
+            critic_optimizer=critic_optimizer,
             storage=self.options.as_storage(),
             tensor=self.options.engine.tensor,
-            config=self.start.config,
+            config=dataclasses.replace(config, optimizer=None),
         )
 
     @property
@@ -86,6 +103,7 @@ class RlhfJob(Job[RlhfOptions, RlhfOutput]):
 
     def keep(self) -> None:
         self.start.keep(self.path, self.options.start.init_run)
+        keep_deepspeed(self.options.zero, self.path)
 
     def open_checkpoints(self) -> None:
         super().open_checkpoints()
@@ -132,14 +150,42 @@ class RlhfJob(Job[RlhfOptions, RlhfOutput]):
             assert self.states is not None
             prompts = next(self.prompts)["tokens"]
             key = jax.random.fold_in(self.key, self.done)
-            self.states, metrics = self.learner.iterate(self.states, prompts, key)
+            try:
+                self.states, metrics = self.learner.iterate(self.states, prompts, key)
+            except NotFiniteError as error:
+                raise DivergedError(
+                    f"iteration {self.done + 1} cannot generate: {error}; {REMEDY}"
+                ) from error
             self.done += 1
             self.folder.log(self.done, metrics)
             shown = ", ".join(f"{name} {metrics[name]:.3f}" for name in SHOWN)
             seconds = sum(value for name, value in metrics.items() if name.endswith("_s"))
             self.show_progress(self.done, f"{shown}, {seconds:.1f} s")
-            if self.is_due(self.options.output.save_every):
+            self.watch(metrics)
+            if self.is_due(self.options.output.save_every) and self.may_save():
                 self.save()
+        for divergence in (self.actor_divergence, self.critic_divergence):
+            divergence.check_end(self.done)
+
+    def watch(self, metrics: Mapping[str, float]) -> None:
+        """Take note of an iteration's optimizer steps: it was skipped if all of them were, or if a
+        loss was not finite."""
+        steps = self.settings.epochs * (self.settings.rows // self.settings.minibatch_rows)
+        for divergence, prefix in ((self.actor_divergence, ""), (self.critic_divergence, "value_")):
+            if f"{prefix}loss" in metrics:
+                loss, skipped = metrics[f"{prefix}loss"], int(metrics[f"{prefix}skipped"])
+                divergence.took(
+                    self.done,
+                    finite=skipped < steps and math.isfinite(loss),
+                    loss=loss,
+                    scaled=self.start.config.compute_dtype == "float16",
+                    steps=skipped,
+                )
+
+    def may_save(self) -> bool:
+        """Return whether the states of actor and critic are worth a checkpoint."""
+        both = (self.actor_divergence, self.critic_divergence)
+        return all(divergence.may_save(self.done) for divergence in both)
 
     def write_checkpoint(self, *, last: bool) -> None:
         assert self.states is not None
@@ -186,11 +232,9 @@ class RlhfJob(Job[RlhfOptions, RlhfOutput]):
         self.folder.write_text(f"samples_{when}.txt", as_text(samples))
 
     def close(self) -> None:
-        super().close()
-        if self.critics is not None:
-            self.critics.close()
-
-
-def _adam(learning_rate: float, clip: float) -> optax.GradientTransformation:
-    adam = optax.adam(learning_rate)
-    return adam if clip == 0 else optax.chain(optax.clip_by_global_norm(clip), adam)
+        try:
+            if self.critics is not None:
+                self.critics.close()
+        finally:
+            self.critics = None
+            super().close()

@@ -6,15 +6,21 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from zeroxla.cli.option_groups import JobOptions, flag
-from zeroxla.cli.train.options import (
-    MeshOptions,
-    ModelOptions,
-    TextOptions,
-    TrainingOptions,
-    TrainOptions,
+from zeroxla.cli.adapter_options import AdapterOptions
+from zeroxla.cli.mesh_options import MeshOptions
+from zeroxla.cli.offload_options import OffloadOptions
+from zeroxla.cli.optimizer_options import OptimizerOptions
+from zeroxla.cli.option_groups import LARGEST, JobOptions, check_seed, flag
+from zeroxla.cli.train.options import ModelOptions, TextOptions, TrainingOptions, TrainOptions
+from zeroxla.cli.zero_options import (
+    LEAST,
+    FetchOptions,
+    HopOptions,
+    WireOptions,
+    ZeroOptions,
+    check_offload,
 )
-from zeroxla.rlhf.make import TARGETS, Storage
+from zeroxla.rlhf.make import Storage
 from zeroxla.rlhf.settings import Settings
 
 
@@ -41,18 +47,12 @@ class StartOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StorageOptions:
-    """The storage of actor and reference."""
+class StorageOptions(AdapterOptions):
+    """The storage of actor and reference. With --lora-rank the frozen reference is the base of the
+    actor, which has adapters."""
 
     reference: Literal["int8", "int4", "float32"] = "int8"
     """Format of the frozen reference's dense leaves; float32 stores all leaves as float32."""
-    lora_rank: int | None = None
-    """Rank of the actor's adapters; the frozen reference is then the actor's base. Default: no
-    adapters, the whole actor is trained."""
-    lora_alpha: float = 16.0
-    """Strength of the adapters: their output is multiplied by alpha / rank."""
-    lora_targets: str = TARGETS
-    """Regular expression that finds the paths of the leaves with adapters."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +77,7 @@ class TaskOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LearningOptions:
+class LearningOptions(OptimizerOptions):
     """The optimizer: Adam with clipping, at constant learning rates."""
 
     steps: int = 40
@@ -96,8 +96,9 @@ class LearningOptions:
     """Clipping range of the ratio between the present policy and the one that drew a token."""
     entropy: float = 0.0
     """Bonus per nat of the actor's entropy."""
-    clip: float = 1.0
-    """Largest global gradient norm; larger gradients are clipped to it. 0 clips nothing."""
+    max_skipped: int = 20
+    """Number of optimizer steps in a row whose loss or gradient is not finite, after which the run
+    stops. 0 never stops it."""
     seed: int = 0
     """Seed of the parameters, the prompts and the responses."""
 
@@ -142,6 +143,11 @@ class RlhfOptions(JobOptions):
     learning: LearningOptions = field(default_factory=LearningOptions)
     mesh: MeshOptions = field(default_factory=MeshOptions)
     engine: EngineOptions = field(default_factory=EngineOptions)
+    zero: ZeroOptions = field(default_factory=ZeroOptions)
+    wires: WireOptions = field(default_factory=WireOptions)
+    hops: HopOptions = field(default_factory=HopOptions)
+    fetch: FetchOptions = field(default_factory=FetchOptions)
+    offload: OffloadOptions = field(default_factory=OffloadOptions)
     output: RlhfRunOptions = field(default_factory=RlhfRunOptions)
 
     def __post_init__(self) -> None:
@@ -151,17 +157,20 @@ class RlhfOptions(JobOptions):
                 "start.length": 2,
                 "task.prompt_length": 2,
                 "learning.steps": 1,
-                "learning.clip": 0,
-                "learning.seed": 0,
+                "learning.max_skipped": 0,
                 "engine.tensor": 1,
                 "output.save_every": 1,
                 "output.keep": 1,
                 "output.samples": 0,
+                **LEAST,
             }
         )
+        check_seed(self.learning.seed)
+        check_offload(self, pipe=1)
         for name in ("learning_rate", "critic_learning_rate"):
-            if not getattr(self.learning, name) > 0:
-                raise ValueError(f"{flag(name)} {getattr(self.learning, name)} must be above 0")
+            rate = getattr(self.learning, name)
+            if not 0 < rate <= LARGEST:
+                raise ValueError(f"{flag(name)} {rate} must be above 0, and finite in float32")
         if self.task.reward == "brief" and self.task.eos is None:
             raise ValueError(
                 "--reward brief: without an end token all responses are equally long; give --eos, "
@@ -192,11 +201,12 @@ class RlhfOptions(JobOptions):
     def as_storage(self) -> Storage:
         """Return the storage of actor and reference."""
         own = self.storage
+        targets = {} if own.lora_targets is None else {"targets": own.lora_targets}
         return Storage(
             frozen=None if own.reference == "float32" else own.reference,
             rank=own.lora_rank,
             alpha=own.lora_alpha,
-            targets=own.lora_targets,
+            **targets,
         )
 
     def as_train(self) -> TrainOptions:

@@ -18,14 +18,18 @@ from jax.sharding import Mesh
 
 from zeroxla.checkpoint.checkpointer import Checkpointer
 from zeroxla.cli.data import text as data
+from zeroxla.cli.deepspeed_file import kept_deepspeed
+from zeroxla.cli.errors import DivergedError
 from zeroxla.cli.rlhf.options import RlhfOptions
 from zeroxla.cli.run_folder import CHECKPOINTS, check_command, has_checkpoint, read_config
-from zeroxla.cli.train.model import MODEL, ModelChoice, choose
+from zeroxla.cli.run_sections import stored_options
+from zeroxla.cli.train.model import MODEL, ModelChoice, choose, with_plan
 from zeroxla.cli.train.options import TrainOptions
-from zeroxla.cli.train.setup import optimizer_for, schedule_for
+from zeroxla.cli.train.setup import USUAL, optimizer_for, schedule_for
+from zeroxla.cli.zero_options import zero_config
 from zeroxla.config.zero_config import ZeroConfig
 from zeroxla.mesh.batches import global_batch, process_shard
-from zeroxla.mesh.make_mesh import make_mesh
+from zeroxla.step.disk.steps import has_disk
 from zeroxla.step.make import make_step
 from zeroxla.step.state import TrainState
 from zeroxla.step.step import Step
@@ -44,6 +48,7 @@ class Start:
       corpus: the text, in the model's tokens.
       mesh, config: the mesh and the options of all steps.
       step: a step of the model without an optimizer.
+      batch: the shapes of the batch that the step has seen.
     """
 
     options: TrainOptions
@@ -52,6 +57,7 @@ class Start:
     mesh: Mesh
     config: ZeroConfig
     step: Step
+    batch: Any
 
     @staticmethod
     def of(options: RlhfOptions, mesh: Mesh, run: Path | None) -> Start:
@@ -69,22 +75,28 @@ class Start:
         choice = choose(before, folder)
         text = before.text
         corpus = choice.vocabulary.corpus(data.load_corpus(text.data, holdout=text.holdout))
-        config = getattr(ZeroConfig, options.mesh.zero)(
-            compute_dtype=options.mesh.compute_dtype,
-            accumulate=options.mesh.accumulate or 1,
-            persistence_threshold=options.mesh.persistence_threshold,
-        )
-        step = make_step(choice.model, mesh, optax.set_to_zero(), config=config)
-        tokens = jax.ShapeDtypeStruct((text.batch, text.length + 1), np.int32)
-        step.abstract_state({"tokens": tokens})
+        config = zero_config(options, USUAL, deepspeed=kept_deepspeed(options.zero, run))
+        without = dataclasses.replace(config, optimizer=None)
+        step = make_step(choice.model, mesh, optax.set_to_zero(), config=without)
+        batch = {"tokens": jax.ShapeDtypeStruct((text.batch, text.length + 1), np.int32)}
+        step.abstract_state(batch)
         return Start(
-            options=before, choice=choice, corpus=corpus, mesh=mesh, config=config, step=step
+            options=before,
+            choice=choice,
+            corpus=corpus,
+            mesh=mesh,
+            config=config,
+            step=step,
+            batch=batch,
         )
 
     def restored(self, folder: Path, report: Callable[[str], None]) -> TrainState:
         """Return a state with the parameters of the newest checkpoint in a folder."""
+        like = self.step.shapes()
+        if has_disk(like):  # they are read into the file of a state that is there
+            like = self.step.init(jax.random.key(0), self.batch)
         with Checkpointer(folder, keep=None, report=report) as checkpointer:
-            params = checkpointer.restore_params(self.step.shapes()).params
+            params = checkpointer.restore_params(like).params
         return self.step.init_from(params, jax.random.key(0))
 
     def learned(self, done: Callable[[int, float], None]) -> TrainState:
@@ -92,10 +104,14 @@ class Start:
 
         Args:
           done: called after each step, with its number and the loss of the step before.
+
+        Raises:
+          DivergedError: the loss at the end is not finite.
         """
         options = self.options
         optimizer = optimizer_for(options, schedule_for(options))
-        step = make_step(self.choice.model, self.mesh, optimizer, config=self.config)
+        config = dataclasses.replace(self.config, optimizer=None)
+        step = make_step(self.choice.model, self.mesh, optimizer, config=config)
         index, count = process_shard(self.mesh)
         batches = data.training_batches(
             self.corpus.train,
@@ -115,6 +131,12 @@ class Start:
             loss = metrics["loss"]
             done(i + 1, before)
         assert state is not None
+        assert loss is not None
+        if not np.isfinite(float(loss)):
+            raise DivergedError(
+                f"the model did not learn the text: after {options.training.steps} steps "
+                "(--pretrain-steps) its loss is not finite; look at the text of --data"
+            )
         return self.step.init_from(state.params, jax.random.key(0))
 
     def keep(self, run: Path, source: Path | None) -> None:
@@ -148,35 +170,29 @@ class Start:
         )
 
 
-def actor_of(config: dict[str, Any], model: Any) -> Any:
+def actor_of(run: Path, model: Any) -> Any:
     """Return the model whose state a run's checkpoints hold: with adapters, if the actor has some.
 
     Args:
-      config: the run's config; see `read_config`.
+      run: the run's folder.
       model: the model without adapters.
     """
-    storage = RlhfOptions.from_dict(config["options"]).as_storage()
-    if storage.rank is None:
-        return model
-    model = storage.with_adapters(model)
-    # Which leaves have adapters, and how they lie, is known when a step has seen a batch.
-    step = make_step(model, make_mesh(nodes=1, devices_per_node=1))
-    step.abstract_state({"tokens": jax.ShapeDtypeStruct((1, 3), np.int32)})
-    return model
+    storage = stored_options(RlhfOptions, run).as_storage()
+    return model if storage.rank is None else with_plan(storage.with_adapters(model))
 
 
 def _before(options: RlhfOptions, run: Path | None) -> tuple[TrainOptions, Path | None]:
     """Return the options with which the model learned text, and the folder of a run that may hold
     the model's files."""
     if run is not None:
-        return TrainOptions.from_dict(read_config(run)["before"]), run
+        return stored_options(TrainOptions, run, "before"), run
     source = options.start.init_run
     if source is None:
         return options.as_train(), None
     source = source.expanduser()
     config = read_config(source)
     check_command(source, config, "train")
-    stored = TrainOptions.from_dict(config["options"])
+    stored = stored_options(TrainOptions, source)
     if stored.model.model != "gpt":
         raise ValueError(f"--init-run {source}: {stored.model.model} is no language model")
     if not has_checkpoint(source):

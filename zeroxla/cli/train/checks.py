@@ -5,27 +5,34 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
+from zeroxla.cli.mesh_options import MeshOptions, PipelineOptions
 from zeroxla.cli.offload_options import OffloadOptions
 from zeroxla.cli.option_groups import flag
 from zeroxla.cli.train.options import TrainOptions
+from zeroxla.cli.zero_options import FetchOptions, HopOptions, WireOptions
+
+WORKING = (MeshOptions, PipelineOptions, WireOptions, HopOptions, FetchOptions, OffloadOptions)
+"""The groups of options that say how the mesh works, and not what is computed."""
 
 # A resumed run takes these from the command line; a change of any other option is another run.
 # Checkpoints open on any mesh, whatever way it communicates. With another number of steps the
 # learning rate follows the new schedule from the checkpoint on.
 FREE = frozenset(
     {"run", "resume", "steps", "eval_every", "eval_batches", "save_every", "keep"}
-    | {"prompt", "sample_bytes", "temperature"}
-    | {"nodes", "devices_per_node", "zero", "accumulate", "persistence_threshold"}
-    | {f.name for f in dataclasses.fields(OffloadOptions)}
-    | {"pipe", "schedule", "partition"}
+    | {"prompt", "sample_bytes", "temperature", "max_skipped"}
+    | {"zero", "accumulate"}
+    | {f.name for group in WORKING for f in dataclasses.fields(group)}
 )
 
 # Options that have an effect on one model only.
 _OF_ONE_MODEL = {
-    "gpt": ("init", "layers", "width", "heads", "length", "prompt", "sample_bytes", "temperature"),
+    "gpt": (
+        *("init", "layers", "width", "heads", "length", "prompt", "sample_bytes", "temperature"),
+        *("lora_rank", "lora_alpha", "lora_targets", "lora_base"),
+    ),
     "alexnet": ("image_size", "width_multiplier"),
 }
-_OF_STAGES = ("schedule", "partition")
+_OF_STAGES = ("schedule", "partition", "weights", "memory")
 
 
 def check_given(arguments: Sequence[str], options: TrainOptions) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from zeroxla.cli.config_file import with_config
 from zeroxla.cli.continued_run import continued
 from zeroxla.cli.errors import UsageError
 from zeroxla.cli.launch.command import launch_again
@@ -19,6 +20,7 @@ def run(arguments: Sequence[str]) -> int:
       UsageError: an option or an input cannot work.
       RunFolderError: a file of the run could not be written.
     """
+    arguments = with_config(arguments, TrainOptions)
     options = read_options("train", arguments, TrainOptions)
     if options.model.model == "alexnet":
         options = read_options("train", arguments, TrainOptions, ALEXNET)

@@ -49,6 +49,7 @@ class ImageTask:
             inputs=lambda batch: batch["image"],
             partition=stages.boundaries,
             schedule=stages.schedule,
+            memory=stages.memory,
         )
         self._module = module
         self.num_counted = options.text.batch

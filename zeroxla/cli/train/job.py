@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from pathlib import Path
 from typing import Any
@@ -10,17 +11,24 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from zeroxla.cli.deepspeed_file import keep_deepspeed
+from zeroxla.cli.divergence import Divergence
 from zeroxla.cli.interrupt import StopRequest
 from zeroxla.cli.job import Job, run_job
 from zeroxla.cli.train.images import ImageTask
 from zeroxla.cli.train.options import TrainOptions
 from zeroxla.cli.train.output import Output
 from zeroxla.cli.train.plot import plot_run
-from zeroxla.cli.train.setup import mesh_for, microbatches_for, optimizer_for, schedule_for
+from zeroxla.cli.train.setup import (
+    config_for,
+    mesh_for,
+    optimizer_for,
+    schedule_for,
+    takes_file_optimizer,
+)
 from zeroxla.cli.train.stages import Stages
 from zeroxla.cli.train.task import Task
 from zeroxla.cli.train.text import TextTask
-from zeroxla.config.zero_config import ZeroConfig
 from zeroxla.mesh.batches import global_batch, process_shard
 from zeroxla.step.disk.steps import has_disk
 from zeroxla.step.make import make_step
@@ -46,6 +54,7 @@ class TrainJob(Job[TrainOptions, Output]):
     def __init__(self, options: TrainOptions, mesh: Mesh, output: Output) -> None:
         super().__init__(options, mesh, output)
         self.state: Any  # a TrainState; None until it is made
+        config = config_for(options, mesh, self.path if options.output.resume else None)
         self.task = make_task(options, self.path if options.output.resume else None)
         # Each process cuts its own rows of every batch.
         index, count = process_shard(mesh)
@@ -58,19 +67,18 @@ class TrainJob(Job[TrainOptions, Output]):
             global_batch(jax.tree.map(own_rows, batch), mesh) for batch in self.task.validation()
         ]
 
-        self.schedule = schedule_for(options)
-        config = getattr(ZeroConfig, options.mesh.zero)(
-            compute_dtype=options.mesh.compute_dtype,
-            accumulate=microbatches_for(options, mesh),
-            persistence_threshold=options.mesh.persistence_threshold,
-            offload=options.offload.offload(options.offload.offload_path),
-        )
-        optimizer = optimizer_for(options, self.schedule)
-        self.step = make_step(self.task.model, mesh, optimizer, config=config)
+        self.schedule, optimizer = None, config.optimizer
+        if not takes_file_optimizer(options, config):
+            self.schedule = schedule_for(options)
+            optimizer = optimizer_for(options, self.schedule)
+            config = dataclasses.replace(config, optimizer=None)
+        weights = options.pipeline.weights
+        self.step = make_step(self.task.model, mesh, optimizer, config=config, weights=weights)
         # Traces the model, so that what does not fit the devices is found before files are made.
         shapes = self.step.abstract_state(self.valid_batches[0])
         # And so is a disk without room.
         self.on_disk = self.step.disk.writer(shapes) if has_disk(shapes) else None
+        self.divergence = Divergence(limit=options.training.max_skipped, warn=output.warn)
         self.stages: Stages | None = None
         if options.pipeline.pipe > 1:
             self.stages = Stages.of(self.step, self.task.model)
@@ -89,6 +97,7 @@ class TrainJob(Job[TrainOptions, Output]):
 
     def keep(self) -> None:
         self.task.keep(self.path)
+        keep_deepspeed(self.options.zero, self.path)
 
     def restore(self) -> None:
         restored = self.checkpoints.restore(self.step)
@@ -121,10 +130,15 @@ class TrainJob(Job[TrainOptions, Output]):
                 waiting = None
                 if evaluate:
                     self.evaluate()
-                if save:
+                elif save:
+                    self.check_loss()
+                if save and self.divergence.may_save(self.done):
                     self.save()
                 self.clock = time.perf_counter()
         self.record(waiting)
+        if self.done == self.num_steps:
+            self.results = self.evaluate()  # before the last checkpoint, which may replace others
+        self.divergence.check_end(self.done)
 
     def record(self, waiting: tuple[int, dict[str, Any]] | None) -> None:
         """Write one step's metrics; reading them waits until the step is done."""
@@ -139,7 +153,8 @@ class TrainJob(Job[TrainOptions, Output]):
         now = time.perf_counter()
         rate = self.task.num_counted / (now - self.clock)
         values[f"{self.task.counted}_per_s"] = rate
-        values["learning_rate"] = np.asarray(self.schedule(number - 1)).item()
+        if self.schedule is not None:
+            values["learning_rate"] = np.asarray(self.schedule(number - 1)).item()
         self.clock = now
         self.folder.log(number, values)
         shares = "".join(f", {name} {values[name]:.0%}" for name in self.task.metrics)
@@ -151,6 +166,12 @@ class TrainJob(Job[TrainOptions, Output]):
         )
         text = f"loss {values['loss']:.3f}{shares}{skipped}, {rate:,.0f} {self.task.counted}/s"
         self.show_progress(number, text + disk)
+        self.divergence.took(
+            number,
+            finite=bool(values["finite"]),
+            loss=values["loss"],
+            scaled="loss_scale" in values,
+        )
 
     def evaluate(self) -> dict[str, float]:
         """Return the mean loss and metrics on the validation batches, after recording them."""
@@ -162,14 +183,20 @@ class TrainJob(Job[TrainOptions, Output]):
         self.folder.log(self.done, {f"valid_{name}": value for name, value in means.items()})
         shares = "".join(f", {name} {means[name]:.1%}" for name in self.task.metrics)
         self.output.print(f"step {self.done}: validation loss {means['loss']:.4f}{shares}")
+        self.divergence.evaluated(self.done, means["loss"])
         return means
+
+    def check_loss(self) -> None:
+        """Compute the loss of one validation batch, to learn whether the last update spoiled the
+        parameters. The step's own loss was computed before that update."""
+        values = self.step.eval(self.state, self.valid_batches[0])
+        self.divergence.evaluated(self.done, np.asarray(values["loss"]).item())
 
     def write_checkpoint(self, *, last: bool) -> None:
         position, config = self.batches.get_state(), self.step.config
         self.checkpoints.save(self.done, self.state, position, config=config, force=last)
 
     def finish(self) -> None:
-        values = self.evaluate()
         self.folder.close()
         picture = plot_run(
             self.folder.metrics(),
@@ -180,7 +207,7 @@ class TrainJob(Job[TrainOptions, Output]):
         )
         self.folder.write_figure("loss.png", picture)
         self.task.show(self.step, self.state, self.folder, self.output)
-        self.output.result(values, self.task, self.path)
+        self.output.result(self.results, self.task, self.path)
 
 
 def make_task(options: TrainOptions, run: Path | None) -> Task:

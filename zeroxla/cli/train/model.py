@@ -12,13 +12,20 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import jax
+import numpy as np
+
 from zeroxla import models
 from zeroxla.cli.data.text import VOCABULARY
 from zeroxla.cli.data.vocabulary import TOKENIZER, Bytes, Tokens, Vocabulary
 from zeroxla.cli.option_groups import flag
 from zeroxla.cli.train.options import ModelOptions, TrainOptions
+from zeroxla.frontend.lora.model import LoraModel
+from zeroxla.mesh.make_mesh import make_mesh
 from zeroxla.models import GPT, AlexNet
 from zeroxla.models.format import read_config
+from zeroxla.models.hugging_face import CLASSES
+from zeroxla.step.make import make_step
 
 MODEL = "model"
 """The folder of a run with the config and the tokenizer of a model that came from elsewhere."""
@@ -58,7 +65,16 @@ def exported(options: TrainOptions, run: Path) -> tuple[Any, dict[str, Any]]:
     if options.model.model == "alexnet":
         return alexnet(options), {}
     choice = choose(options, run)
-    return choice.model, choice.config or {}
+    return with_plan(options.lora.adapted(choice.model)), choice.config or {}
+
+
+def with_plan(model: Any) -> Any:
+    """Return a language model. If it has adapters, it then knows which leaves have some, and how
+    they lie: its loss has been traced."""
+    if isinstance(model, LoraModel):
+        step = make_step(model, make_mesh(nodes=1, devices=jax.devices()[:1]))
+        step.abstract_state({"tokens": jax.ShapeDtypeStruct((1, 3), np.int32)})
+    return model
 
 
 def choose(options: TrainOptions, run: Path | None = None) -> ModelChoice:
@@ -91,13 +107,13 @@ def choose(options: TrainOptions, run: Path | None = None) -> ModelChoice:
         raise ValueError(f"--dropout {shape.dropout}: the model in {source} has none; leave it out")
     overrides = {"dropout": shape.dropout} if is_gpt else {}
     model = models.from_hugging_face(config, **overrides)
-    size = int(config.get("vocab_size", 0))
+    size = CLASSES[config["model_type"]].hugging_face.arguments(config)["vocab"]
     is_bytes = size == VOCABULARY and not (source / TOKENIZER).is_file()
     vocabulary = Bytes() if is_bytes else Tokens(source, config)
-    if size and vocabulary.size > size:
+    if vocabulary.size > size:
         raise ValueError(
-            f"the tokenizer in {source} has {vocabulary.size} tokens, and the model {size}; they "
-            "do not belong together"
+            f"the tokenizer in {source} has tokens up to {vocabulary.size - 1}, and the model a "
+            f"vocabulary of {size}; they do not belong together"
         )
     longest = model.length if isinstance(model, GPT) else None
     if longest is not None and length > longest:

@@ -6,9 +6,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from zeroxla.cli.adapter_options import LoraOptions
 from zeroxla.cli.data.images import MIN_SIZE
+from zeroxla.cli.mesh_options import MeshOptions, PipelineOptions
 from zeroxla.cli.offload_options import OffloadOptions
-from zeroxla.cli.option_groups import JobOptions
+from zeroxla.cli.optimizer_options import OptimizerOptions
+from zeroxla.cli.option_groups import JobOptions, check_seed
+from zeroxla.cli.zero_options import (
+    LEAST,
+    FetchOptions,
+    HopOptions,
+    WireOptions,
+    ZeroOptions,
+    check_offload,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,77 +74,23 @@ class ModelOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainingOptions:
+class TrainingOptions(OptimizerOptions):
     """The optimizer: AdamW (beta2 0.95) with clipping and a learning-rate schedule."""
 
     steps: int = 300
     """Steps in all. The learning-rate schedule spans them. alexnet: 60."""
     learning_rate: float = 2e-3
     """Peak learning rate. It is reached after the warm-up; then a cosine leads down to a twentieth
-    of it. alexnet: 3e-4."""
+    of it. alexnet: 0.0003."""
     warmup: float = 0.1
     """Share of the steps over which the learning rate rises."""
     weight_decay: float = 0.1
-    """Decoupled weight decay, on matrices only."""
-    clip: float = 1.0
-    """Largest global gradient norm; larger gradients are clipped to it. 0 clips nothing."""
+    """Decoupled weight decay, on matrices only. sgd adds it to the gradient."""
+    max_skipped: int = 20
+    """Number of steps in a row whose loss or gradient is not finite, after which the run stops. 0
+    never stops it."""
     seed: int = 0
     """Seed of the parameters, of the pieces of text or images that are drawn, and of dropout."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class MeshOptions:
-    """The mesh, and how the state is split over it."""
-
-    nodes: int | None = None
-    """Length of the mesh axis `node`. Default: the number of hosts of a stage; 2 on simulated
-    devices. More than 1 starts as many processes."""
-    devices_per_node: int | None = None
-    """Length of the mesh axis `device`. Default: all devices of a node; simulated devices are 8 in
-    all."""
-    compute_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Dtype of the computation, and of parameters on the wire. The master copy is float32."""
-    accumulate: int | None = None
-    """Micro-batches per step. They pass through the stages of --pipe one after the other; without
-    stages their gradients are added up. Default: 1; with --pipe, as many as divide the batch, up
-    to twice the number of stages."""
-    zero: Literal["zero3", "zeropp", "zeropp_hq", "zeropp_min"] = "zero3"
-    """Wire formats. zero3: full precision. zeropp: ZeRO++ as in its paper. zeropp_hq: the best
-    quality at zeropp's bytes. zeropp_min: the fewest bytes between hosts."""
-    persistence_threshold: int = 10_000
-    """Largest number of elements of a leaf that stays gathered for the whole step."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class PipelineOptions:
-    """A pipeline of stages, each with ZeRO-3 over its own devices."""
-
-    pipe: int = 1
-    """Number of stages: the length of the mesh axis `pipe`. --nodes and --devices-per-node then
-    count one stage."""
-    schedule: Literal["1f1b", "gpipe", "zb-h1"] = "1f1b"
-    """Order in which a stage works on its micro-batches."""
-    partition: str = "parameters"
-    """Rule that cuts the layers into stages: `parameters` and `uniform` balance the parameters or
-    the number of layers, `type:REGEX` balances the layers of that type, `profile` balances the time
-    that follows from the compiled layers' FLOPs and bytes. Or boundaries, such as 0,19,22."""
-
-    def __post_init__(self) -> None:
-        _ = self.boundaries  # raises an error if they are wrong
-
-    @property
-    def boundaries(self) -> str | list[int]:
-        """The value of `Pipeline`'s `partition`."""
-        text = self.partition
-        if text.startswith("type:") or not any(c.isdigit() or c == "," for c in text):
-            return text
-        try:
-            return [int(number) for number in text.split(",")]
-        except ValueError:
-            raise ValueError(
-                f"--partition {text}: boundaries are whole numbers with commas between them, such "
-                "as 0,19,22"
-            ) from None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,8 +129,13 @@ class TrainOptions(JobOptions):
     images: ImageOptions = field(default_factory=ImageOptions)
     model: ModelOptions = field(default_factory=ModelOptions)
     training: TrainingOptions = field(default_factory=TrainingOptions)
+    lora: LoraOptions = field(default_factory=LoraOptions)
     mesh: MeshOptions = field(default_factory=MeshOptions)
     pipeline: PipelineOptions = field(default_factory=PipelineOptions)
+    zero: ZeroOptions = field(default_factory=ZeroOptions)
+    wires: WireOptions = field(default_factory=WireOptions)
+    hops: HopOptions = field(default_factory=HopOptions)
+    fetch: FetchOptions = field(default_factory=FetchOptions)
     offload: OffloadOptions = field(default_factory=OffloadOptions)
     output: RunOptions = field(default_factory=RunOptions)
 
@@ -185,10 +147,9 @@ class TrainOptions(JobOptions):
                 "model.width": 1,
                 "model.heads": 1,
                 "training.steps": 1,
-                "training.seed": 0,
+                "training.learning_rate": 0,
                 "training.warmup": 0,
-                "training.clip": 0,
-                "mesh.accumulate": 1,
+                "training.max_skipped": 0,
                 "pipeline.pipe": 1,
                 "output.eval_every": 1,
                 "output.eval_batches": 1,
@@ -196,9 +157,12 @@ class TrainOptions(JobOptions):
                 "output.keep": 1,
                 "output.sample_bytes": 0,
                 "output.temperature": 0,
+                **LEAST,
             }
         )
-        self.offload.check(self.mesh.zero, self.pipeline.pipe)
+        check_seed(self.training.seed)
+        self.lora.check(self.pipeline.pipe)
+        check_offload(self, self.pipeline.pipe)
         if self.training.warmup > 1:
             raise ValueError(f"--warmup {self.training.warmup} is a share: at most 1")
         if not self.images.width_multiplier > 0:

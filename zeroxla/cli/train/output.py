@@ -92,9 +92,7 @@ class Output:
 
     def stopped(self, after: str, command: str, path: Path) -> None:
         """Print the command that continues a run, which was interrupted and saved."""
-        # As it was typed: in a virtual environment the bare name may not be on PATH.
-        program = sys.argv[0] if Path(sys.argv[0]).name == "zeroxla" else "zeroxla"
-        resume = f"{program} {command} --resume --run {shlex.quote(str(path))}"
+        resume = resume_command(command, path)
         self.print(f"Stopped after {after} and saved. Continue with:\n  {resume}")
 
     def warn(self, text: str) -> None:
@@ -102,6 +100,13 @@ class Output:
 
     def print(self, text: str) -> None:
         self.console.print(text, markup=False, soft_wrap=True)
+
+
+def resume_command(command: str, path: Path) -> str:
+    """Return the command line that continues a run."""
+    # As it was typed: in a virtual environment the bare name may not be on PATH.
+    program = sys.argv[0] if Path(sys.argv[0]).name == "zeroxla" else "zeroxla"
+    return f"{program} {command} --resume --run {shlex.quote(str(path))}"
 
 
 def printable(text: str) -> str:

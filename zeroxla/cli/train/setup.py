@@ -1,22 +1,31 @@
-"""The mesh, the learning-rate schedule and the optimizer that options ask for."""
+"""The mesh, the config, the learning-rate schedule and the optimizer that options ask for."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+from pathlib import Path
 from typing import Any
 
 import jax
 import optax
 from jax.sharding import Mesh
 
+from zeroxla.cli.deepspeed_file import kept_deepspeed
 from zeroxla.cli.train.options import TrainOptions
-from zeroxla.mesh.axes import world_size
+from zeroxla.cli.zero_options import zero_config
+from zeroxla.config.zero_config import ZeroConfig
+from zeroxla.mesh.axes import DEVICE, NODE, world_size
 from zeroxla.mesh.make_mesh import make_mesh
 from zeroxla.mesh.processes.start import has_joined, initialize
 from zeroxla.mesh.simulate import simulate
 
 NUM_SIMULATED = 8
 SIMULATED_NODES = 2
+BETA2 = 0.95
+"""The default of adamw's beta2."""
+USUAL: dict[str, Any] = {"persistence_threshold": 10_000}
+"""The fields of the config in which the default of a job is another than the library's."""
 
 
 def mesh_for(options: TrainOptions) -> Mesh:
@@ -51,14 +60,38 @@ def _mesh(pipe: int, nodes: int | None, per_node: int | None) -> Mesh:
     return make_mesh(pipe=pipe, nodes=nodes, devices_per_node=per_node)
 
 
-def microbatches_for(options: TrainOptions, mesh: Mesh) -> int:
+def config_for(options: TrainOptions, mesh: Mesh, run: Path | None = None) -> ZeroConfig:
+    """Return the config of a run.
+
+    Args:
+      options: the run's options.
+      mesh: the run's mesh.
+      run: the run's folder, if there is one already, with its copy of the file of --deepspeed.
+
+    Raises:
+      ValueError: an option or the file cannot work.
+    """
+    config = zero_config(options, USUAL, deepspeed=kept_deepspeed(options.zero, run))
+    if takes_file_optimizer(options, config):
+        options.training.check_own(("learning_rate", "warmup"))
+    devices = world_size(mesh)
+    if options.text.batch < 1 or options.text.batch % devices:
+        axes = ", ".join(f"{name}={mesh.shape[name]}" for name in (NODE, DEVICE))
+        raise ValueError(
+            f"--batch {options.text.batch} does not divide over {devices} devices ({axes}); use a "
+            f"multiple of {devices}"
+        )
+    return dataclasses.replace(config, accumulate=microbatches_for(options, config, mesh))
+
+
+def microbatches_for(options: TrainOptions, config: ZeroConfig, mesh: Mesh) -> int:
     """Return the number of micro-batches of a step.
 
     A pipeline of p stages is idle for (p - 1) / (m + p - 1) of its time: with m = 2 p a third.
     """
-    asked, pipe = options.mesh.accumulate, options.pipeline.pipe
-    if asked is not None or pipe == 1:
-        return asked or 1
+    pipe = options.pipeline.pipe
+    if options.zero.accumulate is not None or config.accumulate > 1 or pipe == 1:
+        return config.accumulate
     rows = options.text.batch // world_size(mesh)  # if it does not divide, make_step says so
     return max(m for m in range(1, 2 * pipe + 1) if rows % m == 0)
 
@@ -79,16 +112,11 @@ def schedule_for(options: TrainOptions) -> optax.Schedule:
     )
 
 
+def takes_file_optimizer(options: TrainOptions, config: ZeroConfig) -> bool:
+    """Return whether the optimizer is the one of the file of --deepspeed."""
+    return config.optimizer is not None and options.training.optimizer is None
+
+
 def optimizer_for(options: TrainOptions, schedule: optax.Schedule) -> optax.GradientTransformation:
-    """Return AdamW with clipping, and with weight decay on matrices only."""
-    training = options.training
-
-    def decayed(params: Any) -> Any:
-        return jax.tree_util.tree_map_with_path(
-            lambda path, _: getattr(path[-1], "key", None) in ("kernel", "embedding"), params
-        )
-
-    adamw = optax.adamw(schedule, b2=0.95, weight_decay=training.weight_decay, mask=decayed)
-    if training.clip == 0:
-        return adamw
-    return optax.chain(optax.clip_by_global_norm(training.clip), adamw)
+    """Return the optimizer that the options name, with clipping and weight decay on matrices."""
+    return options.training.make(schedule, beta2=BETA2)

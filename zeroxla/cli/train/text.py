@@ -34,12 +34,16 @@ class TextTask:
 
     def __init__(self, options: TrainOptions, run: Path | None) -> None:
         choice = choose(options, run)
-        self.options, self._module, self._vocabulary = options, choice.model, choice.vocabulary
+        self.options, self._vocabulary = options, choice.vocabulary
+        self._module = options.lora.adapted(choice.model)
         stages = options.pipeline
         self.model: Any = self._module
         if stages.pipe > 1:
             self.model = Pipeline.from_model(
-                self._module, partition=stages.boundaries, schedule=stages.schedule
+                self._module,
+                partition=stages.boundaries,
+                schedule=stages.schedule,
+                memory=stages.memory,
             )
         text = options.text
         corpus = data.load_corpus(text.data, holdout=text.holdout)

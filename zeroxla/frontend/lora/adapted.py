@@ -88,6 +88,8 @@ def adapt_lora(model: ModelWithAdapters, base: Adapted) -> Adapted:
         init=init,
         loss=loss,
         apply=None if base.apply is None else apply,
+        vocabulary=base.vocabulary,
+        indices=tuple((part, *path) for part in (BASE, LORA) for path in base.indices),
         frozen=(f"^{BASE}/",),
         base=base,
         merge=model.merge,

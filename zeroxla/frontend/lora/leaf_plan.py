@@ -148,6 +148,10 @@ def adapters_of(params: Tree) -> dict[Path, Adapter]:
     return {path[:-1]: (x, flat[*path[:-1], "b"]) for path, x in flat.items() if path[-1] == "a"}
 
 
+class NoTargetError(ValueError):
+    """The pattern for adapters matches no leaf of the model."""
+
+
 def make_lora_plan(
     base: Adapted,
     key: jax.Array,
@@ -166,7 +170,8 @@ def make_lora_plan(
       targets, rank, alpha, frozen: the arguments of `lora`.
 
     Raises:
-      ValueError: `targets` matches no leaf, or one that is not dense.
+      NoTargetError: `targets` matches no leaf.
+      ValueError: it matches one that is not dense.
     """
     params, model_state = jax.eval_shape(base.init, key, batch)
     leaves, tree = jax.tree.flatten(params)
@@ -180,7 +185,7 @@ def make_lora_plan(
     dense = {path: leaf for path, uses in zip(paths, found) if (leaf := uses.dense()) is not None}
     matched = [(p, uses) for p, uses in zip(paths, found) if re.search(targets, "/".join(p))]
     if not matched:
-        raise ValueError(
+        raise NoTargetError(
             f"targets={targets!r} matches no leaf; the dense leaves of the model are {_list(dense)}"
         )
     for path, uses in matched:

@@ -24,6 +24,7 @@ from zeroxla.frontend.lora.start import (
     starting_params,
 )
 from zeroxla.frontend.staged import StagedModel
+from zeroxla.offload.disk.disk_array import in_memory
 from zeroxla.program.paths import paths_of
 
 
@@ -177,14 +178,18 @@ class LoraModel(AdaptsItself):
         ]
         return jax.tree.unflatten(jax.tree.structure(params[BASE]), leaves)
 
-    def init_from(self, step: StateMaker, params: Any, key: jax.Array) -> Any:
+    def init_from(
+        self, step: StateMaker, params: Any, key: jax.Array, model_state: Any = None
+    ) -> Any:
         """Make a training state from given parameters of the model, such as a checkpoint's.
 
         Args:
           step: a step of this model that has seen a batch (`init` or `abstract_state`).
           params: parameters without adapters: the `params` of a state of the model on the same
-            mesh, or any arrays in natural shapes, as `zeroxla.full_params` returns them.
+            mesh, or any arrays in natural shapes, as `zeroxla.full_params` returns them. Arrays of
+            a state on disk are read one after another.
           key: a PRNG key, for the adapters among others.
+          model_state: see `Step.init_from`.
 
         Returns:
           The `TrainState` before the first step. Its loss is the parameters' own, after
@@ -198,7 +203,8 @@ class LoraModel(AdaptsItself):
         step.shapes()  # without a batch there is no plan
         check_given(self.plan, params)
         given = dict(paths_of(params))
-        return step.init_from(starting_params(self.plan, step, given.__getitem__, key), key)
+        start = starting_params(self.plan, step, lambda path: in_memory(given[path]), key)
+        return step.init_from(start, key, model_state)
 
 
 def _like(given: Any, made: jax.Array) -> Any:

@@ -31,8 +31,8 @@ class StateMaker(Protocol):
         """Return the shapes and shardings of the state, for the batch that was seen last."""
         ...
 
-    def init_from(self, params: Any, key: jax.Array) -> Any:
-        """Return the state with these parameters."""
+    def init_from(self, params: Any, key: jax.Array, model_state: Any = None) -> Any:
+        """Return the state with these parameters and this model state."""
         ...
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 # Variables that `zeroxla launch` sets for the processes that it starts.
 COORDINATOR = "ZEROXLA_COORDINATOR"
@@ -13,8 +14,11 @@ PROCESS_ID = "ZEROXLA_PROCESS_ID"
 NODE = "ZEROXLA_NODE"
 SIMULATED_DEVICES = "ZEROXLA_SIMULATED_DEVICES"
 HEARTBEAT = "ZEROXLA_HEARTBEAT"  # seconds
+FAREWELL = "ZEROXLA_FAREWELL"  # seconds
 RESTART = "ZEROXLA_RESTART"  # attempts before this one
 STARTED = "ZEROXLA_STARTED"  # the name of the run
+TOKEN = "ZEROXLA_TOKEN"  # a secret that the processes of a run share
+TOKEN_FILE = "ZEROXLA_TOKEN_FILE"  # a file that has it
 PROGRESS = "ZEROXLA_PROGRESS"  # "descriptor:inode" of a pipe that takes a byte after each step
 
 
@@ -65,6 +69,27 @@ def find_cluster(environ: Mapping[str, str] = os.environ) -> Cluster | None:
         (rank,) = _numbers("Kubernetes", ("JOB_COMPLETION_INDEX",), environ)
         return Cluster(source="Kubernetes", process_id=rank)
     return None
+
+
+def find_token(environ: Mapping[str, str] = os.environ) -> str:
+    """Return the secret that the processes of this run share; "" if they were given none.
+
+    `zeroxla launch` sets ZEROXLA_TOKEN. Under other systems set it, or ZEROXLA_TOKEN_FILE to a file
+    that only the run's user can read.
+
+    Raises:
+      ValueError: the file cannot be read or is empty.
+    """
+    if TOKEN in environ or TOKEN_FILE not in environ:
+        return environ.get(TOKEN, "")
+    path = Path(environ[TOKEN_FILE])
+    try:
+        token = path.read_text().strip()
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{TOKEN_FILE}={path} cannot be read ({error}); correct it") from error
+    if not token:
+        raise ValueError(f"{TOKEN_FILE}={path} is empty; write a random text into it")
+    return token
 
 
 def _complete(

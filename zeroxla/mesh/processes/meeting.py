@@ -8,57 +8,43 @@ JAX.
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
-import errno
-import json
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Any
 
-from zeroxla.mesh.processes.exchange import differences
+from zeroxla.mesh.processes.environment import TOKEN
+from zeroxla.mesh.processes.greeting import (
+    CHALLENGE_BYTES,
+    GreetingError,
+    Member,
+    prove,
+    read_json,
+    to_line,
+    to_member,
+)
+from zeroxla.mesh.processes.reception import PATIENCE, receive
 
-_GREETING = "zeroxla meeting 1"
-_MAX_BYTES = 1 << 20
-# Seconds that a process may take to send its line once it is connected, and to hear the verdict.
-_PATIENCE = 10.0
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Member:
-    """A process of a run, as it describes itself.
-
-    Attributes:
-      process_id: its number, from 0.
-      num_processes: the number of processes that it was told.
-      node: its host's name. Processes with the same name share a node.
-      runs: its `fingerprint`: versions and hashes of code, which must be the same everywhere.
-    """
-
-    process_id: int
-    num_processes: int
-    node: str
-    runs: dict[str, str]
+_MAX_VERDICT_BYTES = 1 << 26
 
 
-def meet(me: Member, coordinator: str, *, timeout: float) -> list[Member]:
+def meet(me: Member, coordinator: str, *, timeout: float, token: str = "") -> list[Member]:
     """Wait until all processes have come, and return them in the order of their numbers.
 
     Args:
       me: this process.
       coordinator: "host:port"; process 0 listens there.
       timeout: seconds to wait for the other processes.
+      token: the secret that the processes of the run share; "" if they have none.
 
     Raises:
       ValueError: the address is malformed or taken, or the processes do not fit together.
       TimeoutError: some processes did not come.
     """
     host, port = split_address(coordinator)
-    deadline = time.monotonic() + timeout
     if me.process_id == 0:
-        return _receive(me, host, port, deadline, timeout)
-    return _report(me, host, port, deadline, timeout)
+        return receive(me, host, port, token, timeout)
+    return _report(me, host, port, token, timeout)
 
 
 def split_address(address: str) -> tuple[str, int]:
@@ -74,109 +60,32 @@ def split_address(address: str) -> tuple[str, int]:
     return host, int(port)
 
 
-# ------------------------------------------------------------------ process 0
+def address_of(host: str, port: int) -> str:
+    """Return "host:port", or "[host]:port" for an address of IPv6."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def _receive(me: Member, host: str, port: int, deadline: float, timeout: float) -> list[Member]:
-    members, error = {0: me}, None
-    with contextlib.ExitStack() as stack:
-        server = stack.enter_context(_listen(host, port))
-        guests = []
-        while error is None and len(members) < me.num_processes:
-            server.settimeout(max(0.0, deadline - time.monotonic()))
-            try:
-                guest = stack.enter_context(server.accept()[0])
-            except (TimeoutError, BlockingIOError):
-                missing = [str(i) for i in range(me.num_processes) if i not in members]
-                error = TimeoutError(
-                    f"{len(missing)} of {me.num_processes} processes did not come to {host}:{port} "
-                    f"within {timeout:.0f} s: {', '.join(missing)}; see what they print"
-                )
-                break
-            member = _hear(guest)
-            if member is None:
-                continue  # a stranger, such as a port scanner
-            guests.append(guest)
-            if member.process_id in members:
-                error = ValueError(
-                    f"two processes say that they are process {member.process_id} of "
-                    f"{me.num_processes}; give each another process_id"
-                )
-            members[member.process_id] = member
-            error = error or _misfit(me, member)
-        server.close()  # JAX's own server takes the port next
-        found = [members[i] for i in sorted(members)]
-        error = error or _differences(found)
-        for guest in guests:
-            _send(guest, {"error": str(error)} if error else {"members": [*map(vars, found)]})
-        for guest in guests:  # the side that closes first blocks its port for a while: let guests
-            with contextlib.suppress(OSError):
-                guest.recv(1)
-    if error:
-        raise error
-    return found
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    try:
-        # Listen at all addresses of this machine, as JAX will.
-        if socket.has_dualstack_ipv6():
-            return socket.create_server(
-                ("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024
-            )
-        return socket.create_server(("", port), backlog=1024)
-    except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            raise ValueError(
-                f"port {port} of the coordinator {host}:{port} is in use on this machine, perhaps "
-                "by an earlier run; end that, or choose another port"
-            ) from error
-        raise ValueError(
-            f"cannot listen at the coordinator's {host}:{port} ({error.strerror}); choose another "
-            "port"
-        ) from error
-
-
-def _hear(guest: socket.socket) -> Member | None:
-    said = _read(guest, time.monotonic() + _PATIENCE)
-    if not isinstance(said, dict) or said.pop("greeting", None) != _GREETING:
-        return None
-    return Member(**said)
-
-
-def _misfit(me: Member, member: Member) -> ValueError | None:
-    if member.num_processes != me.num_processes:
-        return ValueError(
-            f"process {member.process_id} was told of {member.num_processes} processes and process "
-            f"0 of {me.num_processes}; give all the same number"
-        )
-    return None
-
-
-def _differences(members: Sequence[Member]) -> ValueError | None:
-    lines = differences([member.runs for member in members])
-    if not lines:
-        return None
-    return ValueError(
-        f"processes do not run the same; install the same code and versions on all hosts\n{lines}"
-    )
-
-
-# ------------------------------------------------------------------ the others
-
-
-def _report(me: Member, host: str, port: int, deadline: float, timeout: float) -> list[Member]:
+def _report(me: Member, host: str, port: int, token: str, timeout: float) -> list[Member]:
+    deadline = time.monotonic() + timeout
+    verdict: Any = None
     with _connect(host, port, deadline, timeout) as connection:
-        _send(connection, {"greeting": _GREETING, **vars(me)})
-        verdict = _read(connection, deadline + _PATIENCE)
-    if not isinstance(verdict, dict) or not verdict.keys() & {"error", "members"}:
+        challenge = _read(connection, deadline, lambda said: len(said) >= CHALLENGE_BYTES)
+        if len(challenge) == CHALLENGE_BYTES:
+            try:
+                connection.sendall(prove(token, challenge) + to_line(me))
+            except OSError:
+                pass  # it has left; so there is no verdict
+            else:
+                verdict = read_json(_read(connection, deadline + PATIENCE, _is_line))
+    if isinstance(verdict, dict) and "error" in verdict:
+        raise ValueError(verdict["error"])
+    try:
+        return [to_member(said) for said in verdict["members"]]
+    except (TypeError, KeyError, GreetingError):
         raise TimeoutError(
             f"who listens at the coordinator's {host}:{port} gave no verdict: process 0 has ended, "
-            "or it is another program; see what process 0 prints"
-        )
-    if "error" in verdict:
-        raise ValueError(verdict["error"])
-    return [Member(**said) for said in verdict["members"]]
+            f"it is another program, or it has another {TOKEN}; see what process 0 prints"
+        ) from None
 
 
 def _connect(host: str, port: int, deadline: float, timeout: float) -> socket.socket:
@@ -194,26 +103,22 @@ def _connect(host: str, port: int, deadline: float, timeout: float) -> socket.so
         time.sleep(0.2)
 
 
-# ------------------------------------------------------------------ lines of JSON
+def _is_line(said: bytearray) -> bool:
+    return said.endswith(b"\n") or len(said) > _MAX_VERDICT_BYTES
 
 
-def _send(connection: socket.socket, value: dict[str, Any]) -> None:
-    with contextlib.suppress(OSError):  # a process that is gone has printed why it ended
-        connection.sendall(json.dumps(value).encode() + b"\n")
-
-
-def _read(connection: socket.socket, deadline: float) -> Any:
-    """Return the JSON value of one line; None if no line came, or it is not JSON."""
-    line = b""
-    while not line.endswith(b"\n") and len(line) < _MAX_BYTES:
+def _read(
+    connection: socket.socket, deadline: float, is_whole: Callable[[bytearray], bool]
+) -> bytes:
+    """Return what comes until it is whole, the connection ends, or the deadline is over."""
+    said = bytearray()
+    while not is_whole(said):
         try:
             connection.settimeout(max(0.1, deadline - time.monotonic()))
             part = connection.recv(65536)
         except OSError:
-            return None
+            break
         if not part:
-            return None
-        line += part
-    with contextlib.suppress(ValueError):
-        return json.loads(line)
-    return None
+            break
+        said += part
+    return bytes(said)

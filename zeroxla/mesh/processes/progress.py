@@ -1,4 +1,7 @@
-"""`mark`: tells the launcher, after each step, that this training process makes progress."""
+"""Tells the launcher how this process fares: that it begins a step, compiles, or has failed.
+
+Each report is one letter in a pipe that `zeroxla launch` reads. Without a launcher nothing happens.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +9,43 @@ import contextlib
 import functools
 import os
 import stat
+from collections.abc import Iterator
 
 from zeroxla.mesh.processes.environment import PROGRESS
 
+# The launcher's `Process` reads these letters.
+STEP = "."
+COMPILES = "c"
+COMPILED = "C"
+FAILS_FIRST = "!"
+FAILS_AFTER = ","
+
 
 def mark() -> None:
-    """Report that a step was taken, if a launcher listens. Costs a microsecond."""
+    """Report that a step begins. Costs a microsecond."""
+    _tell(STEP)
+
+
+@contextlib.contextmanager
+def compiling() -> Iterator[None]:
+    """Report that inside a program is compiled, which may take this process longer than others."""
+    _tell(COMPILES)
+    try:
+        yield
+    finally:
+        _tell(COMPILED)
+
+
+def fails(*, first: bool) -> None:
+    """Report that this process is about to end, as the first of its run or because of another."""
+    _tell(FAILS_FIRST if first else FAILS_AFTER)
+
+
+def _tell(letter: str) -> None:
     descriptor = _descriptor()
     if descriptor is not None:
         with contextlib.suppress(OSError):  # the pipe is full, or nobody reads it any longer
-            os.write(descriptor, b".")
+            os.write(descriptor, letter.encode())
 
 
 @functools.cache

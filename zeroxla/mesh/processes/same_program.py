@@ -8,6 +8,7 @@ from typing import Any
 import jax
 
 from zeroxla.config.zero_config import ZeroConfig
+from zeroxla.mesh.processes import progress
 from zeroxla.mesh.processes.exchange import agree_on_program
 
 
@@ -19,8 +20,10 @@ class ProgramCalls:
     """
 
     def __init__(self, config: ZeroConfig) -> None:
-        fields = dataclasses.fields(config)
-        self._options = {field.name: str(getattr(config, field.name)) for field in fields}
+        # Each host may have a folder of its own for what is on disk.
+        offload = dataclasses.replace(config.offload, path="...")
+        said = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+        self._options = {name: str(value) for name, value in {**said, "offload": offload}.items()}
         self._agreed: set[Any] = set()
 
     def __call__(self, name: str, program: Any, *args: Any) -> Any:
@@ -36,4 +39,6 @@ class ProgramCalls:
             if called not in self._agreed:
                 agree_on_program(name, program.lower(*args), self._options)
                 self._agreed.add(called)
+                with progress.compiling():
+                    return program(*args)
         return program(*args)

@@ -8,16 +8,21 @@ import socket
 
 import jax
 
+from zeroxla.mesh.processes.ending import Ending
 from zeroxla.mesh.processes.environment import (
+    FAREWELL,
     HEARTBEAT,
     NODE,
     SIMULATED_DEVICES,
     Cluster,
     find_cluster,
+    find_token,
 )
 from zeroxla.mesh.processes.exchange import exchange
 from zeroxla.mesh.processes.fingerprint import fingerprint
-from zeroxla.mesh.processes.meeting import Member, meet
+from zeroxla.mesh.processes.greeting import Member
+from zeroxla.mesh.processes.meeting import address_of, meet, split_address
+from zeroxla.mesh.processes.reception import listening_address
 from zeroxla.mesh.simulate import simulate
 from zeroxla.program import compat
 
@@ -31,6 +36,7 @@ def initialize(
     process_id: int | None = None,
     timeout: float = 300,
     heartbeat_timeout: float | None = None,
+    farewell_timeout: float | None = None,
 ) -> None:
     """Join this process to the others of its run. Call it first thing in the program.
 
@@ -48,6 +54,11 @@ def initialize(
       timeout: seconds to wait for all processes to come.
       heartbeat_timeout: seconds of silence after which a process counts as dead. All others are
         then ended, with a message that names it. None takes the value of `zeroxla launch`, or 30.
+      farewell_timeout: seconds in which all processes must end once one has ended. None takes the
+        value of `zeroxla launch`, or 5.
+
+    When a process ends with an exception, or before the others, all processes end within seconds.
+    Those that are ended say which process failed first, and why.
 
     Raises:
       ValueError: arguments or the environment's variables are incomplete or contradict each other,
@@ -74,23 +85,29 @@ def initialize(
     )
     if heartbeat_timeout is None:
         heartbeat_timeout = float(os.environ.get(HEARTBEAT, 30))
+    if farewell_timeout is None:
+        farewell_timeout = float(os.environ.get(FAREWELL, 5))
     me = Member(
         process_id=process_id,
         num_processes=num_processes,
         node=os.environ.get(NODE) or socket.gethostname(),
         runs=fingerprint(),
     )
-    members = meet(me, coordinator, timeout=timeout)
+    members = meet(me, coordinator, timeout=timeout, token=find_token())
+    host, port = split_address(coordinator)
+    listens_at = listening_address(host) if process_id == 0 else ""
     jax.distributed.initialize(
         coordinator,
         num_processes,
         process_id,
         local_device_ids=local_device_ids,
         cluster_detection_method="deactivate",
+        coordinator_bind_address=address_of(listens_at, port) if listens_at else None,
         initialization_timeout=round(timeout),
         heartbeat_timeout_seconds=round(heartbeat_timeout),
     )
     _nodes = [member.node for member in members]
+    Ending(process_id, num_processes, farewell_timeout).begin()
 
 
 def has_joined() -> bool:

@@ -1,1 +1,1 @@
-"""State on disk: each process has one preallocated file, read and written beside the update."""
+"""State on disk: a preallocated file for each step, read and written beside the update."""

@@ -7,6 +7,7 @@ A block is moved by one call to the operating system, and has one checksum. Thre
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import errno
 import functools
@@ -15,6 +16,7 @@ import threading
 import time
 import warnings
 import weakref
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal
@@ -79,7 +81,7 @@ class BlockFile:
 
         Raises:
           OSError: the file cannot be opened.
-          BlockingIOError: another process has it open.
+          BlockingIOError: another process has it open, or has removed it meanwhile.
           ImportError: the package of checksums is not installed.
         """
         _xxhash()  # before there is a file
@@ -103,6 +105,8 @@ class BlockFile:
         self.is_direct = bool(direct)
         try:
             lock(self._fd)
+            if not self.is_there:
+                raise BlockingIOError(errno.EWOULDBLOCK, "removed by another process")
         except OSError:
             os.close(self._fd)
             raise
@@ -151,9 +155,10 @@ class BlockFile:
 
     def write_now(self, offset: int, data: bytes) -> None:
         """Write bytes durably: they, and everything written before, survive a loss of power."""
-        os.fdatasync(self._fd)
-        self._write(offset, np.frombuffer(data, np.uint8))
-        os.fdatasync(self._fd)
+        with self._named():
+            os.fdatasync(self._fd)
+            self._write(offset, np.frombuffer(data, np.uint8))
+            os.fdatasync(self._fd)
 
     def read_now(self, offset: int, nbytes: int) -> bytes:
         """Read bytes; fewer if the file ends before."""
@@ -191,10 +196,19 @@ class BlockFile:
         block[data.nbytes :] = 0
         total = checksum(block[: data.nbytes])
         begun, done = time.perf_counter(), 0
-        while done < padded:
-            done += os.pwrite(self._fd, block[done:], offset + done)
+        with self._named():
+            while done < padded:
+                done += os.pwrite(self._fd, block[done:], offset + done)
         self.note("write", begun, padded)
         return total
+
+    @contextlib.contextmanager
+    def _named(self) -> Iterator[None]:
+        """Let the system's errors name the file."""
+        try:
+            yield
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self.path)) from error
 
 
 def lock(fd: int) -> None:

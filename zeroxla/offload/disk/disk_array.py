@@ -200,3 +200,8 @@ def write(shards: Sequence[Shard], array: jax.Array, file: StateFile) -> list[Fu
         for part in shard.parts:
             futures += file.write(part.name, data[part.index])
     return futures
+
+
+def in_memory(x: jax.Array | DiskArray) -> jax.Array:
+    """Return an array, read from the disk if it is there. It raises as `DiskArray.read` does."""
+    return x.read().result() if isinstance(x, DiskArray) else x

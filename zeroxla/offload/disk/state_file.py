@@ -51,6 +51,10 @@ class _Location:
         ]
 
 
+class FileInUseError(ValueError):
+    """Another process has the file open."""
+
+
 class StateFile:
     """Arrays of bytes in one file, each with a name.
 
@@ -67,8 +71,9 @@ class StateFile:
           sizes: the bytes of each array, by its name.
 
         Raises:
-          ValueError: the folder cannot be written, the disk has too little room, another process
-            has the file open, or the file holds something else.
+          FileInUseError: another process has the file open.
+          ValueError: the folder cannot be written, the disk has too little room, or the file holds
+            something else.
         """
         self._locations: dict[str, _Location] = {}
         offset = blocks = 0
@@ -231,8 +236,8 @@ class StateFile:
             known = path.exists()
             blocks = BlockFile(path, create=True)
         except BlockingIOError as error:
-            raise ValueError(
-                f"{path} is in use by another process; give each run its own Offload(path=...)"
+            raise FileInUseError(
+                f"{path} is in use by another process; give this one another file"
             ) from error
         except OSError as error:
             raise ValueError(
@@ -244,7 +249,10 @@ class StateFile:
             if head == self._header and blocks.size == self.nbytes:
                 self._find_version(blocks)
             elif any(head):
-                raise another_state(path)
+                raise ValueError(
+                    f"{path} holds another state: of another model, optimizer or mesh, or of no "
+                    "zeroxla; give this one another file"
+                )
             else:  # the file is new, or was never completed
                 self._create(blocks)
         except BaseException:
@@ -279,11 +287,3 @@ class StateFile:
             found = none.from_record(record)
             if found is not None and found.number > self.version.number:
                 self.version = found
-
-
-def another_state(path: Path) -> ValueError:
-    """Return the error for a file that holds another state than the expected one."""
-    return ValueError(
-        f"{path} holds another state: of another model, optimizer or mesh, or of no zeroxla; "
-        "delete it, or give another folder as Offload(path=...)"
-    )

@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
-from zeroxla.offload.disk.disk_array import DiskArray, DiskShape
+from zeroxla.offload.disk.disk_array import DiskShape, in_memory
+from zeroxla.offload.disk.step_file import StepFile
 from zeroxla.offload.memory_kinds import put, to_device
 from zeroxla.program.chunks import packed
 from zeroxla.program.shapes import shapes_of
@@ -36,6 +37,8 @@ class DiskSteps:
     ) -> None:
         self._programs, self._jit, self._run = programs, jit, run_program
         self._updates: dict[Any, DiskUpdate] = {}
+        path = programs.config.offload.path
+        self._file = None if path is None else StepFile(path)
 
     def make(
         self,
@@ -106,9 +109,8 @@ class DiskSteps:
 
     def writer(self, shapes: TrainState) -> DiskWriter:
         """Return the writer of the file for states with these shapes."""
-        folder = self._programs.config.offload.path
-        assert folder is not None
-        return DiskWriter(shapes, folder)
+        assert self._file is not None
+        return DiskWriter(shapes, self._file)
 
     def train(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
         """Take one optimizer step. See `DiskUpdate`."""
@@ -177,7 +179,7 @@ class DiskSteps:
             places = [stored[i].sharding for i in group]
             compute = functools.partial(_results, operands, equations, roots, places)
             make = self._jit(compute, out_shardings=places)
-            arrays = [_in_memory(held[v]) for v in roots]
+            arrays = [in_memory(held[v]) for v in roots]
             results = self._run(f"optimizer state {group[0]}", make, arrays)
             for i, x in zip(group, results, strict=True):
                 if i in writer.shapes:
@@ -212,10 +214,6 @@ def _results(
     run(equations, env)
     found = [jnp.asarray(read(env, operand)) for operand in operands]
     return [put(x, place) for x, place in zip(found, places, strict=True)]
-
-
-def _in_memory(x: jax.Array | DiskArray) -> jax.Array:
-    return x.read().result() if isinstance(x, DiskArray) else x
 
 
 def with_disk_shapes(shapes: TrainState) -> TrainState:

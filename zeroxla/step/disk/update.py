@@ -60,7 +60,8 @@ class DiskUpdate:
         mesh, offload = programs.mesh, programs.config.offload
         params, opt_state = shapes_of((state.params, state.opt_state))
         self._tree = jax.tree.structure(params)
-        args = (params, opt_state, params, jax.ShapeDtypeStruct((), bool))  # gradients as params
+        scalars = jax.ShapeDtypeStruct((), bool), jax.ShapeDtypeStruct((), np.float32)
+        args = (params, opt_state, params, *scalars)  # gradients as params
         num_others = len(jax.tree.leaves(args)) - len(placements)
         self._programs, self._buffers = programs, offload.buffers
         self._places = [p.sharding(mesh) for p in placements]
@@ -209,11 +210,12 @@ class DiskUpdate:
         grads, rest, metrics = self._programs.begin(state, batch)
         # No equation here reads an array on disk: the equations that do belong to sub-groups.
         env: dict[Value, Any] = dict(zip(self._in_state, (*params, *others), strict=True))
-        env |= zip(self._from_gradients, [*jax.tree.leaves(grads), metrics["finite"]], strict=True)
+        found = [*jax.tree.leaves(grads), metrics["finite"], metrics["loss"]]
+        env |= zip(self._from_gradients, found, strict=True)
         with jax.named_scope("update"):
             run(self.sub_groups.common, env)
-        found = self._placed({i: read(env, program.outputs[i]) for i in self.sub_groups.shared})
-        return [env[v] for v in self._kept], found, rest, metrics
+        placed = self._placed({i: read(env, program.outputs[i]) for i in self.sub_groups.shared})
+        return [env[v] for v in self._kept], placed, rest, metrics
 
     def _placed(self, results: Mapping[int, jax.Array]) -> list[jax.Array]:
         """Return results of the update, with the state's arrays in the memory of the state."""

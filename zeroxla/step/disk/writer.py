@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import weakref
 from collections import deque
 from concurrent.futures import Future
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -14,14 +12,11 @@ from jax.sharding import NamedSharding
 from zeroxla.mesh.processes.together import together
 from zeroxla.offload.disk.disk_array import DiskArray, DiskShape, write
 from zeroxla.offload.disk.shards import shards_of, sizes_of
-from zeroxla.offload.disk.state_file import StateFile, another_state
+from zeroxla.offload.disk.step_file import StepFile
 from zeroxla.program.paths import leaf_path
 from zeroxla.step.state import TrainState
 
 _BYTES_UNDER_WAY = 256 * 2**20
-
-# A later state of this process takes over the file of an earlier one, which is lost.
-_open: weakref.WeakValueDictionary[Path, StateFile] = weakref.WeakValueDictionary()
 
 
 class DiskWriter:
@@ -32,16 +27,16 @@ class DiskWriter:
         optimizer state.
     """
 
-    def __init__(self, state: TrainState, folder: str) -> None:
+    def __init__(self, state: TrainState, step_file: StepFile) -> None:
         """Open the file, or make it.
 
         Args:
           state: the state's shapes, as `Step.abstract_state` gives them.
-          folder: the folder of the file.
+          step_file: the file of the step's states. A state that is in it is lost.
 
         Raises:
           ValueError: in every process, if the folder of one cannot be written or has too little
-            room, or another process or another state has the file.
+            room.
         """
         trees = {"params": state.params, "opt_state": state.opt_state}
         leaves = jax.tree_util.tree_flatten_with_path(list(trees.values()))[0]
@@ -57,9 +52,7 @@ class DiskWriter:
         sizes: dict[str, int] = {}
         for i, shape in self.shapes.items():
             sizes |= sizes_of(self._names[i], shape, self._layer_dims[i])
-        name = f"process-{jax.process_index()}-of-{jax.process_count()}.state"
-        path = Path(folder).expanduser().resolve() / name
-        self._file = together("state on disk", lambda: _file(path, sizes))
+        self._file = together("state on disk", lambda: step_file.open(sizes))
         self._file.wait_for_readers()
         self._under_way: deque[tuple[list[Future[int]], jax.Array]] = deque()
         self._bytes = 0
@@ -108,13 +101,3 @@ class DiskWriter:
     def abandon(self) -> None:
         """Forget what was written."""
         self._file.abandon()
-
-
-def _file(path: Path, sizes: dict[str, int]) -> StateFile:
-    known = _open.get(path)
-    if known is not None and known.blocks.is_there:
-        if not known.is_of(sizes):
-            raise another_state(path)
-        return known
-    _open[path] = file = StateFile(path, sizes)
-    return file

@@ -1,0 +1,61 @@
+"""Options of the mesh and its stages, which several commands share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeshOptions:
+    """The mesh."""
+
+    nodes: int | None = None
+    """Length of the mesh axis `node`. Default: the number of hosts of a stage; 2 on simulated
+    devices. More than 1 starts as many processes."""
+    devices_per_node: int | None = None
+    """Length of the mesh axis `device`. Default: all devices of a node; simulated devices are 8 in
+    all."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineOptions:
+    """A pipeline of stages, each with ZeRO-3 over its own devices."""
+
+    pipe: int = 1
+    """Number of pipeline stages: the length of the mesh axis `pipe`. --nodes and --devices-per-node
+    then count one stage."""
+    schedule: Literal["1f1b", "gpipe", "zb-h1"] = "1f1b"
+    """Order in which a stage works on its micro-batches."""
+    partition: str = "parameters"
+    """Rule that cuts the layers into stages: `parameters` and `uniform` balance the parameters or
+    the number of layers, `type:REGEX` balances the layers of that type, `profile` balances the time
+    that follows from the compiled layers' FLOPs and bytes. Or boundaries, such as 0,19,22."""
+
+    weights: Literal["step", "tick"] = "step"
+    """How often a stage gathers its leaves. step: once, and it keeps them whole through the step.
+    tick: whenever it uses them."""
+    memory: Literal["fast", "low"] | None = None
+    """For 1f1b: fast, or low for fewer stashed inputs and longer ticks. Default: fast."""
+
+    def __post_init__(self) -> None:
+        if self.memory is not None and self.schedule != "1f1b":
+            raise ValueError(
+                f"--memory {self.memory} with --schedule {self.schedule}: only 1f1b has "
+                "the choice; leave it out"
+            )
+        _ = self.boundaries  # raises an error if they are wrong
+
+    @property
+    def boundaries(self) -> str | list[int]:
+        """The value of `Pipeline`'s `partition`."""
+        text = self.partition
+        if text.startswith("type:") or not any(c.isdigit() or c == "," for c in text):
+            return text
+        try:
+            return [int(number) for number in text.split(",")]
+        except ValueError:
+            raise ValueError(
+                f"--partition {text}: boundaries are whole numbers with commas between them, such "
+                "as 0,19,22"
+            ) from None
