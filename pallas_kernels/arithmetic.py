@@ -8,23 +8,26 @@
 `value = code x step + offset`, and a `Grid` holds the step and the offset of each block. Compilers
 for different machines must give the same bits. So, besides the rules of floats.py,
 
-* every sum over a block is a sum of integers;
+* every sum over a block is a sum of whole numbers below 2^24, in whatever order;
 * a product feeds a sum only if the product is exact. A compiler that fuses the two into one
-  multiply-add then changes nothing;
+  multiply-add then changes nothing. So steps have 16 significant bits (except DeepSpeed's): their
+  products with codes are exact;
 * no step is below 2^-98. Hardware that flushes subnormals to zero then gives the same codes.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
-from .floats import truncated
+from .floats import bits_of, float_of, truncated
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,27 +54,33 @@ class Rule:
         """Number of negative codes."""
         return 1 << (self.bits - 1)
 
+    @property
+    def exact(self) -> bool:
+        """Whether the product of a code and a step is exact."""
+        return self.scale != "deepspeed"
+
 
 class Machine(NamedTuple):
     """The operations that each backend writes in its own way.
 
     Attributes:
-      nearest: rounds float32[T, C] to the nearest integers, to even on ties, as float32.
-      largest: returns the largest number in each row of int32[T, C], as int32[T].
-      total: returns the sum of each row of int32[T, C], as int32[T].
+      nearest: rounds float32[T, C] to the nearest whole numbers, to even on ties, as float32. Their
+        magnitude is at most 2^22.
+      integer: rounds float32[T, C] likewise, to int32 of which only the lowest 8 bits are defined.
+      whole: (int32[T, C] from 0 to 2^22, an int) -> their difference, float32[T, C].
+      largest: returns the largest number in each row of float32[T, C] or int32[T, C]. With floats
+        that is NaN if any is, and only defined if one of them is not negative.
+      total: returns the sum of each row of float32[T, C], whole numbers whose sums are below 2^24.
       keep: returns a grid unchanged, and makes the compiler compute it once instead of once for
         every element.
     """
 
     nearest: Callable[[jax.Array], jax.Array]
+    integer: Callable[[jax.Array], jax.Array]
+    whole: Callable[[jax.Array, int], jax.Array]
     largest: Callable[[jax.Array], jax.Array]
     total: Callable[[jax.Array], jax.Array]
     keep: Callable[[Grid], Grid]
-
-
-def round_to_even(x: jax.Array) -> jax.Array:
-    """Round x to the nearest integer, to even on ties; return float32."""
-    return lax.round(x, lax.RoundingMethod.TO_NEAREST_EVEN)
 
 
 class Grid(NamedTuple):
@@ -79,7 +88,7 @@ class Grid(NamedTuple):
 
     Attributes:
       step: float32, not zero. It may be negative with the scale "mse".
-      inverse: float32, 1 / step.
+      inverse: float32, 1 / step, rounded to nearest.
       offset: float32; None if the rule is symmetric.
       finite: bool, whether the block is finite. If not, its step and offset are NaN.
     """
@@ -88,6 +97,42 @@ class Grid(NamedTuple):
     inverse: jax.Array
     offset: jax.Array | None
     finite: jax.Array
+
+
+def round_to_even(x: jax.Array) -> jax.Array:
+    """Round x to the nearest whole number, to even on ties; return float32."""
+    return lax.round(x, lax.RoundingMethod.TO_NEAREST_EVEN)
+
+
+# A float32 from 2^23 on has no fraction: adding this rounds |x| <= 2^22 to a whole number, which
+# the lowest bits of the sum hold.
+_ROUNDER = np.float32(1.5 * 2**23)
+_WHOLE = 0x4B000000  # the bits of 2^23, after which a unit of the last place is 1
+
+
+def kernel_machine(*, interpret: bool) -> Machine:
+    """Return the operations of a kernel. A GPU rounds and converts with additions, at 8 times the
+    speed of its instructions for that. XLA, which runs interpreters, might leave out a number that
+    is added and subtracted again."""
+    largest = functools.partial(jnp.max, axis=1)
+    total = functools.partial(jnp.sum, axis=1)
+    if interpret:
+        return Machine(
+            nearest=round_to_even,
+            integer=lambda x: round_to_even(x).astype(jnp.int32),
+            whole=lambda word, less: (word - less).astype(jnp.float32),
+            largest=largest,
+            total=total,
+            keep=lambda grid: grid,
+        )
+    return Machine(
+        nearest=lambda x: (x + _ROUNDER) - _ROUNDER,
+        integer=lambda x: bits_of(x + _ROUNDER),
+        whole=lambda word, less: float_of(word | _WHOLE) - np.float32(2**23 + less),
+        largest=largest,
+        total=total,
+        keep=lambda grid: grid,
+    )
 
 
 def across(row: jax.Array, piece: jax.Array) -> jax.Array:
@@ -100,50 +145,56 @@ def encode(
     grid: Grid,
     rule: Rule,
     machine: Machine,
-    uniform: jax.Array | None = None,
+    chance: jax.Array | None = None,
 ) -> jax.Array:
-    """Return the codes of a piece, int32[T, C]. Those of a block that is not finite are zero.
+    """Return the codes of a piece, int32[T, C] of which the lowest 8 bits count. Those of a block
+    that is not finite are undefined.
 
     Args:
       piece: float32[T, C].
       grid: the grid of its blocks.
       rule: the rule that made the grid.
       machine: the backend's operations.
-      uniform: random numbers, float32[T, C] in (0, 1); None without stochastic rounding.
+      chance: random numbers, float32[T, C] in (-1/2, 1/2); None without stochastic rounding.
     """
     centred = piece if grid.offset is None else piece - across(grid.offset, piece)
-    inverse = across(grid.inverse, piece)
-    nearest = machine.nearest(centred * inverse)
-    if rule.scale == "bound":
-        # The step has 16 bits and a code 8. So their product is exact, and the rest too.
+    # The clamp stands between the product and every sum, so no compiler fuses them.
+    code = _clamped(centred * across(grid.inverse, piece), rule)
+    if rule.stochastic:
+        assert chance is not None
+        code = code + chance
+    elif rule.scale == "bound":
+        # The product with the inverse was rounded, so near a tie the code may be one off. The
+        # rest is exact.
+        code = machine.nearest(code)
         step = across(grid.step, piece)
-        rest = centred - nearest * step
-        if rule.stochastic:
-            assert uniform is not None
-            under = jnp.where(rest < 0, 1.0, 0.0)
-            rest = rest + under * step
-            nearest = nearest - under + jnp.where(rest * inverse > uniform, 1.0, 0.0)
-        else:
-            # The product with the inverse was rounded, so near a tie the code may be one off.
-            most = step * 0.5
-            nearest = nearest + jnp.where(rest > most, 1.0, 0.0) - jnp.where(rest < -most, 1.0, 0.0)
-    code = jnp.minimum(jnp.maximum(nearest, -float(rule.half)), float(rule.half - 1))
-    return jnp.where(across(grid.finite, piece), code, 0.0).astype(jnp.int32)
+        rest, most = centred - code * step, step * 0.5
+        code = code + jnp.where(rest > most, 1.0, 0.0) - jnp.where(rest < -most, 1.0, 0.0)
+        code = code if rule.symmetric else _clamped(code, rule)
+    return machine.integer(code)
 
 
-def decode(code: jax.Array, step: jax.Array, offset: jax.Array | None) -> jax.Array:
+def _clamped(code: jax.Array, rule: Rule) -> jax.Array:
+    code = jnp.minimum(code, float(rule.half - 1))
+    if rule.symmetric and rule.scale == "bound":
+        return code  # no element lies below the lowest code by half a step
+    return jnp.maximum(code, -float(rule.half))
+
+
+def decode(code: jax.Array, step: jax.Array, offset: jax.Array | None, rule: Rule) -> jax.Array:
     """Return the values of a piece, float32[T, C].
 
-    `code x step` is rounded once, and once more if an offset is added.
-
     Args:
-      code: int32[T, C].
+      code: whole numbers, float32[T, C].
       step: float32[T].
       offset: float32[T]; None if the rule is symmetric.
+      rule: the rule that made the step.
     """
-    code = code.astype(jnp.float32)
-    # The step is cut into two parts whose products with a code are exact. No compiler can then fuse
-    # a product with a later addition, because only the sum of the two is added to.
-    leading = truncated(step)
-    value = code * across(leading, code) + code * across(step - leading, code)
+    if rule.exact:
+        value = code * across(step, code)
+    else:
+        # The step is cut into two parts whose products with a code are exact. Their sum is rounded
+        # once, and no compiler can fuse it with a later addition.
+        leading = truncated(step)
+        value = code * across(leading, code) + code * across(step - leading, code)
     return value if offset is None else value + across(offset, code)

@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .arithmetic import Rule
+from .arithmetic import Machine, Rule, across
 from .rotation import SIZE
 
 ALIGNMENT = 16
@@ -115,28 +115,33 @@ class Layout:
         return -(-self.used_bytes // ALIGNMENT) * ALIGNMENT
 
 
-def pack(codes: Sequence[jax.Array], layout: Layout) -> jax.Array:
+def pack(codes: Sequence[jax.Array], finite: jax.Array, layout: Layout) -> jax.Array:
     """Pack codes into bytes, uint8[T, C].
 
     Args:
-      codes: the codes of each piece, int32[T, C]. With 8 bits there is one piece. With 4 bits there
-        are the first and the second half of a block, or its even and odd elements if interleaved.
+      codes: the codes of each piece, int32[T, C] of which the lowest 8 bits count. With 8 bits
+        there is one piece. With 4 bits there are the first and the second half of a block, or its
+        even and odd elements if interleaved.
+      finite: whether each block is finite, bool[T]. The codes of others become 0.
       layout: the layout of the wires.
     """
     if layout.rule.bits == 8:
-        (code,) = codes
-        return code.astype(jnp.uint8)
-    low, high = reversed(codes) if layout.interleaved else codes
-    return ((low & 15) | ((high & 15) << 4)).astype(jnp.uint8)
+        (byte,) = codes
+    else:
+        low, high = reversed(codes) if layout.interleaved else codes
+        byte = (low & 15) | lax.shift_left(high, jnp.int32(4))
+    mask = jnp.where(finite, 255, 0)
+    return (byte & across(mask, byte)).astype(jnp.uint8)
 
 
-def unpack(data: jax.Array, layout: Layout) -> list[jax.Array]:
-    """Undo `pack`: return the codes of each piece, int32[T, C]."""
+def unpack(data: jax.Array, layout: Layout, machine: Machine) -> list[jax.Array]:
+    """Undo `pack`: return the codes of each piece, whole numbers in float32[T, C]."""
     word = data.astype(jnp.int32)
     if layout.rule.bits == 8:
-        return [(word ^ 128) - 128]
-    low = ((word & 15) ^ 8) - 8
-    high = (lax.shift_right_logical(word, jnp.int32(4)) ^ 8) - 8
+        return [machine.whole(word ^ 128, 128)]
+    word = word ^ 0x88
+    low = machine.whole(word & 15, 8)
+    high = machine.whole(lax.shift_right_logical(word, jnp.int32(4)), 8)
     return [high, low] if layout.interleaved else [low, high]
 
 

@@ -12,18 +12,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from . import shim
-from .arithmetic import Machine, round_to_even
+from .arithmetic import Machine, kernel_machine
 from .geometry import MosaicTile, mosaic_tile
 from .kernels import Backend
 from .layout import Layout
 from .program import Cut
-
-MACHINE = Machine(
-    nearest=round_to_even,
-    largest=lambda keys: jnp.max(keys, axis=1),
-    total=lambda terms: jnp.sum(terms, axis=1),
-    keep=lambda grid: grid,
-)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,7 +26,10 @@ class _Memory:
     tile: MosaicTile
     registers: Any
     interpret: bool
-    machine: Machine = MACHINE
+
+    @property
+    def machine(self) -> Machine:
+        return kernel_machine(interpret=self.interpret)
 
     @classmethod
     def of(cls, tile: MosaicTile, layout: Layout, interpret: bool) -> tuple[_Memory, Any, Any]:

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from .arithmetic import Machine, decode, encode
-from .chance import uniform
+from .chance import two_chances
 from .layout import Layout, pack, row_from_bytes, row_to_bytes, unpack
 from .rotation import SIZE, rotate, rotate_back
 from .scales import Block, grid_of
@@ -57,8 +57,8 @@ class Cut:
 def common_cut(*layouts: Layout) -> Cut | None:
     """Return the coarsest cut that suits wires of all these layouts; None if there is none.
 
-    8-bit wires take every cut. Two codes that share a byte must lie in two pieces, and elements
-    that are rotated together in SIZE pieces.
+    8-bit wires take every cut. Two codes that share a byte, or a position of random numbers, must
+    lie in two pieces, and elements that are rotated together in SIZE pieces.
     """
     if len({(layout.size, layout.block, layout.rotated) for layout in layouts}) > 1:
         return None
@@ -66,9 +66,13 @@ def common_cut(*layouts: Layout) -> Cut | None:
         return None
     return Cut(
         block=layouts[0].block,
-        count=SIZE if layouts[0].rotated else max(layout.pieces for layout in layouts),
+        count=SIZE if layouts[0].rotated else max(map(_pieces, layouts)),
         interleaved=any(layout.interleaved for layout in layouts),
     )
+
+
+def _pieces(layout: Layout) -> int:
+    return 2 if layout.rule.stochastic else layout.pieces
 
 
 class Tile(Protocol):
@@ -187,14 +191,16 @@ def write_wire(
     chance: list[jax.Array | None] = [None] * len(pieces)
     if seed is not None:
         origin = source * layout.size + first * layout.block
-        chance = [uniform(seed, origin + tile.places(*span)) for span in spans]
+        half = len(pieces) // 2
+        for i, span in enumerate(spans[:half]):
+            chance[i], chance[i + half] = two_chances(seed, origin + tile.places(*span))
     codes = [encode(x, grid, rule, tile.machine, u) for x, u in zip(pieces, chance)]
 
     width = layout.block_bytes(layout.block)
     base = wire * layout.num_bytes
     spans = _byte_spans(tile.cut, layout)
     for i, (column, step) in enumerate(spans):
-        data = pack(codes[i :: len(spans)], layout)
+        data = pack(codes[i :: len(spans)], grid.finite, layout)
         tile.store(ref, base + first * width, width, column, step, data)
     rows = [row for row in (grid.step, grid.offset) if row is not None]
     for i, row in enumerate(rows):
@@ -219,12 +225,12 @@ def _read_wire(tile: Tile, ref: Any, wire: Any, first: Any, layout: Layout) -> l
     width = layout.block_bytes(layout.block)
     runs = tile.cut.count // layout.pieces
     codes = [
-        unpack(tile.load(ref, base + first * width, width, column, step), layout)
+        unpack(tile.load(ref, base + first * width, width, column, step), layout, tile.machine)
         for column, step in _byte_spans(tile.cut, layout)
     ]
     # Run i holds piece i and, with 4 bits, piece runs + i.
     pieces = [codes[i % runs][i // runs] for i in range(tile.cut.count)]
-    return [decode(code, step, offset) for code in pieces]
+    return [decode(code, step, offset, layout.rule) for code in pieces]
 
 
 def _byte_spans(cut: Cut, layout: Layout) -> list[tuple[int, int]]:

@@ -15,7 +15,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from .arithmetic import Grid, Machine, decode, encode, round_to_even
-from .chance import uniform
+from .chance import two_chances
+from .floats import bits_of, float_of
 from .layout import Layout, pack, row_from_bytes, row_to_bytes, unpack
 from .rotation import rotate_blocks, rotate_blocks_back
 from .scales import Block, grid_of
@@ -166,27 +167,23 @@ def quantize_blocks(
     """
     length = x.shape[1]
     x = x.astype(jnp.float32)
-    machine = Machine(
-        nearest=round_to_even,
-        largest=lambda keys: _reduced(keys, jnp.max, jnp.maximum),
-        total=lambda terms: _reduced(terms, jnp.sum, jnp.add),
-        keep=lax.optimization_barrier,
-    )
     if layout.rotated:
         x = jnp.pad(x, ((0, 0), (0, layout.padded(length) - length)))
         x = lax.optimization_barrier(rotate_blocks(x))
     # The block is one piece here, because a grid does not depend on how a block is cut.
-    grid = grid_of([x], layout.rule, Block(length=x.shape[1], machine=machine))
-    chance = [None] * layout.pieces
+    grid = grid_of([x], layout.rule, Block(length=x.shape[1], machine=MACHINE))
+    chance: list[jax.Array | None] = [None] * layout.pieces
     if seed is not None:
         wire, block_index = jnp.divmod(jnp.arange(x.shape[0], dtype=jnp.int32), count)
         first = wire * layout.size + start + block_index * length
-        position = first[:, None] + jnp.arange(x.shape[1], dtype=jnp.int32)
-        chance = [uniform(seed, piece) for piece in _cut(position, layout)]
+        position = first[:, None] + jnp.arange(-(-x.shape[1] // 2), dtype=jnp.int32)
+        # An element of the first half and one of the second share a position.
+        halves = jnp.concatenate(two_chances(seed, position), axis=1)
+        chance = list(_cut(halves[:, : x.shape[1]], layout))
     codes = [
-        encode(piece, grid, layout.rule, machine, u) for piece, u in zip(_cut(x, layout), chance)
+        encode(piece, grid, layout.rule, MACHINE, u) for piece, u in zip(_cut(x, layout), chance)
     ]
-    return pack(codes, layout), grid
+    return pack(codes, grid.finite, layout), grid
 
 
 def dequantize_blocks(
@@ -201,7 +198,8 @@ def dequantize_blocks(
       length: number of elements in a block.
     """
     step, offset = [*rows, None][:2]
-    pieces = [decode(code, step, offset) for code in unpack(data, layout)]
+    codes = unpack(data, layout, MACHINE)
+    pieces = [decode(code, step, offset, layout.rule) for code in codes]
     if layout.interleaved:
         x = jnp.stack(pieces, axis=-1).reshape(data.shape[0], -1)
     else:
@@ -235,12 +233,19 @@ def _cut(x: jax.Array, layout: Layout) -> list[jax.Array]:
     return [x[:, i * width : (i + 1) * width] for i in range(layout.pieces)]
 
 
+def _largest(x: jax.Array) -> jax.Array:
+    """Return the largest number of each row."""
+    if x.dtype == jnp.float32:  # integers are faster to compare, and NaN is above all of them
+        return float_of(_reduced(bits_of(x), jnp.max, jnp.maximum))
+    return _reduced(x, jnp.max, jnp.maximum)
+
+
 def _reduced(
     x: jax.Array,
     along: Callable[..., jax.Array],
     pair: Callable[[jax.Array, jax.Array], jax.Array],
 ) -> jax.Array:
-    """Reduce each row of integers: [T, C] -> [T].
+    """Reduce each row: [T, C] -> [T].
 
     XLA's CPU compiler uses vector instructions only for reductions over a dim that is not the last.
     So every 16th element is reduced first, then the 16 results, which is 10 times as fast.
@@ -253,3 +258,13 @@ def _reduced(
         half = x.shape[1] // 2
         x = pair(x[:, :half], x[:, half:])
     return x[:, 0]
+
+
+MACHINE = Machine(
+    nearest=round_to_even,
+    integer=lambda x: round_to_even(x).astype(jnp.int32),
+    whole=lambda word, less: (word - less).astype(jnp.float32),
+    largest=_largest,
+    total=lambda terms: _reduced(terms, jnp.sum, jnp.add),
+    keep=lax.optimization_barrier,
+)

@@ -5,9 +5,9 @@
 * "deepspeed": the rule of DeepSpeed's `csrc/includes/quantization_utils.h`. The step is
   peak / 2^(bits-1), which clips a positive peak by one step, or range / 2^bits about the centre,
   which clips the top likewise.
-* "mse": DeepSpeed's step or one of several others, whichever has the smallest squared error. The
-  peak goes to the end of the codes that has one code more, so the step may be negative. DeepSpeed's
-  step is left only for one that is surely better, so no block is ever worse.
+* "mse": a step with a small squared error. With 8 bits it is peak / 2^(bits-1). With 4 bits it is
+  that, or less where most elements lie far below the peak, which is then clipped: see `shares`. The
+  peak goes to the end of the codes that has one code more, so the step may be negative.
 
 A block whose magnitudes are all below 2^-90 is zero: it gets step 1 and codes 0. A block with an
 inf, a NaN or a magnitude of 2^126 or more, where the value of a code may be infinite, is not
@@ -24,10 +24,10 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
-from .arithmetic import Grid, Machine, Rule, across, decode, encode
+from .arithmetic import Grid, Machine, Rule, across
 from .floats import (
-    MAGNITUDE,
     NAN,
     SIGN,
     above,
@@ -41,18 +41,21 @@ from .floats import (
 )
 
 TINY = 2.0**-90
-_HUGE = 0x7E800000  # the bits of 2^126
 SMALLEST_STEP = 2.0**-98
+LONGEST = 2**19  # a longer block of "mse" clips nothing
+_HUGE = 2.0**126
 _NOTHING = 2.0**-120  # taken for 0 in a block that is not zero; half of it is no subnormal
 
-# The steps that "mse" tries besides DeepSpeed's are peak / (2^(bits-1) x factor). A factor above 1
-# clips the peak for the sake of all other elements.
-FACTORS = {8: (1.0, 1.005), 4: (1.0, 1.1, 1.29, 1.6)}
-# With these no error exceeds 2^3 steps: codes end at 7, and a peak lies at most at 1.6 x 8.
-_LARGEST_ERROR_LOG2 = 3
-# Another squared error must be smaller than DeepSpeed's by this part of it, which covers every
-# rounding in the comparison.
-_ADVANTAGE = 2.0**-16
+
+def shares(length: int) -> tuple[float, float]:
+    """Return what the 4-bit "mse" step of a block takes of the block's peak and of its mean
+    magnitude: step = min(peak / 8, first x peak + second x mean).
+
+    Fitted to blocks of 32 to 2048 numbers: normal, Laplace, Student's t (3), uniform, log-normal,
+    and normal with one outlier. The RMS error is within 4 % of the best of five steps.
+    """
+    log2 = math.log2(length)
+    return max(0.02, 0.17 - 0.01 * log2), max(0.0, 0.02 * (log2 - 4))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,10 +73,10 @@ class Block:
     valid: Sequence[jax.Array] | None = None
 
     def largest(self, keys: Sequence[jax.Array]) -> jax.Array:
-        """Return the largest integer of each block: [T]."""
+        """Return the largest number of each block: [T]."""
         return self.machine.largest(functools.reduce(jnp.maximum, keys))
 
-    def where(self, i: int, values: jax.Array, otherwise: int) -> jax.Array:
+    def where(self, i: int, values: jax.Array, otherwise: float) -> jax.Array:
         """Return the values of piece i, with `otherwise` in place of padding."""
         return values if self.valid is None else jnp.where(self.valid[i], values, otherwise)
 
@@ -94,32 +97,26 @@ def _symmetric(pieces: Sequence[jax.Array], rule: Rule, block: Block) -> Grid:
     """Return the grids without offsets."""
     sign = jnp.float32(1)
     if rule.scale == "mse":
-        # The bits of a negative float are a negative integer. So these are the largest x and -x.
-        positive = block.largest([bits_of(piece) for piece in pieces])
-        negative = block.largest([bits_of(piece) ^ SIGN for piece in pieces])
+        positive = block.largest(pieces)
+        negative = block.largest([-piece for piece in pieces])
         sign = jnp.where(negative >= positive, 1.0, -1.0)
         peak = jnp.maximum(positive, negative)
     else:
-        peak = block.largest([bits_of(piece) & MAGNITUDE for piece in pieces])
+        peak = block.largest([jnp.abs(piece) for piece in pieces])
     finite = peak < _HUGE
-    peak = float_of(peak)
     zero = peak < TINY
     peak = jnp.where(finite, jnp.where(zero, 1.0, peak), 1.0)
 
-    if rule.scale == "bound":
+    if rule.scale == "deepspeed":
+        grid = _deepspeed(peak, None, finite, rule)
+    elif rule.scale == "bound":
         codes = rule.half - (1 if rule.stochastic else 0.5)
         step = rounded_up(peak * above(1 / codes), short=rule.short)
         grid = Grid(step, reciprocal(step), None, finite)
     else:
-        grid = _deepspeed(peak, None, finite, rule)
-    grid = _one_where(zero, grid)
-    if rule.scale == "mse":
-        candidates = []
-        for factor in FACTORS[rule.bits]:
-            step = _stored(peak * np.float32(1 / (rule.half * factor)), rule)
-            candidates.append(Grid(step * sign, reciprocal(step) * sign, None, finite))
-        grid = _best(pieces, grid, candidates, rule, block)
-    return _nan_where_not_finite(grid)
+        step = _shrunk(pieces, peak * np.float32(1 / rule.half), None, rule, block)
+        grid = Grid(step * sign, reciprocal(step) * sign, None, finite)
+    return _nan_where_not_finite(_one_where(zero, grid))
 
 
 def _with_offset(pieces: Sequence[jax.Array], rule: Rule, block: Block) -> Grid:
@@ -127,8 +124,9 @@ def _with_offset(pieces: Sequence[jax.Array], rule: Rule, block: Block) -> Grid:
     keys = [ordered(bits_of(piece)) for piece in pieces]
     top = block.largest([block.where(i, key, SIGN) for i, key in enumerate(keys)])
     bottom = ~block.largest([block.where(i, ~key, SIGN) for i, key in enumerate(keys)])
-    finite = (top < _HUGE) & (bottom > ~_HUGE)
-    top, bottom = (jnp.where(finite, float_of(ordered(key)), 0.0) for key in (top, bottom))
+    top, bottom = (float_of(ordered(key)) for key in (top, bottom))
+    finite = (top < _HUGE) & (bottom > -_HUGE)
+    top, bottom = (jnp.where(finite, x, 0.0) for x in (top, bottom))
     zero = jnp.maximum(jnp.abs(top), jnp.abs(bottom)) < TINY
     top, bottom = (jnp.where(zero | (jnp.abs(x) < _NOTHING), 0.0, x) for x in (top, bottom))
     # Halves are taken first, because the range of two finite numbers may not be finite. A product
@@ -155,21 +153,18 @@ def _with_offset(pieces: Sequence[jax.Array], rule: Rule, block: Block) -> Grid:
         grid = Grid(step, reciprocal(step), offset, finite)
         return _nan_where_not_finite(_one_where(constant, grid))
 
+    if rule.scale == "mse":
+        step, offset, constant = spanning(rule.half + 0.5, rule.half - 0.5)
+        step = _shrunk(pieces, step, offset, rule, block)
+        grid = Grid(step, reciprocal(step), offset, finite)
+        return _nan_where_not_finite(_one_where(constant, grid))
+
     middle = _stored(centre, rule)
     # DeepSpeed stores the centre unrounded. About a rounded centre, the ends lie unevenly.
     wider = jnp.maximum(top - middle, middle - bottom) if rule.short else radius
     constant = wider == 0
     wider = jnp.where(constant, 1.0, jnp.maximum(wider, TINY))
-    grid = _one_where(constant, _deepspeed(wider, middle, finite, rule))
-    if rule.scale == "mse":
-        candidates = []
-        for factor in FACTORS[rule.bits]:
-            step, offset, constant = spanning(rule.half * factor + 0.5, rule.half * factor - 0.5)
-            step = _stored(step, rule)
-            candidate = Grid(step, reciprocal(step), offset, finite)
-            candidates.append(_one_where(constant, candidate))
-        grid = _best(pieces, grid, candidates, rule, block)
-    return _nan_where_not_finite(grid)
+    return _nan_where_not_finite(_one_where(constant, _deepspeed(wider, middle, finite, rule)))
 
 
 def _deepspeed(peak: jax.Array, offset: jax.Array | None, finite: jax.Array, rule: Rule) -> Grid:
@@ -182,49 +177,56 @@ def _deepspeed(peak: jax.Array, offset: jax.Array | None, finite: jax.Array, rul
     return Grid(step, inverse, offset, finite)
 
 
-def _best(
-    pieces: Sequence[jax.Array], base: Grid, candidates: Sequence[Grid], rule: Rule, block: Block
-) -> Grid:
-    """Return `base`, or for each block the best candidate whose squared error is surely smaller.
+def _shrunk(
+    pieces: Sequence[jax.Array],
+    step: jax.Array,
+    offset: jax.Array | None,
+    rule: Rule,
+    block: Block,
+) -> jax.Array:
+    """Return the step of "mse", with the significant bits that are stored.
 
-    Squared errors, in squared steps, are cut off to multiples of 2^-k, the finest for which the sum
-    over a block fits in 31 bits. A sum is therefore too low, by less than the block's length. An
-    error of `base` may be too large for 31 bits, and then counts as smaller than it is.
+    Args:
+      pieces: float32[T, C] each; padding is zero.
+      step: the step that clips nothing: float32[T], positive.
+      offset: the offset of each block, float32[T]; None if the rule is symmetric.
+      rule: the rule, "mse".
+      block: the elements that are not padding.
     """
-    spare = 31 - 2 * _LARGEST_ERROR_LOG2 - math.ceil(math.log2(block.length))
-    unit = 2.0 ** (spare // 2)  # of an error; k is twice the exponent
-    largest = np.float32(31 / 32 * (unit * 2**_LARGEST_ERROR_LOG2) ** 2)  # 2^31 itself does not fit
-
-    def cost(grid: Grid, low_by: int) -> jax.Array:
-        grid = block.machine.keep(grid)
-        squares = []
+    if rule.bits == 4 and block.length <= LONGEST:
+        # No magnitude is above 16 steps, and no step above the power of two after it. Magnitudes
+        # are rounded to multiples of a power of two, the finest for which a sum is below 2^24.
+        fine = min(22, 24 - math.ceil(math.log2(block.length))) - 5
+        exponent = lax.shift_right_logical(bits_of(step), jnp.int32(23)) - 127
+        there, back = _power_of_two(fine - exponent), _power_of_two(exponent - fine)
+        magnitudes = []
         for i, piece in enumerate(pieces):
-            code = encode(piece, grid, rule, block.machine)
-            error = piece - decode(code, grid.step, grid.offset)
-            error = error * across(grid.inverse * np.float32(unit), piece)
-            square = jnp.minimum(error * error, largest).astype(jnp.int32)
-            squares.append(block.where(i, square, 0))
-        total = block.machine.total(functools.reduce(jnp.add, squares)) + low_by
-        relative = grid.step * base.inverse
-        return total.astype(jnp.float32) * (relative * relative)
+            centred = piece if offset is None else piece - across(offset, piece)
+            magnitude = jnp.abs(block.machine.nearest(centred * across(there, piece)))
+            magnitudes.append(magnitude if offset is None else block.where(i, magnitude, 0.0))
+        total = block.machine.total(functools.reduce(jnp.add, magnitudes))
+        # Factors have 8 significant bits and what they multiply 16, so the products are exact.
+        of_peak, of_mean = shares(block.length)
+        clipping = truncated(step) * _brief(8 * of_peak)
+        clipping = clipping + truncated(total * back) * _brief(of_mean / block.length)
+        step = jnp.minimum(step, clipping)
+    return shortened(step) if rule.short else truncated(step)
 
-    best, least = base, cost(base, 0) * np.float32(1 - _ADVANTAGE)
-    for candidate in candidates:
-        here = cost(candidate, block.length)
-        better = here < least
-        least = jnp.where(better, here, least)
-        best = _where(better, candidate, best)
-    return best
+
+def _power_of_two(exponent: jax.Array) -> jax.Array:
+    """Return 2^exponent, float32; the exponent is an int32 from -126 to 127."""
+    return float_of(lax.shift_left(exponent + 127, jnp.int32(23)))
+
+
+def _brief(x: float) -> np.float32:
+    """Return x with 8 significant bits."""
+    mantissa, exponent = math.frexp(x)
+    return np.float32(math.ldexp(round(mantissa * 256), exponent - 8))
 
 
 def _stored(x: jax.Array, rule: Rule) -> jax.Array:
     """Round steps or offsets to the dtype that they are stored in."""
     return shortened(x) if rule.short else x
-
-
-def _where(condition: jax.Array, new: Grid, old: Grid) -> Grid:
-    """Return the new grid of each block where the condition holds, otherwise the old one."""
-    return jax.tree.map(functools.partial(jnp.where, condition), new, old)
 
 
 def _one_where(alike: jax.Array, grid: Grid) -> Grid:

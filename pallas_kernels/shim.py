@@ -108,17 +108,3 @@ def triton_store(ref: Any, items: jax.Array, mask: jax.Array, value: jax.Array) 
     from jax.experimental.pallas import triton
 
     triton.store(ref.at[items], value, mask=mask)
-
-
-def triton_assembly(text: str, x: jax.Array) -> jax.Array:
-    """Apply a PTX instruction to each element; return results of the same dtype."""
-    from jax.experimental.pallas import triton
-
-    (y,) = triton.elementwise_inline_asm(
-        text,
-        args=[x],
-        constraints="=r,r",
-        pack=1,
-        result_shape_dtypes=[jax.ShapeDtypeStruct(x.shape, x.dtype)],
-    )
-    return y

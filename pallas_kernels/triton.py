@@ -12,14 +12,11 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from . import shim
-from .arithmetic import Machine, round_to_even
+from .arithmetic import Machine, kernel_machine
 from .geometry import TritonTile, triton_tile
 from .kernels import Backend
 from .layout import Layout
 from .program import Cut
-
-# `jax.lax.round` has no Triton lowering.
-_ROUND_TO_EVEN = "cvt.rni.f32.f32 $0, $1;"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,12 +31,7 @@ class _Memory:
     def of(cls, tile: TritonTile, layout: Layout, interpret: bool) -> tuple[_Memory, Any, Any]:
         """Return (memory, wire, first block) of the running program."""
         first = pl.program_id(1) * tile.rows
-        machine = Machine(
-            nearest=round_to_even if interpret else _round_by_instruction,
-            largest=lambda keys: jnp.max(keys, axis=1),
-            total=lambda terms: jnp.sum(terms, axis=1),
-            keep=lambda grid: grid,
-        )
+        machine = kernel_machine(interpret=interpret)
         memory = cls(tile=tile, rows_left=layout.full - first, machine=machine)
         return memory, pl.program_id(0), first
 
@@ -93,11 +85,6 @@ class _Memory:
 
     def _columns(self) -> jax.Array:
         return jnp.arange(self.tile.columns, dtype=jnp.int32)
-
-
-def _round_by_instruction(x: jax.Array) -> jax.Array:
-    """Round x to the nearest integer, to even on ties, with one PTX instruction."""
-    return shim.triton_assembly(_ROUND_TO_EVEN, x)
 
 
 BACKEND = Backend(triton_tile, _Memory.of, shim.triton_call)
