@@ -6,8 +6,8 @@
   peak / 2^(bits-1), which clips a positive peak by one step, or range / 2^bits about the centre,
   which clips the top likewise.
 * "mse": a step with a small squared error. With 8 bits it is peak / 2^(bits-1). With 4 bits it is
-  that, or less where most elements lie far below the peak, which is then clipped: see `shares`. The
-  peak goes to the end of the codes that has one code more, so the step may be negative.
+  that, or a shorter one that clips the largest elements, if that pays: see `_shrunk`. The peak goes
+  to the end of the codes that has one code more, so the step may be negative.
 
 A block whose magnitudes are all below 2^-90 is zero: it gets step 1 and codes 0. A block with an
 inf, a NaN or a magnitude of 2^126 or more, where the value of a code may be infinite, is not
@@ -49,10 +49,10 @@ _NOTHING = 2.0**-120  # taken for 0 in a block that is not zero; half of it is n
 
 def shares(length: int) -> tuple[float, float]:
     """Return what the 4-bit "mse" step of a block takes of the block's peak and of its mean
-    magnitude: step = min(peak / 8, first x peak + second x mean).
+    magnitude, where clipping pays: step = first x peak + second x mean.
 
     Fitted to blocks of 32 to 2048 numbers: normal, Laplace, Student's t (3), uniform, log-normal,
-    and normal with one outlier. The RMS error is within 4 % of the best of five steps.
+    and normal with one outlier.
     """
     log2 = math.log2(length)
     return max(0.02, 0.17 - 0.01 * log2), max(0.0, 0.02 * (log2 - 4))
@@ -75,6 +75,10 @@ class Block:
     def largest(self, keys: Sequence[jax.Array]) -> jax.Array:
         """Return the largest number of each block: [T]."""
         return self.machine.largest(functools.reduce(jnp.maximum, keys))
+
+    def total(self, terms: Sequence[jax.Array]) -> jax.Array:
+        """Return the sum of each block: [T]. Sums of whole numbers must be below 2^24."""
+        return self.machine.total(functools.reduce(jnp.add, terms))
 
     def where(self, i: int, values: jax.Array, otherwise: float) -> jax.Array:
         """Return the values of piece i, with `otherwise` in place of padding."""
@@ -186,6 +190,13 @@ def _shrunk(
 ) -> jax.Array:
     """Return the step of "mse", with the significant bits that are stored.
 
+    With 4 bits there are two candidates: a step s that clips nothing, and a shorter one t, see
+    `shares`. An error of rounding is step^2 / 12 in the mean, and no larger than the element, so
+    about min(length, sum / t) elements gain (s^2 - t^2) / 12 each. The squared errors of what lies
+    beyond 8 t are at most the sum of all that is beyond, times 8 s - 8 t. The shorter step is taken
+    if the gain is 4/3 of that or more: the RMS error is then about that of the best of five steps,
+    and not above that of DeepSpeed's, whatever the distribution.
+
     Args:
       pieces: float32[T, C] each; padding is zero.
       step: the step that clips nothing: float32[T], positive.
@@ -193,9 +204,11 @@ def _shrunk(
       rule: the rule, "mse".
       block: the elements that are not padding.
     """
-    if rule.bits == 4 and block.length <= LONGEST:
-        # No magnitude is above 16 steps, and no step above the power of two after it. Magnitudes
-        # are rounded to multiples of a power of two, the finest for which a sum is below 2^24.
+    of_peak, of_mean = shares(block.length)
+    if rule.bits == 4 and of_peak < 1 / rule.half and block.length <= LONGEST:
+        # Magnitudes are rounded to multiples of a power of two, the finest for which their sum is
+        # below 2^24. All numbers here count such multiples. No magnitude is above 16 steps, and
+        # no step above the power of two after it.
         fine = min(22, 24 - math.ceil(math.log2(block.length))) - 5
         exponent = lax.shift_right_logical(bits_of(step), jnp.int32(23)) - 127
         there, back = _power_of_two(fine - exponent), _power_of_two(exponent - fine)
@@ -204,12 +217,20 @@ def _shrunk(
             centred = piece if offset is None else piece - across(offset, piece)
             magnitude = jnp.abs(block.machine.nearest(centred * across(there, piece)))
             magnitudes.append(magnitude if offset is None else block.where(i, magnitude, 0.0))
-        total = block.machine.total(functools.reduce(jnp.add, magnitudes))
+        total = block.total(magnitudes)
+        step = step * there
         # Factors have 8 significant bits and what they multiply 16, so the products are exact.
-        of_peak, of_mean = shares(block.length)
         clipping = truncated(step) * _brief(8 * of_peak)
-        clipping = clipping + truncated(total * back) * _brief(of_mean / block.length)
-        step = jnp.minimum(step, clipping)
+        clipping = clipping + truncated(total) * _brief(of_mean / block.length)
+        clipping = jnp.minimum(step, clipping)
+        # No product below feeds a sum.
+        end, top = (block.machine.nearest(rule.half * x) for x in (clipping, step))
+        beyond = block.total([jnp.maximum(x - across(end, x), 0.0) for x in magnitudes])
+        lost = (top - end) * beyond * (16 * clipping)
+        gained = jnp.minimum(block.length * clipping, total) * (
+            (step - clipping) * (step + clipping)
+        )
+        step = jnp.where(lost < gained, clipping, step) * back
     return shortened(step) if rule.short else truncated(step)
 
 

@@ -25,7 +25,7 @@ ALIGNMENT = 16
 # The formulas round, overflow and divide by zero on purpose.
 silent = np.errstate(over="ignore", invalid="ignore", divide="ignore")
 
-FACTORS = {8: (1.0, 1.005), 4: (1.0, 1.1, 1.29, 1.6)}
+LONGEST = 2**19  # a longer block of 4-bit "mse" clips nothing
 # The coins that change signs before a rotation: one for each run and column modulo 32.
 COINS = np.random.RandomState(0).randint(0, 2**32, 32, dtype=np.uint32)
 
@@ -116,36 +116,37 @@ def padded(x_NL: np.ndarray, multiple: int) -> np.ndarray:
 
 
 @silent
-def quantize(x: np.ndarray, *, uniform: np.ndarray | None = None, **options: Any) -> np.ndarray:
+def quantize(
+    x: np.ndarray, *, words: tuple[int, int] | None = None, wire: int = 0, **options: Any
+) -> np.ndarray:
     """Return the uint8 wire of a 1-D array of any floating dtype.
 
     Args:
       x: the array.
-      uniform: for stochastic rounding, a number in [0, 1) for each element; with rotation also for
-        the zeros that fill up the last block.
+      words: the two words from which the numbers of stochastic rounding come.
+      wire: the number of the wire among those of one call, for stochastic rounding.
       **options: the format, the fields of `Spec`.
     """
     spec = Spec(**options)
     payload, rows = [], []
     for first, x_NL in blocks_of(x.astype(np.float64), spec):
+        starts = wire * x.size + first + np.arange(len(x_NL)) * x_NL.shape[1]
         if spec.rotated:
             x_NL = hadamard(changed_signs(padded(x_NL, 32)), 1 / 4)
-        u_NL = None
-        if uniform is not None:
-            u_NL = uniform[first : first + x_NL.size].reshape(x_NL.shape)
+        chance_NL = None if words is None else chances(words, starts, x_NL.shape[1])
         finite = (np.abs(x_NL) < 2.0**126).all(axis=1)
         x_NL = np.where(finite[:, None], x_NL, 0.0)
-        grid = grid_of(x_NL, spec, u_NL is not None)
+        grid = grid_of(x_NL, spec, words is not None)
         if spec.bits == 4:  # a nibble without an element holds the code of zero
             x_NL = padded(x_NL, 2)
-            u_NL = None if u_NL is None else padded(u_NL, 2)
-        codes = np.where(finite[:, None], codes_of(x_NL, grid, spec, u_NL), 0).astype(np.int64)
-        payload.append(pack(codes, spec))
+            chance_NL = None if chance_NL is None else padded(chance_NL, 2)
+        codes = np.where(finite[:, None], codes_of(x_NL, grid, spec, chance_NL), 0)
+        payload.append(pack(codes.astype(np.int64), spec))
         kept = (grid.step,) if spec.symmetric else (grid.step, grid.offset)
         rows.append([np.where(finite, row, np.nan) for row in kept])
     planes = [plane for row in zip(*rows) for plane in row_bytes(np.concatenate(row), spec.short)]
-    wire = np.concatenate([np.concatenate(payload, axis=None), *planes])
-    return np.pad(wire, (0, -wire.size % ALIGNMENT))
+    wire_data = np.concatenate([np.concatenate(payload, axis=None), *planes])
+    return np.pad(wire_data, (0, -wire_data.size % ALIGNMENT))
 
 
 def grid_of(x_NL: np.ndarray, spec: Spec, stochastic: bool) -> Grid:
@@ -163,15 +164,12 @@ def symmetric_grid(x_NL: np.ndarray, spec: Spec, stochastic: bool) -> Grid:
         codes = spec.half - 1 if stochastic else spec.half - 0.5
         step = significant(single(peak * upper(1 / codes)), 8 if spec.short else 16, np.ceil)
         return unity.where(zero, Grid(single(step), single(1 / step), none))
-    base = unity.where(zero, deepspeed_grid(peak, none, spec))
     if spec.scale == "deepspeed":
-        return base
+        return unity.where(zero, deepspeed_grid(peak, none, spec))
+    # The peak gets the lowest code.
     sign = np.where(-x_NL.min(axis=1) >= x_NL.max(axis=1), 1.0, -1.0)
-    candidates = []
-    for factor in FACTORS[spec.bits]:
-        step = spec.stored(single(peak * single(1 / (spec.half * factor))))
-        candidates.append(Grid(step * sign, single(1 / step) * sign, none))
-    return best(x_NL, base, candidates, spec)
+    step = shrunk(x_NL, peak / spec.half, spec)
+    return unity.where(zero, Grid(step * sign, single(1 / step) * sign, none))
 
 
 def offset_grid(x_NL: np.ndarray, spec: Spec, stochastic: bool) -> Grid:
@@ -181,7 +179,7 @@ def offset_grid(x_NL: np.ndarray, spec: Spec, stochastic: bool) -> Grid:
     centre, radius = single(top / 2 + bottom / 2), single(top / 2 - bottom / 2)
     unity = np.ones_like(radius)
 
-    def grid(down: float, up: float, stored) -> Grid:
+    def grid(down: float, up: float, kept) -> Grid:
         # One more code is negative: half a step over the centre, they lie evenly.
         step = significant(single(radius * single(2 / (down + up))), 16, np.trunc)
         offset = spec.stored(single(centre + step / 2))
@@ -189,24 +187,22 @@ def offset_grid(x_NL: np.ndarray, spec: Spec, stochastic: bool) -> Grid:
         above = single(single(top - offset) * upper(1 / up))
         step = np.maximum(below, above)
         constant = step == 0
-        step = single(stored(np.maximum(step, LEAST_STEP)))
+        step = kept(np.maximum(step, LEAST_STEP), offset)
         return Grid(unity, unity, offset).where(constant, Grid(step, single(1 / step), offset))
 
     if spec.scale == "bound":
         reach = 0.0 if stochastic else 0.5
         bits = 8 if spec.short else 16
-        up = lambda step: significant(step, bits, np.ceil)  # noqa: E731
+        up = lambda step, _: significant(step, bits, np.ceil)  # noqa: E731
         return grid(spec.half + reach, spec.half - 1 + reach, up)
+    if spec.scale == "mse":
+        shorter = lambda step, offset: shrunk(single(x_NL - offset[:, None]), step, spec)  # noqa: E731
+        return grid(spec.half + 0.5, spec.half - 0.5, shorter)
     middle = spec.stored(centre)
     wider = np.maximum(single(top - middle), single(middle - bottom)) if spec.short else radius
     constant = wider == 0
     base = deepspeed_grid(np.where(constant, 1.0, np.maximum(wider, TINY)), middle, spec)
-    base = Grid(unity, unity, base.offset).where(constant, base)
-    if spec.scale == "deepspeed":
-        return base
-    most = [spec.half * factor for factor in FACTORS[spec.bits]]
-    candidates = [grid(codes + 0.5, codes - 0.5, spec.stored) for codes in most]
-    return best(x_NL, base, candidates, spec)
+    return Grid(unity, unity, base.offset).where(constant, base)
 
 
 def deepspeed_grid(peak: np.ndarray, offset: np.ndarray, spec: Spec) -> Grid:
@@ -217,59 +213,65 @@ def deepspeed_grid(peak: np.ndarray, offset: np.ndarray, spec: Spec) -> Grid:
     return Grid(step, single(1 / step) if spec.short else inverse, offset)
 
 
-def best(x_NL: np.ndarray, base: Grid, candidates: list[Grid], spec: Spec) -> Grid:
-    """Return, for each block, the best candidate if its squared error is surely smaller than
-    base's; otherwise base.
+def shrunk(x_NL: np.ndarray, step: np.ndarray, spec: Spec) -> np.ndarray:
+    """Return the step of "mse": the one that clips nothing or, with 4 bits, a x 8 step + b x the
+    mean magnitude if that pays. With 8 bits, or 16, of mantissa, as it is stored.
 
-    Squared errors, in squared steps, are cut off to a multiple of 4^-k. k is the largest number for
-    which the sum over a block fits in 31 bits if no error is above 8 steps. The most that cutting
-    off can lose is added to a candidate's sum, and 2^-16 of the base's is taken off for roundings.
+    Magnitudes are rounded to the finest multiple of a power of two for which their sum is surely
+    below 2^24. Steps and mean are cut off to 16 bits of mantissa, and factors rounded to 8.
+
+    It pays if (sum beyond 8 short) x (8 long - 8 short) x 16 x short is less than
+    min(length x short, sum) x (long^2 - short^2), each product rounded.
     """
     length = x_NL.shape[1]
-    unit = 2.0 ** ((31 - 6 - (length - 1).bit_length()) // 2)
-
-    def cost(grid: Grid, lacking: int) -> np.ndarray:
-        values = values_of(codes_of(x_NL, grid, spec), grid.step, grid.offset, spec)
-        error = single(single(x_NL - values) * (grid.inverse * unit)[:, None])
-        square = np.minimum(single(error * error), 31 / 32 * (8 * unit) ** 2)
-        total = np.trunc(square).astype(np.int64).sum(axis=1) + lacking
-        relative = single(grid.step * base.inverse)
-        return single(single(total) * single(relative * relative))
-
-    chosen, least = base, single(cost(base, 0) * single(1 - 2.0**-16))
-    for candidate in candidates:
-        here = cost(candidate, length)
-        chosen, least = candidate.where(here < least, chosen), np.minimum(here, least)
-    return chosen
+    of_peak = max(0.02, 0.17 - 0.01 * np.log2(length))
+    of_mean = max(0.0, 0.02 * (np.log2(length) - 4))
+    if spec.bits == 4 and of_peak < 1 / 8 and length <= LONGEST:
+        room = min(22, 24 - (length - 1).bit_length())  # bits that one magnitude may take
+        unit = 2.0 ** (np.frexp(step)[1] - 1 + 5 - room)  # 16 steps are below 2^5 such powers
+        long, x_NL = step / unit, np.rint(np.abs(x_NL) / unit[:, None])
+        total = x_NL.sum(axis=1)
+        brief = lambda x: significant(np.float64(x), 8, np.rint)  # noqa: E731
+        cut = lambda x_N: significant(x_N, 16, np.trunc)  # noqa: E731
+        short = single(cut(long) * brief(8 * of_peak) + cut(total) * brief(of_mean / length))
+        short = np.minimum(short, long)
+        end, top = np.rint(8 * short), np.rint(8 * long)
+        beyond = np.maximum(x_NL - end[:, None], 0).sum(axis=1)
+        lost = single(single((top - end) * beyond) * single(16 * short))
+        gain = single(single(long - short) * single(long + short))
+        gained = single(np.minimum(single(length * short), total) * gain)
+        step = np.where(lost < gained, short, long) * unit
+    return spec.stored(step) if spec.short else significant(step, 16, np.trunc)
 
 
 def codes_of(
-    x_NL: np.ndarray, grid: Grid, spec: Spec, uniform_NL: np.ndarray | None = None
+    x_NL: np.ndarray, grid: Grid, spec: Spec, chance_NL: np.ndarray | None = None
 ) -> np.ndarray:
     """Return the codes of finite blocks, as float64."""
     step, inverse, offset = (row[:, None] for row in grid)
     centred = single(x_NL - offset)
-    code = np.rint(single(centred * inverse))
-    if spec.scale == "bound":
+    code = single(centred * inverse)
+    if chance_NL is not None:
+        code = np.rint(single(np.clip(code, -spec.half, spec.half - 1) + chance_NL))
+    elif spec.scale == "bound":
         ratio = centred / step  # 53 bits tell a tie from all else
-        if uniform_NL is not None:
-            lower = np.floor(ratio)
-            part = single(single(centred - lower * step) * inverse)
-            code = lower + (part > uniform_NL)
-        else:  # a tie goes where the product with the inverse falls
-            code = np.where(ratio - np.floor(ratio) == 0.5, code, np.rint(ratio))
-    code = np.clip(code, -spec.half, spec.half - 1)
+        tie = ratio - np.floor(ratio) == 0.5  # it goes where the product with the inverse falls
+        code = np.rint(np.where(tie, code, ratio))
+    code = np.clip(np.rint(code), -spec.half, spec.half - 1)
     return np.where(np.isfinite(step), code, 0.0)
 
 
 def values_of(code_NL: np.ndarray, step: np.ndarray, offset: np.ndarray, spec: Spec) -> np.ndarray:
-    """Return code x step, rounded to float32, plus offset, rounded again.
+    """Return code x step, rounded to float32, plus offset, rounded again. Only with "deepspeed" is
+    the product not exact.
 
-    A zero has the sign of the sum of two products: of code and the upper 16 bits of step, and of
-    code and the other bits.
+    There a zero has the sign of the sum of two products: of code and the upper 16 bits of step, and
+    of code and the other bits.
     """
     upper_bits = significant(step, 16, np.trunc)
-    value = single(code_NL * upper_bits[:, None] + code_NL * (step - upper_bits)[:, None])
+    value = code_NL * upper_bits[:, None]
+    if spec.scale == "deepspeed":
+        value = single(value + code_NL * (step - upper_bits)[:, None])
     return value if spec.symmetric else single(value + offset[:, None])
 
 
@@ -349,7 +351,7 @@ def dequantize(wire: np.ndarray, size: int, **options: Any) -> np.ndarray:
 
 @silent
 def dequant_reduce(
-    wires: list[np.ndarray], size: int, spec: dict, out: dict, uniform: np.ndarray | None = None
+    wires: list[np.ndarray], size: int, spec: dict, out: dict, words: tuple | None = None
 ) -> np.ndarray:
     """Return the wire, in format `out`, of the sum of wires in format `spec`, the first one first;
     every partial sum is rounded to float32. What is rotated on both sides is summed rotated."""
@@ -360,7 +362,7 @@ def dequant_reduce(
     for wire in wires[1:]:
         total = total + dequantize(wire, size, **spec)
     assert total.dtype == np.float32
-    return quantize(total, **out, uniform=uniform)
+    return quantize(total, **out, words=words)
 
 
 def swizzled(nodes: int, devices: int, chunks: int) -> list[tuple[int, int]]:
@@ -378,13 +380,30 @@ def swizzled(nodes: int, devices: int, chunks: int) -> list[tuple[int, int]]:
     ]
 
 
-def uniforms(words: tuple[int, int], position: np.ndarray) -> np.ndarray:
-    """Return the numbers in (0, 1) that two words give to positions: MurmurHash3's finalizer, once
-    with each word, of which the upper 24 bits count; the last of them is set."""
-    x = position.astype(np.uint64)
-    for word in words:
-        x = x ^ np.uint64(word & 0xFFFFFFFF)
-        x = (x ^ (x >> np.uint64(16))) * np.uint64(0x85EBCA6B) % np.uint64(2**32)
-        x = (x ^ (x >> np.uint64(13))) * np.uint64(0xC2B2AE35) % np.uint64(2**32)
-        x = x ^ (x >> np.uint64(16))
-    return (x >> np.uint64(8) | np.uint64(1)).astype(np.float64) / 2**24
+def chances(words: tuple[int, int], starts: np.ndarray, length: int) -> np.ndarray:
+    """Return the numbers in (-1/2, 1/2) that two words give to the elements of blocks.
+
+    The elements at one place of a block's two halves share the position of the first one, which is
+    hashed: a step of the golden ratio, the first word added, MurmurHash3's finalizer with the other
+    word in its middle. The upper 14 bits are the first element's number, 14 of the lower 16 the
+    second's, in units of 2^-14 and half a unit more.
+
+    Args:
+      words: two words of 32 bits.
+      starts: the positions of the blocks' first elements, int[N].
+      length: L, the number of elements in a block.
+
+    Returns:
+      float64[N, L].
+    """
+    half = -(-length // 2)
+    word, other = (np.uint64(int(w) & 0xFFFFFFFF) for w in words)
+    wrap = np.uint64(2**32 - 1)
+    position = (starts[:, None] + np.arange(half)).astype(np.uint64)
+    x = (position * np.uint64(0x9E3779B9) + word) & wrap
+    x = (x ^ (x >> np.uint64(16))) * np.uint64(0x85EBCA6B) & wrap
+    x = (x ^ (x >> np.uint64(13)) ^ other) * np.uint64(0xC2B2AE35) & wrap
+    x = x ^ (x >> np.uint64(16))
+    upper_14, lower_14 = x >> np.uint64(18), x >> np.uint64(2) & np.uint64(2**14 - 1)
+    drawn = np.concatenate([upper_14, lower_14], axis=1).astype(np.float64)
+    return ((drawn + 0.5) / 2**14 - 0.5)[:, :length]

@@ -1,6 +1,7 @@
 """Stochastic rounding: the mean is the value, and a key decides every bit."""
 
 import dataclasses
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -37,12 +38,9 @@ KEY = jax.random.key(7)
 rounded = jax.jit(quantize, static_argnames=("format",))
 
 
-def uniforms(key, num_wires, format):
-    """Return the oracle's numbers in [0, 1) for each element of each wire, and some beyond: the
-    zeros that fill up a rotated block have theirs too."""
-    words = np.asarray(jax.random.bits(key, (2,), jnp.uint32))
-    first = np.arange(num_wires)[:, None] * SIZE
-    return quantize_oracle.uniforms(words, first + np.arange(SIZE + format.hadamard))
+def words_of(key):
+    """Return the two words that the oracle makes its numbers of."""
+    return tuple(np.asarray(jax.random.bits(key, (2,), jnp.uint32)))
 
 
 @pytest.mark.parametrize("format", FORMATS, ids=name_of)
@@ -52,8 +50,7 @@ def test_stochastic_wires_equal_the_oracle(format):
             continue
         x = sample(name, SIZE)
         for key in (KEY, jax.random.key(2**40 + 1)):
-            (uniform,) = uniforms(key, 1, format)
-            expected = quantize_oracle.quantize(x, **options(format), uniform=uniform)
+            expected = quantize_oracle.quantize(x, **options(format), words=words_of(key))
             np.testing.assert_array_equal(rounded(x, format, key=key).buffer, expected, name)
 
 
@@ -113,10 +110,9 @@ def test_positions_and_wires_have_numbers_of_their_own():
     assert len({row.tobytes() for row in codes}) == 8
     same = (codes[0] == codes[1]).mean()
     assert 0.3 < same < 0.9
-    uniform = uniforms(KEY, 8, format)
     for place, (partition, _) in enumerate(quantize_oracle.swizzled(2, 4, 1)):
         expected = quantize_oracle.quantize(
-            x[partition], **options(format), uniform=uniform[partition]
+            x[partition], **options(format), words=words_of(KEY), wire=partition
         )
         np.testing.assert_array_equal(wires.buffer[0, place], expected)
 
@@ -130,19 +126,35 @@ def test_a_reduction_rounds_its_sum_stochastically():
     ]
     wires = Wire(jnp.asarray(np.stack(data)), SIZE, nearest)
     got = jax.jit(lambda wires: dequant_reduce(wires, format, key=KEY))(wires)
-    (uniform,) = uniforms(KEY, 1, format)
     expected = quantize_oracle.dequant_reduce(
-        data, SIZE, options(nearest), options(format), uniform
+        data, SIZE, options(nearest), options(format), words_of(KEY)
     )
     np.testing.assert_array_equal(got.buffer, expected)
 
 
-def test_the_numbers_are_uniform():
-    words = (12345, -987654321)
-    u = quantize_oracle.uniforms(words, np.arange(2**18))
-    assert u.min() >= 0
-    assert u.max() < 1
-    counts = np.bincount((u * 64).astype(int), minlength=64)
+@pytest.mark.parametrize("words", [(12345, -987654321), (0, 0), (7, 7)])
+def test_the_numbers_are_uniform_and_know_nothing_of_each_other(words):
+    """Between neighbours, between the halves of a block, which share a position, and between the
+    blocks."""
+    u = quantize_oracle.chances(words, np.arange(2**10) * 256, 256)
+    assert u.min() > -0.5
+    assert u.max() < 0.5
+    assert (u * 2**15 % 2 == 1).all()  # so that no sum with a whole number is a tie
+    counts = np.bincount(((u + 0.5) * 64).astype(int).ravel(), minlength=64)
     # 64 bins of 4096: five sigma are 320.
     assert np.abs(counts - 4096).max() < 320
-    assert abs(np.corrcoef(u[:-1], u[1:])[0, 1]) < 5 / np.sqrt(2**18)
+    pairs = {
+        "neighbours": (u[:, :-1], u[:, 1:]),
+        "halves": (u[:, :128], u[:, 128:]),
+        "blocks": (u[:-1], u[1:]),
+    }
+    for name, (a, b) in pairs.items():
+        assert abs(np.corrcoef(a.ravel(), b.ravel())[0, 1]) < 5 / np.sqrt(a.size), name
+
+
+def test_two_keys_give_numbers_that_know_nothing_of_each_other():
+    starts = np.arange(2**10) * 256
+    words = [words_of(jax.random.key(seed)) for seed in range(6)]
+    u = [quantize_oracle.chances(each, starts, 256).ravel() for each in words]
+    for a, b in itertools.combinations(u, 2):
+        assert abs(np.corrcoef(a, b)[0, 1]) < 5 / np.sqrt(a.size)
