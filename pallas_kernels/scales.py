@@ -55,7 +55,7 @@ def shares(length: int) -> tuple[float, float]:
     and normal with one outlier.
     """
     log2 = math.log2(length)
-    return max(0.02, 0.17 - 0.01 * log2), max(0.0, 0.02 * (log2 - 4))
+    return max(0.02, 0.166 - 0.0092 * log2), max(0.0, 0.02 * (log2 - 4))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -224,7 +224,7 @@ def shrunk(x_NL: np.ndarray, step: np.ndarray, spec: Spec) -> np.ndarray:
     min(length x short, sum) x (long^2 - short^2), each product rounded.
     """
     length = x_NL.shape[1]
-    of_peak = max(0.02, 0.17 - 0.01 * np.log2(length))
+    of_peak = max(0.02, 0.166 - 0.0092 * np.log2(length))
     of_mean = max(0.0, 0.02 * (np.log2(length) - 4))
     if spec.bits == 4 and of_peak < 1 / 8 and length <= LONGEST:
         room = min(22, 24 - (length - 1).bit_length())  # bits that one magnitude may take
