@@ -13,7 +13,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from zeroxla.pallas_kernels.scales import FACTORS
 from zeroxla.quantize import WireFormat, dequantize, quantize
 
 # Of the dense search; a step is peak / (2^(bits-1) x factor).
@@ -85,51 +84,37 @@ def compare(x_TB: np.ndarray, bits: int, *, symmetric: bool = True) -> dict[str,
     """Return the measures of every rule on one array, and how mse and DeepSpeed's rule compare.
 
     Returns:
-      "measures": by rule; "plain" and rotated ones only where symmetric. "better": share of the
-      blocks with a smaller squared error under mse. "worse": how many have a larger one, where both
-      rules have steps of one dtype. "excess": the largest (error of mse / error of deepspeed - 1)
-      with default steps, which are bfloat16 for mse and float32 for deepspeed in blocks below 256.
+      "measures": by rule; "plain" and rotated ones only where symmetric. "better", "worse": shares
+      of the blocks with a smaller and a larger squared error under mse.
     """
     shared: dict[str, Any] = {"bits": bits, "symmetric": symmetric}
     results = {
         rule: round_trip(x_TB, scale=rule, **shared) for rule in ("bound", "deepspeed", "mse")
     }
     mse, deepspeed = (squared_errors(x_TB, results[rule]) for rule in ("mse", "deepspeed"))
-    same = deepspeed
-    step_dtype = WireFormat(block=x_TB.shape[1], scale="mse", **shared).scale_dtype
-    if step_dtype != "float32":
-        y_TB = round_trip(x_TB, scale="deepspeed", scale_dtype=step_dtype, **shared)
-        same = squared_errors(x_TB, y_TB)
     if symmetric:
         results["plain"] = plain(x_TB, bits)
         if bits == 4:
             for rule in ("bound", "mse"):
                 results[f"{rule}, rotated"] = round_trip(x_TB, scale=rule, hadamard=32, **shared)
-    nonzero = deepspeed > 0
-    excess = (mse[nonzero] / deepspeed[nonzero]).max(initial=1) - 1
     return {
         "measures": {rule: dataclasses.asdict(measure(x_TB, y)) for rule, y in results.items()},
         "better": float((mse < deepspeed).mean()),
-        "worse": int((mse > same).sum()),
-        "excess": float(excess),
+        "worse": float((mse > deepspeed).mean()),
     }
 
 
 def search(x_TB: np.ndarray, bits: int) -> dict[str, float]:
-    """Return RMS errors in percent: of "deepspeed", "mse", the best of DENSE_FACTORS ("dense") and
-    the best of those among them that lie within the range of FACTORS ("within").
+    """Return RMS errors in percent: of "deepspeed", "mse" and the best of DENSE_FACTORS ("dense").
 
-    All steps are float32. "dense" and "within" take mse's step for a block where it is better.
+    All steps are float32. "dense" takes mse's step for a block where that is better.
     """
     shared: dict[str, Any] = {"bits": bits, "scale_dtype": "float32"}
     errors = {
         rule: squared_errors(x_TB, round_trip(x_TB, scale=rule, **shared))
         for rule in ("deepspeed", "mse")
     }
-    dense = DENSE_FACTORS[bits]
-    inside = (dense >= min(FACTORS[bits])) & (dense <= max(FACTORS[bits]))
-    for name, factors in (("within", dense[inside]), ("dense", dense)):
-        errors[name] = np.minimum(least_errors(x_TB, bits, factors), errors["mse"])
+    errors["dense"] = np.minimum(least_errors(x_TB, bits, DENSE_FACTORS[bits]), errors["mse"])
     total = (x_TB.astype(np.float64) ** 2).sum()
     return {name: 100 * float(np.sqrt(e.sum() / total)) for name, e in errors.items()}
 

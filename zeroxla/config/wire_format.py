@@ -34,14 +34,15 @@ class WireFormat:
 
     scale: Scale | None = None
     """Rule that chooses the step. "bound": no error exceeds step / 2, not even at the largest
-    magnitude. "mse": the step with the smallest squared error among several; it never exceeds the
-    error of "deepspeed" with the same scale_dtype. "deepspeed": DeepSpeed's rule, which clips a
-    positive peak by one step. None means "bound" at 8 bits or with stochastic rounding, and "mse"
-    at 4 bits."""
+    magnitude. "mse": a small squared error over many blocks, by a step that is computed from a
+    block's peak and, at 4 bits, from sums of its magnitudes. "deepspeed": DeepSpeed's rule, which
+    clips a positive peak by one step. None means "bound" at 8 bits or with stochastic rounding, and
+    "mse" at 4 bits."""
 
     rounding: Literal["nearest", "stochastic"] = "nearest"
     """Rule of rounding. "stochastic" draws one of the two nearest codes, with chances that make the
-    mean exact. It needs scale="bound", whose step is then peak / (2^(bits-1) - 1)."""
+    mean exact to 2^-14 of a step. It needs scale="bound", whose step is then
+    peak / (2^(bits-1) - 1)."""
 
     scale_dtype: str | None = None
     """Dtype of steps and offsets on the wire: float32 or bfloat16. None means bfloat16 for blocks
