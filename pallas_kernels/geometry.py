@@ -8,13 +8,16 @@ lie side by side along a block, and 32 / L blocks lie below each other in a warp
 below each other.
 
     V   the largest power of two that divides a piece, up to 16 bytes of the float
-    L   as many lanes as fit in a piece
+    L   LANES, so that 8 x 16 bytes are a line of memory; more where a thread would hold more than
+        FEW_ELEMENTS, or where the wire has fewer than T blocks; fewer where a piece is shorter
     T   4 x 32 / L, doubled as long as a thread holds few elements
 
 A thread keeps its part of the tile in registers, T x block / 128 elements, and all loops over it
-are unrolled. Blocks with more than MOST_ELEMENTS for a thread, and wires of fewer than T blocks, do
-not fit. The last tile begins early enough to be full. The blocks that it shares with the tile
-before are computed twice, with the same bits.
+are unrolled. The fewer lanes share a block, the more of its elements a thread has, and the rarer is
+the work of a block: its maximum over lanes, its step and the step's reciprocal. Blocks with more
+than MOST_ELEMENTS for a thread, and wires of fewer blocks than T, do not fit. The last tile begins
+early enough to be full. The blocks that it shares with the tile before are computed twice, with the
+same bits.
 
 Triton: a program is 4 warps. T x block is about TRITON_ELEMENTS. A piece is rounded up to a power
 of two, and masks exclude the padding. Every block of up to TRITON_LARGEST elements fits.
@@ -29,6 +32,7 @@ from .program import Cut, common_cut
 
 MOST_ELEMENTS = 64  # of a thread; with 128 it spills registers
 FEW_ELEMENTS = 32  # of a thread, up to which T is doubled
+LANES = 8
 THREADS = 128
 VECTOR_BYTES = 16
 
@@ -88,9 +92,11 @@ def mosaic_tile(*layouts: Layout, items: int, item_bytes: int, num_wires: int) -
     if num_wires > 1 and item_bytes > 1:  # the floats of every wire must begin at a whole vector
         vector = _power_of_two_in(layout.size, vector)
     while vector:
-        lanes = _power_of_two_in(cut.columns // vector, 32)
-        rows = 4 * (32 // lanes)
-        elements = rows * cut.block // THREADS
+        most = _power_of_two_in(cut.columns // vector, 32)
+        lanes = min(LANES, most)
+        while lanes < most and (cut.block > FEW_ELEMENTS * lanes or layout.full * lanes < THREADS):
+            lanes *= 2
+        rows, elements = THREADS // lanes, cut.block // lanes
         if elements <= MOST_ELEMENTS and rows <= layout.full:
             while 2 * elements <= FEW_ELEMENTS and 2 * rows <= layout.full:
                 rows, elements = 2 * rows, 2 * elements

@@ -106,9 +106,11 @@ def _launch(
     grid: tuple[int, int],
     interpret: bool,
 ) -> jax.Array:
+    # A kernel reads some arrays and writes others, so no thread waits for another's reads.
     return plgpu.kernel(
         body,
         out_type=result,
+        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
         grid=grid,
         grid_names=("wire", "tile"),
         interpret=shim.mosaic_interpreter() if interpret else None,
