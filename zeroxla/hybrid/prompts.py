@@ -182,7 +182,7 @@ def check_end_tokens(eos: int | None, pad: int, size: int) -> None:
     """
 
     def is_token(x: Any) -> bool:
-        return isinstance(x, int | np.integer) and 0 <= x < size
+        return isinstance(x, int | np.integer) and 0 <= int(x) < size
 
     if not is_token(pad):
         raise ValueError(
