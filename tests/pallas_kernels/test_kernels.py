@@ -38,6 +38,8 @@ needs_mosaic = pytest.mark.skipif(
     not shim.has_mosaic(), reason="Pallas interprets Mosaic kernels from JAX 0.11 on"
 )
 KERNELS = [pytest.param("mosaic", marks=needs_mosaic), "triton"]
+# For tests whose Mosaic program is slow to interpret, and says little that others do not.
+TRITON_FIRST = [pytest.param("mosaic", marks=[needs_mosaic, pytest.mark.slow]), "triton"]
 FACTORS = {**FORMATS, "block": (16, 100, 256, 2048), "hadamard": (0,)}
 ODD_FACTORS = {**FACTORS, "block": (17, 250, 1000, 16384)}
 DATA = ("normal", "heavy_tailed", "constant", "zeros", "one_outlier", "denormal", "huge")
@@ -153,7 +155,7 @@ def check_refused(format, dtype, backend):
 
 
 @pytest.mark.parametrize("backend", KERNELS)
-@pytest.mark.parametrize("bits", FORMATS["bits"])
+@pytest.mark.parametrize("bits", thinned([4], slow=[8]))
 @pytest.mark.parametrize("scale", thinned(["bound"], slow=["deepspeed"]))
 def test_each_kernel_takes_what_it_must_and_refuses_the_rest(scale, bits, backend):
     """Traced and not run: a kernel that refuses everything fails here."""
@@ -196,7 +198,7 @@ def test_sums_of_wires_are_those_of_the_reference(num_sources, backend):
     np.testing.assert_array_equal(found.buffer, dequant_reduce(stacked, backend="xla").buffer)
 
 
-@pytest.mark.parametrize("backend", KERNELS)
+@pytest.mark.parametrize("backend", TRITON_FIRST)
 @pytest.mark.parametrize(
     ("source", "out"),
     thinned(

@@ -53,6 +53,7 @@ def search():
     return found, seen
 
 
+@pytest.mark.slow
 def test_a_search_tries_presets_meshes_and_remat_and_ranks_by_speed(search):
     found, seen = search
     choices = [row.choice for row in found.found]
@@ -72,6 +73,7 @@ def test_a_search_tries_presets_meshes_and_remat_and_ranks_by_speed(search):
     assert [done for done, *_ in seen] == list(range(9))
 
 
+@pytest.mark.slow
 def test_it_says_what_limits_each(search):
     found, _ = search
     slow = next(row for row in found.found if row.choice.zero == "zero3")
