@@ -244,10 +244,10 @@ def body_of(rows: list[Row], trained: Trained) -> str:
         "offset is for.",
         asymmetric_table(rows),
         "## A dense search",
-        "RMS relative error, percent, if each block took the best step peak / (2^(bits-1) x "
-        f"factor) of either sign: factors {searched}, on {SEARCHED:,} of the numbers, all steps "
-        "float32. Left to gain: what the search takes off the error of mse, which computes its "
-        "step from the peak and, at 4 bits, from sums of magnitudes.",
+        f"RMS relative error in percent, on {SEARCHED:,} of the numbers, with float32 steps. In "
+        "the dense search each block takes the best of many steps. They are peak / (2^(bits-1) x "
+        f"factor) of either sign, with these factors: {searched}. Left to gain: by how much the "
+        "search lowers the error of mse.",
         search_table(rows),
     ]
     return "\n\n".join(parts)

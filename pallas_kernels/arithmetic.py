@@ -66,7 +66,8 @@ class Machine(NamedTuple):
     Attributes:
       nearest: rounds float32[T, C] to the nearest whole numbers, to even on ties, as float32. Their
         magnitude is at most 2^22.
-      integer: rounds float32[T, C] likewise, to int32 of which only the lowest 8 bits are defined.
+      integer: rounds float32[T, C] likewise, to int32. The lowest 8 bits are those of the whole
+        number; the others are undefined.
       whole: (int32[T, C] from 0 to 2^22, an int) -> their difference, float32[T, C].
       largest: returns the largest number in each row of float32[T, C] or int32[T, C]. With floats
         that is NaN if any is, and only defined if one of them is not negative.
@@ -147,8 +148,10 @@ def encode(
     machine: Machine,
     chance: jax.Array | None = None,
 ) -> jax.Array:
-    """Return the codes of a piece, int32[T, C] of which the lowest 8 bits count. Those of a block
-    that is not finite are undefined.
+    """Return the codes of a piece as int32[T, C].
+
+    A code is in the lowest 8 bits; the others are undefined. So are the codes of a block that is
+    not finite.
 
     Args:
       piece: float32[T, C].

@@ -119,8 +119,8 @@ def pack(codes: Sequence[jax.Array], finite: jax.Array, layout: Layout) -> jax.A
     """Pack codes into bytes, uint8[T, C].
 
     Args:
-      codes: the codes of each piece, int32[T, C] of which the lowest 8 bits count. With 8 bits
-        there is one piece. With 4 bits there are the first and the second half of a block, or its
+      codes: the codes of each piece, in the lowest 8 bits of int32[T, C]. With 8 bits there is
+        one piece. With 4 bits there are the first and the second half of a block, or its
         even and odd elements if interleaved.
       finite: whether each block is finite, bool[T]. The codes of others become 0.
       layout: the layout of the wires.

@@ -194,9 +194,10 @@ def _shrunk(
     `shares`. An error of rounding is step^2 / 12 in the mean, and no larger than the element, so
     about min(length, sum / t) elements gain (s^2 - t^2) / 12 each. The squared errors of what lies
     beyond 8 t are at most the sum of all that is beyond, times 8 s - 8 t. The shorter step is taken
-    if the gain is more than 4/3 of that. The RMS error is then about that of the best of five
-    steps, and below that of DeepSpeed's on every kind of numbers that was tried but those of which
-    most are nearly zero: `benchmarks/quantize_accuracy.py`, and "Limits" in docs/quantize.md.
+    if the gain is more than 4/3 of that.
+
+    `benchmarks/quantize_accuracy.py` compares the error with that of DeepSpeed's rule. "Limits" in
+    docs/quantize.md says on which numbers that rule is better.
 
     Args:
       pieces: float32[T, C] each; padding is zero.

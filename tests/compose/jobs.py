@@ -61,7 +61,7 @@ def _functions() -> Any:
 
 
 def own_loss(apply: Any, batch: Any, *, train: bool) -> jax.Array:
-    """A loss of the user's: twice that of the next tokens."""
+    """Return the loss of a user who gives `loss=`: twice that of the model."""
     inputs = batch["tokens"][:, :-1]
     try:
         logits = apply(inputs, train=train)
@@ -98,7 +98,7 @@ class Job:
       lora: the arguments of `zeroxla.lora`; None for no adapters.
       make_step: further arguments of `make_step`.
       model, optimizer: names in `MODELS` and `OPTIMIZERS`.
-      uses: what happens to the state between two steps.
+      uses: functions that take the state after a step, and return that of the next one.
     """
 
     config: dict[str, Any] = dataclasses.field(
@@ -168,7 +168,7 @@ class Run:
 
     Attributes:
       job: the job.
-      model: what `make_step` was given.
+      model: the first argument of `make_step`.
       step: its step.
       folder: a folder of its own.
       start: the parameters before the first step.
@@ -229,7 +229,7 @@ def other_options(run: Run, state: Any) -> Any:
 
 
 def generate(run: Run, state: Any) -> Any:
-    """Compare the engine's log probabilities with those of the whole model."""
+    """Check that the mean log probability of a `HybridEngine` is minus the loss of the step."""
     engine = HybridEngine(run.step, tensor=2, max_length=16)
     found = engine.logprobs(state, BATCH["tokens"])
     assert found.shape == (ROWS, LENGTH)

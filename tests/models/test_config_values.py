@@ -1,4 +1,4 @@
-"""Hugging Face configs whose values are of another kind: the error names the key and the value."""
+"""A Hugging Face config with a value of the wrong type: the error names the key and the value."""
 
 import pytest
 

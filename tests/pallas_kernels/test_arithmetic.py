@@ -1,0 +1,48 @@
+"""The additions by which a GPU rounds and converts, against NumPy. The interpreters of kernels do
+without them, so no other test on a CPU runs them."""
+
+import jax
+import numpy as np
+import pytest
+
+from zeroxla.pallas_kernels.arithmetic import kernel_machine
+
+GPU = kernel_machine(interpret=False)
+
+
+@pytest.fixture(autouse=True)
+def one_operation_at_a_time():
+    """A compiler that sees both may leave out an addition and the subtraction after it."""
+    with jax.disable_jit():
+        yield
+
+
+def numbers():
+    """Return ties, numbers beside them, and others, as large as the rounding takes."""
+    rng = np.random.default_rng(0)
+    ties = np.arange(-300, 300) + 0.5
+    large = rng.uniform(-(2.0**22), 2.0**22, 5000)
+    x = np.concatenate([ties, rng.uniform(-130, 130, 5000), large, [-(2.0**22), 2.0**22, 0.0]])
+    x = np.float32(x)
+    return np.concatenate([x, np.nextafter(x, np.float32(0))])[None]
+
+
+def test_nearest_rounds_to_even():
+    x = numbers()
+    np.testing.assert_array_equal(GPU.nearest(jax.numpy.asarray(x)), np.rint(x))
+
+
+def test_the_lowest_8_bits_of_an_integer_are_those_of_the_rounded_number():
+    x = numbers()
+    found = np.asarray(GPU.integer(jax.numpy.asarray(x)))
+    assert found.dtype == np.int32
+    np.testing.assert_array_equal(found & 255, np.rint(x).astype(np.int32) & 255)
+
+
+@pytest.mark.parametrize("less", [0, 8, 128])
+def test_a_word_becomes_a_float(less):
+    word = np.int32([*range(256), 2**22 - 1, 2**22])[None]
+    found = np.asarray(GPU.whole(jax.numpy.asarray(word), less))
+    assert found.dtype == np.float32
+    np.testing.assert_array_equal(found, word - less)
+    assert not np.signbit(found[found == 0]).any()
