@@ -105,10 +105,13 @@ def test_stages():
     [
         ([], "there are no prompts"),
         ([[1], []], "prompt 1 is empty"),
-        ([[1], [2, -3]], "prompt 1 holds the token -3, and the model's vocabulary is those from 0"),
+        (
+            [[1], [2, -3]],
+            "prompt 1 holds the token -3, and the model's vocabulary is 0",
+        ),
         (
             [[1, 64]],
-            "prompt 0 holds the token 64, and the model's vocabulary is those from 0 to 63",
+            "prompt 0 holds the token 64, and the model's vocabulary is 0 to 63",
         ),
         ([[2**40]], "prompt 0 holds the token 1099511627776, and"),
         ([[1.5]], "prompt 0 has the shape .* and dtype float64"),
@@ -128,11 +131,17 @@ def test_prompts(known, engine, prompts, match):
         ({"max_new_tokens": 0}, "max_new_tokens=0 must be 1 or more"),
         ({"temperature": -1.0}, "temperature=-1.0"),
         ({"top_k": 0}, "top_k=0"),
-        ({"eos": 64}, "eos=64, and the model's vocabulary is those from 0 to 63; give one of them"),
+        (
+            {"eos": 64},
+            "eos=64, and the model's vocabulary is 0 to 63; give one of them",
+        ),
         ({"eos": -1}, "eos=-1, and the model's vocabulary"),
         ({"eos": 2.0}, "eos=2.0, and the model's vocabulary"),
         ({"pad": None}, "pad=None, and the model's vocabulary"),
-        ({"pad": 64}, "pad=64, and the model's vocabulary is those from 0 to 63; the model reads"),
+        (
+            {"pad": 64},
+            "pad=64, and the model's vocabulary is 0 to 63; the model reads",
+        ),
         ({"top_p": 2.0}, "top_p=2.0"),
         ({"key": 3}, "3 is no PRNG key"),
     ],

@@ -28,7 +28,7 @@ def mesh():
     [
         (
             64,
-            r"'tokens' holds tokens from 0 to 64, and the model's vocabulary is those from 0 to 63",
+            r"'tokens' holds tokens from 0 to 64, and the model's vocabulary is 0 to 63",
         ),
         (-5, r"'tokens' holds tokens from -5 to 0, and the model's"),
         (

@@ -169,7 +169,7 @@ def check_vocabulary(rows: Sequence[np.ndarray], size: int, what: str) -> None:
         for token in (row.min(), row.max()):
             if not 0 <= token < size:
                 raise ValueError(
-                    f"{what} {i} holds the token {token}, and the model's vocabulary is those from "
+                    f"{what} {i} holds the token {token}, and the model's vocabulary is "
                     f"0 to {size - 1}; use the tokenizer of this model"
                 )
 
@@ -186,12 +186,12 @@ def check_end_tokens(eos: int | None, pad: int, size: int) -> None:
 
     if not is_token(pad):
         raise ValueError(
-            f"pad={pad}, and the model's vocabulary is those from 0 to {size - 1}; the model reads "
+            f"pad={pad}, and the model's vocabulary is 0 to {size - 1}; the model reads "
             "it in rows that have ended, so give one of them"
         )
     if eos is not None and not is_token(eos):
         raise ValueError(
-            f"eos={eos}, and the model's vocabulary is those from 0 to {size - 1}; give one of "
+            f"eos={eos}, and the model's vocabulary is 0 to {size - 1}; give one of "
             "them, or None if no token ends a row"
         )
 

@@ -78,7 +78,7 @@ def check_tokens(batch: Any, vocabulary: int | None) -> None:
     if np.issubdtype(tokens.dtype, np.integer) and not 0 <= least <= most < vocabulary:
         raise ValueError(
             f"the batch leaf 'tokens' holds tokens from {least} to {most}, and the model's "
-            f"vocabulary is those from 0 to {vocabulary - 1}; correct the tokenizer or the model, "
+            f"vocabulary is 0 to {vocabulary - 1}; correct the tokenizer or the model, "
             "and mark padding in batch['mask']"
         )
 
