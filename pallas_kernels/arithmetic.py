@@ -68,7 +68,8 @@ class Machine(NamedTuple):
         magnitude is at most 2^22.
       integer: rounds float32[T, C] likewise, to int32. The lowest 8 bits are those of the whole
         number; the others are undefined.
-      whole: (int32[T, C] from 0 to 2^22, an int) -> their difference, float32[T, C].
+      codes: (uint8[T, C], bits) -> the codes in each byte, float32[T, C] each: one of 8 bits, or the
+        lower and the upper one of 4.
       largest: returns the largest number in each row of float32[T, C] or int32[T, C]. With floats
         that is NaN if any is, and only defined if one of them is not negative.
       total: returns the sum of each row of float32[T, C], whole numbers whose sums are below 2^24.
@@ -78,7 +79,7 @@ class Machine(NamedTuple):
 
     nearest: Callable[[jax.Array], jax.Array]
     integer: Callable[[jax.Array], jax.Array]
-    whole: Callable[[jax.Array, int], jax.Array]
+    codes: Callable[[jax.Array, int], list[jax.Array]]
     largest: Callable[[jax.Array], jax.Array]
     total: Callable[[jax.Array], jax.Array]
     keep: Callable[[Grid], Grid]
@@ -121,7 +122,7 @@ def kernel_machine(*, interpret: bool) -> Machine:
         return Machine(
             nearest=round_to_even,
             integer=lambda x: round_to_even(x).astype(jnp.int32),
-            whole=lambda word, less: (word - less).astype(jnp.float32),
+            codes=codes_of_bytes,
             largest=largest,
             total=total,
             keep=lambda grid: grid,
@@ -129,11 +130,35 @@ def kernel_machine(*, interpret: bool) -> Machine:
     return Machine(
         nearest=lambda x: (x + _ROUNDER) - _ROUNDER,
         integer=lambda x: bits_of(x + _ROUNDER),
-        whole=lambda word, less: float_of(word | _WHOLE) - np.float32(2**23 + less),
+        codes=functools.partial(
+            codes_of_bytes,
+            whole=lambda word, less: float_of(word | _WHOLE) - np.float32(2**23 + less),
+        ),
         largest=largest,
         total=total,
         keep=lambda grid: grid,
     )
+
+
+def codes_of_bytes(
+    data: jax.Array,
+    bits: int,
+    whole: Callable[[jax.Array, int], jax.Array] = lambda word, less: (word - less).astype(
+        jnp.float32
+    ),
+) -> list[jax.Array]:
+    """Return the codes that bytes hold, float32[T, C] each.
+
+    Args:
+      data: uint8[T, C].
+      bits: of a code: 8, or 4 for two codes, the lower one first.
+      whole: (int32[T, C] from 0 to 255, an int) -> their difference, float32[T, C].
+    """
+    word = data.astype(jnp.int32)
+    if bits == 8:
+        return [whole(word ^ 128, 128)]
+    word = word ^ 0x88
+    return [whole(word & 15, 8), whole(lax.shift_right_logical(word, jnp.int32(4)), 8)]
 
 
 def across(row: jax.Array, piece: jax.Array) -> jax.Array:
@@ -162,26 +187,13 @@ def encode(
     """
     centred = piece if grid.offset is None else piece - across(grid.offset, piece)
     # The clamp stands between the product and every sum, so no compiler fuses them.
-    code = _clamped(centred * across(grid.inverse, piece), rule)
+    code = jnp.minimum(centred * across(grid.inverse, piece), float(rule.half - 1))
+    if not (rule.symmetric and rule.scale == "bound"):  # there no product rounds to a lower code
+        code = jnp.maximum(code, -float(rule.half))
     if rule.stochastic:
         assert chance is not None
         code = code + chance
-    elif rule.scale == "bound":
-        # The product with the inverse was rounded, so near a tie the code may be one off. The
-        # rest is exact.
-        code = machine.nearest(code)
-        step = across(grid.step, piece)
-        rest, most = centred - code * step, step * 0.5
-        code = code + jnp.where(rest > most, 1.0, 0.0) - jnp.where(rest < -most, 1.0, 0.0)
-        code = code if rule.symmetric else _clamped(code, rule)
     return machine.integer(code)
-
-
-def _clamped(code: jax.Array, rule: Rule) -> jax.Array:
-    code = jnp.minimum(code, float(rule.half - 1))
-    if rule.symmetric and rule.scale == "bound":
-        return code  # no element lies below the lowest code by half a step
-    return jnp.maximum(code, -float(rule.half))
 
 
 def decode(code: jax.Array, step: jax.Array, offset: jax.Array | None, rule: Rule) -> jax.Array:

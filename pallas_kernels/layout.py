@@ -1,12 +1,13 @@
 """The layout of a wire: where its bytes lie.
 
     payload   the codes, block after block; the last block ends with the data
-    steps     the least significant byte of every block's step, then the next byte of every step, ..
-    offsets   the bytes of every block's offset in the same order, if the rule has offsets
+    zeros     up to a multiple of ROW_ALIGNMENT, so that a kernel may read a step as one word
+    steps     of every block
+    offsets   of every block, if the rule has offsets
     zeros     up to a multiple of ALIGNMENT, so that the next wire begins aligned
 
-A step takes the 4 bytes of a float32, or the upper 2 of them (a bfloat16). Its bytes lie apart so
-that a kernel can write them behind a payload of any length without an unaligned word.
+A step or an offset takes the 4 bytes of a float32, or the upper 2 of them (a bfloat16), the least
+significant one first.
 
 With 4 bits, an element of a block's first half shares a byte with the element at the same place of
 the second half, which takes the high nibble. A kernel reads and writes such halves in whole runs.
@@ -28,6 +29,7 @@ from .arithmetic import Machine, Rule, across
 from .rotation import SIZE
 
 ALIGNMENT = 16
+ROW_ALIGNMENT = 4
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,19 +102,26 @@ class Layout:
         """How many numbers a block has beside its codes: 1 for a step, 2 with an offset."""
         return 1 if self.rule.symmetric else 2
 
-    def row_at(self, row: int, byte: int) -> int:
-        """Return where in the wire a byte of all steps (row 0) or of all offsets (row 1) begins."""
-        return self.payload_bytes + (row * self.row_bytes + byte) * self.num_blocks
+    def row_at(self, row: int) -> int:
+        """Return where in the wire the steps (row 0) or the offsets (row 1) begin."""
+        start = -(-self.payload_bytes // ROW_ALIGNMENT) * ROW_ALIGNMENT
+        return start + row * self.num_blocks * self.row_bytes
 
     @property
     def used_bytes(self) -> int:
         """Number of bytes of the wire without the zeros at its end."""
-        return self.row_at(self.rows, 0)
+        return self.row_at(self.rows)
 
     @property
     def num_bytes(self) -> int:
         """Number of bytes of the wire."""
         return -(-self.used_bytes // ALIGNMENT) * ALIGNMENT
+
+    @property
+    def zeros(self) -> list[tuple[int, int]]:
+        """Where in the wire the zeros behind the payload and at the end begin, and how many."""
+        payload, used = self.payload_bytes, self.used_bytes
+        return [(payload, self.row_at(0) - payload), (used, self.num_bytes - used)]
 
 
 def pack(codes: Sequence[jax.Array], finite: jax.Array, layout: Layout) -> jax.Array:
@@ -130,19 +139,14 @@ def pack(codes: Sequence[jax.Array], finite: jax.Array, layout: Layout) -> jax.A
     else:
         low, high = reversed(codes) if layout.interleaved else codes
         byte = (low & 15) | lax.shift_left(high, jnp.int32(4))
-    mask = jnp.where(finite, 255, 0)
-    return (byte & across(mask, byte)).astype(jnp.uint8)
+    mask = jnp.where(finite, 255, 0).astype(jnp.uint8)
+    return byte.astype(jnp.uint8) & across(mask, byte)
 
 
 def unpack(data: jax.Array, layout: Layout, machine: Machine) -> list[jax.Array]:
     """Undo `pack`: return the codes of each piece, whole numbers in float32[T, C]."""
-    word = data.astype(jnp.int32)
-    if layout.rule.bits == 8:
-        return [machine.whole(word ^ 128, 128)]
-    word = word ^ 0x88
-    low = machine.whole(word & 15, 8)
-    high = machine.whole(lax.shift_right_logical(word, jnp.int32(4)), 8)
-    return [high, low] if layout.interleaved else [low, high]
+    low, *high = machine.codes(data, layout.rule.bits)
+    return [*high, low] if layout.interleaved else [low, *high]
 
 
 def row_to_bytes(row: jax.Array, layout: Layout) -> list[jax.Array]:

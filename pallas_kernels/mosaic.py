@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -11,11 +12,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from . import shim
+from . import registers, shim
 from .arithmetic import Machine, kernel_machine
 from .geometry import MosaicTile, mosaic_tile
 from .kernels import Backend
-from .layout import Layout
+from .layout import Layout, row_from_bytes, row_to_bytes
 from .program import Cut
 
 
@@ -24,27 +25,26 @@ class _Memory:
     """A tile in global memory, loaded into registers and stored from them (program.Tile)."""
 
     tile: MosaicTile
-    registers: Any
     interpret: bool
 
     @property
+    def registers(self) -> Any:
+        return shim.registers(self.tile.lanes, self.tile.vector)
+
+    @property
     def machine(self) -> Machine:
-        return kernel_machine(interpret=self.interpret)
+        machine = kernel_machine(interpret=self.interpret)
+        if self.interpret or self.tile.vector % 4:
+            return machine
+        codes = functools.partial(registers.codes_of_bytes, layout=self.registers)
+        return machine._replace(codes=codes)
 
     @classmethod
     def of(cls, tile: MosaicTile, layout: Layout, interpret: bool) -> tuple[_Memory, Any, Any]:
         """Return (memory, wire, first block) of the running program."""
-        below = 32 // tile.lanes
-        across = tile.lanes * tile.vector
-        registers = shim.tiled(
-            ((4 * below, across), (below, across), (tile.vector,)),
-            warps=-5,
-            lanes=(-3, -2),
-            vector=-1,
-        )
         first = jnp.minimum(lax.axis_index("tile") * tile.rows, layout.full - tile.rows)
         return (
-            cls(tile=tile, registers=registers, interpret=interpret),
+            cls(tile=tile, interpret=interpret),
             lax.axis_index("wire"),
             first,
         )
@@ -71,12 +71,22 @@ class _Memory:
             columns = pl.ds(column, self.cut.columns)
             shim.mosaic_store(self._runs(ref, at, width).at[:, columns], x)
 
-    def load_row(self, ref: Any, at: Any) -> jax.Array:
-        ref = ref.at[pl.ds(at, self.tile.rows)]
-        return ref[...] if self.interpret else shim.mosaic_load(ref, self.registers.reduce(1))
+    def load_row(self, ref: Any, at: Any, layout: Layout) -> jax.Array:
+        if self.interpret:
+            data = self._flat(ref, at, layout.row_bytes)[...].reshape(-1, layout.row_bytes)
+            return row_from_bytes([data[:, i] for i in range(layout.row_bytes)], layout)
+        split = shim.row_registers(self.tile.lanes, layout.row_bytes)
+        data = shim.mosaic_load(self._runs(ref, at, layout.row_bytes), split)
+        return registers.row_of_bytes(data, split, self.registers.reduce(1))
 
-    def store_row(self, ref: Any, at: Any, row: jax.Array) -> None:
-        shim.mosaic_store(ref.at[pl.ds(at, self.tile.rows)], row)
+    def store_row(self, ref: Any, at: Any, row: jax.Array, layout: Layout) -> None:
+        if self.interpret:
+            data = jnp.stack(row_to_bytes(row, layout), axis=1)
+            self._flat(ref, at, layout.row_bytes)[...] = data.reshape(-1)
+            return
+        split = shim.row_registers(self.tile.lanes, layout.row_bytes)
+        data = registers.bytes_of_row(row, self.registers.reduce(1), split)
+        shim.mosaic_store(self._runs(ref, at, layout.row_bytes), data)
 
     def columns(self) -> jax.Array:
         return self._iota(1)

@@ -20,7 +20,7 @@ from jax import lax
 
 from .arithmetic import Machine, decode, encode
 from .chance import two_chances
-from .layout import Layout, pack, row_from_bytes, row_to_bytes, unpack
+from .layout import Layout, pack, unpack
 from .rotation import SIZE, rotate, rotate_back
 from .scales import Block, grid_of
 
@@ -97,12 +97,12 @@ class Tile(Protocol):
         """Write [T, C] to the items that `load` would read."""
         ...
 
-    def load_row(self, ref: Any, at: Any) -> jax.Array:
-        """Return the T items from item `at` on."""
+    def load_row(self, ref: Any, at: Any, layout: Layout) -> jax.Array:
+        """Return the T steps or offsets from byte `at` on, float32[T]."""
         ...
 
-    def store_row(self, ref: Any, at: Any, row: jax.Array) -> None:
-        """Write T items from item `at` on."""
+    def store_row(self, ref: Any, at: Any, row: jax.Array, layout: Layout) -> None:
+        """Write T steps or offsets, float32[T], from byte `at` on."""
         ...
 
     def columns(self) -> jax.Array:
@@ -204,21 +204,14 @@ def write_wire(
         tile.store(ref, base + first * width, width, column, step, data)
     rows = [row for row in (grid.step, grid.offset) if row is not None]
     for i, row in enumerate(rows):
-        for j, byte in enumerate(row_to_bytes(row, layout)):
-            tile.store_row(ref, base + layout.row_at(i, j) + first, byte)
+        tile.store_row(ref, base + layout.row_at(i) + first * layout.row_bytes, row, layout)
 
 
 def _read_wire(tile: Tile, ref: Any, wire: Any, first: Any, layout: Layout) -> list[jax.Array]:
     """Return the pieces of a tile of one wire, float32[T, C] each."""
     base = wire * layout.num_bytes
     rows = [
-        row_from_bytes(
-            [
-                tile.load_row(ref, base + layout.row_at(i, j) + first)
-                for j in range(layout.row_bytes)
-            ],
-            layout,
-        )
+        tile.load_row(ref, base + layout.row_at(i) + first * layout.row_bytes, layout)
         for i in range(layout.rows)
     ]
     step, offset = [*rows, None][:2]

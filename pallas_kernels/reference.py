@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .arithmetic import Grid, Machine, decode, encode, round_to_even
+from .arithmetic import Grid, Machine, codes_of_bytes, decode, encode, round_to_even
 from .chance import two_chances
 from .floats import bits_of, float_of
 from .layout import Layout, pack, row_from_bytes, row_to_bytes, unpack
@@ -45,10 +45,10 @@ def quantize(
         parts.append(_encoded(x[:, :split], layout, seed, start=0, count=layout.full))
     if layout.tail:
         parts.append(_encoded(x[:, split:], layout, seed, start=split, count=1))
-    payloads, planes = zip(*parts)
-    planes = [jnp.concatenate(plane, axis=1) for plane in zip(*planes)]
-    padding = jnp.zeros((num_wires, layout.num_bytes - layout.used_bytes), jnp.uint8)
-    wires = jnp.concatenate([*payloads, *planes, padding], axis=1)
+    payloads, rows = zip(*parts)
+    gap, end = (jnp.zeros((num_wires, count), jnp.uint8) for _, count in layout.zeros)
+    rows = [part for row in zip(*rows) for part in row]
+    wires = jnp.concatenate([*payloads, gap, *rows, end], axis=1)
     return wires if swizzle is None else wires[swizzle.sources()]
 
 
@@ -100,15 +100,15 @@ def quantize_rest(
     patches = []
     if layout.tail:
         split = layout.full * layout.block
-        payload, planes = _encoded(x, layout, seed, start=split, count=1)
+        payload, rows = _encoded(x, layout, seed, start=split, count=1)
         patches.append((layout.full * layout.block_bytes(layout.block), payload))
-        for i, plane in enumerate(planes):
-            patches.append((layout.row_at(0, i) + layout.full, plane))
+        for i, row in enumerate(rows):
+            patches.append((layout.row_at(i) + layout.full * layout.row_bytes, row))
     if swizzle is not None:
         patches = [(at, part[swizzle.sources()]) for at, part in patches]
-    if layout.num_bytes > layout.used_bytes:
-        shape = (x.shape[0], layout.num_bytes - layout.used_bytes)
-        patches.append((layout.used_bytes, jnp.zeros(shape, jnp.uint8)))
+    for at, count in layout.zeros:
+        if count:
+            patches.append((at, jnp.zeros((x.shape[0], count), jnp.uint8)))
     return patches
 
 
@@ -127,14 +127,14 @@ def _encoded(
     """Quantize `count` blocks of one length in each wire, whose first element is at `start`.
 
     Returns:
-      The payload, uint8[W, ...], and the bytes of steps and offsets, uint8[W, count] each.
+      The payload, and the bytes of the steps and of the offsets, uint8[W, ...] each.
     """
     num_wires = x.shape[0]
     blocks = x.reshape(num_wires * count, -1)
     data, grid = quantize_blocks(blocks, layout, seed, start, count)
     rows = [row for row in (grid.step, grid.offset) if row is not None]
-    planes = [byte.reshape(num_wires, count) for row in rows for byte in row_to_bytes(row, layout)]
-    return data.reshape(num_wires, -1), planes
+    rows = [jnp.stack(row_to_bytes(row, layout), axis=1) for row in rows]
+    return data.reshape(num_wires, -1), [row.reshape(num_wires, -1) for row in rows]
 
 
 def _summed(data: jax.Array, layout: Layout, *, first: int, length: int, count: int) -> jax.Array:
@@ -212,14 +212,12 @@ def dequantize_blocks(
 def _rows(data: jax.Array, layout: Layout) -> list[jax.Array]:
     """Return the steps, and the offsets if there are any, of wires: float32[W, num_blocks] each."""
 
-    def plane(row: int, byte: int) -> jax.Array:
-        start = layout.row_at(row, byte)
-        return data[:, start : start + layout.num_blocks]
+    def row(i: int) -> jax.Array:
+        start, size = layout.row_at(i), layout.num_blocks * layout.row_bytes
+        parts = data[:, start : start + size].reshape(-1, layout.num_blocks, layout.row_bytes)
+        return row_from_bytes([parts[:, :, j] for j in range(layout.row_bytes)], layout)
 
-    return [
-        row_from_bytes([plane(row, byte) for byte in range(layout.row_bytes)], layout)
-        for row in range(layout.rows)
-    ]
+    return [row(i) for i in range(layout.rows)]
 
 
 def _cut(x: jax.Array, layout: Layout) -> list[jax.Array]:
@@ -263,7 +261,7 @@ def _reduced(
 MACHINE = Machine(
     nearest=round_to_even,
     integer=lambda x: round_to_even(x).astype(jnp.int32),
-    whole=lambda word, less: (word - less).astype(jnp.float32),
+    codes=codes_of_bytes,
     largest=_largest,
     total=lambda terms: _reduced(terms, jnp.sum, jnp.add),
     keep=lax.optimization_barrier,

@@ -1,7 +1,8 @@
 """Chooses the grid of each block: its step, and its offset if the rule has one.
 
-* "bound": the smallest step with which no error exceeds step / 2, not even at a peak. It is
-  peak / (2^(bits-1) - 1/2), or range / 2^bits with an offset, rounded up to 16 significant bits.
+* "bound": the smallest step with which no error exceeds step / 2, not even at a peak, but for the
+  roundings of a code, 2^-16 of a step. It is peak / (2^(bits-1) - 1/2), or range / 2^bits with an
+  offset, rounded up to 16 significant bits.
 * "deepspeed": the rule of DeepSpeed's `csrc/includes/quantization_utils.h`. The step is
   peak / 2^(bits-1), which clips a positive peak by one step, or range / 2^bits about the centre,
   which clips the top likewise.
@@ -227,7 +228,9 @@ def _shrunk(
         clipping = jnp.minimum(step, clipping)
         # No product below feeds a sum.
         end, top = (block.machine.nearest(rule.half * x) for x in (clipping, step))
-        beyond = block.total([jnp.maximum(x - across(end, x), 0.0) for x in magnitudes])
+        reaching = [jnp.maximum(x, across(end, x)) for x in magnitudes]
+        reaching = [block.where(i, x, 0.0) for i, x in enumerate(reaching)]
+        beyond = block.total(reaching) - block.length * end
         lost = (top - end) * beyond * (16 * clipping)
         gained = jnp.minimum(block.length * clipping, total) * (
             (step - clipping) * (step + clipping)

@@ -45,23 +45,33 @@ def mosaic_store(ref: Any, value: jax.Array) -> None:
         ref[...] = value
 
 
-def tiled(tiles: tuple[tuple[int, ...], ...], *, warps: int, lanes: Any, vector: int) -> Any:
-    """Return a layout of registers.
+def registers(lanes: int, vector: int) -> Any:
+    """Return the layout of an array [T, C] in the registers of a warpgroup: `lanes` lanes lie side
+    by side, each with `vector` neighbouring elements, and the other lanes and the warps below."""
+    below, across = 32 // lanes, lanes * vector
+    return _tiled(((4 * below, across), (below, across), (vector,)), (-3, -2))
 
-    Args:
-      tiles: the shapes of tiles within tiles, the outermost first.
-      warps: the dim along which the warps of a warpgroup lie, counted from the end.
-      lanes: the dims along which the lanes of a warp lie, counted from the end.
-      vector: the dim along which the vector of a lane lies, counted from the end.
-    """
+
+def row_registers(lanes: int, count: int) -> Any:
+    """Return the layout of an array [T, count] of which every lane has the whole rows that
+    `registers(lanes, ...)` gives it a part of."""
+    from jax.experimental.mosaic.gpu.fragmented_array import Replicated
+
+    below = 32 // lanes
+    return _tiled(((4 * below, count), (below, count), (count,)), (-3, Replicated(lanes)))
+
+
+def _tiled(tiles: tuple[tuple[int, ...], ...], lane_dims: tuple[Any, ...]) -> Any:
+    """Return a layout from the shapes of tiles within tiles, the outermost first, and from the dims
+    along which lanes lie. Warps lie along the outermost tile, a lane's vector along the last dim."""
     from jax.experimental.mosaic.gpu.fragmented_array import TiledLayout
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     layout = TiledLayout(
         plgpu.Tiling(tiles),
-        warp_dims=(warps,),
-        lane_dims=tuple(lanes),
-        vector_dim=vector,
+        warp_dims=(-5,),
+        lane_dims=lane_dims,
+        vector_dim=-1,
         _check_canonical=False,
     ).canonicalize()
     return plgpu.Layout.TILED(

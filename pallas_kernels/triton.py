@@ -15,7 +15,7 @@ from . import shim
 from .arithmetic import Machine, kernel_machine
 from .geometry import TritonTile, triton_tile
 from .kernels import Backend
-from .layout import Layout
+from .layout import Layout, row_from_bytes, row_to_bytes
 from .program import Cut
 
 
@@ -47,13 +47,16 @@ class _Memory:
         items, mask = self._items(at, width, column, step)
         shim.triton_store(ref, items, mask, x)
 
-    def load_row(self, ref: Any, at: Any) -> jax.Array:
-        rows = self._rows()
-        return shim.triton_load(ref, at + rows, rows < self.rows_left)
+    def load_row(self, ref: Any, at: Any, layout: Layout) -> jax.Array:
+        rows, size = self._rows(), layout.row_bytes
+        mask = rows < self.rows_left
+        data = [shim.triton_load(ref, at + rows * size + i, mask) for i in range(size)]
+        return row_from_bytes(data, layout)
 
-    def store_row(self, ref: Any, at: Any, row: jax.Array) -> None:
-        rows = self._rows()
-        shim.triton_store(ref, at + rows, rows < self.rows_left, row)
+    def store_row(self, ref: Any, at: Any, row: jax.Array, layout: Layout) -> None:
+        rows, size = self._rows(), layout.row_bytes
+        for i, byte in enumerate(row_to_bytes(row, layout)):
+            shim.triton_store(ref, at + rows * size + i, rows < self.rows_left, byte)
 
     def columns(self) -> jax.Array:
         columns = self._columns()[None, :]

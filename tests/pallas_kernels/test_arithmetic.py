@@ -39,10 +39,14 @@ def test_the_lowest_8_bits_of_an_integer_are_those_of_the_rounded_number():
     np.testing.assert_array_equal(found & 255, np.rint(x).astype(np.int32) & 255)
 
 
-@pytest.mark.parametrize("less", [0, 8, 128])
-def test_a_word_becomes_a_float(less):
-    word = np.int32([*range(256), 2**22 - 1, 2**22])[None]
-    found = np.asarray(GPU.whole(jax.numpy.asarray(word), less))
-    assert found.dtype == np.float32
-    np.testing.assert_array_equal(found, word - less)
-    assert not np.signbit(found[found == 0]).any()
+@pytest.mark.parametrize("bits", [8, 4])
+def test_bytes_become_codes(bits):
+    data = np.arange(256, dtype=np.uint8)
+    parts = [data] if bits == 8 else [data & 15, data >> 4]
+    found = GPU.codes(jax.numpy.asarray(data[None]), bits)
+    assert len(found) == len(parts)
+    for codes, part in zip(map(np.asarray, found), parts):
+        signed = np.where(part < 2 ** (bits - 1), part, part - 2.0**bits)
+        assert codes.dtype == np.float32
+        np.testing.assert_array_equal(codes[0], signed)
+        assert not np.signbit(codes[codes == 0]).any()

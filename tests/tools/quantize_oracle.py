@@ -21,7 +21,7 @@ import numpy as np
 
 TINY = 2.0**-90  # a block of smaller magnitudes is zero
 LEAST_STEP = 2.0**-98
-ALIGNMENT = 16
+ALIGNMENT, ROW_ALIGNMENT = 16, 4
 # The formulas round, overflow and divide by zero on purpose.
 silent = np.errstate(over="ignore", invalid="ignore", divide="ignore")
 
@@ -144,8 +144,10 @@ def quantize(
         payload.append(pack(codes.astype(np.int64), spec))
         kept = (grid.step,) if spec.symmetric else (grid.step, grid.offset)
         rows.append([np.where(finite, row, np.nan) for row in kept])
-    planes = [plane for row in zip(*rows) for plane in row_bytes(np.concatenate(row), spec.short)]
-    wire_data = np.concatenate([np.concatenate(payload, axis=None), *planes])
+    codes_B = np.concatenate(payload, axis=None)
+    codes_B = np.pad(codes_B, (0, -codes_B.size % ROW_ALIGNMENT))
+    numbers = [row_bytes(np.concatenate(row), spec.short) for row in zip(*rows)]
+    wire_data = np.concatenate([codes_B, *numbers])
     return np.pad(wire_data, (0, -wire_data.size % ALIGNMENT))
 
 
@@ -252,11 +254,7 @@ def codes_of(
     centred = single(x_NL - offset)
     code = single(centred * inverse)
     if chance_NL is not None:
-        code = np.rint(single(np.clip(code, -spec.half, spec.half - 1) + chance_NL))
-    elif spec.scale == "bound":
-        ratio = centred / step  # 53 bits tell a tie from all else
-        tie = ratio - np.floor(ratio) == 0.5  # it goes where the product with the inverse falls
-        code = np.rint(np.where(tie, code, ratio))
+        code = single(np.clip(code, -spec.half, spec.half - 1) + chance_NL)
     code = np.clip(np.rint(code), -spec.half, spec.half - 1)
     return np.where(np.isfinite(step), code, 0.0)
 
@@ -299,10 +297,10 @@ def unpack(data_NB: np.ndarray, spec: Spec) -> np.ndarray:
 
 
 def row_bytes(row_N: np.ndarray, short: bool) -> np.ndarray:
-    """Return the bytes of steps or offsets, uint8[2 or 4, N], least significant first."""
+    """Return the bytes of steps or offsets, 2 or 4 of each, least significant first."""
     row = row_N.astype(ml_dtypes.bfloat16 if short else np.float32)
     assert np.array_equal(row.astype(np.float64), row_N, equal_nan=True)
-    return row.view(np.uint8).reshape(row_N.size, -1).T
+    return row.view(np.uint8)
 
 
 class Parts(NamedTuple):
@@ -324,10 +322,11 @@ def parts_of(wire: np.ndarray, size: int, spec: Spec) -> Parts:
         at, num_blocks = at + payload[-1].size, num_blocks + len(block)
     dtype = ml_dtypes.bfloat16 if spec.short else np.float32
     rows = []
+    at += -at % ROW_ALIGNMENT
     for _ in range(1 if spec.symmetric else 2):
-        planes = wire[at : at + num_blocks * dtype(0).itemsize].reshape(-1, num_blocks)
-        rows.append(planes.T.copy().view(dtype)[:, 0].astype(np.float64))
-        at += planes.size
+        data = wire[at : at + num_blocks * dtype(0).itemsize]
+        rows.append(data.copy().view(dtype).astype(np.float64))
+        at += data.size
     assert wire.size == at + -at % ALIGNMENT
     assert not wire[at:].any()
     return Parts(payload, rows[0], rows[1] if len(rows) > 1 else np.zeros(num_blocks))

@@ -42,6 +42,11 @@ def opened(wire):
     return values.astype(np.float64), parts.steps[of_block], parts.offsets[of_block]
 
 
+def half(step, bits):
+    """Return half a step, and what the two roundings of a code may add."""
+    return step * (0.5 + 2.0 ** (bits - 24))
+
+
 def half_ulp(x):
     """Return the largest error of a rounding to float32 that gave x, or was given x."""
     return np.spacing(np.maximum(np.abs(x), 2.0**-126).astype(np.float32)).astype(np.float64) / 2
@@ -58,7 +63,7 @@ def roundings(x, values, offset):
 @given(x=ARRAYS)
 def test_no_error_is_above_half_a_step(format, x):
     values, step, _ = opened(quantized(x, format))
-    assert (np.abs(values - x.astype(np.float64)) <= step / 2).all()
+    assert (np.abs(values - x.astype(np.float64)) <= half(step, format.bits)).all()
 
 
 @pytest.mark.parametrize(
@@ -69,7 +74,7 @@ def test_no_error_is_above_half_a_step(format, x):
 def test_no_error_about_an_offset_is_above_half_a_step_and_two_roundings(format, x, centre):
     x = (x + np.float32(centre)).astype(np.float32)
     values, step, offset = opened(quantized(x, format))
-    allowed = step / 2 + roundings(x, values, offset)
+    allowed = half(step, format.bits) + roundings(x, values, offset)
     assert (np.abs(values - x.astype(np.float64)) <= allowed).all()
 
 
@@ -80,7 +85,7 @@ def test_the_bound_holds_for_every_distribution(format, symmetric):
     for name in DISTRIBUTIONS:
         x = sample(name, 25 * SIZE)
         values, step, offset = opened(quantized(x, format))
-        allowed = step / 2 + (0 if symmetric else roundings(x, values, offset))
+        allowed = half(step, format.bits) + (0 if symmetric else roundings(x, values, offset))
         above = ~np.isnan(values) & ~(np.abs(values - x.astype(np.float64)) <= allowed)
         assert not above.any(), (name, x[above])
         assert name == "huge" or not np.isnan(values).any()

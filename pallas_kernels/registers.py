@@ -1,0 +1,142 @@
+"""What a Mosaic kernel does with 32-bit words of registers, because Pallas has no words for it.
+
+A lane holds V neighbouring elements of an array in one vector. Bytes are loaded four to a word, and
+the compiler would take them apart one by one, with two instructions for each.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.mosaic.gpu import utils
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, vector
+
+_WHOLE = 0x4B000000  # the bits of 2^23, after which a unit of the last place is 1
+
+
+def codes_of_bytes(data: jax.Array, bits: int, layout: Any) -> list[jax.Array]:
+    """Return the codes that bytes hold: uint8[T, C] -> float32[T, C] for each code of a byte.
+
+    A permutation puts a byte behind the upper bytes of 2^23, and 2^23 is subtracted.
+
+    Args:
+      data: the bytes. A lane holds a multiple of 4 neighbours.
+      bits: of a code, 8 or 4.
+      layout: the layout of the array.
+    """
+    result = plgpu.ShapeDtypeStruct(data.shape, jnp.float32, layout=layout)
+    count = 8 // bits
+
+    @plgpu.inline_mgpu(arg_types=(layout,), return_type=[result] * count)
+    def unpack(ctx: Any, data: mgpu.FragmentedArray) -> list[mgpu.FragmentedArray]:
+        del ctx
+        i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
+        length = ir.VectorType(data.registers.flat[0].type).shape[0]
+        found = [np.empty_like(data.registers) for _ in range(count)]
+        bias = _constant(2.0**23 + (1 << (bits - 1)), f32)
+        for at, register in np.ndenumerate(data.registers):
+            words = vector.bitcast(ir.VectorType.get((length // 4,), i32), register)
+            values: list[list[ir.Value]] = [[] for _ in range(count)]
+            for i in range(length // 4):
+                word = vector.extract(words, [], [i])
+                for k, part in enumerate(_offset_binary(word, bits)):
+                    for byte in range(4):
+                        whole = utils.inline_ptx(
+                            f"prmt.b32 $0, $1, $2, 0x765{byte};",
+                            part,
+                            _integer(_WHOLE, i32),
+                            result_types=i32,
+                        )
+                        value = arith.subf(arith.bitcast(f32, whole), bias)
+                        values[k].append(value)
+            for k in range(count):
+                kind = ir.VectorType.get((length,), f32)
+                found[k][at] = vector.from_elements(kind, values[k])
+        return [
+            mgpu.FragmentedArray(_registers=x, _layout=data.layout, _is_signed=None) for x in found
+        ]
+
+    return list(unpack(data))
+
+
+def row_of_bytes(data: jax.Array, split: Any, layout: Any) -> jax.Array:
+    """Return the numbers whose bytes a lane holds: uint8[T, 4 or 2] -> float32[T].
+
+    Args:
+      data: the bytes of a float32, or the upper two of them.
+      split: the layout of the bytes, shim.row_registers.
+      layout: the layout of the result.
+    """
+    result = plgpu.ShapeDtypeStruct(data.shape[:1], jnp.float32, layout=layout)
+
+    @plgpu.inline_mgpu(arg_types=(split,), return_type=result)
+    def join(ctx: Any, data: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
+        del ctx
+        i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
+        size = ir.VectorType(data.registers.flat[0].type).shape[0]
+        found = []
+        for register in data.registers.flat:
+            word = utils.bitcast(register, ir.IntegerType.get_signless(8 * size))
+            if size == 2:
+                word = arith.shli(arith.extui(i32, word), _integer(16, i32))
+            number = arith.bitcast(f32, word)
+            found.append(vector.from_elements(ir.VectorType.get((1,), f32), [number]))
+        return _array(found, layout.to_mgpu(), (data.shape[0],), is_signed=None)
+
+    return join(data)
+
+
+def bytes_of_row(row: jax.Array, layout: Any, split: Any) -> jax.Array:
+    """Undo `row_of_bytes`: float32[T] -> uint8[T, 4 or 2]."""
+    size = split.to_mgpu().vector_length
+    result = plgpu.ShapeDtypeStruct((row.shape[0], size), jnp.uint8, layout=split)
+
+    @plgpu.inline_mgpu(arg_types=(layout,), return_type=result)
+    def cut(ctx: Any, row: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
+        del ctx
+        i32 = ir.IntegerType.get_signless(32)
+        found = []
+        for register in row.registers.flat:
+            word = utils.bitcast(vector.extract(register, [], [0]), i32)
+            if size == 2:
+                word = arith.shrui(word, _integer(16, i32))
+                word = arith.trunci(ir.IntegerType.get_signless(16), word)
+            kind = ir.VectorType.get((size,), ir.IntegerType.get_signless(8))
+            found.append(utils.bitcast(word, kind))
+        return _array(found, split.to_mgpu(), (row.shape[0], size), is_signed=False)
+
+    return cut(row)
+
+
+def _array(
+    found: list[ir.Value], layout: Any, shape: tuple[int, ...], is_signed: bool | None
+) -> mgpu.FragmentedArray:
+    """Return the array of this shape whose registers are `found`, in their order."""
+    parts = np.empty(len(found), dtype=object)
+    parts[:] = found
+    parts = parts.reshape(layout.registers_shape(shape))
+    return mgpu.FragmentedArray(_registers=parts, _layout=layout, _is_signed=is_signed)
+
+
+def _offset_binary(word: ir.Value, bits: int) -> list[ir.Value]:
+    """Return words that hold one code in each byte, counted from the lowest code."""
+    i32 = word.type
+    if bits == 8:
+        return [arith.xori(word, _integer(0x80808080, i32))]
+    low, lowest = _integer(0x0F0F0F0F, i32), _integer(0x08080808, i32)
+    high = arith.shrui(word, _integer(4, i32))
+    return [arith.xori(arith.andi(part, low), lowest) for part in (word, high)]
+
+
+def _integer(value: int, kind: ir.Type) -> ir.Value:
+    return arith.constant(kind, ir.IntegerAttr.get(kind, int(np.uint32(value).view(np.int32))))
+
+
+def _constant(value: float, kind: ir.Type) -> ir.Value:
+    return arith.constant(kind, ir.FloatAttr.get(kind, value))
