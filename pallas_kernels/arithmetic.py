@@ -64,23 +64,30 @@ class Machine(NamedTuple):
     """The operations that each backend writes in its own way.
 
     Attributes:
+      floats: converts an array to float32.
       nearest: rounds float32[T, C] to the nearest whole numbers, to even on ties, as float32. Their
         magnitude is at most 2^22.
       integer: rounds float32[T, C] likewise, to int32. The lowest 8 bits are those of the whole
         number; the others are undefined.
-      codes: (uint8[T, C], bits) -> the codes in each byte, float32[T, C] each: one of 8 bits, or the
-        lower and the upper one of 4.
-      largest: returns the largest number in each row of float32[T, C] or int32[T, C]. With floats
-        that is NaN if any is, and only defined if one of them is not negative.
+      codes: (uint8[T, C], bits) -> the codes in each byte, float32[T, C] each: one of 8 bits, or
+        the lower and the upper one of 4.
+      compares_pairs: whether `largest` compares two neighbours of 16 bits at a time.
+      largest: returns the largest number in each row of [T, C], in float32 or int32. With floats
+        that is NaN if any is. If all are negative it is any of them.
+      smallest: returns the smallest number in each row of floats [T, C], in float32. It is NaN if
+        any is. If all are positive it is any of them.
       total: returns the sum of each row of float32[T, C], whole numbers whose sums are below 2^24.
       keep: returns a grid unchanged, and makes the compiler compute it once instead of once for
         every element.
     """
 
+    floats: Callable[[jax.Array], jax.Array]
     nearest: Callable[[jax.Array], jax.Array]
     integer: Callable[[jax.Array], jax.Array]
     codes: Callable[[jax.Array, int], list[jax.Array]]
+    compares_pairs: bool
     largest: Callable[[jax.Array], jax.Array]
+    smallest: Callable[[jax.Array], jax.Array]
     total: Callable[[jax.Array], jax.Array]
     keep: Callable[[Grid], Grid]
 
@@ -90,7 +97,7 @@ class Grid(NamedTuple):
 
     Attributes:
       step: float32, not zero. It may be negative with the scale "mse".
-      inverse: float32, 1 / step, rounded to nearest.
+      inverse: float32, 1 / step, nearly.
       offset: float32; None if the rule is symmetric.
       finite: bool, whether the block is finite. If not, its step and offset are NaN.
     """
@@ -99,6 +106,11 @@ class Grid(NamedTuple):
     inverse: jax.Array
     offset: jax.Array | None
     finite: jax.Array
+
+
+def as_float32(x: jax.Array) -> jax.Array:
+    """Convert x to float32."""
+    return x.astype(jnp.float32)
 
 
 def round_to_even(x: jax.Array) -> jax.Array:
@@ -116,25 +128,31 @@ def kernel_machine(*, interpret: bool) -> Machine:
     """Return the operations of a kernel. A GPU rounds and converts with additions, at 8 times the
     speed of its instructions for that. XLA, which runs interpreters, might leave out a number that
     is added and subtracted again."""
-    largest = functools.partial(jnp.max, axis=1)
+    largest, smallest = (functools.partial(f, axis=1) for f in (jnp.max, jnp.min))
     total = functools.partial(jnp.sum, axis=1)
     if interpret:
         return Machine(
+            floats=as_float32,
             nearest=round_to_even,
             integer=lambda x: round_to_even(x).astype(jnp.int32),
             codes=codes_of_bytes,
+            compares_pairs=False,
             largest=largest,
+            smallest=smallest,
             total=total,
             keep=lambda grid: grid,
         )
     return Machine(
+        floats=as_float32,
         nearest=lambda x: (x + _ROUNDER) - _ROUNDER,
         integer=lambda x: bits_of(x + _ROUNDER),
         codes=functools.partial(
             codes_of_bytes,
             whole=lambda word, less: float_of(word | _WHOLE) - np.float32(2**23 + less),
         ),
+        compares_pairs=False,
         largest=largest,
+        smallest=smallest,
         total=total,
         keep=lambda grid: grid,
     )

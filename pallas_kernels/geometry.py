@@ -8,8 +8,8 @@ lie side by side along a block, and 32 / L blocks lie below each other in a warp
 below each other.
 
     V   the largest power of two that divides a piece, up to 16 bytes of the float
-    L   LANES, so that 8 x 16 bytes are a line of memory; more where a thread would hold more than
-        FEW_ELEMENTS, or where the wire has fewer than T blocks; fewer where a piece is shorter
+    L   LANES; more where a thread would hold more than FEW_ELEMENTS, or where the wire has fewer
+        than T blocks; fewer where a piece is shorter
     T   4 x 32 / L, doubled as long as a thread holds few elements
 
 A thread keeps its part of the tile in registers, T x block / 128 elements, and all loops over it
@@ -32,7 +32,7 @@ from .program import Cut, common_cut
 
 MOST_ELEMENTS = 64  # of a thread; with 128 it spills registers
 FEW_ELEMENTS = 32  # of a thread, up to which T is doubled
-LANES = 8
+LANES = 4
 THREADS = 128
 VECTOR_BYTES = 16
 

@@ -33,11 +33,20 @@ class _Memory:
 
     @property
     def machine(self) -> Machine:
-        machine = kernel_machine(interpret=self.interpret)
-        if self.interpret or self.tile.vector % 4:
+        machine, layout = kernel_machine(interpret=self.interpret), self.registers
+        if self.interpret:
             return machine
-        codes = functools.partial(registers.codes_of_bytes, layout=self.registers)
-        return machine._replace(codes=codes)
+        if self.tile.vector % 2 == 0:
+            machine = machine._replace(
+                floats=lambda x: _floats(x, layout),
+                compares_pairs=True,
+                largest=lambda x: _widened(jnp.max(x, axis=1)),
+                smallest=lambda x: _widened(jnp.min(x, axis=1)),
+            )
+        if self.tile.vector % 4 == 0:
+            codes = functools.partial(registers.codes_of_bytes, layout=layout)
+            machine = machine._replace(codes=codes)
+        return machine
 
     @classmethod
     def of(cls, tile: MosaicTile, layout: Layout, interpret: bool) -> tuple[_Memory, Any, Any]:
@@ -107,6 +116,14 @@ class _Memory:
 
     def _runs(self, ref: Any, at: Any, width: int) -> Any:
         return self._flat(ref, at, width).reshape(self.tile.rows, width)
+
+
+def _floats(x: jax.Array, layout: Any) -> jax.Array:
+    return registers.floats_of(x, layout) if x.dtype == jnp.bfloat16 else x.astype(jnp.float32)
+
+
+def _widened(row: jax.Array) -> jax.Array:
+    return row if row.dtype == jnp.int32 else row.astype(jnp.float32)
 
 
 def _launch(

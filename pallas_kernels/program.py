@@ -15,7 +15,6 @@ import dataclasses
 from typing import Any, Protocol
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 
 from .arithmetic import Machine, decode, encode
@@ -120,13 +119,13 @@ class Tile(Protocol):
 
 
 def read_floats(tile: Tile, ref: Any, wire: Any, first: Any, layout: Layout) -> list[jax.Array]:
-    """Read a tile of x[W, size]; return its pieces in float32, rotated if the layout is."""
+    """Read a tile of x[W, size]; return its pieces. If the layout is rotated, they are rotated, and
+    float32."""
     at = wire * layout.size + first * layout.block
-    pieces = [
-        tile.load(ref, at, layout.block, column, step).astype(jnp.float32)
-        for column, step in tile.cut.spans()
-    ]
-    return rotate(pieces, tile.columns()) if layout.rotated else pieces
+    pieces = [tile.load(ref, at, layout.block, *span) for span in tile.cut.spans()]
+    if layout.rotated:
+        return rotate([tile.machine.floats(piece) for piece in pieces], tile.columns())
+    return pieces
 
 
 def write_floats(
@@ -178,15 +177,17 @@ def write_wire(
       ref: the flat reference of all wires.
       wire: the number of the wire to write.
       first: the tile's first block in the wire.
-      pieces: float32[T, C] each.
+      pieces: [T, C] each.
       layout: the layout of a wire.
       seed: two int32 scalars; None without stochastic rounding.
       source: the wire's number before any swizzle, from which the random numbers follow.
     """
-    rule, spans = layout.rule, tile.cut.spans()
+    rule, machine, spans = layout.rule, tile.machine, tile.cut.spans()
     masks = [tile.valid(*span) for span in spans]
     valid = [mask for mask in masks if mask is not None] or None
-    block = Block(length=layout.block, machine=tile.machine, valid=valid)
+    loaded = pieces if machine.compares_pairs else None
+    pieces = [machine.floats(piece) for piece in pieces]
+    block = Block(length=layout.block, machine=machine, valid=valid, loaded=loaded)
     grid = grid_of(pieces, rule, block)
     chance: list[jax.Array | None] = [None] * len(pieces)
     if seed is not None:
@@ -194,7 +195,7 @@ def write_wire(
         half = len(pieces) // 2
         for i, span in enumerate(spans[:half]):
             chance[i], chance[i + half] = two_chances(seed, origin + tile.places(*span))
-    codes = [encode(x, grid, rule, tile.machine, u) for x, u in zip(pieces, chance)]
+    codes = [encode(x, grid, rule, machine, u) for x, u in zip(pieces, chance)]
 
     width = layout.block_bytes(layout.block)
     base = wire * layout.num_bytes

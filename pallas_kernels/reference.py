@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .arithmetic import Grid, Machine, codes_of_bytes, decode, encode, round_to_even
+from .arithmetic import Grid, Machine, as_float32, codes_of_bytes, decode, encode, round_to_even
 from .chance import two_chances
 from .floats import bits_of, float_of
 from .layout import Layout, pack, row_from_bytes, row_to_bytes, unpack
@@ -259,10 +259,13 @@ def _reduced(
 
 
 MACHINE = Machine(
+    floats=as_float32,
     nearest=round_to_even,
     integer=lambda x: round_to_even(x).astype(jnp.int32),
     codes=codes_of_bytes,
+    compares_pairs=False,
     largest=_largest,
+    smallest=lambda x: -_largest(-x),
     total=lambda terms: _reduced(terms, jnp.sum, jnp.add),
     keep=lax.optimization_barrier,
 )

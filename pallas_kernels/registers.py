@@ -65,6 +65,32 @@ def codes_of_bytes(data: jax.Array, bits: int, layout: Any) -> list[jax.Array]:
     return list(unpack(data))
 
 
+def floats_of(x: jax.Array, layout: Any) -> jax.Array:
+    """Return bfloat16[T, C] in float32. A lane holds an even number of neighbours."""
+    result = plgpu.ShapeDtypeStruct(x.shape, jnp.float32, layout=layout)
+
+    @plgpu.inline_mgpu(arg_types=(layout,), return_type=result)
+    def widen(ctx: Any, x: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
+        del ctx
+        i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
+        length = ir.VectorType(x.registers.flat[0].type).shape[0]
+        found = []
+        for register in x.registers.flat:
+            words = vector.bitcast(ir.VectorType.get((length // 2,), i32), register)
+            values = []
+            for i in range(length // 2):
+                word = vector.extract(words, [], [i])
+                for half in (
+                    arith.shli(word, _integer(16, i32)),
+                    arith.andi(word, _integer(0xFFFF0000, i32)),
+                ):
+                    values.append(arith.bitcast(f32, half))
+            found.append(vector.from_elements(ir.VectorType.get((length,), f32), values))
+        return _array(found, x.layout, x.shape, is_signed=None)
+
+    return widen(x)
+
+
 def row_of_bytes(data: jax.Array, split: Any, layout: Any) -> jax.Array:
     """Return the numbers whose bytes a lane holds: uint8[T, 4 or 2] -> float32[T].
 

@@ -1,7 +1,7 @@
 """Chooses the grid of each block: its step, and its offset if the rule has one.
 
 * "bound": the smallest step with which no error exceeds step / 2, not even at a peak, but for the
-  roundings of a code, 2^-16 of a step. It is peak / (2^(bits-1) - 1/2), or range / 2^bits with an
+  roundings of a code, 2^-15 of a step. It is peak / (2^(bits-1) - 1/2), or range / 2^bits with an
   offset, rounded up to 16 significant bits.
 * "deepspeed": the rule of DeepSpeed's `csrc/includes/quantization_utils.h`. The step is
   peak / 2^(bits-1), which clips a positive peak by one step, or range / 2^bits about the centre,
@@ -34,6 +34,7 @@ from .floats import (
     above,
     bits_of,
     float_of,
+    inverse_of,
     ordered,
     reciprocal,
     rounded_up,
@@ -67,15 +68,22 @@ class Block:
       length: their number.
       machine: the backend's operations.
       valid: bool[T, C] for each piece, False on padding; None if there is no padding.
+      loaded: the pieces before their conversion to float32; None if they are not needed.
     """
 
     length: int
     machine: Machine
     valid: Sequence[jax.Array] | None = None
+    loaded: Sequence[jax.Array] | None = None
 
     def largest(self, keys: Sequence[jax.Array]) -> jax.Array:
         """Return the largest number of each block: [T]."""
         return self.machine.largest(functools.reduce(jnp.maximum, keys))
+
+    def ends(self, pieces: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array]:
+        """Return the largest and the smallest number of each block: float32[T] each."""
+        smallest = self.machine.smallest(functools.reduce(jnp.minimum, pieces))
+        return self.largest(pieces), smallest
 
     def total(self, terms: Sequence[jax.Array]) -> jax.Array:
         """Return the sum of each block: [T]. Sums of whole numbers must be below 2^24."""
@@ -100,14 +108,13 @@ def grid_of(pieces: Sequence[jax.Array], rule: Rule, block: Block) -> Grid:
 
 def _symmetric(pieces: Sequence[jax.Array], rule: Rule, block: Block) -> Grid:
     """Return the grids without offsets."""
-    sign = jnp.float32(1)
-    if rule.scale == "mse":
-        positive = block.largest(pieces)
-        negative = block.largest([-piece for piece in pieces])
-        sign = jnp.where(negative >= positive, 1.0, -1.0)
-        peak = jnp.maximum(positive, negative)
+    if rule.scale == "mse" or block.loaded:
+        top, bottom = block.ends(block.loaded or pieces)
+        peak = jnp.maximum(top, -bottom)
+        # With "mse" the peak goes to the end of the codes that has one code more.
+        sign = jnp.where(top < peak, 1.0, -1.0)
     else:
-        peak = block.largest([jnp.abs(piece) for piece in pieces])
+        peak, sign = block.largest([jnp.abs(piece) for piece in pieces]), None
     finite = peak < _HUGE
     zero = peak < TINY
     peak = jnp.where(finite, jnp.where(zero, 1.0, peak), 1.0)
@@ -117,10 +124,10 @@ def _symmetric(pieces: Sequence[jax.Array], rule: Rule, block: Block) -> Grid:
     elif rule.scale == "bound":
         codes = rule.half - (1 if rule.stochastic else 0.5)
         step = rounded_up(peak * above(1 / codes), short=rule.short)
-        grid = Grid(step, reciprocal(step), None, finite)
+        grid = Grid(step, inverse_of(step), None, finite)
     else:
         step = _shrunk(pieces, peak * np.float32(1 / rule.half), None, rule, block)
-        grid = Grid(step * sign, reciprocal(step) * sign, None, finite)
+        grid = Grid(step * sign, inverse_of(step) * sign, None, finite)
     return _nan_where_not_finite(_one_where(zero, grid))
 
 
@@ -155,13 +162,13 @@ def _with_offset(pieces: Sequence[jax.Array], rule: Rule, block: Block) -> Grid:
         reach = 0.0 if rule.stochastic else 0.5
         step, offset, constant = spanning(rule.half + reach, rule.half - 1 + reach)
         step = rounded_up(step, short=rule.short)
-        grid = Grid(step, reciprocal(step), offset, finite)
+        grid = Grid(step, inverse_of(step), offset, finite)
         return _nan_where_not_finite(_one_where(constant, grid))
 
     if rule.scale == "mse":
         step, offset, constant = spanning(rule.half + 0.5, rule.half - 0.5)
         step = _shrunk(pieces, step, offset, rule, block)
-        grid = Grid(step, reciprocal(step), offset, finite)
+        grid = Grid(step, inverse_of(step), offset, finite)
         return _nan_where_not_finite(_one_where(constant, grid))
 
     middle = _stored(centre, rule)

@@ -62,8 +62,8 @@ def row_registers(lanes: int, count: int) -> Any:
 
 
 def _tiled(tiles: tuple[tuple[int, ...], ...], lane_dims: tuple[Any, ...]) -> Any:
-    """Return a layout from the shapes of tiles within tiles, the outermost first, and from the dims
-    along which lanes lie. Warps lie along the outermost tile, a lane's vector along the last dim."""
+    """Return a layout from the shapes of tiles within tiles, the outermost first, and the dims along
+    which lanes lie. Warps lie along the outermost tile, a lane's vector along the last dim."""
     from jax.experimental.mosaic.gpu.fragmented_array import TiledLayout
     from jax.experimental.pallas import mosaic_gpu as plgpu
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from zeroxla.pallas_kernels.arithmetic import kernel_machine
+from zeroxla.pallas_kernels.floats import inverse_of
 
 GPU = kernel_machine(interpret=False)
 
@@ -15,6 +16,14 @@ def one_operation_at_a_time():
     """A compiler that sees both may leave out an addition and the subtraction after it."""
     with jax.disable_jit():
         yield
+
+
+def test_the_inverse_of_every_step_is_within_two_to_the_minus_22():
+    mantissas = np.arange(2**15, 2**16) / 2**15
+    for exponent in (-98, -1, 0, 1, 119):
+        step = np.float32(np.ldexp(mantissas, exponent))
+        found = np.asarray(inverse_of(jax.numpy.asarray(step)))
+        assert np.abs(found.astype(np.float64) * step - 1).max() < 2.0**-22
 
 
 def numbers():

@@ -80,6 +80,16 @@ def significant(x_N: np.ndarray, bits: int, to) -> np.ndarray:
     return np.ldexp(to(np.ldexp(mantissa, bits)), exponent - bits)
 
 
+def inverse_of(step: np.ndarray) -> np.ndarray:
+    """Return 1 / step by three steps of Newton's method, of which every operation is rounded."""
+    guess = np.int32(0x7EF311C3) - step.astype(np.float32).view(np.int32)
+    y = guess.view(np.float32).astype(np.float64)
+    for _ in range(3):
+        y = single(y * single(2 - single(step * y)))
+    assert (np.abs(y * step - 1) < 2.0**-22).all()
+    return y
+
+
 def blocks_of(x: np.ndarray, spec: Spec) -> Iterator[tuple[int, np.ndarray]]:
     """Yield (first element, [N, L]): the blocks of full length, then the short last one."""
     full = x.size // spec.block * spec.block
@@ -165,13 +175,13 @@ def symmetric_grid(x_NL: np.ndarray, spec: Spec, stochastic: bool) -> Grid:
     if spec.scale == "bound":
         codes = spec.half - 1 if stochastic else spec.half - 0.5
         step = significant(single(peak * upper(1 / codes)), 8 if spec.short else 16, np.ceil)
-        return unity.where(zero, Grid(single(step), single(1 / step), none))
+        return unity.where(zero, Grid(single(step), inverse_of(step), none))
     if spec.scale == "deepspeed":
         return unity.where(zero, deepspeed_grid(peak, none, spec))
     # The peak gets the lowest code.
-    sign = np.where(-x_NL.min(axis=1) >= x_NL.max(axis=1), 1.0, -1.0)
+    sign = np.where(x_NL.max(axis=1) < peak, 1.0, -1.0)
     step = shrunk(x_NL, peak / spec.half, spec)
-    return unity.where(zero, Grid(step * sign, single(1 / step) * sign, none))
+    return unity.where(zero, Grid(step * sign, inverse_of(step) * sign, none))
 
 
 def offset_grid(x_NL: np.ndarray, spec: Spec, stochastic: bool) -> Grid:
@@ -190,7 +200,7 @@ def offset_grid(x_NL: np.ndarray, spec: Spec, stochastic: bool) -> Grid:
         step = np.maximum(below, above)
         constant = step == 0
         step = kept(np.maximum(step, LEAST_STEP), offset)
-        return Grid(unity, unity, offset).where(constant, Grid(step, single(1 / step), offset))
+        return Grid(unity, unity, offset).where(constant, Grid(step, inverse_of(step), offset))
 
     if spec.scale == "bound":
         reach = 0.0 if stochastic else 0.5

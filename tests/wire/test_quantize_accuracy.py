@@ -43,8 +43,8 @@ def opened(wire):
 
 
 def half(step, bits):
-    """Return half a step, and what the two roundings of a code may add."""
-    return step * (0.5 + 2.0 ** (bits - 24))
+    """Return half a step, and what the roundings of a code may add."""
+    return step * (0.5 + 2.0 ** (bits - 23))
 
 
 def half_ulp(x):
