@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
 import jax
@@ -28,6 +28,7 @@ import numpy as np
 from jax import lax
 
 from .floats import bits_of, float_of, truncated
+from .rotation import rotate, rotate_back
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,6 +66,8 @@ class Machine(NamedTuple):
 
     Attributes:
       floats: converts an array to float32.
+      rotate: multiplies groups of neighbours in float32[T, C] by the Hadamard matrix.
+      rotate_back: undoes `rotate`.
       nearest: rounds float32[T, C] to the nearest whole numbers, to even on ties, as float32. Their
         magnitude is at most 2^22.
       integer: rounds float32[T, C] likewise, to int32. The lowest 8 bits are those of the whole
@@ -72,22 +75,24 @@ class Machine(NamedTuple):
       codes: (uint8[T, C], bits) -> the codes in each byte, float32[T, C] each: one of 8 bits, or
         the lower and the upper one of 4.
       compares_pairs: whether `largest` compares two neighbours of 16 bits at a time.
-      largest: returns the largest number in each row of [T, C], in float32 or int32. With floats
-        that is NaN if any is. If all are negative it is any of them.
-      smallest: returns the smallest number in each row of floats [T, C], in float32. It is NaN if
-        any is. If all are positive it is any of them.
+      largest: returns the largest number in each row of all pieces, [T, C] each, in float32 or
+        int32. With floats that is NaN if any is. If all are negative it is any of them.
+      smallest: returns the smallest number in each row of pieces of floats, in float32. It is NaN
+        if any is. If all are positive it is any of them.
       total: returns the sum of each row of float32[T, C], whole numbers whose sums are below 2^24.
       keep: returns a grid unchanged, and makes the compiler compute it once instead of once for
         every element.
     """
 
     floats: Callable[[jax.Array], jax.Array]
+    rotate: Callable[[jax.Array], jax.Array]
+    rotate_back: Callable[[jax.Array], jax.Array]
     nearest: Callable[[jax.Array], jax.Array]
     integer: Callable[[jax.Array], jax.Array]
     codes: Callable[[jax.Array, int], list[jax.Array]]
     compares_pairs: bool
-    largest: Callable[[jax.Array], jax.Array]
-    smallest: Callable[[jax.Array], jax.Array]
+    largest: Callable[[Sequence[jax.Array]], jax.Array]
+    smallest: Callable[[Sequence[jax.Array]], jax.Array]
     total: Callable[[jax.Array], jax.Array]
     keep: Callable[[Grid], Grid]
 
@@ -128,22 +133,25 @@ def kernel_machine(*, interpret: bool) -> Machine:
     """Return the operations of a kernel. A GPU rounds and converts with additions, at 8 times the
     speed of its instructions for that. XLA, which runs interpreters, might leave out a number that
     is added and subtracted again."""
-    largest, smallest = (functools.partial(f, axis=1) for f in (jnp.max, jnp.min))
     total = functools.partial(jnp.sum, axis=1)
     if interpret:
         return Machine(
             floats=as_float32,
+            rotate=rotate,
+            rotate_back=rotate_back,
             nearest=round_to_even,
             integer=lambda x: round_to_even(x).astype(jnp.int32),
             codes=codes_of_bytes,
             compares_pairs=False,
-            largest=largest,
-            smallest=smallest,
+            largest=_largest_bits,
+            smallest=lambda pieces: -_largest_bits([-piece for piece in pieces]),
             total=total,
             keep=lambda grid: grid,
         )
     return Machine(
         floats=as_float32,
+        rotate=rotate,
+        rotate_back=rotate_back,
         nearest=lambda x: (x + _ROUNDER) - _ROUNDER,
         integer=lambda x: bits_of(x + _ROUNDER),
         codes=functools.partial(
@@ -156,6 +164,23 @@ def kernel_machine(*, interpret: bool) -> Machine:
         total=total,
         keep=lambda grid: grid,
     )
+
+
+def largest(pieces: Sequence[jax.Array]) -> jax.Array:
+    """Return the largest number in each row of all pieces."""
+    return jnp.max(functools.reduce(jnp.maximum, pieces), axis=1)
+
+
+def smallest(pieces: Sequence[jax.Array]) -> jax.Array:
+    """Return the smallest number in each row of all pieces."""
+    return jnp.min(functools.reduce(jnp.minimum, pieces), axis=1)
+
+
+def _largest_bits(pieces: Sequence[jax.Array]) -> jax.Array:
+    """Return `largest` by comparing the bits of floats: XLA's CPU compiler may lose a NaN."""
+    if pieces[0].dtype == jnp.int32:
+        return largest(pieces)
+    return float_of(largest([bits_of(piece) for piece in pieces]))
 
 
 def codes_of_bytes(

@@ -3,11 +3,12 @@
 Every kernel runs a grid of (wires, tiles). A program takes a tile: T whole blocks of one wire. If
 the last block of a wire is short, it is left to the XLA reference.
 
-Mosaic: a program is a warpgroup, 4 warps of 32 lanes. A lane holds V neighbouring elements. L lanes
-lie side by side along a block, and 32 / L blocks lie below each other in a warp. The 4 warps lie
-below each other.
+Mosaic: a program is a warpgroup, 4 warps of 32 lanes. A lane holds R neighbouring elements, in
+registers of V. L lanes lie side by side along a block, and 32 / L blocks lie below each other in a
+warp. The 4 warps lie below each other.
 
     V   the largest power of two that divides a piece, up to 16 bytes of the float
+    R   V, or SIZE if blocks are rotated, so that a lane has all elements of a group
     L   LANES; more where a thread would hold more than FEW_ELEMENTS, or where the wire has fewer
         than T blocks; fewer where a piece is shorter
     T   4 x 32 / L, doubled as long as a thread holds few elements
@@ -20,7 +21,8 @@ early enough to be full. The blocks that it shares with the tile before are comp
 same bits.
 
 Triton: a program is 4 warps. T x block is about TRITON_ELEMENTS. A piece is rounded up to a power
-of two, and masks exclude the padding. Every block of up to TRITON_LARGEST elements fits.
+of two, and masks exclude the padding. Every block of up to TRITON_LARGEST elements fits that is not
+rotated.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ import dataclasses
 
 from .layout import Layout
 from .program import Cut, common_cut
+from .rotation import SIZE
 
 MOST_ELEMENTS = 64  # of a thread; with 128 it spills registers
 FEW_ELEMENTS = 32  # of a thread, up to which T is doubled
@@ -50,13 +53,15 @@ class MosaicTile:
       cut: how a block is cut into pieces.
       rows: T, the number of blocks.
       lanes: L, the number of lanes side by side along a piece.
-      vector: V, the number of neighbouring elements that a lane holds.
+      vector: V, the number of neighbouring elements in one register of a lane.
+      run: R, the number of neighbouring elements that a lane holds.
     """
 
     cut: Cut
     rows: int
     lanes: int
     vector: int
+    run: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,8 +96,11 @@ def mosaic_tile(*layouts: Layout, items: int, item_bytes: int, num_wires: int) -
     vector = _power_of_two_in(cut.columns, VECTOR_BYTES // item_bytes)
     if num_wires > 1 and item_bytes > 1:  # the floats of every wire must begin at a whole vector
         vector = _power_of_two_in(layout.size, vector)
+    if layout.rotated and cut.columns % SIZE:
+        return None
     while vector:
-        most = _power_of_two_in(cut.columns // vector, 32)
+        run = SIZE if layout.rotated else vector
+        most = _power_of_two_in(cut.columns // run, 32)
         lanes = min(LANES, most)
         while lanes < most and (cut.block > FEW_ELEMENTS * lanes or layout.full * lanes < THREADS):
             lanes *= 2
@@ -100,7 +108,7 @@ def mosaic_tile(*layouts: Layout, items: int, item_bytes: int, num_wires: int) -
         if elements <= MOST_ELEMENTS and rows <= layout.full:
             while 2 * elements <= FEW_ELEMENTS and 2 * rows <= layout.full:
                 rows, elements = 2 * rows, 2 * elements
-            return MosaicTile(cut=cut, rows=rows, lanes=lanes, vector=vector)
+            return MosaicTile(cut=cut, rows=rows, lanes=lanes, vector=vector, run=run)
         vector //= 2
     return None
 
@@ -116,6 +124,8 @@ def triton_tile(*layouts: Layout, items: int, item_bytes: int, num_wires: int) -
     del item_bytes, num_wires
     cut = common_cut(*layouts)
     if cut is None or items > MOST_ITEMS or cut.block > TRITON_LARGEST or not layouts[0].full:
+        return None
+    if layouts[0].rotated:
         return None
     columns = 1 << (cut.columns - 1).bit_length()
     rows = max(1, TRITON_ELEMENTS // (columns * cut.count))

@@ -13,7 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from . import registers, shim
-from .arithmetic import Machine, kernel_machine
+from .arithmetic import Machine, kernel_machine, largest, smallest
 from .geometry import MosaicTile, mosaic_tile
 from .kernels import Backend
 from .layout import Layout, row_from_bytes, row_to_bytes
@@ -29,7 +29,7 @@ class _Memory:
 
     @property
     def registers(self) -> Any:
-        return shim.registers(self.tile.lanes, self.tile.vector)
+        return shim.registers(self.tile.lanes, self.tile.vector, self.tile.run)
 
     @property
     def machine(self) -> Machine:
@@ -40,13 +40,16 @@ class _Memory:
             machine = machine._replace(
                 floats=lambda x: _floats(x, layout),
                 compares_pairs=True,
-                largest=lambda x: _widened(jnp.max(x, axis=1)),
-                smallest=lambda x: _widened(jnp.min(x, axis=1)),
+                largest=lambda pieces: _widened(largest(pieces)),
+                smallest=lambda pieces: _widened(smallest(pieces)),
             )
         if self.tile.vector % 4 == 0:
             codes = functools.partial(registers.codes_of_bytes, layout=layout)
             machine = machine._replace(codes=codes)
-        return machine
+        return machine._replace(
+            rotate=functools.partial(registers.rotate, layout=layout),
+            rotate_back=functools.partial(registers.rotate_back, layout=layout),
+        )
 
     @classmethod
     def of(cls, tile: MosaicTile, layout: Layout, interpret: bool) -> tuple[_Memory, Any, Any]:
@@ -96,9 +99,6 @@ class _Memory:
         split = shim.row_registers(self.tile.lanes, layout.row_bytes)
         data = registers.bytes_of_row(row, self.registers.reduce(1), split)
         shim.mosaic_store(self._runs(ref, at, layout.row_bytes), data)
-
-    def columns(self) -> jax.Array:
-        return self._iota(1)
 
     def places(self, column: int, step: int) -> jax.Array:
         assert step == 1

@@ -1,8 +1,8 @@
 """The work of every kernel on one tile. It is the same for each backend, which adds loads and
 stores.
 
-A tile is T blocks of one wire, cut into pieces: one piece with 8 bits, two with 4, SIZE if the
-blocks are rotated. It is read from floats or from N wires, and written to a wire or to floats:
+A tile is T blocks of one wire, cut into pieces: one piece with 8 bits, two with 4. It is read from
+floats or from N wires, and written to a wire or to floats:
 
     quantize        floats  -> wire
     dequantize      1 wire  -> floats
@@ -20,7 +20,6 @@ from jax import lax
 from .arithmetic import Machine, decode, encode
 from .chance import two_chances
 from .layout import Layout, pack, unpack
-from .rotation import SIZE, rotate, rotate_back
 from .scales import Block, grid_of
 
 # A sum of up to this many pieces is unrolled, such as 16 sources with 4 bits. A longer one loops.
@@ -57,7 +56,7 @@ def common_cut(*layouts: Layout) -> Cut | None:
     """Return the coarsest cut that suits wires of all these layouts; None if there is none.
 
     8-bit wires take every cut. Two codes that share a byte, or a position of random numbers, must
-    lie in two pieces, and elements that are rotated together in SIZE pieces.
+    lie in two pieces.
     """
     if len({(layout.size, layout.block, layout.rotated) for layout in layouts}) > 1:
         return None
@@ -65,7 +64,7 @@ def common_cut(*layouts: Layout) -> Cut | None:
         return None
     return Cut(
         block=layouts[0].block,
-        count=SIZE if layouts[0].rotated else max(map(_pieces, layouts)),
+        count=max(map(_pieces, layouts)),
         interleaved=any(layout.interleaved for layout in layouts),
     )
 
@@ -104,10 +103,6 @@ class Tile(Protocol):
         """Write T steps or offsets, float32[T], from byte `at` on."""
         ...
 
-    def columns(self) -> jax.Array:
-        """Return the place of each element in its piece, int32[T, C]."""
-        ...
-
     def places(self, column: int, step: int) -> jax.Array:
         """Return the place of each element that `load` returns, counted from `at`, int32[T, C]. The
         width of a run is the block."""
@@ -124,7 +119,7 @@ def read_floats(tile: Tile, ref: Any, wire: Any, first: Any, layout: Layout) -> 
     at = wire * layout.size + first * layout.block
     pieces = [tile.load(ref, at, layout.block, *span) for span in tile.cut.spans()]
     if layout.rotated:
-        return rotate([tile.machine.floats(piece) for piece in pieces], tile.columns())
+        return [tile.machine.rotate(tile.machine.floats(piece)) for piece in pieces]
     return pieces
 
 
@@ -134,7 +129,7 @@ def write_floats(
     """Write the pieces of a tile to x[W, size], rotated back if the layout is rotated."""
     at = wire * layout.size + first * layout.block
     if layout.rotated:
-        pieces = rotate_back(pieces, tile.columns())
+        pieces = [tile.machine.rotate_back(piece) for piece in pieces]
     for (column, step), piece in zip(tile.cut.spans(), pieces):
         tile.store(ref, at, layout.block, column, step, piece.astype(ref.dtype))
 

@@ -7,7 +7,7 @@ T   number of blocks of one length, over all wires
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -18,7 +18,7 @@ from .arithmetic import Grid, Machine, as_float32, codes_of_bytes, decode, encod
 from .chance import two_chances
 from .floats import bits_of, float_of
 from .layout import Layout, pack, row_from_bytes, row_to_bytes, unpack
-from .rotation import rotate_blocks, rotate_blocks_back
+from .rotation import rotate, rotate_back
 from .scales import Block, grid_of
 from .swizzle import Swizzle
 
@@ -169,7 +169,7 @@ def quantize_blocks(
     x = x.astype(jnp.float32)
     if layout.rotated:
         x = jnp.pad(x, ((0, 0), (0, layout.padded(length) - length)))
-        x = lax.optimization_barrier(rotate_blocks(x))
+        x = rotate(x)
     # The block is one piece here, because a grid does not depend on how a block is cut.
     grid = grid_of([x], layout.rule, Block(length=x.shape[1], machine=MACHINE))
     chance: list[jax.Array | None] = [None] * layout.pieces
@@ -205,7 +205,7 @@ def dequantize_blocks(
     else:
         x = jnp.concatenate(pieces, axis=1)
     if layout.rotated:
-        x = lax.optimization_barrier(rotate_blocks_back(x))
+        x = lax.optimization_barrier(rotate_back(x))
     return x[:, :length]
 
 
@@ -231,8 +231,9 @@ def _cut(x: jax.Array, layout: Layout) -> list[jax.Array]:
     return [x[:, i * width : (i + 1) * width] for i in range(layout.pieces)]
 
 
-def _largest(x: jax.Array) -> jax.Array:
-    """Return the largest number of each row."""
+def _largest(pieces: Sequence[jax.Array]) -> jax.Array:
+    """Return the largest number of each row of the one piece."""
+    (x,) = pieces
     if x.dtype == jnp.float32:  # integers are faster to compare, and NaN is above all of them
         return float_of(_reduced(bits_of(x), jnp.max, jnp.maximum))
     return _reduced(x, jnp.max, jnp.maximum)
@@ -260,12 +261,14 @@ def _reduced(
 
 MACHINE = Machine(
     floats=as_float32,
+    rotate=rotate,
+    rotate_back=rotate_back,
     nearest=round_to_even,
     integer=lambda x: round_to_even(x).astype(jnp.int32),
     codes=codes_of_bytes,
     compares_pairs=False,
     largest=_largest,
-    smallest=lambda x: -_largest(-x),
+    smallest=lambda pieces: -_largest([-piece for piece in pieces]),
     total=lambda terms: _reduced(terms, jnp.sum, jnp.add),
     keep=lax.optimization_barrier,
 )

@@ -17,6 +17,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, vector
 
+from .rotation import BACK, SIZE, STRIDES, change_sign
+
 _WHOLE = 0x4B000000  # the bits of 2^23, after which a unit of the last place is 1
 
 
@@ -89,6 +91,47 @@ def floats_of(x: jax.Array, layout: Any) -> jax.Array:
         return _array(found, x.layout, x.shape, is_signed=None)
 
     return widen(x)
+
+
+def rotate(x: jax.Array, layout: Any) -> jax.Array:
+    """Do what `rotation.rotate` does to float32[T, C], of which a lane holds whole groups."""
+    return _rotated(x, layout, back=False)
+
+
+def rotate_back(x: jax.Array, layout: Any) -> jax.Array:
+    """Undo `rotate`, up to the rounding of sums."""
+    return _rotated(x, layout, back=True)
+
+
+def _rotated(x: jax.Array, layout: Any, *, back: bool) -> jax.Array:
+    result = plgpu.ShapeDtypeStruct(x.shape, jnp.float32, layout=layout)
+
+    @plgpu.inline_mgpu(arg_types=(layout,), return_type=result)
+    def hadamard(ctx: Any, x: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
+        del ctx
+        f32 = ir.F32Type.get()
+        length = ir.VectorType(x.registers.flat[0].type).shape[0]
+        # The registers of a group are along the last dim but one; the last is that of the vector.
+        groups = x.registers.reshape(-1, SIZE // length)
+        found = []
+        for group in groups:
+            values = [vector.extract(part, [], [i]) for part in group for i in range(length)]
+            if not back:
+                values = [arith.negf(v) if change_sign(i) else v for i, v in enumerate(values)]
+            for stride in STRIDES:
+                for i in range(SIZE):
+                    if not i & stride:
+                        a, b = values[i], values[i + stride]
+                        values[i], values[i + stride] = arith.addf(a, b), arith.subf(a, b)
+            if back:
+                factors = [_constant(-BACK if change_sign(i) else BACK, f32) for i in range(SIZE)]
+                values = [arith.mulf(v, factor) for v, factor in zip(values, factors)]
+            kind = ir.VectorType.get((length,), f32)
+            for i in range(0, SIZE, length):
+                found.append(vector.from_elements(kind, values[i : i + length]))
+        return _array(found, x.layout, x.shape, is_signed=None)
+
+    return hadamard(x)
 
 
 def row_of_bytes(data: jax.Array, split: Any, layout: Any) -> jax.Array:
@@ -165,4 +208,4 @@ def _integer(value: int, kind: ir.Type) -> ir.Value:
 
 
 def _constant(value: float, kind: ir.Type) -> ir.Value:
-    return arith.constant(kind, ir.FloatAttr.get(kind, value))
+    return arith.constant(kind, ir.FloatAttr.get(kind, float(value)))

@@ -78,12 +78,11 @@ class Block:
 
     def largest(self, keys: Sequence[jax.Array]) -> jax.Array:
         """Return the largest number of each block: [T]."""
-        return self.machine.largest(functools.reduce(jnp.maximum, keys))
+        return self.machine.largest(keys)
 
     def ends(self, pieces: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array]:
         """Return the largest and the smallest number of each block: float32[T] each."""
-        smallest = self.machine.smallest(functools.reduce(jnp.minimum, pieces))
-        return self.largest(pieces), smallest
+        return self.machine.largest(pieces), self.machine.smallest(pieces)
 
     def total(self, terms: Sequence[jax.Array]) -> jax.Array:
         """Return the sum of each block: [T]. Sums of whole numbers must be below 2^24."""

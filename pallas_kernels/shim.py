@@ -45,11 +45,17 @@ def mosaic_store(ref: Any, value: jax.Array) -> None:
         ref[...] = value
 
 
-def registers(lanes: int, vector: int) -> Any:
-    """Return the layout of an array [T, C] in the registers of a warpgroup: `lanes` lanes lie side
-    by side, each with `vector` neighbouring elements, and the other lanes and the warps below."""
-    below, across = 32 // lanes, lanes * vector
-    return _tiled(((4 * below, across), (below, across), (vector,)), (-3, -2))
+def registers(lanes: int, vector: int, run: int) -> Any:
+    """Return the layout of an array [T, C] in the registers of a warpgroup.
+
+    Args:
+      lanes: the number of lanes that lie side by side. The other lanes, and the warps, lie below.
+      vector: the number of neighbours that one register of a lane holds.
+      run: the number of neighbours that a lane holds, in one or more registers.
+    """
+    below, across = 32 // lanes, lanes * run
+    tiles = ((4 * below, across), (below, across), (run,))
+    return _tiled(tiles, -3, -2) if run == vector else _tiled((*tiles, (vector,)), -4, -3)
 
 
 def row_registers(lanes: int, count: int) -> Any:
@@ -58,19 +64,19 @@ def row_registers(lanes: int, count: int) -> Any:
     from jax.experimental.mosaic.gpu.fragmented_array import Replicated
 
     below = 32 // lanes
-    return _tiled(((4 * below, count), (below, count), (count,)), (-3, Replicated(lanes)))
+    return _tiled(((4 * below, count), (below, count), (count,)), -3, Replicated(lanes))
 
 
-def _tiled(tiles: tuple[tuple[int, ...], ...], lane_dims: tuple[Any, ...]) -> Any:
-    """Return a layout from the shapes of tiles within tiles, the outermost first, and the dims along
-    which lanes lie. Warps lie along the outermost tile, a lane's vector along the last dim."""
+def _tiled(tiles: tuple[tuple[int, ...], ...], below: int, across: Any) -> Any:
+    """Return a layout from the shapes of tiles within tiles, the outermost first, and from the dims
+    along which lanes lie. A lane's vector lies along the last dim."""
     from jax.experimental.mosaic.gpu.fragmented_array import TiledLayout
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     layout = TiledLayout(
         plgpu.Tiling(tiles),
-        warp_dims=(-5,),
-        lane_dims=lane_dims,
+        warp_dims=(below - 2,),
+        lane_dims=(below, across),
         vector_dim=-1,
         _check_canonical=False,
     ).canonicalize()

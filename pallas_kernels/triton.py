@@ -58,10 +58,6 @@ class _Memory:
         for i, byte in enumerate(row_to_bytes(row, layout)):
             shim.triton_store(ref, at + rows * size + i, rows < self.rows_left, byte)
 
-    def columns(self) -> jax.Array:
-        columns = self._columns()[None, :]
-        return jnp.broadcast_to(columns, (self.tile.rows, self.tile.columns))
-
     def places(self, column: int, step: int) -> jax.Array:
         return self._rows()[:, None] * self.cut.block + (column + self._columns() * step)[None, :]
 

@@ -26,8 +26,8 @@ ALIGNMENT, ROW_ALIGNMENT = 16, 4
 silent = np.errstate(over="ignore", invalid="ignore", divide="ignore")
 
 LONGEST = 2**19  # a longer block of 4-bit "mse" clips nothing
-# The coins that change signs before a rotation: one for each run and column modulo 32.
-COINS = np.random.RandomState(0).randint(0, 2**32, 32, dtype=np.uint32)
+# The signs that elements change before a rotation, 32 neighbours at a time.
+SIGNS = np.array([1.0 if c == "+" else -1.0 for c in "+++-+++-+++----+---+---+---++++-"])
 
 
 class Spec(NamedTuple):
@@ -100,25 +100,21 @@ def blocks_of(x: np.ndarray, spec: Spec) -> Iterator[tuple[int, np.ndarray]]:
 
 
 def changed_signs(x_NL: np.ndarray) -> np.ndarray:
-    """Return blocks, with column c of run i negated where bit c % 32 of coin i is set."""
-    width = x_NL.shape[1] // 32
-    bits = (COINS[:, None] >> (np.arange(width, dtype=np.uint32) % 32)) & 1
-    return x_NL * (1.0 - 2.0 * bits.reshape(-1))
+    """Return blocks with the signs of SIGNS."""
+    return x_NL * np.tile(SIGNS, x_NL.shape[1] // 32)
 
 
 def hadamard(x_NL: np.ndarray, factor: float) -> np.ndarray:
-    """Return factor x H x. A block is cut into 32 equal runs, and the elements j of all runs are
-    one vector x.
+    """Return factor x H x, where x is 32 neighbours of a block.
 
     H is the 32-fold Kronecker power of [[1, 1], [1, -1]], applied one power after the other, the
-    most significant bit of the run first: each of 5 sums is rounded to float32.
+    most significant bit of the place first: each of 5 sums is rounded to float32.
     """
-    num, length = x_NL.shape
     x = x_NL
     for bit in (4, 3, 2, 1, 0):
-        x = x.reshape(num, 2 ** (4 - bit), 2, -1)
-        x = single(np.stack([x[:, :, 0] + x[:, :, 1], x[:, :, 0] - x[:, :, 1]], axis=2))
-    return single(x.reshape(num, length) * factor)
+        x = x.reshape(-1, 2, 2**bit)
+        x = single(np.stack([x[:, 0] + x[:, 1], x[:, 0] - x[:, 1]], axis=1))
+    return single(x.reshape(x_NL.shape) * factor)
 
 
 def padded(x_NL: np.ndarray, multiple: int) -> np.ndarray:
@@ -142,7 +138,7 @@ def quantize(
     for first, x_NL in blocks_of(x.astype(np.float64), spec):
         starts = wire * x.size + first + np.arange(len(x_NL)) * x_NL.shape[1]
         if spec.rotated:
-            x_NL = hadamard(changed_signs(padded(x_NL, 32)), 1 / 4)
+            x_NL = hadamard(changed_signs(padded(x_NL, 32)), 1)
         chance_NL = None if words is None else chances(words, starts, x_NL.shape[1])
         finite = (np.abs(x_NL) < 2.0**126).all(axis=1)
         x_NL = np.where(finite[:, None], x_NL, 0.0)
@@ -352,7 +348,7 @@ def dequantize(wire: np.ndarray, size: int, **options: Any) -> np.ndarray:
         rows = slice(done, done + len(data))
         x = values_of(unpack(data, spec), parts.steps[rows], parts.offsets[rows], spec)
         if spec.rotated:
-            x = changed_signs(hadamard(x, 1 / 8))
+            x = changed_signs(hadamard(x, 1 / 32))
         out.append(x[:, : like.shape[1]].ravel())
         done += len(data)
     return np.concatenate(out).astype(np.float32)
