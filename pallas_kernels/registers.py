@@ -15,7 +15,7 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, vector
+from jaxlib.mlir.dialects import arith, llvm, vector
 
 from .rotation import BACK, SIZE, STRIDES, change_sign
 
@@ -38,31 +38,16 @@ def codes_of_bytes(data: jax.Array, bits: int, layout: Any) -> list[jax.Array]:
     @plgpu.inline_mgpu(arg_types=(layout,), return_type=[result] * count)
     def unpack(ctx: Any, data: mgpu.FragmentedArray) -> list[mgpu.FragmentedArray]:
         del ctx
-        i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
-        length = ir.VectorType(data.registers.flat[0].type).shape[0]
-        found = [np.empty_like(data.registers) for _ in range(count)]
+        f32 = ir.F32Type.get()
         bias = _constant(2.0**23 + (1 << (bits - 1)), f32)
-        for at, register in np.ndenumerate(data.registers):
-            words = vector.bitcast(ir.VectorType.get((length // 4,), i32), register)
-            values: list[list[ir.Value]] = [[] for _ in range(count)]
-            for i in range(length // 4):
-                word = vector.extract(words, [], [i])
-                for k, part in enumerate(_offset_binary(word, bits)):
-                    for byte in range(4):
-                        whole = utils.inline_ptx(
-                            f"prmt.b32 $0, $1, $2, 0x765{byte};",
-                            part,
-                            _integer(_WHOLE, i32),
-                            result_types=i32,
-                        )
-                        value = arith.subf(arith.bitcast(f32, whole), bias)
-                        values[k].append(value)
+        found: list[list[ir.Value]] = [[] for _ in range(count)]
+        for register in data.registers.flat:
+            words = [_offset_binary(word, bits) for word in _words(register)]
             for k in range(count):
-                kind = ir.VectorType.get((length,), f32)
-                found[k][at] = vector.from_elements(kind, values[k])
-        return [
-            mgpu.FragmentedArray(_registers=x, _layout=data.layout, _is_signed=None) for x in found
-        ]
+                wholes = [_behind_whole(word[k], byte) for word in words for byte in range(4)]
+                values = [arith.subf(arith.bitcast(f32, whole), bias) for whole in wholes]
+                found[k].append(_vector(values))
+        return [_array(x, data.layout, data.shape, is_signed=None) for x in found]
 
     return list(unpack(data))
 
@@ -74,20 +59,13 @@ def floats_of(x: jax.Array, layout: Any) -> jax.Array:
     @plgpu.inline_mgpu(arg_types=(layout,), return_type=result)
     def widen(ctx: Any, x: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
         del ctx
-        i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
-        length = ir.VectorType(x.registers.flat[0].type).shape[0]
+        upper = _integer(0xFFFF0000)
         found = []
         for register in x.registers.flat:
-            words = vector.bitcast(ir.VectorType.get((length // 2,), i32), register)
-            values = []
-            for i in range(length // 2):
-                word = vector.extract(words, [], [i])
-                for half in (
-                    arith.shli(word, _integer(16, i32)),
-                    arith.andi(word, _integer(0xFFFF0000, i32)),
-                ):
-                    values.append(arith.bitcast(f32, half))
-            found.append(vector.from_elements(ir.VectorType.get((length,), f32), values))
+            halves = []
+            for word in _words(register):
+                halves += [arith.shli(word, _integer(16)), arith.andi(word, upper)]
+            found.append(_vector([arith.bitcast(ir.F32Type.get(), half) for half in halves]))
         return _array(found, x.layout, x.shape, is_signed=None)
 
     return widen(x)
@@ -126,9 +104,7 @@ def _rotated(x: jax.Array, layout: Any, *, back: bool) -> jax.Array:
             if back:
                 factors = [_constant(-BACK if change_sign(i) else BACK, f32) for i in range(SIZE)]
                 values = [arith.mulf(v, factor) for v, factor in zip(values, factors)]
-            kind = ir.VectorType.get((length,), f32)
-            for i in range(0, SIZE, length):
-                found.append(vector.from_elements(kind, values[i : i + length]))
+            found += [_vector(values[i : i + length]) for i in range(0, SIZE, length)]
         return _array(found, x.layout, x.shape, is_signed=None)
 
     return hadamard(x)
@@ -153,9 +129,9 @@ def row_of_bytes(data: jax.Array, split: Any, layout: Any) -> jax.Array:
         for register in data.registers.flat:
             word = utils.bitcast(register, ir.IntegerType.get_signless(8 * size))
             if size == 2:
-                word = arith.shli(arith.extui(i32, word), _integer(16, i32))
+                word = arith.shli(arith.extui(i32, word), _integer(16))
             number = arith.bitcast(f32, word)
-            found.append(vector.from_elements(ir.VectorType.get((1,), f32), [number]))
+            found.append(_vector([number]))
         return _array(found, layout.to_mgpu(), (data.shape[0],), is_signed=None)
 
     return join(data)
@@ -174,7 +150,7 @@ def bytes_of_row(row: jax.Array, layout: Any, split: Any) -> jax.Array:
         for register in row.registers.flat:
             word = utils.bitcast(vector.extract(register, [], [0]), i32)
             if size == 2:
-                word = arith.shrui(word, _integer(16, i32))
+                word = arith.shrui(word, _integer(16))
                 word = arith.trunci(ir.IntegerType.get_signless(16), word)
             kind = ir.VectorType.get((size,), ir.IntegerType.get_signless(8))
             found.append(utils.bitcast(word, kind))
@@ -193,17 +169,35 @@ def _array(
     return mgpu.FragmentedArray(_registers=parts, _layout=layout, _is_signed=is_signed)
 
 
+def _words(register: ir.Value) -> list[ir.Value]:
+    """Return the 32-bit words of a vector of smaller elements."""
+    i32 = ir.IntegerType.get_signless(32)
+    count = utils.bitwidth(register.type) // 32
+    words = vector.bitcast(ir.VectorType.get((count,), i32), register)
+    return [vector.extract(words, [], [i]) for i in range(count)]
+
+
 def _offset_binary(word: ir.Value, bits: int) -> list[ir.Value]:
     """Return words that hold one code in each byte, counted from the lowest code."""
-    i32 = word.type
     if bits == 8:
-        return [arith.xori(word, _integer(0x80808080, i32))]
-    low, lowest = _integer(0x0F0F0F0F, i32), _integer(0x08080808, i32)
-    high = arith.shrui(word, _integer(4, i32))
+        return [arith.xori(word, _integer(0x80808080))]
+    low, lowest = _integer(0x0F0F0F0F), _integer(0x08080808)
+    high = arith.shrui(word, _integer(4))
     return [arith.xori(arith.andi(part, low), lowest) for part in (word, high)]
 
 
-def _integer(value: int, kind: ir.Type) -> ir.Value:
+def _behind_whole(word: ir.Value, byte: int) -> ir.Value:
+    """Return a byte of a word, with the upper bytes of 2^23 before it."""
+    code = f"prmt.b32 $0, $1, $2, 0x765{byte};"
+    return llvm.inline_asm(word.type, [word, _integer(_WHOLE)], code, "=r,r,r")
+
+
+def _vector(values: list[ir.Value]) -> ir.Value:
+    return vector.from_elements(ir.VectorType.get((len(values),), values[0].type), values)
+
+
+def _integer(value: int) -> ir.Value:
+    kind = ir.IntegerType.get_signless(32)
     return arith.constant(kind, ir.IntegerAttr.get(kind, int(np.uint32(value).view(np.int32))))
 
 

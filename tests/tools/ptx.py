@@ -116,7 +116,7 @@ class _Machine:
 
     def _ld(self, name: list[str], operands: list[str]) -> None:
         target, source = operands
-        if "param::entry" in name:
+        if name[1].startswith("param"):
             number = int(re.findall(r"param_(\d+)", source)[0])
             self._set(target, np.full(self._num, (number + 1) * _APART, np.uint64))
             return
@@ -186,6 +186,12 @@ class _Machine:
     def _shr(self, name: list[str], operands: list[str]) -> None:
         dtype = np.int32 if name[-1] == "s32" else np.uint32
         self._set(operands[0], self._get(operands[1], dtype) >> self._get(operands[2], dtype))
+
+    def _bfe(self, name: list[str], operands: list[str]) -> None:
+        first, count = int(operands[2]), int(operands[3])
+        dtype = np.int32 if name[-1] == "s32" else np.uint32
+        word = self._get(operands[1]) << np.uint32(32 - first - count)
+        self._set(operands[0], word.view(dtype) >> dtype(32 - count))
 
     def _prmt(self, name: list[str], operands: list[str]) -> None:
         words = [self._get(x).reshape(-1, 1).view(np.uint8) for x in operands[1:3]]
