@@ -6,6 +6,7 @@ the compiler would take them apart one by one, with two instructions for each.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -32,12 +33,10 @@ def codes_of_bytes(data: jax.Array, bits: int, layout: Any) -> list[jax.Array]:
       bits: of a code, 8 or 4.
       layout: the layout of the array.
     """
-    result = plgpu.ShapeDtypeStruct(data.shape, jnp.float32, layout=layout)
+    result = _array_type(data.shape, jnp.float32, layout)
     count = 8 // bits
 
-    @plgpu.inline_mgpu(arg_types=(layout,), return_type=[result] * count)
-    def unpack(ctx: Any, data: mgpu.FragmentedArray) -> list[mgpu.FragmentedArray]:
-        del ctx
+    def unpack(data: mgpu.FragmentedArray) -> list[mgpu.FragmentedArray]:
         f32 = ir.F32Type.get()
         bias = _constant(2.0**23 + (1 << (bits - 1)), f32)
         found: list[list[ir.Value]] = [[] for _ in range(count)]
@@ -49,16 +48,14 @@ def codes_of_bytes(data: jax.Array, bits: int, layout: Any) -> list[jax.Array]:
                 found[k].append(_vector(values))
         return [_array(x, data.layout, data.shape, is_signed=None) for x in found]
 
-    return list(unpack(data))
+    return list(_inline(unpack, data, layout, [result] * count))
 
 
 def floats_of(x: jax.Array, layout: Any) -> jax.Array:
     """Return bfloat16[T, C] in float32. A lane holds an even number of neighbours."""
-    result = plgpu.ShapeDtypeStruct(x.shape, jnp.float32, layout=layout)
+    result = _array_type(x.shape, jnp.float32, layout)
 
-    @plgpu.inline_mgpu(arg_types=(layout,), return_type=result)
-    def widen(ctx: Any, x: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
-        del ctx
+    def widen(x: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
         upper = _integer(0xFFFF0000)
         found = []
         for register in x.registers.flat:
@@ -68,7 +65,7 @@ def floats_of(x: jax.Array, layout: Any) -> jax.Array:
             found.append(_vector([arith.bitcast(ir.F32Type.get(), half) for half in halves]))
         return _array(found, x.layout, x.shape, is_signed=None)
 
-    return widen(x)
+    return _inline(widen, x, layout, result)
 
 
 def rotate(x: jax.Array, layout: Any) -> jax.Array:
@@ -82,11 +79,9 @@ def rotate_back(x: jax.Array, layout: Any) -> jax.Array:
 
 
 def _rotated(x: jax.Array, layout: Any, *, back: bool) -> jax.Array:
-    result = plgpu.ShapeDtypeStruct(x.shape, jnp.float32, layout=layout)
+    result = _array_type(x.shape, jnp.float32, layout)
 
-    @plgpu.inline_mgpu(arg_types=(layout,), return_type=result)
-    def hadamard(ctx: Any, x: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
-        del ctx
+    def hadamard(x: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
         f32 = ir.F32Type.get()
         length = ir.VectorType(x.registers.flat[0].type).shape[0]
         # The registers of a group are along the last dim but one; the last is that of the vector.
@@ -107,7 +102,7 @@ def _rotated(x: jax.Array, layout: Any, *, back: bool) -> jax.Array:
             found += [_vector(values[i : i + length]) for i in range(0, SIZE, length)]
         return _array(found, x.layout, x.shape, is_signed=None)
 
-    return hadamard(x)
+    return _inline(hadamard, x, layout, result)
 
 
 def row_of_bytes(data: jax.Array, split: Any, layout: Any) -> jax.Array:
@@ -118,11 +113,9 @@ def row_of_bytes(data: jax.Array, split: Any, layout: Any) -> jax.Array:
       split: the layout of the bytes, shim.row_registers.
       layout: the layout of the result.
     """
-    result = plgpu.ShapeDtypeStruct(data.shape[:1], jnp.float32, layout=layout)
+    result = _array_type(data.shape[:1], jnp.float32, layout)
 
-    @plgpu.inline_mgpu(arg_types=(split,), return_type=result)
-    def join(ctx: Any, data: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
-        del ctx
+    def join(data: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
         i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
         size = ir.VectorType(data.registers.flat[0].type).shape[0]
         found = []
@@ -134,17 +127,15 @@ def row_of_bytes(data: jax.Array, split: Any, layout: Any) -> jax.Array:
             found.append(_vector([number]))
         return _array(found, layout.to_mgpu(), (data.shape[0],), is_signed=None)
 
-    return join(data)
+    return _inline(join, data, split, result)
 
 
 def bytes_of_row(row: jax.Array, layout: Any, split: Any) -> jax.Array:
     """Undo `row_of_bytes`: float32[T] -> uint8[T, 4 or 2]."""
     size = split.to_mgpu().vector_length
-    result = plgpu.ShapeDtypeStruct((row.shape[0], size), jnp.uint8, layout=split)
+    result = _array_type((row.shape[0], size), jnp.uint8, split)
 
-    @plgpu.inline_mgpu(arg_types=(layout,), return_type=result)
-    def cut(ctx: Any, row: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
-        del ctx
+    def cut(row: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
         i32 = ir.IntegerType.get_signless(32)
         found = []
         for register in row.registers.flat:
@@ -156,7 +147,17 @@ def bytes_of_row(row: jax.Array, layout: Any, split: Any) -> jax.Array:
             found.append(utils.bitcast(word, kind))
         return _array(found, split.to_mgpu(), (row.shape[0], size), is_signed=False)
 
-    return cut(row)
+    return _inline(cut, row, layout, result)
+
+
+def _inline(body: Callable[..., Any], x: jax.Array, layout: Any, result: Any) -> Any:
+    """Return what `body` makes of the registers of x."""
+    inline: Any = plgpu.inline_mgpu(arg_types=(layout,), return_type=result)
+    return inline(lambda ctx, x: body(x))(x)
+
+
+def _array_type(shape: tuple[int, ...], dtype: Any, layout: Any) -> Any:
+    return plgpu.ShapeDtypeStruct(shape, jnp.dtype(dtype), layout=layout)
 
 
 def _array(

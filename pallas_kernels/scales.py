@@ -113,7 +113,8 @@ def _symmetric(pieces: Sequence[jax.Array], rule: Rule, block: Block) -> Grid:
         # With "mse" the peak goes to the end of the codes that has one code more.
         sign = jnp.where(top < peak, 1.0, -1.0)
     else:
-        peak, sign = block.largest([jnp.abs(piece) for piece in pieces]), None
+        peak = block.largest([jnp.abs(piece) for piece in pieces])
+        sign = jnp.ones_like(peak)
     finite = peak < _HUGE
     zero = peak < TINY
     peak = jnp.where(finite, jnp.where(zero, 1.0, peak), 1.0)
