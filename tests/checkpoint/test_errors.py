@@ -85,6 +85,26 @@ def test_a_newer_format(steps, saved, tmp_path):
         checkpointer.restore(steps[2, 4])
 
 
+def test_an_older_format_may_hold_no_wires(steps, saved, tmp_path):
+    """Format 1 is read where its arrays mean the same as today, and refused where they do not."""
+    folder = copy_of(saved[2, 4][0], tmp_path)
+    about = folder / "3" / "state" / "about.json"
+    values = {**json.loads(about.read_text()), "format": 1}
+    about.write_text(json.dumps(values))
+    resum(folder / "3" / "state")
+    with Checkpointer(folder) as checkpointer:
+        checkpointer.restore(steps[2, 4])
+    path, shape, _ = values["leaves"][0]
+    values["leaves"][0] = [path, shape, "uint8"]
+    about.write_text(json.dumps(values))
+    resum(folder / "3" / "state")
+    with (
+        Checkpointer(folder) as checkpointer,
+        pytest.raises(ValueError, match=r"is of format 1, .*/.* whose layout has changed since"),
+    ):
+        checkpointer.restore(steps[2, 4])
+
+
 @pytest.mark.parametrize("options", [{"keep": 0}, {"every": 0}])
 def test_numbers_below_one(tmp_path, options):
     with pytest.raises(ValueError, match="give 1 or more"):

@@ -23,7 +23,8 @@ from zeroxla.step.state import TrainState
 if TYPE_CHECKING:
     from rich.table import Table
 
-FORMAT = 1
+# 2: the bytes of a wire's step lie together. Format 1 without wires is the same.
+FORMAT = 2
 ABOUT = "about.json"
 
 
@@ -138,13 +139,20 @@ class About(Report):
 
         Raises:
           DamageError: it is missing or damaged.
-          ValueError: a newer zeroxla wrote it.
+          ValueError: a newer zeroxla wrote it, or an older one whose wires this one cannot read.
         """
         file = folder / ABOUT
         try:
             values = json.loads(file.read_text())
             if values["format"] > FORMAT:
                 raise _newer(file, values)
+            wires = [slashed(path) for path, _, dtype in values["leaves"] if dtype == "uint8"]
+            if values["format"] < 2 and wires:
+                raise ValueError(
+                    f"{file} is of format 1, and {wires[0]} and {len(wires) - 1} more arrays may "
+                    "be wires (uint8), whose layout has changed since; merge adapters, or export, "
+                    f"with the zeroxla {values.get('version')} that wrote it"
+                )
             values.pop("fingerprint")
             leaves = [
                 CheckpointArray(name=tuple(path), shape=tuple(shape), dtype=dtype)

@@ -34,10 +34,10 @@ class WireFormat:
 
     scale: Scale | None = None
     """Rule that chooses the step. "bound": no error exceeds step / 2, not even at the largest
-    magnitude. "mse": a small squared error over many blocks, by a step that is computed from a
-    block's peak and, at 4 bits, from sums of its magnitudes. "deepspeed": DeepSpeed's rule, which
-    clips a positive peak by one step. None means "bound" at 8 bits or with stochastic rounding, and
-    "mse" at 4 bits."""
+    magnitude, but for 2^-15 of a step by which a code's roundings may be off. "mse": a small
+    squared error over many blocks, by a step that is computed from a block's peak and, at 4 bits,
+    from sums of its magnitudes. "deepspeed": DeepSpeed's rule, which clips a positive peak by one
+    step. None means "bound" at 8 bits or with stochastic rounding, and "mse" at 4 bits."""
 
     rounding: Literal["nearest", "stochastic"] = "nearest"
     """Rule of rounding. "stochastic" draws one of the two nearest codes, with chances that make the
@@ -50,7 +50,7 @@ class WireFormat:
     bytes at 8 bits. Otherwise it means float32."""
 
     hadamard: int = 0
-    """32 rotates elements by a Hadamard matrix, 32 at a time, before they are quantized, and back
+    """32 rotates neighbours by a Hadamard matrix, 32 at a time, before they are quantized, and back
     afterwards. An outlier then costs all 32 a little precision instead of costing its block much. 0
     rotates nothing. (SDP4Bit, arXiv 2410.15526, section 3.2.)"""
 
