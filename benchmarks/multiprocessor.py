@@ -1,6 +1,6 @@
 """A model of one multiprocessor (SM) of a Hopper GPU: how long a kernel's code takes on it.
 
-`bounds` adds up what each resource has to do; no kernel is faster. `simulated_cycles` lets the warps
+`bounds` adds up what each resource has to do; no kernel is faster. `simulated_cycles` lets warps
 of one of the four schedulers run their instructions: each cycle one warp issues one, in its own
 order, once its stall count is over, its scoreboards are clear and its pipe is free. The other three
 schedulers do the same at the same time, so a scheduler has a quarter of what they share.
