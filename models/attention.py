@@ -1,13 +1,20 @@
 """Causal attention with grouped key-value heads and a float32 softmax; a cache of keys and values.
 
 Shape letters: B batch, L query positions, M key positions (L, or the places of a cache), K
-key-value heads, G query heads for each of them, H head width.
+key-value heads, G query heads for each of them, N = K G, H head width.
 """
 
-from collections.abc import Callable
+import functools
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
+
+from .blockwise import Dropout, blockwise_attention
+
+Backend = Literal["auto", "blockwise", "cudnn"]
+BLOCK = 512
+CUDNN_HEAD = 128  # the widest head that cuDNN's attention takes on every GPU from Ampere on
 
 
 def causal_attention(
@@ -17,7 +24,9 @@ def causal_attention(
     *,
     mask_BM: jax.Array | None = None,
     start: jax.Array | int = 0,
-    drop: Callable[[jax.Array], jax.Array] = lambda probs: probs,
+    dropout: Dropout | None = None,
+    backend: Backend = "auto",
+    block: int = BLOCK,
 ) -> jax.Array:
     """Mix values by softmax(q k / sqrt(H)) over the positions up to each query's own.
 
@@ -30,11 +39,82 @@ def causal_attention(
       mask_BM: nonzero at real tokens, 0 at padding. None means that all tokens are real. A row that
         sees no token gets uniform weights, not NaN; its result means nothing.
       start: int32 scalar, the first query's place among the keys.
-      drop: dropout on the probabilities.
+      dropout: dropout on the probabilities; None for none.
+      backend: "blockwise" computes the scores of `block` queries and as many keys at a time, leaves
+        out keys that no query of a block sees, and computes scores again in backward. "cudnn" is
+        NVIDIA's kernel, for bfloat16 and float16, without a mask, a cache or dropout. "auto" takes
+        cudnn where the process has an NVIDIA GPU and cudnn takes the arguments, and otherwise
+        blockwise.
+      block: the number of queries, and of keys, that blockwise takes at a time. Up to so many
+        queries see all their keys at once.
 
     Returns:
-      Array [B, L, K, G, H] in the values' dtype. Memory: B * L * M * K * G float32 scores.
+      Array [B, L, K, G, H] in the values' dtype. Memory of blockwise: B * block * block * K * G
+      float32 scores, in backward too; of up to `block` queries B * L * M * K * G.
+
+    Raises:
+      ValueError: cudnn does not take the arguments, the backend is unknown, or `block` is below 1.
     """
+    if backend not in ("auto", "blockwise", "cudnn"):
+        raise ValueError(f"backend={backend!r}: take auto, blockwise or cudnn")
+    if block < 1:
+        raise ValueError(f"block={block}: attention takes 1 query or more at a time")
+    missing = _missing_for_cudnn(q_BLKGH, k_BMKH, mask_BM, start, dropout)
+    if backend == "cudnn" and missing:
+        raise ValueError(
+            f'backend="cudnn" does not take {missing}; use "auto" or "blockwise", which do'
+        )
+    if backend == "cudnn" or (backend == "auto" and not missing and _has_nvidia_gpu()):
+        batch, length, _, _, head = q_BLKGH.shape
+        out = jax.nn.dot_product_attention(
+            q_BLKGH.reshape(batch, length, -1, head),
+            k_BMKH,
+            v_BMKH,
+            is_causal=True,
+            implementation="cudnn",
+        )
+        return out.reshape(q_BLKGH.shape)
+    if q_BLKGH.shape[1] <= block:
+        return dense_attention(q_BLKGH, k_BMKH, v_BMKH, mask_BM, start, dropout)
+    return blockwise_attention(q_BLKGH, k_BMKH, v_BMKH, mask_BM, start, dropout, block)
+
+
+def _missing_for_cudnn(
+    q_BLKGH: jax.Array,
+    k_BMKH: jax.Array,
+    mask_BM: jax.Array | None,
+    start: jax.Array | int,
+    dropout: Dropout | None,
+) -> str | None:
+    """Return which of the arguments cuDNN's attention does not take; None if it takes all."""
+    head = q_BLKGH.shape[-1]
+    if q_BLKGH.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"{q_BLKGH.dtype}, only bfloat16 and float16"
+    if head % 8 or head > CUDNN_HEAD:
+        return f"heads of width {head}, only multiples of 8 up to {CUDNN_HEAD}"
+    if mask_BM is not None:
+        return "a mask of padding"
+    if not isinstance(start, int) or start or q_BLKGH.shape[1] != k_BMKH.shape[1]:
+        return "a cache of keys and values"
+    return None if dropout is None else "dropout"
+
+
+@functools.cache
+def _has_nvidia_gpu() -> bool:
+    if jax.default_backend() != "gpu":
+        return False
+    return "cuda" in jax.devices()[0].client.platform_version.lower()
+
+
+def dense_attention(
+    q_BLKGH: jax.Array,
+    k_BMKH: jax.Array,
+    v_BMKH: jax.Array,
+    mask_BM: jax.Array | None,
+    start: jax.Array | int,
+    dropout: Dropout | None,
+) -> jax.Array:
+    """Attend with all scores at once."""
     scores_BKLGM = jnp.einsum(
         "blkgh,bmkh->bklgm", q_BLKGH, k_BMKH, preferred_element_type=jnp.float32
     )
@@ -44,7 +124,10 @@ def causal_attention(
     if mask_BM is not None:
         seen = seen & (mask_BM != 0)[:, None, None, None, :]
     scores_BKLGM = jnp.where(seen, scores_BKLGM, jnp.finfo(jnp.float32).min)
-    probs_BKLGM = drop(jax.nn.softmax(scores_BKLGM, axis=-1).astype(v_BMKH.dtype))
+    probs_BKLGM = jax.nn.softmax(scores_BKLGM, axis=-1).astype(v_BMKH.dtype)
+    if dropout is not None:
+        kept = jax.random.bernoulli(dropout.key, 1 - dropout.rate, probs_BKLGM.shape)
+        probs_BKLGM = jnp.where(kept, probs_BKLGM / (1 - dropout.rate), 0)
     return jnp.einsum("bklgm,bmkh->blkgh", probs_BKLGM, v_BMKH)
 
 

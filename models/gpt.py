@@ -12,9 +12,9 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from .attention import cached, causal_attention
+from .attention import BLOCK, Backend, Dropout, cached, causal_attention
 from .gpt_format import FORMAT
-from .losses import next_token_loss
+from .losses import head_cross_entropy, head_logits, mean_loss
 
 
 class GPT(nn.Module):
@@ -45,6 +45,13 @@ class GPT(nn.Module):
     """Run the blocks in one `nn.scan` over stacked leaves; otherwise unroll them."""
     remat: bool = False
     """Recompute each block's activations in backward (`nn.remat`)."""
+    attention: Backend = "auto"
+    """Which attention runs; see `causal_attention`."""
+    attention_block: int = BLOCK
+    """The number of queries whose scores exist at a time, in forward and backward."""
+    loss_chunk: int = 512
+    """The number of positions whose logits exist at a time in `loss`, in forward and backward; 0
+    takes all. A sequence that is not longer is taken at once, and nothing is computed again."""
     decode: bool = False
     """Keep keys and values in the collection "cache", as `flax.linen`'s own attention does. `init`
     on tokens of the cache's full shape makes it; `apply(..., mutable="cache")` advances it."""
@@ -78,19 +85,21 @@ class GPT(nn.Module):
         *,
         positions_BL: jax.Array | None = None,
         mask_BL: jax.Array | None = None,
+        targets_BL: jax.Array | None = None,
         train: bool = False,
     ) -> jax.Array:
-        """Return the logits of each position's next token.
+        """Return the logits of each position's next token, or the losses of given ones.
 
         Args:
           tokens_BL: int[B, L], with L at most `length`.
           positions_BL: int[B, L] or [1, L]; give them for left-padded rows. None means 0, 1, ...,
             or, with a cache, counting from the number of tokens that it holds.
           mask_BL: nonzero at real tokens, 0 at padding. With a cache, one for each of its places.
+          targets_BL: int[B, L], the next tokens; None returns the logits.
           train: whether dropout acts.
 
         Returns:
-          float32[B, L, V].
+          The logits, float32[B, L, V], or the cross-entropy of each target in nats, float32[B, L].
 
         Raises:
           ValueError: L is above `length`, or `width` is not a multiple of `heads`.
@@ -126,7 +135,9 @@ class GPT(nn.Module):
             head_VD = wte.embedding
         else:
             head_VD = self.param("lm_head", init, (self.vocab, self.width))
-        return jnp.einsum("bld,vd->blv", x_BLD, head_VD, preferred_element_type=jnp.float32)
+        if targets_BL is None:
+            return head_logits(x_BLD, head_VD)
+        return head_cross_entropy(x_BLD, head_VD, targets_BL, self.loss_chunk)
 
     def _blocks(
         self, x_BLD: jax.Array, mask_BL: jax.Array | None, start: jax.Array | int, train: bool
@@ -140,6 +151,8 @@ class GPT(nn.Module):
             "dropout": self.dropout,
             "train": train,
             "decode": self.decode,
+            "backend": self.attention,
+            "attention_block": self.attention_block,
         }
         if not self.scan:
             for i in range(self.layers):
@@ -162,7 +175,8 @@ class GPT(nn.Module):
         The batch may hold "mask" [B, length], nonzero at the targets that count; see
         `next_token_loss`.
         """
-        return next_token_loss(self(batch["tokens"][:, :-1], train=train), batch)
+        tokens_BL, targets_BL = batch["tokens"][:, :-1], batch["tokens"][:, 1:]
+        return mean_loss(self(tokens_BL, targets_BL=targets_BL, train=train), batch)
 
 
 class Block(nn.Module):
@@ -175,6 +189,8 @@ class Block(nn.Module):
     dropout: float
     train: bool
     decode: bool = False
+    backend: Backend = "auto"
+    attention_block: int = BLOCK
 
     @nn.compact
     def __call__(
@@ -184,7 +200,15 @@ class Block(nn.Module):
         start: jax.Array | int = 0,
     ) -> tuple[jax.Array, None]:
         small = 0.02 / (2 * self.layers) ** 0.5
-        attention = Attention(self.heads, small, self.dropout, self.train, self.decode, name="attn")
+        attention = Attention(
+            self.heads,
+            small,
+            self.dropout if self.train else 0.0,
+            self.decode,
+            self.backend,
+            self.attention_block,
+            name="attn",
+        )
         perceptron = Perceptron(self.hidden, small, name="mlp")
         drop = nn.Dropout(self.dropout, deterministic=not self.train)
         x_BLD = x_BLD + drop(attention(layer_norm("ln_1")(x_BLD), mask_BL, start))
@@ -198,8 +222,9 @@ class Attention(nn.Module):
     heads: int
     projection_std: float
     dropout: float
-    train: bool
-    decode: bool = False
+    decode: bool
+    backend: Backend
+    block: int
 
     @nn.compact
     def __call__(
@@ -218,6 +243,7 @@ class Attention(nn.Module):
                 keys.value = cached(keys.value, k_BLNH, start)
                 values.value = cached(values.value, v_BLNH, start)
                 k_BLNH, v_BLNH = (x.value.astype(v_BLNH.dtype) for x in (keys, values))
+        dropout = Dropout(self.dropout, self.make_rng("dropout")) if self.dropout else None
         # Each query head has a key-value head of its own: groups of one.
         out = causal_attention(
             q_BLNH[:, :, :, None, :],
@@ -225,7 +251,9 @@ class Attention(nn.Module):
             v_BLNH,
             mask_BM=mask_BL,
             start=start,
-            drop=nn.Dropout(self.dropout, deterministic=not self.train),
+            dropout=dropout,
+            backend=self.backend,
+            block=self.block,
         )
         return dense(width, self.projection_std, "c_proj")(out.reshape(batch, length, width))
 

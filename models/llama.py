@@ -6,6 +6,7 @@ Hugging Face's LlamaForCausalLM. Its weights are [out, in]; the kernels here are
 Source: Touvron et al., arXiv 2302.13971 and 2307.09288.
 """
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -13,9 +14,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from .attention import cached, causal_attention
+from .attention import BLOCK, Backend, cached, causal_attention
 from .llama_format import FORMAT
-from .losses import next_token_loss
+from .losses import head_cross_entropy, head_logits, mean_loss
 from .rotary import RopeScaling, rotary_tables, rotate
 
 NORMAL = nnx.initializers.normal(0.02)
@@ -48,6 +49,9 @@ class Llama(nnx.Module):
         tie: bool = False,
         scan: bool = True,
         remat: bool = False,
+        attention: Backend = "auto",
+        attention_block: int = BLOCK,
+        loss_chunk: int = 512,
         rngs: nnx.Rngs,
     ):
         """Build the model with normal(0.02) kernels.
@@ -64,6 +68,12 @@ class Llama(nnx.Module):
           tie: use the token embedding also as the head.
           scan: run the blocks in one `nnx.scan` over stacked leaves; otherwise unroll them.
           remat: recompute each block's activations in backward (`nnx.remat`).
+          attention: which attention runs; see `causal_attention`.
+          attention_block: the number of queries whose scores exist at a time, in forward and
+            backward.
+          loss_chunk: the number of positions whose logits exist at a time in `loss`, in forward and
+            backward; 0 takes all. A sequence that is not longer is taken at once, and nothing is
+            computed again.
           rngs: random numbers; the stream "params" is used.
 
         Raises:
@@ -77,10 +87,12 @@ class Llama(nnx.Module):
             )
 
         def block(rngs: nnx.Rngs) -> Block:
-            return Block(width, heads, kv_heads, hidden, eps, rngs=rngs)
+            kernel = functools.partial(causal_attention, backend=attention, block=attention_block)
+            return Block(width, heads, kv_heads, hidden, eps, kernel, rngs=rngs)
 
         self.scan = scan
         self.remat = remat
+        self.loss_chunk = loss_chunk
         self.vocab, self.num_layers, self.width, self.hidden = vocab, layers, width, hidden
         self.heads, self.kv_heads, self.head_width = heads, kv_heads, width // heads
         self.theta, self.eps, self.length, self.tie = theta, eps, length, tie
@@ -132,17 +144,19 @@ class Llama(nnx.Module):
         *,
         positions_BL: jax.Array | None = None,
         mask_BL: jax.Array | None = None,
+        targets_BL: jax.Array | None = None,
     ) -> jax.Array:
-        """Return the logits of each position's next token.
+        """Return the logits of each position's next token, or the losses of given ones.
 
         Args:
           tokens_BL: int[B, L].
           positions_BL: int[B, L] or [1, L]; give them for left-padded rows. None means 0, 1, ...,
             or, with a cache, counting from the number of tokens that it holds.
           mask_BL: nonzero at real tokens, 0 at padding. With a cache, one for each of its places.
+          targets_BL: int[B, L], the next tokens; None returns the logits.
 
         Returns:
-          float32[B, L, V].
+          The logits, float32[B, L, V], or the cross-entropy of each target in nats, float32[B, L].
         """
         start: jax.Array | int = 0
         if self.cache_index is not None:
@@ -166,7 +180,9 @@ class Llama(nnx.Module):
                 x_BLD = run(x_BLD, block)
         x_BLD = self.norm(x_BLD)
         head_VD = self.embed_tokens.embedding if self.lm_head is None else self.lm_head
-        return jnp.einsum("bld,vd->blv", x_BLD, head_VD[...], preferred_element_type=jnp.float32)
+        if targets_BL is None:
+            return head_logits(x_BLD, head_VD[...])
+        return head_cross_entropy(x_BLD, head_VD[...], targets_BL, self.loss_chunk)
 
     def loss(
         self, batch: dict[str, jax.Array], *, train: bool
@@ -176,17 +192,26 @@ class Llama(nnx.Module):
         The batch may hold "mask" [B, length], nonzero at the targets that count; see
         `next_token_loss`. Nothing here depends on `train`, because the model has no dropout.
         """
-        return next_token_loss(self(batch["tokens"][:, :-1]), batch)
+        tokens_BL, targets_BL = batch["tokens"][:, :-1], batch["tokens"][:, 1:]
+        return mean_loss(self(tokens_BL, targets_BL=targets_BL), batch)
 
 
 class Block(nnx.Module):
     """x + attention(norm(x)), then x + SwiGLU(norm(x))."""
 
     def __init__(
-        self, width: int, heads: int, kv_heads: int, hidden: int, eps: float, *, rngs: nnx.Rngs
+        self,
+        width: int,
+        heads: int,
+        kv_heads: int,
+        hidden: int,
+        eps: float,
+        kernel: Callable[..., jax.Array],
+        *,
+        rngs: nnx.Rngs,
     ):
         self.input_layernorm = nnx.RMSNorm(width, epsilon=eps, rngs=rngs)
-        self.self_attn = Attention(width, heads, kv_heads, rngs=rngs)
+        self.self_attn = Attention(width, heads, kv_heads, kernel, rngs=rngs)
         self.post_attention_layernorm = nnx.RMSNorm(width, epsilon=eps, rngs=rngs)
         self.mlp = SwiGLU(width, hidden, rngs=rngs)
 
@@ -202,9 +227,19 @@ class Block(nnx.Module):
 
 
 class Attention(nnx.Module):
-    """Rotary causal self-attention; N / K query heads share a key-value head."""
+    """Rotary causal self-attention; N / K query heads share a key-value head. `kernel` mixes the
+    values, like `causal_attention`."""
 
-    def __init__(self, width: int, heads: int, kv_heads: int, *, rngs: nnx.Rngs):
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        kv_heads: int,
+        kernel: Callable[..., jax.Array],
+        *,
+        rngs: nnx.Rngs,
+    ):
+        self.kernel = kernel
         self.kv_heads = kv_heads
         self.head_width = width // heads
         self.q_proj = dense(width, width, rngs)
@@ -240,7 +275,7 @@ class Attention(nnx.Module):
             k_BLKH = self.cached_key[...].astype(k_BLKH.dtype)
             v_BLKH = self.cached_value[...].astype(v_BLKH.dtype)
         q_BLKGH = q_BLNH.reshape(batch, length, self.kv_heads, -1, self.head_width)
-        out = causal_attention(q_BLKGH, k_BLKH, v_BLKH, mask_BM=mask_BL, start=start)
+        out = self.kernel(q_BLKGH, k_BLKH, v_BLKH, mask_BM=mask_BL, start=start)
         return self.o_proj(out.reshape(batch, length, width))
 
 

@@ -80,6 +80,7 @@ def _kernel_stays(run: Run) -> bool:
 FEATURES = [
     # Models.
     Feature(name="unrolled layers", slots={"model": "linen, unrolled"}),
+    Feature(name="attention and loss in blocks", slots={"model": "linen, in blocks"}),
     Feature(name="nnx", slots={"model": "nnx"}),
     Feature(  # the same computation as without it
         name="functions",

@@ -72,6 +72,7 @@ def own_loss(apply: Any, batch: Any, *, train: bool) -> jax.Array:
 
 MODELS = {
     "linen, scanned": lambda: GPT.tiny(layers=2, width=32),
+    "linen, in blocks": lambda: GPT.tiny(layers=2, width=32, attention_block=4, loss_chunk=3),
     "linen, unrolled": lambda: GPT.tiny(layers=2, width=32, scan=False),
     "nnx": lambda: Llama.tiny(),
     "functions": _functions,

@@ -310,6 +310,18 @@ def test_prompts_up_to_the_context(trained, prefill_tokens):
     np.testing.assert_array_equal(found.tokens, known.greedy(prompts, 4))
 
 
+def test_attention_in_blocks_is_split_like_attention_at_once(trained):
+    """With prompts of several blocks, which are read into the cache, and whole rows."""
+    known = train(GPT.tiny(width=64, attention_block=4), zeroxla.make_mesh(nodes=2))
+    engine = HybridEngine(known.step, tensor=4)
+    assert engine.plan == HybridEngine(trained("gpt").step, tensor=4).plan
+    prompts = [list(range(1, 20)), [3]]
+    found = engine.generate(known.state, prompts, key=KEY, max_new_tokens=4, temperature=0)
+    np.testing.assert_array_equal(found.tokens, known.greedy(prompts, 4))
+    rows = padded([[*p, *r] for p, r in zip(prompts, found.rows(), strict=True)])
+    np.testing.assert_allclose(engine.logprobs(known.state, rows), known.logprobs(rows), atol=1e-4)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("frozen", ["int8", None])
 def test_ten_cycles_leave_the_base_bit_equal_and_free_every_byte(frozen):

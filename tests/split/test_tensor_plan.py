@@ -166,6 +166,7 @@ CASES = {
         [(2, 4), (3, 4)],
         [(1, (1, 4, 1))] * 2,
     ),
+    "padding": (lambda x: jnp.pad(x, [(1, 2), (0, 0)]) * 2.0, [(3, 4)], [(1, (1, 4, 1))]),
     "sort": (lambda x: jnp.sort(x, axis=0), [(5, 4)], [(1, (1, 4, 1))]),
     "sum along another dim": (lambda x: x.sum(0), [(5, 4)], [(1, (1, 4, 1))]),
     "cumulative": (lambda x: jnp.cumsum(x, 0), [(5, 4)], [(1, (1, 4, 1))]),

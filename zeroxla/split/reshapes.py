@@ -102,6 +102,16 @@ def _run_slice(axis: SplitAxis, dims: DimsOf, eq: Equation, args: Args) -> list[
     return bind(eq, args, start_indices=tuple(start), limit_indices=tuple(limit))
 
 
+def _connect_pad(eq: Equation, ins: list[Dims]) -> list[Dims]:
+    out = list(fresh(eq.outputs[0]))
+    for d, (dim, config) in enumerate(zip(ins[0], eq.params["padding_config"], strict=True)):
+        if any(config):
+            block((*dim, *out[d]), "pad makes it longer")
+        else:
+            out[d] = dim
+    return [tuple(out)]
+
+
 def _connect_split(eq: Equation, ins: list[Dims]) -> list[Dims]:
     dim, start, outs = eq.params["axis"], 0, []
     for size in map(int, eq.params["sizes"]):
@@ -171,6 +181,7 @@ RESHAPE_RULES: dict[str, Rule] = {
     "squeeze": Rule(_connect_squeeze),
     "iota": Rule(_connect_iota, _run_iota),
     "slice": Rule(_connect_slice, _run_slice),
+    "pad": Rule(_connect_pad),
     "split": Rule(_connect_split, _run_split),
     "dynamic_slice": Rule(_connect_dynamic_slice, _run_dynamic_slice),
     "dynamic_update_slice": Rule(_connect_dynamic_update),

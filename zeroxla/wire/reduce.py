@@ -11,7 +11,8 @@ Shapes: L devices in a hop, R rows (shards) that a device still holds, n element
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -22,13 +23,19 @@ from zeroxla.config.wire_format import WireFormat, key_for
 from zeroxla.mesh.axes import DEVICE, NODE
 from zeroxla.mesh.placement import Placement
 from zeroxla.program.random_keys import fold_in
-from zeroxla.wire.bundles import ALONE_ELEMENTS, Parcel, bundle
+from zeroxla.wire.bundles import ALONE_ELEMENTS, Bundle, Parcel, bundle
 from zeroxla.wire.error_feedback import quantize_with_error
 from zeroxla.wire.hops import FLOAT32, Hops, as_bits, from_bits
 from zeroxla.wire.quantize import Backend
 from zeroxla.wire.quantize_jit import dequant_reduce, dequant_sum, quantize
 from zeroxla.wire.routes import Route
 from zeroxla.wire.wire import Wire
+
+JOINED_BYTES = 2**28
+"""Wires up to so many bytes travel in one collective."""
+
+Kind = tuple[WireFormat | None, WireFormat | None]
+"""The formats of a gradient on the hops over `device` and `node`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,7 +63,7 @@ class Reduces:
       stops_at_node: whether `reduce` leaves out the hop over `node`, which `over_nodes` makes
         later.
       backend: the quantizer's backend; see `quantize`.
-      alone_elements: a shard of at least this many elements shares no buffer with others.
+      alone_elements: a shard of at least this many elements shares no buffer of floats with others.
     """
 
     hops: Hops
@@ -125,7 +132,7 @@ class Reduces:
             x_Rn = parcel.as_rows(piece)
             key = key_for(format, key)
             wires, error = quantize_with_error(feedback, x_Rn, error, format, key, self.backend)
-            arrived = _exchange(wires, NODE, self.hops.nodes)
+            (arrived,) = _exchange([wires], NODE, self.hops.nodes)
             shard = dequant_sum(arrived, shape=(parcel.size,), backend=self.backend)
         return parcel.from_rows(shard), error
 
@@ -136,25 +143,30 @@ class Reduces:
         axes: Sequence[str],
         key: jax.Array | None,
     ) -> list[jax.Array]:
-        """Make the hops over `axes`, with one collective for each bundle of leaves."""
+        """Make the hops over `axes`: with one collective for each bundle of leaves that travel as
+        floats, and one for all wires of a kind."""
         results: dict[int, jax.Array] = {}
         with jax.named_scope("reduce"):
             parcels, kinds = [self._parcel(r) for r in routes], [r.gradients for r in routes]
-            for i, b in enumerate(bundle(parcels, kinds, self.alone_elements)):
+            bundles = bundle(parcels, kinds, self.alone_elements)
+            wired: dict[Kind, list[int]] = {}
+            for i, b in enumerate(bundles):
                 hops = self._hops(axes, kinds[b.members[0]])
                 if any(hop.format for hop in hops):
-                    b = dataclasses.replace(b, fused=True)  # one row for each shard, even alone
-                    x = self._quantized(b.pack(arrays), hops, fold_in(key, i))
-                else:
-                    x = b.pack(arrays)
-                    for hop in hops:
-                        x = self._reduce_scatter(x, b.dim, hop)
-                found = b.unpack(x.astype(jnp.float32))
-                if b.fused:
-                    # The buffer is cut here. Cut inside the optimizer's kernels, each leaf would
-                    # need a kernel of its own, where leaves of one shape now share one.
-                    found = lax.optimization_barrier(found)
-                results.update(zip(b.members, found, strict=True))
+                    wired.setdefault(kinds[b.members[0]], []).append(i)
+                    continue
+                x = b.pack(arrays)
+                for hop in hops:
+                    x = self._reduce_scatter(x, b.dim, hop)
+                results.update(_members(b, x))
+            for kind, numbers in wired.items():
+                # One row for each shard, also of a leaf that is alone.
+                mine = [dataclasses.replace(bundles[i], fused=True) for i in numbers]
+                rows = [b.pack(arrays) for b in mine]
+                keys = [fold_in(key, i) for i in numbers]
+                sums = self._quantized(rows, self._hops(axes, kind), keys)
+                for b, x in zip(mine, sums, strict=True):
+                    results.update(_members(b, x))
         return [results[i] for i in range(len(routes))]
 
     def _hops(
@@ -168,26 +180,51 @@ class Reduces:
         return [hop for hop in both if hop.axis in axes and hop.length > 1]
 
     def _quantized(
-        self, x_Rn: jax.Array, hops: Sequence[ReduceHop], key: jax.Array | None
-    ) -> jax.Array:
-        """Sum the rows over all hops, and return the rows that stay here: float32[rows, n]."""
-        size = x_Rn.shape[1]
-        wires = None  # the wires of x_Rn, once it is quantized
+        self, rows: list[jax.Array], hops: Sequence[ReduceHop], keys: Sequence[jax.Array | None]
+    ) -> list[jax.Array]:
+        """Sum the rows of each bundle over all hops.
+
+        Args:
+          rows: [R, n] for each bundle, with the same R and its own n.
+          hops: the hops, one of them with a format.
+          keys: a key for each bundle; None if no format rounds stochastically.
+
+        Returns:
+          The rows that stay here: float32[rows, n] for each bundle.
+        """
+        sizes = [x.shape[1] for x in rows]
+        wires = None  # the wires of `rows`, once they are quantized
         for i, (hop, after) in enumerate(zip(hops, [*hops[1:], None], strict=True)):
-            mine = fold_in(key, i)
+            mine = [fold_in(key, i) for key in keys]
             if hop.format is None:
-                x_Rn = self._reduce_scatter(x_Rn, 0, hop)
+                rows = [self._reduce_scatter(x, 0, hop) for x in rows]
                 continue
             if wires is None:
-                here = key_for(hop.format, mine)
-                wires = quantize(x_Rn, format=hop.format, lead=1, key=here, backend=self.backend)
+                wires = [self._wires(x, hop.format, key) for x, key in zip(rows, mine, strict=True)]
             arrived = _exchange(wires, hop.axis, hop.length)
             if after is not None and after.format is not None:
-                then = key_for(after.format, mine)
-                wires = dequant_reduce(arrived, format=after.format, key=then, backend=self.backend)
+                wires = [
+                    dequant_reduce(
+                        wire,
+                        format=after.format,
+                        key=key_for(after.format, key),
+                        backend=self.backend,
+                    )
+                    for wire, key in zip(arrived, mine, strict=True)
+                ]
             else:
-                wires, x_Rn = None, dequant_sum(arrived, shape=(size,), backend=self.backend)
-        return x_Rn
+                wires, rows = (
+                    None,
+                    [
+                        dequant_sum(wire, shape=(size,), backend=self.backend)
+                        for wire, size in zip(arrived, sizes, strict=True)
+                    ],
+                )
+        return rows
+
+    def _wires(self, x_Rn: jax.Array, format: WireFormat, key: jax.Array | None) -> Wire:
+        key = key_for(format, key)
+        return quantize(x_Rn, format=format, lead=1, key=key, backend=self.backend)
 
     def _parcel(self, route: Route) -> Parcel:
         """Return the shape of a shard's gradient, as a collective sees it."""
@@ -212,9 +249,38 @@ class Reduces:
         return jnp.sum(from_bits(received, self.dtype), axis=dim, dtype=jnp.float32)
 
 
-def _exchange(wires: Wire, axis: str, length: int) -> Wire:
+def _members(b: Bundle, x: jax.Array) -> Iterable[tuple[int, jax.Array]]:
+    """Return the shards in a bundle after its collectives, with their positions in the unit."""
+    found = b.unpack(x.astype(jnp.float32))
+    if b.fused:
+        # The buffer is cut here. Cut inside the optimizer's kernels, each leaf would need a kernel
+        # of its own, where leaves of one shape now share one.
+        found = lax.optimization_barrier(found)
+    return zip(b.members, found, strict=True)
+
+
+def _exchange(wires: Sequence[Wire], axis: str, length: int) -> list[Wire]:
     """Send each device of a hop its rows: turn this device's [R] wires into [L, R / L] wires, R / L
-    from each of the L devices."""
-    buffer = wires.buffer.reshape(length, -1, wires.buffer.shape[-1])
-    buffer = lax.all_to_all(buffer, axis, split_axis=0, concat_axis=0, tiled=True)
-    return dataclasses.replace(wires, buffer=buffer)
+    from each of the L devices.
+
+    The wires of several bundles travel end to end in one collective, up to JOINED_BYTES of them. To
+    join and cut them moves bytes, a quarter or an eighth of those of the gradients.
+    """
+    groups: list[list[Wire]] = []
+    room = 0
+    for wire in wires:
+        if wire.buffer.size > room:
+            groups.append([])
+            room = JOINED_BYTES
+        groups[-1].append(wire)
+        room -= wire.buffer.size
+    arrived = []
+    for group in groups:
+        parts = [wire.buffer.reshape(length, -1, wire.buffer.shape[-1]) for wire in group]
+        buffer = jnp.concatenate(parts, axis=2)
+        buffer = lax.all_to_all(buffer, axis, split_axis=0, concat_axis=0, tiled=True)
+        ends = list(itertools.accumulate(part.shape[2] for part in parts))
+        for wire, part, end in zip(group, parts, ends, strict=True):
+            mine = lax.slice_in_dim(buffer, end - part.shape[2], end, axis=2)
+            arrived.append(dataclasses.replace(wire, buffer=mine))
+    return arrived

@@ -1,0 +1,235 @@
+"""Blockwise attention against the dense one, and the memory of both attention and loss."""
+
+from __future__ import annotations
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from tools.quick import quick_compilation  # noqa: F401
+
+import zeroxla
+from zeroxla.models import GPT, Llama
+from zeroxla.models.attention import causal_attention, dense_attention
+from zeroxla.models.blockwise import Dropout, blockwise_attention
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+BLOCK = 8
+
+
+def operands(length, *, num_keys=None, heads=2, groups=3, width=8, dtype=jnp.float32, seed=0):
+    rng = np.random.default_rng(seed)
+    shapes = [(2, length, heads, groups, width)] + [(2, num_keys or length, heads, width)] * 2
+    return [jnp.asarray(rng.normal(size=shape), dtype) for shape in shapes]
+
+
+def padding(length, missing):
+    """A mask of rows whose first tokens are missing."""
+    return jnp.asarray(np.arange(length) >= np.array(missing)[:, None], jnp.int32)
+
+
+CASES = {
+    "whole blocks": (32, {}),
+    "a short last block": (29, {}),
+    "one block and one": (9, {}),
+    "padding": (29, {"mask_BM": padding(29, [0, 11])}),
+    "a row without a token": (24, {"mask_BM": padding(24, [3, 24])}),
+    "many groups": (20, {"heads": 1, "groups": 5}),
+    "ordinary heads": (20, {"heads": 4, "groups": 1}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_values_and_gradients_are_those_of_dense_attention(name):
+    length, options = CASES[name]
+    options = dict(options)
+    mask = options.pop("mask_BM", None)
+    inputs = operands(length, **options)
+    weights = jnp.asarray(np.random.default_rng(1).normal(size=inputs[0].shape), jnp.float32)
+    if mask is not None:
+        weights = weights * (mask != 0)[:, :, None, None, None]
+
+    def of(attention):
+        def loss(q, k, v):
+            out = attention(q, k, v)
+            return jnp.sum(out * weights), out
+
+        return jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True))(*inputs)
+
+    (_, found), grads = of(lambda q, k, v: blockwise_attention(q, k, v, mask, 0, None, BLOCK))
+    (_, wanted), expected = of(lambda q, k, v: dense_attention(q, k, v, mask, 0, None))
+    # What a query that sees no token gets means nothing, and its gradient must not reach others.
+    counts = np.ones(wanted.shape[:2], bool) if mask is None else np.asarray(mask) != 0
+    np.testing.assert_allclose(found[counts], wanted[counts], rtol=0, atol=5e-6)
+    if mask is None or bool(counts.any(axis=1).all()):
+        for one, other in zip(grads, expected, strict=True):
+            np.testing.assert_allclose(one, other, rtol=0, atol=5e-5)
+    assert all(np.isfinite(g).all() for g in (found, *grads))
+
+
+@pytest.mark.parametrize("start", [0, 5])
+def test_a_cache_has_more_places_than_there_are_queries(start):
+    q, k, v = operands(19, num_keys=40)
+    mask = padding(40, [0, 4])
+    traced = jax.jit(lambda s: blockwise_attention(q, k, v, mask, s, None, BLOCK))
+    wanted = dense_attention(q, k, v, mask, start, None)
+    np.testing.assert_allclose(traced(start), wanted, rtol=0, atol=5e-6)
+
+
+def test_half_precision_rounds_no_more_than_dense_attention():
+    exact = dense_attention(*operands(40), None, 0, None)
+    half = operands(40, dtype=jnp.bfloat16)
+    errors = [
+        float(jnp.linalg.norm(out.astype(jnp.float32) - exact) / jnp.linalg.norm(exact))
+        for out in (
+            blockwise_attention(*half, None, 0, None, BLOCK),
+            dense_attention(*half, None, 0, None),
+        )
+    ]
+    assert errors[0] < 1.05 * errors[1]
+
+
+def test_dropout_is_the_same_in_backward_and_keeps_the_mean():
+    inputs = operands(24)
+    dropout = Dropout(0.25, jax.random.key(3))
+
+    def loss(q, k, v):
+        return jnp.sum(blockwise_attention(q, k, v, None, 0, dropout, BLOCK) ** 2)
+
+    grads = jax.grad(loss, argnums=(0, 1, 2))(*inputs)
+    for i, grad in enumerate(grads):
+        direction = jnp.asarray(np.random.default_rng(i).normal(size=grad.shape), jnp.float32)
+        ends = []
+        for sign in (-1, 1):
+            moved = list(inputs)
+            moved[i] = moved[i] + sign * 1e-2 * direction
+            ends.append(loss(*moved))
+        slope = (ends[1] - ends[0]) / 2e-2
+        scale = float(jnp.linalg.norm(grad) * jnp.linalg.norm(direction))
+        np.testing.assert_allclose(jnp.sum(grad * direction), slope, atol=1e-4 * scale)
+
+    def mean_of(key):
+        return blockwise_attention(*inputs, None, 0, Dropout(0.25, key), BLOCK)
+
+    outs = jax.vmap(mean_of)(jax.random.split(jax.random.key(0), 4000))
+    wanted = dense_attention(*inputs, None, 0, None)
+    error = 5 * outs.std(axis=0) / 4000**0.5
+    assert (jnp.abs(outs.mean(axis=0) - wanted) <= error + 1e-6).mean() > 0.999
+
+
+def test_bad_arguments_are_named():
+    q, k, v = operands(16)
+    with pytest.raises(ValueError, match=r"backend='flash': take auto, blockwise or cudnn"):
+        causal_attention(q, k, v, backend="flash")
+    with pytest.raises(ValueError, match=r'"cudnn" does not take float32, only bfloat16 and'):
+        causal_attention(q, k, v, backend="cudnn")
+    half = operands(16, dtype=jnp.bfloat16)
+    with pytest.raises(ValueError, match=r'does not take a mask of padding; use "auto"'):
+        causal_attention(*half, mask_BM=padding(16, [0, 1]), backend="cudnn")
+    with pytest.raises(ValueError, match=r"does not take dropout"):
+        causal_attention(*half, dropout=Dropout(0.1, jax.random.key(0)), backend="cudnn")
+    with pytest.raises(ValueError, match=r"block=0: attention takes 1 query"):
+        causal_attention(q, k, v, block=0)
+    with pytest.raises(ValueError, match=r"loss_chunk=-1: give a number of positions"):
+        loss_of(GPT.tiny(loss_chunk=-1), tokens(2, 9))
+
+
+def tokens(rows, length, vocab=64):
+    rng = np.random.default_rng(0)
+    return {"tokens": jnp.asarray(rng.integers(0, vocab, (rows, length)), jnp.int32)}
+
+
+def loss_of(model, batch):
+    """Return (loss, gradients) of a linen model with the parameters of its seed."""
+    shapes = {"params": jax.random.key(0)}
+    params = model.init(shapes, batch, train=False, method="loss")["params"]
+
+    def loss(params):
+        return model.apply({"params": params}, batch, train=False, method="loss")[0]
+
+    return jax.jit(jax.value_and_grad(loss))(params)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_loss_in_chunks_is_the_loss(masked):
+    batch = tokens(3, 30)
+    if masked:
+        batch["mask"] = padding(29, [0, 7, 20])
+    whole, grads = loss_of(GPT.tiny(loss_chunk=0), batch)
+    for chunk in (7, 29, 1):
+        found, in_chunks = loss_of(GPT.tiny(loss_chunk=chunk), batch)
+        np.testing.assert_allclose(found, whole, rtol=2e-7)
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=2e-7), in_chunks, grads
+        )
+
+
+def test_targets_give_their_losses_and_none_the_logits():
+    batch = tokens(2, 21)["tokens"]
+    model = Llama.tiny(loss_chunk=6)(nnx.Rngs(0))
+    logits = model(batch[:, :-1])
+    losses = model(batch[:, :-1], targets_BL=batch[:, 1:])
+    wanted = optax.softmax_cross_entropy_with_integer_labels(logits, batch[:, 1:])
+    np.testing.assert_allclose(losses, wanted, rtol=1e-5)
+
+
+MODELS = {
+    "gpt, scanned": lambda **options: GPT.tiny(**options),
+    "gpt, unrolled": lambda **options: GPT.tiny(scan=False, remat=True, **options),
+    "llama": lambda **options: Llama.tiny(**options),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_step_with_blocks_is_the_step_without(name):
+    """On 2 x 4 devices, with every leaf split, and several blocks and chunks in a sequence."""
+    mesh = zeroxla.make_mesh(nodes=2)
+    batch = tokens(8, 31)
+    config = zeroxla.ZeroConfig(persistence_threshold=0)
+    losses, params = [], []
+    for options in ({"attention_block": 8, "loss_chunk": 12}, {}):
+        step = zeroxla.make_step(MODELS[name](**options), mesh, optax.sgd(0.5), config=config)
+        state = step.init(jax.random.key(0), batch)
+        for _ in range(2):
+            state, metrics = step(state, batch)
+            losses.append(float(metrics["loss"]))
+        params.append(zeroxla.full_params(state))
+    np.testing.assert_allclose(losses[:2], losses[2:], rtol=1e-6)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=2e-6), *params)
+
+
+@pytest.mark.parametrize("scan", [True, False])
+def test_memory_grows_with_the_length_and_not_with_its_square(scan):
+    temporaries = {}
+    for length in (256, 1024):
+        model = GPT(
+            vocab=256,
+            length=length,
+            layers=2,
+            width=64,
+            heads=8,
+            scan=scan,
+            attention_block=128,
+            loss_chunk=128,
+        )
+        batch = {"tokens": jax.ShapeDtypeStruct((1, length + 1), jnp.int32)}
+        params = jax.eval_shape(
+            lambda b, model=model: model.init(
+                {"params": jax.random.key(0)}, b, train=False, method="loss"
+            )["params"],
+            batch,
+        )
+
+        def loss(params, batch, model=model):
+            return model.apply({"params": params}, batch, train=False, method="loss")[0]
+
+        lowered = jax.jit(jax.value_and_grad(loss)).lower(params, batch)
+        temporaries[length] = lowered.compile().memory_analysis().temp_size_in_bytes
+        text = lowered.as_text()
+        assert not re.search(rf"\b{length}x(1x)?{length}xf32", text), "scores"
+        assert not re.search(rf"\b{length}x256xf32", text), "logits"
+    assert temporaries[1024] <= 1.15 * 4 * temporaries[256]
