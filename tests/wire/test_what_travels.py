@@ -298,3 +298,17 @@ def test_the_reuse_distance_and_the_live_limit_choose_what_is_kept(distance, few
     for phase, fewer in (("forward gather", fewer_forward), ("backward gather", 1)):
         saved = free.total_bytes(phase=phase) - report.total_bytes(phase=phase)
         assert saved == pytest.approx(4 * (1 - 1 / 8) * table * fewer, abs=1e-6)
+
+
+@pytest.mark.parametrize("scan", [True, False])
+@pytest.mark.parametrize("preset", ["zeropp", "zeropp_hq"])
+def test_the_wires_of_a_units_gradients_share_an_exchange(preset, scan):
+    """Of four kernels a block, each large enough to travel alone as floats."""
+    model = GPT.tiny(layers=LAYERS, width=256, scan=scan)
+    config = getattr(zeroxla.ZeroConfig, preset)(persistence_threshold=0)
+    mesh = zeroxla.make_mesh(nodes=2)
+    step = zeroxla.make_step(model, mesh, optax.sgd(0.1), config=config)
+    batch = {"tokens": jax.ShapeDtypeStruct((8, LENGTH + 1), jnp.int32)}
+    rows = comms(step.lower(step.abstract_state(batch), batch), mesh).rows
+    wires = {r.axis: r.count for r in rows if (r.kind, r.dtype) == ("all-to-all", "u8")}
+    assert wires == {"node": LAYERS, "device": LAYERS}  # the tables travel as floats
