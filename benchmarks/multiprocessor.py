@@ -102,8 +102,8 @@ class _Scheduler:
         self._l1 = self._memory = 0.0
         self._events: list[tuple[float, int, int]] = []
 
-    def run(self, waves: int = 5) -> float:
-        total, warm = waves * len(self._warps), 2 * len(self._warps)
+    def run(self, waves: int = 12) -> float:
+        total, warm = waves * len(self._warps), 4 * len(self._warps)
         ended: list[int] = []
         now = last = 0
         while len(ended) < total:

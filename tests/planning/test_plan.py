@@ -360,6 +360,10 @@ def test_a_plan_of_many_devices_that_are_not_there():
     plan = zeroxla.plan(GPT.small(remat=True), {"node": 128, "device": 8}, batch)
     assert plan.num_parameters == 124_439_808
     assert plan.num_tokens == 1024 * 128
+    peak, devices = 989e12, 1024
+    flops_per_s = 6 * plan.num_parameters * plan.num_tokens / plan.time.seconds
+    assert plan.mfu == pytest.approx(flops_per_s / (peak * devices))
+    assert f"a device, {plan.mfu:.0%} MFU)" in plan.verdict()
     # A shard of the master, padding included, and twice that.
     assert 1 <= plan.memory.parameter_bytes / (4 * 124_439_808 / 1024) <= 1.1
     assert plan.memory.optimizer_bytes == pytest.approx(2 * plan.memory.parameter_bytes, rel=0.01)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -119,6 +120,20 @@ class Plan(Report):
         """Tokens per second over all devices, or examples if the batch has no tokens."""
         return (self.num_tokens or self.num_examples) / self.time.seconds
 
+    @property
+    def mfu(self) -> float | None:
+        """The share of the devices' peak that the model's own work takes: 6 operations for each
+        parameter and token, without those of attention and of what is computed twice; the peak is
+        that of the dtype in which the device multiplies fastest. None without tokens.
+
+        Source: Chowdhery et al., PaLM, arXiv 2204.02311, appendix B, without its term of attention.
+        """
+        if self.num_tokens is None:
+            return None
+        peak = max(rate for rate in self.target.device.flops_per_s.values())
+        devices = math.prod(self.target.mesh_shape.values())
+        return 6 * self.num_parameters * self.tokens_per_s / (peak * devices)
+
     def time_table(self) -> Table:
         """Return the seconds for which each lane is taken, as a rich table."""
         from rich.table import Table
@@ -163,10 +178,14 @@ class Plan(Report):
         total, room = self.most_bytes, device.memory_bytes
         holds = "fits into" if self.fits else "does NOT fit into"
         unit = "examples" if self.num_tokens is None else "tokens"
+        rate = f"{self.tokens_per_s:,.0f} {unit}/s"
+        if self.mfu is not None:
+            each = self.tokens_per_s / math.prod(mesh.values())
+            rate += f" ({each:,.0f} a device, {self.mfu:.0%} MFU)"
         return (
             f"{self.num_parameters:,} parameters on {axes} of {device.label}: a device needs "
             f"{format_bytes(total)} and that {holds} its {format_bytes(room)}. A step takes about "
-            f"{self.time.seconds:.3g} s, {self.tokens_per_s:,.0f} {unit}/s, with products at "
+            f"{self.time.seconds:.3g} s, {rate}, with products at "
             f"{device.efficiency:.0%} of the device's peak ({device.source})."
         )
 
