@@ -14,6 +14,7 @@ from .blockwise import Dropout, blockwise_attention
 
 Backend = Literal["auto", "blockwise", "cudnn"]
 BLOCK = 512
+CUDNN_CAPABILITY = 8.0  # compute capability from which cuDNN has attention
 CUDNN_HEAD = 128  # the widest head that cuDNN's attention takes on every GPU from Ampere on
 
 
@@ -101,9 +102,13 @@ def _missing_for_cudnn(
 
 @functools.cache
 def _has_nvidia_gpu() -> bool:
+    """Return whether this process has a GPU that cuDNN's attention runs on."""
     if jax.default_backend() != "gpu":
         return False
-    return "cuda" in jax.devices()[0].client.platform_version.lower()
+    device = jax.devices()[0]
+    if "cuda" not in device.client.platform_version.lower():
+        return False
+    return float(device.compute_capability) >= CUDNN_CAPABILITY
 
 
 def dense_attention(

@@ -110,12 +110,7 @@ def _forward(setting: _Setting, operands: _Operands) -> tuple[jax.Array, Any]:
         scale_BQKG = jnp.exp(before_BQKG - after_BQKG)
         sum_BQKG = sum_BQKG * scale_BQKG + _swapped(weights_BKQGP.sum(axis=-1))
         kept_BKQGP = at.dropped(weights_BKQGP, operands.key).astype(v_BMKH.dtype)
-        mixed_BQKGH = jnp.einsum(
-            "bkqgp,bpkh->bqkgh",
-            kept_BKQGP,
-            at.keys(v_BMKH),
-            preferred_element_type=jnp.float32,
-        )
+        mixed_BQKGH = _product("bkqgp,bpkh->bqkgh", kept_BKQGP, at.keys(v_BMKH))
         total_BQKGH = at.queries(carry[0]) * scale_BQKG[..., None] + mixed_BQKGH
         new = (total_BQKGH, after_BQKG, sum_BQKG)
         return tuple(at.with_queries(x, part) for x, part in zip(carry, new, strict=True)), None
