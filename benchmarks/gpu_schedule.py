@@ -28,7 +28,7 @@ import jax.numpy as jnp
 import optax
 from common import Check, report, residual_bytes, table
 from jax.sharding import Mesh
-from schedule import Gather, gathers
+from schedule import Transfer, gathers
 
 import zeroxla
 from zeroxla.frontend import adapt
@@ -72,13 +72,13 @@ class Program:
       compile_s: seconds.
     """
 
-    gathers: list[Gather]
+    gathers: list[Transfer]
     received_bytes: float
     temp_bytes: int
     extra_units: float
     compile_s: float
 
-    def next_units(self, direction: str) -> list[Gather]:
+    def next_units(self, direction: str) -> list[Transfer]:
         """The gathers of units that another unit of the same direction precedes: those in a loop
         over layers, or, where there is none, those of all layers but the direction's first."""
         mine = [g for g in self.gathers if g.direction == direction]

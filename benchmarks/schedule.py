@@ -1,7 +1,7 @@
-"""Read a scheduled GPU program: which matmuls run while which gathers are in flight.
+"""Read a scheduled GPU program: which matmuls run while which collectives are in flight.
 
-XLA:GPU prints each computation in the order of its schedule. A gather is in flight from its start
-to its done; a gather without a start was scheduled with nothing to run beside it.
+XLA:GPU prints each computation in the order of its schedule. A collective is in flight from its
+start to its done; one without a start was scheduled with nothing to run beside it.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ _PASSES_ON |= {"tuple"}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Gather:
-    """One all-gather of a program.
+class Transfer:
+    """One all-gather or all-to-all of a program.
 
     Attributes:
       direction: "forward" or "backward"; "" where it belongs to neither (persistent leaves).
@@ -45,7 +45,7 @@ class Gather:
     matmuls: int
 
 
-def gathers(text: str) -> list[Gather]:
+def gathers(text: str) -> list[Transfer]:
     """List the all-gathers of a compiled GPU program, in the order of its schedule.
 
     Args:
@@ -54,21 +54,30 @@ def gathers(text: str) -> list[Gather]:
     Raises:
       ValueError: the text is not scheduled.
     """
+    return _transfers(text, "all-gather")
+
+
+def exchanges(text: str) -> list[Transfer]:
+    """List the all-to-alls of a compiled GPU program, as `gathers` does."""
+    return _transfers(text, "all-to-all")
+
+
+def _transfers(text: str, kind: str) -> list[Transfer]:
     if "is_scheduled=true" not in text.partition("\n")[0]:
         raise ValueError(
             "the program is not scheduled, so the order of its instructions means nothing; pass "
             f"compiled.as_text(). It starts with {text[:80]!r}"
         )
     module = hlo.parse(text)
-    found = {c.name: c for c in hlo.collectives(module) if c.kind == "all-gather"}
+    found = {c.name: c for c in hlo.collectives(module) if c.kind == kind}
     return [
-        gather
+        transfer
         for name in module.computations
-        for gather in _gathers_of(_Schedule(module, name), found)
+        for transfer in _transfers_of(_Schedule(module, name), found)
     ]
 
 
-def _gathers_of(schedule: _Schedule, found: dict[str, hlo.Collective]) -> Iterator[Gather]:
+def _transfers_of(schedule: _Schedule, found: dict[str, hlo.Collective]) -> Iterator[Transfer]:
     order = list(schedule.instructions.values())
     for i, start in enumerate(order):
         collective = found.get(start.name)
@@ -80,7 +89,7 @@ def _gathers_of(schedule: _Schedule, found: dict[str, hlo.Collective]) -> Iterat
             window = order[i + 1 : next(ends)]
         direction = re.search(r"\b(forward|backward)/", collective.op_name)
         first, second = collective.groups[0][:2]
-        yield Gather(
+        yield Transfer(
             direction=direction.group(1) if direction else "",
             hop="device" if second == first + 1 else "node",
             serves=schedule.first_reader(start.name),

@@ -1,0 +1,99 @@
+"""The exchanges of quantized gradients in a train step, compiled for 8 H200 that nobody has to own.
+
+A GPT in bfloat16, unrolled and scanned, with the presets of ZeRO++ on 2 nodes x 4 devices: how many
+exchanges a layer makes on each hop, and how many matmuls are scheduled beside each. Nothing runs.
+
+    python benchmarks/gpu_exchanges.py
+
+Exits with 1 if a target is missed; writes results/gpu_exchanges.json and results/gpu_exchanges.md.
+Takes 3 minutes on 2 cores. It needs the extra plan-gpu, like gpu_schedule.py; without it, it says
+so and exits with 0.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import sys
+
+import jax
+import jax.numpy as jnp
+import optax
+from common import Check, report, table
+from jax.sharding import Mesh
+from schedule import Transfer, exchanges
+
+import zeroxla
+from zeroxla.models import GPT
+from zeroxla.planning.gpu_topology import H200, WheelsMissingError, target_mesh
+
+MESH = {"node": 2, "device": 4}
+LAYERS, WIDTH, LENGTH, ROWS = 4, 1024, 1024, 2  # ROWS: sequences of a device
+PRESETS = ("zeropp", "zeropp_hq", "zeropp_min")
+LARGE = 10**6  # bytes of an exchange that must have a matmul beside it
+MOST = 2  # exchanges of a layer on a hop
+HOPS = ("device", "node")
+
+
+def compiled(mesh: Mesh, preset: str, *, scan: bool) -> list[Transfer]:
+    """Return the exchanges of a step's backward, in the order of the schedule."""
+    model = GPT(vocab=512, length=LENGTH, layers=LAYERS, width=WIDTH, heads=8, scan=scan)
+    config = getattr(zeroxla.ZeroConfig, preset)(compute_dtype="bfloat16")
+    step = zeroxla.make_step(model, mesh, optax.adamw(1e-3), config=config)
+    batch = {"tokens": jax.ShapeDtypeStruct((mesh.size * ROWS, LENGTH + 1), jnp.int32)}
+    program = step.lower(step.abstract_state(batch), batch).compile()
+    return exchanges(program.as_text())
+
+
+def of_layers(found: list[Transfer], hop: str) -> list[Transfer]:
+    """Return the large exchanges of a hop, one for each time that they run."""
+    mine = [x for x in found if x.hop == hop and x.result_bytes >= LARGE]
+    return list(itertools.chain(*([x] * x.count for x in mine)))
+
+
+def alone(found: list[Transfer]) -> int:
+    """Return how many exchanges have no matmul beside them, the first and the last one apart."""
+    return sum(not x.matmuls for x in found[1:-1])
+
+
+def main() -> int:
+    """Compile, count, report."""
+    try:
+        mesh = target_mesh(H200, MESH)
+    except WheelsMissingError as error:
+        print(f"nothing measured: {error}")
+        return 0
+    rows, checks, figures = [], [], {}
+    for preset, scan in itertools.product(PRESETS, (False, True)):
+        name = f"{preset}, {'scanned' if scan else 'unrolled'}"
+        found = compiled(mesh, preset, scan=scan)
+        figures[name] = [dataclasses.asdict(x) for x in found]
+        cells = [name]
+        for hop in HOPS:
+            mine = of_layers(found, hop)
+            per_layer = len(mine) / LAYERS
+            cells += [f"{per_layer:.2f}", " ".join(str(x.matmuls) for x in mine)]
+            checks.append(
+                Check(name=f"{name}: exchanges of a layer, hop {hop}", value=per_layer, limit=MOST)
+            )
+            text = (
+                f"{name}: exchanges without a matmul beside them, first and last apart, hop {hop}"
+            )
+            checks.append(Check(name=text, value=alone(mine), limit=0))
+        rows.append(cells)
+    header = ["step", *(f"{what}, hop {hop}" for hop in HOPS for what in ("a layer", "matmuls"))]
+    body = (
+        f"GPT of {LAYERS} layers, width {WIDTH}, bfloat16, AdamW, {ROWS} x {LENGTH} tokens a "
+        "device, compiled ahead of time for 2 nodes x 4 H200. Exchanges of at least 1 MB: how many "
+        "a layer, and for each, in the order of the schedule, the matmuls between its start and "
+        "its done. "
+        "`zeropp_min` makes the hop over `node` once a step, for all leaves.\n\n"
+        f"{table(header, rows)}"
+    )
+    return report(
+        "gpu_exchanges", "Exchanges of gradients on GPUs", body, {"exchanges": figures}, checks
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
