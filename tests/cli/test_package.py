@@ -31,7 +31,12 @@ URL = "https://code.example/somebody/zeroxla"
 
 # What `make_step` needs: all that rooms other than cli may import when they are imported.
 CORE = {"jax", "flax", "optax", "orbax-checkpoint", "numpy", "scipy", "rich"}
-BROUGHT = {"orbax": "orbax-checkpoint", "ml_dtypes": "jax", "tensorstore": "orbax-checkpoint"}
+BROUGHT = {
+    "orbax": "orbax-checkpoint",
+    "jaxlib": "jax",
+    "ml_dtypes": "jax",
+    "tensorstore": "orbax-checkpoint",
+}
 
 
 def build(source: Path, target: str, folder: Path, **env: str) -> Path:
