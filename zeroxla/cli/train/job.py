@@ -29,6 +29,7 @@ from zeroxla.cli.train.setup import (
 from zeroxla.cli.train.stages import Stages
 from zeroxla.cli.train.task import Task
 from zeroxla.cli.train.text import TextTask
+from zeroxla.cli.train.utilization import flops_per_token, peak_flops_per_s
 from zeroxla.mesh.batches import global_batch, process_shard
 from zeroxla.step.disk.steps import has_disk
 from zeroxla.step.make import make_step
@@ -78,6 +79,10 @@ class TrainJob(Job[TrainOptions, Output]):
         shapes = self.step.abstract_state(self.valid_batches[0])
         # And so is a disk without room.
         self.on_disk = self.step.disk.writer(shapes) if has_disk(shapes) else None
+        self.peak = None
+        if self.task.counted == "tokens":
+            self.peak = peak_flops_per_s(mesh.devices.flat[0].device_kind, mesh.size)
+        self.flops_per_token = flops_per_token(shapes.params)
         self.divergence = Divergence(limit=options.training.max_skipped, warn=output.warn)
         self.stages: Stages | None = None
         if options.pipeline.pipe > 1:
@@ -153,6 +158,10 @@ class TrainJob(Job[TrainOptions, Output]):
         now = time.perf_counter()
         rate = self.task.num_counted / (now - self.clock)
         values[f"{self.task.counted}_per_s"] = rate
+        used = ""
+        if self.peak is not None:
+            values["mfu"] = self.flops_per_token * rate / self.peak
+            used = f", MFU {values['mfu']:.1%}"
         if self.schedule is not None:
             values["learning_rate"] = np.asarray(self.schedule(number - 1)).item()
         self.clock = now
@@ -165,7 +174,7 @@ class TrainJob(Job[TrainOptions, Output]):
             if name in values
         )
         text = f"loss {values['loss']:.3f}{shares}{skipped}, {rate:,.0f} {self.task.counted}/s"
-        self.show_progress(number, text + disk)
+        self.show_progress(number, text + used + disk)
         self.divergence.took(
             number,
             finite=bool(values["finite"]),
