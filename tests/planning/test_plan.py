@@ -350,6 +350,24 @@ def test_tables_that_are_not_whole(tmp_path, text, match):
 # plans
 
 
+def test_a_program_holds_what_jax_takes_of_a_gpu():
+    batch = tokens(8, 128)
+    for fraction, words in (
+        (None, "the 60 GB that JAX takes of its 80 GB"),
+        (0.9, "the 72 GB that JAX takes of its 80 GB"),
+        (1.0, "into its 80 GB"),
+        (1e-3, "does NOT fit into the 80 MB that JAX takes"),
+    ):
+        plan = zeroxla.plan(GPT.small(remat=True), {"device": 8}, batch, memory_fraction=fraction)
+        assert words in plan.verdict()
+        assert plan.fits == (fraction != 1e-3)
+    for fraction in (0.0, 1.5):
+        with pytest.raises(ValueError, match=rf"memory_fraction={fraction}: give the share"):
+            zeroxla.plan(GPT.small(), {"device": 8}, batch, memory_fraction=fraction)
+    with pytest.raises(ValueError, match=r"the device 'test' has usable=2; give the share"):
+        device(usable=2)
+
+
 def tokens(rows, length):
     return {"tokens": jax.ShapeDtypeStruct((rows, length + 1), jnp.int32)}
 
@@ -460,7 +478,7 @@ def test_the_command_prints_and_draws(capsys, tmp_path):
     assert status == 0
     for words in ("Memory of one device", "Collectives of one step on node=2 x device=8"):
         assert words in out
-    assert "fits into its 80 GB" in out
+    assert "fits into the 60 GB that JAX takes of its 80 GB" in out
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
@@ -477,7 +495,8 @@ def test_the_command_counts_what_is_offloaded(capsys):
 def test_the_command_says_when_it_does_not_fit(capsys):
     arguments = ["--nodes", "1", "--devices-per-node", "2", "--device", "l4", "--length", "64"]
     assert main(["plan", "--model", "llama-7b", *arguments]) == 1
-    assert "does NOT fit into its 24 GB" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "does NOT fit into the 18 GB that JAX takes of its 24 GB" in out
 
 
 def test_the_command_refuses_what_it_does_not_know(capsys):

@@ -49,6 +49,8 @@ class Device:
       kind: the start of JAX's name for the device; empty if JAX has none.
       flops_per_s: peak FLOP/s of dense matrix products, by the dtype of their operands.
       memory_bytes, bytes_per_s: size and bandwidth of the device's own memory.
+      usable: the share of a GPU's memory that JAX takes for a process, 0.75 unless
+        XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise. Of other devices it takes what it needs.
       link: name of the link to the other devices of its node.
       host_link: name of the link to its host's memory.
       host_bytes_per_s: bandwidth of the host's memory, which the devices of a node share.
@@ -68,6 +70,7 @@ class Device:
     flops_per_s: Mapping[str, float]
     memory_bytes: float
     bytes_per_s: float
+    usable: float = 0.75
     link: str
     host_link: str = "pcie4"
     host_bytes_per_s: float = 409.6e9
@@ -83,6 +86,11 @@ class Device:
                 raise ValueError(
                     f"the device {self.name!r} has {name}={getattr(self, name)}; give more than 0"
                 )
+        if not 0 < self.usable <= 1:
+            raise ValueError(
+                f"the device {self.name!r} has usable={self.usable}; give the share of its memory "
+                "that JAX takes, above 0 and at most 1"
+            )
         if "float32" not in self.flops_per_s or min(self.flops_per_s.values()) <= 0:
             raise ValueError(
                 f"the device {self.name!r} has flops_per_s={dict(self.flops_per_s)}; give float32, "
@@ -98,6 +106,11 @@ class Device:
         """Return the FLOP/s that products of a dtype reach. A dtype that the device lacks has the
         rate of float32."""
         return self.efficiency * self.flops_per_s.get(dtype, self.flops_per_s["float32"])
+
+    @property
+    def usable_bytes(self) -> float:
+        """The bytes of the device's memory that a program may hold."""
+        return self.memory_bytes * (self.usable if self.platform == "gpu" else 1.0)
 
     @property
     def memory_rate(self) -> float:

@@ -50,6 +50,7 @@ def plan(
     device: str | Device = "h100",
     link: str | Link = "100gbit",
     machines: str | Path | Machines | None = None,
+    memory_fraction: float | None = None,
     generating: Generating | None = None,
     compiled: bool = False,
     ahead: bool | None = None,
@@ -67,6 +68,8 @@ def plan(
       link: the link between nodes, by its name in the tables or by a rate such as "100gbit", which
         the devices of a node share.
       machines: a TOML file with more devices and links.
+      memory_fraction: the share of a GPU's memory that JAX takes for a process
+        (XLA_PYTHON_CLIENT_MEM_FRACTION). None takes that of the table, 0.75.
       generating: what a `HybridEngine` generates between steps, if anything.
       compiled: also compile the step ahead of time, for devices that need not be there: for the
         target's GPUs, or, if that cannot be done, by the CPU backend. `Plan.compiled.note` says
@@ -92,7 +95,9 @@ def plan(
     >>> found.num_parameters, found.fits
     (124439808, True)
     """
-    target = Target.find(mesh_shape, device=device, link=link, machines=machines)
+    target = Target.find(
+        mesh_shape, device=device, link=link, machines=machines, memory_fraction=memory_fraction
+    )
     step_on: Callable[[Any], Step] = partial(
         make_step,
         model,

@@ -90,8 +90,9 @@ class Plan(Report):
 
     @property
     def fits(self) -> bool:
-        """Whether a device's memory holds the step, and generation if that was asked for."""
-        return self.most_bytes <= self.target.device.memory_bytes
+        """Whether what JAX takes of a device's memory holds the step, and generation if that was
+        asked for."""
+        return self.most_bytes <= self.target.device.usable_bytes
 
     @property
     def most_bytes(self) -> int:
@@ -175,7 +176,9 @@ class Plan(Report):
         """Return the plan in a few sentences."""
         device, mesh = self.target.device, self.target.mesh_shape
         axes = " x ".join(f"{name}={size}" for name, size in mesh.items())
-        total, room = self.most_bytes, device.memory_bytes
+        total, room = self.most_bytes, f"its {format_bytes(device.memory_bytes)}"
+        if device.usable_bytes < device.memory_bytes:
+            room = f"the {format_bytes(device.usable_bytes)} that JAX takes of {room}"
         holds = "fits into" if self.fits else "does NOT fit into"
         unit = "examples" if self.num_tokens is None else "tokens"
         rate = f"{self.tokens_per_s:,.0f} {unit}/s"
@@ -184,7 +187,7 @@ class Plan(Report):
             rate += f" ({each:,.0f} a device, {self.mfu:.0%} MFU)"
         return (
             f"{self.num_parameters:,} parameters on {axes} of {device.label}: a device needs "
-            f"{format_bytes(total)} and that {holds} its {format_bytes(room)}. A step takes about "
+            f"{format_bytes(total)} and that {holds} {room}. A step takes about "
             f"{self.time.seconds:.3g} s, {rate}, with products at "
             f"{device.efficiency:.0%} of the device's peak ({device.source})."
         )

@@ -107,7 +107,8 @@ def search_plans(
       zeros: the names of presets.
       pipes: numbers of stages. None means 1, 2, 4 and 8.
       progress: called with (groups of settings done, groups in all, the settings that come next).
-      options: further arguments of `zeroxla.plan`: optimizer, loss, device, link, machines.
+      options: further arguments of `zeroxla.plan`: optimizer, loss, device, link,
+        machines, memory_fraction.
 
     Returns:
       The ranked plans.

@@ -46,15 +46,23 @@ class Target:
         device: str | Device,
         link: str | Link,
         machines: str | Path | Machines | None,
+        memory_fraction: float | None = None,
     ) -> Target:
         """Look devices and links up in the tables; arguments as `zeroxla.plan` takes them.
 
         Raises:
-          ValueError: an unknown device, link or axis, or a length below 1.
+          ValueError: an unknown device, link or axis, a length below 1, or a fraction that is none.
         """
         if not isinstance(machines, Machines):
             machines = Machines.load(machines)
         device = machines.find_device(device) if isinstance(device, str) else device
+        if memory_fraction is not None:
+            if not 0 < memory_fraction <= 1:
+                raise ValueError(
+                    f"memory_fraction={memory_fraction}: give the share of a device's memory that "
+                    "JAX takes, above 0 and at most 1"
+                )
+            device = dataclasses.replace(device, usable=memory_fraction)
         between = machines.find_link(link) if isinstance(link, str) else link
         shape = _all_axes(mesh_shape)
         links = {

@@ -176,7 +176,7 @@ def _smallest_cluster(options: PlanOptions, found: Plan) -> str:
         )
         return plan_from(changed).most_bytes
 
-    room = found.target.device.memory_bytes
+    room = found.target.device.usable_bytes
     least = smallest(needs, room, (nodes, found.most_bytes))
     each = f"nodes of {options.cluster.devices_per_node} such devices"
     if least is None:
@@ -224,7 +224,12 @@ def _generating(options: PlanOptions) -> Generating | None:
 
 def _machines(options: PlanOptions) -> dict[str, Any]:
     cluster = options.cluster
-    return {"device": cluster.device, "link": cluster.link, "machines": cluster.machines}
+    return {
+        "device": cluster.device,
+        "link": cluster.link,
+        "machines": cluster.machines,
+        "memory_fraction": cluster.memory_fraction,
+    }
 
 
 def _calibrated(found: Plan, seconds: float) -> Plan:

@@ -53,10 +53,10 @@ def _memory(axes: Axes, plan: PlannedStep) -> None:
         label = f"{name}, {format_bytes(num_bytes)}"
         axes.bar([0], [num_bytes], bottom=[bottom], width=0.5, color=color, label=label)
         bottom += num_bytes
-    room = plan.target.device.memory_bytes
+    room = plan.target.device.usable_bytes
     axes.axhline(room, color=INK, linewidth=1, linestyle="--")
     axes.annotate(
-        f"a device has {format_bytes(room)}",
+        f"a program has {format_bytes(room)}",
         (0.98, room),
         xycoords=("axes fraction", "data"),
         xytext=(0, 3),

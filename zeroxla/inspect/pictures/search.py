@@ -51,10 +51,10 @@ def plot_search(search: RankedPlans, *, path: str | os.PathLike | None = None) -
             alpha=1.0 if row.plan.fits else 0.45,
         )
     target = rows[0].plan.target
-    room = target.device.memory_bytes
+    room = target.device.usable_bytes
     axes.axvline(room, color=INK, linewidth=1, linestyle="--")
     axes.annotate(
-        f" a device has {format_bytes(room)}",
+        f" a program has {format_bytes(room)}",
         (room, 1.0),
         xycoords=("data", "axes fraction"),
         va="top",
