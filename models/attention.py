@@ -14,6 +14,9 @@ from .blockwise import Dropout, blockwise_attention
 
 Backend = Literal["auto", "blockwise", "cudnn"]
 BLOCK = 512
+CUDNN_SCOPE = "cudnn_attention"
+"""The scope of operations that are one kernel of cuDNN in a process with an NVIDIA GPU."""
+
 CUDNN_CAPABILITY = 8.0  # compute capability from which cuDNN has attention
 CUDNN_HEAD = 128  # the widest head that cuDNN's attention takes on every GPU from Ampere on
 
@@ -75,9 +78,13 @@ def causal_attention(
             implementation="cudnn",
         )
         return out.reshape(q_BLKGH.shape)
-    if q_BLKGH.shape[1] <= block:
-        return dense_attention(q_BLKGH, k_BMKH, v_BMKH, mask_BM, start, dropout)
-    return blockwise_attention(q_BLKGH, k_BMKH, v_BMKH, mask_BM, start, dropout, block)
+    # `zeroxla.plan` reads in the scope's name that a GPU would run one kernel instead.
+    scope = CUDNN_SCOPE if backend == "auto" and not missing else "attention"
+    operands = (q_BLKGH, k_BMKH, v_BMKH, mask_BM, start, dropout)
+    if q_BLKGH.shape[1] > block:
+        return blockwise_attention(*operands, block, scope)
+    with jax.named_scope(scope):
+        return dense_attention(*operands)
 
 
 def _missing_for_cudnn(

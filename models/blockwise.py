@@ -38,12 +38,14 @@ class _Setting(NamedTuple):
       num_keys: number of keys without padding.
       triangular: whether query i sees no key above i.
       rate: of dropout; 0 for none.
+      scope: the name of the operations' scope.
     """
 
     block: int
     num_keys: int
     triangular: bool
     rate: float
+    scope: str
 
 
 class _Operands(NamedTuple):
@@ -65,8 +67,11 @@ def blockwise_attention(
     start: jax.Array | int,
     dropout: Dropout | None,
     block: int,
+    scope: str = "attention",
 ) -> jax.Array:
     """Mix values by a causal softmax; see `attention.causal_attention`.
+
+    `scope` is the name of the operations' scope, forward and backward.
 
     It has a first derivative in reverse mode, and no other.
 
@@ -78,6 +83,7 @@ def blockwise_attention(
         num_keys=num_keys,
         triangular=isinstance(start, int) and start == 0 and length == num_keys,
         rate=0.0 if dropout is None else dropout.rate,
+        scope=scope,
     )
     operands = _Operands(
         _padded(q_BLKGH, block),
@@ -116,7 +122,8 @@ def _forward(setting: _Setting, operands: _Operands) -> tuple[jax.Array, Any]:
         return tuple(at.with_queries(x, part) for x, part in zip(carry, new, strict=True)), None
 
     carry = (total_BLKGH, largest_BLKG, sum_BLKG)
-    (total_BLKGH, largest_BLKG, sum_BLKG), _ = lax.scan(add, carry, _pairs(setting, operands))
+    with jax.named_scope(setting.scope):
+        (total_BLKGH, largest_BLKG, sum_BLKG), _ = lax.scan(add, carry, _pairs(setting, operands))
     out_BLKGH = (total_BLKGH / sum_BLKG[..., None]).astype(v_BMKH.dtype)
     return out_BLKGH, (operands, out_BLKGH, largest_BLKG, sum_BLKG)
 
@@ -155,7 +162,8 @@ def _backward(setting: _Setting, kept: Any, d_out_BLKGH: jax.Array) -> tuple[_Op
 
     inputs = (q_BLKGH, k_BMKH, v_BMKH)
     carry = tuple(jnp.zeros(x.shape, jnp.float32) for x in inputs)
-    found, _ = lax.scan(add, carry, _pairs(setting, operands))
+    with jax.named_scope(setting.scope):
+        found, _ = lax.scan(add, carry, _pairs(setting, operands))
     dq, dk, dv = (x.astype(of.dtype) for x, of in zip(found, inputs, strict=True))
     return (_Operands(dq, dk, dv, None, None, None),)  # pyright: ignore[reportArgumentType]
 

@@ -18,6 +18,7 @@ from zeroxla.cli.main import main
 from zeroxla.inspect import array_bytes_per_device, comms
 from zeroxla.mesh.machines import Device, Link, Machines
 from zeroxla.models import GPT, Llama
+from zeroxla.models.attention import CUDNN_SCOPE
 from zeroxla.planning.liveness import Scope
 from zeroxla.planning.model_presets import PRESETS, model_named
 from zeroxla.planning.peak import peak_bytes
@@ -223,6 +224,34 @@ def test_products_take_their_flops_and_memory_its_bytes():
     assert run(lambda x: (x @ x) @ x, X).seconds == pytest.approx(2 * PRODUCT_S)
     slow = run(lambda x: x @ x, X, bytes_per_s=1e9)
     assert slow.seconds == pytest.approx(2 * SIZE / 1e9)  # x is read once
+
+
+def test_a_slice_and_an_update_in_place_take_their_own_bytes():
+    def update(x, i):
+        part = lax.dynamic_slice_in_dim(x, i, 10) * 2
+        return lax.dynamic_update_slice_in_dim(x, part, i, 0)
+
+    x, i = jnp.zeros((1000, 100)), jnp.int32(0)
+    line = run(update, x, i, bytes_per_s=1e6)
+    assert line.busy_s["compute"] == pytest.approx(2 * 4 * 10 * 100 / 1e6)
+
+
+@pytest.mark.parametrize(
+    ("platform", "dtypes", "seconds"),
+    [
+        ("gpu", ("float32", "bfloat16"), 0.0),
+        ("gpu", ("float32", "float16"), 2 * 4 * 1000 / 1e6),  # before Ampere
+        ("tpu", ("float32", "bfloat16"), 2 * 4 * 1000 / 1e6),
+    ],
+)
+def test_attention_that_is_one_kernel_on_a_gpu_keeps_its_scores_inside(platform, dtypes, seconds):
+    def attend(x):
+        with jax.named_scope(CUDNN_SCOPE):
+            return jnp.sort(x)
+
+    rates = dict.fromkeys(dtypes, 1e12)
+    line = run(attend, jnp.zeros(1000), bytes_per_s=1e6, platform=platform, flops_per_s=rates)
+    assert line.busy_s["compute"] == pytest.approx(seconds)
 
 
 def test_a_gather_runs_beside_a_product_that_does_not_need_it():

@@ -108,6 +108,12 @@ class Device:
         return self.efficiency * self.flops_per_s.get(dtype, self.flops_per_s["float32"])
 
     @property
+    def has_attention(self) -> bool:
+        """Whether cuDNN has a kernel of attention for the device: NVIDIA's from Ampere on, which are
+        those with bfloat16."""
+        return self.platform == "gpu" and "bfloat16" in self.flops_per_s
+
+    @property
     def usable_bytes(self) -> float:
         """The bytes of the device's memory that a program may hold."""
         return self.memory_bytes * (self.usable if self.platform == "gpu" else 1.0)

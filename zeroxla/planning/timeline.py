@@ -8,16 +8,19 @@ longest in it.
 
 On GPUs the compiler gathers in a loop's turn the leaves that the next turn needs (see
 `compat.compiler_options`). There, barriers, which tie a gather to its turn, do not hold back values
-that depend on nothing that the loop carries. A pipeline's tick counts as one with a forward and a
+that depend on nothing that the loop carries. Attention that would be one kernel of cuDNN there
+takes as long as its FLOPs. A pipeline's tick counts as one with a forward and a
 backward, and there are as many such ticks as its schedule has work for.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import heapq
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from zeroxla.models.attention import CUDNN_SCOPE
 from zeroxla.offload.memory_kinds import is_value_on_host
 from zeroxla.pipeline.ticks import TICKS
 from zeroxla.planning.lanes import COMPUTE, Lanes, Mark, TimeLine
@@ -136,7 +139,10 @@ class Clock:
         scope, reads = self._scope(program)
         if eq.name in FUSED and not any(v in scope.in_memory for v in eq.outputs):
             return start
-        seconds = target.compute_s(work_of(eq, reads, scope))
+        work = work_of(eq, reads, scope)
+        if target.device.has_attention and CUDNN_SCOPE in path:
+            work = dataclasses.replace(work, num_bytes=0.0)  # one kernel, which keeps scores inside
+        seconds = target.compute_s(work)
         end = take(COMPUTE, start, seconds, path)
         return start + seconds if is_early else end
 

@@ -44,6 +44,8 @@ def work_of(eq: Equation, reads: Reads, scope: Scope) -> Work:
         sources |= _sources(operand, reads, scope)
     written = sum(size_of(v) for v in eq.outputs if v in scope.in_memory)
     num_bytes = sum(map(size_of, sources)) + written
+    if eq.name == "dynamic_update_slice":  # in place
+        num_bytes = 2.0 * sum(map(size_of, eq.values[1:2]))
     dtype = str(eq.values[0].aval.dtype) if eq.values else "float32"
     return Work(_flops(eq), dtype, num_bytes)
 
@@ -54,7 +56,10 @@ def reads_of(scope: Scope) -> Reads:
     for eq in scope.program.equations:
         if eq.name in FUSED:
             sources = frozenset().union(*(_sources(operand, found, scope) for operand in eq.inputs))
-            found.update((v, sources) for v in eq.outputs if v not in scope.in_memory)
+            fused = [v for v in eq.outputs if v not in scope.in_memory]
+            # A slice is read where it lies, and nothing beside it.
+            is_slice = eq.name == "dynamic_slice"
+            found.update((v, frozenset((v,)) if is_slice else sources) for v in fused)
     return found
 
 
