@@ -109,8 +109,8 @@ class Device:
 
     @property
     def has_attention(self) -> bool:
-        """Whether cuDNN has a kernel of attention for the device: NVIDIA's from Ampere on, which are
-        those with bfloat16."""
+        """Whether cuDNN has a kernel of attention for the device: a GPU with bfloat16, as NVIDIA's
+        from Ampere on."""
         return self.platform == "gpu" and "bfloat16" in self.flops_per_s
 
     @property
