@@ -43,6 +43,7 @@ CASES = {
 }
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("name", CASES)
 def test_values_and_gradients_are_those_of_dense_attention(name):
     length, options = CASES[name]
