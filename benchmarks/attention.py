@@ -2,7 +2,7 @@
 
 Temporaries of the loss and its gradient of a GPT of 8 heads, batch 1, as the compiler says: they
 grow with the length, not with its square. And the time of causal attention alone, forward and
-backward, over that of attention with all scores at once, in turns.
+backward, relative to attention with all scores at once; both take turns.
 
     python benchmarks/attention.py
 

@@ -1,4 +1,4 @@
-"""What the Mosaic kernels would do on an H100 and an H200, from their machine code. Nothing runs.
+"""Predicted speed of the Mosaic kernels on an H100 and an H200, from machine code. Nothing runs.
 
 Every kernel is compiled for Hopper and disassembled: instructions an element by pipe, registers,
 blocks a multiprocessor, bytes, the busiest resource, and the predicted share of the bandwidth of a
@@ -64,10 +64,10 @@ class Case:
     """One kernel with its formats.
 
     Attributes:
-      name: what a table calls it.
+      name: its name in tables.
       kind: a key of DUE.
       function, shapes: to compile.
-      tile: what a block of threads takes.
+      tile: the blocks of a wire that a block of threads takes.
       read, written: bytes of an element in memory: of floats, or of all sources' wires.
       element_bytes: of what a lane loads and stores, of one source: floats or codes.
     """

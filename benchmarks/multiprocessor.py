@@ -33,7 +33,7 @@ LAUNCH = 150  # cycles from the end of a block to the first instruction of the n
 
 
 class Access(NamedTuple):
-    """What an instruction moves for a warp.
+    """Memory that an instruction moves for a warp.
 
     Attributes:
       lines: passes through the L1, one for each 128 bytes or part of them.

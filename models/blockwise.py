@@ -31,7 +31,7 @@ class Dropout(NamedTuple):
 
 
 class _Setting(NamedTuple):
-    """What does not depend on values.
+    """Settings of one call, which are constants of its program.
 
     Attributes:
       block: number of queries, and of keys, in a block.

@@ -39,7 +39,7 @@ def head_cross_entropy(
     computes them again: the price is one more product with the head.
 
     Args:
-      x_BLD: what the head reads, of any floating dtype.
+      x_BLD: the head's input, of any floating dtype.
       head_VD: the head.
       targets_BL: int[B, L].
       chunk: number of positions; 0 takes all at once.

@@ -1,4 +1,4 @@
-"""What a Mosaic kernel does with 32-bit words of registers, because Pallas has no words for it.
+"""Operations on the registers of Mosaic kernels that Pallas cannot express.
 
 A lane holds V neighbouring elements of an array in one vector. Bytes are loaded four to a word, and
 the compiler would take them apart one by one, with two instructions for each.
@@ -69,7 +69,7 @@ def floats_of(x: jax.Array, layout: Any) -> jax.Array:
 
 
 def rotate(x: jax.Array, layout: Any) -> jax.Array:
-    """Do what `rotation.rotate` does to float32[T, C], of which a lane holds whole groups."""
+    """Rotate float32[T, C] as `rotation.rotate` does. A lane holds whole groups."""
     return _rotated(x, layout, back=False)
 
 
@@ -84,7 +84,7 @@ def _rotated(x: jax.Array, layout: Any, *, back: bool) -> jax.Array:
     def hadamard(x: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
         f32 = ir.F32Type.get()
         length = ir.VectorType(x.registers.flat[0].type).shape[0]
-        # The registers of a group are along the last dim but one; the last is that of the vector.
+        # One row for each group: its registers follow each other.
         groups = x.registers.reshape(-1, SIZE // length)
         found = []
         for group in groups:
