@@ -17,8 +17,7 @@ from zeroxla import ZeroConfig
 from zeroxla.cli.main import main
 from zeroxla.inspect import array_bytes_per_device, comms
 from zeroxla.mesh.machines import Device, Link, Machines
-from zeroxla.models import GPT, Llama
-from zeroxla.models.attention import CUDNN_SCOPE
+from zeroxla.models import GPT, Llama, attention
 from zeroxla.planning.liveness import Scope
 from zeroxla.planning.model_presets import PRESETS, model_named
 from zeroxla.planning.peak import peak_bytes
@@ -246,7 +245,7 @@ def test_a_slice_and_an_update_in_place_take_their_own_bytes():
 )
 def test_attention_that_is_one_kernel_on_a_gpu_keeps_its_scores_inside(platform, dtypes, seconds):
     def attend(x):
-        with jax.named_scope(CUDNN_SCOPE):
+        with jax.named_scope(attention.CUDNN_SCOPE):
             return jnp.sort(x)
 
     rates = dict.fromkeys(dtypes, 1e12)

@@ -20,7 +20,6 @@ import heapq
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from zeroxla.models.attention import CUDNN_SCOPE
 from zeroxla.offload.memory_kinds import is_value_on_host
 from zeroxla.pipeline.ticks import TICKS
 from zeroxla.planning.lanes import COMPUTE, Lanes, Mark, TimeLine
@@ -36,6 +35,9 @@ from zeroxla.program.walk import body_of, scope_path
 
 TURNS = 3
 """The turns of a loop that are followed one by one."""
+
+CUDNN_SCOPE = "cudnn_attention"
+"""The scope of attention that is one kernel on a GPU; `zeroxla.models.attention` has it too."""
 
 READS_DISK = "pure_callback"
 """The equation that reads a parameter on disk; see `Desk.redeem`."""
