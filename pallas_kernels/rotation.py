@@ -21,9 +21,9 @@ BACK = 1 / 32
 def change_sign(place: Any) -> Any:
     """Return 1 for the elements of a group that change their sign, and 0 for the others.
 
-    It is a quadratic form of the bits of an element's place, of rank 4. So equal elements, and
-    those of any other column of H, spread over 16 of the 32 and none is above 8 times their
-    magnitude, where it would be 32 times without signs.
+    It is a quadratic form, of rank 4, of the bits of an element's place. Without it, 32 equal
+    elements would become one that is 32 times as large. With it they become 16 that are 8 times as
+    large. The same holds for elements that have the signs of any other column of H.
     """
     bits = [place >> i & 1 for i in range(5)]
     return bits[0] & bits[1] ^ bits[2] & bits[3] ^ bits[4]

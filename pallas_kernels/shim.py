@@ -59,8 +59,10 @@ def registers(lanes: int, vector: int, run: int) -> Any:
 
 
 def row_registers(lanes: int, count: int) -> Any:
-    """Return the layout of an array [T, count] of which every lane has the whole rows that
-    `registers(lanes, ...)` gives it a part of."""
+    """Return the layout of an array [T, count] in which a lane holds whole rows.
+
+    They are the rows of which `registers(lanes, ...)` gives the lane a part.
+    """
     from jax.experimental.mosaic.gpu.fragmented_array import Replicated
 
     below = 32 // lanes

@@ -100,7 +100,10 @@ def test_an_older_format_may_hold_no_wires(steps, saved, tmp_path):
     resum(folder / "3" / "state")
     with (
         Checkpointer(folder) as checkpointer,
-        pytest.raises(ValueError, match=r"is of format 1, .*/.* whose layout has changed since"),
+        pytest.raises(
+            ValueError,
+            match=r"is of format 1 and holds arrays of uint8 \(1\), .*/.* whose layout has changed",
+        ),
     ):
         checkpointer.restore(steps[2, 4])
 

@@ -121,7 +121,7 @@ def test_quantize(format, dtype, code):
 @pytest.mark.parametrize("format", FORMATS, ids=name_of)
 def test_dequantize(format, dtype, code):
     if format.rounding == "stochastic":
-        pytest.skip("its wires are those of the same format without")
+        pytest.skip("rounding does not change how a wire is read")
     size = max(70 * 256, 12 * format.block)
     layout = format.layout(size)
     wires = np.asarray(quantize(rows_of("float32", size), layout))

@@ -81,7 +81,7 @@ class _Machine:
 
     def _get(self, operand: str, dtype: Any = np.uint32) -> np.ndarray:
         if operand.startswith("%rs") and operand not in self._registers:
-            # The other half of a word of which only one half matters.
+            # Nothing set it: it fills up a word whose other half is used.
             value = np.full(self._num, 0x5A5A, np.uint16)
         elif operand.startswith("%"):
             value = self._registers[operand]

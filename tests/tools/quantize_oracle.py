@@ -81,7 +81,7 @@ def significant(x_N: np.ndarray, bits: int, to) -> np.ndarray:
 
 
 def inverse_of(step: np.ndarray) -> np.ndarray:
-    """Return 1 / step by three steps of Newton's method, of which every operation is rounded."""
+    """Return 1 / step by three steps of Newton's method. Every operation is rounded to float32."""
     guess = np.int32(0x7EF311C3) - step.astype(np.float32).view(np.int32)
     y = guess.view(np.float32).astype(np.float64)
     for _ in range(3):

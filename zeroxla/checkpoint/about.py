@@ -149,8 +149,9 @@ class About(Report):
             wires = [slashed(path) for path, _, dtype in values["leaves"] if dtype == "uint8"]
             if values["format"] < 2 and wires:
                 raise ValueError(
-                    f"{file} is of format 1, and {wires[0]} and {len(wires) - 1} more arrays may "
-                    "be wires (uint8), whose layout has changed since; merge adapters, or export, "
+                    f"{file} is of format 1 and holds arrays of uint8 ({len(wires)}), the first "
+                    f"one {wires[0]}. They may be wires, whose layout has changed since; merge "
+                    "adapters, or export, "
                     f"with the zeroxla {values.get('version')} that wrote it"
                 )
             values.pop("fingerprint")

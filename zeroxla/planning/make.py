@@ -69,7 +69,7 @@ def plan(
         the devices of a node share.
       machines: a TOML file with more devices and links.
       memory_fraction: the share of a GPU's memory that JAX takes for a process
-        (XLA_PYTHON_CLIENT_MEM_FRACTION). None takes that of the table, 0.75.
+        (XLA_PYTHON_CLIENT_MEM_FRACTION). None means the share in the table, 0.75.
       generating: what a `HybridEngine` generates between steps, if anything.
       compiled: also compile the step ahead of time, for devices that need not be there: for the
         target's GPUs, or, if that cannot be done, by the CPU backend. `Plan.compiled.note` says

@@ -123,9 +123,10 @@ class Plan(Report):
 
     @property
     def mfu(self) -> float | None:
-        """The share of the devices' peak that the model's own work takes: 6 operations for each
-        parameter and token, without those of attention and of what is computed twice; the peak is
-        that of the dtype in which the device multiplies fastest. None without tokens.
+        """The share of the devices' peak that the model's own work takes; None without tokens.
+
+        A parameter and a token count 6 operations. Attention and recomputation do not count. The
+        peak is the highest one of the device, over all dtypes.
 
         Source: Chowdhery et al., PaLM, arXiv 2204.02311, appendix B, without its term of attention.
         """

@@ -52,7 +52,7 @@ class ClusterOptions:
     """TOML file with more devices and links, in the form of zeroxla/mesh/machines.toml."""
     memory_fraction: float | None = None
     """Share of a GPU's memory that JAX takes for a process (XLA_PYTHON_CLIENT_MEM_FRACTION).
-    Default: that of the table, 0.75."""
+    Default: the share in the table, 0.75."""
     measured_s: float | None = None
     """Seconds that exactly this step took when it was measured. The plan derives the device's
     efficiency from them, and prints it as an entry for a file of --machines."""

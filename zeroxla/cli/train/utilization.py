@@ -25,8 +25,9 @@ def peak_flops_per_s(kind: str, count: int) -> float | None:
 
 
 def flops_per_token(params: object) -> float:
-    """Return the operations of a training step for each token: 6 for each parameter, without those
-    of attention and of what is computed twice.
+    """Return the operations that a training step counts for each token: 6 for each parameter.
+
+    Attention and recomputation do not count. Padding of split leaves and frozen leaves do.
 
     Args:
       params: a pytree of arrays or shapes.
