@@ -45,7 +45,7 @@ def _preset(make: Callable[..., ZeroConfig] = ZeroConfig, **options: Any) -> Zer
 
 
 VARIANTS = (
-    Variant(name="zero3", says="float32 wires", config=_preset(), seeds=3),
+    Variant(name="zero3", says="float32 wires", config=_preset(), seeds=8),
     Variant(
         name="null",
         says="zero3 on 4 nodes of 2: another order of the same sums",
@@ -60,20 +60,20 @@ VARIANTS = (
         bar=0.001,
         seeds=3,
     ),
-    Variant(name="zeropp", says="the preset", config=_preset(ZeroConfig.zeropp), seeds=3),
+    Variant(name="zeropp", says="the preset", config=_preset(ZeroConfig.zeropp), seeds=8),
     Variant(
         name="zeropp_hq",
         says="the preset",
         config=_preset(ZeroConfig.zeropp_hq),
         bar=0.0024,
-        seeds=3,
+        seeds=8,
     ),
     Variant(
         name="zeropp_min",
         says="the preset",
         config=_preset(ZeroConfig.zeropp_min),
         bar=0.004,
-        seeds=3,
+        seeds=8,
     ),
     Variant(name="16 bit", says="zero3, all wires bfloat16", config=_preset(**_SIXTEEN_BIT)),
     Variant(
