@@ -9,6 +9,11 @@
 #   make check                          ruff, pyright and the smoke tests, in under two minutes
 #   make lint                           ruff and pyright
 #   make bench-memory | bench-NAME      run benchmarks/NAME.py
+#   make gpu [ARGS="--only kernels"]    all of zeroxla on this machine's NVIDIA GPUs, in 10 minutes,
+#                                       with the CUDA wheels that the driver needs (cuda13 or
+#                                       cuda12; EXTRAS=cuda12 overrides); without a GPU, its
+#                                       programs are lowered for CUDA, and compiled for an H200
+#                                       with EXTRAS=plan-gpu
 #   make peers                          zeroxla beside PyTorch and DeepSpeed over a slow network
 #   make docs                           the documentation site, into site/
 #   make notebook                       open the notebooks in JupyterLab
@@ -33,7 +38,7 @@ STAMP  := $(VENV)/.installed
 PEERS  := .venv-peers
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-slow test-full test-nightly check lint docs notebook peers clean force
+.PHONY: help setup train test test-slow test-full test-nightly check lint docs notebook gpu peers clean force
 
 help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
@@ -87,6 +92,13 @@ lint: $(STAMP)
 
 bench-%: $(STAMP)
 	$(PY) benchmarks/$(subst -,_,$*).py $(ARGS)
+
+# An environment that has CUDA wheels keeps them: cuda12 and cuda13 do not go together.
+gpu:
+	@set -e; extra='$(filter cuda12 cuda13,$(EXTRA_LIST))'; \
+	[ -n "$$extra" ] || extra=$$(sh scripts/cuda_extra); \
+	$(MAKE) --no-print-directory setup EXTRAS="$(EXTRAS) $$extra"
+	$(PY) benchmarks/gpu.py $(ARGS)
 
 # Runs in an environment of its own, as root. A CPU build of torch will do, if pip finds one.
 peers: $(STAMP) $(PEERS)/.installed

@@ -122,8 +122,11 @@ class PlainFSDP:
         optimizer: optax.GradientTransformation,
         state: zeroxla.TrainState,
         batch: Any,
+        *,
+        compute_dtype: str = "float32",
     ) -> None:
-        """Build the step; `state` and `batch` may be shapes, leaves of `state` without padding."""
+        """Build the step; `state` and `batch` may be shapes, leaves of `state` without padding. The
+        loss reads the leaves cast to `compute_dtype`."""
         adapted = adapt(model)
         by_rows = NamedSharding(mesh, PartitionSpec(("node", "device")))
         whole = NamedSharding(mesh, PartitionSpec())
@@ -143,6 +146,7 @@ class PlainFSDP:
 
         def train(params: Any, opt_state: Any, batch: Any, key: jax.Array) -> Any:
             def loss(params: Any) -> jax.Array:
+                params = jax.tree.map(lambda x: x.astype(compute_dtype), params)
                 return adapted.loss(params, state.model_state, batch, key, train=True)[0]
 
             value, grads = jax.value_and_grad(loss)(params)
@@ -218,8 +222,10 @@ def report(
     checks: list[Check],
     *,
     files: str | None = None,
+    folder: Path = RESULTS,
+    versions: Mapping[str, str] | None = None,
 ) -> int:
-    """Print a benchmark's result and write it to results/FILES.json and results/FILES.md.
+    """Print a benchmark's result and write it to FILES.json and FILES.md in a folder.
 
     Args:
       name: of the command.
@@ -228,24 +234,26 @@ def report(
       figures: everything measured, for JSON.
       checks: the targets.
       files: their name; None: that of the command.
+      folder: their folder; it is made if it is missing.
+      versions: what is said about the machine beside `environment`.
 
     Returns:
       The exit code: 0 if every target is met, else 1.
     """
-    versions = environment()
+    about = {**environment(), **(versions or {})}
     marks = "\n".join(f"- {check}" for check in checks)
     made_with = ", ".join(
-        text if key in ("machine", "system") else f"{key} {text}" for key, text in versions.items()
+        text if key in ("machine", "system") else f"{key} {text}" for key, text in about.items()
     )
     text = (
         f"# {title}\n\n{body}\n\n## Targets\n\n{marks}\n\n"
         f"Measured by `python benchmarks/{name}.py` on {made_with}.\n"
     )
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / f"{files or name}.md").write_text(text)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{files or name}.md").write_text(text)
     results = [{**dataclasses.asdict(check), "passed": check.passed} for check in checks]
-    everything = {"environment": versions, **figures, "targets": results}
-    (RESULTS / f"{files or name}.json").write_text(json.dumps(everything, indent=2) + "\n")
+    everything = {"environment": about, **figures, "targets": results}
+    (folder / f"{files or name}.json").write_text(json.dumps(everything, indent=2) + "\n")
     print(text)
     missed = [check.name for check in checks if not check.passed]
     if missed:

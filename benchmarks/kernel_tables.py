@@ -8,8 +8,6 @@ from typing import Any
 
 from common import RESULTS, table
 from kernel_cases import KERNELS, MIB
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 
 COPY = "copy"
 # Okabe and Ito's colours.
@@ -33,6 +31,10 @@ def pivot(rows: list[Row], sizes: list[int], cell: Callable[[Row], str]) -> str:
 
 def draw(rows: list[Row], sizes: list[int], file: str) -> None:
     """Draw GB/s against size: a panel for each width and dtype."""
+    # gpu.py takes the tables in environments without matplotlib.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(12, 8), layout="constrained", facecolor="white")
     canvas = FigureCanvasAgg(figure)
     panels = figure.subplots(2, 2, sharex=True, sharey=True)

@@ -1,13 +1,14 @@
-"""A model of one multiprocessor (SM) of a Hopper GPU: how long a kernel's code takes on it.
+"""A model of one multiprocessor (SM) of an A100, H100 or H200: how long a kernel takes on it.
 
 `bounds` adds up what each resource has to do; no kernel is faster. `simulated_cycles` lets warps
 of one of the four schedulers run their instructions: each cycle one warp issues one, in its own
 order, once its stall count is over, its scoreboards are clear and its pipe is free. The other three
 schedulers do the same at the same time, so a scheduler has a quarter of what they share.
 
-Warps do not wait for each other, code has no branches, and nothing is found in the L2. Assumed:
-throughputs of the CUDA programming guide for compute capability 9.0, latencies as others measured
-them on Hopper and Ampere, 1.7 GHz, and the bandwidth that a copy reaches.
+Warps do not wait for each other: a barrier takes one issue. Code has no branches, nothing is found
+in the L2, and shared memory has no bank conflicts. Assumed: throughputs of the CUDA programming
+guide for compute capabilities 8.0 and 9.0, latencies as others measured them on Hopper and Ampere,
+and the clocks and bandwidths of a copy in GPUS. An A100 has half of Hopper's lanes for products.
 """
 
 from __future__ import annotations
@@ -19,16 +20,35 @@ from typing import NamedTuple
 
 from sass import Instruction
 
-CLOCK_HZ = 1.7e9
-MULTIPROCESSORS = 132
-COPY_BYTES_PER_S = {"H100": 2.9e12, "H200": 4.3e12}
+
+class Gpu(NamedTuple):
+    """What differs from GPU to GPU.
+
+    Attributes:
+      copy_bytes_per_s: bytes read and written in a second by a copy, about 90 % of the data sheet.
+      multiprocessors: their number.
+      clock_hz: while all of them work.
+      fma_pipes: of a scheduler, 16 lanes each.
+    """
+
+    copy_bytes_per_s: float
+    multiprocessors: int
+    clock_hz: float
+    fma_pipes: int
+
+
+GPUS = {
+    "A100": Gpu(1.8e12, 108, 1.41e9, 1),  # SXM, 80 GB
+    "H100": Gpu(2.9e12, 132, 1.7e9, 2),
+    "H200": Gpu(4.3e12, 132, 1.7e9, 2),
+}
 SCHEDULERS, WARP_LIMIT, BLOCK_LIMIT, REGISTERS = 4, 64, 32, 65536
 WARPS = 4  # of a block
 
 # Cycles in which an instruction occupies its pipe, of one scheduler.
 OCCUPIES = {"alu": 2, "fma": 2, "half": 2, "imad": 2, "xu": 8, "uniform": 2}
 LATENCY = {"alu": 8, "fma": 8, "half": 8, "imad": 8, "xu": 24, "uniform": 10, "constant": 35}
-SHUFFLE_LATENCY, MEMORY_LATENCY, OPERANDS_READ = 25, 700, 12
+SHUFFLE_LATENCY, SHARED_LATENCY, MEMORY_LATENCY, OPERANDS_READ = 25, 30, 700, 12
 LAUNCH = 150  # cycles from the end of a block to the first instruction of the next
 
 
@@ -37,7 +57,7 @@ class Access(NamedTuple):
 
     Attributes:
       lines: passes through the L1, one for each 128 bytes or part of them.
-      bytes_: between the L1 and the GPU's memory.
+      bytes_: between the L1 and the GPU's memory; 0 in shared memory.
     """
 
     lines: float
@@ -59,7 +79,7 @@ def bounds(
     return {
         "issue": len(code),
         "alu": OCCUPIES["alu"] * count["alu"],
-        "fma": count["fma"] + count["half"] + count["imad"],
+        "fma": (count["fma"] + count["half"] + count["imad"]) * 2 / GPUS[gpu].fma_pipes,
         "imad": OCCUPIES["imad"] * count["imad"],
         "xu": OCCUPIES["xu"] * count["xu"],
         "L1": SCHEDULERS * (sum(access.lines for access in moved) + count["shuffle"]),
@@ -76,7 +96,8 @@ def simulated_cycles(
 
 def _bytes_per_cycle(gpu: str) -> float:
     """Of one scheduler."""
-    return COPY_BYTES_PER_S[gpu] / MULTIPROCESSORS / CLOCK_HZ / SCHEDULERS
+    of = GPUS[gpu]
+    return of.copy_bytes_per_s / of.multiprocessors / of.clock_hz / SCHEDULERS
 
 
 class _Warp:
@@ -96,6 +117,7 @@ class _Scheduler:
     ) -> None:
         self._code, self._accesses = code, accesses
         self._rate = _bytes_per_cycle(gpu)
+        self._second = "second fma" if GPUS[gpu].fma_pipes > 1 else "fma"
         # Blocks of the first wave start apart, as they do on a GPU that is already busy.
         self._warps = [_Warp(i * 250) for i in range(blocks)]
         self._free = dict.fromkeys((*OCCUPIES, "second fma"), 0.0)
@@ -158,6 +180,8 @@ class _Scheduler:
             self._l1 = begins + SCHEDULERS * lines
             if access is None:
                 return begins + SHUFFLE_LATENCY, begins + OPERANDS_READ
+            if pipe == "shared":
+                return self._l1 + SHARED_LATENCY, begins + OPERANDS_READ
             self._memory = max(self._memory, now) + access.bytes_ / self._rate
             if pipe == "store":
                 if self._memory > now + 16000:
@@ -166,9 +190,9 @@ class _Scheduler:
                 return self._l1 + OPERANDS_READ, self._l1 + OPERANDS_READ
             return max(self._l1, self._memory) + MEMORY_LATENCY, begins + OPERANDS_READ
         if pipe in ("fma", "half") and self._free["fma"] > now:
-            pipe = "second fma"  # which the products of integers need, too
+            pipe = self._second  # which the products of integers need, too
         elif pipe == "imad":
-            pipe = "second fma"
+            pipe = self._second
         occupies = OCCUPIES.get(instruction.pipe)
         if occupies is not None:
             if self._free[pipe] > now + (16 if pipe == "xu" else 0):

@@ -1,7 +1,8 @@
-"""The machine code of the Mosaic kernel in a function, for a Hopper GPU that need not be there.
+"""The machine code of the kernel in a function, for a GPU that need not be there.
 
-XLA writes the kernel as PTX, `ptxas` turns it into a GPU's instructions (SASS), and `nvdisasm`
-prints them with their control bits. Both programs come with wheels of NVIDIA, see kernel_code.py.
+XLA or Triton writes the kernel as PTX, `ptxas` turns it into a GPU's instructions (SASS), and
+`nvdisasm` prints them with their control bits. Both programs come with wheels of NVIDIA, see
+kernel_code.py.
 """
 
 from __future__ import annotations
@@ -18,19 +19,20 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from zeroxla.pallas_kernels.shim import triton_compiled
 from zeroxla.planning.gpu_topology import H200, WheelsMissingError, target_mesh
 
-ARCHITECTURE = "sm_90a"
 # What does the work of an instruction, by the first part of its name. Sources: NVIDIA's CUDA
 # programming guide (throughput of arithmetic instructions), and its list of SASS instructions.
 PIPES = {
     "fma": "FFMA FMUL FADD",
     "half": "HFMA2 HADD2 HMUL2",
     "imad": "IMAD IDP",
-    "xu": "MUFU FRND F2I I2F F2F POPC FLO",
+    "xu": "MUFU FRND F2I I2F F2F POPC FLO REDUX",
     "load": "LD LDG",
     "store": "ST STG",
     "shuffle": "SHFL",
+    "shared": "LDS STS",
     "constant": "LDC ULDC S2R S2UR LDCU",
     "control": "EXIT BRA BSSY BSYNC NOP BAR ELECT WARPSYNC MEMBAR FENCE ERRBAR CCTL DEPBAR RET",
 }
@@ -65,16 +67,34 @@ class Instruction(NamedTuple):
         return next((bytes_ for mark, bytes_ in widths.items() if mark in self.name), 4)
 
 
+class Span(NamedTuple):
+    """How the lanes of a warp lie along the blocks of an array.
+
+    Attributes:
+      lanes: number of lanes side by side; the other ones lie below.
+      run: number of neighbouring elements that a lane holds.
+    """
+
+    lanes: int
+    run: int
+
+
 class Code(NamedTuple):
-    """A kernel's instructions, in the order in which a warp without branches runs them."""
+    """A kernel's instructions, in the order in which a warp without branches runs them.
+
+    `spans` are those of the arrays that it loads and stores.
+    """
 
     instructions: list[Instruction]
     registers: int
     spilled_bytes: int
+    spans: tuple[Span, Span]
 
 
-def compiled(function: Callable[..., Any], shapes: Sequence[jax.ShapeDtypeStruct]) -> Code:
-    """Return the code of the one Mosaic kernel in a function.
+def of_mosaic(
+    function: Callable[..., Any], shapes: Sequence[jax.ShapeDtypeStruct], span: Span
+) -> Code:
+    """Return the code of the one Mosaic kernel in a function, for a Hopper GPU.
 
     Raises:
       WheelsMissingError: the compiler, `ptxas` or `nvdisasm` is not installed.
@@ -86,15 +106,50 @@ def compiled(function: Callable[..., Any], shapes: Sequence[jax.ShapeDtypeStruct
         os.environ["MOSAIC_GPU_DUMP_TO"], os.environ["MOSAIC_GPU_DUMP_PTX"] = folder, "1"
         jax.jit(function).lower(*shapes).compile()
         (ptx,) = Path(folder).glob("*.ptx")
-        cubin = Path(folder) / "kernel.cubin"
-        arguments = [f"-arch={ARCHITECTURE}", "-O3", "-v", str(ptx), "-o", str(cubin)]
+        return _assembled(ptx.read_text(), "sm_90a", (span, span))
+
+
+def of_triton(function: Callable[..., Any], shapes: Sequence[jax.ShapeDtypeStruct]) -> Code:
+    """Return the code of the one Triton kernel in a function, for an A100.
+
+    Raises:
+      WheelsMissingError: as for `of_mosaic`.
+    """
+    asm = triton_compiled(function, shapes, 80).asm
+    return _assembled(asm["ptx"], "sm_80", _spans(asm["ttgir"]))
+
+
+def _spans(ttgir: str) -> tuple[Span, Span]:
+    """Return how lanes lie in the first array that a Triton program loads, and the last that it
+    stores. Steps and offsets have one dim and are left out."""
+    layouts = {
+        name: Span(lanes=int(lanes), run=int(run))
+        for name, run, lanes in re.findall(
+            r"^(#\w+) = #ttg.blocked<\{sizePerThread = \[1, (\d+)\], "
+            r"threadsPerWarp = \[\d+, (\d+)\]",
+            ttgir,
+            re.MULTILINE,
+        )
+    }
+    loaded, stored = (
+        re.findall(rf"tt\.{what} .*tensor<\d+x\d+x!tt\.ptr<\w+>, (#\w+)>", ttgir)
+        for what in ("load", "store")
+    )
+    return layouts[loaded[0]], layouts[stored[-1]]
+
+
+def _assembled(ptx: str, architecture: str, spans: tuple[Span, Span]) -> Code:
+    with tempfile.TemporaryDirectory() as folder:
+        source, cubin = Path(folder) / "kernel.ptx", Path(folder) / "kernel.cubin"
+        source.write_text(ptx)
+        arguments = [f"-arch={architecture}", "-O3", "-v", str(source), "-o", str(cubin)]
         said = _run(_tool("ptxas"), *arguments).stderr
         text = _run(_tool("nvdisasm"), "-c", "-hex", str(cubin)).stdout
     registers, spilled = (
         int(re.findall(pattern, said)[0])
         for pattern in (r"Used (\d+) registers", r"(\d+) bytes spill stores")
     )
-    return Code(_parse(text), registers, spilled)
+    return Code(_parse(text), registers, spilled, spans)
 
 
 def _parse(text: str) -> list[Instruction]:

@@ -32,6 +32,7 @@ class Transfer:
         `LOOP` where the first turn of a loop after it is; None where nothing is found.
       in_loop: it is in the body of a loop.
       count: runs in a step.
+      dtype: what it moves, as HLO names it: "u8" for wires.
       result_bytes: what one device holds of it when it is done.
       matmuls: how many matmuls are scheduled between its start and its done.
     """
@@ -41,6 +42,7 @@ class Transfer:
     serves: str | None
     in_loop: bool
     count: int
+    dtype: str
     result_bytes: int
     matmuls: int
 
@@ -95,6 +97,7 @@ def _transfers_of(schedule: _Schedule, found: dict[str, hlo.Collective]) -> Iter
             serves=schedule.first_reader(start.name),
             in_loop=schedule.name != schedule.module.entry,
             count=collective.count,
+            dtype=collective.results[0].dtype,
             result_bytes=sum(shape.num_bytes for shape in collective.results),
             matmuls=sum(schedule.is_matmul(x) for x in window),
         )

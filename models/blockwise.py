@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 LOWEST = float(np.finfo(np.float32).min)
 
@@ -125,6 +126,8 @@ def _forward(setting: _Setting, operands: _Operands) -> tuple[jax.Array, Any]:
     with jax.named_scope(setting.scope):
         (total_BLKGH, largest_BLKG, sum_BLKG), _ = lax.scan(add, carry, _pairs(setting, operands))
     out_BLKGH = (total_BLKGH / sum_BLKG[..., None]).astype(v_BMKH.dtype)
+    kept = (out_BLKGH, largest_BLKG, sum_BLKG)
+    out_BLKGH, largest_BLKG, sum_BLKG = (checkpoint_name(x, "attention") for x in kept)
     return out_BLKGH, (operands, out_BLKGH, largest_BLKG, sum_BLKG)
 
 

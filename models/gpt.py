@@ -6,6 +6,7 @@ Conv1D weights are [in, out], like the kernels here.
 Source: Radford et al., "Language Models are Unsupervised Multitask Learners".
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
@@ -14,7 +15,8 @@ import jax.numpy as jnp
 
 from .attention import BLOCK, Backend, Dropout, cached, causal_attention
 from .gpt_format import FORMAT
-from .losses import head_cross_entropy, head_logits, mean_loss
+from .head_losses import head_statistics
+from .losses import head_logits, mean_loss
 
 
 class GPT(nn.Module):
@@ -43,8 +45,9 @@ class GPT(nn.Module):
     """Use the token embedding also as the head."""
     scan: bool = True
     """Run the blocks in one `nn.scan` over stacked leaves; otherwise unroll them."""
-    remat: bool = False
-    """Recompute each block's activations in backward (`nn.remat`)."""
+    remat: bool | Callable[..., Any] = False
+    """Recompute each block's activations in backward (`nn.remat`). A policy of
+    `jax.checkpoint_policies` keeps some of them."""
     attention: Backend = "auto"
     """Which attention runs; see `causal_attention`."""
     attention_block: int = BLOCK
@@ -86,8 +89,9 @@ class GPT(nn.Module):
         positions_BL: jax.Array | None = None,
         mask_BL: jax.Array | None = None,
         targets_BL: jax.Array | None = None,
+        with_entropy: bool = False,
         train: bool = False,
-    ) -> jax.Array:
+    ) -> Any:
         """Return the logits of each position's next token, or the losses of given ones.
 
         Args:
@@ -96,10 +100,12 @@ class GPT(nn.Module):
             or, with a cache, counting from the number of tokens that it holds.
           mask_BL: nonzero at real tokens, 0 at padding. With a cache, one for each of its places.
           targets_BL: int[B, L], the next tokens; None returns the logits.
+          with_entropy: whether the entropies of the distributions are returned beside the losses.
           train: whether dropout acts.
 
         Returns:
-          The logits, float32[B, L, V], or the cross-entropy of each target in nats, float32[B, L].
+          The logits, float32[B, L, V], or the cross-entropy of each target in nats, float32[B, L],
+          or (cross-entropies, entropies).
 
         Raises:
           ValueError: L is above `length`, or `width` is not a multiple of `heads`.
@@ -137,13 +143,17 @@ class GPT(nn.Module):
             head_VD = self.param("lm_head", init, (self.vocab, self.width))
         if targets_BL is None:
             return head_logits(x_BLD, head_VD)
-        return head_cross_entropy(x_BLD, head_VD, targets_BL, self.loss_chunk)
+        found = head_statistics(x_BLD, head_VD, targets_BL, self.loss_chunk, with_entropy)
+        return found if with_entropy else found[0]
 
     def _blocks(
         self, x_BLD: jax.Array, mask_BL: jax.Array | None, start: jax.Array | int, train: bool
     ) -> jax.Array:
         # In a scan the loop itself keeps forward and recomputation apart, so no barrier is needed.
-        block = nn.remat(Block, prevent_cse=not self.scan) if self.remat else Block
+        block = Block
+        if self.remat:
+            policy = None if self.remat is True else self.remat
+            block = nn.remat(Block, prevent_cse=not self.scan, policy=policy)
         shape = {
             "heads": self.heads,
             "hidden": self.hidden or 4 * self.width,
@@ -252,7 +262,8 @@ class Attention(nn.Module):
             mask_BM=mask_BL,
             start=start,
             dropout=dropout,
-            backend=self.backend,
+            # Parameters are made in float32, which cuDNN does not take.
+            backend="auto" if self.is_initializing() else self.backend,
             block=self.block,
         )
         return dense(width, self.projection_std, "c_proj")(out.reshape(batch, length, width))

@@ -14,12 +14,12 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from .attention import BLOCK, Backend, cached, causal_attention
+from .attention import BLOCK, Backend, causal_attention
+from .head_losses import head_statistics
 from .llama_format import FORMAT
-from .losses import head_cross_entropy, head_logits, mean_loss
-from .rotary import RopeScaling, rotary_tables, rotate
-
-NORMAL = nnx.initializers.normal(0.02)
+from .llama_layers import NORMAL, Block
+from .losses import head_logits, mean_loss
+from .rotary import RopeScaling, rotary_tables
 
 
 class Llama(nnx.Module):
@@ -48,7 +48,7 @@ class Llama(nnx.Module):
         eps: float = 1e-5,
         tie: bool = False,
         scan: bool = True,
-        remat: bool = False,
+        remat: bool | Callable[..., Any] = False,
         attention: Backend = "auto",
         attention_block: int = BLOCK,
         loss_chunk: int = 512,
@@ -67,7 +67,9 @@ class Llama(nnx.Module):
           eps: the number added to the mean square in every RMSNorm.
           tie: use the token embedding also as the head.
           scan: run the blocks in one `nnx.scan` over stacked leaves; otherwise unroll them.
-          remat: recompute each block's activations in backward (`nnx.remat`).
+          remat: recompute each block's activations in backward (`nnx.remat`). A policy of
+            `jax.checkpoint_policies` keeps some: products are named as their layers ("q_proj", ...
+            "down_proj"), and what attention keeps is "attention".
           attention: which attention runs; see `causal_attention`.
           attention_block: the number of queries whose scores exist at a time, in forward and
             backward.
@@ -145,7 +147,8 @@ class Llama(nnx.Module):
         positions_BL: jax.Array | None = None,
         mask_BL: jax.Array | None = None,
         targets_BL: jax.Array | None = None,
-    ) -> jax.Array:
+        with_entropy: bool = False,
+    ) -> Any:
         """Return the logits of each position's next token, or the losses of given ones.
 
         Args:
@@ -154,9 +157,11 @@ class Llama(nnx.Module):
             or, with a cache, counting from the number of tokens that it holds.
           mask_BL: nonzero at real tokens, 0 at padding. With a cache, one for each of its places.
           targets_BL: int[B, L], the next tokens; None returns the logits.
+          with_entropy: whether the entropies of the distributions are returned beside the losses.
 
         Returns:
-          The logits, float32[B, L, V], or the cross-entropy of each target in nats, float32[B, L].
+          The logits, float32[B, L, V], or the cross-entropy of each target in nats, float32[B, L],
+          or (cross-entropies, entropies).
         """
         start: jax.Array | int = 0
         if self.cache_index is not None:
@@ -170,7 +175,8 @@ class Llama(nnx.Module):
             return block(x_BLD, rotation, mask_BL, start)
 
         if self.remat:
-            run = nnx.remat(run, prevent_cse=not self.scan, graph_updates=False)
+            policy = None if self.remat is True else self.remat
+            run = nnx.remat(run, prevent_cse=not self.scan, policy=policy, graph_updates=False)
         # Not embed_tokens(...), because nnx.Embed casts to the dtype that its table was built with.
         x_BLD = jnp.take(self.embed_tokens.embedding[...], tokens_BL, axis=0)
         if self.scan:
@@ -182,7 +188,8 @@ class Llama(nnx.Module):
         head_VD = self.embed_tokens.embedding if self.lm_head is None else self.lm_head
         if targets_BL is None:
             return head_logits(x_BLD, head_VD[...])
-        return head_cross_entropy(x_BLD, head_VD[...], targets_BL, self.loss_chunk)
+        found = head_statistics(x_BLD, head_VD[...], targets_BL, self.loss_chunk, with_entropy)
+        return found if with_entropy else found[0]
 
     def loss(
         self, batch: dict[str, jax.Array], *, train: bool
@@ -194,103 +201,3 @@ class Llama(nnx.Module):
         """
         tokens_BL, targets_BL = batch["tokens"][:, :-1], batch["tokens"][:, 1:]
         return mean_loss(self(tokens_BL, targets_BL=targets_BL), batch)
-
-
-class Block(nnx.Module):
-    """x + attention(norm(x)), then x + SwiGLU(norm(x))."""
-
-    def __init__(
-        self,
-        width: int,
-        heads: int,
-        kv_heads: int,
-        hidden: int,
-        eps: float,
-        kernel: Callable[..., jax.Array],
-        *,
-        rngs: nnx.Rngs,
-    ):
-        self.input_layernorm = nnx.RMSNorm(width, epsilon=eps, rngs=rngs)
-        self.self_attn = Attention(width, heads, kv_heads, kernel, rngs=rngs)
-        self.post_attention_layernorm = nnx.RMSNorm(width, epsilon=eps, rngs=rngs)
-        self.mlp = SwiGLU(width, hidden, rngs=rngs)
-
-    def __call__(
-        self,
-        x_BLD: jax.Array,
-        rotation: tuple[jax.Array, jax.Array],
-        mask_BL: jax.Array | None,
-        start: jax.Array | int,
-    ) -> jax.Array:
-        x_BLD = x_BLD + self.self_attn(self.input_layernorm(x_BLD), rotation, mask_BL, start)
-        return x_BLD + self.mlp(self.post_attention_layernorm(x_BLD))
-
-
-class Attention(nnx.Module):
-    """Rotary causal self-attention; N / K query heads share a key-value head. `kernel` mixes the
-    values, like `causal_attention`."""
-
-    def __init__(
-        self,
-        width: int,
-        heads: int,
-        kv_heads: int,
-        kernel: Callable[..., jax.Array],
-        *,
-        rngs: nnx.Rngs,
-    ):
-        self.kernel = kernel
-        self.kv_heads = kv_heads
-        self.head_width = width // heads
-        self.q_proj = dense(width, width, rngs)
-        self.k_proj = dense(width, kv_heads * self.head_width, rngs)
-        self.v_proj = dense(width, kv_heads * self.head_width, rngs)
-        self.o_proj = dense(width, width, rngs)
-        self.cached_key: nnx.Cache | None = nnx.data(None)
-        self.cached_value: nnx.Cache | None = nnx.data(None)
-
-    def init_cache(self, shape: tuple[int, ...], dtype: Any) -> None:
-        """Make an empty cache; `shape` is (B, number of places), after the layers if stacked."""
-        empty = jnp.zeros((*shape, self.kv_heads, self.head_width), dtype)
-        self.cached_key, self.cached_value = nnx.Cache(empty), nnx.Cache(empty)
-
-    def __call__(
-        self,
-        x_BLD: jax.Array,
-        rotation: tuple[jax.Array, jax.Array],
-        mask_BL: jax.Array | None,
-        start: jax.Array | int,
-    ) -> jax.Array:
-        batch, length, width = x_BLD.shape
-
-        def split(y: jax.Array) -> jax.Array:
-            return y.reshape(batch, length, -1, self.head_width)
-
-        q_BLNH = rotate(split(self.q_proj(x_BLD)), rotation)
-        k_BLKH = rotate(split(self.k_proj(x_BLD)), rotation)
-        v_BLKH = split(self.v_proj(x_BLD))
-        if self.cached_key is not None and self.cached_value is not None:
-            self.cached_key[...] = cached(self.cached_key[...], k_BLKH, start)
-            self.cached_value[...] = cached(self.cached_value[...], v_BLKH, start)
-            k_BLKH = self.cached_key[...].astype(k_BLKH.dtype)
-            v_BLKH = self.cached_value[...].astype(v_BLKH.dtype)
-        q_BLKGH = q_BLNH.reshape(batch, length, self.kv_heads, -1, self.head_width)
-        out = self.kernel(q_BLKGH, k_BLKH, v_BLKH, mask_BM=mask_BL, start=start)
-        return self.o_proj(out.reshape(batch, length, width))
-
-
-class SwiGLU(nnx.Module):
-    """down(silu(gate(x)) * up(x))."""
-
-    def __init__(self, width: int, hidden: int, *, rngs: nnx.Rngs):
-        self.gate_proj = dense(width, hidden, rngs)
-        self.up_proj = dense(width, hidden, rngs)
-        self.down_proj = dense(hidden, width, rngs)
-
-    def __call__(self, x_BLD: jax.Array) -> jax.Array:
-        return self.down_proj(jax.nn.silu(self.gate_proj(x_BLD)) * self.up_proj(x_BLD))
-
-
-def dense(num_in: int, num_out: int, rngs: nnx.Rngs) -> nnx.Linear:
-    """Return a linear layer without bias, kernel [in, out] from normal(0.02)."""
-    return nnx.Linear(num_in, num_out, use_bias=False, kernel_init=NORMAL, rngs=rngs)

@@ -30,41 +30,6 @@ def cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
     return optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), targets)
 
 
-def head_cross_entropy(
-    x_BLD: jax.Array, head_VD: jax.Array, targets_BL: jax.Array, chunk: int
-) -> jax.Array:
-    """Return the cross-entropy of each target under the logits x head^T, in nats.
-
-    No more than the logits of `chunk` positions exist at a time, in backward neither, which
-    computes them again: the price is one more product with the head.
-
-    Args:
-      x_BLD: the head's input, of any floating dtype.
-      head_VD: the head.
-      targets_BL: int[B, L].
-      chunk: number of positions; 0 takes all at once.
-
-    Returns:
-      float32[B, L]. Memory: B * chunk * V float32 logits.
-
-    Raises:
-      ValueError: `chunk` is negative.
-    """
-    if chunk < 0:
-        raise ValueError(f"loss_chunk={chunk}: give a number of positions, or 0 for all at once")
-    length = x_BLD.shape[1]
-    if not chunk or length <= chunk:
-        return cross_entropy(head_logits(x_BLD, head_VD), targets_BL)
-
-    @jax.checkpoint
-    def part(x_BLD: jax.Array, head_VD: jax.Array, targets_BL: jax.Array) -> jax.Array:
-        return cross_entropy(head_logits(x_BLD, head_VD), targets_BL)
-
-    places = (slice(first, first + chunk) for first in range(0, length, chunk))
-    parts = [part(x_BLD[:, at], head_VD, targets_BL[:, at]) for at in places]
-    return jnp.concatenate(parts, axis=1)
-
-
 def head_logits(x_BLD: jax.Array, head_VD: jax.Array) -> jax.Array:
     """Return x head^T, float32[B, L, V]."""
     return jnp.einsum("bld,vd->blv", x_BLD, head_VD, preferred_element_type=jnp.float32)

@@ -23,7 +23,7 @@ from .swizzle import Swizzle
 
 Seed = tuple[jax.Array, jax.Array]
 BACKENDS = ("xla", "mosaic", "triton")
-_HOPPER = 9
+_AMPERE, _HOPPER = 8, 9
 
 
 def quantize(
@@ -45,7 +45,7 @@ def quantize(
         return plain(x)
 
     def fast(x: jax.Array, *, interpret: bool = False) -> jax.Array:
-        wires = kernels.quantize(chosen, x, layout, _packed(seed), swizzle, interpret=interpret)
+        wires = chosen.quantize(x, layout, _packed(seed), swizzle, interpret=interpret)
         tail = x[:, layout.size - layout.tail :]
         return _patched(wires, reference.quantize_rest(tail, layout, seed, swizzle))
 
@@ -66,7 +66,7 @@ def dequant_sum(data: jax.Array, layout: Layout, *, dtype: Any, backend: str | N
         return plain(data)
 
     def fast(data: jax.Array, *, interpret: bool = False) -> jax.Array:
-        x = kernels.dequant_sum(chosen, data, layout, dtype, interpret=interpret)
+        x = chosen.dequant_sum(data, layout, dtype, interpret=interpret)
         if not layout.tail:
             return x
         rest = reference.dequant_sum_rest(data, layout, dtype)
@@ -97,17 +97,16 @@ def dequant_reduce(
         return plain(data)
 
     def fast(data: jax.Array, *, interpret: bool = False) -> jax.Array:
-        wires = kernels.dequant_reduce(
-            chosen, data, layout, out, _packed(seed), interpret=interpret
-        )
+        wires = chosen.dequant_reduce(data, layout, out, _packed(seed), interpret=interpret)
         rest = reference.dequant_sum_rest(data, layout, jnp.float32)
         return _patched(wires, reference.quantize_rest(rest, out, seed))
 
     return _on_nvidia(backend, fast, plain, data)
 
 
-def _backend(backend: str | None, *layouts: Layout, **sizes: int) -> kernels.Backend | None:
-    """Return the backend that runs the kernel; None for the XLA reference."""
+def _backend(backend: str | None, *layouts: Layout, **sizes: int) -> Any:
+    """Return the module with the functions of the kernels, mosaic.py or triton.py; None for the XLA
+    reference."""
     if backend not in (None, *BACKENDS):
         raise ValueError(
             f"backend={backend!r}: take one of {', '.join(BACKENDS)}, or None to have one chosen"
@@ -122,11 +121,16 @@ def _backend(backend: str | None, *layouts: Layout, **sizes: int) -> kernels.Bac
         capability = _compute_capability()
         if fits["mosaic"] and (capability is None or capability >= _HOPPER):
             backend = "mosaic"
-        elif fits["triton"] and capability is not None:
-            # Pallas' Triton backend asks the GPU about itself, and ahead of time there is none.
+        elif fits["triton"] and capability is not None and capability >= _AMPERE:
+            # jax-triton asks the GPU about itself, and ahead of time there is none.
             backend = "triton"
         else:
             return None
+    elif backend == "triton" and not shim.has_triton():
+        raise ValueError(
+            "backend='triton' needs the packages jax-triton and triton>=3.7, which are not there; "
+            'pip install "zeroxla[triton]" brings it on Linux, or use backend=None'
+        )
     elif not fits[backend]:
         raise ValueError(
             f"backend={backend!r} does not take {sizes['num_wires']} wires of "
@@ -135,7 +139,7 @@ def _backend(backend: str | None, *layouts: Layout, **sizes: int) -> kernels.Bac
             f"with JAX {jax.__version__} (pallas_kernels/geometry.py says what it takes, and "
             "Mosaic needs JAX 0.11); use backend=None, which finds one that does"
         )
-    return importlib.import_module(f".{backend}", __package__).BACKEND
+    return importlib.import_module(f".{backend}", __package__)
 
 
 def _on_nvidia(
@@ -146,7 +150,8 @@ def _on_nvidia(
 ) -> jax.Array:
     """Run `fast` on NVIDIA GPUs and `plain` elsewhere.
 
-    If the caller named a backend, `fast` runs everywhere; without a GPU in Pallas' interpreter.
+    If the caller named a backend, `fast` runs everywhere; without a GPU in the backend's
+    interpreter.
     """
     if backend is not None:
         return fast(x, interpret=jax.default_backend() != "gpu")

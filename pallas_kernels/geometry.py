@@ -20,9 +20,11 @@ than MOST_ELEMENTS for a thread, and wires of fewer blocks than T, do not fit. T
 early enough to be full. The blocks that it shares with the tile before are computed twice, with the
 same bits.
 
-Triton: a program is 4 warps. T x block is about TRITON_ELEMENTS. A piece is rounded up to a power
-of two, and masks exclude the padding. Every block of up to TRITON_LARGEST elements fits that is not
-rotated.
+Triton: a program is 4 warps. T x block is about TRITON_ELEMENTS, and T a power of two up to the
+number of blocks in a wire. A piece is rounded up to a power of two, and masks exclude the padding.
+The last tile begins early enough to be full. Every block of up to TRITON_LARGEST elements fits,
+with two exceptions: groups that are rotated lie within a piece, and DeepSpeed's order of 4-bit
+codes does not meet stochastic rounding.
 """
 
 from __future__ import annotations
@@ -43,6 +45,7 @@ MOST_ITEMS = 2**31 - 1  # kernels count in int32
 
 TRITON_ELEMENTS = 4096
 TRITON_LARGEST = 32768
+NEIGHBOURS = 4  # of a group, in one array of a rotated tile: 16 bytes of float32
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,12 +74,49 @@ class TritonTile:
     Attributes:
       cut: how a block is cut into pieces.
       rows: T, the number of blocks.
-      columns: number of elements of a piece, rounded up to a power of two.
+      chunks: number of parts into which a piece is cut: 1, or SIZE / NEIGHBOURS if blocks are
+        rotated. Part i has the elements i x NEIGHBOURS and after of each group of SIZE.
+      columns: number of elements of such a part, rounded up to a power of two.
     """
 
     cut: Cut
     rows: int
+    chunks: int
     columns: int
+
+    @classmethod
+    def of(cls, cut: Cut, rows: int, *, rotated: bool) -> TritonTile:
+        """Return a tile of `rows` blocks that are cut like this."""
+        if rotated:
+            columns = NEIGHBOURS * _power_of_two_from(cut.columns // SIZE)
+            return cls(cut=cut, rows=rows, chunks=SIZE // NEIGHBOURS, columns=columns)
+        return cls(cut=cut, rows=rows, chunks=1, columns=_power_of_two_from(cut.columns))
+
+    @property
+    def neighbours(self) -> int:
+        """Number of elements that lie together in a part of a group."""
+        return NEIGHBOURS
+
+    @property
+    def pieces(self) -> int:
+        """Number of arrays that hold the tile."""
+        return self.cut.count * self.chunks
+
+    @property
+    def padded(self) -> bool:
+        """Whether some columns are no elements."""
+        return self.columns * self.pieces != self.cut.block
+
+    def in_bytes(self, pieces: int, width: int) -> TritonTile:
+        """Return the same tile in bytes.
+
+        Args:
+          pieces: number of elements that share a byte.
+          width: number of bytes of a block's codes.
+        """
+        count = self.cut.count // pieces
+        cut = Cut(block=width, count=count, interleaved=self.cut.interleaved and count > 1)
+        return TritonTile.of(cut, self.rows, rotated=self.chunks > 1)
 
 
 def mosaic_tile(*layouts: Layout, items: int, item_bytes: int, num_wires: int) -> MosaicTile | None:
@@ -125,13 +165,26 @@ def triton_tile(*layouts: Layout, items: int, item_bytes: int, num_wires: int) -
     cut = common_cut(*layouts)
     if cut is None or items > MOST_ITEMS or cut.block > TRITON_LARGEST or not layouts[0].full:
         return None
-    if layouts[0].rotated:
+    rotated = layouts[0].rotated
+    if rotated and cut.columns % SIZE:
         return None
-    columns = 1 << (cut.columns - 1).bit_length()
-    rows = max(1, TRITON_ELEMENTS // (columns * cut.count))
-    return TritonTile(cut=cut, rows=rows, columns=columns)
+    if cut.interleaved and any(layout.rule.stochastic for layout in layouts):
+        return None
+    tile = TritonTile.of(cut, 1, rotated=rotated)
+    most = max(1, TRITON_ELEMENTS * (cut.count if rotated else 1) // (tile.columns * tile.pieces))
+    return dataclasses.replace(tile, rows=_power_of_two_up_to(min(most, layouts[0].full)))
+
+
+def _power_of_two_from(n: int) -> int:
+    """Return the smallest power of two from n on."""
+    return 1 << (n - 1).bit_length()
+
+
+def _power_of_two_up_to(n: int) -> int:
+    """Return the largest power of two up to n."""
+    return 1 << (n.bit_length() - 1)
 
 
 def _power_of_two_in(n: int, most: int) -> int:
     """Return the largest power of two up to `most` that divides n."""
-    return min(n & -n, 1 << (most.bit_length() - 1))
+    return min(n & -n, _power_of_two_up_to(most))

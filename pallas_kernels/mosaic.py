@@ -12,7 +12,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from . import registers, shim
+from . import kernels, registers, shim
 from .arithmetic import Machine, kernel_machine, largest, smallest
 from .geometry import MosaicTile, mosaic_tile
 from .kernels import Backend
@@ -145,3 +145,6 @@ def _launch(
 
 
 BACKEND = Backend(mosaic_tile, _Memory.of, _launch)
+quantize = functools.partial(kernels.quantize, BACKEND)
+dequant_sum = functools.partial(kernels.dequant_sum, BACKEND)
+dequant_reduce = functools.partial(kernels.dequant_reduce, BACKEND)

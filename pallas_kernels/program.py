@@ -126,10 +126,8 @@ def read_floats(tile: Tile, ref: Any, wire: Any, first: Any, layout: Layout) -> 
 def write_floats(
     tile: Tile, ref: Any, wire: Any, first: Any, pieces: list[jax.Array], layout: Layout
 ) -> None:
-    """Write the pieces of a tile to x[W, size], rotated back if the layout is rotated."""
+    """Write the pieces of a tile to x[W, size]."""
     at = wire * layout.size + first * layout.block
-    if layout.rotated:
-        pieces = [tile.machine.rotate_back(piece) for piece in pieces]
     for (column, step), piece in zip(tile.cut.spans(), pieces):
         tile.store(ref, at, layout.block, column, step, piece.astype(ref.dtype))
 
@@ -138,10 +136,13 @@ def read_wires(
     tile: Tile, ref: Any, wire: Any, first: Any, layout: Layout, num_sources: int, num_wires: int
 ) -> list[jax.Array]:
     """Read a tile of N wires from uint8[N, W, num_bytes]; return the pieces of their sum, which is
-    added up from source 0 on."""
+    added up from source 0 on. If the layout is rotated, each source is rotated back first."""
 
     def values(source: Any) -> list[jax.Array]:
-        return _read_wire(tile, ref, source * num_wires + wire, first, layout)
+        pieces = _read_wire(tile, ref, source * num_wires + wire, first, layout)
+        if layout.rotated:
+            pieces = [tile.machine.rotate_back(piece) for piece in pieces]
+        return pieces
 
     def add(source: Any, total: list[jax.Array]) -> list[jax.Array]:
         return [a + b for a, b in zip(total, values(source))]

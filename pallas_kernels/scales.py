@@ -230,8 +230,8 @@ def _shrunk(
         total = block.total(magnitudes)
         step = step * there
         # Factors have 8 significant bits and what they multiply 16, so the products are exact.
-        clipping = truncated(step) * _brief(8 * of_peak)
-        clipping = clipping + truncated(total) * _brief(of_mean / block.length)
+        clipping = truncated(step) * brief(8 * of_peak)
+        clipping = clipping + truncated(total) * brief(of_mean / block.length)
         clipping = jnp.minimum(step, clipping)
         # No product below feeds a sum.
         end, top = (block.machine.nearest(rule.half * x) for x in (clipping, step))
@@ -251,7 +251,7 @@ def _power_of_two(exponent: jax.Array) -> jax.Array:
     return float_of(lax.shift_left(exponent + 127, jnp.int32(23)))
 
 
-def _brief(x: float) -> np.float32:
+def brief(x: float) -> np.float32:
     """Return x with 8 significant bits."""
     mantissa, exponent = math.frexp(x)
     return np.float32(math.ldexp(round(mantissa * 256), exponent - 8))

@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
-from tools.kernels import h200, variants
+from tools.kernels import variants
 from tools.quick import covering
 
-from zeroxla.pallas_kernels import shim
+from zeroxla.pallas_kernels import dispatch, mosaic, shim, triton
 from zeroxla.pallas_kernels.geometry import MOST_ELEMENTS, THREADS, mosaic_tile, triton_tile
 from zeroxla.planning.gpu_topology import H200, WheelsMissingError, target_mesh
 from zeroxla.quantize import WireFormat, quantize
@@ -17,7 +17,7 @@ from zeroxla.quantize import WireFormat, quantize
 pytestmark = pytest.mark.skipif(
     not shim.has_mosaic(), reason="kernels are compiled without a GPU from JAX 0.11 on"
 )
-VARIANTS = list(variants())
+VARIANTS = list(variants("mosaic"))
 
 
 def lowered(function, *shapes, platform="cuda"):
@@ -25,29 +25,25 @@ def lowered(function, *shapes, platform="cuda"):
 
 
 def kernel_and_format(row):
-    """Every kernel, and every format, with each backend."""
-    backend, name, _ = row
+    """Every kernel, and every format."""
+    name, _ = row
     kernel, _, format = name.partition("-int")
-    return (backend, kernel), (backend, format)
+    return kernel, format
 
 
 @pytest.mark.parametrize(
-    ("backend", "name", "variant"),
+    ("name", "variant"),
     covering(VARIANTS, kernel_and_format, rows=True),
-    ids=[v[1] for v in VARIANTS],
+    ids=[v[0] for v in VARIANTS],
 )
-def test_every_kernel_lowers_for_nvidia(backend, name, variant):
+def test_every_kernel_lowers_for_nvidia(name, variant):
     function, shapes = variant
-    if backend == "mosaic":
-        assert "mosaic_gpu" in lowered(function, *shapes)
-    else:
-        with jax.sharding.use_abstract_mesh(h200()):
-            assert "triton" in lowered(function, *shapes)
+    assert "mosaic_gpu" in lowered(function, *shapes)
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize(("backend", "name", "variant"), VARIANTS, ids=[v[1] for v in VARIANTS])
-def test_every_kernel_compiles_for_an_h200(backend, name, variant):
+@pytest.mark.parametrize(("name", "variant"), VARIANTS, ids=[v[0] for v in VARIANTS])
+def test_every_kernel_compiles_for_an_h200(name, variant):
     try:
         mesh = target_mesh(H200, {"node": 2, "device": 4})
     except WheelsMissingError as error:
@@ -55,12 +51,7 @@ def test_every_kernel_compiles_for_an_h200(backend, name, variant):
     function, shapes = variant
     whole = NamedSharding(mesh, PartitionSpec())
     shapes = [jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=whole) for s in shapes]
-    context = jax.sharding.use_abstract_mesh(h200())
-    if backend == "mosaic":
-        assert "mosaic_gpu" in jax.jit(function).lower(*shapes).compile().as_text()
-    else:
-        with context:
-            assert "triton" in jax.jit(function).lower(*shapes).compile().as_text()
+    assert "mosaic_gpu" in jax.jit(function).lower(*shapes).compile().as_text()
 
 
 def test_the_platform_decides_between_kernel_and_reference():
@@ -78,6 +69,62 @@ def test_what_no_kernel_takes_ahead_of_time_is_left_to_xla():
     assert "mosaic_gpu" not in lowered(lambda x: quantize(x, WireFormat()), few)
 
 
+@pytest.fixture
+def chosen(monkeypatch):
+    """Returns a function that tells which kernel `quantize` traces: on a GPU of a major compute
+    capability, with or without jax-triton, and for blocks of a length. It is None for XLA."""
+
+    def choose(capability, *, installed, block=256):
+        calls = []
+        for module in (mosaic, triton):
+            name = module.__name__.rpartition(".")[2]
+
+            def kernel(x, layout, *_, name=name, **__):
+                calls.append(name)
+                return jnp.zeros((x.shape[0], layout.num_bytes), jnp.uint8)
+
+            monkeypatch.setattr(module, "quantize", kernel)
+        monkeypatch.setattr(dispatch, "_compute_capability", lambda: capability)
+        monkeypatch.setattr(shim, "has_triton", lambda: installed)
+        x = jax.ShapeDtypeStruct((block * 640,), jnp.float32)
+        jax.eval_shape(lambda x: quantize(x, WireFormat(block=block)), x)
+        assert len(calls) < 2
+        return calls[0] if calls else None
+
+    return choose
+
+
+def test_gpus_before_hopper_run_triton(chosen):
+    assert chosen(8, installed=True) == "triton"
+    assert chosen(8, installed=True, block=5000) == "triton"
+
+
+def test_gpus_before_hopper_run_xla_without_jax_triton(chosen):
+    assert chosen(8, installed=False) is None
+
+
+def test_hopper_runs_mosaic_and_triton_where_that_does_not_fit(chosen):
+    assert chosen(9, installed=True) == "mosaic"
+    assert chosen(9, installed=False) == "mosaic"
+    assert chosen(9, installed=True, block=5000) == "triton"
+    assert chosen(9, installed=False, block=5000) is None
+
+
+def test_gpus_that_triton_does_not_know_run_xla(chosen):
+    assert chosen(7, installed=True) is None  # Volta
+    assert chosen(0, installed=True) is None  # not NVIDIA's
+
+
+def test_triton_is_refused_without_jax_triton(monkeypatch):
+    monkeypatch.setattr(shim, "has_triton", lambda: False)
+    message = (
+        r"backend='triton' needs the packages jax-triton and triton>=3.7, .*"
+        r'pip install "zeroxla\[triton\]"'
+    )
+    with pytest.raises(ValueError, match=message):
+        quantize(jnp.ones(256 * 64), WireFormat(), backend="triton")
+
+
 def test_a_backend_that_does_not_fit_is_refused():
     x = jnp.ones(64)
     with pytest.raises(ValueError, match=r"backend='cuda': take one of xla, mosaic, triton"):
@@ -86,8 +133,6 @@ def test_a_backend_that_does_not_fit_is_refused():
         ValueError, match=r"'mosaic' does not take 1 wires of 64 elements .*geometry"
     ):
         quantize(x, WireFormat(block=16), backend="mosaic")
-    with pytest.raises(ValueError, match=r"'triton' does not take .* in blocks of 256"):
-        quantize(x, WireFormat(), backend="triton")
 
 
 @pytest.mark.parametrize("bits", [8, 4])

@@ -1,4 +1,4 @@
-"""The Pallas kernels in their interpreters against the float64 oracle, bit for bit."""
+"""The kernels in their interpreters against the float64 oracle, bit for bit."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ from zeroxla.quantize import (
     Wire,
     WireFormat,
     dequant_reduce,
+    dequant_sum,
     dequantize,
     quantize,
     swizzled_quantize,
@@ -37,9 +38,18 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 needs_mosaic = pytest.mark.skipif(
     not shim.has_mosaic(), reason="Pallas interprets Mosaic kernels from JAX 0.11 on"
 )
-KERNELS = [pytest.param("mosaic", marks=needs_mosaic), "triton"]
+needs_triton = pytest.mark.skipif(
+    not shim.has_triton(), reason="jax-triton is not installed; the extra triton brings it"
+)
+KERNELS = [
+    pytest.param("mosaic", marks=needs_mosaic),
+    pytest.param("triton", marks=needs_triton),
+]
 # For tests whose Mosaic program is slow to interpret, and says little that others do not.
-TRITON_FIRST = [pytest.param("mosaic", marks=[needs_mosaic, pytest.mark.slow]), "triton"]
+TRITON_FIRST = [
+    pytest.param("mosaic", marks=[needs_mosaic, pytest.mark.slow]),
+    pytest.param("triton", marks=needs_triton),
+]
 FACTORS = {**FORMATS, "block": (16, 100, 256, 2048), "hadamard": (0,)}
 ODD_FACTORS = {**FACTORS, "block": (17, 250, 1000, 16384)}
 DATA = ("normal", "heavy_tailed", "constant", "zeros", "one_outlier", "denormal", "huge")
@@ -62,10 +72,11 @@ MOSAIC_BLOCKS = {8: {16, 17, 100, 256, 2048}, 4: {16, 100, 256, 2048}}
 
 
 def takes(backend, format):
-    """Whether a kernel must take a format of FORMATS: Triton takes each that is not rotated. Mosaic
-    loads no every-other element, as DeepSpeed's order of 4-bit codes would ask."""
+    """Whether a kernel must take a format of FORMATS: Triton takes each whose groups of 32 rotated
+    elements do not lie across the halves of a block. Mosaic loads no every-other element, as
+    DeepSpeed's order of 4-bit codes would ask."""
     if backend == "triton":
-        return not format.hadamard
+        return not format.hadamard or format.block // (8 // format.bits) % 32 == 0
     interleaved = format.bits == 4 and format.scale == "deepspeed"
     return format.block in MOSAIC_BLOCKS[format.bits] and not interleaved
 
@@ -73,7 +84,7 @@ def takes(backend, format):
 def with_kernels(formats):
     """Return (format, kernel) of the kernels that take each format. Quick ones are those with which
     each format has a kernel, and each kernel every option."""
-    backends = ["mosaic", "triton"] if shim.has_mosaic() else ["triton"]
+    backends = ["mosaic"] * shim.has_mosaic() + ["triton"] * shim.has_triton()
     rows = [(format, b) for format in formats for b in backends if takes(b, format)]
 
     def settings(row):
@@ -107,12 +118,13 @@ def options_of(format):
     )
 
 
+@needs_triton
 @pytest.mark.parametrize("format", covering(quick(ODD_FACTORS), options_of), ids=name_of)
 def test_triton_takes_blocks_of_any_length(format):
     assert differences(format, length_of(format), "float32", DATA, "triton") == []
 
 
-@needs_mosaic
+@pytest.mark.parametrize("backend", KERNELS)
 @pytest.mark.parametrize(
     "format",
     [
@@ -121,8 +133,17 @@ def test_triton_takes_blocks_of_any_length(format):
     ],
     ids=name_of,
 )
-def test_rotated_blocks_give_the_bits_of_the_oracle(format):
-    assert differences(format, length_of(format), "bfloat16", DATA, "mosaic") == []
+def test_rotated_blocks_give_the_bits_of_the_oracle(format, backend):
+    assert differences(format, length_of(format), "bfloat16", DATA, backend) == []
+
+
+@pytest.mark.parametrize("backend", KERNELS)
+def test_every_source_is_rotated_back_before_it_is_added(backend):
+    format, size = WireFormat(bits=8, hadamard=32), 40 * 256 + 5
+    wires = [quantize(jnp.asarray(sample("normal", size, seed=i)), format) for i in range(3)]
+    stacked = Wire(jnp.stack([w.buffer for w in wires]), size, format)
+    found = dequant_sum(stacked, (size,), backend=backend)
+    np.testing.assert_array_equal(found, dequant_sum(stacked, (size,), backend="xla"))
 
 
 @pytest.mark.full

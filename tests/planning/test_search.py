@@ -77,7 +77,7 @@ def test_a_search_tries_presets_meshes_and_remat_and_ranks_by_speed(search):
 def test_it_says_what_limits_each(search):
     found, _ = search
     slow = next(row for row in found.found if row.choice.zero == "zero3")
-    assert "the link of `node`" in next(
+    assert "the link between nodes" in next(
         row.limit for row in found.found if row.choice.mesh_shape.get("pipe", 1) == 1
     )
     stages = next(row for row in found.found if row.choice.mesh_shape.get("pipe", 1) == 2)

@@ -12,6 +12,7 @@ from jax.sharding import AbstractMesh, AxisType
 from tools.quantize_cases import name_of
 from zeroxla.config.wire_format import WireFormat
 from zeroxla.pallas_kernels import kernels, mosaic, triton
+from zeroxla.pallas_kernels.geometry import mosaic_tile, triton_tile
 
 SIZE, WIRES, SOURCES = 256 * 70, 2, 8
 FORMATS = [
@@ -30,20 +31,17 @@ FORMATS = [
 Variant = tuple[Callable[..., jax.Array], list[jax.ShapeDtypeStruct]]
 
 
-def variants() -> Iterator[tuple[str, str, Variant]]:
-    """Yield (backend, name, (function, shapes)) for every kernel with every format that it
-    takes."""
-    for name, backend in (("mosaic", mosaic.BACKEND), ("triton", triton.BACKEND)):
-        for format in FORMATS:
-            layout = format.layout(SIZE)
-            if (
-                backend.tile(layout, **kernels.sizes_of_floats(layout, WIRES, 1, jnp.float32))
-                is None
-            ):
-                assert format.hadamard if name == "triton" else format.scale == "deepspeed"
-                continue
-            for kernel, variant in _kernels(backend, format).items():
-                yield name, f"{name}-{kernel}-{name_of(format)}", variant
+def variants(backend: str) -> Iterator[tuple[str, Variant]]:
+    """Yield (name, (function, shapes)) for every kernel of a backend, "mosaic" or "triton", with
+    every format that it takes."""
+    module, tile = {"mosaic": (mosaic, mosaic_tile), "triton": (triton, triton_tile)}[backend]
+    for format in FORMATS:
+        layout = format.layout(SIZE)
+        if tile(layout, **kernels.sizes_of_floats(layout, WIRES, 1, jnp.float32)) is None:
+            assert (backend, format.scale) == ("mosaic", "deepspeed")
+            continue
+        for kernel, variant in _kernels(module, format).items():
+            yield f"{backend}-{kernel}-{name_of(format)}", variant
 
 
 def _kernels(backend: Any, format: WireFormat) -> dict[str, Variant]:
@@ -53,26 +51,26 @@ def _kernels(backend: Any, format: WireFormat) -> dict[str, Variant]:
     wires = jax.ShapeDtypeStruct((SOURCES, WIRES, layout.num_bytes), jnp.uint8)
     if format.rounding == "stochastic":
         seed = jax.ShapeDtypeStruct((2,), jnp.int32)
-        return {"quantize": (lambda x, s: kernels.quantize(backend, x, layout, s), [x, seed])}
+        return {"quantize": (lambda x, s: backend.quantize(x, layout, s), [x, seed])}
     found: dict[str, Variant] = {
-        "quantize": (lambda x: kernels.quantize(backend, x, layout), [x]),
-        "quantize-bfloat16": (lambda x: kernels.quantize(backend, x, layout), [half]),
+        "quantize": (lambda x: backend.quantize(x, layout), [x]),
+        "quantize-bfloat16": (lambda x: backend.quantize(x, layout), [half]),
         "dequant_sum": (
-            lambda w: kernels.dequant_sum(backend, w, layout, jnp.bfloat16),
+            lambda w: backend.dequant_sum(w, layout, jnp.bfloat16),
             [wires],
         ),
     }
     if not format.hadamard:
         found["dequant_reduce"] = (
-            lambda w: kernels.dequant_reduce(backend, w, layout, layout),
+            lambda w: backend.dequant_reduce(w, layout, layout),
             [wires],
         )
     return found
 
 
-def h200() -> AbstractMesh:
-    """Return a mesh of one H200, which tells Pallas' Triton backend what GPU it compiles for."""
+def on(device: str) -> AbstractMesh:
+    """Return a mesh of one GPU, such as "NVIDIA A100", which tells Triton what it compiles for."""
     from jax.sharding import AbstractDevice  # since JAX 0.11
 
-    device = AbstractDevice("NVIDIA H200", None, "gpu")
-    return AbstractMesh((1,), ("x",), axis_types=(AxisType.Auto,), abstract_device=device)
+    abstract = AbstractDevice(device, None, "gpu")
+    return AbstractMesh((1,), ("x",), axis_types=(AxisType.Auto,), abstract_device=abstract)

@@ -11,7 +11,10 @@ import jax.numpy as jnp
 
 from zeroxla.config.fetch_limits import FetchLimits
 from zeroxla.fetch.cotangents import CotangentSums
+from zeroxla.fetch.reductions import HeldUnit, Reductions
 from zeroxla.fetch.segments import LayerLoop
+from zeroxla.offload.memory_kinds import is_on_host
+from zeroxla.program.lagged_scan import run_with_lag
 from zeroxla.program.trace import Value, read, run
 from zeroxla.wire.collectives import Collectives
 from zeroxla.wire.routes import LeafSource, Route
@@ -49,6 +52,7 @@ class LoopRunner:
         self.loop = loop
         self.scan = loop.scan
         self.routes = routes
+        self.reduces = collectives.reduces
         body_routes = {
             sliced: routes[leaf].unstack(dim)
             for sliced, (leaf, dim) in zip(loop.body.leaves, loop.stacked.values(), strict=True)
@@ -58,6 +62,13 @@ class LoopRunner:
             limits = dataclasses.replace(limits, max_live=everything, max_reuse=2 * everything)
         else:  # the tape would hold for every turn what one turn keeps
             limits = dataclasses.replace(limits, max_live=0)
+        # One turn has no exchange of another to make.
+        self.holds = (
+            collectives.exchanges_across_turns
+            and limits.prefetch != 0
+            and self.scan.length > 1
+            and any(map(self.reduces.sends_wires, body_routes.values()))
+        )
         self.body = make_runner(loop.body, collectives, body_routes, limits)
         # The body's later gathers are tied to these. The first one may run in the turn before.
         carries = self.scan.split_inputs(loop.body.inputs)[1]
@@ -128,25 +139,40 @@ class LoopRunner:
         ]
         y_cts = list(self.scan.split_outputs(cotangents)[1])
 
-        def body(acc: Any, x: Any) -> tuple[Any, Any]:
+        layers = self._layers(sources)
+        # Slices of host memory are left to the scan.
+        holds = self.holds and not any(is_on_host(x) for x in jax.tree.leaves((layers, tape)))
+
+        def turn(acc: Any, x: Any) -> tuple[Any, Any, list[HeldUnit]]:
             carry_cts, const_cts = acc
             slices, others, tape, y_cts, key, earlier = x
             by_carry = dict(zip(active_carry, carry_cts, strict=True))
             out_cts = [*(by_carry.get(i) for i in range(len(carry_vars))), *y_cts]
             layer = dict(zip(plan.leaves, slices, strict=True))
             inputs = dict(zip((*const_vars, *x_vars), (*consts, *others), strict=True))
+            reductions = Reductions(self.reduces, self.body.routes, holds=holds)
             grads, input_cts = self.body.backward(
-                layer, inputs, tape, out_cts, key=key, earlier=earlier
+                layer, inputs, tape, out_cts, key=key, earlier=earlier, reductions=reductions
             )
             cts = {v: ct for v, ct in zip(plan.inputs, input_cts, strict=True) if ct is not None}
             carry_cts = [_ct(cts, carry_vars[i]) for i in active_carry]
             const_cts = [a + cts[v] if v in cts else a for a, v in zip(const_cts, active_consts)]
             layer_grads = [grads.get(v) for v in plan.leaves]
-            return (carry_cts, const_cts), (layer_grads, [cts.get(v) for v in x_vars])
+            acc = (carry_cts, const_cts)
+            return acc, (layer_grads, [cts.get(v) for v in x_vars]), reductions.held
 
         start = (carry_cts, [_zeros(v) for v in active_consts])
-        turns = (self._layers(sources), xs, tape, y_cts, self._keys(key), earlier)
-        (carry_cts, const_cts), (layer_grads, x_cts) = self.scan.run(body, start, turns, back=True)
+        turns = (layers, xs, tape, y_cts, self._keys(key), earlier)
+        held_grads: list[jax.Array | None] = [None] * len(plan.leaves)
+        if holds:
+            acc, (layer_grads, x_cts), held_grads = run_with_lag(
+                self.scan, turn, self._finish, start, turns, back=True
+            )
+        else:
+            acc, (layer_grads, x_cts) = self.scan.run(
+                lambda acc, x: turn(acc, x)[:2], start, turns, back=True
+            )
+        carry_cts, const_cts = acc
 
         operand_cts: list[tuple[Any, jax.Array]] = []
         by_const = dict(zip(active_consts, const_cts, strict=True))
@@ -158,7 +184,15 @@ class LoopRunner:
             (carry_operands[i], ct) for i, ct in zip(active_carry, carry_cts, strict=True)
         ]
         operand_cts += [(a, ct) for a, ct in zip(self.x_operands, x_cts) if ct is not None]
-        return self._through_known(operand_cts, gathered, env), self._stack(layer_grads)
+        grads = self._stack(layer_grads, held_grads)
+        return self._through_known(operand_cts, gathered, env), grads
+
+    def _finish(self, held: Sequence[HeldUnit]) -> list[jax.Array | None]:
+        """Make the exchanges of a turn's units; return the shards, one for each of the leaves."""
+        reductions = Reductions(self.reduces, self.body.routes)
+        for unit in held:
+            reductions.finish(unit)
+        return [reductions.shards.get(v) for v in self.loop.body.leaves]
 
     def _layers(self, sources: Sources) -> list[LeafSource]:
         stacked = self.loop.stacked.values()
@@ -167,11 +201,12 @@ class LoopRunner:
     def _keys(self, key: jax.Array | None) -> jax.Array | None:
         return None if key is None else jax.random.split(key, self.scan.length)
 
-    def _stack(self, layer_grads: Sequence[jax.Array | None]) -> dict[Value, jax.Array]:
+    def _stack(self, *layer_grads: Sequence[jax.Array | None]) -> dict[Value, jax.Array]:
         grads = CotangentSums()
-        for (leaf, dim), grad in zip(self.loop.stacked.values(), layer_grads, strict=True):
-            if grad is not None:
-                grads.add(leaf, jnp.moveaxis(grad, 0, dim))
+        for each in layer_grads:
+            for (leaf, dim), grad in zip(self.loop.stacked.values(), each, strict=True):
+                if grad is not None:
+                    grads.add(leaf, jnp.moveaxis(grad, 0, dim))
         return grads
 
     def _known(self, gathered: Arrays, env: Arrays) -> dict[Value, jax.Array]:

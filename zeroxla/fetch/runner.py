@@ -20,6 +20,7 @@ from zeroxla.fetch.cotangents import CotangentSums
 from zeroxla.fetch.loop_runner import LoopRunner
 from zeroxla.fetch.order import Fetches, FetchOrder
 from zeroxla.fetch.passes import Tape, plan_passes
+from zeroxla.fetch.reductions import Reductions
 from zeroxla.fetch.segments import FetchPlan, LayerLoop, Remat, Segment, Straight
 from zeroxla.fetch.ties import tie
 from zeroxla.program.random_keys import UNIT_GATHERS, PassRounding, fold_in, number_of
@@ -165,6 +166,7 @@ class FetchRunner:
         *,
         key: jax.Array | None = None,
         earlier: Tape | None = None,
+        reductions: Reductions | None = None,
     ) -> tuple[dict[Value, jax.Array], list[jax.Array | None]]:
         """Run the plan's backward.
 
@@ -175,11 +177,14 @@ class FetchRunner:
           cotangents: one per output of the plan; None means zero.
           key: as in `forward`.
           earlier: as in `forward`.
+          reductions: takes the units of the plan, if it is a part of another plan.
 
         Returns:
           The reduced float32 gradient shards, without an entry for a leaf that no output depends
           on; and the cotangent of each input of the plan, None for zero.
         """
+        if reductions is None:
+            reductions = Reductions(self.collectives.reduces, self.routes)
         plan = self.plan
         env = {**inputs, **dict(zip(self.passes.references, tape.references, strict=True))}
         live = dict(zip(self.passes.live_order, tape.live, strict=True))
@@ -189,7 +194,7 @@ class FetchRunner:
         for operand, ct in zip(plan.outputs, cotangents, strict=True):
             if ct is not None and operand in plan.active:
                 cts.add(operand, ct)
-        whole, reduced = CotangentSums(), CotangentSums()
+        whole = CotangentSums()
         # With prefetch a unit's reduce may also run beside the next unit, and not only before it.
         lag = int(self.passes.backward_order.chained)
         waiting: list[list[jax.Array]] = []
@@ -201,7 +206,7 @@ class FetchRunner:
             if any(ct is not None for ct in mine):
                 before = waiting.pop(0) if len(waiting) > lag else []
                 mine, _ = tie(mine, before, by_data=self.collectives.ties_by_data)
-                grads, done = self._segment_backward(
+                grads = self._segment_backward(
                     seg,
                     fetches.sources,
                     gathered,
@@ -210,24 +215,19 @@ class FetchRunner:
                     mine,
                     key=self._key(key, PassRounding.SEGMENT, i),
                     earlier=earlier and earlier.saved[i],
+                    reductions=reductions,
                 )
                 for v, ct in self._residents_first(seg, grads).items():
                     (whole if v in self.passes.first_use else cts).add(v, ct)
-                for v, ct in done.items():
-                    reduced.add(v, ct)
             ready = [v for v in whole if self.passes.first_use[v] == i]
             if ready:
-                routes = [self.routes[v] for v in ready]
                 # Otherwise XLA joins the reduces of units that wait for the same activation.
                 before = waiting[-1] if lag and waiting else []
                 grads = [whole[v] for v in ready]
                 grads, _ = tie(grads, before, by_data=self.collectives.ties_by_data)
                 mine = self._key(key, PassRounding.REDUCE, i)
-                results = self.collectives.reduces.reduce(grads, routes, mine)
-                for v, ct in zip(ready, results, strict=True):
-                    reduced.add(v, ct)
-                waiting.append(results)
-        return dict(reduced), [cts.pop(v) for v in plan.inputs]
+                waiting.append(reductions.reduce(ready, grads, mine))
+        return dict(reductions.shards), [cts.pop(v) for v in plan.inputs]
 
     def _residents_first(self, seg: Segment, cts: Arrays) -> Arrays:
         """Tie a segment's cotangents: those of the plan's inputs come first.
@@ -249,18 +249,21 @@ class FetchRunner:
         env: Arrays,
         saved: Any,
         cotangents: Sequence[jax.Array | None],
+        reductions: Reductions,
         **options: Any,
-    ) -> tuple[Arrays, Arrays]:
-        """Return the cotangents of whole leaves and inputs, and reduced gradient shards."""
+    ) -> Arrays:
+        """Return the cotangents of whole leaves and inputs. A body's leaves go to `reductions`."""
         if isinstance(seg, Straight):
             linear = self.passes.linear[seg]
             by_value = dict(zip(seg.outputs, cotangents, strict=True))
             filled = [_or_zeros(by_value[v], v) for v in linear.outputs]
             references = {v: env[v] for v in linear.references}
-            return linear.backward(gathered, references, saved, filled), {}
+            return linear.backward(gathered, references, saved, filled)
         if isinstance(seg, LayerLoop):
             loop: LoopRunner = self.bodies[seg]
-            return loop.backward(sources, gathered, env, saved, cotangents, **options)
+            found, shards = loop.backward(sources, gathered, env, saved, cotangents, **options)
+            reductions.add(shards)
+            return found
         body = self.bodies[seg]
         # The tie keeps this second forward from being merged with the first.
         inputs = [env[v] for v in body.plan.inputs]
@@ -270,9 +273,11 @@ class FetchRunner:
             sources, inputs, record=True, activations=body.plan.inputs, **options
         )
         again = dict(zip(body.plan.inputs, inputs, strict=True))
-        reduced, input_cts = body.backward(sources, again, tape, cotangents, **options)
+        _, input_cts = body.backward(
+            sources, again, tape, cotangents, reductions=reductions, **options
+        )
         pairs = zip(body.plan.inputs, input_cts, strict=True)
-        return {v: ct for v, ct in pairs if ct is not None}, reduced
+        return {v: ct for v, ct in pairs if ct is not None}
 
 
 def _or_zeros(ct: jax.Array | None, value: Value) -> jax.Array:

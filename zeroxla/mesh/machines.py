@@ -55,6 +55,8 @@ class Device:
       host_link: name of the link to its host's memory.
       host_bytes_per_s: bandwidth of the host's memory, which the devices of a node share.
       platform: the platform that the compiler targets.
+      compute_capability: NVIDIA's number for what a GPU can do, such as "9.0", which JAX asks about
+        before it takes cuDNN's attention; empty for other devices.
       efficiency: share of `flops_per_s` that a training step's products reach. On a CPU it is also
         the share of `bytes_per_s`: its cores copy as they compute, and devices share them.
       overlaps: whether collectives run beside computation.
@@ -75,6 +77,7 @@ class Device:
     host_link: str = "pcie4"
     host_bytes_per_s: float = 409.6e9
     platform: Literal["gpu", "tpu", "cpu"]
+    compute_capability: str = ""
     efficiency: float
     overlaps: bool = True
     target: str = ""

@@ -10,6 +10,10 @@ from zeroxla.inspect.phases import phase_of
 COMPUTE = "compute"
 """The lane of the device's computation."""
 
+BOUND_BY_MEMORY = "compute, bound by memory"
+"""The part of `COMPUTE` in which the device waits for its memory. It is counted like a lane, and is
+none."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Event:
@@ -38,11 +42,14 @@ class TimeLine:
     Attributes:
       seconds: the length of the step.
       busy_s: the seconds for which each lane is taken.
+      memory_s: the seconds for which the device computes as fast as its memory allows, not as its
+        arithmetic does; a part of `busy_s[COMPUTE]`.
       events: the events that take lanes, in the order in which they were simulated.
     """
 
     seconds: float
     busy_s: Mapping[str, float]
+    memory_s: float = 0.0
     events: tuple[Event, ...]
 
 
@@ -92,6 +99,18 @@ class Lanes:
         if seconds:
             self.events.append(Event(lane, phase_of(path, kind), start, end))
         return end
+
+    def wait_for_memory(self, seconds: float) -> None:
+        """Record that the device waits for its memory in so many seconds of `COMPUTE`."""
+        self.busy_s[BOUND_BY_MEMORY] = self.busy_s.get(BOUND_BY_MEMORY, 0.0) + seconds
+
+    def timeline(self) -> TimeLine:
+        """Return the time line of all that took lanes."""
+        busy_s = dict(self.busy_s)
+        memory_s = busy_s.pop(BOUND_BY_MEMORY, 0.0)
+        return TimeLine(
+            seconds=self.free_s(), busy_s=busy_s, memory_s=memory_s, events=tuple(self.events)
+        )
 
     def free_s(self) -> float:
         """Return the second at which all lanes are free."""

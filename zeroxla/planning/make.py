@@ -140,6 +140,7 @@ def plan_step(
         bubble=simulation.bubble,
         deepspeed_bytes=_deepspeed_bytes(step),
         generation=None if generating is None else GenerationPlan.of(step, generating),
+        ahead=ahead,
         simulation=simulation,
     )
 
@@ -154,7 +155,8 @@ def _traced(step: Step, state: TrainState, batch: Any) -> Program:
     if any(isinstance(x, DiskShape) for x in leaves):
         tickets = with_tickets(leaves, state.placements[0])
         fun, state = step.programs.begin, dataclasses.replace(state, params=tree.unflatten(tickets))
-    return trace(fun, state, batch, opened=compat.forward_jaxpr)[0]
+    with compat.mesh_context(step.mesh):
+        return trace(fun, state, batch, opened=compat.forward_jaxpr)[0]
 
 
 def _num_examples(batch: Any) -> int:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from zeroxla.inspect.comms import CommsReport
 from zeroxla.mesh.axes import DEVICE
 from zeroxla.mesh.machines import Device, Link
+from zeroxla.planning.bottleneck import NAMES, Bottleneck, longest, twice_as_fast
 from zeroxla.planning.compile_check import CompiledPlan
 from zeroxla.planning.generation import GenerationPlan
 from zeroxla.planning.lanes import COMPUTE, TimeLine
@@ -38,6 +39,7 @@ class Plan(Report):
       deepspeed_bytes: DeepSpeed's estimate for the state of a device; None for pipelines.
       generation: the memory of a device that generates, if that was asked for.
       compiled: the compiler's figures for memory and collectives, if they were asked for.
+      ahead: whether loops gather a turn ahead in `time`; None means as the step's program does.
       simulation: what a device does in the step; `time` follows from it.
     """
 
@@ -52,6 +54,7 @@ class Plan(Report):
     deepspeed_bytes: float | None = None
     generation: GenerationPlan | None = None
     compiled: CompiledPlan | None = None
+    ahead: bool | None = None
     simulation: Simulation = dataclasses.field(repr=False, compare=False)
 
     def on(
@@ -86,7 +89,7 @@ class Plan(Report):
         links = {**target.links, **(links or {})}
         target = dataclasses.replace(target, device=device, links=links)
         time = self.simulation.on(target, ahead=ahead)
-        return dataclasses.replace(self, target=target, time=time)
+        return dataclasses.replace(self, target=target, time=time, ahead=ahead)
 
     @property
     def fits(self) -> bool:
@@ -109,12 +112,25 @@ class Plan(Report):
 
     @property
     def limit(self) -> str:
-        """The lane that is taken longest, in words, and for which share of the step."""
-        lane, seconds = max(self.time.busy_s.items(), key=lambda item: item[1])
-        known = {COMPUTE: "computation", HOST_UPDATE: "the host's update"}
-        name = known.get(lane, f"the link of `{lane}`")
-        words = f"{name}, {seconds / self.time.seconds:.0%}"
+        """The resource that is in use longest, in words, and for which share of the step."""
+        resource, seconds = longest(self.time)
+        words = f"{NAMES[resource]}, {seconds / self.time.seconds:.0%}"
         return f"{words}; bubble, {self.bubble:.0%}" if self.bubble else words
+
+    @property
+    def bottleneck(self) -> Bottleneck:
+        """The resource that limits the step, its seconds, and what would change it.
+
+        Cost: the step is simulated once more, a fraction of a second.
+        """
+        resource, seconds = longest(self.time)
+        faster = self.simulation.on(twice_as_fast(self.target, resource), ahead=self.ahead)
+        return Bottleneck(
+            resource=resource,
+            seconds=seconds,
+            share=seconds / self.time.seconds,
+            faster_s=faster.seconds,
+        )
 
     @property
     def tokens_per_s(self) -> float:
@@ -148,6 +164,9 @@ class Plan(Report):
             computes = "the host updates" if lane == HOST_UPDATE else "the device computes"
             words = f"link of `{lane}`: {link.name}" if link else computes
             table.add_row(words, f"{seconds:.4g} s", f"{seconds / self.time.seconds:.0%}")
+            if lane == COMPUTE and self.time.memory_s:
+                share = f"{self.time.memory_s / self.time.seconds:.0%}"
+                table.add_row("  and waits for its memory", f"{self.time.memory_s:.4g} s", share)
         if self.bubble:
             table.add_row("stages are idle", "", f"{self.bubble:.0%}")
         table.add_section()
@@ -190,7 +209,7 @@ class Plan(Report):
             f"{self.num_parameters:,} parameters on {axes} of {device.label}: a device needs "
             f"{format_bytes(total)} and that {holds} {room}. A step takes about "
             f"{self.time.seconds:.3g} s, {rate}, with products at "
-            f"{device.efficiency:.0%} of the device's peak ({device.source})."
+            f"{device.efficiency:.0%} of the device's peak ({device.source}). {self.bottleneck}"
         )
 
     def notes(self) -> list[str]:

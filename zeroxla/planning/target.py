@@ -25,6 +25,17 @@ DISK_LINK = "nvme4"
 """The name of a host's disk in the tables, unless `Plan.on` is given another link."""
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class PlannedDevice(AbstractDevice):
+    """A kind of device that need not exist.
+
+    Attributes:
+      compute_capability: of an NVIDIA GPU, such as "9.0"; empty for other devices.
+    """
+
+    compute_capability: str = ""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Target:
     """The cluster that a step runs on.
@@ -76,7 +87,10 @@ class Target:
 
     def abstract_mesh(self) -> AbstractMesh:
         """Return a mesh of devices that need not exist, to trace a step on."""
-        device = AbstractDevice(self.device.label, None, self.device.platform)
+        kind = self.device
+        # A GPU of a user's table may lack the number; with bfloat16 it is Ampere at least.
+        capability = kind.compute_capability or ("8.0" if kind.has_attention else "")
+        device = PlannedDevice(kind.label, None, kind.platform, capability)
         shape = self.mesh_shape
         return AbstractMesh(tuple(shape.values()), tuple(shape), abstract_device=device)
 
@@ -111,7 +125,11 @@ class Target:
 
     def compute_s(self, work: Work) -> float:
         """Return the seconds that a device takes for the work of an equation."""
-        return max(work.flops / self.device.rate(work.dtype), self.memory_s(work.num_bytes))
+        return max(self.products_s(work), self.memory_s(work.num_bytes))
+
+    def products_s(self, work: Work) -> float:
+        """Return the seconds that the FLOPs of an equation take."""
+        return work.flops / self.device.rate(work.dtype)
 
     def memory_s(self, num_bytes: float) -> float:
         """Return the seconds in which a device reads or writes `num_bytes` of its memory."""

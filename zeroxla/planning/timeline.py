@@ -106,20 +106,17 @@ class Clock:
         """Take lanes for the optimizer's update, after everything else and side by side.
 
         Args:
-          seconds: for how long each lane is taken: the device's, and for an offloaded state the
-            link to the host, the host, and its disk.
+          seconds: for how long each lane is taken: the device's, which waits for its memory, and
+            for an offloaded state the link to the host, the host, and its disk.
         """
         start = self._lanes.free_s()
         for lane, taken_s in seconds.items():
             self._lanes.take(lane, start, taken_s, "update/")
+        self._lanes.wait_for_memory(seconds.get(COMPUTE, 0.0))
 
     def timeline(self) -> TimeLine:
         """Return the time line of all that has been run."""
-        return TimeLine(
-            seconds=self._lanes.free_s(),
-            busy_s=dict(self._lanes.busy_s),
-            events=tuple(self._lanes.events),
-        )
+        return self._lanes.timeline()
 
     def _end(
         self, program: Program, eq: Equation, start: float, path: str, *, is_early: bool
@@ -146,6 +143,8 @@ class Clock:
             work = dataclasses.replace(work, num_bytes=0.0)  # one kernel, which keeps scores inside
         seconds = target.compute_s(work)
         end = take(COMPUTE, start, seconds, path)
+        if target.memory_s(work.num_bytes) > target.products_s(work):
+            self._lanes.wait_for_memory(seconds)
         return start + seconds if is_early else end
 
     def _collective(self, eq: Equation, start: float, path: str) -> float:

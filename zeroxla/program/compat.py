@@ -7,6 +7,8 @@ Come here when a new JAX breaks something. Names of primitives are in `primitive
 from __future__ import annotations
 
 import contextlib
+import contextvars
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -14,6 +16,7 @@ import jax
 import jax.extend.core as jex
 from jax._src import clusters, config, core, distributed, source_info_util, xla_bridge
 from jax._src.compute_on import extend_compute_type
+from jax._src.cudnn import fused_attention_stablehlo as cudnn
 from jax._src.interpreters import partial_eval
 from jax.experimental import compute_on
 
@@ -23,6 +26,12 @@ JAX_VERSION: tuple[int, ...] = jax.__version_info__[:3]
 
 COMPUTE_ON = "compute_on"
 """The primitive that a function from `compute_on_host` becomes in a trace."""
+
+CUDNN_VERSION = 91000
+"""Programs for absent GPUs are traced for cuDNN 9.10, as the descriptions in `mesh/targets/`."""
+
+_absent: contextvars.ContextVar[Any] = contextvars.ContextVar("absent_device", default=None)
+"""The device for which JAX's checks of cuDNN are answered; None lets JAX look at its own."""
 
 
 def open_jaxpr(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
@@ -122,11 +131,77 @@ def name_stack_of(eqn: Any) -> Any:
     return eqn.source_info.name_stack
 
 
-def mesh_context(mesh: jax.sharding.Mesh) -> contextlib.AbstractContextManager[Any]:
-    """Return a context in which `mesh` replaces the mesh that the user has set, if there is one."""
-    if jax.sharding.get_abstract_mesh().empty:
-        return contextlib.nullcontext()
-    return jax.set_mesh(mesh)
+@contextlib.contextmanager
+def mesh_context(mesh: jax.sharding.Mesh) -> Iterator[None]:
+    """Return a context for tracing a program that runs on `mesh`.
+
+    In it `mesh` replaces the mesh that the user has set, if there is one. And a model that calls
+    `jax.nn.dot_product_attention(implementation="cudnn")` is traced for the mesh's GPUs, although
+    they may be absent: while it traces, JAX asks this process for cuDNN and a GPU.
+    """
+    is_set = not jax.sharding.get_abstract_mesh().empty
+    token = _absent.set(_absent_device(mesh))
+    try:
+        with jax.set_mesh(mesh) if is_set else contextlib.nullcontext():
+            yield
+    finally:
+        _absent.reset(token)
+
+
+def _absent_device(mesh: jax.sharding.Mesh) -> Any | None:
+    """Return a device of the mesh, or the kind that an abstract mesh names; None if it is a GPU of
+    this process, for which JAX's own checks hold."""
+    if isinstance(mesh, jax.sharding.AbstractMesh):
+        device = mesh.abstract_device
+        device = jax.devices()[0] if device is None else device
+    else:
+        device = mesh.devices.flat[0]
+    if device.platform == "gpu" and jax.default_backend() == "gpu" and device in jax.devices():
+        return None
+    _answer_cudnn_checks()
+    return device
+
+
+@functools.cache
+def _answer_cudnn_checks() -> None:
+    """Let JAX's checks of cuDNN be answered for the device of `mesh_context`; elsewhere JAX's own
+    functions run."""
+
+    def answered(own: Callable[..., Any], answer: Callable[..., Any]) -> Callable[..., Any]:
+        def check(*args: Any) -> Any:
+            device = _absent.get()
+            return own(*args) if device is None else answer(_capability(device), *args)
+
+        return check
+
+    answers = {
+        "check_cudnn_version": lambda mine: CUDNN_VERSION,
+        "check_compute_capability": lambda mine, least: mine >= _numbers(least),
+        "is_cuda_compute_capability_equal": lambda mine, wanted: mine == _numbers(wanted),
+    }
+    for name, answer in answers.items():
+        setattr(cudnn, name, answered(getattr(cudnn, name), answer))
+
+
+def _capability(device: Any) -> tuple[int, ...]:
+    """Return the compute capability of a GPU, such as (9, 0).
+
+    Raises:
+      ValueError: the device has none from which cuDNN has attention, 8.0.
+    """
+    found = getattr(device, "compute_capability", None) if device.platform == "gpu" else None
+    if not found or _numbers(found) < (8, 0):
+        what = f"{device.device_kind}, {f'compute capability {found}' if found else 'no GPU'}"
+        raise ValueError(
+            'the model calls jax.nn.dot_product_attention(implementation="cudnn"), a kernel of '
+            f"NVIDIA GPUs from compute capability 8.0 on, and the mesh has {what}; plan it or "
+            'compile it for such a GPU, or run it with implementation="xla"'
+        )
+    return _numbers(found)
+
+
+def _numbers(capability: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in str(capability).split("."))
 
 
 def backends_started() -> bool:

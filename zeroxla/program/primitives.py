@@ -43,6 +43,12 @@ WINDOW_REDUCTIONS = frozenset(
 CONTRACTIONS = frozenset({"conv_general_dilated", "dot_general"})
 """Matrix products and convolutions."""
 
+ATTENTION_FORWARD = frozenset({"dot_product_attention_fwd_wrapper"})
+"""`jax.nn.dot_product_attention(implementation="cudnn")`: one kernel, which keeps scores inside."""
+
+ATTENTION_BACKWARD = frozenset({"dot_product_attention_bwd_wrapper"})
+"""Its derivative, one kernel too, which computes the scores again."""
+
 RANDOM = _names("random_bits random_fold_in random_split random_unwrap random_wrap threefry2x32")
 """They make random bits or keys from keys."""
 
@@ -74,7 +80,9 @@ exchange anything. Contractions, reductions and loops are examples of others."""
 LOOPS = frozenset({"scan", "while"})
 """They run a body several times."""
 
-NEVER_FUSED = CONTRACTIONS | LOOPS | {"cond", "pallas_call"}
+NEVER_FUSED = (
+    CONTRACTIONS | ATTENTION_FORWARD | ATTENTION_BACKWARD | LOOPS | {"cond", "pallas_call"}
+)
 """XLA never computes them inside an equation that reads their result."""
 
 OVERWRITES = FUSED | WRITES | LOOPS | {"cond"}

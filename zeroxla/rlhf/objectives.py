@@ -7,6 +7,7 @@ first logit is the value, so no model is changed for it.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -38,13 +39,27 @@ def actor_loss(settings: Settings) -> Loss:
     mean = {"ppo": masked_mean, "grpo": row_mean}[settings.algorithm]
 
     def loss(apply: Any, batch: dict[str, jax.Array], *, train: bool) -> tuple[jax.Array, Metrics]:
-        logits_BTV = apply(batch["tokens"][:, :-1])
-        logprobs_BT = target_logprobs(logits_BTV, batch["tokens"][:, 1:])
+        logprobs_BT, entropies_BT = _statistics(apply, batch["tokens"])
         policy, metrics = algorithm(settings, logprobs_BT, batch)
-        bonus = mean(entropy(logits_BTV), batch["mask"])[0]
+        bonus = mean(entropies_BT, batch["mask"])[0]
         return policy - settings.entropy * bonus, {**metrics, "entropy": bonus}
 
     return loss
+
+
+def _statistics(apply: Any, tokens_BL: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return the log-probability of each target, and the entropy of each target's distribution, in
+    nats: float32[B, T] each.
+
+    A model whose call takes `targets_BL` and `with_entropy`, as those of zeroxla do, computes both
+    without holding all logits. Any other model returns its logits.
+    """
+    inputs_BT, targets_BT = tokens_BL[:, :-1], tokens_BL[:, 1:]
+    if {"targets_BL", "with_entropy"} <= set(inspect.signature(apply).parameters):
+        losses_BT, entropies_BT = apply(inputs_BT, targets_BL=targets_BT, with_entropy=True)
+        return -losses_BT, entropies_BT
+    logits_BTV = apply(inputs_BT)
+    return target_logprobs(logits_BTV, targets_BT), entropy(logits_BTV)
 
 
 def critic_loss(settings: Settings) -> Loss:

@@ -14,6 +14,7 @@ from jax import lax
 
 from zeroxla.program.trace import Equation
 from zeroxla.split.atoms import Dim, Dims, block, chosen_factors, expand
+from zeroxla.split.attention import ATTENTION_RULES
 from zeroxla.split.elementwise import ELEMENTWISE_RULES
 from zeroxla.split.reshapes import RESHAPE_RULES
 from zeroxla.split.rules import (
@@ -124,6 +125,7 @@ def _run_gather(axis: SplitAxis, dims: DimsOf, eq: Equation, args: Args) -> list
 RULES: dict[str, Rule] = {
     **ELEMENTWISE_RULES,
     **RESHAPE_RULES,
+    **ATTENTION_RULES,
     "dot_general": Rule(connect_dot, _run_dot),
     "gather": Rule(_connect_gather, _run_gather),
 }

@@ -27,12 +27,15 @@ class Collectives:
       reduces: the reduces of gradients.
       ties_by_data: whether ties between collectives must also be ties of data, as on XLA's CPU
         backend; see `fetch/ties.py`.
+      exchanges_across_turns: whether a loop makes the last hop of a turn's quantized gradients in
+        its next turn; see `fetch/loop_runner.py`.
       stages: length of the axis `pipe`, for sums over all stages; 1 for sums inside one stage.
     """
 
     gathers: Gathers
     reduces: Reduces
     ties_by_data: bool = False
+    exchanges_across_turns: bool = False
     stages: int = 1
 
     @property

@@ -58,9 +58,9 @@ def quantize(
       lead: number of leading dims of x that count wires. The array at each of their indices becomes
         a wire of its own.
       key: a PRNG key, for stochastic rounding and only for it.
-      backend: None takes the Pallas kernel that fits on NVIDIA GPUs, and XLA elsewhere or where
-        none fits. "xla", "mosaic" and "triton" force a backend, and raise where it does not fit. A
-        forced kernel runs in Pallas' interpreter without a GPU, which is slow.
+      backend: None takes the kernel that fits on NVIDIA GPUs, and XLA elsewhere or where none fits.
+        "xla", "mosaic" and "triton" force a backend, and raise where it does not fit. A
+        forced kernel runs in an interpreter without a GPU, which is slow.
 
     Returns:
       A wire of x.size elements; with `lead`, wires [*x.shape[:lead]] of the remaining dims.

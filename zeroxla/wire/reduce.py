@@ -5,13 +5,12 @@ the leaf, the hop over `node` leaves it with its shard. Sums are float32 on ever
 gradient is cut into one wire for each shard. A hop exchanges the wires, dequantizes and sums them,
 and the sum is quantized again for the next hop.
 
-Shapes: L devices in a hop, R rows (shards) that a device still holds, n elements in a row.
+Shapes: R rows (shards) that a device still holds, n elements in a row.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Iterable, Sequence
 
 import jax
@@ -25,32 +24,37 @@ from zeroxla.mesh.placement import Placement
 from zeroxla.program.random_keys import fold_in
 from zeroxla.wire.bundles import ALONE_ELEMENTS, Bundle, Parcel, bundle
 from zeroxla.wire.error_feedback import quantize_with_error
-from zeroxla.wire.hops import FLOAT32, Hops, as_bits, from_bits
+from zeroxla.wire.exchange import exchange
+from zeroxla.wire.hops import FLOAT32, Hops
 from zeroxla.wire.quantize import Backend
-from zeroxla.wire.quantize_jit import dequant_reduce, dequant_sum, quantize
+from zeroxla.wire.quantize_jit import dequant_sum
+from zeroxla.wire.reduce_hops import ReduceHop, sum_wires, wires_of_last_hop
 from zeroxla.wire.routes import Route
 from zeroxla.wire.wire import Wire
-
-JOINED_BYTES = 2**28
-"""Wires up to so many bytes travel in one collective."""
 
 Kind = tuple[WireFormat | None, WireFormat | None]
 """The formats of a gradient on the hops over `device` and `node`."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class ReduceHop:
-    """One hop of a reduce over more than one device.
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True)
+class StartedReduce:
+    """The reduce of a unit before the last of its hops that sends wires. A loop can carry it.
 
     Attributes:
-      axis: the mesh axis.
-      length: length of the axis.
-      format: the format in which gradients travel; None if they travel as floats.
+      shards: the shards that are complete, as these leaves travel as floats, by position in the
+        unit.
+      wires: for each kind of gradient that travels as wires, the wires of its bundles for the last
+        hop that sends wires.
     """
 
-    axis: str
-    length: int
-    format: WireFormat | None
+    shards: dict[int, jax.Array]
+    wires: list[list[Wire]]
+
+    @property
+    def arrays(self) -> list[jax.Array]:
+        """The arrays that exist once the unit's whole gradients need not."""
+        return [*self.shards.values(), *(w.buffer for mine in self.wires for w in mine)]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,12 +92,31 @@ class Reduces:
 
         Cost: each device receives (1 - 1/world) x the bytes of the gradients' wires.
         """
+        return self.finish(self.start(gradients, routes, key), routes)
+
+    def start(
+        self, gradients: Sequence[jax.Array], routes: Sequence[Route], key: jax.Array | None = None
+    ) -> StartedReduce:
+        """Begin `reduce`, with the same arguments: make all hops before the last one that sends
+        wires, which `finish` makes."""
         stored = [
             r.placement.stored(g if any(r.gradients) else g.astype(self.dtype))
             for g, r in zip(gradients, routes, strict=True)
         ]
-        axes = (DEVICE,) if self.stops_at_node else (DEVICE, NODE)
-        return self._run(stored, routes, axes, key)
+        return self._start(stored, routes, self._axes, key)
+
+    def finish(self, started: StartedReduce, routes: Sequence[Route]) -> list[jax.Array]:
+        """Make the hops that `start` left; return what `reduce` returns."""
+        return self._finish(started, routes, self._axes)
+
+    def sends_wires(self, route: Route) -> bool:
+        """Return whether `reduce` sends the gradient of a leaf as wires on one of its hops."""
+        return any(hop.format for hop in self._hops(self._axes, route.gradients))
+
+    @property
+    def _axes(self) -> tuple[str, ...]:
+        """The axes of the hops that `reduce` makes."""
+        return (DEVICE,) if self.stops_at_node else (DEVICE, NODE)
 
     def result_shape(self, placement: Placement) -> tuple[int, ...]:
         """Return the shape of a leaf's gradient after `reduce`."""
@@ -132,7 +155,7 @@ class Reduces:
             x_Rn = parcel.as_rows(piece)
             key = key_for(format, key)
             wires, error = quantize_with_error(feedback, x_Rn, error, format, key, self.backend)
-            (arrived,) = _exchange([wires], NODE, self.hops.nodes)
+            (arrived,) = exchange([wires], NODE, self.hops.nodes)
             shard = dequant_sum(arrived, shape=(parcel.size,), backend=self.backend)
         return parcel.from_rows(shard), error
 
@@ -143,31 +166,65 @@ class Reduces:
         axes: Sequence[str],
         key: jax.Array | None,
     ) -> list[jax.Array]:
-        """Make the hops over `axes`: with one collective for each bundle of leaves that travel as
-        floats, and one for all wires of a kind."""
-        results: dict[int, jax.Array] = {}
+        """Make the hops over `axes`."""
+        return self._finish(self._start(arrays, routes, axes, key), routes, axes)
+
+    def _start(
+        self,
+        arrays: Sequence[jax.Array],
+        routes: Sequence[Route],
+        axes: Sequence[str],
+        key: jax.Array | None,
+    ) -> StartedReduce:
+        """Make all hops of the leaves that travel as floats, with one collective for each bundle
+        and hop. Of the others make all hops before the last one that sends wires, with one
+        collective for all wires of a kind and hop."""
+        started = StartedReduce({}, [])
         with jax.named_scope("reduce"):
-            parcels, kinds = [self._parcel(r) for r in routes], [r.gradients for r in routes]
-            bundles = bundle(parcels, kinds, self.alone_elements)
-            wired: dict[Kind, list[int]] = {}
-            for i, b in enumerate(bundles):
-                hops = self._hops(axes, kinds[b.members[0]])
-                if any(hop.format for hop in hops):
-                    wired.setdefault(kinds[b.members[0]], []).append(i)
-                    continue
+            floats, wired = self._bundles(routes, axes)
+            for b in floats:
                 x = b.pack(arrays)
-                for hop in hops:
-                    x = self._reduce_scatter(x, b.dim, hop)
-                results.update(_members(b, x))
-            for kind, numbers in wired.items():
-                # One row for each shard, also of a leaf that is alone.
-                mine = [dataclasses.replace(bundles[i], fused=True) for i in numbers]
-                rows = [b.pack(arrays) for b in mine]
-                keys = [fold_in(key, i) for i in numbers]
-                sums = self._quantized(rows, self._hops(axes, kind), keys)
-                for b, x in zip(mine, sums, strict=True):
+                for hop in self._hops(axes, routes[b.members[0]].gradients):
+                    x = hop.sum_floats(x, b.dim, self.dtype)
+                started.shards.update(_members(b, x))
+            for kind, numbered in wired.items():
+                rows = [b.pack(arrays) for _, b in numbered]
+                keys = [fold_in(key, i) for i, _ in numbered]
+                started.wires.append(
+                    wires_of_last_hop(rows, self._hops(axes, kind), keys, self.dtype, self.backend)
+                )
+        return started
+
+    def _finish(
+        self, started: StartedReduce, routes: Sequence[Route], axes: Sequence[str]
+    ) -> list[jax.Array]:
+        """Make the hops that `_start` left."""
+        results = dict(started.shards)
+        with jax.named_scope("reduce"):
+            _, wired = self._bundles(routes, axes)
+            for (kind, numbered), wires in zip(wired.items(), started.wires, strict=True):
+                sums = sum_wires(wires, self._hops(axes, kind), self.dtype, self.backend)
+                for (_, b), x in zip(numbered, sums, strict=True):
                     results.update(_members(b, x))
         return [results[i] for i in range(len(routes))]
+
+    def _bundles(
+        self, routes: Sequence[Route], axes: Sequence[str]
+    ) -> tuple[list[Bundle], dict[Kind, list[tuple[int, Bundle]]]]:
+        """Return the bundles that travel as floats, and by kind those that travel as wires, with
+        their numbers."""
+        kinds = [r.gradients for r in routes]
+        bundles = bundle([self._parcel(r) for r in routes], kinds, self.alone_elements)
+        floats: list[Bundle] = []
+        wired: dict[Kind, list[tuple[int, Bundle]]] = {}
+        for i, b in enumerate(bundles):
+            kind = kinds[b.members[0]]
+            if any(hop.format for hop in self._hops(axes, kind)):
+                # One row for each shard, also of a leaf that is alone.
+                wired.setdefault(kind, []).append((i, dataclasses.replace(b, fused=True)))
+            else:
+                floats.append(b)
+        return floats, wired
 
     def _hops(
         self, axes: Sequence[str], formats: tuple[WireFormat | None, WireFormat | None]
@@ -179,74 +236,10 @@ class Reduces:
         )
         return [hop for hop in both if hop.axis in axes and hop.length > 1]
 
-    def _quantized(
-        self, rows: list[jax.Array], hops: Sequence[ReduceHop], keys: Sequence[jax.Array | None]
-    ) -> list[jax.Array]:
-        """Sum the rows of each bundle over all hops.
-
-        Args:
-          rows: [R, n] for each bundle, with the same R and its own n.
-          hops: the hops, one of them with a format.
-          keys: a key for each bundle; None if no format rounds stochastically.
-
-        Returns:
-          The rows that stay here: float32[rows, n] for each bundle.
-        """
-        sizes = [x.shape[1] for x in rows]
-        wires = None  # the wires of `rows`, once they are quantized
-        for i, (hop, after) in enumerate(zip(hops, [*hops[1:], None], strict=True)):
-            mine = [fold_in(key, i) for key in keys]
-            if hop.format is None:
-                rows = [self._reduce_scatter(x, 0, hop) for x in rows]
-                continue
-            if wires is None:
-                wires = [self._wires(x, hop.format, key) for x, key in zip(rows, mine, strict=True)]
-            arrived = _exchange(wires, hop.axis, hop.length)
-            if after is not None and after.format is not None:
-                wires = [
-                    dequant_reduce(
-                        wire,
-                        format=after.format,
-                        key=key_for(after.format, key),
-                        backend=self.backend,
-                    )
-                    for wire, key in zip(arrived, mine, strict=True)
-                ]
-            else:
-                wires, rows = (
-                    None,
-                    [
-                        dequant_sum(wire, shape=(size,), backend=self.backend)
-                        for wire, size in zip(arrived, sizes, strict=True)
-                    ],
-                )
-        return rows
-
-    def _wires(self, x_Rn: jax.Array, format: WireFormat, key: jax.Array | None) -> Wire:
-        key = key_for(format, key)
-        return quantize(x_Rn, format=format, lead=1, key=key, backend=self.backend)
-
     def _parcel(self, route: Route) -> Parcel:
         """Return the shape of a shard's gradient, as a collective sees it."""
         placement = route.placement
         return Parcel(shape=placement.part_shape(self.hops.world), dim=placement.split_dim)
-
-    def _reduce_scatter(self, x: jax.Array, dim: int, hop: ReduceHop) -> jax.Array:
-        """Make one hop with floats: return the float32 sum of this device's slice along `dim`.
-
-        16-bit slices travel by all_to_all and are summed here in float32. Each value is then
-        rounded once in a hop, where a ring would round it at every step.
-        """
-        x = x.astype(self.dtype)
-        if self.dtype == jnp.float32:
-            return lax.psum_scatter(x, hop.axis, scatter_dimension=dim, tiled=True)
-        slices = x.reshape(
-            *x.shape[:dim], hop.length, x.shape[dim] // hop.length, *x.shape[dim + 1 :]
-        )
-        received = lax.all_to_all(
-            as_bits(slices), hop.axis, split_axis=dim, concat_axis=dim, tiled=True
-        )
-        return jnp.sum(from_bits(received, self.dtype), axis=dim, dtype=jnp.float32)
 
 
 def _members(b: Bundle, x: jax.Array) -> Iterable[tuple[int, jax.Array]]:
@@ -257,30 +250,3 @@ def _members(b: Bundle, x: jax.Array) -> Iterable[tuple[int, jax.Array]]:
         # of its own, where leaves of one shape now share one.
         found = lax.optimization_barrier(found)
     return zip(b.members, found, strict=True)
-
-
-def _exchange(wires: Sequence[Wire], axis: str, length: int) -> list[Wire]:
-    """Send each device of a hop its rows: turn this device's [R] wires into [L, R / L] wires, R / L
-    from each of the L devices.
-
-    The wires of several bundles travel end to end in one collective, up to JOINED_BYTES of them. To
-    join and cut them moves bytes, a quarter or an eighth of those of the gradients.
-    """
-    groups: list[list[Wire]] = []
-    room = 0
-    for wire in wires:
-        if wire.buffer.size > room:
-            groups.append([])
-            room = JOINED_BYTES
-        groups[-1].append(wire)
-        room -= wire.buffer.size
-    arrived = []
-    for group in groups:
-        parts = [wire.buffer.reshape(length, -1, wire.buffer.shape[-1]) for wire in group]
-        buffer = jnp.concatenate(parts, axis=2)
-        buffer = lax.all_to_all(buffer, axis, split_axis=0, concat_axis=0, tiled=True)
-        ends = list(itertools.accumulate(part.shape[2] for part in parts))
-        for wire, part, end in zip(group, parts, ends, strict=True):
-            mine = lax.slice_in_dim(buffer, end - part.shape[2], end, axis=2)
-            arrived.append(dataclasses.replace(wire, buffer=mine))
-    return arrived

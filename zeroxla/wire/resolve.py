@@ -154,7 +154,13 @@ def _collectives(
         backend=backend,
         alone_elements=alone_elements,
     )
-    return Collectives(gathers=gathers, reduces=reduces, ties_by_data=on_cpu)
+    return Collectives(
+        gathers=gathers,
+        reduces=reduces,
+        ties_by_data=on_cpu,
+        # XLA's CPU backend makes one collective after the other.
+        exchanges_across_turns=not on_cpu,
+    )
 
 
 def _hpz_size(config: ZeroConfig, nodes: int, devices: int) -> int:
