@@ -179,7 +179,7 @@ def backends_of(place: Place) -> tuple[str, ...]:
     of them in Pallas' interpreter."""
     capability = 9.0 if place.simulated else place.capability()
     found = ("mosaic",) * (capability >= 9 and shim.has_mosaic())
-    return (*found, *("triton",) * (capability > 0 and shim.has_triton()))
+    return (*found, *("triton",) * (capability >= 8 and shim.has_triton()))
 
 
 def programs(place: Place) -> Iterator[Program]:

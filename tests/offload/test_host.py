@@ -376,7 +376,7 @@ def test_a_plan_counts_the_way_to_the_host():
     there = plan.on(links={"host": slow})
     assert least < there.time.busy_s["host"] * rate / 1e6 < most
     assert there.time.seconds > 100 * plan.time.seconds
-    assert "the link of `host`" in there.limit
+    assert "the link between a device and its host's memory" in there.limit
     nothing = zeroxla.plan(MODELS["scanned"](), {"device": 8}, batch())
     assert "host" not in nothing.time.busy_s
 
