@@ -235,7 +235,7 @@ def report(
       checks: the targets.
       files: their name; None: that of the command.
       folder: their folder; it is made if it is missing.
-      versions: what is said about the machine beside `environment`.
+      versions: names and versions that are reported after those of `environment`.
 
     Returns:
       The exit code: 0 if every target is met, else 1.

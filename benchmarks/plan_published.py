@@ -1,4 +1,4 @@
-"""What `zeroxla plan` says of training runs on H100s, against what others published.
+"""Compares plans of training runs on H100s with throughputs that others published.
 
 Llama-2-7B, Llama-3.1-8B, Llama-2-70B and Llama-3-70B on 8 to 128 GPUs, by MaxText and torchtitan.
 One number is fitted, the efficiency of an H100. Nothing is run.
@@ -136,7 +136,7 @@ def fit(curves: Curves) -> float:
 
 
 def others(curves: Curves, point: Point) -> Curves:
-    """Return the curves without a point's, and without those of the same program and model."""
+    """Return all curves but those that share a point's program and model."""
     return {p: c for p, c in curves.items() if _kind(p) != _kind(point)}
 
 
@@ -211,7 +211,8 @@ each other: at most {worst} off. Memory's and links' rates are the makers'.
 ![planned against published](plan_published.png)
 
 Llama-2-7B on 32 GPUs, 4 sequences each, with the links of a DGX H100 (3200 Gbit/s a node): planned
-{at_3200} tokens/s of a GPU. No figure was published for it; the point above is of A3 High.
+{at_3200} tokens/s a GPU. No published figure for that machine was found; the point above ran on
+A3 High.
 
 ## Settings and sources
 

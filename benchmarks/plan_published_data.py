@@ -31,8 +31,10 @@ MACHINES: Mapping[str, Mapping[str, Any]] = {
         "flops_per_s": {"float32": (SXM + NVL) / 4, "bfloat16": (SXM + NVL) / 2},
     },
 }
-"""What differs from the table's H100, by machine. Grand Teton's has 96 GB of HBM2e, and 500 W
-instead of 700. Its peak is "between SXM and NVL", says torchtitan's page; the middle is planned."""
+"""The fields in which each machine's GPU differs from the table's H100.
+
+Grand Teton's has 96 GB of HBM2e, and 500 W instead of 700. Its peak is "between SXM and NVL", says
+torchtitan's page; the middle is planned."""
 
 LINKS = {DGX: "3200gbit", A3: "800gbit", TITAN: "3200gbit"}
 """What a node has towards others: eight cards of 400 Gbit/s, and on A3 High, as it is assumed here,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -125,6 +126,8 @@ def _backend(backend: str | None, *layouts: Layout, **sizes: int) -> Any:
             # jax-triton asks the GPU about itself, and ahead of time there is none.
             backend = "triton"
         else:
+            if capability == _AMPERE and not shim.has_triton():
+                _warn_of_xla()
             return None
     elif backend == "triton" and not shim.has_triton():
         raise ValueError(
@@ -140,6 +143,17 @@ def _backend(backend: str | None, *layouts: Layout, **sizes: int) -> Any:
             "Mosaic needs JAX 0.11); use backend=None, which finds one that does"
         )
     return importlib.import_module(f".{backend}", __package__)
+
+
+@functools.cache
+def _warn_of_xla() -> None:
+    """Warn, once in a process, that a GPU runs without the kernels that there are for it."""
+    warnings.warn(
+        "wires are quantized by XLA on this GPU, because its kernels need the packages jax-triton "
+        'and triton>=3.7; pip install "zeroxla[triton]" brings them on Linux, and backend="xla" '
+        "says that XLA is meant",
+        stacklevel=2,
+    )
 
 
 def _on_nvidia(

@@ -18,6 +18,7 @@ from gpu_parts.place import Place
 SIZE, SMALL_SIZE = 256 * MIB, MIB
 BUDGET_S = 0.1
 PREDICTED = RESULTS / "kernel_code.json"
+GPUS = ("A100", "H100", "H200")
 
 
 def measure(place: Place) -> Iterator[Finding]:
@@ -34,7 +35,7 @@ def measure(place: Place) -> Iterator[Finding]:
                 yield Finding(name=name, text=text, failed=row["fits"])
                 continue
             text = f"{100 * row['of_copy']:.0f} % of a copy, {row['gb_per_s']:,.0f} GB/s"
-            if backend == "mosaic" and (due := predictions.get(name_of(case))):
+            if due := predictions.get((backend, name_of(case))):
                 text += f"; predicted {100 * due:.0f} %"
             if backend != "xla":
                 text += f"; {row['over_xla']:.2f}x the reference's time"
@@ -50,14 +51,18 @@ def name_of(case: Case) -> str:
     return f"{kernel}, int{case.bits}, {case.dtype}, block {BLOCK}{rotated}"
 
 
-def _predictions() -> dict[str, float]:
-    """Return the predicted shares of this process's GPU by name; none for a GPU that has none."""
+def _predictions() -> dict[tuple[str, str], float]:
+    """Return the predicted shares of this process's GPU by backend and name; none for a GPU that
+    has none."""
     kind = jax.devices()[0].device_kind
-    gpu = next((gpu for gpu in ("H100", "H200") if gpu in kind), None)
-    if gpu is None:
-        return {}
-    rows = json.loads(PREDICTED.read_text())["kernels"]
-    return {row["kernel"]: row[f"{gpu} share"] for row in rows}
+    everything = json.loads(PREDICTED.read_text())
+    return {
+        (backend, row["kernel"]): row[f"{gpu} share"]
+        for backend, rows in (("mosaic", "kernels"), ("triton", "triton"))
+        for row in everything[rows]
+        for gpu in GPUS
+        if gpu in kind and f"{gpu} share" in row
+    }
 
 
 def programs(place: Place) -> Iterator[Program]:

@@ -1,4 +1,4 @@
-"""What a part yields: figures that were measured, and programs for a GPU that is not there."""
+"""The results of a part: measured figures, and programs for a GPU that is absent."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Finding:
     """One line of the report.
 
     Attributes:
-      name: what was measured, or the program that was compiled.
+      name: the name of the measured figure or of the compiled program.
       text: the result as it is shown.
       value: the number behind the text; None if there is none.
       limit: the most that `value` may be; None if the figure has no bound.

@@ -93,7 +93,7 @@ def measure(place: Place) -> Iterator[Finding]:
             return shortfall(logits, tokens, prompt)
 
         plain = jax.jit(forward)(variables, jnp.asarray(whole))
-    name = "largest logit less that of the greedy token"
+    name = "largest logit minus the greedy token's logit"
     yield bounded(
         f"{name}, forward of the training step, mean over rows", float(by_step), SHORTFALL
     )

@@ -1,4 +1,4 @@
-"""What a machine has: the GPUs that JAX sees or why it sees none, and whether it can compile."""
+"""Looks at the machine: the GPUs that JAX sees or why it sees none, and whether it can compile."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Machine:
     """The machine that programs run on.
 
     Attributes:
-      note: what is done with it, in words.
+      note: a sentence that says how its GPUs are used.
       kind: the GPU's name; "" if none is used.
       versions: of its driver and CUDA.
     """
@@ -36,11 +36,10 @@ class Machine:
 
     @classmethod
     def of(cls, found: dict[str, Any], num_devices: int) -> Machine:
-        """Return the machine that `look` found, of which `num_devices` GPUs are used."""
+        """Return the machine that `look` found. The parts use `num_devices` of its GPUs."""
         note = (
             f"{found['num_devices']} x {found['kind']}, compute capability {found['capability']}, "
-            f"of which {num_devices} are used; JAX takes {found['memory_bytes'] / 1e9:.1f} GB of "
-            "each."
+            f"{num_devices} in use; JAX takes {found['memory_bytes'] / 1e9:.1f} GB of each."
         )
         return cls(note=note, kind=found["kind"], versions=found["versions"])
 

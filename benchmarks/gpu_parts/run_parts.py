@@ -50,11 +50,11 @@ class Part:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """What became of a part.
+    """The result of running a part.
 
     Attributes:
       part: the part.
-      findings: what it found, also before it failed.
+      findings: its results; those from before a failure are kept.
       seconds: how long it took.
       skipped: why it did not run; "" if it did.
       error: why it did not end well; "" if it did.

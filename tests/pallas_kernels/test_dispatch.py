@@ -99,8 +99,11 @@ def test_gpus_before_hopper_run_triton(chosen):
     assert chosen(8, installed=True, block=5000) == "triton"
 
 
-def test_gpus_before_hopper_run_xla_without_jax_triton(chosen):
-    assert chosen(8, installed=False) is None
+def test_gpus_before_hopper_run_xla_without_jax_triton_and_say_so_once(chosen):
+    dispatch._warn_of_xla.cache_clear()
+    with pytest.warns(UserWarning, match=r'by XLA on this GPU, .* "zeroxla\[triton\]"'):
+        assert chosen(8, installed=False) is None
+    assert chosen(8, installed=False, block=128) is None
 
 
 def test_hopper_runs_mosaic_and_triton_where_that_does_not_fit(chosen):

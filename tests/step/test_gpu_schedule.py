@@ -100,7 +100,7 @@ def test_exchanges_overlap_matmuls(preset, scan):
         mesh = target_mesh(H200, gpu_exchanges.MESH)
     except WheelsMissingError as error:
         pytest.skip(str(error))
-    found = gpu_exchanges.compiled(mesh, preset, scan=scan)
+    found, _ = gpu_exchanges.compiled(mesh, preset, scan=scan)
     for check in gpu_exchanges.make_checks(preset, found, scan=scan):
         # XLA runs a scanned layer's hop over `device` beside the sums of the layer before it, and
         # takes the last turn out of the loop.

@@ -110,7 +110,7 @@ class StageProgram:
             stage=stage,
             layout=layout,
             wiring=wiring,
-            runner=make_runner(plan, layout, wiring, limits),
+            runner=make_runner(plan, layout, _in_a_branch(wiring), limits),
             inputs=arrays,
             outputs=() if stage.is_last else tuple(jax.tree.leaves(result)),
             tree=tree,
@@ -229,3 +229,12 @@ class StageProgram:
         self, resident: Sequence[jax.Array], x: Sequence[jax.Array], batch: Any, key: jax.Array
     ) -> list[jax.Array]:
         return [*resident, *x, *jax.tree.leaves(batch), key]
+
+
+def _in_a_branch(wiring: Wiring) -> Wiring:
+    """Return the wiring of a stage, whose program is one branch of a step's.
+
+    XLA runs the exchanges of a branch beside nothing, so none waits for a loop's next turn.
+    """
+    collectives = dataclasses.replace(wiring.collectives, exchanges_across_turns=False)
+    return dataclasses.replace(wiring, collectives=collectives)

@@ -152,8 +152,7 @@ def _absent_device(mesh: jax.sharding.Mesh) -> Any | None:
     """Return a device of the mesh, or the kind that an abstract mesh names; None if it is a GPU of
     this process, for which JAX's own checks hold."""
     if isinstance(mesh, jax.sharding.AbstractMesh):
-        device = mesh.abstract_device
-        device = jax.devices()[0] if device is None else device
+        device = mesh.abstract_device or jax.devices()[0]
     else:
         device = mesh.devices.flat[0]
     if device.platform == "gpu" and jax.default_backend() == "gpu" and device in jax.devices():
