@@ -29,10 +29,11 @@ NUM_DEVICES = 8
 LENGTH = 128
 
 
-def start(*, flags: str = "") -> Mesh:
-    """Simulate 8 devices in this process, as 2 nodes of 4; `flags` are added to XLA_FLAGS."""
+def start(*, flags: str = "", threads: int | None = None) -> Mesh:
+    """Simulate 8 devices in this process, as 2 nodes of 4; `flags` are added to XLA_FLAGS, and
+    `threads` are those of `zeroxla.simulate`."""
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip()
-    zeroxla.simulate(NUM_DEVICES)
+    zeroxla.simulate(NUM_DEVICES, threads=threads)
     return zeroxla.make_mesh(nodes=2)
 
 

@@ -175,15 +175,16 @@ class _Plain:
 class _Alone:
     def __init__(self, mesh: Mesh) -> None:
         adapted = adapt(MODEL)
-        # A copy for each device, along a first dim that is split over all.
+        # The copies of all devices lie one behind the other, along the first dim.
         every = PartitionSpec(("node", "device"))
 
         def init(batch: Any) -> Any:
             params, _ = adapted.init(jax.random.key(0), batch)
-            return jax.tree.map(lambda x: x[None], (params, OPTIMIZER.init(params)))
+            return jax.tree.map(jnp.atleast_1d, (params, OPTIMIZER.init(params)))
 
         def train(state: Any, batch: Any) -> Any:
-            params, opt_state = jax.tree.map(lambda x: x[0], state)
+            # Only the optimizer's count is a scalar.
+            params, opt_state = jax.tree.map(lambda x: x[0] if x.shape == (1,) else x, state)
 
             def loss(params: Any) -> jax.Array:
                 return adapted.loss(params, {}, batch, jax.random.key(0), train=True)[0]
@@ -191,7 +192,7 @@ class _Alone:
             value, grads = jax.value_and_grad(loss)(params)
             updates, opt_state = OPTIMIZER.update(grads, opt_state, params)
             state = (optax.apply_updates(params, updates), opt_state)
-            return jax.tree.map(lambda x: x[None], state), value[None]
+            return jax.tree.map(jnp.atleast_1d, state), value[None]
 
         def over_devices(fun: Any, ins: Any, outs: Any, **options: Any) -> Any:
             mapped = jax.shard_map(fun, mesh=mesh, in_specs=ins, out_specs=outs, check_vma=False)

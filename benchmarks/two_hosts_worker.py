@@ -63,7 +63,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="A process of zeroxla on one of two hosts.")
     parser.add_argument("--port", type=int, required=True, help="that process 0 listens on")
     options = parser.parse_args()
-    zeroxla.simulate(task.RANKS_PER_HOST)
+    # A thread for each device, as a rank of the peers has.
+    zeroxla.simulate(task.RANKS_PER_HOST, threads=task.RANKS_PER_HOST)
     zeroxla.initialize(
         f"{os.environ['MASTER_ADDR']}:{options.port}",
         num_processes=int(os.environ["WORLD_SIZE"]),

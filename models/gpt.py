@@ -166,6 +166,9 @@ class GPT(nn.Module):
         }
         if not self.scan:
             for i in range(self.layers):
+                # Else XLA, on CPUs, adds up all earlier blocks again wherever a block reads x, in
+                # backward too.
+                x_BLD = jax.lax.optimization_barrier(x_BLD)
                 x_BLD, _ = block(**shape, name=f"h_{i}")(x_BLD, mask_BL, start)
             return x_BLD
         stack = nn.scan(

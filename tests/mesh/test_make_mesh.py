@@ -215,17 +215,22 @@ def test_simulate_after_jax_started():
         simulate(4)
     with pytest.raises(ValueError, match="cannot simulate 0 devices; give 1 or more"):
         simulate(0)
+    with pytest.raises(ValueError, match="7 threads cannot run 8 devices"):
+        simulate(8, threads=7)
 
 
 @pytest.mark.smoke
-def test_simulate_before_jax_starts():
+@pytest.mark.parametrize(
+    ("options", "threads"), [("", max(24, os.cpu_count() or 1)), (", threads=3", 3)]
+)
+def test_simulate_before_jax_starts(options: str, threads: int):
     program = (
-        "import os, zeroxla; zeroxla.simulate(3);"
+        f"import os, zeroxla; zeroxla.simulate(3{options});"
         "import jax, jax.numpy as jnp;"
         "mesh = zeroxla.make_mesh(nodes=3);"
         "assert dict(mesh.shape) == {'node': 3, 'device': 1}, mesh;"
-        "assert int(os.environ['NPROC']) >= 64;"
-        "zeroxla.simulate(3);"
+        f"assert int(os.environ['NPROC']) == {threads};"
+        f"zeroxla.simulate(3{options});"
         "print(len(jax.devices()), jax.default_backend())"
     )
     env = {k: v for k, v in os.environ.items() if k not in ("NPROC", "XLA_FLAGS", "JAX_PLATFORMS")}

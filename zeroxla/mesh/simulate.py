@@ -9,27 +9,47 @@ import jax
 from zeroxla.program.compat import backends_started
 
 
-def simulate(num_devices: int, *, keep_accelerators: bool = False) -> None:
+def pool_threads(num_devices: int) -> int:
+    """Return how many threads JAX's pool gets for simulated devices: 8 a device, or one a core.
+
+    A device blocks a thread for each collective that it has in flight.
+    """
+    return max(8 * num_devices, os.cpu_count() or 1)
+
+
+def simulate(
+    num_devices: int, *, threads: int | None = None, keep_accelerators: bool = False
+) -> None:
     """Show this process's CPU as `num_devices` devices. Call it before JAX is used.
 
     A collective blocks one thread for each simulated device, and JAX sizes its thread pool by the
     number of cores. With few cores the pool starves and the run dies in a rendezvous. The variable
-    `NPROC` enlarges the pool, so this sets it, to 64 or more.
+    `NPROC` enlarges the pool, so this sets it.
 
     Args:
       num_devices: how many devices, 1 or more.
+      threads: of the pool, `num_devices` or more. None means 8 a device or one a core, whichever is
+        more, and no fewer than `NPROC` says. XLA splits every product of matrices among all of
+        them, so few are faster where devices outnumber cores: a training step of 4 devices on 2
+        cores takes 0.75 of its time with a thread a device.
       keep_accelerators: leave GPUs visible. JAX then prefers them, and the simulated devices serve
         machines without GPUs.
 
     Raises:
-      ValueError: `num_devices` is below 1.
+      ValueError: `num_devices` is below 1, or `threads` below `num_devices`.
       RuntimeError: JAX has already started, with other devices or without the larger pool.
     """
     if num_devices < 1:
         raise ValueError(f"cannot simulate {num_devices} devices; give 1 or more")
-    pool = max(64, 8 * num_devices)
+    if threads is not None and threads < num_devices:
+        raise ValueError(
+            f"{threads} threads cannot run {num_devices} devices, each of which may wait for the "
+            f"others; give {num_devices} or more, or leave threads out"
+        )
+    at_least = int(os.environ.get("NPROC", "0"))
+    pool = max(pool_threads(num_devices), at_least) if threads is None else threads
     if backends_started():
-        enough_threads = int(os.environ.get("NPROC", "0")) >= min(pool, 64)
+        enough_threads = at_least >= min(pool, 64)
         if jax.default_backend() == "cpu" and len(jax.devices()) == num_devices and enough_threads:
             return
         raise RuntimeError(
@@ -37,7 +57,7 @@ def simulate(num_devices: int, *, keep_accelerators: bool = False) -> None:
             f"{jax.default_backend()} device(s); call it first thing in the program (in a "
             f"notebook: restart the kernel and run it in the first cell)"
         )
-    os.environ["NPROC"] = str(max(pool, int(os.environ.get("NPROC", "0"))))
+    os.environ["NPROC"] = str(pool)
     if not keep_accelerators:
         jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", num_devices)

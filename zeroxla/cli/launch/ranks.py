@@ -27,6 +27,7 @@ from zeroxla.mesh.processes.environment import (
     STARTED,
     TOKEN,
 )
+from zeroxla.mesh.simulate import pool_threads
 
 DEFAULT_PORT = 29400
 _SIMULATED = 8
@@ -126,7 +127,7 @@ def _told(
         FAREWELL: str(options.farewell),
         RESTART: str(restart),
         STARTED: options.started,
-        "NPROC": os.environ.get("NPROC", str(max(64, 8 * devices))),
+        "NPROC": os.environ.get("NPROC", str(pool_threads(devices))),
         "PYTHONUNBUFFERED": "1",
     }
 
