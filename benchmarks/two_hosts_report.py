@@ -97,6 +97,9 @@ def targets(lines: Mapping[str, Line]) -> list[Check]:
     if have(["zero3", PLAIN], UNBOUND):
         ratio = lines["zero3"].seconds(UNBOUND) / lines[PLAIN].seconds(UNBOUND)
         check("zero3: step over plain jit FSDP's, unshaped", ratio, 1.1)
+    if have([ALONE, PEERS_ALONE], UNBOUND):
+        ratio = lines[ALONE].seconds(UNBOUND) / lines[PEERS_ALONE].seconds(UNBOUND)
+        check("nothing sent: step over PyTorch's, unshaped", ratio, 1.25)
     for label, other, limit in (
         ("zeropp", "zero3", 1 / 2.2),
         ("zeropp", FSDP2, 0.16),

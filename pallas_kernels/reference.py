@@ -217,7 +217,7 @@ def dequantized_pieces(data: jax.Array, rows: list[jax.Array], layout: Layout) -
     pieces = [decode(c, step, offset, layout.rule) for c in unpack(data, layout, MACHINE)]
     if not layout.rotated:
         return pieces
-    return [lax.optimization_barrier(rotate_back(_joined(pieces, layout)))]
+    return [rotate_back(_joined(pieces, layout))]
 
 
 def _joined(pieces: Sequence[jax.Array], layout: Layout) -> jax.Array:

@@ -41,13 +41,15 @@ def rotate(x: jax.Array) -> jax.Array:
     Cost: 5 additions for each element.
     """
     groups = x.reshape(-1, SIZE)
-    return _hadamard(groups * _signs()).reshape(x.shape)
+    return lax.optimization_barrier(_hadamard(groups * _signs())).reshape(x.shape)
 
 
 def rotate_back(x: jax.Array) -> jax.Array:
     """Undo `rotate`, up to the rounding of sums."""
-    groups = _hadamard(x.reshape(-1, SIZE)) * (_signs() * np.float32(BACK))
-    return groups.reshape(x.shape)
+    # Else XLA decodes an element once for each sum that it is in.
+    groups = lax.optimization_barrier(x).reshape(-1, SIZE)
+    groups = _hadamard(groups) * (_signs() * np.float32(BACK))
+    return lax.optimization_barrier(groups).reshape(x.shape)
 
 
 def _signs() -> jax.Array:
@@ -62,7 +64,7 @@ def _hadamard(x: jax.Array) -> jax.Array:
     such vectors. Each element is summed by itself, in the order of the stages, and not together
     with its group. That is more sums in fewer passes over memory, and several times as fast.
     """
-    x = _stages(x.reshape(-1, 8, 4))
+    x = lax.optimization_barrier(_stages(x.reshape(-1, 8, 4)))
     return _stages(x.reshape(-1, 4, 1)).reshape(-1, SIZE)
 
 
@@ -76,4 +78,4 @@ def _stages(x: jax.Array) -> jax.Array:
         signs = jnp.where(minus, jnp.float32(-1), jnp.float32(1))[:, None]
         parts = [a + b * signs for a, b in zip(parts[:stride], parts[stride:], strict=True)]
         stride //= 2
-    return lax.optimization_barrier(parts[0])
+    return parts[0]
