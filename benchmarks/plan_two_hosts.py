@@ -166,14 +166,15 @@ the nine in its place:
 
 ## Misses
 
-* Quantized wires at 100 Mbit/s are planned a fifth too slow. A plan on CPUs has no collective
-  beside computation, true of each device; but four devices share two cores here, and while one
-  waits for the wire another computes. Nothing of the kind shows for zero3, whose wire is much
-  longer than its computation.
+* Quantized wires are planned too slow: by a fifth to a quarter at 1 and 10 Gbit/s, and zeropp by
+  two fifths at 100 Mbit/s. The number is found on zero3, which moves 65 MB a step through Gloo on
+  the cores that compute; a plan has no such cost, so the number holds it, and slows the others.
+* A plan on CPUs has no collective beside computation, true of each device; but four devices share
+  two cores here, and while one waits for the wire another computes. That shows most in zeropp at
+  100 Mbit/s, little in zeropp_min, which fetches the differences of all weights before a step, and
+  not in zero3, whose wire is much longer than its computation.
 * For that reason a calibration on a step that mostly waits (100 Mbit/s) misses the others: what
   is calibrated is computation, so calibrate on a step that mostly computes.
-* zeropp at 1 Gbit/s is planned faster than measured: its wire takes 0.07 s, and its step grew by
-  0.23 s.
 """
 
 
