@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
@@ -79,6 +80,37 @@ def test_temporaries_do_not_grow_by_gathered_leaves_with_the_layers(scan, thresh
 @needs_barriers
 def test_leaves_kept_for_reuse_do_show_in_the_temporaries():
     assert growth_in_blocks(False, threshold=0, keep=KEEP) > 1
+
+
+class OneBlock(nn.Module):
+    """A perceptron whose leaves are read many times, unrolled."""
+
+    uses: int
+
+    @nn.compact
+    def __call__(self, x):
+        wide, narrow, norm = nn.Dense(16 * 384), nn.Dense(384), nn.LayerNorm()
+        for _ in range(self.uses):
+            x = x + narrow(nn.gelu(wide(norm(x))))
+        return x
+
+
+@needs_barriers
+@pytest.mark.parametrize("threshold", [0, 10**9], ids=["fetched", "persistent"])
+def test_gradient_of_a_leaf_is_summed_use_by_use(threshold):
+    def temporaries(uses):
+        step = zeroxla.make_step(
+            OneBlock(uses),
+            zeroxla.make_mesh(nodes=2, devices_per_node=4),
+            optax.sgd(1e-3),
+            loss=lambda apply, x, *, train: (apply(x) ** 2).mean(),
+            config=zeroxla.ZeroConfig(persistence_threshold=threshold),
+        )
+        x = jax.ShapeDtypeStruct((4 * WORLD, 384), jnp.float32)
+        program = step.lower(step.abstract_state(x), x).compile()
+        return zeroxla.inspect.memory(program).temp_bytes
+
+    assert temporaries(8) < 1.3 * temporaries(2)
 
 
 @pytest.mark.parametrize(

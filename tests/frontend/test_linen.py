@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax.linen import partitioning
 from tools.adapters import KEY, X, once, shapes
 from tools.quick import quick_compilation  # noqa: F401
 
@@ -183,6 +184,32 @@ class TwoHeads(nn.Module):
 
     def __call__(self, x, *, train):
         return self.decoder(self.encode(x, train))
+
+
+def test_linen_method_named_decode_is_no_cache():
+    class Autoencoder(TwoHeads):
+        def decode(self, z):
+            return self.decoder(z)
+
+    adapted = adapt(Autoencoder(), lambda apply, x, *, train: (apply(x, train=train) ** 2).mean())
+    assert adapted.caching is None
+    _, _, (loss, _, _) = once(adapted)
+    assert np.isfinite(loss)
+
+
+def test_linen_collections_without_arrays_are_no_state():
+    class WithAxes(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            init = nn.initializers.ones
+            return x @ partitioning.param_with_axes("w", init, (4, 2), axes=("embed", "mlp"))
+
+        def loss(self, batch, *, train):
+            return self(batch).mean()
+
+    params, state, _ = once(adapt(WithAxes()))
+    assert shapes(params) == {"w": (4, 2)}
+    assert state == {}
 
 
 def test_linen_loss_function_may_call_the_module_as_it_likes():

@@ -43,6 +43,7 @@ class PassPlan:
 
     Attributes:
       linear: forward and backward of each straight segment.
+      summed: the values whose cotangents are summed as they come: the leaves.
       kept: (moment, leaf) for each leaf that stays whole after its use at that moment, counted
         over forward and backward.
       forward_order, backward_order: the order of the gathers in each pass.
@@ -53,6 +54,7 @@ class PassPlan:
     """
 
     linear: Mapping[Segment, Linearized]
+    summed: frozenset[Value]
     kept: frozenset[tuple[int, Value]]
     forward_order: FetchOrder
     backward_order: FetchOrder
@@ -103,8 +105,10 @@ def plan_passes(
       in_remat: whether forward runs a second time before backward.
     """
     segments = plan.segments
+    # The inputs of a whole model are leaves that are not gathered.
+    summed = frozenset(plan.leaves if in_loop or in_remat else (*plan.leaves, *plan.inputs))
     linear: dict[Segment, Linearized] = {
-        seg: linearize(seg, plan.active, plan.constants)
+        seg: linearize(seg, plan.active, plan.constants, summed)
         for seg in segments
         if isinstance(seg, Straight)
     }
@@ -146,6 +150,7 @@ def plan_passes(
     )
     return PassPlan(
         linear=linear,
+        summed=summed,
         kept=kept,
         forward_order=forward_order,
         backward_order=backward_order,

@@ -11,11 +11,13 @@ reads: no bias, no embedding table.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
+from jax import lax
 
 from zeroxla.fetch.barriers import with_barriers
 from zeroxla.fetch.segments import Straight
@@ -86,13 +88,19 @@ class Linearized:
         return dict(zip(self.targets, cotangents, strict=True))
 
 
-def linearize(segment: Straight, active: Iterable[Value], constants: Iterable[Value]) -> Linearized:
+def linearize(
+    segment: Straight,
+    active: Iterable[Value],
+    constants: Iterable[Value],
+    summed: Iterable[Value],
+) -> Linearized:
     """Trace the forward and backward of a segment.
 
     Args:
       segment: the segment to differentiate.
       active: the values that have a gradient.
       constants: the inputs from which a residual may be recomputed, as from a leaf.
+      summed: the values whose cotangents are summed one reader at a time; see `_sum_up_to_here`.
     """
     active, constants = frozenset(active), frozenset(constants)
     everything = (*segment.leaves, *segment.inputs)
@@ -100,6 +108,7 @@ def linearize(segment: Straight, active: Iterable[Value], constants: Iterable[Va
     rest = tuple(v for v in everything if v not in active)
     outputs = tuple(v for v in segment.outputs if v in active)
     passive = tuple(v for v in segment.outputs if v not in active)
+    summed = active.intersection(summed)
     pullback_tree = None
 
     def with_residuals(target_args: list[jax.Array], rest_args: list[jax.Array]) -> Any:
@@ -107,7 +116,7 @@ def linearize(segment: Straight, active: Iterable[Value], constants: Iterable[Va
 
         def primal(target_args: list[jax.Array]) -> tuple[list, list]:
             env = dict(zip((*targets, *rest), (*target_args, *rest_args), strict=True))
-            run_saving_no_leaf(segment, env)
+            run_saving_no_leaf(segment, env, summed)
             return [env[v] for v in outputs], [env[v] for v in passive]
 
         out, pullback, aux = jax.vjp(primal, target_args, has_aux=True)
@@ -151,13 +160,21 @@ def linearize(segment: Straight, active: Iterable[Value], constants: Iterable[Va
     )
 
 
-def run_saving_no_leaf(segment: Straight, env: dict[Value, Any]) -> None:
+def run_saving_no_leaf(segment: Straight, env: dict[Value, Any], summed: frozenset[Value]) -> None:
     """Run a segment's equations, with `jax.checkpoint` around each `cond` that reads leaves.
 
     A branch returns its residuals, copies of the leaves among them, as results of the `cond`, where
     they look like activations. Cost: the taken branch runs once more in backward.
+
+    Args:
+      segment: the segment.
+      env: its leaves and inputs; results are added.
+      summed: the values whose cotangents are summed one reader at a time; see `_sum_up_to_here`.
     """
     model = set(segment.leaves)
+    readers = collections.Counter(
+        v for eq in segment.equations for v in summed.intersection(eq.values)
+    )
     for eq in segment.equations:
         args = [read(env, a) for a in eq.inputs]
         if eq.values and model.issuperset(eq.values):
@@ -169,6 +186,30 @@ def run_saving_no_leaf(segment: Straight, env: dict[Value, Any]) -> None:
         if eq.name == "cond" and not model.isdisjoint(eq.values):
             call = jax.checkpoint(call)
         env.update(zip(eq.outputs, call(*args)))
+        for v in summed.intersection(eq.values):
+            readers[v] -= 1
+            if readers[v]:
+                env[v] = _sum_up_to_here(env[v])
+
+
+@jax.custom_vjp
+def _sum_up_to_here(x: jax.Array) -> jax.Array:
+    """Return x. In backward the cotangents of later readers are added up before others come.
+
+    XLA makes one kernel of all sums otherwise, before which every reader's cotangent is alive.
+    """
+    return x
+
+
+def _sum_up_to_here_forward(x: jax.Array) -> tuple[jax.Array, None]:
+    return x, None
+
+
+def _sum_up_to_here_backward(_: None, ct: jax.Array) -> tuple[jax.Array]:
+    return (lax.optimization_barrier(ct),)
+
+
+_sum_up_to_here.defvjp(_sum_up_to_here_forward, _sum_up_to_here_backward)
 
 
 def _recomputable(

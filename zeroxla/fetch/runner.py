@@ -218,7 +218,8 @@ class FetchRunner:
                     reductions=reductions,
                 )
                 for v, ct in self._residents_first(seg, grads).items():
-                    (whole if v in self.passes.first_use else cts).add(v, ct)
+                    sums = whole if v in self.passes.first_use else cts
+                    (sums.add_at_once if v in self.passes.summed else sums.add)(v, ct)
             ready = [v for v in whole if self.passes.first_use[v] == i]
             if ready:
                 # Otherwise XLA joins the reduces of units that wait for the same activation.

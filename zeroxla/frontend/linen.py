@@ -34,7 +34,9 @@ def adapt_linen(module: nn.Module, loss: Callable[..., Any] | None) -> Adapted:
     def apply(params: Tree, model_state: Tree, *args: Any, **kwargs: Any) -> Any:
         return module.apply({"params": params, **model_state}, *args, **kwargs)
 
-    caching = linen_caching(module) if hasattr(module, "decode") else None
+    # Not a method of this name, as autoencoders have one.
+    has_field = isinstance(getattr(module, "decode", None), bool)
+    caching = linen_caching(module) if has_field else None
     return Adapted.of(init, call, apply=apply, caching=caching, **about_call(module, loss))
 
 
@@ -68,8 +70,9 @@ def linen_functions(
     """Return `run(module, batch, train)` as two pure functions.
 
     Parameters are the collection "params". Every other collection is model state, mutable in
-    training only, except the outputs of `sow` and `perturb` (see `is_output`). Boxed leaves
-    (`nn.Partitioned` and other axis metadata) are unboxed. `init` runs with train=True, so that
+    training only, except the outputs of `sow` and `perturb` (see `is_output`) and collections that
+    hold no arrays, such as `params_axes`. Boxed leaves (`nn.Partitioned` and other axis metadata)
+    are unboxed. `init` runs with train=True, so that
     variables that only training uses exist too.
 
     Rng streams are found by tracing: a name that `make_rng` asks for gets `stream_key(key, name)`.
@@ -95,7 +98,8 @@ def linen_functions(
                     f"parameter {'/'.join(path)} is a {type(leaf).__name__}; a parameter must be "
                     "one array: declare each array with a self.param of its own"
                 )
-        return params, {n: c for n, c in variables.items() if not is_output(c)}
+        state = {n: c for n, c in variables.items() if jax.tree.leaves(c) and not is_output(c)}
+        return params, state
 
     def apply(
         params: Tree, state: Tree, batch: Any, key: jax.Array, *, train: bool, streams: set[str]
