@@ -36,7 +36,7 @@ def main() -> int:
     parser.add_argument("--work", type=Path, default=Path("runs/quality"))
     parser.add_argument("--only", nargs="*", help="train only these variants, and report nothing")
     arguments = parser.parse_args()
-    start(threads=NUM_DEVICES)  # the same bits as with more, in 0.75 of the time
+    start(threads=NUM_DEVICES)  # the same bits as with more, sooner
     arguments.work.mkdir(parents=True, exist_ok=True)
     setup = Setup(load_corpus(), arguments.steps, arguments.work)
     chosen = [v for v in VARIANTS if arguments.only is None or v.name in arguments.only]

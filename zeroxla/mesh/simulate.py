@@ -30,8 +30,7 @@ def simulate(
       num_devices: how many devices, 1 or more.
       threads: of the pool, `num_devices` or more. None means 8 a device or one a core, whichever is
         more, and no fewer than `NPROC` says. XLA splits every product of matrices among all of
-        them, so few are faster where devices outnumber cores: a training step of 4 devices on 2
-        cores takes 0.75 of its time with a thread a device.
+        them, so one a device is faster where devices outnumber cores.
       keep_accelerators: leave GPUs visible. JAX then prefers them, and the simulated devices serve
         machines without GPUs.
 
