@@ -6,15 +6,8 @@ import os
 
 import jax
 
+from zeroxla.mesh.pool import pool_threads
 from zeroxla.program.compat import backends_started
-
-
-def pool_threads(num_devices: int) -> int:
-    """Return how many threads JAX's pool gets for simulated devices: 8 a device, or one a core.
-
-    A device blocks a thread for each collective that it has in flight.
-    """
-    return max(8 * num_devices, os.cpu_count() or 1)
 
 
 def simulate(

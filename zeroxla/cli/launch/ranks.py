@@ -15,6 +15,7 @@ from pathlib import Path
 from zeroxla.cli.launch import child
 from zeroxla.cli.launch.hostfile import Host, read_hostfile
 from zeroxla.cli.launch.options import LaunchOptions
+from zeroxla.mesh.pool import pool_threads
 from zeroxla.mesh.processes.environment import (
     COORDINATOR,
     FAREWELL,
@@ -27,7 +28,6 @@ from zeroxla.mesh.processes.environment import (
     STARTED,
     TOKEN,
 )
-from zeroxla.mesh.simulate import pool_threads
 
 DEFAULT_PORT = 29400
 _SIMULATED = 8
