@@ -30,8 +30,12 @@ LENGTH = 128
 
 
 def start(*, flags: str = "", threads: int | None = None) -> Mesh:
-    """Simulate 8 devices in this process, as 2 nodes of 4; `flags` are added to XLA_FLAGS, and
-    `threads` are those of `zeroxla.simulate`."""
+    """Simulate 8 devices in this process, as 2 nodes of 4.
+
+    Args:
+      flags: what is added to XLA_FLAGS.
+      threads: the argument of `zeroxla.simulate` with this name.
+    """
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip()
     zeroxla.simulate(NUM_DEVICES, threads=threads)
     return zeroxla.make_mesh(nodes=2)

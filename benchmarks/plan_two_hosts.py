@@ -151,9 +151,10 @@ def draw(measured: Mapping[Point, float], planned: Mapping[Point, float]) -> Non
 BODY = """\
 Measured: the medians of two_hosts.json (a GPT of 10.8 million parameters, 2 hosts of 2 devices on
 two shared cores, a shaped link); they were not measured again. Planned: the same step from its
-trace, on the table's "{label}", whose FLOP/s and memory's bytes/s are scaled by one number,
-{efficiency:.3f}, found on the one point that is marked. The link's rate is that of its name, the
-link inside a host a guess of the table.
+trace, on the "{label}" of the table of machines. Its FLOP/s and its memory's bytes/s are
+multiplied by one number, {efficiency:.3f}. One measured point gave this number; it is marked below.
+The link between the hosts has the rate that its name says. The rate inside a host is the table's
+guess.
 
 {rows}
 
@@ -167,8 +168,9 @@ the nine in its place:
 ## Misses
 
 * Quantized wires are planned too slow: by a fifth to a quarter at 1 and 10 Gbit/s, and zeropp by
-  two fifths at 100 Mbit/s. The number is found on zero3, which moves 65 MB a step through Gloo on
-  the cores that compute; a plan has no such cost, so the number holds it, and slows the others.
+  two fifths at 100 Mbit/s. In zero3 the cores that compute also move 65 MB a step through Gloo. A
+  plan does not count that work. The scale found on zero3 makes up for it by slower computation,
+  and so plans the others, which move few bytes, too slow.
 * A plan on CPUs has no collective beside computation, true of each device; but four devices share
   two cores here, and while one waits for the wire another computes. That shows most in zeropp at
   100 Mbit/s, little in zeropp_min, which fetches the differences of all weights before a step, and

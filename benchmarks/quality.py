@@ -4,10 +4,10 @@
 
 Trains a GPT of 0.83 million parameters on the Python files of the running interpreter's standard
 library, on 8 simulated devices, once for each variant and seed: the same initial weights, the same
-batches. 46 trainings of 1000 steps take about 140 minutes on 2 cores; what is finished lies in
-FOLDER (default runs/quality), and a run that was stopped goes on where it was. Those of a run of 8
-seeds that is not finished yet are in results/quality_trainings. Exits with 1 if a target is missed;
-writes results/quality.json, .md and .png.
+batches. 46 trainings of 1000 steps take about two hours on 2 cores; what is finished lies in
+FOLDER (default runs/quality), and a run that was stopped goes on where it was. The folder
+benchmarks/results/quality_trainings holds a run that is not finished: give it as FOLDER to go on.
+Exits with 1 if a target is missed; writes results/quality.json, .md and .png.
 """
 
 from __future__ import annotations

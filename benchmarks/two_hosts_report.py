@@ -70,7 +70,11 @@ def bits_per_second(rate: str) -> float:
 
 
 def communication_seconds(lines: Mapping[str, Line], label: str, rate: str) -> float:
-    """Return a row's step at a rate less that of its own framework that sends nothing."""
+    """Return how much longer a row's step takes at a rate than a step that sends nothing.
+
+    The step that sends nothing is that of the row's own framework. The link's rate does not matter
+    to it, so its steps at all rates count.
+    """
     line = lines[label]
     alone = lines[ALONE if line.side == OURS else PEERS_ALONE]
     return line.seconds(rate) - alone.seconds_at_all_rates()

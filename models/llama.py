@@ -183,9 +183,7 @@ class Llama(nnx.Module):
             x_BLD = nnx.scan(run, in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x_BLD, self.layers)
         else:
             for block in self.layers:
-                # Else XLA, on CPUs, adds up all earlier blocks again wherever a block reads x, in
-                # backward too.
-                x_BLD = run(jax.lax.optimization_barrier(x_BLD), block)
+                x_BLD = run(x_BLD, block)
         x_BLD = self.norm(x_BLD)
         head_VD = self.embed_tokens.embedding if self.lm_head is None else self.lm_head
         if targets_BL is None:

@@ -191,10 +191,27 @@ def test_linen_method_named_decode_is_no_cache():
         def decode(self, z):
             return self.decoder(z)
 
-    adapted = adapt(Autoencoder(), lambda apply, x, *, train: (apply(x, train=train) ** 2).mean())
+    class WithDecoder(nn.Module):
+        decode: nn.Module
+
+        def __call__(self, x, *, train):
+            return self.decode(x)
+
+    class WithSwitch(nn.Module):
+        decode: bool | None = None
+
+        def __call__(self, x, *, train):
+            return x
+
+    def loss(apply, x, *, train):
+        return (apply(x, train=train) ** 2).mean()
+
+    assert adapt(WithDecoder(nn.Dense(4)), loss).caching is None
+    assert adapt(WithSwitch(), loss).caching is not None
+    adapted = adapt(Autoencoder(), loss)
     assert adapted.caching is None
-    _, _, (loss, _, _) = once(adapted)
-    assert np.isfinite(loss)
+    _, _, (value, _, _) = once(adapted)
+    assert np.isfinite(value)
 
 
 def test_linen_collections_without_arrays_are_no_state():

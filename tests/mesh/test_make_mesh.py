@@ -213,9 +213,11 @@ def test_simulate_after_jax_started():
     simulate(8)  # What the tests run with already: nothing to do.
     with pytest.raises(RuntimeError, match=r"simulate\(4\) came after JAX had started with 8 cpu"):
         simulate(4)
+    with pytest.raises(RuntimeError, match=r"simulate\(8, threads=9\) came after .* NPROC="):
+        simulate(8, threads=9)
     with pytest.raises(ValueError, match="cannot simulate 0 devices; give 1 or more"):
         simulate(0)
-    with pytest.raises(ValueError, match="7 threads cannot run 8 devices"):
+    with pytest.raises(ValueError, match="7 threads are too few for 8 devices: "):
         simulate(8, threads=7)
 
 

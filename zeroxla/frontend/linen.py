@@ -1,5 +1,6 @@
 """flax.linen modules: variables in, variables out."""
 
+import dataclasses
 import re
 from collections.abc import Callable
 from functools import partial
@@ -34,10 +35,17 @@ def adapt_linen(module: nn.Module, loss: Callable[..., Any] | None) -> Adapted:
     def apply(params: Tree, model_state: Tree, *args: Any, **kwargs: Any) -> Any:
         return module.apply({"params": params, **model_state}, *args, **kwargs)
 
-    # Not a method of this name, as autoencoders have one.
-    has_field = isinstance(getattr(module, "decode", None), bool)
-    caching = linen_caching(module) if has_field else None
+    caching = linen_caching(module) if has_decode_switch(module) else None
     return Adapted.of(init, call, apply=apply, caching=caching, **about_call(module, loss))
+
+
+def has_decode_switch(module: nn.Module) -> bool:
+    """Return whether a module has the field `decode` of flax's convention.
+
+    Autoencoders have a method or a submodule of this name, which switches no cache on.
+    """
+    fields = {field.name for field in dataclasses.fields(module)}
+    return "decode" in fields and not callable(getattr(module, "decode", None))
 
 
 def linen_caching(module: nn.Module) -> Caching:
@@ -45,20 +53,22 @@ def linen_caching(module: nn.Module) -> Caching:
 
     With this field set, the module makes the collection "cache" when it is initialised on tokens of
     the cache's full shape. It advances the cache in every call, as
-    `nn.MultiHeadDotProductAttention` does.
+    `nn.MultiHeadDotProductAttention` does. The module is copied when a cache is used, not before.
     """
-    module = module.clone(decode=True)
+
+    def caching() -> nn.Module:
+        return module.clone(decode=True)
 
     def empty(batch: int, length: int, dtype: Any) -> Tree:
         tokens = jax.ShapeDtypeStruct((batch, length), jnp.int32)
-        variables = jax.eval_shape(module.init, jax.random.key(0), tokens)
+        variables = jax.eval_shape(caching().init, jax.random.key(0), tokens)
         return jax.tree.map(lambda x: empty_like(x, dtype), unfreeze(variables).get("cache", {}))
 
     def apply(
         params: Tree, model_state: Tree, cache: Tree, *args: Any, **kwargs: Any
     ) -> tuple[Any, Tree]:
         variables = {"params": params, **model_state, "cache": cache}
-        result, changed = module.apply(variables, *args, mutable=["cache"], **kwargs)
+        result, changed = caching().apply(variables, *args, mutable=["cache"], **kwargs)
         return result, unfreeze(changed)["cache"]
 
     return Caching(empty=empty, apply=apply)
@@ -72,8 +82,7 @@ def linen_functions(
     Parameters are the collection "params". Every other collection is model state, mutable in
     training only, except the outputs of `sow` and `perturb` (see `is_output`) and collections that
     hold no arrays, such as `params_axes`. Boxed leaves (`nn.Partitioned` and other axis metadata)
-    are unboxed. `init` runs with train=True, so that
-    variables that only training uses exist too.
+    are unboxed. `init` runs with train=True, so that variables that only training uses exist too.
 
     Rng streams are found by tracing: a name that `make_rng` asks for gets `stream_key(key, name)`.
     (linen falls back to a "params" stream. Passing that instead would hide the names, and also

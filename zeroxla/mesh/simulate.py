@@ -29,25 +29,26 @@ def simulate(
 
     Raises:
       ValueError: `num_devices` is below 1, or `threads` below `num_devices`.
-      RuntimeError: JAX has already started, with other devices or without the larger pool.
+      RuntimeError: JAX has already started, with other devices or another pool.
     """
     if num_devices < 1:
         raise ValueError(f"cannot simulate {num_devices} devices; give 1 or more")
     if threads is not None and threads < num_devices:
         raise ValueError(
-            f"{threads} threads cannot run {num_devices} devices, each of which may wait for the "
-            f"others; give {num_devices} or more, or leave threads out"
+            f"{threads} threads are too few for {num_devices} devices: each device keeps one while "
+            f"it waits in a collective; give {num_devices} or more, or leave threads out"
         )
     at_least = int(os.environ.get("NPROC", "0"))
     pool = max(pool_threads(num_devices), at_least) if threads is None else threads
     if backends_started():
-        enough_threads = at_least >= min(pool, 64)
-        if jax.default_backend() == "cpu" and len(jax.devices()) == num_devices and enough_threads:
+        right_pool = at_least >= min(pool, 64) if threads is None else at_least == threads
+        if jax.default_backend() == "cpu" and len(jax.devices()) == num_devices and right_pool:
             return
+        wanted = "" if threads is None else f", threads={threads}"
         raise RuntimeError(
-            f"simulate({num_devices}) came after JAX had started with {len(jax.devices())} "
-            f"{jax.default_backend()} device(s); call it first thing in the program (in a "
-            f"notebook: restart the kernel and run it in the first cell)"
+            f"simulate({num_devices}{wanted}) came after JAX had started with {len(jax.devices())} "
+            f"{jax.default_backend()} device(s) and NPROC={at_least or 'not set'}; call it first "
+            f"thing in the program (in a notebook: restart the kernel and run it in the first cell)"
         )
     os.environ["NPROC"] = str(pool)
     if not keep_accelerators:
