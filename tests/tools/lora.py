@@ -98,7 +98,7 @@ def replaced(step, state, params):
         padded = np.zeros(x.shape, x.dtype)
         padded[tuple(map(slice, natural.shape))] = natural
         new.append(jax.device_put(padded, x.sharding))
-    return step.init_from(tree.unflatten(new), KEY)
+    return step.init_from(tree.unflatten(new), KEY, state.model_state)
 
 
 def _paths(tree):

@@ -23,6 +23,7 @@ from zeroxla.frontend.base import (
     stream_key,
     to_flat,
 )
+from zeroxla.program.compat import note_layout
 
 NOT_STATE = ("intermediates", "perturbations")
 """Collections that `sow` and `perturb` fill: outputs of one call, not state."""
@@ -82,7 +83,8 @@ def linen_functions(
     Parameters are the collection "params". Every other collection is model state, mutable in
     training only, except the outputs of `sow` and `perturb` (see `is_output`) and collections that
     hold no arrays, such as `params_axes`. Boxed leaves (`nn.Partitioned` and other axis metadata)
-    are unboxed. `init` runs with train=True, so that variables that only training uses exist too.
+    are unboxed; the layouts that they name have no effect. `init` runs with train=True, so that
+    variables that only training uses exist too.
 
     Rng streams are found by tracing: a name that `make_rng` asks for gets `stream_key(key, name)`.
     (linen falls back to a "params" stream. Passing that instead would hide the names, and also
@@ -99,7 +101,9 @@ def linen_functions(
 
     def init(key: jax.Array, batch: Any) -> tuple[Tree, Tree]:
         create = nn.init(partial(run, train=True), module, mutable=DenyList(NOT_STATE))
-        variables = unfreeze(nn.meta.unbox(create({"params": key}, batch)))
+        boxed = create({"params": key}, batch)
+        note_layout(nn.get_partition_spec(boxed))
+        variables = unfreeze(nn.meta.unbox(boxed))
         params = variables.pop("params", {})
         for path, leaf in to_flat(params).items():
             if not hasattr(leaf, "dtype"):

@@ -22,6 +22,7 @@ from zeroxla.frontend.base import (
     to_flat,
     to_nested,
 )
+from zeroxla.program.compat import layouts_ignored, note_layout
 from zeroxla.program.paths import Path
 
 
@@ -139,8 +140,8 @@ def nnx_functions(
     def build(key: jax.Array) -> nnx.Module:
         if isinstance(model, nnx.Module):
             return model
-        # Sharding annotations are for another way to parallelise, and would need a mesh here.
-        with nnx.use_eager_sharding(False):
+        # A variable with a sharding annotation would need a mesh here.
+        with layouts_ignored(), nnx.use_eager_sharding(False):
             module = model(nnx.Rngs(key))
         if not isinstance(module, nnx.Module):
             raise TypeError(
@@ -148,6 +149,7 @@ def nnx_functions(
                 "`lambda rngs: Module(..., rngs=rngs)` that returns an nnx.Module"
             )
         own_arrays(module)
+        note_layout(nnx.get_partition_spec(nnx.state(module)))
         return module
 
     paths: dict[Path, tuple[Any, ...]] = {}

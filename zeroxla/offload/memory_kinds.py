@@ -10,6 +10,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from zeroxla.config.offload import PINNED
 from zeroxla.offload.disk.disk_array import DiskArray, DiskShape
+from zeroxla.program.compat import with_layout
 
 Place = Literal["device", "host", "disk"]
 HOST_KINDS = (PINNED, "unpinned_host")
@@ -50,7 +51,7 @@ def put(x: jax.Array, sharding: NamedSharding) -> jax.Array:
     """Return the array with a sharding, in the sharding's memory, inside a compiled program. It is
     not moved if the sharding is in host memory and the array is there already."""
     if sharding.memory_kind in (None, "device"):
-        return jax.lax.with_sharding_constraint(x, sharding)
+        return with_layout(x, sharding)
     return x if is_on_host(x) else jax.device_put(x, sharding)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -110,6 +110,16 @@ def useless_beside_reuse(config: ZeroConfig, layout: Layout) -> Iterator[str]:
         f"{elements} elements stay gathered from forward to backward, which gathers nothing; lower "
         "these limits, or leave the secondary shards out"
     )
+
+
+def layouts_of_the_model(axes: Collection[str]) -> Iterator[str]:
+    """Yield a sentence if the model gives its arrays layouts over `axes`, which a step ignores."""
+    if axes:
+        yield (
+            "the model's own sharding annotations have no effect (axes "
+            f"{', '.join(sorted(axes))}): a step splits parameters over the whole mesh, and "
+            "batches by rows"
+        )
 
 
 def fresh_model_state(expected: Any) -> Iterator[str]:

@@ -24,6 +24,7 @@ from zeroxla.offload.disk.desk import Desk
 from zeroxla.offload.disk.tickets import leaf_dtype
 from zeroxla.offload.memory_kinds import check_memory
 from zeroxla.offload.update.on_host import check_host_compute
+from zeroxla.program.compat import mesh_context
 from zeroxla.program.report import Report
 from zeroxla.step.gradients import Differentiator
 from zeroxla.step.loss_plan import Losses, LossPlanner, make_losses
@@ -184,7 +185,8 @@ class Setup:
             out_specs=REPLICATED,
             check_vma=False,
         )
-        jax.eval_shape(mapped, *args)
+        with mesh_context(self.mesh):
+            jax.eval_shape(mapped, *args)
         return found[0]
 
     def differentiator(self, layout: Layout) -> Differentiator | StagedDifferentiator:

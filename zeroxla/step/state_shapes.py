@@ -15,7 +15,12 @@ from zeroxla.mesh.placement import Placement
 from zeroxla.program.compat import mesh_context
 from zeroxla.program.shapes import shapes_of, shapes_on, structure_of
 from zeroxla.step.disk.steps import with_disk_shapes
-from zeroxla.step.notices import useless_beside_reuse, useless_on_leaves, warn
+from zeroxla.step.notices import (
+    layouts_of_the_model,
+    useless_beside_reuse,
+    useless_on_leaves,
+    warn,
+)
 from zeroxla.step.programs import Programs
 from zeroxla.step.state import TrainState, state_shardings
 from zeroxla.step.state_checks import check_model, check_state, trainable_shapes
@@ -66,7 +71,7 @@ class StateShapes:
         """
         programs = self._programs
         batch, key = shapes_of((batch, key))
-        with mesh_context(programs.mesh):
+        with mesh_context(programs.mesh) as ignored:
             placements = programs.placements(key, batch)
             make = functools.partial(programs.init, placements=placements)
             shapes = jax.eval_shape(make, key, batch)
@@ -81,6 +86,7 @@ class StateShapes:
             layout = programs.layout(shapes)
             check_extra_arguments(programs.optimizer, trainable_shapes(layout))
             self._is_first = False
+            warn(layouts_of_the_model(ignored), stacklevel=4)
             warn(useless_on_leaves(programs.config, layout), stacklevel=4)
             if programs.pipeline is None or programs.weights == "tick":
                 warn(useless_beside_reuse(programs.config, layout), stacklevel=4)

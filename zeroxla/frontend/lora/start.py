@@ -19,6 +19,7 @@ from zeroxla.frontend.lora.uses import DenseLeaf
 from zeroxla.mesh.batches import put_key
 from zeroxla.mesh.placement import Placement
 from zeroxla.offload.disk.disk_array import given_for
+from zeroxla.program import compat
 from zeroxla.program.paths import Path, paths_of
 
 
@@ -96,7 +97,7 @@ def _store(
     values = x[tuple(slice(n) for n in shape)].astype(jnp.float32)  # without padding
     if leaf is not None and format is not None:
         values = as_wires(values, leaf, format)
-    return jax.lax.with_sharding_constraint(place.stored(values), sharding)
+    return compat.with_layout(place.stored(values), sharding)
 
 
 def _adapters(

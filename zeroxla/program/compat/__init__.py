@@ -1,0 +1,57 @@
+"""What differs between the supported JAX versions (0.10.2 to 0.12), and what only JAX's private
+modules offer. No other folder of zeroxla knows either.
+
+Come here when a new JAX breaks something. Names of primitives are in `program/primitives.py`.
+"""
+
+from zeroxla.program.compat.jaxprs import (
+    array_type,
+    bind_params,
+    branches_for,
+    call_equation,
+    context_of,
+    forward_jaxpr,
+    has_effects,
+    inlined_jaxpr,
+    name_stack_of,
+    open_jaxpr,
+    scan_counts,
+    without_dead_code,
+)
+from zeroxla.program.compat.layouts import layouts_ignored, note_layout, with_layout
+from zeroxla.program.compat.runtime import (
+    COMPUTE_ON,
+    JAX_VERSION,
+    backends_started,
+    cluster_parameters,
+    compiler_options,
+    compute_on_host,
+    coordination_client,
+)
+from zeroxla.program.compat.tracing import mesh_context
+
+__all__ = [
+    "COMPUTE_ON",
+    "JAX_VERSION",
+    "array_type",
+    "backends_started",
+    "bind_params",
+    "branches_for",
+    "call_equation",
+    "cluster_parameters",
+    "compiler_options",
+    "compute_on_host",
+    "context_of",
+    "coordination_client",
+    "forward_jaxpr",
+    "has_effects",
+    "inlined_jaxpr",
+    "layouts_ignored",
+    "mesh_context",
+    "name_stack_of",
+    "note_layout",
+    "open_jaxpr",
+    "scan_counts",
+    "with_layout",
+    "without_dead_code",
+]

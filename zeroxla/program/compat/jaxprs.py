@@ -1,0 +1,130 @@
+"""Jaxprs and their equations, as the supported versions of JAX have them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.extend.core as jex
+from jax._src import config, core, source_info_util
+from jax._src.compute_on import extend_compute_type
+from jax._src.interpreters import partial_eval
+
+from zeroxla.program.primitives import CALLS, CUSTOM_RULES, REMATS
+
+
+def open_jaxpr(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
+    """Return (jaxpr with `invars`, `constvars`, `eqns`, `outvars`; values of the constvars).
+
+    In JAX 0.10 an equation's jaxpr is either closed (a pair of jaxpr and constants) or open. Since
+    0.11 there is one class, which may carry its own constants.
+    """
+    if isinstance(jaxpr, jex.ClosedJaxpr):  # pyright: ignore[reportPrivateImportUsage]
+        inner = getattr(jaxpr, "jaxpr", jaxpr)
+        return inner, tuple(jaxpr.consts)
+    return jaxpr, tuple(getattr(jaxpr, "consts", None) or ())
+
+
+def without_dead_code(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
+    """Open a closed jaxpr and drop the equations that no output needs, also in loop and remat
+    bodies. Flax's nnx transforms leave such ones: they return every parameter that they are given.
+    """
+    jaxpr, consts = open_jaxpr(jaxpr)
+    used = [True] * len(jaxpr.outvars)
+    return partial_eval.dce_jaxpr(jaxpr, used, instantiate=True)[0], consts
+
+
+def inlined_jaxpr(eqn: Any) -> Any | None:
+    """Return the body of a call, such as `jit`; None for every other equation."""
+    return _body(eqn.params) if eqn.primitive.name in CALLS else None
+
+
+def forward_jaxpr(eqn: Any) -> Any | None:
+    """Return the body of an equation that runs it once in forward; None for every other equation.
+
+    These are calls, custom rules and `jax.checkpoint`. A program with them inlined computes the
+    same, but its derivative does not use the rules.
+    """
+    once = eqn.primitive.name in CALLS | CUSTOM_RULES | REMATS
+    return _body(eqn.params) if once else None
+
+
+def _body(params: dict[str, Any]) -> Any:
+    return params["jaxpr"] if "jaxpr" in params else params["call_jaxpr"]
+
+
+def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
+    """Return (number of constants, number of carries) of a `scan` equation.
+
+    JAX 0.10 has them as parameters; since 0.11 they follow from the tree of its operands.
+    """
+    if "num_consts" in params:
+        return params["num_consts"], params["num_carry"]
+    consts, carry, _ = params["ft_in"].unpack()
+    return len(consts), len(carry)
+
+
+def has_effects(eqn: Any) -> bool:
+    """Return whether an equation does more than compute. Naming mesh axes does not count."""
+    return any(not isinstance(effect, core.NamedAxisEffect) for effect in eqn.effects)
+
+
+def branches_for(params: dict[str, Any], platform: str) -> Sequence[Any]:
+    """Return the branches of a `cond` equation that a platform may take.
+
+    These are all branches. If `jax.lax.platform_dependent` made the equation, it is the platform's
+    own branch alone.
+    """
+    branches, platforms = params["branches"], params.get("branches_platforms")
+    if platforms is None:
+        return branches
+    name = {"gpu": "cuda"}.get(platform, platform)
+    return [
+        next(b for b, names in zip(branches, platforms, strict=True) if not names or name in names)
+    ]
+
+
+def call_equation(eqn: Any, name_stack: Any, args: Sequence[Any]) -> list[Any]:
+    """Bind an equation to `args` in its own context and under `name_stack`; return its results."""
+    with context_of(eqn, name_stack):
+        out = eqn.primitive.bind(*args, **bind_params(eqn.primitive, eqn.params))
+    return list(out) if eqn.primitive.multiple_results else [out]
+
+
+def bind_params(primitive: Any, params: dict[str, Any]) -> dict[str, Any]:
+    """Return the keyword arguments for binding an equation's primitive again.
+
+    Raises:
+      NotImplementedError: JAX is older than 0.10.
+    """
+    bound = primitive.get_bind_params(params)
+    if isinstance(bound, tuple):  # JAX before 0.10 returned (subfuns, params)
+        raise NotImplementedError(
+            f"JAX {jax.__version__} is older than 0.10.2, the oldest supported version; upgrade jax"
+        )
+    return bound
+
+
+def name_stack_of(eqn: Any) -> Any:
+    """Return the `jax.named_scope` path of an equation."""
+    return eqn.source_info.name_stack
+
+
+@contextlib.contextmanager
+def context_of(eqn: Any, name_stack: Any) -> Iterator[None]:
+    """Return a context in which a primitive is bound with an equation's scopes and settings.
+
+    An equation that does not say where it computes does so where the surrounding program does.
+    """
+    stack = source_info_util.current_name_stack() + name_stack
+    user = source_info_util.user_context(eqn.source_info.traceback, name_stack=stack)
+    computes = config.compute_on_context_manager.value
+    with user, eqn.ctx.manager, extend_compute_type(eqn.ctx.compute_type or computes):
+        yield
+
+
+def array_type(shape: Sequence[int], dtype: Any) -> Any:
+    """Return the abstract value (`aval`) of an array."""
+    return jax.core.ShapedArray(tuple(shape), dtype)  # pyright: ignore[reportAttributeAccessIssue]
