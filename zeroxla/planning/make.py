@@ -155,7 +155,7 @@ def _traced(step: Step, state: TrainState, batch: Any) -> Program:
     if any(isinstance(x, DiskShape) for x in leaves):
         tickets = with_tickets(leaves, state.placements[0])
         fun, state = step.programs.begin, dataclasses.replace(state, params=tree.unflatten(tickets))
-    with compat.mesh_context(step.mesh):
+    with step.programs.tracing():
         return trace(fun, state, batch, opened=compat.forward_jaxpr)[0]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -10,8 +11,9 @@ import numpy as np
 from jax.sharding import Mesh
 
 from zeroxla.config.zero_config import ZeroConfig
-from zeroxla.mesh.axes import DEVICE, NODE, world_size
+from zeroxla.mesh.axes import BATCH_AXES, DEVICE, NODE, PIPE, world_size
 from zeroxla.mesh.batches import in_dtype_of_jax
+from zeroxla.program.compat import AxisNames
 from zeroxla.program.paths import leaf_path
 
 
@@ -142,6 +144,31 @@ def check_weights(weights: str) -> None:
     """
     if weights not in ("step", "tick"):
         raise ValueError(f'weights={weights!r}; use "step" or "tick"')
+
+
+def checked_axis_names(axis_names: Any) -> AxisNames:
+    """Return the argument `axis_names` of `make_step` as pairs (name, axes).
+
+    Raises:
+      ValueError: it is no dict, gives a mesh's axis another meaning, or names no axis of a batch.
+    """
+    if axis_names is None:
+        return ()
+    example = '{"batch": ("node", "device")}'
+    if not isinstance(axis_names, Mapping):
+        raise ValueError(f"axis_names is {_shown(axis_names)}, not a dict; pass such as {example}")
+    pairs = []
+    for name, axes in axis_names.items():
+        axes = (axes,) if isinstance(axes, str) else axes
+        right = isinstance(axes, tuple | list) and axes and set(axes) <= set(BATCH_AXES)
+        if not isinstance(name, str) or name in (*BATCH_AXES, PIPE) or not right:
+            raise ValueError(
+                f"axis_names={dict(axis_names)!r}: {name!r} stands for {axes!r}; a new name stands "
+                f"for one or more of the axes {BATCH_AXES}, over which batches are split; pass "
+                f"such as {example}"
+            )
+        pairs.append((name, tuple(axes)))
+    return tuple(pairs)
 
 
 def check_key(key: Any) -> jax.Array:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import optax
@@ -12,7 +12,12 @@ from zeroxla.config.zero_config import ZeroConfig
 from zeroxla.frontend import adapt
 from zeroxla.frontend.staged import StagedModel
 from zeroxla.mesh.axes import PIPE, as_auto
-from zeroxla.step.checks import check_is_config, check_is_optimizer, check_weights
+from zeroxla.step.checks import (
+    check_is_config,
+    check_is_optimizer,
+    check_weights,
+    checked_axis_names,
+)
 from zeroxla.step.notices import two_optimizers, useless_without_stages, warn
 from zeroxla.step.step import Step
 
@@ -26,6 +31,7 @@ def make_step(
     config: ZeroConfig | None = None,
     microbatches: int | None = None,
     weights: Literal["step", "tick"] = "step",
+    axis_names: Mapping[str, str | Sequence[str]] | None = None,
 ) -> Step:
     """Make the training step of a model on a mesh.
 
@@ -44,6 +50,9 @@ def make_step(
         accumulation. None means `config.accumulate`; both above 1 must agree.
       weights: how often a stage of a pipeline gathers its leaves. "step": once in a step, and it
         keeps them whole. "tick": in every tick.
+      axis_names: other names of mesh axes, for a model that sums over devices itself as models
+        written for `pmap` do: `{"batch": ("node", "device")}` lets `BatchNorm(axis_name="batch")`
+        and `psum(x, "batch")` mean all devices. A model may always name `node` and `device`.
 
     Returns:
       A `Step`.
@@ -76,5 +85,6 @@ def make_step(
         config=config,
         pipeline=pipeline if mesh.shape.get(PIPE, 1) > 1 else None,
         weights=weights,
+        axis_names=checked_axis_names(axis_names),
         microbatches=microbatches,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Literal
 
 import jax
@@ -24,7 +25,7 @@ from zeroxla.offload.disk.desk import Desk
 from zeroxla.offload.disk.tickets import leaf_dtype
 from zeroxla.offload.memory_kinds import check_memory
 from zeroxla.offload.update.on_host import check_host_compute
-from zeroxla.program.compat import mesh_context
+from zeroxla.program.compat import AxisNames, mesh_context
 from zeroxla.program.report import Report
 from zeroxla.step.gradients import Differentiator
 from zeroxla.step.loss_plan import Losses, LossPlanner, make_losses
@@ -51,6 +52,7 @@ class Setup:
       pipeline: the model as layers; None without stages.
       weights: how often a stage of a pipeline gathers its leaves.
       alone_elements: a shard of at least this many elements shares no buffer with others.
+      axis_names: other names of the mesh's axes, which the model uses.
       desk: where programs get parameters that are on disk.
       wiring: how leaves travel on this mesh.
       losses: the model's loss for training and for evaluation. JAX remembers their traces, so that
@@ -64,6 +66,7 @@ class Setup:
     pipeline: StagedModel | None = None
     weights: Literal["step", "tick"] = "step"
     alone_elements: int = ALONE_ELEMENTS
+    axis_names: AxisNames = ()
     desk: Desk = dataclasses.field(default_factory=Desk, init=False)
     wiring: Wiring = dataclasses.field(init=False)
     losses: Losses = dataclasses.field(init=False)
@@ -175,6 +178,10 @@ class Setup:
             self._layouts[key] = make_layout(params, placements, self.config)
         return self._layouts[key]
 
+    def tracing(self) -> AbstractContextManager[set[str]]:
+        """Return the context in which programs of this model are traced; see `mesh_context`."""
+        return mesh_context(self.mesh, self.axis_names)
+
     def _in_mesh(self, fun: Callable[..., Any], *args: Any) -> Any:
         """Call `fun` on shapes, inside `shard_map` over the mesh; return its result."""
         found: list[Any] = []
@@ -185,7 +192,7 @@ class Setup:
             out_specs=REPLICATED,
             check_vma=False,
         )
-        with mesh_context(self.mesh):
+        with self.tracing():
             jax.eval_shape(mapped, *args)
         return found[0]
 

@@ -12,7 +12,6 @@ from typing import Any
 import jax
 
 from zeroxla.mesh.placement import Placement
-from zeroxla.program.compat import mesh_context
 from zeroxla.program.shapes import shapes_of, shapes_on, structure_of
 from zeroxla.step.disk.steps import with_disk_shapes
 from zeroxla.step.notices import (
@@ -71,7 +70,7 @@ class StateShapes:
         """
         programs = self._programs
         batch, key = shapes_of((batch, key))
-        with mesh_context(programs.mesh) as ignored:
+        with programs.tracing() as ignored:
             placements = programs.placements(key, batch)
             make = functools.partial(programs.init, placements=placements)
             shapes = jax.eval_shape(make, key, batch)
@@ -123,7 +122,7 @@ class StateShapes:
             check_extra_arguments(programs.optimizer, trainable_shapes(layout))
             check_state(state, programs.optimizer, layout)
             batch, key = shapes_of((batch, state.key))
-            with mesh_context(programs.mesh):
+            with programs.tracing():
                 rows = jax.eval_shape(programs.first_rows, batch)
                 params, model_state = jax.eval_shape(programs.adapted.init, key, rows)
             check_model(state, params)

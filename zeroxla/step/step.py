@@ -18,7 +18,7 @@ from zeroxla.mesh.axes import platform_of
 from zeroxla.mesh.batches import put_batch, put_key
 from zeroxla.mesh.processes import progress
 from zeroxla.mesh.processes.same_program import ProgramCalls
-from zeroxla.program.compat import compiler_options, mesh_context
+from zeroxla.program.compat import AxisNames, compiler_options
 from zeroxla.program.report import Report
 from zeroxla.program.shapes import shapes_on
 from zeroxla.step.changed_config import kept, useless_optimizer, with_microbatches
@@ -63,6 +63,7 @@ class Step:
         weights: Literal["step", "tick"] = "step",
         microbatches: int | None = None,
         alone_elements: int = ALONE_ELEMENTS,
+        axis_names: AxisNames = (),
     ) -> None:
         self._microbatches = microbatches
         config = with_microbatches(config, microbatches)
@@ -77,6 +78,7 @@ class Step:
             pipeline=pipeline,
             weights=weights,
             alone_elements=alone_elements,
+            axis_names=axis_names,
         )
         warn(useless_on_mesh(self.programs.wiring, mesh), stacklevel=4)
         if pipeline is not None and weights == "step":
@@ -186,7 +188,7 @@ class Step:
         batch = self._checked_batch(state, batch)
         state = self._fit.fitted(state)
         progress.mark()
-        with mesh_context(self.mesh):
+        with self.programs.tracing():
             if has_disk(state):
                 state, metrics = self.disk.train(state, batch)
             else:
@@ -196,7 +198,7 @@ class Step:
     def eval(self, state: TrainState, batch: Any) -> dict[str, Any]:
         """Return the loss and the model's metrics on a batch, with `train=False`."""
         batch = self._checked_batch(state, batch, accumulate=1)
-        with mesh_context(self.mesh):
+        with self.programs.tracing():
             return self.disk.call("eval", self._eval, state, batch)
 
     def grad(self, state: TrainState, batch: Any) -> tuple[jax.Array, Any]:
@@ -205,7 +207,7 @@ class Step:
         Gradients are float32 global arrays in natural shapes, zeros for frozen leaves.
         """
         batch = self._checked_batch(state, batch)
-        with mesh_context(self.mesh):
+        with self.programs.tracing():
             return self.disk.call("grad", self._grad, self._fit.wired(state), batch)
 
     def lower(self, state: Any, batch: Any) -> jax.stages.Lowered:
@@ -214,7 +216,7 @@ class Step:
         If the state is on disk, this is the part of the step that computes the gradients.
         """
         batch_shapes = shapes_on(self._check_batch(batch), NamedSharding(self.mesh, BY_ROWS))
-        with mesh_context(self.mesh):
+        with self.programs.tracing():
             wires = self._fit.wire_state_shapes(state, batch)
             wired = dataclasses.replace(state, wire_state=wires)
             wires = shapes_on(wires, state_shardings(wired, self.mesh).wire_state)
@@ -276,7 +278,7 @@ class Step:
         *args: Any,
     ) -> TrainState:
         """Run a program that makes a state."""
-        with mesh_context(self.mesh):
+        with self.programs.tracing():
             if has_disk(shapes):
                 shapes = self._shapes.placed(shapes)
                 return self.disk.make(name, program, shapes, shardings, *args)

@@ -4,6 +4,7 @@ modules offer. No other folder of zeroxla knows either.
 Come here when a new JAX breaks something. Names of primitives are in `program/primitives.py`.
 """
 
+from zeroxla.program.compat.axis_names import AxisNames
 from zeroxla.program.compat.jaxprs import (
     array_type,
     bind_params,
@@ -33,6 +34,7 @@ from zeroxla.program.compat.tracing import mesh_context
 __all__ = [
     "COMPUTE_ON",
     "JAX_VERSION",
+    "AxisNames",
     "array_type",
     "backends_started",
     "bind_params",

@@ -11,13 +11,13 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
-import inspect
-import types
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 from jax._src import sharding_impls
+
+from zeroxla.program.compat.redirect import redirect
 
 _ignores: Any = jax.make_user_context(False)
 """Whether layouts are ignored. It is a part of the keys under which JAX keeps its traces."""
@@ -71,31 +71,19 @@ def with_layout(x: jax.Array, sharding: jax.sharding.Sharding) -> jax.Array:
 def _answer_for_layouts() -> None:
     """Let JAX's functions that give an array a layout do nothing where layouts are ignored."""
 
-    def constraint(x: Any, shardings: Any) -> Any:
+    def constraint(own: Any, x: Any, shardings: Any) -> Any:
+        if not _ignores.value:
+            return own(x, shardings)
         note_layout(shardings)
         return x
 
-    def argument(sharding: Any, *args: Any, **kwargs: Any) -> None:
+    def argument(own: Any, sharding: Any, *args: Any, **kwargs: Any) -> Any:
+        if not _ignores.value:
+            return own(sharding, *args, **kwargs)
         note_layout(sharding)
+        return None
 
-    _redirect(jax.lax.with_sharding_constraint, constraint)
-    _redirect(jax.sharding.reshard, constraint)
+    redirect(jax.lax.with_sharding_constraint, constraint)
+    redirect(jax.sharding.reshard, constraint)
     # Every function with an argument out_sharding reads it through this one.
-    _redirect(inspect.unwrap(sharding_impls.canonicalize_sharding), argument)
-
-
-def _redirect(function: Any, answer: Callable[..., Any]) -> None:
-    """Make a function call `answer` where layouts are ignored.
-
-    Its code is exchanged, and not its name in a module, so that modules which have imported the
-    function by its name call `answer` too.
-    """
-    own = types.FunctionType(
-        function.__code__, function.__globals__, function.__name__, function.__defaults__
-    )
-
-    def either(*args: Any, _own: Any, _answer: Any, _ignores: Any, **kwargs: Any) -> Any:
-        return (_answer if _ignores.value else _own)(*args, **kwargs)
-
-    function.__kwdefaults__ = {"_own": own, "_answer": answer, "_ignores": _ignores}
-    function.__code__ = either.__code__
+    redirect(sharding_impls.canonicalize_sharding, argument)
