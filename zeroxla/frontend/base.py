@@ -59,6 +59,9 @@ class Adapted:
     `indices`: the paths of those names in params that are whole numbers in the model itself, as the
     items of an nnx list are.
 
+    `overwritten(path)`: whether the gradient of this leaf of the model state is its new value, as
+    the scales of fp8 dots are; see `OVERWRITE_WITH_GRADIENT`.
+
     `frozen`: regular expressions as in `ZeroConfig.frozen`, which hold for this model.
 
     `base` and `merge`: for a model with adapters, the model without them, and a traceable function
@@ -74,6 +77,7 @@ class Adapted:
     context: int | None = None
     vocabulary: int | None = None
     indices: tuple[Path, ...] = ()
+    overwritten: Callable[[Path], bool] = lambda path: False
     frozen: tuple[str, ...] = ()
     base: Adapted | None = None
     merge: Callable[[Tree], Tree] | None = None
@@ -226,6 +230,10 @@ def empty_like(x: Any, dtype: Any) -> jax.Array:
     """Return zeros for an entry of a cache. Floating entries get `dtype`, if it is given."""
     is_float = jnp.issubdtype(x.dtype, jnp.floating)
     return jnp.zeros(x.shape, dtype if is_float and dtype is not None else x.dtype)
+
+
+OVERWRITE_WITH_GRADIENT = "_overwrite_with_gradient"
+"""Flax's name for a collection, or a kind of variable, whose gradient is the new value."""
 
 
 def kept(old: Tree, new: Tree) -> Tree:

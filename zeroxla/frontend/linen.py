@@ -13,6 +13,7 @@ from flax.core import DenyList, unfreeze
 from flax.errors import InvalidRngError
 
 from zeroxla.frontend.base import (
+    OVERWRITE_WITH_GRADIENT,
     Adapted,
     Caching,
     Tree,
@@ -37,7 +38,14 @@ def adapt_linen(module: nn.Module, loss: Callable[..., Any] | None) -> Adapted:
         return module.apply({"params": params, **model_state}, *args, **kwargs)
 
     caching = linen_caching(module) if has_decode_switch(module) else None
-    return Adapted.of(init, call, apply=apply, caching=caching, **about_call(module, loss))
+    return Adapted.of(
+        init,
+        call,
+        apply=apply,
+        caching=caching,
+        overwritten=lambda path: path[0] == OVERWRITE_WITH_GRADIENT,
+        **about_call(module, loss),
+    )
 
 
 def has_decode_switch(module: nn.Module) -> bool:

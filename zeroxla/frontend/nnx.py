@@ -11,6 +11,7 @@ from flax import nnx
 from jax.core import Tracer
 
 from zeroxla.frontend.base import (
+    OVERWRITE_WITH_GRADIENT,
     Adapted,
     Caching,
     Tree,
@@ -59,6 +60,7 @@ def adapt_nnx(model: Any, loss: Callable[..., Any] | None) -> Adapted:
 
     def make_run(module: nnx.Module) -> Callable[..., Any]:
         about.update(about_call(module, loss), indices=indices_of(real_paths(module).values()))
+        about["overwritten"] = overwritten_paths(module).__contains__
         about["has_cache"] = hasattr(module, "init_cache")
         return module_loss(module, loss)
 
@@ -249,6 +251,13 @@ def indices_of(paths: Iterable[tuple[Any, ...]]) -> tuple[Path, ...]:
     """Return the beginnings of a module's own paths that end in a whole number, as text."""
     beginnings = (path[: i + 1] for path in paths for i in range(len(path)))
     return tuple(sorted({text(path) for path in beginnings if isinstance(path[-1], int)}))
+
+
+def overwritten_paths(module: nnx.Module) -> frozenset[Path]:
+    """Return the paths of the variables whose gradient is their new value. A linen layer with fp8
+    dots has them, inside of `nnx.bridge.ToNNX`."""
+    kind = nnx.variable_type_from_name(OVERWRITE_WITH_GRADIENT, allow_register=True)
+    return frozenset(text(path) for path, _ in nnx.to_flat_state(nnx.state(module, kind)))
 
 
 def own_arrays(module: nnx.Module) -> None:

@@ -86,6 +86,9 @@ class Differentiator:
         """
         wire_key = self.wiring.key(key)
         stored = jax.tree.leaves(params)
+        if self.planner.overwritten(model_state):
+            # These leaves ask how large the gradient of the mean over all devices is.
+            scale = scale / self.collectives.world
         (resident, sources), wire_state = self._once.begin(stored, wire_state, wire_key)
         rows, keys = micro_batches(batch, key, self.accumulate)
         first = jax.tree.map(lambda x: x[0], rows)
@@ -200,6 +203,13 @@ class Differentiator:
             known = dict(zip(runner.plan.inputs, inputs, strict=True))
             cotangents = [seed, *(None for _ in outputs[1:])]
             reduced, whole = runner.backward(held, known, tape, cotangents, key=wire_key)
+        state, tree = jax.tree.flatten(model_state)
+        of_state = whole[len(resident) :]
+        state = [
+            x if i not in traced.overwritten or (ct := of_state[i]) is None else ct
+            for i, x in enumerate(state)
+        ]
+        model_state = tree.unflatten(state)
         zeros = self._once.zeros(resident)
         of_fetched = [
             None if zero is None else reduced.get(v, zero)
@@ -212,10 +222,17 @@ class Differentiator:
         return (of_fetched, of_resident), weighted(loss, metrics), model_state
 
     def _agree(self, model_state: Any) -> Any:
-        """Make the model state equal on all devices: floats are averaged, the rest is rank 0's."""
+        """Make the model state equal on all devices: floats are averaged, the rest is rank 0's.
+
+        A leaf that is overwritten with its gradient becomes the largest of all. Histories of
+        largest values are then those of the whole batch, and scales, which follow from earlier
+        histories, are equal anyway.
+        """
         leaves, tree = jax.tree.flatten(model_state)
-        floats = {i: x for i, x in enumerate(leaves) if is_float(x.dtype)}
-        others = {i: x for i, x in enumerate(leaves) if i not in floats}
+        overwritten = {i: leaves[i] for i in self.planner.overwritten(model_state)}
+        floats = {i: x for i, x in enumerate(leaves) if is_float(x.dtype) and i not in overwritten}
+        others = {i: x for i, x in enumerate(leaves) if i not in {*floats, *overwritten}}
+        largest = from_vector(self.collectives.max(as_vector(overwritten)), overwritten)
         agreed = from_vector(self.collectives.sum(as_vector(floats)), floats)
         agreed = {
             i: (x / self.collectives.world).astype(floats[i].dtype) for i, x in agreed.items()
@@ -223,6 +240,7 @@ class Differentiator:
         first = self.collectives.rank() == 0
         words = jax.tree.map(lambda x: jnp.where(first, as_words(x), 0), others)
         words = from_vector(self.collectives.sum(as_vector(words, jnp.uint32)), words)
+        agreed.update({i: x.astype(overwritten[i].dtype) for i, x in largest.items()})
         agreed.update({i: from_words(w, others[i]) for i, w in words.items()})
         return tree.unflatten([agreed[i] for i in range(len(leaves))])
 

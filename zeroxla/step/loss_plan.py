@@ -18,6 +18,7 @@ from zeroxla.fetch.fetch_plan import make_plan
 from zeroxla.fetch.runner import FetchRunner
 from zeroxla.fetch.segments import FetchPlan, layer_dims
 from zeroxla.frontend import Adapted
+from zeroxla.program.paths import Path, paths_of
 from zeroxla.program.trace import Operand, Program, Value, is_float, trace
 from zeroxla.step.metrics import check_metrics
 from zeroxla.wire.leaves import Layout
@@ -106,10 +107,12 @@ class TracedLoss:
     Attributes:
       runner: runs the plan. The plan's leaves are the layout's fetched leaves, in order.
       result: the tree structure of (loss, metrics, model_state).
+      overwritten: the leaves of the model state whose gradient is their new value, by number.
     """
 
     runner: FetchRunner
     result: Any
+    overwritten: tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -125,6 +128,8 @@ class LossPlanner:
       wiring: how the leaves travel.
       unit_elements: see `ZeroConfig`.
       limits: how far gathers run ahead, and how many gathered leaves are kept.
+      is_overwritten: says by its path whether a leaf of the model state is overwritten with its
+        gradient.
     """
 
     losses: Losses
@@ -132,12 +137,20 @@ class LossPlanner:
     wiring: Wiring
     unit_elements: int | None
     limits: FetchLimits
+    is_overwritten: Callable[[Path], bool]
+
+    def overwritten(self, model_state: Any) -> tuple[int, ...]:
+        """Return the leaves of a model state that are overwritten with their gradient, by
+        number."""
+        paths = [path for path, _ in paths_of(model_state)]
+        return tuple(i for i, path in enumerate(paths) if self.is_overwritten(path))
 
     def trace(self, model_state: Any, batch: Any, key: jax.Array, *, train: bool) -> TracedLoss:
         """Trace the loss and make the runner of its fetch plan."""
         plan, result = self.plan(model_state, batch, key, train=train)
         runner = make_runner(plan, self.layout, self.wiring, self.limits)
-        return TracedLoss(runner=runner, result=result)
+        overwritten = self.overwritten(model_state)
+        return TracedLoss(runner=runner, result=result, overwritten=overwritten)
 
     def plan(
         self, model_state: Any, batch: Any, key: jax.Array, *, train: bool
@@ -148,10 +161,12 @@ class LossPlanner:
           ValueError: the loss gives its metrics names that the step uses.
         """
         program, result = self._program(model_state, batch, key, train=train)
+        in_state = program.inputs[len(self.layout.leaves) :]
+        overwritten = [in_state[i] for i in self.overwritten(model_state)]
         plan = plan_gathers(
             program,
             self.layout,
-            trained_inputs(program, self.layout),
+            [*trained_inputs(program, self.layout), *overwritten],
             unit_elements=self.unit_elements,
             gradient_of=program.outputs[:1],
         )

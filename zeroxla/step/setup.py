@@ -233,4 +233,5 @@ class Setup:
                 max_live=config.max_live_parameters,
                 max_reuse=config.max_reuse_distance,
             ),
+            is_overwritten=self.adapted.overwritten,
         )

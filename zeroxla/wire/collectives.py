@@ -7,6 +7,7 @@ Every collective passes one mesh axis at a time. A flat collective over both axe
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -61,12 +62,19 @@ class Collectives:
     def sum(self, x: jax.Array) -> jax.Array:
         """Sum a vector over all devices, hop by hop. Use it for small vectors only: every device
         receives all of it."""
+        return self._reduced(lax.psum, x)
+
+    def max(self, x: jax.Array) -> jax.Array:
+        """Return the largest value over all devices of each element of a small vector."""
+        return self._reduced(lax.pmax, x)
+
+    def _reduced(self, reduce: Callable[..., jax.Array], x: jax.Array) -> jax.Array:
         if not x.size:
             return x
         lengths = ((DEVICE, self.hops.devices), (NODE, self.hops.nodes), (PIPE, self.stages))
         for axis, length in lengths:
             if length > 1:
-                x = lax.psum(x, axis)
+                x = reduce(x, axis)
         return x
 
     def rank(self) -> jax.Array:

@@ -90,6 +90,7 @@ def adapt_lora(model: ModelWithAdapters, base: Adapted) -> Adapted:
         apply=None if base.apply is None else apply,
         vocabulary=base.vocabulary,
         indices=tuple((part, *path) for part in (BASE, LORA) for path in base.indices),
+        overwritten=base.overwritten,
         frozen=(f"^{BASE}/",),
         base=base,
         merge=model.merge,
