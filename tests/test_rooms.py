@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import importlib.util
 import itertools
 import statistics
 import subprocess
@@ -139,6 +140,8 @@ print("\\n".join(failed))
 @pytest.mark.slow  # without circles it follows
 def test_every_module_can_be_imported_first():
     names = [m for m in sorted(modules()) if room_of(m) and not m.endswith("__main__")]
+    if importlib.util.find_spec("triton") is None:  # an extra; its kernels import it
+        names = [m for m in names if not m.startswith("zeroxla.pallas_kernels.triton_")]
     code = IMPORT_EACH_FIRST.format(root=str(REPOSITORY), names=names, package=str(PACKAGE))
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -272,3 +272,75 @@ def test_linen_parameter_that_is_no_array_is_an_error():
 
     with pytest.raises(ValueError, match="parameter pair is a tuple"):
         once(adapt(Pair()))
+
+
+class Router(nn.Module):
+    """Sows a loss of its own, inside of a scan too; keeps names beside arrays in one collection."""
+
+    own_loss: bool = True
+
+    @nn.compact
+    def __call__(self, x):
+        class Layer(nn.Module):
+            @nn.compact
+            def __call__(self, x, _):
+                x = nn.tanh(nn.Dense(4)(x))
+                self.sow("losses", "balance", jnp.mean(x**2))
+                return x, None
+
+        axes = {"params": 0, "losses": 0, "intermediates": 0}
+        scanned = nn.scan(Layer, variable_axes=axes, split_rngs={"params": True}, length=3)
+        x, _ = scanned()(x, None)
+        self.sow("intermediates", "mean", x.mean())
+        kind = self.variable("about", "kind", lambda: "gelu")
+        scale = self.variable("about", "scale", lambda: jnp.full(4, 2.0))
+        assert kind.value == "gelu"
+        return x * scale.value
+
+    def loss(self, batch, *, train):
+        y = self(batch)
+        sown = jax.tree.leaves(self.variables["losses"])
+        (mean,) = self.variables["intermediates"]["mean"]
+        return (y**2).mean() + sum(x.sum() for x in sown), {"mean": mean}
+
+
+def test_linen_loss_reads_what_was_sown_and_collections_may_hold_names():
+    module = Router()
+    adapted = adapt(module)
+    params, state, (loss, metrics, new_state) = once(adapted)
+    assert shapes(state) == shapes(new_state) == {"about": {"scale": (4,)}}
+
+    def expected(params):
+        collections = {"params": params, "about": {"kind": "gelu", **state["about"]}}
+        y, sown = module.apply(collections, X, mutable=["losses", "intermediates"])
+        extra = sum(x.sum() for x in jax.tree.leaves(sown["losses"]))
+        return (y**2).mean() + extra, sown["intermediates"]["mean"][0]
+
+    (value, mean), gradient = jax.value_and_grad(expected, has_aux=True)(params)
+    np.testing.assert_allclose(loss, value, rtol=1e-6)
+    np.testing.assert_allclose(metrics["mean"], mean, rtol=1e-5)
+    found = jax.grad(lambda params: adapted.loss(params, state, X, KEY, train=True)[0])(params)
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-7), found, gradient)
+    # In a process that has not initialised the module, the names are found by tracing.
+    again, _, _ = jax.jit(partial(adapt(module).loss, train=True))(params, state, X, KEY)
+    np.testing.assert_allclose(again, loss, rtol=1e-6)
+
+
+def test_linen_sowing_inside_of_jaxs_own_loops_is_left_out():
+    class Loop(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            dense = nn.Dense(4)
+            x = dense(x)
+
+            def body(x, _):
+                self.sow("intermediates", "x", x)
+                return nn.tanh(x), None
+
+            return jax.lax.scan(body, x, length=2)[0]
+
+        def loss(self, batch, *, train):
+            return self(batch).mean()
+
+    _, _, (loss, _, _) = once(adapt(Loop()))
+    assert np.isfinite(loss)

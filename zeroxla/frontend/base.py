@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from zeroxla.program.paths import Path
+from zeroxla.program.paths import Path, paths_of
 
 Tree = dict[str, Any]
 """Nested dicts with string keys and arrays as leaves."""
@@ -245,7 +245,7 @@ def kept(old: Tree, new: Tree) -> Tree:
     Raises:
       ValueError: a leaf was added, is missing, or changed its shape.
     """
-    before, after = to_flat(old), to_flat(new)
+    before, after = dict(paths_of(old)), dict(paths_of(new))
     changed = sorted("/".join(path) for path in before.keys() ^ after.keys())
     changed += [
         f"{'/'.join(path)}: {jnp.shape(before[path])} -> {jnp.shape(after[path])}"

@@ -10,7 +10,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from flax.core import DenyList, unfreeze
-from flax.errors import InvalidRngError
+from flax.errors import InvalidRngError, JaxTransformError
 
 from zeroxla.frontend.base import (
     OVERWRITE_WITH_GRADIENT,
@@ -22,12 +22,14 @@ from zeroxla.frontend.base import (
     kept,
     module_loss,
     stream_key,
-    to_flat,
+)
+from zeroxla.frontend.linen_collections import (
+    INTERMEDIATES,
+    PERTURBATIONS,
+    Extras,
+    sort_collections,
 )
 from zeroxla.program.compat import note_layout
-
-NOT_STATE = ("intermediates", "perturbations")
-"""Collections that `sow` and `perturb` fill: outputs of one call, not state."""
 
 
 def adapt_linen(module: nn.Module, loss: Callable[..., Any] | None) -> Adapted:
@@ -89,10 +91,12 @@ def linen_functions(
     """Return `run(module, batch, train)` as two pure functions.
 
     Parameters are the collection "params". Every other collection is model state, mutable in
-    training only, except the outputs of `sow` and `perturb` (see `is_output`) and collections that
-    hold no arrays, such as `params_axes`. Boxed leaves (`nn.Partitioned` and other axis metadata)
-    are unboxed; the layouts that they name have no effect. `init` runs with train=True, so that
-    variables that only training uses exist too.
+    training only, except the outputs of `sow` and `perturb` (see `is_output`). Outputs are dropped
+    after a call; inside of it the loss may read them, as `apply.variables["losses"]`. Leaves that
+    hold no arrays, such as the axis names in `params_axes`, are no state and stay as `init` made
+    them. Boxed leaves (`nn.Partitioned` and other axis metadata) are unboxed; the layouts that they
+    name have no effect. `init` runs with train=True, so that variables that only training uses
+    exist too.
 
     Rng streams are found by tracing: a name that `make_rng` asks for gets `stream_key(key, name)`.
     (linen falls back to a "params" stream. Passing that instead would hide the names, and also
@@ -105,59 +109,71 @@ def linen_functions(
 
     Cost: one more abstract evaluation for train and one for eval.
     """
-    found: dict[bool, set[str]] = {}
+    extras: list[Extras] = []
+    found: dict[bool, CallOptions] = {}
 
-    def init(key: jax.Array, batch: Any) -> tuple[Tree, Tree]:
-        create = nn.init(partial(run, train=True), module, mutable=DenyList(NOT_STATE))
-        boxed = create({"params": key}, batch)
+    def create(key: jax.Array, batch: Any) -> tuple[Tree, Tree]:
+        def make(*denied: str) -> Any:
+            create = nn.init(partial(run, train=True), module, mutable=DenyList(denied))
+            return create({"params": key}, batch)
+
+        try:
+            boxed = make(PERTURBATIONS)
+        except JaxTransformError:
+            boxed = make(PERTURBATIONS, INTERMEDIATES)
         note_layout(nn.get_partition_spec(boxed))
-        variables = unfreeze(nn.meta.unbox(boxed))
-        params = variables.pop("params", {})
-        for path, leaf in to_flat(params).items():
-            if not hasattr(leaf, "dtype"):
-                raise ValueError(
-                    f"parameter {'/'.join(path)} is a {type(leaf).__name__}; a parameter must be "
-                    "one array: declare each array with a self.param of its own"
-                )
-        state = {n: c for n, c in variables.items() if jax.tree.leaves(c) and not is_output(c)}
+        params, state, others = sort_collections(nn.meta.unbox(boxed))
+        extras[:] = [others]
         return params, state
 
     def apply(
-        params: Tree, state: Tree, batch: Any, key: jax.Array, *, train: bool, streams: set[str]
+        params: Tree, state: Tree, batch: Any, key: jax.Array, *, train: bool, options: CallOptions
     ) -> tuple[Any, Tree]:
-        mutable = list(state) if train else []
+        (others,) = extras
+        mutable = [*(state if train else ()), *others.outputs, *options.mutable]
         call = nn.apply(partial(run, train=train), module, mutable=mutable)
-        rngs = {name: stream_key(key, name) for name in sorted(streams)}
-        result, changed = call({"params": params, **state}, batch, rngs=rngs)
-        return result, {**state, **unfreeze(changed)}
+        rngs = {name: stream_key(key, name) for name in sorted(options.streams)}
+        result, changed = call(others.variables(params, state), batch, rngs=rngs)
+        return result, {**state, **others.state(changed)}
 
-    def streams_of(*args: Any, train: bool) -> set[str]:
-        streams = {"dropout"}
+    def options_of(*args: Any, train: bool) -> CallOptions:
+        options = CallOptions()
         while True:
             try:
-                jax.eval_shape(partial(apply, train=train, streams=streams), *args)
-                return streams
+                jax.eval_shape(partial(apply, train=train, options=options), *args)
+                return options
             except InvalidRngError as error:
                 name = re.search(r'needs PRNG for "([^"]+)"', str(error))
-                if name is None or name[1] in streams:
+                if name is None or name[1] in options.streams:
                     raise
-                streams.add(name[1])
+                options.streams.add(name[1])
+            except JaxTransformError:  # It sows inside of one of JAX's loops, where flax cannot.
+                if not options.mutable:
+                    raise
+                options.mutable.clear()
 
     def call(
         params: Tree, model_state: Tree, batch: Any, key: jax.Array, *, train: bool
     ) -> tuple[Any, Tree]:
         args = (params, model_state, batch, key)
+        if not extras:  # in another process than `init`
+            jax.eval_shape(create, key, batch)
         if train not in found:
-            found[train] = streams_of(*args, train=train)
-        result, state = apply(*args, train=train, streams=found[train])
+            found[train] = options_of(*args, train=train)
+        result, state = apply(*args, train=train, options=found[train])
         return result, kept(model_state, state)
 
-    return init, call
+    return create, call
 
 
-def is_output(collection: Tree) -> bool:
-    """Say whether `sow` filled the collection: its values are tuples, one item for each call.
+@dataclasses.dataclass(frozen=True, slots=True)
+class CallOptions:
+    """How a module is called.
 
-    If they were kept as state, they would grow by one item in each step.
+    Attributes:
+      streams: the rng streams that it asks for.
+      mutable: the collections of intermediates that it may sow into.
     """
-    return any(isinstance(leaf, tuple) for leaf in to_flat(collection).values())
+
+    streams: set[str] = dataclasses.field(default_factory=lambda: {"dropout"})
+    mutable: list[str] = dataclasses.field(default_factory=lambda: [INTERMEDIATES])
