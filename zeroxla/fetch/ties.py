@@ -55,7 +55,7 @@ def tie(arrays: Sequence[Any], to: Sequence[Any], *, by_data: bool) -> tuple[lis
 def _never(arrays: Sequence[jax.Array]) -> jax.Array:
     """Return False, computed from one element of each array. XLA does not know that it is False."""
     numbers = [x for x in arrays if x.size and not jnp.issubdtype(x.dtype, jax.dtypes.extended)]
-    firsts = [x[(0,) * x.ndim].astype(jnp.float32) for x in numbers]
+    firsts = [x[(0,) * x.ndim].real.astype(jnp.float32) for x in numbers]
     return functools.reduce(
         jnp.logical_or, [jnp.isnan(x) & jnp.isinf(x) for x in firsts], jnp.zeros((), bool)
     )

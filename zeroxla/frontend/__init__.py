@@ -14,6 +14,7 @@ from typing import Any
 import flax.linen
 
 from zeroxla.frontend.base import Adapted, AdaptsItself, stream_key
+from zeroxla.frontend.complex_leaves import with_real_parameters
 from zeroxla.frontend.function import adapt_function
 from zeroxla.frontend.linen import adapt_linen
 
@@ -53,17 +54,17 @@ def adapt(model: Any, loss: Callable[..., Any] | None = None) -> Adapted:
     if isinstance(model, AdaptsItself):
         return model.adapt(loss)
     if isinstance(model, flax.linen.Module):
-        return adapt_linen(model, loss)
+        return with_real_parameters(adapt_linen(model, loss))
     if isinstance(model, tuple | list) and len(model) == 2 and all(map(callable, model)):
         if loss is not None:
             raise ValueError(
                 "model is a pair (init, loss) and loss= is given too; give one loss: "
                 "put it in the pair"
             )
-        return adapt_function(*model)
+        return with_real_parameters(adapt_function(*model))
     # flax.nnx takes as long to import as all of zeroxla: only those who use it wait.
     from zeroxla.frontend.nnx import adapt_nnx, is_nnx
 
     if is_nnx(model) or callable(model):
-        return adapt_nnx(model, loss)
+        return with_real_parameters(adapt_nnx(model, loss))
     raise TypeError(f"model is {model!r}, of type {type(model).__name__}; expected {KINDS}")

@@ -230,12 +230,18 @@ class Differentiator:
         """
         leaves, tree = jax.tree.flatten(model_state)
         overwritten = {i: leaves[i] for i in self.planner.overwritten(model_state)}
-        floats = {i: x for i, x in enumerate(leaves) if is_float(x.dtype) and i not in overwritten}
+        floats = {
+            i: (x.real, x.imag) if jnp.iscomplexobj(x) else (x,)
+            for i, x in enumerate(leaves)
+            if is_float(x.dtype) and i not in overwritten
+        }
         others = {i: x for i, x in enumerate(leaves) if i not in {*floats, *overwritten}}
         largest = from_vector(self.collectives.max(as_vector(overwritten)), overwritten)
         agreed = from_vector(self.collectives.sum(as_vector(floats)), floats)
+        means = {i: [x / self.collectives.world for x in parts] for i, parts in agreed.items()}
         agreed = {
-            i: (x / self.collectives.world).astype(floats[i].dtype) for i, x in agreed.items()
+            i: (lax.complex(*x) if len(x) == 2 else x[0]).astype(leaves[i].dtype)
+            for i, x in means.items()
         }
         first = self.collectives.rank() == 0
         words = jax.tree.map(lambda x: jnp.where(first, as_words(x), 0), others)

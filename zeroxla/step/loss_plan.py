@@ -19,7 +19,7 @@ from zeroxla.fetch.runner import FetchRunner
 from zeroxla.fetch.segments import FetchPlan, layer_dims
 from zeroxla.frontend import Adapted
 from zeroxla.program.paths import Path, paths_of
-from zeroxla.program.trace import Operand, Program, Value, is_float, trace
+from zeroxla.program.trace import Operand, Program, Value, trace
 from zeroxla.step.metrics import check_metrics
 from zeroxla.wire.leaves import Layout
 from zeroxla.wire.resolve import Wiring
@@ -54,8 +54,12 @@ def _loss(
 
 
 def cast_floats(tree: Any, dtype: jnp.dtype) -> Any:
-    """Cast the floating arrays of a pytree."""
-    return jax.tree.map(lambda x: x.astype(dtype) if is_float(x.dtype) else x, tree)
+    """Cast the floating arrays of a pytree. Complex ones stay as they are."""
+
+    def cast(x: jax.Array) -> jax.Array:
+        return x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
+
+    return jax.tree.map(cast, tree)
 
 
 def plan_gathers(

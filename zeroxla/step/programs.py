@@ -19,7 +19,7 @@ from zeroxla.offload.memory_kinds import put
 from zeroxla.offload.update.stream import stream
 from zeroxla.step.first_states import FirstStates
 from zeroxla.step.setup import REPLICATED
-from zeroxla.step.state import TrainState, natural, state_shardings, with_own_keys
+from zeroxla.step.state import TrainState, as_in_model, natural, state_shardings
 from zeroxla.step.update import OptimizerUpdate, keep_if
 from zeroxla.wire.wire_state import WireState
 
@@ -95,7 +95,7 @@ class Programs(FirstStates):
         entered = state.loss_scale.entered(self.first_loss_scale)
         state = dataclasses.replace(state, loss_scale=entered)
         grads, metrics, *_ = self._local_gradients(state, batch)
-        return metrics["loss"], with_own_keys(natural(grads, state.placements[0]), state.indices)
+        return metrics["loss"], as_in_model(natural(grads, state.placements[0]), state.indices)
 
     def evaluate(self, state: TrainState, batch: Any) -> dict[str, Any]:
         """Return the metrics of a batch with `train=False`."""

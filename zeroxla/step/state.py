@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from zeroxla.frontend.complex_leaves import join_complex
 from zeroxla.mesh.placement import Placement
 from zeroxla.mesh.relayout import whole
 from zeroxla.offload.disk.disk_array import DiskArray
@@ -155,8 +156,8 @@ def state_shardings(state: TrainState, mesh: Mesh) -> TrainState:
 
 
 def full_params(state: TrainState) -> Any:
-    """Return the parameters whole, in natural shapes, as float32 NumPy arrays on this host. Wires
-    of a frozen base are uint8.
+    """Return the parameters whole, in natural shapes, as float32 NumPy arrays on this host. Complex
+    parameters are complex64, wires of a frozen base uint8.
 
     They are nested dicts with the model's own keys, so that `{"params": full_params(state)}` are
     the variables of a linen module, and `nnx.update(module, full_params(state))` fills an nnx
@@ -173,11 +174,12 @@ def full_params(state: TrainState) -> Any:
     check_is_state(state)
     leaves, tree = jax.tree.flatten(state.params)
     whole = tree.unflatten([host_leaf(x, p) for x, p in zip(leaves, state.placements[0])])
-    return with_own_keys(whole, state.indices)
+    return as_in_model(whole, state.indices)
 
 
-def with_own_keys(tree: Any, indices: Collection[Path]) -> Any:
-    """Return nested dicts, like a state's parameters, with the keys of the model itself.
+def as_in_model(tree: Any, indices: Collection[Path]) -> Any:
+    """Return nested dicts, like a state's parameters, with the keys of the model itself, and with
+    its complex leaves.
 
     Args:
       tree: nested dicts with strings as keys.
@@ -190,6 +192,7 @@ def with_own_keys(tree: Any, indices: Collection[Path]) -> Any:
         inner = {name: converted(x, (*path, name)) for name, x in part.items()}
         return {int(n) if (*path, n) in indices else n: x for n, x in inner.items()}
 
+    tree = join_complex(tree)
     return converted(tree, ()) if indices else tree
 
 

@@ -204,7 +204,8 @@ class Step:
     def grad(self, state: TrainState, batch: Any) -> tuple[jax.Array, Any]:
         """Return the loss and the gradients that a step would use, for tests and debugging.
 
-        Gradients are float32 global arrays in natural shapes, zeros for frozen leaves.
+        Gradients are float32 global arrays in natural shapes, zeros for frozen leaves. That of a
+        complex leaf has the derivatives by its two parts: the conjugate of what `jax.grad` returns.
         """
         batch = self._checked_batch(state, batch)
         with self.programs.tracing():

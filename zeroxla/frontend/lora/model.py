@@ -13,6 +13,7 @@ from jax.core import Tracer
 
 from zeroxla.frontend import Adapted, adapt
 from zeroxla.frontend.base import AdaptsItself
+from zeroxla.frontend.complex_leaves import join_complex, split_complex
 from zeroxla.frontend.lora.adapted import adapt_lora
 from zeroxla.frontend.lora.at_rest import FORMATS, Frozen
 from zeroxla.frontend.lora.leaf_plan import BASE, LoraPlan, adapters_of, make_lora_plan
@@ -170,13 +171,14 @@ class LoraModel(AdaptsItself):
 
         Cost: NumPy arrays are merged on the default device, one leaf at a time.
         """
+        params = split_complex(params)
         check_adapted(self.plan, shapes_of(params), "the tree of parameters")
         adapters = adapters_of(params)
         leaves = [
             _like(x, self.plan.merged(path, x, adapters.get(path)))
             for path, x in paths_of(params[BASE])
         ]
-        return jax.tree.unflatten(jax.tree.structure(params[BASE]), leaves)
+        return join_complex(jax.tree.unflatten(jax.tree.structure(params[BASE]), leaves))
 
     def init_from(
         self, step: StateMaker, params: Any, key: jax.Array, model_state: Any = None
