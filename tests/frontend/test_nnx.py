@@ -212,3 +212,28 @@ def test_nnx_sown_values_are_not_state():
 
     _, state, (_, _, new_state) = once(adapt(lambda rngs: SowingModule(rngs)))
     assert state == new_state == {}
+
+
+def test_nnx_params_of_whole_numbers_are_state_and_named():
+    class Table(nnx.Module):
+        def __init__(self, rngs):
+            self.linear = nnx.Linear(4, 3, rngs=rngs)
+            self.order = nnx.Param(jnp.array([2, 0, 1]))
+            self.mask = nnx.Param(jnp.array([True, False, True]))
+
+        def __call__(self, x):
+            return self.linear(x)[:, self.order[...]] * self.mask[...]
+
+        def loss(self, batch, *, train):
+            return (self(batch) ** 2).mean()
+
+    with pytest.warns(UserWarning, match=r"^mask \(bool\), order \(int32\): an nnx.Param of whole"):
+        adapted = adapt(lambda rngs: Table(rngs))
+    params, state, (loss, _, new_state) = once(adapted)
+    assert shapes(params) == {"linear": {"bias": (3,), "kernel": (4, 3)}}
+    np.testing.assert_array_equal(new_state["order"], [2, 0, 1])
+    assert shapes(state) == shapes(new_state)
+    y = (X @ params["linear"]["kernel"] + params["linear"]["bias"])[
+        :, np.array([2, 0, 1])
+    ] * np.array([1, 0, 1])
+    np.testing.assert_allclose(loss, (y**2).mean(), rtol=1e-5)

@@ -23,7 +23,7 @@ def split_complex(tree: Any) -> Any:
     """Return nested dicts in which each complex array is a dict of its real and imaginary part."""
     if isinstance(tree, dict):
         return {name: split_complex(part) for name, part in tree.items()}
-    if not jnp.issubdtype(getattr(tree, "dtype", None), jnp.complexfloating):
+    if not hasattr(tree, "dtype") or not jnp.issubdtype(tree.dtype, jnp.complexfloating):
         return tree
     return {COMPLEX: dict(zip(PARTS, (tree.real, tree.imag), strict=True))}
 

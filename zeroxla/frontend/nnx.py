@@ -1,17 +1,14 @@
 """flax.nnx modules: the graph definition is fixed; variables go in and out of each call."""
 
-import dataclasses
 import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.core import Tracer
 
 from zeroxla.frontend.base import (
-    OVERWRITE_WITH_GRADIENT,
     Adapted,
     Caching,
     Tree,
@@ -19,23 +16,23 @@ from zeroxla.frontend.base import (
     empty_like,
     kept,
     module_loss,
-    stream_key,
     to_flat,
     to_nested,
 )
+from zeroxla.frontend.nnx_variables import (
+    StaticModule,
+    indices_of,
+    overwritten_paths,
+    own_arrays,
+    put_together,
+    raw,
+    real_paths,
+    take_apart,
+    text,
+    whole_numbers,
+)
 from zeroxla.program.compat import layouts_ignored, note_layout
 from zeroxla.program.paths import Path
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class StaticModule:
-    """The static part of a module, from which it is put together again with arrays."""
-
-    graphdef: Any
-    paths: dict[Path, tuple[Any, ...]]
-    """The module's own path (integers for list items) of each leaf."""
-    streams: dict[Path, jax.ShapeDtypeStruct]
-    """The key and the count of each rng stream; stacked layers have stacked streams."""
 
 
 def is_nnx(model: Any) -> bool:
@@ -61,10 +58,18 @@ def adapt_nnx(model: Any, loss: Callable[..., Any] | None) -> Adapted:
     def make_run(module: nnx.Module) -> Callable[..., Any]:
         about.update(about_call(module, loss), indices=indices_of(real_paths(module).values()))
         about["overwritten"] = overwritten_paths(module).__contains__
+        about["whole_numbers"] = whole_numbers(module)
         about["has_cache"] = hasattr(module, "init_cache")
         return module_loss(module, loss)
 
     init, call, assemble = nnx_functions(model, make_run)
+    if whole := about.pop("whole_numbers"):
+        warnings.warn(
+            f"{', '.join(whole)}: an nnx.Param of whole numbers or flags has no gradient; it is "
+            "kept as model state and stays as it is, unless the model sets it",
+            UserWarning,
+            stacklevel=4,
+        )
 
     def in_eval(params: Tree, model_state: Tree) -> Any:
         module = assemble(params, model_state, jax.random.key(0))
@@ -191,97 +196,3 @@ def nnx_functions(
         return result, kept(model_state, to_nested(state))
 
     return init, call, assemble
-
-
-def take_apart(
-    module: nnx.Module, known: Collection[Path] | None = None
-) -> tuple[Any, dict[Path, Any], dict[Path, Any], dict[Path, Any]]:
-    """Return (graph definition, parameters, rng streams, all other arrays), by path as text.
-
-    With `known` given, variables at other paths are left out.
-    """
-
-    def flat(state: Any) -> dict[Path, Any]:
-        return {
-            text(path): raw(path, leaf)
-            for path, leaf in nnx.to_flat_state(state)
-            if known is None or text(path) in known
-        }
-
-    graphdef, params, streams, others = nnx.split(module, nnx.Param, nnx.RngState, ...)
-    return graphdef, flat(params), flat(streams), flat(others)
-
-
-def put_together(layout: StaticModule, leaves: Mapping[Path, Any], key: jax.Array) -> nnx.Module:
-    """Return the module with these arrays, and with rng streams made from the key."""
-    streams = {path: fresh(path, shape, key) for path, shape in layout.streams.items()}
-    state = nnx.from_flat_state(
-        [(layout.paths[path], leaf) for path, leaf in {**leaves, **streams}.items()]
-    )
-    # copy=True makes variables of the present trace. Otherwise their updates raise an error.
-    return nnx.merge(layout.graphdef, state, copy=True)
-
-
-def fresh(path: Path, shape: jax.ShapeDtypeStruct, key: jax.Array) -> jax.Array:
-    """Return the stream's own key (split to its shape if stacked), or a zero count."""
-    if not jnp.issubdtype(shape.dtype, jax.dtypes.prng_key):
-        return jnp.zeros(shape.shape, shape.dtype)
-    own = stream_key(key, "/".join(path[:-1]))
-    return jax.random.split(own, shape.shape) if shape.shape else own
-
-
-def real_paths(module: nnx.Module) -> dict[Path, tuple[Any, ...]]:
-    """Return the module's own path of each path as text.
-
-    Raises:
-      ValueError: two paths read the same, as the keys 0 and "0" of one dict do.
-    """
-    paths: dict[Path, tuple[Any, ...]] = {}
-    for path, _ in nnx.to_flat_state(nnx.state(module)):
-        if text(path) in paths:
-            raise ValueError(
-                f"two variables have the same path as text: {'/'.join(text(path))}; "
-                "rename a dict key"
-            )
-        paths[text(path)] = path
-    return paths
-
-
-def indices_of(paths: Iterable[tuple[Any, ...]]) -> tuple[Path, ...]:
-    """Return the beginnings of a module's own paths that end in a whole number, as text."""
-    beginnings = (path[: i + 1] for path in paths for i in range(len(path)))
-    return tuple(sorted({text(path) for path in beginnings if isinstance(path[-1], int)}))
-
-
-def overwritten_paths(module: nnx.Module) -> frozenset[Path]:
-    """Return the paths of the variables whose gradient is their new value. A linen layer with fp8
-    dots has them, inside of `nnx.bridge.ToNNX`."""
-    kind = nnx.variable_type_from_name(OVERWRITE_WITH_GRADIENT, allow_register=True)
-    return frozenset(text(path) for path, _ in nnx.to_flat_state(nnx.state(module, kind)))
-
-
-def own_arrays(module: nnx.Module) -> None:
-    """Mark arrays that are plain attributes of the module or its parts as data.
-
-    Flax does so when they are concrete; while tracing it takes them for static values, and the
-    tracers leak into the graph definition.
-    """
-    for _, part in list(nnx.iter_modules(module)):
-        for name, value in list(vars(part).items()):
-            traced = any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(value))
-            if traced and not isinstance(value, nnx.Variable | nnx.Pytree):
-                setattr(part, name, nnx.data(value))
-
-
-def text(path: tuple[Any, ...]) -> Path:
-    return tuple(map(str, path))
-
-
-def raw(path: tuple[Any, ...], leaf: Any) -> jax.Array:
-    value = leaf.get_raw_value() if isinstance(leaf, nnx.Variable) else leaf
-    if not hasattr(value, "dtype"):
-        raise ValueError(
-            f"variable {'/'.join(text(path))} holds a {type(value).__name__}; a variable must hold "
-            "one array"
-        )
-    return jnp.asarray(value)
