@@ -73,8 +73,16 @@ def test_nnx_parameters_and_state_are_nested_dicts_with_string_keys(scanned):
     }
 
 
+@pytest.fixture(params=["graph", "tree"])
+def mode(request):
+    """How flax takes modules by default: as graphs, or as trees, as it plans to."""
+    is_graph = request.param == "graph"
+    with nnx.set_graph_mode(is_graph), nnx.set_graph_updates(is_graph):
+        yield request.param
+
+
 @pytest.mark.parametrize("scanned", [False, True])
-def test_nnx_loss_is_pure_and_follows_the_key(scanned):
+def test_nnx_loss_is_pure_and_follows_the_key(scanned, mode):
     adapted = adapt(lambda rngs: Stack(rngs, scanned))
     params, state = jax.jit(adapted.init)(KEY, X)
 

@@ -27,8 +27,10 @@ from zeroxla.frontend.nnx_variables import (
     put_together,
     raw,
     real_paths,
+    set_mode,
     take_apart,
     text,
+    variables_of,
     whole_numbers,
 )
 from zeroxla.program.compat import layouts_ignored, note_layout
@@ -73,7 +75,7 @@ def adapt_nnx(model: Any, loss: Callable[..., Any] | None) -> Adapted:
 
     def in_eval(params: Tree, model_state: Tree) -> Any:
         module = assemble(params, model_state, jax.random.key(0))
-        module.eval()
+        set_mode(module, train=False)
         return module
 
     def apply(params: Tree, model_state: Tree, *args: Any, **kwargs: Any) -> Any:
@@ -95,7 +97,7 @@ def nnx_caching(
     """
 
     def cache_of(module: nnx.Module) -> dict[tuple[Any, ...], Any]:
-        return dict(nnx.to_flat_state(nnx.state(module, nnx.Cache)))
+        return dict(variables_of(module, nnx.Cache))
 
     def empty(batch: int, length: int, dtype: Any) -> Tree:
         def make() -> Tree:
@@ -156,7 +158,7 @@ def nnx_functions(
                 "`lambda rngs: Module(..., rngs=rngs)` that returns an nnx.Module"
             )
         own_arrays(module)
-        note_layout(nnx.get_partition_spec(nnx.state(module)))
+        note_layout(nnx.get_partition_spec(nnx.state(module, graph=True)))
         return module
 
     paths: dict[Path, tuple[Any, ...]] = {}
@@ -188,7 +190,7 @@ def nnx_functions(
         params: Tree, model_state: Tree, batch: Any, key: jax.Array, *, train: bool
     ) -> tuple[Any, Tree]:
         module = assemble(params, model_state, key)
-        module.train() if train else module.eval()
+        set_mode(module, train=train)
         result = run(module, batch, train)
         if not train:
             return result, model_state

@@ -1,4 +1,8 @@
-"""The variables of a flax.nnx module, taken out of it and put back, by path as text."""
+"""The variables of a flax.nnx module, taken out of it and put back, by path as text.
+
+Modules may share variables, whether or not flax is told to take modules for trees
+(`NNX_GRAPH_MODE=false`). So every call of flax here says that a module is a graph.
+"""
 
 from __future__ import annotations
 
@@ -26,6 +30,11 @@ class StaticModule:
     """The key and the count of each rng stream; stacked layers have stacked streams."""
 
 
+def variables_of(module: nnx.Module, *kinds: Any) -> list[tuple[tuple[Any, ...], Any]]:
+    """Return the variables and arrays of a module, or those of some kinds, with their paths."""
+    return list(nnx.to_flat_state(nnx.state(module, *kinds, graph=True)))
+
+
 def take_apart(
     module: nnx.Module, known: Collection[Path] | None = None
 ) -> tuple[Any, dict[Path, Any], dict[Path, Any], dict[Path, Any]]:
@@ -42,7 +51,7 @@ def take_apart(
             if known is None or text(path) in known
         }
 
-    graphdef, params, streams, others = nnx.split(module, nnx.Param, nnx.RngState, ...)
+    graphdef, params, streams, others = nnx.split(module, nnx.Param, nnx.RngState, ..., graph=True)
     leaves = flat(params)
     params = {path: x for path, x in leaves.items() if jnp.issubdtype(x.dtype, jnp.inexact)}
     rest = {path: x for path, x in leaves.items() if path not in params}
@@ -74,7 +83,7 @@ def real_paths(module: nnx.Module) -> dict[Path, tuple[Any, ...]]:
       ValueError: two paths read the same, as the keys 0 and "0" of one dict do.
     """
     paths: dict[Path, tuple[Any, ...]] = {}
-    for path, _ in nnx.to_flat_state(nnx.state(module)):
+    for path, _ in variables_of(module):
         if text(path) in paths:
             raise ValueError(
                 f"two variables have the same path as text: {'/'.join(text(path))}; "
@@ -92,7 +101,7 @@ def indices_of(paths: Iterable[tuple[Any, ...]]) -> tuple[Path, ...]:
 
 def whole_numbers(module: nnx.Module) -> list[str]:
     """Return name and dtype of each `nnx.Param` that can have no gradient."""
-    leaves = {text(p): raw(p, x) for p, x in nnx.to_flat_state(nnx.state(module, nnx.Param))}
+    leaves = {text(p): raw(p, x) for p, x in variables_of(module, nnx.Param)}
     return [
         f"{'/'.join(path)} ({x.dtype})"
         for path, x in leaves.items()
@@ -104,7 +113,13 @@ def overwritten_paths(module: nnx.Module) -> frozenset[Path]:
     """Return the paths of the variables whose gradient is their new value. A linen layer with fp8
     dots has them, inside of `nnx.bridge.ToNNX`."""
     kind = nnx.variable_type_from_name(OVERWRITE_WITH_GRADIENT, allow_register=True)
-    return frozenset(text(path) for path, _ in nnx.to_flat_state(nnx.state(module, kind)))
+    return frozenset(text(path) for path, _ in variables_of(module, kind))
+
+
+def set_mode(module: nnx.Module, *, train: bool) -> None:
+    """Tell the module and its parts whether they train."""
+    with nnx.set_graph_mode(True):
+        module.train() if train else module.eval()
 
 
 def own_arrays(module: nnx.Module) -> None:
@@ -113,7 +128,7 @@ def own_arrays(module: nnx.Module) -> None:
     Flax does so when they are concrete; while tracing it takes them for static values, and the
     tracers leak into the graph definition.
     """
-    for _, part in list(nnx.iter_modules(module)):
+    for _, part in list(nnx.iter_modules(module, graph=True)):
         for name, value in list(vars(part).items()):
             traced = any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(value))
             if traced and not isinstance(value, nnx.Variable | nnx.Pytree):

@@ -192,7 +192,7 @@ def _inline(
     def operand(v: Any) -> Operand:
         return Constant(v.val) if isinstance(v, jex.Literal) else env[v]
 
-    for eqn in jaxpr.eqns:
+    for eqn in map(compat.as_remat, jaxpr.eqns):
         inputs = tuple(operand(v) for v in eqn.invars)
         name_stack = compat.name_stack_of(eqn)
         name_stack = name_stack if stack is None else stack + name_stack

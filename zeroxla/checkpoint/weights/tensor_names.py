@@ -138,7 +138,7 @@ def param_shapes(module: Any) -> dict[Path, Shape]:
     if not isinstance(module, nn.Module):
         from flax import nnx
 
-        state = nnx.to_flat_state(nnx.state(module, nnx.Param))
+        state = nnx.to_flat_state(nnx.state(module, nnx.Param, graph=True))
         return {tuple(map(str, path)): tuple(x.get_raw_value().shape) for path, x in state}
     tokens = jnp.zeros((1, 1), jnp.int32)
     params = jax.eval_shape(module.init, jax.random.key(0), tokens)["params"]

@@ -7,6 +7,7 @@ Come here when a new JAX breaks something. Names of primitives are in `program/p
 from zeroxla.program.compat.axis_names import AxisNames
 from zeroxla.program.compat.jaxprs import (
     array_type,
+    as_remat,
     bind_params,
     branches_for,
     call_equation,
@@ -36,6 +37,7 @@ __all__ = [
     "JAX_VERSION",
     "AxisNames",
     "array_type",
+    "as_remat",
     "backends_started",
     "bind_params",
     "branches_for",

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 import jax.extend.core as jex
-from jax._src import config, core, source_info_util
+from jax._src import ad_checkpoint, config, core, source_info_util
 from jax._src.compute_on import extend_compute_type
 from jax._src.interpreters import partial_eval
 
@@ -53,6 +53,25 @@ def forward_jaxpr(eqn: Any) -> Any | None:
 
 def _body(params: dict[str, Any]) -> Any:
     return params["jaxpr"] if "jaxpr" in params else params["call_jaxpr"]
+
+
+def as_remat(eqn: Any) -> Any:
+    """Return an equation with `jax.checkpoint` in the form that it has by default.
+
+    With the option `jax_remat3` it is a call of an object that holds the body.
+    """
+    called = eqn.params.get("_prim")
+    if type(called).__name__ != "RematTraced":
+        return eqn
+    jaxpr = open_jaxpr(called.params["jaxpr"])[0]
+    prevent_cse = called.params.get("prevent_cse", True)
+    params = {
+        "jaxpr": jaxpr,
+        "prevent_cse": prevent_cse,
+        "differentiated": False,
+        "policy": called.params["policy"],
+    }
+    return eqn.replace(primitive=ad_checkpoint.remat_p, params=params)
 
 
 def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
