@@ -16,15 +16,8 @@ from zeroxla.frontend.base import AdaptsItself
 from zeroxla.frontend.lora.adapted import adapt_lora
 from zeroxla.frontend.lora.at_rest import FORMATS, Frozen
 from zeroxla.frontend.lora.leaf_plan import BASE, LoraPlan, adapters_of, make_lora_plan
-from zeroxla.frontend.lora.start import (
-    StateMaker,
-    check_adapted,
-    check_given,
-    shapes_of,
-    starting_params,
-)
+from zeroxla.frontend.lora.start import StateMaker, check_adapted, shapes_of
 from zeroxla.frontend.staged import StagedModel
-from zeroxla.offload.disk.disk_array import in_memory
 from zeroxla.program.paths import paths_of
 
 
@@ -181,15 +174,15 @@ class LoraModel(AdaptsItself):
     def init_from(
         self, step: StateMaker, params: Any, key: jax.Array, model_state: Any = None
     ) -> Any:
-        """Make a training state from given parameters of the model, such as a checkpoint's.
+        """Make a training state from parameters of the model without adapters.
+
+        `step.init_from`, which this calls, takes them too; see `zeroxla.init_from`.
 
         Args:
           step: a step of this model that has seen a batch (`init` or `abstract_state`).
-          params: parameters without adapters: the `params` of a state of the model on the same
-            mesh, or any arrays in natural shapes, as `zeroxla.full_params` returns them. Arrays of
-            a state on disk are read one after another.
+          params: the parameters, whole, or of a state of the model without adapters.
           key: a PRNG key, for the adapters among others.
-          model_state: see `Step.init_from`.
+          model_state: see `zeroxla.init_from`.
 
         Returns:
           The `TrainState` before the first step. Its loss is the parameters' own, after
@@ -200,11 +193,7 @@ class LoraModel(AdaptsItself):
 
         Cost: leaves are quantized one after another; a device holds each leaf whole for a moment.
         """
-        step.shapes()  # without a batch there is no plan
-        check_given(self.plan, params)
-        given = dict(paths_of(params))
-        start = starting_params(self.plan, step, lambda path: in_memory(given[path]), key)
-        return step.init_from(start, key, model_state)
+        return step.init_from(params, key, model_state=model_state)
 
 
 def _like(given: Any, made: jax.Array) -> Any:
