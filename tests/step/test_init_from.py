@@ -350,12 +350,26 @@ def test_every_leaf_that_does_not_fit_is_named(step, monkeypatch):
     assert not calls
 
 
-def test_what_is_beyond_a_leaf_must_be_padding(step):
-    stored = dict(step.init_from(arrays(), KEY).params)
-    wide = stored["wide"]
-    stored["wide"] = {**wide, "bias": jnp.ones_like(wide["bias"])}
-    with pytest.raises(ValueError, match=r"wide/bias is float32\[72\].* not the zeros of padding"):
-        step.init_from(stored, KEY)
+def test_what_is_beyond_a_leaf_must_be_padding(step, mesh24):
+    """Unless the array is split as this step splits the leaf, as no other is."""
+    natural = arrays()
+    for spec in (("node", "device"), ("device", "node")):
+        sharding = NamedSharding(mesh24, PartitionSpec(spec))
+        wide = {**natural["wide"], "bias": jnp.ones(72, device=sharding)}
+        given = {**natural, "wide": wide}
+        if spec == ("node", "device"):
+            words = r"wide/bias is float32\[72\].* not the zeros of padding"
+            with pytest.raises(ValueError, match=words):
+                step.init_from(given, KEY)
+        else:
+            found = zeroxla.full_params(step.init_from(given, KEY))["wide"]["bias"]
+            assert_same(found, np.ones(65))
+
+
+def test_a_state_is_given_in_its_parts(step):
+    state = step.init_from(arrays(), KEY)
+    with pytest.raises(ValueError, match=r"is a TrainState; give its parts"):
+        step.init_from(state, KEY)
 
 
 def test_a_batch_is_needed_once(mesh24):

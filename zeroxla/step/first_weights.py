@@ -41,7 +41,7 @@ def first_weights(
     written. A model state of None was not given.
 
     Args:
-      given, model_state, donate: as for `Step.init_from`.
+      given, model_state, donate: as for `zeroxla.init_from`.
       adapted: the model.
       shapes: the shapes of the state, with shardings.
       mesh: the mesh.
@@ -50,6 +50,11 @@ def first_weights(
     Raises:
       ValueError: in every process, if the weights of one do not fit the model.
     """
+    if isinstance(given, TrainState):
+        raise ValueError(
+            "params= is a TrainState; give its parts: init_from(step, state.params, key, "
+            "model_state=state.model_state)"
+        )
     plan: LoraPlan | None = None if adapted.plan is None else adapted.plan()
     leaves, state_leaves = _param_leaves(shapes, plan), _state_leaves(shapes, mesh)
     is_base = plan is not None and not _has_adapters(given)

@@ -82,8 +82,9 @@ class StoredLeaf:
         assert isinstance(mesh, Mesh)
         given, is_new = together(f"leaf {self.name}", lambda: self._brought(source, mesh))
         leaf = self._made_of(given)
-        if not leaf._is_stored(given) or not (is_new or (donate and given is source)):
-            if given.shape != leaf.shape and not is_new:
+        is_stored = leaf._is_stored(given)
+        if not is_stored or not (is_new or (donate and given is source)):
+            if given.shape != leaf.shape and not is_stored and not is_new:
                 _check_padding(self.name, given, leaf.shape)
             given = _stored(
                 given,
