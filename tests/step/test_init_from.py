@@ -95,6 +95,9 @@ KINDS = {
     "JAX": lambda mesh: lambda tree: jax.tree.map(jnp.asarray, tree),
     "replicated": lambda mesh: on_mesh(mesh, PartitionSpec()),
     "split": lambda mesh: on_mesh(mesh, PartitionSpec(("node", "device"))),
+    "a mesh of the same devices": lambda mesh: on_mesh(
+        jax.make_mesh((4, 2), ("x", "y")), PartitionSpec(("y", "x"))
+    ),
     "another mesh": lambda mesh: on_mesh(
         jax.make_mesh((2,), ("x",), devices=jax.devices()[6:]), PartitionSpec("x")
     ),

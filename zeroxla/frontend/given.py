@@ -50,8 +50,10 @@ def arrays_by_path(
     for path, x in found.items():
         if path in state_paths and path not in shapes:
             model_state[path] = x
-        else:
-            params[path if path in shapes else known.get(_joined(path), path)] = x
+            continue
+        own = path if path in shapes else known.get(_joined(path), path)
+        is_twice = own in params or (own != path and own in found)
+        params[path if is_twice else own] = x
     return params, model_state
 
 
@@ -81,7 +83,9 @@ def _flat_variables(given: Mapping[Any, Any], shapes: Mapping[Path, Shape]) -> d
     has_own = any(path[0] == "params" for path in shapes)  # a module of this name
     if isinstance(params, Mapping) and (not has_own or "params" in params):
         others = {n: c for n, c in given.items() if n != "params" and n not in NOT_STATE}
-        others = {n: c for n, c in others.items() if not is_output(c)}
+        others = {
+            n: c for n, c in others.items() if not (isinstance(c, Mapping) and is_output(dict(c)))
+        }
         return flat_arrays(params) | flat_arrays(others)
     if given and all(isinstance(name, tuple) for name in given):
         return {tuple(map(str, path)): x for path, x in given.items()}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import numpy as np
@@ -15,8 +15,8 @@ from zeroxla.frontend import Adapted, adapt
 from zeroxla.frontend.base import AdaptsItself
 from zeroxla.frontend.lora.adapted import adapt_lora
 from zeroxla.frontend.lora.at_rest import FORMATS, Frozen
+from zeroxla.frontend.lora.checks import check_adapted, shapes_of
 from zeroxla.frontend.lora.leaf_plan import BASE, LoraPlan, adapters_of, make_lora_plan
-from zeroxla.frontend.lora.start import StateMaker, check_adapted, shapes_of
 from zeroxla.frontend.staged import StagedModel
 from zeroxla.program.paths import paths_of
 
@@ -194,6 +194,16 @@ class LoraModel(AdaptsItself):
         Cost: leaves are quantized one after another; a device holds each leaf whole for a moment.
         """
         return step.init_from(params, key, model_state=model_state)
+
+
+class StateMaker(Protocol):
+    """The part of a `zeroxla.Step` that makes a state from given weights."""
+
+    def init_from(
+        self, params: Any, key: jax.Array, batch: Any = None, *, model_state: Any = None
+    ) -> Any:
+        """Return the state with these parameters and this model state."""
+        ...
 
 
 def _like(given: Any, made: jax.Array) -> Any:

@@ -3,22 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
-
-import jax
+from typing import Any
 
 from zeroxla.frontend.lora.leaf_plan import LoraPlan
 from zeroxla.program.paths import Path, paths_of
-
-
-class StateMaker(Protocol):
-    """The part of a `zeroxla.Step` that makes a state from given weights."""
-
-    def init_from(
-        self, params: Any, key: jax.Array, batch: Any = None, *, model_state: Any = None
-    ) -> Any:
-        """Return the state with these parameters and this model state."""
-        ...
 
 
 def check_adapted(plan: LoraPlan, have: Mapping[Path, Sequence[int]], what: str) -> None:
