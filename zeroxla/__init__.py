@@ -34,7 +34,7 @@ if TYPE_CHECKING:  # what follows in `_PLACES`, for those who read types
     from zeroxla.planning.make import plan
     from zeroxla.planning.plan import Plan
     from zeroxla.planning.search import Search, search_plans
-    from zeroxla.step.make import make_step
+    from zeroxla.step.make import init_from, make_step
     from zeroxla.step.state import LossScale, TrainState, full_params
     from zeroxla.step.step import Step
 
@@ -53,6 +53,7 @@ __all__ = [  # noqa: RUF022 (grouped)
     "TrainState",
     "full_params",
     "global_batch",
+    "init_from",
     "make_step",
     "process_shard",
     # generation
@@ -113,7 +114,7 @@ _PLACES = {
     "planning.make": ("plan",),
     "planning.plan": ("Plan",),
     "planning.search": ("Search", "search_plans"),
-    "step.make": ("make_step",),
+    "step.make": ("init_from", "make_step"),
     "step.state": ("LossScale", "TrainState", "full_params"),
     "step.step": ("Step",),
 }

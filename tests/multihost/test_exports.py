@@ -14,6 +14,10 @@ def test_two_processes_import_and_export(tmp_path):
     hub = hub_folder(tmp_path / "hub", "d_llama_gqa_tied")
     status, said, out = processes.launch("weights.py", hub, tmp_path, devices_per_node=4)
     assert status == 0, out
+    # Each process reads its own half of whole arrays, and one that fails stops both.
+    assert [each["read"] for each in said] == ["0.50", "0.50"]
+    assert said[1]["broken"] == "no such file"
+    assert said[0]["broken"].startswith("process 1 failed at its leaf ")
     _, tensors, _ = recorded("d_llama_gqa_tied")
     assert_same_tensors(read_export(tmp_path / "good"), tensors)
     assert said[0]["files"] == said[1]["files"] == "5"

@@ -166,3 +166,10 @@ def test_a_checkpoint_keeps_them(mesh24, tmp_path):
     jax.tree.map(
         np.testing.assert_array_equal, zeroxla.full_params(restored), zeroxla.full_params(state)
     )
+
+
+def test_they_start_from_complex_arrays(mesh24):
+    step = zeroxla.make_step(Space(), mesh24, optax.adam(1e-2), loss=loss)
+    variables = Space().init(jax.random.key(7), BATCH["x"])
+    state = step.init_from(variables, KEY, BATCH)
+    jax.tree.map(np.testing.assert_array_equal, zeroxla.full_params(state), variables["params"])

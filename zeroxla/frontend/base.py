@@ -67,6 +67,9 @@ class Adapted:
     `base` and `merge`: for a model with adapters, the model without them, and a traceable function
     that turns parameters with adapters, in natural shapes, into parameters of the base. None for
     any other model.
+
+    `plan`: for a model with adapters, a function that returns its `LoraPlan` for the newest batch.
+    None for any other model.
     """
 
     init: Callable[..., tuple[Tree, Tree]]
@@ -81,6 +84,7 @@ class Adapted:
     frozen: tuple[str, ...] = ()
     base: Adapted | None = None
     merge: Callable[[Tree], Tree] | None = None
+    plan: Callable[[], Any] | None = None
 
     @staticmethod
     def of(init: Callable[..., Any], call: Callable[..., Any], **others: Any) -> Adapted:

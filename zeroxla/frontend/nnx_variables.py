@@ -135,6 +135,16 @@ def own_arrays(module: nnx.Module) -> None:
                 setattr(part, name, nnx.data(value))
 
 
+def arrays_of(given: nnx.Module | nnx.State) -> dict[Path, Any]:
+    """Return the arrays of a module or a state by path as text, without its rng streams."""
+    leaves = variables_of(given) if isinstance(given, nnx.Module) else nnx.to_flat_state(given)
+    return {
+        text(path): x.get_raw_value() if isinstance(x, nnx.Variable) else x
+        for path, x in leaves
+        if not isinstance(x, nnx.RngState)
+    }
+
+
 def text(path: tuple[Any, ...]) -> Path:
     return tuple(map(str, path))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax
@@ -11,7 +10,6 @@ import jax.numpy as jnp
 
 from zeroxla.frontend.lora.leaf_plan import LORA
 from zeroxla.frontend.lora.model import LoraModel
-from zeroxla.offload.disk.disk_array import DiskArray, in_memory
 from zeroxla.step.state import TrainState
 from zeroxla.step.step import Step
 
@@ -35,24 +33,14 @@ class Policy:
         return (adapted.base or adapted).context
 
     def begin(self, params: Any, key: jax.Array, model_state: Any = None) -> TrainState:
-        """Return a state made from a copy of parameters, because a step takes the memory of its
-        state.
+        """Return a state made from a copy of parameters.
 
         Args:
-          params: parameters of the model without adapters, on the same mesh and config. Those on
-            disk are read one after another.
+          params: parameters of the model without adapters, as `zeroxla.init_from` takes them.
           key: a PRNG key.
-          model_state: see `Step.init_from`.
+          model_state: see `zeroxla.init_from`.
         """
-        if self.adapters is None:
-            params = jax.tree.map(lambda x: functools.partial(_copy, x), params)
-            return self.step.init_from(params, key, model_state)
-        params = jax.tree.map(lambda x: x if isinstance(x, DiskArray) else jnp.copy(x), params)
-        return self.adapters.init_from(self.step, params, key, model_state)
-
-
-def _copy(x: jax.Array | DiskArray) -> jax.Array:
-    return in_memory(x) if isinstance(x, DiskArray) else jnp.copy(x)
+        return self.step.init_from(params, key, model_state=model_state)
 
 
 def without_adapters(state: TrainState) -> TrainState:

@@ -1,10 +1,12 @@
-"""`make_step`: the training step of any Flax model on a mesh."""
+"""`make_step`: the training step of any Flax model on a mesh. `init_from`: its state for weights
+that are there."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
+import jax
 import optax
 from jax.sharding import Mesh
 
@@ -19,6 +21,7 @@ from zeroxla.step.checks import (
     checked_axis_names,
 )
 from zeroxla.step.notices import two_optimizers, useless_without_stages, warn
+from zeroxla.step.state import TrainState
 from zeroxla.step.step import Step
 
 
@@ -88,3 +91,56 @@ def make_step(
         axis_names=checked_axis_names(axis_names),
         microbatches=microbatches,
     )
+
+
+def init_from(
+    step: Step,
+    params: Any,
+    key: jax.Array,
+    batch: Any = None,
+    *,
+    model_state: Any = None,
+    donate: bool = False,
+) -> TrainState:
+    """Make the state for given parameters: whole arrays, which are cast to float32, padded and
+    split over the mesh one at a time. The rest is as `init` makes it.
+
+    Args:
+      step: a step of the model.
+      params: the parameters, in natural shapes and any floating dtype: the `variables` of a
+        linen module, an nnx module or its state, a nested dict, a dict of names ("a/b" or
+        "a.b"), or the tree that a pair's `init` returns. Leaves are arrays of NumPy or JAX,
+        split in any way, anything that is indexed like them (`np.memmap`), or functions without
+        arguments that return one. `params` may also be one function of a leaf's name "a/b" and
+        its shape. Each is called when its leaf is stored. For a model with adapters these are
+        the parameters of its base, or of both. Parameters of another state are taken too.
+      key: a PRNG key, as for `init`.
+      batch: as for `init`. None means the batch that the step has last seen.
+      model_state: the model's other collections or variables, if they are not in `params`, such
+        as the `model_state` of another state. If neither has them, they are made as `init`
+        makes them, with a warning if there are any.
+      donate: take the memory of JAX arrays in `params`: arrays that are split as the state
+        stores them become part of it, and others are deleted. Otherwise all are copied.
+
+    Returns:
+      The state before the first step.
+
+    Raises:
+      ValueError: there is no batch; a leaf is missing, unknown, or of another shape or dtype
+        than the model's (all are named, with both shapes); or functions fail, in any process.
+
+    Each of several processes gives the same arrays, and takes its own parts of them.
+
+    Cost: one leaf beside the state and what is given. Of an array that is indexed, only the
+    parts of this process's devices are read. Parameters on disk are written one by one.
+
+    >>> import jax, numpy as np, optax, zeroxla
+    >>> from zeroxla.models import MLP
+    >>> step = zeroxla.make_step(MLP.tiny(), zeroxla.make_mesh(nodes=1), optax.sgd(0.1))
+    >>> batch = {"image": np.zeros((8, 28, 28)), "label": np.zeros(8, int)}
+    >>> zeros = lambda name, shape: np.zeros(shape)  # or read from a file
+    >>> state = zeroxla.init_from(step, zeros, jax.random.key(0), batch)
+    >>> round(float(step.eval(state, batch)["loss"]), 3)  # ln 10
+    2.303
+    """
+    return step.init_from(params, key, batch, model_state=model_state, donate=donate)

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import jax
 import optax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding
 
 from zeroxla.config.zero_config import ZeroConfig
 from zeroxla.frontend import Adapted
@@ -30,12 +30,12 @@ from zeroxla.step.checks import (
 )
 from zeroxla.step.describe import describe
 from zeroxla.step.disk.steps import DiskSteps, has_disk
+from zeroxla.step.first_weights import first_weights
 from zeroxla.step.fit import StateFitter
 from zeroxla.step.notices import fresh_model_state, useless_on_mesh, useless_when_held, warn
 from zeroxla.step.programs import BY_ROWS, Programs
 from zeroxla.step.rates import Rates
 from zeroxla.step.state import TrainState, check_is_state, state_shardings
-from zeroxla.step.state_checks import check_model_state, check_stored
 from zeroxla.step.state_shapes import StateShapes
 from zeroxla.wire.bundles import ALONE_ELEMENTS
 
@@ -116,40 +116,33 @@ class Step:
         args = put_key(key, self.mesh), put_batch(batch, self.mesh)
         return self._make("init", make, shapes, state_shardings(shapes, self.mesh), *args)
 
-    def init_from(self, params: Any, key: jax.Array, model_state: Any = None) -> TrainState:
-        """Make the state for given parameters. The rest is as `init` makes it, for the batch that
-        the step has last seen.
-
-        Args:
-          params: a pytree of global arrays, as `shapes().params` describes them: float32, padded,
-            split over the mesh. The state holds these very arrays, and the next step takes their
-            memory. Leaves on disk are copied there, one after another. Any leaf may be an array on
-            disk, or a function without arguments that returns the array. For a leaf on disk it is
-            called when the leaf before is being written, so that never all are in memory.
-          key: a PRNG key.
-          model_state: the `model_state` of a state of the same model, such as the statistics of
-            batch normalization. It is copied. None makes a fresh one, with a warning if the model
-            keeps any.
-
-        Returns:
-          The state before the first step.
-
-        Raises:
-          ValueError: the step has seen no batch, or the parameters or the model state are not
-            stored as described.
-        """
-        key, shapes = check_key(key), self.shapes()
-        params = check_stored(params, shapes.params)
+    def init_from(
+        self,
+        params: Any,
+        key: jax.Array,
+        batch: Any = None,
+        *,
+        model_state: Any = None,
+        donate: bool = False,
+    ) -> TrainState:
+        """Make the state for parameters that are given as whole arrays. See `zeroxla.init_from`."""
+        key = check_key(key)
+        batch = self._shapes.last_batch if batch is None else self._check_batch(batch)
+        shapes = self._shapes.placed(self._shapes.decide(key, batch))
+        params, model_state = first_weights(
+            params,
+            model_state,
+            adapted=self.adapted,
+            shapes=shapes,
+            mesh=self.mesh,
+            key=key,
+            donate=donate,
+        )
         if model_state is None:
             warn(fresh_model_state(shapes.model_state), stacklevel=3)
-        else:
-            check_model_state(model_state, shapes.model_state)
-            everywhere = NamedSharding(self.mesh, PartitionSpec())
-            model_state = jax.device_put(model_state, everywhere, may_alias=False)
         make = functools.partial(self.programs.init_from, placements=shapes.placements)
         rest = dataclasses.replace(state_shardings(shapes, self.mesh), params=None)
-        batch = put_batch(self._shapes.last_batch, self.mesh)
-        args = params, model_state, put_key(key, self.mesh), batch
+        args = params, model_state, put_key(key, self.mesh), put_batch(batch, self.mesh)
         state = self._make("init_from", make, shapes, rest, *args)
         return dataclasses.replace(state, params=params) if state.params is None else state
 

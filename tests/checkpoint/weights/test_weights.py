@@ -265,7 +265,7 @@ def test_other_processes_take_part_and_write_nothing(tmp_path, monkeypatch, gpt)
 
 
 def test_the_state_of_given_parameters_computes_no_others(gpt):
-    _, step, trained_state = gpt
+    _, step, _ = gpt
     state = step.init(KEY, BATCH)
     again = step.init_from(state.params, KEY)
     jax.tree.map(
@@ -278,5 +278,3 @@ def test_the_state_of_given_parameters_computes_no_others(gpt):
         shapes.params, None, KEY, BATCH, shapes.placements
     )
     assert "erf_inv" not in lowered.as_text()  # of the normal distribution
-    with pytest.raises(ValueError, match="bias' is a ndarray of float32"):
-        step.init_from(zeroxla.full_params(trained_state), KEY)

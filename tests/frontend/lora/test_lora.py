@@ -344,7 +344,7 @@ def test_other_misuse(mesh24):
     step.abstract_state(tokens(8))
     with pytest.raises(ValueError, match="base/h/attn/c_attn/bias has the shape None"):
         lora.merge({"lora": {}})
-    with pytest.raises(ValueError, match="another model: h/attn/c_attn/bias has the shape None"):
+    with pytest.raises(ValueError, match=r"h/attn/c_attn/bias .* is missing"):
         lora.init_from(step, {}, KEY)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+import dataclasses
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path as FilePath
@@ -21,11 +21,7 @@ from zeroxla.checkpoint.weights.tensor_names import (
     shapes_of,
 )
 from zeroxla.frontend.lora.model import LoraModel
-from zeroxla.frontend.lora.start import starting_params
-from zeroxla.mesh.axes import world_size
-from zeroxla.mesh.placement import Placement, place
 from zeroxla.mesh.processes.together import together
-from zeroxla.offload.disk.disk_array import given_for
 from zeroxla.program.paths import Path, paths_of
 from zeroxla.step.state import TrainState
 from zeroxla.step.step import Step
@@ -85,28 +81,8 @@ def from_pretrained(
     reader, leaves, names = together("pretrained weights", prepare)
     key = jax.random.key(0) if key is None else key
 
-    def read_leaf(leaf: NamedLeaf, placed: Placement, parts: jax.sharding.Sharding) -> jax.Array:
-        return together(
-            f"the leaf {leaf.name}", lambda: _read_leaf(reader, leaf, names, placed, parts)
-        )
-
-    if adapters is not None:
-        by_path = {leaf.path: leaf for leaf in leaves}
-
-        def read_one(path: Path) -> jax.Array:
-            leaf = by_path[path]
-            placed = place(leaf.shape, world_size(step.mesh), skip=(0,) if leaf.is_stacked else ())
-            return read_leaf(leaf, placed, placed.sharding(step.mesh))
-
-        return step.init_from(starting_params(adapters.plan, step, read_one, key), key)
-
-    stored, tree = jax.tree.flatten(shapes.params)
-    rows = zip(leaves, shapes.placements[0], stored, strict=True)
-    params = [
-        given_for(x, functools.partial(read_leaf, leaf, placed, x.sharding))
-        for leaf, placed, x in rows
-    ]
-    return step.init_from(tree.unflatten(params), key)
+    arrays = {leaf.path: LeafInFiles(leaf=leaf, reader=reader, names=names) for leaf in leaves}
+    return step.init_from(arrays, key)
 
 
 def natural_shapes(state: TrainState) -> dict[Path, tuple[int, ...]]:
@@ -186,31 +162,43 @@ def _rows(shape: tuple[int, ...]) -> Iterator[tuple[slice, ...]]:
         yield rows, *(slice(0, n) for n in shape[1:])
 
 
-def _read_leaf(
-    reader: TensorReader,
-    leaf: NamedLeaf,
-    names: Mapping[str, str],
-    placement: Placement,
-    sharding: jax.sharding.Sharding,
-) -> jax.Array:
-    """Return a leaf as the state stores it."""
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class LeafInFiles:
+    """A leaf in the files of a folder, in its natural shape. Indexing reads a part of it.
 
-    def part(index: tuple[slice, ...] | None) -> np.ndarray:
-        """Return a part of the stored leaf: its natural elements, then zeros."""
-        assert index is not None
-        bounds = [s.indices(n) for s, n in zip(index, placement.stored_shape)]
-        values = np.zeros([stop - start for start, stop, _ in bounds], np.float32)
-        pairs = zip(bounds, placement.shape)
-        inside = tuple(slice(min(a, n), min(b, n)) for (a, b, _), n in pairs)
-        natural = values[(..., *(slice(s.stop - s.start) for s in inside))]
+    Attributes:
+      leaf: its names.
+      reader: the folder's files.
+      names: the names of tensors in these files, by the names that the model's format has.
+    """
+
+    leaf: NamedLeaf
+    reader: TensorReader
+    names: Mapping[str, str]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The natural shape of the leaf."""
+        return self.leaf.shape
+
+    @property
+    def dtype(self) -> np.dtype:
+        """The dtype of the parts that are read."""
+        return np.dtype(np.float32)
+
+    def __getitem__(self, inside: tuple[slice, ...]) -> np.ndarray:
+        """Read a part.
+
+        Raises:
+          ValueError: a number is not finite, or a file is damaged.
+        """
+        leaf, names = self.leaf, self.names
         if not leaf.is_stacked:
-            natural[...] = _oriented(reader, leaf, names[leaf.tensors[0]], inside)
-        else:
-            for layer, out in zip(leaf.tensors[inside[0]], natural):
-                out[...] = _oriented(reader, leaf, names[layer], inside[1:])
+            return _oriented(self.reader, leaf, names[leaf.tensors[0]], inside)
+        values = np.empty([s.stop - s.start for s in inside], np.float32)
+        for layer, out in zip(leaf.tensors[inside[0]], values):
+            out[...] = _oriented(self.reader, leaf, names[layer], inside[1:])
         return values
-
-    return jax.make_array_from_callback(placement.stored_shape, sharding, part)
 
 
 def _oriented(

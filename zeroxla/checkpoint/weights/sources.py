@@ -13,8 +13,8 @@ from zeroxla.checkpoint.checksums import find_damage
 from zeroxla.checkpoint.orbax_handler import open_array
 from zeroxla.checkpoint.store import STATE
 from zeroxla.checkpoint.weights.tensor_names import Shape, shapes_of
+from zeroxla.frontend.lora.checks import check_adapted
 from zeroxla.frontend.lora.leaf_plan import BASE, LORA, LoraPlan
-from zeroxla.frontend.lora.start import check_adapted
 from zeroxla.program.paths import Path, paths_of
 from zeroxla.step.state import TrainState, host_leaf
 

@@ -97,7 +97,7 @@ class Start:
             like = self.step.init(jax.random.key(0), self.batch)
         with Checkpointer(folder, keep=None, report=report) as checkpointer:
             params = checkpointer.restore_params(like).params
-        return self.step.init_from(params, jax.random.key(0))
+        return self.step.init_from(params, jax.random.key(0), donate=True)
 
     def learned(self, done: Callable[[int, float], None]) -> TrainState:
         """Let the model learn text, and return its state.
@@ -137,7 +137,7 @@ class Start:
                 f"the model did not learn the text: after {options.training.steps} steps "
                 "(--pretrain-steps) its loss is not finite; look at the text of --data"
             )
-        return self.step.init_from(state.params, jax.random.key(0))
+        return self.step.init_from(state.params, jax.random.key(0), donate=True)
 
     def keep(self, run: Path, source: Path | None) -> None:
         """Copy the config and tokenizer of the model into the run's folder, if it came with some.

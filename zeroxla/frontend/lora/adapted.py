@@ -94,6 +94,7 @@ def adapt_lora(model: ModelWithAdapters, base: Adapted) -> Adapted:
         frozen=(f"^{BASE}/",),
         base=base,
         merge=model.merge,
+        plan=newest,
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import numpy as np
@@ -16,16 +16,9 @@ from zeroxla.frontend.base import AdaptsItself
 from zeroxla.frontend.complex_leaves import join_complex, split_complex
 from zeroxla.frontend.lora.adapted import adapt_lora
 from zeroxla.frontend.lora.at_rest import FORMATS, Frozen
+from zeroxla.frontend.lora.checks import check_adapted, shapes_of
 from zeroxla.frontend.lora.leaf_plan import BASE, LoraPlan, adapters_of, make_lora_plan
-from zeroxla.frontend.lora.start import (
-    StateMaker,
-    check_adapted,
-    check_given,
-    shapes_of,
-    starting_params,
-)
 from zeroxla.frontend.staged import StagedModel
-from zeroxla.offload.disk.disk_array import in_memory
 from zeroxla.program.paths import paths_of
 
 
@@ -183,15 +176,15 @@ class LoraModel(AdaptsItself):
     def init_from(
         self, step: StateMaker, params: Any, key: jax.Array, model_state: Any = None
     ) -> Any:
-        """Make a training state from given parameters of the model, such as a checkpoint's.
+        """Make a training state from parameters of the model without adapters.
+
+        `step.init_from`, which this calls, takes them too; see `zeroxla.init_from`.
 
         Args:
           step: a step of this model that has seen a batch (`init` or `abstract_state`).
-          params: parameters without adapters: the `params` of a state of the model on the same
-            mesh, or any arrays in natural shapes, as `zeroxla.full_params` returns them. Arrays of
-            a state on disk are read one after another.
+          params: the parameters, whole, or of a state of the model without adapters.
           key: a PRNG key, for the adapters among others.
-          model_state: see `Step.init_from`.
+          model_state: see `zeroxla.init_from`.
 
         Returns:
           The `TrainState` before the first step. Its loss is the parameters' own, after
@@ -202,11 +195,17 @@ class LoraModel(AdaptsItself):
 
         Cost: leaves are quantized one after another; a device holds each leaf whole for a moment.
         """
-        step.shapes()  # without a batch there is no plan
-        check_given(self.plan, params)
-        given = dict(paths_of(params))
-        start = starting_params(self.plan, step, lambda path: in_memory(given[path]), key)
-        return step.init_from(start, key, model_state)
+        return step.init_from(params, key, model_state=model_state)
+
+
+class StateMaker(Protocol):
+    """The part of a `zeroxla.Step` that makes a state from given weights."""
+
+    def init_from(
+        self, params: Any, key: jax.Array, batch: Any = None, *, model_state: Any = None
+    ) -> Any:
+        """Return the state with these parameters and this model state."""
+        ...
 
 
 def _like(given: Any, made: jax.Array) -> Any:
