@@ -32,7 +32,8 @@ class StaticModule:
 
 def variables_of(module: nnx.Module, *kinds: Any) -> list[tuple[tuple[Any, ...], Any]]:
     """Return the variables and arrays of a module, or those of some kinds, with their paths."""
-    return list(nnx.to_flat_state(nnx.state(module, *kinds, graph=True)))
+    state: Any = nnx.state(module, *kinds, graph=True)
+    return list(nnx.to_flat_state(state))
 
 
 def take_apart(
