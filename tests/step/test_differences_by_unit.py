@@ -66,7 +66,7 @@ ROWS = {
     "kept whole": (UNROLLED, {"max_live_parameters": 10**6, "max_reuse_distance": 10**6}, (8, 0)),
     "16 bit": (UNROLLED, {"compute_dtype": "bfloat16"}, (8, 0)),
     "frozen": (UNROLLED, {"frozen": ("c_fc",)}, (8, 0)),
-    "adapters": (ADAPTED, {}, (12, 0)),
+    "adapters": (ADAPTED, {}, (16, 0)),
     "parameters on the host": (UNROLLED, {"offload": Offload(params="host")}, (8, 0)),
     "remat": (REMAT, {"unit_elements": 3000}, (0, 8)),
     "scanned": (SCANNED, {}, (1, 4)),
