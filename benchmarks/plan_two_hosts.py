@@ -173,8 +173,8 @@ the nine in its place:
   and so plans the others, which move few bytes, too slow.
 * A plan on CPUs has no collective beside computation, true of each device; but four devices share
   two cores here, and while one waits for the wire another computes. That shows most in zeropp at
-  100 Mbit/s, little in zeropp_min, which fetches the differences of all weights before a step, and
-  not in zero3, whose wire is much longer than its computation.
+  100 Mbit/s, little in zeropp_min, which sent the differences of all weights before a step when
+  this was measured, and not in zero3, whose wire is much longer than its computation.
 * For that reason a calibration on a step that mostly waits (100 Mbit/s) misses the others: what
   is calibrated is computation, so calibrate on a step that mostly computes.
 """

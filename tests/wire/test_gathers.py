@@ -1,5 +1,7 @@
 """Quantized gathers and secondary shards, against the quantizer's oracle and NumPy."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -165,3 +167,49 @@ def test_a_layer_of_a_stacked_leaf_is_found_in_every_form(form):
     assert len(found) == len(expected) == 5
     for got, want in zip(found, expected, strict=True):
         np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize("weights", [None, FORMAT], ids=["float32", "int8"])
+def test_a_leaf_with_a_copy_sends_its_difference_to_the_copy(weights):
+    """The new copy is the old one and the decoded difference. The leaf is gathered from it, at once
+    and later; a leaf without a copy travels beside it as ever."""
+    of_copy = 0.75  # of each leaf
+    with_copy = [i for i in range(len(LEAVES)) if i % 2 == 0]
+
+    def route(placement):
+        return Route(
+            placement=placement,
+            weights=FORMAT,
+            values=weights,
+            differences=FORMAT,
+            secondary="values",
+        )
+
+    def gather(gathers, sources, routes):
+        plain = [dataclasses.replace(r, weights=None, secondary="wire") for r in routes]
+        exact = gathers.secondary(sources, plain)
+        for i in with_copy:
+            sources[i] = dataclasses.replace(sources[i], copy=of_copy * exact[i].array)
+        kept = gathers.secondary(sources, routes)
+        arriving = gathers.start(sources, routes)
+        assert {x.form for x in kept} == {"values"}
+        assert sorted(arriving.secondary) == list(range(len(routes)))
+        floats = [dataclasses.replace(r, values=None) for r in routes]
+        return (
+            gathers.finish(arriving, routes),
+            gathers.gather(kept, routes),
+            gathers.gather([arriving.secondary[i] for i in range(len(routes))], floats),
+        )
+
+    (direct, later, copies), placements = run((2, 4), 4, route, gather)
+    leaves = zip(direct, later, copies, values_of(), placements, strict=True)
+    for i, (a, b, copy, leaf, p) in enumerate(leaves):
+        if i in with_copy:
+            np.testing.assert_array_equal(a, b)
+            p = dataclasses.replace(p, layer_dims=())
+            difference = as_it_arrives(leaf - of_copy * leaf, p, 8, FORMAT)
+            np.testing.assert_allclose(copy, of_copy * leaf + difference, rtol=0, atol=1e-6)
+            np.testing.assert_allclose(a, copy, atol=0.03 if weights else 0)
+        else:
+            np.testing.assert_array_equal(a, as_it_arrives(leaf, p, 8, FORMAT))
+            np.testing.assert_array_equal(copy, a)

@@ -111,7 +111,7 @@ class HopOptions:
     """Form of a quantized leaf's secondary shard: dequantized, or as it travels, which takes less
     memory and more computation."""
     inter_node_gather: _Often | None = None
-    """When leaves cross nodes in forward: in every micro-batch, or once before the first one."""
+    """When leaves cross nodes in forward: in every micro-batch, or once in a step."""
     inter_node_reduce: _Often | None = None
     """When gradients cross nodes: in every micro-batch, or once after the last one."""
 

@@ -94,8 +94,10 @@ class ZeroConfig:
     more."""
 
     inter_node_gather: Literal["microbatch", "step"] = "microbatch"
-    """When leaves cross nodes in forward. "microbatch": in every micro-batch. "step": once, before
-    the first one; every secondary shard is then kept through the step."""
+    """When leaves cross nodes in forward. "microbatch": in every micro-batch. "step": once; every
+    secondary shard is then kept through the step. That is before the first micro-batch or, if there
+    is only one, when the leaf's unit is gathered; for leaves of loops and `jax.checkpoint` bodies
+    it is always before."""
 
     inter_node_reduce: Literal["microbatch", "step"] = "microbatch"
     """When gradients cross nodes. "microbatch": in every micro-batch. "step": once, after the last
@@ -104,8 +106,8 @@ class ZeroConfig:
     weight_differences: WireFormat | None = None
     """Format of the differences that cross nodes instead of quantized leaves, once in a step (qWD).
     They are taken to a kept copy: 1/(devices per node) of the leaves in the compute dtype, which is
-    the secondary shard and stays in the state. Needs hpz_size="node". None sends leaves as they
-    are. (SDP4Bit, arXiv 2410.15526)"""
+    the secondary shard and stays in the state. They are sent when `inter_node_gather="step"` sends
+    leaves. Needs hpz_size="node". None sends leaves as they are. (SDP4Bit, arXiv 2410.15526)"""
 
     error_feedback: Feedback | None = None
     """Adds to each gradient what the hop over `node` lost of the gradient before. Needs

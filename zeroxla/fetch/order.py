@@ -164,13 +164,15 @@ class Fetches:
             tied, after = tie([x.array for x in parts], to, by_data=self._by_data)
             entry = after[: len(entry)]
             for v, x, part in zip(leaves, tied, parts, strict=True):
-                self.sources[v] = LeafSource(x, part.form)
+                self.sources[v] = dataclasses.replace(part, array=x)
             coming = [self.gathers.on_device(self.sources[v], self.routes[v]) for v in missing]
             if self._by_data and any(is_on_host(self.sources[v].array) for v in missing):
                 # The arrays above are in host memory, and so were tied by a barrier alone.
                 here, after = tie([x.array for x in coming], after, by_data=True)
                 entry = after[: len(entry)]
-                coming = [LeafSource(x, s.form) for x, s in zip(here, coming, strict=True)]
+                coming = [
+                    dataclasses.replace(s, array=x) for x, s in zip(here, coming, strict=True)
+                ]
             arriving = self.gathers.start(
                 coming,
                 [self.routes[v] for v in missing],

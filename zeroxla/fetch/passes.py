@@ -28,7 +28,7 @@ class Tape(NamedTuple):
       references: values that backward reads and the caller does not keep, each once.
       saved: for each segment, the values that only its own backward reads.
       live: gathered leaves that backward uses again instead of gathering them.
-      secondary: the secondary shards from which backward gathers.
+      secondary: the secondary shards from which backward gathers, and all new copies.
     """
 
     references: tuple[jax.Array, ...]
@@ -69,8 +69,11 @@ class PassPlan:
         return bool(stacked) and all((i, leaf) in self.kept for leaf in stacked)
 
     def to_keep(self, sources: Mapping[Value, LeafSource]) -> list[Value]:
-        """Return the leaves whose secondary shards forward leaves for a later pass."""
-        return [v for v in self.gathered_again if sources[v].is_shard]
+        """Return the leaves whose secondary shards forward leaves for a later pass or, as new
+        copies, for the next step."""
+        again = [v for v in self.gathered_again if sources[v].is_shard]
+        copied = [v for v in self.first_use if sources[v].copy is not None]
+        return list(dict.fromkeys((*again, *copied)))
 
     def after(
         self, sources: Mapping[Value, LeafSource], tape: Tape | None

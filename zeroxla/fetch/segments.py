@@ -106,6 +106,18 @@ class FetchPlan:
     recoverable: frozenset[Value]
     units: tuple[tuple[Value, ...], ...]
 
+    @property
+    def own_leaves(self) -> frozenset[Value]:
+        """The leaves that segments of this plan gather, and no body of a loop or of a
+        `jax.checkpoint` does."""
+        inside: set[Value] = set()
+        for seg in self.segments:
+            if isinstance(seg, Remat):
+                inside.update(seg.body.leaves)
+            elif isinstance(seg, LayerLoop):
+                inside.update(leaf for leaf, _ in seg.stacked.values())
+        return frozenset(v for seg in self.segments for v in seg.leaves if v not in inside)
+
 
 def layer_dims(plan: FetchPlan) -> dict[Value, set[int]]:
     """Return the dims along which the plan's loops slice each leaf; nested loops slice several."""

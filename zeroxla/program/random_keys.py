@@ -44,7 +44,8 @@ class StepRounding(enum.IntEnum):
     """What is rounded once in a step. Each purpose has a number for every leaf of the model."""
 
     GATHER = 0
-    """Gathers before the first micro-batch: a key for each leaf."""
+    """Gathers before the first micro-batch, and hops of a gather that are made once in a step: a
+    key for each leaf."""
     CORRECTED_NODE_HOP = 1
     """The hop over `node` with error feedback: a key for each leaf."""
     NODE_HOP = 2

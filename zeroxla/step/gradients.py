@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from zeroxla.fetch.segments import FetchPlan
 from zeroxla.fetch.ties import tie
 from zeroxla.program.random_keys import EVALUATION
-from zeroxla.program.trace import is_float
+from zeroxla.program.trace import Value, is_float
 from zeroxla.step.loss_plan import LossPlanner, TracedLoss
 from zeroxla.step.means import mean_metrics, means_over_devices
 from zeroxla.step.metrics import weight_of, weighted
@@ -27,6 +28,9 @@ from zeroxla.wire.resolve import Wiring
 from zeroxla.wire.routes import LeafSource
 from zeroxla.wire.vectors import as_vector, as_words, from_vector, from_words
 from zeroxla.wire.wire_state import WireState
+
+Copies = dict[int, jax.Array]
+"""New copies, by the number of the leaf."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -85,21 +89,23 @@ class Differentiator:
           and the new wire state.
         """
         wire_key = self.wiring.key(key)
-        stored = jax.tree.leaves(params)
         if self.planner.overwritten(model_state):
             # These leaves ask how large the gradient of the mean over all devices is.
             scale = scale / self.collectives.world
-        (resident, sources), wire_state = self._once.begin(stored, wire_state, wire_key)
         rows, keys = micro_batches(batch, key, self.accumulate)
         first = jax.tree.map(lambda x: x[0], rows)
         traced = self.planner.trace(model_state, first, keys[0], train=True)
+        (resident, sources), wire_state = self._once.begin(
+            jax.tree.leaves(params), wire_state, wire_key, self._later(traced)
+        )
 
         add = functools.partial(self._add_micro_batch, traced, resident, sources, scale)
         start = (self._once.zeros(resident), model_state)
         if self.accumulate == 1:
-            (grads, model_state), sums = add(start, (first, keys[0]))
+            (grads, model_state), (sums, copies) = add(start, (first, keys[0]))
+            wire_state = wire_state and wire_state.with_copies(copies)
         else:
-            (grads, model_state), sums = lax.scan(add, start, (rows, keys))
+            (grads, model_state), (sums, _) = lax.scan(add, start, (rows, keys))
             sums = jax.tree.map(lambda x: x.sum(0), sums)
 
         grads, wire_state = self._once.reduce(grads, wire_state, wire_key)
@@ -123,6 +129,22 @@ class Differentiator:
         loss, metrics, _ = traced.result.unflatten(outputs)
         return mean_metrics(weighted(loss, metrics), self.collectives)
 
+    def _later(self, traced: TracedLoss) -> frozenset[int]:
+        """Return the numbers of the leaves whose outer hops are left to the micro-batch.
+
+        If a step has one micro-batch, these are the leaves that the plan's own segments gather: the
+        hop over `node` of one unit then runs beside the computation of another. Leaves that a body
+        gathers make their outer hops before, because a body returns no copies.
+        """
+        if self.accumulate > 1:
+            return frozenset()
+        plan = traced.runner.plan
+        return frozenset(i for i, v in self._fetched(plan) if v in plan.own_leaves)
+
+    def _fetched(self, plan: FetchPlan) -> Iterator[tuple[int, Value]]:
+        """Yield the number of each fetched leaf and its value in a plan."""
+        return zip(self.layout.indices(fetched=True), plan.leaves, strict=True)
+
     def _add_micro_batch(
         self,
         traced: TracedLoss,
@@ -131,7 +153,7 @@ class Differentiator:
         scale: jax.Array,
         carry: tuple[tuple[Gradients, Gradients], Any],
         micro_batch: tuple[Any, jax.Array],
-    ) -> tuple[tuple[tuple[Gradients, Gradients], Any], dict[str, jax.Array]]:
+    ) -> tuple[tuple[tuple[Gradients, Gradients], Any], tuple[dict[str, jax.Array], Copies]]:
         """Add the gradients of one micro-batch to the sums so far: the body of a `lax.scan`.
 
         Args:
@@ -143,17 +165,18 @@ class Differentiator:
           micro_batch: this device's rows of it, and its key.
 
         Returns:
-          The new carry, and the weighted sums of the loss and its metrics.
+          The new carry; then the weighted sums of the loss and its metrics, and the copies of the
+          leaves that sent differences.
         """
         grads, model_state = carry
         rows, key = micro_batch
         key = jax.random.fold_in(key, self.collectives.rank())
         if self.accumulate > 1:
             sources, rows = self._after_rows(sources, rows)
-        new, sums, model_state = self._forward_backward(
+        new, sums, model_state, copies = self._forward_backward(
             traced, sources, resident, model_state, rows, key, scale
         )
-        return (jax.tree.map(jnp.add, grads, new), model_state), sums
+        return (jax.tree.map(jnp.add, grads, new), model_state), (sums, copies)
 
     def _after_rows(self, sources: list[LeafSource], rows: Any) -> tuple[list[LeafSource], Any]:
         """Tie the sources of gathers to a micro-batch's rows.
@@ -175,7 +198,7 @@ class Differentiator:
         rows: Any,
         key: jax.Array,
         scale: jax.Array,
-    ) -> tuple[tuple[Gradients, Gradients], dict[str, jax.Array], Any]:
+    ) -> tuple[tuple[Gradients, Gradients], dict[str, jax.Array], Any, Copies]:
         """Run one micro-batch forward and backward.
 
         Args:
@@ -189,7 +212,8 @@ class Differentiator:
 
         Returns:
           The float32 gradients of the fetched leaves, reduced, and of the resident ones, not
-          reduced; the weighted sums of the loss and its metrics; and the new model state.
+          reduced; the weighted sums of the loss and its metrics; the new model state; and the
+          copies of the leaves that sent differences.
         """
         runner = traced.runner
         held = dict(zip(runner.plan.leaves, sources, strict=True))
@@ -197,6 +221,10 @@ class Differentiator:
         wire_key = self.wiring.key(key)
         with jax.named_scope("forward"):
             outputs, tape = runner.forward(held, inputs, record=True, key=wire_key)
+        after = runner.passes.after(held, tape)
+        copies = {
+            i: after[v].array for i, v in self._fetched(runner.plan) if held[v].copy is not None
+        }
         loss, metrics, model_state = traced.result.unflatten(outputs)
         seed, loss = seed_of_backward(loss, metrics, scale, by_data=self.collectives.ties_by_data)
         with jax.named_scope("backward"):
@@ -219,7 +247,7 @@ class Differentiator:
             None if zero is None else zero if ct is None else ct.astype(jnp.float32)
             for ct, zero in zip(whole, zeros[1], strict=False)
         ]
-        return (of_fetched, of_resident), weighted(loss, metrics), model_state
+        return (of_fetched, of_resident), weighted(loss, metrics), model_state, copies
 
     def _agree(self, model_state: Any) -> Any:
         """Make the model state equal on all devices: floats are averaged, the rest is rank 0's.

@@ -6,7 +6,7 @@ Everything here runs inside `shard_map`.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -47,7 +47,11 @@ class OncePerStep:
         return WholeWireStatePlan(layout=self.layout, wiring=self.wiring)
 
     def begin(
-        self, stored: Sequence[jax.Array], wire_state: WireState | None, key: jax.Array | None
+        self,
+        stored: Sequence[jax.Array],
+        wire_state: WireState | None,
+        key: jax.Array | None,
+        later: Collection[int] = (),
     ) -> tuple[tuple[list[jax.Array], list[LeafSource]], WireState | None]:
         """Make the gathers before the first micro-batch.
 
@@ -55,29 +59,36 @@ class OncePerStep:
           stored: the stored piece of every leaf on this device.
           wire_state: the wire state, which may hold kept copies; None if nothing is remembered.
           key: the key of stochastic rounding; None if no format rounds stochastically.
+          later: numbers of fetched leaves whose outer hops are left to the only micro-batch.
 
         Returns:
           The leaves that are whole through the step, and the sources of the fetched leaves in every
           micro-batch. These are shards, or secondary shards that are made here. Then the wire state
-          with new copies.
+          with new copies, those of `later` excepted.
         """
         keys = [self._key(key, StepRounding.GATHER, i) for i in range(len(stored))]
-        held = {
-            i: LeafSource.stored(stored[i]) for i, leaf in enumerate(self.layout) if leaf.is_split
-        }
-        wire_plan = self._wire_plan
+        fetched = self.layout.indices(fetched=True)
+        copies = {}
         if wire_state is not None:
-            copies = wire_plan.refresh(wire_state.copies, stored, keys)
-            wire_state = dataclasses.replace(wire_state, copies=copies)
-            held.update((i, LeafSource(copies[i], "values")) for i in wire_plan.copied)
+            copies = {i: wire_state.copies[i] for i in self._wire_plan.copied}
+        once = {*copies, *(fetched if self.wiring.gathers_once else ())}
+        held = {
+            i: dataclasses.replace(
+                LeafSource.stored(stored[i]),
+                copy=copies.get(i),
+                key=keys[i] if i in once else None,
+            )
+            for i, leaf in enumerate(self.layout)
+            if leaf.is_split
+        }
+        now = sorted(once.difference(later))
+        found = self.collectives.gathers.secondary([held[i] for i in now], self._routes(now))
+        held.update(zip(now, found, strict=True))
+        if wire_state is not None:
+            new = {i: held[i].array for i in copies if i not in later}
+            wire_state = wire_state.with_copies(new)
         resident = self._resident(stored, held, keys)
-        sources = {i: held[i] for i in self.layout.indices(fetched=True)}
-        once = [i for i in sources if self.wiring.gathers_once and sources[i].is_shard]
-        found = self.collectives.gathers.secondary(
-            [sources[i] for i in once], self._routes(once), [keys[i] for i in once]
-        )
-        sources.update(zip(once, found, strict=True))
-        return (resident, list(sources.values())), wire_state
+        return (resident, [held[i] for i in fetched]), wire_state
 
     def resident(self, stored: Sequence[jax.Array]) -> list[jax.Array]:
         """Return the leaves that are whole through the step. None of them is quantized."""

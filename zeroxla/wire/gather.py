@@ -4,6 +4,9 @@ The law is gathered = post(all_gather(pre(shard))). `pre` turns a shard into its
 the bits of its floats, or the bytes of a quantized wire. `post` turns the gathered form into the
 leaf. A shard is quantized once, by the device that stores it, and its wire passes all hops
 unchanged.
+
+A leaf with a kept copy sends its difference to the copy over the outer hops instead. The new copy
+is its secondary shard.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from zeroxla.offload.disk.desk import Desk
 from zeroxla.wire.bundles import ALONE_ELEMENTS, Bundle, bundle
@@ -36,7 +40,8 @@ class ArrivingUnit:
       buffers: the results of the collectives.
       bundles: the leaves in each buffer.
       encodings: the form of each leaf in its buffer.
-      secondary: the secondary shards to keep, by the leaf's position in the unit.
+      secondary: the secondary shards to keep, new copies among them, by the leaf's position in the
+        unit.
     """
 
     buffers: list[jax.Array]
@@ -90,7 +95,10 @@ class Gathers:
         self, sources: Sequence[LeafSource], routes: Sequence[Route], keys: Keys | None = None
     ) -> ArrivingUnit:
         """Run the collectives of `gather`, and keep secondary shards on the way."""
-        return self._run(sources, routes, keys, self.hops.inner)
+        new = self._new_copies(sources, routes)
+        sources = [new.get(i, s) for i, s in enumerate(sources)]
+        arriving = self._run(sources, routes, keys, self.hops.inner)
+        return dataclasses.replace(arriving, secondary={**new, **arriving.secondary})
 
     def finish(self, arriving: ArrivingUnit, routes: Sequence[Route]) -> list[jax.Array]:
         """Cut the buffers into leaves, and decode them."""
@@ -110,7 +118,11 @@ class Gathers:
 
         Cost: each device receives (1 - hpz_size/world) / hpz_size x the bytes of the leaves' wires.
         """
-        found = self._run(shards, routes, keys, ()).secondary
+        found = self._new_copies(shards, routes)
+        rest = [i for i in range(len(routes)) if i not in found]
+        keys = None if keys is None else [keys[i] for i in rest]
+        run = self._run([shards[i] for i in rest], [routes[i] for i in rest], keys, ())
+        found.update((rest[at], x) for at, x in run.secondary.items())
         return [found[i] for i in range(len(routes))]
 
     def on_device(self, source: LeafSource, route: Route) -> LeafSource:
@@ -119,7 +131,35 @@ class Gathers:
             return source.on_device()
         assert self.desk is not None, "a ticket without a desk"
         shape = route.placement.part_shape(self.hops.world)
-        return LeafSource(self.desk.redeem(source.array, shape, self.hops.shard_index()))
+        shard = self.desk.redeem(source.array, shape, self.hops.shard_index())
+        return dataclasses.replace(source, array=shard, form="shard")
+
+    @jax.named_scope("gather")
+    def _new_copies(
+        self, sources: Sequence[LeafSource], routes: Sequence[Route]
+    ) -> dict[int, LeafSource]:
+        """Bring the copies of those leaves that have one up to date; return them by position.
+
+        The rounding errors of a copy and of its difference are part of the next difference, so they
+        do not add up.
+        """
+        copies = {i: s.copy for i, s in enumerate(sources) if s.copy is not None}
+        if not copies:
+            return {}
+        differences, ways = [], []
+        for i, copy in copies.items():
+            shard, dim = self.on_device(sources[i], routes[i]).array, routes[i].placement.split_dim
+            size = shard.shape[dim]
+            known = lax.dynamic_slice_in_dim(copy, self.hops.outer_index() * size, size, axis=dim)
+            differences.append(shard - known.astype(jnp.float32))
+            ways.append(routes[i].of_differences())
+        exact = dataclasses.replace(self, compute_dtype=FLOAT32)
+        keys = [sources[i].key for i in copies]
+        found = exact._run([LeafSource(x) for x in differences], ways, keys, ()).secondary
+        return {
+            i: LeafSource((copy.astype(jnp.float32) + found[at].array).astype(copy.dtype), "values")
+            for at, (i, copy) in enumerate(copies.items())
+        }
 
     @jax.named_scope("gather")
     def _run(
@@ -136,7 +176,7 @@ class Gathers:
             self._encoding(r, s.form, s.array.shape) for s, r in zip(sources, routes, strict=True)
         ]
         arrays = [
-            s.array if s.form == "wire" else e.encode(s.array, key)
+            s.array if s.form == "wire" else e.encode(s.array, key if s.key is None else s.key)
             for s, e, key in zip(sources, encodings, keys, strict=True)
         ]
         at_shard = [s.is_shard for s in sources]

@@ -76,6 +76,7 @@ class Wiring:
             weights=self.weights,
             gradients=self.gradients,
             values=self.weights if self.differences else None,
+            differences=self.differences,
             secondary=("wire" if as_wire else "values") if self.secondary else None,
         )
 

@@ -36,10 +36,16 @@ class LeafSource:
     Attributes:
       array: this device's part of the leaf.
       form: its form; see the head of this file.
+      copy: for a shard, the secondary shard as earlier steps have sent it, in the form of values.
+        The outer hops then carry the difference of the shard to its part of the copy. None sends
+        the shard itself.
+      key: the key of stochastic rounding for the outer hops. None takes the key of the gather.
     """
 
     array: jax.Array
     form: Form = dataclasses.field(default="shard", metadata={"static": True})
+    copy: jax.Array | None = None
+    key: jax.Array | None = None
 
     @staticmethod
     def stored(array: jax.Array) -> LeafSource:
@@ -53,11 +59,11 @@ class LeafSource:
 
     def on_device(self) -> LeafSource:
         """Return the source in device memory."""
-        return LeafSource(to_device(self.array), self.form)
+        return dataclasses.replace(self, array=to_device(self.array))
 
     def on_host(self) -> LeafSource:
         """Return the source in host memory."""
-        return LeafSource(to_host(self.array), self.form)
+        return dataclasses.replace(self, array=to_host(self.array))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,6 +77,7 @@ class Route:
         None means the plain reduce dtype.
       values: the format in which values of the secondary shard travel on. None means the compute
         dtype.
+      differences: the format of differences to a kept copy. None if no copy is kept.
       secondary: the form in which its secondary shard is kept from forward to backward. None keeps
         none.
       is_wire: whether the leaf is stored as a wire. Its bytes then travel unchanged.
@@ -80,6 +87,7 @@ class Route:
     weights: WireFormat | None = None
     gradients: tuple[WireFormat | None, WireFormat | None] = (None, None)
     values: WireFormat | None = None
+    differences: WireFormat | None = None
     secondary: Literal["wire", "values"] | None = None
     is_wire: bool = False
 
@@ -92,6 +100,11 @@ class Route:
         if len(set(names)) == 1:
             return names[0]
         return f"{names[0]}, gradient {' / '.join(dict.fromkeys(names[1:]))}"
+
+    def of_differences(self) -> Route:
+        """Return the route of the leaf's difference to its copy. Its layers share a wire."""
+        placement = dataclasses.replace(self.placement, layer_dims=())
+        return Route(placement=placement, weights=self.differences, secondary="values")
 
     def unstack(self, dim: int) -> Route:
         """Return the route of a slice along `dim`, a scanned leaf's layer dim."""

@@ -8,12 +8,11 @@ from __future__ import annotations
 import abc
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.sharding import PartitionSpec
 
 from zeroxla.mesh.axes import DEVICE, NODE
@@ -82,6 +81,11 @@ class WireState:
         """Return whether both have arrays of the same shapes and dtypes."""
         return other is not None and all(self._fits(other, part) for part in PARTS)
 
+    def with_copies(self, new: Mapping[int, jax.Array]) -> WireState:
+        """Return this wire state with new copies of some leaves, by their numbers."""
+        copies = [new.get(i, x) for i, x in enumerate(self.copies)]
+        return dataclasses.replace(self, copies=copies)
+
     def _fits(self, other: WireState, part: str) -> bool:
         a, b = getattr(self, part), getattr(other, part)
         if type(self) is not type(other) or jax.tree.structure(a) != jax.tree.structure(b):
@@ -91,7 +95,7 @@ class WireState:
 
 
 class WireStatePlan(abc.ABC):
-    """Says which leaves have wire state, and makes and refreshes it."""
+    """Says which leaves have wire state, and makes it."""
 
     __slots__ = ()
 
@@ -117,7 +121,7 @@ class WireStatePlan(abc.ABC):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class WholeWireStatePlan(WireStatePlan):
-    """Makes and carries on the wire state of a model without stages.
+    """Makes the wire state of a model without stages.
 
     Attributes:
       layout: the model's leaves.
@@ -191,39 +195,6 @@ class WholeWireStatePlan(WireStatePlan):
             copies[i] = from_bits(piece.array, gathers.compute_dtype)
         errors = [None if x is None else jnp.zeros(x.shape, x.dtype) for x in shapes.errors]
         return WireState(copies=copies, errors=errors)
-
-    def refresh(
-        self, copies: Arrays, shards: Sequence[jax.Array], keys: Sequence[jax.Array | None]
-    ) -> Arrays:
-        """Bring the copies up to date: send the difference of each shard to its part of the copy.
-
-        It runs inside `shard_map`. The rounding errors of a copy and of its difference are part of
-        the next difference, so they do not add up.
-        """
-        gathers, mine = self.wiring.collectives.gathers, self.copied
-        differences, routes = [], []
-        for i in mine:
-            copy, placement = copies[i], self.layout.leaves[i].placement
-            assert copy is not None
-            shard = gathers.on_device(
-                LeafSource.stored(shards[i]), Route(placement=placement)
-            ).array
-            dim, size = placement.split_dim, shard.shape[placement.split_dim]
-            start = gathers.hops.outer_index() * size
-            known = lax.dynamic_slice_in_dim(copy, start, size, axis=dim)
-            differences.append(LeafSource(shard - known.astype(jnp.float32)))
-            placement = dataclasses.replace(placement, layer_dims=())
-            routes.append(
-                Route(placement=placement, weights=self.wiring.differences, secondary="values")
-            )
-        exact = dataclasses.replace(gathers, compute_dtype=jnp.dtype("float32"))
-        found = exact.secondary(differences, routes, [keys[i] for i in mine])
-        new = self._nones()
-        for i, difference in zip(mine, found, strict=True):
-            copy = copies[i]
-            assert copy is not None
-            new[i] = (copy.astype(jnp.float32) + difference.array).astype(copy.dtype)
-        return new
 
     def _nones(self) -> list[Any]:
         return [None] * len(self.layout.leaves)
