@@ -60,10 +60,12 @@ class Model(nn.Module):
 class PublicAttention(nn.Module):
     """Attention whose cache is made by a flag, and filled with several tokens at a time."""
 
+    dtype: Any
+
     @nn.compact
     def __call__(self, x, attention_mask, init_cache):
-        heads = {"features": (HEADS, WIDTH // HEADS)}
-        q, k, v = (nn.DenseGeneral(**heads, name=name)(x) for name in ("q", "k", "v"))
+        heads = (HEADS, WIDTH // HEADS)
+        q, k, v = (nn.DenseGeneral(heads, dtype=self.dtype, name=name)(x) for name in "qkv")
         length, index = x.shape[1], 0
         if init_cache or self.has_variable("cache", "cached_key"):
             is_made = self.has_variable("cache", "cached_key")
@@ -85,6 +87,7 @@ class PublicModel(Model):
     """The signature of transformers: positions and the mask are required."""
 
     config: Config = Config()
+    dtype: Any = jnp.float32
 
     @nn.compact
     def __call__(
@@ -99,7 +102,8 @@ class PublicModel(Model):
     ):
         x = nn.Embed(VOCAB, WIDTH, name="wte")(input_ids)
         x += nn.Embed(CONTEXT, WIDTH, name="wpe")(position_ids)
-        x += PublicAttention(name="attn")(nn.LayerNorm(name="ln")(x), attention_mask, init_cache)
+        attention = PublicAttention(self.dtype, name="attn")
+        x += attention(nn.LayerNorm(name="ln")(x), attention_mask, init_cache)
         x = nn.Dropout(0.1)(x, deterministic=deterministic)
         logits = nn.Dense(VOCAB, name="head")(nn.LayerNorm(name="ln_f")(x))
         return Output(logits) if return_dict else (logits,)
@@ -196,9 +200,8 @@ class Given(Model):
     @nn.compact
     def __call__(self, last_tokens, segment_pos, cache, attention_mask):
         x = nn.Embed(VOCAB, WIDTH)(last_tokens) + nn.Embed(CONTEXT, WIDTH, name="wpe")(segment_pos)
-        heads = {"features": (HEADS, WIDTH // HEADS)}
-        h = nn.LayerNorm()(x)
-        q, k, v = (nn.DenseGeneral(**heads, name=name)(h) for name in ("q", "k", "v"))
+        heads, h = (HEADS, WIDTH // HEADS), nn.LayerNorm()(x)
+        q, k, v = (nn.DenseGeneral(heads, name=name)(h) for name in "qkv")
         if cache is not None:
             start = (0, cache["end_index"], 0, 0)
             k = jax.lax.dynamic_update_slice(cache["k"], k.astype(cache["k"].dtype), start)
@@ -260,20 +263,21 @@ class Dictionary(Model):
 
 
 class Blocks(Model):
-    """Rows must have a multiple of 12 tokens."""
+    """Rows must have a multiple of `size` tokens."""
 
+    size: int = 12
     length: int = 40
 
     @nn.compact
     def __call__(self, tokens):
         rows, length = tokens.shape
-        x = nn.Embed(VOCAB, WIDTH)(tokens).reshape(rows, length // 12, 12, WIDTH)
+        x = nn.Embed(VOCAB, WIDTH)(tokens).reshape(rows, length // self.size, self.size, WIDTH)
         within = jnp.cumsum(nn.Dense(WIDTH)(x), axis=2)
         return nn.Dense(VOCAB)(nn.tanh(x + within)).reshape(rows, length, VOCAB)
 
     @staticmethod
     def whole(call, tokens):
-        padded = jnp.pad(tokens, ((0, 0), (0, -tokens.shape[1] % 12)))
+        padded = jnp.pad(tokens, ((0, 0), (0, -tokens.shape[1] % 48)))
         return call(padded)[:, : tokens.shape[1]]
 
 
@@ -305,10 +309,12 @@ class Bidirectional(Model):
         return nn.Dense(VOCAB)(x + nn.MultiHeadDotProductAttention(num_heads=HEADS)(x))
 
 
-class NeverPadded(PublicModel):
-    """A cache that takes several tokens, but lets each of them see those after it."""
+class NeverPadded(Model):
+    """A cache that takes several tokens, but lets each of them see those after it; or one that
+    forgets each token in its own call."""
 
     decode: bool = False
+    forgets: bool = False
     length: int = CONTEXT
 
     @nn.compact
@@ -324,12 +330,8 @@ class NeverPadded(PublicModel):
                 index = count.value
                 k = jax.lax.dynamic_update_slice(keys.value, k, (0, index, 0))
                 keys.value, count.value = k, index + end
-        seen = jnp.arange(k.shape[1]) < index + end
+        seen = jnp.arange(k.shape[1]) < index + end - (self.forgets and self.decode)
         if not self.decode:
             seen = seen & jnp.tri(end, dtype=bool)
         scores = jnp.where(seen, jnp.einsum("bld,bmd->blm", x, k), -1e9)
         return nn.Dense(VOCAB)(x + jnp.einsum("blm,bmd->bld", jax.nn.softmax(scores), k))
-
-    @staticmethod
-    def whole(call, tokens):
-        return call(tokens)

@@ -117,7 +117,7 @@ class ModelCalls:
                 jnp.zeros(grid, jnp.int32),
                 positions=jnp.broadcast_to(jnp.arange(places, dtype=jnp.int32), grid),
                 mask=jnp.ones(grid, jnp.int32),
-                cache=None,
+                cache={},
             )
 
         return self.adapted.caching.empty(rows, places, dtype, use)
@@ -153,8 +153,7 @@ class ModelCalls:
             result, held = self.adapted.caching.apply(params, model_state, held, *args, **kwargs)
             return result
 
-        own = None if how.make is None else cache
-        result = how.call(model, tokens_BL, positions=positions_BL, mask=mask_BM, cache=own)
+        result = how.call(model, tokens_BL, positions=positions_BL, mask=mask_BM, cache=cache)
         if how.make is not None:
             held = cache_of(result, cache)
         held = jax.tree.map(lambda old, new: jnp.asarray(new, old.dtype), cache, held)

@@ -19,6 +19,7 @@ from jax import lax
 
 from zeroxla.hybrid.calls import ModelCalls
 from zeroxla.hybrid.model import LanguageModel, Samples
+from zeroxla.split.dims_flow import DimsFlow
 from zeroxla.split.small_instance import SmallInstance
 
 TOLERANCE = 1e-3
@@ -31,8 +32,8 @@ SHIFTED = (
     "the model's logits at a token depend on the tokens before it, and not on the token itself: it "
     "shifts its inputs, so its logits are a prediction of the token at their own place. Generation "
     "takes the logits at the last token for the next one; undo the shift with "
-    "call=lambda model, tokens, **_: model(jnp.pad(tokens, ((0, 0), (0, 1))))[:, 1:] (and "
-    "max_length= one below the model's context)"
+    "call=lambda model, tokens, **_: model(jnp.pad(tokens, ((0, 0), (0, 1))))[:, 1:], and give a "
+    "max_length= one below the model's context"
 )
 NOT_CAUSAL = (
     "the model is not causal: its logits at a token change when a later token does. Generation "
@@ -96,9 +97,7 @@ class Trial:
         """Draw the tokens and the model state."""
         generator = np.random.default_rng(1)
         *_, tokens = samples.forward.flow.program.inputs
-        values = samples.forward.flow.program.equations
-        floats = {v.aval.dtype for eq in values for v in eq.outputs if v.is_float}
-        is_narrow = any(jnp.finfo(dtype).bits < 32 for dtype in floats)
+        is_narrow = any(jnp.finfo(dtype).bits < 32 for dtype in _floats(samples.forward.flow))
 
         def state(x: jax.ShapeDtypeStruct) -> np.ndarray:
             return generator.uniform(0.5, 1.5, x.shape).astype(x.dtype)
@@ -214,6 +213,13 @@ class Trial:
         if how.make is None:
             return self.small.zeros(one)
         return one.carry_parts(self.small.axis, self.model.empty_cache(rows, places))
+
+
+def _floats(flow: DimsFlow) -> set[Any]:
+    """Return the floating dtypes that a program computes with, in its loops too."""
+    outputs = (value for eq in flow.program.equations for value in eq.outputs)
+    own = {value.aval.dtype for value in outputs if value.is_float}
+    return own.union(*map(_floats, flow.bodies.values()))
 
 
 def _with_right_cache(calls: ModelCalls, trial: Trial, logits_BLV: np.ndarray) -> ModelCalls:

@@ -23,6 +23,7 @@ from zeroxla.hybrid.prompts import (
     Generated,
     LengthLimits,
     as_rows,
+    as_whole_rows,
     check_end_tokens,
     check_finite,
     check_vocabulary,
@@ -36,7 +37,7 @@ from zeroxla.mesh.axes import PIPE
 from zeroxla.split.tensor_plan import TensorPlan
 from zeroxla.step.checks import check_key
 from zeroxla.step.notices import warn
-from zeroxla.step.state import TrainState, check_is_state
+from zeroxla.step.state import TrainState
 from zeroxla.step.step import Step
 
 
@@ -79,15 +80,13 @@ class HybridEngine:
           cache_dtype: the dtype of cached keys and values. None takes the compute dtype.
           prefill_tokens: the number of tokens of each prompt that are read at a time. More tokens
             are faster, but their attention scores, one for each place of the cache, take memory.
-            Caches that take one token a call, such as those of Flax's own attention, are filled
-            token by token.
+            Caches of one token a call, such as those of Flax's own attention, read 1.
           call: calls the module where the names of its arguments do not say how; see
             `zeroxla.hybrid.named_call.Call`. None finds out by tracing.
           make_cache: `make_cache(rows, places, dtype) -> cache`, any pytree of arrays, for a module
             that takes its cache as an argument. None takes the module's method `init_cache`.
           sample_length: the length of the rows on which the call is traced. Whole rows and caches
-            then have a multiple of so many places, as attention in blocks may want. None tries
-            4, 8, 16 and so on.
+            then have a multiple of so many places. None tries 4, 8, 16 and so on.
 
         Raises:
           ValueError: `tensor` divides neither devices nor heads, the context is not known, no
@@ -176,7 +175,7 @@ class HybridEngine:
         check_end_tokens(eos, pad, self._vocabulary)
         shape = self._buckets.decode_shape(len(rows), max(map(len, rows)), max_new_tokens, sampling)
         key = check_key(key)
-        self._check_state(state)
+        self._copy.check(state)
         options = {
             "new": np.int32(max_new_tokens),
             "eos": np.int32(-1 if eos is None else eos),
@@ -226,16 +225,11 @@ class HybridEngine:
 
     def _rows(self, state: TrainState, tokens: Any, name: str) -> np.ndarray:
         """Run a program of whole rows on tokens, padded to a shape that is compiled."""
-        tokens = np.asarray(tokens)
-        if tokens.ndim != 2 or tokens.shape[1] < 2 or not np.issubdtype(tokens.dtype, np.integer):
-            raise ValueError(
-                f"tokens have the shape {tokens.shape} and dtype {tokens.dtype}; pass whole "
-                "numbers [B, L] with L of 2 or more"
-            )
+        tokens = as_whole_rows(tokens)
         # The values of a critic need no token's own logit.
         size = self._vocabulary if name == "logprobs" else np.iinfo(np.int32).max
         check_vocabulary(tokens, size, "row")
-        self._check_state(state)
+        self._copy.check(state)
         rows, length = tokens.shape
         shape = self._buckets.whole_rows(rows, length)
         whole = np.zeros(shape, np.int32)
@@ -302,11 +296,3 @@ class HybridEngine:
     def free(self) -> None:
         """Free a copy that was kept (`release=False`)."""
         self._copy.free()
-
-    def _check_state(self, state: TrainState) -> None:
-        check_is_state(state)
-        if state.placements[0] != self._copy.stored.placements:
-            raise ValueError(
-                "the state is stored otherwise than the engine's step stores it; make the engine "
-                "from the step that this state belongs to"
-            )

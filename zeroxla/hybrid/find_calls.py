@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -106,13 +106,13 @@ def _whole_rows(
     options: CallOptions,
 ) -> tuple[ModelCalls, int]:
     """Return the first call on whole rows that returns logits, and the length that it took."""
-    calls = [options.call] if options.call else list(ways(names, cached=False))
     lengths, errors = options.lengths(), []
     caches = [None] if make is None or names.cache not in names.required else [None, make]
     for length in lengths:
         tokens = jax.ShapeDtypeStruct((NUM_ROWS, length), jnp.int32)
         for cache in caches:
-            for call in calls:
+            named = ways(names, cached=False, gives_cache=cache is not None)
+            for call in [options.call] if options.call else named:
                 found = ModelCalls(adapted=adapted, call=call, fresh_cache=cache)
                 try:
                     jax.eval_shape(found.forward, params, model_state, tokens)
@@ -165,8 +165,8 @@ def _cache_calls(
     """Yield the calls to try: in the dtype that the engine wants, then in the module's own."""
     dtypes = [dtype] if options.cache_dtype is not None else [dtype, OWN]
     for kind in dtypes:
-        calls: Sequence[Call] = [options.call] if options.call else [*ways(names, cached=True)]
-        for call in calls:
+        named = ways(names, cached=True, gives_cache=make is not None)
+        for call in [options.call] if options.call else named:
             yield CacheCall(call=call, make=make, dtype=kind)
 
 

@@ -37,7 +37,8 @@ class Call(Protocol):
             Zeros are on the left only. A token must not see places after its own, whose number is
             its position and the number of the row's zeros. In a call on whole rows M is L.
           cache: the cache; None in a call on whole rows. A cache in the module's variables is read
-            and advanced by calling `model`, once.
+            and advanced by calling `model`, once; these variables come here too, an empty dict in
+            the call that makes them.
 
         Returns:
           An array of logits; or a tuple that begins with it, or an object or a dict with `logits`.
@@ -60,12 +61,14 @@ class NamedCall:
       names: the names.
       optional: whether positions and the mask are given where the call could do without.
       flags: whether all flags are given, not only those that evaluation needs.
+      gives_cache: whether the call takes its cache as an argument.
       form: the shape of the mask.
     """
 
     names: CallNames
     optional: bool
     flags: bool
+    gives_cache: bool
     form: MaskForm = "places"
 
     def __call__(
@@ -82,29 +85,30 @@ class NamedCall:
         given: dict[str, Any] = {
             flag: EVALUATION[flag] for flag in (names.flags if self.flags else names.needed)
         }
-        if self._gives(names.positions):
+        if names.positions is not None and self._gives(names.positions):
             given[names.positions] = positions
-        if self._gives(names.mask):
+        if names.mask is not None and self._gives(names.mask):
             given[names.mask] = _mask(self.form, positions, mask)
-        if names.segments in names.required:
+        if names.segments is not None and names.segments in names.required:
             given[names.segments] = jnp.ones_like(tokens)
-        if names.cache is not None and (cache is not None or names.cache in names.required):
-            given[names.cache] = cache
+        if names.cache is not None and (self.gives_cache or names.cache in names.required):
+            given[names.cache] = cache if self.gives_cache else None
         if names.tokens is not None:
             return model(**{names.tokens: tokens}, **given)
         return model(tokens, **given)
 
-    def _gives(self, name: str | None) -> bool:
-        return name is not None and (self.optional or name in self.names.required)
+    def _gives(self, name: str) -> bool:
+        return self.optional or name in self.names.required
 
 
-def ways(names: CallNames, *, cached: bool) -> Iterator[NamedCall]:
+def ways(names: CallNames, *, cached: bool, gives_cache: bool) -> Iterator[NamedCall]:
     """Yield the ways to call a model, the likeliest first.
 
     Args:
       names: the names of the call's arguments.
       cached: whether the call has a cache. Then positions and masks are always given, since rows
         are padded on the left. Otherwise the first way gives no more than the call requires.
+      gives_cache: whether the call takes its cache as an argument.
     """
     for optional, flags in ((False, False), (True, False), (True, True), (False, True)):
         if cached and not optional:
@@ -112,7 +116,9 @@ def ways(names: CallNames, *, cached: bool) -> Iterator[NamedCall]:
         masked = names.mask is not None and (optional or names.mask in names.required)
         forms: tuple[MaskForm, ...] = ("places", "tokens", "heads") if masked else ("places",)
         for form in forms:
-            yield NamedCall(names=names, optional=optional, flags=flags, form=form)
+            yield NamedCall(
+                names=names, optional=optional, flags=flags, gives_cache=gives_cache, form=form
+            )
 
 
 def _mask(form: MaskForm, positions_BL: jax.Array, mask_BM: jax.Array) -> jax.Array:

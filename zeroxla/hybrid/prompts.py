@@ -170,6 +170,21 @@ def as_rows(prompts: Any) -> list[np.ndarray]:
     return rows
 
 
+def as_whole_rows(tokens: Any) -> np.ndarray:
+    """Return rows of one length as an array [B, L].
+
+    Raises:
+      ValueError: they do not hold token numbers, or L is below 2.
+    """
+    tokens = np.asarray(tokens)
+    if tokens.ndim != 2 or tokens.shape[1] < 2 or not np.issubdtype(tokens.dtype, np.integer):
+        raise ValueError(
+            f"tokens have the shape {tokens.shape} and dtype {tokens.dtype}; pass whole "
+            "numbers [B, L] with L of 2 or more"
+        )
+    return tokens
+
+
 def check_vocabulary(rows: Sequence[np.ndarray], size: int, what: str) -> None:
     """Check that tokens are in the model's vocabulary.
 
