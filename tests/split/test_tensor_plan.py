@@ -8,7 +8,7 @@ from tools.hybrid_models import NoCache, ParallelGPT, RepeatedHeads
 from tools.quick import quick_compilation  # noqa: F401
 
 from zeroxla.frontend import adapt
-from zeroxla.hybrid.calls import ModelCalls
+from zeroxla.hybrid.find_calls import CallOptions
 from zeroxla.hybrid.model import LanguageModel, check_split, plan_shortcomings
 from zeroxla.models import GPT, Llama
 from zeroxla.program import compat
@@ -36,7 +36,7 @@ def model_of(module):
     adapted = adapt(module)
     batch = {"tokens": np.zeros((2, 9), np.int32)}
     params, model_state = jax.eval_shape(adapted.init, jax.random.key(0), batch)
-    return LanguageModel(calls=ModelCalls.of(adapted), params=params, model_state=model_state)
+    return LanguageModel.with_calls(adapted, params, model_state, CallOptions())
 
 
 def splits_of(module, tensor):

@@ -21,15 +21,16 @@ Tree = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Caching:
-    """The calls of a module with a cache of keys and values.
+    """The calls of a module that keeps a cache of keys and values in its own variables.
 
-    `empty(batch, length, dtype) -> cache`: nested dicts of zeros for this many rows and places.
-    Floating arrays have the given dtype; None means the module's own dtypes.
+    `empty(rows, places, dtype, use) -> cache`: nested dicts of zeros for this many rows and places.
+    Floating arrays have the given dtype; None means the module's own dtypes. `use(model)` calls the
+    module once, on tokens int32[rows, places] and with the other arguments that its call wants.
 
     `apply(params, model_state, cache, *args, **kwargs) -> (result, cache)`: as `Adapted.apply`.
     """
 
-    empty: Callable[..., Tree]
+    empty: Callable[[int, int, Any, Callable[[Callable[..., Any]], Any]], Tree]
     apply: Callable[..., tuple[Any, Tree]]
 
 
@@ -47,9 +48,12 @@ class Adapted:
     `apply(params, model_state, *args, **kwargs)`: calls the module without changing its state and
     without randomness. None for a pair of functions.
 
-    `caching`: the same call with a cache. None if the module has no cache.
+    `caching`: the same call with a cache. None if the module keeps no cache in its variables.
 
-    `parameters`: the names of the parameters of the module's call.
+    `make_cache(rows, places, dtype) -> cache`: an empty cache, any pytree of arrays, for a module
+    whose call takes its cache as an argument and returns it. None if the module makes none.
+
+    `signature`: the signature of the module's call, `self` aside; None for a pair of functions.
 
     `context`: the longest sequence that the module is meant for, if it says so; see `CONTEXT`.
 
@@ -76,7 +80,8 @@ class Adapted:
     loss: Callable[..., tuple[jax.Array, dict[str, jax.Array], Tree]]
     apply: Callable[..., Any] | None = None
     caching: Caching | None = None
-    parameters: tuple[str, ...] = ()
+    make_cache: Callable[[int, int, Any], Any] | None = None
+    signature: inspect.Signature | None = None
     context: int | None = None
     vocabulary: int | None = None
     indices: tuple[Path, ...] = ()
@@ -139,20 +144,25 @@ CONTEXT = (
 )
 """Usual names of the attribute that says how long a language model's sequences may be."""
 
+CONFIG_CONTEXT = ("max_position_embeddings", "n_positions", "max_seq_len", "max_len", "block_size")
+"""The same in a module's attribute `config`; there `max_length` may be about something else."""
+
 
 VOCABULARY = ("vocab", "vocab_size")
 """Usual names of the attribute that says how many different tokens a language model knows."""
 
 
 def about_call(module: Any, loss: Callable[..., Any] | None) -> dict[str, Any]:
-    """Return the attributes of `Adapted` that follow from a module: `parameters`, `context` and, if
+    """Return the attributes of `Adapted` that follow from a module: `signature`, `context` and, if
     the loss is its own, `vocabulary`."""
     sizes = (getattr(module, name, None) for name in VOCABULARY if loss is None)
-    found = (getattr(module, name, None) for name in CONTEXT)
+    config = getattr(module, "config", None)
+    found = [getattr(module, name, None) for name in CONTEXT]
+    found += [getattr(config, name, None) for name in CONFIG_CONTEXT]
     lengths = [n for n in found if isinstance(n, int) and n > 0]
-    parameters = tuple(inspect.signature(type(module).__call__).parameters)[1:]
+    call = inspect.signature(type(module).__call__)
     return {
-        "parameters": parameters,
+        "signature": call.replace(parameters=list(call.parameters.values())[1:]),
         "context": lengths[0] if lengths else None,
         "vocabulary": next((n for n in sizes if isinstance(n, int) and n > 0), None),
     }

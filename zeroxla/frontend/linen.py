@@ -8,21 +8,19 @@ from typing import Any
 
 import flax.linen as nn
 import jax
-import jax.numpy as jnp
-from flax.core import DenyList, unfreeze
+from flax.core import DenyList
 from flax.errors import InvalidRngError, JaxTransformError
 
 from zeroxla.frontend.base import (
     OVERWRITE_WITH_GRADIENT,
     Adapted,
-    Caching,
     Tree,
     about_call,
-    empty_like,
     kept,
     module_loss,
     stream_key,
 )
+from zeroxla.frontend.linen_cache import linen_caches
 from zeroxla.frontend.linen_collections import (
     INTERMEDIATES,
     PERTURBATIONS,
@@ -39,50 +37,14 @@ def adapt_linen(module: nn.Module, loss: Callable[..., Any] | None) -> Adapted:
     def apply(params: Tree, model_state: Tree, *args: Any, **kwargs: Any) -> Any:
         return module.apply({"params": params, **model_state}, *args, **kwargs)
 
-    caching = linen_caching(module) if has_decode_switch(module) else None
     return Adapted.of(
         init,
         call,
         apply=apply,
-        caching=caching,
         overwritten=lambda path: path[0] == OVERWRITE_WITH_GRADIENT,
+        **linen_caches(module),
         **about_call(module, loss),
     )
-
-
-def has_decode_switch(module: nn.Module) -> bool:
-    """Return whether a module has the field `decode` of flax's convention.
-
-    Autoencoders have a method or a submodule of this name, which switches no cache on.
-    """
-    fields = {field.name for field in dataclasses.fields(module)}
-    return "decode" in fields and not callable(getattr(module, "decode", None))
-
-
-def linen_caching(module: nn.Module) -> Caching:
-    """Return the cached calls of a module that has the field `decode`.
-
-    With this field set, the module makes the collection "cache" when it is initialised on tokens of
-    the cache's full shape. It advances the cache in every call, as
-    `nn.MultiHeadDotProductAttention` does. The module is copied when a cache is used, not before.
-    """
-
-    def caching() -> nn.Module:
-        return module.clone(decode=True)
-
-    def empty(batch: int, length: int, dtype: Any) -> Tree:
-        tokens = jax.ShapeDtypeStruct((batch, length), jnp.int32)
-        variables = jax.eval_shape(caching().init, jax.random.key(0), tokens)
-        return jax.tree.map(lambda x: empty_like(x, dtype), unfreeze(variables).get("cache", {}))
-
-    def apply(
-        params: Tree, model_state: Tree, cache: Tree, *args: Any, **kwargs: Any
-    ) -> tuple[Any, Tree]:
-        variables = {"params": params, **model_state, "cache": cache}
-        result, changed = caching().apply(variables, *args, mutable=["cache"], **kwargs)
-        return result, unfreeze(changed)["cache"]
-
-    return Caching(empty=empty, apply=apply)
 
 
 def linen_functions(

@@ -10,27 +10,24 @@ from flax import nnx
 
 from zeroxla.frontend.base import (
     Adapted,
-    Caching,
     Tree,
     about_call,
-    empty_like,
     kept,
     module_loss,
     to_flat,
     to_nested,
 )
+from zeroxla.frontend.nnx_cache import cache_kind, nnx_caches
 from zeroxla.frontend.nnx_variables import (
     StaticModule,
     indices_of,
     overwritten_paths,
     own_arrays,
     put_together,
-    raw,
     real_paths,
     set_mode,
     take_apart,
     text,
-    variables_of,
     whole_numbers,
 )
 from zeroxla.program.compat import layouts_ignored, note_layout
@@ -61,7 +58,7 @@ def adapt_nnx(model: Any, loss: Callable[..., Any] | None) -> Adapted:
         about.update(about_call(module, loss), indices=indices_of(real_paths(module).values()))
         about["overwritten"] = overwritten_paths(module).__contains__
         about["whole_numbers"] = whole_numbers(module)
-        about["has_cache"] = hasattr(module, "init_cache")
+        about["kind"] = cache_kind(module)
         return module_loss(module, loss)
 
     init, call, assemble = nnx_functions(model, make_run)
@@ -81,44 +78,8 @@ def adapt_nnx(model: Any, loss: Callable[..., Any] | None) -> Adapted:
     def apply(params: Tree, model_state: Tree, *args: Any, **kwargs: Any) -> Any:
         return in_eval(params, model_state)(*args, **kwargs)
 
-    caching = nnx_caching(init, in_eval) if about.pop("has_cache") else None
-    return Adapted.of(init, call, apply=apply, caching=caching, **about)
-
-
-def nnx_caching(
-    init: Callable[..., tuple[Tree, Tree]], in_eval: Callable[[Tree, Tree], Any]
-) -> Caching:
-    """Return the cached calls of a module that has `init_cache(shape, dtype)`, like
-    `nnx.MultiHeadAttention`. It makes `nnx.Cache` variables, which later calls advance.
-
-    Args:
-      init: the attribute of `Adapted`.
-      in_eval: (params, model_state) -> module.
-    """
-
-    def cache_of(module: nnx.Module) -> dict[tuple[Any, ...], Any]:
-        return dict(variables_of(module, nnx.Cache))
-
-    def empty(batch: int, length: int, dtype: Any) -> Tree:
-        def make() -> Tree:
-            module = in_eval(*init(jax.random.key(0), None))
-            module.init_cache((batch, length), jnp.float32 if dtype is None else dtype)
-            return to_nested({text(p): raw(p, x) for p, x in cache_of(module).items()})
-
-        return jax.tree.map(lambda x: empty_like(x, dtype), jax.eval_shape(make))
-
-    def apply(
-        params: Tree, model_state: Tree, cache: Tree, *args: Any, **kwargs: Any
-    ) -> tuple[Any, Tree]:
-        module = in_eval(params, model_state)
-        module.init_cache((1, 1), jnp.float32)  # Makes the variables; their values come next.
-        leaves = to_flat(cache)
-        for path, variable in cache_of(module).items():
-            variable.set_raw_value(leaves[text(path)])
-        result = module(*args, **kwargs)
-        return result, to_nested({text(p): raw(p, x) for p, x in cache_of(module).items()})
-
-    return Caching(empty=empty, apply=apply)
+    caches = nnx_caches(init, in_eval, about.pop("kind"))
+    return Adapted.of(init, call, apply=apply, **caches, **about)
 
 
 def nnx_functions(

@@ -1,15 +1,50 @@
-"""Calls a language model: tokens go in, logits come out, with or without a cache."""
+"""Calls a language model: tokens go in, logits come out, with or without a cache.
+
+Shape letters: B rows, L tokens, M places of the cache, V vocabulary.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 
 from zeroxla.frontend import Adapted
 from zeroxla.frontend.base import Tree
+from zeroxla.hybrid.named_call import Call
+
+MakeCache = Callable[[int, int, Any], Any]
+"""`make_cache(rows, places, dtype) -> cache`, any pytree of arrays."""
+
+OWN = "own"
+"""The dtype of a cache that keeps the dtypes that the module gives it."""
+
+
+class NoLogitsError(ValueError):
+    """A model's call returned no array of the shape of logits."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class CacheCall:
+    """How a model is called with a cache.
+
+    Attributes:
+      call: calls it.
+      make: makes an empty cache for an argument of the call. None: the module has variables.
+      dtype: the dtype of floating arrays in the cache; `OWN` keeps the module's.
+      rows: "padded" if prompts of different lengths can be padded on the left, since the call reads
+        positions and a mask. "aligned" if all rows must begin at the cache's first place.
+      one_token: whether the cache takes one token a call.
+    """
+
+    call: Call
+    make: MakeCache | None
+    dtype: Any
+    rows: Literal["padded", "aligned"] = "padded"
+    one_token: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -18,97 +53,162 @@ class ModelCalls:
 
     Attributes:
       adapted: the model.
-      positions: the name of the argument for the tokens' positions; None if there is none.
-      mask: the name of the argument for the mask of real tokens; None if there is none.
+      call: calls it on whole rows.
+      fresh_cache: makes the empty cache that the call on whole rows needs, too; None if it needs
+        none.
+      with_cache: how it is called with a cache; None if it has none.
+      no_cache: the reason why it has none.
     """
 
     adapted: Adapted
-    positions: str | None
-    mask: str | None
-
-    @staticmethod
-    def of(adapted: Adapted) -> ModelCalls:
-        """Find out how a model is called.
-
-        Raises:
-          ValueError: the model is a pair (init, loss), which returns no logits.
-        """
-        if adapted.apply is None:
-            raise ValueError(
-                "the model is a pair (init, loss) and generation needs its logits; pass a flax "
-                "module, whose call takes tokens [B, L] and returns logits [B, L, V]"
-            )
-
-        def named(word: str) -> str | None:
-            return next((name for name in adapted.parameters if word in name.lower()), None)
-
-        return ModelCalls(adapted=adapted, positions=named("position"), mask=named("mask"))
+    call: Call
+    fresh_cache: MakeCache | None = None
+    with_cache: CacheCall | None = None
+    no_cache: str = ""
 
     @property
     def has_cache(self) -> bool:
-        """Whether rows of different lengths can be generated with a cache."""
-        return None not in (self.adapted.caching, self.positions, self.mask)
+        """Whether tokens are generated with a cache."""
+        return self.with_cache is not None
 
     def shortcomings(self) -> list[str]:
         """Return warnings about calls that are slower than a user would expect."""
         if self.has_cache:
             return []
-        missing = 'cache (linen: a field "decode"; nnx: a method init_cache(shape, dtype))'
-        if self.adapted.caching is not None:
-            missing = "argument for positions or for the mask of its call, which padded rows need"
-        each = "each new token takes a pass over the whole sequence"
-        return [f"the model has no {missing}: {each}"]
+        return [f"{self.no_cache}: each new token takes a pass over the whole sequence"]
 
     def forward(self, params: Tree, model_state: Tree, tokens_BL: jax.Array) -> jax.Array:
         """Return the float32 logits [B, L, V] of whole rows."""
-        assert self.adapted.apply is not None
-        return _logits(self.adapted.apply(params, model_state, tokens_BL))
+        apply = self.adapted.apply
+        assert apply is not None
+        rows, length = tokens_BL.shape
+        make = self.fresh_cache
 
-    def empty_cache(self, rows: int, length: int, dtype: Any) -> Tree:
+        def model(*args: Any, **kwargs: Any) -> Any:
+            return apply(params, model_state, *args, **kwargs)
+
+        result = self.call(
+            model,
+            tokens_BL,
+            positions=jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (rows, length)),
+            mask=jnp.ones((rows, length), jnp.int32),
+            cache=None if make is None else make(rows, length, None),
+        )
+        return logits_of(result, tokens_BL.shape)
+
+    def empty_cache(self, rows: int, places: int, dtype: Any) -> Any:
         """Return an empty cache.
 
         Args:
-          rows, length: the number of rows, and of places in each.
-          dtype: the dtype of floating arrays in it; None takes the model's own.
+          rows, places: the number of rows, and of places in each.
+          dtype: the dtype of floating arrays in it.
         """
+        how = self.with_cache
+        assert how is not None
+        dtype = None if how.dtype == OWN else dtype
+        if how.make is not None:
+            return jax.tree.map(jnp.asarray, how.make(rows, places, dtype))
         assert self.adapted.caching is not None
-        return self.adapted.caching.empty(rows, length, dtype)
+
+        def use(model: Callable[..., Any]) -> Any:
+            grid = (rows, places)
+            return how.call(
+                model,
+                jnp.zeros(grid, jnp.int32),
+                positions=jnp.broadcast_to(jnp.arange(places, dtype=jnp.int32), grid),
+                mask=jnp.ones(grid, jnp.int32),
+                cache={},
+            )
+
+        return self.adapted.caching.empty(rows, places, dtype, use)
 
     def cached(
         self,
         params: Tree,
         model_state: Tree,
-        cache: Tree,
+        cache: Any,
         tokens_BL: jax.Array,
         positions_BL: jax.Array,
         mask_BM: jax.Array,
-    ) -> tuple[jax.Array, Tree]:
+    ) -> tuple[jax.Array, Any]:
         """Return the float32 logits [B, L, V] of the next L tokens, and the cache that holds them.
 
         Args:
           params, model_state: the model's leaves and its other collections.
           cache: the cache of the tokens before.
           tokens_BL, positions_BL: the next tokens and their positions, int32.
-          mask_BM: 1 for each of the cache's M places that holds or will hold a real token.
+          mask_BM: 1 for each of the cache's M places that holds or will hold a real token; the
+            zeros are on the left.
         """
-        caching, positions, mask = self.adapted.caching, self.positions, self.mask
-        assert caching is not None
-        assert positions is not None
-        assert mask is not None
-        arguments = {positions: positions_BL, mask: mask_BM}
-        result, cache = caching.apply(params, model_state, cache, tokens_BL, **arguments)
-        return _logits(result), cache
+        how = self.with_cache
+        assert how is not None
+        held = cache
+
+        def model(*args: Any, **kwargs: Any) -> Any:
+            nonlocal held
+            if how.make is not None:
+                assert self.adapted.apply is not None
+                return self.adapted.apply(params, model_state, *args, **kwargs)
+            assert self.adapted.caching is not None
+            result, held = self.adapted.caching.apply(params, model_state, held, *args, **kwargs)
+            return result
+
+        result = how.call(model, tokens_BL, positions=positions_BL, mask=mask_BM, cache=cache)
+        if how.make is not None:
+            held = cache_of(result, cache)
+        held = jax.tree.map(lambda old, new: jnp.asarray(new, old.dtype), cache, held)
+        return logits_of(result, tokens_BL.shape), held
 
 
-def _logits(result: Any) -> jax.Array:
+def logits_of(result: Any, shape: tuple[int, ...]) -> jax.Array:
     """Return float32 logits, read from the result of a model's call.
 
+    Args:
+      result: an array; or a tuple that begins with one; or an object or a dict with `logits`.
+      shape: the shape of the tokens, [B, L].
+
     Raises:
-      ValueError: the result holds no array of three dims.
+      NoLogitsError: the result holds no array [B, L, V].
     """
-    found: Any = result[0] if isinstance(result, tuple) and result else result
+    found: Any = result
+    if isinstance(found, tuple | list) and found:
+        found = found[0]
+    if isinstance(found, Mapping):
+        found = found.get("logits", found)
     found = getattr(found, "logits", found)
-    if not hasattr(found, "dtype") or len(found.shape) != 3:
-        what = jax.typeof(found).str_short() if hasattr(found, "dtype") else type(found).__name__
-        raise ValueError(f"the model's call returned {what}, and generation needs logits [B, L, V]")
+    is_array = hasattr(found, "dtype")
+    if not is_array or len(found.shape) != 3 or tuple(found.shape[:2]) != tuple(shape):
+        what = jax.typeof(found).str_short() if is_array else type(found).__name__
+        rows, length = shape
+        raise NoLogitsError(
+            f"the model's call returned {what}, and generation needs logits [B, L, V] of tokens "
+            f"[B, L] (here [{rows}, {length}]); pass call= with a function that returns them"
+        )
     return found.astype(jnp.float32)
+
+
+def cache_of(result: Any, cache: Any) -> Any:
+    """Return the new cache from the result of a model's call: the part of it that has the tree
+    structure and the shapes of the one that was given.
+
+    Raises:
+      ValueError: no part has them.
+    """
+    parts: list[Any] = []
+    if isinstance(result, Mapping):
+        parts = list(result.values())
+    elif isinstance(result, tuple | list):
+        parts = list(result)
+    elif hasattr(result, "__dict__") or dataclasses.is_dataclass(result):
+        parts = [getattr(result, f) for f in dir(result) if not f.startswith("_")]
+    leaves, tree = jax.tree.flatten(cache)
+    for part in parts:
+        found, same = jax.tree.flatten(part)
+        if same == tree and all(
+            jnp.shape(a) == jnp.shape(b) for a, b in zip(leaves, found, strict=True)
+        ):
+            return part
+    raise ValueError(
+        "the model's call takes a cache, and returned none with the same tree and shapes; return "
+        "(logits, cache)"
+    )

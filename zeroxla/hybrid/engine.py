@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -9,15 +10,20 @@ from typing import Any
 import jax
 import numpy as np
 
+from zeroxla.hybrid.calls import MakeCache
+from zeroxla.hybrid.check_calls import checked_calls
 from zeroxla.hybrid.compile_cache import CompiledPrograms
+from zeroxla.hybrid.find_calls import CallOptions
 from zeroxla.hybrid.generate_programs import GeneratePrograms
 from zeroxla.hybrid.model import LanguageModel, plan_shortcomings
+from zeroxla.hybrid.named_call import Call
 from zeroxla.hybrid.phase_memory import PhaseReport
 from zeroxla.hybrid.phase_report import phase_report
 from zeroxla.hybrid.prompts import (
     Generated,
     LengthLimits,
     as_rows,
+    as_whole_rows,
     check_end_tokens,
     check_finite,
     check_vocabulary,
@@ -31,7 +37,7 @@ from zeroxla.mesh.axes import PIPE
 from zeroxla.split.tensor_plan import TensorPlan
 from zeroxla.step.checks import check_key
 from zeroxla.step.notices import warn
-from zeroxla.step.state import TrainState, check_is_state
+from zeroxla.step.state import TrainState
 from zeroxla.step.step import Step
 
 
@@ -57,6 +63,9 @@ class HybridEngine:
         max_length: int | None = None,
         cache_dtype: Any = None,
         prefill_tokens: int = 64,
+        call: Call | None = None,
+        make_cache: MakeCache | None = None,
+        sample_length: int | None = None,
     ) -> None:
         """Plan the layout; nothing is computed with the model's weights.
 
@@ -71,10 +80,18 @@ class HybridEngine:
           cache_dtype: the dtype of cached keys and values. None takes the compute dtype.
           prefill_tokens: the number of tokens of each prompt that are read at a time. More tokens
             are faster, but their attention scores, one for each place of the cache, take memory.
+            Caches of one token a call, such as those of Flax's own attention, read 1.
+          call: calls the module where the names of its arguments do not say how; see
+            `zeroxla.hybrid.named_call.Call`. None finds out by tracing.
+          make_cache: `make_cache(rows, places, dtype) -> cache`, any pytree of arrays, for a module
+            that takes its cache as an argument. None takes the module's method `init_cache`.
+          sample_length: the length of the rows on which the call is traced. Whole rows and caches
+            then have a multiple of so many places. None tries 4, 8, 16 and so on.
 
         Raises:
-          ValueError: `tensor` divides neither devices nor heads, the context is not known, the
-            model does not return logits, or the step has not seen a batch.
+          ValueError: `tensor` divides neither devices nor heads, the context is not known, no
+            call of the model returns logits, its logits do not depend on tokens as a causal model's
+            do, or the step has not seen a batch.
           NotImplementedError: the step has stages.
         """
         if step.mesh.shape.get(PIPE, 1) > 1:
@@ -82,14 +99,24 @@ class HybridEngine:
                 f"the step has pipe={step.mesh.shape[PIPE]} stages, and generation needs all "
                 "layers on a device; restore a checkpoint on a mesh with pipe=1 to generate"
             )
-        if prefill_tokens < 1:
-            raise ValueError(f"prefill_tokens={prefill_tokens} must be 1 or more")
+        for name, number in (("prefill_tokens", prefill_tokens), ("sample_length", sample_length)):
+            if number is not None and number < 1:
+                raise ValueError(f"{name}={number} must be 1 or more")
         self._step = step
         self.mesh = tensor_mesh(step.mesh, tensor)
         stored = StoredModel.of(step)
-        self._model = LanguageModel.of(step, stored, cache_dtype)
-        calls = self._model.calls
-        limits = LengthLimits.of(max_length, calls.adapted.context)
+        limits = LengthLimits.of(max_length, (step.adapted.base or step.adapted).context)
+        options = CallOptions(
+            call=call,
+            make_cache=make_cache,
+            cache_dtype=cache_dtype,
+            sample_length=sample_length,
+            limit=limits.max_length,
+        )
+        found = LanguageModel.of(step, stored, options)
+        calls = checked_calls(found)
+        self._model = dataclasses.replace(found, calls=calls)
+        limits = limits.in_multiples(self._model.multiple)
         self._vocabulary = self._model.vocabulary
         self.plan: TensorPlan = self._model.plan(tensor)
         self._programs = GeneratePrograms(
@@ -148,7 +175,7 @@ class HybridEngine:
         check_end_tokens(eos, pad, self._vocabulary)
         shape = self._buckets.decode_shape(len(rows), max(map(len, rows)), max_new_tokens, sampling)
         key = check_key(key)
-        self._check_state(state)
+        self._copy.check(state)
         options = {
             "new": np.int32(max_new_tokens),
             "eos": np.int32(-1 if eos is None else eos),
@@ -198,16 +225,11 @@ class HybridEngine:
 
     def _rows(self, state: TrainState, tokens: Any, name: str) -> np.ndarray:
         """Run a program of whole rows on tokens, padded to a shape that is compiled."""
-        tokens = np.asarray(tokens)
-        if tokens.ndim != 2 or tokens.shape[1] < 2 or not np.issubdtype(tokens.dtype, np.integer):
-            raise ValueError(
-                f"tokens have the shape {tokens.shape} and dtype {tokens.dtype}; pass whole "
-                "numbers [B, L] with L of 2 or more"
-            )
+        tokens = as_whole_rows(tokens)
         # The values of a critic need no token's own logit.
         size = self._vocabulary if name == "logprobs" else np.iinfo(np.int32).max
         check_vocabulary(tokens, size, "row")
-        self._check_state(state)
+        self._copy.check(state)
         rows, length = tokens.shape
         shape = self._buckets.whole_rows(rows, length)
         whole = np.zeros(shape, np.int32)
@@ -267,20 +289,10 @@ class HybridEngine:
             )
         cache: Any = ()
         if num_prompts is not None and length is not None and self._model.calls.has_cache:
-            rows = self._buckets.device_rows(num_prompts)
             places = self._buckets.limits.checked(length)
-            program = self._model.cached(self.plan, rows, places, 1)
-            cache = program.carry_shapes(self._programs.axis)
+            cache = self._programs.cache_shapes(self._buckets.device_rows(num_prompts), places)
         return phase_report(self._step, self._model, self.plan, cache)
 
     def free(self) -> None:
         """Free a copy that was kept (`release=False`)."""
         self._copy.free()
-
-    def _check_state(self, state: TrainState) -> None:
-        check_is_state(state)
-        if state.placements[0] != self._copy.stored.placements:
-            raise ValueError(
-                "the state is stored otherwise than the engine's step stores it; make the engine "
-                "from the step that this state belongs to"
-            )

@@ -95,7 +95,7 @@ class GeneratePrograms:
         Returns:
           A dict of arrays, as `decode` returns it.
         """
-        places = shape.prompt + shape.new
+        places = self.model.whole_length(shape.prompt + shape.new)
 
         def local(
             leaves: list[jax.Array], model_state: Tree, batch: Any, key: jax.Array, options: Any
@@ -108,16 +108,20 @@ class GeneratePrograms:
                 model_state=model_state,
             )
             if self.model.calls.has_cache:
-                next_logits, memory = model.with_cache(batch, places, self.prefill_tokens)
+                start = model.with_cache(batch, places, self.prefill_tokens)
             else:
-                next_logits, memory = model.without_cache(batch, places)
+                start = model.without_cache(batch, places)
             copy = lax.axis_index(NODE) * self.mesh.shape[DATA] + lax.axis_index(DATA)
             numbers_B = copy * shape.rows + jnp.arange(shape.rows)
             keys_B = jax.vmap(partial(jax.random.fold_in, key))(numbers_B)
-            return decode(next_logits, memory, batch["prompt"][:, -1], keys_B, options, shape)
+            return decode(start, keys_B, options, shape)
 
         specs = (self._specs, WHOLE, ROWS, WHOLE, WHOLE)
         return self._map(local, specs, ROWS)(leaves, model_state, batch, key, options)
+
+    def cache_shapes(self, rows: int, places: int) -> Any:
+        """Return the shapes of one device's part of a cache for so many of its rows and places."""
+        return self.model.cached(self.plan, rows, places, 1).carry_shapes(self.axis)
 
     def logprobs(
         self, leaves: list[jax.Array], model_state: Tree, tokens_BL: jax.Array

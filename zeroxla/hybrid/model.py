@@ -8,8 +8,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from zeroxla.frontend import Adapted
 from zeroxla.frontend.base import Tree
 from zeroxla.hybrid.calls import ModelCalls
+from zeroxla.hybrid.find_calls import (
+    NUM_ROWS,
+    SHORTEST,
+    CallOptions,
+    find_calls,
+    sample_places,
+    several_tokens,
+)
 from zeroxla.hybrid.reshard import StoredModel
 from zeroxla.program.paths import leaf_path
 from zeroxla.program.shapes import shapes_of
@@ -21,6 +30,26 @@ from zeroxla.step.step import Step
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Samples:
+    """The programs of a model's calls, for short rows.
+
+    Attributes:
+      leaves: the dims of the leaves, which all programs share.
+      forward: reads whole rows.
+      several, one: read several tokens, and one, with a cache; None if the model does not.
+    """
+
+    leaves: list
+    forward: PartProgram
+    several: PartProgram | None = None
+    one: PartProgram | None = None
+
+    def programs(self) -> list[PartProgram]:
+        """Return the programs; those with a cache first."""
+        return [p for p in (self.several, self.one, self.forward) if p is not None]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class LanguageModel:
     """A language model, known by shapes alone.
 
@@ -28,42 +57,78 @@ class LanguageModel:
       calls: calls the model.
       params: the shapes of its leaves, in the compute dtype.
       model_state: the shapes of its other collections.
-      cache_dtype: the dtype of floating arrays in its cache; None takes the model's own.
+      sample_length: the length of the rows on which its call is traced.
+      multiple: whole rows have a multiple of so many tokens.
+      cache_dtype: the dtype of floating arrays in its cache.
     """
 
     calls: ModelCalls
     params: Tree
     model_state: Tree
+    sample_length: int
+    multiple: int = 1
     cache_dtype: Any = None
 
     @staticmethod
-    def of(step: Step, stored: StoredModel, cache_dtype: Any = None) -> LanguageModel:
+    def of(step: Step, stored: StoredModel, options: CallOptions | None = None) -> LanguageModel:
         """Return the model that a step trains.
 
         Args:
           step: the step of a flax module, which has seen a batch.
           stored: how the step's state stores the leaves.
-          cache_dtype: the dtype of the cache; None takes the compute dtype.
+          options: what the user says about the model's calls.
 
         Raises:
-          ValueError: the step trains a pair of functions.
+          ValueError: the step trains a pair of functions, or no call of its module returns logits.
         """
         state, dtype = step.shapes(), step.config.compute_dtype
         naturals = [
             jax.ShapeDtypeStruct(p.shape, x.dtype)
             for p, x in zip(stored.placements, jax.tree.leaves(state.params), strict=True)
         ]
+        return LanguageModel.with_calls(
+            step.adapted.base or step.adapted,
+            stored.leaves(dtype, stored.tree.unflatten(naturals)),
+            shapes_of(state.model_state),
+            options or CallOptions(),
+            dtype,
+        )
+
+    @staticmethod
+    def with_calls(
+        adapted: Adapted,
+        params: Tree,
+        model_state: Tree,
+        options: CallOptions,
+        dtype: Any = jnp.float32,
+    ) -> LanguageModel:
+        """Return a model together with its calls, which are found by tracing.
+
+        Args:
+          adapted: the model.
+          params, model_state: the shapes of its leaves and of its other collections.
+          options: what the user says about its calls.
+          dtype: the dtype of its cache, if the user gives none.
+
+        Raises:
+          ValueError: see `find_calls`.
+        """
+        dtype = jnp.dtype(options.cache_dtype or dtype)
+        calls, length = find_calls(adapted, params, model_state, dtype, options)
+        usual = options.sample_length is None and length <= SHORTEST
         return LanguageModel(
-            calls=ModelCalls.of(step.adapted.base or step.adapted),
-            params=stored.leaves(dtype, stored.tree.unflatten(naturals)),
-            model_state=shapes_of(state.model_state),
-            cache_dtype=jnp.dtype(cache_dtype or dtype),
+            calls=calls,
+            params=params,
+            model_state=model_state,
+            sample_length=length,
+            multiple=1 if usual else length,
+            cache_dtype=dtype,
         )
 
     @property
     def vocabulary(self) -> int:
         """The number of different tokens: the last dim of the logits."""
-        tokens = jax.ShapeDtypeStruct((1, 1), jnp.int32)
+        tokens = jax.ShapeDtypeStruct((1, self.sample_length), jnp.int32)
         return jax.eval_shape(self.calls.forward, self.params, self.model_state, tokens).shape[-1]
 
     def plan(self, parts: int) -> TensorPlan:
@@ -75,13 +140,11 @@ class LanguageModel:
         Raises:
           ValueError: the model has heads, and `parts` does not divide their number.
         """
-        # In float32: the proof is about sums, not about rounding in the compute dtype.
-        wide = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32), self.params)
-        exact = dataclasses.replace(self, params=wide, cache_dtype=jnp.dtype(jnp.float32))
+        exact = self._exact()
         refused: set[str] = set()
         while True:
             leaves = leaf_dims(self.params)
-            programs = exact._samples(leaves)
+            programs = exact._samples(leaves).programs()
             found = make_tensor_plan(programs, leaves, self._paths(), parts, refused)
             # The first program is enough: the other calls use the leaves in the same way.
             wrong = prove(programs[0], leaves, parts) if parts > 1 else set()
@@ -120,20 +183,40 @@ class LanguageModel:
         check_split(program)
         return program
 
+    def empty_cache(self, rows: int, places: int) -> Any:
+        """Return an empty cache, whole."""
+        return self.calls.empty_cache(rows, places, self.cache_dtype)
+
+    def whole_length(self, length: int) -> int:
+        """Return the length of whole rows that hold so many tokens: the next multiple."""
+        return -(-length // self.multiple) * self.multiple
+
     def _planned(self, found: TensorPlan) -> list:
         return [planned_dims(row.shape, row.dim, row.factors) for row in found.rows]
 
     def _paths(self) -> list[str]:
         return [leaf_path(path) for path, _ in jax.tree_util.tree_leaves_with_path(self.params)]
 
-    def _samples(self, leaves: list) -> list[PartProgram]:
-        """Return a program for each way of calling the model: with a cache first, if it has one."""
-        length = min(self.calls.adapted.context or 8, 8)
-        forward = self._forward(leaves, 2, length // 2)
-        if not self.calls.has_cache:
-            return [forward]
-        several, one = max(length // 2 - 1, 1), 1
-        return [*(self._cached(leaves, 2, length, n) for n in (several, one)), forward]
+    def samples(self) -> Samples:
+        """Return a program for each way of calling the model, in float32."""
+        return self._exact()._samples(leaf_dims(self.params))
+
+    def _exact(self) -> LanguageModel:
+        """Return the model in float32: proofs are about sums, not about rounding in the compute
+        dtype."""
+        wide = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32), self.params)
+        return dataclasses.replace(self, params=wide, cache_dtype=jnp.dtype(jnp.float32))
+
+    def _samples(self, leaves: list) -> Samples:
+        forward = self._forward(leaves, NUM_ROWS, self.sample_length)
+        how = self.calls.with_cache
+        if how is None:
+            return Samples(leaves=leaves, forward=forward)
+        places = sample_places(self.sample_length, self.calls.adapted)
+        num = several_tokens(places)
+        several = None if how.one_token else self._cached(leaves, NUM_ROWS, places, num)
+        one = self._cached(leaves, NUM_ROWS, places, 1)
+        return Samples(leaves=leaves, forward=forward, several=several, one=one)
 
     def _forward(self, leaves: list, rows: int, length: int) -> PartProgram:
         def function(params: Tree, cache: Tree, model_state: Tree, tokens: jax.Array) -> Any:
@@ -148,7 +231,7 @@ class LanguageModel:
         ) -> Any:
             return self.calls.cached(params, model_state, cache, tokens, positions, mask)
 
-        cache = jax.eval_shape(lambda: self.calls.empty_cache(rows, length, self.cache_dtype))
+        cache = jax.eval_shape(lambda: self.empty_cache(rows, length))
         tokens = jax.ShapeDtypeStruct((rows, num_tokens), jnp.int32)
         mask = jax.ShapeDtypeStruct((rows, length), jnp.int32)
         return PartProgram.of(

@@ -6,14 +6,16 @@ Shape letters: B rows, P prompt places (left-padded), V vocabulary, M places of 
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from zeroxla.frontend.base import Tree
-from zeroxla.hybrid.decode import NextLogits
+from zeroxla.hybrid.decode import Start, Unread
 from zeroxla.hybrid.model import LanguageModel
+from zeroxla.split.part_program import PartProgram
 from zeroxla.split.split_axis import SplitAxis
 from zeroxla.split.tensor_plan import TensorPlan
 
@@ -39,16 +41,23 @@ class LocalModel:
     leaves: list[jax.Array]
     model_state: Tree
 
-    def with_cache(
-        self, batch: Prompts, places: int, prefill_tokens: int
-    ) -> tuple[NextLogits, Tree]:
-        """Return the function that computes the next logits, and a cache that holds the prompts.
+    def with_cache(self, batch: Prompts, places: int, prefill_tokens: int) -> Start:
+        """Return the start of decoding with a cache that holds the prompts.
 
         Args:
           batch: the prompts.
           places: the number of the cache's places, M.
           prefill_tokens: the number of tokens of each prompt that are read at a time.
         """
+        how = self.model.calls.with_cache
+        assert how is not None
+        prefill_tokens = 1 if how.one_token else prefill_tokens
+        if how.rows == "aligned":
+            return self._aligned(batch, places, prefill_tokens)
+        return self._padded(batch, places, prefill_tokens)
+
+    def _padded(self, batch: Prompts, places: int, prefill_tokens: int) -> Start:
+        """Pad prompts on the left, so that all rows draw their first token together."""
         prompt_BP, length_B = batch["prompt"], batch["length"]
         rows, num = prompt_BP.shape
         # Padding is on the left. Places after the prompt count as real: attention reaches none
@@ -56,9 +65,8 @@ class LocalModel:
         pad_B = num - length_B
         mask_BM = (jnp.arange(places) >= pad_B[:, None]).astype(jnp.int32)
         step = self.model.cached(self.plan, rows, places, 1)
-        shapes = step.carry_shapes(self.axis)
-        cache = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
         # The decoding loop reads the last token itself, for its first logits.
+        cache = self._empty_cache(step, rows, places)
         cache = self._prefill(cache, prompt_BP[:, :-1], mask_BM, prefill_tokens)
 
         def next_logits(cache: Tree, token_B: jax.Array, i: jax.Array) -> tuple[jax.Array, Tree]:
@@ -68,7 +76,56 @@ class LocalModel:
             )
             return logits_B1V[:, 0], cache
 
-        return next_logits, cache
+        return Start(next_logits=next_logits, memory=cache, token=prompt_BP[:, -1])
+
+    def _aligned(self, batch: Prompts, places: int, prefill_tokens: int) -> Start:
+        """Begin all rows at the cache's first place, for caches that know nothing of padding.
+
+        The tokens that all prompts have are read `prefill_tokens` at a time. The decoding loop then
+        reads the rest of the longer prompts while the shorter ones draw their first tokens.
+        """
+        length_B = batch["length"]
+        rows, num = batch["prompt"].shape
+        prompt_BP = jax.vmap(lambda row, pad: jnp.roll(row, -pad))(batch["prompt"], num - length_B)
+        mask_BM = jnp.ones((rows, places), jnp.int32)
+        step = self.model.cached(self.plan, rows, places, 1)
+        block = max(min(prefill_tokens, num - 1), 1)
+        fill = self.model.cached(self.plan, rows, places, block)
+
+        def positions(start: jax.Array, num: int) -> jax.Array:
+            return jnp.broadcast_to(start + jnp.arange(num, dtype=jnp.int32), (rows, num))
+
+        def read(i: jax.Array, cache: Tree) -> Tree:
+            piece = lax.dynamic_slice_in_dim(prompt_BP, i * block, block, axis=1)
+            inputs = (self.model_state, piece, positions(i * block, block), mask_BM)
+            return fill(self.axis, self.leaves, cache, *inputs)[1]
+
+        with jax.named_scope("prefill"):
+            num_blocks = (jnp.min(length_B) - 1) // block
+            cache = self._empty_cache(step, rows, places)
+            cache = lax.fori_loop(0, num_blocks, read, cache)
+        first = num_blocks * block
+
+        def next_logits(cache: Tree, token_B: jax.Array, i: jax.Array) -> tuple[jax.Array, Tree]:
+            inputs = (self.model_state, token_B[:, None], positions(first + i, 1), mask_BM)
+            logits_B1V, cache = step(self.axis, self.leaves, cache, *inputs)
+            return logits_B1V[:, 0], cache
+
+        return Start(
+            next_logits=next_logits,
+            memory=cache,
+            token=lax.dynamic_index_in_dim(prompt_BP, first, axis=1, keepdims=False),
+            unread=Unread(prompt=prompt_BP, first=first, behind=length_B - 1 - first),
+        )
+
+    def _empty_cache(self, step: PartProgram, rows: int, places: int) -> Any:
+        """Return this device's part of an empty cache."""
+        how = self.model.calls.with_cache
+        assert how is not None
+        if how.make is not None:  # The model may begin with other numbers than zeros.
+            return step.carry_parts(self.axis, self.model.empty_cache(rows, places))
+        shapes = step.carry_shapes(self.axis)
+        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
 
     def _prefill(
         self, cache: Tree, tokens_BP: jax.Array, mask_BM: jax.Array, prefill_tokens: int
@@ -98,8 +155,8 @@ class LocalModel:
                 cache, _ = lax.scan(lambda cache, i: (read(cache, i, num), None), cache, starts)
         return cache
 
-    def without_cache(self, batch: Prompts, places: int) -> tuple[NextLogits, jax.Array]:
-        """Return the function that computes the next logits, and the tokens int32[B, M] so far.
+    def without_cache(self, batch: Prompts, places: int) -> Start:
+        """Return the start of decoding without a cache; its memory is the tokens int32[B, M].
 
         Each new token takes a pass over all M places. Padding is on the right, where causal
         attention does not see it.
@@ -119,4 +176,4 @@ class LocalModel:
             logits_BMV, _ = program(self.axis, self.leaves, {}, self.model_state, tokens_BM)
             return logits_BMV[rows, last_B], tokens_BM
 
-        return next_logits, tokens_BM
+        return Start(next_logits=next_logits, memory=tokens_BM, token=prompt_BP[:, -1])

@@ -46,9 +46,11 @@ class LengthLimits:
 
     Attributes:
       max_length: the most tokens of a prompt and its continuation together.
+      multiple: whole rows have a multiple of so many tokens, and so has `max_length`.
     """
 
     max_length: int
+    multiple: int = 1
 
     @staticmethod
     def of(max_length: int | None, context: int | None) -> LengthLimits:
@@ -72,6 +74,19 @@ class LengthLimits:
         found = context if max_length is None else int(max_length)
         assert found is not None
         return LengthLimits(found)
+
+    def in_multiples(self, multiple: int) -> LengthLimits:
+        """Return the limits for a model whose rows must have a multiple of so many tokens.
+
+        Raises:
+          ValueError: no such row is within the limit.
+        """
+        if multiple > self.max_length:
+            raise ValueError(
+                f"sample_length={multiple} exceeds the most tokens of a row, {self.max_length}; "
+                "give at most that"
+            )
+        return LengthLimits(self.max_length // multiple * multiple, multiple)
 
     def buckets(self, prompt: int, new: int) -> tuple[int, int]:
         """Return the lengths to compile for, of prompts and of new tokens.
@@ -102,7 +117,8 @@ class LengthLimits:
         Raises:
           ValueError: the rows exceed the limit, or are empty.
         """
-        return min(bucket(self.checked(length)), self.max_length)
+        whole = -(-bucket(self.checked(length)) // self.multiple) * self.multiple
+        return min(whole, self.max_length)
 
     def checked(self, length: int) -> int:
         """Return a length of whole rows, if it is within the limit.
@@ -152,6 +168,21 @@ def as_rows(prompts: Any) -> list[np.ndarray]:
                 "tokenizer's start of a text"
             )
     return rows
+
+
+def as_whole_rows(tokens: Any) -> np.ndarray:
+    """Return rows of one length as an array [B, L].
+
+    Raises:
+      ValueError: they do not hold token numbers, or L is below 2.
+    """
+    tokens = np.asarray(tokens)
+    if tokens.ndim != 2 or tokens.shape[1] < 2 or not np.issubdtype(tokens.dtype, np.integer):
+        raise ValueError(
+            f"tokens have the shape {tokens.shape} and dtype {tokens.dtype}; pass whole "
+            "numbers [B, L] with L of 2 or more"
+        )
+    return tokens
 
 
 def check_vocabulary(rows: Sequence[np.ndarray], size: int, what: str) -> None:

@@ -15,7 +15,7 @@ from zeroxla.hybrid.generate_programs import GeneratePrograms
 from zeroxla.hybrid.reshard import StoredModel
 from zeroxla.offload.disk.disk_array import DiskArray
 from zeroxla.program.compat import mesh_context
-from zeroxla.step.state import TrainState
+from zeroxla.step.state import TrainState, check_is_state
 
 
 class TensorCopy:
@@ -32,6 +32,19 @@ class TensorCopy:
         self._reshard = jax.jit(partial(programs.reshard, stored=stored))
         # The leaves that the copy was made from, and the copy. Weak references keep no leaf alive.
         self._kept: tuple[list[weakref.ref[Any]], list[jax.Array]] | None = None
+
+    def check(self, state: TrainState) -> None:
+        """Check that a state is stored as the engine's step stores it.
+
+        Raises:
+          ValueError: it is no state, or one of another step.
+        """
+        check_is_state(state)
+        if state.placements[0] != self.stored.placements:
+            raise ValueError(
+                "the state is stored otherwise than the engine's step stores it; make the engine "
+                "from the step that this state belongs to"
+            )
 
     @contextlib.contextmanager
     def of(self, state: TrainState) -> Iterator[tuple[list[jax.Array], float]]:

@@ -71,6 +71,13 @@ class PartProgram:
             for v in values
         )
 
+    def carry_parts(self, axis: SplitAxis, carry: Any) -> Any:
+        """Return one device's part of a carry that the device has whole."""
+        tree, num = self.carry
+        values = self.flow.program.inputs[self.num_leaves :][:num]
+        pairs = zip(tree.flatten_up_to(carry), values, strict=True)
+        return tree.unflatten(axis.take(x, self.flow.dims[v]) for x, v in pairs)
+
     def needed_whole(self) -> tuple[int, str] | None:
         """Return the size of a split dim that this function needs whole, and the reason.
 
