@@ -124,10 +124,10 @@ class Trial:
         """Return the logits of batches of whole rows."""
 
         @jax.jit
-        def run(tokens_BL: jax.Array) -> jax.Array:
-            return self.small.run(self.samples.forward, {}, self.model_state, tokens_BL)[0]
+        def run(leaves: Any, tokens_BL: jax.Array) -> jax.Array:
+            return self.small.run(self.samples.forward, leaves, {}, self.model_state, tokens_BL)[0]
 
-        return [np.asarray(run(tokens_BL)) for tokens_BL in batches]
+        return [np.asarray(run(self.small.leaves, tokens_BL)) for tokens_BL in batches]
 
     def wrong_order(
         self, logits_BLV: np.ndarray, last_BLV: np.ndarray, before_BLV: np.ndarray
@@ -185,10 +185,10 @@ class Trial:
         first = 0 if several is None or one_token else several.flow.program.inputs[-3].aval.shape[1]
 
         @jax.jit
-        def run(tokens_BL: jax.Array, positions_BL: jax.Array, mask_BM: jax.Array) -> jax.Array:
+        def run(leaves: Any, tokens_BL: Any, positions_BL: Any, mask_BM: Any) -> jax.Array:
             def read(program: Any, cache: Any, tokens: jax.Array, positions: jax.Array) -> Any:
                 inputs = (self.model_state, tokens, positions, mask_BM)
-                return self.small.run(program, cache, *inputs)
+                return self.small.run(program, leaves, cache, *inputs)
 
             cache, found = self._empty(rows, places), []
             if first:
@@ -203,7 +203,7 @@ class Trial:
             _, each = lax.scan(turn, cache, rest)
             return jnp.concatenate([*found, jnp.swapaxes(each, 0, 1)], axis=1)
 
-        return run(tokens_BL, positions_BL, mask_BM)
+        return run(self.small.leaves, tokens_BL, positions_BL, mask_BM)
 
     def _empty(self, rows: int, places: int) -> Any:
         """Return an empty small cache."""

@@ -60,9 +60,11 @@ class SmallInstance:
         arrays = [_leaf(generator, *x) for x in zip(values, shapes, strict=False)]
         return SmallInstance(axis=axis, leaves=arrays)
 
-    def run(self, program: PartProgram, carry: Any, *others: Any) -> tuple[Any, Any]:
-        """Run a program on the leaves, a small carry, and its other arguments whole."""
-        return program(self.axis, [jnp.asarray(x) for x in self.leaves], carry, *others)
+    def run(
+        self, program: PartProgram, leaves: Sequence[jax.Array], carry: Any, *others: Any
+    ) -> tuple[Any, Any]:
+        """Run a program on `leaves`, a small carry, and its other arguments whole."""
+        return program(self.axis, leaves, carry, *others)
 
     def zeros(self, program: PartProgram) -> Any:
         """Return a small carry of zeros."""
@@ -90,4 +92,5 @@ def _leaf(generator: np.random.Generator, value: Value, shape: tuple[int, ...]) 
     if not value.is_float:
         return generator.integers(0, 2, shape).astype(value.aval.dtype)
     scale = max(shape) ** -0.5 if len(shape) > 1 else 1.0
-    return np.asarray(scale * generator.normal(size=shape), value.aval.dtype)
+    drawn = generator.standard_normal(shape, np.float32)
+    return (np.float32(scale) * drawn).astype(value.aval.dtype)
