@@ -5,8 +5,8 @@
 Trains a GPT of 0.83 million parameters on the Python files of the running interpreter's standard
 library, on 8 simulated devices, once for each variant and seed: the same initial weights, the same
 batches. 46 trainings of 1000 steps take about two hours on 2 cores; what is finished lies in
-FOLDER (default runs/quality), and a run that was stopped goes on where it was. The folder
-benchmarks/results/quality_trainings holds a run that is not finished: give it as FOLDER to go on.
+FOLDER (default runs/quality), and a run that was stopped goes on where it was. FOLDER knows nothing
+of the code that trained: after a change of the wires take a new one.
 Exits with 1 if a target is missed; writes results/quality.json, .md and .png.
 """
 

@@ -72,7 +72,7 @@ def linen_functions(
     Cost: one more abstract evaluation for train and one for eval.
     """
     extras: list[Extras] = []
-    found: dict[bool, CallOptions] = {}
+    found: dict[bool, LinenCall] = {}
 
     def create(key: jax.Array, batch: Any) -> tuple[Tree, Tree]:
         def make(*denied: str) -> Any:
@@ -89,7 +89,7 @@ def linen_functions(
         return params, state
 
     def apply(
-        params: Tree, state: Tree, batch: Any, key: jax.Array, *, train: bool, options: CallOptions
+        params: Tree, state: Tree, batch: Any, key: jax.Array, *, train: bool, options: LinenCall
     ) -> tuple[Any, Tree]:
         (others,) = extras
         mutable = [*(state if train else ()), *others.outputs, *options.mutable]
@@ -98,8 +98,8 @@ def linen_functions(
         result, changed = call(others.variables(params, state), batch, rngs=rngs)
         return result, {**state, **others.state(changed)}
 
-    def options_of(*args: Any, train: bool) -> CallOptions:
-        options = CallOptions()
+    def options_of(*args: Any, train: bool) -> LinenCall:
+        options = LinenCall()
         while True:
             try:
                 jax.eval_shape(partial(apply, train=train, options=options), *args)
@@ -129,7 +129,7 @@ def linen_functions(
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class CallOptions:
+class LinenCall:
     """How a module is called.
 
     Attributes:
