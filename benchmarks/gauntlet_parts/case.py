@@ -3,10 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 KINDS = ("language model", "encoder", "encoder-decoder", "images and sound", "other", "layer")
+
+CHECKS = (
+    "gradients",
+    "zeropp",
+    "lora",
+    "generation",
+    "tensor",
+    "pipeline",
+    "plan",
+    "checkpoint",
+)
+"""The names of all checks, in the order in which they run."""
 
 ROWS = 12
 """Rows of each batch: they divide over 2 x 2 and 1 x 3 devices, and 2 x 2 micro-batches."""
@@ -49,11 +63,14 @@ class Case:
       kind: one of KINDS.
       package: the distribution that the model comes from.
       build: makes it; it imports the package.
-      checks: the names of the checks to run. None means all that make sense for its kind.
     """
 
     name: str
     kind: str
     package: str
     build: Callable[[], Built]
-    checks: tuple[str, ...] | None = None
+
+
+def file_of(folder: Path, name: str) -> Path:
+    """Return the file of a case's results."""
+    return folder / f"{re.sub(r'[^A-Za-z0-9.]+', '_', name).strip('_')}.json"

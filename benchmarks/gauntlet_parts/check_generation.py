@@ -33,7 +33,7 @@ def generate(run: Run, *, tensor: int) -> str:
     if run.case.kind not in ("language model", "encoder-decoder"):
         raise NotApplicable("no language model")
     state = run.start()
-    engine = zeroxla.HybridEngine(run.plain, tensor=tensor, max_length=run.built.context)
+    engine = zeroxla.HybridEngine(run.plain, tensor=tensor, max_length=run.built.context or 32)
     found = engine.generate(
         state, PROMPTS, key=jax.random.key(1), max_new_tokens=NEW, temperature=0.0
     )

@@ -50,14 +50,24 @@ class Run:
         """The ZeRO-3 step on 2 x 2 devices."""
         return self.step(zeroxla.make_mesh(nodes=2, devices_per_node=2))
 
-    def start(self) -> zeroxla.TrainState:
-        """Return a new state of the ZeRO-3 step."""
+    @functools.cached_property
+    def _first(self) -> zeroxla.TrainState:
         return self.plain.init(jax.random.key(0), self.built.batch)
+
+    def start(self) -> zeroxla.TrainState:
+        """Return the state before the first step, as a copy: a step takes its memory."""
+        return jax.tree.map(lambda x: x.copy(), self._first)
+
+    @functools.cached_property
+    def after_a_step(self) -> tuple[zeroxla.TrainState, float]:
+        """The state after a step of ZeRO-3, not to be given to a step, and the step's loss."""
+        state, metrics = self.plain(self.start(), self.built.batch)
+        return state, float(metrics["loss"])
 
     @functools.cached_property
     def reference(self) -> Reference:
         """The model on one device, with the parameters of `start`."""
-        state = self.start()
+        state = self._first
         model_state = jax.tree.map(np.asarray, state.model_state)
         return reference_of(
             self.built, zeroxla.full_params(state), with_own_keys(model_state, state.indices)
@@ -68,21 +78,24 @@ class Run:
         """The reference's loss, its gradients, and its loss after a step."""
         batch, reference = self.built.batch, self.reference
         slices = self.built.slices or NUM_DEVICES
-        loss, gradients = reference.gradients(batch, slices)
-        after = reference.loss_after(gradients, RATE, batch, slices)
+        loss, gradients = reference.gradients(reference.params, batch, slices)
+        after, _ = reference.gradients(reference.after(gradients, RATE), batch, slices)
         return loss, reference.names(gradients), after
 
 
 def zero3(run: Run) -> str:
-    """Compare loss, gradients and the loss after a step with the reference."""
-    state = run.start()
+    """Compare loss, gradients and the loss after a step with the reference.
+
+    The gradients are the optimizer's momentum after its first step.
+    """
     loss, gradients, after = run.expected
-    found_loss, found = run.plain.grad(state, run.built.batch)
-    near("loss", float(found_loss), loss, 1e-5)
-    detail = same_gradients(by_path(found), gradients)
-    state, _ = run.plain(state, run.built.batch)
+    state, found_loss = run.after_a_step
+    near("loss", found_loss, loss, 1e-5)
+    momentum = whole(state)[1]
+    found = {name: momentum[f"0/trace/{name}"] for name in gradients}
+    detail = same_gradients(found, gradients)
     check_state_moves(by_path(run.start().model_state), by_path(state.model_state))
-    _, metrics = run.plain(state, run.built.batch)
+    _, metrics = run.plain(jax.tree.map(lambda x: x.copy(), state), run.built.batch)
     near("loss after a step", float(metrics["loss"]), after, 1e-4)
     return detail
 
@@ -103,7 +116,9 @@ def zeropp(run: Run) -> str:
     """Take two steps of ZeRO++; the losses must be near the reference's."""
     config = zeroxla.ZeroConfig.zeropp(persistence_threshold=0)
     step = run.step(zeroxla.make_mesh(nodes=2, devices_per_node=2), config=config)
-    state = step.init(jax.random.key(0), run.built.batch)
+    step.abstract_state(run.built.batch)
+    start = run.start()
+    state = step.init_from(start.params, jax.random.key(0), start.model_state)
     loss, _, after = run.expected
     state, first = step(state, run.built.batch)
     _, second = step(state, run.built.batch)
@@ -117,14 +132,15 @@ def zeropp(run: Run) -> str:
 
 def lora(run: Run) -> str:
     """Train adapters: they change, the base does not, and the first loss is the model's own."""
-    model, detail = adapted(run)
-    step = run.step(zeroxla.make_mesh(nodes=2, devices_per_node=2), model=model)
+    step, detail = adapted(run)
     state = step.init(jax.random.key(0), run.built.batch)
     before = zeroxla.full_params(state)
     state, metrics = step(state, run.built.batch)
     near("first loss", float(metrics["loss"]), run.expected[0], 1e-5)
     after = zeroxla.full_params(state)
-    changed = [n for n, x in by_path(after["base"]).items() if (by_path(before["base"])[n] != x).any()]
+    changed = [
+        n for n, x in by_path(after["base"]).items() if (by_path(before["base"])[n] != x).any()
+    ]
     if changed:
         raise Wrong(f"the frozen base changed: {', '.join(changed[:4])}")
     old, new = by_path(before["lora"]), by_path(after["lora"])
@@ -136,8 +152,8 @@ def lora(run: Run) -> str:
     return detail
 
 
-def adapted(run: Run) -> tuple[Any, str]:
-    """Return the model with adapters on the leaves of `targets`.
+def adapted(run: Run) -> tuple[zeroxla.Step, str]:
+    """Return a step of the model with adapters on the leaves of `targets`, and a detail.
 
     Where not all of them are dense, zeroxla says which leaves are, and these are taken.
 
@@ -150,10 +166,11 @@ def adapted(run: Run) -> tuple[Any, str]:
     if not names:
         raise NotApplicable("no leaf has two dims")
 
-    def of(targets: str) -> Any:
+    def of(targets: str) -> zeroxla.Step:
         model = zeroxla.lora(run.built.model, targets=targets, rank=2)
-        run.step(mesh, model=model).abstract_state(run.built.batch)
-        return model
+        step = run.step(mesh, model=model)
+        step.abstract_state(run.built.batch)
+        return step
 
     try:
         return of(run.built.targets), f"all leaves named {run.built.targets}"
@@ -202,7 +219,7 @@ def plan(run: Run) -> str:
 
 def checkpoint(run: Run) -> str:
     """Save after a step on 2 x 2 devices, restore on 1 x 3: every array must be the same."""
-    state, _ = run.plain(run.start(), run.built.batch)
+    state, _ = run.after_a_step
     step = run.step(zeroxla.make_mesh(nodes=1, devices_per_node=3))
     step.abstract_state(run.built.batch)
     with tempfile.TemporaryDirectory() as folder:
@@ -215,9 +232,6 @@ def checkpoint(run: Run) -> str:
     ):
         same_bits(part, old, new)
     same_bits("model state", by_path(state.model_state), by_path(restored.state.model_state))
-    _, metrics = step(restored.state, run.built.batch)
-    if not np.isfinite(float(metrics["loss"])):
-        raise Wrong("the step after the restore has no finite loss")
     return "bit equal"
 
 

@@ -109,7 +109,9 @@ LAYERS: dict[str, Callable[[], Built]] = {
         8,
     ),
     "Conv": lambda: built(lambda rngs: nnx.Conv(4, 8, (3, 3), rngs=rngs), 6, 6, 4),
-    "ConvTranspose": lambda: built(lambda rngs: nnx.ConvTranspose(4, 8, (3, 3), rngs=rngs), 6, 6, 4),
+    "ConvTranspose": lambda: built(
+        lambda rngs: nnx.ConvTranspose(4, 8, (3, 3), rngs=rngs), 6, 6, 4
+    ),
     "Einsum": lambda: built(
         lambda rngs: nnx.Einsum("ab,bcd->acd", (8, 3, 4), (3, 4), rngs=rngs), 8
     ),
@@ -160,9 +162,7 @@ OTHERS: dict[str, Callable[[], Built]] = {
         lambda rngs: nnx.Linear(
             6,
             8,
-            kernel_init=nnx.with_partitioning(
-                nnx.initializers.lecun_normal(), ("data", "model")
-            ),
+            kernel_init=nnx.with_partitioning(nnx.initializers.lecun_normal(), ("data", "model")),
             rngs=rngs,
         ),
         6,

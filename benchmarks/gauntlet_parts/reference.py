@@ -24,36 +24,33 @@ class Reference:
 
     Attributes:
       params: the parameters, as the library holds them.
-      value: `(params, rows) -> loss` on a slice of a batch, in training.
+      gradient: `(params, rows) -> (loss, gradients)` on a slice of a batch, in training.
       logits: `(params, tokens) -> logits`; None for other models.
       names: `(params) -> {path: array}`, with paths as zeroxla writes them.
     """
 
     params: Tree
-    value: Callable[[Tree, Tree], jax.Array]
+    gradient: Callable[[Tree, Tree], tuple[jax.Array, Tree]]
     logits: Callable[[Tree, jax.Array], jax.Array] | None
     names: Callable[[Tree], dict[str, np.ndarray]]
 
-    def gradients(self, batch: Tree, slices: int) -> tuple[float, Tree]:
+    def gradients(self, params: Tree, batch: Tree, slices: int) -> tuple[float, Tree]:
         """Return the loss and its gradients: the mean over slices of the batch.
 
         Losses of whole batches would do, but for batch statistics: those of a device are of its
         own rows.
         """
-        gradient = jax.jit(jax.value_and_grad(self.value, allow_int=True))
-        found = [gradient(self.params, rows) for rows in sliced(batch, slices)]
+        found = [self.gradient(params, rows) for rows in sliced(batch, slices)]
         mean = jax.tree.map(lambda *x: _mean(x), *found)
         return float(mean[0]), mean[1]
 
-    def loss_after(self, gradients: Tree, rate: float, batch: Tree, slices: int) -> float:
-        """Return the loss after a step of plain gradient descent."""
-        new = jax.tree.map(
+    def after(self, gradients: Tree, rate: float) -> Tree:
+        """Return the parameters after a step of plain gradient descent."""
+        return jax.tree.map(
             lambda p, g: p - rate * g if jnp.issubdtype(p.dtype, jnp.inexact) else p,
             self.params,
             gradients,
         )
-        value = jax.jit(self.value)
-        return float(np.mean([value(new, rows) for rows in sliced(batch, slices)]))
 
 
 def _mean(parts: tuple[jax.Array, ...]) -> Any:
@@ -106,7 +103,12 @@ def linen_reference(built: Built, params: Tree, model_state: Tree) -> Reference:
         def logits(params: Tree, tokens: jax.Array) -> jax.Array:
             return nn.apply(call, module)({"params": params, **model_state}, tokens)
 
-    return Reference(params=unfreeze(params), value=value, logits=logits, names=by_path)
+    return Reference(
+        params=unfreeze(params),
+        gradient=differentiated(value),
+        logits=logits,
+        names=by_path,
+    )
 
 
 def nnx_reference(built: Built, params: Tree, model_state: Tree) -> Reference:
@@ -137,7 +139,7 @@ def nnx_reference(built: Built, params: Tree, model_state: Tree) -> Reference:
             for path, x in nnx.to_flat_state(own)
         }
 
-    return Reference(params=own, value=value, logits=logits, names=names)
+    return Reference(params=own, gradient=differentiated(value), logits=logits, names=names)
 
 
 def pair_reference(built: Built, params: Tree) -> Reference:
@@ -150,7 +152,11 @@ def pair_reference(built: Built, params: Tree) -> Reference:
     def value(own: Tree, rows: Tree) -> jax.Array:
         return scalar(loss(own, rows, jax.random.key(9)))
 
-    return Reference(params=own, value=value, logits=built.logits, names=by_path)
+    return Reference(params=own, gradient=differentiated(value), logits=built.logits, names=by_path)
+
+
+def differentiated(value: Callable[..., jax.Array]) -> Callable[..., Any]:
+    return jax.jit(jax.value_and_grad(value, allow_int=True))
 
 
 def scalar(result: Any) -> jax.Array:

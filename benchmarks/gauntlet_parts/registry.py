@@ -6,7 +6,14 @@ import importlib
 
 from gauntlet_parts.case import Case
 
-MODULES = ("transformers_models", "linen_layers", "nnx_layers")
+MODULES = (
+    "transformers_models",
+    "package_models",
+    "pair_models",
+    "own_models",
+    "linen_layers",
+    "nnx_layers",
+)
 
 
 def all_cases() -> list[Case]:

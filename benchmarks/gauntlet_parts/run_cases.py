@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import re
 import sys
 import warnings
 from collections.abc import Callable
@@ -24,10 +23,10 @@ zeroxla.simulate(4)
 jax.config.update("jax_traceback_filtering", "off")  # The last frame says who raised an error.
 
 from gauntlet_parts import check_generation, checks  # noqa: E402
-from gauntlet_parts.case import Case  # noqa: E402
+from gauntlet_parts.case import CHECKS, Case, file_of  # noqa: E402
 from gauntlet_parts.outcome import FAILED, NOT_APPLICABLE, OK, Outcome, outcome_of  # noqa: E402
 
-CHECKS: dict[str, Callable[[checks.Run], str]] = {
+FUNCTIONS: dict[str, Callable[[checks.Run], str]] = {
     "gradients": checks.zero3,
     "zeropp": checks.zeropp,
     "lora": checks.lora,
@@ -59,9 +58,12 @@ def run_case(case: Case, write: Callable[[dict[str, Any]], None], names: tuple[s
         else:
             about["running"] = name
             write(as_json(about))
-            found[name] = outcome_of(lambda name=name: CHECKS[name](runs[0]))
+            found[name] = outcome_of(lambda name=name: FUNCTIONS[name](runs[0]))
     about.pop("running", None)
     write(as_json(about))
+
+
+assert tuple(FUNCTIONS) == CHECKS
 
 
 def as_json(about: dict[str, Any]) -> dict[str, Any]:
@@ -69,15 +71,10 @@ def as_json(about: dict[str, Any]) -> dict[str, Any]:
     return {**about, "checks": outcomes}
 
 
-def file_of(folder: Path, name: str) -> Path:
-    """Return the file of a case's results."""
-    return folder / f"{re.sub(r'[^A-Za-z0-9.]+', '_', name).strip('_')}.json"
-
-
 def main(arguments: list[str]) -> None:
     from gauntlet_parts.registry import case_named
 
-    folder, names = Path(arguments[0]), tuple(CHECKS)
+    folder, names = Path(arguments[0]), CHECKS
     arguments = arguments[1:]
     if arguments[0] == "--checks":
         names, arguments = tuple(arguments[1].split(",")), arguments[2:]
