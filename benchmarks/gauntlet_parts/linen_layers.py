@@ -156,13 +156,14 @@ class Scanned(nn.Module):
 class Branches(nn.Module):
     """A switch between two layers, by a number in the batch."""
 
-    @nn.compact
+    def setup(self) -> None:
+        self.first, self.second, self.head = nn.Dense(8), nn.Dense(8), nn.Dense(4)
+
     def __call__(self, x: Any) -> Any:
-        first, second = nn.Dense(8), nn.Dense(8)
         if self.is_initializing():
-            first(x), second(x)
-        chosen = nn.cond(x.sum() > 0, lambda m, x: first(x), lambda m, x: second(x), self, x)
-        return nn.Dense(4)(chosen)
+            return self.head(self.first(x) + self.second(x))
+        branches = (lambda m, x: m.first(x)), (lambda m, x: m.second(x))
+        return self.head(nn.cond(x.sum() > 0, *branches, self, x))
 
 
 TRANSFORMS: dict[str, Callable[[], Built]] = {

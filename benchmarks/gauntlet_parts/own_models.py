@@ -89,10 +89,10 @@ class Experts(nn.Module):
 
     @nn.compact
     def __call__(self, x: Any) -> Any:
+        options: dict[str, Any] = {"in_axes": None, "out_axes": -2, "axis_size": 4}
         experts = nn.vmap(
-            nn.Dense, variable_axes={"params": 0}, split_rngs={"params": True}, in_axes=None,
-            axis_size=4, out_axes=-2,
-        )  # fmt: skip
+            nn.Dense, variable_axes={"params": 0}, split_rngs={"params": True}, **options
+        )
         weights = nn.softmax(nn.Dense(4)(x))
         return nn.Dense(5)(jnp.einsum("...e,...ed->...d", weights, experts(16)(x)))
 
@@ -126,7 +126,8 @@ class Diagonal(nn.Module):
         def both(a: Any, b: Any) -> Any:
             return a[0] * b[0], a[1] * b[0] + b[1]
 
-        _, states = jax.lax.associative_scan(both, (jnp.broadcast_to(rate, drive.shape), drive), 1)
+        rates = jnp.broadcast_to(rate, drive.shape)
+        _, states = jax.lax.associative_scan(both, (rates, drive), axis=1)
         return nn.Dense(4)(jnp.concatenate([states.real, states.imag], -1))
 
 

@@ -41,7 +41,8 @@ def on_images_in_training(apply: Any, batch: Mapping[str, Any], train: bool) -> 
 def flaxmodels_resnet() -> Built:
     from flaxmodels import ResNet18
 
-    model = ResNet18(output="logits", pretrained=None, normalize=False, num_classes=5)
+    options: dict[str, Any] = {"pretrained": None, "normalize": False}
+    model = ResNet18(output="logits", num_classes=5, **options)
     return classifier(model, on_images_in_training, size=32)
 
 

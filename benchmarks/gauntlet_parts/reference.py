@@ -97,16 +97,14 @@ def linen_reference(built: Built, params: Tree, model_state: Tree) -> Reference:
         variables = {"params": params, **model_state}
         return nn.apply(run, module, mutable=True)(variables, rows, rngs=streams)[0]
 
-    logits = None
-    if (call := built.logits) is not None:
-
-        def logits(params: Tree, tokens: jax.Array) -> jax.Array:
-            return nn.apply(call, module)({"params": params, **model_state}, tokens)
+    def logits(params: Tree, tokens: jax.Array) -> jax.Array:
+        assert built.logits is not None
+        return nn.apply(built.logits, module)({"params": params, **model_state}, tokens)
 
     return Reference(
         params=unfreeze(params),
         gradient=differentiated(value),
-        logits=logits,
+        logits=logits if built.logits else None,
         names=by_path,
     )
 
@@ -123,13 +121,11 @@ def nnx_reference(built: Built, params: Tree, model_state: Tree) -> Reference:
         module = nnx.merge(graphdef, own, others, copy=True)
         return scalar(loss(module, rows, train=True))
 
-    logits = None
-    if (call := built.logits) is not None:
-
-        def logits(own: Tree, tokens: jax.Array) -> jax.Array:
-            module = nnx.merge(graphdef, own, others, copy=True)
-            module.eval()
-            return call(module, tokens)
+    def logits(own: Tree, tokens: jax.Array) -> jax.Array:
+        assert built.logits is not None
+        module = nnx.merge(graphdef, own, others, copy=True)
+        module.eval()
+        return built.logits(module, tokens)
 
     def names(own: Tree) -> dict[str, np.ndarray]:
         return {
@@ -139,7 +135,12 @@ def nnx_reference(built: Built, params: Tree, model_state: Tree) -> Reference:
             for path, x in nnx.to_flat_state(own)
         }
 
-    return Reference(params=own, gradient=differentiated(value), logits=logits, names=names)
+    return Reference(
+        params=own,
+        gradient=differentiated(value),
+        logits=logits if built.logits else None,
+        names=names,
+    )
 
 
 def pair_reference(built: Built, params: Tree) -> Reference:

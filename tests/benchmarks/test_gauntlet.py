@@ -20,12 +20,14 @@ sys.path.insert(0, str(REPOSITORY / "benchmarks"))
 from gauntlet_parts import (  # noqa: E402
     check_generation,
     checks,
+    children,
     linen_layers,
     nnx_layers,
     own_models,
     results,
 )
-from gauntlet_parts.case import Case  # noqa: E402
+from gauntlet_parts.case import CHECKS as CASE_CHECKS  # noqa: E402
+from gauntlet_parts.case import Case, file_of  # noqa: E402
 from gauntlet_parts.outcome import FAILED, OK, REFUSED, Wrong, outcome_of  # noqa: E402
 from tools.quick import quick_compilation  # noqa: E402, F401
 
@@ -99,6 +101,38 @@ def test_every_public_layer_is_a_case(library, layers):
         if inspect.isclass(x) and issubclass(x, module) and not name.startswith("_")
     }
     assert public == layers.LAYERS.keys() | layers.LEFT_OUT.keys()
+
+
+def test_a_crash_costs_the_running_check_and_those_after_it(tmp_path):
+    case = case_named("nn.Dense")
+    path = file_of(tmp_path, case.name)
+    passed = {"status": OK, "detail": "", "where": ""}
+    known = {"name": case.name, "kind": case.kind, "package": case.package, "running": "zeropp"}
+    path.write_text(json.dumps({**known, "checks": {"gradients": passed}}))
+    assert children.finished(tmp_path, case.name) is None
+    children._record_failure(tmp_path, case, "the process ended with code -6")
+    found = children.finished(tmp_path, case.name)
+    assert found is not None
+    assert found["checks"]["gradients"] == passed
+    assert found["checks"]["zeropp"]["detail"] == "the process ended with code -6"
+    assert found["checks"]["lora"]["detail"].startswith("not run: in zeropp, the process ended")
+
+
+def test_results_are_written_as_tables_with_every_reason(tmp_path, capsys):
+    checks = {name: {"status": OK, "detail": "1e-7", "where": ""} for name in CASE_CHECKS}
+    no_loop = {"status": REFUSED, "detail": "the model has no loop", "where": ""}
+    broken = {"status": FAILED, "detail": "TypeError: x", "where": "a.py:1 f"}
+    checks |= {"pipeline": no_loop, "plan": broken}
+    model = {"name": "M", "kind": "encoder", "package": "flax", "checks": checks}
+    code = results.write([model], 2, tmp_path, tmp_path / "page.md")
+    capsys.readouterr()
+    table = (tmp_path / "gauntlet.md").read_text()
+    assert code == 1
+    assert "| M | 1e-7 | yes | yes | yes | yes | refused | FAILED | yes |" in table
+    assert '- pipe 2: M. "the model has no loop"' in table
+    assert '- plan: M. "TypeError: x" (`a.py:1 f`)' in table
+    page = (tmp_path / "page.md").read_text()
+    assert page == results.page_of(json.loads((tmp_path / "gauntlet.json").read_text())["models"])
 
 
 def test_the_page_is_that_of_the_committed_results():
