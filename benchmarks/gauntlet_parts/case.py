@@ -49,7 +49,7 @@ class Built:
     batch: Mapping[str, Any]
     logits: Callable[[Any, Any], Any] | None = None
     context: int | None = None
-    targets: str = r"(kernel|weight|w|embedding)$"
+    targets: str = r"(kernel|weight\w*|w|embedding)$"
     reference_model: Any = None
     slices: int | None = None
 

@@ -17,7 +17,7 @@ from gauntlet_parts.case import CHECKS, Case, file_of
 from gauntlet_parts.outcome import FAILED
 
 BENCHMARKS = Path(__file__).resolve().parent.parent
-GROUP = 6
+GROUP = 12
 """Cases that one child runs after another: importing JAX takes as long as a small case."""
 
 

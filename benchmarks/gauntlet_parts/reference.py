@@ -178,17 +178,17 @@ def _name(path: Any) -> str:
 def worst_leaf(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> tuple[str, float]:
     """Return the leaf with the largest error, and this error.
 
-    It is the largest difference over the leaf's largest gradient. A leaf whose gradients are all
-    below a thousandth of the largest of all leaves is measured by that: where an exact gradient is
-    zero (of a bias before a normalization), rounding is all that there is.
+    It is the largest difference over the leaf's largest gradient, or over a thousandth of the
+    largest gradient of all leaves, if that is more. A leaf whose gradients are all below 1e-5 of
+    the largest of all is measured by the latter: its exact gradient is zero (of a key's bias, of a
+    bias before a normalization), and what there is is rounding.
     """
-    least = 1e-3 * max((np.abs(x).max(initial=0) for x in expected.values()), default=0.0)
+    largest = max((np.abs(x).max(initial=0) for x in expected.values()), default=0.0)
     errors = {}
     for name, want in expected.items():
         difference = np.abs(found[name] - want).max(initial=0)
-        if difference == 0:
-            errors[name] = 0.0
-            continue
-        error = float(difference / max(np.abs(want).max(initial=0), least, 1e-30))
+        own = np.abs(want).max(initial=0)
+        scale = largest if own < 1e-5 * largest else max(own, 1e-3 * largest)
+        error = 0.0 if difference == 0 else float(difference / max(scale, 1e-30))
         errors[name] = float("inf") if np.isnan(error) else error
     return max(errors.items(), key=lambda item: item[1], default=("", 0.0))

@@ -32,7 +32,7 @@ MEANINGS = {
     "split over 2 nodes of 2 devices",
     "zeropp": "two steps with `ZeroConfig.zeropp()`; the losses are within 5 % (and 0.05) of the "
     "unsharded model's",
-    "lora": "adapters on all leaves named kernel, weight or embedding, or on those of them that "
+    "lora": "adapters on all leaves named kernel, weight, w or embedding, or on those of them that "
     "are dense; the first loss is the model's own, the base stays as it is",
     "generation": "every token that `HybridEngine` draws greedily is the likeliest of a full pass "
     "of the unsharded model",
