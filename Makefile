@@ -15,6 +15,9 @@
 #                                       programs are lowered for CUDA, and compiled for an H200
 #                                       with EXTRAS=plan-gpu
 #   make peers                          zeroxla beside PyTorch and DeepSpeed over a slow network
+#   make gauntlet                       Flax models of the package index, as they are, through all of
+#                                       zeroxla; goes on where it was stopped
+#   make gauntlet ARGS="--only GPT-2"   one of them (--list prints the names)
 #   make docs                           the documentation site, into site/
 #   make notebook                       open the notebooks in JupyterLab
 #   make clean                          remove environments and caches; runs/ is kept
@@ -36,9 +39,10 @@ MISSING := $(filter-out $(subst $(comma),$(space),$(word 1,$(HAVE))),$(EXTRA_LIS
 OTHER  := $(if $(PYTHON),$(filter-out $(word 2,$(HAVE)),$(PYTHON)))
 STAMP  := $(VENV)/.installed
 PEERS  := .venv-peers
+GAUNTLET := .venv-gauntlet
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-slow test-full test-nightly check lint docs notebook gpu peers clean force
+.PHONY: help setup train test test-slow test-full test-nightly check lint docs notebook gpu peers gauntlet clean force
 
 help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
@@ -118,6 +122,22 @@ $(PEERS)/.installed: benchmarks/peers/requirements.txt
 	DS_BUILD_OPS=0 $$pip --no-build-isolation -r $<; \
 	touch $@
 
+# Models need packages that zeroxla does not, some of them without their own requirements.
+gauntlet: $(GAUNTLET)/.installed
+	$(GAUNTLET)/bin/python benchmarks/gauntlet.py $(ARGS)
+
+$(GAUNTLET)/.installed: pyproject.toml benchmarks/gauntlet_parts/requirements.txt \
+    benchmarks/gauntlet_parts/requirements_alone.txt
+	@rm -f $@
+	@set -e; \
+	python=$$(PYTHON='$(PYTHON)' sh scripts/pick_python); \
+	echo "making $(GAUNTLET) with $$python"; \
+	"$$python" -m venv --clear $(GAUNTLET); \
+	pip="$(GAUNTLET)/bin/python -m pip install --quiet --disable-pip-version-check"; \
+	$$pip -e . -r benchmarks/gauntlet_parts/requirements.txt; \
+	$$pip --no-deps -r benchmarks/gauntlet_parts/requirements_alone.txt; \
+	touch $@
+
 # Strictly: a broken link, or a public name that cannot be found, is an error.
 docs:
 	@$(MAKE) --no-print-directory setup EXTRAS="$(EXTRAS) docs"
@@ -128,5 +148,5 @@ notebook:
 	$(VENV)/bin/jupyter lab notebooks
 
 clean:
-	rm -rf .venv .venv-oldest .venv-peers .cache .pytest_cache .ruff_cache .hypothesis build dist site *.egg-info
+	rm -rf .venv .venv-oldest .venv-peers .venv-gauntlet .cache .pytest_cache .ruff_cache .hypothesis build dist site *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

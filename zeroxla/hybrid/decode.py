@@ -56,7 +56,7 @@ class Unread:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Start:
+class DecodeStart:
     """Where decoding begins.
 
     Attributes:
@@ -73,7 +73,7 @@ class Start:
 
 
 def decode(
-    start: Start, keys_B: jax.Array, options: dict[str, Any], shape: DecodeShape
+    start: DecodeStart, keys_B: jax.Array, options: dict[str, Any], shape: DecodeShape
 ) -> dict[str, jax.Array]:
     """Draw tokens until every row has met its end, or has as many tokens as it may.
 

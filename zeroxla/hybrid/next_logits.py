@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from zeroxla.frontend.base import Tree
-from zeroxla.hybrid.decode import Start, Unread
+from zeroxla.hybrid.decode import DecodeStart, Unread
 from zeroxla.hybrid.model import LanguageModel
 from zeroxla.split.part_program import PartProgram
 from zeroxla.split.split_axis import SplitAxis
@@ -41,7 +41,7 @@ class LocalModel:
     leaves: list[jax.Array]
     model_state: Tree
 
-    def with_cache(self, batch: Prompts, places: int, prefill_tokens: int) -> Start:
+    def with_cache(self, batch: Prompts, places: int, prefill_tokens: int) -> DecodeStart:
         """Return the start of decoding with a cache that holds the prompts.
 
         Args:
@@ -56,7 +56,7 @@ class LocalModel:
             return self._aligned(batch, places, prefill_tokens)
         return self._padded(batch, places, prefill_tokens)
 
-    def _padded(self, batch: Prompts, places: int, prefill_tokens: int) -> Start:
+    def _padded(self, batch: Prompts, places: int, prefill_tokens: int) -> DecodeStart:
         """Pad prompts on the left, so that all rows draw their first token together."""
         prompt_BP, length_B = batch["prompt"], batch["length"]
         rows, num = prompt_BP.shape
@@ -76,9 +76,9 @@ class LocalModel:
             )
             return logits_B1V[:, 0], cache
 
-        return Start(next_logits=next_logits, memory=cache, token=prompt_BP[:, -1])
+        return DecodeStart(next_logits=next_logits, memory=cache, token=prompt_BP[:, -1])
 
-    def _aligned(self, batch: Prompts, places: int, prefill_tokens: int) -> Start:
+    def _aligned(self, batch: Prompts, places: int, prefill_tokens: int) -> DecodeStart:
         """Begin all rows at the cache's first place, for caches that know nothing of padding.
 
         The tokens that all prompts have are read `prefill_tokens` at a time. The decoding loop then
@@ -111,7 +111,7 @@ class LocalModel:
             logits_B1V, cache = step(self.axis, self.leaves, cache, *inputs)
             return logits_B1V[:, 0], cache
 
-        return Start(
+        return DecodeStart(
             next_logits=next_logits,
             memory=cache,
             token=lax.dynamic_index_in_dim(prompt_BP, first, axis=1, keepdims=False),
@@ -155,7 +155,7 @@ class LocalModel:
                 cache, _ = lax.scan(lambda cache, i: (read(cache, i, num), None), cache, starts)
         return cache
 
-    def without_cache(self, batch: Prompts, places: int) -> Start:
+    def without_cache(self, batch: Prompts, places: int) -> DecodeStart:
         """Return the start of decoding without a cache; its memory is the tokens int32[B, M].
 
         Each new token takes a pass over all M places. Padding is on the right, where causal
@@ -176,4 +176,4 @@ class LocalModel:
             logits_BMV, _ = program(self.axis, self.leaves, {}, self.model_state, tokens_BM)
             return logits_BMV[rows, last_B], tokens_BM
 
-        return Start(next_logits=next_logits, memory=tokens_BM, token=prompt_BP[:, -1])
+        return DecodeStart(next_logits=next_logits, memory=tokens_BM, token=prompt_BP[:, -1])

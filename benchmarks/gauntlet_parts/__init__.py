@@ -1,0 +1,1 @@
+"""The gauntlet's parts: models, the checks that each must pass, and how results are written."""

@@ -1,0 +1,267 @@
+"""The checks that every model goes through, on 2 nodes of 2 simulated devices."""
+
+from __future__ import annotations
+
+import functools
+import re
+import tempfile
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+
+import zeroxla
+from gauntlet_parts.case import Built, Case
+from gauntlet_parts.outcome import NotApplicable, Wrong
+from gauntlet_parts.reference import Reference, by_path, reference_of, worst_leaf
+from zeroxla.step.state import host_leaf, with_own_keys
+
+GRADIENT_BOUND = 5e-6
+NUM_DEVICES = 4
+RATE = 1e-2
+
+
+def optimizer() -> optax.GradientTransformation:
+    """Return gradient descent with momentum, whose first step is plain gradient descent."""
+    return optax.sgd(RATE, momentum=0.9)
+
+
+class Run:
+    """A model under test, and what its checks share."""
+
+    def __init__(self, case: Case) -> None:
+        self.case = case
+        self.built: Built = case.build()
+
+    def step(self, mesh: Any, **options: Any) -> zeroxla.Step:
+        """Return a step that splits every leaf, however small."""
+        config = options.pop("config", None) or zeroxla.ZeroConfig(persistence_threshold=0)
+        return zeroxla.make_step(
+            options.pop("model", self.built.model),
+            mesh,
+            optimizer(),
+            loss=self.built.loss,
+            config=config,
+        )
+
+    @functools.cached_property
+    def plain(self) -> zeroxla.Step:
+        """The ZeRO-3 step on 2 x 2 devices."""
+        return self.step(zeroxla.make_mesh(nodes=2, devices_per_node=2))
+
+    @functools.cached_property
+    def _first(self) -> zeroxla.TrainState:
+        return self.plain.init(jax.random.key(0), self.built.batch)
+
+    def start(self) -> zeroxla.TrainState:
+        """Return the state before the first step, as a copy: a step takes its memory."""
+        return jax.tree.map(lambda x: x.copy(), self._first)
+
+    @functools.cached_property
+    def after_a_step(self) -> tuple[zeroxla.TrainState, float]:
+        """The state after a step of ZeRO-3, not to be given to a step, and the step's loss."""
+        state, metrics = self.plain(self.start(), self.built.batch)
+        return state, float(metrics["loss"])
+
+    @functools.cached_property
+    def reference(self) -> Reference:
+        """The model on one device, with the parameters of `start`."""
+        state = self._first
+        model_state = jax.tree.map(np.asarray, state.model_state)
+        return reference_of(
+            self.built, zeroxla.full_params(state), with_own_keys(model_state, state.indices)
+        )
+
+    @functools.cached_property
+    def expected(self) -> tuple[float, dict[str, np.ndarray], float]:
+        """The reference's loss, its gradients, and its loss after a step."""
+        batch, reference = self.built.batch, self.reference
+        slices = self.built.slices or NUM_DEVICES
+        loss, gradients = reference.gradients(reference.params, batch, slices)
+        after, _ = reference.gradients(reference.after(gradients, RATE), batch, slices)
+        return loss, reference.names(gradients), after
+
+
+def zero3(run: Run) -> str:
+    """Compare loss, gradients and the loss after a step with the reference.
+
+    The gradients are the optimizer's momentum after its first step.
+    """
+    loss, gradients, after = run.expected
+    state, found_loss = run.after_a_step
+    near("loss", found_loss, loss, 1e-5)
+    momentum = whole(state)[1]
+    found = {name: momentum[f"0/trace/{name}"] for name in gradients}
+    detail = same_gradients(found, gradients)
+    check_state_moves(by_path(run.start().model_state), by_path(state.model_state))
+    _, metrics = run.plain(jax.tree.map(lambda x: x.copy(), state), run.built.batch)
+    near("loss after a step", float(metrics["loss"]), after, 1e-4)
+    return detail
+
+
+def check_state_moves(before: dict[str, np.ndarray], after: dict[str, np.ndarray]) -> None:
+    """Check that running statistics, and what flax overwrites with gradients, change in a step.
+
+    Raises:
+      Wrong: all leaves of such a collection are as before.
+    """
+    for collection in ("batch_stats", "_overwrite_with_gradient"):
+        names = [name for name in before if name.startswith(collection)]
+        if names and all((before[name] == after[name]).all() for name in names):
+            raise Wrong(f"the {len(names)} leaves of {collection} did not change in a step")
+
+
+def zeropp(run: Run) -> str:
+    """Take two steps of ZeRO++; the losses must be near the reference's."""
+    config = zeroxla.ZeroConfig.zeropp(persistence_threshold=0)
+    step = run.step(zeroxla.make_mesh(nodes=2, devices_per_node=2), config=config)
+    step.abstract_state(run.built.batch)
+    start = run.start()
+    state = step.init_from(start.params, jax.random.key(0), start.model_state)
+    loss, _, after = run.expected
+    state, first = step(state, run.built.batch)
+    _, second = step(state, run.built.batch)
+    near("loss", float(first["loss"]), loss, 0.05, 0.05)
+    near("loss after a step", float(second["loss"]), after, 0.05, 0.05)
+    if int(second["skipped"]):
+        raise Wrong(f"{int(second['skipped'])} of 2 steps were skipped")
+    off = max(abs(float(m["loss"]) - want) for m, want in ((first, loss), (second, after)))
+    return f"loss within {off:.1e}"
+
+
+def lora(run: Run) -> str:
+    """Train adapters: they change, the base does not, and the first loss is the model's own."""
+    step, detail = adapted(run)
+    state = step.init(jax.random.key(0), run.built.batch)
+    before = zeroxla.full_params(state)
+    state, metrics = step(state, run.built.batch)
+    near("first loss", float(metrics["loss"]), run.expected[0], 1e-5)
+    after = zeroxla.full_params(state)
+    changed = [
+        n for n, x in by_path(after["base"]).items() if (by_path(before["base"])[n] != x).any()
+    ]
+    if changed:
+        raise Wrong(f"the frozen base changed: {', '.join(changed[:4])}")
+    old, new = by_path(before["lora"]), by_path(after["lora"])
+    if all((old[name] == x).all() for name, x in new.items()):
+        raise Wrong("no adapter changed in a step")
+    _, metrics = step(state, run.built.batch)
+    if not float(metrics["loss"]) < 1.1 * run.expected[0] + 0.1:
+        raise Wrong(f"the loss went from {run.expected[0]:.5g} to {float(metrics['loss']):.5g}")
+    return detail
+
+
+def adapted(run: Run) -> tuple[zeroxla.Step, str]:
+    """Return a step of the model with adapters on the leaves of `targets`, and a detail.
+
+    Where not all of them are dense, zeroxla says which leaves are, and these are taken.
+
+    Raises:
+      NotApplicable: no leaf has two dims or more.
+      ValueError: no leaf is dense.
+    """
+    mesh = zeroxla.make_mesh(nodes=2, devices_per_node=2)
+    names = [name for name, x in run.reference.names(run.reference.params).items() if x.ndim > 1]
+    if not names:
+        raise NotApplicable("no leaf has two dims")
+
+    def of(targets: str) -> zeroxla.Step:
+        model = zeroxla.lora(run.built.model, targets=targets, rank=2)
+        step = run.step(mesh, model=model)
+        step.abstract_state(run.built.batch)
+        return step
+
+    try:
+        return of(run.built.targets), f"all leaves named {run.built.targets}"
+    except ValueError as error:
+        _, _, dense = str(error).partition("the dense leaves of the model are ")
+        listed = [name for name in dense.split(", ") if name in names]
+        if not listed:
+            raise
+        targets = "|".join(f"^{re.escape(name)}$" for name in listed)
+        return of(targets), f"on {len(listed)} leaves that are dense; all together: {error}"
+
+
+def pipeline(run: Run) -> str:
+    """Cut the model in two stages; compare loss and gradients with the reference."""
+    if isinstance(run.built.model, tuple):
+        model = zeroxla.Pipeline.from_model(run.built.model)
+    else:
+        model = zeroxla.Pipeline.from_model(run.built.model, run.built.loss)
+    mesh = zeroxla.make_mesh(pipe=2, nodes=1, devices_per_node=2)
+    step = zeroxla.make_step(
+        model,
+        mesh,
+        optimizer(),
+        config=zeroxla.ZeroConfig(persistence_threshold=0),
+        microbatches=2,
+    )
+    state = step.init(jax.random.key(0), run.built.batch)
+    loss, gradients, _ = run.expected
+    found_loss, found = step.grad(state, run.built.batch)
+    near("loss", float(found_loss), loss, 1e-5)
+    return same_gradients(by_path(found), gradients)
+
+
+def plan(run: Run) -> str:
+    """Plan the model for 2 nodes of 8 devices; the number of parameters must be right."""
+    batch = jax.tree.map(lambda x: np.resize(x, (16, *x.shape[1:])), run.built.batch)
+    found = zeroxla.plan(run.built.model, {"node": 2, "device": 8}, batch, loss=run.built.loss)
+    leaves = run.reference.names(run.reference.params).values()
+    count = sum(x.size for x in leaves)
+    if found.num_parameters != count:
+        raise Wrong(f"{found.num_parameters} parameters, and the model has {count}")
+    if not str(found).strip():
+        raise Wrong("the plan prints nothing")
+    return f"{count:,} parameters"
+
+
+def checkpoint(run: Run) -> str:
+    """Save after a step on 2 x 2 devices, restore on 1 x 3: every array must be the same."""
+    state, _ = run.after_a_step
+    step = run.step(zeroxla.make_mesh(nodes=1, devices_per_node=3))
+    step.abstract_state(run.built.batch)
+    with tempfile.TemporaryDirectory() as folder:
+        with zeroxla.Checkpointer(folder) as checkpointer:
+            checkpointer.save(1, state, {"next": 1})
+        with zeroxla.Checkpointer(folder) as checkpointer:
+            restored = checkpointer.restore(step)
+    for part, old, new in zip(
+        ("parameters", "optimizer state"), whole(state), whole(restored.state), strict=True
+    ):
+        same_bits(part, old, new)
+    same_bits("model state", by_path(state.model_state), by_path(restored.state.model_state))
+    return "bit equal"
+
+
+def whole(state: zeroxla.TrainState) -> list[dict[str, np.ndarray]]:
+    """Return the parameters and the optimizer state in natural shapes."""
+    parts = []
+    for tree, placements in zip((state.params, state.opt_state), state.placements, strict=True):
+        leaves, structure = jax.tree.flatten(tree)
+        naturals = [host_leaf(x, p) for x, p in zip(leaves, placements, strict=True)]
+        parts.append(by_path(structure.unflatten(naturals)))
+    return parts
+
+
+def same_bits(part: str, old: dict[str, np.ndarray], new: dict[str, np.ndarray]) -> None:
+    if old.keys() != new.keys():
+        raise Wrong(f"other leaves in the {part}: {sorted(old.keys() ^ new.keys())[:4]}")
+    for name, x in old.items():
+        if x.dtype != new[name].dtype or x.tobytes() != new[name].tobytes():
+            raise Wrong(f"{name} of the {part} changed")
+
+
+def same_gradients(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> str:
+    if found.keys() != expected.keys():
+        raise Wrong(f"gradients of other leaves: {sorted(found.keys() ^ expected.keys())[:4]}")
+    leaf, error = worst_leaf(found, expected)
+    if error > GRADIENT_BOUND:
+        raise Wrong(f"the gradient of {leaf} is off by {error:.1e} (bound {GRADIENT_BOUND:.0e})")
+    return f"{error:.1e}"
+
+
+def near(what: str, found: float, expected: float, relative: float, absolute: float = 0.0) -> None:
+    if not abs(found - expected) <= relative * abs(expected) + absolute:
+        raise Wrong(f"{what} is {found:.8g}, and the reference's is {expected:.8g}")
