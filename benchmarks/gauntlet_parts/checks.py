@@ -15,7 +15,7 @@ import zeroxla
 from gauntlet_parts.case import Built, Case
 from gauntlet_parts.outcome import NotApplicable, Wrong
 from gauntlet_parts.reference import Reference, by_path, reference_of, worst_leaf
-from zeroxla.step.state import host_leaf, with_own_keys
+from zeroxla.step.state import as_in_model, host_leaf
 
 GRADIENT_BOUND = 5e-6
 NUM_DEVICES = 4
@@ -70,7 +70,7 @@ class Run:
         state = self._first
         model_state = jax.tree.map(np.asarray, state.model_state)
         return reference_of(
-            self.built, zeroxla.full_params(state), with_own_keys(model_state, state.indices)
+            self.built, zeroxla.full_params(state), as_in_model(model_state, state.indices)
         )
 
     @functools.cached_property

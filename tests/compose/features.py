@@ -296,6 +296,7 @@ BY_NAME = {feature.name: feature for feature in FEATURES}
 ELSEWHERE = {
     "make_step.mesh": "every job has one",
     "make_step.config": "every job has one",
+    "make_step.axis_names": "other names in the model's trace, see step/test_axis_names.py",
     "Offload.pin": "True is its only value",
     "Pipeline.layers": "tests/pipeline: lists of layers",
     "Pipeline.loss": "tests/pipeline: lists of layers",

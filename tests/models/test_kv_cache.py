@@ -35,13 +35,20 @@ def model(request):
 
 def names(adapted):
     """What the model calls positions and mask."""
-    return [next(n for n in adapted.parameters if word in n) for word in ("position", "mask")]
+    known = adapted.signature.parameters
+    return [next(n for n in known if word in n) for word in ("position", "mask")]
+
+
+def empty(adapted, dtype=None):
+    """A cache of 16 places for the rows of TOKENS."""
+    tokens = jnp.zeros((3, 16), jnp.int32)
+    return adapted.caching.empty(3, 16, dtype, lambda model: model(tokens))
 
 
 @pytest.mark.parametrize("pieces", thinned([[5, 1, 6]], slow=[[12], [1] * 12]))
 def test_pieces_give_the_logits_of_the_whole(model, pieces):
     adapted, whole, apply = model
-    cache, found, start = adapted.caching.empty(3, 16, None), [], 0
+    cache, found, start = empty(adapted), [], 0
     for length in pieces:
         logits, cache = apply(cache, TOKENS[:, start : start + length])
         found.append(logits)
@@ -56,7 +63,7 @@ def test_left_padded_rows_give_the_logits_of_rows_alone(model):
     mask = (jnp.arange(16) >= pads[:, None]).astype(jnp.int32)
     positions = jnp.maximum(jnp.arange(12) - pads[:, None], 0)
     position_name, mask_name = names(adapted)
-    cache = adapted.caching.empty(3, 16, None)
+    cache = empty(adapted)
     for part in (slice(0, 7), slice(7, 12)):
         arguments = {position_name: positions[:, part], mask_name: mask}
         logits, cache = apply(cache, padded[:, part], **arguments)
@@ -68,7 +75,7 @@ def test_left_padded_rows_give_the_logits_of_rows_alone(model):
 
 def test_a_cache_keeps_its_dtype(model):
     adapted, whole, apply = model
-    cache = adapted.caching.empty(3, 16, jnp.bfloat16)
+    cache = empty(adapted, jnp.bfloat16)
     kinds = jax.tree.map(lambda x: x.dtype, cache)
     assert {str(x) for x in jax.tree.leaves(kinds)} == {"bfloat16", "int32"}
     logits, cache = apply(cache, TOKENS)
@@ -90,7 +97,7 @@ def test_models_without_a_cache_have_none():
 
     adapted = adapt(lambda rngs: Plain(rngs))
     assert adapted.caching is None
-    assert adapted.parameters == ("tokens", "mask")
+    assert list(adapted.signature.parameters) == ["tokens", "mask"]
     assert adapted.context is None
     assert adapt(GPT.tiny()).context == 32
     assert adapt(ParallelGPT()).context == 64
