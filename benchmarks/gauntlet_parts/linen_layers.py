@@ -76,7 +76,8 @@ class Fp8Product(nn.Module):
 
 
 def quantized(operation: Any) -> Built:
-    return built(lambda: nn.Dense(16, dot_general_cls=operation), 16)
+    dense = built(lambda: nn.Dense(16, dot_general_cls=operation), 16)
+    return dataclasses.replace(dense, slices=1)  # scales are those of the whole batch
 
 
 LAYERS: dict[str, Callable[[], Built]] = {
@@ -94,7 +95,7 @@ LAYERS: dict[str, Callable[[], Built]] = {
     "Embed": lambda: built(lambda: nn.Embed(96, 8), x=tokens(7)),
     "Fp8DirectDotGeneralOp": lambda: quantized(nn.Fp8DirectDotGeneralOp),
     "Fp8DotGeneralOp": lambda: quantized(nn.Fp8DotGeneralOp),
-    "Fp8Einsum": lambda: built(Fp8Product, 16),
+    "Fp8Einsum": lambda: dataclasses.replace(built(Fp8Product, 16), slices=1),
     "GRUCell": lambda: cell(lambda: nn.GRUCell(8)),
     "GroupNorm": lambda: built(lambda: nn.GroupNorm(num_groups=2), 6, 8),
     "InstanceNorm": lambda: built(nn.InstanceNorm, 6, 8),
@@ -120,7 +121,9 @@ LAYERS: dict[str, Callable[[], Built]] = {
         6,
     ),
     "SimpleCell": lambda: cell(lambda: nn.SimpleCell(8)),
-    "SpectralNorm": lambda: built(lambda: Normed(nn.SpectralNorm), 6, call=updated),
+    "SpectralNorm": lambda: dataclasses.replace(
+        built(lambda: Normed(nn.SpectralNorm), 6, call=updated), reads_state=True
+    ),
     "WeightNorm": lambda: built(Normalized, 6),
 }
 
@@ -189,6 +192,7 @@ TRANSFORMS: dict[str, Callable[[], Built]] = {
         built(lambda: nn.BatchNorm(axis_name="batch"), 8, call=with_statistics),
         reference_model=nn.BatchNorm(),
         slices=1,
+        options={"axis_names": {"batch": ("node", "device")}},
     ),
 }
 

@@ -58,14 +58,16 @@ def classification(call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def distance(outputs: Any) -> Any:
-    """Return the mean square distance of an array, or of a tree's first array, to fixed waves."""
+    """Return the mean square distance of an array's rows, or of those of a tree's first array, to
+    fixed waves."""
     import jax
 
     out = jax.tree.leaves(outputs)[0]
     if jnp.iscomplexobj(out):
         out = jnp.abs(out)
     out = out.astype(jnp.float32)
-    return jnp.mean(jnp.square(out - jnp.cos(jnp.arange(out.size)).reshape(out.shape)))
+    waves = jnp.cos(jnp.arange(out[0].size)).reshape(out.shape[1:])
+    return jnp.mean(jnp.square(out - waves))
 
 
 def to_waves(call: Callable[..., Any]) -> Callable[..., Any]:

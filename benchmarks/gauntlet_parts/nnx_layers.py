@@ -171,6 +171,7 @@ OTHERS: dict[str, Callable[[], Built]] = {
         built(lambda rngs: nnx.BatchNorm(8, axis_name="batch", rngs=rngs), 8),
         reference_model=lambda rngs: nnx.BatchNorm(8, rngs=rngs),
         slices=1,
+        options={"axis_names": {"batch": ("node", "device")}},
     ),
     "cross attention": lambda: built(
         lambda rngs: nnx.MultiHeadAttention(2, 8, decode=False, rngs=rngs), 5, 8, call=two_inputs

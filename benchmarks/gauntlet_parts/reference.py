@@ -15,6 +15,8 @@ from flax.core import unfreeze
 
 from gauntlet_parts.case import Built
 
+OVERWRITE_WITH_GRADIENT = "_overwrite_with_gradient"
+
 Tree = Any
 
 
@@ -45,12 +47,15 @@ class Reference:
         return float(mean[0]), mean[1]
 
     def after(self, gradients: Tree, rate: float) -> Tree:
-        """Return the parameters after a step of plain gradient descent."""
-        return jax.tree.map(
-            lambda p, g: p - rate * g if jnp.issubdtype(p.dtype, jnp.inexact) else p,
-            self.params,
-            gradients,
-        )
+        """Return the parameters after a step of plain gradient descent. What flax overwrites with
+        gradients becomes its gradient."""
+
+        def step(path: Any, p: jax.Array, g: jax.Array) -> jax.Array:
+            if _name(path).startswith(OVERWRITE_WITH_GRADIENT):
+                return g
+            return p - rate * jnp.conj(g) if jnp.issubdtype(p.dtype, jnp.inexact) else p
+
+        return jax.tree_util.tree_map_with_path(step, self.params, gradients)
 
 
 def _mean(parts: tuple[jax.Array, ...]) -> Any:
@@ -93,24 +98,28 @@ def linen_reference(built: Built, params: Tree, model_state: Tree) -> Reference:
         loss = built.loss or (lambda module, rows, train: module.loss(rows, train=train))
         return scalar(loss(module, rows, train=True))
 
+    # As in flax's train state, these variables are differentiated with the parameters.
+    overwritten = {n: c for n, c in model_state.items() if n == OVERWRITE_WITH_GRADIENT}
+
     def value(params: Tree, rows: Tree) -> jax.Array:
-        variables = {"params": params, **model_state}
+        variables = {**model_state, **params}
         return nn.apply(run, module, mutable=True)(variables, rows, rngs=streams)[0]
 
     def logits(params: Tree, tokens: jax.Array) -> jax.Array:
         assert built.logits is not None
-        return nn.apply(built.logits, module)({"params": params, **model_state}, tokens)
+        return nn.apply(built.logits, module)({**model_state, **params}, tokens)
 
     return Reference(
-        params=unfreeze(params),
+        params={"params": unfreeze(params), **overwritten},
         gradient=differentiated(value),
         logits=logits if built.logits else None,
-        names=by_path,
+        names=lambda found: by_path(found["params"]),
     )
 
 
 def nnx_reference(built: Built, params: Tree, model_state: Tree) -> Reference:
-    module = built.model(nnx.Rngs(0))
+    with nnx.use_eager_sharding(False):  # there is no mesh for what it annotates
+        module = built.model(nnx.Rngs(0))
     for part in (params, model_state):
         nnx.update(module, jax.tree.map(jnp.asarray, part))
     module.train()
@@ -173,6 +182,23 @@ def by_path(tree: Tree) -> dict[str, np.ndarray]:
 
 def _name(path: Any) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def real_parts(leaves: dict[str, np.ndarray], *, conjugate: bool = False) -> dict[str, np.ndarray]:
+    """Return arrays with complex ones as zeroxla stores them, in two parts.
+
+    Args:
+      leaves: arrays by path.
+      conjugate: whether the conjugates are wanted, as of gradients that `jax.grad` returned.
+    """
+    found = {}
+    for name, x in leaves.items():
+        if np.iscomplexobj(x):
+            found[f"{name}/complex/real"] = x.real
+            found[f"{name}/complex/imaginary"] = -x.imag if conjugate else x.imag
+        else:
+            found[name] = x
+    return found
 
 
 def worst_leaf(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> tuple[str, float]:

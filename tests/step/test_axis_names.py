@@ -124,3 +124,9 @@ def test_names_have_no_meaning_elsewhere(mesh24):
         jax.make_jaxpr(lambda x: jax.lax.psum(x, "batch"))(X)
     summed = jax.vmap(lambda x: jax.lax.psum(x, "batch"), axis_name="batch")(X)
     np.testing.assert_allclose(summed, np.broadcast_to(X.sum(0), X.shape), rtol=1e-5, atol=1e-5)
+
+
+def test_a_plan_takes_names_too():
+    names = {"batch": ("node", "device")}
+    found = zeroxla.plan(Synced("batch"), {"node": 2, "device": 4}, X, loss=loss, axis_names=names)
+    assert found.num_parameters == 6 * 6 + 6 + 2 * 6 + 6 * 2 + 2

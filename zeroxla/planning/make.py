@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -47,6 +47,7 @@ def plan(
     config: ZeroConfig | None = None,
     microbatches: int | None = None,
     weights: Literal["step", "tick"] = "step",
+    axis_names: Mapping[str, str | Sequence[str]] | None = None,
     device: str | Device = "h100",
     link: str | Link = "100gbit",
     machines: str | Path | Machines | None = None,
@@ -61,7 +62,7 @@ def plan(
     array is made, and nothing is compiled unless you ask for it.
 
     Args:
-      model, optimizer, loss, config, microbatches, weights: as `make_step` takes them.
+      model, optimizer, loss, config, microbatches, weights, axis_names: as `make_step` takes them.
       mesh_shape: lengths of the axes `pipe`, `node` and `device`; 1 for an axis that is left out.
       batch: the shapes (or arrays) of a global batch.
       device: the cluster's kind of device, by its name in the tables.
@@ -106,6 +107,7 @@ def plan(
         config=config,
         microbatches=microbatches,
         weights=weights,
+        axis_names=axis_names,
     )
     step = step_on(cast(Mesh, target.abstract_mesh()))
     found = plan_step(step, batch, target, generating=generating, ahead=ahead)
