@@ -123,6 +123,43 @@ def test_annotations_are_ignored_with_one_note(make, axes, own_mesh):
     jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
+class Decoder(nn.Module):
+    annotated: bool
+
+    @nn.compact
+    def __call__(self, tokens):
+        init = in_parts(nn.initializers.normal(), self.annotated)
+        x = nn.Embed(32, WIDTH, embedding_init=init)(tokens)
+        attention = nn.MultiHeadDotProductAttention(
+            HEADS, kernel_init=in_parts(INIT, self.annotated)
+        )
+        x = x + attention(x, mask=nn.make_causal_mask(tokens))
+        if self.annotated:
+            x = with_sharding_constraint(x, P("data", None, "model"))
+        return nn.Dense(32)(x)
+
+    def loss(self, batch, *, train):
+        return jnp.mean(self(batch["tokens"]) ** 2)
+
+
+def test_an_annotated_model_generates(mesh24):
+    batch = {"tokens": np.arange(64).reshape(8, 8) % 32}
+    step = zeroxla.make_step(Decoder(annotated=True), mesh24)
+    with pytest.warns(UserWarning, match="axes data, model"):
+        state = step.init(jax.random.key(0), batch)
+    with pytest.warns(UserWarning, match="cache"):
+        engine = zeroxla.HybridEngine(step, tensor=2, max_length=16)
+    found = engine.generate(
+        state, [[1, 2, 3], [4, 5]], key=jax.random.key(1), max_new_tokens=3, temperature=0.0
+    )
+    row = [1, 2, 3]
+    variables = {"params": zeroxla.full_params(state)}
+    plain = Decoder(annotated=False)
+    for token in found.tokens[0]:
+        assert token == int(np.argmax(plain.apply(variables, np.array([row]))[0, -1]))
+        row.append(int(token))
+
+
 def test_annotations_have_their_effect_elsewhere():
     """What zeroxla does to JAX's functions ends where it has traced its model."""
     mesh = jax.make_mesh(

@@ -113,12 +113,13 @@ class HybridEngine:
             sample_length=sample_length,
             limit=limits.max_length,
         )
-        found = LanguageModel.of(step, stored, options)
-        calls = checked_calls(found)
-        self._model = dataclasses.replace(found, calls=calls)
+        with step.programs.tracing():
+            found = LanguageModel.of(step, stored, options)
+            calls = checked_calls(found)
+            self._model = dataclasses.replace(found, calls=calls)
+            self._vocabulary = self._model.vocabulary
+            self.plan: TensorPlan = self._model.plan(tensor)
         limits = limits.in_multiples(self._model.multiple)
-        self._vocabulary = self._model.vocabulary
-        self.plan: TensorPlan = self._model.plan(tensor)
         self._programs = GeneratePrograms(
             model=self._model, plan=self.plan, mesh=self.mesh, prefill_tokens=prefill_tokens
         )

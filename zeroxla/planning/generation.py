@@ -10,7 +10,6 @@ from zeroxla.hybrid.sampling import Sampling
 from zeroxla.mesh.axes import platform_of
 from zeroxla.planning.liveness import Scope
 from zeroxla.planning.peak import peak_bytes
-from zeroxla.program.compat import mesh_context
 from zeroxla.program.report import Report, format_bytes
 from zeroxla.program.walk import body_of, local_of
 from zeroxla.step.step import Step
@@ -67,8 +66,7 @@ class GenerationPlan(Report):
 
         Cost: seconds, to prove the tensor-parallel layout on a small instance of the model.
         """
-        with mesh_context(step.mesh):
-            engine = HybridEngine(step, tensor=generating.tensor)
+        engine = HybridEngine(step, tensor=generating.tensor)
         prompts, longest = generating.num_prompts, generating.prompt_length
         traced = engine.trace(prompts, longest, generating.new_tokens, Sampling())
         inside = local_of(body_of(traced.jaxpr))
