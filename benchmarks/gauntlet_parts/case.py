@@ -42,6 +42,7 @@ class Built:
         the name of a mesh axis.
       slices: the slices of the batch of which the reference's loss is the mean. None means one for
         each device (or micro-batch), whose batch statistics are its own.
+      rate: the learning rate of the checks.
       reads_state: whether a training loss depends on state that the step before has changed. The
         reference has no such state, and the loss after a step is not compared.
       options: other arguments of `make_step`.
@@ -55,6 +56,7 @@ class Built:
     targets: str = r"(kernel|weight\w*|w|embedding)$"
     reference_model: Any = None
     slices: int | None = None
+    rate: float = 1e-2
     reads_state: bool = False
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 

@@ -19,12 +19,11 @@ from zeroxla.step.state import as_in_model, host_leaf
 
 GRADIENT_BOUND = 5e-6
 NUM_DEVICES = 4
-RATE = 1e-2
 
 
-def optimizer() -> optax.GradientTransformation:
+def optimizer(built: Built) -> optax.GradientTransformation:
     """Return gradient descent with momentum, whose first step is plain gradient descent."""
-    return optax.sgd(RATE, momentum=0.9)
+    return optax.sgd(built.rate, momentum=0.9)
 
 
 class Run:
@@ -40,7 +39,7 @@ class Run:
         return zeroxla.make_step(
             options.pop("model", self.built.model),
             mesh,
-            optimizer(),
+            optimizer(self.built),
             loss=self.built.loss,
             config=config,
             **self.built.options,
@@ -80,7 +79,7 @@ class Run:
         batch, reference = self.built.batch, self.reference
         slices = self.built.slices or NUM_DEVICES
         loss, gradients = reference.gradients(reference.params, batch, slices)
-        after, _ = reference.gradients(reference.after(gradients, RATE), batch, slices)
+        after, _ = reference.gradients(reference.after(gradients, self.built.rate), batch, slices)
         return loss, real_parts(reference.names(gradients), conjugate=True), after
 
 
@@ -195,7 +194,7 @@ def pipeline(run: Run) -> str:
     step = zeroxla.make_step(
         model,
         mesh,
-        optimizer(),
+        optimizer(run.built),
         config=zeroxla.ZeroConfig(persistence_threshold=0),
         microbatches=2,
     )
