@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from tools.quick import quick_compilation  # noqa: F401
+from tools.quick import quick_compilation, thinned  # noqa: F401
 from tools.reference import relative_errors, worst
 
 import zeroxla
@@ -58,8 +58,13 @@ def measure(net, mesh, remat3):
         jax.config.update("jax_remat3", before)
 
 
-@pytest.mark.parametrize("scanned", [False, True])
-@pytest.mark.parametrize("policy", [None, jax.checkpoint_policies.dots_saveable])
+POLICY = jax.checkpoint_policies.dots_saveable
+
+
+@pytest.mark.parametrize(
+    ("scanned", "policy"),
+    thinned([(False, None), (True, POLICY)], slow=[(True, None), (False, POLICY)], rows=True),
+)
 def test_gradients_and_collectives_are_the_same(mesh24, scanned, policy):
     net = Net(scanned, policy)
     params, expected, collectives = measure(net, mesh24, remat3=False)

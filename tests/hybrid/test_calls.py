@@ -22,7 +22,7 @@ from tools.call_models import (
     Shifted,
 )
 from tools.hybrid import KEY, PROMPTS, Trained, padded, train
-from tools.quick import quick_compilation  # noqa: F401
+from tools.quick import quick_compilation, thinned  # noqa: F401
 
 import zeroxla
 from zeroxla import HybridEngine
@@ -62,7 +62,10 @@ def generate(engine, known, prompts=PROMPTS, num=6, **options):
     return engine.generate(known.state, prompts, **options)
 
 
-@pytest.mark.parametrize("name", CASES)
+QUICK = ["public", "one token, nnx", "given"]
+
+
+@pytest.mark.parametrize("name", thinned(QUICK, slow=[name for name in CASES if name not in QUICK]))
 def test_a_call_by_names_with_its_cache(name):
     make, options, uses = CASES[name]
     known = made(make)
@@ -78,7 +81,7 @@ def test_a_call_by_names_with_its_cache(name):
     np.testing.assert_allclose(engine.logits(known.state, rows), known.logits(rows), atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["public", "one token"])
+@pytest.mark.parametrize("name", thinned(["one token"], slow=["public"]))
 def test_caches_are_split_over_tensor(name):
     known = made(CASES[name][0])
     engine = HybridEngine(known.step, tensor=2)
