@@ -38,13 +38,13 @@ PARTS = (
         name="kernels",
         title="Kernels against the reference, bits",
         module="gpu_parts.kernel_bits",
-        seconds=180,
+        seconds=220,
     ),
     Part(
         name="bandwidth",
         title="Bandwidth of the kernels, 256 MiB",
         module="gpu_parts.bandwidth",
-        seconds=90,
+        seconds=70,
     ),
     Part(
         name="step",
@@ -64,7 +64,7 @@ PARTS = (
         name="attention",
         title="Attention",
         module="gpu_parts.attention",
-        seconds=40,
+        seconds=20,
     ),
     Part(
         name="generation",
@@ -76,14 +76,14 @@ PARTS = (
         name="offload",
         title="State in pinned host memory (deterministic XLA)",
         module="gpu_parts.offload",
-        seconds=45,
+        seconds=30,
         xla_flags=SAME_BITS,
     ),
     Part(
         name="disk",
         title="State on disk (deterministic XLA)",
         module="gpu_parts.disk",
-        seconds=45,
+        seconds=30,
         xla_flags=SAME_BITS,
     ),
     Part(

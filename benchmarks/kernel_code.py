@@ -109,7 +109,7 @@ def row_of(
 
 def on_hopper(case: Case) -> dict[str, Any]:
     """Return the figures of a Mosaic kernel."""
-    span = Span(lanes=case.mosaic.lanes, run=case.mosaic.run)
+    span = Span(lanes=case.mosaic.lanes, run=case.mosaic.vector)
     code = of_mosaic(functools.partial(case.function, mosaic), case.shapes, span)
     return row_of(case, code, case.mosaic, HOPPER)
 

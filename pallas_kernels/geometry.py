@@ -3,12 +3,11 @@
 Every kernel runs a grid of (wires, tiles). A program takes a tile: T whole blocks of one wire. If
 the last block of a wire is short, it is left to the XLA reference.
 
-Mosaic: a program is a warpgroup, 4 warps of 32 lanes. A lane holds R neighbouring elements, in
-registers of V. L lanes lie side by side along a block, and 32 / L blocks lie below each other in a
-warp. The 4 warps lie below each other.
+Mosaic: a program is a warpgroup, 4 warps of 32 lanes. A register of a lane holds V neighbouring
+elements. L lanes lie side by side along a block, and 32 / L blocks lie below each other in a warp.
+The 4 warps lie below each other.
 
     V   the largest power of two that divides a piece, up to 16 bytes of the float
-    R   V, or SIZE if blocks are rotated, so that a lane has all elements of a group
     L   LANES; more where a thread would hold more than FEW_ELEMENTS, or where the wire has fewer
         than T blocks; fewer where a piece is shorter
     T   4 x 32 / L, doubled as long as a thread holds few elements
@@ -57,14 +56,12 @@ class MosaicTile:
       rows: T, the number of blocks.
       lanes: L, the number of lanes side by side along a piece.
       vector: V, the number of neighbouring elements in one register of a lane.
-      run: R, the number of neighbouring elements that a lane holds.
     """
 
     cut: Cut
     rows: int
     lanes: int
     vector: int
-    run: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -139,8 +136,7 @@ def mosaic_tile(*layouts: Layout, items: int, item_bytes: int, num_wires: int) -
     if layout.rotated and cut.columns % SIZE:
         return None
     while vector:
-        run = SIZE if layout.rotated else vector
-        most = _power_of_two_in(cut.columns // run, 32)
+        most = _power_of_two_in(cut.columns // vector, 32)
         lanes = min(LANES, most)
         while lanes < most and (cut.block > FEW_ELEMENTS * lanes or layout.full * lanes < THREADS):
             lanes *= 2
@@ -148,7 +144,7 @@ def mosaic_tile(*layouts: Layout, items: int, item_bytes: int, num_wires: int) -
         if elements <= MOST_ELEMENTS and rows <= layout.full:
             while 2 * elements <= FEW_ELEMENTS and 2 * rows <= layout.full:
                 rows, elements = 2 * rows, 2 * elements
-            return MosaicTile(cut=cut, rows=rows, lanes=lanes, vector=vector, run=run)
+            return MosaicTile(cut=cut, rows=rows, lanes=lanes, vector=vector)
         vector //= 2
     return None
 

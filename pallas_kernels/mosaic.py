@@ -17,6 +17,7 @@ from .arithmetic import Machine, kernel_machine, largest, smallest
 from .geometry import MosaicTile, mosaic_tile
 from .kernels import Backend
 from .layout import Layout, row_from_bytes, row_to_bytes
+from .mosaic_rotation import rotate, rotate_back
 from .program import Cut
 
 
@@ -29,7 +30,7 @@ class _Memory:
 
     @property
     def registers(self) -> Any:
-        return shim.registers(self.tile.lanes, self.tile.vector, self.tile.run)
+        return shim.registers(self.tile.lanes, self.tile.vector)
 
     @property
     def machine(self) -> Machine:
@@ -47,8 +48,8 @@ class _Memory:
             codes = functools.partial(registers.codes_of_bytes, layout=layout)
             machine = machine._replace(codes=codes)
         return machine._replace(
-            rotate=functools.partial(registers.rotate, layout=layout),
-            rotate_back=functools.partial(registers.rotate_back, layout=layout),
+            rotate=functools.partial(rotate, layout=layout, lanes=self.tile.lanes),
+            rotate_back=functools.partial(rotate_back, layout=layout, lanes=self.tile.lanes),
         )
 
     @classmethod

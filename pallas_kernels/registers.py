@@ -18,8 +18,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
-from .rotation import BACK, SIZE, STRIDES, change_sign
-
 _WHOLE = 0x4B000000  # the bits of 2^23, after which a unit of the last place is 1
 
 
@@ -33,76 +31,39 @@ def codes_of_bytes(data: jax.Array, bits: int, layout: Any) -> list[jax.Array]:
       bits: of a code, 8 or 4.
       layout: the layout of the array.
     """
-    result = _array_type(data.shape, jnp.float32, layout)
+    result = array_type(data.shape, jnp.float32, layout)
     count = 8 // bits
 
     def unpack(data: mgpu.FragmentedArray) -> list[mgpu.FragmentedArray]:
         f32 = ir.F32Type.get()
-        bias = _constant(2.0**23 + (1 << (bits - 1)), f32)
+        bias = constant(2.0**23 + (1 << (bits - 1)), f32)
         found: list[list[ir.Value]] = [[] for _ in range(count)]
         for register in data.registers.flat:
             words = [_offset_binary(word, bits) for word in _words(register)]
             for k in range(count):
                 wholes = [_behind_whole(word[k], byte) for word in words for byte in range(4)]
                 values = [arith.subf(arith.bitcast(f32, whole), bias) for whole in wholes]
-                found[k].append(_vector(values))
-        return [_array(x, data.layout, data.shape, is_signed=None) for x in found]
+                found[k].append(vector_of(values))
+        return [array_of(x, data.layout, data.shape, is_signed=None) for x in found]
 
-    return list(_inline(unpack, data, layout, [result] * count))
+    return list(inline(unpack, data, layout, [result] * count))
 
 
 def floats_of(x: jax.Array, layout: Any) -> jax.Array:
     """Return bfloat16[T, C] in float32. A lane holds an even number of neighbours."""
-    result = _array_type(x.shape, jnp.float32, layout)
+    result = array_type(x.shape, jnp.float32, layout)
 
     def widen(x: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
-        upper = _integer(0xFFFF0000)
+        upper = integer(0xFFFF0000)
         found = []
         for register in x.registers.flat:
             halves = []
             for word in _words(register):
-                halves += [arith.shli(word, _integer(16)), arith.andi(word, upper)]
-            found.append(_vector([arith.bitcast(ir.F32Type.get(), half) for half in halves]))
-        return _array(found, x.layout, x.shape, is_signed=None)
+                halves += [arith.shli(word, integer(16)), arith.andi(word, upper)]
+            found.append(vector_of([arith.bitcast(ir.F32Type.get(), half) for half in halves]))
+        return array_of(found, x.layout, x.shape, is_signed=None)
 
-    return _inline(widen, x, layout, result)
-
-
-def rotate(x: jax.Array, layout: Any) -> jax.Array:
-    """Rotate float32[T, C] as `rotation.rotate` does. A lane holds whole groups."""
-    return _rotated(x, layout, back=False)
-
-
-def rotate_back(x: jax.Array, layout: Any) -> jax.Array:
-    """Undo `rotate`, up to the rounding of sums."""
-    return _rotated(x, layout, back=True)
-
-
-def _rotated(x: jax.Array, layout: Any, *, back: bool) -> jax.Array:
-    result = _array_type(x.shape, jnp.float32, layout)
-
-    def hadamard(x: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
-        f32 = ir.F32Type.get()
-        length = ir.VectorType(x.registers.flat[0].type).shape[0]
-        # One row for each group: its registers follow each other.
-        groups = x.registers.reshape(-1, SIZE // length)
-        found = []
-        for group in groups:
-            values = [vector.extract(part, [], [i]) for part in group for i in range(length)]
-            if not back:
-                values = [arith.negf(v) if change_sign(i) else v for i, v in enumerate(values)]
-            for stride in STRIDES:
-                for i in range(SIZE):
-                    if not i & stride:
-                        a, b = values[i], values[i + stride]
-                        values[i], values[i + stride] = arith.addf(a, b), arith.subf(a, b)
-            if back:
-                factors = [_constant(-BACK if change_sign(i) else BACK, f32) for i in range(SIZE)]
-                values = [arith.mulf(v, factor) for v, factor in zip(values, factors)]
-            found += [_vector(values[i : i + length]) for i in range(0, SIZE, length)]
-        return _array(found, x.layout, x.shape, is_signed=None)
-
-    return _inline(hadamard, x, layout, result)
+    return inline(widen, x, layout, result)
 
 
 def row_of_bytes(data: jax.Array, split: Any, layout: Any) -> jax.Array:
@@ -113,7 +74,7 @@ def row_of_bytes(data: jax.Array, split: Any, layout: Any) -> jax.Array:
       split: the layout of the bytes, shim.row_registers.
       layout: the layout of the result.
     """
-    result = _array_type(data.shape[:1], jnp.float32, layout)
+    result = array_type(data.shape[:1], jnp.float32, layout)
 
     def join(data: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
         i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
@@ -122,18 +83,18 @@ def row_of_bytes(data: jax.Array, split: Any, layout: Any) -> jax.Array:
         for register in data.registers.flat:
             word = utils.bitcast(register, ir.IntegerType.get_signless(8 * size))
             if size == 2:
-                word = arith.shli(arith.extui(i32, word), _integer(16))
+                word = arith.shli(arith.extui(i32, word), integer(16))
             number = arith.bitcast(f32, word)
-            found.append(_vector([number]))
-        return _array(found, layout.to_mgpu(), (data.shape[0],), is_signed=None)
+            found.append(vector_of([number]))
+        return array_of(found, layout.to_mgpu(), (data.shape[0],), is_signed=None)
 
-    return _inline(join, data, split, result)
+    return inline(join, data, split, result)
 
 
 def bytes_of_row(row: jax.Array, layout: Any, split: Any) -> jax.Array:
     """Undo `row_of_bytes`: float32[T] -> uint8[T, 4 or 2]."""
     size = split.to_mgpu().vector_length
-    result = _array_type((row.shape[0], size), jnp.uint8, split)
+    result = array_type((row.shape[0], size), jnp.uint8, split)
 
     def cut(row: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
         i32 = ir.IntegerType.get_signless(32)
@@ -141,26 +102,26 @@ def bytes_of_row(row: jax.Array, layout: Any, split: Any) -> jax.Array:
         for register in row.registers.flat:
             word = utils.bitcast(vector.extract(register, [], [0]), i32)
             if size == 2:
-                word = arith.shrui(word, _integer(16))
+                word = arith.shrui(word, integer(16))
                 word = arith.trunci(ir.IntegerType.get_signless(16), word)
             kind = ir.VectorType.get((size,), ir.IntegerType.get_signless(8))
             found.append(utils.bitcast(word, kind))
-        return _array(found, split.to_mgpu(), (row.shape[0], size), is_signed=False)
+        return array_of(found, split.to_mgpu(), (row.shape[0], size), is_signed=False)
 
-    return _inline(cut, row, layout, result)
+    return inline(cut, row, layout, result)
 
 
-def _inline(body: Callable[..., Any], x: jax.Array, layout: Any, result: Any) -> Any:
+def inline(body: Callable[..., Any], x: jax.Array, layout: Any, result: Any) -> Any:
     """Return what `body` makes of the registers of x."""
-    inline: Any = plgpu.inline_mgpu(arg_types=(layout,), return_type=result)
-    return inline(lambda ctx, x: body(x))(x)
+    with_registers: Any = plgpu.inline_mgpu(arg_types=(layout,), return_type=result)
+    return with_registers(lambda ctx, x: body(x))(x)
 
 
-def _array_type(shape: tuple[int, ...], dtype: Any, layout: Any) -> Any:
+def array_type(shape: tuple[int, ...], dtype: Any, layout: Any) -> Any:
     return plgpu.ShapeDtypeStruct(shape, jnp.dtype(dtype), layout=layout)
 
 
-def _array(
+def array_of(
     found: list[ir.Value], layout: Any, shape: tuple[int, ...], is_signed: bool | None
 ) -> mgpu.FragmentedArray:
     """Return the array of this shape whose registers are `found`, in their order."""
@@ -181,26 +142,26 @@ def _words(register: ir.Value) -> list[ir.Value]:
 def _offset_binary(word: ir.Value, bits: int) -> list[ir.Value]:
     """Return words that hold one code in each byte, counted from the lowest code."""
     if bits == 8:
-        return [arith.xori(word, _integer(0x80808080))]
-    low, lowest = _integer(0x0F0F0F0F), _integer(0x08080808)
-    high = arith.shrui(word, _integer(4))
+        return [arith.xori(word, integer(0x80808080))]
+    low, lowest = integer(0x0F0F0F0F), integer(0x08080808)
+    high = arith.shrui(word, integer(4))
     return [arith.xori(arith.andi(part, low), lowest) for part in (word, high)]
 
 
 def _behind_whole(word: ir.Value, byte: int) -> ir.Value:
     """Return a byte of a word, with the upper bytes of 2^23 before it."""
     code = f"prmt.b32 $0, $1, $2, 0x765{byte};"
-    return llvm.inline_asm(word.type, [word, _integer(_WHOLE)], code, "=r,r,r")
+    return llvm.inline_asm(word.type, [word, integer(_WHOLE)], code, "=r,r,r")
 
 
-def _vector(values: list[ir.Value]) -> ir.Value:
+def vector_of(values: list[ir.Value]) -> ir.Value:
     return vector.from_elements(ir.VectorType.get((len(values),), values[0].type), values)
 
 
-def _integer(value: int) -> ir.Value:
+def integer(value: int) -> ir.Value:
     kind = ir.IntegerType.get_signless(32)
     return arith.constant(kind, ir.IntegerAttr.get(kind, int(np.uint32(value).view(np.int32))))
 
 
-def _constant(value: float, kind: ir.Type) -> ir.Value:
+def constant(value: float, kind: ir.Type) -> ir.Value:
     return arith.constant(kind, ir.FloatAttr.get(kind, float(value)))

@@ -49,17 +49,15 @@ def mosaic_store(ref: Any, value: jax.Array) -> None:
         ref[...] = value
 
 
-def registers(lanes: int, vector: int, run: int) -> Any:
+def registers(lanes: int, vector: int) -> Any:
     """Return the layout of an array [T, C] in the registers of a warpgroup.
 
     Args:
       lanes: the number of lanes that lie side by side. The other lanes, and the warps, lie below.
       vector: the number of neighbours that one register of a lane holds.
-      run: the number of neighbours that a lane holds, in one or more registers.
     """
-    below, across = 32 // lanes, lanes * run
-    tiles = ((4 * below, across), (below, across), (run,))
-    return _tiled(tiles, -3, -2) if run == vector else _tiled((*tiles, (vector,)), -4, -3)
+    below, across = 32 // lanes, lanes * vector
+    return _tiled(((4 * below, across), (below, across), (vector,)), -3, -2)
 
 
 def row_registers(lanes: int, count: int) -> Any:

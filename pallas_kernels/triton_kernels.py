@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from .triton_arithmetic import chance_of, code_of, decode, encode
-from .triton_rotation import rotate, rotate_back
+from .triton_rotation import chunks_of, joined, rotate, rotate_back
 from .triton_scales import grid_of
 
 
@@ -70,10 +70,11 @@ def dequant_sum(data_ptr, out_ptr, WIRE: tl.constexpr, SOURCES: tl.constexpr):
     wire, first = _place(WIRE)
     pieces = _read_wires(data_ptr, wire, first, WIRE, SOURCES)
     at = wire * WIRE.size + first * WIRE.block
-    COUNT: tl.constexpr = WIRE.pieces
+    COUNT: tl.constexpr = WIRE.tile.cut.count
     for i in tl.static_range(COUNT):
-        items, inside = _items(WIRE.tile, i, at, WIRE.block)
-        x = pieces[i].to(out_ptr.dtype.element_ty)
+        items, inside = _whole(WIRE.tile, i, at, WIRE.block)
+        x = joined(pieces, i * WIRE.tile.chunks, WIRE.tile) if WIRE.rotated else pieces[i]
+        x = x.to(out_ptr.dtype.element_ty)
         if WIRE.padded:
             tl.store(out_ptr + items, x, mask=inside)
         else:
@@ -141,6 +142,30 @@ def _items(TILE: tl.constexpr, PIECE: tl.constexpr, at, WIDTH: tl.constexpr):
 
 
 @triton.jit
+def _whole(TILE: tl.constexpr, RUN: tl.constexpr, at, WIDTH: tl.constexpr):
+    """Return what `_items` does, of all chunks of a piece: [T, chunks x C]."""
+    rows = tl.arange(0, TILE.rows)[:, None]
+    columns = tl.arange(0, TILE.columns * TILE.chunks)[None, :]
+    places = columns * TILE.cut.count + RUN
+    if not TILE.cut.interleaved:
+        places = columns + RUN * TILE.cut.columns
+    inside = (columns < TILE.cut.columns) & (places < WIDTH) & (rows >= 0)
+    return at + (rows * WIDTH + places), inside
+
+
+@triton.jit
+def _load(pointer, TILE: tl.constexpr, at, WIDTH: tl.constexpr, PADDED: tl.constexpr):
+    """Return the pieces of bytes in memory; `_items` says where they lie."""
+    found = ()
+    COUNT: tl.constexpr = TILE.cut.count
+    for i in tl.static_range(COUNT):
+        items, inside = _whole(TILE, i, at, WIDTH)
+        x = tl.load(pointer + items, mask=inside, other=0) if PADDED else tl.load(pointer + items)
+        found = found + (chunks_of(x, TILE) if TILE.chunks > 1 else (x,))
+    return found
+
+
+@triton.jit
 def _read_wires(data_ptr, wire, first, WIRE: tl.constexpr, SOURCES: tl.constexpr):
     """Return the pieces of the sum of N wires, which is added up from source 0 on."""
     total = _read_wire(data_ptr, wire, first, WIRE)
@@ -165,17 +190,14 @@ def _read_wire(data_ptr, wire, first, WIRE: tl.constexpr):
     # Byte run i holds piece i and, with 4 bits, also piece runs + i.
     lower = ()
     upper = ()
+    at = base + first * WIRE.width
+    data = _load(data_ptr, WIRE.byte_tile, at, WIRE.width, WIRE.bytes_padded)
     RUNS: tl.constexpr = WIRE.runs
     for i in tl.static_range(RUNS):
-        items, inside = _items(WIRE.byte_tile, i, base + first * WIRE.width, WIRE.width)
-        if WIRE.bytes_padded:
-            data = tl.load(data_ptr + items, mask=inside, other=0)
-        else:
-            data = tl.load(data_ptr + items)
-        code = code_of(data, WIRE.rule.bits, False)
+        code = code_of(data[i], WIRE.rule.bits, False)
         lower = lower + (decode(code, step, offset, WIRE.rule),)
         if WIRE.rule.bits == 4:
-            code = code_of(data, WIRE.rule.bits, True)
+            code = code_of(data[i], WIRE.rule.bits, True)
             upper = upper + (decode(code, step, offset, WIRE.rule),)
     pieces = lower + upper
     if WIRE.tile.cut.interleaved and WIRE.rule.bits == 4:

@@ -106,7 +106,11 @@ def run_all(
             continue
         used += part.seconds
         limit_s = begin + 60 * minutes * used / whole - time.monotonic()
-        outcome = run_one(part, place, max(limit_s, 0.0), console)
+        try:
+            outcome = run_one(part, place, max(limit_s, 0.0), console)
+        except KeyboardInterrupt:  # the parts before it are worth a report
+            outcomes.append(Outcome(part=part, findings=[], seconds=0.0, error="interrupted"))
+            break
         colour = "green" if outcome.passed else "red"
         console.print(
             f"[bold {colour}]{part.name}[/]: {escape(outcome.status())}, {outcome.seconds:.0f} s"
@@ -132,8 +136,9 @@ def run_one(part: Part, place: Place, limit_s: float, console: Console) -> Outco
         out, log = Path(folder) / "found.jsonl", Path(folder) / "log.txt"
         function = "measure" if runs else "programs"
         flags = f"{os.environ.get('XLA_FLAGS', '')} {part.xla_flags if runs else ''}".strip()
-        # The processes of a part share what they compile.
-        cache = {"JAX_COMPILATION_CACHE_DIR": f"{folder}/programs"} if runs else {}
+        # The processes of a part share what they compile; a folder of the user's serves all parts.
+        programs = os.environ.get("JAX_COMPILATION_CACHE_DIR", f"{folder}/programs")
+        cache = {"JAX_COMPILATION_CACHE_DIR": programs} if runs else {}
         with log.open("w") as to_log:
             child = subprocess.Popen(
                 command(part.module, function, place, out, part.arguments),

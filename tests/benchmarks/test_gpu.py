@@ -12,7 +12,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 import gpu
-from gpu_parts import machine, write_report
+from gpu_parts import machine, run_parts, write_report
 from gpu_parts.findings import Finding, bounded
 from gpu_parts.run_parts import Outcome, Part
 
@@ -110,6 +110,21 @@ def test_a_part_that_hangs_is_ended_with_all_that_it_started(capsys, parts):
             return
         time.sleep(0.1)
     raise AssertionError("the child of the part still runs")
+
+
+def test_an_interrupted_run_reports_the_parts_that_are_done(capsys, parts, monkeypatch):
+    def interrupted(part, *arguments):
+        if part.name == "wrong":
+            raise KeyboardInterrupt
+        return run_one(part, *arguments)
+
+    run_one = run_parts.run_one
+    monkeypatch.setattr(run_parts, "run_one", interrupted)
+    assert gpu.main(["--simulate", "1"], parts("good", "wrong", "fails")) == 1
+    text = capsys.readouterr().out
+    assert "| good | passed |" in text
+    assert "| wrong | FAILED: interrupted |" in text
+    assert "| fails |" not in text
 
 
 def test_a_part_without_enough_devices_is_skipped_with_the_reason(capsys, parts):

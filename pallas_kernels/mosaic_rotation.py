@@ -1,0 +1,145 @@
+"""The rotation of neighbours in Mosaic's registers: the lines of rotation.py once more.
+
+A lane holds V neighbours in a register, L lanes lie side by side, and the next L x V elements of a
+row lie in the next register. So the elements of a group lie in several lanes, as memory wants them:
+lanes that lie side by side read and write whole lines of it.
+
+    elements     are added and subtracted
+    V apart or more, below L x V    in two lanes, which exchange them
+    L x V apart or more             in two registers of one lane
+    less than V apart               in one register
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.mosaic.gpu import utils
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, gpu, llvm, vector
+
+from .registers import array_of, array_type, constant, inline, integer, vector_of
+from .rotation import BACK, SIZE, STRIDES, change_sign
+
+_WARP = 32
+_SIGN = 31  # the place of a float's sign
+
+
+def rotate(x: jax.Array, layout: Any, lanes: int) -> jax.Array:
+    """Rotate float32[T, C] as `rotation.rotate` does.
+
+    Args:
+      x: the elements.
+      layout: their layout, shim.registers.
+      lanes: L of that layout.
+    """
+    return _rotated(x, layout, lanes, back=False)
+
+
+def rotate_back(x: jax.Array, layout: Any, lanes: int) -> jax.Array:
+    """Undo `rotate`, up to the rounding of sums."""
+    return _rotated(x, layout, lanes, back=True)
+
+
+def _rotated(x: jax.Array, layout: Any, lanes: int, *, back: bool) -> jax.Array:
+    def hadamard(x: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
+        length = ir.VectorType(x.registers.flat[0].type).shape[0]
+        group = _Group(lanes=lanes, length=length)
+        found = []
+        for parts in x.registers.reshape(-1, group.registers):
+            values = [vector.extract(part, [], [i]) for part in parts for i in range(length)]
+            if not back:
+                values = group.with_signs(values, 1.0)
+            for stride in STRIDES:
+                values = group.added(values, stride)
+            if back:
+                values = group.with_signs(values, BACK)
+            found += [vector_of(values[i : i + length]) for i in range(0, len(values), length)]
+        return array_of(found, x.layout, x.shape, is_signed=None)
+
+    return inline(hadamard, x, layout, array_type(x.shape, jnp.float32, layout))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Group:
+    """What one lane holds of a group, or of several that lie side by side.
+
+    Attributes:
+      lanes: L, the number of lanes side by side.
+      length: V, the number of elements in a register.
+    """
+
+    lanes: int
+    length: int
+
+    @property
+    def across(self) -> int:
+        """Number of elements from a register of a lane to its next one."""
+        return self.lanes * self.length
+
+    @property
+    def registers(self) -> int:
+        """Number of registers in which a lane has a part of a group."""
+        return max(1, SIZE // self.across)
+
+    @functools.cached_property
+    def _lane(self) -> ir.Value:
+        thread = gpu.thread_id(gpu.Dimension.x)
+        thread = arith.index_cast(ir.IntegerType.get_signless(32), thread)
+        return arith.andi(thread, integer(_WARP - 1))
+
+    @functools.cached_property
+    def _factors(self) -> dict[tuple[int, float], ir.Value]:
+        return {}
+
+    def _factor(self, minus: list[int], size: float) -> ir.Value:
+        """Return +-size, by lane.
+
+        Args:
+          minus: for each of the L lanes, 1 where the sign is minus.
+          size: a power of two.
+        """
+        f32 = ir.F32Type.get()
+        if len(set(minus)) == 1:
+            return constant(-size if minus[0] else size, f32)
+        mask = sum(bit << lane for lane, bit in enumerate(minus * (_WARP // self.lanes)))
+        if (mask, size) not in self._factors:
+            sign = arith.shli(arith.shrui(integer(mask), self._lane), integer(_SIGN))
+            bits = arith.bitcast(sign.type, constant(size, f32))
+            self._factors[mask, size] = arith.bitcast(f32, arith.ori(sign, bits))
+        return self._factors[mask, size]
+
+    def with_signs(self, values: list[ir.Value], size: float) -> list[ir.Value]:
+        """Return products with `size` and the signs of a group."""
+        found = []
+        for i, value in enumerate(values):
+            first = i // self.length * self.across + i % self.length
+            places = [first + lane * self.length for lane in range(self.lanes)]
+            minus = [change_sign(place % SIZE) for place in places]
+            if size == 1 and not any(minus):
+                found.append(value)
+            else:
+                found.append(arith.mulf(value, self._factor(minus, size)))
+        return found
+
+    def added(self, values: list[ir.Value], stride: int) -> list[ir.Value]:
+        """Return the sums and differences of elements that are `stride` apart."""
+        if self.length <= stride < self.across:
+            distance = stride // self.length
+            minus = [int(lane & distance != 0) for lane in range(self.lanes)]
+            sign = self._factor(minus, 1.0)
+            # The other one's element, plus or minus its own: a product with 1 rounds nothing.
+            return [llvm.intr_fma(x, sign, utils.shfl_bfly(x, distance)) for x in values]
+        if stride >= self.across:
+            stride = stride // self.across * self.length
+        found = list(values)
+        for i, a in enumerate(values):
+            if not i & stride:
+                b = values[i + stride]
+                found[i], found[i + stride] = arith.addf(a, b), arith.subf(a, b)
+        return found
