@@ -54,11 +54,11 @@ def _rotated(x: jax.Array, layout: Any, lanes: int, *, back: bool) -> jax.Array:
         for parts in x.registers.reshape(-1, group.registers):
             values = [vector.extract(part, [], [i]) for part in parts for i in range(length)]
             if not back:
-                values = group.with_signs(values, 1.0)
+                values = group.with_signs(values)
             for stride in STRIDES:
                 values = group.added(values, stride)
             if back:
-                values = group.with_signs(values, BACK)
+                values = group.times_back(values)
             found += [vector_of(values[i : i + length]) for i in range(0, len(values), length)]
         return array_of(found, x.layout, x.shape, is_signed=None)
 
@@ -94,38 +94,53 @@ class _Group:
         return arith.andi(thread, integer(_WARP - 1))
 
     @functools.cached_property
-    def _factors(self) -> dict[tuple[int, float], ir.Value]:
+    def _known(self) -> dict[int, ir.Value]:
         return {}
 
-    def _factor(self, minus: list[int], size: float) -> ir.Value:
-        """Return +-size, by lane.
+    def _sign(self, minus: list[int]) -> ir.Value:
+        """Return the sign of a float as a word, by lane.
 
         Args:
           minus: for each of the L lanes, 1 where the sign is minus.
-          size: a power of two.
         """
-        f32 = ir.F32Type.get()
         if len(set(minus)) == 1:
-            return constant(-size if minus[0] else size, f32)
+            return integer(minus[0] << _SIGN)
         mask = sum(bit << lane for lane, bit in enumerate(minus * (_WARP // self.lanes)))
-        if (mask, size) not in self._factors:
-            sign = arith.shli(arith.shrui(integer(mask), self._lane), integer(_SIGN))
-            bits = arith.bitcast(sign.type, constant(size, f32))
-            self._factors[mask, size] = arith.bitcast(f32, arith.ori(sign, bits))
-        return self._factors[mask, size]
+        if mask not in self._known:
+            self._known[mask] = arith.shli(arith.shrui(integer(mask), self._lane), integer(_SIGN))
+        return self._known[mask]
 
-    def with_signs(self, values: list[ir.Value], size: float) -> list[ir.Value]:
-        """Return products with `size` and the signs of a group."""
+    def _factor(self, minus: list[int], size: float) -> ir.Value:
+        """Return +-size, by lane; see `_sign`."""
+        sign, f32 = self._sign(minus), ir.F32Type.get()
+        bits = arith.bitcast(sign.type, constant(size, f32))
+        return arith.bitcast(f32, arith.ori(sign, bits))
+
+    def _minus(self, i: int) -> list[int]:
+        """Return for each lane whether the element that its i-th value is changes its sign."""
+        first = i // self.length * self.across + i % self.length
+        places = [first + lane * self.length for lane in range(self.lanes)]
+        return [change_sign(place % SIZE) for place in places]
+
+    def with_signs(self, values: list[ir.Value]) -> list[ir.Value]:
+        """Return values with the signs of a group.
+
+        The sum of a word and a sign flips that bit, too. A bfloat16 in the lower half of a word
+        becomes a float32 by a shift, which takes a sum along in one instruction; one in the upper
+        half by a mask, which takes along the bits that differ.
+        """
         found = []
         for i, value in enumerate(values):
-            first = i // self.length * self.across + i % self.length
-            places = [first + lane * self.length for lane in range(self.lanes)]
-            minus = [change_sign(place % SIZE) for place in places]
-            if size == 1 and not any(minus):
-                found.append(value)
-            else:
-                found.append(arith.mulf(value, self._factor(minus, size)))
+            sign = self._sign(self._minus(i))
+            change = arith.xori if i % 2 else arith.addi
+            bits = change(arith.bitcast(sign.type, value), sign)
+            found.append(arith.bitcast(value.type, bits))
         return found
+
+    def times_back(self, values: list[ir.Value]) -> list[ir.Value]:
+        """Return products with BACK and the signs of a group."""
+        factors = [self._factor(self._minus(i), BACK) for i in range(len(values))]
+        return [arith.mulf(value, factor) for value, factor in zip(values, factors, strict=True)]
 
     def added(self, values: list[ir.Value], stride: int) -> list[ir.Value]:
         """Return the sums and differences of elements that are `stride` apart."""
