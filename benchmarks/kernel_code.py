@@ -3,7 +3,8 @@
 Every kernel is compiled and disassembled, with Mosaic for the H100 and H200 and with Triton for the
 A100: instructions an element by pipe, registers, blocks a multiprocessor, bytes, the busiest
 resource, and the predicted share of the bandwidth of a copy (multiprocessor.py says what is
-assumed; expect 15 % of error).
+assumed; expect 15 % of error). It does not know that memory writes whole sectors of 32 bytes:
+kernels that filled half of one at a time ran on an H100 up to four times slower than predicted.
 
     python benchmarks/kernel_code.py [--only q4]
 

@@ -1,13 +1,15 @@
 """The rotation of neighbours in Mosaic's registers: the lines of rotation.py once more.
 
-A lane holds V neighbours in a register, L lanes lie side by side, and the next L x V elements of a
-row lie in the next register. So the elements of a group lie in several lanes, as memory wants them:
-lanes that lie side by side read and write whole lines of it.
+A register of a lane holds V neighbours, and L lanes lie side by side. The next L x V elements of a
+row are in the next register. So a group is spread over several lanes. Side by side, lanes read and
+write memory in whole sectors, which they would not if each held a whole group.
 
-    elements     are added and subtracted
-    V apart or more, below L x V    in two lanes, which exchange them
-    L x V apart or more             in two registers of one lane
-    less than V apart               in one register
+A stage adds and subtracts elements that are some distance apart:
+
+    distance            where the two elements are
+    below V             in one register
+    from V to L x V     in two lanes, which exchange them
+    from L x V on       in two registers of a lane
 """
 
 from __future__ import annotations
@@ -67,7 +69,7 @@ def _rotated(x: jax.Array, layout: Any, lanes: int, *, back: bool) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Group:
-    """What one lane holds of a group, or of several that lie side by side.
+    """The part of a group that is in one lane.
 
     Attributes:
       lanes: L, the number of lanes side by side.

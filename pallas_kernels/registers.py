@@ -118,6 +118,7 @@ def inline(body: Callable[..., Any], x: jax.Array, layout: Any, result: Any) -> 
 
 
 def array_type(shape: tuple[int, ...], dtype: Any, layout: Any) -> Any:
+    """Return what `inline` is told of a result."""
     return plgpu.ShapeDtypeStruct(shape, jnp.dtype(dtype), layout=layout)
 
 
@@ -155,13 +156,16 @@ def _behind_whole(word: ir.Value, byte: int) -> ir.Value:
 
 
 def vector_of(values: list[ir.Value]) -> ir.Value:
+    """Return a vector of these scalars, which have one type."""
     return vector.from_elements(ir.VectorType.get((len(values),), values[0].type), values)
 
 
 def integer(value: int) -> ir.Value:
+    """Return a constant word of 32 bits."""
     kind = ir.IntegerType.get_signless(32)
     return arith.constant(kind, ir.IntegerAttr.get(kind, int(np.uint32(value).view(np.int32))))
 
 
 def constant(value: float, kind: ir.Type) -> ir.Value:
+    """Return a constant float."""
     return arith.constant(kind, ir.FloatAttr.get(kind, float(value)))

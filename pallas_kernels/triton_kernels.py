@@ -129,23 +129,23 @@ def _items(TILE: tl.constexpr, PIECE: tl.constexpr, at, WIDTH: tl.constexpr):
       at: where the tile's runs of items begin: one run for each block.
       WIDTH: the length of a run.
     """
-    rows = tl.arange(0, TILE.rows)[:, None]
     columns = tl.arange(0, TILE.columns)[None, :]
     if TILE.chunks > 1:
         group = columns // TILE.neighbours * (TILE.neighbours * TILE.chunks)
         columns = group + PIECE % TILE.chunks * TILE.neighbours + columns % TILE.neighbours
-    places = columns * TILE.cut.count + PIECE // TILE.chunks
-    if not TILE.cut.interleaved:
-        places = columns + PIECE // TILE.chunks * TILE.cut.columns
-    inside = (columns < TILE.cut.columns) & (places < WIDTH) & (rows >= 0)
-    return at + (rows * WIDTH + places), inside
+    return _items_of(TILE, PIECE // TILE.chunks, columns, at, WIDTH)
 
 
 @triton.jit
 def _whole(TILE: tl.constexpr, RUN: tl.constexpr, at, WIDTH: tl.constexpr):
-    """Return what `_items` does, of all chunks of a piece: [T, chunks x C]."""
+    """Return what `_items` does, of all chunks of a piece of the cut: [T, chunks x C]."""
+    return _items_of(TILE, RUN, tl.arange(0, TILE.columns * TILE.chunks)[None, :], at, WIDTH)
+
+
+@triton.jit
+def _items_of(TILE: tl.constexpr, RUN: tl.constexpr, columns, at, WIDTH: tl.constexpr):
+    """Return what `_items` does, of some columns int32[1, C] of piece RUN of the cut."""
     rows = tl.arange(0, TILE.rows)[:, None]
-    columns = tl.arange(0, TILE.columns * TILE.chunks)[None, :]
     places = columns * TILE.cut.count + RUN
     if not TILE.cut.interleaved:
         places = columns + RUN * TILE.cut.columns
@@ -155,7 +155,7 @@ def _whole(TILE: tl.constexpr, RUN: tl.constexpr, at, WIDTH: tl.constexpr):
 
 @triton.jit
 def _load(pointer, TILE: tl.constexpr, at, WIDTH: tl.constexpr, PADDED: tl.constexpr):
-    """Return the pieces of bytes in memory; `_items` says where they lie."""
+    """Return the pieces of a tile of bytes. Whole lines are read, and then cut into chunks."""
     found = ()
     COUNT: tl.constexpr = TILE.cut.count
     for i in tl.static_range(COUNT):

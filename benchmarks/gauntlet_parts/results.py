@@ -32,8 +32,9 @@ MEANINGS = {
     "split over 2 nodes of 2 devices",
     "zeropp": "two steps with `ZeroConfig.zeropp()`; the losses are within 5 % (and 0.05) of the "
     "unsharded model's",
-    "lora": "adapters on all leaves named kernel, weight, w or embedding, or on those of them that "
-    "are dense; the first loss is the model's own, the base stays as it is",
+    "lora": "every leaf named kernel, weight, w or embedding gets adapters; where zeroxla refuses "
+    "some of these leaves, the dense ones do. The first loss equals the model's own, and a step "
+    "changes no leaf of the base",
     "generation": "every token that `HybridEngine` draws greedily is the likeliest of a full pass "
     "of the unsharded model",
     "tensor": "the same with each copy of the model split over 2 devices",

@@ -22,6 +22,7 @@ from gpu_parts.findings import Finding
 from gpu_parts.place import Place
 
 POLL_S = 0.2
+INTERRUPTED = "interrupted"
 LOG_LINES = 12  # of a failed part that are shown
 
 
@@ -87,7 +88,8 @@ def run_all(
     """Run the parts one after another.
 
     All together take at most `minutes`: a part has its share of them, and what the parts before it
-    left over.
+    left over. An interrupt from the keyboard ends the running part, and the parts after it are left
+    out.
 
     Args:
       parts: the parts.
@@ -106,16 +108,14 @@ def run_all(
             continue
         used += part.seconds
         limit_s = begin + 60 * minutes * used / whole - time.monotonic()
-        try:
-            outcome = run_one(part, place, max(limit_s, 0.0), console)
-        except KeyboardInterrupt:  # the parts before it are worth a report
-            outcomes.append(Outcome(part=part, findings=[], seconds=0.0, error="interrupted"))
-            break
+        outcome = run_one(part, place, max(limit_s, 0.0), console)
         colour = "green" if outcome.passed else "red"
         console.print(
             f"[bold {colour}]{part.name}[/]: {escape(outcome.status())}, {outcome.seconds:.0f} s"
         )
         outcomes.append(outcome)
+        if outcome.error == INTERRUPTED:
+            break
     return outcomes
 
 
@@ -149,6 +149,7 @@ def run_one(part: Part, place: Place, limit_s: float, console: Console) -> Outco
                 start_new_session=True,  # so that its own children end with it
             )
         findings: list[Finding] = []
+        error = ""
         try:
             with console.status("") as status:
                 while child.poll() is None and time.monotonic() - begin < limit_s:
@@ -156,18 +157,19 @@ def run_one(part: Part, place: Place, limit_s: float, console: Console) -> Outco
                     status.update(f"{part.name}: {seconds:.0f} s of at most {limit_s:.0f}")
                     findings = _show_new(out, findings, console)
                     time.sleep(POLL_S)
-            error = ""
             if child.poll() is None:
                 error = f"not done after its limit of {limit_s:.0f} s"
             elif child.returncode:
                 error = _ending(child.returncode)
+        except KeyboardInterrupt:  # what was found so far is worth a report
+            error = INTERRUPTED
         finally:
             _end(child)
         findings = _show_new(out, findings, console)
         if error:
             lines = log.read_text(errors="replace").splitlines()
             console.print(escape("\n".join(f"    {line}" for line in lines[-LOG_LINES:])))
-            if child.returncode and child.returncode > 0 and lines:
+            if error != INTERRUPTED and child.returncode and child.returncode > 0 and lines:
                 error += f": {lines[-1].strip()[:200]}"
         elif not findings:
             error = "found nothing"

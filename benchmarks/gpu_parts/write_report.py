@@ -10,7 +10,7 @@ from common import Check, report, table
 
 from gpu_parts.findings import Finding
 from gpu_parts.machine import Machine
-from gpu_parts.run_parts import Outcome
+from gpu_parts.run_parts import INTERRUPTED, Outcome
 
 
 def overview(outcomes: Sequence[Outcome], machine: Machine) -> str:
@@ -59,13 +59,14 @@ def write_report(
 ) -> int:
     """Print the report of a GPU and write it to gpu_NAME.md and gpu_NAME.json in a folder.
 
-    The files of a run of some parts have the parts' names too: they replace no whole report.
+    The files of a run of some parts, or of an interrupted one, have the parts' names too: they
+    replace no whole report.
 
     Returns:
       The exit status: 0 if all parts passed, else 1.
     """
     names = [f"gpu_{machine.slug()}"]
-    if not whole:
+    if not whole or any(outcome.error == INTERRUPTED for outcome in outcomes):
         names += [outcome.part.name for outcome in outcomes]
     figures = {
         "gpu": machine.kind,

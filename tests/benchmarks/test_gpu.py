@@ -39,6 +39,12 @@ MODULES = {
             os.abort()
             yield
     """,
+    "part_cache": """
+        import os
+        from gpu_parts.findings import Finding
+        def measure(place):
+            yield Finding(name="programs", text=os.environ["JAX_COMPILATION_CACHE_DIR"])
+    """,
     "part_hangs": """
         import subprocess, sys, time
         from gpu_parts.findings import Finding
@@ -112,19 +118,39 @@ def test_a_part_that_hangs_is_ended_with_all_that_it_started(capsys, parts):
     raise AssertionError("the child of the part still runs")
 
 
-def test_an_interrupted_run_reports_the_parts_that_are_done(capsys, parts, monkeypatch):
-    def interrupted(part, *arguments):
-        if part.name == "wrong":
+def test_an_interrupted_run_reports_what_was_found(capsys, parts, monkeypatch):
+    def show(*arguments):
+        findings = show_new(*arguments)
+        if findings and not interrupts:
+            interrupts.append(findings)
             raise KeyboardInterrupt
-        return run_one(part, *arguments)
+        return findings
 
-    run_one = run_parts.run_one
-    monkeypatch.setattr(run_parts, "run_one", interrupted)
-    assert gpu.main(["--simulate", "1"], parts("good", "wrong", "fails")) == 1
+    interrupts, show_new = [], run_parts._show_new
+    monkeypatch.setattr(run_parts, "_show_new", show)
+    assert gpu.main(["--simulate", "1"], parts("hangs", "good")) == 1
     text = capsys.readouterr().out
-    assert "| good | passed |" in text
-    assert "| wrong | FAILED: interrupted |" in text
-    assert "| fails |" not in text
+    assert "| hangs | FAILED: interrupted |" in text
+    assert "| child |" in text
+    assert "| good |" not in text
+
+
+def test_an_interrupted_run_replaces_no_whole_report(capsys, tmp_path):
+    part = Part(name="bits", title="Bits", module="none", seconds=1)
+    outcomes = [Outcome(part=part, findings=[], seconds=1.0, error=run_parts.INTERRUPTED)]
+    about = machine.Machine(note="", kind="NVIDIA H200")
+    assert write_report.write_report(outcomes, about, whole=True, folder=tmp_path) == 1
+    assert {path.stem for path in tmp_path.iterdir()} == {"gpu_nvidia_h200_bits"}
+
+
+def test_all_parts_share_a_folder_of_compiled_programs_that_is_set(capsys, parts, monkeypatch):
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "/programs/of/mine")
+    gpu.main(["--simulate", "1"], parts("cache"))
+    assert "| programs | /programs/of/mine |" in capsys.readouterr().out
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR")
+    gpu.main(["--simulate", "1"], parts("cache"))
+    (line,) = (x for x in capsys.readouterr().out.splitlines() if x.startswith("| programs |"))
+    assert not Path(line.split("|")[2].strip()).exists()
 
 
 def test_a_part_without_enough_devices_is_skipped_with_the_reason(capsys, parts):

@@ -155,16 +155,6 @@ def test_a_mosaic_tile_covers_its_blocks_with_aligned_vectors(bits, item_bytes):
         assert tile.rows * block // THREADS <= MOST_ELEMENTS
 
 
-@pytest.mark.parametrize("hadamard", [0, 32])
-@pytest.mark.parametrize("item_bytes", [2, 4])
-def test_lanes_side_by_side_write_whole_sectors(hadamard, item_bytes):
-    sector_bytes = 32
-    for bits, block in ((8, 128), (8, 256), (8, 2048), (4, 64), (4, 128), (4, 256), (4, 2048)):
-        layout = WireFormat(bits=bits, block=block, hadamard=hadamard).layout(block * 500)
-        tile = mosaic_tile(layout, items=block * 500, item_bytes=item_bytes, num_wires=1)
-        assert tile.lanes * tile.vector * item_bytes % sector_bytes == 0
-
-
 def test_vectors_stay_aligned_in_every_wire():
     layout = WireFormat(block=256).layout(256 * 64 + 2)
     tile = mosaic_tile(layout, items=2 * layout.size, item_bytes=4, num_wires=2)

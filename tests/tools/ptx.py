@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 THREADS, LANES = 128, 32
+SECTOR = 32  # bytes, which the memory of a GPU writes at once
 _APART = 1 << 40  # the address of an argument, times its number
 _NAN = np.uint32(0x7FFFFFFF)
 
@@ -46,7 +47,7 @@ def parse(text: str) -> list[Instruction]:
 
 def run(
     program: list[Instruction], memory: list[np.ndarray], grid: tuple[int, int], *, fuse: bool
-) -> None:
+) -> int:
     """Run a kernel, which writes into its arguments.
 
     Args:
@@ -55,8 +56,13 @@ def run(
       grid: the number of blocks in x and y.
       fuse: whether a product and the sum after it are rounded once where the code allows it, as the
         next compiler decides for itself.
+
+    Returns:
+      How many sectors of 32 bytes a store of a warp left half filled, over all stores.
     """
-    _Machine(memory, grid, fuse).run(program)
+    machine = _Machine(memory, grid, fuse)
+    machine.run(program)
+    return machine.half_filled
 
 
 class _Machine:
@@ -68,6 +74,7 @@ class _Machine:
         self._registers: dict[str, np.ndarray] = {}
         self._products: dict[str, tuple[np.ndarray, np.ndarray]] | None = {} if fuse else None
         block, thread = np.divmod(np.arange(self._num, dtype=np.uint32), np.uint32(THREADS))
+        self.half_filled = 0
         self._registers["%tid.x"] = thread
         self._registers["%ctaid.x"] = block % np.uint32(grid[0])
         self._registers["%ctaid.y"] = block // np.uint32(grid[0])
@@ -134,6 +141,7 @@ class _Machine:
         sources = re.findall(r"[^{},\s]+", source)
         parts = [self._get(x).astype(f"u{width}") for x in sources]
         data, places = self._places(target, width * len(parts))
+        self.half_filled += _half_filled(places)
         data[places] = np.stack(parts, axis=1).view(np.uint8)
 
     def _mov(self, name: list[str], operands: list[str]) -> None:
@@ -325,6 +333,15 @@ class _Machine:
     def _selp(self, name: list[str], operands: list[str]) -> None:
         target, one, other, choice = operands
         self._set(target, np.where(self._registers[choice], self._get(one), self._get(other)))
+
+
+def _half_filled(places: np.ndarray) -> int:
+    """Return how many sectors the stores to these bytes, int[threads, bytes], only fill in part."""
+    found = 0
+    for warp in places.reshape(-1, LANES * places.shape[1]):
+        _, filled = np.unique(np.unique(warp) // SECTOR, return_counts=True)
+        found += int(np.sum(filled < SECTOR))
+    return found
 
 
 def _multiply_add(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:

@@ -17,7 +17,8 @@ from jax import lax
 from zeroxla.fetch.segments import FetchPlan
 from zeroxla.fetch.ties import tie
 from zeroxla.program.random_keys import EVALUATION
-from zeroxla.program.trace import Value, is_float
+from zeroxla.program.trace import Value
+from zeroxla.step.agreed_state import agree
 from zeroxla.step.loss_plan import LossPlanner, TracedLoss
 from zeroxla.step.means import mean_metrics, means_over_devices
 from zeroxla.step.metrics import weight_of, weighted
@@ -26,7 +27,6 @@ from zeroxla.wire.collectives import Collectives
 from zeroxla.wire.leaves import Layout
 from zeroxla.wire.resolve import Wiring
 from zeroxla.wire.routes import LeafSource
-from zeroxla.wire.vectors import as_vector, as_words, from_vector, from_words
 from zeroxla.wire.wire_state import WireState
 
 Copies = dict[int, jax.Array]
@@ -112,7 +112,9 @@ class Differentiator:
         grads, metrics = means_over_devices(
             grads, sums, scale, layout=self.layout, collectives=self.collectives
         )
-        return grads, metrics, self._agree(model_state), wire_state
+        overwritten = self.planner.overwritten(model_state)
+        model_state = agree(model_state, overwritten, self.collectives)
+        return grads, metrics, model_state, wire_state
 
     def evaluate(self, params: Any, model_state: Any, batch: Any, key: jax.Array) -> dict[str, Any]:
         """Return the metrics of the whole batch, without gradients."""
@@ -248,35 +250,6 @@ class Differentiator:
             for ct, zero in zip(whole, zeros[1], strict=False)
         ]
         return (of_fetched, of_resident), weighted(loss, metrics), model_state, copies
-
-    def _agree(self, model_state: Any) -> Any:
-        """Make the model state equal on all devices: floats are averaged, the rest is rank 0's.
-
-        A leaf that is overwritten with its gradient becomes the largest of all. Histories of
-        largest values are then those of the whole batch, and scales, which follow from earlier
-        histories, are equal anyway.
-        """
-        leaves, tree = jax.tree.flatten(model_state)
-        overwritten = {i: leaves[i] for i in self.planner.overwritten(model_state)}
-        floats = {
-            i: (x.real, x.imag) if jnp.iscomplexobj(x) else (x,)
-            for i, x in enumerate(leaves)
-            if is_float(x.dtype) and i not in overwritten
-        }
-        others = {i: x for i, x in enumerate(leaves) if i not in {*floats, *overwritten}}
-        largest = from_vector(self.collectives.max(as_vector(overwritten)), overwritten)
-        agreed = from_vector(self.collectives.sum(as_vector(floats)), floats)
-        means = {i: [x / self.collectives.world for x in parts] for i, parts in agreed.items()}
-        agreed = {
-            i: (lax.complex(*x) if len(x) == 2 else x[0]).astype(leaves[i].dtype)
-            for i, x in means.items()
-        }
-        first = self.collectives.rank() == 0
-        words = jax.tree.map(lambda x: jnp.where(first, as_words(x), 0), others)
-        words = from_vector(self.collectives.sum(as_vector(words, jnp.uint32)), words)
-        agreed.update({i: x.astype(overwritten[i].dtype) for i, x in largest.items()})
-        agreed.update({i: from_words(w, others[i]) for i, w in words.items()})
-        return tree.unflatten([agreed[i] for i in range(len(leaves))])
 
 
 def micro_batches(batch: Any, key: jax.Array, count: int) -> tuple[Any, jax.Array]:
