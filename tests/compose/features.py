@@ -162,7 +162,11 @@ FEATURES = [
     ),
     Feature(
         **_config("reduce once", inter_node_reduce="step"),
-        holds=lambda run: run.step.programs.wiring.collectives.reduces.stops_at_node,
+        # The only micro-batch of a step has nothing to wait for.
+        holds=lambda run: (
+            run.step.programs.wiring.collectives.reduces.stops_at_node
+            == (run.step.config.accumulate > 1 or run.step.config.error_feedback is not None)
+        ),
     ),
     Feature(
         **_config(

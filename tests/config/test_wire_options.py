@@ -140,8 +140,27 @@ def test_a_batch_of_another_micro_batch_is_refused():
             ZeroConfig(hpz_size=8, inter_node_gather="step", **ALL),
             ["hpz_size (a group of all devices", "inter_node_gather"],
         ),
+        (
+            (2, 4),
+            ("node", "device"),
+            ZeroConfig(secondary="wire", **ALL),
+            ["secondary (hpz_size=1 keeps no secondary shard)"],
+        ),
+        (
+            (2, 4),
+            ("node", "device"),
+            ZeroConfig(secondary="wire", hpz_size="node", **ALL),
+            ["secondary (without weight_wire a secondary shard travels as it is kept)"],
+        ),
     ],
-    ids=["no node axis", "one node", "one device a node", "one group"],
+    ids=[
+        "no node axis",
+        "one node",
+        "one device a node",
+        "one group",
+        "no secondary shard",
+        "no wire",
+    ],
 )
 def test_what_changes_nothing_is_said_once_and_the_rest_works(shape, names, config, words):
     devices = np.array(jax.devices()[: np.prod(shape)]).reshape(shape)

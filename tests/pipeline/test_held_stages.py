@@ -16,7 +16,7 @@ SMALL = {"persistence_threshold": 0, "quantize_threshold": 256}
 BATCH = {"tokens": jax.ShapeDtypeStruct((16, 9), np.int32)}
 OPTIONS = {
     "hpz_size": {"hpz_size": "node"},
-    "secondary": {"hpz_size": "node", "secondary": "wire"},
+    "secondary": {"hpz_size": "node", "secondary": "wire", "weight_wire": WireFormat()},
     "inter_node_gather": {"hpz_size": "node", "inter_node_gather": "step"},
     "offload.secondary": {"hpz_size": "node", "offload": Offload(secondary="host")},
     "unit_elements": {"unit_elements": 100},

@@ -26,6 +26,7 @@ from zeroxla.program import compat
 from zeroxla.program.trace import trace
 from zeroxla.program.walk import local_of
 from zeroxla.step.gradients import Differentiator
+from zeroxla.wire import encodings
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -97,6 +98,37 @@ def test_weights_and_copies_have_the_bits_of_a_refresh_before_the_first_unit(nam
     jax.tree.map(np.testing.assert_array_equal, found.params, expected.params)
     jax.tree.map(np.testing.assert_array_equal, found.wire_state, expected.wire_state)
     assert sent.cross_host_bytes() == before.cross_host_bytes() > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "counts"),
+    thinned(
+        [("accumulated", (24, 16))],
+        slow=[("unrolled", (24, 16)), ("remat", (32, 16)), ("scanned", (15, 10))],
+        rows=True,
+    ),
+)
+def test_backward_gathers_what_a_copy_was_quantized_to_in_forward(name, counts, monkeypatch):
+    """With `secondary="wire"` a leaf is quantized twice in a step: its difference and its copy. The
+    state has the bits that it has if backward quantizes the copy again."""
+    model, options, _ = ROWS[name]
+    found = []
+    for form in ("compute", "wire"):
+        quantized = []
+
+        def counted(*args, quantized=quantized, quantize=encodings.quantize, **options):
+            quantized.append(args)
+            return quantize(*args, **options)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(encodings, "quantize", counted)
+            config = ZeroConfig.zeropp_min(**{**ALL, **options, "secondary": form})
+            state, _ = three_steps(model, config)
+        found.append((state, len(quantized)))
+    (expected, first), (state, second) = found
+    jax.tree.map(np.testing.assert_array_equal, state.params, expected.params)
+    jax.tree.map(np.testing.assert_array_equal, state.wire_state, expected.wire_state)
+    assert (first, second) == counts
 
 
 def matmuls_before_each_hop(config, layers=4, width=64):

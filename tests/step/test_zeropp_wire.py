@@ -173,9 +173,24 @@ def test_a_secondary_shard_adds_what_is_described(options, per_element):
     assert described == pytest.approx(expected, rel=0.02)
 
 
+def test_the_only_micro_batch_of_a_step_sends_its_gradients_as_they_come():
+    """It has nothing to wait for, but errors belong to the step."""
+    texts = [
+        build(inter_node_reduce=when, gradient_wire=WireFormat(), **more)[1].as_text()
+        for when, more in (
+            ("step", {}),
+            ("microbatch", {}),
+            ("step", {"error_feedback": Feedback()}),
+        )
+    ]
+    assert texts[0] == texts[1] != texts[2]
+    waiting = [build(inter_node_reduce="step", accumulate=k)[0].programs for k in (1, 2)]
+    assert [p.wiring.collectives.reduces.stops_at_node for p in waiting] == [False, True]
+
+
 def test_a_gradient_that_waits_for_the_node_hop_is_described():
-    step, *_ = build(inter_node_reduce="step")
-    other, *_ = build()
+    step, *_ = build(inter_node_reduce="step", accumulate=2)
+    other, *_ = build(inter_node_reduce="step")
     elements = sum(math.prod(row.shape) for row in step.describe().rows)
     assert step.describe().gradient_bytes == pytest.approx(4 * elements / DEVICES, rel=0.01)
     assert other.describe().gradient_bytes == pytest.approx(

@@ -169,10 +169,12 @@ def test_a_layer_of_a_stacked_leaf_is_found_in_every_form(form):
         np.testing.assert_array_equal(got, want)
 
 
-@pytest.mark.parametrize("weights", [None, FORMAT], ids=["float32", "int8"])
-def test_a_leaf_with_a_copy_sends_its_difference_to_the_copy(weights):
+@pytest.mark.parametrize(
+    ("weights", "form"), [(None, "values"), (FORMAT, "values"), (FORMAT, "wire")]
+)
+def test_a_leaf_with_a_copy_sends_its_difference_to_the_copy(weights, form):
     """The new copy is the old one and the decoded difference. The leaf is gathered from it, at once
-    and later; a leaf without a copy travels beside it as ever."""
+    and later, or from what it was quantized to; a leaf without a copy travels beside it as ever."""
     of_copy = 0.75  # of each leaf
     with_copy = [i for i in range(len(LEAVES)) if i % 2 == 0]
 
@@ -182,7 +184,7 @@ def test_a_leaf_with_a_copy_sends_its_difference_to_the_copy(weights):
             weights=FORMAT,
             values=weights,
             differences=FORMAT,
-            secondary="values",
+            secondary=form,
         )
 
     def gather(gathers, sources, routes):
@@ -192,20 +194,43 @@ def test_a_leaf_with_a_copy_sends_its_difference_to_the_copy(weights):
             sources[i] = dataclasses.replace(sources[i], copy=of_copy * exact[i].array)
         kept = gathers.secondary(sources, routes)
         arriving = gathers.start(sources, routes)
-        assert {x.form for x in kept} == {"values"}
+        coded = weights is not None and form == "wire"
+        for i, source in enumerate(kept):
+            assert source.form == ("coded" if coded and i in with_copy else form)
+            assert (source.copy is not None) == (i in with_copy)
+        for i in with_copy:
+            arrays = [kept[i].copy, *([kept[i].array] if coded else [])]
+            bytes_of = sum(x.size * x.dtype.itemsize for x in arrays)
+            assert bytes_of == gathers.secondary_bytes(routes[i])
         assert sorted(arriving.secondary) == list(range(len(routes)))
+        on_the_way = [arriving.secondary[i] for i in range(len(routes))]
+        layers = []
+        for i, r in enumerate(routes):
+            for dim in r.placement.layer_dims:
+                layer = jax.tree.map(lambda x: x[1], r.layers(kept[i], dim))
+                layers += gathers.gather([layer], [r.unstack(dim)])
         floats = [dataclasses.replace(r, values=None) for r in routes]
+        copies = [
+            x if x.copy is None else dataclasses.replace(x, array=x.copy, form="values")
+            for x in on_the_way
+        ]
         return (
             gathers.finish(arriving, routes),
             gathers.gather(kept, routes),
-            gathers.gather([arriving.secondary[i] for i in range(len(routes))], floats),
+            gathers.gather(on_the_way, routes),
+            gathers.gather(copies, floats),
+            layers,
         )
 
-    (direct, later, copies), placements = run((2, 4), 4, route, gather)
-    leaves = zip(direct, later, copies, values_of(), placements, strict=True)
-    for i, (a, b, copy, leaf, p) in enumerate(leaves):
+    (direct, later, again, copies, layers), placements = run((2, 4), 4, route, gather)
+    slices = iter(layers)
+    leaves = zip(direct, later, again, copies, values_of(), placements, strict=True)
+    for i, (a, b, c, copy, leaf, p) in enumerate(leaves):
+        for dim in p.layer_dims:
+            np.testing.assert_array_equal(next(slices), np.take(np.asarray(b), 1, axis=dim))
         if i in with_copy:
             np.testing.assert_array_equal(a, b)
+            np.testing.assert_array_equal(a, c)
             p = dataclasses.replace(p, layer_dims=())
             difference = as_it_arrives(leaf - of_copy * leaf, p, 8, FORMAT)
             np.testing.assert_allclose(copy, of_copy * leaf + difference, rtol=0, atol=1e-6)

@@ -26,7 +26,10 @@ ALL = {"persistence_threshold": 0, "quantize_threshold": 0, "unquantized": ()}
 
 
 def step_of(shapes, gradient, mesh, **options):
-    """A step of a model whose gradient on a device is `gradient(shape, leaf's number, row)`."""
+    """A step of a model whose gradient on a device is `gradient(shape, leaf's number, row)`.
+
+    A hop over `node` at the end of the step needs two micro-batches; both have the same rows.
+    """
 
     def init(key, batch):
         return {name: jnp.zeros(shape) for name, shape in shapes.items()}
@@ -40,12 +43,15 @@ def step_of(shapes, gradient, mesh, **options):
 
     nodes, devices = mesh
     on = zeroxla.make_mesh(nodes=nodes, devices_per_node=devices)
+    at_the_end = options.get("inter_node_reduce") == "step"
+    options["accumulate"] = 2 if at_the_end else 1
     config = ZeroConfig(**{**ALL, "init_loss_scale": 256, **options})
     return zeroxla.make_step((init, loss), on, optax.sgd(1.0), config=config)
 
 
 def mean_gradient(step, world, **more):
     batch = {"rank": np.arange(world), **{k: np.full(world, v) for k, v in more.items()}}
+    batch = {k: np.repeat(x, step.config.accumulate) for k, x in batch.items()}
     state = step.init(jax.random.key(0), batch)
     return jax.device_get(step.grad(state, batch)[1])
 

@@ -36,6 +36,7 @@ _TWO_LEVELS: dict[str, Any] = {
 _DIFFERENCES: dict[str, Any] = {
     "weight_differences": WireFormat(bits=4, block=128),
     "inter_node_reduce": "step",
+    "secondary": "wire",
 }
 
 
@@ -91,7 +92,9 @@ class ZeroConfig:
     secondary: Literal["compute", "wire"] = "compute"
     """Form in which a quantized leaf's secondary shard is kept. "compute": dequantized, in the
     compute dtype. "wire": as it travels, which takes less memory, but backward dequantizes it once
-    more."""
+    more. With weight_differences the kept copy is the secondary shard. Backward then dequantizes
+    either way, and "wire" keeps besides what the copy was quantized to, which spares backward
+    quantizing it again."""
 
     inter_node_gather: Literal["microbatch", "step"] = "microbatch"
     """When leaves cross nodes in forward. "microbatch": in every micro-batch. "step": once; every
@@ -101,7 +104,9 @@ class ZeroConfig:
 
     inter_node_reduce: Literal["microbatch", "step"] = "microbatch"
     """When gradients cross nodes. "microbatch": in every micro-batch. "step": once, after the last
-    one; each device then keeps 1/(devices per node) of the float32 gradient instead of 1/world."""
+    one; each device then keeps 1/(devices per node) of the float32 gradient instead of 1/world. The
+    only micro-batch of a step has nothing to wait for: its gradients cross unit by unit, but those
+    with error_feedback."""
 
     weight_differences: WireFormat | None = None
     """Format of the differences that cross nodes instead of quantized leaves, once in a step (qWD).

@@ -52,6 +52,9 @@ class StepRounding(enum.IntEnum):
     """The hop over `node` of all other leaves: one key."""
     REDUCE = 3
     """The reduce of leaves that are whole through the step: one key."""
+    COPY = 4
+    """New copies of leaves that are made before the first micro-batch, as they travel on: a key for
+    each leaf."""
 
 
 class PassRounding(enum.IntEnum):

@@ -225,7 +225,7 @@ class Differentiator:
             outputs, tape = runner.forward(held, inputs, record=True, key=wire_key)
         after = runner.passes.after(held, tape)
         copies = {
-            i: after[v].array for i, v in self._fetched(runner.plan) if held[v].copy is not None
+            i: copy for i, v in self._fetched(runner.plan) if (copy := after[v].copy) is not None
         }
         loss, metrics, model_state = traced.result.unflatten(outputs)
         seed, loss = seed_of_backward(loss, metrics, scale, by_data=self.collectives.ties_by_data)

@@ -82,11 +82,15 @@ class OncePerStep:
             if leaf.is_split
         }
         now = sorted(once.difference(later))
-        found = self.collectives.gathers.secondary([held[i] for i in now], self._routes(now))
-        held.update(zip(now, found, strict=True))
-        if wire_state is not None:
-            new = {i: held[i].array for i in copies if i not in later}
-            wire_state = wire_state.with_copies(new)
+        found = self.collectives.gathers.secondary(
+            [held[i] for i in now],
+            self._routes(now),
+            [self._key(key, StepRounding.COPY, i) for i in now],
+        )
+        for i, source in zip(now, found, strict=True):
+            held[i] = dataclasses.replace(source, copy=None)
+            if wire_state is not None and source.copy is not None:
+                wire_state = wire_state.with_copies({i: source.copy})
         resident = self._resident(stored, held, keys)
         return (resident, [held[i] for i in fetched]), wire_state
 

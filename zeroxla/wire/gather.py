@@ -6,12 +6,14 @@ leaf. A shard is quantized once, by the device that stores it, and its wire pass
 unchanged.
 
 A leaf with a kept copy sends its difference to the copy over the outer hops instead. The new copy
-is its secondary shard.
+is its secondary shard. If that travels on in a format, it may be quantized once and kept beside the
+copy, so that backward need not quantize it again.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 
 import jax
@@ -95,7 +97,7 @@ class Gathers:
         self, sources: Sequence[LeafSource], routes: Sequence[Route], keys: Keys | None = None
     ) -> ArrivingUnit:
         """Run the collectives of `gather`, and keep secondary shards on the way."""
-        new = self._new_copies(sources, routes)
+        new = self._new_copies(sources, routes, keys)
         sources = [new.get(i, s) for i, s in enumerate(sources)]
         arriving = self._run(sources, routes, keys, self.hops.inner)
         return dataclasses.replace(arriving, secondary={**new, **arriving.secondary})
@@ -114,11 +116,12 @@ class Gathers:
     def secondary(
         self, shards: Sequence[LeafSource], routes: Sequence[Route], keys: Keys | None = None
     ) -> list[LeafSource]:
-        """Run the outer hops only, and return the secondary shard of each leaf.
+        """Run the outer hops only, and return the secondary shard of each leaf, with its new copy
+        if one is kept.
 
         Cost: each device receives (1 - hpz_size/world) / hpz_size x the bytes of the leaves' wires.
         """
-        found = self._new_copies(shards, routes)
+        found = self._new_copies(shards, routes, keys)
         rest = [i for i in range(len(routes)) if i not in found]
         keys = None if keys is None else [keys[i] for i in rest]
         run = self._run([shards[i] for i in rest], [routes[i] for i in rest], keys, ())
@@ -136,14 +139,15 @@ class Gathers:
 
     @jax.named_scope("gather")
     def _new_copies(
-        self, sources: Sequence[LeafSource], routes: Sequence[Route]
+        self, sources: Sequence[LeafSource], routes: Sequence[Route], keys: Keys | None
     ) -> dict[int, LeafSource]:
-        """Bring the copies of those leaves that have one up to date; return them by position.
+        """Bring the copies of those shards that have one up to date; return the secondary shards
+        that they are, by position.
 
         The rounding errors of a copy and of its difference are part of the next difference, so they
         do not add up.
         """
-        copies = {i: s.copy for i, s in enumerate(sources) if s.copy is not None}
+        copies = {i: s.copy for i, s in enumerate(sources) if s.is_shard and s.copy is not None}
         if not copies:
             return {}
         differences, ways = [], []
@@ -154,12 +158,17 @@ class Gathers:
             differences.append(shard - known.astype(jnp.float32))
             ways.append(routes[i].of_differences())
         exact = dataclasses.replace(self, compute_dtype=FLOAT32)
-        keys = [sources[i].key for i in copies]
-        found = exact._run([LeafSource(x) for x in differences], ways, keys, ()).secondary
-        return {
-            i: LeafSource((copy.astype(jnp.float32) + found[at].array).astype(copy.dtype), "values")
-            for at, (i, copy) in enumerate(copies.items())
-        }
+        mine = [sources[i].key for i in copies]
+        found = exact._run([LeafSource(x) for x in differences], ways, mine, ()).secondary
+        new = {}
+        for at, (i, copy) in enumerate(copies.items()):
+            values = (copy.astype(jnp.float32) + found[at].array).astype(copy.dtype)
+            new[i] = LeafSource(values, "values", copy=values)
+            if routes[i].keeps_coded:
+                encoding = self._encoding(routes[i], "values")
+                wire = encoding.encode(values, None if keys is None else keys[i])
+                new[i] = LeafSource(wire, "coded", copy=values)
+        return new
 
     @jax.named_scope("gather")
     def _run(
@@ -172,11 +181,9 @@ class Gathers:
         """Run the outer hops for sources that are still shards, then the hops `inner` for all."""
         keys = [None] * len(sources) if keys is None else keys
         sources = [self.on_device(s, r) for s, r in zip(sources, routes, strict=True)]
-        encodings = [
-            self._encoding(r, s.form, s.array.shape) for s, r in zip(sources, routes, strict=True)
-        ]
+        encodings = [self._encoding(r, s.form) for s, r in zip(sources, routes, strict=True)]
         arrays = [
-            s.array if s.form == "wire" else e.encode(s.array, key if s.key is None else s.key)
+            s.array if s.is_encoded else e.encode(s.array, key if s.key is None else s.key)
             for s, e, key in zip(sources, encodings, keys, strict=True)
         ]
         at_shard = [s.is_shard for s in sources]
@@ -205,22 +212,26 @@ class Gathers:
         """Return the bytes of a leaf's secondary shard on one device; 0 if none is kept."""
         if route.secondary is None:
             return 0
-        in_values = route.weights is not None and route.secondary == "values"
         encoding = self._encoding(route, "shard")
-        if in_values:
-            encoding = dataclasses.replace(encoding, format=None, dtype=self.compute_dtype)
+        values = math.prod(route.placement.part_shape(self.hops.hpz_size))
+        values *= self.compute_dtype.itemsize
+        if route.differences is not None:
+            coded = self._encoding(route, "coded").parcel.size if route.keeps_coded else 0
+            return values + coded
+        if route.weights is not None and route.secondary == "values":
+            return values
         itemsize = encoding.dtype.itemsize if encoding.format is None else 1
         return self.hops.num_outer * encoding.parcel.size * itemsize
 
-    def _encoding(self, route: Route, form: Form, array: tuple[int, ...] = ()) -> Encoding:
-        """Return the form in which a leaf travels from a source of a form and the shape `array`."""
+    def _encoding(self, route: Route, form: Form) -> Encoding:
+        """Return the form in which a leaf travels from a source of a form."""
         placement = route.placement
         shape = placement.part_shape(self.hops.world)
         format = route.weights
         dtype = jnp.dtype(jnp.uint8) if route.is_wire else self.wire_dtype
-        if form == "values":
+        if form in ("values", "coded"):
             format, dtype = route.values, self.compute_dtype
-            shape = array if format else shape
+            shape = placement.part_shape(self.hops.hpz_size) if format else shape
         return Encoding(
             shape=shape,
             split_dim=placement.split_dim,

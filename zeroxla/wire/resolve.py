@@ -84,10 +84,7 @@ class Wiring:
         """Return the bytes of a leaf's secondary shard on one device; 0 if none is kept."""
         if self.secondary is None or not leaf.fetched:
             return 0
-        route = self.route(leaf)
-        if self.differences is not None and leaf.quantized:
-            route = dataclasses.replace(route, secondary="values")
-        return self.collectives.gathers.secondary_bytes(route)
+        return self.collectives.gathers.secondary_bytes(self.route(leaf))
 
     def gradient_bytes(self, leaf: Leaf) -> int:
         """Return the bytes of a leaf's float32 gradient that one device adds up over micro-batches;
@@ -151,7 +148,7 @@ def _collectives(
     reduces = Reduces(
         hops=hops,
         dtype=jnp.dtype(config.reduce_dtype or "float32"),
-        stops_at_node=config.inter_node_reduce == "step" and hops.nodes > 1,
+        stops_at_node=hops.nodes > 1 and _reduces_once(config),
         backend=backend,
         alone_elements=alone_elements,
     )
@@ -162,6 +159,16 @@ def _collectives(
         # XLA's CPU backend makes one collective after the other.
         exchanges_across_turns=not on_cpu,
     )
+
+
+def _reduces_once(config: ZeroConfig) -> bool:
+    """Return whether gradients cross nodes after the last micro-batch.
+
+    The only micro-batch of a step sends its gradients unit by unit, while backward goes on, unless
+    errors are kept: these belong to the step.
+    """
+    waits = config.accumulate > 1 or config.error_feedback is not None
+    return config.inter_node_reduce == "step" and waits
 
 
 def _hpz_size(config: ZeroConfig, nodes: int, devices: int) -> int:
@@ -193,13 +200,21 @@ def _without_effect(
         why = "one node: backward gathers inside it anyway" if size > 1 else "one device per node"
         if size > 1 and nodes > 1:
             why = "a group of all devices: a shard is its own secondary shard"
-        for name, default in (("hpz_size", 1), ("inter_node_gather", "microbatch")):
+        for name, default in (
+            ("hpz_size", 1),
+            ("inter_node_gather", "microbatch"),
+            ("secondary", "compute"),
+        ):
             if getattr(config, name) != default:
                 yield name, why
         if config.weight_differences is not None:
             yield "weight_differences", why
         if config.offload.secondary != "none":
             yield "offload.secondary", why
+    elif config.secondary == "wire" and config.hpz_size == 1:
+        yield "secondary", "hpz_size=1 keeps no secondary shard"
+    elif config.secondary == "wire" and config.weight_wire is None:
+        yield "secondary", "without weight_wire a secondary shard travels as it is kept"
     if nodes == 1:
         for name in ("inter_node_reduce", "inter_node_gradient_wire", "error_feedback"):
             if getattr(config, name) not in (None, "microbatch"):

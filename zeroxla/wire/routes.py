@@ -8,6 +8,7 @@ At every moment a leaf is in one of these forms:
              uint8[*layers, shards, bytes], one wire for each shard (of each layer); for any other
              leaf its bits in leaf layout
     values   the secondary shard of a quantized leaf in the compute dtype, in leaf layout
+    coded    those values as they travel on: uint8[*layers, 1, bytes], one wire (of each layer)
     ticket   the stand-in for a shard on disk; see `offload/disk/tickets.py`
 """
 
@@ -24,7 +25,7 @@ from zeroxla.mesh.placement import Placement
 from zeroxla.offload.disk.tickets import is_ticket
 from zeroxla.offload.memory_kinds import to_device, to_host
 
-Form = Literal["shard", "wire", "values", "ticket"]
+Form = Literal["shard", "wire", "values", "coded", "ticket"]
 AS_STORED = "as stored"
 
 
@@ -36,9 +37,9 @@ class LeafSource:
     Attributes:
       array: this device's part of the leaf.
       form: its form; see the head of this file.
-      copy: for a shard, the secondary shard as earlier steps have sent it, in the form of values.
-        The outer hops then carry the difference of the shard to its part of the copy. None sends
-        the shard itself.
+      copy: the secondary shard that the state keeps, in the form of values. Beside a shard it is
+        as earlier steps have sent it, and the outer hops carry the difference of the shard to its
+        part of the copy. Beside a secondary shard it is up to date. None sends the shard itself.
       key: the key of stochastic rounding for the outer hops. None takes the key of the gather.
     """
 
@@ -56,6 +57,11 @@ class LeafSource:
     def is_shard(self) -> bool:
         """Whether the leaf has made no hop yet."""
         return self.form in ("shard", "ticket")
+
+    @property
+    def is_encoded(self) -> bool:
+        """Whether the array is in the form in which it travels."""
+        return self.form in ("wire", "coded")
 
     def on_device(self) -> LeafSource:
         """Return the source in device memory."""
@@ -79,7 +85,7 @@ class Route:
         dtype.
       differences: the format of differences to a kept copy. None if no copy is kept.
       secondary: the form in which its secondary shard is kept from forward to backward. None keeps
-        none.
+        none. "wire" keeps values that travel on in a format of their own in the form "coded".
       is_wire: whether the leaf is stored as a wire. Its bytes then travel unchanged.
     """
 
@@ -90,6 +96,11 @@ class Route:
     differences: WireFormat | None = None
     secondary: Literal["wire", "values"] | None = None
     is_wire: bool = False
+
+    @property
+    def keeps_coded(self) -> bool:
+        """Whether values of its secondary shard are kept as they travel on, beside its copy."""
+        return self.values is not None and self.secondary == "wire"
 
     @property
     def words(self) -> str:
@@ -112,9 +123,8 @@ class Route:
 
     def layers(self, source: LeafSource, dim: int) -> LeafSource:
         """Return `source` with the layer dim `dim` first, for a loop to slice."""
-        axis = dim
-        if source.form == "wire" and self.weights is not None:
-            axis = self.placement.layer_dims.index(dim)
+        in_wires = source.form == "coded" or (source.form == "wire" and self.weights is not None)
+        axis = self.placement.layer_dims.index(dim) if in_wires else dim
         # A loop slices host memory in place along the first dim, so nothing is transposed there.
         source = source.on_device() if axis else source
         return LeafSource(jnp.moveaxis(source.array, axis, 0), source.form)
