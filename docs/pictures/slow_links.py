@@ -63,8 +63,8 @@ def main(folder: Path) -> None:
                 weight="bold" if style == "-" else "normal",
             )
     axes.set_yscale("log")
-    axes.set_yticks([1, 2, 5, 10], ["1", "2", "5", "10"])
-    axes.set_ylim(0.7, 20)
+    axes.set_yticks([0.5, 1, 2, 5, 10], ["0.5", "1", "2", "5", "10"])
+    axes.set_ylim(0.5, 20)
     axes.minorticks_off()
     axes.set_xticks(range(len(RATES)), RATES.values())
     axes.set_xlim(-0.95, len(RATES) - 0.9)
