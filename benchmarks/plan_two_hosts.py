@@ -168,9 +168,9 @@ the nine in its place:
 ## Misses
 
 * Quantized wires are planned too slow: by a fifth to two fifths at 1 and 10 Gbit/s; at 100 Mbit/s
-  zeropp by a half, and zeropp_min by 85 %. In zero3 the cores that compute also move 65 MB a step through Gloo. A
-  plan does not count that work. The scale found on zero3 makes up for it by slower computation,
-  and so plans the others, which move few bytes, too slow.
+  zeropp by a half, and zeropp_min by 85 %. In zero3 the cores that compute also move 65 MB a step
+  through Gloo. A plan does not count that work. The scale found on zero3 makes up for it by slower
+  computation, and so plans the others, which move few bytes, too slow.
 * A plan on CPUs has no collective beside computation, true of each device; but four devices share
   two cores here, and while one waits for the wire another computes. That shows most in zeropp_min
   and zeropp at 100 Mbit/s, which hide nearly all of their wire, and not in zero3, whose wire is

@@ -91,7 +91,6 @@ class Other(nn.Module):
         return next_token_loss(self(batch["tokens"][:, :-1]), batch["tokens"][:, 1:])
 
 
-@pytest.mark.filterwarnings("ignore:the model has no cache")
 def test_reference_of_a_model_with_other_names(mesh24):
     """Nobody has set targets: the message names the reference, and both ways out."""
     settings = Settings(prompt_length=2, new_tokens=4, rows=8, group=4)

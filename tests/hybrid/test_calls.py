@@ -28,6 +28,7 @@ import zeroxla
 from zeroxla import HybridEngine
 from zeroxla.hybrid.call_names import CallNames
 from zeroxla.hybrid.calls import OWN
+from zeroxla.hybrid.check_calls import Trial
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 BATCH = {"tokens": np.zeros((8, 33), np.int32)}
@@ -121,8 +122,7 @@ def test_a_call_of_the_users():
 
     with pytest.raises(ValueError, match=r"fails on rows of 4, 8, 16, 32 tokens: .* pass call="):
         HybridEngine(known.step)
-    with pytest.warns(UserWarning, match="the model has no cache"):
-        engine = HybridEngine(known.step, call=call)
+    engine = HybridEngine(known.step, call=call)
     found = generate(engine, known)
     np.testing.assert_array_equal(found.tokens, known.greedy(PROMPTS, 6))
 
@@ -187,7 +187,7 @@ def test_rows_of_other_lengths_than_blocks():
 def test_lengths_that_grow_until_a_call_takes_them():
     step = zeroxla.make_step(Blocks(size=16), zeroxla.make_mesh(nodes=2))
     step.abstract_state(BATCH)
-    with pytest.warns(UserWarning, match="no cache"):
+    with pytest.warns(UserWarning, match="none can be made .* it is wanted for all places at once"):
         engine = HybridEngine(step)
     assert (engine._model.sample_length, engine._model.multiple) == (16, 16)
     assert engine._buckets.limits.max_length == 32
@@ -228,10 +228,14 @@ def test_a_model_that_is_not_causal_is_refused():
         HybridEngine(step)
 
 
-def test_a_cache_that_computes_something_else_is_not_used():
+def test_a_cache_that_computes_something_else_is_not_used(monkeypatch):
+    """One is made from the trace instead; if that were wrong too, none would be used."""
     step = zeroxla.make_step(NeverPadded(forgets=True), zeroxla.make_mesh(nodes=2))
     step.abstract_state(BATCH)
-    with pytest.warns(UserWarning, match="the model's cache is not used, since with it a small"):
+    assert HybridEngine(step)._model.calls.with_cache.traced is not None
+    monkeypatch.setattr(Trial, "cache_is_right", lambda *_: False)
+    told = "the model's cache is not used, since .*, and the one made from its trace is not used, s"
+    with pytest.warns(UserWarning, match=told):
         engine = HybridEngine(step)
     assert uses_of(engine) is None
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 import warnings
 
 import jax
@@ -12,6 +13,7 @@ import pytest
 from tools.hugging_face import hub_folder, recorded
 from tools.hybrid import KEY, PROMPTS, live_bytes, padded, reference, train
 from tools.hybrid_models import NoCache, ParallelGPT, RepeatedHeads
+from tools.no_cache_models import Switched
 from tools.quick import quick_compilation, thinned  # noqa: F401
 
 import zeroxla
@@ -169,11 +171,16 @@ def test_rows_stop_at_the_end_token_and_are_padded(trained):
     assert [len(row) for row in found.rows()] == found.lengths.tolist()
 
 
-def test_a_model_without_a_cache_generates_by_whole_passes_and_says_so():
-    known = train(NoCache(), zeroxla.make_mesh(nodes=2))
-    with pytest.warns(UserWarning, match="the model has no cache .* pass over the whole") as caught:
+@pytest.mark.parametrize("model", [NoCache(), Switched()], ids=["traced", "none"])
+def test_a_model_without_a_cache(model):
+    """It generates with one that is made from its trace, or by whole passes, and says so."""
+    known = train(model, zeroxla.make_mesh(nodes=2))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
         engine = HybridEngine(known.step, tensor=2, max_length=32)
-    assert len(caught) == 1
+    told = "the model has no cache .* none can be made .*`cond` to .* pass over the whole sequence"
+    assert len(caught) == (not engine._model.calls.has_cache) == isinstance(model, Switched)
+    assert all(re.search(told, str(x.message)) for x in caught)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         found = engine.generate(known.state, PROMPTS, key=KEY, max_new_tokens=6, temperature=0)
@@ -188,8 +195,7 @@ def test_a_model_without_a_cache_generates_by_whole_passes_and_says_so():
 def test_more_devices_than_key_value_heads():
     """Queries of a head are split where their keys and values are whole on each device."""
     known = train(lambda rngs: RepeatedHeads(rngs=rngs), zeroxla.make_mesh(nodes=2))
-    with pytest.warns(UserWarning, match="no cache"):
-        engine = HybridEngine(known.step, tensor=4)
+    engine = HybridEngine(known.step, tensor=4)
     found = engine.generate(known.state, PROMPTS, key=KEY, max_new_tokens=4, temperature=0)
     np.testing.assert_array_equal(found.tokens, known.greedy(PROMPTS, 4))
 

@@ -197,7 +197,6 @@ class RulesOut(NoCache):
         )
 
 
-@pytest.mark.filterwarnings("ignore:the model has no cache")
 def test_tokens_that_a_model_rules_out_are_no_error_unless_all_are():
     mesh = zeroxla.make_mesh(nodes=2)
     known = train(RulesOut(), mesh, steps=0)
@@ -224,7 +223,6 @@ class Pairs(nn.Module):
     loss = NoCache.loss
 
 
-@pytest.mark.filterwarnings("ignore:the model has no cache")
 def test_an_engine_that_splits_nothing_says_so():
     step = zeroxla.make_step(Pairs(), zeroxla.make_mesh(nodes=2))
     step.abstract_state(BATCH)

@@ -88,15 +88,14 @@ def test_trained_statistics_go_with_the_weights(mesh):
     for _ in range(2):
         state, _ = step(state, {"tokens": rng.integers(0, 4, (8, 9), dtype=np.int32)})
     mean = np.asarray(state.model_state["batch_stats"]["BatchNorm_0"]["mean"])
-    with pytest.warns(UserWarning, match="the model has no cache"):
-        loop = rlhf.make_loop(
-            Normed(),
-            mesh,
-            settings("grpo"),
-            reward=share_of_wanted,
-            storage=rlhf.Storage(frozen=None),
-            config=CONFIG,
-        )
+    loop = rlhf.make_loop(
+        Normed(),
+        mesh,
+        settings("grpo"),
+        reward=share_of_wanted,
+        storage=rlhf.Storage(frozen=None),
+        config=CONFIG,
+    )
     states = loop.begin(state.params, KEY, state.model_state)
     for begun in (states.actor, states.reference):
         found = begun.model_state["batch_stats"]["BatchNorm_0"]["mean"]

@@ -14,6 +14,8 @@ import jax.numpy as jnp
 
 from zeroxla.frontend import Adapted
 from zeroxla.frontend.base import Tree
+from zeroxla.hybrid.from_trace.cache import TracedCache
+from zeroxla.hybrid.from_trace.places import ForbiddenError
 from zeroxla.hybrid.named_call import Call
 
 MakeCache = Callable[[int, int, Any], Any]
@@ -38,6 +40,7 @@ class CacheCall:
       rows: "padded" if prompts of different lengths can be padded on the left, since the call reads
         positions and a mask. "aligned" if all rows must begin at the cache's first place.
       one_token: whether the cache takes one token a call.
+      traced: the cache that is made from the trace of whole rows; None if the model has its own.
     """
 
     call: Call
@@ -45,6 +48,7 @@ class CacheCall:
     dtype: Any
     rows: Literal["padded", "aligned"] = "padded"
     one_token: bool = False
+    traced: TracedCache | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,15 +100,42 @@ class ModelCalls:
         )
         return logits_of(result, tokens_BL.shape)
 
-    def empty_cache(self, rows: int, places: int, dtype: Any) -> Any:
+    def with_traced(self, params: Tree, model_state: Tree, rows: int, places: int) -> ModelCalls:
+        """Return the calls with a cache that is made from the trace, instead of the model's own.
+
+        Args:
+          params, model_state: the shapes of the model's leaves and its other collections.
+          rows, places: the shape of rows to try it on.
+
+        Returns:
+          The calls without a cache, if none can be made; `no_cache` then says why.
+        """
+        without = dataclasses.replace(self, with_cache=None)
+        traced = TracedCache(forward=without.forward)
+        try:
+            traced.plan(params, model_state, rows, places)
+        except ForbiddenError as error:
+            why = f"{self.no_cache}, and none can be made from its trace ({error})"
+            return dataclasses.replace(without, no_cache=why)
+        how = CacheCall(
+            call=self.call, make=None, dtype=None, rows="aligned", one_token=True, traced=traced
+        )
+        return dataclasses.replace(self, with_cache=how)
+
+    def empty_cache(
+        self, params: Tree, model_state: Tree, rows: int, places: int, dtype: Any
+    ) -> Any:
         """Return an empty cache.
 
         Args:
+          params, model_state: the shapes of the model's leaves and its other collections.
           rows, places: the number of rows, and of places in each.
           dtype: the dtype of floating arrays in it.
         """
         how = self.with_cache
         assert how is not None
+        if how.traced is not None:
+            return how.traced.empty(params, model_state, rows, places, dtype)
         dtype = None if how.dtype == OWN else dtype
         if how.make is not None:
             return jax.tree.map(jnp.asarray, how.make(rows, places, dtype))
@@ -142,6 +173,9 @@ class ModelCalls:
         """
         how = self.with_cache
         assert how is not None
+        if how.traced is not None:
+            place, places = positions_BL[0, 0], mask_BM.shape[1]
+            return how.traced.read(params, model_state, cache, tokens_BL, place, places)
         held = cache
 
         def model(*args: Any, **kwargs: Any) -> Any:

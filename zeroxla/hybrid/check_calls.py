@@ -18,6 +18,7 @@ import numpy as np
 from jax import lax
 
 from zeroxla.hybrid.calls import ModelCalls
+from zeroxla.hybrid.find_calls import NUM_ROWS, sample_places
 from zeroxla.hybrid.model import LanguageModel, Samples
 from zeroxla.split.dims_flow import DimsFlow
 from zeroxla.split.small_instance import SmallInstance
@@ -69,7 +70,13 @@ def checked_calls(model: LanguageModel) -> ModelCalls:
         return model.calls
     if (wrong := trial.wrong_order(logits_BLV, *changed)) is not None:
         raise ValueError(wrong)
-    return _with_right_cache(model.calls, trial, logits_BLV)
+    calls = _with_right_cache(model.calls, trial, logits_BLV)
+    how = model.calls.with_cache
+    if calls.has_cache or how is None or how.traced is not None:
+        return calls
+    places = sample_places(model.sample_length, calls.adapted)
+    traced = calls.with_traced(model.params, model.model_state, NUM_ROWS, places)
+    return checked_calls(dataclasses.replace(model, calls=traced))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -229,9 +236,12 @@ def _with_right_cache(calls: ModelCalls, trial: Trial, logits_BLV: np.ndarray) -
     for candidate in _cache_uses(calls):
         if trial.cache_is_right(candidate, logits_BLV):
             return candidate
+    which = "the model's cache"
+    if calls.with_cache.traced is not None:
+        which = f"{calls.no_cache}, and the one made from its trace"
     why = (
-        "the model's cache is not used, since with it a small instance of the model computes other "
-        "logits than on whole rows"
+        f"{which} is not used, since with it a small instance of the model computes other logits "
+        "than on whole rows"
     )
     return dataclasses.replace(calls, with_cache=None, no_cache=why)
 

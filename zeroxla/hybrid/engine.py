@@ -289,8 +289,8 @@ class HybridEngine:
                 "neither"
             )
         cache: Any = ()
-        if num_prompts is not None and length is not None and self._model.calls.has_cache:
-            places = self._buckets.limits.checked(length)
+        if num_prompts is not None and length is not None:
+            places = self._model.whole_length(self._buckets.limits.checked(length))
             cache = self._programs.cache_shapes(self._buckets.device_rows(num_prompts), places)
         return phase_report(self._step, self._model, self.plan, cache)
 

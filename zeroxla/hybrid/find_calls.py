@@ -24,8 +24,9 @@ SHORTEST = 4
 
 
 def sample_places(length: int, adapted: Adapted) -> int:
-    """Return the number of a sample cache's places, for samples of a length without a cache."""
-    return min(2 * length, adapted.context or 2 * length)
+    """Return the number of a sample cache's places, for samples of a length without a cache: a
+    multiple of it, since whole rows may need one."""
+    return 2 * length if 2 * length <= (adapted.context or 2 * length) else length
 
 
 def several_tokens(places: int) -> int:
@@ -93,7 +94,8 @@ def find_calls(
     places = sample_places(length, adapted)
     cache = _find_cache(found, params, model_state, names, make, dtype, places, options)
     if isinstance(cache, str):
-        return dataclasses.replace(found, no_cache=cache), length
+        found = dataclasses.replace(found, no_cache=cache)
+        return found.with_traced(params, model_state, NUM_ROWS, places), length
     return dataclasses.replace(found, with_cache=cache), length
 
 
@@ -181,7 +183,7 @@ def _tried(
 ) -> CacheCall:
     """Return a call with a cache, if it reads so many tokens; raise the model's error otherwise."""
     calls = dataclasses.replace(found, with_cache=how)
-    cache = jax.eval_shape(lambda: calls.empty_cache(NUM_ROWS, places, dtype))
+    cache = jax.eval_shape(lambda: calls.empty_cache(params, model_state, NUM_ROWS, places, dtype))
     if not jax.tree.leaves(cache):
         raise ValueError("it is empty")
     tokens = jax.ShapeDtypeStruct((NUM_ROWS, num_tokens), jnp.int32)

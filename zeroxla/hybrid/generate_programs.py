@@ -6,6 +6,7 @@ Shape letters: B rows, L tokens, P prompt places (left-padded), N new tokens, V 
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -96,6 +97,11 @@ class GeneratePrograms:
           A dict of arrays, as `decode` returns it.
         """
         places = self.model.whole_length(shape.prompt + shape.new)
+        no_cache = self.model.no_cache_for(shape.rows, places)
+        if no_cache is not None and self.model.calls.has_cache:
+            warnings.warn(
+                f"{no_cache}: each new token takes a pass over the whole sequence", stacklevel=2
+            )
 
         def local(
             leaves: list[jax.Array], model_state: Tree, batch: Any, key: jax.Array, options: Any
@@ -107,7 +113,7 @@ class GeneratePrograms:
                 leaves=leaves,
                 model_state=model_state,
             )
-            if self.model.calls.has_cache:
+            if no_cache is None:
                 start = model.with_cache(batch, places, self.prefill_tokens)
             else:
                 start = model.without_cache(batch, places)
@@ -120,7 +126,10 @@ class GeneratePrograms:
         return self._map(local, specs, ROWS)(leaves, model_state, batch, key, options)
 
     def cache_shapes(self, rows: int, places: int) -> Any:
-        """Return the shapes of one device's part of a cache for so many of its rows and places."""
+        """Return the shapes of one device's part of a cache for so many of its rows and places; ()
+        if there is none."""
+        if self.model.no_cache_for(rows, places) is not None:
+            return ()
         return self.model.cached(self.plan, rows, places, 1).carry_shapes(self.axis)
 
     def logprobs(

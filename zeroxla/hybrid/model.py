@@ -19,6 +19,7 @@ from zeroxla.hybrid.find_calls import (
     sample_places,
     several_tokens,
 )
+from zeroxla.hybrid.from_trace.places import ForbiddenError
 from zeroxla.hybrid.reshard import StoredModel
 from zeroxla.program.paths import leaf_path
 from zeroxla.program.shapes import shapes_of
@@ -185,7 +186,19 @@ class LanguageModel:
 
     def empty_cache(self, rows: int, places: int) -> Any:
         """Return an empty cache, whole."""
-        return self.calls.empty_cache(rows, places, self.cache_dtype)
+        return self.calls.empty_cache(self.params, self.model_state, rows, places, self.cache_dtype)
+
+    def no_cache_for(self, rows: int, places: int) -> str | None:
+        """Return why rows of a shape are read without a cache; None if they are read with one."""
+        how = self.calls.with_cache
+        if how is None:
+            return self.calls.no_cache
+        try:
+            if how.traced is not None:
+                how.traced.plan(self.params, self.model_state, rows, places)
+        except ForbiddenError as error:
+            return f"the cache that is made from the model's trace has no {places} places ({error})"
+        return None
 
     def whole_length(self, length: int) -> int:
         """Return the length of whole rows that hold so many tokens: the next multiple."""

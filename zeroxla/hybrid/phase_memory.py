@@ -36,7 +36,7 @@ class PhaseReport(Report):
       other_bytes: the model state and the wire state.
       gradient_bytes: the gradients that a step sums up.
       layout_bytes: the tensor-parallel copy of the model, freed after generating.
-      cache_bytes: keys and values, freed with the copy.
+      cache_bytes: the cache (keys and values, carries of recurrences), freed with the copy.
     """
 
     num_parameters: int
