@@ -23,7 +23,8 @@ from zeroxla.planning.work import reads_of, work_of
 from zeroxla.program import compat
 from zeroxla.program.primitives import ATTENTION_BACKWARD, ATTENTION_FORWARD
 from zeroxla.program.trace import trace
-from zeroxla.split.dims_flow import DimsFlow, planned_dims
+from zeroxla.split.dims_flow import DimsFlow
+from zeroxla.split.layout import planned_dims
 from zeroxla.split.run_parts import PartsRunner
 from zeroxla.split.split_axis import SplitAxis
 
@@ -192,9 +193,9 @@ def test_heads_are_split_through_it(kv_heads):
     with compat.mesh_context(mesh):
         program, _ = trace(function, *arrays, opened=compat.forward_jaxpr)
     shared = 4 // kv_heads
-    heads = (1, kv_heads, 1)
+    heads = ((1, kv_heads, 1),)
     leaves = [
-        planned_dims(shapes[0], 2, (1, kv_heads, shared)),
+        planned_dims(shapes[0], 2, ((1, kv_heads, shared),)),
         *(planned_dims(shape, 2, heads) for shape in shapes[1:]),
     ]
     flow = DimsFlow.of(program, leaves)

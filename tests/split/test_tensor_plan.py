@@ -6,42 +6,22 @@ import numpy as np
 import pytest
 from tools.hybrid_models import NoCache, ParallelGPT, RepeatedHeads
 from tools.quick import quick_compilation  # noqa: F401
+from tools.split_parts import in_parts, model_of
 
-from zeroxla.frontend import adapt
-from zeroxla.hybrid.find_calls import CallOptions
-from zeroxla.hybrid.model import LanguageModel, check_split, plan_shortcomings
+from zeroxla.hybrid.model import check_split, plan_shortcomings
 from zeroxla.models import GPT, Llama
-from zeroxla.program import compat
-from zeroxla.program.trace import trace
 from zeroxla.split import products, rules
-from zeroxla.split.atoms import (
-    Atom,
-    block,
-    chosen_factors,
-    dim_of,
-    expand,
-    join,
-    one_run,
-    size_of,
-)
-from zeroxla.split.dims_flow import DimsFlow, planned_dims
+from zeroxla.split.atoms import Atom, block, dim_of, expand, size_of
+from zeroxla.split.joins import join
+from zeroxla.split.layout import layout_of, planned_dims
 from zeroxla.split.part_program import leaf_dims
-from zeroxla.split.run_parts import PartsRunner
-from zeroxla.split.split_axis import SplitAxis
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
-def model_of(module):
-    adapted = adapt(module)
-    batch = {"tokens": np.zeros((2, 9), np.int32)}
-    params, model_state = jax.eval_shape(adapted.init, jax.random.key(0), batch)
-    return LanguageModel.with_calls(adapted, params, model_state, CallOptions())
-
-
 def splits_of(module, tensor):
     rows = model_of(module).plan(tensor).rows
-    return {row.path: (row.dim, row.factors) for row in rows if row.dim is not None}
+    return {row.path: (row.dim, row.pieces) for row in rows if row.dim is not None}
 
 
 # atoms
@@ -82,50 +62,14 @@ def test_what_is_known_of_an_atom_is_known_of_its_parts():
     assert [dict(atom.blocked) for atom in expand(a)] == [{"why": None}] * 2
 
 
-def test_a_slice_of_whole_turns_keeps_the_inner_part():
-    whole = dim_of(12)
-    parts = [one_run(whole, start, 4) for start in (0, 4, 8)]
-    assert sizes(whole) == [3, 4]
-    assert {expand(part) for part in parts} == {expand(whole)[1:]}
-    assert expand(whole)[0].blocked
-    assert not expand(whole)[1].blocked
-    assert one_run(whole, 2, 4) is None
-
-
 def test_a_chosen_atom_says_its_place():
-    dims = planned_dims((5, 24), 1, (3, 4, 2))
-    assert chosen_factors(dims[0]) is None
-    assert chosen_factors(dims[1]) == (3, 4, 2)
+    dims = planned_dims((5, 24), 1, ((3, 4, 2),))
+    assert layout_of(dims[0]) == (5,)
+    assert layout_of(dims[1]) == ((3, 4, 2),)
     assert size_of(dims[1]) == 24
 
 
 # one equation in parts
-
-
-def in_parts(function, shapes, chosen, parts=2, arrays=None):
-    """Return (whole results, results collected from parts) of a function of arrays.
-
-    Args:
-      chosen: (dim, factors) to split, or None, for each argument.
-      arrays: the arguments; random ones if None.
-    """
-    if arrays is None:
-        generator = np.random.default_rng(0)
-        arrays = [generator.normal(size=shape).astype(np.float32) for shape in shapes]
-    program, _ = trace(function, *arrays, opened=compat.forward_jaxpr)
-    leaves = [planned_dims(s, *(c or (None, None))) for s, c in zip(shapes, chosen, strict=True)]
-    flow = DimsFlow.of(program, leaves)
-    for atoms in flow.atoms():
-        assert not any(atom.blocked for atom in atoms if atom.chosen), "blocked"
-    axis = SplitAxis(parts=parts, name="tensor")
-
-    def run(_):
-        taken = [axis.take(jnp.asarray(x), d) for x, d in zip(arrays, leaves, strict=True)]
-        outs = PartsRunner(flow, axis)(taken)
-        return [axis.collect(x, d) for x, d in zip(outs, flow.outputs(), strict=True)]
-
-    found = jax.vmap(run, axis_name="tensor", axis_size=parts)(jnp.arange(parts)[:, None] * 0)
-    return program(*arrays), found
 
 
 def reshaped(x):
@@ -133,43 +77,51 @@ def reshaped(x):
 
 
 CASES = {
-    "sum of products": (lambda x, w: x @ w, [(3, 8), (8, 5)], [(1, (1, 8, 1)), (0, (1, 8, 1))]),
-    "columns": (lambda x, w: jnp.tanh(x @ w), [(3, 8), (8, 6)], [None, (1, (1, 6, 1))]),
-    "inner columns": (lambda x, w: (x @ w)[:, None], [(3, 8), (8, 12)], [None, (1, (3, 2, 2))]),
-    "reshape": (reshaped, [(3, 40)], [(1, (2, 4, 5))]),
-    "a third": (lambda x: x[:, 4:8] * 2, [(3, 12)], [(1, (3, 4, 1))]),
-    "three thirds": (lambda x: jnp.split(x, 3, axis=1), [(2, 24)], [(1, (3, 4, 2))]),
-    "padded columns": (lambda x, w: jnp.exp(x @ w), [(3, 8), (8, 5)], [None, (1, (1, 5, 1))]),
-    "padded runs": (lambda x: x.reshape(2, 2, 5, 3) * 2, [(2, 30)], [(1, (2, 5, 3))]),
-    "padded lookup": (lambda t: t[jnp.array([[0, 3], [4, 1]])], [(5, 3)], [(0, (1, 5, 1))]),
-    "padded iota": (lambda x: x * jnp.arange(5.0), [(3, 5)], [(1, (1, 5, 1))]),
-    "softmax": (lambda x: jax.nn.softmax(x, axis=0), [(5, 4)], [(1, (1, 4, 1))]),
-    "broadcast": (lambda x: jnp.broadcast_to(x[:, None], (4, 3)) * 2.0, [(4,)], [(0, (1, 4, 1))]),
-    "iota": (lambda x: x * jnp.arange(4.0), [(3, 4)], [(1, (1, 4, 1))]),
-    "a constant": (lambda x: x * np.arange(6.0, dtype=np.float32), [(3, 6)], [(1, (1, 6, 1))]),
-    "lookup": (lambda t: t[jnp.array([[0, 3], [2, 1]])], [(4, 3)], [(0, (1, 4, 1))]),
-    "lookup of columns": (lambda t: t[jnp.array([2, 0])], [(4, 6)], [(1, (3, 2, 1))]),
-    "stack": (lambda x, y: jnp.stack([x, y], 1), [(3, 4)] * 2, [(1, (1, 4, 1))] * 2),
-    "concatenate": (lambda x, y: jnp.concatenate([x, y]), [(3, 4)] * 2, [(1, (1, 4, 1))] * 2),
+    "sum of products": (
+        lambda x, w: x @ w,
+        [(3, 8), (8, 5)],
+        [(1, ((1, 8, 1),)), (0, ((1, 8, 1),))],
+    ),
+    "columns": (lambda x, w: jnp.tanh(x @ w), [(3, 8), (8, 6)], [None, (1, ((1, 6, 1),))]),
+    "inner columns": (lambda x, w: (x @ w)[:, None], [(3, 8), (8, 12)], [None, (1, ((3, 2, 2),))]),
+    "reshape": (reshaped, [(3, 40)], [(1, ((2, 4, 5),))]),
+    "a third": (lambda x: x[:, 4:8] * 2, [(3, 12)], [(1, ((3, 4, 1),))]),
+    "three thirds": (lambda x: jnp.split(x, 3, axis=1), [(2, 24)], [(1, ((3, 4, 2),))]),
+    "padded columns": (lambda x, w: jnp.exp(x @ w), [(3, 8), (8, 5)], [None, (1, ((1, 5, 1),))]),
+    "padded runs": (lambda x: x.reshape(2, 2, 5, 3) * 2, [(2, 30)], [(1, ((2, 5, 3),))]),
+    "padded lookup": (lambda t: t[jnp.array([[0, 3], [4, 1]])], [(5, 3)], [(0, ((1, 5, 1),))]),
+    "padded iota": (lambda x: x * jnp.arange(5.0), [(3, 5)], [(1, ((1, 5, 1),))]),
+    "softmax": (lambda x: jax.nn.softmax(x, axis=0), [(5, 4)], [(1, ((1, 4, 1),))]),
+    "broadcast": (
+        lambda x: jnp.broadcast_to(x[:, None], (4, 3)) * 2.0,
+        [(4,)],
+        [(0, ((1, 4, 1),))],
+    ),
+    "iota": (lambda x: x * jnp.arange(4.0), [(3, 4)], [(1, ((1, 4, 1),))]),
+    "a constant": (lambda x: x * np.arange(6.0, dtype=np.float32), [(3, 6)], [(1, ((1, 6, 1),))]),
+    "lookup": (lambda t: t[jnp.array([[0, 3], [2, 1]])], [(4, 3)], [(0, ((1, 4, 1),))]),
+    "lookup of columns": (lambda t: t[jnp.array([2, 0])], [(4, 6)], [(1, ((3, 2, 1),))]),
+    "stack": (lambda x, y: jnp.stack([x, y], 1), [(3, 4)] * 2, [(1, ((1, 4, 1),))] * 2),
+    "concatenate": (lambda x, y: jnp.concatenate([x, y]), [(3, 4)] * 2, [(1, ((1, 4, 1),))] * 2),
     "update": (
         lambda c, x: jax.lax.dynamic_update_slice(c, x, (2, 0)),
         [(5, 4), (1, 4)],
-        [(1, (1, 4, 1))] * 2,
+        [(1, ((1, 4, 1),))] * 2,
     ),
     "scatter": (
         lambda c, x: c.at[:, jnp.arange(2) + 1].set(x),
         [(2, 5, 4), (2, 2, 4)],
-        [(2, (1, 4, 1))] * 2,
+        [(2, ((1, 4, 1),))] * 2,
     ),
     "a loop": (
         lambda x, w: jax.lax.scan(lambda c, w: (jnp.sin(c * w), c.sum(0)), x, w),
         [(2, 4), (3, 4)],
-        [(1, (1, 4, 1))] * 2,
+        [(1, ((1, 4, 1),))] * 2,
     ),
-    "padding": (lambda x: jnp.pad(x, [(1, 2), (0, 0)]) * 2.0, [(3, 4)], [(1, (1, 4, 1))]),
-    "sort": (lambda x: jnp.sort(x, axis=0), [(5, 4)], [(1, (1, 4, 1))]),
-    "sum along another dim": (lambda x: x.sum(0), [(5, 4)], [(1, (1, 4, 1))]),
-    "cumulative": (lambda x: jnp.cumsum(x, 0), [(5, 4)], [(1, (1, 4, 1))]),
+    "padding": (lambda x: jnp.pad(x, [(1, 2), (0, 0)]) * 2.0, [(3, 4)], [(1, ((1, 4, 1),))]),
+    "sort": (lambda x: jnp.sort(x, axis=0), [(5, 4)], [(1, ((1, 4, 1),))]),
+    "sum along another dim": (lambda x: x.sum(0), [(5, 4)], [(1, ((1, 4, 1),))]),
+    "cumulative": (lambda x: jnp.cumsum(x, 0), [(5, 4)], [(1, ((1, 4, 1),))]),
 }
 
 
@@ -190,7 +142,6 @@ BLOCKED = {
     "every second": lambda x: x[::2],
     "reversed": lambda x: x[::-1],
     "twice in one array": lambda x: x[:, None] * x[None],
-    "a concatenation": lambda x: jnp.concatenate([x, x]),
     "an equation without a rule": lambda x: jnp.fft.fft(x),
 }
 
@@ -198,12 +149,12 @@ BLOCKED = {
 @pytest.mark.parametrize("name", BLOCKED)
 def test_what_needs_a_dim_whole_blocks_it(name):
     with pytest.raises(AssertionError, match="blocked"):
-        in_parts(BLOCKED[name], [(4,)], [(0, (1, 4, 1))])
+        in_parts(BLOCKED[name], [(4,)], [(0, ((1, 4, 1),))])
 
 
 def test_a_lookup_outside_of_a_split_table_gives_nan_as_numpy_take_does():
     whole, found = in_parts(
-        lambda t: jnp.take(t, jnp.array([1, 9, -5]), axis=0), [(4, 2)], [(0, (1, 4, 1))]
+        lambda t: jnp.take(t, jnp.array([1, 9, -5]), axis=0), [(4, 2)], [(0, ((1, 4, 1),))]
     )
     assert np.isnan(whole[0][1:]).all()
     np.testing.assert_allclose(found[0][0], whole[0])
@@ -217,7 +168,7 @@ def test_a_sum_of_parts_is_rounded_once():
 
     ones = np.ones((1, 64), np.float32)
     terms = np.array([226, *[1] * 31, 227, *[1] * 31], np.float32)[:, None]
-    shapes, chosen = [(1, 64), (64, 1)], [(1, (1, 64, 1)), (0, (1, 64, 1))]
+    shapes, chosen = [(1, 64), (64, 1)], [(1, ((1, 64, 1),)), (0, ((1, 64, 1),))]
     _, found = in_parts(dot, shapes, chosen, arrays=[ones, terms])
     assert np.asarray(found[0], np.float32).ravel().tolist() == [516, 516]
 
@@ -228,14 +179,14 @@ def test_a_sum_of_parts_is_rounded_once():
 @pytest.mark.smoke
 def test_gpt_is_split_by_heads_hidden_width_and_tables():
     assert splits_of(GPT.tiny(), 2) == {
-        "h/attn/c_attn/bias": (1, (3, 4, 8)),
-        "h/attn/c_attn/kernel": (2, (3, 4, 8)),
-        "h/attn/c_proj/kernel": (1, (1, 4, 8)),
-        "h/mlp/c_fc/bias": (1, (1, 128, 1)),
-        "h/mlp/c_fc/kernel": (2, (1, 128, 1)),
-        "h/mlp/c_proj/kernel": (1, (1, 128, 1)),
-        "wpe/embedding": (0, (1, 32, 1)),
-        "wte/embedding": (0, (1, 64, 1)),
+        "h/attn/c_attn/bias": (1, ((3, 4, 8),)),
+        "h/attn/c_attn/kernel": (2, ((3, 4, 8),)),
+        "h/attn/c_proj/kernel": (1, ((1, 4, 8),)),
+        "h/mlp/c_fc/bias": (1, ((1, 128, 1),)),
+        "h/mlp/c_fc/kernel": (2, ((1, 128, 1),)),
+        "h/mlp/c_proj/kernel": (1, ((1, 128, 1),)),
+        "wpe/embedding": (0, ((1, 32, 1),)),
+        "wte/embedding": (0, ((1, 64, 1),)),
     }
 
 
@@ -243,10 +194,10 @@ def test_llama_is_split_by_the_heads_that_queries_share():
     found = splits_of(Llama.tiny(scan=False, layers=1), 2)
     attention = {path.split("/")[-2]: f for path, (_, f) in found.items() if "self_attn" in path}
     assert attention == {
-        "q_proj": (1, 2, 16),
-        "k_proj": (1, 2, 8),
-        "v_proj": (1, 2, 8),
-        "o_proj": (1, 2, 16),
+        "q_proj": ((1, 2, 16),),
+        "k_proj": ((1, 2, 8),),
+        "v_proj": ((1, 2, 8),),
+        "o_proj": ((1, 2, 16),),
     }
     assert {"lm_head", "embed_tokens/embedding"} <= found.keys()
 
@@ -254,23 +205,23 @@ def test_llama_is_split_by_the_heads_that_queries_share():
 def test_an_architecture_that_is_not_known_is_split_too():
     found = splits_of(ParallelGPT(layers=1), 4)
     assert found == {
-        "h_0/q/kernel": (1, (1, 4, 1)),
-        "h_0/k/kernel": (1, (1, 4, 1)),
-        "h_0/v/kernel": (1, (1, 4, 1)),
-        "h_0/out/kernel": (0, (1, 4, 1)),
-        "h_0/fc_in/kernel": (1, (1, 96, 1)),
-        "h_0/fc_in/bias": (0, (1, 96, 1)),
-        "h_0/fc_out/kernel": (0, (1, 96, 1)),
-        "lm_head/kernel": (1, (1, 48, 1)),
-        "lm_head/bias": (0, (1, 48, 1)),
-        "wte/embedding": (0, (1, 48, 1)),
+        "h_0/q/kernel": (1, ((1, 4, 1),)),
+        "h_0/k/kernel": (1, ((1, 4, 1),)),
+        "h_0/v/kernel": (1, ((1, 4, 1),)),
+        "h_0/out/kernel": (0, ((1, 4, 1),)),
+        "h_0/fc_in/kernel": (1, ((1, 96, 1),)),
+        "h_0/fc_in/bias": (0, ((1, 96, 1),)),
+        "h_0/fc_out/kernel": (0, ((1, 96, 1),)),
+        "lm_head/kernel": (1, ((1, 48, 1),)),
+        "lm_head/bias": (0, ((1, 48, 1),)),
+        "wte/embedding": (0, ((1, 48, 1),)),
     }
 
 
 def test_more_parts_than_key_value_heads_split_the_queries_of_each():
     found = splits_of(lambda rngs: RepeatedHeads(rngs=rngs), 4)
-    assert found["q/kernel"] == (1, (2, 4, 4))
-    assert found["o/kernel"] == (0, (2, 4, 4))
+    assert found["q/kernel"] == (1, ((2, 4, 4),))
+    assert found["o/kernel"] == (0, ((2, 4, 4),))
     assert "kv/kernel" not in found
 
 

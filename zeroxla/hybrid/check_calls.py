@@ -226,7 +226,7 @@ def _floats(flow: DimsFlow) -> set[Any]:
     """Return the floating dtypes that a program computes with, in its loops too."""
     outputs = (value for eq in flow.program.equations for value in eq.outputs)
     own = {value.aval.dtype for value in outputs if value.is_float}
-    return own.union(*map(_floats, flow.bodies.values()))
+    return own.union(*(_floats(body) for bodies in flow.bodies.values() for body in bodies))
 
 
 def _with_right_cache(calls: ModelCalls, trial: Trial, logits_BLV: np.ndarray) -> ModelCalls:

@@ -23,7 +23,6 @@ from zeroxla.hybrid.from_trace.places import ForbiddenError
 from zeroxla.hybrid.reshard import StoredModel
 from zeroxla.program.paths import leaf_path
 from zeroxla.program.shapes import shapes_of
-from zeroxla.split.dims_flow import planned_dims
 from zeroxla.split.part_program import PartProgram, leaf_dims
 from zeroxla.split.proof import prove
 from zeroxla.split.tensor_plan import TensorPlan, make_tensor_plan
@@ -205,7 +204,7 @@ class LanguageModel:
         return -(-length // self.multiple) * self.multiple
 
     def _planned(self, found: TensorPlan) -> list:
-        return [planned_dims(row.shape, row.dim, row.factors) for row in found.rows]
+        return [row.dims for row in found.rows]
 
     def _paths(self) -> list[str]:
         return [leaf_path(path) for path, _ in jax.tree_util.tree_leaves_with_path(self.params)]
@@ -236,7 +235,8 @@ class LanguageModel:
             return self.calls.forward(params, model_state, tokens), cache
 
         tokens = jax.ShapeDtypeStruct((rows, length), jnp.int32)
-        return PartProgram.of(function, leaves, self.params, {}, self.model_state, tokens)
+        others = (self.model_state, tokens)
+        return PartProgram.of(function, leaves, self.params, {}, *others, num_whole=1)
 
     def _cached(self, leaves: list, rows: int, length: int, num_tokens: int) -> PartProgram:
         def function(
@@ -247,9 +247,8 @@ class LanguageModel:
         cache = jax.eval_shape(lambda: self.empty_cache(rows, length))
         tokens = jax.ShapeDtypeStruct((rows, num_tokens), jnp.int32)
         mask = jax.ShapeDtypeStruct((rows, length), jnp.int32)
-        return PartProgram.of(
-            function, leaves, self.params, cache, self.model_state, tokens, tokens, mask
-        )
+        others = (self.model_state, tokens, tokens, mask)
+        return PartProgram.of(function, leaves, self.params, cache, *others, num_whole=3)
 
 
 def check_split(program: PartProgram) -> None:

@@ -5,7 +5,7 @@ is seen as `tensor` x `data`, with `tensor` outermost. Gathers over `node` and `
 each device one contiguous 1/tensor of the stored dim. If the plan splits the same dim in one run,
 this is the device's part. If the plan splits another dim, an all-to-all over `tensor` exchanges the
 two. A device holds a whole leaf only if the stored dim is padded, or if the plan splits it in
-several runs (fused queries, keys and values).
+several runs or pieces (fused queries, keys and values).
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from zeroxla.mesh.axes import DEVICE, NODE
 from zeroxla.mesh.placement import Placement
 from zeroxla.offload.memory_kinds import to_device
 from zeroxla.program.one_by_one import one_after_another
-from zeroxla.split.split_axis import padded, part_size, take_part
-from zeroxla.split.tensor_plan import LeafSplit
+from zeroxla.split.layout import LeafSplit
+from zeroxla.split.split_axis import SplitAxis
 from zeroxla.step.step import Step
 
 TENSOR = "tensor"
@@ -171,20 +171,14 @@ def part_of(shard: jax.Array, placement: Placement, row: LeafSplit, mesh: Mesh) 
     dim, piece = placement.dim, shard
     for axis in (NODE, DATA):
         piece = _gather(piece, axis, dim, mesh)
-    if row.dim is None or row.factors is None or tensor == 1:
+    if row.dim is None or tensor == 1:
         return placement.natural(_gather(piece, TENSOR, dim, mesh))
-    outer, size, inner = row.factors
     if row.dim != dim:
-        shape = piece.shape
-        d = row.dim
-        apart = piece.reshape(*shape[:d], outer, size, inner, *shape[d + 1 :])
-        apart = padded(apart, d + 1, tensor * part_size(size, tensor))
-        at = dim if dim < d else dim + 2
-        found = lax.all_to_all(apart, TENSOR, split_axis=d + 1, concat_axis=at, tiled=True)
-        joined = outer * part_size(size, tensor) * inner
-        found = found.reshape(*found.shape[:d], joined, *found.shape[d + 3 :])
+        axes = (SplitAxis(parts=tensor, part=i) for i in range(tensor))
+        parts = jnp.concatenate([axis.take(piece, row.dims) for axis in axes], axis=row.dim)
+        found = lax.all_to_all(parts, TENSOR, split_axis=row.dim, concat_axis=dim, tiled=True)
         return placement.natural(found)
-    if outer == 1 and placement.pad == 0:
+    if row.is_one_run(tensor) and placement.pad == 0:
         return piece
     return _take_own(placement.natural(_gather(piece, TENSOR, dim, mesh)), row, tensor)
 
@@ -197,7 +191,4 @@ def _gather(piece: jax.Array, axis: str, dim: int, mesh: Mesh) -> jax.Array:
 
 def _take_own(whole: jax.Array, row: LeafSplit, tensor: int) -> jax.Array:
     """Return this device's part of a leaf that it has whole."""
-    if row.dim is None or row.factors is None or tensor == 1:
-        return whole
-    mine = part_size(row.factors[1], tensor)
-    return take_part(whole, row.dim, row.factors, mine, tensor, lax.axis_index(TENSOR))
+    return SplitAxis(parts=tensor, name=TENSOR).take(whole, row.dims)

@@ -2,17 +2,19 @@
 
 A dim of size 768 that the program later reshapes to 12 heads of 64 is the product of two atoms, the
 outer one of size 12. Where an equation makes two dims one (a product contracts them, a sum adds
-them), their atoms are joined. Where an equation takes a dim apart, its atoms are refined. In the
+them), their atoms are joined. Where an equation takes a dim apart, its atoms are refined: into
+factors where it is reshaped, into pieces where it is sliced. A fused projection of queries, keys
+and values has three pieces, one after another, each a product of atoms of its own. In the
 end every class of joined atoms is one quantity of the model: its heads, its hidden width, its
 vocabulary. Each dim of a leaf then lists the classes that it holds, the outermost first.
 
-Joining is union-find; `Atom.root` stands for a class.
+Joining is union-find (see `joins`); `Atom.root` stands for a class.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 Dim = tuple["Atom", ...]
 """A dim as a product of atoms, the outermost first. A dim of size 1 has no atoms."""
@@ -20,6 +22,9 @@ Dims = tuple[Dim, ...]
 """The dims of one array."""
 
 KINDS = ("is_contracted", "is_heads", "is_table", "is_loop")
+
+_MOST_TOGETHER = 64
+"""The most sets that `together` returns."""
 
 
 class Atom:
@@ -35,13 +40,16 @@ class Atom:
       is_table: whether indices are looked up along it.
       is_loop: whether a loop goes through it, one element in each turn.
       chosen: whether it is split.
+      depth: how many times the dim that it comes from has been cut.
     """
 
     __slots__ = (
+        "_factors",
         "_parent",
-        "_parts",
+        "_pieces",
         "blocked",
         "chosen",
+        "depth",
         "is_contracted",
         "is_heads",
         "is_loop",
@@ -56,8 +64,10 @@ class Atom:
         self.sums: list[int] = []
         self.is_contracted = self.is_heads = self.is_table = self.is_loop = False
         self.chosen = chosen
+        self.depth = 0
         self._parent: Atom | None = None
-        self._parts: Dim = ()
+        self._factors: Dim = ()
+        self._pieces: tuple[Dim, ...] = ()
 
     @property
     def root(self) -> Atom:
@@ -70,6 +80,13 @@ class Atom:
     def __repr__(self) -> str:
         return f"Atom({self.size})"
 
+    def note(self, other: Atom) -> None:
+        """Note of this class all that is known of another, `chosen` aside."""
+        self.blocked |= other.blocked
+        self.sums += other.sums
+        for kind in KINDS:
+            setattr(self, kind, getattr(self, kind) or getattr(other, kind))
+
 
 def dim_of(size: int) -> Dim:
     """Return a new dim, about which nothing is known."""
@@ -81,13 +98,43 @@ def dims_of(shape: Sequence[int]) -> Dims:
     return tuple(map(dim_of, shape))
 
 
+def dim_in_pieces(pieces: Sequence[Dim]) -> Dim:
+    """Return the dim that has some dims, none of them empty, one after another."""
+    if len(pieces) == 1:
+        return pieces[0]
+    atom = Atom(sum(map(size_of, pieces)))
+    atom._pieces = tuple(pieces)
+    return (atom,)
+
+
 def expand(dim: Dim) -> Dim:
-    """Return the dim's atoms after all refinements and joins so far."""
+    """Return the dim's atoms after all refinements and joins so far. One of them may have
+    pieces."""
     found: list[Atom] = []
     for atom in dim:
         root = atom.root
-        found.extend(expand(root._parts) if root._parts else (root,))
+        found.extend(expand(root._factors) if root._factors else (root,))
     return tuple(found)
+
+
+def pieces_of(atom: Atom) -> tuple[Dim, ...]:
+    """Return the dims that an atom consists of, one after another; none if it is not cut."""
+    found: list[Dim] = []
+    for piece in atom.root._pieces:
+        whole = expand(piece)
+        inner = pieces_of(whole[0]) if len(whole) == 1 else ()
+        found.extend(inner or (whole,))
+    return tuple(found)
+
+
+def atoms_in(dim: Dim) -> Iterator[Atom]:
+    """Yield the atoms of a dim, and instead of one that is cut those of its pieces."""
+    for atom in expand(dim):
+        pieces = pieces_of(atom)
+        for piece in pieces:
+            yield from atoms_in(piece)
+        if not pieces:
+            yield atom
 
 
 def size_of(dim: Dim) -> int:
@@ -97,101 +144,53 @@ def size_of(dim: Dim) -> int:
 
 def block(dim: Dim, why: str) -> None:
     """Record that no atom of the dim can be split, and the reason."""
-    for atom in expand(dim):
+    for atom in atoms_in(dim):
         atom.blocked[why] = None
 
 
-def refine(atom: Atom, outer: int) -> None:
-    """Take an unrefined root apart into an atom of size `outer` and one for the rest."""
-    if atom.chosen:
-        block((atom,), "it is taken apart")
-        return
-    parts = Atom(outer), Atom(atom.size // outer)
-    for part in parts:
-        part.blocked, part.sums = dict(atom.blocked), list(atom.sums)
-        for kind in KINDS:
-            setattr(part, kind, getattr(atom, kind))
-    atom._parts = parts
+def is_split(dim: Dim) -> bool:
+    """Return whether an atom of the dim is chosen."""
+    return any(atom.chosen for atom in atoms_in(dim))
 
 
-def join(a: Dim, b: Dim, why: str) -> None:
-    """Make two dims one.
+def shares(dims: Dims) -> dict[Atom, float]:
+    """Return the atoms of an array, and the share of its elements that lies along each."""
+    found: dict[Atom, float] = {}
+    for dim in dims:
+        for atom in expand(dim):
+            pieces = pieces_of(atom)
+            for piece in pieces:
+                for inner, share in shares((piece,)).items():
+                    found[inner] = found.get(inner, 0) + share * size_of(piece) / atom.size
+            if not pieces:
+                found[atom] = 1.0
+    return found
 
-    If one dim has an atom of 12 where the other has 3 x 4, the 12 is refined. If neither fits into
-    the other (6 x 2 and 4 x 3, after the common 2), the rest of both is blocked, with the reason
-    `why`.
+
+def together(dims: Dims) -> list[set[Atom]]:
+    """Return the sets of atoms along which one element of an array can lie.
+
+    There is one set, unless dims have pieces.
     """
-    assert size_of(expand(a)) == size_of(expand(b)), (a, b)
-    first, second = list(expand(a)), list(expand(b))
-    while first and second:
-        x, y = first[0].root, second[0].root
-        common = math.gcd(x.size, y.size)
-        if common == 1:
-            block((*first, *second), why)
-            return
-        for atom in (x, y):
-            if atom.size != common:
-                if atom.chosen:
-                    block((*first, *second), why)
-                    return
-                refine(atom, common)
-                # The same atom may stand in both dims, and again further on.
-                first[:], second[:] = expand(tuple(first)), expand(tuple(second))
-                break
-        else:
-            _unite(x, y)
-            del first[0], second[0]
-
-
-def _unite(a: Atom, b: Atom) -> None:
-    """Join two unrefined roots of the same size."""
-    if a is b:
-        return
-    b._parent = a
-    a.blocked |= b.blocked
-    a.sums += b.sums
-    for kind in (*KINDS, "chosen"):
-        setattr(a, kind, getattr(a, kind) or getattr(b, kind))
-
-
-def chosen_factors(dim: Dim) -> tuple[int, int, int] | None:
-    """Return a dim's size as (outer, size, inner), where `size` belongs to the chosen atom.
-
-    Returns None if no atom of the dim is chosen.
-    """
-    atoms = expand(dim)
-    places = [i for i, atom in enumerate(atoms) if atom.chosen]
-    if not places:
-        return None
-    (i,) = places
-    return size_of(atoms[:i]), atoms[i].size, size_of(atoms[i + 1 :])
-
-
-def one_run(dim: Dim, start: int, size: int) -> Dim | None:
-    """Return the dim of a slice that takes one whole run of a dim.
-
-    The dim is seen as several runs of `size` elements, one after another. The slice takes the run
-    that begins at `start`. Returns None if no run begins there, or if `size` does not divide the
-    dim.
-    """
-    whole = expand(dim)
-    total = size_of(whole)
-    if size == total:
-        return whole
-    if size == 0 or total % size or start % size:
-        return None
-    outer = Atom(total // size)
-    inner = dim_of(size)
-    join(whole, (outer, *inner), "a slice cuts it")
-    block((outer,), "a slice takes one of its parts")
-    return expand(inner)
+    found: list[set[Atom]] = [set()]
+    for dim in dims:
+        for atom in expand(dim):
+            inner = [atoms for piece in pieces_of(atom) for atoms in together((piece,))]
+            found = [a | b for a in found for b in inner or [{atom}]]
+            if len(found) > _MOST_TOGETHER:
+                found = [set().union(*found)]
+    return found
 
 
 def repeated(dims: Dims) -> set[Atom]:
-    """Return the atoms that occur more than once in a value's dims."""
+    """Return the atoms along which an element of an array lies twice."""
     seen: set[Atom] = set()
     twice: set[Atom] = set()
     for dim in dims:
         for atom in expand(dim):
-            (twice if atom in seen else seen).add(atom)
+            mine = set(atoms_in((atom,)))
+            twice |= seen & mine
+            seen |= mine
+            for piece in pieces_of(atom):
+                twice |= repeated((piece,))
     return twice

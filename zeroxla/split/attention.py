@@ -11,7 +11,7 @@ from jax import lax
 
 from zeroxla.program.primitives import ATTENTION_FORWARD
 from zeroxla.program.trace import Equation
-from zeroxla.split.atoms import Dims, block, dim_of, expand
+from zeroxla.split.atoms import Dims, atoms_in, block, dim_of
 from zeroxla.split.rules import (
     Args,
     DimsOf,
@@ -34,7 +34,7 @@ def _connect(eq: Equation, ins: list[Dims]) -> list[Dims]:
     same(eq, key[2], value[2])
     num_shared = shape_of(eq.inputs[0])[2] // shape_of(eq.inputs[1])[2]
     same(eq, query[2], (*key[2], *dim_of(num_shared)))
-    for atom in expand(key[2]):
+    for atom in atoms_in(key[2]):
         atom.is_heads = True
     whole = [query[1], query[3], key[1], key[3], value[1], value[3]]
     has_bias, _ = params["variadic_args"]

@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import jax.numpy as jnp
 
 from zeroxla.program import compat
+from zeroxla.program.branches import While, branches_of
 from zeroxla.program.scan import Scan
 from zeroxla.program.trace import Constant, Equation, Operand, Program, Value
-from zeroxla.split.atoms import Atom, Dim, Dims, block, dim_of, dims_of, expand, join, repeated
+from zeroxla.split.atoms import (
+    Atom,
+    Dim,
+    Dims,
+    atoms_in,
+    block,
+    dim_of,
+    dims_of,
+    repeated,
+    together,
+)
+from zeroxla.split.joins import join
 from zeroxla.split.products import rule_of
 
 
@@ -21,14 +33,15 @@ class DimsFlow:
     Attributes:
       program: the program.
       dims: the dims of every value and constant, the loops' bodies aside.
-      bodies: the flow through the body of each `scan`.
+      bodies: the flows through what an equation runs: the body of a `scan`, the branches of a
+        `cond`, the condition and the body of a `while`.
       contracted: by a leaf's number, the leaf's dims that products sum over. In tensor parallelism
         these are called a matrix' rows, and its other dims columns.
     """
 
     program: Program
     dims: dict[Operand, Dims] = dataclasses.field(default_factory=dict)
-    bodies: dict[Equation, DimsFlow] = dataclasses.field(default_factory=dict)
+    bodies: dict[Equation, list[DimsFlow]] = dataclasses.field(default_factory=dict)
     contracted: dict[int, list[Dim]] = dataclasses.field(default_factory=dict)
     _leaves: dict[Operand, frozenset[int]] = dataclasses.field(default_factory=dict)
     """For a value that depends on leaves alone: the numbers of these leaves."""
@@ -61,9 +74,21 @@ class DimsFlow:
         return self.dims[operand]
 
     def atoms(self) -> list[set[Atom]]:
-        """Return the set of atoms of each value, the loops' values included."""
-        own = [{a for dim in dims for a in expand(dim)} for dims in self.dims.values()]
-        return own + [atoms for body in self.bodies.values() for atoms in body.atoms()]
+        """Return for each value the sets of atoms along which an element of it lies (see
+        `atoms.together`); the values in loops and branches included."""
+        own = [atoms for dims in self.dims.values() for atoms in together(dims)]
+        return own + [atoms for body in self._inner() for atoms in body.atoms()]
+
+    def all_dims(self) -> Iterator[Dim]:
+        """Yield the dims of all values, those in loops and branches included."""
+        for dims in self.dims.values():
+            yield from dims
+        for body in self._inner():
+            yield from body.all_dims()
+
+    def _inner(self) -> list[DimsFlow]:
+        """Return the flows through what equations run."""
+        return [body for bodies in self.bodies.values() for body in bodies]
 
     def _walk(self, active: set[Value]) -> None:
         """Connect the dims of all equations, in order.
@@ -79,12 +104,11 @@ class DimsFlow:
             else:
                 made_of = frozenset().union(*map(self._made_of, eq.inputs))
                 self._leaves.update(dict.fromkeys(eq.outputs, made_of))
-            if eq.name == "scan":
-                outs = self._through_loop(eq, ins, active)
+            if eq.name in _RUN and not compat.is_by_platform(eq.params):
+                outs = _RUN[eq.name](self, eq, ins, active)
             else:
                 outs = rule_of(eq).connect(eq, ins)
-                if eq.name == "dot_general":
-                    self._through_product(eq, ins, active)
+                self._through_product(eq, ins, active)
             self.dims.update(zip(eq.outputs, outs, strict=True))
 
     def _made_of(self, operand: Operand) -> frozenset[int]:
@@ -92,12 +116,18 @@ class DimsFlow:
         return self._leaves.get(operand, frozenset())
 
     def _through_product(self, eq: Equation, ins: list[Dims], active: set[Value]) -> None:
-        """Mark heads, and note which leaf dims a product sums over."""
-        contracted, batch = eq.params["dimension_numbers"]
+        """Mark heads, and note which leaf dims a product or a convolution sums over."""
+        if eq.name == "dot_general":
+            contracted, batch = eq.params["dimension_numbers"]
+        elif eq.name == "conv_general_dilated":
+            numbers = eq.params["dimension_numbers"]
+            contracted, batch = ((numbers.lhs_spec[1],), (numbers.rhs_spec[1],)), ((), ())
+        else:
+            return
         if all(x in active for x in eq.inputs):
             # Along heads two activations are multiplied one by one.
             for i in batch[0]:
-                for atom in expand(ins[0][i]):
+                for atom in atoms_in(ins[0][i]):
                     atom.is_heads = True
         for operand, dims, summed in zip(eq.inputs, ins, contracted, strict=True):
             for leaf in self._made_of(operand):
@@ -108,8 +138,33 @@ class DimsFlow:
         for dims in self.dims.values():
             for atom in repeated(dims):
                 block((atom,), "it stands twice in one array")
-        for body in self.bodies.values():
+        for body in self._inner():
             body._block_repeated()
+
+    def _into(
+        self,
+        eq: Equation,
+        program: Program,
+        operands: Sequence[Operand],
+        dims: Sequence[Dims],
+        active: Collection[Operand],
+    ) -> list[Dims]:
+        """Follow the dims through a program that an equation runs; return those of its results.
+
+        Args:
+          eq: the equation.
+          program: the program.
+          operands: the equation's operands that are its inputs.
+          dims: the dims of its inputs.
+          active: the operands that are not made of leaves alone, and inputs that are like them.
+        """
+        body = DimsFlow(program, contracted=self.contracted)
+        body._leaves.update(zip(program.inputs, map(self._made_of, operands), strict=True))
+        body.dims.update(zip(program.inputs, dims, strict=True))
+        pairs = zip(program.inputs, operands, strict=True)
+        body._walk({v for v, x in pairs if x in active or v in active})
+        self.bodies.setdefault(eq, []).append(body)
+        return body.outputs()
 
     def _through_loop(self, eq: Equation, ins: list[Dims], active: set[Value]) -> list[Dims]:
         """Follow the dims through a `scan`'s body; return the dims of its results."""
@@ -118,18 +173,10 @@ class DimsFlow:
         consts, carry, xs = scan.split_inputs(ins)
         for dims in xs:
             _mark_loop(dims[0])
-        body = DimsFlow(program, contracted=self.contracted)
-        body._leaves.update(zip(program.inputs, map(self._made_of, eq.inputs), strict=True))
         inside = [*consts, *carry, *(dims[1:] for dims in xs)]
-        body.dims.update(zip(program.inputs, inside, strict=True))
-        within = {v for v, x in zip(program.inputs, eq.inputs, strict=True) if x in active}
-        within.update(scan.split_inputs(program.inputs)[1])
-        body._walk(within)
-        self.bodies[eq] = body
-        carried, ys = scan.split_outputs(body.outputs())
-        for before, after in zip(carry, carried, strict=True):
-            for a, b in zip(before, after, strict=True):
-                join(a, b, "a loop carries it")
+        within = active | set(scan.split_inputs(program.inputs)[1])
+        carried, ys = scan.split_outputs(self._into(eq, program, eq.inputs, inside, within))
+        _join_all(carry, carried, "a loop carries it")
         stacked: list[Dims] = []
         for dims in ys:
             turns = dim_of(scan.length)
@@ -137,26 +184,45 @@ class DimsFlow:
             stacked.append((turns, *dims))
         return [*carry, *stacked]
 
+    def _through_while(self, eq: Equation, ins: list[Dims], active: set[Value]) -> list[Dims]:
+        """Follow the dims through a `while`; return the dims of its results."""
+        loop = While(eq)
+        dims, given = loop.split_inputs(ins), loop.split_inputs(eq.inputs)
+        first, found = dims[2], []
+        for k, program in enumerate((loop.test(), loop.body())):
+            within = active | set(program.inputs[len(given[k]) :])
+            operands, inside = [*given[k], *given[2]], [*dims[k], *first]
+            found = self._into(eq, program, operands, inside, within)
+        _join_all(first, found, "a loop carries it")
+        return list(first)
+
+    def _through_branches(self, eq: Equation, ins: list[Dims], active: set[Value]) -> list[Dims]:
+        """Follow the dims through the branches of a `cond`; return the dims of its results."""
+        found = [
+            self._into(eq, program, eq.inputs[1:], ins[1:], active) for program in branches_of(eq)
+        ]
+        for other in found[1:]:
+            _join_all(found[0], other, "branches return it")
+        return found[0]
+
+
+_RUN = {
+    "scan": DimsFlow._through_loop,
+    "while": DimsFlow._through_while,
+    "cond": DimsFlow._through_branches,
+}
+"""Equations that run programs of their own."""
+
+
+def _join_all(first: Sequence[Dims], second: Sequence[Dims], why: str) -> None:
+    """Join the dims of arrays with those of others."""
+    for before, after in zip(first, second, strict=True):
+        for a, b in zip(before, after, strict=True):
+            join(a, b, why)
+
 
 def _mark_loop(dim: Dim) -> None:
     """Record that a loop goes through the dim, which therefore cannot be split."""
     block(dim, "a loop goes through it")
-    for atom in expand(dim):
+    for atom in atoms_in(dim):
         atom.is_loop = True
-
-
-def planned_dims(
-    shape: Sequence[int], dim: int | None, factors: tuple[int, int, int] | None
-) -> Dims:
-    """Return the dims of a leaf with the atom chosen that a plan splits.
-
-    Args:
-      shape: the leaf's shape.
-      dim: the dim that is split; None if the leaf stays whole.
-      factors: (outer, size, inner) of that dim; `size` becomes the chosen atom.
-    """
-    dims: list[Dim] = list(dims_of(shape))
-    if dim is not None and factors is not None:
-        outer, size, inner = factors
-        dims[dim] = (*dim_of(outer), Atom(size, chosen=True), *dim_of(inner))
-    return tuple(dims)

@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 
 from zeroxla.program.primitives import ELEMENTWISE, REDUCTIONS
 from zeroxla.program.trace import Equation
-from zeroxla.split.atoms import Dims, block
+from zeroxla.split.atoms import Dims, block, dim_in_pieces
+from zeroxla.split.joins import MOST_PIECES
 from zeroxla.split.rules import Connect, Rule, fresh, same, shape_of
 
 
@@ -53,14 +54,18 @@ def _along(dims_of: Callable[[Equation], Sequence[int]]) -> Connect:
 
 
 def _connect_concatenate(eq: Equation, ins: list[Dims]) -> list[Dims]:
-    (out,) = (fresh(v) for v in eq.outputs)
+    out, along = list(fresh(eq.outputs[0])), eq.params["dimension"]
     for dims in ins:
         for i, dim in enumerate(dims):
-            if i == eq.params["dimension"]:
-                block((*dim, *out[i]), "concatenate makes it of several")
-            else:
+            if i != along:
                 same(eq, out[i], dim)
-    return [out]
+    pieces = [dims[along] for x, dims in zip(eq.inputs, ins, strict=True) if shape_of(x)[along]]
+    if 0 < len(pieces) <= MOST_PIECES:
+        out[along] = dim_in_pieces(pieces)
+    else:
+        for dim in (*pieces, out[along]):
+            block(dim, "concatenate makes it of several")
+    return [tuple(out)]
 
 
 def _connect_stack(eq: Equation, ins: list[Dims]) -> list[Dims]:

@@ -10,7 +10,7 @@ import jax
 
 from zeroxla.program import compat
 from zeroxla.program.trace import trace
-from zeroxla.split.atoms import Dims, dims_of
+from zeroxla.split.atoms import Dims, atoms_in, block, dims_of, expand, pieces_of
 from zeroxla.split.dims_flow import DimsFlow
 from zeroxla.split.run_parts import PartsRunner
 from zeroxla.split.split_axis import SplitAxis
@@ -41,6 +41,7 @@ class PartProgram:
         params: Any,
         carry: Any,
         *others: Any,
+        num_whole: int = 0,
     ) -> PartProgram:
         """Trace a function.
 
@@ -48,11 +49,18 @@ class PartProgram:
           function: (params, carry, *others) -> (result, carry).
           leaves: the dims of the leaves of `params`.
           params, carry, *others: pytrees of whole arrays, or of their shapes.
+          num_whole: the number of arrays at the end of which no dim may be split, such as tokens:
+            rows have any length, and a plan is made for all of them.
         """
         program, tree = trace(function, params, carry, *others, opened=compat.forward_jaxpr)
         result_tree, carry_tree = tree.children()
+        flow = DimsFlow.of(program, leaves)
+        for value in program.inputs[len(program.inputs) - num_whole :]:
+            for dim in flow.dims[value]:
+                block(dim, _ANY_LENGTH)
+        _block_beside_rows(flow)
         return PartProgram(
-            flow=DimsFlow.of(program, leaves),
+            flow=flow,
             carry=(jax.tree.structure(carry), carry_tree.num_leaves),
             results=(result_tree, result_tree.num_leaves),
             num_leaves=len(leaves),
@@ -112,6 +120,23 @@ class PartProgram:
         tree, num = self.results
         whole = [axis.collect(x, d) for x, d in zip(outputs[:num], self.result_dims())]
         return tree.unflatten(whole), self.carry[0].unflatten(outputs[num:])
+
+
+_ANY_LENGTH = "rows may have any length"
+
+
+def _block_beside_rows(flow: DimsFlow) -> None:
+    """Block what is left of a dim that a slice as long as a row was taken of: rows of another
+    length leave something else."""
+    cut = [atom for dim in flow.all_dims() for atom in expand(dim) if pieces_of(atom)]
+    while True:
+        before = len(cut)
+        for atom in tuple(cut):
+            if any(_ANY_LENGTH in inner.blocked for inner in atoms_in((atom,))):
+                block((atom,), _ANY_LENGTH)
+                cut.remove(atom)
+        if len(cut) == before:
+            return
 
 
 def leaf_dims(params: Any) -> list[Dims]:

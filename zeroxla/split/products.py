@@ -6,15 +6,14 @@ table whose rows are split: each device contributes zeros for rows that other de
 
 from __future__ import annotations
 
-import math
-
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from zeroxla.program.trace import Equation
-from zeroxla.split.atoms import Dim, Dims, block, chosen_factors, expand
+from zeroxla.split.atoms import Dims, block, expand, is_split, pieces_of
 from zeroxla.split.attention import ATTENTION_RULES
+from zeroxla.split.convolutions import CONVOLUTION_RULES
 from zeroxla.split.elementwise import ELEMENTWISE_RULES
 from zeroxla.split.reshapes import RESHAPE_RULES
 from zeroxla.split.rules import (
@@ -25,6 +24,8 @@ from zeroxla.split.rules import (
     bind,
     connect_unknown,
     fresh,
+    note_sum,
+    run_sum,
     same,
     shape_of,
 )
@@ -43,9 +44,7 @@ def connect_dot(eq: Equation, ins: list[Dims]) -> list[Dims]:
     for i, j in (*zip(left, right, strict=True), *zip(left_batch, right_batch, strict=True)):
         same(eq, lhs[i], rhs[j])
     for i in left:
-        _note_sum(lhs[i], eq)
-        for atom in expand(lhs[i]):
-            atom.is_contracted = True
+        note_sum(lhs[i], eq)
     free = [d for i, d in enumerate(lhs) if i not in (*left, *left_batch)]
     free += [d for i, d in enumerate(rhs) if i not in (*right, *right_batch)]
     return [(*(lhs[i] for i in left_batch), *free)]
@@ -53,20 +52,7 @@ def connect_dot(eq: Equation, ins: list[Dims]) -> list[Dims]:
 
 def _run_dot(axis: SplitAxis, dims: DimsOf, eq: Equation, args: Args) -> list[jax.Array]:
     (left, _), _ = eq.params["dimension_numbers"]
-    lhs = dims[eq.inputs[0]]
-    if not any(chosen_factors(lhs[i]) for i in left):
-        return bind(eq, args)
-    # The parts are summed in float32 and rounded once, as the whole product would be.
-    dtype = eq.outputs[0].aval.dtype
-    wide = jnp.promote_types(dtype, jnp.float32) if jnp.issubdtype(dtype, jnp.floating) else dtype
-    (part,) = bind(eq, args, preferred_element_type=wide)
-    return [axis.sum(part).astype(dtype)]
-
-
-def _note_sum(dim: Dim, eq: Equation) -> None:
-    """Record how many elements are summed over the parts if the dim is split."""
-    for atom in expand(dim):
-        atom.sums.append(math.prod(eq.outputs[0].aval.shape))
+    return run_sum(axis, eq, args, {i: dims[eq.inputs[0]][i] for i in left})
 
 
 def _connect_gather(eq: Equation, ins: list[Dims]) -> list[Dims]:
@@ -81,9 +67,9 @@ def _connect_gather(eq: Equation, ins: list[Dims]) -> list[Dims]:
         if sizes[d] == shape_of(eq.inputs[0])[d] and window is not None:
             same(eq, out[window], dim)
         elif numbers.start_index_map == (d,) and sizes[d] == 1 and eq.outputs[0].is_float:
-            _note_sum(dim, eq)
-            for atom in expand(dim):
-                atom.is_table = True
+            if any(map(pieces_of, expand(dim))):
+                block(dim, "a slice cuts the table")
+            note_sum(dim, eq, kind="is_table")
         else:
             block((*dim, *(out[window] if window is not None else ())), "gather moves along it")
     batch = [i for i in range(len(out)) if i not in numbers.offset_dims]
@@ -101,7 +87,7 @@ def _run_gather(axis: SplitAxis, dims: DimsOf, eq: Equation, args: Args) -> list
         for n, dim in zip(eq.params["slice_sizes"], of_table, strict=True)
     )
     rows = numbers.start_index_map[0] if len(numbers.start_index_map) == 1 else None
-    if rows is None or not chosen_factors(of_table[rows]) or sizes[rows] != 1:
+    if rows is None or not is_split(of_table[rows]) or sizes[rows] != 1:
         return bind(eq, args, slice_sizes=sizes)
     table, indices = args
     num, mine = shape_of(eq.inputs[0])[rows], table.shape[rows]
@@ -126,6 +112,7 @@ RULES: dict[str, Rule] = {
     **ELEMENTWISE_RULES,
     **RESHAPE_RULES,
     **ATTENTION_RULES,
+    **CONVOLUTION_RULES,
     "dot_general": Rule(connect_dot, _run_dot),
     "gather": Rule(_connect_gather, _run_gather),
 }

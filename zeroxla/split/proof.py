@@ -14,13 +14,12 @@ from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from zeroxla.program.trace import Value
-from zeroxla.split.atoms import Dims, chosen_factors
+from zeroxla.split.atoms import Dims
 from zeroxla.split.part_program import PartProgram
-from zeroxla.split.split_axis import SplitAxis, part_size, take_part
+from zeroxla.split.split_axis import SplitAxis
 from zeroxla.split.tensor_plan import leaf_classes
 
 _AXIS = "tensor"
@@ -71,22 +70,14 @@ def _same_results(program: PartProgram, parts: int) -> bool:
     arrays = [random(*x) for x in zip(values, shapes, strict=False)]
     others = [random(v, v.aval.shape) for v in values[num_split:]]
 
-    def in_parts(x: jax.Array, dims: Dims) -> jax.Array:
-        for d, dim in enumerate(dims):
-            if (factors := chosen_factors(dim)) is not None:
-                outer, _, inner = factors
-                size = x.shape[d] // (outer * inner)
-                mine, cut = part_size(size, parts), (outer, size, inner)
-                return jnp.stack([take_part(x, d, cut, mine, parts, i) for i in range(parts)])
-        return jnp.broadcast_to(x, (parts, *x.shape))
-
     def run(axis: SplitAxis, arrays: Sequence[jax.Array]) -> Any:
-        leaves, carry = arrays[: program.num_leaves], arrays[program.num_leaves :]
-        return program(axis, leaves, list(carry), *others)[0]
+        taken = [axis.take(x, d, of=whole) for x, d in zip(arrays, dims, strict=False)]
+        leaves, carry = taken[: program.num_leaves], taken[program.num_leaves :]
+        return program(axis, leaves, carry, *others)[0]
 
     expected = jax.jit(partial(run, whole))(arrays)
-    parted = [in_parts(jnp.asarray(x), d) for x, d in zip(arrays, dims, strict=False)]
-    found = jax.jit(jax.vmap(partial(run, split), axis_name=_AXIS))(parted)
+    in_parts = jax.vmap(partial(run, split), in_axes=None, axis_name=_AXIS, axis_size=parts)
+    found = jax.jit(in_parts)(arrays)
     pairs = zip(jax.tree.leaves(expected), jax.tree.leaves(found), strict=True)
     return all(_close(np.asarray(a), np.asarray(b)) for a, b in pairs)
 

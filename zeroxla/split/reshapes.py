@@ -9,12 +9,13 @@ from zeroxla.split.atoms import (
     Dim,
     Dims,
     block,
-    chosen_factors,
+    dim_in_pieces,
     dim_of,
     expand,
-    one_run,
+    is_split,
     size_of,
 )
+from zeroxla.split.joins import cut
 from zeroxla.split.rules import (
     Args,
     DimsOf,
@@ -72,9 +73,14 @@ def _run_iota(axis: SplitAxis, dims: DimsOf, eq: Equation, args: Args) -> list[j
 
 
 def _sliced(dim: Dim, start: int, size: int) -> Dim:
-    """Return the dim of a slice; block both dims if the slice is not one run of the first."""
-    found = one_run(dim, start, size)
-    if found is None:
+    """Return the dim of a slice, which is a piece of the first; block both if that cannot be."""
+    found = dim
+    for at, keep in ((start, 1), (size, 0)):
+        if 0 < at < size_of(expand(found)):
+            if (parts := cut(found, at)) is None:
+                break
+            found = parts[keep]
+    if size_of(expand(found)) != size:
         found = dim_of(size)
         block((*dim, *found), "a slice cuts it")
     return found
@@ -95,20 +101,20 @@ def _connect_slice(eq: Equation, ins: list[Dims]) -> list[Dims]:
 
 def _run_slice(axis: SplitAxis, dims: DimsOf, eq: Equation, args: Args) -> list[jax.Array]:
     start, limit = list(eq.params["start_indices"]), list(eq.params["limit_indices"])
-    for d, dim in enumerate(dims[eq.outputs[0]]):
-        if chosen_factors(dim):  # The slice takes one run; take the run of that number in the part.
-            start[d] = start[d] // (limit[d] - start[d]) * axis.dim_size(dim)
-            limit[d] = start[d] + axis.dim_size(dim)
+    for d, dim in enumerate(dims[eq.inputs[0]]):
+        if is_split(dim):
+            start[d], limit[d] = axis.place(dim, start[d]), axis.place(dim, limit[d])
     return bind(eq, args, start_indices=tuple(start), limit_indices=tuple(limit))
 
 
 def _connect_pad(eq: Equation, ins: list[Dims]) -> list[Dims]:
-    out = list(fresh(eq.outputs[0]))
-    for d, (dim, config) in enumerate(zip(ins[0], eq.params["padding_config"], strict=True)):
-        if any(config):
+    out, configs = list(fresh(eq.outputs[0])), eq.params["padding_config"]
+    for d, (dim, (low, high, inside)) in enumerate(zip(ins[0], configs, strict=True)):
+        if inside or min(low, high) < 0 or shape_of(eq.inputs[0])[d] == 0:
             block((*dim, *out[d]), "pad makes it longer")
         else:
-            out[d] = dim
+            pieces = (dim_of(low) if low else None, dim, dim_of(high) if high else None)
+            out[d] = dim_in_pieces([piece for piece in pieces if piece is not None])
     return [tuple(out)]
 
 

@@ -15,6 +15,7 @@ An equation without a rule needs its operands whole and runs unchanged. The rule
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -22,7 +23,8 @@ import jax
 import jax.numpy as jnp
 
 from zeroxla.program.trace import Equation, Operand, Value
-from zeroxla.split.atoms import Dim, Dims, block, dims_of, join
+from zeroxla.split.atoms import Dim, Dims, atoms_in, block, dims_of, is_split
+from zeroxla.split.joins import join
 from zeroxla.split.split_axis import SplitAxis
 
 Args = Sequence[jax.Array]
@@ -67,6 +69,41 @@ def shape_of(operand: Operand) -> tuple[int, ...]:
 def same(eq: Equation, a: Dim, b: Dim) -> None:
     """Join two dims that an equation makes one."""
     join(a, b, f"{eq.name} regroups it")
+
+
+def note_sum(dim: Dim, eq: Equation, kind: str = "is_contracted") -> None:
+    """Note that an equation sums along a dim, or looks up in it.
+
+    If the dim is split, all elements of the result are summed over the parts.
+    """
+    for atom in atoms_in(dim):
+        atom.sums.append(math.prod(eq.outputs[0].aval.shape))
+        setattr(atom, kind, True)
+
+
+def run_sum(
+    axis: SplitAxis, eq: Equation, args: Args, summed: Mapping[int, Dim], **changed: Any
+) -> list[jax.Array]:
+    """Run a product of two arrays, and sum it over the parts if one of its sums is split.
+
+    Args:
+      axis: the axis of the parts.
+      eq: the product.
+      args: parts of its operands.
+      summed: the dims that it sums along, by their number in its first operand.
+      **changed: parameters to change.
+    """
+    split = {d: dim for d, dim in summed.items() if is_split(dim)}
+    if not split:
+        return bind(eq, args, **changed)
+    first, *others = args
+    for d, dim in split.items():
+        first = axis.counted_once(first, d, dim)
+    # The parts are summed in float32 and rounded once, as the whole product would be.
+    dtype = eq.outputs[0].aval.dtype
+    wide = jnp.promote_types(dtype, jnp.float32) if jnp.issubdtype(dtype, jnp.floating) else dtype
+    (part,) = bind(eq, (first, *others), preferred_element_type=wide, **changed)
+    return [axis.sum(part).astype(dtype)]
 
 
 def connect_unknown(eq: Equation, ins: list[Dims]) -> list[Dims]:

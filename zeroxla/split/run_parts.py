@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from zeroxla.program import compat
+from zeroxla.program.branches import While
 from zeroxla.program.scan import Scan
 from zeroxla.program.trace import Constant, Equation, Operand
 from zeroxla.split.dims_flow import DimsFlow
@@ -53,17 +54,38 @@ class PartsRunner:
         for eq in self.flow.program.equations:
             ins = [read(x) for x in eq.inputs]
             with compat.context_of(eq.source, eq.name_stack):
-                if eq.name == "scan":
-                    outs = self._loop(eq, ins)
+                if eq in self.flow.bodies:
+                    run = {"scan": self._loop, "while": self._while, "cond": self._branches}
+                    outs = run[eq.name](eq, ins)
                 else:
                     outs = rule_of(eq).run(self.axis, self.flow.dims, eq, ins)
             env.update(zip(eq.outputs, outs, strict=True))
         return [read(x) for x in self.flow.program.outputs]
 
+    def _bodies(self, eq: Equation) -> list[PartsRunner]:
+        """Return what runs the programs of an equation."""
+        return [PartsRunner(body, self.axis) for body in self.flow.bodies[eq]]
+
+    def _while(self, eq: Equation, ins: Sequence[jax.Array]) -> list[jax.Array]:
+        """Run a `while`. Its condition is a scalar, which all devices compute alike."""
+        test, body = self._bodies(eq)
+        of_test, of_body, carry = While(eq).split_inputs(ins)
+        return lax.while_loop(
+            lambda carry: test([*of_test, *carry])[0],
+            lambda carry: body([*of_body, *carry]),
+            list(carry),
+        )
+
+    def _branches(self, eq: Equation, ins: Sequence[jax.Array]) -> list[jax.Array]:
+        """Run the branch of a `cond` that a scalar names, which all devices compute alike."""
+        index, *args = ins
+        branches = [lambda *args, run=run: run(args) for run in self._bodies(eq)]
+        return lax.switch(index, branches, *args)
+
     def _loop(self, eq: Equation, ins: Sequence[jax.Array]) -> list[jax.Array]:
         """Run a `scan`. Arrays that are updated in place are carried, the others are sliced."""
         scan = Scan(eq)
-        body = PartsRunner(self.flow.bodies[eq], self.axis)
+        (body,) = self._bodies(eq)
         consts, carry, xs = scan.split_inputs(ins)
         x_of = {x: i for i, x in enumerate(scan.xs)}
         updated = {  # number of a stacked result -> number of the sliced input that it replaces

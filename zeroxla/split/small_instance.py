@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from zeroxla.program.trace import Value
-from zeroxla.split.atoms import Atom, Dims, expand
+from zeroxla.split.atoms import Atom, Dims, expand, shares, size_of
 from zeroxla.split.part_program import PartProgram
 from zeroxla.split.split_axis import SplitAxis
 
@@ -75,12 +75,11 @@ class SmallInstance:
 def _choose(programs: Sequence[PartProgram], leaves: Sequence[Dims]) -> None:
     """Mark the classes that are cut: of those that nothing needs whole, the ones that most elements
     of leaves lie along. No two of them occur in one array."""
-    covered: dict[Atom, int] = {}
+    covered: dict[Atom, float] = {}
     for dims in leaves:
-        atoms = {atom for dim in dims for atom in expand(dim)}
-        size = math.prod(atom.size for dim in dims for atom in expand(dim))
-        for atom in atoms:
-            covered[atom] = covered.get(atom, 0) + size
+        size = math.prod(size_of(expand(dim)) for dim in dims)
+        for atom, share in shares(dims).items():
+            covered[atom] = covered.get(atom, 0) + share * size
     arrays = [atoms & covered.keys() for program in programs for atoms in program.flow.atoms()]
     for atom in sorted(covered, key=lambda atom: -covered[atom]):
         meets = any(other.chosen for found in arrays if atom in found for other in found)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
-from zeroxla.split.atoms import Atom, Dim, Dims, chosen_factors, expand, size_of
+from zeroxla.split.atoms import Atom, Dim, Dims, expand, is_split, pieces_of, size_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -21,6 +24,8 @@ class SplitAxis:
     Attributes:
       parts: the number of parts. 1 means that every device has everything.
       name: the axis' name under `shard_map` or `vmap`; None if there is one part.
+      part: the number of the part that is computed; None stands for the device's place along the
+        axis.
       small: None for the program's own sizes. A number of parts asks for a small instance of the
         program: each chosen atom has the smallest size that shows how it divides over so many
         parts, and loops have one turn.
@@ -28,11 +33,14 @@ class SplitAxis:
 
     parts: int
     name: str | None = None
+    part: Any = None
     small: int | None = None
 
     @property
     def index(self) -> jax.Array | int:
-        """This device's place along the axis."""
+        """The number of the part: this device's place along the axis, if nothing else is said."""
+        if self.part is not None:
+            return self.part
         return 0 if self.name is None else lax.axis_index(self.name)
 
     def sum(self, part: jax.Array) -> jax.Array:
@@ -45,6 +53,8 @@ class SplitAxis:
 
     def atom_size(self, atom: Atom) -> int:
         """Return the size of an atom in one part. In a small instance a loop's atom has size 1."""
+        if pieces := pieces_of(atom):
+            return sum(map(self.dim_size, pieces))
         if atom.chosen:
             return part_size(self._whole_size(atom.size), self.parts)
         return self.turns(atom.size) if atom.is_loop else atom.size
@@ -59,30 +69,117 @@ class SplitAxis:
             return size
         return self.small if size % self.small == 0 else 2 * self.small - 1
 
-    def take(self, whole: jax.Array, dims: Dims) -> jax.Array:
-        """Return this device's part of an array that the device has whole."""
+    def place(self, dim: Dim, at: int) -> int:
+        """Return the place in a part where the piece begins that begins at `at` in a whole dim."""
+        atoms = expand(dim)
+        first = next((k for k, atom in enumerate(atoms) if is_split((atom,))), None)
+        if first is None:
+            return at
+        inner = atoms[first + 1 :]
+        turns, rest = divmod(at, size_of(atoms[first:]))
+        found = turns * self.dim_size(atoms[first:])
+        for piece in pieces_of(atoms[first]) if rest else ():
+            size = size_of(piece) * size_of(inner)
+            if rest < size:
+                return found + self.place((*piece, *inner), rest)
+            found, rest = found + self.dim_size((*piece, *inner)), rest - size
+        assert rest == 0, (dim, at)
+        return found
+
+    def take(self, whole: jax.Array, dims: Dims, *, of: SplitAxis | None = None) -> jax.Array:
+        """Return this device's part of an array that the device has whole.
+
+        Args:
+          whole: the array.
+          dims: its dims.
+          of: says the sizes of atoms in the array; None stands for the program's own.
+        """
+        of = SplitAxis(parts=1) if of is None else of
         for d, dim in enumerate(dims):
-            atoms = expand(dim)
-            for k, atom in enumerate(atoms):
-                if self.atom_size(atom) != atom.size:
-                    # The atoms before this one have been cut to their parts already.
-                    outer, inner = self.dim_size(atoms[:k]), size_of(atoms[k + 1 :])
-                    factors, mine = (outer, atom.size, inner), self.atom_size(atom)
-                    parts, index = (self.parts, self.index) if atom.chosen else (1, 0)
-                    whole = take_part(whole, d, factors, mine, parts, index)
+            whole = self._take(whole, d, dim, of)
         return whole
+
+    def _take(self, array: jax.Array, d: int, dim: Dim, of: SplitAxis) -> jax.Array:
+        """Return the part of an array along one dim."""
+        atoms = expand(dim)
+        for k, atom in enumerate(atoms):
+            # The atoms before this one have been cut to their parts already.
+            outer, inner = self.dim_size(atoms[:k]), of.dim_size(atoms[k + 1 :])
+            size, mine = of.atom_size(atom), self.atom_size(atom)
+            if pieces := pieces_of(atom):
+                if any(self.dim_size(piece) != of.dim_size(piece) for piece in pieces):
+                    each = _sections(array, d, outer, inner, list(map(of.dim_size, pieces)))
+                    pairs = zip(each, pieces, strict=True)
+                    array = _joined((self._take(x, d + 1, piece, of) for x, piece in pairs), d)
+            elif mine != size:
+                parts, index = (self.parts, self.index) if atom.chosen else (1, 0)
+                array = take_part(array, d, (outer, size, inner), mine, parts, index)
+        return array
 
     def collect(self, part: jax.Array, dims: Dims) -> jax.Array:
         """Gather an array's parts; return it whole, without padding."""
         for d, dim in enumerate(dims):
-            if self.name is not None and (factors := chosen_factors(dim)) is not None:
-                outer, size, inner = factors
-                whole = self._whole_size(size)
-                shape = (*part.shape[:d], outer, -1, inner, *part.shape[d + 1 :])
-                part = lax.all_gather(part.reshape(shape), self.name, axis=d + 1, tiled=True)
-                part = lax.slice_in_dim(part, 0, whole, axis=d + 1)
-                part = part.reshape(*part.shape[:d], -1, *part.shape[d + 3 :])
+            if self.name is not None and is_split(dim):
+                part = self._collect(part, d, dim)
         return part
+
+    def _collect(self, part: jax.Array, d: int, dim: Dim) -> jax.Array:
+        """Gather the parts of an array along one dim, which is split."""
+        atoms = expand(dim)
+        (k,) = (k for k, atom in enumerate(atoms) if is_split((atom,)))
+        outer, inner, pieces = *map(self.dim_size, (atoms[:k], atoms[k + 1 :])), pieces_of(atoms[k])
+        each = _sections(
+            part, d, outer, inner, list(map(self.dim_size, pieces or (atoms[k : k + 1],)))
+        )
+        if pieces:
+            whole = [
+                self._collect(x, d + 1, piece) if is_split(piece) else x
+                for x, piece in zip(each, pieces, strict=True)
+            ]
+        else:
+            assert self.name is not None
+            found = lax.all_gather(each[0], self.name, axis=d + 1, tiled=True)
+            whole = [lax.slice_in_dim(found, 0, self._whole_size(atoms[k].size), axis=d + 1)]
+        return _joined(whole, d)
+
+    def counted_once(self, part: jax.Array, d: int, dim: Dim) -> jax.Array:
+        """Return a part of an array that is summed along a split dim, over all parts.
+
+        Pieces that every device has whole are zeros on all devices but the first.
+        """
+        split = self._split(dim)
+        if split.all():
+            return part
+        here = lax.broadcast_in_dim(jnp.asarray(split) | (self.index == 0), part.shape, (d,))
+        return jnp.where(here, part, 0)
+
+    def _split(self, dim: Dim) -> np.ndarray:
+        """Return which elements of a part of a dim belong to a split atom."""
+        if not is_split(dim):
+            return np.zeros(self.dim_size(dim), bool)
+        atoms = expand(dim)
+        (k,) = (k for k, atom in enumerate(atoms) if is_split((atom,)))
+        outer, inner = map(self.dim_size, (atoms[:k], atoms[k + 1 :]))
+        if pieces := pieces_of(atoms[k]):
+            middle = np.concatenate([self._split(piece) for piece in pieces])
+        else:
+            middle = np.ones(self.atom_size(atoms[k]), bool)
+        return np.tile(np.repeat(middle, inner), outer)
+
+
+def _sections(
+    array: jax.Array, d: int, outer: int, inner: int, sizes: Sequence[int]
+) -> list[jax.Array]:
+    """Cut a dim of (outer, size, inner) along its middle factor into pieces of some sizes; the
+    three factors are dims of the results."""
+    apart = array.reshape(*array.shape[:d], outer, sum(sizes), inner, *array.shape[d + 1 :])
+    return list(jnp.split(apart, np.cumsum(sizes)[:-1], axis=d + 1))
+
+
+def _joined(sections: Iterable[jax.Array], d: int) -> jax.Array:
+    """Undo `_sections`."""
+    apart = jnp.concatenate(list(sections), axis=d + 1)
+    return apart.reshape(*apart.shape[:d], -1, *apart.shape[d + 3 :])
 
 
 def part_size(size: int, parts: int) -> int:

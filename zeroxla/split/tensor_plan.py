@@ -18,45 +18,15 @@ from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 from zeroxla.program.report import Report
-from zeroxla.split.atoms import Atom, Dims, chosen_factors, expand, size_of
+from zeroxla.split.atoms import Atom, Dims, atoms_in, expand, is_split, shares, size_of
+from zeroxla.split.layout import LeafSplit, layout_of
 from zeroxla.split.part_program import PartProgram
-from zeroxla.split.split_axis import part_size
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-Factors = tuple[int, int, int]
-"""(outer, size, inner): a dim's size as a product. The middle factor is split."""
-
 REFUSED = "split, it computes something else"
 """The reason given for a class whose split the proof refused."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class LeafSplit:
-    """One leaf in the tensor-parallel layout.
-
-    Attributes:
-      path, shape: the leaf's name and natural shape.
-      dim: the dim that is split; None if the leaf is whole on every device.
-      factors: the factors of that dim; None if the leaf is whole.
-      why: the thing that is split, or the reason why nothing is.
-    """
-
-    path: str
-    shape: tuple[int, ...]
-    dim: int | None = None
-    factors: Factors | None = None
-    why: str
-
-    def part_shape(self, parts: int) -> tuple[int, ...]:
-        """The shape of one device's part, padding included."""
-        if self.dim is None or self.factors is None:
-            return self.shape
-        outer, size, inner = self.factors
-        found = list(self.shape)
-        found[self.dim] = outer * part_size(size, parts) * inner
-        return tuple(found)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,17 +69,8 @@ class TensorPlan(Report):
             table.add_column(name, no_wrap=name != "what, or why not")
         for row in self.rows:
             shape = "x".join(map(str, row.shape)) or "scalar"
-            split = "whole" if row.dim is None else f"dim {row.dim}: {_in_words(row)}"
-            table.add_row(row.path, shape, split, row.why)
+            table.add_row(row.path, shape, row.in_words(), row.why)
         return table
-
-
-def _in_words(row: LeafSplit) -> str:
-    """Return a split dim's factors as text, such as "3 x [4] x 8"."""
-    assert row.factors is not None
-    outer, size, inner = row.factors
-    turns, runs = f"{outer} x " if outer > 1 else "", f" x {inner}" if inner > 1 else ""
-    return f"{turns}[{size}]{runs}"
 
 
 def leaf_classes(leaves: Sequence[Dims]) -> dict[str, Atom]:
@@ -121,7 +82,7 @@ def leaf_classes(leaves: Sequence[Dims]) -> dict[str, Atom]:
     found: dict[Atom, str] = {}
     for i, dims in enumerate(leaves):
         for d, dim in enumerate(dims):
-            for k, atom in enumerate(expand(dim)):
+            for k, atom in enumerate(atoms_in(dim)):
                 found.setdefault(atom, f"{i}.{d}.{k}")
     return {name: atom for atom, name in found.items()}
 
@@ -146,14 +107,15 @@ def make_tensor_plan(
       ValueError: the model has heads, and `parts` does not divide their number.
     """
     kept = {atom for name, atom in leaf_classes(leaves).items() if name in refused}
-    covered: dict[Atom, int] = {}
+    covered: dict[Atom, float] = {}
     for dims in leaves:
-        for atom in _atoms(dims):
-            covered[atom] = covered.get(atom, 0) + _elements(dims)
-    costs = {atom: sum(atom.sums) for atom in covered}
+        for atom, share in shares(dims).items():
+            covered[atom] = covered.get(atom, 0) + share * _elements(dims)
+    costs = {atom: float(sum(atom.sums)) for atom in covered}
     for dims in (dims for program in programs for dims in program.result_dims()):
-        for atom in _atoms(dims) & costs.keys():
-            costs[atom] += _elements(dims)
+        for atom, share in shares(dims).items():
+            if atom in costs:
+                costs[atom] += share * _elements(dims)
     arrays = [atoms & covered.keys() for program in programs for atoms in program.flow.atoms()]
     _check_heads(leaves, paths, parts, arrays)
     able = [a for a in covered if not a.blocked and _divides(a, parts) and a not in kept]
@@ -175,10 +137,6 @@ def _divides(atom: Atom, parts: int) -> bool:
     return atom.size % parts == 0 or not (atom.is_heads or atom.is_contracted)
 
 
-def _atoms(dims: Dims) -> set[Atom]:
-    return {atom for dim in dims for atom in expand(dim)}
-
-
 def _elements(dims: Dims) -> int:
     return math.prod(size_of(expand(dim)) for dim in dims)
 
@@ -193,7 +151,7 @@ def _check_heads(
     """
     for path, dims in zip(paths, leaves, strict=True):
         for d, dim in enumerate(dims):
-            for atom in (a for a in expand(dim) if a.is_heads and not a.blocked):
+            for atom in (a for a in atoms_in(dim) if a.is_heads and not a.blocked):
                 beside = {a for found in arrays if atom in found for a in found if a.is_heads}
                 if all(a.blocked or a.size % parts for a in beside):
                     divisors = [n for n in range(1, atom.size + 1) if atom.size % n == 0]
@@ -209,7 +167,7 @@ def _contracted(programs: Sequence[PartProgram], leaf: int) -> set[Atom]:
         atom
         for program in programs
         for dim in program.flow.contracted.get(leaf, ())
-        for atom in expand(dim)
+        for atom in atoms_in(dim)
     }
 
 
@@ -224,21 +182,25 @@ def _row(path: str, dims: Dims, parts: int, kept: Collection[Atom], summed: set[
     """
     shape = tuple(size_of(expand(dim)) for dim in dims)
     for d, dim in enumerate(dims):
-        if (factors := chosen_factors(dim)) is not None:
-            (atom,) = (a for a in expand(dim) if a.chosen)
-            kind = "rows" if atom in summed else "columns"
-            if atom.is_heads:
-                kind = f"heads, in {kind}"
-            elif atom.is_table:
-                kind = "entries of a table"
-            return LeafSplit(
-                path=path, shape=shape, dim=d, factors=factors, why=f"{atom.size} {kind}"
-            )
+        if is_split(dim):
+            kinds = dict.fromkeys(_kind(atom, summed) for atom in atoms_in(dim) if atom.chosen)
+            why = "; ".join(kinds)
+            return LeafSplit(path=path, shape=shape, dim=d, pieces=layout_of(dim), why=why)
     reasons = []
     for d, dim in enumerate(dims):
-        why = [_reason(atom, parts, kept) for atom in expand(dim)]
+        why = [_reason(atom, parts, kept) for atom in atoms_in(dim)]
         reasons += [f"dim {d}: {why[0]}"] if why else []
     return LeafSplit(path=path, shape=shape, why="; ".join(reasons) or "one element")
+
+
+def _kind(atom: Atom, summed: set[Atom]) -> str:
+    """Return what a chosen atom is."""
+    kind = "rows" if atom in summed else "columns"
+    if atom.is_heads:
+        kind = f"heads, in {kind}"
+    elif atom.is_table:
+        kind = "entries of a table"
+    return f"{atom.size} {kind}"
 
 
 def _reason(atom: Atom, parts: int, kept: Collection[Atom]) -> str:

@@ -91,6 +91,6 @@ class TracedCache:
         plan = self.plan(shapes_of(params), shapes_of(model_state), len(tokens_B1), places)
         along = Along(1)
         given: list[Forms] = [{None: x} for x in jax.tree.leaves((params, model_state))]
-        axis = PlaceAxis(parts=places, place=place)
+        axis = PlaceAxis(parts=places, part=place)
         outs = Outputs(plan, axis, [*given, {along: tokens_B1}], cache)
         return outs.get(plan.program.outputs[0], along), outs.states

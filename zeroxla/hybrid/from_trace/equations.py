@@ -17,7 +17,7 @@ from jax import lax
 from zeroxla.hybrid.from_trace.places import Along, ForbiddenError, Form, PlaceAxis, alongs, mark
 from zeroxla.program import compat
 from zeroxla.program.trace import Constant, Equation, Operand, Value
-from zeroxla.split.atoms import Atom, Dims, dims_of, expand
+from zeroxla.split.atoms import Atom, Dims, atoms_in, dims_of, expand, pieces_of
 from zeroxla.split.products import rule_of
 from zeroxla.split.rules import shape_of
 
@@ -78,10 +78,13 @@ class ByRule:
         for i, along in wanted.items():
             mark(outs[i], along, places, eq)
         (*more, root) = expand((places,))
-        if more or root.blocked:
+        if more or root.blocked or pieces_of(root):
             raise ForbiddenError(eq, "; ".join(root.blocked) or "it regroups places")
         root.chosen = True
         found = [alongs(dims, root) for dims in (*ins, *outs)]
+        held = [sum(root in atoms_in(dim) for dim in dims) for dims in (*ins, *outs)]
+        if held != list(map(len, found)):
+            raise ForbiddenError(eq, "it takes some places, or joins them with others")
         if any(len(mine) > 1 for mine in found):
             raise ForbiddenError(eq, "one array holds its places twice")
         needs = [list(mine) or [None] for mine in found[: len(ins)]]
@@ -126,6 +129,8 @@ class Window:
         if wanted.dim not in numbers.out_spec[2:]:
             return None
         k = numbers.out_spec[2:].index(wanted.dim)
+        if shape_of(eq.inputs[1])[numbers.rhs_spec[2 + k]] == 1 and params["padding"][k] == (0, 0):
+            return None  # It reads its own place alone.
         if (params["window_strides"][k], params["lhs_dilation"][k]) != (1, 1):
             return None
         taps = shape_of(eq.inputs[1])[numbers.rhs_spec[2 + k]]
@@ -171,7 +176,7 @@ def places_behind(eq: Equation, found: Sequence[frozenset[Along] | None]) -> lis
             mark(ins[i], along, places, own)
             (*more, root) = expand((places,))
             for result, dims in zip(results, outs, strict=True):
-                result.update(() if more else alongs(dims, root))
+                result.update(() if more or pieces_of(root) else alongs(dims, root))
     for result, value in zip(results, eq.outputs, strict=True):
         if not result:
             result.update(_guess(eq, value, found))

@@ -8,13 +8,13 @@ or its slice along an `Along`.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import jax
 from jax import lax
 
 from zeroxla.program.trace import Equation
-from zeroxla.split.atoms import Atom, Dim, Dims, dim_of, expand, join, size_of
+from zeroxla.split.atoms import Atom, Dim, Dims, dim_of, expand, size_of
+from zeroxla.split.joins import join
 from zeroxla.split.split_axis import SplitAxis, take_part
 
 
@@ -47,20 +47,13 @@ class PlaceAxis(SplitAxis):
     """Cuts places into parts of one place each; one call computes with one of them.
 
     Attributes:
-      place: the number of the place, int32[].
+      part: the number of the place, int32[].
     """
-
-    place: Any = 0
-
-    @property
-    def index(self) -> jax.Array | int:
-        """The number of the place."""
-        return self.place
 
     def slice_of(self, whole: jax.Array, along: Along) -> jax.Array:
         """Return the slice of a whole array at the place."""
         factors = (along.outer, self.parts, along.inner)
-        return take_part(whole, along.dim, factors, 1, self.parts, self.place)
+        return take_part(whole, along.dim, factors, 1, self.parts, self.part)
 
     def write(self, whole: jax.Array, part: jax.Array, along: Along) -> jax.Array:
         """Return a whole array with another slice at the place."""
@@ -71,7 +64,7 @@ class PlaceAxis(SplitAxis):
 
         wide, new = apart(whole, self.parts), apart(part, 1).astype(whole.dtype)
         axis = along.dim + 1
-        return lax.dynamic_update_slice_in_dim(wide, new, self.place, axis).reshape(whole.shape)
+        return lax.dynamic_update_slice_in_dim(wide, new, self.part, axis).reshape(whole.shape)
 
 
 class ForbiddenError(Exception):

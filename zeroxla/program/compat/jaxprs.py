@@ -105,6 +105,11 @@ def branches_for(params: dict[str, Any], platform: str) -> Sequence[Any]:
     ]
 
 
+def is_by_platform(params: dict[str, Any]) -> bool:
+    """Return whether `jax.lax.platform_dependent` made a `cond` equation of such parameters."""
+    return params.get("branches_platforms") is not None
+
+
 def call_equation(eqn: Any, name_stack: Any, args: Sequence[Any]) -> list[Any]:
     """Bind an equation to `args` in its own context and under `name_stack`; return its results."""
     with context_of(eqn, name_stack):
