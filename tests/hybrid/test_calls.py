@@ -13,6 +13,8 @@ from tools.call_models import (
     Blocks,
     Dictionary,
     Given,
+    Hidden,
+    HiddenNnx,
     NeverPadded,
     OneToken,
     OneTokenMasked,
@@ -43,13 +45,13 @@ CASES = {
 }
 
 
-def made(make, **config):
+def made(make, whole=None, **config):
     """Train a model a little; its logits are those of `whole`, without an engine."""
     model = make()
-    whole = getattr(model, "whole", OneTokenNnx.whole)
+    whole = whole or getattr(model, "whole", OneTokenNnx.whole)
     step, state = (known := train(model, zeroxla.make_mesh(nodes=2), **config)).step, known.state
-    apply = functools.partial(step.adapted.apply, zeroxla.full_params(state), state.model_state)
-    return Trained(step, state, jax.jit(lambda tokens: whole(apply, tokens)))
+    bound = functools.partial(step.adapted.bound, zeroxla.full_params(state), state.model_state)
+    return Trained(step, state, jax.jit(lambda tokens: whole(bound(), tokens)))
 
 
 def uses_of(engine):
@@ -123,6 +125,17 @@ def test_a_call_of_the_users():
     with pytest.raises(ValueError, match=r"fails on rows of 4, 8, 16, 32 tokens: .* pass call="):
         HybridEngine(known.step)
     engine = HybridEngine(known.step, call=call)
+    found = generate(engine, known)
+    np.testing.assert_array_equal(found.tokens, known.greedy(PROMPTS, 6))
+
+
+@pytest.mark.parametrize("make", [Hidden, lambda: lambda rngs: HiddenNnx(rngs=rngs)])
+def test_a_call_of_the_users_that_reads_a_part_of_the_module(make):
+    """The call's result is no logits, though it looks like them; the embedding makes some of it."""
+    known = made(make, Hidden.whole)
+    with pytest.raises(ValueError, match=r"holds the token 20, .* pass call= if its call returns "):
+        generate(HybridEngine(known.step), known, [[20]])
+    engine = HybridEngine(known.step, call=lambda model, tokens, **_: Hidden.whole(model, tokens))
     found = generate(engine, known)
     np.testing.assert_array_equal(found.tokens, known.greedy(PROMPTS, 6))
 

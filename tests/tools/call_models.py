@@ -298,6 +298,40 @@ class Shifted(Model):
         return call(jnp.pad(tokens, ((0, 0), (0, 1))))[:, 1:]
 
 
+class Hidden(Model):
+    """A call that returns hidden states; the embedding makes logits of them."""
+
+    length: int = CONTEXT
+
+    def setup(self):
+        self.embed = nn.Embed(VOCAB, WIDTH)
+        self.mix = nn.RNN(nn.GRUCell(WIDTH))
+
+    def __call__(self, tokens):
+        return self.mix(self.embed(tokens))
+
+    @staticmethod
+    def whole(model, tokens):
+        return model.embed.attend(model(tokens))
+
+
+class HiddenNnx(nnx.Module):
+    """The same in nnx: a running sum."""
+
+    whole = staticmethod(Hidden.whole)
+
+    def __init__(self, *, rngs):
+        self.length = CONTEXT
+        self.embed = nnx.Embed(VOCAB, WIDTH, rngs=rngs)
+        self.mix = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+
+    def __call__(self, tokens):
+        return jnp.tanh(jnp.cumsum(self.mix(self.embed(tokens)), axis=1))
+
+    def loss(self, batch, *, train):
+        return next_token_loss(self.whole(self, batch["tokens"][:, :-1]), batch)
+
+
 class Bidirectional(Model):
     """Attention to all tokens."""
 

@@ -65,5 +65,6 @@ def with_real_parameters(adapted: Adapted) -> Adapted:
         init=init,
         loss=joined(adapted.loss),
         apply=None if adapted.apply is None else joined(adapted.apply),
+        bound=None if adapted.bound is None else joined(adapted.bound),
         caching=caching and Caching(empty=caching.empty, apply=joined(caching.apply)),
     )

@@ -41,6 +41,7 @@ def adapt_linen(module: nn.Module, loss: Callable[..., Any] | None) -> Adapted:
         init,
         call,
         apply=apply,
+        bound=lambda params, model_state: module.bind({"params": params, **model_state}),
         overwritten=lambda path: path[0] == OVERWRITE_WITH_GRADIENT,
         **linen_caches(module),
         **about_call(module, loss),

@@ -79,7 +79,7 @@ def adapt_nnx(model: Any, loss: Callable[..., Any] | None) -> Adapted:
         return in_eval(params, model_state)(*args, **kwargs)
 
     caches = nnx_caches(init, in_eval, about.pop("kind"))
-    return Adapted.of(init, call, apply=apply, **caches, **about)
+    return Adapted.of(init, call, apply=apply, bound=in_eval, **caches, **about)
 
 
 def nnx_functions(

@@ -83,16 +83,11 @@ class ModelCalls:
 
     def forward(self, params: Tree, model_state: Tree, tokens_BL: jax.Array) -> jax.Array:
         """Return the float32 logits [B, L, V] of whole rows."""
-        apply = self.adapted.apply
-        assert apply is not None
+        assert self.adapted.bound is not None
         rows, length = tokens_BL.shape
         make = self.fresh_cache
-
-        def model(*args: Any, **kwargs: Any) -> Any:
-            return apply(params, model_state, *args, **kwargs)
-
         result = self.call(
-            model,
+            self.adapted.bound(params, model_state),
             tokens_BL,
             positions=jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (rows, length)),
             mask=jnp.ones((rows, length), jnp.int32),
@@ -176,20 +171,21 @@ class ModelCalls:
         if how.traced is not None:
             place, places = positions_BL[0, 0], mask_BM.shape[1]
             return how.traced.read(params, model_state, cache, tokens_BL, place, places)
-        held = cache
-
-        def model(*args: Any, **kwargs: Any) -> Any:
-            nonlocal held
-            if how.make is not None:
-                assert self.adapted.apply is not None
-                return self.adapted.apply(params, model_state, *args, **kwargs)
-            assert self.adapted.caching is not None
-            result, held = self.adapted.caching.apply(params, model_state, held, *args, **kwargs)
-            return result
-
-        result = how.call(model, tokens_BL, positions=positions_BL, mask=mask_BM, cache=cache)
+        held, given = cache, {"positions": positions_BL, "mask": mask_BM, "cache": cache}
         if how.make is not None:
+            assert self.adapted.bound is not None
+            result = how.call(self.adapted.bound(params, model_state), tokens_BL, **given)
             held = cache_of(result, cache)
+        else:
+            caching = self.adapted.caching
+            assert caching is not None
+
+            def model(*args: Any, **kwargs: Any) -> Any:
+                nonlocal held
+                result, held = caching.apply(params, model_state, held, *args, **kwargs)
+                return result
+
+            result = how.call(model, tokens_BL, **given)
         held = jax.tree.map(lambda old, new: jnp.asarray(new, old.dtype), cache, held)
         return logits_of(result, tokens_BL.shape), held
 

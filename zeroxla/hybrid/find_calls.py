@@ -77,7 +77,7 @@ def find_calls(
     Raises:
       ValueError: the model is a pair (init, loss), or no call returns logits.
     """
-    if adapted.apply is None or adapted.signature is None:
+    if adapted.bound is None or adapted.signature is None:
         raise ValueError(
             "the model is a pair (init, loss) and generation needs its logits; pass a flax "
             "module, whose call takes tokens [B, L] and returns logits [B, L, V]"

@@ -201,7 +201,8 @@ def check_vocabulary(rows: Sequence[np.ndarray], size: int, what: str) -> None:
             if not 0 <= token < size:
                 raise ValueError(
                     f"{what} {i} holds the token {token}, and the model's vocabulary is "
-                    f"0 to {size - 1}; use the tokenizer of this model"
+                    f"0 to {size - 1}; use the tokenizer of this model, or pass call= if its call "
+                    "returns something else than logits"
                 )
 
 
