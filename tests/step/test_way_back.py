@@ -11,6 +11,7 @@ from tools.zoo.base import mse, vectors
 
 import zeroxla
 from zeroxla.models import GPT, Llama
+from zeroxla.step.state import as_in_model
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -64,6 +65,30 @@ def test_an_nnx_module_with_lists_is_updated(tmp_path):
         restored = checkpoints.restore(step).state
     assert jax.tree.structure(restored) == jax.tree.structure(state)
     jax.tree.map(np.testing.assert_array_equal, zeroxla.full_params(restored), params)
+
+
+class Normed(nnx.Module):
+    """Layers of nnx whose statistics and scales have tuples as names."""
+
+    def __init__(self, rngs):
+        self.first = nnx.SpectralNorm(nnx.Linear(6, 6, rngs=rngs), rngs=rngs)
+        self.last = nnx.WeightNorm(nnx.Linear(6, 3, rngs=rngs), rngs=rngs)
+
+    def __call__(self, x, train):
+        return self.last(jnp.tanh(self.first(x, update_stats=train)))
+
+    def loss(self, batch, *, train):
+        return mse(self(batch["x"], train), batch["y"])
+
+
+def test_an_nnx_module_with_tuples_as_names_is_updated():
+    step, state = trained(lambda rngs: Normed(rngs), batch := vectors(16))
+    module = Normed(nnx.Rngs(1))
+    for part in (zeroxla.full_params(state), as_in_model(state.model_state, state.indices)):
+        nnx.update(module, jax.tree.map(jnp.asarray, part))
+    module.eval()
+    expected = float(step.eval(state, batch)["loss"])
+    assert float(module.loss(batch, train=False)) == pytest.approx(expected, rel=1e-5)
 
 
 def test_a_linen_module_takes_them_as_its_variables():

@@ -65,8 +65,8 @@ class Adapted:
     `vocabulary`: the number of different tokens that the module's own loss knows, if the module
     says so; see `VOCABULARY`. The tokens of a batch are below it.
 
-    `indices`: the paths of those names in params that are whole numbers in the model itself, as the
-    items of an nnx list are.
+    `indices`: the paths of those names that are whole numbers or tuples in the model itself, as
+    the items of an nnx list are, and the statistics of `nnx.SpectralNorm`.
 
     `overwritten(path)`: whether the gradient of this leaf of the model state is its new value, as
     the scales of fp8 dots are; see `OVERWRITE_WITH_GRADIENT`.

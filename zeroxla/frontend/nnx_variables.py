@@ -95,9 +95,10 @@ def real_paths(module: nnx.Module) -> dict[Path, tuple[Any, ...]]:
 
 
 def indices_of(paths: Iterable[tuple[Any, ...]]) -> tuple[Path, ...]:
-    """Return the beginnings of a module's own paths that end in a whole number, as text."""
+    """Return the beginnings of a module's own paths that end in a whole number or a tuple, as
+    text."""
     beginnings = (path[: i + 1] for path in paths for i in range(len(path)))
-    return tuple(sorted({text(path) for path in beginnings if isinstance(path[-1], int)}))
+    return tuple(sorted({text(path) for path in beginnings if isinstance(path[-1], int | tuple)}))
 
 
 def whole_numbers(module: nnx.Module) -> list[str]:

@@ -59,7 +59,7 @@ class Atom:
     )
 
     def __init__(self, size: int, *, chosen: bool = False) -> None:
-        self.size = size
+        self.size = int(size)
         self.blocked: dict[str, None] = {}
         self.sums: list[int] = []
         self.is_contracted = self.is_heads = self.is_table = self.is_loop = False

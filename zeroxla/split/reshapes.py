@@ -118,6 +118,18 @@ def _connect_pad(eq: Equation, ins: list[Dims]) -> list[Dims]:
     return [tuple(out)]
 
 
+def _run_pad(axis: SplitAxis, dims: DimsOf, eq: Equation, args: Args) -> list[jax.Array]:
+    """Pad a part. The padding is a piece of the result, and may be split like any other."""
+    configs = list(eq.params["padding_config"])
+    (whole, _), (out,) = (dims[x] for x in eq.inputs), (dims[v] for v in eq.outputs)
+    for d, (low, high, _) in enumerate(configs):
+        if (low or high) and is_split(out[d]):
+            before = axis.place(out[d], low)
+            after = axis.dim_size(out[d]) - before - axis.dim_size(whole[d])
+            configs[d] = (before, after, 0)
+    return bind(eq, args, padding_config=tuple(configs))
+
+
 def _connect_split(eq: Equation, ins: list[Dims]) -> list[Dims]:
     dim, start, outs = eq.params["axis"], 0, []
     for size in map(int, eq.params["sizes"]):
@@ -187,7 +199,7 @@ RESHAPE_RULES: dict[str, Rule] = {
     "squeeze": Rule(_connect_squeeze),
     "iota": Rule(_connect_iota, _run_iota),
     "slice": Rule(_connect_slice, _run_slice),
-    "pad": Rule(_connect_pad),
+    "pad": Rule(_connect_pad, _run_pad),
     "split": Rule(_connect_split, _run_split),
     "dynamic_slice": Rule(_connect_dynamic_slice, _run_dynamic_slice),
     "dynamic_update_slice": Rule(_connect_dynamic_update),

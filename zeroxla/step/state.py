@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from ast import literal_eval
 from collections.abc import Collection
 from typing import Any
 
@@ -84,7 +85,8 @@ class TrainState:
       wire_state: kept copies and errors that wire formats need in the next step. None if they need
         none.
       placements: the placements of params and opt_state, in the order of their leaves (static).
-      indices: the paths of names in params that are whole numbers in the model itself (static).
+      indices: the paths of names in params that are whole numbers or tuples in the model itself
+        (static).
     """
 
     step: jax.Array
@@ -183,14 +185,14 @@ def as_in_model(tree: Any, indices: Collection[Path]) -> Any:
 
     Args:
       tree: nested dicts with strings as keys.
-      indices: the paths of the names that are whole numbers in the model.
+      indices: the paths of the names that are whole numbers or tuples in the model.
     """
 
     def converted(part: Any, path: Path) -> Any:
         if not isinstance(part, dict):
             return part
         inner = {name: converted(x, (*path, name)) for name, x in part.items()}
-        return {int(n) if (*path, n) in indices else n: x for n, x in inner.items()}
+        return {literal_eval(n) if (*path, n) in indices else n: x for n, x in inner.items()}
 
     tree = join_complex(tree)
     return converted(tree, ()) if indices else tree
