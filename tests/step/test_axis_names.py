@@ -11,6 +11,7 @@ from jax.lax import pmean  # bound before zeroxla traces a model
 from tools.quick import quick_compilation  # noqa: F401
 
 import zeroxla
+from zeroxla.models import GPT
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -116,6 +117,23 @@ def test_an_unknown_name_is_an_error_with_the_remedy(mesh24, known):
 def test_what_is_no_name(mesh24, names, message):
     with pytest.raises(ValueError, match=message):
         zeroxla.make_step(Synced("batch"), mesh24, loss=loss, axis_names=names)
+
+
+def test_what_has_no_axes_is_named():
+    """Nothing is known while parameters are initialised, nor in a trace that is cut into stages."""
+    names = {"batch": ("node", "device")}
+
+    class Always(nn.Module):
+        @nn.compact
+        def __call__(self, x, train):
+            return jax.lax.pmean(nn.Dense(2)(x), "batch")
+
+    step = zeroxla.make_step(Always(), zeroxla.make_mesh(nodes=2), loss=loss, axis_names=names)
+    with pytest.raises(ValueError, match=r"the axis 'batch' where it has no meaning\. While para"):
+        step.init(jax.random.key(0), X)
+    mesh = zeroxla.make_mesh(nodes=2, pipe=2)
+    with pytest.raises(ValueError, match=r"pipe=2: a pipeline cuts the trace .* use pipe=1"):
+        zeroxla.make_step(zeroxla.Pipeline.from_model(GPT.tiny()), mesh, axis_names=names)
 
 
 def test_names_have_no_meaning_elsewhere(mesh24):

@@ -146,14 +146,21 @@ def check_weights(weights: str) -> None:
         raise ValueError(f'weights={weights!r}; use "step" or "tick"')
 
 
-def checked_axis_names(axis_names: Any) -> AxisNames:
+def checked_axis_names(axis_names: Any, *, num_stages: int) -> AxisNames:
     """Return the argument `axis_names` of `make_step` as pairs (name, axes).
 
     Raises:
-      ValueError: it is no dict, gives a mesh's axis another meaning, or names no axis of a batch.
+      ValueError: it is no dict, gives a mesh's axis another meaning, or names no axis of a batch;
+        or there are stages.
     """
     if axis_names is None:
         return ()
+    if num_stages > 1:
+        raise ValueError(
+            f"axis_names={axis_names!r} on a mesh with pipe={num_stages}: a pipeline cuts the "
+            "trace of the model on one device, where the mesh's axes are not known; leave "
+            "collectives out of the model, or use pipe=1"
+        )
     example = '{"batch": ("node", "device")}'
     if not isinstance(axis_names, Mapping):
         raise ValueError(f"axis_names is {_shown(axis_names)}, not a dict; pass such as {example}")

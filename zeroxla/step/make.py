@@ -88,7 +88,7 @@ def make_step(
         config=config,
         pipeline=pipeline if mesh.shape.get(PIPE, 1) > 1 else None,
         weights=weights,
-        axis_names=checked_axis_names(axis_names),
+        axis_names=checked_axis_names(axis_names, num_stages=mesh.shape.get(PIPE, 1)),
         microbatches=microbatches,
     )
 

@@ -37,11 +37,18 @@ def axes_named(names: AxisNames) -> Iterator[None]:
         if found is None:
             raise
         known = ", ".join(name for name, _ in names)
+        nowhere = (
+            "While parameters are initialised no axis is known: leave the collective out there, as "
+            "flax's layers do"
+        )
+        if own := [name for name, axes in names if found[1] in axes]:
+            raise ValueError(
+                f"the model uses the axis {own[0]!r} where it has no meaning. {nowhere}"
+            ) from error
         raise ValueError(
             f"the model uses the axis {found[1]!r}, as in psum(x, {found[1]!r}), and a step does "
             f"not know it{f' (it knows {known})' if known else ''}; if it stands for all devices, "
-            f'pass make_step(axis_names={{{found[1]!r}: ("node", "device")}}). While parameters '
-            "are initialised no axis is known: leave the collective out there, as flax's layers do"
+            f'pass make_step(axis_names={{{found[1]!r}: ("node", "device")}}). {nowhere}'
         ) from error
 
 
