@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import re
 import tempfile
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 
@@ -76,11 +78,33 @@ class Run:
     @functools.cached_property
     def expected(self) -> tuple[float, dict[str, np.ndarray], float]:
         """The reference's loss, its gradients, and its loss after a step."""
-        batch, reference = self.built.batch, self.reference
-        slices = self.built.slices or NUM_DEVICES
+        loss, gradients, after = self._step_of(self.reference)
+        return loss, real_parts(self.reference.names(gradients), conjugate=True), after
+
+    def _step_of(self, reference: Reference) -> tuple[float, Any, float]:
+        """Return a reference's loss, its gradients, and its loss after a step."""
+        batch, slices = self.built.batch, self.built.slices or NUM_DEVICES
         loss, gradients = reference.gradients(reference.params, batch, slices)
         after, _ = reference.gradients(reference.after(gradients, self.built.rate), batch, slices)
-        return loss, real_parts(reference.names(gradients), conjugate=True), after
+        return loss, gradients, after
+
+    @functools.cached_property
+    def rounding(self) -> float:
+        """How far the roundings of its parameters take the reference's loss after a step: the
+        largest relative difference of four, with other last bits each."""
+        draw, expected = np.random.default_rng(0), self.expected[2]
+
+        def rounded(x: Any) -> Any:
+            if not jnp.issubdtype(x.dtype, jnp.inexact):
+                return x
+            signs = draw.integers(-1, 2, x.shape)
+            return (x * (1 + signs * np.finfo(x.dtype).eps)).astype(x.dtype)
+
+        def loss() -> float:
+            params = jax.tree.map(rounded, self.reference.params)
+            return self._step_of(dataclasses.replace(self.reference, params=params))[2]
+
+        return max(abs(loss() / expected - 1) for _ in range(4))
 
 
 def zero3(run: Run) -> str:
@@ -96,9 +120,15 @@ def zero3(run: Run) -> str:
     detail = same_gradients(found, gradients)
     check_state_moves(by_path(run.start().model_state), by_path(state.model_state))
     _, metrics = run.plain(jax.tree.map(lambda x: x.copy(), state), run.built.batch)
-    if not run.built.reads_state:
-        near("loss after a step", float(metrics["loss"]), after, 1e-4)
-    return detail
+    if run.built.reads_state:
+        return detail
+    found_after = float(metrics["loss"])
+    if abs(found_after - after) <= 1e-4 * abs(after):
+        return detail
+    # Statistics of few rows may have amplified the last bits of the parameters.
+    near("loss after a step", found_after, after, run.rounding)
+    off = abs(found_after / after - 1)
+    return f"{detail}; loss after a step {off:.0e} off, by roundings alone {run.rounding:.0e}"
 
 
 def check_state_moves(before: dict[str, np.ndarray], after: dict[str, np.ndarray]) -> None:
@@ -123,11 +153,13 @@ def zeropp(run: Run) -> str:
     loss, _, after = run.expected
     state, first = step(state, run.built.batch)
     _, second = step(state, run.built.batch)
-    near("loss", float(first["loss"]), loss, 0.05, 0.05)
-    near("loss after a step", float(second["loss"]), after, 0.05, 0.05)
+    pairs = [("loss", first, loss), ("loss after a step", second, after)]
+    pairs = pairs[:1] if run.built.reads_state else pairs
+    for what, found, want in pairs:
+        near(what, float(found["loss"]), want, 0.05, 0.05)
     if int(second["skipped"]):
         raise Wrong(f"{int(second['skipped'])} of 2 steps were skipped")
-    off = max(abs(float(m["loss"]) - want) for m, want in ((first, loss), (second, after)))
+    off = max(abs(float(found["loss"]) - want) for _, found, want in pairs)
     return f"loss within {off:.1e}"
 
 

@@ -150,7 +150,9 @@ LAYERS: dict[str, Callable[[], Built]] = {
         6,
     ),
     "SimpleCell": lambda: recurrent(nnx.SimpleCell),
-    "SpectralNorm": lambda: built(lambda rngs: Normed(rngs, nnx.SpectralNorm), 6, call=updated),
+    "SpectralNorm": lambda: dataclasses.replace(
+        built(lambda rngs: Normed(rngs, nnx.SpectralNorm), 6, call=updated), reads_state=True
+    ),
     "WeightNorm": lambda: built(lambda rngs: Normed(rngs, nnx.WeightNorm), 6),
 }
 

@@ -89,6 +89,9 @@ def test_an_nnx_module_with_tuples_as_names_is_updated():
     module.eval()
     expected = float(step.eval(state, batch)["loss"])
     assert float(module.loss(batch, train=False)) == pytest.approx(expected, rel=1e-5)
+    # The next step's loss, too: it begins from the statistics of the first one.
+    expected = float(module.loss(batch, train=True))
+    assert float(step(state, batch)[1]["loss"]) == pytest.approx(expected, rel=1e-5)
 
 
 def test_a_linen_module_takes_them_as_its_variables():
