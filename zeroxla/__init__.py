@@ -16,11 +16,16 @@ if TYPE_CHECKING:  # what follows in `_PLACES`, for those who read types
     from zeroxla.checkpoint.weights.pretrained import from_pretrained
     from zeroxla.config.feedback import Feedback
     from zeroxla.config.offload import Offload
+    from zeroxla.config.outer import Outer
     from zeroxla.config.wire_format import WireFormat
     from zeroxla.config.zero_config import ZeroConfig
     from zeroxla.frontend.lora.model import LoraModel, lora
     from zeroxla.hybrid.engine import HybridEngine
     from zeroxla.hybrid.prompts import Generated
+    from zeroxla.islands.island import Island
+    from zeroxla.islands.link import LocalLink
+    from zeroxla.islands.outer_state import IslandState
+    from zeroxla.islands.tcp_link import TcpLink
     from zeroxla.mesh.batches import global_batch, process_shard
     from zeroxla.mesh.make_mesh import make_mesh
     from zeroxla.mesh.processes.start import initialize
@@ -68,6 +73,12 @@ __all__ = [  # noqa: RUF022 (grouped)
     "Schedule",
     "TiedLayer",
     "make_schedule",
+    # islands
+    "Island",
+    "IslandState",
+    "LocalLink",
+    "Outer",
+    "TcpLink",
     # adapters
     "LoraModel",
     "lora",
@@ -96,11 +107,16 @@ _PLACES = {
     "checkpoint.weights.pretrained": ("from_pretrained",),
     "config.feedback": ("Feedback",),
     "config.offload": ("Offload",),
+    "config.outer": ("Outer",),
     "config.wire_format": ("WireFormat",),
     "config.zero_config": ("ZeroConfig",),
     "frontend.lora.model": ("LoraModel", "lora"),
     "hybrid.engine": ("HybridEngine",),
     "hybrid.prompts": ("Generated",),
+    "islands.island": ("Island",),
+    "islands.link": ("LocalLink",),
+    "islands.outer_state": ("IslandState",),
+    "islands.tcp_link": ("TcpLink",),
     "mesh.batches": ("global_batch", "process_shard"),
     "mesh.make_mesh": ("make_mesh",),
     "mesh.processes.start": ("initialize",),

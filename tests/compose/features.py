@@ -161,12 +161,10 @@ FEATURES = [
         holds=lambda run: run.step.programs.wiring.gathers_once,
     ),
     Feature(
-        **_config("reduce once", inter_node_reduce="step"),
-        # The only micro-batch of a step has nothing to wait for.
-        holds=lambda run: (
-            run.step.programs.wiring.collectives.reduces.stops_at_node
-            == (run.step.config.accumulate > 1 or run.step.config.error_feedback is not None)
-        ),
+        name="reduce once",  # The only micro-batch of a step would have nothing to wait for.
+        slots={"config.inter_node_reduce": "step", "config.accumulate": 2},
+        fields=("ZeroConfig.inter_node_reduce",),
+        holds=lambda run: run.step.programs.wiring.collectives.reduces.stops_at_node,
     ),
     Feature(
         **_config(
@@ -301,6 +299,7 @@ ELSEWHERE = {
     "make_step.mesh": "every job has one",
     "make_step.config": "every job has one",
     "make_step.axis_names": "other names in the model's trace, see step/test_axis_names.py",
+    "ZeroConfig.outer": "what islands do with a step's state, see tests/islands",
     "Offload.pin": "True is its only value",
     "Pipeline.layers": "tests/pipeline: lists of layers",
     "Pipeline.loss": "tests/pipeline: lists of layers",

@@ -127,6 +127,13 @@ def test_every_option_of_the_library_is_documented_with_its_default():
         assert table[field.name] == f"`{shown}`", field.name
 
 
+def test_every_option_of_outer_is_documented_with_its_default():
+    table = options_table("islands.md")
+    for field in dataclasses.fields(zeroxla.Outer):
+        shown = "none" if field.default is None else field.default
+        assert table[field.name] == ("`sgd`" if field.name == "optimizer" else f"`{shown}`")
+
+
 def test_every_option_of_offload_is_documented_with_its_default():
     table = options_table("offload.md")
     for field in dataclasses.fields(zeroxla.Offload):

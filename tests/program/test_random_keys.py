@@ -26,6 +26,7 @@ def test_the_numbers_are_those_of_every_training_so_far():
         StepRounding.CORRECTED_NODE_HOP,
         StepRounding.NODE_HOP,
         StepRounding.REDUCE,
+        StepRounding.COPY,
     ]
     assert list(PassRounding) == [PassRounding.SEGMENT, PassRounding.REDUCE]
 

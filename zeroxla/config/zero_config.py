@@ -15,6 +15,8 @@ import optax
 from zeroxla.config.deepspeed.reader import read
 from zeroxla.config.feedback import Feedback
 from zeroxla.config.offload import Offload
+from zeroxla.config.outer import Outer
+from zeroxla.config.presets import DIFFERENCES, TWO_LEVELS, ZEROPP, streaming
 from zeroxla.config.values import dtype_name, patterns, whole_number
 from zeroxla.config.wire_checks import WIRES, check_wires
 from zeroxla.config.wire_format import WireFormat
@@ -23,28 +25,12 @@ from zeroxla.config.wire_format import WireFormat
 UNQUANTIZED = (r"(?i)(embed|wte|wpe|pos_emb|tok_emb|norm|(^|/)ln)",)
 
 
-_ZEROPP: dict[str, Any] = {
-    "gather_dtype": "bfloat16",
-    "reduce_dtype": "bfloat16",
-    "weight_wire": WireFormat(bits=8),
-    "hpz_size": "node",
-}
-_TWO_LEVELS: dict[str, Any] = {
-    "gradient_wire": WireFormat(bits=8, block=128, hadamard=32),
-    "inter_node_gradient_wire": WireFormat(bits=4, block=128, hadamard=32),
-}
-_DIFFERENCES: dict[str, Any] = {
-    "weight_differences": WireFormat(bits=4, block=128),
-    "inter_node_reduce": "step",
-    "secondary": "wire",
-}
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ZeroConfig:
     """How a model is sharded, gathered, reduced and stepped.
 
     Without options this is ZeRO-3. `zero3`, `zeropp`, `zeropp_hq` and `zeropp_min` are presets, and
+    `diloco` and `streaming` for islands; each takes any field besides, which overrides its own.
     `from_deepspeed` reads a DeepSpeed configuration.
 
     The master copy of every leaf, the optimizer's arithmetic and all sums over devices are float32.
@@ -130,6 +116,10 @@ class ZeroConfig:
     """Parts of the state that live in the host's memory or on its disk. (offload_optimizer,
     offload_param)"""
 
+    outer: Outer | None = None
+    """How islands exchange what they have learned. `zeroxla.Island` reads it; a step by itself
+    trains alone."""
+
     optimizer: optax.GradientTransformation | None = None
     """Optimizer of a `make_step` that is given none. None means AdamW. (optimizer, scheduler,
     gradient_clipping)"""
@@ -197,6 +187,8 @@ class ZeroConfig:
             object.__setattr__(self, name, patterns(name, getattr(self, name)))
         if not isinstance(self.offload, Offload):
             raise ValueError(f"offload={self.offload!r} is none; give a zeroxla.Offload")
+        if self.outer is not None and not isinstance(self.outer, Outer):
+            raise ValueError(f"outer={self.outer!r} is none; give a zeroxla.Outer")
         check_wires(self)
 
     @classmethod
@@ -211,12 +203,9 @@ class ZeroConfig:
         Weights travel in 8 bits, backward gathers inside the node, and gradients travel in 4 bits
         on both hops. Leaves and gradients that are not quantized travel in bfloat16.
 
-        Args:
-          **options: further fields of `ZeroConfig`; they override the preset's.
-
         Source: ZeRO++, arXiv 2306.10209.
         """
-        return cls(**{**_ZEROPP, "gradient_wire": WireFormat(bits=4), **options})
+        return cls(**{**ZEROPP, "gradient_wire": WireFormat(bits=4), **options})
 
     @classmethod
     def zeropp_hq(cls, **options: Any) -> ZeroConfig:
@@ -224,12 +213,9 @@ class ZeroConfig:
 
         Gradients are rotated. They travel in 8 bits inside the node and in 4 bits between nodes.
 
-        Args:
-          **options: further fields of `ZeroConfig`; they override the preset's.
-
         Source: SDP4Bit, arXiv 2410.15526, section 3.2.
         """
-        return cls(**{**_ZEROPP, **_TWO_LEVELS, **options})
+        return cls(**{**ZEROPP, **TWO_LEVELS, **options})
 
     @classmethod
     def zeropp_min(cls, **options: Any) -> ZeroConfig:
@@ -237,12 +223,27 @@ class ZeroConfig:
 
         It is `zeropp_hq`, but weights travel between nodes as 4-bit differences to a kept copy.
 
-        Args:
-          **options: further fields of `ZeroConfig`; they override the preset's.
-
         Source: SDP4Bit, arXiv 2410.15526, section 3.1.
         """
-        return cls(**{**_ZEROPP, **_TWO_LEVELS, **_DIFFERENCES, **options})
+        return cls(**{**ZEROPP, **TWO_LEVELS, **DIFFERENCES, **options})
+
+    @classmethod
+    def diloco(cls, *, every: int = 100, **options: Any) -> ZeroConfig:
+        """Return ZeRO-3 inside islands, which exchange all differences in float32 after `every`
+        steps.
+
+        Source: DiLoCo, arXiv 2311.08105.
+        """
+        return cls(**{"outer": Outer(every=every), **options})
+
+    @classmethod
+    def streaming(cls, *, every: int = 100, **options: Any) -> ZeroConfig:
+        """Return ZeRO-3 inside islands, which exchange differences in 4 bits, a tenth of them at a
+        time, while training goes on. Each tenth is exchanged after `every` steps.
+
+        Source: Streaming DiLoCo, arXiv 2501.18512.
+        """
+        return cls(**{"outer": streaming(every), **options})
 
     @classmethod
     def from_deepspeed(cls, source: str | os.PathLike[str] | Mapping[str, Any]) -> ZeroConfig:

@@ -61,6 +61,9 @@ RENAMES = _names(
 )
 """Planning takes each result to share its operand's memory, and the equation to take no time."""
 
+ARRANGEMENTS = _names("broadcast_in_dim copy reshape squeeze transpose")
+"""They give the operand's elements in another shape, and compute nothing."""
+
 FUSED = (
     (ELEMENTWISE - RENAMES)
     | RANDOM

@@ -17,14 +17,11 @@ import jax
 
 from zeroxla.hybrid.from_trace.equations import AtPlace
 from zeroxla.hybrid.from_trace.places import Along, ForbiddenError, Form
-from zeroxla.program.primitives import NEVER_FUSED
+from zeroxla.program.primitives import ARRANGEMENTS, NEVER_FUSED
 from zeroxla.program.trace import Equation, Program, Value
 
 Places = Mapping[Value, frozenset[Along]]
 """The dims that hold places, of each value that depends on tokens."""
-
-_MOVES = frozenset({"broadcast_in_dim", "copy", "reshape", "squeeze", "transpose"})
-"""They give the operand in another shape: what is kept of them is the operand."""
 
 
 class Cutter(Protocol):
@@ -224,7 +221,7 @@ class _PlacePlanner:
             (value,) = eq.inputs
             narrow = value.aval.dtype if isinstance(value, Value) else eq.outputs[0].aval.dtype
             return narrow.itemsize < eq.outputs[0].aval.dtype.itemsize
-        return eq.name in _MOVES
+        return eq.name in ARRANGEMENTS
 
 
 def _first_slice(forms: Iterable[Form]) -> Along | None:

@@ -1,0 +1,159 @@
+"""Islands against a NumPy reference of the algorithm, and against data parallelism."""
+
+import functools
+
+import jax
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec
+from tools.islands import KEY, MODEL, batches, copies, made, params, part, trained
+from tools.quick import quick_compilation  # noqa: F401
+
+import zeroxla
+from zeroxla.config.outer import Outer
+from zeroxla.quantize import WireFormat
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+
+@pytest.mark.parametrize("num", [2, 4])
+def test_an_exchange_after_each_step_is_data_parallelism(num):
+    rows = batches(3)
+    islands = made(Outer(every=1, optimizer=optax.sgd(1.0)), num)
+    states, _ = trained(islands, rows)
+    step = zeroxla.make_step(MODEL, zeroxla.make_mesh(nodes=2), optax.sgd(0.1))
+    state = step.init(KEY, rows[0])
+    for batch in rows:
+        state, _ = step(state, batch)
+    for mine in states:
+        assert jax.tree.all(
+            jax.tree.map(
+                lambda a, b: np.allclose(a, b, atol=1e-6), params(mine), zeroxla.full_params(state)
+            )
+        )
+
+
+def masks(island, state):
+    """Return for each fragment which elements of each leaf belong to it."""
+    found = []
+    for programs in island.programs:
+        fragment, leaves = programs.fragment, jax.tree.leaves(state.inner.params)
+
+        def local(leaves, fragment=fragment):
+            zeros = {i: x * 0 for i, x in leaves.items()}
+            return fragment.put(zeros, np.ones(fragment.size, np.float32))
+
+        specs = programs.specs
+        run = jax.shard_map(local, mesh=programs.mesh, in_specs=(specs,), out_specs=specs)
+        ones = run({i: leaves[i] for i in fragment.leaves})
+        pairs = enumerate(zip(leaves, state.inner.placements[0], strict=True))
+        found.append([np.asarray(p.natural(ones.get(i, x * 0))) for i, (x, p) in pairs])
+    for each in zip(*found, strict=True):
+        np.testing.assert_array_equal(sum(each), np.ones_like(each[0]))
+    return found
+
+
+def reference(outer, num, rows, masks, start):
+    """Return the parameters of each island by the algorithm in float64: inner gradients of the
+    unsharded model, outer SGD with Nesterov's momentum."""
+    tree = jax.tree.structure(start)
+
+    @jax.jit
+    @functools.partial(jax.grad)
+    def gradient(params, batch):
+        return MODEL.apply({"params": params}, batch, train=True, method=MODEL.loss)[0]
+
+    first = [np.asarray(x, np.float64) for x in jax.tree.leaves(start)]
+    own = [[x.copy() for x in first] for _ in range(num)]
+    shared, momentum = [x.copy() for x in first], [x * 0 for x in first]
+    due = []
+    for t, batch in enumerate(rows, 1):
+        for i, mine in enumerate(own):
+            now = tree.unflatten([x.astype(np.float32) for x in mine])
+            for x, g in zip(mine, jax.tree.leaves(gradient(now, part(batch, i, num))), strict=True):
+                x -= 0.1 * np.asarray(g, np.float64)
+        for p, mask in enumerate(masks):
+            if (t + p * outer.every // outer.fragments) % outer.every == 0:
+                mean = [
+                    sum(s - mine[k] for mine in own) / num * m
+                    for k, (s, m) in enumerate(zip(shared, mask, strict=True))
+                ]
+                due.append((t + outer.delay, mask, mean))
+        for _, mask, mean in [x for x in due if x[0] == t]:
+            for k, (m, g) in enumerate(zip(mask, mean, strict=True)):
+                momentum[k] = np.where(m, 0.9 * momentum[k] + g, momentum[k])
+                shared[k] -= 0.7 * (g + 0.9 * momentum[k]) * m
+                for mine in own:
+                    mixed = shared[k] + outer.mixing * (mine[k] - shared[k])
+                    mine[k] = np.where(m, mixed, mine[k])
+    return own, shared
+
+
+CASES = {
+    "all at once": Outer(every=3),
+    "fragments": Outer(every=4, fragments=3),
+    "fragments, delayed": Outer(every=4, fragments=2, delay=2),
+    "delayed, mixed": Outer(every=3, delay=1, mixing=0.25),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_islands_follow_the_algorithm(name):
+    outer, num, rows = CASES[name], 2, batches(9)
+    islands = made(outer, num)
+    states, metrics = trained(islands, rows, settle=False)
+    start = islands[0].step.init(KEY, part(rows[0], 0, num))
+    mask = masks(islands[0], states[0])
+    expected, _ = reference(outer, num, rows, mask, zeroxla.full_params(start))
+    for state, want in zip(states, expected, strict=True):
+        for a, b in zip(jax.tree.leaves(params(state)), want, strict=True):
+            np.testing.assert_allclose(a, b, atol=2e-6)
+    merges = [t for t, x in enumerate(metrics[0], 1) if "outer_bytes" in x]
+    wanted = [t + outer.delay for t in range(1, 10) if outer.starts_at(t) is not None]
+    assert merges == [t for t in wanted if t <= 9]
+
+
+@pytest.mark.parametrize("num", [2, 4])
+@pytest.mark.parametrize("bits", [8, 4])
+def test_quantized_islands_share_the_same_bits_and_lose_little(num, bits):
+    rows = batches(24)
+    plain, _ = trained(made(Outer(every=4, fragments=2), num), rows)
+    wire = WireFormat(bits=bits, block=64, hadamard=32)
+    found = {}
+    for feedback in (True, False):
+        outer = Outer(every=4, fragments=2, wire=wire, error_feedback=feedback)
+        states, metrics = trained(made(outer, num), rows)
+        for state in states[1:]:
+            for a, b in zip(copies(states[0]), copies(state), strict=True):
+                np.testing.assert_array_equal(a, b)
+        moved = np.concatenate([np.ravel(x) for x in jax.tree.leaves(params(states[0]))])
+        exact = np.concatenate([np.ravel(x) for x in jax.tree.leaves(params(plain[0]))])
+        found[feedback] = np.linalg.norm(moved - exact) / np.linalg.norm(exact)
+    assert found[True] < {8: 0.01, 4: 0.05}[bits]
+    sent = [x["outer_bytes"] for x in metrics[0] if "outer_bytes" in x]
+    world, size = copies(states[0])[0].shape
+    assert sent[0] == (num - 1) * (2 * world * wire.num_bytes(size // num) + 8)  # and a weight
+
+
+def test_a_state_begins_and_goes_on_like_its_training_state():
+    """One island alone, with outer SGD of rate 1, trains as if there were none."""
+    rows = batches(6)
+    (island,) = made(Outer(every=2, optimizer=optax.sgd(1.0)), 1, optax.adam(1e-2))
+    (state,), _ = trained([island], rows)
+    step = island.step
+    alone = step.init(KEY, rows[0])
+    for batch in rows:
+        alone, _ = step(alone, batch)
+    for a, b in zip(
+        *(map(jax.tree.leaves, (params(state), zeroxla.full_params(alone)))), strict=True
+    ):
+        np.testing.assert_allclose(a, b, atol=1e-6)
+    assert state.num_steps == 6
+    assert PartitionSpec(island.step.mesh.axis_names) == island.programs[0].rows
+
+
+def test_an_outer_optimizer_that_reads_shapes_is_refused():
+    (island,) = made(Outer(every=2, optimizer=optax.contrib.muon(0.1)), 1)
+    with pytest.raises(ValueError, match=r"keeps arrays of the shapes .* element by element"):
+        island.init(KEY, batches(1)[0])

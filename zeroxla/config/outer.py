@@ -1,0 +1,96 @@
+"""`Outer`: how islands, which train on their own, exchange what they have learned."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import optax
+
+from zeroxla.config.values import whole_number
+from zeroxla.config.wire_format import WireFormat
+
+
+def _nesterov() -> optax.GradientTransformation:
+    return optax.sgd(0.7, momentum=0.9, nesterov=True)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Outer:
+    """How islands exchange differences (DiLoCo, arXiv 2311.08105; Streaming DiLoCo, 2501.18512).
+
+    An island trains for `every` steps by itself. Then the difference between the outer parameters,
+    which all islands share, and its own ones is averaged over the islands. The outer optimizer
+    takes the mean as a gradient, and each island goes on from the new outer parameters.
+
+    The parameters are cut into `fragments`, which are exchanged at different steps of the `every`.
+
+    Raises:
+      ValueError: a value is out of range.
+    """
+
+    every: int = 100
+    """Number of steps between two exchanges of a fragment (H)."""
+
+    optimizer: optax.GradientTransformation = dataclasses.field(default_factory=_nesterov)
+    """Outer optimizer: any that works element by element, since it sees each fragment as a vector.
+    """
+
+    wire: WireFormat | None = None
+    """Format of the differences. None sends float32."""
+
+    error_feedback: bool = True
+    """Adds to a difference what the exchange before lost by quantizing. Without a wire nothing is
+    lost."""
+
+    fragments: int = 1
+    """Number of parts of equal size, exchanged one after another. 1 exchanges everything at once;
+    more spread the bytes over the steps."""
+
+    delay: int = 0
+    """Steps between the start of an exchange and the merge of its result. Training goes on in the
+    meantime. 0 waits."""
+
+    mixing: float | None = None
+    """Share of an island's own parameters in those that it goes on from, in [0, 1). None means 0
+    without delay, and 0.5 with it, so that what was learned during the exchange is not lost."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("every", 1), ("fragments", 1), ("delay", 0)):
+            object.__setattr__(self, name, whole_number(name, getattr(self, name), least))
+        if not isinstance(self.optimizer, optax.GradientTransformation):
+            raise ValueError(f"Outer(optimizer={self.optimizer!r}): give an optax transformation")
+        if self.fragments > self.every:
+            raise ValueError(
+                f"Outer(fragments={self.fragments}, every={self.every}): one fragment is exchanged "
+                "in a step; take at most as many fragments as steps"
+            )
+        if self.delay >= self.every:
+            raise ValueError(
+                f"Outer(delay={self.delay}, every={self.every}): an exchange ends before the next "
+                f"one of the same fragment; take a delay below {self.every}"
+            )
+        if self.wire is not None and not isinstance(self.wire, WireFormat):
+            raise ValueError(f"Outer(wire={self.wire!r}): give a WireFormat, or None for float32")
+        if self.wire is not None and self.wire.rounding == "stochastic":
+            raise ValueError(
+                "Outer(wire=...) rounds stochastically; differences are rounded to nearest, and "
+                "error_feedback carries what is lost"
+            )
+        mixing: Any = (0.5 if self.delay else 0.0) if self.mixing is None else self.mixing
+        if not isinstance(mixing, int | float) or not 0 <= mixing < 1:
+            raise ValueError(f"Outer(mixing={self.mixing!r}): take a number in [0, 1)")
+        object.__setattr__(self, "mixing", float(mixing))
+
+    def starts_at(self, step: int) -> int | None:
+        """Return the fragment whose exchange starts after a step; None if none does.
+
+        Args:
+          step: the number of steps taken, 1 after the first one.
+        """
+        # Fragment p starts after the steps that are p * every / fragments short of a multiple.
+        place = -step % self.every
+        for fragment in range(self.fragments):
+            if place == fragment * self.every // self.fragments:
+                return fragment
+        return None

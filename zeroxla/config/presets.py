@@ -1,0 +1,36 @@
+"""The options that the presets of `ZeroConfig` set."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from zeroxla.config.outer import Outer
+from zeroxla.config.wire_format import WireFormat
+
+ZEROPP: dict[str, Any] = {
+    "gather_dtype": "bfloat16",
+    "reduce_dtype": "bfloat16",
+    "weight_wire": WireFormat(bits=8),
+    "hpz_size": "node",
+}
+TWO_LEVELS: dict[str, Any] = {
+    "gradient_wire": WireFormat(bits=8, block=128, hadamard=32),
+    "inter_node_gradient_wire": WireFormat(bits=4, block=128, hadamard=32),
+}
+DIFFERENCES: dict[str, Any] = {
+    "weight_differences": WireFormat(bits=4, block=128),
+    "inter_node_reduce": "step",
+    "secondary": "wire",
+}
+
+
+def streaming(every: int) -> Outer:
+    """Return the options of an exchange in ten fragments, each beside a tenth of the steps to the
+    next one."""
+    num = min(10, every)
+    return Outer(
+        every=every,
+        wire=WireFormat(bits=4, block=128, hadamard=32),
+        fragments=num,
+        delay=min(max(every // num // 2, 1), every - 1),
+    )

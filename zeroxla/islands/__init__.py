@@ -1,0 +1,1 @@
+"""Islands: groups of devices that train on their own and exchange what they have learned."""
