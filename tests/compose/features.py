@@ -374,6 +374,8 @@ SAME_PROGRAM: dict[tuple[str, str], str] = {
     ("persistence", "pipeline"): "a stage keeps every leaf for the step anyway",
     ("accumulate", "microbatches="): "the same number in another place",
     ("microbatches=", "accumulate"): "the same number in another place",
+    ("accumulate", "reduce once"): "it accumulates too",
+    ("microbatches=", "reduce once"): "it accumulates too",
     ("optimizer with a state", "parameters on disk"): "the update is a program of its own",
 }
 """The features that leave the program of a job with the second one as it is, with the reason."""
