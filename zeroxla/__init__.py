@@ -22,7 +22,7 @@ if TYPE_CHECKING:  # what follows in `_PLACES`, for those who read types
     from zeroxla.frontend.lora.model import LoraModel, lora
     from zeroxla.hybrid.engine import HybridEngine
     from zeroxla.hybrid.prompts import Generated
-    from zeroxla.islands.island import Island
+    from zeroxla.islands.island import ExchangeError, Island
     from zeroxla.islands.link import LocalLink
     from zeroxla.islands.outer_state import IslandState
     from zeroxla.islands.tcp_link import TcpLink
@@ -74,6 +74,7 @@ __all__ = [  # noqa: RUF022 (grouped)
     "TiedLayer",
     "make_schedule",
     # islands
+    "ExchangeError",
     "Island",
     "IslandState",
     "LocalLink",
@@ -113,7 +114,7 @@ _PLACES = {
     "frontend.lora.model": ("LoraModel", "lora"),
     "hybrid.engine": ("HybridEngine",),
     "hybrid.prompts": ("Generated",),
-    "islands.island": ("Island",),
+    "islands.island": ("ExchangeError", "Island"),
     "islands.link": ("LocalLink",),
     "islands.outer_state": ("IslandState",),
     "islands.tcp_link": ("TcpLink",),

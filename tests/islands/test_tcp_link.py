@@ -10,14 +10,14 @@ import jax
 import numpy as np
 import optax
 import pytest
-from tools.islands import MODEL, batches, copies, made, params, part, trained
+from tools.islands import KEY, MODEL, batches, copies, made, params, part, trained
 from tools.quick import quick_compilation  # noqa: F401
 
 import zeroxla
 from zeroxla.config.outer import Outer
 from zeroxla.islands.agreement import check_agreement
 from zeroxla.islands.frames import FrameError, FrameReader, FrameWriter, greet
-from zeroxla.islands.island import Island
+from zeroxla.islands.island import ExchangeError, Island
 from zeroxla.islands.link import LocalLink
 from zeroxla.islands.tcp_link import TcpLink
 from zeroxla.quantize import WireFormat
@@ -83,6 +83,30 @@ def test_training_over_tcp_is_bit_equal():
             np.testing.assert_array_equal(a, b)
     for link in links:
         link.close()
+
+
+def test_a_failed_exchange_loses_no_state():
+    rows = batches(4)
+    links = joined(2, timeout=5.0)
+    islands = made(Outer(every=2), 2, links=links)
+
+    def run(island):
+        mine = [part(batch, island.link.index, 2) for batch in rows]
+        state = island.init(KEY, mine[0])
+        for batch in mine[:3]:
+            state, _ = island(state, batch)
+        if island.link.index == 1:
+            island.link.close()
+            return None
+        with pytest.raises(ExchangeError, match=r"fragment 0 before step 5 failed: island 1 ") as e:
+            island(state, mine[3])
+        return e.value.state
+
+    state, _ = in_threads(run, islands)
+    assert int(state.inner.step) == state.num_steps == 4
+    after, _ = islands[0].step(state.inner, part(rows[0], 0, 2))
+    assert int(after.step) == 5
+    links[0].close()
 
 
 def test_another_token_joins_nothing():

@@ -87,7 +87,7 @@ NAMES.remove("leaf")
 STEP = st.tuples(st.sampled_from(NAMES), st.integers(0, 30), st.integers(0, 30))
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=25, deadline=None, derandomize=True)
 @given(st.lists(STEP, min_size=2, max_size=7), st.sampled_from([2, 4]))
 def test_a_program_in_parts(steps, parts):
     def run(steps_of, x):

@@ -25,6 +25,18 @@ from zeroxla.step.state import TrainState, state_shardings
 from zeroxla.step.step import Step
 
 
+class ExchangeError(RuntimeError):
+    """An exchange that failed.
+
+    Attributes:
+      state: the island's state, without the exchange: save it, or go on from `state.inner`.
+    """
+
+    def __init__(self, text: str, state: IslandState) -> None:
+        super().__init__(text)
+        self.state = state
+
+
 class Island:
     """Takes training steps, and exchanges with other islands what they have changed.
 
@@ -100,6 +112,10 @@ class Island:
         Returns:
           The next state, and the step's metrics; with `outer_bytes`, what this process has sent in
           an exchange that was merged, and `outer_s`, the seconds that it took.
+
+        Raises:
+          ExchangeError: an island has left, is late, or sends what cannot be right. The error has
+            the state after the step.
         """
         inner, metrics = self.step(state.inner, batch)
         state = dataclasses.replace(state, inner=inner, num_steps=state.num_steps + 1)
@@ -113,7 +129,11 @@ class Island:
         return state, metrics
 
     def settle(self, state: IslandState) -> IslandState:
-        """Wait for the exchanges under way, and merge them."""
+        """Wait for the exchanges under way, and merge them.
+
+        Raises:
+          ExchangeError: one failed.
+        """
         for fragment in list(self._pending):
             state, _ = self._merge(state, fragment)
         return state
@@ -132,7 +152,14 @@ class Island:
 
     def _merge(self, state: IslandState, fragment: int) -> tuple[IslandState, dict[str, Any]]:
         """Merge the result of an exchange, when it is there."""
-        found = self._pending.pop(fragment)[1].result()
+        try:
+            found = self._pending.pop(fragment)[1].result()
+        except (OSError, ValueError) as error:
+            raise ExchangeError(
+                f"the exchange of fragment {fragment} before step {state.num_steps + 1} failed: "
+                f"{error}; the error has the state",
+                state,
+            ) from error
         programs, mine = self.programs[fragment], state.outer[fragment]
         leaves, tree = jax.tree.flatten(state.inner.params)
         own = _leaves_of(state.inner, programs)
@@ -157,7 +184,7 @@ class Island:
         rows = (len(mine), -1)
         of_all = [np.frombuffer(part[8:], np.uint8).reshape(rows) for part in arrived]
         received = _as_rows(np.stack(of_all, axis=1), data)
-        mean, error = programs.average(received, jnp.asarray(weights, jnp.float32), error)
+        mean, error = programs.average(received, np.asarray(weights, np.float32), error)
         own = _local_rows(mean).tobytes()
         means = self.link.swap(f"{name}/means", [own] * num)
         of_all = [np.frombuffer(part, np.uint8).reshape(rows) for part in means]

@@ -93,7 +93,7 @@ class OuterPrograms:
             if error is None:
                 return data[None], None
             lost = parts - decoded(data, self.outer.wire, parts.shape[1])
-            return data[None], lost.reshape(1, -1)
+            return data[None], _finite(lost).reshape(1, -1)
 
         error = self.state_specs.error
         run = self._map(local, (self.specs, self.rows, error), (self.rows, error))
@@ -103,12 +103,17 @@ class OuterPrograms:
     def average(self) -> Callable[..., tuple[jax.Array, jax.Array | None]]:
         """(bytes of the islands' parts, uint8 [devices, islands, bytes]; their weights, float32
         [islands]; the error of the last mean) -> the bytes of the mean, uint8 [devices, bytes], and
-        the next error."""
+        the next error.
+
+        A part that is not finite has no weight: an island that diverges takes no other with it.
+        """
 
         def local(data: jax.Array, weights: jax.Array, error: Any) -> tuple[jax.Array, Any]:
             size = self.fragment.size // self.num_islands
             parts = decoded(data[0], self.outer.wire, size)
-            mean = jnp.einsum("i,in->n", weights / weights.sum(), parts, precision="highest")
+            weights = jnp.where(jnp.isfinite(parts).all(1), weights, 0)
+            shares = weights / jnp.maximum(weights.sum(), 1)
+            mean = jnp.einsum("i,in->n", shares, _finite(parts), precision="highest")
             mean = mean if error is None else mean + error[0]
             sent = encoded(mean[None], self.outer.wire)
             if error is None:
@@ -170,6 +175,11 @@ class OuterPrograms:
 
     def _map(self, local: Callable[..., Any], ins: Any, outs: Any) -> Callable[..., Any]:
         return jax.shard_map(local, mesh=self.mesh, in_specs=ins, out_specs=outs, check_vma=False)
+
+
+def _finite(x: jax.Array) -> jax.Array:
+    """Return an array with zeros in the place of what is not finite."""
+    return jnp.where(jnp.isfinite(x), x, 0)
 
 
 def _here(leaves: Leaves) -> Leaves:
