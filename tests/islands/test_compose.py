@@ -94,13 +94,10 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize(
-    "name",
-    thinned(
-        ["zeropp", "offload", "pipeline"],
-        slow=[n for n in CASES if n not in ("zeropp", "offload", "pipeline")],
-    ),
-)
+QUICK = ["zeropp", "offload"]
+
+
+@pytest.mark.parametrize("name", thinned(QUICK, slow=[n for n in CASES if n not in QUICK]))
 def test_islands_with(name):
     case, num = CASES[name], 3
     rows = case.rows(num)

@@ -10,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from tools.quick import quick_compilation  # noqa: F401
+from tools.quick import quick_compilation, thinned  # noqa: F401
 
 import zeroxla
 from zeroxla.models import GPT, Llama
@@ -229,7 +229,7 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", thinned(["llama"], slow=["gpt, scanned", "gpt, unrolled"]))
 def test_a_step_with_blocks_is_the_step_without(name):
     """On 2 x 4 devices, with every leaf split, and several blocks and chunks in a sequence."""
     mesh = zeroxla.make_mesh(nodes=2)
