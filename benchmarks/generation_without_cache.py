@@ -1,4 +1,4 @@
-"""Generation with models that have no cache: what a token costs along the context.
+"""Generation with models that have no cache: the time of a token, early and late in a row.
 
 The engine makes a cache from the trace of a pass over whole rows. Three models of plain flax, which
 know nothing of generation: its attention, an LSTM, and gated linear recurrences behind causal

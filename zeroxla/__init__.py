@@ -22,10 +22,6 @@ if TYPE_CHECKING:  # what follows in `_PLACES`, for those who read types
     from zeroxla.frontend.lora.model import LoraModel, lora
     from zeroxla.hybrid.engine import HybridEngine
     from zeroxla.hybrid.prompts import Generated
-    from zeroxla.islands.island import ExchangeError, Island
-    from zeroxla.islands.link import LocalLink
-    from zeroxla.islands.outer_state import IslandState
-    from zeroxla.islands.tcp_link import TcpLink
     from zeroxla.mesh.batches import global_batch, process_shard
     from zeroxla.mesh.make_mesh import make_mesh
     from zeroxla.mesh.processes.start import initialize
@@ -39,6 +35,10 @@ if TYPE_CHECKING:  # what follows in `_PLACES`, for those who read types
     from zeroxla.planning.make import plan
     from zeroxla.planning.plan import Plan
     from zeroxla.planning.search import Search, search_plans
+    from zeroxla.step.islands.island import ExchangeError, Island
+    from zeroxla.step.islands.link import LocalLink
+    from zeroxla.step.islands.outer_state import IslandState
+    from zeroxla.step.islands.tcp_link import TcpLink
     from zeroxla.step.make import init_from, make_step
     from zeroxla.step.state import LossScale, TrainState, full_params
     from zeroxla.step.step import Step
@@ -114,10 +114,10 @@ _PLACES = {
     "frontend.lora.model": ("LoraModel", "lora"),
     "hybrid.engine": ("HybridEngine",),
     "hybrid.prompts": ("Generated",),
-    "islands.island": ("ExchangeError", "Island"),
-    "islands.link": ("LocalLink",),
-    "islands.outer_state": ("IslandState",),
-    "islands.tcp_link": ("TcpLink",),
+    "step.islands.island": ("ExchangeError", "Island"),
+    "step.islands.link": ("LocalLink",),
+    "step.islands.outer_state": ("IslandState",),
+    "step.islands.tcp_link": ("TcpLink",),
     "mesh.batches": ("global_batch", "process_shard"),
     "mesh.make_mesh": ("make_mesh",),
     "mesh.processes.start": ("initialize",),

@@ -1,4 +1,4 @@
-"""Caches made from the trace: logits of one place at a time are those of whole rows."""
+"""Caches made from the trace: read token by token, a model gives the logits of whole rows."""
 
 import functools
 import warnings
@@ -60,7 +60,7 @@ def test_one_place_at_a_time_gives_the_logits_of_whole_rows(name):
 
 
 def test_kept_arrays_may_have_another_dtype():
-    """What a recurrence carries keeps its own: errors there would add up."""
+    """The carry of a recurrence keeps its own dtype, since its errors would add up."""
     for name, dtype in (("Attention", jnp.bfloat16), ("Recurrent", jnp.float32)):
         cache, params, expected, tokens = traced(getattr(models, name)())
         kept = cache.empty(params, {}, ROWS, PLACES, jnp.bfloat16)
@@ -72,7 +72,7 @@ def test_kept_arrays_may_have_another_dtype():
 
 
 def test_a_place_costs_no_pass_over_the_row():
-    """At 64 places products and the like take a 64th of those of the row, attention's aside."""
+    """A token of 64 takes less than a 16th of the FLOPs of the row."""
     model, places = models.Attention(), 64
     cache, params, _, _ = traced(model)
     tokens = jnp.zeros((ROWS, places), jnp.int32)

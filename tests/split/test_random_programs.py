@@ -25,7 +25,7 @@ def divisor(size, number):
 
 
 class Steps:
-    """What a random program does to an array [ROWS, n]; `leaves` are made as they are needed."""
+    """The steps of random programs, on an array [ROWS, n]; each makes the leaves it needs."""
 
     def __init__(self, leaves=None):
         self.given, self.leaves = leaves, []

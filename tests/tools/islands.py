@@ -7,9 +7,9 @@ import numpy as np
 import optax
 
 import zeroxla
-from zeroxla.islands.island import Island
-from zeroxla.islands.link import LocalLink
 from zeroxla.models import MLP
+from zeroxla.step.islands.island import Island
+from zeroxla.step.islands.link import LocalLink
 
 KEY = jax.random.key(0)
 MODEL = MLP(widths=(16,), classes=4)

@@ -139,7 +139,7 @@ class Switched(Tokens):
 
 
 class Summary(Tokens):
-    """What a loop over places carries at its end."""
+    """A loop over places, and the carry at its end."""
 
     def mix(self, x):
         first = jnp.zeros((x.shape[0], WIDTH))

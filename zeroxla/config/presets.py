@@ -25,7 +25,7 @@ DIFFERENCES: dict[str, Any] = {
 
 
 def streaming(every: int) -> Outer:
-    """Return the options of an exchange in ten fragments, each beside a tenth of the steps to the
+    """Return the options of an exchange in ten fragments. An exchange has half of the steps to the
     next one."""
     num = min(10, every)
     return Outer(

@@ -48,12 +48,10 @@ class Adapted:
     `apply(params, model_state, *args, **kwargs)`: calls the module without changing its state and
     without randomness. None for a pair of functions.
 
-    `bound(params, model_state)`: the module with these leaves, in evaluation. It is called as by
-    `apply`, and has the module's attributes and methods. None for a pair of functions, and for a
-    model with adapters.
+    `bound(params, model_state)`: the module with these leaves, in evaluation, with its attributes
+    and methods. None for a pair of functions, and for a model with adapters.
 
-    `caching`: the same call as `apply`, with a cache. None if the module keeps no cache in its
-    variables.
+    `caching`: the same with a cache. None if the module keeps no cache in its variables.
 
     `make_cache(rows, places, dtype) -> cache`: an empty cache, any pytree of arrays, for a module
     whose call takes its cache as an argument and returns it. None if the module makes none.

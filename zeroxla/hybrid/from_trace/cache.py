@@ -61,7 +61,7 @@ class TracedCache:
     def empty(
         self, params: Tree, model_state: Tree, rows: int, places: int, dtype: Any = None
     ) -> list[jax.Array]:
-        """Return an empty cache for rows [B, M]; the arguments are those of `plan`."""
+        """Return an empty cache. The arguments are those of `plan`."""
         states = self.plan(params, model_state, rows, places, dtype).states
         return [jnp.zeros(x.shape, x.dtype) for x in states]
 

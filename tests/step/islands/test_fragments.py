@@ -8,9 +8,9 @@ import optax
 import pytest
 
 from zeroxla.config.outer import Outer
-from zeroxla.islands.fragments import cut_fragments
-from zeroxla.islands.link import LocalLink
 from zeroxla.quantize import WireFormat
+from zeroxla.step.islands.fragments import cut_fragments
+from zeroxla.step.islands.link import LocalLink
 
 SHAPES = [(3, 4), None, (5,), (2, 2, 2)]
 
@@ -88,3 +88,9 @@ def test_a_local_link_gives_each_island_its_part():
         for i, (one, two) in enumerate(pool.map(run, links)):
             assert one == [f"{source}>{i}".encode() for source in range(3)]
             assert two == [b"", b"x", b"xx"]
+
+
+def test_an_island_that_sends_nothing_is_named():
+    link = LocalLink.make(2, timeout=0.1)[0]
+    with pytest.raises(TimeoutError, match="island 1 has not sent 'a' within 0 s; see what its"):
+        link.swap("a", [b"", b""])

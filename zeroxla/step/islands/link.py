@@ -41,9 +41,9 @@ class LocalLink:
         self.index, self._shared = index, shared
 
     @staticmethod
-    def make(num: int) -> list[LocalLink]:
-        """Return the links of so many islands."""
-        shared = _Post(num)
+    def make(num: int, *, timeout: float = 300.0) -> list[LocalLink]:
+        """Return the links of so many islands; an exchange waits `timeout` seconds for a part."""
+        shared = _Post(num, timeout)
         return [LocalLink(index, shared) for index in range(num)]
 
     @property
@@ -61,8 +61,8 @@ class LocalLink:
 class _Post:
     """Letters between threads, by (name, from, to)."""
 
-    def __init__(self, num: int) -> None:
-        self.num = num
+    def __init__(self, num: int, timeout: float) -> None:
+        self.num, self._timeout = num, timeout
         self._letters: dict[tuple[str, int, int], bytes] = {}
         self._arrived = threading.Condition()
 
@@ -73,5 +73,10 @@ class _Post:
 
     def take(self, key: tuple[str, int, int]) -> bytes:
         with self._arrived:
-            self._arrived.wait_for(lambda: key in self._letters)
+            if not self._arrived.wait_for(lambda: key in self._letters, self._timeout):
+                name, source, _ = key
+                raise TimeoutError(
+                    f"island {source} has not sent {name!r} within {self._timeout:.0f} s; see what "
+                    "its thread has raised"
+                )
             return self._letters.pop(key)

@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 
-from zeroxla.islands.link import IslandLink
+from zeroxla.step.islands.link import IslandLink
 
 _BYTES = 1 << 16
 

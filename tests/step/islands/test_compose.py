@@ -40,7 +40,7 @@ def words(num):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class With:
-    """What islands are combined with.
+    """A feature that islands are combined with.
 
     Attributes:
       model: the model, or a function that makes it.

@@ -15,6 +15,7 @@ import struct
 NONCE_BYTES = 32
 DIGEST_BYTES = 32
 MAX_NAME_BYTES = 256
+_PART_BYTES = 1 << 20
 _HEADER = struct.Struct(">IQ")
 _NUMBER = struct.Struct(">Q")
 
@@ -29,12 +30,12 @@ def read_exactly(connection: socket.socket, num_bytes: int) -> bytes:
     Raises:
       ConnectionError: it ends before.
     """
-    found = bytearray(num_bytes)
-    view = memoryview(found)
-    while view:
-        if not (count := connection.recv_into(view)):
+    found = bytearray()  # It grows with what comes: a wrong length reserves nothing.
+    while len(found) < num_bytes:
+        part = connection.recv(min(num_bytes - len(found), _PART_BYTES))
+        if not part:
             raise ConnectionError("the connection has ended")
-        view = view[count:]
+        found += part
     return bytes(found)
 
 

@@ -24,9 +24,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zeroxla.config.outer import Outer
 from zeroxla.config.wire_format import WireFormat
-from zeroxla.islands.fragments import ShardFragment
-from zeroxla.islands.outer_state import FragmentState
 from zeroxla.offload.memory_kinds import put, to_device
+from zeroxla.step.islands.fragments import ShardFragment
+from zeroxla.step.islands.outer_state import FragmentState
 from zeroxla.wire.quantize import Wire, dequantize, quantize
 
 Leaves = dict[int, jax.Array]

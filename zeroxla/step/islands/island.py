@@ -15,12 +15,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zeroxla.islands.agreement import check_agreement
-from zeroxla.islands.fragments import cut_fragments
-from zeroxla.islands.link import IslandLink
-from zeroxla.islands.outer_programs import Leaves, OuterPrograms
-from zeroxla.islands.outer_state import FragmentState, IslandState
 from zeroxla.program.paths import leaf_path
+from zeroxla.step.islands.agreement import check_agreement
+from zeroxla.step.islands.fragments import cut_fragments
+from zeroxla.step.islands.link import IslandLink
+from zeroxla.step.islands.outer_programs import Leaves, OuterPrograms
+from zeroxla.step.islands.outer_state import FragmentState, IslandState
 from zeroxla.step.state import TrainState, state_shardings
 from zeroxla.step.step import Step
 
@@ -65,7 +65,8 @@ class Island:
         self.step, self.link, self.outer = step, link, step.config.outer
         self._pool = concurrent.futures.ThreadPoolExecutor(1, "zeroxla-island")
         self._pending: dict[int, tuple[int, concurrent.futures.Future[_Exchanged]]] = {}
-        self._examples = 0
+        self._rows = 0  # trained on so far
+        self._rows_at: dict[int, int] = {}  # by fragment, when it was last exchanged
 
     def init(self, key: jax.Array, batch: Any) -> IslandState:
         """Make the state, as `step.init` does; all islands pass the same key."""
@@ -119,7 +120,7 @@ class Island:
         """
         inner, metrics = self.step(state.inner, batch)
         state = dataclasses.replace(state, inner=inner, num_steps=state.num_steps + 1)
-        self._examples += jax.tree.leaves(batch)[0].shape[0]
+        self._rows += jax.tree.leaves(batch)[0].shape[0]
         if (fragment := self.outer.starts_at(state.num_steps)) is not None:
             state = self._start(state, fragment)
         due = [p for p, (at, _) in self._pending.items() if state.num_steps >= at]
@@ -143,11 +144,10 @@ class Island:
         programs, mine = self.programs[fragment], state.outer[fragment]
         data, error = programs.pack(_leaves_of(state.inner, programs), mine.copy, mine.error)
         name = f"{state.num_steps}/{fragment}"
-        future = self._pool.submit(
-            self._exchange, programs, name, data, mine.mean_error, self._examples
-        )
+        num_rows = self._rows - self._rows_at.get(fragment, 0)
+        self._rows_at[fragment] = self._rows
+        future = self._pool.submit(self._exchange, programs, name, data, mine.mean_error, num_rows)
         self._pending[fragment] = state.num_steps + self.outer.delay, future
-        self._examples = 0
         return _with_fragment(state, fragment, error=error)
 
     def _merge(self, state: IslandState, fragment: int) -> tuple[IslandState, dict[str, Any]]:
@@ -173,11 +173,11 @@ class Island:
         return state, {"outer_bytes": found.num_bytes, "outer_s": found.seconds}
 
     def _exchange(
-        self, programs: OuterPrograms, name: str, data: jax.Array, error: Any, num_examples: int
+        self, programs: OuterPrograms, name: str, data: jax.Array, error: Any, num_rows: int
     ) -> _Exchanged:
         """Exchange a fragment: parts of differences first, then their means. Runs in a thread."""
         begin, num, index = time.perf_counter(), self.link.num, self.link.index
-        mine, weight = _local_rows(data), struct.pack("<d", num_examples)
+        mine, weight = _local_rows(data), struct.pack("<d", num_rows)
         parts = [weight + np.ascontiguousarray(mine[:, to]).tobytes() for to in range(num)]
         arrived = self.link.swap(f"{name}/parts", parts)
         weights = [struct.unpack("<d", part[:8])[0] for part in arrived]

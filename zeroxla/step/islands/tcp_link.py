@@ -13,11 +13,11 @@ import threading
 import time
 from collections.abc import Sequence
 
-from zeroxla.islands.frames import FrameError, FrameReader, FrameWriter, greet
 from zeroxla.mesh.processes.meeting import address_of, split_address
+from zeroxla.step.islands.frames import FrameError, FrameReader, FrameWriter, greet
 
 _GREETING_S = 10.0
-"""Seconds for a greeting: a stranger who says nothing holds up the others no longer."""
+"""Seconds for a greeting; then the connection is closed."""
 _RETRY_S = 0.2
 
 
@@ -138,12 +138,16 @@ class TcpLink:
     def _answer(self, server: socket.socket, token: str, max_bytes: int, deadline: float) -> None:
         """Take the calls of islands with larger numbers; runs in a thread."""
         due = set(range(self.index + 1, self.num))
-        while due and (left := deadline - time.monotonic()) > 0:
-            server.settimeout(left)
+        while due - self._writers.keys() and time.monotonic() < deadline:
+            server.settimeout(_RETRY_S)
             with contextlib.suppress(TimeoutError):
-                connection = server.accept()[0]
-                other = self._met(connection, token, max_bytes, due, calls=False)
-                due -= {other}
+                # Each greeting has a thread: a stranger who says nothing holds up nobody.
+                threading.Thread(
+                    target=self._met,
+                    args=(server.accept()[0], token, max_bytes, due),
+                    kwargs={"calls": False},
+                    daemon=True,
+                ).start()
 
     def _call(
         self, other: int, host: str, port: int, token: str, max_bytes: int, deadline: float
@@ -173,13 +177,14 @@ class TcpLink:
         except (OSError, FrameError):
             connection.close()
             return None
-        if other not in due:
-            connection.close()
-            return None
         connection.settimeout(None)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._connections.append(connection)
-        self._writers[other] = FrameWriter(connection, key, self.index)
+        with self._change:
+            if other not in due or other in self._writers:
+                connection.close()
+                return None
+            self._connections.append(connection)
+            self._writers[other] = FrameWriter(connection, key, self.index)
         reader = FrameReader(connection, key, other, max_bytes)
         threading.Thread(target=self._read, args=(other, reader), daemon=True).start()
         return other

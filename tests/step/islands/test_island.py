@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import PartitionSpec
-from tools.islands import KEY, MODEL, batches, copies, made, params, part, trained
+from tools.islands import KEY, MODEL, ROWS, batches, copies, made, params, part, trained
 from tools.quick import quick_compilation, thinned  # noqa: F401
 
 import zeroxla
@@ -200,3 +200,38 @@ def test_an_island_that_diverges_takes_no_other_with_it(wire):
         want = np.concatenate([np.ravel(np.asarray(x)) for x in jax.tree.leaves(state.params)])
         real = (np.sort(x[x != 0]) for x in (copy, want))  # Paddings are zeros.
         np.testing.assert_allclose(*real, atol=1e-6)
+
+
+def test_islands_weigh_as_much_as_the_rows_that_they_have_trained_on():
+    """12 rows of each batch on one island and 4 on the other."""
+    rows = batches(2)
+    islands = made(Outer(every=1, optimizer=optax.sgd(1.0)), 2)
+
+    def run(island):
+        own = [
+            {n: x[:12] if island.link.index == 0 else x[12:] for n, x in b.items()} for b in rows
+        ]
+        state = island.init(KEY, own[0])
+        for batch in own:
+            state, _ = island(state, batch)
+        return state
+
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        states = list(pool.map(run, islands))
+    step = zeroxla.make_step(MODEL, zeroxla.make_mesh(nodes=2), optax.sgd(0.1))
+    state = step.init(KEY, rows[0])
+    for batch in rows:
+        state, _ = step(state, batch)
+    for mine in states:
+        both = (jax.tree.leaves(x) for x in (params(mine), zeroxla.full_params(state)))
+        for a, b in zip(*both, strict=True):
+            np.testing.assert_allclose(a, b, atol=1e-6)
+
+
+def test_each_fragment_weighs_by_the_rows_since_its_own_exchange():
+    (island,) = made(Outer(every=4, fragments=2), 1)
+    found = []
+    exchange = island._exchange
+    island._exchange = lambda *args: found.append(args[-1]) or exchange(*args)
+    trained([island], batches(8))
+    assert found == [2 * ROWS, 4 * ROWS, 4 * ROWS, 4 * ROWS]

@@ -15,12 +15,12 @@ from tools.quick import quick_compilation  # noqa: F401
 
 import zeroxla
 from zeroxla.config.outer import Outer
-from zeroxla.islands.agreement import check_agreement
-from zeroxla.islands.frames import FrameError, FrameReader, FrameWriter, greet
-from zeroxla.islands.island import ExchangeError, Island
-from zeroxla.islands.link import LocalLink
-from zeroxla.islands.tcp_link import TcpLink
 from zeroxla.quantize import WireFormat
+from zeroxla.step.islands.agreement import check_agreement
+from zeroxla.step.islands.frames import FrameError, FrameReader, FrameWriter, greet
+from zeroxla.step.islands.island import ExchangeError, Island
+from zeroxla.step.islands.link import LocalLink
+from zeroxla.step.islands.tcp_link import TcpLink
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 TOKEN = "between islands"
@@ -143,10 +143,27 @@ def test_strangers_hold_up_nobody():
                     break
                 time.sleep(0.02)
 
-    stranger = threading.Thread(target=bother)
-    stranger.start()
-    links = joined(2, places=places)
-    stranger.join()
+    silent = []
+
+    def stay():
+        while not silent:
+            with contextlib.suppress(OSError):
+                silent.append(socket.create_connection((host, int(port)), timeout=0.1))
+                silent.append(socket.create_connection((host, int(port)), timeout=0.1))
+
+    strangers = [threading.Thread(target=x, daemon=True) for x in (bother, stay)]
+    for stranger in strangers:
+        stranger.start()
+    begin = time.monotonic()
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        first = pool.submit(TcpLink.join, 0, places, TOKEN, timeout=20.0)
+        strangers[1].join()  # They have come, and say nothing.
+        second = pool.submit(TcpLink.join, 1, places, TOKEN, timeout=20.0)
+        links = [first.result(), second.result()]
+    assert time.monotonic() - begin < 5
+    strangers[0].join()
+    for connection in silent:
+        connection.close()
     assert in_threads(lambda link: link.swap("x", [b"1", b"2"]), links)[1] == [b"2", b"2"]
     for link in links:
         link.close()
