@@ -35,10 +35,9 @@ if TYPE_CHECKING:  # what follows in `_PLACES`, for those who read types
     from zeroxla.planning.make import plan
     from zeroxla.planning.plan import Plan
     from zeroxla.planning.search import Search, search_plans
-    from zeroxla.step.islands.island import ExchangeError, Island
-    from zeroxla.step.islands.link import LocalLink
+    from zeroxla.step.islands.island import Island
+    from zeroxla.step.islands.membership.coordinator import Coordinator
     from zeroxla.step.islands.outer_state import IslandState
-    from zeroxla.step.islands.tcp_link import TcpLink
     from zeroxla.step.make import init_from, make_step
     from zeroxla.step.state import LossScale, TrainState, full_params
     from zeroxla.step.step import Step
@@ -114,10 +113,9 @@ _PLACES = {
     "frontend.lora.model": ("LoraModel", "lora"),
     "hybrid.engine": ("HybridEngine",),
     "hybrid.prompts": ("Generated",),
-    "step.islands.island": ("ExchangeError", "Island"),
-    "step.islands.link": ("LocalLink",),
+    "step.islands.island": ("Island",),
+    "step.islands.membership.coordinator": ("Coordinator",),
     "step.islands.outer_state": ("IslandState",),
-    "step.islands.tcp_link": ("TcpLink",),
     "mesh.batches": ("global_batch", "process_shard"),
     "mesh.make_mesh": ("make_mesh",),
     "mesh.processes.start": ("initialize",),

@@ -1,6 +1,7 @@
 """Islands that are threads of this process, and what they train."""
 
 import concurrent.futures
+import contextlib
 
 import jax
 import numpy as np
@@ -8,12 +9,11 @@ import optax
 
 import zeroxla
 from zeroxla.models import MLP
-from zeroxla.step.islands.island import Island
-from zeroxla.step.islands.link import LocalLink
 
 KEY = jax.random.key(0)
 MODEL = MLP(widths=(16,), classes=4)
 ROWS = 16
+TOKEN = "between islands"
 
 
 def batches(num):
@@ -29,43 +29,71 @@ def part(batch, i, num):
     return {n: x[i * len(x) // num : (i + 1) * len(x) // num] for n, x in batch.items()}
 
 
-def made(outer, num, optimizer=None, *, links=None, model=MODEL, mesh=None, **config):
-    """Return islands of this process, each with its share of 8 devices, 4 at most.
+@contextlib.contextmanager
+def coordinator(num, **options):
+    """Run the coordinator of so many islands."""
+    options = {"deadline": 20.0, **options}
+    with zeroxla.Coordinator("127.0.0.1:0", TOKEN, num_islands=num, **options) as found:
+        yield found
+
+
+def make_step(outer, index, num, optimizer=None, *, model=MODEL, mesh=None, **config):
+    """Return the step of an island, with its share of 8 devices, 4 at most.
 
     Args:
       outer: how they exchange.
-      num: their number.
+      index: the number of the island.
+      num: the number of islands.
       optimizer: the inner optimizer; None takes gradient descent.
-      links: join them; None takes links between threads.
       model: the model.
       mesh: other arguments of `make_mesh`.
       **config: other options.
     """
     size = min(4, 8 // num)
+    devices = jax.devices()[index * size : (index + 1) * size]
     config = zeroxla.ZeroConfig(**{"outer": outer, "persistence_threshold": 0, **config})
-    found = []
-    for i, link in enumerate(links or LocalLink.make(num)):
-        devices = jax.devices()[i * size : (i + 1) * size]
-        mesh_of_island = zeroxla.make_mesh(**{"nodes": 1, **(mesh or {})}, devices=devices)
-        step = zeroxla.make_step(model, mesh_of_island, optimizer or optax.sgd(0.1), config=config)
-        found.append(Island(step, link))
-    return found
+    mesh_of_island = zeroxla.make_mesh(**{"nodes": 1, **(mesh or {})}, devices=devices)
+    return zeroxla.make_step(model, mesh_of_island, optimizer or optax.sgd(0.1), config=config)
 
 
-def trained(islands, rows, *, settle=True):
-    """Train each island in a thread of its own; return the states and the metrics of the steps."""
+def in_threads(function, num):
+    """Call a function in so many threads with their numbers; return the results."""
+    with concurrent.futures.ThreadPoolExecutor(num) as pool:
+        return list(pool.map(function, range(num)))
 
-    def run(island):
-        index, num = island.link.index, island.link.num
-        state, metrics = island.init(KEY, part(rows[0], index, num)), []
-        for batch in rows:
-            state, found = island(state, part(batch, index, num))
-            metrics.append(found)
-        return (island.settle(state) if settle else state), metrics
 
-    with concurrent.futures.ThreadPoolExecutor(len(islands)) as pool:
-        found = list(pool.map(run, islands))
-    return [state for state, _ in found], [metrics for _, metrics in found]
+def trained(outer, num, rows, *, settle=True, optimizer=None, each=None, address=None, **options):
+    """Train islands, each in a thread of its own.
+
+    Args:
+      outer: how they exchange.
+      num: the number of islands.
+      rows: the batches, which islands share.
+      settle: merge what is under way at the end.
+      optimizer: the inner optimizer.
+      each: called with (island, state, number of steps) before each step; returns the state.
+      address: the coordinator's; None starts one.
+      **options: of `make_step`.
+
+    Returns:
+      The islands, which are closed; their states; and the metrics of their steps.
+    """
+
+    def run(index):
+        step = make_step(outer, index, num, optimizer, **options)
+        with zeroxla.Island(step, place, TOKEN, slot=index, timeout=60) as island:
+            state, metrics = island.init(KEY, part(rows[0], index, num)), []
+            for done, batch in enumerate(rows):
+                state = state if each is None else each(island, state, done)
+                state, found = island(state, part(batch, index, num))
+                metrics.append(found)
+            return island, (island.settle(state) if settle else state), metrics
+
+    with contextlib.ExitStack() as stack:
+        place = address or stack.enter_context(coordinator(num)).address
+        found = in_threads(run, num)
+    islands, states, metrics = zip(*found, strict=True)
+    return islands, states, metrics
 
 
 def params(state):

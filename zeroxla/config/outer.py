@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, Literal
 
 import optax
 
@@ -51,6 +51,10 @@ class Outer:
     """Steps between the start of an exchange and the merge of its result. Training goes on in the
     meantime. 0 waits."""
 
+    state: Literal["device", "host"] = "device"
+    """Memory in which the outer parameters and the outer optimizer's state lie between exchanges.
+    """
+
     mixing: float | None = None
     """Share of an island's own parameters in those that it goes on from, in [0, 1). None means 0
     without delay, and 0.5 with it, so that what was learned during the exchange is not lost."""
@@ -77,20 +81,15 @@ class Outer:
                 "Outer(wire=...) rounds stochastically; differences are rounded to nearest, and "
                 "error_feedback carries what is lost"
             )
+        if self.state not in ("device", "host"):
+            raise ValueError(f'Outer(state={self.state!r}): take "device" or "host"')
         mixing: Any = (0.5 if self.delay else 0.0) if self.mixing is None else self.mixing
         if not isinstance(mixing, int | float) or not 0 <= mixing < 1:
             raise ValueError(f"Outer(mixing={self.mixing!r}): take a number in [0, 1)")
         object.__setattr__(self, "mixing", float(mixing))
 
-    def starts_at(self, step: int) -> int | None:
-        """Return the fragment whose exchange starts after a step; None if none does.
-
-        Args:
-          step: the number of steps taken, 1 after the first one.
-        """
-        # Fragment p starts after the steps that are p * every / fragments short of a multiple.
-        place = -step % self.every
-        for fragment in range(self.fragments):
-            if place == fragment * self.every // self.fragments:
-                return fragment
-        return None
+    def start_of(self, round: int) -> int:
+        """Return the number of steps after which a round starts. Round r exchanges fragment
+        r % fragments; the last fragment of a turn is exchanged after a multiple of `every`."""
+        turn, fragment = divmod(round, self.fragments)
+        return turn * self.every + (fragment + 1) * self.every // self.fragments

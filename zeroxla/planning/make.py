@@ -21,6 +21,7 @@ from zeroxla.offload.disk.disk_array import DiskShape
 from zeroxla.planning.compile_check import compile_step
 from zeroxla.planning.fit import zero3_estimate
 from zeroxla.planning.generation import Generating, GenerationPlan
+from zeroxla.planning.islands import Islands, IslandsPlan
 from zeroxla.planning.liveness import Scope
 from zeroxla.planning.memory_model import MemoryPlan, kind_of
 from zeroxla.planning.peak import peak_bytes
@@ -53,6 +54,7 @@ def plan(
     machines: str | Path | Machines | None = None,
     memory_fraction: float | None = None,
     generating: Generating | None = None,
+    islands: Islands | None = None,
     compiled: bool = False,
     ahead: bool | None = None,
 ) -> Plan:
@@ -72,6 +74,8 @@ def plan(
       memory_fraction: the share of a GPU's memory that JAX takes for a process
         (XLA_PYTHON_CLIENT_MEM_FRACTION). None means the share in the table, 0.75.
       generating: what a `HybridEngine` generates between steps, if anything.
+      islands: the number of islands and their links, if `config.outer` says how islands exchange;
+        the mesh is one island's. None means two islands with links of 1 Gbit/s.
       compiled: also compile the step ahead of time, for devices that need not be there: for the
         target's GPUs, or, if that cannot be done, by the CPU backend. `Plan.compiled.note` says
         which.
@@ -83,8 +87,8 @@ def plan(
       The plan.
 
     Raises:
-      ValueError: an unknown device or link, a batch that does not divide, too few CPU devices to
-        compile for, or as `make_step`.
+      ValueError: an unknown device or link, islands without `config.outer`, a batch that does not
+        divide, too few CPU devices to compile for, or as `make_step`.
 
     Cost: one trace, a second or two for a scanned model of any size on any number of devices. With
     `compiled`, also a compilation.
@@ -96,6 +100,9 @@ def plan(
     >>> found.num_parameters, found.fits
     (124439808, True)
     """
+    machines = machines if isinstance(machines, Machines) else Machines.load(machines)
+    if islands is not None:
+        islands = dataclasses.replace(islands, link=islands.find_link(machines))
     target = Target.find(
         mesh_shape, device=device, link=link, machines=machines, memory_fraction=memory_fraction
     )
@@ -110,7 +117,7 @@ def plan(
         axis_names=axis_names,
     )
     step = step_on(cast(Mesh, target.abstract_mesh()))
-    found = plan_step(step, batch, target, generating=generating, ahead=ahead)
+    found = plan_step(step, batch, target, generating=generating, islands=islands, ahead=ahead)
     if not compiled:
         return found
     return dataclasses.replace(found, compiled=compile_step(step_on, batch, target))
@@ -122,6 +129,7 @@ def plan_step(
     target: Target,
     *,
     generating: Generating | None = None,
+    islands: Islands | None = None,
     ahead: bool | None = None,
 ) -> Plan:
     """Plan a step that has been made already; the other arguments as `plan` takes them."""
@@ -131,6 +139,10 @@ def plan_step(
     peak = peak_bytes(Scope.of(local, platform), kind_of)
     memory = MemoryPlan.of(step, state, batch, peak)
     simulation = Simulation.of(step, program, local, memory)
+    time = simulation.on(target, ahead=ahead)
+    exchanges = _exchanges(step, state, islands, time.seconds)
+    if exchanges is not None:
+        memory = exchanges.added_to(memory)
     return Plan(
         target=target,
         num_parameters=sum(math.prod(p.shape) for p in state.placements[0]),
@@ -138,13 +150,30 @@ def plan_step(
         num_tokens=_num_tokens(batch),
         memory=memory,
         comms=comms_of(program, dict(target.mesh_shape), platform),
-        time=simulation.on(target, ahead=ahead),
+        time=time,
         bubble=simulation.bubble,
         deepspeed_bytes=_deepspeed_bytes(step),
         generation=None if generating is None else GenerationPlan.of(step, generating),
+        islands=exchanges,
         ahead=ahead,
         simulation=simulation,
     )
+
+
+def _exchanges(
+    step: Step, state: TrainState, islands: Islands | None, step_s: float
+) -> IslandsPlan | None:
+    """Plan the exchanges between islands; None if the step has none.
+
+    Raises:
+      ValueError: there are islands, and the config does not say how they exchange.
+    """
+    if islands is not None and step.config.outer is None:
+        raise ValueError(
+            f"{islands}, and the config does not say how islands exchange; plan with "
+            "config=ZeroConfig.diloco(), ZeroConfig.streaming() or ZeroConfig(outer=Outer())"
+        )
+    return IslandsPlan.of(step, state, islands or Islands(), step_s)
 
 
 def _traced(step: Step, state: TrainState, batch: Any) -> Program:

@@ -45,6 +45,9 @@ class MemoryPlan(Report):
       offloaded_bytes: the device's state in its host's memory; not counted above.
       disk_bytes: the device's state on its host's disk. The file has room for it twice.
       secondary_on_host: whether secondary shards are in the host's memory.
+      outer_bytes: the outer state of an island: outer parameters, the outer optimizer's state, and
+        errors that are fed back. It is no part of `state_bytes`, which training steps read.
+      outer_on_host: whether the outer state is in the host's memory.
     """
 
     parameter_bytes: int
@@ -58,6 +61,8 @@ class MemoryPlan(Report):
     offloaded_bytes: int = 0
     disk_bytes: int = 0
     secondary_on_host: bool = False
+    outer_bytes: int = 0
+    outer_on_host: bool = False
 
     @staticmethod
     def of(step: Step, state: TrainState, batch: Any, peak: Counter[str]) -> MemoryPlan:
@@ -100,7 +105,13 @@ class MemoryPlan(Report):
     @property
     def host_bytes(self) -> int:
         """The most bytes that the host's memory holds for this device in a step."""
-        return self.offloaded_bytes + (self.secondary_bytes if self.secondary_on_host else 0)
+        secondary_bytes = self.secondary_bytes if self.secondary_on_host else 0
+        return self.offloaded_bytes + secondary_bytes + self.outer_bytes - self.outer_device_bytes
+
+    @property
+    def outer_device_bytes(self) -> int:
+        """The bytes of an island's outer state in the device's own memory."""
+        return 0 if self.outer_on_host else self.outer_bytes
 
     @property
     def temporary_bytes(self) -> int:
@@ -109,15 +120,18 @@ class MemoryPlan(Report):
 
     @property
     def total_bytes(self) -> int:
-        return self.state_bytes + self.temporary_bytes
+        return self.state_bytes + self.outer_device_bytes + self.temporary_bytes
 
     def parts(self) -> dict[str, int]:
         """Return the bytes by name; they add up to the total."""
+        outer_bytes = self.outer_device_bytes
+        outer = {"outer state of the island": outer_bytes} if outer_bytes else {}
         return {
             "parameters": self.parameter_bytes,
             "optimizer state": self.optimizer_bytes,
             "memory of wires": self.wire_bytes,
             "other state and batch": self.other_bytes,
+            **outer,
             GATHERED: self.gathered_bytes,
             GRADIENTS: self.gradient_bytes,
             ACTIVATIONS: self.activation_bytes,
@@ -140,6 +154,8 @@ class MemoryPlan(Report):
             table.add_row(f"{which}, secondary shards", format_bytes(self.secondary_bytes))
         if self.offloaded_bytes:
             table.add_row("its state in the host's memory", format_bytes(self.offloaded_bytes))
+        if self.outer_on_host:
+            table.add_row("its outer state in the host's memory", format_bytes(self.outer_bytes))
         if self.disk_bytes:
             table.add_row("its state on the host's disk", format_bytes(self.disk_bytes))
         return table

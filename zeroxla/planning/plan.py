@@ -13,6 +13,7 @@ from zeroxla.mesh.machines import Device, Link
 from zeroxla.planning.bottleneck import NAMES, Bottleneck, longest, twice_as_fast
 from zeroxla.planning.compile_check import CompiledPlan
 from zeroxla.planning.generation import GenerationPlan
+from zeroxla.planning.islands import IslandsPlan
 from zeroxla.planning.lanes import COMPUTE, TimeLine
 from zeroxla.planning.memory_model import MemoryPlan
 from zeroxla.planning.simulation import Simulation
@@ -38,6 +39,8 @@ class Plan(Report):
       bubble: the share of the step in which the stages of a pipeline are idle.
       deepspeed_bytes: DeepSpeed's estimate for the state of a device; None for pipelines.
       generation: the memory of a device that generates, if that was asked for.
+      islands: what the exchanges between islands cost; None if the config has no `outer`. `time`
+        is without them.
       compiled: the compiler's figures for memory and collectives, if they were asked for.
       ahead: whether loops gather a turn ahead in `time`; None means as the step's program does.
       simulation: what a device does in the step; `time` follows from it.
@@ -53,6 +56,7 @@ class Plan(Report):
     bubble: float = 0.0
     deepspeed_bytes: float | None = None
     generation: GenerationPlan | None = None
+    islands: IslandsPlan | None = None
     compiled: CompiledPlan | None = None
     ahead: bool | None = None
     simulation: Simulation = dataclasses.field(repr=False, compare=False)
@@ -89,7 +93,8 @@ class Plan(Report):
         links = {**target.links, **(links or {})}
         target = dataclasses.replace(target, device=device, links=links)
         time = self.simulation.on(target, ahead=ahead)
-        return dataclasses.replace(self, target=target, time=time, ahead=ahead)
+        islands = self.islands and dataclasses.replace(self.islands, step_s=time.seconds)
+        return dataclasses.replace(self, target=target, time=time, islands=islands, ahead=ahead)
 
     @property
     def fits(self) -> bool:
@@ -101,7 +106,7 @@ class Plan(Report):
     def most_bytes(self) -> int:
         """The most bytes that a device holds, while it trains or generates."""
         generating = 0 if self.generation is None else self.generation.total_bytes
-        return max(self.memory.total_bytes, generating)
+        return max(self.memory.total_bytes, generating + self.memory.outer_device_bytes)
 
     @property
     def host_bytes(self) -> int:
@@ -179,6 +184,8 @@ class Plan(Report):
         if self.generation is not None:
             tables.append(self.generation.table())
         tables += [self.comms.table(), self.time_table()]
+        if self.islands is not None:
+            tables.append(self.islands.table())
         if self.compiled is not None:
             tables += [*self.compiled.tables(), self.compiled.beside(self.memory, self.comms)]
         return tables
@@ -205,11 +212,14 @@ class Plan(Report):
         if self.mfu is not None:
             each = self.tokens_per_s / math.prod(mesh.values())
             rate += f" ({each:,.0f} a device, {self.mfu:.0%} MFU)"
+        sentences = [str(self.bottleneck)]
+        if self.islands is not None:
+            sentences.append(self.islands.verdict())
         return (
             f"{self.num_parameters:,} parameters on {axes} of {device.label}: a device needs "
             f"{format_bytes(total)} and that {holds} {room}. A step takes about "
             f"{self.time.seconds:.3g} s, {rate}, with products at "
-            f"{device.efficiency:.0%} of the device's peak ({device.source}). {self.bottleneck}"
+            f"{device.efficiency:.0%} of the device's peak ({device.source}). {' '.join(sentences)}"
         )
 
     def notes(self) -> list[str]:

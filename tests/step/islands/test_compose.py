@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import optax
 import pytest
-from tools.islands import KEY, MODEL, batches, copies, made, params, trained
+from tools.islands import KEY, MODEL, TOKEN, batches, copies, make_step, params, trained
 from tools.quick import quick_compilation, thinned  # noqa: F401
 
 import zeroxla
@@ -105,8 +105,7 @@ def test_islands_with(name):
     def model():
         return case.model if isinstance(case.model, nn.Module) else case.model()
 
-    islands = made(OUTER, 2, model=model(), mesh=case.mesh, **case.config)
-    states, metrics = trained(islands, rows)
+    _, states, metrics = trained(OUTER, 2, rows, model=model(), mesh=case.mesh, **case.config)
     for a, b in zip(*map(copies, states), strict=True):
         np.testing.assert_array_equal(a, b)
     assert all(np.isfinite(x["loss"]) for island in metrics for x in island)
@@ -131,12 +130,12 @@ def test_islands_with(name):
 def test_a_state_on_disk_is_refused(tmp_path):
     disk = Offload(optimizer="disk", params="disk", path=str(tmp_path))
     with pytest.raises(ValueError, match=r"exchanges parameters from memory; take Offload\(params"):
-        made(OUTER, 1, offload=disk)
+        zeroxla.Island(make_step(OUTER, 0, 1, offload=disk), "127.0.0.1:1", TOKEN)
 
 
 def test_a_config_without_exchanges_is_refused():
     with pytest.raises(ValueError, match=r"does not say how islands exchange; .*ZeroConfig.diloco"):
-        made(None, 1)
+        zeroxla.Island(make_step(None, 0, 1), "127.0.0.1:1", TOKEN)
 
 
 @pytest.mark.parametrize("every", [1, 5, 100])
@@ -152,7 +151,6 @@ def test_presets(every):
 
 
 def test_each_island_keeps_its_own_statistics():
-    islands = made(OUTER, 2, model=Normed())
-    states, _ = trained(islands, batches(2))
+    _, states, _ = trained(OUTER, 2, batches(2), model=Normed())
     one, two = (jax.tree.leaves(s.inner.model_state) for s in states)
     assert any(not np.array_equal(a, b) for a, b in zip(one, two, strict=True))

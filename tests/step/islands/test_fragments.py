@@ -1,6 +1,4 @@
-"""Fragments of a device's shards, the options of exchanges, and the link between threads."""
-
-import concurrent.futures
+"""Fragments of a device's shards, and the options of exchanges."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -10,22 +8,20 @@ import pytest
 from zeroxla.config.outer import Outer
 from zeroxla.quantize import WireFormat
 from zeroxla.step.islands.fragments import cut_fragments
-from zeroxla.step.islands.link import LocalLink
 
 SHAPES = [(3, 4), None, (5,), (2, 2, 2)]
 
 
-@pytest.mark.parametrize(("num", "multiple"), [(1, 1), (1, 8), (3, 4), (25, 2)])
-def test_fragments_have_each_element_once(num, multiple):
-    fragments = cut_fragments(SHAPES, num, multiple)
-    sizes = [fragment.size - fragment.num_padding for fragment in fragments]
+@pytest.mark.parametrize("num", [1, 3, 25])
+def test_fragments_have_each_element_once(num):
+    fragments = cut_fragments(SHAPES, num)
+    sizes = [fragment.size for fragment in fragments]
     assert sum(sizes) == 12 + 5 + 8
     assert max(sizes) - min(sizes) <= 1
-    assert all(f.size % multiple == 0 and f.num_padding < multiple for f in fragments)
     shards = [jnp.arange(100.0 * i, 100.0 * i + np.prod(s or 2)).reshape(s or 2) for i, s in
               enumerate(SHAPES)]  # fmt: skip
     shards = dict(enumerate(shards))
-    taken = np.concatenate([f.take(shards)[: f.size - f.num_padding] for f in fragments])
+    taken = np.concatenate([f.take(shards) for f in fragments])
     np.testing.assert_array_equal(taken, np.concatenate([np.ravel(shards[i]) for i in (0, 2, 3)]))
     for fragment in fragments:
         shards = fragment.put(shards, -fragment.take(shards))
@@ -37,19 +33,18 @@ def test_fragments_have_each_element_once(num, multiple):
 
 def test_more_fragments_than_elements():
     with pytest.raises(ValueError, match="fragments=26, and a device has 25 elements"):
-        cut_fragments(SHAPES, 26, 1)
+        cut_fragments(SHAPES, 26)
 
 
 @pytest.mark.parametrize(("every", "fragments"), [(1, 1), (5, 1), (10, 3), (4, 4), (7, 5)])
 def test_each_fragment_has_its_own_steps(every, fragments):
     outer = Outer(every=every, fragments=fragments)
-    starts = [outer.starts_at(step) for step in range(1, 3 * every + 1)]
+    starts = [outer.start_of(number) for number in range(3 * fragments)]
     for fragment in range(fragments):
-        at = [step for step, found in enumerate(starts, 1) if found == fragment]
-        assert len(at) == 3
+        at = starts[fragment::fragments]
         assert np.diff(at).tolist() == [every] * 2
-    assert starts[every - 1] == 0
-    assert sum(found is not None for found in starts) == 3 * fragments
+    assert starts[fragments - 1] == every
+    assert 0 < starts[0] and len(set(starts)) == 3 * fragments
 
 
 BAD = {
@@ -59,6 +54,7 @@ BAD = {
     "mixing": ({"mixing": 1.0}, r"mixing=1.0\): take a number in \[0, 1\)"),
     "optimizer": ({"optimizer": 0.7}, "optimizer=0.7.*optax"),
     "wire": ({"wire": 4}, "wire=4.*WireFormat"),
+    "state": ({"state": "disk"}, 'state=\'disk\'.*"device" or "host"'),
     "stochastic": ({"wire": WireFormat(rounding="stochastic")}, "rounds stochastically"),
 }
 
@@ -75,22 +71,3 @@ def test_mixing_keeps_what_is_learned_during_an_exchange():
     assert Outer(delay=2).mixing == 0.5
     assert Outer(delay=2, mixing=0).mixing == 0
     assert isinstance(Outer().optimizer, optax.GradientTransformation)
-
-
-def test_a_local_link_gives_each_island_its_part():
-    links = LocalLink.make(3)
-
-    def run(link):
-        one = link.swap("a", [f"{link.index}>{to}".encode() for to in range(3)])
-        return one, link.swap("b", [b"x" * link.index] * 3)
-
-    with concurrent.futures.ThreadPoolExecutor(3) as pool:
-        for i, (one, two) in enumerate(pool.map(run, links)):
-            assert one == [f"{source}>{i}".encode() for source in range(3)]
-            assert two == [b"", b"x", b"xx"]
-
-
-def test_an_island_that_sends_nothing_is_named():
-    link = LocalLink.make(2, timeout=0.1)[0]
-    with pytest.raises(TimeoutError, match="island 1 has not sent 'a' within 0 s; see what its"):
-        link.swap("a", [b"", b""])

@@ -1,6 +1,5 @@
 """Islands against a NumPy reference of the algorithm, and against data parallelism."""
 
-import concurrent.futures
 import dataclasses
 import functools
 
@@ -9,7 +8,20 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import PartitionSpec
-from tools.islands import KEY, MODEL, ROWS, batches, copies, made, params, part, trained
+from tools.islands import (
+    KEY,
+    MODEL,
+    ROWS,
+    TOKEN,
+    batches,
+    coordinator,
+    copies,
+    in_threads,
+    make_step,
+    params,
+    part,
+    trained,
+)
 from tools.quick import quick_compilation, thinned  # noqa: F401
 
 import zeroxla
@@ -22,8 +34,7 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 @pytest.mark.parametrize("num", thinned([2], slow=[4]))
 def test_an_exchange_after_each_step_is_data_parallelism(num):
     rows = batches(3)
-    islands = made(Outer(every=1, optimizer=optax.sgd(1.0)), num)
-    states, _ = trained(islands, rows)
+    _, states, _ = trained(Outer(every=1, optimizer=optax.sgd(1.0)), num, rows)
     step = zeroxla.make_step(MODEL, zeroxla.make_mesh(nodes=2), optax.sgd(0.1))
     state = step.init(KEY, rows[0])
     for batch in rows:
@@ -76,7 +87,7 @@ def reference(outer, num, rows, masks, start):
             for x, g in zip(mine, jax.tree.leaves(gradient(now, part(batch, i, num))), strict=True):
                 x -= 0.1 * np.asarray(g, np.float64)
         for p, mask in enumerate(masks):
-            if (t + p * outer.every // outer.fragments) % outer.every == 0:
+            if (t - (p + 1) * outer.every // outer.fragments) % outer.every == 0:
                 mean = [
                     sum(s - mine[k] for mine in own) / num * m
                     for k, (s, m) in enumerate(zip(shared, mask, strict=True))
@@ -106,8 +117,7 @@ CASES = {
 )
 def test_islands_follow_the_algorithm(name):
     outer, num, rows = CASES[name], 2, batches(9)
-    islands = made(outer, num)
-    states, metrics = trained(islands, rows, settle=False)
+    islands, states, metrics = trained(outer, num, rows, settle=False)
     start = islands[0].step.init(KEY, part(rows[0], 0, num))
     mask = masks(islands[0], states[0])
     expected, _ = reference(outer, num, rows, mask, zeroxla.full_params(start))
@@ -115,7 +125,7 @@ def test_islands_follow_the_algorithm(name):
         for a, b in zip(jax.tree.leaves(params(state)), want, strict=True):
             np.testing.assert_allclose(a, b, atol=2e-6)
     merges = [t for t, x in enumerate(metrics[0], 1) if "outer_bytes" in x]
-    wanted = [t + outer.delay for t in range(1, 10) if outer.starts_at(t) is not None]
+    wanted = [outer.start_of(number) + outer.delay for number in range(9 * outer.fragments)]
     assert merges == [t for t in wanted if t <= 9]
 
 
@@ -124,12 +134,12 @@ def test_islands_follow_the_algorithm(name):
 )
 def test_quantized_islands_share_the_same_bits_and_lose_little(num, bits):
     rows = batches(24)
-    plain, _ = trained(made(Outer(every=4, fragments=2), num), rows)
+    _, plain, _ = trained(Outer(every=4, fragments=2), num, rows)
     wire = WireFormat(bits=bits, block=64, hadamard=32)
     found = {}
     for feedback in (True, False):
         outer = Outer(every=4, fragments=2, wire=wire, error_feedback=feedback)
-        states, metrics = trained(made(outer, num), rows)
+        islands, states, metrics = trained(outer, num, rows)
         for state in states[1:]:
             for a, b in zip(copies(states[0]), copies(state), strict=True):
                 np.testing.assert_array_equal(a, b)
@@ -138,15 +148,16 @@ def test_quantized_islands_share_the_same_bits_and_lose_little(num, bits):
         found[feedback] = np.linalg.norm(moved - exact) / np.linalg.norm(exact)
     assert found[True] < {8: 0.01, 4: 0.05}[bits]
     sent = [x["outer_bytes"] for x in metrics[0] if "outer_bytes" in x]
-    world, size = copies(states[0])[0].shape
-    assert sent[0] == (num - 1) * (2 * world * wire.num_bytes(size // num) + 8)  # and a weight
+    world = len(copies(states[0])[0])
+    part_bytes = wire.num_bytes(islands[0].programs[0].among(num).part_size)
+    assert sent[0] == (num - 1) * 2 * world * part_bytes
 
 
 def test_a_state_begins_and_goes_on_like_its_training_state():
     """One island alone, with outer SGD of rate 1, trains as if there were none."""
     rows = batches(6)
-    (island,) = made(Outer(every=2, optimizer=optax.sgd(1.0)), 1, optax.adam(1e-2))
-    (state,), _ = trained([island], rows)
+    outer = Outer(every=2, optimizer=optax.sgd(1.0))
+    (island,), (state,), _ = trained(outer, 1, rows, optimizer=optax.adam(1e-2))
     step = island.step
     alone = step.init(KEY, rows[0])
     for batch in rows:
@@ -155,44 +166,40 @@ def test_a_state_begins_and_goes_on_like_its_training_state():
         *(map(jax.tree.leaves, (params(state), zeroxla.full_params(alone)))), strict=True
     ):
         np.testing.assert_allclose(a, b, atol=1e-6)
-    assert state.num_steps == 6
+    assert (state.clock, state.round, state.versions) == (6, 3, (3,))
     assert PartitionSpec(island.step.mesh.axis_names) == island.programs[0].rows
 
 
 def test_an_outer_optimizer_that_reads_shapes_is_refused():
-    (island,) = made(Outer(every=2, optimizer=optax.contrib.muon(0.1)), 1)
     with pytest.raises(ValueError, match=r"keeps arrays of the shapes .* element by element"):
-        island.init(KEY, batches(1)[0])
+        trained(Outer(every=2, optimizer=optax.contrib.muon(0.1)), 1, batches(1))
 
 
 @pytest.mark.parametrize("wire", [None, WireFormat(bits=4, block=64)])
 def test_an_island_that_diverges_takes_no_other_with_it(wire):
     rows, outer = batches(4), Outer(every=2, optimizer=optax.sgd(1.0), wire=wire)
 
-    def run(island, *, breaks):
-        mine = [part(batch, island.link.index, 2) for batch in rows]
-        state = island.init(KEY, mine[0])
-        for t, batch in enumerate(mine, 1):
-            if t == 2 and breaks and island.link.index == 1:
-                broken = jax.tree.map(lambda x: x * np.nan, state.inner.params)
-                state = dataclasses.replace(
-                    state, inner=dataclasses.replace(state.inner, params=broken)
-                )
-            state, _ = island(state, batch)
-            if t == 2:
-                found = jax.tree.map(np.array, [f.copy for f in state.outer])
-        return state, found
+    seen = {}
 
-    with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        results = list(pool.map(functools.partial(run, breaks=True), made(outer, 2)))
-    (one, at_two), (two, same) = results
+    def each(island, state, done):
+        if done == 1 and island.slot == 1:
+            broken = jax.tree.map(lambda x: x * np.nan, state.inner.params)
+            state = dataclasses.replace(
+                state, inner=dataclasses.replace(state.inner, params=broken)
+            )
+        if done == 2:
+            seen[island.slot] = jax.tree.map(np.array, [f.copy for f in state.outer])
+        return state
+
+    _, (one, two), _ = trained(outer, 2, rows, each=each)
+    at_two, same = seen[0], seen[1]
     for a, b in zip(at_two, same, strict=True):
         assert np.isfinite(a).all()
         np.testing.assert_array_equal(a, b)
     for state in (one, two):
         assert all(np.isfinite(x).all() for x in jax.tree.leaves(params(state)))
     if wire is None:  # Half of the mean's weight is gone, and the first island's change is whole.
-        alone = made(Outer(every=100), 2)[0].step
+        alone = make_step(None, 0, 2)
         state = alone.init(KEY, part(rows[0], 0, 2))
         for batch in rows[:2]:
             state, _ = alone(state, part(batch, 0, 2))
@@ -204,20 +211,20 @@ def test_an_island_that_diverges_takes_no_other_with_it(wire):
 
 def test_islands_weigh_as_much_as_the_rows_that_they_have_trained_on():
     """12 rows of each batch on one island and 4 on the other."""
-    rows = batches(2)
-    islands = made(Outer(every=1, optimizer=optax.sgd(1.0)), 2)
+    rows, outer = batches(2), Outer(every=1, optimizer=optax.sgd(1.0))
+    with coordinator(2) as there:
 
-    def run(island):
-        own = [
-            {n: x[:12] if island.link.index == 0 else x[12:] for n, x in b.items()} for b in rows
-        ]
-        state = island.init(KEY, own[0])
-        for batch in own:
-            state, _ = island(state, batch)
-        return state
+        def run(index):
+            cut = slice(12) if index == 0 else slice(12, None)
+            own = [{n: x[cut] for n, x in b.items()} for b in rows]
+            step = make_step(outer, index, 2)
+            with zeroxla.Island(step, there.address, TOKEN, slot=index) as island:
+                state = island.init(KEY, own[0])
+                for batch in own:
+                    state, _ = island(state, batch)
+                return state
 
-    with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        states = list(pool.map(run, islands))
+        states = in_threads(run, 2)
     step = zeroxla.make_step(MODEL, zeroxla.make_mesh(nodes=2), optax.sgd(0.1))
     state = step.init(KEY, rows[0])
     for batch in rows:
@@ -229,9 +236,8 @@ def test_islands_weigh_as_much_as_the_rows_that_they_have_trained_on():
 
 
 def test_each_fragment_weighs_by_the_rows_since_its_own_exchange():
-    (island,) = made(Outer(every=4, fragments=2), 1)
     found = []
-    exchange = island._exchange
-    island._exchange = lambda *args: found.append(args[-1]) or exchange(*args)
-    trained([island], batches(8))
-    assert found == [2 * ROWS, 4 * ROWS, 4 * ROWS, 4 * ROWS]
+    with coordinator(1, say=found.append) as there:
+        trained(Outer(every=4, fragments=2), 1, batches(8), address=there.address)
+    rows = [event["rows"][0] for event in found if event["what"] == "closed"]
+    assert rows == [2 * ROWS, 4 * ROWS, 4 * ROWS, 4 * ROWS]

@@ -20,6 +20,11 @@ STARTED = "ZEROXLA_STARTED"  # the name of the run
 TOKEN = "ZEROXLA_TOKEN"  # a secret that the processes of a run share
 TOKEN_FILE = "ZEROXLA_TOKEN_FILE"  # a file that has it
 PROGRESS = "ZEROXLA_PROGRESS"  # "descriptor:inode" of a pipe that takes a byte after each step
+# Variables that `zeroxla launch --islands` and `zeroxla island` set.
+ISLANDS = "ZEROXLA_ISLANDS"  # "host:port" of the islands' coordinator
+ISLANDS_TOKEN = "ZEROXLA_ISLANDS_TOKEN"  # a secret that the islands of a run share
+ISLANDS_TOKEN_FILE = "ZEROXLA_ISLANDS_TOKEN_FILE"  # a file that has it
+SLOT = "ZEROXLA_SLOT"  # the number of this island
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -80,15 +85,51 @@ def find_token(environ: Mapping[str, str] = os.environ) -> str:
     Raises:
       ValueError: the file cannot be read or is empty.
     """
-    if TOKEN in environ or TOKEN_FILE not in environ:
-        return environ.get(TOKEN, "")
-    path = Path(environ[TOKEN_FILE])
+    return _secret(TOKEN, TOKEN_FILE, environ)
+
+
+def find_islands_token(environ: Mapping[str, str] = os.environ) -> str:
+    """Return the secret that the islands of a run share; "" if there is none.
+
+    Raises:
+      ValueError: the file of ZEROXLA_ISLANDS_TOKEN_FILE cannot be read or is empty.
+    """
+    return _secret(ISLANDS_TOKEN, ISLANDS_TOKEN_FILE, environ)
+
+
+def island_of(
+    address: str | None,
+    token: str | None,
+    slot: int | None,
+    environ: Mapping[str, str] = os.environ,
+) -> tuple[str, str, int | None]:
+    """Return coordinator, token and slot of an island; what is None is read from the environment.
+
+    Raises:
+      ValueError: there is no address, or a variable cannot be used.
+    """
+    address = environ.get(ISLANDS, "") if address is None else address
+    if not address:
+        raise ValueError(
+            f"the island has no coordinator; pass its address, set {ISLANDS}, or start the program "
+            "with `zeroxla launch --islands 2 -- ...` or `zeroxla island --join HOST:PORT -- ...`"
+        )
+    if slot is None and SLOT in environ:
+        (slot,) = _numbers("zeroxla island", (SLOT,), environ)
+    return address, find_islands_token(environ) if token is None else token, slot
+
+
+def _secret(name: str, file: str, environ: Mapping[str, str]) -> str:
+    """Return a secret from a variable, or from the file that another one names."""
+    if name in environ or file not in environ:
+        return environ.get(name, "")
+    path = Path(environ[file])
     try:
         token = path.read_text().strip()
     except (OSError, ValueError) as error:
-        raise ValueError(f"{TOKEN_FILE}={path} cannot be read ({error}); correct it") from error
+        raise ValueError(f"{file}={path} cannot be read ({error}); correct it") from error
     if not token:
-        raise ValueError(f"{TOKEN_FILE}={path} is empty; write a random text into it")
+        raise ValueError(f"{file}={path} is empty; write a random text into it")
     return token
 
 

@@ -47,15 +47,15 @@ def meet(me: Member, coordinator: str, *, timeout: float, token: str = "") -> li
     return _report(me, host, port, token, timeout)
 
 
-def split_address(address: str) -> tuple[str, int]:
-    """Return host and port of "host:port" or "[host]:port".
+def split_address(address: str, *, least: int = 1) -> tuple[str, int]:
+    """Return host and port of "host:port" or "[host]:port". The port is at least `least`.
 
     Raises:
       ValueError: the address has another form.
     """
     host, _, port = address.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
-    if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
+    if not host or not port.isdecimal() or not least <= int(port) < 2**16:
         raise ValueError(f'coordinator={address!r} is not an address; give "host:port"')
     return host, int(port)
 

@@ -36,16 +36,14 @@ class ShardFragment:
 
     Attributes:
       runs: the elements, in order.
-      num_padding: zeros after them, so that the fragment divides into parts.
     """
 
     runs: tuple[Run, ...]
-    num_padding: int
 
     @property
     def size(self) -> int:
-        """The number of elements, padding included."""
-        return sum(run.stop - run.start for run in self.runs) + self.num_padding
+        """The number of elements."""
+        return sum(run.stop - run.start for run in self.runs)
 
     @property
     def leaves(self) -> tuple[int, ...]:
@@ -55,7 +53,7 @@ class ShardFragment:
     def take(self, shards: Mapping[int, jax.Array]) -> jax.Array:
         """Return the fragment of a device's shards of its leaves, float32 [size]."""
         found = [shards[run.leaf].reshape(-1)[run.start : run.stop] for run in self.runs]
-        return jnp.concatenate([*found, jnp.zeros(self.num_padding, jnp.float32)])
+        return jnp.concatenate(found)
 
     def put(self, shards: Mapping[int, jax.Array], vector: jax.Array) -> dict[int, jax.Array]:
         """Return a device's shards of its leaves with another fragment in them."""
@@ -68,15 +66,12 @@ class ShardFragment:
         return found
 
 
-def cut_fragments(
-    shapes: Sequence[tuple[int, ...] | None], num: int, multiple: int
-) -> tuple[ShardFragment, ...]:
+def cut_fragments(shapes: Sequence[tuple[int, ...] | None], num: int) -> tuple[ShardFragment, ...]:
     """Cut a device's shards into fragments of equal size.
 
     Args:
       shapes: the shapes of a device's shards; None for a leaf that is not exchanged.
       num: the number of fragments.
-      multiple: a fragment's size is a multiple of it; its last elements are padding.
 
     Raises:
       ValueError: there are more fragments than elements.
@@ -94,5 +89,5 @@ def cut_fragments(
             a, b = max(first, start), min(end, start + size)
             if a < b:
                 runs.append(Run(leaf=leaf, start=a - start, stop=b - start))
-        found.append(ShardFragment(runs=tuple(runs), num_padding=-(end - first) % multiple))
+        found.append(ShardFragment(runs=tuple(runs)))
     return tuple(found)

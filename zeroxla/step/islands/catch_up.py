@@ -1,0 +1,152 @@
+"""`CatchUp`: fetches what an island has missed, before it trains and beside training."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Sequence
+
+import jax
+
+from zeroxla.config.outer import Outer
+from zeroxla.step.islands.crew import Crew
+from zeroxla.step.islands.handover import (
+    INNER,
+    Fetch,
+    inner_arrays,
+    shared_arrays,
+    with_inner,
+    with_shared,
+)
+from zeroxla.step.islands.local_rows import checksum
+from zeroxla.step.islands.membership.client import Membership
+from zeroxla.step.islands.membership.messages import Place
+from zeroxla.step.islands.outer_programs import OuterPrograms
+from zeroxla.step.islands.outer_state import IslandState
+
+
+class CatchUp:
+    """Takes outer parameters from islands that train.
+
+    What the island has changed by itself is kept: its parameters move by as much as the outer ones
+    do, and its difference counts in the next round.
+
+    Args:
+      membership: joins this process to the others.
+      crew: the processes of the island.
+      outer: how islands exchange.
+      programs: the programs of each fragment.
+    """
+
+    def __init__(
+        self,
+        membership: Membership,
+        crew: Crew,
+        outer: Outer,
+        programs: Sequence[OuterPrograms],
+    ) -> None:
+        self._membership, self._crew = membership, crew
+        self._outer, self._programs = outer, programs
+        self._fetches: dict[int, Fetch] = {}
+        self._turn = 0
+
+    def all(self, state: IslandState) -> IslandState:
+        """Fetch all that is missing, and wait for it."""
+        view = self._membership.view
+        is_new = int(state.inner.step) == 0
+        if is_new and any(self.lacks(state, p) for p in range(len(view.versions))):
+            state = self._with_inner(state)
+        while missing := self._crew.common(
+            {str(p) for p in range(len(state.versions)) if self.lacks(state, p)}
+        ):
+            fragment = int(missing[0])
+            fetch = self._ask(state, fragment)
+            fetch.wait()
+            for name in self._crew.common(self._arrived(fragment, fetch)):
+                state = self.deal(state, name)
+        round = self._membership.view.round
+        if round > state.round:
+            clock = self._outer.start_of(round - 1)
+            state = dataclasses.replace(state, round=round, clock=clock)
+        return state
+
+    def lacks(self, state: IslandState, fragment: int) -> bool:
+        """Return whether others have merged a round of a fragment that this island has not, or
+        other bits."""
+        view = self._membership.view
+        behind = view.versions[fragment : fragment + 1] > state.versions[fragment : fragment + 1]
+        return behind or fragment in view.astray
+
+    def names(self, state: IslandState, busy: Collection[int]) -> set[str]:
+        """Start to fetch what is missing; return what has come, as "adopt fragment version".
+
+        Args:
+          state: the state.
+          busy: fragments whose exchange is under way.
+        """
+        found: set[str] = set()
+        for fragment in range(len(state.versions)):
+            if fragment in busy:
+                continue
+            fetch = self._fetches.get(fragment)
+            if not self.lacks(state, fragment):
+                self._fetches.pop(fragment, None)
+            elif fetch is None or self._is_useless(fragment, fetch):
+                self._fetches[fragment] = self._ask(state, fragment)
+            else:
+                found |= self._arrived(fragment, fetch)
+        return found
+
+    def deal(self, state: IslandState, name: str) -> IslandState:
+        """Take what has come, by its name."""
+        _, number, version = name.split()
+        fragment = int(number)
+        fetch, programs = self._fetches.pop(fragment), self._programs[fragment]
+        assert fetch.arrays is not None
+        mine = state.outer[fragment]
+        other = with_shared(mine, fetch.arrays)
+        leaves = jax.tree.leaves(state.inner.params)
+        own = {i: leaves[i] for i in programs.fragment.leaves}
+        changed, bits = programs.adopt(own, other.copy, mine.copy)
+        state = state.with_leaves(changed).with_version(fragment, int(version))
+        state = state.with_fragment(fragment, copy=other.copy, opt_state=other.opt_state)
+        self._membership.note("checksums", fragment, (int(version), checksum(bits)))
+        self._membership.tell(versions=state.versions)
+        return state
+
+    def _ask(self, state: IslandState, fragment: int) -> Fetch:
+        """Ask for a fragment."""
+        self._turn += 1
+        least = self._membership.view.versions[fragment]
+        living = self._membership.view.living
+        donors = [place for place in living if place.versions[fragment] >= least]
+        like = shared_arrays(state.outer[fragment])
+        what = f"fragment/{fragment}"
+        fetch = Fetch(self._membership, what, least, like, donors, self._turn)
+        self._fetches[fragment] = fetch
+        return fetch
+
+    def _is_useless(self, fragment: int, fetch: Fetch) -> bool:
+        """Return whether a question must be asked again."""
+        newest = self._membership.view.versions[fragment]
+        return fetch.has_ended and (fetch.version is None or fetch.version < newest)
+
+    def _arrived(self, fragment: int, fetch: Fetch) -> set[str]:
+        """Return the name of what has come, if it has."""
+        if fetch.has_ended and fetch.error is not None:
+            raise fetch.error
+        there = fetch.has_ended and fetch.version is not None
+        return {f"adopt {fragment} {fetch.version}"} if there else set()
+
+    def _with_inner(self, state: IslandState) -> IslandState:
+        """Return the state with another island's optimizer state and model state."""
+        while True:
+            self._turn += 1
+            living: Sequence[Place] = self._membership.view.living
+            like = inner_arrays(state.inner)
+            fetch = Fetch(self._membership, INNER, 0, like, living, self._turn)
+            fetch.wait()
+            if fetch.error is not None:
+                raise fetch.error
+            if self._crew.common({"there"} if fetch.arrays is not None else set()):
+                assert fetch.arrays is not None
+                return dataclasses.replace(state, inner=with_inner(state.inner, fetch.arrays))

@@ -1,0 +1,22 @@
+"""Which islands are left out of an exchange that some could not finish."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+
+def to_leave_out(failed: Mapping[int, set[int]]) -> set[int]:
+    """Return islands without whom nobody has a reason to fail again.
+
+    A connection joins two islands, and nobody knows on which side it fails. So the island of which
+    most are said is left out first. Of equals it is the one with the larger number.
+
+    Args:
+      failed: by slot, the islands that it could not exchange with; none if it failed by itself.
+    """
+    found = {slot for slot, blamed in failed.items() if not blamed - {slot}}
+    pairs = {frozenset((a, b)) for a, blamed in failed.items() for b in blamed - {a}}
+    while pairs := {pair for pair in pairs if not pair & found}:
+        named = [slot for pair in pairs for slot in pair]
+        found.add(max(named, key=lambda slot: (named.count(slot), slot)))
+    return found

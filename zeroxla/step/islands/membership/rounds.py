@@ -1,0 +1,284 @@
+"""`Rounds`: decides who takes part in which round. It knows no network and no clock but what it is
+told.
+
+All decisions follow from the last report of each process, from the ledger and from the time. A
+round is open until each island that trains is ready for it, or the deadline is over. Then those
+that are ready exchange. If all who are still there hold the same result, the round is closed, and
+they merge it; if one is lost or blamed, the others exchange again without it. So either all who
+took part merge the same result, or none does.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from zeroxla.step.islands.membership.blame import to_leave_out
+from zeroxla.step.islands.membership.ledger import Ledger
+from zeroxla.step.islands.membership.messages import Closed, Place, Position, Report, View
+from zeroxla.step.islands.membership.roll import Island, Roll
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class _Attempt:
+    """An exchange under way.
+
+    Attributes:
+      name: its name.
+      roster: who takes part, by slot.
+      began: when it began.
+    """
+
+    name: str
+    roster: Mapping[int, Place]
+    began: float
+
+
+class Rounds:
+    """The coordinator's mind.
+
+    Args:
+      ledger: what it was before.
+      num_islands: islands that must be there before the first round.
+      deadline: seconds that a round waits for an island.
+
+    Attributes:
+      ledger: what must be saved before views go out.
+      events: what has happened, for people.
+    """
+
+    def __init__(self, ledger: Ledger, *, num_islands: int, deadline: float) -> None:
+        self.ledger = dataclasses.replace(ledger, lives=ledger.lives + 1, started=False)
+        self.events: list[dict[str, Any]] = []
+        self._num_islands, self._deadline = num_islands, deadline
+        self._roll = Roll()
+        self._num_attempts = 0
+        self._met_at: float | None = None
+        self._opened_at: float | None = None
+        self._attempt: _Attempt | None = None
+
+    def heard(self, member: int, report: Report, host: str, now: float) -> None:
+        """Take the report of a process.
+
+        Args:
+          member: the number of the process.
+          report: what it says.
+          host: where it calls from.
+          now: the time in seconds.
+        """
+        found = self._roll.heard(member, report, host, self.ledger.facts)
+        if found is None:
+            return
+        report, is_new = found
+        if report.facts and not self.ledger.facts:
+            self.ledger = dataclasses.replace(self.ledger, facts=report.facts)
+        self._met_at = now if self._met_at is None else self._met_at
+        if is_new:
+            self._note("joined", slot=report.slot, process=report.process)
+        if self.ledger.started and len(report.versions) == len(self.ledger.versions):
+            self._catch_up(report)
+
+    def lost(self, member: int) -> None:
+        """Forget a process that has left. After the last one that trains the run begins again."""
+        if (report := self._roll.lost(member)) is None:
+            return
+        self._note("lost", slot=report.slot, process=report.process)
+        if report.trains and not self._roll.training():
+            self.ledger = dataclasses.replace(self.ledger, started=False)
+            self._attempt = self._opened_at = None
+            self._met_at = None
+
+    def decide(self, now: float) -> bool:
+        """Decide what can be decided; return whether anything was. Save the ledger then."""
+        before, changed = self.ledger, False
+        while self._turn(now):
+            changed = True
+        return changed or before is not self.ledger
+
+    def next_time(self) -> float | None:
+        """Return when there is something to decide if nothing is heard until then."""
+        if self._attempt is not None:
+            return self._attempt.began + 2 * self._deadline
+        if not self.ledger.started and self._met_at is not None:
+            return self._met_at + self._deadline
+        return None if self._opened_at is None else self._opened_at + self._deadline
+
+    def view(self, member: int, now: float) -> View | None:
+        """Return what a process is told; None if it is not known."""
+        if why := self._roll.refused.get(member):
+            return View(slot=0, refused=why, deadline=self._deadline)
+        report = self._roll.report_of(member)
+        if report is None or report.slot is None:
+            return None
+        ledger, opened = self.ledger, self._opened_at
+        astray = self._roll.astray(ledger.versions)
+        return View(
+            slot=report.slot,
+            knows=bool(report.facts),
+            started=ledger.started,
+            deadline=self._deadline,
+            round=ledger.round,
+            versions=ledger.versions,
+            closes_in=None if opened is None else max(0.0, opened + self._deadline - now),
+            attempt="" if self._attempt is None else self._attempt.name,
+            roster=() if self._attempt is None else tuple(self._attempt.roster.values()),
+            closed=ledger.closed,
+            living=tuple(
+                self._roll.place(slot, hidden=astray.get(slot, ()))
+                for slot in sorted(self._roll.training())
+            ),
+            astray=astray.get(report.slot, ()),
+            position=ledger.positions.get(report.slot, Position()),
+        )
+
+    def _catch_up(self, report: Report) -> None:
+        """Learn from an island what the ledger has lost: its file may be older than the run."""
+        ledger = self.ledger
+        if any(a > b for a, b in zip(report.versions, ledger.versions, strict=True)):
+            newest = tuple(map(max, report.versions, ledger.versions))
+            number = max(ledger.round, report.round)
+            self.ledger = dataclasses.replace(ledger, versions=newest, round=number)
+
+    def _turn(self, now: float) -> bool:
+        """Decide one thing; return whether there was one."""
+        islands = self._roll.islands()
+        if not self.ledger.started:
+            return self._start(islands, now)
+        if self._attempt is None:
+            return self._gather(islands, now)
+        return self._exchange(self._attempt, islands, now)
+
+    def _start(self, islands: Mapping[int, Island], now: float) -> bool:
+        """Begin the run when enough islands are there. Islands that train wait for nobody long: it
+        is the coordinator who was away. If none trains, the newest of those that are there is where
+        the run goes on, whatever was before."""
+        trains = bool(self._roll.training())
+        patient = not trains or now < (self._met_at or 0) + self._deadline
+        if not islands or (len(islands) < self._num_islands and patient):
+            return False
+        each = [process for island in islands.values() for process in island]
+        known = [self.ledger.versions] if trains and self.ledger.versions else []
+        newest = tuple(map(max, zip(*(process.versions for process in each), *known, strict=True)))
+        number = max([process.round for process in each] + [self.ledger.round] * bool(known))
+        self.ledger = dataclasses.replace(
+            self.ledger,
+            started=True,
+            round=number,
+            versions=newest,
+            closed=self.ledger.closed if known else {},
+        )
+        self._note("started", slots=sorted(islands), round=number)
+        return True
+
+    def _gather(self, islands: Mapping[int, Island], now: float) -> bool:
+        """Wait until islands are ready for the open round, and let them exchange."""
+        ledger = self.ledger
+        number, fragment = ledger.round, ledger.round % len(ledger.versions)
+        current = {
+            slot: island
+            for slot, island in islands.items()
+            if all(process.versions[fragment] == ledger.versions[fragment] for process in island)
+        }
+        ready = {s for s, island in current.items() if all(number in p.ready for p in island)}
+        waited = {  # Those that train, or have all that they need to begin.
+            slot
+            for slot, island in current.items()
+            if all(p.trains or p.versions == ledger.versions for p in island)
+        }
+        if not ready:
+            changed, self._opened_at = self._opened_at is not None, None
+            return changed
+        if self._opened_at is None:
+            self._opened_at = now
+            return True
+        if not waited <= ready and now < self._opened_at + self._deadline:
+            return False
+        self._begin(ready, now)
+        return True
+
+    def _exchange(self, attempt: _Attempt, islands: Mapping[int, Island], now: float) -> bool:
+        """Close the round when all who are still there hold the same; or let them try again."""
+        number, name = self.ledger.round, attempt.name
+        there = {slot for slot in attempt.roster if slot in islands}
+        done: dict[int, tuple[str, ...]] = {}
+        failed: dict[int, set[int]] = {}
+        for slot in there:
+            held = [p.held.get(number, ("", "")) for p in islands[slot]]
+            if all(of == name for of, _ in held):
+                done[slot] = tuple(digest for _, digest in held)
+            blamed = [p.failed.get(number, ("", ())) for p in islands[slot]]
+            if any(of == name for of, _ in blamed):
+                failed[slot] = {s for of, slots in blamed if of == name for s in slots}
+        late = now >= attempt.began + 2 * self._deadline
+        if there and there == done.keys():
+            counts = collections.Counter(done[slot] for slot in sorted(there))
+            digests = counts.most_common(1)[0][0]
+            if len(counts) == 1:
+                self._close(attempt, digests, islands, now)
+            else:
+                self._begin({slot for slot in there if done[slot] == digests}, now)
+        elif there != attempt.roster.keys():
+            self._begin(there, now)
+        elif there <= done.keys() | failed.keys() or late:
+            silent = there - done.keys() - failed.keys()
+            self._begin(there - (silent or to_leave_out(failed)), now)
+        else:
+            return False
+        return True
+
+    def _begin(self, slots: set[int], now: float) -> None:
+        """Let islands exchange. If there are none the round is open again."""
+        number, self._attempt = self.ledger.round, None
+        if slots:
+            self._num_attempts += 1
+            weights = {
+                slot: max(1, max(process.ready.get(number, 1) for process in island))
+                for slot, island in self._roll.islands().items()
+            }
+            self._attempt = _Attempt(
+                name=f"{number}/{self.ledger.lives}.{self._num_attempts}",
+                roster={slot: self._roll.place(slot, weights[slot]) for slot in sorted(slots)},
+                began=now,
+            )
+        else:
+            self._opened_at = None
+
+    def _close(
+        self,
+        attempt: _Attempt,
+        digests: tuple[str, ...],
+        islands: Mapping[int, Island],
+        now: float,
+    ) -> None:
+        """Close the open round."""
+        ledger, number = self.ledger, self.ledger.round
+        fragment = number % len(ledger.versions)
+        versions = list(ledger.versions)
+        versions[fragment] += 1
+        closed = Closed(round=number, attempt=attempt.name, digests=digests)
+        positions = {}
+        for slot in attempt.roster:
+            if slot in islands:
+                self._roll.promise(slot, fragment, versions[fragment])
+                positions[slot] = islands[slot][0].position
+        self.ledger = dataclasses.replace(
+            ledger,
+            round=number + 1,
+            versions=tuple(versions),
+            closed={**ledger.closed, fragment: closed},
+            positions={**ledger.positions, **positions},
+        )
+        self._note(
+            "closed",
+            round=number,
+            slots=sorted(attempt.roster),
+            left_out=sorted(self._roll.training().keys() - attempt.roster.keys()),
+            rows={slot: place.rows for slot, place in attempt.roster.items()},
+            seconds=round(now - (self._opened_at or now), 3),
+        )
+        self._attempt = self._opened_at = None
+
+    def _note(self, what: str, **facts: Any) -> None:
+        self.events.append({"what": what, **facts})
