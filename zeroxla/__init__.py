@@ -73,12 +73,10 @@ __all__ = [  # noqa: RUF022 (grouped)
     "TiedLayer",
     "make_schedule",
     # islands
-    "ExchangeError",
+    "Coordinator",
     "Island",
     "IslandState",
-    "LocalLink",
     "Outer",
-    "TcpLink",
     # adapters
     "LoraModel",
     "lora",

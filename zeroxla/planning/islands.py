@@ -184,11 +184,13 @@ class IslandsPlan(Report):
 
     def verdict(self) -> str:
         """Return the plan in two sentences."""
-        each = "all parameters" if self.outer.fragments == 1 else "a fragment"
+        outer, sent = self.outer, format_bytes(self.exchange_bytes)
+        exchanges = "its parameters once and sends " + sent
+        if outer.fragments > 1:
+            exchanges = f"{outer.fragments} fragments and sends {sent} for each"
         return (
-            f"Each of {self.num} islands exchanges {each} {self.outer.fragments} times in "
-            f"{self.outer.every} steps, sends {format_bytes(self.exchange_bytes)} each time, and "
-            f"at {self.link.name} trains for {self.utilization:.0%} of the time. {GOAL:.0%} need a "
+            f"In {outer.every} steps each of {self.num} islands exchanges {exchanges}; at "
+            f"{self.link.name} it trains for {self.utilization:.0%} of the time. {GOAL:.0%} take a "
             f"link of {format_rate(self.needed_bytes_per_s())}."
         )
 

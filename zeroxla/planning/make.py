@@ -170,7 +170,7 @@ def _exchanges(
     """
     if islands is not None and step.config.outer is None:
         raise ValueError(
-            f"{islands}, and the config does not say how islands exchange; plan with "
+            f"there are {islands.num} islands, and the config does not say how they exchange; pass "
             "config=ZeroConfig.diloco(), ZeroConfig.streaming() or ZeroConfig(outer=Outer())"
         )
     return IslandsPlan.of(step, state, islands or Islands(), step_s)

@@ -44,7 +44,8 @@ def test_each_fragment_has_its_own_steps(every, fragments):
         at = starts[fragment::fragments]
         assert np.diff(at).tolist() == [every] * 2
     assert starts[fragments - 1] == every
-    assert 0 < starts[0] and len(set(starts)) == 3 * fragments
+    assert starts[0] > 0
+    assert len(set(starts)) == 3 * fragments
 
 
 BAD = {
