@@ -14,9 +14,10 @@ import zeroxla
 from multihost import processes
 from zeroxla.cli.launch.ranks import free_port
 from zeroxla.mesh.processes import fingerprint as fingerprints
+from zeroxla.mesh.processes.address import split_address
 from zeroxla.mesh.processes.environment import Cluster, find_cluster
 from zeroxla.mesh.processes.greeting import Member
-from zeroxla.mesh.processes.meeting import meet, split_address
+from zeroxla.mesh.processes.meeting import meet
 
 SLURM = {
     "SLURM_JOB_ID": "17",

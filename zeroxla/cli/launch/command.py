@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from zeroxla.cli.errors import UsageError
+from zeroxla.cli.islands.launch import launch_islands
 from zeroxla.cli.launch.options import LaunchOptions
 from zeroxla.cli.launch.run import launch
 from zeroxla.cli.read_options import read_options
@@ -20,11 +21,7 @@ def run(arguments: Sequence[str]) -> int:
       UsageError: the host file or the program cannot be used.
     """
     at = arguments.index("--") if "--" in arguments else len(arguments)
-    options = read_options("launch", arguments[:at], LaunchOptions)
-    try:
-        return launch(options, arguments[at + 1 :])
-    except ValueError as error:
-        raise UsageError(str(error)) from error
+    return _launch(read_options("launch", arguments[:at], LaunchOptions), arguments[at + 1 :])
 
 
 def launch_again(
@@ -34,6 +31,7 @@ def launch_again(
     nodes: int | None,
     devices_per_node: int | None,
     stages: int = 1,
+    islands: int | None = None,
 ) -> int | None:
     """Start a command again as one process for each node, and wait until all have ended.
 
@@ -43,12 +41,29 @@ def launch_again(
       nodes: nodes of a stage. None means one.
       devices_per_node: as `LaunchOptions` has it.
       stages: stages of a pipeline, each on nodes of its own.
+      islands: islands, each with these nodes. None means that there are none.
 
     Returns:
-      The exit status. None if nothing was started: because there is one node, or because this
-      process has been started as one of several.
+      The exit status. None if nothing was started: because there is one node and no island, or
+      because this process has been started as one of several.
+
+    Raises:
+      UsageError: an option cannot work.
     """
-    if nodes in (None, 1) or os.environ.get(PROCESS_ID) or find_cluster() is not None:
+    if os.environ.get(PROCESS_ID) or find_cluster() is not None:
         return None
-    options = LaunchOptions(nodes=nodes * stages, devices_per_node=devices_per_node)
-    return launch(options, [sys.executable, "-m", "zeroxla", command, *arguments])
+    if nodes in (None, 1) and islands is None:
+        return None
+    options = LaunchOptions(
+        nodes=(nodes or 1) * (1 if nodes in (None, 1) else stages),
+        devices_per_node=devices_per_node,
+        islands=islands,
+    )
+    return _launch(options, [sys.executable, "-m", "zeroxla", command, *arguments])
+
+
+def _launch(options: LaunchOptions, argv: Sequence[str]) -> int:
+    try:
+        return launch(options, argv) if options.islands is None else launch_islands(options, argv)
+    except ValueError as error:
+        raise UsageError(str(error)) from error

@@ -1,4 +1,4 @@
-"""The options of `zeroxla launch`."""
+"""The options of `zeroxla launch`, and those that `zeroxla island` shares with it."""
 
 from __future__ import annotations
 
@@ -15,13 +15,8 @@ def _now() -> str:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LaunchOptions:
-    """Start a program as one process for each node, watch the processes, and stop all when one
-    fails. The program follows `--`, as in: zeroxla launch --nodes 2 -- python train.py
-
-    The processes run on this machine, or on those of --hostfile. The program must call
-    zeroxla.initialize() before it uses JAX. Without an accelerator a node's devices are simulated.
-    """
+class ProcessOptions:
+    """Start a program as one process for each node, and watch the processes."""
 
     nodes: int | None = None
     """Number of nodes, and of processes. Default: 1; with --hostfile, the number of its hosts."""
@@ -66,3 +61,51 @@ class LaunchOptions:
         for name in ("max_restarts", "deadline", "grace"):
             if getattr(self, name) < 0:
                 raise ValueError(f"--{name.replace('_', '-')} {getattr(self, name)}: at least 0")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LaunchOptions(ProcessOptions):
+    """Start a program as one process for each node, watch the processes, and stop all when one
+    fails. The program follows `--`, as in: zeroxla launch --nodes 2 -- python train.py
+
+    The processes run on this machine, or on those of --hostfile. The program must call
+    zeroxla.initialize() before it uses JAX. Without an accelerator a node's devices are simulated.
+
+    With --islands the program is started once for each island, and --nodes are those of one island.
+    An island that fails stops no other; --max-restarts starts it again, and it joins the others.
+    """
+
+    islands: int | None = None
+    """Number of islands, which train by themselves and exchange what they have learned. They share
+    out this machine's devices. Their coordinator runs in the launcher."""
+    state: Path | None = None
+    """File that the islands' coordinator goes on from, and writes after each round. Default: none,
+    and it begins anew."""
+    round_deadline: float = 60.0
+    """Seconds that a round of the islands waits for an island that is late."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.islands is None:
+            usual = {"--state": self.state is None, "--round-deadline": self.round_deadline == 60}
+            if given := [name for name, is_usual in usual.items() if not is_usual]:
+                raise ValueError(
+                    f"{', '.join(given)}: without effect, there are no islands; leave out, or give "
+                    "--islands 2"
+                )
+            return
+        if self.islands < 1:
+            raise ValueError(f"--islands {self.islands}: at least 1")
+        if not self.round_deadline > 0:
+            raise ValueError(f"--round-deadline {self.round_deadline}: above 0")
+        if self.hostfile is not None:
+            raise ValueError(
+                f"--islands {self.islands} with --hostfile {self.hostfile}: islands of one launch "
+                "share this machine; start `zeroxla coordinate` on one host, and `zeroxla island` "
+                "for each island, which takes a --hostfile"
+            )
+        if self.port is not None:
+            raise ValueError(
+                f"--islands {self.islands} with --port {self.port}: each island takes a port of "
+                "its own; leave it out"
+            )

@@ -23,7 +23,7 @@ _printing = threading.Lock()
 
 
 class Process:
-    """Starts a rank, and passes its output on; each line begins with the rank's number.
+    """Starts a rank, and passes its output on; each line begins with the rank's label.
 
     Times are `time.monotonic()`.
 
@@ -44,9 +44,9 @@ class Process:
     """
 
     def __init__(
-        self, rank: Rank, order: Mapping[str, Any], width: int, changed: Callable[[Process], None]
+        self, rank: Rank, order: Mapping[str, Any], changed: Callable[[Process], None]
     ) -> None:
-        self.rank, self._width, self._changed = rank, width, changed
+        self.rank, self._changed = rank, changed
         self.pid: int | None = None
         self.code: int | None = None
         self.error: str | None = None
@@ -133,7 +133,7 @@ class Process:
                 return
             self._last.append(line)
             with _printing:
-                out.write(f"[{self.rank.number:>{self._width}}] {line}\n")
+                out.write(f"[{self.rank.label}] {line}\n")
                 out.flush()
 
     def _hear(self, said: Mapping[str, Any]) -> None:

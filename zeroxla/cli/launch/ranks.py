@@ -14,7 +14,7 @@ from pathlib import Path
 
 from zeroxla.cli.launch import child
 from zeroxla.cli.launch.hostfile import Host, read_hostfile
-from zeroxla.cli.launch.options import LaunchOptions
+from zeroxla.cli.launch.options import ProcessOptions
 from zeroxla.mesh.pool import pool_threads
 from zeroxla.mesh.processes.environment import (
     COORDINATOR,
@@ -44,51 +44,89 @@ class Rank:
       host: a name of its host, for messages.
       command: the command that starts `child.py` there.
       env: the environment variables of this process.
+      label: what stands before each line that it prints.
     """
 
     number: int
     host: str
     command: tuple[str, ...]
     env: Mapping[str, str]
+    label: str = ""
 
 
-def make_ranks(options: LaunchOptions, restart: int) -> list[Rank]:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Share:
+    """What a group of processes has beside other groups on this machine.
+
+    Attributes:
+      name: stands before the lines of its processes, such as "island 1"; "" if it is alone.
+      index, count: it has part `index` of `count` of this machine's devices.
+      env: environment variables that only its processes have. They travel with the orders, on no
+        command line.
+    """
+
+    name: str = ""
+    index: int = 0
+    count: int = 1
+    env: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    def label(self, number: int, size: int) -> str:
+        """Return the label of process `number` of `size`."""
+        if not self.name:
+            return f"{number:>{len(str(size - 1))}}"
+        return self.name if size == 1 else f"{self.name}, node {number}"
+
+
+ALONE = Share()
+"""The share of processes that have the machine to themselves."""
+
+
+def make_ranks(options: ProcessOptions, restart: int, share: Share = ALONE) -> list[Rank]:
     """Return the processes of an attempt, one for each node.
 
     Raises:
       ValueError: the host file cannot be used, or contradicts the options.
     """
     if options.hostfile is None:
-        ranks = _local(options, restart)
+        ranks = _local(options, restart, share)
     else:
         ranks = _remote(options, read_hostfile(options.hostfile), restart)
     token = secrets.token_hex(32)  # goes to the hosts with their orders, on no command line
-    return [dataclasses.replace(rank, env={**rank.env, TOKEN: token}) for rank in ranks]
+    return [
+        dataclasses.replace(
+            rank,
+            env={**rank.env, **share.env, TOKEN: token},
+            label=share.label(rank.number, len(ranks)),
+        )
+        for rank in ranks
+    ]
 
 
-def _local(options: LaunchOptions, restart: int) -> list[Rank]:
+def _local(options: ProcessOptions, restart: int, share: Share) -> list[Rank]:
     nodes = options.nodes or 1
     port = options.port or free_port()
     if options.port is not None and restart == 0:
         check_free(port)
     command = (sys.executable, child.__file__)
-    gpus = _visible_gpus()
-    size = options.devices_per_node or len(gpus) // nodes
-    if gpus and not 0 < size * nodes <= len(gpus):
+    gpus, every = _visible_gpus(), nodes * share.count
+    size = options.devices_per_node or len(gpus) // every
+    if gpus and not 0 < size * every <= len(gpus):
+        islands = f"{share.count} islands of " if share.count > 1 else ""
         raise ValueError(
-            f"{nodes} nodes of {max(size, 1)} devices and this machine shows {len(gpus)} GPUs; ask "
-            "for fewer"
+            f"{islands}{nodes} nodes of {max(size, 1)} devices and this machine shows {len(gpus)} "
+            "GPUs; ask for fewer"
         )
     ranks = []
     for i in range(nodes):
-        env = _told(options, i, nodes, f"127.0.0.1:{port}", restart)
+        env = _told(options, i, nodes, f"127.0.0.1:{port}", restart, share.count)
         if gpus:
-            env["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[i * size : (i + 1) * size])
+            first = (share.index * nodes + i) * size
+            env["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[first : first + size])
         ranks.append(Rank(number=i, host="this host", command=command, env=env))
     return ranks
 
 
-def _remote(options: LaunchOptions, hosts: Sequence[Host], restart: int) -> list[Rank]:
+def _remote(options: ProcessOptions, hosts: Sequence[Host], restart: int) -> list[Rank]:
     if options.nodes is not None:
         if options.nodes > len(hosts):
             raise ValueError(
@@ -114,9 +152,9 @@ def _remote(options: LaunchOptions, hosts: Sequence[Host], restart: int) -> list
 
 
 def _told(
-    options: LaunchOptions, i: int, nodes: int, coordinator: str, restart: int
+    options: ProcessOptions, i: int, nodes: int, coordinator: str, restart: int, shares: int = 1
 ) -> dict[str, str]:
-    devices = options.devices_per_node or max(1, _SIMULATED // nodes)
+    devices = options.devices_per_node or max(1, _SIMULATED // (nodes * shares))
     return {
         COORDINATOR: coordinator,
         NUM_PROCESSES: str(nodes),

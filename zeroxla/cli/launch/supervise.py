@@ -7,12 +7,13 @@ import dataclasses
 import queue
 import signal
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from zeroxla.cli.launch import messages
 from zeroxla.cli.launch.process import Process
 from zeroxla.cli.launch.ranks import Rank
+from zeroxla.cli.launch.stop_signals import StopSignals
 
 # Seconds after a failure in which other processes may report it, and then end by themselves.
 _SETTLE = 2.0
@@ -47,6 +48,7 @@ def supervise(
     deadline: float,
     heartbeat: float,
     grace: float,
+    signals: StopSignals,
 ) -> Outcome:
     """Run processes to their end.
 
@@ -57,17 +59,17 @@ def supervise(
       heartbeat: seconds that the others may wait in a step for a process without a sign of life.
       grace: seconds in which the processes may end after the first SIGINT or SIGTERM, which reaches
         them as SIGTERM. A second one ends all at once.
+      signals: collects them.
     """
     changed: queue.SimpleQueue[Process | None] = queue.SimpleQueue()
-    width = len(str(len(ranks) - 1))
+    signals.wake(changed)
     began = time.monotonic()
-    with _signals(changed) as signals:
-        processes = [Process(rank, order, width, changed.put) for rank in ranks]
-        try:
-            return _watch(processes, changed, signals, began, deadline, heartbeat, grace)
-        finally:
-            for process in processes:
-                process.kill()
+    processes = [Process(rank, order, changed.put) for rank in ranks]
+    try:
+        return _watch(processes, changed, signals.numbers, began, deadline, heartbeat, grace)
+    finally:
+        for process in processes:
+            process.kill()
 
 
 def _watch(
@@ -166,20 +168,3 @@ def _await_end(processes: Sequence[Process], seconds: float) -> None:
     until = time.monotonic() + seconds
     while time.monotonic() < until and not all(p.has_ended for p in processes):
         time.sleep(0.1)
-
-
-@contextlib.contextmanager
-def _signals(changed: queue.SimpleQueue[Process | None]) -> Iterator[list[int]]:
-    """Collect the signals SIGINT and SIGTERM that come inside."""
-    came: list[int] = []
-
-    def note(number: int, frame: object) -> None:
-        came.append(number)
-        changed.put(None)
-
-    previous = {n: signal.signal(n, note) for n in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield came
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from zeroxla.mesh.processes.address import split_address
 from zeroxla.mesh.processes.environment import TOKEN
 from zeroxla.mesh.processes.greeting import (
     CHALLENGE_BYTES,
@@ -45,24 +46,6 @@ def meet(me: Member, coordinator: str, *, timeout: float, token: str = "") -> li
     if me.process_id == 0:
         return receive(me, host, port, token, timeout)
     return _report(me, host, port, token, timeout)
-
-
-def split_address(address: str, *, least: int = 1) -> tuple[str, int]:
-    """Return host and port of "host:port" or "[host]:port". The port is at least `least`.
-
-    Raises:
-      ValueError: the address has another form.
-    """
-    host, _, port = address.rpartition(":")
-    host = host.removeprefix("[").removesuffix("]")
-    if not host or not port.isdecimal() or not least <= int(port) < 2**16:
-        raise ValueError(f'coordinator={address!r} is not an address; give "host:port"')
-    return host, int(port)
-
-
-def address_of(host: str, port: int) -> str:
-    """Return "host:port", or "[host]:port" for an address of IPv6."""
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def _report(me: Member, host: str, port: int, token: str, timeout: float) -> list[Member]:

@@ -8,6 +8,7 @@ import socket
 
 import jax
 
+from zeroxla.mesh.processes.address import address_of, split_address
 from zeroxla.mesh.processes.ending import Ending
 from zeroxla.mesh.processes.environment import (
     FAREWELL,
@@ -21,7 +22,7 @@ from zeroxla.mesh.processes.environment import (
 from zeroxla.mesh.processes.exchange import exchange
 from zeroxla.mesh.processes.fingerprint import fingerprint
 from zeroxla.mesh.processes.greeting import Member
-from zeroxla.mesh.processes.meeting import address_of, meet, split_address
+from zeroxla.mesh.processes.meeting import meet
 from zeroxla.mesh.processes.reception import listening_address
 from zeroxla.mesh.simulate import simulate
 from zeroxla.program import compat

@@ -19,6 +19,7 @@ from zeroxla.step.islands.outer_programs import OuterPrograms
 from zeroxla.step.islands.outer_state import FragmentState
 
 _POLL_S = 1.0
+_MOVES = ("parts", "means")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,12 +47,13 @@ class _FailedError(Exception):
     """An attempt that could not be finished.
 
     Attributes:
-      slots: the islands that are to blame; empty if it is this one.
+      move: the move in which it failed, 0 or 1.
+      slots: the islands that are to blame.
     """
 
-    def __init__(self, slots: set[int]) -> None:
+    def __init__(self, move: int, slots: set[int]) -> None:
         super().__init__()
-        self.slots = slots
+        self.move, self.slots = move, slots
 
 
 class _OverError(Exception):
@@ -131,9 +133,7 @@ class Exchange:
             try:
                 held, digest = self._attempt(view)
             except _FailedError as error:
-                mine = membership.report.slot
-                blamed = sorted(error.slots) or [mine]
-                membership.note("failed", number, (last, blamed))
+                membership.note("failed", number, (last, error.move, sorted(error.slots)))
             except _OverError:
                 pass
             else:
@@ -164,7 +164,7 @@ class Exchange:
         mine = local_rows(data)
         sent = self._membership.post.num_sent
         parts = [np.ascontiguousarray(mine[:, to]).tobytes() for to in range(len(roster))]
-        arrived = self._swap(view, process, "parts", parts)
+        arrived = self._swap(view, process, 0, parts)
         rows = (len(mine), -1)
         received = [np.frombuffer(part, np.uint8).reshape(rows) for part in arrived]
         weights = np.asarray([place.rows for place in roster], np.float32)
@@ -172,7 +172,7 @@ class Exchange:
             as_rows(np.stack(received, axis=1), data), self._state.mean_error, index, weights
         )
         own = local_rows(mean).tobytes()
-        means = self._swap(view, process, "means", [own] * len(roster))
+        means = self._swap(view, process, 1, [own] * len(roster))
         digest = hashlib.sha256()
         for part in means:
             digest.update(part)
@@ -187,10 +187,10 @@ class Exchange:
         )
         return found, digest.hexdigest()
 
-    def _swap(self, view: View, process: int, move: str, parts: Sequence[bytes]) -> list[bytes]:
+    def _swap(self, view: View, process: int, move: int, parts: Sequence[bytes]) -> list[bytes]:
         """Send a part to each island of the roster, and return what each has sent."""
         membership, post = self._membership, self._membership.post
-        name, roster = f"{view.attempt}/{move}", view.roster
+        name, roster = f"{view.attempt}/{_MOVES[move]}", view.roster
         others = [i for i, place in enumerate(roster) if place.slot != membership.report.slot]
         if not others:
             return list(parts)
@@ -207,19 +207,28 @@ class Exchange:
         found = list(parts)
         with concurrent.futures.ThreadPoolExecutor(len(others), "zeroxla-send") as pool:
             sends = {to: pool.submit(send, to) for to in others}
-            failed = set()
+
+            def unsent() -> set[int]:
+                return {roster[to].slot for to, x in sends.items() if x.done() and x.exception()}
+
             for i in others:
                 source = roster[i].addresses[process].member
                 try:
-                    part = post.take(source, name, timeout=view.deadline, is_over=is_over)
-                    if part is None:
-                        raise _OverError
-                    if len(part) != len(parts[0]):
+                    part = post.take(
+                        source,
+                        name,
+                        timeout=view.deadline,
+                        is_over=lambda: is_over() or bool(unsent()),
+                    )
+                    if part is not None and len(part) != len(parts[0]):
                         raise ValueError("another length")
-                    found[i] = part
                 except (OSError, ValueError):
-                    failed.add(roster[i].slot)
-            failed |= {roster[to].slot for to, sending in sends.items() if sending.exception()}
-        if failed:
-            raise _FailedError(failed)
+                    raise _FailedError(move, {roster[i].slot} | unsent()) from None
+                if part is None:
+                    if failed := unsent():
+                        raise _FailedError(move, failed)
+                    raise _OverError
+                found[i] = part
+        if failed := unsent():
+            raise _FailedError(move, failed)
         return found

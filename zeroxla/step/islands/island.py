@@ -180,8 +180,13 @@ class Island:
         }
 
     def settle(self, state: IslandState) -> IslandState:
-        """Wait for the exchanges under way, and merge them."""
-        return self._meet(state, lambda pending: state.clock)[0]
+        """Wait for the exchanges under way, and merge them; catch up with the other islands."""
+        state, until = self._meet(state, _now)[0], time.monotonic()
+        until += self._membership.view.deadline
+        while self._crew.common({"behind"} if self._is_behind(state, until) else set()):
+            time.sleep(_POLL_S)
+            state, _ = self._meet(state, _now)
+        return state
 
     def _meet(
         self, state: IslandState, due_of: Callable[[Exchange], int]
@@ -230,6 +235,13 @@ class Island:
         patience = self._membership.view.deadline
         lost = not self._membership.is_connected and time.monotonic() > began + patience
         return {"alone"} if lost or self._membership.is_closed else set()
+
+    def _is_behind(self, state: IslandState, until: float) -> bool:
+        """Return whether there is something to catch up, and somebody who has it."""
+        lacks = any(self._catch_up.lacks(state, p) for p in range(len(state.versions)))
+        others = any(place.slot != self.slot for place in self._membership.view.living)
+        there = self._membership.is_connected and others and not self._membership.is_closed
+        return lacks and there and time.monotonic() < until
 
     def _names(
         self, state: IslandState, due_of: Callable[[Exchange], int], began: float
@@ -344,6 +356,11 @@ def _leaves_of(state: TrainState, programs: OuterPrograms) -> Leaves:
     """Return the leaves of a fragment."""
     leaves = jax.tree.leaves(state.params)
     return {i: leaves[i] for i in programs.fragment.leaves}
+
+
+def _now(pending: Exchange) -> int:
+    """Return the clock at which an exchange is waited for if nothing comes after it."""
+    return 0
 
 
 def _is_before(round: int, name: str) -> bool:

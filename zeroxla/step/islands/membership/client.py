@@ -10,12 +10,12 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from zeroxla.mesh.processes.meeting import split_address
+from zeroxla.mesh.processes.address import split_address
 from zeroxla.step.islands.membership.coordinator import MEMBER
 from zeroxla.step.islands.membership.door import call, check_token, hang_up
 from zeroxla.step.islands.membership.frames import FrameError, FrameReader
 from zeroxla.step.islands.membership.line import Line, beat_of, next_message
-from zeroxla.step.islands.membership.messages import MAX_BYTES, Report, View
+from zeroxla.step.islands.membership.messages import MAX_BYTES, MemberReport, View
 from zeroxla.step.islands.membership.post import Post
 
 _RETRY_S = 0.2
@@ -64,7 +64,7 @@ class Membership:
         self._place, self._token, self._timeout = split_address(address), token, timeout
         self.member = secrets.randbelow(2**32 - 1) + 1
         self.post = Post(self.member, token, max_bytes=max_bytes)
-        self._report = Report(
+        self._report = MemberReport(
             slot=slot, process=process, num_processes=num_processes, port=self.post.port, host=host
         )
         self._view: View | None = None
@@ -105,7 +105,7 @@ class Membership:
         return self._view
 
     @property
-    def report(self) -> Report:
+    def report(self) -> MemberReport:
         """What this process says."""
         return self._report
 

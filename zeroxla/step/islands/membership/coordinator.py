@@ -12,12 +12,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from zeroxla.mesh.processes.meeting import address_of, split_address
+from zeroxla.mesh.processes.address import address_of, split_address
 from zeroxla.step.islands.membership.door import Door
 from zeroxla.step.islands.membership.frames import FrameError, FrameReader
 from zeroxla.step.islands.membership.ledger import Ledger
 from zeroxla.step.islands.membership.line import Line, beat_of, next_message
-from zeroxla.step.islands.membership.messages import MAX_BYTES, Report, View
+from zeroxla.step.islands.membership.messages import MAX_BYTES, MemberReport, View
 from zeroxla.step.islands.membership.rounds import Rounds
 
 MEMBER = 0
@@ -73,7 +73,9 @@ class Coordinator:
         self._deadline, self._say = deadline, say
         self._rounds = Rounds(ledger, num_islands=num_islands, deadline=deadline)
         self._unsaved, self._save_at = True, 0.0
-        self._heard: queue.SimpleQueue[tuple[int, str, Report | Line | None]] = queue.SimpleQueue()
+        self._heard: queue.SimpleQueue[tuple[int, str, MemberReport | Line | None]] = (
+            queue.SimpleQueue()
+        )
         self._lines: dict[int, tuple[Line, View | None]] = {}
         if self._path is not None:
             try:
@@ -115,7 +117,7 @@ class Coordinator:
         try:
             reader = FrameReader(connection, key, member, MAX_BYTES)
             while True:
-                self._heard.put((member, host, Report.of(next_message(reader))))
+                self._heard.put((member, host, MemberReport.of(next_message(reader))))
         except (OSError, FrameError):
             line.close()
             self._heard.put((member, host, None))
@@ -144,7 +146,7 @@ class Coordinator:
         at = self._rounds.next_time()
         return 3600.0 if at is None else min(max(0.0, at - time.monotonic()), 3600.0)
 
-    def _take(self, member: int, host: str, what: Report | Line | None) -> None:
+    def _take(self, member: int, host: str, what: MemberReport | Line | None) -> None:
         """Take what has been heard of a process."""
         if isinstance(what, Line):
             if member in self._lines:

@@ -7,7 +7,7 @@ import socket
 import threading
 from collections.abc import Callable
 
-from zeroxla.mesh.processes.meeting import address_of
+from zeroxla.mesh.processes.address import address_of
 from zeroxla.step.islands.membership.frames import FrameError, greet
 
 _GREETING_S = 10.0

@@ -1,4 +1,4 @@
-"""What processes of islands and the coordinator tell each other: a `Report` and a `View`.
+"""What processes of islands and the coordinator tell each other: a `MemberReport` and a `View`.
 
 Both say all that counts at the time, so one that is lost costs nothing: the next one says it again.
 They travel as JSON, and nothing is taken that has another form.
@@ -32,7 +32,7 @@ class Position:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Report:
+class MemberReport:
     """What a process of an island tells the coordinator.
 
     Attributes:
@@ -48,7 +48,8 @@ class Report:
       position: how far it has trained on the data of its slot.
       ready: the rounds that it waits for, with the rows since the fragment's last exchange.
       held: of these rounds, the attempt of which it holds the result, and the digest of it.
-      failed: of these rounds, the attempt that failed, and the slots that are to blame.
+      failed: of these rounds, the attempt that failed, in which of its two moves, and the slots
+        that are to blame.
       checksums: for each fragment, the version and the sum of the outer parameters' bits.
     """
 
@@ -64,7 +65,7 @@ class Report:
     position: Position = Position()
     ready: Mapping[int, int] = dataclasses.field(default_factory=dict)
     held: Mapping[int, tuple[str, str]] = dataclasses.field(default_factory=dict)
-    failed: Mapping[int, tuple[str, tuple[int, ...]]] = dataclasses.field(default_factory=dict)
+    failed: Mapping[int, tuple[str, int, tuple[int, ...]]] = dataclasses.field(default_factory=dict)
     checksums: Mapping[int, tuple[int, int]] = dataclasses.field(default_factory=dict)
 
     def to_bytes(self) -> bytes:
@@ -72,15 +73,15 @@ class Report:
         return _written(self)
 
     @staticmethod
-    def of(data: bytes) -> Report:
+    def of(data: bytes) -> MemberReport:
         """Return what a message says.
 
         Raises:
           FrameError: it has another form.
         """
 
-        def make(x: Any) -> Report:
-            return Report(
+        def make(x: Any) -> MemberReport:
+            return MemberReport(
                 slot=None if x["slot"] is None else _number(x["slot"]),
                 process=_number(x["process"]),
                 num_processes=_number(x["num_processes"]),
@@ -94,8 +95,8 @@ class Report:
                 ready={int(k): _number(v) for k, v in x["ready"].items()},
                 held={int(k): (_text(a), _text(d)) for k, (a, d) in x["held"].items()},
                 failed={
-                    int(k): (_text(a), tuple(map(_number, slots)))
-                    for k, (a, slots) in x["failed"].items()
+                    int(k): (_text(a), _number(move), tuple(map(_number, slots)))
+                    for k, (a, move, slots) in x["failed"].items()
                 },
                 checksums={
                     int(k): (_number(v), _number(s)) for k, (v, s) in x["checksums"].items()
@@ -113,7 +114,7 @@ class Place:
       slot: its number.
       rows: its weight.
       addresses: where each of its processes listens.
-      versions: see `Report`.
+      versions: see `MemberReport`.
     """
 
     slot: int

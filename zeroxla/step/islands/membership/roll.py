@@ -6,10 +6,10 @@ import collections
 import dataclasses
 from collections.abc import Mapping
 
-from zeroxla.step.islands.membership.messages import Place, Report
+from zeroxla.step.islands.membership.messages import MemberReport, Place
 from zeroxla.step.islands.membership.post import Address
 
-Island = tuple[Report, ...]
+Island = tuple[MemberReport, ...]
 """The reports of all processes of an island."""
 
 
@@ -22,13 +22,13 @@ class Roll:
 
     def __init__(self) -> None:
         self.refused: dict[int, str] = {}
-        self._reports: dict[int, Report] = {}
+        self._reports: dict[int, MemberReport] = {}
         self._hosts: dict[int, str] = {}
         self._promised: dict[int, dict[int, int]] = {}
 
     def heard(
-        self, member: int, report: Report, host: str, known: Mapping[str, str]
-    ) -> tuple[Report, bool] | None:
+        self, member: int, report: MemberReport, host: str, known: Mapping[str, str]
+    ) -> tuple[MemberReport, bool] | None:
         """Take the report of a process.
 
         Args:
@@ -55,7 +55,7 @@ class Roll:
         self._reports[member], self._hosts[member] = report, report.host or host
         return report, before is None
 
-    def lost(self, member: int) -> Report | None:
+    def lost(self, member: int) -> MemberReport | None:
         """Forget a process that has left; return what it said last."""
         self.refused.pop(member, None)
         self._promised.pop(member, None)
@@ -69,13 +69,13 @@ class Roll:
                 versions = [version if p == fragment else v for p, v in enumerate(report.versions)]
                 self._reports[member] = dataclasses.replace(report, versions=tuple(versions))
 
-    def report_of(self, member: int) -> Report | None:
+    def report_of(self, member: int) -> MemberReport | None:
         """Return what a process has said last."""
         return self._reports.get(member)
 
     def islands(self) -> dict[int, Island]:
         """Return the islands, by slot, of which all processes are there and have begun."""
-        found: dict[int, dict[int, Report]] = collections.defaultdict(dict)
+        found: dict[int, dict[int, MemberReport]] = collections.defaultdict(dict)
         for report in self._reports.values():
             if report.facts and report.slot is not None:
                 found[report.slot][report.process] = report
@@ -126,7 +126,7 @@ class Roll:
                     found[slot].append(fragment)
         return {slot: tuple(fragments) for slot, fragments in found.items()}
 
-    def _refusal(self, report: Report, known: Mapping[str, str]) -> str:
+    def _refusal(self, report: MemberReport, known: Mapping[str, str]) -> str:
         """Return why a process may not take part; "" if it may."""
         others = [x for x in self._reports.values() if x.slot == report.slot]
         if any(x.process == report.process for x in others):

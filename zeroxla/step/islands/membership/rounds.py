@@ -17,7 +17,7 @@ from typing import Any
 
 from zeroxla.step.islands.membership.blame import to_leave_out
 from zeroxla.step.islands.membership.ledger import Ledger
-from zeroxla.step.islands.membership.messages import Closed, Place, Position, Report, View
+from zeroxla.step.islands.membership.messages import Closed, MemberReport, Place, Position, View
 from zeroxla.step.islands.membership.roll import Island, Roll
 
 
@@ -59,7 +59,7 @@ class Rounds:
         self._opened_at: float | None = None
         self._attempt: _Attempt | None = None
 
-    def heard(self, member: int, report: Report, host: str, now: float) -> None:
+    def heard(self, member: int, report: MemberReport, host: str, now: float) -> None:
         """Take the report of a process.
 
         Args:
@@ -133,7 +133,7 @@ class Rounds:
             position=ledger.positions.get(report.slot, Position()),
         )
 
-    def _catch_up(self, report: Report) -> None:
+    def _catch_up(self, report: MemberReport) -> None:
         """Learn from an island what the ledger has lost: its file may be older than the run."""
         ledger = self.ledger
         if any(a > b for a, b in zip(report.versions, ledger.versions, strict=True)):
@@ -203,14 +203,15 @@ class Rounds:
         number, name = self.ledger.round, attempt.name
         there = {slot for slot in attempt.roster if slot in islands}
         done: dict[int, tuple[str, ...]] = {}
-        failed: dict[int, set[int]] = {}
+        failed: dict[int, tuple[int, set[int]]] = {}
         for slot in there:
             held = [p.held.get(number, ("", "")) for p in islands[slot]]
             if all(of == name for of, _ in held):
                 done[slot] = tuple(digest for _, digest in held)
-            blamed = [p.failed.get(number, ("", ())) for p in islands[slot]]
-            if any(of == name for of, _ in blamed):
-                failed[slot] = {s for of, slots in blamed if of == name for s in slots}
+            said = [p.failed.get(number, ("", 0, ())) for p in islands[slot]]
+            if blames := [(move, slots) for of, move, slots in said if of == name]:
+                move = min(move for move, _ in blames)
+                failed[slot] = move, {s for of, slots in blames if of == move for s in slots}
         late = now >= attempt.began + 2 * self._deadline
         if there and there == done.keys():
             counts = collections.Counter(done[slot] for slot in sorted(there))

@@ -1,0 +1,98 @@
+"""The configurations that benchmarks/quality_islands.py trains."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Literal
+
+from zeroxla import Outer, WireFormat, ZeroConfig
+
+BAR = 0.005
+EVERY = 50  # H of the variants that are judged
+CURVE_EVERY = (10, 30, 100)
+CURVE_BITS = (32, 8, 4)
+"""Bits of the curve. There is no column of 2 bits: `WireFormat` has codes of 8 and of 4 bits."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Variant:
+    """One configuration.
+
+    Attributes:
+      name: in tables and file names.
+      says: what it is.
+      config: its options.
+      islands: how many islands train; 0 trains one step over all devices.
+      inner: the optimizer of the steps.
+      bar: the largest mean relative difference of its loss to its base, where one is set.
+      seeds: how many times it is trained.
+    """
+
+    name: str
+    says: str
+    config: ZeroConfig
+    islands: int = 0
+    inner: Literal["adamw", "muon"] = "adamw"
+    bar: float | None = None
+    seeds: int = 3
+
+    @property
+    def base(self) -> str:
+        """The name of the variant without islands that has the same optimizer."""
+        return "zero3" if self.inner == "adamw" else "zero3, muon"
+
+
+def _preset(make: Callable[..., ZeroConfig] = ZeroConfig, **options: Any) -> ZeroConfig:
+    """Return a preset in which every leaf is fetched, as in a model that needs ZeRO-3."""
+    return make(**{"persistence_threshold": 0, **options})
+
+
+def curve_name(every: int, bits: int) -> str:
+    """Return the name of a point of the curve."""
+    return f"H={every}, {bits} bits"
+
+
+def _point(every: int, bits: int) -> Variant:
+    """Return a point of the curve: the preset for this H with another wire."""
+    preset = ZeroConfig.streaming(every=every).outer
+    assert preset is not None and preset.wire is not None
+    wire = None if bits == 32 else dataclasses.replace(preset.wire, bits=bits, scale=None)
+    outer: Outer = dataclasses.replace(preset, wire=wire)
+    return Variant(
+        name=curve_name(every, bits),
+        says=f"`streaming` with {'float32' if wire is None else wire.words}",
+        config=_preset(outer=outer),
+        islands=2,
+        seeds=1,
+    )
+
+
+_DILOCO = _preset(ZeroConfig.diloco, every=EVERY)
+_STREAMING = _preset(ZeroConfig.streaming, every=EVERY)
+
+JUDGED = (
+    Variant(name="zero3", says="no islands", config=_preset()),
+    Variant(name="diloco, 2 islands", says="the preset", config=_DILOCO, islands=2),
+    Variant(name="streaming, 2 islands", says="the preset", config=_STREAMING, islands=2, bar=BAR),
+    Variant(name="streaming, 4 islands", says="the preset", config=_STREAMING, islands=4, bar=BAR),
+)
+MUON = (
+    Variant(name="zero3, muon", says="no islands, Muon inside", config=_preset(), inner="muon"),
+    Variant(
+        name="diloco, muon",
+        says="2 islands, Muon inside",
+        config=_DILOCO,
+        islands=2,
+        inner="muon",
+    ),
+    Variant(
+        name="streaming, muon",
+        says="2 islands, Muon inside",
+        config=_STREAMING,
+        islands=2,
+        inner="muon",
+    ),
+)
+CURVE = tuple(_point(every, bits) for every in CURVE_EVERY for bits in CURVE_BITS)
+VARIANTS: tuple[Variant, ...] = (*JUDGED, *MUON, *CURVE)

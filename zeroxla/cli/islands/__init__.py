@@ -1,0 +1,1 @@
+"""`zeroxla coordinate`, `zeroxla island`, and `zeroxla launch --islands`."""
