@@ -1,4 +1,165 @@
 """The tables and the picture of benchmarks/quality_islands.py."""
+
+from __future__ import annotations
+
+import statistics
 from typing import Any
-Results = dict[str, list[dict[str, Any]]]
-def write_report(setup, results): print(results); return 0
+
+from common import RESULTS, Check, report, table
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from quality_islands_variants import (
+    CURVE_BITS,
+    CURVE_EVERY,
+    EVERY,
+    JUDGED,
+    VARIANTS,
+    Variant,
+    curve_name,
+)
+from quality_training import BATCH, EVAL_BATCH, LENGTH, NUM_FINAL_BATCHES, Setup
+
+Results = dict[str, list[dict[str, Any]]]  # by variant, one for each seed
+
+
+def differences(results: Results, variant: Variant, which: str = "loss") -> list[float]:
+    """Return the relative differences of a variant's losses to its base's in percent, by seed.
+
+    Args:
+      results: those of all variants.
+      variant: the variant.
+      which: "loss" of an island's own parameters, or "outer_loss" of the outer ones.
+    """
+    pairs = zip(results[variant.name], results[variant.base], strict=False)
+    return [100 * (mine[which] / base["loss"] - 1) for mine, base in pairs]
+
+
+def curve(results: Results) -> dict[int, dict[int, float]]:
+    """Return the relative difference of the first seed in percent, by bits and H."""
+    names = {(every, bits): curve_name(every, bits) for every in CURVE_EVERY for bits in CURVE_BITS}
+    names[EVERY, 4] = "streaming, 2 islands"
+    by_name = {variant.name: variant for variant in VARIANTS}
+    found: dict[int, dict[int, float]] = {bits: {} for bits in CURVE_BITS}
+    for (every, bits), name in sorted(names.items()):
+        found[bits][every] = differences(results, by_name[name])[0]
+    return found
+
+
+def spread(results: Results) -> float:
+    """Return the largest standard deviation between the seeds of an island variant, in percent."""
+    several = [v for v in VARIANTS if v.islands and v.seeds > 1]
+    return max(statistics.stdev(differences(results, variant)) for variant in several)
+
+
+def write_report(setup: Setup, results: Results) -> int:
+    """Write tables and picture; return the exit code."""
+    draw(results)
+    tokens = NUM_FINAL_BATCHES * EVAL_BATCH * LENGTH
+    body = (
+        f"The GPT of `benchmarks/quality.py`, 4 layers of width 128 over bytes "
+        f"({setup.corpus.source}), {setup.steps} steps of {BATCH} x {LENGTH} tokens on 8 simulated "
+        "devices. Islands divide the rows of each batch, so all variants see the same tokens: 2 "
+        "islands have 4 devices and 8 rows each, 4 islands have 2 devices and 4 rows. The variants "
+        "share initial weights and batches, seed by seed; the rate and its schedule are those of "
+        "`zeroxla train`, and nothing is tuned for islands. No phase without islands goes before.\n"
+        "\n"
+        f"The loss is the mean over {tokens:,} held-out tokens, in nats, of the first island's own "
+        "parameters after `settle`: those that checkpoints and `full_params` take. The last but "
+        "one column has the same for the outer parameters, which all islands share. All islands "
+        "took part in every round, and their outer parameters were equal bit for bit at the end. "
+        "The base is `zero3` with the same inner optimizer.\n\n"
+        "![above zero3](quality_islands.png)\n\n"
+        f"{_variants_table(results, setup.steps)}\n\n"
+        "Muon steps the matrices of the blocks, and AdamW all other leaves. Its updates are scaled "
+        "to AdamW's size (`consistent_rms=0.2`, arXiv 2502.16982), so it takes AdamW's rate, "
+        "schedule and decay.\n\n"
+        "## Over H and bits\n\n"
+        "2 islands, the fragments and the delay that `ZeroConfig.streaming(every=H)` has, AdamW, "
+        "one seed: above zero3's loss, in percent. Between seeds the difference of a variant has a "
+        f"standard deviation of up to {spread(results):.2f} %, so smaller differences between two "
+        "cells say nothing. There is no column of 2 bits: `WireFormat` has codes of 8 and 4 "
+        "bits.\n\n"
+        f"{_curve_table(results)}"
+    )
+    checks = [
+        Check(
+            name=f"loss of {v.name}, above zero3's, mean of {v.seeds} seeds",
+            value=statistics.mean(differences(results, v)),
+            limit=100 * v.bar,
+            unit=" %",
+        )
+        for v in VARIANTS
+        if v.bar is not None
+    ]
+    figures = {"steps": setup.steps, "curve, %": curve(results), "results": results}
+    return report("quality_islands", "Quality of islands", body, figures, checks)
+
+
+def _variants_table(results: Results, steps: int) -> str:
+    """Return the table of the variants that are no point of the curve."""
+    rows = []
+    for variant in VARIANTS:
+        if variant.seeds == 1:
+            continue
+        mine, found = results[variant.name], differences(results, variant)
+        row = [variant.name, variant.says, f"{statistics.mean(r['loss'] for r in mine):.4f}"]
+        if variant.islands:
+            error = statistics.stdev(found) / len(found) ** 0.5
+            outer = statistics.mean(differences(results, variant, "outer_loss"))
+            row += [", ".join(f"{x:+.2f}" for x in found), f"{statistics.mean(found):+.2f}"]
+            sent = mine[0]["seen_bytes"] / mine[0]["seen_rounds"] * mine[0]["rounds"] / steps
+            row += [f"{error:.2f}", f"{outer:+.2f}", f"{sent / 1e3:,.1f}"]
+        else:
+            row += [""] * 5
+        rows.append(row)
+    header = ("variant", "what it is", "final loss", "above the base, %, each seed", "mean")
+    more = ("standard error", "outer parameters, mean", "kB an island sends a step")
+    return table((*header, *more), rows)
+
+
+def _curve_table(results: Results) -> str:
+    """Return the table of the curve."""
+    found = curve(results)
+    everies = sorted({every for line in found.values() for every in line})
+    rows = [
+        (f"H = {every}", *(f"{found[b][every]:+.2f}" if every in found[b] else "" for b in found))
+        for every in everies
+    ]
+    names = ["float32" if bits == 32 else f"{bits} bits" for bits in found]
+    return table(("", *names), rows)
+
+
+def draw(results: Results) -> None:
+    """Draw the curve over H for each number of bits, and each seed of the other variants."""
+    figure = Figure(figsize=(9, 4.2), layout="constrained")
+    FigureCanvasAgg(figure)
+    left, right = figure.subplots(1, 2, sharey=True, width_ratios=(3, 2))
+    for (bits, line), marker in zip(curve(results).items(), "os^", strict=True):
+        label = "float32" if bits == 32 else f"{bits} bits"
+        left.plot(list(line), list(line.values()), marker=marker, label=label)
+    wide = spread(results)
+    left.axhspan(-wide, wide, color="gray", alpha=0.15, linewidth=0)
+    left.text(CURVE_EVERY[0], -wide, " standard deviation between seeds", va="bottom", fontsize=8)
+    left.set_xscale("log")
+    left.set_xticks([*CURVE_EVERY, EVERY], [str(x) for x in (*CURVE_EVERY, EVERY)])
+    left.minorticks_off()
+    left.set_xlabel("H, steps between two exchanges; 2 islands, one seed")
+    left.set_ylabel("loss above zero3's, %")
+    left.legend(frameon=False)
+    shown = [v for v in VARIANTS if v.islands and v.seeds > 1]
+    for place, variant in enumerate(shown):
+        found = differences(results, variant)
+        color = "C0" if variant in JUDGED else "C4"
+        right.plot([place] * len(found), found, "o", color=color, alpha=0.5)
+        right.plot(place, statistics.mean(found), "_", color=color, markersize=18)
+    names = [v.name.replace(", ", ",\n") for v in shown]
+    right.set_xticks(range(len(shown)), names, fontsize=8)
+    right.set_xlabel(f"H = {EVERY}: each seed, and the mean")
+    bar = next(100 * v.bar for v in VARIANTS if v.bar is not None)
+    for axes in (left, right):
+        axes.axhline(bar, color="black", linewidth=0.8, linestyle=":")
+        axes.axhline(0, color="black", linewidth=0.8)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(alpha=0.3)
+    RESULTS.mkdir(exist_ok=True)
+    figure.savefig(RESULTS / "quality_islands.png", dpi=120)

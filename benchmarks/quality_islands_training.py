@@ -90,8 +90,9 @@ class Trainer:
         """Train islands, each in a thread, and take the first one's parameters.
 
         Returns:
-          The losses of the first island's own parameters, and of the outer parameters; the rounds
-          that all islands took part in; and the bytes that the first island has sent.
+          The losses of the first island's own parameters, and of the outer parameters; the number
+          of rounds, of rounds that training has merged, and the bytes that the first island has
+          sent in those.
         """
         num = self.variant.islands
         all_done = threading.Barrier(num)
@@ -103,9 +104,7 @@ class Trainer:
             found = list(pool.map(run, range(num)))
         outer = self.variant.config.outer
         assert outer is not None
-        rounds = [
-            n for n in range(self.setup.steps + 1) if outer.start_of(n) <= self.setup.steps
-        ]
+        rounds = [n for n in range(self.setup.steps + 1) if outer.start_of(n) <= self.setup.steps]
         for state, merged in found:
             islands = [m["outer_islands"] for m in merged]
             assert state.round == len(rounds), f"{state.round} rounds of {len(rounds)}"
@@ -119,7 +118,8 @@ class Trainer:
             "loss": self._loss(step, state.inner),
             "outer_loss": self._loss(step, outer_state),
             "rounds": state.round,
-            "bytes": sum(m["outer_bytes"] for m in merged),
+            "seen_rounds": len(merged),
+            "seen_bytes": sum(m["outer_bytes"] for m in merged),
         }
 
     def _island(

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, Literal
 
-from zeroxla import Outer, WireFormat, ZeroConfig
+from zeroxla import Outer, ZeroConfig
 
 BAR = 0.005
 EVERY = 50  # H of the variants that are judged
@@ -56,7 +56,8 @@ def curve_name(every: int, bits: int) -> str:
 def _point(every: int, bits: int) -> Variant:
     """Return a point of the curve: the preset for this H with another wire."""
     preset = ZeroConfig.streaming(every=every).outer
-    assert preset is not None and preset.wire is not None
+    assert preset is not None
+    assert preset.wire is not None
     wire = None if bits == 32 else dataclasses.replace(preset.wire, bits=bits, scale=None)
     outer: Outer = dataclasses.replace(preset, wire=wire)
     return Variant(

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from zeroxla.cli.errors import UsageError
+from zeroxla.cli.islands.folders import folder_of, folder_of_options, island_folders, saved_at
 from zeroxla.cli.option_groups import JobOptions, flag
 from zeroxla.cli.read_options import read_options
 from zeroxla.cli.run_folder import check_command, has_checkpoint, read_config
@@ -30,22 +31,33 @@ def newest_run(runs: Path, command: str = "train") -> Path:
     Raises:
       UsageError: there is none.
     """
-    found = [path for path in runs.glob("*") if has_checkpoint(path) and _is_of(path, command)]
+    times = {path: saved_at(path) for path in runs.glob("*") if _is_of(path, command)}
+    found = {path: at for path, at in times.items() if at is not None}
     if not found:
         raise UsageError(
             f"--resume found no run with a checkpoint under {runs}/; name its folder with --run"
         )
-    return max(found, key=lambda path: (path / "checkpoints").stat().st_mtime)
+    return max(found, key=lambda path: found[path])
 
 
-def continued(command: str, arguments: Sequence[str], options: _Job, free: Collection[str]) -> _Job:
+def continued(
+    command: str,
+    arguments: Sequence[str],
+    options: _Job,
+    free: Collection[str],
+    slot: int | None = None,
+) -> _Job:
     """Return the options of a job. If it continues a run, the run's options are its defaults.
+
+    An island continues from its own checkpoint. If it has none it begins anew, with the options of
+    the other islands of the run, if there are any.
 
     Args:
       command: the command's name.
       arguments: the words after it.
       options: the options that they give to a new run.
       free: names of the options that may differ from the run's.
+      slot: the number of the island that continues; None outside of islands.
 
     Raises:
       UsageError: the run cannot be read, is of another command, or has other options.
@@ -53,21 +65,24 @@ def continued(command: str, arguments: Sequence[str], options: _Job, free: Colle
     restarted = os.environ.get(RESTART, "0") != "0"
     named = RUNS / f"{command}-{os.environ[STARTED]}" if restarted else None
     run = options.output.run or named
-    if not options.output.resume and not (restarted and run is not None and has_checkpoint(run)):
+    there = run is not None and has_checkpoint(folder_of(run, slot))
+    if not options.output.resume and not (restarted and there):
         return options
     run = run or newest_run(RUNS, command)
+    source = folder_of_options(run, slot)
+    begins = slot is not None and not has_checkpoint(folder_of(run, slot))
+    if begins and not island_folders(run):
+        return _with_output(options, run, resume=False)
     # The run's own options are the defaults. What the command line leaves out stays as it was; what
     # it names must be free to change.
     try:
-        config = read_config(run)
-        check_command(run, config, command)
-        stored = stored_options(type(options), run)
+        check_command(source, read_config(source), command)
+        stored = stored_options(type(options), source)
         given = read_options(command, arguments, type(options), stored)
         check_resumable(stored, given, free)
     except ValueError as error:
         raise UsageError(str(error)) from error
-    output = dataclasses.replace(given.output, run=run, resume=True)
-    return dataclasses.replace(given, output=output)  # pyright: ignore[reportArgumentType]
+    return _with_output(given, run, resume=not begins)
 
 
 def check_resumable(stored: JobOptions, given: JobOptions, free: Collection[str]) -> None:
@@ -95,9 +110,14 @@ def check_resumable(stored: JobOptions, given: JobOptions, free: Collection[str]
         )
 
 
-def _is_of(run: Path, command: str) -> bool:
+def _with_output(options: _Job, run: Path, *, resume: bool) -> _Job:
+    output = dataclasses.replace(options.output, run=run, resume=resume)
+    return dataclasses.replace(options, output=output)  # pyright: ignore[reportArgumentType]
+
+
+def _is_of(path: Path, command: str) -> bool:
     try:
-        config = read_config(run)
+        config = read_config(folder_of_options(path, None))
     except ValueError:
         return True  # what is wrong with it is said when it is opened
     return config.get("command", "train") == command

@@ -24,6 +24,7 @@ from zeroxla.cli.continued_run import RUNS
 from zeroxla.cli.errors import LostRunError, RunFolderError, UsageError
 from zeroxla.cli.held_run import HeldRun, unwritten
 from zeroxla.cli.interrupt import StopRequest, stop_on_signal
+from zeroxla.cli.islands.folders import folder_of
 from zeroxla.cli.option_groups import JobOptions
 from zeroxla.cli.run_folder import CHECKPOINTS, NoRunFolder, RunFolder
 from zeroxla.cli.run_lock import check_free
@@ -47,7 +48,8 @@ class Job(abc.ABC, Generic[_Options, _Output]):
       options: the command's options.
       mesh: the mesh of all steps.
       output: what prints.
-      path: the run folder.
+      named: the folder that --run names.
+      path: the run folder: that one, or an island's in it.
       folder: writes the run's files, in the first process only.
       checkpoints: the checkpoints of the state.
       held: keeps other runs from the folder, and errors of libraries from the screen.
@@ -67,10 +69,13 @@ class Job(abc.ABC, Generic[_Options, _Output]):
     held: HeldRun
     bar: Progress
 
-    def __init__(self, options: _Options, mesh: Mesh, output: _Output) -> None:
+    def __init__(
+        self, options: _Options, mesh: Mesh, output: _Output, slot: int | None = None
+    ) -> None:
         self.options, self.mesh, self.output = options, mesh, output
         started = os.environ.get(STARTED) or time.strftime("%Y%m%d-%H%M%S")
-        self.path: Path = options.output.run or RUNS / f"{self.command}-{started}"
+        self.named: Path = options.output.run or RUNS / f"{self.command}-{started}"
+        self.path = folder_of(self.named, slot)
         self.done = 0
         on_first("run folder", lambda: check_free(self.path))  # at once; it is taken later
         with extra("cli", f"zeroxla {self.command} needs"):
@@ -167,7 +172,7 @@ class Job(abc.ABC, Generic[_Options, _Output]):
         self.folder = found or NoRunFolder()
 
     def _new_folder(self, config: dict[str, Any]) -> RunFolder:
-        folder = RunFolder.create(self.path, config, self.output.warn)
+        folder = RunFolder.create(self.path, config, self.output.warn, self.named)
         self.keep()
         return folder
 
@@ -212,7 +217,7 @@ class Job(abc.ABC, Generic[_Options, _Output]):
         else:
             self.folder.close()
             if saved:
-                self.output.stopped(f"{self.unit} {self.done}", self.command, self.path)
+                self.output.stopped(f"{self.unit} {self.done}", self.command, self.named)
         exchange("end", "")  # the first process writes the results, and all must end together
         if not saved:
             self.output.warn(f"{self.unit} {self.done} is not saved; {self.kept()}")
@@ -225,7 +230,7 @@ class Job(abc.ABC, Generic[_Options, _Output]):
         numbers = self.checkpoints.numbers()
         if not numbers:
             return "no checkpoint is there; make room, then start again"
-        resume = resume_command(self.command, self.path)
+        resume = resume_command(self.command, self.named)
         return (
             f"the checkpoint of {self.unit} {numbers[-1]} is whole; make room, then continue with: "
             f"{resume}"

@@ -35,6 +35,12 @@ COMMANDS = {
     "launch": Command(
         "zeroxla.cli.launch.command", "Start a program as one process for each node, and watch it."
     ),
+    "island": Command(
+        "zeroxla.cli.islands.island", "Start a program as one island, which joins a coordinator."
+    ),
+    "coordinate": Command(
+        "zeroxla.cli.islands.coordinate", "Run the coordinator of islands that run elsewhere."
+    ),
     "export": Command("zeroxla.cli.export", "Write the weights of a run in Hugging Face's format."),
     "rlhf": Command(
         "zeroxla.cli.rlhf.command", "Train a language model on rewards of its own responses."

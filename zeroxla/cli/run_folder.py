@@ -58,9 +58,13 @@ class RunFolder:
 
     @classmethod
     def create(
-        cls, path: Path, config: dict[str, Any], report: Callable[[str], None] = lambda text: None
+        cls,
+        path: Path,
+        config: dict[str, Any],
+        report: Callable[[str], None] = lambda text: None,
+        named: Path | None = None,
     ) -> RunFolder:
-        """Make the folder and write its config.
+        """Make the folder and write its config. For messages, `named` is what --run names.
 
         Raises:
           ValueError: the folder already holds a run with checkpoints, or other files, or cannot be
@@ -68,8 +72,8 @@ class RunFolder:
         """
         if has_checkpoint(path):
             raise ValueError(
-                f"{path} already holds a run; continue it with --resume --run {path}, or choose "
-                "another folder with --run"
+                f"{path} already holds a run; continue it with --resume --run {named or path}, or "
+                "choose another folder with --run"
             )
         folder = cls(path, report)
         try:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from zeroxla.cli.offload_options import PlannedOffload
 from zeroxla.cli.option_groups import flag
+from zeroxla.cli.outer_options import OuterOptions
 from zeroxla.cli.wire_text import NONE, wire_fields, wire_format
 
 if TYPE_CHECKING:
@@ -182,6 +183,7 @@ def zero_config(
     *,
     deepspeed: Path | None = None,
     path: Path | None = None,
+    outer: OuterOptions | None = None,
 ) -> ZeroConfig:
     """Return the config of a preset or of a DeepSpeed file, with the fields that flags change.
 
@@ -190,13 +192,14 @@ def zero_config(
       usual: fields of the config that the command has other defaults for, beside a preset.
       deepspeed: the DeepSpeed file to read, such as a run's copy. None means the option's.
       path: the folder of state on disk.
+      outer: how islands exchange. None means that there are none.
 
     Raises:
       ValueError: the file or an option cannot work.
     """
     from zeroxla.config.zero_config import ZeroConfig  # here, because --help need not wait for JAX
 
-    given = _given(options)
+    given = {**_given(options), "outer": outer and outer.make()}
     file = deepspeed or options.zero.deepspeed
     try:
         if file is None:

@@ -43,9 +43,10 @@ class Outer:
     """Adds to a difference what the exchange before lost by quantizing. Without a wire nothing is
     lost."""
 
-    fragments: int = 1
+    fragments: int | Literal["units"] = 1
     """Number of parts of equal size, exchanged one after another. 1 exchanges everything at once;
-    more spread the bytes over the steps."""
+    more spread the bytes over the steps. "units" makes a part of each unit of the fetch plan: of a
+    layer, if the model's layers are not scanned. Such parts differ in size."""
 
     delay: int = 0
     """Steps between the start of an exchange and the merge of its result. Training goes on in the
@@ -60,11 +61,12 @@ class Outer:
     without delay, and 0.5 with it, so that what was learned during the exchange is not lost."""
 
     def __post_init__(self) -> None:
-        for name, least in (("every", 1), ("fragments", 1), ("delay", 0)):
+        by_number = () if self.fragments == "units" else (("fragments", 1),)
+        for name, least in (("every", 1), *by_number, ("delay", 0)):
             object.__setattr__(self, name, whole_number(name, getattr(self, name), least))
         if not isinstance(self.optimizer, optax.GradientTransformation):
             raise ValueError(f"Outer(optimizer={self.optimizer!r}): give an optax transformation")
-        if self.fragments > self.every:
+        if self.fragments != "units" and self.fragments > self.every:
             raise ValueError(
                 f"Outer(fragments={self.fragments}, every={self.every}): one fragment is exchanged "
                 "in a step; take at most as many fragments as steps"
@@ -91,5 +93,6 @@ class Outer:
     def start_of(self, round: int) -> int:
         """Return the number of steps after which a round starts. Round r exchanges fragment
         r % fragments; the last fragment of a turn is exchanged after a multiple of `every`."""
+        assert self.fragments != "units"
         turn, fragment = divmod(round, self.fragments)
         return turn * self.every + (fragment + 1) * self.every // self.fragments

@@ -14,9 +14,8 @@ from zeroxla.mesh.machines import Link, Machines
 from zeroxla.planning.exchange_time import ExchangeTime, Piece
 from zeroxla.planning.memory_model import MemoryPlan
 from zeroxla.program.report import Report, format_bytes
-from zeroxla.step.islands.fragments import ShardFragment, cut_fragments
-from zeroxla.step.islands.outer_programs import OuterPrograms
-from zeroxla.step.state import TrainState, state_shardings
+from zeroxla.step.islands.outer_programs import OuterPrograms, programs_of
+from zeroxla.step.state import TrainState
 from zeroxla.step.step import Step
 
 if TYPE_CHECKING:
@@ -98,12 +97,9 @@ class IslandsPlan(Report):
         outer, num = step.config.outer, islands.num
         if outer is None:
             return None
-        fragments = [
-            OuterPrograms(outer=outer, mesh=step.mesh, shardings={}, fragment=fragment)
-            for fragment in _fragments(step, state, outer)
-        ]
+        fragments = programs_of(step, state)
         return IslandsPlan(
-            outer=outer,
+            outer=fragments[0].outer,
             num=num,
             num_devices=step.mesh.size,
             link=islands.find_link(None),
@@ -171,7 +167,7 @@ class IslandsPlan(Report):
         for column in ("", "of an island"):
             table.add_column(column, justify="left" if not column else "right")
         outer = self.outer
-        table.add_row("exchanges", f"{outer.fragments} in {outer.every} steps")
+        table.add_row("exchanges", f"{len(self.device_bytes)} in {outer.every} steps")
         table.add_row("sent in an exchange", format_bytes(self.exchange_bytes))
         table.add_row("sent in a step, on average", format_bytes(self.bytes_per_step))
         table.add_row(f"an exchange takes, at {name}", f"{self.exchange_s:.4g} s")
@@ -184,12 +180,12 @@ class IslandsPlan(Report):
 
     def verdict(self) -> str:
         """Return the plan in two sentences."""
-        outer, sent = self.outer, format_bytes(self.exchange_bytes)
+        num, sent = len(self.device_bytes), format_bytes(self.exchange_bytes)
         exchanges = "its parameters once and sends " + sent
-        if outer.fragments > 1:
-            exchanges = f"{outer.fragments} fragments and sends {sent} for each"
+        if num > 1:
+            exchanges = f"{num} fragments and sends {sent} for each"
         return (
-            f"In {outer.every} steps each of {self.num} islands exchanges {exchanges}; at "
+            f"In {self.outer.every} steps each of {self.num} islands exchanges {exchanges}; at "
             f"{self.link.name} it trains for {self.utilization:.0%} of the time. {GOAL:.0%} take a "
             f"link of {format_rate(self.needed_bytes_per_s())}."
         )
@@ -210,15 +206,6 @@ def format_rate(bytes_per_s: float) -> str:
         if bits >= size:
             return f"{bits / size:.3g} {unit}"
     return f"{bits:.3g} bit/s"
-
-
-def _fragments(step: Step, state: TrainState, outer: Outer) -> tuple[ShardFragment, ...]:
-    """Cut a device's shards as `Island` does."""
-    shardings = jax.tree.leaves(state_shardings(state, step.mesh).params)
-    layout = step.programs.layout_of(state.params, state.placements[0])
-    leaves = zip(layout.leaves, shardings, jax.tree.leaves(state.params), strict=True)
-    own = [None if leaf.frozen else s.shard_shape(x.shape) for leaf, s, x in leaves]
-    return cut_fragments(own, outer.fragments)
 
 
 def _state_bytes(programs: OuterPrograms) -> int:

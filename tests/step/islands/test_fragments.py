@@ -7,7 +7,7 @@ import pytest
 
 from zeroxla.config.outer import Outer
 from zeroxla.quantize import WireFormat
-from zeroxla.step.islands.fragments import cut_fragments
+from zeroxla.step.islands.fragments import cut_by_units, cut_fragments
 
 SHAPES = [(3, 4), None, (5,), (2, 2, 2)]
 
@@ -29,6 +29,12 @@ def test_fragments_have_each_element_once(num):
         sign * float(np.sum(np.arange(100 * i, 100 * i + n)))
         for i, n, sign in ((0, 12, -1), (1, 2, 1), (2, 5, -1), (3, 8, -1))
     )
+
+
+def test_fragments_of_units_have_the_leaves_of_each_unit():
+    one, two = cut_by_units([(3, 4), (2,), None, (5,)], ["a", "b", "b", "a"])
+    assert (one.leaves, one.size) == ((0, 3), 17)
+    assert (two.leaves, two.size) == ((1,), 2)
 
 
 def test_more_fragments_than_elements():

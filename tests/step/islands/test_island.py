@@ -105,6 +105,7 @@ def reference(outer, num, rows, masks, start):
 
 CASES = {
     "all at once": Outer(every=3),
+    "a fragment for each unit, on the host": Outer(every=4, fragments="units", state="host"),
     "fragments": Outer(every=4, fragments=3),
     "fragments, delayed": Outer(every=4, fragments=2, delay=2),
     "delayed, mixed": Outer(every=3, delay=1, mixing=0.25),
@@ -113,13 +114,17 @@ CASES = {
 
 @pytest.mark.parametrize(
     "name",
-    thinned(["fragments, delayed", "delayed, mixed"], slow=["all at once", "fragments"]),
+    thinned(
+        ["fragments, delayed", "a fragment for each unit, on the host"],
+        slow=["all at once", "fragments", "delayed, mixed"],
+    ),
 )
 def test_islands_follow_the_algorithm(name):
     outer, num, rows = CASES[name], 2, batches(9)
     islands, states, metrics = trained(outer, num, rows, settle=False)
     start = islands[0].step.init(KEY, part(rows[0], 0, num))
     mask = masks(islands[0], states[0])
+    outer = dataclasses.replace(outer, fragments=len(mask))
     expected, _ = reference(outer, num, rows, mask, zeroxla.full_params(start))
     for state, want in zip(states, expected, strict=True):
         for a, b in zip(jax.tree.leaves(params(state)), want, strict=True):

@@ -21,8 +21,8 @@ from zeroxla.cli.read_options import read_options
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CoordinateOptions:
     """Run the coordinator of islands, until Ctrl-C: it knows which islands are there, and decides
-    who takes part in which exchange. Islands are started with zeroxla island, or elsewise with its
-    address in ZEROXLA_ISLANDS. It sees no parameters, and needs no accelerator.
+    who takes part in which exchange. It sees no parameters, and needs no accelerator. An island
+    joins it with zeroxla island.
 
     The secret that all islands share with it is read from ZEROXLA_ISLANDS_TOKEN, or from the file
     that ZEROXLA_ISLANDS_TOKEN_FILE names.

@@ -13,7 +13,7 @@ from zeroxla.cli.launch.run import launch
 from zeroxla.cli.read_options import read_options
 from zeroxla.mesh.processes.environment import ISLANDS, ISLANDS_TOKEN, SLOT, island_of
 
-MOST_SLOTS = 2**31
+LARGEST_SLOT = 2**31 - 1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,8 +38,8 @@ class IslandOptions(ProcessOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_address("--join", self.join)
-        if self.slot is not None and not 0 <= self.slot < MOST_SLOTS:
-            raise ValueError(f"--slot {self.slot}: at least 0, and below {MOST_SLOTS}")
+        if self.slot is not None and not 0 <= self.slot <= LARGEST_SLOT:
+            raise ValueError(f"--slot {self.slot}: at least 0, and at most {LARGEST_SLOT}")
 
 
 def run(arguments: Sequence[str]) -> int:

@@ -54,11 +54,11 @@ def launch_again(
         return None
     if nodes in (None, 1) and islands is None:
         return None
-    options = LaunchOptions(
-        nodes=(nodes or 1) * (1 if nodes in (None, 1) else stages),
-        devices_per_node=devices_per_node,
-        islands=islands,
-    )
+    if nodes in (None, 1):  # One process has all stages of its island.
+        nodes, devices_per_node = 1, devices_per_node and devices_per_node * stages
+    else:
+        nodes *= stages
+    options = LaunchOptions(nodes=nodes, devices_per_node=devices_per_node, islands=islands)
     return _launch(options, [sys.executable, "-m", "zeroxla", command, *arguments])
 
 

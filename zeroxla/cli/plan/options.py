@@ -10,6 +10,7 @@ from zeroxla.cli.mesh_options import PipelineOptions
 from zeroxla.cli.offload_options import PlannedOffload
 from zeroxla.cli.optimizer_options import OptimizerOptions
 from zeroxla.cli.option_groups import OptionGroups, flag
+from zeroxla.cli.outer_options import OUTER_LEAST, OuterOptions
 from zeroxla.cli.zero_options import (
     LEAST,
     FetchOptions,
@@ -112,6 +113,7 @@ class PlanOptions(OptionGroups):
     hops: HopOptions = field(default_factory=HopOptions)
     fetch: FetchOptions = field(default_factory=FetchOptions)
     offload: PlannedOffload = field(default_factory=PlannedOffload)
+    outer: OuterOptions = field(default_factory=OuterOptions)
     generation: PlanGenerationOptions = field(default_factory=PlanGenerationOptions)
     compilation: Compilation = field(default_factory=Compilation)
     output: PlanOutput = field(default_factory=PlanOutput)
@@ -130,6 +132,7 @@ class PlanOptions(OptionGroups):
                 "generation.tensor": 1,
                 "output.rows": 1,
                 **LEAST,
+                **OUTER_LEAST,
             }
         )
         self.lora.check(self.pipeline.pipe)
@@ -138,7 +141,7 @@ class PlanOptions(OptionGroups):
             raise ValueError(
                 f"--search with {', '.join(useless)}: a search compiles and calibrates nothing, it "
                 "chooses wires and stages itself, and not all that it tries goes with every "
-                "offload; plan the settings that it finds with that"
+                "offload or with islands; plan the settings that it finds with that"
             )
         if self.generation.prompts is not None and self.pipeline.pipe > 1:
             raise ValueError(
@@ -158,6 +161,7 @@ class PlanOptions(OptionGroups):
             "wires": tuple(vars(self.wires)),
             "hops": tuple(vars(self.hops)),
             "zero": ("deepspeed",),
+            "outer": tuple(vars(self.outer)),
         }
         return [
             flag(name)

@@ -192,7 +192,8 @@ def _smallest_cluster(options: PlanOptions, found: Plan) -> str:
 
 
 def _config(options: PlanOptions) -> ZeroConfig:
-    return zero_config(options, {"compute_dtype": "bfloat16"}, path=_NOWHERE)
+    usual = {"compute_dtype": "bfloat16"}
+    return zero_config(options, usual, path=_NOWHERE, outer=options.outer)
 
 
 def _optimizer(options: PlanOptions, config: ZeroConfig) -> Any:

@@ -20,7 +20,7 @@ WORKING = (MeshOptions, PipelineOptions, WireOptions, HopOptions, FetchOptions, 
 FREE = frozenset(
     {"run", "resume", "steps", "eval_every", "eval_batches", "save_every", "keep"}
     | {"prompt", "sample_bytes", "temperature", "max_skipped"}
-    | {"zero", "accumulate"}
+    | {"zero", "accumulate", "islands"}
     | {f.name for group in WORKING for f in dataclasses.fields(group)}
 )
 

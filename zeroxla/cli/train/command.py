@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from zeroxla.cli.config_file import with_config
 from zeroxla.cli.continued_run import continued
 from zeroxla.cli.errors import UsageError
+from zeroxla.cli.islands.here import check_islands, slot_here
 from zeroxla.cli.launch.command import launch_again
 from zeroxla.cli.read_options import read_options
 from zeroxla.cli.train.checks import FREE, check_given
@@ -24,21 +25,27 @@ def run(arguments: Sequence[str]) -> int:
     options = read_options("train", arguments, TrainOptions)
     if options.model.model == "alexnet":
         options = read_options("train", arguments, TrainOptions, ALEXNET)
-    options = continued("train", arguments, options, FREE)
+    slot = slot_here()
+    options = continued("train", arguments, options, FREE, slot)
     try:
         check_given(arguments, options)
     except ValueError as error:
         raise UsageError(str(error)) from error
+    outer = options.outer
+    check_islands(outer.outer, outer.islands)
     status = launch_again(
         "train",
         arguments,
         nodes=options.mesh.nodes,
         devices_per_node=options.mesh.devices_per_node,
         stages=options.pipeline.pipe,
+        islands=outer.islands if slot is None else None,
     )
     if status is not None:
         return status
+    if slot is None:  # A process that another launcher has started.
+        check_islands(outer.outer, None)
     # Here, because it takes a second to import and neither --help nor a launch needs it.
     from zeroxla.cli.train.job import train
 
-    return train(options)
+    return train(options, slot)

@@ -13,6 +13,7 @@ import numpy as np
 from zeroxla.cli.data import images
 from zeroxla.cli.data.text import unigram_entropy
 from zeroxla.cli.run_folder import NoRunFolder, RunFolder
+from zeroxla.cli.train.island import seed_of
 from zeroxla.cli.train.model import alexnet
 from zeroxla.cli.train.options import TrainOptions
 from zeroxla.cli.train.output import Output
@@ -71,13 +72,13 @@ class ImageTask:
             "valid_images": len(self.images.valid),
         }
 
-    def training(self, index: int, count: int) -> grain.IterDataset:
+    def training(self, index: int, count: int, slot: int = 0) -> grain.IterDataset:
         return images.image_batches(
             self.images.train,
             self.images.train_labels,
             batch=self.options.text.batch,
             size=self.options.images.image_size,
-            seed=self.options.training.seed,
+            seed=seed_of(self.options.training.seed, slot),
             flips=self.images.flips,
             shard_index=index,
             shard_count=count,

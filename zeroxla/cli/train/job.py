@@ -16,6 +16,14 @@ from zeroxla.cli.divergence import Divergence
 from zeroxla.cli.interrupt import StopRequest
 from zeroxla.cli.job import Job, run_job
 from zeroxla.cli.train.images import ImageTask
+from zeroxla.cli.train.island import (
+    AsIsland,
+    inner_of,
+    num_taken,
+    saved_of,
+    status_of,
+    steps_of,
+)
 from zeroxla.cli.train.options import TrainOptions
 from zeroxla.cli.train.output import Output
 from zeroxla.cli.train.plot import plot_run
@@ -35,16 +43,17 @@ from zeroxla.step.disk.steps import has_disk
 from zeroxla.step.make import make_step
 
 
-def train(options: TrainOptions) -> int:
+def train(options: TrainOptions, slot: int | None = None) -> int:
     """Run the job, and print its progress and results.
 
     Args:
       options: the model, the data and the run folder.
+      slot: the number of the island that this run is; None if it is none.
 
     Returns, raises: as `run_job`.
     """
     # The mesh first: it starts JAX, and then it is known which process speaks.
-    return run_job(lambda: TrainJob(options, mesh_for(options), Output()))
+    return run_job(lambda: TrainJob(options, mesh_for(options), Output(), slot))
 
 
 class TrainJob(Job[TrainOptions, Output]):
@@ -52,14 +61,16 @@ class TrainJob(Job[TrainOptions, Output]):
 
     command, unit, label = "train", "step", "training"
 
-    def __init__(self, options: TrainOptions, mesh: Mesh, output: Output) -> None:
-        super().__init__(options, mesh, output)
-        self.state: Any  # a TrainState; None until it is made
+    def __init__(
+        self, options: TrainOptions, mesh: Mesh, output: Output, slot: int | None = None
+    ) -> None:
+        super().__init__(options, mesh, output, slot)
+        self.state: Any  # a TrainState, or an IslandState; None until it is made
         config = config_for(options, mesh, self.path if options.output.resume else None)
         self.task = make_task(options, self.path if options.output.resume else None)
         # Each process cuts its own rows of every batch.
         index, count = process_shard(mesh)
-        self.batches = iter(self.task.training(index, count))
+        self.batches = iter(self.task.training(index, count, slot or 0))
 
         def own_rows(x: np.ndarray) -> np.ndarray:
             return np.split(x, count)[index]
@@ -75,6 +86,7 @@ class TrainJob(Job[TrainOptions, Output]):
             config = dataclasses.replace(config, optimizer=None)
         weights = options.pipeline.weights
         self.step = make_step(self.task.model, mesh, optimizer, config=config, weights=weights)
+        self.island = None if slot is None else AsIsland(self.step, slot, output.warn)
         # Traces the model, so that what does not fit the devices is found before files are made.
         shapes = self.step.abstract_state(self.valid_batches[0])
         # And so is a disk without room.
@@ -116,6 +128,18 @@ class TrainJob(Job[TrainOptions, Output]):
         self.output.program(self.step, self.state, self.valid_batches[0], self.stages)
         if self.stages:
             self.stages.write(self.folder)
+        if self.island is not None:
+            self.state = self.island.begin(
+                self.state,
+                self.batches,
+                self.options.text.batch,
+                resumed=self.options.output.resume,
+            )
+            self.done = self.done or steps_of(self.state)
+            self.output.print(
+                f"Island {self.island.island.slot} begins after step {self.done}, and after "
+                f"{num_taken(self.batches)} batches of its part of the data"
+            )
 
     def loop(self, stop: StopRequest) -> None:
         output = self.options.output
@@ -124,7 +148,8 @@ class TrainJob(Job[TrainOptions, Output]):
         stopping = stop.requested_by(self.done)
         while self.done < self.num_steps and not stopping:
             batch = global_batch(next(self.batches), self.mesh)
-            self.state, metrics = self.step(self.state, batch)
+            take = self.step if self.island is None else self.island.step
+            self.state, metrics = take(self.state, batch)
             self.done += 1
             self.record(waiting)
             waiting = (self.done, metrics)
@@ -142,6 +167,8 @@ class TrainJob(Job[TrainOptions, Output]):
                 self.clock = time.perf_counter()
         self.record(waiting)
         if self.done == self.num_steps:
+            if self.island is not None:
+                self.state = self.island.settle(self.state)
             self.results = self.evaluate()  # before the last checkpoint, which may replace others
         self.divergence.check_end(self.done)
 
@@ -174,7 +201,7 @@ class TrainJob(Job[TrainOptions, Output]):
             if name in values
         )
         text = f"loss {values['loss']:.3f}{shares}{skipped}, {rate:,.0f} {self.task.counted}/s"
-        self.show_progress(number, text + used + disk)
+        self.show_progress(number, text + used + disk + status_of(values))
         self.divergence.took(
             number,
             finite=bool(values["finite"]),
@@ -184,7 +211,8 @@ class TrainJob(Job[TrainOptions, Output]):
 
     def evaluate(self) -> dict[str, float]:
         """Return the mean loss and metrics on the validation batches, after recording them."""
-        found = jax.device_get([self.step.eval(self.state, batch) for batch in self.valid_batches])
+        state = inner_of(self.state)
+        found = jax.device_get([self.step.eval(state, batch) for batch in self.valid_batches])
         means = {
             name: float(np.mean([values[name] for values in found], dtype=np.float64))
             for name in ("loss", *self.task.metrics)
@@ -198,12 +226,12 @@ class TrainJob(Job[TrainOptions, Output]):
     def check_loss(self) -> None:
         """Compute the loss of one validation batch, to learn whether the last update spoiled the
         parameters. The step's own loss was computed before that update."""
-        values = self.step.eval(self.state, self.valid_batches[0])
+        values = self.step.eval(inner_of(self.state), self.valid_batches[0])
         self.divergence.evaluated(self.done, np.asarray(values["loss"]).item())
 
     def write_checkpoint(self, *, last: bool) -> None:
         position, config = self.batches.get_state(), self.step.config
-        self.checkpoints.save(self.done, self.state, position, config=config, force=last)
+        self.checkpoints.save(self.done, saved_of(self.state), position, config=config, force=last)
 
     def finish(self) -> None:
         self.folder.close()
@@ -215,8 +243,13 @@ class TrainJob(Job[TrainOptions, Output]):
             metrics=self.task.metrics,
         )
         self.folder.write_figure("loss.png", picture)
-        self.task.show(self.step, self.state, self.folder, self.output)
+        self.task.show(self.step, inner_of(self.state), self.folder, self.output)
         self.output.result(self.results, self.task, self.path)
+
+    def close(self) -> None:
+        if self.island is not None:
+            self.island.close()
+        super().close()
 
 
 def make_task(options: TrainOptions, run: Path | None) -> Task:

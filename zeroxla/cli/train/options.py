@@ -12,6 +12,7 @@ from zeroxla.cli.mesh_options import MeshOptions, PipelineOptions
 from zeroxla.cli.offload_options import OffloadOptions
 from zeroxla.cli.optimizer_options import OptimizerOptions
 from zeroxla.cli.option_groups import JobOptions, check_seed
+from zeroxla.cli.outer_options import OUTER_LEAST, IslandsOptions
 from zeroxla.cli.zero_options import (
     LEAST,
     FetchOptions,
@@ -34,7 +35,8 @@ class TextOptions:
     """Share of the files that is held out for validation; with fewer than 20 files, share of each
     file's bytes. alexnet: 0.2 of the digits. CIFAR-10 has validation images of its own."""
     batch: int = 16
-    """Sequences or images per step, over all devices and micro-batches. alexnet: 32."""
+    """Sequences or images per step, over all devices and micro-batches; with --outer, of one
+    island. alexnet: 32."""
     length: int = 128
     """Bytes (with --init, tokens) per sequence."""
 
@@ -137,6 +139,7 @@ class TrainOptions(JobOptions):
     hops: HopOptions = field(default_factory=HopOptions)
     fetch: FetchOptions = field(default_factory=FetchOptions)
     offload: OffloadOptions = field(default_factory=OffloadOptions)
+    outer: IslandsOptions = field(default_factory=IslandsOptions)
     output: RunOptions = field(default_factory=RunOptions)
 
     def __post_init__(self) -> None:
@@ -158,11 +161,17 @@ class TrainOptions(JobOptions):
                 "output.sample_bytes": 0,
                 "output.temperature": 0,
                 **LEAST,
+                **OUTER_LEAST,
             }
         )
         check_seed(self.training.seed)
         self.lora.check(self.pipeline.pipe)
         check_offload(self, self.pipeline.pipe)
+        if self.outer.outer != "none" and self.offload.offload_params == "disk":
+            raise ValueError(
+                f"--outer {self.outer.outer} with --offload-params disk: islands exchange "
+                "parameters from memory; use --offload-params host, or none"
+            )
         if self.training.warmup > 1:
             raise ValueError(f"--warmup {self.training.warmup} is a share: at most 1")
         if not self.images.width_multiplier > 0:

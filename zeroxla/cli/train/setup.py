@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from zeroxla.cli.zero_options import zero_config
 from zeroxla.config.zero_config import ZeroConfig
 from zeroxla.mesh.axes import DEVICE, NODE, world_size
 from zeroxla.mesh.make_mesh import make_mesh
+from zeroxla.mesh.processes.environment import SIMULATED_DEVICES
 from zeroxla.mesh.processes.start import has_joined, initialize
 from zeroxla.mesh.simulate import simulate
 
@@ -39,8 +41,7 @@ def mesh_for(options: TrainOptions) -> Mesh:
     pipe = options.pipeline.pipe
     if has_joined():
         return _mesh(pipe, nodes, per_node)
-    simulated_nodes = nodes or (SIMULATED_NODES if pipe * SIMULATED_NODES <= NUM_SIMULATED else 1)
-    simulated_per_node = per_node or max(1, NUM_SIMULATED // (pipe * simulated_nodes))
+    simulated_nodes, simulated_per_node = _simulated(pipe, nodes, per_node)
     # JAX must know the number of simulated devices before it starts, and only then can it tell
     # whether there is an accelerator. If it has started already, nothing can be simulated any more.
     with contextlib.suppress(RuntimeError):
@@ -48,6 +49,16 @@ def mesh_for(options: TrainOptions) -> Mesh:
     if jax.default_backend() == "cpu":
         nodes, per_node = simulated_nodes, simulated_per_node
     return _mesh(pipe, nodes, per_node)
+
+
+def _simulated(pipe: int, nodes: int | None, per_node: int | None) -> tuple[int, int]:
+    """Return the nodes and the devices of a node that are simulated; of those that a launcher has
+    given this process, if it has a share of the machine."""
+    given = os.environ.get(SIMULATED_DEVICES)
+    there = int(given) if given else NUM_SIMULATED
+    least = pipe * SIMULATED_NODES * ((per_node or 1) if given else 1)
+    nodes = nodes or (SIMULATED_NODES if least <= there else 1)
+    return nodes, per_node or max(1, there // (pipe * nodes))
 
 
 def _mesh(pipe: int, nodes: int | None, per_node: int | None) -> Mesh:
@@ -71,7 +82,8 @@ def config_for(options: TrainOptions, mesh: Mesh, run: Path | None = None) -> Ze
     Raises:
       ValueError: an option or the file cannot work.
     """
-    config = zero_config(options, USUAL, deepspeed=kept_deepspeed(options.zero, run))
+    deepspeed = kept_deepspeed(options.zero, run)
+    config = zero_config(options, USUAL, deepspeed=deepspeed, outer=options.outer)
     if takes_file_optimizer(options, config):
         options.training.check_own(("learning_rate", "warmup"))
     devices = world_size(mesh)

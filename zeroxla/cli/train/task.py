@@ -54,8 +54,8 @@ class Task(Protocol):
         config.json, and one is called "fingerprint"."""
         ...
 
-    def training(self, index: int, count: int) -> grain.IterDataset:
-        """Return part `index` of `count` of the training batches."""
+    def training(self, index: int, count: int, slot: int = 0) -> grain.IterDataset:
+        """Return part `index` of `count` of the training batches, in the order of an island."""
         ...
 
     def validation(self) -> Iterator[dict[str, np.ndarray]]:

@@ -13,6 +13,7 @@ import numpy as np
 from zeroxla.checkpoint.weights.pretrained import from_pretrained
 from zeroxla.cli.data import text as data
 from zeroxla.cli.run_folder import NoRunFolder, RunFolder
+from zeroxla.cli.train.island import seed_of
 from zeroxla.cli.train.model import choose, keep
 from zeroxla.cli.train.options import TrainOptions
 from zeroxla.cli.train.output import Output
@@ -60,12 +61,12 @@ class TextTask:
     def record(self) -> dict[str, Any]:
         return record_of(self.corpus)
 
-    def training(self, index: int, count: int) -> grain.IterDataset:
+    def training(self, index: int, count: int, slot: int = 0) -> grain.IterDataset:
         return data.training_batches(
             self.corpus.train,
             batch=self.options.text.batch,
             length=self.options.text.length,
-            seed=self.options.training.seed,
+            seed=seed_of(self.options.training.seed, slot),
             shard_index=index,
             shard_count=count,
         )

@@ -91,3 +91,19 @@ def cut_fragments(shapes: Sequence[tuple[int, ...] | None], num: int) -> tuple[S
                 runs.append(Run(leaf=leaf, start=a - start, stop=b - start))
         found.append(ShardFragment(runs=tuple(runs)))
     return tuple(found)
+
+
+def cut_by_units(
+    shapes: Sequence[tuple[int, ...] | None], units: Sequence[str]
+) -> tuple[ShardFragment, ...]:
+    """Make a fragment of the leaves of each unit of the fetch plan.
+
+    Args:
+      shapes: the shapes of a device's shards; None for a leaf that is not exchanged.
+      units: the name of each leaf's unit.
+    """
+    found: dict[str, list[Run]] = {}
+    for leaf, (shape, unit) in enumerate(zip(shapes, units, strict=True)):
+        if shape is not None:
+            found.setdefault(unit, []).append(Run(leaf=leaf, start=0, stop=math.prod(shape)))
+    return tuple(ShardFragment(runs=tuple(runs)) for runs in found.values())

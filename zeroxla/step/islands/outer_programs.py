@@ -20,9 +20,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from zeroxla.config.offload import PINNED
 from zeroxla.config.outer import Outer
 from zeroxla.offload.memory_kinds import put, to_device
+from zeroxla.step.describe import Description
 from zeroxla.step.islands.exchange_programs import ExchangePrograms
-from zeroxla.step.islands.fragments import ShardFragment
+from zeroxla.step.islands.fragments import ShardFragment, cut_by_units, cut_fragments
 from zeroxla.step.islands.outer_state import FragmentState
+from zeroxla.step.state import TrainState, state_shardings
+from zeroxla.step.step import Step
 
 Leaves = dict[int, jax.Array]
 """The leaves of a fragment, by number."""
@@ -44,6 +47,11 @@ class OuterPrograms:
     shardings: Mapping[int, NamedSharding]
     fragment: ShardFragment
     _by_num: dict[int, ExchangePrograms] = dataclasses.field(default_factory=dict)
+
+    def leaves_of(self, params: Any) -> Leaves:
+        """Return the leaves of the fragment."""
+        leaves = jax.tree.leaves(params)
+        return {i: leaves[i] for i in self.fragment.leaves}
 
     def among(self, num: int) -> ExchangePrograms:
         """Return the programs of an exchange between so many islands."""
@@ -204,3 +212,50 @@ def _sum_of_bits(x: jax.Array) -> jax.Array:
     [1]."""
     bits = lax.bitcast_convert_type(x[0], jnp.uint32)
     return jnp.sum(bits * (2 * jnp.arange(bits.size, dtype=jnp.uint32) + 1), dtype=jnp.uint32)[None]
+
+
+def programs_of(step: Step, shapes: TrainState | None = None) -> tuple[OuterPrograms, ...]:
+    """Return the programs of each fragment of a step's parameters.
+
+    Args:
+      step: a step with `outer` in its config.
+      shapes: the shapes of its state; None takes those of the batch that it has seen.
+
+    Raises:
+      ValueError: it has seen none, or there are more fragments than elements or steps.
+    """
+    outer, shapes = step.config.outer, step.shapes() if shapes is None else shapes
+    assert outer is not None
+    shardings = jax.tree.leaves(state_shardings(shapes, step.mesh).params)
+    layout = step.programs.layout_of(shapes.params, shapes.placements[0])
+    leaves = zip(layout.leaves, shardings, jax.tree.leaves(shapes.params), strict=True)
+    own = [None if leaf.frozen else s.shard_shape(x.shape) for leaf, s, x in leaves]
+    if outer.fragments == "units":
+        fragments = cut_by_units(own, units_of(step))
+    else:
+        fragments = cut_fragments(own, outer.fragments)
+    outer = dataclasses.replace(outer, fragments=len(fragments))
+    return tuple(
+        OuterPrograms(
+            outer=outer,
+            mesh=step.mesh,
+            shardings={i: shardings[i] for i in fragment.leaves},
+            fragment=fragment,
+        )
+        for fragment in fragments
+    )
+
+
+def units_of(step: Step) -> list[str]:
+    """Return the name of the unit of each leaf's gather.
+
+    Raises:
+      ValueError: the step is a pipeline's, which has no units.
+    """
+    description = step.describe()
+    if not isinstance(description, Description):
+        raise ValueError(
+            'Outer(fragments="units") and a pipeline, whose stages gather no units; give a number '
+            "of fragments"
+        )
+    return [row.unit for row in description.rows]

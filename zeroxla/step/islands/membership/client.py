@@ -135,6 +135,11 @@ class Membership:
             if self._line is not None:
                 self._line.tell(self._report.to_bytes())
 
+    def prepare(self, **changed: Any) -> None:
+        """Change what this process says next."""
+        with self._change:
+            self._report = dataclasses.replace(self._report, **changed)
+
     def note(self, kind: str, key: int, value: Any) -> None:
         """Change one entry of `ready`, `held`, `failed` or `checksums`, and say it."""
         with self._change:

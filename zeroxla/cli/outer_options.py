@@ -1,0 +1,145 @@
+"""The options of an `Outer`, how islands exchange, and the `Outer` that they make."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from zeroxla.cli.option_groups import LARGEST, flag
+from zeroxla.cli.wire_text import wire_fields, wire_format
+
+if TYPE_CHECKING:
+    from zeroxla.config.outer import Outer
+
+_EVERY = 100
+_RATE, _MOMENTUM = 0.7, 0.9
+"""The presets' rate and Nesterov's momentum."""
+_PREFIX = "outer_"
+
+
+@dataclass(frozen=True, kw_only=True)
+class OuterOptions:
+    """Islands: groups of devices that train by themselves, and exchange after many steps what has
+    changed. Every flag beside --outer changes one field of its preset."""
+
+    outer: Literal["none", "diloco", "streaming"] = "none"
+    """Preset. none: no islands. diloco: all parameters at once, in float32. streaming: in 4 bits, a
+    tenth at a time, while training goes on."""
+    outer_every: int | None = None
+    """Steps between two exchanges of a parameter. Default: 100."""
+    outer_fragments: int | None = None
+    """Parts of the parameters that are exchanged one after another. Default: 1; streaming: 10."""
+    outer_delay: int | None = None
+    """Steps in which an exchange goes on beside training, before its result is merged. Default: 0;
+    streaming: half of the way to the next fragment."""
+    outer_wire: str | None = None
+    """Format of the differences, as in the group of wires. Default: none, which is float32;
+    streaming: int4/128,rotated."""
+    outer_error_feedback: bool = True
+    """Add to a difference what the exchange before has lost by quantizing."""
+    outer_learning_rate: float | None = None
+    """Learning rate of the outer optimizer, which is SGD. Default: 0.7."""
+    outer_momentum: float | None = None
+    """Nesterov's momentum of the outer optimizer; 0 has none. Default: 0.9."""
+    outer_mixing: float | None = None
+    """Share of an island's own parameters in those that it goes on from after an exchange. Default:
+    0, and 0.5 with a delay."""
+    outer_state: Literal["device", "host"] | None = None
+    """Memory of the outer parameters and the outer optimizer's state. Default: device."""
+
+    def __post_init__(self) -> None:
+        if self.outer == "none":
+            if given := self.given():
+                raise ValueError(
+                    f"{', '.join(map(flag, given))}: without effect, there are no islands; leave "
+                    "out, or give --outer streaming"
+                )
+            return
+        if self.outer_wire is not None:
+            wire_fields("--outer-wire", self.outer_wire)
+        every = _EVERY if self.outer_every is None else self.outer_every
+        fragments, delay = self.outer_fragments, self.outer_delay
+        if fragments is not None and fragments > every:
+            raise ValueError(
+                f"--outer-fragments {fragments} with --outer-every {every}: one fragment is "
+                "exchanged in a step; take at most as many fragments as steps"
+            )
+        if delay is not None and delay >= every:
+            raise ValueError(
+                f"--outer-delay {delay} with --outer-every {every}: an exchange ends before the "
+                f"next one of the same parameters; take a delay below {every}"
+            )
+        for name in ("outer_mixing", "outer_momentum"):
+            if (value := getattr(self, name)) is not None and not 0 <= value < 1:
+                raise ValueError(f"{flag(name)} {value} must be at least 0, and below 1")
+        rate = self.outer_learning_rate
+        if rate is not None and not 0 < rate <= LARGEST:
+            raise ValueError(f"--outer-learning-rate {rate} must be above 0, and finite in float32")
+
+    def given(self) -> list[str]:
+        """Return the names of the options beside the preset that are not their defaults."""
+        return [
+            field.name
+            for field in dataclasses.fields(OuterOptions)
+            if field.name != "outer" and getattr(self, field.name) != field.default
+        ]
+
+    def make(self) -> Outer | None:
+        """Return the value of `ZeroConfig.outer`.
+
+        Raises:
+          ValueError: options do not go together.
+        """
+        from zeroxla.config.outer import Outer  # here, because --help need not wait for JAX
+        from zeroxla.config.presets import streaming
+
+        if self.outer == "none":
+            return None
+        every = _EVERY if self.outer_every is None else self.outer_every
+        preset = streaming(every) if self.outer == "streaming" else Outer(every=every)
+        names = ("fragments", "delay", "error_feedback", "state")
+        given: dict[str, Any] = {
+            name: value for name in names if (value := getattr(self, _PREFIX + name)) is not None
+        }
+        if self.outer_wire is not None:
+            given["wire"] = wire_format("--outer-wire", self.outer_wire)
+        if self.outer_learning_rate is not None or self.outer_momentum is not None:
+            given["optimizer"] = self._optimizer()
+        try:
+            return dataclasses.replace(preset, **given, mixing=self.outer_mixing)
+        except ValueError as error:
+            raise ValueError(f"--outer {self.outer} with these options: {error}") from error
+
+    def _optimizer(self) -> Any:
+        """Return the outer optimizer."""
+        import optax  # here, because --help need not wait for JAX
+
+        rate, momentum = self.outer_learning_rate, self.outer_momentum
+        momentum = _MOMENTUM if momentum is None else momentum
+        return optax.sgd(_RATE if rate is None else rate, momentum=momentum or None, nesterov=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class IslandsOptions(OuterOptions):
+    """Islands: groups of devices that train by themselves, and exchange after many steps what has
+    changed. Every flag beside --outer changes one field of its preset."""
+
+    islands: int | None = None
+    """Number of islands on this machine, which share out its devices; --nodes and --batch are those
+    of one island. Default: none are started, and --outer needs to run inside zeroxla island or
+    zeroxla launch --islands, whose number counts."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.islands is not None and self.islands < 1:
+            raise ValueError(f"--islands {self.islands} must be at least 1")
+        if self.islands is not None and self.outer == "none":
+            raise ValueError(
+                f"--islands {self.islands} without --outer: islands would exchange nothing; give "
+                "--outer streaming, or --outer diloco"
+            )
+
+
+OUTER_LEAST = {"outer.outer_every": 1, "outer.outer_fragments": 1, "outer.outer_delay": 0}
+"""The least values of numbers in this group, for `OptionGroups.check_at_least`."""

@@ -1,0 +1,138 @@
+"""`AsIsland`: how `zeroxla train` trains as an island among others."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+
+from zeroxla.cli.errors import UsageError
+from zeroxla.cli.islands.island import LARGEST_SLOT
+from zeroxla.step.islands.island import Island
+from zeroxla.step.islands.outer_state import IslandState
+from zeroxla.step.state import TrainState
+from zeroxla.step.step import Step
+
+
+class AsIsland:
+    """Takes a run's steps as an island.
+
+    Args:
+      step: the run's step.
+      slot: the number of the island.
+      warn: prints a warning.
+    """
+
+    def __init__(self, step: Step, slot: int, warn: Callable[[str], None]) -> None:
+        self._step, self._slot, self._warn = step, slot, warn
+        self._island: Island | None = None
+        self._is_led = True
+
+    @property
+    def island(self) -> Island:
+        """The island, once it has joined."""
+        assert self._island is not None
+        return self._island
+
+    def begin(
+        self, state: TrainState | IslandState, batches: Any, batch: int, *, resumed: bool
+    ) -> IslandState:
+        """Join the others, and go to where this island's data goes on.
+
+        Args:
+          state: a new state, or a checkpoint's.
+          batches: the iterator over the island's part of the data. A resumed run's is where the
+            checkpoint was; a new one is moved past the batches that the slot has had.
+          batch: the rows of a batch.
+          resumed: whether the state is a checkpoint's.
+
+        Raises:
+          UsageError: the coordinator refuses the island or does not answer, or the other islands do
+            not come.
+        """
+        try:
+            self._island = Island(self._step, slot=self._slot)
+            if resumed:
+                taken = num_taken(batches)
+                self._island.position = dataclasses.replace(
+                    self._island.position, batches=taken, rows=taken * batch
+                )
+            else:
+                move_to(batches, self._island.position.batches)
+            return self._island.begin(state)
+        except (ValueError, TimeoutError) as error:
+            raise UsageError(str(error)) from error
+
+    def step(self, state: IslandState, batch: Any) -> tuple[IslandState, dict[str, Any]]:
+        """Take a step; warn when the coordinator is lost, and when it is back."""
+        state, metrics = self.island(state, batch)
+        if metrics["coordinator"] != self._is_led:
+            self._is_led = metrics["coordinator"]
+            self._warn(
+                "the islands' coordinator is there again"
+                if self._is_led
+                else "the islands' coordinator is out of reach; this island trains on by itself, "
+                "and exchanges again when it is back"
+            )
+        return state, metrics
+
+    def settle(self, state: IslandState) -> IslandState:
+        """Wait for the exchanges under way, and merge them."""
+        return self.island.settle(state)
+
+    def close(self) -> None:
+        """Leave the others, who go on."""
+        if self._island is not None:
+            self._island.close()
+
+
+def inner_of(state: TrainState | IslandState) -> TrainState:
+    """Return the training state, which evaluation takes."""
+    return state.inner if isinstance(state, IslandState) else state
+
+
+def saved_of(state: TrainState | IslandState) -> TrainState:
+    """Return what a checkpoint keeps of a state, and `AsIsland.begin` takes again."""
+    return inner_of(state)
+
+
+def steps_of(state: TrainState | IslandState) -> int:
+    """Return the number of steps that the optimizer of a state has taken. An island that comes
+    later has the optimizer of another one."""
+    return int(jax.device_get(inner_of(state).step))
+
+
+def status_of(values: Mapping[str, Any]) -> str:
+    """Return the text beside the progress bar about a step's islands; "" if there are none."""
+    if "islands" not in values:
+        return ""
+    behind = f", {values['rounds_behind']} rounds behind" if values["rounds_behind"] else ""
+    lost = "" if values["coordinator"] else ", no coordinator"
+    return f", {values['islands']} islands{behind}{lost}"
+
+
+def seed_of(seed: int, slot: int) -> int:
+    """Return the seed of the order in which an island draws its data. Slot 0 has the run's own.
+
+    Args:
+      seed: the run's seed, of 32 bits.
+      slot: the number of the island.
+
+    Raises:
+      ValueError: the slot does not fit beside the seed.
+    """
+    if not 0 <= slot <= LARGEST_SLOT:
+        raise ValueError(f"slot {slot} of an island; take one between 0 and {LARGEST_SLOT}")
+    return seed + (slot << 32)
+
+
+def num_taken(batches: Any) -> int:
+    """Return the number of batches that have been taken from an iterator of grain."""
+    return batches.get_state()["next_index"]
+
+
+def move_to(batches: Any, number: int) -> None:
+    """Let an iterator of grain go on after `number` batches."""
+    batches.set_state({**batches.get_state(), "next_index": number})
