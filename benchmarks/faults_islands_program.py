@@ -2,7 +2,8 @@
 
     python benchmarks/faults_islands_program.py TASK SLOT LIFE
 
-It trains until it is told to stop, and prints what it does: see `say`. Each time that its outer
+It trains until it is told to stop, and prints what it does: see `say`. If it is told so before it
+has joined it ends. Each time that its outer
 parameters of a fragment change it appends their hash to FOLDER/hashes-SLOT-LIFE.jsonl. Orders come
 in lines on its standard input: "stop", or "kill" and a phase, in which it kills itself with SIGKILL
 at a random moment. It ends when its standard input does.
@@ -53,7 +54,10 @@ class Life:
     def _obey(self) -> None:
         for line in sys.stdin:
             order, _, phase = line.strip().partition(" ")
-            if order == "stop":
+            if order == "stop" and self.phase in ("starting", "joining"):
+                say("settled")
+                os._exit(0)
+            elif order == "stop":
                 self.stopped = True
             else:
                 threading.Thread(target=self._end_in, args=(phase,), daemon=True).start()
@@ -96,7 +100,7 @@ class Log:
 
     def __init__(self, task: Task, slot: int, life: int) -> None:
         self._folder, self._about = Path(task.folder), {"slot": slot, "life": life}
-        self._file = open(self._folder / f"hashes-{slot}-{life}.jsonl", "a")
+        self._file = (self._folder / f"hashes-{slot}-{life}.jsonl").open("a")
         self._seen: list[Any] = []
 
     def look(self, state: Any) -> None:
@@ -106,9 +110,7 @@ class Log:
 
         before, self._seen = self._seen, [fragment.copy for fragment in state.outer]
         changed = [
-            p
-            for p, copy in enumerate(self._seen)
-            if p >= len(before) or copy is not before[p]
+            p for p, copy in enumerate(self._seen) if p >= len(before) or copy is not before[p]
         ]
         if not changed:
             return

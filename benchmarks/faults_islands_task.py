@@ -15,8 +15,8 @@ ROWS, LENGTH, VOCABULARY = 8, 64, 256
 MODEL = {"vocab": VOCABULARY, "length": LENGTH, "layers": 2, "width": 64, "heads": 4}
 RATE, WARM_UP = 3e-3, 50
 VALID_ROWS, NUM_VALID_BATCHES = 64, 8
-EVERY, FRAGMENTS, DELAY = 20, 4, 2
-"""Of the outer options: a fragment is exchanged each `EVERY` steps, another one each 5 steps."""
+EVERY, FRAGMENTS, DELAY = 20, 2, 4
+"""Of the outer options: a fragment is exchanged each `EVERY` steps, another one each 10 steps."""
 TOKEN = "between islands"
 
 
@@ -68,11 +68,11 @@ def make_island_step() -> Any:
     """Return the step of an island of one device. Imports JAX."""
     import optax
 
-    from zeroxla import Outer, ZeroConfig, make_mesh, make_step
-    from zeroxla.config.presets import DIFFERENCES
+    from zeroxla import Outer, WireFormat, ZeroConfig, make_mesh, make_step
     from zeroxla.models import GPT
 
-    outer = Outer(every=EVERY, wire=DIFFERENCES, fragments=FRAGMENTS, delay=DELAY)
+    wire = WireFormat(bits=4, block=128, hadamard=32)
+    outer = Outer(every=EVERY, wire=wire, fragments=FRAGMENTS, delay=DELAY)
     schedule = optax.linear_schedule(0.0, RATE, WARM_UP)
     config = ZeroConfig(outer=outer, persistence_threshold=0)
     return make_step(GPT(**MODEL), make_mesh(), optax.adamw(schedule, b2=0.95), config=config)
@@ -91,7 +91,8 @@ def keep_compiled(folder: str) -> None:
 
 
 def say(what: str, **facts: Any) -> None:
-    """Print an event for the supervisor, with the time."""
-    line = json.dumps({"what": what, "at": time.monotonic(), **facts})
+    """Print an event for the supervisor, with the time and this process' seconds on a core."""
+    clocks = {"at": time.monotonic(), "cpu": round(time.process_time(), 3)}
+    line = json.dumps({"what": what, **clocks, **facts})
     sys.stdout.write(f"@{line}\n")
     sys.stdout.flush()

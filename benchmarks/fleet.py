@@ -54,15 +54,23 @@ class Fleet:
     def __init__(self, workers: Sequence[_Worker], num_hosts: int) -> None:
         self._workers, self._num_hosts = workers, num_hosts
 
-    def take(self, row: str, steps: int, *, timeout: float = 600) -> Steps:
-        """Have every worker take steps.
+    def ask(self, row: str, steps: int, *, timeout: float = 600) -> list[dict[str, Any]]:
+        """Have every worker take steps; return their answers, by rank.
 
         Raises:
           WorkerError: one ended, or has not answered within `timeout` seconds.
         """
         for worker in self._workers:
             worker.order({"row": row, "steps": steps})
-        answers = [worker.answer(timeout) for worker in self._workers]
+        return [worker.answer(timeout) for worker in self._workers]
+
+    def take(self, row: str, steps: int, *, timeout: float = 600) -> Steps:
+        """Have every worker take steps.
+
+        Raises:
+          WorkerError: one ended, or has not answered within `timeout` seconds.
+        """
+        answers = self.ask(row, steps, timeout=timeout)
         # Workers of a host count the same bytes.
         by_host = [a["sent_bytes"] for a in answers[:: len(answers) // self._num_hosts]]
         return Steps(

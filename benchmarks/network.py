@@ -58,12 +58,18 @@ class Host:
         """Return what the host has sent over the link so far, framing included."""
         return sent_bytes(str(self.pid))
 
-    def set_rate(self, rate: str | None) -> None:
-        """Bound what the host sends, to `tc`'s "100mbit", say; None for no bound."""
+    def set_rate(self, rate: str | None, burst: str = "256kb") -> None:
+        """Bound the rate at which the host sends.
+
+        Args:
+          rate: of `tc`, "100mbit" for example; None for no bound.
+          burst: how much passes at once after a pause. On a slow link take less: 256 kB are two
+            seconds of 1 Mbit/s.
+        """
         with contextlib.suppress(NetworkError):  # there is none before the first bound
             self._run("tc", "qdisc", "del", "dev", _DEVICE, "root")
         if rate is not None:
-            bucket = ("tbf", "rate", rate, "burst", "256kb", "latency", "400ms")
+            bucket = ("tbf", "rate", rate, "burst", burst, "latency", "400ms")
             self._run("tc", "qdisc", "add", "dev", _DEVICE, "root", *bucket)
 
     def set_link(self, up: bool) -> None:

@@ -21,7 +21,7 @@ import jax
 from common import NUM_DEVICES, start
 from quality_islands_report import Results, write_report
 from quality_islands_training import Trainer
-from quality_islands_variants import CURVE, JUDGED, MUON, VARIANTS
+from quality_islands_variants import CURVE, JUDGED, MUON, SWEPT, VARIANTS
 from quality_training import Setup
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -51,7 +51,7 @@ def train(setup: Setup, only: list[str] | None) -> Results:
     """Train every variant from every seed of its own: the judged ones first, seed by seed."""
     jobs = [
         (variant, seed)
-        for group in (JUDGED, MUON, CURVE)
+        for group in (JUDGED, SWEPT, MUON, CURVE)
         for seed in range(max(v.seeds for v in group))
         for variant in group
         if seed < variant.seeds and (only is None or variant.name in only)

@@ -13,6 +13,7 @@ from quality_islands_variants import (
     CURVE_EVERY,
     EVERY,
     JUDGED,
+    SWEPT,
     VARIANTS,
     Variant,
     curve_name,
@@ -73,6 +74,11 @@ def write_report(setup: Setup, results: Results) -> int:
         "Muon steps the matrices of the blocks, and AdamW all other leaves. Its updates are scaled "
         "to AdamW's size (`consistent_rms=0.2`, arXiv 2502.16982), so it takes AdamW's rate, "
         "schedule and decay.\n\n"
+        "## Other outer optimizers\n\n"
+        f"H = {EVERY}, 2 islands, one seed; SGD with Nesterov's momentum. The presets have rate "
+        "0.7, momentum 0.9, and the mixing that a row does not name: 0 for `diloco`, 0.5 for "
+        "`streaming`. No target judges these rows.\n\n"
+        f"{_swept_table(results)}\n\n"
         "## Over H and bits\n\n"
         "2 islands, the fragments and the delay that `ZeroConfig.streaming(every=H)` has, AdamW, "
         "one seed: above zero3's loss, in percent. Between seeds the difference of a variant has a "
@@ -117,6 +123,17 @@ def _variants_table(results: Results, steps: int) -> str:
     return table((*header, *more), rows)
 
 
+def _swept_table(results: Results) -> str:
+    """Return the table of the presets and of other outer optimizers, from the first seed."""
+    rows = []
+    for variant in (*(v for v in JUDGED if v.islands == 2), *SWEPT):
+        own, outer = (differences(results, variant, x)[0] for x in ("loss", "outer_loss"))
+        loss = results[variant.name][0]["loss"]
+        rows.append((variant.name, f"{loss:.4f}", f"{own:+.2f}", f"{outer:+.2f}"))
+    header = ("variant", "final loss", "above zero3's, %", "outer parameters, %")
+    return table(header, rows)
+
+
 def _curve_table(results: Results) -> str:
     """Return the table of the curve."""
     found = curve(results)
@@ -140,6 +157,8 @@ def draw(results: Results) -> None:
     wide = spread(results)
     left.axhspan(-wide, wide, color="gray", alpha=0.15, linewidth=0)
     left.text(CURVE_EVERY[0], -wide, " standard deviation between seeds", va="bottom", fontsize=8)
+    bar = next(100 * v.bar for v in VARIANTS if v.bar is not None)
+    left.text(CURVE_EVERY[0], bar, " target", va="bottom", fontsize=8)
     left.set_xscale("log")
     left.set_xticks([*CURVE_EVERY, EVERY], [str(x) for x in (*CURVE_EVERY, EVERY)])
     left.minorticks_off()
@@ -155,7 +174,6 @@ def draw(results: Results) -> None:
     names = [v.name.replace(", ", ",\n") for v in shown]
     right.set_xticks(range(len(shown)), names, fontsize=8)
     right.set_xlabel(f"H = {EVERY}: each seed, and the mean")
-    bar = next(100 * v.bar for v in VARIANTS if v.bar is not None)
     for axes in (left, right):
         axes.axhline(bar, color="black", linewidth=0.8, linestyle=":")
         axes.axhline(0, color="black", linewidth=0.8)

@@ -6,10 +6,25 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, Literal
 
+import optax
+
 from zeroxla import Outer, ZeroConfig
 
 BAR = 0.005
 EVERY = 50  # H of the variants that are judged
+SWEEP = (  # outer rate, momentum, mixing
+    ("diloco", 1.0, 0.0, 0.0),
+    ("streaming", 1.0, 0.0, 0.5),
+    ("diloco", 0.7, 0.5, 0.0),
+    ("streaming", 0.7, 0.5, 0.5),
+    ("streaming", 1.0, 0.9, 0.5),
+    ("streaming", 0.7, 0.9, 0.0),
+    ("diloco", 1.0, 0.5, 0.0),
+    ("diloco", 0.7, 0.8, 0.0),
+    ("streaming", 1.0, 0.8, 0.5),
+    ("diloco", 0.7, 0.9, 0.5),
+)
+"""Other outer optimizers: they are printed, and no target judges them."""
 CURVE_EVERY = (10, 30, 100)
 CURVE_BITS = (32, 8, 4)
 """Bits of the curve. There is no column of 2 bits: `WireFormat` has codes of 8 and of 4 bits."""
@@ -69,6 +84,28 @@ def _point(every: int, bits: int) -> Variant:
     )
 
 
+def sweep_name(preset: str, rate: float, momentum: float, mixing: float) -> str:
+    """Return the name of a variant of the sweep."""
+    own = 0.0 if preset == "diloco" else 0.5
+    mixed = "" if mixing == own else f", mixing {mixing:g}"
+    return f"{preset}, outer rate {rate:g}, momentum {momentum:g}{mixed}"
+
+
+def _swept(preset: str, rate: float, momentum: float, mixing: float) -> Variant:
+    """Return a preset with another outer optimizer."""
+    config = _DILOCO if preset == "diloco" else _STREAMING
+    optimizer = optax.sgd(rate, momentum=momentum, nesterov=True) if momentum else optax.sgd(rate)
+    assert config.outer is not None
+    outer = dataclasses.replace(config.outer, optimizer=optimizer, mixing=mixing)
+    return Variant(
+        name=sweep_name(preset, rate, momentum, mixing),
+        says="another outer optimizer",
+        config=dataclasses.replace(config, outer=outer),
+        islands=2,
+        seeds=1,
+    )
+
+
 _DILOCO = _preset(ZeroConfig.diloco, every=EVERY)
 _STREAMING = _preset(ZeroConfig.streaming, every=EVERY)
 
@@ -96,4 +133,5 @@ MUON = (
     ),
 )
 CURVE = tuple(_point(every, bits) for every in CURVE_EVERY for bits in CURVE_BITS)
-VARIANTS: tuple[Variant, ...] = (*JUDGED, *MUON, *CURVE)
+SWEPT = tuple(_swept(*values) for values in SWEEP)
+VARIANTS: tuple[Variant, ...] = (*JUDGED, *SWEPT, *MUON, *CURVE)

@@ -38,7 +38,7 @@ ALONE = "nothing sent"
 PLAIN = "plain jit FSDP"
 
 # Every leaf is sharded, as FSDP2 and the peers' ZeRO-3 have it here.
-_ALL = {"persistence_threshold": 0}
+ALL_SHARDED = {"persistence_threshold": 0}
 _SIXTEEN_BIT = {"gather_dtype": "bfloat16", "reduce_dtype": "bfloat16"}
 
 
@@ -76,40 +76,40 @@ ROWS = {
         Row(
             name="zero3",
             description="ZeroConfig.zero3()",
-            config=ZeroConfig.zero3(**_ALL),
+            config=ZeroConfig.zero3(**ALL_SHARDED),
             ideal=1.5,
         ),
         Row(
             name="zero3, hpZ",
             description="backward gathers inside the host",
-            config=ZeroConfig.zero3(**_ALL, hpz_size="node"),
+            config=ZeroConfig.zero3(**ALL_SHARDED, hpz_size="node"),
             ideal=1.0,
         ),
         Row(
             name="zero3, 16 bit",
             description="all wires bfloat16",
-            config=ZeroConfig.zero3(**_ALL, **_SIXTEEN_BIT),
+            config=ZeroConfig.zero3(**ALL_SHARDED, **_SIXTEEN_BIT),
             ideal=0.75,
         ),
         Row(
             name="zeropp",
             description="ZeroConfig.zeropp(): 8-bit weights, hpZ, 4-bit gradients",
-            config=ZeroConfig.zeropp(**_ALL),
+            config=ZeroConfig.zeropp(**ALL_SHARDED),
         ),
         Row(
             name="zeropp, small units",
             description="the same, a third of a block gathered and reduced at once",
-            config=ZeroConfig.zeropp(**_ALL, unit_elements=600_000),
+            config=ZeroConfig.zeropp(**ALL_SHARDED, unit_elements=600_000),
         ),
         Row(
             name="zeropp_hq",
             description="ZeroConfig.zeropp_hq(): gradients in 8 bit inside, rotated 4 between",
-            config=ZeroConfig.zeropp_hq(**_ALL),
+            config=ZeroConfig.zeropp_hq(**ALL_SHARDED),
         ),
         Row(
             name="zeropp_min",
             description="ZeroConfig.zeropp_min(): weights as 4-bit differences besides",
-            config=ZeroConfig.zeropp_min(**_ALL),
+            config=ZeroConfig.zeropp_min(**ALL_SHARDED),
         ),
     )
 }
@@ -143,14 +143,16 @@ def make_step(name: str, mesh: Mesh, batch: Any) -> StepFunction:
     config = ROWS[name].config
     step = _make_step(config, mesh)
     state = step.init(jax.random.key(0), batch)
-    return _Ours(step, state) if config else _Plain(mesh, state, batch)
+    return Ours(step, state) if config else _Plain(mesh, state, batch)
 
 
 def _make_step(config: ZeroConfig | None, mesh: Mesh) -> zeroxla.Step:
-    return zeroxla.make_step(MODEL, mesh, OPTIMIZER, config=config or ZeroConfig.zero3(**_ALL))
+    return zeroxla.make_step(
+        MODEL, mesh, OPTIMIZER, config=config or ZeroConfig.zero3(**ALL_SHARDED)
+    )
 
 
-class _Ours:
+class Ours:
     def __init__(self, step: zeroxla.Step, state: zeroxla.TrainState) -> None:
         self._step, self._state = step, state
 

@@ -120,4 +120,17 @@ ROWS = {
         ),
     )
 }
-"""By name, in the order of tables."""
+"""By name, in the order of tables. Each sends in every step."""
+
+DILOCO = Row(
+    name="diloco",
+    label="PyTorch DiLoCo",
+    engine="torch",
+    description="DDP inside a host; hosts all-reduce what they have changed, an exchange in float32",
+    sharded=False,
+    ideal=2 * BETWEEN / task.EVERY,  # each rank of a host all-reduces its share
+    over_gloo=2 * BETWEEN / task.EVERY,
+)
+"""Sends once in task.EVERY steps."""
+
+ALL_ROWS = {**ROWS, DILOCO.name: DILOCO}

@@ -15,6 +15,9 @@ VOCAB, LENGTH, LAYERS, WIDTH, HEADS = 256, 128, 6, 384, 6
 SEQUENCES = 2
 """In the batch of a rank."""
 
+EVERY = 100
+"""Steps between two exchanges, in rows whose hosts do not send in every step."""
+
 LEARNING_RATE = 1e-3
 WEIGHT_DECAY = 1e-4
 """As optax.adamw has it; its betas and epsilon are torch's."""

@@ -2,7 +2,7 @@
 
     python benchmarks/peers/worker.py --engine torch --port 29500
 
-An engine is what has a process to itself: torch, with four rows, or one of DeepSpeed's rows. A
+An engine is what has a process to itself: torch, with five rows, or one of DeepSpeed's rows. A
 row's model is built at its first order. Gloo, and one thread.
 """
 
@@ -62,6 +62,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="A rank of a row of PyTorch or DeepSpeed.")
     parser.add_argument("--engine", required=True, help="torch, or a row of DeepSpeed's")
     parser.add_argument("--port", type=int, required=True, help="that rank 0 listens on")
+    parser.add_argument("--every", type=int, default=task.EVERY, help="of the row diloco")
     options = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group(
@@ -71,7 +72,9 @@ def main() -> None:
         world_size=int(os.environ["WORLD_SIZE"]),
     )
     if options.engine == "torch":
-        from peers.torch_rows import make_step
+        from peers import torch_rows
+
+        make_step = functools.partial(torch_rows.make_step, every=options.every)
     else:
         from peers.deepspeed_row import make_step
 

@@ -44,7 +44,7 @@ class TestHelp:
         )
         assert done.stdout.splitlines()[-1] == "[]", done.stderr
 
-    @pytest.mark.parametrize("command", ["train", "plan", "launch"])
+    @pytest.mark.parametrize("command", ["train", "plan", "launch", "island", "coordinate"])
     def test_of_a_command_does_not_import_jax(self, command):
         done = run_alone(
             "import sys\nfrom zeroxla.cli.main import main\n"
@@ -72,7 +72,7 @@ def test_version(capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["trian"], "there is no command trian, only train, launch, export, rlhf, plan; did you "),
+        (["trian"], "there is no command trian, only train, launch, island, coordinate, export, "),
         (["trian"], "did you mean train?"),
         (["exprot", "x"], "did you mean export?"),
         (["xyz"], "see zeroxla --help"),

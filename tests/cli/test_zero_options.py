@@ -62,7 +62,7 @@ FLAGS = {
 WITHOUT_A_FLAG = {
     "micro_batch": "the command makes its batches itself, from --batch and --accumulate",
     "optimizer": "--optimizer and its parameters make one; the test below holds them",
-    "outer": "islands are joined by a program; the command starts none yet",
+    "outer": "--outer and the flags beside it make one; test_outer_options.py holds them",
 }
 OFFLOADS = {
     "optimizer": "host",

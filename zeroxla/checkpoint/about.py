@@ -18,6 +18,7 @@ from zeroxla.checkpoint.entries import WIRES, Entry, key_kind, slashed
 from zeroxla.config.zero_config import ZeroConfig
 from zeroxla.program.paths import Path as Name
 from zeroxla.program.report import Report, format_bytes
+from zeroxla.step.islands.saved_island import OUTER
 from zeroxla.step.state import TrainState
 
 if TYPE_CHECKING:
@@ -66,6 +67,7 @@ class About(Report):
       config: the options of the step, if they were given.
       position: the position in the data, as it was given.
       key: the kind of the state's PRNG key.
+      outer: an island's rounds, besides arrays; None if it is no island's.
       version: the version of zeroxla that wrote it.
       format: the number of the checkpoint format.
     """
@@ -78,6 +80,7 @@ class About(Report):
     key: str
     version: str
     format: int = FORMAT
+    outer: Mapping[str, Any] | None = None
 
     @staticmethod
     def of(
@@ -87,6 +90,7 @@ class About(Report):
         *,
         position: Any,
         config: ZeroConfig | None,
+        outer: Mapping[str, Any] | None = None,
     ) -> About:
         """Describe a state.
 
@@ -95,6 +99,7 @@ class About(Report):
           state: the state.
           found: its arrays, `entries(state)`.
           position, config: as `Checkpointer.save` takes them.
+          outer: `SavedIsland.facts`.
         """
         leaves = {
             path: CheckpointArray(name=path, shape=e.shape, dtype=e.dtype)
@@ -108,6 +113,7 @@ class About(Report):
             position=position,
             key=key_kind(state.key),
             version=version("zeroxla"),
+            outer=outer,
         )
 
     @property
@@ -131,6 +137,8 @@ class About(Report):
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         values["leaves"] = [[leaf.name, leaf.shape, leaf.dtype] for leaf in self.leaves.values()]
         values["fingerprint"] = self.fingerprint
+        if self.outer is None:  # Earlier versions do not know it.
+            del values["outer"]
         (folder / ABOUT).write_text(json.dumps(values, indent=1))
 
     @staticmethod
@@ -188,13 +196,15 @@ class About(Report):
 
         Args:
           found: the state's arrays.
-          chosen: the names to check. None means all but the names of the wire state.
+          chosen: the names to check. None means all but those of the wire state, and those of outer
+            parameters that are not asked for.
 
         Raises:
           ValueError: with the first that differs.
         """
         if chosen is None:
-            chosen = {path for path in (*self.leaves, *found) if path[0] != WIRES}
+            chosen = {path for path in (*self.leaves, *found) if path[0] not in (WIRES, OUTER)}
+            chosen |= {path for path in found if path[0] == OUTER}
         # Parameters first: where they differ, so do an optimizer's copies of them.
         for path in sorted(chosen, key=lambda path: (path[0] != "params", path)):
             there, entry = self.leaves.get(path), found.get(path)

@@ -14,11 +14,21 @@ from flax import traverse_util
 
 from zeroxla.checkpoint.about import About
 from zeroxla.checkpoint.disk_arrays import by_place, replaced_on_disk, to_disk, writer_of
-from zeroxla.checkpoint.entries import WIRES, Entry, entries, rebuild, slashed, with_params
+from zeroxla.checkpoint.entries import (
+    WIRES,
+    Entry,
+    entries,
+    outer_entries,
+    rebuild,
+    slashed,
+    with_params,
+)
 from zeroxla.checkpoint.store import Store
 from zeroxla.config.zero_config import ZeroConfig
 from zeroxla.program.paths import Path as Name
 from zeroxla.program.shapes import shapes_of
+from zeroxla.step.islands.island import Island
+from zeroxla.step.islands.saved_island import OUTER, SavedIsland
 from zeroxla.step.state import TrainState
 from zeroxla.step.step import Step
 
@@ -29,12 +39,13 @@ class Restored:
 
     Attributes:
       number: the number of steps taken.
-      state: the state, on the mesh that was asked for.
+      state: the state, on the mesh that was asked for; what `Island.begin` takes, if an island
+        asked.
       position: the position in the data, as it was saved.
     """
 
     number: int
-    state: TrainState
+    state: Any
     position: Any
 
 
@@ -97,7 +108,7 @@ class Checkpointer:
     def save(
         self,
         number: int,
-        state: TrainState,
+        state: TrainState | SavedIsland,
         position: Any = None,
         *,
         config: ZeroConfig | None = None,
@@ -107,7 +118,8 @@ class Checkpointer:
 
         Args:
           number: the number of steps taken.
-          state: the state of a `Step`. It may be donated as soon as this returns.
+          state: the state of a `Step`, or what `Island.to_save` returns. It may be donated as soon
+            as this returns.
           position: the position in the data; anything that JSON holds. The first process's counts.
           config: the step's options, for people to read.
           force: save even if `every` does not divide the number.
@@ -131,8 +143,11 @@ class Checkpointer:
             if self._store.damage(number) is None:
                 return False
             self._store.delete(number)
-        found = entries(state)
-        about = About.of(number, state, found, position=position, config=config)
+        island = state if isinstance(state, SavedIsland) else SavedIsland(inner=state)
+        found = entries(island.inner) | outer_entries(island)
+        about = About.of(
+            number, island.inner, found, position=position, config=config, outer=island.facts
+        )
         self._store.save(number, found, about)
         return True
 
@@ -168,12 +183,13 @@ class Checkpointer:
         """
         return self._store.about(self._store.listed(number, self._report))
 
-    def restore(self, like: Step | TrainState, number: int | None = None) -> Restored:
+    def restore(self, like: Step | TrainState | Island, number: int | None = None) -> Restored:
         """Read a state onto a mesh, of any size.
 
         Args:
           like: a step that has seen a batch (`init` or `abstract_state`), or the state's shapes
-            with shardings (`Step.abstract_state`), or a state.
+            with shardings (`Step.abstract_state`), or a state; or an `Island` whose step has seen a
+            batch.
           number: the number of steps taken. None means the newest undamaged checkpoint.
 
         Raises:
@@ -184,10 +200,15 @@ class Checkpointer:
         memory: the shards, and 256 MiB of arrays on their way, or the largest array if that is
           more.
         """
-        shapes = like.shapes() if isinstance(like, Step) else like
         number = self._store.whole(number, self._report)
         about = self._store.about(number)
+        island = None
+        if isinstance(like, Island):
+            island, like = like.shapes(), like.step
+        shapes = like.shapes() if isinstance(like, Step) else like
         wanted = entries(shapes)
+        if island is not None and any(path[0] == OUTER for path in about.leaves):
+            wanted |= outer_entries(island)
         about.check(wanted)
         wanted = self._with_wires(about, wanted)
         read = functools.partial(self._store.read_entries, number)
@@ -195,7 +216,10 @@ class Checkpointer:
         arrays: dict[Name, Any] = {**read(in_memory)}
         if on_disk:
             arrays |= to_disk(read, on_disk, writer_of(like, shapes))
-        state = rebuild(shapes, arrays, key=about.key)
+        state: Any = rebuild(shapes, arrays, key=about.key)
+        if island is not None:
+            outer = {path: x for path, x in arrays.items() if path[0] == OUTER}
+            state = SavedIsland(inner=state, arrays=outer or None, facts=about.outer)
         return Restored(number=number, state=state, position=about.position)
 
     def restore_params(

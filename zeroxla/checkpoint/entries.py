@@ -16,6 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from zeroxla.mesh.placement import Placement
 from zeroxla.program.paths import Path, paths_of
+from zeroxla.step.islands.saved_island import SavedIsland
 from zeroxla.step.state import TrainState
 from zeroxla.wire.wire_state import PARTS, WireState
 
@@ -76,6 +77,12 @@ def entries(state: TrainState) -> dict[Path, Entry]:
             }
     _check_names(found)
     return found
+
+
+def outer_entries(state: SavedIsland) -> dict[Path, Entry]:
+    """Return the outer arrays of an island, or of its shapes, by name."""
+    arrays = state.arrays or {}
+    return {path: Entry(array=x, shape=state.shapes[path]) for path, x in arrays.items()}
 
 
 def rebuild(like: TrainState, arrays: Mapping[Path, Any], *, key: str) -> TrainState:

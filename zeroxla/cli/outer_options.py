@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 _EVERY = 100
 _RATE, _MOMENTUM = 0.7, 0.9
 """The presets' rate and Nesterov's momentum."""
+_UNITS = "units"
 _PREFIX = "outer_"
 
 
@@ -28,8 +29,9 @@ class OuterOptions:
     tenth at a time, while training goes on."""
     outer_every: int | None = None
     """Steps between two exchanges of a parameter. Default: 100."""
-    outer_fragments: int | None = None
-    """Parts of the parameters that are exchanged one after another. Default: 1; streaming: 10."""
+    outer_fragments: str | None = None
+    """Number of parts of the parameters, which are exchanged one after another; `units` makes one
+    of each unit that is gathered together. Default: 1; streaming: 10."""
     outer_delay: int | None = None
     """Steps in which an exchange goes on beside training, before its result is merged. Default: 0;
     streaming: half of the way to the next fragment."""
@@ -60,7 +62,11 @@ class OuterOptions:
             wire_fields("--outer-wire", self.outer_wire)
         every = _EVERY if self.outer_every is None else self.outer_every
         fragments, delay = self.outer_fragments, self.outer_delay
-        if fragments is not None and fragments > every:
+        if fragments not in (None, _UNITS) and not (fragments.isdecimal() and int(fragments)):
+            raise ValueError(
+                f"--outer-fragments {fragments}: give {_UNITS}, or a number of parts, 1 or more"
+            )
+        if fragments not in (None, _UNITS) and int(fragments) > every:
             raise ValueError(
                 f"--outer-fragments {fragments} with --outer-every {every}: one fragment is "
                 "exchanged in a step; take at most as many fragments as steps"
@@ -98,10 +104,11 @@ class OuterOptions:
             return None
         every = _EVERY if self.outer_every is None else self.outer_every
         preset = streaming(every) if self.outer == "streaming" else Outer(every=every)
-        names = ("fragments", "delay", "error_feedback", "state")
-        given: dict[str, Any] = {
-            name: value for name in names if (value := getattr(self, _PREFIX + name)) is not None
-        }
+        names = ("delay", "error_feedback", "state")
+        values = {name: getattr(self, _PREFIX + name) for name in names}
+        given: dict[str, Any] = {n: value for n, value in values.items() if value is not None}
+        if (parts := self.outer_fragments) is not None:
+            given["fragments"] = parts if parts == _UNITS else int(parts)
         if self.outer_wire is not None:
             given["wire"] = wire_format("--outer-wire", self.outer_wire)
         if self.outer_learning_rate is not None or self.outer_momentum is not None:
@@ -134,12 +141,7 @@ class IslandsOptions(OuterOptions):
         super().__post_init__()
         if self.islands is not None and self.islands < 1:
             raise ValueError(f"--islands {self.islands} must be at least 1")
-        if self.islands is not None and self.outer == "none":
-            raise ValueError(
-                f"--islands {self.islands} without --outer: islands would exchange nothing; give "
-                "--outer streaming, or --outer diloco"
-            )
 
 
-OUTER_LEAST = {"outer.outer_every": 1, "outer.outer_fragments": 1, "outer.outer_delay": 0}
+OUTER_LEAST = {"outer.outer_every": 1, "outer.outer_delay": 0}
 """The least values of numbers in this group, for `OptionGroups.check_at_least`."""

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 from tools.islands import KEY, TOKEN, batches, coordinator, copies, in_threads, make_step, part
-from tools.quick import quick_compilation  # noqa: F401
+from tools.quick import quick_compilation, thinned  # noqa: F401
 
 import zeroxla
 from zeroxla.config.outer import Outer
@@ -132,8 +132,10 @@ def test_an_island_that_comes_later_takes_the_state_of_the_others(optimizer):
     assert two.versions[0] > versions[0]
 
 
-def test_islands_train_on_without_the_coordinator_and_meet_again(tmp_path):
-    """It is killed in the middle of a run, and started again with its file at the same port."""
+@pytest.mark.parametrize("keeps", thinned([True], slow=[False]))
+def test_islands_train_on_without_the_coordinator_and_meet_again(tmp_path, keeps):
+    """It is killed in the middle of a run, and started again at the same port, with its file or
+    without."""
     rows, outer = batches(40), OUTER
     there = zeroxla.Coordinator(
         "127.0.0.1:0", TOKEN, num_islands=2, state=tmp_path / "state.json", deadline=1.0
@@ -149,7 +151,7 @@ def test_islands_train_on_without_the_coordinator_and_meet_again(tmp_path):
             there.address,
             TOKEN,
             num_islands=2,
-            state=tmp_path / "state.json",
+            state=tmp_path / ("state.json" if keeps else "other.json"),
             deadline=5.0,
             say=events.append,
         )

@@ -49,6 +49,11 @@ def check_islands(outer: str, islands: int | None) -> None:
             f"this process is part of an island ({ISLANDS}={os.environ[ISLANDS]}), and --outer is "
             f"none, so it would exchange nothing; give --outer streaming, or unset {ISLANDS}"
         )
+    if islands is not None and outer == "none":
+        raise UsageError(
+            f"--islands {islands} without --outer: islands would exchange nothing; give --outer "
+            "streaming, or --outer diloco"
+        )
     if outer != "none" and not in_island() and islands is None:
         raise UsageError(
             f"--outer {outer}: there are no islands; give --islands 2 for two on this machine, or "

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Sequence
 
+from zeroxla.cli.errors import UsageError
+from zeroxla.cli.islands.here import in_island
+from zeroxla.cli.outer_options import IslandsOptions
 from zeroxla.cli.rlhf.options import RlhfOptions
 from zeroxla.cli.train.checks import WORKING, named
+from zeroxla.mesh.processes.environment import ISLANDS
 
 FREE = frozenset(
     {"run", "resume", "steps", "save_every", "keep", "samples", "tensor", "max_skipped"}
@@ -16,6 +21,23 @@ FREE = frozenset(
 """A resumed run takes these from the command line; a change of any other option is another run."""
 
 _OF_THE_START = ("pretrain_steps", "length", "layers", "width", "heads")
+
+
+def check_alone(arguments: Sequence[str]) -> None:
+    """Check that a command line asks for no islands, and that this process is part of none.
+
+    Raises:
+      UsageError: with the reason.
+    """
+    given = named(arguments, [field.name for field in dataclasses.fields(IslandsOptions)])
+    if in_island():
+        given = given or f"{ISLANDS}={os.environ[ISLANDS]}"
+    if given:
+        raise UsageError(
+            f"{given}: zeroxla rlhf trains no islands; they exchange one model while it trains, "
+            "and an iteration trains an actor and a critic in turns, and generates in between; "
+            "leave it out, or use zeroxla train"
+        )
 
 
 def check_given(arguments: Sequence[str], options: RlhfOptions) -> None:

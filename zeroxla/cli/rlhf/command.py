@@ -9,7 +9,7 @@ from zeroxla.cli.continued_run import continued
 from zeroxla.cli.errors import UsageError
 from zeroxla.cli.launch.command import launch_again
 from zeroxla.cli.read_options import read_options
-from zeroxla.cli.rlhf.checks import FREE, check_given
+from zeroxla.cli.rlhf.checks import FREE, check_alone, check_given
 from zeroxla.cli.rlhf.options import RlhfOptions
 
 
@@ -21,6 +21,7 @@ def run(arguments: Sequence[str]) -> int:
       RunFolderError: a file of the run could not be written.
     """
     arguments = with_config(arguments, RlhfOptions)
+    check_alone(arguments)
     options = read_options("rlhf", arguments, RlhfOptions)
     options = continued("rlhf", arguments, options, FREE)
     try:

@@ -8,10 +8,12 @@ from typing import Any
 
 import jax
 
+from zeroxla.checkpoint.checkpointer import Checkpointer, Restored
 from zeroxla.cli.errors import UsageError
 from zeroxla.cli.islands.island import LARGEST_SLOT
 from zeroxla.step.islands.island import Island
 from zeroxla.step.islands.outer_state import IslandState
+from zeroxla.step.islands.saved_island import SavedIsland
 from zeroxla.step.state import TrainState
 from zeroxla.step.step import Step
 
@@ -32,14 +34,27 @@ class AsIsland:
 
     @property
     def island(self) -> Island:
-        """The island, once it has joined."""
+        """The island; it has joined."""
         assert self._island is not None
         return self._island
 
+    def join(self) -> Island:
+        """Join the others, if that has not been done.
+
+        Raises:
+          UsageError: the coordinator refuses the island, or does not answer.
+        """
+        if self._island is None:
+            try:
+                self._island = Island(self._step, slot=self._slot)
+            except (ValueError, TimeoutError) as error:
+                raise UsageError(str(error)) from error
+        return self._island
+
     def begin(
-        self, state: TrainState | IslandState, batches: Any, batch: int, *, resumed: bool
+        self, state: TrainState | SavedIsland, batches: Any, batch: int, *, resumed: bool
     ) -> IslandState:
-        """Join the others, and go to where this island's data goes on.
+        """Begin with the others, where this island's data goes on.
 
         Args:
           state: a new state, or a checkpoint's.
@@ -49,21 +64,34 @@ class AsIsland:
           resumed: whether the state is a checkpoint's.
 
         Raises:
-          UsageError: the coordinator refuses the island or does not answer, or the other islands do
-            not come.
+          UsageError: as `join`; or the island differs from the others, or they do not come.
         """
+        island = self.join()
+        if resumed:
+            taken = num_taken(batches)
+            island.position = dataclasses.replace(
+                island.position, batches=taken, rows=taken * batch
+            )
+        else:
+            move_to(batches, island.position.batches)
         try:
-            self._island = Island(self._step, slot=self._slot)
-            if resumed:
-                taken = num_taken(batches)
-                self._island.position = dataclasses.replace(
-                    self._island.position, batches=taken, rows=taken * batch
-                )
-            else:
-                move_to(batches, self._island.position.batches)
-            return self._island.begin(state)
+            return island.begin(state)
         except (ValueError, TimeoutError) as error:
             raise UsageError(str(error)) from error
+
+    def restore(self, checkpoints: Checkpointer) -> Restored:
+        """Read the newest checkpoint; its state is one that `begin` takes."""
+        return checkpoints.restore(self.join())
+
+    def to_save(self, state: IslandState, *, settle: bool) -> tuple[IslandState, SavedIsland]:
+        """Return a state, and what a checkpoint keeps of it.
+
+        Args:
+          state: the state.
+          settle: whether to wait first for the exchanges under way, which no checkpoint keeps.
+        """
+        state = self.settle(state) if settle else state
+        return state, self.island.to_save(state)
 
     def step(self, state: IslandState, batch: Any) -> tuple[IslandState, dict[str, Any]]:
         """Take a step; warn when the coordinator is lost, and when it is back."""
@@ -88,14 +116,9 @@ class AsIsland:
             self._island.close()
 
 
-def inner_of(state: TrainState | IslandState) -> TrainState:
+def inner_of(state: TrainState | IslandState | SavedIsland) -> TrainState:
     """Return the training state, which evaluation takes."""
-    return state.inner if isinstance(state, IslandState) else state
-
-
-def saved_of(state: TrainState | IslandState) -> TrainState:
-    """Return what a checkpoint keeps of a state, and `AsIsland.begin` takes again."""
-    return inner_of(state)
+    return state if isinstance(state, TrainState) else state.inner
 
 
 def steps_of(state: TrainState | IslandState) -> int:

@@ -20,7 +20,6 @@ from zeroxla.cli.train.island import (
     AsIsland,
     inner_of,
     num_taken,
-    saved_of,
     status_of,
     steps_of,
 )
@@ -117,7 +116,10 @@ class TrainJob(Job[TrainOptions, Output]):
         keep_deepspeed(self.options.zero, self.path)
 
     def restore(self) -> None:
-        restored = self.checkpoints.restore(self.step)
+        if self.island is None:
+            restored = self.checkpoints.restore(self.step)
+        else:
+            restored = self.island.restore(self.checkpoints)
         self.done, self.state = restored.number, restored.state
         self.batches.set_state(restored.position)
 
@@ -125,7 +127,7 @@ class TrainJob(Job[TrainOptions, Output]):
         if self.state is None:
             key = jax.random.key(self.options.training.seed)
             self.state = self.step.init(key, self.valid_batches[0])
-        self.output.program(self.step, self.state, self.valid_batches[0], self.stages)
+        self.output.program(self.step, inner_of(self.state), self.valid_batches[0], self.stages)
         if self.stages:
             self.stages.write(self.folder)
         if self.island is not None:
@@ -231,7 +233,11 @@ class TrainJob(Job[TrainOptions, Output]):
 
     def write_checkpoint(self, *, last: bool) -> None:
         position, config = self.batches.get_state(), self.step.config
-        self.checkpoints.save(self.done, saved_of(self.state), position, config=config, force=last)
+        saved = self.state
+        if self.island is not None:
+            # The last state has been settled, or is saved at once after a request to stop.
+            self.state, saved = self.island.to_save(self.state, settle=not last)
+        self.checkpoints.save(self.done, saved, position, config=config, force=last)
 
     def finish(self) -> None:
         self.folder.close()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import jax
 
@@ -17,7 +17,7 @@ from zeroxla.step.islands.handover import (
     with_inner,
     with_shared,
 )
-from zeroxla.step.islands.local_rows import checksum
+from zeroxla.step.islands.local_rows import checksum, checksum_of
 from zeroxla.step.islands.membership.client import Membership
 from zeroxla.step.islands.membership.messages import Place
 from zeroxla.step.islands.outer_programs import OuterPrograms
@@ -47,10 +47,19 @@ class CatchUp:
         self._membership, self._crew = membership, crew
         self._outer, self._programs = outer, programs
         self._fetches: dict[int, Fetch] = {}
+        self._absent: dict[int, int] = {}
         self._turn = 0
 
-    def all(self, state: IslandState) -> IslandState:
-        """Fetch all that is missing, and wait for it."""
+    def all(self, state: IslandState, absent: Mapping[int, int]) -> IslandState:
+        """Fetch all that is missing, and wait for it.
+
+        Args:
+          state: the state.
+          absent: versions of fragments that the parameters have gone on from, and whose outer
+            parameters are not in the state. If those that come have the same version, the island
+            has its own difference from them.
+        """
+        self._absent = dict(absent)
         view = self._membership.view
         is_new = int(state.inner.step) == 0
         if is_new and any(self.lacks(state, p) for p in range(len(view.versions))):
@@ -73,8 +82,9 @@ class CatchUp:
         """Return whether others have merged a round of a fragment that this island has not, or
         other bits."""
         view = self._membership.view
-        behind = view.versions[fragment : fragment + 1] > state.versions[fragment : fragment + 1]
-        return behind or fragment in view.astray
+        if not view.versions:  # The coordinator has forgotten the run, and waits for islands.
+            return False
+        return view.versions[fragment] > state.versions[fragment] or fragment in view.astray
 
     def names(self, state: IslandState, busy: Collection[int]) -> set[str]:
         """Start to fetch what is missing; return what has come, as "adopt fragment version".
@@ -106,10 +116,14 @@ class CatchUp:
         other = with_shared(mine, fetch.arrays)
         leaves = jax.tree.leaves(state.inner.params)
         own = {i: leaves[i] for i in programs.fragment.leaves}
-        changed, bits = programs.adopt(own, other.copy, mine.copy)
-        state = state.with_leaves(changed).with_version(fragment, int(version))
+        if self._absent.pop(fragment, -1) == int(version):
+            bits = checksum_of(other.copy)  # The parameters have gone on from it.
+        else:
+            changed, sums = programs.adopt(own, other.copy, mine.copy)
+            state, bits = state.with_leaves(changed), checksum(sums)
+        state = state.with_version(fragment, int(version))
         state = state.with_fragment(fragment, copy=other.copy, opt_state=other.opt_state)
-        self._membership.note("checksums", fragment, (int(version), checksum(bits)))
+        self._membership.note("checksums", fragment, (int(version), bits))
         self._membership.tell(versions=state.versions)
         return state
 

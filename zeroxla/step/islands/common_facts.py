@@ -29,7 +29,7 @@ def facts_of(state: IslandState, step: Step) -> dict[str, str]:
         "outer options": str({name: getattr(outer, name) for name in names}),
         "outer optimizer": str(update),
     }
-    if not any(state.versions):  # Before the first round all have the same parameters.
+    if not any(state.versions) and int(state.inner.step) == 0:  # All begin from the same ones.
         facts["parameters"] = str([checksum_of(fragment.copy) for fragment in state.outer])
     return {name: _short(text) for name, text in facts.items()}
 

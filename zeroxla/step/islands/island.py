@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -19,6 +20,13 @@ from zeroxla.step.islands.membership.client import Membership
 from zeroxla.step.islands.membership.messages import Position
 from zeroxla.step.islands.outer_programs import OuterPrograms, programs_of
 from zeroxla.step.islands.outer_state import IslandState
+from zeroxla.step.islands.saved_island import (
+    SavedIsland,
+    facts_of_rounds,
+    form_of,
+    opened,
+    saved,
+)
 from zeroxla.step.state import TrainState
 from zeroxla.step.step import Step
 
@@ -110,12 +118,12 @@ class Island:
         """
         return self.begin(self.step.init(key, batch))
 
-    def begin(self, state: TrainState | IslandState) -> IslandState:
+    def begin(self, state: TrainState | SavedIsland) -> IslandState:
         """Return the state that this island begins from, when all are there.
 
         Args:
-          state: a training state, from which the outer parameters begin; or an island's state that
-            was saved. If the run is further, the island takes the outer parameters from another
+          state: a training state, from which the outer parameters begin; or what a checkpoint of an
+            island has. If the run is further, the island takes the outer parameters from another
             one, and with a training state that has taken no step its optimizer's state as well.
 
         Raises:
@@ -123,9 +131,23 @@ class Island:
             parameters.
           TimeoutError: the other islands did not come.
         """
-        if isinstance(state, TrainState):
-            outer = tuple(p.begin(p.leaves_of(state.params)) for p in self.programs)
-            state = IslandState(inner=state, outer=outer, versions=(0,) * len(outer))
+        if isinstance(state, SavedIsland) and state.arrays is not None:
+            return self._begin(opened(state, self.programs), {})
+        absent = {}
+        if isinstance(state, SavedIsland):
+            absent = dict(enumerate(state.facts["versions"])) if state.facts else {}
+            state = state.inner
+        outer = tuple(p.begin(p.leaves_of(state.params)) for p in self.programs)
+        versions = (0,) * len(outer)
+        return self._begin(IslandState(inner=state, outer=outer, versions=versions), absent)
+
+    def _begin(self, state: IslandState, absent: Mapping[int, int]) -> IslandState:
+        """Join the others with a state.
+
+        Args:
+          state: the state.
+          absent: the versions of outer parameters that another island has saved.
+        """
         facts = facts_of(state, self.step)
         sums = {
             p: (v, checksum_of(f.copy))
@@ -135,7 +157,7 @@ class Island:
         self._membership.begin(facts=facts, **said)
         numbered = dataclasses.replace(self.outer, fragments=len(self.programs))
         self._meetings = Meetings(self._membership, self._crew, numbered, self.programs)
-        state = self._meetings.catch_up.all(state)
+        state = self._meetings.catch_up.all(state, absent)
         self._membership.tell(trains=True, versions=state.versions, round=state.round)
         self._stepped_at = time.monotonic()
         return state
@@ -167,7 +189,7 @@ class Island:
         )
         state, told = meetings.meet(state, settle=False)
         view = self._membership.view
-        pairs = zip(view.versions, state.versions, strict=True)
+        pairs = zip(view.versions, state.versions, strict=False)  # None before a run has begun
         return state, {
             **metrics,
             "islands": len(view.living),
@@ -179,6 +201,37 @@ class Island:
     def settle(self, state: IslandState) -> IslandState:
         """Wait for the exchanges under way, merge them, and catch up with the other islands."""
         return self._meetings.settle(state)
+
+    def to_save(self, state: IslandState) -> SavedIsland:
+        """Return what `Checkpointer.save` takes. Exchanges under way are not in it: `settle` first.
+
+        The outer parameters, which all islands share, are saved by one of them: the one with the
+        smallest slot of those that train.
+        """
+        living = self._membership.view.living if self._membership.is_connected else ()
+        is_first = all(place.slot >= self.slot for place in living)
+        if not self._crew.common({"saves"} if is_first else set()):
+            return SavedIsland(inner=state.inner, facts=facts_of_rounds(state))
+        return saved(state, self.programs)
+
+    def shared(self, state: IslandState) -> TrainState:
+        """Return the training state with the outer parameters, which all islands share, in the
+        place of this island's own: the model to evaluate and to export.
+
+        Cost: a second copy of the parameters.
+        """
+        for programs, fragment in zip(self.programs, state.outer, strict=True):
+            leaves = programs.leaves_of(state.inner.params)
+            state = state.with_leaves(programs.replaced(leaves, fragment.copy))
+        return state.inner
+
+    def shapes(self) -> SavedIsland:
+        """Return the shapes of what can be saved; the step must have seen a batch.
+
+        Raises:
+          ValueError: it has seen none.
+        """
+        return form_of(self.step.shapes(), self.programs)
 
     @functools.cached_property
     def programs(self) -> tuple[OuterPrograms, ...]:

@@ -144,6 +144,16 @@ class OuterPrograms:
         return jax.jit(adopt, donate_argnums=(0,))
 
     @functools.cached_property
+    def replaced(self) -> Callable[[Leaves, jax.Array], Leaves]:
+        """(leaves, copy) -> the leaves with the copy in them."""
+
+        def local(leaves: Leaves, copy: jax.Array) -> Leaves:
+            return self.fragment.put(leaves, copy[0])
+
+        run = self._map(local, (self.specs, self.rows), self.specs)
+        return jax.jit(lambda leaves, copy: self._put(run(_here(leaves), to_device(copy))))
+
+    @functools.cached_property
     def state_specs(self) -> FragmentState:
         """How the arrays of a state are split.
 
@@ -181,6 +191,28 @@ class OuterPrograms:
     def stored(self, state: FragmentState) -> FragmentState:
         """Return a state in the memory that it is kept in, inside a compiled program."""
         return jax.tree.map(self._keep, state)
+
+    @functools.cached_property
+    def restored(self) -> Callable[[jax.Array, Any], FragmentState]:
+        """(copy, state of the outer optimizer) -> the state of a fragment that has lost nothing by
+        quantizing yet."""
+
+        def restored(copy: jax.Array, opt_state: Any) -> FragmentState:
+            return self.stored(
+                FragmentState(
+                    copy=copy,
+                    opt_state=opt_state,
+                    error=jnp.zeros_like(copy) if self._has_errors else None,
+                    mean_error=jnp.zeros_like(copy) if self._has_errors else None,
+                )
+            )
+
+        return jax.jit(restored)
+
+    def compiled(self, local: Callable[..., Any], ins: Any, outs: Any) -> Callable[..., Any]:
+        """Compile what each device does with its shards; arrays come from any memory."""
+        run = self._map(local, ins, outs)
+        return jax.jit(lambda *arrays: run(*jax.tree.map(to_device, arrays)))
 
     @property
     def _has_errors(self) -> bool:

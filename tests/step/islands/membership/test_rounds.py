@@ -248,6 +248,20 @@ def test_islands_that_may_not_take_part():
     assert islands.view(11).slot == 0  # It comes back.
 
 
+def test_those_that_are_there_at_the_start_are_waited_for_while_they_catch_up():
+    """One of them has opened a checkpoint with outer parameters, and gives them to the other."""
+    islands = Fleet(2)
+    islands.say(1, versions=(2, 2), round=4, trains=False)
+    islands.say(2, versions=(0, 0), trains=False)
+    assert (islands.view(1).started, islands.view(2).versions) == (True, (2, 2))
+    islands.say(1, trains=True, ready={4: 1})
+    assert islands.roster() == []
+    islands.say(2, versions=(2, 2))
+    assert islands.roster() == []
+    islands.say(2, trains=True, ready={4: 1})
+    assert islands.roster() == [0, 1]
+
+
 def test_all_processes_of_an_island_take_part():
     islands = Fleet(1)
     islands.say(1, slot=0, num_processes=2)

@@ -56,6 +56,7 @@ class Rounds:
         self._roll = Roll()
         self._num_attempts = 0
         self._met_at: float | None = None
+        self._awaited: set[int] = set()  # Those that were there at the start, until they train.
         self._opened_at: float | None = None
         self._attempt: _Attempt | None = None
 
@@ -169,6 +170,7 @@ class Rounds:
             versions=newest,
             closed=self.ledger.closed if known else {},
         )
+        self._awaited = set(islands)
         self._note("started", slots=sorted(islands), round=number)
         return True
 
@@ -182,7 +184,8 @@ class Rounds:
             if all(process.versions[fragment] == ledger.versions[fragment] for process in island)
         }
         ready = {s for s, island in current.items() if all(number in p.ready for p in island)}
-        waited = {  # Those that train, or have all that they need to begin.
+        self._awaited &= islands.keys() - self._roll.training().keys()
+        waited = self._awaited | {  # Those that train, or have all that they need to begin.
             slot
             for slot, island in current.items()
             if all(p.trains or p.versions == ledger.versions for p in island)

@@ -1,0 +1,129 @@
+"""Checkpoints of islands: the outer state once, and back onto other islands."""
+
+import jax
+import numpy as np
+import optax
+import pytest
+from tools.islands import (
+    KEY,
+    MODEL,
+    TOKEN,
+    batches,
+    coordinator,
+    copies,
+    in_threads,
+    make_step,
+    params,
+    part,
+    trained,
+)
+from tools.quick import quick_compilation, thinned  # noqa: F401
+
+import zeroxla
+from zeroxla.checkpoint.checkpointer import Checkpointer
+from zeroxla.config.outer import Outer
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+OUTER = Outer(every=2, fragments=2, optimizer=optax.adam(0.1))
+ADAM = optax.adam(1e-2)
+
+
+def run(folder, num, rows, *, outer=OUTER, save=None, share=4):
+    """Train islands; each opens its checkpoint if it has one, and saves after `save` steps.
+
+    Returns:
+      The outer parameters at the beginning and the last states.
+    """
+    with coordinator(num) as there:
+
+        def island_of(index):
+            step = make_step(outer, index, share, ADAM)
+            with zeroxla.Island(step, there.address, TOKEN, slot=index, timeout=30) as island:
+                own = [part(batch, index, 4) for batch in rows]
+                step.abstract_state(own[0])
+                with Checkpointer(folder / f"{index}", asynchronous=False) as checkpoints:
+                    if checkpoints.numbers():
+                        state = island.begin(checkpoints.restore(island).state)
+                    else:
+                        state = island.init(KEY, own[0])
+                    first = [copies(state), state.versions, state.round, params(state)]
+                    for done, batch in enumerate(own, 1):
+                        state, _ = island(state, batch)
+                        if done == save:
+                            state = island.settle(state)
+                            checkpoints.save(done, island.to_save(state))
+                    return first, island.settle(state), params(state)
+
+        return in_threads(island_of, num)
+
+
+def test_islands_go_on_from_their_checkpoints(tmp_path):
+    """Without delay and wires a run in two parts is the run in one, bit for bit."""
+    rows = batches(8)
+    whole = run(tmp_path / "whole", 2, rows)
+    run(tmp_path / "parts", 2, rows[:4], save=4)
+    abouts = [Checkpointer(tmp_path / "parts" / str(i)).describe() for i in range(2)]
+    assert abouts[0].outer["versions"] == [2, 2]
+    assert any(path[0] == "outer" for path in abouts[0].leaves)
+    assert not any(path[0] == "outer" for path in abouts[1].leaves)  # It is saved once.
+    found = run(tmp_path / "parts", 2, rows[4:])
+    for (_, state, mine), (_, want, expected) in zip(found, whole, strict=True):
+        assert state.versions == want.versions == (4, 4)
+        for a, b in zip(copies(state), copies(want), strict=True):
+            np.testing.assert_array_equal(a, b)
+        jax.tree.map(np.testing.assert_array_equal, mine, expected)
+
+
+@pytest.mark.parametrize("num", thinned([3], slow=[1]))
+def test_another_number_of_islands_goes_on(tmp_path, num):
+    rows = batches(6)
+    before = run(tmp_path, 2, rows[:4], save=4)
+    found = run(tmp_path, num, rows[4:])
+    for first, state, _ in found:
+        for a, b in zip(first[0], copies(before[0][1]), strict=True):
+            np.testing.assert_array_equal(a, b)
+        assert first[1:3] == [(2, 2), 4]
+        assert state.versions == (3, 3)
+    for _, state, _ in found[1:]:
+        for a, b in zip(copies(found[0][1]), copies(state), strict=True):
+            np.testing.assert_array_equal(a, b)
+
+
+def test_another_mesh_and_other_fragments(tmp_path):
+    """4 devices of each island instead of 2, and 3 fragments instead of 2."""
+    rows = batches(6)
+    before = run(tmp_path, 2, rows[:4], save=4)
+    outer = Outer(every=3, fragments=3, optimizer=optax.adam(0.1))
+    (first, state, _), other = run(tmp_path, 2, rows[:3], outer=outer, share=2)
+    whole = run(tmp_path / "none", 2, [rows[0]], share=2)[0][1]
+    assert whole.outer[0].copy.shape[0] == 4
+    # With the copy in their place the parameters are the same leaves on both meshes.
+    np.testing.assert_array_equal(
+        np.sort(np.concatenate([np.ravel(x) for x in first[0]]))[-50:],
+        np.sort(np.concatenate([np.ravel(x) for x in copies(before[0][1])]))[-50:],
+    )
+    assert first[1:3] == [(2, 2, 2), 6]
+    assert state.versions == (3, 3, 3)
+    for a, b in zip(copies(state), copies(other[1]), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_the_shared_parameters_are_the_outer_ones():
+    outer = Outer(every=2, fragments=2, delay=1, mixing=0.5)
+    islands, states, _ = trained(outer, 2, batches(5))
+    one, two = (zeroxla.full_params(i.shared(s)) for i, s in zip(islands, states, strict=True))
+    jax.tree.map(np.testing.assert_array_equal, one, two)
+    own = params(states[0])
+    assert any(not np.array_equal(a, b) for a, b in zip(*map(jax.tree.leaves, (own, one)),
+                                                        strict=True))  # fmt: skip
+    flat = np.concatenate([np.ravel(x) for x in jax.tree.leaves(one)])
+    mine = np.concatenate([np.ravel(x) for x in copies(states[0])])
+    np.testing.assert_array_equal(np.sort(flat[flat != 0]), np.sort(mine[mine != 0]))
+
+
+def test_a_step_opens_the_checkpoint_of_an_island(tmp_path):
+    (*_, own), _ = run(tmp_path, 2, batches(4), save=4)
+    step = zeroxla.make_step(MODEL, zeroxla.make_mesh(nodes=2), ADAM)
+    step.abstract_state(batches(1)[0])
+    restored = Checkpointer(tmp_path / "0").restore(step)
+    jax.tree.map(np.testing.assert_array_equal, zeroxla.full_params(restored.state), own)
