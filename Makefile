@@ -15,6 +15,7 @@
 #                                       programs are lowered for CUDA, and compiled for an H200
 #                                       with EXTRAS=plan-gpu
 #   make peers                          zeroxla beside PyTorch and DeepSpeed over a slow network
+#   make peers-islands                  islands over 100, 10 and 1 Mbit/s beside them, in 40 minutes
 #   make gauntlet                       Flax models of the package index, as they are, through all of
 #                                       zeroxla; goes on where it was stopped
 #   make gauntlet ARGS="--only GPT-2"   one of them (--list prints the names)
@@ -104,11 +105,12 @@ gpu:
 	$(MAKE) --no-print-directory setup EXTRAS="$(EXTRAS) $$extra"
 	$(PY) benchmarks/gpu.py $(ARGS)
 
-# Runs in an environment of its own, as root. A CPU build of torch will do, if pip finds one.
-peers: $(STAMP) $(PEERS)/.installed
-	$(PY) benchmarks/peers/parity.py export $(PEERS)/weights.npz
-	$(PEERS)/bin/python benchmarks/peers/parity.py compare $(PEERS)/weights.npz
+# Both run in an environment of their own, as root. A CPU build of torch will do, if pip finds one.
+peers: $(STAMP) $(PEERS)/.same-model
 	$(PY) benchmarks/two_hosts.py --peers $(PEERS)/bin/python $(ARGS)
+
+peers-islands: $(STAMP) $(PEERS)/.same-model
+	$(PY) benchmarks/two_hosts_islands.py --peers $(PEERS)/bin/python $(ARGS)
 
 $(PEERS)/.installed: benchmarks/peers/requirements.txt
 	@rm -f $@

@@ -63,7 +63,7 @@ def main() -> int:
             with Progress(console=console) as progress:
                 turn = EVERY * options.step_s
                 kill = Disturbance(at=1.5 * turn, kind="kill", slot=0, phase="computing")
-                _run("warm", WARM_TURNS * turn, [kill], options, work, network, progress)
+                _run("warm", WARM_TURNS * turn, [kill], options, work, network, progress, True)
                 calm = _run("undisturbed", seconds, [], options, work, network, progress)
                 found = _run("disturbed", seconds, planned, options, work, network, progress)
             runs = {"undisturbed": calm, "disturbed": found}
@@ -83,6 +83,7 @@ def _run(
     work: Path,
     network: Network,
     progress: Progress,
+    patient: bool = False,
 ) -> Found:
     """Train once; return what was seen, without the losses."""
     folder = work / name
@@ -102,7 +103,12 @@ def _run(
     bar = progress.add_task(name, total=seconds)
     run = Run(network, task)
     try:
-        began, ended = run.train(seconds, planned, lambda at: progress.update(bar, completed=at))
+        began, ended = run.train(
+            seconds,
+            planned,
+            lambda at: progress.update(bar, completed=at),
+            patient=patient,
+        )
     finally:
         (folder / "events.json").write_text(json.dumps(run.events))
     progress.update(bar, completed=seconds)

@@ -74,8 +74,9 @@ class Life:
             elif phase == "joining" and self.phase in ("computing", "resting"):
                 break  # It was too quick.
             time.sleep(_POLL_S)
-        seen = self._mark(phase)
-        say("killed", phase=phase if seen is not None else self.phase, wanted=phase)
+        # Resting stands for computing on a slower device.
+        there = {"starting": "joining", "resting": "computing"}.get(self.phase, self.phase)
+        say("killed", phase=there if self._mark(phase) is None else phase, wanted=phase)
         os.kill(os.getpid(), signal.SIGKILL)
 
     def _mark(self, phase: str) -> str | None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from common import Check, report, table
 from faults_islands_figures import (
+    PHASES,
     Found,
     closed_twice,
     differing,
@@ -18,6 +19,7 @@ from faults_islands_figures import (
     restarts,
     shrinking,
 )
+from faults_islands_task import DELAY, EVERY, FRAGMENTS
 
 MOST_LOST, MOST_LOSS = 0.10, 0.01
 PARTS = {
@@ -87,6 +89,11 @@ def write(calm: Found, found: Found, options: Mapping[str, Any]) -> int:
             limit=0,
         ),
         Check(
+            name="phases in which no island was killed",
+            value=len(set(PHASES) - {e["phase"] for e in found.events if e["what"] == "killed"}),
+            limit=0,
+        ),
+        Check(
             name="processes of islands that ended other than by the kills of this program",
             value=sum(len(_failures(run)) for _, run in _both(calm, found)),
             limit=0,
@@ -147,9 +154,9 @@ def _about(found: Found, options: Mapping[str, Any]) -> str:
         f"{options['islands']} islands of one simulated device train a GPT for {found.seconds:.0f} "
         "s, twice. Each is a process on a host of its own: network namespaces joined by a switch. "
         f"A step takes {options['step_s']} s, most of which an island sleeps, so that a dead "
-        "island makes no other one faster. Differences travel in 4 bits with error feedback, in two "
-        "fragments, each after 20 steps, merged 4 steps later. A round waits "
-        f"{options['deadline']:.0f} s for an island that is late.\n\n"
+        "island makes no other one faster. Differences travel in 4 bits with error feedback, in "
+        f"{FRAGMENTS} fragments, each after {EVERY} steps, merged {DELAY} steps later. A round "
+        f"waits {options['deadline']:.0f} s for an island that is late.\n\n"
         f"In the disturbed run islands were killed with SIGKILL {sum(kills.values())} times: "
         f"{by_phase}. Each was started again at once, as a new process without a checkpoint. "
         f"Cables were pulled out for {_lengths(cuts)} s. The coordinator was killed with SIGKILL "

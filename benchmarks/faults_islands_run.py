@@ -54,6 +54,8 @@ class Run:
         seconds: float,
         disturbances: Sequence[Disturbance],
         advance: Callable[[float], None],
+        *,
+        patient: bool = False,
     ) -> tuple[float, float]:
         """Train for some time, which begins when all islands have taken a step.
 
@@ -61,6 +63,7 @@ class Run:
           seconds: the time.
           disturbances: what happens in it.
           advance: called with the seconds that have gone.
+          patient: wait at the end until who was killed has taken a step.
 
         Returns:
           When it began and when it ended.
@@ -80,6 +83,8 @@ class Run:
                 self._disturb(each)
             self._pass_until(began + seconds, began, advance)
             ended = time.monotonic()
+            if patient:
+                self._wait(self._all_step, _STARTING_S, "come back")
             self._ending = True
             for name in self._names():
                 self._order(name, "stop")
@@ -182,6 +187,11 @@ class Run:
     def _having(self, what: str) -> int:
         """Return how many islands have said something."""
         return len({event["slot"] for event in list(self.events) if event["what"] == what})
+
+    def _all_step(self) -> bool:
+        """Return whether the newest process of each island has taken a step."""
+        steps = {(e["slot"], e["life"]) for e in list(self.events) if e["what"] == "step"}
+        return set(enumerate(self._lives)) <= steps
 
     def _has_ended(self, name: str) -> bool:
         return self._processes[name].poll() is not None

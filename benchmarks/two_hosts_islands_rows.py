@@ -52,6 +52,16 @@ class Row:
         """Return the bytes that a host sends in a step, without framing."""
         return self.bytes * task.num_parameters() / every
 
+    def exchanges_in(self, steps: int) -> int:
+        """Return how many exchanges end in a turn of so many steps, which is also `every`."""
+        outer = self.config(steps).outer if self.config else None
+        return outer.fragments if outer else 0
+
+    def warm_steps(self, every: int) -> int:
+        """Return the steps after which everything has run once, and no exchange is under way."""
+        outer = self.config(every).outer if self.config else None
+        return every + outer.delay if outer else 2
+
 
 # Each element crosses the link twice: to the host that averages it, and its mean back. A host
 # averages half of them, so it sends half of the differences and half of the means.

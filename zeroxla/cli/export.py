@@ -16,6 +16,7 @@ from zeroxla.checkpoint.checkpointer import Checkpointer
 from zeroxla.checkpoint.weights.export import export_params
 from zeroxla.cli.data.vocabulary import TOKENIZER
 from zeroxla.cli.errors import UsageError
+from zeroxla.cli.islands.folders import island_folders
 from zeroxla.cli.read_options import read_options
 from zeroxla.cli.rlhf.start import actor_of
 from zeroxla.cli.run_folder import CHECKPOINTS, has_checkpoint, read_config
@@ -71,9 +72,10 @@ def export(options: ExportOptions) -> int:
     console = Console(highlight=False, soft_wrap=True)
     run = options.run.expanduser()
     if not (run / "config.json").is_file():
+        islands = ", ".join(path.name for path in island_folders(run))
         raise ValueError(
-            f"{run} holds no run to export (it has no config.json); name the folder of a run of "
-            "zeroxla train or zeroxla rlhf"
+            f"{run} holds no run to export (it has no config.json); name the folder of "
+            + (f"one of its islands: {islands}" if islands else "a run of zeroxla train or rlhf")
         )
     made = read_config(run)
     rewarded = made.get("command") == "rlhf"

@@ -9,6 +9,8 @@ import pytest
 from zeroxla.cli.continued_run import continued, newest_run
 from zeroxla.cli.errors import UsageError
 from zeroxla.cli.islands.folders import folder_of, folder_of_options, island_folders, saved_at
+from zeroxla.cli.main import main
+from zeroxla.cli.read_options import read_options
 from zeroxla.cli.run_folder import RunFolder
 from zeroxla.cli.train.checks import FREE
 from zeroxla.cli.train.options import TrainOptions
@@ -17,8 +19,6 @@ ISLAND = ["--outer=diloco", "--islands=2", "--width=16", "--heads=2"]
 
 
 def options_of(*arguments: str) -> TrainOptions:
-    from zeroxla.cli.read_options import read_options
-
     return read_options("train", arguments, TrainOptions)
 
 
@@ -90,6 +90,11 @@ def test_all_islands_are_started_again_with_the_run_s_number(run):
 def test_a_folder_that_holds_no_run_is_no_run_of_islands(tmp_path):
     with pytest.raises(UsageError, match="holds no run to resume"):
         resumed("--resume", f"--run={tmp_path}", slot=None)
+
+
+def test_islands_are_exported_one_by_one(run, capsys):
+    assert main(["export", str(run)]) == 2
+    assert "name the folder of one of its islands: island-0, island-10" in capsys.readouterr().err
 
 
 def test_a_folder_in_the_way_is_named_as_the_user_did(run):

@@ -17,43 +17,54 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 OUTER = Outer(every=2, optimizer=optax.sgd(0.7, momentum=0.9, nesterov=True))
 
 
-def islands(num, num_steps, each, *, outer=OUTER, optimizer=None, **options):
-    """Train islands in threads; return the outer parameters by version, the metrics of the steps,
-    and the last state, None of one that has left, by slot; and the coordinator's events.
+MOST_STEPS = 600
+
+
+def islands(num, until, each=lambda island, done, events: None, *, outer=OUTER, **options):
+    """Train islands in threads until something has happened. How fast each is counts for nothing.
 
     Args:
       num: the number of islands.
-      num_steps: the steps that each takes.
+      until: called with the coordinator's events; says whether all may end.
       each: called with (island, steps taken, events) before each step. It may wait; False ends the
         island.
       outer: how they exchange.
-      optimizer: the inner optimizer.
       **options: of the coordinator.
+
+    Returns:
+      For each island, the outer parameters by version, the metrics of the steps, and the state, or
+      None of one that has left; and the coordinator's events.
     """
-    rows = batches(num_steps)
-    events = []
-    with coordinator(num, say=events.append, **{"deadline": 5.0, **options}) as there:
+    rows, events = batches(8), []
+    with coordinator(num, say=events.append, **{"deadline": 10.0, **options}) as there:
 
         def run(index):
-            step = make_step(outer, index, 4, optimizer)
-            island = zeroxla.Island(step, there.address, TOKEN, slot=index, timeout=30)
-            with island:
+            step = make_step(outer, index, 4)
+            with zeroxla.Island(step, there.address, TOKEN, slot=index, timeout=60) as island:
                 state, told = island.init(KEY, part(rows[0], index, 4)), []
-                seen = {state.versions[0]: copies(state)[0]}
-                for done, batch in enumerate(rows):
+                seen, done = {state.versions[0]: copies(state)[0]}, 0
+                while not until(events):
                     if each(island, done, events) is False:
                         return seen, told, None
-                    state, metrics = island(state, part(batch, index, 4))
+                    assert done < MOST_STEPS, events
+                    state, metrics = island(state, part(rows[done % 8], index, 4))
+                    done += 1
                     told.append(metrics)
                     seen[state.versions[0]] = copies(state)[0]
                 return seen, told, island.settle(state)
 
         found = in_threads(run, num)
-    for seen, *_ in found:
-        for other, *_ in found:
+    check_same([seen for seen, *_ in found])
+    return found, events
+
+
+def check_same(copies):
+    """Check that islands have the same outer parameters, bit for bit, wherever two have the same
+    version."""
+    for seen in copies:
+        for other in copies:
             for version in seen.keys() & other.keys():
                 np.testing.assert_array_equal(seen[version], other[version])
-    return found, events
 
 
 def closed(events):
@@ -61,35 +72,37 @@ def closed(events):
     return [event["slots"] for event in events if event["what"] == "closed"]
 
 
+def in_order(events, *rosters):
+    """Return whether rounds of these slots were closed, one after another."""
+    rounds = iter(closed(events))
+    return all(any(roster == found for found in rounds) for roster in rosters)
+
+
 def test_an_island_that_leaves_takes_no_other_with_it():
     def each(island, done, events):
         return not (island.slot == 2 and done == 5)
 
-    found, events = islands(3, 12, each)
-    assert closed(events) == [[0, 1, 2]] * 2 + [[0, 1]] * 4
+    found, events = islands(3, lambda events: in_order(events, [0, 1, 2], [0, 1], [0, 1]), each)
+    assert closed(events)[:4] == [[0, 1, 2]] * 2 + [[0, 1]] * 2
     _, told, state = found[0]
-    assert state.versions == (6,)
+    assert state.versions[0] >= 4
     assert told[0]["islands"] == 3
     assert told[-1]["islands"] == 2
 
 
 def test_an_island_that_is_late_is_left_out_and_catches_up():
-    """It sleeps over a round; what it has changed meanwhile counts in the next."""
+    """It sleeps over a round; what it has changed meanwhile counts in a later one."""
 
     def each(island, done, events):
         if island.slot == 1 and done == 5:
             while [0] not in closed(events):
                 time.sleep(0.05)
         if [0] in closed(events):
-            time.sleep(0.2)
+            time.sleep(0.1)  # The late one can keep up.
 
-    found, events = islands(2, 14, each, deadline=0.7)
-    rounds = closed(events)
-    assert rounds[:2] == [[0, 1]] * 2
-    assert [0, 1] in rounds[rounds.index([0]) :]
+    found, _ = islands(2, lambda events: in_order(events, [0, 1], [0], [0, 1]), each, deadline=1.0)
     _, told, _ = found[1]
     assert max(x["rounds_behind"] for x in told) >= 1
-    assert told[-1]["rounds_behind"] == 0
 
 
 @pytest.mark.parametrize("optimizer", [None, optax.adam(1e-2)])
@@ -107,13 +120,18 @@ def test_an_island_that_comes_later_takes_the_state_of_the_others(optimizer):
                 state, told, number = island.init(KEY, part(rows[0], index, 4)), [], 0
                 first = state.round, state.versions, np.asarray(state.inner.step)
                 counts = [int(x) for x in jax.tree.leaves(state.inner.opt_state) if x.ndim == 0]
-                while not (done_there.is_set() if index == 0 else number == 6):
+                while not (
+                    done_there.is_set()
+                    if index == 0
+                    else any(x.get("outer_islands") == 2 for x in told)
+                ):
+                    assert number < MOST_STEPS
                     state, metrics = island(state, part(rows[number % 8], index, 4))
                     number += 1
                     told.append(metrics)
                     if index == 0 and number == 5:
                         begun.set()
-                    if index == 0 and number > 5:
+                    if index == 1 or number > 5:
                         time.sleep(0.05)
                 state = island.settle(state)
                 if index == 1:
@@ -128,86 +146,104 @@ def test_an_island_that_comes_later_takes_the_state_of_the_others(optimizer):
     assert steps >= 5
     assert all(count >= 5 for count in counts)
     assert told[-1]["islands"] == 2
-    assert [x["outer_islands"] for x in told if "outer_islands" in x][-1] == 2
-    assert two.versions[0] > versions[0]
+    assert max(two.versions) > max(versions)
 
 
 @pytest.mark.parametrize("keeps", thinned([True], slow=[False]))
 def test_islands_train_on_without_the_coordinator_and_meet_again(tmp_path, keeps):
     """It is killed in the middle of a run, and started again at the same port, with its file or
     without."""
-    rows, outer = batches(40), OUTER
-    there = zeroxla.Coordinator(
-        "127.0.0.1:0", TOKEN, num_islands=2, state=tmp_path / "state.json", deadline=1.0
-    )
-    lost, back, alone = threading.Event(), threading.Event(), []
-    events = []
+    rows, events = batches(8), []
+    options = {"num_islands": 2, "deadline": 2.0}
+    there = zeroxla.Coordinator("127.0.0.1:0", TOKEN, state=tmp_path / "one.json", **options)
+    lost, alone = threading.Event(), [0, 0]
 
     def restart():
         lost.wait(60)
         there.close()
-        time.sleep(2.5)
-        again = zeroxla.Coordinator(
-            there.address,
-            TOKEN,
-            num_islands=2,
-            state=tmp_path / ("state.json" if keeps else "other.json"),
-            deadline=5.0,
-            say=events.append,
-        )
-        back.set()
-        return again
+        while min(alone) < 3:
+            time.sleep(0.05)
+        state = tmp_path / ("one.json" if keeps else "two.json")
+        return zeroxla.Coordinator(there.address, TOKEN, state=state, say=events.append, **options)
 
     def run(index):
         if index == 2:
             return restart()
-        step = make_step(outer, index, 2)
-        with zeroxla.Island(step, there.address, TOKEN, slot=index, timeout=30) as island:
-            state = island.init(KEY, part(rows[0], index, 2))
-            for done, batch in enumerate(rows):
+        step, done = make_step(OUTER, index, 4), 0
+        with zeroxla.Island(step, there.address, TOKEN, slot=index, timeout=60) as island:
+            state = island.init(KEY, part(rows[0], index, 4))
+            seen, times = {}, []
+            while not in_order(events, [0, 1], [0, 1]):
                 if done == 6:
                     lost.set()
-                if done > 20:
-                    back.wait(60)
                 if done > 6:
-                    time.sleep(0.1)
-                state, metrics = island(state, part(batch, index, 2))
+                    time.sleep(0.05)
+                assert done < MOST_STEPS, events
+                state, metrics = island(state, part(rows[done % 8], index, 4))
+                done += 1
+                seen[state.versions[0]] = copies(state)[0]
                 if not metrics["coordinator"]:
-                    alone.append(done)
-            return island.settle(state)
+                    alone[index] += 1
+                    times.append(time.monotonic())
+            assert min(np.diff(times)) < 1.5  # Not each step waits for the deadline.
+            return seen, island.settle(state)
 
-    one, two, again = in_threads(run, 3)
+    (one, _), (two, _), again = in_threads(run, 3)
     with again:
-        assert again.ledger.round == one.round == two.round
-    assert len(alone) > 2
-    assert one.versions == two.versions
-    assert one.versions[0] > 5
-    for a, b in zip(copies(one), copies(two), strict=True):
-        np.testing.assert_array_equal(a, b)
-    assert [event["slots"] for event in events if event["what"] == "closed"][-1] == [0, 1]
+        assert again.ledger.lives == (2 if keeps else 1)
+    check_same([one, two])
+    assert len(one.keys() & two.keys()) > 3
+
+
+def test_what_has_counted_without_this_island_is_not_counted_again():
+    """Its parameters move by as much as the outer ones, and lose the difference that they have."""
+    with coordinator(1) as there:
+        step = make_step(OUTER, 0, 4)
+        with zeroxla.Island(step, there.address, TOKEN) as island:
+            state = island.init(KEY, part(batches(1)[0], 0, 4))
+            state, _ = island(state, part(batches(1)[0], 0, 4))
+            (programs,), meetings = island.programs, island._meetings
+            own = programs.leaves_of(state.inner.params)
+            difference = programs.difference(own, state.outer[0].copy)
+            state = state.with_leaves({i: x + 0.25 for i, x in own.items()})  # trained since
+
+            class Pending:
+                num_rows, counted = 7, True
+
+            Pending.difference = difference
+            meetings._pending[0] = Pending
+            meetings._drop(state, 0)
+            assert meetings._rows_at == {0: 7}
+
+            class Fetched:
+                pass
+
+            shared = (state.outer[0].copy, state.outer[0].opt_state)
+            Fetched.arrays = [x + 1 for x in jax.tree.leaves(shared)]
+            meetings.catch_up._fetches[0] = Fetched
+            state = meetings.catch_up.deal(state, "adopt 0 9")
+    left = programs.difference(programs.leaves_of(state.inner.params), state.outer[0].copy)
+    real = np.asarray(difference) != 0
+    np.testing.assert_allclose(np.asarray(left)[real], -0.25, atol=1e-6)
+    assert state.versions == (9,)
 
 
 def test_a_link_that_is_cut_leaves_one_island_out():
     """Islands 1 and 2 cannot reach each other; 2 is left out, and takes the state from 0."""
 
     def each(island, done, events):
-        time.sleep(0.1)
+        time.sleep(0.05)
         post, slot = island._membership.post, island.slot
         if done == 3 and slot > 0:
             send = post.send
 
             def cut(to, name, body, *, timeout):
                 others = {p.slot: p.addresses[0].member for p in island._membership.view.living}
-                if to.member == others.get(3 - slot):
+                if to.member == others.get(3 - slot) and not in_order(events, [0, 1], [0, 1]):
                     raise ConnectionError("cut")
                 send(to, name, body, timeout=timeout)
 
             post.send = cut
-        if done == 9 and slot > 0:
-            del post.send
 
-    found, events = islands(3, 16, each, deadline=3.0)
-    rounds = closed(events)
-    assert rounds[0] == [0, 1, 2]
-    assert [0, 1, 2] in rounds[rounds.index([0, 1]) :]
-    assert min(len(seen) for seen, *_ in found) > 4
+    found, _ = islands(3, lambda events: in_order(events, [0, 1, 2], [0, 1], [0, 1, 2]), each)
+    assert min(len(seen) for seen, *_ in found) > 2

@@ -25,18 +25,16 @@ class AsIsland:
       step: the run's step.
       slot: the number of the island.
       warn: prints a warning.
+
+    Attributes:
+      slot: the number of the island.
     """
 
     def __init__(self, step: Step, slot: int, warn: Callable[[str], None]) -> None:
-        self._step, self._slot, self._warn = step, slot, warn
+        self.slot = slot
+        self._step, self._warn = step, warn
         self._island: Island | None = None
         self._is_led = True
-
-    @property
-    def island(self) -> Island:
-        """The island; it has joined."""
-        assert self._island is not None
-        return self._island
 
     def join(self) -> Island:
         """Join the others, if that has not been done.
@@ -46,7 +44,7 @@ class AsIsland:
         """
         if self._island is None:
             try:
-                self._island = Island(self._step, slot=self._slot)
+                self._island = Island(self._step, slot=self.slot)
             except (ValueError, TimeoutError) as error:
                 raise UsageError(str(error)) from error
         return self._island
@@ -91,11 +89,11 @@ class AsIsland:
           settle: whether to wait first for the exchanges under way, which no checkpoint keeps.
         """
         state = self.settle(state) if settle else state
-        return state, self.island.to_save(state)
+        return state, self.join().to_save(state)
 
     def step(self, state: IslandState, batch: Any) -> tuple[IslandState, dict[str, Any]]:
         """Take a step; warn when the coordinator is lost, and when it is back."""
-        state, metrics = self.island(state, batch)
+        state, metrics = self.join()(state, batch)
         if metrics["coordinator"] != self._is_led:
             self._is_led = metrics["coordinator"]
             self._warn(
@@ -108,7 +106,7 @@ class AsIsland:
 
     def settle(self, state: IslandState) -> IslandState:
         """Wait for the exchanges under way, and merge them."""
-        return self.island.settle(state)
+        return self.join().settle(state)
 
     def close(self) -> None:
         """Leave the others, who go on."""

@@ -139,7 +139,7 @@ class TrainJob(Job[TrainOptions, Output]):
             )
             self.done = self.done or steps_of(self.state)
             self.output.print(
-                f"Island {self.island.island.slot} begins after step {self.done}, and after "
+                f"Island {self.island.slot} begins after step {self.done}, and after "
                 f"{num_taken(self.batches)} batches of its part of the data"
             )
 

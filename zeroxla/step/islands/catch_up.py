@@ -19,7 +19,6 @@ from zeroxla.step.islands.handover import (
 )
 from zeroxla.step.islands.local_rows import checksum, checksum_of
 from zeroxla.step.islands.membership.client import Membership
-from zeroxla.step.islands.membership.messages import Place
 from zeroxla.step.islands.outer_programs import OuterPrograms
 from zeroxla.step.islands.outer_state import IslandState
 
@@ -48,6 +47,7 @@ class CatchUp:
         self._outer, self._programs = outer, programs
         self._fetches: dict[int, Fetch] = {}
         self._absent: dict[int, int] = {}
+        self._bases: dict[int, jax.Array] = {}
         self._turn = 0
 
     def all(self, state: IslandState, absent: Mapping[int, int]) -> IslandState:
@@ -60,23 +60,33 @@ class CatchUp:
             has its own difference from them.
         """
         self._absent = dict(absent)
-        view = self._membership.view
-        is_new = int(state.inner.step) == 0
-        if is_new and any(self.lacks(state, p) for p in range(len(view.versions))):
-            state = self._with_inner(state)
-        while missing := self._crew.common(
-            {str(p) for p in range(len(state.versions)) if self.lacks(state, p)}
-        ):
-            fragment = int(missing[0])
-            fetch = self._ask(state, fragment)
-            fetch.wait()
-            for name in self._crew.common(self._arrived(fragment, fetch)):
+        num = len(state.versions)
+        inner = None
+        if int(state.inner.step) == 0 and any(self.lacks(state, p) for p in range(num)):
+            inner = self._ask_inner(state)
+        while missing := self._crew.common({str(p) for p in range(num) if self.lacks(state, p)}):
+            fetches = {int(p): self._ask(state, int(p)) for p in missing}
+            for fetch in fetches.values():
+                fetch.wait()
+            arrived = set().union(*(self._arrived(p, fetch) for p, fetch in fetches.items()))
+            for name in self._crew.common(arrived):
                 state = self.deal(state, name)
+        if inner is not None:
+            state = self._with_inner(state, inner)
         round = self._membership.view.round
         if round > state.round:
             clock = self._outer.start_of(round - 1)
             state = dataclasses.replace(state, round=round, clock=clock)
         return state
+
+    def rebase(self, fragment: int, copy: jax.Array) -> None:
+        """Say that what the island has changed until it had these parameters has counted.
+
+        Args:
+          fragment: the fragment.
+          copy: the parameters, float32 [devices, size].
+        """
+        self._bases[fragment] = copy
 
     def lacks(self, state: IslandState, fragment: int) -> bool:
         """Return whether others have merged a round of a fragment that this island has not, or
@@ -119,7 +129,8 @@ class CatchUp:
         if self._absent.pop(fragment, -1) == int(version):
             bits = checksum_of(other.copy)  # The parameters have gone on from it.
         else:
-            changed, sums = programs.adopt(own, other.copy, mine.copy)
+            known = self._bases.pop(fragment, mine.copy)
+            changed, sums = programs.adopt(own, other.copy, known)
             state, bits = state.with_leaves(changed), checksum(sums)
         state = state.with_version(fragment, int(version))
         state = state.with_fragment(fragment, copy=other.copy, opt_state=other.opt_state)
@@ -151,16 +162,19 @@ class CatchUp:
         there = fetch.has_ended and fetch.version is not None
         return {f"adopt {fragment} {fetch.version}"} if there else set()
 
-    def _with_inner(self, state: IslandState) -> IslandState:
+    def _ask_inner(self, state: IslandState) -> Fetch:
+        """Ask for another island's optimizer state and model state."""
+        self._turn += 1
+        living, like = self._membership.view.living, inner_arrays(state.inner)
+        return Fetch(self._membership, INNER, 0, like, living, self._turn)
+
+    def _with_inner(self, state: IslandState, fetch: Fetch) -> IslandState:
         """Return the state with another island's optimizer state and model state."""
         while True:
-            self._turn += 1
-            living: Sequence[Place] = self._membership.view.living
-            like = inner_arrays(state.inner)
-            fetch = Fetch(self._membership, INNER, 0, like, living, self._turn)
             fetch.wait()
             if fetch.error is not None:
                 raise fetch.error
             if self._crew.common({"there"} if fetch.arrays is not None else set()):
                 assert fetch.arrays is not None
                 return dataclasses.replace(state, inner=with_inner(state.inner, fetch.arrays))
+            fetch = self._ask_inner(state)

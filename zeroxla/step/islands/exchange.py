@@ -73,8 +73,10 @@ class Exchange:
       due: the clock at which the result is merged.
 
     Attributes:
-      number, due, num_rows: as given.
+      number, due, num_rows, difference: as given.
       mean: the result; None if the round was closed without this island, or is not closed.
+      counted: whether the round was closed with this island, whose result others have gone on from
+        since.
       error: what ended it besides; None if nothing did.
       began: when it began, in seconds.
     """
@@ -92,10 +94,11 @@ class Exchange:
     ) -> None:
         self.number, self.due, self.num_rows = number, due, num_rows
         self.mean: Mean | None = None
+        self.counted = False
         self.error: BaseException | None = None
         self.began = time.monotonic()
         self._programs, self._membership = programs, membership
-        self._difference, self._state = difference, state
+        self.difference, self._state = difference, state
         self._ended = threading.Event()
         name = f"zeroxla-round-{number}"
         threading.Thread(target=self._run, daemon=True, name=name).start()
@@ -126,13 +129,21 @@ class Exchange:
         while True:
             view = self._next_turn(last)
             if view is None or view.round > number:
-                closed = None if view is None else view.closed.get(number % len(view.versions))
-                counts = closed is not None and closed.round == number and closed.attempt == last
-                return held if counts else None
+                if view is None or not view.versions:
+                    return None
+                fragment = number % len(view.versions)
+                closed = view.closed.get(fragment)
+                if closed is not None and closed.round == number:
+                    return held if closed.attempt == last else None
+                self.counted = view.counted[fragment] == number + 1
+                return None
             held, last = None, view.attempt
             try:
                 held, digest = self._attempt(view)
             except _FailedError as error:
+                for place in view.roster:
+                    if place.slot in error.slots:
+                        membership.post.hang_up(place.addresses[membership.report.process].member)
                 membership.note("failed", number, (last, error.move, sorted(error.slots)))
             except _OverError:
                 pass
@@ -160,7 +171,7 @@ class Exchange:
         slot, process = self._membership.report.slot, self._membership.report.process
         index = next(i for i, place in enumerate(roster) if place.slot == slot)
         programs = self._programs.among(len(roster))
-        data, error = programs.encode(self._difference, self._state.error)
+        data, error = programs.encode(self.difference, self._state.error)
         mine = local_rows(data)
         sent = self._membership.post.num_sent
         parts = [np.ascontiguousarray(mine[:, to]).tobytes() for to in range(len(roster))]

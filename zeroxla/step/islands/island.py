@@ -133,13 +133,18 @@ class Island:
         """
         if isinstance(state, SavedIsland) and state.arrays is not None:
             return self._begin(opened(state, self.programs), {})
-        absent = {}
+        facts: Mapping[str, Any] = {"versions": (), "round": 0, "clock": 0}
         if isinstance(state, SavedIsland):
-            absent = dict(enumerate(state.facts["versions"])) if state.facts else {}
-            state = state.inner
+            facts, state = state.facts or facts, state.inner
         outer = tuple(p.begin(p.leaves_of(state.params)) for p in self.programs)
-        versions = (0,) * len(outer)
-        return self._begin(IslandState(inner=state, outer=outer, versions=versions), absent)
+        found = IslandState(
+            inner=state,
+            outer=outer,
+            versions=(0,) * len(outer),
+            round=facts["round"],
+            clock=facts["clock"],
+        )
+        return self._begin(found, dict(enumerate(facts["versions"])))
 
     def _begin(self, state: IslandState, absent: Mapping[int, int]) -> IslandState:
         """Join the others with a state.
@@ -156,9 +161,11 @@ class Island:
         said = {"versions": state.versions, "round": state.round, "checksums": sums}
         self._membership.begin(facts=facts, **said)
         numbered = dataclasses.replace(self.outer, fragments=len(self.programs))
-        self._meetings = Meetings(self._membership, self._crew, numbered, self.programs)
-        state = self._meetings.catch_up.all(state, absent)
-        self._membership.tell(trains=True, versions=state.versions, round=state.round)
+        meetings = Meetings(self._membership, self._crew, numbered, self.programs)
+        meetings.is_late = self._membership.view.round > state.round
+        state = meetings.catch_up.all(state, absent)
+        self._membership.tell(versions=state.versions, round=state.round)
+        self._meetings = meetings
         self._stepped_at = time.monotonic()
         return state
 
@@ -181,6 +188,8 @@ class Island:
         meetings.step_s, self._stepped_at = now - self._stepped_at, now
         meetings.num_rows += jax.tree.leaves(batch)[0].shape[0]
         self._num_batches += 1
+        if self._num_batches == 1:  # From now on others wait for this island.
+            self._membership.tell(trains=True)
         self._membership.prepare(
             position=Position(
                 batches=self.position.batches + self._num_batches,
@@ -192,7 +201,7 @@ class Island:
         pairs = zip(view.versions, state.versions, strict=False)  # None before a run has begun
         return state, {
             **metrics,
-            "islands": len(view.living),
+            "islands": len({self.slot, *(place.slot for place in view.living)}),
             "coordinator": self._membership.is_connected,
             "rounds_behind": sum(max(0, there - here) for there, here in pairs),
             **told,

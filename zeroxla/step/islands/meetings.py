@@ -43,6 +43,8 @@ class Meetings:
       catch_up: fetches what the island has missed.
       num_rows: rows that the island has trained on; whoever takes steps counts them.
       step_s: seconds of the last step.
+      is_late: whether others wait for this island: it takes part in the next round as soon as that
+        is open.
     """
 
     def __init__(
@@ -53,7 +55,7 @@ class Meetings:
         programs: Sequence[OuterPrograms],
     ) -> None:
         self.catch_up = CatchUp(membership, crew, outer, programs)
-        self.num_rows, self.step_s = 0, 0.0
+        self.num_rows, self.step_s, self.is_late = 0, 0.0, False
         self._membership, self._crew = membership, crew
         self._outer, self._programs = outer, programs
         self._answers = Answers(membership)
@@ -73,14 +75,13 @@ class Meetings:
         told: dict[str, Any] = {}
         if not settle and not self._is_time(state):
             return state, told
-        began = time.monotonic()
         while True:
             names = self._crew.common(self._names(state, settle))
             for name in names:
                 state, found = self._deal(state, name)
                 told |= found
             late = [x for x in self._pending.values() if settle or state.clock >= x.due]
-            if not names and (not late or self._crew.common(self._alone(began))):
+            if not names and (not late or self._crew.common(self._alone())):
                 self._tell(state)
                 return state, told
             if not names:
@@ -111,11 +112,11 @@ class Meetings:
         at = min([*dues, self._outer.start_of(state.round)])
         return state.clock >= at or state.clock % stride == 0
 
-    def _alone(self, began: float) -> set[str]:
+    def _alone(self) -> set[str]:
         """Return "alone" if the island goes on without waiting for an exchange."""
-        patience = self._membership.view.deadline
-        lost = not self._membership.is_connected and time.monotonic() > began + patience
-        return {"alone"} if lost or self._membership.is_closed else set()
+        membership = self._membership
+        lost = membership.alone_s > membership.view.deadline
+        return {"alone"} if lost or membership.is_closed else set()
 
     def _behind(self, state: IslandState, until: float) -> set[str]:
         """Return "behind" if there is something to catch up, and somebody who has it."""
@@ -143,7 +144,7 @@ class Meetings:
             found.add(f"skip {view.round}")
         elif fragment not in busy and not self.catch_up.lacks(state, fragment):
             closes_in = self._membership.closes_in if view.round == number else None
-            hurry = closes_in is not None and closes_in < 2 * self.step_s
+            hurry = closes_in is not None and (self.is_late or closes_in < 2 * self.step_s)
             if state.clock >= self._outer.start_of(number) or hurry:
                 found.add(f"start {number}")
         found |= self.catch_up.names(state, busy)
@@ -156,11 +157,12 @@ class Meetings:
             case "merge":
                 return self._merge(state, int(rest))
             case "drop":
-                self._pending.pop(int(rest))
+                self._drop(state, int(rest))
             case "start":
                 return self._start(state, int(rest)), {}
             case "skip":
                 clock = max(state.clock, self._outer.start_of(int(rest) - 1))
+                self.is_late = True
                 return dataclasses.replace(state, round=int(rest), clock=clock), {}
             case "answer":
                 self._answers.answer(rest, state)
@@ -171,6 +173,7 @@ class Meetings:
     def _start(self, state: IslandState, number: int) -> IslandState:
         """Take part in a round. Its clock is the islands' clock from now on."""
         fragment, clock = number % len(self._programs), self._outer.start_of(number)
+        self.is_late = False
         programs, mine = self._programs[fragment], state.outer[fragment]
         self._pending[number] = Exchange(
             number,
@@ -183,6 +186,18 @@ class Meetings:
         )
         return dataclasses.replace(state, round=number + 1, clock=clock)
 
+    def _drop(self, state: IslandState, number: int) -> None:
+        """Forget an exchange of which there is no result. What the island has changed counts in the
+        next one, unless others have gone on from it."""
+        pending, fragment = self._pending.pop(number), number % len(self._programs)
+        if pending.counted:
+            self._count(fragment, pending)
+            self.catch_up.rebase(fragment, state.outer[fragment].copy - pending.difference)
+
+    def _count(self, fragment: int, pending: Exchange) -> None:
+        """Note that the rows of an exchange have counted."""
+        self._rows_at[fragment] = self._rows_at.get(fragment, 0) + pending.num_rows
+
     def _merge(self, state: IslandState, number: int) -> tuple[IslandState, dict[str, Any]]:
         """Merge the result of an exchange."""
         pending, fragment = self._pending.pop(number), number % len(self._programs)
@@ -190,7 +205,7 @@ class Meetings:
         assert isinstance(found, Mean)
         own = programs.leaves_of(state.inner.params)
         changed, copy, opt_state, bits = programs.merge(own, found.mean, mine.copy, mine.opt_state)
-        version = state.versions[fragment] + 1
+        version = number + 1
         state = state.with_leaves(changed).with_version(fragment, version)
         state = state.with_fragment(
             fragment,
@@ -199,7 +214,7 @@ class Meetings:
             error=found.error,
             mean_error=found.mean_error,
         )
-        self._rows_at[fragment] = self._rows_at.get(fragment, 0) + pending.num_rows
+        self._count(fragment, pending)
         self._membership.note("checksums", fragment, (version, checksum(bits)))
         oldest = min(self._pending, default=number + 1)
         self._membership.post.forget(functools.partial(_is_before, oldest))

@@ -42,7 +42,8 @@ class IslandState:
       clock: the steps that islands have in common (static); an island that was late takes the
         others'.
       round: the number of the next round that it takes part in (static).
-      versions: for each fragment, the number of rounds in its outer parameters (static).
+      versions: for each fragment, the number after that of the last round in its outer parameters
+        (static).
     """
 
     inner: TrainState

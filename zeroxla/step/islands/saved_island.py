@@ -99,8 +99,8 @@ def opened(state: SavedIsland, programs: Sequence[OuterPrograms]) -> IslandState
                 found.append(jax.device_put(value, NamedSharding(program.mesh, PartitionSpec())))
         opt_state = jax.tree.structure(specs, is_leaf=_is_spec).unflatten(found)
         outer.append(program.restored(rows[0][p], opt_state))
-    versions = facts["versions"] if same else [max(facts["versions"])] * num
-    round = facts["round"] if same else max(facts["versions"]) * num
+    round = facts["round"]
+    versions = facts["versions"] if same else [round] * num
     clock = facts["clock"] if same else programs[0].outer.start_of(round - 1) if round else 0
     return IslandState(
         inner=state.inner,

@@ -103,8 +103,10 @@ def test_it_goes_on_from_its_file(run, tmp_path):
     do_round(1, one, two)
     assert again.ledger.lives == 2
     assert again.ledger.versions == (2,)
+    slot = one.report.slot
     one.close()
-    assert run.join(again).view.position == Position(batches=7, rows=56)
+    assert two.wait_for(lambda: len(two.view.living) == 1, 10)
+    assert run.join(again, slot=slot).view.position == Position(batches=7, rows=56)
 
 
 def test_nobody_is_told_of_a_round_that_could_not_be_written(run, tmp_path, monkeypatch):

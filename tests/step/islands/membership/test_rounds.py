@@ -318,6 +318,49 @@ def test_when_no_island_is_left_those_that_come_go_on_from_what_they_have():
     assert (view.started, view.round, view.versions, view.closed) == (True, 0, (0, 0), {})
 
 
+def test_a_round_that_only_lost_islands_have_merged_is_forgotten():
+    islands = fleet(2)
+    for member in (1, 2):
+        islands.say(member, ready={0: 1})
+    for member in (1, 2):
+        islands.hold(member)
+        islands.say(member, versions=(1, 0))
+    islands.say(1, ready={1: 1})
+    islands.wait(11)
+    islands.hold(1)  # alone
+    assert islands.view(2).versions == (1, 2)
+    islands.lose(1)
+    islands.say(2, ready={2: 1})
+    islands.hold(2)
+    assert islands.view(2).versions == (3, 2)
+    islands.say(2, versions=(3, 0), ready={3: 1})
+    assert islands.roster() == []
+    assert islands.rounds.next_time() is not None
+    islands.wait(11)
+    assert islands.view(2).versions == (3, 0)
+    islands.hold(2)
+    assert islands.view(2).versions == (3, 4)
+    # The one that comes back has a version that others never had, and takes the newer one.
+    islands.say(3, slot=0, trains=False, versions=(1, 2))
+    assert islands.view(3).versions == (3, 4)
+
+
+def test_an_island_learns_in_which_rounds_it_has_counted():
+    """It holds the result of a round, is cut, and comes back after two rounds of the fragment."""
+    islands = fleet(2, fragments=1)
+    for member in (1, 2):
+        islands.say(member, ready={0: 1})
+    for member in (1, 2):
+        islands.hold(member)
+    islands.lose(2)
+    islands.say(1, versions=(1,), ready={1: 1})
+    islands.hold(1)
+    islands.say(2, slot=1, ready={0: 1}, versions=(0,))
+    view = islands.view(2)
+    assert (view.closed[0].round, view.counted) == (1, (1,))
+    assert islands.view(1).counted == (2,)
+
+
 EVENTS = st.lists(
     st.tuples(
         st.sampled_from(["ready", "hold", "fail", "odd", "lose", "join", "wait", "restart"]),

@@ -68,7 +68,7 @@ class Membership:
             slot=slot, process=process, num_processes=num_processes, port=self.post.port, host=host
         )
         self._view: View | None = None
-        self._seen_at = 0.0
+        self._seen_at = self._lost_at = 0.0
         self._line: Line | None = None
         self._change = threading.Condition()
         self._closed = False
@@ -113,6 +113,12 @@ class Membership:
     def is_connected(self) -> bool:
         """Whether the coordinator is there."""
         return self._line is not None
+
+    @property
+    def alone_s(self) -> float:
+        """Seconds since which the coordinator is not there; 0 while it is."""
+        with self._change:
+            return 0.0 if self._line is not None else time.monotonic() - self._lost_at
 
     @property
     def is_closed(self) -> bool:
@@ -200,6 +206,8 @@ class Membership:
             with contextlib.suppress(OSError, FrameError):
                 self._talk()
             with self._change:
+                if self._line is not None:
+                    self._lost_at = time.monotonic()
                 self._line = None
                 self._change.notify_all()
                 if not self._closed:
@@ -219,7 +227,9 @@ class Membership:
                 line.tell(self._report.to_bytes())
             reader = FrameReader(connection, key, MEMBER, MAX_BYTES)
             while not self._closed:
-                connection.settimeout(deadline)
+                # A connection that was silent for a while is made again: TCP itself would wait for
+                # up to as long as the link was cut.
+                connection.settimeout(deadline / 2)
                 view = View.of(next_message(reader))
                 deadline = view.deadline
                 line.set_beat(beat_of(deadline))

@@ -24,9 +24,10 @@ class Ledger:
       started: whether the run has begun.
       lives: how often the coordinator was started.
       round: the number of the open round.
-      versions: for each fragment, the number of its closed rounds.
+      versions: for each fragment, the number after that of its last closed round.
       closed: the last closed round of each fragment.
       positions: how far the data of each slot has been trained on.
+      counted: for each slot, the version of the last round of each fragment in which it counted.
     """
 
     facts: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -36,6 +37,7 @@ class Ledger:
     versions: tuple[int, ...] = ()
     closed: Mapping[int, Closed] = dataclasses.field(default_factory=dict)
     positions: Mapping[int, Position] = dataclasses.field(default_factory=dict)
+    counted: Mapping[int, tuple[int, ...]] = dataclasses.field(default_factory=dict)
 
     def save(self, path: Path) -> None:
         """Write the file; after a failure the one of before is still there.
@@ -88,6 +90,7 @@ class Ledger:
                 versions=tuple(map(int, found["versions"])),
                 closed={int(k): closed_of(v) for k, v in found["closed"].items()},
                 positions={int(k): Position(**v) for k, v in found["positions"].items()},
+                counted={int(k): tuple(map(int, v)) for k, v in found["counted"].items()},
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ValueError(f"{path} is not the state of a coordinator: {error!r}") from error

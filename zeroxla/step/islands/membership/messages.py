@@ -44,7 +44,8 @@ class MemberReport:
       facts: what all islands have in common, by name; empty before it has begun.
       trains: whether it takes steps; before, it fetches the outer parameters.
       round: the number of the next round that it will be ready for.
-      versions: for each fragment, the number of rounds that its outer parameters have in them.
+      versions: for each fragment, the version of its outer parameters: the number after that of the
+        last round in them, 0 before the first.
       position: how far it has trained on the data of its slot.
       ready: the rounds that it waits for, with the rows since the fragment's last exchange.
       held: of these rounds, the attempt of which it holds the result, and the digest of it.
@@ -149,7 +150,7 @@ class View:
       started: whether the run has begun.
       deadline: seconds that a round waits for an island.
       round: the number of the open round.
-      versions: for each fragment, the number of rounds that were closed.
+      versions: for each fragment, the newest version; see `MemberReport`.
       closes_in: seconds until the round goes on without who is not ready; None if nobody is.
       attempt: the name of the exchange under way; "" if there is none.
       roster: who takes part in it.
@@ -157,6 +158,7 @@ class View:
       living: the islands that train.
       astray: fragments of which this island has other outer parameters than the others.
       position: how far the data of the slot has been trained on.
+      counted: for each fragment, the version of the last round in which this island counted.
     """
 
     slot: int
@@ -173,6 +175,7 @@ class View:
     living: tuple[Place, ...] = ()
     astray: tuple[int, ...] = ()
     position: Position = Position()
+    counted: tuple[int, ...] = ()
 
     def to_bytes(self) -> bytes:
         """Return the message."""
@@ -203,6 +206,7 @@ class View:
                 living=tuple(map(_place, x["living"])),
                 astray=tuple(map(_number, x["astray"])),
                 position=_position(x["position"]),
+                counted=tuple(map(_number, x["counted"])),
             )
 
         return _read(data, make)

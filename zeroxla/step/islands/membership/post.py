@@ -132,6 +132,11 @@ class Post:
             self._is_stale = is_stale
             self._arrived = {k: v for k, v in self._arrived.items() if not is_stale(k[0])}
 
+    def hang_up(self, member: int) -> None:
+        """Close the connection to a process: the next one gets through sooner after a cut."""
+        if found := self._links.pop(member, None):
+            hang_up(found[0])
+
     def close(self) -> None:
         """Close all connections."""
         self._door.close()

@@ -10,30 +10,16 @@ took part merge the same result, or none does.
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from zeroxla.step.islands.membership.blame import to_leave_out
+from zeroxla.step.islands.membership.attempt import Attempt, Held
 from zeroxla.step.islands.membership.ledger import Ledger
-from zeroxla.step.islands.membership.messages import Closed, MemberReport, Place, Position, View
+from zeroxla.step.islands.membership.messages import Closed, MemberReport, Position, View
 from zeroxla.step.islands.membership.roll import Island, Roll
 
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class _Attempt:
-    """An exchange under way.
-
-    Attributes:
-      name: its name.
-      roster: who takes part, by slot.
-      began: when it began.
-    """
-
-    name: str
-    roster: Mapping[int, Place]
-    began: float
+_REUNION_S = 2.0
 
 
 class Rounds:
@@ -56,9 +42,10 @@ class Rounds:
         self._roll = Roll()
         self._num_attempts = 0
         self._met_at: float | None = None
+        self._orphaned: dict[int, float] = {}  # Fragments whose newest version nobody has, since.
         self._awaited: set[int] = set()  # Those that were there at the start, until they train.
         self._opened_at: float | None = None
-        self._attempt: _Attempt | None = None
+        self._attempt: Attempt | None = None
 
     def heard(self, member: int, report: MemberReport, host: str, now: float) -> None:
         """Take the report of a process.
@@ -103,8 +90,10 @@ class Rounds:
         if self._attempt is not None:
             return self._attempt.began + 2 * self._deadline
         if not self.ledger.started and self._met_at is not None:
-            return self._met_at + self._deadline
-        return None if self._opened_at is None else self._opened_at + self._deadline
+            return self._met_at + self._reunion
+        times = [*self._orphaned.values()]
+        times += [] if self._opened_at is None else [self._opened_at]
+        return min(times) + self._deadline if times else None
 
     def view(self, member: int, now: float) -> View | None:
         """Return what a process is told; None if it is not known."""
@@ -132,7 +121,13 @@ class Rounds:
             ),
             astray=astray.get(report.slot, ()),
             position=ledger.positions.get(report.slot, Position()),
+            counted=ledger.counted.get(report.slot, (0,) * len(ledger.versions)),
         )
+
+    @property
+    def _reunion(self) -> float:
+        """Seconds in which islands that train call again after the coordinator was away."""
+        return min(self._deadline, _REUNION_S)
 
     def _catch_up(self, report: MemberReport) -> None:
         """Learn from an island what the ledger has lost: its file may be older than the run."""
@@ -148,7 +143,7 @@ class Rounds:
         if not self.ledger.started:
             return self._start(islands, now)
         if self._attempt is None:
-            return self._gather(islands, now)
+            return self._go_back(islands, now) or self._gather(islands, now)
         return self._exchange(self._attempt, islands, now)
 
     def _start(self, islands: Mapping[int, Island], now: float) -> bool:
@@ -156,7 +151,7 @@ class Rounds:
         is the coordinator who was away. If none trains, the newest of those that are there is where
         the run goes on, whatever was before."""
         trains = bool(self._roll.training())
-        patient = not trains or now < (self._met_at or 0) + self._deadline
+        patient = not trains or now < (self._met_at or 0) + self._reunion
         if not islands or (len(islands) < self._num_islands and patient):
             return False
         each = [process for island in islands.values() for process in island]
@@ -174,6 +169,22 @@ class Rounds:
         self._note("started", slots=sorted(islands), round=number)
         return True
 
+    def _go_back(self, islands: Mapping[int, Island], now: float) -> bool:
+        """Forget rounds whose results nobody has any more: all that had merged them are lost. They
+        may come back within the deadline."""
+        ledger, newest = self.ledger, list(self.ledger.versions)
+        for fragment, version in enumerate(ledger.versions):
+            there = [min(p.versions[fragment] for p in island) for island in islands.values()]
+            if not there or max(there) >= version:
+                self._orphaned.pop(fragment, None)
+            elif now >= self._orphaned.setdefault(fragment, now) + self._deadline:
+                newest[fragment] = max(there)
+        if tuple(newest) == ledger.versions:
+            return False
+        self.ledger = dataclasses.replace(ledger, versions=tuple(newest))
+        self._note("gone back", versions=newest)
+        return True
+
     def _gather(self, islands: Mapping[int, Island], now: float) -> bool:
         """Wait until islands are ready for the open round, and let them exchange."""
         ledger = self.ledger
@@ -185,11 +196,7 @@ class Rounds:
         }
         ready = {s for s, island in current.items() if all(number in p.ready for p in island)}
         self._awaited &= islands.keys() - self._roll.training().keys()
-        waited = self._awaited | {  # Those that train, or have all that they need to begin.
-            slot
-            for slot, island in current.items()
-            if all(p.trains or p.versions == ledger.versions for p in island)
-        }
+        waited = self._awaited | (current.keys() & self._roll.training().keys())
         if not ready:
             changed, self._opened_at = self._opened_at is not None, None
             return changed
@@ -201,36 +208,14 @@ class Rounds:
         self._begin(ready, now)
         return True
 
-    def _exchange(self, attempt: _Attempt, islands: Mapping[int, Island], now: float) -> bool:
-        """Close the round when all who are still there hold the same; or let them try again."""
-        number, name = self.ledger.round, attempt.name
-        there = {slot for slot in attempt.roster if slot in islands}
-        done: dict[int, tuple[str, ...]] = {}
-        failed: dict[int, tuple[int, set[int]]] = {}
-        for slot in there:
-            held = [p.held.get(number, ("", "")) for p in islands[slot]]
-            if all(of == name for of, _ in held):
-                done[slot] = tuple(digest for _, digest in held)
-            said = [p.failed.get(number, ("", 0, ())) for p in islands[slot]]
-            if blames := [(move, slots) for of, move, slots in said if of == name]:
-                move = min(move for move, _ in blames)
-                failed[slot] = move, {s for of, slots in blames if of == move for s in slots}
-        late = now >= attempt.began + 2 * self._deadline
-        if there and there == done.keys():
-            counts = collections.Counter(done[slot] for slot in sorted(there))
-            digests = counts.most_common(1)[0][0]
-            if len(counts) == 1:
-                self._close(attempt, digests, islands, now)
-            else:
-                self._begin({slot for slot in there if done[slot] == digests}, now)
-        elif there != attempt.roster.keys():
-            self._begin(there, now)
-        elif there <= done.keys() | failed.keys() or late:
-            silent = there - done.keys() - failed.keys()
-            self._begin(there - (silent or to_leave_out(failed)), now)
-        else:
-            return False
-        return True
+    def _exchange(self, attempt: Attempt, islands: Mapping[int, Island], now: float) -> bool:
+        """Close the round when all who are still there hold the same; or let some try again."""
+        outcome = attempt.outcome(islands, is_late=now >= attempt.began + 2 * self._deadline)
+        if isinstance(outcome, Held):
+            self._close(attempt, outcome.digests, islands, now)
+        elif outcome is not None:
+            self._begin(outcome, now)
+        return outcome is not None
 
     def _begin(self, slots: set[int], now: float) -> None:
         """Let islands exchange. If there are none the round is open again."""
@@ -241,7 +226,8 @@ class Rounds:
                 slot: max(1, max(process.ready.get(number, 1) for process in island))
                 for slot, island in self._roll.islands().items()
             }
-            self._attempt = _Attempt(
+            self._attempt = Attempt(
+                number=number,
                 name=f"{number}/{self.ledger.lives}.{self._num_attempts}",
                 roster={slot: self._roll.place(slot, weights[slot]) for slot in sorted(slots)},
                 began=now,
@@ -251,7 +237,7 @@ class Rounds:
 
     def _close(
         self,
-        attempt: _Attempt,
+        attempt: Attempt,
         digests: tuple[str, ...],
         islands: Mapping[int, Island],
         now: float,
@@ -260,10 +246,12 @@ class Rounds:
         ledger, number = self.ledger, self.ledger.round
         fragment = number % len(ledger.versions)
         versions = list(ledger.versions)
-        versions[fragment] += 1
+        versions[fragment] = number + 1
         closed = Closed(round=number, attempt=attempt.name, digests=digests)
-        positions = {}
+        positions, counted = {}, dict(ledger.counted)
         for slot in attempt.roster:
+            before = counted.get(slot, (0,) * len(versions))
+            counted[slot] = (*before[:fragment], number + 1, *before[fragment + 1 :])
             if slot in islands:
                 self._roll.promise(slot, fragment, versions[fragment])
                 positions[slot] = islands[slot][0].position
@@ -273,6 +261,7 @@ class Rounds:
             versions=tuple(versions),
             closed={**ledger.closed, fragment: closed},
             positions={**ledger.positions, **positions},
+            counted=counted,
         )
         self._note(
             "closed",
