@@ -43,7 +43,8 @@ PEERS  := .venv-peers
 GAUNTLET := .venv-gauntlet
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-slow test-full test-nightly check lint docs notebook gpu peers gauntlet clean force
+.PHONY: help setup train test test-slow test-full test-nightly check lint docs notebook gpu peers peers-islands same-model \
+    gauntlet clean force
 
 help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
@@ -106,11 +107,15 @@ gpu:
 	$(PY) benchmarks/gpu.py $(ARGS)
 
 # Both run in an environment of their own, as root. A CPU build of torch will do, if pip finds one.
-peers: $(STAMP) $(PEERS)/.same-model
+peers: same-model
 	$(PY) benchmarks/two_hosts.py --peers $(PEERS)/bin/python $(ARGS)
 
-peers-islands: $(STAMP) $(PEERS)/.same-model
+peers-islands: same-model
 	$(PY) benchmarks/two_hosts_islands.py --peers $(PEERS)/bin/python $(ARGS)
+
+same-model: $(STAMP) $(PEERS)/.installed
+	$(PY) benchmarks/peers/parity.py export $(PEERS)/weights.npz
+	$(PEERS)/bin/python benchmarks/peers/parity.py compare $(PEERS)/weights.npz
 
 $(PEERS)/.installed: benchmarks/peers/requirements.txt
 	@rm -f $@

@@ -5,7 +5,7 @@
 Trains the GPT of benchmarks/quality.py on the same text, on 8 simulated devices: without islands,
 and with 2 islands of 4 devices and 4 islands of 2, which are threads of this process. All variants
 share the initial weights and the batches of a seed; the rows of a batch are divided between the
-islands. 30 trainings of 1000 steps take about MINUTES on 2 cores. What is finished lies in FOLDER
+islands. 36 trainings of 1000 steps take about 50 minutes on 2 idle cores. What is finished lies in FOLDER
 (default runs/quality_islands), and a run that was stopped goes on with the next training. FOLDER
 knows nothing of the code that trained: after a change of the islands take a new one.
 Exits with 1 if a target is missed; writes results/quality_islands.json, .md and .png.

@@ -1,27 +1,35 @@
 """Rows with islands: the order of turns, what is left out, the targets, and a run of two hosts."""
 
 import sys
+from functools import partial
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import pytest
+from multihost.processes import environment
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPOSITORY / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).parent))
 
 import network
+import tiny_islands_worker
 import two_hosts_islands
 import two_hosts_islands_report as found
 import two_hosts_islands_rows as rows
-from fleet import Steps, WorkerError
+from fleet import Steps, WorkerError, fleet
 from peers import task
+from peers.fleets import fleets
 from two_hosts_islands_report import Line, Taken
-
-from multihost.processes import environment  # noqa: E402
 
 WHY_NOT = network.missing()
 PEERS = REPOSITORY / ".venv-peers" / "bin" / "python"
 EVERY = 4
-SMALL = parameters_of(tiny_islands_worker.MODEL)
+TOKENS = jnp.zeros((1, task.LENGTH), jnp.int32)
+SHAPES = jax.eval_shape(tiny_islands_worker.MODEL.init, jax.random.key(0), TOKENS)
+SMALL = sum(x.size for x in jax.tree.leaves(SHAPES))
+"""Elements of the small model."""
 
 
 def on_two_hosts(test):

@@ -1,9 +1,9 @@
 """An island of two processes.
 
-    python islands.py STEPS SLOT FOLDER
+    python islands.py ROUNDS SLOT FOLDER
 
-Run by every process of a launch; the coordinator is in the environment. It trains until the round
-STEPS was closed with two islands, and prints what it has.
+Run by every process of a launch; the coordinator is in the environment. It trains until round
+ROUNDS was closed and four rounds with another island were, and prints what it has.
 """
 
 import sys
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-MOST_STEPS = 400
+MOST_STEPS = 3000
 
 
 def outer():
@@ -27,12 +27,13 @@ def main():
     num_rounds, slot, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
     import jax
     import optax
-    from tools.islands import KEY, MODEL, batches, part
 
     import zeroxla
     from zeroxla.step.islands.local_rows import local_rows
 
     zeroxla.initialize()
+    from tools.islands import KEY, MODEL, batches, part  # It starts JAX.
+
     mesh = zeroxla.make_mesh(nodes=2)
     config = zeroxla.ZeroConfig(outer=outer(), persistence_threshold=0)
     step = zeroxla.make_step(MODEL, mesh, optax.adam(1e-2), config=config)
@@ -45,8 +46,8 @@ def main():
     with zeroxla.Island(step, slot=slot) as island:
         state = island.init(KEY, own(rows[0]))
         first, done = state.round, 0
-        while done < MOST_STEPS and min(state.versions) < num_rounds:
-            time.sleep(0.02)
+        while done < MOST_STEPS and (min(state.versions) < num_rounds or together < 4):
+            time.sleep(0.05)
             state, metrics = island(state, own(rows[done % 8]))
             done += 1
             together += metrics.get("outer_islands", 0) == 2

@@ -32,7 +32,9 @@ class Outer:
     every: int = 100
     """Number of steps between two exchanges of a fragment (H)."""
 
-    optimizer: optax.GradientTransformation = dataclasses.field(default_factory=_nesterov)
+    optimizer: optax.GradientTransformation = dataclasses.field(
+        default_factory=_nesterov, repr=False
+    )
     """Outer optimizer: any that works element by element, since it sees each fragment as a vector.
     """
 

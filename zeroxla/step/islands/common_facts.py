@@ -30,7 +30,9 @@ def facts_of(state: IslandState, step: Step) -> dict[str, str]:
         "outer optimizer": str(update),
     }
     if not any(state.versions) and int(state.inner.step) == 0:  # All begin from the same ones.
-        facts["parameters"] = str([checksum_of(fragment.copy) for fragment in state.outer])
+        process = jax.process_index()
+        name = "parameters" if process == 0 else f"parameters of process {process}"
+        facts[name] = str([checksum_of(fragment.copy) for fragment in state.outer])
     return {name: _short(text) for name, text in facts.items()}
 
 

@@ -60,8 +60,9 @@ class Rounds:
         if found is None:
             return
         report, is_new = found
-        if report.facts and not self.ledger.facts:
-            self.ledger = dataclasses.replace(self.ledger, facts=report.facts)
+        if not report.facts.keys() <= self.ledger.facts.keys():
+            facts = {**report.facts, **self.ledger.facts}
+            self.ledger = dataclasses.replace(self.ledger, facts=facts)
         self._met_at = now if self._met_at is None else self._met_at
         if is_new:
             self._note("joined", slot=report.slot, process=report.process)
