@@ -5,9 +5,9 @@
 Trains the GPT of benchmarks/quality.py on the same text, on 8 simulated devices: without islands,
 and with 2 islands of 4 devices and 4 islands of 2, which are threads of this process. All variants
 share the initial weights and the batches of a seed; the rows of a batch are divided between the
-islands. 36 trainings of 1000 steps take about 50 minutes on 2 idle cores. What is finished lies in FOLDER
-(default runs/quality_islands), and a run that was stopped goes on with the next training. FOLDER
-knows nothing of the code that trained: after a change of the islands take a new one.
+islands. 42 trainings of 1000 steps take about an hour on 2 idle cores. What is finished lies in
+FOLDER (default runs/quality_islands), and a run that was stopped goes on with the next training.
+FOLDER knows nothing of the code that trained: after a change of the islands take a new one.
 Exits with 1 if a target is missed; writes results/quality_islands.json, .md and .png.
 """
 
@@ -21,7 +21,7 @@ import jax
 from common import NUM_DEVICES, start
 from quality_islands_report import Results, write_report
 from quality_islands_training import Trainer
-from quality_islands_variants import CURVE, JUDGED, MUON, SWEPT, VARIANTS
+from quality_islands_variants import ALONE, CURVE, JUDGED, MUON, SWEPT, VARIANTS
 from quality_training import Setup
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -51,7 +51,7 @@ def train(setup: Setup, only: list[str] | None) -> Results:
     """Train every variant from every seed of its own: the judged ones first, seed by seed."""
     jobs = [
         (variant, seed)
-        for group in (JUDGED, SWEPT, MUON, CURVE)
+        for group in (JUDGED, SWEPT, ALONE, MUON, CURVE)
         for seed in range(max(v.seeds for v in group))
         for variant in group
         if seed < variant.seeds and (only is None or variant.name in only)

@@ -9,10 +9,12 @@ from common import RESULTS, Check, report, table
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from quality_islands_variants import (
+    ALONE,
     CURVE_BITS,
     CURVE_EVERY,
     EVERY,
     JUDGED,
+    MUON,
     SWEPT,
     VARIANTS,
     Variant,
@@ -68,7 +70,9 @@ def write_report(setup: Setup, results: Results) -> int:
         "parameters after `settle`: those that checkpoints and `full_params` take. The last but "
         "one column has the same for the outer parameters, which all islands share. All islands "
         "took part in every round, and their outer parameters were equal bit for bit at the end. "
-        "The base is `zero3` with the same inner optimizer.\n\n"
+        "The base is `zero3` with the same inner optimizer. An "
+        "island alone sees only its own part of the tokens: exchanges must win back what it has "
+        "lost.\n\n"
         "![above zero3](quality_islands.png)\n\n"
         f"{_variants_table(results, setup.steps)}\n\n"
         "Muon steps the matrices of the blocks, and AdamW all other leaves. Its updates are scaled "
@@ -104,9 +108,7 @@ def write_report(setup: Setup, results: Results) -> int:
 def _variants_table(results: Results, steps: int) -> str:
     """Return the table of the variants that are no point of the curve."""
     rows = []
-    for variant in VARIANTS:
-        if variant.seeds == 1:
-            continue
+    for variant in (*JUDGED, *ALONE, *MUON):
         mine, found = results[variant.name], differences(results, variant)
         row = [variant.name, variant.says, f"{statistics.mean(r['loss'] for r in mine):.4f}"]
         if variant.islands:
@@ -116,7 +118,7 @@ def _variants_table(results: Results, steps: int) -> str:
             sent = mine[0]["seen_bytes"] / mine[0]["seen_rounds"] * mine[0]["rounds"] / steps
             row += [f"{error:.2f}", f"{outer:+.2f}", f"{sent / 1e3:,.1f}"]
         else:
-            row += [""] * 5
+            row += [", ".join(f"{x:+.2f}" for x in found) if variant.parts > 1 else "", *[""] * 4]
         rows.append(row)
     header = ("variant", "what it is", "final loss", "above the base, %, each seed", "mean")
     more = ("standard error", "outer parameters, mean", "kB an island sends a step")

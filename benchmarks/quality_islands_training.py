@@ -39,10 +39,10 @@ class Trainer:
     @functools.cached_property
     def steps(self) -> list[Step]:
         """The step of each island, on its own share of the devices."""
-        num = max(1, self.variant.islands)
+        num = self.variant.islands or self.variant.parts
         size = NUM_DEVICES // num
         shares = [jax.devices()[i * size : (i + 1) * size] for i in range(num)]
-        nodes = 1 if self.variant.islands else 2
+        nodes = 1 if num > 1 else 2
         make = muon_for if self.variant.inner == "muon" else _adamw_for
         return [
             make_step(
@@ -79,8 +79,9 @@ class Trainer:
 
     def _alone(self, seed: int, advance: Callable[[int], None]) -> dict[str, Any]:
         """Train without islands."""
-        (step,), batches = self.steps, self._batches(seed, 0, 1)
-        state = step.init(jax.random.key(seed), next(self._batches(seed, 0, 1)))
+        step, batches = self.steps[0], self._batches(seed, 0, self.variant.parts)
+        first = next(self._batches(seed, 0, self.variant.parts))
+        state = step.init(jax.random.key(seed), first)
         for _ in range(self.setup.steps):
             state, _ = step(state, next(batches))
             advance(1)

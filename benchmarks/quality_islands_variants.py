@@ -38,7 +38,8 @@ class Variant:
       name: in tables and file names.
       says: what it is.
       config: its options.
-      islands: how many islands train; 0 trains one step over all devices.
+      islands: how many islands train; 0 trains one step without islands.
+      parts: without islands, trains on one such part of the devices and of each batch's rows.
       inner: the optimizer of the steps.
       bar: the largest mean relative difference of its loss to its base, where one is set.
       seeds: how many times it is trained.
@@ -48,6 +49,7 @@ class Variant:
     says: str
     config: ZeroConfig
     islands: int = 0
+    parts: int = 1
     inner: Literal["adamw", "muon"] = "adamw"
     bar: float | None = None
     seeds: int = 3
@@ -133,5 +135,15 @@ MUON = (
     ),
 )
 CURVE = tuple(_point(every, bits) for every in CURVE_EVERY for bits in CURVE_BITS)
+ALONE = tuple(
+    Variant(
+        name=f"one of {parts} islands alone",
+        says=f"1/{parts} of the rows, and no exchange",
+        config=_preset(),
+        parts=parts,
+        seeds=1,
+    )
+    for parts in (2, 4)
+)
 SWEPT = tuple(_swept(*values) for values in SWEEP)
-VARIANTS: tuple[Variant, ...] = (*JUDGED, *SWEPT, *MUON, *CURVE)
+VARIANTS: tuple[Variant, ...] = (*JUDGED, *ALONE, *SWEPT, *MUON, *CURVE)

@@ -17,7 +17,7 @@ from zeroxla.config.outer import Outer
 from zeroxla.step.islands.catch_up import CatchUp
 from zeroxla.step.islands.crew import Crew
 from zeroxla.step.islands.exchange import Exchange, Mean
-from zeroxla.step.islands.handover import Answers
+from zeroxla.step.islands.handover import INNER, Answers
 from zeroxla.step.islands.local_rows import checksum
 from zeroxla.step.islands.membership.client import Membership
 from zeroxla.step.islands.outer_programs import OuterPrograms
@@ -148,7 +148,12 @@ class Meetings:
             if state.clock >= self._outer.start_of(number) or hurry:
                 found.add(f"start {number}")
         found |= self.catch_up.names(state, busy)
-        return found | {f"answer {name}" for name in self._answers.names(state)}
+        for name in self._answers.names(state):
+            if name.startswith(INNER):  # All processes give what they have after the same step.
+                found.add(f"answer {name}")
+            else:  # Its version says what it is.
+                self._answers.answer(name, state)
+        return found
 
     def _deal(self, state: IslandState, name: str) -> tuple[IslandState, dict[str, Any]]:
         """Deal with one thing that has happened in all processes of the island."""
