@@ -19,7 +19,7 @@ from pathlib import Path
 
 import jax
 from common import NUM_DEVICES, start
-from quality_islands_report import Results, write_report
+from quality_islands_report import Results, loss_of, write_report
 from quality_islands_training import Trainer
 from quality_islands_variants import ALONE, CURVE, JUDGED, MUON, SWEPT, VARIANTS
 from quality_training import Setup
@@ -65,7 +65,7 @@ def train(setup: Setup, only: list[str] | None) -> Results:
             bar.update(every, description=f"{variant.name}, seed {seed}")
             result = trainers[variant.name].train(seed, lambda n: bar.advance(every, n))
             results[variant.name].append(result)
-            bar.console.print(f"{variant.name}, seed {seed}: {result['loss']:.5f}")
+            bar.console.print(f"{variant.name}, seed {seed}: {loss_of(result):.5f}")
     return results
 
 

@@ -25,16 +25,21 @@ from quality_training import BATCH, EVAL_BATCH, LENGTH, NUM_FINAL_BATCHES, Setup
 Results = dict[str, list[dict[str, Any]]]  # by variant, one for each seed
 
 
-def differences(results: Results, variant: Variant, which: str = "loss") -> list[float]:
-    """Return the relative differences of a variant's losses to its base's in percent, by seed.
+def loss_of(result: dict[str, Any], which: str = "outer_loss") -> float:
+    """Return the loss of a training.
 
     Args:
-      results: those of all variants.
-      variant: the variant.
-      which: "loss" of an island's own parameters, or "outer_loss" of the outer ones.
+      result: of a training.
+      which: "outer_loss" of the outer parameters, or "loss" of the first island's own. They are one
+        without islands.
     """
+    return result.get(which, result["loss"])
+
+
+def differences(results: Results, variant: Variant, which: str = "outer_loss") -> list[float]:
+    """Return the relative differences of a variant's losses to its base's in percent, by seed."""
     pairs = zip(results[variant.name], results[variant.base], strict=False)
-    return [100 * (mine[which] / base["loss"] - 1) for mine, base in pairs]
+    return [100 * (loss_of(mine, which) / loss_of(base) - 1) for mine, base in pairs]
 
 
 def curve(results: Results) -> dict[int, dict[int, float]]:
@@ -66,13 +71,12 @@ def write_report(setup: Setup, results: Results) -> int:
         "share initial weights and batches, seed by seed; the rate and its schedule are those of "
         "`zeroxla train`, and nothing is tuned for islands. No phase without islands goes before.\n"
         "\n"
-        f"The loss is the mean over {tokens:,} held-out tokens, in nats, of the first island's own "
-        "parameters after `settle`: those that checkpoints and `full_params` take. The last but "
-        "one column has the same for the outer parameters, which all islands share. All islands "
-        "took part in every round, and their outer parameters were equal bit for bit at the end. "
-        "The base is `zero3` with the same inner optimizer. An "
-        "island alone sees only its own part of the tokens: exchanges must win back what it has "
-        "lost.\n\n"
+        f"The loss is the mean over {tokens:,} held-out tokens, in nats, of the outer parameters "
+        "after `settle`, which all islands share and `Island.shared` returns. The last but one "
+        "column has the same for the first island's own parameters. All islands took part in every "
+        "round, and their outer parameters were equal bit for bit at the end. The base is `zero3` "
+        "with the same inner optimizer. An island alone sees only its own part of the tokens: "
+        "exchanges must win back what it has lost.\n\n"
         "![above zero3](quality_islands.png)\n\n"
         f"{_variants_table(results, setup.steps)}\n\n"
         "Muon steps the matrices of the blocks, and AdamW all other leaves. Its updates are scaled "
@@ -110,18 +114,18 @@ def _variants_table(results: Results, steps: int) -> str:
     rows = []
     for variant in (*JUDGED, *ALONE, *MUON):
         mine, found = results[variant.name], differences(results, variant)
-        row = [variant.name, variant.says, f"{statistics.mean(r['loss'] for r in mine):.4f}"]
+        row = [variant.name, variant.says, f"{statistics.mean(map(loss_of, mine)):.4f}"]
         if variant.islands:
             error = statistics.stdev(found) / len(found) ** 0.5
-            outer = statistics.mean(differences(results, variant, "outer_loss"))
+            own = statistics.mean(differences(results, variant, "loss"))
             row += [", ".join(f"{x:+.2f}" for x in found), f"{statistics.mean(found):+.2f}"]
             sent = mine[0]["seen_bytes"] / mine[0]["seen_rounds"] * mine[0]["rounds"] / steps
-            row += [f"{error:.2f}", f"{outer:+.2f}", f"{sent / 1e3:,.1f}"]
+            row += [f"{error:.2f}", f"{own:+.2f}", f"{sent / 1e3:,.1f}"]
         else:
             row += [", ".join(f"{x:+.2f}" for x in found) if variant.parts > 1 else "", *[""] * 4]
         rows.append(row)
     header = ("variant", "what it is", "final loss", "above the base, %, each seed", "mean")
-    more = ("standard error", "outer parameters, mean", "kB an island sends a step")
+    more = ("standard error", "an island's own parameters, mean", "kB an island sends a step")
     return table((*header, *more), rows)
 
 
@@ -130,9 +134,9 @@ def _swept_table(results: Results) -> str:
     rows = []
     for variant in (*(v for v in JUDGED if v.islands == 2), *SWEPT):
         own, outer = (differences(results, variant, x)[0] for x in ("loss", "outer_loss"))
-        loss = results[variant.name][0]["loss"]
-        rows.append((variant.name, f"{loss:.4f}", f"{own:+.2f}", f"{outer:+.2f}"))
-    header = ("variant", "final loss", "above zero3's, %", "outer parameters, %")
+        loss = loss_of(results[variant.name][0])
+        rows.append((variant.name, f"{loss:.4f}", f"{outer:+.2f}", f"{own:+.2f}"))
+    header = ("variant", "final loss", "above zero3's, %", "an island's own parameters, %")
     return table(header, rows)
 
 

@@ -106,18 +106,17 @@ class Trainer:
         outer = self.variant.config.outer
         assert outer is not None
         rounds = [n for n in range(self.setup.steps + 1) if outer.start_of(n) <= self.setup.steps]
-        for state, merged in found:
+        for state, merged, _ in found:
             islands = [m["outer_islands"] for m in merged]
             assert state.round == len(rounds), f"{state.round} rounds of {len(rounds)}"
             assert set(islands) <= {num}, f"a round had {set(islands)} of {num} islands"
-        state, merged = found[0]
-        for other, _ in found[1:]:
+        state, merged, shared = found[0]
+        for other, _, _ in found[1:]:
             for a, b in zip(state.outer, other.outer, strict=True):
                 np.testing.assert_array_equal(np.asarray(a.copy), np.asarray(b.copy))
-        step, outer_state = self.steps[0], with_outer_params(state, self.programs[0])
         return {
-            "loss": self._loss(step, state.inner),
-            "outer_loss": self._loss(step, outer_state),
+            "loss": self._loss(self.steps[0], state.inner),
+            "outer_loss": self._loss(self.steps[0], shared),
             "rounds": state.round,
             "seen_rounds": len(merged),
             "seen_bytes": sum(m["outer_bytes"] for m in merged),
@@ -131,8 +130,9 @@ class Trainer:
         address: str,
         all_done: threading.Barrier,
         advance: Callable[[int], None],
-    ) -> tuple[IslandState, list[dict[str, Any]]]:
-        """Train one island; return its last state, and the metrics of steps that merged."""
+    ) -> tuple[IslandState, list[dict[str, Any]], TrainState]:
+        """Train one island; return its last state, the metrics of steps that merged, and the state
+        with the outer parameters."""
         num, merged = self.variant.islands, []
         try:
             with Island(self.steps[index], address, TOKEN, slot=index) as island:
@@ -150,7 +150,7 @@ class Trainer:
                 self.programs[index] = island.programs
                 state = island.settle(state)
                 all_done.wait()
-                return state, merged
+                return state, merged, island.shared(state)
         except BaseException:
             all_done.abort()
             raise
@@ -172,22 +172,6 @@ class Trainer:
         """Return the mean loss of held-out text."""
         batches = self.setup.valid(NUM_FINAL_BATCHES)
         return float(np.mean([float(step.eval(state, b)["loss"]) for b in batches]))
-
-
-def with_outer_params(state: IslandState, programs: Any) -> TrainState:
-    """Return a training state with the outer parameters in the place of the island's own."""
-    for each, mine in zip(programs, state.outer, strict=True):
-
-        def local(leaves: Any, copy: jax.Array, fragment: Any = each.fragment) -> Any:
-            return fragment.put(leaves, copy[0])
-
-        put = jax.shard_map(
-            local, mesh=each.mesh, in_specs=(each.specs, each.rows), out_specs=each.specs
-        )
-        leaves = jax.tree.leaves(state.inner.params)
-        mine = jax.jit(put)({i: leaves[i] for i in each.fragment.leaves}, mine.copy)
-        state = state.with_leaves(mine)
-    return state.inner
 
 
 def _adamw_for(setup: Setup) -> optax.GradientTransformation:

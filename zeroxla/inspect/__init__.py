@@ -7,6 +7,7 @@ from zeroxla.inspect.phases import PHASES
 from zeroxla.inspect.pictures import (
     plot_comms,
     plot_disk,
+    plot_islands,
     plot_memory,
     plot_placement,
     plot_plan,
@@ -31,6 +32,7 @@ __all__ = [
     "memory",
     "plot_comms",
     "plot_disk",
+    "plot_islands",
     "plot_memory",
     "plot_placement",
     "plot_plan",

@@ -14,6 +14,7 @@ from zeroxla.inspect.phases import PHASES, phase_of
 from zeroxla.inspect.traffic import messages, most, received_bytes
 from zeroxla.program import hlo
 from zeroxla.program.report import Report, format_bytes
+from zeroxla.step.islands.exchange_bytes import ExchangeBytes
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -68,10 +69,12 @@ class CommsReport(Report):
     Attributes:
       mesh_shape: axis lengths, outermost first.
       collectives: one row for each collective instruction and each place that it is called from.
+      islands: what islands send each other besides; None if the program is no island's.
     """
 
     mesh_shape: dict[str, int]
     collectives: tuple[Row, ...]
+    islands: ExchangeBytes | None = None
 
     @property
     def rows(self) -> tuple[Row, ...]:
@@ -169,6 +172,12 @@ class CommsReport(Report):
         table.add_row(
             *("total", "", "", ""), f"{bound}{self.count()}", *(bound + text for text in totals)
         )
+        if self.islands is not None:
+            table.add_section()
+            count = f"{len(self.islands.sizes) / self.islands.every:.3g}"
+            received = format_bytes(self.islands.bytes_per_step / self.islands.num_devices)
+            sent = f"{format_bytes(self.islands.bytes_per_step)} by an island"
+            table.add_row("exchange", "islands", "", "", count, received, sent)
         return table
 
     def to_dict(self) -> dict[str, Any]:
@@ -178,6 +187,7 @@ class CommsReport(Report):
             "rows": [dataclasses.asdict(row) for row in self.rows],
             "total_bytes": self.total_bytes(),
             "cross_host_bytes": self.cross_host_bytes(),
+            "islands": self.islands and dataclasses.asdict(self.islands),
         }
 
 
@@ -187,6 +197,7 @@ def comms(
     *,
     host_axes: Sequence[str] = ("pipe", "node"),
     while_trips: int | None = None,
+    islands: ExchangeBytes | None = None,
 ) -> CommsReport:
     """Report the collectives of a program, mapped to the axes of its mesh.
 
@@ -204,6 +215,7 @@ def comms(
       host_axes: axes whose neighbours are other hosts. Axes that the mesh lacks are ignored. By
         default every node of every stage is a host; give ("node",) if one host has all stages.
       while_trips: the trip count to assume for loops whose own depends on data.
+      islands: what islands exchange besides, as `Island.describe` returns it.
 
     Returns:
       The report. Collectives of one-device groups move nothing and are left out.
@@ -245,7 +257,7 @@ def comms(
         row = _row(collective, places, tuple(shape), hosts)
         if row is not None:
             rows.append(row)
-    return CommsReport(mesh_shape=shape, collectives=tuple(rows))
+    return CommsReport(mesh_shape=shape, collectives=tuple(rows), islands=islands)
 
 
 def _row(

@@ -14,6 +14,7 @@ from zeroxla.mesh.machines import Link, Machines
 from zeroxla.planning.exchange_time import ExchangeTime, Piece
 from zeroxla.planning.memory_model import MemoryPlan
 from zeroxla.program.report import Report, format_bytes
+from zeroxla.step.islands.exchange_bytes import ExchangeBytes
 from zeroxla.step.islands.outer_programs import OuterPrograms, programs_of
 from zeroxla.step.state import TrainState
 from zeroxla.step.step import Step
@@ -103,8 +104,7 @@ class IslandsPlan(Report):
             num=num,
             num_devices=step.mesh.size,
             link=islands.find_link(None),
-            # The parts of the differences that others average, then the mean of its own part.
-            device_bytes=tuple(2 * (num - 1) * x.among(num).part_bytes for x in fragments),
+            device_bytes=ExchangeBytes.of(fragments, num).device_bytes,
             state_bytes=sum(map(_state_bytes, fragments)),
             step_s=step_s,
         )

@@ -157,7 +157,7 @@ def test_an_island_that_is_killed_comes_back(save_every, text, tmp_path):
         assert launcher.poll() is None, launcher.communicate()[0]
         time.sleep(0.02)
     os.kill(process_of_slot(1, run), signal.SIGKILL)
-    status, out = processes.finish(launcher)
+    status, out = processes.finish(launcher, timeout=600)
     assert status == 0, out
     assert "launch: island 1: Rank 0" in out
     assert "was killed by SIGKILL" in out

@@ -7,6 +7,7 @@ display, opens no window and leaves matplotlib's global state alone. A notebook 
 
 from zeroxla.inspect.pictures.comms import plot_comms
 from zeroxla.inspect.pictures.disk import plot_disk
+from zeroxla.inspect.pictures.islands import plot_islands
 from zeroxla.inspect.pictures.memory import plot_memory
 from zeroxla.inspect.pictures.placement import plot_placement
 from zeroxla.inspect.pictures.plan import plot_plan
@@ -16,6 +17,7 @@ from zeroxla.inspect.pictures.search import plot_search
 __all__ = [
     "plot_comms",
     "plot_disk",
+    "plot_islands",
     "plot_memory",
     "plot_placement",
     "plot_plan",

@@ -14,6 +14,7 @@ from zeroxla.mesh.processes.environment import island_of
 from zeroxla.mesh.processes.exchange import exchange
 from zeroxla.step.islands.common_facts import facts_of
 from zeroxla.step.islands.crew import Crew
+from zeroxla.step.islands.exchange_bytes import ExchangeBytes
 from zeroxla.step.islands.local_rows import checksum_of
 from zeroxla.step.islands.meetings import Meetings
 from zeroxla.step.islands.membership.client import Membership
@@ -210,6 +211,18 @@ class Island:
     def settle(self, state: IslandState) -> IslandState:
         """Wait for the exchanges under way, merge them, and catch up with the other islands."""
         return self._meetings.settle(state)
+
+    def describe(self, num: int | None = None) -> ExchangeBytes:
+        """Return the table of fragments: when each is exchanged, and the bytes that it takes.
+
+        Args:
+          num: the number of islands. None takes those that train now.
+
+        Raises:
+          ValueError: the step has seen no batch.
+        """
+        living = {self.slot, *(place.slot for place in self._membership.view.living)}
+        return ExchangeBytes.of(self.programs, len(living) if num is None else num)
 
     def to_save(self, state: IslandState) -> SavedIsland:
         """Return what `Checkpointer.save` takes. Exchanges under way are not in it: `settle` first.
