@@ -15,7 +15,8 @@ from zeroxla.planning.exchange_time import ExchangeTime, Piece
 from zeroxla.planning.memory_model import MemoryPlan
 from zeroxla.program.report import Report, format_bytes
 from zeroxla.step.islands.exchange_bytes import ExchangeBytes
-from zeroxla.step.islands.outer_programs import OuterPrograms, programs_of
+from zeroxla.step.islands.make_programs import programs_of
+from zeroxla.step.islands.outer_programs import OuterPrograms
 from zeroxla.step.state import TrainState
 from zeroxla.step.step import Step
 

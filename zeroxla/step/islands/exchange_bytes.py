@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from zeroxla.program.report import Report, format_bytes
-from zeroxla.step.islands.outer_programs import OuterPrograms, programs_of
+from zeroxla.step.islands.make_programs import programs_of
+from zeroxla.step.islands.outer_programs import OuterPrograms
 from zeroxla.step.step import Step
 
 if TYPE_CHECKING:

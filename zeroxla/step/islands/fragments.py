@@ -36,14 +36,12 @@ class ShardFragment:
 
     Attributes:
       runs: the elements, in order.
+      size: their number, with zeros after them so that fragments are of equal size and share
+        programs.
     """
 
     runs: tuple[Run, ...]
-
-    @property
-    def size(self) -> int:
-        """The number of elements."""
-        return sum(run.stop - run.start for run in self.runs)
+    size: int
 
     @property
     def leaves(self) -> tuple[int, ...]:
@@ -53,7 +51,8 @@ class ShardFragment:
     def take(self, shards: Mapping[int, jax.Array]) -> jax.Array:
         """Return the fragment of a device's shards of its leaves, float32 [size]."""
         found = [shards[run.leaf].reshape(-1)[run.start : run.stop] for run in self.runs]
-        return jnp.concatenate(found)
+        num_zeros = self.size - sum(run.stop - run.start for run in self.runs)
+        return jnp.concatenate([*found, jnp.zeros(num_zeros, jnp.float32)])
 
     def put(self, shards: Mapping[int, jax.Array], vector: jax.Array) -> dict[int, jax.Array]:
         """Return a device's shards of its leaves with another fragment in them."""
@@ -89,7 +88,7 @@ def cut_fragments(shapes: Sequence[tuple[int, ...] | None], num: int) -> tuple[S
             a, b = max(first, start), min(end, start + size)
             if a < b:
                 runs.append(Run(leaf=leaf, start=a - start, stop=b - start))
-        found.append(ShardFragment(runs=tuple(runs)))
+        found.append(ShardFragment(runs=tuple(runs), size=-(-total // num)))
     return tuple(found)
 
 
@@ -106,4 +105,7 @@ def cut_by_units(
     for leaf, (shape, unit) in enumerate(zip(shapes, units, strict=True)):
         if shape is not None:
             found.setdefault(unit, []).append(Run(leaf=leaf, start=0, stop=math.prod(shape)))
-    return tuple(ShardFragment(runs=tuple(runs)) for runs in found.values())
+    return tuple(
+        ShardFragment(runs=tuple(runs), size=sum(run.stop - run.start for run in runs))
+        for runs in found.values()
+    )

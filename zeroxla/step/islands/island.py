@@ -16,10 +16,11 @@ from zeroxla.step.islands.common_facts import facts_of
 from zeroxla.step.islands.crew import Crew
 from zeroxla.step.islands.exchange_bytes import ExchangeBytes
 from zeroxla.step.islands.local_rows import checksum_of
+from zeroxla.step.islands.make_programs import begin, programs_of
 from zeroxla.step.islands.meetings import Meetings
 from zeroxla.step.islands.membership.client import Membership
 from zeroxla.step.islands.membership.messages import Position
-from zeroxla.step.islands.outer_programs import OuterPrograms, programs_of
+from zeroxla.step.islands.outer_programs import OuterPrograms
 from zeroxla.step.islands.outer_state import IslandState
 from zeroxla.step.islands.saved_island import (
     SavedIsland,
@@ -137,7 +138,7 @@ class Island:
         facts: Mapping[str, Any] = {"versions": (), "round": 0, "clock": 0}
         if isinstance(state, SavedIsland):
             facts, state = state.facts or facts, state.inner
-        outer = tuple(p.begin(p.leaves_of(state.params)) for p in self.programs)
+        outer = begin(self.programs, state.params)
         found = IslandState(
             inner=state,
             outer=outer,

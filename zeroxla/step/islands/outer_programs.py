@@ -20,12 +20,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from zeroxla.config.offload import PINNED
 from zeroxla.config.outer import Outer
 from zeroxla.offload.memory_kinds import put, to_device
-from zeroxla.step.describe import Description
 from zeroxla.step.islands.exchange_programs import ExchangePrograms
-from zeroxla.step.islands.fragments import ShardFragment, cut_by_units, cut_fragments
+from zeroxla.step.islands.fragments import ShardFragment
 from zeroxla.step.islands.outer_state import FragmentState
-from zeroxla.step.state import TrainState, state_shardings
-from zeroxla.step.step import Step
 
 Leaves = dict[int, jax.Array]
 """The leaves of a fragment, by number."""
@@ -46,7 +43,8 @@ class OuterPrograms:
     mesh: Mesh
     shardings: Mapping[int, NamedSharding]
     fragment: ShardFragment
-    _by_num: dict[int, ExchangePrograms] = dataclasses.field(default_factory=dict)
+    _made: dict[tuple[int, int], ExchangePrograms] = dataclasses.field(default_factory=dict)
+    """Programs of exchanges by size and number of islands, which fragments share."""
 
     def leaves_of(self, params: Any) -> Leaves:
         """Return the leaves of the fragment."""
@@ -55,11 +53,12 @@ class OuterPrograms:
 
     def among(self, num: int) -> ExchangePrograms:
         """Return the programs of an exchange between so many islands."""
-        if num not in self._by_num:
-            self._by_num[num] = ExchangePrograms(
-                outer=self.outer, mesh=self.mesh, size=self.fragment.size, num=num
+        size = self.fragment.size
+        if (size, num) not in self._made:
+            self._made[size, num] = ExchangePrograms(
+                outer=self.outer, mesh=self.mesh, size=size, num=num
             )
-        return self._by_num[num]
+        return self._made[size, num]
 
     @property
     def rows(self) -> PartitionSpec:
@@ -71,21 +70,15 @@ class OuterPrograms:
         """How each leaf of the fragment is split."""
         return {i: sharding.spec for i, sharding in self.shardings.items()}
 
-    @functools.cached_property
-    def begin(self) -> Callable[[Leaves], FragmentState]:
-        """(leaves) -> the state before the first exchange."""
-
-        def local(leaves: Leaves) -> FragmentState:
-            copy = self.fragment.take(leaves)[None]
-            return FragmentState(
-                copy=copy,
-                opt_state=self.outer.optimizer.init(copy),
-                error=jnp.zeros_like(copy) if self._has_errors else None,
-                mean_error=jnp.zeros_like(copy) if self._has_errors else None,
-            )
-
-        run = self._map(local, (self.specs,), self.state_specs)
-        return jax.jit(lambda leaves: self.stored(run(_here(leaves))))
+    def begun(self, shards: Leaves) -> FragmentState:
+        """Return a device's part of the state before the first exchange, of its shards."""
+        copy = self.fragment.take({i: shards[i] for i in self.fragment.leaves})[None]
+        return FragmentState(
+            copy=copy,
+            opt_state=self.outer.optimizer.init(copy),
+            error=jnp.zeros_like(copy) if self._has_errors else None,
+            mean_error=jnp.zeros_like(copy) if self._has_errors else None,
+        )
 
     @functools.cached_property
     def difference(self) -> Callable[[Leaves, jax.Array], jax.Array]:
@@ -244,50 +237,3 @@ def _sum_of_bits(x: jax.Array) -> jax.Array:
     [1]."""
     bits = lax.bitcast_convert_type(x[0], jnp.uint32)
     return jnp.sum(bits * (2 * jnp.arange(bits.size, dtype=jnp.uint32) + 1), dtype=jnp.uint32)[None]
-
-
-def programs_of(step: Step, shapes: TrainState | None = None) -> tuple[OuterPrograms, ...]:
-    """Return the programs of each fragment of a step's parameters.
-
-    Args:
-      step: a step with `outer` in its config.
-      shapes: the shapes of its state; None takes those of the batch that it has seen.
-
-    Raises:
-      ValueError: it has seen none, or there are more fragments than elements or steps.
-    """
-    outer, shapes = step.config.outer, step.shapes() if shapes is None else shapes
-    assert outer is not None
-    shardings = jax.tree.leaves(state_shardings(shapes, step.mesh).params)
-    layout = step.programs.layout_of(shapes.params, shapes.placements[0])
-    leaves = zip(layout.leaves, shardings, jax.tree.leaves(shapes.params), strict=True)
-    own = [None if leaf.frozen else s.shard_shape(x.shape) for leaf, s, x in leaves]
-    if outer.fragments == "units":
-        fragments = cut_by_units(own, units_of(step))
-    else:
-        fragments = cut_fragments(own, outer.fragments)
-    outer = dataclasses.replace(outer, fragments=len(fragments))
-    return tuple(
-        OuterPrograms(
-            outer=outer,
-            mesh=step.mesh,
-            shardings={i: shardings[i] for i in fragment.leaves},
-            fragment=fragment,
-        )
-        for fragment in fragments
-    )
-
-
-def units_of(step: Step) -> list[str]:
-    """Return the name of the unit of each leaf's gather.
-
-    Raises:
-      ValueError: the step is a pipeline's, which has no units.
-    """
-    description = step.describe()
-    if not isinstance(description, Description):
-        raise ValueError(
-            'Outer(fragments="units") and a pipeline, whose stages gather no units; give a number '
-            "of fragments"
-        )
-    return [row.unit for row in description.rows]

@@ -162,7 +162,9 @@ def test_an_island_that_is_another_program_is_refused(run):
 
 def test_who_does_not_come_or_cannot_come_is_named(run):
     there = run.coordinator()
-    with pytest.raises(TimeoutError, match=r"did not answer within 1 s, or has another token"):
+    with pytest.raises(
+        TimeoutError, match=r"did not answer within 1 s, or has another token or version"
+    ):
         run.join(there, "another", timeout=1.0)
     one = run.join(there, timeout=0.5)
     with pytest.raises(TimeoutError, match=r"other islands did not come within 0 s; start them"):

@@ -316,6 +316,14 @@ def test_when_no_island_is_left_those_that_come_go_on_from_what_they_have():
     islands.say(4, slot=1, trains=False, versions=(0, 0))
     view = islands.view(3)
     assert (view.started, view.round, view.versions, view.closed) == (True, 0, (0, 0), {})
+    islands.say(4, trains=True)
+    islands.lose(3)
+    islands.lose(4)
+    islands.say(5, slot=0, trains=False, versions=(0, 0))
+    islands.wait(9)
+    assert not islands.view(5).started
+    islands.wait(2)
+    assert islands.view(5).started  # The other one need not come.
 
 
 def test_a_round_that_only_lost_islands_have_merged_is_forgotten():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import secrets
 import threading
@@ -68,6 +67,7 @@ class Membership:
             slot=slot, process=process, num_processes=num_processes, port=self.post.port, host=host
         )
         self._view: View | None = None
+        self._why = "nothing was heard of it"
         self._seen_at = self._lost_at = 0.0
         self._line: Line | None = None
         self._change = threading.Condition()
@@ -89,7 +89,7 @@ class Membership:
                     raise ValueError(f"the coordinator at {address} refuses this island: {why}")
                 raise TimeoutError(
                     f"the coordinator at {address} did not answer within {self._timeout:.0f} s, or "
-                    "has another token"
+                    f"has another token or version ({self._why})"
                 )
             self.wait_for(lambda: self._view is not None and not self._view.refused, 1.0)
             if self._view is not None and self._view.refused:
@@ -203,8 +203,10 @@ class Membership:
     def _run(self) -> None:
         """Keep the connection, and take views; runs in a thread."""
         while not self._closed:
-            with contextlib.suppress(OSError, FrameError):
+            try:
                 self._talk()
+            except (OSError, FrameError) as error:
+                self._why = str(error)
             with self._change:
                 if self._line is not None:
                     self._lost_at = time.monotonic()

@@ -80,6 +80,7 @@ class Post:
         self._change = threading.Condition()
         self._links: dict[int, tuple[socket.socket, FrameWriter]] = {}
         self._locks: dict[int, threading.Lock] = {}
+        self._closed = False
         self._is_stale: Callable[[str], bool] = lambda name: False
         self._door = Door(host, port, token, member, self._read)
         self.port = self._door.port
@@ -139,6 +140,7 @@ class Post:
 
     def close(self) -> None:
         """Close all connections."""
+        self._closed = True
         self._door.close()
         for connection, _ in list(self._links.values()):
             hang_up(connection)
@@ -149,6 +151,9 @@ class Post:
         if other != to.member:
             hang_up(connection)
             raise ConnectionError("another process listens there by now")
+        if self._closed:
+            hang_up(connection)
+            raise ConnectionError("this process leaves")
         self._links[to.member] = connection, FrameWriter(connection, key, self.member)
         return self._links[to.member]
 

@@ -90,7 +90,7 @@ class Rounds:
         """Return when there is something to decide if nothing is heard until then."""
         if self._attempt is not None:
             return self._attempt.began + 2 * self._deadline
-        if not self.ledger.started and self._met_at is not None:
+        if not self.ledger.started and self._met_at is not None and self.ledger.versions:
             return self._met_at + self._reunion
         times = [*self._orphaned.values()]
         times += [] if self._opened_at is None else [self._opened_at]
@@ -127,8 +127,10 @@ class Rounds:
 
     @property
     def _reunion(self) -> float:
-        """Seconds in which islands that train call again after the coordinator was away."""
-        return min(self._deadline, _REUNION_S)
+        """Seconds in which the islands of a run that has begun come again: those that train, after
+        the coordinator was away; or all, after the last one had left."""
+        trains = bool(self._roll.training())
+        return min(self._deadline, _REUNION_S) if trains else self._deadline
 
     def _catch_up(self, report: MemberReport) -> None:
         """Learn from an island what the ledger has lost: its file may be older than the run."""
@@ -148,11 +150,12 @@ class Rounds:
         return self._exchange(self._attempt, islands, now)
 
     def _start(self, islands: Mapping[int, Island], now: float) -> bool:
-        """Begin the run when enough islands are there. Islands that train wait for nobody long: it
-        is the coordinator who was away. If none trains, the newest of those that are there is where
-        the run goes on, whatever was before."""
+        """Begin the run when enough islands are there. One that has begun before waits for nobody
+        long. If no island trains, the newest of those that are there is where the run goes on,
+        whatever was before."""
         trains = bool(self._roll.training())
-        patient = not trains or now < (self._met_at or 0) + self._reunion
+        is_new = not trains and not self.ledger.versions
+        patient = is_new or now < (self._met_at or 0) + self._reunion
         if not islands or (len(islands) < self._num_islands and patient):
             return False
         each = [process for island in islands.values() for process in island]
