@@ -25,8 +25,7 @@ def plot_islands(
 
     Args:
       steps: for each island, by its slot, its steps: the time in seconds after each, and the
-        metrics that `Island` returned. A time without a step for longer than five usual ones is
-        drawn as absence.
+        metrics that `Island` returned. A long time without a step is drawn as absence.
       path: file to save to (the suffix names the format), or None.
 
     Returns:
@@ -75,8 +74,11 @@ def plot_islands(
 
 
 def _longest(times: np.ndarray) -> float:
-    """Return the longest time between two steps that is no absence."""
-    return 5 * float(np.median(np.diff(times))) if len(times) > 1 else 0.0
+    """Return the longest time between two steps that is no absence: five usual ones, or a tenth of
+    the run, in which programs may be compiled."""
+    if len(times) < 2:
+        return 0.0
+    return max(5 * float(np.median(np.diff(times))), float(times[-1] - times[0]) / 10)
 
 
 def _runs(times: np.ndarray) -> list[tuple[float, float]]:
