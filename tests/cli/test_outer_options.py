@@ -13,6 +13,7 @@ from tools.train import check_no_option
 
 from zeroxla import Outer, WireFormat, ZeroConfig
 from zeroxla.cli.continued_run import check_resumable
+from zeroxla.cli.errors import UsageError
 from zeroxla.cli.main import main
 from zeroxla.cli.outer_options import OuterOptions
 from zeroxla.cli.plan.options import PlanOptions
@@ -204,3 +205,14 @@ class TestResume:
         given = ["--outer=streaming", "--outer-wire=int8", "--outer-mixing=0.5"]
         options = read_options("any", given, kind)
         assert kind.from_dict(json.loads(json.dumps(options.to_dict()))) == options
+
+
+def test_a_plan_takes_the_number_of_islands_and_their_link():
+    arguments = ["--outer=streaming", "--islands=4", "--island-link=10mbit"]
+    found = read_options("plan", arguments, PlanOptions).outer.planned()
+    assert (found.num, found.link) == (4, "10mbit")
+    assert read_options("plan", [], PlanOptions).outer.planned() is None
+    with pytest.raises(UsageError, match=r"--islands, --island-link: without effect"):
+        read_options("plan", arguments[1:], PlanOptions)
+    with pytest.raises(UsageError, match=r"--islands 0 must be at least 1"):
+        read_options("plan", ["--outer=diloco", "--islands=0"], PlanOptions)

@@ -15,7 +15,13 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 REFERENCE = REPOSITORY / "docs" / "api"
 # Packages whose `__all__` is public, and names that other pages tell users to import.
 PUBLIC = (zeroxla, inspect, models, quantize, rlhf, deepspeed)
-BESIDES = ("zeroxla.planning.calibrate.calibrated", "zeroxla.planning.calibrate.entry")
+BESIDES = (
+    "zeroxla.planning.calibrate.calibrated",
+    "zeroxla.planning.calibrate.entry",
+    "zeroxla.planning.exchange_time.ExchangeTime",
+    "zeroxla.planning.islands.Islands",
+    "zeroxla.planning.islands.IslandsPlan",
+)
 
 
 def referenced() -> set[str]:

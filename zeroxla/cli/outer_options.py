@@ -11,6 +11,7 @@ from zeroxla.cli.wire_text import wire_fields, wire_format
 
 if TYPE_CHECKING:
     from zeroxla.config.outer import Outer
+    from zeroxla.planning.islands import Islands
 
 _EVERY = 100
 _RATE, _MOMENTUM = 0.7, 0.9
@@ -141,6 +142,42 @@ class IslandsOptions(OuterOptions):
         super().__post_init__()
         if self.islands is not None and self.islands < 1:
             raise ValueError(f"--islands {self.islands} must be at least 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedIslands(OuterOptions):
+    """Islands: groups of devices that train by themselves, and exchange after many steps what has
+    changed. The cluster is that of one island. Every flag beside --outer changes one field of its
+    preset."""
+
+    islands: int | None = None
+    """Number of islands. Default: 2."""
+    island_link: str | None = None
+    """Link of an island to the others: a name in the table of links, or a rate such as 100mbit.
+    Default: 1gbit."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.islands is not None and self.islands < 1:
+            raise ValueError(f"--islands {self.islands} must be at least 1")
+        given = [name for name in ("islands", "island_link") if getattr(self, name) is not None]
+        if self.outer == "none" and given:
+            raise ValueError(
+                f"{', '.join(map(flag, given))}: without effect, there are no islands; leave out, "
+                "or give --outer streaming"
+            )
+
+    def planned(self) -> Islands | None:
+        """Return the islands of a plan; None without --outer."""
+        from zeroxla.planning.islands import Islands  # here, because --help need not wait for JAX
+
+        if self.outer == "none":
+            return None
+        usual = Islands()
+        return Islands(
+            num=usual.num if self.islands is None else self.islands,
+            link=usual.link if self.island_link is None else self.island_link,
+        )
 
 
 OUTER_LEAST = {"outer.outer_every": 1, "outer.outer_delay": 0}

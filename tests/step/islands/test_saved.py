@@ -17,7 +17,7 @@ from tools.islands import (
     part,
     trained,
 )
-from tools.quick import quick_compilation, thinned  # noqa: F401
+from tools.quick import quick_compilation  # noqa: F401
 
 import zeroxla
 from zeroxla.checkpoint.checkpointer import Checkpointer
@@ -74,7 +74,8 @@ def test_islands_go_on_from_their_checkpoints(tmp_path):
         jax.tree.map(np.testing.assert_array_equal, mine, expected)
 
 
-@pytest.mark.parametrize("num", thinned([3], slow=[1]))
+@pytest.mark.slow
+@pytest.mark.parametrize("num", [1, 3])
 def test_another_number_of_islands_goes_on(tmp_path, num):
     rows = batches(6)
     before = run(tmp_path, 2, rows[:4], save=4)
@@ -121,6 +122,7 @@ def test_the_shared_parameters_are_the_outer_ones():
     np.testing.assert_array_equal(np.sort(flat[flat != 0]), np.sort(mine[mine != 0]))
 
 
+@pytest.mark.slow
 def test_a_step_opens_the_checkpoint_of_an_island(tmp_path):
     (*_, own), _ = run(tmp_path, 2, batches(4), save=4)
     step = zeroxla.make_step(MODEL, zeroxla.make_mesh(nodes=2), ADAM)

@@ -10,7 +10,7 @@ from zeroxla.cli.mesh_options import PipelineOptions
 from zeroxla.cli.offload_options import PlannedOffload
 from zeroxla.cli.optimizer_options import OptimizerOptions
 from zeroxla.cli.option_groups import OptionGroups, flag
-from zeroxla.cli.outer_options import OUTER_LEAST, OuterOptions
+from zeroxla.cli.outer_options import OUTER_LEAST, PlannedIslands
 from zeroxla.cli.zero_options import (
     LEAST,
     FetchOptions,
@@ -113,7 +113,7 @@ class PlanOptions(OptionGroups):
     hops: HopOptions = field(default_factory=HopOptions)
     fetch: FetchOptions = field(default_factory=FetchOptions)
     offload: PlannedOffload = field(default_factory=PlannedOffload)
-    outer: OuterOptions = field(default_factory=OuterOptions)
+    outer: PlannedIslands = field(default_factory=PlannedIslands)
     generation: PlanGenerationOptions = field(default_factory=PlanGenerationOptions)
     compilation: Compilation = field(default_factory=Compilation)
     output: PlanOutput = field(default_factory=PlanOutput)

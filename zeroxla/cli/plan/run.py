@@ -107,6 +107,7 @@ def plan_from(options: PlanOptions) -> Plan:
         config=config,
         weights=stages.weights,
         generating=_generating(options),
+        islands=options.outer.planned(),
         **_machines(options),
         compiled=options.compilation.compile,
     )

@@ -108,6 +108,10 @@ class AsIsland:
         """Wait for the exchanges under way, and merge them."""
         return self.join().settle(state)
 
+    def shared(self, state: IslandState) -> TrainState:
+        """Return the training state with the parameters that all islands share."""
+        return self.join().shared(state)
+
     def close(self) -> None:
         """Leave the others, who go on."""
         if self._island is not None:

@@ -40,6 +40,7 @@ from zeroxla.cli.train.utilization import flops_per_token, peak_flops_per_s
 from zeroxla.mesh.batches import global_batch, process_shard
 from zeroxla.step.disk.steps import has_disk
 from zeroxla.step.make import make_step
+from zeroxla.step.state import TrainState
 
 
 def train(options: TrainOptions, slot: int | None = None) -> int:
@@ -211,9 +212,13 @@ class TrainJob(Job[TrainOptions, Output]):
             scaled="loss_scale" in values,
         )
 
+    def result(self) -> TrainState:
+        """Return the state with what has been learned; an island's has what all islands share."""
+        return self.state if self.island is None else self.island.shared(self.state)
+
     def evaluate(self) -> dict[str, float]:
         """Return the mean loss and metrics on the validation batches, after recording them."""
-        state = inner_of(self.state)
+        state = self.result()
         found = jax.device_get([self.step.eval(state, batch) for batch in self.valid_batches])
         means = {
             name: float(np.mean([values[name] for values in found], dtype=np.float64))
@@ -249,7 +254,7 @@ class TrainJob(Job[TrainOptions, Output]):
             metrics=self.task.metrics,
         )
         self.folder.write_figure("loss.png", picture)
-        self.task.show(self.step, inner_of(self.state), self.folder, self.output)
+        self.task.show(self.step, self.result(), self.folder, self.output)
         self.output.result(self.results, self.task, self.path)
 
     def close(self) -> None:
