@@ -14,7 +14,7 @@ import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from network import Host, NetworkError, _run, _waiting, missing
+from network import Host, NetworkError, missing, run_command, waiting_process
 
 _BRIDGE, _DEVICE = "br0", "eth0"
 
@@ -63,12 +63,12 @@ def switched(num: int, rate: str | None = None) -> Iterator[Network]:
     if why := missing():
         raise NetworkError(f"cannot make hosts: {why}")
     with contextlib.ExitStack() as stack:
-        switch = stack.enter_context(_waiting())
+        switch = stack.enter_context(waiting_process())
         _in(switch, "ip", "link", "add", _BRIDGE, "type", "bridge")
         _in(switch, "ip", "link", "set", _BRIDGE, "up")
         hosts = []
         for i in range(num):
-            host = Host(f"host{i}", f"10.78.0.{i + 1}", stack.enter_context(_waiting()))
+            host = Host(f"host{i}", f"10.78.0.{i + 1}", stack.enter_context(waiting_process()))
             port, peer = f"port{i}", ("peer", "name", _DEVICE, "netns", str(host.pid))
             _in(switch, "ip", "link", "add", port, "type", "veth", *peer)
             _in(switch, "ip", "link", "set", port, "master", _BRIDGE, "up")
@@ -83,4 +83,4 @@ def switched(num: int, rate: str | None = None) -> Iterator[Network]:
 
 def _in(process: int, *command: str) -> None:
     """Run a command in the namespaces of a process; the machine's processes stay visible."""
-    _run("nsenter", "--target", str(process), "--net", "--uts", "--", *command)
+    run_command("nsenter", "--target", str(process), "--net", "--uts", "--", *command)

@@ -83,11 +83,7 @@ class Life:
         """Return what tells one time of a phase from the next; None outside of it."""
         if phase != "exchanging":
             return phase if self.phase == phase else None
-        if self.island is None:
-            return None
-        view = self.island._membership.view
-        mine = any(place.slot == self.island.slot for place in view.roster)
-        return view.attempt if view.attempt and mine else None
+        return None if self.island is None else self.island.exchange
 
 
 class Log:

@@ -78,7 +78,9 @@ class Host:
 
     def _run(self, *command: str) -> str:
         # Outside of the host's space of processes: `ip` finds the other host by its number here.
-        return _run("nsenter", "--target", str(self.pid), "--net", "--uts", "--mount", *command)
+        return run_command(
+            "nsenter", "--target", str(self.pid), "--net", "--uts", "--mount", *command
+        )
 
 
 def sent_bytes(process: str = "self") -> int:
@@ -96,7 +98,7 @@ def missing() -> str | None:
     if absent:
         return f"no {', '.join(absent)} on this machine"
     try:
-        _run("unshare", "--net", "--uts", "--mount", "--pid", "--fork", "true")
+        run_command("unshare", "--net", "--uts", "--mount", "--pid", "--fork", "true")
     except NetworkError as error:
         return str(error)
     return None
@@ -117,7 +119,8 @@ def two_hosts(rate: str | None = None) -> Iterator[tuple[Host, Host]]:
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         hosts = [
-            Host(f"host{i}", f"10.77.0.{i + 1}", stack.enter_context(_waiting())) for i in (0, 1)
+            Host(f"host{i}", f"10.77.0.{i + 1}", stack.enter_context(waiting_process()))
+            for i in (0, 1)
         ]
         names = "".join(f"{host.address} {host.name}\n" for host in hosts)
         (folder / "hosts").write_text(f"127.0.0.1 localhost\n{names}")
@@ -134,7 +137,7 @@ def two_hosts(rate: str | None = None) -> Iterator[tuple[Host, Host]]:
 
 
 @contextlib.contextmanager
-def _waiting() -> Iterator[int]:
+def waiting_process() -> Iterator[int]:
     """Start a process in new namespaces that ends with this one; yield its number."""
     # It reads a pipe that nobody writes to: the pipe closes with this process.
     command = ["unshare", "--net", "--uts", "--mount", "--pid", "--mount-proc", "--fork", "cat"]
@@ -156,7 +159,7 @@ def _only_child(outer: subprocess.Popen[bytes]) -> int:
     raise NetworkError(f"unshare ended with {outer.returncode}")
 
 
-def _run(*command: str) -> str:
+def run_command(*command: str) -> str:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise NetworkError(f"{' '.join(command)}: {done.stderr.strip()}")

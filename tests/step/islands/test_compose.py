@@ -154,3 +154,13 @@ def test_each_island_keeps_its_own_statistics():
     _, states, _ = trained(OUTER, 2, batches(2), model=Normed())
     one, two = (jax.tree.leaves(s.inner.model_state) for s in states)
     assert any(not np.array_equal(a, b) for a, b in zip(one, two, strict=True))
+
+
+@pytest.mark.slow
+def test_any_optimizer_trains_inside_an_island():
+    """Muon reads whole matrices; the outer optimizer sees vectors (MuLoCo, arXiv 2505.23725)."""
+    outer = ZeroConfig.streaming(every=4).outer
+    _, states, metrics = trained(outer, 2, batches(9), optimizer=optax.contrib.muon(0.02))
+    for a, b in zip(*map(copies, states), strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert all(island[-1]["loss"] < island[0]["loss"] for island in metrics)

@@ -108,6 +108,13 @@ class Island:
     def __exit__(self, *error: object) -> None:
         self.close()
 
+    @property
+    def exchange(self) -> str | None:
+        """The name of the exchange under way in which this island takes part; None outside."""
+        view = self._membership.view
+        mine = any(place.slot == self.slot for place in view.roster)
+        return view.attempt if view.attempt and mine else None
+
     def close(self) -> None:
         """Leave the run. The others go on without this island."""
         self._membership.close()
@@ -187,7 +194,9 @@ class Island:
         inner, metrics = self.step(state.inner, batch)
         state = dataclasses.replace(state, inner=inner, clock=state.clock + 1)
         meetings, now = self._meetings, time.monotonic()
-        meetings.step_s, self._stepped_at = now - self._stepped_at, now
+        # A pause between two calls is no step, and takes no more than twice as long as one here.
+        took, self._stepped_at = now - self._stepped_at, now
+        meetings.step_s = min(took, 2 * meetings.step_s or took)
         meetings.num_rows += jax.tree.leaves(batch)[0].shape[0]
         self._num_batches += 1
         if self._num_batches == 1:  # From now on others wait for this island.

@@ -70,7 +70,7 @@ class Meetings:
           settle: wait for all exchanges.
 
         Returns:
-          The state, and what the last merge has to tell.
+          The state, and what the merges have to tell.
         """
         told: dict[str, Any] = {}
         if not settle and not self._is_time(state):
@@ -79,6 +79,9 @@ class Meetings:
             names = self._crew.common(self._names(state, settle))
             for name in names:
                 state, found = self._deal(state, name)
+                for key in ("outer_bytes", "outer_s"):  # Two may be merged at once.
+                    if key in told and key in found:
+                        found[key] += told[key]
                 told |= found
             late = [x for x in self._pending.values() if settle or state.clock >= x.due]
             if not names and (not late or self._crew.common(self._alone())):
