@@ -160,7 +160,8 @@ def test_each_island_keeps_its_own_statistics():
 def test_any_optimizer_trains_inside_an_island():
     """Muon reads whole matrices; the outer optimizer sees vectors (MuLoCo, arXiv 2505.23725)."""
     outer = ZeroConfig.streaming(every=4).outer
-    _, states, metrics = trained(outer, 2, batches(9), optimizer=optax.contrib.muon(0.02))
+    rows = batches(1) * 9  # labels are random: it learns them by heart
+    _, states, metrics = trained(outer, 2, rows, optimizer=optax.contrib.muon(0.02))
     for a, b in zip(*map(copies, states), strict=True):
         np.testing.assert_array_equal(a, b)
     assert all(island[-1]["loss"] < island[0]["loss"] for island in metrics)
