@@ -64,6 +64,6 @@ def losses_of(runs: Mapping[str, Found], work: Path, seed: int) -> dict[str, Fou
 
 
 def _rows_until(run: Found, version: int) -> float:
-    """Return the rows that count in the outer parameters after so many turns of fragments."""
-    each = (x for x in run.rounds if x["round"] < version * run.fragments)
+    """Return the rows that count in the outer parameters after all rounds below a number."""
+    each = (x for x in run.rounds if x["round"] < version)
     return sum(sum(x["rows"].values()) for x in each) / run.fragments

@@ -127,13 +127,16 @@ class Log:
             }
             self._file.write(json.dumps(line) + "\n")
         self._file.flush()
-        path = self._folder / f"outer-{state.versions[0]:06}.npy"
-        if len(set(state.versions)) == 1 and not path.exists():
+        # A version is the number after that of the last round: a turn of fragments counts up.
+        newest, num = state.versions[-1], len(state.versions)
+        turn = tuple(range(newest - num + 1, newest + 1))
+        path = self._folder / f"outer-{newest:06}.npy"
+        if (not newest or state.versions == turn) and not path.exists():
             draft = path.with_suffix(f".{os.getpid()}")
             with open(draft, "wb") as file:
                 np.save(file, np.concatenate([copy[0] for copy in copies]))
             os.replace(draft, path)
-            say("snapshot", version=state.versions[0])
+            say("snapshot", version=newest)
 
 
 def _arrays(tree: Any) -> list[Any]:
