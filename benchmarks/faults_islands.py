@@ -1,4 +1,4 @@
-"""What islands lose when they are killed, cut off, and left without their coordinator.
+"""Measures what training loses when islands are killed or cut off, or the coordinator is gone.
 
 Islands are processes on hosts of their own, see faults_islands_network.py, and so is the
 coordinator. They train a small language model twice for the same time: once undisturbed, once while
@@ -7,9 +7,10 @@ is killed twice. Who is killed is started again at once, without a checkpoint.
 
     python benchmarks/faults_islands.py [--minutes 10] [--every 20] [--islands 4]
 
-A step takes `--step-s` seconds, most of which an island sleeps: so islands do not share this
-machine's cores, as they would not share a host. Writes results/faults_islands.json, .md and .png;
-exits with 1 if a target is missed. Needs root; takes 2 x MINUTES and 3 more.
+A step takes `--step-s` seconds, and an island sleeps for most of them. So the islands do not
+compete for this machine's cores, as islands on hosts of their own would not. Needs root; takes
+2 x MINUTES and 3 more. Writes results/faults_islands.json, .md and .png; exits with 1 if a target
+is missed.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ from zeroxla.cli.data.text import load_corpus
 PORT = 29500
 RATE = "20mbit"
 WARM_TURNS = 4
-"""Turns of all fragments in which programs are compiled, those of an island that comes back too."""
+"""Length of the run that compiles all programs, in turns of all fragments. An island is killed in
+it, so that the programs of one that comes back are compiled too."""
 
 
 def main() -> int:

@@ -1,4 +1,7 @@
-"""What faults_islands.py does to its islands, and what it finds in their logs. No JAX, no clock."""
+"""The disturbances that faults_islands.py plans, and the figures that it computes from its logs.
+
+Pure functions, without JAX and without a clock.
+"""
 
 from __future__ import annotations
 
@@ -113,7 +116,7 @@ def not_told(rounds: Iterable[Event]) -> list[int]:
 
 
 def differing(hashes: Iterable[Event]) -> list[dict[str, Any]]:
-    """Return the fragments and versions of which islands had other outer parameters."""
+    """Return each fragment and version for which two islands logged different hashes."""
     seen: dict[tuple[int, int], dict[tuple[str, str], list[str]]] = {}
     for x in hashes:
         bits = seen.setdefault((x["fragment"], x["version"]), collections.defaultdict(list))
@@ -162,7 +165,7 @@ def restarts(events: Iterable[Event], clock: str = "at") -> list[dict[str, float
     that came to their first step.
 
     Args:
-      events: what was said and done.
+      events: the lines that processes printed and the disturbances, each a dict with "what".
       clock: "at", or "cpu" for the seconds on a core of the process, without its start by Python.
     """
     order = ("spawned", "imported", "joined", "caught_up", "step")
@@ -208,8 +211,8 @@ class Found:
 
     Attributes:
       seconds: its length.
-      events: what was said and done.
-      hashes: the lines of the islands' logs, those of a process in order.
+      events: the lines that processes printed and the disturbances, each a dict with "what".
+      hashes: the lines of the islands' logs. The lines of one process are in order.
       losses: (time, tokens that count, validation loss) of the outer parameters, by time.
       rows, length: rows of a step, and their tokens.
       fragments: the number of fragments.

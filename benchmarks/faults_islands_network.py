@@ -1,8 +1,8 @@
 """Any number of hosts on one machine, joined by a switch whose cables can be pulled out.
 
-Hosts are those of network.py: namespaces that end with this program. The switch is a bridge in a
-namespace of its own, so a cable that is pulled out there is silent at the other end: nobody is told
-that a host is gone. Needs what network.py needs.
+A host is a network namespace that ends with this program, as in network.py. The switch is a bridge
+in a namespace of its own. When a cable is pulled out there, the other end notices nothing, so
+nobody is told that a host is gone. Needs what network.py needs.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ _PATIENCE_S = 15.0
 
 
 class Life:
-    """What this process is doing, and when it ends.
+    """Knows what this process is doing, and kills it in a phase that was ordered.
 
     Attributes:
       phase: "starting", "joining", "computing" or "resting".
@@ -127,7 +127,7 @@ class Log:
             }
             self._file.write(json.dumps(line) + "\n")
         self._file.flush()
-        # A version is the number after that of the last round: a turn of fragments counts up.
+        # After a turn of all fragments their versions are consecutive numbers of rounds.
         newest, num = state.versions[-1], len(state.versions)
         turn = tuple(range(newest - num + 1, newest + 1))
         path = self._folder / f"outer-{newest:06}.npy"

@@ -59,6 +59,11 @@ def write(calm: Found, found: Found, options: Mapping[str, Any]) -> int:
             limit=MOST_LOST,
         ),
         Check(
+            name="runs without a validation loss of parameters that have been trained",
+            value=sum(len(run.losses) < 2 for run in (calm, found)),
+            limit=0,
+        ),
+        Check(
             name="final validation loss above the undisturbed run's, share of it",
             value=loss[1] / counted[1] - 1,
             limit=MOST_LOSS,
@@ -69,7 +74,7 @@ def write(calm: Found, found: Found, options: Mapping[str, Any]) -> int:
             limit=MOST_LOSS,
         ),
         Check(
-            name="fragments and versions of which two islands had other outer parameters",
+            name="fragments and versions for which two islands had different outer parameters",
             value=sum(map(len, hashes.values())),
             limit=0,
         ),
@@ -153,9 +158,9 @@ def _about(found: Found, options: Mapping[str, Any]) -> str:
     return (
         f"{options['islands']} islands of one simulated device train a GPT for {found.seconds:.0f} "
         "s, twice. Each is a process on a host of its own: network namespaces joined by a switch. "
-        f"A step takes {options['step_s']} s, most of which an island sleeps, so that a dead "
-        "island makes no other one faster. Differences travel in 4 bits with error feedback, in "
-        f"{FRAGMENTS} fragments, each after {EVERY} steps, merged {DELAY} steps later. A round "
+        f"A step takes {options['step_s']} s, and an island sleeps for most of them. So a "
+        "dead island makes no other one faster. Differences travel in 4 bits with error feedback, "
+        f"in {FRAGMENTS} fragments, each after {EVERY} steps, merged {DELAY} steps later. A round "
         f"waits {options['deadline']:.0f} s for an island that is late.\n\n"
         f"In the disturbed run islands were killed with SIGKILL {sum(kills.values())} times: "
         f"{by_phase}. Each was started again at once, as a new process without a checkpoint. "
@@ -206,8 +211,8 @@ def _text(found: Found) -> str:
     return (
         "A token counts when a closed round has credited it: a round credits the rows that an "
         "island has trained on since it took part last with this fragment, and the sum is divided "
-        "by the number of fragments. The validation loss is that of the outer parameters, on the "
-        "same held-out text. Rounds that no coordinator told of, because it was killed before it "
+        "by the number of fragments. The validation loss is computed with the outer parameters, on "
+        "the same held-out text. Rounds that no coordinator told of, because it was killed before it "
         f"could, count nothing here: {len(lost)}.\n\n"
         f"{len(found.hashes)} hashes of outer parameters, and of the outer optimizer's state, were "
         "compared between all processes of the disturbed run.\n\n"

@@ -32,7 +32,7 @@ class Run:
 
     Args:
       network: the hosts; the last one is the coordinator's.
-      task: what they do.
+      task: the settings of the run: model, data, folders.
 
     Attributes:
       events: all that was said and done, with "at" in seconds of `time.monotonic()`, and "slot" and

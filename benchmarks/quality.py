@@ -21,9 +21,8 @@ from typing import Any
 from common import NUM_DEVICES, RESULTS, Check, report, start, table
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from quality_training import BATCH, EVAL_BATCH, LENGTH, NUM_FINAL_BATCHES, Setup, Trainer
+from quality_training import BATCH, EVAL_BATCH, LENGTH, NUM_FINAL_BATCHES, Setup, Trainer, train_all
 from quality_variants import VARIANTS, Variant
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from zeroxla.cli.data.text import load_corpus
 
@@ -52,16 +51,7 @@ def train(setup: Setup, variants: list[Variant]) -> Results:
     trainers = {v.name: Trainer(setup, v) for v in variants}
     most = max(v.seeds for v in variants)
     jobs = [(v, seed) for seed in range(most) for v in variants if seed < v.seeds]
-    results: Results = {v.name: [] for v in variants}
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, TimeRemainingColumn()) as bar:
-        every = bar.add_task("all", total=len(jobs) * setup.steps)
-        for variant, seed in jobs:
-            bar.update(every, description=f"{variant.name}, seed {seed}")
-            result = trainers[variant.name].train(seed, lambda n: bar.advance(every, n))
-            results[variant.name].append(result)
-            bar.console.print(f"{variant.name}, seed {seed}: {result['loss']:.5f}")
-    return results
+    return train_all(jobs, trainers, setup.steps, loss_of=lambda result: result["loss"])
 
 
 def differences(results: Results, name: str) -> list[float]:

@@ -22,8 +22,7 @@ from common import NUM_DEVICES, start
 from quality_islands_report import Results, loss_of, write_report
 from quality_islands_training import Trainer
 from quality_islands_variants import ALONE, CURVE, JUDGED, MUON, SWEPT, VARIANTS
-from quality_training import Setup
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from quality_training import Setup, train_all
 
 from zeroxla.cli.data.text import load_corpus
 
@@ -57,16 +56,7 @@ def train(setup: Setup, only: list[str] | None) -> Results:
         if seed < variant.seeds and (only is None or variant.name in only)
     ]
     trainers = {variant.name: Trainer(setup, variant) for variant, _ in jobs}
-    results: Results = {name: [] for name in trainers}
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, TimeRemainingColumn()) as bar:
-        every = bar.add_task("all", total=len(jobs) * setup.steps)
-        for variant, seed in jobs:
-            bar.update(every, description=f"{variant.name}, seed {seed}")
-            result = trainers[variant.name].train(seed, lambda n: bar.advance(every, n))
-            results[variant.name].append(result)
-            bar.console.print(f"{variant.name}, seed {seed}: {loss_of(result):.5f}")
-    return results
+    return train_all(jobs, trainers, setup.steps, loss_of=loss_of)
 
 
 if __name__ == "__main__":

@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 from quality_variants import Variant
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from zeroxla import Checkpointer, ZeroConfig, make_mesh, make_step
 from zeroxla.cli.data.text import VOCABULARY, Corpus, training_batches, validation_batches
@@ -147,3 +148,33 @@ class Trainer:
 
 def _slug(name: str) -> str:
     return "".join(c if c.isalnum() else "_" for c in name)
+
+
+def train_all(
+    jobs: Sequence[tuple[Any, int]],
+    trainers: Mapping[str, Any],
+    num_steps: int,
+    *,
+    loss_of: Callable[[dict[str, Any]], float],
+) -> dict[str, list[dict[str, Any]]]:
+    """Train variants from seeds, one after another, and show the progress.
+
+    Args:
+      jobs: the variants, which have a `name`, with their seeds.
+      trainers: what trains each variant, by name: `train(seed, advance)` returns a result.
+      num_steps: the steps of a training.
+      loss_of: returns the loss of a result, to be printed.
+
+    Returns:
+      The results of each variant, by name.
+    """
+    results: dict[str, list[dict[str, Any]]] = {name: [] for name in trainers}
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    with Progress(*columns, TimeRemainingColumn()) as bar:
+        every = bar.add_task("all", total=len(jobs) * num_steps)
+        for variant, seed in jobs:
+            bar.update(every, description=f"{variant.name}, seed {seed}")
+            result = trainers[variant.name].train(seed, lambda n: bar.advance(every, n))
+            results[variant.name].append(result)
+            bar.console.print(f"{variant.name}, seed {seed}: {loss_of(result):.5f}")
+    return results

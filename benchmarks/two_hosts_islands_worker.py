@@ -15,11 +15,11 @@ import sys
 import time
 from typing import Any
 
-import numpy as np
 from jax.sharding import Mesh
 from network import sent_bytes
 from peers import task
 from two_hosts_islands_rows import start
+from two_hosts_worker import global_batch_of
 
 import zeroxla
 
@@ -44,9 +44,7 @@ class Row:
     def _batch(self) -> Any:
         first = self._slot * task.RANKS_PER_HOST
         ranks = range(first, first + task.RANKS_PER_HOST)
-        rows = [np.frombuffer(task.tokens(rank, self._num_steps), np.uint8) for rank in ranks]
-        tokens = np.concatenate(rows).reshape(-1, task.LENGTH + 1).astype(np.int32)
-        return zeroxla.global_batch({"tokens": tokens}, self._mesh)
+        return global_batch_of(ranks, self._num_steps, self._mesh)
 
     def _take(self) -> float:
         batch = self._batch()

@@ -25,6 +25,13 @@ import zeroxla
 WARM_STEPS = 2
 
 
+def global_batch_of(ranks: range, step: int, mesh: Mesh) -> Any:
+    """Return the batch of some ranks in a step, on a mesh."""
+    rows = [np.frombuffer(task.tokens(rank, step), np.uint8) for rank in ranks]
+    tokens = np.concatenate(rows).reshape(-1, task.LENGTH + 1).astype(np.int32)
+    return zeroxla.global_batch({"tokens": tokens}, mesh)
+
+
 class Row:
     """A row in training."""
 
@@ -49,9 +56,7 @@ class Row:
     def _batch(self) -> Any:
         index, count = zeroxla.process_shard(self._mesh)
         ranks = range(index * task.WORLD // count, (index + 1) * task.WORLD // count)
-        rows = [np.frombuffer(task.tokens(rank, self._num_steps), np.uint8) for rank in ranks]
-        tokens = np.concatenate(rows).reshape(-1, task.LENGTH + 1).astype(np.int32)
-        return zeroxla.global_batch({"tokens": tokens}, self._mesh)
+        return global_batch_of(ranks, self._num_steps, self._mesh)
 
     def _take(self) -> float:
         batch = self._batch()

@@ -63,3 +63,17 @@ def launch(script, *arguments, **options):
     status, out = zeroxla("launch", "--nodes=2", *told, "--", *program)
     said = [dict(re.findall(rf"^\[{i}\] (.+?): (.*)$", out, re.MULTILINE)) for i in (0, 1)]
     return status, said, out
+
+
+def working_on(run, variable):
+    """Return the number of the program that works on a run folder, with a variable such as
+    "ZEROXLA_PROCESS_ID=1" in its environment."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            told = (folder / "environ").read_bytes().split(b"\0")
+            arguments = (folder / "cmdline").read_bytes().split(b"\0")
+        except OSError:  # it has ended, or is not ours
+            continue
+        if variable.encode() in told and str(run).encode() in arguments:
+            return int(folder.name)
+    raise AssertionError(f"no process of {run} has {variable}")

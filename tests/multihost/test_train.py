@@ -6,7 +6,6 @@ import re
 import signal
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
@@ -45,19 +44,6 @@ def wait_for_step(launcher, run, number):
     raise AssertionError(launcher.communicate()[0])
 
 
-def process_of_rank(rank, run):
-    """Return the number of the program that works on a run folder as a rank."""
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            told = (folder / "environ").read_bytes().split(b"\0")
-            arguments = (folder / "cmdline").read_bytes().split(b"\0")
-        except OSError:  # it has ended, or is not ours
-            continue
-        if f"ZEROXLA_PROCESS_ID={rank}".encode() in told and str(run).encode() in arguments:
-            return int(folder.name)
-    raise AssertionError(f"no process is rank {rank} of {run}")
-
-
 @pytest.mark.slow
 def test_a_folder_in_use_ends_all_processes(text, tmp_path):
     with RunLock.take(tmp_path / "run"):
@@ -75,7 +61,7 @@ def test_a_killed_run_is_started_again_and_ends_with_the_same_losses(text, tmp_p
     program = [sys.executable, "-m", "zeroxla", *TRAIN, "--data", text, "--run", run]
     launcher = processes.start(["-m", "zeroxla", *launch, *program])
     wait_for_step(launcher, run, 12)
-    os.kill(process_of_rank(1, run), signal.SIGKILL)
+    os.kill(processes.working_on(run, "ZEROXLA_PROCESS_ID=1"), signal.SIGKILL)
     status, out = processes.finish(launcher)
     assert status == 0, out
     assert "was killed by SIGKILL" in out

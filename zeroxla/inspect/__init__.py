@@ -1,7 +1,8 @@
 """Reports on compiled programs and live arrays: bytes that travel, memory, and pictures of them."""
 
 from zeroxla.hybrid.phase_memory import PhaseReport
-from zeroxla.inspect.comms import CommsReport, Row, comms
+from zeroxla.inspect.comms import comms
+from zeroxla.inspect.comms_report import CommsReport, Row
 from zeroxla.inspect.memory import memory
 from zeroxla.inspect.phases import PHASES
 from zeroxla.inspect.pictures import (

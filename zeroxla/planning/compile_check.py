@@ -14,7 +14,8 @@ import numpy as np
 from jax.sharding import Mesh
 
 from zeroxla.config.offload import Offload
-from zeroxla.inspect.comms import CommsReport, comms
+from zeroxla.inspect.comms import comms
+from zeroxla.inspect.comms_report import CommsReport
 from zeroxla.inspect.memory import memory
 from zeroxla.mesh.simulate import simulate
 from zeroxla.planning.gpu_topology import WheelsMissingError, target_mesh

@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from zeroxla.inspect.comms import CommsReport
+from zeroxla.inspect.comms_report import CommsReport
 from zeroxla.mesh.axes import DEVICE
 from zeroxla.mesh.machines import Device, Link
 from zeroxla.planning.bottleneck import NAMES, Bottleneck, longest, twice_as_fast

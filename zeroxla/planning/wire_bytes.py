@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from zeroxla.inspect.comms import CommsReport, Row
+from zeroxla.inspect.comms_report import CommsReport, Row
 from zeroxla.inspect.phases import phase_of
 from zeroxla.inspect.traffic import received_bytes
 from zeroxla.mesh.axes import NODE, PIPE

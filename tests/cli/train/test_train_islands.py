@@ -8,7 +8,6 @@ import os
 import signal
 import sys
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -128,19 +127,6 @@ def test_islands_train_evaluate_and_go_on(text, tmp_path):
     assert f"already holds a run; continue it with --resume --run {run}" in out
 
 
-def process_of_slot(slot: int, run: Path) -> int:
-    """Return the number of the program that trains as an island into a run folder."""
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            told = (folder / "environ").read_bytes().split(b"\0")
-            arguments = (folder / "cmdline").read_bytes().split(b"\0")
-        except OSError:  # it has ended, or is not ours
-            continue
-        if f"ZEROXLA_SLOT={slot}".encode() in told and str(run).encode() in arguments:
-            return int(folder.name)
-    raise AssertionError(f"no process is island {slot} of {run}")
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("save_every", [10, 10_000], ids=["with a checkpoint", "without one"])
 def test_an_island_that_is_killed_comes_back(save_every, text, tmp_path):
@@ -156,7 +142,7 @@ def test_an_island_that_is_killed_comes_back(save_every, text, tmp_path):
     while not (folder / "metrics.jsonl").exists() or len(RunFolder(folder).metrics()) < 30:
         assert launcher.poll() is None, launcher.communicate()[0]
         time.sleep(0.02)
-    os.kill(process_of_slot(1, run), signal.SIGKILL)
+    os.kill(processes.working_on(run, "ZEROXLA_SLOT=1"), signal.SIGKILL)
     status, out = processes.finish(launcher, timeout=600)
     assert status == 0, out
     assert "launch: island 1: Rank 0" in out

@@ -1,5 +1,6 @@
 """Islands that are late, leave, come and come back; links and coordinators that are lost."""
 
+import errno
 import threading
 import time
 
@@ -12,6 +13,8 @@ from tools.quick import quick_compilation, thinned  # noqa: F401
 
 import zeroxla
 from zeroxla.config.outer import Outer
+from zeroxla.step.islands.membership.client import Membership
+from zeroxla.step.islands.membership.ledger import Ledger
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 OUTER = Outer(every=2, optimizer=optax.sgd(0.7, momentum=0.9, nesterov=True))
@@ -193,6 +196,71 @@ def test_islands_train_on_without_the_coordinator_and_meet_again(tmp_path, keeps
         assert again.ledger.lives == (2 if keeps else 1)
     check_same([one, two])
     assert len(one.keys() & two.keys()) > 3
+
+
+def test_a_slower_island_takes_part_with_the_steps_that_it_has():
+    """It would be ready long after the deadline; when the round is about to close it goes along."""
+
+    def each(island, done, events):
+        time.sleep(0.3 if island.slot == 1 else 0.0)
+
+    outer = Outer(every=40, optimizer=OUTER.optimizer)
+    _, events = islands(2, lambda events: in_order(events, [0, 1]), each, outer=outer, deadline=4.0)
+    (first, *_) = [event for event in events if event["what"] == "closed"]
+    assert first["slots"] == [0, 1]
+    assert first["rows"][0] == 40 * 4
+    assert 4 <= first["rows"][1] < 40 * 4
+
+
+def test_islands_train_on_while_the_disk_of_the_coordinator_is_full(tmp_path, monkeypatch):
+    """Nobody is told of a round that was not written, and nobody waits for it for ever."""
+    save, is_full, steps = Ledger.save, [False], [0, 0]
+
+    def fail(self, path):
+        if is_full[0]:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        save(self, path)
+
+    monkeypatch.setattr(Ledger, "save", fail)
+
+    def each(island, done, events):
+        time.sleep(0.02)
+        if done == 5:
+            is_full[0] = True
+        steps[island.slot] += is_full[0]
+        if min(steps) > 6:
+            is_full[0] = False
+
+    def until(events):
+        return min(steps) > 6 and in_order(events, [0, 1], [0, 1], [0, 1], [0, 1])
+
+    _, events = islands(2, until, each, deadline=0.5, state=tmp_path / "state.json")
+    unsaved = [event for event in events if event["what"] == "unsaved"]
+    assert unsaved[0]["error"] == "No space left on device"
+    assert min(steps) > 6
+
+
+def test_an_island_that_is_refused_later_trains_on_and_says_so():
+    """At the coordinator's address another run's coordinator listens by now."""
+    row = part(batches(1)[0], 0, 4)
+    options = {"num_islands": 1, "deadline": 1.0}
+    there = zeroxla.Coordinator("127.0.0.1:0", TOKEN, **options)
+    with zeroxla.Island(make_step(OUTER, 0, 4), there.address, TOKEN, timeout=30) as island:
+        state = island.init(KEY, row)
+        state, metrics = island(state, row)
+        assert metrics["coordinator"]
+        there.close()
+        with zeroxla.Coordinator(there.address, TOKEN, **options) as other:
+            stranger = Membership(other.address, TOKEN, slot=7, timeout=30)
+            stranger.begin(facts={"model": "another"}, versions=(0,))
+            assert island._membership.wait_for(lambda: bool(island._membership.view.refused), 20)
+            with pytest.warns(UserWarning, match=r"refuses this island, which trains on .* model"):
+                state, metrics = island(state, row)
+            for _ in range(5):  # It is said once.
+                state, metrics = island(state, row)
+            assert not metrics["coordinator"]
+            stranger.close()
+    assert int(state.inner.step) == 7
 
 
 def test_what_has_counted_without_this_island_is_not_counted_again():

@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 class KeptCoordinator:
     """Runs a coordinator on a free port of this machine, for the islands of one launch.
 
-    A coordinator waits for a fixed number of islands before it begins, and again when all have
-    left. If some have ended for good, it is replaced by one that expects fewer, at the same address
-    and with the same file; islands meet the new one by themselves.
+    A coordinator waits for a fixed number of islands before it begins, and for a deadline when all
+    have left. If some have ended for good, it is replaced by one that expects fewer, at the same
+    address and with the same file; islands meet the new one by themselves.
 
     Args:
       token: the secret of the islands.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
-from zeroxla.inspect.comms import CommsReport, Row
+from zeroxla.inspect.comms_report import CommsReport, Row
 from zeroxla.inspect.pictures.figures import COLORS, INK, finish, new_figure, quiet
 from zeroxla.program.report import format_bytes
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from zeroxla.inspect.comms import CommsReport
+from zeroxla.inspect.comms_report import CommsReport
 from zeroxla.inspect.pictures.memory import HasParts
 from zeroxla.mesh.machines import Device, Link
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Collection, Mapping, Sequence
 
 import jax
 
 from zeroxla.config.outer import Outer
+from zeroxla.offload.disk.disk_array import DiskArray
 from zeroxla.step.islands.crew import Crew
 from zeroxla.step.islands.handover import (
     INNER,
@@ -164,6 +166,13 @@ class CatchUp:
 
     def _ask_inner(self, state: IslandState) -> Fetch:
         """Ask for another island's optimizer state and model state."""
+        if any(isinstance(x, DiskArray) for x in jax.tree.leaves(state.inner)):
+            warnings.warn(
+                "this island comes without a checkpoint, and its optimizer's state is on disk: it "
+                "begins from zero, since only arrays in memory are taken from other islands; begin "
+                "with a checkpoint to keep it",
+                stacklevel=2,
+            )
         self._turn += 1
         living, like = self._membership.view.living, inner_arrays(state.inner)
         return Fetch(self._membership, INNER, 0, like, living, self._turn)

@@ -7,9 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from zeroxla.program.report import Report, format_bytes
-from zeroxla.step.islands.make_programs import programs_of
 from zeroxla.step.islands.outer_programs import OuterPrograms
-from zeroxla.step.step import Step
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -53,19 +51,6 @@ class ExchangeBytes(Report):
             device_bytes=tuple(2 * (num - 1) * p.among(num).part_bytes for p in programs),
             num_devices=programs[0].mesh.size,
         )
-
-    @staticmethod
-    def of_step(step: Step, num: int) -> ExchangeBytes:
-        """Return the bytes of a step's exchanges; it has seen a batch, and has `outer` options.
-
-        Args:
-          step: the step.
-          num: the number of islands.
-
-        Raises:
-          ValueError: it has seen no batch.
-        """
-        return ExchangeBytes.of(programs_of(step), num)
 
     @property
     def exchange_bytes(self) -> int:

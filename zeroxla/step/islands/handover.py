@@ -61,7 +61,6 @@ class Fetch:
       turn: a number that no other question of this island has, the same in all its processes.
 
     Attributes:
-      least: the least version that is of use.
       version, arrays: what has come; None if nothing has.
     """
 
@@ -76,7 +75,6 @@ class Fetch:
     ) -> None:
         self.version: int | None = None
         self.arrays: list[jax.Array] | None = None
-        self.least = version
         self.error: BaseException | None = None
         self._membership, self._like, self._turn = membership, list(like), turn
         self._donors = [place for place in donors if place.slot != membership.report.slot]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -101,6 +102,7 @@ class Island:
             self._membership = join(slot=int(exchange("island", "")[0]))
         self.slot, self.position = self._membership.view.slot, self._membership.view.position
         self._num_batches, self._stepped_at = 0, time.monotonic()
+        self._is_refused = False
 
     def __enter__(self) -> Island:
         return self
@@ -209,6 +211,12 @@ class Island:
         )
         state, told = meetings.meet(state, settle=False)
         view = self._membership.view
+        if view.refused and not self._is_refused:
+            warnings.warn(
+                f"the coordinator refuses this island, which trains on by itself: {view.refused}",
+                stacklevel=2,
+            )
+        self._is_refused = bool(view.refused)
         pairs = zip(view.versions, state.versions, strict=False)  # None before a run has begun
         return state, {
             **metrics,
@@ -219,7 +227,11 @@ class Island:
         }
 
     def settle(self, state: IslandState) -> IslandState:
-        """Wait for the exchanges under way, merge them, and catch up with the other islands."""
+        """Wait for the exchanges under way, merge them, and catch up with the other islands.
+
+        It waits for four of the coordinator's deadlines at most; what comes later is merged after a
+        later step.
+        """
         return self._meetings.settle(state)
 
     def describe(self, num: int | None = None) -> ExchangeBytes:

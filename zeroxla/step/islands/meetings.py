@@ -24,6 +24,9 @@ from zeroxla.step.islands.outer_programs import OuterPrograms
 from zeroxla.step.islands.outer_state import IslandState
 
 _POLL_S = 0.05
+_PATIENCE = 4
+"""Deadlines after which an exchange is not waited for: islands gather for one at most, and exchange
+for two."""
 _CHECKS = 10
 """How often, between two rounds, the processes of an island look what has happened."""
 
@@ -63,7 +66,7 @@ class Meetings:
         self._rows_at: dict[int, int] = {}  # by fragment, when it was exchanged last
 
     def meet(self, state: IslandState, *, settle: bool) -> tuple[IslandState, dict[str, Any]]:
-        """Deal with what has happened, and wait for the exchanges that are due.
+        """Deal with what has happened, and wait for the exchanges that are due, within limits.
 
         Args:
           state: the state.
@@ -84,7 +87,7 @@ class Meetings:
                         found[key] += told[key]
                 told |= found
             late = [x for x in self._pending.values() if settle or state.clock >= x.due]
-            if not names and (not late or self._crew.common(self._alone())):
+            if not names and (not late or self._crew.common(self._alone(late))):
                 self._tell(state)
                 return state, told
             if not names:
@@ -115,11 +118,13 @@ class Meetings:
         at = min([*dues, self._outer.start_of(state.round)])
         return state.clock >= at or state.clock % stride == 0
 
-    def _alone(self) -> set[str]:
-        """Return "alone" if the island goes on without waiting for an exchange."""
-        membership = self._membership
-        lost = membership.alone_s > membership.view.deadline
-        return {"alone"} if lost or membership.is_closed else set()
+    def _alone(self, late: Sequence[Exchange]) -> set[str]:
+        """Return "alone" if the island goes on without waiting for exchanges that are due: the
+        coordinator is lost, or decides nothing, as one whose disk is full."""
+        membership, deadline = self._membership, self._membership.view.deadline
+        lost = membership.alone_s > deadline or membership.is_closed
+        stuck = all(time.monotonic() > x.began + _PATIENCE * deadline for x in late)
+        return {"alone"} if lost or stuck else set()
 
     def _behind(self, state: IslandState, until: float) -> set[str]:
         """Return "behind" if there is something to catch up, and somebody who has it."""

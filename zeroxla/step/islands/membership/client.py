@@ -111,14 +111,14 @@ class Membership:
 
     @property
     def is_connected(self) -> bool:
-        """Whether the coordinator is there."""
-        return self._line is not None
+        """Whether the coordinator is there, and takes this island."""
+        return self._line is not None and not (self._view is not None and self._view.refused)
 
     @property
     def alone_s(self) -> float:
         """Seconds since which the coordinator is not there; 0 while it is."""
         with self._change:
-            return 0.0 if self._line is not None else time.monotonic() - self._lost_at
+            return 0.0 if self.is_connected else time.monotonic() - self._lost_at
 
     @property
     def is_closed(self) -> bool:
@@ -130,7 +130,7 @@ class Membership:
         """Seconds until the open round goes on without who is not ready; None if it is not open, or
         the coordinator is not there."""
         with self._change:
-            if self._line is None or self._view is None or self._view.closes_in is None:
+            if not self.is_connected or self._view is None or self._view.closes_in is None:
                 return None
             return self._view.closes_in - (time.monotonic() - self._seen_at)
 
@@ -208,7 +208,7 @@ class Membership:
             except (OSError, FrameError) as error:
                 self._why = str(error)
             with self._change:
-                if self._line is not None:
+                if self.is_connected:
                     self._lost_at = time.monotonic()
                 self._line = None
                 self._change.notify_all()
@@ -236,6 +236,8 @@ class Membership:
                 deadline = view.deadline
                 line.set_beat(beat_of(deadline))
                 with self._change:
+                    if view.refused and self.is_connected:
+                        self._lost_at = time.monotonic()
                     self._view, self._seen_at = view, time.monotonic()
                     self._change.notify_all()
         finally:

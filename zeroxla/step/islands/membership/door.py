@@ -29,7 +29,6 @@ class Door:
         connection's key; when it returns, the connection is closed.
 
     Attributes:
-      host: the address.
       port: the port.
 
     Raises:
@@ -59,7 +58,7 @@ class Door:
                 f"cannot listen at {address_of(host, port)} ({told}); give an address of this "
                 "host, with a free port"
             ) from error
-        self.host, self.port = host, int(self._server.getsockname()[1])
+        self.port = int(self._server.getsockname()[1])
         threading.Thread(target=self._listen, daemon=True, name="zeroxla-door").start()
 
     def close(self) -> None:
