@@ -131,7 +131,7 @@ def test_islands_train_evaluate_and_go_on(text, tmp_path):
 @pytest.mark.parametrize("save_every", [10, 10_000], ids=["with a checkpoint", "without one"])
 def test_an_island_that_is_killed_comes_back(save_every, text, tmp_path):
     """The other one goes on, and the one that comes back goes on with it to the end."""
-    run, steps = tmp_path / "run", 400
+    run, steps = tmp_path / "run", 2000  # enough for one that compiles to come back in time
     train = ["train", "--run", run, "--data", text, *TINY, "--steps", steps]
     program = [sys.executable, "-m", "zeroxla", *train, "--save-every", save_every]
     launch = ["launch", "--islands", 2, "--devices-per-node", 2, "--max-restarts", 1]
