@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 from common import RESULTS, Check, report, table
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
@@ -14,13 +17,17 @@ from quality_islands_variants import (
     CURVE_EVERY,
     EVERY,
     JUDGED,
+    LONG_SWEPT,
     MUON,
     SWEPT,
     VARIANTS,
     Variant,
     curve_name,
 )
-from quality_training import BATCH, EVAL_BATCH, LENGTH, NUM_FINAL_BATCHES, Setup
+from quality_training import EVAL_BATCH, LENGTH, NUM_FINAL_BATCHES, Setup
+
+from zeroxla.frontend import adapt
+from zeroxla.models import GPT
 
 Results = dict[str, list[dict[str, Any]]]  # by variant, one for each seed
 
@@ -59,26 +66,36 @@ def spread(results: Results) -> float:
     return max(statistics.stdev(differences(results, variant)) for variant in several)
 
 
-def write_report(setup: Setup, results: Results) -> int:
-    """Write tables and picture; return the exit code."""
-    draw(results)
+def write_report(setups: Mapping[str, Setup], parts: Mapping[str, Results]) -> int:
+    """Write tables and picture; return the exit code.
+
+    Args:
+      setups, parts: the setup and the results of the "long" and of the "short" trainings.
+    """
+    setup, results = setups["short"], parts["short"]
+    draw(parts)
     tokens = NUM_FINAL_BATCHES * EVAL_BATCH * LENGTH
     body = (
-        f"The GPT of `benchmarks/quality.py`, 4 layers of width 128 over bytes "
-        f"({setup.corpus.source}), {setup.steps} steps of {BATCH} x {LENGTH} tokens on 8 simulated "
-        "devices. Islands divide the rows of each batch, so all variants see the same tokens: 2 "
-        "islands have 4 devices and 8 rows each, 4 islands have 2 devices and 4 rows. The variants "
-        "share initial weights and batches, seed by seed; the rate and its schedule are those of "
-        "`zeroxla train`, and nothing is tuned for islands. No phase without islands goes before.\n"
-        "\n"
+        f"GPTs over bytes ({setup.corpus.source}) on 8 simulated devices. Islands divide the rows "
+        "of each batch, so all variants see the same tokens: of 2 islands each has 4 devices and "
+        "half of the rows, of 4 islands 2 devices and a quarter. The variants share initial "
+        "weights and batches, seed by seed; the rate and its schedule are those of `zeroxla "
+        "train`, and nothing is tuned for islands. No phase without islands goes before.\n\n"
         f"The loss is the mean over {tokens:,} held-out tokens, in nats, of the outer parameters "
         "after `settle`, which all islands share and `Island.shared` returns. The last but one "
         "column has the same for the first island's own parameters. All islands took part in every "
         "round, and their outer parameters were equal bit for bit at the end. The base is `zero3` "
-        "with the same inner optimizer. An island alone sees only its own part of the tokens: "
-        "exchanges must win back what it has lost.\n\n"
+        "with the same inner optimizer.\n\n"
         "![above zero3](quality_islands.png)\n\n"
-        f"{_variants_table(results, setup.steps)}\n\n"
+        "## Long trainings\n\n"
+        f"{_in_words(setups['long'])} These are judged.\n\n"
+        f"{_variants_table(parts['long'], JUDGED, setups['long'].steps)}\n\n"
+        f"H = {EVERY}, 2 islands, one seed, with other outer optimizers:\n\n"
+        f"{_swept_table(parts['long'], LONG_SWEPT)}\n\n"
+        "## Short trainings\n\n"
+        f"{_in_words(setup)} They compare many variants. An island alone sees only its own part of "
+        "the tokens: exchanges must win back what it has lost.\n\n"
+        f"{_variants_table(results, (*JUDGED, *ALONE, *MUON), setup.steps)}\n\n"
         "Muon steps the matrices of the blocks, and AdamW all other leaves. Its updates are scaled "
         "to AdamW's size (`consistent_rms=0.2`, arXiv 2502.16982), so it takes AdamW's rate, "
         "schedule and decay.\n\n"
@@ -86,7 +103,7 @@ def write_report(setup: Setup, results: Results) -> int:
         f"H = {EVERY}, 2 islands, one seed; SGD with Nesterov's momentum. The presets have rate "
         "0.7, momentum 0.9, and the mixing that a row does not name: 0 for `diloco`, 0.5 for "
         "`streaming`. No target judges these rows.\n\n"
-        f"{_swept_table(results)}\n\n"
+        f"{_swept_table(results, SWEPT)}\n\n"
         "## Over H and bits\n\n"
         "2 islands, the fragments and the delay that `ZeroConfig.streaming(every=H)` has, AdamW, "
         "one seed: above zero3's loss, in percent. Between seeds the difference of a variant has a "
@@ -98,21 +115,40 @@ def write_report(setup: Setup, results: Results) -> int:
     checks = [
         Check(
             name=f"loss of {v.name}, above zero3's, mean of {v.seeds} seeds",
-            value=statistics.mean(differences(results, v)),
+            value=statistics.mean(differences(parts["long"], v)),
             limit=100 * v.bar,
             unit=" %",
         )
         for v in VARIANTS
         if v.bar is not None
     ]
-    figures = {"steps": setup.steps, "curve, %": curve(results), "results": results}
+    figures = {
+        "steps": {part: setups[part].steps for part in setups},
+        "curve, %": curve(results),
+        "results": parts,
+    }
     return report("quality_islands", "Quality of islands", body, figures, checks)
 
 
-def _variants_table(results: Results, steps: int) -> str:
-    """Return the table of the variants that are no point of the curve."""
+def _in_words(setup: Setup) -> str:
+    """Return the model and the data of trainings in words."""
+    model = setup.model
+    shapes = jax.eval_shape(
+        adapt(GPT(**model)).init, jax.random.key(0), {"tokens": jnp.zeros((1, LENGTH + 1), int)}
+    )
+    parameters = sum(x.size for x in jax.tree.leaves(shapes[0]))
+    tokens = setup.steps * setup.batch * LENGTH
+    return (
+        f"A GPT of {model['layers']} layers of width {model['width']}, {parameters:,} parameters, "
+        f"and {setup.steps} steps of {setup.batch} x {LENGTH} tokens: {tokens / parameters:.1f} "
+        "tokens a parameter."
+    )
+
+
+def _variants_table(results: Results, variants: Sequence[Variant], steps: int) -> str:
+    """Return a table of variants."""
     rows = []
-    for variant in (*JUDGED, *ALONE, *MUON):
+    for variant in variants:
         mine, found = results[variant.name], differences(results, variant)
         row = [variant.name, variant.says, f"{statistics.mean(map(loss_of, mine)):.4f}"]
         if variant.islands:
@@ -129,10 +165,10 @@ def _variants_table(results: Results, steps: int) -> str:
     return table((*header, *more), rows)
 
 
-def _swept_table(results: Results) -> str:
+def _swept_table(results: Results, swept: Sequence[Variant]) -> str:
     """Return the table of the presets and of other outer optimizers, from the first seed."""
     rows = []
-    for variant in (*(v for v in JUDGED if v.islands == 2), *SWEPT):
+    for variant in (*(v for v in JUDGED if v.islands == 2), *swept):
         own, outer = (differences(results, variant, x)[0] for x in ("loss", "outer_loss"))
         loss = loss_of(results[variant.name][0])
         rows.append((variant.name, f"{loss:.4f}", f"{outer:+.2f}", f"{own:+.2f}"))
@@ -152,11 +188,12 @@ def _curve_table(results: Results) -> str:
     return table(("", *names), rows)
 
 
-def draw(results: Results) -> None:
+def draw(parts: Mapping[str, Results]) -> None:
     """Draw the curve over H for each number of bits, and each seed of the other variants."""
-    figure = Figure(figsize=(9, 4.2), layout="constrained")
+    results = parts["short"]
+    figure = Figure(figsize=(11, 4.2), layout="constrained")
     FigureCanvasAgg(figure)
-    left, right = figure.subplots(1, 2, sharey=True, width_ratios=(3, 2))
+    left, right = figure.subplots(1, 2, sharey=True, width_ratios=(2, 3))
     for (bits, line), marker in zip(curve(results).items(), "os^", strict=True):
         label = "float32" if bits == 32 else f"{bits} bits"
         left.plot(list(line), list(line.values()), marker=marker, label=label)
@@ -168,16 +205,17 @@ def draw(results: Results) -> None:
     left.set_xscale("log")
     left.set_xticks([*CURVE_EVERY, EVERY], [str(x) for x in (*CURVE_EVERY, EVERY)])
     left.minorticks_off()
-    left.set_xlabel("H, steps between two exchanges; 2 islands, one seed")
+    left.set_xlabel("H, steps between two exchanges; 2 islands, one seed, short")
     left.set_ylabel("loss above zero3's, %")
     left.legend(frameon=False)
-    shown = [v for v in VARIANTS if v.islands and v.seeds > 1]
-    for place, variant in enumerate(shown):
-        found = differences(results, variant)
-        color = "C0" if variant in JUDGED else "C4"
+    several = [v for v in VARIANTS if v.islands and v.seeds > 1]
+    shown = [("long", v) for v in several if v in JUDGED] + [("short", v) for v in several]
+    for place, (part, variant) in enumerate(shown):
+        found = differences(parts[part], variant)
+        color = "C2" if part == "long" else "C0" if variant in JUDGED else "C4"
         right.plot([place] * len(found), found, "o", color=color, alpha=0.5)
         right.plot(place, statistics.mean(found), "_", color=color, markersize=18)
-    names = [v.name.replace(", ", ",\n") for v in shown]
+    names = [f"{v.name}\n{part}".replace(", ", ",\n") for part, v in shown]
     right.set_xticks(range(len(shown)), names, fontsize=8)
     right.set_xlabel(f"H = {EVERY}: each seed, and the mean")
     for axes in (left, right):

@@ -17,7 +17,7 @@ import optax
 from common import NUM_DEVICES
 from optax import contrib
 from quality_islands_variants import Variant
-from quality_training import BATCH, LENGTH, MODEL, NUM_FINAL_BATCHES, Setup
+from quality_training import LENGTH, NUM_FINAL_BATCHES, Setup
 
 from zeroxla import Coordinator, Island, IslandState, Step, TrainState, make_mesh, make_step
 from zeroxla.cli.data.text import training_batches
@@ -46,7 +46,7 @@ class Trainer:
         make = muon_for if self.variant.inner == "muon" else _adamw_for
         return [
             make_step(
-                GPT(**MODEL),
+                GPT(**self.setup.model),
                 make_mesh(nodes=nodes, devices=share),
                 make(self.setup),
                 config=self.variant.config,
@@ -160,7 +160,7 @@ class Trainer:
         return iter(
             training_batches(
                 self.setup.corpus.train,
-                batch=BATCH,
+                batch=self.setup.batch,
                 length=LENGTH,
                 seed=seed,
                 shard_index=index,

@@ -7,11 +7,22 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 import optax
+from quality_training import LENGTH
 
 from zeroxla import Outer, ZeroConfig
+from zeroxla.cli.data.text import VOCABULARY
 
 BAR = 0.005
 EVERY = 50  # H of the variants that are judged
+LONG_MODEL = {"vocab": VOCABULARY, "length": LENGTH, "layers": 2, "width": 64, "heads": 4}
+LONG_BATCH = 32
+LONG_SWEEP = (
+    ("streaming", 1.0, 0.9, 0.5),
+    ("streaming", 1.0, 0.5, 0.5),
+    ("streaming", 1.0, 0.8, 0.0),
+    ("diloco", 1.0, 0.5, 0.0),
+    ("diloco", 1.0, 0.8, 0.0),
+)
 SWEEP = (  # outer rate, momentum, mixing
     ("diloco", 1.0, 0.0, 0.0),
     ("streaming", 1.0, 0.0, 0.5),
@@ -146,4 +157,5 @@ ALONE = tuple(
     for parts in (2, 4)
 )
 SWEPT = tuple(_swept(*values) for values in SWEEP)
-VARIANTS: tuple[Variant, ...] = (*JUDGED, *ALONE, *SWEPT, *MUON, *CURVE)
+LONG_SWEPT = tuple(_swept(*values) for values in LONG_SWEEP)
+VARIANTS: tuple[Variant, ...] = (*JUDGED, *ALONE, *SWEPT, *LONG_SWEPT, *MUON, *CURVE)

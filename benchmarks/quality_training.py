@@ -37,18 +37,22 @@ class Setup:
       corpus: the text.
       steps: of a training.
       folder: where results and checkpoints lie.
+      model: the options of `GPT`.
+      batch: the rows of a batch.
     """
 
     corpus: Corpus
     steps: int
     folder: Path
+    model: Mapping[str, int] = dataclasses.field(default_factory=lambda: MODEL)
+    batch: int = BATCH
 
     @functools.cached_property
     def options(self) -> TrainOptions:
         """The optimizer and its schedule are those of `zeroxla train`."""
         return TrainOptions(
-            text=TextOptions(batch=BATCH, length=LENGTH),
-            model=ModelOptions(layers=MODEL["layers"], width=MODEL["width"], heads=MODEL["heads"]),
+            text=TextOptions(batch=self.batch, length=LENGTH),
+            model=ModelOptions(**{name: self.model[name] for name in ("layers", "width", "heads")}),
             training=TrainingOptions(steps=self.steps),
         )
 
@@ -74,7 +78,7 @@ class Trainer:
         mesh = make_mesh(nodes=nodes, devices_per_node=devices)
         optimizer = optimizer_for(setup.options, schedule_for(setup.options))
         self.setup, self.variant = setup, variant
-        self.step = make_step(GPT(**MODEL), mesh, optimizer, config=variant.config)
+        self.step = make_step(GPT(**setup.model), mesh, optimizer, config=variant.config)
         # Losses are those of the trained weights, whatever format they would travel in.
         self.exact = self.step.with_config(ZeroConfig(persistence_threshold=0))
 

@@ -1,0 +1,124 @@
+"""Pipelines with adapters, with parameters in host memory, and as the state to generate from: each
+against the same without stages."""
+
+
+import jax
+import numpy as np
+import optax
+import pytest
+from tools.pipeline_equality import tokens
+from tools.pipelines import step_of
+from tools.quick import quick_compilation, thinned  # noqa: F401
+
+import zeroxla
+from zeroxla import HybridEngine, Offload, Pipeline
+from zeroxla.models import GPT
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+KEY = jax.random.key(4)
+RTOL = 5e-6
+
+
+def assert_same_gradients(staged, whole, batch, *, rtol=RTOL):
+    """Losses, gradients and parameters after a step, of steps that begin alike."""
+    found = []
+    for step in (staged, whole):
+        state = step.init(KEY, batch)
+        loss, grads = step.grad(state, batch)
+        after, _ = step(state, batch)
+        found.append((loss, grads, zeroxla.full_params(after)))
+    mine, others = (
+        {jax.tree_util.keystr(p): x for p, x in jax.tree_util.tree_leaves_with_path(tree)}
+        for tree in found
+    )
+    assert mine.keys() == others.keys()
+    for name, x in others.items():
+        np.testing.assert_allclose(
+            mine[name], x, atol=rtol * max(np.abs(x).max(), 1e-6), err_msg=name
+        )
+
+
+@pytest.mark.parametrize(
+    ("scan", "frozen", "pipe", "weights"),
+    thinned(
+        [(False, "int8", 2, "step"), (True, None, 4, "tick")],
+        slow=[
+            (False, None, 4, "step"),
+            (False, "int4", 2, "tick"),
+            (True, "int8", 2, "step"),
+            (True, "int4", 4, "step"),
+            (True, "int8", 2, "tick"),
+        ],
+        rows=True,
+    ),
+)
+def test_adapters_learn_in_stages_as_without(scan, frozen, pipe, weights):
+    model = zeroxla.lora(
+        GPT.tiny(layers=4, width=64, scan=scan),
+        targets=r"(attn|mlp)/.*kernel",
+        rank=2,
+        frozen=frozen,
+    )
+    optimizer = optax.sgd(0.1)
+    staged = step_of(
+        Pipeline.from_model(model), pipe, 1, 2, 2, optimizer=optimizer, weights=weights
+    )
+    mesh = zeroxla.make_mesh(nodes=1, devices_per_node=2)
+    config = zeroxla.ZeroConfig(persistence_threshold=0)
+    whole = zeroxla.make_step(model, mesh, optimizer, config=config)
+    assert_same_gradients(staged, whole, tokens(8), rtol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("scan", "weights"),
+    thinned([(True, "tick")], slow=[(True, "step"), (False, "step")], rows=True),
+)
+def test_parameters_in_host_memory_change_no_bit(scan, weights):
+    model, batch = GPT.tiny(layers=4, scan=scan), tokens(8)
+    states = []
+    for offload in (Offload(), Offload(params="host", optimizer="host")):
+        pipeline = Pipeline.from_model(model)
+        step = step_of(pipeline, 2, 1, 2, 2, offload=offload, weights=weights)
+        state = step.init(KEY, batch)
+        for _ in range(2):
+            state, _ = step(state, batch)
+        states.append(state)
+    kinds = {x.sharding.memory_kind for x in jax.tree.leaves(states[1].params)}
+    assert kinds == {"pinned_host"}
+    for a, b in zip(*(jax.tree.leaves((s.params, s.opt_state)) for s in states), strict=True):
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+
+
+def test_parameters_on_disk_are_refused(tmp_path):
+    step = step_of(
+        Pipeline.from_model(GPT.tiny()), 2, 1, 1, 2, offload=Offload(params="disk", path=tmp_path)
+    )
+    with pytest.raises(NotImplementedError, match="params='disk'"):
+        step.init(KEY, tokens(4))
+
+
+@pytest.mark.parametrize(
+    ("model", "pipe", "tensor"),
+    thinned(
+        [("scanned", 4, 1), ("unrolled", 2, 2)],
+        slow=[("scanned", 2, 2), ("unrolled", 4, 2), ("adapters", 2, 1)],
+        rows=True,
+    ),
+)
+def test_a_state_of_stages_generates_the_same_tokens(model, pipe, tensor):
+    """Greedily, as the same state without stages."""
+    own = GPT.tiny(layers=4, scan=model != "unrolled")
+    if model == "adapters":
+        own = zeroxla.lora(own, targets="attn/.*kernel", rank=2, frozen="int8")
+    batch = tokens(8)
+    staged = step_of(Pipeline.from_model(own), pipe, 1, 2, 2)
+    whole = zeroxla.make_step(
+        own, zeroxla.make_mesh(nodes=1, devices_per_node=2), optax.adam(1e-2)
+    )
+    prompts, found = [[1, 2, 3], [4, 5], [6, 7, 8, 9, 10]], []
+    for step in (staged, whole):
+        state = step.init(KEY, batch)
+        engine = HybridEngine(step, tensor=tensor)
+        result = engine.generate(state, prompts, key=KEY, max_new_tokens=6, temperature=0)
+        found.append(np.asarray(result.tokens))
+    np.testing.assert_array_equal(*found)
