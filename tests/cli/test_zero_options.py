@@ -189,7 +189,6 @@ class TestWireText:
         (["--weight-wire", "int9"], "--weight-wire int9: a format is"),
         (["--accumulate", "0"], "--accumulate 0 must be at least 1"),
         (["--lora-alpha", "3"], "--lora-alpha: without effect, there are no adapters"),
-        (["--lora-rank", "3", "--pipe", "2"], "--lora-rank 3 with --pipe 2: stages hold no"),
         (["--memory", "low", "--schedule", "gpipe"], "--memory low with --schedule gpipe"),
         (["--weights", "tick"], "--weights: without effect on one stage"),
         (["--model", "alexnet", "--lora-rank", "2"], "--lora-rank: without effect on --model al"),

@@ -322,15 +322,7 @@ def _each(first: Any, second: Any, text: str) -> Iterator[tuple[frozenset[str], 
 
 REFUSED: dict[frozenset[str], str] = dict(
     itertools.chain(
-        _each(PIPELINES, LORA, "stages hold no adapters yet"),
-        _each(PIPELINES, "unrolled layers", "no loop over stacked blocks to cut"),
-        _each(PIPELINES, "batch statistics", "which pipelines do not carry yet"),
-        _each(PIPELINES, "generate", "generation needs all layers on a device"),
-        _each(
-            PIPELINES,
-            ("parameters on the host", "parameters on disk"),
-            "of a pipeline is not supported",
-        ),
+        _each(PIPELINES, "parameters on disk", "of a pipeline is not supported"),
         _each("pipeline, tick", "pipeline, low memory", "has no effect on schedule 'zb-h1'"),
         _each("update on the host", "parameters on disk", "the host updates what is in its memory"),
         _each(

@@ -93,13 +93,6 @@ def test_models_that_cannot_generate():
         HybridEngine(step, max_length=8)
 
 
-def test_stages():
-    model = zeroxla.Pipeline.from_model(GPT.tiny())
-    step = zeroxla.make_step(model, zeroxla.make_mesh(pipe=2, nodes=2))
-    with pytest.raises(NotImplementedError, match="the step has pipe=2 stages"):
-        HybridEngine(step)
-
-
 @pytest.mark.parametrize(
     ("prompts", "match"),
     [

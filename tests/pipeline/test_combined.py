@@ -1,7 +1,6 @@
 """Pipelines with adapters, with parameters in host memory, and as the state to generate from: each
 against the same without stages."""
 
-
 import jax
 import numpy as np
 import optax
@@ -112,9 +111,7 @@ def test_a_state_of_stages_generates_the_same_tokens(model, pipe, tensor):
         own = zeroxla.lora(own, targets="attn/.*kernel", rank=2, frozen="int8")
     batch = tokens(8)
     staged = step_of(Pipeline.from_model(own), pipe, 1, 2, 2)
-    whole = zeroxla.make_step(
-        own, zeroxla.make_mesh(nodes=1, devices_per_node=2), optax.adam(1e-2)
-    )
+    whole = zeroxla.make_step(own, zeroxla.make_mesh(nodes=1, devices_per_node=2), optax.adam(1e-2))
     prompts, found = [[1, 2, 3], [4, 5], [6, 7, 8, 9, 10]], []
     for step in (staged, whole):
         state = step.init(KEY, batch)

@@ -87,6 +87,6 @@ def test_blocks_that_are_written_out_run_as_a_loop():
 def test_what_later_layers_read_of_each_block_travels_with_the_activations():
     line, *_ = line_of(AllStates(), vectors(2))
     (start,) = (s for p, s in zip(line.parts, line.starts) if isinstance(p, BlockLoop))
-    passed = line.passed(start + 2)
-    assert [p.turns for p in passed] == [2, 2]
+    # The carry, and the results of the loop's blocks so far.
+    assert [p.turns for p in line.passed(start + 2)] == [2, 2]
     assert line.bytes_across[start + 2] > line.bytes_across[start]

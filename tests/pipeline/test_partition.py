@@ -28,6 +28,41 @@ CASES = [
 ]
 
 
+def with_bytes(sizes, across):
+    """Layers of some parameters, after each of which some bytes pass on."""
+    return [
+        LayerCost(name=str(i), kind="", parameters=size, bytes_after=n)
+        for i, (size, n) in enumerate(zip(sizes, across, strict=True))
+    ]
+
+
+@hypothesis.given(
+    st.lists(st.tuples(st.integers(0, 50), st.integers(1, 9)), min_size=2, max_size=9),
+    st.integers(2, 4),
+)
+def test_a_cut_goes_where_few_bytes_pass_if_it_is_nearly_even(layers, stages):
+    """Of all cuts whose heaviest stage is at most 1.1 times as heavy as it must be, none has fewer
+    bytes at its widest place, and none with so few is more even."""
+    hypothesis.assume(len(layers) > stages)
+    sizes, across = zip(*layers, strict=True)
+    hypothesis.assume(sum(sizes) > 0)
+    found = make_partition("parameters", with_bytes(sizes, across), stages).boundaries
+
+    def widest(cut):
+        return max(across[b - 1] for b in cut[1:-1])
+
+    cuts = [
+        (0, *inner, len(sizes))
+        for inner in itertools.combinations(range(1, len(sizes)), stages - 1)
+    ]
+    most = 1.1 * min(heaviest(sizes, cut) for cut in cuts)
+    allowed = [cut for cut in cuts if heaviest(sizes, cut) <= most]
+    assert tuple(found) in allowed
+    assert widest(found) == min(map(widest, allowed))
+    as_narrow = [cut for cut in cuts if widest(cut) <= widest(found)]
+    assert heaviest(sizes, found) == min(heaviest(sizes, cut) for cut in as_narrow)
+
+
 def stage_costs(costs, boundaries):
     """Exact, for floats too."""
     return [sum(map(Fraction, costs[a:b])) for a, b in itertools.pairwise(boundaries)]

@@ -180,11 +180,13 @@ def test_a_profile_of_blocks_in_a_loop():
     step = step_of(pipeline, 2, 1, 2, 2)
     step.abstract_state(tokens(8))
     found = step.describe()
-    assert found.costs[1] == found.costs[4] > found.costs[5] > found.costs[0]
+    wte, wpe, *blocks, last = found.costs
+    assert len(set(blocks)) == 1
+    assert blocks[0] > last > wte > wpe
     flops = [layer.flops for layer in found.layers]
     # Forward and backward of a block: 6 FLOPs for each parameter and token, and attention.
     block = 6 * 12_704 * 2 * 12
-    assert block < flops[1] < 1.3 * block
+    assert block < flops[2] < 1.3 * block
 
 
 # where leaves are stored
@@ -237,7 +239,7 @@ def test_blocks_are_stored_on_their_stage_where_all_have_as_many():
     model, batch = GPT.tiny(layers=4), tokens(8)
     even = step_of(Pipeline.from_model(model), 2, 1, 2, 2)
     specs, moved = of_blocks(even, batch)
-    assert even.describe().boundaries == (0, 3, 6)
+    assert even.describe().boundaries == (0, 4, 7)
     assert specs == {jax.sharding.PartitionSpec("pipe", ("device", "node"))}
     # The embeddings and the last norm, half of which a device has of its share, there and back.
     wte, wpe, ln_f = 64 * 32, 32 * 32, 2 * 32
@@ -246,7 +248,7 @@ def test_blocks_are_stored_on_their_stage_where_all_have_as_many():
     moments = even.abstract_state(batch).opt_state[0].mu["h"]
     assert {x.sharding.spec for x in jax.tree.leaves(moments)} == specs
 
-    uneven = step_of(Pipeline.from_model(model, partition=[0, 2, 6]), 2, 1, 2, 2)
+    uneven = step_of(Pipeline.from_model(model, partition=[0, 3, 7]), 2, 1, 2, 2)
     specs, moved = of_blocks(uneven, batch)
     assert specs == {jax.sharding.PartitionSpec(None, ("device", "node", "pipe"))}
     assert moved > 2 * 4 * 3 * 12_704 / 2 / 2  # of the stage with three blocks

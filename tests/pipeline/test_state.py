@@ -44,8 +44,16 @@ class RunningBlocks(Fitted):
         return nn.Dense(1)(x)
 
 
+class Norm(nn.Module):
+    """A batch norm that is told whether it is trained."""
+
+    @nn.compact
+    def __call__(self, x, train):
+        return nn.BatchNorm(use_running_average=not train)(x)
+
+
 def listed(**options):
-    layers = [nn.Conv(4, (3, 3)), nn.BatchNorm(use_running_average=False), nn.relu, nn.Dense(1)]
+    layers = [nn.Conv(4, (3, 3)), Norm(), nn.relu, nn.Conv(4, (3, 3)), Norm(), nn.Dense(1)]
     loss = lambda y, b: jnp.mean((y[..., 0] - b["y"]) ** 2)  # noqa: E731
     return Pipeline(layers, loss, inputs=lambda batch: batch["x"], **options)
 

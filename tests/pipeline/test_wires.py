@@ -123,7 +123,7 @@ def test_copies_and_errors_are_kept_by_stage(weights, tmp_path):
 
 @pytest.mark.slow
 def test_wires_start_anew_with_another_cut(tmp_path):
-    step, other = step_of(KEPT, "tick"), step_of(KEPT, "tick", partition=[0, 2, 6])
+    step, other = step_of(KEPT, "tick"), step_of(KEPT, "tick", partition=[0, 3, 7])
     state, _ = losses(step, step.init(KEY, BATCH), 2)
     with Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(2, state)

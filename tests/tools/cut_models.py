@@ -75,7 +75,7 @@ class AllStates(Fitted):
 
     @nn.compact
     def __call__(self, x: jax.Array, train: bool) -> jax.Array:
-        states = []
+        x, states = nn.Dense(WIDTH)(x), []
         for _ in range(4):
             x = Residual()(x, train)
             states.append(x)

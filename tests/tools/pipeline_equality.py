@@ -18,6 +18,7 @@ import optax
 from flax import nnx
 
 import zeroxla
+from tools import cut_models
 from tools.equality import relative
 from tools.reference import relative_errors, remember_gradients, worst
 from zeroxla import Pipeline, TiedLayer, ZeroConfig
@@ -139,6 +140,14 @@ MODELS: dict[str, tuple[Callable[..., Pipeline], Callable[[int], Any]]] = {
         tokens,
     ),
     "gpt, listed": (gpt_listed, tokens),
+    "gpt, unrolled": (
+        lambda **options: Pipeline.from_model(GPT.tiny(layers=5, scan=False), **options),
+        tokens,
+    ),
+    "unet": (
+        lambda **options: Pipeline.from_model(cut_models.UNet(), **options),
+        cut_models.pictures,
+    ),
     "llama": (lambda **options: Pipeline.from_model(Llama.tiny(layers=4), **options), tokens),
     "alexnet": (alexnet, images),
 }

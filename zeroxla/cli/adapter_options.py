@@ -37,21 +37,16 @@ class LoraOptions(AdapterOptions):
     lora_base: Literal["float32", "int8", "int4"] = "float32"
     """Format in which the base's dense leaves are stored and gathered."""
 
-    def check(self, pipe: int) -> None:
-        """Check these options against --pipe.
+    def check(self) -> None:
+        """Check these options.
 
         Raises:
-          ValueError: they have no effect, or a pipeline cannot have adapters.
+          ValueError: they have no effect.
         """
         if self.useless:
             raise ValueError(
                 f"{', '.join(self.useless)}: without effect, there are no adapters; give "
                 "--lora-rank 8"
-            )
-        if self.lora_rank is not None and pipe > 1:
-            raise ValueError(
-                f"--lora-rank {self.lora_rank} with --pipe {pipe}: stages hold no adapters yet; "
-                "leave one out"
             )
 
     def adapted(self, model: Any) -> Any:

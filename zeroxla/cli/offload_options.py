@@ -75,10 +75,10 @@ class PlannedOffload:
                 "in its memory; use --offload-optimizer host and parameters not on disk, or "
                 "--offload-update device"
             )
-        if self.offload_params not in (None, "none") and pipe > 1:
+        if self.offload_params == "disk" and pipe > 1:
             raise ValueError(
-                f"--offload-params {self.offload_params} with --pipe {pipe}: parameters of a "
-                "pipeline stay on the devices; use --offload-optimizer alone, or --pipe 1"
+                f"--offload-params disk with --pipe {pipe}: stages exchange leaves once a step, all "
+                "at once; use --offload-params host, or --pipe 1"
             )
         wanted = self.offload_secondary not in (None, "none")
         if wanted and not hpz and zero not in ("zeropp", "zeropp_hq"):

@@ -59,8 +59,9 @@ class StagedModel(abc.ABC):
 class StagedDifferentiator(abc.ABC):
     """Computes losses and gradients of a model in stages: one device's part of a step.
 
-    `gradients` and `evaluate` run inside `shard_map`. The other methods work on shapes: `rows` and
-    `key` are the shapes of one device's micro-batch and of its PRNG key.
+    `gradients` and `evaluate` run inside `shard_map`. The other methods work on shapes:
+    `model_state`, `rows` and `key` are those of the model state, of one device's micro-batch and of
+    its PRNG key.
     """
 
     @abc.abstractmethod
@@ -100,23 +101,19 @@ class StagedDifferentiator(abc.ABC):
         """Return the leaves that are split over stages, by number, each with the dim that is split.
 
         Args:
-          model_state: the shapes of the model state.
-          rows, key: see the class.
+          model_state, rows, key: see the class.
           leaves: the shapes of the model's leaves.
-
-        Raises:
-          NotImplementedError: the model keeps a state between steps.
         """
 
     @abc.abstractmethod
-    def wire_state_plan(self, rows: Any, key: jax.Array) -> WireStatePlan:
+    def wire_state_plan(self, model_state: Any, rows: Any, key: jax.Array) -> WireStatePlan:
         """Return the plan that makes the wire state of all stages, and its new value in each
         step."""
 
     @abc.abstractmethod
-    def stage_layouts(self, rows: Any, key: jax.Array) -> Sequence[Layout]:
+    def stage_layouts(self, model_state: Any, rows: Any, key: jax.Array) -> Sequence[Layout]:
         """Return the layout of each stage's leaves."""
 
     @abc.abstractmethod
-    def partition(self, rows: Any, key: jax.Array) -> Report:
+    def partition(self, model_state: Any, rows: Any, key: jax.Array) -> Report:
         """Return a table of the stages: their layers, parameters and cost."""

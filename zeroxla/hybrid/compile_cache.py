@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding
 from zeroxla.frontend.base import Tree
 from zeroxla.hybrid.decode import DecodeShape
 from zeroxla.hybrid.generate_programs import GeneratePrograms
-from zeroxla.hybrid.reshard import ROWS, part_spec
+from zeroxla.hybrid.reshard import part_spec, rows_spec
 from zeroxla.hybrid.sampling import Sampling
 from zeroxla.mesh.batches import put_key
 from zeroxla.mesh.processes.exchange import agree
@@ -99,7 +99,7 @@ class CompiledPrograms:
 
     def _put(self, tree: Any) -> Any:
         """Put host arrays, the same ones in each process, on the mesh, split by rows."""
-        sharding = NamedSharding(self.mesh, ROWS)
+        sharding = NamedSharding(self.mesh, rows_spec(self.mesh))
 
         def one(x: np.ndarray) -> jax.Array:
             return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
@@ -136,7 +136,8 @@ class CompiledPrograms:
         return found
 
     def _tokens(self, *shape: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=NamedSharding(self.mesh, ROWS))
+        sharding = NamedSharding(self.mesh, rows_spec(self.mesh))
+        return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding)
 
 
 def _check_alike(*arrays: Any) -> None:

@@ -33,7 +33,6 @@ from zeroxla.hybrid.reshard import StoredModel, tensor_mesh
 from zeroxla.hybrid.sampling import Sampling
 from zeroxla.hybrid.shape_buckets import ShapeBuckets
 from zeroxla.hybrid.tensor_copy import TensorCopy
-from zeroxla.mesh.axes import PIPE
 from zeroxla.split.tensor_plan import TensorPlan
 from zeroxla.step.checks import check_key
 from zeroxla.step.notices import warn
@@ -50,7 +49,8 @@ class HybridEngine:
     layout is read from the model's own trace; see `zeroxla.split.tensor_plan`.
 
     Attributes:
-      mesh: the step's devices as the mesh (node, tensor, data).
+      mesh: the step's devices as the mesh (node, tensor, data); with stages, (pipe, node, tensor,
+        data). Stages hold copies of the model like nodes.
       plan: which dim of which leaf is split, and why others are not; `print(engine.plan)`.
     """
 
@@ -92,13 +92,7 @@ class HybridEngine:
           ValueError: `tensor` divides neither devices nor heads, the context is not known, no
             call of the model returns logits, its logits do not depend on tokens as a causal model's
             do, or the step has not seen a batch.
-          NotImplementedError: the step has stages.
         """
-        if step.mesh.shape.get(PIPE, 1) > 1:
-            raise NotImplementedError(
-                f"the step has pipe={step.mesh.shape[PIPE]} stages, and generation needs all "
-                "layers on a device; restore a checkpoint on a mesh with pipe=1 to generate"
-            )
         for name, number in (("prefill_tokens", prefill_tokens), ("sample_length", sample_length)):
             if number is not None and number < 1:
                 raise ValueError(f"{name}={number} must be 1 or more")

@@ -13,7 +13,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 from zeroxla.frontend.base import Tree
@@ -21,16 +20,15 @@ from zeroxla.hybrid.decode import DecodeShape, decode
 from zeroxla.hybrid.model import LanguageModel
 from zeroxla.hybrid.next_logits import LocalModel
 from zeroxla.hybrid.reshard import (
-    DATA,
-    ROWS,
     TENSOR,
     StoredModel,
+    number_of_copy,
     part_spec,
+    rows_spec,
     stored_spec,
     whole_rows,
 )
 from zeroxla.hybrid.sampling import log_probs
-from zeroxla.mesh.axes import NODE
 from zeroxla.split.split_axis import SplitAxis
 from zeroxla.split.tensor_plan import TensorPlan
 
@@ -44,7 +42,7 @@ class GeneratePrograms:
     Attributes:
       model: the model that generates.
       plan: how the model's leaves are split.
-      mesh: the mesh (node, tensor, data).
+      mesh: the mesh of `tensor_mesh`.
       prefill_tokens: the number of tokens of each prompt that are read at a time.
     """
 
@@ -88,7 +86,7 @@ class GeneratePrograms:
         Args:
           leaves: the tensor-parallel parts.
           model_state: the model's other collections, whole on every device.
-          batch: `prompt` int32[B, P] and `length` int32[B], rows split over (node, data).
+          batch: `prompt` int32[B, P] and `length` int32[B], rows split as `rows_spec` says.
           key: the call's PRNG key.
           options: as for `decode`.
           shape: the shape of one device's rows.
@@ -117,13 +115,13 @@ class GeneratePrograms:
                 start = model.with_cache(batch, places, self.prefill_tokens)
             else:
                 start = model.without_cache(batch, places)
-            copy = lax.axis_index(NODE) * self.mesh.shape[DATA] + lax.axis_index(DATA)
-            numbers_B = copy * shape.rows + jnp.arange(shape.rows)
+            numbers_B = number_of_copy(self.mesh) * shape.rows + jnp.arange(shape.rows)
             keys_B = jax.vmap(partial(jax.random.fold_in, key))(numbers_B)
             return decode(start, keys_B, options, shape)
 
-        specs = (self._specs, WHOLE, ROWS, WHOLE, WHOLE)
-        return self._map(local, specs, ROWS)(leaves, model_state, batch, key, options)
+        rows = rows_spec(self.mesh)
+        specs = (self._specs, WHOLE, rows, WHOLE, WHOLE)
+        return self._map(local, specs, rows)(leaves, model_state, batch, key, options)
 
     def cache_shapes(self, rows: int, places: int) -> Any:
         """Return the shapes of one device's part of a cache for so many of its rows and places; ()
@@ -158,7 +156,7 @@ class GeneratePrograms:
         def local(rows: Any) -> Any:
             return jax.tree.map(lambda x: whole_rows(x, self.mesh), rows)
 
-        return self._map(local, (ROWS,), WHOLE)(rows)
+        return self._map(local, (rows_spec(self.mesh),), WHOLE)(rows)
 
     def _forward(self, take: Any, *args: Any) -> jax.Array:
         """Return `take(logits, tokens)`, computed in one pass over whole rows."""
@@ -168,7 +166,8 @@ class GeneratePrograms:
             logits_BLV, _ = program(self.axis, leaves, {}, model_state, tokens_BL)
             return take(logits_BLV, tokens_BL)
 
-        return self._map(local, (self._specs, WHOLE, ROWS), ROWS)(*args)
+        rows = rows_spec(self.mesh)
+        return self._map(local, (self._specs, WHOLE, rows), rows)(*args)
 
     @property
     def _specs(self) -> list[PartitionSpec]:

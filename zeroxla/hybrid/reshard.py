@@ -2,10 +2,11 @@
 
 A leaf is stored split over (device, node), device-major (see `placement`). Here the axis `device`
 is seen as `tensor` x `data`, with `tensor` outermost. Gathers over `node` and `data` then leave
-each device one contiguous 1/tensor of the stored dim. If the plan splits the same dim in one run,
-this is the device's part. If the plan splits another dim, an all-to-all over `tensor` exchanges the
-two. A device holds a whole leaf only if the stored dim is padded, or if the plan splits it in
-several runs or pieces (fused queries, keys and values).
+each device one contiguous 1/tensor of the stored dim. Stages of a pipeline hold copies of the model
+like nodes; a leaf that is stored by stage is first gathered over `pipe`, along its layers. If the
+plan splits the same dim in one run, this is the device's part. If the plan splits another dim, an
+all-to-all over `tensor` exchanges the two. A device holds a whole leaf only if the stored dim is
+padded, or if the plan splits it in several runs or pieces (fused queries, keys and values).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
-from zeroxla.mesh.axes import DEVICE, NODE
+from zeroxla.mesh.axes import DEVICE, NODE, PIPE
 from zeroxla.mesh.placement import Placement
 from zeroxla.offload.memory_kinds import to_device
 from zeroxla.program.one_by_one import one_after_another
@@ -30,15 +31,14 @@ from zeroxla.step.step import Step
 
 TENSOR = "tensor"
 DATA = "data"
-ROWS = PartitionSpec((NODE, DATA))
-"""How the rows of a batch are split."""
 
 
 def tensor_mesh(mesh: Mesh, tensor: int) -> Mesh:
-    """Return a mesh's devices as a mesh (node, tensor, data), abstract if the given one is.
+    """Return a mesh's devices as a mesh (node, tensor, data), or with stages (pipe, node, tensor,
+    data), abstract if the given one is.
 
     Args:
-      mesh: the step's mesh, (node, device).
+      mesh: the step's mesh, (node, device) or (pipe, node, device).
       tensor: the number of devices that share a copy of the model.
 
     Raises:
@@ -52,16 +52,42 @@ def tensor_mesh(mesh: Mesh, tensor: int) -> Mesh:
             f"device={devices}); a tensor group stays inside a node: use one of {divisors}"
         )
     shape, names = (nodes, tensor, devices // tensor), (NODE, TENSOR, DATA)
+    if PIPE in mesh.shape:
+        shape, names = (mesh.shape[PIPE], *shape), (PIPE, *names)
+    types = (AxisType.Auto,) * len(names)
     if isinstance(mesh, AbstractMesh):
-        return mesh.update(shape, names, (AxisType.Auto,) * 3)
-    return Mesh(np.reshape(mesh.devices, shape), names, axis_types=(AxisType.Auto,) * 3)
+        return mesh.update(shape, names, types)
+    return Mesh(np.reshape(mesh.devices, shape), names, axis_types=types)
+
+
+def row_axes(mesh: Mesh) -> tuple[str, ...]:
+    """Return the axes of a tensor mesh over which rows are split, the outermost first."""
+    return tuple(axis for axis in (PIPE, NODE, DATA) if axis in mesh.shape)
+
+
+def rows_spec(mesh: Mesh) -> PartitionSpec:
+    """Return how the rows of a batch are split over a tensor mesh."""
+    return PartitionSpec(row_axes(mesh))
+
+
+def number_of_copy(mesh: Mesh) -> jax.Array:
+    """Return the number of this device's copy of the model, in the order of the rows; inside
+    `shard_map` over the tensor mesh."""
+    found = jnp.zeros((), jnp.int32)
+    for axis in row_axes(mesh):
+        found = found * mesh.shape[axis] + lax.axis_index(axis)
+    return found
 
 
 def stored_spec(placement: Placement) -> PartitionSpec:
     """Return how a stored leaf is split over the mesh of `tensor_mesh`."""
     if placement.dim is None:
         return PartitionSpec()
-    return PartitionSpec(*[None] * placement.dim, (TENSOR, DATA, NODE))
+    names: list[str | tuple[str, ...] | None] = [None] * len(placement.shape)
+    names[placement.dim] = (TENSOR, DATA, *placement.axes[1:])
+    if placement.stage_dim is not None:
+        names[placement.stage_dim] = PIPE
+    return PartitionSpec(*names)
 
 
 def part_spec(row: LeafSplit) -> PartitionSpec:
@@ -70,14 +96,16 @@ def part_spec(row: LeafSplit) -> PartitionSpec:
 
 
 def whole_rows(rows: jax.Array, mesh: Mesh) -> jax.Array:
-    """Gather rows that are split over (node, data); inside `shard_map` over the tensor mesh.
+    """Gather rows that are split as `rows_spec` says; inside `shard_map` over the tensor mesh.
 
     Cost: over `node` a device receives only the rows of its own place in the other nodes; the rest
     comes from inside its node.
     """
-    nodes, data = mesh.shape[NODE], mesh.shape[DATA]
-    found = lax.all_gather(lax.all_gather(rows, NODE), DATA)
-    return jnp.swapaxes(found, 0, 1).reshape(nodes * data * rows.shape[0], *rows.shape[1:])
+    axes, found = row_axes(mesh), rows
+    for axis in axes:
+        found = lax.all_gather(found, axis)
+    order = (*reversed(range(len(axes))), *range(len(axes), found.ndim))
+    return jnp.transpose(found, order).reshape(-1, *rows.shape[1:])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -155,6 +183,7 @@ def whole_of(shard: jax.Array, placement: Placement, mesh: Mesh) -> jax.Array:
     """Gather a leaf to its natural shape; inside `shard_map` over the tensor mesh."""
     if placement.dim is None:
         return shard
+    shard = _over_stages(shard, placement, mesh)
     for axis in (NODE, DATA, TENSOR):
         shard = _gather(shard, axis, placement.dim, mesh)
     return placement.natural(shard)
@@ -168,7 +197,7 @@ def part_of(shard: jax.Array, placement: Placement, row: LeafSplit, mesh: Mesh) 
     tensor = mesh.shape[TENSOR]
     if placement.dim is None:
         return _take_own(shard, row, tensor)
-    dim, piece = placement.dim, shard
+    dim, piece = placement.dim, _over_stages(shard, placement, mesh)
     for axis in (NODE, DATA):
         piece = _gather(piece, axis, dim, mesh)
     if row.dim is None or tensor == 1:
@@ -181,6 +210,15 @@ def part_of(shard: jax.Array, placement: Placement, row: LeafSplit, mesh: Mesh) 
     if row.is_one_run(tensor) and placement.pad == 0:
         return piece
     return _take_own(placement.natural(_gather(piece, TENSOR, dim, mesh)), row, tensor)
+
+
+def _over_stages(shard: jax.Array, placement: Placement, mesh: Mesh) -> jax.Array:
+    """Return this device's shard as the devices of one stage alone would store it."""
+    if placement.stage_dim is not None:
+        return _gather(shard, PIPE, placement.stage_dim, mesh)
+    if PIPE in placement.axes:
+        return _gather(shard, PIPE, placement.split_dim, mesh)
+    return shard
 
 
 def _gather(piece: jax.Array, axis: str, dim: int, mesh: Mesh) -> jax.Array:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import jax
@@ -15,9 +15,9 @@ from zeroxla.pipeline.make_schedule import forward_only, make_schedule
 from zeroxla.pipeline.minimax import check_stages
 from zeroxla.pipeline.partition import Partition, make_partition
 from zeroxla.pipeline.profile import Profile, profile
-from zeroxla.pipeline.scanned_model import ScannedModel
 from zeroxla.pipeline.schedule import Schedule
 from zeroxla.pipeline.stage import Stage
+from zeroxla.pipeline.traced_model import TracedModel
 from zeroxla.program.shapes import shapes_of
 
 
@@ -33,7 +33,7 @@ class CutModel:
       ValueError: there is no schedule of this name, or `memory` does not fit it.
     """
 
-    model: LayerList | ScannedModel
+    model: LayerList | TracedModel
     partition: str | Sequence[int] | Profile
     schedule: str | Schedule
     memory: str | None
@@ -66,46 +66,66 @@ class CutModel:
         return found
 
     def cut(
-        self, num_stages: int, tree: Any, batch: Any, key: jax.Array, *, train: bool
+        self,
+        num_stages: int,
+        tree: Any,
+        model_state: Any,
+        batch: Any,
+        key: jax.Array,
+        *,
+        train: bool,
+        kinds: Sequence[Hashable],
     ) -> tuple[list[Stage], Partition]:
         """Cut the model into stages.
 
         Args:
           num_stages: the number of stages.
           tree: the parameters' shapes, in the compute dtype.
+          model_state: the shapes of the model state.
           batch, key: the shapes of one device's micro-batch and of its key.
           train: whether layers are told that they are trained.
+          kinds: of each leaf, a key. Only leaves that agree in it may be stacked.
 
         Raises:
           ValueError: there are fewer layers than stages, or the model cannot be cut.
         """
         shapes = jax.tree.map(jnp.shape, tree)
         found = self._partitions.get(num_stages)
+        arguments = tree, model_state, batch, key
         if found is None or found[0] != shapes:
-            found = shapes, self._divide(num_stages, tree, batch, key, train=train)
+            found = shapes, self._divide(num_stages, *arguments, kinds=kinds)
             self._partitions[num_stages] = found
         partition = found[1]
-        stages, _ = self.model.cut(lambda layers: partition, tree, batch, key, train=train)
+        stages, _ = self.model.cut(lambda layers: partition, *arguments, train=train, kinds=kinds)
         return stages, partition
 
     def _divide(
-        self, num_stages: int, tree: Any, batch: Any, key: jax.Array, *, train: bool
+        self,
+        num_stages: int,
+        tree: Any,
+        model_state: Any,
+        batch: Any,
+        key: jax.Array,
+        *,
+        kinds: Sequence[Hashable],
     ) -> Partition:
-        """Choose the boundaries.
+        """Choose the boundaries, of the model as it is trained.
 
         This is done once: all programs must be cut alike, and measured costs differ every time.
         """
-        layers = self.model.cut(_each_layer, tree, batch, key, train=train)[1].layers
+        arguments = tree, model_state, batch, key
+        each = self.model.cut(_each_layer, *arguments, train=True, kinds=kinds)
+        layers = each[1].layers
         method, machine = self.partition, None
         if method == "profile" or isinstance(method, Profile):
             how = method if isinstance(method, Profile) else Profile()
             check_stages(len(layers), num_stages, self.allow_empty)
 
             def cut() -> list[Stage]:
-                shapes = shapes_of((tree, batch, key))
-                return self.model.cut(_each_layer, *shapes, train=train)[0]
+                shapes = shapes_of(arguments)
+                return self.model.cut(_each_layer, *shapes, train=True, kinds=kinds)[0]
 
-            layers = profile(layers, cut, tree, batch, key, how)
+            layers = profile(layers, cut, *arguments, how)
             machine = None if how.measure else how.machine_here()
             method = "profile"
         found = make_partition(

@@ -17,6 +17,8 @@ class LayerCost:
       flops: the FLOPs of its compiled forward and backward.
       bytes: the bytes that the compiled forward and backward read and write.
       seconds: the measured time of forward and backward.
+      bytes_after: the bytes of the arrays that pass from this layer to those after it, for one
+        micro-batch.
     """
 
     name: str
@@ -25,6 +27,7 @@ class LayerCost:
     flops: float | None = None
     bytes: float | None = None
     seconds: float | None = None
+    bytes_after: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

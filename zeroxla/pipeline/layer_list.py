@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
@@ -14,9 +14,9 @@ from zeroxla.frontend import Adapted
 from zeroxla.frontend.base import Tree, checked
 from zeroxla.pipeline.layer_cost import LayerCost
 from zeroxla.pipeline.layers import Layer, make_layer
+from zeroxla.pipeline.leaf_piece import LeafPiece
 from zeroxla.pipeline.partition import Partition
-from zeroxla.pipeline.stage import Stage
-from zeroxla.pipeline.stage_moves import LeafPiece
+from zeroxla.pipeline.stage import Stage, StateShare
 from zeroxla.program.paths import leaf_path
 
 
@@ -45,36 +45,42 @@ class LayerList:
         self,
         divide: Callable[[Sequence[LayerCost]], Partition],
         tree: Any,
+        model_state: Any,
         batch: Any,
         key: jax.Array,
         *,
         train: bool,
+        kinds: Sequence[Hashable],
     ) -> tuple[list[Stage], Partition]:
         """Cut the layers into stages.
 
         Args:
           divide: chooses the boundaries, given the costs of the layers.
           tree: the parameters' shapes, in the compute dtype.
+          model_state: the shapes of the model state.
           batch, key: the shapes of one device's micro-batch and of its key.
           train: whether layers are told that they are trained.
+          kinds: of each leaf, a key. Only leaves that agree in it may be stacked.
 
         Returns:
           The stages, and the partition that `divide` chose.
         """
-        del batch, key  # each stage is traced later, on the output of the stage before
+        del batch, key, kinds  # each stage is traced later, on the output of the stage before
         partition = divide(self._costs(tree))
-        by_name: dict[str, list[int]] = collections.defaultdict(list)
-        for i, (path, _) in enumerate(jax.tree_util.tree_leaves_with_path(tree)):
-            by_name[path[0].key].append(i)
+        by_name, state_by_name = _leaves_by_name(tree), _leaves_by_name(model_state)
+        state_tree = jax.tree.structure(model_state)
         stages, last = [], len(partition.boundaries) - 2
         for i, (first, end) in enumerate(itertools.pairwise(partition.boundaries)):
             # Sorted, because a dict flattens in this order.
             names = sorted({layer.name for layer in self.layers[first:end]} & by_name.keys())
-            pieces = tuple(LeafPiece(leaf=i) for name in names for i in by_name[name])
+            pieces = tuple(LeafPiece(leaves=(i,)) for name in names for i in by_name[name])
+            stateful = {layer.name for layer in self.layers[first:end]}
+            keeps = [StateShare(i) for name in stateful for i in state_by_name.get(name, ())]
             structure = jax.tree.structure({name: tree[name] for name in names})
             ends = {"is_first": i == 0, "is_last": i == last}
-            run = self._stage(first, end, structure, train=train, **ends)
-            stages.append(Stage(pieces=pieces, run=run, **ends))
+            run = self._stage(first, end, structure, state_tree, train=train, **ends)
+            keeps = tuple(sorted(keeps, key=lambda share: share.leaf))
+            stages.append(Stage(pieces=pieces, run=run, keeps=keeps, **ends))
         return stages, partition
 
     def _costs(self, tree: Any) -> list[LayerCost]:
@@ -89,15 +95,30 @@ class LayerList:
         return costs
 
     def _stage(
-        self, first: int, end: int, structure: Any, *, train: bool, is_first: bool, is_last: bool
+        self,
+        first: int,
+        end: int,
+        structure: Any,
+        state_tree: Any,
+        *,
+        train: bool,
+        is_first: bool,
+        is_last: bool,
     ) -> Callable[..., Any]:
         """Return the function that computes the layers from `first` to `end`; see `Stage.run`."""
 
-        def run(leaves: Sequence[jax.Array], x: Any, batch: Any, key: jax.Array) -> Any:
-            params = structure.unflatten(leaves)
+        def run(
+            leaves: Sequence[jax.Array],
+            x: Any,
+            batch: Any,
+            key: jax.Array,
+            state: Sequence[jax.Array],
+        ) -> tuple[Any, list[jax.Array]]:
+            params, model_state = structure.unflatten(leaves), state_tree.unflatten(state)
             x = self._inputs(batch) if is_first else x
-            x, _ = self._run(first, end, params, {}, x, key, train=train)
-            return checked(self._loss(x, batch)) if is_last else x
+            x, model_state = self._run(first, end, params, model_state, x, key, train=train)
+            y = checked(self._loss(x, batch)) if is_last else x
+            return y, jax.tree.leaves(model_state)
 
         return run
 
@@ -159,6 +180,14 @@ class LayerList:
         x = self._inputs(batch)
         x, state = self._run(0, len(self.layers), params, model_state, x, key, train=train)
         return *checked(self._loss(x, batch)), state
+
+
+def _leaves_by_name(tree: Any) -> dict[str, list[int]]:
+    """Return the numbers of a tree's leaves by the layer that they belong to."""
+    found: dict[str, list[int]] = collections.defaultdict(list)
+    for i, (path, _) in enumerate(jax.tree_util.tree_leaves_with_path(tree)):
+        found[path[0].key].append(i)
+    return found
 
 
 def _check_names(layers: Sequence[Layer]) -> None:

@@ -25,12 +25,14 @@ class MicroBatch:
       g: the gradient from the stage after, packed; None in a forward.
       rows: the micro-batch's rows of the batch.
       key: the key of the model's randomness.
+      number: the number of the micro-batch.
     """
 
     x: Buffers
     g: Buffers | None
     rows: Any
     key: jax.Array
+    number: jax.Array
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -62,7 +64,7 @@ class MicroBatches:
 
     def at(self, i: jax.Array, x: Buffers, g: Buffers | None = None) -> MicroBatch:
         """Return micro-batch `i`, with the arrays that arrived for it."""
-        return MicroBatch(x, g, _row(self.rows, i), self.keys[i])
+        return MicroBatch(x, g, _row(self.rows, i), self.keys[i], i)
 
     def shapes(self) -> tuple[Any, Any]:
         """Return the shapes of one micro-batch's rows and of its key."""

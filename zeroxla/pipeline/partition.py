@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 
 METHODS = ("uniform", "parameters", "type:REGEX", "profile")
 _TYPE = "type:"
+NARROW = 1.1
+"""How much heavier than in the most even cut the heaviest stage may be, for fewer bytes between the
+stages."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,7 +89,8 @@ def make_partition(
         "type:REGEX" balances the number of layers in whose kind the expression is found, in upper
         or lower case. "profile" balances the time: `seconds` if it was measured, otherwise the
         roofline of `flops` and `bytes`.
-      layers: the layers in order.
+      layers: the layers in order. Where the bytes between them are known, a balanced cut goes
+        where few pass, as long as the heaviest stage is at most `NARROW` times as heavy as it must.
       stages: the number of stages.
       machine: the device whose roofline "profile" takes; not needed for measured layers.
       allow_empty: accept stages without layers: the last stages if there are fewer layers than
@@ -109,7 +113,30 @@ def make_partition(
             boundaries = uniform(len(layers), stages)
         else:
             boundaries = balanced(costs, stages, allow_empty=allow_empty)
+            boundaries = _narrowed(boundaries, costs, layers, stages)
     return Partition(boundaries=tuple(boundaries), layers=layers, costs=tuple(costs), unit=unit)
+
+
+def _narrowed(
+    even: list[int], costs: Sequence[float], layers: Sequence[LayerCost], stages: int
+) -> list[int]:
+    """Return the cut with the fewest bytes between stages, and the most even one with so few, whose
+    heaviest stage is at most `NARROW` times as heavy as that of the cut `even`."""
+    across = [layer.bytes_after for layer in layers]
+    if stages == 1 or len(layers) <= stages or None in across:
+        return even
+    starts = [0, *itertools.accumulate(costs)]
+    most = NARROW * max(starts[b] - starts[a] for a, b in itertools.pairwise(even))
+    for limit in sorted(set(across[:-1])):
+        places = [i for i, n in enumerate(across[:-1], 1) if n <= limit]
+        ends = [0, *places, len(layers)]
+        if len(ends) <= stages:
+            continue
+        joined = [starts[b] - starts[a] for a, b in itertools.pairwise(ends)]
+        found = [ends[i] for i in balanced(joined, stages)]
+        if max(starts[b] - starts[a] for a, b in itertools.pairwise(found)) <= most:
+            return found
+    return even
 
 
 def _costs(

@@ -7,14 +7,13 @@ from typing import Any
 
 from zeroxla.config.fetch_limits import FetchLimits
 from zeroxla.frontend import Adapted, adapt
-from zeroxla.frontend.lora.model import LoraModel
 from zeroxla.frontend.staged import StagedModel
 from zeroxla.pipeline.cut_model import CutModel
 from zeroxla.pipeline.layer_list import LayerList
 from zeroxla.pipeline.profile import Profile
-from zeroxla.pipeline.scanned_model import ScannedModel
 from zeroxla.pipeline.schedule import Schedule
 from zeroxla.pipeline.stage_gradients import PipelineDifferentiator
+from zeroxla.pipeline.traced_model import TracedModel
 from zeroxla.wire.leaves import Layout
 from zeroxla.wire.resolve import Wiring
 
@@ -79,10 +78,13 @@ class Pipeline(StagedModel):
         memory: str | None = None,
         allow_empty: bool = False,
     ) -> Pipeline:
-        """Make a pipeline of an unmodified model that scans over stacked blocks.
+        """Make a pipeline of an unmodified model, which is cut from the trace of its loss.
 
-        The layers are everything before the blocks, each block, and everything after them.
-        Parameters keep their names. The model's own recomputation (`nn.remat`) holds.
+        A layer is a block, where the model repeats one, or else a module with parameters of its
+        own, in the order in which they are first used. Blocks may be scanned over or written out;
+        those that are written out, and equal, run as a loop. What an earlier layer made for a later
+        one travels through the stages between them. Parameters keep their names. The model's own
+        recomputation (`nn.remat`) holds.
 
         Args:
           model, loss: as for `make_step`.
@@ -91,14 +93,9 @@ class Pipeline(StagedModel):
         >>> from zeroxla.models import GPT
         >>> pipeline = Pipeline.from_model(GPT.tiny())
         """
-        if isinstance(model, LoraModel):
-            raise NotImplementedError(
-                "stages hold no adapters yet; give make_step what zeroxla.lora made, and a mesh "
-                "without the axis `pipe`"
-            )
         made = cls.__new__(cls)
         made._cut_model = CutModel(
-            model=ScannedModel(adapt(model, loss)),
+            model=TracedModel(adapt(model, loss)),
             partition=partition,
             schedule=schedule,
             memory=memory,

@@ -64,6 +64,7 @@ def profile(
     layers: Sequence[LayerCost],
     cut: Callable[[], Sequence[Stage]],
     tree: Any,
+    model_state: Any,
     batch: Any,
     key: Any,
     how: Profile,
@@ -74,6 +75,7 @@ def profile(
       layers: the model's layers.
       cut: makes a stage of each layer.
       tree: the parameters' shapes.
+      model_state: the shapes of the model state.
       batch, key: the shapes of one device's micro-batch and of its key.
       how: which costs to find out.
 
@@ -82,16 +84,16 @@ def profile(
 
     Cost: the compilation of every layer whose program differs from the earlier ones.
     """
-    tree, batch, key = shapes_of((tree, batch, key))
+    tree, state, batch, key = shapes_of((tree, jax.tree.leaves(model_state), batch, key))
     # A thread of its own knows nothing of a trace that is going on here, nor of its mesh.
     with ThreadPoolExecutor(1) as thread:
-        found = thread.submit(lambda: _costs(cut(), tree, batch, key, how)).result()
+        found = thread.submit(lambda: _costs(cut(), tree, batch, key, state, how)).result()
     found = json.loads(exchange("costs of layers", json.dumps(found))[0])
     return [dataclasses.replace(layer, **cost) for layer, cost in zip(layers, found, strict=True)]
 
 
 def _costs(
-    stages: Sequence[Stage], tree: Any, batch: Any, key: Any, how: Profile
+    stages: Sequence[Stage], tree: Any, batch: Any, key: Any, state: Any, how: Profile
 ) -> list[dict[str, float]]:
     leaves = jax.tree.leaves(tree)
     known: dict[str, dict[str, float]] = {}  # by program, so that equal blocks are compiled once
@@ -99,24 +101,24 @@ def _costs(
     x = None
     for stage in stages:
         mine = [
-            jax.ShapeDtypeStruct(piece.shape(leaves[piece.leaf].shape), leaves[piece.leaf].dtype)
-            for piece in stage.pieces
+            jax.ShapeDtypeStruct(piece.shape(leaf.shape), leaf.dtype)
+            for piece, leaf in ((piece, leaves[piece.leaves[0]]) for piece in stage.pieces)
         ]
-        lowered = jax.jit(_gradients(stage)).lower(mine, x, batch, key)
+        lowered = jax.jit(_gradients(stage)).lower(mine, x, batch, key, state)
         text = lowered.as_text()
         if text not in known:
-            known[text] = _cost(lowered.compile(), (mine, x, batch, key), how)
+            known[text] = _cost(lowered.compile(), (mine, x, batch, key, state), how)
         found.append(known[text])
-        x = jax.eval_shape(stage.run, mine, x, batch, key)
+        x, _ = jax.eval_shape(stage.run, mine, x, batch, key, state)
     return found
 
 
 def _gradients(stage: Stage) -> Callable[..., Any]:
     """Return the function that runs a stage forward and backward."""
 
-    def run(leaves: list[jax.Array], x: Any, batch: Any, key: jax.Array) -> Any:
+    def run(leaves: list[jax.Array], x: Any, batch: Any, key: jax.Array, state: Any) -> Any:
         def floats(leaves: list[jax.Array], x: Any) -> list[jax.Array]:
-            y = stage.run(leaves, x, batch, key)
+            y, _ = stage.run(leaves, x, batch, key, state)
             outputs = [y[0]] if stage.is_last else jax.tree.leaves(y)
             return [a for a in outputs if is_float(a.dtype)]
 

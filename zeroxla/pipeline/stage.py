@@ -12,15 +12,28 @@ import jax.numpy as jnp
 from zeroxla.config.fetch_limits import FetchLimits
 from zeroxla.fetch.runner import FetchRunner
 from zeroxla.fetch.ties import tie
-from zeroxla.pipeline.stage_moves import LeafPiece
-from zeroxla.program.trace import is_float, trace
+from zeroxla.pipeline.leaf_piece import LeafPiece
+from zeroxla.program.trace import Operand, Program, Value, closure, is_float, trace
 from zeroxla.step.gradients import seed_of_backward
-from zeroxla.step.loss_plan import make_runner, plan_gathers, trained_inputs
+from zeroxla.step.loss_plan import leaf_shapes, make_runner, plan_gathers, trained_inputs
 from zeroxla.step.metrics import weighted
 from zeroxla.step.once_per_step import OncePerStep
 from zeroxla.wire.leaves import Layout
 from zeroxla.wire.resolve import Wiring
 from zeroxla.wire.routes import LeafSource
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StateShare:
+    """A part of the model state whose new value a stage computes.
+
+    Attributes:
+      leaf: the number of the leaf of the state.
+      rows: the first row of the leaf, along dim 0, and the one after the last; None for all of it.
+    """
+
+    leaf: int
+    rows: tuple[int, int] | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -29,15 +42,18 @@ class Stage:
 
     Attributes:
       pieces: the pieces of the model's leaves that the stage uses, in the order that `run` takes.
-      run: (leaves, x, batch, key) -> y. `x` is the `y` of the stage before. The first stage is
-        given None and reads the batch. The last stage's `y` is (loss, metrics).
+      run: (leaves, x, batch, key, state) -> (y, state). `x` is the `y` of the stage before. The
+        first stage is given None and reads the batch. The last stage's `y` is (loss, metrics).
+        `state` is a list of all leaves of the model state.
       is_first, is_last: whether this is the first stage, and whether it is the last.
+      keeps: the parts of the model state that it may change.
     """
 
     pieces: tuple[LeafPiece, ...]
     run: Callable[..., Any]
     is_first: bool
     is_last: bool
+    keeps: tuple[StateShare, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -52,6 +68,8 @@ class StageProgram:
       inputs: the shapes of the arrays from the stage before.
       outputs: the shapes of the arrays for the next stage; () on the last stage.
       tree: the tree structure of the stage's result; on the last stage, of (loss, metrics).
+      keeps: the parts of the model state that it changes.
+      reads_state: whether its result depends on the model state.
       of_leaves: whether its backward computes the gradients of its leaves.
       of_inputs: whether its backward computes the gradients of its inputs.
     """
@@ -63,6 +81,8 @@ class StageProgram:
     inputs: tuple[jax.ShapeDtypeStruct, ...]
     outputs: tuple[jax.ShapeDtypeStruct, ...]
     tree: Any
+    keeps: tuple[StateShare, ...]
+    reads_state: bool
     of_leaves: bool = True
     of_inputs: bool = True
 
@@ -73,6 +93,7 @@ class StageProgram:
         x: Any,
         batch: Any,
         key: jax.Array,
+        state: Sequence[jax.ShapeDtypeStruct],
         *,
         wiring: Wiring,
         unit_elements: int | None,
@@ -86,16 +107,20 @@ class StageProgram:
           stage, layout, wiring: as the attributes.
           x: the shapes of the arrays from the stage before; None on the first stage.
           batch, key: the shapes of one device's micro-batch and of its key.
+          state: the shapes of the leaves of the model state.
           unit_elements, limits: as for a model without stages.
           of_leaves, of_inputs: as the attributes.
 
         Returns:
           The program, and the shapes of its result.
         """
-        leaves, dtype = layout.leaves, wiring.collectives.compute_dtype
-        shapes = [jax.ShapeDtypeStruct(leaf.placement.shape, dtype) for leaf in leaves]
-        program, tree = trace(stage.run, shapes, x, batch, key)
-        result = jax.eval_shape(stage.run, shapes, x, batch, key)
+        leaves = layout.leaves
+        shapes = leaf_shapes(layout, wiring.collectives.compute_dtype)
+        program, _ = trace(stage.run, shapes, x, batch, key, state)
+        result, _ = jax.eval_shape(stage.run, shapes, x, batch, key, state)
+        num_outputs = len(program.outputs) - len(state)
+        in_state = program.inputs[len(program.inputs) - len(state) :]
+        new_state = program.outputs[num_outputs:]
         arrays = tuple(jax.tree.leaves(x))
         of_x = program.inputs[len(leaves) : len(leaves) + len(arrays)]
         trained = trained_inputs(program, layout)
@@ -104,7 +129,7 @@ class StageProgram:
             layout,
             [*(trained if of_leaves else ()), *(v for v in of_x if of_inputs and v.is_float)],
             unit_elements=unit_elements,
-            gradient_of=program.outputs[:1] if stage.is_last else program.outputs,
+            gradient_of=program.outputs[: 1 if stage.is_last else num_outputs],
         )
         made = StageProgram(
             stage=stage,
@@ -113,7 +138,9 @@ class StageProgram:
             runner=make_runner(plan, layout, _in_a_branch(wiring), limits),
             inputs=arrays,
             outputs=() if stage.is_last else tuple(jax.tree.leaves(result)),
-            tree=tree,
+            tree=jax.tree.structure(result),
+            keeps=tuple(x for x in stage.keeps if new_state[x.leaf] is not in_state[x.leaf]),
+            reads_state=_depends(program, program.outputs[:num_outputs], in_state),
             of_leaves=of_leaves,
             of_inputs=of_inputs,
         )
@@ -143,21 +170,25 @@ class StageProgram:
         x: Sequence[jax.Array],
         batch: Any,
         key: jax.Array,
-    ) -> list[jax.Array]:
-        """Return the arrays for the next stage; on the last stage, the loss and metrics.
+        state: Sequence[jax.Array],
+    ) -> tuple[list[jax.Array], list[jax.Array]]:
+        """Return the arrays for the next stage, on the last stage the loss and metrics; and the new
+        model state.
 
         Args:
           sources: the arrays that fetched leaves are gathered from.
           resident: the leaves that are whole.
           x: the arrays from the stage before; empty on the first stage.
           batch, key: this device's micro-batch and its key.
+          state: the leaves of the model state.
         """
         runner = self.runner
         held = dict(zip(runner.plan.leaves, sources, strict=True))
-        inputs = self._inputs(resident, x, batch, key)
+        inputs = self._inputs(resident, x, batch, key, state)
         with jax.named_scope("forward"):
             wire_key = self.wiring.key(key)
-            return runner.forward(held, inputs, record=False, keep=False, key=wire_key)[0]
+            found, _ = runner.forward(held, inputs, record=False, keep=False, key=wire_key)
+        return self._split(found)
 
     def backward(
         self,
@@ -166,25 +197,28 @@ class StageProgram:
         x: Sequence[jax.Array],
         batch: Any,
         key: jax.Array,
+        state: Sequence[jax.Array],
         cotangents: Sequence[jax.Array],
         scale: jax.Array,
-    ) -> tuple[list[jax.Array], list[jax.Array], Any]:
+    ) -> tuple[list[jax.Array], list[jax.Array], Any, list[jax.Array]]:
         """Run the stage forward again, now keeping residuals, and then backward.
 
         Args:
-          sources, resident, x, batch, key: as in `forward`.
+          sources, resident, x, batch, key, state: as in `forward`.
           cotangents: the gradients of the floating outputs; empty on the last stage.
           scale: the loss scale.
 
         Returns:
           The gradients of the leaves, with `gradient_shapes`; the gradients of the floating inputs;
-          and on the last stage the weighted sums of loss and metrics, None on the others.
+          on the last stage the weighted sums of loss and metrics, None on the others; and the new
+          model state.
         """
         runner, by_data = self.runner, self.wiring.collectives.ties_by_data
         held = dict(zip(runner.plan.leaves, sources, strict=True))
-        inputs, wire_key = self._inputs(resident, x, batch, key), self.wiring.key(key)
+        inputs, wire_key = self._inputs(resident, x, batch, key, state), self.wiring.key(key)
         with jax.named_scope("forward"):
-            outputs, tape = runner.forward(held, inputs, record=True, key=wire_key)
+            found, tape = runner.forward(held, inputs, record=True, key=wire_key)
+        outputs, new_state = self._split(found)
         sums = None
         if self.stage.is_last:
             loss, metrics = self.tree.unflatten(outputs)
@@ -196,11 +230,17 @@ class StageProgram:
             seeds = [next(given) if is_float(y.dtype) else None for y in self.outputs]
         with jax.named_scope("backward"):
             known = dict(zip(runner.plan.inputs, inputs, strict=True))
+            seeds += [None] * len(new_state)
             reduced, whole = runner.backward(held, known, tape, seeds, key=wire_key)
         end = len(resident)
         of_leaves = self._of_leaves([reduced.get(v) for v in runner.plan.leaves], whole[:end])
         of_inputs = self._of_inputs(whole[end : end + len(self.inputs)])
-        return of_leaves, of_inputs, sums
+        return of_leaves, of_inputs, sums, new_state
+
+    def _split(self, found: Sequence[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
+        """Split what the program returns into the stage's result and the model state."""
+        num_outputs = self.tree.num_leaves
+        return list(found[:num_outputs]), list(found[num_outputs:])
 
     def _of_leaves(
         self, fetched: Sequence[jax.Array | None], resident: Sequence[jax.Array | None]
@@ -226,9 +266,21 @@ class StageProgram:
         ]
 
     def _inputs(
-        self, resident: Sequence[jax.Array], x: Sequence[jax.Array], batch: Any, key: jax.Array
+        self,
+        resident: Sequence[jax.Array],
+        x: Sequence[jax.Array],
+        batch: Any,
+        key: jax.Array,
+        state: Sequence[jax.Array],
     ) -> list[jax.Array]:
-        return [*resident, *x, *jax.tree.leaves(batch), key]
+        return [*resident, *x, *jax.tree.leaves(batch), key, *state]
+
+
+def _depends(program: Program, outputs: Sequence[Operand], inputs: Sequence[Value]) -> bool:
+    """Return whether outputs of a program depend on some of its inputs."""
+    producers = {v: eq for eq in program.equations for v in eq.outputs}
+    values = [a for a in outputs if isinstance(a, Value)]
+    return not set(inputs).isdisjoint(closure(values, producers)[1])
 
 
 def _in_a_branch(wiring: Wiring) -> Wiring:

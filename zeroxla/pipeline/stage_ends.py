@@ -179,16 +179,15 @@ class StageEnds:
         stored_by_stage: dict[int, jax.Array] = {}
         whole = {i: jnp.zeros(self.layout.leaves[i].placement.shape) for i in self._whole}
         for piece, leaf, shard in zip(self.moves.pieces[stage], once.layout, shards):
-            if not leaf.is_split:
-                if shard is not None:
-                    whole[piece.leaf] = piece.add_to(whole[piece.leaf], shard)
+            if leaf.frozen:
                 continue
-            shape = leaf.placement.part_shape(once.collectives.world)
-            found = jnp.zeros(shape) if shard is None else shard
-            if self.layout.leaves[piece.leaf].placement.stage_dim is None:
-                moved.append(found)
+            first = piece.leaves[0]
+            if not leaf.is_split:
+                piece.add_to(whole, shard)
+            elif self.layout.leaves[first].placement.stage_dim is None:
+                moved.append(shard)
             else:
-                stored_by_stage[piece.leaf] = found
+                stored_by_stage[first] = shard
         new = None if new is None else self.wire_plan.pack(stage, new)
         return _Reduced(
             moved=self.moves.packed(stage, moved),

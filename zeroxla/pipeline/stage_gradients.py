@@ -18,16 +18,22 @@ from zeroxla.config.fetch_limits import FetchLimits
 from zeroxla.frontend.staged import StagedDifferentiator
 from zeroxla.mesh.axes import LEAF_AXES, PIPE
 from zeroxla.pipeline.cut_model import CutModel
+from zeroxla.pipeline.leaf_piece import LeafPiece
 from zeroxla.pipeline.micro_batches import MicroBatches
 from zeroxla.pipeline.partition import Partition
 from zeroxla.pipeline.schedule import Schedule
 from zeroxla.pipeline.stage import Stage, StageProgram
 from zeroxla.pipeline.stage_ends import HeldLeaves, StageEnds
-from zeroxla.pipeline.stage_moves import LeafMoves, LeafPiece, stage_dims_of
+from zeroxla.pipeline.stage_moves import LeafMoves, stage_dims_of
+from zeroxla.pipeline.stage_state import check_keeps, put_together
 from zeroxla.pipeline.stage_wire_state import StagesWireStatePlan
 from zeroxla.pipeline.stage_work import StageWork
+from zeroxla.pipeline.stash import ring_size
 from zeroxla.pipeline.ticks import Ticks
-from zeroxla.step.loss_plan import cast_floats
+from zeroxla.program.paths import paths_of
+from zeroxla.program.shapes import shapes_of
+from zeroxla.step.agreed_state import agree
+from zeroxla.step.loss_plan import cast_floats, leaf_shapes
 from zeroxla.step.means import mean_metrics, means_over_devices
 from zeroxla.step.metrics import check_metrics
 from zeroxla.wire.collectives import Collectives
@@ -96,18 +102,22 @@ class PipelineDifferentiator(StagedDifferentiator):
         wire_state: WireState | None,
     ) -> tuple[list[jax.Array | None], dict[str, Any], Any, WireState | None]:
         """Return this device's gradient shards, the metrics, the model state and the wire state."""
-        _check_stateless(model_state)
         schedule = self.model.schedule_for(self.num_stages, self.microbatches, train=True)
         micro_batches = self._micro_batches(batch, key, self.microbatches)
-        stages = self._trace(micro_batches, schedule, train=True)
+        stages = self._trace(micro_batches, model_state, schedule, train=True)
         wire_key = self._wire_key(key)
         ends, held, wire_state = self._begin(stages, params, wire_state, wire_key)
-        work = StageWork.make(ends, held, scale, stages.halves)
+        work = StageWork.make(ends, held, scale, stages.halves, ring_size(schedule))
         ticks = self._ticks(schedule, work)
-        grads, sums = ticks.run(work.training(micro_batches), work.zeros())
-        shards, wire_state = ends.end(grads, wire_state, wire_key)
+        found = ticks.run(work.training(micro_batches), work.start(jax.tree.leaves(model_state)))
+        shards, wire_state = ends.end(found.gradients, wire_state, wire_key)
         grads, metrics = means_over_devices(
-            shards, sums, scale, layout=self.layout, collectives=self.across
+            shards, found.sums, scale, layout=self.layout, collectives=self.across
+        )
+        keeps = [program.keeps for program in stages.programs]
+        agreed = jax.tree.leaves(agree(found.state.leaves, (), self.inside))
+        model_state = jax.tree.unflatten(
+            jax.tree.structure(model_state), put_together(agreed, keeps)
         )
         return grads, metrics, model_state, wire_state
 
@@ -116,47 +126,46 @@ class PipelineDifferentiator(StagedDifferentiator):
 
         The batch is cut into as many micro-batches as divide it, at most `microbatches`.
         """
-        _check_stateless(model_state)
         num_rows = jax.tree.leaves(batch)[0].shape[0]
         count = max(n for n in range(1, self.microbatches + 1) if num_rows % n == 0)
         schedule = self.model.schedule_for(self.num_stages, count, train=False)
         micro_batches = self._micro_batches(batch, key, count)
-        stages = self._trace(micro_batches, schedule, train=False)
+        stages = self._trace(micro_batches, model_state, schedule, train=False)
         ends, held, _ = self._begin(stages, params, None, self._wire_key(key))
         work = StageWork.make(ends, held, jnp.ones(()))
         ticks = self._ticks(schedule, work)
-        sums = ticks.run(work.evaluation(micro_batches), work.zeros()[1])
+        evaluation = work.evaluation(micro_batches, jax.tree.leaves(model_state))
+        sums = ticks.run(evaluation, work.no_sums())
         return mean_metrics(sums, self.across)
 
-    def wire_state_plan(self, rows: Any, key: jax.Array) -> StagesWireStatePlan:
-        """Return the plan of the wire state, from the shapes of a micro-batch and its key."""
-        return self._wire_state_plan(*self._cut(rows, key))
+    def wire_state_plan(self, model_state: Any, rows: Any, key: jax.Array) -> StagesWireStatePlan:
+        """Return the plan of the wire state, from shapes."""
+        return self._wire_state_plan(*self._cut(model_state, rows, key))
 
-    def stage_layouts(self, rows: Any, key: jax.Array) -> Sequence[Layout]:
+    def stage_layouts(self, model_state: Any, rows: Any, key: jax.Array) -> Sequence[Layout]:
         """Return the layout of each stage's leaves, as its devices store and gather them."""
-        return self.wire_state_plan(rows, key).layouts
+        return self.wire_state_plan(model_state, rows, key).layouts
 
-    def partition(self, rows: Any, key: jax.Array) -> Partition:
+    def partition(self, model_state: Any, rows: Any, key: jax.Array) -> Partition:
         """Return how the layers are cut into stages."""
-        return self._cut(rows, key)[1]
+        return self._cut(model_state, rows, key)[1]
 
     def stage_dims(
         self, model_state: Any, rows: Any, key: jax.Array, leaves: Sequence[Any]
     ) -> dict[int, int]:
         """Return which leaves are stored by stage, and the dim that the stages split."""
-        _check_stateless(model_state)
-        return stage_dims_of(self._cut(rows, key)[0], leaves)
+        return stage_dims_of(self._cut(model_state, rows, key)[0], leaves)
 
     def _cut(
-        self, rows: Any, key: jax.Array, *, train: bool = True
+        self, model_state: Any, rows: Any, key: jax.Array, *, train: bool = True
     ) -> tuple[list[Stage], Partition]:
         """Cut the model into stages, for the shapes of one device's micro-batch and its key."""
-        dtype = self.inside.compute_dtype
-        tree = self.layout.tree.unflatten(
-            [jax.ShapeDtypeStruct(leaf.placement.shape, dtype) for leaf in self.layout]
-        )
+        tree = self.layout.tree.unflatten(leaf_shapes(self.layout, self.inside.compute_dtype))
         rows = jax.eval_shape(self._cast, rows)
-        return self.model.cut(self.num_stages, tree, rows, key, train=train)
+        kinds = [dataclasses.replace(leaf, path="") for leaf in self.layout]
+        return self.model.cut(
+            self.num_stages, tree, model_state, rows, key, train=train, kinds=kinds
+        )
 
     def _micro_batches(self, batch: Any, key: jax.Array, count: int) -> MicroBatches:
         return MicroBatches.of(self._cast(batch), key, count, self.inside)
@@ -183,11 +192,12 @@ class PipelineDifferentiator(StagedDifferentiator):
         return self.wiring.key(jax.random.fold_in(key, lax.axis_index(PIPE)))
 
     def _trace(
-        self, micro_batches: MicroBatches, schedule: Schedule, *, train: bool
+        self, micro_batches: MicroBatches, model_state: Any, schedule: Schedule, *, train: bool
     ) -> TracedStages:
         """Cut the model and trace its stages, and their halves if the schedule splits backwards."""
         rows, key = micro_batches.shapes()
-        cut, partition = self._cut(rows, key, train=train)
+        model_state = shapes_of(model_state)
+        cut, partition = self._cut(model_state, rows, key, train=train)
         wire_plan = self._wire_state_plan(cut, partition)
         programs: list[StageProgram] = []
         halves: list[tuple[StageProgram, StageProgram]] = []
@@ -200,6 +210,7 @@ class PipelineDifferentiator(StagedDifferentiator):
                 x,
                 rows,
                 key,
+                jax.tree.leaves(model_state),
                 wiring=self.wiring,
                 unit_elements=self.unit_elements,
                 limits=self.limits,
@@ -209,6 +220,8 @@ class PipelineDifferentiator(StagedDifferentiator):
             program, x = make()
             programs.append(program)
         _check_metrics_of(programs[-1])
+        state_paths = [path for path, _ in paths_of(model_state)]
+        check_keeps([program.keeps for program in programs], state_paths)
         return TracedStages(programs=programs, halves=halves, wire_plan=wire_plan)
 
     def _wire_state_plan(
@@ -219,41 +232,22 @@ class PipelineDifferentiator(StagedDifferentiator):
             leaves = [self._leaf(piece) for piece in stage.pieces]
             layouts.append(Layout(tree=jax.tree.structure(leaves), leaves=tuple(leaves)))
         moves = LeafMoves.make(
-            self.layout.placements,
+            self.layout.leaves,
             [stage.pieces for stage in stages],
             world=self.inside.world * self.num_stages,
-            dtype=jnp.dtype("float32"),
         )
         return StagesWireStatePlan.make(layouts, moves, self.wiring, partition.boundaries)
 
     def _leaf(self, piece: LeafPiece) -> Leaf:
         """Return a piece of a leaf as a leaf of its stage, stored by the stage's devices."""
-        leaf = self.layout.leaves[piece.leaf]
-        placement = dataclasses.replace(
-            leaf.placement,
-            shape=piece.shape(leaf.placement.shape),
-            axes=LEAF_AXES,
-            stage_dim=None,
-        )
+        leaf = self.layout.leaves[piece.leaves[0]]
+        placement = piece.placement(leaf.placement, axes=LEAF_AXES, stage_dim=None)
         persistent = leaf.persistent or self.weights == "step"
         return dataclasses.replace(leaf, placement=placement, persistent=persistent)
 
     def _cast(self, batch: Any) -> Any:
         """Return a batch with its floating arrays in the compute dtype."""
         return cast_floats(batch, self.inside.compute_dtype)
-
-
-def _check_stateless(model_state: Any) -> None:
-    """Check that a model keeps nothing between steps but its parameters.
-
-    Raises:
-      NotImplementedError: the model keeps a state.
-    """
-    if found := jax.tree_util.tree_leaves_with_path(model_state):
-        raise NotImplementedError(
-            f"the model keeps a state between steps ({jax.tree_util.keystr(found[0][0])}), which "
-            "pipelines do not carry yet; use layers without (LayerNorm for BatchNorm), or pipe=1"
-        )
 
 
 def _check_metrics_of(program: StageProgram) -> None:

@@ -25,41 +25,13 @@ from jax import lax
 
 from zeroxla.mesh.axes import PIPE
 from zeroxla.mesh.placement import Placement
+from zeroxla.offload.memory_kinds import to_device
+from zeroxla.pipeline.leaf_piece import LeafPiece
 from zeroxla.pipeline.stage_buffers import Packing, make_packing
+from zeroxla.wire.leaves import Leaf
 
 Buffers = list[jax.Array]
 """Arrays of one stage, packed; see `Packing`."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class LeafPiece:
-    """The piece of a leaf that a stage uses: the whole leaf, or some of its layers.
-
-    Attributes:
-      leaf: the number of the leaf in the model.
-      dim: the layer dim; None if the piece is the whole leaf.
-      layers: the first layer of the piece, and the one after its last.
-    """
-
-    leaf: int
-    dim: int | None = None
-    layers: tuple[int, int] = (0, 0)
-
-    def cut(self, x: jax.Array) -> jax.Array:
-        """Return the piece of a whole leaf, or of a shard of it."""
-        return x if self.dim is None else lax.slice_in_dim(x, *self.layers, axis=self.dim)
-
-    def shape(self, whole: Sequence[int]) -> tuple[int, ...]:
-        """Return the shape of the piece of an array of the shape `whole`."""
-        count = self.layers[1] - self.layers[0]
-        return tuple(count if d == self.dim else n for d, n in enumerate(whole))
-
-    def add_to(self, whole: jax.Array, x: jax.Array) -> jax.Array:
-        """Return `whole` with the piece `x` added in its place."""
-        if self.dim is None:
-            return whole + x
-        at = (slice(None),) * self.dim + (slice(*self.layers),)
-        return whole.at[at].add(x)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,48 +42,60 @@ class LeafMoves:
       num_stages: the number of stages, the length of the axis `pipe`.
       world: the number of devices of all stages.
       placements: the placements of the model's leaves over all devices.
+      frozen: whether each leaf is frozen: no gradient of it goes back.
       pieces: the pieces of leaves that each stage uses.
       packing: packs the parts of a stage's pieces that one device stores.
+      gradients: packs the same parts of the gradients.
     """
 
     num_stages: int
     world: int
     placements: tuple[Placement, ...]
+    frozen: tuple[bool, ...]
     pieces: tuple[tuple[LeafPiece, ...], ...]
     packing: Packing
+    gradients: Packing
 
     @staticmethod
     def make(
-        placements: Sequence[Placement],
+        leaves: Sequence[Leaf],
         pieces: Sequence[Sequence[LeafPiece]],
         *,
         world: int,
-        dtype: jnp.dtype,
     ) -> LeafMoves:
-        """Plan the exchange.
+        """Plan the exchange. Leaves travel in the dtype in which they are stored.
 
         Args:
-          placements, pieces, world: as the attributes.
-          dtype: the dtype in which leaves travel.
+          leaves: the model's leaves.
+          pieces, world: as the attributes.
 
         Raises:
           ValueError: a leaf is stored by stage, but these stages use other layers of it.
         """
+        placements = tuple(leaf.placement for leaf in leaves)
         _check_stored_by_stage(placements, pieces)
-        shapes = [
-            [
-                jax.ShapeDtypeStruct(piece.shape(placements[piece.leaf].part_shape(world)), dtype)
-                for piece in mine
-                if _moves(placements[piece.leaf])
+
+        def shapes(*, of_gradients: bool) -> list[list[jax.ShapeDtypeStruct]]:
+            return [
+                [
+                    jax.ShapeDtypeStruct(
+                        piece.shape(leaf.placement.part_shape(world)),
+                        jnp.uint8 if leaf.is_wire else jnp.float32,
+                    )
+                    for piece, leaf in ((piece, leaves[piece.leaves[0]]) for piece in mine)
+                    if _moves(leaf.placement) and not (of_gradients and leaf.frozen)
+                ]
+                for mine in pieces
             ]
-            for mine in pieces
-        ]
+
         return LeafMoves(
             num_stages=len(pieces),
             world=world,
-            placements=tuple(placements),
+            placements=placements,
+            frozen=tuple(leaf.frozen for leaf in leaves),
             pieces=tuple(map(tuple, pieces)),
-            packing=make_packing(shapes),
+            packing=make_packing(shapes(of_gradients=False)),
+            gradients=make_packing(shapes(of_gradients=True)),
         )
 
     def to_stages(self, stored: Sequence[jax.Array]) -> Buffers:
@@ -128,8 +112,9 @@ class LeafMoves:
         collective for each buffer.
         """
         with jax.named_scope("move"):
+            stored = [to_device(x) if _moves(p) else x for x, p in zip(stored, self.placements)]
             sent = [
-                self.packing.pack(stage, [p.cut(stored[p.leaf]) for p in self._moved(stage)])
+                self.packing.pack(stage, [p.cut(stored) for p in self._moved(stage)])
                 for stage in range(self.num_stages)
             ]
             return [_exchange(jnp.stack(parts)) for parts in zip(*sent, strict=True)]
@@ -148,51 +133,56 @@ class LeafMoves:
         shards = zip(*parts)
         found = []
         for piece in self.pieces[stage]:
-            placement = self.placements[piece.leaf]
+            placement = _of(piece, self.placements)
             if _moves(placement):
-                found.append(jnp.concatenate(next(shards), placement.dim))
+                found.append(jnp.concatenate(next(shards), piece.dim_of(placement.split_dim)))
+            elif placement.dim is None:
+                found.append(piece.cut([to_device(x) for x in stored]))
             else:
-                x = stored[piece.leaf]
-                found.append(piece.cut(x) if placement.dim is None else x)
+                found.append(to_device(stored[piece.leaves[0]]))
         return found
 
     def packed(self, stage: int, shards: Sequence[jax.Array]) -> Buffers:
-        """Pack a stage's shards of the pieces that move, for `from_stages`."""
+        """Pack a stage's shards of the gradients that move, for `from_stages`."""
         cut = [
-            jnp.split(x, self.num_stages, self.placements[p.leaf].split_dim)
-            for x, p in zip(shards, self._moved(stage), strict=True)
+            jnp.split(x, self.num_stages, p.dim_of(_of(p, self.placements).split_dim))
+            for x, p in zip(shards, self._trained(stage), strict=True)
         ]
-        rows = [self.packing.pack(stage, parts) for parts in zip(*cut)]
+        rows = [self.gradients.pack(stage, parts) for parts in zip(*cut)]
         if not rows:
-            rows = [self.packing.zeros()] * self.num_stages
+            rows = [self.gradients.zeros()] * self.num_stages
         return [jnp.stack(parts) for parts in zip(*rows, strict=True)]
 
     def from_stages(self, buffers: Buffers) -> list[jax.Array | None]:
-        """Send every part back to the device that stores it, and add up a leaf's parts.
+        """Send gradients back to the devices that store their leaves, and add up a leaf's parts.
 
         Args:
           buffers: the result of `packed`.
 
         Returns:
           For each leaf the sum over the stages, in the shape of this device's shard; None for a
-          leaf that does not move.
+          leaf that does not move, or is frozen.
         """
         with jax.named_scope("move"):
             found = [_exchange(x) for x in buffers]
             leaves: list[jax.Array | None] = [None] * len(self.placements)
             for stage in range(self.num_stages):
-                arrived = self.packing.unpack(stage, [b[stage] for b in found])
-                for piece, x in zip(self._moved(stage), arrived, strict=True):
-                    whole = leaves[piece.leaf]
-                    if whole is None:
-                        shape = self.placements[piece.leaf].part_shape(self.world)
-                        whole = jnp.zeros(shape, x.dtype)
-                    leaves[piece.leaf] = piece.add_to(whole, x)
+                arrived = self.gradients.unpack(stage, [b[stage] for b in found])
+                for piece, x in zip(self._trained(stage), arrived, strict=True):
+                    for i in piece.leaves:
+                        if leaves[i] is None:
+                            shape = self.placements[i].part_shape(self.world)
+                            leaves[i] = jnp.zeros(shape, x.dtype)
+                    piece.add_to(leaves, x)
             return leaves
 
     def _moved(self, stage: int) -> list[LeafPiece]:
         """Return the pieces of a stage that move."""
-        return [p for p in self.pieces[stage] if _moves(self.placements[p.leaf])]
+        return [p for p in self.pieces[stage] if _moves(_of(p, self.placements))]
+
+    def _trained(self, stage: int) -> list[LeafPiece]:
+        """Return the pieces of a stage that move and have a gradient."""
+        return [p for p in self._moved(stage) if not self.frozen[p.leaves[0]]]
 
 
 def stage_dims_of(stages: Sequence[Any], leaves: Sequence[Any]) -> dict[int, int]:
@@ -207,7 +197,8 @@ def stage_dims_of(stages: Sequence[Any], leaves: Sequence[Any]) -> dict[int, int
     found: dict[int, list[LeafPiece]] = {}
     for stage in stages:
         for piece in stage.pieces:
-            found.setdefault(piece.leaf, []).append(piece)
+            for leaf in piece.leaves:
+                found.setdefault(leaf, []).append(piece)
     return {
         leaf: mine[0].dim
         for leaf, mine in found.items()
@@ -233,7 +224,7 @@ def _check_stored_by_stage(
       ValueError: a stage uses other layers of a leaf that is stored by stage.
     """
     for leaf, placement in enumerate(placements):
-        mine = [piece for stage in pieces for piece in stage if piece.leaf == leaf]
+        mine = [piece for stage in pieces for piece in stage if leaf in piece.leaves]
         if placement.stage_dim is not None and not (
             [p.dim for p in mine] == [placement.stage_dim] * len(pieces)
             and _is_even(mine, len(pieces), placement.shape)
@@ -244,6 +235,11 @@ def _check_stored_by_stage(
                 f"{[p.layers for p in mine]}; give it the same `partition`, or restore a "
                 "checkpoint of the state with this step"
             )
+
+
+def _of(piece: LeafPiece, placements: Sequence[Placement]) -> Placement:
+    """Return the placement of a piece's leaves, which is the same for all of them."""
+    return placements[piece.leaves[0]]
 
 
 def _moves(placement: Placement) -> bool:

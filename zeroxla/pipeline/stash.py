@@ -82,6 +82,21 @@ def make_stash(schedule: Schedule) -> Stash:
     )
 
 
+def ring_size(schedule: Schedule) -> int:
+    """Return the least n with which each stage may keep micro-batch i in slot i % n of a ring, from
+    its forward to its last use."""
+    m = schedule.microbatches
+    first, last = ticks_of(schedule.forward, m), last_use(schedule)
+    for size in range(1, m):
+        clashes = (
+            np.any(last[:, i] >= first[:, i + size]) or np.any(first[:, i] > first[:, i + size])
+            for i in range(m - size)
+        )
+        if not any(clashes):
+            return size
+    return m
+
+
 def last_use(schedule: Schedule) -> np.ndarray:
     """Return the tick in which a stage last needs a micro-batch, int32 [stages, microbatches]."""
     if schedule.splits:

@@ -75,7 +75,9 @@ class MemoryPlan(Report):
         """
         batch_bytes = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(batch))
         wiring = step.programs.wiring
-        layouts = step.programs.stage_layouts(step.programs.layout(state), batch, state.key)
+        layouts = step.programs.stage_layouts(
+            step.programs.layout(state), state.model_state, batch, state.key
+        )
         secondary = [sum(map(wiring.secondary_bytes, layout)) for layout in layouts]
         others = (state.model_state, state.step, state.loss_scale)
         return MemoryPlan(

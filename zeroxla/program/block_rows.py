@@ -83,9 +83,8 @@ class _Finder:
             for o, v in enumerate(eq.outputs)
             if v not in self.place
         }
-        self._likeness: dict[Any, Hashable] = {}
-        numbers: dict[Hashable, int] = {}
-        self.keys = [numbers.setdefault(self.likeness(eq), len(numbers)) for eq in activations]
+        self._likeness: dict[Equation, Hashable] = {}
+        self.keys = self._keys()
         self.readers = collections.defaultdict[Value, list[int]](list)
         for i, eq in enumerate(activations):
             for v in eq.values:
@@ -94,6 +93,27 @@ class _Finder:
             if isinstance(v, Value):
                 self.readers[v].append(len(activations))
         self.bytes_across = _bytes_across(activations, self.readers)
+
+    def _keys(self) -> list[int]:
+        """Return a number for each of the activations' equations.
+
+        Equations with one number are alike, and so is what their operands do to the leaves that
+        they follow from, which have one kind.
+        """
+        numbers: dict[Hashable, int] = {}
+
+        def number(*key: Hashable) -> int:
+            return numbers.setdefault(key, len(numbers))
+
+        known: dict[Operand, int] = {
+            v: number("model", _type(v), kind) for v, kind in self.model.items()
+        }
+        keys = {}
+        for eq in self.program.equations:
+            keys[eq] = number("equation", self.likeness(eq), *map(known.get, eq.inputs))
+            if eq.values and known.keys() >= set(eq.values):
+                known.update((v, number("made", keys[eq], o)) for o, v in enumerate(eq.outputs))
+        return [keys[eq] for eq in self.activations]
 
     def likeness(self, eq: Equation) -> Hashable:
         if eq not in self._likeness:
@@ -114,17 +134,22 @@ class _Finder:
     def _row(self, repeat: Repeat) -> tuple[int, int, BlockRow] | None:
         """Return a row of a repetition's blocks: its start, the number of its blocks, and itself.
 
-        Blocks begin where the fewest bytes cross from one to the next. The first or the last one
-        may be unlike the others.
+        Blocks begin where the fewest bytes cross from one to the next, even if that makes one block
+        fewer. The first or the last one may be unlike the others.
         """
-        starts = range(repeat.start, repeat.start + repeat.slack + 1)
-        best = min(starts, key=lambda i: self.bytes_across[i + repeat.period])
-        for dropped in ((0, 0), (1, 0), (0, 1), (1, 1)):
-            start, count = best + dropped[0] * repeat.period, repeat.count - sum(dropped)
+        period, length = repeat.period, repeat.count * repeat.period + repeat.slack
+        offsets = [i for i in range(period) if (length - i) // period > 1]
+        best = min(
+            offsets,
+            key=lambda i: (self.bytes_across[repeat.start + i + period], -((length - i) // period)),
+        )
+        for first, last in ((0, 0), (1, 0), (0, 1), (1, 1)):
+            start = repeat.start + best + first * period
+            count = (length - best) // period - first - last
             if count < 2:
                 continue
             try:
-                return start, count, _Matcher(self, start, repeat.period, count).row()
+                return start, count, _Matcher(self, start, period, count).row()
             except _DifferError:
                 continue
         return None

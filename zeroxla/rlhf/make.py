@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import optax
@@ -12,6 +13,8 @@ from zeroxla.config.zero_config import ZeroConfig
 from zeroxla.frontend.lora.at_rest import Frozen
 from zeroxla.frontend.lora.leaf_plan import NoTargetError
 from zeroxla.frontend.lora.model import LoraModel, lora
+from zeroxla.mesh.axes import PIPE
+from zeroxla.pipeline.pipeline import Pipeline
 from zeroxla.rlhf.loop import Loop
 from zeroxla.rlhf.objectives import actor_loss, critic_loss
 from zeroxla.rlhf.policy import Policy
@@ -19,6 +22,7 @@ from zeroxla.rlhf.rewards import Reward
 from zeroxla.rlhf.settings import Settings
 from zeroxla.step.make import make_step
 from zeroxla.step.notices import two_optimizers, warn
+from zeroxla.step.step import Step
 
 TARGETS = r"(attn|mlp)/(.*/)?kernel$"
 """It finds the kernels of attention and perceptrons by the names in `models.GPT` and
@@ -63,6 +67,7 @@ def make_loop(
     storage: Storage | None = None,
     tensor: int = 1,
     config: ZeroConfig | None = None,
+    pipeline: Mapping[str, Any] | None = None,
 ) -> Loop:
     """Make a loop whose actor, reference and critic are built from one model; see `Loop.begin`.
 
@@ -77,9 +82,12 @@ def make_loop(
       storage: how actor and reference are stored. None: the actor whole, the reference in 8 bits.
       tensor: number of devices that share a copy of a model while it generates or scores.
       config: the options of all steps.
+      pipeline: on a mesh with stages, options of `Pipeline.from_model`, such as `schedule`; a step
+        has `config.accumulate` micro-batches.
 
     Raises:
-      ValueError: for the reasons of `Loop`, `make_step` and `lora`.
+      ValueError: for the reasons of `Loop`, `make_step`, `Pipeline.from_model` and `lora`; or
+        there are options of pipelines, and no stages.
 
     >>> import jax, numpy as np, zeroxla
     >>> from zeroxla.models import GPT
@@ -101,10 +109,17 @@ def make_loop(
     optimizer = config.optimizer if optimizer is None else optimizer
     critic_optimizer = optimizer if critic_optimizer is None else critic_optimizer
     config = dataclasses.replace(config, optimizer=None)
-    loss = actor_loss(settings)
+    staged = mesh.shape.get(PIPE, 1) > 1
+    if pipeline and not staged:
+        raise ValueError(f"pipeline={dict(pipeline)!r} on a mesh without stages; make_mesh(pipe=2)")
+
+    def step_of(model: Any, optimizer: Any, loss: Any) -> Step:
+        if staged:
+            model, loss = Pipeline.from_model(model, loss, **(pipeline or {})), None
+        return make_step(model, mesh, optimizer, loss=loss, config=config)
 
     def policy(adapters: LoraModel | None, optimizer: Any) -> Policy:
-        step = make_step(adapters or model, mesh, optimizer, loss=loss, config=config)
+        step = step_of(adapters or model, optimizer, actor_loss(settings))
         return Policy(step=step, adapters=adapters)
 
     actor = policy(None if storage.rank is None else storage.with_adapters(model), optimizer)
@@ -113,7 +128,7 @@ def make_loop(
         still = None if storage.frozen is None else storage.with_adapters(model)
         reference = policy(still, optax.set_to_zero())
     if settings.algorithm == "ppo":
-        critic = make_step(model, mesh, critic_optimizer, loss=critic_loss(settings), config=config)
+        critic = step_of(model, critic_optimizer, critic_loss(settings))
     try:
         return Loop(
             settings, actor=actor, reference=reference, critic=critic, reward=reward, tensor=tensor

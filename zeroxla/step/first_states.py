@@ -111,7 +111,7 @@ class FirstStates(Setup):
         matter.
         """
         layout = self.layout(state)
-        wire_plan = self.wire_state_plan(layout, batch, state.key)
+        wire_plan = self.wire_state_plan(layout, state.model_state, batch, state.key)
         if wire_plan.is_empty:
             return None
         leaves = jax.tree.leaves(state.params)

@@ -62,6 +62,14 @@ def cast_floats(tree: Any, dtype: jnp.dtype) -> Any:
     return jax.tree.map(cast, tree)
 
 
+def leaf_shapes(layout: Layout, dtype: jnp.dtype) -> list[jax.ShapeDtypeStruct]:
+    """Return the shapes of leaves as a model computes with them: in `dtype`, wires as bytes."""
+    return [
+        jax.ShapeDtypeStruct(leaf.placement.shape, jnp.uint8 if leaf.is_wire else dtype)
+        for leaf in layout
+    ]
+
+
 def plan_gathers(
     program: Program,
     layout: Layout,
@@ -188,10 +196,6 @@ class LossPlanner:
     def _program(
         self, model_state: Any, batch: Any, key: jax.Array, *, train: bool
     ) -> tuple[Program, Any]:
-        dtype = self.wiring.collectives.compute_dtype
-        shapes = [
-            jax.ShapeDtypeStruct(leaf.placement.shape, jnp.uint8 if leaf.is_wire else dtype)
-            for leaf in self.layout
-        ]
+        shapes = leaf_shapes(self.layout, self.wiring.collectives.compute_dtype)
         params = self.layout.tree.unflatten(shapes)
         return trace(self.losses[train], params, model_state, batch, key)

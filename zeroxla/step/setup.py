@@ -27,10 +27,11 @@ from zeroxla.offload.memory_kinds import check_memory
 from zeroxla.offload.update.on_host import check_host_compute
 from zeroxla.program.compat import AxisNames, mesh_context
 from zeroxla.program.report import Report
+from zeroxla.program.shapes import shapes_of
 from zeroxla.step.gradients import Differentiator
 from zeroxla.step.loss_plan import Losses, LossPlanner, make_losses
 from zeroxla.step.state import TrainState
-from zeroxla.step.state_checks import check_trainable
+from zeroxla.step.state_checks import check_state_of_stages, check_trainable
 from zeroxla.wire.bundles import ALONE_ELEMENTS
 from zeroxla.wire.leaves import Layout, check_floating, make_layout, place_opt_state, place_params
 from zeroxla.wire.resolve import Wiring, make_wiring
@@ -88,7 +89,7 @@ class Setup:
 
         Raises:
           ValueError: a leaf is not floating, or nothing would train.
-          NotImplementedError: a model in stages keeps a state between steps.
+          NotImplementedError: the model's state cannot be kept in stages.
         """
         rows = jax.eval_shape(self.first_rows, batch)
         params, model_state = jax.eval_shape(self.adapted.init, key, rows)
@@ -101,6 +102,7 @@ class Setup:
         stages = self._staged(layout)
         stage_dims: dict[int, int] = {}
         if stages is not None:
+            check_state_of_stages(model_state, planner.overwritten(model_state))
             stage_dims = stages.stage_dims(model_state, rows, key, jax.tree.leaves(params))
         placed = place_params(params, self.mesh, dims, stage_dims)
         trainable = layout.trainable(params, optax.MaskedNode())
@@ -114,17 +116,17 @@ class Setup:
 
         Raises:
           ValueError: the devices cannot reach their host's memory, or it cannot compute.
-          NotImplementedError: the parameters of a pipeline are offloaded.
+          NotImplementedError: the parameters of a pipeline are on disk.
         """
         offload = self.config.offload
         if "host" in (offload.optimizer, offload.params, offload.secondary):
             check_memory(self.mesh, PINNED)
         if offload.update == "host":
             check_host_compute(self.mesh)
-        if offload.params != "none" and self.pipeline is not None:
+        if offload.params == "disk" and self.pipeline is not None:
             raise NotImplementedError(
-                f"Offload(params={offload.params!r}) of a pipeline is not supported: its stages "
-                "exchange leaves once a step; offload the optimizer, or use a mesh without `pipe`"
+                "Offload(params='disk') of a pipeline is not supported: its stages exchange leaves "
+                "once a step, all at once; use params='host', or a mesh without `pipe`"
             )
 
     def plan(self, layout: Layout, model_state: Any, batch: Any, key: jax.Array) -> FetchPlan:
@@ -133,28 +135,35 @@ class Setup:
         plan = functools.partial(self._planner(layout).plan, train=True)
         return self._in_mesh(plan, model_state, rows, key)[0]
 
-    def wire_state_plan(self, layout: Layout, batch: Any, key: jax.Array) -> WireStatePlan:
+    def wire_state_plan(
+        self, layout: Layout, model_state: Any, batch: Any, key: jax.Array
+    ) -> WireStatePlan:
         """Return the plan that makes the wire state and refreshes it."""
         whole = WholeWireStatePlan(layout=layout, wiring=self.wiring)
         stages = self._staged(layout)
         if whole.is_empty or stages is None:
             return whole
-        rows = jax.eval_shape(self.first_rows, batch)
-        return self._in_mesh(stages.wire_state_plan, rows, jax.eval_shape(lambda key: key, key))
+        return self._in_mesh(stages.wire_state_plan, *self._stage_shapes(model_state, batch, key))
 
-    def stage_layouts(self, layout: Layout, batch: Any, key: jax.Array) -> Sequence[Layout]:
+    def stage_layouts(
+        self, layout: Layout, model_state: Any, batch: Any, key: jax.Array
+    ) -> Sequence[Layout]:
         """Return the layout of each stage's leaves, from shapes alone; [layout] without stages."""
         stages = self._staged(layout)
         if stages is None:
             return [layout]
-        rows = jax.eval_shape(self.first_rows, batch)
-        return self._in_mesh(stages.stage_layouts, rows, jax.eval_shape(lambda key: key, key))
+        return self._in_mesh(stages.stage_layouts, *self._stage_shapes(model_state, batch, key))
 
-    def partition(self, layout: Layout, batch: Any, key: jax.Array) -> Report:
+    def partition(self, layout: Layout, model_state: Any, batch: Any, key: jax.Array) -> Report:
         """Return how a pipeline's layers are cut, from shapes alone."""
         stages = self._staged(layout)
         assert stages is not None, "the mesh has no stages"
-        return stages.partition(jax.eval_shape(self.first_rows, batch), key)
+        return self._in_mesh(stages.partition, *self._stage_shapes(model_state, batch, key))
+
+    def _stage_shapes(self, model_state: Any, batch: Any, key: jax.Array) -> tuple[Any, Any, Any]:
+        """Return the shapes of the model state, of one device's micro-batch and of a key."""
+        rows = jax.eval_shape(self.first_rows, batch)
+        return shapes_of(model_state), rows, jax.eval_shape(lambda key: key, key)
 
     def first_rows(self, batch: Any) -> Any:
         """Return rank 0's first micro-batch."""

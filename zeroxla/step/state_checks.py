@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import jax
@@ -51,6 +52,25 @@ def check_state(state: TrainState, optimizer: optax.GradientTransformation, layo
                 f"the optimizer state {leaf_path(path)!r} has the shape {tuple(found.shape)} and "
                 f"this model needs {tuple(want.shape)}; it belongs to another model"
             )
+
+
+def check_state_of_stages(model_state: Any, overwritten: Collection[int]) -> None:
+    """Check that the stages of a pipeline can keep the state of a model.
+
+    Args:
+      model_state: the state, or its shapes.
+      overwritten: the numbers of the leaves whose gradient is their new value.
+
+    Raises:
+      NotImplementedError: there are such leaves.
+    """
+    paths = [leaf_path(path) for path, _ in jax.tree_util.tree_leaves_with_path(model_state)]
+    if overwritten:
+        raise NotImplementedError(
+            f"the backward of every micro-batch overwrites {paths[min(overwritten)]!r} of the "
+            "model's state, and in a pipeline the forwards of later micro-batches run before it; "
+            "use pipe=1, or layers whose scales are computed in forward"
+        )
 
 
 def check_model(state: TrainState, expected: Any) -> None:

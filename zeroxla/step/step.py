@@ -232,7 +232,7 @@ class Step:
             raise ValueError("nothing to describe yet; call step.init or step.abstract_state first")
         layout = self.programs.layout_of(traced.params, traced.placements)
         if self.programs.pipeline is not None:
-            return self.programs.partition(layout, traced.batch, traced.key)
+            return self.programs.partition(layout, traced.model_state, traced.batch, traced.key)
         plan = self.programs.plan(layout, traced.model_state, traced.batch, traced.key)
         opt_state, updated_on = self.shapes().opt_state, self.config.offload.update
         return describe(layout, plan, self.programs.wiring, opt_state, updated_on)

@@ -300,7 +300,7 @@ class TestBadInput:
             (["--heads", "3"], "does not divide into --heads 3"),
             (["--warmup", "2"], "at most 1"),
             (["--offload-optimizer", "disk"], "without --offload-path"),
-            (["--offload-params", "host", "--pipe", "2"], "--offload-params host with --pipe 2"),
+            (["--offload-params", "disk", "--pipe", "2"], "--offload-params disk with --pipe 2"),
             (["--offload-secondary", "host"], "--offload-secondary host with --zero zero3"),
             (["--layer", "3"], "Perhaps you meant"),
         ],

@@ -337,10 +337,8 @@ def test_other_misuse(mesh24):
         lora.merge({})
     with pytest.raises(ValueError, match="has adapters already"):
         zeroxla.lora(lora, targets="kernel")
-    with pytest.raises(NotImplementedError, match="Pipeline"):
+    with pytest.raises(ValueError, match="give lora the model itself"):
         zeroxla.lora(zeroxla.Pipeline.from_model(GPT.tiny()), targets="kernel")
-    with pytest.raises(NotImplementedError, match="stages hold no adapters"):
-        zeroxla.Pipeline.from_model(lora)
     step.abstract_state(tokens(8))
     with pytest.raises(ValueError, match="base/h/attn/c_attn/bias has the shape None"):
         lora.merge({"lora": {}})

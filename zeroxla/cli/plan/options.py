@@ -135,18 +135,13 @@ class PlanOptions(OptionGroups):
                 **OUTER_LEAST,
             }
         )
-        self.lora.check(self.pipeline.pipe)
+        self.lora.check()
         check_offload(self, self.pipeline.pipe)
         if self.output.search and (useless := self._unsearched()):
             raise ValueError(
                 f"--search with {', '.join(useless)}: a search compiles and calibrates nothing, it "
                 "chooses wires and stages itself, and not all that it tries goes with every "
                 "offload or with islands; plan the settings that it finds with that"
-            )
-        if self.generation.prompts is not None and self.pipeline.pipe > 1:
-            raise ValueError(
-                f"--prompts {self.generation.prompts} with --pipe {self.pipeline.pipe}: generation "
-                "needs all layers on a device; plan it with --pipe 1"
             )
 
     def _unsearched(self) -> list[str]:

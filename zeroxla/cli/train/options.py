@@ -165,7 +165,7 @@ class TrainOptions(JobOptions):
             }
         )
         check_seed(self.training.seed)
-        self.lora.check(self.pipeline.pipe)
+        self.lora.check()
         check_offload(self, self.pipeline.pipe)
         if self.outer.outer != "none" and self.offload.offload_params == "disk":
             raise ValueError(

@@ -53,9 +53,9 @@ def lora(
       {path: {"a", "b"}}}`; the base has no gradient and no optimizer state.
 
     Raises:
-      ValueError: an option is out of range, or `targets` is no regular expression. (Matches are
-        known when the step sees a batch; no match, or one that is not dense, is a ValueError then.)
-      NotImplementedError: the model is a Pipeline.
+      ValueError: the model is a Pipeline, an option is out of range, or `targets` is no regular
+        expression. (Matches are known when the step sees a batch; no match, or one that is not
+        dense, is a ValueError then.)
 
     Cost: a step gathers the base and computes with it as without adapters, but it neither computes
     nor reduces gradients of the base. Adapters have rank x (inputs + outputs) elements a leaf, and
@@ -74,9 +74,9 @@ def lora(
     ['a', 'b']
     """
     if isinstance(model, StagedModel):
-        raise NotImplementedError(
-            "lora of a Pipeline: stages hold no adapters yet; give the model itself, and a mesh "
-            "without the axis `pipe`"
+        raise ValueError(
+            "lora of a Pipeline: adapters are added to the model first; give lora the model itself "
+            "and Pipeline.from_model what it returns"
         )
     if isinstance(model, LoraModel):
         raise ValueError("the model has adapters already; match all leaves in one targets=")
