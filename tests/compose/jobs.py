@@ -210,7 +210,7 @@ class Run:
         """The bytes of secondary shards on one device."""
         programs = self.step.programs
         layout = programs.layout(self.state)
-        layouts = programs.stage_layouts(layout, BATCH, self.state.key)
+        layouts = programs.stage_layouts(layout, self.state.model_state, BATCH, self.state.key)
         return max(sum(map(programs.wiring.secondary_bytes, layout)) for layout in layouts)
 
 

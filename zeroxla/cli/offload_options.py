@@ -77,8 +77,8 @@ class PlannedOffload:
             )
         if self.offload_params == "disk" and pipe > 1:
             raise ValueError(
-                f"--offload-params disk with --pipe {pipe}: stages exchange leaves once a step, all "
-                "at once; use --offload-params host, or --pipe 1"
+                f"--offload-params disk with --pipe {pipe}: stages exchange leaves once a step, "
+                "all at once; use --offload-params host, or --pipe 1"
             )
         wanted = self.offload_secondary not in (None, "none")
         if wanted and not hpz and zero not in ("zeropp", "zeropp_hq"):

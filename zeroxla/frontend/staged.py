@@ -56,6 +56,17 @@ class StagedModel(abc.ABC):
         """
 
 
+class StagesReport(Report):
+    """A table of stages. `zeroxla.Partition` is one."""
+
+    __slots__ = ()
+
+    @property
+    @abc.abstractmethod
+    def gradient_bytes(self) -> int:
+        """Bytes of float32 gradients that a device adds up."""
+
+
 class StagedDifferentiator(abc.ABC):
     """Computes losses and gradients of a model in stages: one device's part of a step.
 
@@ -115,5 +126,12 @@ class StagedDifferentiator(abc.ABC):
         """Return the layout of each stage's leaves."""
 
     @abc.abstractmethod
-    def partition(self, model_state: Any, rows: Any, key: jax.Array) -> Report:
-        """Return a table of the stages: their layers, parameters and cost."""
+    def describe(
+        self, model_state: Any, rows: Any, key: jax.Array, at_rest: Sequence[str]
+    ) -> StagesReport:
+        """Return a table of the stages: their layers, parameters, cost, and what they hold.
+
+        Args:
+          model_state, rows, key: see the class.
+          at_rest: sentences of the report, on what a device stores between steps.
+        """

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 
+from zeroxla.frontend.staged import StagesReport
 from zeroxla.hybrid.model import LanguageModel
 from zeroxla.hybrid.phase_memory import PhaseReport
 from zeroxla.offload.array_bytes import shard_bytes
@@ -24,7 +25,7 @@ def phase_report(step: Step, model: LanguageModel, plan: TensorPlan, cache: Any)
       cache: the shapes of one device's part of the cache.
     """
     state, described = step.shapes(), step.describe()
-    assert isinstance(described, Description)  # an engine's step has no stages
+    assert isinstance(described, Description | StagesReport)
     dtype = jax.tree.leaves(model.params)[0].dtype
     return PhaseReport(
         num_parameters=plan.num_parameters,

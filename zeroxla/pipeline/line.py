@@ -80,7 +80,7 @@ class NewState:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Line:
+class LossLine:
     """A loss as a line of places.
 
     Attributes:
@@ -187,7 +187,7 @@ def make_line(
     *,
     train: bool,
     kinds: Sequence[Hashable],
-) -> Line:
+) -> LossLine:
     """Trace a model's loss, and lay its equations out in a line.
 
     Args:
@@ -213,7 +213,7 @@ def make_line(
     placed = set(activations)
     made_by = {v: eq for eq in program.equations for v in eq.outputs}
     new_state, taken = _new_state(program, state, made_by)
-    return Line(
+    return LossLine(
         program=program,
         result=result,
         leaves=leaves,

@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 
 from zeroxla.pipeline.layer_cost import LayerCost
-from zeroxla.pipeline.line import BlockLoop, Line
+from zeroxla.pipeline.line import BlockLoop, LossLine
 from zeroxla.program.paths import Path
 from zeroxla.program.stacked_scan import Stacked
 from zeroxla.program.trace import Operand, Value
@@ -40,7 +40,7 @@ class _FirstUse:
     parameters: int
 
 
-def layers_of(line: Line, paths: Sequence[Path]) -> tuple[list[int], list[LayerCost]]:
+def layers_of(line: LossLine, paths: Sequence[Path]) -> tuple[list[int], list[LayerCost]]:
     """Return the places at which the layers of a line begin, and the layers.
 
     Args:
@@ -78,7 +78,7 @@ def _joined(uses: Iterable[_FirstUse]) -> Iterator[_FirstUse]:
         yield found
 
 
-def _first_uses(line: Line, paths: Sequence[Path]) -> Iterator[_FirstUse]:
+def _first_uses(line: LossLine, paths: Sequence[Path]) -> Iterator[_FirstUse]:
     """Yield the places of a line at which leaves are used for the first time, and every block."""
     numbers = {leaf: i for i, leaf in enumerate(line.leaves)}
     roots = _leaves_behind(line)
@@ -130,7 +130,7 @@ def _of_block(
     return stacked[block], stacked[block].aval.size
 
 
-def _leaves_behind(line: Line) -> dict[Operand, tuple[Value, ...]]:
+def _leaves_behind(line: LossLine) -> dict[Operand, tuple[Value, ...]]:
     """Return the leaves that each value without a place follows from."""
     found: dict[Operand, tuple[Value, ...]] = {leaf: (leaf,) for leaf in line.leaves}
     for eq in dict.fromkeys(line.makers.values()):

@@ -12,14 +12,14 @@ import jax.numpy as jnp
 from jax import lax
 
 from zeroxla.pipeline.leaf_piece import LeafPiece
-from zeroxla.pipeline.line import BlockLoop, Line, NewState, length_of
+from zeroxla.pipeline.line import BlockLoop, LossLine, NewState, length_of
+from zeroxla.pipeline.loop_turns import LoopTurns
 from zeroxla.pipeline.stage import Stage, StateShare
 from zeroxla.program.paths import Path
-from zeroxla.program.stacked_scan import Stacked, loop_body
 from zeroxla.program.trace import Equation, Operand, Value, closure, read, run
 
 
-def make_stage(line: Line, start: int, end: int, state_paths: Sequence[Path]) -> Stage:
+def make_stage(line: LossLine, start: int, end: int, state_paths: Sequence[Path]) -> Stage:
     """Return the stage that runs a line from the place `start` to the place `end`.
 
     Args:
@@ -38,32 +38,6 @@ def make_stage(line: Line, start: int, end: int, state_paths: Sequence[Path]) ->
         is_last=end == line.length,
         keeps=stretch.keeps,
     )
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Turns:
-    """Some turns of a loop.
-
-    Attributes:
-      loop: the loop.
-      first, end: the first turn, and the one after the last.
-    """
-
-    loop: BlockLoop
-    first: int
-    end: int
-
-    @property
-    def blocks(self) -> tuple[int, int]:
-        """The first block of these turns, and the one after the last."""
-        if not self.loop.scan.reverse:
-            return self.first, self.end
-        return self.loop.scan.length - self.end, self.loop.scan.length - self.first
-
-    @property
-    def is_end(self) -> bool:
-        """Whether the loop ends with these turns."""
-        return self.end == self.loop.scan.length
 
 
 class _Env(NamedTuple):
@@ -86,7 +60,7 @@ class _Env(NamedTuple):
 class _Stretch:
     """The stretch of a line from one place to another."""
 
-    line: Line
+    line: LossLine
     start: int
     end: int
 
@@ -95,13 +69,13 @@ class _Stretch:
         return self.end == self.line.length
 
     @functools.cached_property
-    def parts(self) -> list[Equation | _Turns]:
+    def parts(self) -> list[Equation | LoopTurns]:
         """The equations and the turns of loops in the stretch."""
-        found: list[Equation | _Turns] = []
+        found: list[Equation | LoopTurns] = []
         for part, at in zip(self.line.parts, self.line.starts):
             first, end = max(self.start - at, 0), min(self.end - at, length_of(part))
             if first < end:
-                found.append(_Turns(part, first, end) if isinstance(part, BlockLoop) else part)
+                found.append(LoopTurns(part, first, end) if isinstance(part, BlockLoop) else part)
         return found
 
     @functools.cached_property
@@ -115,7 +89,7 @@ class _Stretch:
             scan = part.loop.scan
             wanted += scan.consts
             wanted += () if part.first else scan.carry
-            wanted += (a for _, a in _plain_xs(part.loop))
+            wanted += (a for _, a in part.plain_xs)
         wanted += self.line.outputs if self.is_last else ()
         wanted += (self.line.new_state[i].operand for i in self._free_state)
         values = [a for a in wanted if isinstance(a, Value) and a not in self.line.made]
@@ -123,38 +97,24 @@ class _Stretch:
         return equations, set(roots)
 
     @functools.cached_property
-    def pieces(self) -> tuple[LeafPiece, ...]:
-        """The pieces of leaves that the stretch reads."""
-        leaves = set(self.line.leaves)
-        found = {LeafPiece(leaves=(self._number(v),)): None for v in self.known[1] & leaves}
-        for part in self.parts:
-            if isinstance(part, _Turns):
-                for stacked in part.loop.stacked.values():
-                    piece = self._piece(part, stacked, self.line.leaves)
-                    found.update({piece: None} if piece is not None else {})
-        return tuple(sorted(found, key=lambda x: (x.leaves, x.layers, x.is_stack)))
+    def leaf_numbers(self) -> dict[Value, int]:
+        return {v: i for i, v in enumerate(self.line.leaves)}
 
     @functools.cached_property
-    def _numbers(self) -> dict[Value, int]:
-        return {v: i for of in (self.line.leaves, self.line.state) for i, v in enumerate(of)}
+    def state_numbers(self) -> dict[Value, int]:
+        return {v: i for i, v in enumerate(self.line.state)}
 
-    def _number(self, value: Value) -> int:
-        return self._numbers[value]
+    @functools.cached_property
+    def pieces(self) -> tuple[LeafPiece, ...]:
+        """The pieces of leaves that the stretch reads."""
+        return self._pieces(self.leaf_numbers)
 
-    def _piece(
-        self, turns: _Turns, stacked: Stacked | tuple[Value, ...], among: Sequence[Value]
-    ) -> LeafPiece | None:
-        """Return the piece that turns of a loop read of an operand; None for other arrays."""
-        first, end = turns.blocks
-        if isinstance(stacked, Stacked):
-            if stacked.leaf not in among:
-                return None
-            number = self._number(stacked.leaf)
-            return LeafPiece(leaves=(number,), dim=stacked.layer_dim, layers=(first, end))
-        mine = stacked[first:end]
-        if any(v not in among for v in mine):
-            return None
-        return LeafPiece(leaves=tuple(map(self._number, mine)), is_stack=True)
+    def _pieces(self, numbers: Mapping[Value, int]) -> tuple[LeafPiece, ...]:
+        """Return the pieces that the stretch reads of numbered arrays, in their order."""
+        whole = (LeafPiece(leaves=(numbers[v],)) for v in self.known[1] if v in numbers)
+        turns = (part for part in self.parts if isinstance(part, LoopTurns))
+        sliced = (piece for part in turns for piece in part.pieces(numbers).values())
+        return tuple(sorted({*whole, *sliced}, key=lambda x: (x.leaves, x.layers, x.is_stack)))
 
     def run(
         self,
@@ -192,41 +152,24 @@ class _Stretch:
 
     def _run_turns(
         self,
-        turns: _Turns,
+        turns: LoopTurns,
         env: _Env,
         pieces: Mapping[LeafPiece, jax.Array],
         state: Sequence[jax.Array],
     ) -> None:
         """Run turns of a loop, and write what they make to `env`."""
-        loop, (first, end) = turns.loop, turns.blocks
-        scan = loop.scan
-        chains = {i: x for i, x in loop.stacked.items() if isinstance(x, Stacked)}
-        body, _ = loop_body(scan, chains)
-        xs: dict[int, jax.Array] = {}
-        for i, stacked in loop.stacked.items():
-            piece = self._piece(turns, stacked, self.line.leaves)
-            if piece is not None:
-                array = pieces[piece]
-            else:
-                piece = self._piece(turns, stacked, self.line.state)
-                assert piece is not None, "a loop slices neither leaves nor state"
-                array = piece.cut(state)
-            xs[i] = array if piece.dim is None else jnp.moveaxis(array, piece.dim, 0)
-        for i, operand in _plain_xs(loop):
+        scan, (first, end) = turns.loop.scan, turns.blocks
+        xs = {i: pieces[piece] for i, piece in turns.pieces(self.leaf_numbers).items()}
+        for i, piece in turns.pieces(self.state_numbers).items():
+            xs[i] = piece.cut(state)
+        for i, operand in turns.plain_xs:
             xs[i] = lax.slice_in_dim(jnp.asarray(read(env.values, operand)), first, end)
-        carries, ys = scan.split_outputs(loop.outputs)
+        carries, ys = scan.split_outputs(turns.loop.outputs)
         if turns.first == 0:
             carry = [jnp.asarray(read(env.values, a)) for a in scan.carry]
         else:
             carry = [env.partial[v] for v in carries]
-        consts = [read(env.values, a) for a in scan.consts]
-
-        def turn(carry: Sequence[Any], x: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-            carry, ys = scan.split_outputs(body(*consts, *carry, *x))
-            return list(carry), list(ys)
-
-        ordered = [xs[i] for i in sorted(xs)]
-        carry, made = scan.run(turn, carry, ordered, length=turns.end - turns.first)
+        carry, made = turns.run([read(env.values, a) for a in scan.consts], carry, xs)
         place = env.values if turns.is_end else env.partial
         place.update(zip(carries, carry, strict=True))
         for y, mine in zip(ys, made, strict=True):
@@ -260,7 +203,7 @@ class _Stretch:
         rows = {
             y: part.blocks
             for part in self.parts
-            if isinstance(part, _Turns)
+            if isinstance(part, LoopTurns)
             for y in part.loop.scan.split_outputs(part.loop.outputs)[1]
         }
         found = [StateShare(i) for i in self._free_state]
@@ -284,17 +227,11 @@ class _Stretch:
         Raises:
           NotImplementedError: another stage makes it.
         """
-        state = self.line.state
-        reads = [LeafPiece(leaves=(self._number(v),)) for v in self.known[1].intersection(state)]
-        for part in self.parts:
-            if isinstance(part, _Turns):
-                found = (self._piece(part, x, state) for x in part.loop.stacked.values())
-                reads += [piece for piece in found if piece is not None]
         whole = {share.leaf for share in self.keeps if share.rows is None}
         rows = {(share.leaf, share.rows) for share in self.keeps}
-        for piece in reads:
+        for piece in self._pieces(self.state_numbers):
             for i in piece.leaves:
-                is_new = self.line.new_state[i].operand is not state[i]
+                is_new = self.line.new_state[i].operand is not self.line.state[i]
                 if is_new and i not in whole and (i, piece.layers) not in rows:
                     raise NotImplementedError(
                         f"a stage reads {'/'.join(paths[i])!r} of the model's state, and a later "
@@ -315,9 +252,3 @@ class _Stretch:
                 return lax.dynamic_update_slice_in_dim(old, made, first, 0)
             return jnp.asarray(read(env.values, new.operand))
         return old
-
-
-def _plain_xs(loop: BlockLoop) -> list[tuple[int, Operand]]:
-    """Return the sliced operands of a loop that are no leaves and no state, by position."""
-    operands = enumerate(loop.scan.xs, loop.scan.first_x)
-    return [(i, a) for i, a in operands if i not in loop.stacked]

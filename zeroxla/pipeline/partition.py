@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from zeroxla.frontend.staged import StagesReport
 from zeroxla.pipeline.layer_cost import LayerCost, Machine, seconds_of
 from zeroxla.pipeline.minimax import balanced, check_stages, uniform
-from zeroxla.program.report import Report
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -24,7 +24,21 @@ stages."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Partition(Report):
+class StageStorage:
+    """What a device of a stage holds in a step, beside what it stores between steps.
+
+    Attributes:
+      leaf_bytes: bytes of the stage's leaves: whole where they are gathered once a step, and shards
+        where they are gathered in every tick.
+      gradient_bytes: bytes of float32 gradients that it adds up.
+    """
+
+    leaf_bytes: int
+    gradient_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Partition(StagesReport):
     """Layers cut into stages; `print` it, or read its attributes.
 
     Attributes:
@@ -33,17 +47,31 @@ class Partition(Report):
       costs: the cost of each layer that the method balances; its parameters if the user gave the
         boundaries.
       unit: the costs' unit, in words.
+      storage: for each stage, what its devices hold in a step; empty before a step has seen a
+        batch.
+      at_rest: sentences that say what a device stores between steps, and where it is updated.
     """
 
     boundaries: tuple[int, ...]
     layers: tuple[LayerCost, ...]
     costs: tuple[float, ...]
     unit: str
+    storage: tuple[StageStorage, ...] = ()
+    at_rest: tuple[str, ...] = ()
 
     @property
     def stage_costs(self) -> list[float]:
         """The sum of the costs of each stage's layers."""
         return [sum(self.costs[a:b]) for a, b in itertools.pairwise(self.boundaries)]
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of float32 gradients that a device adds up, of the stage with the most."""
+        return max((storage.gradient_bytes for storage in self.storage), default=0)
+
+    def notes(self) -> list[str]:
+        """Return what a device stores between steps, in sentences."""
+        return list(self.at_rest)
 
     def table(self) -> Table:
         """Return the stages as a rich table."""
@@ -57,16 +85,20 @@ class Partition(Report):
         table.add_column("names")
         table.add_column("parameters", justify="right")
         table.add_column(f"share of {self.unit}", justify="right")
+        for name in ("bytes of leaves", "of gradients") if self.storage else ():
+            table.add_column(name, justify="right")
         total = sum(self.stage_costs)
         stages = zip(itertools.pairwise(self.boundaries), self.stage_costs)
         for stage, ((start, end), cost) in enumerate(stages):
             layers = self.layers[start:end]
+            held = self.storage[stage : stage + 1]
             table.add_row(
                 str(stage),
                 _span(start, end - 1) if layers else "none",
                 _span(layers[0].name, layers[-1].name) if layers else "",
                 f"{sum(layer.parameters for layer in layers):,}",
                 f"{cost / total:.1%}" if total else "",
+                *(f"{n:,}" for x in held for n in (x.leaf_bytes, x.gradient_bytes)),
             )
         table.add_section()
         table.add_row("total", "", "", f"{sum(layer.parameters for layer in self.layers):,}", "")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,7 +21,7 @@ from zeroxla.mesh.axes import LEAF_AXES, PIPE
 from zeroxla.pipeline.cut_model import CutModel
 from zeroxla.pipeline.leaf_piece import LeafPiece
 from zeroxla.pipeline.micro_batches import MicroBatches
-from zeroxla.pipeline.partition import Partition
+from zeroxla.pipeline.partition import Partition, StageStorage
 from zeroxla.pipeline.schedule import Schedule
 from zeroxla.pipeline.stage import Stage, StageProgram
 from zeroxla.pipeline.stage_ends import HeldLeaves, StageEnds
@@ -146,9 +147,26 @@ class PipelineDifferentiator(StagedDifferentiator):
         """Return the layout of each stage's leaves, as its devices store and gather them."""
         return self.wire_state_plan(model_state, rows, key).layouts
 
-    def partition(self, model_state: Any, rows: Any, key: jax.Array) -> Partition:
-        """Return how the layers are cut into stages."""
-        return self._cut(model_state, rows, key)[1]
+    def describe(
+        self, model_state: Any, rows: Any, key: jax.Array, at_rest: Sequence[str]
+    ) -> Partition:
+        """Return how the layers are cut into stages, and what these hold."""
+        stages, partition = self._cut(model_state, rows, key)
+        layouts = self._wire_state_plan(stages, partition).layouts
+        storage = tuple(map(self._storage, layouts))
+        return dataclasses.replace(partition, storage=storage, at_rest=tuple(at_rest))
+
+    def _storage(self, layout: Layout) -> StageStorage:
+        """Return what a device of a stage with these leaves holds in a step."""
+        total = 0
+        for leaf in layout:
+            itemsize = self.inside.compute_dtype.itemsize
+            elements = leaf.elements
+            if leaf.fetched:
+                itemsize, elements = 4, math.prod(leaf.placement.part_shape(self.inside.world))
+            total += elements * (1 if leaf.is_wire else itemsize)
+        gradients = sum(map(self.wiring.gradient_bytes, layout))
+        return StageStorage(leaf_bytes=total, gradient_bytes=gradients)
 
     def stage_dims(
         self, model_state: Any, rows: Any, key: jax.Array, leaves: Sequence[Any]

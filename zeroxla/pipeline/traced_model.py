@@ -11,7 +11,7 @@ import jax
 
 from zeroxla.frontend import Adapted
 from zeroxla.pipeline.layer_cost import LayerCost
-from zeroxla.pipeline.line import Line, make_line
+from zeroxla.pipeline.line import LossLine, make_line
 from zeroxla.pipeline.line_layers import layers_of
 from zeroxla.pipeline.line_stage import make_stage
 from zeroxla.pipeline.partition import Partition
@@ -32,7 +32,7 @@ class TracedModel:
     """
 
     adapted: Adapted
-    _lines: dict[Any, Line] = dataclasses.field(default_factory=dict, init=False)
+    _lines: dict[Any, LossLine] = dataclasses.field(default_factory=dict, init=False)
 
     def cut(
         self,
@@ -57,7 +57,7 @@ class TracedModel:
 
     def _line(
         self, tree: Any, model_state: Any, batch: Any, key: Any, *, train: bool, kinds: Any
-    ) -> Line:
+    ) -> LossLine:
         arguments = tree, model_state, batch, key
         mesh = jax.sharding.get_abstract_mesh()
         dtypes = tuple(str(x.dtype) for x in jax.tree.leaves(arguments))

@@ -8,10 +8,14 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
+import jax
+from jax.sharding import Mesh
+
 from zeroxla.fetch.segments import FetchPlan, LayerLoop, Remat, Straight
 from zeroxla.offload.array_bytes import shard_bytes
 from zeroxla.offload.memory_kinds import Place
 from zeroxla.program.report import Report
+from zeroxla.step.state import TrainState
 from zeroxla.wire.leaves import Layout, Leaf
 from zeroxla.wire.resolve import Wiring
 from zeroxla.wire.routes import AS_STORED
@@ -188,6 +192,33 @@ def describe(
         updated_on=updated_on,
         secondary_on_host=collectives.gathers.secondary_on_host,
     )
+
+
+def stored_in_words(
+    state: TrainState, mesh: Mesh, updated_on: Literal["device", "host"]
+) -> list[str]:
+    """Return sentences on what a device of a pipeline stores between steps, and who updates it.
+
+    Args:
+      state: the state, or its shapes with shardings.
+      mesh: the mesh, with stages.
+      updated_on: where arrays on the host are updated.
+    """
+    by_stage = [p.stage_dim is not None for p in state.placements[0]]
+    leaves = jax.tree.leaves(state.params)
+    own = [x for x, mine in zip(leaves, by_stage, strict=True) if mine]
+    rest = [x for x, mine in zip(leaves, by_stage, strict=True) if not mine]
+    places: tuple[Place, ...] = ("device", "host", "disk")
+    sizes = {place: shard_bytes((state.params, state.opt_state), place=place) for place in places}
+    stored = " and ".join(f"{n:,} in its {place} memory" for place, n in sizes.items() if n)
+    num_own, num_rest = (sum(shard_bytes(x, place=p) for p in places) for x in (own, rest))
+    where = "on the host" if sizes["host"] and updated_on == "host" else "on the device"
+    return [
+        f"Between steps a device stores {stored or 'no'} bytes of parameters and optimizer state.",
+        f"Of its parameters, {num_own:,} bytes are of layers of its own stage, and {num_rest:,} of "
+        f"leaves that all {mesh.size} devices share.",
+        f"Each device updates what it stores, {where}; no stage waits for another one's update.",
+    ]
 
 
 def _wires(leaf: Leaf, wiring: Wiring) -> str:

@@ -17,7 +17,7 @@ from zeroxla.config.offload import PINNED
 from zeroxla.config.zero_config import ZeroConfig
 from zeroxla.fetch.segments import FetchPlan
 from zeroxla.frontend import Adapted
-from zeroxla.frontend.staged import StagedDifferentiator, StagedModel
+from zeroxla.frontend.staged import StagedDifferentiator, StagedModel, StagesReport
 from zeroxla.mesh.axes import PIPE, platform_of, world_size
 from zeroxla.mesh.placement import Placement
 from zeroxla.offload.choose import offloaded
@@ -26,7 +26,6 @@ from zeroxla.offload.disk.tickets import leaf_dtype
 from zeroxla.offload.memory_kinds import check_memory
 from zeroxla.offload.update.on_host import check_host_compute
 from zeroxla.program.compat import AxisNames, mesh_context
-from zeroxla.program.report import Report
 from zeroxla.program.shapes import shapes_of
 from zeroxla.step.gradients import Differentiator
 from zeroxla.step.loss_plan import Losses, LossPlanner, make_losses
@@ -154,11 +153,14 @@ class Setup:
             return [layout]
         return self._in_mesh(stages.stage_layouts, *self._stage_shapes(model_state, batch, key))
 
-    def partition(self, layout: Layout, model_state: Any, batch: Any, key: jax.Array) -> Report:
-        """Return how a pipeline's layers are cut, from shapes alone."""
+    def describe_stages(
+        self, layout: Layout, model_state: Any, batch: Any, key: jax.Array, at_rest: Sequence[str]
+    ) -> StagesReport:
+        """Return how a pipeline's layers are cut, from shapes alone; see `StagedDifferentiator`."""
         stages = self._staged(layout)
         assert stages is not None, "the mesh has no stages"
-        return self._in_mesh(stages.partition, *self._stage_shapes(model_state, batch, key))
+        describe = functools.partial(stages.describe, at_rest=at_rest)
+        return self._in_mesh(describe, *self._stage_shapes(model_state, batch, key))
 
     def _stage_shapes(self, model_state: Any, batch: Any, key: jax.Array) -> tuple[Any, Any, Any]:
         """Return the shapes of the model state, of one device's micro-batch and of a key."""

@@ -28,7 +28,7 @@ from zeroxla.step.checks import (
     check_key,
     check_tokens,
 )
-from zeroxla.step.describe import describe
+from zeroxla.step.describe import describe, stored_in_words
 from zeroxla.step.disk.steps import DiskSteps, has_disk
 from zeroxla.step.first_weights import first_weights
 from zeroxla.step.fit import StateFitter
@@ -222,7 +222,8 @@ class Step:
     def describe(self) -> Report:
         """Return the table of leaves: shape, placement, unit, bytes of a shard.
 
-        For a pipeline it is the table of stages: layers, parameters, share of the cost.
+        For a pipeline it is the table of stages: layers, parameters, share of the cost, what their
+        devices hold in a step and between steps, and where they update it.
 
         Raises:
           ValueError: the model has not been traced, as `init` and the first call do.
@@ -231,11 +232,13 @@ class Step:
         if traced is None:
             raise ValueError("nothing to describe yet; call step.init or step.abstract_state first")
         layout = self.programs.layout_of(traced.params, traced.placements)
+        shapes, updated_on = self.shapes(), self.config.offload.update
+        inputs = layout, traced.model_state, traced.batch, traced.key
         if self.programs.pipeline is not None:
-            return self.programs.partition(layout, traced.model_state, traced.batch, traced.key)
-        plan = self.programs.plan(layout, traced.model_state, traced.batch, traced.key)
-        opt_state, updated_on = self.shapes().opt_state, self.config.offload.update
-        return describe(layout, plan, self.programs.wiring, opt_state, updated_on)
+            at_rest = stored_in_words(shapes, self.mesh, updated_on)
+            return self.programs.describe_stages(*inputs, at_rest)
+        plan = self.programs.plan(*inputs)
+        return describe(layout, plan, self.programs.wiring, shapes.opt_state, updated_on)
 
     def with_config(self, config: ZeroConfig, *, microbatches: int | None = None) -> Step:
         """Return a step with other options for the same state.
