@@ -17,6 +17,7 @@ CHECKS = (
     "generation",
     "tensor",
     "pipeline",
+    "pipeline of 4",
     "plan",
     "checkpoint",
 )

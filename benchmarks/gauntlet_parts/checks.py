@@ -215,19 +215,23 @@ def adapted(run: Run) -> tuple[zeroxla.Step, str]:
         return of(targets), f"on {len(listed)} leaves that are dense; all together: {error}"
 
 
-def pipeline(run: Run) -> str:
-    """Cut the model in two stages; compare loss and gradients with the reference."""
+def pipeline(run: Run, stages: int = 2) -> str:
+    """Cut the model in stages; compare loss and gradients with the reference.
+
+    A stage has the devices that are left, and there are as many micro-batches as stages: so the
+    rows of one device and micro-batch are always the same.
+    """
     if isinstance(run.built.model, tuple):
         model = zeroxla.Pipeline.from_model(run.built.model)
     else:
         model = zeroxla.Pipeline.from_model(run.built.model, run.built.loss)
-    mesh = zeroxla.make_mesh(pipe=2, nodes=1, devices_per_node=2)
+    mesh = zeroxla.make_mesh(pipe=stages, nodes=1, devices_per_node=NUM_DEVICES // stages)
     step = zeroxla.make_step(
         model,
         mesh,
         optimizer(run.built),
         config=zeroxla.ZeroConfig(persistence_threshold=0),
-        microbatches=2,
+        microbatches=stages,
     )
     state = step.init(jax.random.key(0), run.built.batch)
     loss, gradients, _ = run.expected

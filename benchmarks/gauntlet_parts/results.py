@@ -23,6 +23,7 @@ TITLES = {
     "generation": "generation",
     "tensor": "tensor 2",
     "pipeline": "pipe 2",
+    "pipeline of 4": "pipe 4",
     "plan": "plan",
     "checkpoint": "checkpoint",
 }
@@ -40,9 +41,12 @@ MEANINGS = {
     "tensor": "the same with each copy of the model split over 2 devices",
     "pipeline": "`Pipeline.from_model` on two stages of two devices; loss and gradients are those "
     "of the unsharded model",
+    "pipeline of 4": "the same on four stages of one device",
     "plan": "`zeroxla.plan` for 16 devices; the number of parameters is right",
     "checkpoint": "a state saved on 2 x 2 devices and restored on 1 x 3 is the same, bit for bit",
 }
+MEASURED = ("gradients", "pipeline", "pipeline of 4")
+"""The checks whose detail is the largest error of the gradients."""
 CELLS = {REFUSED: "refused", FAILED: "FAILED", NOT_APPLICABLE: "-"}
 HEADINGS = {
     "language model": "Language models",
@@ -95,7 +99,7 @@ def version_of(package: str) -> str | None:
 
 def largest_error(found: Results) -> float:
     """Return the largest error of the gradients that passed."""
-    checks = [c for x in found for n, c in x["checks"].items() if n in ("gradients", "pipeline")]
+    checks = [c for x in found for n, c in x["checks"].items() if n in MEASURED]
     return max((float(c["detail"]) for c in checks if c["status"] == OK), default=0.0)
 
 
@@ -128,7 +132,7 @@ def cell(name: str, checks: Mapping[str, Any]) -> str:
     check = checks[name]
     if check["status"] != OK:
         return CELLS[check["status"]]
-    return check["detail"] if name in ("gradients", "pipeline") else "yes"
+    return check["detail"] if name in MEASURED else "yes"
 
 
 def summary(found: Results) -> str:

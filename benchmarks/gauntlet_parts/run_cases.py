@@ -8,6 +8,7 @@ The file of a case is written again after every check, so that a crash loses one
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import sys
 import warnings
@@ -33,10 +34,11 @@ FUNCTIONS: dict[str, Callable[[checks.Run], str]] = {
     "generation": check_generation.generation,
     "tensor": check_generation.tensor,
     "pipeline": checks.pipeline,
+    "pipeline of 4": functools.partial(checks.pipeline, stages=4),
     "plan": checks.plan,
     "checkpoint": checks.checkpoint,
 }
-NOT_OF_LAYERS = ("generation", "tensor", "pipeline")
+NOT_OF_LAYERS = ("generation", "tensor", "pipeline", "pipeline of 4")
 
 
 def run_case(case: Case, write: Callable[[dict[str, Any]], None], names: tuple[str, ...]) -> None:

@@ -13,7 +13,7 @@ from tools.rlhf import PROMPTS, VOCAB, begin, prompts, settings, share_of_wanted
 
 import zeroxla
 from zeroxla import rlhf
-from zeroxla.models import Llama
+from zeroxla.models import GPT, Llama
 from zeroxla.rlhf.objectives import batch_shapes, critic_shapes
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -385,3 +385,25 @@ def test_actor_critic_and_reference_on_disk_share_a_folder(mesh, improved, tmp_p
         states, metrics = begun.loop.iterate(states, prompts(begun.loop.settings), key)
         for name in (name for name in expected if not name.endswith("_s")):
             assert metrics[name] == pytest.approx(expected[name], rel=1e-3, abs=1e-4), name
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "pipe"), thinned([("ppo", 2)], slow=[("grpo", 2), ("ppo", 4)], rows=True)
+)
+def test_an_actor_in_stages_gets_the_same_rewards(algorithm, pipe):
+    """Greedy or not: the draws follow from the key, and the logits differ by their rounding."""
+    module = GPT.tiny(vocab=VOCAB, length=16, layers=3, width=16, heads=2, scan=False)
+    config = zeroxla.ZeroConfig(persistence_threshold=0, accumulate=2)
+    found = []
+    for stages in (1, pipe):
+        mesh = zeroxla.make_mesh(pipe=stages, nodes=1, devices_per_node=2)
+        begun = begin(mesh, settings(algorithm), module=module, config=config)
+        states, metrics = begun.iterate(4)
+        names = [name for name in metrics[0] if not name.endswith("_s")]
+        found.append([[m[name] for name in names] for m in metrics])
+    np.testing.assert_allclose(found[1], found[0], rtol=2e-3, atol=2e-4)
+
+
+def test_options_of_pipelines_need_stages(mesh):
+    with pytest.raises(ValueError, match="on a mesh without stages"):
+        begin(mesh, settings("grpo"), pipeline={"schedule": "gpipe"})

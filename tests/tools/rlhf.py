@@ -75,7 +75,8 @@ def begin(
     **options: object,
 ) -> Begun:
     mine = module or model()
-    step = zeroxla.make_step(mine, mesh, optax.set_to_zero(), config=CONFIG)
+    plain = zeroxla.make_mesh(nodes=1, devices_per_node=2)
+    step = zeroxla.make_step(mine, plain, optax.set_to_zero(), config=CONFIG)
     batch = {"tokens": np.zeros((8, 9), np.int32)}
     state = step.init(jax.random.key(0), batch)
     loop = rlhf.make_loop(

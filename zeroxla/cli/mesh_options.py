@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +45,11 @@ class PipelineOptions:
                 "the choice; leave it out"
             )
         _ = self.boundaries  # raises an error if they are wrong
+
+    @property
+    def as_arguments(self) -> dict[str, Any]:
+        """The arguments of `Pipeline.from_model`."""
+        return {"partition": self.boundaries, "schedule": self.schedule, "memory": self.memory}
 
     @property
     def boundaries(self) -> str | list[int]:

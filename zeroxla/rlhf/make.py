@@ -82,8 +82,8 @@ def make_loop(
       storage: how actor and reference are stored. None: the actor whole, the reference in 8 bits.
       tensor: number of devices that share a copy of a model while it generates or scores.
       config: the options of all steps.
-      pipeline: on a mesh with stages, options of `Pipeline.from_model`, such as `schedule`; a step
-        has `config.accumulate` micro-batches.
+      pipeline: on a mesh with stages, options of `Pipeline.from_model`, such as `schedule`, and
+        `weights` of `make_step`. A step has `config.accumulate` micro-batches.
 
     Raises:
       ValueError: for the reasons of `Loop`, `make_step`, `Pipeline.from_model` and `lora`; or
@@ -113,10 +113,13 @@ def make_loop(
     if pipeline and not staged:
         raise ValueError(f"pipeline={dict(pipeline)!r} on a mesh without stages; make_mesh(pipe=2)")
 
+    own = dict(pipeline or {})
+    weights = own.pop("weights", "step")
+
     def step_of(model: Any, optimizer: Any, loss: Any) -> Step:
         if staged:
-            model, loss = Pipeline.from_model(model, loss, **(pipeline or {})), None
-        return make_step(model, mesh, optimizer, loss=loss, config=config)
+            model, loss = Pipeline.from_model(model, loss, **own), None
+        return make_step(model, mesh, optimizer, loss=loss, config=config, weights=weights)
 
     def policy(adapters: LoraModel | None, optimizer: Any) -> Policy:
         step = step_of(adapters or model, optimizer, actor_loss(settings))

@@ -187,7 +187,7 @@ class TestBadInput:
             ([*ALEXNET, "--pipe", "2", "--accumulate", "3"], "use a multiple of 12"),
             ([*ALEXNET, "--batch", "6"], "does not divide over 8 devices (node=2, device=4)"),
             ([*ALEXNET, "--pipe", "3", "--nodes", "1", "--devices-per-node", "3"], "needs 9 dev"),
-            ([*GPT, "--pipe", "8", "--nodes", "1"], "4 layers do not fill 8 stages"),
+            ([*GPT, "--pipe", "8", "--nodes", "1"], "5 layers do not fill 8 stages"),
             ([*ALEXNET, "--pipe", "2", "--partition", "0,22"], "2 stages have 3"),
             ([*ALEXNET, "--pipe", "2", "--partition", "size"], "partition='size' is unknown"),
             ([*ALEXNET, "--pipe", "2", "--partition", "type:LSTM"], "matches no layer"),

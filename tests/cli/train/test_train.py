@@ -300,7 +300,10 @@ class TestBadInput:
             (["--heads", "3"], "does not divide into --heads 3"),
             (["--warmup", "2"], "at most 1"),
             (["--offload-optimizer", "disk"], "without --offload-path"),
-            (["--offload-params", "disk", "--pipe", "2"], "--offload-params disk with --pipe 2"),
+            (
+                ["--offload-params", "disk", "--offload-path", "x", "--pipe", "2"],
+                "--offload-params disk with --pipe 2",
+            ),
             (["--offload-secondary", "host"], "--offload-secondary host with --zero zero3"),
             (["--layer", "3"], "Perhaps you meant"),
         ],

@@ -10,7 +10,7 @@ from zeroxla.cli.errors import UsageError
 from zeroxla.cli.islands.here import in_island
 from zeroxla.cli.outer_options import IslandsOptions
 from zeroxla.cli.rlhf.options import RlhfOptions
-from zeroxla.cli.train.checks import WORKING, named
+from zeroxla.cli.train.checks import WORKING, check_of_stages, named
 from zeroxla.mesh.processes.environment import ISLANDS
 
 FREE = frozenset(
@@ -50,6 +50,7 @@ def check_given(arguments: Sequence[str], options: RlhfOptions) -> None:
     Raises:
       ValueError: with the options, and the remedy.
     """
+    check_of_stages(arguments, options.pipeline.pipe)
     if options.start.init_run is not None and (found := named(arguments, _OF_THE_START)):
         raise ValueError(f"{found}: without effect, --init-run says what the model is; leave out")
     if options.storage.lora_rank is None and (found := named(arguments, ("lora_alpha",))):

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 from collections.abc import Mapping
+from typing import Any
 
 import jax
 import numpy as np
@@ -91,7 +92,13 @@ class RlhfJob(Job[RlhfOptions, RlhfOutput]):
             storage=self.options.as_storage(),
             tensor=self.options.engine.tensor,
             config=dataclasses.replace(config, optimizer=None),
+            pipeline=self._pipeline,
         )
+
+    @property
+    def _pipeline(self) -> dict[str, Any] | None:
+        stages = self.options.pipeline
+        return {**stages.as_arguments, "weights": stages.weights} if stages.pipe > 1 else None
 
     @property
     def num_steps(self) -> int:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from zeroxla.cli.adapter_options import AdapterOptions
-from zeroxla.cli.mesh_options import MeshOptions
+from zeroxla.cli.mesh_options import MeshOptions, PipelineOptions
 from zeroxla.cli.offload_options import OffloadOptions
 from zeroxla.cli.optimizer_options import OptimizerOptions
 from zeroxla.cli.option_groups import LARGEST, JobOptions, check_seed, flag
@@ -142,6 +142,7 @@ class RlhfOptions(JobOptions):
     task: TaskOptions = field(default_factory=TaskOptions)
     learning: LearningOptions = field(default_factory=LearningOptions)
     mesh: MeshOptions = field(default_factory=MeshOptions)
+    pipeline: PipelineOptions = field(default_factory=PipelineOptions)
     engine: EngineOptions = field(default_factory=EngineOptions)
     zero: ZeroOptions = field(default_factory=ZeroOptions)
     wires: WireOptions = field(default_factory=WireOptions)
@@ -159,6 +160,7 @@ class RlhfOptions(JobOptions):
                 "learning.steps": 1,
                 "learning.max_skipped": 0,
                 "engine.tensor": 1,
+                "pipeline.pipe": 1,
                 "output.save_every": 1,
                 "output.keep": 1,
                 "output.samples": 0,
@@ -166,7 +168,7 @@ class RlhfOptions(JobOptions):
             }
         )
         check_seed(self.learning.seed)
-        check_offload(self, pipe=1)
+        check_offload(self, self.pipeline.pipe)
         for name in ("learning_rate", "critic_learning_rate"):
             rate = getattr(self.learning, name)
             if not 0 < rate <= LARGEST:
@@ -219,4 +221,5 @@ class RlhfOptions(JobOptions):
                 steps=start.pretrain_steps, learning_rate=3e-3, seed=self.learning.seed
             ),
             mesh=self.mesh,
+            pipeline=self.pipeline,
         )

@@ -20,6 +20,7 @@ from zeroxla.checkpoint.checkpointer import Checkpointer
 from zeroxla.cli.data import text as data
 from zeroxla.cli.deepspeed_file import kept_deepspeed
 from zeroxla.cli.errors import DivergedError
+from zeroxla.cli.mesh_options import PipelineOptions
 from zeroxla.cli.rlhf.options import RlhfOptions
 from zeroxla.cli.run_folder import CHECKPOINTS, check_command, has_checkpoint, read_config
 from zeroxla.cli.run_sections import stored_options
@@ -29,6 +30,7 @@ from zeroxla.cli.train.setup import USUAL, optimizer_for, schedule_for
 from zeroxla.cli.zero_options import zero_config
 from zeroxla.config.zero_config import ZeroConfig
 from zeroxla.mesh.batches import global_batch, process_shard
+from zeroxla.pipeline.pipeline import Pipeline
 from zeroxla.step.disk.steps import has_disk
 from zeroxla.step.make import make_step
 from zeroxla.step.state import TrainState
@@ -49,6 +51,7 @@ class Start:
       mesh, config: the mesh and the options of all steps.
       step: a step of the model without an optimizer.
       batch: the shapes of the batch that the step has seen.
+      stages: the options of a pipeline.
     """
 
     options: TrainOptions
@@ -58,6 +61,7 @@ class Start:
     config: ZeroConfig
     step: Step
     batch: Any
+    stages: PipelineOptions
 
     @staticmethod
     def of(options: RlhfOptions, mesh: Mesh, run: Path | None) -> Start:
@@ -77,7 +81,9 @@ class Start:
         corpus = choice.vocabulary.corpus(data.load_corpus(text.data, holdout=text.holdout))
         config = zero_config(options, USUAL, deepspeed=kept_deepspeed(options.zero, run))
         without = dataclasses.replace(config, optimizer=None)
-        step = make_step(choice.model, mesh, optax.set_to_zero(), config=without)
+        stages = options.pipeline
+        model = staged(choice.model, stages)
+        step = make_step(model, mesh, optax.set_to_zero(), config=without, weights=stages.weights)
         batch = {"tokens": jax.ShapeDtypeStruct((text.batch, text.length + 1), np.int32)}
         step.abstract_state(batch)
         return Start(
@@ -88,6 +94,7 @@ class Start:
             config=config,
             step=step,
             batch=batch,
+            stages=stages,
         )
 
     def restored(self, folder: Path, report: Callable[[str], None]) -> TrainState:
@@ -111,7 +118,8 @@ class Start:
         options = self.options
         optimizer = optimizer_for(options, schedule_for(options))
         config = dataclasses.replace(self.config, optimizer=None)
-        step = make_step(self.choice.model, self.mesh, optimizer, config=config)
+        model, weights = staged(self.choice.model, self.stages), self.stages.weights
+        step = make_step(model, self.mesh, optimizer, config=config, weights=weights)
         index, count = process_shard(self.mesh)
         batches = data.training_batches(
             self.corpus.train,
@@ -207,3 +215,8 @@ def source_of(options: RlhfOptions) -> Path | None:
     """Return the folder of the checkpoints of --init-run; None without --init-run."""
     source = options.start.init_run
     return None if source is None else source.expanduser() / CHECKPOINTS
+
+
+def staged(model: Any, stages: PipelineOptions) -> Any:
+    """Return a model as a pipeline if the options ask for stages."""
+    return Pipeline.from_model(model, **stages.as_arguments) if stages.pipe > 1 else model

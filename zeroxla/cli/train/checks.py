@@ -51,7 +51,16 @@ def check_given(arguments: Sequence[str], options: TrainOptions) -> None:
             raise ValueError(
                 f"{found}: without effect on --model {mine}; leave out, or train --model {model}"
             )
-    if options.pipeline.pipe == 1 and (found := named(arguments, _OF_STAGES)):
+    check_of_stages(arguments, options.pipeline.pipe)
+
+
+def check_of_stages(arguments: Sequence[str], pipe: int) -> None:
+    """Check that a command line names no option of stages if there is one stage.
+
+    Raises:
+      ValueError: with the options, and the remedy.
+    """
+    if pipe == 1 and (found := named(arguments, _OF_STAGES)):
         raise ValueError(f"{found}: without effect on one stage; leave out, or give --pipe 2")
 
 

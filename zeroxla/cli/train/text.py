@@ -40,12 +40,7 @@ class TextTask:
         stages = options.pipeline
         self.model: Any = self._module
         if stages.pipe > 1:
-            self.model = Pipeline.from_model(
-                self._module,
-                partition=stages.boundaries,
-                schedule=stages.schedule,
-                memory=stages.memory,
-            )
+            self.model = Pipeline.from_model(self._module, **stages.as_arguments)
         text = options.text
         corpus = data.load_corpus(text.data, holdout=text.holdout)
         self.corpus = self._vocabulary.corpus(corpus)
