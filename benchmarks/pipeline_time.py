@@ -42,6 +42,7 @@ SCHEDULES: dict[str, dict[str, Any]] = {
 }
 LONG_TICKS = "1F1B, memory low"  # which has the shorter stash for it, and no target
 FEW, MANY = 8, 64  # micro-batches of the two compilations
+DEEP, NARROW = 32, 64  # layers and width of the model that is scanned and written out
 
 
 def gpt(*, remat: bool) -> GPT:
@@ -109,6 +110,41 @@ def compile_times(compiles: int) -> dict[int, list[float]]:
     return times
 
 
+def deep_step(*, scan: bool, stages: int) -> zeroxla.Step:
+    """Return the step of a deep model, which scans over its blocks or has them written out."""
+    model = GPT(vocab=256, length=LENGTH, layers=DEEP, width=NARROW, heads=4, scan=scan)
+    if stages > 1:
+        model = zeroxla.Pipeline.from_model(model)
+    mesh = zeroxla.make_mesh(pipe=stages, nodes=1, devices_per_node=STAGES // stages)
+    return zeroxla.make_step(model, mesh, optax.adamw(1e-3), microbatches=FEW)
+
+
+def num_leaves(*, scan: bool) -> int:
+    """Return the number of leaves of the deep model."""
+    state = deep_step(scan=scan, stages=1).abstract_state(token_shapes(STAGES * FEW))
+    return len(jax.tree.leaves(state.params))
+
+
+def deep_compile_times(compiles: int) -> dict[str, list[float]]:
+    """Return seconds to lower and compile the deep model's steps. Its shapes are known by then, and
+    its blocks are found and cut."""
+    kinds = {
+        f"{'scanned' if scan else 'written out'}, {stages} stages": {"scan": scan, "stages": stages}
+        for scan in (True, False)
+        for stages in (STAGES, 1)
+    }
+    times: dict[str, list[float]] = {name: [] for name in kinds}
+    for turn in range(compiles):
+        for name in sorted(kinds, reverse=turn % 2 == 1):
+            jax.clear_caches()
+            step, batch = deep_step(**kinds[name]), token_shapes(STAGES * FEW)
+            state = step.abstract_state(batch)
+            begin = time.perf_counter()
+            step.lower(state, batch).compile()
+            times[name].append(time.perf_counter() - begin)
+    return times
+
+
 def critical_paths() -> tuple[dict[str, dict[str, float]], list[Check]]:
     """Return the critical paths of the schedules' tables, with 1 for a forward of a stage and 2 for
     a backward, and the targets.
@@ -172,10 +208,19 @@ def main() -> int:
         many / few for many, few in zip(compiling[MANY], compiling[FEW], strict=True)
     )
     compile_lines = [[m, f"{statistics.median(taken):.1f}"] for m, taken in compiling.items()]
+    deep = deep_compile_times(options.compiles)
+    scanned, written = (f"{kind}, {STAGES} stages" for kind in ("scanned", "written out"))
+    depth = statistics.median(a / b for a, b in zip(deep[written], deep[scanned], strict=True))
+    deep_lines = [[name, f"{statistics.median(taken):.1f}"] for name, taken in deep.items()]
     checks = [
         Check(name=f"step time over {PARALLEL}", value=ratios[PARALLEL], limit=1.2),
         *checks,
         Check(name=f"trace + compile, {MANY} over {FEW} micro-batches", value=growth, limit=1.2),
+        Check(
+            name=f"compilation of {DEEP} layers in {STAGES} stages, written out over scanned",
+            value=depth,
+            limit=1.5,
+        ),
     ]
     body = (
         f"GPT of {LAYERS} layers and width {WIDTH}, float32, AdamW, {MICROBATCHES} micro-batches "
@@ -190,7 +235,14 @@ def main() -> int:
         "what it needs.\n\n"
         f"{table(('schedule', 'ticks', 'lockstep', 'asynchronous'), path_lines)}\n\n"
         "Trace and compilation of the 1F1B step:\n\n"
-        f"{table(('micro-batches', 's'), compile_lines)}"
+        f"{table(('micro-batches', 's'), compile_lines)}\n\n"
+        f"Lowering and compilation of a GPT of {DEEP} layers of width {NARROW}, whose blocks are "
+        "scanned or written out, without the search for its blocks. The stages' own program is as "
+        "long for both, as equal blocks run as a loop. What is left is done for each leaf, and the "
+        f"one that is written out has {num_leaves(scan=False)} of them instead of "
+        f"{num_leaves(scan=True)}: they are moved to their stage, and an optimizer updates each "
+        "by itself, as without stages.\n\n"
+        f"{table(('model', 's'), deep_lines)}"
     )
     figures = {
         "steps_s": times,
@@ -198,6 +250,8 @@ def main() -> int:
         "critical_paths": paths,
         "compile_s": compiling,
         "compile_ratio": growth,
+        "deep_compile_s": deep,
+        "deep_compile_ratio": depth,
     }
     return report("pipeline_time", "Time of pipelines", body, figures, checks)
 
