@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from tools.cut_models import MODELS, AllStates, Unrolled, vectors
-from tools.quick import quick_compilation  # noqa: F401
+from tools.quick import quick_compilation, thinned  # noqa: F401
 
 from zeroxla.frontend import adapt
 from zeroxla.pipeline.line import BlockLoop, make_line
@@ -45,10 +45,26 @@ def run_stages(line, places, params, state, batch):
     return x, jax.tree.unflatten(jax.tree.structure(state), new)
 
 
-@pytest.mark.parametrize("train", [True, False], ids=["train", "eval"])
-@pytest.mark.parametrize("name", MODELS)
-def test_every_place_may_be_cut(name, train):
-    """Two stages at some places of the line, and many stages at once."""
+QUICK = [
+    ("unrolled, dropout", True),
+    ("all states", True),
+    ("unet", True),
+    ("scanned, reverse, all read", True),
+    ("resnet", True),
+    ("gpt, unrolled, untied", False),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "train"),
+    thinned(
+        QUICK,
+        slow=[x for x in itertools.product(MODELS, (True, False)) if x not in QUICK],
+        rows=True,
+    ),
+)
+def test_any_place_may_be_cut(name, train):
+    """Two stages at some places of the line, and as many stages as layers."""
     make, batch_of = MODELS[name]
     batch = jax.tree.map(jnp.asarray, batch_of(2))
     line, adapted, params, state = line_of(make(), batch, train=train)
@@ -56,7 +72,7 @@ def test_every_place_may_be_cut(name, train):
         params, state
     )
     layers = layers_of(line, [path for path, _ in paths_of(params)])[0]
-    cuts = [(p,) for p in range(1, line.length, max(1, line.length // 12))]
+    cuts = [(p,) for p in range(1, line.length, max(1, line.length // 4))]
     for places in (*cuts, tuple(layers[1:])):
         run = jax.jit(lambda p, s, places=places: run_stages(line, places, p, s, batch))
         (found, others), mine = run(params, state)
