@@ -68,8 +68,10 @@ def test_a_model_passes(name):
 
 def test_a_wrong_gradient_is_seen():
     expected = {"a": jax.numpy.ones(3), "b": jax.numpy.ones(2)}
+    other = {**expected, "b": expected["b"] * 1.00001}
     with pytest.raises(Wrong, match="gradient of b is off by"):
-        checks.same_gradients({**expected, "b": expected["b"] * 1.00001}, expected)
+        checks.same_gradients(other, expected, rounding=lambda: 1e-6)
+    checks.same_gradients(other, expected, rounding=lambda: 2e-5)
 
 
 def test_a_refusal_is_a_sentence_of_zeroxla():

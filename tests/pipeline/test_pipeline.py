@@ -257,3 +257,29 @@ def test_blocks_are_stored_on_their_stage_where_all_have_as_many():
     state = even.init(KEY, batch)
     with pytest.raises(ValueError, match="is stored by stage, the same number of layers on each"):
         uneven.grad(state, batch)
+
+
+@pytest.mark.parametrize("scan", thinned([True], slow=[False]))
+def test_a_live_state_moves_between_numbers_of_stages(scan):
+    """4 stages, 2, none, and 4 again: the same leaves, bit for bit, and the next losses."""
+    model, batch = GPT.tiny(layers=4, scan=scan), tokens(8)
+    four, two, whole = (
+        step_of(Pipeline.from_model(model), pipe, 1, devices, 2)
+        for pipe, devices in ((4, 1), (2, 2), (1, 4))
+    )
+    state = four.init(KEY, batch)
+    state, _ = four(state, batch)
+    kept = logical(state)
+    expected, step, losses = four(jax.tree.map(jnp.copy, state), batch)[1], four, []
+    for other in (two, whole, four):
+        other.abstract_state(batch)
+        state, step = step.reshape(state, other), other
+        assert_same(logical(state), kept)
+        losses.append(step(jax.tree.map(jnp.copy, state), batch)[1]["loss"])
+    np.testing.assert_allclose(losses, expected["loss"], rtol=2e-5)
+    assert losses[-1] == expected["loss"]
+
+    other = step_of(Pipeline.from_model(GPT.tiny(layers=3)), 2, 1, 2, 2)
+    other.abstract_state(batch)
+    with pytest.raises(ValueError, match="parameters of the state and of the other step differ"):
+        step.reshape(state, other)

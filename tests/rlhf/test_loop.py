@@ -398,7 +398,7 @@ def test_an_actor_in_stages_gets_the_same_rewards(algorithm, pipe):
     for stages in (1, pipe):
         mesh = zeroxla.make_mesh(pipe=stages, nodes=1, devices_per_node=2)
         begun = begin(mesh, settings(algorithm), module=module, config=config)
-        states, metrics = begun.iterate(4)
+        _, metrics = begun.iterate(4)
         names = [name for name in metrics[0] if not name.endswith("_s")]
         found.append([[m[name] for name in names] for m in metrics])
     np.testing.assert_allclose(found[1], found[0], rtol=2e-3, atol=2e-4)

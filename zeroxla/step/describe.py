@@ -23,6 +23,9 @@ from zeroxla.wire.routes import AS_STORED
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from zeroxla.step.programs import Programs
+    from zeroxla.step.state_shapes import StateShapes
+
 OF_A_LOOP = " of a loop"
 """The end of the name of a unit that is gathered in each turn of a loop."""
 
@@ -134,6 +137,29 @@ class Description(Report):
                 f"{row.secondary_bytes:,}" if row.secondary_bytes else "-",
             )
         return table
+
+
+def describe_step(programs: Programs, shapes: StateShapes) -> Report:
+    """Return the report on a step: the table of leaves, or of stages if it has some.
+
+    Args:
+      programs: the step's functions.
+      shapes: the shapes of its states.
+
+    Raises:
+      ValueError: the model has not been traced.
+    """
+    traced = shapes.traced
+    if traced is None:
+        raise ValueError("nothing to describe yet; call step.init or step.abstract_state first")
+    state = shapes.placed(shapes.decide(traced.key, traced.batch))
+    layout = programs.layout_of(traced.params, traced.placements)
+    updated_on = programs.config.offload.update
+    inputs = layout, traced.model_state, traced.batch, traced.key
+    if programs.pipeline is not None:
+        at_rest = stored_in_words(state, programs.mesh, updated_on)
+        return programs.describe_stages(*inputs, at_rest)
+    return describe(layout, programs.plan(*inputs), programs.wiring, state.opt_state, updated_on)
 
 
 def describe(

@@ -28,13 +28,14 @@ from zeroxla.step.checks import (
     check_key,
     check_tokens,
 )
-from zeroxla.step.describe import describe, stored_in_words
+from zeroxla.step.describe import describe_step
 from zeroxla.step.disk.steps import DiskSteps, has_disk
 from zeroxla.step.first_weights import first_weights
 from zeroxla.step.fit import StateFitter
 from zeroxla.step.notices import fresh_model_state, useless_on_mesh, useless_when_held, warn
 from zeroxla.step.programs import BY_ROWS, Programs
 from zeroxla.step.rates import Rates
+from zeroxla.step.reshape import reshaped
 from zeroxla.step.state import TrainState, check_is_state, state_shardings
 from zeroxla.step.state_shapes import StateShapes
 from zeroxla.wire.bundles import ALONE_ELEMENTS
@@ -154,6 +155,22 @@ class Step:
         shapes = self._shapes.decide(jax.random.key(0), self._check_batch(batch))
         return self._shapes.placed(shapes)
 
+    def reshape(self, state: TrainState, other: Step) -> TrainState:
+        """Move a state, which is donated, to another step of the same model, on another mesh and
+        with other options: with more stages, fewer, or none. No checkpoint is read or written.
+
+        Args:
+          state: a state of this step.
+          other: a step that has seen a batch; in several processes, with the devices of this one.
+
+        Raises:
+          ValueError: it has another model, optimizer or frozen leaves, or has seen no batch.
+
+        Cost: each leaf travels once, one after another.
+        """
+        check_is_state(state)
+        return reshaped(state, other.shapes(), other.mesh)
+
     def shapes(self) -> TrainState:
         """Return `abstract_state` for the batch that the step has last seen.
 
@@ -228,17 +245,7 @@ class Step:
         Raises:
           ValueError: the model has not been traced, as `init` and the first call do.
         """
-        traced = self._shapes.traced
-        if traced is None:
-            raise ValueError("nothing to describe yet; call step.init or step.abstract_state first")
-        layout = self.programs.layout_of(traced.params, traced.placements)
-        shapes, updated_on = self.shapes(), self.config.offload.update
-        inputs = layout, traced.model_state, traced.batch, traced.key
-        if self.programs.pipeline is not None:
-            at_rest = stored_in_words(shapes, self.mesh, updated_on)
-            return self.programs.describe_stages(*inputs, at_rest)
-        plan = self.programs.plan(*inputs)
-        return describe(layout, plan, self.programs.wiring, shapes.opt_state, updated_on)
+        return describe_step(self.programs, self._shapes)
 
     def with_config(self, config: ZeroConfig, *, microbatches: int | None = None) -> Step:
         """Return a step with other options for the same state.
