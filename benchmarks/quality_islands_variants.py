@@ -20,9 +20,14 @@ LONG_SWEEP = (
     ("streaming", 1.0, 0.9, 0.5),
     ("streaming", 1.0, 0.5, 0.5),
     ("streaming", 1.0, 0.8, 0.0),
+    ("streaming", 1.0, 0.8, 0.5),
+    ("streaming", 0.7, 0.9, 0.0),
+    ("streaming", 0.7, 0.8, 0.0),
     ("diloco", 1.0, 0.5, 0.0),
     ("diloco", 1.0, 0.8, 0.0),
 )
+LONG_SWEEP_OF_4 = (("streaming", 1.0, 0.8, 0.0), ("streaming", 0.7, 0.9, 0.0))
+"""The same with 4 islands."""
 SWEEP = (  # outer rate, momentum, mixing
     ("diloco", 1.0, 0.0, 0.0),
     ("streaming", 1.0, 0.0, 0.5),
@@ -97,24 +102,25 @@ def _point(every: int, bits: int) -> Variant:
     )
 
 
-def sweep_name(preset: str, rate: float, momentum: float, mixing: float) -> str:
+def sweep_name(preset: str, rate: float, momentum: float, mixing: float, islands: int = 2) -> str:
     """Return the name of a variant of the sweep."""
     own = 0.0 if preset == "diloco" else 0.5
     mixed = "" if mixing == own else f", mixing {mixing:g}"
-    return f"{preset}, outer rate {rate:g}, momentum {momentum:g}{mixed}"
+    several = "" if islands == 2 else f", {islands} islands"
+    return f"{preset}, outer rate {rate:g}, momentum {momentum:g}{mixed}{several}"
 
 
-def _swept(preset: str, rate: float, momentum: float, mixing: float) -> Variant:
+def _swept(preset: str, rate: float, momentum: float, mixing: float, islands: int = 2) -> Variant:
     """Return a preset with another outer optimizer."""
     config = _DILOCO if preset == "diloco" else _STREAMING
     optimizer = optax.sgd(rate, momentum=momentum, nesterov=True) if momentum else optax.sgd(rate)
     assert config.outer is not None
     outer = dataclasses.replace(config.outer, optimizer=optimizer, mixing=mixing)
     return Variant(
-        name=sweep_name(preset, rate, momentum, mixing),
+        name=sweep_name(preset, rate, momentum, mixing, islands),
         says="another outer optimizer",
         config=dataclasses.replace(config, outer=outer),
-        islands=2,
+        islands=islands,
         seeds=1,
     )
 
@@ -157,5 +163,8 @@ ALONE = tuple(
     for parts in (2, 4)
 )
 SWEPT = tuple(_swept(*values) for values in SWEEP)
-LONG_SWEPT = tuple(_swept(*values) for values in LONG_SWEEP)
+LONG_SWEPT = (
+    *(_swept(*values) for values in LONG_SWEEP),
+    *(_swept(*values, islands=4) for values in LONG_SWEEP_OF_4),
+)
 VARIANTS: tuple[Variant, ...] = (*JUDGED, *ALONE, *SWEPT, *LONG_SWEPT, *MUON, *CURVE)
