@@ -40,8 +40,9 @@ def assert_same_gradients(staged, whole, batch, *, rtol=RTOL):
 @pytest.mark.parametrize(
     ("scan", "frozen", "pipe", "weights"),
     thinned(
-        [(False, "int8", 2, "step")],
+        [],
         slow=[
+            (False, "int8", 2, "step"),
             (True, None, 4, "tick"),
             (False, None, 4, "step"),
             (False, "int4", 2, "tick"),
@@ -100,8 +101,14 @@ def test_parameters_on_disk_are_refused(tmp_path):
 @pytest.mark.parametrize(
     ("model", "pipe", "tensor"),
     thinned(
-        [("scanned", 4, 1)],
-        slow=[("unrolled", 2, 2), ("scanned", 2, 2), ("unrolled", 4, 2), ("adapters", 2, 1)],
+        [],
+        slow=[
+            ("scanned", 4, 1),
+            ("unrolled", 2, 2),
+            ("scanned", 2, 2),
+            ("unrolled", 4, 2),
+            ("adapters", 2, 1),
+        ],
         rows=True,
     ),
 )

@@ -47,11 +47,8 @@ def run_stages(line, places, params, state, batch):
 
 QUICK = [
     ("unrolled, dropout", True),
-    ("all states", True),
-    ("unet", True),
+    ("unet", False),
     ("scanned, reverse, all read", True),
-    ("resnet", True),
-    ("gpt, unrolled, untied", False),
 ]
 
 

@@ -63,8 +63,8 @@ def _of_equation(eqn: Any) -> Hashable:
         for name, value in sorted(eqn.params.items())
         if not (eqn.primitive.name in CUSTOM_RULES and name in _RULES)
     )
-    context = str(eqn.ctx.compute_type), str(eqn.ctx.cur_abstract_mesh)
-    return eqn.primitive.name, params, context, tuple(map(_of_aval, eqn.outvars))
+    settings = compat.settings_of(eqn)
+    return eqn.primitive.name, params, settings, tuple(map(_of_aval, eqn.outvars))
 
 
 def _of_aval(v: Any) -> Hashable:
@@ -77,7 +77,7 @@ def _of_param(value: Any) -> Hashable:
         return type(value).__name__, tuple(map(_of_param, value))
     if isinstance(value, dict):
         return "dict", tuple(sorted((str(k), _of_param(v)) for k, v in value.items()))
-    if isinstance(value, jex.Jaxpr | jex.ClosedJaxpr):  # pyright: ignore[reportPrivateImportUsage]
+    if compat.is_jaxpr(value):
         return _of_jaxpr(value)
     if isinstance(value, np.ndarray | jax.Array):
         return "array", value.shape, str(value.dtype), id(value)
@@ -118,7 +118,7 @@ def _jaxprs(params: Any) -> list[Any]:
     values = params.values() if isinstance(params, dict) else params
     found = []
     for value in values:
-        if isinstance(value, jex.Jaxpr | jex.ClosedJaxpr):  # pyright: ignore[reportPrivateImportUsage]
+        if compat.is_jaxpr(value):
             found.append(compat.open_jaxpr(value)[0])
         elif isinstance(value, tuple | list):
             found += _jaxprs(value)

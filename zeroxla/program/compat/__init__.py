@@ -16,9 +16,11 @@ from zeroxla.program.compat.jaxprs import (
     has_effects,
     inlined_jaxpr,
     is_by_platform,
+    is_jaxpr,
     name_stack_of,
     open_jaxpr,
     scan_counts,
+    settings_of,
     without_dead_code,
 )
 from zeroxla.program.compat.layouts import layouts_ignored, note_layout, with_layout
@@ -52,12 +54,14 @@ __all__ = [
     "has_effects",
     "inlined_jaxpr",
     "is_by_platform",
+    "is_jaxpr",
     "layouts_ignored",
     "mesh_context",
     "name_stack_of",
     "note_layout",
     "open_jaxpr",
     "scan_counts",
+    "settings_of",
     "with_layout",
     "without_dead_code",
 ]

@@ -15,6 +15,18 @@ from jax._src.interpreters import partial_eval
 from zeroxla.program.primitives import CALLS, CUSTOM_RULES, REMATS
 
 
+def is_jaxpr(value: Any) -> bool:
+    """Return whether a parameter of an equation is a jaxpr, open or closed."""
+    return isinstance(value, jex.Jaxpr | jex.ClosedJaxpr)  # pyright: ignore[reportPrivateImportUsage]
+
+
+def settings_of(eqn: Any) -> tuple[Any, ...]:
+    """Return what of an equation's context changes what it computes, or where."""
+    context = eqn.ctx
+    names = ("compute_type", "threefry_partitionable", "cur_abstract_mesh", "xla_metadata")
+    return tuple(str(getattr(context, name, None)) for name in names)
+
+
 def open_jaxpr(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
     """Return (jaxpr with `invars`, `constvars`, `eqns`, `outvars`; values of the constvars).
 
