@@ -234,7 +234,7 @@ def _new_state(
     found, taken = [], set()
     for operand in outputs:
         block = block_of(operand, made_by)
-        if block is None:
+        if block is None or not isinstance(operand, Value):
             found.append(NewState(operand))
             continue
         found.append(NewState(*block))

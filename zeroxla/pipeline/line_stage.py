@@ -214,9 +214,14 @@ class _Stretch:
                     found.append(StateShare(i, (first, end)))
                 elif first <= new.block < end:
                     found.append(StateShare(i))
-            elif self.start < self.line.made.get(new.operand, 0) <= self.end:
+            elif self._makes(new.operand):
                 found.append(StateShare(i))
         return tuple(found)
+
+    def _makes(self, operand: Operand) -> bool:
+        """Whether an activation is made in the stretch."""
+        made = self.line.made.get(operand, 0) if isinstance(operand, Value) else 0
+        return self.start < made <= self.end
 
     def check_state(self, paths: Sequence[Path]) -> None:
         """Check that the stretch makes the new value of all the state that it reads.

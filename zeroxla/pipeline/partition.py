@@ -154,8 +154,8 @@ def _narrowed(
 ) -> list[int]:
     """Return the cut with the fewest bytes between stages, and the most even one with so few, whose
     heaviest stage is at most `NARROW` times as heavy as that of the cut `even`."""
-    across = [layer.bytes_after for layer in layers]
-    if stages == 1 or len(layers) <= stages or None in across:
+    across = [layer.bytes_after for layer in layers if layer.bytes_after is not None]
+    if stages == 1 or len(layers) <= stages or len(across) < len(layers):
         return even
     starts = [0, *itertools.accumulate(costs)]
     most = NARROW * max(starts[b] - starts[a] for a, b in itertools.pairwise(even))

@@ -181,6 +181,7 @@ class StageEnds:
         for piece, leaf, shard in zip(self.moves.pieces[stage], once.layout, shards):
             if leaf.frozen:
                 continue
+            assert shard is not None, "a trained leaf has a gradient"
             first = piece.leaves[0]
             if not leaf.is_split:
                 piece.add_to(whole, shard)

@@ -280,8 +280,9 @@ class _Matcher:
 
     def _activation(self, operands: tuple[Operand, ...]) -> Value:
         """Return the body's value for activations: one of its own, or a carry."""
-        places = [self.finder.place.get(a) for a in operands[1:]]  # type: ignore[arg-type]
-        if None in places:
+        place = self.finder.place
+        places = [place[a] for a in operands[1:] if isinstance(a, Value) and a in place]
+        if len(places) < self.count - 1:
             raise _DifferError("an activation in some blocks alone")
         offsets = {(i - self.start - b * self.period, o) for b, (i, o) in enumerate(places, 1)}
         if len(offsets) > 1:

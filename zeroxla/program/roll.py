@@ -75,6 +75,7 @@ def stacked_values(
         widened = producers.get(row) if isinstance(row, Value) else None
         if widened is None or widened.name != "broadcast_in_dim":
             return None
+        row = widened.outputs[0]
         (value,) = widened.inputs
         if not isinstance(value, Value) or row.aval.shape != (1, *value.aval.shape):
             return None
@@ -99,7 +100,7 @@ def block_of(value: Operand, producers: Mapping[Value, Equation]) -> tuple[Value
     cut = producers.get(row) if isinstance(row, Value) else None
     if cut is None or cut.name != "slice":
         return None
-    (stacked,) = cut.inputs
+    (stacked,), row = cut.inputs, cut.outputs[0]
     if not isinstance(stacked, Value) or row.aval.shape != (1, *stacked.aval.shape[1:]):
         return None
     return stacked, cut.params["start_indices"][0]
@@ -112,7 +113,7 @@ def _run_row(row: BlockRow, env: dict[Value, Any]) -> None:
     def turn(carry: list[jax.Array], x: list[jax.Array]) -> tuple[list[jax.Array], list[Any]]:
         inside = {**env, **dict(zip(row.body.inputs, (*carry, *x), strict=True))}
         run(row.body.equations, inside)
-        results = [inside[v] for v in row.body.outputs]
+        results = [read(inside, a) for a in row.body.outputs]
         return _strong(results[:num_carry]), results[num_carry:]
 
     xs = [_stack([read(env, a) for a in operands]) for operands in row.xs]
