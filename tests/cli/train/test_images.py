@@ -143,7 +143,7 @@ def test_gpt_of_two_stages_has_the_losses_of_one(schedule, text, tmp_path, capsy
     staged = [*TWO, "--schedule", schedule, "--partition", "uniform"]
     assert train("--run", tmp_path / "staged", *options, *staged) == 0
     printed = capsys.readouterr().out
-    assert "Layers, cut at [0, 2, 4]" in printed
+    assert "Layers, cut at [0, 3, 5]" in printed
     assert f"Schedule {schedule}" in printed
     assert len((tmp_path / "staged" / "sample.txt").read_bytes()) >= len("def ") + 8
     assert train("--run", tmp_path / "whole", *options, *TWO[2:]) == 0
