@@ -7,8 +7,8 @@ Trains GPTs on the text of benchmarks/quality.py, on 8 simulated devices: withou
 2 islands of 4 devices and 4 islands of 2, which are threads of this process. All variants share the
 initial weights and the batches of a seed; the rows of a batch are divided between the islands.
 
-The long trainings are judged: a GPT small enough to see many tokens a parameter in them. The short
-ones are of the GPT of benchmarks/quality.py, and compare many variants.
+The long trainings are judged. Their GPT is so small that it sees many tokens a parameter. The short
+trainings compare many variants of the larger GPT of benchmarks/quality.py.
 
 What is finished lies in FOLDER (default runs/quality_islands), and a run that was stopped goes on
 with the next training. FOLDER knows nothing of the code that trained: after a change of the islands

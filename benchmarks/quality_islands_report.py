@@ -78,9 +78,9 @@ def write_report(setups: Mapping[str, Setup], parts: Mapping[str, Results]) -> i
     body = (
         f"GPTs over bytes ({setup.corpus.source}) on 8 simulated devices. Islands divide the rows "
         "of each batch, so all variants see the same tokens: of 2 islands each has 4 devices and "
-        "half of the rows, of 4 islands 2 devices and a quarter. The variants share initial "
-        "weights and batches, seed by seed; the rate and its schedule are those of `zeroxla "
-        "train`, and nothing is tuned for islands. No phase without islands goes before.\n\n"
+        "half of the rows, of 4 islands 2 devices and a quarter. Variants of one seed "
+        "have the same initial weights and batches. The learning rate is that of `zeroxla train`; "
+        "it is not tuned for islands. No phase without islands goes before.\n\n"
         f"The loss is the mean over {tokens:,} held-out tokens, in nats, of the outer parameters "
         "after `settle`, which all islands share and `Island.shared` returns. The last but one "
         "column has the same for the first island's own parameters. All islands took part in every "

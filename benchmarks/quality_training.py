@@ -165,7 +165,7 @@ def train_all(
 
     Args:
       jobs: the variants, which have a `name`, with their seeds.
-      trainers: what trains each variant, by name: `train(seed, advance)` returns a result.
+      trainers: the trainer of each variant, by name. Its `train(seed, advance)` returns a result.
       num_steps: the steps of a training.
       loss_of: returns the loss of a result, to be printed.
 

@@ -8,8 +8,8 @@ import jax
 import numpy as np
 
 import zeroxla
-from gauntlet_parts.checks import Run
 from gauntlet_parts.losses import VOCABULARY
+from gauntlet_parts.model_run import Run
 from gauntlet_parts.outcome import NotApplicable, Wrong
 
 NEW = 5

@@ -28,10 +28,9 @@ TITLES = {
     "checkpoint": "checkpoint",
 }
 MEANINGS = {
-    "gradients": "the loss, the gradients (within 5e-6 of the largest gradient of a leaf, or as "
-    "far as other last bits of the parameters change one) and the loss after a step (within 1e-4) "
-    "are those of the unsharded model under `jax.grad` on one device; leaves are split over 2 "
-    "nodes of 2 devices",
+    "gradients": "against the unsharded model under `jax.grad` on one device: the loss, the "
+    "gradients (within 5e-6 of the largest gradient of a leaf) and the loss after a step (within "
+    "1e-4); leaves are split over 2 nodes of 2 devices",
     "zeropp": "two steps with `ZeroConfig.zeropp()`; the losses are within 5 % (and 0.05) of the "
     "unsharded model's",
     "lora": "every leaf named kernel, weight, w or embedding gets adapters; where zeroxla refuses "

@@ -25,9 +25,10 @@ jax.config.update("jax_traceback_filtering", "off")  # The last frame says who r
 
 from gauntlet_parts import check_generation, checks  # noqa: E402
 from gauntlet_parts.case import CHECKS, Case, file_of  # noqa: E402
+from gauntlet_parts.model_run import Run  # noqa: E402
 from gauntlet_parts.outcome import FAILED, NOT_APPLICABLE, OK, Outcome, outcome_of  # noqa: E402
 
-FUNCTIONS: dict[str, Callable[[checks.Run], str]] = {
+FUNCTIONS: dict[str, Callable[[Run], str]] = {
     "gradients": checks.zero3,
     "zeropp": checks.zeropp,
     "lora": checks.lora,
@@ -45,10 +46,10 @@ def run_case(case: Case, write: Callable[[dict[str, Any]], None], names: tuple[s
     """Run a case's checks, and write what is known after each of them."""
     about: dict[str, Any] = {"name": case.name, "kind": case.kind, "package": case.package}
     about["checks"] = found = {}
-    runs: list[checks.Run] = []
+    runs: list[Run] = []
 
     def build() -> str:
-        runs.append(checks.Run(case))
+        runs.append(Run(case))
         return ""
 
     built = outcome_of(build)

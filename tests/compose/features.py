@@ -310,7 +310,6 @@ ELSEWHERE = {
 """The options that no feature is about, with the reason."""
 
 PIPELINES = ("pipeline", "pipeline, tick", "pipeline, low memory")
-LORA = ("LoRA", "LoRA, int8 base")
 
 
 def _each(first: Any, second: Any, text: str) -> Iterator[tuple[frozenset[str], str]]:

@@ -1,4 +1,4 @@
-"""What islands exchange, in reports and pictures, against what they have sent."""
+"""Reports and pictures of exchanges show the bytes that islands have sent."""
 
 import numpy as np
 import pytest

@@ -5,6 +5,7 @@ import jax
 import numpy as np
 import optax
 import pytest
+from tools import cut_models
 from tools.pipeline_equality import tokens
 from tools.pipelines import step_of
 from tools.quick import quick_compilation, thinned  # noqa: F401
@@ -68,6 +69,18 @@ def test_adapters_learn_in_stages_as_without(scan, frozen, pipe, weights):
     config = zeroxla.ZeroConfig(persistence_threshold=0)
     whole = zeroxla.make_step(model, mesh, optimizer, config=config)
     assert_same_gradients(staged, whole, tokens(8), rtol=2e-5)
+
+
+@pytest.mark.slow
+def test_blocks_of_which_some_are_frozen():
+    """They are two rows; a loop over both would train all or none."""
+    model, frozen = cut_models.Unrolled(blocks=6), ("block_[0-2]/",)
+    optimizer = optax.sgd(0.1)
+    staged = step_of(Pipeline.from_model(model), 2, 1, 2, 2, optimizer=optimizer, frozen=frozen)
+    config = zeroxla.ZeroConfig(persistence_threshold=0, frozen=frozen)
+    mesh = zeroxla.make_mesh(nodes=1, devices_per_node=2)
+    whole = zeroxla.make_step(model, mesh, optimizer, config=config)
+    assert_same_gradients(staged, whole, cut_models.vectors(8), rtol=2e-5)
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from zeroxla.frontend import adapt
 from zeroxla.pipeline.line import BlockLoop, make_line
 from zeroxla.pipeline.line_layers import layers_of
 from zeroxla.pipeline.line_stage import make_stage
+from zeroxla.pipeline.model_shapes import ModelShapes
 from zeroxla.program.paths import paths_of
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -25,9 +26,14 @@ def line_of(model, batch, *, train=True):
     """The line of a model, its adapted functions, and its parameters and state."""
     adapted = adapt(model)
     params, state = jax.jit(adapted.init)(KEY, batch)
-    shapes = jax.eval_shape(lambda: (params, state, batch, KEY))
-    kinds = [()] * len(jax.tree.leaves(params))
-    return make_line(adapted, *shapes, train=train, kinds=kinds), adapted, params, state
+    shapes = ModelShapes(
+        params=params,
+        model_state=state,
+        batch=batch,
+        key=KEY,
+        kinds=((),) * len(jax.tree.leaves(params)),
+    )
+    return make_line(adapted, shapes.plain, train=train), adapted, params, state
 
 
 def run_stages(line, places, params, state, batch):

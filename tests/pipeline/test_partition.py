@@ -29,7 +29,7 @@ CASES = [
 
 
 def with_bytes(sizes, across):
-    """Layers of some parameters, after each of which some bytes pass on."""
+    """Layers with these numbers of parameters, and of bytes that pass on to the next layer."""
     return [
         LayerCost(name=str(i), kind="", parameters=size, bytes_after=n)
         for i, (size, n) in enumerate(zip(sizes, across, strict=True))

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from tools import cut_models
 from tools.checkpoints import assert_same, logical
 from tools.pipeline_equality import KEY, alexnet, images, listed, tokens
 from tools.pipelines import FAST, MODELS, step_of
@@ -276,6 +277,15 @@ def test_a_live_state_moves_between_numbers_of_stages(scan):
         state, step = step.reshape(state, other), other
         assert_same(logical(state), kept)
         losses.append(step(jax.tree.map(jnp.copy, state), batch)[1]["loss"])
+    if not scan:
+        offload = zeroxla.Offload(params="host", optimizer="host")
+        host = step_of(Pipeline.from_model(model), 2, 1, 2, 2, offload=offload)
+        host.abstract_state(batch)
+        state = four.reshape(state, host)
+        assert {x.sharding.memory_kind for x in jax.tree.leaves(state.params)} == {"pinned_host"}
+        assert_same(logical(state), kept)
+        state = host.reshape(state, four)
+        losses.append(four(jax.tree.map(jnp.copy, state), batch)[1]["loss"])
     np.testing.assert_allclose(losses, expected["loss"], rtol=2e-5)
     assert losses[-1] == expected["loss"]
 
@@ -283,3 +293,49 @@ def test_a_live_state_moves_between_numbers_of_stages(scan):
     other.abstract_state(batch)
     with pytest.raises(ValueError, match="parameters of the state and of the other step differ"):
         step.reshape(state, other)
+
+
+@pytest.mark.parametrize(
+    ("name", "pipe", "schedule"),
+    thinned(
+        [("scanned, reverse, all read", 2, "1f1b")],
+        slow=[
+            ("scanned, reverse, all read", 4, "zb-h1"),
+            ("all states", 4, "1f1b"),
+            ("unet", 4, "gpipe"),
+            ("encoder-decoder", 2, "1f1b"),
+            ("encoder-decoder", 4, "zb-h1"),
+            ("unrolled, remat", 4, "1f1b"),
+        ],
+        rows=True,
+    ),
+)
+def test_models_that_nobody_wrote_for_stages(name, pipe, schedule):
+    make, batch_of = cut_models.MODELS[name]
+    pipeline = Pipeline.from_model(make(), schedule=schedule)
+    step = step_of(pipeline, pipe, 1, 2, 3)
+    assert_equals_the_whole(step, pipeline, batch_of(12), rtol=2e-5)
+
+
+def test_a_description_says_what_a_stage_holds_and_who_updates():
+    """Of two stages of two devices: whole leaves in a step, half of their own shards at rest."""
+    batch = tokens(8)
+    step = step_of(Pipeline.from_model(GPT.tiny(layers=4)), 2, 1, 2, 2)
+    with pytest.raises(ValueError, match="nothing to describe yet"):
+        step.describe()
+    step.abstract_state(batch)
+    found = step.describe()
+    wte, wpe, block, ln_f = 64 * 32, 32 * 32, 12_704, 2 * 32
+    stages = wte + wpe + 2 * block, 2 * block + ln_f + wte  # the head is tied to wte
+    assert [x.leaf_bytes for x in found.storage] == [4 * n for n in stages]
+    assert [x.gradient_bytes for x in found.storage] == [4 * n for n in stages]
+    assert found.gradient_bytes == 4 * max(stages)
+    text = str(found)
+    shared = 4 * (wte + wpe + ln_f) // 4
+    assert f"{4 * 2 * block // 2:,} bytes are of layers of its own stage" in text
+    assert f"{shared:,} of leaves that all 4 devices share" in text
+    assert "Each device updates what it stores, on the device" in text
+
+    ticked = step_of(Pipeline.from_model(GPT.tiny(layers=4)), 2, 1, 2, 2, weights="tick")
+    ticked.abstract_state(batch)
+    assert [x.leaf_bytes for x in ticked.describe().storage] == [4 * n // 2 for n in stages]

@@ -1,5 +1,5 @@
-"""Models that keep a state, in stages: state and losses are those of the same model with as many
-micro-batches and no stages."""
+"""Stages of models with a state. The state and the losses equal those of the same model without
+stages, with as many micro-batches."""
 
 import functools
 

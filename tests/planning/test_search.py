@@ -249,4 +249,4 @@ def test_the_command_plans_stages_and_generation_from_them(capsys):
     assert "pipe=2 x node=1 x device=2" in out
     assert "stages are idle" in out
     assert main(["plan", *arguments, "--accumulate", "4", "--prompts", "8"]) == 0
-    assert "tokens" in capsys.readouterr().out
+    assert "8 prompts of" in capsys.readouterr().out

@@ -171,7 +171,7 @@ def test_what_is_no_row_of_blocks_stays(case):
 
 
 def test_blocks_that_read_all_before_them():
-    """What repeats in them, if anything, computes the same."""
+    """The program computes the same, whether a loop was found or not."""
     ws = leaves(5, 4, 4)
 
     def fun(ws, x):

@@ -70,9 +70,9 @@ class StagesReport(Report):
 class StagedDifferentiator(abc.ABC):
     """Computes losses and gradients of a model in stages: one device's part of a step.
 
-    `gradients` and `evaluate` run inside `shard_map`. The other methods work on shapes:
-    `model_state`, `rows` and `key` are those of the model state, of one device's micro-batch and of
-    its PRNG key.
+    `gradients` and `evaluate` run inside `shard_map`. The other methods work on shapes alone. Their
+    `model_state` is the model state, their `rows` are one device's micro-batch, and `key` is its
+    PRNG key.
     """
 
     @abc.abstractmethod

@@ -63,7 +63,7 @@ class CommsReport(Report):
     Attributes:
       mesh_shape: axis lengths, outermost first.
       collectives: one row for each collective instruction and each place that it is called from.
-      islands: what islands send each other besides; None if the program is no island's.
+      islands: the exchanges of islands, which the program does not hold; None if there are none.
     """
 
     mesh_shape: dict[str, int]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -13,12 +13,12 @@ from zeroxla.pipeline.layer_cost import LayerCost
 from zeroxla.pipeline.layer_list import LayerList
 from zeroxla.pipeline.make_schedule import forward_only, make_schedule
 from zeroxla.pipeline.minimax import check_stages
+from zeroxla.pipeline.model_shapes import ModelShapes
 from zeroxla.pipeline.partition import Partition, make_partition
 from zeroxla.pipeline.profile import Profile, profile
 from zeroxla.pipeline.schedule import Schedule
 from zeroxla.pipeline.stage import Stage
 from zeroxla.pipeline.traced_model import TracedModel
-from zeroxla.program.shapes import shapes_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -66,66 +66,42 @@ class CutModel:
         return found
 
     def cut(
-        self,
-        num_stages: int,
-        tree: Any,
-        model_state: Any,
-        batch: Any,
-        key: jax.Array,
-        *,
-        train: bool,
-        kinds: Sequence[Hashable],
+        self, num_stages: int, shapes: ModelShapes, *, train: bool
     ) -> tuple[list[Stage], Partition]:
         """Cut the model into stages.
 
         Args:
           num_stages: the number of stages.
-          tree: the parameters' shapes, in the compute dtype.
-          model_state: the shapes of the model state.
-          batch, key: the shapes of one device's micro-batch and of its key.
+          shapes: the shapes to cut it for.
           train: whether layers are told that they are trained.
-          kinds: of each leaf, a key. Only leaves that agree in it may be stacked.
 
         Raises:
           ValueError: there are fewer layers than stages, or the model cannot be cut.
         """
-        shapes = jax.tree.map(jnp.shape, tree)
+        of_leaves = jax.tree.map(jnp.shape, shapes.params)
         found = self._partitions.get(num_stages)
-        arguments = tree, model_state, batch, key
-        if found is None or found[0] != shapes:
-            found = shapes, self._divide(num_stages, *arguments, kinds=kinds)
+        if found is None or found[0] != of_leaves:
+            found = of_leaves, self._divide(num_stages, shapes)
             self._partitions[num_stages] = found
         partition = found[1]
-        stages, _ = self.model.cut(lambda layers: partition, *arguments, train=train, kinds=kinds)
+        stages, _ = self.model.cut(lambda layers: partition, shapes, train=train)
         return stages, partition
 
-    def _divide(
-        self,
-        num_stages: int,
-        tree: Any,
-        model_state: Any,
-        batch: Any,
-        key: jax.Array,
-        *,
-        kinds: Sequence[Hashable],
-    ) -> Partition:
+    def _divide(self, num_stages: int, shapes: ModelShapes) -> Partition:
         """Choose the boundaries, of the model as it is trained.
 
         This is done once: all programs must be cut alike, and measured costs differ every time.
         """
-        arguments = tree, model_state, batch, key
-        each = self.model.cut(_each_layer, *arguments, train=True, kinds=kinds)
-        layers = each[1].layers
+        layers = self.model.cut(_each_layer, shapes, train=True)[1].layers
         method, machine = self.partition, None
         if method == "profile" or isinstance(method, Profile):
             how = method if isinstance(method, Profile) else Profile()
             check_stages(len(layers), num_stages, self.allow_empty)
 
-            def cut() -> list[Stage]:
-                shapes = shapes_of(arguments)
-                return self.model.cut(_each_layer, *shapes, train=True, kinds=kinds)[0]
+            def cut(shapes: ModelShapes) -> list[Stage]:
+                return self.model.cut(_each_layer, shapes, train=True)[0]
 
-            layers = profile(layers, cut, *arguments, how)
+            layers = profile(layers, cut, shapes, how)
             machine = None if how.measure else how.machine_here()
             method = "profile"
         found = make_partition(

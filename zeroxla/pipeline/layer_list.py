@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import itertools
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -15,6 +15,7 @@ from zeroxla.frontend.base import Tree, checked
 from zeroxla.pipeline.layer_cost import LayerCost
 from zeroxla.pipeline.layers import Layer, make_layer
 from zeroxla.pipeline.leaf_piece import LeafPiece
+from zeroxla.pipeline.model_shapes import ModelShapes
 from zeroxla.pipeline.partition import Partition
 from zeroxla.pipeline.stage import Stage, StateShare
 from zeroxla.program.paths import leaf_path
@@ -44,31 +45,24 @@ class LayerList:
     def cut(
         self,
         divide: Callable[[Sequence[LayerCost]], Partition],
-        tree: Any,
-        model_state: Any,
-        batch: Any,
-        key: jax.Array,
+        shapes: ModelShapes,
         *,
         train: bool,
-        kinds: Sequence[Hashable],
     ) -> tuple[list[Stage], Partition]:
         """Cut the layers into stages.
 
         Args:
           divide: chooses the boundaries, given the costs of the layers.
-          tree: the parameters' shapes, in the compute dtype.
-          model_state: the shapes of the model state.
-          batch, key: the shapes of one device's micro-batch and of its key.
+          shapes: the shapes to cut them for.
           train: whether layers are told that they are trained.
-          kinds: of each leaf, a key. Only leaves that agree in it may be stacked.
 
         Returns:
           The stages, and the partition that `divide` chose.
         """
-        del batch, key, kinds  # each stage is traced later, on the output of the stage before
-        partition = divide(self._costs(tree))
-        by_name, state_by_name = _leaves_by_name(tree), _leaves_by_name(model_state)
-        state_tree = jax.tree.structure(model_state)
+        # Each stage is traced later, on the output of the stage before.
+        tree, partition = shapes.params, divide(self._costs(shapes.params))
+        by_name, state_by_name = _leaves_by_name(tree), _leaves_by_name(shapes.model_state)
+        state_tree = jax.tree.structure(shapes.model_state)
         stages, last = [], len(partition.boundaries) - 2
         for i, (first, end) in enumerate(itertools.pairwise(partition.boundaries)):
             # Sorted, because a dict flattens in this order.

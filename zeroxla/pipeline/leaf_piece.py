@@ -1,4 +1,4 @@
-"""`LeafPiece`: what a stage uses of the model's leaves as one array."""
+"""`LeafPiece`: one array that a stage uses, made of the model's leaves."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ from zeroxla.mesh.placement import Placement
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class LeafPiece:
-    """What a stage uses of the model's leaves as one array.
+    """One array that a stage uses.
 
-    It is a whole leaf, or some layers of a stacked leaf, or leaves of several blocks that the stage
-    stacks.
+    It is a whole leaf, some layers of a stacked leaf, or a stack of leaves of several blocks.
 
     Attributes:
       leaves: the numbers of the leaves in the model: one, or several of the same shape to stack.

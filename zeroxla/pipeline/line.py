@@ -12,17 +12,18 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 
 from zeroxla.frontend import Adapted
+from zeroxla.pipeline.model_shapes import ModelShapes
 from zeroxla.program.origins import activation_equations
 from zeroxla.program.roll import block_of, roll, stacked_values
 from zeroxla.program.scan import Scan
 from zeroxla.program.stacked_scan import Stacked, find_stacked
-from zeroxla.program.trace import Equation, Operand, Program, Value, trace
+from zeroxla.program.trace import Equation, Operand, Program, Value, bytes_of, trace
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -178,35 +179,23 @@ class LossLine:
         return tuple(across)
 
 
-def make_line(
-    adapted: Adapted,
-    tree: Any,
-    model_state: Any,
-    batch: Any,
-    key: jax.Array,
-    *,
-    train: bool,
-    kinds: Sequence[Hashable],
-) -> LossLine:
+def make_line(adapted: Adapted, shapes: ModelShapes, *, train: bool) -> LossLine:
     """Trace a model's loss, and lay its equations out in a line.
 
     Args:
       adapted: the model.
-      tree: the shapes of its leaves.
-      model_state: the shapes of its state.
-      batch, key: the shapes of one device's micro-batch and of its key.
+      shapes: the shapes for which it is traced.
       train: whether the model is told that it is trained.
-      kinds: of each leaf, a key. Blocks are only rolled into a loop if their leaves agree in it.
     """
-    shapes, structure = jax.tree.flatten(tree)
+    params, structure = jax.tree.flatten(shapes.params)
 
     def loss(leaves: list[jax.Array], model_state: Any, batch: Any, key: jax.Array) -> Any:
         return adapted.loss(structure.unflatten(leaves), model_state, batch, key, train=train)
 
-    program, result = trace(loss, shapes, model_state, batch, key)
-    num_leaves, num_state = len(shapes), len(jax.tree.leaves(model_state))
+    program, result = trace(loss, params, shapes.model_state, shapes.batch, shapes.key)
+    num_leaves, num_state = len(params), len(jax.tree.leaves(shapes.model_state))
     of_state = [("state",)] * num_state
-    program = roll(program, dict(zip(program.inputs, (*kinds, *of_state))))
+    program = roll(program, dict(zip(program.inputs, (*shapes.kinds, *of_state))))
     leaves = program.inputs[:num_leaves]
     state = program.inputs[num_leaves : num_leaves + num_state]
     activations = activation_equations(program, (*leaves, *state))
@@ -273,8 +262,3 @@ def _reads(part: Part, start: int) -> list[tuple[Value, int]]:
 def length_of(part: Part) -> int:
     """Return the number of places of a part."""
     return part.scan.length if isinstance(part, BlockLoop) else 1
-
-
-def bytes_of(value: Value) -> int:
-    """Return the bytes of a value; a PRNG key counts as two words."""
-    return value.aval.size * getattr(value.aval.dtype, "itemsize", 8)

@@ -16,8 +16,8 @@ import jax.numpy as jnp
 from zeroxla.mesh.machines import Machines
 from zeroxla.mesh.processes.exchange import exchange
 from zeroxla.pipeline.layer_cost import LayerCost, Machine
+from zeroxla.pipeline.model_shapes import ModelShapes
 from zeroxla.pipeline.stage import Stage
-from zeroxla.program.shapes import shapes_of
 from zeroxla.program.trace import is_float
 
 _REPEATS = 5
@@ -62,11 +62,8 @@ class Profile:
 
 def profile(
     layers: Sequence[LayerCost],
-    cut: Callable[[], Sequence[Stage]],
-    tree: Any,
-    model_state: Any,
-    batch: Any,
-    key: Any,
+    cut: Callable[[ModelShapes], Sequence[Stage]],
+    shapes: ModelShapes,
     how: Profile,
 ) -> list[LayerCost]:
     """Find out the costs of layers. All processes get the figures that the first one found.
@@ -74,9 +71,7 @@ def profile(
     Args:
       layers: the model's layers.
       cut: makes a stage of each layer.
-      tree: the parameters' shapes.
-      model_state: the shapes of the model state.
-      batch, key: the shapes of one device's micro-batch and of its key.
+      shapes: the shapes to cut the model for.
       how: which costs to find out.
 
     Returns:
@@ -84,18 +79,17 @@ def profile(
 
     Cost: the compilation of every layer whose program differs from the earlier ones.
     """
-    tree, state, batch, key = shapes_of((tree, jax.tree.leaves(model_state), batch, key))
+    plain = shapes.plain
     # A thread of its own knows nothing of a trace that is going on here, nor of its mesh.
     with ThreadPoolExecutor(1) as thread:
-        found = thread.submit(lambda: _costs(cut(), tree, batch, key, state, how)).result()
+        found = thread.submit(lambda: _costs(cut(plain), plain, how)).result()
     found = json.loads(exchange("costs of layers", json.dumps(found))[0])
     return [dataclasses.replace(layer, **cost) for layer, cost in zip(layers, found, strict=True)]
 
 
-def _costs(
-    stages: Sequence[Stage], tree: Any, batch: Any, key: Any, state: Any, how: Profile
-) -> list[dict[str, float]]:
-    leaves = jax.tree.leaves(tree)
+def _costs(stages: Sequence[Stage], shapes: ModelShapes, how: Profile) -> list[dict[str, float]]:
+    leaves, state = jax.tree.leaves(shapes.params), jax.tree.leaves(shapes.model_state)
+    data = shapes.batch, shapes.key, state
     known: dict[str, dict[str, float]] = {}  # by program, so that equal blocks are compiled once
     found = []
     x = None
@@ -104,12 +98,12 @@ def _costs(
             jax.ShapeDtypeStruct(piece.shape(leaf.shape), leaf.dtype)
             for piece, leaf in ((piece, leaves[piece.leaves[0]]) for piece in stage.pieces)
         ]
-        lowered = jax.jit(_gradients(stage)).lower(mine, x, batch, key, state)
+        lowered = jax.jit(_gradients(stage)).lower(mine, x, *data)
         text = lowered.as_text()
         if text not in known:
-            known[text] = _cost(lowered.compile(), (mine, x, batch, key, state), how)
+            known[text] = _cost(lowered.compile(), (mine, x, *data), how)
         found.append(known[text])
-        x, _ = jax.eval_shape(stage.run, mine, x, batch, key, state)
+        x, _ = jax.eval_shape(stage.run, mine, x, *data)
     return found
 
 

@@ -21,6 +21,7 @@ from zeroxla.mesh.axes import LEAF_AXES, PIPE
 from zeroxla.pipeline.cut_model import CutModel
 from zeroxla.pipeline.leaf_piece import LeafPiece
 from zeroxla.pipeline.micro_batches import MicroBatches
+from zeroxla.pipeline.model_shapes import ModelShapes
 from zeroxla.pipeline.partition import Partition, StageStorage
 from zeroxla.pipeline.schedule import Schedule
 from zeroxla.pipeline.stage import Stage, StageProgram
@@ -178,12 +179,15 @@ class PipelineDifferentiator(StagedDifferentiator):
         self, model_state: Any, rows: Any, key: jax.Array, *, train: bool = True
     ) -> tuple[list[Stage], Partition]:
         """Cut the model into stages, for the shapes of one device's micro-batch and its key."""
-        tree = self.layout.tree.unflatten(leaf_shapes(self.layout, self.inside.compute_dtype))
-        rows = jax.eval_shape(self._cast, rows)
-        kinds = [dataclasses.replace(leaf, path="") for leaf in self.layout]
-        return self.model.cut(
-            self.num_stages, tree, model_state, rows, key, train=train, kinds=kinds
+        leaves = leaf_shapes(self.layout, self.inside.compute_dtype)
+        shapes = ModelShapes(
+            params=self.layout.tree.unflatten(leaves),
+            model_state=model_state,
+            batch=jax.eval_shape(self._cast, rows),
+            key=key,
+            kinds=tuple(dataclasses.replace(leaf, path="") for leaf in self.layout),
         )
+        return self.model.cut(self.num_stages, shapes, train=train)
 
     def _micro_batches(self, batch: Any, key: jax.Array, count: int) -> MicroBatches:
         return MicroBatches.of(self._cast(batch), key, count, self.inside)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -14,6 +14,7 @@ from zeroxla.pipeline.layer_cost import LayerCost
 from zeroxla.pipeline.line import LossLine, make_line
 from zeroxla.pipeline.line_layers import layers_of
 from zeroxla.pipeline.line_stage import make_stage
+from zeroxla.pipeline.model_shapes import ModelShapes
 from zeroxla.pipeline.partition import Partition
 from zeroxla.pipeline.stage import Stage
 from zeroxla.program.paths import paths_of
@@ -37,35 +38,28 @@ class TracedModel:
     def cut(
         self,
         divide: Callable[[Sequence[LayerCost]], Partition],
-        tree: Any,
-        model_state: Any,
-        batch: Any,
-        key: jax.Array,
+        shapes: ModelShapes,
         *,
         train: bool,
-        kinds: Sequence[Hashable],
     ) -> tuple[list[Stage], Partition]:
         """Cut the model into stages; see `LayerList.cut`."""
-        line = self._line(tree, model_state, batch, key, train=train, kinds=tuple(kinds))
-        starts, layers = layers_of(line, [path for path, _ in paths_of(tree)])
+        line = self._line(shapes, train=train)
+        starts, layers = layers_of(line, [path for path, _ in paths_of(shapes.params)])
         partition = divide(layers)
-        state_paths = [path for path, _ in paths_of(model_state)]
+        state_paths = [path for path, _ in paths_of(shapes.model_state)]
         places = [*starts, line.length]
         ends = itertools.pairwise(places[b] for b in _boundaries(partition, layers))
         stages = [make_stage(line, start, end, state_paths) for start, end in ends]
         return stages, partition
 
-    def _line(
-        self, tree: Any, model_state: Any, batch: Any, key: Any, *, train: bool, kinds: Any
-    ) -> LossLine:
-        arguments = tree, model_state, batch, key
+    def _line(self, shapes: ModelShapes, *, train: bool) -> LossLine:
         mesh = jax.sharding.get_abstract_mesh()
-        dtypes = tuple(str(x.dtype) for x in jax.tree.leaves(arguments))
-        known = structure_of(arguments), dtypes, mesh, train, kinds
+        dtypes = tuple(str(x.dtype) for x in jax.tree.leaves(shapes.arguments))
+        known = structure_of(shapes.arguments), dtypes, mesh, train, shapes.kinds
         if known not in self._lines:
             while len(self._lines) >= MOST_LINES:
                 del self._lines[next(iter(self._lines))]
-            self._lines[known] = make_line(self.adapted, *arguments, train=train, kinds=kinds)
+            self._lines[known] = make_line(self.adapted, shapes, train=train)
         return self._lines[known]
 
 

@@ -13,7 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from zeroxla.program.block_rows import BlockRow, find_rows
+from zeroxla.program.block_match import BlockRow
+from zeroxla.program.block_rows import find_rows
 from zeroxla.program.origins import activation_equations
 from zeroxla.program.trace import Equation, Operand, Program, Value, read, run, trace
 

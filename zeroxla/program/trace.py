@@ -111,6 +111,11 @@ def is_float(dtype: Any) -> bool:
     return jax.numpy.issubdtype(dtype, jax.numpy.inexact)
 
 
+def bytes_of(value: Value) -> int:
+    """Return the bytes of a value; an element of a PRNG key counts as two words."""
+    return value.aval.size * getattr(value.aval.dtype, "itemsize", 8)
+
+
 def read(env: Mapping[Value, Any], operand: Operand) -> Any:
     """Return the array of `operand`."""
     return operand.value if isinstance(operand, Constant) else env[operand]

@@ -156,8 +156,8 @@ class Step:
         return self._shapes.placed(shapes)
 
     def reshape(self, state: TrainState, other: Step) -> TrainState:
-        """Move a state, which is donated, to another step of the same model, on another mesh and
-        with other options: with more stages, fewer, or none. No checkpoint is read or written.
+        """Move a state, which is donated, to another step of the same model. Its mesh may have more
+        stages, fewer, or none. No checkpoint is read or written.
 
         Args:
           state: a state of this step.
@@ -177,8 +177,7 @@ class Step:
         Raises:
           ValueError: the step has seen no batch.
         """
-        batch = self._shapes.last_batch
-        return self._shapes.placed(self._shapes.decide(jax.random.key(0), batch))
+        return self._shapes.placed(self._shapes.decide(jax.random.key(0), self._shapes.last_batch))
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
         """Take one optimizer step. The state is donated: use the returned one.
@@ -239,8 +238,7 @@ class Step:
     def describe(self) -> Report:
         """Return the table of leaves: shape, placement, unit, bytes of a shard.
 
-        For a pipeline it is the table of stages: layers, parameters, share of the cost, what their
-        devices hold in a step and between steps, and where they update it.
+        Of a pipeline it is the table of stages: layers, costs, what devices hold and who updates.
 
         Raises:
           ValueError: the model has not been traced, as `init` and the first call do.
@@ -289,10 +287,8 @@ class Step:
             return self._run(name, self._jit(program, out_shardings=shardings), *args)
 
     def _check_batch(self, batch: Any, accumulate: int | None = None) -> Any:
-        if accumulate is not None:
-            batch = check_batch(batch, self.mesh, accumulate)
-        else:
-            batch = check_batch(batch, self.mesh, self.config.accumulate, self.config.micro_batch)
+        own = self.config.accumulate, self.config.micro_batch
+        batch = check_batch(batch, self.mesh, *(own if accumulate is None else (accumulate, None)))
         check_tokens(batch, self.adapted.vocabulary)
         return batch
 
