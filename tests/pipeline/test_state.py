@@ -14,7 +14,7 @@ from tools.pipelines import step_of
 from tools.quick import quick_compilation, thinned  # noqa: F401
 
 import zeroxla
-from zeroxla import Pipeline
+from zeroxla import Pipeline, TiedLayer
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 KEY = jax.random.key(4)
@@ -134,4 +134,27 @@ def test_a_layer_with_a_state_that_two_stages_share_is_refused():
 
     step = step_of(Pipeline.from_model(Shared(), partition="uniform"), 2, 1, 1, 2)
     with pytest.raises(NotImplementedError, match="of the model's state"):
+        step.init(KEY, vectors(4))
+
+
+def test_a_tied_layer_with_a_state_in_two_stages_is_refused():
+    """Of a list, it is seen when the stages are traced."""
+    norm = TiedLayer("norm", Norm())
+    layers = [norm, nn.Dense(8), nn.Dense(8), norm]
+    loss = lambda y, b: jnp.mean((y[..., 0] - b["y"]) ** 2)  # noqa: E731
+    pipeline = Pipeline(layers, loss, inputs=lambda batch: batch["x"], partition="uniform")
+    step = step_of(pipeline, 3, 1, 1, 2)
+    state = step.init(KEY, vectors(4))
+    with pytest.raises(NotImplementedError, match=r"stages \[0, 2\] change one leaf .*norm"):
+        step(state, vectors(4))
+
+
+def test_scales_that_backward_overwrites_are_refused():
+    class Scaled(Fitted):
+        @nn.compact
+        def __call__(self, x, train):
+            return nn.Dense(1)(nn.Dense(16, dot_general_cls=nn.Fp8DotGeneral)(x))
+
+    step = step_of(Pipeline.from_model(Scaled()), 2, 1, 1, 2)
+    with pytest.raises(NotImplementedError, match="overwrites '.*of the model's state"):
         step.init(KEY, vectors(4))

@@ -126,6 +126,10 @@ def test_models_without_blocks_are_searched_with_stages():
     assert not found.refused
     stages = {row.choice.mesh_shape.get("pipe", 1) for row in found.found}
     assert stages == {1, 2}
+    found = zeroxla.search_plans(MLP.small(), 1, 4, batch, zeros=("zero3",), pipes=(1, 4))
+    (reason,) = found.refused
+    assert "3 layers do not fill 4 stages" in reason
+    assert "Not planned: zero3, pipe=4 x node=1 x device=1" in str(found)
 
 
 def test_bad_searches():
