@@ -156,5 +156,5 @@ def test_scales_that_backward_overwrites_are_refused():
             return nn.Dense(1)(nn.Dense(16, dot_general_cls=nn.Fp8DotGeneral)(x))
 
     step = step_of(Pipeline.from_model(Scaled()), 2, 1, 1, 2)
-    with pytest.raises(NotImplementedError, match="overwrites '.*of the model's state"):
+    with pytest.raises(NotImplementedError, match=r"overwrites '.*of the model's state"):
         step.init(KEY, vectors(4))
