@@ -54,7 +54,6 @@ def run_stages(line, places, params, state, batch):
 QUICK = [
     ("unrolled, dropout", True),
     ("unet", False),
-    ("scanned, reverse, all read", True),
 ]
 
 

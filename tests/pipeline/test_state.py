@@ -89,9 +89,9 @@ CASES = {
 @pytest.mark.parametrize(
     ("model", "pipe", "schedule"),
     thinned(
-        [("resnet", 2, "1f1b"), ("read in forward", 4, "zb-h1")],
+        [("scanned", 2, "1f1b"), ("read in forward", 4, "zb-h1")],
         slow=[
-            ("scanned", 2, "1f1b"),
+            ("resnet", 2, "1f1b"),
             ("resnet", 4, "1f1b"),
             ("resnet", 2, "gpipe"),
             ("resnet", 2, "zb-h1"),
