@@ -19,14 +19,14 @@ LONG_BATCH = 32
 LONG_SWEEP = (
     ("streaming", 1.0, 0.9, 0.5),
     ("streaming", 1.0, 0.5, 0.5),
-    ("streaming", 1.0, 0.8, 0.0),
     ("streaming", 1.0, 0.8, 0.5),
+    ("streaming", 0.7, 0.9, 0.5),
     ("streaming", 0.7, 0.9, 0.0),
     ("streaming", 0.7, 0.8, 0.0),
     ("diloco", 1.0, 0.5, 0.0),
     ("diloco", 1.0, 0.8, 0.0),
 )
-LONG_SWEEP_OF_4 = (("streaming", 1.0, 0.8, 0.0), ("streaming", 0.7, 0.9, 0.0))
+LONG_SWEEP_OF_4 = (("streaming", 0.7, 0.9, 0.5), ("streaming", 0.7, 0.9, 0.0))
 """The same with 4 islands."""
 SWEEP = (  # outer rate, momentum, mixing
     ("diloco", 1.0, 0.0, 0.0),
@@ -35,6 +35,7 @@ SWEEP = (  # outer rate, momentum, mixing
     ("streaming", 0.7, 0.5, 0.5),
     ("streaming", 1.0, 0.9, 0.5),
     ("streaming", 0.7, 0.9, 0.0),
+    ("streaming", 0.7, 0.9, 0.5),
     ("diloco", 1.0, 0.5, 0.0),
     ("diloco", 0.7, 0.8, 0.0),
     ("streaming", 1.0, 0.8, 0.5),
@@ -104,8 +105,7 @@ def _point(every: int, bits: int) -> Variant:
 
 def sweep_name(preset: str, rate: float, momentum: float, mixing: float, islands: int = 2) -> str:
     """Return the name of a variant of the sweep."""
-    own = 0.0 if preset == "diloco" else 0.5
-    mixed = "" if mixing == own else f", mixing {mixing:g}"
+    mixed = f", mixing {mixing:g}" if mixing else ""
     several = "" if islands == 2 else f", {islands} islands"
     return f"{preset}, outer rate {rate:g}, momentum {momentum:g}{mixed}{several}"
 

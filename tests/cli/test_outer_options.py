@@ -22,6 +22,7 @@ from zeroxla.cli.read_options import read_options
 from zeroxla.cli.train.checks import FREE
 from zeroxla.cli.train.options import TrainOptions
 from zeroxla.cli.zero_options import zero_config
+from zeroxla.config.outer import nesterov
 
 COMMANDS = {"train": TrainOptions, "plan": PlanOptions}
 INT8 = WireFormat(bits=8, block=64)
@@ -72,9 +73,8 @@ def test_without_flags_a_preset_is_the_library_s(preset, every):
     assert outer("train") is None
 
 
-def test_parts_may_be_units_and_mixing_follows_the_delay():
+def test_parts_may_be_units():
     assert outer("train", "--outer=diloco", "--outer-fragments=units").fragments == "units"
-    assert outer("train", "--outer=streaming", "--outer-delay=0").mixing == 0
 
 
 def updates(optimizer: optax.GradientTransformation) -> list[float]:
@@ -89,14 +89,16 @@ def updates(optimizer: optax.GradientTransformation) -> list[float]:
 @pytest.mark.parametrize(
     ("arguments", "optimizer"),
     [
-        ([], Outer().optimizer),
-        (["--outer-learning-rate=0.5"], optax.sgd(0.5, momentum=0.9, nesterov=True)),
-        (["--outer-momentum=0.8"], optax.sgd(0.7, momentum=0.8, nesterov=True)),
-        (["--outer-momentum=0", "--outer-learning-rate=1"], optax.sgd(1.0)),
+        (["--outer=diloco"], optax.sgd(0.7, momentum=0.9, nesterov=True)),
+        (["--outer=streaming"], optax.sgd(1.0, momentum=0.8, nesterov=True)),
+        (["--outer=diloco", "--outer-learning-rate=0.5"], nesterov(0.5, 0.9)),
+        (["--outer=diloco", "--outer-momentum=0.8"], nesterov(0.7, 0.8)),
+        (["--outer=streaming", "--outer-momentum=0.5"], nesterov(1.0, 0.5)),
+        (["--outer=diloco", "--outer-momentum=0", "--outer-learning-rate=1"], optax.sgd(1.0)),
     ],
 )
 def test_flags_make_the_outer_optimizer(arguments, optimizer):
-    found = outer("train", "--outer=diloco", *arguments)
+    found = outer("train", *arguments)
     assert updates(found.optimizer) == pytest.approx(updates(optimizer))
 
 

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from zeroxla.planning.islands import Islands
 
 _EVERY = 100
-_RATE, _MOMENTUM = 0.7, 0.9
-"""The presets' rate and Nesterov's momentum."""
 _UNITS = "units"
 _PREFIX = "outer_"
 
@@ -42,12 +40,12 @@ class OuterOptions:
     outer_error_feedback: bool = True
     """Add to a difference what the exchange before has lost by quantizing."""
     outer_learning_rate: float | None = None
-    """Learning rate of the outer optimizer, which is SGD. Default: 0.7."""
+    """Learning rate of the outer optimizer, which is SGD. Default: 0.7, and 1 for streaming."""
     outer_momentum: float | None = None
-    """Nesterov's momentum of the outer optimizer; 0 has none. Default: 0.9."""
-    outer_mixing: float | None = None
-    """Share of an island's own parameters in those that it goes on from after an exchange. Default:
-    0, and 0.5 with a delay."""
+    """Nesterov's momentum of the outer optimizer; 0 has none. Default: 0.9, and 0.8 for
+    streaming."""
+    outer_mixing: float = 0.0
+    """Share of an island's own parameters in those that it goes on from after an exchange."""
     outer_state: Literal["device", "host"] | None = None
     """Memory of the outer parameters and the outer optimizer's state. Default: device."""
 
@@ -121,11 +119,12 @@ class OuterOptions:
 
     def _optimizer(self) -> Any:
         """Return the outer optimizer."""
-        import optax  # here, because --help need not wait for JAX
+        from zeroxla.config.outer import nesterov  # here, because --help need not wait for JAX
+        from zeroxla.config.presets import OUTER_SGD
 
-        rate, momentum = self.outer_learning_rate, self.outer_momentum
-        momentum = _MOMENTUM if momentum is None else momentum
-        return optax.sgd(_RATE if rate is None else rate, momentum=momentum or None, nesterov=True)
+        flags = {"rate": self.outer_learning_rate, "momentum": self.outer_momentum}
+        given = {name: value for name, value in flags.items() if value is not None}
+        return nesterov(**{**OUTER_SGD[self.outer], **given})
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,8 +11,10 @@ from zeroxla.config.values import whole_number
 from zeroxla.config.wire_format import WireFormat
 
 
-def _nesterov() -> optax.GradientTransformation:
-    return optax.sgd(0.7, momentum=0.9, nesterov=True)
+def nesterov(rate: float = 0.7, momentum: float = 0.9) -> optax.GradientTransformation:
+    """Return gradient descent with Nesterov's momentum, or without any at 0. The defaults are
+    DiLoCo's outer optimizer."""
+    return optax.sgd(rate, momentum=momentum or None, nesterov=True)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,7 +35,7 @@ class Outer:
     """Number of steps between two exchanges of a fragment (H)."""
 
     optimizer: optax.GradientTransformation = dataclasses.field(
-        default_factory=_nesterov, repr=False
+        default_factory=nesterov, repr=False
     )
     """Outer optimizer: any that works element by element, since it sees each fragment as a vector.
     """
@@ -58,9 +60,8 @@ class Outer:
     """Memory in which the outer parameters and the outer optimizer's state lie between exchanges.
     """
 
-    mixing: float | None = None
-    """Share of an island's own parameters in those that it goes on from, in [0, 1). None means 0
-    without delay, and 0.5 with it, so that what was learned during the exchange is not lost."""
+    mixing: float = 0.0
+    """Share of an island's own parameters in those that it goes on from, in [0, 1)."""
 
     def __post_init__(self) -> None:
         by_number = () if self.fragments == "units" else (("fragments", 1),)
@@ -87,7 +88,7 @@ class Outer:
             )
         if self.state not in ("device", "host"):
             raise ValueError(f'Outer(state={self.state!r}): take "device" or "host"')
-        mixing: Any = (0.5 if self.delay else 0.0) if self.mixing is None else self.mixing
+        mixing: Any = self.mixing
         if not isinstance(mixing, int | float) or not 0 <= mixing < 1:
             raise ValueError(f"Outer(mixing={self.mixing!r}): take a number in [0, 1)")
         object.__setattr__(self, "mixing", float(mixing))

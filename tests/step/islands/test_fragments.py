@@ -5,6 +5,7 @@ import numpy as np
 import optax
 import pytest
 
+from zeroxla import ZeroConfig
 from zeroxla.config.outer import Outer
 from zeroxla.quantize import WireFormat
 from zeroxla.step.islands.fragments import cut_by_units, cut_fragments
@@ -74,8 +75,6 @@ def test_options_that_cannot_be(name):
         Outer(**options)
 
 
-def test_mixing_keeps_what_is_learned_during_an_exchange():
-    assert Outer().mixing == 0
-    assert Outer(delay=2).mixing == 0.5
-    assert Outer(delay=2, mixing=0).mixing == 0
-    assert isinstance(Outer().optimizer, optax.GradientTransformation)
+def test_presets():
+    streaming = ZeroConfig.streaming(every=50).outer
+    assert (streaming.fragments, streaming.delay, streaming.mixing) == (10, 2, 0)
