@@ -2,7 +2,6 @@
 
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 from zeroxla import ZeroConfig
