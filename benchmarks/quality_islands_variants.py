@@ -42,6 +42,13 @@ SWEEP = (  # outer rate, momentum, mixing
     ("diloco", 0.7, 0.9, 0.5),
 )
 """Other outer optimizers: they are printed, and no target judges them."""
+SWEEP_AT_10 = (
+    ("streaming", 1.0, 0.8, 0.0),
+    ("streaming", 1.0, 0.5, 0.0),
+    ("streaming", 1.0, 0.0, 0.0),
+    ("streaming", 1.0, 0.8, 0.5),
+)
+"""The same with H = 10."""
 CURVE_EVERY = (10, 30, 100)
 CURVE_BITS = (32, 8, 4)
 """Bits of the curve. There is no column of 2 bits: `WireFormat` has codes of 8 and of 4 bits."""
@@ -103,21 +110,26 @@ def _point(every: int, bits: int) -> Variant:
     )
 
 
-def sweep_name(preset: str, rate: float, momentum: float, mixing: float, islands: int = 2) -> str:
+def sweep_name(
+    preset: str, rate: float, momentum: float, mixing: float, islands: int = 2, every: int = EVERY
+) -> str:
     """Return the name of a variant of the sweep."""
+    steps = "" if every == EVERY else f", H={every}"
     mixed = f", mixing {mixing:g}" if mixing else ""
     several = "" if islands == 2 else f", {islands} islands"
-    return f"{preset}, outer rate {rate:g}, momentum {momentum:g}{mixed}{several}"
+    return f"{preset}, outer rate {rate:g}, momentum {momentum:g}{mixed}{several}{steps}"
 
 
-def _swept(preset: str, rate: float, momentum: float, mixing: float, islands: int = 2) -> Variant:
+def _swept(
+    preset: str, rate: float, momentum: float, mixing: float, islands: int = 2, every: int = EVERY
+) -> Variant:
     """Return a preset with another outer optimizer."""
-    config = _DILOCO if preset == "diloco" else _STREAMING
+    config = _preset(getattr(ZeroConfig, preset), every=every)
     optimizer = optax.sgd(rate, momentum=momentum, nesterov=True) if momentum else optax.sgd(rate)
     assert config.outer is not None
     outer = dataclasses.replace(config.outer, optimizer=optimizer, mixing=mixing)
     return Variant(
-        name=sweep_name(preset, rate, momentum, mixing, islands),
+        name=sweep_name(preset, rate, momentum, mixing, islands, every),
         says="another outer optimizer",
         config=dataclasses.replace(config, outer=outer),
         islands=islands,
@@ -162,7 +174,10 @@ ALONE = tuple(
     )
     for parts in (2, 4)
 )
-SWEPT = tuple(_swept(*values) for values in SWEEP)
+SWEPT = (
+    *(_swept(*values) for values in SWEEP),
+    *(_swept(*values, every=10) for values in SWEEP_AT_10),
+)
 LONG_SWEPT = (
     *(_swept(*values) for values in LONG_SWEEP),
     *(_swept(*values, islands=4) for values in LONG_SWEEP_OF_4),

@@ -94,6 +94,7 @@ def updates(optimizer: optax.GradientTransformation) -> list[float]:
         (["--outer=diloco", "--outer-learning-rate=0.5"], nesterov(0.5, 0.9)),
         (["--outer=diloco", "--outer-momentum=0.8"], nesterov(0.7, 0.8)),
         (["--outer=streaming", "--outer-momentum=0.5"], nesterov(1.0, 0.5)),
+        (["--outer=streaming", "--outer-every=10"], nesterov(0.7, 0.9)),
         (["--outer=diloco", "--outer-momentum=0", "--outer-learning-rate=1"], optax.sgd(1.0)),
     ],
 )

@@ -85,7 +85,9 @@ def test_a_loss_beside_that_of_the_pipeline():
 
 def test_a_schedule_of_other_numbers():
     step = step_of(listed(schedule=zeroxla.make_schedule("gpipe", 2, 3)), 2, 1, 1, 2)
-    with pytest.raises(ValueError, match="of 2 stages and 3 micro-batches, and there are 2 and 2"):
+    with pytest.raises(
+        ValueError, match="for pipe=2 and 3 micro-batches, and there are pipe=2 and 2"
+    ):
         step.grad(step.init(KEY, tokens(4)), tokens(4))
 
 

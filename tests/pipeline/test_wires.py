@@ -137,7 +137,7 @@ def test_wires_start_anew_with_another_cut(tmp_path):
 
 def test_wires_of_another_cut_do_not_fit():
     one, two = (
-        StagesWireState(copies=[np.zeros(3)], errors=[], boundaries=cut)
+        StagesWireState(copies=[np.zeros(3)], errors=[], boundaries=cut, ranks=(0, 1))
         for cut in ((0, 1, 4), (0, 2, 4))
     )
     assert one.fits(dataclasses.replace(one))

@@ -37,7 +37,11 @@ SCHEDULES = {
     "1f1b, low": {"schedule": "1f1b", "memory": "low"},
     "gpipe": {"schedule": "gpipe"},
     "zb-h1": {"schedule": "zb-h1"},
+    "interleaved": {"schedule": "interleaved"},
+    "zb-v": {"schedule": "zb-v"},
+    "dualpipev": {"schedule": "dualpipev"},
 }
+CHUNKED = ("interleaved", "zb-v", "dualpipev")  # two stages of each rank
 SMALL: dict[str, Any] = {"persistence_threshold": 0, "quantize_threshold": 600}
 PRESETS: dict[str, tuple[str, ZeroConfig]] = {
     "step": ("step", ZeroConfig.zero3(**SMALL)),
@@ -153,6 +157,9 @@ MODELS: dict[str, tuple[Callable[..., Pipeline], Callable[[int], Any]]] = {
 }
 
 
+SHORT = ("gpt, listed", "llama", "unet")  # fewer than 8 layers
+
+
 @dataclasses.dataclass(frozen=True)
 class Row:
     """A model on a mesh."""
@@ -176,7 +183,11 @@ class Row:
 
 
 def matrix() -> list[Row]:
-    """Return every row of at most 8 devices. Rows without stages have one schedule only."""
+    """Return every row of at most 8 devices.
+
+    Rows without stages have one schedule only. With two stages of each of 4 ranks, models have at
+    least 8 layers; DualPipeV has two micro-batches for each rank.
+    """
     rows = itertools.starmap(
         Row, itertools.product(MODELS, PIPES, SHARES, MICRO_BATCHES, SCHEDULES, PRESETS)
     )
@@ -185,6 +196,8 @@ def matrix() -> list[Row]:
         for row in rows
         if row.pipe * row.share[0] * row.share[1] <= 8
         and (row.pipe > 1 or (row.schedule == "1f1b" and "step" in row.preset))
+        and (row.pipe < 4 or row.schedule not in CHUNKED or row.model not in SHORT)
+        and (row.schedule != "dualpipev" or row.microbatches >= 2 * row.pipe)
     ]
 
 

@@ -23,10 +23,13 @@ class PipelineOptions:
     """A pipeline of stages, each with ZeRO-3 over its own devices."""
 
     pipe: int = 1
-    """Number of pipeline stages: the length of the mesh axis `pipe`. --nodes and --devices-per-node
-    then count one stage."""
-    schedule: Literal["1f1b", "gpipe", "zb-h1"] = "1f1b"
-    """Order in which a stage works on its micro-batches."""
+    """Number of ranks of a pipeline: the length of the mesh axis `pipe`. --nodes and
+    --devices-per-node then count one rank."""
+    schedule: Literal["1f1b", "gpipe", "zb-h1", "interleaved", "zb-v", "dualpipev"] = "1f1b"
+    """Order in which the stages work on their micro-batches. A rank has one stage, and with the
+    last three several."""
+    chunks: int | None = None
+    """For interleaved: number of stages of each rank. Default: 2."""
     partition: str = "parameters"
     """Rule that cuts the layers into stages: `parameters` and `uniform` balance the parameters or
     the number of layers, `type:REGEX` balances the layers of that type, `profile` balances the time
@@ -44,12 +47,26 @@ class PipelineOptions:
                 f"--memory {self.memory} with --schedule {self.schedule}: only 1f1b has "
                 "the choice; leave it out"
             )
+        if self.chunks is not None and self.schedule != "interleaved":
+            raise ValueError(
+                f"--chunks {self.chunks} with --schedule {self.schedule}: only interleaved has the "
+                "choice; leave it out"
+            )
+        if self.chunks is not None and self.chunks < 2:
+            raise ValueError(
+                f"--chunks {self.chunks}: give 2 or more, or --schedule 1f1b for one stage each"
+            )
         _ = self.boundaries  # raises an error if they are wrong
 
     @property
     def as_arguments(self) -> dict[str, Any]:
         """The arguments of `Pipeline.from_model`."""
-        return {"partition": self.boundaries, "schedule": self.schedule, "memory": self.memory}
+        return {
+            "partition": self.boundaries,
+            "schedule": self.schedule,
+            "memory": self.memory,
+            "chunks": self.chunks,
+        }
 
     @property
     def boundaries(self) -> str | list[int]:

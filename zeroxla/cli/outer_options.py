@@ -40,12 +40,14 @@ class OuterOptions:
     outer_error_feedback: bool = True
     """Add to a difference what the exchange before has lost by quantizing."""
     outer_learning_rate: float | None = None
-    """Learning rate of the outer optimizer, which is SGD. Default: 0.7, and 1 for streaming."""
+    """Learning rate of the outer optimizer, which is SGD. Default: 0.7; streaming: 1, or 0.7 with
+    --outer-every below 20."""
     outer_momentum: float | None = None
-    """Nesterov's momentum of the outer optimizer; 0 has none. Default: 0.9, and 0.8 for
-    streaming."""
-    outer_mixing: float = 0.0
-    """Share of an island's own parameters in those that it goes on from after an exchange."""
+    """Nesterov's momentum of the outer optimizer; 0 has none. Default: 0.9; streaming: 0.8,
+    or 0.9 with --outer-every below 20."""
+    outer_mixing: float | None = None
+    """Share of an island's own parameters in those that it goes on from after an exchange. Default:
+    0; streaming with --outer-every below 20: 0.5."""
     outer_state: Literal["device", "host"] | None = None
     """Memory of the outer parameters and the outer optimizer's state. Default: device."""
 
@@ -103,7 +105,7 @@ class OuterOptions:
             return None
         every = _EVERY if self.outer_every is None else self.outer_every
         preset = streaming(every) if self.outer == "streaming" else Outer(every=every)
-        names = ("delay", "error_feedback", "state")
+        names = ("delay", "error_feedback", "state", "mixing")
         values = {name: getattr(self, _PREFIX + name) for name in names}
         given: dict[str, Any] = {n: value for n, value in values.items() if value is not None}
         if (parts := self.outer_fragments) is not None:
@@ -111,20 +113,20 @@ class OuterOptions:
         if self.outer_wire is not None:
             given["wire"] = wire_format("--outer-wire", self.outer_wire)
         if self.outer_learning_rate is not None or self.outer_momentum is not None:
-            given["optimizer"] = self._optimizer()
+            given["optimizer"] = self._optimizer(every)
         try:
-            return dataclasses.replace(preset, **given, mixing=self.outer_mixing)
+            return dataclasses.replace(preset, **given)
         except ValueError as error:
             raise ValueError(f"--outer {self.outer} with these options: {error}") from error
 
-    def _optimizer(self) -> Any:
+    def _optimizer(self, every: int) -> Any:
         """Return the outer optimizer."""
         from zeroxla.config.outer import nesterov  # here, because --help need not wait for JAX
-        from zeroxla.config.presets import OUTER_SGD
+        from zeroxla.config.presets import outer_sgd
 
         flags = {"rate": self.outer_learning_rate, "momentum": self.outer_momentum}
         given = {name: value for name, value in flags.items() if value is not None}
-        return nesterov(**{**OUTER_SGD[self.outer], **given})
+        return nesterov(**{**outer_sgd(self.outer, every), **given})
 
 
 @dataclass(frozen=True, kw_only=True)

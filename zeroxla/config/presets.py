@@ -24,12 +24,16 @@ DIFFERENCES: dict[str, Any] = {
 }
 
 
-OUTER_SGD = {
-    "diloco": {"rate": 0.7, "momentum": 0.9},
-    "streaming": {"rate": 1.0, "momentum": 0.8},
-}
-"""The outer optimizer of each preset with islands, as arguments of `nesterov`. That of `streaming`
-gave the lowest loss of those that benchmarks/quality_islands.py tries."""
+FEW_STEPS = 20
+"""With fewer steps between exchanges one lasts a large share of them, and `streaming` keeps a part
+of what an island learns meanwhile. benchmarks/quality_islands.py has the losses of both."""
+
+
+def outer_sgd(preset: str, every: int) -> dict[str, float]:
+    """Return the outer optimizer of "diloco" or "streaming", as arguments of `nesterov`."""
+    if preset == "diloco" or every < FEW_STEPS:
+        return {"rate": 0.7, "momentum": 0.9}
+    return {"rate": 1.0, "momentum": 0.8}
 
 
 def streaming(every: int) -> Outer:
@@ -38,8 +42,9 @@ def streaming(every: int) -> Outer:
     num = min(10, every)
     return Outer(
         every=every,
-        optimizer=nesterov(**OUTER_SGD["streaming"]),
+        optimizer=nesterov(**outer_sgd("streaming", every)),
         wire=WireFormat(bits=4, block=128, hadamard=32),
         fragments=num,
         delay=min(max(every // num // 2, 1), every - 1),
+        mixing=0.5 if 1 < every < FEW_STEPS else 0.0,
     )

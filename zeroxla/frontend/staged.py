@@ -35,7 +35,7 @@ class StagedModel(abc.ABC):
     def differentiator(
         self,
         *,
-        num_stages: int,
+        num_ranks: int,
         layout: Layout,
         wiring: Wiring,
         unit_elements: int | None,
@@ -46,7 +46,7 @@ class StagedModel(abc.ABC):
         """Return the functions that compute losses and gradients of the model in stages.
 
         Args:
-          num_stages: length of the axis `pipe`.
+          num_ranks: length of the axis `pipe`.
           layout: the model's leaves, split over all devices.
           wiring: how leaves travel between the devices of a stage.
           unit_elements: see `ZeroConfig`.
@@ -123,7 +123,7 @@ class StagedDifferentiator(abc.ABC):
 
     @abc.abstractmethod
     def stage_layouts(self, model_state: Any, rows: Any, key: jax.Array) -> Sequence[Layout]:
-        """Return the layout of each stage's leaves."""
+        """Return the layout of each rank's leaves."""
 
     @abc.abstractmethod
     def describe(

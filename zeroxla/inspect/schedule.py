@@ -6,7 +6,7 @@ import dataclasses
 import os
 from typing import TYPE_CHECKING, Any
 
-from zeroxla.inspect.pictures.schedule import plot_schedule
+from zeroxla.inspect.pictures.schedule import plot_schedule, row_of, sizes_of
 from zeroxla.pipeline.schedule import Schedule
 from zeroxla.pipeline.schedule_check import check
 from zeroxla.pipeline.schedule_cost import bubble, cost, critical_path
@@ -24,13 +24,13 @@ class ScheduleReport(Report):
 
     Attributes:
       schedule: the schedule.
-      stash: its slots, and the most that each stage holds.
-      forward: the work of one forward of one stage.
-      backward: the work of one whole backward.
+      stash: its slots, and the most that each rank holds.
+      forward: the work of one micro-batch's forward on a rank, in all its stages.
+      backward: the work of its whole backward.
       weight: the part of `backward` for the gradient of the leaves. None means half.
-      bubble: the share of the lockstep time in which stages are idle.
-      lockstep: the critical path if every tick waits for the busiest stage.
-      asynchronous: the critical path if a stage waits only for the inputs of its next op.
+      bubble: the share of the lockstep time in which ranks are idle.
+      lockstep: the critical path if every tick waits for the busiest rank.
+      asynchronous: the critical path if a rank waits only for the inputs of its next op.
     """
 
     schedule: Schedule
@@ -44,10 +44,10 @@ class ScheduleReport(Report):
 
     @property
     def one_f_one_b(self) -> float:
-        """The critical path of 1F1B, (m + p - 1)(forward + backward). The backward counts only if
-        the schedule trains."""
+        """The critical path of 1F1B, (m + p - 1)(forward + backward), with a stage on each of the p
+        ranks. The backward counts only if the schedule trains."""
         work = self.forward + (self.backward if self.schedule.trains else 0)
-        return (self.schedule.microbatches + self.schedule.stages - 1) * work
+        return (self.schedule.microbatches + self.schedule.num_ranks - 1) * work
 
     def table(self) -> Table:
         """Return the figures as a rich table."""
@@ -55,7 +55,7 @@ class ScheduleReport(Report):
 
         s = self.schedule
         table = Table(
-            title=f"Schedule {s.name} (stages: {s.stages}, micro-batches: {s.microbatches})",
+            title=f"Schedule {s.name} ({sizes_of(s)})",
             title_justify="left",
         )
         table.add_column("")
@@ -71,14 +71,17 @@ class ScheduleReport(Report):
                 f"forward {self.forward:g}, input gradient {self.backward - part:g}, "
                 f"weight gradient {part:g}"
             )
-        table.add_row("ticks", str(s.ticks), f"work: {work}")
+        of = "" if s.num_chunks == 1 else f" in all {s.num_chunks} chunks"
+        table.add_row("ticks", str(s.ticks), f"work{of}: {work}")
         table.add_row("bubble", f"{self.bubble:.1%}", "of the lockstep time is idle")
         for name, value in (("lockstep", self.lockstep), ("asynchronous", self.asynchronous)):
             base = "(m + p - 1)(F + B)" if s.trains else "(m + p - 1) F"
             meaning = f"{value / self.one_f_one_b:.3f} x {base}" if self.one_f_one_b else ""
             table.add_row(f"{name} critical path", f"{value:g}", meaning)
         table.add_section()
-        for stage, (held, inputs, gradients) in enumerate(
+        row = row_of(s)
+        held = "micro-batches held" if s.num_chunks == 1 else "inputs of chunks held"
+        for rank, (most, inputs, gradients) in enumerate(
             zip(
                 self.stash.in_flight,
                 self.stash.peak_inputs,
@@ -86,13 +89,16 @@ class ScheduleReport(Report):
                 strict=True,
             )
         ):
-            received = f"micro-batches held; received inputs {inputs}, gradients {gradients}"
-            table.add_row(f"stage {stage} peak stash", str(held), received)
+            received = f"{held}; received inputs {inputs}, gradients {gradients}"
+            table.add_row(f"{row} {rank} peak stash", str(most), received)
         table.add_row(
-            "slots of every stage",
+            f"slots of every {row}",
             f"{self.stash.num_input_slots} + {self.stash.num_gradient_slots}",
             "inputs + gradients",
         )
+        if s.splits:
+            most = str(self.stash.num_kept_slots)
+            table.add_row("weight gradients put off", most, f"the most of a {row} at a time")
         return table
 
     def plot(self, *, path: str | os.PathLike | None = None) -> Figure:
@@ -110,6 +116,8 @@ class ScheduleReport(Report):
         return {
             "name": self.schedule.name,
             "stages": self.schedule.stages,
+            "ranks": self.schedule.num_ranks,
+            "chunks": self.schedule.num_chunks,
             "microbatches": self.schedule.microbatches,
             "ticks": self.schedule.ticks,
             "bubble": self.bubble,
@@ -118,6 +126,7 @@ class ScheduleReport(Report):
             "in_flight": list(self.stash.in_flight),
             "num_input_slots": self.stash.num_input_slots,
             "num_gradient_slots": self.stash.num_gradient_slots,
+            "num_kept_slots": self.stash.num_kept_slots,
         }
 
 
@@ -128,8 +137,8 @@ def schedule(
 
     Args:
       schedule: a schedule that `zeroxla.make_schedule` made, or tables of your own.
-      forward: the work of one forward of one stage, in any unit.
-      backward: the work of one whole backward.
+      forward: the work of one micro-batch's forward on a rank, in all its stages, in any unit.
+      backward: the work of its whole backward.
       weight: the part of `backward` for the gradient of the leaves. None means half. It does not
         matter if the schedule does not split that part off.
 

@@ -27,51 +27,67 @@ class CutModel:
 
     Attributes:
       model: the model's layers.
-      partition, schedule, memory, allow_empty: the options of `Pipeline`.
+      partition, schedule, memory, chunks, allow_empty: the options of `Pipeline`.
 
     Raises:
-      ValueError: there is no schedule of this name, or `memory` does not fit it.
+      ValueError: there is no schedule of this name, or `memory` or `chunks` does not fit it.
     """
 
     model: LayerList | TracedModel
     partition: str | Sequence[int] | Profile
     schedule: str | Schedule
     memory: str | None
+    chunks: int | None
     allow_empty: bool
     _partitions: dict[int, tuple[Any, Partition]] = dataclasses.field(
         default_factory=dict, init=False
     )
-    """By number of stages: the shapes of the leaves, and the partition that was chosen for them."""
+    """By number of ranks: the shapes of the leaves, and the partition that was chosen for them."""
 
     def __post_init__(self) -> None:
         if isinstance(self.schedule, str):
-            make_schedule(self.schedule, 1, 1, self.memory)  # raises for unknown options
+            self.ranks(1)  # raises for unknown options
+        elif self.chunks is not None or self.memory is not None:
+            name = "chunks" if self.memory is None else "memory"
+            raise ValueError(
+                f"{name}={getattr(self, name)!r} has no effect on the schedule "
+                f"{self.schedule.name!r}, whose tables are given; leave it out"
+            )
 
-    def schedule_for(self, num_stages: int, microbatches: int, *, train: bool) -> Schedule:
+    def ranks(self, num_ranks: int) -> tuple[int, ...]:
+        """Return the rank of each stage, on an axis `pipe` of this length."""
+        return self._schedule(num_ranks, 2 * num_ranks).ranks
+
+    def _schedule(self, num_ranks: int, microbatches: int) -> Schedule:
+        if isinstance(self.schedule, Schedule):
+            return self.schedule
+        return make_schedule(self.schedule, num_ranks, microbatches, self.memory, self.chunks)
+
+    def schedule_for(self, num_ranks: int, microbatches: int, *, train: bool) -> Schedule:
         """Return the schedule of a step, or of an evaluation.
 
         Raises:
-          ValueError: the user's schedule is for other numbers of stages or micro-batches.
+          ValueError: the user's schedule is for other numbers of ranks or micro-batches, or there
+            are too few micro-batches for it.
         """
         if not train:
-            return forward_only(num_stages, microbatches)
-        found = self.schedule
-        if isinstance(found, str):
-            return make_schedule(found, num_stages, microbatches, self.memory)
-        if (found.stages, found.microbatches) != (num_stages, microbatches):
+            return forward_only(num_ranks, microbatches, self.ranks(num_ranks))
+        found = self._schedule(num_ranks, microbatches)
+        if (found.num_ranks, found.microbatches) != (num_ranks, microbatches):
             raise ValueError(
-                f"the schedule {found.name!r} is of {found.stages} stages and "
-                f"{found.microbatches} micro-batches, and there are {num_stages} and {microbatches}"
+                f"the schedule {found.name!r} is for pipe={found.num_ranks} and "
+                f"{found.microbatches} micro-batches, and there are pipe={num_ranks} and "
+                f"{microbatches} micro-batches"
             )
         return found
 
     def cut(
-        self, num_stages: int, shapes: ModelShapes, *, train: bool
+        self, num_ranks: int, shapes: ModelShapes, *, train: bool
     ) -> tuple[list[Stage], Partition]:
         """Cut the model into stages.
 
         Args:
-          num_stages: the number of stages.
+          num_ranks: the length of the axis `pipe`.
           shapes: the shapes to cut it for.
           train: whether layers are told that they are trained.
 
@@ -79,10 +95,10 @@ class CutModel:
           ValueError: there are fewer layers than stages, or the model cannot be cut.
         """
         of_leaves = jax.tree.map(jnp.shape, shapes.params)
-        found = self._partitions.get(num_stages)
+        found = self._partitions.get(num_ranks)
         if found is None or found[0] != of_leaves:
-            found = of_leaves, self._divide(num_stages, shapes)
-            self._partitions[num_stages] = found
+            found = of_leaves, self._divide(len(self.ranks(num_ranks)), shapes)
+            self._partitions[num_ranks] = found
         partition = found[1]
         stages, _ = self.model.cut(lambda layers: partition, shapes, train=train)
         return stages, partition

@@ -11,28 +11,21 @@ from typing import Any
 import jax
 from jax import lax
 
-from zeroxla.pipeline.stage_moves import Buffers
 from zeroxla.step.gradients import micro_batches
 from zeroxla.wire.collectives import Collectives
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class MicroBatch:
-    """The inputs of a stage for one micro-batch.
+    """What every stage knows of one micro-batch.
 
     Attributes:
-      x: the activations from the stage before, packed.
-      g: the gradient from the stage after, packed; None in a forward.
       rows: the micro-batch's rows of the batch.
       key: the key of the model's randomness.
-      number: the number of the micro-batch.
     """
 
-    x: Buffers
-    g: Buffers | None
     rows: Any
     key: jax.Array
-    number: jax.Array
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -62,9 +55,9 @@ class MicroBatches:
         keys = jax.vmap(lambda k: jax.random.fold_in(k, collectives.rank()))(keys)
         return MicroBatches(rows, keys)
 
-    def at(self, i: jax.Array, x: Buffers, g: Buffers | None = None) -> MicroBatch:
-        """Return micro-batch `i`, with the arrays that arrived for it."""
-        return MicroBatch(x, g, _row(self.rows, i), self.keys[i], i)
+    def at(self, i: jax.Array) -> MicroBatch:
+        """Return micro-batch `i`."""
+        return MicroBatch(_row(self.rows, i), self.keys[i])
 
     def shapes(self) -> tuple[Any, Any]:
         """Return the shapes of one micro-batch's rows and of its key."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import itertools
 import operator
 import re
@@ -50,6 +51,7 @@ class Partition(StagesReport):
       storage: for each stage, what its devices hold in a step; empty before a step has seen a
         batch.
       at_rest: sentences that say what a device stores between steps, and where it is updated.
+      ranks: the rank of each stage; empty before a step has seen a batch.
     """
 
     boundaries: tuple[int, ...]
@@ -58,6 +60,7 @@ class Partition(StagesReport):
     unit: str
     storage: tuple[StageStorage, ...] = ()
     at_rest: tuple[str, ...] = ()
+    ranks: tuple[int, ...] = ()
 
     @property
     def stage_costs(self) -> list[float]:
@@ -66,8 +69,16 @@ class Partition(StagesReport):
 
     @property
     def gradient_bytes(self) -> int:
-        """Bytes of float32 gradients that a device adds up, of the stage with the most."""
-        return max((storage.gradient_bytes for storage in self.storage), default=0)
+        """Bytes of float32 gradients that a device adds up, of the rank with the most."""
+        sums = collections.Counter[int]()
+        for rank, storage in zip(self.ranks, self.storage):
+            sums[rank] += storage.gradient_bytes
+        return max(sums.values(), default=0)
+
+    @property
+    def has_chunks(self) -> bool:
+        """Whether a rank has several stages."""
+        return len(set(self.ranks)) < len(self.ranks)
 
     def notes(self) -> list[str]:
         """Return what a device stores between steps, in sentences."""
@@ -81,6 +92,8 @@ class Partition(StagesReport):
         title = f"{len(self.layers)} layers in {num_stages} stages"
         table = Table(title=title, title_justify="left")
         table.add_column("stage", justify="right")
+        if self.has_chunks:
+            table.add_column("rank", justify="right")
         table.add_column("layers")
         table.add_column("names")
         table.add_column("parameters", justify="right")
@@ -94,6 +107,7 @@ class Partition(StagesReport):
             held = self.storage[stage : stage + 1]
             table.add_row(
                 str(stage),
+                *([str(self.ranks[stage])] if self.has_chunks else []),
                 _span(start, end - 1) if layers else "none",
                 _span(layers[0].name, layers[-1].name) if layers else "",
                 f"{sum(layer.parameters for layer in layers):,}",
@@ -101,7 +115,8 @@ class Partition(StagesReport):
                 *(f"{n:,}" for x in held for n in (x.leaf_bytes, x.gradient_bytes)),
             )
         table.add_section()
-        table.add_row("total", "", "", f"{sum(layer.parameters for layer in self.layers):,}", "")
+        blank = [""] * (2 + self.has_chunks)
+        table.add_row("total", *blank, f"{sum(layer.parameters for layer in self.layers):,}", "")
         return table
 
 

@@ -34,9 +34,10 @@ class Pipeline(StagedModel):
       partition: "parameters", "uniform" or "type:REGEX"; "profile", which balances the time that
         the compiled layers' FLOPs and bytes take, or a `Profile`; or boundaries, such as
         [0, 19, 22].
-      schedule: "1f1b", "gpipe", "zb-h1", or a `Schedule`.
+      schedule: "1f1b", "gpipe", "zb-h1", "interleaved", "zb-v", "dualpipev", or a `Schedule`.
       memory: for 1F1B, "fast", or "low" for fewer stashed inputs and longer ticks. None means
         "fast".
+      chunks: for "interleaved", the number of stages of each rank. None means 2.
       allow_empty: accept stages without layers, if there are fewer layers than stages.
       remat: recompute the activations of every so many layers in backward (DeepSpeed's
         activation_checkpoint_interval). None keeps a stage's activations, for one micro-batch.
@@ -54,6 +55,7 @@ class Pipeline(StagedModel):
         partition: str | Sequence[int] | Profile = "parameters",
         schedule: str | Schedule = "1f1b",
         memory: str | None = None,
+        chunks: int | None = None,
         allow_empty: bool = False,
         remat: int | None = None,
     ) -> None:
@@ -62,6 +64,7 @@ class Pipeline(StagedModel):
             partition=partition,
             schedule=schedule,
             memory=memory,
+            chunks=chunks,
             allow_empty=allow_empty,
         )
         if remat is not None and remat < 1:
@@ -76,6 +79,7 @@ class Pipeline(StagedModel):
         partition: str | Sequence[int] | Profile = "parameters",
         schedule: str | Schedule = "1f1b",
         memory: str | None = None,
+        chunks: int | None = None,
         allow_empty: bool = False,
     ) -> Pipeline:
         """Make a pipeline of an unmodified model, which is cut from the trace of its loss.
@@ -88,7 +92,7 @@ class Pipeline(StagedModel):
 
         Args:
           model, loss: as for `make_step`.
-          partition, schedule, memory, allow_empty: as for `Pipeline`.
+          partition, schedule, memory, chunks, allow_empty: as for `Pipeline`.
 
         >>> from zeroxla.models import GPT
         >>> pipeline = Pipeline.from_model(GPT.tiny())
@@ -99,6 +103,7 @@ class Pipeline(StagedModel):
             partition=partition,
             schedule=schedule,
             memory=memory,
+            chunks=chunks,
             allow_empty=allow_empty,
         )
         return made
@@ -111,7 +116,7 @@ class Pipeline(StagedModel):
     def differentiator(
         self,
         *,
-        num_stages: int,
+        num_ranks: int,
         layout: Layout,
         wiring: Wiring,
         unit_elements: int | None,
@@ -122,7 +127,7 @@ class Pipeline(StagedModel):
         """Return the program that computes losses and gradients in stages; see `StagedModel`."""
         return PipelineDifferentiator(
             model=self._cut_model,
-            num_stages=num_stages,
+            num_ranks=num_ranks,
             layout=layout,
             wiring=wiring,
             unit_elements=unit_elements,
@@ -131,10 +136,10 @@ class Pipeline(StagedModel):
             weights=weights,
         )
 
-    def schedule(self, num_stages: int, microbatches: int, *, train: bool) -> Schedule:
+    def schedule(self, num_ranks: int, microbatches: int, *, train: bool) -> Schedule:
         """Return which stage does what in which tick, in a step or in an evaluation.
 
         Raises:
           ValueError: the schedule that was given is for other numbers.
         """
-        return self._cut_model.schedule_for(num_stages, microbatches, train=train)
+        return self._cut_model.schedule_for(num_ranks, microbatches, train=train)

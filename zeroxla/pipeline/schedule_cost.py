@@ -1,26 +1,28 @@
 """The cost of a schedule: its critical path, in lockstep and without, and its share of idle time.
 
-Work may have any unit; by default a forward is 1. In a schedule that splits backwards, the gradient
-of a stage's input costs `backward - weight` and the gradient of its leaves `weight`. So the same
-three numbers compare all schedules.
+Work may have any unit; by default a forward is 1. It is the work of a rank for one micro-batch, in
+all its stages: where ranks have several, an op of one stage costs that part of it. In a schedule
+that splits backwards, the gradient of a stage's input costs `backward - weight` and the gradient of
+its leaves `weight`. So the same three numbers compare all schedules.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from zeroxla.pipeline.schedule import NONE, Schedule
+from zeroxla.pipeline.schedule import NONE, OPS, Schedule
 from zeroxla.pipeline.schedule_check import check
 
 
 def work_of(
     schedule: Schedule, forward: float = 1, backward: float = 2, weight: float | None = None
 ) -> np.ndarray:
-    """Return the work of each op, float64 [ticks, stages, 3]: forward, backward, weight gradient.
+    """Return the work of each op, float64 [ticks, ranks, 3]: forward, backward, weight gradient.
 
     Args:
       schedule: any schedule.
-      forward: the work of one stage's forward of one micro-batch.
+      forward: the work of one micro-batch's forward on one rank, in all its stages. An op of one
+        stage costs 1 / `num_chunks` of it.
       backward: the work of its whole backward.
       weight: the part of `backward` that is the gradient of the leaves; None takes half. It has no
         effect if the schedule does not split backwards.
@@ -35,23 +37,26 @@ def work_of(
             "and for weight a part of backward"
         )
     part = part if schedule.splits else 0.0
-    done = np.stack([schedule.forward, schedule.backward, schedule.weight], axis=2) != NONE
-    return done * np.array([forward, backward - part, part], np.float64)
+    done = np.zeros((schedule.ticks, schedule.num_ranks, len(OPS)))
+    for op, name in enumerate(OPS):
+        for stage, rank in enumerate(schedule.ranks):
+            done[:, rank, op] += getattr(schedule, name)[:, stage] != NONE
+    return done * np.array([forward, backward - part, part], np.float64) / schedule.num_chunks
 
 
 def cost(
     schedule: Schedule, forward: float = 1, backward: float = 2, weight: float | None = None
 ) -> float:
-    """Return the critical path in lockstep: a tick lasts as long as its busiest stage works.
+    """Return the critical path in lockstep: a tick lasts as long as its busiest rank works.
 
-    A program in which all stages exchange after every tick takes this long.
+    A program in which all ranks exchange after every tick takes this long.
 
     Args:
       schedule: any schedule.
       forward, backward, weight: as in `work_of`.
 
     Returns:
-      The sum over ticks of the busiest stage's work.
+      The sum over ticks of the busiest rank's work.
 
     Raises:
       ValueError: work is negative, or `weight` exceeds `backward`.
@@ -62,7 +67,7 @@ def cost(
 def bubble(
     schedule: Schedule, forward: float = 1, backward: float = 2, weight: float | None = None
 ) -> float:
-    """Return the average share of the lockstep time in which a stage is idle.
+    """Return the average share of the lockstep time in which a rank is idle.
 
     For 1F1B with memory="low" and equal work of forward and backward it is (p - 1) / (m + p - 1).
 
@@ -71,52 +76,51 @@ def bubble(
       forward, backward, weight: as in `work_of`.
 
     Returns:
-      1 - work of all stages / (stages * lockstep cost), between 0 and 1.
+      1 - work of all ranks / (ranks * lockstep cost), between 0 and 1.
 
     Raises:
       ValueError: work is negative, or `weight` exceeds `backward`.
     """
     busy = work_of(schedule, forward, backward, weight).sum()
     lockstep = cost(schedule, forward, backward, weight)
-    return float(1 - busy / (schedule.stages * lockstep)) if lockstep else 0.0
+    return float(1 - busy / (schedule.num_ranks * lockstep)) if lockstep else 0.0
 
 
 def critical_path(
     schedule: Schedule, forward: float = 1, backward: float = 2, weight: float | None = None
 ) -> float:
-    """Return the critical path without lockstep: a stage waits only for the inputs of its next op.
+    """Return the critical path without lockstep: a rank waits only for the inputs of its next op.
 
-    Every stage does its ops in the order of its table, each as early as it can. A hop takes no
-    time. For 1F1B the result is (m + p - 1)(forward + backward).
+    Every rank does its ops in the order of its table, each as early as it can. A hop takes no time.
+    For 1F1B the result is (m + p - 1)(forward + backward).
 
     Args:
       schedule: a schedule that `check` accepts.
       forward, backward, weight: as in `work_of`.
 
     Returns:
-      The time at which the last stage is done.
+      The time at which the last rank is done.
 
     Raises:
       ValueError: the schedule cannot run, work is negative, or `weight` exceeds `backward`.
     """
     check(schedule)
-    p, m = schedule.stages, schedule.microbatches
+    last = schedule.stages - 1
     work = work_of(schedule, forward, backward, weight)
-    free = np.zeros(p)  # when each stage is done with its ops so far
-    sent = np.zeros((2, p, m))  # when its forward and its backward of each micro-batch are done
+    free = np.zeros(schedule.num_ranks)  # when each rank is done with its ops so far
+    # When each stage is done with its forward, and its backward, of each micro-batch.
+    sent = np.zeros((2, schedule.stages, schedule.microbatches))
     # In a table that can run, the ticks meet every op after the ops that it needs.
     for tick in range(schedule.ticks):
-        for stage in range(p):
-            i, j, k = (
-                int(table[tick, stage])
-                for table in (schedule.forward, schedule.backward, schedule.weight)
-            )
-            if i != NONE:
-                there = sent[0, stage - 1, i] if stage else 0.0
-                free[stage] = sent[0, stage, i] = max(free[stage], there) + work[tick, stage, 0]
-            if j != NONE:
-                there = sent[1, stage + 1, j] if stage < p - 1 else 0.0
-                free[stage] = sent[1, stage, j] = max(free[stage], there) + work[tick, stage, 1]
-            if k != NONE:
-                free[stage] += work[tick, stage, 2]
+        for op, name in enumerate(OPS):
+            table = getattr(schedule, name)[tick]
+            for stage in np.flatnonzero(table != NONE).tolist():
+                rank, i, there = schedule.ranks[stage], table[stage], 0.0
+                if op == 0 and stage:
+                    there = sent[0, stage - 1, i]
+                elif op == 1 and stage < last:
+                    there = sent[1, stage + 1, i]
+                free[rank] = max(free[rank], there) + work[tick, rank, op]
+                if op < 2:
+                    sent[op, stage, i] = free[rank]
     return float(free.max())

@@ -17,7 +17,6 @@ from zeroxla.program.trace import Operand, Program, Value, closure, is_float, tr
 from zeroxla.step.gradients import seed_of_backward
 from zeroxla.step.loss_plan import leaf_shapes, make_runner, plan_gathers, trained_inputs
 from zeroxla.step.metrics import weighted
-from zeroxla.step.once_per_step import OncePerStep
 from zeroxla.wire.leaves import Layout
 from zeroxla.wire.resolve import Wiring
 from zeroxla.wire.routes import LeafSource
@@ -70,8 +69,6 @@ class StageProgram:
       tree: the tree structure of the stage's result; on the last stage, of (loss, metrics).
       keeps: the parts of the model state that it changes.
       reads_state: whether its result depends on the model state.
-      of_leaves: whether its backward computes the gradients of its leaves.
-      of_inputs: whether its backward computes the gradients of its inputs.
     """
 
     stage: Stage
@@ -83,8 +80,6 @@ class StageProgram:
     tree: Any
     keeps: tuple[StateShare, ...]
     reads_state: bool
-    of_leaves: bool = True
-    of_inputs: bool = True
 
     @staticmethod
     def make(
@@ -98,8 +93,6 @@ class StageProgram:
         wiring: Wiring,
         unit_elements: int | None,
         limits: FetchLimits,
-        of_leaves: bool = True,
-        of_inputs: bool = True,
     ) -> tuple[StageProgram, Any]:
         """Trace a stage and plan its gathers.
 
@@ -109,7 +102,6 @@ class StageProgram:
           batch, key: the shapes of one device's micro-batch and of its key.
           state: the shapes of the leaves of the model state.
           unit_elements, limits: as for a model without stages.
-          of_leaves, of_inputs: as the attributes.
 
         Returns:
           The program, and the shapes of its result.
@@ -127,7 +119,7 @@ class StageProgram:
         plan = plan_gathers(
             program,
             layout,
-            [*(trained if of_leaves else ()), *(v for v in of_x if of_inputs and v.is_float)],
+            [*trained, *(v for v in of_x if v.is_float)],
             unit_elements=unit_elements,
             gradient_of=program.outputs[: 1 if stage.is_last else num_outputs],
         )
@@ -141,27 +133,13 @@ class StageProgram:
             tree=jax.tree.structure(result),
             keeps=tuple(x for x in stage.keeps if new_state[x.leaf] is not in_state[x.leaf]),
             reads_state=_depends(program, program.outputs[:num_outputs], in_state),
-            of_leaves=of_leaves,
-            of_inputs=of_inputs,
         )
         return made, result
 
     @property
-    def once_per_step(self) -> OncePerStep:
-        """Gathers once before the first micro-batch, and reduces once after the last."""
-        return OncePerStep(layout=self.layout, wiring=self.wiring)
-
-    @property
     def gradient_shapes(self) -> list[jax.ShapeDtypeStruct]:
-        """The shapes of the leaves' gradients: fetched leaves first, frozen leaves left out."""
-        reduces = self.wiring.collectives.reduces
-        shapes = [
-            reduces.result_shape(leaf.placement) if fetched else leaf.placement.shape
-            for fetched in (True, False)
-            for leaf in (self.layout.leaves[i] for i in self.layout.indices(fetched=fetched))
-            if not leaf.frozen and self.of_leaves
-        ]
-        return [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+        """The shapes of the leaves' gradients; see the function."""
+        return gradient_shapes(self.layout, self.wiring)
 
     def forward(
         self,
@@ -250,7 +228,7 @@ class StageProgram:
             g
             for is_fetched, mine in ((True, fetched), (False, resident))
             for g, i in zip(mine, self.layout.indices(fetched=is_fetched), strict=True)
-            if not self.layout.leaves[i].frozen and self.of_leaves
+            if not self.layout.leaves[i].frozen
         ]
         return [
             jnp.zeros(s.shape, s.dtype) if g is None else g.astype(s.dtype)
@@ -274,6 +252,19 @@ class StageProgram:
         state: Sequence[jax.Array],
     ) -> list[jax.Array]:
         return [*resident, *x, *jax.tree.leaves(batch), key, *state]
+
+
+def gradient_shapes(layout: Layout, wiring: Wiring) -> list[jax.ShapeDtypeStruct]:
+    """Return the shapes of leaves' gradients before they are reduced over a rank's devices: fetched
+    leaves first, frozen leaves left out."""
+    reduces = wiring.collectives.reduces
+    shapes = [
+        reduces.result_shape(leaf.placement) if fetched else leaf.placement.shape
+        for fetched in (True, False)
+        for leaf in (layout.leaves[i] for i in layout.indices(fetched=fetched))
+        if not leaf.frozen
+    ]
+    return [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
 
 
 def _depends(program: Program, outputs: Sequence[Operand], inputs: Sequence[Value]) -> bool:

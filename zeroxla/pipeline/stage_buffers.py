@@ -11,7 +11,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -57,6 +57,22 @@ class Packing:
             rest = self.buffers[i][0] - sum(x.size for x in mine)
             mine += [jnp.zeros(rest, self.buffers[i][1])] if rest else []
             found[i] = jnp.concatenate(mine) if len(mine) > 1 else mine[0]
+        return found
+
+    def add(
+        self, stage: int, buffers: Sequence[jax.Array], arrays: Mapping[int, jax.Array]
+    ) -> list[jax.Array]:
+        """Return buffers of a stage with arrays added, each by its number among the stage's."""
+        spans = self.spans[stage]
+        if len(arrays) == len(spans):
+            more = self.pack(stage, [arrays[i] for i in range(len(spans))])
+            return [x + y for x, y in zip(buffers, more, strict=True)]
+        found = list(buffers)
+        for i, x in arrays.items():
+            buffer, start = spans[i].buffer, spans[i].offset
+            whole = found[buffer]
+            sum_here = jax.lax.slice_in_dim(whole, start, start + x.size) + x.reshape(-1)
+            found[buffer] = jax.lax.dynamic_update_slice_in_dim(whole, sum_here, start, 0)
         return found
 
     def unpack(self, stage: int, buffers: Sequence[jax.Array]) -> list[jax.Array]:

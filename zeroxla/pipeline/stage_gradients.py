@@ -23,6 +23,7 @@ from zeroxla.pipeline.leaf_piece import LeafPiece
 from zeroxla.pipeline.micro_batches import MicroBatches
 from zeroxla.pipeline.model_shapes import ModelShapes
 from zeroxla.pipeline.partition import Partition, StageStorage
+from zeroxla.pipeline.rank_leaves import RankLeaves
 from zeroxla.pipeline.schedule import Schedule
 from zeroxla.pipeline.stage import Stage, StageProgram
 from zeroxla.pipeline.stage_ends import HeldLeaves, StageEnds
@@ -30,7 +31,7 @@ from zeroxla.pipeline.stage_moves import LeafMoves, stage_dims_of
 from zeroxla.pipeline.stage_state import check_keeps, put_together
 from zeroxla.pipeline.stage_wire_state import StagesWireStatePlan
 from zeroxla.pipeline.stage_work import StageWork
-from zeroxla.pipeline.stash import ring_size
+from zeroxla.pipeline.stash import Stash, make_stash, ring_size
 from zeroxla.pipeline.ticks import Ticks
 from zeroxla.program.paths import paths_of
 from zeroxla.program.shapes import shapes_of
@@ -46,17 +47,17 @@ from zeroxla.wire.wire_state import WireState
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class TracedStages:
-    """The stages of a model as programs, for one shape of micro-batches and one schedule.
+    """The stages of a model as programs, for one shape of micro-batches.
 
     Attributes:
       programs: the program of each stage.
-      halves: if the schedule splits backwards, for each stage one program that computes the
-        gradients of its inputs alone, and one that computes the gradients of its leaves alone.
-      wire_plan: makes and packs the stages' wire state.
+      without_ties: the same programs, whose own ties are none by data; the same objects where ties
+        by data are not needed.
+      wire_plan: makes and packs the ranks' wire state.
     """
 
     programs: list[StageProgram]
-    halves: list[tuple[StageProgram, StageProgram]]
+    without_ties: list[StageProgram]
     wire_plan: StagesWireStatePlan
 
 
@@ -66,7 +67,7 @@ class PipelineDifferentiator(StagedDifferentiator):
 
     Attributes:
       model: the model, and how it is cut and scheduled.
-      num_stages: the number of stages, the length of the axis `pipe`.
+      num_ranks: the length of the axis `pipe`.
       layout: the model's leaves, split over all devices.
       wiring: how leaves travel between the devices of a stage.
       unit_elements: see `ZeroConfig`.
@@ -76,7 +77,7 @@ class PipelineDifferentiator(StagedDifferentiator):
     """
 
     model: CutModel
-    num_stages: int
+    num_ranks: int
     layout: Layout
     wiring: Wiring
     unit_elements: int | None
@@ -86,13 +87,13 @@ class PipelineDifferentiator(StagedDifferentiator):
 
     @property
     def inside(self) -> Collectives:
-        """The collectives among the devices of one stage."""
+        """The collectives among the devices of one rank."""
         return self.wiring.collectives
 
     @property
     def across(self) -> Collectives:
-        """The collectives among the devices of all stages."""
-        return dataclasses.replace(self.wiring.collectives, stages=self.num_stages)
+        """The collectives among the devices of all ranks."""
+        return dataclasses.replace(self.wiring.collectives, stages=self.num_ranks)
 
     def gradients(
         self,
@@ -104,23 +105,27 @@ class PipelineDifferentiator(StagedDifferentiator):
         wire_state: WireState | None,
     ) -> tuple[list[jax.Array | None], dict[str, Any], Any, WireState | None]:
         """Return this device's gradient shards, the metrics, the model state and the wire state."""
-        schedule = self.model.schedule_for(self.num_stages, self.microbatches, train=True)
+        schedule = self.model.schedule_for(self.num_ranks, self.microbatches, train=True)
+        stash = make_stash(schedule)
         micro_batches = self._micro_batches(batch, key, self.microbatches)
-        stages = self._trace(micro_batches, model_state, schedule, train=True)
+        stages = self._trace(micro_batches, model_state, train=True)
         wire_key = self._wire_key(key)
         ends, held, wire_state = self._begin(stages, params, wire_state, wire_key)
-        work = StageWork.make(ends, held, scale, stages.halves, ring_size(schedule))
-        ticks = self._ticks(schedule, work)
-        found = ticks.run(work.training(micro_batches), work.start(jax.tree.leaves(model_state)))
+        work = StageWork.make(stages.programs, ends, held, micro_batches, scale)
+        state = jax.tree.leaves(model_state)
+        if schedule.splits:
+            by_data = "cpu" if self.inside.ties_by_data else None
+            work = work.split(stages.without_ties, shapes_of(state), by_data)
+        start = work.start(state, num_states=ring_size(schedule), num_kept=stash.num_kept_slots)
+        found = self._ticks(schedule, stash, work).run(work.training(), start)
         shards, wire_state = ends.end(found.gradients, wire_state, wire_key)
         grads, metrics = means_over_devices(
             shards, found.sums, scale, layout=self.layout, collectives=self.across
         )
         keeps = [program.keeps for program in stages.programs]
-        agreed = jax.tree.leaves(agree(found.state.leaves, (), self.inside))
-        model_state = jax.tree.unflatten(
-            jax.tree.structure(model_state), put_together(agreed, keeps)
-        )
+        agreed = [jax.tree.leaves(agree(state.leaves, (), self.inside)) for state in found.states]
+        new_state = put_together(agreed, keeps, schedule.ranks)
+        model_state = jax.tree.unflatten(jax.tree.structure(model_state), new_state)
         return grads, metrics, model_state, wire_state
 
     def evaluate(self, params: Any, model_state: Any, batch: Any, key: jax.Array) -> dict[str, Any]:
@@ -130,14 +135,13 @@ class PipelineDifferentiator(StagedDifferentiator):
         """
         num_rows = jax.tree.leaves(batch)[0].shape[0]
         count = max(n for n in range(1, self.microbatches + 1) if num_rows % n == 0)
-        schedule = self.model.schedule_for(self.num_stages, count, train=False)
+        schedule = self.model.schedule_for(self.num_ranks, count, train=False)
         micro_batches = self._micro_batches(batch, key, count)
-        stages = self._trace(micro_batches, model_state, schedule, train=False)
+        stages = self._trace(micro_batches, model_state, train=False)
         ends, held, _ = self._begin(stages, params, None, self._wire_key(key))
-        work = StageWork.make(ends, held, jnp.ones(()))
-        ticks = self._ticks(schedule, work)
-        evaluation = work.evaluation(micro_batches, jax.tree.leaves(model_state))
-        sums = ticks.run(evaluation, work.no_sums())
+        work = StageWork.make(stages.programs, ends, held, micro_batches, jnp.ones(()))
+        ticks = self._ticks(schedule, make_stash(schedule), work)
+        sums = ticks.run(work.evaluation(jax.tree.leaves(model_state)), work.no_sums())
         return mean_metrics(sums, self.across)
 
     def wire_state_plan(self, model_state: Any, rows: Any, key: jax.Array) -> StagesWireStatePlan:
@@ -145,7 +149,7 @@ class PipelineDifferentiator(StagedDifferentiator):
         return self._wire_state_plan(*self._cut(model_state, rows, key))
 
     def stage_layouts(self, model_state: Any, rows: Any, key: jax.Array) -> Sequence[Layout]:
-        """Return the layout of each stage's leaves, as its devices store and gather them."""
+        """Return the layout of each rank's leaves, as its devices store and gather them."""
         return self.wire_state_plan(model_state, rows, key).layouts
 
     def describe(
@@ -153,9 +157,11 @@ class PipelineDifferentiator(StagedDifferentiator):
     ) -> Partition:
         """Return how the layers are cut into stages, and what these hold."""
         stages, partition = self._cut(model_state, rows, key)
-        layouts = self._wire_state_plan(stages, partition).layouts
-        storage = tuple(map(self._storage, layouts))
-        return dataclasses.replace(partition, storage=storage, at_rest=tuple(at_rest))
+        held = self._wire_state_plan(stages, partition).held
+        storage = tuple(self._storage(held.layout_of(stage)) for stage in range(len(stages)))
+        return dataclasses.replace(
+            partition, storage=storage, at_rest=tuple(at_rest), ranks=held.ranks
+        )
 
     def _storage(self, layout: Layout) -> StageStorage:
         """Return what a device of a stage with these leaves holds in a step."""
@@ -172,7 +178,10 @@ class PipelineDifferentiator(StagedDifferentiator):
     def stage_dims(
         self, model_state: Any, rows: Any, key: jax.Array, leaves: Sequence[Any]
     ) -> dict[int, int]:
-        """Return which leaves are stored by stage, and the dim that the stages split."""
+        """Return which leaves are stored by stage, and the dim that the stages split. Where a rank
+        has several stages, their layers are not consecutive, and none is."""
+        if self.model.ranks(self.num_ranks) != tuple(range(self.num_ranks)):
+            return {}
         return stage_dims_of(self._cut(model_state, rows, key)[0], leaves)
 
     def _cut(
@@ -187,7 +196,7 @@ class PipelineDifferentiator(StagedDifferentiator):
             key=key,
             kinds=tuple(dataclasses.replace(leaf, path="") for leaf in self.layout),
         )
-        return self.model.cut(self.num_stages, shapes, train=train)
+        return self.model.cut(self.num_ranks, shapes, train=train)
 
     def _micro_batches(self, batch: Any, key: jax.Array, count: int) -> MicroBatches:
         return MicroBatches.of(self._cast(batch), key, count, self.inside)
@@ -201,64 +210,55 @@ class PipelineDifferentiator(StagedDifferentiator):
     ) -> tuple[StageEnds, HeldLeaves, WireState | None]:
         """Move the leaves to their stages; see `StageEnds.begin`."""
         stored = jax.tree.leaves(params)
-        return StageEnds.begin(
-            stages.programs, stages.wire_plan, self.layout, stored, wire_state, wire_key
-        )
+        return StageEnds.begin(stages.wire_plan, self.layout, stored, wire_state, wire_key)
 
-    def _ticks(self, schedule: Schedule, work: StageWork) -> Ticks:
+    def _ticks(self, schedule: Schedule, stash: Stash, work: StageWork) -> Ticks:
         by_data = self.inside.ties_by_data
-        return Ticks.make(schedule, work.activations, work.cotangents, by_data=by_data)
+        return Ticks.make(schedule, stash, work.activations, work.cotangents, by_data=by_data)
 
     def _wire_key(self, key: jax.Array) -> jax.Array | None:
         """Return this device's key for roundings at a step's ends; None if nothing rounds so."""
         return self.wiring.key(jax.random.fold_in(key, lax.axis_index(PIPE)))
 
-    def _trace(
-        self, micro_batches: MicroBatches, model_state: Any, schedule: Schedule, *, train: bool
-    ) -> TracedStages:
-        """Cut the model and trace its stages, and their halves if the schedule splits backwards."""
+    def _trace(self, micro_batches: MicroBatches, model_state: Any, *, train: bool) -> TracedStages:
+        """Cut the model and trace its stages."""
         rows, key = micro_batches.shapes()
         model_state = shapes_of(model_state)
         cut, partition = self._cut(model_state, rows, key, train=train)
         wire_plan = self._wire_state_plan(cut, partition)
         programs: list[StageProgram] = []
-        halves: list[tuple[StageProgram, StageProgram]] = []
+        without_ties: list[StageProgram] = []
         x = None
-        for stage, layout in zip(cut, wire_plan.layouts, strict=True):
+        for number, stage in enumerate(cut):
             make = functools.partial(
                 StageProgram.make,
                 stage,
-                layout,
+                wire_plan.held.layout_of(number),
                 x,
                 rows,
                 key,
                 jax.tree.leaves(model_state),
-                wiring=self.wiring,
                 unit_elements=self.unit_elements,
                 limits=self.limits,
             )
-            if schedule.splits:
-                halves.append((make(of_leaves=False)[0], make(of_inputs=False)[0]))
-            program, x = make()
+            program, x = make(wiring=self.wiring)
             programs.append(program)
+            if self.inside.ties_by_data:
+                program, _ = make(wiring=_without_ties(self.wiring))
+            without_ties.append(program)
         _check_metrics_of(programs[-1])
         state_paths = [path for path, _ in paths_of(model_state)]
         check_keeps([program.keeps for program in programs], state_paths)
-        return TracedStages(programs=programs, halves=halves, wire_plan=wire_plan)
+        return TracedStages(programs=programs, without_ties=without_ties, wire_plan=wire_plan)
 
     def _wire_state_plan(
         self, stages: Sequence[Stage], partition: Partition
     ) -> StagesWireStatePlan:
-        layouts = []
-        for stage in stages:
-            leaves = [self._leaf(piece) for piece in stage.pieces]
-            layouts.append(Layout(tree=jax.tree.structure(leaves), leaves=tuple(leaves)))
-        moves = LeafMoves.make(
-            self.layout.leaves,
-            [stage.pieces for stage in stages],
-            world=self.inside.world * self.num_stages,
-        )
-        return StagesWireStatePlan.make(layouts, moves, self.wiring, partition.boundaries)
+        ranks = self.model.ranks(self.num_ranks)
+        held = RankLeaves.make(ranks, [stage.pieces for stage in stages], self._leaf)
+        world = self.inside.world * self.num_ranks
+        moves = LeafMoves.make(self.layout.leaves, held.pieces, world=world)
+        return StagesWireStatePlan.make(held, moves, self.wiring, partition.boundaries)
 
     def _leaf(self, piece: LeafPiece) -> Leaf:
         """Return a piece of a leaf as a leaf of its stage, stored by the stage's devices."""
@@ -276,3 +276,9 @@ def _check_metrics_of(program: StageProgram) -> None:
     """Check the names of the metrics that the last stage returns."""
     loss, metrics = program.tree.unflatten(range(program.tree.num_leaves))
     check_metrics(jax.tree.structure((loss, metrics, {})))
+
+
+def _without_ties(wiring: Wiring) -> Wiring:
+    """Return a wiring whose ties are none by data."""
+    collectives = dataclasses.replace(wiring.collectives, ties_by_data=False)
+    return dataclasses.replace(wiring, collectives=collectives)

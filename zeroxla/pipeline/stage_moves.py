@@ -39,16 +39,16 @@ class LeafMoves:
     """Moves leaves to the stages and gradients back, in exchanges over `pipe`.
 
     Attributes:
-      num_stages: the number of stages, the length of the axis `pipe`.
+      num_ranks: the length of the axis `pipe`.
       world: the number of devices of all stages.
       placements: the placements of the model's leaves over all devices.
       frozen: whether each leaf is frozen: no gradient of it goes back.
-      pieces: the pieces of leaves that each stage uses.
-      packing: packs the parts of a stage's pieces that one device stores.
+      pieces: the pieces of leaves that the stages of each rank use.
+      packing: packs the parts of a rank's pieces that one device stores.
       gradients: packs the same parts of the gradients.
     """
 
-    num_stages: int
+    num_ranks: int
     world: int
     placements: tuple[Placement, ...]
     frozen: tuple[bool, ...]
@@ -89,7 +89,7 @@ class LeafMoves:
             ]
 
         return LeafMoves(
-            num_stages=len(pieces),
+            num_ranks=len(pieces),
             world=world,
             placements=placements,
             frozen=tuple(leaf.frozen for leaf in leaves),
@@ -99,40 +99,38 @@ class LeafMoves:
         )
 
     def to_stages(self, stored: Sequence[jax.Array]) -> Buffers:
-        """Send every stage the parts of its pieces.
+        """Send every rank the parts of its pieces.
 
         Args:
           stored: this device's shards of the model's leaves.
 
         Returns:
-          Each buffer of the packing as [stages, elements]: the parts that this device's stage
-          needs, by the stage that stored them. `leaves` reads them.
+          Each buffer of the packing as [ranks, elements]: the parts that this device's rank needs,
+          by the rank that stored them. `leaves` reads them.
 
-        Cost: each device receives (1 - 1/stages) of its shards of its stage's leaves, in one
+        Cost: each device receives (1 - 1/ranks) of its shards of its stages' leaves, in one
         collective for each buffer.
         """
         with jax.named_scope("move"):
             stored = [to_device(x) if _moves(p) else x for x, p in zip(stored, self.placements)]
             sent = [
-                self.packing.pack(stage, [p.cut(stored) for p in self._moved(stage)])
-                for stage in range(self.num_stages)
+                self.packing.pack(rank, [p.cut(stored) for p in self._moved(rank)])
+                for rank in range(self.num_ranks)
             ]
             return [_exchange(jnp.stack(parts)) for parts in zip(*sent, strict=True)]
 
-    def leaves(self, stage: int, buffers: Buffers, stored: Sequence[jax.Array]) -> list[jax.Array]:
-        """Return this device's shards of a stage's pieces.
+    def leaves(self, rank: int, buffers: Buffers, stored: Sequence[jax.Array]) -> list[jax.Array]:
+        """Return this device's shards of a rank's pieces.
 
         Args:
-          stage: this device's stage.
+          rank: this device's rank.
           buffers: the result of `to_stages`.
           stored: this device's shards of the model's leaves, for pieces that do not move.
         """
-        parts = [
-            self.packing.unpack(stage, [b[k] for b in buffers]) for k in range(self.num_stages)
-        ]
+        parts = [self.packing.unpack(rank, [b[k] for b in buffers]) for k in range(self.num_ranks)]
         shards = zip(*parts)
         found = []
-        for piece in self.pieces[stage]:
+        for piece in self.pieces[rank]:
             placement = _of(piece, self.placements)
             if _moves(placement):
                 found.append(jnp.concatenate(next(shards), piece.dim_of(placement.split_dim)))
@@ -142,15 +140,15 @@ class LeafMoves:
                 found.append(to_device(stored[piece.leaves[0]]))
         return found
 
-    def packed(self, stage: int, shards: Sequence[jax.Array]) -> Buffers:
-        """Pack a stage's shards of the gradients that move, for `from_stages`."""
+    def packed(self, rank: int, shards: Sequence[jax.Array]) -> Buffers:
+        """Pack a rank's shards of the gradients that move, for `from_stages`."""
         cut = [
-            jnp.split(x, self.num_stages, p.dim_of(_of(p, self.placements).split_dim))
-            for x, p in zip(shards, self._trained(stage), strict=True)
+            jnp.split(x, self.num_ranks, p.dim_of(_of(p, self.placements).split_dim))
+            for x, p in zip(shards, self._trained(rank), strict=True)
         ]
-        rows = [self.gradients.pack(stage, parts) for parts in zip(*cut)]
+        rows = [self.gradients.pack(rank, parts) for parts in zip(*cut)]
         if not rows:
-            rows = [self.gradients.zeros()] * self.num_stages
+            rows = [self.gradients.zeros()] * self.num_ranks
         return [jnp.stack(parts) for parts in zip(*rows, strict=True)]
 
     def from_stages(self, buffers: Buffers) -> list[jax.Array | None]:
@@ -160,15 +158,15 @@ class LeafMoves:
           buffers: the result of `packed`.
 
         Returns:
-          For each leaf the sum over the stages, in the shape of this device's shard; None for a
+          For each leaf the sum over the ranks, in the shape of this device's shard; None for a
           leaf that does not move, or is frozen.
         """
         with jax.named_scope("move"):
             found = [_exchange(x) for x in buffers]
             leaves: list[jax.Array | None] = [None] * len(self.placements)
-            for stage in range(self.num_stages):
-                arrived = self.gradients.unpack(stage, [b[stage] for b in found])
-                for piece, x in zip(self._trained(stage), arrived, strict=True):
+            for rank in range(self.num_ranks):
+                arrived = self.gradients.unpack(rank, [b[rank] for b in found])
+                for piece, x in zip(self._trained(rank), arrived, strict=True):
                     for i in piece.leaves:
                         if leaves[i] is None:
                             shape = self.placements[i].part_shape(self.world)
@@ -176,13 +174,13 @@ class LeafMoves:
                     piece.add_to(leaves, x)
             return leaves
 
-    def _moved(self, stage: int) -> list[LeafPiece]:
-        """Return the pieces of a stage that move."""
-        return [p for p in self.pieces[stage] if _moves(_of(p, self.placements))]
+    def _moved(self, rank: int) -> list[LeafPiece]:
+        """Return the pieces of a rank that move."""
+        return [p for p in self.pieces[rank] if _moves(_of(p, self.placements))]
 
-    def _trained(self, stage: int) -> list[LeafPiece]:
-        """Return the pieces of a stage that move and have a gradient."""
-        return [p for p in self._moved(stage) if not self.frozen[p.leaves[0]]]
+    def _trained(self, rank: int) -> list[LeafPiece]:
+        """Return the pieces of a rank that move and have a gradient."""
+        return [p for p in self._moved(rank) if not self.frozen[p.leaves[0]]]
 
 
 def stage_dims_of(stages: Sequence[Any], leaves: Sequence[Any]) -> dict[int, int]:
@@ -247,12 +245,12 @@ def _moves(placement: Placement) -> bool:
     return placement.dim is not None and placement.stage_dim is None
 
 
-def each_stage(num_stages: int, run: Callable[[int], Any]) -> Any:
-    """Return the result of `run(stage)` for this device's stage. All stages are traced."""
-    branches = [lambda s=s: run(s) for s in range(num_stages)]
+def each_rank(num_ranks: int, run: Callable[[int], Any]) -> Any:
+    """Return the result of `run(rank)` for this device's rank. All ranks are traced."""
+    branches = [lambda r=r: run(r) for r in range(num_ranks)]
     return lax.switch(lax.axis_index(PIPE), branches)
 
 
 def _exchange(x: jax.Array) -> jax.Array:
-    """Send row k to stage k; return the rows that the stages sent to this one."""
+    """Send row k to rank k; return the rows that the ranks sent to this one."""
     return lax.all_to_all(x, PIPE, split_axis=0, concat_axis=0, tiled=True)

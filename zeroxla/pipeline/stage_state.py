@@ -1,9 +1,10 @@
 """The model state in a pipeline: each stage changes its own part, micro-batch by micro-batch.
 
-Every device carries the whole state through a step, and only its stage's part of it is new. At the
-end the parts are put together. Where what a stage computes depends on the state, as a norm of
-weights does on its running vector, a ring keeps the state that each micro-batch saw, because its
-backward runs the stage again when later micro-batches have changed it.
+Every device carries the whole state through a step, once for each of its stages, and only that
+stage's part of it is new. At the end the parts are put together. Where what a stage computes
+depends on the state, as a norm of weights does on its running vector, a ring keeps the state that
+each micro-batch saw, because its backward runs the stage again when later micro-batches have
+changed it.
 
 Everything here runs inside `shard_map`.
 """
@@ -20,7 +21,7 @@ from jax import lax
 
 from zeroxla.mesh.axes import PIPE
 from zeroxla.pipeline.stage import StateShare
-from zeroxla.pipeline.stage_moves import each_stage
+from zeroxla.pipeline.stage_moves import each_rank
 from zeroxla.program.paths import Path
 from zeroxla.program.trace import is_float
 from zeroxla.wire.vectors import as_words, from_words
@@ -30,7 +31,7 @@ Keeps = Sequence[Sequence[StateShare]]
 
 
 class StageState(NamedTuple):
-    """The model state as a device carries it through a step.
+    """The model state as a device carries it through a step for one of its stages.
 
     Attributes:
       leaves: its leaves, after the stage's newest micro-batch.
@@ -91,34 +92,44 @@ def check_keeps(keeps: Keeps, paths: Sequence[Path]) -> None:
             )
 
 
-def put_together(leaves: Sequence[jax.Array], keeps: Keeps) -> list[jax.Array]:
+def put_together(
+    states: Sequence[Sequence[jax.Array]], keeps: Keeps, ranks: Sequence[int]
+) -> list[jax.Array]:
     """Return the model state that all stages share, from the part of each.
 
     Args:
-      leaves: the state of this device's stage.
+      states: for each stage of this device's rank, in order, the state that it has made.
       keeps: see `Keeps`.
+      ranks: the rank of each stage.
 
-    Cost: one sum over `pipe` of all leaves that a stage alone has changed.
+    Cost: one sum over `pipe` of all leaves that not all stages have changed.
     """
     counts = collections.Counter(share.leaf for shares in keeps for share in shares)
     rows = {share.leaf for shares in keeps for share in shares if share.rows is not None}
     moved = sorted(i for i, n in counts.items() if n < len(keeps) or i in rows)
-    words = {i: leaves[i] if is_float(leaves[i].dtype) else as_words(leaves[i]) for i in moved}
+    leaves = list(states[0])
+    words = [{i: _as_summed(mine[i]) for i in moved} for mine in states]
 
-    def own(stage: int) -> list[jax.Array]:
-        found = {i: jnp.zeros_like(words[i]) for i in moved}
-        for share in keeps[stage]:
-            if share.leaf in found:
-                here = slice(*share.rows) if share.rows else slice(None)
-                whole = words[share.leaf]
-                found[share.leaf] = (
-                    found[share.leaf].at[here].set(whole[here]) if whole.ndim else whole
-                )
+    def own(rank: int) -> list[jax.Array]:
+        found = {i: jnp.zeros_like(words[0][i]) for i in moved}
+        stages = (stage for stage, r in enumerate(ranks) if r == rank)
+        for mine, stage in zip(words, stages, strict=False):
+            for share in keeps[stage]:
+                if share.leaf in found:
+                    here = slice(*share.rows) if share.rows else slice(None)
+                    whole = mine[share.leaf]
+                    found[share.leaf] = (
+                        found[share.leaf].at[here].set(whole[here]) if whole.ndim else whole
+                    )
         return [found[i] for i in moved]
 
-    shared = list(leaves)
     if moved:
-        sums = lax.psum(each_stage(len(keeps), own), PIPE)
+        sums = lax.psum(each_rank(max(ranks) + 1, own), PIPE)
         for i, x in zip(moved, sums, strict=True):
-            shared[i] = x if is_float(leaves[i].dtype) else from_words(x, leaves[i])
-    return shared
+            leaves[i] = x if is_float(leaves[i].dtype) else from_words(x, leaves[i])
+    return leaves
+
+
+def _as_summed(x: jax.Array) -> jax.Array:
+    """Return an array in a dtype whose sums with zeros are exact."""
+    return x if is_float(x.dtype) else as_words(x)

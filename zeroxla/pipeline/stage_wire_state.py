@@ -1,6 +1,6 @@
-"""The wire state of a pipeline: each stage's devices remember something about their own leaves.
+"""The wire state of a pipeline: each rank's devices remember something about their own leaves.
 
-Stages have pieces of different leaves, so the arrays of every stage are packed into buffers of the
+Ranks have pieces of different leaves, so the arrays of every rank are packed into buffers of the
 same length. The cut into stages says which array lies where.
 """
 
@@ -15,8 +15,9 @@ from jax.sharding import PartitionSpec
 
 from zeroxla.mesh.axes import DEVICE, NODE, PIPE
 from zeroxla.mesh.placement import Placement
+from zeroxla.pipeline.rank_leaves import RankLeaves
 from zeroxla.pipeline.stage_buffers import Packing, make_packing
-from zeroxla.pipeline.stage_moves import LeafMoves, each_stage
+from zeroxla.pipeline.stage_moves import LeafMoves, each_rank
 from zeroxla.program.paths import Path
 from zeroxla.wire.leaves import Layout
 from zeroxla.wire.resolve import Wiring
@@ -29,13 +30,15 @@ class StagesWireState(WireState):
     """The wire state of a pipeline, in lists of packed buffers.
 
     Attributes:
-      copies: the kept copies of every stage, [stages, devices, elements], the same on all nodes of
-        a stage.
-      errors: the kept errors of every stage, uint8[stages, nodes, devices, bytes].
+      copies: the kept copies of every rank, [ranks, devices, elements], the same on all nodes of a
+        rank.
+      errors: the kept errors of every rank, uint8[ranks, nodes, devices, bytes].
       boundaries: the boundaries of the stages.
+      ranks: the rank of each stage.
     """
 
     boundaries: tuple[int, ...] = dataclasses.field(metadata={"static": True})
+    ranks: tuple[int, ...] = dataclasses.field(metadata={"static": True})
 
     def specs(self, placements: Sequence[Placement]) -> WireState:
         """Return how the buffers are split over the mesh."""
@@ -46,6 +49,8 @@ class StagesWireState(WireState):
     def names(self, leaves: Sequence[Path]) -> WireState:
         """Return the buffers' names in a checkpoint; the cut is part of each name."""
         cut = "stages " + " ".join(map(str, self.boundaries))
+        if self.ranks != tuple(range(len(self.ranks))):
+            cut += " on ranks " + " ".join(map(str, self.ranks))
         parts = {
             part: [(part, cut, str(i)) for i in range(len(getattr(self, part)))] for part in PARTS
         }
@@ -57,23 +62,26 @@ class StagesWireState(WireState):
         return dataclasses.replace(self, **parts)
 
     def _fits(self, other: WireState, part: str) -> bool:
-        same_cut = isinstance(other, StagesWireState) and other.boundaries == self.boundaries
-        return same_cut and WireState._fits(self, other, part)
+        return (
+            isinstance(other, StagesWireState)
+            and (other.boundaries, other.ranks) == (self.boundaries, self.ranks)
+            and WireState._fits(self, other, part)
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class StagesWireStatePlan(WireStatePlan):
-    """Makes the wire state of a pipeline, and packs and unpacks it for a stage.
+    """Makes the wire state of a pipeline, and packs and unpacks it for a rank.
 
     Attributes:
-      layouts: the layout of each stage's leaves.
+      held: the leaves of each rank.
       moves: moves leaves to the stages.
       wiring: how leaves travel between the devices of a stage.
       boundaries: the boundaries of the stages.
       copies, errors: pack the kept copies, and the kept errors.
     """
 
-    layouts: Sequence[Layout]
+    held: RankLeaves
     moves: LeafMoves
     wiring: Wiring
     boundaries: tuple[int, ...]
@@ -82,14 +90,15 @@ class StagesWireStatePlan(WireStatePlan):
 
     @staticmethod
     def make(
-        layouts: Sequence[Layout], moves: LeafMoves, wiring: Wiring, boundaries: tuple[int, ...]
+        held: RankLeaves, moves: LeafMoves, wiring: Wiring, boundaries: tuple[int, ...]
     ) -> StagesWireStatePlan:
         """Plan the buffers; the arguments are the attributes."""
         shapes = [
-            WholeWireStatePlan(layout=layout, wiring=wiring).local_shapes() for layout in layouts
+            WholeWireStatePlan(layout=layout, wiring=wiring).local_shapes()
+            for layout in held.layouts
         ]
         return StagesWireStatePlan(
-            layouts=layouts,
+            held=held,
             moves=moves,
             wiring=wiring,
             boundaries=boundaries,
@@ -98,13 +107,18 @@ class StagesWireStatePlan(WireStatePlan):
         )
 
     @property
+    def layouts(self) -> tuple[Layout, ...]:
+        """The layout of each rank's leaves."""
+        return self.held.layouts
+
+    @property
     def is_empty(self) -> bool:
         """Whether nothing is remembered."""
-        return all(self.of_stage(stage).is_empty for stage in range(len(self.layouts)))
+        return all(self.of_rank(rank).is_empty for rank in range(len(self.layouts)))
 
-    def of_stage(self, stage: int) -> WholeWireStatePlan:
-        """Return the plan of one stage's wire state, not packed."""
-        return WholeWireStatePlan(layout=self.layouts[stage], wiring=self.wiring)
+    def of_rank(self, rank: int) -> WholeWireStatePlan:
+        """Return the plan of one rank's wire state, not packed."""
+        return WholeWireStatePlan(layout=self.layouts[rank], wiring=self.wiring)
 
     def specs(self) -> WireState | None:
         """Return how the wire state is split over the mesh; None if there is none."""
@@ -124,30 +138,32 @@ class StagesWireStatePlan(WireStatePlan):
         """
         received = self.moves.to_stages(shards)
 
-        def run(stage: int) -> WireState:
-            mine = self.moves.leaves(stage, received, shards)
-            return self.pack(stage, self.of_stage(stage).start(mine))
+        def run(rank: int) -> WireState:
+            mine = self.moves.leaves(rank, received, shards)
+            return self.pack(rank, self.of_rank(rank).start(mine))
 
-        return each_stage(len(self.layouts), run)
+        return each_rank(len(self.layouts), run)
 
-    def pack(self, stage: int, wires: WireState) -> WireState:
-        """Pack the wire state of one device of a stage into its part of the buffers."""
-        copies = self.copies.pack(stage, jax.tree.leaves(wires.copies))
-        errors = self.errors.pack(stage, jax.tree.leaves(wires.errors))
+    def pack(self, rank: int, wires: WireState) -> WireState:
+        """Pack the wire state of one device of a rank into its part of the buffers."""
+        copies = self.copies.pack(rank, jax.tree.leaves(wires.copies))
+        errors = self.errors.pack(rank, jax.tree.leaves(wires.errors))
         return self._state([x[None, None] for x in copies], [x[None, None, None] for x in errors])
 
-    def unpack(self, stage: int, wires: WireState) -> WireState:
-        """Return the wire state of one device of a stage, from its part of the buffers."""
-        plan = self.of_stage(stage)
+    def unpack(self, rank: int, wires: WireState) -> WireState:
+        """Return the wire state of one device of a rank, from its part of the buffers."""
+        plan = self.of_rank(rank)
         parts: dict[str, list[jax.Array | None]] = {}
         for part, packing, mine in (
             ("copies", self.copies, plan.copied),
             ("errors", self.errors, plan.corrected),
         ):
             buffers = [x.reshape(-1) for x in getattr(wires, part)]
-            found = dict(zip(mine, packing.unpack(stage, buffers), strict=True))
-            parts[part] = [found.get(i) for i in range(len(self.layouts[stage].leaves))]
+            found = dict(zip(mine, packing.unpack(rank, buffers), strict=True))
+            parts[part] = [found.get(i) for i in range(len(self.layouts[rank].leaves))]
         return WireState(copies=parts["copies"], errors=parts["errors"])
 
     def _state(self, copies: list[Any], errors: list[Any]) -> StagesWireState:
-        return StagesWireState(copies=copies, errors=errors, boundaries=self.boundaries)
+        return StagesWireState(
+            copies=copies, errors=errors, boundaries=self.boundaries, ranks=self.held.ranks
+        )

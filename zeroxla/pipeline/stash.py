@@ -1,9 +1,11 @@
-"""Where a stage keeps arrivals until their last use: slots of two rings, as tables.
+"""Where a rank keeps arrivals until their last use: slots of rings, as tables.
 
-One ring is for inputs, on every stage but the first, which reads the batch. The other is for
-gradients, on every stage but the last, which begins the backward. An arrival is live from the tick
-at whose start it arrives to the tick of its last use, both included. In the tick after that another
-one may take its slot.
+One ring is for inputs, of every stage but the first, which reads the batch. Another is for
+gradients, of every stage but the last, which begins the backward. The third is for what a backward
+leaves to a weight gradient of its own. All stages of a rank share its rings.
+
+An arrival is live from the tick at whose start it arrives to the tick of its last use, both
+included. In the tick after that another one may take its slot.
 """
 
 from __future__ import annotations
@@ -19,32 +21,46 @@ from zeroxla.pipeline.schedule import NONE, Schedule, ticks_of
 class Stash:
     """The slots for one schedule. Tables are int32, with -1 for none.
 
-    All stages run one program, so each has as many slots as the stage that needs the most.
+    All ranks run one program, so each has as many slots as the rank that needs the most.
+
+    A hop is how many ranks on the receiver is from the sender, modulo the number of ranks; 0 means
+    the same rank.
 
     Attributes:
       num_input_slots: the number of slots for inputs; 0 for a single stage.
       num_gradient_slots: the number of slots for gradients; 0 for a single stage, or without
         backward.
-      input_slots: [stages, microbatches], the slot in which a stage keeps a micro-batch's input.
+      num_kept_slots: the number of slots for what backwards leave to weight gradients; 0 if the
+        schedule does not split them off.
+      input_slots: [stages, microbatches], the slot of its rank in which a stage keeps a
+        micro-batch's input.
       gradient_slots: [stages, microbatches], the slot in which it keeps the gradient of its output.
-      input_arrivals: [ticks, stages], the slot for the input that arrives at the start of a tick.
-        The stage before computed it in the tick before.
-      gradient_arrivals: [ticks, stages], the same for the gradient that arrives from the stage
-        after.
-      peak_inputs: for each stage, the most inputs that are live at a time; 0 on the first.
-      peak_gradients: for each stage, the most gradients that are live at a time; 0 on the last.
-      in_flight: for each stage, the most micro-batches held at a time. It equals `peak_inputs`,
-        except on the first stage, which holds a micro-batch from its forward to its last use.
+      kept_slots: [stages, microbatches], the slot for what its backward leaves to its weight
+        gradient.
+      input_arrivals: by hop, [ticks, ranks], the slot for the input that arrives at the start of a
+        tick. It was computed in the tick before, by the stage before.
+      gradient_arrivals: the same for the gradient that arrives from the stage after.
+      peak_inputs: for each rank, the most inputs that are live at a time; the first stage's count
+        as none.
+      peak_gradients: for each rank, the most gradients that are live at a time; the last stage's
+        count as none.
+      peak_kept: for each rank, the most weight gradients that are put off at a time, from their
+        backward to themselves.
+      in_flight: for each rank, the most inputs held at a time. It equals `peak_inputs`, except on
+        the rank of the first stage, which holds a micro-batch from its forward to its last use.
     """
 
     num_input_slots: int
     num_gradient_slots: int
+    num_kept_slots: int
     input_slots: np.ndarray = dataclasses.field(repr=False)
     gradient_slots: np.ndarray = dataclasses.field(repr=False)
-    input_arrivals: np.ndarray = dataclasses.field(repr=False)
-    gradient_arrivals: np.ndarray = dataclasses.field(repr=False)
+    kept_slots: np.ndarray = dataclasses.field(repr=False)
+    input_arrivals: dict[int, np.ndarray] = dataclasses.field(repr=False)
+    gradient_arrivals: dict[int, np.ndarray] = dataclasses.field(repr=False)
     peak_inputs: tuple[int, ...]
     peak_gradients: tuple[int, ...]
+    peak_kept: tuple[int, ...]
     in_flight: tuple[int, ...]
 
 
@@ -55,36 +71,38 @@ def make_stash(schedule: Schedule) -> Stash:
       schedule: a schedule that `check` accepts.
 
     Returns:
-      The stash with the fewest slots: the largest number of arrivals live at a time on a stage.
+      The stash with the fewest slots: the largest number of arrivals live at a time on a rank.
     """
     m, p = schedule.microbatches, schedule.stages
     forward, backward = ticks_of(schedule.forward, m), ticks_of(schedule.backward, m)
     last = last_use(schedule)
-    inputs = np.full((p, m), NONE, np.int32)
-    gradients = np.full((p, m), NONE, np.int32)
-    for stage in range(1, p):
-        inputs[stage] = _color(forward[stage - 1] + 1, last[stage])
-    if schedule.trains:
-        for stage in range(p - 1):
-            gradients[stage] = _color(backward[stage + 1] + 1, last[stage])
-    peak_inputs = tuple((inputs.max(axis=1) + 1).tolist())
-    peak_gradients = tuple((gradients.max(axis=1) + 1).tolist())
+    after = range(1, p)
+    inputs = _slots(schedule, after, forward[:-1] + 1, last[1:])
+    all_inputs = _slots(schedule, range(p), np.concatenate([forward[:1], forward[:-1] + 1]), last)
+    before = range(p - 1) if schedule.trains else range(0)
+    gradients = _slots(schedule, before, backward[1:] + 1, last)
+    kept = _slots(schedule, range(p) if schedule.splits else range(0), backward, last)
+    peak_inputs, peak_gradients = _peaks(schedule, inputs), _peaks(schedule, gradients)
+    peak_kept = _peaks(schedule, kept)
     return Stash(
         num_input_slots=max(peak_inputs),
         num_gradient_slots=max(peak_gradients),
+        num_kept_slots=max(peak_kept),
         input_slots=inputs,
         gradient_slots=gradients,
-        input_arrivals=_arrivals(schedule.forward, inputs, hop=1),
-        gradient_arrivals=_arrivals(schedule.backward, gradients, hop=-1),
+        kept_slots=kept,
+        input_arrivals=_arrivals(schedule, schedule.forward, inputs, step=1),
+        gradient_arrivals=_arrivals(schedule, schedule.backward, gradients, step=-1),
         peak_inputs=peak_inputs,
         peak_gradients=peak_gradients,
-        in_flight=(int(_color(forward[0], last[0]).max()) + 1, *peak_inputs[1:]),
+        peak_kept=peak_kept,
+        in_flight=_peaks(schedule, all_inputs),
     )
 
 
 def ring_size(schedule: Schedule) -> int:
-    """Return the least n with which each stage may keep micro-batch i in slot i % n of a ring, from
-    its forward to its last use."""
+    """Return the least n with which each stage may keep micro-batch i in slot i % n of a ring of
+    its own, from its forward to its last use."""
     m = schedule.microbatches
     first, last = ticks_of(schedule.forward, m), last_use(schedule)
     for size in range(1, m):
@@ -106,6 +124,20 @@ def last_use(schedule: Schedule) -> np.ndarray:
     return ticks_of(schedule.forward, schedule.microbatches)
 
 
+def _slots(schedule: Schedule, stages: range, first: np.ndarray, last: np.ndarray) -> np.ndarray:
+    """Return slots [stages, microbatches] for what is live from tick `first` to `last`.
+
+    Both have a row for each of `stages`, and may have more after those. Other stages get no slots.
+    """
+    slots = np.full((schedule.stages, schedule.microbatches), NONE, np.int32)
+    for rank in range(schedule.num_ranks):
+        here = [stage for stage in schedule.stages_of(rank) if stage in stages]
+        rows = [stages.index(stage) for stage in here]
+        colors = _color(first[rows].ravel(), last[rows].ravel())
+        slots[here] = colors.reshape(len(here), schedule.microbatches)
+    return slots
+
+
 def _color(first: np.ndarray, last: np.ndarray) -> np.ndarray:
     """Colour intervals, ends included, so that intervals that overlap differ.
 
@@ -121,13 +153,22 @@ def _color(first: np.ndarray, last: np.ndarray) -> np.ndarray:
     return colors
 
 
-def _arrivals(sent: np.ndarray, slots: np.ndarray, *, hop: int) -> np.ndarray:
-    """Return the slots [ticks, stages] for arrivals: stage - hop sent them in the tick before."""
-    ticks, stages = sent.shape
-    arrivals = np.full((ticks, stages), NONE, np.int32)
-    for tick in range(1, ticks):
-        for stage in range(max(hop, 0), stages + min(hop, 0)):
-            microbatch = sent[tick - 1, stage - hop]
-            if microbatch != NONE:
-                arrivals[tick, stage] = slots[stage, microbatch]
-    return arrivals
+def _peaks(schedule: Schedule, slots: np.ndarray) -> tuple[int, ...]:
+    """Return the number of slots that each rank uses."""
+    return tuple(
+        int(slots[list(schedule.stages_of(rank))].max()) + 1 for rank in range(schedule.num_ranks)
+    )
+
+
+def _arrivals(
+    schedule: Schedule, sent: np.ndarray, slots: np.ndarray, *, step: int
+) -> dict[int, np.ndarray]:
+    """Return, by hop, the slots [ticks, ranks] for what stage - step sent in the tick before."""
+    ranks, count = schedule.ranks, schedule.num_ranks
+    arrivals: dict[int, np.ndarray] = {}
+    for stage in range(max(step, 0), schedule.stages + min(step, 0)):
+        hop = (ranks[stage] - ranks[stage - step]) % count
+        table = arrivals.setdefault(hop, np.full((schedule.ticks, count), NONE, np.int32))
+        tick = np.flatnonzero(sent[:-1, stage - step] != NONE)
+        table[tick + 1, ranks[stage]] = slots[stage, sent[tick, stage - step]]
+    return dict(sorted(arrivals.items()))

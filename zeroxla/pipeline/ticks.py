@@ -1,7 +1,7 @@
-"""Runs a schedule: a loop over ticks, in each of which a stage works and sends to its neighbours.
+"""Runs a schedule: a loop over ticks, in each of which a rank works and sends to its neighbours.
 
 Arrivals are kept in rings of slots, which the schedule's tables name. So memory depends on the
-schedule, not on the number of micro-batches. An idle stage computes nothing and sends zeros.
+schedule, not on the number of micro-batches. An idle rank computes nothing and sends zeros.
 
 Everything here runs inside `shard_map`.
 """
@@ -9,12 +9,11 @@ Everything here runs inside `shard_map`.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from zeroxla.fetch.ties import tie
@@ -22,35 +21,49 @@ from zeroxla.mesh.axes import PIPE
 from zeroxla.pipeline.schedule import NONE, Schedule
 from zeroxla.pipeline.schedule_check import check
 from zeroxla.pipeline.stage_buffers import Packing
-from zeroxla.pipeline.stash import Stash, make_stash
+from zeroxla.pipeline.stash import Stash
+from zeroxla.pipeline.tick_tables import Phase, make_phases, pairs_of
 
 TICKS = "ticks"
 """The named scope of the loop."""
 
 Buffers = list[jax.Array]
-Forward = Callable[[Buffers, jax.Array, Any], tuple[Buffers, Any]]
-Backward = Callable[[Buffers, Buffers, jax.Array, Any], tuple[Buffers, Any]]
-Weight = Callable[[Buffers, Buffers, jax.Array, Any], Any]
-Row = dict[str, jax.Array]
-"""This stage's entries of all tables for one tick, int32 scalars."""
+Arrivals = Mapping[int, Buffers]
+"""By hop: what arrives from the rank that is so many ranks before, modulo their number."""
+Row = Mapping[str, jax.Array]
+"""This rank's entries of a phase's tables for one tick, int32 scalars."""
+
+
+class Job(NamedTuple):
+    """One micro-batch of one stage.
+
+    Attributes:
+      x: the activations from the stage before, packed.
+      g: the gradient of the stage's result, packed; empty in a forward.
+      microbatch: the micro-batch's number.
+      kept: the slot for what a backward leaves to the weight gradient.
+    """
+
+    x: Buffers
+    g: Buffers
+    microbatch: jax.Array
+    kept: jax.Array
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class TickWork:
-    """The functions that a stage calls on a micro-batch, each given by its number.
+    """The functions that a rank calls on a micro-batch of one of its stages.
 
     Attributes:
-      forward: (x, micro-batch, carry) -> (y, carry). `x` came from the stage before, `y` is for the
-        stage after; both are packed.
-      backward: (x, gradient of y, micro-batch, carry) -> (gradient of x, carry); None in
-        evaluation.
-      weight: (x, gradient of y, micro-batch, carry) -> carry, for a schedule that splits backwards;
-        None if `backward` computes the gradients of leaves too.
+      forward: (stage, job, carry) -> (activations for the next stage, carry).
+      backward: (stage, job, carry) -> (gradient for the stage before, carry); None in evaluation.
+        Without `weight` it computes the gradients of leaves too.
+      weight: (stage, job, carry) -> carry, for a schedule that splits backwards.
     """
 
-    forward: Forward
-    backward: Backward | None = None
-    weight: Weight | None = None
+    forward: Callable[[int, Job, Any], tuple[Buffers, Any]]
+    backward: Callable[[int, Job, Any], tuple[Buffers, Any]] | None = None
+    weight: Callable[[int, Job, Any], Any] | None = None
 
 
 class _State(NamedTuple):
@@ -59,14 +72,14 @@ class _State(NamedTuple):
     Attributes:
       inputs: the ring of inputs that arrived.
       gradients: the ring of gradients that arrived.
-      x: the input that arrives now, from the stage before.
-      dx: the gradient of this stage's input, which the stage before has not got yet.
+      x: the activations that arrive now.
+      dx: the gradient that has not been sent.
       carry: the carry of `TickWork`.
     """
 
     inputs: Buffers
     gradients: Buffers
-    x: Buffers
+    x: Arrivals
     dx: Buffers
     carry: Any
 
@@ -78,29 +91,37 @@ class Ticks:
     Attributes:
       schedule: which stage does what in which tick.
       stash: the slots for arrivals.
-      activations, gradients: the buffers that travel down, and those that travel up.
+      phases: the conditionals of a tick.
+      activations, gradients: the buffers that travel to the next stage, and to the one before.
       by_data: whether ties must be by data; see `tie`.
     """
 
     schedule: Schedule
     stash: Stash
+    phases: tuple[Phase, ...]
     activations: Packing
     gradients: Packing
     by_data: bool
 
     @staticmethod
     def make(
-        schedule: Schedule, activations: Packing, gradients: Packing, *, by_data: bool
+        schedule: Schedule,
+        stash: Stash,
+        activations: Packing,
+        gradients: Packing,
+        *,
+        by_data: bool,
     ) -> Ticks:
-        """Prove that a schedule can run, and give arrivals their slots.
+        """Prove that a schedule can run with a stash; the arguments are the attributes.
 
         Raises:
           ValueError: the schedule cannot run.
         """
-        check(schedule)
+        check(schedule, stash)
         return Ticks(
             schedule=schedule,
-            stash=make_stash(schedule),
+            stash=stash,
+            phases=make_phases(schedule, stash),
             activations=activations,
             gradients=gradients,
             by_data=by_data,
@@ -110,19 +131,20 @@ class Ticks:
         """Run all ticks.
 
         Args:
-          work: the functions that a stage calls.
+          work: the functions that a rank calls.
           carry: the pytree that they pass on.
 
         Returns:
           The carry after the last tick.
         """
-        stage = lax.axis_index(PIPE)
-        rows = {name: jnp.asarray(table)[:, stage] for name, table in self._tables().items()}
-        stash = self.stash
+        stash, rank = self.stash, lax.axis_index(PIPE)
+        tables = [phase.tables for phase in self.phases], stash.input_arrivals
+        tables = *tables, stash.gradient_arrivals if self.schedule.trains else {}
+        rows = jax.tree.map(lambda table: jnp.asarray(table)[:, rank], tables)
         start = _State(
             inputs=_ring(self.activations, stash.num_input_slots),
             gradients=_ring(self.gradients, stash.num_gradient_slots if work.backward else 0),
-            x=self.activations.zeros(),
+            x={hop: self.activations.zeros() for hop in stash.input_arrivals},
             dx=self.gradients.zeros(),
             carry=carry,
         )
@@ -130,127 +152,132 @@ class Ticks:
             end, _ = lax.scan(lambda state, row: (self._tick(work, state, row), None), start, rows)
         return end.carry
 
-    def _tick(self, work: TickWork, state: _State, row: Row) -> _State:
-        """Do one tick: forward, backward and weight gradient, each if the schedule has it."""
-        inputs = _write(state.inputs, row["input_arrival"], state.x)
+    def _tick(self, work: TickWork, state: _State, row: Any) -> _State:
+        """Do one tick."""
+        rows, input_slots, gradient_slots = row
+        inputs = _write_all(state.inputs, input_slots, state.x)
+        if len(self.phases) == 1:
+            return self._one_phase(work, state, inputs, rows[0], gradient_slots)
         # The last tick's gradient goes up during this forward; y goes down during this backward.
-        g = self._up(state.dx) if work.backward else []
-        y, carry = self._forward(work.forward, row, inputs, state.carry, after=g)
+        forward, *others = self.phases
+        g = self._up(state.dx)
+        arrived = jax.tree.leaves(g)
+        y, _, carry = self._run(forward, work, rows[0], inputs, [], state.carry, after=arrived)
         x = self._down(y)
-        if work.backward is None:
-            return state._replace(inputs=inputs, x=x, carry=carry)
-        g, y = tie(g, y, by_data=False)
-        gradients = _write(state.gradients, row["gradient_arrival"], g)
-        dx, carry = self._backward(work.backward, row, inputs, gradients, carry, after=x)
-        if work.weight is not None:
-            carry = self._weight(work.weight, row, inputs, gradients, carry, after=dx)
-            if self.by_data:
-                dx, _ = tie(dx, jax.tree.leaves(carry), by_data=True)
-        # XLA would move a permute from the end of a turn into the next turn, which reads x at once.
-        x, dx = tie(x, dx, by_data=False)
-        return _State(inputs, gradients, x, dx, carry)
+        arrived, y = tie(arrived, y, by_data=False)
+        g = jax.tree.unflatten(jax.tree.structure(g), arrived)
+        gradients = _write_all(state.gradients, gradient_slots, g)
+        after, dx = jax.tree.leaves(x), self.gradients.zeros()
+        for phase, row in zip(others, rows[1:], strict=True):
+            _, made, carry = self._run(phase, work, row, inputs, gradients, carry, after=after)
+            dx = made or dx
+            after = jax.tree.leaves(dx)
+        return self._end(state, inputs, gradients, x, dx, carry)
 
-    def _forward(
-        self, forward: Forward, row: Row, inputs: Buffers, carry: Any, *, after: Buffers
-    ) -> tuple[Buffers, Any]:
-        """Return this tick's activations and the carry; zeros if there is no forward."""
-        return lax.cond(
-            self._has(row["forward"], after=after),
-            lambda carry: forward(_read(inputs, row["forward_input"]), row["forward"], carry),
-            lambda carry: (self.activations.zeros(), carry),
-            carry,
-        )
-
-    def _backward(
+    def _one_phase(
         self,
-        backward: Backward,
+        work: TickWork,
+        state: _State,
+        inputs: Buffers,
         row: Row,
+        slots: Mapping[int, jax.Array],
+    ) -> _State:
+        """Do a tick in which a rank does one op of any kind, or none."""
+        g = self._up(state.dx) if self.schedule.trains else {}
+        gradients = _write_all(state.gradients, slots, g)
+        y, dx, carry = self._run(
+            self.phases[0], work, row, inputs, gradients, state.carry, after=jax.tree.leaves(g)
+        )
+        return self._end(state, inputs, gradients, self._down(y), dx or state.dx, carry)
+
+    def _end(
+        self,
+        state: _State,
         inputs: Buffers,
         gradients: Buffers,
+        x: Arrivals,
+        dx: Buffers,
         carry: Any,
-        *,
-        after: Buffers,
-    ) -> tuple[Buffers, Any]:
-        """Return the gradient of this tick's input and the carry; zeros if there is no backward."""
-        return lax.cond(
-            self._has(row["backward"], after=after),
-            lambda carry: backward(
-                _read(inputs, row["backward_input"]),
-                _read(gradients, row["backward_gradient"]),
-                row["backward"],
-                carry,
-            ),
-            lambda carry: (self.gradients.zeros(), carry),
-            carry,
-        )
-
-    def _weight(
-        self,
-        weight: Weight,
-        row: Row,
-        inputs: Buffers,
-        gradients: Buffers,
-        carry: Any,
-        *,
-        after: Buffers,
-    ) -> Any:
-        """Return the carry, with this tick's weight gradient if there is one."""
-        return lax.cond(
-            self._has(row["weight"], after=after),
-            lambda carry: weight(
-                _read(inputs, row["weight_input"]),
-                _read(gradients, row["weight_gradient"]),
-                row["weight"],
-                carry,
-            ),
-            lambda carry: carry,
-            carry,
-        )
-
-    def _has(self, microbatch: jax.Array, *, after: Buffers) -> jax.Array:
-        """Whether a table names a micro-batch.
-
-        If ties must be by data, the answer is known only once `after` exist. So every device first
-        finishes the collectives that they come from.
-        """
+    ) -> _State:
+        """Return the state after a tick: `x` arrives in the next one, and `dx` is sent there."""
+        arrived = jax.tree.leaves(x)
         if self.by_data:
-            (microbatch,), _ = tie([microbatch], after, by_data=True)
-        return microbatch != NONE
+            dx, _ = tie(dx, [*arrived, *jax.tree.leaves(carry)], by_data=True)
+        # XLA would move a permute from the end of a turn into the next turn, which reads x at once.
+        arrived, dx = tie(arrived, dx, by_data=False)
+        x = jax.tree.unflatten(jax.tree.structure(x), arrived)
+        return state._replace(inputs=inputs, gradients=gradients, x=x, dx=dx, carry=carry)
 
-    def _down(self, buffers: Buffers) -> Buffers:
-        """Send buffers to the stage after."""
-        return _send(buffers, [(s, s + 1) for s in range(self.schedule.stages - 1)])
+    def _run(
+        self,
+        phase: Phase,
+        work: TickWork,
+        row: Row,
+        inputs: Buffers,
+        gradients: Buffers,
+        carry: Any,
+        *,
+        after: Sequence[jax.Array],
+    ) -> tuple[Buffers, Buffers, Any]:
+        """Do this tick's op of a phase.
 
-    def _up(self, buffers: Buffers) -> Buffers:
-        """Send buffers to the stage before."""
-        return _send(buffers, [(s + 1, s) for s in range(self.schedule.stages - 1)])
+        Returns:
+          The activations, zeros if there is no forward; the gradient, zeros if there is no
+          backward; and the carry. Of a phase without forwards, or without backwards, these are
+          empty.
+        """
+        no_y = self.activations.zeros() if "forward" in phase.ops else []
+        no_dx = self.gradients.zeros() if "backward" in phase.ops else []
 
-    def _tables(self) -> dict[str, np.ndarray]:
-        """Return the tables [ticks, stages] that a tick reads: micro-batches, and their slots."""
-        schedule, stash = self.schedule, self.stash
-        return {
-            "forward": schedule.forward,
-            "backward": schedule.backward,
-            "input_arrival": stash.input_arrivals,
-            "gradient_arrival": stash.gradient_arrivals,
-            "forward_input": _slots(schedule.forward, stash.input_slots),
-            "backward_input": _slots(schedule.backward, stash.input_slots),
-            "backward_gradient": _slots(schedule.backward, stash.gradient_slots),
-            "weight": schedule.weight,
-            "weight_input": _slots(schedule.weight, stash.input_slots),
-            "weight_gradient": _slots(schedule.weight, stash.gradient_slots),
-        }
+        def job(*, with_gradient: bool = True) -> Job:
+            x = _read(inputs, row["input_slot"])
+            g = _read(gradients, row["gradient_slot"]) if with_gradient else []
+            return Job(x, g, row["microbatch"], row["kept_slot"])
 
+        def run(op: str, stage: int, carry: Any) -> tuple[Buffers, Buffers, Any]:
+            if op == "forward":
+                y, carry = work.forward(stage, job(with_gradient=False), carry)
+                return y, no_dx, carry
+            if op == "backward":
+                assert work.backward is not None
+                dx, carry = work.backward(stage, job(), carry)
+                return no_y, dx, carry
+            assert work.weight is not None
+            return no_y, no_dx, work.weight(stage, job(), carry)
 
-def _send(buffers: Buffers, pairs: list[tuple[int, int]]) -> Buffers:
-    with jax.named_scope("send"):
-        return [lax.ppermute(x, PIPE, pairs) for x in buffers]
+        branches = [lambda carry: (no_y, no_dx, carry)]
+        branches += [lambda carry, o=op, s=stage: run(o, s, carry) for op, stage in phase.branches]
+        return lax.switch(self._branch(row, after), branches, carry)
 
+    def _branch(self, row: Row, after: Sequence[jax.Array]) -> jax.Array:
+        """Return the number of this tick's branch.
 
-def _slots(table: np.ndarray, slots: np.ndarray) -> np.ndarray:
-    """Return the slot of each entry of a table of micro-batches; 0 where no slot is needed."""
-    found = slots[np.arange(table.shape[1])[None, :], np.maximum(table, 0)]
-    return np.where(table == NONE, 0, np.maximum(found, 0)).astype(np.int32)
+        If ties must be by data, it is known only once `after` exist. So every device first finishes
+        the collectives that they come from.
+        """
+        if not self.by_data:
+            return row["branch"]
+        (branch,), _ = tie([row["branch"]], after, by_data=True)
+        return branch
+
+    def _down(self, buffers: Buffers) -> Arrivals:
+        """Send activations to the next stage."""
+        return self._send(buffers, self.stash.input_arrivals, down=True)
+
+    def _up(self, buffers: Buffers) -> Arrivals:
+        """Send a gradient to the stage before."""
+        return self._send(buffers, self.stash.gradient_arrivals, down=False)
+
+    def _send(self, buffers: Buffers, hops: Mapping[int, Any], *, down: bool) -> Arrivals:
+        found: dict[int, Buffers] = {}
+        for hop in hops:
+            pairs = pairs_of(self.schedule, hop, down=down)
+            if hop and found and self.by_data:
+                latest = jax.tree.leaves(list(found.values()))
+                buffers, _ = tie(buffers, latest, by_data=True)
+            with jax.named_scope("send"):
+                found[hop] = [lax.ppermute(x, PIPE, pairs) for x in buffers] if hop else buffers
+        return found
 
 
 def _ring(packing: Packing, num_slots: int) -> Buffers:
@@ -258,12 +285,15 @@ def _ring(packing: Packing, num_slots: int) -> Buffers:
     return [jnp.zeros((num_slots + 1, size), dtype) for size, dtype in packing.buffers]
 
 
-def _write(ring: Buffers, slot: jax.Array, buffers: Buffers) -> Buffers:
-    """Write buffers to a slot of a ring; to the last slot if the table names none."""
-    return [
-        lax.dynamic_update_index_in_dim(r, x, jnp.where(slot == NONE, r.shape[0] - 1, slot), 0)
-        for r, x in zip(ring, buffers, strict=True)
-    ]
+def _write_all(ring: Buffers, slots: Mapping[int, jax.Array], arrivals: Arrivals) -> Buffers:
+    """Write what arrives to a ring; to the last slot where the table names none."""
+    for hop, buffers in arrivals.items():
+        slot = slots[hop]
+        ring = [
+            lax.dynamic_update_index_in_dim(r, x, jnp.where(slot == NONE, r.shape[0] - 1, slot), 0)
+            for r, x in zip(ring, buffers, strict=True)
+        ]
+    return ring
 
 
 def _read(ring: Buffers, slot: jax.Array) -> Buffers:

@@ -147,7 +147,7 @@ class Setup:
     def stage_layouts(
         self, layout: Layout, model_state: Any, batch: Any, key: jax.Array
     ) -> Sequence[Layout]:
-        """Return the layout of each stage's leaves, from shapes alone; [layout] without stages."""
+        """Return the layout of each rank's leaves, from shapes alone; [layout] without stages."""
         stages = self._staged(layout)
         if stages is None:
             return [layout]
@@ -220,7 +220,7 @@ class Setup:
             return None
         planner = self._planner(layout)
         return self.pipeline.differentiator(
-            num_stages=self.mesh.shape[PIPE],
+            num_ranks=self.mesh.shape[PIPE],
             layout=layout,
             wiring=self.wiring,
             unit_elements=planner.unit_elements,

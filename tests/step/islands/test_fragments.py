@@ -77,3 +77,5 @@ def test_options_that_cannot_be(name):
 def test_presets():
     streaming = ZeroConfig.streaming(every=50).outer
     assert (streaming.fragments, streaming.delay, streaming.mixing) == (10, 2, 0)
+    few = ZeroConfig.streaming(every=10).outer
+    assert (few.fragments, few.delay, few.mixing) == (10, 1, 0.5)

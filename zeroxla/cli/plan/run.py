@@ -93,9 +93,7 @@ def plan_from(options: PlanOptions) -> Plan:
     model, length = model_named(wanted.model, remat=wanted.remat)
     model = options.lora.adapted(model)
     if stages.pipe > 1:
-        model = Pipeline.from_model(
-            model, partition=stages.boundaries, schedule=stages.schedule, memory=stages.memory
-        )
+        model = Pipeline.from_model(model, **stages.as_arguments)
     if options.compilation.compile:
         prepare_cpu(stages.pipe * cluster.nodes * cluster.devices_per_node)
     config = _config(options)

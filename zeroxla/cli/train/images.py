@@ -48,9 +48,7 @@ class ImageTask:
             alexnet_layers(module.classes, width=module.width, dropout=module.dropout),
             lambda logits, batch: classification_loss(logits, batch["label"]),
             inputs=lambda batch: batch["image"],
-            partition=stages.boundaries,
-            schedule=stages.schedule,
-            memory=stages.memory,
+            **stages.as_arguments,
         )
         self._module = module
         self.num_counted = options.text.batch

@@ -8,6 +8,7 @@ from zeroxla.program.compat.axis_names import AxisNames
 from zeroxla.program.compat.jaxprs import (
     array_type,
     as_remat,
+    backward_jaxpr,
     bind_params,
     branches_for,
     call_equation,
@@ -41,6 +42,7 @@ __all__ = [
     "AxisNames",
     "array_type",
     "as_remat",
+    "backward_jaxpr",
     "backends_started",
     "bind_params",
     "branches_for",

@@ -63,6 +63,23 @@ def forward_jaxpr(eqn: Any) -> Any | None:
     return _body(eqn.params) if once else None
 
 
+def backward_jaxpr(eqn: Any) -> Any | None:
+    """Return the same for an equation of a backward, in which custom rules have been applied.
+
+    What a `jax.checkpoint` body computes again is kept from being merged with what was computed
+    before, as by JAX.
+    """
+    body, params = forward_jaxpr(eqn), eqn.params
+    again = eqn.primitive.name in REMATS and params["differentiated"] and params["prevent_cse"]
+    if not again:
+        return body
+    jaxpr, consts = open_jaxpr(body)
+    closed = jex.ClosedJaxpr(jaxpr, list(consts))  # pyright: ignore[reportPrivateImportUsage]
+    run = jex.jaxpr_as_fun(closed)
+    avals = [v.aval for v in jaxpr.invars]
+    return jax.make_jaxpr(lambda *args: run(*jax.lax.optimization_barrier(args)))(*avals)
+
+
 def _body(params: dict[str, Any]) -> Any:
     return params["jaxpr"] if "jaxpr" in params else params["call_jaxpr"]
 

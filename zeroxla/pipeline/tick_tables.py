@@ -1,0 +1,86 @@
+"""A schedule as the tables that a device reads: in each tick its op, its micro-batch, its slots.
+
+If no rank ever does two ops in a tick, all ops are branches of one conditional. Otherwise each kind
+of op has a conditional of its own, so that what one sends travels beside the next.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+
+import numpy as np
+
+from zeroxla.pipeline.schedule import NONE, OPS, Schedule
+from zeroxla.pipeline.stash import Stash
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Phase:
+    """One conditional of a tick. Tables are int32 [ticks, ranks].
+
+    Attributes:
+      ops: the kinds of its ops.
+      branches: the ops, each with its stage.
+      branch: which of them a rank does; 0 for none, and 1 + its number for a branch.
+      microbatch: the micro-batch.
+      input_slot, gradient_slot: where its input lies, and the gradient of its output.
+      kept_slot: where a backward leaves, and a weight gradient finds, what the latter needs.
+    """
+
+    ops: tuple[str, ...]
+    branches: tuple[tuple[str, int], ...]
+    branch: np.ndarray
+    microbatch: np.ndarray
+    input_slot: np.ndarray
+    gradient_slot: np.ndarray
+    kept_slot: np.ndarray
+
+    @staticmethod
+    def make(ops: Sequence[str], schedule: Schedule, stash: Stash) -> Phase:
+        """Collect the ops of some kinds."""
+        shape = schedule.ticks, schedule.num_ranks
+        names = ("branch", "microbatch", "input_slot", "gradient_slot", "kept_slot")
+        tables = {name: np.zeros(shape, np.int32) for name in names}
+        branches = []
+        for op in ops:
+            table = getattr(schedule, op)
+            for stage, rank in enumerate(schedule.ranks):
+                ticks = np.flatnonzero(table[:, stage] != NONE)
+                if not len(ticks):
+                    continue
+                branches.append((op, stage))
+                done = table[ticks, stage]
+                tables["branch"][ticks, rank] = len(branches)
+                tables["microbatch"][ticks, rank] = done
+                for name in ("input", "gradient", "kept"):
+                    slots = getattr(stash, f"{name}_slots")[stage, done]
+                    tables[f"{name}_slot"][ticks, rank] = np.maximum(slots, 0)
+        return Phase(ops=tuple(ops), branches=tuple(branches), **tables)
+
+    @property
+    def tables(self) -> dict[str, np.ndarray]:
+        """The tables, by name."""
+        names = ("branch", "microbatch", "input_slot", "gradient_slot", "kept_slot")
+        return {name: getattr(self, name) for name in names}
+
+
+def make_phases(schedule: Schedule, stash: Stash) -> tuple[Phase, ...]:
+    """Return the conditionals of a tick, in order."""
+    ops = [op for op in OPS if (getattr(schedule, op) != NONE).any()]
+    groups = [ops] if schedule.one_op else [[op] for op in ops]
+    return tuple(Phase.make(group, schedule, stash) for group in groups)
+
+
+def pairs_of(schedule: Schedule, hop: int, *, down: bool) -> list[tuple[int, int]]:
+    """Return the pairs (sender, receiver) of ranks between which activations, or gradients, go.
+
+    Args:
+      schedule: the schedule.
+      hop: how many ranks on the receiver is, modulo the number of ranks.
+      down: whether activations go, from a stage to the next one; else gradients, to the one before.
+    """
+    ranks, count = schedule.ranks, schedule.num_ranks
+    steps = itertools.pairwise(ranks if down else ranks[::-1])
+    return sorted({(a, b) for a, b in steps if (b - a) % count == hop})
