@@ -20,7 +20,7 @@ from zeroxla.pipeline.stage_buffers import Packing, make_packing
 from zeroxla.pipeline.stage_ends import HeldLeaves, StageEnds
 from zeroxla.pipeline.stage_moves import Buffers
 from zeroxla.pipeline.stage_state import StageState
-from zeroxla.pipeline.ticks import Job, TickWork
+from zeroxla.pipeline.ticks import StageJob, TickWork
 from zeroxla.program.shapes import shapes_of
 from zeroxla.program.trace import is_float
 from zeroxla.step.metrics import weighted
@@ -135,7 +135,7 @@ class StageWork:
     def evaluation(self, model_state: Sequence[jax.Array]) -> TickWork:
         """Return the work of an evaluation. Its carry is the metrics' sums."""
 
-        def forward(stage: int, job: Job, sums: Any) -> tuple[Buffers, Any]:
+        def forward(stage: int, job: StageJob, sums: Any) -> tuple[Buffers, Any]:
             found, _ = self.programs[stage].forward(*self._arguments(stage, job, model_state))
             if stage < self.last:
                 return self.activations.pack(stage, found), sums
@@ -170,7 +170,7 @@ class StageWork:
         zeros = dict.fromkeys(names, jnp.zeros((), jnp.float32))
         return jax.tree.map(jnp.zeros_like, weighted(jnp.zeros(()), zeros))
 
-    def _forward(self, stage: int, job: Job, carry: TrainCarry) -> tuple[Buffers, TrainCarry]:
+    def _forward(self, stage: int, job: StageJob, carry: TrainCarry) -> tuple[Buffers, TrainCarry]:
         """Return the activations for the next stage, and the carry with the stage's new state. The
         last stage runs in its backward alone."""
         if stage == self.last:
@@ -180,7 +180,9 @@ class StageWork:
         carry = self._with_state(stage, carry, state.changed(new, job.microbatch))
         return self.activations.pack(stage, found), carry
 
-    def _gradients(self, stage: int, job: Job, carry: TrainCarry) -> tuple[Buffers, TrainCarry]:
+    def _gradients(
+        self, stage: int, job: StageJob, carry: TrainCarry
+    ) -> tuple[Buffers, TrainCarry]:
         """Run a whole backward: return the gradient for the stage before, and the carry with the
         sums of the loss, of metrics and of the leaves' gradients."""
         args = self._backward_arguments(stage, job, carry)
@@ -189,7 +191,7 @@ class StageWork:
         return self._up(stage, of_inputs), self._after_loss(stage, job, carry, sums, state)
 
     def _input_gradients(
-        self, stage: int, job: Job, carry: TrainCarry
+        self, stage: int, job: StageJob, carry: TrainCarry
     ) -> tuple[Buffers, TrainCarry]:
         """Run the first part of a backward: return the gradient for the stage before, and the carry
         with the sums of the loss and of metrics, and with what the second part needs."""
@@ -203,7 +205,7 @@ class StageWork:
         carry = carry._replace(kept=ring)
         return self._up(stage, of_inputs), self._after_loss(stage, job, carry, sums, state)
 
-    def _leaf_gradients(self, stage: int, job: Job, carry: TrainCarry) -> TrainCarry:
+    def _leaf_gradients(self, stage: int, job: StageJob, carry: TrainCarry) -> TrainCarry:
         """Run the second part of a backward: return the carry with the leaves' gradients added."""
         packed = [lax.dynamic_index_in_dim(x, job.kept, keepdims=False) for x in carry.kept]
         args = self._backward_arguments(stage, job, carry)
@@ -214,7 +216,7 @@ class StageWork:
         return self.cotangents.pack(stage - 1, of_inputs) if stage else self.cotangents.zeros()
 
     def _after_loss(
-        self, stage: int, job: Job, carry: TrainCarry, sums: Any, state: Sequence[jax.Array]
+        self, stage: int, job: StageJob, carry: TrainCarry, sums: Any, state: Sequence[jax.Array]
     ) -> TrainCarry:
         """Return the carry with what the last stage has computed; of others it stays the same."""
         if stage < self.last:
@@ -228,14 +230,14 @@ class StageWork:
         states[self.chunks[stage]] = state
         return carry._replace(states=tuple(states))
 
-    def _backward_arguments(self, stage: int, job: Job, carry: TrainCarry) -> tuple[Any, ...]:
+    def _backward_arguments(self, stage: int, job: StageJob, carry: TrainCarry) -> tuple[Any, ...]:
         state = carry.states[self.chunks[stage]]
         is_last = stage == self.last
         seen = state.leaves if is_last else state.seen_by(job.microbatch)
         given = [] if is_last else self.cotangents.unpack(stage, job.g)
         return *self._arguments(stage, job, seen), given, self.scale
 
-    def _arguments(self, stage: int, job: Job, state: Sequence[jax.Array]) -> tuple[Any, ...]:
+    def _arguments(self, stage: int, job: StageJob, state: Sequence[jax.Array]) -> tuple[Any, ...]:
         """Return the arguments of `StageProgram.forward`."""
         sources, resident = self.ends.unpack(stage, self.held)
         x = self.activations.unpack(stage - 1, job.x) if stage else []

@@ -17,7 +17,7 @@ from zeroxla.pipeline.stash import Stash
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Phase:
+class TickPhase:
     """One conditional of a tick. Tables are int32 [ticks, ranks].
 
     Attributes:
@@ -38,7 +38,7 @@ class Phase:
     kept_slot: np.ndarray
 
     @staticmethod
-    def make(ops: Sequence[str], schedule: Schedule, stash: Stash) -> Phase:
+    def make(ops: Sequence[str], schedule: Schedule, stash: Stash) -> TickPhase:
         """Collect the ops of some kinds."""
         shape = schedule.ticks, schedule.num_ranks
         names = ("branch", "microbatch", "input_slot", "gradient_slot", "kept_slot")
@@ -57,7 +57,7 @@ class Phase:
                 for name in ("input", "gradient", "kept"):
                     slots = getattr(stash, f"{name}_slots")[stage, done]
                     tables[f"{name}_slot"][ticks, rank] = np.maximum(slots, 0)
-        return Phase(ops=tuple(ops), branches=tuple(branches), **tables)
+        return TickPhase(ops=tuple(ops), branches=tuple(branches), **tables)
 
     @property
     def tables(self) -> dict[str, np.ndarray]:
@@ -66,11 +66,11 @@ class Phase:
         return {name: getattr(self, name) for name in names}
 
 
-def make_phases(schedule: Schedule, stash: Stash) -> tuple[Phase, ...]:
+def make_phases(schedule: Schedule, stash: Stash) -> tuple[TickPhase, ...]:
     """Return the conditionals of a tick, in order."""
     ops = [op for op in OPS if (getattr(schedule, op) != NONE).any()]
     groups = [ops] if schedule.one_op else [[op] for op in ops]
-    return tuple(Phase.make(group, schedule, stash) for group in groups)
+    return tuple(TickPhase.make(group, schedule, stash) for group in groups)
 
 
 def pairs_of(schedule: Schedule, hop: int, *, down: bool) -> list[tuple[int, int]]:

@@ -22,7 +22,7 @@ from zeroxla.pipeline.schedule import NONE, Schedule
 from zeroxla.pipeline.schedule_check import check
 from zeroxla.pipeline.stage_buffers import Packing
 from zeroxla.pipeline.stash import Stash
-from zeroxla.pipeline.tick_tables import Phase, make_phases, pairs_of
+from zeroxla.pipeline.tick_tables import TickPhase, make_phases, pairs_of
 
 TICKS = "ticks"
 """The named scope of the loop."""
@@ -34,7 +34,7 @@ Row = Mapping[str, jax.Array]
 """This rank's entries of a phase's tables for one tick, int32 scalars."""
 
 
-class Job(NamedTuple):
+class StageJob(NamedTuple):
     """One micro-batch of one stage.
 
     Attributes:
@@ -61,9 +61,9 @@ class TickWork:
       weight: (stage, job, carry) -> carry, for a schedule that splits backwards.
     """
 
-    forward: Callable[[int, Job, Any], tuple[Buffers, Any]]
-    backward: Callable[[int, Job, Any], tuple[Buffers, Any]] | None = None
-    weight: Callable[[int, Job, Any], Any] | None = None
+    forward: Callable[[int, StageJob, Any], tuple[Buffers, Any]]
+    backward: Callable[[int, StageJob, Any], tuple[Buffers, Any]] | None = None
+    weight: Callable[[int, StageJob, Any], Any] | None = None
 
 
 class _State(NamedTuple):
@@ -98,7 +98,7 @@ class Ticks:
 
     schedule: Schedule
     stash: Stash
-    phases: tuple[Phase, ...]
+    phases: tuple[TickPhase, ...]
     activations: Packing
     gradients: Packing
     by_data: bool
@@ -210,7 +210,7 @@ class Ticks:
 
     def _run(
         self,
-        phase: Phase,
+        phase: TickPhase,
         work: TickWork,
         row: Row,
         inputs: Buffers,
@@ -229,10 +229,10 @@ class Ticks:
         no_y = self.activations.zeros() if "forward" in phase.ops else []
         no_dx = self.gradients.zeros() if "backward" in phase.ops else []
 
-        def job(*, with_gradient: bool = True) -> Job:
+        def job(*, with_gradient: bool = True) -> StageJob:
             x = _read(inputs, row["input_slot"])
             g = _read(gradients, row["gradient_slot"]) if with_gradient else []
-            return Job(x, g, row["microbatch"], row["kept_slot"])
+            return StageJob(x, g, row["microbatch"], row["kept_slot"])
 
         def run(op: str, stage: int, carry: Any) -> tuple[Buffers, Buffers, Any]:
             if op == "forward":
