@@ -39,22 +39,24 @@ def assert_same_gradients(staged, whole, batch, *, rtol=RTOL):
 
 
 @pytest.mark.parametrize(
-    ("scan", "frozen", "pipe", "weights"),
+    ("scan", "frozen", "pipe", "weights", "schedule"),
     thinned(
         [],
         slow=[
-            (False, "int8", 2, "step"),
-            (True, None, 4, "tick"),
-            (False, None, 4, "step"),
-            (False, "int4", 2, "tick"),
-            (True, "int8", 2, "step"),
-            (True, "int4", 4, "step"),
-            (True, "int8", 2, "tick"),
+            (False, "int8", 2, "step", "1f1b"),
+            (True, None, 4, "tick", "1f1b"),
+            (False, None, 4, "step", "1f1b"),
+            (False, "int4", 2, "tick", "1f1b"),
+            (True, "int8", 2, "step", "1f1b"),
+            (True, "int4", 4, "step", "1f1b"),
+            (True, "int8", 2, "tick", "1f1b"),
+            (True, "int8", 2, "step", "zb-v"),
+            (False, "int4", 2, "tick", "interleaved"),
         ],
         rows=True,
     ),
 )
-def test_adapters_learn_in_stages_as_without(scan, frozen, pipe, weights):
+def test_adapters_learn_in_stages_as_without(scan, frozen, pipe, weights, schedule):
     model = zeroxla.lora(
         GPT.tiny(layers=4, width=64, scan=scan),
         targets=r"(attn|mlp)/.*kernel",
@@ -62,9 +64,8 @@ def test_adapters_learn_in_stages_as_without(scan, frozen, pipe, weights):
         frozen=frozen,
     )
     optimizer = optax.sgd(0.1)
-    staged = step_of(
-        Pipeline.from_model(model), pipe, 1, 2, 2, optimizer=optimizer, weights=weights
-    )
+    pipeline = Pipeline.from_model(model, schedule=schedule)
+    staged = step_of(pipeline, pipe, 1, 2, 2, optimizer=optimizer, weights=weights)
     mesh = zeroxla.make_mesh(nodes=1, devices_per_node=2)
     config = zeroxla.ZeroConfig(persistence_threshold=0)
     whole = zeroxla.make_step(model, mesh, optimizer, config=config)
@@ -84,14 +85,18 @@ def test_blocks_of_which_some_are_frozen():
 
 
 @pytest.mark.parametrize(
-    ("scan", "weights"),
-    thinned([(True, "tick")], slow=[(True, "step"), (False, "step")], rows=True),
+    ("scan", "weights", "schedule"),
+    thinned(
+        [(True, "tick", "1f1b")],
+        slow=[(True, "step", "1f1b"), (False, "step", "1f1b"), (True, "step", "zb-v")],
+        rows=True,
+    ),
 )
-def test_parameters_in_host_memory_change_no_bit(scan, weights):
+def test_parameters_in_host_memory_change_no_bit(scan, weights, schedule):
     model, batch = GPT.tiny(layers=4, scan=scan), tokens(8)
     states = []
     for offload in (Offload(), Offload(params="host", optimizer="host")):
-        pipeline = Pipeline.from_model(model)
+        pipeline = Pipeline.from_model(model, schedule=schedule)
         step = step_of(pipeline, 2, 1, 2, 2, offload=offload, weights=weights)
         state = step.init(KEY, batch)
         for _ in range(2):
@@ -112,26 +117,27 @@ def test_parameters_on_disk_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("model", "pipe", "tensor"),
+    ("model", "pipe", "tensor", "schedule"),
     thinned(
         [],
         slow=[
-            ("scanned", 4, 1),
-            ("unrolled", 2, 2),
-            ("scanned", 2, 2),
-            ("unrolled", 4, 2),
-            ("adapters", 2, 1),
+            ("scanned", 4, 1, "1f1b"),
+            ("unrolled", 2, 2, "1f1b"),
+            ("scanned", 2, 2, "1f1b"),
+            ("unrolled", 4, 2, "1f1b"),
+            ("adapters", 2, 1, "1f1b"),
+            ("scanned", 2, 1, "interleaved"),
         ],
         rows=True,
     ),
 )
-def test_a_state_of_stages_generates_the_same_tokens(model, pipe, tensor):
+def test_a_state_of_stages_generates_the_same_tokens(model, pipe, tensor, schedule):
     """Greedily, as the same state without stages."""
     own = GPT.tiny(layers=4, scan=model != "unrolled")
     if model == "adapters":
         own = zeroxla.lora(own, targets="attn/.*kernel", rank=2, frozen="int8")
     batch = tokens(8)
-    staged = step_of(Pipeline.from_model(own), pipe, 1, 2, 2)
+    staged = step_of(Pipeline.from_model(own, schedule=schedule), pipe, 1, 2, 2)
     whole = zeroxla.make_step(own, zeroxla.make_mesh(nodes=1, devices_per_node=2), optax.adam(1e-2))
     prompts, found = [[1, 2, 3], [4, 5], [6, 7, 8, 9, 10]], []
     for step in (staged, whole):

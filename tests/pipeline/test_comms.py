@@ -14,13 +14,13 @@ import zeroxla
 from zeroxla import Pipeline, ZeroConfig
 from zeroxla.models import GPT
 
-WIDTH, ROWS, MICROBATCHES = 16, 2, 6
+WIDTH, ROWS, MICROBATCHES = 16, 2, 8
 LEAF = 4 * WIDTH * WIDTH  # bytes
 BOUNDARY = 4 * ROWS * WIDTH  # of what one device sends to the next stage
 
 
-def reports(*, pipe, nodes, devices, layers, **options):
-    """Return the reports of the lowered and the compiled step of `layers` equal layers."""
+def lowered(*, pipe, nodes, devices, layers, **options):
+    """Return the lowered step of `layers` equal layers, and the mesh."""
     weights = options.pop("weights", "step")
     pipeline = Pipeline(
         [nn.Dense(WIDTH, use_bias=False) for _ in range(layers)],
@@ -40,27 +40,46 @@ def reports(*, pipe, nodes, devices, layers, **options):
     )
     x = jax.ShapeDtypeStruct((MICROBATCHES * nodes * devices * ROWS, WIDTH), jnp.float32)
     batch = {"x": x, "y": x}
-    return in_both_forms(step.lower(step.abstract_state(batch), batch), mesh)
+    return step.lower(step.abstract_state(batch), batch), mesh
+
+
+def reports(**options):
+    """Return the reports of the lowered and the compiled step."""
+    return in_both_forms(*lowered(**options))
 
 
 @pytest.mark.parametrize(
-    ("options", "ticks"),
+    ("options", "layers", "sends"),
     [
-        ({}, MICROBATCHES + 2 * 3),
-        ({"memory": "low"}, 2 * (MICROBATCHES + 3)),
-        ({"schedule": "gpipe"}, 2 * (MICROBATCHES + 3)),
-        ({"schedule": "zb-h1"}, 3 * MICROBATCHES + 2 * 3),
+        ({}, 4, 2 * (MICROBATCHES + 2 * 3)),
+        ({"memory": "low"}, 4, 2 * 2 * (MICROBATCHES + 3)),
+        ({"schedule": "gpipe"}, 4, 2 * 2 * (MICROBATCHES + 3)),
+        ({"schedule": "zb-h1"}, 4, 2 * (3 * MICROBATCHES + 2 * 3)),
+        ({"schedule": "interleaved", "chunks": 3}, 12, 2 * (3 * MICROBATCHES + 3 * 4 + 2)),
+        # Stages go down the ranks and up again: both kinds of arrays go both ways.
+        ({"schedule": "zb-v"}, 8, 4 * (6 * MICROBATCHES + 3 + 1)),
     ],
-    ids=["1f1b", "1f1b low", "gpipe", "zb-h1"],
+    ids=["1f1b", "1f1b low", "gpipe", "zb-h1", "interleaved", "zb-v"],
 )
-def test_a_boundary_goes_down_and_up_in_every_tick(options, ticks):
-    for report in reports(pipe=4, nodes=1, devices=2, layers=4, **options):
+def test_a_boundary_goes_down_and_up_in_every_tick(options, layers, sends):
+    for report in reports(pipe=4, nodes=1, devices=2, layers=layers, **options):
         (row,) = [r for r in report.rows if r.phase == "send"]
         assert (row.axis, row.kind, row.dtype) == ("pipe", "collective-permute", "f32")
-        assert (row.count, row.conditional, row.group_size) == (2 * ticks, False, 2)
-        assert row.received_bytes == 2 * ticks * BOUNDARY
+        assert (row.count, row.conditional, row.group_size) == (sends, False, 2)
+        assert row.received_bytes == sends * BOUNDARY
         # Both devices of a stage send, to another host.
         assert row.cross_host_bytes == 2 * row.received_bytes
+
+
+@pytest.mark.parametrize(
+    ("options", "in_a_tick"),
+    [({}, 2), ({"memory": "low"}, 1), ({"schedule": "zb-h1"}, 1), ({"schedule": "zb-v"}, 1)],
+    ids=["1f1b", "1f1b low", "zb-h1", "zb-v"],
+)
+def test_a_tick_has_one_conditional_unless_ranks_do_two_ops_in_it(options, in_a_tick):
+    """Two more are at the ends of the step: gathers before the ticks, reduces after them."""
+    program, _ = lowered(pipe=2, nodes=1, devices=2, layers=4, **options)
+    assert program.as_text().count("stablehlo.case") == in_a_tick + 2
 
 
 def test_leaves_move_once_in_a_step_and_gather_inside_their_stages():

@@ -18,6 +18,7 @@ from zeroxla import Pipeline, TiedLayer
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 KEY = jax.random.key(4)
+MICROBATCHES = 4
 
 
 class Running(nn.Module):
@@ -98,6 +99,9 @@ CASES = {
             ("listed", 2, "1f1b"),
             ("read in forward", 2, "1f1b"),
             ("read in forward", 2, "gpipe"),
+            ("read in forward", 2, "interleaved"),
+            ("scanned", 2, "zb-v"),
+            ("listed", 2, "dualpipev"),
         ],
         rows=True,
     ),
@@ -107,11 +111,12 @@ def test_losses_and_state_are_those_without_stages(model, pipe, schedule):
     staged, whole = make(schedule=schedule), make()
     optimizer = optax.sgd(0.05)
     steps = [
-        step_of(staged, pipe, 1, 2, 3, optimizer=optimizer),
-        step_of(whole, 1, 1, 2, 3, optimizer=optimizer),
+        step_of(staged, pipe, 1, 2, MICROBATCHES, optimizer=optimizer),
+        step_of(whole, 1, 1, 2, MICROBATCHES, optimizer=optimizer),
     ]
-    batches = [batch_of(12 + 6 * i) for i in range(2)]
-    batches = [jax.tree.map(lambda x: x[:12], batch) for batch in batches]
+    rows = 4 * MICROBATCHES
+    batches = [batch_of(rows + 6 * i) for i in range(2)]
+    batches = [jax.tree.map(lambda x: x[:rows], batch) for batch in batches]
     found = []
     for step in steps:
         state, losses = step.init(KEY, batches[0]), []
