@@ -288,6 +288,17 @@ FEATURES = [
         fields=("Pipeline.memory", "Pipeline.allow_empty"),
         holds=lambda run: run.step.programs.pipeline is not None,
     ),
+    Feature(
+        name="pipeline, chunks",
+        slots={
+            "pipeline.schedule": "interleaved",
+            "pipeline.chunks": 2,
+            "mesh.pipe": 2,
+            "make_step.weights": "tick",
+        },
+        fields=("Pipeline.chunks",),
+        holds=lambda run: run.step.programs.pipeline is not None,
+    ),
     # What happens to a state.
     Feature(name="checkpoint", slots={"uses.checkpoint": True}, in_program=False),
     Feature(name="other options", slots={"uses.other options": True}, in_program=False),
@@ -309,7 +320,7 @@ ELSEWHERE = {
 }
 """The options that no feature is about, with the reason."""
 
-PIPELINES = ("pipeline", "pipeline, tick", "pipeline, low memory")
+PIPELINES = ("pipeline", "pipeline, tick", "pipeline, low memory", "pipeline, chunks")
 
 
 def _each(first: Any, second: Any, text: str) -> Iterator[tuple[frozenset[str], str]]:
@@ -323,6 +334,7 @@ REFUSED: dict[frozenset[str], str] = dict(
     itertools.chain(
         _each(PIPELINES, "parameters on disk", "of a pipeline is not supported"),
         _each("pipeline, tick", "pipeline, low memory", "has no effect on schedule 'zb-h1'"),
+        _each("pipeline, chunks", "pipeline, low memory", "no effect on schedule 'interleaved'"),
         _each("update on the host", "parameters on disk", "the host updates what is in its memory"),
         _each(
             "weight differences",

@@ -294,7 +294,7 @@ def reference_of(run: Run) -> tuple[list[float], Any, Any]:
     job = run.job
     if job.lora is not None and "frozen" in job.lora:
         lora = {name: value for name, value in job.lora.items() if name != "frozen"}
-        start = {"base": run.model.merge(run.start), "lora": run.start["lora"]}
+        start = {"base": job.adapters().merge(run.start), "lora": run.start["lora"]}
         return _train(dataclasses.replace(job, lora=lora), start)
     key = (
         job.model,
