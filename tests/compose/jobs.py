@@ -135,10 +135,10 @@ class Job:
         """Make the model and its step, without a state. `folder` gets the state on disk."""
         offload = {k: str(folder) if k == "path" else v for k, v in self.offload.items()}
         config = ZeroConfig(**self.config, offload=Offload(**offload))
-        model = self.adapters()
+        model = whole = self.adapters()
         if self.pipeline is not None:
             loss = self.make_step.get("loss")
-            model = Pipeline.from_model(model, loss, **self.pipeline)
+            model = Pipeline.from_model(whole, loss, **self.pipeline)
         options = {k: v for k, v in self.make_step.items() if k != "loss" or not self.pipeline}
         devices = jax.devices()[: math.prod(self.mesh.values())]
         mesh = zeroxla.make_mesh(**self.mesh, devices=devices)
@@ -146,7 +146,7 @@ class Job:
         if "optimizer" in self.config:
             config, optimizer = dataclasses.replace(config, optimizer=optimizer), None
         step = zeroxla.make_step(model, mesh, optimizer, config=config, **options)
-        return Run(job=self, model=model, step=step, folder=folder)
+        return Run(job=self, whole=whole, step=step, folder=folder)
 
     def run(self, folder: Path) -> Run:
         """Take the steps, with the uses in between."""
@@ -169,7 +169,7 @@ class Run:
 
     Attributes:
       job: the job.
-      model: the first argument of `make_step`.
+      whole: the model, with its adapters, and without stages.
       step: its step.
       folder: a folder of its own.
       start: the parameters before the first step.
@@ -178,7 +178,7 @@ class Run:
     """
 
     job: Job
-    model: Any
+    whole: Any
     step: Any
     folder: Path
     start: Any = None
@@ -294,7 +294,7 @@ def reference_of(run: Run) -> tuple[list[float], Any, Any]:
     job = run.job
     if job.lora is not None and "frozen" in job.lora:
         lora = {name: value for name, value in job.lora.items() if name != "frozen"}
-        start = {"base": job.adapters().merge(run.start), "lora": run.start["lora"]}
+        start = {"base": run.whole.merge(run.start), "lora": run.start["lora"]}
         return _train(dataclasses.replace(job, lora=lora), start)
     key = (
         job.model,
