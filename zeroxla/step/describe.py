@@ -236,11 +236,12 @@ def stored_in_words(
     rest = [x for x, mine in zip(leaves, by_stage, strict=True) if not mine]
     places: tuple[Place, ...] = ("device", "host", "disk")
     sizes = {place: shard_bytes((state.params, state.opt_state), place=place) for place in places}
-    stored = " and ".join(f"{n:,} in its {place} memory" for place, n in sizes.items() if n)
+    words = {"device": "in its own memory", "host": "in the host's", "disk": "on the host's disk"}
+    stored = " and ".join(f"{n:,} bytes {words[place]}" for place, n in sizes.items() if n)
     num_own, num_rest = (sum(shard_bytes(x, place=p) for p in places) for x in (own, rest))
     where = "on the host" if sizes["host"] and updated_on == "host" else "on the device"
     return [
-        f"Between steps a device stores {stored or 'no'} bytes of parameters and optimizer state.",
+        f"Between steps a device stores parameters and optimizer state: {stored or '0 bytes'}.",
         f"Of its parameters, {num_own:,} bytes are of layers of its own stage, and {num_rest:,} of "
         f"leaves that all {mesh.size} devices share.",
         f"Each device updates what it stores, {where}; no stage waits for another one's update.",
