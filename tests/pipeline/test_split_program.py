@@ -138,3 +138,12 @@ def test_what_both_parts_need_is_handed_on_once():
     assert not set(both.crossing) & set(both.program.inputs)
     made = [v for eq, outs in both.first.items() for v in (eq.outputs[i] for i in outs)]
     assert set(both.crossing) <= set(made)
+
+
+def test_what_is_kept_is_what_products_need():
+    """A product keeps its two operands; the gradient of a bias, which is a sum, is done at once."""
+    both, args = halves(scanned)
+    env = dict(zip(both.program.inputs, args, strict=True))
+    _, kept = jax.eval_shape(lambda: both.run_first(env))
+    elements = sum(x.size for x in jax.tree.leaves(kept))
+    assert elements == LAYERS * (ROWS * 6 * WIDTH + WIDTH)

@@ -20,7 +20,10 @@ from zeroxla.fetch.ties import tie
 from zeroxla.pipeline.needs import (
     BARRIER,
     LoopNeeds,
+    Made,
     body_of,
+    equations_for,
+    light_results,
     made_for,
     operands_of,
     talks,
@@ -29,8 +32,6 @@ from zeroxla.program.scan import Scan
 from zeroxla.program.trace import Equation, Program, Value, read, run
 
 Env = dict[Value, Any]
-Made = dict[Equation, tuple[int, ...]]
-"""Equations in order, each with the numbers of the results that it makes."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -154,12 +155,11 @@ class SplitLoop:
         """
         first, num = LoopNeeds.of(scan, frozenset(wanted)), scan.num_carry
         carried = scan.split_inputs(body_of(scan).inputs)[1]
-        outs = [*first.carries, *(num + i for i in first.ys)]
         ys = tuple(sorted(i - num for i in rest if i >= num))
         carries = {i for i in rest if i < num}.difference(first.carries)
         while True:
             others = [*sorted(carries), *(num + i for i in ys)]
-            body = split(body_of(scan), outs, others, by_data)
+            body = split(body_of(scan), first.results(scan), others, by_data)
             inputs = body.read_later
             more = {i for i, v in enumerate(carried) if v in inputs} - carries
             more = more.difference(first.carries)
@@ -236,15 +236,11 @@ def split(
 ) -> SplitProgram:
     """Split a program; the arguments are attributes of `SplitProgram`.
 
-    Equations with effects belong to the first part.
+    Equations with effects belong to the first part. Of the other results it also computes those
+    that need no product, if they are smaller than what would have to be kept for them.
     """
     outputs = program.outputs
-    needed = {v for i in wanted if isinstance(v := outputs[i], Value)}
-    first: Made = {}
-    for eq in reversed(program.equations):
-        if (made := made_for(eq, needed)) or eq.has_effects:
-            first[eq] = made
-            needed.update(operands_of(eq, made))
+    first = equations_for(program, [*wanted, *light_results(program, wanted, rest)])
     later = {v for i in rest if isinstance(v := outputs[i], Value)}
     second: Made = {}
     loops: dict[Equation, SplitLoop] = {}
@@ -264,7 +260,7 @@ def split(
         program=program,
         wanted=tuple(wanted),
         rest=tuple(rest),
-        first=dict(reversed(first.items())),
+        first=first,
         second=dict(reversed(second.items())),
         loops=loops,
         crossing=tuple(v for v in crossing if v not in program.inputs),
