@@ -7,7 +7,7 @@ import dataclasses
 from zeroxla.mesh.axes import PIPE
 from zeroxla.pipeline.pipeline import Pipeline
 from zeroxla.pipeline.schedule import Schedule
-from zeroxla.pipeline.schedule_cost import bubble, cost
+from zeroxla.pipeline.schedule_cost import bubble, work_of
 from zeroxla.planning.host_update import HostUpdate
 from zeroxla.planning.lanes import COMPUTE, TimeLine
 from zeroxla.planning.memory_model import MemoryPlan
@@ -87,8 +87,8 @@ class Simulation:
 
     @property
     def _full_ticks(self) -> float | None:
-        """The number of ticks with a forward and a backward that take as long as the schedule."""
-        return None if self.schedule is None else cost(self.schedule, 1, 2) / 3
+        """The number of full ticks that take as long as the schedule."""
+        return None if self.schedule is None else full_ticks(self.schedule)
 
     def _update_s(self, target: Target) -> dict[str, float]:
         """Return for how long the optimizer's update takes each lane."""
@@ -102,6 +102,18 @@ class Simulation:
         if self.disk_bytes:
             seconds[DISK] = target.disk_s(self.disk_bytes)
         return seconds
+
+
+def full_ticks(schedule: Schedule) -> float:
+    """Return the number of full ticks that take as long as a schedule in lockstep.
+
+    In a full tick each conditional of the program takes its longest branch: of all ops, if no rank
+    has two in a tick; else of the forwards, of the backwards and of the weight gradients. A
+    backward runs the forward again, so it is three times as long.
+    """
+    work = work_of(schedule, 1, 3, 1)  # ticks, ranks, ops
+    full = work.max() if schedule.one_op else work.max(axis=(0, 1)).sum()
+    return float(work.sum(axis=2).max(axis=1).sum() / full)
 
 
 def _schedule(step: Step) -> Schedule | None:

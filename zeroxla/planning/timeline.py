@@ -9,8 +9,8 @@ longest in it.
 On GPUs the compiler gathers in a loop's turn the leaves that the next turn needs (see
 `compat.compiler_options`). There, barriers, which tie a gather to its turn, do not hold back values
 that depend on nothing that the loop carries. Attention that would be one kernel of cuDNN there
-takes as long as its FLOPs. A pipeline's tick counts as one with a forward and a
-backward, and there are as many such ticks as its schedule has work for.
+takes as long as its FLOPs. A pipeline's tick counts as a full one, in which each
+conditional takes its longest branch, and there are as many as take as long as its schedule.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class Clock:
     Args:
       target: the device and its links.
       ahead: loops gather a turn ahead.
-      full_ticks: for a pipeline, the number of ticks with a forward and a backward that take as
-        long as its schedule, some of whose ticks have only one of them.
+      full_ticks: for a pipeline, the number of full ticks that take as long as its schedule, most
+        of whose ticks are not full.
     """
 
     def __init__(
