@@ -293,10 +293,11 @@ FEATURES = [
         slots={
             "pipeline.schedule": "interleaved",
             "pipeline.chunks": 2,
+            "pipeline.stash": "activations",
             "mesh.pipe": 2,
             "make_step.weights": "tick",
         },
-        fields=("Pipeline.chunks",),
+        fields=("Pipeline.chunks", "Pipeline.stash"),
         holds=lambda run: run.step.programs.pipeline is not None,
     ),
     # What happens to a state.

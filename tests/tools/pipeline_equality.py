@@ -38,7 +38,8 @@ SCHEDULES = {
     "gpipe": {"schedule": "gpipe"},
     "zb-h1": {"schedule": "zb-h1"},
     "interleaved": {"schedule": "interleaved"},
-    "zb-v": {"schedule": "zb-v"},
+    "zb-v": {"schedule": "zb-v", "stash": "activations"},
+    "1f1b, activations": {"schedule": "1f1b", "stash": "activations"},
     "dualpipev": {"schedule": "dualpipev"},
 }
 CHUNKED = ("interleaved", "zb-v", "dualpipev")  # two stages of each rank

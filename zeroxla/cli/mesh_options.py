@@ -30,6 +30,9 @@ class PipelineOptions:
     last three several."""
     chunks: int | None = None
     """For interleaved: number of stages of each rank. Default: 2."""
+    stash: Literal["inputs", "activations"] = "inputs"
+    """What a stage keeps of a micro-batch until its backward. inputs: little, and backward runs the
+    stage again. activations: all that backward needs."""
     partition: str = "parameters"
     """Rule that cuts the layers into stages: `parameters` and `uniform` balance the parameters or
     the number of layers, `type:REGEX` balances the layers of that type, `profile` balances the time
@@ -66,6 +69,7 @@ class PipelineOptions:
             "schedule": self.schedule,
             "memory": self.memory,
             "chunks": self.chunks,
+            "stash": self.stash,
         }
 
     @property

@@ -27,7 +27,7 @@ class CutModel:
 
     Attributes:
       model: the model's layers.
-      partition, schedule, memory, chunks, allow_empty: the options of `Pipeline`.
+      partition, schedule, memory, chunks, stash, allow_empty: the options of `Pipeline`.
 
     Raises:
       ValueError: there is no schedule of this name, or `memory` or `chunks` does not fit it.
@@ -38,6 +38,7 @@ class CutModel:
     schedule: str | Schedule
     memory: str | None
     chunks: int | None
+    stash: str
     allow_empty: bool
     _partitions: dict[int, tuple[Any, Partition]] = dataclasses.field(
         default_factory=dict, init=False
@@ -45,6 +46,8 @@ class CutModel:
     """By number of ranks: the shapes of the leaves, and the partition that was chosen for them."""
 
     def __post_init__(self) -> None:
+        if self.stash not in ("inputs", "activations"):
+            raise ValueError(f'stash={self.stash!r}; take "inputs" or "activations"')
         if isinstance(self.schedule, str):
             self.ranks(1)  # raises for unknown options
         elif self.chunks is not None or self.memory is not None:

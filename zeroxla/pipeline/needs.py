@@ -3,9 +3,9 @@
 A result of a loop needs the carries that it depends on, and not the others. A result of a barrier
 needs one operand. Any other equation needs all of its operands for each of its results.
 
-Results that are light are computed with those that are wanted: sums over the rows, such as the
-gradients of biases and norms, which need no product and are smaller than what must be kept for
-them.
+Results that are light are computed with those that are wanted: what is there anyway, and sums over
+the rows, such as the gradients of biases and norms, which need no product and are smaller than what
+must be kept for them.
 """
 
 from __future__ import annotations
@@ -154,7 +154,10 @@ def light_results(
     found = []
     for i in rest:
         value = program.outputs[i]
-        if not isinstance(value, Value) or value not in makers:
+        if not isinstance(value, Value) or value in program.inputs:
+            continue
+        if value not in makers:
+            found.append(i)
             continue
         roots = _roots_of(value, makers)
         if roots is None or not roots.isdisjoint(without):

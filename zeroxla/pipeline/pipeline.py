@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from zeroxla.config.fetch_limits import FetchLimits
 from zeroxla.frontend import Adapted, adapt
@@ -38,6 +38,8 @@ class Pipeline(StagedModel):
       memory: for 1F1B, "fast", or "low" for fewer stashed inputs and longer ticks. None means
         "fast".
       chunks: for "interleaved", the number of stages of each rank. None means 2.
+      stash: what a stage keeps of a micro-batch until its backward. "inputs" are few, and backward
+        runs the stage again. With "activations" it does not.
       allow_empty: accept stages without layers, if there are fewer layers than stages.
       remat: recompute the activations of every so many layers in backward (DeepSpeed's
         activation_checkpoint_interval). None keeps a stage's activations, for one micro-batch.
@@ -56,6 +58,7 @@ class Pipeline(StagedModel):
         schedule: str | Schedule = "1f1b",
         memory: str | None = None,
         chunks: int | None = None,
+        stash: Literal["inputs", "activations"] = "inputs",
         allow_empty: bool = False,
         remat: int | None = None,
     ) -> None:
@@ -65,6 +68,7 @@ class Pipeline(StagedModel):
             schedule=schedule,
             memory=memory,
             chunks=chunks,
+            stash=stash,
             allow_empty=allow_empty,
         )
         if remat is not None and remat < 1:
@@ -80,6 +84,7 @@ class Pipeline(StagedModel):
         schedule: str | Schedule = "1f1b",
         memory: str | None = None,
         chunks: int | None = None,
+        stash: Literal["inputs", "activations"] = "inputs",
         allow_empty: bool = False,
     ) -> Pipeline:
         """Make a pipeline of an unmodified model, which is cut from the trace of its loss.
@@ -92,7 +97,7 @@ class Pipeline(StagedModel):
 
         Args:
           model, loss: as for `make_step`.
-          partition, schedule, memory, chunks, allow_empty: as for `Pipeline`.
+          partition, schedule, memory, chunks, stash, allow_empty: as for `Pipeline`.
 
         >>> from zeroxla.models import GPT
         >>> pipeline = Pipeline.from_model(GPT.tiny())
@@ -104,6 +109,7 @@ class Pipeline(StagedModel):
             schedule=schedule,
             memory=memory,
             chunks=chunks,
+            stash=stash,
             allow_empty=allow_empty,
         )
         return made
@@ -143,3 +149,8 @@ class Pipeline(StagedModel):
           ValueError: the schedule that was given is for other numbers.
         """
         return self._cut_model.schedule_for(num_ranks, microbatches, train=train)
+
+    @property
+    def runs_forward_again(self) -> bool:
+        """Whether a backward runs its stage's forward again."""
+        return self._cut_model.stash == "inputs"

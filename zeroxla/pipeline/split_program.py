@@ -11,7 +11,7 @@ A backward is split in this way into the gradients of its inputs and those of it
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from jax import lax
@@ -232,15 +232,26 @@ class SplitLoop:
 
 
 def split(
-    program: Program, wanted: Sequence[int], rest: Sequence[int], by_data: str | None = None
+    program: Program,
+    wanted: Sequence[int],
+    rest: Sequence[int],
+    by_data: str | None = None,
+    *,
+    unknown: Collection[Value] = (),
 ) -> SplitProgram:
-    """Split a program; the arguments are attributes of `SplitProgram`.
+    """Split a program.
+
+    Args:
+      program, wanted, rest, by_data: the attributes of `SplitProgram`.
+      unknown: the inputs that only the second part is given.
 
     Equations with effects belong to the first part. Of the other results it also computes those
     that need no product, if they are smaller than what would have to be kept for them.
     """
     outputs = program.outputs
-    first = equations_for(program, [*wanted, *light_results(program, wanted, rest)])
+    first = equations_for(
+        program, [*wanted, *light_results(program, wanted, rest, without=unknown)]
+    )
     later = {v for i in rest if isinstance(v := outputs[i], Value)}
     second: Made = {}
     loops: dict[Equation, SplitLoop] = {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -53,6 +53,24 @@ class Stage:
     is_first: bool
     is_last: bool
     keeps: tuple[StateShare, ...] = ()
+
+
+class StageResults(NamedTuple):
+    """What a forward and backward of a stage give.
+
+    Attributes:
+      outputs: the arrays for the next stage; of the last stage the loss and metrics.
+      of_leaves: the gradients of the leaves, with `gradient_shapes`.
+      of_inputs: the gradients of the floating inputs.
+      sums: of the last stage the weighted sums of loss and metrics, None of the others.
+      state: the new model state.
+    """
+
+    outputs: list[jax.Array]
+    of_leaves: list[jax.Array]
+    of_inputs: list[jax.Array]
+    sums: Any
+    state: list[jax.Array]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -178,18 +196,13 @@ class StageProgram:
         state: Sequence[jax.Array],
         cotangents: Sequence[jax.Array],
         scale: jax.Array,
-    ) -> tuple[list[jax.Array], list[jax.Array], Any, list[jax.Array]]:
-        """Run the stage forward again, now keeping residuals, and then backward.
+    ) -> StageResults:
+        """Run the stage forward, keeping residuals, and then backward.
 
         Args:
           sources, resident, x, batch, key, state: as in `forward`.
           cotangents: the gradients of the floating outputs; empty on the last stage.
           scale: the loss scale.
-
-        Returns:
-          The gradients of the leaves, with `gradient_shapes`; the gradients of the floating inputs;
-          on the last stage the weighted sums of loss and metrics, None on the others; and the new
-          model state.
         """
         runner, by_data = self.runner, self.wiring.collectives.ties_by_data
         held = dict(zip(runner.plan.leaves, sources, strict=True))
@@ -213,7 +226,7 @@ class StageProgram:
         end = len(resident)
         of_leaves = self._of_leaves([reduced.get(v) for v in runner.plan.leaves], whole[:end])
         of_inputs = self._of_inputs(whole[end : end + len(self.inputs)])
-        return of_leaves, of_inputs, sums, new_state
+        return StageResults(outputs, of_leaves, of_inputs, sums, new_state)
 
     def _split(self, found: Sequence[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
         """Split what the program returns into the stage's result and the model state."""

@@ -26,6 +26,7 @@ from zeroxla.pipeline.partition import Partition, StageStorage
 from zeroxla.pipeline.rank_leaves import RankLeaves
 from zeroxla.pipeline.schedule import Schedule
 from zeroxla.pipeline.stage import Stage, StageProgram
+from zeroxla.pipeline.stage_calls import StageCalls
 from zeroxla.pipeline.stage_ends import HeldLeaves, StageEnds
 from zeroxla.pipeline.stage_moves import LeafMoves, stage_dims_of
 from zeroxla.pipeline.stage_state import check_keeps, put_together
@@ -35,6 +36,7 @@ from zeroxla.pipeline.stash import Stash, make_stash, ring_size
 from zeroxla.pipeline.ticks import Ticks
 from zeroxla.program.paths import paths_of
 from zeroxla.program.shapes import shapes_of
+from zeroxla.program.trace import is_float
 from zeroxla.step.agreed_state import agree
 from zeroxla.step.loss_plan import cast_floats, leaf_shapes
 from zeroxla.step.means import mean_metrics, means_over_devices
@@ -59,6 +61,24 @@ class TracedStages:
     programs: list[StageProgram]
     without_ties: list[StageProgram]
     wire_plan: StagesWireStatePlan
+
+    def arguments(
+        self,
+        ends: StageEnds,
+        held: HeldLeaves,
+        micro_batches: MicroBatches,
+        state: Sequence[jax.ShapeDtypeStruct],
+        scale: jax.Array,
+    ) -> list[tuple[Any, ...]]:
+        """Return the shapes of the arguments of each stage's `StageProgram.backward`."""
+        rows, key = micro_batches.shapes()
+        found = []
+        for stage, program in enumerate(self.programs):
+            sources, resident = shapes_of(ends.unpack(stage, held))
+            given = [x for x in program.outputs if is_float(x.dtype)]
+            x = list(program.inputs)
+            found.append((sources, resident, x, rows, key, list(state), given, shapes_of(scale)))
+        return found
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -111,12 +131,17 @@ class PipelineDifferentiator(StagedDifferentiator):
         stages = self._trace(micro_batches, model_state, train=True)
         wire_key = self._wire_key(key)
         ends, held, wire_state = self._begin(stages, params, wire_state, wire_key)
-        work = StageWork.make(stages.programs, ends, held, micro_batches, scale)
         state = jax.tree.leaves(model_state)
-        if schedule.splits:
-            by_data = "cpu" if self.inside.ties_by_data else None
-            work = work.split(stages.without_ties, shapes_of(state), by_data)
-        start = work.start(state, num_states=ring_size(schedule), num_kept=stash.num_kept_slots)
+        calls = StageCalls.make(
+            stages.programs,
+            stages.without_ties,
+            stages.arguments(ends, held, micro_batches, shapes_of(state), scale),
+            "cpu" if self.inside.ties_by_data else None,
+            tapes=self.model.stash == "activations",
+            splits=schedule.splits,
+        )
+        work = StageWork.make(stages.programs, calls, ends, held, micro_batches, scale)
+        start = work.start(state, stash, num_states=ring_size(schedule))
         found = self._ticks(schedule, stash, work).run(work.training(), start)
         shards, wire_state = ends.end(found.gradients, wire_state, wire_key)
         grads, metrics = means_over_devices(
@@ -139,7 +164,8 @@ class PipelineDifferentiator(StagedDifferentiator):
         micro_batches = self._micro_batches(batch, key, count)
         stages = self._trace(micro_batches, model_state, train=False)
         ends, held, _ = self._begin(stages, params, None, self._wire_key(key))
-        work = StageWork.make(stages.programs, ends, held, micro_batches, jnp.ones(()))
+        calls = StageCalls(backwards=())
+        work = StageWork.make(stages.programs, calls, ends, held, micro_batches, jnp.ones(()))
         ticks = self._ticks(schedule, make_stash(schedule), work)
         sums = ticks.run(work.evaluation(jax.tree.leaves(model_state)), work.no_sums())
         return mean_metrics(sums, self.across)

@@ -2,7 +2,8 @@
 
 One ring is for inputs, of every stage but the first, which reads the batch. Another is for
 gradients, of every stage but the last, which begins the backward. The third is for what a backward
-leaves to a weight gradient of its own. All stages of a rank share its rings.
+leaves to a weight gradient of its own, and the last for what a forward leaves to a backward, where
+that does not run the forward again. All stages of a rank share its rings.
 
 An arrival is live from the tick at whose start it arrives to the tick of its last use, both
 included. In the tick after that another one may take its slot.
@@ -32,11 +33,13 @@ class Stash:
         backward.
       num_kept_slots: the number of slots for what backwards leave to weight gradients; 0 if the
         schedule does not split them off.
+      num_tape_slots: the number of slots for what forwards leave to backwards; 0 without backward.
       input_slots: [stages, microbatches], the slot of its rank in which a stage keeps a
         micro-batch's input.
       gradient_slots: [stages, microbatches], the slot in which it keeps the gradient of its output.
       kept_slots: [stages, microbatches], the slot for what its backward leaves to its weight
         gradient.
+      tape_slots: [stages, microbatches], the slot for what its forward leaves to its backward.
       input_arrivals: by hop, [ticks, ranks], the slot for the input that arrives at the start of a
         tick. It was computed in the tick before, by the stage before.
       gradient_arrivals: the same for the gradient that arrives from the stage after.
@@ -53,9 +56,11 @@ class Stash:
     num_input_slots: int
     num_gradient_slots: int
     num_kept_slots: int
+    num_tape_slots: int
     input_slots: np.ndarray = dataclasses.field(repr=False)
     gradient_slots: np.ndarray = dataclasses.field(repr=False)
     kept_slots: np.ndarray = dataclasses.field(repr=False)
+    tape_slots: np.ndarray = dataclasses.field(repr=False)
     input_arrivals: dict[int, np.ndarray] = dataclasses.field(repr=False)
     gradient_arrivals: dict[int, np.ndarray] = dataclasses.field(repr=False)
     peak_inputs: tuple[int, ...]
@@ -82,15 +87,18 @@ def make_stash(schedule: Schedule) -> Stash:
     before = range(p - 1) if schedule.trains else range(0)
     gradients = _slots(schedule, before, backward[1:] + 1, last)
     kept = _slots(schedule, range(p) if schedule.splits else range(0), backward, last)
+    tapes = _slots(schedule, range(p) if schedule.trains else range(0), forward, last)
     peak_inputs, peak_gradients = _peaks(schedule, inputs), _peaks(schedule, gradients)
     peak_kept = _peaks(schedule, kept)
     return Stash(
         num_input_slots=max(peak_inputs),
         num_gradient_slots=max(peak_gradients),
         num_kept_slots=max(peak_kept),
+        num_tape_slots=max(_peaks(schedule, tapes)),
         input_slots=inputs,
         gradient_slots=gradients,
         kept_slots=kept,
+        tape_slots=tapes,
         input_arrivals=_arrivals(schedule, schedule.forward, inputs, step=1),
         gradient_arrivals=_arrivals(schedule, schedule.backward, gradients, step=-1),
         peak_inputs=peak_inputs,

@@ -15,6 +15,9 @@ import numpy as np
 from zeroxla.pipeline.schedule import NONE, OPS, Schedule
 from zeroxla.pipeline.stash import Stash
 
+RINGS = ("input", "gradient", "kept", "tape")
+"""What a rank keeps in slots."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class TickPhase:
@@ -27,6 +30,7 @@ class TickPhase:
       microbatch: the micro-batch.
       input_slot, gradient_slot: where its input lies, and the gradient of its output.
       kept_slot: where a backward leaves, and a weight gradient finds, what the latter needs.
+      tape_slot: where a forward leaves, and a backward finds, what the latter needs.
     """
 
     ops: tuple[str, ...]
@@ -36,12 +40,13 @@ class TickPhase:
     input_slot: np.ndarray
     gradient_slot: np.ndarray
     kept_slot: np.ndarray
+    tape_slot: np.ndarray
 
     @staticmethod
     def make(ops: Sequence[str], schedule: Schedule, stash: Stash) -> TickPhase:
         """Collect the ops of some kinds."""
         shape = schedule.ticks, schedule.num_ranks
-        names = ("branch", "microbatch", "input_slot", "gradient_slot", "kept_slot")
+        names = ("branch", "microbatch", *(f"{name}_slot" for name in RINGS))
         tables = {name: np.zeros(shape, np.int32) for name in names}
         branches = []
         for op in ops:
@@ -54,7 +59,7 @@ class TickPhase:
                 done = table[ticks, stage]
                 tables["branch"][ticks, rank] = len(branches)
                 tables["microbatch"][ticks, rank] = done
-                for name in ("input", "gradient", "kept"):
+                for name in RINGS:
                     slots = getattr(stash, f"{name}_slots")[stage, done]
                     tables[f"{name}_slot"][ticks, rank] = np.maximum(slots, 0)
         return TickPhase(ops=tuple(ops), branches=tuple(branches), **tables)
@@ -62,7 +67,7 @@ class TickPhase:
     @property
     def tables(self) -> dict[str, np.ndarray]:
         """The tables, by name."""
-        names = ("branch", "microbatch", "input_slot", "gradient_slot", "kept_slot")
+        names = ("branch", "microbatch", *(f"{name}_slot" for name in RINGS))
         return {name: getattr(self, name) for name in names}
 
 

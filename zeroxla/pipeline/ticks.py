@@ -42,12 +42,14 @@ class StageJob(NamedTuple):
       g: the gradient of the stage's result, packed; empty in a forward.
       microbatch: the micro-batch's number.
       kept: the slot for what a backward leaves to the weight gradient.
+      tape: the slot for what a forward leaves to the backward.
     """
 
     x: Buffers
     g: Buffers
     microbatch: jax.Array
     kept: jax.Array
+    tape: jax.Array
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -232,7 +234,7 @@ class Ticks:
         def job(*, with_gradient: bool = True) -> StageJob:
             x = _read(inputs, row["input_slot"])
             g = _read(gradients, row["gradient_slot"]) if with_gradient else []
-            return StageJob(x, g, row["microbatch"], row["kept_slot"])
+            return StageJob(x, g, row["microbatch"], row["kept_slot"], row["tape_slot"])
 
         def run(op: str, stage: int, carry: Any) -> tuple[Buffers, Buffers, Any]:
             if op == "forward":

@@ -151,7 +151,7 @@ class PlanOptions(OptionGroups):
             "compilation": ("compile",),
             "cluster": ("measured_s",),
             "offload": ("offload_params", "offload_secondary"),
-            "pipeline": ("schedule", "chunks", "partition", "weights", "memory"),
+            "pipeline": ("schedule", "chunks", "stash", "partition", "weights", "memory"),
             "lora": ("lora_rank",),
             "wires": tuple(vars(self.wires)),
             "hops": tuple(vars(self.hops)),

@@ -32,7 +32,7 @@ _OF_ONE_MODEL = {
     ),
     "alexnet": ("image_size", "width_multiplier"),
 }
-_OF_STAGES = ("schedule", "chunks", "partition", "weights", "memory")
+_OF_STAGES = ("schedule", "chunks", "stash", "partition", "weights", "memory")
 
 
 def check_given(arguments: Sequence[str], options: TrainOptions) -> None:
