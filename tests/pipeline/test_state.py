@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 from tools.cut_models import Fitted, ResNet, pictures, vectors
+from tools.pipeline_equality import SCHEDULES
 from tools.pipelines import step_of
 from tools.quick import quick_compilation, thinned  # noqa: F401
 
@@ -100,6 +101,8 @@ CASES = {
             ("read in forward", 2, "1f1b"),
             ("read in forward", 2, "gpipe"),
             ("read in forward", 2, "interleaved"),
+            ("read in forward", 2, "1f1b, activations"),
+            ("resnet", 2, "1f1b, activations"),
             ("scanned", 2, "zb-v"),
             ("listed", 2, "dualpipev"),
         ],
@@ -108,7 +111,7 @@ CASES = {
 )
 def test_losses_and_state_are_those_without_stages(model, pipe, schedule):
     make, batch_of = CASES[model]
-    staged, whole = make(schedule=schedule), make()
+    staged, whole = make(**SCHEDULES[schedule]), make()
     optimizer = optax.sgd(0.05)
     steps = [
         step_of(staged, pipe, 1, 2, MICROBATCHES, optimizer=optimizer),
