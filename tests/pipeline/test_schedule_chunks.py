@@ -50,7 +50,7 @@ def test_zb_v_fills_the_ticks_and_holds_what_1f1b_does():
             stash = make_stash(schedule)
             assert max(stash.peak_kept) <= PUT_OFF == 3
             assert all(h <= b for h, b in zip(stash.in_flight, schedule.stash_bound, strict=True))
-            assert max(forwards_held(schedule)) <= 2 * p
+            assert max(forwards_held(schedule)) == stash.num_tape_slots <= 2 * p
             if m >= 2 * p:
                 assert schedule.ticks == 6 * m + p - 1 + max(p - 3, 0)
                 # p inputs of whole ranks, of two chunks each, and one or two that wait.
@@ -211,6 +211,9 @@ def test_slots_of_what_waits_for_its_weight_gradient_are_proved():
         check(schedule, one)
     with pytest.raises(ValueError, match=r"to slot 2 of 2; use one of the slots"):
         check(schedule, dataclasses.replace(stash, num_kept_slots=2))
+    one = dataclasses.replace(stash, tape_slots=np.zeros_like(stash.tape_slots))
+    with pytest.raises(ValueError, match=r"tape of micro-batch \d is written on stage \d at"):
+        check(schedule, one)
 
 
 def test_arrivals_by_other_hops_are_refused():
