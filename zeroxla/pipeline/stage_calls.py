@@ -10,12 +10,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
-from jax import lax
 
 from zeroxla.pipeline.split_call import SplitCall
 from zeroxla.pipeline.stage import StageProgram
 from zeroxla.pipeline.stage_buffers import Packing, make_packing
-from zeroxla.pipeline.stage_moves import Buffers
 
 
 class AtOnce(NamedTuple):
@@ -133,21 +131,3 @@ def _after(forward: SplitCall) -> Backward:
         return AtOnce(of_inputs, None, []), of_leaves
 
     return backward
-
-
-def make_ring(packing: Packing, num_slots: int) -> Buffers:
-    """Return empty slots for packed arrays."""
-    return [jax.numpy.zeros((num_slots, size), dtype) for size, dtype in packing.buffers]
-
-
-def write(ring: Buffers, buffers: Buffers, slot: jax.Array) -> Buffers:
-    """Write packed arrays to a slot."""
-    return [
-        lax.dynamic_update_index_in_dim(slots, x, slot, 0)
-        for slots, x in zip(ring, buffers, strict=True)
-    ]
-
-
-def read(ring: Buffers, slot: jax.Array) -> Buffers:
-    """Return the packed arrays in a slot."""
-    return [lax.dynamic_index_in_dim(slots, slot, keepdims=False) for slots in ring]

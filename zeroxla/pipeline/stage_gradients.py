@@ -6,7 +6,6 @@ Everything here runs inside `shard_map` over `pipe`, `node` and `device`.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -25,60 +24,24 @@ from zeroxla.pipeline.model_shapes import ModelShapes
 from zeroxla.pipeline.partition import Partition, StageStorage
 from zeroxla.pipeline.rank_leaves import RankLeaves
 from zeroxla.pipeline.schedule import Schedule
-from zeroxla.pipeline.stage import Stage, StageProgram
+from zeroxla.pipeline.stage import Stage
 from zeroxla.pipeline.stage_calls import StageCalls
 from zeroxla.pipeline.stage_ends import HeldLeaves, StageEnds
 from zeroxla.pipeline.stage_moves import LeafMoves, stage_dims_of
-from zeroxla.pipeline.stage_state import check_keeps, put_together
+from zeroxla.pipeline.stage_state import put_together
 from zeroxla.pipeline.stage_wire_state import StagesWireStatePlan
 from zeroxla.pipeline.stage_work import StageWork
 from zeroxla.pipeline.stash import Stash, make_stash, ring_size
 from zeroxla.pipeline.ticks import Ticks
-from zeroxla.program.paths import paths_of
+from zeroxla.pipeline.traced_stages import TracedStages
 from zeroxla.program.shapes import shapes_of
-from zeroxla.program.trace import is_float
 from zeroxla.step.agreed_state import agree
 from zeroxla.step.loss_plan import cast_floats, leaf_shapes
 from zeroxla.step.means import mean_metrics, means_over_devices
-from zeroxla.step.metrics import check_metrics
 from zeroxla.wire.collectives import Collectives
 from zeroxla.wire.leaves import Layout, Leaf
 from zeroxla.wire.resolve import Wiring
 from zeroxla.wire.wire_state import WireState
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class TracedStages:
-    """The stages of a model as programs, for one shape of micro-batches.
-
-    Attributes:
-      programs: the program of each stage.
-      without_ties: the same programs, whose own ties are none by data; the same objects where ties
-        by data are not needed.
-      wire_plan: makes and packs the ranks' wire state.
-    """
-
-    programs: list[StageProgram]
-    without_ties: list[StageProgram]
-    wire_plan: StagesWireStatePlan
-
-    def arguments(
-        self,
-        ends: StageEnds,
-        held: HeldLeaves,
-        micro_batches: MicroBatches,
-        state: Sequence[jax.ShapeDtypeStruct],
-        scale: jax.Array,
-    ) -> list[tuple[Any, ...]]:
-        """Return the shapes of the arguments of each stage's `StageProgram.backward`."""
-        rows, key = micro_batches.shapes()
-        found = []
-        for stage, program in enumerate(self.programs):
-            sources, resident = shapes_of(ends.unpack(stage, held))
-            given = [x for x in program.outputs if is_float(x.dtype)]
-            x = list(program.inputs)
-            found.append((sources, resident, x, rows, key, list(state), given, shapes_of(scale)))
-        return found
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -128,7 +91,9 @@ class PipelineDifferentiator(StagedDifferentiator):
         schedule = self.model.schedule_for(self.num_ranks, self.microbatches, train=True)
         stash = make_stash(schedule)
         micro_batches = self._micro_batches(batch, key, self.microbatches)
-        stages = self._trace(micro_batches, model_state, train=True)
+        keeps_tapes = self.model.stash == "activations"
+        apart = keeps_tapes or schedule.splits
+        stages = self._trace(micro_batches, model_state, train=True, apart=apart)
         wire_key = self._wire_key(key)
         ends, held, wire_state = self._begin(stages, params, wire_state, wire_key)
         state = jax.tree.leaves(model_state)
@@ -137,7 +102,7 @@ class PipelineDifferentiator(StagedDifferentiator):
             stages.without_ties,
             stages.arguments(ends, held, micro_batches, shapes_of(state), scale),
             "cpu" if self.inside.ties_by_data else None,
-            tapes=self.model.stash == "activations",
+            tapes=keeps_tapes,
             splits=schedule.splits,
         )
         work = StageWork.make(stages.programs, calls, ends, held, micro_batches, scale)
@@ -246,36 +211,23 @@ class PipelineDifferentiator(StagedDifferentiator):
         """Return this device's key for roundings at a step's ends; None if nothing rounds so."""
         return self.wiring.key(jax.random.fold_in(key, lax.axis_index(PIPE)))
 
-    def _trace(self, micro_batches: MicroBatches, model_state: Any, *, train: bool) -> TracedStages:
-        """Cut the model and trace its stages."""
+    def _trace(
+        self, micro_batches: MicroBatches, model_state: Any, *, train: bool, apart: bool = False
+    ) -> TracedStages:
+        """Cut the model and trace its stages; see `TracedStages.make`."""
         rows, key = micro_batches.shapes()
         model_state = shapes_of(model_state)
         cut, partition = self._cut(model_state, rows, key, train=train)
         wire_plan = self._wire_state_plan(cut, partition)
-        programs: list[StageProgram] = []
-        without_ties: list[StageProgram] = []
-        x = None
-        for number, stage in enumerate(cut):
-            make = functools.partial(
-                StageProgram.make,
-                stage,
-                wire_plan.held.layout_of(number),
-                x,
-                rows,
-                key,
-                jax.tree.leaves(model_state),
-                unit_elements=self.unit_elements,
-                limits=self.limits,
-            )
-            program, x = make(wiring=self.wiring)
-            programs.append(program)
-            if self.inside.ties_by_data:
-                program, _ = make(wiring=_without_ties(self.wiring))
-            without_ties.append(program)
-        _check_metrics_of(programs[-1])
-        state_paths = [path for path, _ in paths_of(model_state)]
-        check_keeps([program.keeps for program in programs], state_paths)
-        return TracedStages(programs=programs, without_ties=without_ties, wire_plan=wire_plan)
+        return TracedStages.make(
+            cut,
+            wire_plan,
+            (rows, key, model_state),
+            wiring=self.wiring,
+            unit_elements=self.unit_elements,
+            limits=self.limits,
+            apart=apart,
+        )
 
     def _wire_state_plan(
         self, stages: Sequence[Stage], partition: Partition
@@ -296,15 +248,3 @@ class PipelineDifferentiator(StagedDifferentiator):
     def _cast(self, batch: Any) -> Any:
         """Return a batch with its floating arrays in the compute dtype."""
         return cast_floats(batch, self.inside.compute_dtype)
-
-
-def _check_metrics_of(program: StageProgram) -> None:
-    """Check the names of the metrics that the last stage returns."""
-    loss, metrics = program.tree.unflatten(range(program.tree.num_leaves))
-    check_metrics(jax.tree.structure((loss, metrics, {})))
-
-
-def _without_ties(wiring: Wiring) -> Wiring:
-    """Return a wiring whose ties are none by data."""
-    collectives = dataclasses.replace(wiring.collectives, ties_by_data=False)
-    return dataclasses.replace(wiring, collectives=collectives)

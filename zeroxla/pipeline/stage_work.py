@@ -13,9 +13,10 @@ import jax
 import jax.numpy as jnp
 
 from zeroxla.pipeline.micro_batches import MicroBatch, MicroBatches
+from zeroxla.pipeline.rings import make_ring, read, write
 from zeroxla.pipeline.stage import StageProgram
 from zeroxla.pipeline.stage_buffers import Packing, make_packing
-from zeroxla.pipeline.stage_calls import AtOnce, StageCalls, make_ring, read, write
+from zeroxla.pipeline.stage_calls import AtOnce, StageCalls
 from zeroxla.pipeline.stage_ends import HeldLeaves, StageEnds
 from zeroxla.pipeline.stage_moves import Buffers
 from zeroxla.pipeline.stage_state import StageState
@@ -159,7 +160,7 @@ class StageWork:
             return self.activations.pack(stage, found), carry
         args = self._backward_arguments(stage, job, state.leaves)
         (found, sums, new), tape = self.calls.forwards[stage].first(args)
-        tapes = write(carry.tapes, self.calls.tapes.pack(stage, tape), job.tape)
+        tapes = write(carry.tapes, job.tape, self.calls.tapes.pack(stage, tape))
         carry = self._with_state(stage, carry, state.changed(new, job.microbatch))
         carry = carry._replace(tapes=tapes)
         if stage < self.last:
@@ -183,7 +184,7 @@ class StageWork:
         """Run the first call of a backward: return the gradient for the stage before, and the carry
         with the sums of the loss and of metrics, and with what the second call needs."""
         at_once, kept = self.calls.splits[stage].first(self._with_tape(stage, job, carry))
-        ring = write(carry.kept, self.calls.kept.pack(stage, kept), job.kept)
+        ring = write(carry.kept, job.kept, self.calls.kept.pack(stage, kept))
         carry = carry._replace(kept=ring)
         return self._up(stage, at_once.of_inputs), self._after_loss(stage, job, carry, at_once)
 

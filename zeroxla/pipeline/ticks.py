@@ -18,16 +18,17 @@ from jax import lax
 
 from zeroxla.fetch.ties import tie
 from zeroxla.mesh.axes import PIPE
-from zeroxla.pipeline.schedule import NONE, Schedule
+from zeroxla.pipeline.rings import make_ring, read, write_arrivals
+from zeroxla.pipeline.schedule import Schedule
 from zeroxla.pipeline.schedule_check import check
 from zeroxla.pipeline.stage_buffers import Packing
+from zeroxla.pipeline.stage_moves import Buffers
 from zeroxla.pipeline.stash import Stash
 from zeroxla.pipeline.tick_tables import TickPhase, make_phases, pairs_of
 
 TICKS = "ticks"
 """The named scope of the loop."""
 
-Buffers = list[jax.Array]
 Arrivals = Mapping[int, Buffers]
 """By hop: what arrives from the rank that is so many ranks before, modulo their number."""
 Row = Mapping[str, jax.Array]
@@ -143,9 +144,10 @@ class Ticks:
         tables = [phase.tables for phase in self.phases], stash.input_arrivals
         tables = *tables, stash.gradient_arrivals if self.schedule.trains else {}
         rows = jax.tree.map(lambda table: jnp.asarray(table)[:, rank], tables)
-        start = _State(
-            inputs=_ring(self.activations, stash.num_input_slots),
-            gradients=_ring(self.gradients, stash.num_gradient_slots if work.backward else 0),
+        num_gradients = stash.num_gradient_slots if work.backward else 0
+        start = _State(  # one more slot is for arrivals that nobody reads
+            inputs=make_ring(self.activations, stash.num_input_slots + 1),
+            gradients=make_ring(self.gradients, num_gradients + 1),
             x={hop: self.activations.zeros() for hop in stash.input_arrivals},
             dx=self.gradients.zeros(),
             carry=carry,
@@ -157,7 +159,7 @@ class Ticks:
     def _tick(self, work: TickWork, state: _State, row: Any) -> _State:
         """Do one tick."""
         rows, input_slots, gradient_slots = row
-        inputs = _write_all(state.inputs, input_slots, state.x)
+        inputs = write_arrivals(state.inputs, input_slots, state.x)
         if len(self.phases) == 1:
             return self._one_phase(work, state, inputs, rows[0], gradient_slots)
         # The last tick's gradient goes up during this forward; y goes down during this backward.
@@ -168,7 +170,7 @@ class Ticks:
         x = self._down(y)
         arrived, y = tie(arrived, y, by_data=False)
         g = jax.tree.unflatten(jax.tree.structure(g), arrived)
-        gradients = _write_all(state.gradients, gradient_slots, g)
+        gradients = write_arrivals(state.gradients, gradient_slots, g)
         after, dx = jax.tree.leaves(x), self.gradients.zeros()
         for phase, row in zip(others, rows[1:], strict=True):
             _, made, carry = self._run(phase, work, row, inputs, gradients, carry, after=after)
@@ -186,7 +188,7 @@ class Ticks:
     ) -> _State:
         """Do a tick in which a rank does one op of any kind, or none."""
         g = self._up(state.dx) if self.schedule.trains else {}
-        gradients = _write_all(state.gradients, slots, g)
+        gradients = write_arrivals(state.gradients, slots, g)
         y, dx, carry = self._run(
             self.phases[0], work, row, inputs, gradients, state.carry, after=jax.tree.leaves(g)
         )
@@ -232,8 +234,8 @@ class Ticks:
         no_dx = self.gradients.zeros() if "backward" in phase.ops else []
 
         def job(*, with_gradient: bool = True) -> StageJob:
-            x = _read(inputs, row["input_slot"])
-            g = _read(gradients, row["gradient_slot"]) if with_gradient else []
+            x = read(inputs, row["input_slot"])
+            g = read(gradients, row["gradient_slot"]) if with_gradient else []
             return StageJob(x, g, row["microbatch"], row["kept_slot"], row["tape_slot"])
 
         def run(op: str, stage: int, carry: Any) -> tuple[Buffers, Buffers, Any]:
@@ -280,24 +282,3 @@ class Ticks:
             with jax.named_scope("send"):
                 found[hop] = [lax.ppermute(x, PIPE, pairs) for x in buffers] if hop else buffers
         return found
-
-
-def _ring(packing: Packing, num_slots: int) -> Buffers:
-    """Return empty slots, and one more for arrivals that nobody reads."""
-    return [jnp.zeros((num_slots + 1, size), dtype) for size, dtype in packing.buffers]
-
-
-def _write_all(ring: Buffers, slots: Mapping[int, jax.Array], arrivals: Arrivals) -> Buffers:
-    """Write what arrives to a ring; to the last slot where the table names none."""
-    for hop, buffers in arrivals.items():
-        slot = slots[hop]
-        ring = [
-            lax.dynamic_update_index_in_dim(r, x, jnp.where(slot == NONE, r.shape[0] - 1, slot), 0)
-            for r, x in zip(ring, buffers, strict=True)
-        ]
-    return ring
-
-
-def _read(ring: Buffers, slot: jax.Array) -> Buffers:
-    """Return the buffers in a slot of a ring."""
-    return [lax.dynamic_index_in_dim(r, slot, keepdims=False) for r in ring]
