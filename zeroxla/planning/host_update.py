@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from zeroxla.planning.liveness import size_of
+from zeroxla.planning.splits import Splits, bytes_per_device
 from zeroxla.planning.timeline import is_move
 from zeroxla.program import compat
 from zeroxla.program.trace import Program
@@ -23,15 +23,17 @@ class HostUpdate:
     host_bytes: int
 
     @staticmethod
-    def of(program: Program, num_devices: int) -> HostUpdate:
+    def of(program: Program, splits: Splits) -> HostUpdate:
         """Read a step's traced program, in which the update is one of arrays over all devices.
 
-        Each computation on the host counts as one pass over its operands and results.
+        Each computation on the host counts as one pass over its operands and results. A device's
+        part of an array follows from `splits`; an array that every device has whole is updated for
+        each of them.
         """
         moved = host = 0
         for eq in program.equations:
             if eq.name == compat.COMPUTE_ON:
-                host += sum(map(size_of, {*eq.values, *eq.outputs}))
+                host += sum(bytes_per_device(v, splits) for v in {*eq.values, *eq.outputs})
             elif is_move(eq):
-                moved += sum(map(size_of, eq.outputs))
-        return HostUpdate(moved_bytes=moved // num_devices, host_bytes=host // num_devices)
+                moved += sum(bytes_per_device(v, splits) for v in eq.outputs)
+        return HostUpdate(moved_bytes=moved, host_bytes=host)

@@ -27,6 +27,8 @@ from zeroxla.planning.memory_model import MemoryPlan, kind_of
 from zeroxla.planning.peak import peak_bytes
 from zeroxla.planning.plan import Plan
 from zeroxla.planning.simulation import Simulation
+from zeroxla.planning.splits import splits_of
+from zeroxla.planning.streamed_update import sub_group_bytes
 from zeroxla.planning.target import Target
 from zeroxla.planning.wire_bytes import comms_of
 from zeroxla.program import compat
@@ -136,9 +138,11 @@ def plan_step(
     state = step.abstract_state(batch)
     program = _traced(step, state, batch)
     local, platform = local_of(program), target.device.platform
+    splits = splits_of(program, jax.tree.leaves((state, batch)))
     peak = peak_bytes(Scope.of(local, platform), kind_of)
-    memory = MemoryPlan.of(step, state, batch, peak)
-    simulation = Simulation.of(step, program, local, memory)
+    arriving_bytes = sub_group_bytes(program, splits, step.config.offload.buffers)
+    memory = MemoryPlan.of(step, state, batch, peak, arriving_bytes)
+    simulation = Simulation.of(step, program, local, splits, memory)
     time = simulation.on(target, ahead=ahead)
     exchanges = _exchanges(step, state, islands, time.seconds)
     if exchanges is not None:

@@ -17,19 +17,22 @@ from zeroxla.program.report import Report, format_bytes
 from zeroxla.program.trace import Equation
 from zeroxla.step.state import TrainState
 from zeroxla.step.step import Step
+from zeroxla.wire.leaves import Layout
 
 if TYPE_CHECKING:
     from rich.table import Table
 
 GATHERED, GRADIENTS, ACTIVATIONS = "gathered leaves", "gradients", "activations"
-"""The kinds of temporary values."""
+"""The kinds of temporary values while gradients are computed."""
+SUB_GROUPS = "sub-groups of the update"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryPlan(Report):
     """Bytes of one device: the state that it stores between steps, and temporaries at the peak.
 
-    The peak is the moment of a step at which the device holds most.
+    The peak is the moment of a step at which the device holds most: while gradients are computed,
+    or while a state that is offloaded comes to the device and is updated.
 
     Attributes:
       parameter_bytes: the shards of the float32 master.
@@ -41,7 +44,13 @@ class MemoryPlan(Report):
       activation_bytes: what forward keeps for backward, secondary shards included, and what is
         being computed, at the peak.
       secondary_bytes: the secondary shards when all of them are there, of the stage that has most.
-        The two fields above count them too, unless they are on the host.
+        The two fields above count them too, unless they are on the host, or the peak is in the
+        update.
+      sub_group_bytes: the sub-groups of an offloaded state that are on the device, when they are
+        most: `Offload.buffers` of them, and what is computed of one before it goes back. The peak
+        has them if it is in the update, and otherwise none. A state on disk has none in a plan.
+      peak_in_update: whether the peak is in the update. Then all gradients are there, in float32,
+        and neither gathered leaves nor activations.
       offloaded_bytes: the device's state in its host's memory; not counted above.
       disk_bytes: the device's state on its host's disk. The file has room for it twice.
       secondary_on_host: whether secondary shards are in the host's memory.
@@ -58,6 +67,8 @@ class MemoryPlan(Report):
     gradient_bytes: int
     activation_bytes: int
     secondary_bytes: int
+    sub_group_bytes: int = 0
+    peak_in_update: bool = False
     offloaded_bytes: int = 0
     disk_bytes: int = 0
     secondary_on_host: bool = False
@@ -65,20 +76,27 @@ class MemoryPlan(Report):
     outer_on_host: bool = False
 
     @staticmethod
-    def of(step: Step, state: TrainState, batch: Any, peak: Counter[str]) -> MemoryPlan:
+    def of(
+        step: Step, state: TrainState, batch: Any, peak: Counter[str], sub_group_bytes: int = 0
+    ) -> MemoryPlan:
         """Put a step's figures together.
 
         Args:
           step: a step that has seen the batch.
           state, batch: the shapes (or arrays) of its state and of a global batch.
-          peak: the bytes of temporaries at the peak, by the kinds that `kind_of` names.
+          peak: the bytes of temporaries, when they are most while gradients are computed, by the
+            kinds that `kind_of` names.
+          sub_group_bytes: as the attribute.
         """
         batch_bytes = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(batch))
-        wiring = step.programs.wiring
-        layouts = step.programs.stage_layouts(
-            step.programs.layout(state), state.model_state, batch, state.key
-        )
-        secondary = [sum(map(wiring.secondary_bytes, layout)) for layout in layouts]
+        wiring, layout = step.programs.wiring, step.programs.layout(state)
+        layouts = step.programs.stage_layouts(layout, state.model_state, batch, state.key)
+        gradient_bytes = _gradient_bytes(layout, step)
+        in_update = gradient_bytes + sub_group_bytes if sub_group_bytes else 0
+        peak_in_update = in_update > peak.total()
+        if peak_in_update:
+            peak = Counter({GRADIENTS: gradient_bytes})
+        secondary = [sum(map(wiring.secondary_bytes, leaves)) for leaves in layouts]
         others = (state.model_state, state.step, state.loss_scale)
         return MemoryPlan(
             parameter_bytes=shard_bytes(state.params),
@@ -91,6 +109,8 @@ class MemoryPlan(Report):
             gradient_bytes=peak[GRADIENTS],
             activation_bytes=peak[ACTIVATIONS],
             secondary_bytes=max(secondary),
+            sub_group_bytes=sub_group_bytes,
+            peak_in_update=peak_in_update,
             secondary_on_host=wiring.collectives.gathers.secondary_on_host,
         )
 
@@ -118,7 +138,8 @@ class MemoryPlan(Report):
     @property
     def temporary_bytes(self) -> int:
         """The bytes that the device holds only within a step, at the peak."""
-        return self.gathered_bytes + self.gradient_bytes + self.activation_bytes
+        in_update = self.sub_group_bytes if self.peak_in_update else 0
+        return self.gathered_bytes + self.gradient_bytes + self.activation_bytes + in_update
 
     @property
     def total_bytes(self) -> int:
@@ -128,6 +149,7 @@ class MemoryPlan(Report):
         """Return the bytes by name; they add up to the total."""
         outer_bytes = self.outer_device_bytes
         outer = {"outer state of the island": outer_bytes} if outer_bytes else {}
+        in_update = {SUB_GROUPS: self.sub_group_bytes} if self.peak_in_update else {}
         return {
             "parameters": self.parameter_bytes,
             "optimizer state": self.optimizer_bytes,
@@ -137,6 +159,7 @@ class MemoryPlan(Report):
             GATHERED: self.gathered_bytes,
             GRADIENTS: self.gradient_bytes,
             ACTIVATIONS: self.activation_bytes,
+            **in_update,
         }
 
     def table(self) -> Table:
@@ -151,9 +174,12 @@ class MemoryPlan(Report):
                 table.add_row(name, format_bytes(num_bytes))
         table.add_section()
         table.add_row("in all", format_bytes(self.total_bytes))
+        before = "while gradients are computed" if self.peak_in_update else "of these"
         if self.secondary_bytes:
-            which = "on the host" if self.secondary_on_host else "of these"
+            which = "on the host" if self.secondary_on_host else before
             table.add_row(f"{which}, secondary shards", format_bytes(self.secondary_bytes))
+        if self.sub_group_bytes and not self.peak_in_update:
+            table.add_row("while it updates, sub-groups", format_bytes(self.sub_group_bytes))
         if self.offloaded_bytes:
             table.add_row("its state in the host's memory", format_bytes(self.offloaded_bytes))
         if self.outer_on_host:
@@ -161,6 +187,12 @@ class MemoryPlan(Report):
         if self.disk_bytes:
             table.add_row("its state on the host's disk", format_bytes(self.disk_bytes))
         return table
+
+
+def _gradient_bytes(layout: Layout, step: Step) -> int:
+    """Return the bytes of a device's shards of all gradients, in float32."""
+    shapes = (leaf.placement.shard_shape(step.mesh) for leaf in layout if not leaf.frozen)
+    return 4 * sum(map(math.prod, shapes))
 
 
 def kind_of(eq: Equation, path: str) -> str:

@@ -11,6 +11,7 @@ from zeroxla.pipeline.schedule_cost import bubble, work_of
 from zeroxla.planning.host_update import HostUpdate
 from zeroxla.planning.lanes import COMPUTE, TimeLine
 from zeroxla.planning.memory_model import MemoryPlan
+from zeroxla.planning.splits import Splits
 from zeroxla.planning.target import DISK, HOST, HOST_UPDATE, Target
 from zeroxla.planning.timeline import Clock
 from zeroxla.program.trace import Program
@@ -31,6 +32,7 @@ class Simulation:
       on_host: the update of the offloaded state, if the host computes it.
       prefetches: whether loops gather a turn ahead, if the compiler can.
       schedule: a pipeline's schedule.
+      forward_again: whether a pipeline's backward runs its stage's forward again.
     """
 
     program: Program
@@ -40,20 +42,24 @@ class Simulation:
     on_host: HostUpdate | None
     prefetches: bool
     schedule: Schedule | None
+    forward_again: bool
 
     @staticmethod
-    def of(step: Step, program: Program, local: Program, memory: MemoryPlan) -> Simulation:
+    def of(
+        step: Step, program: Program, local: Program, splits: Splits, memory: MemoryPlan
+    ) -> Simulation:
         """Collect the figures that the simulation of a step needs.
 
         Args:
           step: the step.
           program: its traced program.
           local: the part of it that each device runs.
+          splits: over how many devices each of its values is split.
           memory: its planned memory.
         """
         update_bytes, on_host = memory.everywhere_bytes, None
         if step.config.offload.update == "host":
-            on_host = HostUpdate.of(program, step.mesh.size)
+            on_host = HostUpdate.of(program, splits)
             update_bytes -= memory.offloaded_bytes
         return Simulation(
             program=local,
@@ -63,6 +69,7 @@ class Simulation:
             on_host=on_host,
             prefetches=step.config.prefetch_bucket != 0,
             schedule=_schedule(step),
+            forward_again=_forward_again(step),
         )
 
     def on(self, target: Target, *, ahead: bool | None = None) -> TimeLine:
@@ -83,12 +90,16 @@ class Simulation:
     @property
     def bubble(self) -> float:
         """The share of a step in which the stages of a pipeline are idle."""
-        return 0.0 if self.schedule is None else bubble(self.schedule)
+        if self.schedule is None:
+            return 0.0
+        return bubble(self.schedule, 1, 3 if self.forward_again else 2, 1)
 
     @property
     def _full_ticks(self) -> float | None:
         """The number of full ticks that take as long as the schedule."""
-        return None if self.schedule is None else full_ticks(self.schedule)
+        if self.schedule is None:
+            return None
+        return full_ticks(self.schedule, forward_again=self.forward_again)
 
     def _update_s(self, target: Target) -> dict[str, float]:
         """Return for how long the optimizer's update takes each lane."""
@@ -104,16 +115,21 @@ class Simulation:
         return seconds
 
 
-def full_ticks(schedule: Schedule) -> float:
+def full_ticks(schedule: Schedule, *, forward_again: bool) -> float:
     """Return the number of full ticks that take as long as a schedule in lockstep.
 
     In a full tick each conditional of the program takes its longest branch: of all ops, if no rank
     has two in a tick; else of the forwards, of the backwards and of the weight gradients. A
-    backward runs the forward again, so it is three times as long.
+    backward is twice as long as a forward, and three times if it runs that again.
     """
-    work = work_of(schedule, 1, 3, 1)  # ticks, ranks, ops
+    work = work_of(schedule, 1, 3 if forward_again else 2, 1)  # ticks, ranks, ops
     full = work.max() if schedule.one_op else work.max(axis=(0, 1)).sum()
     return float(work.sum(axis=2).max(axis=1).sum() / full)
+
+
+def _forward_again(step: Step) -> bool:
+    pipeline = step.programs.pipeline
+    return isinstance(pipeline, Pipeline) and pipeline.runs_forward_again
 
 
 def _schedule(step: Step) -> Schedule | None:
