@@ -38,8 +38,9 @@ SCHEDULES: dict[str, dict[str, Any]] = {
     "ZB-V, activations": {"schedule": "zb-v", "stash": "activations"},
     "GPipe": {"schedule": "gpipe"},
 }
-LEAST = {"DualPipeV": 2 * STAGES}
-"""The fewest micro-batches of a schedule."""
+LEAST = {"DualPipeV": 2 * STAGES, "1F1B, activations": 2 * STAGES}
+"""The fewest micro-batches of a schedule; or the fewest with which a rank holds as many as it can,
+where what it holds of one is most of a step's memory."""
 GROWS = "GPipe"
 BOUNDARY = ROWS * LENGTH * WIDTH * 4  # bytes between two stages
 FLAT = 0.05

@@ -147,6 +147,7 @@ def test_an_executor_that_follows_the_slots_computes_the_right_values(build):
         gradients = np.zeros((p, stash.num_gradient_slots), object)
         kept = np.zeros((p, stash.num_kept_slots), object)
         tapes = np.zeros((p, stash.num_tape_slots), object)
+        last_tapes = np.zeros((p, stash.num_last_tape_slots), object)
         down, up, used = [None] * p, [None] * p, []
         for tick in range(schedule.ticks):
             for ring, arrivals, sent in (
@@ -163,13 +164,14 @@ def test_an_executor_that_follows_the_slots_computes_the_right_values(build):
                     r, i = ranks[s], int(getattr(schedule, name)[tick, s])
                     if i == NONE:
                         continue
+                    ring = tapes if s < stages - 1 else last_tapes
                     x = ("batch", i) if s == 0 else inputs[r, stash.input_slots[s, i]]
                     if name == "forward":
                         down[r] = ("forward", s, x)
                         if schedule.trains:
-                            tapes[r, stash.tape_slots[s, i]] = s, i
+                            ring[r, stash.tape_slots[s, i]] = s, i
                         continue
-                    assert tapes[r, stash.tape_slots[s, i]] == (s, i)
+                    assert ring[r, stash.tape_slots[s, i]] == (s, i)
                     above = "loss" if s == stages - 1 else gradients[r, stash.gradient_slots[s, i]]
                     used.append((s, i, x, above))
                     if name == "backward":

@@ -31,8 +31,12 @@ def check_rings(schedule: Schedule, stash: Stash) -> None:
     _check_arrivals(schedule, "gradient", gradients, slots, stash.gradient_arrivals, step=-1)
     if schedule.trains:
         _follow(schedule, "gradient", gradients, OPS[1:], slots, num_slots)
-        tapes = dict(enumerate(forward))
-        _follow(schedule, "tape", tapes, OPS[1:], stash.tape_slots, stash.num_tape_slots)
+        *tapes, last = enumerate(forward)
+        for these, count in (
+            (dict(tapes), stash.num_tape_slots),
+            (dict([last]), stash.num_last_tape_slots),
+        ):
+            _follow(schedule, "tape", these, OPS[1:], stash.tape_slots, count)
     if schedule.splits:
         kept = dict(enumerate(backward))
         _follow(schedule, "residual", kept, OPS[2:], stash.kept_slots, stash.num_kept_slots)

@@ -46,7 +46,8 @@ class StageCalls:
         again. It returns the stage's outputs, and of the last stage `AtOnce.sums`, and the state.
       splits: the backward of each stage in two calls, if the schedule splits backwards: the
         gradients of its inputs, and those of its leaves.
-      tapes: packs what the forward of each stage leaves to its backward.
+      tapes: packs what the forward of each stage but the last leaves to its backward.
+      last_tape: packs what the forward of the last stage leaves.
       kept: packs what the backward of each stage leaves to its weight gradient.
     """
 
@@ -54,6 +55,7 @@ class StageCalls:
     forwards: Sequence[SplitCall] = ()
     splits: Sequence[SplitCall] = ()
     tapes: Packing = dataclasses.field(default_factory=lambda: make_packing([()]))
+    last_tape: Packing = dataclasses.field(default_factory=lambda: make_packing([()]))
     kept: Packing = dataclasses.field(default_factory=lambda: make_packing([()]))
 
     @staticmethod
@@ -95,7 +97,8 @@ class StageCalls:
             backwards=backwards,
             forwards=forwards,
             splits=halves,
-            tapes=make_packing([call.kept for call in forwards] or [()]),
+            tapes=make_packing([call.kept for call in forwards[:-1]] or [()]),
+            last_tape=make_packing([call.kept for call in forwards[-1:]] or [()]),
             kept=make_packing([call.kept for call in halves] or [()]),
         )
 

@@ -204,8 +204,14 @@ class PipelineDifferentiator(StagedDifferentiator):
         return StageEnds.begin(stages.wire_plan, self.layout, stored, wire_state, wire_key)
 
     def _ticks(self, schedule: Schedule, stash: Stash, work: StageWork) -> Ticks:
-        by_data = self.inside.ties_by_data
-        return Ticks.make(schedule, stash, work.activations, work.cotangents, by_data=by_data)
+        return Ticks.make(
+            schedule,
+            stash,
+            work.activations,
+            work.cotangents,
+            tapes=bool(work.calls.forwards),
+            by_data=self.inside.ties_by_data,
+        )
 
     def _wire_key(self, key: jax.Array) -> jax.Array | None:
         """Return this device's key for roundings at a step's ends; None if nothing rounds so."""

@@ -34,7 +34,8 @@ class TrainCarry(NamedTuple):
       sums: the weighted sums of the loss and its metrics.
       states: the model state, once for each of its stages.
       kept: the ring of what backwards have left to weight gradients.
-      tapes: the ring of what forwards have left to backwards.
+      tapes, last_tapes: the rings of what forwards have left to backwards: of the stages before
+        the last one, and of the last one.
     """
 
     gradients: Buffers
@@ -42,6 +43,7 @@ class TrainCarry(NamedTuple):
     states: tuple[StageState, ...]
     kept: Buffers
     tapes: Buffers
+    last_tapes: Buffers
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -139,6 +141,7 @@ class StageWork:
             states=(state,) * (max(self.chunks) + 1),
             kept=make_ring(self.calls.kept, stash.num_kept_slots),
             tapes=make_ring(self.calls.tapes, stash.num_tape_slots),
+            last_tapes=make_ring(self.calls.last_tape, stash.num_last_tape_slots),
         )
 
     def no_sums(self) -> Any:
@@ -160,13 +163,13 @@ class StageWork:
             return self.activations.pack(stage, found), carry
         args = self._backward_arguments(stage, job, state.leaves)
         (found, sums, new), tape = self.calls.forwards[stage].first(args)
-        tapes = write(carry.tapes, job.tape, self.calls.tapes.pack(stage, tape))
         carry = self._with_state(stage, carry, state.changed(new, job.microbatch))
-        carry = carry._replace(tapes=tapes)
         if stage < self.last:
-            return self.activations.pack(stage, found), carry
+            tapes = write(carry.tapes, job.tape, self.calls.tapes.pack(stage, tape))
+            return self.activations.pack(stage, found), carry._replace(tapes=tapes)
+        tapes = write(carry.last_tapes, job.tape, self.calls.last_tape.pack(0, tape))
         sums = jax.tree.map(jnp.add, carry.sums, sums)
-        return self.activations.zeros(), carry._replace(sums=sums)
+        return self.activations.zeros(), carry._replace(sums=sums, last_tapes=tapes)
 
     def _gradients(
         self, stage: int, job: StageJob, carry: TrainCarry
@@ -203,7 +206,9 @@ class StageWork:
         args = self._backward_arguments(stage, job, state.seen_by(job.microbatch))
         if not self.calls.forwards:
             return args
-        return *args, self.calls.tapes.unpack(stage, read(carry.tapes, job.tape))
+        if stage < self.last:
+            return *args, self.calls.tapes.unpack(stage, read(carry.tapes, job.tape))
+        return *args, self.calls.last_tape.unpack(0, read(carry.last_tapes, job.tape))
 
     def _up(self, stage: int, of_inputs: Sequence[jax.Array]) -> Buffers:
         return self.cotangents.pack(stage - 1, of_inputs) if stage else self.cotangents.zeros()

@@ -33,7 +33,9 @@ class Stash:
         backward.
       num_kept_slots: the number of slots for what backwards leave to weight gradients; 0 if the
         schedule does not split them off.
-      num_tape_slots: the number of slots for what forwards leave to backwards; 0 without backward.
+      num_tape_slots, num_last_tape_slots: the number of slots for what forwards leave to backwards;
+        0 without backward. The last stage has a ring of its own: its backward follows soon, so
+        it needs few slots, and what it leaves is large where it computes logits.
       input_slots: [stages, microbatches], the slot of its rank in which a stage keeps a
         micro-batch's input.
       gradient_slots: [stages, microbatches], the slot in which it keeps the gradient of its output.
@@ -57,6 +59,7 @@ class Stash:
     num_gradient_slots: int
     num_kept_slots: int
     num_tape_slots: int
+    num_last_tape_slots: int
     input_slots: np.ndarray = dataclasses.field(repr=False)
     gradient_slots: np.ndarray = dataclasses.field(repr=False)
     kept_slots: np.ndarray = dataclasses.field(repr=False)
@@ -87,14 +90,19 @@ def make_stash(schedule: Schedule) -> Stash:
     before = range(p - 1) if schedule.trains else range(0)
     gradients = _slots(schedule, before, backward[1:] + 1, last)
     kept = _slots(schedule, range(p) if schedule.splits else range(0), backward, last)
-    tapes = _slots(schedule, range(p) if schedule.trains else range(0), forward, last)
+    tapes = _slots(schedule, before, forward, last)
+    num_tapes, num_last_tapes = max(_peaks(schedule, tapes)), 0
+    if schedule.trains:
+        tapes[-1] = _color(forward[-1], last[-1])
+        num_last_tapes = int(tapes[-1].max()) + 1
     peak_inputs, peak_gradients = _peaks(schedule, inputs), _peaks(schedule, gradients)
     peak_kept = _peaks(schedule, kept)
     return Stash(
         num_input_slots=max(peak_inputs),
         num_gradient_slots=max(peak_gradients),
         num_kept_slots=max(peak_kept),
-        num_tape_slots=max(_peaks(schedule, tapes)),
+        num_tape_slots=num_tapes,
+        num_last_tape_slots=num_last_tapes,
         input_slots=inputs,
         gradient_slots=gradients,
         kept_slots=kept,

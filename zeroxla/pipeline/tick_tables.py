@@ -1,7 +1,8 @@
 """A schedule as the tables that a device reads: in each tick its op, its micro-batch, its slots.
 
 If no rank ever does two ops in a tick, all ops are branches of one conditional. Otherwise each kind
-of op has a conditional of its own, so that what one sends travels beside the next.
+of op has a conditional of its own, so that what one sends travels beside the next. So it has if
+forwards leave tapes: XLA copies a ring that one branch writes and another one reads.
 """
 
 from __future__ import annotations
@@ -71,10 +72,15 @@ class TickPhase:
         return {name: getattr(self, name) for name in names}
 
 
-def make_phases(schedule: Schedule, stash: Stash) -> tuple[TickPhase, ...]:
-    """Return the conditionals of a tick, in order."""
+def make_phases(schedule: Schedule, stash: Stash, *, tapes: bool) -> tuple[TickPhase, ...]:
+    """Return the conditionals of a tick, in order.
+
+    Args:
+      schedule, stash: the schedule, and its slots.
+      tapes: whether forwards leave tapes.
+    """
     ops = [op for op in OPS if (getattr(schedule, op) != NONE).any()]
-    groups = [ops] if schedule.one_op else [[op] for op in ops]
+    groups = [ops] if schedule.one_op and not tapes else [[op] for op in ops]
     return tuple(TickPhase.make(group, schedule, stash) for group in groups)
 
 

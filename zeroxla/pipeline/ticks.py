@@ -113,9 +113,14 @@ class Ticks:
         activations: Packing,
         gradients: Packing,
         *,
+        tapes: bool,
         by_data: bool,
     ) -> Ticks:
-        """Prove that a schedule can run with a stash; the arguments are the attributes.
+        """Prove that a schedule can run with a stash.
+
+        Args:
+          schedule, stash, activations, gradients, by_data: the attributes.
+          tapes: whether forwards leave tapes.
 
         Raises:
           ValueError: the schedule cannot run.
@@ -124,7 +129,7 @@ class Ticks:
         return Ticks(
             schedule=schedule,
             stash=stash,
-            phases=make_phases(schedule, stash),
+            phases=make_phases(schedule, stash, tapes=tapes),
             activations=activations,
             gradients=gradients,
             by_data=by_data,

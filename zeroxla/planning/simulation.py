@@ -119,11 +119,13 @@ def full_ticks(schedule: Schedule, *, forward_again: bool) -> float:
     """Return the number of full ticks that take as long as a schedule in lockstep.
 
     In a full tick each conditional of the program takes its longest branch: of all ops, if no rank
-    has two in a tick; else of the forwards, of the backwards and of the weight gradients. A
-    backward is twice as long as a forward, and three times if it runs that again.
+    has two in a tick and forwards leave no tapes; else of the forwards, of the backwards and of the
+    weight gradients. A backward is twice as long as a forward, and three times if it runs that
+    again.
     """
     work = work_of(schedule, 1, 3 if forward_again else 2, 1)  # ticks, ranks, ops
-    full = work.max() if schedule.one_op else work.max(axis=(0, 1)).sum()
+    one_conditional = schedule.one_op and forward_again
+    full = work.max() if one_conditional else work.max(axis=(0, 1)).sum()
     return float(work.sum(axis=2).max(axis=1).sum() / full)
 
 
