@@ -42,9 +42,9 @@ SCHEDULES: dict[str, dict[str, Any]] = {
     "GPipe": {"schedule": "gpipe"},
 }
 LEAST = dict.fromkeys(("DualPipeV", "1F1B, activations", "ZB-V, activations"), 2 * STAGES)
-"""The fewest micro-batches of a schedule. Where what a rank holds of one is most of a step's memory,
-the fewest with which the schedule has its usual order: with fewer 1F1B holds all of them, and ZB-V
-more of the last stage's."""
+"""The fewest micro-batches of a schedule. Where what a rank holds of one is most of a step's
+memory, the fewest with which the schedule has its usual order: with fewer 1F1B holds all of them,
+and ZB-V more of the last stage's."""
 GROWS = "GPipe"
 BOUNDARY = ROWS * LENGTH * WIDTH * 4  # bytes between two stages
 FLAT = 0.05
