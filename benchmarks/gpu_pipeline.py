@@ -40,7 +40,7 @@ PERMUTE = re.compile(r" %(\S+) = .* collective-permute(|-start|-done)\(")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Program:
-    """What a compiled step has.
+    """The conditionals, the sends and the gathers of a compiled step.
 
     Attributes:
       conditionals: the number of conditionals.

@@ -20,60 +20,29 @@ import argparse
 import statistics
 import sys
 import time
-from typing import Any
 
 import jax
 import numpy as np
 import optax
 from common import LENGTH, Check, alternately, random_tokens, report, start, table, token_shapes
+from pipeline_time_schedules import (
+    LAYERS,
+    MICROBATCHES,
+    ROWS,
+    SCHEDULES,
+    STAGES,
+    WIDTH,
+    critical_paths,
+    gpt,
+    pipeline_step,
+)
 
 import zeroxla
-from zeroxla.inspect import comms
 from zeroxla.models import GPT
-from zeroxla.pipeline.schedule_cost import cost, critical_path
-from zeroxla.pipeline.stash import make_stash
 
-STAGES, MICROBATCHES, LAYERS, WIDTH, ROWS = 4, 16, 8, 256, 2  # ROWS: sequences of a micro-batch
 PIPELINED, PARALLEL, ALONE = "pipelined", "4 devices, data parallel", "1 device"
-KEPT = {"stash": "activations"}
-SCHEDULES: dict[str, dict[str, Any]] = {
-    "1F1B": {"schedule": "1f1b"},
-    "1F1B, memory low": {"schedule": "1f1b", "memory": "low"},
-    "GPipe": {"schedule": "gpipe"},
-    "ZB-H1": {"schedule": "zb-h1"},
-    "Interleaved, 2 chunks": {"schedule": "interleaved"},
-    "ZB-V": {"schedule": "zb-v"},
-    "DualPipeV": {"schedule": "dualpipev"},
-    "1F1B, activations": {"schedule": "1f1b", **KEPT},
-    "ZB-H1, activations": {"schedule": "zb-h1", **KEPT},
-    "Interleaved, 2 chunks, activations": {"schedule": "interleaved", **KEPT},
-    "ZB-V, activations": {"schedule": "zb-v", **KEPT},
-    "DualPipeV, activations": {"schedule": "dualpipev", **KEPT},
-}
-LIMITS = {
-    "1F1B": 1.1,
-    "GPipe": 1.1,
-    "Interleaved, 2 chunks": 0.93,
-    "ZB-H1, activations": 1.1,
-    "Interleaved, 2 chunks, activations": 0.93,
-    "ZB-V, activations": 0.88,
-}
-"""Of the critical path in lockstep over (m + p - 1)(F + B). The others have no target: 1F1B with
-memory="low" has the shorter stash for its longer ticks, and schedules that split a backward, a part
-of which runs the forward again, have ops of unequal length."""
 FEW, MANY = 8, 64  # micro-batches of the two compilations
 DEEP, NARROW = 32, 64  # layers and width of the model that is scanned and written out
-
-
-def gpt(*, remat: bool) -> GPT:
-    return GPT(vocab=256, length=LENGTH, layers=LAYERS, width=WIDTH, heads=8, remat=remat)
-
-
-def pipeline_step(microbatches: int, **options: Any) -> zeroxla.Step:
-    """Return the pipelined step; a stage is recomputed as a whole, so its layers are not."""
-    pipeline = zeroxla.Pipeline.from_model(gpt(remat=False), **options)
-    mesh = zeroxla.make_mesh(pipe=STAGES, nodes=1, devices_per_node=1)
-    return zeroxla.make_step(pipeline, mesh, optax.adamw(1e-3), microbatches=microbatches)
 
 
 def whole_step(devices: int) -> zeroxla.Step:
@@ -170,44 +139,6 @@ def deep_compile_times(compiles: int) -> dict[str, list[float]]:
     return times
 
 
-def critical_paths() -> tuple[dict[str, dict[str, float]], list[Check]]:
-    """Return the critical paths of the schedules' tables, and the targets.
-
-    A forward of a rank's stages is 1, a backward 2, half of it for the leaves, and 1 more where it
-    runs the forward again.
-
-    That the program runs its table is read from it: a loop of as many turns as there are ticks,
-    with a permute for each hop in each, after which every rank waits for its neighbours: in
-    lockstep.
-    """
-    found, checks = {}, []
-    for name, options in SCHEDULES.items():
-        step, batch = pipeline_step(MICROBATCHES, **options), token_shapes(MICROBATCHES * ROWS)
-        pipeline = zeroxla.Pipeline.from_model(gpt(remat=False), **options)
-        schedule = pipeline.schedule(STAGES, MICROBATCHES, train=True)
-        program = comms(step.lower(step.abstract_state(batch), batch), step.mesh)
-        permutes = program.count(axis="pipe", kind="collective-permute")
-        stash = make_stash(schedule)
-        hops = [hop for hop in (*stash.input_arrivals, *stash.gradient_arrivals) if hop]
-        if permutes != len(hops) * schedule.ticks:
-            raise RuntimeError(
-                f"the program of {name} has {permutes} permutes; its table of {schedule.ticks} "
-                f"ticks with {len(hops)} hops has {len(hops) * schedule.ticks}"
-            )
-        backward = 3 if pipeline.runs_forward_again else 2
-        ideal = (MICROBATCHES + STAGES - 1) * (1 + backward)
-        found[name] = {
-            "ticks": schedule.ticks,
-            "lockstep": cost(schedule, 1, backward, 1) / ideal,
-            "asynchronous": critical_path(schedule, 1, backward, 1) / ideal,
-        }
-        if name in LIMITS:
-            text = f"{name}: critical path in lockstep over (m + p - 1)(F + B)"
-            value = found[name]["lockstep"]
-            checks.append(Check(name=text, value=value, limit=LIMITS[name]))
-    return found, checks
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--turns", type=int, default=7, help="timed steps of each program")
@@ -273,14 +204,14 @@ def main() -> int:
         f"{ROWS} sequences at a time. Median of {options.turns} alternating steps; ratios are "
         "medians of the ratios of a turn. Only ratios carry over to other machines.\n\n"
         f"{table(('step', 's', 'pipelined over it'), step_lines)}\n\n"
-        f"Critical paths at {STAGES} ranks and {MICROBATCHES} micro-batches, over (m + p - 1)(F + "
-        "B): in lockstep, as the program runs, and where a rank waits for nothing but what it "
-        "needs. A forward of a rank's stages is 1, a backward 2, half of it for the leaves. A "
-        "backward also runs the forward again, which is 1 more in the part for the input, unless "
-        "the stash is of activations. Of schedules with chunks a tick is a chunk's work. The last "
-        "column is the measured time of a step over 1F1B's. Simulated devices share the cores, so "
-        "a rank that waits costs nothing, and the column shows what a schedule adds in work and in "
-        "ticks.\n\n"
+        f"The critical path of {STAGES} ranks and {MICROBATCHES} micro-batches, divided by "
+        "(m + p - 1)(F + B). In lockstep all ranks wait for the slowest one after every tick, as "
+        "in this program. In the next column a rank waits only for what it reads. All stages of a rank "
+        "together take 1 for a forward and 2 for a backward, of which 1 is for the gradients of "
+        "leaves. With a stash of inputs a backward runs the forward again, which takes 1 more, in "
+        "the part for the gradient of the input. The last column is the measured time of a step, "
+        "divided by 1F1B's. Simulated devices share the cores: a rank that waits costs nothing, so "
+        "this column shows the work and the ticks that a schedule adds.\n\n"
         f"{table(header, path_lines)}\n\n"
         "Trace and compilation of the 1F1B step:\n\n"
         f"{table(('micro-batches', 's'), compile_lines)}\n\n"

@@ -77,10 +77,10 @@ def write_report(setups: Mapping[str, Setup], parts: Mapping[str, Results]) -> i
     tokens = NUM_FINAL_BATCHES * EVAL_BATCH * LENGTH
     body = (
         f"GPTs over bytes ({setup.corpus.source}) on 8 simulated devices. Islands divide the rows "
-        "of each batch, so all variants see the same tokens: of 2 islands each has 4 devices and "
-        "half of the rows, of 4 islands 2 devices and a quarter. Variants of one seed "
-        "have the same initial weights and batches. The learning rate is that of `zeroxla train`; "
-        "it is not tuned for islands. No phase without islands goes before.\n\n"
+        "of each batch, so all variants see the same tokens. Each of 2 islands has 4 devices and "
+        "half of the rows, each of 4 islands 2 devices and a quarter. Variants with the same seed "
+        "begin with the same weights and see the same batches. All have the learning rate of "
+        "`zeroxla train`, which is not tuned for islands. Islands train from the first step on.\n\n"
         f"The loss is the mean over {tokens:,} held-out tokens, in nats, of the outer parameters "
         "after `settle`, which all islands share and `Island.shared` returns. The last but one "
         "column has the same for the first island's own parameters. All islands took part in every "

@@ -298,7 +298,10 @@ FEATURES = [
             "make_step.weights": "tick",
         },
         fields=("Pipeline.chunks", "Pipeline.stash"),
-        holds=lambda run: run.step.programs.pipeline is not None,
+        holds=lambda run: (
+            run.step.programs.pipeline.schedule(2, 1, train=True).num_chunks == 2
+            and not run.step.programs.pipeline.runs_forward_again
+        ),
     ),
     # What happens to a state.
     Feature(name="checkpoint", slots={"uses.checkpoint": True}, in_program=False),

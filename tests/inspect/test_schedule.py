@@ -1,4 +1,4 @@
-"""Reports and pictures of schedules: their figures are those of the tables."""
+"""Reports and pictures of schedules show the figures that follow from the tables."""
 
 import itertools
 

@@ -332,7 +332,9 @@ def test_a_description_says_what_a_stage_holds_and_who_updates():
     assert found.gradient_bytes == 4 * max(stages)
     text = str(found)
     shared = 4 * (wte + wpe + ln_f) // 4
-    assert f"{4 * 2 * block // 2:,} bytes are of layers of its own stage" in text
+    assert (
+        f"{4 * 2 * block // 2:,} bytes of its parameters belong to layers of its own stage" in text
+    )
     assert f"{shared:,} of leaves that all 4 devices share" in text
     assert "Each device updates what it stores, on the device" in text
 

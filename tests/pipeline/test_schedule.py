@@ -31,7 +31,7 @@ from zeroxla.pipeline.schedule_check import check
 from zeroxla.pipeline.schedule_cost import cost
 from zeroxla.pipeline.stash import make_stash
 
-MANY = 1000  # changes of one schedule, of which more are a sample
+MANY = 1000  # the most changes of one schedule that are tried; they are drawn at random
 
 
 @each_builder

@@ -1,4 +1,4 @@
-"""Schedules with several stages on a rank: what they cost and hold, and what is refused of them."""
+"""Schedules with several stages on a rank: their cost, what a rank holds, and bad tables."""
 
 import dataclasses
 
@@ -17,7 +17,7 @@ COUNTS = (1, 2, 3, 5, 8, 12, 13, 16, 21, 40)  # of micro-batches
 
 
 def over_1f1b(schedule):
-    """Cost in lockstep over that of 1F1B with one stage on each rank."""
+    """The cost in lockstep, divided by that of 1F1B with one stage on each rank."""
     return cost(schedule) / cost(one_f_one_b(schedule.num_ranks, schedule.microbatches))
 
 

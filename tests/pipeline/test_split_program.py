@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from tools.products import products
 
 from zeroxla.pipeline.split_program import SplitProgram, split
 from zeroxla.program import compat
@@ -75,7 +76,7 @@ STAGES = {f.__name__: f for f in (scanned, unrolled, shared, remat, nested, keys
 
 
 def halves(stage: Callable[..., jax.Array]) -> tuple[SplitProgram, list[jax.Array]]:
-    """Split a backward: the gradient of the input first, then those of the leaves."""
+    """Split a backward into the gradient of the input, and those of the leaves."""
     x = jnp.asarray(np.random.default_rng(1).normal(size=(ROWS, WIDTH)))
     args = leaves(), x, jnp.cos(x)
 
@@ -85,30 +86,6 @@ def halves(stage: Callable[..., jax.Array]) -> tuple[SplitProgram, list[jax.Arra
 
     program, _ = trace(backward, *args, opened=compat.backward_jaxpr)
     return split(program, [0], range(1, 4)), jax.tree.leaves(args)
-
-
-def products(fun: Callable[..., Any], *args: Any) -> int:
-    """Count the multiplications of the matrix products of a function, those in loops each turn."""
-    program, _ = trace(fun, *args, opened=compat.backward_jaxpr)
-
-    def count(program: Any) -> int:
-        total = 0
-        for eq in program.equations:
-            if eq.name == "dot_general":
-                ((summed, _), _) = eq.params["dimension_numbers"]
-                inner = [eq.inputs[0].aval.shape[d] for d in summed]
-                total += int(np.prod([*eq.outputs[0].aval.shape, *inner]))
-            elif eq.name == "scan":
-                body = compat.open_jaxpr(eq.params["jaxpr"])[0]
-                inside = trace(
-                    lambda *xs, body=body: jax.core.eval_jaxpr(body, (), *xs),
-                    *(v.aval for v in body.invars),
-                    opened=compat.backward_jaxpr,
-                )[0]
-                total += eq.params["length"] * count(inside)
-        return total
-
-    return count(program)
 
 
 @pytest.mark.parametrize("name", STAGES)
@@ -128,8 +105,59 @@ def test_both_parts_compute_the_whole_and_no_product_twice(name):
     early = products(lambda args: both.run_first(env(args)), args)
     late = products(lambda args, kept: both.run_second(env(args), kept), args, kept)
     assert early + late == whole
-    # Of a block's products two are those of its leaves' gradients.
+    # Each block has two products that give gradients of leaves.
     assert late == LAYERS * 2 * ROWS * WIDTH * 2 * WIDTH
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_a_first_stage_leaves_only_the_last_products(name):
+    """It has no gradient of its input, and takes the gradient through its layers in the first part
+    as other stages do."""
+    x = jnp.asarray(np.random.default_rng(1).normal(size=(ROWS, WIDTH)))
+    args = leaves(), x, jnp.cos(x)
+
+    def backward(params: Any, x: jax.Array, ct: jax.Array) -> Any:
+        return jax.vjp(lambda params: STAGES[name](params, x), params)[1](ct)[0]
+
+    program, _ = trace(backward, *args, opened=compat.backward_jaxpr)
+    both = split(program, [], range(3), early=True)
+    flat = jax.tree.leaves(args)
+
+    def env(args: list[jax.Array]) -> dict[Any, jax.Array]:
+        return dict(zip(both.program.inputs, args, strict=True))
+
+    _, kept = jax.jit(lambda args: both.run_first(env(args)))(flat)
+    second = jax.jit(lambda args, kept: both.run_second(env(args), kept))
+    for found, expected in zip(second(flat, kept), program(*flat), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=2e-5, atol=1e-5)
+    whole = products(lambda args: both.program(*args), flat)
+    early = products(lambda args: both.run_first(env(args)), flat)
+    late = products(lambda args, kept: both.run_second(env(args), kept), flat, kept)
+    assert early + late == whole
+    assert late == LAYERS * 2 * ROWS * WIDTH * 2 * WIDTH
+
+
+def test_effects_run_once_where_what_they_read_is_known():
+    seen: list[tuple[str, float]] = []
+
+    def fun(x: jax.Array, ct: jax.Array) -> tuple[jax.Array, jax.Array]:
+        jax.debug.callback(lambda x: seen.append(("x", float(x))), x)
+        jax.debug.callback(lambda ct: seen.append(("ct", float(ct))), ct)
+        return jnp.sin(x), jnp.cos(x) * ct
+
+    program, _ = trace(fun, 1.0, 2.0)
+    both = split(program, [0], [1], unknown=program.inputs[1:])
+
+    def env(ct: float) -> dict[Any, jax.Array]:
+        return dict(zip(program.inputs, (jnp.array(1.0), jnp.array(ct)), strict=True))
+
+    _, kept = both.run_first(env(0.0))
+    jax.effects_barrier()
+    assert seen == [("x", 1.0)]
+    (found,) = both.run_second(env(2.0), kept)
+    jax.effects_barrier()
+    assert seen == [("x", 1.0), ("ct", 2.0)]
+    np.testing.assert_allclose(found, np.cos(1.0) * 2, rtol=1e-6)
 
 
 def test_what_both_parts_need_is_handed_on_once():

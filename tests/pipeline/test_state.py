@@ -46,6 +46,20 @@ class RunningBlocks(Fitted):
         return nn.Dense(1)(x)
 
 
+class Remembering(Fitted):
+    """A product with a state. Its weight gradient reads the state, which has changed by then."""
+
+    @nn.compact
+    def __call__(self, x, train):
+        for _ in range(2):
+            x = nn.Dense(8)(x)
+        mean = self.variable("stats", "mean", jnp.ones, (8,))
+        y = x + self.param("kernel", nn.initializers.ones, (8, 8)) @ mean.value
+        if train:
+            mean.value = 0.5 * mean.value + jnp.mean(x.reshape(-1, 8), axis=0)
+        return nn.Dense(1)(y)
+
+
 class Norm(nn.Module):
     """A batch norm that is told whether it is trained."""
 
@@ -84,6 +98,7 @@ CASES = {
     "resnet": (functools.partial(Pipeline.from_model, ResNet()), pictures),
     "listed": (listed, pictures),
     "scanned": (functools.partial(Pipeline.from_model, ScannedNorms()), vectors),
+    "remembering": (functools.partial(Pipeline.from_model, Remembering()), vectors),
     "read in forward": (functools.partial(Pipeline.from_model, RunningBlocks()), vectors),
 }
 
@@ -105,6 +120,7 @@ CASES = {
             ("resnet", 2, "1f1b, activations"),
             ("scanned", 2, "zb-v"),
             ("listed", 2, "dualpipev"),
+            ("remembering", 2, "zb-h1"),
         ],
         rows=True,
     ),

@@ -63,6 +63,11 @@ class CutModel:
 
     def _schedule(self, num_ranks: int, microbatches: int) -> Schedule:
         if isinstance(self.schedule, Schedule):
+            if self.schedule.num_ranks != num_ranks:
+                raise ValueError(
+                    f"the schedule {self.schedule.name!r} is for pipe={self.schedule.num_ranks}, "
+                    f"and the mesh has pipe={num_ranks}; make one for that, or another mesh"
+                )
             return self.schedule
         return make_schedule(self.schedule, num_ranks, microbatches, self.memory, self.chunks)
 
@@ -76,11 +81,10 @@ class CutModel:
         if not train:
             return forward_only(num_ranks, microbatches, self.ranks(num_ranks))
         found = self._schedule(num_ranks, microbatches)
-        if (found.num_ranks, found.microbatches) != (num_ranks, microbatches):
+        if found.microbatches != microbatches:
             raise ValueError(
-                f"the schedule {found.name!r} is for pipe={found.num_ranks} and "
-                f"{found.microbatches} micro-batches, and there are pipe={num_ranks} and "
-                f"{microbatches} micro-batches"
+                f"the schedule {found.name!r} is for {found.microbatches} micro-batches, and there "
+                f"are {microbatches}; make one for these, or set microbatches= of make_step"
             )
         return found
 

@@ -30,7 +30,7 @@ LIGHT = FUSED | REDUCTIONS | RENAMES
 
 @functools.lru_cache(maxsize=256)
 def body_of(scan: Scan) -> Program:
-    """Return the program of a turn of a loop, the same one each time."""
+    """Return the program of a turn of a loop."""
     return flatten(scan.jaxpr, compat.backward_jaxpr)
 
 
@@ -41,12 +41,12 @@ class LoopNeeds:
     Attributes:
       carries: the carries that must be computed, by number.
       ys: the stacked results that are wanted, and those that are light, by number.
-      inputs: the inputs of the body that a turn reads.
+      inputs: the inputs of the body that a turn reads, by number.
     """
 
     carries: tuple[int, ...]
     ys: tuple[int, ...]
-    inputs: frozenset[Value]
+    inputs: frozenset[int]
 
     @staticmethod
     @functools.lru_cache(maxsize=256)
@@ -72,7 +72,8 @@ class LoopNeeds:
         ys |= {*light_results(body, [*carries, *ys], left, carried=carried, without=others)}
         needed = needed_inputs(body, [*carries, *ys])
         stacked = tuple(sorted(i - num for i in ys))
-        return LoopNeeds(tuple(sorted(carries)), stacked, frozenset(needed))
+        inputs = frozenset(i for i, v in enumerate(body.inputs) if v in needed)
+        return LoopNeeds(tuple(sorted(carries)), stacked, inputs)
 
     def results(self, scan: Scan) -> list[int]:
         """Return the numbers of the loop's results that are computed."""
@@ -80,11 +81,11 @@ class LoopNeeds:
 
     def operands(self, scan: Scan) -> list[Value]:
         """Return the values that the loop reads."""
-        consts, _, xs = scan.split_inputs(body_of(scan).inputs)
-        found = [a for a, v in zip(scan.consts, consts, strict=True) if v in self.inputs]
-        found += [scan.carry[i] for i in self.carries]
-        found += [a for a, v in zip(scan.xs, xs, strict=True) if v in self.inputs]
-        return [a for a in found if isinstance(a, Value)]
+        first = scan.num_consts
+        carried = range(first, scan.first_x)
+        read = self.inputs.difference(carried).union(first + i for i in self.carries)
+        operands = (scan.equation.inputs[i] for i in sorted(read))
+        return [a for a in operands if isinstance(a, Value)]
 
 
 def made_for(eq: Equation, wanted: Collection[Value]) -> tuple[int, ...]:
@@ -108,9 +109,23 @@ def operands_of(eq: Equation, outs: Collection[int]) -> list[Value]:
     return list(eq.values)
 
 
-def equations_for(program: Program, outs: Iterable[int]) -> Made:
-    """Return the equations that some results of a program need, with what each of them makes."""
-    return _needed(program, outs)[0]
+def equations_for(
+    program: Program,
+    outs: Iterable[int],
+    *,
+    also: Collection[Value] = (),
+    unknown: Collection[Value] = (),
+) -> Made:
+    """Return the equations that some results of a program need, with what each of them makes.
+
+    Args:
+      program: the program.
+      outs: the numbers of the results.
+      also: other values that are wanted.
+      unknown: inputs that are not given. Equations with effects are needed, unless they depend on
+        these.
+    """
+    return _needed(program, outs, also, unknown)[0]
 
 
 def needed_inputs(program: Program, outs: Iterable[int]) -> set[Value]:
@@ -118,12 +133,22 @@ def needed_inputs(program: Program, outs: Iterable[int]) -> set[Value]:
     return _needed(program, outs)[1] & set(program.inputs)
 
 
-def _needed(program: Program, outs: Iterable[int]) -> tuple[Made, set[Value]]:
-    needed = {v for i in outs if isinstance(v := program.outputs[i], Value)}
+def _needed(
+    program: Program,
+    outs: Iterable[int],
+    also: Collection[Value] = (),
+    unknown: Collection[Value] = (),
+) -> tuple[Made, set[Value]]:
+    later = set(unknown)
+    for eq in program.equations if unknown else ():
+        if not later.isdisjoint(eq.values):
+            later.update(eq.outputs)
+    needed = {v for i in outs if isinstance(v := program.outputs[i], Value)}.union(also)
     equations: Made = {}
     for eq in reversed(program.equations):
-        if (made := made_for(eq, needed)) or eq.has_effects:
-            equations[eq] = made
+        is_due = eq.has_effects and later.isdisjoint(eq.values)
+        if is_due or not needed.isdisjoint(eq.outputs):
+            equations[eq] = made = made_for(eq, needed)
             needed.update(operands_of(eq, made))
     return dict(reversed(equations.items())), needed
 
@@ -133,6 +158,7 @@ def light_results(
     wanted: Iterable[int],
     rest: Iterable[int],
     *,
+    also: Collection[Value] = (),
     carried: Collection[Value] = (),
     without: Collection[Value] = (),
 ) -> list[int]:
@@ -141,10 +167,11 @@ def light_results(
     Args:
       program: the program.
       wanted, rest: the numbers of the results that are wanted, and of those to look at.
+      also: other values that are wanted.
       carried: the inputs that must be kept, as other values, for who reads them later.
       without: the inputs that are not known where the wanted results are computed.
     """
-    made = equations_for(program, wanted)
+    made = equations_for(program, wanted, also=also)
     makers = {
         v: (eq, i)
         for eq in program.equations

@@ -43,6 +43,7 @@ class SplitCall:
         by_data: str | None,
         *,
         unknown: Collection[int] = (),
+        early: bool = False,
     ) -> SplitCall:
         """Trace a function and split it.
 
@@ -51,6 +52,7 @@ class SplitCall:
           args: its arguments, or their shapes.
           by_data: as in `SplitProgram`. The function's own ties are none by data.
           unknown: the numbers of the arguments that only the second call is given.
+          early: as of `split`.
         """
         traced, _ = trace(fun, *args, opened=compat.backward_jaxpr)
         at_once, later = jax.eval_shape(fun, *args)
@@ -63,6 +65,7 @@ class SplitCall:
             range(num, num + more),
             by_data,
             unknown=[v for i in unknown for v in by_argument[i]],
+            early=early,
         )
         _, kept = jax.eval_shape(lambda flat: both.run_first(_env(both, flat)), _flat(args))
         return SplitCall(

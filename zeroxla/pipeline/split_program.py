@@ -11,6 +11,7 @@ A backward is split in this way into the gradients of its inputs and those of it
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -28,8 +29,9 @@ from zeroxla.pipeline.needs import (
     operands_of,
     talks,
 )
+from zeroxla.pipeline.products import before_last_products
 from zeroxla.program.scan import Scan
-from zeroxla.program.trace import Equation, Program, Value, read, run
+from zeroxla.program.trace import Equation, Operand, Program, Value, read, run
 
 Env = dict[Value, Any]
 
@@ -154,24 +156,26 @@ class SplitLoop:
           by_data: as in `SplitProgram`.
         """
         first, num = LoopNeeds.of(scan, frozenset(wanted)), scan.num_carry
-        carried = scan.split_inputs(body_of(scan).inputs)[1]
+        program = body_of(scan)
+        carried = scan.split_inputs(program.inputs)[1]
         ys = tuple(sorted(i - num for i in rest if i >= num))
         carries = {i for i in rest if i < num}.difference(first.carries)
         while True:
             others = [*sorted(carries), *(num + i for i in ys)]
-            body = split(body_of(scan), first.results(scan), others, by_data)
-            inputs = body.read_later
-            more = {i for i, v in enumerate(carried) if v in inputs} - carries
+            body = split(program, first.results(scan), others, by_data)
+            later = body.read_later
+            more = {i for i, v in enumerate(carried) if v in later} - carries
             more = more.difference(first.carries)
             if not more:
                 break
             carries |= more
+        inputs = frozenset(i for i, v in enumerate(program.inputs) if v in later)
         return SplitLoop(
             scan=scan,
             body=body,
             first=first,
-            second=LoopNeeds(tuple(sorted(carries)), ys, frozenset(inputs)),
-            entries=tuple(i for i in first.carries if carried[i] in inputs),
+            second=LoopNeeds(tuple(sorted(carries)), ys, inputs),
+            entries=tuple(i for i in first.carries if carried[i] in later),
         )
 
     @property
@@ -211,10 +215,12 @@ class SplitLoop:
         """Run the loop with another turn: (arrays of the body's inputs, slice of what was stacked)
         -> (carries and slices of results, what to stack)."""
         scan, num = self.scan, len(needs.carries)
-        consts, carried, xs = scan.split_inputs(self.body.program.inputs)
-        fixed = _read(env, scan.consts, consts, needs)
-        sliced = _read(env, scan.xs, xs, needs)
-        mine = [carried[i] for i in needs.carries]
+        inputs = self.body.program.inputs
+        consts, _, xs = scan.split_inputs([i in needs.inputs for i in range(len(inputs))])
+        names = scan.split_inputs(inputs)
+        fixed = _read(env, scan.consts, names[0], consts)
+        sliced = _read(env, scan.xs, names[2], xs)
+        mine = [names[1][i] for i in needs.carries]
 
         def body(carry: list[Any], x: Any) -> tuple[list[Any], Any]:
             slices, handed_on = x
@@ -238,20 +244,24 @@ def split(
     by_data: str | None = None,
     *,
     unknown: Collection[Value] = (),
+    early: bool = False,
 ) -> SplitProgram:
     """Split a program.
 
     Args:
       program, wanted, rest, by_data: the attributes of `SplitProgram`.
       unknown: the inputs that only the second part is given.
+      early: whether only the last products on the way to the other results are left to the second
+        part.
 
-    Equations with effects belong to the first part. Of the other results it also computes those
-    that need no product, if they are smaller than what would have to be kept for them.
+    Equations with effects belong to the first part, where it knows what they read. Of the other
+    results it also computes those that need no product, if they are smaller than what would have to
+    be kept for them.
     """
     outputs = program.outputs
-    first = equations_for(
-        program, [*wanted, *light_results(program, wanted, rest, without=unknown)]
-    )
+    also = before_last_products(program, wanted) if early else set()
+    light = light_results(program, wanted, rest, also=also, without=unknown)
+    first = equations_for(program, [*wanted, *light], also=also, unknown=unknown)
     later = {v for i in rest if isinstance(v := outputs[i], Value)}
     second: Made = {}
     loops: dict[Equation, SplitLoop] = {}
@@ -263,7 +273,7 @@ def split(
         left = tuple(i for i in read_here if i not in here)
         if eq.name == "scan" and here and not eq.has_effects:
             loops[eq] = SplitLoop.make(Scan(eq), here, left, by_data)
-        if left:
+        if left or (eq.has_effects and eq not in first):
             made = left if eq in loops else made_for(eq, {eq.outputs[i] for i in left})
             second[eq] = made
             later.update(loops[eq].read_later if eq in loops else operands_of(eq, made))
@@ -279,7 +289,9 @@ def split(
     )
 
 
-def _read(env: Env, operands: Sequence[Any], inputs: Sequence[Value], needs: LoopNeeds) -> Env:
-    """Return the arrays of the operands whose inputs of the body are read."""
-    pairs = zip(operands, inputs, strict=True)
-    return {v: read(env, a) for a, v in pairs if v in needs.inputs}
+def _read(
+    env: Env, operands: Sequence[Operand], inputs: Sequence[Value], is_read: Sequence[bool]
+) -> Env:
+    """Return the arrays of the operands that a turn reads, each by its input of the body."""
+    pairs = itertools.compress(zip(operands, inputs, strict=True), is_read)
+    return {v: read(env, a) for a, v in pairs}

@@ -45,7 +45,9 @@ class StageCalls:
       forwards: the forward of each stage, if backwards take what it has left and do not run it
         again. It returns the stage's outputs, and of the last stage `AtOnce.sums`, and the state.
       splits: the backward of each stage in two calls, if the schedule splits backwards: the
-        gradients of its inputs, and those of its leaves.
+        gradients of its inputs, and those of its leaves. The first stage has no gradients of
+        inputs; its first call takes the gradient through its layers all the same, so that both are
+        about as long as in other stages.
       tapes: packs what the forward of each stage but the last leaves to its backward.
       last_tape: packs what the forward of the last stage leaves.
       kept: packs what the backward of each stage leaves to its weight gradient.
@@ -92,7 +94,7 @@ class StageCalls:
                 backwards[stage] = backward = _after(call)
                 tape = (list(call.kept),)
             if splits:
-                halves.append(SplitCall.make(backward, (*args, *tape), by_data))
+                halves.append(SplitCall.make(backward, (*args, *tape), by_data, early=True))
         return StageCalls(
             backwards=backwards,
             forwards=forwards,

@@ -177,7 +177,7 @@ class StageWork:
         """Run a whole backward: return the gradient for the stage before, and the carry with the
         sums of the loss, of metrics and of the leaves' gradients."""
         backward = self.calls.backwards[stage]
-        at_once, of_leaves = backward(*self._with_tape(stage, job, carry))
+        at_once, of_leaves = backward(*self._with_tape(stage, job, carry, is_new=True))
         carry = carry._replace(gradients=self.ends.add(stage, carry.gradients, of_leaves))
         return self._up(stage, at_once.of_inputs), self._after_loss(stage, job, carry, at_once)
 
@@ -186,7 +186,8 @@ class StageWork:
     ) -> tuple[Buffers, TrainCarry]:
         """Run the first call of a backward: return the gradient for the stage before, and the carry
         with the sums of the loss and of metrics, and with what the second call needs."""
-        at_once, kept = self.calls.splits[stage].first(self._with_tape(stage, job, carry))
+        args = self._with_tape(stage, job, carry, is_new=True)
+        at_once, kept = self.calls.splits[stage].first(args)
         ring = write(carry.kept, job.kept, self.calls.kept.pack(stage, kept))
         carry = carry._replace(kept=ring)
         return self._up(stage, at_once.of_inputs), self._after_loss(stage, job, carry, at_once)
@@ -194,14 +195,22 @@ class StageWork:
     def _leaf_gradients(self, stage: int, job: StageJob, carry: TrainCarry) -> TrainCarry:
         """Run the second call of a backward: return the carry with the leaves' gradients added."""
         kept = self.calls.kept.unpack(stage, read(carry.kept, job.kept))
-        of_leaves = self.calls.splits[stage].second(self._with_tape(stage, job, carry), kept)
+        args = self._with_tape(stage, job, carry, is_new=False)
+        of_leaves = self.calls.splits[stage].second(args, kept)
         return carry._replace(gradients=self.ends.add(stage, carry.gradients, of_leaves))
 
-    def _with_tape(self, stage: int, job: StageJob, carry: TrainCarry) -> tuple[Any, ...]:
+    def _with_tape(
+        self, stage: int, job: StageJob, carry: TrainCarry, *, is_new: bool
+    ) -> tuple[Any, ...]:
         """Return the arguments of a stage's backward, and what its forward has left, if that is
-        kept."""
+        kept.
+
+        Args:
+          stage, job, carry: as of `TickWork.backward`.
+          is_new: whether the last stage has not seen the micro-batch before, unless in a forward.
+        """
         state = carry.states[self.chunks[stage]]
-        if not self.calls.forwards and stage == self.last:
+        if is_new and stage == self.last and not self.calls.forwards:
             return self._backward_arguments(stage, job, state.leaves)
         args = self._backward_arguments(stage, job, state.seen_by(job.microbatch))
         if not self.calls.forwards:

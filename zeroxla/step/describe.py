@@ -242,8 +242,8 @@ def stored_in_words(
     where = "on the host" if sizes["host"] and updated_on == "host" else "on the device"
     return [
         f"Between steps a device stores parameters and optimizer state: {stored or '0 bytes'}.",
-        f"Of its parameters, {num_own:,} bytes are of layers of its own stage, and {num_rest:,} of "
-        f"leaves that all {mesh.size} devices share.",
+        f"{num_own:,} bytes of its parameters belong to layers of its own stage, and {num_rest:,} "
+        f"to leaves that all {mesh.size} devices share.",
         f"Each device updates what it stores, {where}; no stage waits for another one's update.",
     ]
 
