@@ -48,7 +48,7 @@ def from_ticks(
       name: the schedule's name.
       forward, backward, weight: the ticks of these ops.
       ranks: for each stage, the rank that runs it; None puts stage s on rank s.
-      bound: for each rank, the most inputs that it may hold; where fewer exist, their number counts.
+      bound: for each rank, the most inputs that it may hold, or all if those are fewer.
     """
     stages, m = forward.shape
     ranks = tuple(range(stages)) if ranks is None else tuple(ranks)
