@@ -335,7 +335,7 @@ def test_a_description_says_what_a_stage_holds_and_who_updates():
     assert (
         f"{4 * 2 * block // 2:,} bytes of its parameters belong to layers of its own stage" in text
     )
-    assert f"{shared:,} of leaves that all 4 devices share" in text
+    assert f"{shared:,} to leaves that all 4 devices share" in text
     assert "Each device updates what it stores, on the device" in text
 
     ticked = step_of(Pipeline.from_model(GPT.tiny(layers=4)), 2, 1, 2, 2, weights="tick")

@@ -68,6 +68,7 @@ def test_a_tick_of_zb_v_is_a_third_of_one_with_three_conditionals():
     assert 3 * full_ticks(schedule, forward_again=False) == pytest.approx(schedule.ticks)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["1f1b", "gpipe"])
 def test_time_grows_with_micro_batches_and_stages_minus_one(name):
     """What is done once a step aside, it is (m + p - 1) times a forward and a backward."""
@@ -81,7 +82,7 @@ def test_gpipe_takes_as_long_as_1f1b():
     assert seconds("gpipe", 2, 8) == pytest.approx(seconds("1f1b", 2, 8), rel=0.02)
 
 
-@pytest.mark.parametrize("p", [2, 4])
+@pytest.mark.parametrize("p", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_two_chunks_halve_the_bubble(p):
     found = seconds("interleaved", p, 8) / seconds("1f1b", p, 8)
     assert found == pytest.approx((8 + (p - 1) / 2) / (8 + p - 1), rel=0.04)
