@@ -260,7 +260,8 @@ def test_blocks_are_stored_on_their_stage_where_all_have_as_many():
         uneven.grad(state, batch)
 
 
-@pytest.mark.parametrize("scan", thinned([True], slow=[False]))
+@pytest.mark.slow
+@pytest.mark.parametrize("scan", [True, False])
 def test_a_live_state_moves_between_numbers_of_stages(scan):
     """4 stages, 2, none, and 4 again: the same leaves, bit for bit, and the next losses."""
     model, batch = GPT.tiny(layers=4, scan=scan), tokens(8)
