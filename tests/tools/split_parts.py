@@ -37,7 +37,7 @@ def in_parts(function, shapes, chosen, parts=2, arrays=None):
     leaves = [planned_dims(s, *(c or (None, ()))) for s, c in zip(shapes, chosen, strict=True)]
     flow = DimsFlow.of(program, leaves)
     for atoms in flow.atoms():
-        assert not any(atom.blocked for atom in atoms if atom.chosen), "blocked"
+        assert not any(atom.needed_whole for atom in atoms if atom.chosen), "blocked"
     axis = SplitAxis(parts=parts, name="tensor")
 
     def run(_):

@@ -13,6 +13,13 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 NODE = "node"
 DEVICE = "device"
 PIPE = "pipe"
+TENSOR = "tensor"
+CONTEXT = "context"
+EXPERT = "expert"
+
+SPLIT_AXES = (EXPERT, CONTEXT, TENSOR)
+"""The axes along which the work on one row is split, in the order of a mesh: devices that are next
+to each other share the last."""
 
 # Every leaf and every batch is split over these two axes. A leaf's shards are ordered device-major
 # (see wire/collectives.py), a batch's rows node-major, so that a host's rows are contiguous.
@@ -48,7 +55,7 @@ def as_auto(mesh: Mesh, *, pipeline: bool = False) -> Mesh:
     check_is_mesh(mesh)
     names = mesh.axis_names
     missing = [a for a in BATCH_AXES if a not in names]
-    unknown = [a for a in names if a not in (PIPE, *BATCH_AXES)]
+    unknown = [a for a in names if a not in (PIPE, *BATCH_AXES, *SPLIT_AXES)]
     if len(missing) == 2 or unknown:
         raise ValueError(
             f"the mesh has the axes {tuple(names)} and needs {BATCH_AXES}"
@@ -83,10 +90,16 @@ def platform_of(mesh: Mesh) -> str:
     return mesh.devices.flat[0].platform
 
 
+def split_axes(mesh: Mesh) -> tuple[str, ...]:
+    """Return the axes of several devices along which the work on one row is split."""
+    return tuple(axis for axis in SPLIT_AXES if mesh.shape.get(axis, 1) > 1)
+
+
 def leaf_axes(mesh: Mesh) -> tuple[str, ...]:
     """Return the axes over which leaves are split, outermost first. They are all axes of the
     mesh."""
-    return (*LEAF_AXES, PIPE) if mesh.shape.get(PIPE, 1) > 1 else LEAF_AXES
+    stages = (PIPE,) if mesh.shape.get(PIPE, 1) > 1 else ()
+    return (*split_axes(mesh), *LEAF_AXES, *stages)
 
 
 def axes_size(mesh: Mesh, axes: Sequence[str]) -> int:

@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from zeroxla.config.values import whole_number
-from zeroxla.mesh.axes import DEVICE, NODE, PIPE
+from zeroxla.mesh.axes import CONTEXT, DEVICE, EXPERT, NODE, PIPE, TENSOR
 from zeroxla.mesh.processes.start import nodes_of_processes
 
 
@@ -20,10 +20,14 @@ def make_mesh(
     nodes: int | None = None,
     devices_per_node: int | None = None,
     pipe: int = 1,
+    tensor: int = 1,
+    context: int = 1,
+    expert: int = 1,
     devices: Sequence[jax.Device] | None = None,
 ) -> Mesh:
     """Make a mesh with the axes `("node", "device")`, and with an outermost `"pipe"` if there are
-    several stages.
+    several stages. The axes `expert`, `context` and `tensor` divide the devices of a node, if they
+    are asked for, and come last; `device` is what they leave for data.
 
     Hosts become the axis `node`, whatever the order of processes, and each gives its first devices.
     With stages, and without `nodes`, hosts become the axis `pipe` first, as stages send each other
@@ -34,14 +38,20 @@ def make_mesh(
         make_mesh(pipe=4)             pipe 4 x node 1 x device 4, a host is two stages
         make_mesh(pipe=2, nodes=2)    pipe 2 x node 2 x device 4, each host has a part of each stage
 
-    and on four hosts `make_mesh(pipe=2)` is pipe 2 x node 2 x device 8: two hosts are a stage.
+    and on four hosts `make_mesh(pipe=2)` is pipe 2 x node 2 x device 8: two hosts are a stage. On
+    one host of 8 devices
+
+        make_mesh(tensor=2, context=2)       node 1 x device 2 x context 2 x tensor 2
 
     Args:
       nodes: length of the axis `node`. Hosts lie along it as far as they fill it, the rest of them
         along `pipe`. None means the number of hosts in a stage.
-      devices_per_node: length of the axis `device`. None means that all devices are used. They must
-        divide evenly.
+      devices_per_node: the number of devices of a node, the length of the axis `device` times
+        those of the axes after it. None means that all devices are used. They must divide evenly.
       pipe: number of pipeline stages.
+      tensor: number of devices that share each product with a leaf: tensor parallelism.
+      context: number of devices that share each sequence.
+      expert: number of devices that share each bank of experts.
       devices: the devices to take, in this order: `device` runs fastest, then `node`. The first
         pipe * nodes * devices_per_node of them are used. None means all devices, arranged as above.
 
@@ -52,7 +62,8 @@ def make_mesh(
     Raises:
       ValueError: a length is no whole number of 1 or more, there are fewer devices than asked for,
         `devices_per_node` is None and devices do not divide evenly, hosts have different numbers of
-        devices, or `nodes` is None and hosts and stages do not divide evenly.
+        devices, `nodes` is None and hosts and stages do not divide evenly, or the devices of a node
+        do not divide by tensor x context x expert.
 
     >>> make_mesh(nodes=1, devices_per_node=1).axis_names
     ('node', 'device')
@@ -60,12 +71,17 @@ def make_mesh(
     nodes = whole_number("nodes", nodes, 1)
     devices_per_node = whole_number("devices_per_node", devices_per_node, 1)
     pipe = whole_number("pipe", pipe, 1) or 1
+    split = {
+        name: whole_number(name, length, 1) or 1
+        for name, length in ((EXPERT, expert), (CONTEXT, context), (TENSOR, tensor))
+    }
     hosts = _by_host(jax.devices() if devices is None else devices)
     if nodes is None:
         nodes = _hosts_of_a_stage(_equal_hosts(hosts), pipe)
     num_devices = sum(map(len, hosts.values()))
     if devices_per_node is None:
         devices_per_node = _share(num_devices, pipe, nodes)
+    _check_split(devices_per_node, split)
     needed = pipe * nodes * devices_per_node
     if needed > num_devices:
         raise ValueError(
@@ -87,7 +103,24 @@ def make_mesh(
         grid = np.asarray(devices[:needed], dtype=object).reshape(shape)
     if pipe == 1:
         grid, names = grid[0], names[1:]
+    split = {name: length for name, length in split.items() if length > 1}
+    data = devices_per_node // math.prod(split.values())
+    grid, names = grid.reshape(*grid.shape[:-1], data, *split.values()), (*names, *split)
     return Mesh(grid, names, axis_types=(AxisType.Auto,) * len(names))
+
+
+def _check_split(devices_per_node: int, split: Mapping[str, int]) -> None:
+    """Check that the axes that split work divide the devices of a node.
+
+    Raises:
+      ValueError: they do not.
+    """
+    if devices_per_node % math.prod(split.values()):
+        lengths = " x ".join(f"{name}={length}" for name, length in split.items() if length > 1)
+        raise ValueError(
+            f"{devices_per_node} devices of a node do not divide by {lengths}, whose axes lie "
+            "inside a node; take lengths whose product divides them, or other devices_per_node="
+        )
 
 
 def _share(num_devices: int, pipe: int, nodes: int) -> int:

@@ -19,6 +19,31 @@ from zeroxla.mesh.axes import LEAF_AXES, PIPE
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class AxisPart:
+    """Which part of a leaf a device computes with, along an axis that splits work.
+
+    Attributes:
+      axis: the mesh axis.
+      length: its length.
+      dim: the dim that is split.
+      pieces: the pieces of that dim: (outer, size, inner), whose middle factor is split, or the
+        size of one that every device has whole.
+    """
+
+    axis: str
+    length: int
+    dim: int
+    pieces: tuple[tuple[int, int, int] | int, ...]
+
+    @property
+    def size(self) -> int:
+        """The size of the dim in one part."""
+        return sum(
+            p if isinstance(p, int) else p[0] * -(-p[1] // self.length) * p[2] for p in self.pieces
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Placement:
     """Where the elements of one array live.
 
@@ -33,6 +58,7 @@ class Placement:
         the layers that its devices store; None if there is none.
       memory: the memory that the array lives in: JAX's kind of the host's memory, `disk`, or None
         for the device's own.
+      parts: the part of a leaf that a device computes with, along each axis that splits it.
     """
 
     shape: tuple[int, ...]
@@ -42,6 +68,19 @@ class Placement:
     axes: tuple[str, ...] = LEAF_AXES
     stage_dim: int | None = None
     memory: str | None = None
+    parts: tuple[AxisPart, ...] = ()
+
+    @property
+    def of_part(self) -> Placement:
+        """The placement of the part that a device computes with, over the devices that compute with
+        the same part."""
+        if not self.parts:
+            return self
+        shape = list(self.shape)
+        for part in self.parts:
+            shape[part.dim] = part.size
+        axes = tuple(a for a in self.axes if a not in [part.axis for part in self.parts])
+        return dataclasses.replace(self, shape=tuple(shape), axes=axes, parts=())
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
@@ -102,6 +141,7 @@ class Placement:
         stage_dim = self.stage_dim
         if stage_dim is not None:
             stage_dim = None if stage_dim == dim else stage_dim - (stage_dim > dim)
+        assert not self.parts, "only the placement of a part is sliced"
         return dataclasses.replace(
             self, shape=shape, dim=inner, layer_dims=layer_dims, stage_dim=stage_dim
         )

@@ -7,17 +7,17 @@ from collections.abc import Sequence
 from typing import TypeVar
 
 from zeroxla.program import compat
-from zeroxla.program.trace import Equation, Program, flatten
+from zeroxla.program.trace import Equation, Opened, Program, flatten
 
 _T = TypeVar("_T")
 
 
-def branches_of(eq: Equation) -> list[Program]:
-    """Return the branches of a `cond`, opened like a program of forward alone.
+def branches_of(eq: Equation, opened: Opened = compat.forward_jaxpr) -> list[Program]:
+    """Return the branches of a `cond`; see `trace` for `opened`.
 
     Its first operand is the number of the branch, and all branches read the others.
     """
-    return [flatten(branch, compat.forward_jaxpr) for branch in eq.params["branches"]]
+    return [flatten(branch, opened) for branch in eq.params["branches"]]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -39,10 +39,10 @@ class While:
         second = first + self.equation.params["body_nconsts"]
         return values[:first], values[first:second], values[second:]
 
-    def test(self) -> Program:
+    def test(self, opened: Opened = compat.forward_jaxpr) -> Program:
         """Return the condition; it reads its constants and the carry."""
-        return flatten(self.equation.params["cond_jaxpr"], compat.forward_jaxpr)
+        return flatten(self.equation.params["cond_jaxpr"], opened)
 
-    def body(self) -> Program:
+    def body(self, opened: Opened = compat.forward_jaxpr) -> Program:
         """Return the body; it reads its constants and the carry, and returns the next carry."""
-        return flatten(self.equation.params["body_jaxpr"], compat.forward_jaxpr)
+        return flatten(self.equation.params["body_jaxpr"], opened)

@@ -13,6 +13,7 @@ Joining is union-find (see `joins`); `Atom.root` stands for a class.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterator, Sequence
 
@@ -21,7 +22,7 @@ Dim = tuple["Atom", ...]
 Dims = tuple[Dim, ...]
 """The dims of one array."""
 
-KINDS = ("is_contracted", "is_heads", "is_table", "is_loop")
+KINDS = ("is_contracted", "is_heads", "is_table", "is_loop", "is_compared")
 
 _MOST_TOGETHER = 64
 """The most sets that `together` returns."""
@@ -33,12 +34,15 @@ class Atom:
     Attributes (of a root; they hold for its whole class):
       size: the number of elements along it.
       blocked: the reasons why it cannot be split; empty if it can be.
+      reduced: the equations that reduce along it. Training splits such a class, and completes the
+        results over the parts; generation does not.
       sums: for each product or lookup along it, the number of elements of the result. They are
         summed over the parts if it is split.
       is_contracted: whether a product sums over it.
       is_heads: whether two activations are multiplied head by head along it.
       is_table: whether indices are looked up along it.
       is_loop: whether a loop goes through it, one element in each turn.
+      is_compared: whether the largest or smallest element along it is looked for.
       chosen: whether it is split.
       depth: how many times the dim that it comes from has been cut.
     """
@@ -50,10 +54,12 @@ class Atom:
         "blocked",
         "chosen",
         "depth",
+        "is_compared",
         "is_contracted",
         "is_heads",
         "is_loop",
         "is_table",
+        "reduced",
         "size",
         "sums",
     )
@@ -61,8 +67,10 @@ class Atom:
     def __init__(self, size: int, *, chosen: bool = False) -> None:
         self.size = int(size)
         self.blocked: dict[str, None] = {}
+        self.reduced: dict[str, None] = {}
         self.sums: list[int] = []
         self.is_contracted = self.is_heads = self.is_table = self.is_loop = False
+        self.is_compared = False
         self.chosen = chosen
         self.depth = 0
         self._parent: Atom | None = None
@@ -80,9 +88,15 @@ class Atom:
     def __repr__(self) -> str:
         return f"Atom({self.size})"
 
+    @property
+    def needed_whole(self) -> dict[str, None]:
+        """The reasons why generation keeps it whole; empty if it may be split."""
+        return {**self.blocked, **self.reduced}
+
     def note(self, other: Atom) -> None:
         """Note of this class all that is known of another, `chosen` aside."""
         self.blocked |= other.blocked
+        self.reduced |= other.reduced
         self.sums += other.sums
         for kind in KINDS:
             setattr(self, kind, getattr(self, kind) or getattr(other, kind))
@@ -146,6 +160,20 @@ def block(dim: Dim, why: str) -> None:
     """Record that no atom of the dim can be split, and the reason."""
     for atom in atoms_in(dim):
         atom.blocked[why] = None
+
+
+@contextlib.contextmanager
+def choosing(atom: Atom | None) -> Iterator[None]:
+    """Return a context in which an atom's class is split; in that of None nothing is."""
+    if atom is None:
+        yield
+        return
+    root = atom.root
+    root.chosen = True
+    try:
+        yield
+    finally:
+        root.chosen = False
 
 
 def is_split(dim: Dim) -> bool:

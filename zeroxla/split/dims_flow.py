@@ -9,8 +9,9 @@ import jax.numpy as jnp
 
 from zeroxla.program import compat
 from zeroxla.program.branches import While, branches_of
+from zeroxla.program.primitives import CUSTOM_RULES, NO_GRADIENT, REMATS
 from zeroxla.program.scan import Scan
-from zeroxla.program.trace import Constant, Equation, Operand, Program, Value
+from zeroxla.program.trace import Constant, Equation, Opened, Operand, Program, Value, flatten
 from zeroxla.split.atoms import (
     Atom,
     Dim,
@@ -22,6 +23,7 @@ from zeroxla.split.atoms import (
     repeated,
     together,
 )
+from zeroxla.split.custom_rules import CustomRule
 from zeroxla.split.joins import join
 from zeroxla.split.products import rule_of
 
@@ -37,30 +39,70 @@ class DimsFlow:
         `cond`, the condition and the body of a `while`.
       contracted: by a leaf's number, the leaf's dims that products sum over. In tensor parallelism
         these are called a matrix' rows, and its other dims columns.
+      opened: says which equations the program was traced without; see `trace`. Custom derivatives
+        that are equations of the program keep their rules when it runs on parts.
+      rules: the programs of these derivatives, by equation.
     """
 
     program: Program
     dims: dict[Operand, Dims] = dataclasses.field(default_factory=dict)
     bodies: dict[Equation, list[DimsFlow]] = dataclasses.field(default_factory=dict)
     contracted: dict[int, list[Dim]] = dataclasses.field(default_factory=dict)
+    opened: Opened = compat.forward_jaxpr
+    rules: dict[Equation, CustomRule] = dataclasses.field(default_factory=dict)
     _leaves: dict[Operand, frozenset[int]] = dataclasses.field(default_factory=dict)
     """For a value that depends on leaves alone: the numbers of these leaves."""
+    _fixed: set[Value] = dataclasses.field(default_factory=set)
+    """The values that depend on constants alone."""
+    _trained: set[Value] = dataclasses.field(default_factory=set)
+    """The floating values that depend on a leaf."""
 
     @staticmethod
-    def of(program: Program, leaves: Sequence[Dims]) -> DimsFlow:
+    def of(
+        program: Program, leaves: Sequence[Dims], opened: Opened = compat.forward_jaxpr
+    ) -> DimsFlow:
         """Follow the dims through a program.
 
         Args:
-          program: a program traced with `opened=compat.forward_jaxpr`.
+          program: the program.
           leaves: the dims of its first inputs, which are the leaves.
+          opened: that with which the program was traced.
         """
-        flow, num_leaves = DimsFlow(program), len(leaves)
+        flow, num_leaves = DimsFlow(program, opened=opened), len(leaves)
         others = [dims_of(v.aval.shape) for v in program.inputs[num_leaves:]]
         flow.dims.update(zip(program.inputs, (*leaves, *others), strict=True))
         flow._leaves.update((v, frozenset((i,))) for i, v in enumerate(program.inputs[:num_leaves]))
+        flow._trained.update(v for v in program.inputs[:num_leaves] if v.is_float)
         flow._walk(set(program.inputs[num_leaves:]))
         flow._block_repeated()
         return flow
+
+    @staticmethod
+    def of_equation(eq: Equation, ins: Sequence[Dims], opened: Opened) -> DimsFlow:
+        """Follow the dims through one equation alone.
+
+        Args:
+          eq: the equation; each of its operands is another value.
+          ins: the dims of its operands, shared with nothing else.
+          opened: as in `of`.
+        """
+        flow = DimsFlow(Program(eq.values, (eq,), eq.outputs), opened=opened)
+        flow.dims.update(zip(eq.values, ins, strict=True))
+        flow._walk(set(eq.values))
+        flow._block_repeated()
+        return flow
+
+    def is_computed(self, operand: Operand) -> bool:
+        """Return whether a value depends on a leaf or on another input of the whole program."""
+        return isinstance(operand, Value) and operand not in self._fixed
+
+    def has_gradient(self, value: Value) -> bool:
+        """Return whether a gradient may flow through a value."""
+        return value in self._trained
+
+    def made_of_leaves(self, operand: Operand) -> bool:
+        """Return whether a value depends on leaves and constants alone, and on a leaf."""
+        return bool(self._made_of(operand))
 
     def outputs(self) -> list[Dims]:
         """Return the dims of the program's results."""
@@ -97,13 +139,18 @@ class DimsFlow:
           active: the inputs that are not leaves. Every value that depends on one is added: it is an
             activation.
         """
+        inputs = self.program.inputs
+        self._fixed.update(v for v in inputs if v not in active and not self._made_of(v))
         for eq in self.program.equations:
             ins = [self.of_operand(x) for x in eq.inputs]
+            if eq.name not in NO_GRADIENT and not self._trained.isdisjoint(eq.values):
+                self._trained.update(v for v in eq.outputs if v.is_float)
             if not active.isdisjoint(eq.values):
                 active.update(eq.outputs)
             else:
                 made_of = frozenset().union(*map(self._made_of, eq.inputs))
                 self._leaves.update(dict.fromkeys(eq.outputs, made_of))
+                self._fixed.update(() if made_of else eq.outputs)
             if eq.name in _RUN and not compat.is_by_platform(eq.params):
                 outs = _RUN[eq.name](self, eq, ins, active)
             else:
@@ -148,6 +195,7 @@ class DimsFlow:
         operands: Sequence[Operand],
         dims: Sequence[Dims],
         active: Collection[Operand],
+        opened: Opened | None = None,
     ) -> list[Dims]:
         """Follow the dims through a program that an equation runs; return those of its results.
 
@@ -157,11 +205,14 @@ class DimsFlow:
           operands: the equation's operands that are its inputs.
           dims: the dims of its inputs.
           active: the operands that are not made of leaves alone, and inputs that are like them.
+          opened: that with which the program was traced; None if it is this one's.
         """
-        body = DimsFlow(program, contracted=self.contracted)
+        body = DimsFlow(program, contracted=self.contracted, opened=opened or self.opened)
         body._leaves.update(zip(program.inputs, map(self._made_of, operands), strict=True))
         body.dims.update(zip(program.inputs, dims, strict=True))
-        pairs = zip(program.inputs, operands, strict=True)
+        pairs = list(zip(program.inputs, operands, strict=True))
+        trained = {v for v, x in pairs if v.is_float and (x in self._trained or v in active)}
+        body._trained.update(trained)
         body._walk({v for v, x in pairs if x in active or v in active})
         self.bodies.setdefault(eq, []).append(body)
         return body.outputs()
@@ -169,7 +220,7 @@ class DimsFlow:
     def _through_loop(self, eq: Equation, ins: list[Dims], active: set[Value]) -> list[Dims]:
         """Follow the dims through a `scan`'s body; return the dims of its results."""
         scan = Scan(eq)
-        program = scan.body(compat.forward_jaxpr)
+        program = scan.body(self.opened)
         consts, carry, xs = scan.split_inputs(ins)
         for dims in xs:
             _mark_loop(dims[0])
@@ -189,7 +240,7 @@ class DimsFlow:
         loop = While(eq)
         dims, given = loop.split_inputs(ins), loop.split_inputs(eq.inputs)
         first, found = dims[2], []
-        for k, program in enumerate((loop.test(), loop.body())):
+        for k, program in enumerate((loop.test(self.opened), loop.body(self.opened))):
             within = active | set(program.inputs[len(given[k]) :])
             operands, inside = [*given[k], *given[2]], [*dims[k], *first]
             found = self._into(eq, program, operands, inside, within)
@@ -199,17 +250,37 @@ class DimsFlow:
     def _through_branches(self, eq: Equation, ins: list[Dims], active: set[Value]) -> list[Dims]:
         """Follow the dims through the branches of a `cond`; return the dims of its results."""
         found = [
-            self._into(eq, program, eq.inputs[1:], ins[1:], active) for program in branches_of(eq)
+            self._into(eq, program, eq.inputs[1:], ins[1:], active)
+            for program in branches_of(eq, self.opened)
         ]
         for other in found[1:]:
             _join_all(found[0], other, "branches return it")
         return found[0]
+
+    def _through_remat(self, eq: Equation, ins: list[Dims], active: set[Value]) -> list[Dims]:
+        """Follow the dims through a `jax.checkpoint`; return the dims of its results."""
+        return self._into(eq, flatten(eq.params["jaxpr"], self.opened), eq.inputs, ins, active)
+
+    def _through_rule(self, eq: Equation, ins: list[Dims], active: set[Value]) -> list[Dims]:
+        """Follow the dims through an equation with a derivative of its own, forward and backward;
+        return the dims of its results."""
+        rule = self.rules[eq] = CustomRule.of(eq)
+        opened = compat.forward_jaxpr
+        found = self._into(eq, rule.forward, eq.inputs, ins, active, opened)
+        outs, kept = found[: len(eq.outputs)], found[len(eq.outputs) :]
+        cts = [outs[i] for i in rule.outputs]
+        inputs = rule.backward.inputs
+        back = self._into(eq, rule.backward, inputs, [*kept, *cts], inputs, opened)
+        _join_all([ins[i] for i in rule.targets], back, "it is a cotangent")
+        return outs
 
 
 _RUN = {
     "scan": DimsFlow._through_loop,
     "while": DimsFlow._through_while,
     "cond": DimsFlow._through_branches,
+    **dict.fromkeys(REMATS, DimsFlow._through_remat),
+    **dict.fromkeys(CUSTOM_RULES, DimsFlow._through_rule),
 }
 """Equations that run programs of their own."""
 

@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
+
+import jax
 
 from zeroxla.program.primitives import ELEMENTWISE, REDUCTIONS
 from zeroxla.program.trace import Equation
-from zeroxla.split.atoms import Dims, block, dim_in_pieces
+from zeroxla.split.atoms import Dims, atoms_in, block, dim_in_pieces, is_split
 from zeroxla.split.joins import MOST_PIECES
-from zeroxla.split.rules import Connect, Rule, fresh, same, shape_of
+from zeroxla.split.rules import (
+    Args,
+    Connect,
+    DimsOf,
+    Rule,
+    bind,
+    fresh,
+    run_sum,
+    same,
+    shape_of,
+)
+from zeroxla.split.split_axis import SplitAxis
 
 
 def _connect_elementwise(eq: Equation, ins: list[Dims]) -> list[Dims]:
@@ -53,6 +67,28 @@ def _along(dims_of: Callable[[Equation], Sequence[int]]) -> Connect:
     return connect
 
 
+def _connect_reduction(eq: Equation, ins: list[Dims]) -> list[Dims]:
+    """Join the dims that stay. A sum over parts is completed, and so is a maximum."""
+    (dims,), axes = ins, eq.params["axes"]
+    for i in axes:
+        for atom in atoms_in(dims[i]):
+            atom.reduced[f"{eq.name} goes through it"] = None
+            if eq.name == "reduce_sum":
+                atom.sums.append(math.prod(eq.outputs[0].aval.shape))
+            else:
+                atom.is_compared = True
+    return [tuple(dim for i, dim in enumerate(dims) if i not in axes)]
+
+
+def _run_reduction(axis: SplitAxis, dims: DimsOf, eq: Equation, args: Args) -> list[jax.Array]:
+    (whole,), (part,) = (dims[x] for x in eq.inputs), args
+    split = {d: whole[d] for d in eq.params["axes"] if is_split(whole[d])}
+    if split and eq.name == "reduce_sum":
+        return run_sum(axis, eq, args, split)
+    (found,) = bind(eq, (part,))
+    return bind(eq, (axis.gathered(found),), axes=(0,)) if split else [found]
+
+
 def _connect_concatenate(eq: Equation, ins: list[Dims]) -> list[Dims]:
     out, along = list(fresh(eq.outputs[0])), eq.params["dimension"]
     for dims in ins:
@@ -83,6 +119,9 @@ _ALONG_AXIS = Rule(_along(lambda eq: (eq.params["axis"],)))
 ELEMENTWISE_RULES: dict[str, Rule] = {
     **dict.fromkeys(ELEMENTWISE, Rule(_connect_elementwise)),
     **dict.fromkeys(REDUCTIONS, Rule(_along(lambda eq: eq.params["axes"]))),
+    **dict.fromkeys(
+        ("reduce_sum", "reduce_max", "reduce_min"), Rule(_connect_reduction, _run_reduction)
+    ),
     **dict.fromkeys(
         ("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "unstack"), _ALONG_AXIS
     ),

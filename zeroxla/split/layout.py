@@ -9,6 +9,7 @@ from zeroxla.split.atoms import (
     Atom,
     Dim,
     Dims,
+    atoms_in,
     dim_in_pieces,
     dim_of,
     dims_of,
@@ -77,6 +78,14 @@ def planned_dims(shape: Sequence[int], dim: int | None, pieces: Sequence[Piece])
     if dim is not None:
         dims[dim] = dim_in_pieces([_planned(piece) for piece in pieces])
     return tuple(dims)
+
+
+def structured_dims(shape: Sequence[int], dim: int, pieces: Sequence[Piece]) -> Dims:
+    """Return the same dims with nothing chosen: only the pieces and factors are known."""
+    dims = planned_dims(shape, dim, pieces)
+    for atom in atoms_in(dims[dim]):
+        atom.chosen = False
+    return dims
 
 
 def _planned(piece: Piece) -> Dim:

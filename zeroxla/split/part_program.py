@@ -95,8 +95,8 @@ class PartProgram:
         for atoms in self.flow.atoms():
             chosen = [atom for atom in atoms if atom.chosen]
             for atom in chosen:
-                if atom.blocked or len(chosen) > 1:
-                    why = "; ".join(atom.blocked) or "another split dim is in the same array"
+                if atom.needed_whole or len(chosen) > 1:
+                    why = "; ".join(atom.needed_whole) or "another split dim is in the same array"
                     return atom.size, why
         return None
 

@@ -57,14 +57,16 @@ def _run_dot(axis: SplitAxis, dims: DimsOf, eq: Equation, args: Args) -> list[ja
 
 def _connect_gather(eq: Equation, ins: list[Dims]) -> list[Dims]:
     numbers, sizes = eq.params["dimension_numbers"], eq.params["slice_sizes"]
-    if numbers.operand_batching_dims:
-        return connect_unknown(eq, ins)
     table, indices = ins
     out = list(fresh(eq.outputs[0]))
     windows = iter(numbers.offset_dims)
+    gone = (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)
     for d, dim in enumerate(table):
-        window = None if d in numbers.collapsed_slice_dims else next(windows)
-        if sizes[d] == shape_of(eq.inputs[0])[d] and window is not None:
+        window = None if d in gone else next(windows)
+        if d in numbers.operand_batching_dims:
+            at = numbers.operand_batching_dims.index(d)
+            same(eq, dim, indices[numbers.start_indices_batching_dims[at]])
+        elif sizes[d] == shape_of(eq.inputs[0])[d] and window is not None:
             same(eq, out[window], dim)
         elif numbers.start_index_map == (d,) and sizes[d] == 1 and eq.outputs[0].is_float:
             if any(map(pieces_of, expand(dim))):

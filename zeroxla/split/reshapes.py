@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import jax
 
 from zeroxla.program.trace import Equation
@@ -27,6 +29,10 @@ from zeroxla.split.rules import (
     shape_of,
 )
 from zeroxla.split.split_axis import SplitAxis
+
+
+MOST_SHIFTED = 4
+"""The most elements that are left out of a row by a slice that only shifts it."""
 
 
 def _connect_broadcast(eq: Equation, ins: list[Dims]) -> list[Dims]:
@@ -73,10 +79,16 @@ def _run_iota(axis: SplitAxis, dims: DimsOf, eq: Equation, args: Args) -> list[j
 
 
 def _sliced(dim: Dim, start: int, size: int) -> Dim:
-    """Return the dim of a slice, which is a piece of the first; block both if that cannot be."""
-    found = dim
+    """Return the dim of a slice, which is a piece of the first; block both if that cannot be.
+
+    A slice that leaves out a few elements of a row, like the last token of a sequence, is no piece:
+    the dim would be cut wherever it occurs, and no axis could split it.
+    """
+    found, whole = dim, size_of(expand(dim))
+    left = whole - size
+    is_shifted = 0 < left <= min(MOST_SHIFTED, size // 4) and math.gcd(start, size, whole) == 1
     for at, keep in ((start, 1), (size, 0)):
-        if 0 < at < size_of(expand(found)):
+        if not is_shifted and 0 < at < size_of(expand(found)):
             if (parts := cut(found, at)) is None:
                 break
             found = parts[keep]

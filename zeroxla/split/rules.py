@@ -102,7 +102,9 @@ def run_sum(
     # The parts are summed in float32 and rounded once, as the whole product would be.
     dtype = eq.outputs[0].aval.dtype
     wide = jnp.promote_types(dtype, jnp.float32) if jnp.issubdtype(dtype, jnp.floating) else dtype
-    (part,) = bind(eq, (first, *others), preferred_element_type=wide, **changed)
+    if "preferred_element_type" in eq.params:
+        changed["preferred_element_type"] = wide
+    (part,) = bind(eq, (first, *others), **changed)
     return [axis.sum(part).astype(dtype)]
 
 

@@ -8,7 +8,7 @@ there are other parts. Sums over a split dim are completed over one mesh axis. C
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,6 +17,7 @@ from jax import lax
 
 from zeroxla.program import compat
 from zeroxla.program.branches import While
+from zeroxla.program.primitives import CUSTOM_RULES, REMATS
 from zeroxla.program.scan import Scan
 from zeroxla.program.trace import Constant, Equation, Operand
 from zeroxla.split.dims_flow import DimsFlow
@@ -55,16 +56,26 @@ class PartsRunner:
             ins = [read(x) for x in eq.inputs]
             with compat.context_of(eq.source, eq.name_stack):
                 if eq in self.flow.bodies:
-                    run = {"scan": self._loop, "while": self._while, "cond": self._branches}
-                    outs = run[eq.name](eq, ins)
+                    outs = _RUN[eq.name](self, eq, ins)
                 else:
                     outs = rule_of(eq).run(self.axis, self.flow.dims, eq, ins)
             env.update(zip(eq.outputs, outs, strict=True))
         return [read(x) for x in self.flow.program.outputs]
 
     def _bodies(self, eq: Equation) -> list[PartsRunner]:
-        """Return what runs the programs of an equation."""
-        return [PartsRunner(body, self.axis) for body in self.flow.bodies[eq]]
+        """Return what runs the programs of an equation. They complete their sums."""
+        axis = dataclasses.replace(self.axis, defers=False)
+        return [PartsRunner(body, axis) for body in self.flow.bodies[eq]]
+
+    def _remat(self, eq: Equation, ins: Sequence[jax.Array]) -> list[jax.Array]:
+        """Run a `jax.checkpoint`."""
+        (body,) = self._bodies(eq)
+        return rematerialised(eq, body)(ins)
+
+    def _rule(self, eq: Equation, ins: Sequence[jax.Array]) -> list[jax.Array]:
+        """Run an equation with a derivative of its own."""
+        forward, backward = self._bodies(eq)
+        return self.flow.rules[eq].run(forward, backward, ins)
 
     def _while(self, eq: Equation, ins: Sequence[jax.Array]) -> list[jax.Array]:
         """Run a `while`. Its condition is a scalar, which all devices compute alike."""
@@ -114,3 +125,18 @@ class PartsRunner:
         rest = iter(stacked)
         ys = (arrays[updated[i]] if i in updated else next(rest) for i in range(len(scan.ys)))
         return [*carry, *ys]
+
+
+_RUN = {
+    "scan": PartsRunner._loop,
+    "while": PartsRunner._while,
+    "cond": PartsRunner._branches,
+    **dict.fromkeys(REMATS, PartsRunner._remat),
+    **dict.fromkeys(CUSTOM_RULES, PartsRunner._rule),
+}
+"""Equations that run programs of their own."""
+
+
+def rematerialised(eq: Equation, run: Callable[[Sequence[jax.Array]], list[jax.Array]]) -> Any:
+    """Return `run` under the `jax.checkpoint` that an equation is."""
+    return jax.checkpoint(run, policy=eq.params["policy"], prevent_cse=eq.params["prevent_cse"])

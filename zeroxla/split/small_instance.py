@@ -83,7 +83,8 @@ def _choose(programs: Sequence[PartProgram], leaves: Sequence[Dims]) -> None:
     arrays = [atoms & covered.keys() for program in programs for atoms in program.flow.atoms()]
     for atom in sorted(covered, key=lambda atom: -covered[atom]):
         meets = any(other.chosen for found in arrays if atom in found for other in found)
-        atom.chosen = not (atom.blocked or atom.is_loop or atom.size <= 2 * SIZE - 1 or meets)
+        stays = atom.needed_whole or atom.is_loop or atom.size <= 2 * SIZE - 1
+        atom.chosen = not (stays or meets)
 
 
 def _leaf(generator: np.random.Generator, value: Value, shape: tuple[int, ...]) -> np.ndarray:

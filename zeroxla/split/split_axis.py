@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -29,12 +30,14 @@ class SplitAxis:
       small: None for the program's own sizes. A number of parts asks for a small instance of the
         program: each chosen atom has the smallest size that shows how it divides over so many
         parts, and loops have one turn.
+      defers: whether `sum` leaves the sum to the caller.
     """
 
     parts: int
     name: str | None = None
     part: Any = None
     small: int | None = None
+    defers: bool = False
 
     @property
     def index(self) -> jax.Array | int:
@@ -44,8 +47,13 @@ class SplitAxis:
         return 0 if self.name is None else lax.axis_index(self.name)
 
     def sum(self, part: jax.Array) -> jax.Array:
-        """Return the sum over the axis."""
-        return part if self.name is None else lax.psum(part, self.name)
+        """Return the sum over the axis; with `defers`, this device's summand."""
+        return part if self.name is None or self.defers else lax.psum(part, self.name)
+
+    def gathered(self, x: jax.Array) -> jax.Array:
+        """Return every device's x, along a new first dim; each device gets the cotangent of its own
+        x back, as all compute the same with the result."""
+        return x[None] if self.name is None else _gathered(x, self.name)
 
     def dim_size(self, dim: Dim) -> int:
         """Return the size of a dim in one part."""
@@ -99,6 +107,10 @@ class SplitAxis:
             whole = self._take(whole, d, dim, of)
         return whole
 
+    def take_along(self, whole: jax.Array, d: int, dim: Dim) -> jax.Array:
+        """Return this device's part of an array along one dim, which is split."""
+        return self._take(whole, d, dim, SplitAxis(parts=1))
+
     def _take(self, array: jax.Array, d: int, dim: Dim, of: SplitAxis) -> jax.Array:
         """Return the part of an array along one dim."""
         atoms = expand(dim)
@@ -116,29 +128,34 @@ class SplitAxis:
                 array = take_part(array, d, (outer, size, inner), mine, parts, index)
         return array
 
+    def parts_along(self, whole: jax.Array, d: int, dim: Dim) -> jax.Array:
+        """Return all parts of an array along one dim, which is split: [parts, *shape of a part]."""
+        one = (dataclasses.replace(self, part=i) for i in range(self.parts))
+        return jnp.stack([axis.take_along(whole, d, dim) for axis in one])
+
     def collect(self, part: jax.Array, dims: Dims) -> jax.Array:
         """Gather an array's parts; return it whole, without padding."""
         for d, dim in enumerate(dims):
             if self.name is not None and is_split(dim):
-                part = self._collect(part, d, dim)
+                part = self.joined_along(lax.all_gather(part, self.name), d, dim)
         return part
 
-    def _collect(self, part: jax.Array, d: int, dim: Dim) -> jax.Array:
-        """Gather the parts of an array along one dim, which is split."""
+    def joined_along(self, parts: jax.Array, d: int, dim: Dim) -> jax.Array:
+        """Undo `parts_along`. What every part has whole is taken from the first."""
         atoms = expand(dim)
         (k,) = (k for k, atom in enumerate(atoms) if is_split((atom,)))
         outer, inner, pieces = *map(self.dim_size, (atoms[:k], atoms[k + 1 :])), pieces_of(atoms[k])
         each = _sections(
-            part, d, outer, inner, list(map(self.dim_size, pieces or (atoms[k : k + 1],)))
+            parts, d + 1, outer, inner, list(map(self.dim_size, pieces or (atoms[k : k + 1],)))
         )
         if pieces:
             whole = [
-                self._collect(x, d + 1, piece) if is_split(piece) else x
+                self.joined_along(x, d + 1, piece) if is_split(piece) else x[0]
                 for x, piece in zip(each, pieces, strict=True)
             ]
         else:
-            assert self.name is not None
-            found = lax.all_gather(each[0], self.name, axis=d + 1, tiled=True)
+            found = jnp.moveaxis(each[0], 0, d + 1)  # [.., outer, parts, mine, inner, ..]
+            found = found.reshape(*found.shape[: d + 1], -1, *found.shape[d + 3 :])
             whole = [lax.slice_in_dim(found, 0, self._whole_size(atoms[k].size), axis=d + 1)]
         return _joined(whole, d)
 
@@ -165,6 +182,22 @@ class SplitAxis:
         else:
             middle = np.ones(self.atom_size(atoms[k]), bool)
         return np.tile(np.repeat(middle, inner), outer)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _gathered(x: jax.Array, name: str) -> jax.Array:
+    return lax.all_gather(x, name)
+
+
+def _gathered_forward(x: jax.Array, name: str) -> tuple[jax.Array, None]:
+    return lax.all_gather(x, name), None
+
+
+def _gathered_backward(name: str, _: None, ct: jax.Array) -> tuple[jax.Array]:
+    return (lax.dynamic_index_in_dim(ct, lax.axis_index(name), keepdims=False),)
+
+
+_gathered.defvjp(_gathered_forward, _gathered_backward)
 
 
 def _sections(

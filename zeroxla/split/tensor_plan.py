@@ -118,7 +118,7 @@ def make_tensor_plan(
                 costs[atom] += share * _elements(dims)
     arrays = [atoms & covered.keys() for program in programs for atoms in program.flow.atoms()]
     _check_heads(leaves, paths, parts, arrays)
-    able = [a for a in covered if not a.blocked and _divides(a, parts) and a not in kept]
+    able = [a for a in covered if not a.needed_whole and _divides(a, parts) and a not in kept]
     for atom in sorted(able, key=lambda a: costs[a] / covered[a]):
         meets = any(other.chosen for found in arrays if atom in found for other in found)
         atom.chosen = parts > 1 and not meets
@@ -151,9 +151,9 @@ def _check_heads(
     """
     for path, dims in zip(paths, leaves, strict=True):
         for d, dim in enumerate(dims):
-            for atom in (a for a in atoms_in(dim) if a.is_heads and not a.blocked):
+            for atom in (a for a in atoms_in(dim) if a.is_heads and not a.needed_whole):
                 beside = {a for found in arrays if atom in found for a in found if a.is_heads}
-                if all(a.blocked or a.size % parts for a in beside):
+                if all(a.needed_whole or a.size % parts for a in beside):
                     divisors = [n for n in range(1, atom.size + 1) if atom.size % n == 0]
                     raise ValueError(
                         f"tensor={parts} does not divide the {atom.size} heads of {path!r} (dim "
@@ -205,8 +205,8 @@ def _kind(atom: Atom, summed: set[Atom]) -> str:
 
 def _reason(atom: Atom, parts: int, kept: Collection[Atom]) -> str:
     """Return the reason why an atom is not split."""
-    if atom.blocked:
-        return next(iter(atom.blocked))
+    if why := atom.needed_whole:
+        return next(iter(why))
     if atom in kept:
         return REFUSED
     if not _divides(atom, parts):

@@ -38,11 +38,12 @@ def means_over_devices(
     squares = bad = jnp.zeros((), jnp.float32)
     for grad, leaf in zip(grads, layout, strict=True):
         if grad is not None:
-            share = 1 if leaf.placement.dim is not None else 1 / collectives.num_devices
+            held = leaf.placement.dim is None
+            share = 1 / collectives.num_holders(leaf.placement.axes) if held else 1
             squares += share * jnp.sum(jnp.square(grad))
             bad += jnp.sum(~jnp.isfinite(grad), dtype=jnp.float32)
-    here = (sums, squares, bad)
-    total, squares, bad = from_vector(collectives.sum(as_vector(here)), here)
+    here = (jax.tree.map(collectives.once, sums), squares, bad)
+    total, squares, bad = from_vector(collectives.sum_everywhere(as_vector(here)), here)
     divide = 1 / (total["weight"] * scale)
     metrics = means(total)
     metrics["grad_norm"] = jnp.sqrt(squares) * divide

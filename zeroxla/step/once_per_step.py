@@ -163,8 +163,11 @@ class OncePerStep:
         mine = self._key(key, StepRounding.REDUCE)
         pieces = reduces.reduce([found[i] for i in split], self._routes(split), mine)
         found.update(zip(split, pieces, strict=True))
-        tiny = {i: found[i] for i in trained if not self.layout.leaves[i].is_split}
-        found.update(from_vector(self.collectives.sum(as_vector(tiny)), tiny))
+        placed = [(i, self.layout.leaves[i].placement) for i in trained]
+        tiny = [(i, p.axes) for i, p in placed if p.dim is None]
+        for axes in dict.fromkeys(axes for _, axes in tiny):
+            mine = {i: found[i] for i, own in tiny if own == axes}
+            found.update(from_vector(self.collectives.sum(as_vector(mine), axes), mine))
         if reduces.stops_at_node:
             wire_state = self._over_nodes(found, wire_state, key)
         return [found[i] for i in range(len(self.layout.leaves))], wire_state

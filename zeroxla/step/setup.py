@@ -18,7 +18,7 @@ from zeroxla.config.zero_config import ZeroConfig
 from zeroxla.fetch.segments import FetchPlan
 from zeroxla.frontend import Adapted
 from zeroxla.frontend.staged import StagedDifferentiator, StagedModel, StagesReport
-from zeroxla.mesh.axes import PIPE, platform_of, world_size
+from zeroxla.mesh.axes import PIPE, platform_of, split_axes, world_size
 from zeroxla.mesh.placement import Placement
 from zeroxla.offload.choose import offloaded
 from zeroxla.offload.disk.desk import Desk
@@ -27,6 +27,10 @@ from zeroxla.offload.memory_kinds import check_memory
 from zeroxla.offload.update.on_host import check_host_compute
 from zeroxla.program.compat import AxisNames, mesh_context
 from zeroxla.program.shapes import shapes_of
+from zeroxla.step.axes.axes_split import AxesSplit
+from zeroxla.step.axes.checks import check_axes, check_overwritten
+from zeroxla.step.axes.deals import Deals
+from zeroxla.step.axes.differentiator import AxesDifferentiator
 from zeroxla.step.gradients import Differentiator
 from zeroxla.step.loss_plan import Losses, LossPlanner, make_losses
 from zeroxla.step.state import TrainState
@@ -57,6 +61,7 @@ class Setup:
       wiring: how leaves travel on this mesh.
       losses: the model's loss for training and for evaluation. JAX remembers their traces, so that
         placements, plans and programs share them.
+      axes: how the work on one row is split over the mesh; None if it is not.
     """
 
     adapted: Adapted
@@ -70,13 +75,19 @@ class Setup:
     desk: Desk = dataclasses.field(default_factory=Desk, init=False)
     wiring: Wiring = dataclasses.field(init=False)
     losses: Losses = dataclasses.field(init=False)
+    axes: AxesSplit | None = dataclasses.field(init=False)
     _layouts: dict[Any, Layout] = dataclasses.field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
+        check_axes(self.mesh, self.config)
         wiring = make_wiring(self.config, self.mesh, self.desk, self.alone_elements)
         losses = make_losses(self.adapted, wiring.collectives.compute_dtype)
         object.__setattr__(self, "wiring", wiring)
         object.__setattr__(self, "losses", losses)
+        split = tuple((axis, self.mesh.shape[axis]) for axis in split_axes(self.mesh))
+        dtype = wiring.collectives.compute_dtype
+        axes = AxesSplit(axes=split, losses=losses, dtype=dtype) if split else None
+        object.__setattr__(self, "axes", axes)
 
     @property
     def first_loss_scale(self) -> float | None:
@@ -96,14 +107,20 @@ class Setup:
         check_trainable(params, self.config)
         whole = tuple(Placement(shape=x.shape) for x in jax.tree.leaves(params))
         layout = self.layout_of(params, whole)
-        planner = self._planner(layout)
+        planner = self._planner(layout, whole=True)
         dims = self._in_mesh(planner.layer_dims, model_state, rows, key)
+        parts = None
+        if self.axes is not None:
+            check_overwritten(self.mesh, planner.overwritten(model_state))
+            parts = self._in_mesh(
+                functools.partial(self.axes.parts, layout), model_state, rows, key
+            )
         stages = self._staged(layout)
         stage_dims: dict[int, int] = {}
         if stages is not None:
             check_state_of_stages(model_state, planner.overwritten(model_state))
             stage_dims = stages.stage_dims(model_state, rows, key, jax.tree.leaves(params))
-        placed = place_params(params, self.mesh, dims, stage_dims)
+        placed = place_params(params, self.mesh, dims, stage_dims, parts)
         trainable = layout.trainable(params, optax.MaskedNode())
         opt_state = jax.eval_shape(self.optimizer.init, trainable)
         in_opt = place_opt_state(opt_state, params, placed, self.mesh)
@@ -207,12 +224,17 @@ class Setup:
             jax.eval_shape(mapped, *args)
         return found[0]
 
-    def differentiator(self, layout: Layout) -> Differentiator | StagedDifferentiator:
+    def differentiator(
+        self, layout: Layout
+    ) -> Differentiator | StagedDifferentiator | AxesDifferentiator:
         """Return the object that computes losses and gradients, in stages if the mesh has them."""
         staged = self._staged(layout)
         if staged is not None:
             return staged
-        return Differentiator(planner=self._planner(layout), accumulate=self.config.accumulate)
+        inner = Differentiator(planner=self._planner(layout), accumulate=self.config.accumulate)
+        if self.axes is None:
+            return inner
+        return AxesDifferentiator(inner=inner, deals=Deals(layout.placements))
 
     def _staged(self, layout: Layout) -> StagedDifferentiator | None:
         """Return the object that differentiates the model in stages; None without stages."""
@@ -229,13 +251,20 @@ class Setup:
             weights=self.weights,
         )
 
-    def _planner(self, layout: Layout) -> LossPlanner:
-        """Return the planner of the whole model, without stages."""
-        config = self.config
+    def _planner(self, layout: Layout, *, whole: bool = False) -> LossPlanner:
+        """Return the planner of the whole model, without stages.
+
+        Args:
+          layout: the leaves.
+          whole: whether to plan as if no axis split the work on one row.
+        """
+        config, losses = self.config, self.losses
+        if self.axes is not None and not whole:
+            layout, losses = self.axes.of_parts(layout)
         on_cpu = platform_of(self.mesh) == "cpu"
         prefetch = config.prefetch_bucket
         return LossPlanner(
-            losses=self.losses,
+            losses=losses,
             layout=layout,
             wiring=self.wiring,
             unit_elements=config.unit_elements,

@@ -7,13 +7,13 @@ Every collective passes one mesh axis at a time. A flat collective over both axe
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from zeroxla.mesh.axes import DEVICE, NODE, PIPE
+from zeroxla.mesh.axes import DEVICE, LEAF_AXES, NODE, PIPE
 from zeroxla.wire.gather import Gathers
 from zeroxla.wire.hops import Hops
 from zeroxla.wire.reduce import Reduces
@@ -46,33 +46,52 @@ class Collectives:
 
     @property
     def world(self) -> int:
-        """Number of devices that share a leaf."""
+        """Number of data-parallel devices: nodes x devices per node."""
         return self.hops.world
 
-    @property
-    def num_devices(self) -> int:
-        """Number of devices of all stages."""
-        return self.world * self.stages
+    def num_holders(self, axes: Sequence[str]) -> int:
+        """Return the number of devices, of all stages, that hold a leaf whole if it is not split
+        over `axes`."""
+        return self.hops.over(axes).world * self.stages
 
     @property
     def compute_dtype(self) -> jnp.dtype:
         """Dtype of gathered leaves."""
         return self.gathers.compute_dtype
 
-    def sum(self, x: jax.Array) -> jax.Array:
-        """Sum a vector over all devices, hop by hop. Use it for small vectors only: every device
-        receives all of it."""
-        return self._reduced(lax.psum, x)
+    def sum(self, x: jax.Array, axes: Sequence[str] = LEAF_AXES) -> jax.Array:
+        """Sum a vector over data-parallel devices and stages, hop by hop. Use it for small vectors
+        only: every device receives all of it.
+
+        Args:
+          x: the vector.
+          axes: the axes over which a leaf is split; axes that split work are summed over too.
+        """
+        return self._reduced(lax.psum, x, axes)
+
+    def sum_everywhere(self, x: jax.Array) -> jax.Array:
+        """Sum a small vector over all devices, those of axes that split work included."""
+        return self._reduced(lax.psum, x, dict(self.hops.lengths))
+
+    def once(self, x: jax.Array) -> jax.Array:
+        """Return x on the first device along each axis that splits work, and zeros on the others:
+        what all of them have then counts once in `sum_everywhere`."""
+        for axis, _ in self.hops.lengths:
+            x = jnp.where(lax.axis_index(axis) == 0, x, jnp.zeros_like(x))
+        return x
 
     def max(self, x: jax.Array) -> jax.Array:
         """Return the largest value over all devices of each element of a small vector."""
-        return self._reduced(lax.pmax, x)
+        return self._reduced(lax.pmax, x, LEAF_AXES)
 
-    def _reduced(self, reduce: Callable[..., jax.Array], x: jax.Array) -> jax.Array:
+    def _reduced(
+        self, reduce: Callable[..., jax.Array], x: jax.Array, axes: Collection[str]
+    ) -> jax.Array:
         if not x.size:
             return x
-        lengths = ((DEVICE, self.hops.devices), (NODE, self.hops.nodes), (PIPE, self.stages))
-        for axis, length in lengths:
+        split = [(axis, length) for axis, length in self.hops.lengths if axis in axes]
+        data = [(DEVICE, self.hops.devices), (NODE, self.hops.nodes), (PIPE, self.stages)]
+        for axis, length in (*split, *data):
             if length > 1:
                 x = reduce(x, axis)
         return x

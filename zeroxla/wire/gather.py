@@ -23,7 +23,7 @@ from jax import lax
 from zeroxla.offload.disk.desk import Desk
 from zeroxla.wire.bundles import ALONE_ELEMENTS, Bundle, bundle
 from zeroxla.wire.encodings import Encoding
-from zeroxla.wire.hops import FLOAT32, Hop, Hops, run_gather
+from zeroxla.wire.hops import FLOAT32, Hops, run_gather
 from zeroxla.wire.quantize import Backend
 from zeroxla.wire.routes import Form, LeafSource, Route
 
@@ -57,7 +57,7 @@ class Gathers:
     """The gathers of one training setup; every method runs inside `shard_map`.
 
     Attributes:
-      hops: the hops of a gather on this mesh.
+      hops: the hops of a gather on this mesh, of leaves that no axis splits further.
       compute_dtype: dtype of gathered leaves.
       wire_dtype: wire dtype of leaves that are not quantized.
       backend: the quantizer's backend; see `quantize`.
@@ -99,7 +99,7 @@ class Gathers:
         """Run the collectives of `gather`, and keep secondary shards on the way."""
         new = self._new_copies(sources, routes, keys)
         sources = [new.get(i, s) for i, s in enumerate(sources)]
-        arriving = self._run(sources, routes, keys, self.hops.inner)
+        arriving = self._run(sources, routes, keys, to_leaf=True)
         return dataclasses.replace(arriving, secondary={**new, **arriving.secondary})
 
     def finish(self, arriving: ArrivingUnit, routes: Sequence[Route]) -> list[jax.Array]:
@@ -124,7 +124,7 @@ class Gathers:
         found = self._new_copies(shards, routes, keys)
         rest = [i for i in range(len(routes)) if i not in found]
         keys = None if keys is None else [keys[i] for i in rest]
-        run = self._run([shards[i] for i in rest], [routes[i] for i in rest], keys, ())
+        run = self._run([shards[i] for i in rest], [routes[i] for i in rest], keys, to_leaf=False)
         found.update((rest[at], x) for at, x in run.secondary.items())
         return [found[i] for i in range(len(routes))]
 
@@ -133,8 +133,9 @@ class Gathers:
         if source.form != "ticket":
             return source.on_device()
         assert self.desk is not None, "a ticket without a desk"
-        shape = route.placement.part_shape(self.hops.world)
-        shard = self.desk.redeem(source.array, shape, self.hops.shard_index())
+        hops = self._hops(route)
+        shape = route.placement.part_shape(hops.world)
+        shard = self.desk.redeem(source.array, shape, hops.shard_index())
         return dataclasses.replace(source, array=shard, form="shard")
 
     @jax.named_scope("gather")
@@ -154,12 +155,14 @@ class Gathers:
         for i, copy in copies.items():
             shard, dim = self.on_device(sources[i], routes[i]).array, routes[i].placement.split_dim
             size = shard.shape[dim]
-            known = lax.dynamic_slice_in_dim(copy, self.hops.outer_index() * size, size, axis=dim)
+            first = self._hops(routes[i]).outer_index() * size
+            known = lax.dynamic_slice_in_dim(copy, first, size, axis=dim)
             differences.append(shard - known.astype(jnp.float32))
             ways.append(routes[i].of_differences())
         exact = dataclasses.replace(self, compute_dtype=FLOAT32)
         mine = [sources[i].key for i in copies]
-        found = exact._run([LeafSource(x) for x in differences], ways, mine, ()).secondary
+        sources = [LeafSource(x) for x in differences]
+        found = exact._run(sources, ways, mine, to_leaf=False).secondary
         new = {}
         for at, (i, copy) in enumerate(copies.items()):
             values = (copy.astype(jnp.float32) + found[at].array).astype(copy.dtype)
@@ -176,9 +179,11 @@ class Gathers:
         sources: Sequence[LeafSource],
         routes: Sequence[Route],
         keys: Keys | None,
-        inner: tuple[Hop, ...],
+        *,
+        to_leaf: bool,
     ) -> ArrivingUnit:
-        """Run the outer hops for sources that are still shards, then the hops `inner` for all."""
+        """Run the outer hops for sources that are still shards, then the inner hops for all, if the
+        leaves are to be whole."""
         keys = [None] * len(sources) if keys is None else keys
         sources = [self.on_device(s, r) for s, r in zip(sources, routes, strict=True)]
         encodings = [self._encoding(r, s.form) for s, r in zip(sources, routes, strict=True)]
@@ -189,21 +194,22 @@ class Gathers:
         at_shard = [s.is_shard for s in sources]
         parcels = [e.parcel for e in encodings]
         # A secondary shard is one row here if it is kept as values, and several if kept as wires.
+        all_hops = [self._hops(route) for route in routes]
         kinds = [
-            (first, x.dtype, p.num_rows(x))
-            for first, x, p in zip(at_shard, arrays, parcels, strict=True)
+            (first, x.dtype, p.num_rows(x), hops.inside)
+            for first, x, p, hops in zip(at_shard, arrays, parcels, all_hops, strict=True)
         ]
         bundles = bundle(parcels, kinds, self.alone_elements)
         buffers, secondary = [], {}
         for b in bundles:
-            x = b.pack(arrays)
+            x, hops = b.pack(arrays), all_hops[b.members[0]]
             if at_shard[b.members[0]]:
-                x = run_gather(x, b.dim, self.hops.outer)
+                x = run_gather(x, b.dim, hops.outer)
                 kept = [i for i in b.members if routes[i].secondary]
                 parts = dict(zip(b.members, b.unpack(x), strict=True)) if kept else {}
                 for i in kept:
                     secondary[i] = self._secondary_shard(parts[i], encodings[i], routes[i])
-            buffers.append(run_gather(x, b.dim, inner))
+            buffers.append(run_gather(x, b.dim, hops.inner if to_leaf else ()))
         return ArrivingUnit(
             buffers=buffers, bundles=bundles, encodings=encodings, secondary=secondary
         )
@@ -212,8 +218,8 @@ class Gathers:
         """Return the bytes of a leaf's secondary shard on one device; 0 if none is kept."""
         if route.secondary is None:
             return 0
-        encoding = self._encoding(route, "shard")
-        values = math.prod(route.placement.part_shape(self.hops.hpz_size))
+        encoding, hops = self._encoding(route, "shard"), self._hops(route)
+        values = math.prod(route.placement.part_shape(hops.hpz_size))
         values *= self.compute_dtype.itemsize
         if route.differences is not None:
             coded = self._encoding(route, "coded").parcel.size if route.keeps_coded else 0
@@ -221,17 +227,21 @@ class Gathers:
         if route.weights is not None and route.secondary == "values":
             return values
         itemsize = encoding.dtype.itemsize if encoding.format is None else 1
-        return self.hops.num_outer * encoding.parcel.size * itemsize
+        return hops.num_outer * encoding.parcel.size * itemsize
+
+    def _hops(self, route: Route) -> Hops:
+        """Return the hops of a leaf."""
+        return self.hops.over(route.placement.axes)
 
     def _encoding(self, route: Route, form: Form) -> Encoding:
         """Return the form in which a leaf travels from a source of a form."""
-        placement = route.placement
-        shape = placement.part_shape(self.hops.world)
+        placement, hops = route.placement, self._hops(route)
+        shape = placement.part_shape(hops.world)
         format = route.weights
         dtype = jnp.dtype(jnp.uint8) if route.is_wire else self.wire_dtype
         if form in ("values", "coded"):
             format, dtype = route.values, self.compute_dtype
-            shape = placement.part_shape(self.hops.hpz_size) if format else shape
+            shape = placement.part_shape(hops.hpz_size) if format else shape
         return Encoding(
             shape=shape,
             split_dim=placement.split_dim,

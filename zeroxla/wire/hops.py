@@ -16,6 +16,8 @@ Nothing is ever permuted, so a state fits every h.
 from __future__ import annotations
 
 import dataclasses
+import math
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -32,13 +34,13 @@ class Hop:
     """One collective over one mesh axis.
 
     Attributes:
-      axis: the mesh axis.
+      axis: the mesh axis, or several, the outermost first.
       size: number of devices that exchange with each other.
       groups: indices along the axis, in groups that exchange with each other; None if the whole
         axis does.
     """
 
-    axis: str
+    axis: str | tuple[str, ...]
     size: int
     groups: Groups | None = None
 
@@ -53,14 +55,36 @@ class Hops:
 
     Attributes:
       nodes: length of the axis `node`.
-      devices: length of the axis `device`.
+      devices: length of the axis `device`; of `inside` together, if there are more axes.
       hpz_size: number of devices whose secondary shards make up a leaf. It divides `devices`, or
         is a multiple of `devices` that divides nodes * devices.
+      inside: the axes inside a node over which leaves are split, the outermost first.
+      lengths: the lengths of the axes that split work.
     """
 
     nodes: int
     devices: int
     hpz_size: int
+    inside: tuple[str, ...] = (DEVICE,)
+    lengths: tuple[tuple[str, int], ...] = ()
+
+    def over(self, axes: Sequence[str]) -> Hops:
+        """Return the hops of leaves that are split over some axes: `device`, `node`, and axes that
+        split work, which count as a part of `device`."""
+        inside = tuple(axis for axis in axes if axis != NODE)
+        if inside == self.inside:
+            return self
+        lengths = dict(self.lengths)
+        assert self.inside == (DEVICE,), self
+        more = math.prod(lengths[axis] for axis in inside if axis != DEVICE)
+        return dataclasses.replace(
+            self, devices=self.devices * more, hpz_size=self.hpz_size * more, inside=inside
+        )
+
+    @property
+    def device_axis(self) -> str | tuple[str, ...]:
+        """The axes `inside`, as collectives take them."""
+        return self.inside[0] if len(self.inside) == 1 else self.inside
 
     @property
     def world(self) -> int:
@@ -82,7 +106,7 @@ class Hops:
             rest = self.devices // self.hpz_size
             hops = [
                 Hop(axis=NODE, size=self.nodes),
-                Hop(axis=DEVICE, size=rest, groups=_neighbours(self.devices, rest)),
+                Hop(axis=self.device_axis, size=rest, groups=_neighbours(self.devices, rest)),
             ]
         return tuple(hop for hop in hops if hop.size > 1)
 
@@ -93,17 +117,17 @@ class Hops:
             rest = self.num_outer
             hops = [
                 Hop(axis=NODE, size=self.nodes // rest, groups=_equal_modulo(self.nodes, rest)),
-                Hop(axis=DEVICE, size=self.devices),
+                Hop(axis=self.device_axis, size=self.devices),
             ]
         else:
             rest = self.devices // self.hpz_size
             groups = _equal_modulo(self.devices, rest)
-            hops = [Hop(axis=DEVICE, size=self.hpz_size, groups=groups)]
+            hops = [Hop(axis=self.device_axis, size=self.hpz_size, groups=groups)]
         return tuple(hop for hop in hops if hop.size > 1)
 
     def shard_index(self) -> jax.Array:
         """Return this device's index among the shards of a leaf: int32, inside `shard_map`."""
-        return lax.axis_index(DEVICE) * self.nodes + lax.axis_index(NODE)
+        return lax.axis_index(self.device_axis) * self.nodes + lax.axis_index(NODE)
 
     def outer_index(self) -> jax.Array:
         """Return this device's index among the shards of its secondary shard: int32, inside

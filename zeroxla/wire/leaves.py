@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 
 from zeroxla.config.zero_config import ZeroConfig
 from zeroxla.mesh.axes import LEAF_AXES, axes_size, leaf_axes
-from zeroxla.mesh.placement import Placement, place
+from zeroxla.mesh.placement import AxisPart, Placement, place
 from zeroxla.offload.disk.tickets import leaf_dtype
 from zeroxla.program.paths import leaf_path
 
@@ -126,6 +126,7 @@ def place_params(
     mesh: Mesh,
     layer_dims: Sequence[Sequence[int]],
     stage_dims: Mapping[int, int],
+    parts: Sequence[tuple[AxisPart, ...]] | None = None,
 ) -> tuple[Placement, ...]:
     """Place every leaf.
 
@@ -135,12 +136,19 @@ def place_params(
       layer_dims: the dims along which loops slice each leaf. They are not split, except over
         `pipe`.
       stage_dims: the layer dims that are split over `pipe`, by the number of the leaf.
+      parts: the parts of each leaf, along axes that split work. Its shards are cut along another
+        dim, and lie along these axes innermost; see `step/axes/deals.py`.
     """
     found = []
     for i, (leaf, skip) in enumerate(zip(jax.tree.leaves(params), layer_dims, strict=True)):
         stage_dim = stage_dims.get(i)
         axes = leaf_axes(mesh) if stage_dim is None else LEAF_AXES
-        placement = place(leaf.shape, axes_size(mesh, axes), skip=skip, axes=axes)
+        own = parts[i] if parts else ()
+        last = [part.axis for part in reversed(own)]
+        axes = (*(axis for axis in axes if axis not in last), *last)
+        skipped = {*skip, *(part.dim for part in own)}
+        placement = place(leaf.shape, axes_size(mesh, axes), skip=sorted(skipped), axes=axes)
+        placement = dataclasses.replace(placement, layer_dims=tuple(sorted(skip)), parts=own)
         if stage_dim is not None and placement.dim is not None:
             placement = dataclasses.replace(placement, stage_dim=stage_dim)
         found.append(placement)

@@ -32,8 +32,9 @@ from zeroxla.wire.reduce_hops import ReduceHop, sum_wires, wires_of_last_hop
 from zeroxla.wire.routes import Route
 from zeroxla.wire.wire import Wire
 
-Kind = tuple[WireFormat | None, WireFormat | None]
-"""The formats of a gradient on the hops over `device` and `node`."""
+Kind = tuple[tuple[str, ...], WireFormat | None, WireFormat | None]
+"""The axes over which a leaf is split, and the formats of its gradient on the hops over `device`
+(with other axes inside a node) and `node`."""
 
 
 @jax.tree_util.register_dataclass
@@ -111,7 +112,7 @@ class Reduces:
 
     def sends_wires(self, route: Route) -> bool:
         """Return whether `reduce` sends the gradient of a leaf as wires on one of its hops."""
-        return any(hop.format for hop in self._hops(self._axes, route.gradients))
+        return any(hop.format for hop in self._hops(self._axes, _kind(route)))
 
     @property
     def _axes(self) -> tuple[str, ...]:
@@ -120,7 +121,8 @@ class Reduces:
 
     def result_shape(self, placement: Placement) -> tuple[int, ...]:
         """Return the shape of a leaf's gradient after `reduce`."""
-        parts = self.hops.devices if self.stops_at_node else self.hops.world
+        hops = self.hops.over(placement.axes)
+        parts = hops.devices if self.stops_at_node else hops.world
         return placement.part_shape(parts)
 
     def over_nodes(
@@ -184,7 +186,7 @@ class Reduces:
             floats, wired = self._bundles(routes, axes)
             for b in floats:
                 x = b.pack(arrays)
-                for hop in self._hops(axes, routes[b.members[0]].gradients):
+                for hop in self._hops(axes, _kind(routes[b.members[0]])):
                     x = hop.sum_floats(x, b.dim, self.dtype)
                 started.shards.update(_members(b, x))
             for kind, numbered in wired.items():
@@ -213,7 +215,7 @@ class Reduces:
     ) -> tuple[list[Bundle], dict[Kind, list[tuple[int, Bundle]]]]:
         """Return the bundles that travel as floats, and by kind those that travel as wires, with
         their numbers."""
-        kinds = [r.gradients for r in routes]
+        kinds = [_kind(r) for r in routes]
         bundles = bundle([self._parcel(r) for r in routes], kinds, self.alone_elements)
         floats: list[Bundle] = []
         wired: dict[Kind, list[tuple[int, Bundle]]] = {}
@@ -226,20 +228,28 @@ class Reduces:
                 floats.append(b)
         return floats, wired
 
-    def _hops(
-        self, axes: Sequence[str], formats: tuple[WireFormat | None, WireFormat | None]
-    ) -> list[ReduceHop]:
-        """Return the hops over `axes`, without those over an axis of one device."""
-        both = (
-            ReduceHop(axis=DEVICE, length=self.hops.devices, format=formats[0]),
-            ReduceHop(axis=NODE, length=self.hops.nodes, format=formats[1]),
-        )
-        return [hop for hop in both if hop.axis in axes and hop.length > 1]
+    def _hops(self, axes: Sequence[str], kind: Kind) -> list[ReduceHop]:
+        """Return the hops over `axes`, without those over an axis of one device. With `device` go
+        the other axes inside a node over which the leaf is split."""
+        split_over, *formats = kind
+        hops = self.hops.over(split_over)
+        found = []
+        if DEVICE in axes:
+            found.append(ReduceHop(axis=hops.device_axis, length=hops.devices, format=formats[0]))
+        if NODE in axes:
+            found.append(ReduceHop(axis=NODE, length=hops.nodes, format=formats[1]))
+        return [hop for hop in found if hop.length > 1]
 
     def _parcel(self, route: Route) -> Parcel:
         """Return the shape of a shard's gradient, as a collective sees it."""
         placement = route.placement
-        return Parcel(shape=placement.part_shape(self.hops.world), dim=placement.split_dim)
+        world = self.hops.over(placement.axes).world
+        return Parcel(shape=placement.part_shape(world), dim=placement.split_dim)
+
+
+def _kind(route: Route) -> Kind:
+    """Return what decides which hops a leaf's gradient makes, and how."""
+    return (route.placement.axes, *route.gradients)
 
 
 def _members(b: Bundle, x: jax.Array) -> Iterable[tuple[int, jax.Array]]:

@@ -29,12 +29,12 @@ class ReduceHop:
     """One hop of a reduce over more than one device.
 
     Attributes:
-      axis: the mesh axis.
+      axis: the mesh axis, or several, the outermost first.
       length: length of the axis.
       format: the format in which gradients travel; None if they travel as floats.
     """
 
-    axis: str
+    axis: str | tuple[str, ...]
     length: int
     format: WireFormat | None
 

@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from zeroxla.config.feedback import Feedback
 from zeroxla.config.wire_format import WireFormat
 from zeroxla.config.zero_config import ZeroConfig
-from zeroxla.mesh.axes import DEVICE, NODE, platform_of
+from zeroxla.mesh.axes import DEVICE, NODE, platform_of, split_axes
 from zeroxla.offload.disk.desk import Desk
 from zeroxla.program.random_keys import ROUNDINGS
 from zeroxla.wire.bundles import ALONE_ELEMENTS
@@ -116,7 +116,12 @@ def make_wiring(
     nodes, devices = mesh.shape[NODE], mesh.shape[DEVICE]
     size = _hpz_size(config, nodes, devices)
     keeps = _keeps_secondary(size, nodes, devices)
-    hops = Hops(nodes=nodes, devices=devices, hpz_size=size if keeps else devices)
+    hops = Hops(
+        nodes=nodes,
+        devices=devices,
+        hpz_size=size if keeps else devices,
+        lengths=tuple((axis, mesh.shape[axis]) for axis in split_axes(mesh)),
+    )
     differences = config.weight_differences if keeps else None
     on_cpu = platform_of(mesh) == "cpu"
     return Wiring(

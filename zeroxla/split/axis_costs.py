@@ -1,0 +1,48 @@
+"""What an axis costs: seconds for bytes that travel, bytes of memory that are touched, and work."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from zeroxla.program.primitives import ARRANGEMENTS, CONTRACTIONS, RENAMES
+from zeroxla.program.trace import Equation, Value, bytes_of
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class AxisCosts:
+    """Costs in seconds.
+
+    Attributes:
+      link: of a byte that a device receives over the axis.
+      latency: of a collective over the axis, whatever it moves.
+      leaf: of a byte of a leaf that a device gathers, its later gather and its gradient included.
+      memory: of a byte that an equation writes.
+      operation: of a multiplication or an addition of a product.
+    """
+
+    link: float = 1 / 300e9
+    latency: float = 5e-6
+    leaf: float = 3 / 25e9
+    memory: float = 1 / 3e12
+    operation: float = 1 / 500e12
+
+    def work(self, eq: Equation) -> float:
+        """Return what an equation costs if one device runs all of it."""
+        if eq.name in ARRANGEMENTS or eq.name in RENAMES:
+            return 0.0
+        written = self.memory * sum(map(bytes_of, eq.outputs))
+        if eq.name not in CONTRACTIONS:
+            return written
+        return written + self.operation * 2 * _products(eq)
+
+
+def _products(eq: Equation) -> float:
+    """Return the number of products that a contraction adds up."""
+    out = math.prod(eq.outputs[0].aval.shape)
+    lhs, rhs = (x.aval.shape for x in eq.inputs if isinstance(x, Value))
+    if eq.name == "dot_general":
+        (summed, _), _ = eq.params["dimension_numbers"]
+        return out * math.prod(lhs[d] for d in summed)
+    spec = eq.params["dimension_numbers"].rhs_spec
+    return out * math.prod(rhs) / max(1, rhs[spec[0]])

@@ -1,0 +1,118 @@
+"""The conversions of a plan: where an array changes its holding, in which order, how often."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+from zeroxla.program.scan import Scan
+from zeroxla.program.trace import Constant, Equation, Value, bytes_of
+from zeroxla.split.holdings import COPIES, WHOLE, Holding, cheapest, moved_share
+from zeroxla.split.ways import AxisPlan
+
+MOVES = {
+    ("part", "whole"): "all-gather",
+    ("part", "copies"): "all-gather",
+    ("part", "part"): "all-to-all",
+    ("part", "summands"): None,
+    ("summands", "whole"): "all-reduce",
+    ("summands", "copies"): "all-reduce",
+    ("summands", "part"): "reduce-scatter",
+}
+"""The collective of a conversion, by the kinds of holdings; those that are not here have none."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Conversion:
+    """An array that changes its holding.
+
+    Attributes:
+      shape: the shape of the whole array.
+      dtype: its dtype.
+      num_bytes: its bytes.
+      have, want: the holdings before and after.
+      where: the named scope of the equation that needs it; "the end" for results.
+      times: how often it happens in a step's forward; more than once in a loop.
+      has_gradient: whether backward makes its transpose.
+      of_leaf: whether the array depends on leaves alone.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    num_bytes: int
+    have: Holding
+    want: Holding
+    where: str
+    times: int
+    has_gradient: bool
+    of_leaf: bool
+
+    @property
+    def forward(self) -> str | None:
+        """The collective in forward; None if nothing travels."""
+        return MOVES.get((self.have.kind.value, self.want.kind.value))
+
+    @property
+    def backward(self) -> str | None:
+        """The collective in backward; None if nothing travels."""
+        if not self.has_gradient:
+            return None
+        return MOVES.get((self.want.dual.kind.value, self.have.dual.kind.value))
+
+    def received(self, parts: int) -> tuple[float, float]:
+        """Return the bytes that a device receives in forward and in backward, all times together."""
+        back = moved_share(self.want.dual, self.have.dual, parts) if self.has_gradient else 0.0
+        there = moved_share(self.have, self.want, parts)
+        return self.times * self.num_bytes * there, self.times * self.num_bytes * back
+
+
+def conversions_of(plan: AxisPlan, parts: int, times: int = 1) -> Iterator[Conversion]:
+    """Yield the conversions of a plan, in order, as `PlanRunner` makes them.
+
+    Args:
+      plan: the plan.
+      parts: the length of the axis.
+      times: how often the plan runs.
+    """
+    held = {v: set(given) for v, given in zip(plan.program.inputs, plan.inputs, strict=True)}
+
+    def read(operand: object, want: Holding, where: str) -> Iterator[Conversion]:
+        if not isinstance(operand, Value) or want in held[operand]:
+            return
+        of_leaf = plan.flow.made_of_leaves(operand)
+        first = COPIES
+        has_gradient = plan.flow.has_gradient(operand)
+        if not (of_leaf and COPIES in held[operand]):
+            _, first = cheapest(held[operand], want, parts, has_gradient=has_gradient)
+        held[operand].add(want)
+        yield Conversion(
+            shape=tuple(operand.aval.shape),
+            dtype=str(operand.aval.dtype),
+            num_bytes=bytes_of(operand),
+            have=first,
+            want=want,
+            where=where,
+            times=times,
+            has_gradient=has_gradient,
+            of_leaf=of_leaf,
+        )
+
+    for eq, way in plan.steps:
+        if eq.name == "optimization_barrier":
+            for x, v in zip(eq.inputs, eq.outputs, strict=True):
+                held[v] = {WHOLE} if isinstance(x, Constant) else set(held[x])
+            continue
+        for operand, wants in zip(eq.inputs, way.needs, strict=True):
+            for want in wants:
+                yield from read(operand, want, _scope(eq))
+        if way.body is not None:
+            turns = Scan(eq).length if eq.name == "scan" else 1
+            yield from conversions_of(way.body, parts, times * turns)
+        for v, gives in zip(eq.outputs, way.gives, strict=True):
+            held[v] = {gives}
+    for operand, want in zip(plan.program.outputs, plan.outputs, strict=True):
+        yield from read(operand, want, "the end")
+
+
+def _scope(eq: Equation) -> str:
+    return "/".join(filter(None, (str(eq.name_stack), eq.name)))

@@ -1,0 +1,132 @@
+"""Runs a program on an axis as a plan says: on parts, copies and summands of its arrays.
+
+Call it inside `shard_map`. The result can be differentiated: each conversion has its transpose, and
+each equation is differentiated on what the device holds.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from zeroxla.program import compat
+from zeroxla.program.scan import Scan
+from zeroxla.program.trace import Constant, Equation, Operand, Value
+from zeroxla.split.holdings import COPIES, WHOLE, Holding, cheapest, convert
+from zeroxla.split.run_parts import rematerialised
+from zeroxla.split.split_axis import SplitAxis
+from zeroxla.split.ways import AxisPlan, Way
+
+Held = Mapping[Holding, jax.Array]
+"""An array in each holding in which it exists."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class PlanRunner:
+    """Runs one plan.
+
+    Attributes:
+      plan: the plan.
+      axis: the axis.
+    """
+
+    plan: AxisPlan
+    axis: SplitAxis
+
+    def __call__(self, inputs: Sequence[Held]) -> list[jax.Array]:
+        """Return the program's results in the holdings of `plan.outputs`.
+
+        Args:
+          inputs: each input of the program, in one holding or several.
+        """
+        env: dict[Value, dict[Holding, jax.Array]] = {
+            v: dict(held) for v, held in zip(self.plan.program.inputs, inputs, strict=True)
+        }
+        for eq, way in self.plan.steps:
+            if eq.name == "optimization_barrier":
+                self._barrier(env, eq)
+                continue
+            args = [
+                [self._read(env, x, h) for h in needs]
+                for x, needs in zip(eq.inputs, way.needs, strict=True)
+            ]
+            with compat.context_of(eq.source, eq.name_stack):
+                found = self._run(eq, way, args)
+            pairs = zip(eq.outputs, way.gives, found, strict=True)
+            env.update((v, {h: x}) for v, h, x in pairs)
+        pairs = zip(self.plan.program.outputs, self.plan.outputs, strict=True)
+        return [jnp.asarray(self._read(env, x, h)) for x, h in pairs]
+
+    def _read(
+        self, env: dict[Value, dict[Holding, jax.Array]], operand: Operand, want: Holding
+    ) -> jax.Array:
+        """Return an operand in a holding; the converted array is kept for other readers."""
+        if isinstance(operand, Constant):
+            if want.is_full:
+                return operand.value
+            dims = self.plan.flow.of_operand(operand)
+            return convert(jnp.asarray(operand.value), dims, WHOLE, want, self.axis)
+        held = env[operand]
+        if want not in held:
+            # Copies of a leaf are what is gathered; everything else is made from them.
+            first = COPIES
+            if COPIES not in held or not self.plan.flow.made_of_leaves(operand):
+                has_gradient = self.plan.flow.has_gradient(operand)
+                _, first = cheapest(held, want, self.axis.parts, has_gradient=has_gradient)
+            held[want] = convert(held[first], self.plan.flow.dims[operand], first, want, self.axis)
+        return held[want]
+
+    def _run(self, eq: Equation, way: Way, args: list[list[jax.Array]]) -> list[jax.Array]:
+        if way.body is None:
+            return way.run(self.axis, [x for (x,) in args])
+        if eq.name == "scan":
+            return self._loop(eq, way, way.body, args)
+        body, sizes = PlanRunner(way.body, self.axis), [len(x) for x in args]
+
+        def run(flat: Sequence[jax.Array]) -> list[jax.Array]:
+            return body(_held(way.body, _grouped(flat, sizes)))
+
+        return rematerialised(eq, run)([x for each in args for x in each])
+
+    def _loop(
+        self, eq: Equation, way: Way, plan: AxisPlan, args: list[list[jax.Array]]
+    ) -> list[jax.Array]:
+        """Run a loop."""
+        scan, body = Scan(eq), PlanRunner(plan, self.axis)
+        consts, carry, xs = scan.split_inputs(args)
+
+        def turn(
+            carry: list[jax.Array], xs: list[list[jax.Array]]
+        ) -> tuple[list[jax.Array], list[jax.Array]]:
+            outs = body(_held(plan, [*consts, *([x] for x in carry), *xs]))
+            carry, ys = scan.split_outputs(outs)
+            return list(carry), list(ys)
+
+        carry, ys = scan.run(turn, [x for (x,) in carry], list(xs))
+        return [*carry, *ys]
+
+    def _barrier(self, env: dict[Value, dict[Holding, jax.Array]], eq: Equation) -> None:
+        """Pass a barrier with every holding of its operands."""
+        held = [
+            {WHOLE: jnp.asarray(x.value)} if isinstance(x, Constant) else env[x] for x in eq.inputs
+        ]
+        passed = lax.optimization_barrier([list(each.values()) for each in held])
+        for v, each, arrays in zip(eq.outputs, held, passed, strict=True):
+            env[v] = dict(zip(each, arrays, strict=True))
+
+
+def _held(plan: AxisPlan, arrays: Sequence[Sequence[jax.Array]]) -> list[Held]:
+    """Return the inputs of a body, each in the holdings of its plan."""
+    return [
+        dict(zip(holdings, each, strict=True))
+        for holdings, each in zip(plan.inputs, arrays, strict=True)
+    ]
+
+
+def _grouped(flat: Sequence[jax.Array], sizes: Sequence[int]) -> list[list[jax.Array]]:
+    rest = iter(flat)
+    return [[next(rest) for _ in range(size)] for size in sizes]

@@ -1,0 +1,1 @@
+"""Training steps whose work on one row is split over mesh axes: tensor, context, expert."""

@@ -1,0 +1,86 @@
+"""`AxesSplit`: how a training setup splits its loss over the axes of its mesh."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+
+from zeroxla.mesh.placement import AxisPart
+from zeroxla.step.axes.split_loss import SplitLoss
+from zeroxla.step.loss_plan import Losses, leaf_shapes
+from zeroxla.wire.leaves import Layout
+
+Parts = tuple[tuple[AxisPart, ...], ...]
+"""The parts of each leaf."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class AxesSplit:
+    """Splits the losses of a model.
+
+    Attributes:
+      axes: (name, length) of each axis, in the order in which the loss is split.
+      losses: the losses of whole leaves.
+      dtype: the dtype in which the model computes.
+      plans: the split losses made so far, by what they were made for.
+    """
+
+    axes: tuple[tuple[str, int], ...]
+    losses: Losses
+    dtype: Any
+    _split: dict[Parts, Losses] = dataclasses.field(default_factory=dict)
+    _newest: list[SplitLoss] = dataclasses.field(default_factory=list)
+
+    def parts(self, layout: Layout, model_state: Any, rows: Any, key: Any) -> Parts:
+        """Decide the parts of each leaf, from shapes alone. Call it inside `shard_map`.
+
+        Args:
+          layout: the model's leaves; only their shapes matter.
+          model_state: the model's state.
+          rows: the rows of one micro-batch.
+          key: the key of the loss.
+        """
+        params = layout.tree.unflatten(leaf_shapes(layout, self.dtype))
+        found = SplitLoss.of(self.losses[True], self.axes, params, model_state, rows, key)
+        self._newest[:] = [found]
+        return found.parts
+
+    @property
+    def newest(self) -> SplitLoss:
+        """The split loss of training for the newest shapes."""
+        return self._newest[0]
+
+    def of_parts(self, layout: Layout) -> tuple[Layout, Losses]:
+        """Return the layout of the parts that a device computes with, and the losses of them."""
+        parts = tuple(leaf.placement.parts for leaf in layout)
+        if parts not in self._split:
+            whole = leaf_shapes(layout, self.dtype)
+            shapes = layout.tree.unflatten(whole)
+            self._split[parts] = {
+                train: functools.partial(self._loss, train, shapes, parts)
+                for train in (True, False)
+            }
+        leaves = (
+            dataclasses.replace(leaf, placement=leaf.placement.of_part) for leaf in layout
+        )
+        return Layout(tree=layout.tree, leaves=tuple(leaves)), self._split[parts]
+
+    def _loss(
+        self,
+        train: bool,
+        shapes: Any,
+        parts: Parts,
+        params: Any,
+        model_state: Any,
+        batch: Any,
+        key: jax.Array,
+    ) -> Any:
+        split = SplitLoss.of(
+            self.losses[train], self.axes, shapes, model_state, batch, key, parts
+        )
+        if train:
+            self._newest[:] = [split]
+        return split(params, model_state, batch, key)

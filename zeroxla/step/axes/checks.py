@@ -1,0 +1,59 @@
+"""What axes that split the work on one row do not go with yet, refused before anything is traced."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from jax.sharding import Mesh
+
+from zeroxla.config.zero_config import ZeroConfig
+from zeroxla.mesh.axes import PIPE, split_axes
+
+
+def check_axes(mesh: Mesh, config: ZeroConfig) -> None:
+    """Check that the options go with the mesh's axes.
+
+    Raises:
+      NotImplementedError: they do not.
+    """
+    axes = split_axes(mesh)
+    if not axes:
+        return
+    names = ", ".join(f"{axis}={mesh.shape[axis]}" for axis in axes)
+    if mesh.shape.get(PIPE, 1) > 1:
+        raise NotImplementedError(
+            f"a mesh with pipe={mesh.shape[PIPE]} and {names}: stages split layers, and their work "
+            "is not split over other axes yet; use pipe=1, or leave out the other axes"
+        )
+    offload = config.offload
+    if "disk" in (offload.params, offload.optimizer):
+        raise NotImplementedError(
+            f"Offload(...='disk') on a mesh with {names}: shards on disk are read unit by unit, and "
+            "leaves are dealt to these axes before; use 'host', or leave out the axes"
+        )
+    kept = [
+        name
+        for name, value in (
+            ("weight_differences", config.weight_differences),
+            ("error_feedback", config.error_feedback),
+        )
+        if value is not None
+    ]
+    if kept:
+        raise NotImplementedError(
+            f"{' and '.join(kept)} on a mesh with {names}: what wires keep between steps is laid "
+            "out for whole leaves; set to None, as ZeroConfig.zeropp() does, or leave out the axes"
+        )
+
+
+def check_overwritten(mesh: Mesh, overwritten: Collection[int]) -> None:
+    """Check that no leaf of the model state is overwritten with its gradient.
+
+    Raises:
+      NotImplementedError: one is, and the mesh splits the work on a row.
+    """
+    if overwritten and split_axes(mesh):
+        raise NotImplementedError(
+            f"the model's fp8 scales are overwritten with their gradients, which a mesh with the "
+            f"axes {', '.join(split_axes(mesh))} would sum; leave out these axes"
+        )
