@@ -6,7 +6,9 @@ import dataclasses
 import math
 
 from zeroxla.program.primitives import ARRANGEMENTS, CONTRACTIONS, RENAMES
+from zeroxla.program.scan import Scan
 from zeroxla.program.trace import Equation, Value, bytes_of
+from zeroxla.split.dims_flow import DimsFlow
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,6 +37,16 @@ class AxisCosts:
         if eq.name not in CONTRACTIONS:
             return written
         return written + self.operation * 2 * _products(eq)
+
+
+    def of_program(self, flow: DimsFlow) -> float:
+        """Return what a program costs if one device runs all of it."""
+        found = 0.0
+        for eq in flow.program.equations:
+            bodies = flow.bodies.get(eq, ())
+            turns = Scan(eq).length if eq.name == "scan" else 1
+            found += self.work(eq) if not bodies else turns * sum(map(self.of_program, bodies))
+        return found
 
 
 def _products(eq: Equation) -> float:

@@ -31,14 +31,18 @@ class AxisRole:
       name: the axis.
       rows: the classes of the batch's rows.
       experts: the classes along which leaves are banks of experts.
+      only: the only class that may be split; None for no such limit.
     """
 
     name: str
     rows: frozenset[Atom]
     experts: frozenset[Atom] = frozenset()
+    only: Atom | None = None
 
     def allows_class(self, atom: Atom) -> bool:
         """Return whether arrays may be split along a class."""
+        if self.only is not None and atom is not self.only:
+            return False
         if self.name == "expert":
             return atom in self.rows or atom in self.experts
         return atom not in self.rows

@@ -105,9 +105,10 @@ def conversions_of(plan: AxisPlan, parts: int, times: int = 1) -> Iterator[Conve
         for operand, wants in zip(eq.inputs, way.needs, strict=True):
             for want in wants:
                 yield from read(operand, want, _scope(eq))
-        if way.body is not None:
-            turns = Scan(eq).length if eq.name == "scan" else 1
-            yield from conversions_of(way.body, parts, times * turns)
+        for body in (way.body, way.backward):
+            if body is not None:
+                turns = Scan(eq).length if eq.name == "scan" else 1
+                yield from conversions_of(body, parts, times * turns)
         for v, gives in zip(eq.outputs, way.gives, strict=True):
             held[v] = {gives}
     for operand, want in zip(plan.program.outputs, plan.outputs, strict=True):

@@ -211,8 +211,9 @@ class DimsFlow:
         body._leaves.update(zip(program.inputs, map(self._made_of, operands), strict=True))
         body.dims.update(zip(program.inputs, dims, strict=True))
         pairs = list(zip(program.inputs, operands, strict=True))
-        trained = {v for v, x in pairs if v.is_float and (x in self._trained or v in active)}
-        body._trained.update(trained)
+        if opened is None:  # a derivative's own programs are not differentiated
+            trained = {v for v, x in pairs if v.is_float and (x in self._trained or v in active)}
+            body._trained.update(trained)
         body._walk({v for v, x in pairs if x in active or v in active})
         self.bodies.setdefault(eq, []).append(body)
         return body.outputs()
@@ -222,18 +223,15 @@ class DimsFlow:
         scan = Scan(eq)
         program = scan.body(self.opened)
         consts, carry, xs = scan.split_inputs(ins)
+        turns = dim_of(scan.length)
         for dims in xs:
-            _mark_loop(dims[0])
+            join(dims[0], turns, "a loop goes through it")
+        _mark_loop(turns)
         inside = [*consts, *carry, *(dims[1:] for dims in xs)]
         within = active | set(scan.split_inputs(program.inputs)[1])
         carried, ys = scan.split_outputs(self._into(eq, program, eq.inputs, inside, within))
         _join_all(carry, carried, "a loop carries it")
-        stacked: list[Dims] = []
-        for dims in ys:
-            turns = dim_of(scan.length)
-            _mark_loop(turns)
-            stacked.append((turns, *dims))
-        return [*carry, *stacked]
+        return [*carry, *((turns, *dims) for dims in ys)]
 
     def _through_while(self, eq: Equation, ins: list[Dims], active: set[Value]) -> list[Dims]:
         """Follow the dims through a `while`; return the dims of its results."""

@@ -110,8 +110,8 @@ def num_moves(have: Holding, want: Holding, *, has_gradient: bool) -> int:
 
 
 def can_convert(have: Holding, want: Holding) -> bool:
-    """Return whether there is a conversion. There is none to summands."""
-    return have == want or want.kind is not Kind.SUMMANDS
+    """Return whether there is a conversion. Parts do not become summands."""
+    return have == want or want.kind is not Kind.SUMMANDS or have.is_full
 
 
 def cheapest(

@@ -7,7 +7,7 @@ each equation is differentiated on what the device holds.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -81,16 +81,38 @@ class PlanRunner:
         return held[want]
 
     def _run(self, eq: Equation, way: Way, args: list[list[jax.Array]]) -> list[jax.Array]:
+        if way.turns:
+            return self._turns(eq, [x for (x,) in args])
+        if way.body is None and not way.is_split:
+            return compat.call_equation(eq.source, eq.name_stack, [x for (x,) in args])
         if way.body is None:
             return way.run(self.axis, [x for (x,) in args])
         if eq.name == "scan":
             return self._loop(eq, way, way.body, args)
+        if way.backward is not None:
+            first, second = (_on_arrays(plan, self.axis) for plan in (way.body, way.backward))
+            return self.plan.flow.rules[eq].run(first, second, [x for (x,) in args])
         body, sizes = PlanRunner(way.body, self.axis), [len(x) for x in args]
 
         def run(flat: Sequence[jax.Array]) -> list[jax.Array]:
             return body(_held(way.body, _grouped(flat, sizes)))
 
         return rematerialised(eq, run)([x for each in args for x in each])
+
+    def _turns(self, eq: Equation, args: list[jax.Array]) -> list[jax.Array]:
+        """Run this device's part of a loop's turns."""
+        scan, (body,) = Scan(eq), self.plan.flow.bodies[eq]
+        consts, carry, xs = scan.split_inputs(args)
+
+        def turn(
+            carry: list[jax.Array], xs: list[jax.Array]
+        ) -> tuple[list[jax.Array], list[jax.Array]]:
+            carry, ys = scan.split_outputs(body.program(*consts, *carry, *xs))
+            return list(carry), list(ys)
+
+        length = scan.length // self.axis.parts
+        carry, ys = scan.run(turn, list(carry), list(xs), length=length)
+        return [*carry, *ys]
 
     def _loop(
         self, eq: Equation, way: Way, plan: AxisPlan, args: list[list[jax.Array]]
@@ -117,6 +139,14 @@ class PlanRunner:
         passed = lax.optimization_barrier([list(each.values()) for each in held])
         for v, each, arrays in zip(eq.outputs, held, passed, strict=True):
             env[v] = dict(zip(each, arrays, strict=True))
+
+
+def _on_arrays(
+    plan: AxisPlan, axis: SplitAxis
+) -> Callable[[Sequence[jax.Array]], list[jax.Array]]:
+    """Return what runs a plan whose inputs have one holding each."""
+    run = PlanRunner(plan, axis)
+    return lambda args: run(_held(plan, [[x] for x in args]))
 
 
 def _held(plan: AxisPlan, arrays: Sequence[Sequence[jax.Array]]) -> list[Held]:

@@ -13,10 +13,15 @@ The body of a loop is searched once for each holding that its carry can have.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
-from zeroxla.program.primitives import ARRANGEMENTS, ELEMENTWISE, REDUCTIONS, REMATS
-from zeroxla.program.scan import Scan
+from zeroxla.program.primitives import (
+    ARRANGEMENTS,
+    CUSTOM_RULES,
+    ELEMENTWISE,
+    REDUCTIONS,
+    REMATS,
+)
 from zeroxla.program.trace import Constant, Equation, Value, bytes_of
 from zeroxla.split.atoms import Atom, atoms_in
 from zeroxla.split.axis_costs import AxisCosts
@@ -30,8 +35,8 @@ from zeroxla.split.holdings import (
     Kind,
     cheapest,
     num_moves,
-    part,
 )
+from zeroxla.split.inner_ways import loop_ways, remat_ways, rule_ways
 from zeroxla.split.ways import AxisPlan, Way, ways_of
 
 WIDTH = 128
@@ -114,13 +119,50 @@ class Search:
         outputs = [(WHOLE,)] * len(flow.program.outputs)
         sources = frozenset(leaves if known is None else ())
         states = self._run(flow, [_State(held)], sources)
-        state, wanted = self._end(flow, states, outputs, sources)
+        end = self._end(flow, states, outputs, sources)
+        assert end is not None, "everything can run whole"
+        state, wanted = end
         held = state.inputs()
         given = [_of_leaf(held[v]) for v in leaves]
         if known is not None:
             given = [(h,) for h in known]
         given += [(WHOLE,)] * (len(inputs) - num_leaves)
         return _plan(flow, state, wanted, given)
+
+    def along(self, atom: Atom) -> Search:
+        """Return the search in which nothing but one class is split."""
+        return dataclasses.replace(self, role=dataclasses.replace(self.role, only=atom))
+
+    def inner(
+        self,
+        body: DimsFlow,
+        given: Mapping[Value, Holding],
+        chosen: Sequence[Value],
+        outputs: Sequence[Sequence[Holding]],
+    ) -> AxisPlan | None:
+        """Return the cheapest plan of a body; None if there is none.
+
+        Args:
+          body: the flow through it.
+          given: the inputs whose holdings are decided.
+          chosen: the other inputs.
+          outputs: the holdings that each result may have; any, if there are none.
+        """
+        held: Held = {v: frozenset((h,)) for v, h in given.items()}
+        held.update(dict.fromkeys(chosen, frozenset()))
+        sources = frozenset(chosen)
+        states = self._run(body, [_State(held)], sources)
+        if not states:
+            return None
+        end = self._end(body, states, outputs, sources)
+        if end is None:
+            return None
+        state, wanted = end
+        known = state.inputs()
+        inputs = [
+            (given[v],) if v in given else _given(body, known, v) for v in body.program.inputs
+        ]
+        return _plan(body, state, wanted, inputs)
 
     def _run(
         self, flow: DimsFlow, states: list[_State], sources: frozenset[Value]
@@ -145,7 +187,7 @@ class Search:
                 states = [
                     new
                     for state in states
-                    for way in _following(state, eq, ways, place)
+                    for way in self._following(flow, state, eq, ways, place)
                     if (new := self._next(flow, state, eq, way, sources)) is not None
                 ]
             gone = [v for v in (*eq.values, *eq.outputs) if last.get(v, eq) is eq and v not in kept]
@@ -157,6 +199,38 @@ class Search:
             if DEBUG: print(len(states))
         return states
 
+    def _following(
+        self, flow: DimsFlow, state: _State, eq: Equation, ways: Sequence[Way], place: int | None
+    ) -> Sequence[Way]:
+        """Return the ways that an equation may take from a state.
+
+        Where one can use its largest operand as it is, the operand is not converted for it: a
+        product before or after it is the place for that, at the same cost.
+
+        Args:
+          flow: the flow through the program.
+          state: the state.
+          eq: the equation.
+          ways: its ways.
+          place: the position of its largest operand; None if it may convert any.
+        """
+        if place is None:
+            return ways
+        operand = eq.inputs[place]
+        assert isinstance(operand, Value)
+        held = state.held[operand]
+        if SUMMANDS in held or not held:
+            return ways
+        return [way for way in ways if self._is_free(flow, operand, held, way.needs[place][0])] or ways
+
+    def _is_free(
+        self, flow: DimsFlow, value: Value, have: frozenset[Holding], want: Holding
+    ) -> bool:
+        """Return whether a value can be had in another holding at no cost."""
+        if want is SUMMANDS:
+            return False
+        return want in have or self._price(flow, value, have, want, False) == 0.0
+
     def _next(
         self, flow: DimsFlow, state: _State, eq: Equation, way: Way, sources: frozenset[Value]
     ) -> _State | None:
@@ -164,7 +238,7 @@ class Search:
         held, cost, bought = dict(state.held), state.cost + way.cost, state.bought
         for operand, wants in zip(eq.inputs, way.needs, strict=True):
             if isinstance(operand, Constant):
-                if SUMMANDS in wants:
+                if SUMMANDS in wants and not way.turns:
                     return None
                 continue
             for want in wants:
@@ -172,7 +246,10 @@ class Search:
                 if want in have:
                     continue
                 if want is SUMMANDS:
-                    return None
+                    if not way.turns or not any(h.is_full for h in have):
+                        return None
+                    held[operand] = have | {want}
+                    continue
                 if operand in sources and not _can_be_given(flow, operand, want):
                     # A leaf is given as copies, of which everything else is made.
                     price = self._price(flow, operand, have, COPIES, True)
@@ -235,8 +312,9 @@ class Search:
         states: Iterable[_State],
         outputs: Sequence[Sequence[Holding]],
         sources: frozenset[Value],
-    ) -> tuple[_State, list[Holding]]:
-        """Return the cheapest state whose results are converted, and their holdings.
+    ) -> tuple[_State, list[Holding]] | None:
+        """Return the cheapest state whose results are converted, and their holdings; None if they
+        cannot be.
 
         Args:
           flow: the flow through the program.
@@ -253,25 +331,22 @@ class Search:
                     continue
                 have = end.held[operand]
                 options = allowed or sorted(have - {COPIES} or {WHOLE}, key=_preference)[:1]
-                price, want = min(
-                    (
-                        0.0 if h in have else self._price(flow, operand, have, h, operand in sources),
-                        i,
-                    )
-                    for i, h in enumerate(options)
-                )
-                wanted.append(options[want])
-                end.held[operand] = have | {options[want]}
-                end.cost += price
-            found.append((end, wanted))
-        return min(found, key=lambda pair: pair[0].cost)
+                (want,) = options
+                if want not in have and want is SUMMANDS:
+                    if not any(h.is_full for h in have):
+                        break
+                elif want not in have:
+                    end.cost += self._price(flow, operand, have, want, operand in sources)
+                wanted.append(want)
+                end.held[operand] = have | {want}
+            else:
+                found.append((end, wanted))
+        return min(found, key=lambda pair: pair[0].cost, default=None)
 
     def _ways(self, flow: DimsFlow, eq: Equation) -> list[Way]:
         """Return the ways of an equation that its role allows, with their costs."""
-        if eq.name == "scan":
-            return self._loop_ways(flow, eq)
-        if eq.name in REMATS:
-            return self._remat_ways(flow, eq)
+        if (ways := _OF_BODIES.get(eq.name)) is not None:
+            return self.role.allowed(eq, ways(self, flow, eq), flow)
         work = self.costs.work(eq)
         made = [x for x in eq.inputs if isinstance(x, Value) and flow.is_computed(x)]
         if not any(not flow.made_of_leaves(x) or is_matrix(x.aval.shape) for x in made):
@@ -282,91 +357,10 @@ class Search:
             for way in self.role.allowed(eq, ways_of(eq, flow, self.parts), flow)
         ]
 
-    def _remat_ways(self, flow: DimsFlow, eq: Equation) -> list[Way]:
-        """Return the cheapest way of a `jax.checkpoint`."""
-        (body,) = flow.bodies[eq]
-        inputs = body.program.inputs
-        start = _State(dict.fromkeys(inputs, frozenset()))
-        sources = frozenset(inputs)
-        states = self._run(body, [start], sources)
-        state, wanted = self._end(body, states, [()] * len(body.program.outputs), sources)
-        held = state.inputs()
-        plan = _plan(body, state, wanted, [_given(body, held, v) for v in inputs])
-        return [Way(plan.inputs, plan.outputs, cost=plan.cost, body=plan)]
-
-    def _loop_ways(self, flow: DimsFlow, eq: Equation) -> list[Way]:
-        """Return the cheapest way of a loop for each holding of its carry."""
-        scan, (body,) = Scan(eq), flow.bodies[eq]
-        consts, carry, xs = scan.split_inputs(body.program.inputs)
-        found = []
-        for choice in self._carried(body, carry):
-            held: Held = dict.fromkeys((*consts, *xs), frozenset())
-            held.update((v, frozenset((h,))) for v, h in zip(carry, choice, strict=True))
-            sources = frozenset((*consts, *xs))
-            states = self._run(body, [_State(held)], sources)
-            num_ys = len(body.program.outputs) - len(carry)
-            allowed = [*((h,) for h in choice), *((),) * num_ys]
-            state, wanted = self._end(body, states, allowed, sources)
-            held = state.inputs()
-            given = [_given(body, held, v) for v in body.program.inputs]
-            given[len(consts) : len(consts) + len(carry)] = [(h,) for h in choice]
-            plan = _plan(body, state, wanted, given)
-            needs = scan.split_inputs(plan.inputs)
-            stacked = tuple(tuple(h.moved(1) for h in each) for each in needs[2])
-            ys = tuple(h.moved(1) for h in wanted[len(carry) :])
-            cost = plan.cost * scan.length
-            way = Way((*needs[0], *needs[1], *stacked), (*choice, *ys), cost=cost, body=plan)
-            found.append(way)
-        return found
-
-    def _carried(self, body: DimsFlow, carry: Sequence[Value]) -> list[tuple[Holding, ...]]:
-        """Return the holdings that the carry of a loop may have: all whole, or for each class all
-        arrays split that have it."""
-        classes: dict[Atom, None] = {}
-        for v in carry:
-            for dim in body.dims[v]:
-                classes.update(dict.fromkeys(atoms_in(dim)))
-        found = [(WHOLE,) * len(carry)]
-        for atom in classes:
-            if atom.size % self.parts or not self.role.allows_class(atom):
-                continue
-            found.append(tuple(_split_along(body, v, atom) for v in carry))
-        return found
-
-
-def _split_along(body: DimsFlow, value: Value, atom: Atom) -> Holding:
-    """Return the holding of a value split along a class; whole if it does not have it once."""
-    at = [d for d, dim in enumerate(body.dims[value]) if atom in atoms_in(dim)]
-    return part(at[0], atom) if len(at) == 1 else WHOLE
-
-
 def _largest(eq: Equation) -> int | None:
     """Return the position of the equation's largest operand; None if all are constants."""
     sizes = [(x.aval.size, i) for i, x in enumerate(eq.inputs) if isinstance(x, Value)]
     return max(sizes)[1] if sizes else None
-
-
-def _following(state: _State, eq: Equation, ways: Sequence[Way], place: int | None) -> Sequence[Way]:
-    """Return the ways that an equation may take from a state.
-
-    Where one can use its largest operand as it is, the operand is not converted for it: a product
-    before or after it is the place for that, at the same cost.
-
-    Args:
-      state: the state.
-      eq: the equation.
-      ways: its ways.
-      place: the position of its largest operand; None if it may convert any.
-    """
-    if place is None:
-        return ways
-    operand = eq.inputs[place]
-    assert isinstance(operand, Value)
-    held = state.held[operand]
-    if SUMMANDS in held:
-        return ways
-    found = [way for way in ways if way.needs[place][0] in held]
-    return found or ways
 
 
 def _passed(state: _State, eq: Equation) -> _State:
@@ -378,6 +372,13 @@ def _passed(state: _State, eq: Equation) -> _State:
 
 
 _BARRIER = Way((), ())
+
+_OF_BODIES = {
+    "scan": loop_ways,
+    **dict.fromkeys(REMATS, remat_ways),
+    **dict.fromkeys(CUSTOM_RULES, rule_ways),
+}
+"""The ways of equations whose bodies are searched."""
 
 
 def _given(body: DimsFlow, held: Held, value: Value) -> tuple[Holding, ...]:

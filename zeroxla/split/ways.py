@@ -27,6 +27,7 @@ from zeroxla.split.atoms import (
     dim_in_pieces,
     expand,
     pieces_of,
+    together,
 )
 from zeroxla.split.dims_flow import DimsFlow
 from zeroxla.split.holdings import COPIES, SUMMANDS, WHOLE, Holding, part
@@ -71,7 +72,10 @@ class Way:
       flow: the equation alone, to run it.
       classes: the classes of the program that the index is, in operands and results.
       cost: what it costs, in seconds; conversions of operands aside.
-      body: for a loop or a `jax.checkpoint`, the plan of its body.
+      body: for a loop or a `jax.checkpoint`, the plan of its body; for a derivative of its own, the
+        plan of forward.
+      backward: the plan of backward, for a derivative of its own.
+      turns: whether each device takes its part of a loop's turns.
     """
 
     needs: tuple[tuple[Holding, ...], ...]
@@ -81,11 +85,13 @@ class Way:
     classes: frozenset[Atom] = frozenset()
     cost: float = 0.0
     body: AxisPlan | None = None
+    backward: AxisPlan | None = None
+    turns: bool = False
 
     @property
     def is_split(self) -> bool:
         """Whether each device does a part of the work."""
-        return self.index is not None
+        return bool(self.classes)
 
     def run(self, axis: SplitAxis, args: Sequence[jax.Array]) -> list[jax.Array]:
         """Run the equation on arrays in the holdings that it needs."""
@@ -186,6 +192,9 @@ def _note(
 ) -> None:
     """Note where an operand or a result has which index.
 
+    A dim of which only some pieces have the index does not fit: devices would have the other pieces
+    whole, and one cotangent of them for each device.
+
     Args:
       indices: what is known of each index; is extended.
       found: the dims that the equation alone has.
@@ -202,7 +211,8 @@ def _note(
             index = indices[local]
             at = index.results if is_result else index.operands
             same = {a for a, b in pairs or () if b is atom}
-            if same != {local} or at.setdefault(i, (d, atom)) != (d, atom):
+            in_all = all(local in atoms for atoms in together((mine,)))
+            if not in_all or same != {local} or at.setdefault(i, (d, atom)) != (d, atom):
                 index.fits = False
 
 
