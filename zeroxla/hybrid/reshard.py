@@ -21,7 +21,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
-from zeroxla.mesh.axes import DEVICE, NODE, PIPE
+from zeroxla.mesh.axes import DEVICE, NODE, PIPE, split_axes
 from zeroxla.mesh.placement import Placement
 from zeroxla.offload.memory_kinds import to_device
 from zeroxla.program.one_by_one import one_after_another
@@ -43,7 +43,14 @@ def tensor_mesh(mesh: Mesh, tensor: int) -> Mesh:
 
     Raises:
       ValueError: `tensor` does not divide a node's devices.
+      NotImplementedError: the step's mesh has axes that split the work on one row.
     """
+    if split := split_axes(mesh):
+        names = ", ".join(f"{axis}={mesh.shape[axis]}" for axis in split)
+        raise NotImplementedError(
+            f"generation from a step on a mesh with {names} is not supported; make another step on "
+            "the same devices without these axes, and move the state with step.reshape(state, other)"
+        )
     nodes, devices = mesh.shape[NODE], mesh.shape[DEVICE]
     if tensor < 1 or devices % tensor:
         divisors = [n for n in range(1, devices + 1) if devices % n == 0]

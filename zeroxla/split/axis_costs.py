@@ -38,7 +38,6 @@ class AxisCosts:
             return written
         return written + self.operation * 2 * _products(eq)
 
-
     def of_program(self, flow: DimsFlow) -> float:
         """Return what a program costs if one device runs all of it."""
         found = 0.0

@@ -13,7 +13,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from zeroxla.program.primitives import CONTRACTIONS, CUSTOM_RULES
-from zeroxla.program.trace import Equation
+from zeroxla.program.trace import Equation, Value
 from zeroxla.split.atoms import Atom
 from zeroxla.split.axis_costs import AxisCosts
 from zeroxla.split.dims_flow import DimsFlow
@@ -52,7 +52,7 @@ class AxisRole:
         be."""
         found = [way for way in ways if self._allows(eq, way, flow)]
         split = [way for way in found if way.is_split]
-        of_leaf = any(flow.made_of_leaves(x) and is_matrix(x.aval.shape) for x in eq.inputs)
+        of_leaf = any(flow.made_of_leaves(x) and is_matrix(x.aval.shape) for x in eq.values)
         return split if split and of_leaf and eq.name in PRODUCTS else found
 
     def _allows(self, eq: Equation, way: Way, flow: DimsFlow) -> bool:
@@ -64,7 +64,7 @@ class AxisRole:
         splits_leaf = [
             needs[0].kind is Kind.PART
             for x, needs in zip(eq.inputs, way.needs, strict=True)
-            if flow.made_of_leaves(x) and is_matrix(x.aval.shape)
+            if isinstance(x, Value) and flow.made_of_leaves(x) and is_matrix(x.aval.shape)
         ]
         if self.name == "context":
             return not any(splits_leaf)

@@ -60,7 +60,8 @@ class Conversion:
         return MOVES.get((self.want.dual.kind.value, self.have.dual.kind.value))
 
     def received(self, parts: int) -> tuple[float, float]:
-        """Return the bytes that a device receives in forward and in backward, all times together."""
+        """Return the bytes that a device receives in forward and in backward, all turns
+        together."""
         back = moved_share(self.want.dual, self.have.dual, parts) if self.has_gradient else 0.0
         there = moved_share(self.have, self.want, parts)
         return self.times * self.num_bytes * there, self.times * self.num_bytes * back

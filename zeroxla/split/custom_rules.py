@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import jax
 
 from zeroxla.program import compat
-from zeroxla.program.trace import Equation, Program, Value, trace
+from zeroxla.program.trace import Equation, Operand, Program, Value, trace
 
 Runs = Callable[[Sequence[jax.Array]], list[jax.Array]]
 
@@ -38,7 +38,9 @@ class CustomRule:
     def of(eq: Equation) -> CustomRule:
         """Differentiate an equation. Nothing is left in the programs that has another derivative
         than its own: they are not differentiated again."""
-        shapes = [jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in map(_as_value, eq.inputs)]
+        shapes = [
+            jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in map(_as_value, eq.inputs)
+        ]
         targets = tuple(i for i, x in enumerate(map(_as_value, eq.inputs)) if x.is_float)
         outputs = tuple(i for i, v in enumerate(eq.outputs) if v.is_float)
         tree = None
@@ -59,7 +61,10 @@ class CustomRule:
 
         first, _ = trace(forward, *shapes, opened=compat.forward_jaxpr)
         kept = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in _tail(first, eq)]
-        cts = [jax.ShapeDtypeStruct(eq.outputs[i].aval.shape, eq.outputs[i].aval.dtype) for i in outputs]
+        cts = [
+            jax.ShapeDtypeStruct(eq.outputs[i].aval.shape, eq.outputs[i].aval.dtype)
+            for i in outputs
+        ]
 
         def backward(residuals: list[jax.Array], cts: list[jax.Array]) -> tuple[jax.Array, ...]:
             return jax.tree.unflatten(tree, residuals)(cts)
@@ -79,7 +84,9 @@ class CustomRule:
             found = forward(args)
             return found[:num_results], found[num_results:]
 
-        def second(residuals: list[jax.Array], cts: list[jax.Array]) -> tuple[jax.Array | None, ...]:
+        def second(
+            residuals: list[jax.Array], cts: list[jax.Array]
+        ) -> tuple[jax.Array | None, ...]:
             found = backward([*residuals, *(cts[i] for i in self.outputs)])
             by_operand = dict(zip(self.targets, found, strict=True))
             return tuple(by_operand.get(i) for i in range(len(args)))
@@ -93,5 +100,5 @@ def _tail(program: Program, eq: Equation) -> Sequence[Value]:
     return [_as_value(x) for x in program.outputs[len(eq.outputs) :]]
 
 
-def _as_value(operand: Value | object) -> Value:
+def _as_value(operand: Operand) -> Value:
     return operand if isinstance(operand, Value) else Value(jax.typeof(operand.value))

@@ -203,9 +203,7 @@ def _spread(x: jax.Array, dims: Dims, have: Holding, axis: SplitAxis) -> jax.Arr
     d, dim, _ = _at(dims, have)
     zeros = jnp.zeros((axis.parts, *x.shape), x.dtype)
     with choosing(have.atom):
-        return axis.joined_along(
-            lax.dynamic_update_index_in_dim(zeros, x, axis.index, 0), d, dim
-        )
+        return axis.joined_along(lax.dynamic_update_index_in_dim(zeros, x, axis.index, 0), d, dim)
 
 
 def _exchanged(

@@ -3,21 +3,53 @@ are computed again, and custom derivatives."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 from zeroxla.program.scan import Scan
 from zeroxla.program.trace import Equation, Program, Value
 from zeroxla.split.atoms import Atom, Dims, atoms_in
+from zeroxla.split.axis_costs import AxisCosts
+from zeroxla.split.axis_roles import AxisRole
 from zeroxla.split.dims_flow import DimsFlow
 from zeroxla.split.holdings import COPIES, SUMMANDS, WHOLE, Holding, part
-from zeroxla.split.ways import Way
-
-if TYPE_CHECKING:
-    from zeroxla.split.search import Search
+from zeroxla.split.ways import AxisPlan, Way
 
 
-def remat_ways(search: Search, flow: DimsFlow, eq: Equation) -> list[Way]:
+class PlansBodies(Protocol):
+    """A search that can plan a body; `AxisSearch` is one."""
+
+    @property
+    def parts(self) -> int:
+        """The length of the axis."""
+        ...
+
+    @property
+    def role(self) -> AxisRole:
+        """What may be split along the axis."""
+        ...
+
+    @property
+    def costs(self) -> AxisCosts:
+        """What conversions and work cost."""
+        ...
+
+    def along(self, atom: Atom) -> PlansBodies:
+        """Return the search in which nothing but one class is split."""
+        ...
+
+    def inner(
+        self,
+        body: DimsFlow,
+        given: Mapping[Value, Holding],
+        chosen: Sequence[Value],
+        outputs: Sequence[Sequence[Holding]],
+    ) -> AxisPlan | None:
+        """Return the cheapest plan of a body; None if there is none."""
+        ...
+
+
+def remat_ways(search: PlansBodies, flow: DimsFlow, eq: Equation) -> list[Way]:
     """Return the cheapest way of a `jax.checkpoint`."""
     (body,) = flow.bodies[eq]
     inputs = body.program.inputs
@@ -26,7 +58,7 @@ def remat_ways(search: Search, flow: DimsFlow, eq: Equation) -> list[Way]:
     return [Way(plan.inputs, plan.outputs, cost=plan.cost, body=plan)]
 
 
-def loop_ways(search: Search, flow: DimsFlow, eq: Equation) -> list[Way]:
+def loop_ways(search: PlansBodies, flow: DimsFlow, eq: Equation) -> list[Way]:
     """Return the cheapest way of a loop for each holding of its carry, and the way in which its
     turns are dealt to the devices if there is one."""
     scan, (body,) = Scan(eq), flow.bodies[eq]
@@ -53,7 +85,7 @@ def loop_ways(search: Search, flow: DimsFlow, eq: Equation) -> list[Way]:
     return found if dealt is None else [*found, dealt]
 
 
-def rule_ways(search: Search, flow: DimsFlow, eq: Equation) -> list[Way]:
+def rule_ways(search: PlansBodies, flow: DimsFlow, eq: Equation) -> list[Way]:
     """Return the cheapest way of an equation with a derivative of its own, whole and along each
     class of its operands.
 
@@ -98,14 +130,14 @@ def _along(dims: Dims, atom: Atom) -> Holding:
     return part(at[0], atom) if len(at) == 1 else COPIES
 
 
-def _classes(search: Search, arrays: Sequence[Dims]) -> list[Atom]:
+def _classes(search: PlansBodies, arrays: Sequence[Dims]) -> list[Atom]:
     """Return the classes along which arrays may be split."""
     found = dict.fromkeys(a for dims in arrays for dim in dims for a in atoms_in(dim))
     return [a for a in found if a.size % search.parts == 0 and search.role.allows_class(a)]
 
 
 def _carried(
-    search: Search, body: DimsFlow, carry: Sequence[Value]
+    search: PlansBodies, body: DimsFlow, carry: Sequence[Value]
 ) -> list[tuple[Holding, ...]]:
     """Return the holdings that the carry of a loop may have: all whole, or for each class all
     arrays split that have it."""
@@ -117,7 +149,7 @@ def _carried(
     return found
 
 
-def _dealt(search: Search, flow: DimsFlow, eq: Equation) -> Way | None:
+def _dealt(search: PlansBodies, flow: DimsFlow, eq: Equation) -> Way | None:
     """Return the way in which each device takes its part of a loop's turns; None if there is none.
 
     Turns must not depend on each other: a carry is only added to.
@@ -148,5 +180,6 @@ def _is_added_to(program: Program, i: int, carried: Value) -> bool:
     readers = [eq for eq in program.equations if carried in eq.values]
     if len(readers) != 1 or readers[0].name not in ("add", "add_any"):
         return program.outputs[i] is carried and not readers
-    return readers[0].outputs[0] is program.outputs[i] and list(readers[0].inputs).count(carried) == 1
-
+    return (
+        readers[0].outputs[0] is program.outputs[i] and list(readers[0].inputs).count(carried) == 1
+    )

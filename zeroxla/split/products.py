@@ -13,6 +13,7 @@ from jax import lax
 from zeroxla.program.trace import Equation
 from zeroxla.split.atoms import Dims, block, expand, is_split, pieces_of
 from zeroxla.split.attention import ATTENTION_RULES
+from zeroxla.split.collective_rules import COLLECTIVE_RULES
 from zeroxla.split.convolutions import CONVOLUTION_RULES
 from zeroxla.split.elementwise import ELEMENTWISE_RULES
 from zeroxla.split.reshapes import RESHAPE_RULES
@@ -22,7 +23,6 @@ from zeroxla.split.rules import (
     DimsOf,
     Rule,
     bind,
-    connect_unknown,
     fresh,
     note_sum,
     run_sum,
@@ -115,6 +115,7 @@ RULES: dict[str, Rule] = {
     **RESHAPE_RULES,
     **ATTENTION_RULES,
     **CONVOLUTION_RULES,
+    **COLLECTIVE_RULES,
     "dot_general": Rule(connect_dot, _run_dot),
     "gather": Rule(_connect_gather, _run_gather),
 }

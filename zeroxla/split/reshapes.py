@@ -30,7 +30,6 @@ from zeroxla.split.rules import (
 )
 from zeroxla.split.split_axis import SplitAxis
 
-
 MOST_SHIFTED = 4
 """The most elements that are left out of a row by a slice that only shifts it."""
 

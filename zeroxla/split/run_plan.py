@@ -92,10 +92,11 @@ class PlanRunner:
         if way.backward is not None:
             first, second = (_on_arrays(plan, self.axis) for plan in (way.body, way.backward))
             return self.plan.flow.rules[eq].run(first, second, [x for (x,) in args])
-        body, sizes = PlanRunner(way.body, self.axis), [len(x) for x in args]
+        plan, sizes = way.body, [len(x) for x in args]
+        body = PlanRunner(plan, self.axis)
 
         def run(flat: Sequence[jax.Array]) -> list[jax.Array]:
-            return body(_held(way.body, _grouped(flat, sizes)))
+            return body(_held(plan, _grouped(flat, sizes)))
 
         return rematerialised(eq, run)([x for each in args for x in each])
 
@@ -107,8 +108,8 @@ class PlanRunner:
         def turn(
             carry: list[jax.Array], xs: list[jax.Array]
         ) -> tuple[list[jax.Array], list[jax.Array]]:
-            carry, ys = scan.split_outputs(body.program(*consts, *carry, *xs))
-            return list(carry), list(ys)
+            found = scan.split_outputs(body.program(*consts, *carry, *xs))
+            return list(found[0]), list(found[1])
 
         length = scan.length // self.axis.parts
         carry, ys = scan.run(turn, list(carry), list(xs), length=length)
@@ -125,8 +126,8 @@ class PlanRunner:
             carry: list[jax.Array], xs: list[list[jax.Array]]
         ) -> tuple[list[jax.Array], list[jax.Array]]:
             outs = body(_held(plan, [*consts, *([x] for x in carry), *xs]))
-            carry, ys = scan.split_outputs(outs)
-            return list(carry), list(ys)
+            found = scan.split_outputs(outs)
+            return list(found[0]), list(found[1])
 
         carry, ys = scan.run(turn, [x for (x,) in carry], list(xs))
         return [*carry, *ys]
@@ -141,9 +142,7 @@ class PlanRunner:
             env[v] = dict(zip(each, arrays, strict=True))
 
 
-def _on_arrays(
-    plan: AxisPlan, axis: SplitAxis
-) -> Callable[[Sequence[jax.Array]], list[jax.Array]]:
+def _on_arrays(plan: AxisPlan, axis: SplitAxis) -> Callable[[Sequence[jax.Array]], list[jax.Array]]:
     """Return what runs a plan whose inputs have one holding each."""
     run = PlanRunner(plan, axis)
     return lambda args: run(_held(plan, [[x] for x in args]))

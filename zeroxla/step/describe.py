@@ -15,6 +15,7 @@ from zeroxla.fetch.segments import FetchPlan, LayerLoop, Remat, Straight
 from zeroxla.offload.array_bytes import shard_bytes
 from zeroxla.offload.memory_kinds import Place
 from zeroxla.program.report import Report
+from zeroxla.split.axis_report import AxisReport
 from zeroxla.step.state import TrainState
 from zeroxla.wire.leaves import Layout, Leaf
 from zeroxla.wire.resolve import Wiring
@@ -65,6 +66,7 @@ class Description(Report):
       optimizer: bytes of one device's optimizer state on the device, on the host and on disk.
       secondary_on_host: whether secondary shards are in the host's memory.
       updated_on: where arrays on the host are updated: on the device, or on the host.
+      axes: what is split over each axis that splits the work on one row.
     """
 
     rows: tuple[LeafRow, ...]
@@ -72,6 +74,11 @@ class Description(Report):
     optimizer: Mapping[str, int]
     secondary_on_host: bool = False
     updated_on: Literal["device", "host"] = "device"
+    axes: tuple[AxisReport, ...] = ()
+
+    def tables(self) -> list[Table]:
+        """Return the table of leaves, and those of the axes that split the work on one row."""
+        return [self.table(), *(table for axis in self.axes for table in axis.tables())]
 
     @property
     def shard_bytes(self) -> int:
@@ -159,7 +166,10 @@ def describe_step(programs: Programs, shapes: StateShapes) -> Report:
     if programs.pipeline is not None:
         at_rest = stored_in_words(state, programs.mesh, updated_on)
         return programs.describe_stages(*inputs, at_rest)
-    return describe(layout, programs.plan(*inputs), programs.wiring, state.opt_state, updated_on)
+    found = describe(layout, programs.plan(*inputs), programs.wiring, state.opt_state, updated_on)
+    if programs.axes is None:
+        return found
+    return dataclasses.replace(found, axes=programs.axes.newest.reports())
 
 
 def describe(
@@ -179,7 +189,6 @@ def describe(
       updated_on: where arrays on the host are updated.
     """
     collectives = wiring.collectives
-    world = collectives.world
     units = unit_names(plan)
     values = iter(plan.leaves)
     rows = []
@@ -190,6 +199,8 @@ def describe(
         else:
             unit = "kept whole" if leaf.placement.dim is None else "persistent"
         where = "whole on every device"
+        part = dataclasses.replace(leaf, placement=placement.of_part)
+        world = collectives.hops.over(placement.axes).world if leaf.is_split else 1
         if placement.dim is not None:
             where = f"dim {placement.dim} over {world}"
             where += f" (+{placement.pad} zeros)" if placement.pad else ""
@@ -199,13 +210,15 @@ def describe(
             LeafRow(
                 path=leaf.path,
                 shape=placement.shape,
-                placement=where + (", frozen" if leaf.frozen else ""),
+                placement=where
+                + "".join(f", {p.axis}: dim {p.dim} in {p.length}" for p in placement.parts)
+                + (", frozen" if leaf.frozen else ""),
                 unit=unit,
-                wires=_wires(leaf, wiring),
+                wires=_wires(part, wiring),
                 shard_bytes=(1 if leaf.is_wire else 4)
                 * (math.prod(placement.part_shape(world)) if leaf.is_split else leaf.elements),
-                secondary_bytes=wiring.secondary_bytes(leaf),
-                gradient_bytes=wiring.gradient_bytes(leaf),
+                secondary_bytes=wiring.secondary_bytes(part),
+                gradient_bytes=wiring.gradient_bytes(part),
             )
         )
     words = f"{collectives.hops.nodes} node(s) x {collectives.hops.devices} device(s)"

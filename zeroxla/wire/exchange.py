@@ -15,7 +15,7 @@ JOINED_BYTES = 2**28
 """Wires up to so many bytes travel in one collective."""
 
 
-def exchange(wires: Sequence[Wire], axis: str, length: int) -> list[Wire]:
+def exchange(wires: Sequence[Wire], axis: str | tuple[str, ...], length: int) -> list[Wire]:
     """Send each device of a hop its rows: turn this device's [R] wires into [L, R / L] wires, R / L
     from each of the L devices.
 

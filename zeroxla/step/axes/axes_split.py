@@ -63,9 +63,7 @@ class AxesSplit:
                 train: functools.partial(self._loss, train, shapes, parts)
                 for train in (True, False)
             }
-        leaves = (
-            dataclasses.replace(leaf, placement=leaf.placement.of_part) for leaf in layout
-        )
+        leaves = (dataclasses.replace(leaf, placement=leaf.placement.of_part) for leaf in layout)
         return Layout(tree=layout.tree, leaves=tuple(leaves)), self._split[parts]
 
     def _loss(
@@ -78,9 +76,7 @@ class AxesSplit:
         batch: Any,
         key: jax.Array,
     ) -> Any:
-        split = SplitLoss.of(
-            self.losses[train], self.axes, shapes, model_state, batch, key, parts
-        )
+        split = SplitLoss.of(self.losses[train], self.axes, shapes, model_state, batch, key, parts)
         if train:
             self._newest[:] = [split]
         return split(params, model_state, batch, key)

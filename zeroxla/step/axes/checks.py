@@ -1,4 +1,4 @@
-"""What axes that split the work on one row do not go with yet, refused before anything is traced."""
+"""What does not go yet with axes that split the work on one row."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def check_axes(mesh: Mesh, config: ZeroConfig) -> None:
     offload = config.offload
     if "disk" in (offload.params, offload.optimizer):
         raise NotImplementedError(
-            f"Offload(...='disk') on a mesh with {names}: shards on disk are read unit by unit, and "
-            "leaves are dealt to these axes before; use 'host', or leave out the axes"
+            f"Offload(...='disk') on a mesh with {names}: shards on disk are read unit by unit, "
+            "and leaves are dealt to these axes before; use 'host', or leave out the axes"
         )
     kept = [
         name

@@ -29,8 +29,8 @@ class AxesDifferentiator:
         self, params: Any, *rest: Any
     ) -> tuple[list[jax.Array | None], dict[str, Any], Any, WireState | None]:
         """Compute this device's gradient shards; see `Differentiator.gradients`."""
-        grads, *others = self.inner.gradients(self._parts(params), *rest)
-        return self.deals.from_parts(grads), *others
+        grads, metrics, model_state, wires = self.inner.gradients(self._parts(params), *rest)
+        return self.deals.from_parts(grads), metrics, model_state, wires
 
     def evaluate(self, params: Any, *rest: Any) -> dict[str, Any]:
         """Return the metrics of the whole batch, without gradients."""

@@ -1,9 +1,9 @@
 """A model's loss, split over the axes of a mesh.
 
-One axis after the other: the loss is traced, a plan for the axis is searched, and what runs the plan
-is the loss for the next axis. Its leaves are the parts that a device computes with. Its collectives
-are equations like any other, so the fetch plan, the gathers and the gradients of a step need not
-know of the axes.
+One axis after the other: the loss is traced, a plan for the axis is searched, and the function that
+runs the plan is the loss for the next axis. Its leaves are the parts that a device computes with.
+Its collectives are equations like any other, so the fetch plan, the gathers and the gradients of a
+step need not know of the axes.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ from zeroxla.program.shapes import shapes_of
 from zeroxla.program.trace import Program, Value, trace
 from zeroxla.split.atoms import Atom, Dims, atoms_in, choosing, dims_of, expand
 from zeroxla.split.axis_costs import AxisCosts
+from zeroxla.split.axis_report import AxisReport
 from zeroxla.split.axis_roles import AxisRole
 from zeroxla.split.dims_flow import DimsFlow
-from zeroxla.split.holdings import COPIES, WHOLE, Holding, part
+from zeroxla.split.holdings import COPIES, Holding, part
 from zeroxla.split.layout import layout_of, structured_dims
 from zeroxla.split.run_plan import PlanRunner
-from zeroxla.split.search import Search
+from zeroxla.split.search import AxisSearch
 from zeroxla.split.split_axis import SplitAxis
 from zeroxla.split.ways import AxisPlan
 
@@ -75,7 +76,8 @@ class SplitLoss:
         program, result = trace(loss, params, *rest)
         num_leaves = len(jax.tree.leaves(params))
         counts = [num_leaves, *(len(jax.tree.leaves(x)) for x in rest)]
-        plans, found = [], [()] * num_leaves
+        plans: list[AxisPlan] = []
+        found: list[tuple[AxisPart, ...]] = [()] * num_leaves
         for name, length in axes:
             known = None if parts is None else [_along(name, each) for each in parts]
             plan = _axis_plan(program, counts, name, length, known)
@@ -89,6 +91,11 @@ class SplitLoss:
         return SplitLoss(
             plans=tuple(plans), axes=tuple(axes), parts=tuple(found), result=(result, program)
         )
+
+    def reports(self) -> tuple[AxisReport, ...]:
+        """Return what is split along each axis."""
+        pairs = zip(self.plans, self.axes, strict=True)
+        return tuple(AxisReport.of(plan, *axis) for plan, axis in pairs)
 
     def __call__(self, params: Any, model_state: Any, batch: Any, key: jax.Array) -> Any:
         """Return what the loss returns, from this device's parts of the leaves."""
@@ -115,7 +122,7 @@ def _axis_plan(
     first = num_leaves + counts[1]
     rows = _classes(flow, program.inputs[first : first + counts[2]])
     role = AxisRole(name=name, rows=rows, experts=_experts(flow))
-    search = Search(parts=length, role=role, costs=AxisCosts())
+    search = AxisSearch(parts=length, role=role, costs=AxisCosts())
     holdings = None
     if known is not None:
         holdings = [_known_holding(flow, v, own) for v, own in zip(values, known, strict=True)]
@@ -169,9 +176,7 @@ def _known_holding(flow: DimsFlow, value: Value, own: AxisPart | None) -> Holdin
 
 def _classes(flow: DimsFlow, batch: Sequence[Value]) -> frozenset[Atom]:
     """Return the classes of a batch's rows."""
-    return frozenset(
-        a for v in batch if v.aval.shape for a in atoms_in(expand(flow.dims[v][0]))
-    )
+    return frozenset(a for v in batch if v.aval.shape for a in atoms_in(expand(flow.dims[v][0])))
 
 
 def _experts(flow: DimsFlow) -> frozenset[Atom]:
@@ -186,6 +191,3 @@ def _experts(flow: DimsFlow) -> frozenset[Atom]:
                 if flow.made_of_leaves(x):
                     found.update(a for d in dims for a in atoms_in(flow.of_operand(x)[d]))
     return frozenset(found)
-
-
-__all__ = ["WHOLE", "Parts", "SplitLoss"]
