@@ -303,6 +303,17 @@ FEATURES = [
             and not run.step.programs.pipeline.runs_forward_again
         ),
     ),
+    # Axes that split the work on one row.
+    Feature(
+        name="tensor",
+        slots={"mesh.tensor": 2},
+        holds=lambda run: any(p.parts for p in run.state.placements[0]),
+    ),
+    Feature(
+        name="context",
+        slots={"mesh.context": 2},
+        holds=lambda run: run.step.programs.axes is not None,
+    ),
     # What happens to a state.
     Feature(name="checkpoint", slots={"uses.checkpoint": True}, in_program=False),
     Feature(name="other options", slots={"uses.other options": True}, in_program=False),
@@ -324,6 +335,7 @@ ELSEWHERE = {
 }
 """The options that no feature is about, with the reason."""
 
+AXES = ("tensor", "context")
 PIPELINES = ("pipeline", "pipeline, tick", "pipeline, low memory", "pipeline, chunks")
 
 
@@ -337,6 +349,10 @@ def _each(first: Any, second: Any, text: str) -> Iterator[tuple[frozenset[str], 
 REFUSED: dict[frozenset[str], str] = dict(
     itertools.chain(
         _each(PIPELINES, "parameters on disk", "of a pipeline is not supported"),
+        _each(AXES, PIPELINES, "stages split layers"),
+        _each(AXES, ("parameters on disk", "optimizer on disk"), "shards on disk are read"),
+        _each(AXES, ("weight differences", "error feedback"), "what wires keep between steps"),
+        _each(AXES, "generate", "move the state with step.reshape"),
         _each("pipeline, tick", "pipeline, low memory", "has no effect on schedule 'zb-h1'"),
         _each("pipeline, chunks", "pipeline, low memory", "no effect on schedule 'interleaved'"),
         _each("update on the host", "parameters on disk", "the host updates what is in its memory"),

@@ -174,7 +174,7 @@ def mesh_of(shape, names, axis_type=AxisType.Auto):
     [
         ((8,), ("data",), r"axes \('data',\) and needs \('node', 'device'\); unknown: "),
         ((2, 4), ("data", "model"), r"\('data', 'model'\).*unknown: \['data', 'model'\]"),
-        ((2, 2, 2), ("node", "device", "tensor"), r"unknown: \['tensor'\]"),
+        ((2, 2, 2), ("node", "device", "model"), r"unknown: \['model'\]"),
     ],
 )
 def test_a_mesh_without_the_axes_is_an_error(shape, names, message):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import math
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -80,14 +81,23 @@ class Settings:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Row:
-    """A case on a mesh with settings."""
+    """A case on a mesh with settings.
+
+    Attributes:
+      case: its name in the zoo.
+      mesh: the lengths of the axes `node` and `device`.
+      settings: the settings.
+      axes: the axes that split the work on one row, with their lengths.
+    """
 
     case: str
     mesh: tuple[int, int]
     settings: Settings
+    axes: tuple[tuple[str, int], ...] = ()
 
     def __str__(self) -> str:
-        return f"{self.case}-{self.mesh[0]}x{self.mesh[1]}-{self.settings}"
+        axes = "".join(f"x{name}{length}" for name, length in self.axes)
+        return f"{self.case}-{self.mesh[0]}x{self.mesh[1]}{axes}-{self.settings}"
 
 
 TWICE = [case for case in CASES if not CASES[case].heavy][::3]
@@ -181,7 +191,8 @@ def measure(row: Row) -> Errors:
     case, settings = CASES[row.case], row.settings
     world = row.mesh[0] * row.mesh[1]
     expected = _expected(row.case, world, settings.accumulate)
-    mesh = zeroxla.make_mesh(nodes=row.mesh[0], devices_per_node=row.mesh[1])
+    devices = row.mesh[1] * math.prod(length for _, length in row.axes)
+    mesh = zeroxla.make_mesh(nodes=row.mesh[0], devices_per_node=devices, **dict(row.axes))
     step = zeroxla.make_step(
         case.make(), mesh, optimizer(), loss=case.loss, config=settings.config(case, row.mesh)
     )

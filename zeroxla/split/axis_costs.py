@@ -7,8 +7,9 @@ import math
 
 from zeroxla.program.primitives import ARRANGEMENTS, CONTRACTIONS, RENAMES
 from zeroxla.program.scan import Scan
-from zeroxla.program.trace import Equation, Value, bytes_of
+from zeroxla.program.trace import Equation, bytes_of
 from zeroxla.split.dims_flow import DimsFlow
+from zeroxla.split.rules import shape_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,7 +52,7 @@ class AxisCosts:
 def _products(eq: Equation) -> float:
     """Return the number of products that a contraction adds up."""
     out = math.prod(eq.outputs[0].aval.shape)
-    lhs, rhs = (x.aval.shape for x in eq.inputs if isinstance(x, Value))
+    lhs, rhs = map(shape_of, eq.inputs)
     if eq.name == "dot_general":
         (summed, _), _ = eq.params["dimension_numbers"]
         return out * math.prod(lhs[d] for d in summed)

@@ -104,9 +104,16 @@ def conversion_share(have: Holding, want: Holding, parts: int, *, has_gradient: 
 
 
 def num_moves(have: Holding, want: Holding, *, has_gradient: bool) -> int:
-    """Return the number of collectives of a conversion, those of its transpose included."""
-    found = int(moved_share(have, want, 2) > 0)
-    return found + int(has_gradient and moved_share(want.dual, have.dual, 2) > 0)
+    """Return the number of collectives of a conversion, those of its transpose included. A sum
+    counts as two, a reduce and a gather."""
+    found = _num_passes(have, want)
+    return found + _num_passes(want.dual, have.dual) if has_gradient else found
+
+
+def _num_passes(have: Holding, want: Holding) -> int:
+    if moved_share(have, want, 2) == 0:
+        return 0
+    return 2 if have is SUMMANDS and want.is_full else 1
 
 
 def can_convert(have: Holding, want: Holding) -> bool:

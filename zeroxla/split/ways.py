@@ -120,7 +120,8 @@ def ways_of(eq: Equation, flow: DimsFlow, parts: int) -> list[Way]:
         _note(indices, cloned, known, i, is_result=False)
     for i, (v, found) in enumerate(zip(eq.outputs, local.outputs(), strict=True)):
         _note(indices, found, flow.dims[v], i, is_result=True)
-    kind = COPIES if flow.made_of_leaves(eq.outputs[0]) else WHOLE
+    of_leaves = any(map(flow.made_of_leaves, eq.outputs))
+    kind = COPIES if of_leaves else WHOLE
     found = [Way(((kind,),) * len(eq.inputs), (kind,) * len(eq.outputs), None, local)]
     composite = bool(local.bodies)
     for atom, index in indices.items():

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 from zeroxla.mesh.placement import AxisPart
+from zeroxla.program.shapes import structure_of
 from zeroxla.step.axes.split_loss import SplitLoss
 from zeroxla.step.loss_plan import Losses, leaf_shapes
 from zeroxla.wire.leaves import Layout
@@ -25,13 +26,13 @@ class AxesSplit:
       axes: (name, length) of each axis, in the order in which the loss is split.
       losses: the losses of whole leaves.
       dtype: the dtype in which the model computes.
-      plans: the split losses made so far, by what they were made for.
     """
 
     axes: tuple[tuple[str, int], ...]
     losses: Losses
     dtype: Any
     _split: dict[Parts, Losses] = dataclasses.field(default_factory=dict)
+    _made: dict[Any, SplitLoss] = dataclasses.field(default_factory=dict)
     _newest: list[SplitLoss] = dataclasses.field(default_factory=list)
 
     def parts(self, layout: Layout, model_state: Any, rows: Any, key: Any) -> Parts:
@@ -44,8 +45,10 @@ class AxesSplit:
           key: the key of the loss.
         """
         params = layout.tree.unflatten(leaf_shapes(layout, self.dtype))
-        found = SplitLoss.of(self.losses[True], self.axes, params, model_state, rows, key)
+        rest = model_state, rows, key
+        found = SplitLoss.of(self.losses[True], self.axes, params, *rest)
         self._newest[:] = [found]
+        self._made[True, found.parts, structure_of(rest)] = found
         return found.parts
 
     @property
@@ -76,7 +79,11 @@ class AxesSplit:
         batch: Any,
         key: jax.Array,
     ) -> Any:
-        split = SplitLoss.of(self.losses[train], self.axes, shapes, model_state, batch, key, parts)
+        rest = model_state, batch, key
+        made = train, parts, structure_of(rest)
+        if made not in self._made:
+            self._made[made] = SplitLoss.of(self.losses[train], self.axes, shapes, *rest, parts)
+        split = self._made[made]
         if train:
             self._newest[:] = [split]
-        return split(params, model_state, batch, key)
+        return split(params, *rest)

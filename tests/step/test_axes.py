@@ -1,0 +1,223 @@
+"""Work on one row that is split over axes: steps equal those of one device, and what is refused.
+
+The default run takes a few models; `-m slow` takes every case of the zoo on `tensor` and `context`,
+and `-m full` on more meshes.
+"""
+
+import jax
+import numpy as np
+import optax
+import pytest
+from tools.equality import GRADIENT_TOLERANCE, STEPS_TOLERANCE, Row, Settings, measure
+from tools.quick import quick_compilation  # noqa: F401
+from tools.reference import relative_errors, worst
+from tools.zoo import CASES
+
+import zeroxla
+from zeroxla import Feedback, HybridEngine, Offload, Pipeline, WireFormat, ZeroConfig
+from zeroxla.frontend import adapt
+from zeroxla.models import GPT, Llama
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+LENGTH = 16
+MODELS = {
+    "GPT": lambda: GPT.tiny(),
+    "GPT, written out": lambda: GPT.tiny(scan=False),
+    "GPT, in blocks": lambda: GPT.tiny(attention_block=4, loss_chunk=4),
+    "GPT, computed again": lambda: GPT.tiny(remat=True),
+    "Llama, grouped heads": lambda: Llama.tiny(heads=8, kv_heads=4, width=64),
+}
+ROWS = [
+    ("GPT, computed again", {"nodes": 2, "tensor": 2}),
+    ("GPT, in blocks", {"nodes": 1, "context": 4}),
+    ("Llama, grouped heads", {"nodes": 1, "tensor": 4, "context": 2}),
+]
+MORE = [
+    (name, {"nodes": nodes, **axes})
+    for name in MODELS
+    for nodes, axes in (
+        (1, {"tensor": 4}),
+        (2, {"tensor": 2, "context": 2}),
+        (1, {"context": 8}),
+        (2, {"context": 4}),
+        (1, {"tensor": 2, "context": 4}),
+        (2, {"tensor": 2}),
+        (1, {"expert": 2}),
+        (2, {"expert": 2, "tensor": 2}),
+    )
+    if (name, {"nodes": nodes, **axes}) not in ROWS
+]
+
+
+def tokens(rows, length=LENGTH):
+    return {"tokens": np.random.default_rng(0).integers(0, 64, (rows, length + 1), np.int32)}
+
+
+def step_of(model, mesh, **options):
+    config = ZeroConfig(persistence_threshold=0, **options)
+    return zeroxla.make_step(model, mesh, optax.sgd(0.1), config=config)
+
+
+@pytest.mark.parametrize(
+    ("name", "axes"), [*ROWS, *(pytest.param(*row, marks=pytest.mark.slow) for row in MORE)]
+)
+def test_gradients_equal_those_of_the_whole_model(name, axes):
+    model, mesh = MODELS[name](), zeroxla.make_mesh(**axes)
+    batch = tokens(2 * mesh.shape["node"] * mesh.shape["device"])
+    step = step_of(model, mesh)
+    state = step.init(jax.random.key(0), batch)
+    loss, gradients = step.grad(state, batch)
+    adapted = adapt(MODELS[name]())
+    whole = jax.tree.map(np.asarray, zeroxla.full_params(state))
+    want, expected = jax.jit(
+        jax.value_and_grad(lambda p: adapted.loss(p, {}, batch, jax.random.key(1), train=True)[0])
+    )(whole)
+    assert abs(float(loss) / float(want) - 1) < 1e-6
+    assert worst(relative_errors(gradients, expected))[1] <= GRADIENT_TOLERANCE
+    assert abs(float(step.eval(state, batch)["loss"]) / float(want) - 1) < 1e-6
+
+
+QUICK = ("custom_vjp",)
+AXES = [(("tensor", 2),), (("context", 2),)]
+
+
+@pytest.mark.parametrize(
+    ("case", "axes"),
+    [
+        pytest.param(case, axes, marks=() if case in QUICK and i else pytest.mark.slow)
+        for case in CASES
+        for i, axes in enumerate(AXES)
+    ],
+)
+def test_every_model_of_the_zoo_trains_as_on_one_device(case, axes):
+    errors = measure(Row(case=case, mesh=(2, 2), settings=Settings(), axes=axes))
+    # The gradient of a bias before a norm is rounding alone.
+    tolerance = 20 * GRADIENT_TOLERANCE if case == "batchnorm" else GRADIENT_TOLERANCE
+    assert errors.loss <= GRADIENT_TOLERANCE
+    assert errors.gradient[1] <= tolerance, errors.gradient
+    assert errors.norm <= GRADIENT_TOLERANCE
+    assert errors.metrics <= GRADIENT_TOLERANCE
+    assert errors.params[1] <= STEPS_TOLERANCE, errors.params
+    assert errors.model_state[1] <= STEPS_TOLERANCE, errors.model_state
+
+
+def test_a_device_stores_its_share_and_gathers_its_part():
+    """Leaves are stored over all devices, whatever splits them; a device gathers a quarter."""
+    mesh = zeroxla.make_mesh(nodes=1, tensor=4)
+    step, batch = step_of(GPT.tiny(), mesh), tokens(4)
+    state = step.init(jax.random.key(0), batch)
+    kernel = state.params["h"]["mlp"]["c_fc"]["kernel"]
+    assert kernel.shape == (2, 32, 128)
+    assert kernel.addressable_shards[0].data.size == kernel.size // 8
+    plan = step.programs.plan(
+        step.programs.layout(state), state.model_state, batch, jax.random.key(0)
+    )
+    sizes = {v.aval.shape for v in plan.leaves}
+    assert (2, 32, 32) in sizes  # a quarter of the hidden width
+    assert (2, 32, 128) not in sizes
+
+
+def test_dropout_draws_the_same_mask_as_without_axes():
+    batch = tokens(8)
+    losses = []
+    for axes in ({}, {"tensor": 2}, {"context": 2}):
+        size = 4 * (2 if axes else 1)
+        mesh = zeroxla.make_mesh(nodes=2, devices=jax.devices()[:size], **axes)
+        step = step_of(GPT.tiny(dropout=0.2), mesh)
+        state = step.init(jax.random.key(0), batch)
+        losses.append([float(step(state, batch)[1]["loss"]) for _ in range(1)])
+    np.testing.assert_allclose(losses[1:], losses[:1] * 2, rtol=1e-6)
+
+
+@pytest.mark.slow
+def test_a_state_moves_to_other_axes_and_to_none():
+    batch = tokens(8)
+    first = step_of(GPT.tiny(), zeroxla.make_mesh(nodes=2, tensor=2))
+    state = first.init(jax.random.key(0), batch)
+    state, _ = first(state, batch)
+    want = float(first.eval(state, batch)["loss"])
+    for axes in ({"nodes": 1, "context": 4}, {"nodes": 4}):
+        other = step_of(GPT.tiny(), zeroxla.make_mesh(**axes))
+        other.abstract_state(batch)
+        state = first.reshape(state, other)
+        assert abs(float(other.eval(state, batch)["loss"]) / want - 1) < 1e-6
+        first = other
+
+
+def test_the_description_says_what_is_split_and_what_travels():
+    """Megatron's conversions with sequence parallelism, where bytes count and not latencies."""
+    length = 512
+    model = GPT.tiny(length=length, width=512, heads=8, attention_block=length, loss_chunk=0)
+    step, batch = step_of(model, zeroxla.make_mesh(nodes=1, tensor=4)), tokens(4, length)
+    step.abstract_state(batch)
+    described = step.describe()
+    rows = {row.path: row.placement for row in described.rows}
+    assert rows["h/mlp/c_fc/kernel"] == "dim 1 over 8, tensor: dim 2 in 4"
+    assert rows["h/ln_1/scale"] == "dim 1 over 8"
+    (report,) = described.axes
+    in_blocks = [c for c in report.conversions if c.times == 2]
+    assert [(c.forward, c.backward) for c in in_blocks] == [
+        ("all-gather", "reduce-scatter"),
+        ("reduce-scatter", "all-gather"),
+    ] * 2
+    assert {c.shape for c in in_blocks} == {(2, length, 512)}
+    text = str(described)
+    assert "tensor=4: how devices hold arrays" in text
+    assert "part of dim 1" in text
+
+
+REFUSED = {
+    "stages": (
+        {"pipe": 2, "nodes": 1, "tensor": 2},
+        {},
+        "pipe=2 and tensor=2: stages split layers",
+    ),
+    "parameters on disk": (
+        {"nodes": 2, "context": 2},
+        {"offload": Offload(params="disk", path="states")},
+        "disk'\\) on a mesh with context=2",
+    ),
+    "weight differences": (
+        {"nodes": 2, "tensor": 2},
+        {"weight_differences": WireFormat(bits=8), "hpz_size": "node"},
+        "weight_differences on a mesh with tensor=2",
+    ),
+    "error feedback": (
+        {"nodes": 2, "tensor": 2},
+        {
+            "error_feedback": Feedback(),
+            "inter_node_reduce": "step",
+            "gradient_wire": WireFormat(bits=8),
+        },
+        "error_feedback on a mesh with tensor=2",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_does_not_go_with_axes_is_refused(name):
+    axes, options, text = REFUSED[name]
+    model = Pipeline.from_model(GPT.tiny()) if "pipe" in axes else GPT.tiny()
+    with pytest.raises(NotImplementedError, match=text):
+        zeroxla.make_step(model, zeroxla.make_mesh(**axes), config=ZeroConfig(**options))
+
+
+def test_generation_says_how_to_leave_the_axes():
+    step = step_of(GPT.tiny(), zeroxla.make_mesh(nodes=1, tensor=2))
+    step.abstract_state(tokens(4))
+    with pytest.raises(NotImplementedError, match="move the state with step.reshape"):
+        HybridEngine(step, max_length=16)
+
+
+def test_lengths_that_do_not_divide_stay_whole():
+    """17 positions over two devices: the model trains, and nothing along them is split."""
+    mesh = zeroxla.make_mesh(nodes=1, context=2, devices=jax.devices()[:4])
+    step, batch = step_of(GPT.tiny(), mesh), tokens(4, length=15)
+    state = step.init(jax.random.key(0), batch)
+    loss = float(step.eval(state, batch)["loss"])
+    plain = step_of(GPT.tiny(), zeroxla.make_mesh(nodes=1, devices=jax.devices()[:2]))
+    assert (
+        abs(loss / float(plain.eval(plain.init(jax.random.key(0), batch), batch)["loss"]) - 1)
+        < 1e-6
+    )
