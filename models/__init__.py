@@ -1,7 +1,7 @@
-"""Four models in plain Flax. Nothing here knows of zeroxla; import them as `zeroxla.models`.
+"""Five models in plain Flax. Nothing here knows of zeroxla; import them as `zeroxla.models`.
 
 Each model has presets (`GPT.tiny()`, `Llama.small()`, ...), documented shapes, and its own method
-`loss(batch, *, train) -> (scalar, metrics)`. All four have one dtype policy. Matrix products run in
+`loss(batch, *, train) -> (scalar, metrics)`. All five have one dtype policy. Matrix products run in
 the dtype of the parameters, so bfloat16 parameters give bfloat16 activations. Statistics of norms,
 softmax, logits and losses are float32.
 """
@@ -14,5 +14,6 @@ from .gpt import GPT
 from .hugging_face import from_hugging_face
 from .llama import Llama
 from .mlp import MLP
+from .moe import Mixtral
 
-__all__ = ["GPT", "MLP", "AlexNet", "Llama", "from_hugging_face"]
+__all__ = ["GPT", "MLP", "AlexNet", "Llama", "Mixtral", "from_hugging_face"]

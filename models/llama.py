@@ -11,18 +11,17 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 
 from .attention import BLOCK, Backend, causal_attention
-from .head_losses import head_statistics
+from .decoder import Decoder
 from .llama_format import FORMAT
-from .llama_layers import NORMAL, Block
-from .losses import head_logits, mean_loss
-from .rotary import RopeScaling, rotary_tables
+from .llama_layers import Block
+from .losses import mean_loss
+from .rotary import RopeScaling
 
 
-class Llama(nnx.Module):
+class Llama(Decoder):
     """A Llama language model. Presets return `lambda rngs: Llama(...)`, which allocates nothing.
 
     Parameters: `embed_tokens/embedding` [V, D], blocks, `norm/scale` [D], and, if untied, `lm_head`
@@ -82,32 +81,29 @@ class Llama(nnx.Module):
           ValueError: `heads` or `kv_heads` do not divide as attention needs, or the scaling is
             unknown.
         """
-        if heads % kv_heads or width % (2 * heads):
-            raise ValueError(
-                f"width {width}, heads {heads}, kv_heads {kv_heads}: kv_heads must divide heads, "
-                "and width / heads must be a whole even number (rotary pairs)"
-            )
 
         def block(rngs: nnx.Rngs) -> Block:
             kernel = functools.partial(causal_attention, backend=attention, block=attention_block)
             return Block(width, heads, kv_heads, hidden, eps, kernel, rngs=rngs)
 
-        self.scan = scan
-        self.remat = remat
-        self.loss_chunk = loss_chunk
-        self.vocab, self.num_layers, self.width, self.hidden = vocab, layers, width, hidden
-        self.heads, self.kv_heads, self.head_width = heads, kv_heads, width // heads
-        self.theta, self.eps, self.length, self.tie = theta, eps, length, tie
-        self.rope_scaling = RopeScaling.of(rope_scaling)
-        self.embed_tokens = nnx.Embed(vocab, width, embedding_init=NORMAL, rngs=rngs)
-        self.layers: Any
-        if scan:
-            self.layers = nnx.vmap(block)(rngs.split(layers))
-        else:
-            self.layers = nnx.List(block(rngs) for _ in range(layers))
-        self.norm = nnx.RMSNorm(width, epsilon=eps, rngs=rngs)
-        self.lm_head = None if tie else nnx.Param(NORMAL(rngs.params(), (vocab, width)))
-        self.cache_index: nnx.Cache | None = nnx.data(None)
+        super().__init__(
+            block,
+            vocab=vocab,
+            layers=layers,
+            width=width,
+            heads=heads,
+            kv_heads=kv_heads,
+            theta=theta,
+            rope_scaling=rope_scaling,
+            length=length,
+            eps=eps,
+            tie=tie,
+            scan=scan,
+            remat=remat,
+            loss_chunk=loss_chunk,
+            rngs=rngs,
+        )
+        self.hidden = hidden
 
     @classmethod
     def tiny(cls, **overrides: Any) -> "Callable[[nnx.Rngs], Llama]":
@@ -127,69 +123,6 @@ class Llama(nnx.Module):
         shape = {"vocab": 128256, "layers": 32, "width": 4096, "heads": 32, "kv_heads": 8}
         shape = {**shape, "hidden": 14336, "theta": 500000.0, "length": 8192}
         return lambda rngs: cls(**{**shape, **overrides}, rngs=rngs)
-
-    def init_cache(self, shape: tuple[int, int], dtype: Any = jnp.float32) -> None:
-        """Make an empty cache, in `nnx.Cache` variables, for the keys and values of later calls.
-
-        Args:
-          shape: (B, number of places).
-          dtype: the dtype of the cached keys and values.
-        """
-        self.cache_index = nnx.Cache(jnp.zeros((), jnp.int32))
-        stacked = (self.num_layers,) if self.scan else ()
-        for block in (self.layers,) if self.scan else self.layers:
-            block.self_attn.init_cache((*stacked, *shape), dtype)
-
-    def __call__(
-        self,
-        tokens_BL: jax.Array,
-        *,
-        positions_BL: jax.Array | None = None,
-        mask_BL: jax.Array | None = None,
-        targets_BL: jax.Array | None = None,
-        with_entropy: bool = False,
-    ) -> Any:
-        """Return the logits of each position's next token, or the losses of given ones.
-
-        Args:
-          tokens_BL: int[B, L].
-          positions_BL: int[B, L] or [1, L]; give them for left-padded rows. None means 0, 1, ...,
-            or, with a cache, counting from the number of tokens that it holds.
-          mask_BL: nonzero at real tokens, 0 at padding. With a cache, one for each of its places.
-          targets_BL: int[B, L], the next tokens; None returns the logits.
-          with_entropy: whether the entropies of the distributions are returned beside the losses.
-
-        Returns:
-          The logits, float32[B, L, V], or the cross-entropy of each target in nats, float32[B, L],
-          or (cross-entropies, entropies).
-        """
-        start: jax.Array | int = 0
-        if self.cache_index is not None:
-            start = self.cache_index[...]
-            self.cache_index[...] += tokens_BL.shape[1]
-        if positions_BL is None:
-            positions_BL = start + jnp.arange(tokens_BL.shape[1])[None, :]
-        rotation = rotary_tables(positions_BL, self.head_width, self.theta, self.rope_scaling)
-
-        def run(x_BLD: jax.Array, block: Block) -> jax.Array:
-            return block(x_BLD, rotation, mask_BL, start)
-
-        if self.remat:
-            policy = None if self.remat is True else self.remat
-            run = nnx.remat(run, prevent_cse=not self.scan, policy=policy, graph_updates=False)
-        # Not embed_tokens(...), because nnx.Embed casts to the dtype that its table was built with.
-        x_BLD = jnp.take(self.embed_tokens.embedding[...], tokens_BL, axis=0)
-        if self.scan:
-            x_BLD = nnx.scan(run, in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x_BLD, self.layers)
-        else:
-            for block in self.layers:
-                x_BLD = run(x_BLD, block)
-        x_BLD = self.norm(x_BLD)
-        head_VD = self.embed_tokens.embedding if self.lm_head is None else self.lm_head
-        if targets_BL is None:
-            return head_logits(x_BLD, head_VD[...])
-        found = head_statistics(x_BLD, head_VD[...], targets_BL, self.loss_chunk, with_entropy)
-        return found if with_entropy else found[0]
 
     def loss(
         self, batch: dict[str, jax.Array], *, train: bool

@@ -39,9 +39,10 @@ class Block(nnx.Module):
         rotation: tuple[jax.Array, jax.Array],
         mask_BL: jax.Array | None,
         start: jax.Array | int,
-    ) -> jax.Array:
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """Return the activations after the block, and no statistics; see `Decoder`."""
         x_BLD = x_BLD + self.self_attn(self.input_layernorm(x_BLD), rotation, mask_BL, start)
-        return x_BLD + self.mlp(self.post_attention_layernorm(x_BLD))
+        return x_BLD + self.mlp(self.post_attention_layernorm(x_BLD)), {}
 
 
 class Attention(nnx.Module):

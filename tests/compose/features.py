@@ -350,7 +350,7 @@ REFUSED: dict[frozenset[str], str] = dict(
     itertools.chain(
         _each(PIPELINES, "parameters on disk", "of a pipeline is not supported"),
         _each(AXES, PIPELINES, "stages split layers"),
-        _each(AXES, ("parameters on disk", "optimizer on disk"), "shards on disk are read"),
+        _each(AXES, "parameters on disk", "shards on disk are read"),
         _each(AXES, ("weight differences", "error feedback"), "what wires keep between steps"),
         _each(AXES, "generate", "move the state with step.reshape"),
         _each("pipeline, tick", "pipeline, low memory", "has no effect on schedule 'zb-h1'"),

@@ -140,8 +140,12 @@ class Job:
             loss = self.make_step.get("loss")
             model = Pipeline.from_model(whole, loss, **self.pipeline)
         options = {k: v for k, v in self.make_step.items() if k != "loss" or not self.pipeline}
-        devices = jax.devices()[: math.prod(self.mesh.values())]
-        mesh = zeroxla.make_mesh(**self.mesh, devices=devices)
+        lengths = dict(self.mesh)
+        if "pipe" not in lengths and {"tensor", "context"} & set(lengths):
+            lengths["devices_per_node"] = 4  # of which these axes have a part
+        names = ("pipe", "nodes", "devices_per_node")
+        num_devices = math.prod(lengths.get(name, 1) for name in names)
+        mesh = zeroxla.make_mesh(**lengths, devices=jax.devices()[:num_devices])
         optimizer = OPTIMIZERS[self.optimizer]()
         if "optimizer" in self.config:
             config, optimizer = dataclasses.replace(config, optimizer=optimizer), None

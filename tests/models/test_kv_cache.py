@@ -11,7 +11,7 @@ from tools.hybrid_models import ParallelGPT
 from tools.quick import quick_compilation, thinned  # noqa: F401
 
 from zeroxla.frontend import adapt
-from zeroxla.models import GPT, Llama
+from zeroxla.models import GPT, Llama, Mixtral
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 TOKENS = jax.random.randint(jax.random.key(1), (3, 12), 0, 48)
@@ -20,6 +20,7 @@ MODELS = {
     "gpt listed": lambda: GPT.tiny(scan=False),
     "llama": lambda: Llama.tiny(),
     "llama listed": lambda: Llama.tiny(scan=False),
+    "mixtral": lambda: Mixtral.tiny(routing="ragged"),
     "parallel": lambda: ParallelGPT(),
 }
 

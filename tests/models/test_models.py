@@ -1,4 +1,4 @@
-"""The four models: shapes, counts, mathematics (against Transformers), dtypes, losses."""
+"""The five models: shapes, counts, mathematics (against Transformers), dtypes, losses."""
 
 from functools import partial
 
@@ -11,7 +11,7 @@ from flax import nnx
 from tools.hugging_face import gpt_tree, llama_tree, recorded
 from tools.quick import quick_compilation, thinned  # noqa: F401
 
-from zeroxla.models import GPT, MLP, AlexNet, Llama
+from zeroxla.models import GPT, MLP, AlexNet, Llama, Mixtral
 from zeroxla.models.alexnet import adaptive_average_pool, alexnet_layers
 from zeroxla.models.losses import classification_loss, next_token_loss
 
@@ -70,9 +70,12 @@ def test_gpt_presets_have_the_documented_size(preset, expected):
         (Llama.tiny(scan=False, tie=True), 22_688 - 64 * 32),
         (Llama.small(), 124_668_672),
         (Llama.llama3_8b(), 8_030_261_248),
+        (Mixtral.tiny(), 35_488),
+        (Mixtral.tiny(scan=False, tie=True), 35_488 - 64 * 32),
+        (Mixtral.mixtral_8x7b(), 46_702_792_704),
     ],
 )
-def test_llama_presets_have_the_documented_size(preset, expected):
+def test_llama_and_mixtral_presets_have_the_documented_size(preset, expected):
     model = nnx.eval_shape(lambda: preset(nnx.Rngs(0)))
     assert count(nnx.state(model, nnx.Param)) == expected
     assert count(nnx.state(model, nnx.Not(nnx.Param))) == 0
@@ -224,6 +227,8 @@ def products(jaxpr):
         (GPT.tiny(), TOKENS),
         (GPT.tiny(scan=False, tie=False), TOKENS),
         (Llama.tiny(), TOKENS),
+        (Mixtral.tiny(), TOKENS),
+        (Mixtral.tiny(routing="dense"), TOKENS),
         (MLP.tiny(), IMAGES),
         (AlexNet.tiny(), IMAGES),
     ],

@@ -14,8 +14,20 @@ class MeshOptions:
     """Length of the mesh axis `node`. Default: the number of hosts of a stage; 2 on simulated
     devices. More than 1 starts as many processes."""
     devices_per_node: int | None = None
-    """Length of the mesh axis `device`. Default: all devices of a node; simulated devices are 8 in
-    all."""
+    """Number of devices of a node, over which the mesh axis `device` lies. Default: all of them;
+    simulated devices are 8 in all."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AxesOptions:
+    """Axes over which the work on one row is split. They divide the devices of a node."""
+
+    tensor: int = 1
+    """Number of devices that share each product with a parameter: tensor parallelism."""
+    context: int = 1
+    """Number of devices that share each sequence."""
+    expert: int = 1
+    """Number of devices that share each bank of experts."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -168,12 +168,12 @@ def choosing(atom: Atom | None) -> Iterator[None]:
     if atom is None:
         yield
         return
-    root = atom.root
+    root, before = atom.root, atom.root.chosen
     root.chosen = True
     try:
         yield
     finally:
-        root.chosen = False
+        root.chosen = before
 
 
 def is_split(dim: Dim) -> bool:

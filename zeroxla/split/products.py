@@ -106,6 +106,8 @@ def _run_gather(axis: SplitAxis, dims: DimsOf, eq: Equation, args: Args) -> list
     found = axis.sum(jnp.where(spread((here >= 0) & (here < mine)), found, 0))
     if mode == lax.GatherScatterMode.FILL_OR_DROP:  # Like jnp.take: NaN outside of the table.
         missing = jnp.nan if eq.params["fill_value"] is None else eq.params["fill_value"]
+        if axis.defers:  # as a summand, on one device
+            missing = jnp.where(axis.index == 0, missing, 0)
         found = jnp.where(spread((indices >= 0) & (indices < num)), found, missing)
     return [found]
 

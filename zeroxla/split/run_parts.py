@@ -20,6 +20,7 @@ from zeroxla.program.branches import While
 from zeroxla.program.primitives import CUSTOM_RULES, REMATS
 from zeroxla.program.scan import Scan
 from zeroxla.program.trace import Constant, Equation, Operand
+from zeroxla.split.atoms import Atom, choosing
 from zeroxla.split.dims_flow import DimsFlow
 from zeroxla.split.products import rule_of
 from zeroxla.split.split_axis import SplitAxis
@@ -34,11 +35,14 @@ class PartsRunner:
       axis: the mesh axis over which the parts lie.
       in_place: for a result that takes the place of an input, that input. A loop that slices such
         an input and stacks such a result updates one array instead of holding two.
+      index: a class that is split while the program runs, and when it is differentiated later;
+        None if the classes that are split stay so.
     """
 
     flow: DimsFlow
     axis: SplitAxis
     in_place: Mapping[Operand, Operand] = dataclasses.field(default_factory=dict)
+    index: Atom | None = None
 
     def __call__(self, args: Sequence[jax.Array]) -> list[jax.Array]:
         """Return this device's parts of the program's results, given its parts of the inputs."""
@@ -65,7 +69,7 @@ class PartsRunner:
     def _bodies(self, eq: Equation) -> list[PartsRunner]:
         """Return what runs the programs of an equation. They complete their sums."""
         axis = dataclasses.replace(self.axis, defers=False)
-        return [PartsRunner(body, axis) for body in self.flow.bodies[eq]]
+        return [PartsRunner(body, axis, index=self.index) for body in self.flow.bodies[eq]]
 
     def _remat(self, eq: Equation, ins: Sequence[jax.Array]) -> list[jax.Array]:
         """Run a `jax.checkpoint`."""
@@ -75,7 +79,12 @@ class PartsRunner:
     def _rule(self, eq: Equation, ins: Sequence[jax.Array]) -> list[jax.Array]:
         """Run an equation with a derivative of its own."""
         forward, backward = self._bodies(eq)
-        return self.flow.rules[eq].run(forward, backward, ins)
+
+        def later(args: Sequence[jax.Array]) -> list[jax.Array]:
+            with choosing(self.index):
+                return backward(args)
+
+        return self.flow.rules[eq].run(forward, later, ins)
 
     def _while(self, eq: Equation, ins: Sequence[jax.Array]) -> list[jax.Array]:
         """Run a `while`. Its condition is a scalar, which all devices compute alike."""
@@ -139,4 +148,8 @@ _RUN = {
 
 def rematerialised(eq: Equation, run: Callable[[Sequence[jax.Array]], list[jax.Array]]) -> Any:
     """Return `run` under the `jax.checkpoint` that an equation is."""
-    return jax.checkpoint(run, policy=eq.params["policy"], prevent_cse=eq.params["prevent_cse"])
+
+    def again(args: Sequence[jax.Array]) -> list[jax.Array]:
+        return run(args)
+
+    return jax.checkpoint(again, policy=eq.params["policy"], prevent_cse=eq.params["prevent_cse"])

@@ -97,7 +97,8 @@ class Way:
         """Run the equation on arrays in the holdings that it needs."""
         assert self.flow is not None, "it has a body"
         with choosing(self.index):
-            return PartsRunner(self.flow, dataclasses.replace(axis, defers=True))(args)
+            axis = dataclasses.replace(axis, defers=True)
+            return PartsRunner(self.flow, axis, index=self.index)(args)
 
 
 def ways_of(eq: Equation, flow: DimsFlow, parts: int) -> list[Way]:

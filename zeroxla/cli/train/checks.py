@@ -5,13 +5,21 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from zeroxla.cli.mesh_options import MeshOptions, PipelineOptions
+from zeroxla.cli.mesh_options import AxesOptions, MeshOptions, PipelineOptions
 from zeroxla.cli.offload_options import OffloadOptions
 from zeroxla.cli.option_groups import flag
 from zeroxla.cli.train.options import TrainOptions
 from zeroxla.cli.zero_options import FetchOptions, HopOptions, WireOptions
 
-WORKING = (MeshOptions, PipelineOptions, WireOptions, HopOptions, FetchOptions, OffloadOptions)
+WORKING = (
+    MeshOptions,
+    AxesOptions,
+    PipelineOptions,
+    WireOptions,
+    HopOptions,
+    FetchOptions,
+    OffloadOptions,
+)
 """The groups of options that say how the mesh works, and not what is computed."""
 
 # A resumed run takes these from the command line; a change of any other option is another run.

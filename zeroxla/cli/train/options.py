@@ -8,7 +8,7 @@ from typing import Literal
 
 from zeroxla.cli.adapter_options import LoraOptions
 from zeroxla.cli.data.images import MIN_SIZE
-from zeroxla.cli.mesh_options import MeshOptions, PipelineOptions
+from zeroxla.cli.mesh_options import AxesOptions, MeshOptions, PipelineOptions
 from zeroxla.cli.offload_options import OffloadOptions
 from zeroxla.cli.optimizer_options import OptimizerOptions
 from zeroxla.cli.option_groups import JobOptions, check_seed
@@ -122,7 +122,7 @@ class RunOptions:
 @dataclass(frozen=True, kw_only=True)
 class TrainOptions(JobOptions):
     """Train a byte-level GPT on text, or AlexNet on images. ZeRO-3 splits the state over all
-    devices; --pipe splits the layers over stages too.
+    devices; --pipe splits the layers over stages too, --tensor and --context the work on a row.
 
     Without an accelerator the devices are simulated: 8 on this machine's CPU, as 2 nodes of 4.
     """
@@ -133,6 +133,7 @@ class TrainOptions(JobOptions):
     training: TrainingOptions = field(default_factory=TrainingOptions)
     lora: LoraOptions = field(default_factory=LoraOptions)
     mesh: MeshOptions = field(default_factory=MeshOptions)
+    axes: AxesOptions = field(default_factory=AxesOptions)
     pipeline: PipelineOptions = field(default_factory=PipelineOptions)
     zero: ZeroOptions = field(default_factory=ZeroOptions)
     wires: WireOptions = field(default_factory=WireOptions)
@@ -153,6 +154,9 @@ class TrainOptions(JobOptions):
                 "training.learning_rate": 0,
                 "training.warmup": 0,
                 "training.max_skipped": 0,
+                "axes.tensor": 1,
+                "axes.context": 1,
+                "axes.expert": 1,
                 "pipeline.pipe": 1,
                 "output.eval_every": 1,
                 "output.eval_batches": 1,

@@ -38,9 +38,9 @@ def mesh_for(options: TrainOptions) -> Mesh:
     """
     initialize()
     nodes, per_node = options.mesh.nodes, options.mesh.devices_per_node
-    pipe = options.pipeline.pipe
+    pipe, axes = options.pipeline.pipe, dataclasses.asdict(options.axes)
     if has_joined():
-        return _mesh(pipe, nodes, per_node)
+        return _mesh(pipe, nodes, per_node, axes)
     simulated_nodes, simulated_per_node = _simulated(pipe, nodes, per_node)
     # JAX must know the number of simulated devices before it starts, and only then can it tell
     # whether there is an accelerator. If it has started already, nothing can be simulated any more.
@@ -48,7 +48,7 @@ def mesh_for(options: TrainOptions) -> Mesh:
         simulate(pipe * simulated_nodes * simulated_per_node, keep_accelerators=True)
     if jax.default_backend() == "cpu":
         nodes, per_node = simulated_nodes, simulated_per_node
-    return _mesh(pipe, nodes, per_node)
+    return _mesh(pipe, nodes, per_node, axes)
 
 
 def _simulated(pipe: int, nodes: int | None, per_node: int | None) -> tuple[int, int]:
@@ -61,14 +61,14 @@ def _simulated(pipe: int, nodes: int | None, per_node: int | None) -> tuple[int,
     return nodes, per_node or max(1, there // (pipe * nodes))
 
 
-def _mesh(pipe: int, nodes: int | None, per_node: int | None) -> Mesh:
+def _mesh(pipe: int, nodes: int | None, per_node: int | None, axes: dict[str, int]) -> Mesh:
     there, hosts = len(jax.devices()), nodes or 1
     if per_node is None and pipe > 1 and there % (pipe * hosts):
         raise ValueError(
             f"{there} devices do not divide into --pipe {pipe} stages of --nodes {hosts}; change "
             "one of them, or say --devices-per-node to leave some out"
         )
-    return make_mesh(pipe=pipe, nodes=nodes, devices_per_node=per_node)
+    return make_mesh(pipe=pipe, nodes=nodes, devices_per_node=per_node, **axes)
 
 
 def config_for(options: TrainOptions, mesh: Mesh, run: Path | None = None) -> ZeroConfig:

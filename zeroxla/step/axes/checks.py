@@ -26,9 +26,9 @@ def check_axes(mesh: Mesh, config: ZeroConfig) -> None:
             "is not split over other axes yet; use pipe=1, or leave out the other axes"
         )
     offload = config.offload
-    if "disk" in (offload.params, offload.optimizer):
+    if offload.params == "disk":
         raise NotImplementedError(
-            f"Offload(...='disk') on a mesh with {names}: shards on disk are read unit by unit, "
+            f"Offload(params='disk') on a mesh with {names}: shards on disk are read unit by unit, "
             "and leaves are dealt to these axes before; use 'host', or leave out the axes"
         )
     kept = [
