@@ -352,7 +352,7 @@ REFUSED: dict[frozenset[str], str] = dict(
         _each(AXES, PIPELINES, "stages split layers"),
         _each(AXES, "parameters on disk", "shards on disk are read"),
         _each(AXES, ("weight differences", "error feedback"), "what wires keep between steps"),
-        _each(AXES, "generate", "move the state with step.reshape"),
+        _each(AXES, "generate", "move the state: "),
         _each("pipeline, tick", "pipeline, low memory", "has no effect on schedule 'zb-h1'"),
         _each("pipeline, chunks", "pipeline, low memory", "no effect on schedule 'interleaved'"),
         _each("update on the host", "parameters on disk", "the host updates what is in its memory"),

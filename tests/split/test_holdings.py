@@ -131,7 +131,7 @@ def random(shape, seed):
     return np.random.default_rng(seed).integers(-99, 99, shape).astype(np.float32)
 
 
-@pytest.mark.parametrize("parts", [2, 4])
+@pytest.mark.parametrize("parts", [pytest.param(2, marks=pytest.mark.slow), 4])
 @pytest.mark.parametrize(("dims", "known", "name"), HAVES)
 def test_a_conversion_keeps_the_array_and_its_transpose_the_cotangent(dims, known, name, parts):
     axis = SplitAxis(parts=parts, name="axis")

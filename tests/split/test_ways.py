@@ -145,7 +145,7 @@ CASES = {  # function, arrays, ways of some of its equations
     ),
     "largest": (lambda x: x.max(1), [X], {"reduce_max": ["w -> w", "0 -> 0", "1 -> w"]}),
     "place of the largest": (lambda x: x.argmax(1), [X], {"argmax": ["w -> w", "0 -> 0"]}),
-    "sum": (lambda x: x.sum(1), [X], {"reduce_sum": ["w -> w", "0 -> 0", "1 -> s"]}),
+    "sum": (lambda x: x.sum(1), [X], {"reduce_sum": ["w -> w", "0 -> 0", "1 -> s", "s -> s"]}),
     "running sum": (lambda x: jnp.cumsum(x, 1), [X], {"cumsum": ["w -> w", "0 -> 0"]}),
     "sort": (lambda x: jnp.sort(x, axis=0), [X], {"sort": ["w -> w", "1 -> 1"]}),
     "softmax": (
@@ -155,7 +155,7 @@ CASES = {  # function, arrays, ways of some of its equations
             "reduce_max": ["w -> w", "0 -> 0", "1 -> w"],
             "sub": ["w w -> w", "0 0 -> 0", "1 c -> 1", "s s -> s"],
             "exp": ["w -> w", "0 -> 0", "1 -> 1"],
-            "reduce_sum": ["w -> w", "0 -> 0", "1 -> s"],
+            "reduce_sum": ["w -> w", "0 -> 0", "1 -> s", "s -> s"],
             "div": ["w w -> w", "0 0 -> 0", "1 c -> 1", "s c -> s"],
         },
     ),

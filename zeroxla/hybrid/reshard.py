@@ -48,8 +48,9 @@ def tensor_mesh(mesh: Mesh, tensor: int) -> Mesh:
     if split := split_axes(mesh):
         names = ", ".join(f"{axis}={mesh.shape[axis]}" for axis in split)
         raise NotImplementedError(
-            f"generation from a step on a mesh with {names} is not supported; make another step on "
-            "the same devices without these axes, and move the state with step.reshape(state, other)"
+            f"generation from a step on a mesh with {names} is not supported; make another step "
+            "on the same devices without these axes, and move the state: "
+            "step.reshape(state, other)"
         )
     nodes, devices = mesh.shape[NODE], mesh.shape[DEVICE]
     if tensor < 1 or devices % tensor:

@@ -50,14 +50,14 @@ class Conversion:
     @property
     def forward(self) -> str | None:
         """The collective in forward; None if nothing travels."""
-        return MOVES.get((self.have.kind.value, self.want.kind.value))
+        return _collective(self.have, self.want)
 
     @property
     def backward(self) -> str | None:
         """The collective in backward; None if nothing travels."""
         if not self.has_gradient:
             return None
-        return MOVES.get((self.want.dual.kind.value, self.have.dual.kind.value))
+        return _collective(self.want.dual, self.have.dual)
 
     def received(self, parts: int) -> tuple[float, float]:
         """Return the bytes that a device receives in forward and in backward, all turns
@@ -114,6 +114,12 @@ def conversions_of(plan: AxisPlan, parts: int, times: int = 1) -> Iterator[Conve
             held[v] = {gives}
     for operand, want in zip(plan.program.outputs, plan.outputs, strict=True):
         yield from read(operand, want, "the end")
+
+
+def _collective(have: Holding, want: Holding) -> str | None:
+    if have != want and have.dim is not None and have.dim == want.dim:
+        return "all-gather"  # along another class of the same dim
+    return MOVES.get((have.kind.value, want.kind.value))
 
 
 def _scope(eq: Equation) -> str:

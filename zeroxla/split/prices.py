@@ -10,7 +10,7 @@ from zeroxla.split.axis_costs import AxisCosts
 from zeroxla.split.axis_roles import AxisRole
 from zeroxla.split.dims_flow import DimsFlow
 from zeroxla.split.holdings import COPIES, SUMMANDS, WHOLE, Holding, cheapest, num_moves
-from zeroxla.split.plan_states import PlanState
+from zeroxla.split.plan_states import PlanState, of_leaf
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -44,21 +44,16 @@ class Prices:
         if flow.made_of_leaves(value) and COPIES in have:
             return 0.0
         if source and flow.made_of_leaves(value):
-            return self.role.leaf_price(self.costs, size, want, self.parts)
+            (given,) = of_leaf(have | {want})
+            paid = [self.role.leaf_price(self.costs, size, h, self.parts) for h in have]
+            price = self.role.leaf_price(self.costs, size, given, self.parts)
+            return max(0.0, price - max(paid, default=0.0))
         if source:
             have = have | {WHOLE}
         has_gradient = flow.has_gradient(value)
         share, first = cheapest(have, want, self.parts, has_gradient=has_gradient)
         moves = num_moves(first, want, has_gradient=has_gradient)
         return self.costs.link * share * size + self.costs.latency * moves
-
-    def is_free(
-        self, flow: DimsFlow, value: Value, have: frozenset[Holding], want: Holding
-    ) -> bool:
-        """Return whether a value can be had in another holding at no cost."""
-        if want is SUMMANDS:
-            return False
-        return want in have or self.price(flow, value, have, want, False) == 0.0
 
     def reaches(self, flow: DimsFlow, first: PlanState, other: PlanState) -> bool:
         """Return whether a state can hold all that another does and still cost no more."""

@@ -99,7 +99,8 @@ def run_sum(
     first, *others = args
     for d, dim in split.items():
         first = axis.counted_once(first, d, dim)
-    # The parts are summed in float32 and rounded once, as the whole product would be.
+    # The parts are summed in float32 and rounded once, as the whole product would be. A sum that is
+    # left to the caller travels in the product's dtype: each summand is rounded.
     dtype = eq.outputs[0].aval.dtype
     wide = jnp.promote_types(dtype, jnp.float32) if jnp.issubdtype(dtype, jnp.floating) else dtype
     if "preferred_element_type" in eq.params:

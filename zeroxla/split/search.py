@@ -16,10 +16,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 
 from zeroxla.program.primitives import (
-    ARRANGEMENTS,
     CUSTOM_RULES,
-    ELEMENTWISE,
-    REDUCTIONS,
     REMATS,
 )
 from zeroxla.program.trace import Constant, Equation, Value
@@ -45,9 +42,6 @@ WIDTH = 128
 
 LEADERS = 16
 """The cheapest states, with which others are compared."""
-
-FOLLOWERS = ELEMENTWISE | ARRANGEMENTS | REDUCTIONS
-"""Equations that do not convert their largest operand if they need not."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -137,11 +131,10 @@ class AxisSearch(Prices):
                 states = [passed(state, eq) for state in states]
             else:
                 ways = self._ways(flow, eq)
-                place = _largest(eq) if eq.name in FOLLOWERS else None
                 states = [
                     new
                     for state in states
-                    for way in self._following(flow, state, eq, ways, place)
+                    for way in ways
                     if (new := self._next(flow, state, eq, way, sources)) is not None
                 ]
             gone = [v for v in (*eq.values, *eq.outputs) if last.get(v, eq) is eq and v not in kept]
@@ -150,32 +143,6 @@ class AxisSearch(Prices):
                     state.drop(v, is_input=v in inputs)
             states = self._best(flow, states)
         return states
-
-    def _following(
-        self, flow: DimsFlow, state: PlanState, eq: Equation, ways: Sequence[Way], place: int | None
-    ) -> Sequence[Way]:
-        """Return the ways that an equation may take from a state.
-
-        Where one can use its largest operand as it is, the operand is not converted for it: a
-        product before or after it is the place for that, at the same cost.
-
-        Args:
-          flow: the flow through the program.
-          state: the state.
-          eq: the equation.
-          ways: its ways.
-          place: the position of its largest operand; None if it may convert any.
-        """
-        if place is None:
-            return ways
-        operand = eq.inputs[place]
-        assert isinstance(operand, Value)
-        held = state.held[operand]
-        if SUMMANDS in held or not held:
-            return ways
-        return [
-            way for way in ways if self.is_free(flow, operand, held, way.needs[place][0])
-        ] or ways
 
     def _next(
         self, flow: DimsFlow, state: PlanState, eq: Equation, way: Way, sources: frozenset[Value]
@@ -274,12 +241,6 @@ class AxisSearch(Prices):
             dataclasses.replace(way, cost=work / (self.parts if way.is_split else 1))
             for way in self.role.allowed(eq, ways_of(eq, flow, self.parts), flow)
         ]
-
-
-def _largest(eq: Equation) -> int | None:
-    """Return the position of the equation's largest operand; None if all are constants."""
-    sizes = [(x.aval.size, i) for i, x in enumerate(eq.inputs) if isinstance(x, Value)]
-    return max(sizes)[1] if sizes else None
 
 
 _OF_BODIES = {

@@ -35,7 +35,10 @@ from zeroxla.split.run_parts import PartsRunner
 from zeroxla.split.split_axis import SplitAxis
 
 LINEAR_IN_ONE = frozenset(
-    {"neg", "convert_element_type", "copy", "reshape", "transpose", "squeeze", "broadcast_in_dim"}
+    {
+        *("neg", "convert_element_type", "copy", "reduce_sum"),
+        *("reshape", "transpose", "squeeze", "broadcast_in_dim"),
+    }
 )
 LINEAR_IN_ALL = frozenset({"add", "add_any", "sub"})
 
