@@ -146,7 +146,23 @@ CASES = {  # function, arrays, ways of some of its equations
     "largest": (lambda x: x.max(1), [X], {"reduce_max": ["w -> w", "0 -> 0", "1 -> w"]}),
     "place of the largest": (lambda x: x.argmax(1), [X], {"argmax": ["w -> w", "0 -> 0"]}),
     "sum": (lambda x: x.sum(1), [X], {"reduce_sum": ["w -> w", "0 -> 0", "1 -> s", "s -> s"]}),
-    "running sum": (lambda x: jnp.cumsum(x, 1), [X], {"cumsum": ["w -> w", "0 -> 0"]}),
+    "top k": (lambda x: lax.top_k(x, 2)[0], [X], {"top_k": ["w -> w w", "0 -> 0 0"]}),
+    "running sum": (lambda x: jnp.cumsum(x, 1), [X], {"cumsum": ["w -> w", "0 -> 0", "1 -> 1"]}),
+    "running maximum, backwards": (
+        lambda x: lax.cummax(x, 1, reverse=True),
+        [X],
+        {"cummax": ["w -> w", "0 -> 0", "1 -> 1"]},
+    ),
+    "running logarithm of sums": (
+        lambda x: lax.cumlogsumexp(x, 0),
+        [X],
+        {"cumlogsumexp": ["w -> w", "0 -> 0", "1 -> 1"]},
+    ),
+    "running product of integers": (
+        lambda x: lax.cumprod(x, 0),
+        [indices(3, 4, 8)],
+        {"cumprod": ["w -> w", "0 -> 0", "1 -> 1"]},
+    ),
     "sort": (lambda x: jnp.sort(x, axis=0), [X], {"sort": ["w -> w", "1 -> 1"]}),
     "softmax": (
         lambda x: jax.nn.softmax(x, axis=1),

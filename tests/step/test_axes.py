@@ -16,7 +16,7 @@ from tools.zoo import CASES
 import zeroxla
 from zeroxla import Feedback, HybridEngine, Offload, Pipeline, WireFormat, ZeroConfig
 from zeroxla.frontend import adapt
-from zeroxla.models import GPT, Llama
+from zeroxla.models import GPT, Llama, Mixtral
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -26,6 +26,8 @@ MODELS = {
     "GPT, written out": lambda: GPT.tiny(scan=False),
     "GPT, in blocks": lambda: GPT.tiny(attention_block=4, loss_chunk=4),
     "GPT, computed again": lambda: GPT.tiny(remat=True),
+    "Mixtral": lambda: Mixtral.tiny(),
+    "Mixtral, ragged": lambda: Mixtral.tiny(routing="ragged"),
     "Llama, grouped heads": lambda: Llama.tiny(heads=8, kv_heads=4, width=64),
 }
 ROWS = [
@@ -165,6 +167,31 @@ def test_the_description_says_what_is_split_and_what_travels():
     text = str(described)
     assert "tensor=4: how devices hold arrays" in text
     assert "part of dim 1" in text
+
+
+def test_tokens_travel_to_their_experts_and_back():
+    """Two all-to-alls a layer, and banks stored in parts; everything else is split by rows."""
+    length = 256
+    model = Mixtral.tiny(width=512, length=length, hidden=1024)
+    step, batch = step_of(model, zeroxla.make_mesh(nodes=1, expert=4)), tokens(8, length)
+    step.abstract_state(batch)
+    described = step.describe()
+    rows = {row.path: row.placement for row in described.rows}
+    assert "expert: dim 1 in 4" in rows["layers/experts/gate_proj"]
+    assert "expert" not in rows["layers/self_attn/q_proj/kernel"]
+    in_layers = [c for c in described.axes[0].conversions if c.times == 2 and len(c.shape) == 4]
+    assert [(c.forward, c.backward) for c in in_layers] == [("all-to-all", "all-to-all")] * 2
+
+
+def test_attention_of_a_long_sequence_is_split_by_heads():
+    """Ulysses: queries, keys and values to heads, and one all-to-all back."""
+    length = 1024
+    model = GPT.tiny(length=length, width=512, heads=8)
+    step, batch = step_of(model, zeroxla.make_mesh(nodes=1, context=4)), tokens(2, length)
+    step.abstract_state(batch)
+    in_blocks = [c for c in step.describe().axes[0].conversions if c.times == 2]
+    assert [(c.forward, c.backward) for c in in_blocks] == [("all-to-all", "all-to-all")] * 2
+    assert [c.shape[-1] for c in in_blocks] == [3 * 512, 512]
 
 
 REFUSED = {

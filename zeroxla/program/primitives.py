@@ -74,6 +74,14 @@ FUSED = (
 WRITES = REDUCTIONS | {"dynamic_update_slice"}
 """They compute inside themselves what is fused into them, and write their result to memory."""
 
+LINEAR = _names(
+    "broadcast_in_dim convert_element_type copy neg reduce_sum reshape squeeze transpose"
+)
+"""The result is linear in their only operand."""
+
+SUMS = frozenset({"add", "add_any", "sub"})
+"""The result is linear in all operands together."""
+
 LOCAL = ELEMENTWISE | _names(
     "broadcast_in_dim iota optimization_barrier pad reshape slice squeeze transpose"
 )
@@ -96,6 +104,10 @@ CALLS = frozenset({"call", "closed_call", "eval_jaxpr", "jit"})
 
 CUSTOM_RULES = frozenset({"custom_jvp_call", "custom_vjp_call"})
 """They run their body once; their derivative is one that the model wrote."""
+
+READS_OF_LEAVES = CONTRACTIONS | CUSTOM_RULES | {"gather", "ragged_dot_general"}
+"""What most of a model's parameters are read by: products, lookups, and derivatives of a model's
+own that may hold both."""
 
 REMATS = frozenset({"remat2"})
 """They run their body once, and again in backward: `jax.checkpoint`."""

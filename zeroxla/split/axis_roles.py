@@ -12,15 +12,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from zeroxla.program.primitives import CONTRACTIONS, CUSTOM_RULES
+from zeroxla.program.primitives import READS_OF_LEAVES
 from zeroxla.program.trace import Equation, Value
 from zeroxla.split.atoms import Atom
 from zeroxla.split.axis_costs import AxisCosts
 from zeroxla.split.dims_flow import DimsFlow
 from zeroxla.split.holdings import Holding, Kind
 from zeroxla.split.ways import Way
-
-PRODUCTS = CONTRACTIONS | CUSTOM_RULES | {"gather"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,13 +51,13 @@ class AxisRole:
         found = [way for way in ways if self._allows(eq, way, flow)]
         split = [way for way in found if way.is_split]
         of_leaf = any(flow.made_of_leaves(x) and is_matrix(x.aval.shape) for x in eq.values)
-        return split if split and of_leaf and eq.name in PRODUCTS else found
+        return split if split and of_leaf and eq.name in READS_OF_LEAVES else found
 
     def _allows(self, eq: Equation, way: Way, flow: DimsFlow) -> bool:
         """Return whether an equation may run in a way."""
         if not all(map(self.allows_class, way.classes)):
             return False
-        if not way.is_split or eq.name not in PRODUCTS:
+        if not way.is_split or eq.name not in READS_OF_LEAVES:
             return True
         splits_leaf = [
             needs[0].kind is Kind.PART

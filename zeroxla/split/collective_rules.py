@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from zeroxla.program.trace import Equation
 from zeroxla.split.atoms import Dim, Dims, block, dim_of
-from zeroxla.split.rules import Rule, connect_unknown, fresh, same
+from zeroxla.split.rules import Rule, connect_unknown, fresh, same, shape_of
 
 
 def _connect_gather(eq: Equation, ins: list[Dims]) -> list[Dims]:
@@ -59,7 +59,7 @@ def _devices(eq: Equation) -> Dim:
 def _exchanged(eq: Equation) -> int:
     """Return the number of devices of an all-to-all: the factor by which a dim becomes shorter."""
     d = eq.params["split_axis"]
-    return eq.inputs[0].aval.shape[d] // max(1, eq.outputs[0].aval.shape[d])
+    return shape_of(eq.inputs[0])[d] // max(1, shape_of(eq.outputs[0])[d])
 
 
 COLLECTIVE_RULES = {

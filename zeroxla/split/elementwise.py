@@ -122,9 +122,7 @@ ELEMENTWISE_RULES: dict[str, Rule] = {
     **dict.fromkeys(
         ("reduce_sum", "reduce_max", "reduce_min"), Rule(_connect_reduction, _run_reduction)
     ),
-    **dict.fromkeys(
-        ("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "unstack"), _ALONG_AXIS
-    ),
+    "unstack": _ALONG_AXIS,
     "sort": Rule(_along(lambda eq: (eq.params["dimension"],))),
     "rev": Rule(_along(lambda eq: eq.params["dimensions"])),
     "optimization_barrier": Rule(_connect_in_pairs),

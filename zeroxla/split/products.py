@@ -16,6 +16,7 @@ from zeroxla.split.attention import ATTENTION_RULES
 from zeroxla.split.collective_rules import COLLECTIVE_RULES
 from zeroxla.split.convolutions import CONVOLUTION_RULES
 from zeroxla.split.elementwise import ELEMENTWISE_RULES
+from zeroxla.split.expert_rules import EXPERT_RULES
 from zeroxla.split.reshapes import RESHAPE_RULES
 from zeroxla.split.rules import (
     UNKNOWN,
@@ -29,6 +30,7 @@ from zeroxla.split.rules import (
     same,
     shape_of,
 )
+from zeroxla.split.running import RUNNING_RULES
 from zeroxla.split.split_axis import SplitAxis
 
 
@@ -118,6 +120,8 @@ RULES: dict[str, Rule] = {
     **ATTENTION_RULES,
     **CONVOLUTION_RULES,
     **COLLECTIVE_RULES,
+    **EXPERT_RULES,
+    **RUNNING_RULES,
     "dot_general": Rule(connect_dot, _run_dot),
     "gather": Rule(_connect_gather, _run_gather),
 }

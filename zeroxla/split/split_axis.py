@@ -55,6 +55,14 @@ class SplitAxis:
         x back, as all compute the same with the result."""
         return x[None] if self.name is None else _gathered(x, self.name)
 
+    def shared(self, x: jax.Array) -> jax.Array:
+        """Return every device's x, along a new first dim; each device gets the sum of all devices'
+        cotangents of its own x back, as each computes something else with the result."""
+        if self.name is None:
+            return x[None]
+        is_float = jnp.issubdtype(x.dtype, jnp.inexact)
+        return _shared(x, self.name) if is_float else lax.all_gather(x, self.name)
+
     def dim_size(self, dim: Dim) -> int:
         """Return the size of a dim in one part."""
         return math.prod(map(self.atom_size, expand(dim)))
@@ -198,6 +206,18 @@ def _gathered_backward(name: str, _: None, ct: jax.Array) -> tuple[jax.Array]:
 
 
 _gathered.defvjp(_gathered_forward, _gathered_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _shared(x: jax.Array, name: str) -> jax.Array:
+    return lax.all_gather(x, name)
+
+
+def _shared_backward(name: str, _: None, ct: jax.Array) -> tuple[jax.Array]:
+    return (lax.psum_scatter(ct, name),)
+
+
+_shared.defvjp(_gathered_forward, _shared_backward)
 
 
 def _sections(

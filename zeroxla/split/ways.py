@@ -17,6 +17,7 @@ from collections.abc import Sequence
 
 import jax
 
+from zeroxla.program.primitives import LINEAR, SUMS
 from zeroxla.program.trace import Constant, Equation, Operand, Program, Value
 from zeroxla.split.atoms import (
     Atom,
@@ -33,14 +34,6 @@ from zeroxla.split.dims_flow import DimsFlow
 from zeroxla.split.holdings import COPIES, SUMMANDS, WHOLE, Holding, part
 from zeroxla.split.run_parts import PartsRunner
 from zeroxla.split.split_axis import SplitAxis
-
-LINEAR_IN_ONE = frozenset(
-    {
-        *("neg", "convert_element_type", "copy", "reduce_sum"),
-        *("reshape", "transpose", "squeeze", "broadcast_in_dim"),
-    }
-)
-LINEAR_IN_ALL = frozenset({"add", "add_any", "sub"})
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -176,7 +169,7 @@ def _of_summands(eq: Equation, local: DimsFlow) -> list[Way]:
     flows = [x.is_float for x in local.program.inputs]
     num = len(eq.inputs)
     needs: list[tuple[Holding, ...]] = []
-    if eq.name in LINEAR_IN_ALL or (eq.name in LINEAR_IN_ONE and num == 1):
+    if eq.name in SUMS or (eq.name in LINEAR and num == 1):
         needs.append((SUMMANDS,) * num)
     elif eq.name == "mul":
         needs += [(SUMMANDS, COPIES), (COPIES, SUMMANDS)]

@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from zeroxla.mesh.axes import DEVICE, NODE
+from zeroxla.mesh.axes import DEVICE, NODE, PIPE
 
 Groups = tuple[tuple[int, ...], ...]
 FLOAT32 = jnp.dtype("float32")
@@ -71,7 +71,7 @@ class Hops:
     def over(self, axes: Sequence[str]) -> Hops:
         """Return the hops of leaves that are split over some axes: `device`, `node`, and axes that
         split work, which count as a part of `device`."""
-        inside = tuple(axis for axis in axes if axis != NODE)
+        inside = tuple(axis for axis in axes if axis not in (NODE, PIPE))
         if inside == self.inside:
             return self
         lengths = dict(self.lengths)

@@ -13,6 +13,7 @@ import optax
 from jax.sharding import Mesh
 
 from zeroxla.cli.deepspeed_file import kept_deepspeed
+from zeroxla.cli.mesh_options import AxesOptions
 from zeroxla.cli.train.options import TrainOptions
 from zeroxla.cli.zero_options import zero_config
 from zeroxla.config.zero_config import ZeroConfig
@@ -38,7 +39,7 @@ def mesh_for(options: TrainOptions) -> Mesh:
     """
     initialize()
     nodes, per_node = options.mesh.nodes, options.mesh.devices_per_node
-    pipe, axes = options.pipeline.pipe, dataclasses.asdict(options.axes)
+    pipe, axes = options.pipeline.pipe, options.axes
     if has_joined():
         return _mesh(pipe, nodes, per_node, axes)
     simulated_nodes, simulated_per_node = _simulated(pipe, nodes, per_node)
@@ -61,14 +62,21 @@ def _simulated(pipe: int, nodes: int | None, per_node: int | None) -> tuple[int,
     return nodes, per_node or max(1, there // (pipe * nodes))
 
 
-def _mesh(pipe: int, nodes: int | None, per_node: int | None, axes: dict[str, int]) -> Mesh:
+def _mesh(pipe: int, nodes: int | None, per_node: int | None, axes: AxesOptions) -> Mesh:
     there, hosts = len(jax.devices()), nodes or 1
     if per_node is None and pipe > 1 and there % (pipe * hosts):
         raise ValueError(
             f"{there} devices do not divide into --pipe {pipe} stages of --nodes {hosts}; change "
             "one of them, or say --devices-per-node to leave some out"
         )
-    return make_mesh(pipe=pipe, nodes=nodes, devices_per_node=per_node, **axes)
+    return make_mesh(
+        pipe=pipe,
+        nodes=nodes,
+        devices_per_node=per_node,
+        tensor=axes.tensor,
+        context=axes.context,
+        expert=axes.expert,
+    )
 
 
 def config_for(options: TrainOptions, mesh: Mesh, run: Path | None = None) -> ZeroConfig:
