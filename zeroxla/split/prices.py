@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from zeroxla.program.trace import Value, bytes_of
 from zeroxla.split.atoms import atoms_in
@@ -26,6 +27,7 @@ class Prices:
     parts: int
     role: AxisRole
     costs: AxisCosts
+    _known: dict[Any, float] = dataclasses.field(default_factory=dict, init=False)
 
     def price(
         self, flow: DimsFlow, value: Value, have: frozenset[Holding], want: Holding, source: bool
@@ -40,6 +42,14 @@ class Prices:
           source: whether it is an input whose holdings are chosen when it is read. A leaf is then
             gathered; another input is taken to exist whole outside.
         """
+        key = value, have, want, source
+        if key not in self._known:
+            self._known[key] = self._price(flow, *key)
+        return self._known[key]
+
+    def _price(
+        self, flow: DimsFlow, value: Value, have: frozenset[Holding], want: Holding, source: bool
+    ) -> float:
         size = bytes_of(value)
         if flow.made_of_leaves(value) and COPIES in have:
             return 0.0

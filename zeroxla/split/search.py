@@ -46,7 +46,10 @@ LEADERS = 16
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class AxisSearch(Prices):
-    """Searches for plans on one axis."""
+    """Searches for plans on one axis. What it has found of an equation or a value is remembered: a
+    loop's body is searched several times."""
+
+    _ways_of: dict[Equation, list[Way]] = dataclasses.field(default_factory=dict, init=False)
 
     def plan(
         self, flow: DimsFlow, num_leaves: int, known: Sequence[Holding] | None = None
@@ -230,6 +233,11 @@ class AxisSearch(Prices):
 
     def _ways(self, flow: DimsFlow, eq: Equation) -> list[Way]:
         """Return the ways of an equation that its role allows, with their costs."""
+        if eq not in self._ways_of:
+            self._ways_of[eq] = self._found_ways(flow, eq)
+        return self._ways_of[eq]
+
+    def _found_ways(self, flow: DimsFlow, eq: Equation) -> list[Way]:
         if (ways := _OF_BODIES.get(eq.name)) is not None:
             return self.role.allowed(eq, ways(self, flow, eq), flow)
         work = self.costs.work(eq)
