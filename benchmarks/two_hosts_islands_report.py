@@ -149,7 +149,11 @@ def targets(lines: Mapping[str, Line], *, every: int, ddp_bytes: float | None) -
         line = lines[label]
         different = sum(taken.num_different for taken in line.by_rate.values())
         check(f"{label}: turns after which the hosts' outer parameters differ", different, 0, "")
-        check(f"{label}: loss of the last steps over that of the first", _progress(line), 1)
+        check(
+            f"{label}: loss of the last steps, divided by the loss of the first step",
+            _progress(line),
+            1,
+        )
     return checks
 
 
@@ -232,7 +236,7 @@ def body(lines: Mapping[str, Line], *, every: int, rounds: int, ddp_bytes: float
         "1 Mbit/s, and one turn for rows that wait for their exchange. The last rows send in every "
         "step: they took one step at each rate.\n\n"
         f"{tables(lines, ddp_bytes)}\n\n"
-        "*over DDP's* is bytes over those of a step of PyTorch DDP"
+        "*over DDP's* is a row's bytes, divided by those of a step of PyTorch DDP"
         f"{', read on a link without a rate' if ddp_bytes else ', by arithmetic'}. A link with a "
         "rate has frames of 1500 bytes, whose headers and acknowledgements add 5 to 7 %; without a "
         "rate packets are larger, and they add less than 1 %. *over nothing sent* is the step over "

@@ -68,7 +68,7 @@ ROWS = {
     for row in (
         Row(
             name=ALONE,
-            description="each device trains its own copy: what the computation costs",
+            description="each device trains its own copy, without communication",
             ideal=0,
             sharded=False,
         ),

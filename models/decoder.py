@@ -123,7 +123,7 @@ class Decoder(nnx.Module):
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Return the head's input, [B, L, D], and the statistics of the blocks, each [layers].
 
-        The arguments are those of a call. A cache advances.
+        It takes the same arguments as a call. If the model has a cache, the cache advances.
         """
         start: jax.Array | int = 0
         if self.cache_index is not None:

@@ -123,7 +123,7 @@ class Mixtral(Decoder):
 
     @classmethod
     def mixtral_8x7b(cls, **overrides: Any) -> "Callable[[nnx.Rngs], Mixtral]":
-        """Mixtral 8x7B: 46,702,792,704 parameters, of which a token uses 12,879,925,248."""
+        """Mixtral 8x7B: 46,702,792,704 parameters. A token uses 12,879,925,248 of them."""
         shape = {"vocab": 32000, "layers": 32, "width": 4096, "heads": 32, "kv_heads": 8}
         shape = {**shape, "hidden": 14336, "theta": 1e6, "length": 32768}
         return lambda rngs: cls(**{**shape, **overrides}, rngs=rngs)

@@ -61,7 +61,7 @@ ROWS = {
             label="PyTorch, nothing sent",
             sharded=False,
             engine="torch",
-            description="every rank for itself: what the computation costs",
+            description="each rank trains its own copy, without communication",
             ideal=0,
             over_gloo=0,
         ),

@@ -107,7 +107,9 @@ def test_what_misses_a_target(options, words):
 def test_a_loss_that_rises_misses_a_target():
     lines = lines_of()
     lines["diloco"].first_loss = 5.4
-    assert missed(lines) == ["diloco: loss of the last steps over that of the first"]
+    assert missed(lines) == [
+        "diloco: loss of the last steps, divided by the loss of the first step"
+    ]
 
 
 def test_bytes_of_fewer_steps_between_exchanges_have_a_wider_limit():

@@ -142,7 +142,7 @@ class Job:
         options = {k: v for k, v in self.make_step.items() if k != "loss" or not self.pipeline}
         lengths = dict(self.mesh)
         if "pipe" not in lengths and {"tensor", "context"} & set(lengths):
-            lengths["devices_per_node"] = 4  # of which these axes have a part
+            lengths["devices_per_node"] = 4  # the axis `device` keeps 4 / (tensor x context)
         names = ("pipe", "nodes", "devices_per_node")
         num_devices = math.prod(lengths.get(name, 1) for name in names)
         mesh = zeroxla.make_mesh(**lengths, devices=jax.devices()[:num_devices])

@@ -113,6 +113,22 @@ def test_stages_are_of_whole_hosts_unless_these_are_nodes(options, expected):
     assert [processes_of(SimpleNamespace(devices=stage)) for stage in mesh.devices] == expected
 
 
+def test_axes_that_split_work_lie_inside_a_node():
+    """Devices that are next to each other share `tensor`, then `context`, then `expert`."""
+    devices = [SimpleNamespace(process_index=0, id=i) for i in range(16)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("zeroxla.mesh.make_mesh.Mesh", lambda grid, names, **_: (grid, names))
+        grid, names = make_mesh(nodes=2, tensor=2, context=2, devices=devices)
+    assert names == ("node", "device", "context", "tensor")
+    ids = np.vectorize(lambda d: d.id)(grid)
+    np.testing.assert_array_equal(ids, np.arange(16).reshape(2, 2, 2, 2))
+    message = r"4 devices of a node do not divide by context=3 x tensor=2, whose axes lie inside"
+    with pytest.raises(ValueError, match=message):
+        make_mesh(nodes=2, devices_per_node=4, tensor=2, context=3, devices=devices)
+    with pytest.raises(ValueError, match="expert"):
+        make_mesh(nodes=1, expert=0, devices=devices)
+
+
 def test_more_hosts_than_stages(two_devices_each, monkeypatch):
     """Of four hosts two are a stage; of three stages nothing is said."""
     monkeypatch.setattr("zeroxla.mesh.make_mesh.nodes_of_processes", lambda: list("abcd"))

@@ -1,4 +1,4 @@
-"""Conversions between holdings: what each device gets, what comes back, and what travels.
+"""Conversions between holdings: the array on each device, its cotangent, and the bytes sent.
 
 A holding is a linear map from an array to what the devices hold. NumPy writes it down here: for
 each device and each element that it holds, the place of the element in the array.

@@ -90,7 +90,11 @@ class Atom:
 
     @property
     def needed_whole(self) -> dict[str, None]:
-        """The reasons why generation keeps it whole; empty if it may be split."""
+        """The reasons why generation keeps it whole; empty if it may be split.
+
+        There an equation that goes through a dim needs it whole, also where training completes the
+        result over the parts.
+        """
         return {**self.blocked, **self.reduced}
 
     def note(self, other: Atom) -> None:

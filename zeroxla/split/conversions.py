@@ -34,7 +34,6 @@ class Conversion:
       where: the named scope of the equation that needs it; "the end" for results.
       times: how often it happens in a step's forward; more than once in a loop.
       has_gradient: whether backward makes its transpose.
-      of_leaf: whether the array depends on leaves alone.
     """
 
     shape: tuple[int, ...]
@@ -45,7 +44,6 @@ class Conversion:
     where: str
     times: int
     has_gradient: bool
-    of_leaf: bool
 
     @property
     def forward(self) -> str | None:
@@ -95,7 +93,6 @@ def conversions_of(plan: AxisPlan, parts: int, times: int = 1) -> Iterator[Conve
             where=where,
             times=times,
             has_gradient=has_gradient,
-            of_leaf=of_leaf,
         )
 
     for eq, way in plan.steps:

@@ -12,8 +12,9 @@ from tools.quick import quick_compilation  # noqa: F401
 from tools.train import check_no_option, check_refused, copy_at, train, train_as_a_user, values
 
 from zeroxla.cli.main import main
+from zeroxla.cli.mesh_options import AxesOptions, PipelineOptions
 from zeroxla.cli.train.images import draw_predictions
-from zeroxla.cli.train.options import PipelineOptions, TrainOptions
+from zeroxla.cli.train.options import TrainOptions
 from zeroxla.cli.train.setup import config_for, mesh_for
 
 ALEXNET = [
@@ -160,6 +161,11 @@ def test_simulated_devices_fit_the_stages(pipe, mesh, microbatches):
     found = mesh_for(options)
     assert found.devices.shape == mesh
     assert config_for(options, found).accumulate == microbatches
+
+
+def test_axes_that_split_work_are_those_of_the_options():
+    options = TrainOptions(axes=AxesOptions(tensor=2, context=2))
+    assert dict(mesh_for(options).shape) == {"node": 2, "device": 1, "context": 2, "tensor": 2}
 
 
 @pytest.mark.slow

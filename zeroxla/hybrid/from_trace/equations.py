@@ -78,8 +78,8 @@ class ByRule:
         for i, along in wanted.items():
             mark(outs[i], along, places, eq)
         (*more, root) = expand((places,))
-        if more or root.blocked or pieces_of(root):
-            raise ForbiddenError(eq, "; ".join(root.blocked) or "it regroups places")
+        if more or root.needed_whole or pieces_of(root):
+            raise ForbiddenError(eq, "; ".join(root.needed_whole) or "it regroups places")
         root.chosen = True
         found = [alongs(dims, root) for dims in (*ins, *outs)]
         held = [sum(root in atoms_in(dim) for dim in dims) for dims in (*ins, *outs)]

@@ -48,7 +48,7 @@ class AxesSplit:
         rest = model_state, rows, key
         found = SplitLoss.of(self.losses[True], self.axes, params, *rest)
         self._newest[:] = [found]
-        self._made[True, found.parts, structure_of(rest)] = found
+        self._made[True, found.parts, _shapes(rest)] = found
         return found.parts
 
     @property
@@ -80,10 +80,15 @@ class AxesSplit:
         key: jax.Array,
     ) -> Any:
         rest = model_state, batch, key
-        made = train, parts, structure_of(rest)
+        made = train, parts, _shapes(rest)
         if made not in self._made:
             self._made[made] = SplitLoss.of(self.losses[train], self.axes, shapes, *rest, parts)
         split = self._made[made]
         if train:
             self._newest[:] = [split]
         return split(params, *rest)
+
+
+def _shapes(tree: Any) -> Any:
+    """Return a hashable value that is equal for arrays of the same shapes and dtypes."""
+    return structure_of(tree), tuple(x.dtype for x in jax.tree.leaves(tree))

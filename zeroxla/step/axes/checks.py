@@ -25,6 +25,11 @@ def check_axes(mesh: Mesh, config: ZeroConfig) -> None:
             f"a mesh with pipe={mesh.shape[PIPE]} and {names}: stages split layers, and their work "
             "is not split over other axes yet; use pipe=1, or leave out the other axes"
         )
+    if config.outer is not None:
+        raise NotImplementedError(
+            f"an island on a mesh with {names}: islands exchange the shards of whole leaves, which "
+            "has not been tried with these axes; leave out the axes, or outer="
+        )
     offload = config.offload
     if offload.params == "disk":
         raise NotImplementedError(

@@ -25,6 +25,7 @@ from zeroxla.split.axis_roles import AxisRole
 from zeroxla.split.dims_flow import DimsFlow
 from zeroxla.split.holdings import COPIES, Holding, part
 from zeroxla.split.layout import layout_of, structured_dims
+from zeroxla.split.plan_checks import check_splits
 from zeroxla.split.run_plan import PlanRunner
 from zeroxla.split.search import AxisSearch
 from zeroxla.split.split_axis import SplitAxis
@@ -71,6 +72,9 @@ class SplitLoss:
           params: the shapes of the whole leaves.
           model_state, batch, key: the other arguments, or their shapes.
           parts: the parts of each leaf, if they are decided; None decides them.
+
+        Raises:
+          ValueError: an axis can split no product with a leaf, or the parts do not fit the program.
         """
         rest = shapes_of((model_state, batch, key))
         program, result = trace(loss, params, *rest)
@@ -126,7 +130,9 @@ def _axis_plan(
     holdings = None
     if known is not None:
         holdings = [_known_holding(flow, v, own) for v, own in zip(values, known, strict=True)]
-    return search.plan(flow, num_leaves, holdings)
+    plan = search.plan(flow, num_leaves, holdings)
+    check_splits(plan, name, length)
+    return plan
 
 
 def _runner(plan: AxisPlan, name: str, length: int) -> Callable[[Sequence[jax.Array]], Any]:
