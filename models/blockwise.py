@@ -94,11 +94,11 @@ def blockwise_attention(
         jnp.asarray(start, jnp.int32),
         None if dropout is None else dropout.key,
     )
-    return _attention(setting, operands)[:, :length]
+    return blockwise_causal_attention(setting, operands)[:, :length]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention(setting: _Setting, operands: _Operands) -> jax.Array:
+def blockwise_causal_attention(setting: _Setting, operands: _Operands) -> jax.Array:
     return _forward(setting, operands)[0]
 
 
@@ -171,7 +171,7 @@ def _backward(setting: _Setting, kept: Any, d_out_BLKGH: jax.Array) -> tuple[_Op
     return (_Operands(dq, dk, dv, None, None, None),)  # pyright: ignore[reportArgumentType]
 
 
-_attention.defvjp(_forward, _backward)
+blockwise_causal_attention.defvjp(_forward, _backward)
 
 
 class _Pair:

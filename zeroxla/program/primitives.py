@@ -109,6 +109,10 @@ READS_OF_LEAVES = CONTRACTIONS | CUSTOM_RULES | {"gather", "ragged_dot_general"}
 """What most of a model's parameters are read by: products, lookups, and derivatives of a model's
 own that may hold both."""
 
+BLOCKWISE_ATTENTION = "blockwise_causal_attention"
+"""The function of `models.blockwise` with a derivative of its own: (queries [B, L, K, G, H], keys and
+values [B, L, K, H], mask [B, L] or nothing, first position, random key or nothing)."""
+
 REMATS = frozenset({"remat2"})
 """They run their body once, and again in backward: `jax.checkpoint`."""
 

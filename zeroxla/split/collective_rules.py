@@ -44,7 +44,7 @@ def _connect_exchange(eq: Equation, ins: list[Dims]) -> list[Dims]:
     return [tuple(out[d] if d in (cut, joined) else dim for d, dim in enumerate(ins[0]))]
 
 
-def _connect_sum(eq: Equation, ins: list[Dims]) -> list[Dims]:
+def _connect_as_is(eq: Equation, ins: list[Dims]) -> list[Dims]:
     del eq
     return ins
 
@@ -66,5 +66,6 @@ COLLECTIVE_RULES = {
     "all_gather": Rule(_connect_gather),
     "reduce_scatter": Rule(_connect_scatter),
     "all_to_all": Rule(_connect_exchange),
-    "psum": Rule(_connect_sum),
+    "psum": Rule(_connect_as_is),
+    "ppermute": Rule(_connect_as_is),
 }

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from zeroxla.program.scan import Scan
 from zeroxla.program.trace import Constant, Equation, Value, bytes_of
 from zeroxla.split.holdings import COPIES, WHOLE, Holding, cheapest, moved_share
-from zeroxla.split.ways import AxisPlan
+from zeroxla.split.ways import AxisPlan, Exchange, Way
 
 MOVES = {
     ("part", "whole"): "all-gather",
@@ -34,6 +34,7 @@ class Conversion:
       where: the named scope of the equation that needs it; "the end" for results.
       times: how often it happens in a step's forward; more than once in a loop.
       has_gradient: whether backward makes its transpose.
+      exchange: what an equation does with it while it computes; None for a change of holdings.
     """
 
     shape: tuple[int, ...]
@@ -44,10 +45,13 @@ class Conversion:
     where: str
     times: int
     has_gradient: bool
+    exchange: Exchange | None = None
 
     @property
     def forward(self) -> str | None:
         """The collective in forward; None if nothing travels."""
+        if self.exchange is not None:
+            return self.exchange.name
         return _collective(self.have, self.want)
 
     @property
@@ -55,11 +59,16 @@ class Conversion:
         """The collective in backward; None if nothing travels."""
         if not self.has_gradient:
             return None
+        if self.exchange is not None:
+            return self.exchange.name
         return _collective(self.want.dual, self.have.dual)
 
     def received(self, parts: int) -> tuple[float, float]:
         """Return the bytes that a device receives in forward and in backward, all turns
         together."""
+        if self.exchange is not None:
+            back = self.exchange.backward if self.has_gradient else 0.0
+            return self.times * self.exchange.forward, self.times * back
         back = moved_share(self.want.dual, self.have.dual, parts) if self.has_gradient else 0.0
         there = moved_share(self.have, self.want, parts)
         return self.times * self.num_bytes * there, self.times * self.num_bytes * back
@@ -103,6 +112,8 @@ def conversions_of(plan: AxisPlan, parts: int, times: int = 1) -> Iterator[Conve
         for operand, wants in zip(eq.inputs, way.needs, strict=True):
             for want in wants:
                 yield from read(operand, want, _scope(eq))
+        if way.exchange is not None:
+            yield _exchanged(plan, eq, way, way.exchange, times)
         for body in (way.body, way.backward):
             if body is not None:
                 turns = Scan(eq).length if eq.name == "scan" else 1
@@ -111,6 +122,25 @@ def conversions_of(plan: AxisPlan, parts: int, times: int = 1) -> Iterator[Conve
             held[v] = {gives}
     for operand, want in zip(plan.program.outputs, plan.outputs, strict=True):
         yield from read(operand, want, "the end")
+
+
+def _exchanged(
+    plan: AxisPlan, eq: Equation, way: Way, exchange: Exchange, times: int
+) -> Conversion:
+    """Return what an equation exchanges while it computes."""
+    value, (held,) = eq.inputs[exchange.operand], way.needs[exchange.operand]
+    assert isinstance(value, Value)
+    return Conversion(
+        shape=tuple(value.aval.shape),
+        dtype=str(value.aval.dtype),
+        num_bytes=bytes_of(value),
+        have=held,
+        want=held,
+        where=_scope(eq),
+        times=times,
+        has_gradient=any(plan.flow.has_gradient(v) for v in eq.outputs),
+        exchange=exchange,
+    )
 
 
 def _collective(have: Holding, want: Holding) -> str | None:

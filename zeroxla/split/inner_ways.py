@@ -13,6 +13,7 @@ from zeroxla.split.axis_costs import AxisCosts
 from zeroxla.split.axis_roles import AxisRole
 from zeroxla.split.dims_flow import DimsFlow
 from zeroxla.split.holdings import COPIES, SUMMANDS, WHOLE, Holding, part
+from zeroxla.split.known_attention import ring_way
 from zeroxla.split.ways import AxisPlan, Way
 
 
@@ -121,7 +122,8 @@ def rule_ways(search: PlansBodies, flow: DimsFlow, eq: Equation) -> list[Way]:
             backward=second,
         )
         found.append(way)
-    return found
+    ring = ring_way(eq, flow, search.parts, search.costs)
+    return found if ring is None else [*found, ring]
 
 
 def _along(dims: Dims, atom: Atom) -> Holding:

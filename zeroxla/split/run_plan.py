@@ -81,6 +81,8 @@ class PlanRunner:
         return held[want]
 
     def _run(self, eq: Equation, way: Way, args: list[list[jax.Array]]) -> list[jax.Array]:
+        if way.exchange is not None:
+            return way.exchange.run(self.axis, [x for (x,) in args])
         if way.turns:
             return self._turns(eq, [x for (x,) in args])
         if way.body is None and not way.is_split:

@@ -13,7 +13,7 @@ sequence as queries and as keys, and either can be split.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 
@@ -57,6 +57,26 @@ class AxisPlan:
     cost: float
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Exchange:
+    """How an equation runs that exchanges arrays over the axis while it computes.
+
+    Attributes:
+      name: what is done, such as "ring".
+      operand: the position of the operand that travels.
+      run: (axis, operands in the holdings that it needs) -> results.
+      forward, backward: the bytes that a device receives.
+      collectives: their number, forward and backward.
+    """
+
+    name: str
+    operand: int
+    run: Callable[[SplitAxis, Sequence[jax.Array]], list[jax.Array]]
+    forward: float
+    backward: float
+    collectives: int
+
+
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Way:
     """One way to run an equation.
@@ -72,6 +92,7 @@ class Way:
         plan of forward.
       backward: the plan of backward, for a derivative of its own.
       turns: whether each device takes its part of a loop's turns.
+      exchange: how it runs if it exchanges arrays on the way; None if it does not.
     """
 
     needs: tuple[tuple[Holding, ...], ...]
@@ -83,6 +104,7 @@ class Way:
     body: AxisPlan | None = None
     backward: AxisPlan | None = None
     turns: bool = False
+    exchange: Exchange | None = None
 
     @property
     def is_split(self) -> bool:

@@ -80,6 +80,15 @@ def backward_jaxpr(eqn: Any) -> Any | None:
     return jax.make_jaxpr(lambda *args: run(*jax.lax.optimization_barrier(args)))(*avals)
 
 
+def custom_rule_name(eqn: Any) -> str | None:
+    """Return the name of the function that an equation with a derivative of its own calls; None for
+    every other equation."""
+    if eqn.primitive.name not in CUSTOM_RULES:
+        return None
+    jaxpr, _ = open_jaxpr(_body(eqn.params))
+    return jaxpr.debug_info.func_name
+
+
 def _body(params: dict[str, Any]) -> Any:
     return params["jaxpr"] if "jaxpr" in params else params["call_jaxpr"]
 
