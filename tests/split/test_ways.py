@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import linen as nn
 from jax import lax
 from tools.quick import quick_compilation  # noqa: F401
 
@@ -20,6 +21,7 @@ from zeroxla.split.atoms import atoms_in, dims_of
 from zeroxla.split.axis_costs import AxisCosts
 from zeroxla.split.axis_roles import AxisRole
 from zeroxla.split.dims_flow import DimsFlow
+from zeroxla.split.halo import halo_ways
 from zeroxla.split.holdings import SUMMANDS, WHOLE, Kind
 from zeroxla.split.inner_ways import loop_ways, remat_ways, rule_ways
 from zeroxla.split.run_plan import PlanRunner
@@ -93,10 +95,10 @@ def shared_heads(x):
 
 
 def convolved(x, w):
-    numbers = ("NHC", "HIO", "NHC")
-    return lax.conv_general_dilated(x, w, (1,), [(2, 0)], dimension_numbers=numbers)
+    return lax.conv_general_dilated(x, w, (1,), [(2, 0)], dimension_numbers=SEQUENCE)
 
 
+SEQUENCE = ("NHC", "HIO", "NHC")
 X, Y = floats(4, 8), floats(8, 4).T
 SAME_PLACES = ["w w -> w", "0 0 -> 0", "1 1 -> 1"]
 
@@ -141,7 +143,29 @@ CASES = {  # function, arrays, ways of some of its equations
     "convolution": (
         convolved,
         [floats(4, 8, 4), floats(3, 4, 12)],
-        {"conv_general_dilated": ["w w -> w", "0 c -> 0", "2 1 -> s", "c 2 -> 2"]},
+        {"conv_general_dilated": ["w w -> w", "0 c -> 0", "2 1 -> s", "c 2 -> 2", "1 c -> 1"]},
+    ),
+    "convolution of an image, in steps": (
+        lambda x, w: lax.conv_general_dilated(
+            x, w, (2, 1), "SAME", rhs_dilation=(1, 2), dimension_numbers=("NHWC", "HWIO", "NHWC")
+        ),
+        [floats(4, 16, 12, 3), floats(3, 3, 3, 5)],
+        {"conv_general_dilated": ["w w -> w", "0 c -> 0", "1 c -> 1", "2 c -> 2"]},
+    ),
+    "patches": (
+        lambda x, w: lax.conv_general_dilated(x, w, (2,), "VALID", dimension_numbers=SEQUENCE),
+        [floats(4, 16, 3), floats(2, 3, 5)],
+        {"conv_general_dilated": ["w w -> w", "0 c -> 0", "1 c -> 1"]},
+    ),
+    "largest in windows": (
+        lambda x: nn.max_pool(x, (3,), (2,), "SAME"),
+        [floats(4, 16, 8)],
+        {"reduce_window_max": ["w -> w", "0 -> 0", "2 -> 2", "1 -> 1"]},
+    ),
+    "sum of windows": (
+        lambda x: nn.avg_pool(x, (3,), (1,), "SAME"),
+        [floats(4, 16, 8)],
+        {"reduce_window_sum": ["w -> w", "0 -> 0", "2 -> 2", "1 -> 1"]},
     ),
     "largest": (lambda x: x.max(1), [X], {"reduce_max": ["w -> w", "0 -> 0", "1 -> w"]}),
     "place of the largest": (lambda x: x.argmax(1), [X], {"argmax": ["w -> w", "0 -> 0"]}),
@@ -278,7 +302,8 @@ class Equations:
     def ways(self, eq):
         """Return the ways of an equation, as a search takes them."""
         if eq.name not in SEARCHED:
-            return ways_of(eq, self.flow, self.parts)
+            found = ways_of(eq, self.flow, self.parts)
+            return [*found, *halo_ways(eq, self.flow, self.parts, AxisCosts())]
         role = AxisRole(name="tensor", rows=frozenset())
         search = AxisSearch(parts=self.parts, role=role, costs=AxisCosts())
         return SEARCHED[eq.name](search, self.flow, eq)

@@ -6,6 +6,8 @@ names with those of the installed JAX. Come here when JAX adds, renames or drops
 
 from __future__ import annotations
 
+import math
+
 
 def _names(text: str) -> frozenset[str]:
     return frozenset(text.split())
@@ -109,9 +111,17 @@ READS_OF_LEAVES = CONTRACTIONS | CUSTOM_RULES | {"gather", "ragged_dot_general"}
 """What most of a model's parameters are read by: products, lookups, and derivatives of a model's
 own that may hold both."""
 
+WINDOWS = {
+    "conv_general_dilated": 0.0,
+    "reduce_window_max": -math.inf,
+    "reduce_window_min": math.inf,
+    "reduce_window_sum": 0.0,
+}
+"""What goes through an array in windows, and the value of its padding."""
+
 BLOCKWISE_ATTENTION = "blockwise_causal_attention"
-"""The function of `models.blockwise` with a derivative of its own: (queries [B, L, K, G, H], keys and
-values [B, L, K, H], mask [B, L] or nothing, first position, random key or nothing)."""
+"""The function of `models.blockwise` with a derivative of its own: (queries [B, L, K, G, H], keys
+and values [B, L, K, H], mask [B, L] or nothing, first position, random key or nothing)."""
 
 REMATS = frozenset({"remat2"})
 """They run their body once, and again in backward: `jax.checkpoint`."""

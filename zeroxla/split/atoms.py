@@ -160,6 +160,13 @@ def size_of(dim: Dim) -> int:
     return math.prod(atom.size for atom in dim)
 
 
+def first_run(dim: Dim, parts: int) -> Atom | None:
+    """Return the atom along which the parts of a dim are runs of it that follow each other; None if
+    there is none."""
+    atoms = expand(dim)
+    return atoms[0] if atoms and not pieces_of(atoms[0]) and atoms[0].size % parts == 0 else None
+
+
 def block(dim: Dim, why: str) -> None:
     """Record that no atom of the dim can be split, and the reason."""
     for atom in atoms_in(dim):

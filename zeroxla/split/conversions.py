@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from zeroxla.program.scan import Scan
 from zeroxla.program.trace import Constant, Equation, Value, bytes_of
 from zeroxla.split.holdings import COPIES, WHOLE, Holding, cheapest, moved_share
-from zeroxla.split.ways import AxisPlan, Exchange, Way
+from zeroxla.split.ways import AxisPlan, AxisExchange, Way
 
 MOVES = {
     ("part", "whole"): "all-gather",
@@ -45,13 +45,13 @@ class Conversion:
     where: str
     times: int
     has_gradient: bool
-    exchange: Exchange | None = None
+    exchange: AxisExchange | None = None
 
     @property
     def forward(self) -> str | None:
         """The collective in forward; None if nothing travels."""
         if self.exchange is not None:
-            return self.exchange.name
+            return self.exchange.name if self.exchange.forward else None
         return _collective(self.have, self.want)
 
     @property
@@ -60,7 +60,7 @@ class Conversion:
         if not self.has_gradient:
             return None
         if self.exchange is not None:
-            return self.exchange.name
+            return self.exchange.name if self.exchange.forward else None
         return _collective(self.want.dual, self.have.dual)
 
     def received(self, parts: int) -> tuple[float, float]:
@@ -125,7 +125,7 @@ def conversions_of(plan: AxisPlan, parts: int, times: int = 1) -> Iterator[Conve
 
 
 def _exchanged(
-    plan: AxisPlan, eq: Equation, way: Way, exchange: Exchange, times: int
+    plan: AxisPlan, eq: Equation, way: Way, exchange: AxisExchange, times: int
 ) -> Conversion:
     """Return what an equation exchanges while it computes."""
     value, (held,) = eq.inputs[exchange.operand], way.needs[exchange.operand]

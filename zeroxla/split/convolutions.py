@@ -1,9 +1,11 @@
-"""The rule of convolutions: full ones, depthwise ones, and those in groups of features."""
+"""The rules of windows: of convolutions, be they full, depthwise or in groups of features, and of
+poolings."""
 
 from __future__ import annotations
 
 import jax
 
+from zeroxla.program.primitives import WINDOWS
 from zeroxla.program.trace import Equation
 from zeroxla.split.atoms import Dims, block, dim_of, is_split
 from zeroxla.split.rules import (
@@ -56,4 +58,19 @@ def _run(axis: SplitAxis, dims: DimsOf, eq: Equation, args: Args) -> list[jax.Ar
     return run_sum(axis, eq, args, summed, feature_group_count=groups)
 
 
-CONVOLUTION_RULES = {"conv_general_dilated": Rule(_connect, _run)}
+def _connect_pooling(eq: Equation, ins: list[Dims]) -> list[Dims]:
+    """Join dims along which no window moves."""
+    params, out = eq.params, list(fresh(eq.outputs[0]))
+    for d, size in enumerate(params["window_dimensions"]):
+        moves = size > 1 or params["padding"][d] != (0, 0)
+        if moves or max(params["window_strides"][d], params["base_dilation"][d]) > 1:
+            block((*ins[0][d], *out[d]), "a window moves along it")
+        else:
+            same(eq, out[d], ins[0][d])
+    return [tuple(out)]
+
+
+CONVOLUTION_RULES = {
+    "conv_general_dilated": Rule(_connect, _run),
+    **dict.fromkeys(WINDOWS.keys() - {"conv_general_dilated"}, Rule(_connect_pooling)),
+}

@@ -24,6 +24,7 @@ from zeroxla.split.atoms import (
     together,
 )
 from zeroxla.split.custom_rules import CustomRule
+from zeroxla.split.folded_padding import with_folded_padding
 from zeroxla.split.joins import join
 from zeroxla.split.products import rule_of
 
@@ -68,7 +69,8 @@ class DimsFlow:
           leaves: the dims of its first inputs, which are the leaves.
           opened: that with which the program was traced.
         """
-        flow, num_leaves = DimsFlow(program, opened=opened), len(leaves)
+        program, num_leaves = with_folded_padding(program), len(leaves)
+        flow = DimsFlow(program, opened=opened)
         others = [dims_of(v.aval.shape) for v in program.inputs[num_leaves:]]
         flow.dims.update(zip(program.inputs, (*leaves, *others), strict=True))
         flow._leaves.update((v, frozenset((i,))) for i, v in enumerate(program.inputs[:num_leaves]))
@@ -207,7 +209,9 @@ class DimsFlow:
           active: the operands that are not made of leaves alone, and inputs that are like them.
           opened: that with which the program was traced; None if it is this one's.
         """
-        body = DimsFlow(program, contracted=self.contracted, opened=opened or self.opened)
+        body = DimsFlow(
+            with_folded_padding(program), contracted=self.contracted, opened=opened or self.opened
+        )
         body._leaves.update(zip(program.inputs, map(self._made_of, operands), strict=True))
         body.dims.update(zip(program.inputs, dims, strict=True))
         pairs = list(zip(program.inputs, operands, strict=True))

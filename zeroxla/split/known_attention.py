@@ -16,14 +16,14 @@ import numpy as np
 from zeroxla.program import compat
 from zeroxla.program.primitives import BLOCKWISE_ATTENTION
 from zeroxla.program.trace import Constant, Equation, Value, bytes_of
-from zeroxla.split.atoms import Atom, Dim, expand, pieces_of
+from zeroxla.split.atoms import first_run
 from zeroxla.split.axis_costs import AxisCosts
 from zeroxla.split.dims_flow import DimsFlow
 from zeroxla.split.holdings import COPIES, Holding, part
 from zeroxla.split.ring import ring_attention
 from zeroxla.split.rules import shape_of
 from zeroxla.split.split_axis import SplitAxis
-from zeroxla.split.ways import Exchange, Way
+from zeroxla.split.ways import AxisExchange, Way
 
 _WIDE = np.dtype(np.float32).itemsize
 
@@ -46,7 +46,7 @@ def ring_way(eq: Equation, flow: DimsFlow, parts: int, costs: AxisCosts) -> Way 
     (q, k, v, *mask), (out,) = found, eq.outputs
     length = shape_of(eq.inputs[q])[1]
     dims = [flow.of_operand(eq.inputs[i])[1] for i in (q, k, v, *mask)]
-    atoms = [_runs(dim, parts) for dim in (*dims, flow.dims[out][1])]
+    atoms = [first_run(dim, parts) for dim in (*dims, flow.dims[out][1])]
     if length % (2 * parts) or None in atoms:
         return None
     held = [part(1, atom) for atom in atoms if atom is not None]
@@ -84,14 +84,7 @@ def _operands(eq: Equation) -> tuple[int, ...] | None:
     return tuple(range(q, len(ranks) - 1))
 
 
-def _runs(dim: Dim, parts: int) -> Atom | None:
-    """Return the class along which the parts of a dim are runs that follow each other; None if
-    there is none."""
-    first = expand(dim)[0]
-    return None if pieces_of(first) or first.size % parts else first
-
-
-def _exchange(eq: Equation, at: Sequence[int], parts: int) -> Exchange:
+def _exchange(eq: Equation, at: Sequence[int], parts: int) -> AxisExchange:
     q, k, v, *mask = (eq.inputs[i] for i in at)
     sizes = [bytes_of(x) for x in (q, k, v) if isinstance(x, Value)]
     keys, results = sum(sizes[1:]) / parts, sum(map(bytes_of, eq.outputs)) / parts
@@ -103,7 +96,7 @@ def _exchange(eq: Equation, at: Sequence[int], parts: int) -> Exchange:
         q, k, v, *rest = (args[i] for i in at)
         return [ring_attention(axis.name, axis.parts, q, k, v, rest[0] if rest else None)]
 
-    return Exchange(
+    return AxisExchange(
         name="ring",
         operand=at[1],
         run=run,

@@ -138,7 +138,9 @@ class _Zigzag:
 
     def dealt(self, x: jax.Array) -> jax.Array:
         """Turn a device's consecutive positions, dim 1, into its two halves."""
-        even, odd = (lax.ppermute(x, self.axis, to) for x, to in zip(_cut(x), self._to, strict=True))
+        even, odd = (
+            lax.ppermute(x, self.axis, to) for x, to in zip(_cut(x), self._to, strict=True)
+        )
         is_even = self.index % 2 == 0
         early, late = jnp.where(is_even, even, odd), jnp.where(is_even, odd, even)
         return jnp.concatenate([early, late], axis=1)

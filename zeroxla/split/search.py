@@ -18,11 +18,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from zeroxla.program.primitives import (
     CUSTOM_RULES,
     REMATS,
+    WINDOWS,
 )
 from zeroxla.program.trace import Constant, Equation, Value
 from zeroxla.split.atoms import Atom
 from zeroxla.split.axis_roles import is_matrix
 from zeroxla.split.dims_flow import DimsFlow
+from zeroxla.split.halo import halo_ways
 from zeroxla.split.holdings import COPIES, SUMMANDS, WHOLE, Holding
 from zeroxla.split.inner_ways import loop_ways, remat_ways, rule_ways
 from zeroxla.split.plan_states import (
@@ -245,10 +247,13 @@ class AxisSearch(Prices):
         if not any(not flow.made_of_leaves(x) or is_matrix(x.aval.shape) for x in made):
             # Constants and vectors of leaves: their parts cost nothing.
             return ways_of(eq, flow, self.parts)[:1]
-        return [
+        ways = [
             dataclasses.replace(way, cost=work / (self.parts if way.is_split else 1))
-            for way in self.role.allowed(eq, ways_of(eq, flow, self.parts), flow)
+            for way in ways_of(eq, flow, self.parts)
         ]
+        if eq.name in WINDOWS:
+            ways += halo_ways(eq, flow, self.parts, self.costs)
+        return self.role.allowed(eq, ways, flow)
 
 
 _OF_BODIES = {

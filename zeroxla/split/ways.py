@@ -58,7 +58,7 @@ class AxisPlan:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Exchange:
+class AxisExchange:
     """How an equation runs that exchanges arrays over the axis while it computes.
 
     Attributes:
@@ -104,7 +104,7 @@ class Way:
     body: AxisPlan | None = None
     backward: AxisPlan | None = None
     turns: bool = False
-    exchange: Exchange | None = None
+    exchange: AxisExchange | None = None
 
     @property
     def is_split(self) -> bool:
