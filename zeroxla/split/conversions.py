@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from zeroxla.program.scan import Scan
 from zeroxla.program.trace import Constant, Equation, Value, bytes_of
 from zeroxla.split.holdings import COPIES, WHOLE, Holding, cheapest, moved_share
-from zeroxla.split.ways import AxisPlan, AxisExchange, Way
+from zeroxla.split.ways import AxisExchange, AxisPlan, Way
 
 MOVES = {
     ("part", "whole"): "all-gather",

@@ -20,10 +20,10 @@ def with_folded_padding(program: Program) -> Program:
     readers = Counter(x for eq in program.equations for x in eq.values)
     readers.update(x for x in program.outputs if not isinstance(x, Constant))
     # A Python number is converted before it pads.
-    converted = {
+    converted: dict[Operand, Operand] = {
         eq.outputs[0]: eq.inputs[0] for eq in program.equations if eq.name == "convert_element_type"
     }
-    pads = {
+    pads: dict[Operand, Equation] = {
         eq.outputs[0]: eq
         for eq in program.equations
         if eq.name == "pad"
