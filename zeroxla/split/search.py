@@ -25,6 +25,7 @@ from zeroxla.split.axis_roles import is_matrix
 from zeroxla.split.dims_flow import DimsFlow
 from zeroxla.split.holdings import COPIES, SUMMANDS, WHOLE, Holding
 from zeroxla.split.inner_ways import loop_ways, remat_ways, rule_ways
+from zeroxla.split.plan_proof import PlanProof
 from zeroxla.split.plan_states import (
     Held,
     PlanState,
@@ -47,8 +48,13 @@ LEADERS = 16
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class AxisSearch(Prices):
     """Searches for plans on one axis. What it has found of an equation or a value is remembered: a
-    loop's body is searched several times."""
+    loop's body is searched several times.
 
+    Attributes:
+      proof: knows which ways are wrong.
+    """
+
+    proof: PlanProof = dataclasses.field(default_factory=PlanProof)
     _ways_of: dict[Equation, list[Way]] = dataclasses.field(default_factory=dict, init=False)
 
     def plan(
@@ -238,8 +244,8 @@ class AxisSearch(Prices):
         return self._ways_of[eq]
 
     def _found_ways(self, flow: DimsFlow, eq: Equation) -> list[Way]:
-        if (ways := _OF_BODIES.get(eq.name)) is not None:
-            return self.role.allowed(eq, ways(self, flow, eq), flow)
+        if (of_body := _OF_BODIES.get(eq.name)) is not None:
+            return self._allowed(flow, eq, of_body(self, flow, eq))
         work = self.costs.work(eq)
         made = [x for x in eq.inputs if isinstance(x, Value) and flow.is_computed(x)]
         if not any(not flow.made_of_leaves(x) or is_matrix(x.aval.shape) for x in made):
@@ -247,8 +253,13 @@ class AxisSearch(Prices):
             return ways_of(eq, flow, self.parts)[:1]
         return [
             dataclasses.replace(way, cost=work / (self.parts if way.is_split else 1))
-            for way in self.role.allowed(eq, ways_of(eq, flow, self.parts), flow)
+            for way in self._allowed(flow, eq, ways_of(eq, flow, self.parts))
         ]
+
+    def _allowed(self, flow: DimsFlow, eq: Equation, ways: Sequence[Way]) -> list[Way]:
+        """Return the ways that are not known to be wrong, and that the role allows."""
+        right = [way for way in ways if self.proof.allows(eq, flow, way, self.parts)]
+        return self.role.allowed(eq, right, flow)
 
 
 _OF_BODIES = {
