@@ -1,11 +1,11 @@
 """Proves the plan of an axis by computing, before it runs.
 
-A plan is made of ways to run single equations, and of conversions between them. A way promises: from
-operands in the holdings that it needs it computes results in the holdings that it gives, and from
-their cotangents, in the dual holdings, the cotangents of its operands. If each way keeps this
-promise, so does the whole plan. So each is tried on a small instance of its equation, against the
-equation whole (see `way_instance`). Equations that are alike, as those of repeated blocks, are
-tried once.
+A plan is made of ways to run single equations, and of conversions between them. A way makes a
+promise: from operands in the holdings that it needs it computes results in the holdings that it
+gives, and from their cotangents, in the dual holdings, the cotangents of its operands. If each way
+keeps this promise, so does the whole plan. So each is tried on a small instance of its equation,
+against the equation whole (see `way_instance`). Equations that are alike, as those of repeated
+blocks, are tried once.
 """
 
 from __future__ import annotations
@@ -158,9 +158,7 @@ def _try_all(
                 verdicts += _try([x for _, x in now[k : k + MOST_TOGETHER]])
             found = _replaced(found, [i for i, _ in now], verdicts)
             open_ = [
-                (i, options[1:])
-                for i, options in open_
-                if options and found[i] is Verdict.UNKNOWN
+                (i, options[1:]) for i, options in open_ if options and found[i] is Verdict.UNKNOWN
             ]
     return found
 
@@ -217,7 +215,8 @@ def is_close(whole: jax.Array, parts: jax.Array) -> bool:
     finite = np.isfinite(one)
     largest = np.abs(one[finite]).max(initial=1e-30)
     error = np.abs(each[:, finite] - one[finite])
-    same = np.array_equal(each[:, ~finite], np.broadcast_to(one, each.shape)[:, ~finite], equal_nan=True)
+    others = np.broadcast_to(one[~finite], each[:, ~finite].shape)
+    same = np.array_equal(each[:, ~finite], others, equal_nan=True)
     return same and bool(np.all(error <= max(TOLERANCE, rounding) * largest))
 
 

@@ -129,7 +129,7 @@ class WayInstance:
     def whole(self, operands: Sequence[jax.Array]) -> list[jax.Array]:
         """Return the equation's results, and the gradients of its operands."""
         assert self.way.flow is not None
-        run = partial(self._differentiated, PartsRunner(self.way.flow, self._whole))
+        run = partial(self._differentiated, PartsRunner(self.way.flow, self._whole), self._whole)
         return self._over_others(run)(list(operands))
 
     def in_parts(self, operands: Sequence[jax.Array]) -> list[jax.Array]:
@@ -138,6 +138,7 @@ class WayInstance:
         run = partial(
             self._differentiated,
             lambda args: runner([{h: x} for h, x in zip(given, args, strict=True)]),
+            self.axis,
         )
         held = [self._held(x, h) for x, h in zip(operands, given, strict=True)]
         return jax.vmap(self._over_others(run), axis_name=_NAME, axis_size=self.axis.parts)(held)
@@ -164,12 +165,14 @@ class WayInstance:
         return jnp.asarray(others).at[0].set(x - others[1:].sum(0))
 
     def _over_others(self, run: Runs) -> Runs:
-        for name, length in reversed(self.others.items()):
+        for name, length in reversed(list(self.others.items())):
             run = jax.vmap(run, axis_name=name, axis_size=length)
         return run
 
-    def _differentiated(self, run: Runs, operands: Sequence[jax.Array]) -> list[jax.Array]:
-        """Return a function's results, and the gradients of its operands."""
+    def _differentiated(
+        self, run: Runs, axis: SplitAxis, operands: Sequence[jax.Array]
+    ) -> list[jax.Array]:
+        """Return the results of a function on an axis, and the gradients of its operands."""
 
         def of_targets(targets: Sequence[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
             given = list(operands)
@@ -184,8 +187,10 @@ class WayInstance:
         _, pullback, found = jax.vjp(of_targets, of, has_aux=True)
         draw = np.random.default_rng(2)
         cts = [_normal(draw, found[i].shape, found[i].dtype) for i in self.results]
-        for name in self.others:  # each device has cotangents of its own
+        for name in self.others:  # Each device along another axis has cotangents of its own.
             cts = [(ct * (1 + lax.axis_index(name))).astype(ct.dtype) for ct in cts]
+        if axis.name is not None:  # JAX's vmap lacks some rules for what all devices share.
+            cts = [(ct + 0 * lax.axis_index(axis.name)).astype(ct.dtype) for ct in cts]
         (grads,) = pullback(cts)
         return [*found, *grads]
 
@@ -215,15 +220,13 @@ def _sizes(way: Way, plan: AxisPlan, parts: int, *, every: bool) -> dict[Atom, i
     """
     assert way.flow is not None
     atoms = dict.fromkeys(a for dim in way.flow.all_dims() for a in atoms_in(dim))
-    small = {
-        a: min(a.size, OTHERS) for a in atoms if not a.is_loop and (every or not a.blocked)
-    }
+    small = {a: min(a.size, OTHERS) for a in atoms if not a.is_loop and (every or not a.blocked)}
     if way.index is not None:
         small[way.index] = min(way.index.size, 2 * parts)
     pairs = _pairs(way, plan)
     while True:  # What is one class of the program has one size.
         classes: dict[Atom, int] = {}
-        for local, atom in pairs:
+        for _, atom in pairs:
             sizes = [small.get(a, a.size) for a, b in pairs if b is atom]
             own = way.index in [a for a, b in pairs if b is atom]
             natural = atom.size in sizes
@@ -239,8 +242,8 @@ def _pairs(way: Way, plan: AxisPlan) -> list[tuple[Atom, Atom]]:
     """Return the indices of the equation's split dims, each with the class that it is."""
     assert way.flow is not None
     eq, found = _alone(way), []
-    held = [*zip(eq.values, (h for (h,) in way.needs)), *zip(eq.outputs, way.gives)]
-    for v, holding in held:
+    holdings = (*(h for (h,) in way.needs), *way.gives)
+    for v, holding in zip((*eq.values, *eq.outputs), holdings, strict=True):
         if holding.dim is not None:
             pairs = paired(way.flow.dims[v][holding.dim], plan.flow.dims[v][holding.dim])
             assert pairs is not None, (eq, holding)

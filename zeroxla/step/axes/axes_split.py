@@ -10,6 +10,7 @@ import jax
 
 from zeroxla.mesh.placement import AxisPart
 from zeroxla.program.shapes import structure_of
+from zeroxla.split.plan_proof import PlanProof
 from zeroxla.step.axes.split_loss import SplitLoss
 from zeroxla.step.loss_plan import Losses, leaf_shapes
 from zeroxla.wire.leaves import Layout
@@ -33,6 +34,7 @@ class AxesSplit:
     dtype: Any
     _split: dict[Parts, Losses] = dataclasses.field(default_factory=dict)
     _made: dict[Any, SplitLoss] = dataclasses.field(default_factory=dict)
+    _proof: PlanProof = dataclasses.field(default_factory=PlanProof)
     _newest: list[SplitLoss] = dataclasses.field(default_factory=list)
 
     def parts(self, layout: Layout, model_state: Any, rows: Any, key: Any) -> Parts:
@@ -46,7 +48,7 @@ class AxesSplit:
         """
         params = layout.tree.unflatten(leaf_shapes(layout, self.dtype))
         rest = model_state, rows, key
-        found = SplitLoss.of(self.losses[True], self.axes, params, *rest)
+        found = SplitLoss.of(self.losses[True], self.axes, params, *rest, proof=self._proof)
         self._newest[:] = [found]
         self._made[True, found.parts, _shapes(rest)] = found
         return found.parts
@@ -82,7 +84,10 @@ class AxesSplit:
         rest = model_state, batch, key
         made = train, parts, _shapes(rest)
         if made not in self._made:
-            self._made[made] = SplitLoss.of(self.losses[train], self.axes, shapes, *rest, parts)
+            loss = self.losses[train]
+            self._made[made] = SplitLoss.of(
+                loss, self.axes, shapes, *rest, parts=parts, proof=self._proof
+            )
         split = self._made[made]
         if train:
             self._newest[:] = [split]
