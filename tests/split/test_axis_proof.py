@@ -185,5 +185,3 @@ def test_short_dtypes_may_differ_by_their_rounding():
     assert not is_close(whole, jnp.stack([whole]).astype(jnp.float32))
     assert is_close(jnp.arange(4), jnp.stack([jnp.arange(4)]))
     assert not is_close(jnp.arange(4), jnp.stack([jnp.arange(4) + 1]))
-
-

@@ -6,8 +6,10 @@ each equation is differentiated on what the device holds.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -50,14 +52,18 @@ class PlanRunner:
             if eq.name == "optimization_barrier":
                 self._barrier(env, eq)
                 continue
-            args = [
-                [self._read(env, x, h) for h in needs]
-                for x, needs in zip(eq.inputs, way.needs, strict=True)
-            ]
+            with _scope_of(eq):  # A scope's conversions are in it, too.
+                args = [
+                    [self._read(env, x, h) for h in needs]
+                    for x, needs in zip(eq.inputs, way.needs, strict=True)
+                ]
             with compat.context_of(eq.source, eq.name_stack):
                 found = self._run(eq, way, args)
-            pairs = zip(eq.outputs, way.gives, found, strict=True)
-            env.update((v, {h: x}) for v, h, x in pairs)
+            pairs = zip(eq.outputs, way.gives, way.kept, found, strict=True)
+            for v, h, kept, x in pairs:
+                with _scope_of(eq):
+                    x = convert(x, self.plan.flow.dims[v], h, kept, self.axis)
+                env[v] = {kept: x}
         pairs = zip(self.plan.program.outputs, self.plan.outputs, strict=True)
         return [jnp.asarray(self._read(env, x, h)) for x, h in pairs]
 
@@ -143,6 +149,11 @@ class PlanRunner:
         passed = lax.optimization_barrier([list(each.values()) for each in held])
         for v, each, arrays in zip(eq.outputs, held, passed, strict=True):
             env[v] = dict(zip(each, arrays, strict=True))
+
+
+def _scope_of(eq: Equation) -> contextlib.AbstractContextManager[Any]:
+    scope = str(eq.name_stack)
+    return jax.named_scope(scope) if scope else contextlib.nullcontext()
 
 
 def _on_arrays(plan: AxisPlan, axis: SplitAxis) -> Callable[[Sequence[jax.Array]], list[jax.Array]]:

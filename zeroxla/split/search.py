@@ -13,7 +13,8 @@ The body of a loop is searched once for each holding that its carry can have.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from zeroxla.program.primitives import (
     CUSTOM_RULES,
@@ -52,9 +53,13 @@ class AxisSearch(Prices):
 
     Attributes:
       proof: knows which ways are wrong.
+      fixed: the holdings of leaves that are pinned, those of bodies' inputs included.
+      pinned: the holdings that other pinned arrays may have.
     """
 
     proof: PlanProof = dataclasses.field(default_factory=PlanProof)
+    fixed: Mapping[Value, Holding] = dataclasses.field(default_factory=dict)
+    pinned: Mapping[Value, tuple[Holding, ...]] = dataclasses.field(default_factory=dict)
     _ways_of: dict[Equation, list[Way]] = dataclasses.field(default_factory=dict, init=False)
 
     def plan(
@@ -70,21 +75,21 @@ class AxisSearch(Prices):
         inputs = flow.program.inputs
         leaves = inputs[:num_leaves]
         held: Held = dict.fromkeys(leaves, frozenset())
+        given = {v: self.fixed[v] for v in leaves if v in self.fixed}
         if known is not None:
-            held.update((v, frozenset((h,))) for v, h in zip(leaves, known, strict=True))
+            given = dict(zip(leaves, known, strict=True))
+        held.update((v, frozenset((h,))) for v, h in given.items())
         held.update(dict.fromkeys(inputs[num_leaves:], frozenset((WHOLE,))))
         outputs = [(WHOLE,)] * len(flow.program.outputs)
-        sources = frozenset(leaves if known is None else ())
+        sources = frozenset(leaves) - given.keys()
         states = self._run(flow, [PlanState(held)], sources)
         end = self._end(flow, states, outputs, sources)
         assert end is not None, "everything can run whole"
         state, wanted = end
         held = state.inputs()
-        given = [of_leaf(held[v]) for v in leaves]
-        if known is not None:
-            given = [(h,) for h in known]
-        given += [(WHOLE,)] * (len(inputs) - num_leaves)
-        return plan_of(flow, state, wanted, given)
+        ins = [(given[v],) if v in given else of_leaf(held[v]) for v in leaves]
+        ins += [(WHOLE,)] * (len(inputs) - num_leaves)
+        return plan_of(flow, state, wanted, ins)
 
     def along(self, atom: Atom) -> AxisSearch:
         """Return the search in which nothing but one class is split."""
@@ -105,9 +110,10 @@ class AxisSearch(Prices):
           chosen: the other inputs.
           outputs: the holdings that each result may have; any, if there are none.
         """
+        given = {**{v: self.fixed[v] for v in chosen if v in self.fixed}, **given}
+        sources = frozenset(chosen) - given.keys()
         held: Held = {v: frozenset((h,)) for v, h in given.items()}
-        held.update(dict.fromkeys(chosen, frozenset()))
-        sources = frozenset(chosen)
+        held.update(dict.fromkeys(sources, frozenset()))
         states = self._run(body, [PlanState(held)], sources)
         if not states:
             return None
@@ -182,8 +188,8 @@ class AxisSearch(Prices):
                 cost += price
                 bought += price if operand in sources else 0.0
                 held[operand] = have | {want}
-        for v, gives in zip(eq.outputs, way.gives, strict=True):
-            held[v] = frozenset((gives,))
+        for v, kept in zip(eq.outputs, way.kept, strict=True):
+            held[v] = frozenset((kept,))
         return PlanState(held, cost, bought, (eq, way, state.trace), state.read)
 
     def _best(self, flow: DimsFlow, states: Iterable[PlanState]) -> list[PlanState]:
@@ -240,7 +246,10 @@ class AxisSearch(Prices):
     def _ways(self, flow: DimsFlow, eq: Equation) -> list[Way]:
         """Return the ways of an equation that its role allows, with their costs."""
         if eq not in self._ways_of:
-            self._ways_of[eq] = self._found_ways(flow, eq)
+            ways = self._found_ways(flow, eq)
+            if not self.pinned.keys().isdisjoint(eq.outputs):
+                ways = [kept for way in ways for kept in self._kept(flow, eq, way)]
+            self._ways_of[eq] = ways
         return self._ways_of[eq]
 
     def _found_ways(self, flow: DimsFlow, eq: Equation) -> list[Way]:
@@ -255,6 +264,15 @@ class AxisSearch(Prices):
             dataclasses.replace(way, cost=work / (self.parts if way.is_split else 1))
             for way in self._allowed(flow, eq, ways_of(eq, flow, self.parts))
         ]
+
+    def _kept(self, flow: DimsFlow, eq: Equation, way: Way) -> Iterator[Way]:
+        """Yield a way with its pinned results in each combination of the holdings they may have."""
+        options = [self.pinned.get(v, (h,)) for v, h in zip(eq.outputs, way.gives, strict=True)]
+        for keeps in itertools.product(*options):
+            cost = way.cost
+            for v, have, want in zip(eq.outputs, way.gives, keeps, strict=True):
+                cost += self.price(flow, v, frozenset((have,)), want, False)
+            yield dataclasses.replace(way, keeps=keeps, cost=cost)
 
     def _allowed(self, flow: DimsFlow, eq: Equation, ways: Sequence[Way]) -> list[Way]:
         """Return the ways that are not known to be wrong, and that the role allows."""

@@ -73,7 +73,7 @@ class WayInstance:
           parts: the length of the axis.
           others: as the attribute.
         """
-        alone = _alone(way)
+        way, alone = dataclasses.replace(way, keeps=()), _alone(way)
         dims = DimsFlow(Program(alone.values, (alone,), alone.outputs), opened=flow.opened)
         dims.dims.update(zip(alone.values, map(flow.of_operand, eq.inputs), strict=True))
         dims.dims.update((v, flow.dims[v]) for v in eq.outputs)

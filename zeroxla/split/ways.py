@@ -72,6 +72,8 @@ class Way:
         plan of forward.
       backward: the plan of backward, for a derivative of its own.
       turns: whether each device takes its part of a loop's turns.
+      keeps: the holdings to which results are converted, where a user has pinned them; empty if
+        they stay as they are given.
     """
 
     needs: tuple[tuple[Holding, ...], ...]
@@ -83,6 +85,12 @@ class Way:
     body: AxisPlan | None = None
     backward: AxisPlan | None = None
     turns: bool = False
+    keeps: tuple[Holding, ...] = ()
+
+    @property
+    def kept(self) -> tuple[Holding, ...]:
+        """The holding in which each result is kept."""
+        return self.keeps or self.gives
 
     @property
     def is_split(self) -> bool:

@@ -6,6 +6,7 @@ import dataclasses
 import warnings
 from collections.abc import Sequence
 
+from zeroxla.config.splits import SplitPin
 from zeroxla.mesh.placement import AxisPart
 from zeroxla.program import compat
 from zeroxla.program.trace import Program, Value
@@ -15,6 +16,7 @@ from zeroxla.split.axis_roles import AxisRole
 from zeroxla.split.dims_flow import DimsFlow
 from zeroxla.split.holdings import COPIES, Holding, part
 from zeroxla.split.layout import layout_of, structured_dims
+from zeroxla.split.pins import PinsOfAxis
 from zeroxla.split.plan_checks import check_splits
 from zeroxla.split.plan_proof import PlanProof, Trial, Verdict
 from zeroxla.split.search import AxisSearch
@@ -29,11 +31,15 @@ class AxisPlanner:
       name: the axis.
       length: its length.
       proof: proves the plans, and remembers what it has found out.
+      leaves: for each leaf its path, and what a user has said about it; none for no leaf pins.
+      arrays: what a user has said about arrays.
     """
 
     name: str
     length: int
     proof: PlanProof
+    leaves: Sequence[tuple[str, SplitPin | None]] = ()
+    arrays: Sequence[SplitPin] = ()
 
     def plan(
         self, program: Program, counts: Sequence[int], known: Sequence[AxisPart | None] | None
@@ -47,7 +53,7 @@ class AxisPlanner:
           known: the part of each leaf, if they are decided.
 
         Raises:
-          ValueError: the axis can split no product with a leaf.
+          ValueError: the axis can split no product with a leaf, or not what a user has pinned.
         """
         num_leaves = counts[0]
         values = program.inputs[:num_leaves]
@@ -62,9 +68,23 @@ class AxisPlanner:
         holdings = None
         if known is not None:
             holdings = [_known_holding(flow, v, own) for v, own in zip(values, known, strict=True)]
+        pins = PinsOfAxis(flow=flow, role=role, parts=self.length)
+        fixed = {
+            v: pins.leaf(v, path, pin) if holdings is None else holdings[i]
+            for i, (v, (path, pin)) in enumerate(zip(values, self.leaves, strict=False))
+            if pin is not None
+        }
+        fixed = pins.in_bodies(fixed)
+        pinned = pins.arrays(self.arrays, all_match=known is None)
         while True:
-            costs = AxisCosts()
-            search = AxisSearch(parts=self.length, role=role, costs=costs, proof=self.proof)
+            search = AxisSearch(
+                parts=self.length,
+                role=role,
+                costs=AxisCosts(),
+                proof=self.proof,
+                fixed=fixed,
+                pinned=pinned,
+            )
             plan = search.plan(flow, num_leaves, holdings)
             found = self.proof.check(plan, self.length)
             self._warn(found[Verdict.WRONG], found[Verdict.UNKNOWN])

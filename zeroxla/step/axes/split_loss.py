@@ -26,6 +26,7 @@ from zeroxla.split.run_plan import PlanRunner
 from zeroxla.split.split_axis import SplitAxis
 from zeroxla.split.ways import AxisPlan
 from zeroxla.step.axes.axis_planner import AxisPlanner
+from zeroxla.step.axes.pins import Pins
 
 Parts = Sequence[tuple[AxisPart, ...]]
 """For each leaf the parts along the axes that split it, in the order in which they are taken."""
@@ -60,6 +61,7 @@ class SplitLoss:
         key: Any,
         parts: Parts | None = None,
         proof: PlanProof | None = None,
+        pins: Pins | None = None,
     ) -> SplitLoss:
         """Search plans. Call it where the names of the axes are known, as inside `shard_map`.
 
@@ -70,9 +72,11 @@ class SplitLoss:
           model_state, batch, key: the other arguments, or their shapes.
           parts: the parts of each leaf, if they are decided; None decides them.
           proof: what has been proved before.
+          pins: what a user says about leaves and arrays.
 
         Raises:
-          ValueError: an axis can split no product with a leaf, or the parts do not fit the program.
+          ValueError: an axis can split no product with a leaf, or not what a user has pinned; or
+            the parts do not fit the program.
         """
         rest = shapes_of((model_state, batch, key))
         program, result = trace(loss, params, *rest)
@@ -82,7 +86,13 @@ class SplitLoss:
         found: list[tuple[AxisPart, ...]] = [()] * num_leaves
         for name, length in axes:
             known = None if parts is None else [_along(name, each) for each in parts]
-            planner = AxisPlanner(name=name, length=length, proof=proof or PlanProof())
+            planner = AxisPlanner(
+                name=name,
+                length=length,
+                proof=PlanProof() if proof is None else proof,
+                leaves=() if pins is None else pins.of_leaves(name),
+                arrays=() if pins is None else pins.splits.pins("arrays", name),
+            )
             plan = planner.plan(program, counts, known)
             plans.append(plan)
             for i, (own,) in enumerate(plan.inputs[:num_leaves]):
