@@ -17,6 +17,7 @@ if TYPE_CHECKING:  # what follows in `_PLACES`, for those who read types
     from zeroxla.config.feedback import Feedback
     from zeroxla.config.offload import Offload
     from zeroxla.config.outer import Outer
+    from zeroxla.config.splits import Splits
     from zeroxla.config.wire_format import WireFormat
     from zeroxla.config.zero_config import ZeroConfig
     from zeroxla.frontend.lora.model import LoraModel, lora
@@ -47,6 +48,7 @@ if TYPE_CHECKING:  # what follows in `_PLACES`, for those who read types
 __all__ = [  # noqa: RUF022 (grouped)
     # set-up
     "Offload",
+    "Splits",
     "ZeroConfig",
     "initialize",
     "make_mesh",
@@ -106,6 +108,7 @@ _PLACES = {
     "config.feedback": ("Feedback",),
     "config.offload": ("Offload",),
     "config.outer": ("Outer",),
+    "config.splits": ("Splits",),
     "config.wire_format": ("WireFormat",),
     "config.zero_config": ("ZeroConfig",),
     "frontend.lora.model": ("LoraModel", "lora"),

@@ -232,6 +232,11 @@ CASES = {  # function, arrays, ways of some of its equations
             "squeeze": ["w -> w", "0 -> 0", "1 -> 1", "s -> s"],
         },
     ),
+    "windows of a table": (
+        jax.vmap(lambda t, i: lax.dynamic_slice(t, (i, 0), (2, 4)), in_axes=(None, 0)),
+        [floats(8, 4), indices(6, 12)],
+        {"gather": ["w w -> w", "1 c -> 2", "c 0 -> 0"]},
+    ),
     "concatenate": (
         lambda x, y: jnp.concatenate([x, y], 1),
         [X, floats(4, 4)],

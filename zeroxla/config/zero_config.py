@@ -17,6 +17,7 @@ from zeroxla.config.feedback import Feedback
 from zeroxla.config.offload import Offload
 from zeroxla.config.outer import Outer
 from zeroxla.config.presets import DIFFERENCES, TWO_LEVELS, ZEROPP, streaming
+from zeroxla.config.splits import Splits
 from zeroxla.config.values import dtype_name, patterns, whole_number
 from zeroxla.config.wire_checks import WIRES, check_wires
 from zeroxla.config.wire_format import WireFormat
@@ -116,6 +117,9 @@ class ZeroConfig:
     """Parts of the state that live in the host's memory or on its disk. (offload_optimizer,
     offload_param)"""
 
+    splits: Splits | None = None
+    """Pins what the axes tensor, context and expert split, by name. None leaves it to a search."""
+
     outer: Outer | None = None
     """How islands exchange what they have learned. `zeroxla.Island` reads it; a step by itself
     trains alone."""
@@ -185,10 +189,10 @@ class ZeroConfig:
             )
         for name in ("frozen", "unquantized"):
             object.__setattr__(self, name, patterns(name, getattr(self, name)))
-        if not isinstance(self.offload, Offload):
-            raise ValueError(f"offload={self.offload!r} is none; give a zeroxla.Offload")
-        if self.outer is not None and not isinstance(self.outer, Outer):
-            raise ValueError(f"outer={self.outer!r} is none; give a zeroxla.Outer")
+        for name, kind in (("offload", Offload), ("outer", Outer), ("splits", Splits)):
+            value = getattr(self, name)
+            if not isinstance(value, kind) and (value is not None or kind is Offload):
+                raise ValueError(f"{name}={value!r} is none; give a zeroxla.{kind.__name__}")
         check_wires(self)
 
     @classmethod

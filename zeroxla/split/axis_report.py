@@ -115,7 +115,7 @@ def in_words(holding: Holding) -> str:
 def _given(plan: AxisPlan) -> Iterable[tuple[Value, Holding]]:
     """Yield the results of a plan's equations, those in bodies included, and their holdings."""
     for eq, way in plan.steps:
-        yield from zip(eq.outputs, way.gives, strict=False)
+        yield from zip(eq.outputs, way.kept, strict=False)
         for body in (way.body, way.backward):
             if body is not None:
                 yield from _given(body)

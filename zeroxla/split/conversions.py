@@ -120,6 +120,9 @@ def conversions_of(plan: AxisPlan, parts: int, times: int = 1) -> Iterator[Conve
                 yield from conversions_of(body, parts, times * turns)
         for v, gives in zip(eq.outputs, way.gives, strict=True):
             held[v] = {gives}
+        for v, kept in zip(eq.outputs, way.keeps, strict=False):
+            yield from read(v, kept, _scope(eq))
+            held[v] = {kept}
     for operand, want in zip(plan.program.outputs, plan.outputs, strict=True):
         yield from read(operand, want, "the end")
 

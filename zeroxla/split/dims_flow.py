@@ -69,8 +69,7 @@ class DimsFlow:
           leaves: the dims of its first inputs, which are the leaves.
           opened: that with which the program was traced.
         """
-        program, num_leaves = with_folded_padding(program), len(leaves)
-        flow = DimsFlow(program, opened=opened)
+        flow, num_leaves = DimsFlow(with_folded_padding(program), opened=opened), len(leaves)
         others = [dims_of(v.aval.shape) for v in program.inputs[num_leaves:]]
         flow.dims.update(zip(program.inputs, (*leaves, *others), strict=True))
         flow._leaves.update((v, frozenset((i,))) for i, v in enumerate(program.inputs[:num_leaves]))

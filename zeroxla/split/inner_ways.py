@@ -14,7 +14,7 @@ from zeroxla.split.axis_roles import AxisRole
 from zeroxla.split.dims_flow import DimsFlow
 from zeroxla.split.holdings import COPIES, SUMMANDS, WHOLE, Holding, part
 from zeroxla.split.known_attention import ring_way
-from zeroxla.split.ways import AxisPlan, Way
+from zeroxla.split.ways import AxisPlan, Way, flow_alone
 
 
 class PlansBodies(Protocol):
@@ -168,11 +168,16 @@ def _dealt(search: PlansBodies, flow: DimsFlow, eq: Equation) -> Way | None:
         return None
     work = search.costs.of_program(body) * scan.length / search.parts
     num_ys = len(eq.outputs) - len(carry)
+    local = flow_alone(eq, flow)
+    alone = scan.split_inputs(local.program.inputs)[2][0]
+    index = next(atoms_in(local.dims[alone][0]))
     return Way(
         (*((COPIES,),) * len(consts), *((SUMMANDS,),) * len(carry), *((part(0, atom),),) * len(xs)),
         (*(SUMMANDS,) * len(carry), *(part(0, atom),) * num_ys),
         classes=frozenset((atom,)),
         cost=work,
+        index=index,
+        flow=local,
         turns=True,
     )
 

@@ -86,10 +86,8 @@ def _connect_gather(eq: Equation, ins: list[Dims]) -> list[Dims]:
 def _run_gather(axis: SplitAxis, dims: DimsOf, eq: Equation, args: Args) -> list[jax.Array]:
     numbers, mode = eq.params["dimension_numbers"], eq.params["mode"]
     of_table = dims[eq.inputs[0]]
-    sizes = tuple(
-        n if n == 1 else axis.dim_size(dim)
-        for n, dim in zip(eq.params["slice_sizes"], of_table, strict=True)
-    )
+    taken = zip(eq.params["slice_sizes"], shape_of(eq.inputs[0]), of_table, strict=True)
+    sizes = tuple(axis.dim_size(dim) if 1 < n == whole else n for n, whole, dim in taken)
     rows = numbers.start_index_map[0] if len(numbers.start_index_map) == 1 else None
     if rows is None or not is_split(of_table[rows]) or sizes[rows] != 1:
         return bind(eq, args, slice_sizes=sizes)

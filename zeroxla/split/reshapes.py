@@ -14,7 +14,6 @@ from zeroxla.split.atoms import (
     dim_in_pieces,
     dim_of,
     expand,
-    is_split,
     size_of,
 )
 from zeroxla.split.joins import cut
@@ -73,8 +72,11 @@ def _connect_iota(eq: Equation, ins: list[Dims]) -> list[Dims]:
 
 
 def _run_iota(axis: SplitAxis, dims: DimsOf, eq: Equation, args: Args) -> list[jax.Array]:
-    (whole,) = bind(eq, args)
-    return [axis.take(whole, dims[eq.outputs[0]])]
+    d, dim = eq.params["dimension"], dims[eq.outputs[0]][eq.params["dimension"]]
+    shape = list(_result_shape(axis, dims, eq))
+    shape[d] = eq.params["shape"][d]
+    (whole,) = bind(eq, args, shape=tuple(shape))
+    return [axis.take(whole, (*((),) * d, dim))]
 
 
 def _sliced(dim: Dim, start: int, size: int) -> Dim:
@@ -113,7 +115,7 @@ def _connect_slice(eq: Equation, ins: list[Dims]) -> list[Dims]:
 def _run_slice(axis: SplitAxis, dims: DimsOf, eq: Equation, args: Args) -> list[jax.Array]:
     start, limit = list(eq.params["start_indices"]), list(eq.params["limit_indices"])
     for d, dim in enumerate(dims[eq.inputs[0]]):
-        if is_split(dim):
+        if axis.is_cut(dim):
             start[d], limit[d] = axis.place(dim, start[d]), axis.place(dim, limit[d])
     return bind(eq, args, start_indices=tuple(start), limit_indices=tuple(limit))
 
@@ -134,7 +136,7 @@ def _run_pad(axis: SplitAxis, dims: DimsOf, eq: Equation, args: Args) -> list[ja
     configs = list(eq.params["padding_config"])
     (whole, _), (out,) = (dims[x] for x in eq.inputs), (dims[v] for v in eq.outputs)
     for d, (low, high, _) in enumerate(configs):
-        if (low or high) and is_split(out[d]):
+        if (low or high) and axis.is_cut(out[d]):
             before = axis.place(out[d], low)
             after = axis.dim_size(out[d]) - before - axis.dim_size(whole[d])
             configs[d] = (before, after, 0)

@@ -6,8 +6,10 @@ each equation is differentiated on what the device holds.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +19,7 @@ from zeroxla.program import compat
 from zeroxla.program.scan import Scan
 from zeroxla.program.trace import Constant, Equation, Operand, Value
 from zeroxla.split.holdings import COPIES, WHOLE, Holding, cheapest, convert
-from zeroxla.split.run_parts import rematerialised
+from zeroxla.split.run_parts import PartsRunner, rematerialised
 from zeroxla.split.split_axis import SplitAxis
 from zeroxla.split.ways import AxisPlan, Way
 
@@ -50,14 +52,18 @@ class PlanRunner:
             if eq.name == "optimization_barrier":
                 self._barrier(env, eq)
                 continue
-            args = [
-                [self._read(env, x, h) for h in needs]
-                for x, needs in zip(eq.inputs, way.needs, strict=True)
-            ]
+            with _scope_of(eq):  # A scope's conversions are in it, too.
+                args = [
+                    [self._read(env, x, h) for h in needs]
+                    for x, needs in zip(eq.inputs, way.needs, strict=True)
+                ]
             with compat.context_of(eq.source, eq.name_stack):
                 found = self._run(eq, way, args)
-            pairs = zip(eq.outputs, way.gives, found, strict=True)
-            env.update((v, {h: x}) for v, h, x in pairs)
+            pairs = zip(eq.outputs, way.gives, way.kept, found, strict=True)
+            for v, h, kept, x in pairs:
+                with _scope_of(eq):
+                    x = convert(x, self.plan.flow.dims[v], h, kept, self.axis)
+                env[v] = {kept: x}
         pairs = zip(self.plan.program.outputs, self.plan.outputs, strict=True)
         return [jnp.asarray(self._read(env, x, h)) for x, h in pairs]
 
@@ -84,8 +90,8 @@ class PlanRunner:
         if way.exchange is not None:
             return way.exchange.run(self.axis, [x for (x,) in args])
         if way.turns:
-            return self._turns(eq, [x for (x,) in args])
-        if way.body is None and not way.is_split:
+            return self._turns(eq, way, [x for (x,) in args])
+        if way.body is None and not way.is_split and self.axis.sizes is None:
             return compat.call_equation(eq.source, eq.name_stack, [x for (x,) in args])
         if way.body is None:
             return way.run(self.axis, [x for (x,) in args])
@@ -102,19 +108,22 @@ class PlanRunner:
 
         return rematerialised(eq, run)([x for each in args for x in each])
 
-    def _turns(self, eq: Equation, args: list[jax.Array]) -> list[jax.Array]:
+    def _turns(self, eq: Equation, way: Way, args: list[jax.Array]) -> list[jax.Array]:
         """Run this device's part of a loop's turns."""
-        scan, (body,) = Scan(eq), self.plan.flow.bodies[eq]
+        assert way.flow is not None, "the loop alone"
+        (alone,) = way.flow.program.equations
+        scan, (body,) = Scan(eq), way.flow.bodies[alone]
         consts, carry, xs = scan.split_inputs(args)
+        whole = dataclasses.replace(self.axis, parts=1, name=None)
+        run = body.program if self.axis.sizes is None else _in_order(PartsRunner(body, whole))
 
         def turn(
             carry: list[jax.Array], xs: list[jax.Array]
         ) -> tuple[list[jax.Array], list[jax.Array]]:
-            found = scan.split_outputs(body.program(*consts, *carry, *xs))
+            found = scan.split_outputs(run(*consts, *carry, *xs))
             return list(found[0]), list(found[1])
 
-        length = scan.length // self.axis.parts
-        carry, ys = scan.run(turn, list(carry), list(xs), length=length)
+        carry, ys = scan.run(turn, list(carry), list(xs), length=xs[0].shape[0])
         return [*carry, *ys]
 
     def _loop(
@@ -144,10 +153,20 @@ class PlanRunner:
             env[v] = dict(zip(each, arrays, strict=True))
 
 
+def _scope_of(eq: Equation) -> contextlib.AbstractContextManager[Any]:
+    scope = str(eq.name_stack)
+    return jax.named_scope(scope) if scope else contextlib.nullcontext()
+
+
 def _on_arrays(plan: AxisPlan, axis: SplitAxis) -> Callable[[Sequence[jax.Array]], list[jax.Array]]:
     """Return what runs a plan whose inputs have one holding each."""
     run = PlanRunner(plan, axis)
     return lambda args: run(_held(plan, [[x] for x in args]))
+
+
+def _in_order(run: Callable[[Sequence[jax.Array]], list[jax.Array]]) -> Callable[..., list]:
+    """Return a function of a list as a function of its items."""
+    return lambda *args: run(args)
 
 
 def _held(plan: AxisPlan, arrays: Sequence[Sequence[jax.Array]]) -> list[Held]:

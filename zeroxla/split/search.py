@@ -13,7 +13,8 @@ The body of a loop is searched once for each holding that its carry can have.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from zeroxla.program.primitives import (
     CUSTOM_RULES,
@@ -27,6 +28,7 @@ from zeroxla.split.dims_flow import DimsFlow
 from zeroxla.split.halo import halo_ways
 from zeroxla.split.holdings import COPIES, SUMMANDS, WHOLE, Holding
 from zeroxla.split.inner_ways import loop_ways, remat_ways, rule_ways
+from zeroxla.split.plan_proof import PlanProof
 from zeroxla.split.plan_states import (
     Held,
     PlanState,
@@ -49,8 +51,17 @@ LEADERS = 16
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class AxisSearch(Prices):
     """Searches for plans on one axis. What it has found of an equation or a value is remembered: a
-    loop's body is searched several times."""
+    loop's body is searched several times.
 
+    Attributes:
+      proof: knows which ways are wrong.
+      fixed: the holdings of leaves that are pinned, those of bodies' inputs included.
+      pinned: the holdings that other pinned arrays may have.
+    """
+
+    proof: PlanProof = dataclasses.field(default_factory=PlanProof)
+    fixed: Mapping[Value, Holding] = dataclasses.field(default_factory=dict)
+    pinned: Mapping[Value, tuple[Holding, ...]] = dataclasses.field(default_factory=dict)
     _ways_of: dict[Equation, list[Way]] = dataclasses.field(default_factory=dict, init=False)
 
     def plan(
@@ -66,21 +77,21 @@ class AxisSearch(Prices):
         inputs = flow.program.inputs
         leaves = inputs[:num_leaves]
         held: Held = dict.fromkeys(leaves, frozenset())
+        given = {v: self.fixed[v] for v in leaves if v in self.fixed}
         if known is not None:
-            held.update((v, frozenset((h,))) for v, h in zip(leaves, known, strict=True))
+            given = dict(zip(leaves, known, strict=True))
+        held.update((v, frozenset((h,))) for v, h in given.items())
         held.update(dict.fromkeys(inputs[num_leaves:], frozenset((WHOLE,))))
         outputs = [(WHOLE,)] * len(flow.program.outputs)
-        sources = frozenset(leaves if known is None else ())
+        sources = frozenset(leaves) - given.keys()
         states = self._run(flow, [PlanState(held)], sources)
         end = self._end(flow, states, outputs, sources)
         assert end is not None, "everything can run whole"
         state, wanted = end
         held = state.inputs()
-        given = [of_leaf(held[v]) for v in leaves]
-        if known is not None:
-            given = [(h,) for h in known]
-        given += [(WHOLE,)] * (len(inputs) - num_leaves)
-        return plan_of(flow, state, wanted, given)
+        ins = [(given[v],) if v in given else of_leaf(held[v]) for v in leaves]
+        ins += [(WHOLE,)] * (len(inputs) - num_leaves)
+        return plan_of(flow, state, wanted, ins)
 
     def along(self, atom: Atom) -> AxisSearch:
         """Return the search in which nothing but one class is split."""
@@ -101,9 +112,10 @@ class AxisSearch(Prices):
           chosen: the other inputs.
           outputs: the holdings that each result may have; any, if there are none.
         """
+        given = {**{v: self.fixed[v] for v in chosen if v in self.fixed}, **given}
+        sources = frozenset(chosen) - given.keys()
         held: Held = {v: frozenset((h,)) for v, h in given.items()}
-        held.update(dict.fromkeys(chosen, frozenset()))
-        sources = frozenset(chosen)
+        held.update(dict.fromkeys(sources, frozenset()))
         states = self._run(body, [PlanState(held)], sources)
         if not states:
             return None
@@ -178,8 +190,8 @@ class AxisSearch(Prices):
                 cost += price
                 bought += price if operand in sources else 0.0
                 held[operand] = have | {want}
-        for v, gives in zip(eq.outputs, way.gives, strict=True):
-            held[v] = frozenset((gives,))
+        for v, kept in zip(eq.outputs, way.kept, strict=True):
+            held[v] = frozenset((kept,))
         return PlanState(held, cost, bought, (eq, way, state.trace), state.read)
 
     def _best(self, flow: DimsFlow, states: Iterable[PlanState]) -> list[PlanState]:
@@ -236,12 +248,15 @@ class AxisSearch(Prices):
     def _ways(self, flow: DimsFlow, eq: Equation) -> list[Way]:
         """Return the ways of an equation that its role allows, with their costs."""
         if eq not in self._ways_of:
-            self._ways_of[eq] = self._found_ways(flow, eq)
+            ways = self._found_ways(flow, eq)
+            if not self.pinned.keys().isdisjoint(eq.outputs):
+                ways = [kept for way in ways for kept in self._kept(flow, eq, way)]
+            self._ways_of[eq] = ways
         return self._ways_of[eq]
 
     def _found_ways(self, flow: DimsFlow, eq: Equation) -> list[Way]:
-        if (ways := _OF_BODIES.get(eq.name)) is not None:
-            return self.role.allowed(eq, ways(self, flow, eq), flow)
+        if (of_body := _OF_BODIES.get(eq.name)) is not None:
+            return self._allowed(flow, eq, of_body(self, flow, eq))
         work = self.costs.work(eq)
         made = [x for x in eq.inputs if isinstance(x, Value) and flow.is_computed(x)]
         if not any(not flow.made_of_leaves(x) or is_matrix(x.aval.shape) for x in made):
@@ -253,7 +268,21 @@ class AxisSearch(Prices):
         ]
         if eq.name in WINDOWS:
             ways += halo_ways(eq, flow, self.parts, self.costs)
-        return self.role.allowed(eq, ways, flow)
+        return self._allowed(flow, eq, ways)
+
+    def _kept(self, flow: DimsFlow, eq: Equation, way: Way) -> Iterator[Way]:
+        """Yield a way with its pinned results in each combination of the holdings they may have."""
+        options = [self.pinned.get(v, (h,)) for v, h in zip(eq.outputs, way.gives, strict=True)]
+        for keeps in itertools.product(*options):
+            cost = way.cost
+            for v, have, want in zip(eq.outputs, way.gives, keeps, strict=True):
+                cost += self.price(flow, v, frozenset((have,)), want, False)
+            yield dataclasses.replace(way, keeps=keeps, cost=cost)
+
+    def _allowed(self, flow: DimsFlow, eq: Equation, ways: Sequence[Way]) -> list[Way]:
+        """Return the ways that are not known to be wrong, and that the role allows."""
+        right = [way for way in ways if self.proof.allows(eq, flow, way, self.parts)]
+        return self.role.allowed(eq, right, flow)
 
 
 _OF_BODIES = {

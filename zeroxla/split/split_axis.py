@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -13,7 +13,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from zeroxla.split.atoms import Atom, Dim, Dims, expand, is_split, pieces_of, size_of
+from zeroxla.split.atoms import (
+    Atom,
+    Dim,
+    Dims,
+    atoms_in,
+    expand,
+    is_split,
+    pieces_of,
+    size_of,
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,6 +39,8 @@ class SplitAxis:
       small: None for the program's own sizes. A number of parts asks for a small instance of the
         program: each chosen atom has the smallest size that shows how it divides over so many
         parts, and loops have one turn.
+      sizes: the sizes that classes have in a small instance, whether they are split or not; None if
+        only chosen ones are small.
       defers: whether `sum` leaves the sum to the caller.
     """
 
@@ -37,6 +48,7 @@ class SplitAxis:
     name: str | None = None
     part: Any = None
     small: int | None = None
+    sizes: Mapping[Atom, int] | None = None
     defers: bool = False
 
     @property
@@ -72,15 +84,24 @@ class SplitAxis:
         if pieces := pieces_of(atom):
             return sum(map(self.dim_size, pieces))
         if atom.chosen:
-            return part_size(self._whole_size(atom.size), self.parts)
+            return part_size(self._whole_size(atom), self.parts)
+        if self.sizes is not None and atom in self.sizes:
+            return self.sizes[atom]
         return self.turns(atom.size) if atom.is_loop else atom.size
+
+    def is_cut(self, dim: Dim) -> bool:
+        """Return whether a class of a dim is shorter in a part than in the program."""
+        return any(self.atom_size(atom) != atom.size for atom in atoms_in(dim))
 
     def turns(self, length: int) -> int:
         """Return how many turns a loop of a length takes: all, or 1 in a small instance."""
         return length if self.small is None else 1
 
-    def _whole_size(self, size: int) -> int:
+    def _whole_size(self, atom: Atom) -> int:
         """Return the size of a chosen atom in all parts together."""
+        size = atom.size
+        if self.sizes is not None and atom in self.sizes:
+            return self.sizes[atom]
         if self.small is None:
             return size
         return self.small if size % self.small == 0 else 2 * self.small - 1
@@ -88,7 +109,7 @@ class SplitAxis:
     def place(self, dim: Dim, at: int) -> int:
         """Return the place in a part where the piece begins that begins at `at` in a whole dim."""
         atoms = expand(dim)
-        first = next((k for k, atom in enumerate(atoms) if is_split((atom,))), None)
+        first = next((k for k, atom in enumerate(atoms) if self.is_cut((atom,))), None)
         if first is None:
             return at
         inner = atoms[first + 1 :]
@@ -117,7 +138,7 @@ class SplitAxis:
 
     def take_along(self, whole: jax.Array, d: int, dim: Dim) -> jax.Array:
         """Return this device's part of an array along one dim, which is split."""
-        return self._take(whole, d, dim, SplitAxis(parts=1))
+        return self._take(whole, d, dim, dataclasses.replace(self, parts=1))
 
     def _take(self, array: jax.Array, d: int, dim: Dim, of: SplitAxis) -> jax.Array:
         """Return the part of an array along one dim."""
@@ -164,7 +185,7 @@ class SplitAxis:
         else:
             found = jnp.moveaxis(each[0], 0, d + 1)  # [.., outer, parts, mine, inner, ..]
             found = found.reshape(*found.shape[: d + 1], -1, *found.shape[d + 3 :])
-            whole = [lax.slice_in_dim(found, 0, self._whole_size(atoms[k].size), axis=d + 1)]
+            whole = [lax.slice_in_dim(found, 0, self._whole_size(atoms[k]), axis=d + 1)]
         return _joined(whole, d)
 
     def counted_once(self, part: jax.Array, d: int, dim: Dim) -> jax.Array:

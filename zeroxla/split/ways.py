@@ -93,6 +93,8 @@ class Way:
       backward: the plan of backward, for a derivative of its own.
       turns: whether each device takes its part of a loop's turns.
       exchange: how it runs if it exchanges arrays on the way; None if it does not.
+      keeps: the holdings to which results are converted, where a user has pinned them; empty if
+        they stay as they are given.
     """
 
     needs: tuple[tuple[Holding, ...], ...]
@@ -105,6 +107,12 @@ class Way:
     backward: AxisPlan | None = None
     turns: bool = False
     exchange: AxisExchange | None = None
+    keeps: tuple[Holding, ...] = ()
+
+    @property
+    def kept(self) -> tuple[Holding, ...]:
+        """The holding in which each result is kept."""
+        return self.keeps or self.gives
 
     @property
     def is_split(self) -> bool:
@@ -131,9 +139,9 @@ def ways_of(eq: Equation, flow: DimsFlow, parts: int) -> list[Way]:
       parts: the length of the axis.
     """
     operands = [flow.of_operand(x) for x in eq.inputs]
-    alone = dataclasses.replace(eq, inputs=tuple(map(_stand_in, eq.inputs)))
-    clones = [_cloned(x) for x in operands]
-    local = DimsFlow.of_equation(alone, clones, flow.opened)
+    local = flow_alone(eq, flow)
+    clones = [local.dims[v] for v in local.program.inputs]
+    (alone,) = local.program.equations
     indices: dict[Atom, _Index] = {}
     for i, (cloned, known) in enumerate(zip(clones, operands, strict=True)):
         _note(indices, cloned, known, i, is_result=False)
@@ -148,6 +156,13 @@ def ways_of(eq: Equation, flow: DimsFlow, parts: int) -> list[Way]:
         if way is not None:
             found.append(way)
     return found + _of_summands(eq, local)
+
+
+def flow_alone(eq: Equation, flow: DimsFlow) -> DimsFlow:
+    """Return the flow through one equation of a program alone. Its inputs are the operands."""
+    alone = dataclasses.replace(eq, inputs=tuple(map(_stand_in, eq.inputs)))
+    clones = [_cloned(flow.of_operand(x)) for x in eq.inputs]
+    return DimsFlow.of_equation(alone, clones, flow.opened)
 
 
 @dataclasses.dataclass(slots=True)
@@ -223,7 +238,7 @@ def _note(
       is_result: whether it is a result.
     """
     for d, (mine, its) in enumerate(zip(found, known, strict=True)):
-        pairs = _paired(mine, its)
+        pairs = paired(mine, its)
         for local, _ in pairs or [(a, a) for a in atoms_in(mine)]:
             index = indices.setdefault(local, _Index())
             index.fits = index.fits and pairs is not None
@@ -236,7 +251,7 @@ def _note(
                 index.fits = False
 
 
-def _paired(mine: Dim, its: Dim) -> list[tuple[Atom, Atom]] | None:
+def paired(mine: Dim, its: Dim) -> list[tuple[Atom, Atom]] | None:
     """Return the atoms of two dims in pairs; None if they are not made alike."""
     first, second = expand(mine), expand(its)
     if [a.size for a in first] != [a.size for a in second]:
@@ -247,7 +262,7 @@ def _paired(mine: Dim, its: Dim) -> list[tuple[Atom, Atom]] | None:
         if len(left) != len(right):
             return None
         for x, y in zip(left, right, strict=True):
-            inner = _paired(x, y)
+            inner = paired(x, y)
             if inner is None:
                 return None
             found += inner

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
+from zeroxla.config.splits import Splits
 from zeroxla.config.zero_config import ZeroConfig
 
 
@@ -25,14 +26,15 @@ def with_microbatches(config: ZeroConfig, microbatches: int | None) -> ZeroConfi
 
 
 def kept(config: ZeroConfig, old: ZeroConfig) -> ZeroConfig:
-    """Return new options with the frozen leaves that the states of a step have.
+    """Return new options with the frozen leaves, and the pinned ones, that the states of a step
+    have.
 
     Args:
       config: the new options.
       old: the step's own.
 
     Raises:
-      ValueError: the new options freeze other leaves.
+      ValueError: the new options freeze other leaves, or pin others.
     """
     if not set(config.frozen) <= set(old.frozen):
         raise ValueError(
@@ -40,7 +42,17 @@ def kept(config: ZeroConfig, old: ZeroConfig) -> ZeroConfig:
             "its states have no optimizer state for frozen leaves, and one for all others; make a "
             "step with make_step, and its state with init_from(state.params, key)"
         )
-    return dataclasses.replace(config, frozen=old.frozen)
+    own = {} if old.splits is None else old.splits.leaves
+    if config.splits is not None and config.splits.leaves not in ({}, own):
+        raise ValueError(
+            f"with_config(splits=Splits(leaves={config.splits.leaves})) of a step with leaves="
+            f"{own}: its states know which leaves are split; make a step with make_step, and move "
+            "the state with step.reshape(state, other)"
+        )
+    splits = config.splits
+    if own:
+        splits = dataclasses.replace(Splits() if splits is None else splits, leaves=own)
+    return dataclasses.replace(config, frozen=old.frozen, splits=splits)
 
 
 def useless_optimizer(config: ZeroConfig, old: ZeroConfig) -> Iterator[str]:

@@ -11,6 +11,7 @@ import optax
 from jax.sharding import Mesh
 
 from zeroxla.config.zero_config import ZeroConfig
+from zeroxla.mesh.axes import split_axes
 from zeroxla.program.paths import leaf_path
 from zeroxla.wire.leaves import Layout
 from zeroxla.wire.resolve import Wiring
@@ -22,10 +23,13 @@ def warn(texts: Iterable[str], *, stacklevel: int) -> None:
         warnings.warn(text, stacklevel=stacklevel)
 
 
-def useless_on_mesh(wiring: Wiring, mesh: Mesh) -> Iterator[str]:
+def useless_on_mesh(wiring: Wiring, config: ZeroConfig, mesh: Mesh) -> Iterator[str]:
     """Yield a sentence that lists the options for which the mesh lacks an axis."""
-    if wiring.without_effect:
-        words = "; ".join(f"{name} ({why})" for name, why in wiring.without_effect)
+    useless = list(wiring.without_effect)
+    if config.splits is not None:
+        useless += [(pin, "no such axis") for pin in config.splits.useless(split_axes(mesh))]
+    if useless:
+        words = "; ".join(f"{name} ({why})" for name, why in useless)
         shape = ", ".join(f"{name}={size}" for name, size in mesh.shape.items())
         yield f"without effect on the mesh {shape}: {words}"
 

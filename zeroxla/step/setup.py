@@ -86,7 +86,8 @@ class Setup:
         object.__setattr__(self, "losses", losses)
         split = tuple((axis, self.mesh.shape[axis]) for axis in split_axes(self.mesh))
         dtype = wiring.collectives.compute_dtype
-        axes = AxesSplit(axes=split, losses=losses, dtype=dtype) if split else None
+        splits = self.config.splits
+        axes = AxesSplit(axes=split, losses=losses, dtype=dtype, splits=splits) if split else None
         object.__setattr__(self, "axes", axes)
 
     @property

@@ -81,7 +81,7 @@ class Step:
             alone_elements=alone_elements,
             axis_names=axis_names,
         )
-        warn(useless_on_mesh(self.programs.wiring, mesh), stacklevel=4)
+        warn(useless_on_mesh(self.programs.wiring, config, mesh), stacklevel=4)
         if pipeline is not None and weights == "step":
             warn(useless_when_held(config, self.programs.wiring), stacklevel=4)
         platform = platform_of(mesh)

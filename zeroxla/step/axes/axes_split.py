@@ -8,8 +8,11 @@ from typing import Any
 
 import jax
 
+from zeroxla.config.splits import Splits
 from zeroxla.mesh.placement import AxisPart
 from zeroxla.program.shapes import structure_of
+from zeroxla.split.plan_proof import PlanProof
+from zeroxla.step.axes.pins import Pins
 from zeroxla.step.axes.split_loss import SplitLoss
 from zeroxla.step.loss_plan import Losses, leaf_shapes
 from zeroxla.wire.leaves import Layout
@@ -26,13 +29,16 @@ class AxesSplit:
       axes: (name, length) of each axis, in the order in which the loss is split.
       losses: the losses of whole leaves.
       dtype: the dtype in which the model computes.
+      splits: what a user says about leaves and arrays; None if nothing.
     """
 
     axes: tuple[tuple[str, int], ...]
     losses: Losses
     dtype: Any
+    splits: Splits | None = None
     _split: dict[Parts, Losses] = dataclasses.field(default_factory=dict)
     _made: dict[Any, SplitLoss] = dataclasses.field(default_factory=dict)
+    _proof: PlanProof = dataclasses.field(default_factory=PlanProof)
     _newest: list[SplitLoss] = dataclasses.field(default_factory=list)
 
     def parts(self, layout: Layout, model_state: Any, rows: Any, key: Any) -> Parts:
@@ -46,7 +52,10 @@ class AxesSplit:
         """
         params = layout.tree.unflatten(leaf_shapes(layout, self.dtype))
         rest = model_state, rows, key
-        found = SplitLoss.of(self.losses[True], self.axes, params, *rest)
+        pins = self._pins(layout)
+        found = SplitLoss.of(
+            self.losses[True], self.axes, params, *rest, proof=self._proof, pins=pins
+        )
         self._newest[:] = [found]
         self._made[True, found.parts, _shapes(rest)] = found
         return found.parts
@@ -63,7 +72,7 @@ class AxesSplit:
             whole = leaf_shapes(layout, self.dtype)
             shapes = layout.tree.unflatten(whole)
             self._split[parts] = {
-                train: functools.partial(self._loss, train, shapes, parts)
+                train: functools.partial(self._loss, train, shapes, parts, self._pins(layout))
                 for train in (True, False)
             }
         leaves = (dataclasses.replace(leaf, placement=leaf.placement.of_part) for leaf in layout)
@@ -74,6 +83,7 @@ class AxesSplit:
         train: bool,
         shapes: Any,
         parts: Parts,
+        pins: Pins | None,
         params: Any,
         model_state: Any,
         batch: Any,
@@ -82,11 +92,19 @@ class AxesSplit:
         rest = model_state, batch, key
         made = train, parts, _shapes(rest)
         if made not in self._made:
-            self._made[made] = SplitLoss.of(self.losses[train], self.axes, shapes, *rest, parts)
+            loss = self.losses[train]
+            self._made[made] = SplitLoss.of(
+                loss, self.axes, shapes, *rest, parts=parts, proof=self._proof, pins=pins
+            )
         split = self._made[made]
         if train:
             self._newest[:] = [split]
         return split(params, *rest)
+
+    def _pins(self, layout: Layout) -> Pins | None:
+        if self.splits is None:
+            return None
+        return Pins(splits=self.splits, paths=tuple(leaf.path for leaf in layout))
 
 
 def _shapes(tree: Any) -> Any:

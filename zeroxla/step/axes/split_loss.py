@@ -1,9 +1,9 @@
 """A model's loss, split over the axes of a mesh.
 
-One axis after the other: the loss is traced, a plan for the axis is searched, and the function that
-runs the plan is the loss for the next axis. Its leaves are the parts that a device computes with.
-Its collectives are equations like any other, so the fetch plan, the gathers and the gradients of a
-step need not know of the axes.
+One axis after the other: the loss is traced, a plan for the axis is searched and proved, and the
+function that runs the plan is the loss for the next axis. Its leaves are the parts that a device
+computes with. Its collectives are equations like any other, so the fetch plan, the gathers and the
+gradients of a step need not know of the axes.
 """
 
 from __future__ import annotations
@@ -15,21 +15,18 @@ from typing import Any
 import jax
 
 from zeroxla.mesh.placement import AxisPart
-from zeroxla.program import compat
 from zeroxla.program.shapes import shapes_of
-from zeroxla.program.trace import Program, Value, trace
-from zeroxla.split.atoms import Atom, Dims, atoms_in, choosing, dims_of, expand
-from zeroxla.split.axis_costs import AxisCosts
+from zeroxla.program.trace import Value, trace
+from zeroxla.split.atoms import choosing
 from zeroxla.split.axis_report import AxisReport
-from zeroxla.split.axis_roles import AxisRole
-from zeroxla.split.dims_flow import DimsFlow
-from zeroxla.split.holdings import COPIES, Holding, part
-from zeroxla.split.layout import layout_of, structured_dims
-from zeroxla.split.plan_checks import check_splits
+from zeroxla.split.holdings import COPIES, Holding
+from zeroxla.split.layout import layout_of
+from zeroxla.split.plan_proof import PlanProof
 from zeroxla.split.run_plan import PlanRunner
-from zeroxla.split.search import AxisSearch
 from zeroxla.split.split_axis import SplitAxis
 from zeroxla.split.ways import AxisPlan
+from zeroxla.step.axes.axis_planner import AxisPlanner
+from zeroxla.step.axes.pins import Pins
 
 Parts = Sequence[tuple[AxisPart, ...]]
 """For each leaf the parts along the axes that split it, in the order in which they are taken."""
@@ -63,6 +60,8 @@ class SplitLoss:
         batch: Any,
         key: Any,
         parts: Parts | None = None,
+        proof: PlanProof | None = None,
+        pins: Pins | None = None,
     ) -> SplitLoss:
         """Search plans. Call it where the names of the axes are known, as inside `shard_map`.
 
@@ -72,9 +71,12 @@ class SplitLoss:
           params: the shapes of the whole leaves.
           model_state, batch, key: the other arguments, or their shapes.
           parts: the parts of each leaf, if they are decided; None decides them.
+          proof: what has been proved before.
+          pins: what a user says about leaves and arrays.
 
         Raises:
-          ValueError: an axis can split no product with a leaf, or the parts do not fit the program.
+          ValueError: an axis can split no product with a leaf, or not what a user has pinned; or
+            the parts do not fit the program.
         """
         rest = shapes_of((model_state, batch, key))
         program, result = trace(loss, params, *rest)
@@ -84,7 +86,14 @@ class SplitLoss:
         found: list[tuple[AxisPart, ...]] = [()] * num_leaves
         for name, length in axes:
             known = None if parts is None else [_along(name, each) for each in parts]
-            plan = _axis_plan(program, counts, name, length, known)
+            planner = AxisPlanner(
+                name=name,
+                length=length,
+                proof=PlanProof() if proof is None else proof,
+                leaves=() if pins is None else pins.of_leaves(name),
+                arrays=() if pins is None else pins.splits.pins("arrays", name),
+            )
+            plan = planner.plan(program, counts, known)
             plans.append(plan)
             for i, (own,) in enumerate(plan.inputs[:num_leaves]):
                 if own is not COPIES:
@@ -105,34 +114,6 @@ class SplitLoss:
         """Return what the loss returns, from this device's parts of the leaves."""
         result, program = self.result
         return result.unflatten(program(*jax.tree.leaves((params, model_state, batch, key))))
-
-
-def _axis_plan(
-    program: Program,
-    counts: Sequence[int],
-    name: str,
-    length: int,
-    known: Sequence[AxisPart | None] | None,
-) -> AxisPlan:
-    """Search a plan of a program for one axis; `counts` are the numbers of arrays of params, model
-    state, batch and key."""
-    num_leaves = counts[0]
-    values = program.inputs[:num_leaves]
-    leaves: list[Dims] = [dims_of(v.aval.shape) for v in values]
-    if known is not None:
-        pairs = zip(values, known, strict=True)
-        leaves = [_as_known(v, own) for v, own in pairs]
-    flow = DimsFlow.of(program, leaves, compat.inlined_jaxpr)
-    first = num_leaves + counts[1]
-    rows = _classes(flow, program.inputs[first : first + counts[2]])
-    role = AxisRole(name=name, rows=rows, experts=_experts(flow))
-    search = AxisSearch(parts=length, role=role, costs=AxisCosts())
-    holdings = None
-    if known is not None:
-        holdings = [_known_holding(flow, v, own) for v, own in zip(values, known, strict=True)]
-    plan = search.plan(flow, num_leaves, holdings)
-    check_splits(plan, name, length)
-    return plan
 
 
 def _runner(plan: AxisPlan, name: str, length: int) -> Callable[[Sequence[jax.Array]], Any]:
@@ -158,42 +139,3 @@ def _part(plan: AxisPlan, i: int, held: Holding, name: str, length: int) -> Axis
 
 def _along(name: str, parts: Sequence[AxisPart]) -> AxisPart | None:
     return next((part for part in parts if part.axis == name), None)
-
-
-def _as_known(value: Value, own: AxisPart | None) -> Dims:
-    shape = value.aval.shape
-    return dims_of(shape) if own is None else structured_dims(shape, own.dim, own.pieces)
-
-
-def _known_holding(flow: DimsFlow, value: Value, own: AxisPart | None) -> Holding:
-    """Return the holding that a part is in a program."""
-    if own is None:
-        return COPIES
-    for atom in dict.fromkeys(atoms_in(flow.dims[value][own.dim])):
-        with choosing(atom):
-            if layout_of(flow.dims[value][own.dim]) == own.pieces:
-                return part(own.dim, atom)
-    raise ValueError(
-        f"a leaf of shape {value.aval.shape} is split over {own.axis!r} along dim {own.dim} into "
-        f"{own.pieces}, which this batch's program cannot compute with; use batches of one shape, "
-        "or another step for this one"
-    )
-
-
-def _classes(flow: DimsFlow, batch: Sequence[Value]) -> frozenset[Atom]:
-    """Return the classes of a batch's rows."""
-    return frozenset(a for v in batch if v.aval.shape for a in atoms_in(expand(flow.dims[v][0])))
-
-
-def _experts(flow: DimsFlow) -> frozenset[Atom]:
-    """Return the classes along which products of leaves are done one by one."""
-    found: set[Atom] = set()
-    for eq in flow.program.equations:
-        for body in flow.bodies.get(eq, ()):
-            found |= _experts(body)
-        if eq.name == "dot_general":
-            _, batch = eq.params["dimension_numbers"]
-            for x, dims in zip(eq.inputs, batch, strict=True):
-                if flow.made_of_leaves(x):
-                    found.update(a for d in dims for a in atoms_in(flow.of_operand(x)[d]))
-    return frozenset(found)
