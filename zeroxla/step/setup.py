@@ -27,6 +27,7 @@ from zeroxla.offload.memory_kinds import check_memory
 from zeroxla.offload.update.on_host import check_host_compute
 from zeroxla.program.compat import AxisNames, mesh_context
 from zeroxla.program.shapes import shapes_of
+from zeroxla.split.axis_links import costs_on
 from zeroxla.step.axes.axes_split import AxesSplit
 from zeroxla.step.axes.checks import check_axes, check_overwritten
 from zeroxla.step.axes.deals import Deals
@@ -86,7 +87,8 @@ class Setup:
         object.__setattr__(self, "losses", losses)
         split = tuple((axis, self.mesh.shape[axis]) for axis in split_axes(self.mesh))
         dtype = wiring.collectives.compute_dtype
-        axes = AxesSplit(axes=split, losses=losses, dtype=dtype) if split else None
+        costs = {axis: costs_on(self.mesh, axis) for axis, _ in split}
+        axes = AxesSplit(axes=split, losses=losses, dtype=dtype, costs=costs) if split else None
         object.__setattr__(self, "axes", axes)
 
     @property

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 
 from zeroxla.mesh.placement import AxisPart
 from zeroxla.program.shapes import structure_of
+from zeroxla.split.axis_costs import AxisCosts
 from zeroxla.step.axes.split_loss import SplitLoss
 from zeroxla.step.loss_plan import Losses, leaf_shapes
 from zeroxla.wire.leaves import Layout
@@ -26,13 +28,16 @@ class AxesSplit:
       axes: (name, length) of each axis, in the order in which the loss is split.
       losses: the losses of whole leaves.
       dtype: the dtype in which the model computes.
+      costs: what each axis costs.
     """
 
     axes: tuple[tuple[str, int], ...]
     losses: Losses
     dtype: Any
+    costs: Mapping[str, AxisCosts]
     _split: dict[Parts, Losses] = dataclasses.field(default_factory=dict)
     _made: dict[Any, SplitLoss] = dataclasses.field(default_factory=dict)
+    _decided: dict[Any, SplitLoss] = dataclasses.field(default_factory=dict)
     _newest: list[SplitLoss] = dataclasses.field(default_factory=list)
 
     def parts(self, layout: Layout, model_state: Any, rows: Any, key: Any) -> Parts:
@@ -46,9 +51,13 @@ class AxesSplit:
         """
         params = layout.tree.unflatten(leaf_shapes(layout, self.dtype))
         rest = model_state, rows, key
-        found = SplitLoss.of(self.losses[True], self.axes, params, *rest)
+        decided = _shapes((params, *rest))
+        if decided not in self._decided:
+            found = SplitLoss.of(self.losses[True], self.axes, params, *rest, costs=self.costs)
+            self._made[True, found.parts, _shapes(rest)] = found
+            self._decided[decided] = found
+        found = self._decided[decided]
         self._newest[:] = [found]
-        self._made[True, found.parts, _shapes(rest)] = found
         return found.parts
 
     @property
@@ -82,7 +91,9 @@ class AxesSplit:
         rest = model_state, batch, key
         made = train, parts, _shapes(rest)
         if made not in self._made:
-            self._made[made] = SplitLoss.of(self.losses[train], self.axes, shapes, *rest, parts)
+            self._made[made] = SplitLoss.of(
+                self.losses[train], self.axes, shapes, *rest, parts, costs=self.costs
+            )
         split = self._made[made]
         if train:
             self._newest[:] = [split]

@@ -9,7 +9,7 @@ step need not know of the axes.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -63,6 +63,8 @@ class SplitLoss:
         batch: Any,
         key: Any,
         parts: Parts | None = None,
+        *,
+        costs: Mapping[str, AxisCosts],
     ) -> SplitLoss:
         """Search plans. Call it where the names of the axes are known, as inside `shard_map`.
 
@@ -72,6 +74,7 @@ class SplitLoss:
           params: the shapes of the whole leaves.
           model_state, batch, key: the other arguments, or their shapes.
           parts: the parts of each leaf, if they are decided; None decides them.
+          costs: what each axis costs.
 
         Raises:
           ValueError: an axis can split no product with a leaf, or the parts do not fit the program.
@@ -84,7 +87,7 @@ class SplitLoss:
         found: list[tuple[AxisPart, ...]] = [()] * num_leaves
         for name, length in axes:
             known = None if parts is None else [_along(name, each) for each in parts]
-            plan = _axis_plan(program, counts, name, length, known)
+            plan = _axis_plan(program, counts, (name, length, costs[name]), known)
             plans.append(plan)
             for i, (own,) in enumerate(plan.inputs[:num_leaves]):
                 if own is not COPIES:
@@ -110,12 +113,12 @@ class SplitLoss:
 def _axis_plan(
     program: Program,
     counts: Sequence[int],
-    name: str,
-    length: int,
+    axis: tuple[str, int, AxisCosts],
     known: Sequence[AxisPart | None] | None,
 ) -> AxisPlan:
-    """Search a plan of a program for one axis; `counts` are the numbers of arrays of params, model
-    state, batch and key."""
+    """Search a plan of a program for one axis, given as its name, length and costs; `counts` are the
+    numbers of arrays of params, model state, batch and key."""
+    name, length, costs = axis
     num_leaves = counts[0]
     values = program.inputs[:num_leaves]
     leaves: list[Dims] = [dims_of(v.aval.shape) for v in values]
@@ -126,7 +129,7 @@ def _axis_plan(
     first = num_leaves + counts[1]
     rows = _classes(flow, program.inputs[first : first + counts[2]])
     role = AxisRole(name=name, rows=rows, experts=_experts(flow))
-    search = AxisSearch(parts=length, role=role, costs=AxisCosts())
+    search = AxisSearch(parts=length, role=role, costs=costs)
     holdings = None
     if known is not None:
         holdings = [_known_holding(flow, v, own) for v, own in zip(values, known, strict=True)]
