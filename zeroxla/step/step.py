@@ -36,6 +36,7 @@ from zeroxla.step.notices import fresh_model_state, useless_on_mesh, useless_whe
 from zeroxla.step.programs import BY_ROWS, Programs
 from zeroxla.step.rates import Rates
 from zeroxla.step.reshape import reshaped
+from zeroxla.step.setup import KnownLosses
 from zeroxla.step.state import TrainState, check_is_state, state_shardings
 from zeroxla.step.state_shapes import StateShapes
 from zeroxla.wire.bundles import ALONE_ELEMENTS
@@ -65,6 +66,7 @@ class Step:
         microbatches: int | None = None,
         alone_elements: int = ALONE_ELEMENTS,
         axis_names: AxisNames = (),
+        known: KnownLosses | None = None,
     ) -> None:
         self._microbatches = microbatches
         config = with_microbatches(config, microbatches)
@@ -80,6 +82,7 @@ class Step:
             weights=weights,
             alone_elements=alone_elements,
             axis_names=axis_names,
+            known={} if known is None else known,
         )
         warn(useless_on_mesh(self.programs.wiring, mesh), stacklevel=4)
         if pipeline is not None and weights == "step":

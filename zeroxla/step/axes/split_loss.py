@@ -128,7 +128,7 @@ def _axis_plan(
     flow = DimsFlow.of(program, leaves, compat.inlined_jaxpr)
     first = num_leaves + counts[1]
     rows = _classes(flow, program.inputs[first : first + counts[2]])
-    role = AxisRole(name=name, rows=rows, experts=_experts(flow))
+    role = AxisRole(name=name, rows=rows, experts=experts_of(flow))
     search = AxisSearch(parts=length, role=role, costs=costs)
     holdings = None
     if known is not None:
@@ -188,12 +188,12 @@ def _classes(flow: DimsFlow, batch: Sequence[Value]) -> frozenset[Atom]:
     return frozenset(a for v in batch if v.aval.shape for a in atoms_in(expand(flow.dims[v][0])))
 
 
-def _experts(flow: DimsFlow) -> frozenset[Atom]:
+def experts_of(flow: DimsFlow) -> frozenset[Atom]:
     """Return the classes along which products of leaves are done one by one."""
     found: set[Atom] = set()
     for eq in flow.program.equations:
         for body in flow.bodies.get(eq, ()):
-            found |= _experts(body)
+            found |= experts_of(body)
         if eq.name == "dot_general":
             _, batch = eq.params["dimension_numbers"]
             for x, dims in zip(eq.inputs, batch, strict=True):
