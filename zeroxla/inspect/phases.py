@@ -18,8 +18,8 @@ PHASES = (
 )
 """The phases, in the order of a step. Only pipelines have `move`, which brings leaves to their
 stages and gradients back, and `send`, which brings activations and their gradients to neighbours.
-Only axes that split the work on one row have `deal`, which brings shards to the devices that compute
-with their part, and gradients back.
+Only axes that split the work on one row have `deal`, which brings shards to the devices that
+compute with their part, and gradients back.
 """
 
 

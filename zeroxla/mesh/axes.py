@@ -95,9 +95,7 @@ def split_axes(mesh: Mesh) -> tuple[str, ...]:
     return tuple(axis for axis in SPLIT_AXES if mesh.shape.get(axis, 1) > 1)
 
 
-def lengths_beside(
-    nodes: int, devices_per_node: int, split: Mapping[str, int]
-) -> tuple[int, int]:
+def lengths_beside(nodes: int, devices_per_node: int, split: Mapping[str, int]) -> tuple[int, int]:
     """Return the lengths of `node` and `device` that axes leave which split the work on one row.
 
     The axes divide the devices of a node. If they are longer together, they take all devices of
@@ -111,7 +109,7 @@ def lengths_beside(
       ValueError: they do not divide the devices of a node, nor fill nodes.
     """
     together, fits = 1, True
-    for length in reversed(split.values()):
+    for length in reversed(list(split.values())):
         together *= length
         fits = fits and (devices_per_node % together == 0 or together % devices_per_node == 0)
     taken = max(1, together // devices_per_node)

@@ -44,14 +44,15 @@ def make_mesh(
 
         make_mesh(tensor=2, context=2)       node 1 x device 2 x context 2 x tensor 2
 
-    and on four such hosts `make_mesh(context=16)` is node 2 x device 1 x context 16: each sequence is
-    on two hosts.
+    and on four such hosts `make_mesh(context=16)` is node 2 x device 1 x context 16: each sequence
+    is on two hosts.
 
     Args:
       nodes: length of the axis `node`. Hosts lie along it as far as they fill it, the rest of them
         along `pipe`. None means the number of hosts in a stage.
       devices_per_node: the number of devices of a node, the length of the axis `device` times
-        those of the axes after it, unless these take several nodes. None means that all devices are used. They must divide evenly.
+        those of the axes after it, unless these take several nodes. None means that all devices
+        are used. They must divide evenly.
       pipe: number of pipeline stages.
       tensor: number of devices that share each product with a leaf: tensor parallelism.
       context: number of devices that share each sequence.

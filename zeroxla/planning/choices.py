@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from flax import linen
 
@@ -41,7 +41,7 @@ class Choice:
     zero: str
     mesh_shape: Mapping[str, int]
     microbatches: int
-    weights: str | None
+    weights: Literal["step", "tick"] | None
     remat: bool | None
 
     def words(self) -> list[str]:
@@ -94,7 +94,7 @@ class Variants:
 
 
 def axes_inside(devices: int, *, experts: bool) -> Iterator[dict[str, int]]:
-    """Yield the lengths of the axes that split the work on one row and divide a node, shortest first.
+    """Yield the lengths of axes that split the work on one row and divide a node, shortest first.
 
     Args:
       devices: the number of devices of a node.

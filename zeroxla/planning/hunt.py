@@ -49,7 +49,7 @@ class Hunt:
     found: list[Found] = dataclasses.field(default_factory=list)
     refused: dict[str, list[str]] = dataclasses.field(default_factory=dict)
     best_s: float | None = None
-    _planned: dict[str, int] = dataclasses.field(default_factory=dict)
+    _fitting: dict[bool | None, int] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.refused.update(self.trials.variants.refused)
@@ -67,12 +67,12 @@ class Hunt:
         remats = sorted(variants.models, key=lambda remat: remat is not True)
         groups = [(shape, remat) for shape in shapes for remat in remats]
         total = len(groups) * len(self.zeros)
-        fits: dict[tuple[str, ...], bool] = {}
+        hopeless: set[str] = set()
         for i, (shape, remat) in enumerate(groups):
-            place = tuple(map(str, shape.items()))
             if is_split(shape):
-                if fits.get(place, True):
-                    fits[place] = self._split_group(shape, remat, i * len(self.zeros), total)
+                words, done = _words(shape), i * len(self.zeros)
+                if words not in hopeless and not self._split_group(shape, remat, done, total):
+                    hopeless.add(words)
                 continue
             for k, zero in enumerate(self.zeros):
                 self._say(i * len(self.zeros) + k, total, zero, shape)
@@ -84,30 +84,27 @@ class Hunt:
     ) -> bool:
         """Try presets on a mesh with axes that split the work on one row; return whether one
         fits."""
-        first, *others = self.zeros
-        self._say(done, total, first, shape)
         try:
             self.trials.check(shape)
         except NotImplementedError as error:
-            words = _words(shape)
-            self._refuse(error, words)
+            self._refuse(error, _words(shape))
             return False
-        if shape.get(PIPE, 1) > 1:
-            for zero in self.zeros:
-                self._first_that_fits(attempts(zero, shape, remat, self.trials.rows))
-            return True
-        found = self._fewest_that_fit(first, shape, remat)
-        if found is None or not found.plan.fits:
-            return False
-        for k, zero in enumerate(others, 1):
+        for k, zero in enumerate(self.zeros):
+            self._say(done + k, total, zero, shape)
+            if shape.get(PIPE, 1) > 1:
+                found = self._first_that_fits(attempts(zero, shape, remat, self.trials.rows))
+            else:
+                found = self._fewest_that_fit(zero, shape, remat)
+            if k:
+                continue
+            if found is None or not found.plan.fits:
+                return False
             if least_s(found.plan) >= WORTH * (self.best_s or found.plan.time.seconds):
                 break
-            self._say(done + k, total, zero, shape)
-            self._fewest_that_fit(zero, shape, remat)
         return True
 
-    def _first_that_fits(self, choices: Iterable[Choice]) -> None:
-        """Keep the first choice that fits, or the last one that can be planned."""
+    def _first_that_fits(self, choices: Iterable[Choice]) -> Found | None:
+        """Keep the first choice that fits, or the last one that can be planned, and return it."""
         last: Found | None = None
         for choice in choices:
             tried = self._tried(choice)
@@ -115,6 +112,7 @@ class Hunt:
             if tried is not None and tried.plan.fits:
                 break
         self._keep(last)
+        return last
 
     def _fewest_that_fit(
         self, zero: str, shape: Mapping[str, int], remat: bool | None
@@ -126,9 +124,9 @@ class Hunt:
         micro-batch, and the rest does not.
         """
         counts = counts_of(shape, self.trials.rows)
-        key = str(remat)
-        low, high = 0, len(counts) - 1  # counts before `low` do not fit
-        at = min(self._planned.get(key, 0), high)
+        low, high = 0, len(counts) - 1
+        like_before = self._fitting.get(remat, 1)
+        at = next((k for k, count in enumerate(counts) if count >= like_before), high)
         found: Found | None = None
         while low <= high:
             choice = Choice(
@@ -141,16 +139,13 @@ class Hunt:
             if tried.plan.fits:
                 found, high = tried, at - 1
             else:
-                found, low = found or tried, at + 1
-            enough = [k for k in range(low, high + 1) if _needs(tried.plan, counts[at], counts[k]) <= room]
-            if not tried.plan.fits and not enough and high >= low:
-                at = high  # most micro-batches, to be sure
-            elif tried.plan.fits and not enough:
+                found = found if found is not None and found.plan.fits else tried
+                low = at + 1
+            needs = {k: _needs(tried.plan, counts[at], counts[k]) for k in range(low, high + 1)}
+            enough = [k for k, num_bytes in needs.items() if num_bytes <= room]
+            if not enough and found.plan.fits:
                 break
-            elif enough:
-                at = enough[0]
-        if found is not None and found.plan.fits:
-            self._planned[key] = counts.index(found.choice.microbatches)
+            at = enough[0] if enough else high  # the most micro-batches, to be sure
         self._keep(found)
         return found
 
@@ -167,6 +162,8 @@ class Hunt:
             return
         self.found.append(found)
         seconds = found.plan.time.seconds
+        if found.plan.fits and found.choice.weights is None:
+            self._fitting[found.choice.remat] = found.choice.microbatches
         if found.plan.fits and (self.best_s is None or seconds < self.best_s):
             self.best_s = seconds
 

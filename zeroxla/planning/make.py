@@ -79,7 +79,7 @@ def plan(
       memory_fraction: the share of a GPU's memory that JAX takes for a process
         (XLA_PYTHON_CLIENT_MEM_FRACTION). None means the share in the table, 0.75.
       devices_per_node: the number of devices of a node. None means that the axis `device` and those
-        after it are a node. Give it for axes that take several nodes, as `context` 16 on nodes of 8.
+        after it are a node. Give it for axes that take several nodes, as context=16 on nodes of 8.
       generating: what a `HybridEngine` generates between steps, if anything.
       islands: the number of islands and their links, if `config.outer` says how islands exchange;
         the mesh is one island's. None means two islands with links of 1 Gbit/s.

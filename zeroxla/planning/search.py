@@ -12,7 +12,7 @@ from zeroxla.mesh.axes import DEVICE, NODE
 from zeroxla.mesh.machines import Device, Link, Machines
 from zeroxla.planning.choices import ZEROS, Variants, axes_inside, axes_over_nodes, meshes
 from zeroxla.planning.hunt import Found, Hunt, rank
-from zeroxla.planning.trials import Cluster, Trials
+from zeroxla.planning.trials import TrialCluster, Trials
 from zeroxla.program.report import Report, format_bytes
 
 if TYPE_CHECKING:
@@ -128,7 +128,7 @@ def search_plans(
         variants=Variants.of(model, options.get("loss")),
         batch=batch,
         config=config,
-        cluster=Cluster(
+        cluster=TrialCluster(
             device=device,
             link=link,
             machines=machines,

@@ -27,8 +27,8 @@ from zeroxla.step.step import Step
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Cluster:
-    """The devices and links on which plans are tried; the fields are arguments of `zeroxla.plan`."""
+class TrialCluster:
+    """The devices and links of trials; the fields are arguments of `zeroxla.plan`."""
 
     device: str | Device = "h100"
     link: str | Link = "100gbit"
@@ -46,8 +46,8 @@ class Cluster:
 class Trials:
     """Plans a model in settings, one after another.
 
-    Steps of one mesh are made from each other by `Step.with_config`. So the model is traced, and the
-    axes that split the work on one row are searched, once for all presets.
+    Steps of one mesh are made from each other by `Step.with_config`. So the model is traced, and
+    the axes that split the work on one row are searched, once for all presets.
 
     Attributes:
       variants: the model.
@@ -61,7 +61,7 @@ class Trials:
     variants: Variants
     batch: Any
     config: ZeroConfig
-    cluster: Cluster
+    cluster: TrialCluster
     optimizer: optax.GradientTransformation | None = None
     loss: Any = None
     axis_names: Any = None
@@ -100,9 +100,7 @@ class Trials:
             config = with_preset(self.config, choice.zero)
             step = self._step(choice, target)
             step = step.with_config(config, microbatches=choice.microbatches)
-            return plan_step(
-                step, self.batch, target, generating=self.generating, ahead=self.ahead
-            )
+            return plan_step(step, self.batch, target, generating=self.generating, ahead=self.ahead)
 
     def has_experts(self, mesh_shape: Mapping[str, int]) -> bool:
         """Return whether the model has banks of experts, which the axis `expert` splits."""

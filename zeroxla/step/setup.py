@@ -118,9 +118,7 @@ class Setup:
         parts = None
         if self.axes is not None:
             check_overwritten(self.mesh, planner.overwritten(model_state))
-            parts = self.in_mesh(
-                functools.partial(self.axes.parts, layout), model_state, rows, key
-            )
+            parts = self.in_mesh(functools.partial(self.axes.parts, layout), model_state, rows, key)
         stages = self._staged(layout)
         stage_dims: dict[int, int] = {}
         if stages is not None:

@@ -22,12 +22,7 @@ from zeroxla.program.compat import AxisNames, compiler_options
 from zeroxla.program.report import Report
 from zeroxla.program.shapes import shapes_on
 from zeroxla.step.changed_config import kept, useless_optimizer, with_microbatches
-from zeroxla.step.checks import (
-    check_batch,
-    check_is_config,
-    check_key,
-    check_tokens,
-)
+from zeroxla.step.checks import check_batch, check_is_config, check_key, check_tokens
 from zeroxla.step.describe import describe_step
 from zeroxla.step.disk.steps import DiskSteps, has_disk
 from zeroxla.step.first_weights import first_weights

@@ -116,8 +116,8 @@ def _axis_plan(
     axis: tuple[str, int, AxisCosts],
     known: Sequence[AxisPart | None] | None,
 ) -> AxisPlan:
-    """Search a plan of a program for one axis, given as its name, length and costs; `counts` are the
-    numbers of arrays of params, model state, batch and key."""
+    """Search a plan of a program for one axis, given as its name, length and costs; `counts` are
+    the numbers of arrays of params, model state, batch and key."""
     name, length, costs = axis
     num_leaves = counts[0]
     values = program.inputs[:num_leaves]
