@@ -168,11 +168,13 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", choices=list(CASES), metavar="NAME")
     only = parser.parse_args().only
     path = RESULTS / "plan_axes.json"
-    figures = json.loads(path.read_text())["cases"] if only and path.exists() else {}
+    measured = {}
     for name, case in CASES.items():
         if not only or name in only:
             print(name, flush=True)
-            figures[name] = measure(case)
+            measured[name] = measure(case)
+    before = json.loads(path.read_text())["cases"] if path.exists() else {}
+    figures = {**before, **measured}
     figures = {name: figures[name] for name in CASES if name in figures}
     checks, rows = [], []
     for name, found in figures.items():

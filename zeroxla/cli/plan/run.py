@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -186,6 +187,10 @@ def _smallest_cluster(options: PlanOptions, found: Plan) -> str:
             model=dataclasses.replace(options.model, batch=rows * more),
             compilation=dataclasses.replace(options.compilation, compile=False),
         )
+        try:
+            _mesh_shape(changed)
+        except ValueError:  # axes that take several nodes do not fit this many
+            return math.inf
         return plan_from(changed).most_bytes
 
     room = found.target.device.usable_bytes
