@@ -4,7 +4,9 @@ Three clusters of H100s that need not exist: Llama 3 70B at 8k tokens on 128 dev
 at 8k tokens on 512, and Llama 3 8B at 1M tokens on 64. Of each the search's best step time stands
 beside the least of all settings planned one by one: every length of `tensor` and `context` that
 divides a node, every number of micro-batches, with and without recomputation, every preset. So the
-settings that the search leaves out are planned here. All times are predicted; nothing is run.
+settings that the search leaves out are planned here. Presets keep more than the first one,
+`zero3`, and are left out where that needs 1.05 times the memory. All times are predicted; nothing
+is run.
 
     python benchmarks/plan_axes.py [--only NAME ...]
 
@@ -72,7 +74,7 @@ class Case:
 
 
 CASES = {
-    "70B, 8k": Case(model="llama3-70b", length=8192, rows=256, nodes=16),
+    "70B, 8k": Case(model="llama3-70b", length=8192, rows=128, nodes=16),
     "405B, 8k": Case(model="llama3-405b", length=8192, rows=512, nodes=64),
     "8B, 1M": Case(
         model="llama3-8b",
@@ -86,20 +88,14 @@ CASES = {
 }
 
 
-def every_choice(case: Case) -> Iterator[Choice]:
-    """Yield all settings without stages. Those that share an axis search follow each other."""
+def every_choice(case: Case) -> Iterator[list[Choice]]:
+    """Yield all settings without stages: lists of those that differ in the preset alone."""
     for axes in axes_inside(DEVICES_PER_NODE, experts=False):
         for shape in meshes(case.nodes, DEVICES_PER_NODE, (1,), axes):
             for remat in (True, False):
                 for count in counts_of(shape, case.rows):
-                    for zero in ZEROS:
-                        yield Choice(
-                            zero=zero,
-                            mesh_shape=shape,
-                            microbatches=count,
-                            weights=None,
-                            remat=remat,
-                        )
+                    rest = {"mesh_shape": shape, "microbatches": count, "remat": remat}
+                    yield [Choice(zero=zero, weights=None, **rest) for zero in ZEROS]
 
 
 def one_by_one(case: Case) -> tuple[Found | None, int]:
@@ -112,16 +108,19 @@ def one_by_one(case: Case) -> tuple[Found | None, int]:
     )
     best: Found | None = None
     planned = 0
-    for choice in every_choice(case):
-        try:
-            found = Found(choice=choice, plan=trials.plan(choice))
-        except (ValueError, NotImplementedError):
-            continue
-        planned += 1
-        seconds = found.plan.time.seconds
-        print(f"  {', '.join(choice.words())}: {seconds:.4g} s, {found.limit}", flush=True)
-        if found.plan.fits and (best is None or seconds < best.plan.time.seconds):
-            best = found
+    for presets in every_choice(case):
+        for choice in presets:
+            try:
+                found = Found(choice=choice, plan=trials.plan(choice))
+            except (ValueError, NotImplementedError):
+                break
+            planned += 1
+            seconds, room = found.plan.time.seconds, found.plan.target.device.usable_bytes
+            print(f"  {', '.join(choice.words())}: {seconds:.4g} s, {found.limit}", flush=True)
+            if found.plan.fits and (best is None or seconds < best.plan.time.seconds):
+                best = found
+            if choice is presets[0] and found.plan.most_bytes > 1.05 * room:
+                break
     return best, planned
 
 

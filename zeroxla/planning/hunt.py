@@ -13,8 +13,8 @@ from zeroxla.planning.plan import Plan
 from zeroxla.planning.trials import Trials
 
 WORTH = 0.98
-"""Other presets of a mesh with axes are tried if a step could take less than this share of the best
-one's time."""
+"""Other presets of a mesh with stages or axes are tried if a step could take less than this share
+of the best one's time."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,7 +69,7 @@ class Hunt:
         total = len(groups) * len(self.zeros)
         hopeless: set[str] = set()
         for i, (shape, remat) in enumerate(groups):
-            if is_split(shape):
+            if is_split(shape) or shape.get(PIPE, 1) > 1:
                 words, done = _words(shape), i * len(self.zeros)
                 if words not in hopeless and not self._split_group(shape, remat, done, total):
                     hopeless.add(words)
@@ -82,8 +82,8 @@ class Hunt:
     def _split_group(
         self, shape: Mapping[str, int], remat: bool | None, done: int, total: int
     ) -> bool:
-        """Try presets on a mesh with axes that split the work on one row; return whether one
-        fits."""
+        """Try presets on a mesh with stages, or axes that split the work on one row; return whether
+        the first preset fits."""
         try:
             self.trials.check(shape)
         except NotImplementedError as error:

@@ -92,9 +92,9 @@ def search_plans(
     more, and then gathers its weights in every tick.
 
     The axes `tensor`, `context` and, if the model has banks of experts, `expert` are tried in all
-    lengths whose product divides a node. With these, the other presets are left out where the first
-    one shows that they cannot fit, or cannot be faster than the best plan so far. If nothing fits,
-    `context` is also tried over several nodes.
+    lengths whose product divides a node. With these and with stages, the other presets are left out
+    where the first one shows that they cannot fit, or cannot be faster than the best plan so far.
+    If nothing fits, `context` is also tried over several nodes.
 
     Args:
       model: as `make_step` takes it, or {False: the model, True: the model that recomputes in
@@ -137,6 +137,7 @@ def search_plans(
         ),
         **options,
     )
+    zeros = sorted(zeros, key=ZEROS.index)  # the first one needs least memory
     hunt = Hunt(trials=trials, zeros=zeros, progress=progress)
     cluster = nodes, devices_per_node
     stages = pipes or (1, 2, 4, 8)
