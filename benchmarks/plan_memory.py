@@ -1,9 +1,10 @@
 """What `zeroxla plan` says of memory and bytes, against the compiler.
 
-Fourteen configurations on 8 simulated devices: models, meshes, presets, accumulation, 16 bits,
-recomputation, a pipeline, and the hybrid engine generating. Of each the plan's memory of a device
-and bytes of a step, from the trace alone, stand beside those of the compiled program. XLA schedules
-for memory (xla_cpu_enable_concurrency_optimized_scheduler=false).
+Sixteen configurations on 8 simulated devices: models, meshes, presets, accumulation, 16 bits,
+recomputation, a pipeline, axes that split the work on one row, and the hybrid engine generating.
+Of each the plan's memory of a device and bytes of a step, from the trace alone, stand beside those
+of the compiled program. XLA schedules for memory
+(xla_cpu_enable_concurrency_optimized_scheduler=false).
 
     python benchmarks/plan_memory.py [--only NAME ...]
 
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 import sys
 from typing import Any
 
@@ -90,6 +92,8 @@ def cases() -> dict[str, Case]:
             config=config(accumulate=8),
             rows=32,
         ),
+        "gpt, tensor 4": gpt({"node": 1, "device": 2, "tensor": 4}, rows=8),
+        "gpt, context 4": gpt({"node": 1, "device": 2, "context": 4}, rows=8),
         "gpt generates": generating(gpt(with_=bfloat16, vocab=2048), tensor=4, new_tokens=64),
         "llama generates": generating(llama(), tensor=2, new_tokens=32),
     }
@@ -116,8 +120,12 @@ class Figures:
 def measure(case: Case) -> Figures:
     """Plan a case, and compile it."""
     shape = case.mesh
+    split = {axis: n for axis, n in shape.items() if axis in ("tensor", "context", "expert")}
     mesh = zeroxla.make_mesh(
-        pipe=shape.get("pipe", 1), nodes=shape["node"], devices_per_node=shape["device"]
+        pipe=shape.get("pipe", 1),
+        nodes=shape["node"],
+        devices_per_node=shape["device"] * math.prod(split.values()),
+        **split,
     )
     step = zeroxla.make_step(case.model, mesh, optax.adam(1e-3), config=case.config)
     batch = {"tokens": jax.ShapeDtypeStruct((case.rows, LENGTH + 1), jnp.int32)}
@@ -125,7 +133,7 @@ def measure(case: Case) -> Figures:
     if case.generating is not None:
         return measure_generation(step, case.generating)
     machines = Machines.load()
-    links = dict.fromkeys(("pipe", "node", "device"), machines.find_link("memory"))
+    links = dict.fromkeys(("pipe", "node", "device", *split), machines.find_link("memory"))
     target = Target(device=machines.find_device("cpu"), links=links, mesh_shape=shape)
     found = plan_step(step, batch, target)
     compiled = step.lower(state, batch).compile()

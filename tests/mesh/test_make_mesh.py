@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import AxisType, Mesh
 
 from zeroxla import make_mesh, simulate
-from zeroxla.mesh.axes import as_auto, world_size
+from zeroxla.mesh.axes import as_auto, nodes_along, world_size
 
 
 @pytest.mark.parametrize(
@@ -127,6 +127,22 @@ def test_axes_that_split_work_lie_inside_a_node():
         make_mesh(nodes=2, devices_per_node=4, tensor=2, context=3, devices=devices)
     with pytest.raises(ValueError, match="expert"):
         make_mesh(nodes=1, expert=0, devices=devices)
+
+
+def test_axes_fill_nodes_if_they_are_longer_than_one():
+    """The outermost of them lies over the nodes, the others inside."""
+    devices = [SimpleNamespace(process_index=0, id=i) for i in range(16)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("zeroxla.mesh.make_mesh.Mesh", lambda grid, names, **_: (grid, names))
+        grid, names = make_mesh(nodes=4, tensor=2, context=4, devices=devices)
+    assert names == ("node", "device", "context", "tensor")
+    ids = np.vectorize(lambda d: d.id)(grid)
+    np.testing.assert_array_equal(ids, np.arange(16).reshape(2, 1, 4, 2))
+    lengths = dict(zip(names, grid.shape, strict=True))
+    assert [nodes_along(lengths, 4, axis) for axis in names] == [2, 1, 2, 1]
+    message = "context=16 are the devices of 4 nodes, and nodes=2 do not divide by 4"
+    with pytest.raises(ValueError, match=message):
+        make_mesh(nodes=2, devices_per_node=4, context=16, devices=devices)
 
 
 def test_more_hosts_than_stages(two_devices_each, monkeypatch):

@@ -35,6 +35,7 @@ def test_memory_is_within_a_tenth_and_bytes_are_those_of_the_compiler():
         ("gpt", "gpt, unrolled", "gpt, unrolled, zeropp_min"),
         ("gpt, 2 micro-batches", "gpt, bfloat16"),
         ("gpt, unrolled, remat", "wider gpt, remat", "wider gpt, one node"),
+        ("gpt, tensor 4", "gpt, context 4"),
         ("llama", "llama, 8 nodes", "pipeline of 4 stages", "gpt generates", "llama generates"),
     ],
 )

@@ -46,6 +46,7 @@ def search():
         zeros=("zero3", "zeropp"),
         device="cpu",
         pipes=(1, 2),
+        axes=({},),
         config=ZeroConfig(compute_dtype="bfloat16", persistence_threshold=0, quantize_threshold=0),
         link="10mbit",
         progress=lambda *at: seen.append(at),
@@ -98,6 +99,7 @@ def test_what_does_not_fit_is_cut_into_more_micro_batches():
         tokens(8),
         zeros=("zero3",),
         pipes=(1,),
+        axes=({},),
         device=small,
         config=ZeroConfig(),
     )
@@ -108,7 +110,14 @@ def test_what_does_not_fit_is_cut_into_more_micro_batches():
 
 def test_what_fits_nowhere_comes_last_and_is_limited_by_memory():
     found = zeroxla.search_plans(
-        MODEL, 1, 2, tokens(2), zeros=("zero3",), pipes=(1,), device=device(memory_bytes=1e4)
+        MODEL,
+        1,
+        2,
+        tokens(2),
+        zeros=("zero3",),
+        pipes=(1,),
+        axes=({},),
+        device=device(memory_bytes=1e4),
     )
     assert found.best is None
     assert {row.limit for row in found.found} == {"memory"}
@@ -121,12 +130,13 @@ def test_models_without_blocks_are_searched_with_stages():
         "image": jax.ShapeDtypeStruct((8, 8), jnp.float32),
         "label": jax.ShapeDtypeStruct((8,), jnp.int32),
     }
-    found = zeroxla.search_plans(MLP.small(), 1, 2, batch, zeros=("zero3",))
+    found = zeroxla.search_plans(MLP.small(), 1, 2, batch, zeros=("zero3",), axes=({},))
     assert {row.choice.remat for row in found.found} == {None}
     assert not found.refused
     stages = {row.choice.mesh_shape.get("pipe", 1) for row in found.found}
     assert stages == {1, 2}
-    found = zeroxla.search_plans(MLP.small(), 1, 4, batch, zeros=("zero3",), pipes=(1, 4))
+    some = {"zeros": ("zero3",), "axes": ({},)}
+    found = zeroxla.search_plans(MLP.small(), 1, 4, batch, pipes=(1, 4), **some)
     (reason,) = found.refused
     assert "3 layers do not fill 4 stages" in reason
     assert "Not planned: zero3, pipe=4 x node=1 x device=1" in str(found)
@@ -136,7 +146,7 @@ def test_bad_searches():
     with pytest.raises(ValueError, match=r"no presets \['zero9'\]; there are"):
         zeroxla.search_plans(MODEL, 1, 2, tokens(2), zeros=("zero9",))
     with pytest.raises(ValueError, match=r"no setting can be planned:\n.*3"):
-        zeroxla.search_plans(MODEL, 1, 2, tokens(3), zeros=("zero3",), pipes=(1,))
+        zeroxla.search_plans(MODEL, 1, 2, tokens(3), zeros=("zero3",), pipes=(1,), axes=({},))
 
 
 @pytest.mark.parametrize(
@@ -203,7 +213,7 @@ def test_an_abstract_engine_has_the_same_plan():
 
 def test_the_command_searches(capsys, tmp_path, monkeypatch):
     monkeypatch.setattr("zeroxla.cli.plan.run.model_named", lambda name, remat: (MODEL, 16))
-    few = functools.partial(zeroxla.search_plans, zeros=("zero3",), pipes=(1,))
+    few = functools.partial(zeroxla.search_plans, zeros=("zero3",), pipes=(1,), axes=({},))
     monkeypatch.setattr("zeroxla.cli.plan.run.search_plans", few)
     picture = tmp_path / "search.png"
     arguments = ["--search", "--nodes", "1", "--devices-per-node", "2", "--picture", str(picture)]

@@ -16,6 +16,7 @@ import zeroxla
 from zeroxla import ZeroConfig
 from zeroxla.program.trace import trace
 from zeroxla.split import plan_proof, products, way_instance, ways
+from zeroxla.split.axis_costs import AxisCosts
 from zeroxla.split.plan_proof import PlanProof, is_close
 from zeroxla.split.split_axis import SplitAxis
 from zeroxla.step.axes.axis_planner import AxisPlanner
@@ -151,7 +152,8 @@ def test_a_plan_beside_another_axis_is_proved_with_its_collectives(monkeypatch):
     def find():
         key = jax.random.key(0)
         axes = [("context", 4), ("tensor", 2)]
-        SplitLoss.of(lambda p, s, *rest: loss(p, *rest), axes, params, {}, batch, key)
+        costs = dict.fromkeys(("context", "tensor"), AxisCosts())
+        SplitLoss.of(lambda p, s, *rest: loss(p, *rest), axes, params, {}, batch, key, costs=costs)
 
     jax.eval_shape(jax.shard_map(find, mesh=mesh, in_specs=(), out_specs=P(), check_vma=False))
     assert set(tried) == {"all_gather", "reduce_scatter"}

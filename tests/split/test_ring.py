@@ -24,7 +24,7 @@ from zeroxla.split.dims_flow import DimsFlow
 from zeroxla.split.known_attention import ring_way
 from zeroxla.split.ring import ring_attention
 from zeroxla.split.ring_blocks import Blocks
-from zeroxla.step.axes import split_loss
+from zeroxla.step import setup
 from zeroxla.step.axes.split_loss import SplitLoss
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -150,7 +150,7 @@ def test_other_attention_is_not_taken_for_it(options):
     assert ways(16, 2) != [None]
 
 
-COSTS = functools.partial(AxisCosts, latency=0.0, link=1e-18)
+CHEAP = AxisCosts(latency=0.0, link=1e-18)
 """Costs with which a tiny model is worth splitting."""
 
 
@@ -163,7 +163,17 @@ def plan_of(model, batch, devices):
 
     def search():
         loss = functools.partial(adapted.loss, train=True)
-        found.append(SplitLoss.of(loss, [("context", devices)], params, state, batch, key))
+        found.append(
+            SplitLoss.of(
+                loss,
+                [("context", devices)],
+                params,
+                state,
+                batch,
+                key,
+                costs={"context": AxisCosts()},
+            )
+        )
         return jnp.zeros(())
 
     mesh = Mesh(np.array(jax.devices()[:devices]), ("context",))
@@ -181,7 +191,7 @@ def test_a_search_takes_it_where_heads_do_not_divide(kv_heads, expected):
 
 
 def test_a_step_around_a_ring_is_that_of_one_device(monkeypatch):
-    monkeypatch.setattr(split_loss, "AxisCosts", COSTS)
+    monkeypatch.setattr(setup, "costs_on", lambda mesh, axis: CHEAP)
     model = Llama.tiny(layers=1, heads=3, kv_heads=1, width=24, attention_block=4)
     batch = {"tokens": np.random.default_rng(0).integers(0, 64, (4, 17), np.int32)}
     config = zeroxla.ZeroConfig(persistence_threshold=0)

@@ -20,7 +20,8 @@ class MeshOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class AxesOptions:
-    """Axes over which the work on one row is split. They divide the devices of a node."""
+    """Axes over which the work on one row is split. They divide the devices of a node, or fill
+    several nodes."""
 
     tensor: int = 1
     """Number of devices that share each product with a parameter: tensor parallelism."""

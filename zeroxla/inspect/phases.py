@@ -13,10 +13,13 @@ PHASES = (
     "send",
     "reduce",
     "update",
+    "deal",
     "other",
 )
 """The phases, in the order of a step. Only pipelines have `move`, which brings leaves to their
 stages and gradients back, and `send`, which brings activations and their gradients to neighbours.
+Only axes that split the work on one row have `deal`, which brings shards to the devices that
+compute with their part, and gradients back.
 """
 
 
@@ -54,4 +57,4 @@ def _phase(path: str, kind: str) -> str:
         return "backward gather" if backward else "forward gather"
     if backward:
         return "backward"
-    return next((word for word in ("forward", "move", "send") if word in words), "other")
+    return next((word for word in ("forward", "move", "send", "deal") if word in words), "other")

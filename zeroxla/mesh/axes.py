@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import jax
@@ -93,6 +93,55 @@ def platform_of(mesh: Mesh) -> str:
 def split_axes(mesh: Mesh) -> tuple[str, ...]:
     """Return the axes of several devices along which the work on one row is split."""
     return tuple(axis for axis in SPLIT_AXES if mesh.shape.get(axis, 1) > 1)
+
+
+def lengths_beside(nodes: int, devices_per_node: int, split: Mapping[str, int]) -> tuple[int, int]:
+    """Return the lengths of `node` and `device` that axes leave which split the work on one row.
+
+    The axes divide the devices of a node. If they are longer together, they take all devices of
+    several nodes, and `node` is what is left of the nodes.
+
+    Args:
+      nodes, devices_per_node: the numbers of nodes, and of devices in each.
+      split: the lengths of these axes, in the order of a mesh.
+
+    Raises:
+      ValueError: they do not divide the devices of a node, nor fill nodes.
+    """
+    together, fits = 1, True
+    for length in reversed(list(split.values())):
+        together *= length
+        fits = fits and (devices_per_node % together == 0 or together % devices_per_node == 0)
+    taken = max(1, together // devices_per_node)
+    if fits and nodes % taken == 0:
+        return nodes // taken, max(1, devices_per_node // together)
+    lengths = " x ".join(f"{name}={length}" for name, length in split.items() if length > 1)
+    if fits:
+        raise ValueError(
+            f"{lengths} are the devices of {taken} nodes, and nodes={nodes} do not divide by "
+            f"{taken}; take shorter axes, or other nodes="
+        )
+    raise ValueError(
+        f"{devices_per_node} devices of a node do not divide by {lengths}, whose axes lie "
+        "inside a node or fill several; take lengths whose product divides them or is a multiple "
+        "of them, or other devices_per_node="
+    )
+
+
+def nodes_along(lengths: Mapping[str, int], devices_per_node: int, axis: str) -> int:
+    """Return the number of nodes on which the devices of one group along an axis lie.
+
+    Args:
+      lengths: the lengths of a mesh's axes, outermost first.
+      devices_per_node: the number of devices of a node.
+      axis: the axis; the devices of a group differ in their place along it alone.
+    """
+    if axis in (PIPE, NODE):
+        return lengths[axis]
+    names = list(lengths)
+    inner = math.prod(lengths[name] for name in names[names.index(axis) + 1 :])
+    whole = max(1, inner * lengths[axis] // devices_per_node)
+    return whole // max(1, inner // devices_per_node)
 
 
 def leaf_axes(mesh: Mesh) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from zeroxla.config.values import whole_number
-from zeroxla.mesh.axes import CONTEXT, DEVICE, EXPERT, NODE, PIPE, TENSOR
+from zeroxla.mesh.axes import CONTEXT, DEVICE, EXPERT, NODE, PIPE, TENSOR, lengths_beside
 from zeroxla.mesh.processes.start import nodes_of_processes
 
 
@@ -26,8 +26,9 @@ def make_mesh(
     devices: Sequence[jax.Device] | None = None,
 ) -> Mesh:
     """Make a mesh with the axes `("node", "device")`, and with an outermost `"pipe"` if there are
-    several stages. The axes `expert`, `context` and `tensor` divide the devices of a node, if they
-    are asked for, and come last; `device` is what they leave for data.
+    several stages. The axes `expert`, `context` and `tensor` divide the devices of a node, or of
+    several nodes, if they are asked for, and come last; `node` and `device` are what they leave for
+    data.
 
     Hosts become the axis `node`, whatever the order of processes, and each gives its first devices.
     With stages, and without `nodes`, hosts become the axis `pipe` first, as stages send each other
@@ -43,11 +44,15 @@ def make_mesh(
 
         make_mesh(tensor=2, context=2)       node 1 x device 2 x context 2 x tensor 2
 
+    and on four such hosts `make_mesh(context=16)` is node 2 x device 1 x context 16: each sequence
+    is on two hosts.
+
     Args:
       nodes: length of the axis `node`. Hosts lie along it as far as they fill it, the rest of them
         along `pipe`. None means the number of hosts in a stage.
       devices_per_node: the number of devices of a node, the length of the axis `device` times
-        those of the axes after it. None means that all devices are used. They must divide evenly.
+        those of the axes after it, unless these take several nodes. None means that all devices
+        are used. They must divide evenly.
       pipe: number of pipeline stages.
       tensor: number of devices that share each product with a leaf: tensor parallelism.
       context: number of devices that share each sequence.
@@ -62,8 +67,8 @@ def make_mesh(
     Raises:
       ValueError: a length is no whole number of 1 or more, there are fewer devices than asked for,
         `devices_per_node` is None and devices do not divide evenly, hosts have different numbers of
-        devices, `nodes` is None and hosts and stages do not divide evenly, or the devices of a node
-        do not divide by tensor x context x expert.
+        devices, `nodes` is None and hosts and stages do not divide evenly, or tensor x context x
+        expert neither divides the devices of a node nor fills nodes.
 
     >>> make_mesh(nodes=1, devices_per_node=1).axis_names
     ('node', 'device')
@@ -81,7 +86,7 @@ def make_mesh(
     num_devices = sum(map(len, hosts.values()))
     if devices_per_node is None:
         devices_per_node = _share(num_devices, pipe, nodes)
-    _check_split(devices_per_node, split)
+    lengths = lengths_beside(nodes, devices_per_node, split)
     needed = pipe * nodes * devices_per_node
     if needed > num_devices:
         raise ValueError(
@@ -104,23 +109,8 @@ def make_mesh(
     if pipe == 1:
         grid, names = grid[0], names[1:]
     split = {name: length for name, length in split.items() if length > 1}
-    data = devices_per_node // math.prod(split.values())
-    grid, names = grid.reshape(*grid.shape[:-1], data, *split.values()), (*names, *split)
+    grid, names = grid.reshape(*grid.shape[:-2], *lengths, *split.values()), (*names, *split)
     return Mesh(grid, names, axis_types=(AxisType.Auto,) * len(names))
-
-
-def _check_split(devices_per_node: int, split: Mapping[str, int]) -> None:
-    """Check that the axes that split work divide the devices of a node.
-
-    Raises:
-      ValueError: they do not.
-    """
-    if devices_per_node % math.prod(split.values()):
-        lengths = " x ".join(f"{name}={length}" for name, length in split.items() if length > 1)
-        raise ValueError(
-            f"{devices_per_node} devices of a node do not divide by {lengths}, whose axes lie "
-            "inside a node; take lengths whose product divides them, or other devices_per_node="
-        )
 
 
 def _share(num_devices: int, pipe: int, nodes: int) -> int:

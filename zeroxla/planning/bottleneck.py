@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 
 from zeroxla.mesh.axes import DEVICE, NODE, PIPE
-from zeroxla.planning.lanes import COMPUTE, TimeLine
+from zeroxla.planning.lanes import COMPUTE, TimeLine, on_links
 from zeroxla.planning.target import DISK, HOST, HOST_UPDATE, Target
 
 PRODUCTS = "products"
@@ -34,7 +34,7 @@ REMEDIES: Mapping[str, str] = {
     'inter_node_reduce="step" with accumulation), compute more for each byte (a larger batch of '
     "each device), or take a faster link",
     DEVICE: "send fewer bytes over them (quantized wires: ZeRO++), compute more for each byte (a "
-    "larger batch of each device), or take faster links",
+    "larger batch of each device; shorter axes that split the work on a row), or take faster links",
     PIPE: "send fewer bytes over it (fewer stages), or take a faster link",
     HOST: 'move less of the state (a smaller Offload.ratio, or update="host", which moves '
     "gradients instead of moments), or take a faster link",
@@ -80,13 +80,15 @@ class Bottleneck:
         )
 
 
-def longest(time: TimeLine) -> tuple[str, float]:
+def longest(time: TimeLine, shared: Mapping[str, str] | None = None) -> tuple[str, float]:
     """Return the resource that is in use longest in a step, and its seconds.
 
     The device's computation counts as one, as it does one thing at a time. If it takes longest, the
-    part of it that takes longer is named: products or memory.
+    part of it that takes longer is named: products or memory. Axes that share a link count as one,
+    as `Target.shared_links` says.
     """
-    lane, seconds = max(time.busy_s.items(), key=lambda item: item[1])
+    busy_s = on_links(time.busy_s, shared or {})
+    lane, seconds = max(busy_s.items(), key=lambda item: item[1])
     if lane != COMPUTE:
         return lane, seconds
     parts = {PRODUCTS: seconds - time.memory_s, MEMORY: time.memory_s}
@@ -104,8 +106,9 @@ def twice_as_fast(target: Target, resource: str) -> Target:
     elif resource == HOST_UPDATE:
         device = dataclasses.replace(device, host_bytes_per_s=2 * device.host_bytes_per_s)
     else:
-        link = links[resource]
-        links[resource] = dataclasses.replace(
-            link, bytes_per_s=2 * link.bytes_per_s, latency_s=link.latency_s / 2
-        )
+        for axis in (resource, *(a for a, own in target.shared_links.items() if own == resource)):
+            link = links[axis]
+            links[axis] = dataclasses.replace(
+                link, bytes_per_s=2 * link.bytes_per_s, latency_s=link.latency_s / 2
+            )
     return dataclasses.replace(target, device=device, links=links)

@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from flax import linen
 
 from zeroxla.config.zero_config import ZeroConfig
-from zeroxla.mesh.axes import DEVICE, NODE, PIPE
+from zeroxla.mesh.axes import (
+    CONTEXT,
+    DEVICE,
+    EXPERT,
+    NODE,
+    PIPE,
+    SPLIT_AXES,
+    TENSOR,
+    lengths_beside,
+)
 from zeroxla.pipeline.pipeline import Pipeline
 
 ZEROS = ("zero3", "zeropp", "zeropp_hq", "zeropp_min")
-"""The presets of `ZeroConfig` that are tried."""
+"""The presets of `ZeroConfig` that are tried. The first one needs least memory."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,7 +41,7 @@ class Choice:
     zero: str
     mesh_shape: Mapping[str, int]
     microbatches: int
-    weights: str | None
+    weights: Literal["step", "tick"] | None
     remat: bool | None
 
     def words(self) -> list[str]:
@@ -83,7 +93,41 @@ class Variants:
         return staged if mesh_shape.get(PIPE, 1) > 1 else plain
 
 
-def meshes(nodes: int, devices: int, pipes: Sequence[int]) -> Iterator[dict[str, int]]:
+def axes_inside(devices: int, *, experts: bool) -> Iterator[dict[str, int]]:
+    """Yield the lengths of axes that split the work on one row and divide a node, shortest first.
+
+    Args:
+      devices: the number of devices of a node.
+      experts: whether the axis `expert` is tried too.
+    """
+    lengths = [n for n in range(1, devices + 1) if devices % n == 0]
+    found = [
+        {EXPERT: expert, CONTEXT: context, TENSOR: tensor}
+        for expert in (lengths if experts else [1])
+        for context in lengths
+        for tensor in lengths
+        if devices % (expert * context * tensor) == 0
+    ]
+    yield from sorted(found, key=lambda axes: math.prod(axes.values()))
+
+
+def axes_over_nodes(nodes: int, devices: int) -> Iterator[dict[str, int]]:
+    """Yield the lengths of axes that take several nodes: `context` over them, and `tensor` inside.
+
+    Args:
+      nodes, devices: the number of nodes, and of devices in each.
+    """
+    for several in (n for n in range(2, nodes + 1) if nodes % n == 0):
+        for tensor in (n for n in range(1, devices + 1) if devices % n == 0):
+            yield {CONTEXT: several * devices // tensor, TENSOR: tensor}
+
+
+def meshes(
+    nodes: int,
+    devices: int,
+    pipes: Sequence[int],
+    axes: Mapping[str, int] | None = None,
+) -> Iterator[dict[str, int]]:
     """Yield the meshes of a cluster, one for each number of stages that fits.
 
     Hosts become stages first, as in `make_mesh`.
@@ -91,7 +135,9 @@ def meshes(nodes: int, devices: int, pipes: Sequence[int]) -> Iterator[dict[str,
     Args:
       nodes, devices: the number of nodes, and of devices in each.
       pipes: numbers of stages.
+      axes: the lengths of axes that split the work on one row.
     """
+    split = {axis: (axes or {}).get(axis, 1) for axis in SPLIT_AXES}
     for pipe in pipes:
         if nodes % pipe == 0:
             shape = {PIPE: pipe, NODE: nodes // pipe, DEVICE: devices}
@@ -99,7 +145,18 @@ def meshes(nodes: int, devices: int, pipes: Sequence[int]) -> Iterator[dict[str,
             shape = {PIPE: pipe, NODE: 1, DEVICE: devices * nodes // pipe}
         else:
             continue
-        yield {axis: size for axis, size in shape.items() if axis != PIPE or size > 1}
+        try:
+            shape[NODE], shape[DEVICE] = lengths_beside(shape[NODE], shape[DEVICE], split)
+        except ValueError:
+            continue  # a stage has too few devices for these axes
+        shape |= split
+        yield {axis: size for axis, size in shape.items() if axis in (NODE, DEVICE) or size > 1}
+
+
+def counts_of(mesh_shape: Mapping[str, int], rows: int) -> list[int]:
+    """Return the numbers of micro-batches into which the rows of a device divide, fewest first."""
+    of_device = max(rows // (mesh_shape[NODE] * mesh_shape[DEVICE]), 1)
+    return [m for m in range(1, of_device + 1) if of_device % m == 0]
 
 
 def attempts(
@@ -111,8 +168,7 @@ def attempts(
       zero, mesh_shape, remat: the settings that stay.
       rows: examples of a global batch.
     """
-    of_device = max(rows // (mesh_shape[NODE] * mesh_shape[DEVICE]), 1)
-    counts = [m for m in range(1, of_device + 1) if of_device % m == 0]
+    counts = counts_of(mesh_shape, rows)
     pipe = mesh_shape.get(PIPE, 1)
     if pipe > 1:
         enough = [m for m in counts if m <= 4 * pipe]

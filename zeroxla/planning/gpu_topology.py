@@ -13,7 +13,7 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh
 
-from zeroxla.mesh.axes import DEVICE, NODE, PIPE
+from zeroxla.mesh.axes import NODE, PIPE
 from zeroxla.mesh.machines import TARGETS
 
 H200 = TARGETS / "h200.txtpb"
@@ -35,8 +35,8 @@ def target_mesh(target: str | Path, mesh_shape: Mapping[str, int]) -> Mesh:
 
     Args:
       target: a file that describes one GPU, as the text of XLA's message GpuTargetConfigProto.
-      mesh_shape: lengths of the axes `pipe`, `node` and `device`, in the mesh's order. The devices
-        along `device` belong to one host.
+      mesh_shape: lengths of the axes, in the mesh's order. The devices along `device` and the axes
+        after it belong to one host.
 
     Raises:
       ValueError: the description cannot be read, or XLA does not understand it.
@@ -57,11 +57,12 @@ def target_mesh(target: str | Path, mesh_shape: Mapping[str, int]) -> Mesh:
         )
     os.environ.setdefault(UNCHECKED, "1")
     hosts = math.prod(length for axis, length in mesh_shape.items() if axis in (PIPE, NODE))
+    devices = math.prod(mesh_shape.values()) // hosts
     try:
         topology = topologies.get_topology_desc(
             platform="cuda",
             target_config=description,
-            topology=f"1x{hosts}x{mesh_shape[DEVICE]}",  # slices x hosts x devices
+            topology=f"1x{hosts}x{devices}",  # slices x hosts x devices
         )
     except (RuntimeError, ValueError, NotImplementedError) as error:
         if "GpuTargetConfigProto" in str(error):

@@ -32,7 +32,7 @@ class Event:
 
     def later(self, seconds: float) -> Event:
         """Return the event, moved to later."""
-        return dataclasses.replace(self, start_s=self.start_s + seconds, end_s=self.end_s + seconds)
+        return Event(self.lane, self.phase, self.start_s + seconds, self.end_s + seconds)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,10 +74,12 @@ class Lanes:
     Args:
       overlaps: whether the links work while the device computes. If not, everything waits for
         `COMPUTE`, and takes it.
+      shared: by lane, the lane whose link it takes too; other lanes have links of their own.
     """
 
-    def __init__(self, *, overlaps: bool) -> None:
+    def __init__(self, *, overlaps: bool, shared: Mapping[str, str] | None = None) -> None:
         self._overlaps = overlaps
+        self._shared = shared or {}
         self._free_s: dict[str, float] = {}
         self.busy_s: dict[str, float] = {}
         self.events: list[Event] = []
@@ -91,7 +93,7 @@ class Lanes:
           seconds: how long the lane is taken.
           path, kind: path of scopes and kind of collective, from which the event's phase follows.
         """
-        taken = lane if self._overlaps else COMPUTE
+        taken = self._shared.get(lane, lane) if self._overlaps else COMPUTE
         start = max(start, self._free_s.get(taken, 0.0))
         end = start + seconds
         self._free_s[taken] = end
@@ -118,7 +120,7 @@ class Lanes:
 
     def copy(self) -> Lanes:
         """Return lanes in the same state, to come back to."""
-        copied = Lanes(overlaps=self._overlaps)
+        copied = Lanes(overlaps=self._overlaps, shared=self._shared)
         copied.become(self)
         return copied
 
@@ -141,12 +143,12 @@ class Lanes:
         One repetition takes as long as the first one did, or as the lane that is taken longest.
         """
         busy_s = {lane: after.busy_s[lane] - before.busy_s.get(lane, 0.0) for lane in after.busy_s}
-        step = max([after.latest_s - before.latest_s, *busy_s.values()])
-        repeated = self.events[before.num_events :]
+        of_links = on_links(busy_s, self._shared)
+        step = max([after.latest_s - before.latest_s, *of_links.values()])
+        repeated = _joined(self.events[before.num_events :])
         for lane, seconds in busy_s.items():
             self.busy_s[lane] = after.busy_s[lane] + times * seconds
-        for k in range(1, round(times) + 1):
-            self.events += [event.later(k * step) for event in repeated]
+        self.events += _repeated(repeated, step, round(times))
         self._free_s = {lane: free + times * step for lane, free in self._free_s.items()}
         return times * step
 
@@ -166,3 +168,38 @@ class Lanes:
         self.events[first:] = [event.later(start) for event in self.events[first:]]
         self._free_s = {**taken, COMPUTE: taken.get(COMPUTE, 0.0) + seconds}
         return start + seconds
+
+
+def on_links(busy_s: Mapping[str, float], shared: Mapping[str, str]) -> dict[str, float]:
+    """Return for how long links are taken, from the seconds of lanes; lanes that share a link add
+    up."""
+    found: dict[str, float] = {}
+    for lane, seconds in busy_s.items():
+        link = shared.get(lane, lane)
+        found[link] = found.get(link, 0.0) + seconds
+    return found
+
+
+def _joined(events: list[Event]) -> list[Event]:
+    """Return events in which those of one lane and phase that follow each other are one."""
+    found: list[Event] = []
+    for event in events:
+        last = found[-1] if found else None
+        if last is not None and (last.lane, last.phase, last.end_s) == (
+            event.lane,
+            event.phase,
+            event.start_s,
+        ):
+            found[-1] = Event(last.lane, last.phase, last.start_s, event.end_s)
+        else:
+            found.append(event)
+    return found
+
+
+def _repeated(events: list[Event], step: float, times: int) -> list[Event]:
+    """Return events again, `times` times, each time by `step` seconds later. One that takes all of
+    a step goes on, and stays one."""
+    if len(events) == 1 and times and events[0].end_s - events[0].start_s >= step * (1 - 1e-9):
+        (event,) = events
+        return [Event(event.lane, event.phase, event.start_s + step, event.end_s + times * step)]
+    return [event.later(k * step) for k in range(1, times + 1) for event in events]

@@ -14,10 +14,11 @@ import optax
 from jax.sharding import Mesh
 
 from zeroxla.config.zero_config import ZeroConfig
-from zeroxla.mesh.axes import world_size
+from zeroxla.mesh.axes import axes_size, leaf_axes
 from zeroxla.mesh.machines import Device, Link, Machines
 from zeroxla.offload.disk.desk import with_tickets
 from zeroxla.offload.disk.disk_array import DiskShape
+from zeroxla.planning.axes_plan import AxesPlan
 from zeroxla.planning.compile_check import compile_step
 from zeroxla.planning.fit import zero3_estimate
 from zeroxla.planning.generation import Generating, GenerationPlan
@@ -55,6 +56,7 @@ def plan(
     link: str | Link = "100gbit",
     machines: str | Path | Machines | None = None,
     memory_fraction: float | None = None,
+    devices_per_node: int | None = None,
     generating: Generating | None = None,
     islands: Islands | None = None,
     compiled: bool = False,
@@ -67,7 +69,8 @@ def plan(
 
     Args:
       model, optimizer, loss, config, microbatches, weights, axis_names: as `make_step` takes them.
-      mesh_shape: lengths of the axes `pipe`, `node` and `device`; 1 for an axis that is left out.
+      mesh_shape: lengths of the axes `pipe`, `node`, `device`, and of `expert`, `context` and
+        `tensor`, as `make_mesh` makes them; 1 for an axis that is left out.
       batch: the shapes (or arrays) of a global batch.
       device: the cluster's kind of device, by its name in the tables.
       link: the link between nodes, by its name in the tables or by a rate such as "100gbit", which
@@ -75,6 +78,8 @@ def plan(
       machines: a TOML file with more devices and links.
       memory_fraction: the share of a GPU's memory that JAX takes for a process
         (XLA_PYTHON_CLIENT_MEM_FRACTION). None means the share in the table, 0.75.
+      devices_per_node: the number of devices of a node. None means that the axis `device` and those
+        after it are a node. Give it for axes that take several nodes, as context=16 on nodes of 8.
       generating: what a `HybridEngine` generates between steps, if anything.
       islands: the number of islands and their links, if `config.outer` says how islands exchange;
         the mesh is one island's. None means two islands with links of 1 Gbit/s.
@@ -106,7 +111,12 @@ def plan(
     if islands is not None:
         islands = dataclasses.replace(islands, link=islands.find_link(machines))
     target = Target.find(
-        mesh_shape, device=device, link=link, machines=machines, memory_fraction=memory_fraction
+        mesh_shape,
+        device=device,
+        link=link,
+        machines=machines,
+        memory_fraction=memory_fraction,
+        devices_per_node=devices_per_node,
     )
     step_on: Callable[[Any], Step] = partial(
         make_step,
@@ -147,17 +157,22 @@ def plan_step(
     exchanges = _exchanges(step, state, islands, time.seconds)
     if exchanges is not None:
         memory = exchanges.added_to(memory)
+    comms = comms_of(program, dict(target.mesh_shape), platform, target.node_size)
+    description = step.describe()
+    described = description if isinstance(description, Description) else None
+    reports = () if described is None else described.axes
     return Plan(
         target=target,
         num_parameters=sum(math.prod(p.shape) for p in state.placements[0]),
         num_examples=_num_examples(batch),
         num_tokens=_num_tokens(batch),
         memory=memory,
-        comms=comms_of(program, dict(target.mesh_shape), platform),
+        comms=comms,
         time=time,
         bubble=simulation.bubble,
-        deepspeed_bytes=_deepspeed_bytes(step),
+        deepspeed_bytes=None if described is None else _deepspeed_bytes(described, step),
         generation=None if generating is None else GenerationPlan.of(step, generating),
+        axes=AxesPlan.of(target, reports, comms, time) if reports else None,
         islands=exchanges,
         ahead=ahead,
         simulation=simulation,
@@ -205,9 +220,7 @@ def _num_tokens(batch: Any) -> int | None:
     return None if tokens is None else tokens.shape[0] * (tokens.shape[1] - 1)
 
 
-def _deepspeed_bytes(step: Step) -> float | None:
-    """Return DeepSpeed's estimate of a device's state; None for a pipeline."""
-    described = step.describe()
-    if not isinstance(described, Description):
-        return None
-    return zero3_estimate(described.largest_unit, described.num_parameters, world_size(step.mesh))
+def _deepspeed_bytes(described: Description, step: Step) -> float:
+    """Return DeepSpeed's estimate of a device's state."""
+    num_devices = axes_size(step.mesh, leaf_axes(step.mesh))
+    return zero3_estimate(described.largest_unit, described.num_parameters, num_devices)

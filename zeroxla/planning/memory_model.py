@@ -17,7 +17,7 @@ from zeroxla.program.report import Report, format_bytes
 from zeroxla.program.trace import Equation
 from zeroxla.step.state import TrainState
 from zeroxla.step.step import Step
-from zeroxla.wire.leaves import Layout
+from zeroxla.wire.leaves import Layout, Leaf
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -96,7 +96,7 @@ class MemoryPlan(Report):
         peak_in_update = in_update > peak.total()
         if peak_in_update:
             peak = Counter({GRADIENTS: gradient_bytes})
-        secondary = [sum(map(wiring.secondary_bytes, leaves)) for leaves in layouts]
+        secondary = [sum(map(wiring.secondary_bytes, map(_of_part, leaves))) for leaves in layouts]
         others = (state.model_state, state.step, state.loss_scale)
         return MemoryPlan(
             parameter_bytes=shard_bytes(state.params),
@@ -187,6 +187,11 @@ class MemoryPlan(Report):
         if self.disk_bytes:
             table.add_row("its state on the host's disk", format_bytes(self.disk_bytes))
         return table
+
+
+def _of_part(leaf: Leaf) -> Leaf:
+    """Return the part of a leaf that a device computes with, if axes split it."""
+    return dataclasses.replace(leaf, placement=leaf.placement.of_part)
 
 
 def _gradient_bytes(layout: Layout, step: Step) -> int:

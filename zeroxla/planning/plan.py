@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from zeroxla.inspect.comms_report import CommsReport
-from zeroxla.mesh.axes import DEVICE
 from zeroxla.mesh.machines import Device, Link
+from zeroxla.planning.axes_plan import AxesPlan
 from zeroxla.planning.bottleneck import NAMES, Bottleneck, longest, twice_as_fast
 from zeroxla.planning.compile_check import CompiledPlan
 from zeroxla.planning.generation import GenerationPlan
@@ -39,6 +39,7 @@ class Plan(Report):
       bubble: the share of the step in which the stages of a pipeline are idle.
       deepspeed_bytes: DeepSpeed's estimate for the state of a device; None for pipelines.
       generation: the memory of a device that generates, if that was asked for.
+      axes: what the axes move and cost that split the work on one row; None if there are none.
       islands: what the exchanges between islands cost; None if the config has no `outer`. `time`
         is without them.
       compiled: the compiler's figures for memory and collectives, if they were asked for.
@@ -56,6 +57,7 @@ class Plan(Report):
     bubble: float = 0.0
     deepspeed_bytes: float | None = None
     generation: GenerationPlan | None = None
+    axes: AxesPlan | None = None
     islands: IslandsPlan | None = None
     compiled: CompiledPlan | None = None
     ahead: bool | None = None
@@ -94,7 +96,9 @@ class Plan(Report):
         target = dataclasses.replace(target, device=device, links=links)
         time = self.simulation.on(target, ahead=ahead)
         islands = self.islands and dataclasses.replace(self.islands, step_s=time.seconds)
-        return dataclasses.replace(self, target=target, time=time, islands=islands, ahead=ahead)
+        axes = self.axes and AxesPlan.of(target, self.axes.reports, self.comms, time)
+        found = dataclasses.replace(self, target=target, time=time, ahead=ahead)
+        return dataclasses.replace(found, islands=islands, axes=axes)
 
     @property
     def fits(self) -> bool:
@@ -112,13 +116,13 @@ class Plan(Report):
     def host_bytes(self) -> int:
         """The bytes that a node's own memory holds while a checkpoint is saved: the state of its
         devices, offloaded or not, except for what is on disk."""
-        mesh, memory = self.target.mesh_shape, self.memory
-        return (memory.state_bytes + memory.host_bytes) * mesh[DEVICE]
+        memory = self.memory
+        return (memory.state_bytes + memory.host_bytes) * self.target.node_size
 
     @property
     def limit(self) -> str:
         """The resource that is in use longest, in words, and for which share of the step."""
-        resource, seconds = longest(self.time)
+        resource, seconds = longest(self.time, self.target.shared_links)
         words = f"{NAMES[resource]}, {seconds / self.time.seconds:.0%}"
         return f"{words}; bubble, {self.bubble:.0%}" if self.bubble else words
 
@@ -128,7 +132,7 @@ class Plan(Report):
 
         Cost: the step is simulated once more, a fraction of a second.
         """
-        resource, seconds = longest(self.time)
+        resource, seconds = longest(self.time, self.target.shared_links)
         faster = self.simulation.on(twice_as_fast(self.target, resource), ahead=self.ahead)
         return Bottleneck(
             resource=resource,
@@ -184,6 +188,8 @@ class Plan(Report):
         if self.generation is not None:
             tables.append(self.generation.table())
         tables += [self.comms.table(), self.time_table()]
+        if self.axes is not None:
+            tables.append(self.axes.table())
         if self.islands is not None:
             tables.append(self.islands.table())
         if self.compiled is not None:

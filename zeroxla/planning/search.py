@@ -3,34 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import jax
-
 from zeroxla.config.zero_config import ZeroConfig
-from zeroxla.mesh.axes import PIPE
-from zeroxla.planning.choices import ZEROS, Choice, Variants, attempts, meshes, with_preset
-from zeroxla.planning.make import plan
-from zeroxla.planning.plan import Plan
+from zeroxla.mesh.axes import DEVICE, NODE
+from zeroxla.mesh.machines import Device, Link, Machines
+from zeroxla.planning.choices import ZEROS, Variants, axes_inside, axes_over_nodes, meshes
+from zeroxla.planning.hunt import Found, Hunt, rank
+from zeroxla.planning.trials import TrialCluster, Trials
 from zeroxla.program.report import Report, format_bytes
 
 if TYPE_CHECKING:
     from rich.table import Table
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Found:
-    """A choice, and its plan."""
-
-    choice: Choice
-    plan: Plan
-
-    @property
-    def limit(self) -> str:
-        """What limits it: memory if it does not fit, otherwise the lane that is taken longest."""
-        return self.plan.limit if self.plan.fits else "memory"
+MOST_LISTED = 6
+"""The most settings that a note on what was refused lists."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,7 +64,7 @@ class Search(Report):
 
     def notes(self) -> list[str]:
         """Return a sentence for each reason why settings were refused."""
-        return [f"Not planned: {'; '.join(which)}: {why}" for why, which in self.refused.items()]
+        return [f"Not planned: {_listed(which)}: {why}" for why, which in self.refused.items()]
 
 
 def search_plans(
@@ -86,7 +76,12 @@ def search_plans(
     config: ZeroConfig | None = None,
     zeros: Sequence[str] = ZEROS,
     pipes: Sequence[int] | None = None,
+    axes: Sequence[Mapping[str, int]] | None = None,
     progress: Callable[[int, int, str], None] = lambda done, total, what: None,
+    device: str | Device = "h100",
+    link: str | Link = "100gbit",
+    machines: str | Path | Machines | None = None,
+    memory_fraction: float | None = None,
     **options: Any,
 ) -> Search:
     """Plan a model on a cluster in many settings, and rank the plans.
@@ -95,6 +90,11 @@ def search_plans(
     without recomputation, and each time with as few micro-batches as fit. A pipeline gets about
     four micro-batches for each stage, which keeps its bubble short. If they do not fit, it gets
     more, and then gathers its weights in every tick.
+
+    The axes `tensor`, `context` and, if the model has banks of experts, `expert` are tried in all
+    lengths whose product divides a node. With these and with stages, the other presets are left out
+    where the first one shows that they cannot fit, or cannot be faster than the best plan so far.
+    If nothing fits, `context` is also tried over several nodes.
 
     Args:
       model: as `make_step` takes it, or {False: the model, True: the model that recomputes in
@@ -106,9 +106,11 @@ def search_plans(
         defaults with `compute_dtype="bfloat16"`.
       zeros: the names of presets.
       pipes: numbers of stages. None means 1, 2, 4 and 8.
+      axes: lengths of the axes that split the work on one row, such as ({"tensor": 2},); ({},) for
+        none of them. None means all, as above.
       progress: called with (groups of settings done, groups in all, the settings that come next).
-      options: further arguments of `zeroxla.plan`: optimizer, loss, device, link,
-        machines, memory_fraction.
+      device, link, machines, memory_fraction: as `zeroxla.plan` takes them.
+      options: further arguments of `zeroxla.plan`: optimizer, loss, axis_names, generating, ahead.
 
     Returns:
       The ranked plans.
@@ -116,76 +118,44 @@ def search_plans(
     Raises:
       ValueError: unknown presets, or no setting can be planned at all (it says why not).
 
-    Cost: a trace for each plan, minutes in all.
+    Cost: a trace for each plan, and for each mesh with axes that split the work on one row a search
+    of several seconds for each number of micro-batches; minutes in all.
     """
     config = config or ZeroConfig(compute_dtype="bfloat16")
     if unknown := set(zeros) - set(ZEROS):
         raise ValueError(f"there are no presets {sorted(unknown)}; there are {ZEROS}")
-    rows = jax.tree.leaves(batch)[0].shape[0]
-    variants = Variants.of(model, options.get("loss"))
-    refused = dict(variants.refused)
-    shapes = list(meshes(nodes, devices_per_node, pipes or (1, 2, 4, 8)))
-    if not variants.has_pipelines:
-        shapes = [shape for shape in shapes if shape.get(PIPE, 1) == 1]
-    groups = [
-        (zero, shape, remat) for shape in shapes for remat in variants.models for zero in zeros
-    ]
-    found: list[Found] = []
-    for i, (zero, shape, remat) in enumerate(groups):
-
-        def planned(choice: Choice, done: int = i) -> Plan:
-            progress(done, len(groups), ", ".join(choice.words()))
-            made = variants.model(choice.remat, choice.mesh_shape)
-            return _plan(made, choice, batch, config, options)
-
-        last = _first_that_fits(attempts(zero, shape, remat, rows), planned, refused)
-        found += [last] if last else []
-    progress(len(groups), len(groups), "")
-    if not found:
-        raise ValueError("no setting can be planned:\n" + "\n".join(refused))
-    found.sort(key=lambda row: _rank(row.plan))
-    return Search(found=tuple(found), refused=refused)
-
-
-def _first_that_fits(
-    choices: Iterator[Choice],
-    planned: Callable[[Choice], Plan],
-    refused: dict[str, list[str]],
-) -> Found | None:
-    """Return the first choice that fits, or the last one that can be planned, with its plan.
-
-    Choices that cannot be planned are added to `refused`, under the reason why.
-    """
-    last: Found | None = None
-    for choice in choices:
-        try:
-            last = Found(choice=choice, plan=planned(choice))
-        except (ValueError, NotImplementedError) as error:
-            refused.setdefault(str(error), []).append(", ".join(choice.words()))
-            continue
-        if last.plan.fits:
-            break
-    return last
+    trials = Trials(
+        variants=Variants.of(model, options.get("loss")),
+        batch=batch,
+        config=config,
+        cluster=TrialCluster(
+            device=device,
+            link=link,
+            machines=machines,
+            memory_fraction=memory_fraction,
+            devices_per_node=devices_per_node,
+        ),
+        **options,
+    )
+    zeros = sorted(zeros, key=ZEROS.index)  # the first one needs least memory
+    hunt = Hunt(trials=trials, zeros=zeros, progress=progress)
+    cluster = nodes, devices_per_node
+    stages = pipes or (1, 2, 4, 8)
+    inside = axes
+    if axes is None:
+        experts = devices_per_node > 1 and trials.has_experts({NODE: 1, DEVICE: 1})
+        inside = list(axes_inside(devices_per_node, experts=experts))
+    hunt.search([shape for each in inside or () for shape in meshes(*cluster, stages, each)])
+    if axes is None and hunt.best_s is None:
+        wide = axes_over_nodes(*cluster)
+        hunt.search([shape for each in wide for shape in meshes(*cluster, (1,), each)])
+    if not hunt.found:
+        raise ValueError("no setting can be planned:\n" + "\n".join(hunt.refused))
+    found = sorted(hunt.found, key=lambda row: rank(row.plan))
+    return Search(found=tuple(found), refused=hunt.refused)
 
 
-def _plan(
-    model: Any, choice: Choice, batch: Any, config: ZeroConfig, options: Mapping[str, Any]
-) -> Plan:
-    # A pipeline has its own loss.
-    more = {} if choice.weights is None else {"weights": choice.weights, "loss": None}
-    with warnings.catch_warnings():
-        # A search tries presets on meshes and stages for which a part of them does nothing.
-        warnings.filterwarnings("ignore", message=".*without effect|.* has no effect in a pipeline")
-        return plan(
-            model,
-            choice.mesh_shape,
-            batch,
-            config=with_preset(config, choice.zero),
-            microbatches=choice.microbatches,
-            **{**options, **more},
-        )
-
-
-def _rank(plan: Plan) -> tuple[bool, float]:
-    """Return the sort key of a plan: plans that fit first, by speed; then the others, by memory."""
-    return not plan.fits, -plan.tokens_per_s if plan.fits else plan.most_bytes
+def _listed(settings: Sequence[str]) -> str:
+    """Return settings as text; of many, the first."""
+    more = len(settings) - MOST_LISTED
+    return "; ".join(settings[:MOST_LISTED]) + (f"; and {more} more" if more > 0 else "")

@@ -57,7 +57,7 @@ class Clock:
         self, target: Target, *, ahead: bool = False, full_ticks: float | None = None
     ) -> None:
         self._target, self._ahead, self._full_ticks = target, ahead, full_ticks
-        self._lanes = Lanes(overlaps=target.device.overlaps)
+        self._lanes = Lanes(overlaps=target.device.overlaps, shared=target.shared_links)
         self._scopes: dict[int, tuple[Scope, Reads]] = {}
         self._bodies: dict[tuple[int, int], Program] = {}
 

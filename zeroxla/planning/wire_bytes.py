@@ -6,13 +6,13 @@ Nothing is compiled: a collective that the compiler adds is not here.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from zeroxla.inspect.comms_report import CommsReport, Row
 from zeroxla.inspect.phases import phase_of
 from zeroxla.inspect.traffic import received_bytes
-from zeroxla.mesh.axes import NODE, PIPE
+from zeroxla.mesh.axes import NODE, PIPE, nodes_along
 from zeroxla.program.primitives import HLO_KINDS
 from zeroxla.program.trace import Equation, Program
 from zeroxla.program.walk import Visit, walk
@@ -20,7 +20,12 @@ from zeroxla.program.walk import Visit, walk
 _DTYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16", "float64": "f64", "bool": "pred"}
 
 
-def comms_of(program: Program, mesh_shape: dict[str, int], platform: str) -> CommsReport:
+def comms_of(
+    program: Program,
+    mesh_shape: dict[str, int],
+    platform: str,
+    devices_per_node: int | None = None,
+) -> CommsReport:
     """Report a traced program's collectives, as `zeroxla.inspect.comms` does for a compiled one.
 
     Collectives that the compiler adds outside of `shard_map` (some optimizers need them) are
@@ -30,9 +35,13 @@ def comms_of(program: Program, mesh_shape: dict[str, int], platform: str) -> Com
       program: a traced program.
       mesh_shape: axis lengths, outermost first.
       platform: the platform that the program is compiled for.
+      devices_per_node: the number of devices of a node. None means that the axes after `node` are
+        a node.
     """
+    inside = math.prod(n for axis, n in mesh_shape.items() if axis not in (NODE, PIPE))
+    node_size = devices_per_node or inside
     collectives = (visit for visit in walk(program, platform) if visit.equation.name in HLO_KINDS)
-    rows = (_row(visit, mesh_shape) for visit in collectives)
+    rows = (_row(visit, mesh_shape, node_size) for visit in collectives)
     return CommsReport(
         mesh_shape=mesh_shape, collectives=tuple(row for row in rows if row is not None)
     )
@@ -45,7 +54,7 @@ def axes_of(eq: Equation) -> tuple[str, ...]:
     return tuple(name for name in names if isinstance(name, str))
 
 
-def _row(visit: Visit, mesh_shape: dict[str, int]) -> Row | None:
+def _row(visit: Visit, mesh_shape: dict[str, int], node_size: int) -> Row | None:
     """Return a collective's row; None if it is over axes of one device."""
     eq, count = visit.equation, visit.count
     axes = [axis for axis in mesh_shape if axis in axes_of(eq) and mesh_shape[axis] > 1]
@@ -66,24 +75,30 @@ def _row(visit: Visit, mesh_shape: dict[str, int]) -> Row | None:
         count=count,
         elements=sum(x.size for x in arrays),
         received_bytes=received * count,
-        cross_host_bytes=_between_hosts(axes, mesh_shape, received) * count,
+        cross_host_bytes=leaving_share(axes, mesh_shape, node_size, kind) * received * count,
         branches=visit.branches,
         conditional=bool(visit.branches),
         op_name=visit.path,
     )
 
 
-def _between_hosts(axes: Sequence[str], mesh_shape: dict[str, int], received: float) -> float:
-    """Return the bytes that one host sends to others while each device receives `received` bytes.
+def leaving_share(
+    axes: Sequence[str], mesh_shape: Mapping[str, int], node_size: int, kind: str
+) -> float:
+    """Return the bytes that one host sends to others, for each byte that a device receives.
 
     A group with one device in each host sends all of it between hosts. In a ring over several
-    devices of each host, only the bytes cross that a host's last device passes on.
+    devices of each host, only the bytes cross that a host's last device passes on. In an all-to-all
+    each device sends to every device of the other hosts.
     """
-    outer = [axis for axis in axes if axis in (NODE, PIPE)]
-    if not outer:
+    size = math.prod(mesh_shape[axis] for axis in axes)
+    over = math.prod(nodes_along(mesh_shape, node_size, axis) for axis in axes)
+    if over == 1:
         return 0.0
-    inner = [n for axis, n in mesh_shape.items() if axis not in (*axes, NODE, PIPE)]
-    return received * math.prod(inner)
+    inside = size // over
+    if kind == "all-to-all":
+        return node_size * (size - inside) / (size - 1)
+    return node_size / inside
 
 
 def _dtype(dtype: Any) -> str:

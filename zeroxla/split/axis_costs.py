@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
+from zeroxla.mesh.machines import Device
 from zeroxla.program.primitives import ARRANGEMENTS, CONTRACTIONS, RENAMES
 from zeroxla.program.scan import Scan
 from zeroxla.program.trace import Equation, bytes_of
@@ -14,7 +15,7 @@ from zeroxla.split.rules import shape_of
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class AxisCosts:
-    """Costs in seconds.
+    """Costs in seconds. The defaults are those of an axis inside a node of NVIDIA H100s, roughly.
 
     Attributes:
       link: of a byte that a device receives over the axis.
@@ -29,6 +30,16 @@ class AxisCosts:
     leaf: float = 3 / 25e9
     memory: float = 1 / 3e12
     operation: float = 1 / 500e12
+
+    @staticmethod
+    def of(device: Device, *, link: float, latency: float) -> AxisCosts:
+        """Return the costs of an axis of a kind of device; `link` and `latency` as above."""
+        return AxisCosts(
+            link=link,
+            latency=latency,
+            memory=1 / device.memory_rate,
+            operation=1 / (device.efficiency * max(device.flops_per_s.values())),
+        )
 
     def work(self, eq: Equation) -> float:
         """Return what an equation costs if one device runs all of it."""

@@ -58,6 +58,14 @@ class Holding:
     kind: Kind
     dim: int | None = None
     atom: Atom | None = None
+    _hash: int = dataclasses.field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        # Searches look holdings up millions of times, and an enum's own hash is slow.
+        object.__setattr__(self, "_hash", hash((self.kind.value, self.dim, self.atom)))
+
+    def __hash__(self) -> int:
+        return self._hash
 
     @property
     def dual(self) -> Holding:

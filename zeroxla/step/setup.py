@@ -14,6 +14,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from zeroxla.config.fetch_limits import FetchLimits
 from zeroxla.config.offload import PINNED
+from zeroxla.config.splits import Splits
 from zeroxla.config.zero_config import ZeroConfig
 from zeroxla.fetch.segments import FetchPlan
 from zeroxla.frontend import Adapted
@@ -27,6 +28,7 @@ from zeroxla.offload.memory_kinds import check_memory
 from zeroxla.offload.update.on_host import check_host_compute
 from zeroxla.program.compat import AxisNames, mesh_context
 from zeroxla.program.shapes import shapes_of
+from zeroxla.split.axis_links import costs_on
 from zeroxla.step.axes.axes_split import AxesSplit
 from zeroxla.step.axes.checks import check_axes, check_overwritten
 from zeroxla.step.axes.deals import Deals
@@ -42,6 +44,7 @@ from zeroxla.wire.wire_state import WholeWireStatePlan, WireStatePlan
 
 REPLICATED = PartitionSpec()
 Placements = tuple[tuple[Placement, ...], tuple[Placement, ...]]
+KnownLosses = dict[Any, tuple[Losses, AxesSplit | None]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -57,6 +60,8 @@ class Setup:
       weights: how often a stage of a pipeline gathers its leaves.
       alone_elements: a shard of at least this many elements shares no buffer with others.
       axis_names: other names of the mesh's axes, which the model uses.
+      known: the losses and their splits by compute dtype and pins. Setups of one model and mesh
+        share it, so that the model is traced, and axes are searched, once for all of them.
       desk: where programs get parameters that are on disk.
       wiring: how leaves travel on this mesh.
       losses: the model's loss for training and for evaluation. JAX remembers their traces, so that
@@ -72,6 +77,7 @@ class Setup:
     weights: Literal["step", "tick"] = "step"
     alone_elements: int = ALONE_ELEMENTS
     axis_names: AxisNames = ()
+    known: KnownLosses = dataclasses.field(default_factory=dict)
     desk: Desk = dataclasses.field(default_factory=Desk, init=False)
     wiring: Wiring = dataclasses.field(init=False)
     losses: Losses = dataclasses.field(init=False)
@@ -81,13 +87,14 @@ class Setup:
     def __post_init__(self) -> None:
         check_axes(self.mesh, self.config)
         wiring = make_wiring(self.config, self.mesh, self.desk, self.alone_elements)
-        losses = make_losses(self.adapted, wiring.collectives.compute_dtype)
         object.__setattr__(self, "wiring", wiring)
-        object.__setattr__(self, "losses", losses)
-        split = tuple((axis, self.mesh.shape[axis]) for axis in split_axes(self.mesh))
         dtype = wiring.collectives.compute_dtype
-        splits = self.config.splits
-        axes = AxesSplit(axes=split, losses=losses, dtype=dtype, splits=splits) if split else None
+        key = dtype, repr(self.config.splits)
+        if key not in self.known:
+            losses = make_losses(self.adapted, dtype)
+            self.known[key] = losses, _axes_split(self.mesh, losses, dtype, self.config.splits)
+        losses, axes = self.known[key]
+        object.__setattr__(self, "losses", losses)
         object.__setattr__(self, "axes", axes)
 
     @property
@@ -109,13 +116,11 @@ class Setup:
         whole = tuple(Placement(shape=x.shape) for x in jax.tree.leaves(params))
         layout = self.layout_of(params, whole)
         planner = self._planner(layout, whole=True)
-        dims = self._in_mesh(planner.layer_dims, model_state, rows, key)
+        dims = self.in_mesh(planner.layer_dims, model_state, rows, key)
         parts = None
         if self.axes is not None:
             check_overwritten(self.mesh, planner.overwritten(model_state))
-            parts = self._in_mesh(
-                functools.partial(self.axes.parts, layout), model_state, rows, key
-            )
+            parts = self.in_mesh(functools.partial(self.axes.parts, layout), model_state, rows, key)
         stages = self._staged(layout)
         stage_dims: dict[int, int] = {}
         if stages is not None:
@@ -150,7 +155,7 @@ class Setup:
         """Return the fetch plan of a training step, from shapes alone."""
         rows = jax.eval_shape(self.first_rows, batch)
         plan = functools.partial(self._planner(layout).plan, train=True)
-        return self._in_mesh(plan, model_state, rows, key)[0]
+        return self.in_mesh(plan, model_state, rows, key)[0]
 
     def wire_state_plan(
         self, layout: Layout, model_state: Any, batch: Any, key: jax.Array
@@ -160,7 +165,7 @@ class Setup:
         stages = self._staged(layout)
         if whole.is_empty or stages is None:
             return whole
-        return self._in_mesh(stages.wire_state_plan, *self._stage_shapes(model_state, batch, key))
+        return self.in_mesh(stages.wire_state_plan, *self._stage_shapes(model_state, batch, key))
 
     def stage_layouts(
         self, layout: Layout, model_state: Any, batch: Any, key: jax.Array
@@ -169,7 +174,7 @@ class Setup:
         stages = self._staged(layout)
         if stages is None:
             return [layout]
-        return self._in_mesh(stages.stage_layouts, *self._stage_shapes(model_state, batch, key))
+        return self.in_mesh(stages.stage_layouts, *self._stage_shapes(model_state, batch, key))
 
     def describe_stages(
         self, layout: Layout, model_state: Any, batch: Any, key: jax.Array, at_rest: Sequence[str]
@@ -178,7 +183,7 @@ class Setup:
         stages = self._staged(layout)
         assert stages is not None, "the mesh has no stages"
         describe = functools.partial(stages.describe, at_rest=at_rest)
-        return self._in_mesh(describe, *self._stage_shapes(model_state, batch, key))
+        return self.in_mesh(describe, *self._stage_shapes(model_state, batch, key))
 
     def _stage_shapes(self, model_state: Any, batch: Any, key: jax.Array) -> tuple[Any, Any, Any]:
         """Return the shapes of the model state, of one device's micro-batch and of a key."""
@@ -211,7 +216,7 @@ class Setup:
         """Return the context in which programs of this model are traced; see `mesh_context`."""
         return mesh_context(self.mesh, self.axis_names)
 
-    def _in_mesh(self, fun: Callable[..., Any], *args: Any) -> Any:
+    def in_mesh(self, fun: Callable[..., Any], *args: Any) -> Any:
         """Call `fun` on shapes, inside `shard_map` over the mesh; return its result."""
         found: list[Any] = []
         mapped = jax.shard_map(
@@ -276,3 +281,12 @@ class Setup:
             ),
             is_overwritten=self.adapted.overwritten,
         )
+
+
+def _axes_split(mesh: Mesh, losses: Losses, dtype: Any, splits: Splits | None) -> AxesSplit | None:
+    """Return how losses are split over the axes of a mesh; None if it has none that split work."""
+    axes = tuple((axis, mesh.shape[axis]) for axis in split_axes(mesh))
+    if not axes:
+        return None
+    costs = {axis: costs_on(mesh, axis) for axis, _ in axes}
+    return AxesSplit(axes=axes, losses=losses, dtype=dtype, costs=costs, splits=splits)

@@ -22,12 +22,7 @@ from zeroxla.program.compat import AxisNames, compiler_options
 from zeroxla.program.report import Report
 from zeroxla.program.shapes import shapes_on
 from zeroxla.step.changed_config import kept, useless_optimizer, with_microbatches
-from zeroxla.step.checks import (
-    check_batch,
-    check_is_config,
-    check_key,
-    check_tokens,
-)
+from zeroxla.step.checks import check_batch, check_is_config, check_key, check_tokens
 from zeroxla.step.describe import describe_step
 from zeroxla.step.disk.steps import DiskSteps, has_disk
 from zeroxla.step.first_weights import first_weights
@@ -36,6 +31,7 @@ from zeroxla.step.notices import fresh_model_state, useless_on_mesh, useless_whe
 from zeroxla.step.programs import BY_ROWS, Programs
 from zeroxla.step.rates import Rates
 from zeroxla.step.reshape import reshaped
+from zeroxla.step.setup import KnownLosses
 from zeroxla.step.state import TrainState, check_is_state, state_shardings
 from zeroxla.step.state_shapes import StateShapes
 from zeroxla.wire.bundles import ALONE_ELEMENTS
@@ -65,6 +61,7 @@ class Step:
         microbatches: int | None = None,
         alone_elements: int = ALONE_ELEMENTS,
         axis_names: AxisNames = (),
+        known: KnownLosses | None = None,
     ) -> None:
         self._microbatches = microbatches
         config = with_microbatches(config, microbatches)
@@ -80,6 +77,7 @@ class Step:
             weights=weights,
             alone_elements=alone_elements,
             axis_names=axis_names,
+            known={} if known is None else known,
         )
         warn(useless_on_mesh(self.programs.wiring, config, mesh), stacklevel=4)
         if pipeline is not None and weights == "step":

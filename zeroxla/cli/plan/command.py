@@ -21,5 +21,5 @@ def run(arguments: Sequence[str]) -> int:
 
     try:
         return run_plan(options)
-    except ValueError as error:
+    except (ValueError, NotImplementedError) as error:
         raise UsageError(str(error)) from error

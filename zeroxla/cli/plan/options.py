@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from zeroxla.cli.adapter_options import LoraOptions
-from zeroxla.cli.mesh_options import PipelineOptions
+from zeroxla.cli.mesh_options import AxesOptions, PipelineOptions
 from zeroxla.cli.offload_options import PlannedOffload
 from zeroxla.cli.optimizer_options import OptimizerOptions
 from zeroxla.cli.option_groups import OptionGroups, flag
@@ -31,7 +31,8 @@ class PlanModelOptions:
     """Tokens per sequence. Default: the model's context."""
     batch: int | None = None
     """Sequences per step, over all devices and micro-batches. Default: one for each device (of a
-    stage) and micro-batch; with --search, 8 for each device."""
+    stage), or group of devices that shares a sequence, and micro-batch; with --search, 8 for each
+    device."""
     remat: bool = True
     """Compute each block's activations again in backward, instead of keeping them."""
 
@@ -41,9 +42,9 @@ class ClusterOptions:
     """The cluster."""
 
     nodes: int = 1
-    """Length of the mesh axis `node`; with --search, the number of nodes of the cluster."""
+    """Number of nodes, the length of the mesh axis `node` if no axis takes several nodes."""
     devices_per_node: int = 8
-    """Length of the mesh axis `device`; with --search, the devices of a node of the cluster."""
+    """Number of devices of a node, over which the mesh axis `device` lies and the axes after it."""
     device: str = "h100"
     """Kind of device. An unknown kind lists all kinds."""
     link: str = "100gbit"
@@ -79,8 +80,8 @@ class PlanGenerationOptions:
     """Tokens of the longest prompt."""
     new_tokens: int = 512
     """Tokens drawn for each prompt."""
-    tensor: int = 1
-    """Number of devices that share a copy of the model."""
+    generation_tensor: int = 1
+    """Number of devices that share a copy of the model while they generate."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,8 +89,9 @@ class PlanOutput:
     """Search and output."""
 
     search: bool = False
-    """Try all combinations of wires, stages, micro-batches and recomputation, and rank those that
-    fit. Takes minutes. It chooses --zero, --pipe, --accumulate and --remat itself."""
+    """Try all combinations of wires, stages, axes that split the work on one row, micro-batches and
+    recomputation, and rank those that fit. Takes minutes. It chooses --zero, --pipe, --tensor,
+    --context, --expert, --accumulate and --remat itself."""
     rows: int = 20
     """Number of rows that --search prints."""
     picture: Path | None = None
@@ -105,6 +107,7 @@ class PlanOptions(OptionGroups):
 
     model: PlanModelOptions = field(default_factory=PlanModelOptions)
     cluster: ClusterOptions = field(default_factory=ClusterOptions)
+    axes: AxesOptions = field(default_factory=AxesOptions)
     pipeline: PipelineOptions = field(default_factory=PipelineOptions)
     training: OptimizerOptions = field(default_factory=OptimizerOptions)
     lora: LoraOptions = field(default_factory=LoraOptions)
@@ -129,7 +132,10 @@ class PlanOptions(OptionGroups):
                 "generation.prompts": 1,
                 "generation.prompt_length": 1,
                 "generation.new_tokens": 1,
-                "generation.tensor": 1,
+                "generation.generation_tensor": 1,
+                "axes.tensor": 1,
+                "axes.context": 1,
+                "axes.expert": 1,
                 "output.rows": 1,
                 **LEAST,
                 **OUTER_LEAST,
@@ -140,7 +146,7 @@ class PlanOptions(OptionGroups):
         if self.output.search and (useless := self._unsearched()):
             raise ValueError(
                 f"--search with {', '.join(useless)}: a search compiles and calibrates nothing, it "
-                "chooses wires and stages itself, and not all that it tries goes with every "
+                "chooses wires, stages and axes itself, and not all that it tries goes with every "
                 "offload or with islands; plan the settings that it finds with that"
             )
 
@@ -151,6 +157,7 @@ class PlanOptions(OptionGroups):
             "compilation": ("compile",),
             "cluster": ("measured_s",),
             "offload": ("offload_params", "offload_secondary"),
+            "axes": tuple(vars(self.axes)),
             "pipeline": ("schedule", "chunks", "stash", "partition", "weights", "memory"),
             "lora": ("lora_rank",),
             "wires": tuple(vars(self.wires)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from zeroxla.cli.plan.options import PlanOptions
 from zeroxla.cli.zero_options import zero_config
 from zeroxla.config.zero_config import ZeroConfig
 from zeroxla.inspect.pictures import plot_plan, plot_search
-from zeroxla.mesh.axes import DEVICE, NODE, PIPE
+from zeroxla.mesh.axes import CONTEXT, DEVICE, EXPERT, NODE, PIPE, TENSOR, lengths_beside
 from zeroxla.pipeline.pipeline import Pipeline
 from zeroxla.planning.calibrate import calibrated, entry
 from zeroxla.planning.compile_check import prepare_cpu
@@ -99,16 +100,29 @@ def plan_from(options: PlanOptions) -> Plan:
     config = _config(options)
     return plan(
         model,
-        {PIPE: stages.pipe, NODE: cluster.nodes, DEVICE: cluster.devices_per_node},
+        _mesh_shape(options),
         _batch(options, length, config.accumulate),
         optimizer=_optimizer(options, config),
         config=config,
         weights=stages.weights,
         generating=_generating(options),
         islands=options.outer.planned(),
+        devices_per_node=cluster.devices_per_node,
         **_machines(options),
         compiled=options.compilation.compile,
     )
+
+
+def _mesh_shape(options: PlanOptions) -> dict[str, int]:
+    """Return the lengths of the mesh's axes, outermost first.
+
+    Raises:
+      ValueError: the axes that split the work on one row do not fit the nodes.
+    """
+    cluster, axes = options.cluster, options.axes
+    split = {EXPERT: axes.expert, CONTEXT: axes.context, TENSOR: axes.tensor}
+    nodes, data = lengths_beside(cluster.nodes, cluster.devices_per_node, split)
+    return {PIPE: options.pipeline.pipe, NODE: nodes, DEVICE: data, **split}
 
 
 def search_from(options: PlanOptions, progress: Any) -> Search:
@@ -173,6 +187,10 @@ def _smallest_cluster(options: PlanOptions, found: Plan) -> str:
             model=dataclasses.replace(options.model, batch=rows * more),
             compilation=dataclasses.replace(options.compilation, compile=False),
         )
+        try:
+            _mesh_shape(changed)
+        except ValueError:  # axes that take several nodes do not fit this many
+            return math.inf
         return plan_from(changed).most_bytes
 
     room = found.target.device.usable_bytes
@@ -205,7 +223,11 @@ def _optimizer(options: PlanOptions, config: ZeroConfig) -> Any:
 
 def _batch(options: PlanOptions, context: int, rows_per_device: int) -> dict[str, Any]:
     wanted, cluster = options.model, options.cluster
-    rows = wanted.batch or cluster.nodes * cluster.devices_per_node * rows_per_device
+    groups = cluster.nodes * cluster.devices_per_node
+    if not options.output.search:
+        shape = _mesh_shape(options)
+        groups = shape[NODE] * shape[DEVICE]
+    rows = wanted.batch or groups * rows_per_device
     shape = (rows, (wanted.length or context) + 1)
     return {"tokens": jax.ShapeDtypeStruct(shape, jnp.int32)}
 
@@ -218,7 +240,7 @@ def _generating(options: PlanOptions) -> Generating | None:
         num_prompts=asked.prompts,
         prompt_length=asked.prompt_length,
         new_tokens=asked.new_tokens,
-        tensor=asked.tensor,
+        tensor=asked.generation_tensor,
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ import jax
 from zeroxla.config.splits import Splits
 from zeroxla.mesh.placement import AxisPart
 from zeroxla.program.shapes import structure_of
+from zeroxla.split.axis_costs import AxisCosts
 from zeroxla.split.plan_proof import PlanProof
 from zeroxla.step.axes.pins import Pins
 from zeroxla.step.axes.split_loss import SplitLoss
@@ -29,15 +31,18 @@ class AxesSplit:
       axes: (name, length) of each axis, in the order in which the loss is split.
       losses: the losses of whole leaves.
       dtype: the dtype in which the model computes.
+      costs: what each axis costs.
       splits: what a user says about leaves and arrays; None if nothing.
     """
 
     axes: tuple[tuple[str, int], ...]
     losses: Losses
     dtype: Any
+    costs: Mapping[str, AxisCosts]
     splits: Splits | None = None
     _split: dict[Parts, Losses] = dataclasses.field(default_factory=dict)
     _made: dict[Any, SplitLoss] = dataclasses.field(default_factory=dict)
+    _decided: dict[Any, SplitLoss] = dataclasses.field(default_factory=dict)
     _proof: PlanProof = dataclasses.field(default_factory=PlanProof)
     _newest: list[SplitLoss] = dataclasses.field(default_factory=list)
 
@@ -52,12 +57,21 @@ class AxesSplit:
         """
         params = layout.tree.unflatten(leaf_shapes(layout, self.dtype))
         rest = model_state, rows, key
-        pins = self._pins(layout)
-        found = SplitLoss.of(
-            self.losses[True], self.axes, params, *rest, proof=self._proof, pins=pins
-        )
+        decided = _shapes((params, *rest))
+        if decided not in self._decided:
+            found = SplitLoss.of(
+                self.losses[True],
+                self.axes,
+                params,
+                *rest,
+                costs=self.costs,
+                proof=self._proof,
+                pins=self._pins(layout),
+            )
+            self._made[True, found.parts, _shapes(rest)] = found
+            self._decided[decided] = found
+        found = self._decided[decided]
         self._newest[:] = [found]
-        self._made[True, found.parts, _shapes(rest)] = found
         return found.parts
 
     @property
@@ -92,9 +106,15 @@ class AxesSplit:
         rest = model_state, batch, key
         made = train, parts, _shapes(rest)
         if made not in self._made:
-            loss = self.losses[train]
             self._made[made] = SplitLoss.of(
-                loss, self.axes, shapes, *rest, parts=parts, proof=self._proof, pins=pins
+                self.losses[train],
+                self.axes,
+                shapes,
+                *rest,
+                parts,
+                costs=self.costs,
+                proof=self._proof,
+                pins=pins,
             )
         split = self._made[made]
         if train:

@@ -30,6 +30,7 @@ class AxisPlanner:
     Attributes:
       name: the axis.
       length: its length.
+      costs: what conversions and work cost.
       proof: proves the plans, and remembers what it has found out.
       leaves: for each leaf its path, and what a user has said about it; none for no leaf pins.
       arrays: what a user has said about arrays.
@@ -37,6 +38,7 @@ class AxisPlanner:
 
     name: str
     length: int
+    costs: AxisCosts
     proof: PlanProof
     leaves: Sequence[tuple[str, SplitPin | None]] = ()
     arrays: Sequence[SplitPin] = ()
@@ -64,7 +66,7 @@ class AxisPlanner:
         flow = DimsFlow.of(program, leaves, compat.inlined_jaxpr)
         first = num_leaves + counts[1]
         rows = _classes(flow, program.inputs[first : first + counts[2]])
-        role = AxisRole(name=self.name, rows=rows, experts=_experts(flow))
+        role = AxisRole(name=self.name, rows=rows, experts=experts_of(flow))
         holdings = None
         if known is not None:
             holdings = [_known_holding(flow, v, own) for v, own in zip(values, known, strict=True)]
@@ -80,7 +82,7 @@ class AxisPlanner:
             search = AxisSearch(
                 parts=self.length,
                 role=role,
-                costs=AxisCosts(),
+                costs=self.costs,
                 proof=self.proof,
                 fixed=fixed,
                 pinned=pinned,
@@ -135,12 +137,12 @@ def _classes(flow: DimsFlow, batch: Sequence[Value]) -> frozenset[Atom]:
     return frozenset(a for v in batch if v.aval.shape for a in atoms_in(expand(flow.dims[v][0])))
 
 
-def _experts(flow: DimsFlow) -> frozenset[Atom]:
+def experts_of(flow: DimsFlow) -> frozenset[Atom]:
     """Return the classes along which products of leaves are done one by one."""
     found: set[Atom] = set()
     for eq in flow.program.equations:
         for body in flow.bodies.get(eq, ()):
-            found |= _experts(body)
+            found |= experts_of(body)
         if eq.name == "dot_general":
             _, batch = eq.params["dimension_numbers"]
             for x, dims in zip(eq.inputs, batch, strict=True):

@@ -9,7 +9,7 @@ gradients of a step need not know of the axes.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -18,6 +18,7 @@ from zeroxla.mesh.placement import AxisPart
 from zeroxla.program.shapes import shapes_of
 from zeroxla.program.trace import Value, trace
 from zeroxla.split.atoms import choosing
+from zeroxla.split.axis_costs import AxisCosts
 from zeroxla.split.axis_report import AxisReport
 from zeroxla.split.holdings import COPIES, Holding
 from zeroxla.split.layout import layout_of
@@ -60,6 +61,8 @@ class SplitLoss:
         batch: Any,
         key: Any,
         parts: Parts | None = None,
+        *,
+        costs: Mapping[str, AxisCosts],
         proof: PlanProof | None = None,
         pins: Pins | None = None,
     ) -> SplitLoss:
@@ -71,6 +74,7 @@ class SplitLoss:
           params: the shapes of the whole leaves.
           model_state, batch, key: the other arguments, or their shapes.
           parts: the parts of each leaf, if they are decided; None decides them.
+          costs: what each axis costs.
           proof: what has been proved before.
           pins: what a user says about leaves and arrays.
 
@@ -89,6 +93,7 @@ class SplitLoss:
             planner = AxisPlanner(
                 name=name,
                 length=length,
+                costs=costs[name],
                 proof=PlanProof() if proof is None else proof,
                 leaves=() if pins is None else pins.of_leaves(name),
                 arrays=() if pins is None else pins.splits.pins("arrays", name),
