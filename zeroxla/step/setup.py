@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, PartitionSpec
 
@@ -115,11 +116,16 @@ class Setup:
             parts = self._in_mesh(
                 functools.partial(self.axes.parts, layout), model_state, rows, key
             )
-        stages = self._staged(layout)
+            split = zip(whole, parts, strict=True)
+            whole = tuple(dataclasses.replace(p, parts=own) for p, own in split)
+        stages = self._staged(self.layout_of(params, whole))
         stage_dims: dict[int, int] = {}
         if stages is not None:
             check_state_of_stages(model_state, planner.overwritten(model_state))
-            stage_dims = stages.stage_dims(model_state, rows, key, jax.tree.leaves(params))
+            leaves = [jax.ShapeDtypeStruct(p.of_part.shape, jnp.float32) for p in whole]
+            find = functools.partial(stages.stage_dims, leaves=leaves)
+            find = find if self.axes is None else functools.partial(self._in_mesh, find)
+            stage_dims = find(model_state, rows, key)
         placed = place_params(params, self.mesh, dims, stage_dims, parts)
         trainable = layout.trainable(params, optax.MaskedNode())
         opt_state = jax.eval_shape(self.optimizer.init, trainable)
@@ -229,9 +235,9 @@ class Setup:
     ) -> Differentiator | StagedDifferentiator | AxesDifferentiator:
         """Return the object that computes losses and gradients, in stages if the mesh has them."""
         staged = self._staged(layout)
-        if staged is not None:
-            return staged
-        inner = Differentiator(planner=self._planner(layout), accumulate=self.config.accumulate)
+        inner = staged or Differentiator(
+            planner=self._planner(layout), accumulate=self.config.accumulate
+        )
         if self.axes is None:
             return inner
         return AxesDifferentiator(inner=inner, deals=Deals(layout.placements))
@@ -240,7 +246,9 @@ class Setup:
         """Return the object that differentiates the model in stages; None without stages."""
         if self.pipeline is None:
             return None
-        planner = self._planner(layout)
+        planner, losses = self._planner(layout), None
+        if self.axes is not None:
+            layout, losses = self.axes.of_parts(layout)
         return self.pipeline.differentiator(
             num_ranks=self.mesh.shape[PIPE],
             layout=layout,
@@ -249,6 +257,7 @@ class Setup:
             limits=planner.limits,
             microbatches=self.config.accumulate,
             weights=self.weights,
+            losses=losses,
         )
 
     def _planner(self, layout: Layout, *, whole: bool = False) -> LossPlanner:

@@ -7,7 +7,7 @@ from collections.abc import Collection
 from jax.sharding import Mesh
 
 from zeroxla.config.zero_config import ZeroConfig
-from zeroxla.mesh.axes import PIPE, split_axes
+from zeroxla.mesh.axes import split_axes
 
 
 def check_axes(mesh: Mesh, config: ZeroConfig) -> None:
@@ -20,11 +20,6 @@ def check_axes(mesh: Mesh, config: ZeroConfig) -> None:
     if not axes:
         return
     names = ", ".join(f"{axis}={mesh.shape[axis]}" for axis in axes)
-    if mesh.shape.get(PIPE, 1) > 1:
-        raise NotImplementedError(
-            f"a mesh with pipe={mesh.shape[PIPE]} and {names}: stages split layers, and their work "
-            "is not split over other axes yet; use pipe=1, or leave out the other axes"
-        )
     if config.outer is not None:
         raise NotImplementedError(
             f"an island on a mesh with {names}: islands exchange the shards of whole leaves, which "

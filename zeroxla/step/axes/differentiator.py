@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 
+from zeroxla.frontend.staged import StagedDifferentiator
 from zeroxla.step.axes.deals import Deals
 from zeroxla.step.gradients import Differentiator
 from zeroxla.wire.wire_state import WireState
@@ -22,7 +23,7 @@ class AxesDifferentiator:
       deals: deals the leaves and their gradients.
     """
 
-    inner: Differentiator
+    inner: Differentiator | StagedDifferentiator
     deals: Deals
 
     def gradients(
