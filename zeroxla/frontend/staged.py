@@ -72,6 +72,10 @@ class StagesReport(Report):
     def gradient_bytes(self) -> int:
         """Bytes of float32 gradients that a device adds up."""
 
+    @abc.abstractmethod
+    def with_axes(self, axes: Sequence[Report]) -> StagesReport:
+        """Return the report with one on each axis that splits the work on one row."""
+
 
 class StagedDifferentiator(abc.ABC):
     """Computes losses and gradients of a model in stages: one device's part of a step.

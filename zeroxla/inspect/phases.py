@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 PHASES = (
+    "deal",
     "move",
     "forward gather",
     "forward",
@@ -15,8 +16,10 @@ PHASES = (
     "update",
     "other",
 )
-"""The phases, in the order of a step. Only pipelines have `move`, which brings leaves to their
-stages and gradients back, and `send`, which brings activations and their gradients to neighbours.
+"""The phases, in the order of a step. Only meshes with axes that split the work on one row have
+`deal`, which brings shards to the devices that compute with their parts, and gradients back. Only
+pipelines have `move`, which brings leaves to their stages and gradients back, and `send`, which
+brings activations and their gradients to neighbours.
 """
 
 
@@ -54,4 +57,4 @@ def _phase(path: str, kind: str) -> str:
         return "backward gather" if backward else "forward gather"
     if backward:
         return "backward"
-    return next((word for word in ("forward", "move", "send") if word in words), "other")
+    return next((word for word in ("forward", "deal", "move", "send") if word in words), "other")

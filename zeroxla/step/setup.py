@@ -183,7 +183,8 @@ class Setup:
         stages = self._staged(layout)
         assert stages is not None, "the mesh has no stages"
         describe = functools.partial(stages.describe, at_rest=at_rest)
-        return self._in_mesh(describe, *self._stage_shapes(model_state, batch, key))
+        found = self._in_mesh(describe, *self._stage_shapes(model_state, batch, key))
+        return found if self.axes is None else found.with_axes(self.axes.newest.reports())
 
     def _stage_shapes(self, model_state: Any, batch: Any, key: jax.Array) -> tuple[Any, Any, Any]:
         """Return the shapes of the model state, of one device's micro-batch and of a key."""
