@@ -20,11 +20,6 @@ def check_axes(mesh: Mesh, config: ZeroConfig) -> None:
     if not axes:
         return
     names = ", ".join(f"{axis}={mesh.shape[axis]}" for axis in axes)
-    if config.outer is not None:
-        raise NotImplementedError(
-            f"an island on a mesh with {names}: islands exchange the shards of whole leaves, which "
-            "has not been tried with these axes; leave out the axes, or outer="
-        )
     offload = config.offload
     if offload.params == "disk":
         raise NotImplementedError(
