@@ -32,6 +32,7 @@ from zeroxla.step.axes.axes_split import AxesSplit
 from zeroxla.step.axes.checks import check_axes, check_overwritten
 from zeroxla.step.axes.deals import Deals
 from zeroxla.step.axes.differentiator import AxesDifferentiator
+from zeroxla.step.axes.parts_wire_state import PartsWireStatePlan
 from zeroxla.step.gradients import Differentiator
 from zeroxla.step.loss_plan import Losses, LossPlanner, make_losses
 from zeroxla.step.state import TrainState
@@ -161,11 +162,15 @@ class Setup:
         self, layout: Layout, model_state: Any, batch: Any, key: jax.Array
     ) -> WireStatePlan:
         """Return the plan that makes the wire state and refreshes it."""
-        whole = WholeWireStatePlan(layout=layout, wiring=self.wiring)
+        of_parts = layout if self.axes is None else self.axes.of_parts(layout)[0]
+        found: WireStatePlan = WholeWireStatePlan(layout=of_parts, wiring=self.wiring)
         stages = self._staged(layout)
-        if whole.is_empty or stages is None:
-            return whole
-        return self._in_mesh(stages.wire_state_plan, *self._stage_shapes(model_state, batch, key))
+        if not found.is_empty and stages is not None:
+            shapes = self._stage_shapes(model_state, batch, key)
+            found = self._in_mesh(stages.wire_state_plan, *shapes)
+        if self.axes is None:
+            return found
+        return PartsWireStatePlan(of_parts=found, deals=Deals(layout.placements))
 
     def stage_layouts(
         self, layout: Layout, model_state: Any, batch: Any, key: jax.Array

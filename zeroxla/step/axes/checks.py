@@ -26,19 +26,6 @@ def check_axes(mesh: Mesh, config: ZeroConfig) -> None:
             f"Offload(params='disk') on a mesh with {names}: shards on disk are read unit by unit, "
             "and leaves are dealt to these axes before; use 'host', or leave out the axes"
         )
-    kept = [
-        name
-        for name, value in (
-            ("weight_differences", config.weight_differences),
-            ("error_feedback", config.error_feedback),
-        )
-        if value is not None
-    ]
-    if kept:
-        raise NotImplementedError(
-            f"{' and '.join(kept)} on a mesh with {names}: what wires keep between steps is laid "
-            "out for whole leaves; set to None, as ZeroConfig.zeropp() does, or leave out the axes"
-        )
 
 
 def check_overwritten(mesh: Mesh, overwritten: Collection[int]) -> None:

@@ -35,6 +35,12 @@ class Deals:
 
     placements: tuple[Placement, ...]
 
+    @property
+    def parts(self) -> tuple[tuple[AxisPart, ...], ...]:
+        """The parts of each leaf; () if no axis splits any."""
+        found = tuple(p.parts for p in self.placements)
+        return found if any(found) else ()
+
     def to_parts(self, stored: Sequence[jax.Array]) -> list[jax.Array]:
         """Return this device's shards of the parts that it computes with.
 

@@ -31,6 +31,7 @@ class AxesDifferentiator:
     ) -> tuple[list[jax.Array | None], dict[str, Any], Any, WireState | None]:
         """Compute this device's gradient shards; see `Differentiator.gradients`."""
         grads, metrics, model_state, wires = self.inner.gradients(self._parts(params), *rest)
+        wires = wires and dataclasses.replace(wires, parts=self.deals.parts)
         return self.deals.from_parts(grads), metrics, model_state, wires
 
     def evaluate(self, params: Any, *rest: Any) -> dict[str, Any]:
