@@ -41,9 +41,7 @@ class DeviceOrder:
         """The placements after `apply`: with the devices of a node as the one axis `device`."""
         if not split_axes(self.mesh):
             return self.placements
-        return tuple(
-            dataclasses.replace(p, axes=_plain_axes(p), parts=()) for p in self.placements
-        )
+        return tuple(dataclasses.replace(p, axes=_plain_axes(p), parts=()) for p in self.placements)
 
     def apply(self, leaves: Sequence[jax.Array]) -> list[jax.Array]:
         """Return stored leaves in this order.

@@ -50,9 +50,10 @@ def tensor_mesh(mesh: Mesh, tensor: int) -> Mesh:
     nodes, devices = mesh.shape[NODE], axes_size(mesh, (DEVICE, *split_axes(mesh)))
     if tensor < 1 or devices % tensor:
         divisors = [n for n in range(1, devices + 1) if devices % n == 0]
+        axes = ", ".join(f"{axis}={length}" for axis, length in mesh.shape.items())
         raise ValueError(
-            f"tensor={tensor} does not divide the {devices} devices of a node (mesh "
-            f"{', '.join(f'{axis}={n}' for axis, n in mesh.shape.items())}); a tensor group stays inside a node: use one of {divisors}"
+            f"tensor={tensor} does not divide the {devices} devices of a node (mesh {axes}); a "
+            f"tensor group stays inside a node: use one of {divisors}"
         )
     shape, names = (nodes, tensor, devices // tensor), (NODE, TENSOR, DATA)
     if PIPE in mesh.shape:

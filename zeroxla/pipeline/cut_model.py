@@ -43,8 +43,7 @@ class CutModel:
     _partitions: dict[int, tuple[Any, Partition]] = dataclasses.field(
         default_factory=dict, init=False
     )
-    """By number of ranks: the shapes of the leaves and the losses, and the partition that was chosen
-    for them."""
+    """By number of ranks: the shapes of the leaves and the losses, and the partition for them."""
 
     def __post_init__(self) -> None:
         if self.stash not in ("inputs", "activations"):

@@ -29,7 +29,6 @@ from zeroxla.offload.update.on_host import check_host_compute
 from zeroxla.program.compat import AxisNames, mesh_context
 from zeroxla.program.shapes import shapes_of
 from zeroxla.step.axes.axes_split import AxesSplit
-from zeroxla.step.axes.checks import check_axes, check_overwritten
 from zeroxla.step.axes.deals import Deals
 from zeroxla.step.axes.differentiator import AxesDifferentiator
 from zeroxla.step.axes.parts_wire_state import PartsWireStatePlan
@@ -81,7 +80,6 @@ class Setup:
     _layouts: dict[Any, Layout] = dataclasses.field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
-        check_axes(self.mesh, self.config)
         wiring = make_wiring(self.config, self.mesh, self.desk, self.alone_elements)
         losses = make_losses(self.adapted, wiring.collectives.compute_dtype)
         object.__setattr__(self, "wiring", wiring)
@@ -113,7 +111,6 @@ class Setup:
         dims = self._in_mesh(planner.layer_dims, model_state, rows, key)
         parts = None
         if self.axes is not None:
-            check_overwritten(self.mesh, planner.overwritten(model_state))
             parts = self._in_mesh(
                 functools.partial(self.axes.parts, layout), model_state, rows, key
             )
@@ -170,7 +167,7 @@ class Setup:
             found = self._in_mesh(stages.wire_state_plan, *shapes)
         if self.axes is None:
             return found
-        return PartsWireStatePlan(of_parts=found, deals=Deals(layout.placements))
+        return PartsWireStatePlan(of_parts=found, deals=Deals(layout.placements, self.desk))
 
     def stage_layouts(
         self, layout: Layout, model_state: Any, batch: Any, key: jax.Array
@@ -246,7 +243,7 @@ class Setup:
         )
         if self.axes is None:
             return inner
-        return AxesDifferentiator(inner=inner, deals=Deals(layout.placements))
+        return AxesDifferentiator(inner=inner, deals=Deals(layout.placements, self.desk))
 
     def _staged(self, layout: Layout) -> StagedDifferentiator | None:
         """Return the object that differentiates the model in stages; None without stages."""
