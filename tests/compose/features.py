@@ -335,7 +335,6 @@ ELSEWHERE = {
 }
 """The options that no feature is about, with the reason."""
 
-AXES = ("tensor", "context")
 PIPELINES = ("pipeline", "pipeline, tick", "pipeline, low memory", "pipeline, chunks")
 
 
@@ -349,10 +348,6 @@ def _each(first: Any, second: Any, text: str) -> Iterator[tuple[frozenset[str], 
 REFUSED: dict[frozenset[str], str] = dict(
     itertools.chain(
         _each(PIPELINES, "parameters on disk", "of a pipeline is not supported"),
-        _each(AXES, PIPELINES, "stages split layers"),
-        _each(AXES, "parameters on disk", "shards on disk are read"),
-        _each(AXES, ("weight differences", "error feedback"), "what wires keep between steps"),
-        _each(AXES, "generate", "move the state: "),
         _each("pipeline, tick", "pipeline, low memory", "has no effect on schedule 'zb-h1'"),
         _each("pipeline, chunks", "pipeline, low memory", "no effect on schedule 'interleaved'"),
         _each("update on the host", "parameters on disk", "the host updates what is in its memory"),

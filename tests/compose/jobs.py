@@ -141,8 +141,11 @@ class Job:
             model = Pipeline.from_model(whole, loss, **self.pipeline)
         options = {k: v for k, v in self.make_step.items() if k != "loss" or not self.pipeline}
         lengths = dict(self.mesh)
-        if "pipe" not in lengths and {"tensor", "context"} & set(lengths):
+        axes = {"tensor", "context"} & set(lengths)
+        if axes and "pipe" not in lengths:
             lengths["devices_per_node"] = 4  # the axis `device` keeps 4 / (tensor x context)
+        elif len(axes) == 2:
+            lengths |= {"nodes": 1, "devices_per_node": 4}
         names = ("pipe", "nodes", "devices_per_node")
         num_devices = math.prod(lengths.get(name, 1) for name in names)
         mesh = zeroxla.make_mesh(**lengths, devices=jax.devices()[:num_devices])

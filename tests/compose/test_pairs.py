@@ -52,12 +52,18 @@ def _groups():
     groups = []
     for feature in FEATURES:
         fitting = (g for g in groups if len(g) < 7 and all(_is_plain(feature, x) for x in g))
-        group = next(fitting, None)
+        group = next((g for g in fitting if not _takes_all_devices([*g, feature])), None)
         if group is None:
             groups.append([feature])
         else:
             group.append(feature)
     return groups
+
+
+def _takes_all_devices(features):
+    """Whether stages and axes leave a group one device for data. They meet in pairs."""
+    slots = {slot for feature in features for slot in feature.slots}
+    return "mesh.pipe" in slots and not slots.isdisjoint({"mesh.tensor", "mesh.context"})
 
 
 def _job(*features):

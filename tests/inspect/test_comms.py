@@ -183,6 +183,7 @@ def test_function_lowered_once_is_counted_in_the_phase_of_each_call():
         ("jit(step)/update/dot_general", "all-reduce", "update"),
         ("jit(step)/forward/embed/gather", "all-gather", "forward"),  # the primitive `gather`
         ("jit(step)/shard_map/move/all_to_all", "all-to-all", "move"),
+        ("jit(step)/shard_map/deal/all_to_all", "all-to-all", "deal"),
         ("jit(step)/shard_map/while/body/send/ppermute", "collective-permute", "send"),
         ("jit(step)/forward/move/gather/all_gather", "all-gather", "forward gather"),
         ("", "all-gather", "other"),

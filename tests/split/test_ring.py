@@ -24,7 +24,7 @@ from zeroxla.split.dims_flow import DimsFlow
 from zeroxla.split.known_attention import ring_way
 from zeroxla.split.ring import ring_attention
 from zeroxla.split.ring_blocks import Blocks
-from zeroxla.step import setup
+from zeroxla.step.axes import axes_split
 from zeroxla.step.axes.split_loss import SplitLoss
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -191,7 +191,7 @@ def test_a_search_takes_it_where_heads_do_not_divide(kv_heads, expected):
 
 
 def test_a_step_around_a_ring_is_that_of_one_device(monkeypatch):
-    monkeypatch.setattr(setup, "costs_on", lambda mesh, axis: CHEAP)
+    monkeypatch.setattr(axes_split, "costs_on", lambda mesh, axis: CHEAP)
     model = Llama.tiny(layers=1, heads=3, kv_heads=1, width=24, attention_block=4)
     batch = {"tokens": np.random.default_rng(0).integers(0, 64, (4, 17), np.int32)}
     config = zeroxla.ZeroConfig(persistence_threshold=0)

@@ -1,22 +1,26 @@
-"""Work on one row that is split over axes: steps equal those of one device, and what is refused.
+"""Work on one row that is split over axes: steps equal those of one device.
 
 The default run takes a few models; `-m slow` takes more meshes, and every case of the zoo on
 `tensor` and on `expert`. The zoo's sequences have odd lengths, which `context` does not split.
 """
 
+import dataclasses
+
 import jax
 import numpy as np
 import optax
 import pytest
+from jax.sharding import PartitionSpec
 from tools.equality import GRADIENT_TOLERANCE, STEPS_TOLERANCE, Row, Settings, measure
 from tools.quick import quick_compilation  # noqa: F401
 from tools.reference import relative_errors, worst
 from tools.zoo import CASES
 
 import zeroxla
-from zeroxla import Feedback, HybridEngine, Offload, Outer, Pipeline, WireFormat, ZeroConfig
+from zeroxla import Feedback, WireFormat, ZeroConfig
 from zeroxla.frontend import adapt
 from zeroxla.models import GPT, MLP, Llama, Mixtral
+from zeroxla.program.paths import paths_of
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -212,48 +216,77 @@ def test_attention_of_a_long_sequence_is_split_by_heads():
     assert all(c.num_bytes <= 4 * 2 * length for c in report.conversions if c.times == 1)
 
 
-REFUSED = {
-    "stages": (
-        {"pipe": 2, "nodes": 1, "tensor": 2},
-        {},
-        "pipe=2 and tensor=2: stages split layers",
-    ),
-    "parameters on disk": (
-        {"nodes": 2, "context": 2},
-        {"offload": Offload(params="disk", path="states")},
-        "disk'\\) on a mesh with context=2",
-    ),
-    "weight differences": (
-        {"nodes": 2, "tensor": 2},
-        {"weight_differences": WireFormat(bits=8), "hpz_size": "node"},
-        "weight_differences on a mesh with tensor=2",
-    ),
-    "islands": ({"nodes": 2, "tensor": 2}, {"outer": Outer()}, "an island on a mesh with tensor=2"),
-    "error feedback": (
-        {"nodes": 2, "tensor": 2},
-        {
-            "error_feedback": Feedback(),
-            "inter_node_reduce": "step",
-            "gradient_wire": WireFormat(bits=8),
-        },
-        "error_feedback on a mesh with tensor=2",
-    ),
-}
+def test_wires_keep_copies_and_errors_of_parts():
+    """A copy has the parts one after another; its name in a checkpoint says which."""
+    options = {
+        "weight_differences": WireFormat(bits=8, block=64),
+        "hpz_size": "node",
+        "error_feedback": Feedback(),
+        "inter_node_reduce": "step",
+        "gradient_wire": WireFormat(bits=8, block=64),
+        "quantize_threshold": 0,
+    }
+    step = step_of(GPT.tiny(), zeroxla.make_mesh(nodes=2, tensor=2), **options)
+    shapes = step.abstract_state(tokens(8))
+    wires, paths = shapes.wire_state, [path for path, _ in paths_of(shapes.params)]
+    names = wires.names(paths)
+    at = paths.index(("h", "attn", "c_attn", "kernel"))
+    copy, error = wires.copies[at], wires.errors[at]
+    assert copy.shape == (2, 32, 96)
+    assert copy.sharding.spec == PartitionSpec(None, "device", "tensor")
+    assert error.shape[:3] == (2, 4, 2)  # nodes, devices of a node, nodes
+    assert error.sharding.spec == PartitionSpec("node", ("device", "tensor"))
+    parts = "tensor 2 dim 2 (3,4,8)"  # of queries, keys and values half of four heads of eight
+    assert names.copies[at] == ("copies", *paths[at], parts)
+    assert names.errors[at] == ("errors", *paths[at], parts)
+    at = paths.index(("h", "mlp", "c_fc", "bias"))  # whole along `tensor`
+    assert wires.copies[at].sharding.spec == PartitionSpec(None, ("tensor", "device"))
+    assert names.copies[at] == ("copies", *paths[at])
+    other = dataclasses.replace(wires, parts=())
+    assert wires.fits(wires)
+    assert not wires.fits(other)
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_does_not_go_with_axes_is_refused(name):
-    axes, options, text = REFUSED[name]
-    model = Pipeline.from_model(GPT.tiny()) if "pipe" in axes else GPT.tiny()
-    with pytest.raises(NotImplementedError, match=text):
-        zeroxla.make_step(model, zeroxla.make_mesh(**axes), config=ZeroConfig(**options))
+@pytest.mark.slow
+def test_copies_of_parts_are_the_weights():
+    """After steps in which only 8-bit differences have crossed nodes."""
+    batch, mesh = tokens(8), zeroxla.make_mesh(nodes=2, tensor=2)
+    options = {"weight_differences": WireFormat(bits=8), "hpz_size": "node"}
+    step = step_of(GPT.tiny(), mesh, quantize_threshold=0, **options)
+    state = step.init(jax.random.key(0), batch)
+    for _ in range(3):
+        before = [np.asarray(x) for x in jax.tree.leaves(state.params)]
+        state, _ = step(state, batch)
+    assert any(state.wire_state.parts)
+    for x, copy in zip(before, state.wire_state.copies, strict=True):
+        if copy is not None:  # the parts of some leaves lie in another order
+            difference = np.sort(np.ravel(x)) - np.sort(np.ravel(np.asarray(copy)))
+            assert np.abs(difference).max() < 0.01 * np.abs(x).max()
 
 
-def test_generation_says_how_to_leave_the_axes():
-    step = step_of(GPT.tiny(), zeroxla.make_mesh(nodes=1, tensor=2))
-    step.abstract_state(tokens(4))
-    with pytest.raises(NotImplementedError, match=r"move the state: step\.reshape"):
-        HybridEngine(step, max_length=16)
+def test_the_exchange_of_shards_is_a_phase_and_gathers_in_a_node_are_one_hop():
+    step, batch = step_of(GPT.tiny(), zeroxla.make_mesh(nodes=2, tensor=2)), tokens(8)
+    report = zeroxla.inspect.comms(step.lower(step.abstract_state(batch), batch), step.mesh)
+    assert {(row.axis, row.kind) for row in report.select(phase="deal")} == {
+        ("tensor", "all-to-all")
+    }
+    assert report.total_bytes(axis="tensor", phase="forward") > 0
+    assert report.total_bytes(axis="device+tensor", phase="gather") > 0
+    assert report.flat(min_elements=64) == ()
+    assert report.total_bytes(phase="other") == 0
+
+
+def test_devices_along_an_axis_round_with_other_random_numbers():
+    mesh = zeroxla.make_mesh(nodes=2, tensor=2)
+    config = ZeroConfig(weight_wire=WireFormat(bits=8, rounding="stochastic"))
+    wiring = step_of(GPT.tiny(), mesh, weight_wire=config.weight_wire).programs.wiring
+
+    def draw():
+        return jax.random.bits(wiring.key(jax.random.key(0)), (1,))
+
+    every = PartitionSpec(mesh.axis_names)
+    drawn = jax.jit(jax.shard_map(draw, mesh=mesh, in_specs=(), out_specs=every))()
+    assert len(np.unique(drawn)) == 8
 
 
 def test_an_axis_that_can_split_no_product_is_refused_with_their_names():

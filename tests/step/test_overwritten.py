@@ -74,6 +74,26 @@ def difference(a, b):
     )
 
 
+AXES = [
+    pytest.param({"tensor": 2}, {}, id="tensor"),
+    pytest.param(
+        {"tensor": 2}, {"scanned": True, "remat": True}, id="tensor, remat", marks=pytest.mark.slow
+    ),
+    pytest.param({"expert": 2}, {"scanned": True}, id="expert", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("axes", "options"), AXES)
+def test_axes_that_split_the_work_on_a_row_leave_the_histories(axes, options):
+    """A conversion keeps the value of an array, so what is overwritten is not summed."""
+    test_it_trains_as_with_flaxs_train_state(
+        zeroxla.make_mesh(nodes=2, **axes),
+        Net(**options),
+        zeroxla.ZeroConfig(persistence_threshold=0),
+        1e-6,
+    )
+
+
 @pytest.mark.parametrize(
     ("net", "config", "tolerance"),
     [

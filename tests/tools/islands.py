@@ -90,7 +90,8 @@ def trained(outer, num, rows, *, settle=True, optimizer=None, each=None, address
             return island, (island.settle(state) if settle else state), metrics
 
     with contextlib.ExitStack() as stack:
-        place = address or stack.enter_context(coordinator(num)).address
+        # No island is late here: one that compiles longer than another is waited for.
+        place = address or stack.enter_context(coordinator(num, deadline=120.0)).address
         found = in_threads(run, num)
     islands, states, metrics = zip(*found, strict=True)
     return islands, states, metrics

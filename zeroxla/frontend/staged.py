@@ -6,7 +6,7 @@ The training step knows only this interface; `zeroxla/pipeline` fulfils it.
 from __future__ import annotations
 
 import abc
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -42,6 +42,7 @@ class StagedModel(abc.ABC):
         limits: FetchLimits,
         microbatches: int,
         weights: Literal["step", "tick"],
+        losses: Mapping[bool, Callable[..., Any]] | None = None,
     ) -> StagedDifferentiator:
         """Return the functions that compute losses and gradients of the model in stages.
 
@@ -53,6 +54,11 @@ class StagedModel(abc.ABC):
           limits: how far gathers run ahead, and which gathered leaves are kept.
           microbatches: number of micro-batches in a step.
           weights: "step" gathers a stage's leaves once in a step, "tick" in every tick.
+          losses: by `train`, the loss of the parts that `layout` describes, if axes split the work
+            on one row; None takes the model's own loss.
+
+        Raises:
+          NotImplementedError: the model cannot be cut into stages from the trace of a loss.
         """
 
 
@@ -65,6 +71,10 @@ class StagesReport(Report):
     @abc.abstractmethod
     def gradient_bytes(self) -> int:
         """Bytes of float32 gradients that a device adds up."""
+
+    @abc.abstractmethod
+    def with_axes(self, axes: Sequence[Report]) -> StagesReport:
+        """Return the report with one on each axis that splits the work on one row."""
 
 
 class StagedDifferentiator(abc.ABC):

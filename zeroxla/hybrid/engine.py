@@ -50,7 +50,8 @@ class HybridEngine:
 
     Attributes:
       mesh: the step's devices as the mesh (node, tensor, data); with stages, (pipe, node, tensor,
-        data). Stages hold copies of the model like nodes.
+        data). Stages hold copies of the model like nodes. Axes that split the work on one row in
+        training mean nothing here: `tensor` may be another than theirs.
       plan: which dim of which leaf is split, and why others are not; `print(engine.plan)`.
     """
 

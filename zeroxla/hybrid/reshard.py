@@ -7,6 +7,8 @@ like nodes; a leaf that is stored by stage is first gathered over `pipe`, along 
 plan splits the same dim in one run, this is the device's part. If the plan splits another dim, an
 all-to-all over `tensor` exchanges the two. A device holds a whole leaf only if the stored dim is
 padded, or if the plan splits it in several runs or pieces (fused queries, keys and values).
+
+Axes that split the work on one row in training are part of `device` here; see `device_order.py`.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ import numpy as np
 from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
-from zeroxla.mesh.axes import DEVICE, NODE, PIPE, split_axes
+from zeroxla.hybrid.device_order import DeviceOrder
+from zeroxla.mesh.axes import DEVICE, NODE, PIPE, axes_size, split_axes
 from zeroxla.mesh.placement import Placement
 from zeroxla.offload.memory_kinds import to_device
 from zeroxla.program.one_by_one import one_after_another
@@ -38,26 +41,19 @@ def tensor_mesh(mesh: Mesh, tensor: int) -> Mesh:
     data), abstract if the given one is.
 
     Args:
-      mesh: the step's mesh, (node, device) or (pipe, node, device).
+      mesh: the step's mesh. All its axes inside a node are seen as one.
       tensor: the number of devices that share a copy of the model.
 
     Raises:
       ValueError: `tensor` does not divide a node's devices.
-      NotImplementedError: the step's mesh has axes that split the work on one row.
     """
-    if split := split_axes(mesh):
-        names = ", ".join(f"{axis}={mesh.shape[axis]}" for axis in split)
-        raise NotImplementedError(
-            f"generation from a step on a mesh with {names} is not supported; make another step "
-            "on the same devices without these axes, and move the state: "
-            "step.reshape(state, other)"
-        )
-    nodes, devices = mesh.shape[NODE], mesh.shape[DEVICE]
+    nodes, devices = mesh.shape[NODE], axes_size(mesh, (DEVICE, *split_axes(mesh)))
     if tensor < 1 or devices % tensor:
         divisors = [n for n in range(1, devices + 1) if devices % n == 0]
+        axes = ", ".join(f"{axis}={length}" for axis, length in mesh.shape.items())
         raise ValueError(
-            f"tensor={tensor} does not divide the {devices} devices of a node (mesh node={nodes}, "
-            f"device={devices}); a tensor group stays inside a node: use one of {divisors}"
+            f"tensor={tensor} does not divide the {devices} devices of a node (mesh {axes}); a "
+            f"tensor group stays inside a node: use one of {divisors}"
         )
     shape, names = (nodes, tensor, devices // tensor), (NODE, TENSOR, DATA)
     if PIPE in mesh.shape:
@@ -121,13 +117,13 @@ class StoredModel:
     """How a training state stores leaves, and how the model's own leaves follow from them.
 
     Attributes:
-      placements: the placements of the stored leaves.
+      order: the placements of the stored leaves, and the devices' order.
       tree: the tree structure of the stored leaves.
       merge: turns whole stored leaves into the model's own, in float32: it adds adapters and
         dequantizes wires. None means that the stored leaves are the model's own.
     """
 
-    placements: tuple[Placement, ...]
+    order: DeviceOrder
     tree: Any
     merge: Callable[[Any], Any] | None
 
@@ -136,10 +132,15 @@ class StoredModel:
         """Return how a step's state stores leaves; the step must have seen a batch."""
         state = step.shapes()
         return StoredModel(
-            placements=state.placements[0],
+            order=DeviceOrder(step.mesh, state.placements[0]),
             tree=jax.tree.structure(state.params),
             merge=step.adapted.merge,
         )
+
+    @property
+    def placements(self) -> tuple[Placement, ...]:
+        """The placements of the leaves that are resharded."""
+        return self.order.plain
 
     def leaves(self, dtype: Any, shapes: Any) -> Any:
         """Return the shapes of the model's own leaves.

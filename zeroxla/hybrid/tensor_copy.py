@@ -40,7 +40,7 @@ class TensorCopy:
           ValueError: it is no state, or one of another step.
         """
         check_is_state(state)
-        if state.placements[0] != self.stored.placements:
+        if state.placements[0] != self.stored.order.placements:
             raise ValueError(
                 "the state is stored otherwise than the engine's step stores it; make the engine "
                 "from the step that this state belongs to"
@@ -65,8 +65,9 @@ class TensorCopy:
             return self._kept[1], 0.0
         self.free()
         start = time.perf_counter()
+        here = [x.read().result() if isinstance(x, DiskArray) else x for x in leaves]
+        here = self.stored.order.apply(here)
         with mesh_context(self._mesh):
-            here = [x.read().result() if isinstance(x, DiskArray) else x for x in leaves]
             parts = jax.block_until_ready(self._reshard(here))
         self._kept = ([weakref.ref(x) for x in leaves], parts)
         return parts, time.perf_counter() - start

@@ -52,7 +52,8 @@ def comms(
     Cost: reads the program's text, about 1 s per 200 000 lines. Nothing runs.
 
     Phases come from the `jax.named_scope` names `gather`, `forward`, `backward`, `reduce`,
-    `update`, `move` and `send` in an op's path, and from the transforms that JAX notes there.
+    `update`, `deal`, `move` and `send` in an op's path, and from the transforms that JAX notes
+    there.
     """
     if isinstance(program, jax.stages.Lowered):
         text = program.as_text(dialect="hlo", debug_info=True)

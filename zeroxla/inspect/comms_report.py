@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from zeroxla.inspect.phases import PHASES
 from zeroxla.inspect.traffic import most
+from zeroxla.mesh.axes import DEVICE, SPLIT_AXES
 from zeroxla.program.report import Report, format_bytes
 from zeroxla.step.islands.exchange_bytes import ExchangeBytes
 
@@ -20,7 +21,8 @@ class Row:
 
     Attributes:
       axis: the mesh axes that the groups span: "node", "device", or several, such as "node+device"
-        (a flat collective).
+        (a flat collective) or
+        "device+tensor" (one hop inside a node).
       kind: "all-gather", "reduce-scatter", "all-reduce", "all-to-all" or "collective-permute".
       phase: one of `PHASES`, or several joined by "+" if the compiler merged collectives.
       dtype: the HLO wire dtype, such as "f32", "bf16", "u8", or several joined by "+".
@@ -52,8 +54,10 @@ class Row:
 
     @property
     def is_flat(self) -> bool:
-        """Whether the groups span more than one mesh axis."""
-        return "+" in self.axis
+        """Whether the groups span more than one mesh axis. The axes inside a node count as one: a
+        leaf is gathered over all of them at once."""
+        inside = {DEVICE, *SPLIT_AXES}
+        return len({"inside" if name in inside else name for name in self.axis.split("+")}) > 1
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,7 +136,8 @@ class CommsReport(Report):
         return int(most(self.select(**filters), lambda row: row.count))
 
     def flat(self, *, min_elements: int = 0) -> tuple[Row, ...]:
-        """Return the collectives over more than one axis with at least `min_elements` elements."""
+        """Return the collectives over more than one axis (see `Row.is_flat`) with at least
+        `min_elements` elements."""
         return tuple(row for row in self.select(min_elements=min_elements) if row.is_flat)
 
     def table(self) -> Table:

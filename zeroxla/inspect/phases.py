@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 PHASES = (
+    "deal",
     "move",
     "forward gather",
     "forward",

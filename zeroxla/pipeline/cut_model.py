@@ -43,7 +43,7 @@ class CutModel:
     _partitions: dict[int, tuple[Any, Partition]] = dataclasses.field(
         default_factory=dict, init=False
     )
-    """By number of ranks: the shapes of the leaves, and the partition that was chosen for them."""
+    """By number of ranks: the shapes of the leaves and the losses, and the partition for them."""
 
     def __post_init__(self) -> None:
         if self.stash not in ("inputs", "activations"):
@@ -100,11 +100,13 @@ class CutModel:
 
         Raises:
           ValueError: there are fewer layers than stages, or the model cannot be cut.
+          NotImplementedError: axes split the work on one row, and the model is a list of layers, or
+            its layers are to be measured.
         """
-        of_leaves = jax.tree.map(jnp.shape, shapes.params)
+        chosen_for = jax.tree.map(jnp.shape, shapes.params), shapes.losses
         found = self._partitions.get(num_ranks)
-        if found is None or found[0] != of_leaves:
-            found = of_leaves, self._divide(len(self.ranks(num_ranks)), shapes)
+        if found is None or found[0] != chosen_for:
+            found = chosen_for, self._divide(len(self.ranks(num_ranks)), shapes)
             self._partitions[num_ranks] = found
         partition = found[1]
         stages, _ = self.model.cut(lambda layers: partition, shapes, train=train)
@@ -118,6 +120,12 @@ class CutModel:
         layers = self.model.cut(_each_layer, shapes, train=True)[1].layers
         method, machine = self.partition, None
         if method == "profile" or isinstance(method, Profile):
+            if shapes.losses is not None:
+                raise NotImplementedError(
+                    f"partition={method!r} on a mesh with axes that split the work on one row: "
+                    "layers are measured on one device, and exchange arrays along these axes; give "
+                    'boundaries, or partition="parameters"'
+                )
             how = method if isinstance(method, Profile) else Profile()
             check_stages(len(layers), num_stages, self.allow_empty)
 

@@ -58,7 +58,16 @@ class LayerList:
 
         Returns:
           The stages, and the partition that `divide` chose.
+
+        Raises:
+          NotImplementedError: axes split the work on one row.
         """
+        if shapes.losses is not None:
+            raise NotImplementedError(
+                "a pipeline of a list of layers on a mesh with axes that split the work on one "
+                "row: layers of a list are called one by one, and a plan of an axis is of the "
+                "whole loss; make it with Pipeline.from_model, or leave out these axes"
+            )
         # Each stage is traced later, on the output of the stage before.
         tree, partition = shapes.params, divide(self._costs(shapes.params))
         by_name, state_by_name = _leaves_by_name(tree), _leaves_by_name(shapes.model_state)

@@ -190,7 +190,10 @@ def make_line(adapted: Adapted, shapes: ModelShapes, *, train: bool) -> LossLine
     params, structure = jax.tree.flatten(shapes.params)
 
     def loss(leaves: list[jax.Array], model_state: Any, batch: Any, key: jax.Array) -> Any:
-        return adapted.loss(structure.unflatten(leaves), model_state, batch, key, train=train)
+        params = structure.unflatten(leaves)
+        if shapes.losses is not None:
+            return shapes.losses[train](params, model_state, batch, key)
+        return adapted.loss(params, model_state, batch, key, train=train)
 
     program, result = trace(loss, params, shapes.model_state, shapes.batch, shapes.key)
     num_leaves, num_state = len(params), len(jax.tree.leaves(shapes.model_state))

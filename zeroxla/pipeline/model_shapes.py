@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 from zeroxla.program.shapes import shapes_of
@@ -19,6 +19,8 @@ class ModelShapes:
       batch: of one device's micro-batch.
       key: of its PRNG key.
       kinds: a key for each parameter. Only those that agree in it may be stacked.
+      losses: by `train`, the loss of parameters that are parts of the model's, if axes split the
+        work on one row; None for the model's own loss.
     """
 
     params: Any
@@ -26,13 +28,14 @@ class ModelShapes:
     batch: Any
     key: Any
     kinds: tuple[Hashable, ...]
+    losses: Mapping[bool, Callable[..., Any]] | None = None
 
     @property
     def plain(self) -> ModelShapes:
         """The same without shardings."""
         params, model_state, batch, key = shapes_of(self.arguments)
-        return ModelShapes(
-            params=params, model_state=model_state, batch=batch, key=key, kinds=self.kinds
+        return dataclasses.replace(
+            self, params=params, model_state=model_state, batch=batch, key=key
         )
 
     @property

@@ -7,12 +7,13 @@ import itertools
 import operator
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from zeroxla.frontend.staged import StagesReport
 from zeroxla.pipeline.layer_cost import LayerCost, Machine, seconds_of
 from zeroxla.pipeline.minimax import balanced, check_stages, uniform
+from zeroxla.program.report import Report
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -52,6 +53,7 @@ class Partition(StagesReport):
         batch.
       at_rest: sentences that say what a device stores between steps, and where it is updated.
       ranks: the rank of each stage; empty before a step has seen a batch.
+      axes: a report on each axis that splits the work on one row.
     """
 
     boundaries: tuple[int, ...]
@@ -61,6 +63,7 @@ class Partition(StagesReport):
     storage: tuple[StageStorage, ...] = ()
     at_rest: tuple[str, ...] = ()
     ranks: tuple[int, ...] = ()
+    axes: tuple[Report, ...] = ()
 
     @property
     def stage_costs(self) -> list[float]:
@@ -82,7 +85,16 @@ class Partition(StagesReport):
 
     def notes(self) -> list[str]:
         """Return what a device stores between steps, in sentences."""
-        return list(self.at_rest)
+        parts = ["Of a leaf that an axis splits, the parameters of one part are counted."]
+        return [*self.at_rest, *(parts if self.axes else ())]
+
+    def with_axes(self, axes: Sequence[Report]) -> Partition:
+        """Return the report with one on each axis that splits the work on one row."""
+        return replace(self, axes=tuple(axes))
+
+    def tables(self) -> list[Table]:
+        """Return the table of stages, and those of the axes."""
+        return [self.table(), *(table for axis in self.axes for table in axis.tables())]
 
     def table(self) -> Table:
         """Return the stages as a rich table."""

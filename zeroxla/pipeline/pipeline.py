@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from zeroxla.config.fetch_limits import FetchLimits
@@ -129,6 +129,7 @@ class Pipeline(StagedModel):
         limits: FetchLimits,
         microbatches: int,
         weights: str,
+        losses: Mapping[bool, Callable[..., Any]] | None = None,
     ) -> PipelineDifferentiator:
         """Return the program that computes losses and gradients in stages; see `StagedModel`."""
         return PipelineDifferentiator(
@@ -140,6 +141,7 @@ class Pipeline(StagedModel):
             limits=limits,
             microbatches=microbatches,
             weights=weights,
+            losses=losses,
         )
 
     def schedule(self, num_ranks: int, microbatches: int, *, train: bool) -> Schedule:

@@ -175,7 +175,7 @@ class StageEnds:
             if leaf.frozen:
                 leaves[i] = None
             elif leaves[i] is None:  # no stage uses it
-                leaves[i] = jnp.zeros(leaf.placement.part_shape(self.moves.world))
+                leaves[i] = jnp.zeros(leaf.placement.part_shape(self.moves.worlds[i]))
         return leaves, reduced.wire_state
 
     def _reduce(

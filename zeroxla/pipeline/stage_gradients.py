@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -16,7 +16,7 @@ from jax import lax
 
 from zeroxla.config.fetch_limits import FetchLimits
 from zeroxla.frontend.staged import StagedDifferentiator
-from zeroxla.mesh.axes import LEAF_AXES, PIPE
+from zeroxla.mesh.axes import PIPE
 from zeroxla.pipeline.cut_model import CutModel
 from zeroxla.pipeline.leaf_piece import LeafPiece
 from zeroxla.pipeline.micro_batches import MicroBatches
@@ -57,6 +57,8 @@ class PipelineDifferentiator(StagedDifferentiator):
       limits: how far gathers run ahead, and which gathered leaves are kept.
       microbatches: the number of micro-batches of a step.
       weights: "step" gathers a stage's leaves once in a step, "tick" in every tick.
+      losses: by `train`, the loss of the parts that `layout` describes, if axes split the work on
+        one row; None for the model's own loss.
     """
 
     model: CutModel
@@ -67,6 +69,7 @@ class PipelineDifferentiator(StagedDifferentiator):
     limits: FetchLimits
     microbatches: int
     weights: str
+    losses: Mapping[bool, Callable[..., Any]] | None = None
 
     @property
     def inside(self) -> Collectives:
@@ -161,7 +164,8 @@ class PipelineDifferentiator(StagedDifferentiator):
             itemsize = self.inside.compute_dtype.itemsize
             elements = leaf.elements
             if leaf.fetched:
-                itemsize, elements = 4, math.prod(leaf.placement.part_shape(self.inside.world))
+                world = self.inside.num_holders(leaf.placement.axes)
+                itemsize, elements = 4, math.prod(leaf.placement.part_shape(world))
             total += elements * (1 if leaf.is_wire else itemsize)
         gradients = sum(map(self.wiring.gradient_bytes, layout))
         return StageStorage(leaf_bytes=total, gradient_bytes=gradients)
@@ -186,6 +190,7 @@ class PipelineDifferentiator(StagedDifferentiator):
             batch=jax.eval_shape(self._cast, rows),
             key=key,
             kinds=tuple(dataclasses.replace(leaf, path="") for leaf in self.layout),
+            losses=self.losses,
         )
         return self.model.cut(self.num_ranks, shapes, train=train)
 
@@ -240,14 +245,15 @@ class PipelineDifferentiator(StagedDifferentiator):
     ) -> StagesWireStatePlan:
         ranks = self.model.ranks(self.num_ranks)
         held = RankLeaves.make(ranks, [stage.pieces for stage in stages], self._leaf)
-        world = self.inside.world * self.num_ranks
-        moves = LeafMoves.make(self.layout.leaves, held.pieces, world=world)
+        worlds = [self.across.num_holders(leaf.placement.axes) for leaf in self.layout]
+        moves = LeafMoves.make(self.layout.leaves, held.pieces, worlds=worlds)
         return StagesWireStatePlan.make(held, moves, self.wiring, partition.boundaries)
 
     def _leaf(self, piece: LeafPiece) -> Leaf:
         """Return a piece of a leaf as a leaf of its stage, stored by the stage's devices."""
         leaf = self.layout.leaves[piece.leaves[0]]
-        placement = piece.placement(leaf.placement, axes=LEAF_AXES, stage_dim=None)
+        axes = tuple(axis for axis in leaf.placement.axes if axis != PIPE)
+        placement = piece.placement(leaf.placement, axes=axes, stage_dim=None)
         persistent = leaf.persistent or self.weights == "step"
         return dataclasses.replace(leaf, placement=placement, persistent=persistent)
 

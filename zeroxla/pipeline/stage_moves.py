@@ -40,7 +40,7 @@ class LeafMoves:
 
     Attributes:
       num_ranks: the length of the axis `pipe`.
-      world: the number of devices of all stages.
+      worlds: the number of devices, of all stages, over which each leaf is split.
       placements: the placements of the model's leaves over all devices.
       frozen: whether each leaf is frozen: no gradient of it goes back.
       pieces: the pieces of leaves that the stages of each rank use.
@@ -49,7 +49,7 @@ class LeafMoves:
     """
 
     num_ranks: int
-    world: int
+    worlds: tuple[int, ...]
     placements: tuple[Placement, ...]
     frozen: tuple[bool, ...]
     pieces: tuple[tuple[LeafPiece, ...], ...]
@@ -61,13 +61,13 @@ class LeafMoves:
         leaves: Sequence[Leaf],
         pieces: Sequence[Sequence[LeafPiece]],
         *,
-        world: int,
+        worlds: Sequence[int],
     ) -> LeafMoves:
         """Plan the exchange. Leaves travel in the dtype in which they are stored.
 
         Args:
           leaves: the model's leaves.
-          pieces, world: as the attributes.
+          pieces, worlds: as the attributes.
 
         Raises:
           ValueError: a leaf is stored by stage, but these stages use other layers of it.
@@ -79,7 +79,7 @@ class LeafMoves:
             return [
                 [
                     jax.ShapeDtypeStruct(
-                        piece.shape(leaf.placement.part_shape(world)),
+                        piece.shape(leaf.placement.part_shape(worlds[piece.leaves[0]])),
                         jnp.uint8 if leaf.is_wire else jnp.float32,
                     )
                     for piece, leaf in ((piece, leaves[piece.leaves[0]]) for piece in mine)
@@ -90,7 +90,7 @@ class LeafMoves:
 
         return LeafMoves(
             num_ranks=len(pieces),
-            world=world,
+            worlds=tuple(worlds),
             placements=placements,
             frozen=tuple(leaf.frozen for leaf in leaves),
             pieces=tuple(map(tuple, pieces)),
@@ -169,7 +169,7 @@ class LeafMoves:
                 for piece, x in zip(self._trained(rank), arrived, strict=True):
                     for i in piece.leaves:
                         if leaves[i] is None:
-                            shape = self.placements[i].part_shape(self.world)
+                            shape = self.placements[i].part_shape(self.worlds[i])
                             leaves[i] = jnp.zeros(shape, x.dtype)
                     piece.add_to(leaves, x)
             return leaves

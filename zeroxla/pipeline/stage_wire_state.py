@@ -7,6 +7,7 @@ same length. The cut into stages says which array lies where.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,7 +22,7 @@ from zeroxla.pipeline.stage_moves import LeafMoves, each_rank
 from zeroxla.program.paths import Path
 from zeroxla.wire.leaves import Layout
 from zeroxla.wire.resolve import Wiring
-from zeroxla.wire.wire_state import PARTS, WholeWireStatePlan, WireState, WireStatePlan
+from zeroxla.wire.wire_state import PARTS, WholeWireStatePlan, WireState, WireStatePlan, in_words
 
 
 @jax.tree_util.register_dataclass
@@ -35,22 +36,28 @@ class StagesWireState(WireState):
       errors: the kept errors of every rank, uint8[ranks, nodes, devices, bytes].
       boundaries: the boundaries of the stages.
       ranks: the rank of each stage.
+      inside: the axes inside a node, over whose devices the buffers are split.
     """
 
     boundaries: tuple[int, ...] = dataclasses.field(metadata={"static": True})
     ranks: tuple[int, ...] = dataclasses.field(metadata={"static": True})
+    inside: tuple[str, ...] = dataclasses.field(metadata={"static": True})
 
     def specs(self, placements: Sequence[Placement]) -> WireState:
         """Return how the buffers are split over the mesh."""
-        copies = [PartitionSpec(PIPE, DEVICE)] * len(self.copies)
-        errors = [PartitionSpec(PIPE, NODE, DEVICE)] * len(self.errors)
+        copies = [PartitionSpec(PIPE, self.inside)] * len(self.copies)
+        errors = [PartitionSpec(PIPE, NODE, self.inside)] * len(self.errors)
         return dataclasses.replace(self, copies=copies, errors=errors)
 
     def names(self, leaves: Sequence[Path]) -> WireState:
-        """Return the buffers' names in a checkpoint; the cut is part of each name."""
+        """Return the buffers' names in a checkpoint; the cut is part of each name, and the parts
+        of the leaves are."""
         cut = "stages " + " ".join(map(str, self.boundaries))
         if self.ranks != tuple(range(len(self.ranks))):
             cut += " on ranks " + " ".join(map(str, self.ranks))
+        if self.inside != (DEVICE,):
+            parts = hashlib.sha256(repr([in_words(own) for own in self.parts]).encode())
+            cut += f" over {' '.join(self.inside)}, parts {parts.hexdigest()[:16]}"
         parts = {
             part: [(part, cut, str(i)) for i in range(len(getattr(self, part)))] for part in PARTS
         }
@@ -65,6 +72,7 @@ class StagesWireState(WireState):
         return (
             isinstance(other, StagesWireState)
             and (other.boundaries, other.ranks) == (self.boundaries, self.ranks)
+            and other.inside == self.inside
             and WireState._fits(self, other, part)
         )
 
@@ -165,5 +173,9 @@ class StagesWireStatePlan(WireStatePlan):
 
     def _state(self, copies: list[Any], errors: list[Any]) -> StagesWireState:
         return StagesWireState(
-            copies=copies, errors=errors, boundaries=self.boundaries, ranks=self.held.ranks
+            copies=copies,
+            errors=errors,
+            boundaries=self.boundaries,
+            ranks=self.held.ranks,
+            inside=self.wiring.collectives.hops.all_inside,
         )

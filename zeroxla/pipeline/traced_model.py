@@ -55,7 +55,8 @@ class TracedModel:
     def _line(self, shapes: ModelShapes, *, train: bool) -> LossLine:
         mesh = jax.sharding.get_abstract_mesh()
         dtypes = tuple(str(x.dtype) for x in jax.tree.leaves(shapes.arguments))
-        known = structure_of(shapes.arguments), dtypes, mesh, train, shapes.kinds
+        own = shapes.losses and shapes.losses[train]
+        known = structure_of(shapes.arguments), dtypes, mesh, train, shapes.kinds, own
         if known not in self._lines:
             while len(self._lines) >= MOST_LINES:
                 del self._lines[next(iter(self._lines))]

@@ -84,11 +84,6 @@ class Hunt:
     ) -> bool:
         """Try presets on a mesh with stages, or axes that split the work on one row; return whether
         the first preset fits."""
-        try:
-            self.trials.check(shape)
-        except NotImplementedError as error:
-            self._refuse(error, _words(shape))
-            return False
         for k, zero in enumerate(self.zeros):
             self._say(done + k, total, zero, shape)
             if shape.get(PIPE, 1) > 1:

@@ -20,7 +20,6 @@ from zeroxla.planning.generation import Generating
 from zeroxla.planning.make import plan_step
 from zeroxla.planning.plan import Plan
 from zeroxla.planning.target import Target
-from zeroxla.step.axes.checks import check_axes
 from zeroxla.step.axes.expert_banks import has_expert_banks
 from zeroxla.step.make import make_step
 from zeroxla.step.step import Step
@@ -73,15 +72,6 @@ class Trials:
     def rows(self) -> int:
         """The number of examples of a global batch."""
         return jax.tree.leaves(self.batch)[0].shape[0]
-
-    def check(self, mesh_shape: Mapping[str, int]) -> None:
-        """Check that steps run on a mesh, before any is made.
-
-        Raises:
-          NotImplementedError: as the step says.
-        """
-        mesh = self.cluster.target(mesh_shape).abstract_mesh()
-        check_axes(cast(Mesh, mesh), self.config)
 
     def plan(self, choice: Choice) -> Plan:
         """Return the plan of a choice.

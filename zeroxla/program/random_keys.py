@@ -9,8 +9,9 @@ micro-batches, devices, layers, tokens) stand where things are counted. This is 
     key of a step        the number of the micro-batch (EVALUATION in `Step.eval`), then the rank of
                          the device, give the key of the model's loss
     key of a loss        the names of rng streams (`frontend.stream_key`) give the model's own keys
-    key of a step or     the rank of the device, then ROUNDINGS, give the key of what wires round:
-      of a loss          once in a step, or in one pass over a fetch plan
+    key of a step or     the number of the device (its rank where no axis splits the work on a row),
+      of a loss          then ROUNDINGS, give the key of what wires round: once in a step, or in one
+                         pass over a fetch plan
     roundings of a step  StepRounding and the leaf
     roundings of a pass  PassRounding and the segment; UNIT_GATHERS, then the leaf
     key of an RLHF run   the number of the iteration; SAMPLES

@@ -9,17 +9,17 @@ from contextlib import AbstractContextManager
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, PartitionSpec
 
 from zeroxla.config.fetch_limits import FetchLimits
 from zeroxla.config.offload import PINNED
-from zeroxla.config.splits import Splits
 from zeroxla.config.zero_config import ZeroConfig
 from zeroxla.fetch.segments import FetchPlan
 from zeroxla.frontend import Adapted
 from zeroxla.frontend.staged import StagedDifferentiator, StagedModel, StagesReport
-from zeroxla.mesh.axes import PIPE, platform_of, split_axes, world_size
+from zeroxla.mesh.axes import PIPE, platform_of, world_size
 from zeroxla.mesh.placement import Placement
 from zeroxla.offload.choose import offloaded
 from zeroxla.offload.disk.desk import Desk
@@ -28,11 +28,10 @@ from zeroxla.offload.memory_kinds import check_memory
 from zeroxla.offload.update.on_host import check_host_compute
 from zeroxla.program.compat import AxisNames, mesh_context
 from zeroxla.program.shapes import shapes_of
-from zeroxla.split.axis_links import costs_on
-from zeroxla.step.axes.axes_split import AxesSplit
-from zeroxla.step.axes.checks import check_axes, check_overwritten
+from zeroxla.step.axes.axes_split import AxesSplit, axes_split_of
 from zeroxla.step.axes.deals import Deals
 from zeroxla.step.axes.differentiator import AxesDifferentiator
+from zeroxla.step.axes.parts_wire_state import PartsWireStatePlan
 from zeroxla.step.gradients import Differentiator
 from zeroxla.step.loss_plan import Losses, LossPlanner, make_losses
 from zeroxla.step.state import TrainState
@@ -85,14 +84,13 @@ class Setup:
     _layouts: dict[Any, Layout] = dataclasses.field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
-        check_axes(self.mesh, self.config)
         wiring = make_wiring(self.config, self.mesh, self.desk, self.alone_elements)
         object.__setattr__(self, "wiring", wiring)
         dtype = wiring.collectives.compute_dtype
         key = dtype, repr(self.config.splits)
         if key not in self.known:
             losses = make_losses(self.adapted, dtype)
-            self.known[key] = losses, _axes_split(self.mesh, losses, dtype, self.config.splits)
+            self.known[key] = losses, axes_split_of(self.mesh, losses, dtype, self.config.splits)
         losses, axes = self.known[key]
         object.__setattr__(self, "losses", losses)
         object.__setattr__(self, "axes", axes)
@@ -119,13 +117,17 @@ class Setup:
         dims = self.in_mesh(planner.layer_dims, model_state, rows, key)
         parts = None
         if self.axes is not None:
-            check_overwritten(self.mesh, planner.overwritten(model_state))
             parts = self.in_mesh(functools.partial(self.axes.parts, layout), model_state, rows, key)
-        stages = self._staged(layout)
+            split = zip(whole, parts, strict=True)
+            whole = tuple(dataclasses.replace(p, parts=own) for p, own in split)
+        stages = self._staged(self.layout_of(params, whole))
         stage_dims: dict[int, int] = {}
         if stages is not None:
             check_state_of_stages(model_state, planner.overwritten(model_state))
-            stage_dims = stages.stage_dims(model_state, rows, key, jax.tree.leaves(params))
+            leaves = [jax.ShapeDtypeStruct(p.of_part.shape, jnp.float32) for p in whole]
+            find = functools.partial(stages.stage_dims, leaves=leaves)
+            find = find if self.axes is None else functools.partial(self.in_mesh, find)
+            stage_dims = find(model_state, rows, key)
         placed = place_params(params, self.mesh, dims, stage_dims, parts)
         trainable = layout.trainable(params, optax.MaskedNode())
         opt_state = jax.eval_shape(self.optimizer.init, trainable)
@@ -161,11 +163,15 @@ class Setup:
         self, layout: Layout, model_state: Any, batch: Any, key: jax.Array
     ) -> WireStatePlan:
         """Return the plan that makes the wire state and refreshes it."""
-        whole = WholeWireStatePlan(layout=layout, wiring=self.wiring)
+        of_parts = layout if self.axes is None else self.axes.of_parts(layout)[0]
+        found: WireStatePlan = WholeWireStatePlan(layout=of_parts, wiring=self.wiring)
         stages = self._staged(layout)
-        if whole.is_empty or stages is None:
-            return whole
-        return self.in_mesh(stages.wire_state_plan, *self._stage_shapes(model_state, batch, key))
+        if not found.is_empty and stages is not None:
+            shapes = self._stage_shapes(model_state, batch, key)
+            found = self.in_mesh(stages.wire_state_plan, *shapes)
+        if self.axes is None:
+            return found
+        return PartsWireStatePlan(of_parts=found, deals=Deals(layout.placements, self.desk))
 
     def stage_layouts(
         self, layout: Layout, model_state: Any, batch: Any, key: jax.Array
@@ -183,7 +189,8 @@ class Setup:
         stages = self._staged(layout)
         assert stages is not None, "the mesh has no stages"
         describe = functools.partial(stages.describe, at_rest=at_rest)
-        return self.in_mesh(describe, *self._stage_shapes(model_state, batch, key))
+        found = self.in_mesh(describe, *self._stage_shapes(model_state, batch, key))
+        return found if self.axes is None else found.with_axes(self.axes.newest.reports())
 
     def _stage_shapes(self, model_state: Any, batch: Any, key: jax.Array) -> tuple[Any, Any, Any]:
         """Return the shapes of the model state, of one device's micro-batch and of a key."""
@@ -235,18 +242,20 @@ class Setup:
     ) -> Differentiator | StagedDifferentiator | AxesDifferentiator:
         """Return the object that computes losses and gradients, in stages if the mesh has them."""
         staged = self._staged(layout)
-        if staged is not None:
-            return staged
-        inner = Differentiator(planner=self._planner(layout), accumulate=self.config.accumulate)
+        inner = staged or Differentiator(
+            planner=self._planner(layout), accumulate=self.config.accumulate
+        )
         if self.axes is None:
             return inner
-        return AxesDifferentiator(inner=inner, deals=Deals(layout.placements))
+        return AxesDifferentiator(inner=inner, deals=Deals(layout.placements, self.desk))
 
     def _staged(self, layout: Layout) -> StagedDifferentiator | None:
         """Return the object that differentiates the model in stages; None without stages."""
         if self.pipeline is None:
             return None
-        planner = self._planner(layout)
+        planner, losses = self._planner(layout), None
+        if self.axes is not None:
+            layout, losses = self.axes.of_parts(layout)
         return self.pipeline.differentiator(
             num_ranks=self.mesh.shape[PIPE],
             layout=layout,
@@ -255,6 +264,7 @@ class Setup:
             limits=planner.limits,
             microbatches=self.config.accumulate,
             weights=self.weights,
+            losses=losses,
         )
 
     def _planner(self, layout: Layout, *, whole: bool = False) -> LossPlanner:
@@ -281,12 +291,3 @@ class Setup:
             ),
             is_overwritten=self.adapted.overwritten,
         )
-
-
-def _axes_split(mesh: Mesh, losses: Losses, dtype: Any, splits: Splits | None) -> AxesSplit | None:
-    """Return how losses are split over the axes of a mesh; None if it has none that split work."""
-    axes = tuple((axis, mesh.shape[axis]) for axis in split_axes(mesh))
-    if not axes:
-        return None
-    costs = {axis: costs_on(mesh, axis) for axis, _ in axes}
-    return AxesSplit(axes=axes, losses=losses, dtype=dtype, costs=costs, splits=splits)

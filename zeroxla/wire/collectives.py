@@ -99,3 +99,11 @@ class Collectives:
     def rank(self) -> jax.Array:
         """Return this device's data-parallel index, node * devices per node + device: int32."""
         return lax.axis_index(NODE) * self.hops.devices + lax.axis_index(DEVICE)
+
+    def number(self) -> jax.Array:
+        """Return this device's number among all that are no other stage's: the rank, and its
+        places along the axes that split work, int32."""
+        number = self.rank()
+        for axis, length in self.hops.lengths:
+            number = number * length + lax.axis_index(axis)
+        return number

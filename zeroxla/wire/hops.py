@@ -87,6 +87,11 @@ class Hops:
         return self.inside[0] if len(self.inside) == 1 else self.inside
 
     @property
+    def all_inside(self) -> tuple[str, ...]:
+        """All axes inside a node."""
+        return (DEVICE, *(axis for axis, _ in self.lengths))
+
+    @property
     def world(self) -> int:
         """Number of devices that share a leaf."""
         return self.nodes * self.devices

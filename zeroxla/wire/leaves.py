@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from zeroxla.config.zero_config import ZeroConfig
-from zeroxla.mesh.axes import LEAF_AXES, axes_size, leaf_axes
+from zeroxla.mesh.axes import PIPE, axes_size, leaf_axes
 from zeroxla.mesh.placement import AxisPart, Placement, place
 from zeroxla.offload.disk.tickets import leaf_dtype
 from zeroxla.program.paths import leaf_path
@@ -142,7 +142,9 @@ def place_params(
     found = []
     for i, (leaf, skip) in enumerate(zip(jax.tree.leaves(params), layer_dims, strict=True)):
         stage_dim = stage_dims.get(i)
-        axes = leaf_axes(mesh) if stage_dim is None else LEAF_AXES
+        axes = leaf_axes(mesh)
+        if stage_dim is not None:
+            axes = tuple(axis for axis in axes if axis != PIPE)
         own = parts[i] if parts else ()
         last = [part.axis for part in reversed(own)]
         axes = (*(axis for axis in axes if axis not in last), *last)

@@ -63,7 +63,7 @@ class Wiring:
         micro-batch; None if no format rounds stochastically. Call it inside `shard_map`."""
         if not self.is_stochastic:
             return None
-        return jax.random.fold_in(jax.random.fold_in(key, self.collectives.rank()), ROUNDINGS)
+        return jax.random.fold_in(jax.random.fold_in(key, self.collectives.number()), ROUNDINGS)
 
     def route(self, leaf: Leaf) -> Route:
         """Return the route of a leaf."""

@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from zeroxla.mesh.axes import DEVICE, NODE
-from zeroxla.mesh.placement import Placement
+from zeroxla.mesh.axes import NODE, PIPE
+from zeroxla.mesh.placement import AxisPart, Placement
 from zeroxla.program.paths import Path
 from zeroxla.wire.hops import from_bits
 from zeroxla.wire.leaves import Layout
@@ -24,6 +24,8 @@ from zeroxla.wire.resolve import Wiring
 from zeroxla.wire.routes import LeafSource, Route
 
 Arrays = list[Any]  # arrays, or None
+Parts = tuple[tuple[AxisPart, ...], ...]
+"""The parts of each leaf."""
 PARTS = ("copies", "errors")
 
 
@@ -37,26 +39,37 @@ class WireState:
         shape, split over `device` and the same on all nodes.
       errors: the rounding errors of its gradient on the hop over `node`, as wires: uint8[nodes,
         devices, nodes, bytes], split over the first two dims.
+      parts: the parts of each leaf along axes that split the work on one row; () if no axis splits
+        any. What is kept of such a leaf is kept of its parts: a copy has them one after another.
     """
 
     copies: Arrays
     errors: Arrays
+    parts: Parts = dataclasses.field(default=(), metadata={"static": True})
 
     def specs(self, placements: Sequence[Placement]) -> WireState:
         """Return how the arrays are split, from the placements of the leaves."""
+        own = self.parts or ((),) * len(placements)
         copies = [
-            None if x is None else PartitionSpec(*(None,) * p.split_dim, DEVICE)
-            for x, p in zip(self.copies, placements, strict=True)
+            None if x is None else _copy_spec(p.of_part, parts)
+            for x, p, parts in zip(self.copies, placements, own, strict=True)
         ]
-        errors = [None if x is None else PartitionSpec(NODE, DEVICE) for x in self.errors]
-        return WireState(copies=copies, errors=errors)
+        errors = [
+            None
+            if x is None
+            else PartitionSpec(NODE, (*_inside(p.of_part), *(part.axis for part in parts)))
+            for x, p, parts in zip(self.errors, placements, own, strict=True)
+        ]
+        return dataclasses.replace(self, copies=copies, errors=errors)
 
     def names(self, leaves: Sequence[Path]) -> WireState:
-        """Return the names of the arrays in a checkpoint, from the parameters' names."""
+        """Return the names of the arrays in a checkpoint, from the parameters' names. What is kept
+        of parts has the parts in its name."""
+        ends = [(in_words(own),) if own else () for own in self.parts] or [()] * len(leaves)
         parts = {
             part: [
-                None if x is None else (part, *name)
-                for x, name in zip(getattr(self, part), leaves, strict=True)
+                None if x is None else (part, *name, *end)
+                for x, name, end in zip(getattr(self, part), leaves, ends, strict=True)
             ]
             for part in PARTS
         }
@@ -64,8 +77,10 @@ class WireState:
 
     def shapes(self, placements: Sequence[Placement]) -> WireState:
         """Return the natural shapes of the arrays."""
+        own = self.parts or ((),) * len(placements)
         copies = [
-            None if x is None else p.shape for x, p in zip(self.copies, placements, strict=True)
+            None if x is None else x.shape if parts else p.shape
+            for x, p, parts in zip(self.copies, placements, own, strict=True)
         ]
         errors = [None if x is None else x.shape for x in self.errors]
         return dataclasses.replace(self, copies=copies, errors=errors)
@@ -89,6 +104,8 @@ class WireState:
     def _fits(self, other: WireState, part: str) -> bool:
         a, b = getattr(self, part), getattr(other, part)
         if type(self) is not type(other) or jax.tree.structure(a) != jax.tree.structure(b):
+            return False
+        if self.parts != other.parts:
             return False
         pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
         return all((x.shape, x.dtype) == (y.shape, y.dtype) for x, y in pairs)
@@ -165,11 +182,14 @@ class WholeWireStatePlan(WireStatePlan):
         copies, errors = self._nones(), self._nones()
         collectives, feedback = self.wiring.collectives, self.wiring.feedback
         for i in self.copied:
-            shape = self.layout.leaves[i].placement.part_shape(collectives.hops.devices)
+            placement = self.layout.leaves[i].placement
+            shape = placement.part_shape(collectives.hops.over(placement.axes).devices)
             copies[i] = jax.ShapeDtypeStruct(shape, collectives.compute_dtype)
         for i in self.corrected:
             assert feedback is not None
-            size = math.prod(self.layout.leaves[i].placement.part_shape(collectives.world))
+            placement = self.layout.leaves[i].placement
+            world = collectives.hops.over(placement.axes).world
+            size = math.prod(placement.part_shape(world))
             shape = (1, 1, collectives.hops.nodes, feedback.num_bytes(size))
             errors[i] = jax.ShapeDtypeStruct(shape, jnp.uint8)
         return WireState(copies=copies, errors=errors)
@@ -198,3 +218,26 @@ class WholeWireStatePlan(WireStatePlan):
 
     def _nones(self) -> list[Any]:
         return [None] * len(self.layout.leaves)
+
+
+def in_words(parts: Sequence[AxisPart]) -> str:
+    """Return the parts of a leaf as a text that is equal for equal parts."""
+    pieces = ["+".join(str(p).replace(" ", "") for p in part.pieces) for part in parts]
+    return ", ".join(
+        f"{part.axis} {part.length} dim {part.dim} {text}"
+        for part, text in zip(parts, pieces, strict=True)
+    )
+
+
+def _inside(placement: Placement) -> tuple[str, ...]:
+    """Return the axes inside a node over which a leaf is split."""
+    return tuple(axis for axis in placement.axes if axis not in (NODE, PIPE))
+
+
+def _copy_spec(placement: Placement, parts: Sequence[AxisPart]) -> PartitionSpec:
+    """Return how the copies of a leaf's parts are split, of which each device has a part of one."""
+    names: list[tuple[str, ...] | None] = [None] * len(placement.shape)
+    names[placement.split_dim] = _inside(placement)
+    for part in parts:
+        names[part.dim] = (*(names[part.dim] or ()), part.axis)
+    return PartitionSpec(*names)

@@ -88,6 +88,15 @@ CASES = {
         mesh={"pipe": 2},
         rows=words,
     ),
+    "tensor": With(
+        model=lambda: GPT.tiny(), mesh={"nodes": 1, "devices_per_node": 4, "tensor": 2}, rows=words
+    ),
+    "pipeline, context": With(
+        model=lambda: zeroxla.Pipeline.from_model(GPT.tiny(layers=2)),
+        config={"accumulate": 2},
+        mesh={"pipe": 2, "nodes": 1, "context": 2},
+        rows=words,
+    ),
     # With a larger scale some of the first steps are skipped: on an island, or everywhere.
     "float16": With(config={"compute_dtype": "float16", "init_loss_scale": 256.0}, error=2e-3),
     "bfloat16": With(config={"compute_dtype": "bfloat16"}, error=2e-2),

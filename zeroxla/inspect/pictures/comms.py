@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_AXIS_COLORS = {"device": COLORS[0], "node": COLORS[1], "pipe": COLORS[2], "tensor": COLORS[3]}
+_AXES = ("device", "node", "pipe", "tensor", "context", "expert")
+_AXIS_COLORS = dict(zip(_AXES, (*COLORS[:5], COLORS[6]), strict=True))
 
 
 def plot_comms(report: CommsReport, *, path: str | os.PathLike | None = None) -> Figure:

@@ -8,11 +8,14 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 
 from zeroxla.config.splits import Splits
+from zeroxla.mesh.axes import split_axes
 from zeroxla.mesh.placement import AxisPart
 from zeroxla.program.shapes import structure_of
 from zeroxla.split.axis_costs import AxisCosts
+from zeroxla.split.axis_links import costs_on
 from zeroxla.split.plan_proof import PlanProof
 from zeroxla.step.axes.pins import Pins
 from zeroxla.step.axes.split_loss import SplitLoss
@@ -125,6 +128,17 @@ class AxesSplit:
         if self.splits is None:
             return None
         return Pins(splits=self.splits, paths=tuple(leaf.path for leaf in layout))
+
+
+def axes_split_of(
+    mesh: Mesh, losses: Losses, dtype: Any, splits: Splits | None
+) -> AxesSplit | None:
+    """Return how losses are split over the axes of a mesh; None if it has none that split work."""
+    axes = tuple((axis, mesh.shape[axis]) for axis in split_axes(mesh))
+    if not axes:
+        return None
+    costs = {axis: costs_on(mesh, axis) for axis, _ in axes}
+    return AxesSplit(axes=axes, losses=losses, dtype=dtype, costs=costs, splits=splits)
 
 
 def _shapes(tree: Any) -> Any:

@@ -12,6 +12,7 @@ Everything here runs inside `shard_map`.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 
 import jax
@@ -19,6 +20,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from zeroxla.mesh.placement import AxisPart, Placement
+from zeroxla.offload.disk.desk import Desk
+from zeroxla.offload.disk.tickets import is_ticket
 from zeroxla.offload.memory_kinds import to_device
 from zeroxla.split.atoms import Dim
 from zeroxla.split.layout import planned_dims
@@ -31,22 +34,38 @@ class Deals:
 
     Attributes:
       placements: how the leaves are stored.
+      desk: reads shards on disk.
     """
 
     placements: tuple[Placement, ...]
+    desk: Desk
+
+    @property
+    def parts(self) -> tuple[tuple[AxisPart, ...], ...]:
+        """The parts of each leaf; () if no axis splits any."""
+        found = tuple(p.parts for p in self.placements)
+        return found if any(found) else ()
 
     def to_parts(self, stored: Sequence[jax.Array]) -> list[jax.Array]:
         """Return this device's shards of the parts that it computes with.
 
         Args:
-          stored: the shards that it stores.
+          stored: the shards that it stores, tickets for those on disk.
 
         Cost: each device receives (1 - 1/length) of its shards of the leaves that an axis splits,
-        once in a step.
+        once in a step. It holds all of them through the step, those of the host's memory and of its
+        disk included.
         """
         with jax.named_scope("deal"):
             pairs = zip(stored, self.placements, strict=True)
-            return [_to_part(to_device(x), p) if p.parts else x for x, p in pairs]
+            return [_to_part(self._here(x, p), p) if p.parts else x for x, p in pairs]
+
+    def _here(self, x: jax.Array, placement: Placement) -> jax.Array:
+        """Return a shard in device memory, which a ticket may stand for."""
+        if not is_ticket(x):
+            return to_device(x)
+        world = math.prod(map(lax.axis_size, placement.axes))
+        return self.desk.redeem(x, placement.part_shape(world), lax.axis_index(placement.axes))
 
     def from_parts(self, shards: Sequence[jax.Array | None]) -> list[jax.Array | None]:
         """Undo `to_parts`, for gradients; None for frozen leaves stays None."""

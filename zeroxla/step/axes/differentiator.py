@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 
+from zeroxla.frontend.staged import StagedDifferentiator
 from zeroxla.step.axes.deals import Deals
 from zeroxla.step.gradients import Differentiator
 from zeroxla.wire.wire_state import WireState
@@ -22,7 +23,7 @@ class AxesDifferentiator:
       deals: deals the leaves and their gradients.
     """
 
-    inner: Differentiator
+    inner: Differentiator | StagedDifferentiator
     deals: Deals
 
     def gradients(
@@ -30,6 +31,7 @@ class AxesDifferentiator:
     ) -> tuple[list[jax.Array | None], dict[str, Any], Any, WireState | None]:
         """Compute this device's gradient shards; see `Differentiator.gradients`."""
         grads, metrics, model_state, wires = self.inner.gradients(self._parts(params), *rest)
+        wires = wires and dataclasses.replace(wires, parts=self.deals.parts)
         return self.deals.from_parts(grads), metrics, model_state, wires
 
     def evaluate(self, params: Any, *rest: Any) -> dict[str, Any]:

@@ -26,6 +26,7 @@ def facts_of(state: IslandState, step: Step) -> dict[str, str]:
     facts = {
         "model": ", ".join(f"{leaf_path(path)} {x.shape}" for path, x in paths),
         "mesh": str(dict(step.mesh.shape)),
+        "shards": str([(p.dim, p.stage_dim, p.axes) for p in state.inner.placements[0]]),
         "outer options": str({name: getattr(outer, name) for name in names}),
         "outer optimizer": str(update),
     }
