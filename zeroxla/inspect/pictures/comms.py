@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _AXES = ("device", "node", "pipe", "tensor", "context", "expert")
-_AXIS_COLORS = dict(zip(_AXES, (*COLORS[:5], COLORS[6]), strict=True))
+_AXIS_COLORS: dict[str, str] = dict(zip(_AXES, (*COLORS[:5], COLORS[6]), strict=True))
 
 
 def plot_comms(report: CommsReport, *, path: str | os.PathLike | None = None) -> Figure:
