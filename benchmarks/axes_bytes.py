@@ -195,7 +195,7 @@ def leaf_parts(leaves: Iterable[Any]) -> Iterable[tuple[int, ...]]:
 
 
 def _sizes(shape: Sequence[int]) -> tuple[int, ...]:
-    """Return the dims above 1 in the order of their sizes: the compiler may transpose a gradient."""
+    """Return the dims above 1, sorted: the compiler may transpose a gradient."""
     return tuple(sorted(n for n in shape if n != 1))
 
 
@@ -247,7 +247,7 @@ def in_words(rows: Sequence[dict[str, Any]]) -> str:
     return (
         f"Megabytes that a device receives over an axis of {PARTS} devices for activations: of a "
         "block, forward + backward (the formula is for each of them), and of models of "
-        f"{MANY} layers of width {WIDTH} with {HEADS} heads, {LENGTH} positions, {VOCAB} tokens and "
+        f"{MANY} layers of width {WIDTH} with {HEADS} heads, {LENGTH} positions, {VOCAB} tokens, "
         f"{', '.join(f'{n} rows for {axis}' for axis, n in ROWS.items())}, in float32; read from "
         "the compiled programs. `jax.jit` is the same model with annotations. Its all-reduces are "
         "counted as such, then as reduce-scatters. For leaves: ZeRO-3's exchanges, gathers and "
@@ -262,9 +262,13 @@ def make_checks(rows: Sequence[dict[str, Any]]) -> list[Check]:
     for row in rows:
         block = row["zeroxla"]["block"]
         off = max(abs(block[d] / row["formula"] - 1) for d in DIRECTIONS)
-        checks.append(Check(name=f"{row['case']}: a block's bytes off formula", value=off, limit=OFF))
+        checks.append(
+            Check(name=f"{row['case']}: a block's bytes off formula", value=off, limit=OFF)
+        )
         for kind, limit in (("total", MORE), ("least", LEAST)):
             ratio = row["zeroxla"]["total"] / row["jax.jit"][kind]
             which = "jax.jit's" if kind == "total" else "jax.jit's with reduce-scatters"
-            checks.append(Check(name=f"{row['case']}: bytes over {which}", value=ratio, limit=limit))
+            checks.append(
+                Check(name=f"{row['case']}: bytes over {which}", value=ratio, limit=limit)
+            )
     return checks

@@ -9,8 +9,9 @@ compares the losses. Each array that matters has a sharding, the best that is pu
     context   DeepSpeed-Ulysses: the sequence is split, and inside attention the heads
     expert    GShard: rows are split, banks and the places of experts along the experts
 
-Shape letters: B batch, L positions, D width, V vocabulary, N heads, K key-value heads, G query heads
-of each, H head width, F hidden, E experts, C places of an expert, T products in one: queries, keys, values.
+Shape letters: B batch, L positions, D width, V vocabulary, N heads, K key-value heads, G query
+heads of each, H head width, F hidden, E experts, C places of an expert, T products in one, such as
+queries, keys and values.
 """
 
 from __future__ import annotations
@@ -96,7 +97,7 @@ class Annotated:
     def _run(
         self, block: Callable[..., Any], x_BLD: jax.Array, stacked: Any, blocks: list[Any]
     ) -> tuple[jax.Array, Any]:
-        """Run the blocks; return the activations and the mean of what the blocks add to the loss."""
+        """Run the blocks; return the activations, and the mean of what they add to the loss."""
         x_BLD = self._put("x_BLD", x_BLD)
         if self.scan:
             x_BLD, extra = jax.lax.scan(lambda x, leaves: block(leaves, x), x_BLD, stacked)
@@ -115,7 +116,9 @@ class Annotated:
         x_BLD = x_BLD + self._put("x_BLD", self._attended(q[:, :, :, None], k, v, own["c_proj"]))
         y_BLD = self._put("x_BLD inside", _layer_norm(x_BLD, leaves["ln_2"]))
         h_BLF = jax.nn.gelu(_dense(self._put("h_BLF", y_BLD @ mlp["c_fc"]["kernel"]), mlp["c_fc"]))
-        return x_BLD + self._put("x_BLD", _dense(h_BLF @ mlp["c_proj"]["kernel"], mlp["c_proj"])), 0.0
+        return x_BLD + self._put(
+            "x_BLD", _dense(h_BLF @ mlp["c_proj"]["kernel"], mlp["c_proj"])
+        ), 0.0
 
     def _llama_block(self, leaves: Leaves, x_BLD: jax.Array) -> tuple[jax.Array, Any]:
         own, model = leaves["self_attn"], self.model
@@ -139,9 +142,7 @@ class Annotated:
         """Return queries, keys and values, [B, L, N, H]; of a split sequence by an all-to-all."""
         y_BLTD = self._put("y_BLTD", y_BLTD)
         parts = (y_BLTD[:, :, i] for i in range(3))
-        return [
-            self._put("y_BLNH", y.reshape(*y.shape[:2], self.model.heads, -1)) for y in parts
-        ]
+        return [self._put("y_BLNH", y.reshape(*y.shape[:2], self.model.heads, -1)) for y in parts]
 
     def _attended(self, q: jax.Array, k: jax.Array, v: jax.Array, out: Leaves) -> jax.Array:
         y_BLKGH = causal_attention(q, k, v, block=q.shape[1])
@@ -197,8 +198,8 @@ class Annotated:
 def fused(params: Any) -> Any:
     """Return the leaves with products of one input made one, as a user who annotates writes them.
 
-    GPT's queries, keys and values, [..., T * D], get a dim of their own: [..., T, D]. The columns of
-    a device are then those of its heads. Kernels of `FUSED` are stacked likewise.
+    GPT's queries, keys and values, [..., T * D], get a dim of their own: [..., T, D]. The columns
+    of a device are then those of its heads. Kernels of `FUSED` are stacked likewise.
     """
     if not isinstance(params, Mapping):
         return params

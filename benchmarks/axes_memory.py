@@ -1,7 +1,7 @@
 """The part `memory` of axes.py: what a device needs with axes, from the compiler's figures.
 
-A sequence of 32k tokens of a GPT of 4 layers and width 256, with attention in blocks and the loss in
-chunks, on one device and over `context=4`. And the leaves that a device gathers with `tensor=4`.
+A sequence of 32k tokens of a GPT of 4 layers and width 256, with attention in blocks and the loss
+in chunks, on one device and over `context=4`. And the leaves that a device gathers with `tensor=4`.
 Nothing runs.
 """
 
@@ -32,9 +32,7 @@ GATHERED = {"layers": 4, "width": 512}
 def plan_of(context: int, options: dict[str, Any]) -> dict[str, int]:
     """Compile a step of one sequence; return its figures in bytes a device."""
     mesh = zeroxla.make_mesh(nodes=1, devices=jax.devices()[:context], context=context)
-    model = GPT(
-        vocab=256, length=TOKENS, layers=LAYERS, width=WIDTH, heads=HEADS, **options
-    )
+    model = GPT(vocab=256, length=TOKENS, layers=LAYERS, width=WIDTH, heads=HEADS, **options)
     step = zeroxla.make_step(model, mesh, optax.adamw(1e-3))
     batch = {"tokens": jax.ShapeDtypeStruct((1, TOKENS + 1), jnp.int32)}
     used = zeroxla.inspect.memory(step.lower(step.abstract_state(batch), batch).compile())
@@ -89,8 +87,8 @@ def in_words(found: dict[str, Any]) -> str:
         f"sequence of {TOKENS} tokens, {LAYERS} layers of width {WIDTH}, {HEADS} heads, AdamW; "
         f"attention in blocks of 512, the loss in chunks of 512, as the compiler plans them.\n\n"
         f"{table(header, lines)}\n\n"
-        f"Millions of elements of leaves that a device gathers in forward, on 8 devices, of a GPT of "
-        f"{GATHERED['layers']} layers of width {GATHERED['width']} with {LENGTH} positions, read "
+        f"Millions of elements of leaves that a device gathers in forward, on 8 devices, of a GPT "
+        f"of {GATHERED['layers']} layers of width {GATHERED['width']} with {LENGTH} tokens, read "
         f"from the compiled programs.\n\n"
         f"{table(('GPT', 'tensor=1', 'tensor=4', 'ratio'), leaves)}"
     )
@@ -110,7 +108,9 @@ def make_checks(found: dict[str, Any]) -> list[Check]:
     fits = DEVICE_BYTES / plain[first]["all"]
     checks.append(Check(name=f"{text} alone, so that it does not fit", value=fits, limit=1.0))
     share = plain[longest]["all"] / DEVICE_BYTES
-    text = f"scanned: what it needs at context={longest} over a device of {DEVICE_BYTES / 1e9:.0f} GB"
+    text = (
+        f"scanned: what it needs at context={longest} over a device of {DEVICE_BYTES / 1e9:.0f} GB"
+    )
     checks.append(Check(name=text, value=share, limit=1.0))
     for name, sizes in found["gathered"].items():
         text = f"{name}: leaves gathered at tensor=4 over those at tensor=1"

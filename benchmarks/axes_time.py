@@ -1,11 +1,12 @@
 """The parts `time` and `search` of axes.py: steps with axes against steps that are data parallel.
 
-Time: GPT and Llama of 6 layers and width 256 on 8 simulated devices, the same rows in one step, with
-`tensor=4` and `context=4` and with all devices along `device`. The steps take turns in one process.
+Time: GPT and Llama of 6 layers and width 256 on 8 simulated devices, the same rows in one step,
+with `tensor=4` and `context=4` and with all devices along `device`. The steps take turns in one
+process.
 Trace, search and compilation are a step's first call, less a later one.
 
-Search: processor seconds of finding the plan of GPT and of Llama for `tensor=4`, with 24 and with 80
-layers, apart from tracing the loss. It is one thread. Nothing is compiled.
+Search: processor seconds of finding the plan of GPT and of Llama for `tensor=4`, with 24 and with
+80 layers, apart from tracing the loss. It is one thread. Nothing is compiled.
 """
 
 from __future__ import annotations
@@ -124,8 +125,7 @@ def _ratios(times: dict[str, list[float]]) -> dict[str, float]:
 
 
 def search_times(kind: str, *, scan: bool, layers: int) -> dict[str, float]:
-    """Return the processor seconds of tracing the loss, of the search, and of both with the trace of the
-    split loss."""
+    """Return the processor seconds of the two traces, of the search, and of all of it."""
     shape = {**SEARCHED, "layers": layers, "scan": scan, "attention_block": SEARCHED_LENGTH}
     if kind == "GPT":
         model: Any = GPT(length=SEARCHED_LENGTH, **shape)
@@ -205,11 +205,11 @@ def time_in_words(found: dict[str, Any], turns: int) -> str:
     header = ["", "step, ms", "data, ms", "ratio", "init + compile, s", "data, s", "ratio"]
     return (
         f"{SHAPE['layers']} layers of width {SHAPE['width']}, float32, AdamW, {ROWS} x {LENGTH} "
-        f"tokens in a step on {NUM_DEVICES} simulated devices of one node: {PARTS} of them along the "
-        f"axis and the others along `device`, against all of them along `device`. Median of {turns} "
-        "alternating steps; ratios are medians of the ratios of a turn. Init, trace, search and "
-        "compilation are all that comes before the first step's end, less a later step. Only ratios "
-        f"carry over to other machines.\n\n{table(header, lines)}"
+        f"tokens in a step on {NUM_DEVICES} simulated devices of one node: {PARTS} of them along "
+        f"the axis and the others along `device`, against all of them along `device`. Median of "
+        f"{turns} alternating steps; ratios are medians of the ratios of a turn. Init, trace, "
+        "search and compilation are all that comes before the first step's end, less a later step. Only "
+        f"ratios carry over to other machines.\n\n{table(header, lines)}"
     )
 
 
@@ -217,7 +217,7 @@ def search_in_words(found: list[dict[str, Any]]) -> str:
     """Return the table of searches as markdown."""
     lines = [
         [
-            f"{x['model']}, {'scanned' if x['scan'] else 'written out'}, {x['layers']} layers",
+            _searched(x),
             *(f"{x[name]:.1f}" for name in ("search", "trace", "all")),
         ]
         for x in found
@@ -227,6 +227,11 @@ def search_in_words(found: list[dict[str, Any]]) -> str:
         f"{SEARCHED_LENGTH} tokens; of the two traces, of the loss and of the loss that runs the "
         f"plan; and of all of it.\n\n{table(('model', 'search', 'traces', 'all'), lines)}"
     )
+
+
+def _searched(row: dict[str, Any]) -> str:
+    kind = "scanned" if row["scan"] else "written out"
+    return f"{row['model']}, {kind}, {row['layers']} layers"
 
 
 def time_checks(found: dict[str, Any]) -> list[Check]:
@@ -246,8 +251,7 @@ def search_checks(found: list[dict[str, Any]]) -> list[Check]:
     """Compare the searches of the deepest models with the target."""
     return [
         Check(
-            name=f"{x['model']}, {'scanned' if x['scan'] else 'written out'}, {x['layers']} layers: "
-            "seconds of the search",
+            name=f"{_searched(x)}: processor seconds of the search",
             value=x["search"],
             limit=SEARCH_S,
         )

@@ -32,7 +32,9 @@ def tokens(rows: int) -> dict[str, np.ndarray]:
 def masked(rows: int) -> dict[str, np.ndarray]:
     """Return tokens, their targets, and which of the targets count: as many in each row."""
     rng = np.random.default_rng(0)
-    found = {name: rng.integers(0, VOCAB, (rows, LENGTH), np.int32) for name in ("tokens", "targets")}
+    found = {
+        name: rng.integers(0, VOCAB, (rows, LENGTH), np.int32) for name in ("tokens", "targets")
+    }
     return {**found, "mask": np.tile(np.arange(LENGTH) % 4 == 1, (rows, 1)).astype(np.float32)}
 
 
@@ -154,9 +156,11 @@ KINDS = {
 }
 
 
-def errors(step: zeroxla.Step, make: Callable[[], Any], batch: Any) -> tuple[float, float]:
-    """Return the relative errors of a step's loss and of its worst gradient against `jax.grad` of
-    the whole model on one device."""
+def errors(
+    step: zeroxla.Step, make: Callable[[], Any], batch: Any
+) -> tuple[float, tuple[str, float]]:
+    """Return the relative error of a step's loss, and its worst gradient with its relative error,
+    against `jax.grad` of the whole model on one device."""
     state = step.init(jax.random.key(0), batch)
     loss, gradients = step.grad(state, batch)
     adapted = adapt(make())
@@ -164,4 +168,4 @@ def errors(step: zeroxla.Step, make: Callable[[], Any], batch: Any) -> tuple[flo
     want, expected = jax.jit(
         jax.value_and_grad(lambda p: adapted.loss(p, {}, batch, jax.random.key(1), train=True)[0])
     )(whole)
-    return abs(float(loss) / float(want) - 1), worst(relative_errors(gradients, expected))[1]
+    return abs(float(loss) / float(want) - 1), worst(relative_errors(gradients, expected))
