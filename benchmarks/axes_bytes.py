@@ -166,7 +166,7 @@ def ours(case: Case, layers: int) -> Traffic:
     config = zeroxla.ZeroConfig(persistence_threshold=0)
     step = zeroxla.make_step(case.make(layers), mesh, optax.sgd(0.1), config=config)
     compiled = step.lower(step.abstract_state(case.batch), case.batch).compile()
-    return traffic(compiled.as_text(), lambda shape: False, scopes=True)
+    return traffic(compiled.as_text() or "", lambda shape: False, scopes=True)
 
 
 def annotated(case: Case, layers: int) -> Traffic:
@@ -178,7 +178,7 @@ def annotated(case: Case, layers: int) -> Traffic:
         make = model
         model = nnx.eval_shape(lambda: make(nnx.Rngs(0)))
     program = Annotated(mesh=mesh, axis=case.axis, model=model, scan=case.scan)
-    text = program.lower(params, case.batch).compile().as_text()
+    text = program.lower(params, case.batch).compile().as_text() or ""
     known = set(leaf_parts(jax.tree.leaves((params, jax.eval_shape(fused, params)))))
     return traffic(text, lambda shape: _sizes(shape) in known, scopes=False)
 
