@@ -1,7 +1,8 @@
 """The gauntlet: Flax models of the package index, as they are, through all of zeroxla.
 
 Every model is trained (gradients and a step against the unsharded model on one device), trained
-with ZeRO++, given adapters, generated from, cut into stages, planned, and saved and restored.
+with ZeRO++, given adapters, generated from, cut into stages, split over axes, planned, and saved
+and restored.
 
     make gauntlet
     make gauntlet ARGS="--only GPT-2"

@@ -18,6 +18,8 @@ CHECKS = (
     "tensor",
     "pipeline",
     "pipeline of 4",
+    "tensor axis",
+    "context axis",
     "plan",
     "checkpoint",
 )

@@ -152,6 +152,25 @@ def pipeline(run: Run, stages: int = 2) -> str:
     return same_gradients(found, gradients, rounding=lambda: run.gradient_rounding)
 
 
+def axis(run: Run, name: str) -> str:
+    """Split the work on a row over 2 devices; compare loss and gradients with the reference.
+
+    Two nodes of two devices have half as many ranks for rows as in `zero3`, and take two
+    micro-batches: so the rows of one rank and micro-batch are the same.
+    """
+    config = zeroxla.ZeroConfig(persistence_threshold=0, accumulate=2)
+    mesh = zeroxla.make_mesh(nodes=2, devices_per_node=2, **{name: 2})
+    step = run.step(mesh, config=config)
+    step.abstract_state(run.built.batch)
+    start = run.start()
+    state = step.init_from(start.params, jax.random.key(0), model_state=start.model_state)
+    loss, gradients, _ = run.expected
+    found_loss, found = step.grad(state, run.built.batch)
+    near("loss", float(found_loss), loss, 1e-5)
+    found = real_parts(by_path(found))
+    return same_gradients(found, gradients, rounding=lambda: run.gradient_rounding)
+
+
 def plan(run: Run) -> str:
     """Plan the model for 2 nodes of 8 devices; the number of parameters must be right."""
     batch = jax.tree.map(lambda x: np.resize(x, (16, *x.shape[1:])), run.built.batch)

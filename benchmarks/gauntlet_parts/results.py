@@ -24,6 +24,8 @@ TITLES = {
     "tensor": "tensor 2",
     "pipeline": "pipe 2",
     "pipeline of 4": "pipe 4",
+    "tensor axis": "axis tensor=2",
+    "context axis": "axis context=2",
     "plan": "plan",
     "checkpoint": "checkpoint",
 }
@@ -42,10 +44,13 @@ MEANINGS = {
     "pipeline": "`Pipeline.from_model` on two stages of two devices; loss and gradients are those "
     "of the unsharded model",
     "pipeline of 4": "the same on four stages of one device",
+    "tensor axis": "a mesh with `tensor=2` on 2 nodes of 2 devices, in two micro-batches; loss and "
+    "gradients are those of the unsharded model",
+    "context axis": "the same with `context=2`",
     "plan": "`zeroxla.plan` for 16 devices; the number of parameters is right",
     "checkpoint": "a state saved on 2 x 2 devices and restored on 1 x 3 is the same, bit for bit",
 }
-MEASURED = ("gradients", "pipeline", "pipeline of 4")
+MEASURED = ("gradients", "pipeline", "pipeline of 4", "tensor axis", "context axis")
 """The checks whose detail is the largest error of the gradients."""
 CELLS = {REFUSED: "refused", FAILED: "FAILED", NOT_APPLICABLE: "-"}
 HEADINGS = {

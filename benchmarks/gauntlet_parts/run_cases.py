@@ -36,10 +36,19 @@ FUNCTIONS: dict[str, Callable[[Run], str]] = {
     "tensor": check_generation.tensor,
     "pipeline": checks.pipeline,
     "pipeline of 4": functools.partial(checks.pipeline, stages=4),
+    "tensor axis": functools.partial(checks.axis, name="tensor"),
+    "context axis": functools.partial(checks.axis, name="context"),
     "plan": checks.plan,
     "checkpoint": checks.checkpoint,
 }
-NOT_OF_LAYERS = ("generation", "tensor", "pipeline", "pipeline of 4")
+NOT_OF_LAYERS = (
+    "generation",
+    "tensor",
+    "pipeline",
+    "pipeline of 4",
+    "tensor axis",
+    "context axis",
+)
 
 
 def run_case(case: Case, write: Callable[[dict[str, Any]], None], names: tuple[str, ...]) -> None:

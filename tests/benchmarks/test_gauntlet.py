@@ -132,7 +132,10 @@ def test_results_are_written_as_tables_with_every_reason(tmp_path, capsys):
     capsys.readouterr()
     table = (tmp_path / "gauntlet.md").read_text()
     assert code == 1
-    assert "| M | 1e-7 | yes | yes | yes | yes | refused | 1e-7 | FAILED | yes |" in table
+    assert (
+        "| M | 1e-7 | yes | yes | yes | yes | refused | 1e-7 | 1e-7 | 1e-7 | FAILED | yes |"
+        in table
+    )
     assert '- pipe 2: M. "the model has no loop"' in table
     assert '- plan: M. "TypeError: x" (`a.py:1 f`)' in table
     page = (tmp_path / "page.md").read_text()

@@ -69,7 +69,7 @@ class Prices:
         """Return whether a state can hold all that another does and still cost no more."""
         room = other.cost - first.cost
         for (value, have), wants in zip(first.held.items(), other.held.values(), strict=True):
-            if wants is have:
+            if wants is have:  # so in most: leaves that are not read yet, and what came before
                 continue
             for want in wants - have:
                 if want is SUMMANDS or not have:
