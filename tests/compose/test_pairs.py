@@ -1,6 +1,7 @@
 """Every pair of features: it trains as one device does, or is refused by a text that says why.
 
-`make test` runs groups of features, in which each one occurs, and `make test-full` every pair.
+`make test` runs groups of features that hold together, and `make test-full` every pair. A feature
+that goes with no other one of a group is left to `make test-slow`.
 """
 
 from __future__ import annotations
@@ -116,7 +117,17 @@ def _run(features, folder):
     return run, sorted({str(w.message) for w in caught if issubclass(w.category, UserWarning)})
 
 
-@pytest.mark.parametrize("group", _groups(), ids=lambda group: ", ".join(x.name for x in group))
+@pytest.mark.parametrize(
+    "group",
+    [
+        pytest.param(
+            group,
+            id=", ".join(feature.name for feature in group),
+            marks=pytest.mark.slow if len(group) == 1 else (),
+        )
+        for group in _groups()
+    ],
+)
 def test_features_that_are_on_together(group, tmp_path):
     run, texts = _run(group, tmp_path)
     assert texts == []

@@ -65,7 +65,7 @@ def generate(engine, known, prompts=PROMPTS, num=6, **options):
     return engine.generate(known.state, prompts, **options)
 
 
-QUICK = ["public", "one token, nnx", "given"]
+QUICK = ["public"]
 
 
 @pytest.mark.parametrize("name", thinned(QUICK, slow=[name for name in CASES if name not in QUICK]))
@@ -129,7 +129,11 @@ def test_a_call_of_the_users():
     np.testing.assert_array_equal(found.tokens, known.greedy(PROMPTS, 6))
 
 
-@pytest.mark.parametrize("make", [Hidden, lambda: lambda rngs: HiddenNnx(rngs=rngs)])
+@pytest.mark.parametrize(
+    "make",
+    thinned([lambda: lambda rngs: HiddenNnx(rngs=rngs)], slow=[Hidden]),
+    ids=["nnx", "linen"],
+)
 def test_a_call_of_the_users_that_reads_a_part_of_the_module(make):
     """The call's result is no logits, though it looks like them; the embedding makes some of it."""
     known = made(make, Hidden.whole)

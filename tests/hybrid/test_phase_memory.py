@@ -11,7 +11,7 @@ import numpy as np
 import optax
 import pytest
 from tools.hybrid import live_bytes
-from tools.quick import quick_compilation  # noqa: F401
+from tools.quick import quick_collection, quick_compilation  # noqa: F401
 
 import zeroxla
 from zeroxla import HybridEngine, ZeroConfig
@@ -34,6 +34,7 @@ def made():
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("quick_collection")
 def test_the_figures_are_those_of_the_arrays(made):
     step, state = made
     engine = HybridEngine(step, tensor=2, release=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 
 import jax
@@ -44,8 +45,11 @@ CASES = {
 }
 
 
+SHORT = ("whole blocks", "ordinary heads")
+
+
 @pytest.mark.smoke
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", thinned([n for n in CASES if n not in SHORT], slow=SHORT))
 def test_values_and_gradients_are_those_of_dense_attention(name):
     length, options = CASES[name]
     options = dict(options)
@@ -88,8 +92,8 @@ def test_half_precision_rounds_no_more_than_dense_attention():
     errors = [
         float(jnp.linalg.norm(out.astype(jnp.float32) - exact) / jnp.linalg.norm(exact))
         for out in (
-            blockwise_attention(*half, None, 0, None, BLOCK),
-            dense_attention(*half, None, 0, None),
+            jax.jit(lambda *x: blockwise_attention(*x, None, 0, None, BLOCK))(*half),
+            jax.jit(lambda *x: dense_attention(*x, None, 0, None))(*half),
         )
     ]
     assert errors[0] < 1.05 * errors[1]
@@ -99,10 +103,11 @@ def test_dropout_is_the_same_in_backward_and_keeps_the_mean():
     inputs = operands(24)
     dropout = Dropout(0.25, jax.random.key(3))
 
+    @jax.jit
     def loss(q, k, v):
         return jnp.sum(blockwise_attention(q, k, v, None, 0, dropout, BLOCK) ** 2)
 
-    grads = jax.grad(loss, argnums=(0, 1, 2))(*inputs)
+    grads = jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(*inputs)
     for i, grad in enumerate(grads):
         direction = jnp.asarray(np.random.default_rng(i).normal(size=grad.shape), jnp.float32)
         ends = []
@@ -117,7 +122,7 @@ def test_dropout_is_the_same_in_backward_and_keeps_the_mean():
     def mean_of(key):
         return blockwise_attention(*inputs, None, 0, Dropout(0.25, key), BLOCK)
 
-    outs = jax.vmap(mean_of)(jax.random.split(jax.random.key(0), 4000))
+    outs = jax.jit(jax.vmap(mean_of))(jax.random.split(jax.random.key(0), 4000))
     wanted = dense_attention(*inputs, None, 0, None)
     error = 5 * outs.std(axis=0) / 4000**0.5
     assert (jnp.abs(outs.mean(axis=0) - wanted) <= error + 1e-6).mean() > 0.999
@@ -147,8 +152,8 @@ def tokens(rows, length, vocab=64):
 
 def loss_of(model, batch):
     """Return (loss, gradients) of a linen model with the parameters of its seed."""
-    shapes = {"params": jax.random.key(0)}
-    params = model.init(shapes, batch, train=False, method="loss")["params"]
+    init = jax.jit(functools.partial(model.init, train=False, method="loss"))
+    params = init({"params": jax.random.key(0)}, batch)["params"]
 
     def loss(params):
         return model.apply({"params": params}, batch, train=False, method="loss")[0]
@@ -156,7 +161,7 @@ def loss_of(model, batch):
     return jax.jit(jax.value_and_grad(loss))(params)
 
 
-@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("masked", thinned([True], slow=[False]))
 def test_a_loss_in_chunks_is_the_loss(masked):
     batch = tokens(3, 30)
     if masked:
@@ -185,15 +190,15 @@ def test_losses_and_entropies_of_a_head_are_those_of_its_logits(chunk):
     def in_chunks(x, head):
         return head_statistics(x, head, targets, chunk, with_entropy=True)
 
-    for found, wanted in zip(in_chunks(x, head), of_logits(x, head), strict=True):
-        np.testing.assert_allclose(found, wanted, rtol=0, atol=5e-6)
-    found, wanted = (
-        jax.grad(lambda *a, f=f: sum(jnp.vdot(w, y) for w, y in zip(weights, f(*a))), (0, 1))(
-            x, head
-        )
-        for f in (in_chunks, of_logits)
-    )
-    for a, b in zip(found, wanted, strict=True):
+    def with_gradients(function):
+        def weighted(x, head):
+            found = function(x, head)
+            return sum(jnp.vdot(w, y) for w, y in zip(weights, found)), found
+
+        gradients, found = jax.jit(jax.grad(weighted, (0, 1), has_aux=True))(x, head)
+        return *found, *gradients
+
+    for a, b in zip(with_gradients(in_chunks), with_gradients(of_logits), strict=True):
         np.testing.assert_allclose(a, b, rtol=0, atol=5e-6)
 
 
@@ -216,8 +221,8 @@ def test_backward_holds_one_gradient_of_the_head():
 def test_targets_give_their_losses_and_none_the_logits():
     batch = tokens(2, 21)["tokens"]
     model = Llama.tiny(loss_chunk=6)(nnx.Rngs(0))
-    logits = model(batch[:, :-1])
-    losses = model(batch[:, :-1], targets_BL=batch[:, 1:])
+    logits = nnx.jit(lambda model, x: model(x))(model, batch[:, :-1])
+    losses = nnx.jit(lambda model, x, y: model(x, targets_BL=y))(model, batch[:, :-1], batch[:, 1:])
     wanted = optax.softmax_cross_entropy_with_integer_labels(logits, batch[:, 1:])
     np.testing.assert_allclose(losses, wanted, rtol=1e-5)
 
@@ -247,7 +252,7 @@ def test_a_step_with_blocks_is_the_step_without(name):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=2e-6), *params)
 
 
-@pytest.mark.parametrize("scan", [True, False])
+@pytest.mark.parametrize("scan", thinned([True], slow=[False]))
 def test_memory_grows_with_the_length_and_not_with_its_square(scan):
     temporaries = {}
     for length in (256, 1024):

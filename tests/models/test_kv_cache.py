@@ -25,7 +25,10 @@ MODELS = {
 }
 
 
-@pytest.fixture(scope="module", params=MODELS)
+QUICK = [name for name in MODELS if name != "llama listed"]
+
+
+@pytest.fixture(scope="module", params=thinned(QUICK, slow=["llama listed"]))
 def model(request):
     adapted = adapt(MODELS[request.param]())
     batch = {"tokens": jnp.zeros((2, 9), jnp.int32)}

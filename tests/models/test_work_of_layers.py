@@ -6,6 +6,7 @@ Only GPT needs a barrier for that; XLA fuses Llama in another way.
 import jax
 import jax.numpy as jnp
 import pytest
+from tools.quick import thinned
 
 from zeroxla.frontend import adapt
 from zeroxla.models import GPT, Llama
@@ -22,7 +23,7 @@ def llama(layers):
 @pytest.mark.skipif(
     jax.__version_info__ < (0, 11), reason="XLA on JAX 0.10's CPU backend drops barriers"
 )
-@pytest.mark.parametrize("model", [gpt, llama])
+@pytest.mark.parametrize("model", thinned([gpt], slow=[llama]), ids=["gpt", "llama"])
 def test_compiled_gradient_grows_evenly_with_the_layers(model):
     def flops(layers):
         adapted = adapt(model(layers))

@@ -6,6 +6,7 @@ import gc
 import jax
 import numpy as np
 import pytest
+from tools.quick import quick_collection  # noqa: F401
 
 from zeroxla.offload.disk.pages import ALIGNMENT, PagePool, aligned
 
@@ -26,6 +27,7 @@ def test_memory_is_used_again_when_it_is_let_go():
     assert address(pool.take(3 * ALIGNMENT)) == where
 
 
+@pytest.mark.usefixtures("quick_collection")
 @pytest.mark.parametrize("kept", ["view", "device"])
 def test_memory_that_something_refers_to_is_nobody_elses(kept):
     pool = PagePool()

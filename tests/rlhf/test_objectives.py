@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from tools.quick import quick_compilation, thinned  # noqa: F401
 
 from zeroxla import rlhf
 from zeroxla.models import GPT, Llama
@@ -32,9 +33,10 @@ def batch(vocab, length=LENGTH):
     }
 
 
-@pytest.mark.parametrize("algorithm", ["ppo", "grpo"])
+@pytest.mark.usefixtures("quick_compilation")
+@pytest.mark.parametrize("algorithm", thinned(["ppo"], slow=["grpo"]))
 def test_loss_and_gradient_are_those_of_the_logits(algorithm):
-    model = Llama.tiny(loss_chunk=5)(nnx.Rngs(0))
+    model = nnx.jit(lambda: Llama.tiny(loss_chunk=5)(nnx.Rngs(0)))()
     graph, params = nnx.split(model, nnx.Param)
     columns = batch(64)
     if algorithm == "ppo":
@@ -45,7 +47,10 @@ def test_loss_and_gradient_are_those_of_the_logits(algorithm):
         apply = (lambda tokens: merged(tokens)) if whole else merged
         return rlhf.actor_loss(settings(algorithm))(apply, columns, train=True)[0]
 
-    found, wanted = (jax.value_and_grad(loss)(params, whole) for whole in (False, True))
+    found, wanted = (
+        jax.jit(jax.value_and_grad(loss), static_argnums=1)(params, whole)
+        for whole in (False, True)
+    )
     np.testing.assert_allclose(found[0], wanted[0], rtol=1e-6)
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=5e-6), found[1], wanted[1]

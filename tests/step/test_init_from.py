@@ -15,7 +15,7 @@ from tools.disk import on_disk
 from tools.lora import lora_step
 from tools.offload import assert_same
 from tools.pipelines import step_of
-from tools.quick import quick_compilation, thinned  # noqa: F401
+from tools.quick import quick_collection, quick_compilation, thinned  # noqa: F401
 from tools.zoo import CASES
 from tools.zoo.base import mse, tokens, vectors
 
@@ -168,6 +168,7 @@ def test_arrays_are_donated_if_told_so(step):
     assert_same(zeroxla.full_params(state), natural)
 
 
+@pytest.mark.usefixtures("quick_collection")
 def test_one_leaf_is_there_at_a_time(step):
     """A function's array is gone when the next one is called; arrays are read in parts."""
     alive, most = [], []

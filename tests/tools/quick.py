@@ -1,4 +1,4 @@
-"""Keeps the tests quick: faster compilation, and fewer values of a parameter.
+"""Keeps the tests quick: faster compilation and collection, and fewer values of a parameter.
 
 LLVM would spend half of the suite's time on optimising programs that run for milliseconds. Tests
 that ask what a program computes, and not how fast it runs, therefore compile without most of that.
@@ -13,6 +13,7 @@ Programs that a test starts are given the environment variables QUICK instead.
 the tests says at its end how many rows it left out; `pytest --collect-only -q -m slow` lists them.
 """
 
+import gc
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Any
 
@@ -29,6 +30,17 @@ def quick_compilation() -> Iterator[None]:
     jax.config.update("jax_disable_most_optimizations", True)
     yield
     jax.config.update("jax_disable_most_optimizations", before)
+
+
+@pytest.fixture
+def quick_collection() -> Iterator[None]:
+    """Let `gc.collect` look only through what the test makes.
+
+    A test process holds millions of older objects; to look through them takes seconds.
+    """
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 def thinned(quick: Iterable[Any], *, slow: Iterable[Any], rows: bool = False) -> list[Any]:

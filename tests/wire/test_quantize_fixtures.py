@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from tools import quantize_oracle
 from tools.quantize_cases import options, quantized, restored
+from tools.quick import thinned
 
 from zeroxla.quantize import Wire, WireFormat, swizzled_quantize
 
@@ -45,8 +46,13 @@ def check_values(wire, shape, name):
     np.testing.assert_array_equal(values.astype(np.float16), KERNEL[f"dq16/{name}"])
 
 
-@pytest.mark.parametrize("bits", [8, 4])
-@pytest.mark.parametrize("case", CASES)
+# Each case is quick with one number of bits of each kind of format.
+ROWS = [(case, bits) for case in CASES for bits in (8, 4)]
+SYMMETRIC = [(case, (8, 4)[i % 2]) for i, case in enumerate(CASES)]
+WITH_OFFSETS = [row for row in ROWS if row not in SYMMETRIC]
+
+
+@pytest.mark.parametrize(("case", "bits"), thinned(SYMMETRIC, slow=WITH_OFFSETS, rows=True))
 def test_symmetric_wires_are_deepspeeds(case, bits):
     x, name = KERNEL[f"x/{case}"], f"{case}/b{bits}/sym"
     np.testing.assert_array_equal(x, REFERENCE[f"x/{case}"])
@@ -62,8 +68,7 @@ def test_symmetric_wires_are_deepspeeds(case, bits):
     check_values(wire, x.shape, name)
 
 
-@pytest.mark.parametrize("bits", [8, 4])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("case", "bits"), thinned(WITH_OFFSETS, slow=SYMMETRIC, rows=True))
 def test_wires_with_offsets_are_those_of_deepspeeds_kernel(case, bits):
     x, name = KERNEL[f"x/{case}"], f"{case}/b{bits}/asym"
     wire = quantized(x, deepspeed(x.shape[1], bits=bits, symmetric=False))

@@ -114,8 +114,12 @@ def elements(sizes: dict[str, int], use: str) -> int:
     return sum(size * getattr(uses_of(path), use) for path, size in sizes.items())
 
 
+# Of the models whose programs are compiled: Llama's are gathered as the scanned GPT's are.
+COMPILED = thinned(["gpt-unrolled", "gpt-scanned"], slow=["llama"])
+
+
 @needs_barriers
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", COMPILED)
 def test_each_unit_is_gathered_once_forward_once_backward_and_reduced_once(name):
     report = compiled_report(name)
     for phase, count in zip(PHASES, COUNTS[name], strict=True):
@@ -137,7 +141,7 @@ def test_gathering_ahead_changes_no_count():
 
 
 @needs_barriers
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", COMPILED)
 def test_bytes_are_those_of_the_leaves_leaf_by_leaf(name):
     sizes, report = build(name).sizes, compiled_report(name)
     for phase, use in zip(PHASES, Uses._fields, strict=True):
@@ -147,7 +151,7 @@ def test_bytes_are_those_of_the_leaves_leaf_by_leaf(name):
 
 
 @needs_barriers
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", COMPILED)
 def test_a_device_receives_three_times_the_model_a_step(name):
     sizes, report = build(name).sizes, compiled_report(name)
     expected = 3 * (1 - 1 / 8) * 4 * sum(sizes.values())
@@ -155,7 +159,7 @@ def test_a_device_receives_three_times_the_model_a_step(name):
 
 
 @needs_barriers
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", COMPILED)
 def test_only_scalars_travel_over_both_axes_at_once(name):
     report, num_leaves = compiled_report(name), len(build(name).sizes)
     # The one of them is the optimizer's norm of the gradients: the compiler joins a scalar a leaf.
@@ -182,7 +186,7 @@ def test_half_precision_travels_as_16_bits_both_ways(name):
 
 
 @pytest.mark.smoke
-@pytest.mark.parametrize("compute_dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("compute_dtype", thinned(["bfloat16"], slow=["float16"]))
 def test_gradients_travel_as_float32_unless_told_otherwise(compute_dtype):
     sizes = build("gpt-scanned").sizes
     report = lowered_report("gpt-scanned", compute_dtype=compute_dtype)
@@ -224,7 +228,7 @@ def test_persistent_leaves_travel_once_a_step_and_the_others_once_a_micro_batch(
         assert report.total_bytes(phase=phase) == pytest.approx(expected, rel=1e-9), phase
 
 
-@pytest.mark.parametrize("name", ["gpt-scanned", "llama"])
+@pytest.mark.parametrize("name", thinned(["gpt-scanned"], slow=["llama"]))
 def test_accumulation_doubles_every_collective_but_the_sum_of_scalars(name):
     one, two = lowered_report(name), lowered_report(name, accumulate=2)
     for phase in PHASES:
@@ -233,7 +237,10 @@ def test_accumulation_doubles_every_collective_but_the_sum_of_scalars(name):
     assert two.count(kind="all-reduce") == one.count(kind="all-reduce") == 2
 
 
-@pytest.mark.parametrize(("nodes", "devices", "absent"), [(1, 8, "node"), (8, 1, "device")])
+@pytest.mark.parametrize(
+    ("nodes", "devices", "absent"),
+    thinned([(1, 8, "node")], slow=[(8, 1, "device")], rows=True),
+)
 def test_an_axis_of_length_1_has_no_collective(nodes, devices, absent):
     case = build("gpt-scanned", nodes, devices)
     report = comms(case.lowered, case.mesh)
@@ -255,7 +262,7 @@ def test_one_device_has_no_collective_at_all():
         assert kind not in text
 
 
-@pytest.mark.parametrize("name", ["gpt-unrolled", "gpt-scanned"])
+@pytest.mark.parametrize("name", thinned(["gpt-scanned"], slow=["gpt-unrolled"]))
 def test_a_frozen_leaf_is_gathered_but_not_reduced(name):
     case = build(name, frozen=("c_fc/kernel",))
     report, free = comms(case.lowered, case.mesh), lowered_report(name)
@@ -277,7 +284,7 @@ def test_nothing_below_the_first_trainable_leaf_is_gathered_in_backward():
         assert report.total_bytes(phase=phase) == pytest.approx(4 * (1 - 1 / 8) * size, rel=1e-9)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", thinned(["gpt-scanned"], slow=["gpt-unrolled", "llama"]))
 def test_leaves_kept_for_reuse_are_not_gathered_again(name):
     limit = 10**9
     case = build(name, max_reuse_distance=limit, max_live_parameters=limit)
@@ -300,8 +307,14 @@ def test_the_reuse_distance_and_the_live_limit_choose_what_is_kept(distance, few
         assert saved == pytest.approx(4 * (1 - 1 / 8) * table * fewer, abs=1e-6)
 
 
-@pytest.mark.parametrize("scan", [True, False])
-@pytest.mark.parametrize("preset", ["zeropp", "zeropp_hq"])
+@pytest.mark.parametrize(
+    ("preset", "scan"),
+    thinned(
+        [("zeropp", True), ("zeropp_hq", False)],
+        slow=[("zeropp", False), ("zeropp_hq", True)],
+        rows=True,
+    ),
+)
 def test_the_wires_of_a_units_gradients_share_an_exchange(preset, scan):
     """Of four kernels a block, each large enough to travel alone as floats."""
     model = GPT.tiny(layers=LAYERS, width=256, scan=scan)

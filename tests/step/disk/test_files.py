@@ -11,7 +11,7 @@ import sys
 import pytest
 from tools.disk import state_file
 from tools.offload import batch, make, taken
-from tools.quick import quick_compilation  # noqa: F401
+from tools.quick import quick_collection, quick_compilation  # noqa: F401
 from tools.state_file import SIZES, assert_holds, write
 
 from zeroxla import Checkpointer, Offload, ZeroConfig
@@ -19,7 +19,7 @@ from zeroxla.mesh.processes import same_program
 from zeroxla.mesh.processes.same_program import ProgramCalls
 from zeroxla.offload.disk.step_file import StepFile
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
+pytestmark = pytest.mark.usefixtures("quick_compilation", "quick_collection")
 
 
 @pytest.fixture
