@@ -270,9 +270,5 @@ def test_the_command_plans_axes(capsys):
         assert words in out
     assert main(["plan", *arguments, "--tensor", "3"]) == 2
     assert "4 devices of a node do not divide by tensor=3" in capsys.readouterr().err
-    why = refusal({"pipe": 2, "node": 1, "device": 2, "tensor": 2})
-    if why is not None:
-        assert main(["plan", *arguments, "--tensor", "2", "--pipe", "2"]) == 2
-        assert why in capsys.readouterr().err
     assert main(["plan", "--search", "--tensor", "2"]) == 2
     assert "--search with --tensor" in capsys.readouterr().err
