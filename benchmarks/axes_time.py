@@ -237,8 +237,8 @@ def search_in_words(found: list[dict[str, Any]]) -> str:
     ]
     return (
         f"Processor seconds of the search for a plan with tensor={PARTS}, for one sequence of "
-        f"{SEARCHED_LENGTH} tokens; of its proof on small instances; of the two traces, of the loss and of the loss that runs the "
-        f"plan; and of all of it.\n\n{table(('model', 'search', 'proof', 'traces', 'all'), lines)}"
+        f"{SEARCHED_LENGTH} tokens; of its proof on small instances; of the two traces, of the loss and "
+        f"of the loss that runs the plan; and of all of it.\n\n{table(('model', 'search', 'proof', 'traces', 'all'), lines)}"
     )
 
 

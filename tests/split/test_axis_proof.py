@@ -51,7 +51,7 @@ def plan_of(between, proof=None, axis="tensor"):
     params = jax.eval_shape(init, jax.random.key(0), None)
     batch = {"x": jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32)}
     program, _ = trace(loss_with(between), params, batch, jax.random.key(0))
-    planner = AxisPlanner(name=axis, length=PARTS, proof=proof or PlanProof())
+    planner = AxisPlanner(name=axis, length=PARTS, costs=AxisCosts(), proof=proof or PlanProof())
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         plan = planner.plan(program, (2, 0, 1, 1), None)
