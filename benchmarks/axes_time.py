@@ -235,10 +235,11 @@ def search_in_words(found: list[dict[str, Any]]) -> str:
         ]
         for x in found
     ]
+    header = ("model", "search", "proof", "traces", "all")
     return (
         f"Processor seconds of the search for a plan with tensor={PARTS}, for one sequence of "
-        f"{SEARCHED_LENGTH} tokens; of its proof on small instances; of the two traces, of the loss and "
-        f"of the loss that runs the plan; and of all of it.\n\n{table(('model', 'search', 'proof', 'traces', 'all'), lines)}"
+        f"{SEARCHED_LENGTH} tokens; of its proof on small instances; of the two traces, of the loss "
+        f"and of the loss that runs the plan; and of all of it.\n\n{table(header, lines)}"
     )
 
 

@@ -18,7 +18,7 @@ from zeroxla.split.holdings import COPIES, Holding, part
 from zeroxla.split.layout import layout_of, structured_dims
 from zeroxla.split.pins import PinsOfAxis
 from zeroxla.split.plan_checks import check_splits
-from zeroxla.split.plan_proof import PlanProof, WayTrial, Verdict
+from zeroxla.split.plan_proof import PlanProof, Verdict, WayTrial
 from zeroxla.split.search import AxisSearch
 from zeroxla.split.ways import AxisPlan
 
