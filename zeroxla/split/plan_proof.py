@@ -53,7 +53,7 @@ class Verdict(enum.Enum):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class Trial:
+class WayTrial:
     """A way of an equation of a program that is to be tried."""
 
     eq: Equation
@@ -94,7 +94,7 @@ class PlanProof:
     _wrong: set[str] = dataclasses.field(default_factory=set)
     """The names of equations of which a way is wrong."""
 
-    def check(self, plan: AxisPlan, parts: int) -> dict[Verdict, list[Trial]]:
+    def check(self, plan: AxisPlan, parts: int) -> dict[Verdict, list[WayTrial]]:
         """Try all ways of a plan. Call it where the names of other axes are known, as inside
         `shard_map`.
 
@@ -105,7 +105,7 @@ class PlanProof:
         Returns:
           For each verdict the ways of which it was found now, one of each kind.
         """
-        new: dict[Hashable, Trial] = {}
+        new: dict[Hashable, WayTrial] = {}
         for trial in _trials(plan):
             key = (parts, trial.key)
             if key not in self.right and key not in self._known:
@@ -113,7 +113,7 @@ class PlanProof:
         lengths = [_lengths(trial.eq, trial.flow) for trial in new.values()]
         with ThreadPoolExecutor(1) as apart:  # another thread is not inside `shard_map`
             verdicts = apart.submit(_try_all, list(new.values()), lengths, parts).result()
-        found: dict[Verdict, list[Trial]] = {verdict: [] for verdict in Verdict}
+        found: dict[Verdict, list[WayTrial]] = {verdict: [] for verdict in Verdict}
         for (key, trial), verdict in zip(new.items(), verdicts, strict=True):
             found[verdict].append(trial)
             if verdict is Verdict.RIGHT:
@@ -128,7 +128,7 @@ class PlanProof:
         """Return whether a way has not been found to be wrong."""
         if eq.name not in self._wrong or not _is_tried(way):
             return True
-        return self._known.get((parts, Trial(eq, flow, way).key)) is not Verdict.WRONG
+        return self._known.get((parts, WayTrial(eq, flow, way).key)) is not Verdict.WRONG
 
 
 @functools.cache
@@ -142,18 +142,18 @@ def _is_tried(way: Way) -> bool:
     return way.flow is not None and (way.is_split or SUMMANDS in way.gives)
 
 
-def _trials(plan: AxisPlan) -> Iterator[Trial]:
+def _trials(plan: AxisPlan) -> Iterator[WayTrial]:
     """Yield the ways of a plan that are tried, those in bodies included."""
     for eq, way in plan.steps:
         if _is_tried(way):
-            yield Trial(eq, plan.flow, way)
+            yield WayTrial(eq, plan.flow, way)
         for body in (way.body, way.backward):
             if body is not None:
                 yield from _trials(body)
 
 
 def _try_all(
-    trials: Sequence[Trial], lengths: Sequence[Mapping[str, int]], parts: int
+    trials: Sequence[WayTrial], lengths: Sequence[Mapping[str, int]], parts: int
 ) -> list[Verdict]:
     """Return what each way is found to be.
 

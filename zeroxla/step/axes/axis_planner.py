@@ -18,7 +18,7 @@ from zeroxla.split.holdings import COPIES, Holding, part
 from zeroxla.split.layout import layout_of, structured_dims
 from zeroxla.split.pins import PinsOfAxis
 from zeroxla.split.plan_checks import check_splits
-from zeroxla.split.plan_proof import PlanProof, Trial, Verdict
+from zeroxla.split.plan_proof import PlanProof, Verdict, WayTrial
 from zeroxla.split.search import AxisSearch
 from zeroxla.split.ways import AxisPlan
 
@@ -92,7 +92,7 @@ class AxisPlanner:
                 check_splits(plan, self.name, self.length)
                 return plan
 
-    def _warn(self, wrong: Sequence[Trial], unknown: Sequence[Trial]) -> None:
+    def _warn(self, wrong: Sequence[WayTrial], unknown: Sequence[WayTrial]) -> None:
         axis = f"{self.name}={self.length}"
         if wrong:
             words = "; ".join(trial.in_words() for trial in wrong)
