@@ -62,6 +62,7 @@ FLAGS = {
 WITHOUT_A_FLAG = {
     "micro_batch": "the command makes its batches itself, from --batch and --accumulate",
     "optimizer": "--optimizer and its parameters make one; the test below holds them",
+    "splits": "names of one model's leaves and arrays; a program gives them",
     "outer": "--outer and the flags beside it make one; test_outer_options.py holds them",
 }
 OFFLOADS = {

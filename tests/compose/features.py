@@ -325,6 +325,7 @@ ELSEWHERE = {
     "make_step.mesh": "every job has one",
     "make_step.config": "every job has one",
     "make_step.axis_names": "other names in the model's trace, see step/test_axis_names.py",
+    "ZeroConfig.splits": "says what the axes split, see tests/step/test_axes_pins.py",
     "ZeroConfig.outer": "what islands do with a step's state, see tests/step/islands",
     "Offload.pin": "True is its only value",
     "Pipeline.layers": "tests/pipeline: lists of layers",

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import enum
+import functools
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -81,9 +82,15 @@ class WayTrial:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PlanProof:
-    """Proves plans. It remembers what it has found out about ways."""
+    """Proves plans. It remembers what it has found out about ways.
 
+    Attributes:
+      right: the ways that have been found right; proofs may share it.
+    """
+
+    right: set[Hashable] = dataclasses.field(default_factory=set)
     _known: dict[Hashable, Verdict] = dataclasses.field(default_factory=dict)
+    """The other ways."""
     _wrong: set[str] = dataclasses.field(default_factory=set)
     """The names of equations of which a way is wrong."""
 
@@ -100,15 +107,19 @@ class PlanProof:
         """
         new: dict[Hashable, WayTrial] = {}
         for trial in _trials(plan):
-            if (key := (parts, trial.key)) not in self._known:
+            key = (parts, trial.key)
+            if key not in self.right and key not in self._known:
                 new.setdefault(key, trial)
         lengths = [_lengths(trial.eq, trial.flow) for trial in new.values()]
         with ThreadPoolExecutor(1) as apart:  # another thread is not inside `shard_map`
             verdicts = apart.submit(_try_all, list(new.values()), lengths, parts).result()
         found: dict[Verdict, list[WayTrial]] = {verdict: [] for verdict in Verdict}
         for (key, trial), verdict in zip(new.items(), verdicts, strict=True):
-            self._known[key] = verdict
             found[verdict].append(trial)
+            if verdict is Verdict.RIGHT:
+                self.right.add(key)
+                continue
+            self._known[key] = verdict
             if verdict is Verdict.WRONG:
                 self._wrong.add(trial.eq.name)
         return found
@@ -118,6 +129,12 @@ class PlanProof:
         if eq.name not in self._wrong or not _is_tried(way):
             return True
         return self._known.get((parts, WayTrial(eq, flow, way).key)) is not Verdict.WRONG
+
+
+@functools.cache
+def right_in_this_process() -> set[Hashable]:
+    """Return the ways that steps of this process have found right."""
+    return set()
 
 
 def _is_tried(way: Way) -> bool:

@@ -16,7 +16,7 @@ from zeroxla.mesh.placement import AxisPart
 from zeroxla.program.shapes import structure_of
 from zeroxla.split.axis_costs import AxisCosts
 from zeroxla.split.axis_links import costs_on
-from zeroxla.split.plan_proof import PlanProof
+from zeroxla.split.plan_proof import PlanProof, right_in_this_process
 from zeroxla.step.axes.pins import Pins
 from zeroxla.step.axes.split_loss import SplitLoss
 from zeroxla.step.loss_plan import Losses, leaf_shapes
@@ -46,7 +46,9 @@ class AxesSplit:
     _split: dict[Parts, Losses] = dataclasses.field(default_factory=dict)
     _made: dict[Any, SplitLoss] = dataclasses.field(default_factory=dict)
     _decided: dict[Any, SplitLoss] = dataclasses.field(default_factory=dict)
-    _proof: PlanProof = dataclasses.field(default_factory=PlanProof)
+    _proof: PlanProof = dataclasses.field(
+        default_factory=lambda: PlanProof(right=right_in_this_process())
+    )
     _newest: list[SplitLoss] = dataclasses.field(default_factory=list)
 
     def parts(self, layout: Layout, model_state: Any, rows: Any, key: Any) -> Parts:
