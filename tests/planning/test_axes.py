@@ -202,6 +202,20 @@ def test_stages_and_axes_are_planned_together(search):
     assert not search.refused
 
 
+def test_if_nothing_fits_context_is_tried_over_nodes():
+    """One row, and 4 devices on 2 nodes."""
+    model, config = {True: Llama.tiny(remat=True)}, ZeroConfig(compute_dtype="bfloat16")
+    found = zeroxla.search_plans(
+        model, 2, 2, tokens(1), zeros=("zero3",), pipes=(1,), config=config
+    )
+    assert found.best is not None
+    assert {row.plan.target.node_size for row in found.found} == {2}
+    shapes = [row.choice.mesh_shape for row in found.found]
+    assert {"node": 1, "device": 1, "context": 4} in shapes
+    assert all(shape["node"] == shape["device"] == 1 for shape in shapes)
+    assert any("does not divide" in why for why in found.refused)
+
+
 def test_banks_of_experts_are_found():
     def has_experts(model):
         trials = Trials(
