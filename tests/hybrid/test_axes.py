@@ -92,7 +92,7 @@ def test_an_iteration_of_grpo_is_that_without_axes():
     model, found = GPT.tiny(layers=1, width=32), []
 
     def small(rollouts):
-        return np.mean(np.asarray(rollouts.tokens) < 32, axis=1).astype(np.float32)
+        return np.mean(np.asarray(rollouts.tokens_BL) < 32, axis=1).astype(np.float32)
 
     for axes in ({"tensor": 2}, {}):
         mesh = zeroxla.make_mesh(nodes=1, devices_per_node=4, devices=jax.devices()[:4], **axes)

@@ -41,7 +41,7 @@ class StagesWireState(WireState):
 
     boundaries: tuple[int, ...] = dataclasses.field(metadata={"static": True})
     ranks: tuple[int, ...] = dataclasses.field(metadata={"static": True})
-    inside: tuple[str, ...] = dataclasses.field(metadata={"static": True})
+    inside: tuple[str, ...] = dataclasses.field(default=(DEVICE,), metadata={"static": True})
 
     def specs(self, placements: Sequence[Placement]) -> WireState:
         """Return how the buffers are split over the mesh."""
