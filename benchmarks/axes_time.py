@@ -238,8 +238,8 @@ def search_in_words(found: list[dict[str, Any]]) -> str:
     header = ("model", "search", "proof", "traces", "all")
     return (
         f"Processor seconds of the search for a plan with tensor={PARTS}, for one sequence of "
-        f"{SEARCHED_LENGTH} tokens; of its proof on small instances; of the two traces, of the loss "
-        f"and of the loss that runs the plan; and of all of it.\n\n{table(header, lines)}"
+        f"{SEARCHED_LENGTH} tokens; of its proof on small instances; of the two traces, of the "
+        f"loss and of the loss that runs the plan; and of all of it.\n\n{table(header, lines)}"
     )
 
 

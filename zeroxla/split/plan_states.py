@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
-from zeroxla.program.trace import Constant, Equation, Value
+from zeroxla.program.trace import Constant, Equation, Operand, Value
 from zeroxla.split.dims_flow import DimsFlow
 from zeroxla.split.holdings import COPIES, WHOLE, Holding, Kind
 from zeroxla.split.ways import AxisPlan, Way
@@ -45,6 +45,20 @@ class PlanState:
         while read is not None:
             value, found[value], read = read
         return found
+
+
+def bring(states: Iterable[PlanState], waiting: Held, read: Iterable[Operand]) -> None:
+    """Add the inputs to states that are read now for the first time.
+
+    Args:
+      states: the states, which are changed.
+      waiting: the inputs that have not been read, with their holdings; those added are removed.
+      read: what is read now.
+    """
+    met = [v for v in dict.fromkeys(read) if isinstance(v, Value) and v in waiting]
+    new = {v: waiting.pop(v) for v in met}
+    for state in states:
+        state.held.update(new)
 
 
 def passed(state: PlanState, eq: Equation) -> PlanState:

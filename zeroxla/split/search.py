@@ -32,6 +32,7 @@ from zeroxla.split.plan_proof import PlanProof
 from zeroxla.split.plan_states import (
     Held,
     PlanState,
+    bring,
     given_as,
     of_leaf,
     passed,
@@ -84,11 +85,11 @@ class AxisSearch(Prices):
         held.update(dict.fromkeys(inputs[num_leaves:], frozenset((WHOLE,))))
         outputs = [(WHOLE,)] * len(flow.program.outputs)
         sources = frozenset(leaves) - given.keys()
-        states = self._run(flow, [PlanState(held)], sources)
+        states = self._run(flow, held, sources)
         end = self._end(flow, states, outputs, sources)
         assert end is not None, "everything can run whole"
         state, wanted = end
-        held = state.inputs()
+        held |= state.inputs()
         ins = [(given[v],) if v in given else of_leaf(held[v]) for v in leaves]
         ins += [(WHOLE,)] * (len(inputs) - num_leaves)
         return plan_of(flow, state, wanted, ins)
@@ -116,34 +117,34 @@ class AxisSearch(Prices):
         sources = frozenset(chosen) - given.keys()
         held: Held = {v: frozenset((h,)) for v, h in given.items()}
         held.update(dict.fromkeys(sources, frozenset()))
-        states = self._run(body, [PlanState(held)], sources)
+        states = self._run(body, held, sources)
         if not states:
             return None
         end = self._end(body, states, outputs, sources)
         if end is None:
             return None
         state, wanted = end
-        known = state.inputs()
+        held |= state.inputs()
         inputs = [
-            (given[v],) if v in given else given_as(body, known, v) for v in body.program.inputs
+            (given[v],) if v in given else given_as(body, held, v) for v in body.program.inputs
         ]
         return plan_of(body, state, wanted, inputs)
 
-    def _run(
-        self, flow: DimsFlow, states: list[PlanState], sources: frozenset[Value]
-    ) -> list[PlanState]:
-        """Take states through the equations of a program.
+    def _run(self, flow: DimsFlow, given: Held, sources: frozenset[Value]) -> list[PlanState]:
+        """Return the states after the equations of a program. A state has an input from its first
+        reader on.
 
         Args:
           flow: the flow through the program.
-          states: the states before the first equation.
+          given: the holdings of its inputs.
           sources: the inputs whose holdings are chosen when they are first read.
         """
-        program = flow.program
+        program, states, waiting = flow.program, [PlanState({})], dict(given)
         kept = {x for x in program.outputs if isinstance(x, Value)}
         inputs = frozenset(program.inputs)
         last = {v: eq for eq in program.equations for v in eq.values}
         for eq in program.equations:
+            bring(states, waiting, eq.inputs)
             if eq.name == "optimization_barrier":
                 states = [passed(state, eq) for state in states]
             else:
@@ -159,6 +160,7 @@ class AxisSearch(Prices):
                 for v in gone:
                     state.drop(v, is_input=v in inputs)
             states = self._best(flow, states)
+        bring(states, waiting, program.outputs)
         return states
 
     def _next(
