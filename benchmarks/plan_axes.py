@@ -36,7 +36,7 @@ from zeroxla.planning.model_presets import model_named
 from zeroxla.planning.trials import TrialCluster, Trials
 
 DEVICES_PER_NODE = 8
-MAX_TIME, MAX_SEARCH_S = 1.1, 900.0
+MAX_TIME, MAX_SEARCH_S = 1.1, 300.0
 DTYPE = "bfloat16"
 
 
