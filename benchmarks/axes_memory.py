@@ -22,6 +22,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "scanned": {},
     "written out": {"scan": False},
     "scanned, computed again": {"remat": True},
+    "scanned, around a ring": {"heads": 2},  # 4 devices do not divide them
 }
 CONTEXTS = (1, 2, 4)
 DEVICE_BYTES = 2e9
@@ -32,7 +33,8 @@ GATHERED = {"layers": 4, "width": 512}
 def plan_of(context: int, options: dict[str, Any]) -> dict[str, int]:
     """Compile a step of one sequence; return its figures in bytes a device."""
     mesh = zeroxla.make_mesh(nodes=1, devices=jax.devices()[:context], context=context)
-    model = GPT(vocab=256, length=TOKENS, layers=LAYERS, width=WIDTH, heads=HEADS, **options)
+    shape = {"layers": LAYERS, "width": WIDTH, "heads": HEADS, **options}
+    model = GPT(vocab=256, length=TOKENS, **shape)
     step = zeroxla.make_step(model, mesh, optax.adamw(1e-3))
     batch = {"tokens": jax.ShapeDtypeStruct((1, TOKENS + 1), jnp.int32)}
     used = zeroxla.inspect.memory(step.lower(step.abstract_state(batch), batch).compile())
@@ -84,8 +86,9 @@ def in_words(found: dict[str, Any]) -> str:
     ]
     return (
         f"Temporaries of a device (in brackets all that it holds, the state included), MB, for one "
-        f"sequence of {TOKENS} tokens, {LAYERS} layers of width {WIDTH}, {HEADS} heads, AdamW; "
-        f"attention in blocks of 512, the loss in chunks of 512, as the compiler plans them.\n\n"
+        f"sequence of {TOKENS} tokens, {LAYERS} layers of width {WIDTH}, {HEADS} heads (2 around a "
+        f"ring), AdamW; attention in blocks of 512, the loss in chunks of 512, as the compiler "
+        f"plans them.\n\n"
         f"{table(header, lines)}\n\n"
         f"Millions of elements of leaves that a device gathers in forward, on 8 devices, of a GPT "
         f"of {GATHERED['layers']} layers of width {GATHERED['width']} with {LENGTH} tokens, read "
