@@ -150,6 +150,26 @@ def test_other_attention_is_not_taken_for_it(options):
     assert ways(16, 2) != [None]
 
 
+@jax.custom_vjp
+def blockwise_causal_attention(q, k, v, start):
+    """Another function of the same name, with operands of the same shapes."""
+    del k, v, start
+    return q
+
+
+blockwise_causal_attention.defvjp(
+    lambda q, k, v, start: (q, (k, v)), lambda kept, ct: (ct, *map(jnp.zeros_like, kept), None)
+)
+
+
+def test_another_function_of_this_name_is_not_taken_for_it():
+    (q, k, v, _), _ = operands(16, False)
+    program, _ = trace(lambda q, k, v: blockwise_causal_attention(q, k, v, 0), q, k, v)
+    flow = DimsFlow.of(program, [], compat.inlined_jaxpr)
+    (eq,) = flow.rules
+    assert ring_way(eq, flow, 2, AxisCosts()) is None
+
+
 CHEAP = AxisCosts(latency=0.0, link=1e-18)
 """Costs with which a tiny model is worth splitting."""
 

@@ -1,9 +1,9 @@
 """The way to run blockwise attention around a ring, along a split sequence.
 
 The rule of the equation cannot tell of it: its loop goes through blocks of queries and keys. So the
-equation is known by the name of its function, and the ring computes what the name says. Only
-`models.blockwise` has this name; where another function bears it, the proof of plans would find
-other results.
+equation is known by the name of its function, by the shapes of its operands, and by the three
+arrays that it names for `jax.checkpoint`. Only `models.blockwise` has such a function, or a copy of
+it in a model. The ring computes what that function does.
 """
 
 from __future__ import annotations
@@ -25,6 +25,9 @@ from zeroxla.split.rules import shape_of
 from zeroxla.split.split_axis import SplitAxis
 from zeroxla.split.ways import AxisExchange, Way
 
+_NAMED = 3
+"""The result, and the largest score and the sum of weights of each query."""
+
 _WIDE = np.dtype(np.float32).itemsize
 
 
@@ -41,7 +44,7 @@ def ring_way(eq: Equation, flow: DimsFlow, parts: int, costs: AxisCosts) -> Way 
       costs: what conversions and work cost.
     """
     found = _operands(eq)
-    if found is None:
+    if found is None or _num_named(flow, eq) != _NAMED:
         return None
     (q, k, v, *mask), (out,) = found, eq.outputs
     length = shape_of(eq.inputs[q])[1]
@@ -82,6 +85,12 @@ def _operands(eq: Equation) -> tuple[int, ...] | None:
     if not isinstance(start, Constant) or int(start.value) != 0 or len(lengths) != 1:
         return None
     return tuple(range(q, len(ranks) - 1))
+
+
+def _num_named(flow: DimsFlow, eq: Equation) -> int:
+    """Return how many arrays an equation's forward program names as attention's."""
+    forward = flow.bodies[eq][0].program
+    return sum(x.name == "name" and x.params["name"] == "attention" for x in forward.equations)
 
 
 def _exchange(eq: Equation, at: Sequence[int], parts: int) -> AxisExchange:
