@@ -6,6 +6,7 @@ from zeroxla.inspect.comms_report import CommsReport, Row
 from zeroxla.inspect.memory import memory
 from zeroxla.inspect.phases import PHASES
 from zeroxla.inspect.pictures import (
+    plot_axes,
     plot_comms,
     plot_disk,
     plot_islands,
@@ -31,6 +32,7 @@ __all__ = [
     "comms",
     "format_bytes",
     "memory",
+    "plot_axes",
     "plot_comms",
     "plot_disk",
     "plot_islands",

@@ -119,10 +119,6 @@ WINDOWS = {
 }
 """What goes through an array in windows, and the value of its padding."""
 
-BLOCKWISE_ATTENTION = "blockwise_causal_attention"
-"""The function of `models.blockwise` with a derivative of its own: (queries [B, L, K, G, H], keys
-and values [B, L, K, H], mask [B, L] or nothing, first position, random key or nothing)."""
-
 REMATS = frozenset({"remat2"})
 """They run their body once, and again in backward: `jax.checkpoint`."""
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from zeroxla.program.report import Report, format_bytes
 from zeroxla.program.trace import Value, bytes_of
+from zeroxla.split.axis_scopes import ScopeRow, scope_rows
 from zeroxla.split.conversions import Conversion, conversions_of
 from zeroxla.split.holdings import Holding
 from zeroxla.split.ways import AxisPlan
@@ -44,16 +45,25 @@ class AxisReport(Report):
       length: its length.
       arrays: the arrays of the program, by shape. A loop's body counts once.
       conversions: the conversions in which something travels, in order.
+      scopes: the large arrays module by module, in order, with what is converted between them;
+        `zeroxla.inspect.plot_axes` draws these.
     """
 
     axis: str
     length: int
     arrays: tuple[ArrayRow, ...]
     conversions: tuple[Conversion, ...]
+    scopes: tuple[ScopeRow, ...]
 
     @staticmethod
-    def of(plan: AxisPlan, axis: str, length: int) -> AxisReport:
-        """Report on a plan."""
+    def of(plan: AxisPlan, axis: str, length: int, names: Sequence[str] = ()) -> AxisReport:
+        """Report on a plan.
+
+        Args:
+          plan: the plan.
+          axis, length: the axis.
+          names: the paths of the leaves, which are the program's first inputs.
+        """
         found: dict[str, Counter[str]] = {}
         sizes: Counter[str] = Counter()
         for value, holding in _given(plan):
@@ -70,6 +80,7 @@ class AxisReport(Report):
             length=length,
             arrays=tuple(sorted(rows, key=lambda row: -row.num_bytes)),
             conversions=tuple(moved),
+            scopes=scope_rows(plan, length, names),
         )
 
     @property

@@ -35,6 +35,7 @@ class Conversion:
       times: how often it happens in a step's forward; more than once in a loop.
       has_gradient: whether backward makes its transpose.
       exchange: what an equation does with it while it computes; None for a change of holdings.
+      in_backward: whether it happens in the backward program of a derivative of the model's own.
     """
 
     shape: tuple[int, ...]
@@ -46,6 +47,7 @@ class Conversion:
     times: int
     has_gradient: bool
     exchange: AxisExchange | None = None
+    in_backward: bool = False
 
     @property
     def forward(self) -> str | None:
@@ -74,13 +76,55 @@ class Conversion:
         return self.times * self.num_bytes * there, self.times * self.num_bytes * back
 
 
-def conversions_of(plan: AxisPlan, parts: int, times: int = 1) -> Iterator[Conversion]:
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class RanEquation:
+    """An equation that a plan runs.
+
+    Attributes:
+      plan: the plan, of the whole program or of a body.
+      equation, way: the equation and its way.
+      times: how often it runs in a step's forward.
+      inside: the equations in whose bodies it is, the outermost first, each with its way.
+      in_backward: as for `Conversion`.
+    """
+
+    plan: AxisPlan
+    equation: Equation
+    way: Way
+    times: int
+    inside: tuple[tuple[Equation, Way], ...]
+    in_backward: bool
+
+
+def conversions_of(plan: AxisPlan, parts: int) -> Iterator[Conversion]:
     """Yield the conversions of a plan, in order, as `PlanRunner` makes them.
 
     Args:
       plan: the plan.
       parts: the length of the axis.
+    """
+    return (x for x in events_of(plan, parts) if isinstance(x, Conversion))
+
+
+def events_of(
+    plan: AxisPlan,
+    parts: int,
+    times: int = 1,
+    inside: tuple[tuple[Equation, Way], ...] = (),
+    *,
+    in_backward: bool = False,
+) -> Iterator[Conversion | RanEquation]:
+    """Yield the conversions and the equations of a plan, in order.
+
+    An equation follows the conversions of its operands and the events of its bodies; those of its
+    results follow it.
+
+    Args:
+      plan: the plan.
+      parts: the length of the axis.
       times: how often the plan runs.
+      inside: the equations in whose bodies the plan runs.
+      in_backward: whether it runs in backward.
     """
     held = {v: set(given) for v, given in zip(plan.program.inputs, plan.inputs, strict=True)}
 
@@ -102,6 +146,7 @@ def conversions_of(plan: AxisPlan, parts: int, times: int = 1) -> Iterator[Conve
             where=where,
             times=times,
             has_gradient=has_gradient,
+            in_backward=in_backward,
         )
 
     for eq, way in plan.steps:
@@ -113,11 +158,17 @@ def conversions_of(plan: AxisPlan, parts: int, times: int = 1) -> Iterator[Conve
             for want in wants:
                 yield from read(operand, want, _scope(eq))
         if way.exchange is not None:
-            yield _exchanged(plan, eq, way, way.exchange, times)
+            exchanged = _exchanged(plan, eq, way, way.exchange, times)
+            yield dataclasses.replace(exchanged, in_backward=in_backward)
         for body in (way.body, way.backward):
             if body is not None:
                 turns = Scan(eq).length if eq.name == "scan" else 1
-                yield from conversions_of(body, parts, times * turns)
+                back = in_backward or body is way.backward
+                within = (*inside, (eq, way))
+                yield from events_of(body, parts, times * turns, within, in_backward=back)
+        yield RanEquation(
+            plan=plan, equation=eq, way=way, times=times, inside=inside, in_backward=in_backward
+        )
         for v, gives in zip(eq.outputs, way.gives, strict=True):
             held[v] = {gives}
         for v, kept in zip(eq.outputs, way.keeps, strict=False):

@@ -103,7 +103,7 @@ class DimsFlow:
 
     def made_of_leaves(self, operand: Operand) -> bool:
         """Return whether a value depends on leaves and constants alone, and on a leaf."""
-        return bool(self._made_of(operand))
+        return bool(self.leaves_of(operand))
 
     def outputs(self) -> list[Dims]:
         """Return the dims of the program's results."""
@@ -141,7 +141,7 @@ class DimsFlow:
             activation.
         """
         inputs = self.program.inputs
-        self._fixed.update(v for v in inputs if v not in active and not self._made_of(v))
+        self._fixed.update(v for v in inputs if v not in active and not self.leaves_of(v))
         for eq in self.program.equations:
             ins = [self.of_operand(x) for x in eq.inputs]
             if eq.name not in NO_GRADIENT and not self._trained.isdisjoint(eq.values):
@@ -149,7 +149,7 @@ class DimsFlow:
             if not active.isdisjoint(eq.values):
                 active.update(eq.outputs)
             else:
-                made_of = frozenset().union(*map(self._made_of, eq.inputs))
+                made_of = frozenset().union(*map(self.leaves_of, eq.inputs))
                 self._leaves.update(dict.fromkeys(eq.outputs, made_of))
                 self._fixed.update(() if made_of else eq.outputs)
             if eq.name in _RUN and not compat.is_by_platform(eq.params):
@@ -159,7 +159,7 @@ class DimsFlow:
                 self._through_product(eq, ins, active)
             self.dims.update(zip(eq.outputs, outs, strict=True))
 
-    def _made_of(self, operand: Operand) -> frozenset[int]:
+    def leaves_of(self, operand: Operand) -> frozenset[int]:
         """Return the leaves that a value is made of; none if it is an activation or a constant."""
         return self._leaves.get(operand, frozenset())
 
@@ -178,7 +178,7 @@ class DimsFlow:
                 for atom in atoms_in(ins[0][i]):
                     atom.is_heads = True
         for operand, dims, summed in zip(eq.inputs, ins, contracted, strict=True):
-            for leaf in self._made_of(operand):
+            for leaf in self.leaves_of(operand):
                 self.contracted.setdefault(leaf, []).extend(dims[i] for i in summed)
 
     def _block_repeated(self) -> None:
@@ -211,7 +211,7 @@ class DimsFlow:
         body = DimsFlow(
             with_folded_padding(program), contracted=self.contracted, opened=opened or self.opened
         )
-        body._leaves.update(zip(program.inputs, map(self._made_of, operands), strict=True))
+        body._leaves.update(zip(program.inputs, map(self.leaves_of, operands), strict=True))
         body.dims.update(zip(program.inputs, dims, strict=True))
         pairs = list(zip(program.inputs, operands, strict=True))
         if opened is None:  # a derivative's own programs are not differentiated

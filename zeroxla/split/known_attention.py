@@ -14,7 +14,6 @@ import jax
 import numpy as np
 
 from zeroxla.program import compat
-from zeroxla.program.primitives import BLOCKWISE_ATTENTION
 from zeroxla.program.trace import Constant, Equation, Value, bytes_of
 from zeroxla.split.atoms import first_run
 from zeroxla.split.axis_costs import AxisCosts
@@ -24,6 +23,10 @@ from zeroxla.split.ring import ring_attention
 from zeroxla.split.rules import shape_of
 from zeroxla.split.split_axis import SplitAxis
 from zeroxla.split.ways import AxisExchange, Way
+
+BLOCKWISE_ATTENTION = "blockwise_causal_attention"
+"""The function of `models.blockwise` with a derivative of its own: (queries [B, L, K, G, H], keys
+and values [B, L, K, H], mask [B, L] or nothing, first position, random key or nothing)."""
 
 _NAMED = 3
 """The result, and the largest score and the sum of weights of each query."""

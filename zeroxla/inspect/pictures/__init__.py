@@ -5,6 +5,7 @@ display, opens no window and leaves matplotlib's global state alone. A notebook 
 `matplotlib.pyplot` shows the figure if it is the last expression of a cell.
 """
 
+from zeroxla.inspect.pictures.axes import plot_axes
 from zeroxla.inspect.pictures.comms import plot_comms
 from zeroxla.inspect.pictures.disk import plot_disk
 from zeroxla.inspect.pictures.islands import plot_islands
@@ -15,6 +16,7 @@ from zeroxla.inspect.pictures.schedule import plot_schedule
 from zeroxla.inspect.pictures.search import plot_search
 
 __all__ = [
+    "plot_axes",
     "plot_comms",
     "plot_disk",
     "plot_islands",

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 
 from zeroxla.mesh.placement import AxisPart
+from zeroxla.program.paths import paths_of
 from zeroxla.program.shapes import shapes_of
 from zeroxla.program.trace import Value, trace
 from zeroxla.split.atoms import choosing
@@ -45,12 +46,14 @@ class SplitLoss:
       axes: (name, length) of each axis.
       parts: the parts of each leaf.
       result: the tree structure of the loss' result.
+      names: the path of each leaf.
     """
 
     plans: tuple[AxisPlan, ...]
     axes: tuple[tuple[str, int], ...]
     parts: tuple[tuple[AxisPart, ...], ...]
     result: Any
+    names: tuple[str, ...]
 
     @staticmethod
     def of(
@@ -107,13 +110,17 @@ class SplitLoss:
             shapes = [_shape(plan, v, i, length) for i, v in enumerate(program.inputs)]
             program, _ = trace(lambda *args, run=runner: run(args), *shapes)
         return SplitLoss(
-            plans=tuple(plans), axes=tuple(axes), parts=tuple(found), result=(result, program)
+            plans=tuple(plans),
+            axes=tuple(axes),
+            parts=tuple(found),
+            result=(result, program),
+            names=tuple("/".join(path) for path, _ in paths_of(params)),
         )
 
     def reports(self) -> tuple[AxisReport, ...]:
         """Return what is split along each axis."""
         pairs = zip(self.plans, self.axes, strict=True)
-        return tuple(AxisReport.of(plan, *axis) for plan, axis in pairs)
+        return tuple(AxisReport.of(plan, *axis, self.names) for plan, axis in pairs)
 
     def __call__(self, params: Any, model_state: Any, batch: Any, key: jax.Array) -> Any:
         """Return what the loss returns, from this device's parts of the leaves."""
