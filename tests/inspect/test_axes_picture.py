@@ -92,12 +92,12 @@ def test_experts_show_tokens_on_their_way_and_leaves_have_names():
 
 
 def test_blocks_that_are_written_out_are_shown_once_and_axes_side_by_side():
-    step = step_of(gpt(scan=False), context=2, tensor=2)
+    step = step_of(gpt(scan=False, layers=2), context=2, tensor=2)
     reports = step.describe().axes
     figure = inspect.plot_axes(reports)
     assert [a.get_title(loc="left").split("=")[0] for a in figure.axes] == ["context", "tensor"]
     first = texts(figure.axes[0])
-    assert "3 times" in first
+    assert "2 times" in first
     assert "h_0/ln_1" in first
     assert "h_1/ln_1" not in first
     (alone,) = inspect.plot_axes(reports[1]).axes
