@@ -45,9 +45,9 @@ def model(name, **options):
 
 
 @functools.cache
-def traced(name, scan=True):
+def traced(name, scan=True, **options):
     """Return the flow through a model's loss, its number of leaves, and the classes of its rows."""
-    adapted = adapt(model(name, scan=scan))
+    adapted = adapt(model(name, scan=scan, **options))
     batch = {"tokens": jax.ShapeDtypeStruct((ROWS, LENGTH + 1), jnp.int32)}
     key = jax.random.key(0)
     params, state = jax.eval_shape(adapted.init, key, batch)
@@ -107,6 +107,16 @@ def test_along_context_a_block_brings_queries_keys_and_values_to_heads_and_the_s
     assert {(c.forward, c.backward) for c in blocks} == {("all-to-all", "all-to-all")}
     assert len(blocks) == {"gpt": 2, "llama": 4}[name]  # GPT's projection is fused.
     assert [(c.have.dim, c.want.dim) for c in blocks] == [(1, 2)] * (len(blocks) - 1) + [(2, 1)]
+
+
+@pytest.mark.parametrize("name", WIDTHS)
+def test_along_context_the_gradient_of_a_head_read_in_chunks_is_summed_once(name):
+    """Two chunks cannot be dealt to four devices. Their turns add up a sum of summands, which ZeRO
+    reduces."""
+    flow, num_leaves, rows = traced(name, loss_chunk=LENGTH // 2)
+    plan = searcher("context", rows).plan(flow, num_leaves)
+    head = {v.aval.shape for v in flow.program.inputs[:num_leaves] if 64 in v.aval.shape}
+    assert not head & {c.shape for c in travels(plan)}
 
 
 @pytest.mark.parametrize("name", WIDTHS)

@@ -142,13 +142,18 @@ def _carried(
     search: PlansBodies, body: DimsFlow, carry: Sequence[Value]
 ) -> list[tuple[Holding, ...]]:
     """Return the holdings that the carry of a loop may have: all whole, or for each class all
-    arrays split that have it."""
+    arrays split that have it. What turns only add to may also be a sum of summands, such as the
+    gradient of a leaf that each turn reads."""
     arrays = [body.dims[v] for v in carry]
     found = [(WHOLE,) * len(carry)]
     for atom in _classes(search, arrays):
         each = (_along(dims, atom) for dims in arrays)
         found.append(tuple(WHOLE if h is COPIES else h for h in each))
-    return found
+    added = [v.is_float and _is_added_to(body.program, i, v) for i, v in enumerate(carry)]
+    for choice in tuple(found) if any(added) else ():
+        pairs = zip(choice, added, strict=True)
+        found.append(tuple(SUMMANDS if h is WHOLE and add else h for h, add in pairs))
+    return list(dict.fromkeys(found))
 
 
 def _dealt(search: PlansBodies, flow: DimsFlow, eq: Equation) -> Way | None:

@@ -170,7 +170,7 @@ class AxisSearch(Prices):
         held, cost, bought = dict(state.held), state.cost + way.cost, state.bought
         for operand, wants in zip(eq.inputs, way.needs, strict=True):
             if isinstance(operand, Constant):
-                if SUMMANDS in wants and not way.turns:
+                if SUMMANDS in wants and not way.adds_up:
                     return None
                 continue
             for want in wants:
@@ -178,7 +178,7 @@ class AxisSearch(Prices):
                 if want in have:
                     continue
                 if want is SUMMANDS:
-                    if not way.turns or not any(h.is_full for h in have):
+                    if not way.adds_up or not any(h.is_full for h in have):
                         return None
                     held[operand] = have | {want}
                     continue

@@ -115,6 +115,11 @@ class Way:
         return self.keeps or self.gives
 
     @property
+    def adds_up(self) -> bool:
+        """Whether it adds summands to what it is given, which each device may have whole."""
+        return self.turns or (self.body is not None and SUMMANDS in self.gives)
+
+    @property
     def is_split(self) -> bool:
         """Whether each device does a part of the work."""
         return bool(self.classes)
