@@ -70,7 +70,7 @@ def before() -> dict[str, Any]:
 
 
 def draw(rows: list[dict[str, Any]]) -> None:
-    """Write the picture: what a block receives, as a multiple of its formula."""
+    """Write the picture. It shows the bytes of a block, divided by those of the formula."""
     figure = Figure(figsize=(7.2, 3.6), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()

@@ -1,12 +1,12 @@
-"""The part `bytes` of axes.py: what travels over an axis, from compiled programs.
+"""The part `bytes` of axes.py reads from compiled programs how many bytes travel over an axis.
 
 Three figures of each model, in bytes that a device receives for activations in forward and in
 backward: zeroxla's step, the formulas of Megatron, Ulysses and GShard, and `jax.jit` with
 annotations (`axes_gspmd.py`). Each program is compiled with 2 and with 4 layers: the difference is
 what blocks receive, the rest is embedding, head and loss.
 
-Gathers of leaves and reduces of their gradients are counted apart. zeroxla's are those of ZeRO-3;
-`jax.jit` has every leaf whole that the axis does not split, and sums the gradients of these.
+Gathers of leaves and reduces of their gradients are counted apart, because the two programs store
+leaves differently: zeroxla in shards, as ZeRO-3 does; `jax.jit` whole, unless the axis splits them.
 
 XLA's CPU backend turns no all-reduce whose result is sliced into a reduce-scatter, as its GPU
 backend does. So all-reduces of `jax.jit` are also counted as if each of them were one.
@@ -39,12 +39,13 @@ PARTS, LENGTH, WIDTH, HEADS, VOCAB, HIDDEN = 4, 2048, 1024, 8, 32000, 2816
 FEW, MANY = 2, 4  # layers
 EXPERTS, TOP_K, CAPACITY_FACTOR = 8, 2, 1.25
 ROWS = {"tensor": 3, "context": 3, "expert": 4}
-"""Rows of a batch; such that no array of activations has the shape of a leaf."""
+"""Rows of a batch. With these numbers no array of activations has the shape of a leaf."""
 DIRECTIONS = ("forward", "backward")
-OFF, MORE, LEAST = 0.02, 1.001, 1.02
-"""Bounds: how far a block may be off the formula; ours over `jax.jit`'s as it is, and with
-reduce-scatters. The sum over a split sequence is a gather of the losses of all tokens, one
-collective, where `jax.jit` sums twice: that is the thousandth."""
+OFF, MORE = 0.02, 0.0
+"""The targets: how far a block may be off the formula, and the kB beyond those of `jax.jit`.
+
+With `context` the second one is missed by 18 kB of 151 MB. The search gathers the losses of all
+tokens, which is one collective; `jax.jit` sums them on each device and then over the axis."""
 
 SHAPE: dict[str, Any] = {
     **{"vocab": VOCAB, "width": WIDTH, "heads": HEADS, "length": LENGTH},
@@ -111,7 +112,7 @@ class Traffic:
     Attributes:
       forward, backward: for activations.
       leaves: for leaves and their gradients.
-      reduced: those of forward and backward that all-reduces move, scalars aside.
+      reduced: the bytes that all-reduces move in forward and in backward, without scalars.
     """
 
     forward: float = 0.0
@@ -130,7 +131,7 @@ class Traffic:
         return self.total - self.reduced / 2
 
     def blocks(self, fewer: Traffic) -> Traffic:
-        """Return the traffic of one block, from that of a model with fewer layers."""
+        """Return the traffic of one block, from the difference to a model with fewer layers."""
         before = dataclasses.asdict(fewer)
         after = dataclasses.asdict(self)
         return Traffic(**{name: (n - before[name]) / (MANY - FEW) for name, n in after.items()})
@@ -265,10 +266,8 @@ def make_checks(rows: Sequence[dict[str, Any]]) -> list[Check]:
         checks.append(
             Check(name=f"{row['case']}: a block's bytes off formula", value=off, limit=OFF)
         )
-        for kind, limit in (("total", MORE), ("least", LEAST)):
-            ratio = row["zeroxla"]["total"] / row["jax.jit"][kind]
+        for kind in ("total", "least"):
+            more = (row["zeroxla"]["total"] - row["jax.jit"][kind]) / 1e3
             which = "jax.jit's" if kind == "total" else "jax.jit's with reduce-scatters"
-            checks.append(
-                Check(name=f"{row['case']}: bytes over {which}", value=ratio, limit=limit)
-            )
+            checks.append(Check(name=f"{row['case']}: kB beyond {which}", value=more, limit=MORE))
     return checks

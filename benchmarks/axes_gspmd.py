@@ -1,7 +1,9 @@
-"""GPT, Llama and Mixtral as a user would annotate them for `jax.jit`: what axes are compared with.
+"""GPT, Llama and Mixtral with the annotations that a user of `jax.jit` would write.
 
-The mathematics and the leaves are those of the models in `models/`; `tests/benchmarks/test_axes.py`
-compares the losses. Each array that matters has a sharding, the best that is published:
+`axes_bytes.py` compares zeroxla with them.
+
+They compute what the models in `models/` compute, from the same leaves, and
+`tests/benchmarks/test_axes.py` compares the losses. Each array that matters has a sharding, the best that is published:
 
     tensor    Megatron with sequence parallelism: kernels by columns, then by rows; activations
               between products split along the sequence, inside along heads or hidden units; the
@@ -198,8 +200,8 @@ class Annotated:
 def fused(params: Any) -> Any:
     """Return the leaves with products of one input made one, as a user who annotates writes them.
 
-    GPT's queries, keys and values, [..., T * D], get a dim of their own: [..., T, D]. The columns
-    of a device are then those of its heads. Kernels of `FUSED` are stacked likewise.
+    GPT's queries, keys and values, [..., T * D], get a dim of their own: [..., T, D]. A
+    device's columns then belong to its heads. Kernels of `FUSED` are stacked in the same way.
     """
     if not isinstance(params, Mapping):
         return params

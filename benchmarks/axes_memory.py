@@ -1,4 +1,4 @@
-"""The part `memory` of axes.py: what a device needs with axes, from the compiler's figures.
+"""The part `memory` of axes.py reads from the compiler how much memory a device needs with axes.
 
 A sequence of 32k tokens of a GPT of 4 layers and width 256, with attention in blocks and the loss
 in chunks, on one device and over `context=4`. And the leaves that a device gathers with `tensor=4`.
@@ -112,7 +112,8 @@ def make_checks(found: dict[str, Any]) -> list[Check]:
     checks.append(Check(name=f"{text} alone, so that it does not fit", value=fits, limit=1.0))
     share = plain[longest]["all"] / DEVICE_BYTES
     text = (
-        f"scanned: what it needs at context={longest} over a device of {DEVICE_BYTES / 1e9:.0f} GB"
+        f"scanned: the bytes that a sequence needs at context={longest}, divided by the "
+        f"{DEVICE_BYTES / 1e9:.0f} GB of a device"
     )
     checks.append(Check(name=text, value=share, limit=1.0))
     for name, sizes in found["gathered"].items():

@@ -93,7 +93,7 @@ def step_times(model: Any, *, turns: int, compiles: int) -> dict[str, Any]:
 
     Args:
       model: the model.
-      turns: in each of which every step runs once.
+      turns: how often every step is timed. In a turn each of them runs once.
       compiles: the number of times that each is traced, searched and compiled.
     """
     first: dict[str, list[float]] = {name: [] for name in MESHES}
@@ -123,7 +123,7 @@ def step_times(model: Any, *, turns: int, compiles: int) -> dict[str, Any]:
 
 
 def _ratios(times: dict[str, list[float]]) -> dict[str, float]:
-    """Return the median of each mesh's times over those of `data` in the same turn."""
+    """Return for each mesh the median, over the turns, of its time divided by that of `data`."""
     return {
         name: statistics.median(a / b for a, b in zip(seconds, times["data"], strict=True))
         for name, seconds in times.items()
@@ -221,7 +221,8 @@ def time_in_words(found: dict[str, Any], turns: int) -> str:
         f"tokens in a step on {NUM_DEVICES} simulated devices of one node: {PARTS} of them along "
         f"the axis and the others along `device`, against all of them along `device`. Median of "
         f"{turns} alternating steps; ratios are medians of the ratios of a turn. The seconds "
-        "of trace, search and compilation are those of the first step, less a later one. Only "
+        "of trace, search and compilation are the time of the first step minus that of a later "
+        "one. Only "
         f"ratios carry over to other machines.\n\n{table(header, lines)}"
     )
 

@@ -10,16 +10,21 @@ from typing import Any
 
 KINDS = ("language model", "encoder", "encoder-decoder", "images and sound", "other", "layer")
 
-CHECKS = (
-    "gradients",
-    "zeropp",
-    "lora",
+OF_MODELS = (
     "generation",
     "tensor",
     "pipeline",
     "pipeline of 4",
     "tensor axis",
     "context axis",
+)
+"""The names of the checks of whole models, which single layers do not take."""
+
+CHECKS = (
+    "gradients",
+    "zeropp",
+    "lora",
+    *OF_MODELS,
     "plan",
     "checkpoint",
 )

@@ -24,7 +24,7 @@ zeroxla.simulate(4)
 jax.config.update("jax_traceback_filtering", "off")  # The last frame says who raised an error.
 
 from gauntlet_parts import check_generation, checks  # noqa: E402
-from gauntlet_parts.case import CHECKS, Case, file_of  # noqa: E402
+from gauntlet_parts.case import CHECKS, OF_MODELS, Case, file_of  # noqa: E402
 from gauntlet_parts.model_run import Run  # noqa: E402
 from gauntlet_parts.outcome import FAILED, NOT_APPLICABLE, OK, Outcome, outcome_of  # noqa: E402
 
@@ -41,14 +41,6 @@ FUNCTIONS: dict[str, Callable[[Run], str]] = {
     "plan": checks.plan,
     "checkpoint": checks.checkpoint,
 }
-NOT_OF_LAYERS = (
-    "generation",
-    "tensor",
-    "pipeline",
-    "pipeline of 4",
-    "tensor axis",
-    "context axis",
-)
 
 
 def run_case(case: Case, write: Callable[[dict[str, Any]], None], names: tuple[str, ...]) -> None:
@@ -65,7 +57,7 @@ def run_case(case: Case, write: Callable[[dict[str, Any]], None], names: tuple[s
     for name in names:
         if built.status != OK:
             found[name] = Outcome(FAILED, f"the model cannot be built: {built.detail}", built.where)
-        elif case.kind == "layer" and name in NOT_OF_LAYERS:
+        elif case.kind == "layer" and name in OF_MODELS:
             found[name] = Outcome(NOT_APPLICABLE, "a layer")
         else:
             about["running"] = name

@@ -113,14 +113,20 @@ def test_stages_are_of_whole_hosts_unless_these_are_nodes(options, expected):
     assert [processes_of(SimpleNamespace(devices=stage)) for stage in mesh.devices] == expected
 
 
-def test_axes_that_split_work_lie_inside_a_node():
-    """Devices that are next to each other share `tensor`, then `context`, then `expert`."""
+def placed(**options):
+    """Return the names of the axes of a mesh of 16 devices, and the grid of their numbers."""
     devices = [SimpleNamespace(process_index=0, id=i) for i in range(16)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("zeroxla.mesh.make_mesh.Mesh", lambda grid, names, **_: (grid, names))
-        grid, names = make_mesh(nodes=2, tensor=2, context=2, devices=devices)
+        grid, names = make_mesh(devices=devices, **options)
+    return names, np.vectorize(lambda d: d.id)(grid)
+
+
+def test_axes_that_split_work_lie_inside_a_node():
+    """Devices that are next to each other share `tensor`, then `context`, then `expert`."""
+    devices = [SimpleNamespace(process_index=0, id=i) for i in range(16)]
+    names, ids = placed(nodes=2, tensor=2, context=2)
     assert names == ("node", "device", "context", "tensor")
-    ids = np.vectorize(lambda d: d.id)(grid)
     np.testing.assert_array_equal(ids, np.arange(16).reshape(2, 2, 2, 2))
     message = r"4 devices of a node do not divide by context=3 x tensor=2, whose axes lie inside"
     with pytest.raises(ValueError, match=message):
@@ -131,15 +137,12 @@ def test_axes_that_split_work_lie_inside_a_node():
 
 def test_axes_fill_nodes_if_they_are_longer_than_one():
     """The outermost of them lies over the nodes, the others inside."""
-    devices = [SimpleNamespace(process_index=0, id=i) for i in range(16)]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("zeroxla.mesh.make_mesh.Mesh", lambda grid, names, **_: (grid, names))
-        grid, names = make_mesh(nodes=4, tensor=2, context=4, devices=devices)
+    names, ids = placed(nodes=4, tensor=2, context=4)
     assert names == ("node", "device", "context", "tensor")
-    ids = np.vectorize(lambda d: d.id)(grid)
     np.testing.assert_array_equal(ids, np.arange(16).reshape(2, 1, 4, 2))
-    lengths = dict(zip(names, grid.shape, strict=True))
+    lengths = dict(zip(names, ids.shape, strict=True))
     assert [nodes_along(lengths, 4, axis) for axis in names] == [2, 1, 2, 1]
+    devices = [SimpleNamespace(process_index=0, id=i) for i in range(16)]
     message = "context=16 are the devices of 4 nodes, and nodes=2 do not divide by 4"
     with pytest.raises(ValueError, match=message):
         make_mesh(nodes=2, devices_per_node=4, context=16, devices=devices)

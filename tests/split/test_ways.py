@@ -145,6 +145,11 @@ CASES = {  # function, arrays, ways of some of its equations
         [floats(4, 8, 4), floats(3, 4, 12)],
         {"conv_general_dilated": ["w w -> w", "0 c -> 0", "2 1 -> s", "c 2 -> 2", "1 c -> 1"]},
     ),
+    "convolution of what came before": (  # a window begins two places before its result
+        lambda x, w: lax.conv_general_dilated(x, w, (1,), [(2, -1)], dimension_numbers=SEQUENCE),
+        [floats(4, 8, 4), floats(2, 4, 12)],
+        {"conv_general_dilated": ["w w -> w", "0 c -> 0", "2 1 -> s", "c 2 -> 2"]},
+    ),
     "convolution of an image, in steps": (
         lambda x, w: lax.conv_general_dilated(
             x, w, (2, 1), "SAME", rhs_dilation=(1, 2), dimension_numbers=("NHWC", "HWIO", "NHWC")

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from statistics import median
 
 from zeroxla.program.primitives import READS_OF_LEAVES
-from zeroxla.program.trace import Value, bytes_of
+from zeroxla.program.trace import Equation, Value, bytes_of
 from zeroxla.split.conversions import Conversion, RanEquation, events_of
 from zeroxla.split.holdings import Holding
 from zeroxla.split.ways import AxisPlan, Way
@@ -186,7 +186,7 @@ def _has_rows(way: Way) -> bool:
     )
 
 
-def _reads_leaf(plan: AxisPlan, eq) -> bool:
+def _reads_leaf(plan: AxisPlan, eq: Equation) -> bool:
     return eq.name in READS_OF_LEAVES and any(
         plan.flow.made_of_leaves(v) and len(v.aval.shape) > 1 for v in eq.values
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from typing import Any
 
 from zeroxla.program.scan import Scan
 from zeroxla.program.trace import Constant, Equation, Value, bytes_of
@@ -62,7 +63,7 @@ class Conversion:
         if not self.has_gradient:
             return None
         if self.exchange is not None:
-            return self.exchange.name if self.exchange.forward else None
+            return self.exchange.name if self.exchange.backward else None
         return _collective(self.want.dual, self.have.dual)
 
     def received(self, parts: int) -> tuple[float, float]:
@@ -137,12 +138,10 @@ def events_of(
         if not (of_leaf and COPIES in held[operand]):
             _, first = cheapest(held[operand], want, parts, has_gradient=has_gradient)
         held[operand].add(want)
-        yield Conversion(
-            shape=tuple(operand.aval.shape),
-            dtype=str(operand.aval.dtype),
-            num_bytes=bytes_of(operand),
-            have=first,
-            want=want,
+        yield _conversion(
+            operand,
+            first,
+            want,
             where=where,
             times=times,
             has_gradient=has_gradient,
@@ -178,18 +177,27 @@ def events_of(
         yield from read(operand, want, "the end")
 
 
+def _conversion(value: Value, have: Holding, want: Holding, **rest: Any) -> Conversion:
+    return Conversion(
+        shape=tuple(value.aval.shape),
+        dtype=str(value.aval.dtype),
+        num_bytes=bytes_of(value),
+        have=have,
+        want=want,
+        **rest,
+    )
+
+
 def _exchanged(
     plan: AxisPlan, eq: Equation, way: Way, exchange: AxisExchange, times: int
 ) -> Conversion:
     """Return what an equation exchanges while it computes."""
     value, (held,) = eq.inputs[exchange.operand], way.needs[exchange.operand]
     assert isinstance(value, Value)
-    return Conversion(
-        shape=tuple(value.aval.shape),
-        dtype=str(value.aval.dtype),
-        num_bytes=bytes_of(value),
-        have=held,
-        want=held,
+    return _conversion(
+        value,
+        held,
+        held,
         where=_scope(eq),
         times=times,
         has_gradient=any(plan.flow.has_gradient(v) for v in eq.outputs),

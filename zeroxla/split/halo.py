@@ -91,7 +91,7 @@ def _way(
         not no_window
         and size == made * windows.stride
         and made % parts == 0
-        and windows.before >= 0
+        and 0 <= windows.before < windows.size
     )
     if not fits or max(windows.before, windows.after) > size // parts or None in atoms:
         return None
