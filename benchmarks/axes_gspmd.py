@@ -3,7 +3,8 @@
 `axes_bytes.py` compares zeroxla with them.
 
 They compute what the models in `models/` compute, from the same leaves, and
-`tests/benchmarks/test_axes.py` compares the losses. Each array that matters has a sharding, the best that is published:
+`tests/benchmarks/test_axes.py` compares the losses. Each array that matters has a sharding, the
+best that is published:
 
     tensor    Megatron with sequence parallelism: kernels by columns, then by rows; activations
               between products split along the sequence, inside along heads or hidden units; the
