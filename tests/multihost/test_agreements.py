@@ -41,7 +41,7 @@ def said():
         ),
         (
             "other rows",
-            [r"ValueError: the processes 0, 1 have devices of different stages for rows 0 to 3 of"],
+            [r"ValueError: the processes 0, 1 all have devices for rows 0 to 3 of"],
         ),
         (
             "another schedule",

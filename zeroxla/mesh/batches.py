@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
@@ -67,11 +68,36 @@ def global_batch(rows: Any, mesh: Mesh) -> Any:
     True
     """
     mesh = as_auto(mesh, pipeline=True)
+    by_rows = NamedSharding(mesh, PartitionSpec(BATCH_AXES))
+    return _made_of(rows, mesh, jax.tree.map(lambda _: by_rows, rows))
+
+
+def placed_batch(rows: Any, mesh: Mesh, shardings: Any) -> Any:
+    """Make the global batch from the rows that each process has read, with other shardings.
+
+    The first batch on a mesh is also compared between processes that hold the same rows: each of
+    them may place another part of these.
+
+    Args:
+      rows, mesh: as for `global_batch`; the mesh has Auto axes.
+      shardings: a pytree like `rows`. They split rows over `node` and `device`, perhaps further
+        over other axes, and other dims over any axes.
+
+    Raises:
+      ValueError: as `global_batch` and `put_batch`.
+    """
+    if jax.process_count() > 1 and mesh not in _compared:
+        index, _ = process_shard(mesh)
+        _compare({f"part {index}": map(np.asarray, jax.tree.leaves(rows))}, mesh)
+        _compared.add(mesh)
+    return _made_of(rows, mesh, shardings)
+
+
+def _made_of(rows: Any, mesh: Mesh, shardings: Any) -> Any:
     index, count = process_shard(mesh)
-    sharding = NamedSharding(mesh, PartitionSpec(BATCH_AXES))
     places = world_size(mesh) // count
 
-    def one(path: Any, x: Any) -> jax.Array:
+    def one(path: Any, x: Any, sharding: NamedSharding) -> jax.Array:
         x = np.asarray(x)
         if not x.shape or x.shape[0] % places:
             part_of = f", part {index} of {count} of the batch," if count > 1 else ""
@@ -85,11 +111,11 @@ def global_batch(rows: Any, mesh: Mesh) -> Any:
 
         def part(at: Any) -> np.ndarray:
             first, end, _ = at[0].indices(shape[0])
-            return x[first - skipped : end - skipped]
+            return x[first - skipped : end - skipped, *at[1:]]
 
         return jax.make_array_from_callback(shape, sharding, part)
 
-    return jax.tree_util.tree_map_with_path(one, rows)
+    return jax.tree_util.tree_map_with_path(one, rows, shardings)
 
 
 def in_dtype_of_jax(x: np.ndarray, name: str) -> np.ndarray:
@@ -113,19 +139,24 @@ def in_dtype_of_jax(x: np.ndarray, name: str) -> np.ndarray:
     return x.astype(dtype, copy=False)
 
 
-def put_batch(batch: Any, mesh: Mesh) -> Any:
-    """Put a batch on the mesh, split over its rows. Shapes become zeros.
+def put_batch(batch: Any, mesh: Mesh, shardings: Any) -> Any:
+    """Put a batch on the mesh. Shapes become zeros.
 
     The first batch on a mesh is also compared between processes that hold the same rows.
+
+    Args:
+      batch: a pytree of arrays and shapes.
+      mesh: the mesh.
+      shardings: a pytree like `batch`, of shardings on the mesh.
 
     Raises:
       ValueError: the mesh has no devices; the batch holds host arrays, and there are several
         processes; or processes that hold the same rows were given different ones.
     """
     _check_has_devices(mesh)
-    sharding = NamedSharding(mesh, PartitionSpec(BATCH_AXES))
+    are_shapes = any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(batch))
 
-    def one(path: Any, x: Any) -> jax.Array:
+    def one(path: Any, x: Any, sharding: NamedSharding) -> jax.Array:
         if isinstance(x, jax.ShapeDtypeStruct):
             x = np.zeros(x.shape, x.dtype)
             return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
@@ -139,10 +170,9 @@ def put_batch(batch: Any, mesh: Mesh) -> Any:
             )
         return x if x.sharding.is_equivalent_to(sharding, x.ndim) else mover(sharding)(x)
 
-    put = jax.tree_util.tree_map_with_path(one, batch)
-    are_shapes = any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(batch))
+    put = jax.tree_util.tree_map_with_path(one, batch, shardings)
     if jax.process_count() > 1 and not are_shapes and mesh not in _compared:
-        _compare(put, mesh)
+        _compare(_shards_by_place(batch), mesh)  # as given, with all that a process has read
         _compared.add(mesh)
     return put
 
@@ -186,8 +216,29 @@ def _places(mesh: Mesh) -> dict[int, set[int]]:
     return places
 
 
-def _compare(batch: Any, mesh: Mesh) -> None:
+def _shards_by_place(batch: Any) -> dict[str, list[jax.Array]]:
+    """Return this process's shards of a batch, by the place that they have in it."""
+    found: dict[str, list[jax.Array]] = {}
+    for x in jax.tree.leaves(batch):
+        mine = {}
+        for shard in x.addressable_shards:
+            (first, end, _), *others = (
+                at.indices(n) for at, n in zip(shard.index, x.shape, strict=True)
+            )
+            whole = all(at[:2] == (0, n) for at, n in zip(others, x.shape[1:], strict=True))
+            part = "" if whole else f", part {[at[:2] for at in others]}"
+            mine[f"rows {first} to {end - 1}{part}"] = shard.data
+        for place, data in mine.items():
+            found.setdefault(place, []).append(data)
+    return found
+
+
+def _compare(mine: Mapping[str, Iterable[Any]], mesh: Mesh) -> None:
     """Check that processes that hold the same rows of a batch have the same values.
+
+    Args:
+      mine: this process's arrays, by their place in the batch.
+      mesh: the mesh.
 
     Raises:
       ValueError: the values differ.
@@ -195,19 +246,19 @@ def _compare(batch: Any, mesh: Mesh) -> None:
     places = _places(mesh)
     if sum(map(len, places.values())) == len(set().union(*places.values())):
         return  # no row is in two processes
-    hashes: dict[str, Any] = {}
-    for x in jax.tree.leaves(batch):
-        mine = {shard.index[0].indices(x.shape[0]): shard.data for shard in x.addressable_shards}
-        for (first, end, _), rows in mine.items():
-            digest = hashes.setdefault(f"rows {first} to {end - 1}", hashlib.blake2b(digest_size=8))
-            digest.update(np.asarray(rows).tobytes())
-    says = json.dumps({rows: digest.hexdigest() for rows, digest in hashes.items()})
+    hashes: dict[str, str] = {}
+    for place, arrays in mine.items():
+        digest = hashlib.blake2b(digest_size=8)
+        for x in arrays:
+            digest.update(np.asarray(x).tobytes())
+        hashes[place] = digest.hexdigest()
+    says = json.dumps(hashes)
     said = [json.loads(text) for text in exchange("rows of a batch", says)]
     for rows in dict.fromkeys(rows for each in said for rows in each):
         found = {process: each[rows] for process, each in enumerate(said) if rows in each}
         if len(set(found.values())) > 1:
             raise ValueError(
-                f"the processes {', '.join(map(str, found))} have devices of different stages for "
-                f"{rows} of a batch, and read different ones; in each process give global_batch "
+                f"the processes {', '.join(map(str, found))} all have devices for {rows} of a "
+                "batch, and read different ones; in each process give global_batch or step.place "
                 "part `index` of `count`, as zeroxla.process_shard(mesh) says"
             )

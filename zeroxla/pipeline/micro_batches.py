@@ -11,7 +11,7 @@ from typing import Any
 import jax
 from jax import lax
 
-from zeroxla.step.gradients import micro_batches
+from zeroxla.step.micro_batches import micro_batches
 from zeroxla.wire.collectives import Collectives
 
 

@@ -38,6 +38,7 @@ from zeroxla.program.shapes import shapes_of
 from zeroxla.step.agreed_state import agree
 from zeroxla.step.loss_plan import cast_floats, leaf_shapes
 from zeroxla.step.means import mean_metrics, means_over_devices
+from zeroxla.step.micro_batches import num_evaluated
 from zeroxla.wire.collectives import Collectives
 from zeroxla.wire.leaves import Layout, Leaf
 from zeroxla.wire.resolve import Wiring
@@ -127,7 +128,7 @@ class PipelineDifferentiator(StagedDifferentiator):
         The batch is cut into as many micro-batches as divide it, at most `microbatches`.
         """
         num_rows = jax.tree.leaves(batch)[0].shape[0]
-        count = max(n for n in range(1, self.microbatches + 1) if num_rows % n == 0)
+        count = num_evaluated(num_rows, self.microbatches)
         schedule = self.model.schedule_for(self.num_ranks, count, train=False)
         micro_batches = self._micro_batches(batch, key, count)
         stages = self._trace(micro_batches, model_state, train=False)

@@ -12,6 +12,10 @@ from zeroxla.program.trace import Equation, bytes_of
 from zeroxla.split.dims_flow import DimsFlow
 from zeroxla.split.rules import shape_of
 
+TIE = 1e-6
+"""What an equation costs that only names an array anew, as a share of what it would cost to write
+the array: of two ways that cost the same, the one that splits more is taken."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class AxisCosts:
@@ -43,9 +47,9 @@ class AxisCosts:
 
     def work(self, eq: Equation) -> float:
         """Return what an equation costs if one device runs all of it."""
-        if eq.name in ARRANGEMENTS or eq.name in RENAMES:
-            return 0.0
         written = self.memory * sum(map(bytes_of, eq.outputs))
+        if eq.name in ARRANGEMENTS or eq.name in RENAMES:
+            return written * TIE
         if eq.name not in CONTRACTIONS:
             return written
         return written + self.operation * 2 * _products(eq)

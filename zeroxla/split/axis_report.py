@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from zeroxla.program.report import Report, format_bytes
@@ -47,6 +47,8 @@ class AxisReport(Report):
       conversions: the conversions in which something travels, in order.
       scopes: the large arrays module by module, in order, with what is converted between them;
         `zeroxla.inspect.plot_axes` draws these.
+      batch: for each array of the batch its dim of which a device is given a part; None for an
+        array that it is given whole.
     """
 
     axis: str
@@ -54,15 +56,23 @@ class AxisReport(Report):
     arrays: tuple[ArrayRow, ...]
     conversions: tuple[Conversion, ...]
     scopes: tuple[ScopeRow, ...]
+    batch: Mapping[str, int | None] = dataclasses.field(default_factory=dict)
 
     @staticmethod
-    def of(plan: AxisPlan, axis: str, length: int, names: Sequence[str] = ()) -> AxisReport:
+    def of(
+        plan: AxisPlan,
+        axis: str,
+        length: int,
+        names: Sequence[str] = (),
+        batch: Mapping[str, int | None] | None = None,
+    ) -> AxisReport:
         """Report on a plan.
 
         Args:
           plan: the plan.
           axis, length: the axis.
           names: the paths of the leaves, which are the program's first inputs.
+          batch: as the attribute.
         """
         found: dict[str, Counter[str]] = {}
         sizes: Counter[str] = Counter()
@@ -81,6 +91,7 @@ class AxisReport(Report):
             arrays=tuple(sorted(rows, key=lambda row: -row.num_bytes)),
             conversions=tuple(moved),
             scopes=scope_rows(plan, length, names),
+            batch=batch or {},
         )
 
     @property
@@ -89,11 +100,20 @@ class AxisReport(Report):
         of leaves and reduces of their gradients aside."""
         return sum(sum(c.received(self.length)) for c in self.conversions)
 
+    def _batch_in_words(self) -> str:
+        """Return a line on the parts of the batch that a device is given."""
+        split = [f"{name} (dim {dim})" for name, dim in self.batch.items() if dim is not None]
+        whole = [name for name, dim in self.batch.items() if dim is None]
+        kinds = {"in parts: ": split, "whole: ": whole}
+        found = [words + ", ".join(names) for words, names in kinds.items() if names]
+        return "batch given " + "; ".join(found) if found else ""
+
     def tables(self) -> list[Table]:
         """Return the tables of arrays and of conversions."""
         from rich.table import Table
 
-        arrays = Table(title=f"{self.axis}={self.length}: how devices hold arrays")
+        title = f"{self.axis}={self.length}: how devices hold arrays"
+        arrays = Table(title="\n".join(filter(None, (title, self._batch_in_words()))))
         for name in ("array", "held as"):
             arrays.add_column(name)
         for row in self.arrays[:MOST_ARRAYS]:

@@ -11,11 +11,11 @@ from typing import Any
 import jax
 
 from zeroxla.offload.disk.disk_array import DiskArray
-from zeroxla.program.shapes import shapes_of, structure_of
+from zeroxla.program.shapes import shapes_of, shapes_on, structure_of
 from zeroxla.step.disk.steps import DiskSteps
 from zeroxla.step.moves import moved
 from zeroxla.step.programs import Programs
-from zeroxla.step.state import TrainState, light
+from zeroxla.step.state import TrainState, light, state_shardings
 from zeroxla.step.state_shapes import StateShapes
 from zeroxla.wire.wire_state import WireState
 
@@ -58,9 +58,12 @@ class StateFitter:
             expected = self._disk.call("wire state", self._jit(wire_state), state)
         return dataclasses.replace(state, wire_state=expected)
 
-    def wire_state_shapes(self, state: Any, batch: Any) -> WireState | None:
-        """Return the shapes of the wire state that the options need, for shapes of a state."""
-        return jax.eval_shape(self._make(batch), light(shapes_of(state)))
+    def wired_shapes(self, state: Any, batch: Any) -> Any:
+        """Return shapes of a state with those of the wire state that the options need."""
+        wires = jax.eval_shape(self._make(batch), light(shapes_of(state)))
+        wired = dataclasses.replace(state, wire_state=wires)
+        places = state_shardings(wired, self._programs.mesh).wire_state
+        return dataclasses.replace(state, wire_state=shapes_on(wires, places))
 
     def _make(self, batch: Any) -> Callable[[TrainState], WireState | None]:
         return functools.partial(self._programs.wire_state, batch=shapes_of(batch))

@@ -22,6 +22,7 @@ from zeroxla.step.agreed_state import agree
 from zeroxla.step.loss_plan import LossPlanner, TracedLoss
 from zeroxla.step.means import mean_metrics, means_over_devices
 from zeroxla.step.metrics import weight_of, weighted
+from zeroxla.step.micro_batches import micro_batches
 from zeroxla.step.once_per_step import Gradients, OncePerStep
 from zeroxla.wire.collectives import Collectives
 from zeroxla.wire.leaves import Layout
@@ -250,17 +251,6 @@ class Differentiator:
             for ct, zero in zip(whole, zeros[1], strict=False)
         ]
         return (of_fetched, of_resident), weighted(loss, metrics), model_state, copies
-
-
-def micro_batches(batch: Any, key: jax.Array, count: int) -> tuple[Any, jax.Array]:
-    """Cut a device's rows into micro-batches.
-
-    Returns:
-      The rows, each array with a new leading dim of length `count`; and a key for each micro-batch,
-      the same on all devices.
-    """
-    rows = jax.tree.map(lambda x: x.reshape(count, x.shape[0] // count, *x.shape[1:]), batch)
-    return rows, jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(count))
 
 
 def seed_of_backward(

@@ -11,19 +11,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 
-from zeroxla.mesh.axes import BATCH_AXES
 from zeroxla.offload.disk.tickets import leaf_dtype, spec_of
 from zeroxla.offload.memory_kinds import put
 from zeroxla.offload.update.stream import stream
+from zeroxla.step.axes.split_batch import specs_of
 from zeroxla.step.first_states import FirstStates
-from zeroxla.step.setup import REPLICATED
+from zeroxla.step.model_on_mesh import REPLICATED
 from zeroxla.step.state import TrainState, as_in_model, natural, state_shardings
 from zeroxla.step.update import OptimizerUpdate, keep_if
 from zeroxla.wire.wire_state import WireState
-
-BY_ROWS = PartitionSpec(BATCH_AXES)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -99,14 +96,15 @@ class Programs(FirstStates):
 
     def evaluate(self, state: TrainState, batch: Any) -> dict[str, Any]:
         """Return the metrics of a batch with `train=False`."""
-        layout = self.layout(state)
+        layout, key = self.layout(state), jax.random.fold_in(state.key, state.step)
+        batch = self.split(layout, state.model_state, batch, key, train=False)
         return jax.shard_map(
             self.differentiator(layout).evaluate,
             mesh=self.mesh,
-            in_specs=(self._specs(state), REPLICATED, BY_ROWS, REPLICATED),
+            in_specs=(self._specs(state), REPLICATED, specs_of(batch), REPLICATED),
             out_specs=REPLICATED,
             check_vma=False,
-        )(state.params, state.model_state, batch, jax.random.fold_in(state.key, state.step))
+        )(state.params, state.model_state, batch, key)
 
     def _next_wire_state(
         self, state: TrainState, new: WireState | None, finite: jax.Array
@@ -131,7 +129,8 @@ class Programs(FirstStates):
     def _local_gradients(
         self, state: TrainState, batch: Any
     ) -> tuple[Any, dict[str, Any], Any, WireState | None]:
-        layout = self.layout(state)
+        layout, key = self.layout(state), jax.random.fold_in(state.key, state.step)
+        batch = self.split(layout, state.model_state, batch, key, train=True)
         differentiator = self.differentiator(layout)
         specs = [p.spec for p in layout.placements]
 
@@ -149,14 +148,21 @@ class Programs(FirstStates):
         grads, *others = jax.shard_map(
             local,
             mesh=self.mesh,
-            in_specs=(self._specs(state), REPLICATED, BY_ROWS, REPLICATED, REPLICATED, wires),
+            in_specs=(
+                self._specs(state),
+                REPLICATED,
+                specs_of(batch),
+                REPLICATED,
+                REPLICATED,
+                wires,
+            ),
             out_specs=(specs, REPLICATED, REPLICATED, wires),
             check_vma=False,
         )(
             state.params,
             state.model_state,
             batch,
-            jax.random.fold_in(state.key, state.step),
+            key,
             state.loss_scale.scale,
             state.wire_state,
         )

@@ -1,99 +1,42 @@
-"""`Setup`: resolves the options for a model and a mesh into wires, placements, layouts, plans."""
+"""`Setup`: resolves the options for a model and a mesh into placements and plans."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh, PartitionSpec
 
 from zeroxla.config.fetch_limits import FetchLimits
 from zeroxla.config.offload import PINNED
-from zeroxla.config.zero_config import ZeroConfig
 from zeroxla.fetch.segments import FetchPlan
-from zeroxla.frontend import Adapted
-from zeroxla.frontend.staged import StagedDifferentiator, StagedModel, StagesReport
-from zeroxla.mesh.axes import PIPE, platform_of, world_size
+from zeroxla.frontend.staged import StagedDifferentiator, StagesReport
+from zeroxla.mesh.axes import PIPE, platform_of
 from zeroxla.mesh.placement import Placement
 from zeroxla.offload.choose import offloaded
-from zeroxla.offload.disk.desk import Desk
-from zeroxla.offload.disk.tickets import leaf_dtype
 from zeroxla.offload.memory_kinds import check_memory
 from zeroxla.offload.update.on_host import check_host_compute
-from zeroxla.program.compat import AxisNames, mesh_context
 from zeroxla.program.shapes import shapes_of
-from zeroxla.step.axes.axes_split import AxesSplit, axes_split_of
 from zeroxla.step.axes.deals import Deals
 from zeroxla.step.axes.differentiator import AxesDifferentiator
 from zeroxla.step.axes.parts_wire_state import PartsWireStatePlan
 from zeroxla.step.gradients import Differentiator
-from zeroxla.step.loss_plan import Losses, LossPlanner, make_losses
-from zeroxla.step.state import TrainState
+from zeroxla.step.loss_plan import LossPlanner
+from zeroxla.step.model_on_mesh import ModelOnMesh
 from zeroxla.step.state_checks import check_state_of_stages, check_trainable
-from zeroxla.wire.bundles import ALONE_ELEMENTS
-from zeroxla.wire.leaves import Layout, check_floating, make_layout, place_opt_state, place_params
-from zeroxla.wire.resolve import Wiring, make_wiring
+from zeroxla.wire.leaves import Layout, check_floating, place_opt_state, place_params
 from zeroxla.wire.wire_state import WholeWireStatePlan, WireStatePlan
 
-REPLICATED = PartitionSpec()
 Placements = tuple[tuple[Placement, ...], tuple[Placement, ...]]
-KnownLosses = dict[Any, tuple[Losses, AxesSplit | None]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Setup:
-    """A model, a mesh, an optimizer and options.
-
-    Attributes:
-      adapted: the model.
-      mesh: the mesh, with Auto axes.
-      optimizer: the optax transformation.
-      config: the options.
-      pipeline: the model as layers; None without stages.
-      weights: how often a stage of a pipeline gathers its leaves.
-      alone_elements: a shard of at least this many elements shares no buffer with others.
-      axis_names: other names of the mesh's axes, which the model uses.
-      known: the losses and their splits by compute dtype and pins. Setups of one model and mesh
-        share it, so that the model is traced, and axes are searched, once for all of them.
-      desk: where programs get parameters that are on disk.
-      wiring: how leaves travel on this mesh.
-      losses: the model's loss for training and for evaluation. JAX remembers their traces, so that
-        placements, plans and programs share them.
-      axes: how the work on one row is split over the mesh; None if it is not.
-    """
-
-    adapted: Adapted
-    mesh: Mesh
-    optimizer: optax.GradientTransformation
-    config: ZeroConfig
-    pipeline: StagedModel | None = None
-    weights: Literal["step", "tick"] = "step"
-    alone_elements: int = ALONE_ELEMENTS
-    axis_names: AxisNames = ()
-    known: KnownLosses = dataclasses.field(default_factory=dict)
-    desk: Desk = dataclasses.field(default_factory=Desk, init=False)
-    wiring: Wiring = dataclasses.field(init=False)
-    losses: Losses = dataclasses.field(init=False)
-    axes: AxesSplit | None = dataclasses.field(init=False)
-    _layouts: dict[Any, Layout] = dataclasses.field(default_factory=dict, init=False)
-
-    def __post_init__(self) -> None:
-        wiring = make_wiring(self.config, self.mesh, self.desk, self.alone_elements)
-        object.__setattr__(self, "wiring", wiring)
-        dtype = wiring.collectives.compute_dtype
-        key = dtype, repr(self.config.splits)
-        if key not in self.known:
-            losses = make_losses(self.adapted, dtype)
-            self.known[key] = losses, axes_split_of(self.mesh, losses, dtype, self.config.splits)
-        losses, axes = self.known[key]
-        object.__setattr__(self, "losses", losses)
-        object.__setattr__(self, "axes", axes)
+class Setup(ModelOnMesh):
+    """A model, a mesh, an optimizer and options, resolved into placements and plans."""
 
     @property
     def first_loss_scale(self) -> float | None:
@@ -117,17 +60,21 @@ class Setup:
         dims = self.in_mesh(planner.layer_dims, model_state, rows, key)
         parts = None
         if self.axes is not None:
-            parts = self.in_mesh(functools.partial(self.axes.parts, layout), model_state, rows, key)
+            decide = functools.partial(
+                self.axes.parts, layout, rows_apart=self.rows_apart(train=True)
+            )
+            parts = self.in_mesh(decide, model_state, rows, key)
             split = zip(whole, parts, strict=True)
             whole = tuple(dataclasses.replace(p, parts=own) for p, own in split)
-        stages = self._staged(self.layout_of(params, whole))
+        in_parts = self.layout_of(params, whole)
+        stages = self._staged(in_parts)
         stage_dims: dict[int, int] = {}
         if stages is not None:
             check_state_of_stages(model_state, planner.overwritten(model_state))
             leaves = [jax.ShapeDtypeStruct(p.of_part.shape, jnp.float32) for p in whole]
             find = functools.partial(stages.stage_dims, leaves=leaves)
             find = find if self.axes is None else functools.partial(self.in_mesh, find)
-            stage_dims = find(model_state, rows, key)
+            stage_dims = find(model_state, self.rows(in_parts, model_state, batch, key), key)
         placed = place_params(params, self.mesh, dims, stage_dims, parts)
         trainable = layout.trainable(params, optax.MaskedNode())
         opt_state = jax.eval_shape(self.optimizer.init, trainable)
@@ -155,7 +102,7 @@ class Setup:
 
     def plan(self, layout: Layout, model_state: Any, batch: Any, key: jax.Array) -> FetchPlan:
         """Return the fetch plan of a training step, from shapes alone."""
-        rows = jax.eval_shape(self.first_rows, batch)
+        rows = self.rows(layout, model_state, batch, key)
         plan = functools.partial(self._planner(layout).plan, train=True)
         return self.in_mesh(plan, model_state, rows, key)[0]
 
@@ -167,7 +114,7 @@ class Setup:
         found: WireStatePlan = WholeWireStatePlan(layout=of_parts, wiring=self.wiring)
         stages = self._staged(layout)
         if not found.is_empty and stages is not None:
-            shapes = self._stage_shapes(model_state, batch, key)
+            shapes = self._stage_shapes(layout, model_state, batch, key)
             found = self.in_mesh(stages.wire_state_plan, *shapes)
         if self.axes is None:
             return found
@@ -180,7 +127,8 @@ class Setup:
         stages = self._staged(layout)
         if stages is None:
             return [layout]
-        return self.in_mesh(stages.stage_layouts, *self._stage_shapes(model_state, batch, key))
+        shapes = self._stage_shapes(layout, model_state, batch, key)
+        return self.in_mesh(stages.stage_layouts, *shapes)
 
     def describe_stages(
         self, layout: Layout, model_state: Any, batch: Any, key: jax.Array, at_rest: Sequence[str]
@@ -189,53 +137,15 @@ class Setup:
         stages = self._staged(layout)
         assert stages is not None, "the mesh has no stages"
         describe = functools.partial(stages.describe, at_rest=at_rest)
-        found = self.in_mesh(describe, *self._stage_shapes(model_state, batch, key))
+        found = self.in_mesh(describe, *self._stage_shapes(layout, model_state, batch, key))
         return found if self.axes is None else found.with_axes(self.axes.newest.reports())
 
-    def _stage_shapes(self, model_state: Any, batch: Any, key: jax.Array) -> tuple[Any, Any, Any]:
+    def _stage_shapes(
+        self, layout: Layout, model_state: Any, batch: Any, key: jax.Array
+    ) -> tuple[Any, Any, Any]:
         """Return the shapes of the model state, of one device's micro-batch and of a key."""
-        rows = jax.eval_shape(self.first_rows, batch)
+        rows = self.rows(layout, model_state, batch, key)
         return shapes_of(model_state), rows, jax.eval_shape(lambda key: key, key)
-
-    def first_rows(self, batch: Any) -> Any:
-        """Return rank 0's first micro-batch."""
-        parts = world_size(self.mesh) * self.config.accumulate
-        return jax.tree.map(lambda x: x[: x.shape[0] // parts], batch)
-
-    def layout(self, state: TrainState) -> Layout:
-        """Return the layout of a state's leaves under these options."""
-        return self.layout_of(state.params, state.placements[0])
-
-    def layout_of(self, params: Any, placements: tuple[Placement, ...]) -> Layout:
-        """Return the layout of parameters. It is made once for equal trees and placements.
-
-        Args:
-          params: arrays, shapes or tickets; only their paths and dtypes matter.
-          placements: how they are stored.
-        """
-        leaves, tree = jax.tree.flatten(params)
-        key = tree, tuple(map(leaf_dtype, leaves)), placements
-        if key not in self._layouts:
-            self._layouts[key] = make_layout(params, placements, self.config)
-        return self._layouts[key]
-
-    def tracing(self) -> AbstractContextManager[set[str]]:
-        """Return the context in which programs of this model are traced; see `mesh_context`."""
-        return mesh_context(self.mesh, self.axis_names)
-
-    def in_mesh(self, fun: Callable[..., Any], *args: Any) -> Any:
-        """Call `fun` on shapes, inside `shard_map` over the mesh; return its result."""
-        found: list[Any] = []
-        mapped = jax.shard_map(
-            lambda *args: found.append(fun(*args)),
-            mesh=self.mesh,
-            in_specs=REPLICATED,
-            out_specs=REPLICATED,
-            check_vma=False,
-        )
-        with self.tracing():
-            jax.eval_shape(mapped, *args)
-        return found[0]
 
     def differentiator(
         self, layout: Layout

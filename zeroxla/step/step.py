@@ -9,29 +9,30 @@ from typing import Any, Literal
 
 import jax
 import optax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 
 from zeroxla.config.zero_config import ZeroConfig
 from zeroxla.frontend import Adapted
 from zeroxla.frontend.staged import StagedModel
 from zeroxla.mesh.axes import platform_of
-from zeroxla.mesh.batches import put_batch, put_key
+from zeroxla.mesh.batches import put_key
 from zeroxla.mesh.processes import progress
 from zeroxla.mesh.processes.same_program import ProgramCalls
 from zeroxla.program.compat import AxisNames, compiler_options
 from zeroxla.program.report import Report
 from zeroxla.program.shapes import shapes_on
+from zeroxla.step.batches import StepBatches
 from zeroxla.step.changed_config import kept, useless_optimizer, with_microbatches
-from zeroxla.step.checks import check_batch, check_is_config, check_key, check_tokens
+from zeroxla.step.checks import check_is_config, check_key
 from zeroxla.step.describe import describe_step
 from zeroxla.step.disk.steps import DiskSteps, has_disk
 from zeroxla.step.first_weights import first_weights
 from zeroxla.step.fit import StateFitter
+from zeroxla.step.model_on_mesh import KnownLosses
 from zeroxla.step.notices import fresh_model_state, useless_on_mesh, useless_when_held, warn
-from zeroxla.step.programs import BY_ROWS, Programs
+from zeroxla.step.programs import Programs
 from zeroxla.step.rates import Rates
 from zeroxla.step.reshape import reshaped
-from zeroxla.step.setup import KnownLosses
 from zeroxla.step.state import TrainState, check_is_state, state_shardings
 from zeroxla.step.state_shapes import StateShapes
 from zeroxla.wire.bundles import ALONE_ELEMENTS
@@ -47,6 +48,7 @@ class Step:
       optimizer: the optax transformation.
       programs: the functions that the step compiles.
       disk: runs the steps of a state whose arrays are on disk.
+      batches: checks batches, and puts them on the mesh.
     """
 
     def __init__(
@@ -91,6 +93,7 @@ class Step:
         self._eval = self._jit(self.programs.evaluate)
         self._grad = self._jit(self.programs.gradients)
         self._shapes = StateShapes(self.programs)
+        self.batches = StepBatches(self.programs, self._shapes)
         self._fit = StateFitter(self.programs, self.disk, self._shapes, self._jit)
         self._rates = Rates()
 
@@ -109,10 +112,10 @@ class Step:
         Raises:
           ValueError: the batch does not divide over the devices, or a leaf is not floating.
         """
-        key, batch = check_key(key), self._check_batch(batch)
+        key, batch = check_key(key), self.batches.checked(batch)
         shapes = self._shapes.decide(key, batch)
         make = functools.partial(self.programs.init, placements=shapes.placements)
-        args = put_key(key, self.mesh), put_batch(batch, self.mesh)
+        args = put_key(key, self.mesh), self.batches.put(batch)
         return self._make("init", make, shapes, state_shardings(shapes, self.mesh), *args)
 
     def init_from(
@@ -126,7 +129,7 @@ class Step:
     ) -> TrainState:
         """Make the state for parameters that are given as whole arrays. See `zeroxla.init_from`."""
         key = check_key(key)
-        batch = self._shapes.last_batch if batch is None else self._check_batch(batch)
+        batch = self._shapes.last_batch if batch is None else self.batches.checked(batch)
         shapes = self._shapes.placed(self._shapes.decide(key, batch))
         params, model_state = first_weights(
             params,
@@ -141,7 +144,7 @@ class Step:
             warn(fresh_model_state(shapes.model_state), stacklevel=3)
         make = functools.partial(self.programs.init_from, placements=shapes.placements)
         rest = dataclasses.replace(state_shardings(shapes, self.mesh), params=None)
-        args = params, model_state, put_key(key, self.mesh), put_batch(batch, self.mesh)
+        args = params, model_state, put_key(key, self.mesh), self.batches.put(batch)
         state = self._make("init_from", make, shapes, rest, *args)
         return dataclasses.replace(state, params=params) if state.params is None else state
 
@@ -150,7 +153,7 @@ class Step:
 
         Use them for `lower` and for restoring checkpoints.
         """
-        shapes = self._shapes.decide(jax.random.key(0), self._check_batch(batch))
+        shapes = self._shapes.decide(jax.random.key(0), self.batches.checked(batch))
         return self._shapes.placed(shapes)
 
     def reshape(self, state: TrainState, other: Step) -> TrainState:
@@ -177,6 +180,21 @@ class Step:
         """
         return self._shapes.placed(self._shapes.decide(jax.random.key(0), self._shapes.last_batch))
 
+    def place(self, rows: Any, *, train: bool = True) -> Any:
+        """Make the global batch from the rows that each process has read, where the step reads it.
+
+        As `zeroxla.global_batch`, but of an array that is read in parts alone a device is sent its
+        part.
+
+        Args:
+          rows: pytree of host arrays: this process's part of the batch, as for `global_batch`.
+          train: whether to train on the batch. Pass False for `eval`.
+
+        Raises:
+          ValueError: as `init` and `global_batch`.
+        """
+        return self.batches.place(rows, train=train)
+
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
         """Take one optimizer step. The state is donated: use the returned one.
 
@@ -192,7 +210,7 @@ class Step:
           `tokens_per_s` for batches with `tokens`. For a state on disk also this process's
           `disk_read_bytes_per_s` and `disk_write_bytes_per_s` over the call.
         """
-        batch = self._checked_batch(state, batch)
+        batch = self.batches.beside(state, batch)
         state = self._fit.fitted(state)
         progress.mark()
         with self.programs.tracing():
@@ -204,7 +222,7 @@ class Step:
 
     def eval(self, state: TrainState, batch: Any) -> dict[str, Any]:
         """Return the loss and the model's metrics on a batch, with `train=False`."""
-        batch = self._checked_batch(state, batch, accumulate=1)
+        batch = self.batches.beside(state, batch, train=False)
         with self.programs.tracing():
             return self.disk.call("eval", self._eval, state, batch)
 
@@ -214,7 +232,7 @@ class Step:
         Gradients are float32 global arrays in natural shapes, zeros for frozen leaves. That of a
         complex leaf has the derivatives by its two parts: the conjugate of what `jax.grad` returns.
         """
-        batch = self._checked_batch(state, batch)
+        batch = self.batches.beside(state, batch)
         with self.programs.tracing():
             return self.disk.call("grad", self._grad, self._fit.wired(state), batch)
 
@@ -223,12 +241,10 @@ class Step:
 
         If the state is on disk, this is the part of the step that computes the gradients.
         """
-        batch_shapes = shapes_on(self._check_batch(batch), NamedSharding(self.mesh, BY_ROWS))
+        batch = self.batches.checked(batch)
+        batch_shapes = shapes_on(batch, self.batches.shardings(batch))
         with self.programs.tracing():
-            wires = self._fit.wire_state_shapes(state, batch)
-            wired = dataclasses.replace(state, wire_state=wires)
-            wires = shapes_on(wires, state_shardings(wired, self.mesh).wire_state)
-            state = dataclasses.replace(state, wire_state=wires)
+            state = self._fit.wired_shapes(state, batch)
             if has_disk(state):
                 return self.disk.lower(state, batch_shapes)
             return self._step.lower(state, batch_shapes)
@@ -283,16 +299,3 @@ class Step:
                 shapes = self._shapes.placed(shapes)
                 return self.disk.make(name, program, shapes, shardings, *args)
             return self._run(name, self._jit(program, out_shardings=shardings), *args)
-
-    def _check_batch(self, batch: Any, accumulate: int | None = None) -> Any:
-        own = self.config.accumulate, self.config.micro_batch
-        batch = check_batch(batch, self.mesh, *(own if accumulate is None else (accumulate, None)))
-        check_tokens(batch, self.adapted.vocabulary)
-        return batch
-
-    def _checked_batch(self, state: TrainState, batch: Any, accumulate: int | None = None) -> Any:
-        """Check a state and a batch; return the batch on the mesh."""
-        check_is_state(state)
-        batch = self._check_batch(batch, accumulate)
-        self._shapes.check(state, batch)
-        return put_batch(batch, self.mesh)

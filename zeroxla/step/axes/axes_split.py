@@ -18,6 +18,7 @@ from zeroxla.split.axis_costs import AxisCosts
 from zeroxla.split.axis_links import costs_on
 from zeroxla.split.plan_proof import PlanProof, right_in_this_process
 from zeroxla.step.axes.pins import Pins
+from zeroxla.step.axes.split_batch import BatchParts, SplitBatch
 from zeroxla.step.axes.split_loss import SplitLoss
 from zeroxla.step.loss_plan import Losses, leaf_shapes
 from zeroxla.wire.leaves import Layout
@@ -51,7 +52,9 @@ class AxesSplit:
     )
     _newest: list[SplitLoss] = dataclasses.field(default_factory=list)
 
-    def parts(self, layout: Layout, model_state: Any, rows: Any, key: Any) -> Parts:
+    def parts(
+        self, layout: Layout, model_state: Any, rows: Any, key: Any, *, rows_apart: bool
+    ) -> Parts:
         """Decide the parts of each leaf, from shapes alone. Call it inside `shard_map`.
 
         Args:
@@ -59,25 +62,75 @@ class AxesSplit:
           model_state: the model's state.
           rows: the rows of one micro-batch.
           key: the key of the loss.
+          rows_apart: whether the parts of the batch may be parts of its rows.
         """
-        params = layout.tree.unflatten(leaf_shapes(layout, self.dtype))
         rest = model_state, rows, key
-        decided = _shapes((params, *rest))
-        if decided not in self._decided:
-            found = SplitLoss.of(
-                self.losses[True],
-                self.axes,
-                params,
-                *rest,
-                costs=self.costs,
-                proof=self._proof,
-                pins=self._pins(layout),
-            )
-            self._made[True, found.parts, _shapes(rest)] = found
-            self._decided[decided] = found
-        found = self._decided[decided]
-        self._newest[:] = [found]
-        return found.parts
+        return self._decide(True, layout, None, *rest, rows_apart=rows_apart).parts
+
+    def batch_parts(
+        self,
+        layout: Layout,
+        model_state: Any,
+        rows: Any,
+        key: Any,
+        *,
+        train: bool,
+        rows_apart: bool,
+    ) -> BatchParts:
+        """Decide the parts of each array of a batch that a device is given, from shapes alone. Call
+        it inside `shard_map`.
+
+        Args:
+          layout: the model's leaves, with their parts.
+          model_state, rows, key, rows_apart: as for `parts`.
+          train: whether it is a batch to train on.
+        """
+        parts = tuple(leaf.placement.parts for leaf in layout)
+        rest = model_state, rows, key
+        return self._decide(train, layout, parts, *rest, rows_apart=rows_apart).batch
+
+    def _decide(
+        self,
+        train: bool,
+        layout: Layout,
+        parts: Parts | None,
+        model_state: Any,
+        rows: Any,
+        key: Any,
+        *,
+        rows_apart: bool,
+    ) -> SplitLoss:
+        """Return the split loss for rows of which nothing is decided; for leaves of which nothing
+        is decided if `parts` is None."""
+        params = layout.tree.unflatten(leaf_shapes(layout, self.dtype))
+        of_shapes = _shapes((params, model_state, rows, key))
+        if (train, parts, rows_apart, of_shapes) not in self._decided:
+            rest = model_state, rows, key
+            pins = self._pins(layout)
+            found = self._search(train, params, *rest, parts, pins, rows_apart=rows_apart)
+            given = SplitBatch.of_device(rows, found.batch)
+            self._made[train, found.parts, _shapes((model_state, given, key))] = found
+            for known in (parts, found.parts):
+                self._decided[train, known, rows_apart, of_shapes] = found
+        found = self._decided[train, parts, rows_apart, of_shapes]
+        if train:
+            self._newest[:] = [found]
+        return found
+
+    def _search(
+        self,
+        train: bool,
+        params: Any,
+        model_state: Any,
+        batch: Any,
+        key: Any,
+        parts: Parts | None,
+        pins: Pins | None,
+        **options: Any,
+    ) -> SplitLoss:
+        loss, rest = self.losses[train], (model_state, batch, key)
+        tools = {"costs": self.costs, "proof": self._proof, "pins": pins}
+        return SplitLoss.of(loss, self.axes, params, *rest, parts, **tools, **options)
 
     @property
     def newest(self) -> SplitLoss:
@@ -105,22 +158,14 @@ class AxesSplit:
         pins: Pins | None,
         params: Any,
         model_state: Any,
-        batch: Any,
+        batch: SplitBatch,
         key: jax.Array,
     ) -> Any:
+        assert isinstance(batch, SplitBatch), "the loss does not know the parts of its batch"
         rest = model_state, batch, key
         made = train, parts, _shapes(rest)
         if made not in self._made:
-            self._made[made] = SplitLoss.of(
-                self.losses[train],
-                self.axes,
-                shapes,
-                *rest,
-                parts,
-                costs=self.costs,
-                proof=self._proof,
-                pins=pins,
-            )
+            self._made[made] = self._search(train, shapes, *rest, parts, pins)
         split = self._made[made]
         if train:
             self._newest[:] = [split]

@@ -69,7 +69,7 @@ class AxisPlanner:
         role = AxisRole(name=self.name, rows=rows, experts=experts_of(flow))
         holdings = None
         if known is not None:
-            holdings = [_known_holding(flow, v, own) for v, own in zip(values, known, strict=True)]
+            holdings = [known_holding(flow, v, own) for v, own in zip(values, known, strict=True)]
         pins = PinsOfAxis(flow=flow, role=role, parts=self.length)
         fixed = {
             v: pins.leaf(v, path, pin) if holdings is None else holdings[i]
@@ -117,8 +117,8 @@ def _as_known(value: Value, own: AxisPart | None) -> Dims:
     return dims_of(shape) if own is None else structured_dims(shape, own.dim, own.pieces)
 
 
-def _known_holding(flow: DimsFlow, value: Value, own: AxisPart | None) -> Holding:
-    """Return the holding that a part is in a program."""
+def known_holding(flow: DimsFlow, value: Value, own: AxisPart | None) -> Holding:
+    """Return the holding that a part of an input is in a program; copies if there is no part."""
     if own is None:
         return COPIES
     for atom in dict.fromkeys(atoms_in(flow.dims[value][own.dim])):
@@ -126,7 +126,7 @@ def _known_holding(flow: DimsFlow, value: Value, own: AxisPart | None) -> Holdin
             if layout_of(flow.dims[value][own.dim]) == own.pieces:
                 return part(own.dim, atom)
     raise ValueError(
-        f"a leaf of shape {value.aval.shape} is split over {own.axis!r} along dim {own.dim} into "
+        f"an array of shape {value.aval.shape} is split over {own.axis!r} along dim {own.dim} into "
         f"{own.pieces}, which this batch's program cannot compute with; use batches of one shape, "
         "or another step for this one"
     )

@@ -3,7 +3,8 @@
 One axis after the other: the loss is traced, a plan for the axis is searched and proved, and the
 function that runs the plan is the loss for the next axis. Its leaves are the parts that a device
 computes with. Its collectives are equations like any other, so the fetch plan, the gathers and the
-gradients of a step need not know of the axes.
+gradients of a step need not know of the axes. Arrays of the batch that a plan reads in parts alone
+are given in these parts, too.
 """
 
 from __future__ import annotations
@@ -21,14 +22,16 @@ from zeroxla.program.trace import Value, trace
 from zeroxla.split.atoms import choosing
 from zeroxla.split.axis_costs import AxisCosts
 from zeroxla.split.axis_report import AxisReport
-from zeroxla.split.holdings import COPIES, Holding
+from zeroxla.split.holdings import COPIES, WHOLE, Holding
+from zeroxla.split.input_parts import parts_read
 from zeroxla.split.layout import layout_of
 from zeroxla.split.plan_proof import PlanProof
 from zeroxla.split.run_plan import PlanRunner
 from zeroxla.split.split_axis import SplitAxis
 from zeroxla.split.ways import AxisPlan
-from zeroxla.step.axes.axis_planner import AxisPlanner
+from zeroxla.step.axes.axis_planner import AxisPlanner, known_holding
 from zeroxla.step.axes.pins import Pins
+from zeroxla.step.axes.split_batch import BatchParts, SplitBatch
 
 Parts = Sequence[tuple[AxisPart, ...]]
 """For each leaf the parts along the axes that split it, in the order in which they are taken."""
@@ -45,15 +48,19 @@ class SplitLoss:
       plans: the plan for each axis, in the order in which they were made.
       axes: (name, length) of each axis.
       parts: the parts of each leaf.
+      batch: the parts of each array of the batch that a device is given.
       result: the tree structure of the loss' result.
       names: the path of each leaf.
+      batch_names: the path of each array of the batch.
     """
 
     plans: tuple[AxisPlan, ...]
     axes: tuple[tuple[str, int], ...]
     parts: tuple[tuple[AxisPart, ...], ...]
+    batch: BatchParts
     result: Any
     names: tuple[str, ...]
+    batch_names: tuple[str, ...]
 
     @staticmethod
     def of(
@@ -65,6 +72,7 @@ class SplitLoss:
         key: Any,
         parts: Parts | None = None,
         *,
+        rows_apart: bool = True,
         costs: Mapping[str, AxisCosts],
         proof: PlanProof | None = None,
         pins: Pins | None = None,
@@ -75,8 +83,10 @@ class SplitLoss:
           loss: the loss of whole arrays.
           axes: (name, length) of each axis.
           params: the shapes of the whole leaves.
-          model_state, batch, key: the other arguments, or their shapes.
+          model_state, batch, key: the other arguments, or their shapes. If the batch is a
+            `SplitBatch`, the parts of its arrays are decided; otherwise they are decided here.
           parts: the parts of each leaf, if they are decided; None decides them.
+          rows_apart: whether the parts of the batch may be parts of its rows.
           costs: what each axis costs.
           proof: what has been proved before.
           pins: what a user says about leaves and arrays.
@@ -85,12 +95,15 @@ class SplitLoss:
           ValueError: an axis can split no product with a leaf, or not what a user has pinned; or
             the parts do not fit the program.
         """
-        rest = shapes_of((model_state, batch, key))
+        given = batch.parts if isinstance(batch, SplitBatch) else None
+        rows = batch.whole() if isinstance(batch, SplitBatch) else batch
+        rest = shapes_of((model_state, rows, key))
         program, result = trace(loss, params, *rest)
         num_leaves = len(jax.tree.leaves(params))
         counts = [num_leaves, *(len(jax.tree.leaves(x)) for x in rest)]
+        first = num_leaves + counts[1]
         plans: list[AxisPlan] = []
-        found: list[tuple[AxisPart, ...]] = [()] * num_leaves
+        found: list[tuple[AxisPart, ...]] = [()] * (first + counts[2])
         for name, length in axes:
             known = None if parts is None else [_along(name, each) for each in parts]
             planner = AxisPlanner(
@@ -102,9 +115,15 @@ class SplitLoss:
                 arrays=() if pins is None else pins.splits.pins("arrays", name),
             )
             plan = planner.plan(program, counts, known)
+            in_batch = range(first, first + counts[2])
+            held = _read(plan, in_batch, length, rows_apart=rows_apart)
+            if given is not None:
+                held = _given(plan, in_batch, [_along(name, each) for each in given])
+            inputs = [(held[i],) if i in held else x for i, x in enumerate(plan.inputs)]
+            plan = dataclasses.replace(plan, inputs=tuple(inputs))
             plans.append(plan)
-            for i, (own,) in enumerate(plan.inputs[:num_leaves]):
-                if own is not COPIES:
+            for i, (own,) in enumerate(plan.inputs[: first + counts[2]]):
+                if own not in (COPIES, WHOLE):
                     found[i] = (*found[i], _part(plan, i, own, name, length))
             runner = _runner(plan, name, length)
             shapes = [_shape(plan, v, i, length) for i, v in enumerate(program.inputs)]
@@ -112,20 +131,50 @@ class SplitLoss:
         return SplitLoss(
             plans=tuple(plans),
             axes=tuple(axes),
-            parts=tuple(found),
+            parts=tuple(found[:num_leaves]),
+            batch=tuple(found[first:]),
             result=(result, program),
             names=tuple("/".join(path) for path, _ in paths_of(params)),
+            batch_names=tuple("/".join(path) for path, _ in paths_of(rows)),
         )
 
     def reports(self) -> tuple[AxisReport, ...]:
         """Return what is split along each axis."""
         pairs = zip(self.plans, self.axes, strict=True)
-        return tuple(AxisReport.of(plan, *axis, self.names) for plan, axis in pairs)
+        return tuple(
+            AxisReport.of(plan, name, length, self.names, self._batch_along(name))
+            for plan, (name, length) in pairs
+        )
 
-    def __call__(self, params: Any, model_state: Any, batch: Any, key: jax.Array) -> Any:
-        """Return what the loss returns, from this device's parts of the leaves."""
+    def _batch_along(self, axis: str) -> dict[str, int | None]:
+        """Return for each array of the batch the dim that is split along an axis."""
+        own = [_along(axis, parts) for parts in self.batch]
+        dims = [None if part is None else part.dim for part in own]
+        return dict(zip(self.batch_names, dims, strict=True))
+
+    def __call__(self, params: Any, model_state: Any, batch: SplitBatch, key: jax.Array) -> Any:
+        """Return what the loss returns, from this device's parts of the leaves and of the
+        batch."""
         result, program = self.result
         return result.unflatten(program(*jax.tree.leaves((params, model_state, batch, key))))
+
+
+def _read(
+    plan: AxisPlan, inputs: Sequence[int], length: int, *, rows_apart: bool
+) -> dict[int, Holding]:
+    """Return the parts in which a plan reads some inputs, for those that it reads in one alone."""
+    read, values = parts_read(plan, length), plan.program.inputs
+    found = {i: read[values[i]] for i in inputs if values[i] in read}
+    return {i: held for i, held in found.items() if rows_apart or held.dim != 0}
+
+
+def _given(
+    plan: AxisPlan, inputs: Sequence[int], parts: Sequence[AxisPart | None]
+) -> dict[int, Holding]:
+    """Return the holdings that known parts of some inputs are."""
+    values = plan.program.inputs
+    pairs = zip(inputs, parts, strict=True)
+    return {i: known_holding(plan.flow, values[i], own) for i, own in pairs if own is not None}
 
 
 def _runner(plan: AxisPlan, name: str, length: int) -> Callable[[Sequence[jax.Array]], Any]:
