@@ -21,6 +21,7 @@ from zeroxla.frontend import adapt
 from zeroxla.models import Mixtral
 
 LENGTH, VOCAB, WIDTH, HEADS, SIZE, CLASSES = 16, 64, 16, 4, 16, 8
+SERIES = 64
 
 
 def tokens(rows: int) -> dict[str, np.ndarray]:
@@ -131,6 +132,24 @@ class StateSpace(nn.Module):
             x = x + nn.Dense(WIDTH)(state * nn.silu(nn.Dense(2 * WIDTH)(y)))
         logits = nn.Dense(VOCAB)(nn.RMSNorm()(x))
         return cross_entropy(logits, batch["tokens"][:, 1:]).mean(), {}
+
+
+class Series(nn.Module):
+    """Predicts a series from another one: a causal convolution, running sums, products."""
+
+    @nn.compact
+    def loss(self, batch, *, train):
+        x = nn.Conv(16, (3,), padding="CAUSAL")(batch["x"])
+        x = nn.LayerNorm()(x + jnp.cumsum(x, axis=1) / SERIES)
+        y = nn.Dense(4)(nn.gelu(nn.Dense(32)(x)))
+        return jnp.square(y - batch["y"]).mean(), {}
+
+
+def series(rows, seed=0):
+    """Return {"x": float32[rows, SERIES, 8], "y": float32[rows, SERIES, 4]}."""
+    rng = np.random.default_rng(seed)
+    sizes = {"x": 8, "y": 4}
+    return {k: rng.normal(size=(rows, SERIES, n)).astype(np.float32) for k, n in sizes.items()}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

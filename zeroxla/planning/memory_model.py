@@ -11,7 +11,6 @@ from zeroxla.inspect.phases import phase_of
 from zeroxla.offload.array_bytes import shard_bytes
 from zeroxla.program.primitives import HLO_KINDS
 from zeroxla.program.report import Report, format_bytes
-from zeroxla.program.shapes import shapes_on
 from zeroxla.program.trace import Equation
 from zeroxla.step.state import TrainState
 from zeroxla.step.step import Step
@@ -86,8 +85,6 @@ class MemoryPlan(Report):
             kinds that `kind_of` names.
           sub_group_bytes: as the attribute.
         """
-        batch = step.batches.checked(batch)
-        batch = shapes_on(batch, step.batches.shardings(batch))
         wiring, layout = step.programs.wiring, step.programs.layout(state)
         layouts = step.programs.stage_layouts(layout, state.model_state, batch, state.key)
         gradient_bytes = _gradient_bytes(layout, step)
@@ -103,7 +100,7 @@ class MemoryPlan(Report):
             offloaded_bytes=shard_bytes((state.params, state.opt_state), place="host"),
             disk_bytes=shard_bytes((state.params, state.opt_state), place="disk"),
             wire_bytes=shard_bytes(state.wire_state),
-            other_bytes=shard_bytes((others, batch)),
+            other_bytes=shard_bytes((others, step.batches.shapes(batch))),
             gathered_bytes=peak[GATHERED],
             gradient_bytes=peak[GRADIENTS],
             activation_bytes=peak[ACTIVATIONS],

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from zeroxla.hybrid.engine import HybridEngine
-from zeroxla.mesh.batches import global_batch, process_shard
+from zeroxla.mesh.batches import process_shard
 from zeroxla.rlhf.advantages import gae, group_advantages, token_rewards, whiten
 from zeroxla.rlhf.objectives import batch_shapes, critic_shapes
 from zeroxla.rlhf.policy import Policy, without_adapters
@@ -223,7 +223,7 @@ class Loop:
         """Train the actor, and the critic if there is one, on scored rollouts."""
         actor, critic = states.actor, states.critic
         found: list[dict[str, Any]] = []
-        for batch in self._minibatches(scored.actor, key):
+        for batch in self._minibatches(self.actor.step, scored.actor, key):
             actor, metrics = self.actor.step(actor, batch)
             found.append(metrics)
         names = [name for name in ("entropy", "clipped", "loss", "grad_norm") if name in found[0]]
@@ -232,7 +232,7 @@ class Loop:
         trained["skipped"] = sum(not metrics["finite"] for metrics in values)
         if self.critic is not None:
             losses = []
-            for batch in self._minibatches(scored.critic, key):
+            for batch in self._minibatches(self.critic, scored.critic, key):
                 critic, metrics = self.critic(critic, batch)  # pyright: ignore[reportArgumentType]
                 losses.append((metrics["loss"], metrics["finite"]))
             values = jax.device_get(losses)
@@ -240,15 +240,17 @@ class Loop:
             trained["value_skipped"] = sum(not finite for _, finite in values)
         return dataclasses.replace(states, actor=actor, critic=critic), trained
 
-    def _minibatches(self, columns: dict[str, np.ndarray], key: jax.Array) -> Iterator[Any]:
-        settings, mesh = self.settings, self.actor.step.mesh
-        index, count = process_shard(mesh)
+    def _minibatches(
+        self, step: Step, columns: dict[str, np.ndarray], key: jax.Array
+    ) -> Iterator[Any]:
+        settings = self.settings
+        index, count = process_shard(step.mesh)
         seed = np.asarray(jax.random.key_data(key)).ravel().tolist()
         for batch in minibatches(
             columns, settings.minibatch_rows, epochs=settings.epochs, seed=seed
         ):
             mine = {name: np.split(x, count)[index] for name, x in batch.items()}
-            yield global_batch(mine, mesh)
+            yield step.place(mine)
 
 
 def _advantages(

@@ -100,22 +100,28 @@ class AxisReport(Report):
         of leaves and reduces of their gradients aside."""
         return sum(sum(c.received(self.length)) for c in self.conversions)
 
-    def _batch_in_words(self) -> str:
-        """Return a line on the parts of the batch that a device is given."""
-        split = [f"{name} (dim {dim})" for name, dim in self.batch.items() if dim is not None]
-        whole = [name for name, dim in self.batch.items() if dim is None]
-        kinds = {"in parts: ": split, "whole: ": whole}
-        found = [words + ", ".join(names) for words, names in kinds.items() if names]
-        return "batch given " + "; ".join(found) if found else ""
+    def _batch_rows(self) -> list[tuple[str, str]]:
+        """Return in words which arrays of the batch a device is given in parts, and which whole."""
+        names: dict[int | None, list[str]] = {}
+        for name, dim in self.batch.items():
+            names.setdefault(dim, []).append(name)
+        return [
+            (
+                f"batch: {', '.join(found)}",
+                "given whole" if dim is None else f"given as part of dim {dim}",
+            )
+            for dim, found in names.items()
+        ]
 
     def tables(self) -> list[Table]:
         """Return the tables of arrays and of conversions."""
         from rich.table import Table
 
-        title = f"{self.axis}={self.length}: how devices hold arrays"
-        arrays = Table(title="\n".join(filter(None, (title, self._batch_in_words()))))
+        arrays = Table(title=f"{self.axis}={self.length}: how devices hold arrays")
         for name in ("array", "held as"):
             arrays.add_column(name)
+        for names, given in self._batch_rows():
+            arrays.add_row(names, given)
         for row in self.arrays[:MOST_ARRAYS]:
             held = ", ".join(f"{words} ({n})" for words, n in row.held)
             arrays.add_row(row.kind, held)

@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from zeroxla.mesh.batches import placed_batch, process_shard, put_batch
-from zeroxla.program.shapes import shapes_of
+from zeroxla.program.shapes import shapes_of, shapes_on
 from zeroxla.step.axes.split_batch import BY_ROWS
 from zeroxla.step.checks import check_batch, check_tokens
 from zeroxla.step.programs import Programs
@@ -55,7 +55,7 @@ class StepBatches:
         if programs.axes is None:
             return jax.tree.map(lambda _: NamedSharding(programs.mesh, BY_ROWS), batch)
         if self._shapes.traced is None:
-            self._shapes.decide(jax.random.key(0), batch)
+            self._shapes.decide(jax.random.key(0), self.checked(batch))
         traced = self._shapes.traced
         assert traced is not None, "it has been decided"
         leaves, tree = jax.tree.flatten(batch)
@@ -67,6 +67,11 @@ class StepBatches:
             specs = split.specs()
             self._known[known] = jax.tree.map(lambda s: NamedSharding(programs.mesh, s), specs)
         return self._known[known]
+
+    def shapes(self, batch: Any) -> Any:
+        """Return the shapes of a batch to train on, with the shardings that it has on the mesh."""
+        batch = self.checked(batch)
+        return shapes_on(batch, self.shardings(batch))
 
     def beside(self, state: TrainState, batch: Any, *, train: bool = True) -> Any:
         """Check a state and a batch; return the batch on the mesh."""

@@ -20,7 +20,6 @@ from zeroxla.mesh.processes import progress
 from zeroxla.mesh.processes.same_program import ProgramCalls
 from zeroxla.program.compat import AxisNames, compiler_options
 from zeroxla.program.report import Report
-from zeroxla.program.shapes import shapes_on
 from zeroxla.step.batches import StepBatches
 from zeroxla.step.changed_config import kept, useless_optimizer, with_microbatches
 from zeroxla.step.checks import check_is_config, check_key
@@ -241,8 +240,7 @@ class Step:
 
         If the state is on disk, this is the part of the step that computes the gradients.
         """
-        batch = self.batches.checked(batch)
-        batch_shapes = shapes_on(batch, self.batches.shardings(batch))
+        batch_shapes = self.batches.shapes(batch)
         with self.programs.tracing():
             state = self._fit.wired_shapes(state, batch)
             if has_disk(state):

@@ -29,7 +29,7 @@ from zeroxla.cli.train.options import TrainOptions
 from zeroxla.cli.train.setup import USUAL, optimizer_for, schedule_for
 from zeroxla.cli.zero_options import zero_config
 from zeroxla.config.zero_config import ZeroConfig
-from zeroxla.mesh.batches import global_batch, process_shard
+from zeroxla.mesh.batches import process_shard
 from zeroxla.pipeline.pipeline import Pipeline
 from zeroxla.step.disk.steps import has_disk
 from zeroxla.step.make import make_step
@@ -131,7 +131,7 @@ class Start:
         )
         state, loss = None, None
         for i, rows in zip(range(options.training.steps), batches):
-            batch = global_batch(rows, self.mesh)
+            batch = step.place(rows)
             if state is None:
                 state = step.init(jax.random.key(options.training.seed), batch)
             before = float("nan") if loss is None else float(loss)  # while this step runs

@@ -37,7 +37,7 @@ from zeroxla.cli.train.stages import Stages
 from zeroxla.cli.train.task import Task
 from zeroxla.cli.train.text import TextTask
 from zeroxla.cli.train.utilization import flops_per_token, peak_flops_per_s
-from zeroxla.mesh.batches import global_batch, process_shard
+from zeroxla.mesh.batches import process_shard
 from zeroxla.step.disk.steps import has_disk
 from zeroxla.step.make import make_step
 from zeroxla.step.state import TrainState
@@ -71,14 +71,6 @@ class TrainJob(Job[TrainOptions, Output]):
         # Each process cuts its own rows of every batch.
         index, count = process_shard(mesh)
         self.batches = iter(self.task.training(index, count, slot or 0))
-
-        def own_rows(x: np.ndarray) -> np.ndarray:
-            return np.split(x, count)[index]
-
-        self.valid_batches = [
-            global_batch(jax.tree.map(own_rows, batch), mesh) for batch in self.task.validation()
-        ]
-
         self.schedule, optimizer = None, config.optimizer
         if not takes_file_optimizer(options, config):
             self.schedule = schedule_for(options)
@@ -88,7 +80,10 @@ class TrainJob(Job[TrainOptions, Output]):
         self.step = make_step(self.task.model, mesh, optimizer, config=config, weights=weights)
         self.island = None if slot is None else AsIsland(self.step, slot, output.warn)
         # Traces the model, so that what does not fit the devices is found before files are made.
-        shapes = self.step.abstract_state(self.valid_batches[0])
+        validation = list(self.task.validation())
+        shapes = self.step.abstract_state(validation[0])
+        own_rows = [jax.tree.map(lambda x: np.split(x, count)[index], rows) for rows in validation]
+        self.valid_batches = [self.step.place(rows, train=False) for rows in own_rows]
         # And so is a disk without room.
         self.on_disk = self.step.disk.writer(shapes) if has_disk(shapes) else None
         self.peak = None
@@ -150,7 +145,7 @@ class TrainJob(Job[TrainOptions, Output]):
         self.clock = time.perf_counter()
         stopping = stop.requested_by(self.done)
         while self.done < self.num_steps and not stopping:
-            batch = global_batch(next(self.batches), self.mesh)
+            batch = self.step.place(next(self.batches))
             take = self.step if self.island is None else self.island.step
             self.state, metrics = take(self.state, batch)
             self.done += 1
