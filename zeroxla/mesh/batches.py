@@ -56,7 +56,8 @@ def global_batch(rows: Any, mesh: Mesh) -> Any:
 
     Returns:
       A pytree of global arrays whose leading dim is the global batch, split over `node` and
-      `device`. Nothing travels between hosts.
+      `device`. Nothing travels between hosts. `Step.place` splits it over further axes, too, where
+      a step reads parts.
 
     Raises:
       ValueError: the rows do not divide over the devices that hold this part.
