@@ -14,15 +14,17 @@ from typing import Any
 
 import jax
 
+from zeroxla.mesh.axes import CONTEXT, TENSOR
 from zeroxla.mesh.placement import AxisPart
 from zeroxla.program.paths import paths_of
 from zeroxla.program.shapes import shapes_of
-from zeroxla.program.trace import Value, trace
+from zeroxla.program.trace import Program, Value, trace
 from zeroxla.split.atoms import choosing
 from zeroxla.split.axis_costs import AxisCosts
 from zeroxla.split.axis_report import AxisReport
 from zeroxla.split.holdings import COPIES, Holding
 from zeroxla.split.layout import layout_of
+from zeroxla.split.lengths.padded_program import with_padded_lengths
 from zeroxla.split.plan_proof import PlanProof
 from zeroxla.split.run_plan import PlanRunner
 from zeroxla.split.split_axis import SplitAxis
@@ -89,6 +91,7 @@ class SplitLoss:
         program, result = trace(loss, params, *rest)
         num_leaves = len(jax.tree.leaves(params))
         counts = [num_leaves, *(len(jax.tree.leaves(x)) for x in rest)]
+        program = _with_lengths(program, axes, counts)
         plans: list[AxisPlan] = []
         found: list[tuple[AxisPart, ...]] = [()] * num_leaves
         for name, length in axes:
@@ -126,6 +129,25 @@ class SplitLoss:
         """Return what the loss returns, from this device's parts of the leaves."""
         result, program = self.result
         return result.unflatten(program(*jax.tree.leaves((params, model_state, batch, key))))
+
+
+def _with_lengths(
+    program: Program, axes: Sequence[tuple[str, int]], counts: Sequence[int]
+) -> Program:
+    """Return a program whose sequences `context` can split, if there is such an axis."""
+    lengths = dict(axes)
+    if CONTEXT not in lengths:
+        return program
+    first = counts[0] + counts[1]
+    of_context, of_tensor = lengths[CONTEXT], lengths.get(TENSOR, 1)
+    return with_padded_lengths(
+        program,
+        counts[0],
+        slice(first, first + counts[2]),
+        divisor=of_context,
+        # A ring wants two runs of positions for each device; `tensor` splits what they have.
+        multiples=(2 * of_context * of_tensor, 2 * of_context),
+    )
 
 
 def _runner(plan: AxisPlan, name: str, length: int) -> Callable[[Sequence[jax.Array]], Any]:
