@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from zeroxla.program.report import Report, format_bytes
@@ -47,6 +47,8 @@ class AxisReport(Report):
       conversions: the conversions in which something travels, in order.
       scopes: the large arrays module by module, in order, with what is converted between them;
         `zeroxla.inspect.plot_axes` draws these.
+      padded: by their size, to how many elements sequences are padded that the axis does not
+        divide.
     """
 
     axis: str
@@ -54,6 +56,7 @@ class AxisReport(Report):
     arrays: tuple[ArrayRow, ...]
     conversions: tuple[Conversion, ...]
     scopes: tuple[ScopeRow, ...]
+    padded: Mapping[int, int] = dataclasses.field(default_factory=dict)
 
     @staticmethod
     def of(plan: AxisPlan, axis: str, length: int, names: Sequence[str] = ()) -> AxisReport:
@@ -93,7 +96,9 @@ class AxisReport(Report):
         """Return the tables of arrays and of conversions."""
         from rich.table import Table
 
-        arrays = Table(title=f"{self.axis}={self.length}: how devices hold arrays")
+        lengths = (f"{n} positions are padded to {held}" for n, held in self.padded.items())
+        title = f"{self.axis}={self.length}: how devices hold arrays"
+        arrays = Table(title="; ".join((title, *lengths)))
         for name in ("array", "held as"):
             arrays.add_column(name)
         for row in self.arrays[:MOST_ARRAYS]:

@@ -115,7 +115,10 @@ class Padded:
     def without(self, lengths: Container[Length]) -> Padded:
         """Return the array without the padding of some lengths."""
         return self.as_dims(
-            [tuple(size_of(f) if f in lengths else f for f in dim) for dim in self.dims]
+            [
+                tuple(f.size if isinstance(f, Length) and f in lengths else f for f in dim)
+                for dim in self.dims
+            ]
         )
 
     def unpadded(self) -> Padded:

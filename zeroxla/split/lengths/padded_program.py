@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 
@@ -14,7 +14,7 @@ from zeroxla.split.lengths.runner import PaddedRunner
 
 def with_padded_lengths(
     program: Program, num_leaves: int, batch: slice, divisor: int, multiples: Sequence[int]
-) -> Program:
+) -> tuple[Program, dict[int, int]]:
     """Return a program that computes the same with sequences whose length an axis divides.
 
     Dims of a batch, all but the first, are sequences if they are long enough. A sequence is padded
@@ -29,12 +29,13 @@ def with_padded_lengths(
       multiples: others are padded to a multiple of the first that adds little.
 
     Returns:
-      The program; the same one if nothing in it changes.
+      The program, the same one if nothing in it changes; and by their size, to how many elements
+      sequences are padded along which products are split.
     """
     shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in program.inputs]
     among = range(len(shapes))[batch]
 
-    def function(known: KnownLengths) -> object:
+    def function(known: KnownLengths) -> Callable[..., list[jax.Array]]:
         def run(*args: jax.Array) -> list[jax.Array]:
             ins = [Padded.plain(x, is_computed=i >= num_leaves) for i, x in enumerate(args)]
             for i in among:
@@ -49,6 +50,7 @@ def with_padded_lengths(
     first = KnownLengths(divisor=divisor, multiples=(*multiples, divisor))
     jax.eval_shape(function(first), *shapes)
     if not first.used and not first.moves:
-        return program
+        return program, {}
     known = KnownLengths(divisor=divisor, multiples=(*multiples, divisor), wanted=first.used)
-    return trace(function(known), *shapes)[0]
+    found, _ = trace(function(known), *shapes)
+    return found, {size: known.made[size].held for size in sorted(first.used)}

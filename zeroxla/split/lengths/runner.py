@@ -77,7 +77,9 @@ class PaddedRunner:
         """Run a `scan`. Its carry keeps the dims that it is given."""
         scan = Scan(eq)
         consts, carry, xs = scan.split_inputs(ins)
-        xs = [x.as_dim(0, (scan.length,) if scan.length != 1 else ()) if x.dims[0] else x for x in xs]
+        xs = [
+            x.as_dim(0, (scan.length,) if scan.length != 1 else ()) if x.dims[0] else x for x in xs
+        ]
         num_carry = len(carry)
         slices = [dataclasses.replace(x, dims=x.dims[1:], is_computed=True) for x in xs]
         inside = [*consts, *(dataclasses.replace(x, is_computed=True) for x in carry), *slices]
@@ -91,7 +93,10 @@ class PaddedRunner:
         last, ys = scan.run(turn, *arrays)
         ends = [dataclasses.replace(x, array=y, is_computed=True) for x, y in zip(carry, last)]
         loop: Factors = (scan.length,) if scan.length != 1 else ()
-        return [*ends, *(Padded(y, (loop, *dims), True) for y, dims in zip(ys, run.dims[num_carry:]))]
+        return [
+            *ends,
+            *(Padded(y, (loop, *dims), True) for y, dims in zip(ys, run.dims[num_carry:])),
+        ]
 
     def _rule(self, eq: Equation, ins: Sequence[Padded]) -> list[Padded]:
         """Run an equation with a derivative of its own."""

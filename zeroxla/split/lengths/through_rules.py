@@ -89,9 +89,12 @@ class _Joined:
         found: list[set[Length]] = [set() for _ in self.ins]
         in_pieces = set(self._in_pieces())
         for one, root, length in self._of_lengths():
-            if root is None or root in in_pieces or (length.is_padded and self._needs(root)):
-                found[one.operand].add(length)
-            elif length.is_made and self._meets_plain(root):
+            fits = root is not None and root not in in_pieces
+            if root is not None and fits and length.is_padded:
+                fits = not self._needs(root)
+            if root is not None and fits and length.is_made:
+                fits = not self._meets_plain(root)
+            if not fits:
                 found[one.operand].add(length)
         return found
 

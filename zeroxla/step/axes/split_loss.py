@@ -49,6 +49,7 @@ class SplitLoss:
       parts: the parts of each leaf.
       result: the tree structure of the loss' result.
       names: the path of each leaf.
+      padded: by their size, to how many elements sequences are padded.
     """
 
     plans: tuple[AxisPlan, ...]
@@ -56,6 +57,7 @@ class SplitLoss:
     parts: tuple[tuple[AxisPart, ...], ...]
     result: Any
     names: tuple[str, ...]
+    padded: Mapping[int, int]
 
     @staticmethod
     def of(
@@ -91,7 +93,7 @@ class SplitLoss:
         program, result = trace(loss, params, *rest)
         num_leaves = len(jax.tree.leaves(params))
         counts = [num_leaves, *(len(jax.tree.leaves(x)) for x in rest)]
-        program = _with_lengths(program, axes, counts)
+        program, padded = _with_lengths(program, axes, counts)
         plans: list[AxisPlan] = []
         found: list[tuple[AxisPart, ...]] = [()] * num_leaves
         for name, length in axes:
@@ -118,12 +120,16 @@ class SplitLoss:
             parts=tuple(found),
             result=(result, program),
             names=tuple("/".join(path) for path, _ in paths_of(params)),
+            padded=padded,
         )
 
     def reports(self) -> tuple[AxisReport, ...]:
         """Return what is split along each axis."""
         pairs = zip(self.plans, self.axes, strict=True)
-        return tuple(AxisReport.of(plan, *axis, self.names) for plan, axis in pairs)
+        found = [AxisReport.of(plan, *axis, self.names) for plan, axis in pairs]
+        return tuple(
+            dataclasses.replace(x, padded=self.padded) if x.axis == CONTEXT else x for x in found
+        )
 
     def __call__(self, params: Any, model_state: Any, batch: Any, key: jax.Array) -> Any:
         """Return what the loss returns, from this device's parts of the leaves."""
@@ -133,11 +139,12 @@ class SplitLoss:
 
 def _with_lengths(
     program: Program, axes: Sequence[tuple[str, int]], counts: Sequence[int]
-) -> Program:
-    """Return a program whose sequences `context` can split, if there is such an axis."""
+) -> tuple[Program, dict[int, int]]:
+    """Return a program whose sequences `context` can split, if there is such an axis; and the
+    lengths that it pads."""
     lengths = dict(axes)
     if CONTEXT not in lengths:
-        return program
+        return program, {}
     first = counts[0] + counts[1]
     of_context, of_tensor = lengths[CONTEXT], lengths.get(TENSOR, 1)
     return with_padded_lengths(
