@@ -19,6 +19,7 @@ from zeroxla.program import compat
 from zeroxla.program.trace import Equation, is_float
 from zeroxla.split.lengths.known_lengths import KnownLengths
 from zeroxla.split.lengths.padded import Length, Padded, size_of
+from zeroxla.split.lengths.shifts import each, one_of, places, shifted, spread
 from zeroxla.split.reshapes import MOST_SHIFTED
 
 Move = Callable[[KnownLengths, Equation, Sequence[Padded]], list[Padded] | None]
@@ -60,7 +61,7 @@ def _along(
     assert length is not None
     size = -(-(limit - start) // stride)
     if stride == 1 and size <= MOST_SHIFTED:
-        picked = [_picked(x, d, i).array for i in range(start, limit)]
+        picked = [one_of(x.array, d, i) for i in range(start, limit)]
         array = picked[0] if size == 1 else lax.concatenate(picked, d)
         return _with_dim(x, d, array, (size,) if size != 1 else ())
     first, held = start // stride, length.held // stride
@@ -68,8 +69,8 @@ def _along(
     if length.held % stride or not known.is_long(held) or not 0 <= held - size <= MOST_SHIFTED:
         return None
     if stride > 1:
-        x = _each(x, d, stride, start % stride)
-    return _with_dim(x, d, _shifted(x.array, d, -first, None), (found,))
+        x = dataclasses.replace(x, array=each(x.array, d, stride, start % stride))
+    return _with_dim(x, d, shifted(x.array, d, -first, None), (found,))
 
 
 def _split(known: KnownLengths, eq: Equation, ins: Sequence[Padded]) -> list[Padded] | None:
@@ -105,12 +106,12 @@ def _pad(known: KnownLengths, eq: Equation, ins: Sequence[Padded]) -> list[Padde
     known.moves.append(eq.name)
     found = known.noted(Length(size, held))
     if inside:
-        y = _with_dim(x, d, _spread(x.array, d, inside + 1, low, value.array), (found,))
+        y = _with_dim(x, d, spread(x.array, d, inside + 1, low, value.array), (found,))
     else:
-        y = _with_dim(x, d, _shifted(x.array, d, low, value.array), (found,))
+        y = _with_dim(x, d, shifted(x.array, d, low, value.array), (found,))
     last = low + length.size + (length.size - 1) * inside
     if high > 0 and held != last:
-        array = jnp.where(_places(y.array, d) < last, y.array, value.array)
+        array = jnp.where(places(y.array, d) < last, y.array, value.array)
         y = dataclasses.replace(y, array=array)
     rest = [(0, 0, 0) if i == d else tuple(each) for i, each in enumerate(configs)]
     if any(map(any, rest)):
@@ -151,14 +152,14 @@ def _around_one(known: KnownLengths, ins: Sequence[Padded], d: int) -> Padded | 
         return None
     dims = list(ins[at].dims)
     dims[d] = (known.noted(Length(size, length.held)),)
-    array = _shifted(ins[at].array, d, before, None)
-    place, places = 0, _places(array, d)
+    array = shifted(ins[at].array, d, before, None)
+    place, at_d = 0, places(array, d)
     for i, x in enumerate(ins):
         if i != at:
             own = x.as_dims([o if e == d else dims[e] for e, o in enumerate(x.dims)])
             for k in range(sizes[i]):
                 one = lax.slice_in_dim(own.array, k, k + 1, axis=d)
-                array = jnp.where(places == place + k, one, array)
+                array = jnp.where(at_d == place + k, one, array)
         place += sizes[i]
     return Padded(array, tuple(dims))
 
@@ -224,54 +225,6 @@ def _as_sequence(known: KnownLengths, x: Padded, d: int) -> Padded:
     """Return an array that is a sequence along a dim, if it is long enough."""
     size = _size(x, d)
     return x.as_dim(d, (known.of(size),)) if known.is_long(size) else x
-
-
-def _picked(x: Padded, d: int, i: int) -> Padded:
-    """Return one element of a sequence."""
-    here = _places(x.array, d) == i
-    found = jnp.where(here, x.array, jnp.zeros_like(x.array)).sum(d, keepdims=True)
-    return _with_dim(x, d, found.astype(x.array.dtype), ())
-
-
-def _shifted(array: jax.Array, d: int, by: int, fill: jax.Array | None) -> jax.Array:
-    """Return an array moved along a dim; where nothing came, its own values or `fill`."""
-    if by == 0:
-        return array
-    configs = [(by, -by, 0) if i == d else (0, 0, 0) for i in range(array.ndim)]
-    given = jnp.zeros((), array.dtype) if fill is None else jnp.asarray(fill, array.dtype)
-    moved = lax.pad(array, given, configs)
-    if fill is not None and by > 0:
-        return moved
-    places = _places(array, d)
-    came = places >= by if by > 0 else places < array.shape[d] + by
-    return jnp.where(came, moved, array)
-
-
-def _each(x: Padded, d: int, stride: int, first: int) -> Padded:
-    """Return each `stride`-th element of a sequence from one on; as plain arrays."""
-    shape = x.array.shape
-    apart = x.array.reshape(*shape[:d], shape[d] // stride, stride, *shape[d + 1 :])
-    found = lax.index_in_dim(apart, first, axis=d + 1, keepdims=False)
-    return dataclasses.replace(x, array=found)
-
-
-def _spread(
-    array: jax.Array, d: int, stride: int, first: int, fill: jax.Array | float
-) -> jax.Array:
-    """Return an array with `stride - 1` elements more around each element of a sequence."""
-    shape = array.shape
-    apart = (*shape[: d + 1], stride, *shape[d + 1 :])
-    many = lax.broadcast_in_dim(array, apart, [i for i in range(len(apart)) if i != d + 1])
-    here = lax.broadcasted_iota(jnp.int32, apart, d + 1) == first
-    found = jnp.where(here, many, jnp.asarray(fill, array.dtype))
-    return found.reshape(*shape[:d], shape[d] * stride, *shape[d + 1 :])
-
-
-def _places(array: jax.Array, d: int) -> jax.Array:
-    """Return the places along a dim, to be compared with: [1, .., n, .., 1]."""
-    n = array.shape[d]
-    shape = [n if i == d else 1 for i in range(array.ndim)]
-    return lax.broadcasted_iota(jnp.int32, shape, d)
 
 
 def _with_dim(x: Padded, d: int, array: jax.Array, dim: tuple[int | Length, ...]) -> Padded:
