@@ -1,7 +1,7 @@
 """Work on one row that is split over axes: steps equal those of one device.
 
-The default run takes a few models; `-m slow` takes more meshes, and every case of the zoo on
-`tensor` and on `expert`. The zoo's sequences have odd lengths, which `context` does not split.
+The default run takes a few models; `-m slow` takes more meshes, and every case of the zoo on each
+axis. The zoo's sequences have odd lengths: `context` pads them.
 """
 
 import dataclasses
@@ -69,8 +69,38 @@ def step_of(model, mesh, **options):
     ("name", "axes"), [*ROWS, *(pytest.param(*row, marks=pytest.mark.slow) for row in MORE)]
 )
 def test_gradients_equal_those_of_the_whole_model(name, axes):
+    assert_gradients_equal(name, axes, LENGTH)
+
+
+@pytest.mark.parametrize(
+    ("name", "axes", "length"),
+    [
+        ("GPT", {"nodes": 2, "context": 4}, 15),
+        *(
+            pytest.param(name, axes, length, marks=pytest.mark.slow)
+            for name, length in (
+                ("GPT, written out", 13),
+                ("GPT, in blocks", 15),
+                ("GPT, computed again", 17),
+                ("Llama, grouped heads", 15),
+                ("Mixtral", 15),
+            )
+            for axes in (
+                {"nodes": 1, "context": 4},
+                {"nodes": 2, "context": 2},
+                {"nodes": 1, "tensor": 2, "context": 4},
+                {"nodes": 1, "expert": 2, "context": 2},
+            )
+        ),
+    ],
+)
+def test_a_sequence_has_any_length(name, axes, length):
+    assert_gradients_equal(name, axes, length)
+
+
+def assert_gradients_equal(name, axes, length):
     model, mesh = MODELS[name](), zeroxla.make_mesh(**axes)
-    batch = tokens(2 * mesh.shape["node"] * mesh.shape["device"])
+    batch = tokens(2 * mesh.shape["node"] * mesh.shape["device"], length)
     step = step_of(model, mesh)
     state = step.init(jax.random.key(0), batch)
     loss, gradients = step.grad(state, batch)
@@ -85,18 +115,24 @@ def test_gradients_equal_those_of_the_whole_model(name, axes):
 
 
 QUICK = ("custom_vjp",)
-AXES = [(("tensor", 2),), (("expert", 2),)]
+AXES = [(("tensor", 2),), (("expert", 2),), (("context", 2),)]
+WITH_SEQUENCES = (
+    *("gpt_unrolled", "gpt_unrolled_remat", "gpt_scan", "gpt_scan_remat", "gpt_masked"),
+    *("llama_scan", "llama_scan_remat", "llama_unrolled", "odd_embedding", "tied_embedding"),
+    *("custom_vjp", "inner_training", "spectral", "batchnorm", "encoder_decoder", "branches"),
+)
 NOTHING_TO_SPLIT = {
     "tensor": ("odd_embedding", "penalty_only", "nested_scans", "scanned_and_read_whole"),
     "expert": ("penalty_only", "spectral", "nested_scans"),
+    "context": tuple(case for case in CASES if case not in WITH_SEQUENCES),
 }
-"""The cases whose sizes are odd, or which read no leaf in a product with rows."""
+"""The cases whose sizes are odd, which read no leaf in a product with rows, or have no sequence."""
 
 
 @pytest.mark.parametrize(
     ("case", "axes"),
     [
-        pytest.param(case, axes, marks=() if case in QUICK and i else pytest.mark.slow)
+        pytest.param(case, axes, marks=() if case in QUICK and i == 1 else pytest.mark.slow)
         for case in CASES
         for i, axes in enumerate(AXES)
     ],

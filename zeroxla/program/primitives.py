@@ -119,6 +119,24 @@ WINDOWS = {
 }
 """What goes through an array in windows, and the value of its padding."""
 
+NEUTRAL = {
+    "argmax": -math.inf,
+    "argmin": math.inf,
+    "cumlogsumexp": -math.inf,
+    "cummax": -math.inf,
+    "cummin": math.inf,
+    "cumprod": 1,
+    "cumsum": 0,
+    "dot_general": 0,
+    "reduce_and": True,
+    "reduce_max": -math.inf,
+    "reduce_min": math.inf,
+    "reduce_or": False,
+    "reduce_prod": 1,
+    "reduce_sum": 0,
+}
+"""What goes through a dim of its first operand, and the value there that changes no result."""
+
 REMATS = frozenset({"remat2"})
 """They run their body once, and again in backward: `jax.checkpoint`."""
 

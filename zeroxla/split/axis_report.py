@@ -49,6 +49,8 @@ class AxisReport(Report):
         `zeroxla.inspect.plot_axes` draws these.
       batch: for each array of the batch its dim of which a device is given a part; None for an
         array that it is given whole.
+      padded: by their size, to how many elements sequences are padded that the axis does not
+        divide.
     """
 
     axis: str
@@ -57,22 +59,16 @@ class AxisReport(Report):
     conversions: tuple[Conversion, ...]
     scopes: tuple[ScopeRow, ...]
     batch: Mapping[str, int | None] = dataclasses.field(default_factory=dict)
+    padded: Mapping[int, int] = dataclasses.field(default_factory=dict)
 
     @staticmethod
-    def of(
-        plan: AxisPlan,
-        axis: str,
-        length: int,
-        names: Sequence[str] = (),
-        batch: Mapping[str, int | None] | None = None,
-    ) -> AxisReport:
+    def of(plan: AxisPlan, axis: str, length: int, names: Sequence[str] = ()) -> AxisReport:
         """Report on a plan.
 
         Args:
           plan: the plan.
           axis, length: the axis.
           names: the paths of the leaves, which are the program's first inputs.
-          batch: as the attribute.
         """
         found: dict[str, Counter[str]] = {}
         sizes: Counter[str] = Counter()
@@ -91,7 +87,6 @@ class AxisReport(Report):
             arrays=tuple(sorted(rows, key=lambda row: -row.num_bytes)),
             conversions=tuple(moved),
             scopes=scope_rows(plan, length, names),
-            batch=batch or {},
         )
 
     @property
@@ -117,7 +112,9 @@ class AxisReport(Report):
         """Return the tables of arrays and of conversions."""
         from rich.table import Table
 
-        arrays = Table(title=f"{self.axis}={self.length}: how devices hold arrays")
+        lengths = (f"{n} positions are padded to {held}" for n, held in self.padded.items())
+        title = f"{self.axis}={self.length}: how devices hold arrays"
+        arrays = Table(title="; ".join((title, *lengths)))
         for name in ("array", "held as"):
             arrays.add_column(name)
         for names, given in self._batch_rows():

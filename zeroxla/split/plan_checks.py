@@ -10,9 +10,9 @@ from zeroxla.split.axis_roles import is_matrix
 from zeroxla.split.ways import AxisPlan
 
 _ALONG = {
-    "tensor": "a dim of their leaf",
-    "context": "a dim of the sequence",
-    "expert": "the rows or a bank of experts",
+    "tensor": "a dim of their leaf, whose size must divide by {length}",
+    "context": "a dim of the sequence, which must have more than {length} positions",
+    "expert": "the rows or a bank of experts, whose number must divide by {length}",
 }
 _MOST_NAMED = 4
 
@@ -30,8 +30,8 @@ def check_splits(plan: AxisPlan, axis: str, length: int) -> None:
     more = f" and {len(words) - _MOST_NAMED} more" if len(words) > _MOST_NAMED else ""
     raise ValueError(
         f"{axis}={length} splits none of the model's products: {length} devices would each compute "
-        f"all of it. It splits products along {_ALONG[axis]}, whose size must divide by {length}; "
-        f"there are {'; '.join(words[:_MOST_NAMED])}{more}. Use sizes that divide, or {axis}=1"
+        f"all of it. It splits products along {_ALONG[axis].format(length=length)}; "
+        f"there are {'; '.join(words[:_MOST_NAMED])}{more}. Use other sizes, or {axis}=1"
     )
 
 

@@ -16,11 +16,7 @@ import dataclasses
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from zeroxla.program.primitives import (
-    CUSTOM_RULES,
-    REMATS,
-    WINDOWS,
-)
+from zeroxla.program.primitives import CUSTOM_RULES, REMATS, WINDOWS
 from zeroxla.program.trace import Constant, Equation, Value
 from zeroxla.split.atoms import Atom
 from zeroxla.split.axis_roles import is_matrix
@@ -40,6 +36,7 @@ from zeroxla.split.plan_states import (
     preference,
 )
 from zeroxla.split.prices import Prices, can_be_given
+from zeroxla.split.shift import shift_ways
 from zeroxla.split.ways import AxisPlan, Way, ways_of
 
 WIDTH = 128
@@ -268,8 +265,8 @@ class AxisSearch(Prices):
             dataclasses.replace(way, cost=work / (self.parts if way.is_split else 1))
             for way in ways_of(eq, flow, self.parts)
         ]
-        if eq.name in WINDOWS:
-            ways += halo_ways(eq, flow, self.parts, self.costs)
+        if (exchanged := _EXCHANGED.get(eq.name)) is not None:
+            ways += exchanged(eq, flow, self.parts, self.costs)
         return self._allowed(flow, eq, ways)
 
     def _kept(self, flow: DimsFlow, eq: Equation, way: Way) -> Iterator[Way]:
@@ -286,6 +283,9 @@ class AxisSearch(Prices):
         right = [way for way in ways if self.proof.allows(eq, flow, way, self.parts)]
         return self.role.allowed(eq, right, flow)
 
+
+_EXCHANGED = {**dict.fromkeys(WINDOWS, halo_ways), "pad": shift_ways}
+"""The ways of equations in which devices exchange the edges of their parts."""
 
 _OF_BODIES = {
     "scan": loop_ways,

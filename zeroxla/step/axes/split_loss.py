@@ -15,16 +15,18 @@ from typing import Any
 
 import jax
 
+from zeroxla.mesh.axes import CONTEXT, TENSOR
 from zeroxla.mesh.placement import AxisPart
 from zeroxla.program.paths import paths_of
 from zeroxla.program.shapes import shapes_of
-from zeroxla.program.trace import Value, trace
+from zeroxla.program.trace import Program, Value, trace
 from zeroxla.split.atoms import choosing
 from zeroxla.split.axis_costs import AxisCosts
 from zeroxla.split.axis_report import AxisReport
 from zeroxla.split.holdings import COPIES, WHOLE, Holding
 from zeroxla.split.input_parts import parts_read
 from zeroxla.split.layout import layout_of
+from zeroxla.split.lengths.padded_program import with_padded_lengths
 from zeroxla.split.plan_proof import PlanProof
 from zeroxla.split.run_plan import PlanRunner
 from zeroxla.split.split_axis import SplitAxis
@@ -52,6 +54,7 @@ class SplitLoss:
       result: the tree structure of the loss' result.
       names: the path of each leaf.
       batch_names: the path of each array of the batch.
+      padded: by their size, to how many elements sequences are padded.
     """
 
     plans: tuple[AxisPlan, ...]
@@ -61,6 +64,7 @@ class SplitLoss:
     result: Any
     names: tuple[str, ...]
     batch_names: tuple[str, ...]
+    padded: Mapping[int, int]
 
     @staticmethod
     def of(
@@ -102,6 +106,7 @@ class SplitLoss:
         num_leaves = len(jax.tree.leaves(params))
         counts = [num_leaves, *(len(jax.tree.leaves(x)) for x in rest)]
         first = num_leaves + counts[1]
+        program, padded = _with_lengths(program, axes, counts)
         plans: list[AxisPlan] = []
         found: list[tuple[AxisPart, ...]] = [()] * (first + counts[2])
         for name, length in axes:
@@ -136,15 +141,18 @@ class SplitLoss:
             result=(result, program),
             names=tuple("/".join(path) for path, _ in paths_of(params)),
             batch_names=tuple("/".join(path) for path, _ in paths_of(rows)),
+            padded=padded,
         )
 
     def reports(self) -> tuple[AxisReport, ...]:
         """Return what is split along each axis."""
         pairs = zip(self.plans, self.axes, strict=True)
-        return tuple(
-            AxisReport.of(plan, name, length, self.names, self._batch_along(name))
-            for plan, (name, length) in pairs
-        )
+        return tuple(self._report(plan, *axis) for plan, axis in pairs)
+
+    def _report(self, plan: AxisPlan, axis: str, length: int) -> AxisReport:
+        padded = self.padded if axis == CONTEXT else {}
+        found = AxisReport.of(plan, axis, length, self.names)
+        return dataclasses.replace(found, batch=self._batch_along(axis), padded=padded)
 
     def _batch_along(self, axis: str) -> dict[str, int | None]:
         """Return for each array of the batch the dim that is split along an axis."""
@@ -175,6 +183,26 @@ def _given(
     values = plan.program.inputs
     pairs = zip(inputs, parts, strict=True)
     return {i: known_holding(plan.flow, values[i], own) for i, own in pairs if own is not None}
+
+
+def _with_lengths(
+    program: Program, axes: Sequence[tuple[str, int]], counts: Sequence[int]
+) -> tuple[Program, dict[int, int]]:
+    """Return a program whose sequences `context` can split, if there is such an axis; and the
+    lengths that it pads."""
+    lengths = dict(axes)
+    if CONTEXT not in lengths:
+        return program, {}
+    first = counts[0] + counts[1]
+    of_context, of_tensor = lengths[CONTEXT], lengths.get(TENSOR, 1)
+    return with_padded_lengths(
+        program,
+        counts[0],
+        slice(first, first + counts[2]),
+        divisor=of_context,
+        # A ring wants two runs of positions for each device; `tensor` splits what they have.
+        multiples=(2 * of_context * of_tensor, 2 * of_context),
+    )
 
 
 def _runner(plan: AxisPlan, name: str, length: int) -> Callable[[Sequence[jax.Array]], Any]:
