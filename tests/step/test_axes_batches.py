@@ -85,8 +85,6 @@ def test_the_program_is_given_no_more_than_the_parts():
                 "mask": PartitionSpec(ROWS),
             },
         ),
-        # Tokens of one position more than the sequence are cut into inputs and targets.
-        ("state space", {"context": 2}, {"tokens": PartitionSpec(ROWS)}),
         (
             "vision transformer",
             {"context": 4},
@@ -116,6 +114,13 @@ def test_arrays_that_are_read_in_parts_are_given_in_parts(kind, axes, expected):
     batch = KINDS[kind].batch(2 * mesh.shape["device"])
     step = step_of(KINDS[kind].make(), mesh)
     assert specs(step, batch) == expected
+
+
+def test_tokens_that_become_inputs_and_targets_are_given_whole():
+    batch = {"tokens": np.zeros((4, LENGTH + 1), np.int32)}
+    step = step_of(GPT.tiny(layers=1), zeroxla.make_mesh(nodes=1, context=4))
+    assert specs(step, batch) == {"tokens": PartitionSpec(ROWS)}
+    assert lines(step)["batch: tokens"] == "given whole"
 
 
 @pytest.mark.slow

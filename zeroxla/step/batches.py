@@ -32,6 +32,7 @@ class StepBatches:
     def __init__(self, programs: Programs, shapes: StateShapes) -> None:
         self._programs, self._shapes = programs, shapes
         self._known: dict[Any, Any] = {}
+        self._placements: Any = None  # of the leaves for which they are known
 
     def checked(self, batch: Any, *, train: bool = True) -> Any:
         """Return a batch as a pytree of arrays or shapes. See `check_batch` for the errors."""
@@ -58,8 +59,10 @@ class StepBatches:
             self._shapes.decide(jax.random.key(0), self.checked(batch))
         traced = self._shapes.traced
         assert traced is not None, "it has been decided"
+        if traced.placements != self._placements:
+            self._known, self._placements = {}, traced.placements
         leaves, tree = jax.tree.flatten(batch)
-        known = train, traced.placements, tree, tuple((x.shape, x.dtype) for x in leaves)
+        known = train, tree, tuple((x.shape, x.dtype) for x in leaves)
         if known not in self._known:
             layout = programs.layout_of(traced.params, traced.placements)
             with programs.tracing():
