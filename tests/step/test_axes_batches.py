@@ -67,7 +67,7 @@ def test_a_device_is_given_its_part_of_a_sequence():
 def test_the_program_is_given_no_more_than_the_parts():
     """No array of the compiled step has the rows of a device and whole series."""
     step, batch = step_of(Series(), zeroxla.make_mesh(nodes=1, context=4)), series(4)
-    text = step.lower(step.abstract_state(batch), batch).compile().as_text()
+    text = str(step.lower(step.abstract_state(batch), batch).compile().as_text())
     assert f"f32[2,{SERIES // 4},8]" in text
     assert f"f32[2,{SERIES},8]" not in text
 
