@@ -163,6 +163,15 @@ def test_a_padded_program_computes_what_the_program_computes(loss, length):
     assert_equal(differentiated(padded), differentiated(program))
 
 
+def test_lengths_of_a_scan_end_where_devices_have_hardly_one_element():
+    """Dims of size 1, which a scan has in the end, are no sequences."""
+    batch, num = batch_for(associative_scan, 16), len(weights())
+    program, _ = trace(associative_scan, weights(), batch)
+    padded, _ = with_padded_lengths(program, num, slice(num, None), 2, (4,))
+    assert padded is not program
+    np.testing.assert_allclose(padded(*weights(), batch), program(*weights(), batch), rtol=1e-6)
+
+
 @functools.cache
 def split(loss, length):
     """Return a loss and its gradients on `context`, and the conversions of its plan."""

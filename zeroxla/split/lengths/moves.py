@@ -65,9 +65,9 @@ def _along(
         array = picked[0] if size == 1 else lax.concatenate(picked, d)
         return _with_dim(x, d, array, (size,) if size != 1 else ())
     first, held = start // stride, length.held // stride
-    found = known.noted(Length(size, held))
-    if length.held % stride or not known.is_long(held) or not 0 <= held - size <= MOST_SHIFTED:
+    if length.held % stride or not known.is_long(size) or not 0 <= held - size <= MOST_SHIFTED:
         return None
+    found = known.noted(Length(size, held))
     if stride > 1:
         x = dataclasses.replace(x, array=each(x.array, d, stride, start % stride))
     return _with_dim(x, d, shifted(x.array, d, -first, None), (found,))
@@ -101,7 +101,7 @@ def _pad(known: KnownLengths, eq: Equation, ins: Sequence[Padded]) -> list[Padde
     size = low + length.size + (length.size - 1) * inside + high
     held = length.held * (inside + 1)
     fits = 0 <= held - size <= MOST_SHIFTED and max(abs(low), abs(high)) <= MOST_SHIFTED
-    if not fits or (inside and not 0 <= low <= inside):
+    if not fits or not known.is_long(size) or (inside and not 0 <= low <= inside):
         return None
     known.moves.append(eq.name)
     found = known.noted(Length(size, held))
@@ -148,7 +148,12 @@ def _around_one(known: KnownLengths, ins: Sequence[Padded], d: int) -> Padded | 
     length = ins[at].along(d)
     assert length is not None
     size, before = sum(sizes), sum(sizes[:at])
-    if size > length.held or size - length.size > MOST_SHIFTED or length.held - size > MOST_SHIFTED:
+    if (
+        not known.is_long(size)
+        or size > length.held
+        or size - length.size > MOST_SHIFTED
+        or length.held - size > MOST_SHIFTED
+    ):
         return None
     dims = list(ins[at].dims)
     dims[d] = (known.noted(Length(size, length.held)),)
