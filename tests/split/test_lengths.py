@@ -15,6 +15,7 @@ from zeroxla.program.trace import trace
 from zeroxla.split.axis_costs import AxisCosts
 from zeroxla.split.conversions import conversions_of
 from zeroxla.split.lengths.padded_program import with_padded_lengths
+from zeroxla.step.axes.split_batch import SplitBatch
 from zeroxla.step.axes.split_loss import SplitLoss
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -178,6 +179,7 @@ def split(loss, length):
     batch, plans = batch_for(loss, length), []
 
     def on_device(w, batch):
+        batch = SplitBatch(arrays=batch, parts=((),))  # Every device is given all of it.
         found = SplitLoss.of(
             lambda w, state, batch, key: loss(w, batch),
             [("context", PARTS)],
