@@ -31,7 +31,8 @@ def check_splits(plan: AxisPlan, axis: str, length: int) -> None:
     raise ValueError(
         f"{axis}={length} splits none of the model's products: {length} devices would each compute "
         f"all of it. It splits products along {_ALONG[axis]}, whose size must divide by {length}; "
-        f"there are {'; '.join(words[:_MOST_NAMED])}{more}. Use sizes that divide, or {axis}=1"
+        f"there are {'; '.join(words[:_MOST_NAMED])}{more}. Use sizes that divide (of a dim that "
+        f"is read in chunks, their number or their length must), or {axis}=1"
     )
 
 
