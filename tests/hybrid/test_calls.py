@@ -45,11 +45,13 @@ CASES = {
 }
 
 
+@functools.cache
 def made(make, whole=None, **config):
-    """Train a model a little; its logits are those of `whole`, without an engine."""
+    """Make a model's state; its logits are those of `whole`, without an engine."""
     model = make()
     whole = whole or getattr(model, "whole", OneTokenNnx.whole)
-    step, state = (known := train(model, zeroxla.make_mesh(nodes=2), **config)).step, known.state
+    known = train(model, zeroxla.make_mesh(nodes=2), steps=0, **config)
+    step, state = known.step, known.state
     bound = functools.partial(step.adapted.bound, zeroxla.full_params(state), state.model_state)
     return Trained(step, state, jax.jit(lambda tokens: whole(bound(), tokens)))
 

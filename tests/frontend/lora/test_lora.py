@@ -183,13 +183,14 @@ def test_layers_are_gathered_one_by_one_as_without_adapters(mesh24):
 
 
 def test_a_users_own_frozen_leaves_stay_frozen_too(mesh24):
+    make, _, data = MODELS["pair"]
     config = zeroxla.ZeroConfig(persistence_threshold=0, frozen=r"/a$")
-    _, step = lora_step(GPT.tiny(), mesh24, r"mlp/c_fc/kernel", config=config)
-    batch = tokens(8)
+    _, step = lora_step(make(), mesh24, "out", config=config)
+    batch = data(8)
     state = step.init(KEY, batch)
-    before = zeroxla.full_params(state)["lora"]["h"]["mlp"]["c_fc"]["kernel"]
+    before = zeroxla.full_params(state)["lora"]["out"]
     state, _ = step(state, batch)
-    after = zeroxla.full_params(state)["lora"]["h"]["mlp"]["c_fc"]["kernel"]
+    after = zeroxla.full_params(state)["lora"]["out"]
     np.testing.assert_array_equal(before["a"], after["a"])
     assert after["b"].any()
     other = step.with_config(zeroxla.ZeroConfig(frozen=r"/a$"))  # the base stays frozen
