@@ -46,8 +46,7 @@ def cost_of(row: Row) -> float:
     """About the time to compile a row, where 1 is the least."""
     model = {"ties": 1, "gpt, unrolled": 5}.get(row.model, 3)
     wires, chunks = row.preset.startswith("zeropp"), row.schedule in CHUNKED
-    chunks = chunks and row.model != "ties"  # whose layers are small
-    return model * 1.7 ** (wires + chunks) * (row.pipe * math.prod(row.share)) ** 0.1
+    return model * 1.5 ** (wires + chunks) * math.sqrt(row.pipe * math.prod(row.share))
 
 
 @pytest.mark.usefixtures("quick_compilation")

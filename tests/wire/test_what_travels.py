@@ -24,7 +24,7 @@ from zeroxla.program import hlo
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
-LAYERS, WIDTH, VOCAB, LENGTH = 2, 64, 8, 8
+LAYERS, WIDTH, VOCAB, LENGTH = 3, 64, 8, 8
 
 # Width 64: a block has 12 * 64^2 + 13 * 64 elements, enough to be a unit of its own, and 11 * 64 of
 # them are biases, which backward does not read: 0.5 % of three times the block. All are small
