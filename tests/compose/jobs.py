@@ -198,6 +198,11 @@ class Run:
         return zeroxla.full_params(self.state)
 
     @functools.cached_property
+    def engine(self) -> HybridEngine:
+        """An engine for the states of all steps."""
+        return HybridEngine(self.step, tensor=2, max_length=16)
+
+    @functools.cached_property
     def lowered(self) -> Any:
         return self.step.lower(self.step.abstract_state(BATCH), BATCH)
 
@@ -238,7 +243,7 @@ def other_options(run: Run, state: Any) -> Any:
 
 def generate(run: Run, state: Any) -> Any:
     """Check that the mean log probability of a `HybridEngine` is minus the loss of the step."""
-    engine = HybridEngine(run.step, tensor=2, max_length=16)
+    engine = run.engine
     found = engine.logprobs(state, BATCH["tokens"])
     assert found.shape == (ROWS, LENGTH)
     loss = float(run.step.eval(state, BATCH)["loss"])

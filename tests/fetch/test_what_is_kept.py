@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 from jax import lax
-from tools.quick import thinned
+from tools.quick import quick_compilation, thinned  # noqa: F401
 from tools.wire import collectives_on
 
 import zeroxla
@@ -27,6 +27,7 @@ from zeroxla.models import GPT
 from zeroxla.program.trace import trace
 from zeroxla.wire.routes import LeafSource, Route
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 needs_barriers = pytest.mark.skipif(
     jax.__version_info__ < (0, 11),
     reason="XLA on JAX 0.10's CPU backend drops the barriers that hold a gather back",

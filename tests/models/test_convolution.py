@@ -10,8 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tools.quick import quick_compilation  # noqa: F401
 
 from zeroxla.models.convolution import convolution
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
 def make(size, width, kernel, channels, features):

@@ -9,10 +9,13 @@ import jax.numpy as jnp
 import optax
 import pytest
 from tools.inspect import in_both_forms
+from tools.quick import quick_compilation  # noqa: F401
 
 import zeroxla
 from zeroxla import Pipeline, ZeroConfig
 from zeroxla.models import GPT
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 WIDTH, ROWS, MICROBATCHES = 16, 2, 8
 LEAF = 4 * WIDTH * WIDTH  # bytes

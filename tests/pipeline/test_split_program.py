@@ -9,10 +9,13 @@ import numpy as np
 import pytest
 from jax import lax
 from tools.products import products
+from tools.quick import quick_compilation  # noqa: F401
 
 from zeroxla.pipeline.split_program import SplitProgram, split
 from zeroxla.program import compat
 from zeroxla.program.trace import trace
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 LAYERS, WIDTH, ROWS = 4, 16, 8
 

@@ -6,9 +6,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from tools.quick import quick_compilation  # noqa: F401
 
 from zeroxla.program.trace import Value, active_values, closure, flatten_behind, trace
 from zeroxla.program.walk import local_of
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 W = jnp.linspace(-1, 1, 9).reshape(3, 3)
 X = jnp.arange(6.0).reshape(2, 3) / 6

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tools.quick import quick_compilation  # noqa: F401
 
 from zeroxla.rlhf.advantages import gae, group_advantages, token_rewards, whiten
 from zeroxla.rlhf.losses import (
@@ -18,6 +19,8 @@ from zeroxla.rlhf.losses import (
     target_logprobs,
     value_loss,
 )
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 # A response of each row: it begins behind a prompt and ends before padding.
 RESPONSES = [(2, 7), (0, 9), (4, 5), (3, 9)]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tools.quick import quick_compilation  # noqa: F401
+from tools.quick import quick_compilation, thinned  # noqa: F401
 
 from zeroxla.split.part_program import PartProgram, leaf_dims
 from zeroxla.split.split_axis import SplitAxis
@@ -87,9 +87,8 @@ NAMES.remove("leaf")
 STEP = st.tuples(st.sampled_from(NAMES), st.integers(0, 30), st.integers(0, 30))
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
 @given(st.lists(STEP, min_size=2, max_size=7), st.sampled_from([2, 4]))
-def test_a_program_in_parts(steps, parts):
+def check_program(steps, parts):
     def run(steps_of, x):
         for name, a, b in [("product", 3, 0), *steps, ("product", 1, 0)]:
             x = getattr(steps_of, name)(x, a, b)
@@ -117,3 +116,8 @@ def test_a_program_in_parts(steps, parts):
     found = jax.vmap(part, axis_name="parts")(jnp.arange(parts))
     for mine in found:
         np.testing.assert_allclose(mine, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("num", thinned([10], slow=[50]))
+def test_programs_in_parts(num):
+    settings(max_examples=num, deadline=None, derandomize=True)(check_program)()

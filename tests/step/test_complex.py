@@ -1,6 +1,8 @@
 """Complex parameters, as state-space models have them: trained as pairs of floats, one leaf to the
 user."""
 
+import functools
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -18,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 KEY = jax.random.key(0)
 WIDTH, STATES = 6, 16
 RNG = np.random.default_rng(0)
-BATCH = {"x": RNG.normal(size=(16, 8, WIDTH)).astype(np.float32)}
+BATCH = {"x": RNG.normal(size=(16, 4, WIDTH)).astype(np.float32)}
 
 
 def random(key, shape):
@@ -103,6 +105,19 @@ def plain(kind):
 MODELS = {"linen": Space(), "nnx": lambda rngs: SpaceNnx(rngs), "pair": pair()}
 
 
+@pytest.fixture(scope="module")
+def step_of(mesh24):
+    """Steps by model and preset, made when asked for."""
+
+    @functools.cache
+    def get(kind, preset="zero3"):
+        config = getattr(zeroxla.ZeroConfig, preset)(persistence_threshold=0, quantize_threshold=64)
+        options = {} if kind == "pair" else {"loss": loss}
+        return zeroxla.make_step(MODELS[kind], mesh24, optax.adam(1e-2), config=config, **options)
+
+    return get
+
+
 @pytest.mark.parametrize(
     ("kind", "preset"),
     thinned(
@@ -111,31 +126,41 @@ MODELS = {"linen": Space(), "nnx": lambda rngs: SpaceNnx(rngs), "pair": pair()}
         rows=True,
     ),
 )
-def test_gradients_are_those_of_plain_jax(mesh24, kind, preset):
-    config = getattr(zeroxla.ZeroConfig, preset)(persistence_threshold=0, quantize_threshold=64)
-    options = {} if kind == "pair" else {"loss": loss}
-    step = zeroxla.make_step(MODELS[kind], mesh24, optax.adam(1e-2), config=config, **options)
+def test_gradients_are_those_of_plain_jax(step_of, kind, preset):
+    step = step_of(kind, preset)
     state = step.init(KEY, BATCH)
     params = zeroxla.full_params(state)
     assert params["into"].dtype == np.complex64
     assert params["into"].shape == (WIDTH, STATES)
     value, found = step.grad(state, BATCH)
-    expected_value, expected = jax.value_and_grad(plain(kind))(
+    expected_value, expected = jax.jit(jax.value_and_grad(plain(kind)))(
         params, jax.tree.map(np.asarray, state.model_state)
     )
     np.testing.assert_allclose(value, expected_value, rtol=2e-5 if preset == "zero3" else 2e-2)
     # The gradients of `zeropp` have 4 bits.
     tolerance = 2e-5 if preset == "zero3" else 0.15
     assert difference(found, jax.tree.map(jnp.conj, expected)) < tolerance
-    losses = []
+
+
+@pytest.mark.parametrize(
+    ("kind", "preset"),
+    thinned(
+        [("linen", "zero3")],
+        slow=[("nnx", "zero3"), ("pair", "zero3")] + [(kind, "zeropp") for kind in MODELS],
+        rows=True,
+    ),
+)
+def test_they_are_trained(step_of, kind, preset):
+    step = step_of(kind, preset)
+    state, losses = step.init(KEY, BATCH), []
     for _ in range(5):
         state, metrics = step(state, BATCH)
         losses.append(float(metrics["loss"]))
     assert losses[-1] < losses[0]
 
 
-def test_state_of_complex_numbers_is_averaged(mesh24):
-    step = zeroxla.make_step(Space(), mesh24, optax.sgd(0.0), loss=loss)
+def test_state_of_complex_numbers_is_averaged(step_of):
+    step = step_of("linen")
     state = step.init(KEY, BATCH)
     rate = zeroxla.full_params(state)["rate"]
     state, _ = step(state, BATCH)
@@ -143,24 +168,24 @@ def test_state_of_complex_numbers_is_averaged(mesh24):
     np.testing.assert_allclose(found, BATCH["x"].mean() * rate, rtol=1e-4, atol=1e-7)
 
 
-def test_optimizers_see_two_real_matrices(mesh24):
+def test_optimizers_see_two_real_matrices(step_of):
     """As with `optax.contrib.split_real_and_imaginary`, on the conjugate of jax.grad's gradient."""
-    optimizer = optax.adam(1e-2)
-    step = zeroxla.make_step(pair(), mesh24, optimizer)
+    step = step_of("pair")
     state = step.init(KEY, BATCH)
     params = zeroxla.full_params(state)
-    reference = optax.contrib.split_real_and_imaginary(optimizer)
+    reference = optax.contrib.split_real_and_imaginary(optax.adam(1e-2))
     memory = reference.init(params)
+    gradient_of = jax.jit(jax.grad(lambda params: plain("pair")(params, {})))
     for _ in range(3):
         state, _ = step(state, BATCH)
-        gradient = jax.tree.map(jnp.conj, jax.grad(plain("pair"))(params, {}))
+        gradient = jax.tree.map(jnp.conj, gradient_of(params))
         updates, memory = reference.update(gradient, memory, params)
         params = optax.apply_updates(params, updates)
     assert difference(zeroxla.full_params(state), params) < 2e-5
 
 
-def test_a_checkpoint_keeps_them(mesh24, tmp_path):
-    step = zeroxla.make_step(Space(), mesh24, optax.adam(1e-2), loss=loss)
+def test_a_checkpoint_keeps_them(step_of, tmp_path):
+    step = step_of("linen")
     state, _ = step(step.init(KEY, BATCH), BATCH)
     with zeroxla.Checkpointer(tmp_path) as checkpoints:
         checkpoints.save(1, state)
@@ -174,8 +199,8 @@ def test_a_checkpoint_keeps_them(mesh24, tmp_path):
     )
 
 
-def test_they_start_from_complex_arrays(mesh24):
-    step = zeroxla.make_step(Space(), mesh24, optax.adam(1e-2), loss=loss)
+def test_they_start_from_complex_arrays(step_of):
+    step = step_of("linen")
     variables = Space().init(jax.random.key(7), BATCH["x"])
     state = step.init_from(variables, KEY, BATCH)
     jax.tree.map(np.testing.assert_array_equal, zeroxla.full_params(state), variables["params"])

@@ -170,7 +170,8 @@ def test_a_layer_of_a_stacked_leaf_is_found_in_every_form(form):
 
 
 @pytest.mark.parametrize(
-    ("weights", "form"), [(None, "values"), (FORMAT, "values"), (FORMAT, "wire")]
+    ("weights", "form"),
+    thinned([(None, "values"), (FORMAT, "wire")], slow=[(FORMAT, "values")], rows=True),
 )
 def test_a_leaf_with_a_copy_sends_its_difference_to_the_copy(weights, form):
     """The new copy is the old one and the decoded difference. The leaf is gathered from it, at once

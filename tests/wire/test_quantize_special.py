@@ -111,7 +111,7 @@ def test_a_constant_block_with_an_offset_is_exact(bits):
 
 
 @pytest.mark.parametrize("bits", [8, 4])
-@pytest.mark.parametrize("block", thinned([2, 256], slow=[64, 128, 512]))
+@pytest.mark.parametrize("block", thinned([256], slow=[2, 64, 128, 512]))
 def test_an_offset_of_few_bits_is_compensated_by_the_step(bits, block):
     """A bfloat16 is 144 off: the step is such that the codes reach as far."""
     x = np.full(block, -7e4, np.float32)

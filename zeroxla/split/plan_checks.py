@@ -31,7 +31,8 @@ def check_splits(plan: AxisPlan, axis: str, length: int) -> None:
     raise ValueError(
         f"{axis}={length} splits none of the model's products: {length} devices would each compute "
         f"all of it. It splits products along {_ALONG[axis].format(length=length)}; "
-        f"there are {'; '.join(words[:_MOST_NAMED])}{more}. Use other sizes, or {axis}=1"
+        f"there are {'; '.join(words[:_MOST_NAMED])}{more}. Use other sizes (of a dim that is read "
+        f"in chunks, the axis must divide their number or their length), or {axis}=1"
     )
 
 

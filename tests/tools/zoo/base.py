@@ -29,6 +29,8 @@ class Case:
         devices' slices.
       unit_elements: a unit size that cuts this model into several units.
       heavy: whether it takes seconds to compile; then it is left to the slow tests, with one row.
+      rounds: whether each device rounds its gradients before they are summed. Devices along
+        `expert` have other rows, so the reference rounds the gradients of as many slices.
       rows: number of rows of a device's micro-batch. Batch statistics of two rows are all but
         singular: the normalised values are 1 and -1 whatever the leaves.
     """
@@ -41,6 +43,7 @@ class Case:
     local: Callable[[], Any] | None = None
     unit_elements: int = 64
     heavy: bool = False
+    rounds: bool = False
     rows: int = 2
 
     @property

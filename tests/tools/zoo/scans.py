@@ -72,7 +72,7 @@ def nested_scans() -> Any:
     return leaves(w=(2, 3, 6, 6), b=(2, 3, 6), start=(2, 6), last=(6, 3)), loss
 
 
-@case(vectors, unit_elements=50)
+@case(vectors, unit_elements=50, rounds=True)
 def cast_before_scan() -> Any:
     """Leaves are cast and transposed as stacks. One leaf has one number for each layer."""
 
