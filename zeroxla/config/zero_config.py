@@ -128,6 +128,10 @@ class ZeroConfig:
     """Optimizer of a `make_step` that is given none. None means AdamW. (optimizer, scheduler,
     gradient_clipping)"""
 
+    owners: bool = True
+    """Whether an update that needs matrices whole, as Muon's and Shampoo's do, computes each of
+    them on one device, its owner. False leaves it to XLA, which sends them to all devices."""
+
     unit_elements: int | None = None
     """Largest number of elements that are gathered together; a larger leaf is a unit of its own.
     None means one repeated block of the model, or 4 Mi elements where nothing repeats."""

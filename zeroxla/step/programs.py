@@ -18,6 +18,7 @@ from zeroxla.offload.disk.tickets import leaf_dtype, spec_of
 from zeroxla.offload.memory_kinds import put
 from zeroxla.offload.update.stream import stream
 from zeroxla.step.first_states import FirstStates
+from zeroxla.step.owners.owned_update import OwnedUpdate
 from zeroxla.step.setup import REPLICATED
 from zeroxla.step.state import TrainState, as_in_model, natural, state_shardings
 from zeroxla.step.update import OptimizerUpdate, keep_if
@@ -37,7 +38,7 @@ class Programs(FirstStates):
         with jax.named_scope("update"):
             placements = [p for placed in state.placements for p in placed]
             params, opt_state, rates = stream(
-                self.update_of(state),
+                self.owned_update_of(state),
                 args,
                 [p.sharding(self.mesh) for p in placements],
                 offload=self.config.offload,
@@ -84,6 +85,14 @@ class Programs(FirstStates):
         return OptimizerUpdate(
             optimizer=self.optimizer, layout=self.layout(state), placements=state.placements
         )
+
+    def owned_update_of(self, state: TrainState) -> OptimizerUpdate | OwnedUpdate:
+        """Return the update of states of this structure, with owners for its matrices if the
+        options say so."""
+        update = self.update_of(state)
+        if not self.config.owners:
+            return update
+        return OwnedUpdate(update=update, placements=state.placements, mesh=self.mesh)
 
     @staticmethod
     def rate_of(rates: Sequence[jax.Array]) -> dict[str, jax.Array]:
