@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 
 from zeroxla.mesh.axes import BATCH_AXES
 from zeroxla.offload.disk.tickets import leaf_dtype, spec_of
-from zeroxla.offload.memory_kinds import put
+from zeroxla.offload.memory_kinds import is_on_host, put
 from zeroxla.offload.update.stream import stream
 from zeroxla.step.first_states import FirstStates
 from zeroxla.step.owners.owned_update import OwnedUpdate
@@ -36,18 +36,26 @@ class Programs(FirstStates):
         grads, rest, metrics = self.begin(state, batch)
         args = (state.params, state.opt_state, grads, metrics["finite"], metrics["loss"])
         with jax.named_scope("update"):
-            placements = [p for placed in state.placements for p in placed]
-            params, opt_state, rates = stream(
-                self.owned_update_of(state),
-                args,
-                [p.sharding(self.mesh) for p in placements],
-                offload=self.config.offload,
-                mesh=self.mesh,
-                layer_dims=[p.unsplit_layers for p in placements],
-            )
+            params, opt_state, rates = self._updated(state, args)
         new_state = dataclasses.replace(rest, params=params, opt_state=opt_state)
         new_state = jax.tree.map(put, new_state, state_shardings(new_state, self.mesh))
         return new_state, metrics | self.rate_of(rates)
+
+    def _updated(self, state: TrainState, args: tuple[Any, ...]) -> Any:
+        """Return the results of the update; see `OptimizerUpdate` for the arguments."""
+        owned = self.owned_update_of(state)
+        if not any(map(is_on_host, jax.tree.leaves(args))):
+            return owned(*args)
+        placements = [p for placed in state.placements for p in placed]
+        return stream(
+            owned.update,
+            args,
+            [p.sharding(self.mesh) for p in placements],
+            offload=self.config.offload,
+            mesh=self.mesh,
+            layer_dims=[p.unsplit_layers for p in placements],
+            run_of=owned.run_of,
+        )
 
     def begin(self, state: TrainState, batch: Any) -> tuple[Any, TrainState, dict[str, Any]]:
         """Return the gradients in stored form, the next state without parameters and optimizer
@@ -86,13 +94,14 @@ class Programs(FirstStates):
             optimizer=self.optimizer, layout=self.layout(state), placements=state.placements
         )
 
-    def owned_update_of(self, state: TrainState) -> OptimizerUpdate | OwnedUpdate:
-        """Return the update of states of this structure, with owners for its matrices if the
-        options say so."""
-        update = self.update_of(state)
-        if not self.config.owners:
-            return update
-        return OwnedUpdate(update=update, placements=state.placements, mesh=self.mesh)
+    def owned_update_of(self, state: TrainState) -> OwnedUpdate:
+        """Return the update of states of this structure, with owners for its matrices."""
+        return OwnedUpdate(
+            update=self.update_of(state),
+            placements=state.placements,
+            mesh=self.mesh,
+            is_on=self.config.owners,
+        )
 
     @staticmethod
     def rate_of(rates: Sequence[jax.Array]) -> dict[str, jax.Array]:

@@ -10,7 +10,8 @@ each device computes its part.
 from __future__ import annotations
 
 import dataclasses
-from collections import defaultdict
+import itertools
+from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
@@ -164,8 +165,9 @@ def _inside(
     node = {eq: i for i, eq in enumerate(mine, start=2)}
     maker = {v: node[eq] for eq in mine for v in eq.outputs}
     edges: list[Edge] = []
+    between = _between(mine, seeds)
     for eq, n in node.items():
-        if eq in seeds:
+        if eq in between:
             edges.append((n, _INSIDE, np.inf))
         elif eq.name in REDUCTIONS:
             edges.append((n, _INSIDE, _REDUCTION_BYTES))
@@ -183,6 +185,23 @@ def _inside(
     return frozenset(eq for eq, n in node.items() if n not in outside)
 
 
+def _between(mine: Sequence[Equation], seeds: Mapping[Equation, int]) -> set[Equation]:
+    """Return the seeds, and the equations that follow from one and that another one follows from.
+    If these were outside, a matrix would travel twice."""
+    after: set[Value] = set()
+    before: set[Value] = set()
+    for eq in mine:
+        if eq in seeds or not after.isdisjoint(eq.values):
+            after.update(eq.outputs)
+    for eq in reversed(mine):
+        if eq in seeds or not before.isdisjoint(eq.outputs):
+            before.update(eq.values)
+    follow = {eq for eq in mine if not after.isdisjoint(eq.values)}
+    return {
+        eq for eq in mine if eq in seeds or (eq in follow and not before.isdisjoint(eq.outputs))
+    }
+
+
 def _cut(program: Program, owned: Mapping[Equation, int], readers: Readers) -> CutProgram:
     """Return the program with the equations of `owned`, by component, in pieces."""
     turn: dict[Value, int] = defaultdict(int)  # even: outside, before the pieces of turn n // 2
@@ -197,13 +216,43 @@ def _cut(program: Program, owned: Mapping[Equation, int], readers: Readers) -> C
             inside[n // 2, owned[eq]].append(eq)
         else:
             outside[n // 2].append(eq)
-    pieces = [_piece(eqs, readers, n) for (n, _), eqs in sorted(inside.items())]
+    found = [_piece(eqs, readers, n) for (n, _), eqs in sorted(inside.items())]
+    order = {eq: i for i, eq in enumerate(program.equations)}
+    pieces = [
+        same[0] if len(same) == 1 else _piece(sorted(eqs, key=order.__getitem__), readers, turn)
+        for turn in dict.fromkeys(piece.turn for piece in found)
+        for same in sharing([piece for piece in found if piece.turn == turn])
+        for eqs in [[eq for piece in same for eq in piece.equations]]
+    ]
     num = 1 + max([*outside, *(piece.turn + 1 for piece in pieces)], default=0)
     return CutProgram(
         program=program,
         pieces=tuple(pieces),
         outside=tuple(tuple(outside[i]) for i in range(num)),
     )
+
+
+def sharing(pieces: Sequence[MatrixPiece]) -> list[list[MatrixPiece]]:
+    """Join pieces of one turn that read the same matrices, which then travel once.
+
+    Two are joined if what both read is at least a quarter of the bytes that each of them reads.
+    """
+    readers: dict[Value, list[int]] = defaultdict(list)
+    for i, piece in enumerate(pieces):
+        for v in piece.reads:
+            readers[v].append(i)
+    both: Counter[tuple[int, int]] = Counter()
+    for v, mine in readers.items():
+        both.update(dict.fromkeys(itertools.pairwise(mine), bytes_of(v)))
+    sizes = [sum(map(bytes_of, piece.reads)) for piece in pieces]
+    groups = [[i] for i in range(len(pieces))]
+    for (i, j), size in both.items():
+        if 4 * size >= max(sizes[i], sizes[j]) and groups[i] is not groups[j]:
+            groups[i] += groups[j]
+            for k in groups[j]:
+                groups[k] = groups[i]
+    firsts = {id(group): sorted(group) for group in groups}
+    return [[pieces[i] for i in group] for group in firsts.values()]
 
 
 def _piece(equations: Sequence[Equation], readers: Readers, turn: int) -> MatrixPiece:

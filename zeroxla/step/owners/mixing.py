@@ -7,10 +7,11 @@ from collections.abc import Sequence
 
 import jax.numpy as jnp
 
+from zeroxla.program import compat
 from zeroxla.program.branches import While, branches_of
 from zeroxla.program.primitives import PARTITIONED
 from zeroxla.program.trace import Equation, Operand, Program, Value
-from zeroxla.program.walk import bodies
+from zeroxla.program.walk import bodies, body_of
 
 
 def mixes(eq: Equation) -> bool:
@@ -30,7 +31,9 @@ def mixes(eq: Equation) -> bool:
 
 
 def programs_inside(eq: Equation) -> list[Program]:
-    """Return the programs that a loop or a branch runs; none for other equations."""
+    """Return the programs that an equation runs, as loops and branches do; none for others."""
+    if (body := compat.forward_jaxpr(eq.source)) is not None:  # a derivative of its own
+        return [body_of(body)]
     if eq.name == "cond":
         return branches_of(eq)
     if eq.name == "while":

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 from jax.sharding import Mesh
 
 from zeroxla.mesh.placement import Placement
+from zeroxla.offload.update.sub_groups import RunEquations
 from zeroxla.program import compat
 from zeroxla.program.shapes import shapes_of
-from zeroxla.program.trace import Program, read, trace
+from zeroxla.program.trace import Equation, Program, Value, read, run, trace
 from zeroxla.step.owners.owners_plan import OwnersPlan
+from zeroxla.step.owners.spread import followed_values
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -24,14 +27,18 @@ class OwnedUpdate:
       update: (parameters, optimizer state, gradients, *scalars) -> results.
       placements: the placements of parameters and optimizer state.
       mesh: the mesh.
+      is_on: whether there are owners; if not, XLA is left to send matrices to all devices.
     """
 
     update: Callable[..., Any]
     placements: tuple[tuple[Placement, ...], tuple[Placement, ...]]
     mesh: Mesh
+    is_on: bool = True
 
     def __call__(self, *args: Any) -> Any:
         """Return what `update` returns."""
+        if not self.is_on:
+            return self.update(*args)
         program, tree, plan = self.plan(*args)
         if plan is None:
             return self.update(*args)
@@ -48,6 +55,34 @@ class OwnedUpdate:
         leaves, tree = jax.tree.flatten(args)
         shapes = tree.unflatten(shapes_of(leaves))
         program, results = trace(self.update, *shapes, opened=compat.forward_jaxpr)
+        return program, results, OwnersPlan.of(program, self._known(program), self.mesh)
+
+    def run_of(self, program: Program) -> RunEquations:
+        """Return the function that computes a sub-group of the traced update: the sub-group's
+        matrices have owners of their own. See `stream`."""
+        if not self.is_on:
+            return run
+        known = followed_values(program, self._known(program), self.mesh)
+        needed = {v for v in program.outputs if isinstance(v, Value)}
+        num_readers = Counter(v for eq in program.equations for v in set(eq.values))
+
+        def run_owned(equations: Sequence[Equation], env: dict[Value, Any]) -> None:
+            here = Counter(v for eq in equations for v in set(eq.values))
+            made = dict.fromkeys(v for eq in equations for v in eq.outputs)
+            part = Program(
+                inputs=tuple(v for v in here if v not in made),
+                equations=tuple(equations),
+                outputs=tuple(v for v in made if v in needed or num_readers[v] > here[v]),
+            )
+            plan = OwnersPlan.of(part, known, self.mesh)
+            if plan is None:
+                run(equations, env)
+            else:
+                plan.run(env)
+
+        return run_owned
+
+    def _known(self, program: Program) -> dict[Value, Placement]:
+        """Return the placements of the program's inputs."""
         in_params, in_opt = self.placements
-        known = dict(zip(program.inputs, (*in_params, *in_opt, *in_params), strict=False))
-        return program, results, OwnersPlan.of(program, known, self.mesh)
+        return dict(zip(program.inputs, (*in_params, *in_opt, *in_params), strict=False))

@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from zeroxla.mesh.axes import axes_size, leaf_axes
 from zeroxla.mesh.placement import Placement, place
 from zeroxla.program.primitives import ELEMENTWISE
-from zeroxla.program.trace import Equation, Value
+from zeroxla.program.trace import Equation, Program, Value
 from zeroxla.step.owners.matrix_pieces import CutProgram
 
 
@@ -30,10 +30,7 @@ def placed_values(
     Any other value is placed by its own shape; if XLA has split it otherwise, it sends it once
     more.
     """
-    found: dict[Value, Placement] = {}
-    for v, placement in known.items():
-        if placement.dim is not None:
-            found[v] = _with_shape(placement, v.aval.shape, mesh)
+    found = _started(known, mesh)
     piece_of = {eq: piece for piece in cut.pieces for eq in piece.equations}
     for eq in cut.program.equations:
         if eq not in piece_of:
@@ -48,6 +45,28 @@ def placed_values(
     for v in {v for piece in cut.pieces for v in (*piece.reads, *piece.results)}:
         found.setdefault(v, placed_anew(v.aval.shape, mesh))
     return found
+
+
+def followed_values(
+    program: Program, known: Mapping[Value, Placement], mesh: Mesh
+) -> dict[Value, Placement]:
+    """Return the placements of values that follow element by element from split inputs.
+
+    Args:
+      program: any program.
+      known: the placements of its inputs.
+      mesh: the mesh.
+    """
+    found = _started(known, mesh)
+    for eq in program.equations:
+        found.update((v, p) for v in eq.outputs if (p := _followed(eq, v, found, mesh)))
+    return found
+
+
+def _started(known: Mapping[Value, Placement], mesh: Mesh) -> dict[Value, Placement]:
+    """Return the placements of inputs that are split, for the arrays as they are stored."""
+    split = [(v, p) for v, p in known.items() if p.dim is not None]
+    return {v: _with_shape(p, v.aval.shape, mesh) for v, p in split}
 
 
 def placed_anew(shape: Sequence[int], mesh: Mesh, skip: Sequence[int] = ()) -> Placement:
