@@ -111,3 +111,22 @@ def _by_matrix(init: Any, update: Any, learning_rate: float) -> optax.GradientTr
         return updates, MatrixState(count=state.count + 1, leaves=new)
 
     return optax.GradientTransformation(init_all, update_all)
+
+
+def damped(*, damping: float = 1.0) -> optax.GradientTransformation:
+    """Return G (d I + G^T G)^-1, by a Cholesky factor of each matrix of each leaf. For small
+    gradients and d = 1 it is all but G, so that it multiplies no rounding."""
+
+    def one(g: jax.Array) -> jax.Array:
+        factor = jnp.linalg.cholesky(damping * jnp.eye(g.shape[1]) + g.T @ g)
+        return jax.scipy.linalg.cho_solve((factor, True), g.T).T
+
+    def update(g: jax.Array) -> jax.Array:
+        if g.ndim < 2:
+            return g
+        fun = one
+        for _ in range(g.ndim - 2):
+            fun = jax.vmap(fun)
+        return fun(g)
+
+    return optax.stateless(lambda grads, _: jax.tree.map(update, grads))

@@ -95,8 +95,8 @@ PARTITIONED = (
     | REDUCTIONS
     | RANDOM
     | _names(
-        "concatenate dynamic_slice dynamic_update_slice gather rev split stack unstack "
-        "sharding_constraint"
+        "bitcast_convert_type concatenate dynamic_slice dynamic_update_slice gather rev split "
+        "sharding_constraint stack unstack"
     )
 )
 """XLA computes them on parts of their operands. At most small results are sent to all devices."""

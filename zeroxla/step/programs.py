@@ -17,8 +17,10 @@ from zeroxla.mesh.axes import BATCH_AXES
 from zeroxla.offload.disk.tickets import leaf_dtype, spec_of
 from zeroxla.offload.memory_kinds import is_on_host, put
 from zeroxla.offload.update.stream import stream
+from zeroxla.program.shapes import shapes_of
 from zeroxla.step.first_states import FirstStates
 from zeroxla.step.owners.owned_update import OwnedUpdate
+from zeroxla.step.owners.owners_report import OwnersReport
 from zeroxla.step.setup import REPLICATED
 from zeroxla.step.state import TrainState, as_in_model, natural, state_shardings
 from zeroxla.step.update import OptimizerUpdate, keep_if
@@ -102,6 +104,29 @@ class Programs(FirstStates):
             mesh=self.mesh,
             is_on=self.config.owners,
         )
+
+    def describe_owners(self, state: TrainState) -> OwnersReport | None:
+        """Return which matrices of the update have owners, from shapes alone; None if none has.
+
+        If parts of the state are on the host or on disk, the sub-groups of the update share their
+        matrices each for itself, and the busiest device may have more to do than the report says.
+        """
+        placed = [p for placements in state.placements for p in placements]
+        on_host = self.config.offload.update == "host" and any(p.memory for p in placed)
+        if on_host or not self.config.owners:
+            return None
+        shapes = shapes_of((state.params, state.opt_state))
+        scalars = jax.ShapeDtypeStruct((), bool), jax.ShapeDtypeStruct((), jnp.float32)
+        update = self.owned_update_of(state)
+        program, _, plan = update.plan(*shapes, shapes[0], *scalars)
+        if plan is None:
+            return None
+        layout = self.layout(state)
+        num, inputs = len(layout.leaves), program.inputs
+        paths = [leaf.path for leaf in layout]
+        gradients = inputs[len(placed) :]
+        names = dict(zip((*inputs[:num], *gradients[:num]), 2 * paths, strict=True))
+        return OwnersReport.of(plan, names, self.mesh.size)
 
     @staticmethod
     def rate_of(rates: Sequence[jax.Array]) -> dict[str, jax.Array]:

@@ -22,7 +22,7 @@ from zeroxla.offload.update.on_host import SCOPE, check_host_compute, host_joins
 from zeroxla.offload.update.rows import Rows
 from zeroxla.offload.update.sub_groups import RunEquations, SubGroup, SubGroups
 from zeroxla.program.shapes import shapes_of
-from zeroxla.program.trace import Program, Value, read, run
+from zeroxla.program.trace import Value, read, run
 
 
 def stream(
@@ -33,7 +33,7 @@ def stream(
     offload: Offload,
     mesh: Mesh,
     layer_dims: Sequence[int | None] | None = None,
-    run_of: Callable[[Program], RunEquations] | None = None,
+    run_of: Callable[[SubGroups], RunEquations] | None = None,
 ) -> Any:
     """Call a function of arrays in either memory, inside a compiled program, in sub-groups. Each
     sub-group visits the device, or is computed on the host.
@@ -47,7 +47,7 @@ def stream(
       mesh: the mesh over all of whose devices arrays are split.
       layer_dims: the dim of the layers in each array of `places`, which are the first of `args`;
         None for an array without layers. If the whole argument is None, no array has any.
-      run_of: (program of the update) -> the function with which the device computes a sub-group,
+      run_of: (cut update) -> the function with which the device computes a sub-group,
         and what comes before all of them. None runs equations one by one.
 
     Returns:
@@ -71,7 +71,7 @@ def stream(
         layer_dims=layer_dims,
     )
     env: dict[Value, Any] = dict(zip(sub_groups.program.inputs, leaves, strict=True))
-    run_whole = run if run_of is None else run_of(sub_groups.program)
+    run_whole = run if run_of is None else run_of(sub_groups)
     run_whole(sub_groups.common, env)
     streamed = _Stream(sub_groups, places, mesh, env, run_whole)
     compute = streamed.on_host if host_updates else streamed.on_device

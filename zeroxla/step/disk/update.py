@@ -73,7 +73,7 @@ class DiskUpdate:
             limit=offload.sub_group * mesh.size,
             layer_dims=[p.unsplit_layers for p in placements],
         )
-        self._run_whole = programs.owned_update_of(state).run_of(sub_groups.program)
+        self._run_whole = programs.owned_update_of(state).run_of(sub_groups)
         inputs = sub_groups.program.inputs
         self._in_state, self._from_gradients = inputs[: len(placements)], inputs[len(placements) :]
         # The group that reads a value last may write over it.

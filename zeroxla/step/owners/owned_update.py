@@ -11,7 +11,7 @@ import jax
 from jax.sharding import Mesh
 
 from zeroxla.mesh.placement import Placement
-from zeroxla.offload.update.sub_groups import RunEquations
+from zeroxla.offload.update.sub_groups import RunEquations, SubGroups
 from zeroxla.program import compat
 from zeroxla.program.shapes import shapes_of
 from zeroxla.program.trace import Equation, Program, Value, read, run, trace
@@ -57,13 +57,15 @@ class OwnedUpdate:
         program, results = trace(self.update, *shapes, opened=compat.forward_jaxpr)
         return program, results, OwnersPlan.of(program, self._known(program), self.mesh)
 
-    def run_of(self, program: Program) -> RunEquations:
-        """Return the function that computes a sub-group of the traced update: the sub-group's
-        matrices have owners of their own. See `stream`."""
+    def run_of(self, sub_groups: SubGroups) -> RunEquations:
+        """Return the function that computes a sub-group of the update, or what comes before all of
+        them: the matrices in each have owners among themselves. See `stream`."""
         if not self.is_on:
             return run
+        program = sub_groups.program
         known = followed_values(program, self._known(program), self.mesh)
         needed = {v for v in program.outputs if isinstance(v, Value)}
+        needed.update(v for group in sub_groups.groups for v in (*group.reads, *group.scalars))
         num_readers = Counter(v for eq in program.equations for v in set(eq.values))
 
         def run_owned(equations: Sequence[Equation], env: dict[Value, Any]) -> None:
