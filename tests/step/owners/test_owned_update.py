@@ -56,7 +56,7 @@ OPTIMIZERS = {
         optax.clip_by_global_norm(0.5),
         muon(optax.linear_schedule(0.05, 0.01, 4), weight_decay=0.1),
     ),
-    "muon, injected": lambda: optax.inject_hyperparams(muon)(rate=0.02),
+    "muon, injected": lambda: optax.inject_hyperparams(lambda rate: muon(rate))(rate=0.02),
     "muon, adaptive": lambda: muon(adaptive=True, preconditioning="aol"),
     "muon, spectral": lambda: muon(preconditioning="spectral"),
     "muon, bfloat16 momentum": lambda: muon(mu_dtype=jnp.bfloat16),

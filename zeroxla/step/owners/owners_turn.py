@@ -202,7 +202,8 @@ class OwnersTurn:
                     small = {**small, (g, k): small[g, k].at[places].set(x)}
             return rest, small
 
-        return lax.fori_loop(0, count, turn, (rest, small))
+        with jax.named_scope(f"rest_{g}"):
+            return lax.fori_loop(0, count, turn, (rest, small))
 
     def _compute(
         self,
