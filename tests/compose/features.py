@@ -214,7 +214,7 @@ FEATURES = [
         name="optimizer of matrices",
         slots={"optimizer": "matrices", "config.owners": True},
         fields=("ZeroConfig.owners",),
-        holds=lambda run: run.step.programs.describe_owners(run.state) is not None,
+        holds=lambda run: run.step.programs.describe_owners(run.state).rows != (),
     ),
     Feature(name="optimizer that reads the loss", slots={"optimizer": "plateau"}),
     Feature(

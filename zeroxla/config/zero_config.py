@@ -47,8 +47,7 @@ class ZeroConfig:
     """Wire dtype of leaves that are not quantized. None means `compute_dtype`."""
 
     reduce_dtype: str | None = None
-    """Wire dtype of gradients that are not quantized. None means float32.
-    (communication_data_type)"""
+    """Wire dtype of gradients not quantized. None means float32. (communication_data_type)"""
 
     weight_wire: WireFormat | None = None
     """Format of gathered leaves on every hop (qwZ). None quantizes no leaf.
@@ -129,8 +128,7 @@ class ZeroConfig:
     gradient_clipping)"""
 
     owners: bool = True
-    """Whether an update that needs matrices whole, as Muon's and Shampoo's do, computes each of
-    them on one device, its owner. False leaves it to XLA, which sends them to all devices."""
+    """Whether one device computes each matrix that the optimizer needs whole, as Muon does."""
 
     unit_elements: int | None = None
     """Largest number of elements that are gathered together; a larger leaf is a unit of its own.
@@ -142,8 +140,7 @@ class ZeroConfig:
     the next unit on other devices. (stage3_prefetch_bucket_size)"""
 
     max_live_parameters: int = 0
-    """Largest number of elements that stay gathered for a later use.
-    (stage3_max_live_parameters)"""
+    """Most elements that stay gathered for a later use. (stage3_max_live_parameters)"""
 
     max_reuse_distance: int = 0
     """A leaf stays gathered for its next use if at most this many elements are gathered in between.

@@ -19,7 +19,7 @@ from zeroxla.offload.memory_kinds import is_on_host, put
 from zeroxla.offload.update.stream import stream
 from zeroxla.program.shapes import shapes_of
 from zeroxla.step.first_states import FirstStates
-from zeroxla.step.owners.owned_update import OwnedUpdate
+from zeroxla.step.owners.owned_update import OwnedUpdate, TracedUpdate
 from zeroxla.step.owners.owners_report import OwnersReport
 from zeroxla.step.setup import REPLICATED
 from zeroxla.step.state import TrainState, as_in_model, natural, state_shardings
@@ -32,6 +32,8 @@ BY_ROWS = PartitionSpec(BATCH_AXES)
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Programs(FirstStates):
     """Functions of a state and a batch, for `jax.jit`."""
+
+    _owners: dict[Any, TracedUpdate] = dataclasses.field(default_factory=dict, init=False)
 
     def train(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
         """Take one optimizer step. Return the next state and the metrics."""
@@ -103,30 +105,30 @@ class Programs(FirstStates):
             placements=state.placements,
             mesh=self.mesh,
             is_on=self.config.owners,
+            known=self._owners,
         )
 
     def describe_owners(self, state: TrainState) -> OwnersReport | None:
-        """Return which matrices of the update have owners, from shapes alone; None if none has.
+        """Return which matrices of the update have owners, from shapes alone; None if it needs no
+        matrix whole, or nothing may have an owner.
 
         If parts of the state are on the host or on disk, the sub-groups of the update share their
         matrices each for itself, and the busiest device may have more to do than the report says.
         """
         placed = [p for placements in state.placements for p in placements]
         on_host = self.config.offload.update == "host" and any(p.memory for p in placed)
-        if on_host or not self.config.owners:
+        if on_host or not self.config.owners or self.mesh.size == 1:
             return None
         shapes = shapes_of((state.params, state.opt_state))
         scalars = jax.ShapeDtypeStruct((), bool), jax.ShapeDtypeStruct((), jnp.float32)
         update = self.owned_update_of(state)
         program, _, plan = update.plan(*shapes, shapes[0], *scalars)
-        if plan is None:
-            return None
         layout = self.layout(state)
         num, inputs = len(layout.leaves), program.inputs
         paths = [leaf.path for leaf in layout]
         gradients = inputs[len(placed) :]
         names = dict(zip((*inputs[:num], *gradients[:num]), 2 * paths, strict=True))
-        return OwnersReport.of(plan, names, self.mesh.size)
+        return OwnersReport.of(program, plan, names, self.mesh.size)
 
     @staticmethod
     def rate_of(rates: Sequence[jax.Array]) -> dict[str, jax.Array]:

@@ -13,10 +13,13 @@ from jax.sharding import Mesh
 from zeroxla.mesh.placement import Placement
 from zeroxla.offload.update.sub_groups import RunEquations, SubGroups
 from zeroxla.program import compat
-from zeroxla.program.shapes import shapes_of
+from zeroxla.program.shapes import shapes_of, structure_of
 from zeroxla.program.trace import Equation, Program, Value, read, run, trace
 from zeroxla.step.owners.owners_plan import OwnersPlan
 from zeroxla.step.owners.spread import followed_values
+
+TracedUpdate = tuple[Program, Any, OwnersPlan | None]
+"""(program, tree of its results, plan)."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -28,12 +31,14 @@ class OwnedUpdate:
       placements: the placements of parameters and optimizer state.
       mesh: the mesh.
       is_on: whether there are owners; if not, XLA is left to send matrices to all devices.
+      known: the plans so far by shapes, so that an update is traced and cut once.
     """
 
     update: Callable[..., Any]
     placements: tuple[tuple[Placement, ...], tuple[Placement, ...]]
     mesh: Mesh
     is_on: bool = True
+    known: dict[Any, TracedUpdate] = dataclasses.field(default_factory=dict)
 
     def __call__(self, *args: Any) -> Any:
         """Return what `update` returns."""
@@ -46,12 +51,19 @@ class OwnedUpdate:
         plan.run(env)
         return tree.unflatten([read(env, x) for x in program.outputs])
 
-    def plan(self, *args: Any) -> tuple[Program, Any, OwnersPlan | None]:
+    def plan(self, *args: Any) -> TracedUpdate:
         """Trace the update for arrays or their shapes.
 
         Returns:
           The program, the tree of its results, and the plan; None if nothing has an owner.
         """
+        dtypes = tuple(x.dtype for x in jax.tree.leaves(args))
+        key = self.placements, structure_of(args), dtypes
+        if key not in self.known:
+            self.known[key] = self._plan(*args)
+        return self.known[key]
+
+    def _plan(self, *args: Any) -> TracedUpdate:
         leaves, tree = jax.tree.flatten(args)
         shapes = tree.unflatten(shapes_of(leaves))
         program, results = trace(self.update, *shapes, opened=compat.forward_jaxpr)

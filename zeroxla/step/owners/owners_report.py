@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from zeroxla.program.report import Report, format_bytes
 from zeroxla.program.trace import Program, Value
 from zeroxla.step.owners.groups import OwnedGroup
+from zeroxla.step.owners.mixing import mixes
 from zeroxla.step.owners.owners_plan import OwnersPlan
 
 if TYPE_CHECKING:
@@ -43,6 +45,7 @@ class OwnersReport(Report):
       flops: the FLOPs of all matrices.
       device_flops: the FLOPs of the device with the most.
       received_bytes: the bytes that a device receives from others, both ways together.
+      left: the equations that need matrices whole and have no owner, by name.
     """
 
     rows: tuple[OwnedRow, ...]
@@ -50,33 +53,47 @@ class OwnersReport(Report):
     flops: float
     device_flops: float
     received_bytes: int
+    left: Mapping[str, int]
 
     @staticmethod
-    def of(plan: OwnersPlan, names: Mapping[Value, str], num_devices: int) -> OwnersReport:
-        """Report on a plan.
+    def of(
+        program: Program, plan: OwnersPlan | None, names: Mapping[Value, str], num_devices: int
+    ) -> OwnersReport | None:
+        """Report on an update; None if it needs no matrix whole.
 
         Args:
-          plan: the plan.
+          program: the update.
+          plan: its plan; None if nothing has an owner.
           names: the leaf to which an input of the update belongs.
           num_devices: the number of devices.
         """
-        leaves = _leaves_of(plan.cut.program, names)
+        outside = [program.equations] if plan is None else plan.cut.outside
+        left = Counter(eq.name for equations in outside for eq in equations if mixes(eq))
+        if plan is None and not left:
+            return None
+        leaves = _leaves_of(program, names)
         return OwnersReport(
-            rows=tuple(_row(group, leaves) for group in plan.groups),
+            rows=() if plan is None else tuple(_row(group, leaves) for group in plan.groups),
             num_devices=num_devices,
-            flops=plan.flops,
-            device_flops=plan.device_flops,
-            received_bytes=plan.received_bytes,
+            flops=0.0 if plan is None else plan.flops,
+            device_flops=0.0 if plan is None else plan.device_flops,
+            received_bytes=0 if plan is None else plan.received_bytes,
+            left=left,
         )
 
     @property
     def sentence(self) -> str:
-        """Return the report as one sentence."""
+        """Return the report as one sentence, or two."""
         num = sum(row.matrices for row in self.rows)
+        names = ", ".join(f"{n} x {name}" for name, n in self.left.items())
+        left = f"XLA computes the equations of the update without an owner: {names}."
+        if not self.rows:
+            return f"No matrix of the update has an owner. {left}"
         return (
             f"The update needs {num} matrices whole, and each has an owner: the busiest of "
             f"{self.num_devices} devices computes {self.device_flops:.3g} of {self.flops:.3g} "
             f"FLOPs, and a device receives {format_bytes(self.received_bytes)}."
+            f"{f' {left}' if self.left else ''}"
         )
 
     def table(self) -> Table:
