@@ -1,7 +1,7 @@
 """Optimizers that multiply whole matrices: a step whose matrices have owners, over plain jit FSDP.
 
-Muon (optax.contrib.muon) on a GPT of 12 layers of width 128, and Shampoo on one of 4 layers of
-width 32, unrolled and scanned, on 8 simulated devices as 2 nodes of 4. Both programs start from the
+Muon (optax.contrib.muon) on a GPT of 12 layers of width 128, and Shampoo on one of 8 layers of
+width 64, unrolled and scanned, on 8 simulated devices as 2 nodes of 4. Both programs start from the
 same state and take the same batches in turns, in one process. From the compiled programs:
 
 * FLOPs of the update that one device computes: products, and factorizations by the usual counts.
@@ -79,7 +79,7 @@ def muon() -> optax.GradientTransformation:
 CASES = {
     "Muon, unrolled": (muon, {"scan": False, "layers": 12, "width": 128}),
     "Muon, scanned": (muon, {"scan": True, "layers": 12, "width": 128}),
-    "Shampoo, unrolled": (lambda: shampoo(0.01), {"scan": False, "layers": 4, "width": 32}),
+    "Shampoo, unrolled": (lambda: shampoo(0.01), {"scan": False, "layers": 8, "width": 64}),
 }
 
 
@@ -285,7 +285,7 @@ def main() -> int:
         *("plain jit's bytes", "errors of losses and parameters", "step time, of plain jit's"),
     ]
     body = (
-        f"GPTs of 12 layers of width 128 (Muon) and of 4 layers of width 32 (Shampoo), float32, "
+        f"GPTs of 12 layers of width 128 (Muon) and of 8 layers of width 64 (Shampoo), float32, "
         f"2 x {LENGTH} tokens a device, {NUM_DEVICES} simulated devices as 2 nodes of 4. FLOPs and "
         "bytes are read from the compiled programs; FLOPs are those of the busiest device. Bytes "
         "are over half of the shards of all arrays that go to owners or come back: the arrays of "

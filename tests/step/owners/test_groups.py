@@ -40,9 +40,16 @@ def test_of_twelve_layers_the_busiest_of_eight_owners_has_little_more_than_an_ei
 
 
 def test_what_is_left_goes_to_those_with_the_least_to_do():
-    shares, busiest = shares_of([Matrices(1, 5.0), Matrices(4, 2.0), Matrices(1, 1.0)], 3)
+    shares, busiest = shares_of([Matrices(1, 1.5), Matrices(4, 2.0), Matrices(1, 1.0)], 3)
     assert [share.each for share in shares] == [0, 1, 0]
-    assert busiest == 2 + 5
-    assert shares[0].rest == ((0,), (), ())
-    assert shares[1].rest == ((), (3,), ())
+    assert busiest == 2 + 2
+    assert shares[0].rest == ((), (0,), ())
+    assert shares[1].rest == ((3,), (), ())
     assert shares[2].rest == ((), (), (0,))
+
+
+def test_one_large_matrix_takes_the_place_of_some_that_all_could_have():
+    shares, busiest = shares_of([Matrices(1, 5.0), Matrices(4, 2.0), Matrices(1, 1.0)], 3)
+    assert [share.each for share in shares] == [0, 0, 0]
+    assert busiest == 5
+    assert shares[1].rest == ((), (0, 2), (1, 3))
