@@ -17,6 +17,7 @@ import zeroxla
 from zeroxla import ZeroConfig
 from zeroxla.mesh.placement import place
 from zeroxla.program.hlo.text import parse
+from zeroxla.step.owners import owners_turn
 from zeroxla.step.owners.owned_update import OwnedUpdate
 from zeroxla.step.state import natural, stored
 from zeroxla.step.update import OptimizerUpdate
@@ -29,6 +30,7 @@ SHAPES = {
     "tall": (40, 8),
     "padded": (13, 9),
     "stack": (3, 16, 8),
+    "deep": (10, 8, 6),  # layers: one for each owner, and 2 besides
     "bias": (16,),
     "scale": (),
 }
@@ -185,6 +187,14 @@ def test_an_update_with_owners_equals_optax_on_one_device(name, nodes, devices):
     assert made.update.plan(*shapes, *scalars)[2] is not None
     error = 2e-2 if "bfloat16" in name else 2e-5
     assert_equal(taken(made), on_one_device(optimizer, made.params), error)
+
+
+def test_matrices_are_computed_together_up_to_a_number_of_elements(monkeypatch):
+    """Two at a time of five: the last one is alone."""
+    monkeypatch.setattr(owners_turn, "BATCH_ELEMENTS", 2 * 16 * 24)
+    mesh = zeroxla.make_mesh(nodes=1, devices_per_node=2)
+    made = Stored.of(muon(), mesh, {f"wide_{i}": (16, 24) for i in range(10)})
+    assert_equal(taken(made), on_one_device(muon(), made.params))
 
 
 def lowered(made):

@@ -82,7 +82,7 @@ class OwnedGroup:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Share:
+class OwnersShare:
     """Who owns the matrices of a group.
 
     Owner i has the matrices i * each, ..., (i + 1) * each - 1, and `rest[i]` besides.
@@ -96,7 +96,7 @@ class Share:
     rest: tuple[tuple[int, ...], ...]
 
 
-def shares_of(groups: Sequence[OwnedGroup], num_owners: int) -> tuple[list[Share], float]:
+def shares_of(groups: Sequence[OwnedGroup], num_owners: int) -> tuple[list[OwnersShare], float]:
     """Give each matrix an owner, so that the busiest one has few FLOPs.
 
     What is left of a group once all owners have the same number goes to the owner with the least to
@@ -112,7 +112,7 @@ def shares_of(groups: Sequence[OwnedGroup], num_owners: int) -> tuple[list[Share
 
 def _shares(
     groups: Sequence[OwnedGroup], num_owners: int, held_back: int
-) -> tuple[list[Share], float]:
+) -> tuple[list[OwnersShare], float]:
     """Return the shares if all owners have `held_back` matrices less in common than they could."""
     each = [max(0, group.num_matrices // num_owners - held_back) for group in groups]
     loads = [0.0] * num_owners
@@ -124,7 +124,7 @@ def _shares(
             loads[owner] += flops[g]
             rest[g][owner].append(matrix)
     shares = [
-        Share(each=num, rest=tuple(map(tuple, mine)))
+        OwnersShare(each=num, rest=tuple(map(tuple, mine)))
         for num, mine in zip(each, rest, strict=True)
     ]
     whole = sum(share.each * n for share, n in zip(shares, flops, strict=True))

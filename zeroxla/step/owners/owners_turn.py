@@ -16,8 +16,8 @@ from jax.sharding import Mesh, PartitionSpec
 from zeroxla.mesh.axes import PIPE
 from zeroxla.mesh.placement import Placement
 from zeroxla.program.trace import Value
-from zeroxla.step.owners.groups import OwnedGroup, Share, shares_of
-from zeroxla.step.owners.travel import Parcel, Slot, Travel
+from zeroxla.step.owners.groups import OwnedGroup, OwnersShare, shares_of
+from zeroxla.step.owners.travel import OwnedParcel, Slot, Travel
 
 SCOPE = "owners"
 
@@ -38,7 +38,7 @@ class OwnersTurn:
     """
 
     groups: tuple[OwnedGroup, ...]
-    shares: tuple[Share, ...]
+    shares: tuple[OwnersShare, ...]
     busiest: float
     there: Travel
     back: Travel
@@ -273,7 +273,7 @@ class OwnersTurn:
         return jnp.moveaxis(jnp.squeeze(matrices, dim + 1), 0, dim)
 
 
-def _parcels(groups: Sequence[OwnedGroup], *, result: bool) -> dict[Slot, Parcel]:
+def _parcels(groups: Sequence[OwnedGroup], *, result: bool) -> dict[Slot, OwnedParcel]:
     """Return the values that travel to the owners, or back."""
     found = {}
     for g, group in enumerate(groups):
@@ -284,7 +284,7 @@ def _parcels(groups: Sequence[OwnedGroup], *, result: bool) -> dict[Slot, Parcel
             shared = shared and len({piece.reads[k] for piece in group.pieces}) == 1
             if p is not None and not shared:
                 shape = group.shape_of(k, result=result)
-                found[g, k] = Parcel(shape=shape, dtype=values[k].aval.dtype, placement=p)
+                found[g, k] = OwnedParcel(shape=shape, dtype=values[k].aval.dtype, placement=p)
     return found
 
 

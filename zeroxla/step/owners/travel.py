@@ -21,7 +21,7 @@ import numpy as np
 from jax import lax
 
 from zeroxla.mesh.placement import Placement
-from zeroxla.step.owners.groups import Share
+from zeroxla.step.owners.groups import OwnersShare
 from zeroxla.wire.hops import as_bits, from_bits
 
 Slot = tuple[int, int]
@@ -29,7 +29,7 @@ Slot = tuple[int, int]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Parcel:
+class OwnedParcel:
     """One value of a group as it travels.
 
     Attributes:
@@ -59,8 +59,8 @@ class Travel:
 
     axes: tuple[str, ...]
     lengths: tuple[int, ...]
-    shares: Sequence[Share]
-    parcels: Mapping[Slot, Parcel]
+    shares: Sequence[OwnersShare]
+    parcels: Mapping[Slot, OwnedParcel]
     even: Mapping[Slot, int]
     rest: Mapping[Slot, np.ndarray]
     ends: Mapping[str, tuple[int, int]]
@@ -69,8 +69,8 @@ class Travel:
     def of(
         axes: tuple[str, ...],
         lengths: tuple[int, ...],
-        shares: Sequence[Share],
-        parcels: Mapping[Slot, Parcel],
+        shares: Sequence[OwnersShare],
+        parcels: Mapping[Slot, OwnedParcel],
     ) -> Travel:
         """Lay out the buffers."""
         owners, even = math.prod(lengths), {}
@@ -215,7 +215,7 @@ class Travel:
         found = jnp.concatenate([even, *(x for _, x in sorted(rest.items()))])
         return from_bits(found, jnp.dtype(parcel.dtype))
 
-    def _joined(self, parcel: Parcel, shards: jax.Array) -> jax.Array:
+    def _joined(self, parcel: OwnedParcel, shards: jax.Array) -> jax.Array:
         """Return a matrix whole, from its shards in the order of the owners."""
         dim, order = parcel.placement.split_dim, self._order(parcel)
         shards = from_bits(shards, jnp.dtype(parcel.dtype))
@@ -225,7 +225,7 @@ class Travel:
         found = jnp.moveaxis(shards, 0, dim).reshape(shape)
         return lax.slice_in_dim(found, 0, parcel.shape[dim], axis=dim)
 
-    def _cut(self, parcel: Parcel, whole: jax.Array) -> jax.Array:
+    def _cut(self, parcel: OwnedParcel, whole: jax.Array) -> jax.Array:
         """Undo `_joined`."""
         dim, order = parcel.placement.split_dim, self._order(parcel)
         shape = _shard_shape(parcel, self.num_owners)
@@ -236,7 +236,7 @@ class Travel:
         shards = jnp.moveaxis(apart, dim, 0)
         return shards if order is None else shards[order]
 
-    def _order(self, parcel: Parcel) -> np.ndarray | None:
+    def _order(self, parcel: OwnedParcel) -> np.ndarray | None:
         """Return, for each owner in order, the number of the shard that it has; None if they have
         them in order."""
         mine = parcel.placement.axes
@@ -252,10 +252,10 @@ def _bits(dtype: str) -> Any:
     return jnp.dtype("uint16") if jnp.dtype(dtype).itemsize == 2 else jnp.dtype(dtype)
 
 
-def _shard_shape(parcel: Parcel, owners: int) -> tuple[int, ...]:
+def _shard_shape(parcel: OwnedParcel, owners: int) -> tuple[int, ...]:
     dim = parcel.placement.split_dim
     return tuple(-(-n // owners) if d == dim else n for d, n in enumerate(parcel.shape))
 
 
-def _elements(parcel: Parcel, owners: int) -> int:
+def _elements(parcel: OwnedParcel, owners: int) -> int:
     return math.prod(_shard_shape(parcel, owners))
