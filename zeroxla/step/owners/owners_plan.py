@@ -46,9 +46,10 @@ class OwnersPlan:
         cut = matrix_pieces(program)
         if mesh.size == 1 or not cut.pieces:
             return None
-        found = _groups(cut, known, mesh)
-        cut = cut.only(found)
         groups = _groups(cut, known, mesh)
+        while len(groups) < len(cut.pieces):  # The others are left to XLA.
+            cut = cut.only(groups)
+            groups = _groups(cut, known, mesh)
         if sum(group.num_matrices * group.num_stages for group in groups.values()) < 2:
             return None
         turns = [
