@@ -210,6 +210,12 @@ FEATURES = [
     ),
     # Optimizers.
     Feature(name="optimizer with a state", slots={"optimizer": "momentum"}),
+    Feature(
+        name="optimizer of matrices",
+        slots={"optimizer": "matrices", "config.owners": True},
+        fields=("ZeroConfig.owners",),
+        holds=lambda run: run.step.programs.describe_owners(run.state).rows != (),
+    ),
     Feature(name="optimizer that reads the loss", slots={"optimizer": "plateau"}),
     Feature(
         name="optimizer of the config",
@@ -396,6 +402,7 @@ SAME_PROGRAM: dict[tuple[str, str], str] = {
     ("accumulate", "reduce once"): "it accumulates too",
     ("microbatches=", "reduce once"): "it accumulates too",
     ("optimizer with a state", "parameters on disk"): "the update is a program of its own",
+    ("optimizer of matrices", "parameters on disk"): "the update is a program of its own",
 }
 """The features that leave the program of a job with the second one as it is, with the reason."""
 

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from tools.matrix_optimizers import damped
 from tools.reference import Reference
 
 import zeroxla
@@ -81,6 +82,7 @@ MODELS = {
 OPTIMIZERS = {
     "sgd": lambda: optax.sgd(0.1),
     "momentum": lambda: optax.sgd(0.1, momentum=0.9),
+    "matrices": lambda: optax.chain(damped(), optax.sgd(0.1, momentum=0.9)),
     "plateau": lambda: optax.chain(
         optax.sgd(0.1), optax.contrib.reduce_on_plateau(factor=0.5, patience=1)
     ),

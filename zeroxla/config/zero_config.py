@@ -47,8 +47,7 @@ class ZeroConfig:
     """Wire dtype of leaves that are not quantized. None means `compute_dtype`."""
 
     reduce_dtype: str | None = None
-    """Wire dtype of gradients that are not quantized. None means float32.
-    (communication_data_type)"""
+    """Wire dtype of gradients not quantized. None means float32. (communication_data_type)"""
 
     weight_wire: WireFormat | None = None
     """Format of gathered leaves on every hop (qwZ). None quantizes no leaf.
@@ -128,6 +127,9 @@ class ZeroConfig:
     """Optimizer of a `make_step` that is given none. None means AdamW. (optimizer, scheduler,
     gradient_clipping)"""
 
+    owners: bool = True
+    """Whether one device computes each matrix that the optimizer needs whole, as Muon does."""
+
     unit_elements: int | None = None
     """Largest number of elements that are gathered together; a larger leaf is a unit of its own.
     None means one repeated block of the model, or 4 Mi elements where nothing repeats."""
@@ -138,8 +140,7 @@ class ZeroConfig:
     the next unit on other devices. (stage3_prefetch_bucket_size)"""
 
     max_live_parameters: int = 0
-    """Largest number of elements that stay gathered for a later use.
-    (stage3_max_live_parameters)"""
+    """Most elements that stay gathered for a later use. (stage3_max_live_parameters)"""
 
     max_reuse_distance: int = 0
     """A leaf stays gathered for its next use if at most this many elements are gathered in between.

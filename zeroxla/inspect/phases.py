@@ -14,13 +14,15 @@ PHASES = (
     "send",
     "reduce",
     "update",
+    "owners",
     "deal",
     "other",
 )
 """The phases, in the order of a step. Only pipelines have `move`, which brings leaves to their
 stages and gradients back, and `send`, which brings activations and their gradients to neighbours.
 Only axes that split the work on one row have `deal`, which brings shards to the devices that
-compute with their part, and gradients back.
+compute with their part, and gradients back. Only updates that need matrices whole have `owners`,
+which brings each matrix to the device that computes it, and the result back.
 """
 
 
@@ -48,7 +50,7 @@ def _phase(path: str, kind: str) -> str:
     # The last component is the primitive. It does not count: one primitive is named `gather`.
     words = re.findall(r"\w+", path.rpartition("/")[0])
     if "update" in words:
-        return "update"
+        return "owners" if "owners" in words else "update"
     backward = "backward" in words or "transpose" in words
     innermost = next((word for word in reversed(words) if word in ("gather", "reduce")), None)
     # The transpose of a plain gather is a reduce, but it keeps the gather's scope.

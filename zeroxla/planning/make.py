@@ -152,7 +152,9 @@ def plan_step(
     peak = peak_bytes(Scope.of(local, platform), kind_of)
     arriving_bytes = sub_group_bytes(program, splits, step.config.offload.buffers)
     memory = MemoryPlan.of(step, state, batch, peak, arriving_bytes)
-    simulation = Simulation.of(step, program, local, splits, memory)
+    with step.programs.tracing():
+        owners = step.programs.describe_owners(state)
+    simulation = Simulation.of(step, program, local, splits, memory, owners)
     time = simulation.on(target, ahead=ahead)
     exchanges = _exchanges(step, state, islands, time.seconds)
     if exchanges is not None:

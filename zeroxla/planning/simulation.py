@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from zeroxla.mesh.axes import PIPE
+from zeroxla.mesh.axes import BATCH_AXES, PIPE
 from zeroxla.pipeline.pipeline import Pipeline
 from zeroxla.pipeline.schedule import Schedule
 from zeroxla.pipeline.schedule_cost import bubble, work_of
@@ -14,7 +14,9 @@ from zeroxla.planning.memory_model import MemoryPlan
 from zeroxla.planning.splits import Splits
 from zeroxla.planning.target import DISK, HOST, HOST_UPDATE, Target
 from zeroxla.planning.timeline import Clock
+from zeroxla.planning.work import Work
 from zeroxla.program.trace import Program
+from zeroxla.step.owners.owners_report import OwnersReport
 from zeroxla.step.step import Step
 
 
@@ -30,6 +32,7 @@ class Simulation:
       disk_bytes: bytes of state that come from the host's disk for the update, by way of the host,
         and go back.
       on_host: the update of the offloaded state, if the host computes it.
+      owners: the matrices that one device each computes for the update; None if there are none.
       prefetches: whether loops gather a turn ahead, if the compiler can.
       schedule: a pipeline's schedule.
       forward_again: whether a pipeline's backward runs its stage's forward again.
@@ -40,13 +43,19 @@ class Simulation:
     offloaded_bytes: int
     disk_bytes: int
     on_host: HostUpdate | None
+    owners: OwnersReport | None
     prefetches: bool
     schedule: Schedule | None
     forward_again: bool
 
     @staticmethod
     def of(
-        step: Step, program: Program, local: Program, splits: Splits, memory: MemoryPlan
+        step: Step,
+        program: Program,
+        local: Program,
+        splits: Splits,
+        memory: MemoryPlan,
+        owners: OwnersReport | None = None,
     ) -> Simulation:
         """Collect the figures that the simulation of a step needs.
 
@@ -56,6 +65,7 @@ class Simulation:
           local: the part of it that each device runs.
           splits: over how many devices each of its values is split.
           memory: its planned memory.
+          owners: see `Simulation`.
         """
         update_bytes, on_host = memory.everywhere_bytes, None
         if step.config.offload.update == "host":
@@ -67,6 +77,7 @@ class Simulation:
             offloaded_bytes=memory.offloaded_bytes,
             disk_bytes=memory.disk_bytes,
             on_host=on_host,
+            owners=owners,
             prefetches=step.config.prefetch_bucket != 0,
             schedule=_schedule(step),
             forward_again=_forward_again(step),
@@ -103,7 +114,7 @@ class Simulation:
 
     def _update_s(self, target: Target) -> dict[str, float]:
         """Return for how long the optimizer's update takes each lane."""
-        seconds = {COMPUTE: target.memory_s(self.update_bytes)}
+        seconds = {COMPUTE: target.memory_s(self.update_bytes) + self._owners_s(target)}
         moved = 2 * (self.offloaded_bytes + self.disk_bytes)
         if self.on_host is not None:
             moved = self.on_host.moved_bytes
@@ -113,6 +124,17 @@ class Simulation:
         if self.disk_bytes:
             seconds[DISK] = target.disk_s(self.disk_bytes)
         return seconds
+
+    def _owners_s(self, target: Target) -> float:
+        """Return for how long owners compute matrices, and wait for what travels."""
+        if self.owners is None or not self.owners.rows:
+            return 0.0
+        work = Work(flops=self.owners.device_flops, dtype="float32", num_bytes=0.0)
+        lengths, num = target.mesh_shape, self.owners.num_devices
+        # One exchange over all axes at once: its bytes are shared out by where they come from.
+        whole = self.owners.received_bytes * num / (num - 1)
+        travel = (target.seconds(a, "all-to-all", whole) for a in BATCH_AXES if lengths[a] > 1)
+        return target.products_s(work) + max(travel, default=0.0)
 
 
 def full_ticks(schedule: Schedule, *, forward_again: bool) -> float:

@@ -3,21 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping
-from typing import Any
-
-import jax.numpy as jnp
 
 from zeroxla.planning.liveness import Scope, size_of
-from zeroxla.program.primitives import (
-    ATTENTION_BACKWARD,
-    ATTENTION_FORWARD,
-    FUSED,
-    REDUCTIONS,
-    RENAMES,
-)
-from zeroxla.program.trace import Equation, Operand, Program, Value
+from zeroxla.program.flops import product_flops
+from zeroxla.program.primitives import FUSED, REDUCTIONS, RENAMES
+from zeroxla.program.trace import Equation, Program, Value
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -65,7 +56,7 @@ def work_of(eq: Equation, reads: Reads, scope: Scope) -> Work:
     if eq.name == "dynamic_update_slice":  # in place
         num_bytes = 2.0 * sum(map(size_of, eq.values[1:2]))
     dtype = str(eq.values[0].aval.dtype) if eq.values else "float32"
-    return Work(_flops(eq), dtype, num_bytes)
+    return Work(product_flops(eq), dtype, num_bytes)
 
 
 def reads_of(scope: Scope) -> Reads:
@@ -128,52 +119,3 @@ def _sources_of(
             value = scope.roots.get(operand, operand)
             found |= fused.get(value, frozenset((value,)))
     return frozenset(found)
-
-
-def _flops(eq: Equation) -> float:
-    (out, *_) = eq.outputs
-    if eq.name == "dot_general":
-        (contracted, _), _ = eq.params["dimension_numbers"]
-        shape = _shape(eq.inputs[0])
-        return 2.0 * out.aval.size * math.prod(shape[d] for d in contracted)
-    if eq.name in ATTENTION_FORWARD:
-        return _attention_flops(eq, of_queries=1, of_values=1)
-    if eq.name in ATTENTION_BACKWARD:  # The scores again, and the derivatives of three operands.
-        return _attention_flops(eq, of_queries=3, of_values=2)
-    if eq.name == "conv_general_dilated":
-        kernel = eq.values[-1].aval.shape
-        numbers = eq.params["dimension_numbers"].rhs_spec
-        # An output element sums over all dims of the kernel but the output features.
-        return 2.0 * out.aval.size * math.prod(kernel) / kernel[numbers[0]]
-    return 0.0
-
-
-def _attention_flops(eq: Equation, *, of_queries: int, of_values: int) -> float:
-    """Return the FLOPs of cuDNN's attention.
-
-    Scores that a causal mask or a window hides are left out, as the kernel leaves them out.
-
-    Args:
-      eq: the equation; its first operands are queries, keys and values.
-      of_queries, of_values: the number of products that contract or make a dim as wide as a query,
-        and of those as wide as a value.
-    """
-    query, key, value = (_shape(operand) for operand in eq.inputs[:3])
-    heads, length = (1, 2) if eq.params["layout"] else (2, 1)
-    seen = _num_seen(query[length], key[length], eq.params)
-    width = of_queries * query[-1] + of_values * value[-1]
-    return 2.0 * query[0] * query[heads] * seen * width
-
-
-def _num_seen(num_queries: int, num_keys: int, params: Mapping[str, Any]) -> float:
-    """Return the number of pairs of a query and a key that it sees."""
-    if not params["mask_type"].name.endswith("CAUSAL"):
-        return float(num_queries * num_keys)
-    # Query i sees keys 0 to i, and of these the last ones of a window.
-    window = min(params["sliding_window_length"] or num_keys, num_keys)
-    short = min(num_queries, window)
-    return short * (short + 1) / 2 + (num_queries - short) * window
-
-
-def _shape(operand: Operand) -> tuple[int, ...]:
-    return operand.aval.shape if isinstance(operand, Value) else jnp.shape(operand.value)

@@ -90,6 +90,32 @@ LOCAL = ELEMENTWISE | _names(
 """They combine no elements along a dim, so devices that each have a part of the operands need not
 exchange anything. Contractions, reductions and loops are examples of others."""
 
+PARTITIONED = (
+    LOCAL
+    | REDUCTIONS
+    | RANDOM
+    | _names(
+        "bitcast_convert_type concatenate dynamic_slice dynamic_update_slice gather rev split "
+        "sharding_constraint stack unstack"
+    )
+)
+"""XLA computes them on parts of their operands. At most small results are sent to all devices."""
+
+FACTORIZATION_FLOPS = {
+    "cholesky": 1 / 3,
+    "eig": 25.0,
+    "eigh": 9.0,
+    "householder_product": 4 / 3,
+    "lu": 2 / 3,
+    "qr": 4 / 3,
+    "schur": 25.0,
+    "svd": 20.0,
+    "triangular_solve": 1.0,
+    "tridiagonal": 4 / 3,
+}
+"""Factorizations and solves of matrices, and their FLOPs for a matrix of n x n, in units of n^3.
+All dims of their operands but the last two are batch dims."""
+
 LOOPS = frozenset({"scan", "while"})
 """They run a body several times."""
 

@@ -80,8 +80,9 @@ def body_of(jaxpr: Any) -> Program:
 
 
 def local_of(program: Program) -> Program:
-    """Return the program that each device runs, the body of a program's only `shard_map`."""
-    (mapped,) = (eq for eq in program.equations if eq.name == "shard_map")
+    """Return the program that each device runs, the body of a program's first `shard_map`. Of a
+    training step it computes the gradients."""
+    mapped = next(eq for eq in program.equations if eq.name == "shard_map")
     return body_of(mapped.params["jaxpr"])
 
 

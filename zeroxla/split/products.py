@@ -17,6 +17,7 @@ from zeroxla.split.collective_rules import COLLECTIVE_RULES
 from zeroxla.split.convolutions import CONVOLUTION_RULES
 from zeroxla.split.elementwise import ELEMENTWISE_RULES
 from zeroxla.split.expert_rules import EXPERT_RULES
+from zeroxla.split.factorizations import FACTORIZATION_RULES
 from zeroxla.split.reshapes import RESHAPE_RULES
 from zeroxla.split.rules import (
     UNKNOWN,
@@ -120,6 +121,7 @@ RULES: dict[str, Rule] = {
     **COLLECTIVE_RULES,
     **EXPERT_RULES,
     **RUNNING_RULES,
+    **FACTORIZATION_RULES,
     "dot_general": Rule(connect_dot, _run_dot),
     "gather": Rule(_connect_gather, _run_gather),
 }

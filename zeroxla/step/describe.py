@@ -16,6 +16,7 @@ from zeroxla.offload.array_bytes import shard_bytes
 from zeroxla.offload.memory_kinds import Place
 from zeroxla.program.report import Report
 from zeroxla.split.axis_report import AxisReport
+from zeroxla.step.owners.owners_report import OwnersReport
 from zeroxla.step.state import TrainState
 from zeroxla.wire.leaves import Layout, Leaf
 from zeroxla.wire.resolve import Wiring
@@ -67,6 +68,8 @@ class Description(Report):
       secondary_on_host: whether secondary shards are in the host's memory.
       updated_on: where arrays on the host are updated: on the device, or on the host.
       axes: what is split over each axis that splits the work on one row.
+      owners: the matrices that the update needs whole, and that one device each computes; None if
+        there are none.
     """
 
     rows: tuple[LeafRow, ...]
@@ -75,10 +78,13 @@ class Description(Report):
     secondary_on_host: bool = False
     updated_on: Literal["device", "host"] = "device"
     axes: tuple[AxisReport, ...] = ()
+    owners: OwnersReport | None = None
 
     def tables(self) -> list[Table]:
-        """Return the table of leaves, and those of the axes that split the work on one row."""
-        return [self.table(), *(table for axis in self.axes for table in axis.tables())]
+        """Return the table of leaves, those of the axes that split the work on one row, and that of
+        matrices with owners."""
+        of_axes = [table for axis in self.axes for table in axis.tables()]
+        return [self.table(), *of_axes, *([self.owners.table()] if self.owners else [])]
 
     @property
     def shard_bytes(self) -> int:
@@ -163,13 +169,15 @@ def describe_step(programs: Programs, shapes: StateShapes) -> Report:
     layout = programs.layout_of(traced.params, traced.placements)
     updated_on = programs.config.offload.update
     inputs = layout, traced.model_state, traced.batch, traced.key
+    with programs.tracing():
+        owners = programs.describe_owners(state)
     if programs.pipeline is not None:
         at_rest = stored_in_words(state, programs.mesh, updated_on)
+        at_rest += [owners.sentence] if owners else []
         return programs.describe_stages(*inputs, at_rest)
     found = describe(layout, programs.plan(*inputs), programs.wiring, state.opt_state, updated_on)
-    if programs.axes is None:
-        return found
-    return dataclasses.replace(found, axes=programs.axes.newest.reports())
+    axes = () if programs.axes is None else programs.axes.newest.reports()
+    return dataclasses.replace(found, axes=tuple(axes), owners=owners)
 
 
 def describe(

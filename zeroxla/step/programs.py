@@ -13,11 +13,14 @@ import jax
 import jax.numpy as jnp
 
 from zeroxla.offload.disk.tickets import leaf_dtype, spec_of
-from zeroxla.offload.memory_kinds import put
+from zeroxla.offload.memory_kinds import is_on_host, put
 from zeroxla.offload.update.stream import stream
+from zeroxla.program.shapes import shapes_of
 from zeroxla.step.axes.split_batch import specs_of
 from zeroxla.step.first_states import FirstStates
 from zeroxla.step.model_on_mesh import REPLICATED
+from zeroxla.step.owners.owned_update import OwnedUpdate, TracedUpdate
+from zeroxla.step.owners.owners_report import OwnersReport
 from zeroxla.step.state import TrainState, as_in_model, natural, state_shardings
 from zeroxla.step.update import OptimizerUpdate, keep_if
 from zeroxla.wire.wire_state import WireState
@@ -27,23 +30,33 @@ from zeroxla.wire.wire_state import WireState
 class Programs(FirstStates):
     """Functions of a state and a batch, for `jax.jit`."""
 
+    _owners: dict[Any, TracedUpdate] = dataclasses.field(default_factory=dict, init=False)
+
     def train(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
         """Take one optimizer step. Return the next state and the metrics."""
         grads, rest, metrics = self.begin(state, batch)
         args = (state.params, state.opt_state, grads, metrics["finite"], metrics["loss"])
         with jax.named_scope("update"):
-            placements = [p for placed in state.placements for p in placed]
-            params, opt_state, rates = stream(
-                self.update_of(state),
-                args,
-                [p.sharding(self.mesh) for p in placements],
-                offload=self.config.offload,
-                mesh=self.mesh,
-                layer_dims=[p.unsplit_layers for p in placements],
-            )
+            params, opt_state, rates = self._updated(state, args)
         new_state = dataclasses.replace(rest, params=params, opt_state=opt_state)
         new_state = jax.tree.map(put, new_state, state_shardings(new_state, self.mesh))
         return new_state, metrics | self.rate_of(rates)
+
+    def _updated(self, state: TrainState, args: tuple[Any, ...]) -> Any:
+        """Return the results of the update; see `OptimizerUpdate` for the arguments."""
+        owned = self.owned_update_of(state)
+        if not any(map(is_on_host, jax.tree.leaves(args))):
+            return owned(*args)
+        placements = [p for placed in state.placements for p in placed]
+        return stream(
+            owned.update,
+            args,
+            [p.sharding(self.mesh) for p in placements],
+            offload=self.config.offload,
+            mesh=self.mesh,
+            layer_dims=[p.unsplit_layers for p in placements],
+            run_of=owned.run_of,
+        )
 
     def begin(self, state: TrainState, batch: Any) -> tuple[Any, TrainState, dict[str, Any]]:
         """Return the gradients in stored form, the next state without parameters and optimizer
@@ -81,6 +94,38 @@ class Programs(FirstStates):
         return OptimizerUpdate(
             optimizer=self.optimizer, layout=self.layout(state), placements=state.placements
         )
+
+    def owned_update_of(self, state: TrainState) -> OwnedUpdate:
+        """Return the update of states of this structure, with owners for its matrices."""
+        return OwnedUpdate(
+            update=self.update_of(state),
+            placements=state.placements,
+            mesh=self.mesh,
+            is_on=self.config.owners,
+            known=self._owners,
+        )
+
+    def describe_owners(self, state: TrainState) -> OwnersReport | None:
+        """Return which matrices of the update have owners, from shapes alone; None if it needs no
+        matrix whole, or nothing may have an owner.
+
+        If parts of the state are on the host or on disk, the sub-groups of the update share their
+        matrices each for itself, and the busiest device may have more to do than the report says.
+        """
+        placed = [p for placements in state.placements for p in placements]
+        on_host = self.config.offload.update == "host" and any(p.memory for p in placed)
+        if on_host or not self.config.owners or self.mesh.size == 1:
+            return None
+        shapes = shapes_of((state.params, state.opt_state))
+        scalars = jax.ShapeDtypeStruct((), bool), jax.ShapeDtypeStruct((), jnp.float32)
+        update = self.owned_update_of(state)
+        program, _, plan = update.plan(*shapes, shapes[0], *scalars)
+        layout = self.layout(state)
+        num, inputs = len(layout.leaves), program.inputs
+        paths = [leaf.path for leaf in layout]
+        gradients = inputs[len(placed) :]
+        names = dict(zip((*inputs[:num], *gradients[:num]), 2 * paths, strict=True))
+        return OwnersReport.of(program, plan, names, self.mesh.size)
 
     @staticmethod
     def rate_of(rates: Sequence[jax.Array]) -> dict[str, jax.Array]:

@@ -9,8 +9,8 @@ from jax import lax
 from jax.sharding import NamedSharding
 
 from zeroxla.offload.memory_kinds import put, to_device
-from zeroxla.offload.update.sub_groups import SubGroup, SubGroups
-from zeroxla.program.trace import Value, read
+from zeroxla.offload.update.sub_groups import RunEquations, SubGroup, SubGroups
+from zeroxla.program.trace import Value, read, run
 
 Arrays = Mapping[int, jax.Array]
 
@@ -28,7 +28,10 @@ Returns:
 
 
 def group_program(
-    sub_groups: SubGroups, group: SubGroup, places: Sequence[NamedSharding]
+    sub_groups: SubGroups,
+    group: SubGroup,
+    places: Sequence[NamedSharding],
+    run_whole: RunEquations = run,
 ) -> GroupProgram:
     """Return the program of a sub-group. Others that differ only in their first row share it.
 
@@ -36,6 +39,7 @@ def group_program(
       sub_groups: the update.
       group: one of its sub-groups.
       places: the shardings of the first results, memories included.
+      run_whole: see `SubGroup.run`.
     """
     program, rows = sub_groups.program, group.rows
 
@@ -56,7 +60,7 @@ def group_program(
         }
         env |= {v: here(v, x) for i, x in whole.items() for v in [program.inputs[i]]}
         with jax.named_scope("update"):
-            group.run(env)
+            group.run(env, run_whole)
         found = {i: placed(i, read(env, program.outputs[i])) for i in group.results}
         new = {}
         for i, x in whole.items():

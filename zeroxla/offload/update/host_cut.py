@@ -18,11 +18,9 @@ from typing import Any
 import numpy as np
 
 from zeroxla.offload.update.sub_groups import SubGroup
+from zeroxla.program.min_cut import Edge, source_side
 from zeroxla.program.primitives import LOCAL
 from zeroxla.program.trace import Equation, Program, Value
-
-_ALL = 1 << 29
-"""Capacity of an edge that must not be cut: more than all other edges together, within 32 bits."""
 
 _HOST, _DEVICE = 0, 1
 
@@ -80,7 +78,7 @@ def _host_side(
     maker = {v: node[eq] for eq in group.equations for v in eq.outputs}
     offloaded = set(group.arrays)
     readers: dict[Value, list[int]] = defaultdict(list)
-    edges: list[tuple[int, int, float]] = []  # (from, to, bytes; infinite if it must not be cut)
+    edges: list[Edge] = []
     for eq in group.equations:
         for v in dict.fromkeys(eq.values):
             if v in offloaded:
@@ -101,29 +99,8 @@ def _host_side(
         free += 2
         edges += [(source, down, _bytes_of([v])), (up, source, _bytes_of([v]))]
         edges += [(down, n, np.inf) for n in nodes] + [(n, up, np.inf) for n in nodes]
-    found = _source_side(edges, free)
+    found = source_side(edges, free, source=_HOST, sink=_DEVICE)
     return frozenset(eq for eq, n in node.items() if n in found)
-
-
-def _source_side(edges: list[tuple[int, int, float]], num_nodes: int) -> set[int]:
-    """Return the nodes on the host's side of a minimum cut. Of several such cuts, take the one with
-    the most nodes on the host's side."""
-    # Only this function needs scipy, and it takes a while to import.
-    from scipy.sparse import csr_array
-    from scipy.sparse.csgraph import breadth_first_order, maximum_flow
-
-    sizes = np.array([size for _, _, size in edges])
-    total = sizes[np.isfinite(sizes)].sum()
-    units = np.maximum(1, np.minimum(sizes, total) * min(1.0, _ALL / 2 / max(total, 1)))
-    units = np.where(np.isfinite(sizes), units, _ALL).astype(np.int64)
-    rows, columns = np.array([(a, b) for a, b, _ in edges]).T
-    graph = csr_array((units, (rows, columns)), shape=(num_nodes, num_nodes))
-    # The sparse array has added up edges that occur several times.
-    graph.data = np.minimum(graph.data, _ALL).astype(np.int32)
-    left = graph - maximum_flow(graph, _HOST, _DEVICE).flow
-    left.eliminate_zeros()
-    order = breadth_first_order(left.T.tocsr(), _DEVICE, return_predecessors=False)
-    return set(range(num_nodes)).difference(order.tolist())
 
 
 def _bytes_of(values: Iterable[Any]) -> float:

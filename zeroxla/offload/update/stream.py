@@ -20,7 +20,7 @@ from zeroxla.offload.memory_kinds import is_on_host, put, to_device
 from zeroxla.offload.update.host_cut import side_runs
 from zeroxla.offload.update.on_host import SCOPE, check_host_compute, host_joins, run_sides
 from zeroxla.offload.update.rows import Rows
-from zeroxla.offload.update.sub_groups import SubGroup, SubGroups
+from zeroxla.offload.update.sub_groups import RunEquations, SubGroup, SubGroups
 from zeroxla.program.shapes import shapes_of
 from zeroxla.program.trace import Value, read, run
 
@@ -33,6 +33,7 @@ def stream(
     offload: Offload,
     mesh: Mesh,
     layer_dims: Sequence[int | None] | None = None,
+    run_of: Callable[[SubGroups], RunEquations] | None = None,
 ) -> Any:
     """Call a function of arrays in either memory, inside a compiled program, in sub-groups. Each
     sub-group visits the device, or is computed on the host.
@@ -46,6 +47,8 @@ def stream(
       mesh: the mesh over all of whose devices arrays are split.
       layer_dims: the dim of the layers in each array of `places`, which are the first of `args`;
         None for an array without layers. If the whole argument is None, no array has any.
+      run_of: (cut update) -> the function with which the device computes a sub-group,
+        and what comes before all of them. None runs equations one by one.
 
     Returns:
       The results of `update`, each array in its memory.
@@ -68,8 +71,9 @@ def stream(
         layer_dims=layer_dims,
     )
     env: dict[Value, Any] = dict(zip(sub_groups.program.inputs, leaves, strict=True))
-    run(sub_groups.common, env)
-    streamed = _Stream(sub_groups, places, mesh, env)
+    run_whole = run if run_of is None else run_of(sub_groups)
+    run_whole(sub_groups.common, env)
+    streamed = _Stream(sub_groups, places, mesh, env, run_whole)
     compute = streamed.on_host if host_updates else streamed.on_device
     results = streamed.without_groups()
     moved_out: list[list[jax.Array]] = []  # the results of each sub-group so far
@@ -91,6 +95,7 @@ class _Stream:
       sub_groups: the update.
       places, mesh: as in `stream`.
       env: the update's inputs, and the values that are computed before the sub-groups.
+      run_whole: computes the equations of a sub-group on the device.
       written: for inputs that are updated row by row, their next values so far.
     """
 
@@ -98,6 +103,7 @@ class _Stream:
     places: Sequence[NamedSharding]
     mesh: Mesh
     env: dict[Value, Any]
+    run_whole: RunEquations
     written: dict[Value, jax.Array] = dataclasses.field(default_factory=dict)
 
     def without_groups(self) -> dict[int, jax.Array]:
@@ -120,7 +126,7 @@ class _Stream:
         with jax.named_scope(SCOPE):
             moved = _after([mine[v] for v in group.arrays], earlier)
             mine.update(zip(group.arrays, map(to_device, moved), strict=True))
-        group.run(mine)
+        group.run(mine, self.run_whole)
         return mine
 
     def on_host(self, group: SubGroup, earlier: list[jax.Array]) -> dict[Value, Any]:

@@ -23,6 +23,9 @@ from zeroxla.program.trace import Equation, Operand, Program, Value, closure, ru
 Makers = Mapping[Value, Equation]
 """The equation that makes each value."""
 
+RunEquations = Callable[[Sequence[Equation], dict[Value, Any]], None]
+"""(equations, values that they read): computes the equations, and adds their values."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class SubGroup:
@@ -55,10 +58,15 @@ class SubGroup:
         rows = self.rows
         return rows is None or rows.stop == self.arrays[0].aval.shape[rows.dim]
 
-    def run(self, env: dict[Value, Any]) -> None:
-        """Compute the equations, on this sub-group's rows, and add their values to `env`."""
+    def run(self, env: dict[Value, Any], run_whole: RunEquations = run) -> None:
+        """Compute the equations, on this sub-group's rows, and add their values to `env`.
+
+        Args:
+          env: the values that they read.
+          run_whole: runs the equations of a sub-group with all rows.
+        """
         if self.rows is None:
-            run(self.equations, env)
+            run_whole(self.equations, env)
         else:
             run_rows(self.equations, env, self.rows, self.row_values)
 

@@ -32,7 +32,7 @@ from zeroxla.offload.disk.group_program import group_program
 from zeroxla.offload.memory_kinds import place_of, put
 from zeroxla.offload.update.sub_groups import SubGroups
 from zeroxla.program.shapes import shapes_of
-from zeroxla.program.trace import Value, read, run
+from zeroxla.program.trace import Value, read
 from zeroxla.step.programs import Programs
 from zeroxla.step.state import TrainState
 
@@ -73,6 +73,7 @@ class DiskUpdate:
             limit=offload.sub_group * mesh.size,
             layer_dims=[p.unsplit_layers for p in placements],
         )
+        self._run_whole = programs.owned_update_of(state).run_of(sub_groups)
         inputs = sub_groups.program.inputs
         self._in_state, self._from_gradients = inputs[: len(placements)], inputs[len(placements) :]
         # The group that reads a value last may write over it.
@@ -89,7 +90,7 @@ class DiskUpdate:
         for group in sub_groups.groups:
             key = group.results, group.rows and group.rows.count
             if key not in made:
-                program = group_program(sub_groups, group, self._places)
+                program = group_program(sub_groups, group, self._places, self._run_whole)
                 made[key] = jit(program, donate_argnums=donated)
             self.group_programs.append(made[key])
 
@@ -213,7 +214,7 @@ class DiskUpdate:
         found = [*jax.tree.leaves(grads), metrics["finite"], metrics["loss"]]
         env |= zip(self._from_gradients, found, strict=True)
         with jax.named_scope("update"):
-            run(self.sub_groups.common, env)
+            self._run_whole(self.sub_groups.common, env)
         placed = self._placed({i: read(env, program.outputs[i]) for i in self.sub_groups.shared})
         return [env[v] for v in self._kept], placed, rest, metrics
 
