@@ -1,0 +1,64 @@
+"""Searches a program, and the loops and `jax.checkpoint` bodies inside it, for what is rewritten."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from zeroxla.config.rewrite import Rewrite
+from zeroxla.program.primitives import REMATS
+from zeroxla.program.scan import Scan
+from zeroxla.program.trace import Equation, Operand, Program, Value, flatten
+from zeroxla.rewrite.attention import attention_in
+from zeroxla.rewrite.found import Replacement, Rewritten
+from zeroxla.rewrite.proof import Proof
+from zeroxla.rewrite.report import Finding
+from zeroxla.rewrite.scope import Scope
+
+
+class RewriteSearch:
+    """A search of one program.
+
+    Attributes:
+      options: what is searched for.
+      proof: tries what is found.
+      findings: what was found where, in order.
+    """
+
+    def __init__(self, options: Rewrite, proof: Proof) -> None:
+        self.options, self.proof = options, proof
+        self.findings: list[Finding] = []
+
+    def program(self, program: Program) -> Rewritten:
+        """Search a program."""
+        return self._search(program, None, {}, 1)
+
+    def _search(
+        self, program: Program, outer: Scope | None, known: Mapping[Value, Operand], times: int
+    ) -> Rewritten:
+        scope = Scope(program, outer, known)
+        replaced: dict[Equation, Replacement] = {}
+        bodies: dict[Equation, Rewritten] = {}
+        for eq in program.equations:
+            body = self._inside(eq, scope, times)
+            if body is not None and body.is_changed:
+                bodies[eq] = body
+        if self.options.attention:
+            made, found = attention_in(scope, self.options, self.proof, times)
+            replaced |= made
+            self.findings += found
+        return Rewritten.of(program, replaced, bodies)
+
+    def _inside(self, eq: Equation, scope: Scope, times: int) -> Rewritten | None:
+        if eq.name == "scan":
+            scan = Scan(eq)
+            body = scan.body()
+            pairs = zip(body.inputs[: scan.num_consts], scan.consts, strict=True)
+            return self._search(body, scope, dict(pairs), times * scan.length)
+        if eq.name in REMATS:
+            body = flatten(eq.params["jaxpr"])
+            return self._search(body, scope, _pairs(body.inputs, eq.inputs), times)
+        return None
+
+
+def _pairs(values: Sequence[Value], operands: Sequence[Operand]) -> dict[Value, Operand]:
+    return dict(zip(values, operands, strict=True))
