@@ -17,6 +17,7 @@ from zeroxla.config.feedback import Feedback
 from zeroxla.config.offload import Offload
 from zeroxla.config.outer import Outer
 from zeroxla.config.presets import DIFFERENCES, TWO_LEVELS, ZEROPP, streaming
+from zeroxla.config.rewrite import Rewrite
 from zeroxla.config.splits import Splits
 from zeroxla.config.values import dtype_name, patterns, whole_number
 from zeroxla.config.wire_checks import WIRES, check_wires
@@ -120,6 +121,10 @@ class ZeroConfig:
     splits: Splits | None = None
     """Pins what the axes tensor, context and expert split, by name. None leaves it to a search."""
 
+    rewrite: Rewrite | bool | None = None
+    """Parts of the model's trace that are computed in a form that keeps less: attention, losses,
+    norms. True means `Rewrite()`. None, and False, compute the model as it is written."""
+
     outer: Outer | None = None
     """How islands exchange what they have learned. `zeroxla.Island` reads it; a step by itself
     trains alone."""
@@ -187,9 +192,12 @@ class ZeroConfig:
                 f"init_loss_scale={self.init_loss_scale} must be a finite number above 0, such as "
                 "2.0**15"
             )
+        if isinstance(self.rewrite, bool):
+            object.__setattr__(self, "rewrite", Rewrite() if self.rewrite else None)
         for name in ("frozen", "unquantized"):
             object.__setattr__(self, name, patterns(name, getattr(self, name)))
-        for name, kind in (("offload", Offload), ("outer", Outer), ("splits", Splits)):
+        kinds = {"offload": Offload, "outer": Outer, "splits": Splits, "rewrite": Rewrite}
+        for name, kind in kinds.items():
             value = getattr(self, name)
             if not isinstance(value, kind) and (value is not None or kind is Offload):
                 raise ValueError(f"{name}={value!r} is none; give a zeroxla.{kind.__name__}")

@@ -56,7 +56,7 @@ class CausalAttention:
         casts = all(eq.name in _CASTS for eq, _ in site.chain)
         if not isinstance(products, Made) or products.eq.name != "dot_general":
             return None
-        if not casts or not masks.in_place:
+        if not casts or masks.places is None:
             return None
         operands = [items[i] for i in products.args]
         query = next((i for i, x in enumerate(operands) if (QUERY, 0) in x.cuts), None)
@@ -67,9 +67,13 @@ class CausalAttention:
         eqs = products.eq, site.eq
         if any(eq.params["precision"] is not None for eq in eqs):
             return None
-        of_scores = [tuple(-1 if d is None else d for d in dims) for dims in dot_dims(products.eq)]
+        of_scores = [
+            tuple(-1 if d is None else masks.places.index(d) for d in dims)
+            for dims in dot_dims(products.eq)
+        ]
         in_probs = dot_dims(site.eq)
-        shared = tuple(range(len(products.eq.params["dimension_numbers"][1][0])))
+        num_shared = len(products.eq.params["dimension_numbers"][1][0])
+        shared = tuple(masks.places.index(d) for d in range(num_shared))
         at_query, at_key = (site.own_cuts.index((label, 0)) for label in (QUERY, KEY))
         grouped = tuple(d for d in of_scores[query] if d not in (*shared, at_query, -1))
         ones = [x.count(-1) for x in of_scores]

@@ -34,7 +34,7 @@ class Masks:
       biases: items that are added to scores.
       scale: what products are multiplied by before.
       products: the item that is masked.
-      in_place: whether it has the scores' dims in their order.
+      places: the dim of the masked item that each dim of the scores is; None if it has others.
     """
 
     site: AttentionSite
@@ -42,7 +42,7 @@ class Masks:
     biases: tuple[int, ...]
     scale: float
     products: int
-    in_place: bool
+    places: tuple[int, ...] | None
 
     @staticmethod
     def of(site: AttentionSite) -> Masks:
@@ -53,7 +53,8 @@ class Masks:
         if site.keep is not None and site.softmax.keep is not None:
             conditions.append((site.keep, site.softmax.keep[1]))
         biases: list[int] = []
-        scale, number, in_place = 1.0, site.scores, True
+        scale, number = 1.0, site.scores
+        places: list[int] | None = list(range(len(site.own_cuts)))
         while isinstance(item := items[number], Made):
             name, args = item.eq.name, item.args
             fixed = [extent(site.recipe, i, whole) for i in args]
@@ -75,8 +76,12 @@ class Masks:
                 number = args[1 - at]
             elif name in _SAME:
                 number = args[0]
+            elif name == "transpose":
+                order = item.eq.params["permutation"]
+                places = None if places is None else [order[d] for d in places]
+                number = args[0]
             elif name in LAYOUT:
-                in_place, number = False, args[0]
+                places, number = None, args[0]
             else:
                 break
         return Masks(
@@ -85,7 +90,7 @@ class Masks:
             biases=tuple(biases),
             scale=scale,
             products=number,
-            in_place=in_place,
+            places=None if places is None else tuple(places),
         )
 
     @property

@@ -7,7 +7,7 @@ search of axes, the stages of a pipeline, a plan of costs) need not know of it.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -69,3 +69,27 @@ class RewrittenLoss:
             findings: tuple[Finding, ...] = tuple(search.findings)
             self._known[known] = found, result, RewriteReport(findings=findings)
         return self._known[known]
+
+
+def rewritten(
+    losses: Mapping[bool, Callable[..., Any]], options: Rewrite | bool | None
+) -> Mapping[bool, Callable[..., Any]]:
+    """Return a model's losses, by `train`, rewritten; as they are if nothing is to be.
+
+    Args:
+      losses: the losses; see `RewrittenLoss.loss`.
+      options: what is rewritten.
+    """
+    if not isinstance(options, Rewrite):
+        return losses
+    proof = Proof()
+    return {
+        train: RewrittenLoss(loss=loss, options=options, proof=proof)
+        for train, loss in losses.items()
+    }
+
+
+def rewrites_of(losses: Mapping[bool, Callable[..., Any]]) -> RewriteReport | None:
+    """Return the report on the loss of training; None if nothing is to be rewritten."""
+    loss = losses[True]
+    return loss.newest if isinstance(loss, RewrittenLoss) else None

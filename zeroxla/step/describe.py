@@ -15,6 +15,7 @@ from zeroxla.fetch.segments import FetchPlan, LayerLoop, Remat, Straight
 from zeroxla.offload.array_bytes import shard_bytes
 from zeroxla.offload.memory_kinds import Place
 from zeroxla.program.report import Report
+from zeroxla.rewrite.report import RewriteReport
 from zeroxla.split.axis_report import AxisReport
 from zeroxla.step.state import TrainState
 from zeroxla.wire.leaves import Layout, Leaf
@@ -67,6 +68,7 @@ class Description(Report):
       secondary_on_host: whether secondary shards are in the host's memory.
       updated_on: where arrays on the host are updated: on the device, or on the host.
       axes: what is split over each axis that splits the work on one row.
+      rewrites: what was rewritten in the model's trace; None without the option.
     """
 
     rows: tuple[LeafRow, ...]
@@ -75,10 +77,13 @@ class Description(Report):
     secondary_on_host: bool = False
     updated_on: Literal["device", "host"] = "device"
     axes: tuple[AxisReport, ...] = ()
+    rewrites: RewriteReport | None = None
 
     def tables(self) -> list[Table]:
-        """Return the table of leaves, and those of the axes that split the work on one row."""
-        return [self.table(), *(table for axis in self.axes for table in axis.tables())]
+        """Return the table of leaves, and those of axes that split the work on one row, and of
+        rewrites."""
+        others = [*self.axes, *([] if self.rewrites is None else [self.rewrites])]
+        return [self.table(), *(table for other in others for table in other.tables())]
 
     @property
     def shard_bytes(self) -> int:
@@ -167,9 +172,8 @@ def describe_step(programs: Programs, shapes: StateShapes) -> Report:
         at_rest = stored_in_words(state, programs.mesh, updated_on)
         return programs.describe_stages(*inputs, at_rest)
     found = describe(layout, programs.plan(*inputs), programs.wiring, state.opt_state, updated_on)
-    if programs.axes is None:
-        return found
-    return dataclasses.replace(found, axes=programs.axes.newest.reports())
+    axes = () if programs.axes is None else programs.axes.newest.reports()
+    return dataclasses.replace(found, axes=axes, rewrites=programs.rewrites)
 
 
 def describe(

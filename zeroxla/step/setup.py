@@ -28,6 +28,8 @@ from zeroxla.offload.memory_kinds import check_memory
 from zeroxla.offload.update.on_host import check_host_compute
 from zeroxla.program.compat import AxisNames, mesh_context
 from zeroxla.program.shapes import shapes_of
+from zeroxla.rewrite.report import RewriteReport
+from zeroxla.rewrite.rewritten_loss import rewritten, rewrites_of
 from zeroxla.step.axes.axes_split import AxesSplit, axes_split_of
 from zeroxla.step.axes.deals import Deals
 from zeroxla.step.axes.differentiator import AxesDifferentiator
@@ -59,7 +61,7 @@ class Setup:
       weights: how often a stage of a pipeline gathers its leaves.
       alone_elements: a shard of at least this many elements shares no buffer with others.
       axis_names: other names of the mesh's axes, which the model uses.
-      known: the losses and their splits by compute dtype and pins. Setups of one model and mesh
+      known: the losses and their splits by compute dtype, pins and rewrites. Setups of one model and mesh
         share it, so that the model is traced, and axes are searched, once for all of them.
       desk: where programs get parameters that are on disk.
       wiring: how leaves travel on this mesh.
@@ -87,9 +89,9 @@ class Setup:
         wiring = make_wiring(self.config, self.mesh, self.desk, self.alone_elements)
         object.__setattr__(self, "wiring", wiring)
         dtype = wiring.collectives.compute_dtype
-        key = dtype, repr(self.config.splits)
+        key = dtype, repr(self.config.splits), self.config.rewrite
         if key not in self.known:
-            losses = make_losses(self.adapted, dtype)
+            losses = rewritten(make_losses(self.adapted, dtype), self.config.rewrite)
             self.known[key] = losses, axes_split_of(self.mesh, losses, dtype, self.config.splits)
         losses, axes = self.known[key]
         object.__setattr__(self, "losses", losses)
@@ -197,6 +199,11 @@ class Setup:
         rows = jax.eval_shape(self.first_rows, batch)
         return shapes_of(model_state), rows, jax.eval_shape(lambda key: key, key)
 
+    @property
+    def rewrites(self) -> RewriteReport | None:
+        """What was rewritten for the newest shapes; None without the option."""
+        return rewrites_of(self.losses)
+
     def first_rows(self, batch: Any) -> Any:
         """Return rank 0's first micro-batch."""
         parts = world_size(self.mesh) * self.config.accumulate
@@ -253,7 +260,7 @@ class Setup:
         """Return the object that differentiates the model in stages; None without stages."""
         if self.pipeline is None:
             return None
-        planner, losses = self._planner(layout), None
+        planner, losses = self._planner(layout), self.losses if self.config.rewrite else None
         if self.axes is not None:
             layout, losses = self.axes.of_parts(layout)
         return self.pipeline.differentiator(
