@@ -30,9 +30,7 @@ def evaluate(found: Rewritten, args: Sequence[Any], around: Env | None = None) -
     """
     env: Env = ChainMap({}, *([] if around is None else [around]))
     env.update(zip(found.program.inputs, args, strict=True))
-    for eq in found.program.equations:
-        if eq not in found.needed:
-            continue
+    for eq in found.order:
         if eq in found.replaced:
             made = found.replaced[eq]
             with compat.context_of(eq.source, eq.name_stack):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import jax
 
@@ -33,7 +33,7 @@ class Rewritten:
       program: the program.
       replaced: by the equation in whose place they run, the replacements.
       bodies: the loops and `jax.checkpoint` bodies that have some inside.
-      needed: the equations that still run.
+      order: the equations that still run, in their order.
       read: the values that the program needs and does not make: its inputs, and values of the
         programs around it.
     """
@@ -41,7 +41,7 @@ class Rewritten:
     program: Program
     replaced: Mapping[Equation, Replacement]
     bodies: Mapping[Equation, Rewritten]
-    needed: frozenset[Equation]
+    order: tuple[Equation, ...]
     read: frozenset[Value]
 
     @property
@@ -55,23 +55,60 @@ class Rewritten:
         replaced: Mapping[Equation, Replacement],
         bodies: Mapping[Equation, Rewritten],
     ) -> Rewritten:
-        """Find out what still runs."""
+        """Find out what still runs, and in which order."""
+        instead = {v for made in replaced.values() for v in made.outputs}
+        order = _ordered(program, replaced, bodies, instead)
         wanted = {x for x in program.outputs if isinstance(x, Value)}
-        needed: set[Equation] = set()
-        for eq in reversed(program.equations):
-            made = replaced[eq].outputs if eq in replaced else eq.outputs
-            if not eq.is_pinned and wanted.isdisjoint(made):
+        needed: list[Equation] = []
+        for eq in reversed(order):
+            if not eq.is_pinned and wanted.isdisjoint(_outputs_of(eq, replaced, instead)):
                 continue
-            needed.add(eq)
+            needed.append(eq)
             wanted.update(x for x in inputs_of(eq, replaced, bodies) if isinstance(x, Value))
         made_here = {v for eq in program.equations for v in eq.outputs}
         return Rewritten(
             program=program,
             replaced=replaced,
             bodies=bodies,
-            needed=frozenset(needed),
+            order=tuple(reversed(needed)),
             read=frozenset(wanted - made_here),
         )
+
+
+def _ordered(
+    program: Program,
+    replaced: Mapping[Equation, Replacement],
+    bodies: Mapping[Equation, Rewritten],
+    instead: Collection[Value],
+) -> list[Equation]:
+    """Return the equations in an order in which all that they read is there: what reads the result
+    of a replacement may have stood before it."""
+    made_here = {v for eq in program.equations for v in eq.outputs}
+    made: set[Value] = set()
+    order: list[Equation] = []
+    waiting: list[Equation] = []
+
+    def add(eq: Equation) -> bool:
+        own = {x for x in inputs_of(eq, replaced, bodies) if isinstance(x, Value)}
+        if not made >= own & made_here:
+            return False
+        order.append(eq)
+        made.update(_outputs_of(eq, replaced, instead))
+        return True
+
+    for eq in program.equations:
+        if not add(eq):
+            waiting.append(eq)
+        elif eq in replaced:
+            waiting = [x for x in waiting if not add(x)]
+    return order
+
+
+def _outputs_of(
+    eq: Equation, replaced: Mapping[Equation, Replacement], instead: Collection[Value]
+) -> set[Value]:
+    """Return the values that an equation makes, or what runs in its place."""
+    return set(replaced[eq].outputs) if eq in replaced else set(eq.outputs) - set(instead)
 
 
 def inputs_of(

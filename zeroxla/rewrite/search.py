@@ -9,6 +9,7 @@ from zeroxla.program.primitives import REMATS
 from zeroxla.program.scan import Scan
 from zeroxla.program.trace import Equation, Operand, Program, Value, flatten
 from zeroxla.rewrite.attention import attention_in
+from zeroxla.rewrite.head import heads_in
 from zeroxla.rewrite.found import Replacement, Rewritten
 from zeroxla.rewrite.proof import Proof
 from zeroxla.rewrite.report import Finding
@@ -44,6 +45,10 @@ class RewriteSearch:
                 bodies[eq] = body
         if self.options.attention:
             made, found = attention_in(scope, self.options, self.proof, times)
+            replaced |= made
+            self.findings += found
+        if self.options.loss:
+            made, found = heads_in(scope, self.options, self.proof, times)
             replaced |= made
             self.findings += found
         return Rewritten.of(program, replaced, bodies)
