@@ -20,8 +20,9 @@ from zeroxla.rewrite.small_attention import BLOCK, holds
 
 def attention_in(
     scope: Scope, options: Rewrite, proof: Proof, times: int
-) -> tuple[Mapping[Equation, Replacement], list[Finding]]:
-    """Return what runs in the place of attention in a program, and what was found.
+) -> tuple[Mapping[Equation, Replacement], set[Equation], list[Finding]]:
+    """Return what runs in the place of attention in a program, the equations that no longer run,
+    and what was found.
 
     Args:
       scope: the program.
@@ -31,6 +32,7 @@ def attention_in(
     """
     replaced: dict[Equation, Replacement] = {}
     findings: list[Finding] = []
+    inside: set[Equation] = set()
     for eq in scope.program.equations:
         site = find_attention(scope, eq) if eq.name == "dot_general" else None
         if site is None:
@@ -42,11 +44,12 @@ def attention_in(
             if not isinstance(made, str):
                 replacement, words = made
                 replaced[eq] = replacement
+                inside |= {*site.inside, *site.calls()}
                 findings.append(Finding.at("attention", eq, times, shape, words))
                 continue
             site = made
         findings.append(Finding.at("attention", eq, times, shape, None, site))
-    return replaced, findings
+    return replaced, inside, findings
 
 
 def _made(

@@ -21,9 +21,9 @@ POSITIONS, WORDS, CHUNK = 7, 16, 3
 
 def heads_in(
     scope: Scope, options: Rewrite, proof: Proof, times: int
-) -> tuple[Mapping[Equation, Replacement], list[Finding]]:
-    """Return what runs in the place of logits in a program, and what was found; see
-    `attention.attention_in`."""
+) -> tuple[Mapping[Equation, Replacement], set[Equation], list[Finding]]:
+    """Return what runs in the place of logits in a program, the equations that no longer run, and
+    what was found; see `attention.attention_in`."""
     replaced: dict[Equation, Replacement] = {}
     findings: list[Finding] = []
     taken: set[Equation] = set()
@@ -42,7 +42,7 @@ def heads_in(
             taken.update(site.inside)
             words = f"logits of {chunk} positions at a time"
         findings.append(Finding.at("loss", eq, times, shape, words, reason))
-    return replaced, findings
+    return replaced, taken, findings
 
 
 def _chunked(site: HeadSite, chunk: int) -> Replacement:

@@ -11,6 +11,7 @@ import dataclasses
 import itertools
 from collections.abc import Sequence
 
+from zeroxla.program.primitives import CONTRACTIONS
 from zeroxla.program.trace import Equation, Operand, Value
 from zeroxla.rewrite.cuts import Cut, Cuts, dot_dims, labels_of, operand_cuts, shape_of
 from zeroxla.rewrite.recipe import Recipe
@@ -126,6 +127,8 @@ def _followed(
         descends.update(reader.outputs)
         made_by.update((v, reader) for v in reader.outputs)
         wide = any(WORD in labels_of(known.get(v, ())) for v in reader.values)
+        if wide and reader.name in CONTRACTIONS:
+            return None  # a hidden layer
         found = _result_cuts(reader, known)
         if found is None:
             if wide:

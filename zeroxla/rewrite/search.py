@@ -10,6 +10,7 @@ from zeroxla.program.scan import Scan
 from zeroxla.program.trace import Equation, Operand, Program, Value, flatten
 from zeroxla.rewrite.attention import attention_in
 from zeroxla.rewrite.head import heads_in
+from zeroxla.rewrite.chain import chains_in
 from zeroxla.rewrite.found import Replacement, Rewritten
 from zeroxla.rewrite.proof import Proof
 from zeroxla.rewrite.report import Finding
@@ -43,12 +44,19 @@ class RewriteSearch:
             body = self._inside(eq, scope, times)
             if body is not None and body.is_changed:
                 bodies[eq] = body
-        if self.options.attention:
-            made, found = attention_in(scope, self.options, self.proof, times)
-            replaced |= made
-            self.findings += found
-        if self.options.loss:
-            made, found = heads_in(scope, self.options, self.proof, times)
+        inside: set[Equation] = set()
+        for wanted, search in (
+            (self.options.attention, attention_in),
+            (self.options.loss, heads_in),
+        ):
+            if wanted:
+                made, own, found = search(scope, self.options, self.proof, times)
+                replaced |= made
+                inside |= own
+                self.findings += found
+        if self.options.norms:
+            taken = {*replaced, *bodies, *inside}
+            made, found = chains_in(scope, taken, self.proof, times)
             replaced |= made
             self.findings += found
         return Rewritten.of(program, replaced, bodies)
