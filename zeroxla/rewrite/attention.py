@@ -15,11 +15,11 @@ from zeroxla.rewrite.masks import Masks, pairs_of
 from zeroxla.rewrite.proof import Proof
 from zeroxla.rewrite.report import Finding
 from zeroxla.rewrite.scope import Scope
-from zeroxla.rewrite.small_attention import BLOCK, holds
+from zeroxla.rewrite.small_attention import BLOCK, objection
 
 
 def attention_in(
-    scope: Scope, options: Rewrite, proof: Proof, times: int
+    scope: Scope, options: Rewrite, proof: Proof, times: int, *, on_cpu: bool
 ) -> tuple[Mapping[Equation, Replacement], set[Equation], list[Finding]]:
     """Return what runs in the place of attention in a program, the equations that no longer run,
     and what was found.
@@ -29,6 +29,7 @@ def attention_in(
       options: the sizes of blocks.
       proof: tries what is found on a small instance.
       times: how often the program runs.
+      on_cpu: whether it runs on CPUs.
     """
     replaced: dict[Equation, Replacement] = {}
     findings: list[Finding] = []
@@ -40,7 +41,7 @@ def attention_in(
         shape = eq.inputs[0].aval.str_short()
         if isinstance(site, AttentionSite):
             shape = site.softmax.scores.aval.str_short()
-            made = _made(site, options, proof)
+            made = _made(site, options, proof, on_cpu=on_cpu)
             if not isinstance(made, str):
                 replacement, words = made
                 replaced[eq] = replacement
@@ -53,20 +54,22 @@ def attention_in(
 
 
 def _made(
-    site: AttentionSite, options: Rewrite, proof: Proof
+    site: AttentionSite, options: Rewrite, proof: Proof, *, on_cpu: bool
 ) -> tuple[Replacement, str] | str:
     """Return what runs in the place of attention, and in words; or why it stays."""
     block, masks = options.attention_block, Masks.of(site)
     longest = max(site.lengths.values())
     causal = CausalAttention.of(site, masks, block)
     if causal is not None and (longest > block or causal.may_be_one_kernel):
-        if holds(proof, "causal", site, partial(again, causal)):
+        if objection(proof, "causal", site, partial(again, causal)) is None:
             return _causal(causal), f"causal attention by blocks of {block}"
     if longest <= block:
         return f"it is not longer than a block of {block}"
-    made = BlockAttention(site=site, block=block, pairs=pairs_of(masks, block))
-    if not holds(proof, "blocks", site, partial(again, made)):
-        return "a small instance computed something else by blocks"
+    pairs = pairs_of(masks, block)
+    made = BlockAttention(site=site, block=block, pairs=pairs, on_cpu=on_cpu)
+    against = objection(proof, "blocks", site, partial(again, made))
+    if against is not None:
+        return against
     return _by_blocks(made), f"attention by blocks of {block}"
 
 
@@ -78,7 +81,8 @@ def again(made: CausalAttention | BlockAttention, site: AttentionSite) -> Replac
     """
     block, masks = BLOCK, Masks.of(site)
     if isinstance(made, BlockAttention):
-        return _by_blocks(BlockAttention(site=site, block=block, pairs=pairs_of(masks, block)))
+        pairs = pairs_of(masks, block)
+        return _by_blocks(BlockAttention(site=site, block=block, pairs=pairs, on_cpu=True))
     causal = CausalAttention.of(site, masks, block)
     if causal is None:
         raise ValueError("it is not causal")

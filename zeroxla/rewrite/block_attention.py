@@ -35,11 +35,14 @@ class BlockAttention:
       site: the attention.
       block: the most queries, and the most keys, of a block.
       pairs: the pairs of a block of queries and a block of keys that are computed, int32[pairs, 2].
+      on_cpu: whether it runs on CPUs, for which XLA cannot compile all products of 16-bit arrays
+        that are added up in float32.
     """
 
     site: AttentionSite
     block: int
     pairs: np.ndarray
+    on_cpu: bool
 
     @property
     def roots(self) -> list[int]:
@@ -228,6 +231,8 @@ class BlockAttention:
     def _einsum(self, subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
         params, result = self.site.eq.params, self.site.eq.outputs[0].aval
         wide = jnp.promote_types(result.dtype, jnp.float32)
+        if self.on_cpu:
+            a, b = a.astype(wide), b.astype(wide)
         return jnp.einsum(
             subscripts, a, b, precision=params["precision"], preferred_element_type=wide
         )

@@ -37,18 +37,17 @@ def chains_in(
     replaced: dict[Equation, Replacement] = {}
     findings: list[Finding] = []
     for site in find_chains(scope, taken):
-        last, words, reason = site.equations[-1], None, ""
-        if _holds(scope, site, proof):
+        last, words = site.equations[-1], None
+        reason = _objection(scope, site, proof)
+        if reason is None:
             replaced[last] = Replacement(
                 inputs=site.inputs,
                 outputs=(site.result,),
                 run=KeptInputs(site.equations, site.inputs, site.result),
             )
             words = "its inputs are kept"
-        else:
-            reason = "a small instance computed something else"
         shape = site.result.aval.str_short()
-        findings.append(Finding.at(site.kind, last, times, shape, words, reason))
+        findings.append(Finding.at(site.kind, last, times, shape, words, reason or ""))
     return replaced, findings
 
 
@@ -98,8 +97,8 @@ class KeptInputs:
         return tuple(grads.get(i) for i in range(len(args)))
 
 
-def _holds(scope: Scope, site: ChainSite, proof: Proof) -> bool:
-    """Return whether a few rows of a chain are computed the same."""
+def _objection(scope: Scope, site: ChainSite, proof: Proof) -> str | None:
+    """Return what speaks against keeping a chain's inputs, from a few of its rows."""
     summed = {
         d
         for eq in site.equations
@@ -135,4 +134,4 @@ def _holds(scope: Scope, site: ChainSite, proof: Proof) -> bool:
         last = next(eq for eq in program.equations if result in eq.outputs)
         return Rewritten.of(program, {last: made}, {})
 
-    return proof.holds("inputs", written, shapes, rewrite)
+    return proof.objection("inputs", written, shapes, rewrite)

@@ -32,16 +32,16 @@ def heads_in(
         if site is None:
             continue
         shape, chunk = eq.outputs[0].aval.str_short(), options.loss_chunk
-        words, reason = None, ""
+        words = None
         if site.lengths[POSITION] <= chunk:
             reason = f"it has no more positions than a chunk of {chunk}"
-        elif not _holds(proof, site):
-            reason = "a small instance computed something else by chunks"
         else:
+            reason = _objection(proof, site)
+        if reason is None:
             replaced[site.inside[-1]] = _chunked(site, chunk)
             taken.update(site.inside)
             words = f"logits of {chunk} positions at a time"
-        findings.append(Finding.at("loss", eq, times, shape, words, reason))
+        findings.append(Finding.at("loss", eq, times, shape, words, reason or ""))
     return replaced, taken, findings
 
 
@@ -53,9 +53,9 @@ def _chunked(site: HeadSite, chunk: int) -> Replacement:
     return Replacement(inputs=inputs, outputs=outputs, run=ChunkedHead(site=site, chunk=chunk))
 
 
-def _holds(proof: Proof, site: HeadSite) -> bool:
-    """Return whether a small instance computes the same in chunks: a few positions and words of it,
-    and all else whole."""
+def _objection(proof: Proof, site: HeadSite) -> str | None:
+    """Return what speaks against chunks, from a small instance: a few positions and words, and all
+    else whole."""
     sizes = ((POSITION, POSITIONS), (WORD, WORDS))
     window = {label: (0, min(n, site.lengths[label])) for label, n in sizes}
     roots, recipe = site.recipe.roots(), site.recipe
@@ -77,4 +77,4 @@ def _holds(proof: Proof, site: HeadSite) -> bool:
                 return Rewritten.of(program, {found.inside[-1]: _chunked(found, CHUNK)}, {})
         raise ValueError("the small instance has no logits")
 
-    return proof.holds("chunks", written, shapes, rewrite)
+    return proof.objection("chunks", written, shapes, rewrite)

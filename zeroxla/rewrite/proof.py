@@ -36,49 +36,55 @@ class Proof:
     """Tries rewrites, and remembers what it has found.
 
     Attributes:
-      known: by the small program and the name of the rewrite, whether it computed the same.
+      known: by the small program and the name of the rewrite, what was found.
     """
 
-    known: dict[tuple[str, str], bool] = dataclasses.field(default_factory=dict)
+    known: dict[tuple[str, str], str | None] = dataclasses.field(default_factory=dict)
 
-    def holds(
+    def objection(
         self,
         name: str,
-        fun: Callable[..., jax.Array],
+        fun: Callable[..., Any],
         shapes: Sequence[Any],
         rewrite: Callable[[Program], Rewritten],
-    ) -> bool:
-        """Return whether a rewrite computes the same on a small instance, and its derivative too.
+    ) -> str | None:
+        """Return what speaks against a rewrite; None if it computes the same on a small instance,
+        and its derivative too.
 
         Args:
           name: a name of the rewrite, that says all that the small program does not.
           fun: the small instance as it was written, a function of arrays.
           shapes: the abstract values of its arguments.
-          rewrite: rewrites its program; it raises ValueError where it finds nothing to rewrite.
+          rewrite: rewrites its program. What it raises speaks against it.
 
         Cost: two compilations of the instance. The same instance is tried once.
         """
 
-        def tried() -> bool:
+        def tried() -> str | None:
             key = str(jax.make_jaxpr(fun)(*map(_shape, shapes))), name
             if key not in self.known:
-                self.known[key] = _is_same(fun, shapes, rewrite)
+                self.known[key] = _objection(fun, shapes, rewrite)
             return self.known[key]
 
         with ThreadPoolExecutor(1) as apart:  # this thread is tracing
             return apart.submit(tried).result()
 
 
-def _is_same(
-    fun: Callable[..., jax.Array],
-    shapes: Sequence[Any],
-    rewrite: Callable[[Program], Rewritten],
-) -> bool:
-    program, _ = trace(fun, *map(_shape, shapes))
+def _objection(
+    fun: Callable[..., Any], shapes: Sequence[Any], rewrite: Callable[[Program], Rewritten]
+) -> str | None:
     try:
+        program, _ = trace(fun, *map(_shape, shapes))
         found = rewrite(program)
-    except ValueError:
-        return False
+        same = _is_same(program, found, shapes)
+    except Exception as error:  # whatever it is, the model itself may run
+        words = str(error).strip().splitlines() or [""]
+        return f"no small instance of it runs: {type(error).__name__}: {words[0]}"
+    return None if same else "a small instance computed something else"
+
+
+def _is_same(program: Program, found: Rewritten, shapes: Sequence[Any]) -> bool:
+    """Return whether two programs compute the same from random arrays."""
     floats = [i for i, x in enumerate(shapes) if is_float(x.dtype)]
 
     def both(args: Sequence[Any], seed: jax.Array) -> tuple[list[jax.Array], list[jax.Array]]:

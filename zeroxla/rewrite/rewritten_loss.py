@@ -25,7 +25,7 @@ MOST_SHAPES = 8
 """So many traces are remembered, for different shapes of arguments."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)  # JAX refers to it weakly: no slots
 class RewrittenLoss:
     """A loss that is rewritten for each shape of its arguments.
 
@@ -33,10 +33,12 @@ class RewrittenLoss:
       loss: the model's loss: (params, model_state, batch, key) -> any pytree.
       options: what is rewritten.
       proof: tries what is found.
+      on_cpu: whether the loss runs on CPUs.
     """
 
     loss: Callable[..., Any]
     options: Rewrite
+    on_cpu: bool
     proof: Proof = dataclasses.field(default_factory=Proof)
     _known: dict[Any, tuple[Rewritten, Any, RewriteReport]] = dataclasses.field(
         default_factory=dict, init=False
@@ -66,7 +68,7 @@ class RewrittenLoss:
             while len(self._known) >= MOST_SHAPES:
                 del self._known[next(iter(self._known))]
             program, result = trace(self.loss, *shapes)
-            search = RewriteSearch(self.options, self.proof)
+            search = RewriteSearch(self.options, self.proof, on_cpu=self.on_cpu)
             found = search.program(program)
             findings: tuple[Finding, ...] = tuple(search.findings)
             self._known[known] = found, result, RewriteReport(findings=findings)
@@ -74,19 +76,20 @@ class RewrittenLoss:
 
 
 def rewritten(
-    losses: Mapping[bool, Callable[..., Any]], options: Rewrite | bool | None
+    losses: Mapping[bool, Callable[..., Any]], options: Rewrite | bool | None, *, on_cpu: bool
 ) -> Mapping[bool, Callable[..., Any]]:
     """Return a model's losses, by `train`, rewritten; as they are if nothing is to be.
 
     Args:
       losses: the losses; see `RewrittenLoss.loss`.
       options: what is rewritten.
+      on_cpu: whether the losses run on CPUs.
     """
     if not isinstance(options, Rewrite):
         return losses
     proof = Proof()
     return {
-        train: RewrittenLoss(loss=loss, options=options, proof=proof)
+        train: RewrittenLoss(loss=loss, options=options, on_cpu=on_cpu, proof=proof)
         for train, loss in losses.items()
     }
 

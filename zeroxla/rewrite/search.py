@@ -23,11 +23,12 @@ class RewriteSearch:
     Attributes:
       options: what is searched for.
       proof: tries what is found.
+      on_cpu: whether the program runs on CPUs.
       findings: what was found where, in order.
     """
 
-    def __init__(self, options: Rewrite, proof: Proof) -> None:
-        self.options, self.proof = options, proof
+    def __init__(self, options: Rewrite, proof: Proof, *, on_cpu: bool) -> None:
+        self.options, self.proof, self.on_cpu = options, proof, on_cpu
         self.findings: list[Finding] = []
 
     def program(self, program: Program) -> Rewritten:
@@ -45,15 +46,16 @@ class RewriteSearch:
             if body is not None and body.is_changed:
                 bodies[eq] = body
         inside: set[Equation] = set()
-        for wanted, search in (
-            (self.options.attention, attention_in),
-            (self.options.loss, heads_in),
-        ):
-            if wanted:
-                made, own, found = search(scope, self.options, self.proof, times)
-                replaced |= made
-                inside |= own
-                self.findings += found
+        arguments = scope, self.options, self.proof, times
+        searches = []
+        if self.options.attention:
+            searches.append(attention_in(*arguments, on_cpu=self.on_cpu))
+        if self.options.loss:
+            searches.append(heads_in(*arguments))
+        for made, own, found in searches:
+            replaced |= made
+            inside |= own
+            self.findings += found
         if self.options.norms:
             taken = {*replaced, *bodies, *inside}
             made, found = chains_in(scope, taken, self.proof, times)

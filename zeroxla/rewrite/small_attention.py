@@ -23,10 +23,10 @@ BLOCK = 3
 """The block of the small instance."""
 
 
-def holds(
+def objection(
     proof: Proof, name: str, site: AttentionSite, again: Callable[[AttentionSite], Replacement]
-) -> bool:
-    """Return whether what runs in the place of attention computes the same.
+) -> str | None:
+    """Return what speaks against what runs in the place of attention; see `Proof.objection`.
 
     Args:
       proof: runs small instances.
@@ -65,7 +65,7 @@ def holds(
                 return Rewritten.of(program, {eq: again(found)}, {})
         raise ValueError("the small instance has no attention")
 
-    return proof.holds(name, written, shapes, rewrite)
+    return proof.objection(name, written, shapes, rewrite)
 
 
 def _shape(root: Any, window: Any) -> Any:

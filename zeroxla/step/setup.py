@@ -91,7 +91,9 @@ class Setup:
         dtype = wiring.collectives.compute_dtype
         key = dtype, repr(self.config.splits), self.config.rewrite
         if key not in self.known:
-            losses = rewritten(make_losses(self.adapted, dtype), self.config.rewrite)
+            on_cpu = platform_of(self.mesh) == "cpu"
+            losses = make_losses(self.adapted, dtype)
+            losses = rewritten(losses, self.config.rewrite, on_cpu=on_cpu)
             self.known[key] = losses, axes_split_of(self.mesh, losses, dtype, self.config.splits)
         losses, axes = self.known[key]
         object.__setattr__(self, "losses", losses)
