@@ -1,4 +1,4 @@
-"""Attention that people write by hand is found, computes the same by blocks, and keeps no scores."""
+"""Attention that people write by hand is found, computes the same, and keeps no scores."""
 
 import jax
 import jax.numpy as jnp
@@ -105,9 +105,7 @@ def other_length(q, k, v, batch, params):
 
 FOUND = {
     f.__name__: f
-    for f in (
-        *(learned_bias, relative_table, learned_factor, zeros_after, one_over, other_length),
-    )
+    for f in (*(learned_bias, relative_table, learned_factor, zeros_after, one_over, other_length),)
 }
 
 

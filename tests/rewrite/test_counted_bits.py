@@ -12,9 +12,9 @@ from zeroxla.rewrite.counted_bits import _times_plus, bits_of_block
 def test_a_block_has_the_bits_of_the_whole_array(width):
     key, shape = jax.random.key(7), (3, 4, 33, 65)
     whole = jax.random.bits(key, shape, jnp.dtype(f"uint{width}"))
-    first = jax.jit(
-        lambda at: bits_of_block(key, width, shape, (0, 1, at, 40), (3, 2, 16, 25))
-    )(jnp.int32(17))
+    first = jax.jit(lambda at: bits_of_block(key, width, shape, (0, 1, at, 40), (3, 2, 16, 25)))(
+        jnp.int32(17)
+    )
     np.testing.assert_array_equal(first, whole[:, 1:3, 17:33, 40:])
 
 

@@ -220,9 +220,7 @@ class NnxModel(nnx.Module):
     def __init__(self, attention: Attention, rngs: nnx.Rngs):
         self.attention, self.rngs = attention, rngs
         self.embed = nnx.Embed(VOCABULARY, WIDTH, rngs=rngs)
-        self.projections = nnx.List(
-            [nnx.Linear(WIDTH, 3 * WIDTH, rngs=rngs) for _ in range(2)]
-        )
+        self.projections = nnx.List([nnx.Linear(WIDTH, 3 * WIDTH, rngs=rngs) for _ in range(2)])
         self.out = nnx.List([nnx.Linear(WIDTH, WIDTH, rngs=rngs) for _ in range(2)])
         self.head = nnx.Linear(WIDTH, VOCABULARY, rngs=rngs)
 

@@ -122,16 +122,13 @@ class ZeroConfig:
     """Pins what the axes tensor, context and expert split, by name. None leaves it to a search."""
 
     rewrite: Rewrite | bool | None = None
-    """Parts of the model's trace that are computed in a form that keeps less: attention, losses,
-    norms. True means `Rewrite()`. None, and False, compute the model as it is written."""
+    """What of the model's trace is computed in a form that keeps less; True means `Rewrite()`."""
 
     outer: Outer | None = None
-    """How islands exchange what they have learned. `zeroxla.Island` reads it; a step by itself
-    trains alone."""
+    """How islands exchange what they have learned, for `zeroxla.Island`; a step trains alone."""
 
     optimizer: optax.GradientTransformation | None = None
-    """Optimizer of a `make_step` that is given none. None means AdamW. (optimizer, scheduler,
-    gradient_clipping)"""
+    """Optimizer of a `make_step` that is given none. None means AdamW. (optimizer, scheduler)"""
 
     unit_elements: int | None = None
     """Largest number of elements that are gathered together; a larger leaf is a unit of its own.
@@ -143,8 +140,7 @@ class ZeroConfig:
     the next unit on other devices. (stage3_prefetch_bucket_size)"""
 
     max_live_parameters: int = 0
-    """Largest number of elements that stay gathered for a later use.
-    (stage3_max_live_parameters)"""
+    """Largest number of elements that stay gathered for reuse. (stage3_max_live_parameters)"""
 
     max_reuse_distance: int = 0
     """A leaf stays gathered for its next use if at most this many elements are gathered in between.
@@ -156,12 +152,11 @@ class ZeroConfig:
     (stage3_param_persistence_threshold)"""
 
     model_persistence_cap: int | None = None
-    """Largest number of elements of all such leaves together. None sets no limit.
-    (stage3_model_persistence_threshold)"""
+    """Largest number of elements of all such leaves. (stage3_model_persistence_threshold)"""
 
     frozen: str | Sequence[str] = ()
-    """Regular expressions that are searched in leaf paths such as "h_0/attn/kernel"; matching
-    leaves get no gradient and no optimizer state."""
+    """Regular expressions searched in leaf paths such as "h_0/attn/kernel"; matching leaves get no
+    gradient and no optimizer state."""
 
     init_loss_scale: float = 2.0**15
     """Loss scale of the first float16 step. (initial_scale_power)"""
@@ -188,10 +183,8 @@ class ZeroConfig:
         ):
             object.__setattr__(self, name, whole_number(name, getattr(self, name), least))
         if not 0 < self.init_loss_scale < math.inf:
-            raise ValueError(
-                f"init_loss_scale={self.init_loss_scale} must be a finite number above 0, such as "
-                "2.0**15"
-            )
+            found = f"init_loss_scale={self.init_loss_scale}"
+            raise ValueError(f"{found} must be a finite number above 0, such as 2.0**15")
         if isinstance(self.rewrite, bool):
             object.__setattr__(self, "rewrite", Rewrite() if self.rewrite else None)
         for name in ("frozen", "unquantized"):

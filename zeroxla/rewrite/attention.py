@@ -38,7 +38,7 @@ def attention_in(
         site = find_attention(scope, eq) if eq.name == "dot_general" else None
         if site is None:
             continue
-        shape = eq.inputs[0].aval.str_short()
+        shape = eq.outputs[0].aval.str_short()
         if isinstance(site, AttentionSite):
             shape = site.softmax.scores.aval.str_short()
             made = _made(site, options, proof, on_cpu=on_cpu)
@@ -60,9 +60,9 @@ def _made(
     block, masks = options.attention_block, Masks.of(site)
     longest = max(site.lengths.values())
     causal = CausalAttention.of(site, masks, block)
-    if causal is not None and (longest > block or causal.may_be_one_kernel):
-        if objection(proof, "causal", site, partial(again, causal)) is None:
-            return _causal(causal), f"causal attention by blocks of {block}"
+    pays = causal is not None and (longest > block or causal.may_be_one_kernel)
+    if causal and pays and not objection(proof, "causal", site, partial(again, causal)):
+        return _causal(causal), f"causal attention by blocks of {block}"
     if longest <= block:
         return f"it is not longer than a block of {block}"
     pairs = pairs_of(masks, block)

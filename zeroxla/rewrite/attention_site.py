@@ -1,14 +1,14 @@
 """Finds attention in a program: a softmax of products of queries and keys, times values.
 
 The search begins at a product that could be probabilities times values, and goes back: through what
-is done to probabilities (casts, dropout), to a softmax along the dim that the product sums over, and
-to the scores, which are computed by block from there on, see `recipe`.
+is done to probabilities (casts, dropout), to a softmax along the dim that the product sums over,
+and to the scores, which are computed by block from there on, see `recipe`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from zeroxla.program.trace import Equation, Operand, Value
 from zeroxla.rewrite.cuts import LAYOUT, Cut, Cuts, dot_dims, labels_of, operand_cuts, shape_of
@@ -16,7 +16,8 @@ from zeroxla.rewrite.recipe import Made, Recipe
 from zeroxla.rewrite.scope import Scope
 from zeroxla.rewrite.softmax import Softmax, filled_with, find_softmax
 
-QUERY, KEY = "query", "key"
+QUERY: str = "query"
+KEY: str = "key"
 LABELS = (QUERY, KEY)
 
 _CASTS = frozenset({"convert_element_type", "copy", "name", "neg", "reduce_precision"})
@@ -54,7 +55,7 @@ class AttentionSite:
     given: int
     probs: int
     values: int
-    lengths: dict[str, int]
+    lengths: Mapping[str, int]
 
     @property
     def inside(self) -> frozenset[Equation]:

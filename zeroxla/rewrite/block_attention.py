@@ -22,7 +22,16 @@ from jax.ad_checkpoint import checkpoint_name
 
 from zeroxla.program.trace import is_float
 from zeroxla.rewrite.attention_site import KEY, QUERY, AttentionSite
-from zeroxla.rewrite.cuts import LAYOUT, Cuts, Window, compute, dot_dims, operand_cuts, shape_of, sliced
+from zeroxla.rewrite.cuts import (
+    LAYOUT,
+    Cuts,
+    Window,
+    compute,
+    dot_dims,
+    operand_cuts,
+    shape_of,
+    sliced,
+)
 
 Blocks = list[jax.Array]
 
@@ -102,7 +111,7 @@ class BlockAttention:
                 for x, part, cuts in zip(carry, new, self._carried_cuts(), strict=True)
             ), None
 
-        (total, largest, weight), _ = lax.scan(add, carry, self.pairs)
+        (total, largest, weight), _ = lax.scan(add, carry, jnp.asarray(self.pairs))
         out = (total / self._in_result(weight)).astype(result.dtype)
         out, largest, weight = (checkpoint_name(x, "attention") for x in (out, largest, weight))
         return out, (roots, out, largest, weight)
@@ -128,9 +137,7 @@ class BlockAttention:
             if at.is_ragged(QUERY):
                 nothing = jnp.zeros_like(d_block)
                 d_block = at.fresh_queries(d_block, nothing, self._carried_cuts()[0])
-                row_common = at.fresh_queries(
-                    row_common, jnp.zeros_like(row_common), cuts_of_rows
-                )
+                row_common = at.fresh_queries(row_common, jnp.zeros_like(row_common), cuts_of_rows)
             given = [at.blocks[self.roots[k]] for k in floats]
 
             def scores_of(given: Blocks) -> jax.Array:
@@ -158,7 +165,7 @@ class BlockAttention:
                 found.append(at.added(total, more, item.cuts))
             return found, None
 
-        found, _ = lax.scan(add, carry, self.pairs)
+        found, _ = lax.scan(add, carry, jnp.asarray(self.pairs))
         by_root = dict(zip(floats, found, strict=True))
         return ([x.astype(roots[k].dtype) if (x := by_root.get(k)) is not None else None
                  for k in range(len(roots))],)  # fmt: skip
@@ -285,7 +292,7 @@ class _Pair:
             scores = jnp.where(keep[0] == site.softmax.keep[1], scores, -jnp.inf)
         if self.is_ragged(KEY):
             dim = self.of._key_dim
-            first, size = self.window[KEY]
+            first, _ = self.window[KEY]
             places = lax.broadcasted_iota(jnp.int32, scores.shape, dim) + first
             scores = jnp.where(places >= self._own[KEY], scores, -jnp.inf)
         return scores

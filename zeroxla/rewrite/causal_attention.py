@@ -136,9 +136,7 @@ class CausalAttention:
         return jnp.transpose(out, [order.index(d) for d in self.dims[3]]).astype(result.dtype)
 
 
-def _arranged(
-    x: jax.Array, dims: Sequence[int], groups: Sequence[Sequence[int]]
-) -> jax.Array:
+def _arranged(x: jax.Array, dims: Sequence[int], groups: Sequence[Sequence[int]]) -> jax.Array:
     """Return an array with one dim for each group of its dims."""
     x = jnp.transpose(x, [dims.index(d) for group in groups for d in group])
     sizes, at = [], 0

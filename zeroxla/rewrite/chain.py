@@ -80,9 +80,7 @@ class KeptInputs:
         run(self._equations, env)
         return env[self._result]
 
-    def _backward(
-        self, args: tuple[jax.Array, ...], ct: jax.Array
-    ) -> tuple[jax.Array | None, ...]:
+    def _backward(self, args: tuple[jax.Array, ...], ct: jax.Array) -> tuple[jax.Array | None, ...]:
         floats = [i for i, x in enumerate(args) if is_float(x.dtype)]
         # Without the barrier the compiler would keep what forward has computed.
         given = lax.optimization_barrier(tuple(args[i] for i in floats))
@@ -99,12 +97,7 @@ class KeptInputs:
 
 def _objection(scope: Scope, site: ChainSite, proof: Proof) -> str | None:
     """Return what speaks against keeping a chain's inputs, from a few of its rows."""
-    summed = {
-        d
-        for eq in site.equations
-        if eq.name == "reduce_sum"
-        for d in eq.params["axes"]
-    }
+    summed = {d for eq in site.equations if eq.name == "reduce_sum" for d in eq.params["axes"]}
     shape = site.result.aval.shape
     cuts: list[Cut | None] = [
         None if d in summed or n <= SMALL else (f"dim {d}", 0) for d, n in enumerate(shape)

@@ -64,9 +64,7 @@ def find_chains(scope: Scope, taken: Collection[Equation]) -> list[ChainSite]:
         own = {v for eq in ordered for v in eq.outputs}
         inputs = dict.fromkeys(v for eq in ordered for v in eq.values if v not in own)
         found.append(
-            ChainSite(
-                kind=kind, equations=ordered, inputs=tuple(inputs), result=last.outputs[0]
-            )
+            ChainSite(kind=kind, equations=ordered, inputs=tuple(inputs), result=last.outputs[0])
         )
     return found[::-1]
 

@@ -121,7 +121,7 @@ class ChunkedHead:
             return turn(totals, first, self.chunk), None
 
         if whole:
-            totals, _ = lax.scan(add, totals, firsts)
+            totals, _ = lax.scan(add, totals, jnp.asarray(firsts))
         rest = length - whole * self.chunk
         return turn(totals, whole * self.chunk, rest) if rest else totals
 

@@ -1,8 +1,8 @@
 """Which part of its operands an equation needs for a part of its result, and how it computes that.
 
 A *cut* says of one dim that a block of it is wanted: its label, such as "query", and the place of
-the label's position 0 in the dim. Cuts of an array are one cut, or None, for each dim. From the cuts
-of a result follow the cuts of the operands. An equation that has no such rule is not cut.
+the label's position 0 in the dim. Cuts of an array are one cut, or None, for each dim. From the
+cuts of a result follow the cuts of the operands. An equation that has no such rule is not cut.
 """
 
 from __future__ import annotations
@@ -125,9 +125,7 @@ def _reshape(eq: Equation, cuts: Cuts, hint: Hint | None) -> list[Cuts] | None:
         if cut is None:
             continue
         before = math.prod(out[:d])
-        same = [
-            i for i, n in enumerate(shape) if n == out[d] and math.prod(shape[:i]) == before
-        ]
+        same = [i for i, n in enumerate(shape) if n == out[d] and math.prod(shape[:i]) == before]
         if len(same) != 1:  # a dim of 1 may stand at several places
             return None
         found[same[0]] = cut
@@ -199,9 +197,7 @@ def _gather(eq: Equation, cuts: Cuts, hint: Hint | None) -> list[Cuts] | None:
         if cut is not None and (d in numbers.start_index_map or sizes[d] != n):
             return None
         own.append(cut)
-    batching = zip(
-        numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True
-    )
+    batching = zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True)
     for d, of_index in batching:
         own[d] = of_indices[of_index]
     looked_up = [d for d in numbers.start_index_map if d in numbers.collapsed_slice_dims]

@@ -64,7 +64,8 @@ def _of_constant(item: Root, value: Any, window: Window) -> Extent:
 
 
 def _of_equation(item: Made, args: list[Extent], window: Window) -> Extent:
-    name, dtype = item.eq.name, item.eq.outputs[0].aval.dtype
+    name, dtype = item.eq.name, np.dtype(item.eq.outputs[0].aval.dtype)
+    is_bool = dtype.kind == "b"
     if name == "iota":
         d = item.eq.params["dimension"]
         cut, size = item.cuts[d], item.eq.outputs[0].aval.shape[d]
@@ -77,9 +78,9 @@ def _of_equation(item: Made, args: list[Extent], window: Window) -> Extent:
         if of_false is None or of_true is None:
             return None
         return min(of_false[0], of_true[0]), max(of_false[1], of_true[1])
-    if name == "and" and dtype == bool and any(x is not None and not x[1] for x in args):
+    if name == "and" and is_bool and any(x is not None and not x[1] for x in args):
         return np.False_, np.False_
-    if name == "or" and dtype == bool and any(x is not None and x[0] for x in args):
+    if name == "or" and is_bool and any(x is not None and x[0] for x in args):
         return np.True_, np.True_
     if any(x is None for x in args):
         return None
@@ -88,20 +89,20 @@ def _of_equation(item: Made, args: list[Extent], window: Window) -> Extent:
         return known[0]
     if name == "convert_element_type":
         low, high = known[0]
-        if dtype == bool:
+        if is_bool:
             return (np.bool_(low), np.bool_(low)) if low == high or low > 0 or high < 0 else None
         return _as(dtype, low, high)
     if name in _COMPARED:
         return _COMPARED[name](*known)
-    if name in _COMPUTED and dtype != bool:
+    if name in _COMPUTED and not is_bool:
         with np.errstate(all="ignore"):
             found = _COMPUTED[name](*known)
         return None if any(x != x for x in found) else found
-    if name in ELEMENTWISE and dtype != bool and all(x[0] == x[1] for x in known):
+    if name in ELEMENTWISE and not is_bool and all(x[0] == x[1] for x in known):
         return _of_numbers(item, [x[0] for x in known])
-    if name == "not" and dtype == bool:
+    if name == "not" and is_bool:
         return ~np.bool_(known[0][1]), ~np.bool_(known[0][0])
-    if name in ("and", "or") and dtype == bool:
+    if name in ("and", "or") and is_bool:
         of = np.logical_and if name == "and" else np.logical_or
         return of(known[0][0], known[1][0]), of(known[0][1], known[1][1])
     return None

@@ -213,7 +213,10 @@ def _read_outside(scope: Scope, inside: Sequence[Equation]) -> list[Value]:
     """Return the values of equations that others read, or the program returns."""
     own = set(inside)
     return [
-        v for eq in inside for v in eq.outputs if any(x not in own for x in scope.readers.get(v, ()))
+        v
+        for eq in inside
+        for v in eq.outputs
+        if any(x not in own for x in scope.readers.get(v, ()))
     ]
 
 

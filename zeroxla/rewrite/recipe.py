@@ -148,9 +148,7 @@ class Recipe:
                 needed.update(item.args)
         return sorted(needed)
 
-    def run(
-        self, wanted: Sequence[int], given: Mapping[int, Any], window: Window
-    ) -> list[Any]:
+    def run(self, wanted: Sequence[int], given: Mapping[int, Any], window: Window) -> list[Any]:
         """Compute blocks.
 
         Args:

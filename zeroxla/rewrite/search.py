@@ -1,4 +1,4 @@
-"""Searches a program, and the loops and `jax.checkpoint` bodies inside it, for what is rewritten."""
+"""Searches a program, and loops and `jax.checkpoint` bodies inside it, for what is rewritten."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from zeroxla.program.primitives import REMATS
 from zeroxla.program.scan import Scan
 from zeroxla.program.trace import Equation, Operand, Program, Value, flatten
 from zeroxla.rewrite.attention import attention_in
-from zeroxla.rewrite.head import heads_in
 from zeroxla.rewrite.chain import chains_in
 from zeroxla.rewrite.found import Replacement, Rewritten
+from zeroxla.rewrite.head import heads_in
 from zeroxla.rewrite.proof import Proof
 from zeroxla.rewrite.report import Finding
 from zeroxla.rewrite.scope import Scope

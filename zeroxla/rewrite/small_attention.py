@@ -1,4 +1,4 @@
-"""A small instance of attention that was found: a few queries and keys of it, and all else whole."""
+"""A small instance of attention that was found: a few queries and keys, and all else whole."""
 
 from __future__ import annotations
 

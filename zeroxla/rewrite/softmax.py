@@ -7,6 +7,7 @@ from a row before it takes exponentials, its maximum in most cases, is left out.
 from __future__ import annotations
 
 import dataclasses
+
 import numpy as np
 
 from zeroxla.program.primitives import ELEMENTWISE
@@ -47,7 +48,8 @@ def find_softmax(scope: Scope, operand: Operand, dim: int) -> Softmax | None:
         return None
     found: tuple[Operand, tuple[Operand, bool] | None] | None = None
     if eq.name == "div" and is_equal_in_rows(scope, eq.inputs[1], dim):
-        found = _of_quotient(scope, *eq.inputs, dim)
+        weights, total = eq.inputs
+        found = _of_quotient(scope, weights, total, dim)
     elif eq.name == "mul":
         for weights, factor in (eq.inputs, eq.inputs[::-1]):
             total = _inverse(scope, factor) if is_equal_in_rows(scope, factor, dim) else None
@@ -103,8 +105,10 @@ def between(scope: Scope, first: Value, last: Value) -> frozenset[Equation]:
         if operand not in depends:
             eq = scope.producer(operand)
             depends[operand] = False
-            if eq is not None and scope.is_own(eq) and any([visit(x) for x in eq.inputs]):
-                depends[operand] = True
+            own = () if eq is None or not scope.is_own(eq) else eq.inputs
+            # All operands are visited, also after one that depends.
+            depends[operand] = any(list(map(visit, own)))
+            if eq is not None and depends[operand]:
                 found.add(eq)
         return depends[operand]
 

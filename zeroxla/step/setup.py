@@ -29,7 +29,7 @@ from zeroxla.offload.update.on_host import check_host_compute
 from zeroxla.program.compat import AxisNames, mesh_context
 from zeroxla.program.shapes import shapes_of
 from zeroxla.rewrite.report import RewriteReport
-from zeroxla.rewrite.rewritten_loss import rewritten, rewrites_of
+from zeroxla.rewrite.rewritten_loss import rewrites_of
 from zeroxla.step.axes.axes_split import AxesSplit, axes_split_of
 from zeroxla.step.axes.deals import Deals
 from zeroxla.step.axes.differentiator import AxesDifferentiator
@@ -61,8 +61,8 @@ class Setup:
       weights: how often a stage of a pipeline gathers its leaves.
       alone_elements: a shard of at least this many elements shares no buffer with others.
       axis_names: other names of the mesh's axes, which the model uses.
-      known: the losses and their splits by compute dtype, pins and rewrites. Setups of one model and mesh
-        share it, so that the model is traced, and axes are searched, once for all of them.
+      known: the losses and their splits by compute dtype, pins and rewrites. Setups of one model
+        and mesh share it, so that the model is traced, and axes are searched, once for all.
       desk: where programs get parameters that are on disk.
       wiring: how leaves travel on this mesh.
       losses: the model's loss for training and for evaluation. JAX remembers their traces, so that
@@ -91,9 +91,7 @@ class Setup:
         dtype = wiring.collectives.compute_dtype
         key = dtype, repr(self.config.splits), self.config.rewrite
         if key not in self.known:
-            on_cpu = platform_of(self.mesh) == "cpu"
-            losses = make_losses(self.adapted, dtype)
-            losses = rewritten(losses, self.config.rewrite, on_cpu=on_cpu)
+            losses = make_losses(self.adapted, dtype, self.config.rewrite, self.mesh)
             self.known[key] = losses, axes_split_of(self.mesh, losses, dtype, self.config.splits)
         losses, axes = self.known[key]
         object.__setattr__(self, "losses", losses)
@@ -194,7 +192,8 @@ class Setup:
         assert stages is not None, "the mesh has no stages"
         describe = functools.partial(stages.describe, at_rest=at_rest)
         found = self.in_mesh(describe, *self._stage_shapes(model_state, batch, key))
-        return found if self.axes is None else found.with_axes(self.axes.newest.reports())
+        axes = () if self.axes is None else self.axes.newest.reports()
+        return found.beside(axes, self.rewrites)
 
     def _stage_shapes(self, model_state: Any, batch: Any, key: jax.Array) -> tuple[Any, Any, Any]:
         """Return the shapes of the model state, of one device's micro-batch and of a key."""
@@ -286,8 +285,7 @@ class Setup:
         config, losses = self.config, self.losses
         if self.axes is not None and not whole:
             layout, losses = self.axes.of_parts(layout)
-        on_cpu = platform_of(self.mesh) == "cpu"
-        prefetch = config.prefetch_bucket
+        on_cpu, prefetch = platform_of(self.mesh) == "cpu", config.prefetch_bucket
         return LossPlanner(
             losses=losses,
             layout=layout,
