@@ -131,7 +131,7 @@ def softmax_where(q, k, v, mask, rng):
     segments = jnp.cumsum(mask == 0, axis=-1)
     seen = (segments[:, None, :, None] == segments[:, None, None, :]) & _causal(q.shape[1])
     scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) * HEAD**-0.5
-    probs = jax.nn.softmax(scores, axis=-1, where=seen, initial=-1e9)
+    probs = jax.nn.softmax(scores, axis=-1, where=seen)
     return jnp.einsum("bhqk,bkhd->bqhd", probs, v)
 
 

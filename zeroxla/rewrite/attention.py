@@ -14,12 +14,12 @@ from zeroxla.rewrite.found import Replacement
 from zeroxla.rewrite.masks import Masks, pairs_of
 from zeroxla.rewrite.proof import Proof
 from zeroxla.rewrite.report import Finding
-from zeroxla.rewrite.scope import Scope
+from zeroxla.rewrite.scope import TracedScope
 from zeroxla.rewrite.small_attention import BLOCK, objection
 
 
 def attention_in(
-    scope: Scope, options: Rewrite, proof: Proof, times: int, *, on_cpu: bool
+    scope: TracedScope, options: Rewrite, proof: Proof, times: int, *, on_cpu: bool
 ) -> tuple[Mapping[Equation, Replacement], set[Equation], list[Finding]]:
     """Return what runs in the place of attention in a program, the equations that no longer run,
     and what was found.

@@ -10,17 +10,16 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping
 
+from zeroxla.program.primitives import ARRANGEMENTS, PASSED
 from zeroxla.program.trace import Equation, Operand, Value
-from zeroxla.rewrite.cuts import LAYOUT, Cut, Cuts, dot_dims, labels_of, operand_cuts, shape_of
-from zeroxla.rewrite.recipe import Made, Recipe
-from zeroxla.rewrite.scope import Scope
+from zeroxla.rewrite.cuts import Cut, Cuts, dot_dims, labels_of, operand_cuts, shape_of
+from zeroxla.rewrite.recipe import BlockStep, Recipe
+from zeroxla.rewrite.scope import TracedScope
 from zeroxla.rewrite.softmax import Softmax, filled_with, find_softmax
 
 QUERY: str = "query"
 KEY: str = "key"
 LABELS = (QUERY, KEY)
-
-_CASTS = frozenset({"convert_element_type", "copy", "name", "neg", "reduce_precision"})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -42,7 +41,7 @@ class AttentionSite:
       lengths: the numbers of queries and of keys.
     """
 
-    scope: Scope
+    scope: TracedScope
     eq: Equation
     side: int
     softmax: Softmax
@@ -60,19 +59,19 @@ class AttentionSite:
     @property
     def inside(self) -> frozenset[Equation]:
         """The equations that compute arrays with an element for each query and each key."""
-        made = {x.eq for x in self.recipe.items if isinstance(x, Made)}
+        made = {x.eq for x in self.recipe.items if isinstance(x, BlockStep)}
         chain = {eq for eq, _ in self.chain}
         return frozenset({self.eq, *made, *chain, *self.softmax.inside})
 
     def has_products(self, number: int) -> bool:
         """Return whether an item is computed from products of queries and keys."""
         needed = map(self.recipe.items.__getitem__, self.recipe.needs([number]))
-        return any(isinstance(x, Made) and x.eq.name == "dot_general" for x in needed)
+        return any(isinstance(x, BlockStep) and x.eq.name == "dot_general" for x in needed)
 
     def vanishing(self) -> Iterator[Value]:
         """Yield the values that depend on the scores' products and that need not exist."""
         for i, item in enumerate(self.recipe.items):
-            if isinstance(item, Made) and self.has_products(i):
+            if isinstance(item, BlockStep) and self.has_products(i):
                 yield from item.eq.outputs
         for eq in (*self.softmax.inside, *(eq for eq, _ in self.chain)):
             yield from eq.outputs
@@ -84,7 +83,7 @@ class AttentionSite:
         return {self.scope.call_of(eq) for eq in every} - every
 
 
-def find_attention(scope: Scope, eq: Equation) -> AttentionSite | str | None:
+def find_attention(scope: TracedScope, eq: Equation) -> AttentionSite | str | None:
     """Return the attention that a product ends.
 
     Returns:
@@ -104,7 +103,7 @@ def find_attention(scope: Scope, eq: Equation) -> AttentionSite | str | None:
 
 
 def _softmax_below(
-    scope: Scope, operand: Operand, cuts: Cuts
+    scope: TracedScope, operand: Operand, cuts: Cuts
 ) -> tuple[Softmax, tuple[tuple[Equation, int], ...]] | None:
     """Return the softmax that an operand is linear in, and the equations from there to it, each
     with the place of its operand that depends on the softmax."""
@@ -126,9 +125,9 @@ def _softmax_below(
     return None
 
 
-def _linear_in(scope: Scope, eq: Equation) -> tuple[int, ...]:
+def _linear_in(scope: TracedScope, eq: Equation) -> tuple[int, ...]:
     """Return the places of the operands in which alone an equation may be taken to be linear."""
-    if eq.name in _CASTS or eq.name in LAYOUT or eq.name == "div":
+    if eq.name in PASSED | ARRANGEMENTS or eq.name in ("neg", "div"):
         return (0,) if shape_of(eq.inputs[0]) else ()
     if eq.name == "mul":
         return tuple(i for i in (0, 1) if shape_of(eq.inputs[i]))
@@ -138,7 +137,7 @@ def _linear_in(scope: Scope, eq: Equation) -> tuple[int, ...]:
 
 
 def _site(
-    scope: Scope,
+    scope: TracedScope,
     eq: Equation,
     side: int,
     softmax: Softmax,
@@ -161,7 +160,7 @@ def _site(
 
 
 def _with_cuts(
-    scope: Scope,
+    scope: TracedScope,
     eq: Equation,
     side: int,
     softmax: Softmax,
@@ -177,9 +176,9 @@ def _with_cuts(
         own = found[i]
     recipe = Recipe(scope, LABELS)
     scores = recipe.add(softmax.scores, own)
-    if not isinstance(recipe.items[scores], Made):
+    if not isinstance(recipe.items[scores], BlockStep):
         return f"the scores come from `{_name_of(scope, softmax.scores)}`, which has no blocks"
-    if not any(isinstance(x, Made) and x.eq.name == "dot_general" for x in recipe.items):
+    if not any(isinstance(x, BlockStep) and x.eq.name == "dot_general" for x in recipe.items):
         return "the scores are no products of queries and keys"
     keep = None if softmax.keep is None else recipe.add(softmax.keep[0], own)
     given = recipe.give(softmax.result, own)
@@ -227,7 +226,7 @@ def _refused(site: AttentionSite) -> str | None:
     return None
 
 
-def random_of(scope: Scope, operand: Operand) -> str | None:
+def random_of(scope: TracedScope, operand: Operand) -> str | None:
     """Return the primitive that draws the random bits which an operand follows from, if it follows
     from some by elementwise equations alone; None otherwise."""
     seen: set[Operand] = set()
@@ -245,6 +244,6 @@ def random_of(scope: Scope, operand: Operand) -> str | None:
     return None
 
 
-def _name_of(scope: Scope, value: Value) -> str:
+def _name_of(scope: TracedScope, value: Value) -> str:
     eq = scope.producer(scope.resolve(value))
     return "an input" if eq is None else eq.name

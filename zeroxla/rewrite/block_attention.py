@@ -20,10 +20,10 @@ import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
+from zeroxla.program.primitives import ARRANGEMENTS
 from zeroxla.program.trace import is_float
 from zeroxla.rewrite.attention_site import KEY, QUERY, AttentionSite
 from zeroxla.rewrite.cuts import (
-    LAYOUT,
     Cuts,
     Window,
     compute,
@@ -111,7 +111,7 @@ class BlockAttention:
                 for x, part, cuts in zip(carry, new, self._carried_cuts(), strict=True)
             ), None
 
-        (total, largest, weight), _ = lax.scan(add, carry, jnp.asarray(self.pairs))
+        (total, largest, weight), _ = lax.scan(add, carry, self._pairs(roots))
         out = (total / self._in_result(weight)).astype(result.dtype)
         out, largest, weight = (checkpoint_name(x, "attention") for x in (out, largest, weight))
         return out, (roots, out, largest, weight)
@@ -165,10 +165,22 @@ class BlockAttention:
                 found.append(at.added(total, more, item.cuts))
             return found, None
 
-        found, _ = lax.scan(add, carry, jnp.asarray(self.pairs))
+        found, _ = lax.scan(add, carry, self._pairs(roots))
         by_root = dict(zip(floats, found, strict=True))
         return ([x.astype(roots[k].dtype) if (x := by_root.get(k)) is not None else None
                  for k in range(len(roots))],)  # fmt: skip
+
+    def _pairs(self, roots: Blocks) -> jax.Array:
+        """Return the pairs, as if they followed from the values, or from another root.
+
+        What follows from constants alone, such as masks, JAX would compute for all pairs at once,
+        and keep, where it differentiates a loop or a `jax.checkpoint` body around.
+        """
+        pairs = jnp.asarray(self.pairs)
+        by_number = dict(zip(self.roots, roots, strict=True))
+        others = (x for x in roots if is_float(x.dtype) and x.ndim)
+        of = by_number.get(self.site.values, next(others, None))
+        return pairs if of is None else lax.optimization_barrier((pairs, of))[0]
 
     @property
     def _key_dim(self) -> int:
@@ -195,7 +207,7 @@ class BlockAttention:
         num = rows.shape[next(d for d, cut in enumerate(cuts) if cut == (QUERY, 0))]
         window: Window = {QUERY: (0, num), KEY: (0, 1)}
         for eq, i in site.chain:
-            if eq.name in LAYOUT:
+            if eq.name in ARRANGEMENTS:
                 after = self._cuts_after(eq, i)
                 of_operands = operand_cuts(eq, after)
                 assert of_operands is not None, eq

@@ -14,13 +14,12 @@ import jax
 import jax.numpy as jnp
 
 from zeroxla.models.attention import CUDNN_HEAD, causal_attention
+from zeroxla.program.primitives import PASSED
 from zeroxla.program.trace import Operand
 from zeroxla.rewrite.attention_site import KEY, QUERY, AttentionSite
 from zeroxla.rewrite.cuts import dot_dims, shape_of
 from zeroxla.rewrite.masks import Masks
-from zeroxla.rewrite.recipe import Made, Root
-
-_CASTS = frozenset({"convert_element_type", "copy", "name"})
+from zeroxla.rewrite.recipe import BlockRoot, BlockStep
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -53,15 +52,15 @@ class CausalAttention:
         """Return the attention in this form; None if it has another mask, something else is done
         to its scores or probabilities, or its dims are arranged otherwise."""
         items, products = site.recipe.items, site.recipe.items[masks.products]
-        casts = all(eq.name in _CASTS for eq, _ in site.chain)
-        if not isinstance(products, Made) or products.eq.name != "dot_general":
+        casts = all(eq.name in PASSED for eq, _ in site.chain)
+        if not isinstance(products, BlockStep) or products.eq.name != "dot_general":
             return None
         if not casts or masks.places is None:
             return None
         operands = [items[i] for i in products.args]
         query = next((i for i, x in enumerate(operands) if (QUERY, 0) in x.cuts), None)
         values = items[site.values]
-        if query is None or not all(isinstance(x, Root) for x in (*operands, values)):
+        if query is None or not all(isinstance(x, BlockRoot) for x in (*operands, values)):
             return None
         key = 1 - query
         eqs = products.eq, site.eq
@@ -90,7 +89,7 @@ class CausalAttention:
         if not masks.is_causal(block):
             return None
         roots = (operands[query], operands[key], values)
-        visible = tuple(site.scope.visible(x.operand) for x in roots if isinstance(x, Root))
+        visible = tuple(site.scope.visible(x.operand) for x in roots if isinstance(x, BlockRoot))
         if any(x is None for x in visible):
             return None
         width = shape_of(roots[0].operand)[of_scores[query].index(-1)]  # pyright: ignore

@@ -16,14 +16,14 @@ from zeroxla.rewrite.found import Replacement, Rewritten
 from zeroxla.rewrite.proof import Proof
 from zeroxla.rewrite.recipe import Recipe
 from zeroxla.rewrite.report import Finding
-from zeroxla.rewrite.scope import Scope
+from zeroxla.rewrite.scope import TracedScope
 
 SMALL = 3
 """The size to which the rows of a small instance are cut."""
 
 
 def chains_in(
-    scope: Scope, taken: Collection[Equation], proof: Proof, times: int
+    scope: TracedScope, taken: Collection[Equation], proof: Proof, times: int
 ) -> tuple[Mapping[Equation, Replacement], list[Finding]]:
     """Return what runs in the place of norms and activation functions, and what was found; see
     `attention.attention_in`.
@@ -95,7 +95,7 @@ class KeptInputs:
         return tuple(grads.get(i) for i in range(len(args)))
 
 
-def _objection(scope: Scope, site: ChainSite, proof: Proof) -> str | None:
+def _objection(scope: TracedScope, site: ChainSite, proof: Proof) -> str | None:
     """Return what speaks against keeping a chain's inputs, from a few of its rows."""
     summed = {d for eq in site.equations if eq.name == "reduce_sum" for d in eq.params["axes"]}
     shape = site.result.aval.shape

@@ -13,13 +13,9 @@ from typing import Literal
 
 import numpy as np
 
-from zeroxla.program.primitives import ELEMENTWISE, SUMS
+from zeroxla.program.primitives import CURVES, OF_CHAINS, OF_NORMS, SUMS
 from zeroxla.program.trace import Equation, Value
-from zeroxla.rewrite.scope import CUSTOM_JVP, Scope
-
-_CHEAP = (ELEMENTWISE - {"name"}) | {"broadcast_in_dim", "reduce_sum", "reshape", "squeeze"}
-_CURVES = frozenset({"erf", "erfc", "logistic", "tanh"})
-_ROOTS = frozenset({"rsqrt", "sqrt", "div", "pow", "integer_pow"})
+from zeroxla.rewrite.scope import CUSTOM_JVP, TracedScope
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -39,7 +35,7 @@ class ChainSite:
     result: Value
 
 
-def find_chains(scope: Scope, taken: Collection[Equation]) -> list[ChainSite]:
+def find_chains(scope: TracedScope, taken: Collection[Equation]) -> list[ChainSite]:
     """Return the chains of a program, in order.
 
     Args:
@@ -70,7 +66,7 @@ def find_chains(scope: Scope, taken: Collection[Equation]) -> list[ChainSite]:
 
 
 def _cone(
-    scope: Scope, last: Equation, made_by: dict[Value, Equation], used: Collection[Equation]
+    scope: TracedScope, last: Equation, made_by: dict[Value, Equation], used: Collection[Equation]
 ) -> set[Equation]:
     """Return the equations that only one equation's result is computed from, itself too."""
     chain = {last}
@@ -105,7 +101,7 @@ def _is_cheap(eq: Equation) -> bool:
     if eq.name == CUSTOM_JVP:  # such as relu
         shape = eq.outputs[0].aval.shape
         return all(v.aval.shape in (shape, ()) for v in eq.values)
-    return eq.name in _CHEAP
+    return eq.name in OF_CHAINS
 
 
 def _kind_of(chain: Collection[Equation], last: Equation) -> Literal["norm", "activation"] | None:
@@ -117,11 +113,11 @@ def _kind_of(chain: Collection[Equation], last: Equation) -> Literal["norm", "ac
     names = {eq.name for eq in chain}
     sums = [eq for eq in chain if eq.name == "reduce_sum"]
     if sums:
-        if names & {"exp", "exp2"} or not names & _ROOTS:
+        if names & {"exp", "exp2"} or not names & OF_NORMS:
             return None
         widths = {int(np.prod([_shape(eq)[d] for d in eq.params["axes"]])) for eq in sums}
         return "norm" if len(widths) == 1 and large & {"mul", "div"} else None
-    curved = large & _CURVES or {"exp", "div"} <= large
+    curved = large & CURVES or {"exp", "div"} <= large
     return "activation" if curved else None
 
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from zeroxla.program import compat
-from zeroxla.program.primitives import ELEMENTWISE, REDUCTIONS
+from zeroxla.program.primitives import REDUCTIONS, SAME_PLACE
 from zeroxla.program.trace import Constant, Equation, Operand
 from zeroxla.rewrite.counted_bits import bits_of_block, can_count
 
@@ -27,12 +27,6 @@ Hint = Callable[[Operand], Cuts | None]
 
 Window = Mapping[str, tuple[Any, int]]
 """By label: the block's first position, which may be traced, and its number of positions."""
-
-SAME_PLACE = ELEMENTWISE | {"bitcast_convert_type"}
-"""Each element of the result follows from the operands' elements at its place."""
-
-LAYOUT = frozenset({"broadcast_in_dim", "reshape", "squeeze", "transpose"})
-"""They give the operand's elements in other dims."""
 
 
 def shape_of(operand: Operand) -> tuple[int, ...]:

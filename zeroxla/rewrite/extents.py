@@ -15,18 +15,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from zeroxla.program import compat
-from zeroxla.program.primitives import ELEMENTWISE
+from zeroxla.program.primitives import ELEMENTWISE, KEEPS_EXTENT
 from zeroxla.program.trace import Constant
 from zeroxla.rewrite.cuts import Window
-from zeroxla.rewrite.recipe import Made, Recipe, Root
+from zeroxla.rewrite.recipe import BlockRoot, BlockStep, Recipe
 
 Extent = tuple[Any, Any] | None
 """(least, greatest element); None if they are not known."""
-
-_SAME = frozenset(
-    {"broadcast_in_dim", "copy", "name", "reshape", "slice", "squeeze", "stop_gradient"}
-    | {"transpose"}
-)
 
 
 def extent(recipe: Recipe, number: int, window: Window) -> Extent:
@@ -41,14 +36,14 @@ def extent(recipe: Recipe, number: int, window: Window) -> Extent:
     for i in recipe.needs([number]):
         item = recipe.items[i]
         known[i] = None
-        if isinstance(item, Made):
+        if isinstance(item, BlockStep):
             known[i] = _of_equation(item, [known[j] for j in item.args], window)
-        elif isinstance(item, Root) and isinstance(item.operand, Constant):
+        elif isinstance(item, BlockRoot) and isinstance(item.operand, Constant):
             known[i] = _of_constant(item, item.operand.value, window)
     return known[number]
 
 
-def _of_constant(item: Root, value: Any, window: Window) -> Extent:
+def _of_constant(item: BlockRoot, value: Any, window: Window) -> Extent:
     try:
         block = np.asarray(value)
     except TypeError:  # a random key
@@ -63,7 +58,7 @@ def _of_constant(item: Root, value: Any, window: Window) -> Extent:
     return None if found[0] != found[0] else found
 
 
-def _of_equation(item: Made, args: list[Extent], window: Window) -> Extent:
+def _of_equation(item: BlockStep, args: list[Extent], window: Window) -> Extent:
     name, dtype = item.eq.name, np.dtype(item.eq.outputs[0].aval.dtype)
     is_bool = dtype.kind == "b"
     if name == "iota":
@@ -85,7 +80,7 @@ def _of_equation(item: Made, args: list[Extent], window: Window) -> Extent:
     if any(x is None for x in args):
         return None
     known = [x for x in args if x is not None]
-    if name in _SAME:
+    if name in KEEPS_EXTENT:
         return known[0]
     if name == "convert_element_type":
         low, high = known[0]
@@ -108,7 +103,7 @@ def _of_equation(item: Made, args: list[Extent], window: Window) -> Extent:
     return None
 
 
-def _of_numbers(item: Made, numbers: list[Any]) -> Extent:
+def _of_numbers(item: BlockStep, numbers: list[Any]) -> Extent:
     """Return the extent of a function of numbers, which it is computed from."""
     primitive = item.eq.source.primitive
     with jax.ensure_compile_time_eval():

@@ -13,14 +13,14 @@ from zeroxla.rewrite.found import Replacement, Rewritten
 from zeroxla.rewrite.head_site import POSITION, WORD, HeadSite, find_head
 from zeroxla.rewrite.proof import Proof
 from zeroxla.rewrite.report import Finding
-from zeroxla.rewrite.scope import Scope
+from zeroxla.rewrite.scope import TracedScope
 
 POSITIONS, WORDS, CHUNK = 7, 16, 3
 """The numbers of a small instance."""
 
 
 def heads_in(
-    scope: Scope, options: Rewrite, proof: Proof, times: int
+    scope: TracedScope, options: Rewrite, proof: Proof, times: int
 ) -> tuple[Mapping[Equation, Replacement], set[Equation], list[Finding]]:
     """Return what runs in the place of logits in a program, the equations that no longer run, and
     what was found; see `attention.attention_in`."""
@@ -70,7 +70,7 @@ def _objection(proof: Proof, site: HeadSite) -> str | None:
         return recipe.run(site.items, given, window)
 
     def rewrite(program: Program) -> Rewritten:
-        scope = Scope(program)
+        scope = TracedScope(program)
         for eq in program.equations:
             found = find_head(scope, eq, small=True) if eq.name == "dot_general" else None
             if found is not None and len(found.results) == len(site.results):

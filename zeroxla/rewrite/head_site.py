@@ -15,7 +15,7 @@ from zeroxla.program.primitives import CONTRACTIONS
 from zeroxla.program.trace import Equation, Operand, Value
 from zeroxla.rewrite.cuts import Cut, Cuts, dot_dims, labels_of, operand_cuts, shape_of
 from zeroxla.rewrite.recipe import Recipe
-from zeroxla.rewrite.scope import Scope
+from zeroxla.rewrite.scope import TracedScope
 
 POSITION, WORD = "position", "word"
 LABELS = (POSITION, WORD)
@@ -39,7 +39,7 @@ class HeadSite:
       lengths: the numbers of positions and of words.
     """
 
-    scope: Scope
+    scope: TracedScope
     logits: Equation
     inside: tuple[Equation, ...]
     recipe: Recipe
@@ -48,7 +48,7 @@ class HeadSite:
     lengths: dict[str, int]
 
 
-def find_head(scope: Scope, eq: Equation, *, small: bool = False) -> HeadSite | None:
+def find_head(scope: TracedScope, eq: Equation, *, small: bool = False) -> HeadSite | None:
     """Return the site that a product begins; None if it begins none.
 
     Args:
@@ -107,7 +107,7 @@ def _cuts_of_logits(eq: Equation, *, small: bool) -> Cuts | None:
 
 
 def _followed(
-    scope: Scope, eq: Equation, cuts: Cuts
+    scope: TracedScope, eq: Equation, cuts: Cuts
 ) -> tuple[dict[Value, Cuts], tuple[Equation, ...]] | None:
     """Follow logits forward.
 
@@ -209,7 +209,7 @@ def _lengths(
     return {POSITION: length, WORD: found[WORD].pop()} if results else None
 
 
-def _read_outside(scope: Scope, inside: Sequence[Equation]) -> list[Value]:
+def _read_outside(scope: TracedScope, inside: Sequence[Equation]) -> list[Value]:
     """Return the values of equations that others read, or the program returns."""
     own = set(inside)
     return [
@@ -220,7 +220,7 @@ def _read_outside(scope: Scope, inside: Sequence[Equation]) -> list[Value]:
     ]
 
 
-def _sums_end(scope: Scope, inside: Sequence[Equation], known: dict[Value, Cuts]) -> bool:
+def _sums_end(scope: TracedScope, inside: Sequence[Equation], known: dict[Value, Cuts]) -> bool:
     """Return whether what has no dim of positions is a sum over them, and no equation inside reads
     it."""
     own = set(inside)

@@ -11,17 +11,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from zeroxla.program.primitives import ARRANGEMENTS, PASSED
 from zeroxla.program.trace import Constant
 from zeroxla.rewrite.attention_site import KEY, QUERY, AttentionSite
-from zeroxla.rewrite.cuts import LAYOUT, Window
+from zeroxla.rewrite.cuts import Window
 from zeroxla.rewrite.extents import extent
-from zeroxla.rewrite.recipe import Made, Root
+from zeroxla.rewrite.recipe import BlockRoot, BlockStep
 
 MASKED = -1e4
 """Scores that are filled with this or less, or to which it is added, count as masked: beside a
 score that is not, their exponential is 0 in float32, unless scores are thousands apart."""
-
-_SAME = frozenset({"convert_element_type", "copy", "name"})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -55,7 +54,7 @@ class Masks:
         biases: list[int] = []
         scale, number = 1.0, site.scores
         places: list[int] | None = list(range(len(site.own_cuts)))
-        while isinstance(item := items[number], Made):
+        while isinstance(item := items[number], BlockStep):
             name, args = item.eq.name, item.args
             fixed = [extent(site.recipe, i, whole) for i in args]
             if name == "select_n" and len(args) == 3:
@@ -74,13 +73,13 @@ class Masks:
                     break
                 scale *= float(factor[0]) if name == "mul" else 1 / float(factor[0])
                 number = args[1 - at]
-            elif name in _SAME:
+            elif name in PASSED:
                 number = args[0]
             elif name == "transpose":
                 order = item.eq.params["permutation"]
                 places = None if places is None else [order[d] for d in places]
                 number = args[0]
-            elif name in LAYOUT:
+            elif name in ARRANGEMENTS:
                 places, number = None, args[0]
             else:
                 break
@@ -99,7 +98,7 @@ class Masks:
         recipe = self.site.recipe
         needed = recipe.needs([*(i for i, _ in self.conditions), *self.biases])
         return not any(
-            isinstance(x := recipe.items[i], Root) and not isinstance(x.operand, Constant)
+            isinstance(x := recipe.items[i], BlockRoot) and not isinstance(x.operand, Constant)
             for i in needed
         )
 
@@ -201,7 +200,7 @@ def _blocks(length: int, block: int) -> Iterator[tuple[int, int]]:
 
 def _by_positions(x: jax.Array, item: object, size: int) -> jax.Array:
     """Return a block as [..., queries, keys]."""
-    assert isinstance(item, Made | Root)
+    assert isinstance(item, BlockStep | BlockRoot)
     dims = {cut[0]: d for d, cut in enumerate(item.cuts) if cut is not None}
     for label in (KEY, QUERY):
         if label not in dims:

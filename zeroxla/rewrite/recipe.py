@@ -11,14 +11,14 @@ import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from zeroxla.program.primitives import CONTRACTIONS, REDUCTIONS
+from zeroxla.program.primitives import CONTRACTIONS, REDUCTIONS, SAME_PLACE
 from zeroxla.program.trace import Constant, Equation, Operand, Value
-from zeroxla.rewrite.cuts import SAME_PLACE, Cuts, Window, compute, labels_of, operand_cuts, sliced
-from zeroxla.rewrite.scope import Scope
+from zeroxla.rewrite.cuts import Cuts, Window, compute, labels_of, operand_cuts, sliced
+from zeroxla.rewrite.scope import TracedScope
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class Root:
+class BlockRoot:
     """An array that is not computed by block, and how it is cut."""
 
     operand: Operand
@@ -26,7 +26,7 @@ class Root:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class Slot:
+class GivenBlock:
     """A block that is given, of a value with these cuts."""
 
     operand: Operand
@@ -34,7 +34,7 @@ class Slot:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class Made:
+class BlockStep:
     """An equation that is computed by block.
 
     Attributes:
@@ -50,7 +50,7 @@ class Made:
     args: tuple[int, ...]
 
 
-Item = Root | Slot | Made
+Item = BlockRoot | GivenBlock | BlockStep
 
 
 class Recipe:
@@ -62,7 +62,7 @@ class Recipe:
 
     def __init__(
         self,
-        scope: Scope,
+        scope: TracedScope,
         labels: Collection[str],
         *,
         inner: Collection[Equation] = (),
@@ -85,7 +85,7 @@ class Recipe:
 
     def give(self, operand: Operand, cuts: Cuts) -> int:
         """Add a block that is given; return its number."""
-        return self._append((id(self.scope.resolve(operand)), cuts), Slot(operand, cuts))
+        return self._append((id(self.scope.resolve(operand)), cuts), GivenBlock(operand, cuts))
 
     def add(self, operand: Operand, cuts: Cuts) -> int:
         """Add a block of an array and what it is computed from; return its number."""
@@ -94,18 +94,18 @@ class Recipe:
         if key in self._places:
             return self._places[key]
         if isinstance(operand, Constant):
-            return self._append(key, Root(operand, cuts))
+            return self._append(key, BlockRoot(operand, cuts))
         eq = self.scope.producer(operand)
         inner = eq in self._inner
         wanted = inner or self._labels <= labels_of(cuts) or self.scope.is_static(operand)
         if eq is None or not wanted:
-            return self._append(key, Root(operand, cuts))
+            return self._append(key, BlockRoot(operand, cuts))
         found = operand_cuts(eq, cuts, self._hint if inner else None)
         if found is None or not (inner or self._is_cheap(eq, found)):
-            return self._append(key, Root(operand, cuts))
+            return self._append(key, BlockRoot(operand, cuts))
         self._known.setdefault(operand, cuts)
         args = tuple(self.add(*pair) for pair in zip(eq.inputs, found, strict=True))
-        return self._append(key, Made(eq, cuts, tuple(found), args))
+        return self._append(key, BlockStep(eq, cuts, tuple(found), args))
 
     def _is_cheap(self, eq: Equation, of_operands: Sequence[Cuts]) -> bool:
         """Return whether an equation is to be computed again for a block: products that give all
@@ -132,11 +132,13 @@ class Recipe:
         same = (x for x in eq.values if x.aval.shape == operand.aval.shape)
         return next((cuts for x in same if (cuts := self._hint(x)) is not None), None)
 
-    def roots(self) -> list[tuple[int, Root]]:
+    def roots(self) -> list[tuple[int, BlockRoot]]:
         """Return the roots that are no constants, with their numbers."""
         pairs = enumerate(self.items)
         return [
-            (i, x) for i, x in pairs if isinstance(x, Root) and not isinstance(x.operand, Constant)
+            (i, x)
+            for i, x in pairs
+            if isinstance(x, BlockRoot) and not isinstance(x.operand, Constant)
         ]
 
     def needs(self, wanted: Sequence[int]) -> list[int]:
@@ -144,7 +146,7 @@ class Recipe:
         needed = set(wanted)
         for i in reversed(range(len(self.items))):
             item = self.items[i]
-            if i in needed and isinstance(item, Made):
+            if i in needed and isinstance(item, BlockStep):
                 needed.update(item.args)
         return sorted(needed)
 
@@ -159,9 +161,9 @@ class Recipe:
         env = dict(given)
         for i in self.needs([i for i in wanted if i not in env]):
             item = self.items[i]
-            if i in env or isinstance(item, Slot):
+            if i in env or isinstance(item, GivenBlock):
                 continue
-            if isinstance(item, Root):
+            if isinstance(item, BlockRoot):
                 if isinstance(item.operand, Constant):
                     env[i] = sliced(item.operand.value, item.cuts, window)
             else:

@@ -1,4 +1,4 @@
-"""`Scope`: a program of a model, or of a loop's body, with what is known of the programs around it.
+"""`TracedScope`: a program of a model, or of a loop's body, and what is known of programs around.
 
 A value of a body may be one of the program around it: a loop's constant, or an operand of a
 `jax.checkpoint` body. Through a scope it is followed there. Functions with a derivative of their
@@ -16,7 +16,7 @@ from zeroxla.program.trace import Constant, Equation, Operand, Program, Value, f
 CUSTOM_JVP = "custom_jvp_call"
 
 
-class Scope:
+class TracedScope:
     """A program and the programs around it.
 
     Attributes:
@@ -28,7 +28,7 @@ class Scope:
     def __init__(
         self,
         program: Program,
-        outer: Scope | None = None,
+        outer: TracedScope | None = None,
         known: Mapping[Value, Operand] | None = None,
     ) -> None:
         """Make a scope.

@@ -14,7 +14,7 @@ from zeroxla.rewrite.found import Replacement, Rewritten
 from zeroxla.rewrite.head import heads_in
 from zeroxla.rewrite.proof import Proof
 from zeroxla.rewrite.report import Finding
-from zeroxla.rewrite.scope import Scope
+from zeroxla.rewrite.scope import TracedScope
 
 
 class RewriteSearch:
@@ -36,9 +36,13 @@ class RewriteSearch:
         return self._search(program, None, {}, 1)
 
     def _search(
-        self, program: Program, outer: Scope | None, known: Mapping[Value, Operand], times: int
+        self,
+        program: Program,
+        outer: TracedScope | None,
+        known: Mapping[Value, Operand],
+        times: int,
     ) -> Rewritten:
-        scope = Scope(program, outer, known)
+        scope = TracedScope(program, outer, known)
         replaced: dict[Equation, Replacement] = {}
         bodies: dict[Equation, Rewritten] = {}
         for eq in program.equations:
@@ -63,7 +67,7 @@ class RewriteSearch:
             self.findings += found
         return Rewritten.of(program, replaced, bodies)
 
-    def _inside(self, eq: Equation, scope: Scope, times: int) -> Rewritten | None:
+    def _inside(self, eq: Equation, scope: TracedScope, times: int) -> Rewritten | None:
         if eq.name == "scan":
             scan = Scan(eq)
             body = scan.body()

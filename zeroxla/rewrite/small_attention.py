@@ -14,7 +14,7 @@ from zeroxla.rewrite.cuts import block_shape, dot_dims
 from zeroxla.rewrite.found import Replacement, Rewritten
 from zeroxla.rewrite.proof import Proof
 from zeroxla.rewrite.recipe import Recipe
-from zeroxla.rewrite.scope import Scope
+from zeroxla.rewrite.scope import TracedScope
 
 QUERIES, OTHER_KEYS = 8, 11
 """The numbers of queries and of keys, if there are not as many of both."""
@@ -58,7 +58,7 @@ def objection(
         return recipe.run([result], given, window)[0]
 
     def rewrite(program: Program) -> Rewritten:
-        scope = Scope(program)
+        scope = TracedScope(program)
         for eq in program.equations:
             found = find_attention(scope, eq) if eq.name == "dot_general" else None
             if isinstance(found, AttentionSite):

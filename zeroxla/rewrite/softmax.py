@@ -10,14 +10,10 @@ import dataclasses
 
 import numpy as np
 
-from zeroxla.program.primitives import ELEMENTWISE
+from zeroxla.program.primitives import ARRANGEMENTS, CASTS, ELEMENTWISE, PASSED
 from zeroxla.program.trace import Constant, Equation, Operand, Value, is_float
 from zeroxla.rewrite.cuts import shape_of
-from zeroxla.rewrite.scope import Scope
-
-_SAME = frozenset({"convert_element_type", "copy", "name", "reduce_precision"})
-_LAYOUT = frozenset({"broadcast_in_dim", "reshape"})
-_FILLED = frozenset({"broadcast_in_dim", "convert_element_type", "reshape", "squeeze", "copy"})
+from zeroxla.rewrite.scope import TracedScope
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -38,7 +34,7 @@ class Softmax:
     inside: frozenset[Equation]
 
 
-def find_softmax(scope: Scope, operand: Operand, dim: int) -> Softmax | None:
+def find_softmax(scope: TracedScope, operand: Operand, dim: int) -> Softmax | None:
     """Return the softmax along a dim that an operand is the result of; None if it is of none."""
     result = scope.resolve(operand)
     if not isinstance(result, Value) or not result.is_float:
@@ -66,12 +62,12 @@ def find_softmax(scope: Scope, operand: Operand, dim: int) -> Softmax | None:
     return Softmax(scores=scores, result=result, keep=keep, inside=inside)
 
 
-def stripped(scope: Scope, operand: Operand) -> Operand:
+def stripped(scope: TracedScope, operand: Operand) -> Operand:
     """Follow an operand through casts between floating dtypes, and names."""
     operand = scope.resolve(operand)
     while True:
         eq = scope.producer(operand)
-        if eq is None or eq.name not in _SAME:
+        if eq is None or eq.name not in PASSED:
             return operand
         below = scope.resolve(eq.inputs[0])
         if not is_float(below.value.dtype if isinstance(below, Constant) else below.aval.dtype):
@@ -79,12 +75,12 @@ def stripped(scope: Scope, operand: Operand) -> Operand:
         operand = below
 
 
-def filled_with(scope: Scope, operand: Operand) -> float | None:
+def filled_with(scope: TracedScope, operand: Operand) -> float | None:
     """Return the number that all elements of an operand are; None if that is not known."""
     operand = scope.resolve(operand)
     while not isinstance(operand, Constant):
         eq = scope.producer(operand)
-        if eq is None or eq.name not in _FILLED:
+        if eq is None or eq.name not in ARRANGEMENTS | CASTS:
             return None
         operand = scope.resolve(eq.inputs[0])
     if np.size(operand.value) != 1 or not hasattr(np.asarray(operand.value), "item"):
@@ -95,7 +91,7 @@ def filled_with(scope: Scope, operand: Operand) -> float | None:
         return None
 
 
-def between(scope: Scope, first: Value, last: Value) -> frozenset[Equation]:
+def between(scope: TracedScope, first: Value, last: Value) -> frozenset[Equation]:
     """Return the equations that compute one value from another one."""
     depends: dict[Operand, bool] = {first: True}
     found: set[Equation] = set()
@@ -116,7 +112,7 @@ def between(scope: Scope, first: Value, last: Value) -> frozenset[Equation]:
     return frozenset(found)
 
 
-def is_equal_in_rows(scope: Scope, operand: Operand, dim: int) -> bool:
+def is_equal_in_rows(scope: TracedScope, operand: Operand, dim: int) -> bool:
     """Return whether all elements of an operand along a dim are known to be equal."""
     operand = scope.resolve(operand)
     if not shape_of(operand) or shape_of(operand)[dim] == 1:
@@ -131,7 +127,7 @@ def is_equal_in_rows(scope: Scope, operand: Operand, dim: int) -> bool:
 
 
 def _of_quotient(
-    scope: Scope, weights: Operand, total: Operand, dim: int
+    scope: TracedScope, weights: Operand, total: Operand, dim: int
 ) -> tuple[Operand, tuple[Operand, bool] | None] | None:
     """Return the scores and what is kept of `weights / total`; None if it is no softmax."""
     summed = _summed(scope, total, dim)
@@ -149,7 +145,7 @@ def _of_quotient(
     return _unshifted(scope, eq.inputs[0], dim), keep
 
 
-def _of_logarithm(scope: Scope, operand: Operand, dim: int) -> tuple[Operand, None] | None:
+def _of_logarithm(scope: TracedScope, operand: Operand, dim: int) -> tuple[Operand, None] | None:
     """Return the scores of exp(scores - log of the sum of exponentials); None if it is none.
 
     That both are of the same scores, the trial on a small instance shows.
@@ -166,7 +162,7 @@ def _of_logarithm(scope: Scope, operand: Operand, dim: int) -> tuple[Operand, No
     return (scores, None) if has_sum and any(eq.name == "log" for eq in inside) else None
 
 
-def _unshifted(scope: Scope, operand: Operand, dim: int) -> Operand:
+def _unshifted(scope: TracedScope, operand: Operand, dim: int) -> Operand:
     """Follow an operand through subtractions of what is equal in rows."""
     operand = scope.resolve(operand)
     while True:
@@ -176,25 +172,25 @@ def _unshifted(scope: Scope, operand: Operand, dim: int) -> Operand:
         operand = scope.resolve(eq.inputs[0])
 
 
-def _summed(scope: Scope, operand: Operand, dim: int) -> Operand | None:
+def _summed(scope: TracedScope, operand: Operand, dim: int) -> Operand | None:
     """Return what an operand is the sum of, along a dim."""
     eq = scope.producer(stripped(scope, operand))
-    while eq is not None and eq.name in _LAYOUT:
+    while eq is not None and eq.name in ARRANGEMENTS:
         eq = scope.producer(stripped(scope, eq.inputs[0]))
     if eq is None or eq.name != "reduce_sum" or tuple(eq.params["axes"]) != (dim,):
         return None
     return eq.inputs[0]
 
 
-def _inverse(scope: Scope, operand: Operand) -> Operand | None:
+def _inverse(scope: TracedScope, operand: Operand) -> Operand | None:
     """Return what an operand is one over."""
     eq = scope.producer(stripped(scope, operand))
-    while eq is not None and eq.name in _LAYOUT:
+    while eq is not None and eq.name in ARRANGEMENTS:
         eq = scope.producer(stripped(scope, eq.inputs[0]))
     return None if eq is None else _one_over(scope, eq)
 
 
-def _one_over(scope: Scope, eq: Equation) -> Operand | None:
+def _one_over(scope: TracedScope, eq: Equation) -> Operand | None:
     if eq.name == "div" and filled_with(scope, eq.inputs[0]) == 1:
         return eq.inputs[1]
     if eq.name == "integer_pow" and eq.params["y"] == -1:
