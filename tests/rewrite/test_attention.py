@@ -251,3 +251,15 @@ def test_a_mask_outside_of_a_loop_is_not_made_for_it():
     assert finding.times == 2
     program = str(jax.make_jaxpr(both.rewritten)(params, None, batch, jax.random.key(0)))
     assert f"{LENGTH},{LENGTH}]" not in program
+
+
+def test_a_long_chain_before_attention():
+    """A program of thousands of equations is searched without recursion."""
+
+    def attend(q, k, v, batch, params):
+        for _ in range(700):
+            q = jnp.sin(q) * q
+        return mixed(jax.nn.softmax(scores_of(q, k)), v)
+
+    (finding,) = Both(projected(attend), **ONLY).findings(*inputs())
+    assert finding.becomes == "attention by blocks of 16"

@@ -21,6 +21,9 @@ QUERY: str = "query"
 KEY: str = "key"
 LABELS = (QUERY, KEY)
 
+MOST_LINEAR = 64
+"""So many equations between a softmax and a product with values are followed."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class AttentionSite:
@@ -107,21 +110,24 @@ def _softmax_below(
 ) -> tuple[Softmax, tuple[tuple[Equation, int], ...]] | None:
     """Return the softmax that an operand is linear in, and the equations from there to it, each
     with the place of its operand that depends on the softmax."""
-    dims = [d for d, cut in enumerate(cuts) if cut is not None]
-    if len(dims) != 1:
-        return None
-    softmax = find_softmax(scope, operand, dims[0])
-    if softmax is not None:
-        return softmax, ()
-    eq = scope.producer(scope.resolve(operand))
-    if eq is None or not scope.is_own(eq):
-        return None
-    of_operands = operand_cuts(eq, cuts)
-    for i in _linear_in(scope, eq):
-        if of_operands is not None:
-            found = _softmax_below(scope, eq.inputs[i], of_operands[i])
-            if found is not None:
-                return found[0], (*found[1], (eq, i))
+    seen: set[Equation] = set()
+    stack: list[tuple[Operand, Cuts, tuple[tuple[Equation, int], ...]]] = [(operand, cuts, ())]
+    while stack:
+        operand, cuts, chain = stack.pop()
+        dims = [d for d, cut in enumerate(cuts) if cut is not None]
+        if len(dims) != 1:
+            continue
+        softmax = find_softmax(scope, operand, dims[0])
+        if softmax is not None:
+            return softmax, chain
+        eq = scope.producer(scope.resolve(operand))
+        if eq is None or eq in seen or not scope.is_own(eq) or len(seen) == MOST_LINEAR:
+            continue
+        seen.add(eq)
+        of_operands = operand_cuts(eq, cuts)
+        for i in _linear_in(scope, eq):
+            if of_operands is not None:
+                stack.append((eq.inputs[i], of_operands[i], ((eq, i), *chain)))
     return None
 
 

@@ -127,7 +127,7 @@ class Recipe:
         if operand in self._known:
             return self._known[operand]
         eq = self.scope.producer(operand)
-        if eq is None or eq.name not in SAME_PLACE:
+        if eq not in self._inner or eq is None or eq.name not in SAME_PLACE:
             return None
         same = (x for x in eq.values if x.aval.shape == operand.aval.shape)
         return next((cuts for x in same if (cuts := self._hint(x)) is not None), None)

@@ -22,6 +22,7 @@ class TracedScope:
     Attributes:
       program: the program.
       outer: the scope around it; None if there is none.
+      equations: its equations, and those in functions that it calls, in order.
       readers: the equations of the program that read each value; None stands for its outputs.
     """
 
@@ -43,7 +44,8 @@ class TracedScope:
         self._producers: dict[Value, Equation] = {}
         self._calls: dict[Equation, Equation] = {}
         self._shown: dict[Operand, Value] = {}
-        self._static: dict[Value, bool] = {}
+        self._static: set[Value] = set()
+        self.equations: list[Equation] = []
         self.readers: dict[Value, list[Equation | None]] = defaultdict(list)
         self._add(program.equations, None)
         for operand in program.outputs:
@@ -57,7 +59,10 @@ class TracedScope:
             for v in eq.values:
                 self.readers[v].append(eq)
             if eq.name != CUSTOM_JVP:
+                self.equations.append(eq)
                 self._producers.update((v, eq) for v in eq.outputs)
+                if not eq.is_pinned and all(map(self.is_static, eq.inputs)):
+                    self._static.update(eq.outputs)
                 continue
             body = flatten(compat.forward_jaxpr(eq.source), compat.forward_jaxpr)
             self._alias.update(zip(body.inputs, eq.inputs, strict=True))
@@ -105,11 +110,6 @@ class TracedScope:
     def is_static(self, operand: Operand) -> bool:
         """Return whether an operand follows from nothing but constants of the program."""
         operand = self.resolve(operand)
-        if isinstance(operand, Constant):
+        if isinstance(operand, Constant) or operand in self._static:
             return True
-        if operand not in self._static:
-            eq = self.producer(operand)
-            self._static[operand] = (
-                eq is not None and not eq.is_pinned and all(map(self.is_static, eq.inputs))
-            )
-        return self._static[operand]
+        return self.outer is not None and self.outer.is_static(operand)

@@ -93,37 +93,41 @@ def filled_with(scope: TracedScope, operand: Operand) -> float | None:
 
 def between(scope: TracedScope, first: Value, last: Value) -> frozenset[Equation]:
     """Return the equations that compute one value from another one."""
-    depends: dict[Operand, bool] = {first: True}
+    after: set[Operand] = {first}
+    following: list[Equation] = []
+    for eq in scope.equations:
+        if any(scope.resolve(x) in after for x in eq.values):
+            following.append(eq)
+            after.update(eq.outputs)
+    needed: set[Operand] = {last}
     found: set[Equation] = set()
-
-    def visit(operand: Operand) -> bool:
-        operand = scope.resolve(operand)
-        if operand not in depends:
-            eq = scope.producer(operand)
-            depends[operand] = False
-            own = () if eq is None or not scope.is_own(eq) else eq.inputs
-            # All operands are visited, also after one that depends.
-            depends[operand] = any(list(map(visit, own)))
-            if eq is not None and depends[operand]:
-                found.add(eq)
-        return depends[operand]
-
-    visit(last)
+    for eq in reversed(following):
+        if not needed.isdisjoint(eq.outputs):
+            found.add(eq)
+            needed.update(x for v in eq.values if (x := scope.resolve(v)) is not first)
     return frozenset(found)
 
 
 def is_equal_in_rows(scope: TracedScope, operand: Operand, dim: int) -> bool:
     """Return whether all elements of an operand along a dim are known to be equal."""
-    operand = scope.resolve(operand)
-    if not shape_of(operand) or shape_of(operand)[dim] == 1:
-        return True
-    eq = scope.producer(operand)
-    if eq is None:
-        return False
-    if eq.name == "broadcast_in_dim":
-        dims = list(eq.params["broadcast_dimensions"])
-        return dim not in dims or shape_of(eq.inputs[0])[dims.index(dim)] == 1
-    return eq.name in ELEMENTWISE and all(is_equal_in_rows(scope, x, dim) for x in eq.inputs)
+    stack, seen = [scope.resolve(operand)], set[Operand]()
+    while stack:
+        x = stack.pop()
+        if x in seen or not shape_of(x) or shape_of(x)[dim] == 1:
+            continue
+        seen.add(x)
+        eq = scope.producer(x)
+        if eq is None:
+            return False
+        if eq.name == "broadcast_in_dim":
+            dims = list(eq.params["broadcast_dimensions"])
+            if dim in dims and shape_of(eq.inputs[0])[dims.index(dim)] > 1:
+                return False
+        elif eq.name in ELEMENTWISE:
+            stack += map(scope.resolve, eq.inputs)
+        else:
+            return False
+    return True
 
 
 def _of_quotient(
