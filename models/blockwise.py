@@ -227,7 +227,11 @@ class _Pair:
 
 
 def _pairs(setting: _Setting, operands: _Operands) -> jax.Array:
-    """Return the pairs of a block of queries and a block of keys that it sees, int32[pairs, 2]."""
+    """Return the pairs of a block of queries and a block of keys that it sees, int32[pairs, 2].
+
+    They come as if they followed from the values. JAX would otherwise compute the masks of all
+    pairs at once, and keep them, where it differentiates a loop or a `jax.checkpoint` body around.
+    """
     num_queries, num_keys = (x.shape[1] // setting.block for x in operands[:2])
     pairs = [
         (i, j)
@@ -235,7 +239,7 @@ def _pairs(setting: _Setting, operands: _Operands) -> jax.Array:
         for j in range(num_keys)
         if j <= i or not setting.triangular
     ]
-    return jnp.asarray(pairs, jnp.int32)
+    return lax.optimization_barrier((jnp.asarray(pairs, jnp.int32), operands.v_BMKH))[0]
 
 
 def _product(subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:  # what follows in `_PLACES`, for those who read types
     from zeroxla.config.feedback import Feedback
     from zeroxla.config.offload import Offload
     from zeroxla.config.outer import Outer
+    from zeroxla.config.rewrite import Rewrite
     from zeroxla.config.splits import Splits
     from zeroxla.config.wire_format import WireFormat
     from zeroxla.config.zero_config import ZeroConfig
@@ -48,6 +49,7 @@ if TYPE_CHECKING:  # what follows in `_PLACES`, for those who read types
 __all__ = [  # noqa: RUF022 (grouped)
     # set-up
     "Offload",
+    "Rewrite",
     "Splits",
     "ZeroConfig",
     "initialize",
@@ -108,6 +110,7 @@ _PLACES = {
     "config.feedback": ("Feedback",),
     "config.offload": ("Offload",),
     "config.outer": ("Outer",),
+    "config.rewrite": ("Rewrite",),
     "config.splits": ("Splits",),
     "config.wire_format": ("WireFormat",),
     "config.zero_config": ("ZeroConfig",),

@@ -17,7 +17,7 @@ import jax
 import numpy as np
 from compose.jobs import Run, own_loss
 
-from zeroxla import Feedback, WireFormat
+from zeroxla import Feedback, Rewrite, WireFormat
 from zeroxla.offload.memory_kinds import place_of
 
 INT8 = WireFormat(bits=8, block=64)
@@ -207,6 +207,11 @@ FEATURES = [
         slots={"make_step.microbatches": 2},
         fields=("make_step.microbatches",),
         holds=lambda run: run.step.with_config(run.step.config).config.accumulate == 2,
+    ),
+    # Rewrites.
+    Feature(
+        **_config("rewrite", rewrite=Rewrite(attention_block=4, loss_chunk=3)),
+        holds=lambda run: len(run.step.programs.rewrites.rewritten) > 0,
     ),
     # Optimizers.
     Feature(name="optimizer with a state", slots={"optimizer": "momentum"}),

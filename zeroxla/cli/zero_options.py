@@ -40,6 +40,9 @@ class ZeroOptions:
     frozen: tuple[str, ...] = ()
     """Regular expressions that are searched in leaf paths such as h/attn/c_attn/kernel; matching
     leaves are not trained."""
+    rewrite: bool = False
+    """Rewrite what keeps much memory in the model's trace, each after a trial on a small instance:
+    attention, losses of logits, norms."""
     init_loss_scale: float | None = None
     """Loss scale of the first step in float16. Default: 32768."""
     loss_scale_window: int | None = None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import os
 import re
 import warnings
@@ -17,8 +16,9 @@ from zeroxla.config.feedback import Feedback
 from zeroxla.config.offload import Offload
 from zeroxla.config.outer import Outer
 from zeroxla.config.presets import DIFFERENCES, TWO_LEVELS, ZEROPP, streaming
+from zeroxla.config.rewrite import Rewrite
+from zeroxla.config.settle import settle
 from zeroxla.config.splits import Splits
-from zeroxla.config.values import dtype_name, patterns, whole_number
 from zeroxla.config.wire_checks import WIRES, check_wires
 from zeroxla.config.wire_format import WireFormat
 
@@ -119,20 +119,21 @@ class ZeroConfig:
     splits: Splits | None = None
     """Pins what the axes tensor, context and expert split, by name. None leaves it to a search."""
 
+    rewrite: Rewrite | bool | None = None
+    """What of the model's trace is computed in a form that keeps less; True means `Rewrite()`."""
+
     outer: Outer | None = None
-    """How islands exchange what they have learned. `zeroxla.Island` reads it; a step by itself
-    trains alone."""
+    """How islands exchange what they have learned, for `zeroxla.Island`; a step trains alone."""
 
     optimizer: optax.GradientTransformation | None = None
-    """Optimizer of a `make_step` that is given none. None means AdamW. (optimizer, scheduler,
-    gradient_clipping)"""
+    """Optimizer of a `make_step` that is given none. None means AdamW. (optimizer, scheduler)"""
 
     owners: bool = True
     """Whether one device computes each matrix that the optimizer needs whole, as Muon does."""
 
     unit_elements: int | None = None
-    """Largest number of elements that are gathered together; a larger leaf is a unit of its own.
-    None means one repeated block of the model, or 4 Mi elements where nothing repeats."""
+    """Most elements that are gathered together; a larger leaf is a unit of its own. None means one
+    repeated block of the model, or 4 Mi elements where nothing repeats."""
 
     prefetch_bucket: int | None = None
     """Largest number of elements that are gathered ahead of their use, the next unit or the next
@@ -152,12 +153,11 @@ class ZeroConfig:
     (stage3_param_persistence_threshold)"""
 
     model_persistence_cap: int | None = None
-    """Largest number of elements of all such leaves together. None sets no limit.
-    (stage3_model_persistence_threshold)"""
+    """Largest number of elements of all such leaves. (stage3_model_persistence_threshold)"""
 
     frozen: str | Sequence[str] = ()
-    """Regular expressions that are searched in leaf paths such as "h_0/attn/kernel"; matching
-    leaves get no gradient and no optimizer state."""
+    """Regular expressions searched in leaf paths such as "h_0/attn/kernel"; matching leaves get no
+    gradient and no optimizer state."""
 
     init_loss_scale: float = 2.0**15
     """Loss scale of the first float16 step. (initial_scale_power)"""
@@ -167,33 +167,7 @@ class ZeroConfig:
     not finite. (loss_scale_window)"""
 
     def __post_init__(self) -> None:
-        for name in ("compute_dtype", "gather_dtype", "reduce_dtype"):
-            optional = name != "compute_dtype"
-            object.__setattr__(self, name, dtype_name(name, getattr(self, name), optional))
-        for name, least in (
-            ("accumulate", 1),
-            ("micro_batch", 1),
-            ("unit_elements", 1),
-            ("prefetch_bucket", 0),
-            ("max_live_parameters", 0),
-            ("max_reuse_distance", 0),
-            ("persistence_threshold", 0),
-            ("model_persistence_cap", 0),
-            ("quantize_threshold", 0),
-            ("loss_scale_window", 1),
-        ):
-            object.__setattr__(self, name, whole_number(name, getattr(self, name), least))
-        if not 0 < self.init_loss_scale < math.inf:
-            raise ValueError(
-                f"init_loss_scale={self.init_loss_scale} must be a finite number above 0, such as "
-                "2.0**15"
-            )
-        for name in ("frozen", "unquantized"):
-            object.__setattr__(self, name, patterns(name, getattr(self, name)))
-        for name, kind in (("offload", Offload), ("outer", Outer), ("splits", Splits)):
-            value = getattr(self, name)
-            if not isinstance(value, kind) and (value is not None or kind is Offload):
-                raise ValueError(f"{name}={value!r} is none; give a zeroxla.{kind.__name__}")
+        settle(self)
         check_wires(self)
 
     @classmethod

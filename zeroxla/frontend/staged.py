@@ -55,7 +55,7 @@ class StagedModel(abc.ABC):
           microbatches: number of micro-batches in a step.
           weights: "step" gathers a stage's leaves once in a step, "tick" in every tick.
           losses: by `train`, the loss of the parts that `layout` describes, if axes split the work
-            on one row; None takes the model's own loss.
+            on one row, or the loss that is rewritten; None takes the model's own loss.
 
         Raises:
           NotImplementedError: the model cannot be cut into stages from the trace of a loss.
@@ -73,8 +73,9 @@ class StagesReport(Report):
         """Bytes of float32 gradients that a device adds up."""
 
     @abc.abstractmethod
-    def with_axes(self, axes: Sequence[Report]) -> StagesReport:
-        """Return the report with one on each axis that splits the work on one row."""
+    def beside(self, axes: Sequence[Report], rewrites: Report | None) -> StagesReport:
+        """Return the report with one on each axis that splits the work on one row, and one on what
+        was rewritten in the model's trace."""
 
 
 class StagedDifferentiator(abc.ABC):

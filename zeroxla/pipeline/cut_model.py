@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from zeroxla.mesh.axes import SPLIT_AXES
 from zeroxla.pipeline.layer_cost import LayerCost
 from zeroxla.pipeline.layer_list import LayerList
 from zeroxla.pipeline.make_schedule import forward_only, make_schedule
@@ -120,7 +121,8 @@ class CutModel:
         layers = self.model.cut(_each_layer, shapes, train=True)[1].layers
         method, machine = self.partition, None
         if method == "profile" or isinstance(method, Profile):
-            if shapes.losses is not None:
+            mesh = jax.sharding.get_abstract_mesh()
+            if any(mesh.shape.get(axis, 1) > 1 for axis in SPLIT_AXES):
                 raise NotImplementedError(
                     f"partition={method!r} on a mesh with axes that split the work on one row: "
                     "layers are measured on one device, and exchange arrays along these axes; give "

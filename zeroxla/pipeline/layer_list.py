@@ -60,13 +60,14 @@ class LayerList:
           The stages, and the partition that `divide` chose.
 
         Raises:
-          NotImplementedError: axes split the work on one row.
+          NotImplementedError: axes split the work on one row, or the loss is rewritten.
         """
         if shapes.losses is not None:
             raise NotImplementedError(
                 "a pipeline of a list of layers on a mesh with axes that split the work on one "
-                "row: layers of a list are called one by one, and a plan of an axis is of the "
-                "whole loss; make it with Pipeline.from_model, or leave out these axes"
+                "row, or with ZeroConfig(rewrite=...): layers of a list are called one by one, and "
+                "plans of axes and rewrites are of the whole loss; make it with "
+                "Pipeline.from_model, or leave out these axes and this option"
             )
         # Each stage is traced later, on the output of the stage before.
         tree, partition = shapes.params, divide(self._costs(shapes.params))

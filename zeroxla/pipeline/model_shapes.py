@@ -20,7 +20,7 @@ class ModelShapes:
       key: of its PRNG key.
       kinds: a key for each parameter. Only those that agree in it may be stacked.
       losses: by `train`, the loss of parameters that are parts of the model's, if axes split the
-        work on one row; None for the model's own loss.
+        work on one row, or the loss that is rewritten; None for the model's own loss.
     """
 
     params: Any

@@ -54,6 +54,7 @@ class Partition(StagesReport):
       at_rest: sentences that say what a device stores between steps, and where it is updated.
       ranks: the rank of each stage; empty before a step has seen a batch.
       axes: a report on each axis that splits the work on one row.
+      rewrites: a report on what was rewritten in the model's trace; None without the option.
     """
 
     boundaries: tuple[int, ...]
@@ -64,6 +65,7 @@ class Partition(StagesReport):
     at_rest: tuple[str, ...] = ()
     ranks: tuple[int, ...] = ()
     axes: tuple[Report, ...] = ()
+    rewrites: Report | None = None
 
     @property
     def stage_costs(self) -> list[float]:
@@ -88,13 +90,14 @@ class Partition(StagesReport):
         parts = ["Of a leaf that an axis splits, the parameters of one part are counted."]
         return [*self.at_rest, *(parts if self.axes else ())]
 
-    def with_axes(self, axes: Sequence[Report]) -> Partition:
-        """Return the report with one on each axis that splits the work on one row."""
-        return replace(self, axes=tuple(axes))
+    def beside(self, axes: Sequence[Report], rewrites: Report | None) -> Partition:
+        """Return the report with others; see `StagesReport`."""
+        return replace(self, axes=tuple(axes), rewrites=rewrites)
 
     def tables(self) -> list[Table]:
-        """Return the table of stages, and those of the axes."""
-        return [self.table(), *(table for axis in self.axes for table in axis.tables())]
+        """Return the table of stages, and those of the axes and of rewrites."""
+        others = [*self.axes, *([] if self.rewrites is None else [self.rewrites])]
+        return [self.table(), *(table for other in others for table in other.tables())]
 
     def table(self) -> Table:
         """Return the stages as a rich table."""

@@ -59,7 +59,7 @@ class PipelineDifferentiator(StagedDifferentiator):
       microbatches: the number of micro-batches of a step.
       weights: "step" gathers a stage's leaves once in a step, "tick" in every tick.
       losses: by `train`, the loss of the parts that `layout` describes, if axes split the work on
-        one row; None for the model's own loss.
+        one row, or the loss that is rewritten; None for the model's own loss.
     """
 
     model: CutModel

@@ -175,6 +175,7 @@ def plan_step(
         deepspeed_bytes=None if described is None else _deepspeed_bytes(described, step),
         generation=None if generating is None else GenerationPlan.of(step, generating),
         axes=AxesPlan.of(target, reports, comms, time) if reports else None,
+        rewrites=step.programs.rewrites,
         islands=exchanges,
         ahead=ahead,
         simulation=simulation,

@@ -19,6 +19,7 @@ from zeroxla.planning.memory_model import MemoryPlan
 from zeroxla.planning.simulation import Simulation
 from zeroxla.planning.target import HOST_UPDATE, Target
 from zeroxla.program.report import Report, format_bytes
+from zeroxla.rewrite.report import RewriteReport
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -40,6 +41,7 @@ class Plan(Report):
       deepspeed_bytes: DeepSpeed's estimate for the state of a device; None for pipelines.
       generation: the memory of a device that generates, if that was asked for.
       axes: what the axes move and cost that split the work on one row; None if there are none.
+      rewrites: what is rewritten in the model's trace; None without the option.
       islands: what the exchanges between islands cost; None if the config has no `outer`. `time`
         is without them.
       compiled: the compiler's figures for memory and collectives, if they were asked for.
@@ -58,6 +60,7 @@ class Plan(Report):
     deepspeed_bytes: float | None = None
     generation: GenerationPlan | None = None
     axes: AxesPlan | None = None
+    rewrites: RewriteReport | None = None
     islands: IslandsPlan | None = None
     compiled: CompiledPlan | None = None
     ahead: bool | None = None
@@ -190,6 +193,8 @@ class Plan(Report):
         tables += [self.comms.table(), self.time_table()]
         if self.axes is not None:
             tables.append(self.axes.table())
+        if self.rewrites is not None:
+            tables.append(self.rewrites.table())
         if self.islands is not None:
             tables.append(self.islands.table())
         if self.compiled is not None:

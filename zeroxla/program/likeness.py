@@ -15,6 +15,7 @@ import jax
 import jax.extend.core as jex
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from zeroxla.program import compat
 from zeroxla.program.primitives import CUSTOM_RULES
@@ -22,6 +23,9 @@ from zeroxla.program.trace import Constant, Equation, Operand, is_float
 
 _RULES = frozenset({"bwd", "fwd_jaxpr_thunk", "jvp_jaxpr_fun", "out_trees"})
 """Parameters of custom rules that are functions. The derivative itself is compared instead."""
+
+MOST_ELEMENTS = 2**16
+"""Constants of more elements are equal if they are the same object."""
 
 
 def likeness(eq: Equation) -> Hashable:
@@ -103,7 +107,15 @@ def _of_jaxpr(jaxpr: Any) -> Hashable:
         (_of_equation(eqn), tuple(map(number, eqn.invars)), tuple(map(number, eqn.outvars)))
         for eqn in jaxpr.eqns
     )
-    return inputs, tuple(map(id, consts)), equations, tuple(map(number, jaxpr.outvars))
+    return inputs, tuple(map(_of_constant, consts)), equations, tuple(map(number, jaxpr.outvars))
+
+
+def _of_constant(value: Any) -> Hashable:
+    """Return the key of an array that a jaxpr holds: its elements, if they are few and known."""
+    is_array = isinstance(value, np.ndarray | jax.Array) and not isinstance(value, Tracer)
+    if not is_array or _is_key(value) or value.size > MOST_ELEMENTS:
+        return id(value)
+    return _type_of(Constant(value)), np.asarray(value).tobytes()
 
 
 def _has_rule(eqn: Any) -> bool:

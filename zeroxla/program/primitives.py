@@ -57,6 +57,12 @@ RANDOM = _names("random_bits random_fold_in random_split random_unwrap random_wr
 CASTS = frozenset({"convert_element_type", "copy"})
 """They give the operand again, perhaps in another dtype."""
 
+PASSED = CASTS | {"name", "reduce_precision"}
+"""They give the operand again, perhaps rounded or in another dtype."""
+
+SAME_PLACE = ELEMENTWISE | {"bitcast_convert_type"}
+"""Each element of the result follows from the operands' elements at its place, bit for bit."""
+
 RENAMES = _names(
     "bitcast_convert_type copy name optimization_barrier reduce_precision reshape squeeze "
     "stop_gradient transpose"
@@ -65,6 +71,18 @@ RENAMES = _names(
 
 ARRANGEMENTS = _names("broadcast_in_dim copy reshape squeeze transpose")
 """They give the operand's elements in another shape, and compute nothing."""
+
+KEEPS_EXTENT = ARRANGEMENTS | _names("name slice stop_gradient")
+"""The result's elements are some of the operand's, and no others."""
+
+CURVES = _names("erf erfc logistic tanh")
+"""What activation functions are made of, besides exponentials."""
+
+OF_NORMS = _names("div integer_pow pow rsqrt sqrt")
+"""What norms divide by, or multiply by, is computed by one of them."""
+
+OF_CHAINS = (ELEMENTWISE - {"name"}) | _names("broadcast_in_dim reduce_sum reshape squeeze")
+"""What norms and activation functions are made of, all in all."""
 
 FUSED = (
     (ELEMENTWISE - RENAMES)

@@ -15,6 +15,7 @@ from zeroxla.fetch.segments import FetchPlan, LayerLoop, Remat, Straight
 from zeroxla.offload.array_bytes import shard_bytes
 from zeroxla.offload.memory_kinds import Place
 from zeroxla.program.report import Report
+from zeroxla.rewrite.report import RewriteReport
 from zeroxla.split.axis_report import AxisReport
 from zeroxla.step.owners.owners_report import OwnersReport
 from zeroxla.step.state import TrainState
@@ -70,6 +71,7 @@ class Description(Report):
       axes: what is split over each axis that splits the work on one row.
       owners: the matrices that the update needs whole, and that one device each computes; None if
         there are none.
+      rewrites: what was rewritten in the model's trace; None without the option.
     """
 
     rows: tuple[LeafRow, ...]
@@ -79,12 +81,13 @@ class Description(Report):
     updated_on: Literal["device", "host"] = "device"
     axes: tuple[AxisReport, ...] = ()
     owners: OwnersReport | None = None
+    rewrites: RewriteReport | None = None
 
     def tables(self) -> list[Table]:
-        """Return the table of leaves, those of the axes that split the work on one row, and that of
-        matrices with owners."""
-        of_axes = [table for axis in self.axes for table in axis.tables()]
-        return [self.table(), *of_axes, *([self.owners.table()] if self.owners else [])]
+        """Return the table of leaves, those of the axes that split the work on one row, and those
+        of owned matrices and of rewrites."""
+        others = [*self.axes, *(x for x in (self.owners, self.rewrites) if x is not None)]
+        return [self.table(), *(table for other in others for table in other.tables())]
 
     @property
     def shard_bytes(self) -> int:
@@ -177,7 +180,7 @@ def describe_step(programs: Programs, shapes: StateShapes) -> Report:
         return programs.describe_stages(*inputs, at_rest)
     found = describe(layout, programs.plan(*inputs), programs.wiring, state.opt_state, updated_on)
     axes = () if programs.axes is None else programs.axes.newest.reports()
-    return dataclasses.replace(found, axes=tuple(axes), owners=owners)
+    return dataclasses.replace(found, axes=axes, owners=owners, rewrites=programs.rewrites)
 
 
 def describe(

@@ -12,14 +12,18 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from zeroxla.config.fetch_limits import FetchLimits
+from zeroxla.config.rewrite import Rewrite
 from zeroxla.fetch.fetch_plan import make_plan
 from zeroxla.fetch.runner import FetchRunner
 from zeroxla.fetch.segments import FetchPlan, layer_dims
 from zeroxla.frontend import Adapted
+from zeroxla.mesh.axes import platform_of
 from zeroxla.program.paths import Path, paths_of
 from zeroxla.program.trace import Operand, Program, Value, trace
+from zeroxla.rewrite.rewritten_loss import rewritten
 from zeroxla.step.metrics import check_metrics
 from zeroxla.wire.leaves import Layout
 from zeroxla.wire.resolve import Wiring
@@ -28,7 +32,9 @@ Losses = Mapping[bool, Callable[..., Any]]
 """By `train`: the function (params, model_state, batch, key) -> (loss, metrics, model_state)."""
 
 
-def make_losses(adapted: Adapted, dtype: jnp.dtype) -> Losses:
+def make_losses(
+    adapted: Adapted, dtype: jnp.dtype, rewrite: Rewrite | bool | None, mesh: Mesh
+) -> Losses:
     """Make a model's losses for training and for evaluation.
 
     JAX keeps the trace of a function as long as the function lives. So keep the returned functions:
@@ -37,8 +43,11 @@ def make_losses(adapted: Adapted, dtype: jnp.dtype) -> Losses:
     Args:
       adapted: the model.
       dtype: the dtype to which floating arrays of a batch are cast.
+      rewrite: what is rewritten in their traces.
+      mesh: the mesh on which they run.
     """
-    return {train: functools.partial(_loss, adapted, dtype, train) for train in (True, False)}
+    own = {train: functools.partial(_loss, adapted, dtype, train) for train in (True, False)}
+    return rewritten(own, rewrite, on_cpu=platform_of(mesh) == "cpu")
 
 
 def _loss(

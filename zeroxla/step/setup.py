@@ -21,6 +21,8 @@ from zeroxla.offload.choose import offloaded
 from zeroxla.offload.memory_kinds import check_memory
 from zeroxla.offload.update.on_host import check_host_compute
 from zeroxla.program.shapes import shapes_of
+from zeroxla.rewrite.report import RewriteReport
+from zeroxla.rewrite.rewritten_loss import rewrites_of
 from zeroxla.step.axes.deals import Deals
 from zeroxla.step.axes.differentiator import AxesDifferentiator
 from zeroxla.step.axes.parts_wire_state import PartsWireStatePlan
@@ -37,6 +39,11 @@ Placements = tuple[tuple[Placement, ...], tuple[Placement, ...]]
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Setup(ModelOnMesh):
     """A model, a mesh, an optimizer and options, resolved into placements and plans."""
+
+    @property
+    def rewrites(self) -> RewriteReport | None:
+        """What was rewritten for the newest shapes; None without the option."""
+        return rewrites_of(self.losses)
 
     @property
     def first_loss_scale(self) -> float | None:
@@ -138,7 +145,8 @@ class Setup(ModelOnMesh):
         assert stages is not None, "the mesh has no stages"
         describe = functools.partial(stages.describe, at_rest=at_rest)
         found = self.in_mesh(describe, *self._stage_shapes(layout, model_state, batch, key))
-        return found if self.axes is None else found.with_axes(self.axes.newest.reports())
+        axes = () if self.axes is None else self.axes.newest.reports()
+        return found.beside(axes, self.rewrites)
 
     def _stage_shapes(
         self, layout: Layout, model_state: Any, batch: Any, key: jax.Array
@@ -163,7 +171,7 @@ class Setup(ModelOnMesh):
         """Return the object that differentiates the model in stages; None without stages."""
         if self.pipeline is None:
             return None
-        planner, losses = self._planner(layout), None
+        planner, losses = self._planner(layout), self.losses if self.config.rewrite else None
         if self.axes is not None:
             layout, losses = self.axes.of_parts(layout)
         return self.pipeline.differentiator(
@@ -187,8 +195,7 @@ class Setup(ModelOnMesh):
         config, losses = self.config, self.losses
         if self.axes is not None and not whole:
             layout, losses = self.axes.of_parts(layout)
-        on_cpu = platform_of(self.mesh) == "cpu"
-        prefetch = config.prefetch_bucket
+        on_cpu, prefetch = platform_of(self.mesh) == "cpu", config.prefetch_bucket
         return LossPlanner(
             losses=losses,
             layout=layout,

@@ -23,6 +23,7 @@ from zeroxla.program.compat.jaxprs import (
     open_jaxpr,
     scan_counts,
     settings_of,
+    source_line,
     without_dead_code,
 )
 from zeroxla.program.compat.layouts import layouts_ignored, note_layout, with_layout
@@ -66,6 +67,7 @@ __all__ = [
     "open_jaxpr",
     "scan_counts",
     "settings_of",
+    "source_line",
     "with_layout",
     "without_dead_code",
 ]

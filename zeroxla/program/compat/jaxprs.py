@@ -174,6 +174,13 @@ def name_stack_of(eqn: Any) -> Any:
     return eqn.source_info.name_stack
 
 
+def source_line(eqn: Any) -> str:
+    """Return the file and the line of the user's code that an equation comes from; empty if they
+    are not known."""
+    frame = source_info_util.user_frame(eqn.source_info.traceback)
+    return "" if frame is None else f"{frame.file_name}:{frame.start_line}"
+
+
 @contextlib.contextmanager
 def context_of(eqn: Any, name_stack: Any) -> Iterator[None]:
     """Return a context in which a primitive is bound with an equation's scopes and settings.

@@ -1,0 +1,1 @@
+"""Rewrites of a model's trace: what a user wrote by hand takes a form that keeps less in memory."""

@@ -1,0 +1,73 @@
+"""A small instance of attention that was found: a few queries and keys, and all else whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from zeroxla.program import compat
+from zeroxla.program.trace import Program
+from zeroxla.rewrite.attention_site import KEY, LABELS, QUERY, AttentionSite, find_attention
+from zeroxla.rewrite.cuts import block_shape, dot_dims
+from zeroxla.rewrite.found import Replacement, Rewritten
+from zeroxla.rewrite.proof import Proof
+from zeroxla.rewrite.recipe import Recipe
+from zeroxla.rewrite.scope import TracedScope
+
+QUERIES, OTHER_KEYS = 8, 11
+"""The numbers of queries and of keys, if there are not as many of both."""
+
+BLOCK = 3
+"""The block of the small instance."""
+
+
+def objection(
+    proof: Proof, name: str, site: AttentionSite, again: Callable[[AttentionSite], Replacement]
+) -> str | None:
+    """Return what speaks against what runs in the place of attention; see `Proof.objection`.
+
+    Args:
+      proof: runs small instances.
+      name: the name of the form that it has.
+      site: the attention.
+      again: returns what runs in the place of other attention, in the same form. It raises
+        ValueError if that cannot be.
+    """
+    lengths = dict(site.lengths)
+    same = lengths[QUERY] == lengths[KEY]
+    window = {
+        QUERY: (0, min(QUERIES, lengths[QUERY])),
+        KEY: (0, min(QUERIES if same else OTHER_KEYS, lengths[KEY])),
+    }
+    known = {site.softmax.scores: site.own_cuts, site.softmax.result: site.own_cuts}
+    recipe = Recipe(site.scope, LABELS, inner=site.inside, known=known)
+    cuts: list[Any] = [None] * len(site.eq.outputs[0].aval.shape)
+    for cut, d in zip(site.cuts, dot_dims(site.eq)[site.side], strict=True):
+        if d is not None:
+            cuts[d] = cut
+    # The probabilities come first: by them the recipe knows which dim the product sums over.
+    recipe.add(site.eq.inputs[site.side], site.cuts)
+    result = recipe.add(site.eq.outputs[0], tuple(cuts))
+    roots = recipe.roots()
+    shapes = [_shape(root, window) for _, root in roots]
+
+    def written(*arrays: jax.Array) -> jax.Array:
+        given = {i: x for (i, _), x in zip(roots, arrays, strict=True)}
+        return recipe.run([result], given, window)[0]
+
+    def rewrite(program: Program) -> Rewritten:
+        scope = TracedScope(program)
+        for eq in program.equations:
+            found = find_attention(scope, eq) if eq.name == "dot_general" else None
+            if isinstance(found, AttentionSite):
+                return Rewritten.of(program, {eq: again(found)}, {})
+        raise ValueError("the small instance has no attention")
+
+    return proof.objection(name, written, shapes, rewrite)
+
+
+def _shape(root: Any, window: Any) -> Any:
+    aval = root.operand.aval
+    return compat.array_type(block_shape(aval.shape, root.cuts, window), aval.dtype)

@@ -1,0 +1,202 @@
+"""Finds a softmax in the equations that it is written with.
+
+Softmax does not change if all elements of a row are shifted alike. So whatever a model subtracts
+from a row before it takes exponentials, its maximum in most cases, is left out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from zeroxla.program.primitives import ARRANGEMENTS, CASTS, ELEMENTWISE, PASSED
+from zeroxla.program.trace import Constant, Equation, Operand, Value, is_float
+from zeroxla.rewrite.cuts import shape_of
+from zeroxla.rewrite.scope import TracedScope
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Softmax:
+    """A softmax along one dim.
+
+    Attributes:
+      scores: what exponentials are taken of.
+      result: the probabilities, in the shape of the scores.
+      keep: what is kept: an operand of bool, and the value that it has where the exponential
+        counts; None if all are.
+      inside: the equations between the scores and the result.
+    """
+
+    scores: Value
+    result: Value
+    keep: tuple[Operand, bool] | None
+    inside: frozenset[Equation]
+
+
+def find_softmax(scope: TracedScope, operand: Operand, dim: int) -> Softmax | None:
+    """Return the softmax along a dim that an operand is the result of; None if it is of none."""
+    result = scope.resolve(operand)
+    if not isinstance(result, Value) or not result.is_float:
+        return None
+    eq = scope.producer(stripped(scope, result))
+    if eq is None or not scope.is_own(eq):
+        return None
+    found: tuple[Operand, tuple[Operand, bool] | None] | None = None
+    if eq.name == "div" and is_equal_in_rows(scope, eq.inputs[1], dim):
+        weights, total = eq.inputs
+        found = _of_quotient(scope, weights, total, dim)
+    elif eq.name == "mul":
+        for weights, factor in (eq.inputs, eq.inputs[::-1]):
+            total = _inverse(scope, factor) if is_equal_in_rows(scope, factor, dim) else None
+            if found is None and total is not None:
+                found = _of_quotient(scope, weights, total, dim)
+    elif eq.name == "exp":
+        found = _of_logarithm(scope, eq.inputs[0], dim)
+    if found is None:
+        return None
+    scores, keep = found
+    if not isinstance(scores, Value) or shape_of(scores) != shape_of(result):
+        return None
+    inside = between(scope, scores, result)
+    return Softmax(scores=scores, result=result, keep=keep, inside=inside)
+
+
+def stripped(scope: TracedScope, operand: Operand) -> Operand:
+    """Follow an operand through casts between floating dtypes, and names."""
+    operand = scope.resolve(operand)
+    while True:
+        eq = scope.producer(operand)
+        if eq is None or eq.name not in PASSED:
+            return operand
+        below = scope.resolve(eq.inputs[0])
+        if not is_float(below.value.dtype if isinstance(below, Constant) else below.aval.dtype):
+            return operand
+        operand = below
+
+
+def filled_with(scope: TracedScope, operand: Operand) -> float | None:
+    """Return the number that all elements of an operand are; None if that is not known."""
+    operand = scope.resolve(operand)
+    while not isinstance(operand, Constant):
+        eq = scope.producer(operand)
+        if eq is None or eq.name not in ARRANGEMENTS | CASTS:
+            return None
+        operand = scope.resolve(eq.inputs[0])
+    if np.size(operand.value) != 1 or not hasattr(np.asarray(operand.value), "item"):
+        return None
+    try:
+        return float(np.asarray(operand.value).astype(np.float64).item())
+    except (TypeError, ValueError):  # a random key
+        return None
+
+
+def between(scope: TracedScope, first: Value, last: Value) -> frozenset[Equation]:
+    """Return the equations that compute one value from another one."""
+    after: set[Operand] = {first}
+    following: list[Equation] = []
+    for eq in scope.equations:
+        if any(scope.resolve(x) in after for x in eq.values):
+            following.append(eq)
+            after.update(eq.outputs)
+    needed: set[Operand] = {last}
+    found: set[Equation] = set()
+    for eq in reversed(following):
+        if not needed.isdisjoint(eq.outputs):
+            found.add(eq)
+            needed.update(x for v in eq.values if (x := scope.resolve(v)) is not first)
+    return frozenset(found)
+
+
+def is_equal_in_rows(scope: TracedScope, operand: Operand, dim: int) -> bool:
+    """Return whether all elements of an operand along a dim are known to be equal."""
+    stack, seen = [scope.resolve(operand)], set[Operand]()
+    while stack:
+        x = stack.pop()
+        if x in seen or not shape_of(x) or shape_of(x)[dim] == 1:
+            continue
+        seen.add(x)
+        eq = scope.producer(x)
+        if eq is None:
+            return False
+        if eq.name == "broadcast_in_dim":
+            dims = list(eq.params["broadcast_dimensions"])
+            if dim in dims and shape_of(eq.inputs[0])[dims.index(dim)] > 1:
+                return False
+        elif eq.name in ELEMENTWISE:
+            stack += map(scope.resolve, eq.inputs)
+        else:
+            return False
+    return True
+
+
+def _of_quotient(
+    scope: TracedScope, weights: Operand, total: Operand, dim: int
+) -> tuple[Operand, tuple[Operand, bool] | None] | None:
+    """Return the scores and what is kept of `weights / total`; None if it is no softmax."""
+    summed = _summed(scope, total, dim)
+    if summed is None or stripped(scope, summed) is not stripped(scope, weights):
+        return None
+    eq, keep = scope.producer(stripped(scope, weights)), None
+    if eq is not None and eq.name == "select_n" and len(eq.inputs) == 3:
+        which, of_false, of_true = eq.inputs
+        for chosen, other, value in ((of_true, of_false, True), (of_false, of_true, False)):
+            if filled_with(scope, other) == 0:
+                keep, eq = (which, value), scope.producer(stripped(scope, chosen))
+                break
+    if eq is None or eq.name != "exp":
+        return None
+    return _unshifted(scope, eq.inputs[0], dim), keep
+
+
+def _of_logarithm(scope: TracedScope, operand: Operand, dim: int) -> tuple[Operand, None] | None:
+    """Return the scores of exp(scores - log of the sum of exponentials); None if it is none.
+
+    That both are of the same scores, the trial on a small instance shows.
+    """
+    operand = stripped(scope, operand)
+    eq = scope.producer(operand)
+    if eq is None or eq.name != "sub" or not is_equal_in_rows(scope, eq.inputs[1], dim):
+        return None
+    scores = _unshifted(scope, operand, dim)
+    if not isinstance(scores, Value) or not isinstance(operand, Value):
+        return None
+    inside = between(scope, scores, operand)
+    has_sum = any(eq.name == "reduce_sum" and tuple(eq.params["axes"]) == (dim,) for eq in inside)
+    return (scores, None) if has_sum and any(eq.name == "log" for eq in inside) else None
+
+
+def _unshifted(scope: TracedScope, operand: Operand, dim: int) -> Operand:
+    """Follow an operand through subtractions of what is equal in rows."""
+    operand = scope.resolve(operand)
+    while True:
+        eq = scope.producer(operand)
+        if eq is None or eq.name != "sub" or not is_equal_in_rows(scope, eq.inputs[1], dim):
+            return operand
+        operand = scope.resolve(eq.inputs[0])
+
+
+def _summed(scope: TracedScope, operand: Operand, dim: int) -> Operand | None:
+    """Return what an operand is the sum of, along a dim."""
+    eq = scope.producer(stripped(scope, operand))
+    while eq is not None and eq.name in ARRANGEMENTS:
+        eq = scope.producer(stripped(scope, eq.inputs[0]))
+    if eq is None or eq.name != "reduce_sum" or tuple(eq.params["axes"]) != (dim,):
+        return None
+    return eq.inputs[0]
+
+
+def _inverse(scope: TracedScope, operand: Operand) -> Operand | None:
+    """Return what an operand is one over."""
+    eq = scope.producer(stripped(scope, operand))
+    while eq is not None and eq.name in ARRANGEMENTS:
+        eq = scope.producer(stripped(scope, eq.inputs[0]))
+    return None if eq is None else _one_over(scope, eq)
+
+
+def _one_over(scope: TracedScope, eq: Equation) -> Operand | None:
+    if eq.name == "div" and filled_with(scope, eq.inputs[0]) == 1:
+        return eq.inputs[1]
+    if eq.name == "integer_pow" and eq.params["y"] == -1:
+        return eq.inputs[0]
+    return None
