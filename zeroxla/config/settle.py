@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import Any
 
 from zeroxla.config.offload import Offload
 from zeroxla.config.outer import Outer
 from zeroxla.config.rewrite import Rewrite
 from zeroxla.config.splits import Splits
 from zeroxla.config.values import dtype_name, patterns, whole_number
-
-if TYPE_CHECKING:
-    from zeroxla.config.zero_config import ZeroConfig
 
 DTYPES = ("compute_dtype", "gather_dtype", "reduce_dtype")
 COUNTS = {
@@ -33,8 +30,11 @@ KINDS = {"offload": Offload, "outer": Outer, "splits": Splits, "rewrite": Rewrit
 PATTERNS = ("frozen", "unquantized")
 
 
-def settle(config: ZeroConfig) -> None:
+def settle(config: Any) -> None:
     """Check the fields of new options, and replace what has several forms.
+
+    Args:
+      config: a `ZeroConfig` that is being made.
 
     Raises:
       ValueError: a field has a value that it cannot have.
