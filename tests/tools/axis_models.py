@@ -187,4 +187,9 @@ def errors(
     want, expected = jax.jit(
         jax.value_and_grad(lambda p: adapted.loss(p, {}, batch, jax.random.key(1), train=True)[0])
     )(whole)
-    return abs(float(loss) / float(want) - 1), worst(relative_errors(gradients, expected))
+    found = relative_errors(gradients, expected)
+    # All scores of a query have the bias of the keys in common, so its exact gradient is zero: in
+    # float64 it is 4e-18 of all gradients. Rounding is measured against all of them.
+    wide = relative_errors(gradients, expected, floor=1e-2)
+    found |= {name: error for name, error in wide.items() if name.endswith("key/bias")}
+    return abs(float(loss) / float(want) - 1), worst(found)
