@@ -122,7 +122,7 @@ def test_every_option_of_the_library_is_documented_with_its_default():
             shown = "Offload()"
         if default == UNQUANTIZED:  # a pattern with "|", which a table's cell can not hold
             shown = "UNQUANTIZED"
-        if isinstance(default, int | float):
+        if isinstance(default, int | float) and not isinstance(default, bool):
             shown = f"{default:,g}"
         assert table[field.name] == f"`{shown}`", field.name
 
