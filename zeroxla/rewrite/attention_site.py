@@ -8,7 +8,7 @@ and to the scores, which are computed by block from there on, see `recipe`.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 from zeroxla.program.primitives import ARRANGEMENTS, PASSED
 from zeroxla.program.trace import Equation, Operand, Value
@@ -79,6 +79,14 @@ class AttentionSite:
         for eq in (*self.softmax.inside, *(eq for eq, _ in self.chain)):
             yield from eq.outputs
         yield from (v for eq in self.calls() for v in eq.outputs)
+
+    def shifts(self) -> set[Equation]:
+        """Return the equations outside that read such values, and what follows from them up to the
+        site."""
+        inside = {*self.inside, *self.calls()}
+        readers = (x for v in self.vanishing() for x in self.scope.readers.get(v, ()))
+        found = [_following(self.scope, x, inside) for x in readers if x is not None]
+        return {eq for each in found if each is not None for eq in each}
 
     def calls(self) -> set[Equation]:
         """Return the program's functions with a derivative of their own that equations are in."""
@@ -222,7 +230,7 @@ def _refused(site: AttentionSite) -> str | None:
         for reader in scope.readers.get(value, ()):
             if reader is None:
                 return "scores or probabilities are a result of the program too"
-            if reader not in inside:
+            if _following(scope, reader, inside) is None:
                 return f"`{reader.name}` reads scores or probabilities too"
     for _, root in site.recipe.roots():
         if scope.visible(root.operand) is None:
@@ -230,6 +238,25 @@ def _refused(site: AttentionSite) -> str | None:
         if labels_of(root.cuts) >= set(LABELS) and (made := random_of(scope, root.operand)):
             return f"`{made}` draws bits for all pairs of a query and a key at once"
     return None
+
+
+def _following(
+    scope: TracedScope, eq: Equation, inside: Collection[Equation]
+) -> set[Equation] | None:
+    """Return an equation and those that follow from it up to the site, such as those of a row's
+    largest score, which is subtracted; None if something else reads what follows."""
+    stack, seen = [eq], set[Equation]()
+    while stack:
+        eq = stack.pop()
+        if eq in inside or eq in seen:
+            continue
+        seen.add(eq)
+        for v in eq.outputs:
+            readers = scope.readers.get(v, ())
+            if eq.is_pinned or None in readers:
+                return None
+            stack += [x for x in readers if x is not None]
+    return seen
 
 
 def random_of(scope: TracedScope, operand: Operand) -> str | None:

@@ -112,6 +112,8 @@ class BlockAttention:
             ), None
 
         (total, largest, weight), _ = lax.scan(add, carry, self._pairs(roots))
+        if site.softmax.empty_is_zero:
+            weight = jnp.where(weight == 0, 1, weight)
         out = (total / self._in_result(weight)).astype(result.dtype)
         out, largest, weight = (checkpoint_name(x, "attention") for x in (out, largest, weight))
         return out, (roots, out, largest, weight)

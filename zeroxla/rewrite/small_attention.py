@@ -42,7 +42,8 @@ def objection(
         KEY: (0, min(QUERIES if same else OTHER_KEYS, lengths[KEY])),
     }
     known = {site.softmax.scores: site.own_cuts, site.softmax.result: site.own_cuts}
-    recipe = Recipe(site.scope, LABELS, inner=site.inside, known=known)
+    inner = {*site.inside, *site.shifts()}
+    recipe = Recipe(site.scope, LABELS, inner=inner, known=known)
     cuts: list[Any] = [None] * len(site.eq.outputs[0].aval.shape)
     for cut, d in zip(site.cuts, dot_dims(site.eq)[site.side], strict=True):
         if d is not None:

@@ -26,12 +26,15 @@ class Softmax:
       keep: what is kept: an operand of bool, and the value that it has where the exponential
         counts; None if all are.
       inside: the equations between the scores and the result.
+      empty_is_zero: whether a row of which nothing is kept has probabilities of zero; otherwise
+        they are NaN.
     """
 
     scores: Value
     result: Value
     keep: tuple[Operand, bool] | None
     inside: frozenset[Equation]
+    empty_is_zero: bool
 
 
 def find_softmax(scope: TracedScope, operand: Operand, dim: int) -> Softmax | None:
@@ -51,6 +54,8 @@ def find_softmax(scope: TracedScope, operand: Operand, dim: int) -> Softmax | No
             total = _inverse(scope, factor) if is_equal_in_rows(scope, factor, dim) else None
             if found is None and total is not None:
                 found = _of_quotient(scope, weights, total, dim)
+    elif eq.name == "select_n":
+        found = _of_kept_quotient(scope, eq, dim)
     elif eq.name == "exp":
         found = _of_logarithm(scope, eq.inputs[0], dim)
     if found is None:
@@ -59,7 +64,13 @@ def find_softmax(scope: TracedScope, operand: Operand, dim: int) -> Softmax | No
     if not isinstance(scores, Value) or shape_of(scores) != shape_of(result):
         return None
     inside = between(scope, scores, result)
-    return Softmax(scores=scores, result=result, keep=keep, inside=inside)
+    return Softmax(
+        scores=scores,
+        result=result,
+        keep=keep,
+        inside=inside,
+        empty_is_zero=eq.name == "select_n",
+    )
 
 
 def stripped(scope: TracedScope, operand: Operand) -> Operand:
@@ -138,15 +149,57 @@ def _of_quotient(
     if summed is None or stripped(scope, summed) is not stripped(scope, weights):
         return None
     eq, keep = scope.producer(stripped(scope, weights)), None
-    if eq is not None and eq.name == "select_n" and len(eq.inputs) == 3:
-        which, of_false, of_true = eq.inputs
-        for chosen, other, value in ((of_true, of_false, True), (of_false, of_true, False)):
-            if filled_with(scope, other) == 0:
-                keep, eq = (which, value), scope.producer(stripped(scope, chosen))
-                break
+    kept = None if eq is None else _kept(scope, eq)
+    if kept is not None:
+        keep, eq = kept[1], scope.producer(stripped(scope, kept[0]))
     if eq is None or eq.name != "exp":
         return None
     return _unshifted(scope, eq.inputs[0], dim), keep
+
+
+def _of_kept_quotient(
+    scope: TracedScope, eq: Equation, dim: int
+) -> tuple[Operand, tuple[Operand, bool]] | None:
+    """Return the same of weights over the sum of those that are kept, where they are kept, as
+    JAX's softmax with `where` has it."""
+    kept = _kept(scope, eq)
+    quotient = None if kept is None else scope.producer(stripped(scope, kept[0]))
+    if kept is None or quotient is None or quotient.name != "div":
+        return None
+    weights, total = quotient.inputs
+    summed = _summed(scope, total, dim) if is_equal_in_rows(scope, total, dim) else None
+    exponential = scope.producer(stripped(scope, weights))
+    addends = None if summed is None else scope.producer(stripped(scope, summed))
+    if exponential is None or exponential.name != "exp" or addends is None:
+        return None
+    added = _kept(scope, addends)
+    if added is None or stripped(scope, added[0]) is not stripped(scope, weights):
+        return None
+    if _same_condition(scope, added[1][0]) is not _same_condition(scope, kept[1][0]):
+        return None
+    if added[1][1] is not kept[1][1]:
+        return None
+    return _unshifted(scope, exponential.inputs[0], dim), kept[1]
+
+
+def _kept(scope: TracedScope, eq: Equation) -> tuple[Operand, tuple[Operand, bool]] | None:
+    """Return what an equation keeps beside zeros, the condition, and the condition's value where it
+    is kept."""
+    if eq.name != "select_n" or len(eq.inputs) != 3:
+        return None
+    which, of_false, of_true = eq.inputs
+    for chosen, other, value in ((of_true, of_false, True), (of_false, of_true, False)):
+        if filled_with(scope, other) == 0:
+            return chosen, (which, value)
+    return None
+
+
+def _same_condition(scope: TracedScope, operand: Operand) -> Operand:
+    """Follow a condition to what it is a broadcast of: two of them may be of one mask."""
+    operand = scope.resolve(operand)
+    while (eq := scope.producer(operand)) is not None and eq.name == "broadcast_in_dim":
+        operand = scope.resolve(eq.inputs[0])
+    return operand
 
 
 def _of_logarithm(scope: TracedScope, operand: Operand, dim: int) -> tuple[Operand, None] | None:
