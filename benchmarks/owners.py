@@ -5,8 +5,9 @@ width 64, unrolled and scanned, on 8 simulated devices as 2 nodes of 4. Both pro
 same state and take the same batches in turns, in one process. From compiled programs:
 
 * FLOPs of the update that one device computes: products, and factorizations by the usual counts.
-  They are counted in the update compiled by itself, because XLA's CPU backend forgets the scopes of
-  products. A loop that runs as often as its owner has matrices counts for each device that often.
+  They are shares of what plain jit computes on one device, without sharding. They are counted in
+  the update compiled by itself, because XLA's CPU backend forgets the scopes of products. A loop
+  that runs as often as its owner has matrices counts for each device that often.
 * bytes that one device receives for the update in a step.
 
 After 20 steps the losses and the parameters must agree. The time of a step is a ratio of medians
@@ -44,6 +45,7 @@ from zeroxla.program import hlo
 from zeroxla.program.hlo.text import Instruction, Module
 from zeroxla.program.hlo.trip_counts import trip_count
 from zeroxla.program.primitives import FACTORIZATION_FLOPS
+from zeroxla.program.shapes import shapes_of
 from zeroxla.step.owners.owners_plan import OwnersPlan
 
 SCOPE = "update"
@@ -147,15 +149,14 @@ def alone(update: Any, args: Any) -> str:
     return program.lower(*args).compile().as_text() or ""
 
 
-def plain_update(optimizer: optax.GradientTransformation, fsdp: PlainFSDP) -> str:
-    """Return the same of plain jit FSDP."""
+def plain_update(optimizer: optax.GradientTransformation, args: Any) -> str:
+    """Return the same of plain jit, for shapes of parameters, state and gradients."""
 
     def update(params: Any, opt_state: Any, grads: Any) -> Any:
         updates, opt_state = optimizer.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state
 
-    params, opt_state = fsdp.shapes[:2]
-    return alone(update, (params, opt_state, params))
+    return alone(update, args)
 
 
 class Ours:
@@ -214,7 +215,10 @@ def measure(name: str, mesh: Mesh, num_steps: int) -> dict[str, Any]:
     compiled = step.lower(shapes, batch).compile()
     ours = flops_by_device(alone(programs.owned_update_of(shapes), (*args, *scalars)), plan)
     plain_text = fsdp.lower().compile().as_text() or ""
-    plain = flops_by_device(plain_update(make(), fsdp), None)
+    params, opt_state = fsdp.shapes[:2]
+    split = params, opt_state, params
+    plain = flops_by_device(plain_update(make(), split), None)
+    one_device = flops_by_device(plain_update(make(), shapes_of(split)), None)
     comms = zeroxla.inspect.comms(compiled, mesh, while_trips=1)
     received = sum(row.received_bytes for row in comms.rows if row.phase == "owners")
     by_xla = sum(
@@ -243,8 +247,12 @@ def measure(name: str, mesh: Mesh, num_steps: int) -> dict[str, Any]:
             times[kind].append(time.perf_counter() - begin)
     first, second = (np.array(losses[kind]) for kind in runs)
     return {
-        "flops": {"busiest": max(ours), "plain": max(plain), "planned": owners.device_flops},
-        "flops_ratio": max(ours) / max(plain),
+        "flops": {
+            **{"busiest": max(ours), "planned": owners.device_flops},
+            **{"plain jit": max(plain), "one device": max(one_device)},
+        },
+        "flops_ratio": max(ours) / max(one_device),
+        "plain_flops_ratio": max(plain) / max(one_device),
         "received_bytes": received,
         "plain_received_bytes": by_xla,
         "shard_bytes": shards,
@@ -277,7 +285,7 @@ def main() -> int:
         lines.append(
             [
                 name,
-                f"{8 * found['flops_ratio']:.2f}/8",
+                f"{8 * found['flops_ratio']:.2f}/8, {8 * found['plain_flops_ratio']:.2f}/8",
                 f"{found['bytes_ratio']:.2f}",
                 f"{found['plain_received_bytes'] / found['received_bytes']:.1f}x",
                 f"{found['loss_error']:.1e}, {found['params_error']:.1e}",
@@ -285,7 +293,7 @@ def main() -> int:
             ]
         )
         limits = {
-            "FLOPs of the update on the busiest device, over plain jit's": ("flops_ratio", 1.3 / 8),
+            "FLOPs of the update on the busiest device, over all": ("flops_ratio", 1.3 / 8),
             "bytes received, over the matrices' shards": ("bytes_ratio", 2.2),
             "relative error of a loss": ("loss_error", 1e-5),
             "relative error of the parameters": ("params_error", 1e-5),
@@ -296,13 +304,18 @@ def main() -> int:
             for what, (key, limit) in limits.items()
         ]
     header = [
-        *("optimizer", "FLOPs of the update, of plain jit's", "bytes received, of the shards"),
+        *(
+            "optimizer",
+            "FLOPs of the update a device, with plain jit",
+            "bytes received, of the shards",
+        ),
         *("plain jit's bytes", "errors of losses and parameters", "step time, of plain jit's"),
     ]
     body = (
         f"GPTs of 12 layers of width 128 (Muon) and of 8 layers of width 64 (Shampoo), float32, "
         f"2 x {LENGTH} tokens a device, {NUM_DEVICES} simulated devices as 2 nodes of 4. FLOPs and "
-        "bytes are read from the compiled programs; FLOPs are those of the busiest device. Bytes "
+        "bytes are read from compiled programs; FLOPs are the busiest device's share of what plain "
+        "jit computes on one device without sharding; then that of plain jit with shardings. Bytes "
         "are over half of the shards of all arrays that go to owners or come back: the arrays of "
         f"one way. Errors are those after {options.steps} steps against plain jit. Times are "
         "medians of the ratios of a turn, in one run; only ratios carry over to other machines.\n\n"
