@@ -8,7 +8,7 @@ import json
 import pytest
 from tools.train import check_no_option
 
-from zeroxla import Feedback, Offload, WireFormat, ZeroConfig
+from zeroxla import Feedback, Offload, Rewrite, WireFormat, ZeroConfig
 from zeroxla.cli.continued_run import check_resumable
 from zeroxla.cli.errors import UsageError
 from zeroxla.cli.offload_options import OffloadOptions
@@ -56,12 +56,14 @@ FLAGS = {
     "persistence_threshold": (["--persistence-threshold=99"], 99),
     "model_persistence_cap": (["--model-persistence-cap=99"], 99),
     "frozen": (["--frozen", "wte", "h/.*bias"], ("wte", "h/.*bias")),
+    "rewrite": (["--rewrite"], Rewrite()),
     "init_loss_scale": (["--init-loss-scale=8"], 8.0),
     "loss_scale_window": (["--loss-scale-window=8"], 8),
 }
 WITHOUT_A_FLAG = {
     "micro_batch": "the command makes its batches itself, from --batch and --accumulate",
     "optimizer": "--optimizer and its parameters make one; the test below holds them",
+    "owners": "False is for comparisons; a program gives it",
     "splits": "names of one model's leaves and arrays; a program gives them",
     "outer": "--outer and the flags beside it make one; test_outer_options.py holds them",
 }

@@ -328,10 +328,7 @@ def test_devices_along_an_axis_round_with_other_random_numbers():
 
 def test_an_axis_that_can_split_no_product_is_refused_with_their_names():
     mesh = zeroxla.make_mesh(nodes=1, context=2)
-    text = r"context=2 splits none .* divide by 2; there are gather of float32\[64,32\] and int32"
-    with pytest.raises(ValueError, match=text):
-        step_of(GPT.tiny(), mesh).abstract_state(tokens(4, length=15))
-    text = r"context=8 splits none .* dim that is read in chunks, their number or their length must"
+    text = r"context=8 splits none .* that is read in chunks, the axis must divide their number or"
     with pytest.raises(ValueError, match=text):
         step_of(MODELS[CHUNKED](), zeroxla.make_mesh(nodes=1, **EIGHT)).abstract_state(tokens(2))
     images = {"image": np.zeros((8, 28, 28)), "label": np.zeros(8, int)}

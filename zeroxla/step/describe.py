@@ -84,8 +84,15 @@ class Description(Report):
     def tables(self) -> list[Table]:
         """Return the table of leaves, those of the axes that split the work on one row, and those
         of owned matrices and of rewrites."""
-        others = [*self.axes, *(x for x in (self.owners, self.rewrites) if x is not None)]
-        return [self.table(), *(table for other in others for table in other.tables())]
+        return [self.table(), *(table for other in self._others for table in other.tables())]
+
+    def notes(self) -> list[str]:
+        """Return the sentences of the other reports."""
+        return [note for other in self._others for note in other.notes()]
+
+    @property
+    def _others(self) -> list[Report]:
+        return [*self.axes, *(x for x in (self.owners, self.rewrites) if x is not None)]
 
     @property
     def shard_bytes(self) -> int:

@@ -96,11 +96,15 @@ class OwnersReport(Report):
             f"{f' {left}' if self.left else ''}"
         )
 
+    def notes(self) -> list[str]:
+        """Return the sentence."""
+        return [self.sentence]
+
     def table(self) -> Table:
         """Return the table for a rich console."""
         from rich.table import Table
 
-        table = Table(title=self.sentence)
+        table = Table(title="Matrices that have owners")
         table.add_column("leaves")
         for name in ("matrices", "shape", "FLOPs of one"):
             table.add_column(name, justify="right")
