@@ -13,7 +13,6 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from zeroxla.models.attention import CUDNN_HEAD, causal_attention
 from zeroxla.program.primitives import PASSED
 from zeroxla.program.trace import Operand
 from zeroxla.rewrite.attention_site import KEY, QUERY, AttentionSite
@@ -107,6 +106,8 @@ class CausalAttention:
     @property
     def may_be_one_kernel(self) -> bool:
         """Whether cuDNN's attention may take it."""
+        from zeroxla.models.attention import CUDNN_HEAD  # here, since models import flax.nnx
+
         shape = shape_of(self.inputs[0])
         width = shape[self.dims[0].index(-1)]
         dtype = self.site.eq.outputs[0].aval.dtype
@@ -118,6 +119,8 @@ class CausalAttention:
         Args:
           arrays: the queries, the keys and the values.
         """
+        from zeroxla.models.attention import causal_attention
+
         query = self.site.own_cuts.index((QUERY, 0))
         key = self.site.own_cuts.index((KEY, 0))
         rows, heads = self.shared[:1], self.shared[1:]
