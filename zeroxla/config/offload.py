@@ -43,6 +43,10 @@ class Offload:
     """Where hpZ's secondary shards live from forward to backward. They are no part of the state. In
     host memory they cross its link twice in a step, which saves one crossing of the network."""
 
+    activations: Literal["none", "host"] = "none"
+    """Whether values that backward reads may wait in the host's memory, where that is faster than
+    computing them again; needs `ZeroConfig(memory=)`."""
+
     ratio: float = 1.0
     """Approximate share of the elements that is offloaded. Whole arrays are taken in the state's
     order (Adam's first moments come before its second); the rest stays on the devices.
@@ -78,6 +82,11 @@ class Offload:
         if self.secondary not in ("none", "host"):
             raise ValueError(
                 f"Offload(secondary={self.secondary!r}) is not a place for secondary shards, which "
+                "live for a part of a step; use 'none' or 'host'"
+            )
+        if self.activations not in ("none", "host"):
+            raise ValueError(
+                f"Offload(activations={self.activations!r}) is not a place for activations, which "
                 "live for a part of a step; use 'none' or 'host'"
             )
         if self.update not in UPDATES:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from zeroxla.config.memory import memory_bytes
 from zeroxla.config.offload import Offload
 from zeroxla.config.outer import Outer
 from zeroxla.config.rewrite import Rewrite
@@ -52,6 +53,7 @@ def settle(config: Any) -> None:
             f"init_loss_scale={config.init_loss_scale} must be a finite number above 0, such as "
             "2.0**15"
         )
+    put("memory", memory_bytes("memory", config.memory))
     if isinstance(config.rewrite, bool):
         put("rewrite", Rewrite() if config.rewrite else None)
     if not isinstance(config.owners, bool):

@@ -122,6 +122,11 @@ class ZeroConfig:
     rewrite: Rewrite | bool | None = None
     """What of the model's trace is computed in a form that keeps less; True means `Rewrite()`."""
 
+    memory: str | int | None = None
+    """Memory of a device that a step may take: bytes, a text such as "24GB", or "device" for all
+    that it has. Activations are kept, computed again or sent to the host so that it fits. None
+    keeps all that backward reads."""
+
     outer: Outer | None = None
     """How islands exchange what they have learned, for `zeroxla.Island`; a step trains alone."""
 

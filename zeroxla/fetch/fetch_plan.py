@@ -144,7 +144,7 @@ class _Planner:
             if is_data or eq.is_pinned:
                 data.update(eq.outputs)
                 placed.append(eq)
-            elif _is_summary(eq) and not from_leaf.isdisjoint(eq.values):
+            elif is_summary(eq) and not from_leaf.isdisjoint(eq.values):
                 placed.append(eq)
             else:
                 self.known.update((v, eq) for v in eq.outputs)
@@ -271,7 +271,7 @@ class _Planner:
         return Remat(eq, tuple(v for v in inputs if v not in leaves), body)
 
 
-def _is_summary(eq: Equation) -> bool:
+def is_summary(eq: Equation) -> bool:
     """Return whether a reduction is so much smaller than its operands that it is kept."""
     if eq.name not in REDUCTIONS | WINDOW_REDUCTIONS:
         return False

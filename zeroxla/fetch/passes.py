@@ -13,10 +13,12 @@ from typing import Any, NamedTuple
 import jax
 
 from zeroxla.config.fetch_limits import FetchLimits
+from zeroxla.fetch.keeping.choose import Keeping
 from zeroxla.fetch.order import FetchOrder, missing_leaves, stacked_leaves
 from zeroxla.fetch.residuals import Linearized, linearize
 from zeroxla.fetch.reuse import kept_uses
 from zeroxla.fetch.segments import FetchPlan, LayerLoop, Segment, Straight
+from zeroxla.fetch.traced_segment import trace_segment
 from zeroxla.program.trace import Value
 from zeroxla.wire.routes import LeafSource, Route
 
@@ -97,6 +99,7 @@ def plan_passes(
     *,
     in_loop: bool,
     in_remat: bool,
+    keeping: Keeping | None = None,
 ) -> PassPlan:
     """Decide about the passes over a plan.
 
@@ -106,12 +109,19 @@ def plan_passes(
       limits: the limits of prefetch and reuse.
       in_loop: whether the plan is the body of a loop.
       in_remat: whether forward runs a second time before backward.
+      keeping: what the segments keep; None keeps every residual that is an activation.
     """
     segments = plan.segments
     # The inputs of a whole model are leaves that are not gathered.
     summed = frozenset(plan.leaves if in_loop or in_remat else (*plan.leaves, *plan.inputs))
     linear: dict[Segment, Linearized] = {
-        seg: linearize(seg, plan.active, plan.constants, summed)
+        seg: linearize(
+            *(
+                keeping.of(seg)
+                if keeping
+                else (trace_segment(seg, plan.active, plan.constants, summed), None)
+            )
+        )
         for seg in segments
         if isinstance(seg, Straight)
     }

@@ -1,28 +1,44 @@
 """Backward of a segment that keeps no leaf: residuals that depend on leaves alone are computed
-again from leaves that are gathered again, and the other residuals are kept.
+again from leaves that are gathered again, and of the others some values are kept.
 
-`jax.vjp` of a segment is traced into one program, from (leaves, inputs) to (outputs, residuals),
-and each residual is traced back in it. A residual that depends on leaves and constants alone (a
-leaf, its cast, its transpose) is recomputed in backward. A residual that is an input of the segment
-is kept by reference. The others, which are activations, are saved. So each value is saved once, and
-only casts and layouts of leaves are computed twice. It is also known exactly which leaves backward
-reads: no bias, no embedding table.
+`jax.vjp` of a segment is traced into one program (see traced_segment.py), and each residual is
+traced back in it. A residual that depends on leaves and constants alone (a leaf, its cast, its
+transpose) is recomputed in backward. A residual that is an input of the segment is kept by
+reference. The others, which are activations, are saved, unless a `Kept` says which values are saved
+instead: backward then computes the residuals from these. So each value is saved once, and it is
+known exactly which leaves backward reads: no bias, no embedding table.
 """
 
 from __future__ import annotations
 
-import collections
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-from jax import lax
 
 from zeroxla.fetch.barriers import with_barriers
-from zeroxla.fetch.segments import Straight
-from zeroxla.program import compat
-from zeroxla.program.trace import Equation, Operand, Program, Value, closure, flatten, read, run
+from zeroxla.fetch.ties import tie
+from zeroxla.fetch.traced_segment import TracedSegment
+from zeroxla.offload.memory_kinds import to_device, to_host
+from zeroxla.program.trace import Equation, Operand, Program, Value, closure, read, run
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Kept:
+    """The values of a traced segment that forward keeps, beside its inputs.
+
+    Attributes:
+      on_device: the values that stay on the device.
+      on_host: the values that wait in the host's memory.
+    """
+
+    on_device: frozenset[Value] = frozenset()
+    on_host: frozenset[Value] = frozenset()
+
+    @property
+    def values(self) -> frozenset[Value]:
+        return self.on_device | self.on_host
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -35,6 +51,7 @@ class Linearized:
       outputs: the segment's outputs that have a gradient.
       targets: the leaves and inputs that get a gradient.
       saved: the values, of the traced program, that forward keeps for backward.
+      on_host: those of them that wait in the host's memory.
     """
 
     leaves: tuple[Value, ...]
@@ -42,11 +59,13 @@ class Linearized:
     outputs: tuple[Value, ...]
     targets: tuple[Value, ...]
     saved: tuple[Value, ...]
+    on_host: frozenset[Value]
 
     _forward: Callable[..., list[jax.Array]]
     _evaluate: Callable[..., list[jax.Array]]
     _inputs: dict[Value, Value]  # the segment's value -> its stand-in in the traced program
     _recompute: tuple[Equation, ...]
+    _late: tuple[Value, ...]  # what activations are computed again from
     _residuals: tuple[Operand, ...]
     _pullback: Any
 
@@ -58,7 +77,10 @@ class Linearized:
         """
         results = self._forward(*args)
         num_outputs = len(results) - len(self.saved)
-        return results[:num_outputs], tuple(results[num_outputs:])
+        saved = zip(self.saved, results[num_outputs:], strict=True)
+        return results[:num_outputs], tuple(
+            to_host(x) if v in self.on_host else x for v, x in saved
+        )
 
     def evaluate(self, args: Sequence[jax.Array]) -> list[jax.Array]:
         """Return the segment's outputs without a derivative: no custom rule runs."""
@@ -81,154 +103,66 @@ class Linearized:
         """
         env = {self._inputs[v]: leaves[v] for v in self.leaves}
         env.update((self._inputs[v], references[v]) for v in self.references)
-        env.update(zip(self.saved, saved, strict=True))
+        env.update(zip(self.saved, map(to_device, saved), strict=True))
+        # Without the tie XLA takes what forward computed, which then stays until now.
+        tied, cotangents = tie([env[v] for v in self._late], cotangents, by_data=False)
+        env.update(zip(self._late, tied, strict=True))
         run(self._recompute, env)
         pullback = jax.tree.unflatten(self._pullback, [read(env, a) for a in self._residuals])
         (cotangents,) = pullback(list(cotangents))
         return dict(zip(self.targets, cotangents, strict=True))
 
 
-def linearize(
-    segment: Straight,
-    active: Iterable[Value],
-    constants: Iterable[Value],
-    summed: Iterable[Value],
-) -> Linearized:
-    """Trace the forward and backward of a segment.
+def linearize(traced: TracedSegment, kept: Kept | None = None) -> Linearized:
+    """Make the forward and backward of a segment.
 
     Args:
-      segment: the segment to differentiate.
-      active: the values that have a gradient.
-      constants: the inputs from which a residual may be recomputed, as from a leaf.
-      summed: the values whose cotangents are summed one reader at a time; see `_sum_up_to_here`.
+      traced: the segment with its derivative.
+      kept: what forward keeps beside the segment's inputs. Each residual must follow from it, from
+        inputs and from leaves. None keeps every residual that is an activation.
     """
-    active, constants = frozenset(active), frozenset(constants)
-    everything = (*segment.leaves, *segment.inputs)
-    targets = tuple(v for v in everything if v in active)
-    rest = tuple(v for v in everything if v not in active)
-    outputs = tuple(v for v in segment.outputs if v in active)
-    passive = tuple(v for v in segment.outputs if v not in active)
-    summed = active.intersection(summed)
-    pullback_tree = None
-
-    def with_residuals(target_args: list[jax.Array], rest_args: list[jax.Array]) -> Any:
-        nonlocal pullback_tree
-
-        def primal(target_args: list[jax.Array]) -> tuple[list, list]:
-            env = dict(zip((*targets, *rest), (*target_args, *rest_args), strict=True))
-            run_saving_no_leaf(segment, env, summed)
-            return [env[v] for v in outputs], [env[v] for v in passive]
-
-        out, pullback, aux = jax.vjp(primal, target_args, has_aux=True)
-        residuals, pullback_tree = jax.tree.flatten(pullback)
-        return out, aux, residuals
-
-    shapes = [[_shape(v) for v in targets], [_shape(v) for v in rest]]
-    program = flatten(jax.make_jaxpr(with_residuals)(*shapes))
-    num_outputs = len(segment.outputs)
-    stand_ins = dict(zip((*targets, *rest), program.inputs, strict=True))
-    residuals = program.outputs[num_outputs:]
-    free = {stand_ins[v] for v in everything if v in segment.leaves or v in constants}
-    recomputed, roots = _recomputable(program, residuals, free)
-    by_reference = {v for v in residuals if v in program.inputs}.union(roots)
-    saved = tuple(
-        dict.fromkeys(
-            v
-            for v in residuals
-            if isinstance(v, Value) and v not in by_reference and v not in recomputed
-        )
+    segment, program, stand_ins = traced.segment, traced.program, traced.stand_ins
+    if kept is None:
+        kept = Kept(on_device=all_residuals(traced))
+    producers = {v: eq for v, eq in traced.producers().items() if v not in kept.values}
+    wanted = [v for v in traced.residuals if isinstance(v, Value)]
+    recompute, roots = closure(wanted, producers)
+    missing = [v for v in roots if v not in kept.values and v not in program.inputs]
+    assert not missing, f"residuals need values that are not kept: {missing}"
+    given = {*roots}
+    saved = tuple(v for v in roots if v in kept.values)
+    from_free = traced.from_free()
+    late = dict.fromkeys(
+        v
+        for eq in recompute
+        if not from_free.issuperset(eq.outputs)
+        for v in eq.values
+        if v in given and v not in from_free
     )
-    order = dict(zip((*outputs, *passive), program.outputs[:num_outputs], strict=True))
     forward = Program(
-        tuple(stand_ins[v] for v in everything),
+        tuple(stand_ins[v] for v in (*segment.leaves, *segment.inputs)),
         program.equations,
-        (*(order[v] for v in segment.outputs), *saved),
+        (*traced.results, *saved),
     )
-    evaluate = Program(everything, segment.equations, segment.outputs)
+    evaluate = Program((*segment.leaves, *segment.inputs), segment.equations, segment.outputs)
     return Linearized(
-        leaves=tuple(v for v in segment.leaves if stand_ins[v] in by_reference),
-        references=tuple(v for v in segment.inputs if stand_ins[v] in by_reference),
-        outputs=outputs,
-        targets=targets,
+        leaves=tuple(v for v in segment.leaves if stand_ins[v] in given),
+        references=tuple(v for v in segment.inputs if stand_ins[v] in given),
+        outputs=traced.outputs,
+        targets=traced.targets,
         saved=saved,
+        on_host=kept.on_host,
         _forward=with_barriers(forward, [stand_ins[v] for v in segment.leaves]),
         _evaluate=with_barriers(evaluate, segment.leaves),
         _inputs=stand_ins,
-        _recompute=tuple(dict.fromkeys(recomputed.values())),
-        _residuals=residuals,
-        _pullback=pullback_tree,
+        _recompute=tuple(recompute),
+        _late=tuple(late),
+        _residuals=traced.residuals,
+        _pullback=traced.pullback,
     )
 
 
-def run_saving_no_leaf(segment: Straight, env: dict[Value, Any], summed: frozenset[Value]) -> None:
-    """Run a segment's equations, with `jax.checkpoint` around each `cond` that reads leaves.
-
-    A branch returns its residuals, copies of the leaves among them, as results of the `cond`, where
-    they look like activations. Cost: the taken branch runs once more in backward.
-
-    Args:
-      segment: the segment.
-      env: its leaves and inputs; results are added.
-      summed: the values whose cotangents are summed one reader at a time; see `_sum_up_to_here`.
-    """
-    model = set(segment.leaves)
-    readers = collections.Counter(
-        v for eq in segment.equations for v in summed.intersection(eq.values)
-    )
-    for eq in segment.equations:
-        args = [read(env, a) for a in eq.inputs]
-        if eq.values and model.issuperset(eq.values):
-            model.update(eq.outputs)
-
-        def call(*args: Any, eq: Equation = eq) -> list[Any]:
-            return compat.call_equation(eq.source, eq.name_stack, args)
-
-        if eq.name == "cond" and not model.isdisjoint(eq.values):
-            call = jax.checkpoint(call)
-        env.update(zip(eq.outputs, call(*args)))
-        for v in summed.intersection(eq.values):
-            readers[v] -= 1
-            if readers[v]:
-                env[v] = _sum_up_to_here(env[v])
-
-
-@jax.custom_vjp
-def _sum_up_to_here(x: jax.Array) -> jax.Array:
-    """Return x. In backward the cotangents of later readers are added up before others come.
-
-    XLA makes one kernel of all sums otherwise, before which every reader's cotangent is alive.
-    """
-    return x
-
-
-def _sum_up_to_here_forward(x: jax.Array) -> tuple[jax.Array, None]:
-    return x, None
-
-
-def _sum_up_to_here_backward(_: None, ct: jax.Array) -> tuple[jax.Array]:
-    return (lax.optimization_barrier(ct),)
-
-
-_sum_up_to_here.defvjp(_sum_up_to_here_forward, _sum_up_to_here_backward)
-
-
-def _recomputable(
-    program: Program, residuals: Iterable[Operand], roots: set[Value]
-) -> tuple[dict[Value, Equation], list[Value]]:
-    """Return the equations that compute residuals from `roots` alone, and the roots that they read.
-
-    The equations are in order, each under the values that it makes.
-    """
-    known = set(roots)
-    producers: dict[Value, Equation] = {}
-    for eq in program.equations:
-        if not eq.is_pinned and known.issuperset(eq.values):
-            known.update(eq.outputs)
-            producers.update((v, eq) for v in eq.outputs)
-    wanted = [v for v in residuals if isinstance(v, Value) and v in producers]
-    equations, used = closure(wanted, producers)
-    return {v: eq for eq in equations for v in eq.outputs}, used
-
-
-def _shape(value: Value) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(value.aval.shape, value.aval.dtype)
+def all_residuals(traced: TracedSegment) -> frozenset[Value]:
+    """Return the residuals that are neither inputs nor computed from leaves and constants alone."""
+    known = traced.from_free().union(traced.program.inputs)
+    return frozenset(v for v in traced.residuals if isinstance(v, Value) and v not in known)

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 
 from zeroxla.config.fetch_limits import FetchLimits
 from zeroxla.fetch.cotangents import CotangentSums
+from zeroxla.fetch.keeping.choose import Keeping
 from zeroxla.fetch.loop_runner import LoopRunner
 from zeroxla.fetch.order import Fetches, FetchOrder
 from zeroxla.fetch.passes import Tape, plan_passes
@@ -42,6 +43,7 @@ class FetchRunner:
       limits: the limits of prefetch and reuse.
       in_loop: whether the plan is the body of a loop.
       in_remat: whether forward runs a second time before backward.
+      keeping: what the segments keep; None keeps every residual that is an activation.
     """
 
     def __init__(
@@ -53,15 +55,22 @@ class FetchRunner:
         *,
         in_loop: bool = False,
         in_remat: bool = False,
+        keeping: Keeping | None = None,
     ) -> None:
         self.plan, self.collectives, self.routes = plan, collectives, routes
-        self.passes = passes = plan_passes(plan, routes, limits, in_loop=in_loop, in_remat=in_remat)
+        self.passes = passes = plan_passes(
+            plan, routes, limits, in_loop=in_loop, in_remat=in_remat, keeping=keeping
+        )
         self.bodies: dict[Segment, Any] = {}
         for i, seg in enumerate(plan.segments):
             if isinstance(seg, Remat):
-                self.bodies[seg] = FetchRunner(seg.body, collectives, routes, limits, in_remat=True)
+                self.bodies[seg] = FetchRunner(
+                    seg.body, collectives, routes, limits, in_remat=True, keeping=keeping
+                )
             elif isinstance(seg, LayerLoop):
-                make = functools.partial(FetchRunner, in_loop=True, in_remat=in_remat)
+                make = functools.partial(
+                    FetchRunner, in_loop=True, in_remat=in_remat, keeping=keeping
+                )
                 keep = passes.keeps_stacked(i, seg)
                 self.bodies[seg] = LoopRunner(
                     seg, collectives, routes, limits, keep=keep, make_runner=make

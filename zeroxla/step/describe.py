@@ -18,6 +18,7 @@ from zeroxla.offload.memory_kinds import Place
 from zeroxla.program.report import Report
 from zeroxla.rewrite.report import RewriteReport
 from zeroxla.split.axis_report import AxisReport
+from zeroxla.step.memory.fit_report import MemoryFit
 from zeroxla.step.owners.owners_report import OwnersReport
 from zeroxla.step.state import TrainState
 from zeroxla.wire.leaves import Layout, Leaf
@@ -70,6 +71,8 @@ class Description(Report):
       owners: the matrices that the update needs whole, and that one device each computes; None if
         there are none.
       rewrites: what was rewritten in the model's trace; None without the option.
+      memory: what was decided so that the step fits into a memory; None without the option, or
+        before the first step.
     """
 
     rows: tuple[LeafRow, ...]
@@ -80,6 +83,7 @@ class Description(Report):
     axes: tuple[AxisReport, ...] = ()
     owners: OwnersReport | None = None
     rewrites: RewriteReport | None = None
+    memory: MemoryFit | None = None
 
     def tables(self) -> list[Table]:
         """Return the table of leaves, those of the axes that split the work on one row, and those
@@ -92,7 +96,10 @@ class Description(Report):
 
     @property
     def _others(self) -> list[Report]:
-        return [*self.axes, *(x for x in (self.owners, self.rewrites) if x is not None)]
+        return [
+            *self.axes,
+            *(x for x in (self.owners, self.rewrites, self.memory) if x is not None),
+        ]
 
     @property
     def shard_bytes(self) -> int:
@@ -160,12 +167,15 @@ class Description(Report):
         return table
 
 
-def describe_step(programs: Programs, shapes: StateShapes) -> Report:
+def describe_step(
+    programs: Programs, shapes: StateShapes, memory: MemoryFit | None = None
+) -> Report:
     """Return the report on a step: the table of leaves, or of stages if it has some.
 
     Args:
       programs: the step's functions.
       shapes: the shapes of its states.
+      memory: what was decided so that it fits into a memory; None without a budget.
 
     Raises:
       ValueError: the model has not been traced.
@@ -185,7 +195,9 @@ def describe_step(programs: Programs, shapes: StateShapes) -> Report:
         return programs.describe_stages(*inputs, at_rest)
     found = describe(layout, programs.plan(*inputs), programs.wiring, state.opt_state, updated_on)
     axes = () if programs.axes is None else programs.axes.newest.reports()
-    return dataclasses.replace(found, axes=axes, owners=owners, rewrites=programs.rewrites)
+    return dataclasses.replace(
+        found, axes=axes, owners=owners, rewrites=programs.rewrites, memory=memory
+    )
 
 
 def describe(

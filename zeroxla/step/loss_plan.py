@@ -17,6 +17,8 @@ from jax.sharding import Mesh
 from zeroxla.config.fetch_limits import FetchLimits
 from zeroxla.config.rewrite import Rewrite
 from zeroxla.fetch.fetch_plan import make_plan
+from zeroxla.fetch.keeping.budget import ActivationBudget
+from zeroxla.fetch.keeping.choose import Keeping
 from zeroxla.fetch.runner import FetchRunner
 from zeroxla.fetch.segments import FetchPlan, layer_dims
 from zeroxla.frontend import Adapted
@@ -113,12 +115,16 @@ def trained_inputs(program: Program, layout: Layout) -> list[Value]:
 
 
 def make_runner(
-    plan: FetchPlan, layout: Layout, wiring: Wiring, limits: FetchLimits
+    plan: FetchPlan,
+    layout: Layout,
+    wiring: Wiring,
+    limits: FetchLimits,
+    keeping: Keeping | None = None,
 ) -> FetchRunner:
     """Make the runner of a plan from `plan_gathers`."""
     fetched = [layout.leaves[i] for i in layout.indices(fetched=True)]
     routes = {v: wiring.route(leaf) for v, leaf in zip(plan.leaves, fetched, strict=True)}
-    return FetchRunner(plan, wiring.collectives, routes, limits)
+    return FetchRunner(plan, wiring.collectives, routes, limits, keeping=keeping)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -151,6 +157,7 @@ class LossPlanner:
       limits: how far gathers run ahead, and how many gathered leaves are kept.
       is_overwritten: says by its path whether a leaf of the model state is overwritten with its
         gradient.
+      activations: the bytes that activations may take; None keeps all that backward reads.
     """
 
     losses: Losses
@@ -159,6 +166,7 @@ class LossPlanner:
     unit_elements: int | None
     limits: FetchLimits
     is_overwritten: Callable[[Path], bool]
+    activations: ActivationBudget | None = None
 
     def overwritten(self, model_state: Any) -> tuple[int, ...]:
         """Return the leaves of a model state that are overwritten with their gradient, by
@@ -169,7 +177,10 @@ class LossPlanner:
     def trace(self, model_state: Any, batch: Any, key: jax.Array, *, train: bool) -> TracedLoss:
         """Trace the loss and make the runner of its fetch plan."""
         plan, result = self.plan(model_state, batch, key, train=train)
-        runner = make_runner(plan, self.layout, self.wiring, self.limits)
+        keeping = None
+        if self.activations is not None and train:
+            plan, keeping = self.activations.choose(plan)
+        runner = make_runner(plan, self.layout, self.wiring, self.limits, keeping)
         overwritten = self.overwritten(model_state)
         return TracedLoss(runner=runner, result=result, overwritten=overwritten)
 

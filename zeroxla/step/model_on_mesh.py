@@ -13,6 +13,7 @@ import optax
 from jax.sharding import Mesh, PartitionSpec
 
 from zeroxla.config.zero_config import ZeroConfig
+from zeroxla.fetch.keeping.budget import ActivationBudget
 from zeroxla.frontend import Adapted
 from zeroxla.frontend.staged import StagedModel
 from zeroxla.mesh.axes import world_size
@@ -47,6 +48,7 @@ class ModelOnMesh:
       weights: how often a stage of a pipeline gathers its leaves.
       alone_elements: a shard of at least this many elements shares no buffer with others.
       axis_names: other names of the mesh's axes, which the model uses.
+      activations: the bytes that activations may take; None keeps all that backward reads.
       known: the losses and their splits by compute dtype, pins and rewrites. Setups of one model
         and mesh share it, so that the model is traced, and axes are searched, once for all.
       desk: where programs get parameters that are on disk.
@@ -64,6 +66,7 @@ class ModelOnMesh:
     weights: Literal["step", "tick"] = "step"
     alone_elements: int = ALONE_ELEMENTS
     axis_names: AxisNames = ()
+    activations: ActivationBudget | None = None
     known: KnownLosses = dataclasses.field(default_factory=dict)
     desk: Desk = dataclasses.field(default_factory=Desk, init=False)
     wiring: Wiring = dataclasses.field(init=False)

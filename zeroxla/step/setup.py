@@ -207,4 +207,5 @@ class Setup(ModelOnMesh):
                 max_reuse=config.max_reuse_distance,
             ),
             is_overwritten=self.adapted.overwritten,
+            activations=self.activations,
         )

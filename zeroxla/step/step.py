@@ -23,6 +23,7 @@ from zeroxla.program.report import Report
 from zeroxla.step.batches import StepBatches
 from zeroxla.step.changed_config import kept, useless_optimizer, with_microbatches
 from zeroxla.step.checks import check_is_config, check_key
+from zeroxla.step.compiled_step import CompiledStep
 from zeroxla.step.describe import describe_step
 from zeroxla.step.disk.steps import DiskSteps, has_disk
 from zeroxla.step.first_weights import first_weights
@@ -66,8 +67,8 @@ class Step:
     ) -> None:
         self._microbatches = microbatches
         config = with_microbatches(config, microbatches)
-        own = [pattern for pattern in adapted.frozen if pattern not in config.frozen]
-        config = dataclasses.replace(config, frozen=(*config.frozen, *own))
+        frozen = dict.fromkeys((*config.frozen, *adapted.frozen))
+        config = dataclasses.replace(config, frozen=tuple(frozen))
         self.adapted, self.mesh, self.optimizer, self.config = adapted, mesh, optimizer, config
         self.programs = Programs(
             adapted=adapted,
@@ -87,10 +88,9 @@ class Step:
         options = compiler_options(platform, prefetch=config.prefetch_bucket != 0)
         self._run = ProgramCalls(config)
         self._jit = functools.partial(jax.jit, compiler_options=options)
-        self._step = self._jit(self.programs.train, donate_argnums=0)
+        self._compiled = CompiledStep(self.programs, self._jit)
         self.disk = DiskSteps(self.programs, self._jit, self._run)
         self._eval = self._jit(self.programs.evaluate)
-        self._grad = self._jit(self.programs.gradients)
         self._shapes = StateShapes(self.programs)
         self.batches = StepBatches(self.programs, self._shapes)
         self._fit = StateFitter(self.programs, self.disk, self._shapes, self._jit)
@@ -216,7 +216,8 @@ class Step:
             if has_disk(state):
                 state, metrics = self.disk.train(state, batch)
             else:
-                state, metrics = self._run("train", self._step, state, batch)
+                train = self._compiled.train(state, batch)
+                state, metrics = self._run("train", train, state, batch)
         return state, {**metrics, **self._rates.since_last(batch)}
 
     def eval(self, state: TrainState, batch: Any) -> dict[str, Any]:
@@ -233,7 +234,8 @@ class Step:
         """
         batch = self.batches.beside(state, batch)
         with self.programs.tracing():
-            return self.disk.call("grad", self._grad, self._fit.wired(state), batch)
+            state = self._fit.wired(state)
+            return self.disk.call("grad", self._compiled.grad(state, batch), state, batch)
 
     def lower(self, state: Any, batch: Any) -> jax.stages.Lowered:
         """Lower the step for (shapes of) a state and a batch, as `jax.jit(...).lower` does.
@@ -245,7 +247,7 @@ class Step:
             state = self._fit.wired_shapes(state, batch)
             if has_disk(state):
                 return self.disk.lower(state, batch_shapes)
-            return self._step.lower(state, batch_shapes)
+            return self._compiled.train(state, batch_shapes).lower(state, batch_shapes)
 
     def describe(self) -> Report:
         """Return the table of leaves: shape, placement, unit, bytes of a shard.
@@ -255,7 +257,7 @@ class Step:
         Raises:
           ValueError: the model has not been traced, as `init` and the first call do.
         """
-        return describe_step(self.programs, self._shapes)
+        return describe_step(self.programs, self._shapes, self._compiled.fit)
 
     def with_config(self, config: ZeroConfig, *, microbatches: int | None = None) -> Step:
         """Return a step with other options for the same state.
@@ -278,7 +280,7 @@ class Step:
         if microbatches is None and config.accumulate == 1:
             microbatches = self._microbatches
         fields = [f.name for f in dataclasses.fields(self.programs) if f.init]
-        options = {name: getattr(self.programs, name) for name in fields}
+        options = {name: getattr(self.programs, name) for name in fields if name != "activations"}
         step = Step(**{**options, "config": config, "microbatches": microbatches})
         step._shapes.traced = self._shapes.traced
         return step

@@ -1,0 +1,176 @@
+"""`Keeper`: chooses what each segment of a plan keeps, so that it fits a number of bytes."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+
+from zeroxla.fetch.keeping.integer_program import best_choice, best_combination
+from zeroxla.fetch.keeping.places import Place, times_alive
+from zeroxla.fetch.keeping.residual_graph import ResidualGraph
+from zeroxla.fetch.keeping.tradeoff import Choice, tradeoff
+from zeroxla.fetch.residuals import Kept
+from zeroxla.fetch.segments import Straight
+from zeroxla.fetch.traced_segment import TracedSegment
+
+MAX_POLISHED = 6
+"""Most kinds of segments whose choice is improved by an integer program of their own."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Keeping:
+    """What the segments of a plan keep.
+
+    Attributes:
+      places: the straight segments, in the order of forward.
+      choices: the choice of each.
+      gap: the share by which the added seconds may exceed the least that the corners of the
+        segments' tradeoffs allow.
+    """
+
+    places: tuple[Place, ...]
+    choices: tuple[Choice, ...]
+    gap: float
+
+    def of(self, segment: Straight) -> tuple[TracedSegment, Kept]:
+        """Return a segment, traced, and what it keeps."""
+        return self._by_segment[segment]
+
+    @functools.cached_property
+    def _by_segment(self) -> Mapping[Straight, tuple[TracedSegment, Kept]]:
+        pairs = zip(self.places, self.choices, strict=True)
+        return {
+            p.traced.segment: (p.traced, p.graph.kept(c.on_device, c.on_host)) for p, c in pairs
+        }
+
+    @property
+    def num_bytes(self) -> float:
+        """The bytes of kept values and of the residuals of the segment at hand, when most."""
+        return float(_bytes_at_each(self.places, self.choices).max(initial=0.0))
+
+    @property
+    def kept_bytes(self) -> float:
+        """The bytes that all segments keep on the device, all turns of loops included."""
+        return sum(c.num_bytes * p.turns for p, c in self._pairs())
+
+    @property
+    def host_bytes(self) -> float:
+        """The bytes that all segments keep on the host."""
+        return sum(c.host_bytes * p.turns for p, c in self._pairs())
+
+    @property
+    def seconds(self) -> float:
+        """The seconds that computing again and moving add to a micro-batch, by the cost model."""
+        return sum(c.seconds * p.turns for p, c in self._pairs())
+
+    @property
+    def flops(self) -> float:
+        """The FLOPs of what a micro-batch computes again."""
+        return sum(c.flops * p.turns for p, c in self._pairs())
+
+    def is_as(self, other: Keeping) -> bool:
+        """Return whether the same numbers were chosen for another trace of the same loss."""
+        return self.choices == other.choices
+
+    def _pairs(self) -> Iterator[tuple[Place, Choice]]:
+        return zip(self.places, self.choices, strict=True)
+
+
+class Keeper:
+    """Chooses what a plan's segments keep. The tradeoff of each kind of segment is found once, for
+    all limits.
+
+    Args:
+      places: the straight segments of a plan, in the order of forward.
+    """
+
+    def __init__(self, places: Sequence[Place]) -> None:
+        self.places = tuple(places)
+        found: dict[tuple, list[Choice]] = {}
+        for place in self.places:
+            signature = place.graph.signature
+            if signature not in found:
+                found[signature] = tradeoff(place.graph)
+        self._points = [found[p.graph.signature] for p in self.places]
+        self._others = _others_alive(self.places)
+
+    def everything(self) -> Keeping:
+        """Return the choice that computes nothing again that takes time."""
+        return self._keeping([points[0] for points in self._points], 0.0)
+
+    def least(self) -> Keeping:
+        """Return the choice that keeps least."""
+        return self._keeping([points[-1] for points in self._points], 0.0)
+
+    def within(self, limit: float) -> Keeping:
+        """Return the choice of the least seconds whose `num_bytes` are at most `limit`; the choice
+        that keeps least if there is none."""
+        if not self.places:
+            return self._keeping([], 0.0)
+        if self.everything().num_bytes <= limit:
+            return self.everything()
+        solved = best_combination(
+            [[c.seconds * p.turns for c in points] for p, points in self._pairs()],
+            [[c.num_bytes for c in points] for points in self._points],
+            [[_own_bytes(p.graph, c) for c in points] for p, points in self._pairs()],
+            self._others,
+            limit,
+        )
+        if solved is None:
+            return self.least()
+        picked, gap = solved
+        choices = [points[i] for points, i in zip(self._points, picked, strict=True)]
+        return self._keeping(self._polished(choices, limit), gap)
+
+    def _pairs(self) -> Iterator[tuple[Place, list[Choice]]]:
+        return zip(self.places, self._points, strict=True)
+
+    def _keeping(self, choices: Sequence[Choice], gap: float) -> Keeping:
+        return Keeping(places=self.places, choices=tuple(choices), gap=gap)
+
+    def _polished(self, choices: list[Choice], limit: float) -> list[Choice]:
+        """Spend the bytes that are left: give segments one by one the best choice within their own
+        bytes and those, which need not be a corner of the tradeoff."""
+        order = sorted(
+            range(len(choices)), key=lambda i: (-choices[i].seconds * self.places[i].turns, i)
+        )
+        solved: dict[tuple, Choice | None] = {}
+        for i in order:
+            if choices[i].seconds <= 0:
+                break
+            weights, left = self._others[:, i], limit - _bytes_at_each(self.places, choices)
+            room = min((s / w for s, w in zip(left, weights, strict=True) if w > 0), default=0.0)
+            allowed = choices[i].num_bytes + max(room, 0.0)
+            graph = self.places[i].graph
+            key = graph.signature, choices[i].num_bytes, int(allowed)
+            if key not in solved:
+                if len(solved) == MAX_POLISHED:
+                    break
+                solved[key] = best_choice(graph, allowed)
+            better = solved[key]
+            if better is not None and better.seconds < choices[i].seconds * (1 - 1e-9):
+                choices[i] = better
+        return choices
+
+
+def _bytes_at_each(places: Sequence[Place], choices: Sequence[Choice]) -> np.ndarray:
+    """Return the bytes of kept values, and of the residuals of the segment at hand, while backward
+    is at each segment."""
+    kept = np.array([c.num_bytes for c in choices], float)
+    own = [_own_bytes(p.graph, c) for p, c in zip(places, choices, strict=True)]
+    return _others_alive(places) @ kept + np.array(own, float)
+
+
+def _others_alive(places: Sequence[Place]) -> np.ndarray:
+    """Return how many times what a segment keeps, a column, is in memory while backward is at
+    another segment, or at another turn of its own, a row."""
+    return np.maximum(times_alive(places) - np.eye(len(places)), 0.0)
+
+
+def _own_bytes(graph: ResidualGraph, choice: Choice) -> float:
+    """Return the bytes of one turn of a segment while it runs backward: all its residuals are
+    there, kept or computed again."""
+    return float(graph.memory_of({*graph.residuals, *choice.on_device}))

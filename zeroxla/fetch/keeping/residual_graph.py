@@ -1,0 +1,174 @@
+"""`ResidualGraph`: what a segment's residuals are computed from, with bytes and seconds."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Mapping
+
+from zeroxla.fetch.residuals import Kept
+from zeroxla.fetch.traced_segment import TracedSegment
+from zeroxla.program.flops import flops_of, product_flops
+from zeroxla.program.primitives import RENAMES
+from zeroxla.program.trace import Equation, Value, bytes_of, closure
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Rates:
+    """What computing again and moving costs on a device.
+
+    Attributes:
+      flops_per_s: FLOPs of products in a second.
+      bytes_per_s: bytes of the device's memory in a second.
+      gathered_bytes_per_s: bytes of gathered leaves in a second.
+      host_bytes_per_s: bytes between the device and its host in a second; None keeps values off the
+        host.
+    """
+
+    flops_per_s: float = 4e14
+    bytes_per_s: float = 2e12
+    gathered_bytes_per_s: float = 1e11
+    host_bytes_per_s: float | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class ResidualGraph:
+    """The equations that compute a segment's residuals, as numbers.
+
+    A value is available in backward if it is kept, or if the equation that makes it runs again,
+    for which that equation's operands must be available. What backward has anyway (leaves that it
+    gathers, constants, what follows from them) is no part of the graph.
+
+    Attributes:
+      values: the values; a value is known by its place here.
+      bytes: the bytes of keeping each value: 0 if it stays in memory anyway.
+      maker: the number of the equation that makes each value; -1 if it cannot be made again.
+      residuals: the values that the derivative reads.
+      seconds: the seconds of running each equation again.
+      flops: the FLOPs of its products, and one for each element of other results.
+      reads: the values that each equation reads.
+      renames: whether each equation only gives its first operand another shape or name.
+      gathers: the leaves that each equation reads and backward does not gather otherwise.
+      gather_seconds: the seconds of gathering each such leaf.
+      host_seconds: the seconds of sending each value to the host and back; infinite if it stays.
+    """
+
+    values: tuple[Value, ...]
+    bytes: tuple[int, ...]
+    maker: tuple[int, ...]
+    residuals: tuple[int, ...]
+    seconds: tuple[float, ...]
+    flops: tuple[float, ...]
+    reads: tuple[tuple[int, ...], ...]
+    renames: tuple[bool, ...]
+    gathers: tuple[tuple[int, ...], ...]
+    gather_seconds: tuple[float, ...]
+    host_seconds: tuple[float, ...]
+
+    @property
+    def signature(self) -> tuple:
+        """What two graphs have in common if the same numbers solve both."""
+        return tuple(getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "values")
+
+    def memory_of(self, values: Collection[int]) -> int:
+        """Return the bytes of values while all of them are there. What only renames another value
+        shares its memory."""
+        return sum(self.bytes[v] for v in {self._root(v) for v in values})
+
+    def _root(self, value: int) -> int:
+        while (eq := self.maker[value]) >= 0 and self.renames[eq]:
+            value = self.reads[eq][0]
+        return value
+
+    def kept(self, on_device: Collection[int], on_host: Collection[int]) -> Kept:
+        """Return values, given by number, as a `Kept`. Inputs of the segment, which are kept by
+        reference, are left out by `linearize`."""
+        return Kept(
+            on_device=frozenset(self.values[i] for i in on_device),
+            on_host=frozenset(self.values[i] for i in on_host),
+        )
+
+    @staticmethod
+    def of(traced: TracedSegment, rates: Rates, lasting: Collection[Value]) -> ResidualGraph:
+        """Read the graph of a segment.
+
+        Args:
+          traced: the segment with its derivative.
+          rates: what an equation, a gather and a move cost.
+          lasting: inputs of the segment that stay in memory until its backward anyway.
+        """
+        program, free = traced.program, traced.from_free()
+        producers = {v: eq for v, eq in traced.producers().items() if v not in free}
+        wanted = [v for v in traced.residuals if isinstance(v, Value) and v not in free]
+        equations, _ = closure(wanted, producers)
+        values = tuple(
+            dict.fromkeys([*(v for eq in equations for v in (*eq.values, *eq.outputs)), *wanted])
+        )
+        values = tuple(v for v in values if v not in free)
+        number = {v: i for i, v in enumerate(values)}
+        maker = {v: i for i, eq in enumerate(equations) for v in eq.outputs}
+        stays = {traced.stand_ins[v] for v in lasting if v in traced.stand_ins}
+        inputs = frozenset(program.inputs)
+        sizes = [0 if v in stays else bytes_of(v) for v in values]
+        gathers, gather_seconds = _gathers(traced, equations, free, rates)
+        per_host_byte = 2 / rates.host_bytes_per_s if rates.host_bytes_per_s else float("inf")
+        return ResidualGraph(
+            values=values,
+            bytes=tuple(sizes),
+            maker=tuple(maker.get(v, -1) for v in values),
+            residuals=tuple(dict.fromkeys(number[v] for v in wanted)),
+            seconds=tuple(_seconds(eq, rates) for eq in equations),
+            flops=tuple(0.0 if eq.name in RENAMES else flops_of(eq) for eq in equations),
+            reads=tuple(
+                tuple(number[v] for v in dict.fromkeys(eq.values) if v in number)
+                for eq in equations
+            ),
+            renames=tuple(
+                eq.name in RENAMES and any(v in number for v in eq.values[:1]) for eq in equations
+            ),
+            gathers=gathers,
+            gather_seconds=gather_seconds,
+            # The inputs of a segment are kept by reference, where they are.
+            host_seconds=tuple(
+                float("inf") if v in inputs or not v.is_float else size * per_host_byte
+                for v, size in zip(values, sizes, strict=True)
+            ),
+        )
+
+
+def _seconds(eq: Equation, rates: Rates) -> float:
+    """Return the seconds of an equation: those of its products, or of its bytes if they take
+    longer. What only renames takes none."""
+    if eq.name in RENAMES:
+        return 0.0
+    flops = product_flops(eq)
+    moved = sum(map(bytes_of, eq.outputs))
+    if flops or eq.name in ("scan", "while", "cond"):
+        flops = flops or flops_of(eq)
+        moved += sum(map(bytes_of, eq.values))
+    return max(flops / rates.flops_per_s, moved / rates.bytes_per_s)
+
+
+def _gathers(
+    traced: TracedSegment,
+    equations: Collection[Equation],
+    free: Collection[Value],
+    rates: Rates,
+) -> tuple[tuple[tuple[int, ...], ...], tuple[float, ...]]:
+    """Return the leaves that each equation needs and the derivative alone does not, by number, and
+    the seconds of gathering each."""
+    leaves = {traced.stand_ins[v] for v in traced.segment.leaves}
+    producers = {v: eq for v, eq in traced.producers().items() if v in free}
+    read = [v for v in traced.residuals if isinstance(v, Value) and v in free]
+    gathered = leaves.intersection(closure(read, producers)[1])
+    number: dict[Value, int] = {}
+    needs: Mapping[Equation, tuple[int, ...]] = {}
+    needs = {
+        eq: tuple(
+            number.setdefault(v, len(number))
+            for v in closure([a for a in eq.values if a in free], producers)[1]
+            if v in leaves and v not in gathered
+        )
+        for eq in equations
+    }
+    seconds = tuple(bytes_of(v) / rates.gathered_bytes_per_s for v in number)
+    return tuple(needs[eq] for eq in equations), seconds

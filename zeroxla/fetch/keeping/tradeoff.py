@@ -1,0 +1,156 @@
+"""`tradeoff`: the best ways to keep less of a segment, from all residuals to the least.
+
+For a price of a kept byte, the values that are worth keeping are the minimum cut of a graph. A
+value that backward needs is kept, at the price of its bytes, or goes to the host, for the seconds
+of the way, or the equation that makes it runs again, for which its operands are needed. A search
+over prices finds every choice on the convex hull of (bytes, seconds).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable
+
+from zeroxla.fetch.keeping.residual_graph import ResidualGraph
+from zeroxla.program.min_cut import Edge, source_side
+
+MAX_POINTS = 24
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Choice:
+    """What is kept of a segment.
+
+    Attributes:
+      on_device, on_host: the kept values, by number.
+      again: the equations that run again, by number.
+      num_bytes: the bytes of what is kept on the device.
+      host_bytes: the bytes of what is kept on the host.
+      seconds: the seconds that running again and moving add.
+      flops: the FLOPs of what runs again.
+    """
+
+    on_device: frozenset[int]
+    on_host: frozenset[int]
+    again: frozenset[int]
+    num_bytes: int
+    host_bytes: int
+    seconds: float
+    flops: float
+
+    @staticmethod
+    def of(
+        graph: ResidualGraph,
+        again: frozenset[int],
+        host: Iterable[int] = (),
+    ) -> Choice:
+        """Return the choice under which certain equations run again.
+
+        Args:
+          graph: the segment's graph.
+          again: the equations. Nothing runs again that no residual needs.
+          host: the values that wait on the host if they are kept.
+        """
+        again = _useful(graph, again)
+        needed = set(graph.residuals).union(*(graph.reads[e] for e in again))
+        kept = {v for v in needed if graph.maker[v] not in again}
+        on_host = kept.intersection(host)
+        on_device = kept - on_host
+        leaves = {w for e in again for w in graph.gathers[e]}
+        return Choice(
+            on_device=frozenset(on_device),
+            on_host=frozenset(on_host),
+            again=again,
+            num_bytes=sum(graph.bytes[v] for v in on_device),
+            host_bytes=sum(graph.bytes[v] for v in on_host),
+            seconds=math.fsum(
+                [
+                    *(graph.seconds[e] for e in again),
+                    *(graph.gather_seconds[w] for w in leaves),
+                    *(graph.host_seconds[v] for v in on_host),
+                ]
+            ),
+            flops=math.fsum(graph.flops[e] for e in again),
+        )
+
+
+def _useful(graph: ResidualGraph, again: frozenset[int]) -> frozenset[int]:
+    """Return those of some equations that residuals need."""
+    needed, stack = set(), list(graph.residuals)
+    while stack:
+        eq = graph.maker[stack.pop()]
+        if eq in again and eq not in needed:
+            needed.add(eq)
+            stack.extend(graph.reads[eq])
+    return frozenset(needed)
+
+
+def cheapest(graph: ResidualGraph, price: float) -> Choice:
+    """Return the choice of the least seconds + price * bytes kept on the device.
+
+    Args:
+      graph: the segment's graph.
+      price: seconds for a byte.
+    """
+    num_values, num_equations = len(graph.values), len(graph.seconds)
+    of_equation = num_values
+    of_leaf = of_equation + num_equations
+    source = of_leaf + len(graph.gather_seconds)
+    sink = source + 1
+    edges: list[Edge] = [(source, v, math.inf) for v in graph.residuals]
+    to_host = []
+    for v, (size, eq) in enumerate(zip(graph.bytes, graph.maker, strict=True)):
+        cost = price * size
+        if graph.host_seconds[v] < cost:
+            cost = graph.host_seconds[v]
+            to_host.append(v)
+        edges.append((v, sink if eq < 0 else of_equation + eq, cost))
+    for e, seconds in enumerate(graph.seconds):
+        edges.append((of_equation + e, sink, seconds))
+        edges += [(of_equation + e, v, math.inf) for v in graph.reads[e]]
+        edges += [(of_equation + e, of_leaf + w, math.inf) for w in graph.gathers[e]]
+    edges += [(of_leaf + w, sink, seconds) for w, seconds in enumerate(graph.gather_seconds)]
+    side = source_side(edges, sink + 1, source=source, sink=sink)
+    again = frozenset(e for e in range(num_equations) if of_equation + e in side)
+    return Choice.of(graph, again, to_host)
+
+
+def tradeoff(graph: ResidualGraph) -> list[Choice]:
+    """Return choices from the most bytes to the least, each with more seconds than the one before.
+
+    They are the corners of the convex hull of all choices, at most `MAX_POINTS`.
+    """
+    if not graph.residuals:
+        return [Choice.of(graph, frozenset())]
+    total = max(1, sum(graph.bytes))
+    all_seconds = math.fsum(graph.seconds) + math.fsum(graph.gather_seconds)
+    highest = 1e3 * max(all_seconds, 1e-12)
+    first, last = cheapest(graph, 1e-6 * min_seconds(graph) / total), cheapest(graph, highest)
+    found = {(first.num_bytes, first.seconds): first, (last.num_bytes, last.seconds): last}
+    spans = [(first, last)]
+    while spans and len(found) < MAX_POINTS:
+        # The span with the most to gain first.
+        spans.sort(key=lambda s: (s[0].num_bytes - s[1].num_bytes) * (s[1].seconds - s[0].seconds))
+        more, less = spans.pop()
+        if more.num_bytes <= less.num_bytes or less.seconds <= more.seconds:
+            continue
+        price = (less.seconds - more.seconds) / (more.num_bytes - less.num_bytes)
+        middle = cheapest(graph, price)
+        gain = more.seconds + price * more.num_bytes - middle.seconds - price * middle.num_bytes
+        if gain <= 1e-9 * less.seconds or not less.num_bytes < middle.num_bytes < more.num_bytes:
+            continue
+        found[middle.num_bytes, middle.seconds] = middle
+        spans += [(more, middle), (middle, less)]
+    ordered = sorted(found.values(), key=lambda c: (-c.num_bytes, c.seconds))
+    better: list[Choice] = []
+    for choice in ordered:
+        while better and better[-1].seconds >= choice.seconds:
+            better.pop()
+        better.append(choice)
+    return better
+
+
+def min_seconds(graph: ResidualGraph) -> float:
+    """Return the least seconds of an equation that takes any."""
+    return min((s for s in graph.seconds if s > 0), default=1e-9)

@@ -1,0 +1,1 @@
+"""Fits a step into the memory that a device has for it."""

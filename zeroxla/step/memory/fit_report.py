@@ -1,0 +1,141 @@
+"""`MemoryFit`: what a step keeps, sends to the host and computes again, so that it fits."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+import jax
+from jax.sharding import Mesh
+
+from zeroxla.fetch.keeping.choose import Keeping
+from zeroxla.program.report import Report, format_bytes
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Try:
+    """One program that was compiled.
+
+    Attributes:
+      keeping: the choice.
+      num_bytes: all bytes that the program takes on a device, as the compiler plans them.
+      temp_bytes: the compiler's temporaries among them.
+    """
+
+    keeping: Keeping
+    num_bytes: int
+    temp_bytes: int
+
+    @property
+    def rest(self) -> int:
+        """The bytes of the state, the batch and the results, which no choice changes."""
+        return self.num_bytes - self.temp_bytes
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class MemoryFit(Report):
+    """What was decided so that a step fits into a memory.
+
+    Attributes:
+      total_bytes: the memory of a device that the step may take.
+      tries: the programs that were compiled, in order.
+    """
+
+    total_bytes: int
+    tries: tuple[Try, ...]
+
+    @property
+    def best(self) -> Try | None:
+        """The fastest program that fits; None if none does."""
+        fits = [t for t in self.tries if t.num_bytes <= self.total_bytes]
+        return min(fits, key=lambda t: (t.keeping.seconds, t.num_bytes), default=None)
+
+    @property
+    def smallest(self) -> Try:
+        """The program that takes the fewest bytes."""
+        return min(self.tries, key=lambda t: t.num_bytes)
+
+    def table(self) -> Table:
+        """Return the table of what happens to the values that backward reads, by segment."""
+        from rich.table import Table
+
+        chosen = self.best or self.smallest
+        table = Table(
+            title=f"Memory of a device: {format_bytes(chosen.num_bytes)} of "
+            f"{format_bytes(self.total_bytes)}",
+            title_justify="left",
+        )
+        table.add_column("segment")
+        for name in ("turns", "kept", "on the host", "equations again", "FLOPs again"):
+            table.add_column(name, justify="right")
+        keeping = chosen.keeping
+        last: tuple[str, ...] | None = None
+        run: list[int] = []
+
+        def flush() -> None:
+            if last is not None:
+                first, end = run[0], run[-1]
+                table.add_row(str(first) if first == end else f"{first} to {end}", *last)
+
+        pairs = zip(keeping.places, keeping.choices, strict=True)
+        for i, (place, choice) in enumerate(pairs):
+            row = (
+                str(place.turns),
+                format_bytes(choice.num_bytes * place.turns),
+                format_bytes(choice.host_bytes * place.turns) if choice.host_bytes else "-",
+                f"{len(choice.again)} of {len(place.graph.seconds)}",
+                f"{choice.flops * place.turns:.3g}" if choice.flops else "-",
+            )
+            if row != last:
+                flush()
+                last, run = row, []
+            run.append(i)
+        flush()
+        return table
+
+    def notes(self) -> list[str]:
+        """Return sentences on the whole step."""
+        chosen = self.best or self.smallest
+        keeping = chosen.keeping
+        everything = self.tries[0]
+        found = [
+            f"Of a device's {format_bytes(self.total_bytes)} the step takes "
+            f"{format_bytes(chosen.num_bytes)}: {format_bytes(chosen.rest)} of state, batch and "
+            f"results, and {format_bytes(chosen.temp_bytes)} of temporaries, as the compiler plans "
+            f"them. If all that backward reads were kept, it would take "
+            f"{format_bytes(everything.num_bytes)}."
+        ]
+        if keeping.flops:
+            found.append(
+                f"Backward computes {keeping.flops:.3g} FLOPs again in a micro-batch on a device; "
+                f"the choice is within {100 * keeping.gap:.1f} % of the least that its segments' "
+                "tradeoffs allow."
+            )
+        if keeping.host_bytes:
+            found.append(
+                f"{format_bytes(keeping.host_bytes)} wait in the host's memory from forward to "
+                "backward."
+            )
+        return found
+
+
+def refusal(fit: MemoryFit, mesh: Mesh, batch: Any) -> str:
+    """Return the text of the error when nothing fits.
+
+    Args:
+      fit: what was tried.
+      mesh: the mesh.
+      batch: the global batch, or its shapes.
+    """
+    least = fit.smallest
+    rows = jax.tree.leaves(batch)[0].shape[0]
+    return (
+        f"memory={format_bytes(fit.total_bytes)}: a step of {rows} rows on {mesh.size} devices "
+        f"takes {format_bytes(least.num_bytes)} on each at least, {format_bytes(least.rest)} of "
+        f"them for state, batch and results and {format_bytes(least.temp_bytes)} for temporaries, with all "
+        "activations computed again that can be; give it that much, fewer rows (or more "
+        "micro-batches, accumulate=), or more devices"
+    )
