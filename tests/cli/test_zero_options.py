@@ -57,6 +57,8 @@ FLAGS = {
     "model_persistence_cap": (["--model-persistence-cap=99"], 99),
     "frozen": (["--frozen", "wte", "h/.*bias"], ("wte", "h/.*bias")),
     "rewrite": (["--rewrite"], Rewrite()),
+    "memory": (["--memory=1.5GB"], 1_500_000_000),
+    "remat": (["--memory=1GB", "--remat=replace"], "replace"),
     "init_loss_scale": (["--init-loss-scale=8"], 8.0),
     "loss_scale_window": (["--loss-scale-window=8"], 8),
 }
@@ -71,6 +73,7 @@ OFFLOADS = {
     "optimizer": "host",
     "params": "host",
     "secondary": "host",
+    "activations": "host",
     "ratio": 0.5,
     "update": "device",
     "sub_group": 9,

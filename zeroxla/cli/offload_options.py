@@ -24,6 +24,9 @@ class PlannedOffload:
     """Place of the parameters' float32 master copy; none means the devices."""
     offload_secondary: Literal["none", "host"] | None = None
     """Place of ZeRO++'s secondary shards from forward to backward; none means the devices."""
+    offload_activations: Literal["none", "host"] | None = None
+    """Place of values from forward to backward where that is faster than computing them again;
+    host needs --memory."""
     offload_update: Literal["device", "host"] | None = None
     """Processor that updates the state on the host; host needs --offload-optimizer host. Default:
     device."""

@@ -43,6 +43,13 @@ class ZeroOptions:
     rewrite: bool = False
     """Rewrite what keeps much memory in the model's trace, each after a trial on a small instance:
     attention, losses of logits, norms."""
+    memory: str | None = None
+    """Memory of a device that a step may take, such as 24GB, or `device` for all that it has. What
+    backward reads is kept, computed again or sent to the host so that it fits. Default: keep all
+    of it."""
+    remat: Literal["respect", "replace"] | None = None
+    """What becomes of recomputation that the model asks for itself: it stays, or --memory alone
+    decides. Default: respect."""
     init_loss_scale: float | None = None
     """Loss scale of the first step in float16. Default: 32768."""
     loss_scale_window: int | None = None

@@ -64,3 +64,25 @@ def settle(config: Any) -> None:
         value = getattr(config, name)
         if not isinstance(value, kind) and (value is not None or kind is Offload):
             raise ValueError(f"{name}={value!r} is none; give a zeroxla.{kind.__name__}")
+    _check_budget(config)
+
+
+def _check_budget(config: Any) -> None:
+    """Check the options of a memory budget against each other."""
+    if config.remat not in ("respect", "replace"):
+        raise ValueError(f"remat={config.remat!r} is neither 'respect' nor 'replace'")
+    if config.memory is None:
+        alone = {
+            "remat='replace'": config.remat != "respect",
+            "Offload(activations='host')": config.offload.activations != "none",
+        }
+        if given := [name for name, is_given in alone.items() if is_given]:
+            raise ValueError(
+                f"{' and '.join(given)}: without effect, no budget decides what backward computes "
+                "again; give memory=, such as memory='24GB'"
+            )
+    elif config.offload.on_disk:
+        raise ValueError(
+            f"memory={config.memory!r} with a state on disk: its step is several programs, which "
+            "the budget does not see; use Offload with 'host', or leave memory= out"
+        )

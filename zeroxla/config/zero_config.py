@@ -124,8 +124,12 @@ class ZeroConfig:
 
     memory: str | int | None = None
     """Memory of a device that a step may take: bytes, a text such as "24GB", or "device" for all
-    that it has. Activations are kept, computed again or sent to the host so that it fits. None
-    keeps all that backward reads."""
+    that it has. What backward reads is kept, computed again or sent to the host so that it fits.
+    None keeps all of it."""
+
+    remat: Literal["respect", "replace"] = "respect"
+    """What becomes of `jax.checkpoint` in the model under `memory`. "respect": what it computes
+    again stays so. "replace": the budget alone decides."""
 
     outer: Outer | None = None
     """How islands exchange what they have learned, for `zeroxla.Island`; a step trains alone."""

@@ -3,7 +3,7 @@ again from leaves that are gathered again, and of the others some values are kep
 
 `jax.vjp` of a segment is traced into one program (see traced_segment.py), and each residual is
 traced back in it. A residual that depends on leaves and constants alone (a leaf, its cast, its
-transpose) is recomputed in backward. A residual that is an input of the segment is kept by
+transpose) is recomputed in backward. One that is an input or output of the segment is kept by
 reference. The others, which are activations, are saved, unless a `Kept` says which values are saved
 instead: backward then computes the residuals from these. So each value is saved once, and it is
 known exactly which leaves backward reads: no bias, no embedding table.
@@ -47,7 +47,7 @@ class Linearized:
 
     Attributes:
       leaves: the leaves that backward gathers.
-      references: the segment's inputs that backward reads.
+      references: the segment's inputs and outputs that backward reads.
       outputs: the segment's outputs that have a gradient.
       targets: the leaves and inputs that get a gradient.
       saved: the values, of the traced program, that forward keeps for backward.
@@ -63,7 +63,7 @@ class Linearized:
 
     _forward: Callable[..., list[jax.Array]]
     _evaluate: Callable[..., list[jax.Array]]
-    _inputs: dict[Value, Value]  # the segment's value -> its stand-in in the traced program
+    _stand_ins: dict[Value, Value]  # the segment's value -> the traced program's
     _recompute: tuple[Equation, ...]
     _late: tuple[Value, ...]  # what activations are computed again from
     _residuals: tuple[Operand, ...]
@@ -97,12 +97,12 @@ class Linearized:
 
         Args:
           leaves: the gathered leaves, whole.
-          references: the inputs that backward reads.
+          references: the inputs and outputs that backward reads.
           saved: the values that forward saved.
           cotangents: the cotangents of `outputs`.
         """
-        env = {self._inputs[v]: leaves[v] for v in self.leaves}
-        env.update((self._inputs[v], references[v]) for v in self.references)
+        env = {self._stand_ins[v]: leaves[v] for v in self.leaves}
+        env.update((self._stand_ins[v], references[v]) for v in self.references)
         env.update(zip(self.saved, map(to_device, saved), strict=True))
         # Without the tie XLA takes what forward computed, which then stays until now.
         tied, cotangents = tie([env[v] for v in self._late], cotangents, by_data=False)
@@ -121,7 +121,12 @@ def linearize(traced: TracedSegment, kept: Kept | None = None) -> Linearized:
       kept: what forward keeps beside the segment's inputs. Each residual must follow from it, from
         inputs and from leaves. None keeps every residual that is an activation.
     """
-    segment, program, stand_ins = traced.segment, traced.program, traced.stand_ins
+    segment, program = traced.segment, traced.program
+    # What others read after the segment is kept by reference, like its inputs.
+    results = {
+        v: r for v, r in zip(segment.outputs, traced.results, strict=True) if isinstance(r, Value)
+    }
+    stand_ins = results | traced.stand_ins
     if kept is None:
         kept = Kept(on_device=all_residuals(traced))
     producers = {v: eq for v, eq in traced.producers().items() if v not in kept.values}
@@ -130,7 +135,8 @@ def linearize(traced: TracedSegment, kept: Kept | None = None) -> Linearized:
     missing = [v for v in roots if v not in kept.values and v not in program.inputs]
     assert not missing, f"residuals need values that are not kept: {missing}"
     given = {*roots}
-    saved = tuple(v for v in roots if v in kept.values)
+    shared = {r: v for v, r in results.items() if r not in kept.on_host}
+    saved = tuple(v for v in roots if v in kept.values and v not in shared)
     from_free = traced.from_free()
     late = dict.fromkeys(
         v
@@ -147,14 +153,17 @@ def linearize(traced: TracedSegment, kept: Kept | None = None) -> Linearized:
     evaluate = Program((*segment.leaves, *segment.inputs), segment.equations, segment.outputs)
     return Linearized(
         leaves=tuple(v for v in segment.leaves if stand_ins[v] in given),
-        references=tuple(v for v in segment.inputs if stand_ins[v] in given),
+        references=(
+            *(v for v in segment.inputs if stand_ins[v] in given),
+            *(v for r, v in shared.items() if r in given and r not in program.inputs),
+        ),
         outputs=traced.outputs,
         targets=traced.targets,
         saved=saved,
         on_host=kept.on_host,
         _forward=with_barriers(forward, [stand_ins[v] for v in segment.leaves]),
         _evaluate=with_barriers(evaluate, segment.leaves),
-        _inputs=stand_ins,
+        _stand_ins=stand_ins,
         _recompute=tuple(recompute),
         _late=tuple(late),
         _residuals=traced.residuals,

@@ -26,6 +26,7 @@ from zeroxla.mesh.axes import platform_of
 from zeroxla.program.paths import Path, paths_of
 from zeroxla.program.trace import Operand, Program, Value, trace
 from zeroxla.rewrite.rewritten_loss import rewritten
+from zeroxla.step.memory.without_remat import without_remat
 from zeroxla.step.metrics import check_metrics
 from zeroxla.wire.leaves import Layout
 from zeroxla.wire.resolve import Wiring
@@ -35,7 +36,12 @@ Losses = Mapping[bool, Callable[..., Any]]
 
 
 def make_losses(
-    adapted: Adapted, dtype: jnp.dtype, rewrite: Rewrite | bool | None, mesh: Mesh
+    adapted: Adapted,
+    dtype: jnp.dtype,
+    rewrite: Rewrite | bool | None,
+    mesh: Mesh,
+    *,
+    keep_remat: bool = True,
 ) -> Losses:
     """Make a model's losses for training and for evaluation.
 
@@ -47,8 +53,13 @@ def make_losses(
       dtype: the dtype to which floating arrays of a batch are cast.
       rewrite: what is rewritten in their traces.
       mesh: the mesh on which they run.
+      keep_remat: whether `jax.checkpoint` in the model stays.
     """
-    own = {train: functools.partial(_loss, adapted, dtype, train) for train in (True, False)}
+    own: Losses = {
+        train: functools.partial(_loss, adapted, dtype, train) for train in (True, False)
+    }
+    if not keep_remat:
+        own = {train: without_remat(loss) for train, loss in own.items()}
     return rewritten(own, rewrite, on_cpu=platform_of(mesh) == "cpu")
 
 

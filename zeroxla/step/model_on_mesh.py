@@ -49,8 +49,8 @@ class ModelOnMesh:
       alone_elements: a shard of at least this many elements shares no buffer with others.
       axis_names: other names of the mesh's axes, which the model uses.
       activations: the bytes that activations may take; None keeps all that backward reads.
-      known: the losses and their splits by compute dtype, pins and rewrites. Setups of one model
-        and mesh share it, so that the model is traced, and axes are searched, once for all.
+      known: the losses and their splits by compute dtype, pins, rewrites and remat. Setups of one
+        model and mesh share it, so that the model is traced, and axes are searched, once for all.
       desk: where programs get parameters that are on disk.
       wiring: how leaves travel on this mesh.
       losses: the model's loss for training and for evaluation. JAX remembers their traces, so that
@@ -78,9 +78,12 @@ class ModelOnMesh:
         wiring = make_wiring(self.config, self.mesh, self.desk, self.alone_elements)
         object.__setattr__(self, "wiring", wiring)
         dtype = wiring.collectives.compute_dtype
-        key = dtype, repr(self.config.splits), self.config.rewrite
+        keep_remat = self.config.remat == "respect"
+        key = dtype, repr(self.config.splits), self.config.rewrite, keep_remat
         if key not in self.known:
-            losses = make_losses(self.adapted, dtype, self.config.rewrite, self.mesh)
+            losses = make_losses(
+                self.adapted, dtype, self.config.rewrite, self.mesh, keep_remat=keep_remat
+            )
             self.known[key] = losses, axes_split_of(self.mesh, losses, dtype, self.config.splits)
         losses, axes = self.known[key]
         object.__setattr__(self, "losses", losses)

@@ -101,6 +101,14 @@ class Setup(ModelOnMesh):
             check_memory(self.mesh, PINNED)
         if offload.update == "host":
             check_host_compute(self.mesh)
+        if self.config.memory is not None and self.pipeline is not None:
+            raise NotImplementedError(
+                f"memory={self.config.memory!r} of a pipeline is not supported: its stages keep "
+                "what their schedule says; use Pipeline(stash=) or remat in the model, or a mesh "
+                "without `pipe`"
+            )
+        if offload.activations == "host":
+            check_memory(self.mesh, PINNED)
         if offload.params == "disk" and self.pipeline is not None:
             raise NotImplementedError(
                 "Offload(params='disk') of a pipeline is not supported: its stages exchange leaves "

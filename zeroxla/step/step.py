@@ -279,8 +279,8 @@ class Step:
         warn(useless_optimizer(config, self.config), stacklevel=3)
         if microbatches is None and config.accumulate == 1:
             microbatches = self._microbatches
-        fields = [f.name for f in dataclasses.fields(self.programs) if f.init]
-        options = {name: getattr(self.programs, name) for name in fields if name != "activations"}
+        fields = {f.name for f in dataclasses.fields(self.programs) if f.init} - {"activations"}
+        options = {name: getattr(self.programs, name) for name in fields}
         step = Step(**{**options, "config": config, "microbatches": microbatches})
         step._shapes.traced = self._shapes.traced
         return step

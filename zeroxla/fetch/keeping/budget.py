@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 
 from zeroxla.fetch.keeping.choose import Keeper, Keeping
 from zeroxla.fetch.keeping.cuts import cut_segments
-from zeroxla.fetch.keeping.places import places_of
+from zeroxla.fetch.keeping.places import PlaceFinder
 from zeroxla.fetch.keeping.residual_graph import Rates
 from zeroxla.fetch.segments import FetchPlan
 
@@ -19,20 +18,31 @@ class ActivationBudget:
     Attributes:
       rates: what computing again and moving costs.
       limit: the most bytes of kept values and of one segment's residuals together. If nothing fits,
-        the least that can be kept is.
-      keeper: chooses for the loss that was traced last; None before.
-      newest: what was chosen for it.
+        the least that can be kept is. None keeps all, as without a budget.
+      newest: what was chosen for the loss that was traced last.
     """
 
     rates: Rates
-    limit: float = math.inf
-    keeper: Keeper | None = None
+    limit: float | None = None
     newest: Keeping | None = None
+    _plan: FetchPlan | None = None
+    _keeper: Keeper | None = None
 
-    def choose(self, plan: FetchPlan) -> tuple[FetchPlan, Keeping]:
+    def choose(self, plan: FetchPlan) -> tuple[FetchPlan, Keeping | None]:
         """Return a loss's plan, cut into smaller segments, and what its segments keep."""
-        plan = cut_segments(plan)
-        places = places_of(plan, {*plan.leaves, *plan.inputs}, self.rates)
-        self.keeper = Keeper(list(places))
+        self._plan, self._keeper = plan, None
+        if self.limit is None:
+            return plan, None
         self.newest = self.keeper.within(self.limit)
-        return plan, self.newest
+        assert self._plan is not None
+        return self._plan, self.newest
+
+    @property
+    def keeper(self) -> Keeper:
+        """What chooses for the loss that was traced last."""
+        if self._keeper is None:
+            assert self._plan is not None, "no loss was traced"
+            self._plan = plan = cut_segments(self._plan)
+            found = PlaceFinder(self.rates).find(plan, {*plan.leaves, *plan.inputs})
+            self._keeper = Keeper(found)
+        return self._keeper

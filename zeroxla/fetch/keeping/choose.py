@@ -11,7 +11,7 @@ import numpy as np
 from zeroxla.fetch.keeping.integer_program import best_choice, best_combination
 from zeroxla.fetch.keeping.places import Place, times_alive
 from zeroxla.fetch.keeping.residual_graph import ResidualGraph
-from zeroxla.fetch.keeping.tradeoff import Choice, tradeoff
+from zeroxla.fetch.keeping.tradeoff import Choice
 from zeroxla.fetch.residuals import Kept
 from zeroxla.fetch.segments import Straight
 from zeroxla.fetch.traced_segment import TracedSegment
@@ -80,8 +80,7 @@ class Keeping:
 
 
 class Keeper:
-    """Chooses what a plan's segments keep. The tradeoff of each kind of segment is found once, for
-    all limits.
+    """Chooses what a plan's segments keep.
 
     Args:
       places: the straight segments of a plan, in the order of forward.
@@ -89,21 +88,15 @@ class Keeper:
 
     def __init__(self, places: Sequence[Place]) -> None:
         self.places = tuple(places)
-        found: dict[tuple, list[Choice]] = {}
-        for place in self.places:
-            signature = place.graph.signature
-            if signature not in found:
-                found[signature] = tradeoff(place.graph)
-        self._points = [found[p.graph.signature] for p in self.places]
         self._others = _others_alive(self.places)
 
     def everything(self) -> Keeping:
         """Return the choice that computes nothing again that takes time."""
-        return self._keeping([points[0] for points in self._points], 0.0)
+        return self._keeping([p.points[0] for p in self.places], 0.0)
 
     def least(self) -> Keeping:
         """Return the choice that keeps least."""
-        return self._keeping([points[-1] for points in self._points], 0.0)
+        return self._keeping([p.points[-1] for p in self.places], 0.0)
 
     def within(self, limit: float) -> Keeping:
         """Return the choice of the least seconds whose `num_bytes` are at most `limit`; the choice
@@ -113,20 +106,17 @@ class Keeper:
         if self.everything().num_bytes <= limit:
             return self.everything()
         solved = best_combination(
-            [[c.seconds * p.turns for c in points] for p, points in self._pairs()],
-            [[c.num_bytes for c in points] for points in self._points],
-            [[_own_bytes(p.graph, c) for c in points] for p, points in self._pairs()],
+            [[c.seconds * p.turns for c in p.points] for p in self.places],
+            [[c.num_bytes for c in p.points] for p in self.places],
+            [[_own_bytes(p.graph, c) for c in p.points] for p in self.places],
             self._others,
             limit,
         )
         if solved is None:
             return self.least()
         picked, gap = solved
-        choices = [points[i] for points, i in zip(self._points, picked, strict=True)]
+        choices = [p.points[i] for p, i in zip(self.places, picked, strict=True)]
         return self._keeping(self._polished(choices, limit), gap)
-
-    def _pairs(self) -> Iterator[tuple[Place, list[Choice]]]:
-        return zip(self.places, self._points, strict=True)
 
     def _keeping(self, choices: Sequence[Choice], gap: float) -> Keeping:
         return Keeping(places=self.places, choices=tuple(choices), gap=gap)

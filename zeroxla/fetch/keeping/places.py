@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 
 from zeroxla.fetch.keeping.residual_graph import Rates, ResidualGraph
+from zeroxla.fetch.keeping.tradeoff import Choice, tradeoff
 from zeroxla.fetch.segments import FetchPlan, LayerLoop, Straight
 from zeroxla.fetch.traced_segment import TracedSegment, trace_segment
 from zeroxla.program.trace import Value
@@ -21,12 +22,14 @@ class Place:
     Attributes:
       traced: the segment with its derivative.
       graph: what its residuals are computed from.
+      points: the best ways to keep less of it, from all to the least.
       path: for each plan from the outermost to the segment's own, the number of the segment there,
         with the number of turns if it is a loop, and 0 if it is a `jax.checkpoint`.
     """
 
     traced: TracedSegment
     graph: ResidualGraph
+    points: tuple[Choice, ...]
     path: tuple[tuple[int, int], ...]
 
     @property
@@ -55,35 +58,74 @@ class Place:
         return turns
 
 
-def places_of(
-    plan: FetchPlan,
-    summed: Collection[Value],
-    rates: Rates,
-    lasting: Collection[Value] = (),
-    path: tuple[tuple[int, int], ...] = (),
-) -> Iterator[Place]:
-    """Yield the straight segments of a plan, in the order of forward.
+class PlaceFinder:
+    """Finds the places of a plan. The tradeoff of each kind of segment is found once.
 
     Args:
-      plan: the plan.
-      summed: the values whose cotangents are summed one reader at a time, as `PassPlan.summed`.
-      rates: what an equation and a move cost.
-      lasting: values that are in memory until backward anyway, besides those that the plan's caller
-        keeps.
-      path: where the plan is.
+      rates: what an equation, a gather and a move cost.
     """
-    lasting = {*lasting, *plan.recoverable}
-    for i, seg in enumerate(plan.segments):
-        if isinstance(seg, Straight):
-            traced = trace_segment(seg, plan.active, plan.constants, summed)
-            graph = ResidualGraph.of(traced, rates, lasting)
-            yield Place(traced=traced, graph=graph, path=(*path, (i, 1)))
-        elif isinstance(seg, LayerLoop):
-            here = (*path, (i, seg.scan.length))
-            yield from places_of(seg.body, seg.body.leaves, rates, (), here)
-        else:
-            here = (*path, (i, 0))
-            yield from places_of(seg.body, seg.body.leaves, rates, seg.body.inputs, here)
+
+    def __init__(self, rates: Rates) -> None:
+        self._rates = rates
+        self._found: dict[tuple, tuple[Choice, ...]] = {}
+
+    def find(
+        self,
+        plan: FetchPlan,
+        summed: Collection[Value],
+        lasting: Collection[Value] = (),
+        path: tuple[tuple[int, int], ...] = (),
+    ) -> list[Place]:
+        """Return the straight segments of a plan, in the order of forward.
+
+        A value that a later segment keeps by reference in any case costs an earlier one nothing.
+
+        Args:
+          plan: the plan.
+          summed: the values whose cotangents are summed one reader at a time, as
+            `PassPlan.summed`.
+          lasting: values that are in memory until backward anyway, besides those that the plan's
+            caller keeps.
+          path: where the plan is.
+        """
+        lasting = {*lasting, *plan.recoverable}
+        found: list[Place] = []
+        for i, seg in reversed([*enumerate(plan.segments)]):
+            if isinstance(seg, Straight):
+                place = self._place(plan, seg, summed, lasting, (*path, (i, 1)))
+                lasting.update(_always_referenced(place))
+                inside = [place]
+            elif isinstance(seg, LayerLoop):
+                here = (*path, (i, seg.scan.length))
+                inside = self.find(seg.body, seg.body.leaves, (), here)
+            else:
+                here = (*path, (i, 0))
+                inside = self.find(seg.body, seg.body.leaves, seg.body.inputs, here)
+                lasting.update(seg.inputs)
+            found = [*inside, *found]
+        return found
+
+    def _place(
+        self,
+        plan: FetchPlan,
+        segment: Straight,
+        summed: Collection[Value],
+        lasting: Collection[Value],
+        path: tuple[tuple[int, int], ...],
+    ) -> Place:
+        traced = trace_segment(segment, plan.active, plan.constants, summed)
+        graph = ResidualGraph.of(traced, self._rates, lasting)
+        signature = graph.signature
+        if signature not in self._found:
+            self._found[signature] = tuple(tradeoff(graph))
+        return Place(traced=traced, graph=graph, points=self._found[signature], path=path)
+
+
+def _always_referenced(place: Place) -> list[Value]:
+    """Return the inputs of a segment that it keeps even if it keeps least."""
+    least = {place.graph.values[i] for i in place.points[-1].on_device}
+    segment, stand_ins = place.traced.segment, place.traced.stand_ins
+    return [v for v in segment.inputs if stand_ins[v] in least]
 
 
 def times_alive(places: Sequence[Place]) -> np.ndarray:

@@ -94,7 +94,7 @@ class ResidualGraph:
         Args:
           traced: the segment with its derivative.
           rates: what an equation, a gather and a move cost.
-          lasting: inputs of the segment that stay in memory until its backward anyway.
+          lasting: inputs and outputs of the segment that stay in memory until its backward anyway.
         """
         program, free = traced.program, traced.from_free()
         producers = {v: eq for v, eq in traced.producers().items() if v not in free}
@@ -106,7 +106,8 @@ class ResidualGraph:
         values = tuple(v for v in values if v not in free)
         number = {v: i for i, v in enumerate(values)}
         maker = {v: i for i, eq in enumerate(equations) for v in eq.outputs}
-        stays = {traced.stand_ins[v] for v in lasting if v in traced.stand_ins}
+        shared = dict(zip(traced.segment.outputs, traced.results, strict=True)) | traced.stand_ins
+        stays = {shared[v] for v in lasting if v in shared}
         inputs = frozenset(program.inputs)
         sizes = [0 if v in stays else bytes_of(v) for v in values]
         gathers, gather_seconds = _gathers(traced, equations, free, rates)
@@ -129,7 +130,9 @@ class ResidualGraph:
             gather_seconds=gather_seconds,
             # The inputs of a segment are kept by reference, where they are.
             host_seconds=tuple(
-                float("inf") if v in inputs or not v.is_float else size * per_host_byte
+                float("inf")
+                if v in inputs or v in stays or not v.is_float
+                else size * per_host_byte
                 for v, size in zip(values, sizes, strict=True)
             ),
         )

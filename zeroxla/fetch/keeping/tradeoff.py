@@ -16,6 +16,8 @@ from zeroxla.fetch.keeping.residual_graph import ResidualGraph
 from zeroxla.program.min_cut import Edge, source_side
 
 MAX_POINTS = 24
+UNITS = 2.0**28
+"""What all costs of a cut add up to, in the whole numbers that the cut counts."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -111,6 +113,9 @@ def cheapest(graph: ResidualGraph, price: float) -> Choice:
         edges += [(of_equation + e, v, math.inf) for v in graph.reads[e]]
         edges += [(of_equation + e, of_leaf + w, math.inf) for w in graph.gathers[e]]
     edges += [(of_leaf + w, sink, seconds) for w, seconds in enumerate(graph.gather_seconds)]
+    # The cut counts in whole numbers.
+    scale = UNITS / max(math.fsum(cost for *_, cost in edges if math.isfinite(cost)), 1e-30)
+    edges = [(a, b, cost * scale) for a, b, cost in edges]
     side = source_side(edges, sink + 1, source=source, sink=sink)
     again = frozenset(e for e in range(num_equations) if of_equation + e in side)
     return Choice.of(graph, again, to_host)

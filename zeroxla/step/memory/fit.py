@@ -81,25 +81,24 @@ class MemoryFitter:
         rates = rates_of(mesh, config.compute_dtype, host=config.offload.activations == "host")
         tries: list[Try] = []
         made: list[FittedPrograms] = []
-        limit: float | None = math.inf
-        while limit is not None:
+        limit: float | None = None
+        while True:
             budget = ActivationBudget(rates=rates, limit=limit)
             programs = dataclasses.replace(self._programs, activations=budget)
             train = self._jit(programs.train, donate_argnums=0)
             taken = MemoryReport.of(train.lower(state, batch).compile())
-            assert budget.keeper is not None, "no loss was traced"
-            assert budget.newest is not None
+            num_bytes = taken.total_bytes - _host_bytes(state)
             tries.append(
-                Try(
-                    keeping=budget.newest,
-                    num_bytes=taken.total_bytes - _host_bytes(state),
-                    temp_bytes=taken.temp_bytes,
-                )
+                Try(keeping=budget.newest, num_bytes=num_bytes, temp_bytes=taken.temp_bytes)
             )
             report = MemoryFit(total_bytes=total, tries=tuple(tries))
             grad = self._jit(programs.gradients)
             made.append(FittedPrograms(programs=programs, train=train, grad=grad, report=report))
+            if num_bytes <= total and len(tries) == 1:
+                break
             limit = _next_limit(tries, total, budget.keeper)
+            if limit is None:
+                break
         report = made[-1].report
         if report.best is None:
             raise ValueError(refusal(report, mesh, batch))
@@ -113,17 +112,17 @@ def _next_limit(tries: list[Try], total: int, keeper: Keeper) -> float | None:
     gradients, what one segment computes. That difference hardly changes with the choice.
     """
     newest = tries[-1]
-    fits = [t for t in tries if t.num_bytes <= total]
-    if len(fits) == len(tries) or len(tries) == MAX_TRIES:
+    if len(tries) == MAX_TRIES:
         return None
-    limit = total - (newest.num_bytes - newest.keeping.num_bytes)
-    best_s = min((t.keeping.seconds for t in fits), default=math.inf)
+    by_model = (newest.keeping or keeper.everything()).num_bytes
+    limit = total - (newest.num_bytes - by_model)
+    best_s = min((t.seconds for t in tries if t.num_bytes <= total), default=math.inf)
     for _ in range(MAX_TRIES):
         choice = keeper.within(limit)
-        known = next((t for t in tries if t.keeping.is_as(choice)), None)
+        known = next((t for t in tries if t.keeping and t.keeping.is_as(choice)), None)
         if known is None:
             return limit if choice.seconds < best_s * (1 - WORTH) else None
-        if known in fits or choice.is_as(keeper.least()):
+        if known.num_bytes <= total or choice.is_as(keeper.least()):
             return None
         limit = choice.num_bytes * (1 - WORTH)
     return None

@@ -20,14 +20,19 @@ class Try:
     """One program that was compiled.
 
     Attributes:
-      keeping: the choice.
+      keeping: the choice; None if all that backward reads is kept, as without a budget.
       num_bytes: all bytes that the program takes on a device, as the compiler plans them.
       temp_bytes: the compiler's temporaries among them.
     """
 
-    keeping: Keeping
+    keeping: Keeping | None
     num_bytes: int
     temp_bytes: int
+
+    @property
+    def seconds(self) -> float:
+        """The seconds that it adds to a micro-batch, by the cost model."""
+        return self.keeping.seconds if self.keeping else 0.0
 
     @property
     def rest(self) -> int:
@@ -51,7 +56,7 @@ class MemoryFit(Report):
     def best(self) -> Try | None:
         """The fastest program that fits; None if none does."""
         fits = [t for t in self.tries if t.num_bytes <= self.total_bytes]
-        return min(fits, key=lambda t: (t.keeping.seconds, t.num_bytes), default=None)
+        return min(fits, key=lambda t: (t.seconds, t.num_bytes), default=None)
 
     @property
     def smallest(self) -> Try:
@@ -80,7 +85,7 @@ class MemoryFit(Report):
                 first, end = run[0], run[-1]
                 table.add_row(str(first) if first == end else f"{first} to {end}", *last)
 
-        pairs = zip(keeping.places, keeping.choices, strict=True)
+        pairs = zip(keeping.places, keeping.choices, strict=True) if keeping else ()
         for i, (place, choice) in enumerate(pairs):
             row = (
                 str(place.turns),
@@ -108,6 +113,9 @@ class MemoryFit(Report):
             f"them. If all that backward reads were kept, it would take "
             f"{format_bytes(everything.num_bytes)}."
         ]
+        if keeping is None:
+            found.append("All that backward reads is kept.")
+            return found
         if keeping.flops:
             found.append(
                 f"Backward computes {keeping.flops:.3g} FLOPs again in a micro-batch on a device; "
@@ -135,7 +143,7 @@ def refusal(fit: MemoryFit, mesh: Mesh, batch: Any) -> str:
     return (
         f"memory={format_bytes(fit.total_bytes)}: a step of {rows} rows on {mesh.size} devices "
         f"takes {format_bytes(least.num_bytes)} on each at least, {format_bytes(least.rest)} of "
-        f"them for state, batch and results and {format_bytes(least.temp_bytes)} for temporaries, with all "
-        "activations computed again that can be; give it that much, fewer rows (or more "
+        f"them for state, batch and results and {format_bytes(least.temp_bytes)} for temporaries, "
+        "with all activations computed again that can be; give it that much, fewer rows (or more "
         "micro-batches, accumulate=), or more devices"
     )
