@@ -2,57 +2,107 @@
 residuals need be there at once when they are computed again.
 
 Without a budget a segment is as long as a unit of leaves lasts, and a model whose leaves all stay
-whole is one segment.
+whole is one segment. What crosses a cut is kept, in a loop once for every turn. So there are as
+many cuts as make the sum least of what crosses them and of the largest piece.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from zeroxla.fetch.fetch_plan import is_summary
 from zeroxla.fetch.segments import FetchPlan, LayerLoop, Segment, Straight
 from zeroxla.program.primitives import RENAMES
 from zeroxla.program.trace import Equation, Value, bytes_of, closure
 
-PARTS = 16
-"""A piece is cut again while it makes more than one in so many bytes of all that forward makes."""
 LEAST_SHARE = 1 / 8
 """Each side of a cut makes at least this share of the piece's bytes."""
-MOST_CROSSING = 1 / 6
+MOST_CROSSING = 1 / 4
 """At most this share of the piece's bytes crosses a cut."""
+OF_RESIDUALS = 1 / 2
+"""About so many of the bytes that a piece makes are there while it runs backward."""
+HALVINGS = 8
+WORTH = 0.9
+"""More cuts must bring the sum below this share."""
 
 
 def cut_segments(plan: FetchPlan) -> FetchPlan:
     """Return the plan with its large segments cut, those of its bodies too."""
-    return _cut(plan, _made_bytes(plan) / PARTS)
+    cutters = dict(_cutters(plan, 1))
+    pieces = [(c.whole, turns) for c, turns in cutters.values()]
+    largest = max((piece.weight for piece, _ in pieces), default=0)
+    best, best_bytes = float(largest), _bytes_with(pieces, largest)
+    for halving in range(1, HALVINGS + 1):
+        limit = largest / 2**halving
+        if (num_bytes := _bytes_with(pieces, limit)) < WORTH * best_bytes:
+            best, best_bytes = limit, num_bytes
+    return _cut(plan, {seg: cutter for seg, (cutter, _) in cutters.items()}, best)
 
 
-def _cut(plan: FetchPlan, limit: float) -> FetchPlan:
+def _cut(plan: FetchPlan, cutters: Mapping[Straight, _Cutter], limit: float) -> FetchPlan:
     segments: list[Segment] = []
     for seg in plan.segments:
         if isinstance(seg, Straight):
-            segments += _Cutter(plan, seg).pieces(limit)
+            segments += cutters[seg].pieces(limit)
         else:
-            segments.append(dataclasses.replace(seg, body=_cut(seg.body, limit)))
+            segments.append(dataclasses.replace(seg, body=_cut(seg.body, cutters, limit)))
     return dataclasses.replace(plan, segments=tuple(segments))
 
 
-def _made_bytes(plan: FetchPlan) -> float:
-    """Return the bytes that forward makes, all turns of loops included."""
-    total = 0.0
+def _cutters(plan: FetchPlan, turns: int) -> Iterator[tuple[Straight, tuple[_Cutter, int]]]:
+    """Yield each straight segment with its cutter and the number of its turns."""
     for seg in plan.segments:
         if isinstance(seg, Straight):
-            total += sum(map(_weight, seg.equations))
+            yield seg, (_Cutter(plan, seg), turns)
         else:
-            turns = seg.scan.length if isinstance(seg, LayerLoop) else 1
-            total += turns * _made_bytes(seg.body)
-    return total
+            inside = turns * seg.scan.length if isinstance(seg, LayerLoop) else 1
+            yield from _cutters(seg.body, inside)
+
+
+def _bytes_with(pieces: Sequence[tuple[_Piece, int]], limit: float) -> float:
+    """Return what crosses all cuts, and the residuals of the largest piece, if pieces are cut down
+    to a limit."""
+    used = [(cut, turns) for piece, turns in pieces for cut in piece.cuts(limit)]
+    largest = max((leaf.weight for piece, _ in pieces for leaf in piece.leaves(limit)), default=0)
+    return sum(cut.crossing * turns for cut, turns in used) + OF_RESIDUALS * largest
 
 
 def _weight(eq: Equation) -> int:
     return 0 if eq.name in RENAMES else sum(map(bytes_of, eq.outputs))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Piece:
+    """A run of equations, and how it is cut.
+
+    Attributes:
+      start, stop: the equations, by number.
+      weight: the bytes that they make.
+      crossing: the bytes that cross the best cut.
+      parts: the piece on each side of it; none if there is no good one.
+    """
+
+    start: int
+    stop: int
+    weight: int
+    crossing: int = 0
+    parts: tuple[_Piece, ...] = ()
+
+    def cuts(self, limit: float) -> Iterator[_Piece]:
+        """Yield the pieces that are cut if each must make at most `limit` bytes."""
+        if self.weight > limit and self.parts:
+            yield self
+            for part in self.parts:
+                yield from part.cuts(limit)
+
+    def leaves(self, limit: float) -> Iterator[_Piece]:
+        """Yield the pieces that result."""
+        if self.weight > limit and self.parts:
+            for part in self.parts:
+                yield from part.leaves(limit)
+        else:
+            yield self
 
 
 class _Cutter:
@@ -74,36 +124,29 @@ class _Cutter:
             else:
                 self.placed.append(eq)
         self.leaves = [self._leaves_of(eq.values) for eq in self.placed]
+        self.whole = self._grown(0, len(self.placed))
 
     def _leaves_of(self, values: Sequence[Value]) -> frozenset[Value]:
         return frozenset(self.segment.leaves).intersection(closure(values, self.known)[1])
 
     def pieces(self, limit: float) -> list[Straight]:
-        """Return the segment in pieces, each of about `limit` bytes if it can be cut."""
-        bounds = self._bounds(0, len(self.placed), limit)
-        if len(bounds) == 2:
+        """Return the segment in pieces that make at most `limit` bytes each, if they can be cut."""
+        leaves = list(self.whole.leaves(limit))
+        if len(leaves) == 1:
             return [self.segment]
         found: list[Straight] = []
         wanted = set(self.segment.outputs)
-        for start, stop in reversed(list(itertools.pairwise(bounds))):
-            piece = self._piece(start, stop, wanted, is_last=stop == len(self.placed))
+        for leaf in reversed(leaves):
+            is_last = leaf.stop == len(self.placed)
+            piece = self._piece(leaf.start, leaf.stop, wanted, is_last=is_last)
             wanted.update(piece.inputs)
             found.append(piece)
         return found[::-1]
 
-    def _bounds(self, start: int, stop: int, limit: float) -> list[int]:
-        cut = self._best_cut(start, stop, limit)
-        if cut is None:
-            return [start, stop]
-        return [*self._bounds(start, cut, limit), *self._bounds(cut, stop, limit)[1:]]
-
-    def _best_cut(self, start: int, stop: int, limit: float) -> int | None:
-        """Return the place between two equations at which the fewest bytes cross; None if the piece
-        is small enough, or no place is good enough."""
+    def _grown(self, start: int, stop: int) -> _Piece:
+        """Return a run of equations with its best cut, and theirs."""
         equations = self.placed[start:stop]
         total = sum(map(_weight, equations))
-        if total <= limit:
-            return None
         last = {v: i for i, eq in enumerate(equations) for v in eq.values}
         outside = {v for eq in self.placed[stop:] for v in eq.values}.union(self.segment.outputs)
         later: dict[Value, int] = {}
@@ -123,7 +166,10 @@ class _Cutter:
                 crossing = sum(alive.values())
                 if crossing <= best_bytes:
                     best, best_bytes = start + i + 1, crossing
-        return best
+        if best is None:
+            return _Piece(start, stop, total)
+        parts = self._grown(start, best), self._grown(best, stop)
+        return _Piece(start, stop, total, int(best_bytes), parts)
 
     def _piece(self, start: int, stop: int, wanted: set[Value], *, is_last: bool) -> Straight:
         placed = self.placed[start:stop]

@@ -7,11 +7,10 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import jax
-
 from zeroxla.config.memory import DEVICE
 from zeroxla.fetch.keeping.budget import ActivationBudget
-from zeroxla.fetch.keeping.choose import Keeper
+from zeroxla.fetch.keeping.choose import Keeper, Keeping
+from zeroxla.mesh.axes import platform_of
 from zeroxla.mesh.processes import progress
 from zeroxla.offload.array_bytes import shard_bytes
 from zeroxla.program.compiled_memory import MemoryReport
@@ -53,6 +52,7 @@ class MemoryFitter:
 
     def __init__(self, programs: Programs, jit: Callable[..., Any]) -> None:
         self._programs, self._jit = programs, jit
+        self._on_cpu = platform_of(programs.mesh) == "cpu"
         self._fitted: dict[Any, FittedPrograms] = {}
         self.newest: MemoryFit | None = None
 
@@ -87,10 +87,10 @@ class MemoryFitter:
             programs = dataclasses.replace(self._programs, activations=budget)
             train = self._jit(programs.train, donate_argnums=0)
             taken = MemoryReport.of(train.lower(state, batch).compile())
-            num_bytes = taken.total_bytes - _host_bytes(state)
-            tries.append(
-                Try(keeping=budget.newest, num_bytes=num_bytes, temp_bytes=taken.temp_bytes)
-            )
+            on_host = _counted_on_host(state, budget.newest) if self._on_cpu else (0, 0)
+            num_bytes = taken.total_bytes - sum(on_host)
+            temp_bytes = taken.temp_bytes - on_host[1]
+            tries.append(Try(keeping=budget.newest, num_bytes=num_bytes, temp_bytes=temp_bytes))
             report = MemoryFit(total_bytes=total, tries=tuple(tries))
             grad = self._jit(programs.gradients)
             made.append(FittedPrograms(programs=programs, train=train, grad=grad, report=report))
@@ -128,10 +128,8 @@ def _next_limit(tries: list[Try], total: int, keeper: Keeper) -> float | None:
     return None
 
 
-def _host_bytes(state: Any) -> int:
-    """Return the bytes of a state's arrays in the host's memory, which the CPU's compiler counts
-    among the arguments."""
-    devices = jax.devices()
-    if devices[0].platform != "cpu":
-        return 0
-    return shard_bytes((state.params, state.opt_state), place="host")
+def _counted_on_host(state: Any, keeping: Keeping | None) -> tuple[int, int]:
+    """Return the bytes in the host's memory of a state, and of what forward keeps there. The CPU's
+    compiler counts them among arguments and temporaries."""
+    of_state = shard_bytes((state.params, state.opt_state), place="host")
+    return of_state, int(keeping.host_bytes) if keeping else 0
