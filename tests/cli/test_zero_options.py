@@ -57,14 +57,14 @@ FLAGS = {
     "model_persistence_cap": (["--model-persistence-cap=99"], 99),
     "frozen": (["--frozen", "wte", "h/.*bias"], ("wte", "h/.*bias")),
     "rewrite": (["--rewrite"], Rewrite()),
-    "memory": (["--memory=1.5GB"], 1_500_000_000),
-    "remat": (["--memory=1GB", "--remat=replace"], "replace"),
+    "memory": (["--device-memory=1.5GB"], 1_500_000_000),
     "init_loss_scale": (["--init-loss-scale=8"], 8.0),
     "loss_scale_window": (["--loss-scale-window=8"], 8),
 }
 WITHOUT_A_FLAG = {
     "micro_batch": "the command makes its batches itself, from --batch and --accumulate",
     "optimizer": "--optimizer and its parameters make one; the test below holds them",
+    "remat": "the models of the commands recompute only if --remat asks for it",
     "owners": "False is for comparisons; a program gives it",
     "splits": "names of one model's leaves and arrays; a program gives them",
     "outer": "--outer and the flags beside it make one; test_outer_options.py holds them",

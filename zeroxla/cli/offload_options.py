@@ -26,7 +26,7 @@ class PlannedOffload:
     """Place of ZeRO++'s secondary shards from forward to backward; none means the devices."""
     offload_activations: Literal["none", "host"] | None = None
     """Place of values from forward to backward where that is faster than computing them again;
-    host needs --memory."""
+    host needs --device-memory."""
     offload_update: Literal["device", "host"] | None = None
     """Processor that updates the state on the host; host needs --offload-optimizer host. Default:
     device."""

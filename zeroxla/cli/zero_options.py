@@ -43,13 +43,10 @@ class ZeroOptions:
     rewrite: bool = False
     """Rewrite what keeps much memory in the model's trace, each after a trial on a small instance:
     attention, losses of logits, norms."""
-    memory: str | None = None
+    device_memory: str | None = None
     """Memory of a device that a step may take, such as 24GB, or `device` for all that it has. What
     backward reads is kept, computed again or sent to the host so that it fits. Default: keep all
     of it."""
-    remat: Literal["respect", "replace"] | None = None
-    """What becomes of recomputation that the model asks for itself: it stays, or --memory alone
-    decides. Default: respect."""
     init_loss_scale: float | None = None
     """Loss scale of the first step in float16. Default: 32768."""
     loss_scale_window: int | None = None
@@ -239,8 +236,10 @@ def _given(options: ZeroGroups) -> dict[str, Any]:
         name: value
         for group in (zero, hops, options.fetch)
         for name, value in vars(group).items()
-        if name not in ("zero", "deepspeed", "frozen") and value is not None
+        if name not in ("zero", "deepspeed", "frozen", "device_memory") and value is not None
     }
+    if zero.device_memory is not None:
+        found["memory"] = zero.device_memory
     if zero.frozen:
         found["frozen"] = zero.frozen
     if hops.hpz_size not in (None, "node"):

@@ -64,10 +64,18 @@ class Variants:
     refused: Mapping[str, list[str]]
 
     @staticmethod
-    def of(model: Any, loss: Any) -> Variants:
-        """Make the variants of a model; arguments as `search_plans` takes them."""
+    def of(model: Any, loss: Any, *, with_budget: bool = False) -> Variants:
+        """Make the variants of a model; arguments as `search_plans` takes them.
+
+        With a memory budget, which decides what is computed again, the model recomputes nothing by
+        itself.
+        """
         models: Mapping[Any, Any] = {None: model}
-        if isinstance(model, Mapping):
+        if isinstance(model, Mapping) and with_budget:
+            models = {None: model[False]}
+        elif isinstance(model, linen.Module) and hasattr(model, "remat") and with_budget:
+            models = {None: model.clone(remat=False)}
+        elif isinstance(model, Mapping):
             models = model
         elif isinstance(model, linen.Module) and hasattr(model, "remat"):
             models = {remat: model.clone(remat=remat) for remat in (False, True)}

@@ -16,25 +16,16 @@ from jax.sharding import Mesh
 from zeroxla.config.zero_config import ZeroConfig
 from zeroxla.mesh.axes import axes_size, leaf_axes
 from zeroxla.mesh.machines import Device, Link, Machines
-from zeroxla.offload.disk.desk import with_tickets
-from zeroxla.offload.disk.disk_array import DiskShape
 from zeroxla.planning.axes_plan import AxesPlan
+from zeroxla.planning.budget import TracedStep, for_target
 from zeroxla.planning.compile_check import compile_step
 from zeroxla.planning.fit import zero3_estimate
 from zeroxla.planning.generation import Generating, GenerationPlan
 from zeroxla.planning.islands import Islands, IslandsPlan
-from zeroxla.planning.liveness import Scope
-from zeroxla.planning.memory_model import MemoryPlan, kind_of
-from zeroxla.planning.peak import peak_bytes
 from zeroxla.planning.plan import Plan
 from zeroxla.planning.simulation import Simulation
-from zeroxla.planning.splits import splits_of
-from zeroxla.planning.streamed_update import sub_group_bytes
 from zeroxla.planning.target import Target
 from zeroxla.planning.wire_bytes import comms_of
-from zeroxla.program import compat
-from zeroxla.program.trace import Program, trace
-from zeroxla.program.walk import local_of
 from zeroxla.step.describe import Description
 from zeroxla.step.make import make_step
 from zeroxla.step.state import TrainState
@@ -123,7 +114,7 @@ def plan(
         model,
         optimizer=optimizer,
         loss=loss,
-        config=config,
+        config=config and for_target(config, target),
         microbatches=microbatches,
         weights=weights,
         axis_names=axis_names,
@@ -146,15 +137,11 @@ def plan_step(
 ) -> Plan:
     """Plan a step that has been made already; the other arguments as `plan` takes them."""
     state = step.abstract_state(batch)
-    program = _traced(step, state, batch)
-    local, platform = local_of(program), target.device.platform
-    splits = splits_of(program, jax.tree.leaves((state, batch)))
-    peak = peak_bytes(Scope.of(local, platform), kind_of)
-    arriving_bytes = sub_group_bytes(program, splits, step.config.offload.buffers)
-    memory = MemoryPlan.of(step, state, batch, peak, arriving_bytes)
+    traced = TracedStep.of(step, state, batch, target)
+    program, memory, platform = traced.program, traced.memory, target.device.platform
     with step.programs.tracing():
         owners = step.programs.describe_owners(state)
-    simulation = Simulation.of(step, program, local, splits, memory, owners)
+    simulation = Simulation.of(step, program, traced.local, traced.splits, memory, owners)
     time = simulation.on(target, ahead=ahead)
     exchanges = _exchanges(step, state, islands, time.seconds)
     if exchanges is not None:
@@ -176,6 +163,7 @@ def plan_step(
         generation=None if generating is None else GenerationPlan.of(step, generating),
         axes=AxesPlan.of(target, reports, comms, time) if reports else None,
         rewrites=step.programs.rewrites,
+        fit=traced.fit,
         islands=exchanges,
         ahead=ahead,
         simulation=simulation,
@@ -196,20 +184,6 @@ def _exchanges(
             "config=ZeroConfig.diloco(), ZeroConfig.streaming() or ZeroConfig(outer=Outer())"
         )
     return IslandsPlan.of(step, state, islands or Islands(), step_s)
-
-
-def _traced(step: Step, state: TrainState, batch: Any) -> Program:
-    """Return the traced program of a step.
-
-    If parameters are on disk, it is the program of the gradients, which reads them.
-    """
-    fun: Callable[..., Any] = step.programs.train
-    leaves, tree = jax.tree.flatten(state.params)
-    if any(isinstance(x, DiskShape) for x in leaves):
-        tickets = with_tickets(leaves, state.placements[0])
-        fun, state = step.programs.begin, dataclasses.replace(state, params=tree.unflatten(tickets))
-    with step.programs.tracing():
-        return trace(fun, state, batch, opened=compat.forward_jaxpr)[0]
 
 
 def _num_examples(batch: Any) -> int:

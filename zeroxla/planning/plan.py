@@ -20,6 +20,7 @@ from zeroxla.planning.simulation import Simulation
 from zeroxla.planning.target import HOST_UPDATE, Target
 from zeroxla.program.report import Report, format_bytes
 from zeroxla.rewrite.report import RewriteReport
+from zeroxla.step.memory.fit_report import MemoryFit
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -42,6 +43,8 @@ class Plan(Report):
       generation: the memory of a device that generates, if that was asked for.
       axes: what the axes move and cost that split the work on one row; None if there are none.
       rewrites: what is rewritten in the model's trace; None without the option.
+      fit: what is kept, moved and computed again so that the step fits the config's `memory`; None
+        without it.
       islands: what the exchanges between islands cost; None if the config has no `outer`. `time`
         is without them.
       compiled: the compiler's figures for memory and collectives, if they were asked for.
@@ -61,6 +64,7 @@ class Plan(Report):
     generation: GenerationPlan | None = None
     axes: AxesPlan | None = None
     rewrites: RewriteReport | None = None
+    fit: MemoryFit | None = None
     islands: IslandsPlan | None = None
     compiled: CompiledPlan | None = None
     ahead: bool | None = None
@@ -195,6 +199,8 @@ class Plan(Report):
             tables.append(self.axes.table())
         if self.rewrites is not None:
             tables.append(self.rewrites.table())
+        if self.fit is not None:
+            tables.append(self.fit.table())
         if self.islands is not None:
             tables.append(self.islands.table())
         if self.compiled is not None:
@@ -235,4 +241,4 @@ class Plan(Report):
 
     def notes(self) -> list[str]:
         """Return the plan in a few sentences."""
-        return [self.verdict()]
+        return [self.verdict(), *(self.fit.notes() if self.fit else ())]

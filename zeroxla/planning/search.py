@@ -98,8 +98,9 @@ def search_plans(
 
     Args:
       model: as `make_step` takes it, or {False: the model, True: the model that recomputes in
-        backward}. Both are tried, also of a flax.linen module with a field `remat`. Pipelines are
-        tried if the model scans over its blocks.
+        backward}. Both are tried, also of a flax.linen module with a field `remat`; with `memory`
+        in the config, which decides what is computed again, the first alone. Pipelines are tried
+        if the model scans over its blocks and there is no `memory`.
       nodes, devices_per_node: the size of the cluster.
       batch: the shapes of a global batch, the same for all settings.
       config: the options that presets do not decide: dtypes, thresholds, ... None means the
@@ -125,7 +126,7 @@ def search_plans(
     if unknown := set(zeros) - set(ZEROS):
         raise ValueError(f"there are no presets {sorted(unknown)}; there are {ZEROS}")
     trials = Trials(
-        variants=Variants.of(model, options.get("loss")),
+        variants=Variants.of(model, options.get("loss"), with_budget=config.memory is not None),
         batch=batch,
         config=config,
         cluster=TrialCluster(

@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 from zeroxla.config.zero_config import ZeroConfig
 from zeroxla.mesh.axes import SPLIT_AXES
 from zeroxla.mesh.machines import Device, Link, Machines
+from zeroxla.planning.budget import for_target
 from zeroxla.planning.choices import Choice, Variants, with_preset
 from zeroxla.planning.generation import Generating
 from zeroxla.planning.make import plan_step
@@ -87,7 +88,7 @@ class Trials:
             # A search tries presets on meshes and stages for which a part of them does nothing.
             ignored = ".*without effect|.* has no effect in a pipeline"
             warnings.filterwarnings("ignore", message=ignored)
-            config = with_preset(self.config, choice.zero)
+            config = for_target(with_preset(self.config, choice.zero), target)
             step = self._step(choice, target)
             step = step.with_config(config, microbatches=choice.microbatches)
             return plan_step(step, self.batch, target, generating=self.generating, ahead=self.ahead)
@@ -111,7 +112,7 @@ class Trials:
                 cast(Mesh, target.abstract_mesh()),
                 self.optimizer,
                 loss=None if has_stages else self.loss,
-                config=with_preset(self.config, choice.zero),
+                config=for_target(with_preset(self.config, choice.zero), target),
                 weights=choice.weights or "step",
                 axis_names=self.axis_names,
             )

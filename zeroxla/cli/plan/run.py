@@ -50,7 +50,8 @@ def run_plan(options: PlanOptions) -> int:
             found = _calibrated(found, options.cluster.measured_s)
     for table in found.tables():
         console.print(table)
-    console.print(found.verdict(), markup=False, soft_wrap=True)
+    for note in found.notes():
+        console.print(note, markup=False, soft_wrap=True)
     if options.cluster.measured_s is not None:
         console.print("The device, for a file of --machines:")
         console.print(entry(found.target.device), markup=False, soft_wrap=True)
@@ -91,7 +92,8 @@ def plan_from(options: PlanOptions) -> Plan:
       ValueError: as `zeroxla.plan`.
     """
     wanted, cluster, stages = options.model, options.cluster, options.pipeline
-    model, length = model_named(wanted.model, remat=wanted.remat)
+    remat = options.zero.device_memory is None if wanted.remat is None else wanted.remat
+    model, length = model_named(wanted.model, remat=remat)
     model = options.lora.adapted(model)
     if stages.pipe > 1:
         model = Pipeline.from_model(model, **stages.as_arguments)

@@ -71,6 +71,13 @@ class Keeping:
         """The FLOPs of what a micro-batch computes again."""
         return sum(c.flops * p.turns for p, c in self._pairs())
 
+    @property
+    def share_again(self) -> float:
+        """The FLOPs of what is computed again, as a share of all that a micro-batch computes, with
+        backward taken to compute twice what forward does."""
+        forward = sum(p.forward_flops * p.turns for p in self.places)
+        return self.flops / max(3 * forward, 1.0)
+
     def is_as(self, other: Keeping) -> bool:
         """Return whether the same numbers were chosen for another trace of the same loss."""
         return self.choices == other.choices

@@ -12,6 +12,7 @@ from zeroxla.fetch.keeping.residual_graph import Rates, ResidualGraph
 from zeroxla.fetch.keeping.tradeoff import Choice, tradeoff
 from zeroxla.fetch.segments import FetchPlan, LayerLoop, Straight
 from zeroxla.fetch.traced_segment import TracedSegment, trace_segment
+from zeroxla.program.flops import flops_of
 from zeroxla.program.trace import Value
 
 
@@ -31,6 +32,11 @@ class Place:
     graph: ResidualGraph
     points: tuple[Choice, ...]
     path: tuple[tuple[int, int], ...]
+
+    @property
+    def forward_flops(self) -> float:
+        """The FLOPs of one turn forward."""
+        return sum(map(flops_of, self.traced.segment.equations))
 
     @property
     def turns(self) -> int:

@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Try:
-    """One program that was compiled.
+    """One program that was tried.
 
     Attributes:
       keeping: the choice; None if all that backward reads is kept, as without a budget.
-      num_bytes: all bytes that the program takes on a device, as the compiler plans them.
-      temp_bytes: the compiler's temporaries among them.
+      num_bytes: all bytes that the program takes on a device.
+      temp_bytes: the temporaries among them.
     """
 
     keeping: Keeping | None
@@ -46,17 +46,24 @@ class MemoryFit(Report):
 
     Attributes:
       total_bytes: the memory of a device that the step may take.
-      tries: the programs that were compiled, in order.
+      tries: the programs that were tried, in order.
+      source: where their bytes come from, in words.
     """
 
     total_bytes: int
     tries: tuple[Try, ...]
+    source: str = "as the compiler plans them"
 
     @property
     def best(self) -> Try | None:
         """The fastest program that fits; None if none does."""
         fits = [t for t in self.tries if t.num_bytes <= self.total_bytes]
         return min(fits, key=lambda t: (t.seconds, t.num_bytes), default=None)
+
+    @property
+    def chosen(self) -> Try:
+        """The best program that fits, or the smallest one if none does."""
+        return self.best or self.smallest
 
     @property
     def smallest(self) -> Try:
@@ -67,7 +74,7 @@ class MemoryFit(Report):
         """Return the table of what happens to the values that backward reads, by segment."""
         from rich.table import Table
 
-        chosen = self.best or self.smallest
+        chosen = self.chosen
         table = Table(
             title=f"Memory of a device: {format_bytes(chosen.num_bytes)} of "
             f"{format_bytes(self.total_bytes)}",
@@ -103,24 +110,24 @@ class MemoryFit(Report):
 
     def notes(self) -> list[str]:
         """Return sentences on the whole step."""
-        chosen = self.best or self.smallest
+        chosen = self.chosen
         keeping = chosen.keeping
         everything = self.tries[0]
+        holds = "takes" if self.best else "does not fit: it takes"
         found = [
-            f"Of a device's {format_bytes(self.total_bytes)} the step takes "
+            f"Of a device's {format_bytes(self.total_bytes)} the step {holds} "
             f"{format_bytes(chosen.num_bytes)}: {format_bytes(chosen.rest)} of state, batch and "
-            f"results, and {format_bytes(chosen.temp_bytes)} of temporaries, as the compiler plans "
-            f"them. If all that backward reads were kept, it would take "
-            f"{format_bytes(everything.num_bytes)}."
+            f"results, and {format_bytes(chosen.temp_bytes)} of temporaries, {self.source}. If all "
+            f"that backward reads were kept, it would take {format_bytes(everything.num_bytes)}."
         ]
         if keeping is None:
             found.append("All that backward reads is kept.")
             return found
         if keeping.flops:
             found.append(
-                f"Backward computes {keeping.flops:.3g} FLOPs again in a micro-batch on a device; "
-                f"the choice is within {100 * keeping.gap:.1f} % of the least that its segments' "
-                "tradeoffs allow."
+                f"Backward computes {keeping.flops:.3g} FLOPs again in a micro-batch on a device, "
+                f"{100 * keeping.share_again:.1f} % of all; the choice is within "
+                f"{100 * keeping.gap:.1f} % of the least that its segments' tradeoffs allow."
             )
         if keeping.host_bytes:
             found.append(

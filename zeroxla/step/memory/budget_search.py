@@ -1,0 +1,82 @@
+"""`search_budget`: tries programs that keep less and less, until one fits a memory."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+
+from zeroxla.fetch.keeping.budget import ActivationBudget
+from zeroxla.fetch.keeping.choose import Keeper, Keeping
+from zeroxla.fetch.keeping.residual_graph import Rates
+from zeroxla.step.memory.fit_report import MemoryFit, Try
+from zeroxla.step.programs import Programs
+
+MAX_TRIES = 6
+WORTH = 0.01
+"""Another program is tried if it computes again by this share less than the best that fits."""
+
+Measure = Callable[[Programs, ActivationBudget], tuple[int, int]]
+"""Traces the programs; returns the bytes that a device holds, and the temporaries among them."""
+
+
+def search_budget(
+    programs: Programs, total: int, rates: Rates, measure: Measure
+) -> tuple[MemoryFit, Programs]:
+    """Find what a step keeps so that it fits.
+
+    Args:
+      programs: the functions of a step.
+      total: the bytes that it may take.
+      rates: what computing again and moving costs.
+      measure: says what programs take.
+
+    Returns:
+      What was tried; and the programs of the best try, or of the smallest one if none fits.
+    """
+    tries: list[Try] = []
+    made: list[Programs] = []
+    limit: float | None = None
+    while True:
+        budget = ActivationBudget(rates=rates, limit=limit)
+        made.append(dataclasses.replace(programs, activations=budget))
+        num_bytes, temp_bytes = measure(made[-1], budget)
+        tries.append(Try(keeping=budget.newest, num_bytes=num_bytes, temp_bytes=temp_bytes))
+        if num_bytes <= total and len(tries) == 1:
+            break
+        limit = _next_limit(tries, total, budget.keeper)
+        if limit is None:
+            break
+    fit = MemoryFit(total_bytes=total, tries=tuple(tries))
+    return fit, made[tries.index(fit.chosen)]
+
+
+def _next_limit(tries: list[Try], total: int, keeper: Keeper) -> float | None:
+    """Return the limit of bytes to try next; None if there is nothing more to try.
+
+    What is measured and the keeper's own figure differ by what the keeper does not see: gathered
+    leaves, gradients, what one segment computes. That difference hardly changes with the choice.
+    """
+    newest = tries[-1]
+    if len(tries) == MAX_TRIES:
+        return None
+    by_keeper = (newest.keeping or keeper.everything()).num_bytes
+    limit = total - (newest.num_bytes - by_keeper)
+    best_s = min((t.seconds for t in tries if t.num_bytes <= total), default=math.inf)
+    least = keeper.least()
+    if len(tries) == MAX_TRIES - 1 and math.isinf(best_s):
+        limit = 0.0  # The last try is the least, so that it is known whether anything fits.
+    for _ in range(MAX_TRIES):
+        choice = keeper.within(limit)
+        known = _known(tries, choice)
+        if known is None:
+            return limit if choice.seconds < best_s * (1 - WORTH) else None
+        if known.num_bytes <= total or choice.is_as(least):
+            return None
+        limit = choice.num_bytes * (1 - WORTH)
+    return None
+
+
+def _known(tries: list[Try], choice: Keeping) -> Try | None:
+    """Return the try that had the same choice; None if there is none."""
+    return next((t for t in tries if t.keeping is not None and t.keeping.is_as(choice)), None)
