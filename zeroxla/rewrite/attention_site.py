@@ -60,6 +60,25 @@ class AttentionSite:
     lengths: Mapping[str, int]
 
     @property
+    def roots(self) -> list[int]:
+        """The numbers of the recipe's roots, in the order in which arrays are given."""
+        return [i for i, _ in self.recipe.roots()]
+
+    @property
+    def key_dim(self) -> int:
+        """The scores' dim of keys."""
+        return self.own_cuts.index((KEY, 0))
+
+    @property
+    def result_cuts(self) -> Cuts:
+        """The cuts of the product's result."""
+        found: list[Cut | None] = [None] * len(self.eq.outputs[0].aval.shape)
+        for cut, d in zip(self.cuts, dot_dims(self.eq)[self.side], strict=True):
+            if d is not None:
+                found[d] = cut
+        return tuple(found)
+
+    @property
     def inside(self) -> frozenset[Equation]:
         """The equations that compute arrays with an element for each query and each key."""
         made = {x.eq for x in self.recipe.items if isinstance(x, BlockStep)}

@@ -176,21 +176,41 @@ class Masks:
             return apart.submit(all_right).result()
 
 
-def pairs_of(masks: Masks, block: int) -> np.ndarray:
-    """Return the pairs of a block of queries and one of keys that attention computes,
-    int32[pairs, 2].
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class BlockPairs:
+    """Pairs of a block of queries and a block of keys, by their numbers.
 
-    What is masked is left out if all follows from positions and each query keeps some key: a query
-    that keeps none has equal probabilities for all keys, or NaN.
+    Attributes:
+      kept: the pairs that are computed always, int32[pairs, 2].
+      masked: those that are masked for all their queries, by positions, and that count only if some
+        query keeps no key at all: it has equal probabilities for all keys then, or NaN.
+    """
+
+    kept: np.ndarray
+    masked: np.ndarray
+
+
+def pairs_of(masks: Masks, block: int) -> BlockPairs:
+    """Return the pairs of blocks of a site.
+
+    What is masked is left out for good if all masks follow from positions and each query keeps some
+    key.
     """
     lengths = masks.site.lengths
     queries, keys = (list(_blocks(lengths[label], block)) for label in (QUERY, KEY))
-    pairs = list(itertools.product(range(len(queries)), range(len(keys))))
+    kept, masked = list[tuple[int, int]](), list[tuple[int, int]]()
+    for i, j in itertools.product(range(len(queries)), range(len(keys))):
+        is_masked = masks.kept({QUERY: queries[i], KEY: keys[j]}) is False
+        (masked if is_masked else kept).append((i, j))
     if masks.follow_from_positions and all(masks.rows_see(*query) for query in queries):
-        pairs = [
-            (i, j) for i, j in pairs if masks.kept({QUERY: queries[i], KEY: keys[j]}) is not False
-        ]
-    return np.asarray(pairs, np.int32)
+        masked = []
+    elif not kept:
+        kept, masked = masked, []
+    shape = -1, 2
+    return BlockPairs(
+        kept=np.asarray(kept, np.int32).reshape(shape),
+        masked=np.asarray(masked, np.int32).reshape(shape),
+    )
 
 
 def _blocks(length: int, block: int) -> Iterator[tuple[int, int]]:
