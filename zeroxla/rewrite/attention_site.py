@@ -12,7 +12,8 @@ from collections.abc import Collection, Iterator, Mapping
 
 from zeroxla.program.primitives import ARRANGEMENTS, PASSED
 from zeroxla.program.trace import Equation, Operand, Value
-from zeroxla.rewrite.cuts import Cut, Cuts, dot_dims, labels_of, operand_cuts, shape_of
+from zeroxla.rewrite.cut_dims import Cut, Cuts, has_flat, labels_of, shape_of
+from zeroxla.rewrite.cuts import dot_dims, operand_cuts
 from zeroxla.rewrite.recipe import BlockStep, Recipe
 from zeroxla.rewrite.scope import TracedScope
 from zeroxla.rewrite.softmax import Softmax, filled_with, find_softmax
@@ -67,7 +68,7 @@ class AttentionSite:
     @property
     def key_dim(self) -> int:
         """The scores' dim of keys."""
-        return self.own_cuts.index((KEY, 0))
+        return self.own_cuts.index(Cut(KEY))
 
     @property
     def result_cuts(self) -> Cuts:
@@ -125,7 +126,7 @@ def find_attention(scope: TracedScope, eq: Equation) -> AttentionSite | str | No
         if len(contracted) != 1 or not eq.outputs[0].is_float:
             continue
         shape = shape_of(eq.inputs[side])
-        cuts = tuple((KEY, 0) if d in contracted else None for d in range(len(shape)))
+        cuts = tuple(Cut(KEY) if d in contracted else None for d in range(len(shape)))
         found = _softmax_below(scope, eq.inputs[side], cuts)
         if found is not None:
             return _site(scope, eq, side, *found)
@@ -142,7 +143,7 @@ def _softmax_below(
     while stack:
         operand, cuts, chain = stack.pop()
         dims = [d for d, cut in enumerate(cuts) if cut is not None]
-        if len(dims) != 1:
+        if len(dims) != 1 or has_flat(cuts):
             continue
         softmax = find_softmax(scope, operand, dims[0])
         if softmax is not None:
@@ -183,7 +184,7 @@ def _site(
     free.sort(key=lambda d: (shape[d] == num_keys, shape[d]), reverse=True)
     reasons: list[str] = []
     for d in free:
-        marks: dict[int, Cut] = {d: (QUERY, 0), contracted[0]: (KEY, 0)}
+        marks: dict[int, Cut] = {d: Cut(QUERY), contracted[0]: Cut(KEY)}
         cuts = tuple(marks.get(i) for i in range(len(shape)))
         site = _with_cuts(scope, eq, side, softmax, chain, cuts)
         if isinstance(site, AttentionSite):
@@ -204,7 +205,7 @@ def _with_cuts(
     own = cuts
     for made, i in reversed(chain):
         found = operand_cuts(made, own)
-        if found is None or labels_of(found[i]) != set(LABELS):
+        if found is None or labels_of(found[i]) != set(LABELS) or has_flat(found[i]):
             return "what becomes of the probabilities is not computed query by query"
         own = found[i]
     recipe = Recipe(scope, LABELS)
@@ -217,12 +218,12 @@ def _with_cuts(
     given = recipe.give(softmax.result, own)
     probs = recipe.add(eq.inputs[side], cuts)
     dims = dot_dims(eq)
-    key = next(d for d, cut in enumerate(cuts) if cut == (KEY, 0))
+    key = cuts.index(Cut(KEY))
     assert dims[side][key] is None
-    of_values = tuple((KEY, 0) if d is None else None for d in dims[1 - side])
+    of_values = tuple(Cut(KEY) if d is None else None for d in dims[1 - side])
     values = recipe.add(eq.inputs[1 - side], of_values)
     shape = shape_of(eq.inputs[side])
-    lengths = {cut[0]: n for cut, n in zip(cuts, shape, strict=True) if cut is not None}
+    lengths = {cut.label: n for cut, n in zip(cuts, shape, strict=True) if cut is not None}
     return AttentionSite(
         scope=scope,
         eq=eq,

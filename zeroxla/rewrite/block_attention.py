@@ -22,7 +22,7 @@ from jax.ad_checkpoint import checkpoint_name
 from zeroxla.program.trace import is_float
 from zeroxla.rewrite.attention_site import KEY, QUERY, AttentionSite
 from zeroxla.rewrite.block_pair import BlockPair
-from zeroxla.rewrite.cuts import Cuts
+from zeroxla.rewrite.cut_dims import Cut, Cuts
 from zeroxla.rewrite.masks import MASKED, BlockPairs
 from zeroxla.rewrite.value_products import ValueProducts, unbroadcast
 
@@ -193,5 +193,5 @@ class BlockAttention:
 
     def _carried_cuts(self) -> tuple[Cuts, Cuts, Cuts]:
         """Return the cuts of the result, of the largest scores and of the sums of weights."""
-        rows = tuple(None if cut == (KEY, 0) else cut for cut in self.site.own_cuts)
+        rows = tuple(None if cut == Cut(KEY) else cut for cut in self.site.own_cuts)
         return self.site.result_cuts, rows, rows

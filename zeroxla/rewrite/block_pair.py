@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from zeroxla.rewrite.attention_site import KEY, QUERY, AttentionSite
-from zeroxla.rewrite.cuts import Cuts, sliced
+from zeroxla.rewrite.cut_dims import Cuts, sliced
 
 
 class BlockPair:
@@ -99,7 +99,7 @@ class BlockPair:
         """Return an array with another part for the block."""
         for d, cut in enumerate(cuts):
             if cut is not None:
-                return lax.dynamic_update_slice_in_dim(x, part, self.window[cut[0]][0], axis=d)
+                return lax.dynamic_update_slice_in_dim(x, part, self.window[cut.label][0], axis=d)
         return part
 
     def fresh_queries(self, x: jax.Array, old: jax.Array, cuts: Cuts) -> jax.Array:
@@ -112,7 +112,7 @@ class BlockPair:
 
     def added(self, total: jax.Array, more: jax.Array, cuts: Cuts) -> jax.Array:
         """Return an array with something added to its block."""
-        starts = [0 if cut is None else self.window[cut[0]][0] + cut[1] for cut in cuts]
+        starts = [0 if cut is None else self.window[cut.label][0] + cut.first for cut in cuts]
         starts = [jnp.asarray(x, jnp.int32) for x in starts]
         if all(cut is None for cut in cuts):
             return total + more

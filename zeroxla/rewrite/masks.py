@@ -14,7 +14,7 @@ import numpy as np
 from zeroxla.program.primitives import ARRANGEMENTS, PASSED
 from zeroxla.program.trace import Constant
 from zeroxla.rewrite.attention_site import KEY, QUERY, AttentionSite
-from zeroxla.rewrite.cuts import Window
+from zeroxla.rewrite.cut_dims import Window
 from zeroxla.rewrite.extents import extent
 from zeroxla.rewrite.recipe import BlockRoot, BlockStep
 
@@ -221,7 +221,7 @@ def _blocks(length: int, block: int) -> Iterator[tuple[int, int]]:
 def _by_positions(x: jax.Array, item: object, size: int) -> jax.Array:
     """Return a block as [..., queries, keys]."""
     assert isinstance(item, BlockStep | BlockRoot)
-    dims = {cut[0]: d for d, cut in enumerate(item.cuts) if cut is not None}
+    dims = {cut.label: d for d, cut in enumerate(item.cuts) if cut is not None}
     for label in (KEY, QUERY):
         if label not in dims:
             x, dims = x[..., None], {**dims, label: x.ndim}

@@ -10,7 +10,7 @@ import jax
 from zeroxla.program import compat
 from zeroxla.program.trace import Program
 from zeroxla.rewrite.attention_site import KEY, LABELS, QUERY, AttentionSite, find_attention
-from zeroxla.rewrite.cuts import block_shape, dot_dims
+from zeroxla.rewrite.cut_dims import block_shape
 from zeroxla.rewrite.found import Replacement, Rewritten
 from zeroxla.rewrite.proof import Proof
 from zeroxla.rewrite.recipe import Recipe
@@ -44,13 +44,9 @@ def objection(
     known = {site.softmax.scores: site.own_cuts, site.softmax.result: site.own_cuts}
     inner = {*site.inside, *site.shifts()}
     recipe = Recipe(site.scope, LABELS, inner=inner, known=known)
-    cuts: list[Any] = [None] * len(site.eq.outputs[0].aval.shape)
-    for cut, d in zip(site.cuts, dot_dims(site.eq)[site.side], strict=True):
-        if d is not None:
-            cuts[d] = cut
     # The probabilities come first: by them the recipe knows which dim the product sums over.
     recipe.add(site.eq.inputs[site.side], site.cuts)
-    result = recipe.add(site.eq.outputs[0], tuple(cuts))
+    result = recipe.add(site.eq.outputs[0], site.result_cuts)
     roots = recipe.roots()
     shapes = [_shape(root, window) for _, root in roots]
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from zeroxla.program.primitives import ARRANGEMENTS, CASTS, ELEMENTWISE, PASSED
 from zeroxla.program.trace import Constant, Equation, Operand, Value, is_float
-from zeroxla.rewrite.cuts import shape_of
+from zeroxla.rewrite.cut_dims import shape_of
 from zeroxla.rewrite.scope import TracedScope
 
 

@@ -17,7 +17,8 @@ import jax.numpy as jnp
 
 from zeroxla.program.primitives import ARRANGEMENTS
 from zeroxla.rewrite.attention_site import KEY, QUERY, AttentionSite
-from zeroxla.rewrite.cuts import Cuts, Window, compute, dot_dims, operand_cuts, shape_of
+from zeroxla.rewrite.cut_dims import Cut, Cuts, Window, shape_of
+from zeroxla.rewrite.cuts import compute, dot_dims, operand_cuts
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -36,7 +37,7 @@ class ValueProducts:
     def in_result(self, rows: jax.Array) -> jax.Array:
         """Bring numbers of queries, in the scores' dims, into the result's dims."""
         site, cuts = self.site, self.site.own_cuts
-        num = rows.shape[next(d for d, cut in enumerate(cuts) if cut == (QUERY, 0))]
+        num = rows.shape[cuts.index(Cut(QUERY))]
         window: Window = {QUERY: (0, num), KEY: (0, 1)}
         for eq, _ in site.chain:
             if eq.name in ARRANGEMENTS:
@@ -45,7 +46,7 @@ class ValueProducts:
                 assert of_operands is not None, eq
                 rows = compute(eq, after, of_operands, window, [rows])
         probs, _, result = _letters(site)
-        key = next(d for d, cut in enumerate(site.cuts) if cut == (KEY, 0))
+        key = site.cuts.index(Cut(KEY))
         rows = jnp.squeeze(rows, key)
         own = [x for d, x in enumerate(probs) if d != key]
         rows = jnp.transpose(rows, [own.index(x) for x in result if x in own])
