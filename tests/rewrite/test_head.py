@@ -112,6 +112,12 @@ def flat_summed_at_once(logits, targets, mask):
     return -jnp.sum(jax.nn.one_hot(targets, VOCABULARY) * jax.nn.log_softmax(logits)) / targets.size
 
 
+def flat_einsum(logits, targets, mask):
+    logits, targets = flat(logits, targets)
+    labels = jax.nn.one_hot(targets, VOCABULARY)
+    return -jnp.einsum("nv,nv->n", labels, jax.nn.log_softmax(logits)).mean()
+
+
 def rows_of_a_map(logits, targets, mask):
     return jax.vmap(lambda x, label: -jax.nn.log_softmax(x)[label])(*flat(logits, targets)).mean()
 
@@ -121,7 +127,8 @@ LOSSES = {
     for f in (
         *(with_optax, by_hand, smoothed, summed_at_once, with_z_loss, capped, shifted),
         *(with_accuracy, after_a_prefix, looked_up, flat_with_optax, flat_by_hand, flat_looked_up),
-        *(flat_one_hot, flat_with_z_loss, flat_shifted, flat_summed_at_once, rows_of_a_map),
+        *(flat_one_hot, flat_with_z_loss, flat_shifted, flat_summed_at_once, flat_einsum),
+        rows_of_a_map,
     )
 }
 QUICK = ("by_hand", "shifted", "flat_looked_up")
@@ -205,11 +212,36 @@ def logits_returned(logits, targets, mask):
     return integer(logits, targets).mean() + jnp.sort(logits, axis=1)[0, 0, 0]
 
 
-@pytest.mark.parametrize(
-    "function", [all_positions_together, a_hidden_layer, logits_returned], ids=lambda f: f.__name__
-)
+def chosen_words(logits, targets, mask):
+    """The largest words of a position, whatever they are: no loss."""
+    return jax.lax.top_k(logits, 3)[0].mean()
+
+
+@pytest.mark.parametrize("function", [a_hidden_layer, chosen_words], ids=lambda f: f.__name__)
 def test_other_products_are_not_found(function):
     assert Both(of_logits(function), **ONLY).findings(*inputs()) == ()
+
+
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [
+        (all_positions_together, "numbers of all positions together are read beside logits"),
+        (logits_returned, "`sort` of logits is not computed position by position"),
+    ],
+    ids=lambda x: getattr(x, "__name__", None),
+)
+def test_logits_that_stay_say_why(function, reason):
+    (finding,) = Both(of_logits(function), **ONLY).findings(*inputs())
+    assert (finding.kind, finding.becomes, finding.reason) == ("loss", None, reason)
+
+
+def test_logits_that_are_a_metric_say_so():
+    def loss(params, state, batch, key):
+        logits = batch["x"] @ params["head"]
+        return integer(logits, batch["targets"]).mean(), {"logits": logits}, state
+
+    (finding,) = Both(loss, **ONLY).findings(*inputs())
+    assert finding.reason == "logits are a result of the program too"
 
 
 def test_few_positions_stay():

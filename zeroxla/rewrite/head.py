@@ -33,6 +33,9 @@ def heads_in(
             continue
         shape, chunk = eq.outputs[0].aval.str_short(), options.loss_chunk
         words = None
+        if isinstance(site, str):
+            findings.append(Finding.at("loss", eq, times, shape, None, site))
+            continue
         if site.lengths[POSITION] <= chunk:
             reason = f"it has no more positions than a chunk of {chunk}"
         else:
@@ -76,7 +79,7 @@ def _objection(proof: Proof, site: HeadSite) -> str | None:
         for eq in program.equations:
             may_be = eq.name == "dot_general" and len(eq.outputs[0].aval.shape) == len(site.cuts)
             found = find_head(scope, eq, site.cuts) if may_be else None
-            if found is not None and len(found.results) == len(site.results):
+            if isinstance(found, HeadSite) and len(found.results) == len(site.results):
                 return Rewritten.of(program, {found.inside[-1]: _chunked(found, CHUNK)}, {})
         raise ValueError("the small instance has no logits")
 

@@ -18,6 +18,7 @@ from zeroxla.rewrite.cuts import dot_dims
 from zeroxla.rewrite.recipe import Recipe
 from zeroxla.rewrite.result_cuts import result_cuts
 from zeroxla.rewrite.scope import TracedScope
+from zeroxla.rewrite.softmax import stripped
 
 POSITION, WORD = "position", "word"
 LABELS = (POSITION, WORD)
@@ -54,35 +55,49 @@ class HeadSite:
     lengths: dict[str, int]
 
 
-def find_head(scope: TracedScope, eq: Equation, cuts: Cuts | None = None) -> HeadSite | None:
-    """Return the site that a product begins; None if it begins none.
+def find_head(scope: TracedScope, eq: Equation, cuts: Cuts | None = None) -> HeadSite | str | None:
+    """Return the site that a product begins.
 
     Args:
       scope: the program.
       eq: a `dot_general` equation of it.
       cuts: the cuts of the product, if they are known; all that may be are tried otherwise.
+
+    Returns:
+      The site; a sentence that says why logits, of which a softmax is taken, are not to be
+      rewritten; None if the product gives no logits.
     """
     every = _cuts_of_logits(scope, eq) if cuts is None else [cuts]
-    sites = (_site(scope, eq, each) for each in every)
-    return next((site for site in sites if site is not None), None)
+    reasons: list[str] = []
+    for each in every:
+        found = _site(scope, eq, each)
+        if isinstance(found, HeadSite):
+            return found
+        if found is not None:
+            reasons.append(found)
+    return reasons[0] if reasons else None
 
 
-def _site(scope: TracedScope, eq: Equation, cuts: Cuts) -> HeadSite | None:
-    """Return the site of logits with these cuts, if they have one."""
+def _site(scope: TracedScope, eq: Equation, cuts: Cuts) -> HeadSite | str | None:
+    """Return the site of logits with these cuts, why they have none, or None if they are none."""
     followed = _followed(scope, eq, cuts)
     if followed is None:
         return None
-    known, inside = followed
+    known, inside, reason = followed
     results = [(v, known[v]) for v in _read_outside(scope, inside)]
-    if any(WORD in labels_of(own) for _, own in results):
-        return None
     positions = _positions(known, results)
-    if positions is None or not _sums_end(scope, inside, known):
-        return None
+    if reason is None and any(WORD in labels_of(own) for _, own in results):
+        reason = "logits are a result of the program too"
+    if reason is None and not _sums_end(scope, inside, known):
+        reason = "numbers of all positions together are read beside logits"
+    if reason is None and positions is None:
+        reason = "what is computed from logits has different positions"
+    if reason is not None or positions is None:
+        return reason if _has_softmax(scope, known) else None
     recipe = Recipe(scope, LABELS, inner=inside, known=known, may_be_flat=True)
     items = tuple(recipe.add(value, own) for value, own in results)
     if any(scope.visible(root.operand) is None for _, root in recipe.roots()):
-        return None
+        return "what it is computed from is inside a function with a derivative of its own"
     return HeadSite(
         scope=scope,
         logits=eq,
@@ -94,6 +109,18 @@ def _site(scope: TracedScope, eq: Equation, cuts: Cuts) -> HeadSite | None:
         begin=positions[0],
         lengths=positions[1],
     )
+
+
+def _has_softmax(scope: TracedScope, known: dict[Value, Cuts]) -> bool:
+    """Return whether exponentials of words are summed over them."""
+    for v, cuts in known.items():
+        eq = scope.producer(v)
+        if eq is None or eq.name != "reduce_sum" or WORD in labels_of(cuts):
+            continue
+        summed = scope.producer(stripped(scope, eq.inputs[0]))
+        if summed is not None and summed.name == "exp" and summed.outputs[0] in known:
+            return True
+    return False
 
 
 def _cuts_of_logits(scope: TracedScope, eq: Equation) -> Iterator[Cuts]:
@@ -135,12 +162,12 @@ def _flattened(scope: TracedScope, operand: Operand, dim: int) -> Iterator[Cut]:
 
 def _followed(
     scope: TracedScope, eq: Equation, cuts: Cuts
-) -> tuple[dict[Value, Cuts], tuple[Equation, ...]] | None:
+) -> tuple[dict[Value, Cuts], tuple[Equation, ...], str | None] | None:
     """Follow logits forward.
 
     Returns:
-      The cuts of all that is computed from them inside, and the equations that compute it; None if
-      something has no rule.
+      The cuts of all that is computed from them inside, the equations that compute it, and what
+      speaks against it, if something does; None if words are multiplied, as in a hidden layer.
     """
     equations = scope.program.equations
     first = equations.index(eq)
@@ -148,22 +175,22 @@ def _followed(
     readers: list[Equation] = []
     descends = {eq.outputs[0]}
     made_by: dict[Value, Equation] = {eq.outputs[0]: eq}
+    reason: str | None = None
     for reader in equations[first + 1 :]:
         if descends.isdisjoint(reader.values):
             continue
         descends.update(reader.outputs)
         made_by.update((v, reader) for v in reader.outputs)
         wide = any(WORD in labels_of(known.get(v, ())) for v in reader.values)
-        if wide and reader.name in CONTRACTIONS:
-            return None  # a hidden layer
+        if wide and reader.name in CONTRACTIONS and not _sums_words(reader):
+            return None
         found = result_cuts(reader, known, LABELS, MOST_DIMS)
-        if found is None:
+        if found is not None:
+            known[reader.outputs[0]] = found
             if wide:
-                return None
-            continue  # a number of positions goes its own way
-        known[reader.outputs[0]] = found
-        if wide:
-            readers.append(reader)
+                readers.append(reader)
+        elif wide and reason is None:
+            reason = f"`{reader.name}` of logits is not computed position by position"
     inside = {eq}
     stack = list(readers)
     while stack:
@@ -171,10 +198,20 @@ def _followed(
         if reader not in inside:
             inside.add(reader)
             stack += [made_by[v] for v in reader.values if v in descends]
-    if any(v not in known for each in inside for v in each.outputs):
-        return None
+    if reason is None and any(v not in known for each in inside for v in each.outputs):
+        reason = "numbers of all positions together are read beside logits"
     ordered = tuple(each for each in equations if each in inside)
-    return {v: known[v] for each in ordered for v in each.outputs}, ordered
+    if reason is None:
+        known = {v: known[v] for each in ordered for v in each.outputs}
+    return known, () if reason else ordered, reason
+
+
+def _sums_words(eq: Equation) -> bool:
+    """Return whether a product only sums over dims, as an einsum of labels and logits does."""
+    if eq.name != "dot_general":
+        return False
+    num_shared = len(eq.params["dimension_numbers"][1][0])
+    return len(eq.outputs[0].aval.shape) == num_shared
 
 
 def _positions(
