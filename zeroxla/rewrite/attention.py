@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from functools import partial
 
 from zeroxla.config.rewrite import Rewrite
-from zeroxla.program.trace import Equation
-from zeroxla.rewrite.attention_site import AttentionSite, find_attention
+from zeroxla.program.trace import Equation, Operand
+from zeroxla.rewrite.attention_site import AttentionSite
 from zeroxla.rewrite.block_attention import BlockAttention
 from zeroxla.rewrite.causal_attention import CausalAttention
+from zeroxla.rewrite.find_attention import find_attention
 from zeroxla.rewrite.found import Replacement
 from zeroxla.rewrite.masks import Masks, pairs_of
 from zeroxla.rewrite.proof import Proof
@@ -35,7 +36,7 @@ def attention_in(
     findings: list[Finding] = []
     inside: set[Equation] = set()
     for eq in scope.program.equations:
-        site = find_attention(scope, eq) if eq.name == "dot_general" else None
+        site = find_attention(scope, eq)
         if site is None:
             continue
         shape = eq.outputs[0].aval.str_short()
@@ -43,10 +44,10 @@ def attention_in(
             shape = site.softmax.scores.aval.str_short()
             made = _made(site, options, proof, on_cpu=on_cpu)
             if not isinstance(made, str):
-                replacement, words = made
+                replacement, words, note = made
                 replaced[eq] = replacement
                 inside |= {*site.inside, *site.calls()}
-                findings.append(Finding.at("attention", eq, times, shape, words))
+                findings.append(Finding.at("attention", eq, times, shape, words, note))
                 continue
             site = made
         findings.append(Finding.at("attention", eq, times, shape, None, site))
@@ -55,14 +56,15 @@ def attention_in(
 
 def _made(
     site: AttentionSite, options: Rewrite, proof: Proof, *, on_cpu: bool
-) -> tuple[Replacement, str] | str:
-    """Return what runs in the place of attention, and in words; or why it stays."""
+) -> tuple[Replacement, str, str] | str:
+    """Return what runs in the place of attention, the same in words, and what is to be said of it;
+    or why it stays."""
     block, masks = options.attention_block, Masks.of(site)
     longest = max(site.lengths.values())
     causal = CausalAttention.of(site, masks, block)
     pays = causal is not None and (longest > block or causal.may_be_one_kernel)
     if causal and pays and not objection(proof, "causal", site, partial(again, causal)):
-        return _causal(causal), f"causal attention by blocks of {block}"
+        return _causal(causal), f"causal attention by blocks of {block}", ""
     if longest <= block:
         return f"it is not longer than a block of {block}"
     pairs = pairs_of(masks, block)
@@ -70,7 +72,7 @@ def _made(
     against = objection(proof, "blocks", site, partial(again, made))
     if against is not None:
         return against
-    return _by_blocks(made), f"attention by blocks of {block}"
+    return _by_blocks(made), f"attention by blocks of {block}", pairs.note()
 
 
 def again(made: CausalAttention | BlockAttention, site: AttentionSite) -> Replacement:
@@ -90,7 +92,7 @@ def again(made: CausalAttention | BlockAttention, site: AttentionSite) -> Replac
 
 
 def _causal(made: CausalAttention) -> Replacement:
-    return Replacement(inputs=made.inputs, outputs=made.site.eq.outputs, run=lambda x: [made(x)])
+    return _replacement(made, made.inputs)
 
 
 def _by_blocks(made: BlockAttention) -> Replacement:
@@ -98,4 +100,13 @@ def _by_blocks(made: BlockAttention) -> Replacement:
     operands = [scope.visible(root.operand) for _, root in made.site.recipe.roots()]
     inputs = tuple(x for x in operands if x is not None)
     assert len(inputs) == len(operands), "attention with hidden operands is refused"
-    return Replacement(inputs=inputs, outputs=made.site.eq.outputs, run=lambda x: [made(x)])
+    return _replacement(made, inputs)
+
+
+def _replacement(
+    made: CausalAttention | BlockAttention, inputs: tuple[Operand, ...]
+) -> Replacement:
+    site = made.site
+    return Replacement(
+        inputs=inputs, outputs=site.last.outputs, run=lambda x: [site.finished(made(x))]
+    )

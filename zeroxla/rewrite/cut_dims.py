@@ -124,6 +124,8 @@ def places_in_block(at: jax.Array, cut: Cut, length: int, window: Window) -> jax
     Places that the block does not have become some that are out of its range, or wrong ones.
     """
     first, num = window[cut.label]
+    if not cut.is_flat:
+        return at - jnp.asarray(first + cut.first, at.dtype)
     outer, inner = at // (length * cut.inner), at % cut.inner
     position = at // cut.inner % length - jnp.asarray(first + cut.first, at.dtype)
     return (outer * num + position) * cut.inner + inner

@@ -201,6 +201,9 @@ def compute(
         cut = cuts[d]
         if cut is None:
             return lax.broadcasted_iota(params["dtype"], shape, d)
+        if not cut.is_flat:
+            own = lax.broadcasted_iota(params["dtype"], shape, d)
+            return own + jnp.asarray(window[cut.label][0] + cut.first).astype(params["dtype"])
         length = cut.length(eq.outputs[0].aval.shape[d])
         own = places(shape[d], cut, length, window).astype(params["dtype"])
         return lax.broadcast_in_dim(own, shape, (d,))

@@ -23,9 +23,6 @@ from zeroxla.rewrite.softmax import stripped
 POSITION, WORD = "position", "word"
 LABELS = (POSITION, WORD)
 
-MOST_DIMS = 5
-"""Arrays of more dims are not followed."""
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class HeadSite:
@@ -127,7 +124,7 @@ def _cuts_of_logits(scope: TracedScope, eq: Equation) -> Iterator[Cuts]:
     """Yield the cuts of a product that may be logits: along words, and the longest other dim."""
     contracted, batch = eq.params["dimension_numbers"]
     shape = eq.outputs[0].aval.shape
-    if any(batch) or not eq.outputs[0].is_float or len(shape) > MOST_DIMS:
+    if any(batch) or not eq.outputs[0].is_float:
         return
     for side, dims in enumerate(dot_dims(eq)):
         free = [d for d in dims if d is not None]
@@ -184,7 +181,7 @@ def _followed(
         wide = any(WORD in labels_of(known.get(v, ())) for v in reader.values)
         if wide and reader.name in CONTRACTIONS and not _sums_words(reader):
             return None
-        found = result_cuts(reader, known, LABELS, MOST_DIMS)
+        found = result_cuts(reader, known, LABELS)
         if found is not None:
             known[reader.outputs[0]] = found
             if wide:

@@ -184,10 +184,21 @@ class BlockPairs:
       kept: the pairs that are computed always, int32[pairs, 2].
       masked: those that are masked for all their queries, by positions, and that count only if some
         query keeps no key at all: it has equal probabilities for all keys then, or NaN.
+      num_left_out: the number of those that never count.
     """
 
     kept: np.ndarray
     masked: np.ndarray
+    num_left_out: int
+
+    def note(self) -> str:
+        """Return in words what becomes of masked pairs; empty if there are none."""
+        every = len(self.kept) + len(self.masked) + self.num_left_out
+        if self.num_left_out:
+            return f"{self.num_left_out} of {every} blocks are masked, and left out"
+        if len(self.masked):
+            return f"{len(self.masked)} of {every} blocks run only if a query keeps no key"
+        return ""
 
 
 def pairs_of(masks: Masks, block: int) -> BlockPairs:
@@ -202,14 +213,16 @@ def pairs_of(masks: Masks, block: int) -> BlockPairs:
     for i, j in itertools.product(range(len(queries)), range(len(keys))):
         is_masked = masks.kept({QUERY: queries[i], KEY: keys[j]}) is False
         (masked if is_masked else kept).append((i, j))
+    num_left_out = 0
     if masks.follow_from_positions and all(masks.rows_see(*query) for query in queries):
-        masked = []
+        num_left_out, masked = len(masked), []
     elif not kept:
         kept, masked = masked, []
     shape = -1, 2
     return BlockPairs(
         kept=np.asarray(kept, np.int32).reshape(shape),
         masked=np.asarray(masked, np.int32).reshape(shape),
+        num_left_out=num_left_out,
     )
 
 

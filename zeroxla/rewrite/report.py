@@ -24,7 +24,7 @@ class Finding:
       times: how often a step's forward runs it, for one micro-batch.
       shape: the shape and the dtype of the largest array that is no longer made.
       becomes: what runs in its place; None if it stays.
-      reason: why it stays, or why what runs is not the usual form; empty if there is none.
+      reason: why it stays, or which part of what runs is left out; empty if neither is so.
     """
 
     kind: Literal["attention", "loss", "norm", "activation"]

@@ -9,10 +9,11 @@ from zeroxla.program.trace import Equation, Operand, Value
 from zeroxla.rewrite.cut_dims import Cut, Cuts, reshaped
 from zeroxla.rewrite.cuts import operand_cuts
 
+MOST_DIMS = 7
+"""Results of more dims have no rule: all their dims would be tried."""
 
-def result_cuts(
-    eq: Equation, known: Mapping[Value, Cuts], labels: Sequence[str], most_dims: int
-) -> Cuts | None:
+
+def result_cuts(eq: Equation, known: Mapping[Value, Cuts], labels: Sequence[str]) -> Cuts | None:
     """Return the cuts of a result whose operands are cut; None if there is no rule.
 
     Each possible place of the labels is tried: the first from which the operands' cuts follow as
@@ -22,9 +23,8 @@ def result_cuts(
       eq: the equation.
       known: the cuts of operands; those without are not cut.
       labels: the labels that they have.
-      most_dims: results of more dims have no rule.
     """
-    if len(eq.outputs) != 1 or eq.is_pinned or len(eq.outputs[0].aval.shape) > most_dims:
+    if len(eq.outputs) != 1 or eq.is_pinned or len(eq.outputs[0].aval.shape) > MOST_DIMS:
         return None
 
     def hint(operand: Operand) -> Cuts | None:
