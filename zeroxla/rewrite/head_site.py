@@ -178,6 +178,8 @@ def _followed(
             continue
         descends.update(reader.outputs)
         made_by.update((v, reader) for v in reader.outputs)
+        if known.keys().isdisjoint(reader.values):
+            continue
         wide = any(WORD in labels_of(known.get(v, ())) for v in reader.values)
         if wide and reader.name in CONTRACTIONS and not _sums_words(reader):
             return None

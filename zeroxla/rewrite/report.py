@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import PurePath
 from typing import TYPE_CHECKING, Literal
 
 from zeroxla.program import compat
@@ -11,6 +12,10 @@ from zeroxla.program.trace import Equation
 
 if TYPE_CHECKING:
     from rich.table import Table
+
+
+SHOWN_PARTS = 2
+"""The table shows the last parts of a file's path, so many of them."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,13 +82,14 @@ class RewriteReport(Report):
 
         table = Table(title=f"{len(self.rewritten)} of {len(self.findings)} found are rewritten")
         for name in ("found", "scope", "line", "times", "instead of", "becomes", "why"):
-            table.add_column(name)
+            table.add_column(name, overflow="fold")  # a line without its number says nothing
         merged: dict[Finding, int] = {}
         for x in self.findings:
             key = dataclasses.replace(x, times=0)
             merged[key] = merged.get(key, 0) + x.times
         for x, times in merged.items():
             becomes = "stays" if x.becomes is None else x.becomes
-            row = (x.kind, x.scope, x.line, str(times), x.shape, becomes, x.reason)
+            line = "/".join(PurePath(x.line).parts[-SHOWN_PARTS:])
+            row = (x.kind, x.scope, line, str(times), x.shape, becomes, x.reason)
             table.add_row(*row)
         return table
