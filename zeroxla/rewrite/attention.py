@@ -15,12 +15,13 @@ from zeroxla.rewrite.found import Replacement
 from zeroxla.rewrite.masks import Masks, pairs_of
 from zeroxla.rewrite.proof import Proof
 from zeroxla.rewrite.report import Finding
+from zeroxla.rewrite.runs_on import RunsOn
 from zeroxla.rewrite.scope import TracedScope
 from zeroxla.rewrite.small_attention import BLOCK, objection
 
 
 def attention_in(
-    scope: TracedScope, options: Rewrite, proof: Proof, times: int, *, on_cpu: bool
+    scope: TracedScope, options: Rewrite, proof: Proof, times: int, runs_on: RunsOn
 ) -> tuple[Mapping[Equation, Replacement], set[Equation], list[Finding]]:
     """Return what runs in the place of attention in a program, the equations that no longer run,
     and what was found.
@@ -30,7 +31,7 @@ def attention_in(
       options: the sizes of blocks.
       proof: tries what is found on a small instance.
       times: how often the program runs.
-      on_cpu: whether it runs on CPUs.
+      runs_on: what it runs on.
     """
     replaced: dict[Equation, Replacement] = {}
     findings: list[Finding] = []
@@ -42,7 +43,7 @@ def attention_in(
         shape = eq.outputs[0].aval.str_short()
         if isinstance(site, AttentionSite):
             shape = site.softmax.scores.aval.str_short()
-            made = _made(site, options, proof, on_cpu=on_cpu)
+            made = _made(site, options, proof, runs_on)
             if not isinstance(made, str):
                 replacement, words, note = made
                 replaced[eq] = replacement
@@ -55,7 +56,7 @@ def attention_in(
 
 
 def _made(
-    site: AttentionSite, options: Rewrite, proof: Proof, *, on_cpu: bool
+    site: AttentionSite, options: Rewrite, proof: Proof, runs_on: RunsOn
 ) -> tuple[Replacement, str, str] | str:
     """Return what runs in the place of attention, the same in words, and what is to be said of it;
     or why it stays."""
@@ -68,7 +69,9 @@ def _made(
     if longest <= block:
         return f"it is not longer than a block of {block}"
     pairs = pairs_of(masks, block)
-    made = BlockAttention(site=site, block=block, pairs=pairs, on_cpu=on_cpu)
+    if runs_on.split_axes:
+        pairs = pairs.without_branch()
+    made = BlockAttention(site=site, block=block, pairs=pairs, on_cpu=runs_on.cpus)
     against = objection(proof, "blocks", site, partial(again, made))
     if against is not None:
         return against

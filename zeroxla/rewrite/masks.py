@@ -191,6 +191,11 @@ class BlockPairs:
     masked: np.ndarray
     num_left_out: int
 
+    def without_branch(self) -> BlockPairs:
+        """Return the pairs without asking whether the masked ones count: all that may are kept."""
+        kept = np.concatenate([self.kept, self.masked])
+        return dataclasses.replace(self, kept=kept, masked=self.masked[:0])
+
     def note(self) -> str:
         """Return in words what becomes of masked pairs; empty if there are none."""
         every = len(self.kept) + len(self.masked) + self.num_left_out

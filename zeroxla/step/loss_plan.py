@@ -20,10 +20,11 @@ from zeroxla.fetch.fetch_plan import make_plan
 from zeroxla.fetch.runner import FetchRunner
 from zeroxla.fetch.segments import FetchPlan, layer_dims
 from zeroxla.frontend import Adapted
-from zeroxla.mesh.axes import platform_of
+from zeroxla.mesh.axes import platform_of, split_axes
 from zeroxla.program.paths import Path, paths_of
 from zeroxla.program.trace import Operand, Program, Value, trace
 from zeroxla.rewrite.rewritten_loss import rewritten
+from zeroxla.rewrite.runs_on import RunsOn
 from zeroxla.step.metrics import check_metrics
 from zeroxla.wire.leaves import Layout
 from zeroxla.wire.resolve import Wiring
@@ -47,7 +48,8 @@ def make_losses(
       mesh: the mesh on which they run.
     """
     own = {train: functools.partial(_loss, adapted, dtype, train) for train in (True, False)}
-    return rewritten(own, rewrite, on_cpu=platform_of(mesh) == "cpu")
+    runs_on = RunsOn(cpus=platform_of(mesh) == "cpu", split_axes=bool(split_axes(mesh)))
+    return rewritten(own, rewrite, runs_on)
 
 
 def _loss(
