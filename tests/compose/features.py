@@ -213,6 +213,25 @@ FEATURES = [
         **_config("rewrite", rewrite=Rewrite(attention_block=4, loss_chunk=3)),
         holds=lambda run: len(run.step.programs.rewrites.rewritten) > 0,
     ),
+    # Memory.
+    Feature(
+        name="memory",
+        slots={"config.memory": True},  # a little less than what the step takes without it
+        fields=("ZeroConfig.memory",),
+        holds=lambda run: run.step.describe().memory.best.keeping is not None,
+    ),
+    Feature(
+        name="memory, replaced remat",
+        slots={"config.memory": True, "config.remat": "replace", "model": "linen, remat"},
+        fields=("ZeroConfig.remat",),
+        holds=lambda run: run.step.describe().memory.best.keeping is not None,
+    ),
+    Feature(
+        name="memory, on the host",
+        slots={"config.memory": True, "offload.activations": "host"},
+        fields=("Offload.activations",),
+        holds=lambda run: run.step.describe().memory.best.keeping is not None,
+    ),
     # Optimizers.
     Feature(name="optimizer with a state", slots={"optimizer": "momentum"}),
     Feature(
@@ -347,6 +366,7 @@ ELSEWHERE = {
 }
 """The options that no feature is about, with the reason."""
 
+MEMORY = ("memory", "memory, replaced remat", "memory, on the host")
 PIPELINES = ("pipeline", "pipeline, tick", "pipeline, low memory", "pipeline, chunks")
 
 
@@ -360,6 +380,8 @@ def _each(first: Any, second: Any, text: str) -> Iterator[tuple[frozenset[str], 
 REFUSED: dict[frozenset[str], str] = dict(
     itertools.chain(
         _each(PIPELINES, "parameters on disk", "of a pipeline is not supported"),
+        _each(PIPELINES, MEMORY, "of a pipeline is not supported"),
+        _each(MEMORY, ("parameters on disk", "optimizer on disk"), "with a state on disk"),
         _each("pipeline, tick", "pipeline, low memory", "has no effect on schedule 'zb-h1'"),
         _each("pipeline, chunks", "pipeline, low memory", "no effect on schedule 'interleaved'"),
         _each("update on the host", "parameters on disk", "the host updates what is in its memory"),

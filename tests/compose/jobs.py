@@ -74,6 +74,7 @@ def own_loss(apply: Any, batch: Any, *, train: bool) -> jax.Array:
 MODELS = {
     "linen, scanned": lambda: GPT.tiny(layers=2, width=32),
     "linen, in blocks": lambda: GPT.tiny(layers=2, width=32, attention_block=4, loss_chunk=3),
+    "linen, remat": lambda: GPT.tiny(layers=2, width=32, remat=True),
     "linen, unrolled": lambda: GPT.tiny(layers=2, width=32, scan=False),
     "nnx": lambda: Llama.tiny(),
     "functions": _functions,
@@ -136,7 +137,10 @@ class Job:
     def make(self, folder: Path) -> Run:
         """Make the model and its step, without a state. `folder` gets the state on disk."""
         offload = {k: str(folder) if k == "path" else v for k, v in self.offload.items()}
-        config = ZeroConfig(**self.config, offload=Offload(**offload))
+        fields = dict(self.config)
+        if "memory" in fields:
+            fields["memory"] = 1 if self.pipeline or offload.get("path") else self._budget(folder)
+        config = ZeroConfig(**fields, offload=Offload(**offload))
         model = whole = self.adapters()
         if self.pipeline is not None:
             loss = self.make_step.get("loss")
@@ -156,6 +160,16 @@ class Job:
             config, optimizer = dataclasses.replace(config, optimizer=optimizer), None
         step = zeroxla.make_step(model, mesh, optimizer, config=config, **options)
         return Run(job=self, whole=whole, step=step, folder=folder)
+
+    def _budget(self, folder: Path) -> int:
+        """A little less than what a device takes without a budget and without remat."""
+        fields = {k: v for k, v in self.config.items() if k not in ("memory", "remat")}
+        offload = {k: v for k, v in self.offload.items() if k != "activations"}
+        model = self.model.replace("remat", "scanned")
+        plain = dataclasses.replace(self, config=fields, offload=offload, model=model)
+        step = plain.make(folder).step
+        program = step.lower(step.abstract_state(BATCH), BATCH).compile()
+        return zeroxla.inspect.memory(program).total_bytes - 1
 
     def run(self, folder: Path) -> Run:
         """Take the steps, with the uses in between."""

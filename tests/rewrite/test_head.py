@@ -55,13 +55,83 @@ def with_accuracy(logits, targets, mask):
     return integer(logits, targets).mean() + 0.1 * jax.lax.stop_gradient(hits.mean())
 
 
+def after_a_prefix(logits, targets, mask):
+    return (integer(logits[:, 7:], targets[:, 7:]) * mask[:, 7:]).sum()
+
+
+def flat(logits, *others):
+    return logits.reshape(-1, VOCABULARY), *(x.reshape(-1) for x in others)
+
+
+def flat_with_optax(logits, targets, mask):
+    logits, targets = flat(logits, targets)
+    return integer(logits, targets).mean()
+
+
+def flat_by_hand(logits, targets, mask):
+    logits, targets, mask = flat(logits, targets, mask)
+    logprobs = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
+    losses = -jnp.take_along_axis(logprobs, targets[:, None], axis=1).squeeze(1)
+    return (losses * mask).sum() / mask.sum()
+
+
+def flat_looked_up(logits, targets, mask):
+    """Labels looked up by numbers of rows; some are to be ignored."""
+    logits, targets, mask = flat(logits, targets, mask)
+    targets = jnp.where(mask == 0, -100, targets)
+    logprobs = jax.nn.log_softmax(logits)
+    losses = -logprobs[jnp.arange(targets.size), jnp.maximum(targets, 0)]
+    return jnp.where(targets == -100, 0, losses).sum() / (targets != -100).sum()
+
+
+def looked_up(logits, targets, mask):
+    rows, places = jnp.arange(ROWS)[:, None], jnp.arange(logits.shape[1])[None]
+    return -jax.nn.log_softmax(logits)[rows, places, targets].mean()
+
+
+def flat_one_hot(logits, targets, mask):
+    logits, targets, mask = flat(logits, targets, mask)
+    labels = jax.nn.one_hot(targets, VOCABULARY) * 0.9 + 0.1 / VOCABULARY
+    return (-(labels * jax.nn.log_softmax(logits)).sum(-1) * mask).sum() / mask.sum()
+
+
+def flat_with_z_loss(logits, targets, mask):
+    logits, targets, mask = flat(30 * jnp.tanh(logits / 30), targets, mask)
+    totals = jax.nn.logsumexp(logits, axis=-1)
+    losses = totals - jnp.sum(jax.nn.one_hot(targets, VOCABULARY) * logits, axis=-1)
+    return jnp.average(losses + 1e-4 * totals**2, weights=mask)
+
+
+def flat_shifted(logits, targets, mask):
+    logits, targets = flat(logits[:, :-1], targets[:, 1:])
+    return integer(logits, targets).mean()
+
+
+def flat_summed_at_once(logits, targets, mask):
+    logits, targets = flat(logits, targets)
+    return -jnp.sum(jax.nn.one_hot(targets, VOCABULARY) * jax.nn.log_softmax(logits)) / targets.size
+
+
+def flat_einsum(logits, targets, mask):
+    logits, targets = flat(logits, targets)
+    labels = jax.nn.one_hot(targets, VOCABULARY)
+    return -jnp.einsum("nv,nv->n", labels, jax.nn.log_softmax(logits)).mean()
+
+
+def rows_of_a_map(logits, targets, mask):
+    return jax.vmap(lambda x, label: -jax.nn.log_softmax(x)[label])(*flat(logits, targets)).mean()
+
+
 LOSSES = {
     f.__name__: f
     for f in (
         *(with_optax, by_hand, smoothed, summed_at_once, with_z_loss, capped, shifted),
-        with_accuracy,
+        *(with_accuracy, after_a_prefix, looked_up, flat_with_optax, flat_by_hand, flat_looked_up),
+        *(flat_one_hot, flat_with_z_loss, flat_shifted, flat_summed_at_once, flat_einsum),
+        rows_of_a_map,
     )
 }
+QUICK = ("by_hand", "shifted", "flat_looked_up")
 
 
 def inputs(length=LENGTH):
@@ -89,7 +159,7 @@ def of_logits(function):
 
 @pytest.mark.parametrize(
     "name",
-    thinned(["by_hand", "shifted"], slow=[x for x in LOSSES if x not in ("by_hand", "shifted")]),
+    thinned(QUICK, slow=[x for x in LOSSES if x not in QUICK]),
 )
 def test_a_loss_is_found_and_computes_the_same(name):
     both = Both(of_logits(LOSSES[name]), **ONLY)
@@ -99,11 +169,35 @@ def test_a_loss_is_found_and_computes_the_same(name):
     assert (finding.kind, finding.becomes) == ("loss", "logits of 16 positions at a time")
 
 
-def test_logits_of_all_positions_are_not_made():
-    both = Both(of_logits(by_hand), **ONLY)
+@pytest.mark.parametrize("function", [by_hand, flat_with_optax], ids=lambda f: f.__name__)
+def test_logits_of_all_positions_are_not_made(function):
+    both = Both(of_logits(function), **ONLY)
     params, batch = inputs(2048)
     written, rewritten = both.temporaries(params, batch)
     assert rewritten < written / 3
+
+
+def time_first(params, state, batch, key):
+    """Positions before rows."""
+    logits = jnp.swapaxes(batch["x"], 0, 1) @ params["head"] + params["bias"]
+    return flat_by_hand(logits, batch["targets"].T, batch["mask"].T), {}, state
+
+
+def flat_before(params, state, batch, key):
+    """Rows and positions are flattened before the head, and apart again after it."""
+    logits = batch["x"].reshape(-1, WIDTH) @ params["head"] + params["bias"]
+    logits = logits.reshape(*batch["targets"].shape, VOCABULARY)
+    return by_hand(logits, batch["targets"], batch["mask"]), {}, state
+
+
+@pytest.mark.parametrize("loss", [time_first, flat_before], ids=lambda f: f.__name__)
+def test_other_orders_of_rows_and_positions(loss):
+    both = Both(loss, **ONLY)
+    params, batch = inputs()
+    del params["hidden"]
+    assert both.error(params, batch) < 1e-6
+    (finding,) = both.rewritten.newest.findings
+    assert finding.becomes == "logits of 16 positions at a time"
 
 
 def all_positions_together(logits, targets, mask):
@@ -118,11 +212,36 @@ def logits_returned(logits, targets, mask):
     return integer(logits, targets).mean() + jnp.sort(logits, axis=1)[0, 0, 0]
 
 
-@pytest.mark.parametrize(
-    "function", [all_positions_together, a_hidden_layer, logits_returned], ids=lambda f: f.__name__
-)
+def chosen_words(logits, targets, mask):
+    """The largest words of a position, whatever they are: no loss."""
+    return jax.lax.top_k(logits, 3)[0].mean()
+
+
+@pytest.mark.parametrize("function", [a_hidden_layer, chosen_words], ids=lambda f: f.__name__)
 def test_other_products_are_not_found(function):
     assert Both(of_logits(function), **ONLY).findings(*inputs()) == ()
+
+
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [
+        (all_positions_together, "numbers of all positions together are read beside logits"),
+        (logits_returned, "`sort` of logits is not computed position by position"),
+    ],
+    ids=lambda x: getattr(x, "__name__", None),
+)
+def test_logits_that_stay_say_why(function, reason):
+    (finding,) = Both(of_logits(function), **ONLY).findings(*inputs())
+    assert (finding.kind, finding.becomes, finding.reason) == ("loss", None, reason)
+
+
+def test_logits_that_are_a_metric_say_so():
+    def loss(params, state, batch, key):
+        logits = batch["x"] @ params["head"]
+        return integer(logits, batch["targets"]).mean(), {"logits": logits}, state
+
+    (finding,) = Both(loss, **ONLY).findings(*inputs())
+    assert finding.reason == "logits are a result of the program too"
 
 
 def test_few_positions_stay():

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from rewrite.test_attention import ONLY, inputs, mixed, projected, scores_of
+from tools.one_layer import ONLY, inputs, mixed, projected, scores_of
 from tools.quick import thinned
 from tools.rewriting import Both
 

@@ -13,6 +13,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from flax import nnx
 
 VOCABULARY, WIDTH, HEADS, HEAD = 64, 32, 4, 8
@@ -232,7 +233,7 @@ class NnxModel(nnx.Module):
             q, k, v = (y.reshape(*y.shape[:2], HEADS, HEAD) for y in (q, k, v))
             y = self.attention(q, k, v, batch["mask"], self.rngs.dropout())
             x = x + out(y.reshape(x.shape))
-        return _mean_loss(self.head(x), tokens[:, 1:], batch["mask"])
+        return _flat_loss(self.head(x), tokens[:, 1:], batch["mask"])
 
 
 class NnxOwn(nnx.Module):
@@ -256,6 +257,14 @@ def _mean_loss(logits, targets, mask):
     logprobs = jax.nn.log_softmax(logits)
     losses = -jnp.take_along_axis(logprobs, targets[..., None], axis=-1)[..., 0]
     return (losses * mask).sum() / mask.sum()
+
+
+def _flat_loss(logits, targets, mask):
+    """The same mean, of logits whose rows and positions are flattened."""
+    losses = optax.softmax_cross_entropy_with_integer_labels(
+        logits.reshape(-1, VOCABULARY), targets.reshape(-1)
+    )
+    return (losses * mask.reshape(-1)).sum() / mask.sum()
 
 
 def _nnx(attention: Attention) -> Any:

@@ -12,6 +12,7 @@ import numpy as np
 from zeroxla import Rewrite
 from zeroxla.frontend import adapt
 from zeroxla.rewrite.rewritten_loss import RewrittenLoss
+from zeroxla.rewrite.runs_on import RunsOn
 
 KEY = jax.random.key(0)
 
@@ -22,7 +23,8 @@ class Both:
     def __init__(self, written: Callable[..., Any], **options: Any) -> None:
         """Take a loss (params, model_state, batch, key) -> (loss, metrics, model_state)."""
         self.written = written
-        self.rewritten = RewrittenLoss(loss=written, options=Rewrite(**options), on_cpu=True)
+        runs_on = RunsOn(cpus=True, split_axes=False)
+        self.rewritten = RewrittenLoss(loss=written, options=Rewrite(**options), runs_on=runs_on)
 
     @staticmethod
     def of_model(model: Any, batch: Any, **options: Any) -> tuple[Both, Any, Any]:

@@ -6,20 +6,22 @@ from collections.abc import Mapping
 from functools import partial
 
 from zeroxla.config.rewrite import Rewrite
-from zeroxla.program.trace import Equation
-from zeroxla.rewrite.attention_site import AttentionSite, find_attention
+from zeroxla.program.trace import Equation, Operand
+from zeroxla.rewrite.attention_site import AttentionSite
 from zeroxla.rewrite.block_attention import BlockAttention
 from zeroxla.rewrite.causal_attention import CausalAttention
+from zeroxla.rewrite.find_attention import find_attention
 from zeroxla.rewrite.found import Replacement
 from zeroxla.rewrite.masks import Masks, pairs_of
 from zeroxla.rewrite.proof import Proof
 from zeroxla.rewrite.report import Finding
+from zeroxla.rewrite.runs_on import RunsOn
 from zeroxla.rewrite.scope import TracedScope
 from zeroxla.rewrite.small_attention import BLOCK, objection
 
 
 def attention_in(
-    scope: TracedScope, options: Rewrite, proof: Proof, times: int, *, on_cpu: bool
+    scope: TracedScope, options: Rewrite, proof: Proof, times: int, runs_on: RunsOn
 ) -> tuple[Mapping[Equation, Replacement], set[Equation], list[Finding]]:
     """Return what runs in the place of attention in a program, the equations that no longer run,
     and what was found.
@@ -29,24 +31,24 @@ def attention_in(
       options: the sizes of blocks.
       proof: tries what is found on a small instance.
       times: how often the program runs.
-      on_cpu: whether it runs on CPUs.
+      runs_on: what it runs on.
     """
     replaced: dict[Equation, Replacement] = {}
     findings: list[Finding] = []
     inside: set[Equation] = set()
     for eq in scope.program.equations:
-        site = find_attention(scope, eq) if eq.name == "dot_general" else None
+        site = find_attention(scope, eq)
         if site is None:
             continue
         shape = eq.outputs[0].aval.str_short()
         if isinstance(site, AttentionSite):
             shape = site.softmax.scores.aval.str_short()
-            made = _made(site, options, proof, on_cpu=on_cpu)
+            made = _made(site, options, proof, runs_on)
             if not isinstance(made, str):
-                replacement, words = made
+                replacement, words, note = made
                 replaced[eq] = replacement
                 inside |= {*site.inside, *site.calls()}
-                findings.append(Finding.at("attention", eq, times, shape, words))
+                findings.append(Finding.at("attention", eq, times, shape, words, note))
                 continue
             site = made
         findings.append(Finding.at("attention", eq, times, shape, None, site))
@@ -54,23 +56,26 @@ def attention_in(
 
 
 def _made(
-    site: AttentionSite, options: Rewrite, proof: Proof, *, on_cpu: bool
-) -> tuple[Replacement, str] | str:
-    """Return what runs in the place of attention, and in words; or why it stays."""
+    site: AttentionSite, options: Rewrite, proof: Proof, runs_on: RunsOn
+) -> tuple[Replacement, str, str] | str:
+    """Return what runs in the place of attention, the same in words, and what is to be said of it;
+    or why it stays."""
     block, masks = options.attention_block, Masks.of(site)
     longest = max(site.lengths.values())
     causal = CausalAttention.of(site, masks, block)
     pays = causal is not None and (longest > block or causal.may_be_one_kernel)
     if causal and pays and not objection(proof, "causal", site, partial(again, causal)):
-        return _causal(causal), f"causal attention by blocks of {block}"
+        return _causal(causal), f"causal attention by blocks of {block}", ""
     if longest <= block:
         return f"it is not longer than a block of {block}"
     pairs = pairs_of(masks, block)
-    made = BlockAttention(site=site, block=block, pairs=pairs, on_cpu=on_cpu)
+    if runs_on.split_axes:
+        pairs = pairs.without_branch()
+    made = BlockAttention(site=site, block=block, pairs=pairs, on_cpu=runs_on.cpus)
     against = objection(proof, "blocks", site, partial(again, made))
     if against is not None:
         return against
-    return _by_blocks(made), f"attention by blocks of {block}"
+    return _by_blocks(made), f"attention by blocks of {block}", pairs.note()
 
 
 def again(made: CausalAttention | BlockAttention, site: AttentionSite) -> Replacement:
@@ -90,7 +95,7 @@ def again(made: CausalAttention | BlockAttention, site: AttentionSite) -> Replac
 
 
 def _causal(made: CausalAttention) -> Replacement:
-    return Replacement(inputs=made.inputs, outputs=made.site.eq.outputs, run=lambda x: [made(x)])
+    return _replacement(made, made.inputs)
 
 
 def _by_blocks(made: BlockAttention) -> Replacement:
@@ -98,4 +103,13 @@ def _by_blocks(made: BlockAttention) -> Replacement:
     operands = [scope.visible(root.operand) for _, root in made.site.recipe.roots()]
     inputs = tuple(x for x in operands if x is not None)
     assert len(inputs) == len(operands), "attention with hidden operands is refused"
-    return Replacement(inputs=inputs, outputs=made.site.eq.outputs, run=lambda x: [made(x)])
+    return _replacement(made, inputs)
+
+
+def _replacement(
+    made: CausalAttention | BlockAttention, inputs: tuple[Operand, ...]
+) -> Replacement:
+    site = made.site
+    return Replacement(
+        inputs=inputs, outputs=site.last.outputs, run=lambda x: [site.finished(made(x))]
+    )

@@ -1,28 +1,23 @@
-"""Finds attention in a program: a softmax of products of queries and keys, times values.
-
-The search begins at a product that could be probabilities times values, and goes back: through what
-is done to probabilities (casts, dropout), to a softmax along the dim that the product sums over,
-and to the scores, which are computed by block from there on, see `recipe`.
-"""
+"""`AttentionSite`: attention in a program, and what is known of it."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Iterator, Mapping
+from typing import Any
 
-from zeroxla.program.primitives import ARRANGEMENTS, PASSED
-from zeroxla.program.trace import Equation, Operand, Value
-from zeroxla.rewrite.cuts import Cut, Cuts, dot_dims, labels_of, operand_cuts, shape_of
+import jax
+
+from zeroxla.program.trace import Equation, Value, run
+from zeroxla.rewrite.cut_dims import Cut, Cuts
+from zeroxla.rewrite.cuts import dot_dims
 from zeroxla.rewrite.recipe import BlockStep, Recipe
 from zeroxla.rewrite.scope import TracedScope
-from zeroxla.rewrite.softmax import Softmax, filled_with, find_softmax
+from zeroxla.rewrite.softmax import Softmax
 
 QUERY: str = "query"
 KEY: str = "key"
 LABELS = (QUERY, KEY)
-
-MOST_LINEAR = 64
-"""So many equations between a softmax and a product with values are followed."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -32,6 +27,8 @@ class AttentionSite:
     Attributes:
       scope: the program.
       eq: the product of probabilities and values.
+      after: the equations after it that belong to the attention, in order. There are some if values
+        are multiplied by exponentials and divided by their sum afterwards; the last one divides.
       side: the place of the probabilities among its operands.
       softmax: the softmax.
       chain: what is done to probabilities before the product, in order.
@@ -46,6 +43,7 @@ class AttentionSite:
 
     scope: TracedScope
     eq: Equation
+    after: tuple[Equation, ...]
     side: int
     softmax: Softmax
     chain: tuple[tuple[Equation, int], ...]
@@ -60,11 +58,44 @@ class AttentionSite:
     lengths: Mapping[str, int]
 
     @property
+    def roots(self) -> list[int]:
+        """The numbers of the recipe's roots, in the order in which arrays are given."""
+        return [i for i, _ in self.recipe.roots()]
+
+    @property
+    def key_dim(self) -> int:
+        """The scores' dim of keys."""
+        return self.own_cuts.index(Cut(KEY))
+
+    @property
+    def result_cuts(self) -> Cuts:
+        """The cuts of the product's result."""
+        found: list[Cut | None] = [None] * len(self.eq.outputs[0].aval.shape)
+        for cut, d in zip(self.cuts, dot_dims(self.eq)[self.side], strict=True):
+            if d is not None:
+                found[d] = cut
+        return tuple(found)
+
+    @property
     def inside(self) -> frozenset[Equation]:
         """The equations that compute arrays with an element for each query and each key."""
         made = {x.eq for x in self.recipe.items if isinstance(x, BlockStep)}
         chain = {eq for eq, _ in self.chain}
-        return frozenset({self.eq, *made, *chain, *self.softmax.inside})
+        return frozenset({self.eq, *self.after, *made, *chain, *self.softmax.inside})
+
+    @property
+    def last(self) -> Equation:
+        """The equation that gives the attention's result."""
+        return self.after[-1] if self.after else self.eq
+
+    def finished(self, mixed: jax.Array) -> jax.Array:
+        """Return the attention's result from the product of normalised probabilities and values."""
+        if not self.after:
+            return mixed
+        env: dict[Value, Any] = {self.eq.outputs[0]: mixed}
+        run(self.after[:-1], env)
+        *_, numerator = env.values()
+        return numerator.astype(self.last.outputs[0].aval.dtype)
 
     def has_products(self, number: int) -> bool:
         """Return whether an item is computed from products of queries and keys."""
@@ -79,13 +110,15 @@ class AttentionSite:
         for eq in (*self.softmax.inside, *(eq for eq, _ in self.chain)):
             yield from eq.outputs
         yield from (v for eq in self.calls() for v in eq.outputs)
+        if self.after:
+            yield from (v for eq in (self.eq, *self.after[:-1]) for v in eq.outputs)
 
     def shifts(self) -> set[Equation]:
         """Return the equations outside that read such values, and what follows from them up to the
         site."""
         inside = {*self.inside, *self.calls()}
         readers = (x for v in self.vanishing() for x in self.scope.readers.get(v, ()))
-        found = [_following(self.scope, x, inside) for x in readers if x is not None]
+        found = [following(self.scope, x, inside) for x in readers if x is not None]
         return {eq for each in found if each is not None for eq in each}
 
     def calls(self) -> set[Equation]:
@@ -94,153 +127,7 @@ class AttentionSite:
         return {self.scope.call_of(eq) for eq in every} - every
 
 
-def find_attention(scope: TracedScope, eq: Equation) -> AttentionSite | str | None:
-    """Return the attention that a product ends.
-
-    Returns:
-      The site; a sentence that says why it is not to be rewritten; None if the product is of no
-      softmax along the dim that it sums over.
-    """
-    for side in (0, 1):
-        contracted = eq.params["dimension_numbers"][0][side]
-        if len(contracted) != 1 or not eq.outputs[0].is_float:
-            continue
-        shape = shape_of(eq.inputs[side])
-        cuts = tuple((KEY, 0) if d in contracted else None for d in range(len(shape)))
-        found = _softmax_below(scope, eq.inputs[side], cuts)
-        if found is not None:
-            return _site(scope, eq, side, *found)
-    return None
-
-
-def _softmax_below(
-    scope: TracedScope, operand: Operand, cuts: Cuts
-) -> tuple[Softmax, tuple[tuple[Equation, int], ...]] | None:
-    """Return the softmax that an operand is linear in, and the equations from there to it, each
-    with the place of its operand that depends on the softmax."""
-    seen: set[Equation] = set()
-    stack: list[tuple[Operand, Cuts, tuple[tuple[Equation, int], ...]]] = [(operand, cuts, ())]
-    while stack:
-        operand, cuts, chain = stack.pop()
-        dims = [d for d, cut in enumerate(cuts) if cut is not None]
-        if len(dims) != 1:
-            continue
-        softmax = find_softmax(scope, operand, dims[0])
-        if softmax is not None:
-            return softmax, chain
-        eq = scope.producer(scope.resolve(operand))
-        if eq is None or eq in seen or not scope.is_own(eq) or len(seen) == MOST_LINEAR:
-            continue
-        seen.add(eq)
-        of_operands = operand_cuts(eq, cuts)
-        for i in _linear_in(scope, eq):
-            if of_operands is not None:
-                stack.append((eq.inputs[i], of_operands[i], ((eq, i), *chain)))
-    return None
-
-
-def _linear_in(scope: TracedScope, eq: Equation) -> tuple[int, ...]:
-    """Return the places of the operands in which alone an equation may be taken to be linear."""
-    if eq.name in PASSED | ARRANGEMENTS or eq.name in ("neg", "div"):
-        return (0,) if shape_of(eq.inputs[0]) else ()
-    if eq.name == "mul":
-        return tuple(i for i in (0, 1) if shape_of(eq.inputs[i]))
-    if eq.name == "select_n" and len(eq.inputs) == 3:
-        return tuple(i for i in (1, 2) if filled_with(scope, eq.inputs[3 - i]) == 0)
-    return ()
-
-
-def _site(
-    scope: TracedScope,
-    eq: Equation,
-    side: int,
-    softmax: Softmax,
-    chain: tuple[tuple[Equation, int], ...],
-) -> AttentionSite | str:
-    contracted, batch = (dims[side] for dims in eq.params["dimension_numbers"])
-    shape = shape_of(eq.inputs[side])
-    free = [d for d in range(len(shape)) if d not in (*contracted, *batch) and shape[d] > 1]
-    num_keys = shape[contracted[0]]
-    free.sort(key=lambda d: (shape[d] == num_keys, shape[d]), reverse=True)
-    reasons: list[str] = []
-    for d in free:
-        marks: dict[int, Cut] = {d: (QUERY, 0), contracted[0]: (KEY, 0)}
-        cuts = tuple(marks.get(i) for i in range(len(shape)))
-        site = _with_cuts(scope, eq, side, softmax, chain, cuts)
-        if isinstance(site, AttentionSite):
-            return _refused(site) or site
-        reasons.append(site)
-    return reasons[0] if reasons else "the softmax has no dim of queries beside the keys'"
-
-
-def _with_cuts(
-    scope: TracedScope,
-    eq: Equation,
-    side: int,
-    softmax: Softmax,
-    chain: tuple[tuple[Equation, int], ...],
-    cuts: Cuts,
-) -> AttentionSite | str:
-    """Return the site if the queries are those along a given dim, or why it is none."""
-    own = cuts
-    for made, i in reversed(chain):
-        found = operand_cuts(made, own)
-        if found is None or labels_of(found[i]) != set(LABELS):
-            return "what becomes of the probabilities is not computed query by query"
-        own = found[i]
-    recipe = Recipe(scope, LABELS)
-    scores = recipe.add(softmax.scores, own)
-    if not isinstance(recipe.items[scores], BlockStep):
-        return f"the scores come from `{_name_of(scope, softmax.scores)}`, which has no blocks"
-    if not any(isinstance(x, BlockStep) and x.eq.name == "dot_general" for x in recipe.items):
-        return "the scores are no products of queries and keys"
-    keep = None if softmax.keep is None else recipe.add(softmax.keep[0], own)
-    given = recipe.give(softmax.result, own)
-    probs = recipe.add(eq.inputs[side], cuts)
-    dims = dot_dims(eq)
-    key = next(d for d, cut in enumerate(cuts) if cut == (KEY, 0))
-    assert dims[side][key] is None
-    of_values = tuple((KEY, 0) if d is None else None for d in dims[1 - side])
-    values = recipe.add(eq.inputs[1 - side], of_values)
-    shape = shape_of(eq.inputs[side])
-    lengths = {cut[0]: n for cut, n in zip(cuts, shape, strict=True) if cut is not None}
-    return AttentionSite(
-        scope=scope,
-        eq=eq,
-        side=side,
-        softmax=softmax,
-        chain=chain,
-        cuts=cuts,
-        own_cuts=own,
-        recipe=recipe,
-        scores=scores,
-        keep=keep,
-        given=given,
-        probs=probs,
-        values=values,
-        lengths=lengths,
-    )
-
-
-def _refused(site: AttentionSite) -> str | None:
-    """Return why attention that was found is not to be rewritten; None if it is."""
-    scope = site.scope
-    inside = {*site.inside, *site.calls()}
-    for value in site.vanishing():
-        for reader in scope.readers.get(value, ()):
-            if reader is None:
-                return "scores or probabilities are a result of the program too"
-            if _following(scope, reader, inside) is None:
-                return f"`{reader.name}` reads scores or probabilities too"
-    for _, root in site.recipe.roots():
-        if scope.visible(root.operand) is None:
-            return "what it is computed from is inside a function with a derivative of its own"
-        if labels_of(root.cuts) >= set(LABELS) and (made := random_of(scope, root.operand)):
-            return f"`{made}` draws bits for all pairs of a query and a key at once"
-    return None
-
-
-def _following(
+def following(
     scope: TracedScope, eq: Equation, inside: Collection[Equation]
 ) -> set[Equation] | None:
     """Return an equation and those that follow from it up to the site, such as those of a row's
@@ -257,26 +144,3 @@ def _following(
                 return None
             stack += [x for x in readers if x is not None]
     return seen
-
-
-def random_of(scope: TracedScope, operand: Operand) -> str | None:
-    """Return the primitive that draws the random bits which an operand follows from, if it follows
-    from some by elementwise equations alone; None otherwise."""
-    seen: set[Operand] = set()
-    stack = [scope.resolve(operand)]
-    while stack:
-        x = stack.pop()
-        eq = scope.producer(x)
-        if x in seen or eq is None:
-            continue
-        seen.add(x)
-        if eq.name in ("random_bits", "rng_bit_generator", "rng_uniform"):
-            return eq.name
-        if eq.outputs[0].aval.shape == shape_of(operand):
-            stack += [scope.resolve(y) for y in eq.values]
-    return None
-
-
-def _name_of(scope: TracedScope, value: Value) -> str:
-    eq = scope.producer(scope.resolve(value))
-    return "an input" if eq is None else eq.name

@@ -16,7 +16,8 @@ import jax.numpy as jnp
 from zeroxla.program.primitives import PASSED
 from zeroxla.program.trace import Operand
 from zeroxla.rewrite.attention_site import KEY, QUERY, AttentionSite
-from zeroxla.rewrite.cuts import dot_dims, shape_of
+from zeroxla.rewrite.cut_dims import Cut, shape_of
+from zeroxla.rewrite.cuts import dot_dims
 from zeroxla.rewrite.masks import Masks
 from zeroxla.rewrite.recipe import BlockRoot, BlockStep
 
@@ -57,7 +58,7 @@ class CausalAttention:
         if not casts or masks.places is None:
             return None
         operands = [items[i] for i in products.args]
-        query = next((i for i, x in enumerate(operands) if (QUERY, 0) in x.cuts), None)
+        query = next((i for i, x in enumerate(operands) if Cut(QUERY) in x.cuts), None)
         values = items[site.values]
         if query is None or not all(isinstance(x, BlockRoot) for x in (*operands, values)):
             return None
@@ -72,7 +73,7 @@ class CausalAttention:
         in_probs = dot_dims(site.eq)
         num_shared = len(products.eq.params["dimension_numbers"][1][0])
         shared = tuple(masks.places.index(d) for d in range(num_shared))
-        at_query, at_key = (site.own_cuts.index((label, 0)) for label in (QUERY, KEY))
+        at_query, at_key = (site.own_cuts.index(Cut(label)) for label in (QUERY, KEY))
         grouped = tuple(d for d in of_scores[query] if d not in (*shared, at_query, -1))
         ones = [x.count(-1) for x in of_scores]
         if ones != [1, 1] or set(of_scores[key]) != {*shared, at_key, -1}:
@@ -121,8 +122,8 @@ class CausalAttention:
         """
         from zeroxla.models.attention import causal_attention
 
-        query = self.site.own_cuts.index((QUERY, 0))
-        key = self.site.own_cuts.index((KEY, 0))
+        query = self.site.own_cuts.index(Cut(QUERY))
+        key = self.site.own_cuts.index(Cut(KEY))
         rows, heads = self.shared[:1], self.shared[1:]
         q, k, v = arrays
         if self.factor != 1:

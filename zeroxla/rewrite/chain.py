@@ -11,7 +11,7 @@ from jax import lax
 from zeroxla.program import compat
 from zeroxla.program.trace import Equation, Program, Value, is_float, run
 from zeroxla.rewrite.chain_site import ChainSite, find_chains
-from zeroxla.rewrite.cuts import Cut, block_shape
+from zeroxla.rewrite.cut_dims import Cut, block_shape
 from zeroxla.rewrite.found import Replacement, Rewritten
 from zeroxla.rewrite.proof import Proof
 from zeroxla.rewrite.recipe import Recipe
@@ -100,13 +100,13 @@ def _objection(scope: TracedScope, site: ChainSite, proof: Proof) -> str | None:
     summed = {d for eq in site.equations if eq.name == "reduce_sum" for d in eq.params["axes"]}
     shape = site.result.aval.shape
     cuts: list[Cut | None] = [
-        None if d in summed or n <= SMALL else (f"dim {d}", 0) for d, n in enumerate(shape)
+        None if d in summed or n <= SMALL else Cut(f"dim {d}") for d, n in enumerate(shape)
     ]
     if site.kind == "norm" and cuts[-1] is not None:
         cuts[-1] = None
     recipe = Recipe(scope, {"a label that nothing has"}, inner=set(site.equations))
     number = recipe.add(site.result, tuple(cuts))
-    window = {cut[0]: (0, SMALL) for cut in cuts if cut is not None}
+    window = {cut.label: (0, SMALL) for cut in cuts if cut is not None}
     roots = recipe.roots()
     shapes = []
     for _, root in roots:

@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 
 from zeroxla.program.trace import is_float
-from zeroxla.rewrite.cuts import Cuts, Window, labels_of, sliced
+from zeroxla.rewrite.cut_dims import Cuts, Window, labels_of, placed, sliced
 from zeroxla.rewrite.head_site import POSITION, WORD, HeadSite
 
 Arrays = list[jax.Array]
@@ -113,9 +113,9 @@ class ChunkedHead:
 
     def _over_chunks(self, turn: Any, totals: Arrays) -> Arrays:
         """Run `turn` over chunks, in order. What does not fill a chunk is one more turn."""
-        length = self.site.lengths[POSITION]
+        begin, length = self.site.begin, self.site.lengths[POSITION]
         whole = length // self.chunk
-        firsts = np.arange(whole, dtype=np.int32) * self.chunk
+        firsts = begin + np.arange(whole, dtype=np.int32) * self.chunk
 
         def add(totals: Arrays, first: jax.Array) -> tuple[Arrays, None]:
             return turn(totals, first, self.chunk), None
@@ -123,7 +123,7 @@ class ChunkedHead:
         if whole:
             totals, _ = lax.scan(add, totals, jnp.asarray(firsts))
         rest = length - whole * self.chunk
-        return turn(totals, whole * self.chunk, rest) if rest else totals
+        return turn(totals, begin + whole * self.chunk, rest) if rest else totals
 
 
 def _wide(dtype: Any) -> Any:
@@ -135,7 +135,5 @@ def _updated(total: jax.Array, part: jax.Array, cuts: Cuts, first: Any) -> jax.A
     """Return an array with a chunk's part in its place; with the part added, if it is a sum."""
     if POSITION not in labels_of(cuts):
         return total + part
-    (d,) = (d for d, cut in enumerate(cuts) if cut is not None and cut[0] == POSITION)
-    cut = cuts[d]
-    assert cut is not None
-    return lax.dynamic_update_slice_in_dim(total, part, first + cut[1], axis=d)
+    (found,) = ((d, cut) for d, cut in enumerate(cuts) if cut is not None and cut.label == POSITION)
+    return placed(total, part, *found, first)

@@ -1,14 +1,12 @@
 """Which part of its operands an equation needs for a part of its result, and how it computes that.
 
-A *cut* says of one dim that a block of it is wanted: its label, such as "query", and the place of
-the label's position 0 in the dim. Cuts of an array are one cut, or None, for each dim. From the
-cuts of a result follow the cuts of the operands. An equation that has no such rule is not cut.
+From the cuts of a result (`cut_dims`) follow the cuts of the operands. An equation that has no such
+rule is not cut.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -17,42 +15,22 @@ from jax import lax
 
 from zeroxla.program import compat
 from zeroxla.program.primitives import REDUCTIONS, SAME_PLACE
-from zeroxla.program.trace import Constant, Equation, Operand
+from zeroxla.program.trace import Equation, Operand
 from zeroxla.rewrite.counted_bits import bits_of_block, can_count
+from zeroxla.rewrite.cut_dims import (
+    Cut,
+    Cuts,
+    Window,
+    block_shape,
+    has_flat,
+    places,
+    places_in_block,
+    reshaped,
+    shape_of,
+)
 
-Cut = tuple[str, int]
-Cuts = tuple[Cut | None, ...]
 Hint = Callable[[Operand], Cuts | None]
 """The cuts of an operand that is reduced, if they are known."""
-
-Window = Mapping[str, tuple[Any, int]]
-"""By label: the block's first position, which may be traced, and its number of positions."""
-
-
-def shape_of(operand: Operand) -> tuple[int, ...]:
-    """Return the shape of an operand."""
-    return jnp.shape(operand.value) if isinstance(operand, Constant) else operand.aval.shape
-
-
-def labels_of(cuts: Cuts) -> frozenset[str]:
-    """Return the labels that cuts have."""
-    return frozenset(cut[0] for cut in cuts if cut is not None)
-
-
-def block_shape(shape: Sequence[int], cuts: Cuts, window: Window) -> tuple[int, ...]:
-    """Return the shape of a block."""
-    pairs = zip(shape, cuts, strict=True)
-    return tuple(n if cut is None else window[cut[0]][1] for n, cut in pairs)
-
-
-def sliced(x: jax.Array, cuts: Cuts, window: Window) -> jax.Array:
-    """Return the block of an array."""
-    for dim, cut in enumerate(cuts):
-        if cut is not None:
-            first, size = window[cut[0]]
-            if not (isinstance(first, int) and first + cut[1] == 0 and size == x.shape[dim]):
-                x = lax.dynamic_slice_in_dim(x, first + cut[1], size, axis=dim)
-    return x
 
 
 def operand_cuts(eq: Equation, cuts: Cuts, hint: Hint | None = None) -> list[Cuts] | None:
@@ -110,29 +88,21 @@ def _transpose(eq: Equation, cuts: Cuts, hint: Hint | None) -> list[Cuts]:
 
 
 def _reshape(eq: Equation, cuts: Cuts, hint: Hint | None) -> list[Cuts] | None:
-    """Cut dims must stand alone in both shapes."""
-    shape, out = shape_of(eq.inputs[0]), eq.outputs[0].aval.shape
     if eq.params.get("dimensions") is not None or len(eq.inputs) != 1:
         return None
-    found: list[Cut | None] = [None] * len(shape)
-    for d, cut in enumerate(cuts):
-        if cut is None:
-            continue
-        before = math.prod(out[:d])
-        same = [i for i, n in enumerate(shape) if n == out[d] and math.prod(shape[:i]) == before]
-        if len(same) != 1:  # a dim of 1 may stand at several places
-            return None
-        found[same[0]] = cut
-    return [tuple(found)]
+    found = reshaped(cuts, eq.outputs[0].aval.shape, shape_of(eq.inputs[0]))
+    return None if found is None else [found]
 
 
 def _slice(eq: Equation, cuts: Cuts, hint: Hint | None) -> list[Cuts] | None:
     params, found = eq.params, []
     strides = params["strides"] or (1,) * len(cuts)
-    for cut, first, stride in zip(cuts, params["start_indices"], strides, strict=True):
-        if cut is not None and stride != 1:
+    shapes = zip(shape_of(eq.inputs[0]), eq.outputs[0].aval.shape, strict=True)
+    starts = params["start_indices"]
+    for cut, first, stride, (n, of_n) in zip(cuts, starts, strides, shapes, strict=True):
+        if cut is not None and (stride != 1 or (cut.is_flat and n != of_n)):
             return None
-        found.append(None if cut is None else (cut[0], cut[1] + first))
+        found.append(None if cut is None else cut._replace(first=cut.first + first))
     return [tuple(found)]
 
 
@@ -145,7 +115,7 @@ def _iota(eq: Equation, cuts: Cuts, hint: Hint | None) -> list[Cuts] | None:
 
 
 def _random_bits(eq: Equation, cuts: Cuts, hint: Hint | None) -> list[Cuts] | None:
-    return [()] if can_count(eq) else None
+    return [()] if can_count(eq) and not has_flat(cuts) else None
 
 
 def _dot_general(eq: Equation, cuts: Cuts, hint: Hint | None) -> list[Cuts] | None:
@@ -194,7 +164,7 @@ def _gather(eq: Equation, cuts: Cuts, hint: Hint | None) -> list[Cuts] | None:
     batching = zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True)
     for d, of_index in batching:
         own[d] = of_indices[of_index]
-    looked_up = [d for d in numbers.start_index_map if d in numbers.collapsed_slice_dims]
+    looked_up = [d for d in numbers.start_index_map if sizes[d] == 1]
     return [_with_hint(tuple(own), looked_up, eq.inputs[0], hint), of_indices]
 
 
@@ -228,17 +198,21 @@ def compute(
     params = eq.params
     if eq.name == "iota":
         d = params["dimension"]
-        places = lax.broadcasted_iota(params["dtype"], shape, d)
         cut = cuts[d]
         if cut is None:
-            return places
-        return places + jnp.asarray(window[cut[0]][0] + cut[1]).astype(params["dtype"])
+            return lax.broadcasted_iota(params["dtype"], shape, d)
+        if not cut.is_flat:
+            own = lax.broadcasted_iota(params["dtype"], shape, d)
+            return own + jnp.asarray(window[cut.label][0] + cut.first).astype(params["dtype"])
+        length = cut.length(eq.outputs[0].aval.shape[d])
+        own = places(shape[d], cut, length, window).astype(params["dtype"])
+        return lax.broadcast_in_dim(own, shape, (d,))
     if eq.name == "broadcast_in_dim":
         return lax.broadcast_in_dim(args[0], shape, params["broadcast_dimensions"])
     if eq.name == "reshape":
         return lax.reshape(args[0], shape)
     if eq.name == "random_bits":
-        firsts = [0 if cut is None else window[cut[0]][0] + cut[1] for cut in cuts]
+        firsts = [0 if cut is None else window[cut.label][0] + cut.first for cut in cuts]
         return bits_of_block(args[0], params["bit_width"], params["shape"], firsts, shape)
     if eq.name == "name":  # the policies of `jax.checkpoint` are for whole arrays
         return args[0]
@@ -253,9 +227,28 @@ def compute(
         )
         return lax.slice(args[0], starts, limits, strides)
     if eq.name == "gather":
+        args = [args[0], _moved_indices(eq, of_operands[0], window, args[1])]
         pairs = zip(params["slice_sizes"], shape_of(eq.inputs[0]), args[0].shape, strict=True)
         sizes = tuple(now if n == whole and n > 1 else n for n, whole, now in pairs)
         changed = {"slice_sizes": sizes}
     bound = compat.bind_params(eq.source.primitive, {**params, **changed})
     found = eq.source.primitive.bind(*args, **bound)
     return found[0] if eq.source.primitive.multiple_results else found
+
+
+def _moved_indices(eq: Equation, table: Cuts, window: Window, indices: jax.Array) -> jax.Array:
+    """Return indices of places in the block of a table, from those of places in the whole table.
+
+    Indices that follow from positions, as in `logprobs[arange(positions), labels]`, move with them.
+    That they follow so, a small instance shows.
+    """
+    moved = []
+    for k, d in enumerate(eq.params["dimension_numbers"].start_index_map):
+        cut, at = table[d], indices[..., k]
+        if cut is not None:
+            first, _ = window[cut.label]
+            if cut.is_flat or not isinstance(first, int) or first + cut.first != 0:
+                length = cut.length(shape_of(eq.inputs[0])[d])
+                at = jnp.where(at < 0, at, places_in_block(at, cut, length, window))
+        moved.append(at.astype(indices.dtype))
+    return jnp.stack(moved, axis=-1)

@@ -17,7 +17,7 @@ import numpy as np
 from zeroxla.program import compat
 from zeroxla.program.primitives import ELEMENTWISE, KEEPS_EXTENT
 from zeroxla.program.trace import Constant
-from zeroxla.rewrite.cuts import Window
+from zeroxla.rewrite.cut_dims import Window
 from zeroxla.rewrite.recipe import BlockRoot, BlockStep, Recipe
 
 Extent = tuple[Any, Any] | None
@@ -50,8 +50,8 @@ def _of_constant(item: BlockRoot, value: Any, window: Window) -> Extent:
         return None
     for d, cut in enumerate(item.cuts):
         if cut is not None:
-            first = window[cut[0]][0] + cut[1]
-            block = np.take(block, range(first, first + window[cut[0]][1]), axis=d)
+            first = window[cut.label][0] + cut.first
+            block = np.take(block, range(first, first + window[cut.label][1]), axis=d)
     if not block.size or block.dtype.kind == "V":
         return None
     found = block.min(), block.max()
@@ -64,7 +64,10 @@ def _of_equation(item: BlockStep, args: list[Extent], window: Window) -> Extent:
     if name == "iota":
         d = item.eq.params["dimension"]
         cut, size = item.cuts[d], item.eq.outputs[0].aval.shape[d]
-        first, size = (0, size) if cut is None else (window[cut[0]][0] + cut[1], window[cut[0]][1])
+        first = 0
+        if cut is not None:
+            first, size = window[cut.label]
+            first += cut.first
         return _as(dtype, first, first + size - 1)
     if name == "select_n" and len(args) == 3:
         which, of_false, of_true = args

@@ -8,7 +8,7 @@ from zeroxla.config.rewrite import Rewrite
 from zeroxla.program import compat
 from zeroxla.program.trace import Equation, Program
 from zeroxla.rewrite.chunked_head import ChunkedHead
-from zeroxla.rewrite.cuts import block_shape
+from zeroxla.rewrite.cut_dims import block_shape
 from zeroxla.rewrite.found import Replacement, Rewritten
 from zeroxla.rewrite.head_site import POSITION, WORD, HeadSite, find_head
 from zeroxla.rewrite.proof import Proof
@@ -33,6 +33,9 @@ def heads_in(
             continue
         shape, chunk = eq.outputs[0].aval.str_short(), options.loss_chunk
         words = None
+        if isinstance(site, str):
+            findings.append(Finding.at("loss", eq, times, shape, None, site))
+            continue
         if site.lengths[POSITION] <= chunk:
             reason = f"it has no more positions than a chunk of {chunk}"
         else:
@@ -56,8 +59,10 @@ def _chunked(site: HeadSite, chunk: int) -> Replacement:
 def _objection(proof: Proof, site: HeadSite) -> str | None:
     """Return what speaks against chunks, from a small instance: a few positions and words, and all
     else whole."""
-    sizes = ((POSITION, POSITIONS), (WORD, WORDS))
-    window = {label: (0, min(n, site.lengths[label])) for label, n in sizes}
+    window = {
+        POSITION: (site.begin, min(POSITIONS, site.lengths[POSITION])),
+        WORD: (0, min(WORDS, site.lengths[WORD])),
+    }
     roots, recipe = site.recipe.roots(), site.recipe
     shapes = []
     for _, root in roots:
@@ -72,8 +77,9 @@ def _objection(proof: Proof, site: HeadSite) -> str | None:
     def rewrite(program: Program) -> Rewritten:
         scope = TracedScope(program)
         for eq in program.equations:
-            found = find_head(scope, eq, small=True) if eq.name == "dot_general" else None
-            if found is not None and len(found.results) == len(site.results):
+            may_be = eq.name == "dot_general" and len(eq.outputs[0].aval.shape) == len(site.cuts)
+            found = find_head(scope, eq, site.cuts) if may_be else None
+            if isinstance(found, HeadSite) and len(found.results) == len(site.results):
                 return Rewritten.of(program, {found.inside[-1]: _chunked(found, CHUNK)}, {})
         raise ValueError("the small instance has no logits")
 

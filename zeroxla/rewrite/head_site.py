@@ -8,20 +8,20 @@ looked up. Where all ends so, the logits need not exist at once.
 from __future__ import annotations
 
 import dataclasses
-import itertools
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 
 from zeroxla.program.primitives import CONTRACTIONS
 from zeroxla.program.trace import Equation, Operand, Value
-from zeroxla.rewrite.cuts import Cut, Cuts, dot_dims, labels_of, operand_cuts, shape_of
+from zeroxla.rewrite.cut_dims import Cut, Cuts, labels_of, reshaped, shape_of
+from zeroxla.rewrite.cuts import dot_dims
 from zeroxla.rewrite.recipe import Recipe
+from zeroxla.rewrite.result_cuts import result_cuts
 from zeroxla.rewrite.scope import TracedScope
+from zeroxla.rewrite.softmax import stripped
 
 POSITION, WORD = "position", "word"
 LABELS = (POSITION, WORD)
-
-MOST_DIMS = 5
-"""Arrays of more dims are not followed."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -31,89 +31,140 @@ class HeadSite:
     Attributes:
       scope: the program.
       logits: the product.
+      cuts: how its result is cut.
       inside: the equations that compute numbers with a dim of words, or what those need, in order.
       recipe: how blocks of positions are computed.
       results: the values that are read outside, and how they are cut. One without a cut is a sum
         over positions.
       items: the numbers of the results' items.
+      begin: the first position that results have.
       lengths: the numbers of positions and of words.
     """
 
     scope: TracedScope
     logits: Equation
+    cuts: Cuts
     inside: tuple[Equation, ...]
     recipe: Recipe
     results: tuple[tuple[Value, Cuts], ...]
     items: tuple[int, ...]
+    begin: int
     lengths: dict[str, int]
 
 
-def find_head(scope: TracedScope, eq: Equation, *, small: bool = False) -> HeadSite | None:
-    """Return the site that a product begins; None if it begins none.
+def find_head(scope: TracedScope, eq: Equation, cuts: Cuts | None = None) -> HeadSite | str | None:
+    """Return the site that a product begins.
 
     Args:
       scope: the program.
       eq: a `dot_general` equation of it.
-      small: whether there may be fewer words than the product sums over.
+      cuts: the cuts of the product, if they are known; all that may be are tried otherwise.
+
+    Returns:
+      The site; a sentence that says why logits, of which a softmax is taken, are not to be
+      rewritten; None if the product gives no logits.
     """
-    cuts = _cuts_of_logits(eq, small=small)
-    if cuts is None:
-        return None
+    every = _cuts_of_logits(scope, eq) if cuts is None else [cuts]
+    reasons: list[str] = []
+    for each in every:
+        found = _site(scope, eq, each)
+        if isinstance(found, HeadSite):
+            return found
+        if found is not None:
+            reasons.append(found)
+    return reasons[0] if reasons else None
+
+
+def _site(scope: TracedScope, eq: Equation, cuts: Cuts) -> HeadSite | str | None:
+    """Return the site of logits with these cuts, why they have none, or None if they are none."""
     followed = _followed(scope, eq, cuts)
     if followed is None:
         return None
-    known, inside = followed
+    known, inside, reason = followed
     results = [(v, known[v]) for v in _read_outside(scope, inside)]
-    if any(WORD in labels_of(own) for _, own in results):
-        return None
-    lengths = _lengths(known, results)
-    if lengths is None or not _sums_end(scope, inside, known):
-        return None
-    recipe = Recipe(scope, LABELS, inner=inside, known=known)
+    positions = _positions(known, results)
+    if reason is None and any(WORD in labels_of(own) for _, own in results):
+        reason = "logits are a result of the program too"
+    if reason is None and not _sums_end(scope, inside, known):
+        reason = "numbers of all positions together are read beside logits"
+    if reason is None and positions is None:
+        reason = "what is computed from logits has different positions"
+    if reason is not None or positions is None:
+        return reason if _has_softmax(scope, known) else None
+    recipe = Recipe(scope, LABELS, inner=inside, known=known, may_be_flat=True)
     items = tuple(recipe.add(value, own) for value, own in results)
     if any(scope.visible(root.operand) is None for _, root in recipe.roots()):
-        return None
+        return "what it is computed from is inside a function with a derivative of its own"
     return HeadSite(
         scope=scope,
         logits=eq,
+        cuts=cuts,
         inside=inside,
         recipe=recipe,
         results=tuple(results),
         items=items,
-        lengths=lengths,
+        begin=positions[0],
+        lengths=positions[1],
     )
 
 
-def _cuts_of_logits(eq: Equation, *, small: bool) -> Cuts | None:
-    """Return the cuts of a product that may be logits: along words, and the longest other dim."""
+def _has_softmax(scope: TracedScope, known: dict[Value, Cuts]) -> bool:
+    """Return whether exponentials of words are summed over them."""
+    for v, cuts in known.items():
+        eq = scope.producer(v)
+        if eq is None or eq.name != "reduce_sum" or WORD in labels_of(cuts):
+            continue
+        summed = scope.producer(stripped(scope, eq.inputs[0]))
+        if summed is not None and summed.name == "exp" and summed.outputs[0] in known:
+            return True
+    return False
+
+
+def _cuts_of_logits(scope: TracedScope, eq: Equation) -> Iterator[Cuts]:
+    """Yield the cuts of a product that may be logits: along words, and the longest other dim."""
     contracted, batch = eq.params["dimension_numbers"]
     shape = eq.outputs[0].aval.shape
-    if any(batch) or not eq.outputs[0].is_float or len(shape) > MOST_DIMS:
-        return None
+    if any(batch) or not eq.outputs[0].is_float:
+        return
     for side, dims in enumerate(dot_dims(eq)):
         free = [d for d in dims if d is not None]
         others = [d for d in dot_dims(eq)[1 - side] if d is not None]
         if len(free) != 1 or not others:
             continue
-        num_summed = 1
-        for d in contracted[side]:
-            num_summed *= shape_of(eq.inputs[side])[d]
+        num_summed = math.prod(shape_of(eq.inputs[side])[d] for d in contracted[side])
         position = max(others, key=lambda d: shape[d])
-        if not small and (shape[free[0]] <= num_summed or shape[position] < 2):
+        if shape[free[0]] <= num_summed or shape[position] < 2:
             continue
-        found: dict[int, Cut] = {free[0]: (WORD, 0), position: (POSITION, 0)}
-        return tuple(found.get(d) for d in range(len(shape)))
-    return None
+        in_operand = dot_dims(eq)[1 - side].index(position)
+        for cut in (Cut(POSITION), *_flattened(scope, eq.inputs[1 - side], in_operand)):
+            found: dict[int, Cut] = {free[0]: Cut(WORD), position: cut}
+            yield tuple(found.get(d) for d in range(len(shape)))
+
+
+def _flattened(scope: TracedScope, operand: Operand, dim: int) -> Iterator[Cut]:
+    """Yield the cut of a dim along the longest of the dims that are flattened into it."""
+    eq = scope.producer(scope.resolve(operand))
+    if eq is None or eq.name != "reshape":
+        return
+    before, after = shape_of(eq.inputs[0]), shape_of(eq.outputs[0])
+    for d in sorted(range(len(before)), key=lambda d: before[d], reverse=True):
+        cuts = tuple(Cut(POSITION) if i == d else None for i in range(len(before)))
+        found = reshaped(cuts, before, after)
+        cut = None if found is None else found[dim]
+        if cut is not None:
+            if cut.is_flat:
+                yield cut
+            return
 
 
 def _followed(
     scope: TracedScope, eq: Equation, cuts: Cuts
-) -> tuple[dict[Value, Cuts], tuple[Equation, ...]] | None:
+) -> tuple[dict[Value, Cuts], tuple[Equation, ...], str | None] | None:
     """Follow logits forward.
 
     Returns:
-      The cuts of all that is computed from them inside, and the equations that compute it; None if
-      something has no rule.
+      The cuts of all that is computed from them inside, the equations that compute it, and what
+      speaks against it, if something does; None if words are multiplied, as in a hidden layer.
     """
     equations = scope.program.equations
     first = equations.index(eq)
@@ -121,22 +172,24 @@ def _followed(
     readers: list[Equation] = []
     descends = {eq.outputs[0]}
     made_by: dict[Value, Equation] = {eq.outputs[0]: eq}
+    reason: str | None = None
     for reader in equations[first + 1 :]:
         if descends.isdisjoint(reader.values):
             continue
         descends.update(reader.outputs)
         made_by.update((v, reader) for v in reader.outputs)
+        if known.keys().isdisjoint(reader.values):
+            continue
         wide = any(WORD in labels_of(known.get(v, ())) for v in reader.values)
-        if wide and reader.name in CONTRACTIONS:
-            return None  # a hidden layer
-        found = _result_cuts(reader, known)
-        if found is None:
+        if wide and reader.name in CONTRACTIONS and not _sums_words(reader):
+            return None
+        found = result_cuts(reader, known, LABELS)
+        if found is not None:
+            known[reader.outputs[0]] = found
             if wide:
-                return None
-            continue  # a number of positions goes its own way
-        known[reader.outputs[0]] = found
-        if wide:
-            readers.append(reader)
+                readers.append(reader)
+        elif wide and reason is None:
+            reason = f"`{reader.name}` of logits is not computed position by position"
     inside = {eq}
     stack = list(readers)
     while stack:
@@ -144,69 +197,54 @@ def _followed(
         if reader not in inside:
             inside.add(reader)
             stack += [made_by[v] for v in reader.values if v in descends]
-    if any(v not in known for each in inside for v in each.outputs):
-        return None
+    if reason is None and any(v not in known for each in inside for v in each.outputs):
+        reason = "numbers of all positions together are read beside logits"
     ordered = tuple(each for each in equations if each in inside)
-    return {v: known[v] for each in ordered for v in each.outputs}, ordered
+    if reason is None:
+        known = {v: known[v] for each in ordered for v in each.outputs}
+    return known, () if reason else ordered, reason
 
 
-def _result_cuts(eq: Equation, known: dict[Value, Cuts]) -> Cuts | None:
-    """Return the cuts of a result of which operands are cut; None if there is no rule."""
-    if len(eq.outputs) != 1 or eq.is_pinned or len(eq.outputs[0].aval.shape) > MOST_DIMS:
-        return None
-    shape = eq.outputs[0].aval.shape
-    sizes = {
-        (cut[0], n)
-        for x in eq.values
-        for cut, n in zip(known.get(x, ()), x.aval.shape, strict=False)
-        if cut is not None
-    }
-
-    def may_be(label: str) -> Sequence[int | None]:
-        own = (d for d, n in enumerate(shape) if eq.name == "slice" or (label, n) in sizes)
-        return (*own, None)
-
-    def hint(operand: Operand) -> Cuts | None:
-        return known.get(operand) if isinstance(operand, Value) else None
-
-    for at_word, at_position in itertools.product(may_be(WORD), may_be(POSITION)):
-        if at_word is not None and at_word == at_position:
-            continue
-        cuts: list[Cut | None] = [None] * len(shape)
-        for label, d in ((WORD, at_word), (POSITION, at_position)):
-            if d is not None:
-                cuts[d] = (label, 0)
-        found = operand_cuts(eq, tuple(cuts), hint)
-        if found is None:
-            continue
-        pairs = list(zip(eq.inputs, found, strict=True))
-        given = [(known[x], own) for x, own in pairs if isinstance(x, Value) and x in known]
-        if all(a == b for a, b in given):
-            return tuple(cuts)
-    return None
+def _sums_words(eq: Equation) -> bool:
+    """Return whether a product only sums over dims, as an einsum of labels and logits does."""
+    if eq.name != "dot_general":
+        return False
+    num_shared = len(eq.params["dimension_numbers"][1][0])
+    return len(eq.outputs[0].aval.shape) == num_shared
 
 
-def _lengths(
+def _positions(
     known: dict[Value, Cuts], results: Sequence[tuple[Value, Cuts]]
-) -> dict[str, int] | None:
-    """Return the numbers of positions and of words; None if they differ.
+) -> tuple[int, dict[str, int]] | None:
+    """Return the first position, and the numbers of positions and of words; None if they differ.
 
-    A model may take the logits of all positions but the last ones. Then only those are computed
-    that results have.
+    A model may leave out the logits of the first or the last positions. Then only those are
+    computed that results have.
     """
-    found: dict[str, set[int]] = {label: set() for label in LABELS}
+    words, spans = set[int](), set[tuple[int, int]]()
     for value, cuts in known.items():
-        for cut, n in zip(cuts, value.aval.shape, strict=True):
-            if cut is not None:
-                found[cut[0]].add(n)
-    if len(found[WORD]) != 1:
+        words.update(_lengths(value, cuts, WORD))
+        spans.update(_spans(value, cuts))
+    if len(words) != 1 or not results:
         return None
-    length = min(found[POSITION])
+    begin, end = max(x for x, _ in spans), min(x for _, x in spans)
     for value, cuts in results:
-        sizes = [n for cut, n in zip(cuts, value.aval.shape, strict=True) if cut is not None]
-        if sizes != [length] and not (len(found[POSITION]) == 1 and not sizes):
+        own = _spans(value, cuts)
+        if own != [(begin, end)] and (own or len(spans) > 1):
             return None
-    return {POSITION: length, WORD: found[WORD].pop()} if results else None
+    return (begin, {POSITION: end - begin, WORD: words.pop()}) if end > begin else None
+
+
+def _lengths(value: Value, cuts: Cuts, label: str) -> list[int]:
+    pairs = zip(cuts, value.aval.shape, strict=True)
+    return [cut.length(n) for cut, n in pairs if cut is not None and cut.label == label]
+
+
+def _spans(value: Value, cuts: Cuts) -> list[tuple[int, int]]:
+    """Return the first position that a value has, and the end of those that it has."""
+    firsts = [cut.first for cut in cuts if cut is not None and cut.label == POSITION]
+    lengths = _lengths(value, cuts, POSITION)
+    return [(-first, n - first) for first, n in zip(firsts, lengths, strict=True)]
 
 
 def _read_outside(scope: TracedScope, inside: Sequence[Equation]) -> list[Value]:

@@ -14,7 +14,7 @@ import numpy as np
 from zeroxla.program.primitives import ARRANGEMENTS, PASSED
 from zeroxla.program.trace import Constant
 from zeroxla.rewrite.attention_site import KEY, QUERY, AttentionSite
-from zeroxla.rewrite.cuts import Window
+from zeroxla.rewrite.cut_dims import Window
 from zeroxla.rewrite.extents import extent
 from zeroxla.rewrite.recipe import BlockRoot, BlockStep
 
@@ -176,21 +176,59 @@ class Masks:
             return apart.submit(all_right).result()
 
 
-def pairs_of(masks: Masks, block: int) -> np.ndarray:
-    """Return the pairs of a block of queries and one of keys that attention computes,
-    int32[pairs, 2].
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class BlockPairs:
+    """Pairs of a block of queries and a block of keys, by their numbers.
 
-    What is masked is left out if all follows from positions and each query keeps some key: a query
-    that keeps none has equal probabilities for all keys, or NaN.
+    Attributes:
+      kept: the pairs that are computed always, int32[pairs, 2].
+      masked: those that are masked for all their queries, by positions, and that count only if some
+        query keeps no key at all: it has equal probabilities for all keys then, or NaN.
+      num_left_out: the number of those that never count.
+    """
+
+    kept: np.ndarray
+    masked: np.ndarray
+    num_left_out: int
+
+    def without_branch(self) -> BlockPairs:
+        """Return the pairs without asking whether the masked ones count: all that may are kept."""
+        kept = np.concatenate([self.kept, self.masked])
+        return dataclasses.replace(self, kept=kept, masked=self.masked[:0])
+
+    def note(self) -> str:
+        """Return in words what becomes of masked pairs; empty if there are none."""
+        every = len(self.kept) + len(self.masked) + self.num_left_out
+        if self.num_left_out:
+            return f"{self.num_left_out} of {every} blocks are masked, and left out"
+        if len(self.masked):
+            return f"{len(self.masked)} of {every} blocks run only if a query keeps no key"
+        return ""
+
+
+def pairs_of(masks: Masks, block: int) -> BlockPairs:
+    """Return the pairs of blocks of a site.
+
+    What is masked is left out for good if all masks follow from positions and each query keeps some
+    key.
     """
     lengths = masks.site.lengths
     queries, keys = (list(_blocks(lengths[label], block)) for label in (QUERY, KEY))
-    pairs = list(itertools.product(range(len(queries)), range(len(keys))))
+    kept, masked = list[tuple[int, int]](), list[tuple[int, int]]()
+    for i, j in itertools.product(range(len(queries)), range(len(keys))):
+        is_masked = masks.kept({QUERY: queries[i], KEY: keys[j]}) is False
+        (masked if is_masked else kept).append((i, j))
+    num_left_out = 0
     if masks.follow_from_positions and all(masks.rows_see(*query) for query in queries):
-        pairs = [
-            (i, j) for i, j in pairs if masks.kept({QUERY: queries[i], KEY: keys[j]}) is not False
-        ]
-    return np.asarray(pairs, np.int32)
+        num_left_out, masked = len(masked), []
+    elif not kept:
+        kept, masked = masked, []
+    shape = -1, 2
+    return BlockPairs(
+        kept=np.asarray(kept, np.int32).reshape(shape),
+        masked=np.asarray(masked, np.int32).reshape(shape),
+        num_left_out=num_left_out,
+    )
 
 
 def _blocks(length: int, block: int) -> Iterator[tuple[int, int]]:
@@ -201,7 +239,7 @@ def _blocks(length: int, block: int) -> Iterator[tuple[int, int]]:
 def _by_positions(x: jax.Array, item: object, size: int) -> jax.Array:
     """Return a block as [..., queries, keys]."""
     assert isinstance(item, BlockStep | BlockRoot)
-    dims = {cut[0]: d for d, cut in enumerate(item.cuts) if cut is not None}
+    dims = {cut.label: d for d, cut in enumerate(item.cuts) if cut is not None}
     for label in (KEY, QUERY):
         if label not in dims:
             x, dims = x[..., None], {**dims, label: x.ndim}

@@ -19,6 +19,10 @@ from zeroxla.rewrite.found import Rewritten
 TOLERANCE = 1e-5
 """The largest error of float32, relative to the largest element."""
 
+SMALLEST = 0.1
+"""Elements that are all smaller are compared as if this were the largest: what an instance is made
+of is of order one, and gradients that are zero as written may be rounding errors as rewritten."""
+
 ROUNDINGS = 8
 """The same for shorter dtypes, in units of their rounding error."""
 
@@ -149,7 +153,7 @@ def is_close(a: jax.Array, b: jax.Array) -> bool:
     finite = np.isfinite(one)
     if not np.array_equal(one[~finite], other[~finite], equal_nan=True):
         return False
-    largest = np.abs(one[finite]).max(initial=1e-30)
+    largest = np.abs(one[finite]).max(initial=SMALLEST)
     error = np.abs(one[finite] - other[finite])
     return bool(np.all(error <= max(TOLERANCE, rounding) * largest))
 

@@ -13,7 +13,8 @@ from typing import Any
 
 from zeroxla.program.primitives import CONTRACTIONS, REDUCTIONS, SAME_PLACE
 from zeroxla.program.trace import Constant, Equation, Operand, Value
-from zeroxla.rewrite.cuts import Cuts, Window, compute, labels_of, operand_cuts, sliced
+from zeroxla.rewrite.cut_dims import Cuts, Window, has_flat, labels_of, sliced
+from zeroxla.rewrite.cuts import compute, operand_cuts
 from zeroxla.rewrite.scope import TracedScope
 
 
@@ -67,6 +68,7 @@ class Recipe:
         *,
         inner: Collection[Equation] = (),
         known: Mapping[Value, Cuts] | None = None,
+        may_be_flat: bool = False,
     ) -> None:
         """Make a recipe without items.
 
@@ -77,18 +79,27 @@ class Recipe:
           inner: equations that are computed by block whatever their cuts, reductions of cut dims
             included.
           known: cuts of values, by which those of reduced operands are known.
+          may_be_flat: whether other dims may be flattened into cut ones; see `Cut`.
         """
         self.scope, self.items = scope, list[Item]()
         self._labels, self._inner = frozenset(labels), frozenset(inner)
         self._known: dict[Value, Cuts] = dict(known or {})
         self._places: dict[Any, int] = {}
+        self._may_be_flat = may_be_flat
 
     def give(self, operand: Operand, cuts: Cuts) -> int:
         """Add a block that is given; return its number."""
         return self._append((id(self.scope.resolve(operand)), cuts), GivenBlock(operand, cuts))
 
-    def add(self, operand: Operand, cuts: Cuts) -> int:
-        """Add a block of an array and what it is computed from; return its number."""
+    def add(self, operand: Operand, cuts: Cuts, *, by_parts: bool = False) -> int:
+        """Add a block of an array and what it is computed from; return its number.
+
+        Args:
+          operand: the array.
+          cuts: its cuts.
+          by_parts: whether the parts of a concatenation are added, and not the whole as a root: one
+            of them may follow from positions.
+        """
         operand = self.scope.resolve(operand)
         key = id(operand), cuts
         if key in self._places:
@@ -98,13 +109,19 @@ class Recipe:
         eq = self.scope.producer(operand)
         inner = eq in self._inner
         wanted = inner or self._labels <= labels_of(cuts) or self.scope.is_static(operand)
+        wanted |= by_parts and eq is not None and eq.name == "concatenate"
         if eq is None or not wanted:
             return self._append(key, BlockRoot(operand, cuts))
         found = operand_cuts(eq, cuts, self._hint if inner else None)
+        if found is not None and not self._may_be_flat and any(map(has_flat, found)):
+            found = None
         if found is None or not (inner or self._is_cheap(eq, found)):
             return self._append(key, BlockRoot(operand, cuts))
         self._known.setdefault(operand, cuts)
-        args = tuple(self.add(*pair) for pair in zip(eq.inputs, found, strict=True))
+        is_lookup = eq.name == "gather"
+        args = tuple(
+            self.add(x, own, by_parts=is_lookup) for x, own in zip(eq.inputs, found, strict=True)
+        )
         return self._append(key, BlockStep(eq, cuts, tuple(found), args))
 
     def _is_cheap(self, eq: Equation, of_operands: Sequence[Cuts]) -> bool:

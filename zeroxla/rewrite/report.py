@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import PurePath
 from typing import TYPE_CHECKING, Literal
 
 from zeroxla.program import compat
@@ -11,6 +12,10 @@ from zeroxla.program.trace import Equation
 
 if TYPE_CHECKING:
     from rich.table import Table
+
+
+SHOWN_PARTS = 2
+"""The table shows the last parts of a file's path, so many of them."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,7 +29,7 @@ class Finding:
       times: how often a step's forward runs it, for one micro-batch.
       shape: the shape and the dtype of the largest array that is no longer made.
       becomes: what runs in its place; None if it stays.
-      reason: why it stays, or why what runs is not the usual form; empty if there is none.
+      reason: why it stays, or which part of what runs is left out; empty if neither is so.
     """
 
     kind: Literal["attention", "loss", "norm", "activation"]
@@ -77,13 +82,14 @@ class RewriteReport(Report):
 
         table = Table(title=f"{len(self.rewritten)} of {len(self.findings)} found are rewritten")
         for name in ("found", "scope", "line", "times", "instead of", "becomes", "why"):
-            table.add_column(name)
+            table.add_column(name, overflow="fold")  # a line without its number says nothing
         merged: dict[Finding, int] = {}
         for x in self.findings:
             key = dataclasses.replace(x, times=0)
             merged[key] = merged.get(key, 0) + x.times
         for x, times in merged.items():
             becomes = "stays" if x.becomes is None else x.becomes
-            row = (x.kind, x.scope, x.line, str(times), x.shape, becomes, x.reason)
+            line = "/".join(PurePath(x.line).parts[-SHOWN_PARTS:])
+            row = (x.kind, x.scope, line, str(times), x.shape, becomes, x.reason)
             table.add_row(*row)
         return table

@@ -19,6 +19,7 @@ from zeroxla.rewrite.evaluate import evaluate
 from zeroxla.rewrite.found import Rewritten
 from zeroxla.rewrite.proof import Proof
 from zeroxla.rewrite.report import Finding, RewriteReport
+from zeroxla.rewrite.runs_on import RunsOn
 from zeroxla.rewrite.search import RewriteSearch
 
 MOST_SHAPES = 8
@@ -33,12 +34,12 @@ class RewrittenLoss:
       loss: the model's loss: (params, model_state, batch, key) -> any pytree.
       options: what is rewritten.
       proof: tries what is found.
-      on_cpu: whether the loss runs on CPUs.
+      runs_on: what the loss runs on.
     """
 
     loss: Callable[..., Any]
     options: Rewrite
-    on_cpu: bool
+    runs_on: RunsOn
     proof: Proof = dataclasses.field(default_factory=Proof)
     _known: dict[Any, tuple[Rewritten, Any, RewriteReport]] = dataclasses.field(
         default_factory=dict, init=False
@@ -68,7 +69,7 @@ class RewrittenLoss:
             while len(self._known) >= MOST_SHAPES:
                 del self._known[next(iter(self._known))]
             program, result = trace(self.loss, *shapes)
-            search = RewriteSearch(self.options, self.proof, on_cpu=self.on_cpu)
+            search = RewriteSearch(self.options, self.proof, self.runs_on)
             found = search.program(program)
             findings: tuple[Finding, ...] = tuple(search.findings)
             self._known[known] = found, result, RewriteReport(findings=findings)
@@ -76,20 +77,20 @@ class RewrittenLoss:
 
 
 def rewritten(
-    losses: Mapping[bool, Callable[..., Any]], options: Rewrite | bool | None, *, on_cpu: bool
+    losses: Mapping[bool, Callable[..., Any]], options: Rewrite | bool | None, runs_on: RunsOn
 ) -> Mapping[bool, Callable[..., Any]]:
     """Return a model's losses, by `train`, rewritten; as they are if nothing is to be.
 
     Args:
       losses: the losses; see `RewrittenLoss.loss`.
       options: what is rewritten.
-      on_cpu: whether the losses run on CPUs.
+      runs_on: what the losses run on.
     """
     if not isinstance(options, Rewrite):
         return losses
     proof = Proof()
     return {
-        train: RewrittenLoss(loss=loss, options=options, on_cpu=on_cpu, proof=proof)
+        train: RewrittenLoss(loss=loss, options=options, runs_on=runs_on, proof=proof)
         for train, loss in losses.items()
     }
 

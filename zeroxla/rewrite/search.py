@@ -14,6 +14,7 @@ from zeroxla.rewrite.found import Replacement, Rewritten
 from zeroxla.rewrite.head import heads_in
 from zeroxla.rewrite.proof import Proof
 from zeroxla.rewrite.report import Finding
+from zeroxla.rewrite.runs_on import RunsOn
 from zeroxla.rewrite.scope import TracedScope
 
 
@@ -23,12 +24,12 @@ class RewriteSearch:
     Attributes:
       options: what is searched for.
       proof: tries what is found.
-      on_cpu: whether the program runs on CPUs.
+      runs_on: what the program runs on.
       findings: what was found where, in order.
     """
 
-    def __init__(self, options: Rewrite, proof: Proof, *, on_cpu: bool) -> None:
-        self.options, self.proof, self.on_cpu = options, proof, on_cpu
+    def __init__(self, options: Rewrite, proof: Proof, runs_on: RunsOn) -> None:
+        self.options, self.proof, self.runs_on = options, proof, runs_on
         self.findings: list[Finding] = []
 
     def program(self, program: Program) -> Rewritten:
@@ -53,7 +54,7 @@ class RewriteSearch:
         arguments = scope, self.options, self.proof, times
         searches = []
         if self.options.attention:
-            searches.append(attention_in(*arguments, on_cpu=self.on_cpu))
+            searches.append(attention_in(*arguments, self.runs_on))
         if self.options.loss:
             searches.append(heads_in(*arguments))
         for made, own, found in searches:

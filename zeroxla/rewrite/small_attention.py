@@ -9,11 +9,13 @@ import jax
 
 from zeroxla.program import compat
 from zeroxla.program.trace import Program
-from zeroxla.rewrite.attention_site import KEY, LABELS, QUERY, AttentionSite, find_attention
-from zeroxla.rewrite.cuts import block_shape, dot_dims
+from zeroxla.rewrite.attention_site import KEY, LABELS, QUERY, AttentionSite
+from zeroxla.rewrite.cut_dims import block_shape
+from zeroxla.rewrite.find_attention import find_attention
 from zeroxla.rewrite.found import Replacement, Rewritten
 from zeroxla.rewrite.proof import Proof
 from zeroxla.rewrite.recipe import Recipe
+from zeroxla.rewrite.result_cuts import result_cuts
 from zeroxla.rewrite.scope import TracedScope
 
 QUERIES, OTHER_KEYS = 8, 11
@@ -44,13 +46,16 @@ def objection(
     known = {site.softmax.scores: site.own_cuts, site.softmax.result: site.own_cuts}
     inner = {*site.inside, *site.shifts()}
     recipe = Recipe(site.scope, LABELS, inner=inner, known=known)
-    cuts: list[Any] = [None] * len(site.eq.outputs[0].aval.shape)
-    for cut, d in zip(site.cuts, dot_dims(site.eq)[site.side], strict=True):
-        if d is not None:
-            cuts[d] = cut
     # The probabilities come first: by them the recipe knows which dim the product sums over.
     recipe.add(site.eq.inputs[site.side], site.cuts)
-    result = recipe.add(site.eq.outputs[0], tuple(cuts))
+    of_results = {site.eq.outputs[0]: site.result_cuts}
+    for eq in site.after:
+        found = result_cuts(eq, of_results, LABELS)
+        if found is None:
+            return f"`{eq.name}` after the product with values has no rule for some queries"
+        of_results[eq.outputs[0]] = found
+    value = site.last.outputs[0]
+    result = recipe.add(value, of_results[value])
     roots = recipe.roots()
     shapes = [_shape(root, window) for _, root in roots]
 
@@ -61,7 +66,7 @@ def objection(
     def rewrite(program: Program) -> Rewritten:
         scope = TracedScope(program)
         for eq in program.equations:
-            found = find_attention(scope, eq) if eq.name == "dot_general" else None
+            found = find_attention(scope, eq)
             if isinstance(found, AttentionSite):
                 return Rewritten.of(program, {eq: again(found)}, {})
         raise ValueError("the small instance has no attention")

@@ -7,12 +7,13 @@ from a row before it takes exponentials, its maximum in most cases, is left out.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 
 import numpy as np
 
 from zeroxla.program.primitives import ARRANGEMENTS, CASTS, ELEMENTWISE, PASSED
 from zeroxla.program.trace import Constant, Equation, Operand, Value, is_float
-from zeroxla.rewrite.cuts import shape_of
+from zeroxla.rewrite.cut_dims import shape_of
 from zeroxla.rewrite.scope import TracedScope
 
 
@@ -46,13 +47,9 @@ def find_softmax(scope: TracedScope, operand: Operand, dim: int) -> Softmax | No
     if eq is None or not scope.is_own(eq):
         return None
     found: tuple[Operand, tuple[Operand, bool] | None] | None = None
-    if eq.name == "div" and is_equal_in_rows(scope, eq.inputs[1], dim):
-        weights, total = eq.inputs
-        found = _of_quotient(scope, weights, total, dim)
-    elif eq.name == "mul":
-        for weights, factor in (eq.inputs, eq.inputs[::-1]):
-            total = _inverse(scope, factor) if is_equal_in_rows(scope, factor, dim) else None
-            if found is None and total is not None:
+    if eq.name in ("div", "mul"):
+        for weights, total in quotients_of(scope, eq):
+            if found is None and is_equal_in_rows(scope, total, dim):
                 found = _of_quotient(scope, weights, total, dim)
     elif eq.name == "select_n":
         found = _of_kept_quotient(scope, eq, dim)
@@ -71,6 +68,39 @@ def find_softmax(scope: TracedScope, operand: Operand, dim: int) -> Softmax | No
         inside=inside,
         empty_is_zero=eq.name == "select_n",
     )
+
+
+def softmax_of_weights(
+    scope: TracedScope, operand: Operand, total: Operand, dim: int
+) -> Softmax | None:
+    """Return the softmax that an operand is before it is divided by its sum along a dim.
+
+    Args:
+      scope: where equations are found.
+      operand: the exponentials.
+      total: what is divided by, in any shape.
+      dim: the operand's dim that is summed over.
+    """
+    weights = scope.resolve(operand)
+    found = _of_quotient(scope, weights, total, dim)
+    if found is None or not isinstance(weights, Value):
+        return None
+    scores, keep = found
+    if not isinstance(scores, Value) or shape_of(scores) != shape_of(weights):
+        return None
+    inside = between(scope, scores, weights)
+    return Softmax(scores=scores, result=weights, keep=keep, inside=inside, empty_is_zero=False)
+
+
+def quotients_of(scope: TracedScope, eq: Equation) -> Iterator[tuple[Operand, Operand]]:
+    """Yield the numerator and the denominator of a `div`, or of a `mul` by one over something."""
+    if eq.name == "div":
+        yield eq.inputs[0], eq.inputs[1]
+        return
+    for numerator, factor in (eq.inputs, eq.inputs[::-1]):
+        total = _inverse(scope, factor)
+        if total is not None:
+            yield numerator, total
 
 
 def stripped(scope: TracedScope, operand: Operand) -> Operand:

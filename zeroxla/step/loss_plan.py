@@ -22,10 +22,11 @@ from zeroxla.fetch.keeping.choose import Keeping
 from zeroxla.fetch.runner import FetchRunner
 from zeroxla.fetch.segments import FetchPlan, layer_dims
 from zeroxla.frontend import Adapted
-from zeroxla.mesh.axes import platform_of
+from zeroxla.mesh.axes import platform_of, split_axes
 from zeroxla.program.paths import Path, paths_of
 from zeroxla.program.trace import Operand, Program, Value, trace
 from zeroxla.rewrite.rewritten_loss import rewritten
+from zeroxla.rewrite.runs_on import RunsOn
 from zeroxla.step.memory.without_remat import without_remat
 from zeroxla.step.metrics import check_metrics
 from zeroxla.wire.leaves import Layout
@@ -60,7 +61,8 @@ def make_losses(
     }
     if not keep_remat:
         own = {train: without_remat(loss) for train, loss in own.items()}
-    return rewritten(own, rewrite, on_cpu=platform_of(mesh) == "cpu")
+    runs_on = RunsOn(cpus=platform_of(mesh) == "cpu", split_axes=bool(split_axes(mesh)))
+    return rewritten(own, rewrite, runs_on)
 
 
 def _loss(
