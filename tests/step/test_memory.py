@@ -1,0 +1,180 @@
+"""A memory budget: the step fits it by the compiler's figure, and computes what it did."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import optax
+import pytest
+from tools.reference import relative_errors, worst
+
+import zeroxla
+from zeroxla import Offload, ZeroConfig
+from zeroxla.fetch.keeping.budget import ActivationBudget
+from zeroxla.fetch.keeping.residual_graph import Rates
+from zeroxla.models import GPT, MLP
+
+LENGTH = 64
+BATCH = {"tokens": np.random.default_rng(0).integers(0, 64, (16, LENGTH + 1), np.int32)}
+ROUNDING = 5e-6
+
+
+def gpt(**options):
+    return GPT(vocab=64, length=LENGTH, layers=3, width=64, heads=4, **options)
+
+
+def step_of(model, **options):
+    config = ZeroConfig(persistence_threshold=0, **options)
+    return zeroxla.make_step(model, zeroxla.make_mesh(nodes=2), optax.sgd(0.1), config=config)
+
+
+def bytes_of(step):
+    program = step.lower(step.abstract_state(BATCH), BATCH).compile()
+    return zeroxla.inspect.memory(program)
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["scanned", "written out"])
+def plain(request):
+    """A model, its step without a budget, a state, its gradients, and what it takes."""
+    model = gpt(scan=request.param)
+    step = step_of(model)
+    state = step.init(jax.random.key(0), BATCH)
+    return model, step, state, step.grad(state, BATCH), bytes_of(step)
+
+
+@pytest.mark.parametrize("share", [0.75, pytest.param(0.5, marks=pytest.mark.slow)])
+def test_a_step_fits_and_computes_the_same(plain, share):
+    model, _, state, (loss, gradients), taken = plain
+    budget = taken.total_bytes - int((1 - share) * taken.temp_bytes)
+    step = step_of(model, memory=budget)
+    step.init(jax.random.key(0), BATCH)
+    found_loss, found = step.grad(state, BATCH)
+    assert bytes_of(step).total_bytes <= budget
+    assert abs(float(found_loss - loss)) <= 1e-6 * float(loss)
+    assert worst(relative_errors(found, gradients)) < ROUNDING
+    fit = step.describe().memory
+    assert fit.best.num_bytes <= budget < fit.tries[0].num_bytes
+    assert fit.best.keeping.flops > 0
+    assert any("computes" in note and "again" in note for note in fit.notes())
+
+
+def test_a_budget_that_needs_nothing_gives_the_program_without_one(plain):
+    model, _, state, (loss, gradients), taken = plain
+    step = step_of(model, memory=taken.total_bytes)
+    step.init(jax.random.key(0), BATCH)
+    found_loss, found = step.grad(state, BATCH)
+    assert float(found_loss) == float(loss)
+    assert all(map(np.array_equal, jax.tree.leaves(found), jax.tree.leaves(gradients)))
+    assert len(step.describe().memory.tries) == 1
+
+
+def test_what_cannot_fit_is_refused_with_the_least_that_can(plain):
+    model, _, state, _, taken = plain
+    step = step_of(model, memory=taken.total_bytes - taken.temp_bytes)
+    with pytest.raises(ValueError, match=r"a step of 16 rows on 8 devices takes .* at least"):
+        step(state, BATCH)
+    assert not any(x.is_deleted() for x in jax.tree.leaves(state.params))
+
+
+def test_values_may_wait_on_the_host(plain):
+    _, step, state, (loss, gradients), _ = plain
+    free = ActivationBudget(rates=Rates(host_bytes_per_s=1e20), limit=0.0)
+    programs = dataclasses.replace(step.programs, activations=free)
+    with programs.tracing():
+        found_loss, found = jax.jit(programs.gradients)(state, BATCH)
+        text = str(jax.make_jaxpr(programs.gradients)(state, BATCH))
+    assert free.newest.host_bytes > 5 * free.newest.kept_bytes
+    assert "Space.Host" in text or "<host>" in text
+    assert abs(float(found_loss - loss)) <= 1e-6 * float(loss)
+    assert worst(relative_errors(found, gradients)) < ROUNDING
+
+
+def test_a_host_as_slow_as_its_link_is_left_out_where_computing_again_is_faster(plain):
+    _, step, state, _, _ = plain
+    slow = ActivationBudget(rates=Rates(host_bytes_per_s=1e3), limit=0.0)
+    programs = dataclasses.replace(step.programs, activations=slow)
+    with programs.tracing():
+        jax.eval_shape(programs.gradients, state, BATCH)
+    assert slow.newest.host_bytes == 0
+
+
+def test_remat_of_the_model_is_replaced(plain):
+    model, _, state, (loss, gradients), _ = plain
+    step = step_of(model.clone(remat=True), memory="1GB", remat="replace")
+    step.init(jax.random.key(0), BATCH)
+    found_loss, found = step.grad(state, BATCH)
+    assert float(found_loss) == float(loss)
+    assert all(map(np.array_equal, jax.tree.leaves(found), jax.tree.leaves(gradients)))
+
+
+@pytest.mark.slow
+def test_remat_of_the_model_is_respected_and_refined():
+    own = step_of(gpt(remat=True))
+    state = own.init(jax.random.key(0), BATCH)
+    loss, gradients = own.grad(state, BATCH)
+    step = step_of(gpt(remat=True), memory=bytes_of(own).total_bytes - 10_000)
+    step.init(jax.random.key(0), BATCH)
+    found_loss, found = step.grad(state, BATCH)
+    assert step.describe().memory.best.keeping is not None
+    assert abs(float(found_loss - loss)) <= 1e-6 * float(loss)
+    assert worst(relative_errors(found, gradients)) < ROUNDING
+
+
+def test_each_shape_of_a_batch_is_fitted():
+    step = step_of(gpt(), memory="1GB")
+    state = step.init(jax.random.key(0), BATCH)
+    state, _ = step(state, BATCH)
+    longer = step.describe().memory
+    state, _ = step(state, {"tokens": BATCH["tokens"][:8]})
+    assert step.describe().memory.best.num_bytes < longer.best.num_bytes
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize(
+    ("memory", "expected"),
+    [
+        ("24GB", 24 * 10**9),
+        ("1.5 GiB", 3 * 2**29),
+        ("512mib", 2**29),
+        (1e9, 10**9),
+        (12345, 12345),
+        ("device", "device"),
+        (None, None),
+    ],
+)
+def test_amounts_of_memory(memory, expected):
+    assert ZeroConfig(memory=memory).memory == expected
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"memory": "much"}, r"memory='much' is no amount of memory; give bytes"),
+        ({"memory": "24 XB"}, "is no amount of memory"),
+        ({"memory": 0}, "memory=0 is no amount"),
+        ({"memory": -1.0}, "is no amount"),
+        ({"memory": True}, "is no amount"),
+        ({"memory": float("inf")}, "is no amount"),
+        ({"memory": "1GB", "remat": "never"}, "remat='never' is neither 'respect' nor 'replace'"),
+        ({"remat": "replace"}, "remat='replace': without effect, no budget decides"),
+        ({"offload": Offload(activations="host")}, "without effect, no budget decides"),
+        (
+            {"memory": "1GB", "offload": Offload(optimizer="disk", path="x")},
+            "memory=1000000000 with a state on disk",
+        ),
+    ],
+)
+def test_bad_options_are_refused(options, text):
+    with pytest.raises(ValueError, match=text):
+        ZeroConfig(**options)
+
+
+def test_a_device_that_does_not_say_how_much_it_has_is_refused():
+    batch = {"image": np.zeros((8, 28, 28), np.float32), "label": np.zeros(8, np.int32)}
+    step = zeroxla.make_step(
+        MLP.tiny(), zeroxla.make_mesh(nodes=1), config=ZeroConfig(memory="device")
+    )
+    state = step.init(jax.random.key(0), batch)
+    with pytest.raises(ValueError, match=r"memory='device': a device of kind .* give an amount"):
+        step(state, batch)
