@@ -136,16 +136,15 @@ def _is_masked(x: Any) -> bool:
     return isinstance(x, optax.MaskedNode)
 
 
-def relative_errors(found: Tree, expected: Tree, *, floor: float = 1e-3) -> dict[str, float]:
-    """Return |found - expected| / max(|expected|, floor x |all expected|) of each leaf, by its
-    path.
+def relative_errors(found: Tree, expected: Tree) -> dict[str, float]:
+    """Return |found - expected| / max(|expected|, 1e-3 |all expected|) of each leaf, by its path.
 
-    Norms are Frobenius norms. The floor is for leaves whose exact gradient is zero (a key bias, a
-    bias before a BatchNorm): they hold rounding noise, and their own norm is no measure.
+    Norms are Frobenius norms. The share of all is for leaves whose exact gradient is zero (a key
+    bias, a bias before a BatchNorm): they hold rounding noise, and their own norm is no measure.
     """
     pairs = jax.tree_util.tree_leaves_with_path(expected)
     norms = [_norm(x) for _, x in pairs]
-    least = floor * _norm(norms)
+    least = 1e-3 * _norm(norms)
     errors = {}
     for (path, want), got, norm in zip(pairs, jax.tree.leaves(found), norms, strict=True):
         got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
@@ -155,6 +154,12 @@ def relative_errors(found: Tree, expected: Tree, *, floor: float = 1e-3) -> dict
         # Also where a NaN is on either side.
         errors[name] = 0.0 if difference == 0 else difference / max(norm, least, 1e-30)
     return errors
+
+
+def leaf_norms(tree: Tree) -> dict[str, float]:
+    """Return the Frobenius norm of each leaf, by its path."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(path, simple=True, separator="/"): _norm(x) for path, x in leaves}
 
 
 def _norm(x: Any) -> float:
