@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import optax
 import pytest
+from tools.quick import quick_compilation  # noqa: F401
 from tools.reference import relative_errors, worst
 
 import zeroxla
@@ -18,9 +19,11 @@ LENGTH = 64
 BATCH = {"tokens": np.random.default_rng(0).integers(0, 64, (16, LENGTH + 1), np.int32)}
 ROUNDING = 5e-6
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 
 def gpt(**options):
-    return GPT(vocab=64, length=LENGTH, layers=3, width=64, heads=4, **options)
+    return GPT(vocab=64, length=LENGTH, layers=2, width=32, heads=4, **options)
 
 
 def step_of(model, **options):
@@ -33,7 +36,13 @@ def bytes_of(step):
     return zeroxla.inspect.memory(program)
 
 
-@pytest.fixture(scope="module", params=[True, False], ids=["scanned", "written out"])
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(True, id="scanned"),
+        pytest.param(False, id="written out", marks=pytest.mark.slow),
+    ],
+)
 def plain(request):
     """A model, its step without a budget, a state, its gradients, and what it takes."""
     model = gpt(scan=request.param)
@@ -51,7 +60,7 @@ def test_a_step_fits_and_computes_the_same(plain, share):
     found_loss, found = step.grad(state, BATCH)
     assert bytes_of(step).total_bytes <= budget
     assert abs(float(found_loss - loss)) <= 1e-6 * float(loss)
-    assert worst(relative_errors(found, gradients)) < ROUNDING
+    assert worst(relative_errors(found, gradients))[1] < ROUNDING
     fit = step.describe().memory
     assert fit.best.num_bytes <= budget < fit.tries[0].num_bytes
     assert fit.best.keeping.flops > 0
@@ -83,10 +92,10 @@ def test_values_may_wait_on_the_host(plain):
     with programs.tracing():
         found_loss, found = jax.jit(programs.gradients)(state, BATCH)
         text = str(jax.make_jaxpr(programs.gradients)(state, BATCH))
-    assert free.newest.host_bytes > 5 * free.newest.kept_bytes
+    assert free.newest.host_bytes > 2 * free.newest.kept_bytes
     assert "Space.Host" in text or "<host>" in text
     assert abs(float(found_loss - loss)) <= 1e-6 * float(loss)
-    assert worst(relative_errors(found, gradients)) < ROUNDING
+    assert worst(relative_errors(found, gradients))[1] < ROUNDING
 
 
 def test_a_host_as_slow_as_its_link_is_left_out_where_computing_again_is_faster(plain):
@@ -117,7 +126,7 @@ def test_remat_of_the_model_is_respected_and_refined():
     found_loss, found = step.grad(state, BATCH)
     assert step.describe().memory.best.keeping is not None
     assert abs(float(found_loss - loss)) <= 1e-6 * float(loss)
-    assert worst(relative_errors(found, gradients)) < ROUNDING
+    assert worst(relative_errors(found, gradients))[1] < ROUNDING
 
 
 def test_each_shape_of_a_batch_is_fitted():

@@ -44,5 +44,5 @@ class ActivationBudget:
             assert self._plan is not None, "no loss was traced"
             self._plan = plan = cut_segments(self._plan)
             found = PlaceFinder(self.rates).find(plan, {*plan.leaves, *plan.inputs})
-            self._keeper = Keeper(found)
+            self._keeper = Keeper(found, self.rates)
         return self._keeper

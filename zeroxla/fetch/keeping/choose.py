@@ -8,14 +8,16 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from zeroxla.fetch.keeping.integer_program import best_choice, best_combination
+from zeroxla.fetch.keeping.integer_program import HostTraffic, best_choice, best_combination
 from zeroxla.fetch.keeping.places import Place, times_alive
-from zeroxla.fetch.keeping.residual_graph import ResidualGraph
+from zeroxla.fetch.keeping.residual_graph import Rates, ResidualGraph
 from zeroxla.fetch.keeping.tradeoff import Choice
 from zeroxla.fetch.residuals import Kept
 from zeroxla.fetch.segments import Straight
 from zeroxla.fetch.traced_segment import TracedSegment
 
+HIDDEN_SHARE = 0.8
+"""The share of forward's time in which the link to the host is kept busy."""
 MAX_POLISHED = 6
 """Most kinds of segments whose choice is improved by an integer program of their own."""
 
@@ -29,11 +31,13 @@ class Keeping:
       choices: the choice of each.
       gap: the share by which the added seconds may exceed the least that the corners of the
         segments' tradeoffs allow.
+      rates: what computing again and moving costs.
     """
 
     places: tuple[Place, ...]
     choices: tuple[Choice, ...]
     gap: float
+    rates: Rates
 
     def of(self, segment: Straight) -> tuple[TracedSegment, Kept]:
         """Return a segment, traced, and what it keeps."""
@@ -63,8 +67,14 @@ class Keeping:
 
     @property
     def seconds(self) -> float:
-        """The seconds that computing again and moving add to a micro-batch, by the cost model."""
-        return sum(c.seconds * p.turns for p, c in self._pairs())
+        """The seconds that computing again and moving add to a micro-batch, by the cost model.
+
+        What goes to the host runs beside forward, and comes back beside backward, as far as their
+        products take as long.
+        """
+        late_bytes = max(self.host_bytes - hidden_bytes(self.places, self.rates), 0.0)
+        again = sum(c.seconds * p.turns for p, c in self._pairs())
+        return again + late_bytes * seconds_per_byte(self.rates)
 
     @property
     def flops(self) -> float:
@@ -91,10 +101,11 @@ class Keeper:
 
     Args:
       places: the straight segments of a plan, in the order of forward.
+      rates: what computing again and moving costs.
     """
 
-    def __init__(self, places: Sequence[Place]) -> None:
-        self.places = tuple(places)
+    def __init__(self, places: Sequence[Place], rates: Rates) -> None:
+        self.places, self.rates = tuple(places), rates
         self._others = _others_alive(self.places)
 
     def everything(self) -> Keeping:
@@ -118,15 +129,22 @@ class Keeper:
             [[_own_bytes(p.graph, c) for c in p.points] for p in self.places],
             self._others,
             limit,
+            HostTraffic(
+                num_bytes=[[c.host_bytes * p.turns for c in p.points] for p in self.places],
+                hidden=hidden_bytes(self.places, self.rates),
+                seconds_per_byte=seconds_per_byte(self.rates),
+            ),
         )
         if solved is None:
             return self.least()
         picked, gap = solved
         choices = [p.points[i] for p, i in zip(self.places, picked, strict=True)]
-        return self._keeping(self._polished(choices, limit), gap)
+        if not any(c.on_host for c in choices):
+            choices = self._polished(choices, limit)
+        return self._keeping(choices, gap)
 
     def _keeping(self, choices: Sequence[Choice], gap: float) -> Keeping:
-        return Keeping(places=self.places, choices=tuple(choices), gap=gap)
+        return Keeping(places=self.places, choices=tuple(choices), gap=gap, rates=self.rates)
 
     def _polished(self, choices: list[Choice], limit: float) -> list[Choice]:
         """Spend the bytes that are left: give segments one by one the best choice within their own
@@ -151,6 +169,17 @@ class Keeper:
             if better is not None and better.seconds < choices[i].seconds * (1 - 1e-9):
                 choices[i] = better
         return choices
+
+
+def hidden_bytes(places: Sequence[Place], rates: Rates) -> float:
+    """Return the bytes that cross the link to the host while forward computes its products."""
+    forward_s = sum(p.forward_flops * p.turns for p in places) / rates.flops_per_s
+    return HIDDEN_SHARE * forward_s * (rates.host_bytes_per_s or 0.0)
+
+
+def seconds_per_byte(rates: Rates) -> float:
+    """Return the seconds of a byte's way to the host and back, with nothing beside it."""
+    return 2 / rates.host_bytes_per_s if rates.host_bytes_per_s else 0.0
 
 
 def _bytes_at_each(places: Sequence[Place], choices: Sequence[Choice]) -> np.ndarray:

@@ -3,6 +3,7 @@ the best combination of choices for several."""
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Sequence
 
@@ -82,14 +83,30 @@ def best_choice(graph: ResidualGraph, limit: float) -> Choice | None:
     return choice if choice.num_bytes <= limit * (1 + 1e-9) else None
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class HostTraffic:
+    """What moving values to the host and back costs.
+
+    Attributes:
+      num_bytes: for each item, the bytes of each possibility.
+      hidden: the bytes whose way runs beside computation.
+      seconds_per_byte: the seconds of each byte above.
+    """
+
+    num_bytes: Sequence[Sequence[float]]
+    hidden: float
+    seconds_per_byte: float
+
+
 def best_combination(
     seconds: Sequence[Sequence[float]],
     num_bytes: Sequence[Sequence[float]],
     own_bytes: Sequence[Sequence[float]],
     alive: np.ndarray,
     limit: float,
+    host: HostTraffic,
 ) -> tuple[list[int], float] | None:
-    """Choose one of several possibilities for each item, under limits of bytes at several moments.
+    """Choose one of several possibilities for each item, under a limit of bytes at several moments.
 
     Args:
       seconds: for each item, the seconds of each possibility.
@@ -98,31 +115,35 @@ def best_combination(
       alive: shape [items, items]: how many times an item's bytes, a column, are there at another's
         moment, a row.
       limit: the bytes that there may be at each moment.
+      host: the bytes that wait on the host.
 
     Returns:
       The number of each item's possibility, and the share by which the seconds may exceed the least
       ones; None if nothing fits.
     """
     from scipy.optimize import LinearConstraint, milp
-    from scipy.sparse import coo_array, csr_array
+    from scipy.sparse import csr_array, hstack
 
     owner = np.repeat(np.arange(len(seconds)), [len(s) for s in seconds])
-    costs = np.concatenate([np.asarray(s, float) for s in seconds])
-    sizes = np.concatenate([np.asarray(b, float) for b in num_bytes])
-    unit_s, unit_b = max(float(costs.max()), 1e-30), max(float(sizes.max()), 1.0)
-    columns = np.arange(len(owner))
-    one_each = coo_array((np.ones(len(owner)), (owner, columns))).tocsr()
-    own = np.concatenate([np.asarray(b, float) for b in own_bytes])
-    at_own = (np.arange(len(seconds))[:, None] == owner) * own
-    at_moments = csr_array((alive[:, owner] * sizes + at_own) / unit_b)
+    costs, sizes, own, moved = (
+        np.concatenate([np.asarray(x, float) for x in each])
+        for each in (seconds, num_bytes, own_bytes, host.num_bytes)
+    )
+    unit_s, unit_b = max(float(costs.max()), 1e-30), max(float(max(sizes.max(), moved.max())), 1.0)
+    is_own = np.arange(len(seconds))[:, None] == owner
+    at_moments = (alive[:, owner] * sizes + is_own * own) / unit_b
+    none = csr_array((len(seconds), 1))
+    # The last column: the bytes whose way to the host is not hidden.
+    late = np.append(-moved / unit_b, 1.0)[None]
     solved = milp(
-        costs / unit_s,
+        np.append(costs / unit_s + 1e-7 * moved / unit_b, host.seconds_per_byte * unit_b / unit_s),
         constraints=[
-            LinearConstraint(one_each, 1.0, 1.0),
-            LinearConstraint(at_moments, -np.inf, limit / unit_b),
+            LinearConstraint(hstack([csr_array(is_own.astype(float)), none]), 1.0, 1.0),
+            LinearConstraint(hstack([csr_array(at_moments), none]), -np.inf, limit / unit_b),
+            LinearConstraint(late, -host.hidden / unit_b, np.inf),
         ],
-        bounds=(0.0, 1.0),
-        integrality=np.ones(len(owner)),
+        bounds=(0.0, np.append(np.ones(len(owner)), np.inf)),
+        integrality=np.append(np.ones(len(owner)), 0.0),
         options={"node_limit": MAX_NODES, "mip_rel_gap": 5e-3},
     )
     if solved.x is None:

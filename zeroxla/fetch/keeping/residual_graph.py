@@ -49,7 +49,8 @@ class ResidualGraph:
       renames: whether each equation only gives its first operand another shape or name.
       gathers: the leaves that each equation reads and backward does not gather otherwise.
       gather_seconds: the seconds of gathering each such leaf.
-      host_seconds: the seconds of sending each value to the host and back; infinite if it stays.
+      host_seconds: the seconds of sending each value to the host and back, if nothing runs beside
+        that; infinite if it stays.
     """
 
     values: tuple[Value, ...]

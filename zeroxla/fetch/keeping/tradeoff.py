@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from zeroxla.fetch.keeping.residual_graph import ResidualGraph
 from zeroxla.program.min_cut import Edge, source_side
 
 MAX_POINTS = 24
+HIDDEN = 0.98
+"""The share of moves that run beside computation, where all of them may."""
 UNITS = 2.0**28
 """What all costs of a cut add up to, in the whole numbers that the cut counts."""
 
@@ -29,7 +31,7 @@ class Choice:
       again: the equations that run again, by number.
       num_bytes: the bytes of what is kept on the device.
       host_bytes: the bytes of what is kept on the host.
-      seconds: the seconds that running again and moving add.
+      seconds: the seconds that running again adds.
       flops: the FLOPs of what runs again.
     """
 
@@ -70,7 +72,6 @@ class Choice:
                 [
                     *(graph.seconds[e] for e in again),
                     *(graph.gather_seconds[w] for w in leaves),
-                    *(graph.host_seconds[v] for v in on_host),
                 ]
             ),
             flops=math.fsum(graph.flops[e] for e in again),
@@ -88,12 +89,13 @@ def _useful(graph: ResidualGraph, again: frozenset[int]) -> frozenset[int]:
     return frozenset(needed)
 
 
-def cheapest(graph: ResidualGraph, price: float) -> Choice:
+def cheapest(graph: ResidualGraph, price: float, beside: float = 0.0) -> Choice:
     """Return the choice of the least seconds + price * bytes kept on the device.
 
     Args:
       graph: the segment's graph.
       price: seconds for a byte.
+      beside: the share of moves to the host and back that run beside computation, and cost nothing.
     """
     num_values, num_equations = len(graph.values), len(graph.seconds)
     of_equation = num_values
@@ -104,8 +106,8 @@ def cheapest(graph: ResidualGraph, price: float) -> Choice:
     to_host = []
     for v, (size, eq) in enumerate(zip(graph.bytes, graph.maker, strict=True)):
         cost = price * size
-        if graph.host_seconds[v] < cost:
-            cost = graph.host_seconds[v]
+        if (moving := (1 - beside) * graph.host_seconds[v]) < cost:
+            cost = moving
             to_host.append(v)
         edges.append((v, sink if eq < 0 else of_equation + eq, cost))
     for e, seconds in enumerate(graph.seconds):
@@ -122,38 +124,60 @@ def cheapest(graph: ResidualGraph, price: float) -> Choice:
 
 
 def tradeoff(graph: ResidualGraph) -> list[Choice]:
-    """Return choices from the most bytes to the least, each with more seconds than the one before.
+    """Return choices from the most bytes on the device to the least.
 
-    They are the corners of the convex hull of all choices, at most `MAX_POINTS`.
+    They are the corners of the convex hull of all choices, at most `MAX_POINTS`: once with all
+    moves to the host at their full cost, and once with nearly none.
     """
+    found: dict[tuple, Choice] = {}
+    for beside in (0.0, HIDDEN) if any(map(math.isfinite, graph.host_seconds)) else (0.0,):
+        for choice in _hull(graph, beside):
+            found.setdefault((choice.num_bytes, choice.host_bytes, choice.seconds), choice)
+    return sorted(found.values(), key=lambda c: (-c.num_bytes, c.seconds, c.host_bytes))
+
+
+def _hull(graph: ResidualGraph, beside: float) -> list[Choice]:
+    """Return the corners for a share of moves that cost nothing; see `cheapest`."""
     if not graph.residuals:
         return [Choice.of(graph, frozenset())]
+
+    def cost_of(choice: Choice) -> float:
+        moved = (graph.host_seconds[v] for v in choice.on_host)
+        return choice.seconds + (1 - beside) * math.fsum(moved)
+
     total = max(1, sum(graph.bytes))
     all_seconds = math.fsum(graph.seconds) + math.fsum(graph.gather_seconds)
-    highest = 1e3 * max(all_seconds, 1e-12)
-    first, last = cheapest(graph, 1e-6 * min_seconds(graph) / total), cheapest(graph, highest)
-    found = {(first.num_bytes, first.seconds): first, (last.num_bytes, last.seconds): last}
+    low, high = 1e-6 * min_seconds(graph) / total, 1e3 * max(all_seconds, 1e-12)
+    first, last = cheapest(graph, low, beside), cheapest(graph, high, beside)
+    found = [first, last]
     spans = [(first, last)]
     while spans and len(found) < MAX_POINTS:
         # The span with the most to gain first.
-        spans.sort(key=lambda s: (s[0].num_bytes - s[1].num_bytes) * (s[1].seconds - s[0].seconds))
+        spans.sort(
+            key=lambda s: (s[0].num_bytes - s[1].num_bytes) * (cost_of(s[1]) - cost_of(s[0]))
+        )
         more, less = spans.pop()
-        if more.num_bytes <= less.num_bytes or less.seconds <= more.seconds:
+        saved_bytes, added_s = more.num_bytes - less.num_bytes, cost_of(less) - cost_of(more)
+        if saved_bytes <= 0 or added_s <= 0:
             continue
-        price = (less.seconds - more.seconds) / (more.num_bytes - less.num_bytes)
-        middle = cheapest(graph, price)
-        gain = more.seconds + price * more.num_bytes - middle.seconds - price * middle.num_bytes
-        if gain <= 1e-9 * less.seconds or not less.num_bytes < middle.num_bytes < more.num_bytes:
+        price = added_s / saved_bytes
+        middle = cheapest(graph, price, beside)
+        gain = cost_of(more) + price * (more.num_bytes - middle.num_bytes) - cost_of(middle)
+        if gain <= 1e-9 * cost_of(less) or not less.num_bytes < middle.num_bytes < more.num_bytes:
             continue
-        found[middle.num_bytes, middle.seconds] = middle
+        found.append(middle)
         spans += [(more, middle), (middle, less)]
-    ordered = sorted(found.values(), key=lambda c: (-c.num_bytes, c.seconds))
     better: list[Choice] = []
-    for choice in ordered:
-        while better and better[-1].seconds >= choice.seconds:
+    for choice in sorted(found, key=lambda c: (-c.num_bytes, cost_of(c))):
+        while better and cost_of(better[-1]) >= cost_of(choice):
             better.pop()
         better.append(choice)
     return better
+
+
+def _area(more: Choice, less: Choice, cost_of: Callable[[Choice], float]) -> float:
+    """Return bytes times seconds between two choices."""
+    return (more.num_bytes - less.num_bytes) * (cost_of(less) - cost_of(more))
 
 
 def min_seconds(graph: ResidualGraph) -> float:
