@@ -220,18 +220,6 @@ FEATURES = [
         fields=("ZeroConfig.memory",),
         holds=lambda run: run.step.describe().memory.best.keeping is not None,
     ),
-    Feature(
-        name="memory, replaced remat",
-        slots={"config.memory": True, "config.remat": "replace", "model": "linen, remat"},
-        fields=("ZeroConfig.remat",),
-        holds=lambda run: run.step.describe().memory.best.keeping is not None,
-    ),
-    Feature(
-        name="memory, on the host",
-        slots={"config.memory": True, "offload.activations": "host"},
-        fields=("Offload.activations",),
-        holds=lambda run: run.step.describe().memory.best.keeping is not None,
-    ),
     # Optimizers.
     Feature(name="optimizer with a state", slots={"optimizer": "momentum"}),
     Feature(
@@ -355,6 +343,8 @@ ELSEWHERE = {
     "make_step.mesh": "every job has one",
     "make_step.config": "every job has one",
     "make_step.axis_names": "other names in the model's trace, see step/test_axis_names.py",
+    "ZeroConfig.remat": "what a budget makes of the model's own, see tests/step/test_memory.py",
+    "Offload.activations": "one choice of a budget, see tests/step/test_memory.py",
     "ZeroConfig.splits": "says what the axes split, see tests/step/test_axes_pins.py",
     "ZeroConfig.outer": "what islands do with a step's state, see tests/step/islands",
     "Offload.pin": "True is its only value",
@@ -366,7 +356,6 @@ ELSEWHERE = {
 }
 """The options that no feature is about, with the reason."""
 
-MEMORY = ("memory", "memory, replaced remat", "memory, on the host")
 PIPELINES = ("pipeline", "pipeline, tick", "pipeline, low memory", "pipeline, chunks")
 
 
@@ -380,8 +369,8 @@ def _each(first: Any, second: Any, text: str) -> Iterator[tuple[frozenset[str], 
 REFUSED: dict[frozenset[str], str] = dict(
     itertools.chain(
         _each(PIPELINES, "parameters on disk", "of a pipeline is not supported"),
-        _each(PIPELINES, MEMORY, "of a pipeline is not supported"),
-        _each(MEMORY, ("parameters on disk", "optimizer on disk"), "with a state on disk"),
+        _each(PIPELINES, "memory", "of a pipeline is not supported"),
+        _each("memory", ("parameters on disk", "optimizer on disk"), "with a state on disk"),
         _each("pipeline, tick", "pipeline, low memory", "has no effect on schedule 'zb-h1'"),
         _each("pipeline, chunks", "pipeline, low memory", "no effect on schedule 'interleaved'"),
         _each("update on the host", "parameters on disk", "the host updates what is in its memory"),

@@ -26,6 +26,7 @@ from zeroxla import Checkpointer, HybridEngine, Offload, Pipeline, ZeroConfig
 from zeroxla.frontend import adapt
 from zeroxla.models import GPT, Llama
 from zeroxla.models.losses import next_token_loss
+from zeroxla.offload.array_bytes import shard_bytes
 
 KEY = jax.random.key(2)
 ROWS, LENGTH = 16, 8
@@ -74,7 +75,6 @@ def own_loss(apply: Any, batch: Any, *, train: bool) -> jax.Array:
 MODELS = {
     "linen, scanned": lambda: GPT.tiny(layers=2, width=32),
     "linen, in blocks": lambda: GPT.tiny(layers=2, width=32, attention_block=4, loss_chunk=3),
-    "linen, remat": lambda: GPT.tiny(layers=2, width=32, remat=True),
     "linen, unrolled": lambda: GPT.tiny(layers=2, width=32, scan=False),
     "nnx": lambda: Llama.tiny(),
     "functions": _functions,
@@ -162,14 +162,13 @@ class Job:
         return Run(job=self, whole=whole, step=step, folder=folder)
 
     def _budget(self, folder: Path) -> int:
-        """A little less than what a device takes without a budget and without remat."""
-        fields = {k: v for k, v in self.config.items() if k not in ("memory", "remat")}
-        offload = {k: v for k, v in self.offload.items() if k != "activations"}
-        model = self.model.replace("remat", "scanned")
-        plain = dataclasses.replace(self, config=fields, offload=offload, model=model)
-        step = plain.make(folder).step
-        program = step.lower(step.abstract_state(BATCH), BATCH).compile()
-        return zeroxla.inspect.memory(program).total_bytes - 1
+        """A little less than what a device takes without a budget."""
+        fields = {name: value for name, value in self.config.items() if name != "memory"}
+        step = dataclasses.replace(self, config=fields).make(folder).step
+        state = step.abstract_state(BATCH)
+        program = step.lower(state, BATCH).compile()
+        on_host = shard_bytes((state.params, state.opt_state), place="host")
+        return zeroxla.inspect.memory(program).total_bytes - on_host - 1
 
     def run(self, folder: Path) -> Run:
         """Take the steps, with the uses in between."""
