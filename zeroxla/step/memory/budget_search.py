@@ -6,6 +6,9 @@ import dataclasses
 import math
 from collections.abc import Callable
 
+import jax
+import jax.numpy as jnp
+
 from zeroxla.fetch.keeping.budget import ActivationBudget
 from zeroxla.fetch.keeping.choose import Keeper, Keeping
 from zeroxla.fetch.keeping.residual_graph import Rates
@@ -44,11 +47,17 @@ def search_budget(
         tries.append(Try(keeping=budget.newest, num_bytes=num_bytes, temp_bytes=temp_bytes))
         if num_bytes <= total and len(tries) == 1:
             break
-        limit = _next_limit(tries, total, budget.keeper)
+        # A segment may name the mesh's axes.
+        keeper = programs.in_mesh(_keeper_of(budget), jax.ShapeDtypeStruct((), jnp.int32))
+        limit = _next_limit(tries, total, keeper)
         if limit is None:
             break
     fit = MemoryFit(total_bytes=total, tries=tuple(tries))
     return fit, made[tries.index(fit.chosen)]
+
+
+def _keeper_of(budget: ActivationBudget) -> Callable[[jax.Array], Keeper]:
+    return lambda _: budget.keeper
 
 
 def _next_limit(tries: list[Try], total: int, keeper: Keeper) -> float | None:
