@@ -4,7 +4,6 @@ from zeroxla.hybrid.phase_memory import PhaseReport
 from zeroxla.inspect.comms import comms
 from zeroxla.inspect.comms_report import CommsReport, Row
 from zeroxla.inspect.memory import memory
-from zeroxla.inspect.phases import PHASES
 from zeroxla.inspect.pictures import (
     plot_axes,
     plot_comms,
@@ -19,6 +18,7 @@ from zeroxla.inspect.pictures import (
 from zeroxla.inspect.schedule import ScheduleReport, schedule
 from zeroxla.offload.array_bytes import array_bytes_per_device
 from zeroxla.program.compiled_memory import MemoryReport
+from zeroxla.program.phases import PHASES
 from zeroxla.program.report import format_bytes
 
 __all__ = [

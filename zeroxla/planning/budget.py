@@ -14,13 +14,13 @@ from zeroxla.fetch.keeping.budget import ActivationBudget
 from zeroxla.fetch.keeping.residual_graph import Rates
 from zeroxla.offload.disk.desk import with_tickets
 from zeroxla.offload.disk.disk_array import DiskShape
-from zeroxla.planning.liveness import Scope
+from zeroxla.offload.update.streamed_update import sub_group_bytes
 from zeroxla.planning.memory_model import MemoryPlan, kind_of
-from zeroxla.planning.peak import peak_bytes
-from zeroxla.planning.splits import Splits, splits_of
-from zeroxla.planning.streamed_update import sub_group_bytes
 from zeroxla.planning.target import HOST, Target
 from zeroxla.program import compat
+from zeroxla.program.live.liveness import Scope
+from zeroxla.program.live.peak import peak_bytes
+from zeroxla.program.live.splits import Splits, splits_of
 from zeroxla.program.trace import Program, trace
 from zeroxla.program.walk import local_of
 from zeroxla.step.memory.budget_search import search_budget

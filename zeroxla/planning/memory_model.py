@@ -7,8 +7,8 @@ import math
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-from zeroxla.inspect.phases import phase_of
 from zeroxla.offload.array_bytes import shard_bytes
+from zeroxla.program.phases import phase_of
 from zeroxla.program.primitives import HLO_KINDS
 from zeroxla.program.report import Report, format_bytes
 from zeroxla.program.trace import Equation

@@ -10,8 +10,8 @@ import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterable
 
-from zeroxla.planning.liveness import Scope, carry_of, size_of
 from zeroxla.program import compat
+from zeroxla.program.live.liveness import Scope, carry_of, size_of
 from zeroxla.program.primitives import FUSED, OVERWRITES, RENAMES, RUN_BESIDE, WRITES
 from zeroxla.program.trace import Equation, Program, Value
 from zeroxla.program.walk import bodies, body_of, scope_path
