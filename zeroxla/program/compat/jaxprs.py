@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from pathlib import PurePath
 from typing import Any
 
 import jax
@@ -13,6 +14,9 @@ from jax._src.compute_on import extend_compute_type
 from jax._src.interpreters import partial_eval
 
 from zeroxla.program.primitives import CALLS, CUSTOM_RULES, REMATS
+
+_PACKAGE = PurePath(__file__).parents[2]
+_LIBRARIES = {"flax", "haiku", "equinox", "optax"}
 
 
 def is_jaxpr(value: Any) -> bool:
@@ -179,6 +183,21 @@ def source_line(eqn: Any) -> str:
     are not known."""
     frame = source_info_util.user_frame(eqn.source_info.traceback)
     return "" if frame is None else f"{frame.file_name}:{frame.start_line}"
+
+
+def model_line(eqn: Any) -> str:
+    """Return the file and the line of the model that an equation comes from, as
+    "folder/file.py:line"; empty if they are not known.
+
+    Frames of the libraries that models are written with are passed over: Flax, Haiku, Equinox,
+    optax, and zeroxla itself without its models.
+    """
+    for frame in source_info_util.user_frames(eqn.source_info.traceback):
+        path = PurePath(frame.file_name)
+        inside = set(path.parts[:-1])
+        if not (inside & _LIBRARIES) and (_PACKAGE not in path.parents or "models" in inside):
+            return f"{path.parent.name}/{path.name}:{frame.start_line}"
+    return ""
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""The most bytes that the values of a traced program take at one time, by kind.
+"""The bytes that the values of a traced program take: when they are most, and at each equation.
 
 A loop has the values of one turn at a time, beside its carries and its stacked results. Of the
 branches of a conditional the largest counts. `liveness.py` says which values exist, and until when.
@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Any, Protocol
 
 from zeroxla.program import compat
 from zeroxla.program.live.liveness import Scope, carry_of, size_of
@@ -20,6 +21,47 @@ KindOf = Callable[[Equation, str], str]
 """Names the kind of an equation's results, from the equation and the path of its scopes."""
 
 
+class Labels(Protocol):
+    """Says what the values of one program are."""
+
+    def of(self, eq: Equation, path: str, scope: Scope) -> Sequence[Hashable]:
+        """Return a label for each result of an equation; `path` is that of its scopes."""
+        ...
+
+    def waiting(self, eq: Equation, path: str) -> Hashable:
+        """Return the label of a collective's operands, which wait for it through the next turn."""
+        ...
+
+    def kind(self, label: Any) -> str:
+        """Return the kind of a label, for the curve."""
+        ...
+
+    def inside(self, eq: Equation, body: Program, path: str) -> Labels:
+        """Return the labels of a program inside an equation whose path is given."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Moment:
+    """The bytes that are held while an equation runs, by kind; `path` is that of its scopes."""
+
+    path: str
+    num_bytes: Counter[str]
+
+
+@dataclasses.dataclass(slots=True)
+class LiveBytes:
+    """The bytes of the values that a program makes.
+
+    Attributes:
+      most: when they are most, by label.
+      curve: at one equation after another; of a loop, those of one turn. Empty if not asked for.
+    """
+
+    most: Counter[Any] = dataclasses.field(default_factory=Counter)
+    curve: list[Moment] = dataclasses.field(default_factory=list)
+
+
 def peak_bytes(scope: Scope, kind_of: KindOf = lambda eq, path: "", path: str = "") -> Counter[str]:
     """Return the bytes of the values that a program makes, by kind, when they have most.
 
@@ -28,79 +70,138 @@ def peak_bytes(scope: Scope, kind_of: KindOf = lambda eq, path: "", path: str = 
       kind_of: names the kind of an equation's results.
       path: path of the scopes around the program.
     """
-    held = _Held()
+    return live_bytes(scope, _ByKind(kind_of), path).most
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _ByKind:
+    """Labels that are kinds."""
+
+    kind_of: KindOf
+
+    def of(self, eq: Equation, path: str, scope: Scope) -> Sequence[str]:
+        return [self.kind_of(eq, path)] * len(eq.outputs)
+
+    def waiting(self, eq: Equation, path: str) -> str:
+        return self.kind_of(eq, path)
+
+    def kind(self, label: str) -> str:
+        return label
+
+    def inside(self, eq: Equation, body: Program, path: str) -> _ByKind:
+        return self
+
+
+def live_bytes(scope: Scope, labels: Labels, path: str = "", *, curve: bool = False) -> LiveBytes:
+    """Return the bytes of the values that a program makes.
+
+    Args:
+      scope: the program's values.
+      labels: says what they are.
+      path: path of the scopes around the program.
+      curve: whether to note them at each equation too.
+    """
+    held = _Held(labels.kind if curve else None)
     ends: dict[int, list[Value]] = {}
     for value in scope.in_memory:
         ends.setdefault(scope.last_use.get(value, -1), []).append(value)
     for i, eq in enumerate(scope.program.equations):
         here = scope_path(eq, path)
-        kind = kind_of(eq, here)
+        named = dict(zip(eq.outputs, labels.of(eq, here, scope), strict=True))
         made = [v for v in eq.outputs if v in scope.in_memory and v not in scope.roots]
-        held.name(made, kind)
-        carries = (scope.roots.get(v) for v in eq.outputs[: carry_of(eq)[1]])
-        held.rename([v for v in carries if v is not None and v in held], kind)
+        held.name({v: named[v] for v in made})
+        carries = {scope.roots.get(v): named[v] for v in eq.outputs[: carry_of(eq)[1]]}
+        held.rename({v: label for v, label in carries.items() if v is not None and v in held})
         read_last = [v for v in ends.get(i, ()) if v in held]
         if eq.name in FUSED or eq.name in WRITES:  # The results take the place of these operands.
             held.drop(read_last)
             held.add(made)
-            held.note()
+            held.note(here)
         else:
             held.add(made)
-            held.note(_bytes_inside(eq, scope.platform, kind_of, here))
+            held.note(here, _inside(eq, scope.platform, labels, here, curve=curve))
             held.drop(read_last)
         never_read = (v for v in made if scope.last_use.get(v, i) <= i and v not in read_last)
         held.drop(never_read)
-    return held.most
+    return held.found
 
 
 class _Held:
-    """The bytes that are held now, by kind, and those held when they were most."""
+    """The bytes that are held now, by label, and those held when they were most.
 
-    def __init__(self) -> None:
-        self.most: Counter[str] = Counter()
-        self._now: Counter[str] = Counter()
-        self._kinds: dict[Value, str] = {}
+    Args:
+      kind: the kind of a label, for a curve; None without a curve.
+    """
+
+    def __init__(self, kind: Callable[[Any], str] | None) -> None:
+        self.found = LiveBytes()
+        self._kind = kind
+        self._now: Counter[Hashable] = Counter()
+        self._by_kind: Counter[str] = Counter()
+        self._total = self._most = 0
+        self._labels: dict[Value, Hashable] = {}
 
     def __contains__(self, value: object) -> bool:
-        """Whether the value has a kind, that is, was made by the program."""
-        return value in self._kinds
+        """Whether the value has a label, that is, was made by the program."""
+        return value in self._labels
 
-    def name(self, values: Iterable[Value], kind: str) -> None:
-        """Set the kind of values that are not held yet."""
-        self._kinds.update(dict.fromkeys(values, kind))
+    def name(self, labels: dict[Value, Hashable]) -> None:
+        """Set the labels of values that are not held yet."""
+        self._labels.update(labels)
 
-    def rename(self, values: list[Value], kind: str) -> None:
-        """Change the kind of values that are held."""
-        self.drop(values)
-        self.name(values, kind)
-        self.add(values)
+    def rename(self, labels: dict[Value, Hashable]) -> None:
+        """Change the labels of values that are held."""
+        self.drop(labels)
+        self.name(labels)
+        self.add(labels)
 
-    def add(self, values: Iterable[Value]) -> None:
+    def add(self, values: Iterable[Value], sign: int = 1) -> None:
         for value in values:
-            self._now[self._kinds[value]] += size_of(value)
+            label, num_bytes = self._labels[value], sign * size_of(value)
+            self._now[label] += num_bytes
+            self._total += num_bytes
+            if self._kind is not None:
+                self._by_kind[self._kind(label)] += num_bytes
 
     def drop(self, values: Iterable[Value]) -> None:
-        for value in values:
-            self._now[self._kinds[value]] -= size_of(value)
+        self.add(values, -1)
 
-    def note(self, beside: Counter[str] | None = None) -> None:
-        """Remember what is held now, with the bytes beside it, if it is the most so far."""
-        now = self._now if beside is None else self._now + beside
-        if now.total() > self.most.total():
-            self.most = now.copy()
+    def note(self, path: str, inside: LiveBytes | None = None) -> None:
+        """Remember what is held now, with the bytes of what runs inside the equation."""
+        total = self._total + (inside.most.total() if inside else 0)
+        if total > self._most:
+            self._most = total
+            self.found.most = self._now + inside.most if inside else +self._now
+        if self._kind is not None:
+            below = inside.curve if inside and inside.curve else [Moment(path, Counter())]
+            self.found.curve += (Moment(m.path, self._by_kind + m.num_bytes) for m in below)
 
 
-def _bytes_inside(eq: Equation, platform: str, kind_of: KindOf, path: str) -> Counter[str]:
-    """Return the bytes of the values that a loop or branch makes inside, by kind."""
+def _inside(
+    eq: Equation, platform: str, labels: Labels, path: str, *, curve: bool
+) -> LiveBytes | None:
+    """Return the bytes of the values that a loop or branch makes inside; None if nothing is."""
     if eq.name == "cond":
         branches = map(body_of, compat.branches_for(eq.params, platform))
-        found = (peak_bytes(_branch(branch, platform), kind_of, path) for branch in branches)
-        return max(found, key=Counter.total)
-    inside: Counter[str] = Counter()
+        found = (
+            live_bytes(_branch(b, platform), labels.inside(eq, b, path), path, curve=curve)
+            for b in branches
+        )
+        return max(found, key=lambda live: live.most.total())
+    inside = None
     for body, _ in bodies(eq):
-        inside += peak_bytes(_turn(eq, body, platform), kind_of, path)
+        mine = labels.inside(eq, body, path)
+        inside = live_bytes(_turn(eq, body, platform), mine, path, curve=curve)
+        waiting: Counter[Hashable] = Counter()
         for late in _into_next_turn(eq, body) if platform == "gpu" else ():
-            inside[kind_of(late, scope_path(late, path))] += sum(map(size_of, late.values))
+            label = mine.waiting(late, scope_path(late, path))
+            waiting[label] += sum(map(size_of, late.values))
+        if waiting:
+            by_kind: Counter[str] = Counter()
+            for label, num_bytes in waiting.items():
+                by_kind[mine.kind(label)] += num_bytes
+            inside.most += waiting
+            inside.curve = [Moment(m.path, m.num_bytes + by_kind) for m in inside.curve]
     return inside
 
 
