@@ -39,8 +39,8 @@ class LeafFlow:
       targets: the leaves of which it is a gradient, or a part of one.
     """
 
-    sources: dict[Value, Leaves]
-    targets: dict[Value, Leaves]
+    sources: dict[Operand, Leaves]
+    targets: dict[Operand, Leaves]
 
     @staticmethod
     def of(
@@ -57,8 +57,10 @@ class LeafFlow:
           inputs: the leaves that each input comes from; those left out come from none.
           outputs: the leaves of which each output is a gradient; likewise.
         """
-        sources = {v: x for v, x in zip(program.inputs, inputs, strict=False) if x}
-        targets = {
+        sources: dict[Operand, Leaves] = {
+            v: x for v, x in zip(program.inputs, inputs, strict=False) if x
+        }
+        targets: dict[Operand, Leaves] = {
             v: x for v, x in zip(program.outputs, outputs, strict=False) if x and _is_array(v)
         }
         phases = [_phase(eq, path) for eq in program.equations]
@@ -89,7 +91,7 @@ class LeafFlow:
 
 
 def _pass_on(
-    found: dict[Value, Leaves], given: Iterable[Operand], to: Iterable[Operand], eq: Equation
+    found: dict[Operand, Leaves], given: Iterable[Operand], to: Iterable[Operand], eq: Equation
 ) -> None:
     """Give the leaves of some values to others: one to one through a barrier, else all to all."""
     if eq.name == "optimization_barrier":

@@ -55,7 +55,8 @@ class LiveBytes:
 
     Attributes:
       most: when they are most, by label.
-      curve: at one equation after another; of a loop, those of one turn. Empty if not asked for.
+      curve: at one equation after another, without those that only rename or are fused; of a loop,
+        those of one turn. Empty if not asked for.
     """
 
     most: Counter[Any] = dataclasses.field(default_factory=Counter)
@@ -116,10 +117,11 @@ def live_bytes(scope: Scope, labels: Labels, path: str = "", *, curve: bool = Fa
         if eq.name in FUSED or eq.name in WRITES:  # The results take the place of these operands.
             held.drop(read_last)
             held.add(made)
-            held.note(here)
+            held.note(here, shown=bool(made) or eq.name in WRITES)
         else:
             held.add(made)
-            held.note(here, _inside(eq, scope.platform, labels, here, curve=curve))
+            inside = _inside(eq, scope.platform, labels, here, curve=curve)
+            held.note(here, inside, shown=eq.name not in RENAMES)
             held.drop(read_last)
         never_read = (v for v in made if scope.last_use.get(v, i) <= i and v not in read_last)
         held.drop(never_read)
@@ -166,13 +168,14 @@ class _Held:
     def drop(self, values: Iterable[Value]) -> None:
         self.add(values, -1)
 
-    def note(self, path: str, inside: LiveBytes | None = None) -> None:
-        """Remember what is held now, with the bytes of what runs inside the equation."""
+    def note(self, path: str, inside: LiveBytes | None = None, *, shown: bool) -> None:
+        """Remember what is held now, with the bytes of what runs inside the equation; the curve
+        has the moment if it is `shown`."""
         total = self._total + (inside.most.total() if inside else 0)
         if total > self._most:
             self._most = total
             self.found.most = self._now + inside.most if inside else +self._now
-        if self._kind is not None:
+        if self._kind is not None and shown:
             below = inside.curve if inside and inside.curve else [Moment(path, Counter())]
             self.found.curve += (Moment(m.path, self._by_kind + m.num_bytes) for m in below)
 

@@ -10,10 +10,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from zeroxla.program import compat
 from zeroxla.program.live.kinds import ACTIVATIONS, GATHERED, OTHERS, RESIDUALS, kind_of
 from zeroxla.program.live.leaf_flow import LeafFlow
-from zeroxla.program.live.liveness import Scope, size_of
+from zeroxla.program.live.liveness import Scope, carry_of, size_of
 from zeroxla.program.phases import PHASES, phase_of
 from zeroxla.program.primitives import HLO_KINDS, LOOPS, RENAMES
-from zeroxla.program.trace import Equation, Program, Value
+from zeroxla.program.trace import Equation, Operand, Program, Value
 from zeroxla.program.walk import bodies, scope_path
 
 _NOT_THE_MODELS = {word for phase in PHASES for word in phase.split()} | LOOPS | {"cond"}
@@ -48,10 +48,11 @@ class Resident:
     @property
     def name(self) -> str:
         """What it is, in words: its leaves, or its equation and the scope of that."""
-        if self.leaves:
-            more = f" and {len(self.leaves) - 1} more" if len(self.leaves) > 1 else ""
-            gradient = self.equation and self.kind != GATHERED
-            return ("gradient of " if gradient else "") + self.leaves[0] + more
+        first, num = next(iter(self.leaves), ""), len(self.leaves)
+        if first:
+            is_gradient = bool(self.equation) and self.kind != GATHERED
+            more = f" and {num - 1} more" if num > 1 else ""
+            return ("gradient of " if is_gradient else "") + first + more
         return " in ".join(filter(None, (self.equation, self.scope))) or self.kind
 
 
@@ -157,17 +158,29 @@ def _is_backward(eq: Equation, path: str) -> bool:
 
 def _origins(eq: Equation, path: str) -> Iterable[tuple[Equation, str]]:
     """Return the equation that makes each result, and its path; of a loop's result, the equation of
-    its body that makes the last carry or one slice of what is stacked."""
+    its body that makes the last carry or one slice of what is stacked; of a carry that is stacked,
+    the one that makes the next."""
     if eq.name not in LOOPS:
         return [(eq, path)] * len(eq.outputs)
     ((body, _),) = bodies(eq)
     makers = {v: (inner, i) for inner in body.equations for i, v in enumerate(inner.outputs)}
     found = []
     deeper: dict[Equation, Sequence[tuple[Equation, str]]] = {}
-    for out in body.outputs:
+    first, num_carry = carry_of(eq)
+    first -= eq.params.get("cond_nconsts", 0)
+    carries = body.inputs[first : first + num_carry]
+    into = dict(zip(carries, body.outputs[:num_carry], strict=True))
+
+    def made(out: Operand) -> Operand:
+        """Return what a value is another name of."""
         while isinstance(out, Value) and out in makers and makers[out][0].name in RENAMES:
             inner, i = makers[out]
             out = inner.inputs[i if inner.name == "optimization_barrier" else 0]
+        return out
+
+    for out in map(made, body.outputs):
+        if isinstance(out, Value) and out in into:
+            out = made(into[out])
         if not isinstance(out, Value) or out not in makers:
             found.append((eq, path))
             continue

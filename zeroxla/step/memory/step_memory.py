@@ -60,9 +60,9 @@ class StepMemory(Report):
     Attributes:
       residents: what the device holds at the peak, the largest first: arrays of the state and of
         the batch, and temporaries.
-      curve: the temporaries at one equation after another. Of a loop, one turn is there, and of
-        micro-batches one. The update of a state that is on the device follows its gradients and
-        is one point.
+      curve: the temporaries at one equation after another, without those that are fused into others
+        or only rename. Of a loop, one turn is there, and of micro-batches one. The update of a
+        state that is on the device follows its gradients and is one point.
       in_update: whether the peak is in the update of an offloaded state.
     """
 
@@ -82,7 +82,7 @@ class StepMemory(Report):
         """
         traced, layout = StepProgram.of(programs, state, batch), programs.layout(state)
         labels = ResidentLabels(
-            flow=traced.flow,
+            flow=traced.flow(programs, state),
             leaf_names=[leaf.path for leaf in layout],
             units=_units(programs, layout, state, batch),
         )
@@ -232,13 +232,21 @@ def _units(programs: Programs, layout: Layout, state: TrainState, batch: Any) ->
 
 
 def _points(curve: Iterable[Moment]) -> list[CurvePoint]:
-    """Return the points of a curve, with the phases in which their equations are."""
+    """Return the points of a curve: of forward, and after its first equation of backward."""
     phase, found = FORWARD, []
     for moment in curve:
         of_path = phase_of(moment.path, "")
         if of_path.startswith(BACKWARD) or of_path == "reduce":
             phase = BACKWARD
-        elif of_path.startswith(FORWARD):
-            phase = FORWARD
         found.append(CurvePoint(phase=phase, num_bytes=dict(moment.num_bytes)))
     return found
+
+
+def largest_in_words(memory: StepMemory, num: int = 3) -> str:
+    """Return the largest residents at the peak in words."""
+    found = []
+    for x in memory.largest(num):
+        where = f" ({x.line})" if x.line else ""
+        shape = f", {x.count} x {x.shape}" if x.count > 1 else f", {x.shape}" if x.shape else ""
+        found.append(f"{format_bytes(x.num_bytes)} of {x.kind}: {x.name}{where}{shape}")
+    return "; ".join(found)

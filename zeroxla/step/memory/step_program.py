@@ -16,7 +16,7 @@ from zeroxla.program import compat
 from zeroxla.program.live.leaf_flow import LeafFlow
 from zeroxla.program.live.splits import Splits, splits_of
 from zeroxla.program.trace import Program, trace
-from zeroxla.program.walk import body_of
+from zeroxla.program.walk import local_of
 from zeroxla.step.programs import Programs
 from zeroxla.step.state import TrainState
 from zeroxla.wire.leaves import Layout
@@ -32,14 +32,12 @@ class StepProgram:
       splits: over how many devices its values are split.
       sub_group_bytes: the most bytes of sub-groups of an offloaded state that are on the device at
         a time.
-      flow: the leaves that the values of `local` come from and go to.
     """
 
     program: Program
     local: Program
     splits: Splits
     sub_group_bytes: int
-    flow: LeafFlow
 
     @staticmethod
     def of(programs: Programs, state: TrainState, batch: Any) -> StepProgram:
@@ -58,24 +56,31 @@ class StepProgram:
             traced = dataclasses.replace(state, params=tree.unflatten(tickets))
         with programs.tracing():
             program = trace(fun, traced, batch, opened=compat.forward_jaxpr)[0]
-        mapped = next(eq for eq in program.equations if eq.name == "shard_map")
-        local = body_of(mapped.params["jaxpr"])
-        numbers = dataclasses.replace(
-            jax.tree.map(lambda _: -1, traced), params=tree.unflatten(range(len(leaves)))
-        )
-        first = jax.tree.leaves(numbers)
-        inputs = [frozenset({i} if i >= 0 else ()) for i in first]
-        whole = LeafFlow.of(program, "", inputs, ())
-        shapes = [v.aval.shape for v in mapped.outputs]
-        whole.targets.update(zip(mapped.outputs, _gradient_of(shapes, programs.layout(state))))
         splits = splits_of(program, jax.tree.leaves((state, batch)))
         return StepProgram(
             program=program,
-            local=local,
+            local=local_of(program),
             splits=splits,
             sub_group_bytes=sub_group_bytes(program, splits, programs.config.offload.buffers),
-            flow=whole.inside(mapped, local, ""),
         )
+
+    def flow(self, programs: Programs, state: TrainState) -> LeafFlow:
+        """Return the leaves that the values of `local` come from and go to.
+
+        Args:
+          programs, state: what was traced.
+        """
+        num, tree = len(jax.tree.leaves(state.params)), jax.tree.structure(state.params)
+        of_params = dataclasses.replace(
+            jax.tree.map(lambda _: -1, state), params=tree.unflatten(range(num))
+        )
+        inputs = [frozenset({i} if i >= 0 else ()) for i in jax.tree.leaves(of_params)]
+        whole = LeafFlow.of(self.program, "", inputs, ())
+        mapped = next(eq for eq in self.program.equations if eq.name == "shard_map")
+        shapes = [v.aval.shape for v in mapped.outputs]
+        gradients = _gradient_of(shapes, programs.layout(state))
+        whole.targets.update(zip(mapped.outputs, gradients, strict=False))
+        return whole.inside(mapped, self.local, "")
 
 
 def _gradient_of(shapes: list[tuple[int, ...]], layout: Layout) -> list[frozenset[int]]:
