@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator, Sequence
 from pathlib import PurePath
 from typing import Any
@@ -193,11 +194,19 @@ def model_line(eqn: Any) -> str:
     optax, and zeroxla itself without its models.
     """
     for frame in source_info_util.user_frames(eqn.source_info.traceback):
-        path = PurePath(frame.file_name)
-        inside = set(path.parts[:-1])
-        if not (inside & _LIBRARIES) and (_PACKAGE not in path.parents or "models" in inside):
-            return f"{path.parent.name}/{path.name}:{frame.start_line}"
+        if name := _model_file(frame.file_name):
+            return f"{name}:{frame.start_line}"
     return ""
+
+
+@functools.cache
+def _model_file(file_name: str) -> str:
+    """Return "folder/file.py" for a file of a model; empty for one of a library."""
+    path = PurePath(file_name)
+    inside = set(path.parts[:-1])
+    if inside & _LIBRARIES or (_PACKAGE in path.parents and "models" not in inside):
+        return ""
+    return f"{path.parent.name}/{path.name}"
 
 
 @contextlib.contextmanager

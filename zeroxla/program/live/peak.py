@@ -25,7 +25,8 @@ class Labels(Protocol):
     """Says what the values of one program are."""
 
     def of(self, eq: Equation, path: str, scope: Scope) -> Sequence[Hashable]:
-        """Return a label for each result of an equation; `path` is that of its scopes."""
+        """Return a label for each result of an equation; `path` is that of its scopes. Labels of
+        values that are not in memory are not read."""
         ...
 
     def waiting(self, eq: Equation, path: str) -> Hashable:

@@ -100,8 +100,10 @@ class ResidentLabels:
     units: Sequence[str]
     around: str = ""
 
-    def of(self, eq: Equation, path: str, scope: Scope) -> Sequence[Resident]:
-        """Return a label for each result of an equation."""
+    def of(self, eq: Equation, path: str, scope: Scope) -> Sequence[Resident | None]:
+        """Return a label for each result of an equation; None if no result is in memory."""
+        if eq.name not in LOOPS and scope.in_memory.isdisjoint(eq.outputs):
+            return [None] * len(eq.outputs)
         kind = kind_of(eq, path)
         if kind != ACTIVATIONS:
             kinds = [kind] * len(eq.outputs)

@@ -9,6 +9,7 @@ import jax
 from jax.sharding import Mesh
 
 from zeroxla.mesh.axes import NODE, world_size
+from zeroxla.offload.array_bytes import shard_bytes
 from zeroxla.program.live.kinds import GATHERED, SUB_GROUPS
 from zeroxla.program.report import format_bytes
 from zeroxla.step.memory.step_memory import OTHER_STATE, StepMemory
@@ -38,20 +39,21 @@ def larger_meshes(
 ) -> list[LargerMesh]:
     """Return the next two larger meshes on which a step would fit by division.
 
-    Shards, gradients and activations are divided by the added nodes; gathered leaves, model state
-    and sub-groups are not. If a device's rows cannot be divided, the batch grows instead, and
-    activations stay as they are.
+    Shards, gradients, rows and activations are divided by the added nodes; gathered leaves, model
+    state and sub-groups are not. If a device's rows cannot be divided, the batch grows instead, and
+    they and the activations stay as they are.
 
     Args:
       memory: what a device holds now.
       mesh: the mesh now.
-      batch: the global batch, or its shapes.
+      batch: the global batch, or its shapes with shardings.
       accumulate: the number of micro-batches.
       room: the bytes that a device has; None if that is not known: then the next two are returned.
     """
     parts, rows = memory.parts(), jax.tree.leaves(batch)[0].shape[0]
     own_rows = rows // (world_size(mesh) * accumulate)
     whole = sum(num_bytes for kind, num_bytes in parts.items() if kind in _WHOLE)
+    whole -= shard_bytes(batch)
     stored = memory.state_bytes - parts[OTHER_STATE]
     activations = memory.total_bytes - stored - whole
     found: list[LargerMesh] = []

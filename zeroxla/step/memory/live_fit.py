@@ -9,7 +9,7 @@ from zeroxla.fetch.keeping.budget import ActivationBudget
 from zeroxla.step.memory.budget_search import search_budget
 from zeroxla.step.memory.device_facts import rates_of
 from zeroxla.step.memory.fit_report import MemoryFit
-from zeroxla.step.memory.step_memory import StepMemory
+from zeroxla.step.memory.step_memory import measured
 from zeroxla.step.programs import Programs
 from zeroxla.step.state import TrainState
 
@@ -34,8 +34,7 @@ def fit_by_live_ranges(
     rates = rates_of(programs.mesh, config.compute_dtype, host=on_host)
 
     def measure(programs: Programs, budget: ActivationBudget) -> tuple[int, int]:
-        memory = StepMemory.of(programs, state, batch)
-        return memory.total_bytes, memory.temporary_bytes
+        return measured(programs, state, batch)
 
     fit, chosen = search_budget(programs, total, rates, measure)
     return dataclasses.replace(fit, source="by the live ranges of its trace"), chosen

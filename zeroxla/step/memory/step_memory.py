@@ -15,7 +15,7 @@ from zeroxla.mesh.axes import platform_of
 from zeroxla.offload.array_bytes import shard_bytes
 from zeroxla.program.live.kinds import GATHERED, GRADIENTS, OTHERS, RESIDUALS, SUB_GROUPS
 from zeroxla.program.live.liveness import Scope
-from zeroxla.program.live.peak import Moment, live_bytes
+from zeroxla.program.live.peak import Moment, live_bytes, peak_bytes
 from zeroxla.program.live.residents import Resident, ResidentLabels, by_kind, largest_first
 from zeroxla.program.paths import leaf_path
 from zeroxla.program.phases import phase_of
@@ -169,6 +169,17 @@ class StepMemory(Report):
             "The state is exact. Temporaries follow from the live ranges of the step's trace; the "
             "compiler's own figure is that of inspect.memory(step.lower(state, batch).compile())."
         ]
+
+
+def measured(programs: Programs, state: TrainState, batch: Any) -> tuple[int, int]:
+    """Return `total_bytes` and `temporary_bytes` of a step without naming what they consist of; the
+    arguments are those of `StepMemory.of`."""
+    traced, layout = StepProgram.of(programs, state, batch), programs.layout(state)
+    peak = peak_bytes(Scope.of(traced.local, platform_of(programs.mesh))).total()
+    if traced.sub_group_bytes:
+        gradients = by_kind(_gradients(programs, layout)).total()
+        peak = max(peak, gradients + traced.sub_group_bytes)
+    return by_kind(_of_state(state, batch)).total() + peak, peak
 
 
 def _grouped(pairs: Iterable[tuple[str, Resident]]) -> dict[str, int]:
