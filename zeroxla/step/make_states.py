@@ -1,4 +1,4 @@
-"""`StateMaker`: makes the first states of a step."""
+"""`FirstStateMaker`: makes the first states of a step."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from zeroxla.step.state_shapes import StateShapes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class StateMaker:
+class FirstStateMaker:
     """Makes the first states of a step.
 
     Attributes:

@@ -25,7 +25,7 @@ from zeroxla.step.compiled_step import CompiledStep
 from zeroxla.step.describe import describe_step
 from zeroxla.step.disk.steps import DiskSteps, has_disk
 from zeroxla.step.fit import StateFitter
-from zeroxla.step.make_states import StateMaker
+from zeroxla.step.make_states import FirstStateMaker
 from zeroxla.step.memory.step_memory import StepMemory
 from zeroxla.step.model_on_mesh import KnownLosses
 from zeroxla.step.notices import useless_on_mesh, useless_when_held, warn
@@ -94,7 +94,7 @@ class Step:
         self.batches = StepBatches(self.programs, self._shapes)
         self._fit = StateFitter(self.programs, self.disk, self._shapes, self._jit)
         self._rates = Rates()
-        self._states = StateMaker(
+        self._states = FirstStateMaker(
             programs=self.programs,
             shapes=self._shapes,
             batches=self.batches,

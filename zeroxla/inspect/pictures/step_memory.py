@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_KINDS = ("state and batch", *TEMPORARIES)
-_COLOR_OF = dict(zip(_KINDS, ("#9A9A9A", *COLORS), strict=False))
+_KINDS: tuple[str, ...] = ("state and batch", *TEMPORARIES)
+_COLOR_OF: dict[str, str] = dict(zip(_KINDS, ("#9A9A9A", *COLORS), strict=False))
 _UPDATE_SHARE = 0.08
 """The part of the step's width that the update takes, which is one point of the curve."""
 _MOST_LETTERS = 44

@@ -105,7 +105,7 @@ def _remedies(
     holds = "" if room is None or least <= room else ", which is more than the device has"
     given = "" if config.memory is None else f" instead of {config.memory!r}"
     return [
-        f"The least that it can take is {format_bytes(least)}{holds}: "
+        f"The least that it can take is about {format_bytes(least)}{holds}: "
         f"ZeroConfig(memory={_amount(least)!r}){given}, or more, computes activations again."
     ]
 
