@@ -30,10 +30,10 @@ from jax.sharding import Mesh
 
 import zeroxla
 from zeroxla.frontend import adapt
-from zeroxla.inspect.phases import phase_of
 from zeroxla.inspect.traffic import received_bytes
 from zeroxla.models import GPT, Llama, Mixtral
 from zeroxla.program import hlo
+from zeroxla.program.phases import phase_of
 
 PARTS, LENGTH, WIDTH, HEADS, VOCAB, HIDDEN = 4, 2048, 1024, 8, 32000, 2816
 FEW, MANY = 2, 4  # layers

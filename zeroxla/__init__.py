@@ -41,6 +41,7 @@ if TYPE_CHECKING:  # what follows in `_PLACES`, for those who read types
     from zeroxla.step.islands.membership.coordinator import Coordinator
     from zeroxla.step.islands.outer_state import IslandState
     from zeroxla.step.make import init_from, make_step
+    from zeroxla.step.memory.out_of_memory import DeviceMemoryError
     from zeroxla.step.state import LossScale, TrainState, full_params
     from zeroxla.step.step import Step
 
@@ -56,6 +57,7 @@ __all__ = [  # noqa: RUF022 (grouped)
     "make_mesh",
     "simulate",
     # training
+    "DeviceMemoryError",
     "LossScale",
     "Step",
     "TrainState",
@@ -134,6 +136,7 @@ _PLACES = {
     "planning.plan": ("Plan",),
     "planning.search": ("Search", "search_plans"),
     "step.make": ("init_from", "make_step"),
+    "step.memory.out_of_memory": ("DeviceMemoryError",),
     "step.state": ("LossScale", "TrainState", "full_params"),
     "step.step": ("Step",),
 }

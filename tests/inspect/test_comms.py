@@ -25,7 +25,7 @@ from tools.inspect import (
 )
 
 from zeroxla.inspect import comms, format_bytes
-from zeroxla.inspect.phases import phase_of
+from zeroxla.program.phases import phase_of
 
 
 @pytest.mark.smoke

@@ -10,7 +10,7 @@ from tools.quick import quick_compilation  # noqa: F401
 import zeroxla
 from zeroxla import Offload, WireFormat, ZeroConfig
 from zeroxla.models import GPT
-from zeroxla.offload.memory_kinds import is_value_on_host
+from zeroxla.program.host_values import is_value_on_host
 from zeroxla.program.trace import trace
 from zeroxla.program.walk import local_of, walk
 

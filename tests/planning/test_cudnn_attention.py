@@ -17,10 +17,10 @@ from zeroxla.mesh.machines import Machines
 from zeroxla.models import GPT, Llama
 from zeroxla.planning.generation import Generating
 from zeroxla.planning.gpu_topology import H200, WheelsMissingError, target_mesh
-from zeroxla.planning.liveness import Scope
 from zeroxla.planning.target import PlannedDevice, Target
 from zeroxla.planning.work import reads_of, work_of
 from zeroxla.program import compat
+from zeroxla.program.live.liveness import Scope
 from zeroxla.program.primitives import ATTENTION_BACKWARD, ATTENTION_FORWARD
 from zeroxla.program.trace import trace
 from zeroxla.split.dims_flow import DimsFlow

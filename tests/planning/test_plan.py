@@ -18,13 +18,13 @@ from zeroxla.cli.main import main
 from zeroxla.inspect import array_bytes_per_device, comms
 from zeroxla.mesh.machines import Device, Link, Machines
 from zeroxla.models import GPT, Llama, attention
-from zeroxla.planning.liveness import Scope
 from zeroxla.planning.model_presets import PRESETS, model_named
-from zeroxla.planning.peak import peak_bytes
 from zeroxla.planning.target import Target
 from zeroxla.planning.timeline import TURNS, Clock
 from zeroxla.planning.wire_bytes import comms_of
 from zeroxla.program import compat
+from zeroxla.program.live.liveness import Scope
+from zeroxla.program.live.peak import peak_bytes
 from zeroxla.program.trace import trace
 from zeroxla.program.walk import local_of
 

@@ -24,9 +24,9 @@ from zeroxla.offload.memory_kinds import to_host
 from zeroxla.planning.gpu_topology import H200, WheelsMissingError, target_mesh
 from zeroxla.planning.host_update import HostUpdate
 from zeroxla.planning.make import plan_step
-from zeroxla.planning.splits import splits_of
 from zeroxla.planning.target import Target
 from zeroxla.program.compat import compiler_options
+from zeroxla.program.live.splits import splits_of
 from zeroxla.program.trace import trace
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")

@@ -10,9 +10,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from zeroxla.frontend import adapt
 from zeroxla.models import Llama
 from zeroxla.planning.gpu_topology import H200, WheelsMissingError, target_mesh
-from zeroxla.planning.liveness import Scope
 from zeroxla.planning.work import reads_of, work_of
 from zeroxla.program import compat
+from zeroxla.program.live.liveness import Scope
 from zeroxla.program.primitives import CONTRACTIONS, FUSED, RENAMES
 from zeroxla.program.trace import trace
 

@@ -1,10 +1,9 @@
-"""Reports on compiled programs and live arrays: bytes that travel, memory, and pictures of them."""
+"""Reports on steps, compiled programs and live arrays: bytes that travel, memory, pictures."""
 
 from zeroxla.hybrid.phase_memory import PhaseReport
 from zeroxla.inspect.comms import comms
 from zeroxla.inspect.comms_report import CommsReport, Row
 from zeroxla.inspect.memory import memory
-from zeroxla.inspect.phases import PHASES
 from zeroxla.inspect.pictures import (
     plot_axes,
     plot_comms,
@@ -19,15 +18,20 @@ from zeroxla.inspect.pictures import (
 from zeroxla.inspect.schedule import ScheduleReport, schedule
 from zeroxla.offload.array_bytes import array_bytes_per_device
 from zeroxla.program.compiled_memory import MemoryReport
+from zeroxla.program.live.residents import Resident
+from zeroxla.program.phases import PHASES
 from zeroxla.program.report import format_bytes
+from zeroxla.step.memory.step_memory import StepMemory
 
 __all__ = [
     "PHASES",
     "CommsReport",
     "MemoryReport",
     "PhaseReport",
+    "Resident",
     "Row",
     "ScheduleReport",
+    "StepMemory",
     "array_bytes_per_device",
     "comms",
     "format_bytes",

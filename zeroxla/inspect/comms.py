@@ -9,9 +9,9 @@ import jax
 import numpy as np
 
 from zeroxla.inspect.comms_report import CommsReport, Row
-from zeroxla.inspect.phases import phase_of
 from zeroxla.inspect.traffic import messages, received_bytes
 from zeroxla.program import hlo
+from zeroxla.program.phases import phase_of
 from zeroxla.step.islands.exchange_bytes import ExchangeBytes
 
 

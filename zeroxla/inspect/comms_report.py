@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
-from zeroxla.inspect.phases import PHASES
 from zeroxla.inspect.traffic import most
 from zeroxla.mesh.axes import DEVICE, SPLIT_AXES
+from zeroxla.program.phases import PHASES
 from zeroxla.program.report import Report, format_bytes
 from zeroxla.step.islands.exchange_bytes import ExchangeBytes
 

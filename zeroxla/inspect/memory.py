@@ -7,14 +7,20 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import jax
 
 from zeroxla.program.compiled_memory import MemoryReport
+from zeroxla.step.step import Step
 
 if TYPE_CHECKING:
     from zeroxla.hybrid.engine import HybridEngine
     from zeroxla.hybrid.phase_memory import PhaseReport
+    from zeroxla.step.memory.step_memory import StepMemory
 
 
 @overload
 def memory(program: jax.stages.Compiled) -> MemoryReport: ...
+
+
+@overload
+def memory(program: Step) -> StepMemory: ...
 
 
 @overload
@@ -33,14 +39,14 @@ def memory(
     phases: bool = False,
     num_prompts: int | None = None,
     length: int | None = None,
-) -> MemoryReport | PhaseReport:
-    """Report the memory of one device, for a compiled program or for a model that trains and
-    generates in turns.
+) -> MemoryReport | PhaseReport | StepMemory:
+    """Report the memory of one device, for a step, for a compiled program, or for a model that
+    trains and generates in turns.
 
     Args:
-      program: a compiled program, such as `step.lower(state, batch).compile()`. With `phases`, a
-        `zeroxla.HybridEngine`; its step needs no state, but must have seen the shapes of a batch
-        (`step.abstract_state`).
+      program: a `zeroxla.Step` that has seen the shapes of a batch (`step.abstract_state`), or a
+        compiled program, such as `step.lower(state, batch).compile()`. With `phases`, a
+        `zeroxla.HybridEngine`; its step needs no state, but must have seen such shapes too.
       phases: report the bytes of the state, the gradients, the tensor-parallel copy and its cache,
         while training and while generating. They follow from shapes: nothing is compiled or
         allocated.
@@ -48,13 +54,16 @@ def memory(
         its continuation. None means no cache.
 
     Returns:
-      A `MemoryReport` of the compiler's own figures; with `phases`, a `PhaseReport`. The compiler
+      Of a step, a `StepMemory`: what a device holds at the peak, by what it consists of, the
+      largest residents with the model's lines, and the curve over the step, all from the live
+      ranges of its trace. Of a compiled program, a `MemoryReport` of the compiler's own figures;
+      with `phases`, a `PhaseReport`. The compiler
       has more figures, but on the CPU its peak and its `host_*` figures mean nothing, so they are
       left out. There, sum live arrays with `array_bytes_per_device`.
 
     Raises:
-      ValueError: `program` is neither a compiled program nor, with `phases`, an engine; or the
-        backend reports no memory.
+      ValueError: `program` is neither a step, nor a compiled program, nor, with `phases`, an
+        engine; the step has seen no batch; or the backend reports no memory.
 
     On the CPU, XLA schedules for concurrency rather than memory. Figures meant for comparison need
     `--xla_cpu_enable_concurrency_optimized_scheduler=false` in XLA_FLAGS, and JAX 0.11 or later.
@@ -66,9 +75,11 @@ def memory(
                 f"{type(program).__name__}; make one from the step"
             )
         return program.phases(num_prompts, length)
+    if isinstance(program, Step):
+        return program.memory()
     if not isinstance(program, jax.stages.Compiled):
         raise ValueError(
-            f"memory() reads a compiled program, not {type(program).__name__}; "
+            f"memory() reads a step or a compiled program, not {type(program).__name__}; "
             "call .compile() on a lowered one, or pass phases=True with an engine"
         )
     return MemoryReport.of(program)

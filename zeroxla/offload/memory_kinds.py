@@ -11,6 +11,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from zeroxla.config.offload import PINNED
 from zeroxla.offload.disk.disk_array import DiskArray, DiskShape
 from zeroxla.program.compat import with_layout
+from zeroxla.program.host_values import is_host_type
 
 Place = Literal["device", "host", "disk"]
 HOST_KINDS = (PINNED, "unpinned_host")
@@ -27,13 +28,7 @@ def place_of(x: Any) -> Place:
 
 def is_on_host(x: Any) -> bool:
     """Return whether an array, real or traced, is in host memory."""
-    return _is_host_type(jax.typeof(x))
-
-
-def is_value_on_host(value: Any) -> bool:
-    """Return whether a value of a traced program, a `trace.Value` or JAX's `Var`, is in host
-    memory."""
-    return _is_host_type(value.aval)
+    return is_host_type(jax.typeof(x))
 
 
 def to_device(x: jax.Array) -> jax.Array:
@@ -70,7 +65,3 @@ def check_memory(mesh: Mesh, kind: str) -> None:
             f"Offload needs {kind!r} memory, and {device.device_kind} has {kinds}; leave "
             "`offload` out"
         )
-
-
-def _is_host_type(aval: Any) -> bool:
-    return getattr(aval, "memory_space", None) == memory.Space.Host

@@ -3,28 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
-
-import jax
 
 from zeroxla.config.memory import DEVICE
 from zeroxla.config.zero_config import ZeroConfig
 from zeroxla.fetch.keeping.budget import ActivationBudget
 from zeroxla.fetch.keeping.residual_graph import Rates
-from zeroxla.offload.disk.desk import with_tickets
-from zeroxla.offload.disk.disk_array import DiskShape
-from zeroxla.planning.liveness import Scope
-from zeroxla.planning.memory_model import MemoryPlan, kind_of
-from zeroxla.planning.peak import peak_bytes
-from zeroxla.planning.splits import Splits, splits_of
-from zeroxla.planning.streamed_update import sub_group_bytes
+from zeroxla.planning.memory_model import MemoryPlan
 from zeroxla.planning.target import HOST, Target
-from zeroxla.program import compat
-from zeroxla.program.trace import Program, trace
-from zeroxla.program.walk import local_of
+from zeroxla.program.live.kinds import kind_of
+from zeroxla.program.live.liveness import Scope
+from zeroxla.program.live.peak import peak_bytes
 from zeroxla.step.memory.budget_search import search_budget
 from zeroxla.step.memory.fit_report import MemoryFit
+from zeroxla.step.memory.step_program import StepProgram
 from zeroxla.step.programs import Programs
 from zeroxla.step.state import TrainState
 from zeroxla.step.step import Step
@@ -32,19 +24,15 @@ from zeroxla.step.step import Step
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class TracedStep:
-    """A step's program.
+    """A step's program, and the memory of a device that runs it.
 
     Attributes:
-      program: the program. If parameters are on disk, it computes the gradients, which reads them.
-      local: the part of it that each device runs.
-      splits: over how many devices its values are split.
+      traced: the program.
       memory: the memory of a device.
       fit: what was decided so that it fits; None without a budget.
     """
 
-    program: Program
-    local: Program
-    splits: Splits
+    traced: StepProgram
     memory: MemoryPlan
     fit: MemoryFit | None = None
 
@@ -97,18 +85,7 @@ def rates_on(target: Target, config: ZeroConfig) -> Rates:
 def _traced(
     step: Step, programs: Programs, state: TrainState, batch: Any, target: Target
 ) -> TracedStep:
-    fun: Callable[..., Any] = programs.train
-    traced = state
-    leaves, tree = jax.tree.flatten(state.params)
-    if any(isinstance(x, DiskShape) for x in leaves):
-        tickets = with_tickets(leaves, state.placements[0])
-        fun = programs.begin
-        traced = dataclasses.replace(state, params=tree.unflatten(tickets))
-    with programs.tracing():
-        program = trace(fun, traced, batch, opened=compat.forward_jaxpr)[0]
-    local = local_of(program)
-    splits = splits_of(program, jax.tree.leaves((state, batch)))
-    peak = peak_bytes(Scope.of(local, target.device.platform), kind_of)
-    arriving_bytes = sub_group_bytes(program, splits, step.config.offload.buffers)
-    memory = MemoryPlan.of(step, state, batch, peak, arriving_bytes)
-    return TracedStep(program=program, local=local, splits=splits, memory=memory)
+    traced = StepProgram.of(programs, state, batch)
+    peak = peak_bytes(Scope.of(traced.local, target.device.platform), kind_of)
+    memory = MemoryPlan.of(step, state, batch, peak, traced.sub_group_bytes)
+    return TracedStep(traced=traced, memory=memory)

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from zeroxla.hybrid.engine import HybridEngine
 from zeroxla.hybrid.sampling import Sampling
 from zeroxla.mesh.axes import platform_of
-from zeroxla.planning.liveness import Scope
-from zeroxla.planning.peak import peak_bytes
+from zeroxla.program.live.liveness import Scope
+from zeroxla.program.live.peak import peak_bytes
 from zeroxla.program.report import Report, format_bytes
 from zeroxla.program.walk import body_of, local_of
 from zeroxla.step.step import Step

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 
-from zeroxla.planning.splits import Splits, bytes_per_device
-from zeroxla.planning.timeline import is_move
 from zeroxla.program import compat
+from zeroxla.program.host_values import is_move
+from zeroxla.program.live.splits import Splits, bytes_per_device
 from zeroxla.program.trace import Program
 
 

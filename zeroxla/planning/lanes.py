@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 
-from zeroxla.inspect.phases import phase_of
+from zeroxla.program.phases import phase_of
 
 COMPUTE = "compute"
 """The lane of the device's computation."""
@@ -21,7 +21,7 @@ class Event:
 
     Attributes:
       lane: `COMPUTE`, a mesh axis for its link, or one of the host's lanes in `target.py`.
-      phase: one of `zeroxla.inspect.phases.PHASES`.
+      phase: one of `zeroxla.program.phases.PHASES`.
       start_s, end_s: seconds since the step began.
     """
 

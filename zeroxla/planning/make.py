@@ -138,10 +138,12 @@ def plan_step(
     """Plan a step that has been made already; the other arguments as `plan` takes them."""
     state = step.abstract_state(batch)
     traced = TracedStep.of(step, state, batch, target)
-    program, memory, platform = traced.program, traced.memory, target.device.platform
+    program, memory, platform = traced.traced.program, traced.memory, target.device.platform
     with step.programs.tracing():
         owners = step.programs.describe_owners(state)
-    simulation = Simulation.of(step, program, traced.local, traced.splits, memory, owners)
+    simulation = Simulation.of(
+        step, program, traced.traced.local, traced.traced.splits, memory, owners
+    )
     time = simulation.on(target, ahead=ahead)
     exchanges = _exchanges(step, state, islands, time.seconds)
     if exchanges is not None:

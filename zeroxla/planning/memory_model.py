@@ -7,21 +7,15 @@ import math
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-from zeroxla.inspect.phases import phase_of
 from zeroxla.offload.array_bytes import shard_bytes
-from zeroxla.program.primitives import HLO_KINDS
+from zeroxla.program.live.kinds import ACTIVATIONS, GATHERED, GRADIENTS, SUB_GROUPS
 from zeroxla.program.report import Report, format_bytes
-from zeroxla.program.trace import Equation
 from zeroxla.step.state import TrainState
 from zeroxla.step.step import Step
 from zeroxla.wire.leaves import Layout, Leaf
 
 if TYPE_CHECKING:
     from rich.table import Table
-
-GATHERED, GRADIENTS, ACTIVATIONS = "gathered leaves", "gradients", "activations"
-"""The kinds of temporary values while gradients are computed."""
-SUB_GROUPS = "sub-groups of the update"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,7 +76,7 @@ class MemoryPlan(Report):
           step: a step that has seen the batch.
           state, batch: the shapes (or arrays) of its state and of a global batch.
           peak: the bytes of temporaries, when they are most while gradients are computed, by the
-            kinds that `kind_of` names.
+            kinds that `live/kinds.py` names.
           sub_group_bytes: as the attribute.
         """
         wiring, layout = step.programs.wiring, step.programs.layout(state)
@@ -194,13 +188,3 @@ def _gradient_bytes(layout: Layout, step: Step) -> int:
     """Return the bytes of a device's shards of all gradients, in float32."""
     shapes = (leaf.placement.shard_shape(step.mesh) for leaf in layout if not leaf.frozen)
     return 4 * sum(map(math.prod, shapes))
-
-
-def kind_of(eq: Equation, path: str) -> str:
-    """Return the kind of an equation's results, from the scopes that it is in."""
-    phase = phase_of(path, HLO_KINDS.get(eq.name, ""))
-    if phase.endswith("gather"):
-        return GATHERED
-    if phase == "reduce" or (phase == "backward" and eq.name == "scan"):
-        return GRADIENTS
-    return ACTIVATIONS

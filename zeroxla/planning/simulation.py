@@ -11,10 +11,10 @@ from zeroxla.pipeline.schedule_cost import bubble, work_of
 from zeroxla.planning.host_update import HostUpdate
 from zeroxla.planning.lanes import COMPUTE, TimeLine
 from zeroxla.planning.memory_model import MemoryPlan
-from zeroxla.planning.splits import Splits
 from zeroxla.planning.target import DISK, HOST, HOST_UPDATE, Target
 from zeroxla.planning.timeline import Clock
 from zeroxla.planning.work import Work
+from zeroxla.program.live.splits import Splits
 from zeroxla.program.trace import Program
 from zeroxla.step.owners.owners_report import OwnersReport
 from zeroxla.step.step import Step

@@ -20,14 +20,14 @@ import heapq
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from zeroxla.offload.memory_kinds import is_value_on_host
 from zeroxla.pipeline.ticks import TICKS
 from zeroxla.planning.lanes import COMPUTE, Lanes, Mark, TimeLine
-from zeroxla.planning.liveness import Scope, size_of
 from zeroxla.planning.target import DISK, HOST, Target
 from zeroxla.planning.wire_bytes import axes_of
 from zeroxla.planning.work import Reads, reads_of, work_of
 from zeroxla.program import compat
+from zeroxla.program.host_values import is_move
+from zeroxla.program.live.liveness import Scope, size_of
 from zeroxla.program.primitives import FUSED, HLO_KINDS, RENAMES
 from zeroxla.program.scan import Scan
 from zeroxla.program.trace import Equation, Operand, Program, Value
@@ -245,12 +245,6 @@ def _in_ready_order(program: Program, there: Mapping[Value, float]) -> Iterator[
                 waiting[reader] -= 1
                 if not waiting[reader]:
                     add(reader)
-
-
-def is_move(eq: Equation) -> bool:
-    """Return whether an equation moves arrays between the host's memory and the device's."""
-    there = sum(map(is_value_on_host, eq.outputs)), sum(map(is_value_on_host, eq.values))
-    return eq.name == "device_put" and there[0] != there[1]
 
 
 def early_inputs(scan: Scan, body: Program) -> set[Value]:

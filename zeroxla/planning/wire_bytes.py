@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from zeroxla.inspect.comms_report import CommsReport, Row
-from zeroxla.inspect.phases import phase_of
 from zeroxla.inspect.traffic import received_bytes
 from zeroxla.mesh.axes import NODE, PIPE, nodes_along
+from zeroxla.program.phases import phase_of
 from zeroxla.program.primitives import HLO_KINDS
 from zeroxla.program.trace import Equation, Program
 from zeroxla.program.walk import Visit, walk

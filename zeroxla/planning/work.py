@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-from zeroxla.planning.liveness import Scope, size_of
 from zeroxla.program.flops import product_flops
+from zeroxla.program.live.liveness import Scope, size_of
 from zeroxla.program.primitives import FUSED, REDUCTIONS, RENAMES
 from zeroxla.program.trace import Equation, Program, Value
 

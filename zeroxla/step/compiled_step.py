@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 from zeroxla.step.memory.fit import MemoryFitter
 from zeroxla.step.memory.fit_report import MemoryFit
+from zeroxla.step.memory.live_fit import fit_by_live_ranges
+from zeroxla.step.memory.out_of_memory import explained
+from zeroxla.step.memory.step_memory import StepMemory
 from zeroxla.step.programs import Programs
 from zeroxla.step.state import TrainState
 
@@ -40,6 +44,35 @@ class CompiledStep:
     def grad(self, state: TrainState, batch: Any) -> Any:
         """Return the jitted loss and gradients, which keep what the step keeps."""
         return self._fitter.fitted(state, batch).grad if self._fitter else self._grad
+
+    def memory(self, state: TrainState, batch: Any) -> StepMemory:
+        """Return what a device holds over a step, from its trace.
+
+        Args:
+          state, batch: the step's arguments, or their shapes with shardings.
+
+        With a memory budget it is that of the programs which fit by the compiler, or, before the
+        first step of such shapes, of those which fit by live ranges.
+        """
+        fitter = self._fitter
+        if fitter is None:
+            return StepMemory.of(self.programs, state, batch)
+        known = fitter.known(state, batch)
+        if known is not None:
+            return StepMemory.of(known.programs, state, batch)
+        chosen = fit_by_live_ranges(self.programs, state, batch, fitter.total_bytes)[1]
+        return StepMemory.of(chosen, state, batch)
+
+    def explained(
+        self, name: str, state: TrainState, batch: Any
+    ) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which errors of too little memory are explained; see `explained`."""
+
+        def programs() -> Programs:
+            known = self._fitter and self._fitter.known(state, batch)
+            return known.programs if known else self.programs
+
+        return explained(name, programs, state, batch)
 
     @property
     def fit(self) -> MemoryFit | None:

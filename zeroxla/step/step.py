@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
@@ -15,25 +14,25 @@ from zeroxla.config.zero_config import ZeroConfig
 from zeroxla.frontend import Adapted
 from zeroxla.frontend.staged import StagedModel
 from zeroxla.mesh.axes import platform_of
-from zeroxla.mesh.batches import put_key
 from zeroxla.mesh.processes import progress
 from zeroxla.mesh.processes.same_program import ProgramCalls
 from zeroxla.program.compat import AxisNames, compiler_options
 from zeroxla.program.report import Report
 from zeroxla.step.batches import StepBatches
 from zeroxla.step.changed_config import kept, useless_optimizer, with_microbatches
-from zeroxla.step.checks import check_is_config, check_key
+from zeroxla.step.checks import check_is_config
 from zeroxla.step.compiled_step import CompiledStep
 from zeroxla.step.describe import describe_step
 from zeroxla.step.disk.steps import DiskSteps, has_disk
-from zeroxla.step.first_weights import first_weights
 from zeroxla.step.fit import StateFitter
+from zeroxla.step.make_states import FirstStateMaker
+from zeroxla.step.memory.step_memory import StepMemory
 from zeroxla.step.model_on_mesh import KnownLosses
-from zeroxla.step.notices import fresh_model_state, useless_on_mesh, useless_when_held, warn
+from zeroxla.step.notices import useless_on_mesh, useless_when_held, warn
 from zeroxla.step.programs import Programs
 from zeroxla.step.rates import Rates
 from zeroxla.step.reshape import reshaped
-from zeroxla.step.state import TrainState, check_is_state, state_shardings
+from zeroxla.step.state import TrainState, check_is_state
 from zeroxla.step.state_shapes import StateShapes
 from zeroxla.wire.bundles import ALONE_ELEMENTS
 
@@ -95,6 +94,14 @@ class Step:
         self.batches = StepBatches(self.programs, self._shapes)
         self._fit = StateFitter(self.programs, self.disk, self._shapes, self._jit)
         self._rates = Rates()
+        self._states = FirstStateMaker(
+            programs=self.programs,
+            shapes=self._shapes,
+            batches=self.batches,
+            disk=self.disk,
+            jit=self._jit,
+            run=self._run,
+        )
 
     def init(self, key: jax.Array, batch: Any) -> TrainState:
         """Make the state. Every leaf is born split, and no device ever holds the model.
@@ -111,11 +118,7 @@ class Step:
         Raises:
           ValueError: the batch does not divide over the devices, or a leaf is not floating.
         """
-        key, batch = check_key(key), self.batches.checked(batch)
-        shapes = self._shapes.decide(key, batch)
-        make = functools.partial(self.programs.init, placements=shapes.placements)
-        args = put_key(key, self.mesh), self.batches.put(batch)
-        return self._make("init", make, shapes, state_shardings(shapes, self.mesh), *args)
+        return self._states.init(key, batch)
 
     def init_from(
         self,
@@ -127,25 +130,8 @@ class Step:
         donate: bool = False,
     ) -> TrainState:
         """Make the state for parameters that are given as whole arrays. See `zeroxla.init_from`."""
-        key = check_key(key)
-        batch = self._shapes.last_batch if batch is None else self.batches.checked(batch)
-        shapes = self._shapes.placed(self._shapes.decide(key, batch))
-        params, model_state = first_weights(
-            params,
-            model_state,
-            adapted=self.adapted,
-            shapes=shapes,
-            mesh=self.mesh,
-            key=key,
-            donate=donate,
-        )
-        if model_state is None:
-            warn(fresh_model_state(shapes.model_state), stacklevel=3)
-        make = functools.partial(self.programs.init_from, placements=shapes.placements)
-        rest = dataclasses.replace(state_shardings(shapes, self.mesh), params=None)
-        args = params, model_state, put_key(key, self.mesh), self.batches.put(batch)
-        state = self._make("init_from", make, shapes, rest, *args)
-        return dataclasses.replace(state, params=params) if state.params is None else state
+        options = {"model_state": model_state, "donate": donate}
+        return self._states.init_from(params, key, batch, **options)
 
     def abstract_state(self, batch: Any) -> TrainState:
         """Return the state's shapes, dtypes and shardings without computing anything.
@@ -208,11 +194,15 @@ class Step:
           the model's own. From the second call on also `examples_per_s` since the call before, and
           `tokens_per_s` for batches with `tokens`. For a state on disk also this process's
           `disk_read_bytes_per_s` and `disk_write_bytes_per_s` over the call.
+
+        Raises:
+          DeviceMemoryError: a device runs out of memory while the step is compiled or called. What
+            surfaces later, where results are read, is the backend's own error.
         """
         batch = self.batches.beside(state, batch)
         state = self._fit.fitted(state)
         progress.mark()
-        with self.programs.tracing():
+        with self.programs.tracing(), self._compiled.explained("the step", state, batch):
             if has_disk(state):
                 state, metrics = self.disk.train(state, batch)
             else:
@@ -233,7 +223,7 @@ class Step:
         complex leaf has the derivatives by its two parts: the conjugate of what `jax.grad` returns.
         """
         batch = self.batches.beside(state, batch)
-        with self.programs.tracing():
+        with self.programs.tracing(), self._compiled.explained("grad", state, batch):
             state = self._fit.wired(state)
             return self.disk.call("grad", self._compiled.grad(state, batch), state, batch)
 
@@ -258,6 +248,18 @@ class Step:
           ValueError: the model has not been traced, as `init` and the first call do.
         """
         return describe_step(self.programs, self._shapes, self._compiled.fit)
+
+    def memory(self) -> StepMemory:
+        """Return what a device holds over a step of the batch that was seen last, from the trace
+        alone. See `zeroxla.inspect.memory`.
+
+        Raises:
+          ValueError: the step has seen no batch.
+        """
+        state, batch = self.shapes(), self.batches.shapes(self._shapes.last_batch)
+        with self.programs.tracing():
+            state = self._fit.wired_shapes(state, batch)
+            return self._compiled.memory(state, batch)
 
     def with_config(self, config: ZeroConfig, *, microbatches: int | None = None) -> Step:
         """Return a step with other options for the same state.
@@ -284,18 +286,3 @@ class Step:
         step = Step(**{**options, "config": config, "microbatches": microbatches})
         step._shapes.traced = self._shapes.traced
         return step
-
-    def _make(
-        self,
-        name: str,
-        program: Callable[..., TrainState],
-        shapes: TrainState,
-        shardings: TrainState,
-        *args: Any,
-    ) -> TrainState:
-        """Run a program that makes a state."""
-        with self.programs.tracing():
-            if has_disk(shapes):
-                shapes = self._shapes.placed(shapes)
-                return self.disk.make(name, program, shapes, shardings, *args)
-            return self._run(name, self._jit(program, out_shardings=shardings), *args)

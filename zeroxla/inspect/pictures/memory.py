@@ -1,4 +1,4 @@
-"""Draws memory as stacked bars, one for each report."""
+"""Draws memory: as stacked bars, one for each report, or over one step."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Protocol
 
 from zeroxla.inspect.pictures.figures import COLORS, INK, finish, new_figure, quiet
+from zeroxla.inspect.pictures.step_memory import plot_step_memory
 from zeroxla.program.extras import extra
 from zeroxla.program.report import format_bytes
+from zeroxla.step.memory.step_memory import StepMemory
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -28,7 +30,7 @@ def plot_memory(
     room: float | None = None,
     path: str | os.PathLike | None = None,
 ) -> Figure:
-    """Draw the memory of one device as stacked bars.
+    """Draw the memory of one device: over a step, or as stacked bars.
 
     Args:
       reports: one report, or several by name to compare. A report comes from
@@ -38,7 +40,9 @@ def plot_memory(
       path: file to save to (the suffix names the format), or None.
 
     Returns:
-      The figure.
+      The figure. Of one report on a step it has the temporaries over the step's equations as
+      areas by kind, with its phases, and bars of the ten largest residents at the peak; otherwise a
+      bar for each report.
 
     Raises:
       ValueError: there are no reports.
@@ -46,6 +50,8 @@ def plot_memory(
     with extra("plot", "pictures need"):
         from matplotlib.ticker import FuncFormatter
 
+    if isinstance(reports, StepMemory):
+        return plot_step_memory(reports, room, path)
     named = reports if isinstance(reports, Mapping) else {"": reports}
     if not named:
         raise ValueError("there are no reports to draw; give one, or several by name")

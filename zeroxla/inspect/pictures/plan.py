@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from zeroxla.inspect.phases import PHASES
 from zeroxla.inspect.pictures.figures import COLORS, INK, finish, new_figure, quiet
 from zeroxla.inspect.pictures.planned import PlannedStep
+from zeroxla.program.phases import PHASES
 from zeroxla.program.report import format_bytes
 
 if TYPE_CHECKING:

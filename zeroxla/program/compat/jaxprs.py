@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator, Sequence
+from pathlib import PurePath
 from typing import Any
 
 import jax
@@ -13,6 +15,9 @@ from jax._src.compute_on import extend_compute_type
 from jax._src.interpreters import partial_eval
 
 from zeroxla.program.primitives import CALLS, CUSTOM_RULES, REMATS
+
+_PACKAGE = PurePath(__file__).parents[2]
+_LIBRARIES = {"flax", "haiku", "equinox", "optax"}
 
 
 def is_jaxpr(value: Any) -> bool:
@@ -179,6 +184,29 @@ def source_line(eqn: Any) -> str:
     are not known."""
     frame = source_info_util.user_frame(eqn.source_info.traceback)
     return "" if frame is None else f"{frame.file_name}:{frame.start_line}"
+
+
+def model_line(eqn: Any) -> str:
+    """Return the file and the line of the model that an equation comes from, as
+    "folder/file.py:line"; empty if they are not known.
+
+    Frames of the libraries that models are written with are passed over: Flax, Haiku, Equinox,
+    optax, and zeroxla itself without its models.
+    """
+    for frame in source_info_util.user_frames(eqn.source_info.traceback):
+        if name := _model_file(frame.file_name):
+            return f"{name}:{frame.start_line}"
+    return ""
+
+
+@functools.cache
+def _model_file(file_name: str) -> str:
+    """Return "folder/file.py" for a file of a model; empty for one of a library."""
+    path = PurePath(file_name)
+    inside = set(path.parts[:-1])
+    if inside & _LIBRARIES or (_PACKAGE in path.parents and "models" not in inside):
+        return ""
+    return f"{path.parent.name}/{path.name}"
 
 
 @contextlib.contextmanager

@@ -16,7 +16,10 @@ from zeroxla.program.compiled_memory import MemoryReport
 from zeroxla.program.shapes import structure_of
 from zeroxla.step.memory.budget_search import search_budget
 from zeroxla.step.memory.device_facts import device_bytes, rates_of
-from zeroxla.step.memory.fit_report import MemoryFit, refusal
+from zeroxla.step.memory.fit_report import MemoryFit
+from zeroxla.step.memory.larger_meshes import larger_meshes
+from zeroxla.step.memory.refusal import refusal
+from zeroxla.step.memory.step_memory import StepMemory
 from zeroxla.step.programs import Programs
 from zeroxla.step.state import TrainState
 
@@ -70,10 +73,24 @@ class MemoryFitter:
         self.newest = self._fitted[key].report
         return self._fitted[key]
 
+    def known(self, state: TrainState, batch: Any) -> FittedPrograms | None:
+        """Return the programs that were found to fit for these shapes; None before that."""
+        return self._fitted.get(structure_of((state, batch)))
+
+    @property
+    def total_bytes(self) -> int:
+        """The bytes of a device that the step may take.
+
+        Raises:
+          ValueError: they are those that the device has, and it does not say how many.
+        """
+        memory = self._programs.config.memory
+        assert memory is not None
+        return device_bytes(self._programs.mesh) if memory == DEVICE else int(memory)
+
     def _fit(self, state: TrainState, batch: Any) -> FittedPrograms:
         config, mesh = self._programs.config, self._programs.mesh
-        assert config.memory is not None
-        total = device_bytes(mesh) if config.memory == DEVICE else int(config.memory)
+        total = self.total_bytes
         rates = rates_of(mesh, config.compute_dtype, host=config.offload.activations == "host")
         trained: dict[Programs, Any] = {}
 
@@ -85,7 +102,9 @@ class MemoryFitter:
 
         report, programs = search_budget(self._programs, total, rates, measure)
         if report.best is None:
-            raise ValueError(refusal(report, mesh, batch))
+            memory = StepMemory.of(programs, state, batch)
+            larger = larger_meshes(memory, mesh, batch, config.accumulate, total)
+            raise ValueError(refusal(report, mesh, batch, memory, larger))
         grad = self._jit(programs.gradients)
         return FittedPrograms(programs=programs, train=trained[programs], grad=grad, report=report)
 

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
-
-import jax
-from jax.sharding import Mesh
+from typing import TYPE_CHECKING
 
 from zeroxla.fetch.keeping.choose import Keeping
 from zeroxla.program.report import Report, format_bytes
@@ -135,22 +132,3 @@ class MemoryFit(Report):
                 "backward."
             )
         return found
-
-
-def refusal(fit: MemoryFit, mesh: Mesh, batch: Any) -> str:
-    """Return the text of the error when nothing fits.
-
-    Args:
-      fit: what was tried.
-      mesh: the mesh.
-      batch: the global batch, or its shapes.
-    """
-    least = fit.smallest
-    rows = jax.tree.leaves(batch)[0].shape[0]
-    return (
-        f"memory={format_bytes(fit.total_bytes)}: a step of {rows} rows on {mesh.size} devices "
-        f"takes {format_bytes(least.num_bytes)} on each at least, {format_bytes(least.rest)} of "
-        f"them for state, batch and results and {format_bytes(least.temp_bytes)} for temporaries, "
-        "with all activations computed again that can be; give it that much, fewer rows (or more "
-        "micro-batches, accumulate=), or more devices"
-    )

@@ -11,9 +11,8 @@ import dataclasses
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 
-from zeroxla.offload.memory_kinds import is_value_on_host
-from zeroxla.planning.splits import Splits, bytes_per_device
-from zeroxla.planning.timeline import is_move
+from zeroxla.program.host_values import is_move, is_value_on_host
+from zeroxla.program.live.splits import Splits, bytes_per_device
 from zeroxla.program.trace import Equation, Operand, Program, Value
 
 

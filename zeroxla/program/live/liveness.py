@@ -14,7 +14,7 @@ import dataclasses
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
-from zeroxla.offload.memory_kinds import is_value_on_host
+from zeroxla.program.host_values import is_value_on_host
 from zeroxla.program.primitives import EXPENSIVE, FUSED, RENAMES, RUN_BESIDE, WRITES
 from zeroxla.program.scan import Scan
 from zeroxla.program.trace import Equation, Operand, Program, Value

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from zeroxla.planning.liveness import size_of
+from zeroxla.program.live.liveness import size_of
 from zeroxla.program.trace import Program, Value
 
 Splits = Mapping[Value, int]

@@ -1,0 +1,1 @@
+"""Which values of a traced program exist in memory, until when, and how many bytes they take."""
