@@ -128,6 +128,17 @@ def test_leaves_of_a_loop_and_their_gradients_have_names():
     assert all(x.name.startswith("gradient of ") for x in gradients)
 
 
+def test_leaves_have_names_behind_quantized_wires_and_secondary_shards():
+    config = ZeroConfig.zeropp(persistence_threshold=0)
+    mesh = zeroxla.make_mesh(nodes=2)
+    step = zeroxla.make_step(GPT(**SHAPE, scan=True), mesh, optax.adam(1e-3), config=config)
+    step.abstract_state(BATCH)
+    report = memory(step)
+    gathered = [x for x in report.residents if x.kind == "gathered leaves"]
+    assert gathered
+    assert all(x.leaves for x in gathered)
+
+
 @pytest.mark.parametrize("options", [{}, {"scan": True, "accumulate": 2}], ids=str)
 def test_the_curve_reaches_the_peak_and_has_phases_in_order(options):
     report = report_of(**options)

@@ -9,7 +9,7 @@ from zeroxla.program.phases import phase_of
 from zeroxla.program.primitives import FUSED, HLO_KINDS, RENAMES
 from zeroxla.program.scan import Scan
 from zeroxla.program.trace import Equation, Operand, Program, Value
-from zeroxla.program.walk import scope_path
+from zeroxla.program.walk import body_of, scope_path
 
 Leaves = frozenset[int]
 """Numbers of leaves."""
@@ -61,12 +61,20 @@ class LeafFlow:
             v: x for v, x in zip(program.inputs, inputs, strict=False) if x
         }
         targets: dict[Operand, Leaves] = {
-            v: x for v, x in zip(program.outputs, outputs, strict=False) if x and _is_array(v)
+            v: x
+            for v, x in zip(program.outputs, outputs, strict=False)
+            if x and isinstance(v, Value)
         }
         phases = [_phase(eq, path) for eq in program.equations]
         for eq, phase in zip(program.equations, phases, strict=True):
             if phase.endswith("gather") or eq.name in _PASSES:
                 _pass_on(sources, eq.inputs, eq.outputs, eq)
+            elif eq.name == "scan" and any(v in sources for v in eq.inputs):
+                body, here = body_of(Scan(eq).jaxpr), scope_path(eq, path)
+                given = [sources.get(v, _NONE) for v in eq.inputs]
+                inner = LeafFlow.of(body, here, given, ()).sources
+                found = zip(eq.outputs, body.outputs, strict=True)
+                sources.update((v, inner[x]) for v, x in found if x in inner)
         for eq, phase in zip(reversed(program.equations), reversed(phases), strict=True):
             once = eq.name in FUSED and phase not in ("forward", "backward")
             if phase == "reduce" or eq.name in _PASSES or once:
@@ -79,7 +87,7 @@ class LeafFlow:
         operands = eq.inputs
         if eq.name in ("cond", "while"):
             operands = operands[len(operands) - len(body.inputs) :]
-        inputs = [self.sources.get(v, _NONE) if _is_array(v) else _NONE for v in operands]
+        inputs = [self.sources.get(v, _NONE) for v in operands]
         outputs = [self.targets.get(v, _NONE) for v in eq.outputs]
         if eq.name == "scan":  # A carry's first value may come from no leaf.
             first, num = Scan(eq).num_consts, Scan(eq).num_carry
@@ -99,14 +107,16 @@ def _pass_on(
     else:
         pairs = [(list(given), list(to))]
     for some, others in pairs:
-        leaves = _NONE.union(*(found.get(v, _NONE) for v in some if _is_array(v)))
+        leaves = _NONE.union(*(found.get(v, _NONE) for v in some))
         if leaves:
-            found.update((v, found.get(v, _NONE) | leaves) for v in others if _is_array(v))
+            to_arrays = (v for v in others if isinstance(v, Value) and not _is_scalar(v))
+            found.update((v, found.get(v, _NONE) | leaves) for v in to_arrays)
 
 
-def _is_array(operand: Operand) -> bool:
-    """Whether an operand is a value with more than one element."""
-    return isinstance(operand, Value) and operand.aval.size > 1
+def _is_scalar(value: Value) -> bool:
+    """Whether a value is a number for all leaves, such as a norm; a ticket for a leaf on disk has a
+    dim."""
+    return not value.aval.shape
 
 
 def _phase(eq: Equation, path: str) -> str:
