@@ -8,8 +8,12 @@ from collections.abc import Collection, Mapping
 from zeroxla.fetch.residuals import Kept
 from zeroxla.fetch.traced_segment import TracedSegment
 from zeroxla.program.flops import flops_of, product_flops
-from zeroxla.program.primitives import RENAMES
+from zeroxla.program.primitives import FUSED, LOOPS, RANDOM, REDUCTIONS, RENAMES
 from zeroxla.program.trace import Equation, Value, bytes_of, closure
+
+OF_A_KERNEL = 1 / 8
+"""An elementwise equation's share of a pass over its result: a compiler makes one kernel of a chain
+of them, and of the equations that read its end."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -143,9 +147,11 @@ def _seconds(eq: Equation, rates: Rates) -> float:
     longer. What only renames takes none."""
     if eq.name in RENAMES:
         return 0.0
-    flops = product_flops(eq)
     moved = sum(map(bytes_of, eq.outputs))
-    if flops or eq.name in ("scan", "while", "cond"):
+    if eq.name in FUSED - RANDOM:
+        return OF_A_KERNEL * moved / rates.bytes_per_s
+    flops = product_flops(eq)
+    if flops or eq.name in REDUCTIONS | LOOPS | {"cond"}:
         flops = flops or flops_of(eq)
         moved += sum(map(bytes_of, eq.values))
     return max(flops / rates.flops_per_s, moved / rates.bytes_per_s)
