@@ -160,6 +160,7 @@ def graph_from(rng, *, num_equations, num_residuals, host=False):
         flops=tuple(seconds.tolist()),
         reads=tuple(reads),
         renames=tuple(renames),
+        fused=tuple((rng.random(num_equations) < 0.5).tolist()),
         gathers=tuple(tuple(np.flatnonzero(n).tolist()) for n in needs),
         gather_seconds=tuple(rng.integers(1, 20, num_leaves).astype(float).tolist()),
         host_seconds=tuple(away.astype(float).tolist()),
@@ -216,20 +217,21 @@ class Everything:
             needed[list(graph.reads[eq])] |= runs[eq]
             gathered[list(graph.gathers[eq])] |= runs[eq]
         num_bytes, own_bytes, seconds = np.zeros((3, count))
-        there = np.zeros((len(graph.maker), count), bool)
         for v, size in enumerate(graph.bytes):
             kept, away = needed[v] & is_in(v, "kept"), needed[v] & is_in(v, "away")
             num_bytes += np.where(kept, size, 0)
             seconds += np.where(away, graph.host_seconds[v], 0)
-            there[origin(graph, v)] |= kept | (v in graph.residuals)
-        for v, size in enumerate(graph.bytes):
-            own_bytes += np.where(there[v], size, 0)
+        kept = np.array([needed[v] & is_in(v, "kept") for v in range(len(graph.maker))])
+        there = kept | np.isin(np.arange(len(graph.maker)), graph.residuals)[:, None]
+        for v in reversed(range(len(graph.maker))):
+            # What renames another value, and what is fused into its readers, takes no memory.
+            eq = graph.maker[v]
+            passed = np.full(count, eq >= 0 and graph.renames[eq])
+            read = graph.reads[eq][:1] if eq >= 0 and graph.renames[eq] else graph.reads[eq]
+            if eq >= 0 and graph.fused[eq]:
+                passed |= runs[eq]
+            if eq >= 0:
+                there[list(read)] |= there[v] & passed
+            own_bytes += np.where(there[v] & ~passed, graph.bytes[v], 0)
         seconds += np.array(graph.seconds) @ runs + np.array(graph.gather_seconds) @ gathered
         return Everything(num_bytes, own_bytes, seconds)
-
-
-def origin(graph, value):
-    """Return the value that another one only renames."""
-    while graph.maker[value] >= 0 and graph.renames[graph.maker[value]]:
-        value = graph.reads[graph.maker[value]][0]
-    return value

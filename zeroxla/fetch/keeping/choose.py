@@ -170,4 +170,4 @@ def _others_alive(places: Sequence[Place]) -> np.ndarray:
 def _own_bytes(graph: ResidualGraph, choice: Choice) -> float:
     """Return the bytes of one turn of a segment while it runs backward: all its residuals are
     there, kept or computed again."""
-    return float(graph.memory_of({*graph.residuals, *choice.on_device}))
+    return float(graph.bytes_in_backward(choice.on_device, choice.again))

@@ -28,7 +28,8 @@ WORTH = 0.9
 
 
 def cut_segments(plan: FetchPlan) -> FetchPlan:
-    """Return the plan with its large segments cut, those of its bodies too."""
+    """Return the plan with its large segments cut, those of its bodies too; the plan itself if no
+    cut is worth its bytes."""
     cutters = dict(_cutters(plan, 1))
     pieces = [(c.whole, turns) for c, turns in cutters.values()]
     largest = max((piece.weight for piece, _ in pieces), default=0)
@@ -37,6 +38,8 @@ def cut_segments(plan: FetchPlan) -> FetchPlan:
         limit = largest / 2**halving
         if (num_bytes := _bytes_with(pieces, limit)) < WORTH * best_bytes:
             best, best_bytes = limit, num_bytes
+    if best == largest:
+        return plan
     return _cut(plan, {seg: cutter for seg, (cutter, _) in cutters.items()}, best)
 
 
