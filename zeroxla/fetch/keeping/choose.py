@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from zeroxla.fetch.keeping.integer_program import best_choice, best_combination
+from zeroxla.fetch.keeping.integer_program import best_choice, best_combination, best_together
 from zeroxla.fetch.keeping.places import Place, times_alive
 from zeroxla.fetch.keeping.residual_graph import ResidualGraph
 from zeroxla.fetch.keeping.tradeoff import Choice
@@ -18,6 +18,8 @@ from zeroxla.fetch.traced_segment import TracedSegment
 
 MAX_POLISHED = 6
 """Most kinds of segments whose choice is improved by an integer program of their own."""
+
+_ROUNDED = 1 + 1e-9
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -112,6 +114,10 @@ class Keeper:
             return self._keeping([], 0.0)
         if self.everything().num_bytes <= limit:
             return self.everything()
+        graphs, turns = [p.graph for p in self.places], [p.turns for p in self.places]
+        exact = best_together(graphs, turns, self._others, limit)
+        if exact is not None and (found := self._keeping(exact, 0.0)).num_bytes <= limit * _ROUNDED:
+            return found
         solved = best_combination(
             [[c.seconds * p.turns for c in p.points] for p in self.places],
             [[c.num_bytes for c in p.points] for p in self.places],
