@@ -116,7 +116,7 @@ def make_checks(models: dict[str, list[dict[str, Any]]], decide: Any) -> list[Ch
         what = "policies whose memory is refused"
         checks.append(Check(name=f"{name}: {what}", value=refused, limit=0))
     if decide is not None:
-        seconds = decide["weigh_s"] + decide["choose_s"]
+        seconds = decide["cut_s"] + decide["choose_s"]
         name = f"seconds to decide, {decide['layers']} layers written out"
         checks.append(Check(name=name, value=seconds, limit=MOST_SECONDS, unit=" s"))
     return checks
@@ -142,10 +142,12 @@ def write(models: dict[str, list[dict[str, Any]]], decide: Any) -> int:
     if decide is not None:
         body += (
             f"\n\nAn {decide['layers']}-layer GPT that is written out has {decide['segments']} "
-            f"segments. Tracing its step takes {decide['trace_s']:.1f} s, tracing and weighing its "
-            f"segments {decide['weigh_s']:.1f} s, and choosing {decide['choose_s']:.1f} s."
+            f"segments. In seconds of the CPU, tracing its step takes {decide['trace_s']:.1f}, "
+            f"cutting its segments {decide['cut_s']:.1f}, and tracing, weighing and choosing them "
+            f"{decide['choose_s']:.1f}."
         )
-    draw(RESULTS / "memory_budgets.png", models)
+    if models:
+        draw(RESULTS / "memory_budgets.png", models)
     found = {"models": models, "decide": decide}
     title = "Steps within a budget of memory"
     return report("memory_budgets", title, body, found, make_checks(models, decide))
