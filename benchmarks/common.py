@@ -29,15 +29,16 @@ NUM_DEVICES = 8
 LENGTH = 128
 
 
-def start(*, flags: str = "", threads: int | None = None) -> Mesh:
-    """Simulate 8 devices in this process, as 2 nodes of 4.
+def start(*, flags: str = "", threads: int | None = None, devices: int = NUM_DEVICES) -> Mesh:
+    """Simulate devices in this process, as 2 nodes.
 
     Args:
       flags: what is added to XLA_FLAGS.
       threads: the argument of `zeroxla.simulate` with this name.
+      devices: their number.
     """
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip()
-    zeroxla.simulate(NUM_DEVICES, threads=threads)
+    zeroxla.simulate(devices, threads=threads)
     return zeroxla.make_mesh(nodes=2)
 
 

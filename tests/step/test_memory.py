@@ -12,7 +12,7 @@ from tools.reference import relative_errors, worst
 import zeroxla
 from zeroxla import Offload, ZeroConfig
 from zeroxla.fetch.keeping.budget import ActivationBudget
-from zeroxla.fetch.keeping.residual_graph import Rates
+from zeroxla.fetch.keeping.residual_graph import DeviceRates
 from zeroxla.models import GPT, MLP
 
 LENGTH = 64
@@ -87,7 +87,7 @@ def test_what_cannot_fit_is_refused_with_the_least_that_can(plain):
 
 def test_values_may_wait_on_the_host(plain):
     _, step, state, (loss, gradients), _ = plain
-    free = ActivationBudget(rates=Rates(host_bytes_per_s=1e20), limit=0.0)
+    free = ActivationBudget(rates=DeviceRates(host_bytes_per_s=1e20), limit=0.0)
     programs = dataclasses.replace(step.programs, activations=free)
     with programs.tracing():
         found_loss, found = jax.jit(programs.gradients)(state, BATCH)
@@ -102,7 +102,7 @@ def test_a_slow_link_to_the_host_is_left_alone_where_computing_again_will_do(pla
     _, step, state, _, _ = plain
 
     def chosen(limit, **rates):
-        budget = ActivationBudget(rates=Rates(**rates), limit=limit)
+        budget = ActivationBudget(rates=DeviceRates(**rates), limit=limit)
         programs = dataclasses.replace(step.programs, activations=budget)
         with programs.tracing():
             jax.eval_shape(programs.gradients, state, BATCH)

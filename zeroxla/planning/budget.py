@@ -8,7 +8,7 @@ from typing import Any
 from zeroxla.config.memory import DEVICE
 from zeroxla.config.zero_config import ZeroConfig
 from zeroxla.fetch.keeping.budget import ActivationBudget
-from zeroxla.fetch.keeping.residual_graph import Rates
+from zeroxla.fetch.keeping.residual_graph import DeviceRates
 from zeroxla.planning.memory_model import MemoryPlan
 from zeroxla.planning.target import HOST, Target
 from zeroxla.program.live.kinds import kind_of
@@ -70,11 +70,11 @@ def for_target(config: ZeroConfig, target: Target) -> ZeroConfig:
     return dataclasses.replace(config, memory=int(target.device.usable_bytes))
 
 
-def rates_on(target: Target, config: ZeroConfig) -> Rates:
+def rates_on(target: Target, config: ZeroConfig) -> DeviceRates:
     """Return what computing again and moving costs on a target's devices."""
     device = target.device
     on_host = config.offload.activations == "host"
-    return Rates(
+    return DeviceRates(
         flops_per_s=device.rate(config.compute_dtype),
         bytes_per_s=device.memory_rate,
         gathered_bytes_per_s=target.links["device"].bytes_per_s,

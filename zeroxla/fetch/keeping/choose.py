@@ -8,10 +8,15 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from zeroxla.fetch.keeping.integer_program import HostTraffic, best_choice, best_combination
-from zeroxla.fetch.keeping.places import Place, times_alive
-from zeroxla.fetch.keeping.residual_graph import Rates, ResidualGraph
-from zeroxla.fetch.keeping.tradeoff import Choice
+from zeroxla.fetch.keeping.integer_program import (
+    HostTraffic,
+    best_choice,
+    best_combination,
+    best_together,
+)
+from zeroxla.fetch.keeping.places import SegmentPlace, times_alive
+from zeroxla.fetch.keeping.residual_graph import DeviceRates, ResidualGraph
+from zeroxla.fetch.keeping.tradeoff import SegmentChoice
 from zeroxla.fetch.residuals import Kept
 from zeroxla.fetch.segments import Straight
 from zeroxla.fetch.traced_segment import TracedSegment
@@ -20,6 +25,8 @@ HIDDEN_SHARE = 0.8
 """The share of forward's time in which the link to the host is kept busy."""
 MAX_POLISHED = 6
 """Most kinds of segments whose choice is improved by an integer program of their own."""
+
+_ROUNDED = 1 + 1e-9
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -34,10 +41,10 @@ class Keeping:
       rates: what computing again and moving costs.
     """
 
-    places: tuple[Place, ...]
-    choices: tuple[Choice, ...]
+    places: tuple[SegmentPlace, ...]
+    choices: tuple[SegmentChoice, ...]
     gap: float
-    rates: Rates
+    rates: DeviceRates
 
     def of(self, segment: Straight) -> tuple[TracedSegment, Kept]:
         """Return a segment, traced, and what it keeps."""
@@ -92,7 +99,7 @@ class Keeping:
         """Return whether the same numbers were chosen for another trace of the same loss."""
         return self.choices == other.choices
 
-    def _pairs(self) -> Iterator[tuple[Place, Choice]]:
+    def _pairs(self) -> Iterator[tuple[SegmentPlace, SegmentChoice]]:
         return zip(self.places, self.choices, strict=True)
 
 
@@ -104,7 +111,7 @@ class Keeper:
       rates: what computing again and moving costs.
     """
 
-    def __init__(self, places: Sequence[Place], rates: Rates) -> None:
+    def __init__(self, places: Sequence[SegmentPlace], rates: DeviceRates) -> None:
         self.places, self.rates = tuple(places), rates
         self._others = _others_alive(self.places)
 
@@ -123,6 +130,12 @@ class Keeper:
             return self._keeping([], 0.0)
         if self.everything().num_bytes <= limit:
             return self.everything()
+        graphs, turns = [p.graph for p in self.places], [p.turns for p in self.places]
+        # The exact program takes no account of what moves beside computation.
+        moves = self.rates.host_bytes_per_s is not None
+        exact = None if moves else best_together(graphs, turns, self._others, limit)
+        if exact is not None and (found := self._keeping(exact, 0.0)).num_bytes <= limit * _ROUNDED:
+            return found
         solved = best_combination(
             [[c.seconds * p.turns for c in p.points] for p in self.places],
             [[c.num_bytes for c in p.points] for p in self.places],
@@ -143,16 +156,16 @@ class Keeper:
             choices = self._polished(choices, limit)
         return self._keeping(choices, gap)
 
-    def _keeping(self, choices: Sequence[Choice], gap: float) -> Keeping:
+    def _keeping(self, choices: Sequence[SegmentChoice], gap: float) -> Keeping:
         return Keeping(places=self.places, choices=tuple(choices), gap=gap, rates=self.rates)
 
-    def _polished(self, choices: list[Choice], limit: float) -> list[Choice]:
+    def _polished(self, choices: list[SegmentChoice], limit: float) -> list[SegmentChoice]:
         """Spend the bytes that are left: give segments one by one the best choice within their own
         bytes and those, which need not be a corner of the tradeoff."""
         order = sorted(
             range(len(choices)), key=lambda i: (-choices[i].seconds * self.places[i].turns, i)
         )
-        solved: dict[tuple, Choice | None] = {}
+        solved: dict[tuple, SegmentChoice | None] = {}
         for i in order:
             if choices[i].seconds <= 0:
                 break
@@ -171,18 +184,18 @@ class Keeper:
         return choices
 
 
-def hidden_bytes(places: Sequence[Place], rates: Rates) -> float:
+def hidden_bytes(places: Sequence[SegmentPlace], rates: DeviceRates) -> float:
     """Return the bytes that cross the link to the host while forward computes its products."""
     forward_s = sum(p.forward_flops * p.turns for p in places) / rates.flops_per_s
     return HIDDEN_SHARE * forward_s * (rates.host_bytes_per_s or 0.0)
 
 
-def seconds_per_byte(rates: Rates) -> float:
+def seconds_per_byte(rates: DeviceRates) -> float:
     """Return the seconds of a byte's way to the host and back, with nothing beside it."""
     return 2 / rates.host_bytes_per_s if rates.host_bytes_per_s else 0.0
 
 
-def _bytes_at_each(places: Sequence[Place], choices: Sequence[Choice]) -> np.ndarray:
+def _bytes_at_each(places: Sequence[SegmentPlace], choices: Sequence[SegmentChoice]) -> np.ndarray:
     """Return the bytes of kept values, and of the residuals of the segment at hand, while backward
     is at each segment."""
     kept = np.array([c.num_bytes for c in choices], float)
@@ -190,13 +203,13 @@ def _bytes_at_each(places: Sequence[Place], choices: Sequence[Choice]) -> np.nda
     return _others_alive(places) @ kept + np.array(own, float)
 
 
-def _others_alive(places: Sequence[Place]) -> np.ndarray:
+def _others_alive(places: Sequence[SegmentPlace]) -> np.ndarray:
     """Return how many times what a segment keeps, a column, is in memory while backward is at
     another segment, or at another turn of its own, a row."""
     return np.maximum(times_alive(places) - np.eye(len(places)), 0.0)
 
 
-def _own_bytes(graph: ResidualGraph, choice: Choice) -> float:
+def _own_bytes(graph: ResidualGraph, choice: SegmentChoice) -> float:
     """Return the bytes of one turn of a segment while it runs backward: all its residuals are
     there, kept or computed again."""
-    return float(graph.memory_of({*graph.residuals, *choice.on_device}))
+    return float(graph.bytes_in_backward(choice.on_device, choice.again))

@@ -28,7 +28,8 @@ WORTH = 0.9
 
 
 def cut_segments(plan: FetchPlan) -> FetchPlan:
-    """Return the plan with its large segments cut, those of its bodies too."""
+    """Return the plan with its large segments cut, those of its bodies too; the plan itself if no
+    cut is worth its bytes."""
     cutters = dict(_cutters(plan, 1))
     pieces = [(c.whole, turns) for c, turns in cutters.values()]
     largest = max((piece.weight for piece, _ in pieces), default=0)
@@ -37,6 +38,8 @@ def cut_segments(plan: FetchPlan) -> FetchPlan:
         limit = largest / 2**halving
         if (num_bytes := _bytes_with(pieces, limit)) < WORTH * best_bytes:
             best, best_bytes = limit, num_bytes
+    if best == largest:
+        return plan
     return _cut(plan, {seg: cutter for seg, (cutter, _) in cutters.items()}, best)
 
 
@@ -124,6 +127,8 @@ class _Cutter:
             else:
                 self.placed.append(eq)
         self.leaves = [self._leaves_of(eq.values) for eq in self.placed]
+        self.last = {v: i for i, eq in enumerate(self.placed) for v in eq.values}
+        self.last.update(dict.fromkeys(segment.outputs, len(self.placed)))
         self.whole = self._grown(0, len(self.placed))
 
     def _leaves_of(self, values: Sequence[Value]) -> frozenset[Value]:
@@ -147,8 +152,6 @@ class _Cutter:
         """Return a run of equations with its best cut, and theirs."""
         equations = self.placed[start:stop]
         total = sum(map(_weight, equations))
-        last = {v: i for i, eq in enumerate(equations) for v in eq.values}
-        outside = {v for eq in self.placed[stop:] for v in eq.values}.union(self.segment.outputs)
         later: dict[Value, int] = {}
         for i, leaves in enumerate(self.leaves[start:stop]):
             later.update(dict.fromkeys(leaves, i))
@@ -158,8 +161,9 @@ class _Cutter:
         shared: dict[Value, int] = {}  # leaves that were read, and by which equation last
         for i, eq in enumerate(equations[:-1]):
             before += _weight(eq)
-            alive.update((v, bytes_of(v)) for v in eq.outputs if v in last and v not in outside)
-            alive = {v: size for v, size in alive.items() if last[v] > i}
+            # A value that is read after the piece lives as long with the cut as without it.
+            alive.update((v, bytes_of(v)) for v in eq.outputs if self.last.get(v, stop) < stop)
+            alive = {v: size for v, size in alive.items() if self.last[v] > start + i}
             shared.update((v, later[v]) for v in self.leaves[start + i])
             balanced = LEAST_SHARE * total <= before <= (1 - LEAST_SHARE) * total
             if balanced and not any(until > i for until in shared.values()):

@@ -1,4 +1,4 @@
-"""`Place`: a straight segment of a plan, and when the values that it keeps are in memory."""
+"""`SegmentPlace`: a straight segment of a plan, and when the values that it keeps are in memory."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import Collection, Sequence
 
 import numpy as np
 
-from zeroxla.fetch.keeping.residual_graph import Rates, ResidualGraph
-from zeroxla.fetch.keeping.tradeoff import Choice, tradeoff
+from zeroxla.fetch.keeping.residual_graph import DeviceRates, ResidualGraph
+from zeroxla.fetch.keeping.tradeoff import SegmentChoice, tradeoff
 from zeroxla.fetch.segments import FetchPlan, LayerLoop, Straight
 from zeroxla.fetch.traced_segment import TracedSegment, trace_segment
 from zeroxla.program.flops import flops_of
@@ -17,7 +17,7 @@ from zeroxla.program.trace import Value
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Place:
+class SegmentPlace:
     """A straight segment of a plan or of the body of a loop or `jax.checkpoint` inside it.
 
     Attributes:
@@ -30,7 +30,7 @@ class Place:
 
     traced: TracedSegment
     graph: ResidualGraph
-    points: tuple[Choice, ...]
+    points: tuple[SegmentChoice, ...]
     path: tuple[tuple[int, int], ...]
 
     @property
@@ -43,7 +43,7 @@ class Place:
         """How often a step runs the segment forward."""
         return math.prod(max(turns, 1) for _, turns in self.path)
 
-    def times_alive(self, moment: Place) -> int:
+    def times_alive(self, moment: SegmentPlace) -> int:
         """Return how many times the values that this segment keeps are in memory while backward is
         at another segment.
 
@@ -71,9 +71,9 @@ class PlaceFinder:
       rates: what an equation, a gather and a move cost.
     """
 
-    def __init__(self, rates: Rates) -> None:
+    def __init__(self, rates: DeviceRates) -> None:
         self._rates = rates
-        self._found: dict[tuple, tuple[Choice, ...]] = {}
+        self._found: dict[tuple, tuple[SegmentChoice, ...]] = {}
 
     def find(
         self,
@@ -81,7 +81,7 @@ class PlaceFinder:
         summed: Collection[Value],
         lasting: Collection[Value] = (),
         path: tuple[tuple[int, int], ...] = (),
-    ) -> list[Place]:
+    ) -> list[SegmentPlace]:
         """Return the straight segments of a plan, in the order of forward.
 
         A value that a later segment keeps by reference in any case costs an earlier one nothing.
@@ -95,7 +95,7 @@ class PlaceFinder:
           path: where the plan is.
         """
         lasting = {*lasting, *plan.recoverable}
-        found: list[Place] = []
+        found: list[SegmentPlace] = []
         for i, seg in reversed([*enumerate(plan.segments)]):
             if isinstance(seg, Straight):
                 place = self._place(plan, seg, summed, lasting, (*path, (i, 1)))
@@ -118,23 +118,23 @@ class PlaceFinder:
         summed: Collection[Value],
         lasting: Collection[Value],
         path: tuple[tuple[int, int], ...],
-    ) -> Place:
+    ) -> SegmentPlace:
         traced = trace_segment(segment, plan.active, plan.constants, summed)
         graph = ResidualGraph.of(traced, self._rates, lasting)
         signature = graph.signature
         if signature not in self._found:
             self._found[signature] = tuple(tradeoff(graph))
-        return Place(traced=traced, graph=graph, points=self._found[signature], path=path)
+        return SegmentPlace(traced=traced, graph=graph, points=self._found[signature], path=path)
 
 
-def _always_referenced(place: Place) -> list[Value]:
+def _always_referenced(place: SegmentPlace) -> list[Value]:
     """Return the inputs of a segment that it keeps even if it keeps least."""
     least = {place.graph.values[i] for i in place.points[-1].on_device}
     segment, stand_ins = place.traced.segment, place.traced.stand_ins
     return [v for v in segment.inputs if stand_ins[v] in least]
 
 
-def times_alive(places: Sequence[Place]) -> np.ndarray:
-    """Return `Place.times_alive` of each place, a column, at each place, a row."""
+def times_alive(places: Sequence[SegmentPlace]) -> np.ndarray:
+    """Return `SegmentPlace.times_alive` of each place, a column, at each place, a row."""
     alive = [[place.times_alive(moment) for place in places] for moment in places]
     return np.array(alive, float).reshape(len(places), len(places))

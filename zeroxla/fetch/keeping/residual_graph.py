@@ -8,12 +8,16 @@ from collections.abc import Collection, Mapping
 from zeroxla.fetch.residuals import Kept
 from zeroxla.fetch.traced_segment import TracedSegment
 from zeroxla.program.flops import flops_of, product_flops
-from zeroxla.program.primitives import RENAMES
+from zeroxla.program.primitives import EXPENSIVE, FUSED, LOOPS, RANDOM, REDUCTIONS, RENAMES
 from zeroxla.program.trace import Equation, Value, bytes_of, closure
+
+OF_A_KERNEL = 1 / 8
+"""An elementwise equation's share of a pass over its result: a compiler makes one kernel of a chain
+of them, and of the equations that read its end."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Rates:
+class DeviceRates:
     """What computing again and moving costs on a device.
 
     Attributes:
@@ -47,6 +51,8 @@ class ResidualGraph:
       flops: the FLOPs of its products, and one for each element of other results.
       reads: the values that each equation reads.
       renames: whether each equation only gives its first operand another shape or name.
+      fused: whether a compiler computes each equation inside those that read its result, which then
+        is never in memory.
       gathers: the leaves that each equation reads and backward does not gather otherwise.
       gather_seconds: the seconds of gathering each such leaf.
       host_seconds: the seconds of sending each value to the host and back, if nothing runs beside
@@ -61,6 +67,7 @@ class ResidualGraph:
     flops: tuple[float, ...]
     reads: tuple[tuple[int, ...], ...]
     renames: tuple[bool, ...]
+    fused: tuple[bool, ...]
     gathers: tuple[tuple[int, ...], ...]
     gather_seconds: tuple[float, ...]
     host_seconds: tuple[float, ...]
@@ -70,15 +77,30 @@ class ResidualGraph:
         """What two graphs have in common if the same numbers solve both."""
         return tuple(getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "values")
 
-    def memory_of(self, values: Collection[int]) -> int:
-        """Return the bytes of values while all of them are there. What only renames another value
-        shares its memory."""
-        return sum(self.bytes[v] for v in {self._root(v) for v in values})
+    def bytes_in_backward(self, on_device: Collection[int], again: Collection[int]) -> int:
+        """Return the bytes of the residuals and of what is kept while all of them are there.
 
-    def _root(self, value: int) -> int:
-        while (eq := self.maker[value]) >= 0 and self.renames[eq]:
-            value = self.reads[eq][0]
-        return value
+        What only renames another value shares its memory, and of a chain that is fused into what
+        reads its end only what the chain begins with is in memory.
+
+        Args:
+          on_device: the values that are kept.
+          again: the equations that run again.
+        """
+        found: set[int] = set()
+        stack, seen = [*self.residuals, *on_device], set[int]()
+        while stack:
+            if (value := stack.pop()) in seen:
+                continue
+            seen.add(value)
+            eq = self.maker[value]
+            if eq >= 0 and self.renames[eq]:
+                stack.append(self.reads[eq][0])
+            elif eq in again and self.fused[eq]:
+                stack.extend(self.reads[eq])
+            else:
+                found.add(value)
+        return sum(self.bytes[v] for v in found)
 
     def kept(self, on_device: Collection[int], on_host: Collection[int]) -> Kept:
         """Return values, given by number, as a `Kept`. Inputs of the segment, which are kept by
@@ -89,7 +111,7 @@ class ResidualGraph:
         )
 
     @staticmethod
-    def of(traced: TracedSegment, rates: Rates, lasting: Collection[Value]) -> ResidualGraph:
+    def of(traced: TracedSegment, rates: DeviceRates, lasting: Collection[Value]) -> ResidualGraph:
         """Read the graph of a segment.
 
         Args:
@@ -127,6 +149,7 @@ class ResidualGraph:
             renames=tuple(
                 eq.name in RENAMES and any(v in number for v in eq.values[:1]) for eq in equations
             ),
+            fused=tuple(eq.name in FUSED - EXPENSIVE - RANDOM for eq in equations),
             gathers=gathers,
             gather_seconds=gather_seconds,
             # The inputs of a segment are kept by reference, where they are.
@@ -139,14 +162,16 @@ class ResidualGraph:
         )
 
 
-def _seconds(eq: Equation, rates: Rates) -> float:
+def _seconds(eq: Equation, rates: DeviceRates) -> float:
     """Return the seconds of an equation: those of its products, or of its bytes if they take
     longer. What only renames takes none."""
     if eq.name in RENAMES:
         return 0.0
-    flops = product_flops(eq)
     moved = sum(map(bytes_of, eq.outputs))
-    if flops or eq.name in ("scan", "while", "cond"):
+    if eq.name in FUSED - RANDOM:
+        return OF_A_KERNEL * moved / rates.bytes_per_s
+    flops = product_flops(eq)
+    if flops or eq.name in REDUCTIONS | LOOPS | {"cond"}:
         flops = flops or flops_of(eq)
         moved += sum(map(bytes_of, eq.values))
     return max(flops / rates.flops_per_s, moved / rates.bytes_per_s)
@@ -156,7 +181,7 @@ def _gathers(
     traced: TracedSegment,
     equations: Collection[Equation],
     free: Collection[Value],
-    rates: Rates,
+    rates: DeviceRates,
 ) -> tuple[tuple[tuple[int, ...], ...], tuple[float, ...]]:
     """Return the leaves that each equation needs and the derivative alone does not, by number, and
     the seconds of gathering each."""

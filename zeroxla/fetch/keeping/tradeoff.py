@@ -23,7 +23,7 @@ UNITS = 2.0**28
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Choice:
+class SegmentChoice:
     """What is kept of a segment.
 
     Attributes:
@@ -48,7 +48,7 @@ class Choice:
         graph: ResidualGraph,
         again: frozenset[int],
         host: Iterable[int] = (),
-    ) -> Choice:
+    ) -> SegmentChoice:
         """Return the choice under which certain equations run again.
 
         Args:
@@ -62,7 +62,7 @@ class Choice:
         on_host = kept.intersection(host)
         on_device = kept - on_host
         leaves = {w for e in again for w in graph.gathers[e]}
-        return Choice(
+        return SegmentChoice(
             on_device=frozenset(on_device),
             on_host=frozenset(on_host),
             again=again,
@@ -89,7 +89,7 @@ def _useful(graph: ResidualGraph, again: frozenset[int]) -> frozenset[int]:
     return frozenset(needed)
 
 
-def cheapest(graph: ResidualGraph, price: float, beside: float = 0.0) -> Choice:
+def cheapest(graph: ResidualGraph, price: float, beside: float = 0.0) -> SegmentChoice:
     """Return the choice of the least seconds + price * bytes kept on the device.
 
     Args:
@@ -120,28 +120,28 @@ def cheapest(graph: ResidualGraph, price: float, beside: float = 0.0) -> Choice:
     edges = [(a, b, cost * scale) for a, b, cost in edges]
     side = source_side(edges, sink + 1, source=source, sink=sink)
     again = frozenset(e for e in range(num_equations) if of_equation + e in side)
-    return Choice.of(graph, again, to_host)
+    return SegmentChoice.of(graph, again, to_host)
 
 
-def tradeoff(graph: ResidualGraph) -> list[Choice]:
+def tradeoff(graph: ResidualGraph) -> list[SegmentChoice]:
     """Return choices from the most bytes on the device to the least.
 
     They are the corners of the convex hull of all choices, at most `MAX_POINTS`: once with all
     moves to the host at their full cost, and once with nearly none.
     """
-    found: dict[tuple, Choice] = {}
+    found: dict[tuple, SegmentChoice] = {}
     for beside in (0.0, HIDDEN) if any(map(math.isfinite, graph.host_seconds)) else (0.0,):
         for choice in _hull(graph, beside):
             found.setdefault((choice.num_bytes, choice.host_bytes, choice.seconds), choice)
     return sorted(found.values(), key=lambda c: (-c.num_bytes, c.seconds, c.host_bytes))
 
 
-def _hull(graph: ResidualGraph, beside: float) -> list[Choice]:
+def _hull(graph: ResidualGraph, beside: float) -> list[SegmentChoice]:
     """Return the corners for a share of moves that cost nothing; see `cheapest`."""
     if not graph.residuals:
-        return [Choice.of(graph, frozenset())]
+        return [SegmentChoice.of(graph, frozenset())]
 
-    def cost_of(choice: Choice) -> float:
+    def cost_of(choice: SegmentChoice) -> float:
         moved = (graph.host_seconds[v] for v in choice.on_host)
         return choice.seconds + (1 - beside) * math.fsum(moved)
 
@@ -167,7 +167,7 @@ def _hull(graph: ResidualGraph, beside: float) -> list[Choice]:
             continue
         found.append(middle)
         spans += [(more, middle), (middle, less)]
-    better: list[Choice] = []
+    better: list[SegmentChoice] = []
     for choice in sorted(found, key=lambda c: (-c.num_bytes, cost_of(c))):
         while better and cost_of(better[-1]) >= cost_of(choice):
             better.pop()
@@ -175,7 +175,9 @@ def _hull(graph: ResidualGraph, beside: float) -> list[Choice]:
     return better
 
 
-def _area(more: Choice, less: Choice, cost_of: Callable[[Choice], float]) -> float:
+def _area(
+    more: SegmentChoice, less: SegmentChoice, cost_of: Callable[[SegmentChoice], float]
+) -> float:
     """Return bytes times seconds between two choices."""
     return (more.num_bytes - less.num_bytes) * (cost_of(less) - cost_of(more))
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from zeroxla.fetch.keeping.budget import ActivationBudget
-from zeroxla.fetch.keeping.choose import Keeper, Keeping
-from zeroxla.fetch.keeping.residual_graph import Rates
+from zeroxla.fetch.keeping.choose import Keeping
+from zeroxla.fetch.keeping.plan_keeper import PlanKeeper
+from zeroxla.fetch.keeping.residual_graph import DeviceRates
 from zeroxla.step.memory.fit_report import MemoryFit, Try
 from zeroxla.step.programs import Programs
 
@@ -24,7 +26,7 @@ Measure = Callable[[Programs, ActivationBudget], tuple[int, int]]
 
 
 def search_budget(
-    programs: Programs, total: int, rates: Rates, measure: Measure
+    programs: Programs, total: int, rates: DeviceRates, measure: Measure
 ) -> tuple[MemoryFit, Programs]:
     """Find what a step keeps so that it fits.
 
@@ -39,9 +41,9 @@ def search_budget(
     """
     tries: list[Try] = []
     made: list[Programs] = []
-    limit: float | None = None
+    wanted: dict[str, Any] = {}
     while True:
-        budget = ActivationBudget(rates=rates, limit=limit)
+        budget = ActivationBudget(rates=rates, **wanted)
         made.append(dataclasses.replace(programs, activations=budget))
         num_bytes, temp_bytes = measure(made[-1], budget)
         tries.append(Try(keeping=budget.newest, num_bytes=num_bytes, temp_bytes=temp_bytes))
@@ -49,41 +51,44 @@ def search_budget(
             break
         # A segment may name the mesh's axes.
         keeper = programs.in_mesh(_keeper_of(budget), jax.ShapeDtypeStruct((), jnp.int32))
-        limit = _next_limit(tries, total, keeper)
-        if limit is None:
+        found = _next_try(tries, total, keeper)
+        if found is None:
             break
+        wanted = found
     fit = MemoryFit(total_bytes=total, tries=tuple(tries))
     return fit, made[tries.index(fit.chosen)]
 
 
-def _keeper_of(budget: ActivationBudget) -> Callable[[jax.Array], Keeper]:
+def _keeper_of(budget: ActivationBudget) -> Callable[[jax.Array], PlanKeeper]:
     return lambda _: budget.keeper
 
 
-def _next_limit(tries: list[Try], total: int, keeper: Keeper) -> float | None:
-    """Return the limit of bytes to try next; None if there is nothing more to try.
+def _next_try(tries: list[Try], total: int, keeper: PlanKeeper) -> dict[str, Any] | None:
+    """Return the fields of the `ActivationBudget` to try next; None if nothing is left to try.
 
     What is measured and the keeper's own figure differ by what the keeper does not see: gathered
     leaves, gradients, what one segment computes. That difference hardly changes with the choice.
     """
     newest = tries[-1]
-    if len(tries) == MAX_TRIES:
-        return None
     by_keeper = (newest.keeping or keeper.everything()).num_bytes
     limit = total - (newest.num_bytes - by_keeper)
     best_s = min((t.seconds for t in tries if t.num_bytes <= total), default=math.inf)
-    least = keeper.least()
-    if len(tries) == MAX_TRIES - 1 and math.isinf(best_s):
-        limit = 0.0  # The last try is the least, so that it is known whether anything fits.
+    left = MAX_TRIES - len(tries)
+    leasts = keeper.leasts()
+    # Nothing is refused before all plans were tried with the least that can be kept of them.
+    untried = [i for i, least in enumerate(leasts) if _known(tries, least) is None]
+    last_resort = {"limit": 0.0, "only": untried[0]} if math.isinf(best_s) and untried else None
+    if left <= (len(untried) if last_resort else 0):
+        return last_resort if left else None
     for _ in range(MAX_TRIES):
         choice = keeper.within(limit)
         known = _known(tries, choice)
         if known is None:
-            return limit if choice.seconds < best_s * (1 - WORTH) else None
-        if known.num_bytes <= total or choice.is_as(least):
-            return None
+            return {"limit": limit} if choice.seconds < best_s * (1 - WORTH) else None
+        if known.num_bytes <= total or any(map(choice.is_as, leasts)):
+            break
         limit = choice.num_bytes * (1 - WORTH)
-    return None
+    return last_resort
 
 
 def _known(tries: list[Try], choice: Keeping) -> Try | None:

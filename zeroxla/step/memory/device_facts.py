@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, Mesh
 
-from zeroxla.fetch.keeping.residual_graph import Rates
+from zeroxla.fetch.keeping.residual_graph import DeviceRates
 from zeroxla.mesh.axes import platform_of
 from zeroxla.mesh.machines import Device, Machines
 
@@ -36,7 +36,7 @@ def device_bytes(mesh: Mesh) -> int:
     return int(known.usable_bytes)
 
 
-def rates_of(mesh: Mesh, dtype: str, *, host: bool) -> Rates:
+def rates_of(mesh: Mesh, dtype: str, *, host: bool) -> DeviceRates:
     """Return what computing again and moving costs on the mesh's devices.
 
     Args:
@@ -50,7 +50,7 @@ def rates_of(mesh: Mesh, dtype: str, *, host: bool) -> Rates:
         known = machines.of_kind(getattr(mesh.devices.flat[0], "device_kind", ""))
     device = known if known is not None and known.platform != "cpu" else None
     device = device or machines.find_device(DEFAULT_DEVICE)
-    return Rates(
+    return DeviceRates(
         flops_per_s=device.rate(dtype),
         bytes_per_s=device.memory_rate,
         gathered_bytes_per_s=machines.find_link(device.link).bytes_per_s,
