@@ -17,7 +17,9 @@ from zeroxla.fetch.keeping.residual_graph import DeviceRates
 from zeroxla.step.memory.fit_report import MemoryFit, Try
 from zeroxla.step.programs import Programs
 
-MAX_TRIES = 6
+MAX_TRIES = 7
+SAFETY = 0.03
+"""For each try that missed, the next one aims this share of the activations lower."""
 WORTH = 0.01
 """Another program is tried if it computes again by this share less than the best that fits."""
 
@@ -76,7 +78,10 @@ def _next_try(tries: list[Try], total: int, keeper: PlanKeeper) -> dict[str, Any
     left = MAX_TRIES - len(tries)
     leasts = keeper.leasts()
     # Nothing is refused before all plans were tried with the least that can be kept of them.
-    untried = [i for i, least in enumerate(leasts) if _known(tries, least) is None]
+    order = sorted(range(len(leasts)), key=lambda i: leasts[i].num_bytes)
+    untried = [i for i in order if _known(tries, leasts[i]) is None]
+    if math.isinf(best_s):
+        limit -= SAFETY * max(limit, 0.0) * (len(tries) - 1)
     last_resort = {"limit": 0.0, "only": untried[0]} if math.isinf(best_s) and untried else None
     if left <= (len(untried) if last_resort else 0):
         return last_resort if left else None

@@ -64,7 +64,7 @@ class MemoryFitter:
         Raises:
           ValueError: the least that a step of this batch can take is more than there is.
 
-        Cost: once for a structure, the step is traced and compiled up to six times (`MAX_TRIES`).
+        Cost: once for a structure, the step is traced and compiled up to seven times (`MAX_TRIES`).
         """
         key = structure_of((state, batch))
         if key not in self._fitted:
