@@ -10,6 +10,7 @@ from jax.experimental import io_callback
 from tools.keeping import (
     LAYERS,
     LOSSES,
+    RATES,
     W_DD,
     WIDTH,
     X_BD,
@@ -111,7 +112,7 @@ def test_a_model_whose_leaves_all_stay_whole_is_cut_and_needs_less():
     cut = cut_segments(plan)
     assert len(plan.segments) == 1
     assert len(cut.segments) >= 3
-    least, least_whole = (Keeper(places_of(p)).least().num_bytes for p in (cut, plan))
+    least, least_whole = (Keeper(places_of(p), RATES).least().num_bytes for p in (cut, plan))
     assert least < 0.6 * least_whole
     args = arrays(*[W_DD] * 6, X_BD)
     wanted = jax.grad(lambda *args: program(*args)[0], range(6))(*args)

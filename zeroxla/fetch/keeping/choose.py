@@ -44,7 +44,7 @@ class Keeping:
     places: tuple[SegmentPlace, ...]
     choices: tuple[SegmentChoice, ...]
     gap: float
-    rates: DeviceRates
+    rates: DeviceRates = dataclasses.field(default_factory=DeviceRates)
 
     def of(self, segment: Straight) -> tuple[TracedSegment, Kept]:
         """Return a segment, traced, and what it keeps."""
