@@ -33,9 +33,9 @@ class PlanModelOptions:
     """Sequences per step, over all devices and micro-batches. Default: one for each device (of a
     stage), or group of devices that shares a sequence, and micro-batch; with --search, 8 for each
     device."""
-    remat: bool | None = None
-    """Compute each block's activations again in backward, instead of keeping them. Default: yes;
-    with --device-memory no, which decides it."""
+    remat: bool = True
+    """Compute each block's activations again in backward, instead of keeping them. With
+    --device-memory the budget decides instead."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -92,7 +92,7 @@ def plan_from(options: PlanOptions) -> Plan:
       ValueError: as `zeroxla.plan`.
     """
     wanted, cluster, stages = options.model, options.cluster, options.pipeline
-    remat = options.zero.device_memory is None if wanted.remat is None else wanted.remat
+    remat = wanted.remat and options.zero.device_memory is None
     model, length = model_named(wanted.model, remat=remat)
     model = options.lora.adapted(model)
     if stages.pipe > 1:
