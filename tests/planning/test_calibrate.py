@@ -83,7 +83,7 @@ def test_what_no_efficiency_reaches_is_refused(plan):
 
 def test_a_plan_moves_without_a_trace(plan, monkeypatch):
     want = make_plan("a100", "1gbit")
-    monkeypatch.setattr("zeroxla.planning.make.trace", None)
+    monkeypatch.setattr("zeroxla.step.memory.step_program.trace", None)
     found = plan.on(
         device=MACHINES.find_device("a100"),
         links={"node": MACHINES.find_link("1gbit"), "device": MACHINES.find_link("nvlink3")},

@@ -91,6 +91,9 @@ FUSED = (
 )
 """Compilers compute them inside the equations that read them; the result need not be in memory."""
 
+CUTS_OR_JOINS = _names("concatenate convert_element_type dynamic_slice pad select_n slice split")
+"""They cut, join or cast arrays: what is in the result was in an operand."""
+
 WRITES = REDUCTIONS | {"dynamic_update_slice"}
 """They compute inside themselves what is fused into them, and write their result to memory."""
 

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterable
 
 from zeroxla.program.phases import phase_of
-from zeroxla.program.primitives import FUSED, HLO_KINDS, RENAMES
+from zeroxla.program.primitives import CUTS_OR_JOINS, FUSED, HLO_KINDS, RENAMES
 from zeroxla.program.scan import Scan
 from zeroxla.program.trace import Equation, Operand, Program, Value
 from zeroxla.program.walk import body_of, scope_path
@@ -15,16 +15,7 @@ Leaves = frozenset[int]
 """Numbers of leaves."""
 
 _NONE: Leaves = frozenset()
-_CUTS = {
-    "concatenate",
-    "convert_element_type",
-    "dynamic_slice",
-    "pad",
-    "select_n",
-    "slice",
-    "split",
-}
-_PASSES = RENAMES | _CUTS
+_PASSES = RENAMES | CUTS_OR_JOINS
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
