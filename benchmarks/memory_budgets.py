@@ -1,4 +1,4 @@
-"""What a step costs within a budget of memory, for 8 models and 6 budgets, against jax's policies.
+"""Compare steps under a memory budget with jax's checkpoint policies: 8 models, 6 budgets.
 
 `ZeroConfig(memory=...)` gives a step 1.0 to 0.25 of the temporaries that it takes without a budget.
 For each budget: the compiler's temporaries, or the refusal; the FLOPs of the compiled program over
@@ -9,9 +9,8 @@ which the products' FLOPs must be at most the policy's. Last come the seconds in
 GPT that is written out is decided.
 
 Two simulated devices; XLA's CPU scheduler is told to save memory. The models are narrow (width
-128), so that they compile in seconds. By an H100's rates their products would wait for memory,
-which makes them as cheap as chains of elementwise operations. Costs are therefore weighed at 1/16
-of its FLOP/s: then a product of width 128 is to its bytes what one of width 2048 is on an H100.
+128), so that they compile in seconds. Costs are weighed at the rates of the table's CPU, on which
+the programs run.
 
     python benchmarks/memory_budgets.py [--models GPT ...] [--shares 0.5 ...] [--policies ...]
 

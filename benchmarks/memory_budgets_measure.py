@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import re
 import time
 from collections.abc import Sequence
@@ -13,21 +12,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import Mesh
+from hlo_flops import product_flops
 from memory_budgets_models import CASES, gpt, tokens
 
 import zeroxla
 from zeroxla.fetch.keeping.budget import ActivationBudget
-from zeroxla.fetch.keeping.residual_graph import DeviceRates
 from zeroxla.program import hlo
-from zeroxla.program.hlo.text import Instruction, Module
+from zeroxla.program.hlo.text import Instruction
 from zeroxla.program.hlo.trip_counts import trip_count
-from zeroxla.step.memory import fit
 from zeroxla.step.memory.device_facts import rates_of
 
 NUM_DEVICES = 2
-NARROW = 16
-"""Costs are weighed for devices of so many times fewer FLOP/s; see memory_budgets.py."""
 POLICIES = {
     "nothing_saveable": jax.checkpoint_policies.nothing_saveable,
     "dots_with_no_batch_dims_saveable": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
@@ -69,7 +64,7 @@ def flops_of(text: str) -> tuple[float, float]:
         scope = module.computations[name]
         for instruction in scope.values():
             if counted:
-                total += times * np.array(_own_flops(instruction, scope, module))
+                total += times * np.array(_own_flops(instruction, scope))
             runs = times
             if instruction.opcode == "while":
                 runs *= trip_count(instruction, scope, module) or 1
@@ -83,31 +78,16 @@ def flops_of(text: str) -> tuple[float, float]:
     return float(products), float(products + others)
 
 
-def _own_flops(
-    instruction: Instruction, scope: dict[str, Instruction], module: Module
-) -> tuple[float, float]:
+def _own_flops(instruction: Instruction, scope: dict[str, Instruction]) -> tuple[float, float]:
     """Return the FLOPs of a product, and of anything else."""
     if instruction.opcode in MOVES or not instruction.shapes:
         return 0.0, 0.0
     size = float(instruction.shapes[0].num_elements)
-    if instruction.opcode == "dot":
-        dims = scope[instruction.operands[0]].shapes[0].dims
-        summed = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", instruction.attributes)
-        contracted = [int(d) for d in summed[1].split(",") if d] if summed else []
-        return 2 * size * math.prod(dims[d] for d in contracted), 0.0
-    if instruction.opcode == "convolution":
-        kernel = scope[instruction.operands[1]].shapes[0].dims
-        labels = re.search(r"dim_labels=\w+_(\w+)->", instruction.attributes)
-        assert labels is not None, instruction.rest
-        return 2 * size * math.prod(kernel) / kernel[labels[1].index("o")], 0.0
+    if products := product_flops(instruction, scope):
+        return products, 0.0
     if instruction.opcode in ("reduce", "reduce-window"):
         return 0.0, float(scope[instruction.operands[0]].shapes[0].num_elements)
     return 0.0, size
-
-
-def _narrow_rates(mesh: Mesh, dtype: str, *, host: bool) -> DeviceRates:
-    rates = rates_of(mesh, dtype, host=host)
-    return dataclasses.replace(rates, flops_per_s=rates.flops_per_s / NARROW)
 
 
 class Measure:
@@ -121,7 +101,6 @@ class Measure:
         self.make, batch, rows = CASES[name]
         self.batch = batch(rows * NUM_DEVICES)
         self.mesh = zeroxla.make_mesh(nodes=1)
-        fit.rates_of = _narrow_rates
 
     def step(self, memory: int | None, policy: Any = None) -> dict[str, Any]:
         """Return the figures of a step, and its loss and gradients under "results"."""

@@ -36,20 +36,15 @@ import numpy as np
 import optax
 from common import LENGTH, NUM_DEVICES, Check, PlainFSDP, gpt, random_tokens, report, start, table
 from jax.sharding import Mesh
+from owners_flops import flops_by_device
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 from tools.matrix_optimizers import shampoo
 
 import zeroxla
-from zeroxla.program import hlo
-from zeroxla.program.hlo.text import Instruction, Module
-from zeroxla.program.hlo.trip_counts import trip_count
-from zeroxla.program.primitives import FACTORIZATION_FLOPS
 from zeroxla.program.shapes import shapes_of
-from zeroxla.step.owners.owners_plan import OwnersPlan
 
 SCOPE = "update"
-LAPACK = {"potrf": "cholesky", "syevd": "eigh", "geqrf": "qr", "orgqr": "qr"}
 
 
 def dims_of(params: Any) -> Any:
@@ -84,62 +79,6 @@ CASES = {
     "Muon, scanned": (muon, {"scan": True, "layers": 12, "width": 128}),
     "Shampoo, unrolled": (lambda: shampoo(0.01), {"scan": False, "layers": 8, "width": 64}),
 }
-
-
-def flops_by_device(text: str, plan: OwnersPlan | None) -> list[float]:
-    """Return the FLOPs of products and factorizations of each device, from a compiled program.
-
-    Args:
-      text: the program's HLO.
-      plan: who owns what; None for a program without owners.
-    """
-    module = hlo.parse(text)
-    counts = {}
-    if plan is not None:
-        (turn,) = (turn for turns in plan.turns for turn in turns)
-        counts = {f"rest_{g}": [*map(len, s.rest)] for g, s in enumerate(turn.shares)}
-
-    def visit(name: str, times: np.ndarray) -> np.ndarray:
-        total = np.zeros(NUM_DEVICES)
-        scope = module.computations[name]
-        for instruction in scope.values():
-            total += times * _flops(instruction, scope)
-            runs = times
-            if instruction.opcode == "while":
-                runs = times * _trips(instruction, scope, module, counts)
-            for called in instruction.called:
-                total += visit(called, runs)
-        return total
-
-    return visit(module.entry, np.ones(NUM_DEVICES)).tolist()
-
-
-def _trips(
-    loop: Instruction, scope: dict[str, Instruction], module: Module, counts: dict[str, list[int]]
-) -> np.ndarray:
-    """Return the number of a loop's turns on each device."""
-    known = trip_count(loop, scope, module)
-    if known is not None:
-        return np.full(NUM_DEVICES, known)
-    group = re.search(r"\brest_\d+\b", loop.op_name)
-    assert group is not None, loop.op_name
-    return np.array(counts[group[0]])
-
-
-def _flops(instruction: Instruction, scope: dict[str, Instruction]) -> float:
-    """Return the FLOPs of a product or factorization; 0 for other instructions."""
-    if instruction.opcode == "dot":
-        operand = scope[instruction.operands[0]].shapes[0]
-        summed = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", instruction.attributes)
-        dims = [int(d) for d in summed[1].split(",") if d] if summed else []
-        sizes = math.prod(operand.dims[d] for d in dims)
-        return 2.0 * instruction.shapes[0].num_elements * sizes
-    if instruction.opcode == "custom-call":
-        for name, kind in LAPACK.items():
-            if re.search(rf'custom_call_target="[^"]*{name}', instruction.attributes):
-                *batch, m, n = instruction.shapes[0].dims
-                return FACTORIZATION_FLOPS[kind] * math.prod(batch) * m * n * min(m, n)
-    return 0.0
 
 
 def alone(update: Any, args: Any) -> str:

@@ -1,4 +1,4 @@
-"""What segments keep under a budget: against all ways to keep values, one by one."""
+"""What segments keep under a budget equals the best of all choices, tried one by one."""
 
 from __future__ import annotations
 

@@ -30,8 +30,8 @@ def test_a_plan_fits_its_budget_with_the_work_that_is_done_twice(plain, share):
     assert found.fit.best.num_bytes == found.memory.total_bytes
     keeping = found.fit.best.keeping
     assert 0 < keeping.share_again < 0.34
-    # The model's own work is the same, and what is computed again comes on top. It may be faster
-    # all the same: what is not kept is neither written nor read.
+    # Computing again comes on top of the model's own work. It can still make a step faster, because
+    # a value that is not kept is neither written to memory nor read.
     more_s = found.time.seconds / plain.time.seconds - 1
     assert -0.15 < more_s < 1.5 * keeping.share_again + 0.02
     assert any("% of all" in note for note in found.notes())

@@ -1,4 +1,4 @@
-"""A device that runs out of memory, and a budget that cannot be met: what the errors say."""
+"""The errors of a device that runs out of memory, and of a budget that cannot be met."""
 
 from __future__ import annotations
 

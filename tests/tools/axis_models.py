@@ -179,17 +179,17 @@ KINDS = {
 KEY_BIAS_TOLERANCE = 2 * float(np.finfo(np.float32).eps)
 """Bound on the gradient of a key bias, as a share of the gradient of its kernel.
 
-A key bias adds the same to all scores of a query, which softmax takes away again: its exact
-gradient is zero, and any two float32 computations differ by all they have. So it is measured
-against zero, and by the size of the terms that cancel: the cotangents of keys, of which the
-gradient of the kernel is made too. Rounding leaves up to 0.5 eps of that, on one device and on axes
-alike (in float64 1e-16); one position of one row whose cotangent is lost leaves at least 3e-3.
+A key bias adds the same number to all scores of a query, and softmax ignores it. So its exact
+gradient is zero, and what a computation finds is rounding alone. The test compares it with zero.
+The scale is the gradient of the kernel, which sums the same cotangents without cancelling. Rounding
+leaves up to 0.5 eps of that scale, on one device and on axes alike (in float64 1e-16). If the
+cotangent of one position of one row is lost, at least 3e-3 is left.
 """
 
 
 def assert_equals_whole(step: zeroxla.Step, make: Callable[[], Any], batch: Any) -> None:
-    """Assert that a step's loss and gradients equal those of `jax.grad` of the whole model on one
-    device."""
+    """Assert that a step computes the loss and the gradients that `jax.grad` computes for the whole
+    model on one device."""
     state = step.init(jax.random.key(0), batch)
     loss, gradients = step.grad(state, batch)
     adapted = adapt(make())

@@ -11,8 +11,8 @@ import numpy as np
 
 from zeroxla import Rewrite
 from zeroxla.frontend import adapt
-from zeroxla.rewrite.rewritten_loss import RewrittenLoss
-from zeroxla.rewrite.runs_on import RunsOn
+from zeroxla.frontend.rewrite.rewritten_loss import RewrittenLoss
+from zeroxla.frontend.rewrite.runs_on import RunsOn
 
 KEY = jax.random.key(0)
 

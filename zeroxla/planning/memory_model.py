@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from zeroxla.offload.array_bytes import shard_bytes
 from zeroxla.program.live.kinds import ACTIVATIONS, GATHERED, GRADIENTS, SUB_GROUPS
-from zeroxla.program.report import Report, format_bytes
+from zeroxla.program.report import Report, format_bytes, table_of_parts
 from zeroxla.step.state import TrainState
 from zeroxla.step.step import Step
 from zeroxla.wire.leaves import Layout, Leaf
@@ -154,16 +154,7 @@ class MemoryPlan(Report):
 
     def table(self) -> Table:
         """Return the table for a rich console."""
-        from rich.table import Table
-
-        table = Table(title="Memory of one device", title_justify="left")
-        table.add_column("part")
-        table.add_column("", justify="right")
-        for name, num_bytes in self.parts().items():
-            if num_bytes:
-                table.add_row(name, format_bytes(num_bytes))
-        table.add_section()
-        table.add_row("in all", format_bytes(self.total_bytes))
+        table = table_of_parts("Memory of one device", self.parts())
         before = "while gradients are computed" if self.peak_in_update else "of these"
         if self.secondary_bytes:
             which = "on the host" if self.secondary_on_host else before

@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from zeroxla.frontend.rewrite.report import RewriteReport
 from zeroxla.inspect.comms_report import CommsReport
 from zeroxla.mesh.machines import Device, Link
 from zeroxla.planning.axes_plan import AxesPlan
@@ -19,7 +20,6 @@ from zeroxla.planning.memory_model import MemoryPlan
 from zeroxla.planning.simulation import Simulation
 from zeroxla.planning.target import HOST_UPDATE, Target
 from zeroxla.program.report import Report, format_bytes
-from zeroxla.rewrite.report import RewriteReport
 from zeroxla.step.memory.fit_report import MemoryFit
 
 if TYPE_CHECKING:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -65,6 +66,26 @@ def render(table: Table) -> str:
     with console.capture() as capture:
         console.print(table)
     return "\n".join(line.rstrip() for line in capture.get().rstrip().splitlines())
+
+
+def table_of_parts(title: str, parts: Mapping[str, float]) -> Table:
+    """Return a table of bytes by name, without the empty ones, and their sum below a line.
+
+    Args:
+      title: the table's title.
+      parts: bytes by name.
+    """
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left")
+    table.add_column("part")
+    table.add_column("", justify="right")
+    for name, num_bytes in parts.items():
+        if num_bytes:
+            table.add_row(name, format_bytes(num_bytes))
+    table.add_section()
+    table.add_row("in all", format_bytes(sum(parts.values())))
+    return table
 
 
 def _console(*, record: bool = False) -> Console:

@@ -13,10 +13,10 @@ from jax.sharding import Mesh
 
 from zeroxla.fetch.segments import FetchPlan
 from zeroxla.fetch.unit_names import OF_A_LOOP, unit_names
+from zeroxla.frontend.rewrite.report import RewriteReport
 from zeroxla.offload.array_bytes import shard_bytes
 from zeroxla.offload.memory_kinds import Place
 from zeroxla.program.report import Report
-from zeroxla.rewrite.report import RewriteReport
 from zeroxla.split.axis_report import AxisReport
 from zeroxla.step.memory.fit_report import MemoryFit
 from zeroxla.step.owners.owners_report import OwnersReport

@@ -22,11 +22,11 @@ from zeroxla.fetch.keeping.choose import Keeping
 from zeroxla.fetch.runner import FetchRunner
 from zeroxla.fetch.segments import FetchPlan, layer_dims
 from zeroxla.frontend import Adapted
+from zeroxla.frontend.rewrite.rewritten_loss import rewritten
+from zeroxla.frontend.rewrite.runs_on import RunsOn
 from zeroxla.mesh.axes import platform_of, split_axes
 from zeroxla.program.paths import Path, paths_of
 from zeroxla.program.trace import Operand, Program, Value, trace
-from zeroxla.rewrite.rewritten_loss import rewritten
-from zeroxla.rewrite.runs_on import RunsOn
 from zeroxla.step.memory.without_remat import without_remat
 from zeroxla.step.metrics import check_metrics
 from zeroxla.wire.leaves import Layout

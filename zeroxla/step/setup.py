@@ -14,6 +14,8 @@ import optax
 from zeroxla.config.fetch_limits import FetchLimits
 from zeroxla.config.offload import PINNED
 from zeroxla.fetch.segments import FetchPlan
+from zeroxla.frontend.rewrite.report import RewriteReport
+from zeroxla.frontend.rewrite.rewritten_loss import rewrites_of
 from zeroxla.frontend.staged import StagedDifferentiator, StagesReport
 from zeroxla.mesh.axes import PIPE, platform_of
 from zeroxla.mesh.placement import Placement
@@ -21,8 +23,6 @@ from zeroxla.offload.choose import offloaded
 from zeroxla.offload.memory_kinds import check_memory
 from zeroxla.offload.update.on_host import check_host_compute
 from zeroxla.program.shapes import shapes_of
-from zeroxla.rewrite.report import RewriteReport
-from zeroxla.rewrite.rewritten_loss import rewrites_of
 from zeroxla.step.axes.deals import Deals
 from zeroxla.step.axes.differentiator import AxesDifferentiator
 from zeroxla.step.axes.parts_wire_state import PartsWireStatePlan

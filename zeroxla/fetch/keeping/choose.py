@@ -57,10 +57,11 @@ class Keeping:
             p.traced.segment: (p.traced, p.graph.kept(c.on_device, c.on_host)) for p, c in pairs
         }
 
-    @property
+    @functools.cached_property
     def num_bytes(self) -> float:
         """The bytes of kept values and of the residuals of the segment at hand, when most."""
-        return float(_bytes_at_each(self.places, self.choices).max(initial=0.0))
+        others = others_alive(self.places)
+        return float(_bytes_at_each(self.places, self.choices, others).max(initial=0.0))
 
     @property
     def kept_bytes(self) -> float:
@@ -113,7 +114,7 @@ class Keeper:
 
     def __init__(self, places: Sequence[SegmentPlace], rates: DeviceRates) -> None:
         self.places, self.rates = tuple(places), rates
-        self._others = _others_alive(self.places)
+        self._others = others_alive(self.places)
 
     def everything(self) -> Keeping:
         """Return the choice that computes nothing again that takes time."""
@@ -169,7 +170,8 @@ class Keeper:
         for i in order:
             if choices[i].seconds <= 0:
                 break
-            weights, left = self._others[:, i], limit - _bytes_at_each(self.places, choices)
+            weights = self._others[:, i]
+            left = limit - _bytes_at_each(self.places, choices, self._others)
             room = min((s / w for s, w in zip(left, weights, strict=True) if w > 0), default=0.0)
             allowed = choices[i].num_bytes + max(room, 0.0)
             graph = self.places[i].graph
@@ -180,7 +182,10 @@ class Keeper:
                 solved[key] = best_choice(graph, allowed)
             better = solved[key]
             if better is not None and better.seconds < choices[i].seconds * (1 - 1e-9):
-                choices[i] = better
+                changed = [*choices[:i], better, *choices[i + 1 :]]
+                # What is kept besides residuals is there with them at the segment's own moment.
+                if _bytes_at_each(self.places, changed, self._others).max() <= limit * _ROUNDED:
+                    choices = changed
         return choices
 
 
@@ -195,15 +200,17 @@ def seconds_per_byte(rates: DeviceRates) -> float:
     return 2 / rates.host_bytes_per_s if rates.host_bytes_per_s else 0.0
 
 
-def _bytes_at_each(places: Sequence[SegmentPlace], choices: Sequence[SegmentChoice]) -> np.ndarray:
+def _bytes_at_each(
+    places: Sequence[SegmentPlace], choices: Sequence[SegmentChoice], others: np.ndarray
+) -> np.ndarray:
     """Return the bytes of kept values, and of the residuals of the segment at hand, while backward
-    is at each segment."""
+    is at each segment. `others` is `others_alive(places)`."""
     kept = np.array([c.num_bytes for c in choices], float)
     own = [_own_bytes(p.graph, c) for p, c in zip(places, choices, strict=True)]
-    return _others_alive(places) @ kept + np.array(own, float)
+    return others @ kept + np.array(own, float)
 
 
-def _others_alive(places: Sequence[SegmentPlace]) -> np.ndarray:
+def others_alive(places: Sequence[SegmentPlace]) -> np.ndarray:
     """Return how many times what a segment keeps, a column, is in memory while backward is at
     another segment, or at another turn of its own, a row."""
     return np.maximum(times_alive(places) - np.eye(len(places)), 0.0)

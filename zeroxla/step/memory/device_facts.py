@@ -13,7 +13,7 @@ from zeroxla.mesh.axes import platform_of
 from zeroxla.mesh.machines import Device, Machines
 
 DEFAULT_DEVICE = "h100"
-"""The device whose rates are taken for one that is in no table, such as a CPU's simulated ones."""
+"""The device whose rates are taken for one that is in no table."""
 
 
 def device_bytes(mesh: Mesh) -> int:
@@ -48,8 +48,7 @@ def rates_of(mesh: Mesh, dtype: str, *, host: bool) -> DeviceRates:
     known: Device | None = None
     if not isinstance(mesh, AbstractMesh):
         known = machines.of_kind(getattr(mesh.devices.flat[0], "device_kind", ""))
-    device = known if known is not None and known.platform != "cpu" else None
-    device = device or machines.find_device(DEFAULT_DEVICE)
+    device = known or machines.find_device(DEFAULT_DEVICE)
     return DeviceRates(
         flops_per_s=device.rate(dtype),
         bytes_per_s=device.memory_rate,

@@ -19,7 +19,7 @@ from zeroxla.program.live.peak import Moment, live_bytes, peak_bytes
 from zeroxla.program.live.residents import Resident, ResidentLabels, by_kind, largest_first
 from zeroxla.program.paths import leaf_path
 from zeroxla.program.phases import phase_of
-from zeroxla.program.report import Report, format_bytes
+from zeroxla.program.report import Report, format_bytes, table_of_parts
 from zeroxla.step.memory.step_program import StepProgram
 from zeroxla.step.programs import Programs
 from zeroxla.step.state import TrainState
@@ -151,17 +151,7 @@ class StepMemory(Report):
 
     def table(self) -> Table:
         """Return the table of the parts at the peak."""
-        from rich.table import Table
-
-        table = Table(title="One device at the peak of a step", title_justify="left")
-        table.add_column("part")
-        table.add_column("", justify="right")
-        for name, num_bytes in self.parts().items():
-            if num_bytes:
-                table.add_row(name, format_bytes(num_bytes))
-        table.add_section()
-        table.add_row("in all", format_bytes(self.total_bytes))
-        return table
+        return table_of_parts("One device at the peak of a step", self.parts())
 
     def notes(self) -> list[str]:
         """Return where the figures come from."""

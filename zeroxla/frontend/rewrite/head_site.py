@@ -11,14 +11,14 @@ import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 
+from zeroxla.frontend.rewrite.cut_dims import Cut, Cuts, labels_of, reshaped, shape_of
+from zeroxla.frontend.rewrite.cuts import dot_dims
+from zeroxla.frontend.rewrite.recipe import Recipe
+from zeroxla.frontend.rewrite.result_cuts import result_cuts
+from zeroxla.frontend.rewrite.scope import TracedScope
+from zeroxla.frontend.rewrite.softmax import stripped
 from zeroxla.program.primitives import CONTRACTIONS
 from zeroxla.program.trace import Equation, Operand, Value
-from zeroxla.rewrite.cut_dims import Cut, Cuts, labels_of, reshaped, shape_of
-from zeroxla.rewrite.cuts import dot_dims
-from zeroxla.rewrite.recipe import Recipe
-from zeroxla.rewrite.result_cuts import result_cuts
-from zeroxla.rewrite.scope import TracedScope
-from zeroxla.rewrite.softmax import stripped
 
 POSITION, WORD = "position", "word"
 LABELS = (POSITION, WORD)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from zeroxla.rewrite.counted_bits import _times_plus, bits_of_block
+from zeroxla.frontend.rewrite.counted_bits import _times_plus, bits_of_block
 
 
 @pytest.mark.parametrize("width", [8, 16, 32])

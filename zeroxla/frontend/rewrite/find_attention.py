@@ -8,22 +8,23 @@ quotient of such a product, of exponentials and values, and the exponentials' su
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
-from zeroxla.program.primitives import ARRANGEMENTS, PASSED
-from zeroxla.program.trace import Equation, Operand, Value
-from zeroxla.rewrite.attention_site import KEY, LABELS, QUERY, AttentionSite, following
-from zeroxla.rewrite.cut_dims import Cut, Cuts, has_flat, labels_of, shape_of
-from zeroxla.rewrite.cuts import dot_dims, operand_cuts
-from zeroxla.rewrite.recipe import BlockStep, Recipe
-from zeroxla.rewrite.scope import TracedScope
-from zeroxla.rewrite.softmax import (
+from zeroxla.frontend.rewrite.attention_site import KEY, LABELS, QUERY, AttentionSite, following
+from zeroxla.frontend.rewrite.cut_dims import Cut, Cuts, has_flat, labels_of, shape_of
+from zeroxla.frontend.rewrite.cuts import dot_dims, operand_cuts
+from zeroxla.frontend.rewrite.recipe import BlockStep, Recipe
+from zeroxla.frontend.rewrite.scope import TracedScope
+from zeroxla.frontend.rewrite.softmax import (
     Softmax,
     filled_with,
     find_softmax,
     quotients_of,
     softmax_of_weights,
 )
+from zeroxla.program.primitives import ARRANGEMENTS, PASSED
+from zeroxla.program.trace import Equation, Operand, Value
 
 MOST_LINEAR = 64
 """So many equations between a softmax and a product with values are followed."""
@@ -79,7 +80,7 @@ def _of_product(
         cuts = tuple(Cut(KEY) if d in contracted else None for d in range(len(shape)))
         found = _softmax_below(scope, eq.inputs[side], cuts, find)
         if found is not None:
-            return _site(scope, eq, after, side, *found)
+            return _Candidate(scope, eq, after, side, *found).site()
     return None
 
 
@@ -120,79 +121,85 @@ def _linear_in(scope: TracedScope, eq: Equation) -> tuple[int, ...]:
     return ()
 
 
-def _site(
-    scope: TracedScope,
-    eq: Equation,
-    after: tuple[Equation, ...],
-    side: int,
-    softmax: Softmax,
-    chain: tuple[tuple[Equation, int], ...],
-) -> AttentionSite | str:
-    contracted, batch = (dims[side] for dims in eq.params["dimension_numbers"])
-    shape = shape_of(eq.inputs[side])
-    free = [d for d in range(len(shape)) if d not in (*contracted, *batch) and shape[d] > 1]
-    num_keys = shape[contracted[0]]
-    free.sort(key=lambda d: (shape[d] == num_keys, shape[d]), reverse=True)
-    reasons: list[str] = []
-    for d in free:
-        marks: dict[int, Cut] = {d: Cut(QUERY), contracted[0]: Cut(KEY)}
-        cuts = tuple(marks.get(i) for i in range(len(shape)))
-        site = _with_cuts(scope, eq, after, side, softmax, chain, cuts)
-        if isinstance(site, AttentionSite):
-            return _refused(site) or site
-        reasons.append(site)
-    return reasons[0] if reasons else "the softmax has no dim of queries beside the keys'"
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Candidate:
+    """A product of values with something that is linear in a softmax.
 
+    Attributes:
+      scope: the program.
+      eq: the product.
+      after: the equations behind it that belong to the attention.
+      side: the operand that depends on the softmax, by number.
+      softmax: the softmax.
+      chain: the equations from there to the product, each with the place of its operand that
+        depends on the softmax.
+    """
 
-def _with_cuts(
-    scope: TracedScope,
-    eq: Equation,
-    after: tuple[Equation, ...],
-    side: int,
-    softmax: Softmax,
-    chain: tuple[tuple[Equation, int], ...],
-    cuts: Cuts,
-) -> AttentionSite | str:
-    """Return the site if the queries are those along a given dim, or why it is none."""
-    own = cuts
-    for made, i in reversed(chain):
-        found = operand_cuts(made, own)
-        if found is None or labels_of(found[i]) != set(LABELS) or has_flat(found[i]):
-            return "what becomes of the probabilities is not computed query by query"
-        own = found[i]
-    recipe = Recipe(scope, LABELS)
-    scores = recipe.add(softmax.scores, own)
-    if not isinstance(recipe.items[scores], BlockStep):
-        return f"the scores come from `{_name_of(scope, softmax.scores)}`, which has no blocks"
-    if not any(isinstance(x, BlockStep) and x.eq.name == "dot_general" for x in recipe.items):
-        return "the scores are no products of queries and keys"
-    keep = None if softmax.keep is None else recipe.add(softmax.keep[0], own)
-    given = recipe.give(softmax.result, own)
-    probs = recipe.add(eq.inputs[side], cuts)
-    dims = dot_dims(eq)
-    key = cuts.index(Cut(KEY))
-    assert dims[side][key] is None
-    of_values = tuple(Cut(KEY) if d is None else None for d in dims[1 - side])
-    values = recipe.add(eq.inputs[1 - side], of_values)
-    shape = shape_of(eq.inputs[side])
-    lengths = {cut.label: n for cut, n in zip(cuts, shape, strict=True) if cut is not None}
-    return AttentionSite(
-        scope=scope,
-        eq=eq,
-        after=after,
-        side=side,
-        softmax=softmax,
-        chain=chain,
-        cuts=cuts,
-        own_cuts=own,
-        recipe=recipe,
-        scores=scores,
-        keep=keep,
-        given=given,
-        probs=probs,
-        values=values,
-        lengths=lengths,
-    )
+    scope: TracedScope
+    eq: Equation
+    after: tuple[Equation, ...]
+    side: int
+    softmax: Softmax
+    chain: tuple[tuple[Equation, int], ...]
+
+    def site(self) -> AttentionSite | str:
+        """Return the attention that it is, or why it is none."""
+        contracted, batch = (dims[self.side] for dims in self.eq.params["dimension_numbers"])
+        shape = shape_of(self.eq.inputs[self.side])
+        free = [d for d in range(len(shape)) if d not in (*contracted, *batch) and shape[d] > 1]
+        num_keys = shape[contracted[0]]
+        free.sort(key=lambda d: (shape[d] == num_keys, shape[d]), reverse=True)
+        reasons: list[str] = []
+        for d in free:
+            marks: dict[int, Cut] = {d: Cut(QUERY), contracted[0]: Cut(KEY)}
+            site = self._with_cuts(tuple(marks.get(i) for i in range(len(shape))))
+            if isinstance(site, AttentionSite):
+                return _refused(site) or site
+            reasons.append(site)
+        return reasons[0] if reasons else "the softmax has no dim of queries beside the keys'"
+
+    def _with_cuts(self, cuts: Cuts) -> AttentionSite | str:
+        """Return the site if the queries are those along a given dim, or why it is none."""
+        scope, eq, side, softmax = self.scope, self.eq, self.side, self.softmax
+        own = cuts
+        for made, i in reversed(self.chain):
+            found = operand_cuts(made, own)
+            if found is None or labels_of(found[i]) != set(LABELS) or has_flat(found[i]):
+                return "what becomes of the probabilities is not computed query by query"
+            own = found[i]
+        recipe = Recipe(scope, LABELS)
+        scores = recipe.add(softmax.scores, own)
+        if not isinstance(recipe.items[scores], BlockStep):
+            return f"the scores come from `{_name_of(scope, softmax.scores)}`, which has no blocks"
+        if not any(isinstance(x, BlockStep) and x.eq.name == "dot_general" for x in recipe.items):
+            return "the scores are no products of queries and keys"
+        keep = None if softmax.keep is None else recipe.add(softmax.keep[0], own)
+        given = recipe.give(softmax.result, own)
+        probs = recipe.add(eq.inputs[side], cuts)
+        dims = dot_dims(eq)
+        key = cuts.index(Cut(KEY))
+        assert dims[side][key] is None
+        of_values = tuple(Cut(KEY) if d is None else None for d in dims[1 - side])
+        values = recipe.add(eq.inputs[1 - side], of_values)
+        shape = shape_of(eq.inputs[side])
+        lengths = {cut.label: n for cut, n in zip(cuts, shape, strict=True) if cut is not None}
+        return AttentionSite(
+            scope=scope,
+            eq=eq,
+            after=self.after,
+            side=side,
+            softmax=softmax,
+            chain=self.chain,
+            cuts=cuts,
+            own_cuts=own,
+            recipe=recipe,
+            scores=scores,
+            keep=keep,
+            given=given,
+            probs=probs,
+            values=values,
+            lengths=lengths,
+        )
 
 
 def _refused(site: AttentionSite) -> str | None:

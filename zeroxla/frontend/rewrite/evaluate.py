@@ -12,10 +12,10 @@ from typing import Any
 
 import jax
 
+from zeroxla.frontend.rewrite.found import Rewritten
 from zeroxla.program import compat
 from zeroxla.program.scan import Scan
 from zeroxla.program.trace import Equation, Value, read
-from zeroxla.rewrite.found import Rewritten
 
 Env = MutableMapping[Value, Any]
 

@@ -6,18 +6,18 @@ from collections.abc import Mapping
 from functools import partial
 
 from zeroxla.config.rewrite import Rewrite
+from zeroxla.frontend.rewrite.attention_site import AttentionSite
+from zeroxla.frontend.rewrite.block_attention import BlockAttention
+from zeroxla.frontend.rewrite.causal_attention import CausalAttention
+from zeroxla.frontend.rewrite.find_attention import find_attention
+from zeroxla.frontend.rewrite.found import Replacement
+from zeroxla.frontend.rewrite.masks import Masks, pairs_of
+from zeroxla.frontend.rewrite.proof import Proof
+from zeroxla.frontend.rewrite.report import Finding
+from zeroxla.frontend.rewrite.runs_on import RunsOn
+from zeroxla.frontend.rewrite.scope import TracedScope
+from zeroxla.frontend.rewrite.small_attention import BLOCK, objection
 from zeroxla.program.trace import Equation, Operand
-from zeroxla.rewrite.attention_site import AttentionSite
-from zeroxla.rewrite.block_attention import BlockAttention
-from zeroxla.rewrite.causal_attention import CausalAttention
-from zeroxla.rewrite.find_attention import find_attention
-from zeroxla.rewrite.found import Replacement
-from zeroxla.rewrite.masks import Masks, pairs_of
-from zeroxla.rewrite.proof import Proof
-from zeroxla.rewrite.report import Finding
-from zeroxla.rewrite.runs_on import RunsOn
-from zeroxla.rewrite.scope import TracedScope
-from zeroxla.rewrite.small_attention import BLOCK, objection
 
 
 def attention_in(

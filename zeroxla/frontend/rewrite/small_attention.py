@@ -7,16 +7,16 @@ from typing import Any
 
 import jax
 
+from zeroxla.frontend.rewrite.attention_site import KEY, LABELS, QUERY, AttentionSite
+from zeroxla.frontend.rewrite.cut_dims import block_shape
+from zeroxla.frontend.rewrite.find_attention import find_attention
+from zeroxla.frontend.rewrite.found import Replacement, Rewritten
+from zeroxla.frontend.rewrite.proof import Proof
+from zeroxla.frontend.rewrite.recipe import Recipe
+from zeroxla.frontend.rewrite.result_cuts import result_cuts
+from zeroxla.frontend.rewrite.scope import TracedScope
 from zeroxla.program import compat
 from zeroxla.program.trace import Program
-from zeroxla.rewrite.attention_site import KEY, LABELS, QUERY, AttentionSite
-from zeroxla.rewrite.cut_dims import block_shape
-from zeroxla.rewrite.find_attention import find_attention
-from zeroxla.rewrite.found import Replacement, Rewritten
-from zeroxla.rewrite.proof import Proof
-from zeroxla.rewrite.recipe import Recipe
-from zeroxla.rewrite.result_cuts import result_cuts
-from zeroxla.rewrite.scope import TracedScope
 
 QUERIES, OTHER_KEYS = 8, 11
 """The numbers of queries and of keys, if there are not as many of both."""

@@ -13,13 +13,13 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
+from zeroxla.frontend.rewrite.attention_site import KEY, QUERY, AttentionSite
+from zeroxla.frontend.rewrite.cut_dims import Cut, shape_of
+from zeroxla.frontend.rewrite.cuts import dot_dims
+from zeroxla.frontend.rewrite.masks import Masks
+from zeroxla.frontend.rewrite.recipe import BlockRoot, BlockStep
 from zeroxla.program.primitives import PASSED
 from zeroxla.program.trace import Operand
-from zeroxla.rewrite.attention_site import KEY, QUERY, AttentionSite
-from zeroxla.rewrite.cut_dims import Cut, shape_of
-from zeroxla.rewrite.cuts import dot_dims
-from zeroxla.rewrite.masks import Masks
-from zeroxla.rewrite.recipe import BlockRoot, BlockStep
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)

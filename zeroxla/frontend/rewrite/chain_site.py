@@ -13,9 +13,9 @@ from typing import Literal
 
 import numpy as np
 
+from zeroxla.frontend.rewrite.scope import CUSTOM_JVP, TracedScope
 from zeroxla.program.primitives import CURVES, OF_CHAINS, OF_NORMS, SUMS
 from zeroxla.program.trace import Equation, Value
-from zeroxla.rewrite.scope import CUSTOM_JVP, TracedScope
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from zeroxla.config.rewrite import Rewrite
+from zeroxla.frontend.rewrite.attention import attention_in
+from zeroxla.frontend.rewrite.chain import chains_in
+from zeroxla.frontend.rewrite.found import Replacement, Rewritten
+from zeroxla.frontend.rewrite.head import heads_in
+from zeroxla.frontend.rewrite.proof import Proof
+from zeroxla.frontend.rewrite.report import Finding
+from zeroxla.frontend.rewrite.runs_on import RunsOn
+from zeroxla.frontend.rewrite.scope import TracedScope
 from zeroxla.program.primitives import REMATS
 from zeroxla.program.scan import Scan
 from zeroxla.program.trace import Equation, Operand, Program, Value, flatten
-from zeroxla.rewrite.attention import attention_in
-from zeroxla.rewrite.chain import chains_in
-from zeroxla.rewrite.found import Replacement, Rewritten
-from zeroxla.rewrite.head import heads_in
-from zeroxla.rewrite.proof import Proof
-from zeroxla.rewrite.report import Finding
-from zeroxla.rewrite.runs_on import RunsOn
-from zeroxla.rewrite.scope import TracedScope
 
 
 class RewriteSearch:

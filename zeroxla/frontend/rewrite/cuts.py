@@ -13,11 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from zeroxla.program import compat
-from zeroxla.program.primitives import REDUCTIONS, SAME_PLACE
-from zeroxla.program.trace import Equation, Operand
-from zeroxla.rewrite.counted_bits import bits_of_block, can_count
-from zeroxla.rewrite.cut_dims import (
+from zeroxla.frontend.rewrite.counted_bits import bits_of_block, can_count
+from zeroxla.frontend.rewrite.cut_dims import (
     Cut,
     Cuts,
     Window,
@@ -28,6 +25,9 @@ from zeroxla.rewrite.cut_dims import (
     reshaped,
     shape_of,
 )
+from zeroxla.program import compat
+from zeroxla.program.primitives import REDUCTIONS, SAME_PLACE
+from zeroxla.program.trace import Equation, Operand
 
 Hint = Callable[[Operand], Cuts | None]
 """The cuts of an operand that is reduced, if they are known."""

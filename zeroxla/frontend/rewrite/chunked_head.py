@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from zeroxla.frontend.rewrite.cut_dims import Cuts, Window, labels_of, placed, sliced
+from zeroxla.frontend.rewrite.head_site import POSITION, WORD, HeadSite
 from zeroxla.program.trace import is_float
-from zeroxla.rewrite.cut_dims import Cuts, Window, labels_of, placed, sliced
-from zeroxla.rewrite.head_site import POSITION, WORD, HeadSite
 
 Arrays = list[jax.Array]
 

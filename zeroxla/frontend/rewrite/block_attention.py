@@ -19,12 +19,12 @@ import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
+from zeroxla.frontend.rewrite.attention_site import KEY, QUERY, AttentionSite
+from zeroxla.frontend.rewrite.block_pair import BlockPair
+from zeroxla.frontend.rewrite.cut_dims import Cut, Cuts
+from zeroxla.frontend.rewrite.masks import MASKED, BlockPairs
+from zeroxla.frontend.rewrite.value_products import ValueProducts, unbroadcast
 from zeroxla.program.trace import is_float
-from zeroxla.rewrite.attention_site import KEY, QUERY, AttentionSite
-from zeroxla.rewrite.block_pair import BlockPair
-from zeroxla.rewrite.cut_dims import Cut, Cuts
-from zeroxla.rewrite.masks import MASKED, BlockPairs
-from zeroxla.rewrite.value_products import ValueProducts, unbroadcast
 
 Blocks = list[jax.Array]
 

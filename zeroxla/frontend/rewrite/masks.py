@@ -11,12 +11,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from zeroxla.frontend.rewrite.attention_site import KEY, QUERY, AttentionSite
+from zeroxla.frontend.rewrite.cut_dims import Window
+from zeroxla.frontend.rewrite.extents import extent
+from zeroxla.frontend.rewrite.recipe import BlockRoot, BlockStep
 from zeroxla.program.primitives import ARRANGEMENTS, PASSED
 from zeroxla.program.trace import Constant
-from zeroxla.rewrite.attention_site import KEY, QUERY, AttentionSite
-from zeroxla.rewrite.cut_dims import Window
-from zeroxla.rewrite.extents import extent
-from zeroxla.rewrite.recipe import BlockRoot, BlockStep
 
 MASKED = -1e4
 """Scores that are filled with this or less, or to which it is added, count as masked: beside a

@@ -5,9 +5,9 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 
+from zeroxla.frontend.rewrite.cut_dims import Cut, Cuts, reshaped
+from zeroxla.frontend.rewrite.cuts import operand_cuts
 from zeroxla.program.trace import Equation, Operand, Value
-from zeroxla.rewrite.cut_dims import Cut, Cuts, reshaped
-from zeroxla.rewrite.cuts import operand_cuts
 
 MOST_DIMS = 7
 """Results of more dims have no rule: all their dims would be tried."""

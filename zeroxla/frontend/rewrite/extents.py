@@ -14,11 +14,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from zeroxla.frontend.rewrite.cut_dims import Window
+from zeroxla.frontend.rewrite.recipe import BlockRoot, BlockStep, Recipe
 from zeroxla.program import compat
 from zeroxla.program.primitives import ELEMENTWISE, KEEPS_EXTENT
 from zeroxla.program.trace import Constant
-from zeroxla.rewrite.cut_dims import Window
-from zeroxla.rewrite.recipe import BlockRoot, BlockStep, Recipe
 
 Extent = tuple[Any, Any] | None
 """(least, greatest element); None if they are not known."""

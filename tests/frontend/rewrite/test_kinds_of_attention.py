@@ -62,7 +62,7 @@ def divided_and_moved(q, k, v, batch, params):
 
 
 def dropped_and_divided(q, k, v, batch, params):
-    """The sum is of all weights, and the product of those that are kept."""
+    """Dropout acts on the weights in the product, and not on those in the sum."""
     weights = jnp.exp(scores_of(q, k))
     kept = jax.random.bernoulli(jax.random.key(0), 0.9, weights.shape)
     total = weights.sum(-1).swapaxes(1, 2)

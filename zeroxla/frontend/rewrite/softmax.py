@@ -11,10 +11,10 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from zeroxla.frontend.rewrite.cut_dims import shape_of
+from zeroxla.frontend.rewrite.scope import TracedScope
 from zeroxla.program.primitives import ARRANGEMENTS, CASTS, ELEMENTWISE, PASSED
 from zeroxla.program.trace import Constant, Equation, Operand, Value, is_float
-from zeroxla.rewrite.cut_dims import shape_of
-from zeroxla.rewrite.scope import TracedScope
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)

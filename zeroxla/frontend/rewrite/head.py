@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from zeroxla.config.rewrite import Rewrite
+from zeroxla.frontend.rewrite.chunked_head import ChunkedHead
+from zeroxla.frontend.rewrite.cut_dims import block_shape
+from zeroxla.frontend.rewrite.found import Replacement, Rewritten
+from zeroxla.frontend.rewrite.head_site import POSITION, WORD, HeadSite, find_head
+from zeroxla.frontend.rewrite.proof import Proof
+from zeroxla.frontend.rewrite.report import Finding
+from zeroxla.frontend.rewrite.scope import TracedScope
 from zeroxla.program import compat
 from zeroxla.program.trace import Equation, Program
-from zeroxla.rewrite.chunked_head import ChunkedHead
-from zeroxla.rewrite.cut_dims import block_shape
-from zeroxla.rewrite.found import Replacement, Rewritten
-from zeroxla.rewrite.head_site import POSITION, WORD, HeadSite, find_head
-from zeroxla.rewrite.proof import Proof
-from zeroxla.rewrite.report import Finding
-from zeroxla.rewrite.scope import TracedScope
 
 POSITIONS, WORDS, CHUNK = 7, 16, 3
 """The numbers of a small instance."""

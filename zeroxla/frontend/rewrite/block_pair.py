@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from zeroxla.rewrite.attention_site import KEY, QUERY, AttentionSite
-from zeroxla.rewrite.cut_dims import Cuts, sliced
+from zeroxla.frontend.rewrite.attention_site import KEY, QUERY, AttentionSite
+from zeroxla.frontend.rewrite.cut_dims import Cuts, sliced
 
 
 class BlockPair:

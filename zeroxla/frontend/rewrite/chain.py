@@ -8,15 +8,15 @@ from typing import Any
 import jax
 from jax import lax
 
+from zeroxla.frontend.rewrite.chain_site import ChainSite, find_chains
+from zeroxla.frontend.rewrite.cut_dims import Cut, block_shape
+from zeroxla.frontend.rewrite.found import Replacement, Rewritten
+from zeroxla.frontend.rewrite.proof import Proof
+from zeroxla.frontend.rewrite.recipe import Recipe
+from zeroxla.frontend.rewrite.report import Finding
+from zeroxla.frontend.rewrite.scope import TracedScope
 from zeroxla.program import compat
 from zeroxla.program.trace import Equation, Program, Value, is_float, run
-from zeroxla.rewrite.chain_site import ChainSite, find_chains
-from zeroxla.rewrite.cut_dims import Cut, block_shape
-from zeroxla.rewrite.found import Replacement, Rewritten
-from zeroxla.rewrite.proof import Proof
-from zeroxla.rewrite.recipe import Recipe
-from zeroxla.rewrite.report import Finding
-from zeroxla.rewrite.scope import TracedScope
 
 SMALL = 3
 """The size to which the rows of a small instance are cut."""

@@ -8,12 +8,12 @@ from typing import Any
 
 import jax
 
+from zeroxla.frontend.rewrite.cut_dims import Cut, Cuts
+from zeroxla.frontend.rewrite.cuts import dot_dims
+from zeroxla.frontend.rewrite.recipe import BlockStep, Recipe
+from zeroxla.frontend.rewrite.scope import TracedScope
+from zeroxla.frontend.rewrite.softmax import Softmax
 from zeroxla.program.trace import Equation, Value, run
-from zeroxla.rewrite.cut_dims import Cut, Cuts
-from zeroxla.rewrite.cuts import dot_dims
-from zeroxla.rewrite.recipe import BlockStep, Recipe
-from zeroxla.rewrite.scope import TracedScope
-from zeroxla.rewrite.softmax import Softmax
 
 QUERY: str = "query"
 KEY: str = "key"

@@ -13,14 +13,14 @@ from typing import Any
 import jax
 
 from zeroxla.config.rewrite import Rewrite
+from zeroxla.frontend.rewrite.evaluate import evaluate
+from zeroxla.frontend.rewrite.found import Rewritten
+from zeroxla.frontend.rewrite.proof import Proof
+from zeroxla.frontend.rewrite.report import Finding, RewriteReport
+from zeroxla.frontend.rewrite.runs_on import RunsOn
+from zeroxla.frontend.rewrite.search import RewriteSearch
 from zeroxla.program.shapes import shapes_of, structure_of
 from zeroxla.program.trace import trace
-from zeroxla.rewrite.evaluate import evaluate
-from zeroxla.rewrite.found import Rewritten
-from zeroxla.rewrite.proof import Proof
-from zeroxla.rewrite.report import Finding, RewriteReport
-from zeroxla.rewrite.runs_on import RunsOn
-from zeroxla.rewrite.search import RewriteSearch
 
 MOST_SHAPES = 8
 """So many traces are remembered, for different shapes of arguments."""

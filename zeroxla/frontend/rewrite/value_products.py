@@ -15,10 +15,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from zeroxla.frontend.rewrite.attention_site import KEY, QUERY, AttentionSite
+from zeroxla.frontend.rewrite.cut_dims import Cut, Cuts, Window, shape_of
+from zeroxla.frontend.rewrite.cuts import compute, dot_dims, operand_cuts
 from zeroxla.program.primitives import ARRANGEMENTS
-from zeroxla.rewrite.attention_site import KEY, QUERY, AttentionSite
-from zeroxla.rewrite.cut_dims import Cut, Cuts, Window, shape_of
-from zeroxla.rewrite.cuts import compute, dot_dims, operand_cuts
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -11,11 +11,11 @@ import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+from zeroxla.frontend.rewrite.cut_dims import Cuts, Window, has_flat, labels_of, sliced
+from zeroxla.frontend.rewrite.cuts import compute, operand_cuts
+from zeroxla.frontend.rewrite.scope import TracedScope
 from zeroxla.program.primitives import CONTRACTIONS, REDUCTIONS, SAME_PLACE
 from zeroxla.program.trace import Constant, Equation, Operand, Value
-from zeroxla.rewrite.cut_dims import Cuts, Window, has_flat, labels_of, sliced
-from zeroxla.rewrite.cuts import compute, operand_cuts
-from zeroxla.rewrite.scope import TracedScope
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)

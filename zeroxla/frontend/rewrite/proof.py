@@ -12,16 +12,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from zeroxla.frontend.rewrite.evaluate import evaluate
+from zeroxla.frontend.rewrite.found import Rewritten
 from zeroxla.program.trace import Program, is_float, trace
-from zeroxla.rewrite.evaluate import evaluate
-from zeroxla.rewrite.found import Rewritten
 
 TOLERANCE = 1e-5
 """The largest error of float32, relative to the largest element."""
 
-SMALLEST = 0.1
-"""Elements that are all smaller are compared as if this were the largest: what an instance is made
-of is of order one, and gradients that are zero as written may be rounding errors as rewritten."""
+OF_ZEROS = 0.1
+"""The largest element against which errors are held where all are zero as written. A gradient that
+is exactly zero as written may be rounding as rewritten, and an instance is made of values of order
+one."""
 
 ROUNDINGS = 8
 """The same for shorter dtypes, in units of their rounding error."""
@@ -153,7 +154,7 @@ def is_close(a: jax.Array, b: jax.Array) -> bool:
     finite = np.isfinite(one)
     if not np.array_equal(one[~finite], other[~finite], equal_nan=True):
         return False
-    largest = np.abs(one[finite]).max(initial=SMALLEST)
+    largest = np.abs(one[finite]).max(initial=0.0) or OF_ZEROS
     error = np.abs(one[finite] - other[finite])
     return bool(np.all(error <= max(TOLERANCE, rounding) * largest))
 
