@@ -13,7 +13,9 @@ import zeroxla
 from zeroxla import Offload, ZeroConfig
 from zeroxla.fetch.keeping.budget import ActivationBudget
 from zeroxla.fetch.keeping.residual_graph import DeviceRates
+from zeroxla.mesh.machines import Machines
 from zeroxla.models import GPT, MLP
+from zeroxla.step.memory.device_facts import rates_with
 
 LENGTH = 64
 BATCH = {"tokens": np.random.default_rng(0).integers(0, 64, (16, LENGTH + 1), np.int32)}
@@ -143,6 +145,18 @@ def test_each_shape_of_a_batch_is_fitted():
     longer = step.describe().memory
     state, _ = step(state, {"tokens": BATCH["tokens"][:8]})
     assert step.describe().memory.best.num_bytes < longer.best.num_bytes
+
+
+@pytest.mark.smoke
+def test_a_leaf_is_gathered_again_at_the_rate_of_the_slowest_link():
+    machines = Machines.load()
+    h100, slow = machines.find_device("h100"), machines.find_link("10mbit")
+    links = {"node": slow, "device": machines.find_link(h100.link)}
+    rates = rates_with(h100, links, {"node": 2, "device": 8}, "bfloat16", None)
+    assert rates.gathered_bytes_per_s == pytest.approx(10e6 / 8 / 8)  # 8 devices share it
+    inside = rates_with(h100, links, {"node": 1, "device": 8}, "bfloat16", None)
+    assert inside.gathered_bytes_per_s == links["device"].bytes_per_s
+    assert inside.host_bytes_per_s is None
 
 
 @pytest.mark.smoke

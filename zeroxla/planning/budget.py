@@ -15,6 +15,7 @@ from zeroxla.program.live.kinds import kind_of
 from zeroxla.program.live.liveness import Scope
 from zeroxla.program.live.peak import peak_bytes
 from zeroxla.step.memory.budget_search import search_budget
+from zeroxla.step.memory.device_facts import rates_with
 from zeroxla.step.memory.fit_report import MemoryFit
 from zeroxla.step.memory.step_program import StepProgram
 from zeroxla.step.programs import Programs
@@ -72,14 +73,9 @@ def for_target(config: ZeroConfig, target: Target) -> ZeroConfig:
 
 def rates_on(target: Target, config: ZeroConfig) -> DeviceRates:
     """Return what computing again and moving costs on a target's devices."""
-    device = target.device
-    on_host = config.offload.activations == "host"
-    return DeviceRates(
-        flops_per_s=device.rate(config.compute_dtype),
-        bytes_per_s=device.memory_rate,
-        gathered_bytes_per_s=target.links["device"].bytes_per_s,
-        host_bytes_per_s=target.links[HOST].bytes_per_s if on_host else None,
-    )
+    host_link = target.links[HOST] if config.offload.activations == "host" else None
+    shape, dtype = target.mesh_shape, config.compute_dtype
+    return rates_with(target.device, target.links, shape, dtype, host_link)
 
 
 def _traced(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 
 from zeroxla.fetch.residuals import Kept
 from zeroxla.fetch.traced_segment import TracedSegment
@@ -12,8 +12,8 @@ from zeroxla.program.primitives import EXPENSIVE, FUSED, LOOPS, RANDOM, REDUCTIO
 from zeroxla.program.trace import Equation, Value, bytes_of, closure
 
 OF_A_KERNEL = 1 / 8
-"""An elementwise equation's share of a pass over its result: a compiler makes one kernel of a chain
-of them, and of the equations that read its end."""
+"""An elementwise equation's share of a pass over its result. A compiler makes one kernel of a chain
+of them and of the equations that read its end. The share is a guess that fits one GPT on a CPU."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -190,7 +190,6 @@ def _gathers(
     read = [v for v in traced.residuals if isinstance(v, Value) and v in free]
     gathered = leaves.intersection(closure(read, producers)[1])
     number: dict[Value, int] = {}
-    needs: Mapping[Equation, tuple[int, ...]] = {}
     needs = {
         eq: tuple(
             number.setdefault(v, len(number))

@@ -3,17 +3,19 @@ moving."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 from jax.sharding import AbstractMesh, Mesh
 
 from zeroxla.fetch.keeping.residual_graph import DeviceRates
-from zeroxla.mesh.axes import platform_of
-from zeroxla.mesh.machines import Device, Machines
+from zeroxla.mesh.axes import DEVICE, NODE, platform_of
+from zeroxla.mesh.machines import Device, Link, Machines
 
 DEFAULT_DEVICE = "h100"
 """The device whose rates are taken for one that is in no table."""
+DEFAULT_LINK = "100gbit"
 
 
 def device_bytes(mesh: Mesh) -> int:
@@ -37,7 +39,8 @@ def device_bytes(mesh: Mesh) -> int:
 
 
 def rates_of(mesh: Mesh, dtype: str, *, host: bool) -> DeviceRates:
-    """Return what computing again and moving costs on the mesh's devices.
+    """Return what computing again and moving costs on the mesh's devices. Between nodes it takes
+    the link that `zeroxla.plan` takes if it is told none.
 
     Args:
       mesh: the mesh.
@@ -49,9 +52,34 @@ def rates_of(mesh: Mesh, dtype: str, *, host: bool) -> DeviceRates:
     if not isinstance(mesh, AbstractMesh):
         known = machines.of_kind(getattr(mesh.devices.flat[0], "device_kind", ""))
     device = known or machines.find_device(DEFAULT_DEVICE)
+    links = {NODE: machines.find_link(DEFAULT_LINK), DEVICE: machines.find_link(device.link)}
+    host_link = machines.find_link(device.host_link) if host else None
+    return rates_with(device, links, mesh.shape, dtype, host_link)
+
+
+def rates_with(
+    device: Device,
+    links: Mapping[str, Link],
+    mesh_shape: Mapping[str, int],
+    dtype: str,
+    host_link: Link | None,
+) -> DeviceRates:
+    """Return what computing again and moving costs.
+
+    Args:
+      device: the kind of the devices.
+      links: the links of the mesh axes `node` and `device`.
+      mesh_shape: axis lengths.
+      dtype: the dtype in which the model computes.
+      host_link: the link to the host's memory; None if no values wait there.
+    """
+    gather_rates = [links[DEVICE].bytes_per_s]
+    if mesh_shape[NODE] > 1:  # A gathered leaf crosses the slowest link that it is split over.
+        shared = mesh_shape[DEVICE] if links[NODE].of == "node" else 1
+        gather_rates.append(links[NODE].bytes_per_s / shared)
     return DeviceRates(
         flops_per_s=device.rate(dtype),
         bytes_per_s=device.memory_rate,
-        gathered_bytes_per_s=machines.find_link(device.link).bytes_per_s,
-        host_bytes_per_s=machines.find_link(device.host_link).bytes_per_s if host else None,
+        gathered_bytes_per_s=min(gather_rates),
+        host_bytes_per_s=None if host_link is None else host_link.bytes_per_s,
     )
