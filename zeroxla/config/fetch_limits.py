@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -18,3 +19,10 @@ class FetchLimits:
     prefetch: int | None = 0
     max_live: int = 0
     max_reuse: int = 0
+
+    def holding(self, elements: int) -> FetchLimits:
+        """Return the limits under which so many elements stay gathered, whatever is gathered until
+        they are used; the limits as they are for 0."""
+        if not elements:
+            return self
+        return dataclasses.replace(self, max_live=elements, max_reuse=sys.maxsize)

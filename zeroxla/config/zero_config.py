@@ -124,8 +124,9 @@ class ZeroConfig:
 
     memory: str | int | None = None
     """Memory of a device that a step may take: bytes, a text such as "24GB", or "device" for all
-    that it has. What backward reads is kept, computed again or sent to the host so that it fits.
-    None keeps all of it."""
+    that it has. What backward reads is kept, computed again or sent to the host so that it fits,
+    and gathered leaves stay for backward where there is room. None keeps all that backward reads,
+    and gathers again."""
 
     remat: Literal["respect", "replace"] = "respect"
     """What becomes of `jax.checkpoint` in the model under `memory`. "respect": what it computes
@@ -149,12 +150,13 @@ class ZeroConfig:
     turn of a loop included. None means 0 on CPUs, where a collective blocks anyway, and room for
     the next unit on other devices. (stage3_prefetch_bucket_size)"""
 
-    max_live_parameters: int = 0
-    """Most elements that stay gathered for a later use. (stage3_max_live_parameters)"""
+    max_live_parameters: int | None = None
+    """Most elements that stay gathered for a later use. None means 0; with `memory`, and if
+    `max_reuse_distance` is None too, as many as fit and save time. (stage3_max_live_parameters)"""
 
-    max_reuse_distance: int = 0
+    max_reuse_distance: int | None = None
     """A leaf stays gathered for its next use if at most this many elements are gathered in between.
-    (stage3_max_reuse_distance)"""
+    None means 0, or is as for `max_live_parameters`. (stage3_max_reuse_distance)"""
 
     persistence_threshold: int = 100_000
     """Leaves of at most this many elements are gathered once at the start of a step and kept whole
@@ -174,6 +176,12 @@ class ZeroConfig:
     loss_scale_window: int = 1000
     """Number of finite steps after which the loss scale doubles. It halves at every step that is
     not finite. (loss_scale_window)"""
+
+    @property
+    def may_reuse_leaves(self) -> bool:
+        """Whether a memory budget decides which leaves stay gathered for backward."""
+        limits = self.max_live_parameters, self.max_reuse_distance
+        return self.memory is not None and limits == (None, None)
 
     def __post_init__(self) -> None:
         settle(self)

@@ -41,6 +41,7 @@ def make_plan(
     recoverable: Iterable[Value] | None = None,
     split_dims: Mapping[Value, int | None],
     gradient_of: Sequence[Operand] | None = None,
+    opens_remat: bool = False,
 ) -> FetchPlan:
     """Cut `program` into segments.
 
@@ -54,6 +55,7 @@ def make_plan(
       recoverable: see `FetchPlan`. None means every input.
       split_dims: the dim along which each leaf is stored split; None for a leaf stored whole.
       gradient_of: the outputs that are differentiated. None means all.
+      opens_remat: whether a `jax.checkpoint` body of one unit has a plan of its own, too.
     """
     gradient_of = program.outputs if gradient_of is None else gradient_of
     return _Planner(
@@ -64,6 +66,7 @@ def make_plan(
         constants=frozenset(constants),
         recoverable=frozenset(program.inputs if recoverable is None else recoverable),
         split_dims=split_dims,
+        opens_remat=opens_remat,
     ).plan()
 
 
@@ -83,6 +86,7 @@ class _Planner:
     constants: frozenset[Value]
     recoverable: frozenset[Value]
     split_dims: Mapping[Value, int | None]
+    opens_remat: bool
 
     known: dict[Value, Equation] = dataclasses.field(default_factory=dict)
     segments: list[Segment] = dataclasses.field(default_factory=list)
@@ -230,6 +234,7 @@ class _Planner:
             split_dims={
                 body_leaves[i]: c.dim_in_slice(self.split_dims[c.leaf]) for i, c in chains.items()
             },
+            opens_remat=self.opens_remat,
         )
         stacked = {i - scan.first_x: (chain.leaf, chain.layer_dim) for i, chain in chains.items()}
         return LayerLoop(scan, leaves, tuple(known), inputs, stacked, body)
@@ -248,8 +253,8 @@ class _Planner:
             active |= more
 
     def _remat(self, eq: Equation, unit_elements: int) -> Remat | None:
-        """Return the plan of a `jax.checkpoint` body that has more than one unit; None for any
-        other equation."""
+        """Return the plan of a `jax.checkpoint` body; None for any other equation, and for a body
+        of one unit unless such are opened."""
         if eq.name not in REMATS:
             return None
         known, roots = closure(eq.values, self.known)
@@ -265,8 +270,10 @@ class _Planner:
             unit_elements=unit_elements,
             constants=self.constants.intersection(roots),
             split_dims=self.split_dims,
+            opens_remat=self.opens_remat,
         )
-        if len(body.segments) == 1 and isinstance(body.segments[0], Straight):
+        is_one = len(body.segments) == 1 and isinstance(body.segments[0], Straight)
+        if is_one and not self.opens_remat:
             return None
         return Remat(eq, tuple(v for v in inputs if v not in leaves), body)
 
@@ -278,3 +285,13 @@ def is_summary(eq: Equation) -> bool:
     read = sum(v.aval.size for v in eq.values)
     made = sum(v.aval.size for v in eq.outputs)
     return made * _SUMMARY_RATIO <= read
+
+
+def has_closed_remat(plan: FetchPlan) -> bool:
+    """Return whether a `jax.checkpoint` with leaves is an equation of a segment."""
+    return any(
+        any(eq.name in REMATS for eq in seg.equations)
+        if isinstance(seg, Straight)
+        else has_closed_remat(seg.body)
+        for seg in plan.segments
+    )

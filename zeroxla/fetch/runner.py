@@ -64,8 +64,12 @@ class FetchRunner:
         self.bodies: dict[Segment, Any] = {}
         for i, seg in enumerate(plan.segments):
             if isinstance(seg, Remat):
+                units = seg.body.units
+                # The second forward and backward share the gather of a single unit.
+                unit = sum(v.aval.size for v in units[0]) if len(units) == 1 else 0
+                own = limits.holding(unit)
                 self.bodies[seg] = FetchRunner(
-                    seg.body, collectives, routes, limits, in_remat=True, keeping=keeping
+                    seg.body, collectives, routes, own, in_remat=True, keeping=keeping
                 )
             elif isinstance(seg, LayerLoop):
                 make = functools.partial(

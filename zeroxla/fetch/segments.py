@@ -59,7 +59,7 @@ class LayerLoop:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Remat:
-    """A `jax.checkpoint` body that holds several units. Forward saves its inputs alone.
+    """A `jax.checkpoint` body with a plan of its own. Forward saves its inputs alone.
 
     Attributes:
       equation: the `jax.checkpoint` equation.

@@ -12,7 +12,7 @@ from jax import lax
 
 from zeroxla.fetch.segments import Straight
 from zeroxla.program import compat
-from zeroxla.program.trace import Equation, Operand, Program, Value, flatten, read
+from zeroxla.program.trace import Equation, Operand, Program, Value, closure, flatten, read
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -47,6 +47,14 @@ class TracedSegment:
     def producers(self) -> dict[Value, Equation]:
         """Return the equation that makes each value, of equations that may run again."""
         return {v: eq for eq in self.program.equations if not eq.is_pinned for v in eq.outputs}
+
+    def leaves_of_backward(self) -> frozenset[Value]:
+        """Return the segment's leaves that the derivative reads."""
+        free = self.from_free()
+        producers = {v: eq for v, eq in self.producers().items() if v in free}
+        read = [v for v in self.residuals if isinstance(v, Value) and v in free]
+        roots = frozenset(closure(read, producers)[1])
+        return frozenset(v for v in self.segment.leaves if self.stand_ins[v] in roots)
 
     def from_free(self) -> frozenset[Value]:
         """Return the values that are computed from `free` inputs alone."""

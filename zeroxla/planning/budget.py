@@ -73,9 +73,8 @@ def for_target(config: ZeroConfig, target: Target) -> ZeroConfig:
 
 def rates_on(target: Target, config: ZeroConfig) -> DeviceRates:
     """Return what computing again and moving costs on a target's devices."""
-    host_link = target.links[HOST] if config.offload.activations == "host" else None
-    shape, dtype = target.mesh_shape, config.compute_dtype
-    return rates_with(target.device, target.links, shape, dtype, host_link)
+    links = target.links
+    return rates_with(target.device, links, links[HOST], target.mesh_shape, config)
 
 
 def _traced(

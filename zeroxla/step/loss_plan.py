@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 
 from zeroxla.config.fetch_limits import FetchLimits
 from zeroxla.config.rewrite import Rewrite
-from zeroxla.fetch.fetch_plan import make_plan
+from zeroxla.fetch.fetch_plan import has_closed_remat, make_plan
 from zeroxla.fetch.keeping.budget import ActivationBudget
 from zeroxla.fetch.keeping.choose import Keeping
 from zeroxla.fetch.runner import FetchRunner
@@ -101,6 +101,7 @@ def plan_gathers(
     *,
     unit_elements: int | None,
     gradient_of: Sequence[Operand],
+    opens_remat: bool = False,
 ) -> FetchPlan:
     """Plan a program whose first inputs are the leaves of a layout.
 
@@ -110,6 +111,7 @@ def plan_gathers(
       active: the inputs that get a gradient.
       unit_elements: see `ZeroConfig`.
       gradient_of: the outputs that are differentiated.
+      opens_remat: see `make_plan`.
     """
     fetched = layout.indices(fetched=True)
     return make_plan(
@@ -119,6 +121,7 @@ def plan_gathers(
         unit_elements=unit_elements,
         split_dims={program.inputs[i]: layout.leaves[i].placement.dim for i in fetched},
         gradient_of=gradient_of,
+        opens_remat=opens_remat,
     )
 
 
@@ -190,17 +193,31 @@ class LossPlanner:
     def trace(self, model_state: Any, batch: Any, key: jax.Array, *, train: bool) -> TracedLoss:
         """Trace the loss and make the runner of its fetch plan."""
         plan, result = self.plan(model_state, batch, key, train=train)
-        keeping = None
+        keeping, limits = None, self.limits
         if self.activations is not None and train:
-            plan, keeping = self.activations.choose(plan)
-        runner = make_runner(plan, self.layout, self.wiring, self.limits, keeping)
+            opened = None
+            if self.activations.limit is not None and has_closed_remat(plan):
+                opened, result = self.plan(model_state, batch, key, train=train, opens_remat=True)
+            plan, keeping = self.activations.choose(plan, opened)
+            limits = limits.holding(keeping.reused.elements if keeping else 0)
+        runner = make_runner(plan, self.layout, self.wiring, limits, keeping)
         overwritten = self.overwritten(model_state)
         return TracedLoss(runner=runner, result=result, overwritten=overwritten)
 
     def plan(
-        self, model_state: Any, batch: Any, key: jax.Array, *, train: bool
+        self,
+        model_state: Any,
+        batch: Any,
+        key: jax.Array,
+        *,
+        train: bool,
+        opens_remat: bool = False,
     ) -> tuple[FetchPlan, Any]:
         """Return the fetch plan of the loss, and the tree structure of the loss's result.
+
+        Args:
+          model_state, batch, key, train: the loss's arguments.
+          opens_remat: see `make_plan`.
 
         Raises:
           ValueError: the loss gives its metrics names that the step uses.
@@ -214,6 +231,7 @@ class LossPlanner:
             [*trained_inputs(program, self.layout), *overwritten],
             unit_elements=self.unit_elements,
             gradient_of=program.outputs[:1],
+            opens_remat=opens_remat,
         )
         check_metrics(result)
         return plan, result

@@ -55,8 +55,8 @@ _WHILE_HELD: dict[str, Any] = {
     "inter_node_gather": "microbatch",
     "unit_elements": None,
     "prefetch_bucket": None,
-    "max_live_parameters": 0,
-    "max_reuse_distance": 0,
+    "max_live_parameters": None,
+    "max_reuse_distance": None,
 }
 """The options that need leaves to be gathered more than once in a step, with their defaults."""
 
@@ -103,7 +103,8 @@ def useless_on_leaves(config: ZeroConfig, layout: Layout) -> Iterator[str]:
 def useless_beside_reuse(config: ZeroConfig, layout: Layout) -> Iterator[str]:
     """Yield a sentence if secondary shards are asked for, and every leaf stays gathered anyway."""
     elements = sum(leaf.elements for leaf in layout if leaf.fetched)
-    keeps_all = config.max_live_parameters >= elements and config.max_reuse_distance >= 2 * elements
+    live, distance = config.max_live_parameters or 0, config.max_reuse_distance or 0
+    keeps_all = live >= elements and distance >= 2 * elements
     crosses_once = config.inter_node_gather == "step" or config.weight_differences is not None
     if config.hpz_size == 1 or not elements or not keeps_all or crosses_once:
         return

@@ -211,8 +211,8 @@ class Setup(ModelOnMesh):
             unit_elements=config.unit_elements,
             limits=FetchLimits(
                 prefetch=0 if prefetch is None and on_cpu else prefetch,
-                max_live=config.max_live_parameters,
-                max_reuse=config.max_reuse_distance,
+                max_live=config.max_live_parameters or 0,
+                max_reuse=config.max_reuse_distance or 0,
             ),
             is_overwritten=self.adapted.overwritten,
             activations=self.activations,

@@ -16,31 +16,43 @@ class ActivationBudget:
 
     Attributes:
       rates: what computing again and moving costs.
-      limit: the most bytes of kept values and of one segment's residuals together. If nothing fits,
-        the least that can be kept is. None keeps all, as without a budget.
+      may_reuse: whether gathered leaves may stay whole from forward to backward.
+      limit: the most bytes of leaves that stay, of kept values and of one segment's residuals
+        together. If nothing fits, the least that can be kept is. None keeps all, as without a
+        budget.
+      reuse: whether gathered leaves stay for backward where that is faster.
       only: the number of the plan, of `PlanKeeper.plans`, that is taken; None takes the best.
       newest: what was chosen for the loss that was traced last.
     """
 
     rates: DeviceRates
+    may_reuse: bool = False
     limit: float | None = None
+    reuse: bool = False
     only: int | None = None
     newest: Keeping | None = None
-    _plan: FetchPlan | None = None
+    _plans: tuple[FetchPlan, FetchPlan | None] | None = None
     _keeper: PlanKeeper | None = None
 
-    def choose(self, plan: FetchPlan) -> tuple[FetchPlan, Keeping | None]:
-        """Return a loss's plan, maybe cut into smaller segments, and what its segments keep."""
-        self._plan, self._keeper = plan, None
+    def choose(
+        self, plan: FetchPlan, opened: FetchPlan | None = None
+    ) -> tuple[FetchPlan, Keeping | None]:
+        """Return a loss's plan, maybe cut into smaller segments, and what its segments keep.
+
+        Args:
+          plan: the plan.
+          opened: the same with a plan for each `jax.checkpoint`, if some have none in `plan`.
+        """
+        self._plans, self._keeper = (plan, opened), None
         if self.limit is None:
             return plan, None
-        self.newest = self.keeper.within(self.limit, self.only)
+        self.newest = self.keeper.within(self.limit, self.only, reuse=self.reuse)
         return self.keeper.plan_of(self.newest), self.newest
 
     @property
     def keeper(self) -> PlanKeeper:
         """What chooses for the loss that was traced last."""
         if self._keeper is None:
-            assert self._plan is not None, "no loss was traced"
-            self._keeper = PlanKeeper(self._plan, self.rates)
+            assert self._plans is not None, "no loss was traced"
+            self._keeper = PlanKeeper(*self._plans, self.rates, may_reuse=self.may_reuse)
         return self._keeper

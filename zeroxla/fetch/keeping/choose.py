@@ -1,4 +1,4 @@
-"""`Keeper`: chooses what each segment of a plan keeps, so that it fits a number of bytes."""
+"""`Keeper`: chooses what segments of a plan keep, and which gathered leaves stay for backward."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from zeroxla.fetch.keeping.integer_program import (
 )
 from zeroxla.fetch.keeping.places import SegmentPlace, times_alive
 from zeroxla.fetch.keeping.residual_graph import DeviceRates, ResidualGraph
+from zeroxla.fetch.keeping.reused_leaves import ReusedLeaves
 from zeroxla.fetch.keeping.tradeoff import SegmentChoice
 from zeroxla.fetch.residuals import Kept
 from zeroxla.fetch.segments import Straight
 from zeroxla.fetch.traced_segment import TracedSegment
 
 HIDDEN_SHARE = 0.8
-"""The share of forward's time in which the link to the host is kept busy."""
+"""The share of the time of products in which a link is kept busy beside them."""
 MAX_POLISHED = 6
 """Most kinds of segments whose choice is improved by an integer program of their own."""
 
@@ -39,12 +40,14 @@ class Keeping:
       gap: the share by which the added seconds may exceed the least that the corners of the
         segments' tradeoffs allow.
       rates: what computing again and moving costs.
+      reused: the gathered leaves that stay whole from forward to backward.
     """
 
     places: tuple[SegmentPlace, ...]
     choices: tuple[SegmentChoice, ...]
     gap: float
     rates: DeviceRates = dataclasses.field(default_factory=DeviceRates)
+    reused: ReusedLeaves = dataclasses.field(default_factory=ReusedLeaves)
 
     def of(self, segment: Straight) -> tuple[TracedSegment, Kept]:
         """Return a segment, traced, and what it keeps."""
@@ -59,9 +62,11 @@ class Keeping:
 
     @functools.cached_property
     def num_bytes(self) -> float:
-        """The bytes of kept values and of the residuals of the segment at hand, when most."""
+        """The bytes of such leaves, of kept values and of the residuals of the segment at hand,
+        when most."""
         others = others_alive(self.places)
-        return float(_bytes_at_each(self.places, self.choices, others).max(initial=0.0))
+        of_values = _bytes_at_each(self.places, self.choices, others).max(initial=0.0)
+        return self.reused.num_bytes + float(of_values)
 
     @property
     def kept_bytes(self) -> float:
@@ -75,14 +80,16 @@ class Keeping:
 
     @property
     def seconds(self) -> float:
-        """The seconds that computing again and moving add to a micro-batch, by the cost model.
+        """The seconds that computing again, moving and gathering again add to a micro-batch, by
+        the cost model.
 
         What goes to the host runs beside forward, and comes back beside backward, as far as their
         products take as long.
         """
         late_bytes = max(self.host_bytes - hidden_bytes(self.places, self.rates), 0.0)
         again = sum(c.seconds * p.turns for p, c in self._pairs())
-        return again + late_bytes * seconds_per_byte(self.rates)
+        moved = late_bytes * seconds_per_byte(self.rates)
+        return again + moved + gather_seconds(self.places, self.reused, self.rates)
 
     @property
     def flops(self) -> float:
@@ -98,22 +105,28 @@ class Keeping:
 
     def is_as(self, other: Keeping) -> bool:
         """Return whether the same numbers were chosen for another trace of the same loss."""
-        return self.choices == other.choices
+        return self.choices == other.choices and self.reused == other.reused
 
     def _pairs(self) -> Iterator[tuple[SegmentPlace, SegmentChoice]]:
         return zip(self.places, self.choices, strict=True)
 
 
 class Keeper:
-    """Chooses what a plan's segments keep.
+    """Chooses what a plan's segments keep, and which gathered leaves stay for backward.
 
     Args:
       places: the straight segments of a plan, in the order of forward.
       rates: what computing again and moving costs.
+      levels: the leaves that may stay whole, from none.
     """
 
-    def __init__(self, places: Sequence[SegmentPlace], rates: DeviceRates) -> None:
-        self.places, self.rates = tuple(places), rates
+    def __init__(
+        self,
+        places: Sequence[SegmentPlace],
+        rates: DeviceRates,
+        levels: Sequence[ReusedLeaves] = (ReusedLeaves(),),
+    ) -> None:
+        self.places, self.rates, self.levels = tuple(places), rates, tuple(levels)
         self._others = others_alive(self.places)
 
     def everything(self) -> Keeping:
@@ -124,9 +137,25 @@ class Keeper:
         """Return the choice that keeps least."""
         return self._keeping([p.points[-1] for p in self.places], 0.0)
 
-    def within(self, limit: float) -> Keeping:
+    def within(self, limit: float, *, reuse: bool = False) -> Keeping:
         """Return the choice of the least seconds whose `num_bytes` are at most `limit`; the choice
-        that keeps least if there is none."""
+        that keeps least if there is none.
+
+        Args:
+          limit: bytes.
+          reuse: whether gathered leaves stay for backward where that is faster.
+        """
+        best = self._within(limit)
+        for reused in self.levels[1:] if reuse else ():
+            if gather_seconds(self.places, reused, self.rates) < best.seconds:
+                found = self._within(limit - reused.num_bytes)
+                found = dataclasses.replace(found, reused=reused)
+                if found.num_bytes <= limit and found.seconds < best.seconds:
+                    best = found
+        return best
+
+    def _within(self, limit: float) -> Keeping:
+        """Return the same with no leaves used again."""
         if not self.places:
             return self._keeping([], 0.0)
         if self.everything().num_bytes <= limit:
@@ -158,7 +187,13 @@ class Keeper:
         return self._keeping(choices, gap)
 
     def _keeping(self, choices: Sequence[SegmentChoice], gap: float) -> Keeping:
-        return Keeping(places=self.places, choices=tuple(choices), gap=gap, rates=self.rates)
+        return Keeping(
+            places=self.places,
+            choices=tuple(choices),
+            gap=gap,
+            rates=self.rates,
+            reused=self.levels[0],
+        )
 
     def _polished(self, choices: list[SegmentChoice], limit: float) -> list[SegmentChoice]:
         """Spend the bytes that are left: give segments one by one the best choice within their own
@@ -189,10 +224,24 @@ class Keeper:
         return choices
 
 
+def gather_seconds(
+    places: Sequence[SegmentPlace], reused: ReusedLeaves, rates: DeviceRates
+) -> float:
+    """Return the seconds for which backward waits for the leaves that it gathers again. Gathers
+    that run beside computation are waited for as far as backward's products take less long."""
+    seconds = reused.again_bytes / rates.gathered_bytes_per_s
+    backward_s = 2 * _forward_seconds(places, rates)
+    return max(seconds - HIDDEN_SHARE * backward_s * rates.gathers_beside, 0.0)
+
+
 def hidden_bytes(places: Sequence[SegmentPlace], rates: DeviceRates) -> float:
     """Return the bytes that cross the link to the host while forward computes its products."""
-    forward_s = sum(p.forward_flops * p.turns for p in places) / rates.flops_per_s
+    forward_s = _forward_seconds(places, rates)
     return HIDDEN_SHARE * forward_s * (rates.host_bytes_per_s or 0.0)
+
+
+def _forward_seconds(places: Sequence[SegmentPlace], rates: DeviceRates) -> float:
+    return sum(p.forward_flops * p.turns for p in places) / rates.flops_per_s
 
 
 def seconds_per_byte(rates: DeviceRates) -> float:

@@ -72,7 +72,7 @@ class PlaceFinder:
     """
 
     def __init__(self, rates: DeviceRates) -> None:
-        self._rates = rates
+        self.rates = rates
         self._found: dict[tuple, tuple[SegmentChoice, ...]] = {}
 
     def find(
@@ -120,7 +120,7 @@ class PlaceFinder:
         path: tuple[tuple[int, int], ...],
     ) -> SegmentPlace:
         traced = trace_segment(segment, plan.active, plan.constants, summed)
-        graph = ResidualGraph.of(traced, self._rates, lasting)
+        graph = ResidualGraph.of(traced, self.rates, lasting)
         signature = graph.signature
         if signature not in self._found:
             self._found[signature] = tuple(tradeoff(graph))

@@ -6,6 +6,7 @@ from zeroxla.fetch.keeping.choose import Keeper, Keeping
 from zeroxla.fetch.keeping.cuts import cut_segments
 from zeroxla.fetch.keeping.places import PlaceFinder
 from zeroxla.fetch.keeping.residual_graph import DeviceRates
+from zeroxla.fetch.keeping.reused_leaves import ReusedLeaves, reused_leaves
 from zeroxla.fetch.segments import FetchPlan
 
 
@@ -17,16 +18,33 @@ class PlanKeeper:
 
     Args:
       plan: the plan of a loss.
+      opened: the same with a plan for each `jax.checkpoint`, if some have none in `plan`. What they
+        compute again can only be cut there.
       rates: what computing again and moving costs.
+      may_reuse: whether gathered leaves may stay whole from forward to backward.
     """
 
-    def __init__(self, plan: FetchPlan, rates: DeviceRates) -> None:
-        cut = cut_segments(plan)
-        self.plans = (plan,) if cut is plan else (plan, cut)
+    def __init__(
+        self,
+        plan: FetchPlan,
+        opened: FetchPlan | None,
+        rates: DeviceRates,
+        *,
+        may_reuse: bool = False,
+    ) -> None:
+        whole = plan if opened is None else opened
+        cut = cut_segments(whole)
+        self.plans = (plan,) if cut is whole else (plan, cut)
         finder = PlaceFinder(rates)
         self._keepers = tuple(
-            Keeper(finder.find(plan, {*plan.leaves, *plan.inputs}), rates) for plan in self.plans
+            self._keeper(plan, finder, may_reuse=may_reuse) for plan in self.plans
         )
+
+    @staticmethod
+    def _keeper(plan: FetchPlan, finder: PlaceFinder, *, may_reuse: bool) -> Keeper:
+        places = finder.find(plan, {*plan.leaves, *plan.inputs})
+        levels = reused_leaves(plan, places) if may_reuse else (ReusedLeaves(),)
+        return Keeper(places, finder.rates, levels)
 
     def plan_of(self, keeping: Keeping) -> FetchPlan:
         """Return the plan whose segments a choice is for."""
@@ -41,16 +59,17 @@ class PlanKeeper:
         """Return the choice that keeps least of each plan, in the order of `plans`."""
         return [keeper.least() for keeper in self._keepers]
 
-    def within(self, limit: float, only: int | None = None) -> Keeping:
+    def within(self, limit: float, only: int | None = None, *, reuse: bool = False) -> Keeping:
         """Return the choice of the least seconds whose `num_bytes` are at most `limit`; if there is
         none, the one of the fewest bytes.
 
         Args:
           limit: bytes.
           only: the number of the plan that is asked; None asks all.
+          reuse: whether gathered leaves stay for backward where that is faster.
         """
         keepers = self._keepers if only is None else (self._keepers[only],)
-        found = [keeper.within(limit) for keeper in keepers]
+        found = [keeper.within(limit, reuse=reuse) for keeper in keepers]
         fitting = [k for k in found if k.num_bytes <= limit]
         if fitting:
             return min(fitting, key=lambda k: (k.seconds, k.num_bytes))

@@ -24,6 +24,7 @@ class DeviceRates:
       flops_per_s: FLOPs of products in a second.
       bytes_per_s: bytes of the device's memory in a second.
       gathered_bytes_per_s: bytes of gathered leaves in a second.
+      gathers_beside: whether gathers run beside computation.
       host_bytes_per_s: bytes between the device and its host in a second; None keeps values off the
         host.
     """
@@ -31,6 +32,7 @@ class DeviceRates:
     flops_per_s: float = 4e14
     bytes_per_s: float = 2e12
     gathered_bytes_per_s: float = 1e11
+    gathers_beside: bool = True
     host_bytes_per_s: float | None = None
 
 
@@ -187,8 +189,7 @@ def _gathers(
     the seconds of gathering each."""
     leaves = {traced.stand_ins[v] for v in traced.segment.leaves}
     producers = {v: eq for v, eq in traced.producers().items() if v in free}
-    read = [v for v in traced.residuals if isinstance(v, Value) and v in free]
-    gathered = leaves.intersection(closure(read, producers)[1])
+    gathered = {traced.stand_ins[v] for v in traced.leaves_of_backward()}
     number: dict[Value, int] = {}
     needs = {
         eq: tuple(

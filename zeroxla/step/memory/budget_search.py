@@ -44,16 +44,23 @@ def search_budget(
     tries: list[Try] = []
     made: list[Programs] = []
     wanted: dict[str, Any] = {}
+    may_reuse = programs.config.may_reuse_leaves
     while True:
-        budget = ActivationBudget(rates=rates, **wanted)
+        budget = ActivationBudget(rates=rates, may_reuse=may_reuse, **wanted)
         made.append(dataclasses.replace(programs, activations=budget))
         num_bytes, temp_bytes = measure(made[-1], budget)
-        tries.append(Try(keeping=budget.newest, num_bytes=num_bytes, temp_bytes=temp_bytes))
-        if num_bytes <= total and len(tries) == 1:
+        keeping = budget.newest
+        tried = Try(keeping=keeping, num_bytes=num_bytes, temp_bytes=temp_bytes, seconds=0.0)
+        tries.append(tried)
+        if num_bytes <= total and len(tries) == 1 and not may_reuse:
             break
         # A segment may name the mesh's axes.
         keeper = programs.in_mesh(_keeper_of(budget), jax.ShapeDtypeStruct((), jnp.int32))
+        seconds = (keeping or keeper.everything()).seconds
+        tries[-1] = dataclasses.replace(tried, seconds=seconds)
         found = _next_try(tries, total, keeper)
+        if found is None and may_reuse:
+            found = _with_reuse(tries, total, keeper)
         if found is None:
             break
         wanted = found
@@ -72,6 +79,8 @@ def _next_try(tries: list[Try], total: int, keeper: PlanKeeper) -> dict[str, Any
     leaves, gradients, what one segment computes. That difference hardly changes with the choice.
     """
     newest = tries[-1]
+    if newest.keeping and newest.keeping.reused.elements:
+        return None
     by_keeper = (newest.keeping or keeper.everything()).num_bytes
     limit = total - (newest.num_bytes - by_keeper)
     best_s = min((t.seconds for t in tries if t.num_bytes <= total), default=math.inf)
@@ -94,6 +103,21 @@ def _next_try(tries: list[Try], total: int, keeper: PlanKeeper) -> dict[str, Any
             break
         limit = choice.num_bytes * (1 - WORTH)
     return last_resort
+
+
+def _with_reuse(tries: list[Try], total: int, keeper: PlanKeeper) -> dict[str, Any] | None:
+    """Return the same for leaves that stay gathered, once something fits without."""
+    best = min((t for t in tries if t.num_bytes <= total), key=lambda t: t.seconds, default=None)
+    if best is None or len(tries) == MAX_TRIES:
+        return None
+    # The last try with such leaves says best what the keeper does not see.
+    with_reuse = [t for t in tries if t.keeping and t.keeping.reused.elements]
+    seen = with_reuse[-1] if with_reuse else best
+    limit = total - (seen.num_bytes - (seen.keeping or keeper.everything()).num_bytes)
+    limit -= SAFETY * max(limit, 0.0) * len(with_reuse)
+    choice = keeper.within(limit, reuse=True)
+    is_worth = choice.seconds < best.seconds * (1 - WORTH) and _known(tries, choice) is None
+    return {"limit": limit, "reuse": True} if is_worth else None
 
 
 def _known(tries: list[Try], choice: Keeping) -> Try | None:

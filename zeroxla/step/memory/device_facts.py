@@ -9,6 +9,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, Mesh
 
+from zeroxla.config.zero_config import ZeroConfig
 from zeroxla.fetch.keeping.residual_graph import DeviceRates
 from zeroxla.mesh.axes import DEVICE, NODE, platform_of
 from zeroxla.mesh.machines import Device, Link, Machines
@@ -38,48 +39,46 @@ def device_bytes(mesh: Mesh) -> int:
     return int(known.usable_bytes)
 
 
-def rates_of(mesh: Mesh, dtype: str, *, host: bool) -> DeviceRates:
+def rates_of(mesh: Mesh, config: ZeroConfig) -> DeviceRates:
     """Return what computing again and moving costs on the mesh's devices. Between nodes it takes
-    the link that `zeroxla.plan` takes if it is told none.
-
-    Args:
-      mesh: the mesh.
-      dtype: the dtype in which the model computes.
-      host: whether values may wait in the host's memory.
-    """
+    the link that `zeroxla.plan` takes if it is told none."""
     machines = Machines.load()
     known: Device | None = None
     if not isinstance(mesh, AbstractMesh):
         known = machines.of_kind(getattr(mesh.devices.flat[0], "device_kind", ""))
     device = known or machines.find_device(DEFAULT_DEVICE)
     links = {NODE: machines.find_link(DEFAULT_LINK), DEVICE: machines.find_link(device.link)}
-    host_link = machines.find_link(device.host_link) if host else None
-    return rates_with(device, links, mesh.shape, dtype, host_link)
+    return rates_with(device, links, machines.find_link(device.host_link), mesh.shape, config)
 
 
 def rates_with(
     device: Device,
     links: Mapping[str, Link],
+    host_link: Link,
     mesh_shape: Mapping[str, int],
-    dtype: str,
-    host_link: Link | None,
+    config: ZeroConfig,
 ) -> DeviceRates:
     """Return what computing again and moving costs.
 
     Args:
       device: the kind of the devices.
       links: the links of the mesh axes `node` and `device`.
+      host_link: the link to the host's memory.
       mesh_shape: axis lengths.
-      dtype: the dtype in which the model computes.
-      host_link: the link to the host's memory; None if no values wait there.
+      config: the options.
     """
     gather_rates = [links[DEVICE].bytes_per_s]
-    if mesh_shape[NODE] > 1:  # A gathered leaf crosses the slowest link that it is split over.
-        shared = mesh_shape[DEVICE] if links[NODE].of == "node" else 1
+    num_devices, size = mesh_shape[DEVICE], config.hpz_size
+    within_node = size == "node" or 1 < size <= num_devices
+    if mesh_shape[NODE] > 1 and not within_node:
+        # A gathered leaf crosses the slowest link that it is split over.
+        shared = num_devices if links[NODE].of == "node" else 1
         gather_rates.append(links[NODE].bytes_per_s / shared)
+    to_host = config.offload.activations == "host"
     return DeviceRates(
-        flops_per_s=device.rate(dtype),
+        flops_per_s=device.rate(config.compute_dtype),
         bytes_per_s=device.memory_rate,
         gathered_bytes_per_s=min(gather_rates),
-        host_bytes_per_s=None if host_link is None else host_link.bytes_per_s,
+        gathers_beside=device.overlaps and config.prefetch_bucket != 0,
+        host_bytes_per_s=host_link.bytes_per_s if to_host else None,
     )

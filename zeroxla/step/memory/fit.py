@@ -90,8 +90,7 @@ class MemoryFitter:
 
     def _fit(self, state: TrainState, batch: Any) -> FittedPrograms:
         config, mesh = self._programs.config, self._programs.mesh
-        total = self.total_bytes
-        rates = rates_of(mesh, config.compute_dtype, host=config.offload.activations == "host")
+        total, rates = self.total_bytes, rates_of(mesh, config)
         trained: dict[Programs, Any] = {}
 
         def measure(programs: Programs, budget: ActivationBudget) -> tuple[int, int]:

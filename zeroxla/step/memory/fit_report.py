@@ -20,16 +20,14 @@ class Try:
       keeping: the choice; None if all that backward reads is kept, as without a budget.
       num_bytes: all bytes that the program takes on a device.
       temp_bytes: the temporaries among them.
+      seconds: the seconds that computing again, moving and gathering again add to a micro-batch, by
+        the cost model.
     """
 
     keeping: Keeping | None
     num_bytes: int
     temp_bytes: int
-
-    @property
-    def seconds(self) -> float:
-        """The seconds that it adds to a micro-batch, by the cost model."""
-        return self.keeping.seconds if self.keeping else 0.0
+    seconds: float
 
     @property
     def rest(self) -> int:
@@ -125,6 +123,11 @@ class MemoryFit(Report):
                 f"Backward computes {keeping.flops:.3g} FLOPs again in a micro-batch on a device, "
                 f"{100 * keeping.share_again:.1f} % of all; the choice is within "
                 f"{100 * keeping.gap:.1f} % of the least that its segments' tradeoffs allow."
+            )
+        if reused := keeping.reused.num_bytes:
+            found.append(
+                f"Up to {format_bytes(reused)} of gathered leaves stay from forward to backward, "
+                f"which gathers {format_bytes(keeping.reused.again_bytes)}."
             )
         if keeping.host_bytes:
             found.append(

@@ -29,9 +29,7 @@ def fit_by_live_ranges(
 
     Cost: up to six traces.
     """
-    config = programs.config
-    on_host = config.offload.activations == "host"
-    rates = rates_of(programs.mesh, config.compute_dtype, host=on_host)
+    rates = rates_of(programs.mesh, programs.config)
 
     def measure(programs: Programs, budget: ActivationBudget) -> tuple[int, int]:
         return measured(programs, state, batch)

@@ -1,0 +1,65 @@
+"""`ReusedLeaves`: gathered leaves that stay whole from forward to backward.
+
+Backward then need not gather them again. The leaves of the last segments stay first: backward needs
+them soonest. The leaves of a loop over layers stay together or not at all, and those of a
+`jax.checkpoint` never, as its forward runs again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+
+from zeroxla.fetch.keeping.places import SegmentPlace
+from zeroxla.fetch.order import stacked_leaves
+from zeroxla.fetch.segments import FetchPlan
+from zeroxla.program.trace import bytes_of
+
+MOST_LEVELS = 5
+"""The most numbers of leaves among which is chosen."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ReusedLeaves:
+    """Leaves that stay gathered from forward to backward.
+
+    Attributes:
+      elements: the most elements that stay gathered, as `FetchLimits.max_live`.
+      num_bytes: the bytes of those that do.
+      again_bytes: the bytes of the leaves that backward gathers again.
+    """
+
+    elements: int = 0
+    num_bytes: int = 0
+    again_bytes: int = 0
+
+
+def reused_leaves(plan: FetchPlan, places: Sequence[SegmentPlace]) -> tuple[ReusedLeaves, ...]:
+    """Return choices from no leaves that stay to all that can.
+
+    Args:
+      plan: the plan of a loss.
+      places: its straight segments.
+    """
+    sizes: list[tuple[int, int]] = []  # elements and bytes, of the plan's last segment first
+    never = 0
+    for i, segment in reversed([*enumerate(plan.segments)]):
+        inside = [p for p in places if p.path[0][0] == i]
+        num_bytes = sum(_bytes_in_backward(p) for p in inside)
+        if any(turns == 0 for p in inside for _, turns in p.path):
+            never += num_bytes
+        elif num_bytes:
+            stacked = stacked_leaves(segment)
+            own = {v for p in inside for v in p.traced.leaves_of_backward()}
+            sizes.append((sum(v.aval.size for v in stacked or own), num_bytes))
+    sums = [*itertools.accumulate(sizes, lambda a, b: (a[0] + b[0], a[1] + b[1]), initial=(0, 0))]
+    total = sums[-1][1] + never
+    levels = [ReusedLeaves(elements, kept, total - kept) for elements, kept in sums]
+    count = min(MOST_LEVELS, len(levels))
+    return tuple(levels[round(k * (len(levels) - 1) / max(count - 1, 1))] for k in range(count))
+
+
+def _bytes_in_backward(place: SegmentPlace) -> int:
+    """Return the bytes of the leaves that backward gathers for a segment, in all its turns."""
+    return place.turns * sum(map(bytes_of, place.traced.leaves_of_backward()))
