@@ -112,6 +112,23 @@ def test_evaluation_has_a_plan_of_its_own(net):
 
 
 def test_masked_evaluation_is_the_mean_over_what_counts():
+    """Devices have different numbers of rows that count."""
+
+    def loss(p, batch, key):
+        counts = batch["mask"]
+        total = jnp.sum(counts[:, None] * (batch["x"] @ p["w"]) ** 2)
+        return total / jnp.maximum(counts.sum(), 1), {"weight": counts.sum()}
+
+    mesh = zeroxla.make_mesh(nodes=2, devices_per_node=4)
+    step = zeroxla.make_step((leaves(w=(6, 3)), loss), mesh, optax.sgd(0.1), config=CONFIG)
+    batch = {"x": vectors(16)["x"], "mask": (np.arange(16) % 5 < 2).astype(np.float32)}
+    state = step.init(KEY, batch)
+    expected, _ = loss(zeroxla.full_params(state), batch, KEY)
+    assert float(step.eval(state, batch)["loss"]) == pytest.approx(float(expected), rel=5e-6)
+
+
+@pytest.mark.slow
+def test_masked_evaluation_of_a_gpt_is_the_mean_over_what_counts():
     case = CASES["gpt_masked"]
     mesh = zeroxla.make_mesh(nodes=2, devices_per_node=4)
     step = zeroxla.make_step(case.make(), mesh, optax.sgd(0.1), config=CONFIG)
@@ -206,6 +223,7 @@ def test_dropout_differs_by_step_and_device_and_repeats_with_the_state(net):
     assert float(metrics["square"]) > float(metrics["loss"]) ** 2 + 0.01
 
 
+@pytest.mark.slow
 def test_accumulation_is_the_same_mean():
     """Without dropout or batch statistics, micro-batches only split the sum."""
     mesh = zeroxla.make_mesh(nodes=2, devices_per_node=4)
