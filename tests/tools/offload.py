@@ -3,14 +3,25 @@
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 
 import zeroxla
+from tools.zoo.base import leaves
 from zeroxla import Offload, ZeroConfig
 from zeroxla.models import GPT, Llama
 
+
+def _loss(params, batch, key):
+    x = params["table"][batch["tokens"]]
+    for name in ("first", "second"):
+        x = jnp.tanh(x @ params[name])
+    return jnp.mean(x**2)
+
+
 MODELS = {
+    "functions": lambda: (leaves(table=(64, 32), first=(32, 128), second=(128, 32)), _loss),
     "scanned": lambda: GPT.tiny(width=64),
     "unrolled": lambda: GPT.tiny(width=64, scan=False),
     "nnx": lambda: Llama.tiny(),
