@@ -55,7 +55,7 @@ class Perceptron(nn.Module):
             split_rngs={"params": True},
             length=2,
         )
-        x, _ = layers()(x, None)
+        x, _ = layers(name="layers")(x, None)
         return jnp.mean(x**2)
 
 

@@ -12,16 +12,18 @@ from tools.zoo.base import leaves
 from zeroxla import Offload, ZeroConfig
 from zeroxla.models import GPT, Llama
 
+_SHAPES = {"table": (64, 32), "a": (32, 128), "b": (128, 32), "c": (32, 128), "d": (128, 32)}
+
 
 def _loss(params, batch, key):
     x = params["table"][batch["tokens"]]
-    for name in ("first", "second"):
-        x = jnp.tanh(x @ params[name])
+    for name in _SHAPES:
+        x = x if name == "table" else jnp.tanh(x @ params[name])
     return jnp.mean(x**2)
 
 
 MODELS = {
-    "functions": lambda: (leaves(table=(64, 32), first=(32, 128), second=(128, 32)), _loss),
+    "functions": lambda: (leaves(**_SHAPES), _loss),
     "scanned": lambda: GPT.tiny(width=64),
     "unrolled": lambda: GPT.tiny(width=64, scan=False),
     "nnx": lambda: Llama.tiny(),
