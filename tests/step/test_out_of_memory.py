@@ -107,6 +107,7 @@ def test_other_errors_pass(step, monkeypatch):
         step(state, batch)
 
 
+@pytest.mark.slow
 def test_on_devices_that_are_not_there_the_text_knows_what_they_have(monkeypatch):
     step = made(AbstractMesh((2, 4), ("node", "device")))
     state, batch = step.abstract_state(BATCH), step.batches.shapes(BATCH)

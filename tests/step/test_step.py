@@ -99,7 +99,8 @@ def test_evaluation_has_a_plan_of_its_own(net):
     state = net.init(KEY, batch)
     for _ in range(2):
         state, _ = net(state, batch)
-    params, loss = zeroxla.full_params(state), adapt(Net()).loss
+    params = zeroxla.full_params(state)
+    loss = jax.jit(adapt(Net()).loss, static_argnames="train")
     for data in (batch, tokens(16, length=4)):
         metrics = net.eval(state, data)
         want, own, _ = loss(params, state.model_state, data, KEY, train=False)
@@ -253,6 +254,7 @@ def test_another_program_for_the_same_state(net):
     assert {row.unit for row in other.describe().rows} == {"persistent", "kept whole"}
 
 
+@pytest.mark.slow
 def test_gradients_are_those_that_the_optimizer_gets():
     case = CASES["frozen_leaves"]
     mesh = zeroxla.make_mesh(nodes=3, devices_per_node=2)

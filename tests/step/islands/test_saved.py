@@ -40,7 +40,7 @@ def run(folder, num, rows, *, outer=OUTER, save=None, share=4):
       For each, what islands share, versions and round at the beginning; the last state, its own
       parameters, and what islands share then.
     """
-    with coordinator(num) as there:
+    with coordinator(num, deadline=120.0) as there:
 
         def island_of(index):
             step = make_step(outer, index, share, ADAM)
