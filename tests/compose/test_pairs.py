@@ -41,7 +41,13 @@ EXACT, EXACT_LOSS = 2e-4, 1e-5
 steps, and of each loss."""
 LOSS_SHARE = 0.01
 """Largest relative error of a loss, as a share of the error of a feature."""
-LONG = ("nnx", "functions", "optimizer of matrices", "optimizer that reads the loss")
+LONG = (
+    "nnx",
+    "functions",
+    "optimizer of matrices",
+    "optimizer that reads the loss",
+    "optimizer on disk",
+)
 """The first features of groups that are left to the slow tests, as groups of one feature are."""
 
 

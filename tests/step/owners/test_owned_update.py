@@ -191,6 +191,7 @@ def test_an_update_with_owners_equals_optax_on_one_device(name, nodes, devices):
     assert_equal(taken(made), on_one_device(optimizer, made.params), error)
 
 
+@pytest.mark.slow
 def test_matrices_are_computed_together_up_to_a_number_of_elements(monkeypatch):
     """Two at a time of five: the last one is alone."""
     monkeypatch.setattr(owners_turn, "BATCH_ELEMENTS", 2 * 16 * 24)
