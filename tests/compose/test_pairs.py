@@ -1,7 +1,8 @@
 """Every pair of features: it trains as one device does, or is refused by a text that says why.
 
-`make test` runs groups of features that hold together, and `make test-full` every pair. A feature
-that goes with no other one of a group is left to `make test-slow`.
+`make test` and `make test-slow` run groups of features that hold together; `make test-full` runs
+every pair. `make test` takes the groups that do not begin with one of `LONG`. The features of the
+others have quick tests of their own elsewhere.
 """
 
 from __future__ import annotations
@@ -40,6 +41,14 @@ EXACT, EXACT_LOSS = 2e-4, 1e-5
 steps, and of each loss."""
 LOSS_SHARE = 0.01
 """Largest relative error of a loss, as a share of the error of a feature."""
+LONG = (
+    "nnx",
+    "functions",
+    "optimizer of matrices",
+    "optimizer that reads the loss",
+    "optimizer on disk",
+)
+"""The first features of groups that are left to the slow tests, as groups of one feature are."""
 
 
 def _is_plain(one, other):
@@ -123,7 +132,7 @@ def _run(features, folder):
         pytest.param(
             group,
             id=", ".join(feature.name for feature in group),
-            marks=pytest.mark.slow if len(group) == 1 else (),
+            marks=pytest.mark.slow if len(group) == 1 or group[0].name in LONG else (),
         )
         for group in _groups()
     ],

@@ -57,7 +57,7 @@ def beside_each_other(module):
                     yield name, loop, other
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("accumulate", thinned([2], slow=[1]))
 @pytest.mark.parametrize("preset", thinned(["zero3"], slow=["zeropp_min", "zeropp_hq"]))
 def test_nothing_talks_beside_a_loop_that_does(mesh24, preset, accumulate):
     options = {"persistence_threshold": 1000, "accumulate": accumulate}

@@ -1,12 +1,14 @@
 """Work on one row that is split over axes: steps equal those of one device.
 
-The default run takes a few models; `-m slow` takes more meshes, and every case of the zoo on each
-axis. The zoo's sequences have odd lengths: `context` pads them.
+The default run takes small models; `-m slow` takes those of `zeroxla.models` on many meshes, and
+every case of the zoo on each axis. The zoo's sequences have odd lengths: `context` pads them.
 """
 
 import dataclasses
 
+import flax.linen as nn
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -37,22 +39,24 @@ MODELS = {
 }
 CHUNKED, EIGHT = "GPT, in blocks", {"context": 8}
 """A loss in 4 chunks of 4 positions, which 8 devices cannot share."""
-ROWS = [("Llama, computed again", {"nodes": 1, "tensor": 4, "context": 2})]
-MORE = [
-    (name, {"nodes": nodes, **axes})
-    for name in [*MODELS][:-1]
-    for nodes, axes in (
-        (1, {"tensor": 4}),
-        (2, {"tensor": 2, "context": 2}),
-        (1, {"context": 4}),
-        (1, {"context": 8}),
-        (2, {"context": 4}),
-        (1, {"tensor": 2, "context": 4}),
-        (2, {"tensor": 2}),
-        (1, {"expert": 2}),
-        (2, {"expert": 2, "tensor": 2}),
-    )
-    if not (name == CHUNKED and axes == EIGHT)
+ROWS = [
+    ("Llama, computed again", {"nodes": 1, "tensor": 4, "context": 2}),
+    *(
+        (name, {"nodes": nodes, **axes})
+        for name in [*MODELS][:-1]
+        for nodes, axes in (
+            (1, {"tensor": 4}),
+            (2, {"tensor": 2, "context": 2}),
+            (1, {"context": 4}),
+            (1, {"context": 8}),
+            (2, {"context": 4}),
+            (1, {"tensor": 2, "context": 4}),
+            (2, {"tensor": 2}),
+            (1, {"expert": 2}),
+            (2, {"expert": 2, "tensor": 2}),
+        )
+        if not (name == CHUNKED and axes == EIGHT)
+    ),
 ]
 
 
@@ -65,19 +69,19 @@ def step_of(model, mesh, **options):
     return zeroxla.make_step(model, mesh, optax.sgd(0.1), config=config)
 
 
-@pytest.mark.parametrize(
-    ("name", "axes"), [*ROWS, *(pytest.param(*row, marks=pytest.mark.slow) for row in MORE)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "axes"), ROWS)
 def test_gradients_equal_those_of_the_whole_model(name, axes):
     assert_gradients_equal(name, axes, LENGTH)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "axes", "length"),
     [
         ("GPT", {"nodes": 2, "context": 4}, 15),
         *(
-            pytest.param(name, axes, length, marks=pytest.mark.slow)
+            (name, axes, length)
             for name, length in (
                 ("GPT, written out", 13),
                 ("GPT, in blocks", 15),
@@ -132,7 +136,7 @@ NOTHING_TO_SPLIT = {
 @pytest.mark.parametrize(
     ("case", "axes"),
     [
-        pytest.param(case, axes, marks=() if case in QUICK and i == 1 else pytest.mark.slow)
+        pytest.param(case, axes, marks=() if case in QUICK and i == 2 else pytest.mark.slow)
         for case in CASES
         for i, axes in enumerate(AXES)
     ],
@@ -170,14 +174,30 @@ def test_a_device_stores_its_share_and_gathers_its_part():
     assert (2, 32, 128) not in sizes
 
 
-@pytest.mark.parametrize("axis", thinned(["tensor"], slow=["context"]))
-def test_dropout_draws_the_same_mask_as_without_axes(axis):
+class Dropped(nn.Module):
+    """Two products of matrices with a mask between them."""
+
+    @nn.compact
+    def loss(self, batch, *, train):
+        x = nn.Embed(64, 16)(batch["tokens"])
+        x = nn.Dropout(0.2, deterministic=not train)(nn.tanh(nn.Dense(32)(x)))
+        return jnp.mean(nn.Dense(8)(x) ** 2)
+
+
+DROPPED = {"two products": Dropped, "GPT": lambda: GPT.tiny(dropout=0.2)}
+
+
+@pytest.mark.parametrize(
+    ("name", "axis"),
+    thinned([("two products", "tensor")], slow=[("GPT", "tensor"), ("GPT", "context")], rows=True),
+)
+def test_dropout_draws_the_same_mask_as_without_axes(name, axis):
     batch = tokens(8)
     losses = []
     for axes in ({}, {axis: 2}):
         size = 4 * (2 if axes else 1)
         mesh = zeroxla.make_mesh(nodes=2, devices=jax.devices()[:size], **axes)
-        step = step_of(GPT.tiny(dropout=0.2), mesh)
+        step = step_of(DROPPED[name](), mesh)
         state = step.init(jax.random.key(0), batch)
         losses.append(float(step(state, batch)[1]["loss"]))
     np.testing.assert_allclose(losses[1:], losses[0], rtol=1e-6)
@@ -225,6 +245,7 @@ def test_the_description_says_what_is_split_and_what_travels():
     assert "part of dim 1" in text
 
 
+@pytest.mark.slow
 def test_tokens_travel_to_their_experts_and_back():
     """Two all-to-alls a layer, and banks stored in parts; everything else is split by rows."""
     length = 256
@@ -239,6 +260,7 @@ def test_tokens_travel_to_their_experts_and_back():
     assert [(c.forward, c.backward) for c in in_layers] == [("all-to-all", "all-to-all")] * 2
 
 
+@pytest.mark.slow
 def test_attention_of_a_long_sequence_is_split_by_heads():
     """Ulysses: queries, keys and values to heads, and one all-to-all back."""
     length = 2048

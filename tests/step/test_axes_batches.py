@@ -78,6 +78,7 @@ def test_the_program_is_given_no_more_than_the_parts():
     assert f"f32[2,{SERIES},8]" not in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "axes", "expected"),
     [
@@ -104,14 +105,13 @@ def test_the_program_is_given_no_more_than_the_parts():
                 "label": PartitionSpec(ROWS),
             },
         ),
-        pytest.param(
+        (
             "vision transformer",
             {"expert": 2, "tensor": 2},
             {
                 "image": PartitionSpec(("node", "device", "expert")),
                 "label": PartitionSpec(("node", "device", "expert")),
             },
-            marks=pytest.mark.slow,
         ),
     ],
 )
@@ -143,6 +143,7 @@ def test_experts_are_given_their_rows():
     assert lines(step)["batch: tokens"] == "given as part of dim 0"
 
 
+@pytest.mark.slow
 def test_batches_of_any_placement_are_taken():
     """As host arrays, placed by rows alone, and placed as the step reads them."""
     mesh = zeroxla.make_mesh(nodes=2, context=2)
@@ -156,6 +157,16 @@ def test_batches_of_any_placement_are_taken():
         np.testing.assert_allclose(losses(step, given), want, rtol=5e-6)
 
 
+def test_batches_of_any_placement_are_evaluated():
+    mesh, batch = zeroxla.make_mesh(nodes=2, context=2), series(8)
+    step = step_of(Series(), mesh)
+    state = step.init(jax.random.key(0), batch)
+    want = float(step.eval(state, batch)["loss"])
+    for given in (zeroxla.global_batch(batch, mesh), step.place(batch)):
+        assert float(step.eval(state, given)["loss"]) == pytest.approx(want, rel=5e-6)
+
+
+@pytest.mark.slow
 def test_micro_batches_are_parts_of_sequences_and_whole_rows():
     """Which rows a micro-batch has does not depend on the axes."""
     batches = [series(16, seed) for seed in (0, 1)]
@@ -164,10 +175,16 @@ def test_micro_batches_are_parts_of_sequences_and_whole_rows():
     both = zeroxla.make_mesh(nodes=2, devices_per_node=4, expert=2, context=2)
     step = step_of(Series(), both, accumulate=2)
     np.testing.assert_allclose(losses(step, batches), want, rtol=5e-6)
-    assert specs(step, batches[0])["x"] == PartitionSpec(ROWS, "context")
+
+
+def test_micro_batches_are_given_with_whole_rows():
+    """And a batch that is evaluated at once is split over experts too."""
+    mesh = zeroxla.make_mesh(nodes=2, devices_per_node=4, expert=2, context=2)
+    step, batch = step_of(Series(), mesh, accumulate=2), series(16)
+    assert specs(step, batch)["x"] == PartitionSpec(ROWS, "context")
     spec = PartitionSpec(("node", "device", "expert"), "context")
-    assert specs(step, batches[0], train=False)["x"] == spec
-    placed = step.place(batches[0], train=False)
+    assert specs(step, batch, train=False)["x"] == spec
+    placed = step.place(batch, train=False)
     assert placed["x"].addressable_shards[0].data.shape == (4, SERIES // 2, 8)
 
 

@@ -1,8 +1,9 @@
 """Models of many kinds, split over axes: loss and gradients equal those of one device.
 
 A row is a kind of model on a mesh of 8 devices: tensor, context and expert times node and device.
-The slow tests have every pair of a kind, the length of an axis and the length of another; the
-default run has every kind but `LONG` and every length of an axis; `-m full` has all rows.
+The default run has a small model on two axes; tests/step/test_axes_batches.py has it on the third
+one. The slow tests have every pair of a kind, the length of an axis and the length of another, and
+`-m full` has all rows.
 """
 
 import dataclasses
@@ -11,8 +12,8 @@ import math
 
 import optax
 import pytest
-from tools.axis_models import KINDS, assert_equals_whole
-from tools.quick import covering, quick_compilation  # noqa: F401
+from tools.axis_models import KINDS, Kind, Series, assert_equals_whole, series
+from tools.quick import covering, quick_compilation, thinned  # noqa: F401
 
 import zeroxla
 
@@ -49,18 +50,13 @@ class Row:
         """Return the pairs of a kind and lengths."""
         return list(itertools.combinations(dataclasses.asdict(self).items(), 2))
 
-    def cost(self) -> float:
-        """Return about how long it takes: each axis is searched for, and the loss traced again."""
-        searches = sum(n > 1 for n in self.axes.values())
-        return searches * (3 if self.kind == "Mixtral, dense" else 1)
-
     def __str__(self) -> str:
         lengths = (f"{name}{n}" for name, n in self.settings()[1:])
         return "-".join([self.kind, *lengths])
 
 
-LONG = ("kind", "Mixtral, dense")
-"""Left to the slow tests: another kind has the same layers."""
+SMALL = {"series": Kind(make=Series, batch=series)}
+QUICK = [Row("series", node=1, device=2, tensor=2, context=1, expert=2)]
 LENGTHS = ((1, 2, 4), (1, 2, 4), (1, 2, 4), (1, 2, 4), (1, 2))
 ROWS = [
     row
@@ -69,13 +65,13 @@ ROWS = [
     if (row := Row(kind, *lengths)).is_whole
 ]
 PAIRWISE = [param.values[0] for param in covering(ROWS, Row.pairs) if not param.marks]
-CHOSEN = covering(PAIRWISE, lambda row: {*row.settings()} - {LONG}, cost=Row.cost)
+CHOSEN = thinned(QUICK, slow=PAIRWISE)
 CHOSEN += [pytest.param(row, marks=pytest.mark.full) for row in ROWS if row not in PAIRWISE]
 
 
 @pytest.mark.parametrize("row", CHOSEN, ids=str)
 def test_gradients_equal_those_of_the_whole_model(row):
-    kind = KINDS[row.kind]
+    kind = (KINDS | SMALL)[row.kind]
     mesh = zeroxla.make_mesh(nodes=row.node, **row.axes)
     batch = kind.batch(2 * row.node * row.device)
     config = zeroxla.ZeroConfig(persistence_threshold=0)

@@ -8,7 +8,7 @@ import optax
 import pytest
 from flax import nnx
 from jax.lax import pmean  # bound before zeroxla traces a model
-from tools.quick import quick_compilation  # noqa: F401
+from tools.quick import quick_compilation, thinned  # noqa: F401
 
 import zeroxla
 from zeroxla.models import GPT
@@ -66,13 +66,16 @@ def run(model, mesh, **options):
     return jax.tree.map(np.asarray, (state.params, state.model_state, metrics["loss"], evaluated))
 
 
-@pytest.mark.parametrize("make", [Synced, lambda axis: lambda rngs: SyncedNnx(axis, rngs)])
+@pytest.mark.parametrize(
+    "make", thinned([Synced], slow=[lambda axis: lambda rngs: SyncedNnx(axis, rngs)])
+)
 def test_a_name_of_the_models_own(mesh24, make):
     expected = run(make(("node", "device")), mesh24)
     found = run(make("batch"), mesh24, axis_names={"batch": ("node", "device")})
     jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
+@pytest.mark.slow
 def test_a_name_for_one_axis_and_a_name_among_others(mesh24):
     expected = run(Synced("device"), mesh24)
     found = run(Synced("model"), mesh24, axis_names={"model": "device"})

@@ -114,18 +114,16 @@ def test_weights_and_copies_have_the_bits_of_a_refresh_before_the_first_unit(nam
     assert sent.cross_host_bytes() == before.cross_host_bytes() > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "counts"),
-    thinned(
-        [("tied, accumulated", (10, 6))],
-        slow=[
-            ("unrolled", (24, 16)),
-            ("remat", (32, 16)),
-            ("scanned", (15, 10)),
-            ("accumulated", (24, 16)),
-        ],
-        rows=True,
-    ),
+    [
+        ("tied, accumulated", (10, 6)),
+        ("unrolled", (24, 16)),
+        ("remat", (32, 16)),
+        ("scanned", (15, 10)),
+        ("accumulated", (24, 16)),
+    ],
 )
 def test_backward_gathers_what_a_copy_was_quantized_to_in_forward(name, counts, monkeypatch):
     """With `secondary="wire"` a leaf is quantized twice in a step: its difference and its copy. The

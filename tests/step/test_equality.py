@@ -1,8 +1,7 @@
 """Training on a mesh equals training on one device: loss, gradients, metrics, and 20 steps.
 
 The default run takes the smoke tests of cases that are not long, and rows that together with these
-have every mesh, every value of each setting, a case of each file of the zoo, and with loops each
-way to pass the hop over `node`.
+have every value of each setting and a case of each file of the zoo. `-m slow` has every mesh.
 `-m slow` takes the rest of a cover of all cases and `-m full` every case on every mesh.
 `python benchmarks/equality_matrix.py` writes the results of the last one to benchmarks/results.
 """
@@ -27,7 +26,7 @@ from tools.equality import (
     measure,
     pairs,
 )
-from tools.quick import covering, quick_compilation  # noqa: F401
+from tools.quick import covering, quick_compilation, thinned  # noqa: F401
 from tools.zoo import CASES
 
 # Once failed, and not in the cover: an empty leaf on one device.
@@ -36,6 +35,7 @@ SMOKE = ("gpt_scan", "nnx_batchnorm", "nested_scans", "custom_vjp")
 # Left to the slow tests with the heavy cases, also where they are smoke tests.
 LONG = (
     "gpt_scan",
+    "llama_scan",
     "nnx_batchnorm",
     "nnx_scan_with_state",
     "nnx_low_rank",
@@ -47,13 +47,7 @@ LONG = (
 
 def settings_of(row):
     """Return what rows are chosen for."""
-    file = CASES[row.case].make.__module__
-    has_loops = file.endswith(".scans")
-    return {
-        ("mesh", row.mesh),
-        (file, row.settings.hops if has_loops else None),
-        *dataclasses.asdict(row.settings).items(),
-    }
+    return {CASES[row.case].make.__module__, *dataclasses.asdict(row.settings).items()}
 
 
 def marked(rows):
@@ -87,7 +81,7 @@ def check(row: Row) -> None:
 
 
 @pytest.mark.usefixtures("quick_compilation")
-@pytest.mark.parametrize("row", [*marked(list(cover())), *FAILED], ids=str)
+@pytest.mark.parametrize("row", [*marked(list(cover())), *thinned([], slow=FAILED)], ids=str)
 def test_training_equals_one_device(row):
     check(row)
 

@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 from optax import contrib
-from tools.quick import quick_compilation  # noqa: F401
+from tools.quick import quick_compilation, thinned  # noqa: F401
 from tools.zoo.base import leaves, mse, vectors
 
 import zeroxla
@@ -57,12 +57,14 @@ def test_the_loss_reaches_the_optimizer(expected):
 
 @pytest.mark.parametrize(
     "offload",
-    [
-        Offload(optimizer="host", sub_group=8),
-        Offload(optimizer="host", params="host", sub_group=8),
-        Offload(optimizer="host", update="host"),
-    ],
-    ids=["optimizer", "params", "on_host"],
+    thinned(
+        [Offload(optimizer="host", update="host")],
+        slow=[
+            Offload(optimizer="host", sub_group=8),
+            Offload(optimizer="host", params="host", sub_group=8),
+        ],
+    ),
+    ids=["on_host", "optimizer", "params"],
 )
 def test_and_an_update_of_what_is_on_the_host(mesh, expected, offload):
     found = after_steps(mesh, offload=offload)
@@ -70,7 +72,7 @@ def test_and_an_update_of_what_is_on_the_host(mesh, expected, offload):
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6), found[0], expected[0])
 
 
-@pytest.mark.parametrize("params", ["none", "disk"])
+@pytest.mark.parametrize("params", thinned(["disk"], slow=["none"]))
 def test_and_an_update_of_what_is_on_disk(mesh, expected, params, tmp_path):
     offload = Offload(optimizer="disk", params=params, sub_group=8, path=tmp_path)
     found = after_steps(mesh, offload=offload)

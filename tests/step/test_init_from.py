@@ -256,7 +256,8 @@ class Square(nn.Module):
         return mse(self(batch["x"]), batch["y"])
 
 
-@pytest.mark.parametrize("frozen", thinned(["int4"], slow=[None, "int8"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("frozen", [None, "int8", "int4"])
 def test_adapters_begin_beside_given_weights(frozen, mesh24):
     lora, step = lora_step(Square(), mesh24, "square/kernel", frozen=frozen)
     expected = step.init(KEY, BATCH)
@@ -276,7 +277,8 @@ def test_adapters_begin_beside_given_weights(frozen, mesh24):
         lora.init_from(step, {"up": params["up"]}, KEY)
 
 
-@pytest.mark.parametrize("as_function", thinned([True], slow=[False]))
+@pytest.mark.slow
+@pytest.mark.parametrize("as_function", [False, True])
 def test_stages_take_their_layers(as_function):
     model, batch = GPT.tiny(layers=4), tokens(8)
     step = step_of(Pipeline.from_model(model), 2, 1, 2, 2)

@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 from jax.lax import with_sharding_constraint  # bound before zeroxla traces a model
 from jax.sharding import PartitionSpec as P
-from tools.quick import quick_compilation  # noqa: F401
+from tools.quick import quick_compilation, thinned  # noqa: F401
 
 import zeroxla
 
@@ -106,7 +106,7 @@ def gradient(model, mesh):
     ],
     ids=["linen", "explicit"],
 )
-@pytest.mark.parametrize("own_mesh", [False, True], ids=["", "users_mesh"])
+@pytest.mark.parametrize("own_mesh", thinned([True], slow=[False]), ids=["users_mesh", ""])
 def test_annotations_are_ignored_with_one_note(make, axes, own_mesh):
     mesh = zeroxla.make_mesh(nodes=2, devices_per_node=4)
     expected = gradient(make(False), mesh)
@@ -142,6 +142,7 @@ class Decoder(nn.Module):
         return jnp.mean(self(batch["tokens"]) ** 2)
 
 
+@pytest.mark.slow
 def test_an_annotated_model_generates(mesh24):
     batch = {"tokens": np.arange(64).reshape(8, 8) % 32}
     step = zeroxla.make_step(Decoder(annotated=True), mesh24)

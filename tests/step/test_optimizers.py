@@ -75,9 +75,8 @@ OPTIMIZERS: dict[str, Callable[[], optax.GradientTransformation]] = {
     "lbfgs_without_line_search": lambda: optax.lbfgs(0.1, memory_size=3, linesearch=None),
     "noise": lambda: optax.chain(optax.add_noise(0.1, 0.5, 0), optax.sgd(0.1)),
 }
-# One with a moment for each leaf, one that reads the norm of all gradients, one of several parts,
-# one that may skip steps, and one that reads the loss.
-QUICK = ("sgd_momentum", "clip_and_masked_decay", "two_rates", "apply_if_finite", "plateau")
+# One with moments for each leaf that reads the norm of all gradients, and one that may skip steps.
+QUICK = ("clip_and_masked_decay", "apply_if_finite")
 MESHES = dict(zip(OPTIMIZERS, itertools.cycle([(2, 4), (3, 2)])))
 
 

@@ -69,14 +69,24 @@ def test_a_step_that_runs_out_says_what_held_the_memory(step, monkeypatch):
     assert "restore it from the last checkpoint" in text
     assert "node=4 x device=4" in text
     assert "node=8 x device=4" in text
-    # The amount can be given as it stands there, and is enough.
+    # The amount can be given as it stands there.
     amount = re.search(r"ZeroConfig\(memory='([^']+)'\)", text)[1]
     assert ZeroConfig(memory=amount).memory >= error.least_bytes
+    again = pickle.loads(pickle.dumps(error))
+    assert (str(again), again.least_bytes) == (text, error.least_bytes)
+
+
+@pytest.mark.slow
+def test_the_amount_that_the_error_names_is_enough(step, monkeypatch):
+    batch = {"tokens": jnp.zeros((ROWS, LENGTH + 1), jnp.int32)}
+    state = step.init(jax.random.key(0), batch)
+    monkeypatch.setattr(step, "_run", fails(TEXT, donated=True))
+    with pytest.raises(MemoryError) as caught:
+        step(state, batch)
+    amount = re.search(r"ZeroConfig\(memory='([^']+)'\)", str(caught.value))[1]
     within = made(memory=amount)
     within.abstract_state(BATCH)
     assert memory(within).total_bytes <= ZeroConfig(memory=amount).memory
-    again = pickle.loads(pickle.dumps(error))
-    assert (str(again), again.least_bytes) == (text, error.least_bytes)
 
 
 def test_a_state_that_is_still_there_is_not_called_lost(step, monkeypatch):
@@ -97,6 +107,7 @@ def test_other_errors_pass(step, monkeypatch):
         step(state, batch)
 
 
+@pytest.mark.slow
 def test_on_devices_that_are_not_there_the_text_knows_what_they_have(monkeypatch):
     step = made(AbstractMesh((2, 4), ("node", "device")))
     state, batch = step.abstract_state(BATCH), step.batches.shapes(BATCH)

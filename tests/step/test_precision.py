@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from tools.quick import quick_compilation  # noqa: F401
+from tools.quick import quick_compilation, thinned  # noqa: F401
 from tools.reference import Reference, remember_gradients
 from tools.zoo import CASES
 from tools.zoo.base import leaves, mse, vectors
@@ -84,7 +84,7 @@ def test_16_bit_gradients_equal_the_reference_in_that_dtype(name, dtype):
     assert all_relative(found, exact) < 1.25 * all_relative(expected, exact)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", thinned(["bfloat16"], slow=["float16"]))
 def test_16_bits_travel_and_masters_are_float32(dtype):
     case = CASES["gpt_scan"]
     config = zeroxla.ZeroConfig(
@@ -112,7 +112,7 @@ def test_a_bfloat16_reduce_rounds_gradients_and_nothing_else():
     assert 1e-4 < error < EPS["bfloat16"]
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", thinned(["float16"], slow=["bfloat16"]))
 def test_a_loop_whose_body_returns_constants_runs_in_16_bit(dtype):
     def loss(p, batch, key):
         def turn(carry, w):

@@ -1,12 +1,13 @@
 """Trained parameters go back into the plain model that they came from."""
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from flax import nnx
-from tools.quick import quick_compilation  # noqa: F401
+from tools.quick import quick_compilation, thinned  # noqa: F401
 from tools.zoo.base import mse, vectors
 
 import zeroxla
@@ -81,6 +82,7 @@ class Normed(nnx.Module):
         return mse(self(batch["x"], train), batch["y"])
 
 
+@pytest.mark.slow
 def test_an_nnx_module_with_tuples_as_names_is_updated():
     step, state = trained(lambda rngs: Normed(rngs), batch := vectors(16))
     module = Normed(nnx.Rngs(1))
@@ -94,12 +96,23 @@ def test_an_nnx_module_with_tuples_as_names_is_updated():
     assert float(step(state, batch)[1]["loss"]) == pytest.approx(expected, rel=1e-5)
 
 
-def test_a_linen_module_takes_them_as_its_variables():
-    model = GPT.tiny()
-    step, state = trained(model, TOKENS)
+class Means(nn.Module):
+    """A linen module with batch statistics."""
+
+    @nn.compact
+    def loss(self, batch, *, train):
+        x = nn.BatchNorm(use_running_average=not train)(nn.Dense(8)(batch["x"]))
+        return mse(nn.Dense(3)(jnp.tanh(x)), batch["y"]), {}
+
+
+@pytest.mark.parametrize(
+    ("model", "batch"), thinned([(Means(), vectors(16))], slow=[(GPT.tiny(), TOKENS)], rows=True)
+)
+def test_a_linen_module_takes_them_as_its_variables(model, batch):
+    step, state = trained(model, batch)
     variables = {"params": zeroxla.full_params(state), **state.model_state}
-    loss, _ = model.apply(variables, TOKENS, train=False, method=GPT.loss)
-    assert float(loss) == pytest.approx(float(step.eval(state, TOKENS)["loss"]), rel=1e-5)
+    loss, _ = model.apply(variables, batch, train=False, method=model.loss)
+    assert float(loss) == pytest.approx(float(step.eval(state, batch)["loss"]), rel=1e-5)
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from tools.quick import quick_compilation  # noqa: F401
+from tools.zoo.base import leaves
 
 import zeroxla
 from zeroxla import Checkpointer, Offload, ZeroConfig
@@ -25,9 +26,18 @@ def copy(state):
     return jax.tree.map(jnp.copy, state)
 
 
-def make(mesh, optimizer=None, **options):
-    model = GPT.tiny(layers=2, width=16)
+def make(mesh, optimizer=None, model=None, **options):
+    model = model or GPT.tiny(layers=2, width=16)
     return zeroxla.make_step(model, mesh, optimizer or optax.adam(1e-3), **options)
+
+
+def embed(params, batch, key):
+    x = jnp.tanh(params["table"][batch["tokens"]] @ params["up"])
+    return jnp.mean((x @ params["down"]) ** 2)
+
+
+FUNCTIONS = leaves(table=(64, 16), up=(16, 32), down=(32, 8)), embed
+"""The least model that reads tokens."""
 
 
 class TestMicroBatches:
@@ -115,7 +125,7 @@ class TestOffload:
             ZeroConfig(offload=Offload(optimizer="disk", path=str(tmp_path / name)), **SMALL)
             for name in ("one", "two")
         )
-        step = make(mesh24, config=first)
+        step = make(mesh24, model=FUNCTIONS, config=first)
         state, _ = step(step.init(KEY, BATCH), BATCH)
         state, _ = step.with_config(second)(state, BATCH)
         files = {x.file.path.parent for x in jax.tree.leaves(state.opt_state) if x.ndim > 1}
@@ -124,7 +134,7 @@ class TestOffload:
     def test_what_cannot_be_is_said_before_anything_moves(self, mesh24, tmp_path):
         folder = tmp_path / "file"
         folder.write_text("no folder")
-        step = make(mesh24, config=ZeroConfig(**SMALL))
+        step = make(mesh24, model=FUNCTIONS, config=ZeroConfig(**SMALL))
         state = step.init(KEY, BATCH)
         offload = Offload(optimizer="disk", path=str(folder))
         other = step.with_config(ZeroConfig(offload=offload, **SMALL))
@@ -135,7 +145,7 @@ class TestOffload:
 
 class TestLossScale:
     def test_it_begins_when_float16_does(self, mesh24, tmp_path):
-        step = make(mesh24, config=ZeroConfig(**SMALL))
+        step = make(mesh24, model=FUNCTIONS, config=ZeroConfig(**SMALL))
         state, _ = step(step.init(KEY, BATCH), BATCH)
         half = step.with_config(
             ZeroConfig(compute_dtype="float16", init_loss_scale=2.0**10, loss_scale_window=2)

@@ -31,6 +31,16 @@ MODELS = {
 }
 
 
+def products(params, batch, key):
+    """The loss of two scanned layers between a table and a head."""
+    x = params["table"][batch["tokens"][:, :-1]]
+    x, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, params["layers"])
+    return jnp.mean((x * params["gain"] @ params["head"]) ** 2)
+
+
+LEAST = leaves(table=(64, 32), layers=(2, 32, 32), gain=(32,), head=(32, 64)), products
+
+
 def tokens(rows=16, seed=0):
     return {"tokens": np.random.default_rng(seed).integers(0, 64, (rows, 17), dtype=np.int32)}
 
@@ -60,16 +70,17 @@ def assert_equal_trees(a, b, rtol=2e-5):
 # qwZ
 
 
-@pytest.mark.parametrize("name", thinned(["scanned"], slow=["scanned, remat", "unrolled"]))
+@pytest.mark.parametrize("name", thinned(["least"], slow=MODELS))
 def test_gradients_are_those_of_the_quantized_weights(name):
     """One device, `jax.grad`, the weights as the oracle quantizes each layer of each shard."""
-    model, batch = MODELS[name], tokens()
+    model, batch = {**MODELS, "least": LEAST}[name], tokens()
     step = step_of(model, weight_wire=INT8, hpz_size="node")
     state = step.init(KEY, batch)
     loss, grads = step.grad(state, batch)
 
     layout = step.programs.layout(state)
-    assert 4 <= sum(leaf.quantized for leaf in layout) < len(layout.leaves)
+    num_quantized = sum(leaf.quantized for leaf in layout)
+    assert (2 if name == "least" else 4) <= num_quantized < len(layout.leaves)
     params = [
         as_it_arrives(x, leaf.placement, 8, INT8) if leaf.quantized else x
         for x, leaf in zip(jax.tree.leaves(zeroxla.full_params(state)), layout, strict=True)
@@ -118,7 +129,7 @@ def test_forward_and_backward_round_a_weight_alike(name):
 @pytest.mark.parametrize(
     ("width", "num_layers", "hpz_size"),
     [
-        *thinned([(128, 2, 4)], slow=[(128, 2, 2), (128, 2, 1)], rows=True),
+        *thinned([], slow=[(128, 2, 4), (128, 2, 2), (128, 2, 1)], rows=True),
         *(
             pytest.param(1024, layers, size, marks=pytest.mark.full)
             for layers in (4, 9)
@@ -329,8 +340,8 @@ def test_a_config_may_change_between_steps():
 
 
 def test_a_setting_is_compiled_once(caplog):
-    step = step_of(MODELS["scanned"], hpz_size="node", weight_wire=INT8, weight_differences=INT4)
-    bare = step_of(MODELS["scanned"])
+    step = step_of(LEAST, hpz_size="node", weight_wire=INT8, weight_differences=INT4)
+    bare = step_of(LEAST)
     state = bare.init(KEY, tokens())
     with jax.log_compiles():
         for i in range(3):

@@ -63,7 +63,7 @@ def sent(found, m, **filters):
 
 
 @pytest.mark.parametrize("scan", thinned([False], slow=[True]))
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("preset", thinned(["zeropp", "zeropp_min"], slow=["zeropp_hq"]))
 def test_hosts_send_what_the_table_says(preset, scan):
     found, (_, _, m) = report(PRESETS[preset], scan=scan), build(PRESETS[preset], scan=scan)
     gather, reduce = BYTES[preset]
@@ -99,6 +99,7 @@ def test_micro_batches_send_nothing_more_between_hosts(preset):
         assert sent_bytes == four.cross_host_bytes(phase=phase) > 0
 
 
+@pytest.mark.slow
 def test_each_micro_batch_sends_again_unless_told_otherwise():
     one, four = (report(ZeroConfig.zeropp, accumulate=k).cross_host_bytes() for k in (1, 4))
     assert four == pytest.approx(4 * one, rel=0.01)
@@ -173,6 +174,7 @@ def test_a_secondary_shard_adds_what_is_described(options, per_element):
     assert described == pytest.approx(expected, rel=0.02)
 
 
+@pytest.mark.slow
 def test_the_only_micro_batch_of_a_step_sends_its_gradients_as_they_come():
     """It has nothing to wait for, but errors belong to the step."""
     texts = [

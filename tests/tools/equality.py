@@ -245,9 +245,9 @@ def _expected(name: str, world: int, accumulate: int, parts: int = 1) -> dict[st
     batch = case.batch(case.rows * world * accumulate)
     if case.whole_batch:
         # The first micro-batch is that of all devices together.
-        parts = (world, accumulate, case.rows)
+        sizes = (world, accumulate, case.rows)
         batch = jax.tree.map(
-            lambda x: x.reshape(*parts, *x.shape[1:]).swapaxes(0, 1).reshape(x.shape), batch
+            lambda x: x.reshape(*sizes, *x.shape[1:]).swapaxes(0, 1).reshape(x.shape), batch
         )
         world = 1
     adapted = adapt(case.reference_model(), case.loss)

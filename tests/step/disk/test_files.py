@@ -54,7 +54,7 @@ class TestTwoSteps:
         assert len(files(place)) == 2
 
     def test_of_one_object_share_a_file_and_the_later_state_holds(self, mesh24, place):
-        step, state = make(mesh24, place)
+        step, state = make(mesh24, place, model="functions")
         state_of_later = step.init(state.key, batch())
         assert state_file(state_of_later) is state_file(state)
         with pytest.raises(ValueError, match="a later step, or a restored checkpoint, has written"):
@@ -64,7 +64,7 @@ class TestTwoSteps:
 
 class TestAFile:
     def test_is_removed_with_its_state(self, mesh24, place):
-        step, state = make(mesh24, place)
+        step, state = make(mesh24, place, model="functions")
         for _ in range(2):
             state, _ = step(state, batch())
         assert len(files(place)) == 1

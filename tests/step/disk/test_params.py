@@ -154,14 +154,15 @@ def test_a_checkpoint_opens_in_every_memory(mesh24, tmp_path):
             checkpointer.restore_params(step.shapes(), "kernel")
 
 
-def test_a_flipped_byte_is_found_where_the_leaf_is_gathered(mesh24, tmp_path):
+@pytest.mark.parametrize("calls", thinned([("__call__",)], slow=[("eval", "grad", "__call__")]))
+def test_a_flipped_byte_is_found_where_the_leaf_is_gathered(mesh24, tmp_path, calls):
     step, state = make(mesh24, disk(tmp_path))
     file = state_file(state)
     name = next(n for n in file.names if "params/h/mlp/c_fc/kernel" in n and n.endswith("#1"))
     flip(file.path, file.offset_of(name, file.version) + 5)
-    for call in (step.eval, step.grad, step):
+    for call in calls:
         with pytest.raises(DamagedStateError, match=r"params/h/mlp/c_fc/kernel\[.*checksum"):
-            call(state, batch())
+            getattr(step, call)(state, batch())
     assert file.version is on_disk(state.params)[0].version
 
 
@@ -190,6 +191,7 @@ def test_parameters_are_read_whole_and_for_generation(mesh24, tmp_path):
     assert found[0][2] == found[1][2]
 
 
+@pytest.mark.slow
 def test_pretrained_weights_go_to_disk_one_by_one(mesh24, tmp_path, monkeypatch):
     model = models.GPT.tiny(width=64)
     zeroxla.export_params(make(mesh24, Offload())[1], tmp_path / "weights", model=model)
@@ -219,6 +221,7 @@ def test_pretrained_weights_go_to_disk_one_by_one(mesh24, tmp_path, monkeypatch)
     assert found[0][1] == found[1][1]
 
 
+@pytest.mark.slow
 def test_what_a_function_gives_for_a_parameter_must_fit(mesh24, tmp_path):
     """If it does not, the state before stays as it is."""
     step, state = make(mesh24, disk(tmp_path))

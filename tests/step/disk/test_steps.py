@@ -20,7 +20,7 @@ from tools.offload import (
     taken,
     trained,
 )
-from tools.quick import quick_compilation  # noqa: F401
+from tools.quick import quick_compilation, thinned  # noqa: F401
 
 import zeroxla
 from zeroxla import Checkpointer, Offload
@@ -52,8 +52,9 @@ def test_what_is_on_disk_is_on_no_device(mesh24, tmp_path):
     assert 2 * file.array_bytes <= file.nbytes < 2 * file.array_bytes + 4096 * 8 * 120
 
 
-def test_a_step_moves_the_state_once_in_and_once_out_beside_the_update(mesh24, tmp_path):
-    step, state = make(mesh24, disk(tmp_path, sub_group=1000), model="unrolled")
+@pytest.mark.parametrize("model", thinned(["functions"], slow=["unrolled"]))
+def test_a_step_moves_the_state_once_in_and_once_out_beside_the_update(mesh24, tmp_path, model):
+    step, state = make(mesh24, disk(tmp_path, sub_group=1000), model=model)
     state, _ = step(state, batch())
     state, metrics = step(state, batch())
     accesses = state_file(state).blocks.accesses
@@ -97,7 +98,7 @@ def test_a_checkpoint_is_of_the_step_it_was_saved_after(mesh24, tmp_path):
 def test_a_step_waits_for_a_checkpoint_to_read_what_it_would_write_over(
     mesh24, tmp_path, monkeypatch
 ):
-    step, state = make(mesh24, disk(tmp_path))
+    step, state = make(mesh24, disk(tmp_path), model="functions")
     file, version = state_file(state), state_file(state).version
     array = on_disk(trained(state))[0]
     before = np.asarray(array)
@@ -131,7 +132,7 @@ def test_a_step_waits_for_a_checkpoint_to_read_what_it_would_write_over(
 
 
 def test_a_state_is_spent_by_its_step(mesh24, tmp_path):
-    step, state = make(mesh24, disk(tmp_path))
+    step, state = make(mesh24, disk(tmp_path), model="functions")
     new, _ = step(state, batch())
     with pytest.raises(ValueError, match="was deleted by the step"):
         step(state, batch())
@@ -142,6 +143,7 @@ def test_a_state_is_spent_by_its_step(mesh24, tmp_path):
     step(anew, batch())
 
 
+@pytest.mark.slow
 def test_a_flipped_byte_is_found_and_the_leaf_named(mesh24, tmp_path):
     step, state = make(mesh24, disk(tmp_path))
     state, _ = taken(step, state, 1)
@@ -160,14 +162,14 @@ def test_a_flipped_byte_is_found_and_the_leaf_named(mesh24, tmp_path):
 
 
 def test_a_removed_file_is_found(mesh24, tmp_path):
-    step, state = make(mesh24, disk(tmp_path))
+    step, state = make(mesh24, disk(tmp_path), model="functions")
     state_file(state).path.unlink()
     with pytest.raises(DamagedStateError, match="was removed or replaced"):
         step(state, batch())
 
 
 def test_a_disk_that_fails_puts_nothing_in_force(mesh24, tmp_path, monkeypatch):
-    step, state = make(mesh24, disk(tmp_path))
+    step, state = make(mesh24, disk(tmp_path), model="functions")
     state, _ = taken(step, state, 1)
     file, version = state_file(state), state_file(state).version
     real, calls = os.pwrite, []
@@ -207,7 +209,7 @@ def test_bad_paths(mesh24, tmp_path, monkeypatch):
 
 
 def test_a_step_is_drawn(mesh24, tmp_path):
-    step, state = make(mesh24, disk(tmp_path))
+    step, state = make(mesh24, disk(tmp_path), model="functions")
     with pytest.raises(ValueError, match="no step has been taken with this state on disk"):
         zeroxla.inspect.plot_disk(state)
     state, _ = step(state, batch())
@@ -219,7 +221,7 @@ def test_a_step_is_drawn(mesh24, tmp_path):
     assert read == written - 1 > 0  # a block more is the record
     assert updated == len(step.disk.update_of(state).sub_groups.groups)
     assert (tmp_path / "step.png").read_bytes().startswith(b"\x89PNG")
-    _, plain = make(mesh24, Offload())
+    _, plain = make(mesh24, Offload(), model="functions")
     with pytest.raises(ValueError, match="nothing of this state is on disk"):
         zeroxla.inspect.plot_disk(plain)
 
@@ -263,6 +265,7 @@ def test_a_plan_counts_what_is_read_to_be_gathered(tmp_path):
     assert there.comms.total_bytes() == plain.comms.total_bytes()
 
 
+@pytest.mark.slow
 def test_what_needs_no_update_leaves_the_disk_alone(mesh24, tmp_path):
     step, state = make(mesh24, disk(tmp_path))
     state, _ = taken(step, state, 1)

@@ -93,6 +93,7 @@ def test_an_island_that_leaves_takes_no_other_with_it():
     assert 2 in {x["islands"] for x in told}
 
 
+@pytest.mark.slow
 def test_an_island_that_is_late_is_left_out_and_catches_up():
     """It sleeps over a round; what it has changed meanwhile counts in a later one."""
 
@@ -198,6 +199,7 @@ def test_islands_train_on_without_the_coordinator_and_meet_again(tmp_path, keeps
     assert len(one.keys() & two.keys()) > 3
 
 
+@pytest.mark.slow
 def test_a_slower_island_takes_part_with_the_steps_that_it_has():
     """It would be ready long after the deadline; when the round is about to close it goes along."""
 
@@ -212,6 +214,7 @@ def test_a_slower_island_takes_part_with_the_steps_that_it_has():
     assert 4 <= first["rows"][1] < 40 * 4
 
 
+@pytest.mark.slow
 def test_islands_train_on_while_the_disk_of_the_coordinator_is_full(tmp_path, monkeypatch):
     """Nobody is told of a round that was not written, and nobody waits for it for ever."""
     save, is_full, steps = Ledger.save, [False], [0, 0]

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 from tools.islands import KEY, MODEL, TOKEN, batches, copies, make_step, params, trained
-from tools.quick import quick_compilation, thinned  # noqa: F401
+from tools.quick import quick_compilation  # noqa: F401
 
 import zeroxla
 from zeroxla import Offload, ZeroConfig
@@ -103,10 +103,8 @@ CASES = {
 }
 
 
-QUICK = ["zeropp", "offload"]
-
-
-@pytest.mark.parametrize("name", thinned(QUICK, slow=[n for n in CASES if n not in QUICK]))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
 def test_islands_with(name):
     case, num = CASES[name], 3
     rows = case.rows(num)

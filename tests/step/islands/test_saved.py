@@ -40,7 +40,7 @@ def run(folder, num, rows, *, outer=OUTER, save=None, share=4):
       For each, what islands share, versions and round at the beginning; the last state, its own
       parameters, and what islands share then.
     """
-    with coordinator(num) as there:
+    with coordinator(num, deadline=120.0) as there:
 
         def island_of(index):
             step = make_step(outer, index, share, ADAM)
@@ -64,6 +64,7 @@ def run(folder, num, rows, *, outer=OUTER, save=None, share=4):
         return in_threads(island_of, num)
 
 
+@pytest.mark.slow
 def test_islands_go_on_from_their_checkpoints(tmp_path):
     """Without delay and wires a run in two parts is the run in one, bit for bit."""
     rows = batches(8)
@@ -100,6 +101,9 @@ def test_another_mesh_and_other_fragments(tmp_path):
     """4 devices of each island instead of 2, and 3 fragments instead of 2."""
     rows = batches(6)
     before = run(tmp_path, 2, rows[:4], save=4)
+    abouts = [Checkpointer(tmp_path / str(i)).describe() for i in range(2)]
+    saved = [any(path[0] == "outer" for path in about.leaves) for about in abouts]
+    assert saved == [True, False]  # what they share, once
     outer = Outer(every=3, fragments=3, optimizer=optax.adam(0.1))
     (first, state, *_), other = run(tmp_path, 2, rows[:3], outer=outer, share=2)
     assert before[0][1].outer[0].copy.shape[0] == 2
@@ -111,6 +115,7 @@ def test_another_mesh_and_other_fragments(tmp_path):
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.slow
 def test_the_shared_parameters_are_the_outer_ones():
     outer = Outer(every=2, fragments=2, delay=1, mixing=0.5)
     islands, states, _ = trained(outer, 2, batches(5))

@@ -1,6 +1,7 @@
 """Steps whose optimizer needs matrices whole train as with XLA's own way, in every composition."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -8,6 +9,7 @@ from optax import contrib
 from tools.matrix_optimizers import damped
 from tools.quick import quick_compilation, thinned  # noqa: F401
 from tools.reference import relative_errors, worst
+from tools.zoo.base import leaves
 
 import zeroxla
 from zeroxla import Offload, Pipeline, ZeroConfig
@@ -24,6 +26,16 @@ def optimizer():
 
 def gpt(**options):
     return GPT.tiny(layers=4, width=32, **options)
+
+
+def functions():
+    """The least model with two matrices."""
+
+    def loss(params, batch, key):
+        x = jnp.tanh(params["table"][batch["tokens"]] @ params["first"])
+        return jnp.mean((x @ params["second"]) ** 2)
+
+    return leaves(table=(64, 16), first=(16, 32), second=(32, 16)), loss
 
 
 def step_of(model, mesh, *, owners=True, optimizer=optimizer, **options):
@@ -70,6 +82,7 @@ class TestDescribe:
         row = next(row for row in found.rows if "c_attn/kernel" in row.leaves[0])
         assert (row.matrices, row.shape) == (4, (32, 96))
 
+    @pytest.mark.slow
     def test_there_is_nothing_to_say_without_owners(self, mesh24):
         for step in (
             step_of(gpt(), mesh24, owners=False),
@@ -79,6 +92,7 @@ class TestDescribe:
             assert described(step) is None
             assert step.describe().owners is None
 
+    @pytest.mark.slow
     def test_a_branch_over_all_leaves_is_left_to_xla(self, mesh24):
         step = step_of(gpt(scan=False), mesh24, optimizer=lambda: optax.MultiSteps(muon(), 2))
         step.abstract_state(BATCH)
@@ -113,8 +127,9 @@ PLAIN = {"nodes": 2, "devices_per_node": 4}
 @pytest.mark.parametrize(
     ("name", "scan", "options"),
     thinned(
-        [("plain", True, {})],
+        [("functions", True, {})],
         slow=[
+            ("plain", True, {}),
             ("pipeline", True, {}),
             ("pipeline", False, {}),
             ("tensor", True, {}),
@@ -130,7 +145,7 @@ PLAIN = {"nodes": 2, "devices_per_node": 4}
     ),
 )
 def test_a_step_trains_as_with_xlas_own_way(name, scan, options):
-    model = gpt(scan=scan)
+    model = functions() if name == "functions" else gpt(scan=scan)
     model = Pipeline.from_model(model) if name == "pipeline" else model
     mesh = zeroxla.make_mesh(**MESHES.get(name, PLAIN))
     plain = {k: v for k, v in options.items() if k != "offload"}
