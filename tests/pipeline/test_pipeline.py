@@ -299,8 +299,9 @@ def test_a_live_state_moves_between_numbers_of_stages(scan):
 @pytest.mark.parametrize(
     ("name", "pipe", "schedule"),
     thinned(
-        [("scanned, reverse, all read", 2, "1f1b")],
+        [],
         slow=[
+            ("scanned, reverse, all read", 2, "1f1b"),
             ("scanned, reverse, all read", 4, "zb-h1"),
             ("all states", 4, "1f1b"),
             ("unet", 4, "gpipe"),

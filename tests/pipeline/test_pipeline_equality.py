@@ -34,8 +34,9 @@ def check(row: Row) -> None:
         assert errors.norm <= GRADIENT_TOLERANCE, (row, errors)
 
 
-# Left to the slow tests: "ties" is a list of layers too, and "unet" is unrolled too and convolves.
-LONG = ("gpt, listed", "gpt, unrolled", "alexnet")
+# Left to the slow tests: "ties" is a list of layers too, "unet" is unrolled too and convolves, and
+# test_axes.py and test_pipeline.py have blocks in a loop.
+LONG = ("gpt, listed", "gpt, unrolled", "alexnet", "gpt, scanned", "llama")
 
 
 def settings_of(row: Row) -> Iterable[Hashable]:
