@@ -116,7 +116,7 @@ def test_leaves_move_once_in_a_step_and_gather_inside_their_stages():
 
 def test_neither_tokens_nor_labels_travel():
     """Between three stages of a language model go activations and their gradients alone."""
-    model, rows, length = GPT.tiny(layers=4), 2, 12
+    model, rows, length = GPT.tiny(layers=2), 2, 12
     mesh = zeroxla.make_mesh(pipe=3, nodes=1, devices_per_node=2)
     step = zeroxla.make_step(
         Pipeline.from_model(model), mesh, optax.sgd(1e-2), microbatches=MICROBATCHES
@@ -130,6 +130,7 @@ def test_neither_tokens_nor_labels_travel():
     assert {r.dtype for r in report.rows if r.axis == "pipe"} == {"f32"}
 
 
+@pytest.mark.slow
 def test_gathers_in_ticks_count_for_the_heaviest_stage():
     ticks = MICROBATCHES + 2
     for report in reports(pipe=2, nodes=1, devices=2, layers=6, weights="tick"):

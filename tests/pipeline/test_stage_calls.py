@@ -6,7 +6,6 @@ import pytest
 from tools.pipeline_equality import tokens
 from tools.pipelines import step_of
 from tools.products import products
-from tools.quick import thinned
 
 from zeroxla import Pipeline
 from zeroxla.models import GPT
@@ -26,7 +25,8 @@ def work_of(call):
     return first, products(lambda args, kept: both.run_second(env(args), kept), shapes, kept)
 
 
-@pytest.mark.parametrize("stash", thinned(["inputs"], slow=["activations"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("stash", ["inputs", "activations"])
 def test_ops_of_all_stages_take_as_long(stash, monkeypatch):
     """Also on the first stage, which has no gradient of its input, and on the last."""
     made, make = [], split_call.SplitCall.make
