@@ -1,12 +1,12 @@
 """Pipelines on meshes with tensor, context and expert: every stage is a part of the split loss."""
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from tools.equality import GRADIENT_TOLERANCE
+from tools.perceptrons import Perceptrons
 from tools.quick import quick_compilation, thinned  # noqa: F401
 from tools.reference import relative_errors, worst
 
@@ -19,33 +19,8 @@ from zeroxla.models.losses import next_token_loss
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 LENGTH, MICROBATCHES = 16, 4
-
-
-class Perceptron(nn.Module):
-    """A block of two products."""
-
-    @nn.compact
-    def __call__(self, x, _):
-        return x + nn.Dense(32)(jnp.tanh(nn.Dense(64)(x))), None
-
-
-class Perceptrons(nn.Module):
-    """The next token of each one, by four blocks in a loop."""
-
-    @nn.compact
-    def __call__(self, tokens_BL):
-        loop = nn.scan(
-            Perceptron, variable_axes={"params": 0}, split_rngs={"params": True}, length=4
-        )
-        x, _ = loop(name="h")(nn.Embed(64, 32, name="embed")(tokens_BL), None)
-        return nn.Dense(64, name="head")(x)
-
-    def loss(self, batch, *, train):
-        return next_token_loss(self(batch["tokens"][:, :-1]), batch)
-
-
 MODELS = {
-    "perceptrons": lambda: Perceptrons(),
+    "perceptrons": Perceptrons,
     "GPT": lambda: GPT.tiny(layers=4),
     "GPT, written out": lambda: GPT.tiny(layers=4, scan=False),
     "GPT, computed again": lambda: GPT.tiny(layers=4, remat=True),

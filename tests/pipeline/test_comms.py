@@ -130,7 +130,6 @@ def test_neither_tokens_nor_labels_travel():
     assert {r.dtype for r in report.rows if r.axis == "pipe"} == {"f32"}
 
 
-@pytest.mark.slow
 def test_gathers_in_ticks_count_for_the_heaviest_stage():
     ticks = MICROBATCHES + 2
     for report in reports(pipe=2, nodes=1, devices=2, layers=6, weights="tick"):

@@ -102,6 +102,7 @@ def test_a_plan_moves_only_where_its_trace_holds(plan):
         plan.on(links={"rack": MACHINES.find_link("1gbit")})
 
 
+@pytest.mark.slow
 def test_gathers_ahead_hide_and_those_of_cpus_do_not():
     plan = make_plan(link="400gbit")
     slow = with_efficiency(plan, 0.05).target.device

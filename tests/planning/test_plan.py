@@ -10,6 +10,7 @@ import optax
 import pytest
 from jax import lax
 from jax.sharding import AbstractMesh, PartitionSpec
+from tools.perceptrons import Perceptrons
 from tools.quick import quick_compilation  # noqa: F401
 
 import zeroxla
@@ -50,9 +51,10 @@ def peak(function, *args):
     [
         (GPT.tiny, ZeroConfig(persistence_threshold=0)),
         (Llama.tiny, ZeroConfig.zeropp_min(persistence_threshold=0, quantize_threshold=0)),
-        (
+        pytest.param(
             lambda: GPT.tiny(scan=False),
             ZeroConfig.zeropp(persistence_threshold=0, quantize_threshold=0, accumulate=2),
+            marks=pytest.mark.slow,
         ),
     ],
     ids=["zero3", "zeropp_min", "zeropp, listed"],
@@ -293,6 +295,7 @@ def test_ticks_last_as_long_as_a_schedules_work():
     assert run(ticks, X, full_ticks=7.5).seconds == pytest.approx(7.5 * PRODUCT_S)
 
 
+@pytest.mark.slow
 def test_a_pipelines_time_is_its_schedules():
     def seconds(microbatches):
         model = zeroxla.Pipeline.from_model(GPT.tiny(width=64, layers=4))
@@ -420,15 +423,18 @@ def test_a_plan_of_many_devices_that_are_not_there():
 
 @pytest.mark.parametrize(
     "config",
-    [ZeroConfig(), ZeroConfig.zeropp_min(persistence_threshold=0, quantize_threshold=0)],
+    [
+        pytest.param(ZeroConfig(), marks=pytest.mark.slow),
+        ZeroConfig.zeropp_min(persistence_threshold=0, quantize_threshold=0),
+    ],
     ids=["zero3", "zeropp_min"],
 )
 def test_the_state_of_a_plan_is_that_of_the_arrays(config):
     mesh, rows = zeroxla.make_mesh(nodes=2), np.zeros((8, 17), np.int32)
-    step = zeroxla.make_step(GPT.tiny(width=64), mesh, optax.adam(1e-3), config=config)
+    step = zeroxla.make_step(Perceptrons(), mesh, optax.adam(1e-3), config=config)
     state = step.init(jax.random.key(0), {"tokens": rows})
     plan = zeroxla.plan(
-        GPT.tiny(width=64),
+        Perceptrons(),
         dict(mesh.shape),
         {"tokens": rows},
         optimizer=optax.adam(1e-3),
@@ -453,7 +459,7 @@ def test_a_step_without_devices_is_not_run():
 def test_a_slower_link_and_fewer_bytes_change_the_time():
     def seconds(link, config):
         mesh = {"node": 4, "device": 2}
-        model = GPT.tiny(width=64, layers=4)
+        model = Perceptrons(width=64, hidden=256)
         return zeroxla.plan(model, mesh, tokens(8, 32), link=link, config=config).time.seconds
 
     plain = ZeroConfig(persistence_threshold=0, compute_dtype="bfloat16")
@@ -480,7 +486,7 @@ def test_bad_input(mesh, batch, options, match):
         zeroxla.plan(GPT.tiny(), mesh, batch, **options)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama-7b"])
+@pytest.mark.parametrize("name", ["llama-7b", pytest.param("gpt2", marks=pytest.mark.slow)])
 def test_presets_have_the_parameters_that_people_know(name):
     known = {"gpt2": 124_439_808, "llama-7b": 6_738_415_616}
     model, length = model_named(name)

@@ -198,6 +198,7 @@ def test_generating_beside_training():
     assert "cache, 8 prompts of 8 + 8 tokens" in str(plan)
 
 
+@pytest.mark.slow
 def test_an_abstract_engine_has_the_same_plan():
     config = ZeroConfig(persistence_threshold=0)
     plans = []
@@ -244,6 +245,7 @@ def test_the_smallest_cluster_is_not_compiled(capsys, monkeypatch, tmp_path):
     assert "The smallest cluster" in out or "No number of nodes" in out
 
 
+@pytest.mark.slow
 def test_the_command_names_the_smallest_cluster(capsys):
     arguments = ["--devices-per-node", "4", "--device", "l4", "--length", "64"]
     assert main(["plan", "--model", "llama-7b", *arguments]) == 1
