@@ -382,19 +382,19 @@ def test_tables_that_are_not_whole(tmp_path, text, match):
 
 
 def test_a_program_holds_what_jax_takes_of_a_gpu():
-    batch = tokens(8, 128)
+    batch, model = tokens(8, 128), Perceptrons(width=2048, hidden=8192)
     for fraction, words in (
         (None, "the 60 GB that JAX takes of its 80 GB"),
         (0.9, "the 72 GB that JAX takes of its 80 GB"),
         (1.0, "into its 80 GB"),
         (1e-3, "does NOT fit into the 80 MB that JAX takes"),
     ):
-        plan = zeroxla.plan(GPT.small(remat=True), {"device": 8}, batch, memory_fraction=fraction)
+        plan = zeroxla.plan(model, {"device": 8}, batch, memory_fraction=fraction)
         assert words in plan.verdict()
         assert plan.fits == (fraction != 1e-3)
     for fraction in (0.0, 1.5):
         with pytest.raises(ValueError, match=rf"memory_fraction={fraction}: give the share"):
-            zeroxla.plan(GPT.small(), {"device": 8}, batch, memory_fraction=fraction)
+            zeroxla.plan(model, {"device": 8}, batch, memory_fraction=fraction)
     with pytest.raises(ValueError, match=r"the device 'test' has usable=2; give the share"):
         device(usable=2)
 
@@ -466,8 +466,9 @@ def test_a_slower_link_and_fewer_bytes_change_the_time():
     zeropp = ZeroConfig.zeropp(
         persistence_threshold=0, quantize_threshold=0, compute_dtype="bfloat16"
     )
-    assert seconds("10mbit", plain) > 5 * seconds("100mbit", plain)
-    assert seconds("10mbit", zeropp) < 0.5 * seconds("10mbit", plain)
+    slow = seconds("10mbit", plain)
+    assert slow > 5 * seconds("100mbit", plain)
+    assert seconds("10mbit", zeropp) < 0.5 * slow
 
 
 @pytest.mark.parametrize(
