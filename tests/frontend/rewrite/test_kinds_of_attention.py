@@ -92,12 +92,16 @@ FOUND = {
         *(jaxs_own, jaxs_own_with_lengths, nnxs_function),
     )
 }
-QUICK_FOUND = ("relative_table", "divided_and_moved")
+QUICK_FOUND = [("relative_table", LENGTH), ("divided_and_moved", 41)]
 
 
-@pytest.mark.parametrize("length", [LENGTH, 41])
 @pytest.mark.parametrize(
-    "name", thinned(QUICK_FOUND, slow=[x for x in FOUND if x not in QUICK_FOUND])
+    ("name", "length"),
+    thinned(
+        QUICK_FOUND,
+        slow=[(x, n) for x in FOUND for n in (LENGTH, 41) if (x, n) not in QUICK_FOUND],
+        rows=True,
+    ),
 )
 def test_gradients_of_what_scores_are_made_of(name, length):
     both = Both(projected(FOUND[name]), **ONLY)
@@ -108,7 +112,7 @@ def test_gradients_of_what_scores_are_made_of(name, length):
     assert finding.becomes == f"{form} by blocks of 16"
 
 
-@pytest.mark.parametrize("batch_has_a_mask", [False, True])
+@pytest.mark.parametrize("batch_has_a_mask", thinned([False], slow=[True]))
 def test_jaxs_own_causal_attention_is_causal(batch_has_a_mask):
     def attend(q, k, v, batch, params):
         mask = (batch["x"][:, None, None, :, 0] > 0) if batch_has_a_mask else None
