@@ -27,8 +27,8 @@ def llama(layers):
 )
 @pytest.mark.parametrize(
     ("model", "layers"),
-    thinned([(gpt, (1, 2, 3))], slow=[(gpt, (1, 3, 5)), (llama, (1, 3, 5))], rows=True),
-    ids=["gpt", "deeper gpt", "llama"],
+    thinned([], slow=[(gpt, (1, 3, 5)), (llama, (1, 3, 5))], rows=True),
+    ids=["gpt", "llama"],
 )
 def test_compiled_gradient_grows_evenly_with_the_layers(model, layers):
     def flops(layers):

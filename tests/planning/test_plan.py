@@ -50,14 +50,19 @@ def peak(function, *args):
     ("make", "config"),
     [
         (GPT.tiny, ZeroConfig(persistence_threshold=0)),
-        (Llama.tiny, ZeroConfig.zeropp_min(persistence_threshold=0, quantize_threshold=0)),
+        (Perceptrons, ZeroConfig.zeropp_min(persistence_threshold=0, quantize_threshold=0)),
+        pytest.param(
+            Llama.tiny,
+            ZeroConfig.zeropp_min(persistence_threshold=0, quantize_threshold=0),
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             lambda: GPT.tiny(scan=False),
             ZeroConfig.zeropp(persistence_threshold=0, quantize_threshold=0, accumulate=2),
             marks=pytest.mark.slow,
         ),
     ],
-    ids=["zero3", "zeropp_min", "zeropp, listed"],
+    ids=["zero3", "zeropp_min", "zeropp_min, llama", "zeropp, listed"],
 )
 def test_bytes_are_those_of_the_lowered_program(make, config):
     mesh = zeroxla.make_mesh(nodes=2)
@@ -517,7 +522,9 @@ def test_the_command_prints_and_draws(capsys, tmp_path):
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_command_counts_what_is_offloaded(capsys):
+def test_the_command_counts_what_is_offloaded(capsys, monkeypatch):
+    small = Perceptrons(width=512, hidden=2048)
+    monkeypatch.setattr("zeroxla.cli.plan.run.model_named", lambda name, remat: (small, 128))
     arguments = ["--nodes", "2", "--devices-per-node", "4", "--zero", "zeropp"]
     places = ["--offload-optimizer", "disk", "--offload-params", "host", "--offload-secondary"]
     assert main(["plan", *arguments, *places, "host"]) == 0

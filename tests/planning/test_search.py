@@ -260,7 +260,7 @@ def test_the_command_names_the_smallest_cluster(capsys):
     assert main(["plan", "--model", "llama-7b", *arguments, *fewer]) == 1
 
 
-STAGES = ["--pipe", "2", "--nodes", "1", "--devices-per-node", "2", "--length", "64"]
+STAGES = ["--pipe", "2", "--nodes", "1", "--devices-per-node", "2", "--length", "32"]
 
 
 @pytest.mark.slow
@@ -271,8 +271,10 @@ def test_the_command_plans_stages(capsys):
     assert "stages are idle" in out
 
 
-def test_the_command_plans_generation_from_stages(capsys):
-    assert main(["plan", *STAGES, "--accumulate", "4", "--prompts", "8"]) == 0
+def test_the_command_plans_generation_from_stages(capsys, monkeypatch):
+    monkeypatch.setattr("zeroxla.cli.plan.run.model_named", lambda name, remat: (MODEL, 32))
+    asked = ["--prompts", "8", "--prompt-length", "8", "--new-tokens", "8"]
+    assert main(["plan", *STAGES, "--accumulate", "4", *asked]) == 0
     out = capsys.readouterr().out
     for words in ("pipe=2 x node=1 x device=2", "stages are idle", "8 prompts of"):
         assert words in out

@@ -72,7 +72,7 @@ def test_gradients_are_those_of_the_merged_model(name, mesh):
     assert not any(jnp.any(x) for x in jax.tree.leaves(grads["base"]))
 
 
-@pytest.mark.parametrize("name", thinned(["pair"], slow=["gpt scanned"]))
+@pytest.mark.parametrize("name", thinned([], slow=["pair", "gpt scanned"]))
 def test_a_state_begins_as_the_plain_model(name, mesh24):
     """The same random bits for the base, and B is zero: the loss is that of the plain model."""
     make, targets, data = MODELS[name]
@@ -346,6 +346,7 @@ def test_other_misuse(mesh24):
         lora.init_from(step, {}, KEY)
 
 
+@pytest.mark.slow
 def test_alpha_counts(mesh24):
     params = None
     deltas = []

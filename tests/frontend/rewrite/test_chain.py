@@ -56,7 +56,7 @@ def inputs(rows=2, length=24, layers=3):
 
 
 @pytest.mark.parametrize(
-    "activation", thinned(["silu", "gelu"], slow=["exact gelu", "silu by hand", "relu"])
+    "activation", thinned(["gelu"], slow=["exact gelu", "silu", "silu by hand", "relu"])
 )
 @pytest.mark.usefixtures("quick_compilation")
 def test_chains_are_found_and_compute_the_same(activation):

@@ -92,7 +92,7 @@ FOUND = {
         *(jaxs_own, jaxs_own_with_lengths, nnxs_function),
     )
 }
-QUICK_FOUND = [("relative_table", LENGTH), ("divided_and_moved", 41)]
+QUICK_FOUND = [("divided_and_moved", 41)]
 
 
 @pytest.mark.parametrize(

@@ -70,6 +70,7 @@ def test_gradients_are_those_of_the_model_as_it_is(axes, name):
     assert f"tools/attention_styles.py:{report.rewritten[0].line.rpartition(':')[2]}" in text
 
 
+@pytest.mark.slow
 def test_causal_attention_of_a_user_runs_around_a_ring():
     """Two key heads do not divide over a split of four."""
     shapes = jax.eval_shape(lambda: jax.tree.map(jax.numpy.asarray, batch_of(8, 4096)))
