@@ -7,7 +7,13 @@ from flax import nnx
 from tools.attention_styles import LENGTH
 from tools.one_layer import ONLY, inputs, mixed, projected, scores_of
 from tools.quick import quick_compilation, thinned  # noqa: F401
-from tools.rewriting import Both
+from tools.rewriting import KEY, Both
+
+from zeroxla.program import compat
+from zeroxla.program.trace import trace
+from zeroxla.split.axis_costs import AxisCosts
+from zeroxla.split.dims_flow import DimsFlow
+from zeroxla.split.known_attention import ring_way
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -124,3 +130,17 @@ def test_jaxs_own_causal_attention_is_causal(batch_has_a_mask):
     (finding,) = both.rewritten.newest.findings
     form = "attention" if batch_has_a_mask else "causal attention"
     assert finding.becomes == f"{form} by blocks of 16"
+
+
+def causal(q, k, v, batch, params):
+    return jax.nn.dot_product_attention(q, k, v, is_causal=True)
+
+
+def test_causal_attention_has_a_way_around_a_ring():
+    """The rewritten attention is known to a split over `context`, as the models' own is."""
+    both = Both(projected(causal), **ONLY)
+    params, batch = inputs()
+    program, _ = trace(lambda p, b: both.rewritten(p, None, b, KEY)[0], params, batch)
+    flow = DimsFlow.of(program, [], compat.inlined_jaxpr)
+    known = [eq for eq in flow.program.equations if eq in flow.rules]
+    assert any(ring_way(eq, flow, 2, AxisCosts()) is not None for eq in known)

@@ -20,7 +20,7 @@ def causal(q, k, v, batch, params):
 
 
 @pytest.mark.parametrize("dtype", thinned([jnp.bfloat16], slow=[jnp.float16]))
-@pytest.mark.parametrize("attention", thinned([], slow=[attend, causal]))
+@pytest.mark.parametrize("attention", thinned([attend], slow=[causal]))
 def test_errors_are_those_of_the_dtype(attention, dtype):
     both = Both(projected(attention), **ONLY)
     params, batch = jax.tree.map(lambda x: np.asarray(x, dtype), inputs())
