@@ -167,6 +167,7 @@ def test_gpt_scan_and_remat_change_neither_loss_nor_gradients(change):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", thinned([{"scan": True, "remat": True}], slow=[{"remat": True}]))
 def test_llama_scan_and_remat_change_neither_loss_nor_gradients(change):
     graphdef, state = nnx_parts(Llama.tiny(scan=False))
@@ -194,6 +195,7 @@ def test_llama_scan_and_remat_change_neither_loss_nor_gradients(change):
     )
 
 
+@pytest.mark.slow
 def test_language_models_do_not_see_later_tokens():
     tokens = TOKENS["tokens"][:, :12]
     changed = tokens.copy()
@@ -251,7 +253,11 @@ def test_bfloat16_parameters_compute_in_bfloat16_with_a_float32_loss(model, batc
 
 @pytest.mark.parametrize(
     ("model", "batch"),
-    [(GPT.tiny(dropout=0.3, layers=1), TOKENS), (MLP.tiny(dropout=0.3), IMAGES)],
+    thinned(
+        [(GPT.tiny(dropout=0.3, layers=1), TOKENS)],
+        slow=[(MLP.tiny(dropout=0.3), IMAGES)],
+        rows=True,
+    ),
 )
 def test_dropout_acts_in_train_only(model, batch):
     variables = linen_params(model, batch)

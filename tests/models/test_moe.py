@@ -92,7 +92,9 @@ def test_outputs_and_balance_are_those_of_numpy(routing):
         assert "dropped" not in statistics
 
 
-@pytest.mark.parametrize(("factor", "real"), [(0.5, None), (1.0, None), (0.5, PADDING)])
+@pytest.mark.parametrize(
+    ("factor", "real"), thinned([(0.5, PADDING)], slow=[(0.5, None), (1.0, None)], rows=True)
+)
 def test_tokens_over_capacity_are_dropped_in_the_order_of_positions(factor, real):
     mixture, params = layer(capacity_factor=factor)
     y, statistics = mixture(params, X, real)
@@ -145,6 +147,7 @@ def loss_of(graphdef, tree, batch=BATCH):
     return nnx.merge(graphdef, nnx.State(tree), copy=True).loss(batch, train=True)
 
 
+@pytest.mark.slow
 def test_scan_and_remat_change_neither_loss_nor_metrics_nor_gradients():
     plain, state = parts(Mixtral.tiny(scan=False))
     other, _ = parts(Mixtral.tiny(scan=True, remat=True))
@@ -166,6 +169,7 @@ def test_scan_and_remat_change_neither_loss_nor_metrics_nor_gradients():
     jax.tree.map(close, other_grads, scanned(grads))
 
 
+@pytest.mark.slow
 def test_one_expert_is_llama_and_its_balance_is_1():
     shape = {"scan": False, "hidden": 64}
     graphdef, state = parts(Llama.tiny(**shape))
@@ -185,6 +189,7 @@ def test_one_expert_is_llama_and_its_balance_is_1():
     assert metrics == {"weight": 12, "balance": 1, "dropped": 0}
 
 
+@pytest.mark.slow
 def test_a_token_that_is_dropped_does_not_depend_on_later_ones():
     graphdef, state = parts(Mixtral.tiny(capacity_factor=0.5))
     tree = random_like(nnx.to_pure_dict(state))
@@ -198,14 +203,20 @@ def test_a_token_that_is_dropped_does_not_depend_on_later_ones():
 
 
 @pytest.mark.parametrize(
-    "options", thinned([{"capacity_factor": 0.75}], slow=[{"routing": "ragged"}])
+    ("options", "nodes", "devices"),
+    thinned(
+        [({"capacity_factor": 0.75, "layers": 1, "scan": False}, 1, 2)],
+        slow=[({"capacity_factor": 0.75}, 2, 4), ({"routing": "ragged"}, 2, 4)],
+        rows=True,
+    ),
 )
-def test_a_step_trains_it_as_one_device_does(options):
-    """On 2 x 4 devices, with every leaf split. Places and balance are counted in each row."""
+def test_a_step_trains_it_as_one_device_does(options, nodes, devices):
+    """With every leaf split. Places and balance are counted in each row."""
     preset, optimizer = Mixtral.tiny(**options), optax.adam(1e-2)
     batch = {"tokens": np.random.default_rng(3).integers(0, 64, (8, 17), np.int32)}
     config = zeroxla.ZeroConfig(persistence_threshold=0)
-    step = zeroxla.make_step(preset, zeroxla.make_mesh(nodes=2), optimizer, config=config)
+    mesh = zeroxla.make_mesh(nodes=nodes, devices_per_node=devices)
+    step = zeroxla.make_step(preset, mesh, optimizer, config=config)
     state = step.init(jax.random.key(0), batch)
     params = zeroxla.full_params(state)
     adapted, key = adapt(preset), jax.random.key(0)

@@ -51,10 +51,7 @@ def run_stages(line, places, params, state, batch):
     return x, jax.tree.unflatten(jax.tree.structure(state), new)
 
 
-QUICK = [
-    ("unrolled, dropout", True),
-    ("unet", False),
-]
+QUICK = [("unrolled, dropout", True)]
 
 
 @pytest.mark.parametrize(

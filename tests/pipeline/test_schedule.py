@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tools.quick import thinned
 from tools.schedules import (
     BUILDERS,
     FLAT,
@@ -53,7 +54,7 @@ def test_micro_batches_go_back_in_their_order(build):
 
 
 @each_builder
-@pytest.mark.parametrize(("p", "m"), [(1, 2), (2, 3), (3, 4)])
+@pytest.mark.parametrize(("p", "m"), thinned([(1, 2), (2, 3)], slow=[(3, 4)], rows=True))
 def test_every_single_change_is_refused_unless_it_can_run(build, p, m):
     schedule = build(p, m if can_be(build, p, m) else 2 * p)
     mutants = []

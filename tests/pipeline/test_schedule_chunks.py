@@ -4,6 +4,7 @@ import dataclasses
 
 import numpy as np
 import pytest
+from tools.quick import thinned
 from tools.schedules import accepts, changed, runs
 
 from zeroxla.pipeline.chunked_schedules import PUT_OFF, dualpipe_v, interleaved, zb_v
@@ -21,28 +22,29 @@ def over_1f1b(schedule):
     return cost(schedule) / cost(one_f_one_b(schedule.num_ranks, schedule.microbatches))
 
 
-def test_interleaved_shortens_the_idle_time_by_the_chunks():
+@pytest.mark.parametrize("chunks", thinned([3], slow=[2, 4]))
+def test_interleaved_shortens_the_idle_time_by_the_chunks(chunks):
     assert over_1f1b(interleaved(4, 16)) == pytest.approx(0.921, abs=5e-4)
-    for chunks in (2, 3, 4):
-        for p in range(1, 9):
-            for m in COUNTS:
-                schedule = interleaved(p, m, chunks)
-                check(schedule)
-                held, bound = make_stash(schedule).in_flight, schedule.stash_bound
-                assert all(a <= b for a, b in zip(held, bound, strict=True))
-                if m >= 2 * p:
-                    assert held == tuple(p * (chunks + 1) - 2 * rank - 1 for rank in range(p))
-                if m % p == 0:
-                    assert schedule.ticks == m * chunks + p * chunks + p - 2
-                    known = (m + (p - 1) / chunks) * (1 + 2)
-                    assert cost(schedule) == pytest.approx(known)
-                    assert bubble(schedule) == pytest.approx(1 - 3 * m / known)
+    for p in range(1, 9):
+        for m in COUNTS:
+            schedule = interleaved(p, m, chunks)
+            check(schedule)
+            held, bound = make_stash(schedule).in_flight, schedule.stash_bound
+            assert all(a <= b for a, b in zip(held, bound, strict=True))
+            if m >= 2 * p:
+                assert held == tuple(p * (chunks + 1) - 2 * rank - 1 for rank in range(p))
+            if m % p == 0:
+                assert schedule.ticks == m * chunks + p * chunks + p - 2
+                known = (m + (p - 1) / chunks) * (1 + 2)
+                assert cost(schedule) == pytest.approx(known)
+                assert bubble(schedule) == pytest.approx(1 - 3 * m / known)
 
 
-def test_zb_v_fills_the_ticks_and_holds_what_1f1b_does():
+@pytest.mark.parametrize("counts", thinned([COUNTS], slow=[range(1, 41)]), ids=["some", "all"])
+def test_zb_v_fills_the_ticks_and_holds_what_1f1b_does(counts):
     assert over_1f1b(zb_v(4, 16)) <= 0.88
     for p in range(1, 9):
-        for m in range(1, 41):
+        for m in counts:
             schedule = zb_v(p, m)
             check(schedule)
             assert schedule.one_op

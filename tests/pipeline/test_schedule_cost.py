@@ -3,6 +3,7 @@
 import itertools
 
 import pytest
+from tools.quick import thinned
 from tools.schedules import SIZES
 
 from zeroxla.pipeline.make_schedule import forward_only, gpipe, one_f_one_b, zero_bubble
@@ -10,9 +11,10 @@ from zeroxla.pipeline.schedule import ticks_of
 from zeroxla.pipeline.schedule_cost import bubble, cost, critical_path
 
 
-def test_lockstep_cost_of_1f1b_is_that_of_an_asynchronous_one():
+@pytest.mark.parametrize("sizes", thinned([SIZES[::5]], slow=[SIZES]), ids=["some", "all"])
+def test_lockstep_cost_of_1f1b_is_that_of_an_asynchronous_one(sizes):
     assert cost(one_f_one_b(4, 16)) == (16 + 4 - 1) * (1 + 2)
-    for p, m in SIZES:
+    for p, m in sizes:
         for forward, backward in ((1, 2), (1, 3), (2, 1)):
             known = (m + p - 1) * (forward + backward)
             fast, low = one_f_one_b(p, m), one_f_one_b(p, m, memory="low")

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax import lax
 from tools.products import products
-from tools.quick import quick_compilation  # noqa: F401
+from tools.quick import quick_compilation, thinned  # noqa: F401
 
 from zeroxla.pipeline.split_program import SplitProgram, split
 from zeroxla.program import compat
@@ -78,6 +78,11 @@ def keys(params: Any, x: jax.Array) -> jax.Array:
 STAGES = {f.__name__: f for f in (scanned, unrolled, shared, remat, nested, keys)}
 
 
+def quick(*names: str) -> list[Any]:
+    """Return all stages, and leave to the slow tests those that are not named."""
+    return thinned(names, slow=[name for name in STAGES if name not in names])
+
+
 def halves(stage: Callable[..., jax.Array]) -> tuple[SplitProgram, list[jax.Array]]:
     """Split a backward into the gradient of the input, and those of the leaves."""
     x = jnp.asarray(np.random.default_rng(1).normal(size=(ROWS, WIDTH)))
@@ -91,7 +96,7 @@ def halves(stage: Callable[..., jax.Array]) -> tuple[SplitProgram, list[jax.Arra
     return split(program, [0], range(1, 4)), jax.tree.leaves(args)
 
 
-@pytest.mark.parametrize("name", STAGES)
+@pytest.mark.parametrize("name", quick("scanned", "remat"))
 def test_both_parts_compute_the_whole_and_no_product_twice(name):
     both, args = halves(STAGES[name])
 
@@ -112,7 +117,7 @@ def test_both_parts_compute_the_whole_and_no_product_twice(name):
     assert late == LAYERS * 2 * ROWS * WIDTH * 2 * WIDTH
 
 
-@pytest.mark.parametrize("name", STAGES)
+@pytest.mark.parametrize("name", quick("scanned", "shared", "nested", "keys"))
 def test_a_first_stage_leaves_only_the_last_products(name):
     """It has no gradient of its input, and takes the gradient through its layers in the first part
     as other stages do."""

@@ -25,6 +25,7 @@ def work_of(call):
     return first, products(lambda args, kept: both.run_second(env(args), kept), shapes, kept)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stash", ["inputs", "activations"])
 def test_ops_of_all_stages_take_as_long(stash, monkeypatch):
     """Also on the first stage, which has no gradient of its input, and on the last."""

@@ -106,8 +106,10 @@ CASES = {
 @pytest.mark.parametrize(
     ("model", "pipe", "schedule"),
     thinned(
-        [("scanned", 2, "1f1b"), ("read in forward", 4, "zb-h1")],
+        [("remembering", 2, "zb-h1")],
         slow=[
+            ("scanned", 2, "1f1b"),
+            ("read in forward", 4, "zb-h1"),
             ("resnet", 2, "1f1b"),
             ("resnet", 4, "1f1b"),
             ("resnet", 2, "gpipe"),
@@ -120,7 +122,6 @@ CASES = {
             ("resnet", 2, "1f1b, activations"),
             ("scanned", 2, "zb-v"),
             ("listed", 2, "dualpipev"),
-            ("remembering", 2, "zb-h1"),
         ],
         rows=True,
     ),

@@ -9,6 +9,7 @@ import optax
 import pytest
 from jax import lax
 from jax.sharding import AbstractMesh, PartitionSpec
+from tools.perceptrons import Perceptrons
 from tools.quick import quick_compilation  # noqa: F401
 
 import zeroxla
@@ -16,7 +17,7 @@ from zeroxla import ZeroConfig
 from zeroxla.cli.main import main
 from zeroxla.inspect import comms
 from zeroxla.mesh.machines import Link, Machines
-from zeroxla.models import GPT, Llama, Mixtral
+from zeroxla.models import Llama, Mixtral
 from zeroxla.planning.bottleneck import longest, twice_as_fast
 from zeroxla.planning.choices import Choice, Variants, axes_inside, axes_over_nodes, meshes
 from zeroxla.planning.hunt import Hunt, least_s
@@ -49,7 +50,7 @@ def target(mesh_shape, device="h100", **options):
 def planned():
     """A step on 2 x 4 devices, lowered, and its plan on the same devices."""
     mesh = zeroxla.make_mesh(nodes=1, tensor=4)
-    step = zeroxla.make_step(GPT.tiny(width=64), mesh, optax.adam(1e-3), config=CONFIG)
+    step = zeroxla.make_step(Perceptrons(), mesh, optax.adam(1e-3), config=CONFIG)
     state = step.abstract_state(tokens(4))
     return mesh, step.lower(state, tokens(4)), plan_step(step, tokens(4), target(mesh.shape, "cpu"))
 
@@ -84,7 +85,7 @@ SLOW = {"name": "slow", "bytes_per_s": 1e9, "latency_s": 0.0, "of": "device", "s
 
 def test_work_and_gathered_leaves_are_divided():
     """The same rows on as many devices: each gathers its part of a leaf, and computes its part."""
-    batch, model = tokens(8, 64), GPT.tiny(width=256, length=64, layers=4)
+    batch, model = tokens(8, 64), Perceptrons(width=256, hidden=1024)
     plain = zeroxla.plan(model, {"node": 1, "device": 4}, batch, config=CONFIG)
     split = zeroxla.plan(model, {"node": 1, "device": 1, "tensor": 4}, batch, config=CONFIG)
     assert split.memory.parameter_bytes == pytest.approx(plain.memory.parameter_bytes, rel=0.01)
@@ -173,7 +174,7 @@ def test_the_axes_that_are_tried():
 @pytest.fixture(scope="module")
 def search():
     return zeroxla.search_plans(
-        Llama.tiny(remat=True),
+        Perceptrons(),
         1,
         4,
         tokens(8),
@@ -190,7 +191,7 @@ def test_a_search_tries_axes(search):
     own = search.found[0]
     config = ZeroConfig.zero3(compute_dtype="bfloat16", accumulate=own.choice.microbatches)
     alone = zeroxla.plan(
-        Llama.tiny(remat=True), own.choice.mesh_shape, tokens(8), config=config, devices_per_node=4
+        Perceptrons(), own.choice.mesh_shape, tokens(8), config=config, devices_per_node=4
     )
     assert own.plan.time.seconds == alone.time.seconds
     assert own.plan.memory == alone.memory
@@ -204,7 +205,7 @@ def test_stages_and_axes_are_planned_together(search):
 
 def test_if_nothing_fits_context_is_tried_over_nodes():
     """One row, and 4 devices on 2 nodes."""
-    model, config = {True: Llama.tiny(remat=True)}, ZeroConfig(compute_dtype="bfloat16")
+    model, config = Perceptrons(), ZeroConfig(compute_dtype="bfloat16")
     found = zeroxla.search_plans(
         model, 2, 2, tokens(1), zeros=("zero3",), pipes=(1,), config=config
     )
@@ -276,12 +277,17 @@ def test_presets_that_cannot_be_faster_are_left_out():
     assert least_s(hunt.found[0].plan) == 9.9
 
 
+@pytest.mark.slow
 def test_the_command_plans_axes(capsys):
     arguments = ["--nodes", "1", "--devices-per-node", "4", "--length", "64"]
     assert main(["plan", *arguments, "--tensor", "4"]) == 0
     out = capsys.readouterr().out
     for words in ("node=1 x device=1 x tensor=4", "tensor=4", "conversions", "deals"):
         assert words in out
+
+
+def test_the_command_refuses_axes_that_do_not_divide(capsys):
+    arguments = ["--nodes", "1", "--devices-per-node", "4", "--length", "64"]
     assert main(["plan", *arguments, "--tensor", "3"]) == 2
     assert "4 devices of a node do not divide by tensor=3" in capsys.readouterr().err
     assert main(["plan", "--search", "--tensor", "2"]) == 2

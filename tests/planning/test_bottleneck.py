@@ -5,6 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import pytest
+from tools.perceptrons import Perceptrons
 from tools.quick import quick_compilation  # noqa: F401
 
 import zeroxla
@@ -100,7 +101,7 @@ def test_a_slow_resource_is_named_with_its_seconds_and_a_remedy(
 )
 def test_the_hosts_links_and_update_are_named(places, resource, words):
     found = zeroxla.plan(
-        GPT.tiny(width=64),
+        Perceptrons(width=64, hidden=256),
         {"node": 1, "device": 2},
         {"tokens": jax.ShapeDtypeStruct((2, 17), jnp.int32)},
         config=ZeroConfig(compute_dtype="bfloat16", offload=Offload(**places)),
@@ -119,7 +120,7 @@ def test_the_hosts_links_and_update_are_named(places, resource, words):
 
 def test_stages_have_a_link_of_their_own():
     found = zeroxla.plan(
-        zeroxla.Pipeline.from_model(GPT.tiny(width=64, layers=4)),
+        zeroxla.Pipeline.from_model(Perceptrons()),
         {"pipe": 4, "node": 1, "device": 1},
         {"tokens": jax.ShapeDtypeStruct((8, 33), jnp.int32)},
         microbatches=8,

@@ -2,6 +2,7 @@
 
 import jax
 import pytest
+from tools.quick import thinned
 
 import zeroxla
 from zeroxla import ZeroConfig
@@ -21,7 +22,7 @@ def plain():
     return planned()
 
 
-@pytest.mark.parametrize("share", [0.7, 0.4])
+@pytest.mark.parametrize("share", thinned([0.4], slow=[0.7]))
 def test_a_plan_fits_its_budget_with_the_work_that_is_done_twice(plain, share):
     rest = plain.memory.total_bytes - plain.memory.temporary_bytes
     budget = rest + int(share * plain.memory.temporary_bytes)
@@ -37,6 +38,7 @@ def test_a_plan_fits_its_budget_with_the_work_that_is_done_twice(plain, share):
     assert any("% of all" in note for note in found.notes())
 
 
+@pytest.mark.slow
 def test_less_memory_never_takes_less_work(plain):
     rest = plain.memory.total_bytes - plain.memory.temporary_bytes
     shares = (0.8, 0.6, 0.4)

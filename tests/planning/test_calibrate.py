@@ -6,7 +6,7 @@ import math
 import jax
 import jax.numpy as jnp
 import pytest
-from tools.quick import quick_compilation  # noqa: F401
+from tools.quick import quick_compilation, thinned  # noqa: F401
 
 import zeroxla
 from zeroxla import ZeroConfig
@@ -39,7 +39,7 @@ def with_efficiency(plan, efficiency, **more):
 
 
 @pytest.mark.parametrize("overlaps", [True, False])
-@pytest.mark.parametrize("efficiency", [0.05, 0.01, 0.001])
+@pytest.mark.parametrize("efficiency", thinned([0.01], slow=[0.05, 0.001]))
 def test_a_known_efficiency_is_found_back(plan, efficiency, overlaps):
     # Where computation takes longest; hidden behind a link, many efficiencies give the same time.
     fast = {"node": dataclasses.replace(plan.target.links["node"], bytes_per_s=1e12)}
@@ -102,6 +102,7 @@ def test_a_plan_moves_only_where_its_trace_holds(plan):
         plan.on(links={"rack": MACHINES.find_link("1gbit")})
 
 
+@pytest.mark.slow
 def test_gathers_ahead_hide_and_those_of_cpus_do_not():
     plan = make_plan(link="400gbit")
     slow = with_efficiency(plan, 0.05).target.device

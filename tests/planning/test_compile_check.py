@@ -9,6 +9,7 @@ import sys
 import jax
 import jax.numpy as jnp
 import pytest
+from tools.perceptrons import Perceptrons
 
 import zeroxla
 from zeroxla import ZeroConfig
@@ -25,6 +26,12 @@ CONFIG = ZeroConfig(persistence_threshold=0)
 
 def tokens(rows=8, length=64):
     return {"tokens": jax.ShapeDtypeStruct((rows, length + 1), jnp.int32)}
+
+
+@pytest.fixture
+def small():
+    """A model that is quick to compile."""
+    return Perceptrons(vocab=256, width=128, hidden=512)
 
 
 def model(**options):
@@ -82,8 +89,8 @@ def test_a_plan_is_near_the_cpu_backends_program_when_that_is_scheduled_for_memo
     assert "scheduled for memory: there is no description of NVIDIA A100 SXM 80 GB" in note
 
 
-def test_the_tables_have_the_compilers_figures_and_the_note_whose_they_are():
-    plan = zeroxla.plan(model(), TWO, tokens(), config=CONFIG, device="a100", compiled=True)
+def test_the_tables_have_the_compilers_figures_and_the_note_whose_they_are(small):
+    plan = zeroxla.plan(small, TWO, tokens(), config=CONFIG, device="a100", compiled=True)
     found = plan.compiled
     assert found.platform == "cpu"
     assert found.note.startswith("Compiled for 8 CPU devices by jax")
@@ -97,29 +104,29 @@ def test_the_tables_have_the_compilers_figures_and_the_note_whose_they_are():
 
 
 @pytest.mark.usefixtures("without_wheels")
-def test_without_the_wheels_the_note_names_the_extra():
-    plan = zeroxla.plan(model(), TWO, tokens(), config=CONFIG, device="h200", compiled=True)
+def test_without_the_wheels_the_note_names_the_extra(small):
+    plan = zeroxla.plan(small, TWO, tokens(), config=CONFIG, device="h200", compiled=True)
     assert plan.compiled.platform == "cpu"
     assert 'pip install "zeroxla[plan-gpu]"' in plan.compiled.note
     assert '"zeroxla[plan-gpu]".' in str(plan)
 
 
-def test_what_is_not_asked_for_is_not_compiled():
-    plan = zeroxla.plan(model(), TWO, tokens(), config=CONFIG)
+def test_what_is_not_asked_for_is_not_compiled(small):
+    plan = zeroxla.plan(small, TWO, tokens(), config=CONFIG)
     assert plan.compiled is None
     assert "says the compiler" not in str(plan)
 
 
-def test_more_devices_than_there_are_is_refused_with_the_remedy():
+def test_more_devices_than_there_are_is_refused_with_the_remedy(small):
     wide = {"node": 4, "device": 4}
     with pytest.raises(ValueError, match=r"16 devices, and JAX shows 8; call zeroxla.simulate\(16"):
-        zeroxla.plan(model(), wide, tokens(16), device="a100", compiled=True)
+        zeroxla.plan(small, wide, tokens(16), device="a100", compiled=True)
 
 
-def test_more_devices_than_the_cpu_backend_compiles_for_is_refused():
+def test_more_devices_than_the_cpu_backend_compiles_for_is_refused(small):
     wide = {"node": 16, "device": 8}
     with pytest.raises(ValueError, match=r"no description of .*64 devices at most, .* has 128"):
-        zeroxla.plan(model(), wide, tokens(128), device="a100", compiled=True)
+        zeroxla.plan(small, wide, tokens(128), device="a100", compiled=True)
 
 
 # descriptions of GPUs

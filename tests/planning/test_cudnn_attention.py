@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 from flax import linen as nn
-from tools.quick import quick_compilation  # noqa: F401
+from tools.quick import quick_compilation, thinned  # noqa: F401
 
 import zeroxla
 from zeroxla import ZeroConfig
@@ -178,7 +178,7 @@ def test_a_gpu_of_ones_own_table_need_not_say_its_capability():
         assert target.abstract_mesh().abstract_device.compute_capability == found
 
 
-@pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.parametrize("kv_heads", thinned([2], slow=[4]))
 def test_heads_are_split_through_it(kv_heads):
     shapes = [(2, 16, 4, 8), (2, 16, kv_heads, 8), (2, 16, kv_heads, 8)]
 
@@ -214,6 +214,7 @@ def test_heads_are_split_through_it(kv_heads):
         np.testing.assert_allclose(part, whole.astype(jnp.float32), rtol=0.02, atol=0.02)
 
 
+@pytest.mark.slow
 def test_generation_is_planned_with_its_heads_split():
     asked = Generating(num_prompts=8, prompt_length=16, new_tokens=16, tensor=2)
     with pytest.warns(UserWarning, match="none can be made .*: attention needs it whole"):

@@ -9,13 +9,13 @@ import jax
 import optax
 import pytest
 from tools.islands import MODEL, batches, part, trained
+from tools.perceptrons import Perceptrons
 from tools.quick import quick_compilation  # noqa: F401
 
 import zeroxla
 from zeroxla import Outer, WireFormat, ZeroConfig
 from zeroxla.inspect import array_bytes_per_device
 from zeroxla.mesh.machines import Link, Machines
-from zeroxla.models import GPT
 from zeroxla.planning.exchange_time import ExchangeTime, Piece
 from zeroxla.planning.islands import Islands, format_rate
 
@@ -32,14 +32,14 @@ FOUR_BITS = WireFormat(bits=4, block=64, hadamard=32)
 def planned(outer, num=3, mesh=MESH, model=None, **options):
     config = ZeroConfig(outer=outer, persistence_threshold=0)
     islands = Islands(num=num, link="10mbit")
-    model = model or GPT.tiny()
+    model = model or Perceptrons()
     return zeroxla.plan(model, mesh, TOKENS, config=config, islands=islands, **options)
 
 
 @pytest.mark.parametrize(
     ("outer", "num"),
     [
-        (Outer(every=2, optimizer=optax.adam(0.1)), 4),
+        pytest.param(Outer(every=2, optimizer=optax.adam(0.1)), 4, marks=pytest.mark.slow),
         (Outer(every=4, fragments=2, wire=FOUR_BITS), 2),
     ],
     ids=["float32, adam", "4 bits, fragments"],
@@ -72,7 +72,7 @@ def test_the_outer_parameters_are_as_large_as_the_shards():
     size = momentum.memory.parameter_bytes
     found = [x.memory.outer_bytes for x in (without, momentum, errors)]
     assert found == [size, 2 * size, 4 * size]
-    plain = zeroxla.plan(GPT.tiny(), mesh, TOKENS, config=ZeroConfig(persistence_threshold=0))
+    plain = zeroxla.plan(Perceptrons(), mesh, TOKENS, config=ZeroConfig(persistence_threshold=0))
     assert plain.islands is None
     assert plain.memory.outer_bytes == 0
     assert momentum.memory.total_bytes == plain.memory.total_bytes + 2 * size
@@ -81,7 +81,7 @@ def test_the_outer_parameters_are_as_large_as_the_shards():
 
 
 def test_stages_keep_their_own_outer_parameters():
-    model = zeroxla.Pipeline.from_model(GPT.tiny())
+    model = zeroxla.Pipeline.from_model(Perceptrons())
     memory = planned(Outer(), mesh={"pipe": 2, "device": 2}, model=model, microbatches=2).memory
     assert memory.outer_bytes == 2 * memory.parameter_bytes
 
@@ -96,8 +96,8 @@ def test_an_outer_state_on_the_host_takes_the_hosts_memory():
 
 
 def test_frozen_leaves_are_not_exchanged():
-    adapted = planned(Outer(), model=zeroxla.lora(GPT.tiny(), targets="kernel", rank=2))
-    whole = planned(Outer())
+    adapted = planned(Outer(), model=zeroxla.lora(Perceptrons(width=64), targets="kernel", rank=2))
+    whole = planned(Outer(), model=Perceptrons(width=64))
     assert 0 < adapted.islands.exchange_bytes < whole.islands.exchange_bytes / 4
     assert adapted.memory.outer_bytes < whole.memory.outer_bytes / 4
 
@@ -124,9 +124,9 @@ def test_a_plan_says_what_exchanges_take():
 
 def test_what_cannot_be_planned_is_named():
     with pytest.raises(ValueError, match="does not say how they exchange"):
-        zeroxla.plan(GPT.tiny(), MESH, TOKENS, islands=Islands())
+        zeroxla.plan(Perceptrons(), MESH, TOKENS, islands=Islands())
     with pytest.raises(ValueError, match="there is no link 'wire'"):
-        zeroxla.plan(GPT.tiny(), MESH, TOKENS, islands=Islands(link="wire"))
+        zeroxla.plan(Perceptrons(), MESH, TOKENS, islands=Islands(link="wire"))
     with pytest.raises(ValueError, match="num=0"):
         Islands(num=0)
     with pytest.raises(ValueError, match="utilization=1"):
@@ -142,7 +142,7 @@ def test_a_link_of_ones_own_table_joins_islands():
     config = ZeroConfig(outer=Outer())
     islands = Islands(num=2, link="sea")
     found = zeroxla.plan(
-        GPT.tiny(), MESH, TOKENS, config=config, machines=machines, islands=islands
+        Perceptrons(), MESH, TOKENS, config=config, machines=machines, islands=islands
     ).islands
     assert found.link == link
     assert found.exchange_s == pytest.approx(0.5 + found.exchange_bytes / 1e6)

@@ -10,6 +10,7 @@ import optax
 import pytest
 from jax import lax
 from jax.sharding import AbstractMesh, PartitionSpec
+from tools.perceptrons import Perceptrons
 from tools.quick import quick_compilation  # noqa: F401
 
 import zeroxla
@@ -49,13 +50,19 @@ def peak(function, *args):
     ("make", "config"),
     [
         (GPT.tiny, ZeroConfig(persistence_threshold=0)),
-        (Llama.tiny, ZeroConfig.zeropp_min(persistence_threshold=0, quantize_threshold=0)),
-        (
+        (Perceptrons, ZeroConfig.zeropp_min(persistence_threshold=0, quantize_threshold=0)),
+        pytest.param(
+            Llama.tiny,
+            ZeroConfig.zeropp_min(persistence_threshold=0, quantize_threshold=0),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
             lambda: GPT.tiny(scan=False),
             ZeroConfig.zeropp(persistence_threshold=0, quantize_threshold=0, accumulate=2),
+            marks=pytest.mark.slow,
         ),
     ],
-    ids=["zero3", "zeropp_min", "zeropp, listed"],
+    ids=["zero3", "zeropp_min", "zeropp_min, llama", "zeropp, listed"],
 )
 def test_bytes_are_those_of_the_lowered_program(make, config):
     mesh = zeroxla.make_mesh(nodes=2)
@@ -293,6 +300,7 @@ def test_ticks_last_as_long_as_a_schedules_work():
     assert run(ticks, X, full_ticks=7.5).seconds == pytest.approx(7.5 * PRODUCT_S)
 
 
+@pytest.mark.slow
 def test_a_pipelines_time_is_its_schedules():
     def seconds(microbatches):
         model = zeroxla.Pipeline.from_model(GPT.tiny(width=64, layers=4))
@@ -379,19 +387,19 @@ def test_tables_that_are_not_whole(tmp_path, text, match):
 
 
 def test_a_program_holds_what_jax_takes_of_a_gpu():
-    batch = tokens(8, 128)
+    batch, model = tokens(8, 128), Perceptrons(width=2048, hidden=8192)
     for fraction, words in (
         (None, "the 60 GB that JAX takes of its 80 GB"),
         (0.9, "the 72 GB that JAX takes of its 80 GB"),
         (1.0, "into its 80 GB"),
         (1e-3, "does NOT fit into the 80 MB that JAX takes"),
     ):
-        plan = zeroxla.plan(GPT.small(remat=True), {"device": 8}, batch, memory_fraction=fraction)
+        plan = zeroxla.plan(model, {"device": 8}, batch, memory_fraction=fraction)
         assert words in plan.verdict()
         assert plan.fits == (fraction != 1e-3)
     for fraction in (0.0, 1.5):
         with pytest.raises(ValueError, match=rf"memory_fraction={fraction}: give the share"):
-            zeroxla.plan(GPT.small(), {"device": 8}, batch, memory_fraction=fraction)
+            zeroxla.plan(model, {"device": 8}, batch, memory_fraction=fraction)
     with pytest.raises(ValueError, match=r"the device 'test' has usable=2; give the share"):
         device(usable=2)
 
@@ -420,15 +428,18 @@ def test_a_plan_of_many_devices_that_are_not_there():
 
 @pytest.mark.parametrize(
     "config",
-    [ZeroConfig(), ZeroConfig.zeropp_min(persistence_threshold=0, quantize_threshold=0)],
+    [
+        pytest.param(ZeroConfig(), marks=pytest.mark.slow),
+        ZeroConfig.zeropp_min(persistence_threshold=0, quantize_threshold=0),
+    ],
     ids=["zero3", "zeropp_min"],
 )
 def test_the_state_of_a_plan_is_that_of_the_arrays(config):
     mesh, rows = zeroxla.make_mesh(nodes=2), np.zeros((8, 17), np.int32)
-    step = zeroxla.make_step(GPT.tiny(width=64), mesh, optax.adam(1e-3), config=config)
+    step = zeroxla.make_step(Perceptrons(), mesh, optax.adam(1e-3), config=config)
     state = step.init(jax.random.key(0), {"tokens": rows})
     plan = zeroxla.plan(
-        GPT.tiny(width=64),
+        Perceptrons(),
         dict(mesh.shape),
         {"tokens": rows},
         optimizer=optax.adam(1e-3),
@@ -453,15 +464,16 @@ def test_a_step_without_devices_is_not_run():
 def test_a_slower_link_and_fewer_bytes_change_the_time():
     def seconds(link, config):
         mesh = {"node": 4, "device": 2}
-        model = GPT.tiny(width=64, layers=4)
+        model = Perceptrons(width=64, hidden=256)
         return zeroxla.plan(model, mesh, tokens(8, 32), link=link, config=config).time.seconds
 
     plain = ZeroConfig(persistence_threshold=0, compute_dtype="bfloat16")
     zeropp = ZeroConfig.zeropp(
         persistence_threshold=0, quantize_threshold=0, compute_dtype="bfloat16"
     )
-    assert seconds("10mbit", plain) > 5 * seconds("100mbit", plain)
-    assert seconds("10mbit", zeropp) < 0.5 * seconds("10mbit", plain)
+    slow = seconds("10mbit", plain)
+    assert slow > 5 * seconds("100mbit", plain)
+    assert seconds("10mbit", zeropp) < 0.5 * slow
 
 
 @pytest.mark.parametrize(
@@ -480,7 +492,7 @@ def test_bad_input(mesh, batch, options, match):
         zeroxla.plan(GPT.tiny(), mesh, batch, **options)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama-7b"])
+@pytest.mark.parametrize("name", ["llama-7b", pytest.param("gpt2", marks=pytest.mark.slow)])
 def test_presets_have_the_parameters_that_people_know(name):
     known = {"gpt2": 124_439_808, "llama-7b": 6_738_415_616}
     model, length = model_named(name)
@@ -510,7 +522,9 @@ def test_the_command_prints_and_draws(capsys, tmp_path):
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_command_counts_what_is_offloaded(capsys):
+def test_the_command_counts_what_is_offloaded(capsys, monkeypatch):
+    small = Perceptrons(width=512, hidden=2048)
+    monkeypatch.setattr("zeroxla.cli.plan.run.model_named", lambda name, remat: (small, 128))
     arguments = ["--nodes", "2", "--devices-per-node", "4", "--zero", "zeropp"]
     places = ["--offload-optimizer", "disk", "--offload-params", "host", "--offload-secondary"]
     assert main(["plan", *arguments, *places, "host"]) == 0

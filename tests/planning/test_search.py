@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 from jax.sharding import AbstractMesh
+from tools.perceptrons import Perceptrons
 from tools.quick import quick_compilation  # noqa: F401
 
 import zeroxla
@@ -24,6 +25,7 @@ from zeroxla.planning.generation import Generating
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 MODEL = GPT.tiny(width=64, layers=4)
+SMALL = Perceptrons(width=64, hidden=256)
 
 
 def tokens(rows, length=16):
@@ -110,7 +112,7 @@ def test_what_does_not_fit_is_cut_into_more_micro_batches():
 
 def test_what_fits_nowhere_comes_last_and_is_limited_by_memory():
     found = zeroxla.search_plans(
-        MODEL,
+        SMALL,
         1,
         2,
         tokens(2),
@@ -198,6 +200,7 @@ def test_generating_beside_training():
     assert "cache, 8 prompts of 8 + 8 tokens" in str(plan)
 
 
+@pytest.mark.slow
 def test_an_abstract_engine_has_the_same_plan():
     config = ZeroConfig(persistence_threshold=0)
     plans = []
@@ -244,6 +247,7 @@ def test_the_smallest_cluster_is_not_compiled(capsys, monkeypatch, tmp_path):
     assert "The smallest cluster" in out or "No number of nodes" in out
 
 
+@pytest.mark.slow
 def test_the_command_names_the_smallest_cluster(capsys):
     arguments = ["--devices-per-node", "4", "--device", "l4", "--length", "64"]
     assert main(["plan", "--model", "llama-7b", *arguments]) == 1
@@ -256,11 +260,21 @@ def test_the_command_names_the_smallest_cluster(capsys):
     assert main(["plan", "--model", "llama-7b", *arguments, *fewer]) == 1
 
 
-def test_the_command_plans_stages_and_generation_from_them(capsys):
-    arguments = ["--pipe", "2", "--nodes", "1", "--devices-per-node", "2", "--length", "64"]
-    assert main(["plan", *arguments, "--accumulate", "4"]) == 0
+STAGES = ["--pipe", "2", "--nodes", "1", "--devices-per-node", "2", "--length", "32"]
+
+
+@pytest.mark.slow
+def test_the_command_plans_stages(capsys):
+    assert main(["plan", *STAGES, "--accumulate", "4"]) == 0
     out = capsys.readouterr().out
     assert "pipe=2 x node=1 x device=2" in out
     assert "stages are idle" in out
-    assert main(["plan", *arguments, "--accumulate", "4", "--prompts", "8"]) == 0
-    assert "8 prompts of" in capsys.readouterr().out
+
+
+def test_the_command_plans_generation_from_stages(capsys, monkeypatch):
+    monkeypatch.setattr("zeroxla.cli.plan.run.model_named", lambda name, remat: (MODEL, 32))
+    asked = ["--prompts", "8", "--prompt-length", "8", "--new-tokens", "8"]
+    assert main(["plan", *STAGES, "--accumulate", "4", *asked]) == 0
+    out = capsys.readouterr().out
+    for words in ("pipe=2 x node=1 x device=2", "stages are idle", "8 prompts of"):
+        assert words in out

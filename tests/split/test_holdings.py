@@ -85,6 +85,18 @@ PAIRS = [
     for a in known
     for b, second in wants(known, a).items()
 ]
+QUICK = ("summands", "heads", "pieces", "third")
+"""Quick are conversions of these, those to heads, and those between full arrays and rows."""
+
+
+def is_quick(pair):
+    first, second = pair.id.split(" to ")
+    return {first, second} <= {*FULL, "rows"} or first in QUICK or second == "heads"
+
+
+def slowly(case):
+    """Return a case of a test as one of the slow tests."""
+    return pytest.param(*case.values, id=case.id, marks=pytest.mark.slow)
 
 
 def shape_of(dims):
@@ -162,7 +174,10 @@ def test_a_conversion_keeps_the_array_and_its_transpose_the_cotangent(dims, know
         assert there == here == np.vdot(array, cotangent), b
 
 
-@pytest.mark.parametrize(("dims", "known", "name"), HAVES)
+@pytest.mark.parametrize(
+    ("dims", "known", "name"),
+    [x if x.id in ("copies", "heads", "summands") else slowly(x) for x in HAVES],
+)
 def test_other_arrays_than_floating_ones_are_converted_without_a_derivative(dims, known, name):
     axis, first, others = SplitAxis(parts=2, name="axis"), known[name], wants(known, name)
     dtypes = [np.int32] if first.holding is SUMMANDS else [np.int32, bool]
@@ -185,7 +200,9 @@ def test_other_arrays_than_floating_ones_are_converted_without_a_derivative(dims
             np.testing.assert_array_equal(again, array, err_msg=b)
 
 
-@pytest.mark.parametrize(("dims", "first", "second"), PAIRS)
+@pytest.mark.parametrize(
+    ("dims", "first", "second"), [x if is_quick(x) else slowly(x) for x in PAIRS]
+)
 def test_the_shares_of_a_conversion_are_the_bytes_that_travel(dims, first, second):
     parts, have, want = 4, first.holding, second.holding
     axis = SplitAxis(parts=parts, name="axis")

@@ -109,8 +109,8 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize("pieces", LAYOUTS)
-@pytest.mark.parametrize("parts", [2, 4])
+@pytest.mark.parametrize("pieces", thinned(LAYOUTS[1:3], slow=[LAYOUTS[0], LAYOUTS[3]]))
+@pytest.mark.parametrize("parts", thinned([2], slow=[4]))
 def test_parts_of_pieces(pieces, parts):
     """A part has its part of each piece; `collect` puts them together, `place` finds them."""
     size = sum(x if isinstance(x, int) else int(np.prod(x)) for x in pieces)
@@ -268,7 +268,14 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+SLOW = (  # Other cases have the same rules.
+    *("uneven split", "a slice of two pieces", "concatenated with itself", "padded with gaps"),
+    *("convolution, features made", "convolution, features read"),
+    *("depthwise, padded, with gaps", "inside groups", "turned halves", "branches with sums"),
+)
+
+
+@pytest.mark.parametrize("name", thinned([x for x in CASES if x not in SLOW], slow=SLOW))
 def test_parts_of_an_equation_make_the_whole(name):
     function, shapes, chosen = CASES[name]
     whole, found = in_parts(function, shapes, chosen)
@@ -318,7 +325,9 @@ WHOLE = {  # Leaves that stay whole, biases behind sums and norms aside.
 }
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name", thinned(["Branches", "Convolutions"], slow=["FusedBlocks", "StateSpaces"])
+)
 def test_fused_projections_and_convolutions_are_split(name):
     plan = model_of(MODELS[name]()).plan(2)
     assert not plan.refused
@@ -350,8 +359,11 @@ def test_no_plan_depends_on_the_length_of_a_row():
 @pytest.mark.parametrize(
     ("name", "options", "nodes"),
     thinned(
-        [("FusedBlocks", {"hidden": 23}, 2)],
-        slow=[(name, {}, nodes) for name in MODELS for nodes in (1, 2)],
+        [],
+        slow=[
+            ("FusedBlocks", {"hidden": 23}, 2),
+            *((name, {}, nodes) for name in MODELS for nodes in (1, 2)),
+        ],
         rows=True,
     ),
 )

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from tools.quick import quick_compilation  # noqa: F401
+from tools.quick import quick_compilation, thinned  # noqa: F401
 
 import zeroxla
 from zeroxla.frontend import adapt
@@ -50,7 +50,9 @@ def over(devices, call):
     )
 
 
-@pytest.mark.parametrize(("devices", "masked"), [(2, False), (3, True), (4, True)])
+@pytest.mark.parametrize(
+    ("devices", "masked"), thinned([(3, True)], slow=[(2, False), (4, True)], rows=True)
+)
 def test_it_is_attention_and_so_is_its_derivative(devices, masked, monkeypatch):
     monkeypatch.setattr(ring_blocks, "LARGEST_BLOCK", 3)  # A half has two blocks.
     (q, k, v, mask), d_out = operands(12 * devices, masked)
@@ -201,7 +203,9 @@ def plan_of(model, batch, devices):
     return found[0]
 
 
-@pytest.mark.parametrize(("kv_heads", "expected"), [(2, "ring"), (4, "all-to-all")])
+@pytest.mark.parametrize(
+    ("kv_heads", "expected"), thinned([(2, "ring")], slow=[(4, "all-to-all")], rows=True)
+)
 def test_a_search_takes_it_where_heads_do_not_divide(kv_heads, expected):
     model = Llama.tiny(heads=3 * kv_heads, kv_heads=kv_heads, width=96 * kv_heads)
     batch = {"tokens": jax.ShapeDtypeStruct((1, 4097), jnp.int32)}
@@ -210,6 +214,7 @@ def test_a_search_takes_it_where_heads_do_not_divide(kv_heads, expected):
     assert blocks == {expected}
 
 
+@pytest.mark.slow
 def test_a_step_around_a_ring_is_that_of_one_device(monkeypatch):
     monkeypatch.setattr(axes_split, "costs_on", lambda mesh, axis: CHEAP)
     model = Llama.tiny(layers=1, heads=3, kv_heads=1, width=24, attention_block=4)

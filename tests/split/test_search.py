@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from tools.quick import quick_compilation  # noqa: F401
+from tools.quick import quick_compilation, thinned  # noqa: F401
 
 from zeroxla.frontend import adapt
 from zeroxla.models import GPT, Llama
@@ -129,8 +129,14 @@ def test_along_context_the_fewest_bytes_are_those_of_queries_keys_values_and_the
         assert sum(received) == LAYERS * 4 * elements * (PARTS - 1) / PARTS**2
 
 
-@pytest.mark.parametrize("role", ["tensor", "context"])
-@pytest.mark.parametrize("name", WIDTHS)
+ROLES = thinned(
+    [("gpt", "tensor"), ("gpt", "context")],
+    slow=[("llama", "tensor"), ("llama", "context")],
+    rows=True,
+)
+
+
+@pytest.mark.parametrize(("name", "role"), ROLES)
 def test_blocks_that_are_written_out_are_split_as_in_a_loop(role, name):
     moved, costs = [], []
     for scan in (True, False):
@@ -157,8 +163,7 @@ def test_more_states_give_no_dearer_plan(role, name, monkeypatch):
     assert costs[-1] == pytest.approx(costs[-2])
 
 
-@pytest.mark.parametrize("role", ["tensor", "context"])
-@pytest.mark.parametrize("name", WIDTHS)
+@pytest.mark.parametrize(("name", "role"), ROLES)
 def test_states_that_are_left_out_are_not_missed(role, name, monkeypatch):
     flow, num_leaves, rows = traced(name, scan=False)
     found = searcher(role, rows)
@@ -336,7 +341,21 @@ def least_of(name, costs, role):
 
 
 @pytest.mark.parametrize(
-    ("name", "role"), [*((name, "tensor") for name in PROGRAMS), ("attention", "context")]
+    ("name", "role"),
+    thinned(
+        [
+            *((name, "tensor") for name in ("perceptron", "normed", "a table that is read twice")),
+            *(("a matrix and its transpose", "tensor"), ("attention", "context")),
+        ],
+        slow=[
+            *(
+                (name, "tensor")
+                for name in ("residual", "attention", "a matrix that is read twice")
+            ),
+            *(("a matrix from both sides", "tensor"), ("a product with a constant", "tensor")),
+        ],
+        rows=True,
+    ),
 )
 def test_a_plan_computes_what_the_program_does(name, role):
     flow, num_leaves = flow_of(name)

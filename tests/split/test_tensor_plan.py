@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from tools.hybrid_models import NoCache, ParallelGPT, RepeatedHeads
-from tools.quick import quick_compilation  # noqa: F401
+from tools.quick import quick_compilation, thinned  # noqa: F401
 from tools.split_parts import in_parts, model_of
 
 from zeroxla.hybrid.model import check_split, plan_shortcomings
@@ -125,8 +125,20 @@ CASES = {
 }
 
 
+SLOW = (  # "three thirds", "padded runs", "scatter" and the padded ones say much the same.
+    *("columns", "a third", "padded columns", "lookup", "lookup of columns", "iota", "stack"),
+    *("update", "broadcast", "sum along another dim", "sort", "padding"),
+)
+QUICK = [(name, 2) for name in CASES if name not in (*SLOW, "padded iota")] + [("padded iota", 4)]
+
+
 @pytest.mark.parametrize(
-    ("name", "parts"), [*((name, 2) for name in CASES), ("padded lookup", 4), ("padded iota", 4)]
+    ("name", "parts"),
+    thinned(
+        QUICK,
+        slow=[*((name, 2) for name in (*SLOW, "padded iota")), ("padded lookup", 4)],
+        rows=True,
+    ),
 )
 def test_parts_of_an_equation_make_the_whole(name, parts):
     function, shapes, chosen = CASES[name]
@@ -202,6 +214,7 @@ def test_llama_is_split_by_the_heads_that_queries_share():
     assert {"lm_head", "embed_tokens/embedding"} <= found.keys()
 
 
+@pytest.mark.slow
 def test_an_architecture_that_is_not_known_is_split_too():
     found = splits_of(ParallelGPT(layers=1), 4)
     assert found == {
@@ -254,7 +267,9 @@ def test_a_width_that_does_not_divide_stays_whole_and_tables_are_padded():
     assert rows["h/mlp/c_fc/kernel"].endswith("129 does not divide by 2")
 
 
-@pytest.mark.parametrize(("module", "heads"), [(GPT.tiny(), 4), (Llama.tiny(), 2)])
+@pytest.mark.parametrize(
+    ("module", "heads"), thinned([(Llama.tiny(), 2)], slow=[(GPT.tiny(), 4)], rows=True)
+)
 def test_heads_that_do_not_divide_are_refused(module, heads):
     with pytest.raises(ValueError, match=f"tensor=3 does not divide the {heads} heads of .*attn"):
         model_of(module).plan(3)

@@ -183,7 +183,7 @@ class ResNet(nn.Module):
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Any]]] = {
     "unrolled": (Unrolled, vectors),
     "unrolled, remat": (lambda: Unrolled(remat=True), vectors),
-    "unrolled, dropout": (lambda: Unrolled(dropout=0.3), vectors),
+    "unrolled, dropout": (lambda: Unrolled(blocks=3, dropout=0.3), vectors),
     "all states": (AllStates, vectors),
     "unet": (UNet, pictures),
     "encoder-decoder": (EncoderDecoder, vectors),

@@ -28,7 +28,10 @@ from zeroxla.models import GPT, Llama
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 # Every kernel has at least 4096 elements a layer.
-GPTS = {"int8": lambda: GPT.tiny(width=64), "int4": lambda: GPT.tiny(width=64, scan=False)}
+GPTS = {
+    "int8": lambda: GPT.tiny(width=64),
+    "int4": lambda: GPT.tiny(width=64, layers=1, scan=False),
+}
 TARGETS = r"attn/.*kernel|c_fc/kernel"  # mlp/c_proj has no adapter, and is a wire all the same
 BATCH = tokens(8)
 # Bytes of a parameter at rest: codes, and a float32 step for 256 or a bfloat16 one for 64.

@@ -51,10 +51,7 @@ def reference_gradients(model, params, state, batch):
     return jax.jit(frozen.gradients)(params, state.model_state, state.key, 0, batch)
 
 
-ROWS = [
-    ("gpt scanned", "(2, 4)"),
-    ("pair", "(1, 8)"),
-]
+ROWS = [("pair", "(1, 8)")]
 OTHERS = [(n, m) for n in MODELS for m in MESHES if (n, m) not in ROWS]
 
 
@@ -75,7 +72,7 @@ def test_gradients_are_those_of_the_merged_model(name, mesh):
     assert not any(jnp.any(x) for x in jax.tree.leaves(grads["base"]))
 
 
-@pytest.mark.parametrize("name", thinned(["pair"], slow=["gpt scanned"]))
+@pytest.mark.parametrize("name", thinned([], slow=["pair", "gpt scanned"]))
 def test_a_state_begins_as_the_plain_model(name, mesh24):
     """The same random bits for the base, and B is zero: the loss is that of the plain model."""
     make, targets, data = MODELS[name]
@@ -126,6 +123,7 @@ def test_a_starts_uniform_within_one_over_the_root_of_the_inputs(mesh24):
     assert not b.any()
 
 
+@pytest.mark.slow
 def test_each_leaf_has_a_key_of_its_own():
     lora = zeroxla.lora(Llama.tiny(), targets=r"(k|v)_proj/kernel")
     params, _ = jax.jit(adapt(lora).init)(KEY, tokens(1))
@@ -348,6 +346,7 @@ def test_other_misuse(mesh24):
         lora.init_from(step, {}, KEY)
 
 
+@pytest.mark.slow
 def test_alpha_counts(mesh24):
     params = None
     deltas = []

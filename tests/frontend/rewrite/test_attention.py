@@ -11,15 +11,13 @@ from tools.rewriting import Both
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
-QUICK = ("alibi", "keys first, one key head")
-NAMES = thinned(QUICK, slow=[name for name in STYLES if name not in QUICK])
-
 
 def of_style(name, length=LENGTH):
     return Both.of_model(STYLES[name](), batch_of(2, length), **ONLY)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", STYLES)
 def test_a_style_is_found_and_computes_the_same(name):
     both, params, state = of_style(name)
     batch = batch_of(2, LENGTH)
@@ -31,7 +29,8 @@ def test_a_style_is_found_and_computes_the_same(name):
     assert error < 1e-6
 
 
-@pytest.mark.parametrize("name", thinned(["alibi"], slow=[x for x in STYLES if x != "alibi"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", STYLES)
 def test_temporaries_are_linear_in_length(name):
     both, params, state = of_style(name)
     short, long = (both.temporaries(params, batch_of(1, n), state) for n in (256, 512))

@@ -131,7 +131,7 @@ LOSSES = {
         rows_of_a_map,
     )
 }
-QUICK = ("by_hand", "shifted", "flat_looked_up")
+QUICK = ("flat_looked_up",)
 
 
 def inputs(length=LENGTH):
@@ -169,7 +169,9 @@ def test_a_loss_is_found_and_computes_the_same(name):
     assert (finding.kind, finding.becomes) == ("loss", "logits of 16 positions at a time")
 
 
-@pytest.mark.parametrize("function", [by_hand, flat_with_optax], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "function", thinned([by_hand], slow=[flat_with_optax]), ids=lambda f: f.__name__
+)
 def test_logits_of_all_positions_are_not_made(function):
     both = Both(of_logits(function), **ONLY)
     params, batch = inputs(2048)
@@ -190,7 +192,9 @@ def flat_before(params, state, batch, key):
     return by_hand(logits, batch["targets"], batch["mask"]), {}, state
 
 
-@pytest.mark.parametrize("loss", [time_first, flat_before], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "loss", thinned([], slow=[time_first, flat_before]), ids=lambda f: f.__name__
+)
 def test_other_orders_of_rows_and_positions(loss):
     both = Both(loss, **ONLY)
     params, batch = inputs()

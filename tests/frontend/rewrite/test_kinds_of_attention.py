@@ -7,7 +7,13 @@ from flax import nnx
 from tools.attention_styles import LENGTH
 from tools.one_layer import ONLY, inputs, mixed, projected, scores_of
 from tools.quick import quick_compilation, thinned  # noqa: F401
-from tools.rewriting import Both
+from tools.rewriting import KEY, Both
+
+from zeroxla.program import compat
+from zeroxla.program.trace import trace
+from zeroxla.split.axis_costs import AxisCosts
+from zeroxla.split.dims_flow import DimsFlow
+from zeroxla.split.known_attention import ring_way
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -92,12 +98,16 @@ FOUND = {
         *(jaxs_own, jaxs_own_with_lengths, nnxs_function),
     )
 }
-QUICK_FOUND = ("relative_table", "divided_and_moved")
+QUICK_FOUND = [("divided_and_moved", 41)]
 
 
-@pytest.mark.parametrize("length", [LENGTH, 41])
 @pytest.mark.parametrize(
-    "name", thinned(QUICK_FOUND, slow=[x for x in FOUND if x not in QUICK_FOUND])
+    ("name", "length"),
+    thinned(
+        QUICK_FOUND,
+        slow=[(x, n) for x in FOUND for n in (LENGTH, 41) if (x, n) not in QUICK_FOUND],
+        rows=True,
+    ),
 )
 def test_gradients_of_what_scores_are_made_of(name, length):
     both = Both(projected(FOUND[name]), **ONLY)
@@ -108,7 +118,7 @@ def test_gradients_of_what_scores_are_made_of(name, length):
     assert finding.becomes == f"{form} by blocks of 16"
 
 
-@pytest.mark.parametrize("batch_has_a_mask", [False, True])
+@pytest.mark.parametrize("batch_has_a_mask", thinned([False], slow=[True]))
 def test_jaxs_own_causal_attention_is_causal(batch_has_a_mask):
     def attend(q, k, v, batch, params):
         mask = (batch["x"][:, None, None, :, 0] > 0) if batch_has_a_mask else None
@@ -120,3 +130,17 @@ def test_jaxs_own_causal_attention_is_causal(batch_has_a_mask):
     (finding,) = both.rewritten.newest.findings
     form = "attention" if batch_has_a_mask else "causal attention"
     assert finding.becomes == f"{form} by blocks of 16"
+
+
+def causal(q, k, v, batch, params):
+    return jax.nn.dot_product_attention(q, k, v, is_causal=True)
+
+
+def test_causal_attention_has_a_way_around_a_ring():
+    """The rewritten attention is known to a split over `context`, as the models' own is."""
+    both = Both(projected(causal), **ONLY)
+    params, batch = inputs()
+    program, _ = trace(lambda p, b: both.rewritten(p, None, b, KEY)[0], params, batch)
+    flow = DimsFlow.of(program, [], compat.inlined_jaxpr)
+    known = [eq for eq in flow.program.equations if eq in flow.rules]
+    assert any(ring_way(eq, flow, 2, AxisCosts()) is not None for eq in known)
