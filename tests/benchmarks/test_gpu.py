@@ -90,6 +90,14 @@ def test_a_dry_run_of_a_part_prints_a_table_and_writes_nothing(capsys, tmp_path)
     assert not list(tmp_path.iterdir())
 
 
+def test_a_part_that_fails_gives_status_1_and_keeps_what_was_found(capsys, parts):
+    assert gpu.main(["--simulate", "1"], parts("fails")) == 1
+    text = capsys.readouterr().out
+    assert "| fails | FAILED: ended with status 1: MemoryError: the device is full |" in text
+    assert "| bytes that differ | 0 | 0 |" in text
+
+
+@pytest.mark.slow
 def test_a_part_that_fails_stops_no_other_and_gives_status_1(capsys, parts):
     chosen = parts("fails", "crashes", "wrong", "good")
     assert gpu.main(["--simulate", "1"], chosen) == 1
@@ -103,6 +111,7 @@ def test_a_part_that_fails_stops_no_other_and_gives_status_1(capsys, parts):
     assert "| **MISSED** bytes that differ | 3 | 0 |" in text
 
 
+@pytest.mark.slow
 def test_a_part_that_hangs_is_ended_with_all_that_it_started(capsys, parts):
     begin = time.monotonic()
     assert gpu.main(["--simulate", "1", "--minutes", "0.2"], parts("hangs")) == 1
@@ -143,6 +152,7 @@ def test_an_interrupted_run_replaces_no_whole_report(capsys, tmp_path):
     assert {path.stem for path in tmp_path.iterdir()} == {"gpu_nvidia_h200_bits"}
 
 
+@pytest.mark.slow
 def test_all_parts_share_a_folder_of_compiled_programs_that_is_set(capsys, parts, monkeypatch):
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "/programs/of/mine")
     gpu.main(["--simulate", "1"], parts("cache"))

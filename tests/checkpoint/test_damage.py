@@ -1,6 +1,7 @@
 """Damaged checkpoints are found and passed over; a failed write leaves the others whole."""
 
 import contextlib
+import itertools
 import os
 import re
 import subprocess
@@ -50,8 +51,16 @@ def two(steps, tmp_path):
     return tmp_path, kept
 
 
-@pytest.mark.parametrize("damage", [flip, cut, lose])
-@pytest.mark.parametrize("which", ["data", "about.json", "checksums.rest.json"])
+# Each kind of damage is quick with another file.
+FILES = ("data", "about.json", "checksums.rest.json")
+QUICK = [("data", flip), ("about.json", cut), ("checksums.rest.json", lose)]
+DAMAGES = [*itertools.product(FILES, (flip, cut, lose))]
+
+
+@pytest.mark.parametrize(
+    ("which", "damage"),
+    thinned(QUICK, slow=[row for row in DAMAGES if row not in QUICK], rows=True),
+)
 def test_a_damaged_checkpoint_is_passed_over_and_its_file_named(steps, two, which, damage):
     folder, kept = two
     state = folder / "2" / "state"
@@ -151,19 +160,10 @@ print(checkpointer.numbers())
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "mode"),
-    thinned(
-        [("disk", "synchronous")],
-        slow=[
-            ("limit", "asynchronous"),
-            ("limit", "synchronous"),
-            ("disk", "asynchronous"),
-            ("read-only", "asynchronous"),
-            ("read-only", "synchronous"),
-        ],
-        rows=True,
-    ),
+    itertools.product(("disk", "limit", "read-only"), ("asynchronous", "synchronous")),
 )
 def test_a_disk_that_takes_nothing_leaves_the_earlier_checkpoint_whole_and_training_going_on(
     kind, mode, tmp_path
@@ -213,12 +213,14 @@ LOST = r"the checkpoint of step 2 could not be written to .*: no space; the one 
 
 @pytest.mark.parametrize(
     "read",
-    [
-        lambda checkpointer, state: checkpointer.restore(state).number,
-        lambda checkpointer, state: checkpointer.latest(),
-        lambda checkpointer, state: checkpointer.describe().number,
-        lambda checkpointer, state: len(checkpointer.restore_params(pattern="Dense_0/")),
-    ],
+    thinned(
+        [lambda checkpointer, state: checkpointer.restore(state).number],
+        slow=[
+            lambda checkpointer, state: checkpointer.latest(),
+            lambda checkpointer, state: checkpointer.describe().number,
+            lambda checkpointer, state: len(checkpointer.restore_params(pattern="Dense_0/")),
+        ],
+    ),
     ids=["restore", "latest", "describe", "restore_params"],
 )
 def test_who_reads_after_a_failed_save_is_told_and_gets_what_is_there(failing, read):
@@ -241,7 +243,7 @@ def test_a_failed_save_is_raised_once(failing):
     assert not said
 
 
-@pytest.mark.parametrize("reads", [False, True])
+@pytest.mark.parametrize("reads", thinned([True], slow=[False]))
 def test_a_save_after_a_failed_one_reports_it_once_and_takes_its_place(failing, reads):
     checkpointer, state, said = failing
     if reads:

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tools.quick import thinned
 
 import zeroxla
 from zeroxla.cli.main import COMMANDS, main
@@ -44,7 +45,9 @@ class TestHelp:
         )
         assert done.stdout.splitlines()[-1] == "[]", done.stderr
 
-    @pytest.mark.parametrize("command", ["train", "plan", "launch", "island", "coordinate"])
+    @pytest.mark.parametrize(
+        "command", thinned(["train", "launch"], slow=["plan", "island", "coordinate"])
+    )
     def test_of_a_command_does_not_import_jax(self, command):
         done = run_alone(
             "import sys\nfrom zeroxla.cli.main import main\n"
@@ -159,6 +162,7 @@ def test_a_missing_package_is_named_with_the_extra_that_brings_it():
         assert f"{message}; pip install 'zeroxla[{extra}]'" in done.stderr
 
 
+@pytest.mark.slow
 def test_step_needs_none_of_the_extras(tmp_path):
     """A training step, its report, and a checkpoint."""
     code = f"""

@@ -90,6 +90,7 @@ def explodes_at_step_4(monkeypatch):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("explodes_at_step_4")
 def test_a_run_of_train_stops_and_keeps_its_last_good_checkpoint(text, tmp_path, capsys):
     run = tmp_path / "run"
@@ -105,6 +106,7 @@ def test_a_run_of_train_stops_and_keeps_its_last_good_checkpoint(text, tmp_path,
     assert values(run, "loss")[3] is not None
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("explodes_at_step_4")
 def test_a_run_that_ends_before_that_is_no_success(text, tmp_path, capsys):
     run = tmp_path / "run"

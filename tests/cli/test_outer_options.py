@@ -182,6 +182,7 @@ class TestWhereIslandsAreNot:
         assert "--search with --outer" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_plan_counts_the_outer_state():
     usual = ["--length=64", "--devices-per-node=2", "--batch=8"]
     plain, islands = (

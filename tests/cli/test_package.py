@@ -333,6 +333,7 @@ print(base, package - base, process_time() - base)
 
 
 class TestCost:
+    @pytest.mark.slow
     def test_importing(self, linked):
         """The package takes 0.02 s of CPU beyond what every program with it imports, and all of its
         names 0.2 s, without flax.nnx, which those who use it import; where that takes 0.8 s.

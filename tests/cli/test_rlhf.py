@@ -211,6 +211,7 @@ class TestStartingFromARun:
         assert rlhf("--run", run, "--init-run", trained, *options) == 2
         assert "already holds a run; continue it with --resume" in capsys.readouterr().err
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(
         ("options", "message"),
         [

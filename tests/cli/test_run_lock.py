@@ -10,7 +10,7 @@ import sys
 import time
 
 import pytest
-from tools.quick import quick_compilation  # noqa: F401
+from tools.quick import quick_compilation, thinned  # noqa: F401
 from tools.train import train
 
 from zeroxla.cli import run_lock
@@ -103,7 +103,7 @@ class TestAnotherRun:
         with RunLock.take(tmp_path), pytest.raises(ValueError, match=f"process {os.getpid()} "):
             RunLock.take(tmp_path)
 
-    @pytest.mark.parametrize("stale", [False, True])
+    @pytest.mark.parametrize("stale", thinned([True], slow=[False]))
     def test_of_eight_at_the_same_moment_one_wins(self, tmp_path, stale):
         if stale:
             killed(tmp_path)

@@ -6,6 +6,7 @@ import dataclasses
 import json
 
 import pytest
+from tools.quick import thinned
 from tools.train import check_no_option
 
 from zeroxla import Feedback, Offload, Rewrite, WireFormat, ZeroConfig
@@ -224,11 +225,14 @@ def planned(*arguments: str) -> float:
 
 @pytest.mark.parametrize(
     ("usual", "less"),
-    [
-        ([], ["--optimizer=sgd"]),
-        ([], ["--lora-rank=4", "--lora-base=int4"]),
-        (["--pipe=2", "--accumulate=4"], ["--weights=tick"]),
-    ],
+    thinned(
+        [([], ["--optimizer=sgd"])],
+        slow=[
+            ([], ["--lora-rank=4", "--lora-base=int4"]),
+            (["--pipe=2", "--accumulate=4"], ["--weights=tick"]),
+        ],
+        rows=True,
+    ),
 )
 def test_a_plan_takes_optimizer_adapters_and_weights(usual, less):
     assert planned(*usual, *less) < planned(*usual)

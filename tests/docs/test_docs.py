@@ -40,7 +40,7 @@ def page_id(page: Path) -> str:
 
 
 RUNNABLE_PAGES = [page for page in PAGES if RUNNABLE.search(page.read_text())]
-QUICK = ("README.md", "docs/generation.md", "docs/pipeline.md", "docs/zero3.md")
+QUICK = ("README.md", "docs/pipeline.md", "docs/zero3.md")
 
 
 def modules_with_examples() -> list[str]:

@@ -7,7 +7,7 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import NamedSharding
-from tools.quick import quick_compilation  # noqa: F401
+from tools.quick import quick_compilation, thinned  # noqa: F401
 
 import zeroxla
 from zeroxla import HybridEngine, Pipeline, ZeroConfig
@@ -40,6 +40,7 @@ def step_of(model, mesh):
     )
 
 
+@pytest.mark.slow
 def test_scores_are_those_of_the_step():
     step = step_of(GPT.tiny(), zeroxla.make_mesh(nodes=2, tensor=2))
     state = step.init(jax.random.key(0), BATCH)
@@ -65,7 +66,11 @@ def test_an_engine_generates_as_without_axes(name, axes, tensor):
 
 
 @pytest.mark.parametrize(
-    "axes", [{"nodes": 2, "tensor": 2, "context": 2}, {"pipe": 2, "nodes": 2, "tensor": 2}]
+    "axes",
+    thinned(
+        [{"pipe": 2, "nodes": 2, "tensor": 2}],
+        slow=[{"nodes": 2, "tensor": 2, "context": 2}],
+    ),
 )
 def test_shards_move_to_the_devices_of_the_plain_order(axes):
     """The arrays are the same, and the devices of a node lie in the order of the mesh."""

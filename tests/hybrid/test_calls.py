@@ -24,7 +24,7 @@ from tools.call_models import (
     Shifted,
 )
 from tools.hybrid import KEY, PROMPTS, Trained, padded, train
-from tools.quick import quick_compilation, thinned  # noqa: F401
+from tools.quick import quick_compilation  # noqa: F401
 
 import zeroxla
 from zeroxla import HybridEngine
@@ -56,6 +56,13 @@ def made(make, whole=None, **config):
     return Trained(step, state, jax.jit(lambda tokens: whole(bound(), tokens)))
 
 
+def shaped(model, **config):
+    """Return a step that has been given the shapes of a batch."""
+    step = zeroxla.make_step(model, zeroxla.make_mesh(nodes=2), config=zeroxla.ZeroConfig(**config))
+    step.abstract_state(BATCH)
+    return step
+
+
 def uses_of(engine):
     """Return how an engine uses the model's cache; None if it does not."""
     how = engine._model.calls.with_cache
@@ -67,10 +74,8 @@ def generate(engine, known, prompts=PROMPTS, num=6, **options):
     return engine.generate(known.state, prompts, **options)
 
 
-QUICK = ["public"]
-
-
-@pytest.mark.parametrize("name", thinned(QUICK, slow=[name for name in CASES if name not in QUICK]))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
 def test_a_call_by_names_with_its_cache(name):
     make, options, uses = CASES[name]
     known = made(make)
@@ -109,6 +114,12 @@ def test_rows_that_begin_together_end_on_their_own():
         assert length == (met[0] + 1 if met.size else 8)
         np.testing.assert_array_equal(row[:length], all_of_it[:length])
         assert (row[length:] == 5).all()
+
+
+@pytest.mark.slow
+def test_rows_that_begin_together_are_drawn_on_their_own():
+    known = made(CASES["one token"][0])
+    engine = HybridEngine(known.step)
     drawn = generate(engine, known, temperature=1.0).tokens
     again = generate(engine, known, [[9] * 6, *PROMPTS[1:]], temperature=1.0).tokens
     np.testing.assert_array_equal(again[1:], drawn[1:])
@@ -132,9 +143,10 @@ def test_a_call_of_the_users():
     np.testing.assert_array_equal(found.tokens, known.greedy(PROMPTS, 6))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "make",
-    thinned([lambda: lambda rngs: HiddenNnx(rngs=rngs)], slow=[Hidden]),
+    [lambda: lambda rngs: HiddenNnx(rngs=rngs), Hidden],
     ids=["nnx", "linen"],
 )
 def test_a_call_of_the_users_that_reads_a_part_of_the_module(make):
@@ -147,8 +159,8 @@ def test_a_call_of_the_users_that_reads_a_part_of_the_module(make):
     np.testing.assert_array_equal(found.tokens, known.greedy(PROMPTS, 6))
 
 
-def test_a_call_of_the_users_with_a_given_cache():
-    known = made(Given)
+def given_to_a_call(step):
+    """Return an engine with a call and a cache of the user's, and the caches it made."""
     makes = []
 
     def call(model, tokens, *, positions, mask, cache):
@@ -161,10 +173,20 @@ def test_a_call_of_the_users_with_a_given_cache():
         makes.append((rows, places))
         return Given().init_cache(rows, places, dtype)
 
-    engine = HybridEngine(known.step, tensor=2, call=call, make_cache=make_cache)
+    return HybridEngine(step, tensor=2, call=call, make_cache=make_cache), makes
+
+
+def test_a_call_of_the_users_with_a_given_cache():
+    engine, makes = given_to_a_call(shaped(Given(), persistence_threshold=0))
     assert uses_of(engine) == ("padded", False)
     assert any(row.dim is not None for row in engine.plan.rows)
     assert makes
+
+
+@pytest.mark.slow
+def test_a_call_of_the_users_generates_with_a_given_cache():
+    known = made(Given)
+    engine, _ = given_to_a_call(known.step)
     found = generate(engine, known)
     np.testing.assert_array_equal(found.tokens, known.greedy(PROMPTS, 6))
 
@@ -190,19 +212,26 @@ def test_a_call_that_needs_more_than_generation_has():
 @pytest.mark.filterwarnings("ignore:the model has no cache")
 def test_rows_of_other_lengths_than_blocks():
     """Lengths grow until the call takes them; then all rows have a multiple of that length."""
-    known = made(Blocks)
+    step = shaped(Blocks())
     with pytest.raises(ValueError, match=r"rows of 4, 8, 16, 32 tokens: .* pass sample_length="):
-        HybridEngine(known.step)
-    engine = HybridEngine(known.step, sample_length=12)
+        HybridEngine(step)
+    engine = HybridEngine(step, sample_length=12)
     assert engine._buckets.limits.max_length == 36
+    with pytest.raises(ValueError, match="sample_length=48 exceeds the most tokens of a row, 40"):
+        HybridEngine(step, sample_length=48)
+    with pytest.raises(ValueError, match="sample_length=0 must be 1 or more"):
+        HybridEngine(step, sample_length=0)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:the model has no cache")
+def test_rows_of_blocks_are_generated():
+    known = made(Blocks)
+    engine = HybridEngine(known.step, sample_length=12)
     found = generate(engine, known)
     np.testing.assert_array_equal(found.tokens, known.greedy(PROMPTS, 6))
     rows = np.array([[1, 2, 3, 4, 5]], np.int32)
     np.testing.assert_allclose(engine.logits(known.state, rows), known.logits(rows), atol=1e-5)
-    with pytest.raises(ValueError, match="sample_length=48 exceeds the most tokens of a row, 40"):
-        HybridEngine(known.step, sample_length=48)
-    with pytest.raises(ValueError, match="sample_length=0 must be 1 or more"):
-        HybridEngine(known.step, sample_length=0)
 
 
 def test_lengths_that_grow_until_a_call_takes_them():
@@ -214,16 +243,24 @@ def test_lengths_that_grow_until_a_call_takes_them():
     assert engine._buckets.limits.max_length == 32
 
 
+def undone(model, tokens, **_):
+    """Call a model that shifts its tokens, without the shift."""
+    return model(jnp.pad(tokens, ((0, 0), (0, 1))))[:, 1:]
+
+
 @pytest.mark.filterwarnings("ignore:the model has no cache")
 def test_a_model_that_shifts_inside_is_refused_until_the_call_undoes_it():
-    known = made(Shifted)
+    step = shaped(Shifted())
     with pytest.raises(ValueError, match="depend on the tokens before it, and not on the token"):
-        HybridEngine(known.step)
+        HybridEngine(step)
+    HybridEngine(step, call=undone)
 
-    def call(model, tokens, **_):
-        return model(jnp.pad(tokens, ((0, 0), (0, 1))))[:, 1:]
 
-    engine = HybridEngine(known.step, call=call)
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:the model has no cache")
+def test_a_model_that_shifts_inside_generates_when_the_call_undoes_it():
+    known = made(Shifted)
+    engine = HybridEngine(known.step, call=undone)
     found = generate(engine, known)
     np.testing.assert_array_equal(found.tokens, known.greedy(PROMPTS, 6))
     rows = np.array([[1, 2, 3, 4, 5]], np.int32)
@@ -231,10 +268,15 @@ def test_a_model_that_shifts_inside_is_refused_until_the_call_undoes_it():
 
 
 def test_a_cache_that_takes_only_the_dtype_of_its_module():
-    known = made(PublicModel, compute_dtype="bfloat16")
-    engine = HybridEngine(known.step)
+    engine = HybridEngine(shaped(PublicModel(), compute_dtype="bfloat16"))
     assert uses_of(engine) == ("padded", False)
     assert engine._model.calls.with_cache.dtype == OWN
+
+
+@pytest.mark.slow
+def test_a_model_with_a_cache_of_its_own_dtype_generates():
+    known = made(PublicModel, compute_dtype="bfloat16")
+    engine = HybridEngine(known.step)
     found = generate(engine, known)
     rows = padded([[*p, *r] for p, r in zip(PROMPTS, found.rows(), strict=True)])
     want = known.logprobs(rows)  # float32

@@ -190,7 +190,7 @@ class RulesOut(NoCache):
         )
 
 
-def test_tokens_that_a_model_rules_out_are_no_error_unless_all_are():
+def test_tokens_that_a_model_rules_out_are_no_error():
     mesh = zeroxla.make_mesh(nodes=2)
     known = train(RulesOut(), mesh, steps=0)
     engine = HybridEngine(known.step, tensor=2, max_length=32)
@@ -200,6 +200,10 @@ def test_tokens_that_a_model_rules_out_are_no_error_unless_all_are():
     assert np.isfinite(found.logprobs).all()
     assert len(np.unique(found.tokens)) > 12
 
+
+@pytest.mark.slow
+def test_tokens_of_which_a_model_rules_out_all_are_an_error():
+    mesh = zeroxla.make_mesh(nodes=2)
     known = train(RulesOut(first=0, end=24), mesh, steps=0)
     engine = HybridEngine(known.step, max_length=32)
     with pytest.raises(ValueError, match=r"the logits of the rows \[0\] are not finite"):

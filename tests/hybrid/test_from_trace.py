@@ -44,7 +44,11 @@ def traced(model):
     return TracedCache(forward=forward), params, jax.jit(forward)(params, {}, tokens), tokens
 
 
-@pytest.mark.parametrize("name", KEPT)
+# Slow are those whose parts are in the tests below, or in the others.
+SLOW = ("Attention", "Scanned", "Recurrent", "Shifts")
+
+
+@pytest.mark.parametrize("name", thinned([name for name in KEPT if name not in SLOW], slow=SLOW))
 def test_one_place_at_a_time_gives_the_logits_of_whole_rows(name):
     cache, params, expected, tokens = traced(getattr(models, name)())
     kept = cache.empty(params, {}, ROWS, PLACES)
@@ -111,17 +115,14 @@ def generated(engine, known, prompts=PROMPTS, num=6):
     return engine.generate(known.state, prompts, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "tensor", "dtype"),
-    thinned(
-        [("Scanned", 2, "float32")],
-        slow=[
-            ("Recurrent", 1, "float32"),
-            *((name, 2, "float32") for name in KEPT if name != "Scanned"),
-            ("Attention", 1, "bfloat16"),
-        ],
-        rows=True,
-    ),
+    [
+        *((name, 2, "float32") for name in KEPT),
+        ("Recurrent", 1, "float32"),
+        ("Attention", 1, "bfloat16"),
+    ],
 )
 def test_an_engine_generates_with_it(name, tensor, dtype):
     model = getattr(models, name)()

@@ -23,20 +23,27 @@ BATCH = {"tokens": np.zeros((8, 9), np.int32)}
 
 
 @pytest.fixture(scope="module")
-def made():
+def step():
+    """A step that has been given the shapes of a batch."""
     step = zeroxla.make_step(
         Llama.tiny(heads=8, kv_heads=4, width=64),
         zeroxla.make_mesh(nodes=2),
         optax.adam(1e-3),
         config=ZeroConfig(compute_dtype="bfloat16", persistence_threshold=0),
     )
-    return step, step.init(jax.random.key(0), BATCH)
+    step.abstract_state(BATCH)
+    return step
+
+
+@pytest.fixture(scope="module")
+def engine(step):
+    return HybridEngine(step, tensor=4)
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("quick_collection")
-def test_the_figures_are_those_of_the_arrays(made):
-    step, state = made
+def test_the_figures_are_those_of_the_arrays(step):
+    state = step.init(jax.random.key(0), BATCH)
     engine = HybridEngine(step, tensor=2, release=False)
     report = memory(engine, phases=True, num_prompts=8, length=32)
 
@@ -56,8 +63,8 @@ def test_the_figures_are_those_of_the_arrays(made):
     engine.free()
 
 
-def test_the_sums(made):
-    report = memory(HybridEngine(made[0], tensor=4), phases=True)
+def test_the_sums(engine):
+    report = memory(engine, phases=True)
     assert report.cache_bytes == 0
     assert report.resting_bytes == report.parameter_bytes + report.optimizer_bytes
     assert report.training_bytes == report.resting_bytes + report.gradient_bytes
@@ -93,9 +100,9 @@ def test_a_frozen_base_at_rest_in_four_bits():
         ({"num_prompts": 4, "length": 0}, "rows of 0 tokens; give 1 or more"),
     ],
 )
-def test_what_a_cache_is_of(made, arguments, match):
+def test_what_a_cache_is_of(engine, arguments, match):
     with pytest.raises(ValueError, match=match):
-        memory(HybridEngine(made[0]), phases=True, **arguments)
+        memory(engine, phases=True, **arguments)
 
 
 def test_what_has_no_phases():

@@ -68,11 +68,14 @@ def test_tensor_shows_megatron_with_sequence_parallelism(tmp_path):
     assert sorted(held for held, _, _ in boxes(axes)) == sorted(map(in_words, drawn))
     assert len({color for _, _, color in boxes(axes)}) == len({held for held, _, _ in boxes(axes)})
     whole = max(width for _, width, _ in boxes(axes))
+    together = inspect.plot_axes([report, report])
+    assert [texts(one) for one in together.axes] == [texts(axes)] * 2
     parts = {width for held, width, _ in boxes(axes) if held.startswith("part")}
     assert whole / 4 in parts
     assert (tmp_path / "axes.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_context_shows_ulysses():
     (axes,) = inspect.plot_axes(step_of(gpt(), context=4).describe()).axes
     to_heads, from_heads = arrows(axes)[:2]
@@ -81,6 +84,7 @@ def test_context_shows_ulysses():
     assert "4 x 1024 x 768/4" in texts(axes)
 
 
+@pytest.mark.slow
 def test_experts_show_tokens_on_their_way_and_leaves_have_names():
     """Modules of nnx name no scopes: rows have the names of leaves."""
     model = Mixtral.tiny(width=512, hidden=1792, heads=8)
@@ -91,6 +95,7 @@ def test_experts_show_tokens_on_their_way_and_leaves_have_names():
     assert "8/4 x 512 x 1792" in texts(axes)
 
 
+@pytest.mark.slow
 def test_blocks_that_are_written_out_are_shown_once_and_axes_side_by_side():
     step = step_of(gpt(scan=False, layers=2), context=2, tensor=2)
     reports = step.describe().axes
@@ -102,6 +107,14 @@ def test_blocks_that_are_written_out_are_shown_once_and_axes_side_by_side():
     assert "h_1/ln_1" not in first
     (alone,) = inspect.plot_axes(reports[1]).axes
     assert texts(alone) == texts(figure.axes[1])
+
+
+def test_a_block_that_is_written_out_is_shown_once():
+    step = step_of(GPT.tiny(scan=False, layers=2), length=32, context=2)
+    first = texts(inspect.plot_axes(step).axes[0])
+    assert "2 times" in first
+    assert "h_0/ln_1" in first
+    assert "h_1/ln_1" not in first
 
 
 def test_a_step_without_axes_has_no_picture():

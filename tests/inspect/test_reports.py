@@ -48,6 +48,7 @@ def test_bars_of_memory_are_the_reports_parts(plan, tmp_path):
     assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_every_report_of_memory_can_be_drawn():
     compiled = jax.jit(lambda x: (x @ x).sum()).lower(jnp.ones((8, 8))).compile()
     report = memory(compiled)

@@ -3,7 +3,8 @@
 import itertools
 
 import pytest
-from tools.schedules import changed, each_builder, entries
+from tools.quick import thinned
+from tools.schedules import BUILDERS, changed, entries
 
 from zeroxla.inspect.schedule import schedule as report
 from zeroxla.pipeline.chunked_schedules import interleaved, zb_v
@@ -55,9 +56,14 @@ def lines_of(text):
     return [line for line in text.splitlines() if line.startswith("│")]
 
 
-@each_builder
-def test_picture_has_a_box_for_each_entry_and_none_over_another(build, tmp_path):
-    schedule = build(4, 8)
+# Pictures of one chunk a rank, with gradients of weights apart, and of several chunks.
+QUICK = ("gpipe", "zb-h1", "zb-v")
+ROWS = thinned(QUICK, slow=[name for name in BUILDERS if name not in QUICK])
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_picture_has_a_box_for_each_entry_and_none_over_another(name, tmp_path):
+    schedule = BUILDERS[name](4, 8)
     figure = report(schedule).plot(path=tmp_path / "schedule.png")
     (axes,) = figure.axes
     boxes = [p for p in axes.patches if p.get_linewidth() == 0.7]

@@ -56,11 +56,10 @@ def planned(step):
 @pytest.mark.parametrize(
     "options",
     [
-        {},
-        {"scan": True, "accumulate": 2},
-        {"scan": True, "remat": True, "offload": "host"},
+        pytest.param({}, id="unrolled", marks=pytest.mark.slow),
+        pytest.param({"scan": True, "accumulate": 2}, id="scanned, micro-batches"),
+        pytest.param({"scan": True, "remat": True, "offload": "host"}, id="remat, on the host"),
     ],
-    ids=["unrolled", "scanned, micro-batches", "remat, on the host"],
 )
 def test_parts_are_those_of_the_plan(options):
     step = step_of(**options)
@@ -73,6 +72,7 @@ def test_parts_are_those_of_the_plan(options):
     assert report.total_bytes == plan.total_bytes
 
 
+@pytest.mark.slow
 def test_what_the_compiler_takes_is_near():
     step = step_of(scan=True)
     report = memory(step)
@@ -153,6 +153,7 @@ def test_the_curve_reaches_the_peak_and_has_phases_in_order(options):
     assert all(p.phase == "forward" for p in report.curve[: after[0]])
 
 
+@pytest.mark.slow
 def test_a_budget_is_seen_in_the_report():
     everything = report_of(scan=True)
     room = int(0.7 * everything.total_bytes)

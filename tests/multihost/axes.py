@@ -1,9 +1,12 @@
 """A sequence split over two processes: each reads the rows, and places its own part of them.
 
-    python axes.py
+    python axes.py WAY ...
 
-Run by both processes of a launch with two devices each; every one prints what it has found.
+Run by both processes of a launch with two devices each; every one prints what it has found. It
+trains with batches that are made in each of the ways, "placed" and "by rows".
 """
+
+import sys
 
 import jax
 import numpy as np
@@ -43,7 +46,10 @@ def by_rows(step, rows, train):
     return zeroxla.global_batch(rows, step.mesh)
 
 
-def main():
+WAYS = {"placed": placed, "by rows": by_rows}
+
+
+def main(ways):
     import zeroxla
 
     zeroxla.initialize()
@@ -67,9 +73,9 @@ def main():
         for shard in x.addressable_shards
     )
     print("same:", same, flush=True)
-    for name, place in (("placed", placed), ("by rows", by_rows)):
-        print(f"{name}:", train(mesh, place), flush=True)
+    for way in ways:
+        print(f"{way}:", train(mesh, WAYS[way]), flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

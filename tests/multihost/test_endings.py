@@ -18,7 +18,7 @@ def slow(*values):
 @pytest.mark.parametrize(
     ("how", "rank", "status", "said"),
     [
-        ("raises", 0, 1, "ValueError: my mistake"),
+        slow("raises", 0, 1, "ValueError: my mistake"),
         slow("raises beside a thread", 1, 1, "ValueError: my mistake"),
         slow("sys.exit(0)", 1, 1, "sys.exit(0), and others went on for more than 3 s; let all"),
         slow("sys.exit(5)", 0, 5, "sys.exit(5), and others went on for more than 3 s; let all"),
@@ -42,6 +42,7 @@ def test_one_that_ends_ends_the_launch_and_is_named(how, rank, status, said):
         assert word not in out
 
 
+@pytest.mark.slow
 def test_processes_that_end_in_turn_end_well():
     status, printed, out = processes.launch("endings.py", "in turn", 0, devices_per_node=1)
     assert status == 0, out

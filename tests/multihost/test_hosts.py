@@ -214,6 +214,7 @@ def test_addresses():
     assert split_address("[fe80::1]:80") == ("fe80::1", 80)
 
 
+@pytest.mark.slow
 def test_processes_with_another_number_of_devices_say_so():
     port = free_port()
     program = "import zeroxla; zeroxla.initialize(); zeroxla.make_mesh()"

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from tools.quick import thinned
 
 from zeroxla.cli.launch.hostfile import Host, read_hostfile
 from zeroxla.cli.launch.options import LaunchOptions
@@ -61,7 +62,7 @@ def test_gpus_are_shared_out(capfd, monkeypatch):
     [
         ("exit 3", 3, "ended with exit code 3"),
         ("kill -9 $$", 137, "was killed by SIGKILL"),
-        ("kill -TERM $$", 143, "was killed by SIGTERM"),
+        pytest.param("kill -TERM $$", 143, "was killed by SIGTERM", marks=pytest.mark.slow),
     ],
 )
 def test_one_that_fails_ends_all(capfd, end, status, said):
@@ -108,13 +109,14 @@ def test_one_that_hangs_is_named(capfd):
     assert err.endswith("  asleep\n")
 
 
+@pytest.mark.slow
 def test_a_stopped_process_is_named(capfd):
     script = "[ $ZEROXLA_PROCESS_ID = 0 ] || kill -STOP $$; sleep 60"
     assert run(script, deadline=2) == 1
     assert "has been stopped by a signal for" in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("number", ["1", "/job:jax_worker/replica:0/task:1"])
+@pytest.mark.parametrize("number", thinned(["1"], slow=["/job:jax_worker/replica:0/task:1"]))
 def test_one_that_the_others_do_not_hear_is_named(capfd, number):
     said = f"{NOTICE}\n{number}\nThe tasks have"
     frames = "".join(f"    @     0x7f{i:02} f()\n" for i in range(30))
@@ -143,7 +145,9 @@ def test_one_that_was_killed_is_not_said_to_be_silent(capfd):
     assert "not heard of" not in err
 
 
-@pytest.mark.parametrize(("trap", "status"), [("echo saved; exit 0", 0), ("", 130)])
+@pytest.mark.parametrize(
+    ("trap", "status"), thinned([("echo saved; exit 0", 0)], slow=[("", 130)], rows=True)
+)
 def test_ctrl_c_reaches_all_as_a_request_to_end(capfd, trap, status):
     script = f"trap '{trap}' TERM; echo ready; while :; do sleep .1; done"
     threading.Timer(1.5, os.kill, (os.getpid(), signal.SIGINT)).start()
@@ -284,10 +288,10 @@ def test_one_that_hangs_between_steps_is_named(capfd):
 
 @pytest.mark.parametrize(
     "then",
-    [
-        "with progress.compiling(): time.sleep(3)",
-        "[(print('.', flush=True), time.sleep(.4)) for _ in range(8)]",
-    ],
+    thinned(
+        ["with progress.compiling(): time.sleep(3)"],
+        slow=["[(print('.', flush=True), time.sleep(.4)) for _ in range(8)]"],
+    ),
     ids=["compiles", "prints"],
 )
 def test_one_that_others_wait_for_with_reason_is_left_alone(capfd, then):

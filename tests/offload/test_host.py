@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from tools.offload import MODELS, SMALL, assert_same, batch, make, taken
+from tools.offload import MODELS, SMALL, assert_same, batch, make, make_step, taken
 from tools.quick import quick_compilation, thinned  # noqa: F401
 
 import zeroxla
@@ -24,6 +24,13 @@ from zeroxla.program.walk import body_of, local_of
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 HOST = Offload(optimizer="host", params="host", sub_group=1000)
+
+
+def described(mesh, offload):
+    """Return a step that has been given the shapes of a batch."""
+    step = make_step(mesh, offload)
+    step.abstract_state(batch())
+    return step
 
 
 def bytes_of(state, kind):
@@ -72,7 +79,7 @@ def test_device_bytes_fall_by_what_is_offloaded(mesh24):
     _, state = make(mesh24, Offload(optimizer="host"))
     assert bytes_of(state, "pinned_host") == pytest.approx(whole * 2 / 3, rel=0.01)
     assert bytes_of(state, "device") + bytes_of(state, "pinned_host") == whole
-    step, state = make(mesh24, HOST)
+    _, state = make(mesh24, HOST)
     assert bytes_of(state, "device") < 0.01 * whole
     leaves = (state.params, state.opt_state)
     on_devices, on_host = (
@@ -81,6 +88,14 @@ def test_device_bytes_fall_by_what_is_offloaded(mesh24):
     )
     assert max(on_devices.values()) < 0.01 * whole / 8
     assert sum(on_host.values()) == pytest.approx(whole, rel=0.01)
+
+
+@pytest.mark.slow
+def test_bytes_at_rest_and_of_a_share_of_the_state(mesh24):
+    _, state = make(mesh24, Offload())
+    whole = bytes_of(state, "device")
+    step, state = make(mesh24, HOST)
+    on_devices = array_bytes_per_device((state.params, state.opt_state))
     phases = zeroxla.HybridEngine(step).phases()
     assert phases.resting_bytes == max(on_devices.values())
     _, state = make(mesh24, Offload(optimizer="host", ratio=0.5))
@@ -89,6 +104,7 @@ def test_device_bytes_fall_by_what_is_offloaded(mesh24):
     assert bytes_of(state, "pinned_host") == 0
 
 
+@pytest.mark.slow
 def test_evaluation_gradients_and_given_parameters(mesh24):
     (plain, a), (step, b) = make(mesh24, Offload()), make(mesh24, HOST)
     assert plain.eval(a, batch()) == step.eval(b, batch())
@@ -167,11 +183,10 @@ def test_the_optimizer_of_a_pipeline_may_live_on_the_host():
 
 
 def test_describe_says_what_is_on_the_host(mesh24):
-    step, _ = make(mesh24, HOST)
+    step = described(mesh24, HOST)
     placements = {row.path: row.placement for row in step.describe().rows}
     assert "on the host" in placements["h/mlp/c_fc/kernel"]
-    step, _ = make(mesh24, Offload())
-    assert "on the host" not in str(step.describe())
+    assert "on the host" not in str(described(mesh24, Offload()).describe())
 
 
 # the update
@@ -361,6 +376,7 @@ def test_a_plan_counts_the_hosts_memory_apart():
     assert "its state in the host's memory" in str(found["host"])
 
 
+@pytest.mark.slow
 def test_a_plan_counts_the_way_to_the_host():
     config = ZeroConfig(offload=HOST, persistence_threshold=300)
     plan = zeroxla.plan(MODELS["scanned"](), {"device": 8}, batch(), config=config)
@@ -378,7 +394,8 @@ def test_a_plan_counts_the_way_to_the_host():
 
 def test_a_unit_comes_to_the_device_where_it_is_gathered(mesh24):
     """Memory spaces in the trace: a loop's turn moves its own layer, and nothing is moved whole."""
-    step, state = make(mesh24, HOST)
+    step = make_step(mesh24, HOST)
+    state = step.abstract_state(batch())
     program, _ = trace(step.programs.train, state, batch(), opened=compat.forward_jaxpr)
     local = local_of(program)
     moved = [eq for eq in local.equations if eq.name == "device_put"]

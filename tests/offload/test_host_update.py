@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from tools.offload import MODELS, SMALL, batch, make, make_step, taken, trained
-from tools.quick import quick_compilation  # noqa: F401
+from tools.offload import MODELS, SMALL, batch, make_step, taken, trained
+from tools.quick import quick_compilation, thinned  # noqa: F401
 
 import zeroxla
 from zeroxla import Offload, ZeroConfig
@@ -117,7 +117,7 @@ def moved(program):
     return [s for s in to if s], [s for s in back if s]
 
 
-@pytest.mark.parametrize("optimizer", [optax.adamw(1e-2), CLIPPED])
+@pytest.mark.parametrize("optimizer", thinned([optax.adamw(1e-2)], slow=[CLIPPED]))
 def test_moments_never_come_to_the_device(mesh24, optimizer):
     """A gradient of each leaf goes; where the master is on the device, one array of each comes."""
     for offload in (STATE, ALL):
@@ -147,6 +147,7 @@ def test_the_compiler_is_told_that_the_host_computes(mesh24):
     assert marked(STATE) > 100
 
 
+@pytest.mark.slow
 def test_no_device_has_a_whole_leaf_for_it(mesh24):
     """An update of leaves, padded or not, sends nothing between devices."""
     optimizer = optax.adamw(1e-2)
@@ -225,11 +226,13 @@ def test_a_branch_over_many_arrays_is_taken_where_they_are(mesh24):
 
 
 def test_describe_says_who_updates(mesh24):
-    assert "on the host, updated on the host" in str(make(mesh24, STATE)[0].describe())
-    on_device = make(mesh24, Offload(optimizer="host"))[0].describe()
-    assert "on the host, updated on the device" in str(on_device)
+    for place, updated in ((STATE, "host"), (Offload(optimizer="host"), "device")):
+        step = make_step(mesh24, place)
+        step.abstract_state(batch())
+        assert f"on the host, updated on the {updated}" in str(step.describe())
 
 
+@pytest.mark.slow
 def test_a_plan_counts_gradients_out_and_parameters_back():
     def planned(offload):
         config = ZeroConfig(offload=offload, persistence_threshold=300)

@@ -5,7 +5,7 @@ import dataclasses
 import jax
 import pytest
 from tools.offload import MODELS, SMALL, assert_same, batch, make, make_step, taken
-from tools.quick import quick_compilation  # noqa: F401
+from tools.quick import quick_compilation, thinned  # noqa: F401
 
 import zeroxla
 from zeroxla import Offload, WireFormat, ZeroConfig
@@ -48,7 +48,7 @@ def on_host(program):
     return list(filter(is_value_on_host, values))
 
 
-@pytest.mark.parametrize("model", ["scanned", "unrolled"])
+@pytest.mark.parametrize("model", thinned(["scanned"], slow=["unrolled"]))
 def test_backward_gathers_from_host_memory(mesh24, model):
     for place, is_there in ((Offload(), False), (THERE, True)):
         step = make_step(mesh24, place, model, "zeropp")

@@ -82,6 +82,7 @@ def test_parameters_on_disk(mesh, tmp_path, algorithm, storage):
     assert found[0] == found[1]
 
 
+@pytest.mark.slow
 def test_trained_statistics_go_with_the_weights(mesh):
     step, state = first(mesh, CONFIG, Normed())
     rng = np.random.default_rng(0)

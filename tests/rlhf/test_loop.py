@@ -19,6 +19,20 @@ from zeroxla.rlhf.objectives import batch_shapes, critic_shapes
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 ALGORITHMS = ["grpo", "ppo"]
+# The parts of an iteration of PPO are in quick tests; whole iterations are slow.
+QUICK_FIRST = thinned(["grpo"], slow=["ppo"])
+
+
+class OnDemand(dict):
+    """What a function makes of an algorithm's name, when asked for."""
+
+    def __init__(self, make):
+        super().__init__()
+        self.make = make
+
+    def __missing__(self, name):
+        self[name] = self.make(name)
+        return self[name]
 
 
 @pytest.fixture(scope="module")
@@ -29,20 +43,20 @@ def mesh():
 @pytest.fixture(scope="module")
 def begun(mesh):
     """A loop of each algorithm."""
-    return {name: begin(mesh, settings(name)) for name in ALGORITHMS}
+    return OnDemand(lambda name: begin(mesh, settings(name)))
 
 
 @pytest.fixture(scope="module")
 def improved(begun):
     """States and metrics of each after 8 iterations."""
-    return {name: begun[name].iterate(8) for name in ALGORITHMS}
+    return OnDemand(lambda name: begun[name].iterate(8))
 
 
 def equal_bits(a, b):
     return all(np.array_equal(x, y) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b)))
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("algorithm", QUICK_FIRST)
 class TestIterations:
     def test_the_reward_rises(self, improved, algorithm):
         rewards = [metrics["reward"] for metrics in improved[algorithm][1]]
@@ -70,14 +84,16 @@ class TestIterations:
         for metrics in improved[algorithm][1]:
             assert all(metrics[f"{phase}_s"] > 0 for phase in ("generate", "score", "train"))
 
-    def test_generating_and_scoring_change_no_state(self, begun, algorithm):
-        mine = begun[algorithm]
-        states, before = mine.states(), mine.states()
-        rollouts = mine.loop.generate(states, prompts(mine.loop.settings), jax.random.key(0))
-        mine.loop.score(states, rollouts)
-        for mine, other in ((states.actor, before.actor), (states.critic, before.critic)):
-            if mine is not None:
-                assert equal_bits((mine.params, mine.opt_state), (other.params, other.opt_state))
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_generating_and_scoring_change_no_state(begun, algorithm):
+    mine = begun[algorithm]
+    states, before = mine.states(), mine.states()
+    rollouts = mine.loop.generate(states, prompts(mine.loop.settings), jax.random.key(0))
+    mine.loop.score(states, rollouts)
+    for mine, other in ((states.actor, before.actor), (states.critic, before.critic)):
+        if mine is not None:
+            assert equal_bits((mine.params, mine.opt_state), (other.params, other.opt_state))
 
 
 def test_responses_to_a_prompt_stand_next_to_each_other(begun):
@@ -137,7 +153,7 @@ def ragged(chosen: rlhf.Settings) -> dict[str, np.ndarray]:
     return batch
 
 
-@pytest.mark.parametrize("algorithm", thinned(["grpo"], slow=["ppo"]))
+@pytest.mark.parametrize("algorithm", QUICK_FIRST)
 def test_gradients_are_those_of_the_whole_batch(begun, algorithm):
     """Two devices hold rows of unlike lengths; a mean of their means would be another one."""
     mine = begun[algorithm]
@@ -206,6 +222,7 @@ def test_an_nnx_actor_learns_what_a_linen_model_rewards(begun, mesh):
     assert np.mean(rewards[-3:]) > rewards[0] + 0.5 * found[0]["reward_std"]
 
 
+@pytest.mark.slow
 def test_an_end_token_ends_responses(begun):
     """The end token counts, what follows does not."""
     end = 5
@@ -249,7 +266,7 @@ def test_a_reference_may_be_stored_otherwise(mesh, frozen):
 
 
 class TestMemory:
-    @pytest.mark.parametrize("algorithm", ALGORITHMS)
+    @pytest.mark.parametrize("algorithm", QUICK_FIRST)
     def test_states_are_counted_from_their_arrays(self, begun, algorithm):
         mine = begun[algorithm]
         report = rlhf.memory_by_phase(mine.loop, mine.first)
@@ -316,10 +333,11 @@ class TestErrors:
 
     @pytest.mark.parametrize(
         ("scores", "message"),
-        [
-            (np.zeros(3), r"of the shape \(3,\) for 16 responses"),
-            (np.array([np.nan, *[0.0] * 15]), r"of the rows \[0\] is not finite"),
-        ],
+        thinned(
+            [(np.array([np.nan, *[0.0] * 15]), r"of the rows \[0\] is not finite")],
+            slow=[(np.zeros(3), r"of the shape \(3,\) for 16 responses")],
+            rows=True,
+        ),
     )
     def test_of_rewards(self, begun, scores, message):
         mine = begun["grpo"]

@@ -85,29 +85,44 @@ def assert_same(a, b):
         np.testing.assert_array_equal(x, y)
 
 
+class Steps(dict):
+    """Steps by the shape of their mesh, with the shapes of a batch: made when asked for."""
+
+    def __missing__(self, shape):
+        self[shape] = step_on(shape)
+        self[shape].abstract_state(batch_of(0))
+        return self[shape]
+
+
 @pytest.fixture(scope="module")
 def steps():
-    made = {shape: step_on(shape) for shape in MESHES}
-    for step in made.values():
-        step.abstract_state(batch_of(0))
-    return made
+    return Steps()
 
 
-@pytest.fixture(scope="module")
-def saved(steps, tmp_path_factory):
+class Saved(dict):
     """For each mesh, the folder of a checkpoint after 3 steps, the state then, and the next 5
-    losses."""
-    made = {}
-    for shape, step in steps.items():
-        folder = tmp_path_factory.mktemp("saved")
+    losses: made when asked for."""
+
+    def __init__(self, steps, new_folder):
+        super().__init__()
+        self.steps, self.new_folder = steps, new_folder
+
+    def __missing__(self, shape):
+        step, folder = self.steps[shape], self.new_folder("saved")
         state, _ = run(step, step.init(KEY, batch_of(0)), 0, 3)
         with Checkpointer(folder) as checkpointer:
             assert checkpointer.save(3, state, {"next": 3})
             kept = logical(state)
             # The checkpoint is written while these steps replace the state.
             _, losses = run(step, state, 3, 5)
-        made[shape] = folder, kept, losses
-    return made
+        self[shape] = folder, kept, losses
+        return self[shape]
+
+
+@pytest.fixture(scope="module")
+def saved(steps, tmp_path_factory):
+    """Checkpoints by mesh."""
+    return Saved(steps, tmp_path_factory.mktemp)
 
 
 def copy_of(folder, to):

@@ -27,7 +27,7 @@ from tools.quantize_cases import (
     restored,
     sample,
 )
-from tools.quick import covering
+from tools.quick import covering, thinned
 
 from zeroxla.quantize import Wire, WireFormat, dequantize, quantize
 
@@ -80,8 +80,9 @@ def test_the_cover_meets_every_pair():
     assert len(some) < len(everything) / 50
 
 
-@pytest.mark.parametrize("hadamard", [0, 32])
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize(
+    ("bits", "hadamard"), thinned([(8, 0), (4, 32)], slow=[(8, 32), (4, 0)], rows=True)
+)
 def test_a_block_longer_than_the_data_is_as_long_as_the_data(bits, hadamard):
     x = sample("normal", 96)
     formats = [
@@ -94,7 +95,7 @@ def test_a_block_longer_than_the_data_is_as_long_as_the_data(bits, hadamard):
 
 
 @pytest.mark.smoke
-@pytest.mark.parametrize("shape", [(), (1,), (1, 1, 1), (3, 5, 7), (105, 1)])
+@pytest.mark.parametrize("shape", thinned([(), (3, 5, 7)], slow=[(1,), (1, 1, 1), (105, 1)]))
 def test_blocks_run_along_the_flat_array_whatever_its_shape(shape):
     format = WireFormat(bits=4, block=10, scale="bound")
     x = sample("normal", int(np.prod(shape, dtype=int)))
@@ -110,7 +111,7 @@ def test_blocks_run_along_the_flat_array_whatever_its_shape(shape):
     np.testing.assert_allclose(values, x.reshape(shape), atol=np.abs(x).max() / 7.4)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", thinned(["bfloat16"], slow=["float32", "float16"]))
 def test_several_wires_are_restored_at_once(dtype):
     format = WireFormat(block=32)
     x = np.stack([sample(name, 99, seed=i) for i, name in enumerate(("normal", "one_outlier"))] * 3)

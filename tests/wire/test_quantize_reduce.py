@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from tools import quantize_oracle
 from tools.quantize_cases import name_of, options, sample
-from tools.quick import quick_compilation  # noqa: F401
+from tools.quick import quick_compilation, thinned  # noqa: F401
 
 from zeroxla.quantize import Wire, WireFormat, dequant_reduce
 
@@ -17,14 +17,22 @@ INT8 = WireFormat()
 INT4 = WireFormat(bits=4)
 BOUND4 = WireFormat(bits=4, scale="bound", scale_dtype="bfloat16")
 # (sources, result): alike, and with another width, rule, offset, or block.
-PAIRS = [
-    (INT8, INT8),
-    (INT4, INT4),
-    (INT8, BOUND4),
-    (WireFormat(symmetric=False), WireFormat(bits=4, scale="deepspeed")),
-    (WireFormat(bits=4, symmetric=False, scale="deepspeed"), WireFormat(scale_dtype="bfloat16")),
-    (WireFormat(block=512), WireFormat(bits=4, symmetric=False, block=100, scale="bound")),
-]
+PAIRS = thinned(
+    [
+        (INT8, INT8),
+        (
+            WireFormat(bits=4, symmetric=False, scale="deepspeed"),
+            WireFormat(scale_dtype="bfloat16"),
+        ),
+        (WireFormat(block=512), WireFormat(bits=4, symmetric=False, block=100, scale="bound")),
+    ],
+    slow=[
+        (INT4, INT4),
+        (INT8, BOUND4),
+        (WireFormat(symmetric=False), WireFormat(bits=4, scale="deepspeed")),
+    ],
+    rows=True,
+)
 
 reduced = jax.jit(dequant_reduce, static_argnames=("format",))
 
@@ -46,7 +54,7 @@ def check(names, source, result, size=SIZE):
     np.testing.assert_array_equal(found.buffer, expected)
 
 
-@pytest.mark.parametrize("num_sources", [1, 2, 3, 8, 16])
+@pytest.mark.parametrize("num_sources", thinned([1, 3], slow=[2, 8, 16]))
 def test_the_sum_of_any_number_of_sources_equals_the_oracle(num_sources):
     names = ["normal", "heavy_tailed", "one_outlier", "zeros"] * 4
     check(names[:num_sources], BOUND4, INT8)
@@ -111,6 +119,7 @@ def test_a_nan_of_one_source_is_in_the_sum():
     np.testing.assert_array_equal(np.isnan(values), np.arange(SIZE) // 256 == 1)
 
 
+@pytest.mark.slow
 def test_the_mean_of_two_by_two_ranks():
     """Rank r holds -(r + 1) everywhere: summed on nodes, then between them, the mean is -2.5."""
     data = [

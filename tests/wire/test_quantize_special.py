@@ -1,11 +1,12 @@
 """Quantization of blocks with an inf or a NaN, of blocks of zeros, and of single elements."""
 
+import itertools
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from tools import quantize_oracle
 from tools.quantize_cases import (
-    DTYPES,
     FORMATS,
     cover,
     format_of,
@@ -55,7 +56,7 @@ def test_a_block_that_is_not_finite_becomes_nan_and_no_other_changes(row):
             np.testing.assert_array_equal(got, expected)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", thinned(["bfloat16"], slow=["float32", "float16"]))
 def test_nan_is_nan_in_every_dtype(dtype):
     x = jnp.asarray(normal()).astype(dtype).at[40].set(np.inf).at[99].set(np.nan)
     wire = quantized(x, WireFormat(block=BLOCK))
@@ -86,9 +87,12 @@ def test_zeros_and_what_is_below_the_smallest_step_come_back_as_zeros(row):
         assert (got[:BLOCK] != 0).any()
 
 
-@pytest.mark.parametrize("symmetric", [True, False])
-@pytest.mark.parametrize("scale", ["bound", "mse", "deepspeed"])
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize(
+    ("bits", "scale", "symmetric"),
+    covering(
+        itertools.product((8, 4), ("bound", "mse", "deepspeed"), (True, False)), iter, rows=True
+    ),
+)
 def test_one_element(bits, scale, symmetric):
     format = WireFormat(bits=bits, scale=scale, symmetric=symmetric, block=256)
     half = 2 ** (bits - 1)
@@ -102,7 +106,7 @@ def test_one_element(bits, scale, symmetric):
             np.testing.assert_allclose(got, value, rtol=1.01 / half)
 
 
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("bits", thinned([8], slow=[4]))
 def test_a_constant_block_with_an_offset_is_exact(bits):
     for scale in ("bound", "mse", "deepspeed"):
         format = WireFormat(bits=bits, symmetric=False, scale=scale, scale_dtype="float32")
@@ -110,7 +114,7 @@ def test_a_constant_block_with_an_offset_is_exact(bits):
         np.testing.assert_array_equal(restored_in_float32(x, format), x)
 
 
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("bits", thinned([8], slow=[4]))
 @pytest.mark.parametrize("block", thinned([256], slow=[2, 64, 128, 512]))
 def test_an_offset_of_few_bits_is_compensated_by_the_step(bits, block):
     """A bfloat16 is 144 off: the step is such that the codes reach as far."""

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from tools import quantize_oracle
 from tools.quantize_cases import DISTRIBUTIONS, name_of, options, sample
-from tools.quick import quick_compilation  # noqa: F401
+from tools.quick import quick_compilation, thinned  # noqa: F401
 
 from zeroxla.quantize import (
     Wire,
@@ -32,6 +32,8 @@ FORMATS = [
         {"bits": 4, "block": 256, "hadamard": 32},
     )
 ]
+QUICK = [FORMATS[1], FORMATS[3], FORMATS[4]]
+SLOW = [FORMATS[0], FORMATS[2]]
 SIZE = 70
 KEY = jax.random.key(7)
 
@@ -43,7 +45,7 @@ def words_of(key):
     return tuple(np.asarray(jax.random.bits(key, (2,), jnp.uint32)))
 
 
-@pytest.mark.parametrize("format", FORMATS, ids=name_of)
+@pytest.mark.parametrize("format", thinned(QUICK, slow=SLOW), ids=name_of)
 def test_stochastic_wires_equal_the_oracle(format):
     for name in DISTRIBUTIONS:
         if name == "huge" and format.hadamard:
@@ -54,7 +56,7 @@ def test_stochastic_wires_equal_the_oracle(format):
             np.testing.assert_array_equal(rounded(x, format, key=key).buffer, expected, name)
 
 
-@pytest.mark.parametrize("format", FORMATS, ids=name_of)
+@pytest.mark.parametrize("format", thinned(QUICK[:2], slow=[QUICK[2], *SLOW]), ids=name_of)
 def test_the_mean_over_keys_is_the_value_within_5_sigma(format):
     num_keys = 4096
     x = sample("normal", SIZE)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from tools import quantize_oracle
 from tools.quantize_cases import options, quantized, restored, sample
-from tools.quick import quick_compilation  # noqa: F401
+from tools.quick import quick_compilation, thinned  # noqa: F401
 
 from zeroxla.pallas_kernels.swizzle import Swizzle
 from zeroxla.quantize import Wire, WireFormat, swizzled_quantize
@@ -47,8 +47,20 @@ def test_the_order_of_every_mesh(nodes, devices, chunks):
     assert [swizzle.target(wire) for wire in sources] == list(range(len(order)))
 
 
-@pytest.mark.parametrize("chunks", [1, 2, 3])
-@pytest.mark.parametrize(("nodes", "devices"), [(2, 4), (3, 2), (1, 8)], ids=str)
+@pytest.mark.parametrize(
+    ("nodes", "devices", "chunks"),
+    thinned(
+        [(2, 4, 1), (3, 2, 2)],
+        slow=[
+            (2, 4, 2),
+            (2, 4, 3),
+            (3, 2, 1),
+            (3, 2, 3),
+            *((1, 8, chunks) for chunks in (1, 2, 3)),
+        ],
+        rows=True,
+    ),
+)
 def test_swizzled_wires_are_those_of_the_partitions(nodes, devices, chunks):
     size = nodes * devices * chunks * SIZE
     x = sample("normal", size)
@@ -63,7 +75,7 @@ def test_swizzled_wires_are_those_of_the_partitions(nodes, devices, chunks):
         np.testing.assert_array_equal(found, quantized(parts[partition, chunk], FORMAT).buffer)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", thinned(["bfloat16"], slow=["float16"]))
 def test_an_array_of_any_shape_and_dtype(dtype):
     """4-bit codes, offsets, and blocks longer than a wire."""
     format = WireFormat(bits=4, block=256, symmetric=False, scale="bound")

@@ -11,6 +11,7 @@ import sys
 import numpy as np
 import pytest
 from tools.cifar import as_python_2, make_planes, write_archive, write_binary, write_python
+from tools.quick import thinned
 
 from zeroxla.cli.data.images import MIN_SIZE, image_batches, load_images, validation_image_batches
 
@@ -308,7 +309,7 @@ class TestTraining:
     def test_224_is_the_default(self, some):
         assert next(iter(image_batches(*some, batch=1, seed=0)))["image"].shape[1:3] == (224, 224)
 
-    @pytest.mark.parametrize("size", [63, 100, 224])
+    @pytest.mark.parametrize("size", thinned([63], slow=[100, 224]))
     def test_resize_is_bilinear(self, some, size):
         images, labels = some
         batch = next(iter(image_batches(images, labels, batch=2, size=size, seed=0)))

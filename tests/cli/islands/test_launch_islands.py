@@ -10,6 +10,7 @@ import threading
 import time
 
 import pytest
+from tools.quick import thinned
 
 from zeroxla.cli.islands.kept_coordinator import KeptCoordinator
 from zeroxla.cli.islands.launch import launch_islands
@@ -62,7 +63,7 @@ def test_each_island_has_its_nodes(capfd, monkeypatch):
 
 def test_one_that_fails_is_started_again_and_stops_no_other(capfd):
     script = (
-        "[ $ZEROXLA_SLOT = 0 ] && { sleep 3; echo done; exit 0; }; "
+        "[ $ZEROXLA_SLOT = 0 ] && { sleep 2; echo done; exit 0; }; "
         'echo attempt $ZEROXLA_RESTART; [ "$ZEROXLA_RESTART" = 1 ] || kill -9 $$'
     )
     assert run(script, max_restarts=1) == 0
@@ -75,14 +76,16 @@ def test_one_that_fails_is_started_again_and_stops_no_other(capfd):
 
 
 def test_one_that_fails_for_good_is_named_and_others_go_on(capfd):
-    script = "[ $ZEROXLA_SLOT = 1 ] && exit 3; sleep 4; echo done"
+    script = "[ $ZEROXLA_SLOT = 1 ] && exit 3; sleep 2; echo done"
     assert run(script) == 3
     out, err = capfd.readouterr()
     assert out == "[island 0] done\n"
     assert err.endswith("launch: failed for good: island 1 (status 3); ended well: 0\n")
 
 
-@pytest.mark.parametrize(("trap", "status"), [("echo saved; exit 0", 0), ("", 130)])
+@pytest.mark.parametrize(
+    ("trap", "status"), thinned([("echo saved; exit 0", 0)], slow=[("", 130)], rows=True)
+)
 def test_ctrl_c_reaches_all_islands(capfd, trap, status):
     script = f"trap '{trap}' TERM; echo ready; while :; do sleep .1; done"
     threading.Timer(1.5, os.kill, (os.getpid(), signal.SIGINT)).start()

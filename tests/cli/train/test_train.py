@@ -135,6 +135,7 @@ class TestResume:
         assert train("--resume", "--run", run) == 2
         assert "the run began with other text" in capsys.readouterr().err
 
+    @pytest.mark.slow
     def test_goes_on_on_another_mesh(self, finished, tmp_path):
         run = copy_at(finished[0], tmp_path, 5)
         assert train("--resume", "--run", run, "--nodes", "1", "--devices-per-node", "4") == 0
@@ -142,6 +143,7 @@ class TestResume:
             found, expected = values(run, name), values(finished[0], name)
             assert found == pytest.approx(expected, rel=1e-5)
 
+    @pytest.mark.slow
     def test_passes_over_a_damaged_checkpoint(self, finished, tmp_path, capsys):
         run = copy_at(finished[0], tmp_path, 10)
         about = run / "checkpoints" / "10" / "state" / "about.json"

@@ -35,6 +35,7 @@ def test_a_token_takes_six_operations_for_each_parameter():
     assert flops_per_token(params) == 6 * (15 + 7)
 
 
+@pytest.mark.slow
 def test_a_run_records_and_shows_it_where_the_peak_is_known(text, tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(job, "peak_flops_per_s", lambda kind, count: 1e9 * count)
     assert train("--run", tmp_path / "run", "--data", text, *TINY, "--steps", 3) == 0
