@@ -140,10 +140,11 @@ class FetchOptions:
     """Largest number of elements that are gathered ahead of their use. Default: room for the next
     unit; 0 on CPUs."""
     max_live_parameters: int | None = None
-    """Largest number of elements that stay gathered for a later use. Default: 0."""
+    """Largest number of elements that stay gathered for a later use. Default: 0; with
+    --device-memory, what fits."""
     max_reuse_distance: int | None = None
     """A leaf stays gathered if at most this many elements are gathered before its next use.
-    Default: 0."""
+    Default: as for --max-live-parameters."""
     persistence_threshold: int | None = None
     """Largest number of elements of a leaf that stays gathered for the whole step. Default: 10000;
     with --deepspeed and for a plan, 100000."""
