@@ -10,7 +10,7 @@ GPT that is written out is decided.
 
 Two simulated devices; XLA's CPU scheduler is told to save memory. The models are narrow (width
 128), so that they compile in seconds. Costs are weighed at the rates of the table's CPU, on which
-the programs run.
+the programs run. Backward gathers its leaves again, with a budget as with a policy.
 
     python benchmarks/memory_budgets.py [--models GPT ...] [--shares 0.5 ...] [--policies ...]
 

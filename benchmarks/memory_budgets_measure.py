@@ -105,7 +105,8 @@ class Measure:
     def step(self, memory: int | None, policy: Any = None) -> dict[str, Any]:
         """Return the figures of a step, and its loss and gradients under "results"."""
         begin = time.monotonic()
-        config = zeroxla.ZeroConfig(memory=memory)
+        # The policies gather again in backward, and so do the budgets.
+        config = zeroxla.ZeroConfig(memory=memory, max_live_parameters=0)
         model = self.make(policy)
         step = zeroxla.make_step(model, self.mesh, keeping_gradients(), config=config)
         state = step.init(jax.random.key(0), self.batch)
@@ -174,7 +175,7 @@ def seconds_to_decide(layers: int) -> dict[str, float]:
     step = zeroxla.make_step(gpt(scan=False, layers=layers), mesh, optax.adamw(1e-3))
     batch = tokens(NUM_DEVICES)
     shapes = step.abstract_state(batch)
-    budget = ActivationBudget(rates=rates_of(mesh, "float32", host=False))
+    budget = ActivationBudget(rates=rates_of(mesh, step.config))
     programs = dataclasses.replace(step.programs, activations=budget)
     begin = time.process_time()
     with step.programs.tracing():

@@ -163,7 +163,7 @@ print(checkpointer.numbers())
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "mode"),
-    itertools.product(("disk", "limit", "read-only"), ("asynchronous", "synchronous")),
+    [*itertools.product(("disk", "limit", "read-only"), ("asynchronous", "synchronous"))],
 )
 def test_a_disk_that_takes_nothing_leaves_the_earlier_checkpoint_whole_and_training_going_on(
     kind, mode, tmp_path

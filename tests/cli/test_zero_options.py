@@ -191,10 +191,10 @@ class TestWireText:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--hpz-size", "some"], "--hpz-size some: give node, or a number of devices"),
+        (["--hpz-size", "some"], "--hpz-size some: give node, auto, or a number of devices"),
         (["--error-feedback-reset", "3"], "--error-feedback-reset: without effect"),
         (["--weight-wire", "int9"], "--weight-wire int9: a format is"),
-        (["--accumulate", "0"], "--accumulate 0 must be at least 1"),
+        (["--accumulate", "0"], "--accumulate 0: give auto, or a number, 1 or more"),
         (["--lora-alpha", "3"], "--lora-alpha: without effect, there are no adapters"),
         (["--memory", "low", "--schedule", "gpipe"], "--memory low with --schedule gpipe"),
         (["--weights", "tick"], "--weights: without effect on one stage"),

@@ -27,7 +27,7 @@ INT8, INT4 = WireFormat(bits=8), WireFormat(bits=4)
         ({"secondary": "fp16"}, r"secondary='fp16'; take one of \('compute', 'wire'\)"),
         ({"inter_node_gather": "never"}, r"take one of \('microbatch', 'step'\)"),
         ({"inter_node_reduce": True}, r"inter_node_reduce=True; take one of"),
-        ({"hpz_size": 0}, r'hpz_size=0; take "node", or a number of devices'),
+        ({"hpz_size": 0}, r'hpz_size=0; take "node", "auto", or a number of devices'),
         ({"hpz_size": "host"}, r"hpz_size='host'; take"),
         ({"hpz_size": True}, r"hpz_size=True; take"),
         (

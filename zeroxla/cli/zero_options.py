@@ -20,6 +20,19 @@ _Dtype = Literal["float32", "bfloat16", "float16"]
 _Often = Literal["microbatch", "step"]
 
 
+AUTO = "auto"
+
+
+def check_number_or_auto(name: str, text: str, words: str = "auto, or a number") -> None:
+    """Check an option that is a number of at least 1, or left to a memory budget.
+
+    Raises:
+      ValueError: it is neither.
+    """
+    if text != AUTO and not (text.isdecimal() and int(text)):
+        raise ValueError(f"{flag(name)} {text}: give {words}, 1 or more")
+
+
 @dataclass(frozen=True, kw_only=True)
 class ZeroOptions:
     """ZeRO: a preset or a DeepSpeed configuration. Every other flag changes one field of it."""
@@ -33,10 +46,11 @@ class ZeroOptions:
     compute_dtype: _Dtype | None = None
     """Dtype of the computation, and of parameters on the wire. The master copy is float32. Default:
     float32, and for a plan bfloat16."""
-    accumulate: int | None = None
+    accumulate: str | None = None
     """Micro-batches per step. They pass through the stages of --pipe one after the other; without
-    stages their gradients are added up. Default: 1; when --pipe trains, as many as divide the
-    batch, up to twice the number of stages."""
+    stages their gradients are added up. With `auto` the budget of --device-memory takes a number.
+    Default: 1; when --pipe trains, as many as divide the batch, up to twice the number of
+    stages."""
     frozen: tuple[str, ...] = ()
     """Regular expressions that are searched in leaf paths such as h/attn/c_attn/kernel; matching
     leaves are not trained."""
@@ -53,6 +67,9 @@ class ZeroOptions:
     """Finite steps after which the loss scale of float16 doubles. Default: 1000."""
 
     def __post_init__(self) -> None:
+        if self.accumulate is not None:
+            object.__setattr__(self, "accumulate", str(self.accumulate))  # a run's file has numbers
+            check_number_or_auto("accumulate", self.accumulate)
         if self.deepspeed is not None and self.zero != "zero3":
             raise ValueError(
                 f"--deepspeed {self.deepspeed} with --zero {self.zero}: each says all options; "
@@ -114,7 +131,8 @@ class HopOptions:
 
     hpz_size: str | None = None
     """Number of devices that share a copy of a leaf from forward to backward (secondary shards), so
-    that backward gathers among them only. `node` means the devices of a node, 1 keeps no copy."""
+    that backward gathers among them only. `node` means the devices of a node, 1 keeps no copy, and
+    with `auto` the budget of --device-memory decides between them."""
     secondary: Literal["compute", "wire"] | None = None
     """Form of a quantized leaf's secondary shard: dequantized, or as it travels, which takes less
     memory and more computation."""
@@ -124,9 +142,8 @@ class HopOptions:
     """When gradients cross nodes: in every micro-batch, or once after the last one."""
 
     def __post_init__(self) -> None:
-        size = self.hpz_size
-        if size is not None and size != "node" and not (size.isdecimal() and int(size)):
-            raise ValueError(f"--hpz-size {size}: give node, or a number of devices, 1 or more")
+        if self.hpz_size not in (None, "node"):
+            check_number_or_auto("hpz_size", self.hpz_size, "node, auto, or a number of devices")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,7 +185,6 @@ class ZeroGroups(Protocol):
 
 
 LEAST: Mapping[str, float] = {
-    "zero.accumulate": 1,
     "zero.loss_scale_window": 1,
     "wires.error_feedback_momentum": 0,
     "wires.error_feedback_reset": 1,
@@ -243,8 +259,9 @@ def _given(options: ZeroGroups) -> dict[str, Any]:
         found["memory"] = zero.device_memory
     if zero.frozen:
         found["frozen"] = zero.frozen
-    if hops.hpz_size not in (None, "node"):
-        found["hpz_size"] = int(found["hpz_size"])
+    for name in ("accumulate", "hpz_size"):
+        if found.get(name, AUTO) not in ("node", AUTO):
+            found[name] = int(found[name])
     for name in _WIRES:
         if (text := getattr(wires, name)) is not None:
             found[name] = wire_format(flag(name), text)

@@ -10,6 +10,7 @@ from zeroxla.config.offload import Offload
 from zeroxla.config.outer import Outer
 from zeroxla.config.rewrite import Rewrite
 from zeroxla.config.splits import Splits
+from zeroxla.config.undecided import check_undecided, undecided
 from zeroxla.config.values import dtype_name, patterns, whole_number
 
 DTYPES = ("compute_dtype", "gather_dtype", "reduce_dtype")
@@ -47,7 +48,8 @@ def settle(config: Any) -> None:
     for name in DTYPES:
         put(name, dtype_name(name, getattr(config, name), name != "compute_dtype"))
     for name, least in COUNTS.items():
-        put(name, whole_number(name, getattr(config, name), least))
+        if name not in undecided(config):
+            put(name, whole_number(name, getattr(config, name), least))
     if not 0 < config.init_loss_scale < math.inf:
         raise ValueError(
             f"init_loss_scale={config.init_loss_scale} must be a finite number above 0, such as "
@@ -65,6 +67,7 @@ def settle(config: Any) -> None:
         if not isinstance(value, kind) and (value is not None or kind is Offload):
             raise ValueError(f"{name}={value!r} is none; give a zeroxla.{kind.__name__}")
     _check_budget(config)
+    check_undecided(config)
 
 
 def _check_budget(config: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from zeroxla.config.feedback import Feedback
+from zeroxla.config.undecided import AUTO
 from zeroxla.config.wire_format import WireFormat
 
 WIRES = ("weight_wire", "gradient_wire", "inter_node_gradient_wire", "weight_differences")
@@ -34,16 +35,19 @@ def check_wires(config: Any) -> None:
         if getattr(config, name) not in words:
             raise ValueError(f"{name}={getattr(config, name)!r}; take one of {words}")
     size = config.hpz_size
-    if size != "node" and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
+    if size not in ("node", AUTO) and (
+        not isinstance(size, int) or isinstance(size, bool) or size < 1
+    ):
         raise ValueError(
-            f'hpz_size={size!r}; take "node", or a number of devices (1 keeps no secondary shard)'
+            f'hpz_size={size!r}; take "node", "auto", or a number of devices (1 keeps no secondary '
+            "shard)"
         )
     if config.inter_node_gather == "step" and size == 1:
         raise ValueError(
             'inter_node_gather="step" keeps every secondary shard through the step, and hpz_size=1 '
             'keeps none; set hpz_size="node"'
         )
-    if config.weight_differences is not None and size != "node":
+    if config.weight_differences is not None and size not in ("node", AUTO):
         raise ValueError(
             f"weight_differences needs a copy on each node, and hpz_size={size!r}; set "
             'hpz_size="node"'

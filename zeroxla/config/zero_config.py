@@ -19,6 +19,7 @@ from zeroxla.config.presets import DIFFERENCES, TWO_LEVELS, ZEROPP, streaming
 from zeroxla.config.rewrite import Rewrite
 from zeroxla.config.settle import settle
 from zeroxla.config.splits import Splits
+from zeroxla.config.undecided import AUTO
 from zeroxla.config.wire_checks import WIRES, check_wires
 from zeroxla.config.wire_format import WireFormat
 
@@ -69,11 +70,11 @@ class ZeroConfig:
     default finds embeddings and norms by their usual names. Leaves that stay gathered for the whole
     step (persistence_threshold) are not quantized either."""
 
-    hpz_size: int | Literal["node"] = 1
+    hpz_size: int | Literal["node", "auto"] = 1
     """Number of devices that keep a leaf among them, as secondary shards, from forward to backward
     (hpZ). Backward then gathers among these devices only. "node" means the devices of a node, 1
     keeps no secondary shards; other values divide the devices of a node or are a multiple of them.
-    (zero_hpz_partition_size)"""
+    With "auto" the budget of `memory` takes 1 or "node". (zero_hpz_partition_size)"""
 
     secondary: Literal["compute", "wire"] = "compute"
     """Form in which a quantized leaf's secondary shard is kept. "compute": dequantized, in the
@@ -104,9 +105,9 @@ class ZeroConfig:
     """Adds to each gradient what the hop over `node` lost of the gradient before. Needs
     inter_node_reduce="step" and a quantized gradient on that hop. None drops the error."""
 
-    accumulate: int = 1
-    """Number of micro-batches in a step; the batch's leading dim holds all of them.
-    (gradient_accumulation_steps)"""
+    accumulate: int | Literal["auto"] = 1
+    """Number of micro-batches in a step; the batch's leading dim holds all of them. With "auto" the
+    budget of `memory` takes one that divides the rows. (gradient_accumulation_steps)"""
 
     micro_batch: int | None = None
     """Number of rows in one device's micro-batch, which each batch is checked against. None takes
@@ -176,6 +177,11 @@ class ZeroConfig:
     loss_scale_window: int = 1000
     """Number of finite steps after which the loss scale doubles. It halves at every step that is
     not finite. (loss_scale_window)"""
+
+    @property
+    def num_micro_batches(self) -> int:
+        """`accumulate`, or 1 as long as it is undecided."""
+        return 1 if self.accumulate == AUTO else self.accumulate
 
     @property
     def may_reuse_leaves(self) -> bool:

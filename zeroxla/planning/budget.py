@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 from zeroxla.config.memory import DEVICE
@@ -14,10 +15,10 @@ from zeroxla.planning.target import HOST, Target
 from zeroxla.program.live.kinds import kind_of
 from zeroxla.program.live.liveness import Scope
 from zeroxla.program.live.peak import peak_bytes
-from zeroxla.step.memory.budget_search import search_budget
 from zeroxla.step.memory.device_facts import rates_with
 from zeroxla.step.memory.fit_report import MemoryFit
 from zeroxla.step.memory.step_program import StepProgram
+from zeroxla.step.memory.variants import fit_variants
 from zeroxla.step.programs import Programs
 from zeroxla.step.state import TrainState
 from zeroxla.step.step import Step
@@ -58,8 +59,10 @@ class TracedStep:
             memory = found[programs].memory
             return memory.total_bytes, memory.temporary_bytes
 
-        total, rates = int(config.memory), rates_on(target, config)
-        fit, programs = search_budget(step.programs, total, rates, measure)
+        rates = functools.partial(rates_on, target)
+        fit, programs = fit_variants(
+            step.programs, batch, int(config.memory), rates, measure, measure
+        )
         fit = dataclasses.replace(fit, source="by the live ranges of its trace")
         return dataclasses.replace(found[programs], fit=fit)
 

@@ -160,4 +160,4 @@ def _schedule(step: Step) -> Schedule | None:
     pipeline, stages = step.programs.pipeline, step.mesh.shape.get(PIPE, 1)
     if not isinstance(pipeline, Pipeline):
         return None
-    return pipeline.schedule(stages, step.config.accumulate, train=True)
+    return pipeline.schedule(stages, step.config.num_micro_batches, train=True)

@@ -37,7 +37,7 @@ class StepBatches:
     def checked(self, batch: Any, *, train: bool = True) -> Any:
         """Return a batch as a pytree of arrays or shapes. See `check_batch` for the errors."""
         config = self._programs.config
-        own = (config.accumulate, config.micro_batch) if train else (1, None)
+        own = (config.num_micro_batches, config.micro_batch) if train else (1, None)
         batch = check_batch(batch, self._programs.mesh, *own)
         check_tokens(batch, self._programs.adapted.vocabulary)
         return batch

@@ -19,7 +19,7 @@ def with_microbatches(config: ZeroConfig, microbatches: int | None) -> ZeroConfi
         return config
     if config.accumulate not in (1, microbatches):
         raise ValueError(
-            f"microbatches={microbatches} and config.accumulate={config.accumulate} contradict "
+            f"microbatches={microbatches} and config.accumulate={config.accumulate!r} contradict "
             "each other; give one of them"
         )
     return dataclasses.replace(config, accumulate=microbatches)

@@ -12,6 +12,7 @@ import jax
 import optax
 from jax.sharding import Mesh, PartitionSpec
 
+from zeroxla.config.undecided import decided
 from zeroxla.config.zero_config import ZeroConfig
 from zeroxla.fetch.keeping.budget import ActivationBudget
 from zeroxla.frontend import Adapted
@@ -55,6 +56,8 @@ class ModelOnMesh:
       wiring: how leaves travel on this mesh.
       losses: the model's loss for training and for evaluation. JAX remembers their traces, so that
         placements, plans and programs share them.
+      asked: the options as they were given, in which some may be left to the budget. In `config`
+        these have their least value.
       axes: how the work on one row is split over the mesh; None if it is not.
     """
 
@@ -71,10 +74,13 @@ class ModelOnMesh:
     desk: Desk = dataclasses.field(default_factory=Desk, init=False)
     wiring: Wiring = dataclasses.field(init=False)
     losses: Losses = dataclasses.field(init=False)
+    asked: ZeroConfig = dataclasses.field(init=False)
     axes: AxesSplit | None = dataclasses.field(init=False)
     _layouts: dict[Any, Layout] = dataclasses.field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "asked", self.config)
+        object.__setattr__(self, "config", decided(self.config))
         wiring = make_wiring(self.config, self.mesh, self.desk, self.alone_elements)
         object.__setattr__(self, "wiring", wiring)
         dtype = wiring.collectives.compute_dtype
@@ -91,7 +97,7 @@ class ModelOnMesh:
 
     def first_rows(self, batch: Any, *, count: int | None = None) -> Any:
         """Return rank 0's first micro-batch, of `count`; of the training step's if None."""
-        parts = world_size(self.mesh) * (count or self.config.accumulate)
+        parts = world_size(self.mesh) * (count or self.config.num_micro_batches)
         return jax.tree.map(lambda x: x[: x.shape[0] // parts], batch)
 
     def rows(
@@ -109,7 +115,11 @@ class ModelOnMesh:
         count = None
         if not train:
             num_rows = jax.tree.leaves(batch)[0].shape[0] // world_size(self.mesh)
-            count = 1 if self.pipeline is None else num_evaluated(num_rows, self.config.accumulate)
+            count = (
+                1
+                if self.pipeline is None
+                else num_evaluated(num_rows, self.config.num_micro_batches)
+            )
         model_state, batch, key = shapes_of((model_state, batch, key))
         rows = jax.eval_shape(functools.partial(self.first_rows, count=count), batch)
         if self.axes is None:
@@ -131,7 +141,7 @@ class ModelOnMesh:
     def rows_apart(self, *, train: bool) -> bool:
         """Return whether a device may be given a part of its rows. The rows of several
         micro-batches are cut first."""
-        return self.pipeline is None and (not train or self.config.accumulate == 1)
+        return self.pipeline is None and (not train or self.config.num_micro_batches == 1)
 
     def layout(self, state: TrainState) -> Layout:
         """Return the layout of a state's leaves under these options."""

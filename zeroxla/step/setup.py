@@ -13,6 +13,7 @@ import optax
 
 from zeroxla.config.fetch_limits import FetchLimits
 from zeroxla.config.offload import PINNED
+from zeroxla.config.undecided import AUTO
 from zeroxla.fetch.segments import FetchPlan
 from zeroxla.frontend.rewrite.report import RewriteReport
 from zeroxla.frontend.rewrite.rewritten_loss import rewrites_of
@@ -107,6 +108,11 @@ class Setup(ModelOnMesh):
                 "what their schedule says; use Pipeline(stash=) or remat in the model, or a mesh "
                 "without `pipe`"
             )
+        if self.asked.accumulate == AUTO and self.axes is not None:
+            raise NotImplementedError(
+                "accumulate='auto' with axes that split the work on one row is not supported: how "
+                "a batch is placed depends on the number of micro-batches; give it as a number"
+            )
         if offload.activations == "host":
             check_memory(self.mesh, PINNED)
         if offload.params == "disk" and self.pipeline is not None:
@@ -169,7 +175,7 @@ class Setup(ModelOnMesh):
         """Return the object that computes losses and gradients, in stages if the mesh has them."""
         staged = self._staged(layout)
         inner = staged or Differentiator(
-            planner=self._planner(layout), accumulate=self.config.accumulate
+            planner=self._planner(layout), accumulate=self.config.num_micro_batches
         )
         if self.axes is None:
             return inner
@@ -188,7 +194,7 @@ class Setup(ModelOnMesh):
             wiring=self.wiring,
             unit_elements=planner.unit_elements,
             limits=planner.limits,
-            microbatches=self.config.accumulate,
+            microbatches=self.config.num_micro_batches,
             weights=self.weights,
             losses=losses,
         )

@@ -172,7 +172,7 @@ def _reduces_once(config: ZeroConfig) -> bool:
     The only micro-batch of a step sends its gradients unit by unit, while backward goes on, unless
     errors are kept: these belong to the step.
     """
-    waits = config.accumulate > 1 or config.error_feedback is not None
+    waits = config.num_micro_batches > 1 or config.error_feedback is not None
     return config.inter_node_reduce == "step" and waits
 
 
@@ -182,7 +182,7 @@ def _hpz_size(config: ZeroConfig, nodes: int, devices: int) -> int:
     Raises:
       ValueError: it fits neither a node nor whole nodes.
     """
-    size = devices if config.hpz_size == "node" else config.hpz_size
+    size = devices if config.hpz_size == "node" else int(config.hpz_size)
     if devices % size and (size % devices or (nodes * devices) % size):
         raise ValueError(
             f"hpz_size={size} on a mesh of node={nodes}, device={devices}: a secondary group is a "

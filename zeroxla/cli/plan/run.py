@@ -103,7 +103,7 @@ def plan_from(options: PlanOptions) -> Plan:
     return plan(
         model,
         _mesh_shape(options),
-        _batch(options, length, config.accumulate),
+        _batch(options, length, config.num_micro_batches),
         optimizer=_optimizer(options, config),
         config=config,
         weights=stages.weights,

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import optax
@@ -104,13 +104,15 @@ def config_for(options: TrainOptions, mesh: Mesh, run: Path | None = None) -> Ze
     return dataclasses.replace(config, accumulate=microbatches_for(options, config, mesh))
 
 
-def microbatches_for(options: TrainOptions, config: ZeroConfig, mesh: Mesh) -> int:
+def microbatches_for(
+    options: TrainOptions, config: ZeroConfig, mesh: Mesh
+) -> int | Literal["auto"]:
     """Return the number of micro-batches of a step.
 
     A pipeline of p stages is idle for (p - 1) / (m + p - 1) of its time: with m = 2 p a third.
     """
     pipe = options.pipeline.pipe
-    if options.zero.accumulate is not None or config.accumulate > 1 or pipe == 1:
+    if options.zero.accumulate is not None or config.accumulate != 1 or pipe == 1:
         return config.accumulate
     rows = options.text.batch // world_size(mesh)  # if it does not divide, make_step says so
     return max(m for m in range(1, 2 * pipe + 1) if rows % m == 0)

@@ -39,7 +39,7 @@ class Stages:
         """
         partition = step.describe()
         assert isinstance(partition, Partition)
-        num_stages, count = step.mesh.shape[PIPE], step.config.accumulate
+        num_stages, count = step.mesh.shape[PIPE], step.config.num_micro_batches
         schedule = inspect.schedule(pipeline.schedule(num_stages, count, train=True))
         return cls(partition=partition, schedule=schedule)
 

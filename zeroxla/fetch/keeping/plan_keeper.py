@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from zeroxla.fetch.keeping.choose import Keeper, Keeping
+import dataclasses
+
+from zeroxla.fetch.keeping.choose import Keeper, Keeping, gather_seconds
 from zeroxla.fetch.keeping.cuts import cut_segments
 from zeroxla.fetch.keeping.places import PlaceFinder
 from zeroxla.fetch.keeping.residual_graph import DeviceRates
@@ -50,6 +52,19 @@ class PlanKeeper:
         """Return the plan whose segments a choice is for."""
         pairs = zip(self.plans, self._keepers, strict=True)
         return next(plan for plan, keeper in pairs if keeper.places is keeping.places)
+
+    def gather_seconds(self, *, over_all_hops: bool = False) -> float:
+        """Return the seconds for which backward waits for its gathers if no leaves stay.
+
+        Args:
+          over_all_hops: take the bytes to cross all hops, as forward's do.
+        """
+        keeper = self._keepers[0]
+        reused = reused_leaves(self.plans[0], keeper.places)[0]
+        rates = keeper.rates
+        if over_all_hops:
+            rates = dataclasses.replace(rates, gathered_bytes_per_s=rates.sent_bytes_per_s)
+        return gather_seconds(keeper.places, reused, rates)
 
     def everything(self) -> Keeping:
         """Return the choice that computes nothing again that takes time."""

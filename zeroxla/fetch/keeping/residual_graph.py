@@ -23,7 +23,8 @@ class DeviceRates:
     Attributes:
       flops_per_s: FLOPs of products in a second.
       bytes_per_s: bytes of the device's memory in a second.
-      gathered_bytes_per_s: bytes of gathered leaves in a second.
+      gathered_bytes_per_s: bytes of leaves that backward gathers, in a second.
+      sent_bytes_per_s: bytes of leaves that cross all hops, in a second, as in forward.
       gathers_beside: whether gathers run beside computation.
       host_bytes_per_s: bytes between the device and its host in a second; None keeps values off the
         host.
@@ -32,6 +33,7 @@ class DeviceRates:
     flops_per_s: float = 4e14
     bytes_per_s: float = 2e12
     gathered_bytes_per_s: float = 1e11
+    sent_bytes_per_s: float = 1e11
     gathers_beside: bool = True
     host_bytes_per_s: float | None = None
 

@@ -54,8 +54,7 @@ def search_budget(
         tries.append(tried)
         if num_bytes <= total and len(tries) == 1 and not may_reuse:
             break
-        # A segment may name the mesh's axes.
-        keeper = programs.in_mesh(_keeper_of(budget), jax.ShapeDtypeStruct((), jnp.int32))
+        keeper = keeper_of(programs, budget)
         seconds = (keeping or keeper.everything()).seconds
         tries[-1] = dataclasses.replace(tried, seconds=seconds)
         found = _next_try(tries, total, keeper)
@@ -68,8 +67,10 @@ def search_budget(
     return fit, made[tries.index(fit.chosen)]
 
 
-def _keeper_of(budget: ActivationBudget) -> Callable[[jax.Array], PlanKeeper]:
-    return lambda _: budget.keeper
+def keeper_of(programs: Programs, budget: ActivationBudget) -> PlanKeeper:
+    """Return what chooses for the loss that was traced last under a budget."""
+    # A segment may name the mesh's axes.
+    return programs.in_mesh(lambda _: budget.keeper, jax.ShapeDtypeStruct((), jnp.int32))
 
 
 def _next_try(tries: list[Try], total: int, keeper: PlanKeeper) -> dict[str, Any] | None:

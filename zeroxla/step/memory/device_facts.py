@@ -67,18 +67,18 @@ def rates_with(
       mesh_shape: axis lengths.
       config: the options.
     """
-    gather_rates = [links[DEVICE].bytes_per_s]
-    num_devices, size = mesh_shape[DEVICE], config.hpz_size
-    within_node = size == "node" or 1 < size <= num_devices
-    if mesh_shape[NODE] > 1 and not within_node:
-        # A gathered leaf crosses the slowest link that it is split over.
+    in_node, num_devices = links[DEVICE].bytes_per_s, mesh_shape[DEVICE]
+    slowest = in_node
+    if mesh_shape[NODE] > 1:
         shared = num_devices if links[NODE].of == "node" else 1
-        gather_rates.append(links[NODE].bytes_per_s / shared)
+        slowest = min(in_node, links[NODE].bytes_per_s / shared)
+    size = num_devices if config.hpz_size == "node" else int(config.hpz_size)
     to_host = config.offload.activations == "host"
     return DeviceRates(
         flops_per_s=device.rate(config.compute_dtype),
         bytes_per_s=device.memory_rate,
-        gathered_bytes_per_s=min(gather_rates),
+        gathered_bytes_per_s=in_node if 1 < size <= num_devices else slowest,
+        sent_bytes_per_s=slowest,
         gathers_beside=device.overlaps and config.prefetch_bucket != 0,
         host_bytes_per_s=host_link.bytes_per_s if to_host else None,
     )

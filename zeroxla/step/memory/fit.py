@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -14,12 +15,12 @@ from zeroxla.mesh.processes import progress
 from zeroxla.offload.array_bytes import shard_bytes
 from zeroxla.program.compiled_memory import MemoryReport
 from zeroxla.program.shapes import structure_of
-from zeroxla.step.memory.budget_search import search_budget
 from zeroxla.step.memory.device_facts import device_bytes, rates_of
 from zeroxla.step.memory.fit_report import MemoryFit
 from zeroxla.step.memory.larger_meshes import larger_meshes
 from zeroxla.step.memory.refusal import refusal
-from zeroxla.step.memory.step_memory import StepMemory
+from zeroxla.step.memory.step_memory import StepMemory, measured
+from zeroxla.step.memory.variants import fit_variants
 from zeroxla.step.programs import Programs
 from zeroxla.step.state import TrainState
 
@@ -89,8 +90,8 @@ class MemoryFitter:
         return device_bytes(self._programs.mesh) if memory == DEVICE else int(memory)
 
     def _fit(self, state: TrainState, batch: Any) -> FittedPrograms:
-        config, mesh = self._programs.config, self._programs.mesh
-        total, rates = self.total_bytes, rates_of(mesh, config)
+        mesh = self._programs.mesh
+        total, rates = self.total_bytes, functools.partial(rates_of, mesh)
         trained: dict[Programs, Any] = {}
 
         def measure(programs: Programs, budget: ActivationBudget) -> tuple[int, int]:
@@ -99,10 +100,14 @@ class MemoryFitter:
             on_host = _counted_on_host(state, budget.newest) if self._on_cpu else (0, 0)
             return taken.total_bytes - sum(on_host), taken.temp_bytes - on_host[1]
 
-        report, programs = search_budget(self._programs, total, rates, measure)
+        def live(programs: Programs, _: ActivationBudget) -> tuple[int, int]:
+            return measured(programs, state, batch)
+
+        report, programs = fit_variants(self._programs, batch, total, rates, measure, live)
+        config = programs.config
         if report.best is None:
             memory = StepMemory.of(programs, state, batch)
-            larger = larger_meshes(memory, mesh, batch, config.accumulate, total)
+            larger = larger_meshes(memory, mesh, batch, config.num_micro_batches, total)
             raise ValueError(refusal(report, mesh, batch, memory, larger))
         grad = self._jit(programs.gradients)
         return FittedPrograms(programs=programs, train=trained[programs], grad=grad, report=report)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from zeroxla.fetch.keeping.choose import Keeping
 from zeroxla.program.report import Report, format_bytes
@@ -43,11 +44,13 @@ class MemoryFit(Report):
       total_bytes: the memory of a device that the step may take.
       tries: the programs that were tried, in order.
       source: where their bytes come from, in words.
+      decided: the options that were left to the budget, by name.
     """
 
     total_bytes: int
     tries: tuple[Try, ...]
     source: str = "as the compiler plans them"
+    decided: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
     def best(self) -> Try | None:
@@ -115,6 +118,9 @@ class MemoryFit(Report):
             f"results, and {format_bytes(chosen.temp_bytes)} of temporaries, {self.source}. If all "
             f"that backward reads were kept, it would take {format_bytes(everything.num_bytes)}."
         ]
+        if self.decided:
+            values = ", ".join(f"{name}={value!r}" for name, value in self.decided.items())
+            found.append(f"The budget decided: {values}.")
         if keeping is None:
             found.append("All that backward reads is kept.")
             return found

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 from zeroxla.fetch.keeping.budget import ActivationBudget
-from zeroxla.step.memory.budget_search import search_budget
 from zeroxla.step.memory.device_facts import rates_of
 from zeroxla.step.memory.fit_report import MemoryFit
 from zeroxla.step.memory.step_memory import measured
+from zeroxla.step.memory.variants import fit_variants
 from zeroxla.step.programs import Programs
 from zeroxla.step.state import TrainState
 
@@ -29,12 +30,12 @@ def fit_by_live_ranges(
 
     Cost: up to six traces.
     """
-    rates = rates_of(programs.mesh, programs.config)
 
     def measure(programs: Programs, budget: ActivationBudget) -> tuple[int, int]:
         return measured(programs, state, batch)
 
-    fit, chosen = search_budget(programs, total, rates, measure)
+    rates = functools.partial(rates_of, programs.mesh)
+    fit, chosen = fit_variants(programs, batch, total, rates, measure, measure)
     return dataclasses.replace(fit, source="by the live ranges of its trace"), chosen
 
 

@@ -85,7 +85,7 @@ def memory_error(name: str, programs: Programs, state: TrainState, batch: Any) -
         f"{largest_in_words(memory)}."
     ]
     words += _remedies(config, memory, least, room)
-    meshes = larger_meshes(memory, mesh, batch, config.accumulate, room)
+    meshes = larger_meshes(memory, mesh, batch, config.num_micro_batches, room)
     if meshes:
         words.append(f"By division a device would hold {in_words(meshes, rows)}.")
     words.append("zeroxla.inspect.memory(step) says more.")

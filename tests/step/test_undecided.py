@@ -1,0 +1,131 @@
+"""Options that are left to a memory budget: it takes micro-batches and secondary shards so that the
+step fits, and says which it took."""
+
+import jax
+import numpy as np
+import optax
+import pytest
+from tools.perceptrons import Perceptrons
+from tools.quick import quick_compilation  # noqa: F401
+from tools.reference import relative_errors, worst
+
+import zeroxla
+from zeroxla import Offload, WireFormat, ZeroConfig
+from zeroxla.models.losses import next_token_loss
+
+ROUNDING = 5e-6
+BATCH = {"tokens": np.random.default_rng(0).integers(0, 64, (32, 65), np.int32)}
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+
+def loss(apply, batch, *, train):
+    return next_token_loss(apply(batch["tokens"][:, :-1]), batch)
+
+
+def step_of(mesh=None, **options):
+    config = ZeroConfig(persistence_threshold=0, **options)
+    mesh = zeroxla.make_mesh(nodes=1, devices_per_node=2) if mesh is None else mesh
+    return zeroxla.make_step(Perceptrons(), mesh, optax.sgd(0.1), loss=loss, config=config)
+
+
+@pytest.fixture(scope="module")
+def plain():
+    """A step without a budget, its loss and gradients, and its bytes on a device."""
+    step = step_of()
+    state = step.init(jax.random.key(0), BATCH)
+    taken = zeroxla.inspect.memory(step.lower(state, BATCH).compile())
+    return state, step.grad(state, BATCH), taken
+
+
+def test_as_many_micro_batches_are_taken_as_fit(plain):
+    state, (expected, gradients), taken = plain
+    rest = taken.total_bytes - taken.temp_bytes
+    step = step_of(memory=rest + taken.temp_bytes // 6, accumulate="auto")
+    step.abstract_state(BATCH)
+    found, grads = step.grad(state, BATCH)
+    fit = step.describe().memory
+    count = fit.decided["accumulate"]
+    assert count > 1
+    assert 32 // 2 % count == 0
+    assert fit.best.num_bytes <= fit.total_bytes
+    assert f"The budget decided: accumulate={count}." in fit.notes()
+    assert abs(float(found - expected)) <= 1e-6 * float(expected)
+    assert worst(relative_errors(grads, gradients))[1] < ROUNDING
+
+
+@pytest.mark.slow
+def test_a_step_with_room_has_one_micro_batch_and_trains(plain):
+    state = plain[0]
+    step = step_of(memory="1GB", accumulate="auto", hpz_size="auto")
+    step.abstract_state(BATCH)
+    assert step.with_config(step.config).config.accumulate == "auto"
+    step.lower(state, BATCH)
+    assert step.describe().memory.decided == {"accumulate": 1, "hpz_size": 1}
+
+
+@pytest.mark.slow
+def test_secondary_shards_spare_a_slow_link():
+    batch = {"tokens": jax.ShapeDtypeStruct((16, 65), "int32")}
+    model = Perceptrons(layers=4, width=512, hidden=2048)
+
+    def decided(hosts, **options):
+        config = ZeroConfig(hpz_size="auto", **options)
+        found = zeroxla.plan(
+            model, {"node": hosts, "device": 4}, batch, loss=loss, link="10gbit", config=config
+        )
+        return found.fit.decided["hpz_size"], found.fit.best
+
+    # The whole leaves, 34 MB, do not fit beside the rest.
+    size, best = decided(2, memory="50MB")
+    assert size == "node"
+    assert best.num_bytes <= 50e6
+    assert decided(1, memory="50MB")[0] == 1
+    assert decided(2, memory="40MB", offload=Offload(secondary="host"))[0] == "node"
+    assert decided(2, memory="1GB", max_live_parameters=0)[0] == "node"
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"accumulate": "auto"}, "accumulate='auto': no budget decides it; give memory="),
+        ({"accumulate": "many", "memory": "1GB"}, "accumulate='many' must be a whole number"),
+        (
+            {"accumulate": "auto", "memory": "1GB", "micro_batch": 2},
+            "accumulate='auto' with micro_batch=2: the one decides the other",
+        ),
+        ({"hpz_size": "auto"}, "hpz_size='auto': no budget decides it; give memory="),
+        (
+            {"hpz_size": "auto", "memory": "1GB", "inter_node_gather": "step"},
+            "hpz_size='auto' with inter_node_gather='step', which needs secondary shards",
+        ),
+        (
+            {
+                "hpz_size": "auto",
+                "memory": "1GB",
+                "weight_wire": WireFormat(bits=8),
+                "weight_differences": WireFormat(bits=4),
+            },
+            "hpz_size='auto' with weight_differences, which needs secondary shards",
+        ),
+    ],
+)
+def test_what_cannot_be_left_to_a_budget(options, text):
+    with pytest.raises(ValueError, match=text):
+        ZeroConfig(**options)
+
+
+def test_micro_batches_of_axes_and_given_ones_are_no_ones_to_decide():
+    mesh = zeroxla.make_mesh(nodes=1, devices_per_node=2, tensor=2)
+    step = step_of(mesh, memory="1GB", accumulate="auto")
+    with pytest.raises(NotImplementedError, match="accumulate='auto' with axes"):
+        step.abstract_state(BATCH)
+    with pytest.raises(ValueError, match="accumulate='auto' contradict"):
+        zeroxla.make_step(
+            Perceptrons(),
+            zeroxla.make_mesh(nodes=1),
+            loss=loss,
+            config=ZeroConfig(memory="1GB", accumulate="auto"),
+            microbatches=2,
+        )
