@@ -14,6 +14,7 @@ from zeroxla.fetch.keeping.integer_program import (
     best_combination,
     best_together,
 )
+from zeroxla.fetch.keeping.link_seconds import gather_seconds, hidden_bytes, seconds_per_byte
 from zeroxla.fetch.keeping.places import SegmentPlace, times_alive
 from zeroxla.fetch.keeping.residual_graph import DeviceRates, ResidualGraph
 from zeroxla.fetch.keeping.reused_leaves import ReusedLeaves
@@ -22,8 +23,6 @@ from zeroxla.fetch.residuals import Kept
 from zeroxla.fetch.segments import Straight
 from zeroxla.fetch.traced_segment import TracedSegment
 
-HIDDEN_SHARE = 0.8
-"""The share of the time of products in which a link is kept busy beside them."""
 MAX_POLISHED = 6
 """Most kinds of segments whose choice is improved by an integer program of their own."""
 
@@ -86,10 +85,14 @@ class Keeping:
         What goes to the host runs beside forward, and comes back beside backward, as far as their
         products take as long.
         """
+        return self.own_seconds + gather_seconds(self.places, self.reused, self.rates)
+
+    @property
+    def own_seconds(self) -> float:
+        """The same without gathering again."""
         late_bytes = max(self.host_bytes - hidden_bytes(self.places, self.rates), 0.0)
         again = sum(c.seconds * p.turns for p, c in self._pairs())
-        moved = late_bytes * seconds_per_byte(self.rates)
-        return again + moved + gather_seconds(self.places, self.reused, self.rates)
+        return again + late_bytes * seconds_per_byte(self.rates)
 
     @property
     def flops(self) -> float:
@@ -222,31 +225,6 @@ class Keeper:
                 if _bytes_at_each(self.places, changed, self._others).max() <= limit * _ROUNDED:
                     choices = changed
         return choices
-
-
-def gather_seconds(
-    places: Sequence[SegmentPlace], reused: ReusedLeaves, rates: DeviceRates
-) -> float:
-    """Return the seconds for which backward waits for the leaves that it gathers again. Gathers
-    that run beside computation are waited for as far as backward's products take less long."""
-    seconds = reused.again_bytes / rates.gathered_bytes_per_s
-    backward_s = 2 * _forward_seconds(places, rates)
-    return max(seconds - HIDDEN_SHARE * backward_s * rates.gathers_beside, 0.0)
-
-
-def hidden_bytes(places: Sequence[SegmentPlace], rates: DeviceRates) -> float:
-    """Return the bytes that cross the link to the host while forward computes its products."""
-    forward_s = _forward_seconds(places, rates)
-    return HIDDEN_SHARE * forward_s * (rates.host_bytes_per_s or 0.0)
-
-
-def _forward_seconds(places: Sequence[SegmentPlace], rates: DeviceRates) -> float:
-    return sum(p.forward_flops * p.turns for p in places) / rates.flops_per_s
-
-
-def seconds_per_byte(rates: DeviceRates) -> float:
-    """Return the seconds of a byte's way to the host and back, with nothing beside it."""
-    return 2 / rates.host_bytes_per_s if rates.host_bytes_per_s else 0.0
 
 
 def _bytes_at_each(

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
-
-from zeroxla.fetch.keeping.choose import Keeper, Keeping, gather_seconds
+from zeroxla.fetch.keeping.choose import Keeper, Keeping
 from zeroxla.fetch.keeping.cuts import cut_segments
 from zeroxla.fetch.keeping.places import PlaceFinder
 from zeroxla.fetch.keeping.residual_graph import DeviceRates
-from zeroxla.fetch.keeping.reused_leaves import ReusedLeaves, reused_leaves
+from zeroxla.fetch.keeping.reused_leaves import reused_leaves
 from zeroxla.fetch.segments import FetchPlan
 
 
@@ -45,26 +43,13 @@ class PlanKeeper:
     @staticmethod
     def _keeper(plan: FetchPlan, finder: PlaceFinder, *, may_reuse: bool) -> Keeper:
         places = finder.find(plan, {*plan.leaves, *plan.inputs})
-        levels = reused_leaves(plan, places) if may_reuse else (ReusedLeaves(),)
-        return Keeper(places, finder.rates, levels)
+        levels = reused_leaves(plan, places)
+        return Keeper(places, finder.rates, levels if may_reuse else levels[:1])
 
     def plan_of(self, keeping: Keeping) -> FetchPlan:
         """Return the plan whose segments a choice is for."""
         pairs = zip(self.plans, self._keepers, strict=True)
         return next(plan for plan, keeper in pairs if keeper.places is keeping.places)
-
-    def gather_seconds(self, *, over_all_hops: bool = False) -> float:
-        """Return the seconds for which backward waits for its gathers if no leaves stay.
-
-        Args:
-          over_all_hops: take the bytes to cross all hops, as forward's do.
-        """
-        keeper = self._keepers[0]
-        reused = reused_leaves(self.plans[0], keeper.places)[0]
-        rates = keeper.rates
-        if over_all_hops:
-            rates = dataclasses.replace(rates, gathered_bytes_per_s=rates.sent_bytes_per_s)
-        return gather_seconds(keeper.places, reused, rates)
 
     def everything(self) -> Keeping:
         """Return the choice that computes nothing again that takes time."""

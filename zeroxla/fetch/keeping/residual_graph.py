@@ -23,8 +23,9 @@ class DeviceRates:
     Attributes:
       flops_per_s: FLOPs of products in a second.
       bytes_per_s: bytes of the device's memory in a second.
-      gathered_bytes_per_s: bytes of leaves that backward gathers, in a second.
-      sent_bytes_per_s: bytes of leaves that cross all hops, in a second, as in forward.
+      gathered_bytes_per_s: bytes of leaves that backward gathers in a second.
+      sent_bytes_per_s: bytes of leaves that forward gathers in a second.
+      reduced_bytes_per_s: bytes of leaves whose gradients are reduced in a second.
       gathers_beside: whether gathers run beside computation.
       host_bytes_per_s: bytes between the device and its host in a second; None keeps values off the
         host.
@@ -34,6 +35,7 @@ class DeviceRates:
     bytes_per_s: float = 2e12
     gathered_bytes_per_s: float = 1e11
     sent_bytes_per_s: float = 1e11
+    reduced_bytes_per_s: float = 5e10
     gathers_beside: bool = True
     host_bytes_per_s: float | None = None
 

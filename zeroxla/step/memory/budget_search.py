@@ -84,7 +84,7 @@ def _next_try(tries: list[Try], total: int, keeper: PlanKeeper) -> dict[str, Any
         return None
     by_keeper = (newest.keeping or keeper.everything()).num_bytes
     limit = total - (newest.num_bytes - by_keeper)
-    best_s = min((t.seconds for t in tries if t.num_bytes <= total), default=math.inf)
+    best_s = min((t.own_seconds for t in tries if t.num_bytes <= total), default=math.inf)
     left = MAX_TRIES - len(tries)
     leasts = keeper.leasts()
     # Nothing is refused before all plans were tried with the least that can be kept of them.
@@ -99,7 +99,7 @@ def _next_try(tries: list[Try], total: int, keeper: PlanKeeper) -> dict[str, Any
         choice = keeper.within(limit)
         known = _known(tries, choice)
         if known is None:
-            return {"limit": limit} if choice.seconds < best_s * (1 - WORTH) else None
+            return {"limit": limit} if choice.own_seconds < best_s * (1 - WORTH) else None
         if known.num_bytes <= total or any(map(choice.is_as, leasts)):
             break
         limit = choice.num_bytes * (1 - WORTH)

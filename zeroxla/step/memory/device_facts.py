@@ -7,8 +7,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
+from zeroxla.config.wire_format import WireFormat
 from zeroxla.config.zero_config import ZeroConfig
 from zeroxla.fetch.keeping.residual_graph import DeviceRates
 from zeroxla.mesh.axes import DEVICE, NODE, platform_of
@@ -74,11 +76,24 @@ def rates_with(
         slowest = min(in_node, links[NODE].bytes_per_s / shared)
     size = num_devices if config.hpz_size == "node" else int(config.hpz_size)
     to_host = config.offload.activations == "host"
+    bits = _bits(config.compute_dtype)
+    of_leaf = bits / _wire_bits(config.weight_wire, config.gather_dtype or config.compute_dtype)
+    of_gradient = bits / _wire_bits(config.gradient_wire, config.reduce_dtype or "float32")
     return DeviceRates(
         flops_per_s=device.rate(config.compute_dtype),
         bytes_per_s=device.memory_rate,
-        gathered_bytes_per_s=in_node if 1 < size <= num_devices else slowest,
-        sent_bytes_per_s=slowest,
+        gathered_bytes_per_s=of_leaf * (in_node if 1 < size <= num_devices else slowest),
+        sent_bytes_per_s=of_leaf * slowest,
+        reduced_bytes_per_s=of_gradient * slowest,
         gathers_beside=device.overlaps and config.prefetch_bucket != 0,
         host_bytes_per_s=host_link.bytes_per_s if to_host else None,
     )
+
+
+def _wire_bits(wire: WireFormat | None, dtype: str) -> int:
+    """Return the bits of an element on the wire, scales left out."""
+    return _bits(dtype) if wire is None else wire.bits
+
+
+def _bits(dtype: str) -> int:
+    return 8 * jnp.dtype(dtype).itemsize

@@ -31,6 +31,11 @@ class Try:
     seconds: float
 
     @property
+    def own_seconds(self) -> float:
+        """The same without gathering again."""
+        return self.keeping.own_seconds if self.keeping else 0.0
+
+    @property
     def rest(self) -> int:
         """The bytes of the state, the batch and the results, which no choice changes."""
         return self.num_bytes - self.temp_bytes

@@ -15,6 +15,7 @@ import jax
 from zeroxla.config.undecided import AUTO, decided, undecided
 from zeroxla.config.zero_config import ZeroConfig
 from zeroxla.fetch.keeping.budget import ActivationBudget
+from zeroxla.fetch.keeping.link_seconds import traffic_seconds
 from zeroxla.fetch.keeping.residual_graph import DeviceRates
 from zeroxla.mesh.axes import NODE, world_size
 from zeroxla.step.memory.budget_search import Measure, keeper_of, search_budget
@@ -118,15 +119,19 @@ def _foretell(
     keeper = keeper_of(programs, budget)
     limit = total - (num_bytes - keeper.everything().num_bytes)
     choice = keeper.within(limit, reuse=may_reuse)
-    micro_batch_s = choice.seconds if may_reuse else choice.seconds + keeper.gather_seconds()
-    # Forward gathers the leaves, and about as many bytes of gradients are reduced.
-    pass_s = keeper.gather_seconds(over_all_hops=True)
-    gathers = 1 if config.inter_node_gather == "step" else config.num_micro_batches
-    reduces = 1 if config.inter_node_reduce == "step" else config.num_micro_batches
+    # With "step" each leaf crosses the hosts once for all micro-batches.
+    count = config.num_micro_batches
+    waits_s = traffic_seconds(
+        choice.places,
+        choice.reused,
+        choice.rates,
+        gathers=1 / count if config.inter_node_gather == "step" else 1,
+        reduces=1 / count if config.inter_node_reduce == "step" else 1,
+    )
     found = _Foretold(
         misses=max(choice.num_bytes - limit, 0.0),
-        seconds=config.num_micro_batches * micro_batch_s + (gathers + reduces) * pass_s,
-        accumulate=config.num_micro_batches,
+        seconds=count * (choice.own_seconds + waits_s),
+        accumulate=count,
         place=place,
     )
     return found, found.misses == 0 and not choice.flops
