@@ -83,7 +83,7 @@ def test_the_tradeoff_runs_from_no_time_to_the_fewest_bytes_along_the_hull(graph
             assert cost <= everything.best_at(price) * EXACT
 
 
-@hypothesis.settings(max_examples=60)
+@hypothesis.settings(max_examples=60, deadline=None)
 @hypothesis.given(
     st.integers(0, 2**32), st.integers(1, 12), st.integers(1, 9), st.floats(1e-2, 1e2)
 )
@@ -95,7 +95,7 @@ def test_the_cut_for_a_price_is_the_best_of_all(seed, equations, residuals, pric
     assert cost == pytest.approx(Everything.of(graph).best_at(price), rel=1e-5)
 
 
-@hypothesis.settings(max_examples=30)
+@hypothesis.settings(max_examples=30, deadline=None)
 @hypothesis.given(st.integers(0, 2**32), st.integers(1, 6), st.floats(1e-1, 1e1))
 def test_values_wait_on_the_host_where_that_is_best(seed, equations, price):
     rng = np.random.default_rng(seed)
@@ -142,7 +142,7 @@ def test_the_choice_for_several_segments_is_the_best_of_all(layer):
 
 def place_at(*path):
     unread: Any = None
-    return SegmentPlace(traced=unread, graph=unread, points=(), path=path)
+    return SegmentPlace(traced=unread, graph=unread, points=(), forward_s=0.0, path=path)
 
 
 def test_what_earlier_segments_keep_is_there_at_later_ones():

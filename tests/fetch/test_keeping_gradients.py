@@ -24,6 +24,7 @@ from zeroxla.config.fetch_limits import FetchLimits
 from zeroxla.fetch.fetch_plan import make_plan
 from zeroxla.fetch.keeping.choose import Keeper, Keeping
 from zeroxla.fetch.keeping.cuts import cut_segments
+from zeroxla.fetch.keeping.plan_keeper import PlanKeeper
 from zeroxla.fetch.runner import FetchRunner
 from zeroxla.mesh.placement import Placement
 from zeroxla.program.trace import trace
@@ -118,6 +119,22 @@ def test_a_model_whose_leaves_all_stay_whole_is_cut_and_needs_less():
     wanted = jax.grad(lambda *args: program(*args)[0], range(6))(*args)
     for keeping in (None, *corners(places_of(cut))):
         assert_close(gradients(cut, keeping, [], *args), wanted)
+
+
+def test_pieces_that_run_twice_keep_the_inputs_of_a_segment_alone():
+    plan, program = plan_of_layers(LAYERS["two products"], 6, gathered=False)
+    keeper = PlanKeeper(plan, None, RATES)
+    chosen = keeper.within(0.0, len(keeper.plans) - 1)
+    assert keeper.plan_of(chosen) is keeper.plans[-1]
+    assert len(chosen.places) >= 3
+    assert all(place.runs_twice for place in chosen.places)
+    assert chosen.num_bytes <= min(least.num_bytes for least in keeper.leasts())
+    assert chosen.twice_flops == pytest.approx(sum(p.forward_flops for p in chosen.places))
+    assert chosen.seconds > chosen.twice_s > 0
+    args = arrays(*[W_DD] * 6, X_BD)
+    wanted = jax.grad(lambda *args: program(*args)[0], range(6))(*args)
+    for keeping in (None, *corners(chosen.places)):
+        assert_close(gradients(keeper.plans[-1], keeping, [], *args), wanted)
 
 
 @pytest.mark.parametrize(

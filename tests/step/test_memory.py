@@ -137,6 +137,22 @@ def test_what_cannot_fit_is_refused_with_the_least_that_can(plain):
     assert not any(x.is_deleted() for x in jax.tree.leaves(state.params))
 
 
+@pytest.mark.slow
+def test_the_pieces_of_a_block_run_twice_where_nothing_else_fits():
+    own = step_of(gpt(scan=True).clone(layers=8))
+    state = own.init(jax.random.key(0), BATCH)
+    loss, gradients = own.grad(state, BATCH)
+    taken = bytes_of(own)
+    budget = taken.total_bytes - int(0.85 * taken.temp_bytes)
+    step = step_of(gpt(scan=True).clone(layers=8), memory=budget)
+    step.init(jax.random.key(0), BATCH)
+    found_loss, found = step.grad(state, BATCH)
+    best = step.describe().memory.best
+    assert best.keeping.twice_flops > 0
+    assert abs(float(found_loss - loss)) <= 1e-6 * float(loss)
+    assert worst(relative_errors(found, gradients))[1] < ROUNDING
+
+
 def test_values_may_wait_on_the_host(plain):
     _, step, state, (loss, gradients), _ = plain
     free = ActivationBudget(rates=DeviceRates(host_bytes_per_s=1e20), limit=0.0)

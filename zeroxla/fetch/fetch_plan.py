@@ -275,7 +275,8 @@ class _Planner:
         is_one = len(body.segments) == 1 and isinstance(body.segments[0], Straight)
         if is_one and not self.opens_remat:
             return None
-        return Remat(eq, tuple(v for v in inputs if v not in leaves), body)
+        outside = tuple(v for v in inputs if v not in leaves)
+        return Remat(inputs=outside, outputs=eq.outputs, body=body)
 
 
 def is_summary(eq: Equation) -> bool:

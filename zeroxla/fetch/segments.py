@@ -59,23 +59,20 @@ class LayerLoop:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Remat:
-    """A `jax.checkpoint` body with a plan of its own. Forward saves its inputs alone.
+    """Equations with a plan of their own that backward runs a second time, as those of a
+    `jax.checkpoint`. Forward saves their inputs alone.
 
     Attributes:
-      equation: the `jax.checkpoint` equation.
       inputs: the values that the body reads from outside, leaves excepted.
+      outputs: the values that it makes.
       body: the plan of the body.
     """
 
-    equation: Equation
     inputs: tuple[Value, ...]
+    outputs: tuple[Value, ...]
     body: FetchPlan
 
     leaves = ()
-
-    @property
-    def outputs(self) -> tuple[Value, ...]:
-        return self.equation.outputs
 
 
 Segment = Straight | LayerLoop | Remat

@@ -212,7 +212,7 @@ class TestBadInput:
             (["--image-size", "62"], "--image-size 62 must be at least 63"),
             (["--width-multiplier", "0"], "leaves no channel"),
             (["--pipe", "0"], "--pipe 0 must be at least 1"),
-            (["--accumulate", "0"], "--accumulate 0 must be at least 1"),
+            (["--accumulate", "0"], "--accumulate 0: give auto, or a number, 1 or more"),
             (["--partition", "0,x,22"], "--partition 0,x,22"),
             (["--model", "resnet"], "alexnet"),
         ],

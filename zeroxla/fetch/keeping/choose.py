@@ -40,6 +40,8 @@ class Keeping:
         segments' tradeoffs allow.
       rates: what computing again and moving costs.
       reused: the gathered leaves that stay whole from forward to backward.
+      twice_s, twice_flops: the seconds and FLOPs of segments that run forward a second time, though
+        the model does not ask for it.
     """
 
     places: tuple[SegmentPlace, ...]
@@ -47,6 +49,8 @@ class Keeping:
     gap: float
     rates: DeviceRates = dataclasses.field(default_factory=DeviceRates)
     reused: ReusedLeaves = dataclasses.field(default_factory=ReusedLeaves)
+    twice_s: float = 0.0
+    twice_flops: float = 0.0
 
     def of(self, segment: Straight) -> tuple[TracedSegment, Kept]:
         """Return a segment, traced, and what it keeps."""
@@ -92,12 +96,12 @@ class Keeping:
         """The same without gathering again."""
         late_bytes = max(self.host_bytes - hidden_bytes(self.places, self.rates), 0.0)
         again = sum(c.seconds * p.turns for p, c in self._pairs())
-        return again + late_bytes * seconds_per_byte(self.rates)
+        return self.twice_s + again + late_bytes * seconds_per_byte(self.rates)
 
     @property
     def flops(self) -> float:
         """The FLOPs of what a micro-batch computes again."""
-        return sum(c.flops * p.turns for p, c in self._pairs())
+        return self.twice_flops + sum(c.flops * p.turns for p, c in self._pairs())
 
     @property
     def share_again(self) -> float:
@@ -121,6 +125,7 @@ class Keeper:
       places: the straight segments of a plan, in the order of forward.
       rates: what computing again and moving costs.
       levels: the leaves that may stay whole, from none.
+      twice_s, twice_flops: as those of `Keeping`.
     """
 
     def __init__(
@@ -128,8 +133,12 @@ class Keeper:
         places: Sequence[SegmentPlace],
         rates: DeviceRates,
         levels: Sequence[ReusedLeaves] = (ReusedLeaves(),),
+        *,
+        twice_s: float = 0.0,
+        twice_flops: float = 0.0,
     ) -> None:
         self.places, self.rates, self.levels = tuple(places), rates, tuple(levels)
+        self._twice = {"twice_s": twice_s, "twice_flops": twice_flops}
         self._others = others_alive(self.places)
 
     def everything(self) -> Keeping:
@@ -196,6 +205,7 @@ class Keeper:
             gap=gap,
             rates=self.rates,
             reused=self.levels[0],
+            **self._twice,
         )
 
     def _polished(self, choices: list[SegmentChoice], limit: float) -> list[SegmentChoice]:

@@ -3,7 +3,8 @@ residuals need be there at once when they are computed again.
 
 Without a budget a segment is as long as a unit of leaves lasts, and a model whose leaves all stay
 whole is one segment. What crosses a cut is kept, in a loop once for every turn. So there are as
-many cuts as make the sum least of what crosses them and of the largest piece.
+many cuts as make the sum least of what crosses them and of the largest piece. Or the pieces run a
+second time before backward, as under `jax.checkpoint`: then only the segment's inputs are kept.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 
 from zeroxla.fetch.fetch_plan import is_summary
-from zeroxla.fetch.segments import FetchPlan, LayerLoop, Segment, Straight
+from zeroxla.fetch.segments import FetchPlan, LayerLoop, Remat, Segment, Straight
 from zeroxla.program.primitives import RENAMES
 from zeroxla.program.trace import Equation, Value, bytes_of, closure
 
@@ -27,11 +28,17 @@ WORTH = 0.9
 """More cuts must bring the sum below this share."""
 
 
-def cut_segments(plan: FetchPlan) -> FetchPlan:
+def cut_segments(plan: FetchPlan, *, runs_twice: bool = False) -> FetchPlan:
     """Return the plan with its large segments cut, those of its bodies too; the plan itself if no
-    cut is worth its bytes."""
+    cut is worth its bytes.
+
+    Args:
+      plan: the plan.
+      runs_twice: whether backward runs the pieces of a segment a second time. What crosses a cut is
+        then there for one segment and one turn at a time.
+    """
     cutters = dict(_cutters(plan, 1))
-    pieces = [(c.whole, turns) for c, turns in cutters.values()]
+    pieces = [(c.whole, 1 if runs_twice else turns) for c, turns in cutters.values()]
     largest = max((piece.weight for piece, _ in pieces), default=0)
     best, best_bytes = float(largest), _bytes_with(pieces, largest)
     for halving in range(1, HALVINGS + 1):
@@ -40,17 +47,48 @@ def cut_segments(plan: FetchPlan) -> FetchPlan:
             best, best_bytes = limit, num_bytes
     if best == largest:
         return plan
-    return _cut(plan, {seg: cutter for seg, (cutter, _) in cutters.items()}, best)
+    by_segment = {seg: cutter for seg, (cutter, _) in cutters.items()}
+    return _cut(plan, by_segment, best, runs_twice=runs_twice)
 
 
-def _cut(plan: FetchPlan, cutters: Mapping[Straight, _Cutter], limit: float) -> FetchPlan:
+def _cut(
+    plan: FetchPlan, cutters: Mapping[Straight, _Cutter], limit: float, *, runs_twice: bool
+) -> FetchPlan:
     segments: list[Segment] = []
     for seg in plan.segments:
-        if isinstance(seg, Straight):
-            segments += cutters[seg].pieces(limit)
+        if not isinstance(seg, Straight):
+            # The body of a `jax.checkpoint` runs twice in any case.
+            twice = runs_twice and isinstance(seg, LayerLoop)
+            body = _cut(seg.body, cutters, limit, runs_twice=twice)
+            segments.append(dataclasses.replace(seg, body=body))
+            continue
+        pieces = cutters[seg].pieces(limit)
+        if len(pieces) > 1 and runs_twice and _may_run_twice(seg):
+            segments.append(_twice(plan, seg, pieces))
         else:
-            segments.append(dataclasses.replace(seg, body=_cut(seg.body, cutters, limit)))
+            segments += pieces
     return dataclasses.replace(plan, segments=tuple(segments))
+
+
+def _may_run_twice(segment: Straight) -> bool:
+    """Return whether the equations of a segment may run again, and make all of its outputs."""
+    made = {v for eq in segment.equations for v in eq.outputs}
+    return made.issuperset(segment.outputs) and not any(eq.is_pinned for eq in segment.equations)
+
+
+def _twice(plan: FetchPlan, segment: Straight, pieces: Sequence[Straight]) -> Remat:
+    """Return the pieces of a segment as one that backward runs a second time."""
+    body = FetchPlan(
+        leaves=segment.leaves,
+        inputs=segment.inputs,
+        segments=tuple(pieces),
+        outputs=segment.outputs,
+        active=plan.active,
+        constants=plan.constants.intersection(segment.inputs),
+        recoverable=frozenset(segment.inputs),
+        units=(segment.leaves,) if segment.leaves else (),
+    )
+    return Remat(inputs=segment.inputs, outputs=segment.outputs, body=body)
 
 
 def _cutters(plan: FetchPlan, turns: int) -> Iterator[tuple[Straight, tuple[_Cutter, int]]]:

@@ -8,7 +8,7 @@ from collections.abc import Collection, Sequence
 
 import numpy as np
 
-from zeroxla.fetch.keeping.residual_graph import DeviceRates, ResidualGraph
+from zeroxla.fetch.keeping.residual_graph import DeviceRates, ResidualGraph, seconds_of
 from zeroxla.fetch.keeping.tradeoff import SegmentChoice, tradeoff
 from zeroxla.fetch.segments import FetchPlan, LayerLoop, Straight
 from zeroxla.fetch.traced_segment import TracedSegment, trace_segment
@@ -24,6 +24,7 @@ class SegmentPlace:
       traced: the segment with its derivative.
       graph: what its residuals are computed from.
       points: the best ways to keep less of it, from all to the least.
+      forward_s: the seconds of one turn forward.
       path: for each plan from the outermost to the segment's own, the number of the segment there,
         with the number of turns if it is a loop, and 0 if it is a `jax.checkpoint`.
     """
@@ -31,12 +32,18 @@ class SegmentPlace:
     traced: TracedSegment
     graph: ResidualGraph
     points: tuple[SegmentChoice, ...]
+    forward_s: float
     path: tuple[tuple[int, int], ...]
 
     @property
     def forward_flops(self) -> float:
         """The FLOPs of one turn forward."""
         return sum(map(flops_of, self.traced.segment.equations))
+
+    @property
+    def runs_twice(self) -> bool:
+        """Whether forward runs a second time before backward."""
+        return any(turns == 0 for _, turns in self.path)
 
     @property
     def turns(self) -> int:
@@ -124,7 +131,13 @@ class PlaceFinder:
         signature = graph.signature
         if signature not in self._found:
             self._found[signature] = tuple(tradeoff(graph))
-        return SegmentPlace(traced=traced, graph=graph, points=self._found[signature], path=path)
+        return SegmentPlace(
+            traced=traced,
+            graph=graph,
+            points=self._found[signature],
+            forward_s=sum(seconds_of(eq, self.rates) for eq in segment.equations),
+            path=path,
+        )
 
 
 def _always_referenced(place: SegmentPlace) -> list[Value]:

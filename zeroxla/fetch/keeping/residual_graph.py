@@ -146,7 +146,7 @@ class ResidualGraph:
             bytes=tuple(sizes),
             maker=tuple(maker.get(v, -1) for v in values),
             residuals=tuple(dict.fromkeys(number[v] for v in wanted)),
-            seconds=tuple(_seconds(eq, rates) for eq in equations),
+            seconds=tuple(seconds_of(eq, rates) for eq in equations),
             flops=tuple(0.0 if eq.name in RENAMES else flops_of(eq) for eq in equations),
             reads=tuple(
                 tuple(number[v] for v in dict.fromkeys(eq.values) if v in number)
@@ -168,7 +168,7 @@ class ResidualGraph:
         )
 
 
-def _seconds(eq: Equation, rates: DeviceRates) -> float:
+def seconds_of(eq: Equation, rates: DeviceRates) -> float:
     """Return the seconds of an equation: those of its products, or of its bytes if they take
     longer. What only renames takes none."""
     if eq.name in RENAMES:

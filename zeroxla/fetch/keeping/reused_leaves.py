@@ -47,7 +47,7 @@ def reused_leaves(plan: FetchPlan, places: Sequence[SegmentPlace]) -> tuple[Reus
     for i, segment in reversed([*enumerate(plan.segments)]):
         inside = [p for p in places if p.path[0][0] == i]
         num_bytes = sum(_bytes_in_backward(p) for p in inside)
-        if any(turns == 0 for p in inside for _, turns in p.path):
+        if any(p.runs_twice for p in inside):
             never += num_bytes
         elif num_bytes:
             stacked = stacked_leaves(segment)

@@ -50,7 +50,13 @@ def search_budget(
         made.append(dataclasses.replace(programs, activations=budget))
         num_bytes, temp_bytes = measure(made[-1], budget)
         keeping = budget.newest
-        tried = Try(keeping=keeping, num_bytes=num_bytes, temp_bytes=temp_bytes, seconds=0.0)
+        tried = Try(
+            keeping=keeping,
+            num_bytes=num_bytes,
+            temp_bytes=temp_bytes,
+            seconds=0.0,
+            plan=budget.only,
+        )
         tries.append(tried)
         if num_bytes <= total and len(tries) == 1 and not may_reuse:
             break
@@ -90,16 +96,21 @@ def _next_try(tries: list[Try], total: int, keeper: PlanKeeper) -> dict[str, Any
     # Nothing is refused before all plans were tried with the least that can be kept of them.
     order = sorted(range(len(leasts)), key=lambda i: leasts[i].num_bytes)
     untried = [i for i in order if _known(tries, leasts[i]) is None]
+    asked = {t.plan for t in tries}
+    untried += [i for i in range(keeper.usual, len(keeper.plans)) if i not in asked]
     if math.isinf(best_s):
         limit -= SAFETY * max(limit, 0.0) * (len(tries) - 1)
     last_resort = {"limit": 0.0, "only": untried[0]} if math.isinf(best_s) and untried else None
     if left <= (len(untried) if last_resort else 0):
         return last_resort if left else None
+    # Where only the last plan fits, it is the one to refine.
+    only = newest.plan if (newest.plan or 0) >= keeper.usual else None
     for _ in range(MAX_TRIES):
-        choice = keeper.within(limit)
+        choice = keeper.within(limit, only)
         known = _known(tries, choice)
         if known is None:
-            return {"limit": limit} if choice.own_seconds < best_s * (1 - WORTH) else None
+            is_worth = choice.own_seconds < best_s * (1 - WORTH)
+            return {"limit": limit, "only": only} if is_worth else None
         if known.num_bytes <= total or any(map(choice.is_as, leasts)):
             break
         limit = choice.num_bytes * (1 - WORTH)
