@@ -1,4 +1,4 @@
-"""What segments keep under a budget equals the best of all choices, tried one by one."""
+"""What a budget lets segments keep is the best choice there is: these tests try all others."""
 
 from __future__ import annotations
 

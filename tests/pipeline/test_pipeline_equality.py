@@ -35,8 +35,11 @@ def check(row: Row) -> None:
 
 
 def settings_of(row: Row) -> Iterable[Hashable]:
-    """Return what the quick rows have every value of. Lists of layers are theirs alone; quick rows
-    of test_state.py have blocks written out, and those of test_axes.py blocks in a loop."""
+    """Return the settings of a row that quick rows must cover.
+
+    Only rows of "ties", a list of layers, are quick here. Blocks that are written out are in quick
+    rows of test_state.py, and blocks in a loop in those of test_axes.py.
+    """
     if row.model != "ties":
         return ()
     return {*dataclasses.asdict(row).items()}

@@ -24,7 +24,7 @@ QUICK_FIRST = thinned(["grpo"], slow=["ppo"])
 
 
 class OnDemand(dict):
-    """What a function makes of an algorithm's name, when asked for."""
+    """A dict that makes a missing value with a function of its key, an algorithm."""
 
     def __init__(self, make):
         super().__init__()

@@ -1,6 +1,6 @@
 """Work on one row that is split over axes: steps equal those of one device.
 
-The default run takes small models; `-m slow` takes those of `zeroxla.models` on many meshes, and
+Quick tests take small models. Slow ones take the models of `zeroxla.models` on many meshes, and
 every case of the zoo on each axis. The zoo's sequences have odd lengths: `context` pads them.
 """
 

@@ -1,6 +1,8 @@
 """Options that are left to a memory budget: it takes micro-batches and secondary shards so that the
 step fits, and says which it took."""
 
+import functools
+
 import jax
 import numpy as np
 import optax
@@ -12,6 +14,9 @@ from tools.reference import relative_errors, worst
 import zeroxla
 from zeroxla import Offload, WireFormat, ZeroConfig
 from zeroxla.models.losses import next_token_loss
+from zeroxla.step.memory.device_facts import rates_of
+from zeroxla.step.memory.step_memory import measured
+from zeroxla.step.memory.variants import fit_variants
 
 ROUNDING = 5e-6
 BATCH = {"tokens": np.random.default_rng(0).integers(0, 64, (32, 65), np.int32)}
@@ -52,6 +57,29 @@ def test_as_many_micro_batches_are_taken_as_fit(plain):
     assert f"The budget decided: accumulate={count}." in fit.notes()
     assert abs(float(found - expected)) <= 1e-6 * float(expected)
     assert worst(relative_errors(grads, gradients))[1] < ROUNDING
+
+
+def test_what_the_compiler_refuses_gives_way_to_more_micro_batches(plain):
+    step = step_of(memory="1GB", accumulate="auto", max_live_parameters=0)
+    state, programs = step.abstract_state(BATCH), step.programs
+    batch = step.batches.shapes(BATCH)
+    searched = []
+
+    def live(programs, _):
+        return measured(programs, state, batch)
+
+    def compiled(programs, budget):
+        count = programs.config.num_micro_batches
+        searched.append(count)
+        num_bytes, temp_bytes = live(programs, budget)
+        return (num_bytes if count > 1 else 10**10), temp_bytes
+
+    rates = functools.partial(rates_of, step.mesh)
+    fit, chosen = fit_variants(programs, batch, 10**9, rates, compiled, live)
+    assert searched[0] == 1
+    assert fit.decided == {"accumulate": 2}
+    assert chosen.config.accumulate == 2
+    assert fit.best.num_bytes < 10**9
 
 
 @pytest.mark.slow

@@ -35,7 +35,7 @@ def formats(**options_):
 
 
 def quick_first(formats):
-    """Return the formats, of which those not in QUICK_FORMATS are slow."""
+    """Return all formats. Those that are not in QUICK_FORMATS are marked slow."""
     quick = [f for f in formats if (f.bits, f.scale_dtype) in QUICK_FORMATS]
     return thinned(quick, slow=[f for f in formats if f not in quick])
 

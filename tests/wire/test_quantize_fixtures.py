@@ -53,7 +53,7 @@ WITH_OFFSETS = [("randn_8x256", 4), ("outliers_8x128", 8), ("zeros_4x64", 4)]
 
 
 def quick_first(rows):
-    """Return all rows, of which those not in `rows` are slow."""
+    """Return all rows. Those that are not in `rows` are marked slow."""
     return thinned(rows, slow=[row for row in ROWS if row not in rows], rows=True)
 
 

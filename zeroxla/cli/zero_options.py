@@ -12,15 +12,13 @@ from zeroxla.cli.offload_options import PlannedOffload
 from zeroxla.cli.option_groups import flag
 from zeroxla.cli.outer_options import OuterOptions
 from zeroxla.cli.wire_text import NONE, wire_fields, wire_format
+from zeroxla.config.undecided import AUTO
 
 if TYPE_CHECKING:
     from zeroxla.config.zero_config import ZeroConfig
 
 _Dtype = Literal["float32", "bfloat16", "float16"]
 _Often = Literal["microbatch", "step"]
-
-
-AUTO = "auto"
 
 
 def check_number_or_auto(name: str, text: str, words: str = "auto, or a number") -> None:

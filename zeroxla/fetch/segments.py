@@ -59,8 +59,8 @@ class LayerLoop:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Remat:
-    """Equations with a plan of their own that backward runs a second time, as those of a
-    `jax.checkpoint`. Forward saves their inputs alone.
+    """A run of equations, such as the body of a `jax.checkpoint`, whose forward runs a second time
+    before its backward. Forward saves its inputs alone. It has a plan of its own.
 
     Attributes:
       inputs: the values that the body reads from outside, leaves excepted.

@@ -10,7 +10,6 @@ blocks, are tried once.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import enum
 import functools
@@ -23,6 +22,7 @@ import numpy as np
 from jax import lax
 
 from zeroxla.program.likeness import likeness
+from zeroxla.program.on_cpu import on_cpu
 from zeroxla.program.trace import Equation
 from zeroxla.split.atoms import Atom, Dim, Dims, expand, pieces_of
 from zeroxla.split.dims_flow import DimsFlow
@@ -167,7 +167,7 @@ def _try_all(
         (i, WayInstance.options(t.eq, t.flow, t.way, parts, others))
         for i, (t, others) in enumerate(zip(trials, lengths, strict=True))
     ]
-    with _on_cpu():
+    with on_cpu():
         while open_:  # an instance that does not run is tried in other sizes
             now = [(i, options[0]) for i, options in open_ if options]
             verdicts: list[Verdict] = []
@@ -261,15 +261,3 @@ def _lengths(eq: Equation, flow: DimsFlow) -> dict[str, int]:
         for inner in body.program.equations:
             found |= _lengths(inner, body)
     return found
-
-
-@contextlib.contextmanager
-def _on_cpu() -> Iterator[None]:
-    """Return a context in which programs run on a CPU of this process, if JAX has one."""
-    try:
-        (device, *_) = jax.local_devices(backend="cpu")
-    except RuntimeError:
-        yield
-        return
-    with jax.default_device(device):
-        yield

@@ -125,7 +125,8 @@ class Keeper:
       places: the straight segments of a plan, in the order of forward.
       rates: what computing again and moving costs.
       levels: the leaves that may stay whole, from none.
-      twice_s, twice_flops: as those of `Keeping`.
+      twice_s, twice_flops: the seconds and FLOPs of segments that run forward a second time, though
+        the model does not ask for it.
     """
 
     def __init__(

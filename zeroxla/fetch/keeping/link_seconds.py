@@ -34,7 +34,7 @@ def traffic_seconds(
     Args:
       places: the straight segments of a plan.
       reused: the leaves that stay gathered for backward.
-      rates: what computing and moving costs.
+      rates: the speeds of the device and of its links.
       gathers, reduces: how many gathers of forward, and reductions, it makes of each leaf.
     """
     num_bytes = reused.num_bytes + reused.again_bytes

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-
 from zeroxla.fetch.keeping.choose import Keeper, Keeping
 from zeroxla.fetch.keeping.cuts import cut_segments
 from zeroxla.fetch.keeping.places import PlaceFinder, SegmentPlace
@@ -57,12 +55,13 @@ class PlanKeeper:
             places = self._finder.find(plan, {*plan.leaves, *plan.inputs})
             levels = reused_leaves(plan, places)
             levels = levels if self._may_reuse else levels[:1]
-            twice = np.zeros(2)
-            if number >= self.usual:
-                twice = _run_twice(places) - _run_twice(self._keepers[self.usual - 1].places)
-            self._keepers[number] = Keeper(
-                places, self._finder.rates, levels, twice_s=twice[0], twice_flops=twice[1]
-            )
+            seconds, flops = _run_twice(places)
+            if number >= self.usual:  # of the others only what the model asks for runs twice
+                own_s, own_flops = _run_twice(self._keepers[self.usual - 1].places)
+                twice = {"twice_s": seconds - own_s, "twice_flops": flops - own_flops}
+            else:
+                twice = {}
+            self._keepers[number] = Keeper(places, self._finder.rates, levels, **twice)
         return self._keepers[number]
 
     def plan_of(self, keeping: Keeping) -> FetchPlan:
@@ -95,8 +94,8 @@ class PlanKeeper:
         return min(found, key=lambda k: k.num_bytes)
 
 
-def _run_twice(places: Sequence[SegmentPlace]) -> np.ndarray:
+def _run_twice(places: Sequence[SegmentPlace]) -> tuple[float, float]:
     """Return the seconds and FLOPs of segments that run forward a second time."""
     twice = [p for p in places if p.runs_twice]
-    each = [(p.turns * p.forward_s, p.turns * p.forward_flops) for p in twice]
-    return np.array(each, float).reshape(-1, 2).sum(0)
+    seconds = sum(p.turns * p.forward_s for p in twice)
+    return seconds, sum(p.turns * p.forward_flops for p in twice)

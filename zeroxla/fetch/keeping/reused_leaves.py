@@ -1,8 +1,8 @@
 """`ReusedLeaves`: gathered leaves that stay whole from forward to backward.
 
-Backward then need not gather them again. The leaves of the last segments stay first: backward needs
-them soonest. The leaves of a loop over layers stay together or not at all, and those of a
-`jax.checkpoint` never, as its forward runs again.
+Backward then need not gather them again. The leaves of the last segments stay first, because
+backward needs them soonest. Of a loop over layers all leaves stay, or none does. Leaves of a
+`jax.checkpoint` body do not stay, because its forward runs again and gathers them.
 """
 
 from __future__ import annotations

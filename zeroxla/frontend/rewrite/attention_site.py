@@ -21,17 +21,33 @@ LABELS = (QUERY, KEY)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class AttentionSite:
-    """Attention in a program.
+class SoftmaxProduct:
+    """A product of values with something that is linear in a softmax.
 
     Attributes:
       scope: the program.
-      eq: the product of probabilities and values.
+      eq: the product.
       after: the equations after it that belong to the attention, in order. There are some if values
         are multiplied by exponentials and divided by their sum afterwards; the last one divides.
-      side: the place of the probabilities among its operands.
+      side: the place of the operand that depends on the softmax.
       softmax: the softmax.
-      chain: what is done to probabilities before the product, in order.
+      chain: the equations from there to the product, in order, each with the place of its operand
+        that depends on the softmax.
+    """
+
+    scope: TracedScope
+    eq: Equation
+    after: tuple[Equation, ...]
+    side: int
+    softmax: Softmax
+    chain: tuple[tuple[Equation, int], ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class AttentionSite(SoftmaxProduct):
+    """Attention in a program: a `SoftmaxProduct` of probabilities and values.
+
+    Attributes:
       cuts: the cuts of the operand that the probabilities have become.
       own_cuts: the cuts of the scores.
       recipe: how blocks are computed.
@@ -41,12 +57,6 @@ class AttentionSite:
       lengths: the numbers of queries and of keys.
     """
 
-    scope: TracedScope
-    eq: Equation
-    after: tuple[Equation, ...]
-    side: int
-    softmax: Softmax
-    chain: tuple[tuple[Equation, int], ...]
     cuts: Cuts
     own_cuts: Cuts
     recipe: Recipe

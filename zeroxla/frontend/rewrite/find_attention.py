@@ -11,7 +11,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
-from zeroxla.frontend.rewrite.attention_site import KEY, LABELS, QUERY, AttentionSite, following
+from zeroxla.frontend.rewrite.attention_site import (
+    KEY,
+    LABELS,
+    QUERY,
+    AttentionSite,
+    SoftmaxProduct,
+    following,
+)
 from zeroxla.frontend.rewrite.cut_dims import Cut, Cuts, has_flat, labels_of, shape_of
 from zeroxla.frontend.rewrite.cuts import dot_dims, operand_cuts
 from zeroxla.frontend.rewrite.recipe import BlockStep, Recipe
@@ -80,7 +87,11 @@ def _of_product(
         cuts = tuple(Cut(KEY) if d in contracted else None for d in range(len(shape)))
         found = _softmax_below(scope, eq.inputs[side], cuts, find)
         if found is not None:
-            return _Candidate(scope, eq, after, side, *found).site()
+            softmax, chain = found
+            candidate = _Candidate(
+                scope=scope, eq=eq, after=after, side=side, softmax=softmax, chain=chain
+            )
+            return candidate.site()
     return None
 
 
@@ -121,26 +132,9 @@ def _linear_in(scope: TracedScope, eq: Equation) -> tuple[int, ...]:
     return ()
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Candidate:
-    """A product of values with something that is linear in a softmax.
-
-    Attributes:
-      scope: the program.
-      eq: the product.
-      after: the equations behind it that belong to the attention.
-      side: the operand that depends on the softmax, by number.
-      softmax: the softmax.
-      chain: the equations from there to the product, each with the place of its operand that
-        depends on the softmax.
-    """
-
-    scope: TracedScope
-    eq: Equation
-    after: tuple[Equation, ...]
-    side: int
-    softmax: Softmax
-    chain: tuple[tuple[Equation, int], ...]
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Candidate(SoftmaxProduct):
+    """What may be attention."""
 
     def site(self) -> AttentionSite | str:
         """Return the attention that it is, or why it is none."""

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -14,6 +13,7 @@ import numpy as np
 
 from zeroxla.frontend.rewrite.evaluate import evaluate
 from zeroxla.frontend.rewrite.found import Rewritten
+from zeroxla.program.on_cpu import on_cpu
 from zeroxla.program.trace import Program, is_float, trace
 
 TOLERANCE = 1e-5
@@ -101,7 +101,7 @@ def _is_same(program: Program, found: Rewritten, shapes: Sequence[Any]) -> bool:
         runs = (lambda args: program(*args)), (lambda args: evaluate(found, args))
         return tuple(_differentiated(run, filled, floats, seed) for run in runs)  # pyright: ignore
 
-    with _on_cpu():
+    with on_cpu():
         instances = [_drawn(shapes, draw) for draw in DRAWS]
         seed = jnp.uint32(0)
         compiled = jax.jit(both).lower(instances[0], seed).compile(OPTIONS)
@@ -189,15 +189,3 @@ def _drawn(shapes: Sequence[Any], draw: str) -> list[np.ndarray | None]:
         else:
             found.append(generator.integers(0, 3, x.shape).astype(x.dtype))
     return found
-
-
-@contextlib.contextmanager
-def _on_cpu() -> Iterator[None]:
-    """Return a context in which programs run on a CPU of this process, if JAX has one."""
-    try:
-        (device, *_) = jax.local_devices(backend="cpu")
-    except RuntimeError:
-        yield
-        return
-    with jax.default_device(device):
-        yield

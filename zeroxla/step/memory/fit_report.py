@@ -131,6 +131,12 @@ class MemoryFit(Report):
         if keeping is None:
             found.append("All that backward reads is kept.")
             return found
+        if keeping.twice_flops:
+            num = sum(place.runs_twice for place in keeping.places)
+            found.append(
+                f"Forward runs a second time before backward in {num} of {len(keeping.places)} "
+                "segments, which keep their inputs alone in between."
+            )
         if keeping.flops:
             found.append(
                 f"Backward computes {keeping.flops:.3g} FLOPs again in a micro-batch on a device, "

@@ -83,13 +83,17 @@ def _in_order(
     variants: list[Programs] = []
     foretold: list[_Foretold] = []
     for hpz_size in _hpz_sizes(programs):
+        enough = False
         for accumulate in _micro_batches(programs, batch):
             config = decided(programs.asked, accumulate=accumulate, hpz_size=hpz_size)
             variants.append(dataclasses.replace(programs, config=config))
             found, is_free = _foretell(variants[-1], len(variants) - 1, total, rates, live)
             foretold.append(found)
-            if is_free:  # with more micro-batches there is only more to gather
+            # With more micro-batches there is only more to gather. One larger number is kept in
+            # reserve, for the compiler may need more than is foretold.
+            if enough:
                 break
+            enough = is_free
     return [variants[x.place] for x in sorted(foretold)]
 
 
