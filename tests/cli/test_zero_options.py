@@ -119,6 +119,15 @@ def test_flags_change_the_fields_of_a_preset():
     assert found == ZeroConfig.zeropp(gradient_wire=None, hpz_size=1)
 
 
+def test_options_may_be_left_to_a_budget():
+    budget = ["--device-memory=1GB"]
+    found = config("train", *budget, "--accumulate=auto", "--hpz-size=auto")
+    assert (found.accumulate, found.hpz_size, found.memory) == ("auto", "auto", 10**9)
+    for option in ("--accumulate", "--hpz-size"):
+        with pytest.raises(ValueError, match=f"{option} auto: no budget .* --device-memory"):
+            config("train", f"{option}=auto")
+
+
 def test_without_flags_a_preset_is_the_library_s():
     for name in ("zero3", "zeropp", "zeropp_hq", "zeropp_min"):
         assert config("plan", f"--zero={name}") == getattr(ZeroConfig, name)()

@@ -258,8 +258,14 @@ def _given(options: ZeroGroups) -> dict[str, Any]:
     if zero.frozen:
         found["frozen"] = zero.frozen
     for name in ("accumulate", "hpz_size"):
-        if found.get(name, AUTO) not in ("node", AUTO):
-            found[name] = int(found[name])
+        value = found.get(name)
+        if value == AUTO and zero.device_memory is None:
+            raise ValueError(
+                f"{flag(name)} auto: no budget decides it; give --device-memory, such as 24GB, or "
+                f"{flag(name)} as a number"
+            )
+        if value not in (None, "node", AUTO):
+            found[name] = int(value)
     for name in _WIRES:
         if (text := getattr(wires, name)) is not None:
             found[name] = wire_format(flag(name), text)
