@@ -17,6 +17,7 @@ from memory_budgets_models import CASES, gpt, tokens
 
 import zeroxla
 from zeroxla.fetch.keeping.budget import ActivationBudget
+from zeroxla.fetch.keeping.places import PlaceFinder
 from zeroxla.program import hlo
 from zeroxla.program.hlo.text import Instruction
 from zeroxla.program.hlo.trip_counts import trip_count
@@ -175,7 +176,7 @@ def seconds_to_decide(layers: int) -> dict[str, float]:
     step = zeroxla.make_step(gpt(scan=False, layers=layers), mesh, optax.adamw(1e-3))
     batch = tokens(NUM_DEVICES)
     shapes = step.abstract_state(batch)
-    budget = ActivationBudget(rates=rates_of(mesh, step.config))
+    budget = ActivationBudget(finder=PlaceFinder(rates_of(mesh, step.config)))
     programs = dataclasses.replace(step.programs, activations=budget)
     begin = time.process_time()
     with step.programs.tracing():

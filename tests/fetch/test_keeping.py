@@ -142,7 +142,7 @@ def test_the_choice_for_several_segments_is_the_best_of_all(layer):
 
 def place_at(*path):
     unread: Any = None
-    return SegmentPlace(traced=unread, graph=unread, points=(), forward_s=0.0, path=path)
+    return SegmentPlace(segment=unread, kind=unread, path=path, trace=unread)
 
 
 def test_what_earlier_segments_keep_is_there_at_later_ones():

@@ -24,6 +24,7 @@ from zeroxla.config.fetch_limits import FetchLimits
 from zeroxla.fetch.fetch_plan import make_plan
 from zeroxla.fetch.keeping.choose import Keeper, Keeping
 from zeroxla.fetch.keeping.cuts import cut_segments
+from zeroxla.fetch.keeping.places import PlaceFinder
 from zeroxla.fetch.keeping.plan_keeper import PlanKeeper
 from zeroxla.fetch.runner import FetchRunner
 from zeroxla.mesh.placement import Placement
@@ -89,7 +90,7 @@ def test_what_has_effects_never_runs_again():
 
     plan = plan_of(function, W_DD)
     (place,) = places_of(plan)
-    (pinned,) = [eq for eq in place.traced.program.equations if eq.is_pinned]
+    (pinned,) = [eq for eq in place.kind.traced.program.equations if eq.is_pinned]
     assert [
         place.graph.maker[i] for i, v in enumerate(place.graph.values) if v in pinned.outputs
     ] == [-1]
@@ -102,6 +103,23 @@ def test_what_has_effects_never_runs_again():
         calls.clear()
         assert_close(gradients(plan, keeping, [w], x), [wanted])
         assert len(calls) == 1
+
+
+# ---------------------------------------------------------------- segments that compute the same
+
+
+def test_segments_that_compute_the_same_are_weighed_once():
+    factors = iter([1.0, 2.0, 2.0, 3.0, 2.0])
+    plan, program = plan_of_layers(lambda w, x: jnp.sin(jnp.tanh(x @ w) * next(factors)), 5)
+    places = places_of(plan)
+    first, *middle, last = (id(place.kind) for place in places)
+    assert middle[0] == middle[1] != middle[2]
+    assert len({first, *middle, last}) == 4  # the first has no input with a gradient
+    args = arrays(*[W_DD] * 5, X_BD)
+    wanted = jax.grad(lambda *args: program(*args)[0], range(5))(*args)
+    for keeping in corners(places):
+        assert all(keeping.of(plan, p.segment, ())[0].segment is p.segment for p in places)
+        assert_close(gradients(plan, keeping, args[:5], args[5]), wanted)
 
 
 # ---------------------------------------------------------------- cuts
@@ -123,13 +141,13 @@ def test_a_model_whose_leaves_all_stay_whole_is_cut_and_needs_less():
 
 def test_pieces_that_run_twice_keep_the_inputs_of_a_segment_alone():
     plan, program = plan_of_layers(LAYERS["two products"], 6, gathered=False)
-    keeper = PlanKeeper(plan, None, RATES)
+    keeper = PlanKeeper(plan, None, PlaceFinder(RATES))
     chosen = keeper.within(0.0, len(keeper.plans) - 1)
     assert keeper.plan_of(chosen) is keeper.plans[-1]
     assert len(chosen.places) >= 3
     assert all(place.runs_twice for place in chosen.places)
     assert chosen.num_bytes <= min(least.num_bytes for least in keeper.leasts())
-    assert chosen.twice_flops == pytest.approx(sum(p.forward_flops for p in chosen.places))
+    assert chosen.twice_flops == pytest.approx(sum(p.kind.forward_flops for p in chosen.places))
     assert chosen.seconds > chosen.twice_s > 0
     args = arrays(*[W_DD] * 6, X_BD)
     wanted = jax.grad(lambda *args: program(*args)[0], range(6))(*args)

@@ -14,6 +14,7 @@ from tools.reference import relative_errors, worst
 import zeroxla
 from zeroxla import Offload, ZeroConfig
 from zeroxla.fetch.keeping.budget import ActivationBudget
+from zeroxla.fetch.keeping.places import PlaceFinder
 from zeroxla.fetch.keeping.residual_graph import DeviceRates
 from zeroxla.mesh.machines import Machines
 from zeroxla.models import GPT, MLP
@@ -155,7 +156,7 @@ def test_the_pieces_of_a_block_run_twice_where_nothing_else_fits():
 
 def test_values_may_wait_on_the_host(plain):
     _, step, state, (loss, gradients), _ = plain
-    free = ActivationBudget(rates=DeviceRates(host_bytes_per_s=1e20), limit=0.0)
+    free = ActivationBudget(finder=PlaceFinder(DeviceRates(host_bytes_per_s=1e20)), limit=0.0)
     programs = dataclasses.replace(step.programs, activations=free)
     with programs.tracing():
         found_loss, found = jax.jit(programs.gradients)(state, BATCH)
@@ -170,7 +171,7 @@ def test_a_slow_link_to_the_host_is_left_alone_where_computing_again_will_do(pla
     _, step, state, _, _ = plain
 
     def chosen(limit, **rates):
-        budget = ActivationBudget(rates=DeviceRates(**rates), limit=limit)
+        budget = ActivationBudget(finder=PlaceFinder(DeviceRates(**rates)), limit=limit)
         programs = dataclasses.replace(step.programs, activations=budget)
         with programs.tracing():
             jax.eval_shape(programs.gradients, state, BATCH)

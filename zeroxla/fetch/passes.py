@@ -14,11 +14,11 @@ import jax
 
 from zeroxla.config.fetch_limits import FetchLimits
 from zeroxla.fetch.keeping.choose import Keeping
+from zeroxla.fetch.keeping.keep_everything import KeepEverything
 from zeroxla.fetch.order import FetchOrder, missing_leaves, stacked_leaves
 from zeroxla.fetch.residuals import Linearized, linearize
 from zeroxla.fetch.reuse import kept_uses
 from zeroxla.fetch.segments import FetchPlan, LayerLoop, Segment, Straight
-from zeroxla.fetch.traced_segment import trace_segment
 from zeroxla.program.trace import Value
 from zeroxla.wire.routes import LeafSource, Route
 
@@ -99,7 +99,7 @@ def plan_passes(
     *,
     in_loop: bool,
     in_remat: bool,
-    keeping: Keeping | None = None,
+    keeping: Keeping | KeepEverything | None = None,
 ) -> PassPlan:
     """Decide about the passes over a plan.
 
@@ -114,14 +114,9 @@ def plan_passes(
     segments = plan.segments
     # The inputs of a whole model are leaves that are not gathered.
     summed = frozenset(plan.leaves if in_loop or in_remat else (*plan.leaves, *plan.inputs))
+    keeping = keeping or KeepEverything()
     linear: dict[Segment, Linearized] = {
-        seg: linearize(
-            *(
-                keeping.of(seg)
-                if keeping
-                else (trace_segment(seg, plan.active, plan.constants, summed), None)
-            )
-        )
+        seg: linearize(*keeping.of(plan, seg, summed))
         for seg in segments
         if isinstance(seg, Straight)
     }

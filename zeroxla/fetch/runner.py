@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from zeroxla.config.fetch_limits import FetchLimits
 from zeroxla.fetch.cotangents import CotangentSums
 from zeroxla.fetch.keeping.choose import Keeping
+from zeroxla.fetch.keeping.keep_everything import KeepEverything
 from zeroxla.fetch.loop_runner import LoopRunner
 from zeroxla.fetch.order import Fetches, FetchOrder
 from zeroxla.fetch.passes import Tape, plan_passes
@@ -55,7 +56,7 @@ class FetchRunner:
         *,
         in_loop: bool = False,
         in_remat: bool = False,
-        keeping: Keeping | None = None,
+        keeping: Keeping | KeepEverything | None = None,
     ) -> None:
         self.plan, self.collectives, self.routes = plan, collectives, routes
         self.passes = passes = plan_passes(

@@ -8,7 +8,7 @@ and so do their derivatives.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -19,10 +19,12 @@ from jax.core import Tracer
 
 from zeroxla.program import compat
 from zeroxla.program.primitives import CUSTOM_RULES
-from zeroxla.program.trace import Constant, Equation, Operand, is_float
+from zeroxla.program.trace import Constant, Equation, Operand, Value, is_float
 
 _RULES = frozenset({"bwd", "fwd_jaxpr_thunk", "jvp_jaxpr_fun", "out_trees"})
 """Parameters of custom rules that are functions. The derivative itself is compared instead."""
+
+_ARRAYS = np.ndarray | np.generic | jax.Array | int | float | complex
 
 MOST_ELEMENTS = 2**16
 """Constants of more elements are equal if they are the same object."""
@@ -39,6 +41,36 @@ def likeness(eq: Equation) -> Hashable:
     operands = tuple((isinstance(a, Constant), _type_of(a)) for a in eq.inputs)
     derivative = _derivative(eq) if _has_rule(eq.source) else None
     return inside, operands, derivative
+
+
+def likeness_of_run(
+    equations: Iterable[Equation],
+    given: Iterable[Value],
+    results: Iterable[Value],
+    likeness: Callable[[Equation], Hashable] = likeness,
+) -> Hashable:
+    """Return the key of equations that run one after another. Runs with equal keys compute the same
+    results from the same values.
+
+    Args:
+      equations: the equations.
+      given: the values that they read and none of them makes, in an order.
+      results: the values that are of interest, in an order.
+      likeness: returns the key of an equation.
+    """
+    numbers: dict[Value, int] = {}
+    for v in given:
+        numbers.setdefault(v, len(numbers))
+
+    def of(operand: Operand) -> Hashable:
+        return numbers[operand] if isinstance(operand, Value) else _of_constant(operand.value)
+
+    kinds, keys = tuple(map(_type_of, numbers)), []
+    for eq in equations:
+        keys.append((likeness(eq), *map(of, eq.inputs)))
+        for v in eq.outputs:
+            numbers[v] = len(numbers)
+    return kinds, tuple(keys), tuple(numbers[v] for v in results)
 
 
 def is_same_constant(a: Constant, b: Constant) -> bool:
@@ -111,9 +143,9 @@ def _of_jaxpr(jaxpr: Any) -> Hashable:
 
 
 def _of_constant(value: Any) -> Hashable:
-    """Return the key of an array that a jaxpr holds: its elements, if they are few and known."""
-    is_array = isinstance(value, np.ndarray | jax.Array) and not isinstance(value, Tracer)
-    if not is_array or _is_key(value) or value.size > MOST_ELEMENTS:
+    """Return the key of an array or a number: its elements, if they are few and known."""
+    is_array = isinstance(value, _ARRAYS) and not isinstance(value, Tracer)
+    if not is_array or _is_key(value) or np.size(value) > MOST_ELEMENTS:
         return id(value)
     return _type_of(Constant(value)), np.asarray(value).tobytes()
 

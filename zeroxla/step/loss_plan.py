@@ -19,6 +19,7 @@ from zeroxla.config.rewrite import Rewrite
 from zeroxla.fetch.fetch_plan import has_closed_remat, make_plan
 from zeroxla.fetch.keeping.budget import ActivationBudget
 from zeroxla.fetch.keeping.choose import Keeping
+from zeroxla.fetch.keeping.keep_everything import KeepEverything
 from zeroxla.fetch.runner import FetchRunner
 from zeroxla.fetch.segments import FetchPlan, layer_dims
 from zeroxla.frontend import Adapted
@@ -135,7 +136,7 @@ def make_runner(
     layout: Layout,
     wiring: Wiring,
     limits: FetchLimits,
-    keeping: Keeping | None = None,
+    keeping: Keeping | KeepEverything | None = None,
 ) -> FetchRunner:
     """Make the runner of a plan from `plan_gathers`."""
     fetched = [layout.leaves[i] for i in layout.indices(fetched=True)]
@@ -199,7 +200,7 @@ class LossPlanner:
             if self.activations.limit is not None and has_closed_remat(plan):
                 opened, result = self.plan(model_state, batch, key, train=train, opens_remat=True)
             plan, keeping = self.activations.choose(plan, opened)
-            limits = limits.holding(keeping.reused.elements if keeping else 0)
+            limits = limits.holding(self.activations.reused_elements)
         runner = make_runner(plan, self.layout, self.wiring, limits, keeping)
         overwritten = self.overwritten(model_state)
         return TracedLoss(runner=runner, result=result, overwritten=overwritten)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 
 from zeroxla.fetch.keeping.choose import Keeping
+from zeroxla.fetch.keeping.keep_everything import KeepEverything
+from zeroxla.fetch.keeping.places import PlaceFinder
 from zeroxla.fetch.keeping.plan_keeper import PlanKeeper
-from zeroxla.fetch.keeping.residual_graph import DeviceRates
 from zeroxla.fetch.segments import FetchPlan
 
 
@@ -15,7 +16,8 @@ class ActivationBudget:
     """A limit of bytes for the values that forward keeps. The choice is made when a loss is traced.
 
     Attributes:
-      rates: what computing again and moving costs.
+      finder: finds and weighs the segments of a plan. Budgets that share one weigh a kind of
+        segment once.
       may_reuse: whether gathered leaves may stay whole from forward to backward.
       limit: the most bytes of leaves that stay, of kept values and of one segment's residuals
         together. If nothing fits, the least that can be kept is. None keeps all, as without a
@@ -25,7 +27,7 @@ class ActivationBudget:
       newest: what was chosen for the loss that was traced last.
     """
 
-    rates: DeviceRates
+    finder: PlaceFinder
     may_reuse: bool = False
     limit: float | None = None
     reuse: bool = False
@@ -36,7 +38,7 @@ class ActivationBudget:
 
     def choose(
         self, plan: FetchPlan, opened: FetchPlan | None = None
-    ) -> tuple[FetchPlan, Keeping | None]:
+    ) -> tuple[FetchPlan, Keeping | KeepEverything]:
         """Return a loss's plan, maybe cut into smaller segments, and what its segments keep.
 
         Args:
@@ -45,14 +47,19 @@ class ActivationBudget:
         """
         self._plans, self._keeper = (plan, opened), None
         if self.limit is None:
-            return plan, None
+            return plan, self.finder.everything
         self.newest = self.keeper.within(self.limit, self.only, reuse=self.reuse)
         return self.keeper.plan_of(self.newest), self.newest
+
+    @property
+    def reused_elements(self) -> int:
+        """The most elements of gathered leaves that stay for backward."""
+        return self.newest.reused.elements if self.newest else 0
 
     @property
     def keeper(self) -> PlanKeeper:
         """What chooses for the loss that was traced last."""
         if self._keeper is None:
             assert self._plans is not None, "no loss was traced"
-            self._keeper = PlanKeeper(*self._plans, self.rates, may_reuse=self.may_reuse)
+            self._keeper = PlanKeeper(*self._plans, self.finder, may_reuse=self.may_reuse)
         return self._keeper

@@ -20,7 +20,7 @@ from zeroxla.fetch.keeping.residual_graph import DeviceRates, ResidualGraph
 from zeroxla.fetch.keeping.reused_leaves import ReusedLeaves
 from zeroxla.fetch.keeping.tradeoff import SegmentChoice
 from zeroxla.fetch.residuals import Kept
-from zeroxla.fetch.segments import Straight
+from zeroxla.fetch.segments import FetchPlan, Straight
 from zeroxla.fetch.traced_segment import TracedSegment
 
 MAX_POLISHED = 6
@@ -52,16 +52,13 @@ class Keeping:
     twice_s: float = 0.0
     twice_flops: float = 0.0
 
-    def of(self, segment: Straight) -> tuple[TracedSegment, Kept]:
-        """Return a segment, traced, and what it keeps."""
+    def of(self, plan: FetchPlan, segment: Straight, summed: object) -> tuple[TracedSegment, Kept]:
+        """Return a segment, traced, and what it keeps. The other arguments are known."""
         return self._by_segment[segment]
 
     @functools.cached_property
     def _by_segment(self) -> Mapping[Straight, tuple[TracedSegment, Kept]]:
-        pairs = zip(self.places, self.choices, strict=True)
-        return {
-            p.traced.segment: (p.traced, p.graph.kept(c.on_device, c.on_host)) for p, c in pairs
-        }
+        return {p.segment: p.keeping(c) for p, c in self._pairs()}
 
     @functools.cached_property
     def num_bytes(self) -> float:
@@ -107,7 +104,7 @@ class Keeping:
     def share_again(self) -> float:
         """The FLOPs of what is computed again, as a share of all that a micro-batch computes, with
         backward taken to compute twice what forward does."""
-        forward = sum(p.forward_flops * p.turns for p in self.places)
+        forward = sum(p.kind.forward_flops * p.turns for p in self.places)
         return self.flops / max(3 * forward, 1.0)
 
     def is_as(self, other: Keeping) -> bool:

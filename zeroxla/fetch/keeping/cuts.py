@@ -9,6 +9,7 @@ second time before backward, as under `jax.checkpoint`: then only the segment's 
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -194,20 +195,21 @@ class _Cutter:
         for i, leaves in enumerate(self.leaves[start:stop]):
             later.update(dict.fromkeys(leaves, i))
         best, best_bytes = None, MOST_CROSSING * total
-        before = 0
-        alive: dict[Value, int] = {}
-        shared: dict[Value, int] = {}  # leaves that were read, and by which equation last
+        before = crossing = 0
+        until = 0  # the last equation that reads one of the leaves that were read
+        ends: dict[int, int] = collections.defaultdict(int)
         for i, eq in enumerate(equations[:-1]):
             before += _weight(eq)
-            # A value that is read after the piece lives as long with the cut as without it.
-            alive.update((v, bytes_of(v)) for v in eq.outputs if self.last.get(v, stop) < stop)
-            alive = {v: size for v, size in alive.items() if self.last[v] > start + i}
-            shared.update((v, later[v]) for v in self.leaves[start + i])
+            for v in eq.outputs:
+                # A value that is read after the piece lives as long with the cut as without it.
+                if (last := self.last.get(v, stop)) < stop:
+                    crossing += bytes_of(v)
+                    ends[last] += bytes_of(v)
+            crossing -= ends[start + i]
+            until = max([until, *(later[v] for v in self.leaves[start + i])])
             balanced = LEAST_SHARE * total <= before <= (1 - LEAST_SHARE) * total
-            if balanced and not any(until > i for until in shared.values()):
-                crossing = sum(alive.values())
-                if crossing <= best_bytes:
-                    best, best_bytes = start + i + 1, crossing
+            if balanced and until <= i and crossing <= best_bytes:
+                best, best_bytes = start + i + 1, crossing
         if best is None:
             return _Piece(start, stop, total)
         parts = self._grown(start, best), self._grown(best, stop)

@@ -55,7 +55,7 @@ def hidden_bytes(places: Sequence[SegmentPlace], rates: DeviceRates) -> float:
 
 
 def _forward_seconds(places: Sequence[SegmentPlace], rates: DeviceRates) -> float:
-    return sum(p.forward_flops * p.turns for p in places) / rates.flops_per_s
+    return sum(p.kind.forward_flops * p.turns for p in places) / rates.flops_per_s
 
 
 def seconds_per_byte(rates: DeviceRates) -> float:

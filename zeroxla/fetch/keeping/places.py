@@ -3,42 +3,95 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 
 import numpy as np
 
-from zeroxla.fetch.keeping.residual_graph import DeviceRates, ResidualGraph, seconds_of
+from zeroxla.fetch.keeping.keep_everything import KeepEverything
+from zeroxla.fetch.keeping.residual_graph import DeviceRates, ResidualGraph, seconds_of, values_of
 from zeroxla.fetch.keeping.tradeoff import SegmentChoice, tradeoff
+from zeroxla.fetch.residuals import Kept
 from zeroxla.fetch.segments import FetchPlan, LayerLoop, Straight
 from zeroxla.fetch.traced_segment import TracedSegment, trace_segment
 from zeroxla.program.flops import flops_of
+from zeroxla.program.likeness import likeness, likeness_of_run
 from zeroxla.program.trace import Value
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class SegmentPlace:
-    """A straight segment of a plan or of the body of a loop or `jax.checkpoint` inside it.
+class SegmentKind:
+    """What segments that compute the same have in common.
 
     Attributes:
-      traced: the segment with its derivative.
+      traced: one of them with its derivative.
       graph: what its residuals are computed from.
       points: the best ways to keep less of it, from all to the least.
       forward_s: the seconds of one turn forward.
-      path: for each plan from the outermost to the segment's own, the number of the segment there,
-        with the number of turns if it is a loop, and 0 if it is a `jax.checkpoint`.
+      forward_flops: the FLOPs of one turn forward.
     """
 
     traced: TracedSegment
     graph: ResidualGraph
     points: tuple[SegmentChoice, ...]
     forward_s: float
+    forward_flops: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class SegmentPlace:
+    """A straight segment of a plan or of the body of a loop or `jax.checkpoint` inside it.
+
+    Attributes:
+      segment: the segment.
+      kind: what it has in common with others that compute the same.
+      path: for each plan from the outermost to the segment's own, the number of the segment there,
+        with the number of turns if it is a loop, and 0 if it is a `jax.checkpoint`.
+      trace: traces the segment with its derivative.
+    """
+
+    segment: Straight
+    kind: SegmentKind
     path: tuple[tuple[int, int], ...]
+    trace: Callable[[], TracedSegment]
 
     @property
-    def forward_flops(self) -> float:
-        """The FLOPs of one turn forward."""
-        return sum(map(flops_of, self.traced.segment.equations))
+    def graph(self) -> ResidualGraph:
+        """What its residuals are computed from. The values in it are those of `kind.traced`."""
+        return self.kind.graph
+
+    @property
+    def points(self) -> tuple[SegmentChoice, ...]:
+        """The best ways to keep less of it, from all to the least."""
+        return self.kind.points
+
+    def leaves_of_backward(self) -> tuple[Value, ...]:
+        """Return the segment's leaves that its derivative reads."""
+        like = self.kind.traced
+        read = like.leaves_of_backward()
+        pairs = zip(self.segment.leaves, like.segment.leaves, strict=True)
+        return tuple(own for own, other in pairs if other in read)
+
+    def always_referenced(self) -> tuple[Value, ...]:
+        """Return the segment's inputs that it keeps even if it keeps least."""
+        like, least = self.kind.traced, self.points[-1].on_device
+        kept = {self.graph.values[i] for i in least}
+        pairs = zip(self.segment.inputs, like.segment.inputs, strict=True)
+        return tuple(own for own, other in pairs if like.stand_ins[other] in kept)
+
+    def keeping(self, choice: SegmentChoice) -> tuple[TracedSegment, Kept]:
+        """Return the segment with its derivative, and what it keeps by a choice.
+
+        Inputs of the segment, which are kept by reference, are left out by `linearize`.
+        """
+        traced = self.trace()
+        values = values_of(traced)
+        assert [v.aval for v in values] == [v.aval for v in self.graph.values]
+        return traced, Kept(
+            on_device=frozenset(values[i] for i in choice.on_device),
+            on_host=frozenset(values[i] for i in choice.on_host),
+        )
 
     @property
     def runs_twice(self) -> bool:
@@ -72,15 +125,22 @@ class SegmentPlace:
 
 
 class PlaceFinder:
-    """Finds the places of a plan. The tradeoff of each kind of segment is found once.
+    """Finds the places of a plan. Segments that compute the same are traced and weighed once.
 
     Args:
       rates: what an equation, a gather and a move cost.
+
+    Attributes:
+      rates: the same.
+      everything: what segments keep if nothing is chosen. Segments that it has traced are not
+        traced again.
     """
 
     def __init__(self, rates: DeviceRates) -> None:
-        self.rates = rates
-        self._found: dict[tuple, tuple[SegmentChoice, ...]] = {}
+        self.rates, self.everything = rates, KeepEverything()
+        self._kinds: dict[Hashable, SegmentKind] = {}
+        self._tradeoffs: dict[tuple, tuple[SegmentChoice, ...]] = {}
+        self._likeness = functools.cache(likeness)
 
     def find(
         self,
@@ -106,7 +166,7 @@ class PlaceFinder:
         for i, seg in reversed([*enumerate(plan.segments)]):
             if isinstance(seg, Straight):
                 place = self._place(plan, seg, summed, lasting, (*path, (i, 1)))
-                lasting.update(_always_referenced(place))
+                lasting.update(place.always_referenced())
                 inside = [place]
             elif isinstance(seg, LayerLoop):
                 here = (*path, (i, seg.scan.length))
@@ -126,25 +186,34 @@ class PlaceFinder:
         lasting: Collection[Value],
         path: tuple[tuple[int, int], ...],
     ) -> SegmentPlace:
-        traced = trace_segment(segment, plan.active, plan.constants, summed)
+        given = (*segment.leaves, *segment.inputs)
+        traced = self.everything.traced.get(segment)
+        trace = functools.partial(trace_segment, segment, plan.active, plan.constants, summed)
+        key = (
+            likeness_of_run(segment.equations, given, segment.outputs, self._likeness),
+            len(segment.leaves),
+            *(tuple(v in s for v in given) for s in (plan.active, plan.constants, summed, lasting)),
+            *(tuple(v in s for v in segment.outputs) for s in (plan.active, lasting)),
+        )
+        if key not in self._kinds:
+            traced = traced or trace()
+            self._kinds[key] = self._kind(traced, lasting)
+        known = (lambda: traced) if traced else trace
+        return SegmentPlace(segment=segment, kind=self._kinds[key], path=path, trace=known)
+
+    def _kind(self, traced: TracedSegment, lasting: Collection[Value]) -> SegmentKind:
         graph = ResidualGraph.of(traced, self.rates, lasting)
         signature = graph.signature
-        if signature not in self._found:
-            self._found[signature] = tuple(tradeoff(graph))
-        return SegmentPlace(
+        if signature not in self._tradeoffs:
+            self._tradeoffs[signature] = tuple(tradeoff(graph))
+        equations = traced.segment.equations
+        return SegmentKind(
             traced=traced,
             graph=graph,
-            points=self._found[signature],
-            forward_s=sum(seconds_of(eq, self.rates) for eq in segment.equations),
-            path=path,
+            points=self._tradeoffs[signature],
+            forward_s=sum(seconds_of(eq, self.rates) for eq in equations),
+            forward_flops=sum(map(flops_of, equations)),
         )
-
-
-def _always_referenced(place: SegmentPlace) -> list[Value]:
-    """Return the inputs of a segment that it keeps even if it keeps least."""
-    least = {place.graph.values[i] for i in place.points[-1].on_device}
-    segment, stand_ins = place.traced.segment, place.traced.stand_ins
-    return [v for v in segment.inputs if stand_ins[v] in least]
 
 
 def times_alive(places: Sequence[SegmentPlace]) -> np.ndarray:

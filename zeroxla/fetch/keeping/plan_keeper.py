@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from zeroxla.fetch.keeping.choose import Keeper, Keeping
 from zeroxla.fetch.keeping.cuts import cut_segments
 from zeroxla.fetch.keeping.places import PlaceFinder, SegmentPlace
-from zeroxla.fetch.keeping.residual_graph import DeviceRates
 from zeroxla.fetch.keeping.reused_leaves import reused_leaves
 from zeroxla.fetch.segments import FetchPlan
 
@@ -24,7 +23,7 @@ class PlanKeeper:
       plan: the plan of a loss.
       opened: the same with a plan for each `jax.checkpoint`, if some have none in `plan`. What they
         compute again can only be cut there.
-      rates: what computing again and moving costs.
+      finder: finds and weighs the segments of a plan.
       may_reuse: whether gathered leaves may stay whole from forward to backward.
 
     Attributes:
@@ -36,7 +35,7 @@ class PlanKeeper:
         self,
         plan: FetchPlan,
         opened: FetchPlan | None,
-        rates: DeviceRates,
+        finder: PlaceFinder,
         *,
         may_reuse: bool = False,
     ) -> None:
@@ -44,7 +43,7 @@ class PlanKeeper:
         cut, twice = cut_segments(whole), cut_segments(whole, runs_twice=True)
         self.plans = (plan, *(other for other in (cut, twice) if other is not whole))
         self.usual = 1 if cut is whole else 2
-        self._finder, self._may_reuse = PlaceFinder(rates), may_reuse
+        self._finder, self._may_reuse = finder, may_reuse
         self._keepers: dict[int, Keeper] = {}
         for number in range(self.usual):
             self._keeper(number)
@@ -97,5 +96,5 @@ class PlanKeeper:
 def _run_twice(places: Sequence[SegmentPlace]) -> tuple[float, float]:
     """Return the seconds and FLOPs of segments that run forward a second time."""
     twice = [p for p in places if p.runs_twice]
-    seconds = sum(p.turns * p.forward_s for p in twice)
-    return seconds, sum(p.turns * p.forward_flops for p in twice)
+    seconds = sum(p.turns * p.kind.forward_s for p in twice)
+    return seconds, sum(p.turns * p.kind.forward_flops for p in twice)

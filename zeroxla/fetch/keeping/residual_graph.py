@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection
 
-from zeroxla.fetch.residuals import Kept
 from zeroxla.fetch.traced_segment import TracedSegment
 from zeroxla.program.flops import flops_of, product_flops
 from zeroxla.program.primitives import EXPENSIVE, FUSED, LOOPS, RANDOM, REDUCTIONS, RENAMES
@@ -108,14 +107,6 @@ class ResidualGraph:
                 found.add(value)
         return sum(self.bytes[v] for v in found)
 
-    def kept(self, on_device: Collection[int], on_host: Collection[int]) -> Kept:
-        """Return values, given by number, as a `Kept`. Inputs of the segment, which are kept by
-        reference, are left out by `linearize`."""
-        return Kept(
-            on_device=frozenset(self.values[i] for i in on_device),
-            on_host=frozenset(self.values[i] for i in on_host),
-        )
-
     @staticmethod
     def of(traced: TracedSegment, rates: DeviceRates, lasting: Collection[Value]) -> ResidualGraph:
         """Read the graph of a segment.
@@ -126,13 +117,7 @@ class ResidualGraph:
           lasting: inputs and outputs of the segment that stay in memory until its backward anyway.
         """
         program, free = traced.program, traced.from_free()
-        producers = {v: eq for v, eq in traced.producers().items() if v not in free}
-        wanted = [v for v in traced.residuals if isinstance(v, Value) and v not in free]
-        equations, _ = closure(wanted, producers)
-        values = tuple(
-            dict.fromkeys([*(v for eq in equations for v in (*eq.values, *eq.outputs)), *wanted])
-        )
-        values = tuple(v for v in values if v not in free)
+        wanted, equations, values = _read(traced)
         number = {v: i for i, v in enumerate(values)}
         maker = {v: i for i, eq in enumerate(equations) for v in eq.outputs}
         shared = dict(zip(traced.segment.outputs, traced.results, strict=True)) | traced.stand_ins
@@ -166,6 +151,24 @@ class ResidualGraph:
                 for v, size in zip(values, sizes, strict=True)
             ),
         )
+
+
+def values_of(traced: TracedSegment) -> tuple[Value, ...]:
+    """Return the values of a segment's graph."""
+    return _read(traced)[2]
+
+
+def _read(
+    traced: TracedSegment,
+) -> tuple[list[Value], list[Equation], tuple[Value, ...]]:
+    """Return a segment's residuals that backward has not anyway, the equations that compute them,
+    and the values of both."""
+    free = traced.from_free()
+    producers = {v: eq for v, eq in traced.producers().items() if v not in free}
+    wanted = [v for v in traced.residuals if isinstance(v, Value) and v not in free]
+    equations, _ = closure(wanted, producers)
+    values = dict.fromkeys([*(v for eq in equations for v in (*eq.values, *eq.outputs)), *wanted])
+    return wanted, [*equations], tuple(v for v in values if v not in free)
 
 
 def seconds_of(eq: Equation, rates: DeviceRates) -> float:

@@ -51,7 +51,7 @@ def reused_leaves(plan: FetchPlan, places: Sequence[SegmentPlace]) -> tuple[Reus
             never += num_bytes
         elif num_bytes:
             stacked = stacked_leaves(segment)
-            own = {v for p in inside for v in p.traced.leaves_of_backward()}
+            own = {v for p in inside for v in p.leaves_of_backward()}
             sizes.append((sum(v.aval.size for v in stacked or own), num_bytes))
     sums = [*itertools.accumulate(sizes, lambda a, b: (a[0] + b[0], a[1] + b[1]), initial=(0, 0))]
     total = sums[-1][1] + never
@@ -62,4 +62,4 @@ def reused_leaves(plan: FetchPlan, places: Sequence[SegmentPlace]) -> tuple[Reus
 
 def _bytes_in_backward(place: SegmentPlace) -> int:
     """Return the bytes of the leaves that backward gathers for a segment, in all its turns."""
-    return place.turns * sum(map(bytes_of, place.traced.leaves_of_backward()))
+    return place.turns * sum(map(bytes_of, place.leaves_of_backward()))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 from zeroxla.fetch.keeping.residual_graph import ResidualGraph
 from zeroxla.program.min_cut import Edge, source_side
@@ -173,13 +173,6 @@ def _hull(graph: ResidualGraph, beside: float) -> list[SegmentChoice]:
             better.pop()
         better.append(choice)
     return better
-
-
-def _area(
-    more: SegmentChoice, less: SegmentChoice, cost_of: Callable[[SegmentChoice], float]
-) -> float:
-    """Return bytes times seconds between two choices."""
-    return (more.num_bytes - less.num_bytes) * (cost_of(less) - cost_of(more))
 
 
 def min_seconds(graph: ResidualGraph) -> float:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from zeroxla.fetch.keeping.budget import ActivationBudget
 from zeroxla.fetch.keeping.choose import Keeping
+from zeroxla.fetch.keeping.places import PlaceFinder
 from zeroxla.fetch.keeping.plan_keeper import PlanKeeper
 from zeroxla.fetch.keeping.residual_graph import DeviceRates
 from zeroxla.step.memory.fit_report import MemoryFit, Try
@@ -44,9 +45,10 @@ def search_budget(
     tries: list[Try] = []
     made: list[Programs] = []
     wanted: dict[str, Any] = {}
+    finder = PlaceFinder(rates)
     may_reuse = programs.config.may_reuse_leaves
     while True:
-        budget = ActivationBudget(rates=rates, may_reuse=may_reuse, **wanted)
+        budget = ActivationBudget(finder=finder, may_reuse=may_reuse, **wanted)
         made.append(dataclasses.replace(programs, activations=budget))
         num_bytes, temp_bytes = measure(made[-1], budget)
         keeping = budget.newest

@@ -16,6 +16,7 @@ from zeroxla.config.undecided import AUTO, decided, undecided
 from zeroxla.config.zero_config import ZeroConfig
 from zeroxla.fetch.keeping.budget import ActivationBudget
 from zeroxla.fetch.keeping.link_seconds import traffic_seconds
+from zeroxla.fetch.keeping.places import PlaceFinder
 from zeroxla.fetch.keeping.residual_graph import DeviceRates
 from zeroxla.mesh.axes import NODE, world_size
 from zeroxla.step.memory.budget_search import Measure, keeper_of, search_budget
@@ -118,7 +119,7 @@ def _foretell(
     """Foretell what a variant takes; and say whether it fits with nothing computed again."""
     config = programs.config
     may_reuse = config.may_reuse_leaves
-    budget = ActivationBudget(rates=rates(config), may_reuse=may_reuse)
+    budget = ActivationBudget(finder=PlaceFinder(rates(config)), may_reuse=may_reuse)
     num_bytes, _ = live(dataclasses.replace(programs, activations=budget), budget)
     keeper = keeper_of(programs, budget)
     limit = total - (num_bytes - keeper.everything().num_bytes)

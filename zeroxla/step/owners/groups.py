@@ -7,13 +7,12 @@ from collections.abc import Hashable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh
 
 from zeroxla.mesh.axes import PIPE, axes_size, leaf_axes
 from zeroxla.mesh.placement import Placement
 from zeroxla.program.flops import flops_of
-from zeroxla.program.likeness import likeness
+from zeroxla.program.likeness import likeness_of_run
 from zeroxla.program.trace import Constant, Value
 from zeroxla.step.owners.layers import Layers, layers_of, program_of
 from zeroxla.step.owners.matrix_pieces import MatrixPiece
@@ -195,7 +194,9 @@ def joined_groups(groups: Sequence[OwnedGroup]) -> list[OwnedGroup]:
     """Join the groups that do the same with matrices of the same shapes and placements."""
     found: dict[Hashable, list[OwnedGroup]] = {}
     for group in groups:
-        key = _key(group.piece), group.reads, group.results, group.axes
+        piece = group.piece
+        likeness = likeness_of_run(piece.equations, piece.reads, piece.results)
+        key = likeness, group.reads, group.results, group.axes
         found.setdefault(key, []).append(group)
     return [
         dataclasses.replace(same[0], pieces=tuple(g.piece for g in same)) for same in found.values()
@@ -205,25 +206,6 @@ def joined_groups(groups: Sequence[OwnedGroup]) -> list[OwnedGroup]:
 def num_owners(group: OwnedGroup, mesh: Mesh) -> int:
     """Return the number of devices among which a group's matrices are shared."""
     return axes_size(mesh, group.axes)
-
-
-def _key(piece: MatrixPiece) -> Hashable:
-    """Return a key that is equal for pieces that compute the same from what they read."""
-    numbers: dict[Value, int] = {}
-    for v in (*piece.reads, *(v for eq in piece.equations for v in eq.outputs)):
-        numbers.setdefault(v, len(numbers))
-
-    def of(operand: Value | Constant) -> Hashable:
-        if isinstance(operand, Value):
-            return numbers[operand]
-        value = operand.value
-        if _is_key(operand):
-            return "key", id(value)
-        return str(jax.dtypes.result_type(value)), np.shape(value), np.asarray(value).tobytes()
-
-    equations = tuple((likeness(eq), *map(of, eq.inputs)) for eq in piece.equations)
-    kinds = tuple((v.aval.shape, str(v.aval.dtype)) for v in piece.reads)
-    return kinds, equations, tuple(numbers[v] for v in piece.results)
 
 
 def _is_key(operand: Value | Constant) -> bool:
