@@ -220,6 +220,15 @@ FEATURES = [
         fields=("ZeroConfig.memory",),
         holds=lambda run: run.step.describe().memory.best.keeping is not None,
     ),
+    Feature(
+        name="memory decides",
+        slots={
+            "config.memory": True,
+            "config.accumulate": "auto",
+            "config.hpz_size": "auto",
+        },
+        holds=lambda run: set(run.decided) == {"accumulate", "hpz_size"},
+    ),
     # Optimizers.
     Feature(name="optimizer with a state", slots={"optimizer": "momentum"}),
     Feature(
@@ -369,8 +378,14 @@ def _each(first: Any, second: Any, text: str) -> Iterator[tuple[frozenset[str], 
 REFUSED: dict[frozenset[str], str] = dict(
     itertools.chain(
         _each(PIPELINES, "parameters on disk", "of a pipeline is not supported"),
-        _each(PIPELINES, "memory", "of a pipeline is not supported"),
-        _each("memory", ("parameters on disk", "optimizer on disk"), "with a state on disk"),
+        _each(PIPELINES, ("memory", "memory decides"), "of a pipeline is not supported"),
+        _each(
+            ("memory", "memory decides"),
+            ("parameters on disk", "optimizer on disk"),
+            "with a state on disk",
+        ),
+        _each("memory decides", ("tensor", "context"), "accumulate='auto' with axes"),
+        _each("memory decides", "microbatches=", "accumulate='auto' contradict"),
         _each("pipeline, tick", "pipeline, low memory", "has no effect on schedule 'zb-h1'"),
         _each("pipeline, chunks", "pipeline, low memory", "no effect on schedule 'interleaved'"),
         _each("update on the host", "parameters on disk", "the host updates what is in its memory"),

@@ -163,7 +163,8 @@ class Job:
 
     def _budget(self, folder: Path) -> int:
         """A little less than what a device takes without a budget."""
-        fields = {name: value for name, value in self.config.items() if name != "memory"}
+        left = [("memory", True), ("accumulate", "auto"), ("hpz_size", "auto")]
+        fields = dict(pair for pair in self.config.items() if pair not in left)
         step = dataclasses.replace(self, config=fields).make(folder).step
         state = step.abstract_state(BATCH)
         program = step.lower(state, BATCH).compile()
@@ -231,6 +232,11 @@ class Run:
     def program(self) -> str:
         """A digest of the step's program."""
         return hashlib.sha256(self.lowered.as_text().encode()).hexdigest()
+
+    @property
+    def decided(self) -> dict[str, Any]:
+        """What a memory budget decided."""
+        return self.step.describe().memory.decided
 
     @property
     def secondary_bytes(self) -> int:
@@ -319,6 +325,8 @@ def reference_of(run: Run) -> tuple[list[float], Any, Any]:
     The base of adapters that is stored as wires is dequantized, and trained with float adapters.
     """
     job = run.job
+    if job.config.get("accumulate") == "auto":
+        job = dataclasses.replace(job, config=job.config | run.decided)
     if job.lora is not None and "frozen" in job.lora:
         lora = {name: value for name, value in job.lora.items() if name != "frozen"}
         start = {"base": run.whole.merge(run.start), "lora": run.start["lora"]}

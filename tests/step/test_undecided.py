@@ -1,6 +1,7 @@
 """Options that are left to a memory budget: it takes micro-batches and secondary shards so that the
 step fits, and says which it took."""
 
+import dataclasses
 import functools
 
 import jax
@@ -13,7 +14,9 @@ from tools.reference import relative_errors, worst
 
 import zeroxla
 from zeroxla import Offload, WireFormat, ZeroConfig
+from zeroxla.fetch.keeping.residual_graph import DeviceRates
 from zeroxla.models.losses import next_token_loss
+from zeroxla.step import setup
 from zeroxla.step.memory.device_facts import rates_of
 from zeroxla.step.memory.step_memory import measured
 from zeroxla.step.memory.variants import fit_variants
@@ -80,6 +83,38 @@ def test_what_the_compiler_refuses_gives_way_to_more_micro_batches(plain):
     assert fit.decided == {"accumulate": 2}
     assert chosen.config.accumulate == 2
     assert fit.best.num_bytes < 10**9
+
+
+@pytest.mark.parametrize("rate", [1e13, 1e7], ids=["fast links", "slow links"])
+def test_gathers_run_ahead_if_the_room_is_worth_no_more(monkeypatch, rate):
+    monkeypatch.setattr(setup, "platform_of", lambda _: "gpu")  # where gathers run ahead
+    step = step_of(memory="1GB", max_live_parameters=0)
+    state, programs = step.abstract_state(BATCH), step.programs
+    batch = step.batches.shapes(BATCH)
+
+    def rates(config):
+        links = dict.fromkeys(("gathered_bytes_per_s", "sent_bytes_per_s"), rate)
+        ahead = config.prefetch_bucket is None
+        return DeviceRates(flops_per_s=1e10, bytes_per_s=1e9, gathers_beside=ahead, **links)
+
+    def live(programs, _):
+        return measured(programs, state, batch)
+
+    config = dataclasses.replace(programs.config, prefetch_bucket=0)
+    least = live(dataclasses.replace(programs, config=config), None)[0]
+    most = live(programs, None)[0]
+    assert least < most
+    assert fit_variants(programs, batch, most, rates, live, live)[0].decided == {}
+    fit, chosen = fit_variants(programs, batch, least, rates, live, live)
+    assert fit.best is not None
+    if rate > 1e10:
+        assert fit.decided == {"prefetch_bucket": 0}
+        assert "The budget decided: prefetch_bucket=0." in fit.notes()
+        assert fit.best.seconds == 0
+    else:
+        assert fit.decided == {}
+        assert chosen.config.prefetch_bucket is None
+        assert fit.best.seconds > 0
 
 
 @pytest.mark.slow

@@ -149,7 +149,8 @@ class ZeroConfig:
     prefetch_bucket: int | None = None
     """Largest number of elements that are gathered ahead of their use, the next unit or the next
     turn of a loop included. None means 0 on CPUs, where a collective blocks anyway, and room for
-    the next unit on other devices. (stage3_prefetch_bucket_size)"""
+    the next unit on other devices; with `memory` 0 there too, if the room is worth more.
+    (stage3_prefetch_bucket_size)"""
 
     max_live_parameters: int | None = None
     """Most elements that stay gathered for a later use. None means 0; with `memory`, and if

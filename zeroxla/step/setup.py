@@ -51,6 +51,12 @@ class Setup(ModelOnMesh):
         """The loss scale of the first step; None if losses are not scaled."""
         return self.config.init_loss_scale if self.config.compute_dtype == "float16" else None
 
+    @property
+    def prefetch_bucket(self) -> int | None:
+        """The most elements that are gathered ahead; None gathers the next unit."""
+        ahead = self.config.prefetch_bucket
+        return 0 if ahead is None and platform_of(self.mesh) == "cpu" else ahead
+
     def placements(self, key: jax.Array, batch: Any) -> Placements:
         """Decide how parameters and optimizer state are stored, from shapes alone.
 
@@ -209,14 +215,13 @@ class Setup(ModelOnMesh):
         config, losses = self.config, self.losses
         if self.axes is not None and not whole:
             layout, losses = self.axes.of_parts(layout)
-        on_cpu, prefetch = platform_of(self.mesh) == "cpu", config.prefetch_bucket
         return LossPlanner(
             losses=losses,
             layout=layout,
             wiring=self.wiring,
             unit_elements=config.unit_elements,
             limits=FetchLimits(
-                prefetch=0 if prefetch is None and on_cpu else prefetch,
+                prefetch=self.prefetch_bucket,
                 max_live=config.max_live_parameters or 0,
                 max_reuse=config.max_reuse_distance or 0,
             ),

@@ -65,12 +65,14 @@ def fit_variants(
     """
     names = undecided(programs.asked)
     variants = [programs]
-    if names:
+    if names or len(_prefetch_buckets(programs)) > 1:
         variants = _in_order(programs, batch, total, rates, live)[:MOST_SEARCHES]
     found: list[tuple[MemoryFit, Programs]] = []
     for variant in variants:
         fit, chosen = search_budget(variant, total, rates(variant.config), measure)
         values = {name: getattr(variant.config, name) for name in names}
+        if variant.config.prefetch_bucket != programs.asked.prefetch_bucket:
+            values["prefetch_bucket"] = variant.config.prefetch_bucket
         found.append((dataclasses.replace(fit, decided=values), chosen))
         if fit.best is not None:
             return found[-1]
@@ -87,9 +89,13 @@ def _in_order(
         enough = False
         for accumulate in _micro_batches(programs, batch):
             config = decided(programs.asked, accumulate=accumulate, hpz_size=hpz_size)
-            variants.append(dataclasses.replace(programs, config=config))
-            found, is_free = _foretell(variants[-1], len(variants) - 1, total, rates, live)
-            foretold.append(found)
+            is_free = False
+            for prefetch in _prefetch_buckets(programs):
+                if not is_free:
+                    config = dataclasses.replace(config, prefetch_bucket=prefetch)
+                    variants.append(dataclasses.replace(programs, config=config))
+                    found, is_free = _foretell(variants[-1], len(foretold), total, rates, live)
+                    foretold.append(found)
             # With more micro-batches there is only more to gather. One larger number is kept in
             # reserve, for the compiler may need more than is foretold.
             if enough:
@@ -103,6 +109,13 @@ def _hpz_sizes(programs: Programs) -> list[Any]:
     if programs.asked.hpz_size != AUTO:
         return [programs.config.hpz_size]
     return [1, "node"] if programs.mesh.shape[NODE] > 1 else [1]
+
+
+def _prefetch_buckets(programs: Programs) -> list[int | None]:
+    """Return the values of `prefetch_bucket` that are tried: gathers run ahead, or they do not."""
+    asked = programs.asked.prefetch_bucket
+    runs_ahead = asked is None and programs.prefetch_bucket is None
+    return [None, 0] if runs_ahead else [asked]
 
 
 def _micro_batches(programs: Programs, batch: Any) -> list[int]:
