@@ -28,6 +28,7 @@ Remat = Callable[..., Any] | None
 
 
 def with_remat(block: Any, policy: Remat) -> Any:
+    """Return a module class. Give its instances names: `nn.remat` changes those that Flax makes."""
     return block if policy is None else nn.remat(block, policy=policy)
 
 
@@ -41,8 +42,8 @@ class ViT(nn.Module):
         x_BHWD = nn.Conv(WIDTH, (2, 2), strides=2)(image_BHWC)
         x_BLD = x_BHWD.reshape(x_BHWD.shape[0], -1, WIDTH)
         x_BLD += self.param("positions", nn.initializers.normal(0.02), x_BLD.shape[1:])
-        for _ in range(LAYERS):
-            x_BLD = with_remat(EncoderBlock, self.remat)()(x_BLD)
+        for i in range(LAYERS):
+            x_BLD = with_remat(EncoderBlock, self.remat)(name=f"block_{i}")(x_BLD)
         return nn.Dense(CLASSES)(nn.LayerNorm()(x_BLD).mean(1))
 
     def loss(self, batch: dict[str, jax.Array], *, train: bool) -> Any:
@@ -71,7 +72,8 @@ class ResNet(nn.Module):
             for i in range(2):
                 stride = 2 if stage and not i else 1
                 block = with_remat(ResidualBlock, self.remat)
-                x_BHWC = block(32 * 2**stage, stride, train=train)(x_BHWC)
+                name = f"block_{stage}_{i}"
+                x_BHWC = block(32 * 2**stage, stride, train=train, name=name)(x_BHWC)
         return nn.Dense(CLASSES)(x_BHWC.mean((1, 2)))
 
     def loss(self, batch: dict[str, jax.Array], *, train: bool) -> Any:
@@ -103,8 +105,8 @@ class StateSpace(nn.Module):
     @nn.compact
     def __call__(self, tokens_BL: jax.Array) -> jax.Array:
         x_BLD = nn.Embed(VOCABULARY, WIDTH)(tokens_BL)
-        for _ in range(4):
-            x_BLD = with_remat(RecurrentBlock, self.remat)()(x_BLD)
+        for i in range(4):
+            x_BLD = with_remat(RecurrentBlock, self.remat)(name=f"block_{i}")(x_BLD)
         return nn.Dense(VOCABULARY)(nn.RMSNorm()(x_BLD))
 
     def loss(self, batch: dict[str, jax.Array], *, train: bool) -> Any:
@@ -138,13 +140,14 @@ class UNet(nn.Module):
         x_BHWC = nn.Conv(32, (3, 3))(x_BHWC)
         across = []
         for level in range(3):
-            x_BHWC = block(32 * 2**level)(x_BHWC)
+            x_BHWC = block(32 * 2**level, name=f"down_{level}")(x_BHWC)
             across.append(x_BHWC)
             x_BHWC = nn.Conv(32 * 2**level, (3, 3), strides=2)(x_BHWC)
-        x_BHWC = block(128)(x_BHWC)
+        x_BHWC = block(128, name="middle")(x_BHWC)
         for level, skip_BHWC in reversed([*enumerate(across)]):
             x_BHWC = nn.ConvTranspose(32 * 2**level, (2, 2), strides=(2, 2))(x_BHWC)
-            x_BHWC = block(32 * 2**level)(jnp.concatenate([x_BHWC, skip_BHWC], -1))
+            joined = jnp.concatenate([x_BHWC, skip_BHWC], -1)
+            x_BHWC = block(32 * 2**level, name=f"up_{level}")(joined)
         return nn.Conv(3, (3, 3))(nn.silu(nn.GroupNorm(8)(x_BHWC)))
 
     def loss(self, batch: dict[str, jax.Array], *, train: bool) -> Any:
