@@ -1,7 +1,8 @@
-"""Read a scheduled GPU program: which matmuls run while which collectives are in flight.
+"""Read a scheduled GPU program: which matmuls run while collectives and copies are in flight.
 
 XLA:GPU prints each computation in the order of its schedule. A collective is in flight from its
-start to its done; one without a start was scheduled with nothing to run beside it.
+start to its done; one without a start was scheduled with nothing to run beside it. So are copies
+between the device and its host, whose memory has the number 5.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ NEXT_TURN, LOOP, OTHER = "next turn", "loop", "other"
 _PASSES_ON = {"all-gather", "all-gather-start", "all-gather-done", "bitcast", "concatenate"}
 _PASSES_ON |= {"convert", "copy", "fusion", "get-tuple-element", "reshape", "slice", "transpose"}
 _PASSES_ON |= {"tuple"}
+_HOST = ":S(5)"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +49,57 @@ class Transfer:
     matmuls: int
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class HostCopy:
+    """One copy between a device and its host's memory.
+
+    Attributes:
+      to_host: whether it leads to the host.
+      in_loop: it is in the body of a loop.
+      num_bytes: what is copied, on one device.
+      matmuls: how many matmuls are scheduled between its start and its done.
+    """
+
+    to_host: bool
+    in_loop: bool
+    num_bytes: int
+    matmuls: int
+
+
+def host_copies(text: str) -> list[HostCopy]:
+    """List the copies to and from host memory that run beside other work, in the order of the
+    schedule.
+
+    Args:
+      text: `compiled.as_text()`.
+
+    Raises:
+      ValueError: the text is not scheduled.
+    """
+    _check_scheduled(text)
+    module = hlo.parse(text)
+    schedules = [_Schedule(module, name) for name in module.computations]
+    return [copy for schedule in schedules for copy in _host_copies_of(schedule)]
+
+
+def _host_copies_of(schedule: _Schedule) -> Iterator[HostCopy]:
+    order = list(schedule.instructions.values())
+    for i, start in enumerate(order):
+        if _HOST not in start.type_text or not start.opcode.endswith("-start"):
+            continue
+        end = next(j for j, x in enumerate(order[i:], i) if schedule.is_done_of(x, start))
+        done = order[end]
+        to_host = _HOST in done.type_text
+        # What is put into a stack on the host is the second operand.
+        copied = schedule.instructions[start.operands[1]] if to_host else done
+        yield HostCopy(
+            to_host=to_host,
+            in_loop=schedule.name != schedule.module.entry,
+            num_bytes=sum(shape.num_bytes for shape in copied.shapes),
+            matmuls=sum(schedule.is_matmul(x) for x in order[i + 1 : end]),
+        )
+
+
 def gathers(text: str) -> list[Transfer]:
     """List the all-gathers of a compiled GPU program, in the order of its schedule.
 
@@ -64,12 +117,16 @@ def exchanges(text: str) -> list[Transfer]:
     return _transfers(text, "all-to-all")
 
 
-def _transfers(text: str, kind: str) -> list[Transfer]:
+def _check_scheduled(text: str) -> None:
     if "is_scheduled=true" not in text.partition("\n")[0]:
         raise ValueError(
             "the program is not scheduled, so the order of its instructions means nothing; pass "
             f"compiled.as_text(). It starts with {text[:80]!r}"
         )
+
+
+def _transfers(text: str, kind: str) -> list[Transfer]:
+    _check_scheduled(text)
     module = hlo.parse(text)
     found = {c.name: c for c in hlo.collectives(module) if c.kind == kind}
     return [

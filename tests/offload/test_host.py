@@ -1,6 +1,7 @@
 """Training with state in host memory gives the same numbers as without."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -361,6 +362,8 @@ def test_bad_configurations(mesh24):
         ZeroConfig(offload="host")
     with pytest.raises(ValueError, match=r"needs 'moon' memory, and cpu has \['device', "):
         check_memory(mesh24, "moon")
+    described = SimpleNamespace(addressable_memories=lambda: [])  # as of a compile-only device
+    check_memory(SimpleNamespace(devices=np.array([described])), "moon")
 
 
 def test_a_plan_counts_the_hosts_memory_apart():

@@ -20,7 +20,9 @@ from zeroxla.step.programs import Programs
 
 MAX_TRIES = 7
 SAFETY = 0.03
-"""For each try that missed, the next one aims this share of the activations lower."""
+"""After a choice that missed, the next one of the same plan aims this share lower."""
+LEAST_FALL = 1 / 2
+"""What is measured is taken to fall by at least this share of what is chosen to fall."""
 WORTH = 0.01
 """Another program is tried if it computes again by this share less than the best that fits."""
 
@@ -57,7 +59,7 @@ def search_budget(
             num_bytes=num_bytes,
             temp_bytes=temp_bytes,
             seconds=0.0,
-            plan=budget.only,
+            plan=budget.only or 0,
         )
         tries.append(tried)
         if num_bytes <= total and len(tries) == 1 and not may_reuse:
@@ -82,16 +84,9 @@ def keeper_of(programs: Programs, budget: ActivationBudget) -> PlanKeeper:
 
 
 def _next_try(tries: list[Try], total: int, keeper: PlanKeeper) -> dict[str, Any] | None:
-    """Return the fields of the `ActivationBudget` to try next; None if nothing is left to try.
-
-    What is measured and the keeper's own figure differ by what the keeper does not see: gathered
-    leaves, gradients, what one segment computes. That difference hardly changes with the choice.
-    """
-    newest = tries[-1]
-    if newest.keeping and newest.keeping.reused.elements:
+    """Return the fields of the `ActivationBudget` to try next; None if nothing is left to try."""
+    if tries[-1].keeping and tries[-1].keeping.reused.elements:
         return None
-    by_keeper = (newest.keeping or keeper.everything()).num_bytes
-    limit = total - (newest.num_bytes - by_keeper)
     best_s = min((t.own_seconds for t in tries if t.num_bytes <= total), default=math.inf)
     left = MAX_TRIES - len(tries)
     leasts = keeper.leasts()
@@ -100,23 +95,59 @@ def _next_try(tries: list[Try], total: int, keeper: PlanKeeper) -> dict[str, Any
     untried = [i for i in order if _known(tries, leasts[i]) is None]
     asked = {t.plan for t in tries}
     untried += [i for i in range(keeper.usual, len(keeper.plans)) if i not in asked]
-    if math.isinf(best_s):
-        limit -= SAFETY * max(limit, 0.0) * (len(tries) - 1)
     last_resort = {"limit": 0.0, "only": untried[0]} if math.isinf(best_s) and untried else None
     if left <= (len(untried) if last_resort else 0):
         return last_resort if left else None
     # Where only the last plan fits, it is the one to refine.
-    only = newest.plan if (newest.plan or 0) >= keeper.usual else None
-    for _ in range(MAX_TRIES):
-        choice = keeper.within(limit, only)
-        known = _known(tries, choice)
+    newest = tries[-1].plan
+    limits = {
+        plan: _limit(tries, total, keeper, plan)
+        for plan in ([newest] if newest >= keeper.usual else range(keeper.usual))
+    }
+    for _ in range(MAX_TRIES * len(limits)):
+        choices = {plan: keeper.within(limit, plan) for plan, limit in limits.items()}
+        plan = min(choices, key=lambda i: _worse(choices[i], limits[i]))
+        known = _known(tries, choices[plan])
         if known is None:
-            is_worth = choice.own_seconds < best_s * (1 - WORTH)
-            return {"limit": limit, "only": only} if is_worth else None
-        if known.num_bytes <= total or any(map(choice.is_as, leasts)):
+            is_worth = choices[plan].own_seconds < best_s * (1 - WORTH)
+            return {"limit": limits[plan], "only": plan} if is_worth else None
+        if known.num_bytes <= total:
             break
-        limit = choice.num_bytes * (1 - WORTH)
+        limits[plan] = choices[plan].num_bytes * (1 - WORTH)
+        if any(map(choices[plan].is_as, leasts)):
+            del limits[plan]
+        if not limits:
+            break
     return last_resort
+
+
+def _limit(tries: list[Try], total: int, keeper: PlanKeeper, plan: int) -> float:
+    """Return the bytes that what is kept of a plan may take, by the keeper's own count.
+
+    What is measured and that count differ by what the keeper does not see: gathered leaves,
+    gradients, what one segment computes. That difference may be another one for another plan. For
+    one plan it changes little with the choice; its last two tries say how much.
+    """
+    of_plan = [t for t in tries if t.plan == plan]
+    *before, last = of_plan or tries[-1:]
+    measured, counted = last.num_bytes, _counted(last, keeper)
+    if measured <= total or not before:
+        return counted - (measured - total)
+    falls = (before[-1].num_bytes - measured) / max(_counted(before[-1], keeper) - counted, 1)
+    limit = counted - (measured - total) / min(max(falls, LEAST_FALL), 1.0)
+    return limit - SAFETY * max(limit, 0.0)
+
+
+def _counted(tried: Try, keeper: PlanKeeper) -> float:
+    """Return the bytes of a try by the keeper's own count."""
+    return (tried.keeping or keeper.everything()).num_bytes
+
+
+def _worse(choice: Keeping, limit: float) -> tuple[float, float, float]:
+    """Return a key by which the better of two choices comes first: one that is within its limit,
+    then the faster one."""
+    over = max(choice.num_bytes - limit, 0.0)
+    return over, choice.seconds, choice.num_bytes
 
 
 def _with_reuse(tries: list[Try], total: int, keeper: PlanKeeper) -> dict[str, Any] | None:
@@ -129,9 +160,9 @@ def _with_reuse(tries: list[Try], total: int, keeper: PlanKeeper) -> dict[str, A
     seen = with_reuse[-1] if with_reuse else best
     limit = total - (seen.num_bytes - (seen.keeping or keeper.everything()).num_bytes)
     limit -= SAFETY * max(limit, 0.0) * len(with_reuse)
-    choice = keeper.within(limit, reuse=True)
+    choice = keeper.within(limit, seen.plan, reuse=True)
     is_worth = choice.seconds < best.seconds * (1 - WORTH) and _known(tries, choice) is None
-    return {"limit": limit, "reuse": True} if is_worth else None
+    return {"limit": limit, "reuse": True, "only": seen.plan} if is_worth else None
 
 
 def _known(tries: list[Try], choice: Keeping) -> Try | None:

@@ -23,14 +23,14 @@ class Try:
       temp_bytes: the temporaries among them.
       seconds: the seconds that computing again, moving and gathering again add to a micro-batch, by
         the cost model.
-      plan: the number of the plan that was asked for, of `PlanKeeper.plans`; None for any.
+      plan: the number of the plan, of `PlanKeeper.plans`, that was chosen.
     """
 
     keeping: Keeping | None
     num_bytes: int
     temp_bytes: int
     seconds: float
-    plan: int | None = None
+    plan: int = 0
 
     @property
     def own_seconds(self) -> float:
