@@ -51,11 +51,14 @@ class ViT(nn.Module):
 
 
 class EncoderBlock(nn.Module):
-    """Attention that is written out, and a perceptron."""
+    """Attention that is written out, and a perceptron.
+
+    Attention has no biases: the gradient of a key's bias is rounding alone.
+    """
 
     @nn.compact
     def __call__(self, x_BLD: jax.Array) -> jax.Array:
-        x_BLD += nn.MultiHeadDotProductAttention(4)(nn.LayerNorm()(x_BLD))
+        x_BLD += nn.MultiHeadDotProductAttention(4, use_bias=False)(nn.LayerNorm()(x_BLD))
         y = nn.Dense(4 * WIDTH)(nn.LayerNorm()(x_BLD))
         return x_BLD + nn.Dense(WIDTH)(nn.gelu(y))
 
