@@ -38,12 +38,12 @@ LARGE = 2**20
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Offloaded:
-    """What was read from a step whose activations may wait on the host; bytes of one device.
+    """A compiled step whose activations may wait on the host. Bytes are those of one device.
 
     Attributes:
       budget: the bytes that the step may take.
       total_bytes: those that it takes, by the compiler.
-      host_bytes: what the budget sends to the host.
+      host_bytes: the bytes of activations that the budget sends to the host.
       copies: the copies of the program.
       without: `total_bytes` without a budget.
     """

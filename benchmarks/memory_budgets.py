@@ -142,7 +142,7 @@ def write(models: dict[str, list[dict[str, Any]]], decide: Any) -> int:
         body += (
             f"\n\nAn {decide['layers']}-layer GPT that is written out has {decide['segments']} "
             f"segments. In seconds of the CPU, tracing its step takes {decide['trace_s']:.1f}, "
-            f"cutting its segments {decide['cut_s']:.1f}, and tracing, weighing and choosing them "
+            f"cutting and weighing its segments {decide['cut_s']:.1f}, and choosing what they keep "
             f"{decide['choose_s']:.1f}."
         )
     if models:

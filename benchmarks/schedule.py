@@ -20,6 +20,7 @@ _PASSES_ON = {"all-gather", "all-gather-start", "all-gather-done", "bitcast", "c
 _PASSES_ON |= {"convert", "copy", "fusion", "get-tuple-element", "reshape", "slice", "transpose"}
 _PASSES_ON |= {"tuple"}
 _HOST = ":S(5)"
+_COPIES = {"copy", "fusion", "dynamic-slice", "dynamic-update-slice"}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +57,7 @@ class HostCopy:
     Attributes:
       to_host: whether it leads to the host.
       in_loop: it is in the body of a loop.
-      num_bytes: what is copied, on one device.
+      num_bytes: the bytes that one device copies.
       matmuls: how many matmuls are scheduled between its start and its done.
     """
 
@@ -67,8 +68,9 @@ class HostCopy:
 
 
 def host_copies(text: str) -> list[HostCopy]:
-    """List the copies to and from host memory that run beside other work, in the order of the
-    schedule.
+    """List the copies to and from host memory, in the order of the schedule.
+
+    One without a start and a done runs beside nothing.
 
     Args:
       text: `compiled.as_text()`.
@@ -78,25 +80,38 @@ def host_copies(text: str) -> list[HostCopy]:
     """
     _check_scheduled(text)
     module = hlo.parse(text)
-    schedules = [_Schedule(module, name) for name in module.computations]
-    return [copy for schedule in schedules for copy in _host_copies_of(schedule)]
+    # The others are bodies of fusions and of reductions, which have no schedule.
+    scheduled = {module.entry}
+    for instructions in module.computations.values():
+        for x in instructions.values():
+            if x.opcode in ("while", "conditional", "call"):
+                scheduled.update(x.called)
+    names = [name for name in module.computations if name in scheduled]
+    return [copy for name in names for copy in _host_copies_of(_Schedule(module, name))]
 
 
 def _host_copies_of(schedule: _Schedule) -> Iterator[HostCopy]:
     order = list(schedule.instructions.values())
     for i, start in enumerate(order):
-        if _HOST not in start.type_text or not start.opcode.endswith("-start"):
+        if start.opcode in _COPIES:
+            done, window = start, []
+        elif start.opcode.endswith("-start") and _HOST in start.type_text:
+            end = next(j for j, x in enumerate(order[i:], i) if schedule.is_done_of(x, start))
+            done, window = order[end], order[i + 1 : end]
+        else:
             continue
-        end = next(j for j, x in enumerate(order[i:], i) if schedule.is_done_of(x, start))
-        done = order[end]
+        operands = [schedule.instructions[name] for name in start.operands]
         to_host = _HOST in done.type_text
-        # What is put into a stack on the host is the second operand.
-        copied = schedule.instructions[start.operands[1]] if to_host else done
+        others = [x for x in operands if (_HOST in x.type_text) != to_host]
+        if not others:  # it stays where it is
+            continue
+        # Into a stack on the host goes the first operand that is not there, beside its place.
+        copied = others[0] if to_host else done
         yield HostCopy(
             to_host=to_host,
             in_loop=schedule.name != schedule.module.entry,
             num_bytes=sum(shape.num_bytes for shape in copied.shapes),
-            matmuls=sum(schedule.is_matmul(x) for x in order[i + 1 : end]),
+            matmuls=sum(map(schedule.is_matmul, window)),
         )
 
 

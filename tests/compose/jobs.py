@@ -235,7 +235,7 @@ class Run:
 
     @property
     def decided(self) -> dict[str, Any]:
-        """What a memory budget decided."""
+        """The options that were left to a memory budget, with the values that it took."""
         return self.step.describe().memory.decided
 
     @property

@@ -17,8 +17,8 @@ NOTEBOOKS = sorted((REPOSITORY / "notebooks").glob("*.ipynb"))
 SECONDS = 60
 """What a notebook may take on two idle cores of the machine that the yardstick was measured on."""
 LONGER = {"05_rlhf": 300, "07_islands": 90, "08_axes": 90}
-"""Those that may take more. 05 trains six times for a reward, 07 compiles for two islands at once,
-08 searches five splits."""
+"""Notebooks that may take longer. 05 trains six times for a reward. 07 compiles for two islands at
+once. 08 searches five splits."""
 YARDSTICK_SECONDS = 1.65
 """What the yardstick takes there; elsewhere a notebook may take longer as the yardstick does."""
 YARDSTICK = """

@@ -1,4 +1,4 @@
-"""What a budget lets segments keep is the best choice there is: these tests try all others."""
+"""A budget takes the best choice of what to keep. The tests try every other choice."""
 
 from __future__ import annotations
 

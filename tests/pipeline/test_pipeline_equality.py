@@ -37,8 +37,8 @@ def check(row: Row) -> None:
 def settings_of(row: Row) -> Iterable[Hashable]:
     """Return the settings of a row that quick rows must cover.
 
-    Only rows of "ties", a list of layers, are quick here. Blocks that are written out are in quick
-    rows of test_state.py, and blocks in a loop in those of test_axes.py.
+    Here, only rows of "ties", a list of layers, are quick. test_state.py has quick rows of blocks
+    that are written out, and test_axes.py has some of blocks in a loop.
     """
     if row.model != "ties":
         return ()

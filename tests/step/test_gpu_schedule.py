@@ -79,6 +79,17 @@ def test_a_copy_to_the_host_counts_the_matmuls_beside_it():
     assert not to_host.in_loop
 
 
+def test_a_copy_without_a_start_runs_beside_nothing():
+    at_once = """\
+  %c = bf16[4,8]{1,0:S(5)} copy(%x)
+  %same = bf16[4,8]{1,0:S(5)} copy(%c)
+  %back = bf16[4,8]{1,0} copy(%same)
+  ROOT"""
+    *_, there, back = schedule.host_copies(COPIES.replace("  ROOT", at_once))
+    assert (there.to_host, there.matmuls, there.num_bytes) == (True, 0, 64)
+    assert (back.to_host, back.matmuls, back.num_bytes) == (False, 0, 64)
+
+
 # Exchanges of a scanned model that run beside no matmul, by hop.
 MISSED = {"device": 2, "node": 1}
 

@@ -1,6 +1,7 @@
 """Options that are left to a memory budget: it takes micro-batches and secondary shards so that the
 step fits, and says which it took."""
 
+import contextlib
 import dataclasses
 import functools
 
@@ -18,6 +19,7 @@ from zeroxla.fetch.keeping.residual_graph import DeviceRates
 from zeroxla.models.losses import next_token_loss
 from zeroxla.step import setup
 from zeroxla.step.memory.device_facts import rates_of
+from zeroxla.step.memory.fit import MemoryFitter
 from zeroxla.step.memory.step_memory import measured
 from zeroxla.step.memory.variants import fit_variants
 
@@ -115,6 +117,27 @@ def test_gathers_run_ahead_if_the_room_is_worth_no_more(monkeypatch, rate):
         assert fit.decided == {}
         assert chosen.config.prefetch_bucket is None
         assert fit.best.seconds > 0
+
+
+def test_a_variant_is_compiled_with_the_options_of_its_own_prefetch(monkeypatch):
+    monkeypatch.setattr(setup, "platform_of", lambda _: "gpu")
+    step = step_of(memory="1GB", max_live_parameters=0)
+    state, programs = step.abstract_state(BATCH), step.programs
+    batch = step.batches.shapes(BATCH)
+    at_once = dataclasses.replace(programs.config, prefetch_bucket=0)
+    least = measured(dataclasses.replace(programs, config=at_once), state, batch)[0]
+    seen = []
+
+    def jit(function, *, compiler_options, **options):
+        seen.append((function.__self__.config.prefetch_bucket, bool(compiler_options)))
+        return jax.jit(function, **options)  # the CPU's compiler knows none of them
+
+    fitter = MemoryFitter(programs, jit)
+    monkeypatch.setattr(MemoryFitter, "total_bytes", least)
+    with programs.tracing(), contextlib.suppress(ValueError):  # the compiler's figure is another
+        fitter.fitted(state, batch)
+    assert (0, False) in seen
+    assert set(seen) <= {(0, False), (None, True)}
 
 
 @pytest.mark.slow

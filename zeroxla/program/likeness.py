@@ -55,7 +55,8 @@ def likeness_of_run(
     Args:
       equations: the equations.
       given: the values that they read and none of them makes, in an order.
-      results: the values that are of interest, in an order.
+      results: the results, in an order: of the values that the equations make, those that are read
+        elsewhere.
       likeness: returns the key of an equation.
     """
     numbers: dict[Value, int] = {}

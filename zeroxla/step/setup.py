@@ -23,6 +23,7 @@ from zeroxla.mesh.placement import Placement
 from zeroxla.offload.choose import offloaded
 from zeroxla.offload.memory_kinds import check_memory
 from zeroxla.offload.update.on_host import check_host_compute
+from zeroxla.program.compat import compiler_options
 from zeroxla.program.shapes import shapes_of
 from zeroxla.step.axes.deals import Deals
 from zeroxla.step.axes.differentiator import AxesDifferentiator
@@ -56,6 +57,12 @@ class Setup(ModelOnMesh):
         """The most elements that are gathered ahead; None gathers the next unit."""
         ahead = self.config.prefetch_bucket
         return 0 if ahead is None and platform_of(self.mesh) == "cpu" else ahead
+
+    @property
+    def compiler_options(self) -> dict[str, Any]:
+        """The compiler's options for a program with gradients."""
+        ahead = self.config.prefetch_bucket != 0
+        return compiler_options(platform_of(self.mesh), prefetch=ahead)
 
     def placements(self, key: jax.Array, batch: Any) -> Placements:
         """Decide how parameters and optimizer state are stored, from shapes alone.

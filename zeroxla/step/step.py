@@ -13,10 +13,9 @@ from jax.sharding import Mesh
 from zeroxla.config.zero_config import ZeroConfig
 from zeroxla.frontend import Adapted
 from zeroxla.frontend.staged import StagedModel
-from zeroxla.mesh.axes import platform_of
 from zeroxla.mesh.processes import progress
 from zeroxla.mesh.processes.same_program import ProgramCalls
-from zeroxla.program.compat import AxisNames, compiler_options
+from zeroxla.program.compat import AxisNames
 from zeroxla.program.report import Report
 from zeroxla.step.batches import StepBatches
 from zeroxla.step.changed_config import kept, useless_optimizer, with_microbatches
@@ -83,9 +82,8 @@ class Step:
         warn(useless_on_mesh(self.programs.wiring, config, mesh), stacklevel=4)
         if pipeline is not None and weights == "step":
             warn(useless_when_held(config, self.programs.wiring), stacklevel=4)
-        platform = platform_of(mesh)
-        options = compiler_options(platform, prefetch=config.prefetch_bucket != 0)
         self._run = ProgramCalls(config)
+        options = self.programs.compiler_options
         self._jit = functools.partial(jax.jit, compiler_options=options)
         self._compiled = CompiledStep(self.programs, self._jit)
         self.disk = DiskSteps(self.programs, self._jit, self._run)

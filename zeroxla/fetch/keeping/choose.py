@@ -53,7 +53,7 @@ class Keeping:
     twice_flops: float = 0.0
 
     def of(self, plan: FetchPlan, segment: Straight, summed: object) -> tuple[TracedSegment, Kept]:
-        """Return a segment, traced, and what it keeps. The other arguments are known."""
+        """Return a segment, traced, and what it keeps. It was traced with `plan` and `summed`."""
         return self._by_segment[segment]
 
     @functools.cached_property

@@ -1,4 +1,4 @@
-"""`KeepEverything`: what the segments of a plan keep without a budget."""
+"""`KeepEverything`: the choice of a step without a budget."""
 
 from __future__ import annotations
 

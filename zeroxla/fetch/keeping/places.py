@@ -22,7 +22,7 @@ from zeroxla.program.trace import Value
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class SegmentKind:
-    """What segments that compute the same have in common.
+    """Segments that compute the same, as one. They differ in their leaves and names alone.
 
     Attributes:
       traced: one of them with its derivative.
@@ -45,7 +45,7 @@ class SegmentPlace:
 
     Attributes:
       segment: the segment.
-      kind: what it has in common with others that compute the same.
+      kind: its kind. All segments that compute the same have one.
       path: for each plan from the outermost to the segment's own, the number of the segment there,
         with the number of turns if it is a loop, and 0 if it is a `jax.checkpoint`.
       trace: traces the segment with its derivative.
@@ -58,7 +58,7 @@ class SegmentPlace:
 
     @property
     def graph(self) -> ResidualGraph:
-        """What its residuals are computed from. The values in it are those of `kind.traced`."""
+        """The equations that compute its residuals, with the values of `kind.traced`."""
         return self.kind.graph
 
     @property
@@ -132,7 +132,7 @@ class PlaceFinder:
 
     Attributes:
       rates: the same.
-      everything: what segments keep if nothing is chosen. Segments that it has traced are not
+      everything: the choice of a step without a budget. Segments that were traced for it are not
         traced again.
     """
 

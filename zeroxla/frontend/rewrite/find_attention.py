@@ -134,7 +134,7 @@ def _linear_in(scope: TracedScope, eq: Equation) -> tuple[int, ...]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Candidate(SoftmaxProduct):
-    """What may be attention."""
+    """A softmax with the products around it. It is attention if `site` finds nothing against it."""
 
     def site(self) -> AttentionSite | str:
         """Return the attention that it is, or why it is none."""

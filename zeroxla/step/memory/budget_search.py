@@ -113,9 +113,10 @@ def _next_try(tries: list[Try], total: int, keeper: PlanKeeper) -> dict[str, Any
             return {"limit": limits[plan], "only": plan} if is_worth else None
         if known.num_bytes <= total:
             break
-        limits[plan] = choices[plan].num_bytes * (1 - WORTH)
         if any(map(choices[plan].is_as, leasts)):
             del limits[plan]
+        else:
+            limits[plan] = choices[plan].num_bytes * (1 - WORTH)
         if not limits:
             break
     return last_resort
@@ -158,7 +159,7 @@ def _with_reuse(tries: list[Try], total: int, keeper: PlanKeeper) -> dict[str, A
     # The last try with such leaves says best what the keeper does not see.
     with_reuse = [t for t in tries if t.keeping and t.keeping.reused.elements]
     seen = with_reuse[-1] if with_reuse else best
-    limit = total - (seen.num_bytes - (seen.keeping or keeper.everything()).num_bytes)
+    limit = total - (seen.num_bytes - _counted(seen, keeper))
     limit -= SAFETY * max(limit, 0.0) * len(with_reuse)
     choice = keeper.within(limit, seen.plan, reuse=True)
     is_worth = choice.seconds < best.seconds * (1 - WORTH) and _known(tries, choice) is None

@@ -95,7 +95,9 @@ class MemoryFitter:
         trained: dict[Programs, Any] = {}
 
         def measure(programs: Programs, budget: ActivationBudget) -> tuple[int, int]:
-            train = trained[programs] = self._jit(programs.train, donate_argnums=0)
+            train = trained[programs] = self._jit(
+                programs.train, donate_argnums=0, compiler_options=programs.compiler_options
+            )
             taken = MemoryReport.of(train.lower(state, batch).compile())
             on_host = _counted_on_host(state, budget.newest) if self._on_cpu else (0, 0)
             return taken.total_bytes - sum(on_host), taken.temp_bytes - on_host[1]
@@ -109,7 +111,7 @@ class MemoryFitter:
             memory = StepMemory.of(programs, state, batch)
             larger = larger_meshes(memory, mesh, batch, config.num_micro_batches, total)
             raise ValueError(refusal(report, mesh, batch, memory, larger))
-        grad = self._jit(programs.gradients)
+        grad = self._jit(programs.gradients, compiler_options=programs.compiler_options)
         return FittedPrograms(programs=programs, train=trained[programs], grad=grad, report=report)
 
 
