@@ -11,7 +11,6 @@ from typing import Any, Literal
 
 import optax
 
-from zeroxla.config.deepspeed.reader import read
 from zeroxla.config.feedback import Feedback
 from zeroxla.config.offload import Offload
 from zeroxla.config.outer import Outer
@@ -268,6 +267,8 @@ class ZeroConfig:
         >>> ZeroConfig.from_deepspeed({"gradient_accumulation_steps": 4}).accumulate
         4
         """
+        from zeroxla.config.deepspeed.reader import read  # here: few call this method
+
         settings = read(source)
         if settings.ignored:
             warnings.warn(settings.warning(), stacklevel=2)

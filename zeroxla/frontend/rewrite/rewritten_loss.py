@@ -18,7 +18,6 @@ from zeroxla.frontend.rewrite.found import Rewritten
 from zeroxla.frontend.rewrite.proof import Proof
 from zeroxla.frontend.rewrite.report import Finding, RewriteReport
 from zeroxla.frontend.rewrite.runs_on import RunsOn
-from zeroxla.frontend.rewrite.search import RewriteSearch
 from zeroxla.program.shapes import shapes_of, structure_of
 from zeroxla.program.trace import trace
 
@@ -68,6 +67,8 @@ class RewrittenLoss:
         if known not in self._known:
             while len(self._known) >= MOST_SHAPES:
                 del self._known[next(iter(self._known))]
+            from zeroxla.frontend.rewrite.search import RewriteSearch  # here: few models ask for it
+
             program, result = trace(self.loss, *shapes)
             search = RewriteSearch(self.options, self.proof, self.runs_on)
             found = search.program(program)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 from jax.sharding import Mesh
@@ -19,9 +19,11 @@ from zeroxla.split.axis_links import costs_on
 from zeroxla.split.plan_proof import PlanProof, right_in_this_process
 from zeroxla.step.axes.pins import Pins
 from zeroxla.step.axes.split_batch import BatchParts, SplitBatch
-from zeroxla.step.axes.split_loss import SplitLoss
 from zeroxla.step.loss_plan import Losses, leaf_shapes
 from zeroxla.wire.leaves import Layout
+
+if TYPE_CHECKING:
+    from zeroxla.step.axes.split_loss import SplitLoss
 
 Parts = tuple[tuple[AxisPart, ...], ...]
 """The parts of each leaf."""
@@ -128,6 +130,8 @@ class AxesSplit:
         pins: Pins | None,
         **options: Any,
     ) -> SplitLoss:
+        from zeroxla.step.axes.split_loss import SplitLoss  # here: few meshes have such axes
+
         loss, rest = self.losses[train], (model_state, batch, key)
         tools = {"costs": self.costs, "proof": self._proof, "pins": pins}
         return SplitLoss.of(loss, self.axes, params, *rest, parts, **tools, **options)

@@ -14,6 +14,7 @@ from zeroxla.split.atoms import Atom, Dims, atoms_in, choosing, dims_of, expand
 from zeroxla.split.axis_costs import AxisCosts
 from zeroxla.split.axis_roles import AxisRole
 from zeroxla.split.dims_flow import DimsFlow
+from zeroxla.split.experts import experts_of
 from zeroxla.split.holdings import COPIES, Holding, part
 from zeroxla.split.layout import layout_of, structured_dims
 from zeroxla.split.pins import PinsOfAxis
@@ -135,17 +136,3 @@ def known_holding(flow: DimsFlow, value: Value, own: AxisPart | None) -> Holding
 def _classes(flow: DimsFlow, batch: Sequence[Value]) -> frozenset[Atom]:
     """Return the classes of a batch's rows."""
     return frozenset(a for v in batch if v.aval.shape for a in atoms_in(expand(flow.dims[v][0])))
-
-
-def experts_of(flow: DimsFlow) -> frozenset[Atom]:
-    """Return the classes along which products of leaves are done one by one."""
-    found: set[Atom] = set()
-    for eq in flow.program.equations:
-        for body in flow.bodies.get(eq, ()):
-            found |= experts_of(body)
-        if eq.name == "dot_general":
-            _, batch = eq.params["dimension_numbers"]
-            for x, dims in zip(eq.inputs, batch, strict=True):
-                if flow.made_of_leaves(x):
-                    found.update(a for d in dims for a in atoms_in(flow.of_operand(x)[d]))
-    return frozenset(found)

@@ -10,7 +10,7 @@ from zeroxla.program import compat
 from zeroxla.program.trace import trace
 from zeroxla.split.atoms import dims_of
 from zeroxla.split.dims_flow import DimsFlow
-from zeroxla.step.axes.axis_planner import experts_of
+from zeroxla.split.experts import experts_of
 from zeroxla.step.setup import Setup
 
 
