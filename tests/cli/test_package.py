@@ -337,8 +337,8 @@ print(base, package - base, process_time() - base)
 class TestCost:
     @pytest.mark.slow
     def test_importing(self, linked):
-        """The package takes 0.001 s of CPU beyond what every program with it imports, and all of its
-        names 0.3 s, without flax.nnx, which those who use it import; where that takes 0.8 s.
+        """The package takes 0.001 s of CPU beyond what every program with it imports, and all of
+        its names 0.3 s, without flax.nnx, which those who use it import; where that takes 0.8 s.
 
         All is measured in one process, since what else the machine does slows down all of it. Of
         several runs the least: the first one compiles the modules.
