@@ -10,7 +10,8 @@ from tools.hugging_face import recorded
 from tools.quick import quick_compilation  # noqa: F401
 
 from zeroxla.models import GPT, Llama, from_hugging_face
-from zeroxla.models.rotary import RopeScaling, rotary_tables
+from zeroxla.models.rope_scaling import RopeScaling
+from zeroxla.models.rotary import rotary_tables
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -60,8 +61,9 @@ def test_absent_keys_are_what_transformers_takes():
         vocab=64, layers=2, width=32, heads=4, hidden=128, remat=True, dropout=0.1
     )
     llama = shape_of(from_hugging_face(LLAMA))
-    assert (llama.kv_heads, llama.eps, llama.theta, llama.tie) == (4, 1e-6, 10000.0, False)
-    assert llama.rope_scaling is None
+    config = llama.config
+    assert (config.kv_heads, config.eps, config.tie) == (4, 1e-6, False)
+    assert (config.rotary.theta, config.rotary.scaling) == (10000.0, None)
 
 
 def test_a_folder_and_a_file_are_as_good_as_a_config(tmp_path):
@@ -144,7 +146,7 @@ def test_a_missing_or_damaged_config_is_an_error(tmp_path):
 )
 def test_both_spellings_of_rope_say_the_same(spelling):
     model = shape_of(from_hugging_face({**LLAMA, **spelling}))
-    assert (model.theta, model.rope_scaling) == (5e5, RopeScaling.of(LLAMA3))
+    assert (model.config.rotary.theta, model.config.rotary.scaling) == (5e5, RopeScaling.of(LLAMA3))
 
 
 def test_linear_scaling_is_written_for_old_readers_too():
@@ -182,7 +184,9 @@ def frequencies64(head_width, theta, scaling):
 def test_rope_scaling_equals_the_formula(scaling, head_width, theta):
     expected = frequencies64(head_width, theta, scaling)
     unscaled = frequencies64(head_width, theta, {"rope_type": "linear", "factor": 1.0})
-    found = RopeScaling.of(scaling).scale(jnp.asarray(unscaled, jnp.float32))
+    found = RopeScaling.of(scaling).scale(
+        jnp.asarray(unscaled, jnp.float32), theta, jnp.zeros((1, 1), int)
+    )
     np.testing.assert_allclose(found, expected, rtol=2e-6)
     positions = np.array([[0, 1, 17]])
     cos, sin = rotary_tables(jnp.asarray(positions), head_width, theta, RopeScaling.of(scaling))

@@ -141,7 +141,7 @@ def _layout(
     check_shapes(module, source.shapes, source.title)
     config = {**format.config(module, dtype=dtype), **more}
     text = json.dumps(config, indent=2) + "\n"
-    return format_leaves(source.shapes, format), {"config.json": text}
+    return format_leaves(source.shapes, format, module), {"config.json": text}
 
 
 def _plan(leaves: list[NamedLeaf], dtype: str, max_shard_size: int | str) -> FilePlan:
@@ -164,15 +164,15 @@ def _write(
     After such an error it goes on reading, because the other processes take part in that.
     """
     failure: Exception | None = None
-    left = iter(leaves)
+    left = iter(in_bundles(leaves))
     try:
         with _writer(plan, folder, others) as writer:
             done = 0
-            for leaf in left:
-                values = source.read(leaf.path)
+            for together_written in left:
+                values = [source.read(leaf.path) for leaf in together_written]
                 if writer is not None:
-                    write_leaf(writer, leaf, values)
-                done += values.size * jnp.dtype(plan.dtype).itemsize
+                    write_leaves(writer, together_written, values)
+                done += sum(x.size for x in values) * jnp.dtype(plan.dtype).itemsize
                 if progress is not None:
                     progress(done, plan.tensor_bytes)
                 del values  # before the next leaf is read
@@ -181,16 +181,39 @@ def _write(
     except Exception as error:
         failure = error
     if source.is_collective and jax.process_count() > 1:
-        for leaf in left:
+        for leaf in (leaf for bundle in left for leaf in bundle):
             source.read(leaf.path)
     return failure
 
 
-def write_leaf(writer: Writer, leaf: NamedLeaf, values: np.ndarray) -> None:
-    """Write the tensors of a leaf."""
-    parts = values if leaf.is_stacked else values[None]
-    for name, part in zip(leaf.tensors, parts, strict=True):
-        writer.write(name, part.T if leaf.is_transposed else part)
+def in_bundles(leaves: list[NamedLeaf]) -> list[list[NamedLeaf]]:
+    """Return the leaves in groups that are written together: those that share a tensor."""
+    bundles: dict[tuple[str, ...], list[NamedLeaf]] = {}
+    for leaf in leaves:
+        bundles.setdefault(leaf.tensors, []).append(leaf)
+    return list(bundles.values())
+
+
+def write_leaves(writer: Writer, leaves: list[NamedLeaf], values: list[np.ndarray]) -> None:
+    """Write the tensors of a leaf, or of all leaves that share them."""
+    shapes = [x.shape[len(leaf.stack) :] for leaf, x in zip(leaves, values, strict=True)]
+    flat = [x.reshape(-1, *shape) for x, shape in zip(values, shapes, strict=True)]
+    for i, name in enumerate(leaves[0].tensors):
+        parts = [
+            x[i].T if leaf.is_transposed else x[i] for leaf, x in zip(leaves, flat, strict=True)
+        ]
+        writer.write(name, _joined(leaves, parts))
+
+
+def _joined(leaves: list[NamedLeaf], parts: list[np.ndarray]) -> np.ndarray:
+    """Return the tensor that is made of the parts of leaves."""
+    if leaves[0].part is None:
+        return parts[0]
+    ordered = sorted(zip(leaves, parts, strict=True), key=lambda pair: pair[0].part.index)
+    groups = leaves[0].part.groups
+    grouped = [part.reshape(groups, -1, *part.shape[1:]) for _, part in ordered]
+    joined = np.concatenate(grouped, axis=1)
+    return joined.reshape(-1, *joined.shape[2:])
 
 
 @contextlib.contextmanager

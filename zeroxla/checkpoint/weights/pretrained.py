@@ -75,7 +75,7 @@ def from_pretrained(
                 "model with zeroxla.models.from_hugging_face(folder)"
             )
         reader = TensorReader(folder)
-        leaves = format_leaves(naturals, format)
+        leaves = format_leaves(naturals, format, module)
         return reader, leaves, find_tensors(reader, leaves, format)
 
     reader, leaves, names = together("pretrained weights", prepare)
@@ -192,12 +192,15 @@ class LeafInFiles:
         Raises:
           ValueError: a number is not finite, or a file is damaged.
         """
-        leaf, names = self.leaf, self.names
-        if not leaf.is_stacked:
-            return _oriented(self.reader, leaf, names[leaf.tensors[0]], inside)
+        leaf = self.leaf
+        names = np.array([self.names[name] for name in leaf.tensors], object).reshape(leaf.stack)
+        depth = len(leaf.stack)
+        if not depth:
+            return _oriented(self.reader, leaf, names.item(), inside)
         values = np.empty([s.stop - s.start for s in inside], np.float32)
-        for layer, out in zip(leaf.tensors[inside[0]], values):
-            out[...] = _oriented(self.reader, leaf, names[layer], inside[1:])
+        chosen = names[inside[:depth]]
+        for index in np.ndindex(chosen.shape):
+            values[index] = _oriented(self.reader, leaf, chosen[index], inside[depth:])
         return values
 
 
@@ -209,7 +212,12 @@ def _oriented(
     Raises:
       ValueError: a number is not finite.
     """
-    part = reader.read(name, inside[::-1] if leaf.is_transposed else inside)
+    index = inside[::-1] if leaf.is_transposed else inside
+    if leaf.part is None:
+        part = reader.read(name, index)
+    else:
+        covering = reader.read(name, (leaf.part.covering(index[0]), *index[1:]))
+        part = leaf.part.of_covering(covering, index[0])
     if bad := part.size - np.count_nonzero(np.isfinite(part)):
         raise ValueError(
             f"the tensor {name} in {reader.tensors[name].file} holds {bad} numbers that are NaN or "

@@ -24,7 +24,6 @@ from zeroxla.frontend.lora.model import LoraModel
 from zeroxla.mesh.make_mesh import make_mesh
 from zeroxla.models import GPT, AlexNet
 from zeroxla.models.format import read_config
-from zeroxla.models.hugging_face import CLASSES
 from zeroxla.step.make import make_step
 
 MODEL = "model"
