@@ -3,9 +3,9 @@
 `Decoder` is one language model whose config has switches for what architectures differ in; `Llama`
 and `Mixtral` are made of it, and `from_hugging_face` builds it for public models of many families.
 Each model has documented shapes and its own method `loss(batch, *, train) -> (scalar, metrics)`;
-most have presets (`GPT.tiny()`, `Llama.small()`, ...). All have one dtype policy. Matrix products run in
-the dtype of the parameters, so bfloat16 parameters give bfloat16 activations. Statistics of norms,
-softmax, logits and losses are float32.
+most have presets (`GPT.tiny()`, `Llama.small()`, ...). All have one dtype policy. Matrix products
+run in the dtype of the parameters, so bfloat16 parameters give bfloat16 activations. Statistics of
+norms, softmax, logits and losses are float32.
 """
 
 if __name__ != "zeroxla.models":  # otherwise each class would exist twice

@@ -199,9 +199,8 @@ def write_leaves(writer: Writer, leaves: list[NamedLeaf], values: list[np.ndarra
     shapes = [x.shape[len(leaf.stack) :] for leaf, x in zip(leaves, values, strict=True)]
     flat = [x.reshape(-1, *shape) for x, shape in zip(values, shapes, strict=True)]
     for i, name in enumerate(leaves[0].tensors):
-        parts = [
-            x[i].T if leaf.is_transposed else x[i] for leaf, x in zip(leaves, flat, strict=True)
-        ]
+        own = [x[i] for x in flat]
+        parts = [x.T if leaf.is_transposed else x for leaf, x in zip(leaves, own, strict=True)]
         writer.write(name, _joined(leaves, parts))
 
 
