@@ -1,5 +1,6 @@
 """Models of public families against recordings of Transformers (PyTorch)."""
 
+import flax.nnx as nnx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,7 +16,9 @@ from tools.families import (
 )
 from tools.quick import quick_compilation, thinned  # noqa: F401
 
-from zeroxla.models import Decoder, DecoderConfig, from_hugging_face
+import zeroxla
+from zeroxla import make_step
+from zeroxla.models import GPT, Decoder, DecoderConfig, Llama, from_hugging_face
 from zeroxla.models.families import FAMILIES
 from zeroxla.models.rotary import Rotary
 
@@ -113,8 +116,6 @@ def test_what_a_config_decides_cannot_be_overridden(tmp_path):
 
 def test_a_row_of_several_documents_is_as_if_each_had_its_own():
     """Packed rows, with a window and slopes too."""
-    import flax.nnx as nnx
-
     draw = np.random.default_rng(0)
     lengths = (5, 7, 4)
     tokens = draw.integers(0, 16, (1, sum(lengths)))
@@ -133,3 +134,32 @@ def test_a_row_of_several_documents_is_as_if_each_had_its_own():
                 own = model(jnp.asarray(tokens[:, start : start + n]))
                 np.testing.assert_allclose(found[:, start : start + n], own, atol=2e-6)
                 start += n
+
+
+def test_packed_rows_have_the_loss_of_their_documents():
+    """Of a GPT and a Llama: the mean over all targets that count."""
+    draw = np.random.default_rng(0)
+    lengths = (5, 9, 4)
+    rows = [draw.integers(0, 64, n + 1) for n in lengths]
+    packed = {
+        "tokens": np.concatenate([row[:-1] for row in rows] + [rows[-1][-1:]])[None],
+        "segments": np.repeat([1, 2, 3], lengths)[None],
+        "positions": np.concatenate([np.arange(n) for n in lengths])[None],
+    }
+    # A document's last token has no target in a packed row, unless the row ends there.
+    ends = np.cumsum(lengths) - 1
+    packed["mask"] = np.ones((1, sum(lengths)))
+    packed["mask"][0, ends[:-1]] = 0
+    for model in (GPT.tiny(), Llama.tiny()):
+        adapted = make_step(model, zeroxla.make_mesh(nodes=1, devices=jax.devices()[:1])).adapted
+        params, state = jax.jit(adapted.init)(jax.random.key(0), packed)
+
+        def loss(batch, params=params, state=state, adapted=adapted):
+            return adapted.loss(params, state, batch, jax.random.key(1), train=True)[0]
+
+        total = 0.0
+        for i, row in enumerate(rows):
+            counted = len(row) - 1 - (i < 2)
+            mask = (np.arange(len(row) - 1) < counted)[None]
+            total += float(loss({"tokens": row[None], "mask": mask})) * counted
+        np.testing.assert_allclose(loss(packed), total / packed["mask"].sum(), rtol=1e-6)
