@@ -1,11 +1,11 @@
 """Models in plain Flax. Nothing here knows of zeroxla; import them as `zeroxla.models`.
 
 `Decoder` is one language model whose config has switches for what architectures differ in; `Llama`
-and `Mixtral` are made of it, and `from_hugging_face` builds it for public models of many families.
-Each model has documented shapes and its own method `loss(batch, *, train) -> (scalar, metrics)`;
-most have presets (`GPT.tiny()`, `Llama.small()`, ...). All have one dtype policy. Matrix products
-run in the dtype of the parameters, so bfloat16 parameters give bfloat16 activations. Statistics of
-norms, softmax, logits and losses are float32.
+and `Mixtral` are made of it. `Encoder` is a BERT. `from_hugging_face` builds public models of many
+families. Each model has documented shapes and its own method
+`loss(batch, *, train) -> (scalar, metrics)`; most have presets (`GPT.tiny()`, `Llama.small()`,
+...). All have one dtype policy. Matrix products run in the dtype of the parameters, so bfloat16
+parameters give bfloat16 activations. Statistics of norms, softmax, logits and losses are float32.
 """
 
 if __name__ != "zeroxla.models":  # otherwise each class would exist twice
@@ -14,6 +14,7 @@ if __name__ != "zeroxla.models":  # otherwise each class would exist twice
 from .alexnet import AlexNet
 from .decoder import Decoder
 from .decoder_config import DecoderConfig, ExpertsConfig
+from .encoder import Encoder, EncoderConfig
 from .gpt import GPT
 from .hugging_face import from_hugging_face
 from .llama import Llama
@@ -26,6 +27,8 @@ __all__ = [
     "AlexNet",
     "Decoder",
     "DecoderConfig",
+    "Encoder",
+    "EncoderConfig",
     "ExpertsConfig",
     "Llama",
     "Mixtral",

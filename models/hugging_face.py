@@ -1,21 +1,25 @@
 """`from_hugging_face` builds the model that a Hugging Face config.json describes."""
 
 import dataclasses
+import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from flax import nnx
 
 from .decoder import Decoder
 from .decoder_config import DecoderConfig
+from .encoder import Encoder, EncoderConfig
 from .families import FAMILIES
 from .format import Format, read_config
 from .gpt import GPT
 from .llama import Llama
 
+Model = TypeVar("Model", Decoder, Encoder)
+
 FORMATS: dict[str, Format] = {
-    **{cls.hugging_face.model_type: cls.hugging_face for cls in (GPT, Llama)},
+    **{cls.hugging_face.model_type: cls.hugging_face for cls in (GPT, Llama, Encoder)},
     **FAMILIES,
 }
 """The formats of the models that are built from a config, by its `model_type`."""
@@ -23,7 +27,7 @@ FORMATS: dict[str, Format] = {
 
 def from_hugging_face(
     source: str | Path | Mapping[str, Any], **overrides: Any
-) -> "GPT | Callable[[nnx.Rngs], Decoder]":
+) -> "GPT | Callable[[nnx.Rngs], Decoder | Encoder]":
     """Build the model that a config describes.
 
     Args:
@@ -34,8 +38,8 @@ def from_hugging_face(
         drop no token if not told otherwise (`routing="ragged"`).
 
     Returns:
-      `GPT(...)`, or `lambda rngs: Llama(...)`, or for other families `lambda rngs: Decoder(...)`;
-      the last two allocate nothing.
+      `GPT(...)`, or `lambda rngs: Llama(...)`, for BERT `lambda rngs: Encoder(...)`, for other
+      families `lambda rngs: Decoder(...)`. The functions allocate nothing.
 
     Raises:
       ValueError: there is no config, it is damaged, it describes another kind of model or
@@ -54,6 +58,8 @@ def from_hugging_face(
     arguments = FORMATS[kind].arguments(config)
     if kind in FAMILIES:
         return _decoder(arguments["config"], overrides)
+    if kind == Encoder.hugging_face.model_type:
+        return _encoder(EncoderConfig(**arguments, source=json.dumps(config)), overrides)
     clash = [
         f"{name}={value!r} (the config says {arguments[name]!r})"
         for name, value in overrides.items()
@@ -64,6 +70,10 @@ def from_hugging_face(
     if kind == GPT.hugging_face.model_type:
         return GPT(**{**arguments, **overrides})
     return _checked(lambda rngs: Llama(**{**arguments, **overrides}, rngs=rngs))
+
+
+def _encoder(config: EncoderConfig, overrides: Mapping[str, Any]) -> Callable[[nnx.Rngs], Encoder]:
+    return _checked(lambda rngs: Encoder(config, **overrides, rngs=rngs))
 
 
 def _decoder(config: DecoderConfig, overrides: Mapping[str, Any]) -> Callable[[nnx.Rngs], Decoder]:
@@ -85,7 +95,7 @@ OF_EXPERTS = ("routing", "capacity_factor", "balance")
 """Arguments for models with experts."""
 
 
-def _checked(build: Callable[[nnx.Rngs], Decoder]) -> Callable[[nnx.Rngs], Decoder]:
+def _checked(build: Callable[[nnx.Rngs], Model]) -> Callable[[nnx.Rngs], Model]:
     """Return the function that builds a model, tried once, without arrays, so that it fails here
     rather than later."""
     nnx.eval_shape(lambda: build(nnx.Rngs(0)))

@@ -20,6 +20,7 @@ import zeroxla
 from zeroxla import make_step
 from zeroxla.models import GPT, Decoder, DecoderConfig, Llama, from_hugging_face
 from zeroxla.models.families import FAMILIES
+from zeroxla.models.losses import cross_entropy
 from zeroxla.models.rotary import Rotary
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -69,6 +70,34 @@ def test_a_tiny_checkpoint_computes_what_transformers_computes(tmp_path, name, s
         both = np.concatenate([row, row]), np.concatenate([ones, ones])
         row[0, prompt + i] = run(leaves, *both)[0][0, prompt + i - 1].argmax()
     np.testing.assert_array_equal(row[:, prompt:], data["greedy"])
+
+
+@pytest.mark.parametrize("scan", thinned([True], slow=[False]))
+def test_a_bert_computes_what_transformers_computes(tmp_path, scan):
+    data = recorded("bert")
+    folder = write_folder(tmp_path / "hub", "bert", tensors_of("bert"))
+    model = from_hugging_face(folder, scan=scan)
+    leaves = leaves_in(folder, model)
+    forward = forward_of(model)
+    tokens, mask = jnp.asarray(data["tokens"]), jnp.asarray(data["mask"])
+
+    @jax.jit
+    def run(leaves):
+        def loss(leaves):
+            logits = forward(leaves, tokens, mask_BL=mask)
+            losses = cross_entropy(logits, tokens)
+            return (losses * mask).sum() / mask.sum(), logits
+
+        return jax.value_and_grad(loss, has_aux=True)(leaves)
+
+    (loss, logits), gradients = run(leaves)
+    real = data["mask"] != 0
+    np.testing.assert_allclose(logits[real], data["logits"][real], atol=1e-5)
+    np.testing.assert_allclose(loss, data["loss"], atol=1e-5)
+    grads = {key[5:]: data[key] for key in data.files if key.startswith("grad/")}
+    expected = leaves_in(write_folder(tmp_path / "grads", "bert", grads), model)
+    for path, x in gradients.items():
+        np.testing.assert_allclose(x, expected[path], atol=1e-5, err_msg="/".join(path))
 
 
 def test_every_family_has_a_recording():
