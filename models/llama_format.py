@@ -69,6 +69,5 @@ FORMAT = Format(
     choices={
         "hidden_act": ("silu", "swish"),  # two names of one function
         "partial_rotary_factor": (None, 1.0),
-        "quantization_config": (None,),
     },
 )

@@ -44,8 +44,6 @@ LAYER_NORM = {"eps": Key(name="layer_norm_epsilon", default=1e-5)}
 GROUPED = {**SIZES, **HIDDEN, **KV_HEADS, **HEAD_WIDTH, **LENGTH, **TIE, **RMS}
 """The fields of a decoder with grouped heads and RMSNorm."""
 
-NOT_QUANTIZED = {"quantization_config": (None,)}
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class DecoderFormat(Format):

@@ -5,7 +5,6 @@ from typing import Any
 from ..decoder_config import ExpertsConfig
 from .decoder_format import (
     GROUPED,
-    NOT_QUANTIZED,
     DecoderFormat,
     Fields,
     Key,
@@ -57,7 +56,7 @@ MIXTRAL = DecoderFormat(
         "experts": Key(name="num_local_experts", default=8),
         "top_k": Key(name="num_experts_per_tok", default=2),
     },
-    choices=NOT_QUANTIZED,
+    choices={},
     build=_mixtral,
 )
 
@@ -103,6 +102,6 @@ QWEN3_MOE = DecoderFormat(
         "top_k": Key(name="num_experts_per_tok", default=8),
         "expert_hidden": Key(name="moe_intermediate_size", default=768),
     },
-    choices={"attention_bias": (False,), **NOT_QUANTIZED},
+    choices={"attention_bias": (False,)},
     build=_qwen3_moe,
 )

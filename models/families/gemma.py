@@ -6,7 +6,6 @@ from ..rope_scaling import RopeScaling
 from ..rotary import Rotary
 from .decoder_format import (
     GROUPED,
-    NOT_QUANTIZED,
     DecoderFormat,
     Fields,
     Key,
@@ -20,7 +19,6 @@ _FIELDS = {**GROUPED, "tie": Key(name="tie_word_embeddings", default=True)}
 _CHOICES = {
     "attention_bias": (False,),
     "use_bidirectional_attention": (None, False),
-    **NOT_QUANTIZED,
 }
 
 

@@ -7,7 +7,6 @@ from .decoder_format import (
     HIDDEN,
     LAYER_NORM,
     LENGTH,
-    NOT_QUANTIZED,
     SIZES,
     TIE,
     DecoderFormat,
@@ -111,7 +110,7 @@ GPT_NEOX = DecoderFormat(
         **{**SIZES, **HIDDEN, **LENGTH, **TIE},
         "eps": Key(name="layer_norm_eps", default=1e-5),
     },
-    choices=NOT_QUANTIZED,
+    choices={},
     build=_neox,
 )
 
@@ -164,7 +163,7 @@ GPTJ = DecoderFormat(
         ),
         **LAYER_NORM,
     },
-    choices={"tie_word_embeddings": (False,), **NOT_QUANTIZED},
+    choices={"tie_word_embeddings": (False,)},
     build=_gptj,
 )
 
@@ -228,7 +227,6 @@ OPT = DecoderFormat(
         "_remove_final_layer_norm": (False,),
         "enable_bias": (True,),
         "layer_norm_elementwise_affine": (True,),
-        **NOT_QUANTIZED,
     },
     build=_opt,
 )
@@ -272,7 +270,6 @@ BLOOM = DecoderFormat(
     choices={
         "apply_residual_connection_post_layernorm": (False,),
         "slow_but_exact": (False, True),  # another order of the same sums
-        **NOT_QUANTIZED,
     },
     build=lambda fields, config: {
         **_plain(fields),

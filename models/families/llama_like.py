@@ -6,7 +6,6 @@ from typing import Any
 from ..format import Fused
 from .decoder_format import (
     GROUPED,
-    NOT_QUANTIZED,
     SIZES,
     DecoderFormat,
     Fields,
@@ -80,7 +79,7 @@ MISTRAL = DecoderFormat(
     model_type="mistral",
     **LAYOUT,
     fields=GROUPED,
-    choices=NOT_QUANTIZED,
+    choices={},
     build=_plain,
 )
 
@@ -89,7 +88,7 @@ QWEN2 = DecoderFormat(
     model_type="qwen2",
     **LAYOUT,
     fields=GROUPED,
-    choices=NOT_QUANTIZED,
+    choices={},
     build=lambda fields, config: {**_plain(fields, config), "qkv_bias": True},
 )
 
@@ -98,7 +97,7 @@ QWEN3 = DecoderFormat(
     model_type="qwen3",
     **LAYOUT,
     fields=GROUPED,
-    choices={"attention_bias": (False,), **NOT_QUANTIZED},
+    choices={"attention_bias": (False,)},
     build=lambda fields, config: {**_plain(fields, config), "qk_norm": True},
 )
 
@@ -137,7 +136,7 @@ PHI3 = DecoderFormat(
     **{**LAYOUT, "tensors": _PHI3_TENSORS, "transposed": kernels_of(_PHI3_TENSORS)},
     fused=(Fused(leaves=tuple(_IN_LAYER + leaf for leaf in _QKV)), _FUSED_GATE),
     fields=GROUPED,
-    choices=NOT_QUANTIZED,
+    choices={},
     build=_phi3,
 )
 
@@ -149,7 +148,7 @@ GLM = DecoderFormat(
     **{**LAYOUT, "tensors": _GLM_TENSORS, "transposed": kernels_of(_GLM_TENSORS)},
     fused=(_FUSED_GATE,),
     fields=GROUPED,
-    choices=NOT_QUANTIZED,
+    choices={},
     build=lambda fields, config: {
         "rotary": rotary_of(config, fields["head_width"], share=0.5, pairs="neighbours"),
         "activation": activation_of(config),
@@ -218,7 +217,6 @@ CHATGLM = DecoderFormat(
         "post_layer_norm": (True,),
         "add_bias_linear": (False,),
         "apply_residual_connection_post_layernorm": (False,),
-        **NOT_QUANTIZED,
     },
     build=_chatglm,
 )

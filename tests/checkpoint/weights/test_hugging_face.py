@@ -92,7 +92,6 @@ def test_a_llama_is_its_config(preset):
         ({**LLAMA, "hidden_act": "gelu"}, "hidden_act is 'gelu', .*'silu' or 'swish'"),
         ({**LLAMA, "attention_bias": "yes"}, "attention_bias='yes'; it must be true or false"),
         ({**LLAMA, "head_dim": 7}, "head_width, must be a whole even number"),
-        ({**LLAMA, "quantization_config": {"bits": 4}}, "quantization_config is"),
         ({**LLAMA, "rope_scaling": {"type": "dynamic", "factor": 2.0}}, "type 'dynamic'"),
         ({**LLAMA, "rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "type 'yarn'"),
         ({**LLAMA, "rope_parameters": {"rope_type": "longrope"}}, "type 'longrope'"),
