@@ -45,7 +45,7 @@ def blockwise_attention(
     Cost: each pair of blocks takes two products forward and five backward.
     """
     length, num_keys = q_BLKGH.shape[1], k_BMKH.shape[1]
-    is_known = isinstance(scores.window, int)
+    known = scores.window if isinstance(scores.window, int) else None
     setting = Setting(
         block=block,
         num_keys=num_keys,
@@ -54,7 +54,7 @@ def blockwise_attention(
         scope=scope,
         scale=q_BLKGH.shape[-1] ** -0.5 if scores.scale is None else scores.scale,
         softcap=scores.softcap,
-        window=scores.window if is_known else None,
+        window=known,
     )
     segments = scores.segments_BM
     operands = Operands(
@@ -66,7 +66,7 @@ def blockwise_attention(
         None if dropout is None else dropout.key,
         None if segments is None else _padded(segments, block),
         scores.slopes_KG,
-        None if scores.window is None or is_known else jnp.asarray(scores.window, jnp.int32),
+        None if scores.window is None or known else jnp.asarray(scores.window, jnp.int32),
     )
     attend = blockwise_causal_attention if scores.is_plain else blockwise_shaped_attention
     return attend(setting, operands)[:, :length]

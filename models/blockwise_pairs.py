@@ -50,7 +50,7 @@ class Operands(NamedTuple):
     k_BMKH: jax.Array
     v_BMKH: jax.Array
     mask_BM: jax.Array | None = None
-    start: jax.Array | None = None
+    start: jax.Array | int = 0
     key: jax.Array | None = None
     segments_BM: jax.Array | None = None
     slopes_KG: jax.Array | None = None

@@ -72,6 +72,7 @@ class Decoder(nnx.Module):
                 "same leaves; give scan=False"
             )
         self.config, self.scan, self.remat, self.loss_chunk = config, scan, remat, loss_chunk
+        self.length = config.length  # generation asks for it
         if config.family in FAMILIES:
             self.hugging_face = FAMILIES[config.family]
         kernel = functools.partial(causal_attention, backend=attention, block=attention_block)
@@ -282,8 +283,8 @@ def _of_layer(
         rotation = local_rotation if windowed and local_rotation is not None else places.rotation
         return places._replace(window=config.window if windowed else None, rotation=rotation)
     rotation = places.rotation
-    if local_rotation is not None:
-        pairs = zip(local_rotation, places.rotation, strict=True)
-        rotation = tuple(jnp.where(windowed, own, other) for own, other in pairs)
+    if rotation is not None and local_rotation is not None:
+        cos, sin = (jnp.where(windowed, *pair) for pair in zip(local_rotation, rotation))
+        rotation = cos, sin
     most = jnp.iinfo(jnp.int32).max
     return places._replace(window=jnp.where(windowed, config.window, most), rotation=rotation)

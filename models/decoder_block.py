@@ -31,11 +31,11 @@ class Block(nnx.Module):
         self.config = config
         self.input_layernorm = norm(config, rngs)
         self.self_attn = Attention(config, kernel, rngs=rngs)
-        has_second = config.arrangement != "parallel_one_norm"
-        self.post_attention_layernorm = nnx.data(norm(config, rngs) if has_second else None)
-        is_sandwich = config.arrangement == "sandwich"
-        more = (norm(config, rngs) if is_sandwich else None for _ in range(2))
-        self.pre_feedforward_layernorm, self.post_feedforward_layernorm = map(nnx.data, more)
+        if config.arrangement != "parallel_one_norm":
+            self.post_attention_layernorm = norm(config, rngs)
+        if config.arrangement == "sandwich":
+            self.pre_feedforward_layernorm = norm(config, rngs)
+            self.post_feedforward_layernorm = norm(config, rngs)
         self.has_experts = config.has_experts(layer)
         if self.has_experts:
             experts = config.experts

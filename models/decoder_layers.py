@@ -106,20 +106,19 @@ class Perceptron(nnx.Module):
     """down(activation(gate x) * up x), or without a gate down(activation(up x))."""
 
     def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs) -> None:
-        self.activation = config.activation
-        shape = config.width, config.hidden
-        gate = dense(*shape, rngs, bias=config.mlp_bias) if config.is_gated else None
+        self.activate = ACTIVATIONS[config.activation]
+        width, hidden, bias = config.width, config.hidden, config.mlp_bias
+        gate = dense(width, hidden, rngs, bias=bias) if config.is_gated else None
         self.gate_proj: nnx.Linear | None = nnx.data(gate)
-        self.up_proj = dense(*shape, rngs, bias=config.mlp_bias)
-        self.down_proj = dense(*shape[::-1], rngs, bias=config.mlp_bias)
+        self.up_proj = dense(width, hidden, rngs, bias=bias)
+        self.down_proj = dense(hidden, width, rngs, bias=bias)
 
     def __call__(self, x_BLD: jax.Array) -> jax.Array:
-        activate = ACTIVATIONS[self.activation]
         if self.gate_proj is None:
-            hidden_BLF = activate(named(self.up_proj(x_BLD), "up_proj"))
+            hidden_BLF = self.activate(named(self.up_proj(x_BLD), "up_proj"))
         else:
             gate_BLF = named(self.gate_proj(x_BLD), "gate_proj")
-            hidden_BLF = activate(gate_BLF) * named(self.up_proj(x_BLD), "up_proj")
+            hidden_BLF = self.activate(gate_BLF) * named(self.up_proj(x_BLD), "up_proj")
         return named(self.down_proj(hidden_BLF), "down_proj")
 
 
@@ -136,7 +135,9 @@ class PlusOneRMSNorm(nnx.Module):
         return (wide / root * (1 + self.scale[...].astype(jnp.float32))).astype(x.dtype)
 
 
-def norm(config: DecoderConfig, rngs: nnx.Rngs, width: int | None = None) -> nnx.Module:
+def norm(
+    config: DecoderConfig, rngs: nnx.Rngs, width: int | None = None
+) -> nnx.RMSNorm | nnx.LayerNorm | PlusOneRMSNorm:
     """Return a norm of a config's kind, over the model's width or another one."""
     width = width or config.width
     if config.norm == "rms":

@@ -159,7 +159,7 @@ class EncoderBlock(nnx.Module):
     """norm(x + attention(x)), then norm(x + perceptron(x))."""
 
     def __init__(self, config: EncoderConfig, *, rngs: nnx.Rngs) -> None:
-        self.activation = config.activation
+        self.activate = ACTIVATIONS[config.activation]
         self.self_attn = BothWaysAttention(config.width, config.heads, rngs=rngs)
         self.self_attn_norm = _norm(config, rngs)
         self.mlp = nnx.Dict(
@@ -170,7 +170,7 @@ class EncoderBlock(nnx.Module):
 
     def __call__(self, x_BLD: jax.Array, mask_BL: jax.Array | None) -> jax.Array:
         x_BLD = self.self_attn_norm(x_BLD + self.self_attn(x_BLD, mask_BL))
-        hidden_BLF = ACTIVATIONS[self.activation](self.mlp.up_proj(x_BLD))
+        hidden_BLF = self.activate(self.mlp.up_proj(x_BLD))
         return self.mlp_norm(x_BLD + self.mlp.down_proj(hidden_BLF))
 
 

@@ -217,12 +217,15 @@ def write_leaves(writer: Writer, leaves: list[NamedLeaf], values: list[np.ndarra
 
 def _joined(leaves: list[NamedLeaf], parts: list[np.ndarray]) -> np.ndarray:
     """Return the tensor that is made of the parts of leaves."""
-    if leaves[0].part is None:
+    of_leaves = [leaf.part for leaf in leaves if leaf.part is not None]
+    if not of_leaves:
         return parts[0]
-    ordered = sorted(zip(leaves, parts, strict=True), key=lambda pair: pair[0].part.index)
-    groups = leaves[0].part.groups
-    grouped = [part.reshape(groups, -1, *part.shape[1:]) for _, part in ordered]
-    joined = np.concatenate(grouped, axis=1)
+    groups = of_leaves[0].groups
+    grouped = {
+        own.index: part.reshape(groups, -1, *part.shape[1:])
+        for own, part in zip(of_leaves, parts, strict=True)
+    }
+    joined = np.concatenate([grouped[i] for i in sorted(grouped)], axis=1)
     return joined.reshape(-1, *joined.shape[2:])
 
 

@@ -215,7 +215,7 @@ class LeafInFiles:
         values = np.empty([s.stop - s.start for s in inside], np.float32)
         chosen = names[inside[:depth]]
         for index in np.ndindex(chosen.shape):
-            values[index] = self._oriented(chosen[index], inside[depth:])
+            values[index] = self._oriented(str(chosen[index]), inside[depth:])
         return values
 
     def _oriented(self, name: str, inside: tuple[slice, ...]) -> np.ndarray:
