@@ -1,10 +1,13 @@
 """Models of public families against recordings of Transformers (PyTorch)."""
 
+import json
+
 import flax.nnx as nnx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 from tools.families import (
     DECODERS,
     forward_of,
@@ -98,6 +101,44 @@ def test_a_bert_computes_what_transformers_computes(tmp_path, scan):
     expected = leaves_in(write_folder(tmp_path / "grads", "bert", grads), model)
     for path, x in gradients.items():
         np.testing.assert_allclose(x, expected[path], atol=1e-5, err_msg="/".join(path))
+
+
+def test_a_chatglm_is_a_glm_under_other_names(tmp_path):
+    """Its class comes with its files; the tensors of the recorded GLM are put under its names."""
+    data, glm = recorded("glm"), tensors_of("glm")
+    inside = {
+        "input_layernorm.weight": "input_layernorm.weight",
+        "post_attention_layernorm.weight": "post_attention_layernorm.weight",
+        "self_attn.o_proj.weight": "self_attention.dense.weight",
+        "mlp.gate_up_proj.weight": "mlp.dense_h_to_4h.weight",
+        "mlp.down_proj.weight": "mlp.dense_4h_to_h.weight",
+    }
+    tensors = {
+        "transformer.embedding.word_embeddings.weight": glm["model.embed_tokens.weight"],
+        "transformer.encoder.final_layernorm.weight": glm["model.norm.weight"],
+        "transformer.output_layer.weight": glm["lm_head.weight"],
+        "transformer.rotary_pos_emb.inv_freq": np.zeros(2, np.float32),
+    }
+    for i in range(2):
+        there, here = f"transformer.encoder.layers.{i}.", f"model.layers.{i}."
+        tensors |= {there + name: glm[here + own] for own, name in inside.items()}
+        for kind in ("weight", "bias"):
+            parts = [glm[f"{here}self_attn.{x}_proj.{kind}"] for x in "qkv"]
+            tensors[f"{there}self_attention.query_key_value.{kind}"] = np.concatenate(parts)
+    config = {
+        **{"model_type": "chatglm", "num_layers": 2, "padded_vocab_size": 64, "hidden_size": 32},
+        **{"num_attention_heads": 4, "multi_query_attention": True, "multi_query_group_num": 2},
+        **{"ffn_hidden_size": 48, "kv_channels": 8, "layernorm_epsilon": 1.5625e-07},
+        **{"add_qkv_bias": True, "add_bias_linear": False, "rmsnorm": True, "seq_length": 64},
+    }
+    folder = tmp_path / "hub"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    model = from_hugging_face(folder)
+    logits = forward_of(model)(leaves_in(folder, model), data["tokens"], mask_BL=data["mask"])
+    real = data["mask"] != 0
+    np.testing.assert_allclose(logits[real], data["logits"][real], atol=1e-5)
 
 
 def test_every_family_has_a_recording():
