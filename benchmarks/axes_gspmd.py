@@ -30,7 +30,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from zeroxla.models.attention import causal_attention
 from zeroxla.models.losses import cross_entropy, head_logits
 from zeroxla.models.moe_layers import balance_loss, find_places, route
-from zeroxla.models.rotary import rotary_tables, rotate
+from zeroxla.models.rotary import rotate
 
 Leaves = Mapping[str, Any]
 SPLIT = {
@@ -90,7 +90,7 @@ class Annotated:
         else:
             x_BLD = jnp.take(params["embed_tokens"]["embedding"], tokens_BL, axis=0)
             layers = params["layers"]
-            blocks = [] if self.scan else [layers[str(i)] for i in range(self.model.num_layers)]
+            blocks = [] if self.scan else [layers[str(i)] for i in range(self.model.config.layers)]
             x_BLD, extra = self._run(self._llama_block, x_BLD, layers, blocks)
             x_BLD, head_VD = self._rms_norm(x_BLD, params["norm"]), params["lm_head"]
         x_BLD = self._put("x_BLD inside", x_BLD)
@@ -127,7 +127,7 @@ class Annotated:
         own, model = leaves["self_attn"], self.model
         y_BLD = self._put("x_BLD inside", self._rms_norm(x_BLD, leaves["input_layernorm"]))
         positions_BL = jnp.arange(x_BLD.shape[1])[None]
-        rotation = rotary_tables(positions_BL, model.head_width, model.theta, model.rope_scaling)
+        rotation = model.config.rotary.tables(positions_BL)
         q, k, v = self._heads(jnp.einsum("bld,dte->blte", y_BLD, own["qkv"]))
         q, k = rotate(q, rotation)[:, :, :, None], rotate(k, rotation)
         x_BLD = x_BLD + self._put("x_BLD", self._attended(q, k, v, own["o_proj"]))
@@ -145,7 +145,13 @@ class Annotated:
         """Return queries, keys and values, [B, L, N, H]; of a split sequence by an all-to-all."""
         y_BLTD = self._put("y_BLTD", y_BLTD)
         parts = (y_BLTD[:, :, i] for i in range(3))
-        return [self._put("y_BLNH", y.reshape(*y.shape[:2], self.model.heads, -1)) for y in parts]
+        return [
+            self._put(
+                "y_BLNH",
+                y.reshape(*y.shape[:2], getattr(self.model, "config", self.model).heads, -1),
+            )
+            for y in parts
+        ]
 
     def _attended(self, q: jax.Array, k: jax.Array, v: jax.Array, out: Leaves) -> jax.Array:
         y_BLKGH = causal_attention(q, k, v, block=q.shape[1])
@@ -157,8 +163,10 @@ class Annotated:
 
     def _experts(self, leaves: Leaves, x_BLD: jax.Array) -> tuple[jax.Array, jax.Array]:
         bank, model = leaves["experts"], self.model
-        routes = route(x_BLD, leaves["router"]["kernel"], model.top_k)
-        taken_BLEC = find_places(routes, None, model.capacity_factor)[1].astype(x_BLD.dtype)
+        routes = route(x_BLD, leaves["router"]["kernel"], model.config.experts.top_k)
+        taken_BLEC = find_places(routes, None, model.config.experts.capacity_factor)[1].astype(
+            x_BLD.dtype
+        )
         dispatch_BLEC = self._put("places_BLEC", taken_BLEC)
         combine_BLEC = dispatch_BLEC * routes.weights_BLE[..., None]
         x_EBCD = self._put("x_EBCD", jnp.einsum("blec,bld->ebcd", dispatch_BLEC, x_BLD))
@@ -169,11 +177,11 @@ class Annotated:
         y_EBCD = jnp.einsum("ebci,eio->ebco", jax.nn.silu(gate) * up, bank["down_proj"])
         y_EBCD = self._put("x_EBCD", self._put("x_EBCD inside", y_EBCD))
         y_BLD = jnp.einsum("blec,ebcd->bld", combine_BLEC, y_EBCD)
-        return y_BLD, model.balance * balance_loss(routes)
+        return y_BLD, self.model.config.experts.balance * balance_loss(routes)
 
     def _rms_norm(self, x_BLD: jax.Array, leaves: Leaves) -> jax.Array:
         mean = jnp.mean(jnp.square(x_BLD), axis=-1, keepdims=True)
-        return x_BLD * jax.lax.rsqrt(mean + self.model.eps) * leaves["scale"]
+        return x_BLD * jax.lax.rsqrt(mean + self.model.config.eps) * leaves["scale"]
 
     def _put(self, name: str, x: jax.Array) -> jax.Array:
         dim = SPLIT[self.axis].get(name)

@@ -42,7 +42,7 @@ from common import (
 )
 
 import zeroxla
-from zeroxla.models.gpt import Block
+from zeroxla.models.gpt_layers import Block
 
 WIDTH = 512
 LAYERS = (8, 16)

@@ -8,6 +8,7 @@ import dataclasses
 import json
 import math
 import numbers
+import operator
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ class Key:
         null is an error.
       is_argument: whether the model is built with the field. If not, it follows from others.
       is_computed: whether the model's results depend on the field. If not, a config may differ.
+      is_optional: whether null is a value of its own.
     """
 
     name: str
@@ -31,6 +33,7 @@ class Key:
     null: Callable[[Mapping[str, Any]], Any] | None = None
     is_argument: bool = True
     is_computed: bool = True
+    is_optional: bool = False
 
     def checked(self, value: Any) -> Any:
         """Check a value of the key, and return it.
@@ -70,6 +73,21 @@ class Extra:
     write: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda fields: {}
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Fused:
+    """Leaves that are one tensor in a file, along the dim of outputs.
+
+    Attributes:
+      leaves: their paths, in the order of the tensor.
+      groups: the attribute of the model that says how often the tensor's rows begin anew with the
+        first leaf, such as "config.heads" where each head has its queries, keys and values
+        together; None where each leaf's rows follow each other.
+    """
+
+    leaves: tuple[str, ...]
+    groups: str | None = None
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Format:
     """How Hugging Face stores a model. Formats are compared and hashed by identity.
@@ -80,13 +98,16 @@ class Format:
       layer, stack: the path of a block's leaves: unrolled, with "{layer}" for the block's number;
         and in a scan, whose leaves have a leading layer dim.
       tensors: the name of the tensor for each leaf's path. "{layer}" in both is the block's number.
+        "{expert}" in the name is the index of the leaf's dim after the layers.
       transposed: the leaves whose tensor is [out, in].
+      fused: the leaves that are parts of one tensor.
       prefix: the beginning of names that files of the model without its head leave out.
       ignored: regular expressions, without the prefix, of tensors that hold nothing learned.
       embedding, head: the paths of two leaves. A tied model has only the embedding, for both.
       fields: the key of each of the model's fields. The model's attribute has the same name as the
         field, unless `attributes` gives another.
-      attributes: the attribute of each field that has another name.
+      attributes: the attribute of each field that has another name or place, such as "config.eps".
+      fields_in: the attribute of the model that has the fields; "" for the model itself.
       extra: further fields.
       choices: for each key that no field stands for, the values that the model computes. The first
         is the meaning of an absent key, and the one that is written.
@@ -99,12 +120,14 @@ class Format:
     stack: str
     tensors: Mapping[str, str]
     transposed: frozenset[str] = frozenset()
+    fused: tuple[Fused, ...] = ()
     prefix: str
     ignored: tuple[str, ...] = ()
     embedding: str
     head: str
     fields: Mapping[str, Key]
     attributes: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    fields_in: str = ""
     extra: Extra = Extra()
     choices: Mapping[str, tuple[Any, ...]]
     written: Callable[[Any], dict[str, Any]] = lambda model: {}
@@ -177,6 +200,9 @@ class Format:
         fields: dict[str, Any] = {}
         for field, key in keys.items():
             value = config.get(key.name, key.default)
+            if value is None and key.is_optional:
+                fields[field] = None
+                continue
             if value is None:
                 if key.null is None:
                     raise ValueError(f"the config has {key.name}=null; it must have a value")
@@ -186,7 +212,8 @@ class Format:
 
     def _of_model(self, model: Any) -> dict[str, Any]:
         def value(field: str) -> Any:
-            return getattr(model, self.attributes.get(field, field))
+            inside = f"{self.fields_in}.{field}" if self.fields_in else field
+            return operator.attrgetter(self.attributes.get(field, inside))(model)
 
         known = {key.name: value(field) for field, key in self.fields.items()}
         return self._resolve(self.fields, known) | {name: value(name) for name in self.extra.names}

@@ -13,8 +13,9 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from .attention import BLOCK, Backend, Dropout, cached, causal_attention
+from .attention import BLOCK, Backend
 from .gpt_format import FORMAT
+from .gpt_layers import Block, layer_norm
 from .head_losses import head_statistics
 from .losses import head_logits, mean_loss
 
@@ -88,6 +89,7 @@ class GPT(nn.Module):
         *,
         positions_BL: jax.Array | None = None,
         mask_BL: jax.Array | None = None,
+        segments_BL: jax.Array | None = None,
         targets_BL: jax.Array | None = None,
         with_entropy: bool = False,
         train: bool = False,
@@ -99,6 +101,8 @@ class GPT(nn.Module):
           positions_BL: int[B, L] or [1, L]; give them for left-padded rows. None means 0, 1, ...,
             or, with a cache, counting from the number of tokens that it holds.
           mask_BL: nonzero at real tokens, 0 at padding. With a cache, one for each of its places.
+          segments_BL: int[B, L], the number of each token's document, for rows of several. A token
+            sees those of its own document alone; give their positions too. Not with a cache.
           targets_BL: int[B, L], the next tokens; None returns the logits.
           with_entropy: whether the entropies of the distributions are returned beside the losses.
           train: whether dropout acts.
@@ -135,7 +139,7 @@ class GPT(nn.Module):
         wpe = nn.Embed(self.length, self.width, embedding_init=init, name="wpe")
         x_BLD = wte(tokens_BL) + wpe(positions_BL)
         x_BLD = nn.Dropout(self.dropout, deterministic=not train)(x_BLD)
-        x_BLD = self._blocks(x_BLD, mask_BL, start, train)
+        x_BLD = self._blocks(x_BLD, mask_BL, start, segments_BL, train)
         x_BLD = layer_norm("ln_f")(x_BLD)
         if self.tie:
             head_VD = wte.embedding
@@ -147,7 +151,12 @@ class GPT(nn.Module):
         return found if with_entropy else found[0]
 
     def _blocks(
-        self, x_BLD: jax.Array, mask_BL: jax.Array | None, start: jax.Array | int, train: bool
+        self,
+        x_BLD: jax.Array,
+        mask_BL: jax.Array | None,
+        start: jax.Array | int,
+        segments_BL: jax.Array | None,
+        train: bool,
     ) -> jax.Array:
         # In a scan the loop itself keeps forward and recomputation apart, so no barrier is needed.
         block = Block
@@ -169,7 +178,7 @@ class GPT(nn.Module):
                 # Else XLA, on CPUs, adds up all earlier blocks again wherever a block reads x, in
                 # backward too.
                 x_BLD = jax.lax.optimization_barrier(x_BLD)
-                x_BLD, _ = block(**shape, name=f"h_{i}")(x_BLD, mask_BL, start)
+                x_BLD, _ = block(**shape, name=f"h_{i}")(x_BLD, mask_BL, start, segments_BL)
             return x_BLD
         stack = nn.scan(
             block,
@@ -178,7 +187,7 @@ class GPT(nn.Module):
             in_axes=nn.broadcast,  # pyright: ignore[reportArgumentType]  (annotated as int)
             length=self.layers,
         )
-        return stack(**shape, name="h")(x_BLD, mask_BL, start)[0]
+        return stack(**shape, name="h")(x_BLD, mask_BL, start, segments_BL)[0]
 
     def loss(
         self, batch: dict[str, jax.Array], *, train: bool
@@ -186,112 +195,15 @@ class GPT(nn.Module):
         """Return (mean cross-entropy in nats, metrics) for {"tokens": int32[B, length + 1]}.
 
         The batch may hold "mask" [B, length], nonzero at the targets that count; see
-        `next_token_loss`.
+        `next_token_loss`; and for rows of several documents "segments" and "positions",
+        int32[B, length], of the tokens but the last.
         """
         tokens_BL, targets_BL = batch["tokens"][:, :-1], batch["tokens"][:, 1:]
-        return mean_loss(self(tokens_BL, targets_BL=targets_BL, train=train), batch)
-
-
-class Block(nn.Module):
-    """x + attention(norm(x)), then x + perceptron(norm(x)); the second result is scan's empty y."""
-
-    heads: int
-    hidden: int
-    layers: int
-    """The model's number of blocks. Residual projections start smaller by 1/sqrt(2 layers)."""
-    dropout: float
-    train: bool
-    decode: bool = False
-    backend: Backend = "auto"
-    attention_block: int = BLOCK
-
-    @nn.compact
-    def __call__(
-        self,
-        x_BLD: jax.Array,
-        mask_BL: jax.Array | None = None,
-        start: jax.Array | int = 0,
-    ) -> tuple[jax.Array, None]:
-        small = 0.02 / (2 * self.layers) ** 0.5
-        attention = Attention(
-            self.heads,
-            small,
-            self.dropout if self.train else 0.0,
-            self.decode,
-            self.backend,
-            self.attention_block,
-            name="attn",
+        losses_BL = self(
+            tokens_BL,
+            positions_BL=batch.get("positions"),
+            segments_BL=batch.get("segments"),
+            targets_BL=targets_BL,
+            train=train,
         )
-        perceptron = Perceptron(self.hidden, small, name="mlp")
-        drop = nn.Dropout(self.dropout, deterministic=not self.train)
-        x_BLD = x_BLD + drop(attention(layer_norm("ln_1")(x_BLD), mask_BL, start))
-        x_BLD = x_BLD + drop(perceptron(layer_norm("ln_2")(x_BLD)))
-        return x_BLD, None
-
-
-class Attention(nn.Module):
-    """Causal self-attention with one product for queries, keys and values."""
-
-    heads: int
-    projection_std: float
-    dropout: float
-    decode: bool
-    backend: Backend
-    block: int
-
-    @nn.compact
-    def __call__(
-        self, x_BLD: jax.Array, mask_BL: jax.Array | None, start: jax.Array | int
-    ) -> jax.Array:
-        batch, length, width = x_BLD.shape
-        qkv_BLE = dense(3 * width, 0.02, "c_attn")(x_BLD)
-        q_BLNH, k_BLNH, v_BLNH = (
-            part.reshape(batch, length, self.heads, -1) for part in jnp.split(qkv_BLE, 3, axis=-1)
-        )
-        if self.decode:
-            reads_cache = self.has_variable("cache", "cached_key")
-            keys = self.variable("cache", "cached_key", jnp.zeros_like, k_BLNH)
-            values = self.variable("cache", "cached_value", jnp.zeros_like, v_BLNH)
-            if reads_cache:
-                keys.value = cached(keys.value, k_BLNH, start)
-                values.value = cached(values.value, v_BLNH, start)
-                k_BLNH, v_BLNH = (x.value.astype(v_BLNH.dtype) for x in (keys, values))
-        dropout = Dropout(self.dropout, self.make_rng("dropout")) if self.dropout else None
-        # Each query head has a key-value head of its own: groups of one.
-        out = causal_attention(
-            q_BLNH[:, :, :, None, :],
-            k_BLNH,
-            v_BLNH,
-            mask_BM=mask_BL,
-            start=start,
-            dropout=dropout,
-            # Parameters are made in float32, which cuDNN does not take.
-            backend="auto" if self.is_initializing() else self.backend,
-            block=self.block,
-        )
-        return dense(width, self.projection_std, "c_proj")(out.reshape(batch, length, width))
-
-
-class Perceptron(nn.Module):
-    """dense, tanh-GELU, dense."""
-
-    hidden: int
-    projection_std: float
-
-    @nn.compact
-    def __call__(self, x_BLD: jax.Array) -> jax.Array:
-        h_BLF = nn.gelu(dense(self.hidden, 0.02, "c_fc")(x_BLD), approximate=True)
-        return dense(x_BLD.shape[-1], self.projection_std, "c_proj")(h_BLF)
-
-
-def dense(features: int, std: float, name: str) -> nn.Dense:
-    """Return a dense layer with normal(std) kernel and zero bias."""
-    return nn.Dense(features, kernel_init=nn.initializers.normal(std), name=name)
-
-
-def layer_norm(name: str) -> nn.LayerNorm:
-    """Return GPT-2's LayerNorm: eps 1e-5, statistics in float32.
-
-    The variance is mean((x - mean)^2), because E[x^2] - E[x]^2 cancels if the mean is large.
-    """
-    return nn.LayerNorm(epsilon=1e-5, use_fast_variance=False, name=name)
+        return mean_loss(losses_BL, batch)

@@ -16,12 +16,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .losses import cross_entropy, head_logits
+from .losses import Head, cross_entropy, head_logits
 
 
 def head_statistics(
     x_BLD: jax.Array,
-    head_VD: jax.Array,
+    head: jax.Array | Head,
     targets_BL: jax.Array,
     chunk: int,
     with_entropy: bool = False,
@@ -31,7 +31,7 @@ def head_statistics(
 
     Args:
       x_BLD: the head's input, of any floating dtype.
-      head_VD: the head.
+      head: the head, [V, D] or with its bias and its cap.
       targets_BL: int[B, L].
       chunk: number of positions whose logits exist at a time, in forward and backward; 0 takes all
         at once.
@@ -45,9 +45,11 @@ def head_statistics(
     """
     if chunk < 0:
         raise ValueError(f"loss_chunk={chunk}: give a number of positions, or 0 for all at once")
+    head = head if isinstance(head, Head) else Head(head)
     if not chunk or x_BLD.shape[1] <= chunk:
-        return _of_logits(head_logits(x_BLD, head_VD), targets_BL, with_entropy)
-    return _in_chunks(x_BLD, head_VD, targets_BL, chunk, with_entropy)
+        return _of_logits(head_logits(x_BLD, head), targets_BL, with_entropy)
+    weights = head.weight_VD, head.bias_V
+    return _in_chunks(x_BLD, weights, targets_BL, chunk, with_entropy, head.cap)
 
 
 def _of_logits(
@@ -59,47 +61,74 @@ def _of_logits(
     return losses_BC, _entropy(jax.nn.log_softmax(logits_BCV))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+Weights = tuple[jax.Array, jax.Array | None]
+"""A head's weight [V, D] and bias [V]."""
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
 def _in_chunks(
-    x_BLD: jax.Array, head_VD: jax.Array, targets_BL: jax.Array, chunk: int, with_entropy: bool
+    x_BLD: jax.Array,
+    weights: Weights,
+    targets_BL: jax.Array,
+    chunk: int,
+    with_entropy: bool,
+    cap: float | None,
 ) -> tuple[jax.Array, ...]:
     def of_chunk(_: None, part: Any) -> tuple[None, tuple[jax.Array, ...]]:
         x_BCD, targets_BC = part
-        return None, _of_logits(head_logits(x_BCD, head_VD), targets_BC, with_entropy)
+        logits_BCV = head_logits(x_BCD, Head(*weights, cap))
+        return None, _of_logits(logits_BCV, targets_BC, with_entropy)
 
     return _over_chunks(of_chunk, None, (x_BLD, targets_BL), chunk)[1]
 
 
 def _forward(
-    x_BLD: jax.Array, head_VD: jax.Array, targets_BL: jax.Array, chunk: int, with_entropy: bool
+    x_BLD: jax.Array,
+    weights: Weights,
+    targets_BL: jax.Array,
+    chunk: int,
+    with_entropy: bool,
+    cap: float | None,
 ) -> tuple[tuple[jax.Array, ...], Any]:
-    found = _in_chunks(x_BLD, head_VD, targets_BL, chunk, with_entropy)
-    return found, (x_BLD, head_VD, targets_BL)
+    found = _in_chunks(x_BLD, weights, targets_BL, chunk, with_entropy, cap)
+    return found, (x_BLD, weights, targets_BL)
 
 
 def _backward(
-    chunk: int, with_entropy: bool, residuals: Any, cotangents: tuple[jax.Array, ...]
-) -> tuple[jax.Array, jax.Array, None]:
-    x_BLD, head_VD, targets_BL = residuals
+    chunk: int,
+    with_entropy: bool,
+    cap: float | None,
+    residuals: Any,
+    cotangents: tuple[jax.Array, ...],
+) -> tuple[jax.Array, Weights, None]:
+    x_BLD, (head_VD, bias_V), targets_BL = residuals
 
-    def of_chunk(head_ct_VD: jax.Array, part: Any) -> tuple[jax.Array, jax.Array]:
+    def of_chunk(sums: Weights, part: Any) -> tuple[Weights, jax.Array]:
         x_BCD, targets_BC, cts = part
-        logprobs_BCV = jax.nn.log_softmax(head_logits(x_BCD, head_VD))
+        logits_BCV = head_logits(x_BCD, Head(head_VD, bias_V, cap))
+        logprobs_BCV = jax.nn.log_softmax(logits_BCV)
         probs_BCV = jnp.exp(logprobs_BCV)
         hits_BCV = targets_BC[..., None] == jnp.arange(head_VD.shape[0], dtype=targets_BC.dtype)
         ct_BCV = cts[0][..., None] * (probs_BCV - hits_BCV)
         if with_entropy:
             entropy_BC = _entropy(logprobs_BCV)
             ct_BCV -= cts[1][..., None] * probs_BCV * (logprobs_BCV + entropy_BC[..., None])
+        if cap is not None:
+            ct_BCV *= 1 - (logits_BCV / cap) ** 2
+        head_ct_VD, bias_ct_V = sums
+        if bias_ct_V is not None:
+            bias_ct_V += ct_BCV.sum(axis=(0, 1))
         # The two products run in the dtype of the model, and add up in float32.
         ct_BCV = ct_BCV.astype(x_BCD.dtype)
         head_ct_VD += _product("bcv,bcd->vd", ct_BCV, x_BCD)
-        return head_ct_VD, _product("bcv,vd->bcd", ct_BCV, head_VD).astype(x_BCD.dtype)
+        x_ct_BCD = _product("bcv,vd->bcd", ct_BCV, head_VD).astype(x_BCD.dtype)
+        return (head_ct_VD, bias_ct_V), x_ct_BCD
 
-    zeros_VD = jnp.zeros(head_VD.shape, jnp.float32)
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), (head_VD, bias_V))
     parts = (x_BLD, targets_BL, cotangents)
-    head_ct_VD, x_ct_BLD = _over_chunks(of_chunk, zeros_VD, parts, chunk)
-    return x_ct_BLD, head_ct_VD.astype(head_VD.dtype), None
+    sums, x_ct_BLD = _over_chunks(of_chunk, zeros, parts, chunk)
+    weights_ct = jax.tree.map(lambda ct, x: ct.astype(x.dtype), sums, (head_VD, bias_V))
+    return x_ct_BLD, weights_ct, None
 
 
 _in_chunks.defvjp(_forward, _backward)

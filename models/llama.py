@@ -6,28 +6,23 @@ Hugging Face's LlamaForCausalLM. Its weights are [out, in]; the kernels here are
 Source: Touvron et al., arXiv 2302.13971 and 2307.09288.
 """
 
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import jax
 from flax import nnx
 
-from .attention import BLOCK, Backend, causal_attention
+from .attention import BLOCK, Backend
 from .decoder import Decoder
+from .decoder_config import DecoderConfig
 from .llama_format import FORMAT
-from .llama_layers import Block
-from .losses import mean_loss
-from .rotary import RopeScaling
+from .rope_scaling import RopeScaling
+from .rotary import Rotary
 
 
 class Llama(Decoder):
     """A Llama language model. Presets return `lambda rngs: Llama(...)`, which allocates nothing.
 
-    Parameters: `embed_tokens/embedding` [V, D], blocks, `norm/scale` [D], and, if untied, `lm_head`
-    [V, D]. A block has `input_layernorm`, `self_attn/{q,k,v,o}_proj`, `post_attention_layernorm`
-    and `mlp/{gate,up,down}_proj`. The blocks are `layers/0`, `layers/1`, ...; with scan there is
-    one `layers` whose leaves have a leading layer dim.
+    Its parameters are those of `Decoder`.
     """
 
     hugging_face = FORMAT
@@ -46,6 +41,9 @@ class Llama(Decoder):
         length: int = 2048,
         eps: float = 1e-5,
         tie: bool = False,
+        head_width: int | None = None,
+        attention_bias: bool = False,
+        mlp_bias: bool = False,
         scan: bool = True,
         remat: bool | Callable[..., Any] = False,
         attention: Backend = "auto",
@@ -60,11 +58,14 @@ class Llama(Decoder):
           kv_heads: K, a divisor of `heads`.
           theta: the base of the rotary wavelengths.
           rope_scaling: how the wavelengths are lengthened, as Hugging Face configs write it:
-            {"rope_type": "linear", "factor": 2.0}, or the type "llama3"; see `RopeScaling`.
+            {"rope_type": "linear", "factor": 2.0}; see `RopeScaling`.
           length: the longest sequences that the model is meant for. Configs tell it to other
             programs; nothing here depends on it.
           eps: the number added to the mean square in every RMSNorm.
           tie: use the token embedding also as the head.
+          head_width: H; None means width / heads.
+          attention_bias, mlp_bias: whether the products of attention, and of the perceptron, have a
+            bias.
           scan: run the blocks in one `nnx.scan` over stacked leaves; otherwise unroll them.
           remat: recompute each block's activations in backward (`nnx.remat`). A policy of
             `jax.checkpoint_policies` keeps some: products are named as their layers ("q_proj", ...
@@ -82,28 +83,34 @@ class Llama(Decoder):
             unknown.
         """
 
-        def block(rngs: nnx.Rngs) -> Block:
-            kernel = functools.partial(causal_attention, backend=attention, block=attention_block)
-            return Block(width, heads, kv_heads, hidden, eps, kernel, rngs=rngs)
-
-        super().__init__(
-            block,
+        scaling = RopeScaling.of(rope_scaling)
+        head_width = check_heads(width, heads, kv_heads, head_width)
+        config = DecoderConfig(
+            family="llama",
             vocab=vocab,
             layers=layers,
             width=width,
             heads=heads,
             kv_heads=kv_heads,
-            theta=theta,
-            rope_scaling=rope_scaling,
+            head_width=head_width,
+            hidden=hidden,
             length=length,
             eps=eps,
+            rotary=Rotary(theta=theta, scaling=scaling, width=head_width),
+            qkv_bias=attention_bias,
+            out_bias=attention_bias,
+            mlp_bias=mlp_bias,
             tie=tie,
+        )
+        super().__init__(
+            config,
             scan=scan,
             remat=remat,
+            attention=attention,
+            attention_block=attention_block,
             loss_chunk=loss_chunk,
             rngs=rngs,
         )
-        self.hidden = hidden
 
     @classmethod
     def tiny(cls, **overrides: Any) -> "Callable[[nnx.Rngs], Llama]":
@@ -124,13 +131,19 @@ class Llama(Decoder):
         shape = {**shape, "hidden": 14336, "theta": 500000.0, "length": 8192}
         return lambda rngs: cls(**{**shape, **overrides}, rngs=rngs)
 
-    def loss(
-        self, batch: dict[str, jax.Array], *, train: bool
-    ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """Return (mean cross-entropy in nats, metrics) for {"tokens": int32[B, length + 1]}.
 
-        The batch may hold "mask" [B, length], nonzero at the targets that count; see
-        `next_token_loss`. Nothing here depends on `train`, because the model has no dropout.
-        """
-        tokens_BL, targets_BL = batch["tokens"][:, :-1], batch["tokens"][:, 1:]
-        return mean_loss(self(tokens_BL, targets_BL=targets_BL), batch)
+def check_heads(width: int, heads: int, kv_heads: int, head_width: int | None) -> int:
+    """Return the width of a head, width / heads if it is not given.
+
+    Raises:
+      ValueError: `heads` or `kv_heads` do not divide as attention needs.
+    """
+    divides = head_width is not None or width % heads == 0
+    of_head = head_width or width // heads
+    if heads % kv_heads or not divides or of_head % 2:
+        said = "" if head_width is None else f", head_width {head_width}"
+        raise ValueError(
+            f"width {width}, heads {heads}, kv_heads {kv_heads}{said}: kv_heads must divide heads, "
+            "and width / heads, or head_width, must be a whole even number (rotary pairs)"
+        )
+    return of_head

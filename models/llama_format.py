@@ -1,12 +1,16 @@
 """Llama in Hugging Face's format: LlamaForCausalLM. Its weights are [out, in]."""
 
 from .format import Extra, Format, Key
-from .rotary import rope_of_config, rope_to_config
+from .rope_config import rope_of_config, rope_to_config
 
 _PRODUCTS = (
     *("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"),
     *("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"),
 )
+_BIASES = {
+    f"layers/{{layer}}/{name.replace('.', '/')}/bias": f"model.layers.{{layer}}.{name}.bias"
+    for name in _PRODUCTS
+}
 _KERNELS = {
     f"layers/{{layer}}/{name.replace('.', '/')}/kernel": f"model.layers.{{layer}}.{name}.weight"
     for name in _PRODUCTS
@@ -21,6 +25,7 @@ FORMAT = Format(
         "embed_tokens/embedding": "model.embed_tokens.weight",
         "layers/{layer}/input_layernorm/scale": "model.layers.{layer}.input_layernorm.weight",
         **_KERNELS,
+        **_BIASES,
         "layers/{layer}/post_attention_layernorm/scale": (
             "model.layers.{layer}.post_attention_layernorm.weight"
         ),
@@ -42,14 +47,20 @@ FORMAT = Format(
         "head_width": Key(
             name="head_dim",
             null=lambda fields: fields["width"] // fields["heads"],
-            is_argument=False,
         ),
+        "attention_bias": Key(name="attention_bias", default=False),
+        "mlp_bias": Key(name="mlp_bias", default=False),
         "hidden": Key(name="intermediate_size", default=11008),
         "eps": Key(name="rms_norm_eps", default=1e-6),
         "length": Key(name="max_position_embeddings", default=2048, is_computed=False),
         "tie": Key(name="tie_word_embeddings", default=False),
     },
-    attributes={"layers": "num_layers"},
+    attributes={
+        "attention_bias": "config.qkv_bias",
+        "theta": "config.rotary.theta",
+        "rope_scaling": "config.rotary.scaling",
+    },
+    fields_in="config",
     extra=Extra(
         names=("theta", "rope_scaling"),
         read=rope_of_config,
@@ -57,9 +68,6 @@ FORMAT = Format(
     ),
     choices={
         "hidden_act": ("silu", "swish"),  # two names of one function
-        "attention_bias": (False,),
-        "mlp_bias": (False,),
         "partial_rotary_factor": (None, 1.0),
-        "quantization_config": (None,),
     },
 )

@@ -3,9 +3,25 @@
 Shape letters: B batch, L length, D width, V vocabulary, C classes.
 """
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 import optax
+
+
+class Head(NamedTuple):
+    """What turns the last activations into logits.
+
+    Attributes:
+      weight_VD: the head.
+      bias_V: its bias; None for none.
+      cap: logits become cap * tanh(logit / cap); None leaves them.
+    """
+
+    weight_VD: jax.Array
+    bias_V: jax.Array | None = None
+    cap: float | None = None
 
 
 def next_token_loss(
@@ -30,9 +46,13 @@ def cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
     return optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), targets)
 
 
-def head_logits(x_BLD: jax.Array, head_VD: jax.Array) -> jax.Array:
-    """Return x head^T, float32[B, L, V]."""
-    return jnp.einsum("bld,vd->blv", x_BLD, head_VD, preferred_element_type=jnp.float32)
+def head_logits(x_BLD: jax.Array, head: jax.Array | Head) -> jax.Array:
+    """Return the logits x head^T, float32[B, L, V], with the head's bias and cap."""
+    weight_VD, bias_V, cap = head if isinstance(head, Head) else Head(head)
+    logits = jnp.einsum("bld,vd->blv", x_BLD, weight_VD, preferred_element_type=jnp.float32)
+    if bias_V is not None:
+        logits += bias_V.astype(jnp.float32)
+    return logits if cap is None else cap * jnp.tanh(logits / cap)
 
 
 def mean_loss(

@@ -6,31 +6,25 @@ mathematics is the same as in Hugging Face's MixtralForCausalLM, without a slidi
 Source: Jiang et al., arXiv 2401.04088.
 """
 
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import jax
 from flax import nnx
 
-from .attention import BLOCK, Backend, causal_attention
+from .attention import BLOCK, Backend
 from .decoder import Decoder
-from .head_losses import head_statistics
-from .llama_layers import Attention
-from .losses import mean_loss
-from .moe_layers import MoEBlock, Routing, make_mix
-from .rotary import RopeScaling
+from .decoder_config import DecoderConfig, ExpertsConfig
+from .llama import check_heads
+from .moe_layers import Routing, make_mix
+from .rope_scaling import RopeScaling
+from .rotary import Rotary
 
 
 class Mixtral(Decoder):
     """A language model of experts. Presets return `lambda rngs: Mixtral(...)`, which allocates
     nothing.
 
-    Parameters: `embed_tokens/embedding` [V, D], blocks, `norm/scale` [D], and, if untied, `lm_head`
-    [V, D]. A block has `input_layernorm`, `self_attn/{q,k,v,o}_proj`, `post_attention_layernorm`,
-    `router/kernel` [D, E], `experts/gate_proj` and `experts/up_proj` [E, D, F], and
-    `experts/down_proj` [E, F, D]. The blocks are `layers/0`, `layers/1`, ...; with scan there is
-    one `layers` whose leaves have a leading layer dim.
+    Its parameters are those of `Decoder`.
     """
 
     def __init__(
@@ -82,38 +76,39 @@ class Mixtral(Decoder):
             routing is unknown, `top_k` is not from 1 to `experts`, or `capacity_factor` is not
             above 0.
         """
-        if not 1 <= top_k <= experts:
-            raise ValueError(
-                f"top_k={top_k}, experts={experts}: a token takes from 1 to {experts} experts; "
-                "lower top_k or raise experts"
-            )
-        mix = make_mix(routing, capacity_factor)
-        kernel = functools.partial(causal_attention, backend=attention, block=attention_block)
-
-        def block(rngs: nnx.Rngs) -> MoEBlock:
-            shape = {"width": width, "hidden": hidden, "experts": experts, "top_k": top_k}
-            attend = Attention(width, heads, kv_heads, kernel, rngs=rngs)
-            return MoEBlock(attend, mix, **shape, eps=eps, rngs=rngs)
-
-        super().__init__(
-            block,
+        scaling = RopeScaling.of(rope_scaling)
+        head_width = check_heads(width, heads, kv_heads, None)
+        make_mix(routing, capacity_factor)  # fails here if they are unknown
+        config = DecoderConfig(
             vocab=vocab,
             layers=layers,
             width=width,
             heads=heads,
             kv_heads=kv_heads,
-            theta=theta,
-            rope_scaling=rope_scaling,
+            head_width=head_width,
+            hidden=hidden,
             length=length,
             eps=eps,
+            rotary=Rotary(theta=theta, scaling=scaling, width=head_width),
+            experts=ExpertsConfig(
+                count=experts,
+                top_k=top_k,
+                hidden=hidden,
+                routing=routing,
+                capacity_factor=capacity_factor,
+                balance=balance,
+            ),
             tie=tie,
+        )
+        super().__init__(
+            config,
             scan=scan,
             remat=remat,
+            attention=attention,
+            attention_block=attention_block,
             loss_chunk=loss_chunk,
             rngs=rngs,
         )
-        self.hidden, self.experts, self.top_k = hidden, experts, top_k
-        self.routing, self.capacity_factor, self.balance = routing, capacity_factor, balance
 
     @classmethod
     def tiny(cls, **overrides: Any) -> "Callable[[nnx.Rngs], Mixtral]":
@@ -127,22 +122,3 @@ class Mixtral(Decoder):
         shape = {"vocab": 32000, "layers": 32, "width": 4096, "heads": 32, "kv_heads": 8}
         shape = {**shape, "hidden": 14336, "theta": 1e6, "length": 32768}
         return lambda rngs: cls(**{**shape, **overrides}, rngs=rngs)
-
-    def loss(
-        self, batch: dict[str, jax.Array], *, train: bool
-    ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """Return (loss, metrics) for {"tokens": int32[B, length + 1]}.
-
-        The loss is the mean cross-entropy in nats plus `balance` times the balancing loss, which is
-        the mean over the layers and comes back as metrics["balance"]. With routing by capacity,
-        metrics["dropped"] is the share of the pairs of token and expert that found no place.
-        The batch may hold "mask" [B, length], nonzero at the targets that count; see
-        `next_token_loss`. The balancing loss counts all tokens. Nothing here depends on `train`,
-        because the model has no dropout.
-        """
-        tokens_BL, targets_BL = batch["tokens"][:, :-1], batch["tokens"][:, 1:]
-        x_BLD, statistics = self.trunk(tokens_BL)
-        losses_BL = head_statistics(x_BLD, self.head_VD, targets_BL, self.loss_chunk)[0]
-        loss, metrics = mean_loss(losses_BL, batch)
-        of_layers = {name: scalars.mean() for name, scalars in statistics.items()}
-        return loss + self.balance * of_layers["balance"], {**metrics, **of_layers}

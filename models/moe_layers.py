@@ -21,8 +21,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name as named
 
-from .llama_layers import NORMAL, Attention, dense
-
+NORMAL = nnx.initializers.normal(0.02)
 Routing = Literal["capacity", "ragged", "dense"]
 Product = Callable[[jax.Array, jax.Array], jax.Array]
 
@@ -51,7 +50,7 @@ class Routes:
       experts_BLK: the K experts with the largest logits, int32. Of equal logits the first expert's
         counts as larger.
       weights_BLK: their shares in the token's output, float32: the softmax of their logits, which
-        is the softmax over all experts, divided by what it gives the K.
+        is the softmax over all experts, divided by what it gives the K; or not divided.
     """
 
     logits_BLE: jax.Array
@@ -75,11 +74,19 @@ Mix = Callable[
 """(x_BLD, experts, routes, real_BL) -> (y_BLD, statistics). `real_BL` is 0 at padding."""
 
 
-def route(x_BLD: jax.Array, kernel_DE: jax.Array, top_k: int) -> Routes:
-    """Return the `top_k` experts of each token. The product adds up in float32."""
+def route(
+    x_BLD: jax.Array, kernel_DE: jax.Array, top_k: int, *, is_normalized: bool = True
+) -> Routes:
+    """Return the `top_k` experts of each token. The product adds up in float32.
+
+    If weights are not normalized, they are the experts' part of the softmax over all of them.
+    """
     logits_BLE = jnp.einsum("bld,de->ble", x_BLD, kernel_DE, preferred_element_type=jnp.float32)
     logits_BLK, experts_BLK = jax.lax.top_k(logits_BLE, top_k)
     weights_BLK = jax.nn.softmax(logits_BLK, axis=-1)
+    if not is_normalized:
+        total_BL1 = jax.nn.logsumexp(logits_BLE, axis=-1, keepdims=True)
+        weights_BLK = jnp.exp(logits_BLK - total_BL1)
     return Routes(logits_BLE=logits_BLE, experts_BLK=experts_BLK, weights_BLK=weights_BLK)
 
 
@@ -210,54 +217,14 @@ def _each_its_own(x_EBCI: jax.Array, kernel_EIO: jax.Array) -> jax.Array:
     return jnp.einsum("ebci,eio->ebco", x_EBCI, kernel_EIO)
 
 
-class MoEBlock(nnx.Module):
-    """x + attention(norm(x)), then x + experts(norm(x))."""
+def check_experts(experts: int, top_k: int) -> None:
+    """Check the numbers of experts, of the model and of a token.
 
-    def __init__(
-        self,
-        attention: Attention,
-        mix: Mix,
-        *,
-        width: int,
-        hidden: int,
-        experts: int,
-        top_k: int,
-        eps: float,
-        rngs: nnx.Rngs,
-    ):
-        self.mix, self.top_k = mix, top_k
-        self.input_layernorm = nnx.RMSNorm(width, epsilon=eps, rngs=rngs)
-        self.self_attn = attention
-        self.post_attention_layernorm = nnx.RMSNorm(width, epsilon=eps, rngs=rngs)
-        self.router = dense(width, experts, rngs)
-        self.experts = Experts(experts, width, hidden, rngs=rngs)
-
-    def __call__(
-        self,
-        x_BLD: jax.Array,
-        rotation: tuple[jax.Array, jax.Array],
-        mask_BL: jax.Array | None,
-        start: jax.Array | int,
-    ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """Return the activations after the block, and its statistics; see `mixture`."""
-        x_BLD = x_BLD + self.self_attn(self.input_layernorm(x_BLD), rotation, mask_BL, start)
-        real_BL = mask_BL
-        if real_BL is not None:  # with a cache, the mask covers all its places
-            length = x_BLD.shape[1]
-            real_BL = jax.lax.dynamic_slice_in_dim(real_BL, start, length, axis=1)
-        y_BLD, statistics = self.mixture(self.post_attention_layernorm(x_BLD), real_BL)
-        return x_BLD + y_BLD, statistics
-
-    def mixture(
-        self, x_BLD: jax.Array, real_BL: jax.Array | None = None
-    ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """Return the mixed outputs of the experts, and "balance" and, by capacity, "dropped".
-
-        Args:
-          x_BLD: the tokens.
-          real_BL: nonzero at real tokens, 0 at padding. None means that all tokens are real. The
-            balancing loss counts padding too.
-        """
-        routes = route(x_BLD, self.router.kernel[...], self.top_k)
-        y_BLD, statistics = self.mix(x_BLD, self.experts, routes, real_BL)
-        return y_BLD, {"balance": balance_loss(routes), **statistics}
+    Raises:
+      ValueError: `top_k` is not from 1 to `experts`.
+    """
+    if not 1 <= top_k <= experts:
+        raise ValueError(
+            f"top_k={top_k}, experts={experts}: a token takes from 1 to {experts} experts; "
+            "lower top_k or raise experts"
+        )

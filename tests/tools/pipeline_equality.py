@@ -24,7 +24,7 @@ from tools.reference import relative_errors, remember_gradients, worst
 from zeroxla import Pipeline, TiedLayer, ZeroConfig
 from zeroxla.models import GPT, Llama
 from zeroxla.models.alexnet import alexnet_layers
-from zeroxla.models.gpt import Block, layer_norm
+from zeroxla.models.gpt_layers import Block, layer_norm
 from zeroxla.models.losses import classification_loss, next_token_loss
 
 KEY = jax.random.key(4)

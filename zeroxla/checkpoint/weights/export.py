@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
+from zeroxla.checkpoint.weights.origin import origin_of
 from zeroxla.checkpoint.weights.safetensors_writer import (
     DTYPES,
     FilePlan,
@@ -48,6 +48,7 @@ def export_params(
     dtype: str = "float32",
     max_shard_size: int | str = "5GB",
     config: Mapping[str, Any] | None = None,
+    like: str | Path | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> list[Path]:
     """Write parameters as safetensors, with Hugging Face's names if the model has them.
@@ -70,6 +71,9 @@ def export_params(
       max_shard_size: largest size of the tensors in a file: bytes, or text such as "500MB" (10^6)
         or "2GiB" (2^30). A larger tensor is alone in its file.
       config: further keys of config.json that no model knows, such as a tokenizer's special tokens.
+      like: the Hugging Face folder that the weights came from. Tensors keep the dtypes that they
+        have there, and its config.json, generation_config.json, tokenizer files and chat template
+        are copied as they are; `dtype` is for tensors that were quantized there. Needs a model.
       progress: called after each leaf with the bytes written so far and the bytes of all tensors.
 
     Returns:
@@ -96,12 +100,16 @@ def export_params(
     folder = Path(folder).expanduser()
     is_writer = jax.process_index() == 0
 
-    def prepare() -> tuple[WeightSource, list[NamedLeaf], FilePlan, dict[str, str]] | None:
+    def prepare() -> tuple[WeightSource, list[NamedLeaf], FilePlan, dict[str, bytes]] | None:
         if not is_writer and not isinstance(source, TrainState):
             return None  # this process may not see the folder of a checkpoint
         opened, own = _merged(open_source(source), model)
         leaves, others = _layout(opened, own, dtype, config or {})
-        plan = _plan(leaves, dtype, max_shard_size)
+        dtypes: Mapping[str, str] = {}
+        if like is not None:
+            dtypes, files = origin_of(like, leaves, abstract(own), config)
+            others = {**others, **files}
+        plan = _plan(leaves, dtype, max_shard_size, dtypes)
         if is_writer:
             _make_folder(folder, plan)
         return opened, leaves, plan, others
@@ -130,8 +138,8 @@ def _merged(source: WeightSource, model: Any) -> tuple[WeightSource, Any]:
 
 def _layout(
     source: WeightSource, model: Any, dtype: str, more: Mapping[str, Any]
-) -> tuple[list[NamedLeaf], dict[str, str]]:
-    """Return the leaves with their tensors, and the text files beside them."""
+) -> tuple[list[NamedLeaf], dict[str, bytes]]:
+    """Return the leaves with their tensors, and the files beside them."""
     if dtype not in DTYPES:
         raise ValueError(f"dtype={dtype!r}; choose {', '.join(map(repr, DTYPES))}")
     module = abstract(model)
@@ -141,14 +149,17 @@ def _layout(
     check_shapes(module, source.shapes, source.title)
     config = {**format.config(module, dtype=dtype), **more}
     text = json.dumps(config, indent=2) + "\n"
-    return format_leaves(source.shapes, format), {"config.json": text}
+    return format_leaves(source.shapes, format, module), {"config.json": text.encode()}
 
 
-def _plan(leaves: list[NamedLeaf], dtype: str, max_shard_size: int | str) -> FilePlan:
+def _plan(
+    leaves: list[NamedLeaf], dtype: str, max_shard_size: int | str, dtypes: Mapping[str, str]
+) -> FilePlan:
     shapes = {name: leaf.tensor_shape for leaf in leaves for name in leaf.tensors}
     if not shapes:
         raise ValueError("there are no parameters to export")
-    return make_plan(shapes, dtype=dtype, max_shard_bytes=parse_size(max_shard_size))
+    size = parse_size(max_shard_size)
+    return make_plan(shapes, dtype=dtype, max_shard_bytes=size, dtypes=dtypes)
 
 
 def _write(
@@ -156,7 +167,7 @@ def _write(
     leaves: list[NamedLeaf],
     plan: FilePlan,
     folder: Path,
-    others: Mapping[str, str],
+    others: Mapping[str, bytes],
     progress: Callable[[int, int], None] | None,
 ) -> Exception | None:
     """Read every leaf, and write it in the first process; return the error of a write that failed.
@@ -164,15 +175,15 @@ def _write(
     After such an error it goes on reading, because the other processes take part in that.
     """
     failure: Exception | None = None
-    left = iter(leaves)
+    left = iter(in_bundles(leaves))
     try:
         with _writer(plan, folder, others) as writer:
             done = 0
-            for leaf in left:
-                values = source.read(leaf.path)
+            for together_written in left:
+                values = [source.read(leaf.path) for leaf in together_written]
                 if writer is not None:
-                    write_leaf(writer, leaf, values)
-                done += values.size * jnp.dtype(plan.dtype).itemsize
+                    write_leaves(writer, together_written, values)
+                done += sum(plan.bytes_of(name) for name in together_written[0].tensors)
                 if progress is not None:
                     progress(done, plan.tensor_bytes)
                 del values  # before the next leaf is read
@@ -181,20 +192,45 @@ def _write(
     except Exception as error:
         failure = error
     if source.is_collective and jax.process_count() > 1:
-        for leaf in left:
+        for leaf in (leaf for bundle in left for leaf in bundle):
             source.read(leaf.path)
     return failure
 
 
-def write_leaf(writer: Writer, leaf: NamedLeaf, values: np.ndarray) -> None:
-    """Write the tensors of a leaf."""
-    parts = values if leaf.is_stacked else values[None]
-    for name, part in zip(leaf.tensors, parts, strict=True):
-        writer.write(name, part.T if leaf.is_transposed else part)
+def in_bundles(leaves: list[NamedLeaf]) -> list[list[NamedLeaf]]:
+    """Return the leaves in groups that are written together: those that share a tensor."""
+    bundles: dict[tuple[str, ...], list[NamedLeaf]] = {}
+    for leaf in leaves:
+        bundles.setdefault(leaf.tensors, []).append(leaf)
+    return list(bundles.values())
+
+
+def write_leaves(writer: Writer, leaves: list[NamedLeaf], values: list[np.ndarray]) -> None:
+    """Write the tensors of a leaf, or of all leaves that share them."""
+    depth, names = len(leaves[0].stack), leaves[0].tensors
+    flat = [x.reshape(len(names), *x.shape[depth:]) for x in values]
+    for i, name in enumerate(names):
+        own = [x[i] for x in flat]
+        parts = [x.T if leaf.is_transposed else x for leaf, x in zip(leaves, own, strict=True)]
+        writer.write(name, _joined(leaves, parts))
+
+
+def _joined(leaves: list[NamedLeaf], parts: list[np.ndarray]) -> np.ndarray:
+    """Return the tensor that is made of the parts of leaves."""
+    of_leaves = [leaf.part for leaf in leaves if leaf.part is not None]
+    if not of_leaves:
+        return parts[0]
+    groups = of_leaves[0].groups
+    grouped = {
+        own.index: part.reshape(groups, -1, *part.shape[1:])
+        for own, part in zip(of_leaves, parts, strict=True)
+    }
+    joined = np.concatenate([grouped[i] for i in sorted(grouped)], axis=1)
+    return joined.reshape(-1, *joined.shape[2:])
 
 
 @contextlib.contextmanager
-def _writer(plan: FilePlan, folder: Path, others: Mapping[str, str]) -> Iterator[Writer | None]:
+def _writer(plan: FilePlan, folder: Path, others: Mapping[str, bytes]) -> Iterator[Writer | None]:
     """Write in the first process, and do nothing in the others."""
     if jax.process_index() != 0:
         yield None

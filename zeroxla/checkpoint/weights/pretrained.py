@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from zeroxla.checkpoint.weights.dequantize import EIGHT_BITS, Quantized
 from zeroxla.checkpoint.weights.safetensors_reader import TensorReader, check_dtype
 from zeroxla.checkpoint.weights.tensor_names import (
     NamedLeaf,
@@ -58,7 +59,7 @@ def from_pretrained(
 
     adapters = model if isinstance(model, LoraModel) else None
 
-    def prepare() -> tuple[TensorReader, list[NamedLeaf], dict[str, str]]:
+    def prepare() -> list[LeafInFiles]:
         module = abstract(model if adapters is None else adapters.model)
         format = format_of(module)
         if format is None:
@@ -75,13 +76,17 @@ def from_pretrained(
                 "model with zeroxla.models.from_hugging_face(folder)"
             )
         reader = TensorReader(folder)
-        leaves = format_leaves(naturals, format)
-        return reader, leaves, find_tensors(reader, leaves, format)
+        leaves = format_leaves(naturals, format, module)
+        quantized = Quantized.of(config)
+        names = find_tensors(reader, leaves, format, quantized)
+        return [
+            LeafInFiles(leaf=leaf, reader=reader, names=names, quantized=quantized)
+            for leaf in leaves
+        ]
 
-    reader, leaves, names = together("pretrained weights", prepare)
+    leaves = together("pretrained weights", prepare)
     key = jax.random.key(0) if key is None else key
-
-    arrays = {leaf.path: LeafInFiles(leaf=leaf, reader=reader, names=names) for leaf in leaves}
+    arrays = {leaf.leaf.path: leaf for leaf in leaves}
     return step.init_from(arrays, key)
 
 
@@ -91,7 +96,12 @@ def natural_shapes(state: TrainState) -> dict[Path, tuple[int, ...]]:
     return {path: placed.shape for path, placed in zip(paths, state.placements[0], strict=True)}
 
 
-def find_tensors(reader: TensorReader, leaves: list[NamedLeaf], format: Any) -> dict[str, str]:
+def find_tensors(
+    reader: TensorReader,
+    leaves: list[NamedLeaf],
+    format: Any,
+    quantized: Quantized | None = None,
+) -> dict[str, str]:
     """Return, for each tensor of the leaves, its name in the files.
 
     Raises:
@@ -99,6 +109,8 @@ def find_tensors(reader: TensorReader, leaves: list[NamedLeaf], format: Any) -> 
     """
     there: dict[str, str] = {}
     for name in reader.tensors:
+        if quantized is not None and quantized.is_beside(name, reader.tensors):
+            continue
         bare = name.removeprefix(format.prefix)
         if bare in there:
             raise ValueError(f"{reader.folder} holds both {there[bare]} and {name}; remove one")
@@ -120,7 +132,8 @@ def find_tensors(reader: TensorReader, leaves: list[NamedLeaf], format: Any) -> 
         )
     for name, leaf in wanted.items():
         stored = reader.tensors[found[name]]
-        check_dtype(found[name], stored)
+        if quantized is None or stored.dtype not in EIGHT_BITS:
+            check_dtype(found[name], stored)
         if stored.shape != leaf.tensor_shape:
             raise ValueError(
                 f"the tensor {found[name]} in {stored.file} has the shape {list(stored.shape)}, "
@@ -170,11 +183,13 @@ class LeafInFiles:
       leaf: its names.
       reader: the folder's files.
       names: the names of tensors in these files, by the names that the model's format has.
+      quantized: how the files' weights of 8 bits are to be read; None if there are none.
     """
 
     leaf: NamedLeaf
     reader: TensorReader
     names: Mapping[str, str]
+    quantized: Quantized | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -192,31 +207,42 @@ class LeafInFiles:
         Raises:
           ValueError: a number is not finite, or a file is damaged.
         """
-        leaf, names = self.leaf, self.names
-        if not leaf.is_stacked:
-            return _oriented(self.reader, leaf, names[leaf.tensors[0]], inside)
+        leaf = self.leaf
+        names = np.array([self.names[name] for name in leaf.tensors], object).reshape(leaf.stack)
+        depth = len(leaf.stack)
+        if not depth:
+            return self._oriented(names.item(), inside)
         values = np.empty([s.stop - s.start for s in inside], np.float32)
-        for layer, out in zip(leaf.tensors[inside[0]], values):
-            out[...] = _oriented(self.reader, leaf, names[layer], inside[1:])
+        chosen = names[inside[:depth]]
+        for index in np.ndindex(chosen.shape):
+            values[index] = self._oriented(str(chosen[index]), inside[depth:])
         return values
 
+    def _oriented(self, name: str, inside: tuple[slice, ...]) -> np.ndarray:
+        """Read a part of a tensor; the tensor is the leaf or one layer or expert of it.
 
-def _oriented(
-    reader: TensorReader, leaf: NamedLeaf, name: str, inside: tuple[slice, ...]
-) -> np.ndarray:
-    """Read a part of a tensor; the tensor is a leaf or one layer of it.
+        Raises:
+          ValueError: a number is not finite.
+        """
+        leaf, reader = self.leaf, self.reader
+        index = inside[::-1] if leaf.is_transposed else inside
+        if leaf.part is None:
+            part = self._read(name, index)
+        else:
+            covering = self._read(name, (leaf.part.covering(index[0]), *index[1:]))
+            part = leaf.part.of_covering(covering, index[0])
+        if bad := part.size - np.count_nonzero(np.isfinite(part)):
+            raise ValueError(
+                f"the tensor {name} in {reader.tensors[name].file} holds {bad} numbers that are "
+                f"NaN or infinite, of {part.size} in the part that was read; take weights that "
+                "were saved before their training diverged"
+            )
+        return part.T if leaf.is_transposed else part
 
-    Raises:
-      ValueError: a number is not finite.
-    """
-    part = reader.read(name, inside[::-1] if leaf.is_transposed else inside)
-    if bad := part.size - np.count_nonzero(np.isfinite(part)):
-        raise ValueError(
-            f"the tensor {name} in {reader.tensors[name].file} holds {bad} numbers that are NaN or "
-            f"infinite, of {part.size} in the part that was read; take weights that were saved "
-            "before their training diverged"
-        )
-    return part.T if leaf.is_transposed else part
+    def _read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
+        if self.quantized is not None and self.reader.tensors[name].dtype in EIGHT_BITS:
+            return self.quantized.read(self.reader, name, index)
+        return self.reader.read(name, index)
 
 
 def _list(names: list[str]) -> str:

@@ -8,15 +8,19 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import struct
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes  # noqa: F401  (lets the library find bfloat16 by name)
+import ml_dtypes  # lets the library find bfloat16 by name, too
 import numpy as np
 
 from zeroxla.checkpoint.weights.safetensors_writer import DTYPES, INDEX, SINGLE
 from zeroxla.program.extras import extra
+
+FLOAT8 = "F8_E4M3"
+"""The dtype of 8-bit floats in a file's header. For NumPy, the library does not return them."""
 
 _READABLE = {header: dtype for dtype, header in DTYPES.items()}
 
@@ -82,13 +86,19 @@ class TensorReader:
         Raises:
           ValueError: weights do not have the tensor's dtype.
         """
+        check_dtype(name, self.tensors[name])
+        return self.read_any(name, index)
+
+    def read_any(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
+        """Return a part of a tensor that weights need not have the dtype of."""
         stored, opened = self.tensors[name], self._files[name]
-        check_dtype(name, stored)
+        if stored.dtype == FLOAT8:
+            return _mapped(name, stored)[index]
         if not stored.shape or 0 in stored.shape:  # the library takes no slices of these
             return opened.get_tensor(name)[index]
         shape = tuple(part.stop - part.start for part in index)
         if 0 in shape:
-            return np.empty(shape, _READABLE[stored.dtype])
+            return np.empty(shape, _READABLE.get(stored.dtype, np.float32))
         return opened.get_slice(name)[index]
 
     def _open(self, path: Path) -> Any:
@@ -116,6 +126,15 @@ def check_dtype(name: str, stored: StoredTensor) -> None:
             f"the tensor {name} in {stored.file} is of the dtype {stored.dtype}; weights are read "
             f"from {', '.join(_READABLE)}: convert it, quantised ones with the program that made it"
         )
+
+
+def _mapped(name: str, stored: StoredTensor) -> np.ndarray:
+    """Return a tensor of 8-bit floats, mapped from its file, which the library has checked."""
+    with open(stored.file, "rb") as file:
+        (length,) = struct.unpack("<Q", file.read(8))
+        first, _ = json.loads(file.read(length))[name]["data_offsets"]
+    dtype = np.dtype(ml_dtypes.float8_e4m3fn)
+    return np.memmap(stored.file, dtype, "r", 8 + length + first, stored.shape)
 
 
 def _places(folder: Path) -> Mapping[str, str] | None:

@@ -27,6 +27,13 @@ INDEX = "model.safetensors.index.json"
 DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 """Dtypes of weights, with their names in a file's header."""
 
+BESIDE = (
+    *("config.json", "generation_config.json", "chat_template.jinja", "chat_template.json"),
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model"),
+)
+"""The files that belong to weights: the model's config and its tokenizer."""
+
 _SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 _PARTIAL = ".partial"
 _BLOCK_BYTES = 32 << 20
@@ -39,11 +46,13 @@ class Tensor:
     Attributes:
       file: the name of its file.
       offset: the place of its first byte there.
+      dtype: its dtype, by NumPy's name.
     """
 
     shape: tuple[int, ...]
     file: str
     offset: int
+    dtype: str
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,13 +60,11 @@ class FilePlan:
     """The places of all tensors in files.
 
     Attributes:
-      dtype: the dtype of all tensors, by NumPy's name.
       tensors: places by name, in the order of the files.
       headers: the bytes of each file before its first tensor.
       sizes: the size of each file in bytes.
     """
 
-    dtype: str
     tensors: Mapping[str, Tensor]
     headers: Mapping[str, bytes]
     sizes: Mapping[str, int]
@@ -73,7 +80,12 @@ class FilePlan:
     @property
     def tensor_bytes(self) -> int:
         """Bytes of the tensors, headers aside."""
-        return self.num_elements * jnp.dtype(self.dtype).itemsize
+        return sum(self.bytes_of(name) for name in self.tensors)
+
+    def bytes_of(self, name: str) -> int:
+        """Return the bytes of a tensor."""
+        tensor = self.tensors[name]
+        return math.prod(tensor.shape) * jnp.dtype(tensor.dtype).itemsize
 
     @property
     def index(self) -> str | None:
@@ -86,23 +98,29 @@ class FilePlan:
 
 
 def make_plan(
-    shapes: Mapping[str, tuple[int, ...]], *, dtype: str, max_shard_bytes: int
+    shapes: Mapping[str, tuple[int, ...]],
+    *,
+    dtype: str,
+    max_shard_bytes: int,
+    dtypes: Mapping[str, str] | None = None,
 ) -> FilePlan:
     """Give every tensor its place.
 
     Args:
       shapes: the tensors' shapes, by name.
       dtype: one of `DTYPES`.
+      dtypes: the dtypes of tensors that have another one, by name.
       max_shard_bytes: largest size of the tensors in a file. A larger tensor is alone in its file.
 
     >>> make_plan({"a": (2,), "b": (3,)}, dtype="float32", max_shard_bytes=12).tensors["b"].file
     'model-00002-of-00002.safetensors'
     """
-    itemsize = jnp.dtype(dtype).itemsize
+    own = {name: (dtypes or {}).get(name, dtype) for name in shapes}
+    num_bytes = {n: math.prod(shapes[n]) * jnp.dtype(own[n]).itemsize for n in shapes}
     groups: list[list[str]] = [[]]
     held = 0
     for name in sorted(shapes, key=_natural_order):
-        size = math.prod(shapes[name]) * itemsize
+        size = num_bytes[name]
         if groups[-1] and held + size > max_shard_bytes:
             groups.append([])
             held = 0
@@ -111,9 +129,9 @@ def make_plan(
     tensors, headers, sizes = {}, {}, {}
     for i, names in enumerate(groups, start=1):
         file = SINGLE if len(groups) == 1 else f"model-{i:05d}-of-{len(groups):05d}.safetensors"
-        ends = np.cumsum([0, *(math.prod(shapes[n]) * itemsize for n in names)]).tolist()
+        ends = np.cumsum([0, *(num_bytes[n] for n in names)]).tolist()
         said = {
-            name: {"dtype": DTYPES[dtype], "shape": shapes[name], "data_offsets": [first, last]}
+            name: {"dtype": DTYPES[own[name]], "shape": shapes[name], "data_offsets": [first, last]}
             for name, first, last in zip(names, ends, ends[1:])
         }
         # Transformers requires this metadata; it says "pt" for files of any program.
@@ -123,8 +141,10 @@ def make_plan(
         sizes[file] = len(headers[file]) + ends[-1]
         for name, first in zip(names, ends):
             offset = len(headers[file]) + first
-            tensors[name] = Tensor(shape=tuple(shapes[name]), file=file, offset=offset)
-    return FilePlan(dtype=dtype, tensors=tensors, headers=headers, sizes=sizes)
+            tensors[name] = Tensor(
+                shape=tuple(shapes[name]), file=file, offset=offset, dtype=own[name]
+            )
+    return FilePlan(tensors=tensors, headers=headers, sizes=sizes)
 
 
 class Writer:
@@ -150,7 +170,7 @@ class Writer:
         file = self._files[tensor.file]
         file.seek(tensor.offset)
         for block in _blocks(values):
-            file.write(_cast(block, self._plan.dtype, name).view(np.uint8))
+            file.write(_cast(block, tensor.dtype, name).view(np.uint8))
         self._left.discard(name)
 
     def is_complete(self) -> bool:
@@ -158,20 +178,20 @@ class Writer:
 
 
 @contextlib.contextmanager
-def writing(plan: FilePlan, folder: Path, others: Mapping[str, str]) -> Iterator[Writer]:
+def writing(plan: FilePlan, folder: Path, others: Mapping[str, bytes]) -> Iterator[Writer]:
     """Write an export. When the context ends well, its files are there and an older export's files
     are gone. If a file cannot be written, the folder is as it was.
 
     Args:
       plan: the places of the tensors.
       folder: an existing folder.
-      others: contents of text files that belong to the export, by name.
+      others: contents of files that belong to the export, by name.
 
     Raises:
       OSError: a file cannot be written.
     """
     entry = SINGLE if plan.index is None else INDEX
-    texts = {**others, **({} if plan.index is None else {INDEX: plan.index})}
+    texts = {**others, **({} if plan.index is None else {INDEX: plan.index.encode()})}
     _remove(folder / f"{name}{_PARTIAL}" for name in _names_of_exports(folder))
     try:
         with contextlib.ExitStack() as opened:
@@ -188,7 +208,7 @@ def writing(plan: FilePlan, folder: Path, others: Mapping[str, str]) -> Iterator
                 file.flush()
                 os.fsync(file.fileno())
         for name, text in texts.items():
-            with open(folder / (name + _PARTIAL), "w", encoding="utf-8") as file:
+            with open(folder / (name + _PARTIAL), "wb") as file:
                 file.write(text)
                 file.flush()
                 os.fsync(file.fileno())
@@ -208,7 +228,7 @@ def writing(plan: FilePlan, folder: Path, others: Mapping[str, str]) -> Iterator
 def _names_of_exports(folder: Path) -> list[str]:
     """Return the names of unfinished files that a broken-off export left."""
     found = (f.name.removesuffix(_PARTIAL) for f in folder.glob(f"*{_PARTIAL}"))
-    return [n for n in found if n in (SINGLE, INDEX, "config.json") or _SHARD.fullmatch(n)]
+    return [n for n in found if n in (SINGLE, INDEX, *BESIDE) or _SHARD.fullmatch(n)]
 
 
 def _remove(files: Iterable[Path]) -> None:

@@ -7,6 +7,7 @@ a scan holds a tensor for each layer; any other leaf is one tensor.
 from __future__ import annotations
 
 import dataclasses
+import operator
 import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from zeroxla.program.paths import Path, paths_of
 
@@ -24,23 +26,64 @@ Shape = tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class TensorPart:
+    """The rows of a tensor that belong to one of several leaves.
+
+    The tensor's first dim is `groups` times the rows of all its leaves, in their order.
+
+    Attributes:
+      groups: how often the rows begin anew with the first leaf.
+      sizes: the number of rows of each leaf in a group.
+      index: which leaf this is.
+    """
+
+    groups: int
+    sizes: tuple[int, ...]
+    index: int
+
+    @property
+    def num_rows(self) -> int:
+        """The number of rows of the tensor."""
+        return self.groups * sum(self.sizes)
+
+    def covering(self, rows: slice) -> slice:
+        """Return the rows of the tensor to read for some rows of the leaf."""
+        first, size, step = sum(self.sizes[: self.index]), self.sizes[self.index], sum(self.sizes)
+        if self.groups == 1:
+            return slice(first + rows.start, first + rows.stop)
+        return slice(rows.start // size * step, -(-rows.stop // size) * step)
+
+    def of_covering(self, values: np.ndarray, rows: slice) -> np.ndarray:
+        """Return some rows of the leaf from the rows of the tensor that cover them."""
+        if self.groups == 1:
+            return values
+        first, size, step = sum(self.sizes[: self.index]), self.sizes[self.index], sum(self.sizes)
+        inner = values.shape[1:]
+        own = values.reshape(-1, step, *inner)[:, first : first + size].reshape(-1, *inner)
+        skipped = rows.start // size * size
+        return own[rows.start - skipped : rows.stop - skipped]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class NamedLeaf:
     """A leaf and its tensors in a file.
 
     Attributes:
       path: the leaf's keys, such as ("h", "attn", "c_attn", "kernel").
       shape: the natural shape.
-      tensors: the names of its tensors: one, or for a stacked leaf one for each index of the
-        leading dim.
-      is_stacked: whether the leading dim is the layer dim.
-      is_transposed: whether a tensor is the leaf's (or the layer's) transpose.
+      tensors: the names of its tensors: one for each index of the leading dims `stack`, the last of
+        which runs fastest.
+      stack: the leading dims that count tensors: layers, experts; () if the leaf is one tensor.
+      is_transposed: whether a tensor is the transpose of its part of the leaf.
+      part: the rows of the tensors that are the leaf's; None if the tensors are its own.
     """
 
     path: Path
     shape: Shape
     tensors: tuple[str, ...]
-    is_stacked: bool = False
+    stack: Shape = ()
     is_transposed: bool = False
+    part: TensorPart | None = None
 
     @property
     def name(self) -> str:
@@ -48,8 +91,9 @@ class NamedLeaf:
 
     @property
     def tensor_shape(self) -> Shape:
-        shape = self.shape[self.is_stacked :]
-        return shape[::-1] if self.is_transposed else shape
+        shape = self.shape[len(self.stack) :]
+        shape = shape[::-1] if self.is_transposed else shape
+        return shape if self.part is None else (self.part.num_rows, *shape[1:])
 
 
 def flat_leaves(shapes: Mapping[Path, Shape]) -> list[NamedLeaf]:
@@ -69,8 +113,13 @@ def flat_leaves(shapes: Mapping[Path, Shape]) -> list[NamedLeaf]:
     return [NamedLeaf(path=p, shape=shapes[p], tensors=(n,)) for n, p in seen.items()]
 
 
-def format_leaves(shapes: Mapping[Path, Shape], format: Format) -> list[NamedLeaf]:
+def format_leaves(shapes: Mapping[Path, Shape], format: Format, module: Any) -> list[NamedLeaf]:
     """Return the leaves of a model with a format.
+
+    Args:
+      shapes: the natural shapes of the leaves.
+      format: the format.
+      module: the abstract model.
 
     Raises:
       ValueError: the format knows no place for a leaf.
@@ -78,7 +127,7 @@ def format_leaves(shapes: Mapping[Path, Shape], format: Format) -> list[NamedLea
     stacked = {path.replace(format.layer, format.stack): path for path in format.tensors}
     unrolled = {_pattern(path): path for path in format.tensors}
 
-    def leaf(path: Path, shape: Shape) -> NamedLeaf:
+    def leaf(path: Path, shape: Shape) -> tuple[str, NamedLeaf]:
         name = "/".join(path)
         matches = ((pattern.fullmatch(name), line) for pattern, line in unrolled.items())
         match, line = next((pair for pair in matches if pair[0]), (None, stacked.get(name)))
@@ -87,18 +136,41 @@ def format_leaves(shapes: Mapping[Path, Shape], format: Format) -> list[NamedLea
                 f"the leaf {name} {shape} has no place in {format.architecture}; name the model "
                 "that these parameters are of"
             )
-        is_stacked = match is None
-        layers = match.groups() if match else range(shape[0])
         tensor = format.tensors[line]
-        return NamedLeaf(
+        stack = shape[:1] if match is None else ()
+        tensors = [tensor.replace("{layer}", str(i)) for i in range(shape[0])] if stack else []
+        if match is not None:
+            tensors = [tensor.replace("{layer}", i) for i in match.groups() or ("",)]
+        if "{expert}" in tensor:
+            num = shape[len(stack)]
+            tensors = [t.replace("{expert}", str(i)) for t in tensors for i in range(num)]
+            stack = (*stack, num)
+        return line, NamedLeaf(
             path=path,
             shape=shape,
-            tensors=tuple(tensor.replace("{layer}", str(i)) for i in layers or ("",)),
-            is_stacked=is_stacked,
+            tensors=tuple(tensors),
+            stack=stack,
             is_transposed=line in format.transposed,
         )
 
-    return [leaf(path, shape) for path, shape in shapes.items()]
+    return _with_parts([leaf(path, shape) for path, shape in shapes.items()], format, module)
+
+
+def _with_parts(
+    leaves: list[tuple[str, NamedLeaf]], format: Format, module: Any
+) -> list[NamedLeaf]:
+    """Return the leaves, those that share a tensor with their parts of it."""
+    of_line = dict(leaves)
+    found = []
+    for line, leaf in leaves:
+        fused = next((one for one in format.fused if line in one.leaves), None)
+        if fused is not None and all(other in of_line for other in fused.leaves):
+            groups = operator.attrgetter(fused.groups)(module) if fused.groups else 1
+            sizes = tuple(of_line[other].tensor_shape[0] // groups for other in fused.leaves)
+            part = TensorPart(groups=groups, sizes=sizes, index=fused.leaves.index(line))
+            leaf = dataclasses.replace(leaf, part=part)
+        found.append(leaf)
+    return found
 
 
 def _pattern(path: str) -> re.Pattern[str]:
@@ -126,8 +198,8 @@ def abstract(model: Any) -> Any:
 
 
 def format_of(module: Any) -> Format | None:
-    """Return the format of an abstract model's class; None if it has none."""
-    return getattr(type(module), "hugging_face", None)
+    """Return the format of an abstract model, or of its class; None if it has none."""
+    return getattr(module, "hugging_face", None)
 
 
 def param_shapes(module: Any) -> dict[Path, Shape]:

@@ -16,6 +16,7 @@ import jax
 import numpy as np
 
 from zeroxla import models
+from zeroxla.checkpoint.weights.tensor_names import abstract
 from zeroxla.cli.data.text import VOCABULARY
 from zeroxla.cli.data.vocabulary import TOKENIZER, Bytes, Tokens, Vocabulary
 from zeroxla.cli.option_groups import flag
@@ -24,7 +25,6 @@ from zeroxla.frontend.lora.model import LoraModel
 from zeroxla.mesh.make_mesh import make_mesh
 from zeroxla.models import GPT, AlexNet
 from zeroxla.models.format import read_config
-from zeroxla.models.hugging_face import CLASSES
 from zeroxla.step.make import make_step
 
 MODEL = "model"
@@ -107,7 +107,9 @@ def choose(options: TrainOptions, run: Path | None = None) -> ModelChoice:
         raise ValueError(f"--dropout {shape.dropout}: the model in {source} has none; leave it out")
     overrides = {"dropout": shape.dropout} if is_gpt else {}
     model = models.from_hugging_face(config, **overrides)
-    size = CLASSES[config["model_type"]].hugging_face.arguments(config)["vocab"]
+    module = abstract(model)
+    shape_of_model = module if is_gpt else module.config
+    size = shape_of_model.vocab
     is_bytes = size == VOCABULARY and not (source / TOKENIZER).is_file()
     vocabulary = Bytes() if is_bytes else Tokens(source, config)
     if vocabulary.size > size:
@@ -115,7 +117,8 @@ def choose(options: TrainOptions, run: Path | None = None) -> ModelChoice:
             f"the tokenizer in {source} has tokens up to {vocabulary.size - 1}, and the model a "
             f"vocabulary of {size}; they do not belong together"
         )
-    longest = model.length if isinstance(model, GPT) else None
+    has_table = is_gpt or shape_of_model.positions == "learned"
+    longest = shape_of_model.length if has_table else None
     if longest is not None and length > longest:
         raise ValueError(
             f"--length {length} is more than the {longest} positions of the model in {source}; "

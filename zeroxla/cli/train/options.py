@@ -61,7 +61,7 @@ class ModelOptions:
     model: Literal["gpt", "alexnet"] = "gpt"
     """Model to train. gpt learns text, alexnet learns images of ten classes."""
     init: Path | None = None
-    """Folder of a GPT-2 or Llama in Hugging Face's format, whose weights are trained further. Its
+    """Folder of a model in Hugging Face's format, whose weights are trained further. Its
     config.json describes the model, and its tokenizer.json turns text into tokens; without a
     tokenizer.json the model reads bytes."""
 

@@ -1,0 +1,157 @@
+"""`DecoderConfig`: the shape of a `Decoder`, and the switches in which architectures differ."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal
+
+from .moe_layers import Routing, check_experts
+from .rotary import Rotary
+
+Norm = Literal["rms", "rms_plus_one", "layer"]
+Arrangement = Literal["sequential", "sandwich", "parallel", "parallel_one_norm"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExpertsConfig:
+    """A mixture of perceptrons in the place of each one.
+
+    Attributes:
+      count: E, the number of experts.
+      top_k: the number of experts of each token.
+      hidden: F, the hidden units of each expert.
+      routing, capacity_factor: how tokens come to their experts; see `Mixtral`.
+      balance: the factor of the load-balancing loss; see `moe_layers.balance_loss`.
+      is_normalized: whether the weights of a token's experts add up to 1. If not, they are their
+        part of the softmax over all experts.
+      dense_layers: the numbers of the layers that have an ordinary perceptron instead.
+    """
+
+    count: int
+    top_k: int
+    hidden: int
+    routing: Routing = "ragged"
+    capacity_factor: float = 1.25
+    balance: float = 0.01
+    is_normalized: bool = True
+    dense_layers: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_experts(self.count, self.top_k)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DecoderConfig:
+    """The shape of a decoder, and the switches in which architectures differ.
+
+    Attributes:
+      family: the name of its Hugging Face format, a config.json's `model_type`; None if it has
+        none.
+      vocab, layers, width, heads, kv_heads, head_width, hidden: V, the number of blocks, D, N, K, H
+        and F. N * H need not be D.
+      length: the longest sequences that the model is meant for. With learned positions it is their
+        number, and longer sequences are an error; nothing else depends on it.
+      norm: RMSNorm; RMSNorm whose scale is 1 + the leaf; LayerNorm with scale and bias.
+      eps: the number added to the variance in every norm.
+      arrangement: how a block adds up attention and perceptron. "sequential": x + attention(norm
+        x), then x + perceptron(norm x). "sandwich": the same, with one more norm after each.
+        "parallel": x + attention(norm x) + perceptron(another norm x). "parallel_one_norm": both
+        read one norm.
+      positions: rotary tables, learned embeddings, slopes of scores (ALiBi).
+      rotary: how heads are rotated; for rotary positions.
+      local_rotary: how heads are rotated in layers with a window; None, as in the others.
+      first_position: the row of learned positions that position 0 takes.
+      window: how many positions a query sees in the layers with a window; None without any.
+      windowed: for each layer, whether it has the window. () means all.
+      qkv_bias, out_bias, mlp_bias, head_bias: whether these products have a bias.
+      qk_norm: whether each head of queries and keys has a norm of its own, before the rotation.
+      score_scale: what scores are multiplied with; None means 1 / sqrt(H).
+      score_cap: the largest size of a score; None for no limit.
+      activation: the perceptron's function.
+      is_gated: down(activation(gate x) * up x), or down(activation(up x)).
+      experts: a mixture in the place of perceptrons; None for none.
+      embed_scale: what embeddings of tokens are multiplied with; None for 1. It is rounded to the
+        dtype of the embeddings, as the models with one were trained.
+      embed_norm: whether embeddings have a norm.
+      tie: whether the embedding of tokens is also the head.
+      logit_cap: the largest size of a logit; None for no limit.
+      source: the text of the config.json that the model was built from; None if from none.
+    """
+
+    family: str | None = None
+    vocab: int
+    layers: int
+    width: int
+    heads: int
+    kv_heads: int
+    head_width: int
+    hidden: int
+    length: int = 2048
+    norm: Norm = "rms"
+    eps: float = 1e-5
+    arrangement: Arrangement = "sequential"
+    positions: Literal["rotary", "learned", "alibi"] = "rotary"
+    rotary: Rotary | None = None
+    local_rotary: Rotary | None = None
+    first_position: int = 0
+    window: int | None = None
+    windowed: tuple[bool, ...] = ()
+    qkv_bias: bool = False
+    out_bias: bool = False
+    qk_norm: bool = False
+    score_scale: float | None = None
+    score_cap: float | None = None
+    activation: Activation = "silu"
+    is_gated: bool = True
+    mlp_bias: bool = False
+    experts: ExpertsConfig | None = None
+    embed_scale: float | None = None
+    embed_norm: bool = False
+    tie: bool = False
+    head_bias: bool = False
+    logit_cap: float | None = None
+    source: str | None = dataclasses.field(default=None, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        sizes = (self.vocab, self.layers, self.width, self.heads, self.kv_heads, self.head_width)
+        if min(*sizes, self.hidden, self.length) < 1 or self.heads % self.kv_heads:
+            raise ValueError(
+                f"width {self.width}, heads {self.heads}, kv_heads {self.kv_heads}: sizes must be "
+                "at least 1, and kv_heads must divide heads"
+            )
+        if (self.positions == "rotary") != (self.rotary is not None):
+            raise ValueError(
+                f"positions={self.positions!r}, rotary={self.rotary}: rotary positions need "
+                "rotary, and others have none"
+            )
+        for rotary in (self.rotary, self.local_rotary):
+            if rotary is not None and (rotary.width % 2 or not 0 < rotary.width <= self.head_width):
+                raise ValueError(
+                    f"rotary width {rotary.width}, head_width {self.head_width}: heads are rotated "
+                    "in pairs; give a whole even number up to head_width"
+                )
+        if self.windowed and (self.window is None or len(self.windowed) != self.layers):
+            raise ValueError(
+                f"window={self.window}, windowed={self.windowed}: give a window, and for each of "
+                f"the {self.layers} layers whether it has it"
+            )
+        if self.window is not None and self.window < 1:
+            raise ValueError(f"window={self.window}: a query sees at least its own position")
+
+    def has_window(self, layer: int) -> bool:
+        """Return whether a layer has the window."""
+        return self.window is not None and (not self.windowed or self.windowed[layer])
+
+    def has_experts(self, layer: int) -> bool:
+        """Return whether a layer has a mixture of experts."""
+        return self.experts is not None and layer not in self.experts.dense_layers
+
+    @property
+    def is_uniform(self) -> bool:
+        """Whether all blocks have the same leaves, so that a loop can run them."""
+        return len({self.has_experts(layer) for layer in range(self.layers)}) == 1
+
+    def replaced(self, **changes: Any) -> DecoderConfig:
+        """Return the config with other values."""
+        return dataclasses.replace(self, **changes)

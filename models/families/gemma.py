@@ -1,0 +1,120 @@
+"""Gemma, Gemma 2 and Gemma 3 (text): norms with 1 + scale, GeGLU, scaled embeddings."""
+
+from typing import Any
+
+from ..rope_scaling import RopeScaling
+from ..rotary import Rotary
+from .decoder_format import (
+    GROUPED,
+    DecoderFormat,
+    Fields,
+    Key,
+    activation_of,
+    kernels_of,
+    rotary_of,
+)
+from .llama_like import ATTENTION, ENDS, HEAD_NORMS, LAYOUT, NORMS, PERCEPTRON, blocks
+
+_FIELDS = {**GROUPED, "tie": Key(name="tie_word_embeddings", default=True)}
+_CHOICES = {
+    "attention_bias": (False,),
+    "use_bidirectional_attention": (None, False),
+}
+
+
+def _gemma(fields: Fields, config: Fields) -> dict[str, Any]:
+    key = "hidden_activation" if config.get("hidden_activation") else "hidden_act"
+    return {
+        "rotary": rotary_of(config, fields["head_width"]),
+        "norm": "rms_plus_one",
+        # Files of the first Gemma say "gelu" and mean the function with tanh.
+        "activation": "gelu_tanh"
+        if config.get("model_type") == "gemma"
+        else activation_of(config, key, "gelu_pytorch_tanh"),
+        "embed_scale": fields["width"] ** 0.5,
+    }
+
+
+def _scores(config: Fields) -> dict[str, Any]:
+    return {
+        "arrangement": "sandwich",
+        "score_scale": float(config.get("query_pre_attn_scalar", 256)) ** -0.5,
+        "score_cap": config.get("attn_logit_softcapping"),
+        "logit_cap": config.get("final_logit_softcapping"),
+    }
+
+
+def _gemma2(fields: Fields, config: Fields) -> dict[str, Any]:
+    """Every second layer has a window, the first one among them."""
+    kinds = config.get("layer_types") or [
+        "full_attention" if i % 2 else "sliding_attention" for i in range(fields["layers"])
+    ]
+    return {
+        **_gemma(fields, config),
+        **_scores(config),
+        "window": config.get("sliding_window", 4096),
+        "windowed": tuple(kind == "sliding_attention" for kind in kinds),
+    }
+
+
+def _gemma3(fields: Fields, config: Fields) -> dict[str, Any]:
+    """One layer of several sees all, with wavelengths of its own."""
+    every = config.get("sliding_window_pattern", config.get("_sliding_window_pattern", 6))
+    kinds = config.get("layer_types") or [
+        "sliding_attention" if (i + 1) % every else "full_attention"
+        for i in range(fields["layers"])
+    ]
+    width = fields["head_width"]
+    new = config.get("rope_parameters") or {}
+    if "full_attention" in new:
+        whole, local = (rotary_of({"rope_parameters": new[kind]}, width) for kind in _KINDS)
+    else:
+        whole = Rotary(
+            theta=float(config.get("rope_theta", 1e6)),
+            scaling=RopeScaling.of(config.get("rope_scaling")),
+            width=width,
+        )
+        local = Rotary(theta=float(config.get("rope_local_base_freq", 1e4)), width=width)
+    return {
+        **_gemma(fields, {**config, "rope_parameters": None, "rope_scaling": None}),
+        **_scores(config),
+        "rotary": whole,
+        "local_rotary": local,
+        "qk_norm": True,
+        "window": config.get("sliding_window", 4096),
+        "windowed": tuple(kind == "sliding_attention" for kind in kinds),
+    }
+
+
+_KINDS = ("full_attention", "sliding_attention")
+_FEED_FORWARD_NORMS = {x: x for x in ("pre_feedforward_layernorm", "post_feedforward_layernorm")}
+_TENSORS = {
+    **ENDS,
+    **blocks({**ATTENTION, **PERCEPTRON}, {**NORMS, **HEAD_NORMS, **_FEED_FORWARD_NORMS}),
+}
+_LAYOUT = {**LAYOUT, "tensors": _TENSORS, "transposed": kernels_of(_TENSORS)}
+
+GEMMA = DecoderFormat(
+    architecture="GemmaForCausalLM",
+    model_type="gemma",
+    **_LAYOUT,
+    fields=_FIELDS,
+    choices=_CHOICES,
+    build=_gemma,
+)
+GEMMA2 = DecoderFormat(
+    architecture="Gemma2ForCausalLM",
+    model_type="gemma2",
+    **_LAYOUT,
+    fields=_FIELDS,
+    choices=_CHOICES,
+    build=_gemma2,
+)
+GEMMA3 = DecoderFormat(
+    architecture="Gemma3ForCausalLM",
+    model_type="gemma3_text",
+    **_LAYOUT,
+    fields=_FIELDS,
+    choices=_CHOICES,
+    build=_gemma3,
+)

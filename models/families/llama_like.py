@@ -1,0 +1,222 @@
+"""Mistral, Qwen2, Qwen3, Phi-3, GLM and ChatGLM: decoders with RMSNorm, grouped heads, SwiGLU."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from ..format import Fused
+from .decoder_format import (
+    GROUPED,
+    SIZES,
+    DecoderFormat,
+    Fields,
+    Key,
+    activation_of,
+    kernels_of,
+    layer_paths,
+    rotary_of,
+    with_biases,
+    with_norms,
+)
+
+ATTENTION = {f"self_attn/{x}_proj": f"self_attn.{x}_proj" for x in "qkvo"}
+PERCEPTRON = {f"mlp/{x}_proj": f"mlp.{x}_proj" for x in ("gate", "up", "down")}
+NORMS = {x: x for x in ("input_layernorm", "post_attention_layernorm")}
+HEAD_NORMS = {f"self_attn/{x}_norm": f"self_attn.{x}_norm" for x in "qk"}
+ENDS = {
+    "embed_tokens/embedding": "model.embed_tokens.weight",
+    "norm/scale": "model.norm.weight",
+    "lm_head": "lm_head.weight",
+}
+IGNORED = (r"layers\.\d+\.self_attn\.rotary_emb\.inv_freq", r"rotary_emb\.inv_freq")
+"""Older versions of Transformers saved the wavelengths with the weights."""
+
+
+def blocks(products: Mapping[str, str], norms: Mapping[str, str]) -> dict[str, str]:
+    """Return the tensors of blocks that are named as in Llama."""
+    return layer_paths({**with_biases(products), **with_norms(norms)}, "model.layers.{layer}")
+
+
+def windows_of(fields: Fields, config: Fields) -> dict[str, Any]:
+    """Return the window of a config, and the layers that have it.
+
+    "layer_types" names the kind of each layer. Older configs of Qwen count the layers without a
+    window in "max_window_layers", and have one only if "use_sliding_window" says so.
+    """
+    window = config.get("sliding_window")
+    kinds = config.get("layer_types")
+    if window is None or config.get("use_sliding_window") is False:
+        return {}
+    if kinds is not None:
+        return {"window": window, "windowed": tuple(x == "sliding_attention" for x in kinds)}
+    first = config.get("max_window_layers", 0) if "use_sliding_window" in config else 0
+    return {"window": window, "windowed": tuple(i >= first for i in range(fields["layers"]))}
+
+
+def _plain(fields: Fields, config: Fields) -> dict[str, Any]:
+    return {
+        "rotary": rotary_of(config, fields["head_width"]),
+        "activation": activation_of(config),
+        **windows_of(fields, config),
+    }
+
+
+_LLAMA_TENSORS = {**ENDS, **blocks({**ATTENTION, **PERCEPTRON}, {**NORMS, **HEAD_NORMS})}
+
+LAYOUT: dict[str, Any] = {
+    "layer": "layers/{layer}",
+    "stack": "layers",
+    "tensors": _LLAMA_TENSORS,
+    "transposed": kernels_of(_LLAMA_TENSORS),
+    "prefix": "model.",
+    "ignored": IGNORED,
+    "embedding": "embed_tokens/embedding",
+    "head": "lm_head",
+}
+"""Where a file of a family that is named as in Llama has what."""
+
+MISTRAL = DecoderFormat(
+    architecture="MistralForCausalLM",
+    model_type="mistral",
+    **LAYOUT,
+    fields=GROUPED,
+    choices={},
+    build=_plain,
+)
+
+QWEN2 = DecoderFormat(
+    architecture="Qwen2ForCausalLM",
+    model_type="qwen2",
+    **LAYOUT,
+    fields=GROUPED,
+    choices={},
+    build=lambda fields, config: {**_plain(fields, config), "qkv_bias": True},
+)
+
+QWEN3 = DecoderFormat(
+    architecture="Qwen3ForCausalLM",
+    model_type="qwen3",
+    **LAYOUT,
+    fields=GROUPED,
+    choices={"attention_bias": (False,)},
+    build=lambda fields, config: {**_plain(fields, config), "qk_norm": True},
+)
+
+
+def _fused(tensor: str, leaves: tuple[str, ...]) -> dict[str, str]:
+    return {f"layers/{{layer}}/{leaf}": f"model.layers.{{layer}}.{tensor}" for leaf in leaves}
+
+
+_QKV = tuple(f"self_attn/{x}_proj/kernel" for x in "qkv")
+_GATE_UP = ("mlp/gate_proj/kernel", "mlp/up_proj/kernel")
+_PHI3_TENSORS = {
+    **_LLAMA_TENSORS,
+    **_fused("self_attn.qkv_proj.weight", _QKV),
+    **_fused("mlp.gate_up_proj.weight", _GATE_UP),
+}
+_IN_LAYER = "layers/{layer}/"
+_FUSED_GATE = Fused(leaves=tuple(_IN_LAYER + leaf for leaf in _GATE_UP))
+
+
+def _phi3(fields: Fields, config: Fields) -> dict[str, Any]:
+    """Its configs have the length of the first training beside the scaling of positions."""
+    original = config.get("original_max_position_embeddings")
+    config = dict(config)
+    for key in ("rope_parameters", "rope_scaling"):
+        scaling = config.get(key)
+        if original is not None and scaling and "long_factor" in scaling:
+            factor = fields["length"] / original
+            more = {"original_max_position_embeddings": original, "factor": factor}
+            config[key] = {**scaling, **more}
+    return _plain(fields, config)
+
+
+PHI3 = DecoderFormat(
+    architecture="Phi3ForCausalLM",
+    model_type="phi3",
+    **{**LAYOUT, "tensors": _PHI3_TENSORS, "transposed": kernels_of(_PHI3_TENSORS)},
+    fused=(Fused(leaves=tuple(_IN_LAYER + leaf for leaf in _QKV)), _FUSED_GATE),
+    fields=GROUPED,
+    choices={},
+    build=_phi3,
+)
+
+_GLM_TENSORS = {**_LLAMA_TENSORS, **_fused("mlp.gate_up_proj.weight", _GATE_UP)}
+
+GLM = DecoderFormat(
+    architecture="GlmForCausalLM",
+    model_type="glm",
+    **{**LAYOUT, "tensors": _GLM_TENSORS, "transposed": kernels_of(_GLM_TENSORS)},
+    fused=(_FUSED_GATE,),
+    fields=GROUPED,
+    choices={},
+    build=lambda fields, config: {
+        "rotary": rotary_of(config, fields["head_width"], share=0.5, pairs="neighbours"),
+        "activation": activation_of(config),
+        "qkv_bias": bool(config.get("attention_bias", False)),
+    },
+)
+
+_CHATGLM = "transformer.encoder.layers.{layer}."
+_CHATGLM_TENSORS = {
+    "embed_tokens/embedding": "transformer.embedding.word_embeddings.weight",
+    "norm/scale": "transformer.encoder.final_layernorm.weight",
+    "lm_head": "transformer.output_layer.weight",
+    **layer_paths(with_norms(NORMS), _CHATGLM.rstrip(".")),
+    **{
+        f"{_IN_LAYER}self_attn/{x}_proj/{leaf}": f"{_CHATGLM}self_attention.query_key_value.{name}"
+        for x in "qkv"
+        for leaf, name in (("kernel", "weight"), ("bias", "bias"))
+    },
+    f"{_IN_LAYER}self_attn/o_proj/kernel": f"{_CHATGLM}self_attention.dense.weight",
+    **{_IN_LAYER + leaf: f"{_CHATGLM}mlp.dense_h_to_4h.weight" for leaf in _GATE_UP},
+    f"{_IN_LAYER}mlp/down_proj/kernel": f"{_CHATGLM}mlp.dense_4h_to_h.weight",
+}
+
+
+def _chatglm(fields: Fields, config: Fields) -> dict[str, Any]:
+    """Half of each head is rotated, its neighbours together; queries share few keys and values."""
+    width = fields["head_width"]
+    ratio = float(config.get("rope_ratio") or 1)
+    groups = config.get("multi_query_group_num", 1)
+    return {
+        "kv_heads": groups if config.get("multi_query_attention") else fields["heads"],
+        "rotary": rotary_of({}, width, share=0.5, pairs="neighbours", theta=10000.0 * ratio),
+        "qkv_bias": bool(config.get("add_qkv_bias", config.get("add_bias_linear", False))),
+        "tie": False,
+    }
+
+
+CHATGLM = DecoderFormat(
+    architecture="ChatGLMModel",
+    model_type="chatglm",
+    **{
+        **LAYOUT,
+        "tensors": _CHATGLM_TENSORS,
+        "transposed": kernels_of(_CHATGLM_TENSORS),
+        "prefix": "transformer.",
+        "ignored": (r"rotary_pos_emb\.inv_freq",),
+    },
+    fused=(
+        *(
+            Fused(leaves=tuple(f"{_IN_LAYER}self_attn/{x}_proj/{leaf}" for x in "qkv"))
+            for leaf in ("kernel", "bias")
+        ),
+        _FUSED_GATE,
+    ),
+    fields={
+        **{**SIZES, "layers": Key(name="num_layers"), "vocab": Key(name="padded_vocab_size")},
+        "hidden": Key(name="ffn_hidden_size"),
+        "head_width": Key(
+            name="kv_channels", null=lambda fields: fields["width"] // fields["heads"]
+        ),
+        "length": Key(name="seq_length", default=2048, is_computed=False),
+        "eps": Key(name="layernorm_epsilon", default=1e-5),
+    },
+    choices={
+        "rmsnorm": (True,),
+        "post_layer_norm": (True,),
+        "add_bias_linear": (False,),
+        "apply_residual_connection_post_layernorm": (False,),
+    },
+    build=_chatglm,
+)

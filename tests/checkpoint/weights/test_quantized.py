@@ -1,0 +1,136 @@
+"""Folders whose weights are kept in 8 bits, against NumPy."""
+
+import json
+
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+from tools.families import FAMILIES, leaves_in, tensors_of
+from tools.quick import quick_compilation  # noqa: F401
+
+import zeroxla
+from zeroxla import from_pretrained, make_step
+from zeroxla.models import from_hugging_face
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+FP8 = {"quant_method": "fp8", "weight_block_size": [16, 16]}
+CHANNELS = {"quant_method": "compressed-tensors", "format": "float-quantized"}
+INT8 = {"quant_method": "compressed-tensors", "format": "int-quantized"}
+BITS = {"quant_method": "bitsandbytes", "load_in_8bit": True}
+LARGEST = float(ml_dtypes.finfo(ml_dtypes.float8_e4m3fn).max)
+
+
+def blocks(x, size=16):
+    """Return the largest sizes of blocks, and them for each number."""
+    rows, columns = (-(-n // size) for n in x.shape)
+    found = np.zeros((rows, columns), np.float32)
+    for i in range(rows):
+        for j in range(columns):
+            found[i, j] = np.abs(x[i * size : (i + 1) * size, j * size : (j + 1) * size]).max()
+    wide = found.repeat(size, 0).repeat(size, 1)[: x.shape[0], : x.shape[1]]
+    return found, wide
+
+
+def quantized(method, name, x):
+    """Return the tensors that stand for one, and what they mean."""
+    if method is FP8:
+        scale, wide = (s / LARGEST for s in blocks(x))
+        values = (x / wide).astype(ml_dtypes.float8_e4m3fn)
+        return {name: values, f"{name}_scale_inv": scale}, values.astype(np.float32) * wide
+    rows = np.abs(x).max(axis=1, keepdims=True)
+    if method is CHANNELS:
+        scale = (rows / LARGEST).astype(np.float32)
+        values = (x / scale).astype(ml_dtypes.float8_e4m3fn)
+        more = {f"{name}_scale": scale, name.replace("weight", "input_scale"): np.ones(1, "f4")}
+        return {name: values, **more}, values.astype(np.float32) * scale
+    values = np.round(x / rows * 127).astype(np.int8)
+    scale = (rows / 127).astype(np.float32)
+    if method is INT8:
+        return {name: values, f"{name}_scale": scale}, values.astype(np.float32) * scale
+    stem = name.removesuffix("weight")
+    more = {f"{stem}SCB": rows[:, 0].astype(np.float32), f"{stem}weight_format": np.uint8(0)}
+    return {name: values, **more}, values.astype(np.float32) * scale
+
+
+def folder_of(folder, name, method):
+    """Write a folder whose products are quantized; return the tensors that it means."""
+    files, meant = {}, {}
+    for key, x in tensors_of(name).items():
+        if x.ndim == 2 and "embed" not in key and "lm_head" not in key:
+            own, meant[key] = quantized(method, key, x)
+            files |= own
+        else:
+            files[key] = meant[key] = x
+    folder.mkdir(parents=True)
+    config = json.loads((FAMILIES / name / "config.json").read_text())
+    config["quantization_config"] = method
+    (folder / "config.json").write_text(json.dumps(config))
+    files = {key: np.ascontiguousarray(x) for key, x in files.items()}
+    save_file(files, folder / "model.safetensors", metadata={"format": "pt"})
+    return meant
+
+
+@pytest.mark.parametrize(
+    ("name", "method"),
+    [("phi3", FP8), ("qwen3_moe", FP8), ("llama3", CHANNELS), ("qwen2", INT8), ("llama3", BITS)],
+    ids=["fp8", "fp8 experts", "channels", "int8", "bitsandbytes"],
+)
+def test_weights_of_8_bits_are_read_as_what_they_mean(tmp_path, name, method):
+    meant = folder_of(tmp_path / "hub", name, method)
+    model = from_hugging_face(tmp_path / "hub")
+    step = make_step(model, zeroxla.make_mesh(nodes=2))
+    step.abstract_state({"tokens": np.zeros((8, 9), np.int32)})
+    state = from_pretrained(model, tmp_path / "hub", step)
+    plain = tmp_path / "plain"
+    plain.mkdir()
+    save_file(meant, plain / "model.safetensors", metadata={"format": "pt"})
+    expected = leaves_in(plain, model)
+    found = zeroxla.full_params(state)
+    for path, x in expected.items():
+        leaf = found
+        for key in path:
+            leaf = leaf[int(key) if key.isdecimal() and key not in leaf else key]
+        np.testing.assert_allclose(leaf, x, rtol=1e-6, err_msg="/".join(path))
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (
+            {"quant_method": "gptq", "bits": 4},
+            r"quantized as \{'quant_method': 'gptq', 'bits': 4\}",
+        ),
+        ({"quant_method": "compressed-tensors", "format": "pack-quantized"}, "pack-quantized"),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "bitsandbytes"),
+    ],
+)
+def test_other_formats_are_refused_by_name(tmp_path, config, message):
+    folder_of(tmp_path / "hub", "llama3", BITS)
+    said = json.loads((tmp_path / "hub" / "config.json").read_text())
+    (tmp_path / "hub" / "config.json").write_text(
+        json.dumps({**said, "quantization_config": config})
+    )
+    model = from_hugging_face(tmp_path / "hub")
+    step = make_step(model, zeroxla.make_mesh(nodes=1))
+    step.abstract_state({"tokens": np.zeros((8, 9), np.int32)})
+    with pytest.raises(ValueError, match=message):
+        from_pretrained(model, tmp_path / "hub", step)
+
+
+def test_factors_that_are_missing_or_do_not_fit_are_named(tmp_path):
+    meant = folder_of(tmp_path / "hub", "llama3", FP8)
+    model = from_hugging_face(tmp_path / "hub")
+    step = make_step(model, zeroxla.make_mesh(nodes=1))
+    step.abstract_state({"tokens": np.zeros((8, 9), np.int32)})
+    key = "model.layers.0.mlp.up_proj.weight"
+    values, _ = quantized(FP8, key, meant[key])
+    for scale, message in (
+        ({}, "factors .*up_proj.weight_scale_inv are missing"),
+        ({f"{key}_scale_inv": np.ones((1, 2), np.float32)}, r"blocks of \[16, 16\]"),
+    ):
+        files = {**meant, key: values[key], **scale}
+        save_file(files, tmp_path / "hub" / "model.safetensors", metadata={"format": "pt"})
+        with pytest.raises(ValueError, match=message):
+            from_pretrained(model, tmp_path / "hub", step)
