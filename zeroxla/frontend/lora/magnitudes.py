@@ -5,7 +5,7 @@ what one output is multiplied by: |V| is taken over the inputs C, and m and |V| 
 each output O (and layer). The norm counts as a constant in the gradient (section 4.3 there).
 
 Products are computed as (x . W + (scaling x . A) . B) * m / |V|, and V is never made: the squared
-norm of a column is |W|^2 + 2 scaling b . (A^T W) + scaling^2 b . (A^T A) b, with b its column of B.
+norm of a column is |W|^2 + b . (2 scaling A^T W + scaling^2 A^T A b), with b its column of B.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ def squared_norms_with(
     def dot(x: jax.Array, y: jax.Array, dims: tuple[Sequence[int], Sequence[int]]) -> jax.Array:
         return lax.dot_general(x, y, (dims, ((), ())), precision=lax.Precision.HIGHEST)
 
-    own = jnp.sum(jnp.square(w), axis=inputs)
-    crossed = jnp.sum(b * dot(a, w, (of_a, inputs)), axis=0)
-    added = jnp.sum(b * dot(dot(a, a, (of_a, of_a)), b, ((1,), (0,))), axis=0)
-    return jnp.maximum(own + 2 * scaling * crossed + scaling**2 * added, SMALLEST)
+    own, crossed = jnp.sum(jnp.square(w), axis=inputs), dot(a, w, (of_a, inputs))
+    squared = dot(dot(a, a, (of_a, of_a)), b, ((1,), (0,)))
+    added = jnp.sum(b * (2 * scaling * crossed + scaling**2 * squared), axis=0)
+    return jnp.maximum(own + added, SMALLEST)
 
 
 def scales(magnitudes: jax.Array, squared_norms: jax.Array) -> jax.Array:
