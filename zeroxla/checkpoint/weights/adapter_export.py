@@ -14,7 +14,7 @@ from zeroxla.checkpoint.weights.adapter_names import (
     known_format,
     target_modules,
 )
-from zeroxla.checkpoint.weights.export import Layout, check_export_dtype, export_leaves
+from zeroxla.checkpoint.weights.export import ExportLayout, check_export_dtype, export_leaves
 from zeroxla.checkpoint.weights.safetensors_writer import make_plan
 from zeroxla.checkpoint.weights.sources import WeightSource
 from zeroxla.checkpoint.weights.tensor_names import shapes_of
@@ -78,7 +78,7 @@ def export_adapter(
             "write the whole model with export_params"
         )
 
-    def lay_out(opened: WeightSource) -> Layout:
+    def lay_out(opened: WeightSource) -> ExportLayout:
         plan = model.plan
         check_export_dtype(dtype)
         check_adapted(plan, opened.shapes, opened.title)
@@ -105,7 +105,7 @@ def export_adapter(
             "alpha_pattern": {},
         }
         shapes = {name: leaf.tensor_shape for leaf in leaves for name in leaf.tensors}
-        return Layout(
+        return ExportLayout(
             source=opened,
             leaves=leaves,
             plan=make_plan(shapes, dtype=dtype, single=TENSORS),

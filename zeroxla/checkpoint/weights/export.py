@@ -95,17 +95,17 @@ def export_params(
     ['model.safetensors']
     """
 
-    def lay_out(opened: WeightSource) -> Layout:
+    def lay_out(opened: WeightSource) -> ExportLayout:
         merged, own = _merged(opened, model)
         leaves, others = _layout(merged, own, dtype, config or {})
         plan = _plan(leaves, dtype, max_shard_size)
-        return Layout(source=merged, leaves=leaves, plan=plan, others=others)
+        return ExportLayout(source=merged, leaves=leaves, plan=plan, others=others)
 
     return export_leaves(source, folder, lay_out, progress)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Layout:
+class ExportLayout:
     """The contents of an export.
 
     Attributes:
@@ -124,7 +124,7 @@ class Layout:
 def export_leaves(
     source: TrainState | str | Path,
     folder: str | Path,
-    lay_out: Callable[[WeightSource], Layout],
+    lay_out: Callable[[WeightSource], ExportLayout],
     progress: Callable[[int, int], None] | None,
 ) -> list[Path]:
     """Write an export, in the first process; see `export_params`.
@@ -136,7 +136,7 @@ def export_leaves(
     folder = Path(folder).expanduser()
     is_writer = jax.process_index() == 0
 
-    def prepare() -> Layout | None:
+    def prepare() -> ExportLayout | None:
         if not is_writer and not isinstance(source, TrainState):
             return None  # this process may not see the folder of a checkpoint
         layout = lay_out(open_source(source))
@@ -198,7 +198,7 @@ def _plan(leaves: list[NamedLeaf], dtype: str, max_shard_size: int | str) -> Fil
 
 
 def _write(
-    layout: Layout, folder: Path, progress: Callable[[int, int], None] | None
+    layout: ExportLayout, folder: Path, progress: Callable[[int, int], None] | None
 ) -> Exception | None:
     """Read every leaf, and write it in the first process; return the error of a write that failed.
 
