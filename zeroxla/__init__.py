@@ -12,6 +12,8 @@ if TYPE_CHECKING:  # what follows in `_PLACES`, for those who read types
     from zeroxla import inspect, quantize, rlhf
     from zeroxla.checkpoint.checkpointer import Checkpointer, Restored
     from zeroxla.checkpoint.errors import SaveError
+    from zeroxla.checkpoint.weights.adapter_export import export_adapter
+    from zeroxla.checkpoint.weights.adapter_import import lora_from_adapter, read_adapter
     from zeroxla.checkpoint.weights.export import export_params
     from zeroxla.checkpoint.weights.pretrained import from_pretrained
     from zeroxla.config.feedback import Feedback
@@ -86,6 +88,7 @@ __all__ = [  # noqa: RUF022 (grouped)
     # adapters
     "LoraModel",
     "lora",
+    "lora_from_adapter",
     # wires
     "Feedback",
     "WireFormat",
@@ -94,8 +97,10 @@ __all__ = [  # noqa: RUF022 (grouped)
     "Checkpointer",
     "Restored",
     "SaveError",
+    "export_adapter",
     "export_params",
     "from_pretrained",
+    "read_adapter",
     # reports
     "Plan",
     "Search",
@@ -107,6 +112,8 @@ __all__ = [  # noqa: RUF022 (grouped)
 _PLACES = {
     "checkpoint.checkpointer": ("Checkpointer", "Restored"),
     "checkpoint.errors": ("SaveError",),
+    "checkpoint.weights.adapter_export": ("export_adapter",),
+    "checkpoint.weights.adapter_import": ("lora_from_adapter", "read_adapter"),
     "checkpoint.weights.export": ("export_params",),
     "checkpoint.weights.pretrained": ("from_pretrained",),
     "config.feedback": ("Feedback",),

@@ -205,6 +205,7 @@ class TestWireText:
         (["--weight-wire", "int9"], "--weight-wire int9: a format is"),
         (["--accumulate", "0"], "--accumulate 0: give auto, or a number, 1 or more"),
         (["--lora-alpha", "3"], "--lora-alpha: without effect, there are no adapters"),
+        (["--lora-dora"], "--lora-dora: without effect, there are no adapters"),
         (["--memory", "low", "--schedule", "gpipe"], "--memory low with --schedule gpipe"),
         (["--weights", "tick"], "--weights: without effect on one stage"),
         (["--model", "alexnet", "--lora-rank", "2"], "--lora-rank: without effect on --model al"),

@@ -19,6 +19,7 @@ from compose.jobs import Run, own_loss
 
 from zeroxla import Feedback, Rewrite, WireFormat
 from zeroxla.offload.memory_kinds import place_of
+from zeroxla.program.paths import paths_of
 
 INT8 = WireFormat(bits=8, block=64)
 INT4 = WireFormat(bits=4, block=64)
@@ -102,6 +103,16 @@ FEATURES = [
         name="LoRA",
         slots={"lora.targets": "(attn|mlp).*kernel|proj/kernel", "lora.rank": 4},
         holds=lambda run: "lora" in run.state.params,
+    ),
+    Feature(
+        name="DoRA",
+        slots={
+            "lora.targets": "(attn|mlp).*kernel|proj/kernel",
+            "lora.rank": 4,
+            "lora.rank_stabilized": True,
+            "lora.dora": True,
+        },
+        holds=lambda run: any(path[-1] == "m" for path, _ in paths_of(run.state.params["lora"])),
     ),
     Feature(
         name="LoRA, int8 base",

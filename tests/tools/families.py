@@ -17,7 +17,8 @@ from flax import nnx, traverse_util
 from safetensors.numpy import save_file
 
 from tools.family_weights import weights
-from zeroxla.checkpoint.weights.pretrained import LeafInFiles, find_tensors
+from zeroxla.checkpoint.weights.leaf_in_files import LeafInFiles
+from zeroxla.checkpoint.weights.pretrained import find_tensors
 from zeroxla.checkpoint.weights.safetensors_reader import TensorReader
 from zeroxla.checkpoint.weights.tensor_names import (
     abstract,

@@ -47,18 +47,20 @@ MODELS = {
 TRANSPOSED = ("lm_head", "layers/1")
 
 
-def lora_step(model, mesh, targets, *, frozen=None, optimizer=None, config=CONFIG):
+def lora_step(model, mesh, targets, *, optimizer=None, config=CONFIG, **options):
     """Return (model with adapters, its step)."""
-    lora = zeroxla.lora(model, targets=targets, rank=RANK, alpha=ALPHA, frozen=frozen)
+    lora = zeroxla.lora(model, targets=targets, rank=RANK, alpha=ALPHA, **options)
     return lora, zeroxla.make_step(lora, mesh, optimizer or optax.adam(1e-2), config=config)
 
 
-def merged_by_hand(params, base=None):
-    """Return W + alpha / rank A . B of every adapted leaf, without any of zeroxla's code.
+def merged_by_hand(params, base=None, scaling=ALPHA / RANK):
+    """Return V = W + scaling A . B of every adapted leaf, and m V / |V| of one with magnitudes,
+    whose |V| is a constant, without any of zeroxla's code.
 
     Args:
       params: a base and its adapters.
       base: the base in floats. None means `params["base"]`.
+      scaling: the factor of A . B.
     """
     flat = {"/".join(map(_name, p)): x for p, x in _paths(params["lora"])}
 
@@ -73,7 +75,12 @@ def merged_by_hand(params, base=None):
             delta = jnp.matmul(a, b, precision="highest")
         if name in TRANSPOSED:
             delta = delta.T
-        return w + ALPHA / RANK * delta
+        v = w + scaling * delta
+        if f"{name}/m" not in flat:
+            return v
+        inputs = (0, 1) if name == "out" else (-1,) if name in TRANSPOSED else (-2,)
+        norms = jax.lax.stop_gradient(jnp.sqrt((v**2).sum(inputs)))
+        return v * jnp.expand_dims(flat[f"{name}/m"] / norms, inputs)
 
     base = params["base"] if base is None else base
     return jax.tree_util.tree_map_with_path(leaf, base)
@@ -81,10 +88,12 @@ def merged_by_hand(params, base=None):
 
 def with_random_b(params, seed=0):
     """Return parameters whose adapters change the model: B, which starts at zero, is made
-    random."""
+    random, and magnitudes are changed by some tenths."""
     rng = np.random.default_rng(seed)
 
     def leaf(path, x):
+        if _name(path[-1]) == "m":
+            return x * rng.uniform(0.7, 1.3, x.shape).astype(np.float32)
         return x if _name(path[-1]) != "b" else rng.normal(0, 0.1, x.shape).astype(np.float32)
 
     return {**params, "lora": jax.tree_util.tree_map_with_path(leaf, params["lora"])}

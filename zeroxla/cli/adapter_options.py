@@ -16,6 +16,10 @@ class AdapterOptions:
     """Rank of adapters; only they are trained. Default: no adapters, the whole model is trained."""
     lora_alpha: float = 16.0
     """Strength of the adapters: their output is multiplied by alpha / rank."""
+    lora_rank_stabilized: bool = False
+    """Multiply the adapters' output by alpha / sqrt(rank) instead (rsLoRA)."""
+    lora_dora: bool = False
+    """Train the norms of the adapted kernels' columns beside the adapters (DoRA)."""
     lora_targets: str | None = None
     """Regular expression that finds the paths of the leaves with adapters. Default: the kernels of
     attention and perceptrons, (attn|mlp)/(.*/)?kernel$."""
@@ -65,5 +69,7 @@ class LoraOptions(AdapterOptions):
             targets=self.lora_targets or TARGETS,
             rank=self.lora_rank,
             alpha=self.lora_alpha,
+            rank_stabilized=self.lora_rank_stabilized,
+            dora=self.lora_dora,
             frozen=None if self.lora_base == "float32" else self.lora_base,
         )

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
 from zeroxla.checkpoint.checkpointer import Checkpointer
+from zeroxla.checkpoint.weights.adapter_export import export_adapter
 from zeroxla.checkpoint.weights.export import export_params
 from zeroxla.cli.data.vocabulary import TOKENIZER
 from zeroxla.cli.errors import UsageError
@@ -23,6 +24,7 @@ from zeroxla.cli.run_folder import CHECKPOINTS, has_checkpoint, read_config
 from zeroxla.cli.run_sections import stored_options
 from zeroxla.cli.train.model import MODEL, exported
 from zeroxla.cli.train.options import TrainOptions
+from zeroxla.frontend.lora.model import LoraModel
 
 _OF_A_TOKENIZER = ("bos_token_id", "eos_token_id", "pad_token_id")
 
@@ -34,7 +36,9 @@ class ExportOptions:
     run: Annotated[Path, tyro.conf.Positional]
     """The folder of a run of `zeroxla train` or `zeroxla rlhf`."""
     output: Path | None = None
-    """Folder to write to. Default: `export` in the run folder."""
+    """Folder to write to. Default: `export` in the run folder, or `adapter` with --adapter."""
+    adapter: bool = False
+    """Write the adapters alone, in PEFT's format. Default: all weights, the adapters merged."""
     step: int | None = None
     """Step of the checkpoint to export. Default: the newest checkpoint that is not damaged."""
     format: Literal["safetensors"] = "safetensors"
@@ -87,7 +91,9 @@ def export(options: ExportOptions) -> int:
     if rewarded:
         model = actor_of(run, model)
     number = _number(options.step, run, console)
-    folder = (options.output or run / "export").expanduser()
+    if options.adapter and not isinstance(model, LoraModel):
+        raise ValueError(f"--adapter: {run} has no adapters; leave it out")
+    folder = (options.output or run / ("adapter" if options.adapter else "export")).expanduser()
     bar = Progress(
         TextColumn("writing"),
         BarColumn(),
@@ -97,15 +103,31 @@ def export(options: ExportOptions) -> int:
     )
     with bar:
         task = bar.add_task("export", total=None)
-        files = export_params(
-            run / CHECKPOINTS / str(number),
-            folder,
-            model=model,
-            dtype=options.dtype,
-            max_shard_size=options.max_shard_size,
-            config={name: config[name] for name in _OF_A_TOKENIZER if name in config},
-            progress=lambda done, total: bar.update(task, completed=done, total=total),
-        )
+
+        def progress(done: int, total: int) -> None:
+            bar.update(task, completed=done, total=total)
+
+        source = run / CHECKPOINTS / str(number)
+        if options.adapter:
+            base = stored.model.init
+            files = export_adapter(
+                source,
+                folder,
+                model=model,
+                base=None if base is None else str(base),
+                dtype=options.dtype,
+                progress=progress,
+            )
+        else:
+            files = export_params(
+                source,
+                folder,
+                model=model,
+                dtype=options.dtype,
+                max_shard_size=options.max_shard_size,
+                config={name: config[name] for name in _OF_A_TOKENIZER if name in config},
+                progress=progress,
+            )
     tokenizer = run / MODEL / TOKENIZER
     if tokenizer.is_file():
         shutil.copyfile(tokenizer, folder / TOKENIZER)

@@ -1,6 +1,8 @@
-"""Reinforcement learning from rewards: PPO and GRPO on a training state that generates."""
+"""Learning from rewards (PPO, GRPO) on a training state that generates, and from pairs (DPO)."""
 
 from zeroxla.rlhf.advantages import gae, group_advantages, token_rewards, whiten
+from zeroxla.rlhf.dpo_loss import DpoSettings, dpo_loss, pair_shapes, preference_loss
+from zeroxla.rlhf.dpo_trainer import Dpo, dpo
 from zeroxla.rlhf.loop import Loop
 from zeroxla.rlhf.losses import (
     entropy,
@@ -12,6 +14,7 @@ from zeroxla.rlhf.losses import (
 )
 from zeroxla.rlhf.make import Storage, make_loop
 from zeroxla.rlhf.objectives import actor_loss, critic_loss
+from zeroxla.rlhf.pairs import Pairs
 from zeroxla.rlhf.phase_sums import PhaseMemory, PhasesMemory, memory_by_phase
 from zeroxla.rlhf.policy import Policy
 from zeroxla.rlhf.rewards import REWARDS, ModelReward, Reward, TextReward
@@ -28,6 +31,11 @@ __all__ = [  # noqa: RUF022 (grouped)
     "States",
     "Storage",
     "make_loop",
+    # preferences
+    "Dpo",
+    "DpoSettings",
+    "Pairs",
+    "dpo",
     # rewards
     "REWARDS",
     "ModelReward",
@@ -39,12 +47,15 @@ __all__ = [  # noqa: RUF022 (grouped)
     # advantages and losses, as functions
     "actor_loss",
     "critic_loss",
+    "dpo_loss",
     "entropy",
     "gae",
     "group_advantages",
     "grpo_loss",
     "kl_estimate",
+    "pair_shapes",
     "ppo_loss",
+    "preference_loss",
     "target_logprobs",
     "token_rewards",
     "value_loss",

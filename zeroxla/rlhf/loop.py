@@ -19,7 +19,7 @@ from zeroxla.hybrid.engine import HybridEngine
 from zeroxla.mesh.batches import process_shard
 from zeroxla.rlhf.advantages import gae, group_advantages, token_rewards, whiten
 from zeroxla.rlhf.objectives import batch_shapes, critic_shapes
-from zeroxla.rlhf.policy import Policy, without_adapters
+from zeroxla.rlhf.policy import Policy
 from zeroxla.rlhf.rewards import Reward, checked
 from zeroxla.rlhf.rollouts import Prompts, Rollouts, minibatches
 from zeroxla.rlhf.settings import Settings
@@ -214,8 +214,11 @@ class Loop:
         return Scored(scores_B=scores_B, ref_logprobs_BT=ref_BT, actor=actor, critic=critic)
 
     def reference_state(self, states: States) -> TrainState:
-        """Return the state of the reference, which may be the actor's with its adapters at zero."""
-        return without_adapters(states.actor) if states.reference is None else states.reference
+        """Return the state of the reference, which may be the actor's with adapters that change
+        nothing."""
+        if states.reference is not None:
+            return states.reference
+        return self.actor.without_adapters(states.actor)
 
     def train(
         self, states: States, scored: Scored, key: jax.Array

@@ -41,6 +41,10 @@ class Storage:
     reference is stored once. None: the actor is trained whole, beside a reference of its own."""
     alpha: float = 16.0
     """The adapters count alpha / rank times."""
+    rank_stabilized: bool = False
+    """The adapters count alpha / sqrt(rank) times instead; see `zeroxla.lora`."""
+    dora: bool = False
+    """The adapters train the norms of columns, too; see `zeroxla.lora`."""
     targets: str = TARGETS
     """A regular expression that finds the paths of leaves with adapters. See `zeroxla.lora`."""
 
@@ -52,6 +56,8 @@ class Storage:
             targets=self.targets,
             rank=1 if self.rank is None else self.rank,
             alpha=self.alpha,
+            rank_stabilized=self.rank_stabilized,
+            dora=self.dora and self.rank is not None,
             frozen=self.frozen,
         )
 

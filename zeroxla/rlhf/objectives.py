@@ -62,6 +62,17 @@ def _statistics(apply: Any, tokens_BL: jax.Array) -> tuple[jax.Array, jax.Array]
     return target_logprobs(logits_BTV, targets_BT), entropy(logits_BTV)
 
 
+def row_logprobs(apply: Any, tokens_BL: jax.Array) -> jax.Array:
+    """Return the log-probability of each target in nats, float32[B, T].
+
+    A model whose call takes `targets_BL` computes them without holding all logits.
+    """
+    inputs_BT, targets_BT = tokens_BL[:, :-1], tokens_BL[:, 1:]
+    if "targets_BL" in inspect.signature(apply).parameters:
+        return -apply(inputs_BT, targets_BL=targets_BT)
+    return target_logprobs(apply(inputs_BT), targets_BT)
+
+
 def critic_loss(settings: Settings) -> Loss:
     """Return the loss of the critic. Its metric is `clipped`, the share of tokens that the clip
     holds."""

@@ -6,10 +6,9 @@ import dataclasses
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
-from zeroxla.frontend.lora.leaf_plan import LORA
 from zeroxla.frontend.lora.model import LoraModel
+from zeroxla.step.adapters import without_adapters
 from zeroxla.step.state import TrainState
 from zeroxla.step.step import Step
 
@@ -42,8 +41,7 @@ class Policy:
         """
         return self.step.init_from(params, key, model_state=model_state)
 
-
-def without_adapters(state: TrainState) -> TrainState:
-    """Return a state with its adapters at zero and the same arrays as base."""
-    zeros = jax.tree.map(jnp.zeros_like, state.params[LORA])
-    return dataclasses.replace(state, params={**state.params, LORA: zeros})
+    def without_adapters(self, state: TrainState) -> TrainState:
+        """Return the state of a step with adapters, with adapters that change nothing."""
+        assert self.adapters is not None, "the policy has no adapters"
+        return without_adapters(state, self.adapters.plan)

@@ -14,11 +14,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from zeroxla.frontend import Adapted
 from zeroxla.frontend.given import arrays_by_path, flat_arrays
 from zeroxla.frontend.lora.leaf_plan import BASE, LORA, LoraPlan
-from zeroxla.mesh.batches import put_key
 from zeroxla.mesh.placement import Placement
 from zeroxla.mesh.processes.together import together
 from zeroxla.offload.disk.disk_array import given_for
 from zeroxla.program.paths import Path, paths_of
+from zeroxla.step.adapters import fresh_adapters
 from zeroxla.step.state import TrainState
 from zeroxla.step.whole_arrays import StoredLeaf, as_array
 
@@ -80,19 +80,25 @@ def first_weights(
         return params, state if is_given else None
 
     params, state = together("given weights", read)
-    new = _adapters(plan, mesh, key, shapes) if plan is not None and is_base else {}
-    made = []
+    made: dict[Path, Any] = {}
     for path, shape in paths_of(shapes.params):
         name = path[1:] if is_base else path
-        if path in new:
-            made.append(new[path])
-        else:
+        if name in leaves:
             store = functools.partial(leaves[name].store, params[name], donate=donate)
-            made.append(given_for(shape, store))
+            made[path] = given_for(shape, store)
+    if plan is not None and is_base:
+
+        def base_leaf(path: Path) -> jax.Array:
+            stored = made[BASE, *path]
+            # A leaf that goes to disk is not read yet, and will be read again.
+            return leaves[path].store(params[path], donate=False) if callable(stored) else stored
+
+        made |= fresh_adapters(plan, mesh, key, shapes, base_leaf)
     if state is not None:
         stored = [leaf.store(state[path], donate=False) for path, leaf in state_leaves.items()]
         state = jax.tree.unflatten(jax.tree.structure(shapes.model_state), stored)
-    return jax.tree.unflatten(jax.tree.structure(shapes.params), made), state
+    ordered = [made[path] for path, _ in paths_of(shapes.params)]
+    return jax.tree.unflatten(jax.tree.structure(shapes.params), ordered), state
 
 
 def _param_leaves(shapes: TrainState, plan: LoraPlan | None) -> dict[Path, StoredLeaf]:
@@ -150,21 +156,3 @@ def _misfits(leaves: Mapping[Path, StoredLeaf], given: Mapping[Path, Any]) -> li
             what = "a function" if x is None else f"{x.dtype}{list(x.shape)}"
             rows.append(f"{'/'.join(path)} ({what}) is not in the model")
     return rows
-
-
-def _adapters(
-    plan: LoraPlan, mesh: Mesh, key: jax.Array, shapes: TrainState
-) -> dict[Path, jax.Array]:
-    """Return new adapters as the state stores them, by path."""
-    places = {
-        path: (placement, x.sharding)
-        for (path, x), placement in zip(paths_of(shapes.params), shapes.placements[0], strict=True)
-        if path[0] == LORA
-    }
-
-    @functools.partial(jax.jit, out_shardings=[sharding for _, sharding in places.values()])
-    def make(key: jax.Array) -> list[jax.Array]:
-        fresh = dict(paths_of({LORA: plan.fresh_adapters(key)}))
-        return [placement.stored(fresh[path]) for path, (placement, _) in places.items()]
-
-    return dict(zip(places, make(put_key(key, mesh)), strict=True))

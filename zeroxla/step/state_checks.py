@@ -108,7 +108,8 @@ def check_trainable(params: Any, config: ZeroConfig) -> None:
     frozen = {path for path in paths if config.is_frozen(path)}
     for path in sorted(frozen):
         adapter, _, factor = path.rpartition("/")
-        if path.startswith(f"{LORA}/") and factor == "a" and f"{adapter}/b" in frozen:
+        still = {f"{adapter}/b", f"{adapter}/m"}.intersection(paths) <= frozen
+        if path.startswith(f"{LORA}/") and factor == "a" and still:
             raise ValueError(
                 f"frozen={list(config.frozen)} matches both factors of the adapter {adapter!r}, "
                 "which could not train. The base is frozen anyway: leave the pattern out, or begin "

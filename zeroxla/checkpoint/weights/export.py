@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import re
 import shutil
@@ -97,31 +98,67 @@ def export_params(
     >>> [file.name for file in export_params(state, tempfile.mkdtemp())]
     ['model.safetensors']
     """
-    folder = Path(folder).expanduser()
-    is_writer = jax.process_index() == 0
 
-    def prepare() -> tuple[WeightSource, list[NamedLeaf], FilePlan, dict[str, bytes]] | None:
-        if not is_writer and not isinstance(source, TrainState):
-            return None  # this process may not see the folder of a checkpoint
-        opened, own = _merged(open_source(source), model)
-        leaves, others = _layout(opened, own, dtype, config or {})
+    def lay_out(opened: WeightSource) -> ExportLayout:
+        merged, own = _merged(opened, model)
+        leaves, others = _layout(merged, own, dtype, config or {})
         dtypes: Mapping[str, str] = {}
         if like is not None:
             dtypes, files = origin_of(like, leaves, abstract(own), config)
             others = {**others, **files}
         plan = _plan(leaves, dtype, max_shard_size, dtypes)
-        if is_writer:
-            _make_folder(folder, plan)
-        return opened, leaves, plan, others
+        return ExportLayout(source=merged, leaves=leaves, plan=plan, others=others)
 
-    prepared = together("export", prepare)
-    if prepared is None:
+    return export_leaves(source, folder, lay_out, progress)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class ExportLayout:
+    """The contents of an export.
+
+    Attributes:
+      source: the leaves.
+      leaves: the leaves to write, with their tensors.
+      plan: the places of the tensors.
+      others: contents of files that belong to the export, by name.
+    """
+
+    source: WeightSource
+    leaves: list[NamedLeaf]
+    plan: FilePlan
+    others: Mapping[str, bytes]
+
+
+def export_leaves(
+    source: TrainState | str | Path,
+    folder: str | Path,
+    lay_out: Callable[[WeightSource], ExportLayout],
+    progress: Callable[[int, int], None] | None,
+) -> list[Path]:
+    """Write an export, in the first process; see `export_params`.
+
+    Args:
+      source, folder, progress: as for `export_params`.
+      lay_out: returns the contents; it may raise a ValueError.
+    """
+    folder = Path(folder).expanduser()
+    is_writer = jax.process_index() == 0
+
+    def prepare() -> ExportLayout | None:
+        if not is_writer and not isinstance(source, TrainState):
+            return None  # this process may not see the folder of a checkpoint
+        layout = lay_out(open_source(source))
+        if is_writer:
+            _make_folder(folder, layout.plan)
+        return layout
+
+    layout = together("export", prepare)
+    if layout is None:
         together("files of the export", lambda: None)
         return []
-    opened, leaves, plan, others = prepared
-    failure = _write(opened, leaves, plan, folder, others, progress if is_writer else None)
+    failure = _write(layout, folder, progress if is_writer else None)
     together("files of the export", lambda: _raise(failure))
-    return [folder / name for name in plan.sizes]
+    return [folder / name for name in layout.plan.sizes]
 
 
 def _merged(source: WeightSource, model: Any) -> tuple[WeightSource, Any]:
@@ -140,8 +177,7 @@ def _layout(
     source: WeightSource, model: Any, dtype: str, more: Mapping[str, Any]
 ) -> tuple[list[NamedLeaf], dict[str, bytes]]:
     """Return the leaves with their tensors, and the files beside them."""
-    if dtype not in DTYPES:
-        raise ValueError(f"dtype={dtype!r}; choose {', '.join(map(repr, DTYPES))}")
+    check_export_dtype(dtype)
     module = abstract(model)
     format = format_of(module)
     if format is None:
@@ -150,6 +186,16 @@ def _layout(
     config = {**format.config(module, dtype=dtype), **more}
     text = json.dumps(config, indent=2) + "\n"
     return format_leaves(source.shapes, format, module), {"config.json": text.encode()}
+
+
+def check_export_dtype(dtype: str) -> None:
+    """Check the dtype of an export.
+
+    Raises:
+      ValueError: tensors cannot have it.
+    """
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype={dtype!r}; choose {', '.join(map(repr, DTYPES))}")
 
 
 def _plan(
@@ -163,21 +209,17 @@ def _plan(
 
 
 def _write(
-    source: WeightSource,
-    leaves: list[NamedLeaf],
-    plan: FilePlan,
-    folder: Path,
-    others: Mapping[str, bytes],
-    progress: Callable[[int, int], None] | None,
+    layout: ExportLayout, folder: Path, progress: Callable[[int, int], None] | None
 ) -> Exception | None:
     """Read every leaf, and write it in the first process; return the error of a write that failed.
 
     After such an error it goes on reading, because the other processes take part in that.
     """
     failure: Exception | None = None
-    left = iter(in_bundles(leaves))
+    source, plan = layout.source, layout.plan
+    left = iter(in_bundles(layout.leaves))
     try:
-        with _writer(plan, folder, others) as writer:
+        with _writer(plan, folder, layout.others) as writer:
             done = 0
             for together_written in left:
                 values = [source.read(leaf.path) for leaf in together_written]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path as FilePath
@@ -11,7 +10,9 @@ from typing import Any
 import jax
 import numpy as np
 
+from zeroxla.checkpoint.weights.adapter_import import read_adapter
 from zeroxla.checkpoint.weights.dequantize import EIGHT_BITS, Quantized
+from zeroxla.checkpoint.weights.leaf_in_files import LeafInFiles, leaves_in_files
 from zeroxla.checkpoint.weights.safetensors_reader import TensorReader, check_dtype
 from zeroxla.checkpoint.weights.tensor_names import (
     NamedLeaf,
@@ -21,6 +22,8 @@ from zeroxla.checkpoint.weights.tensor_names import (
     format_of,
     shapes_of,
 )
+from zeroxla.frontend.base import to_nested
+from zeroxla.frontend.lora.leaf_plan import BASE, LORA
 from zeroxla.frontend.lora.model import LoraModel
 from zeroxla.mesh.processes.together import together
 from zeroxla.program.paths import Path, paths_of
@@ -29,18 +32,26 @@ from zeroxla.step.step import Step
 
 
 def from_pretrained(
-    model: Any, folder: str | FilePath, step: Step, *, key: jax.Array | None = None
+    model: Any,
+    folder: str | FilePath,
+    step: Step,
+    *,
+    key: jax.Array | None = None,
+    adapter: str | FilePath | None = None,
 ) -> TrainState:
     """Make a training state whose parameters come from a Hugging Face folder.
 
     Args:
       model: the step's model: a `GPT`, a function `rngs -> Llama`, or another model whose class has
         the attribute `hugging_face`. `zeroxla.models.from_hugging_face(folder)` builds one. With a
-        model that `zeroxla.lora` made, the base is read, and the adapters are new.
+        model that `zeroxla.lora` made, the base is read, and the adapters are new, or those of
+        `adapter`.
       folder: holds `config.json` and `model.safetensors`, or an index and its files, in float32,
         bfloat16 or float16. All processes must see it.
       step: a step of the model that has seen a batch (`init` or `abstract_state`).
       key: a PRNG key for dropout and the like. None means `jax.random.key(0)`.
+      adapter: the folder of a PEFT adapter, for a model that `zeroxla.lora_from_adapter` made of
+        it. None begins with new adapters.
 
     Returns:
       The state before the first step, its parameters float32.
@@ -49,7 +60,7 @@ def from_pretrained(
       ImportError: the package safetensors is not installed.
       ValueError: the config contradicts the model (each key is named, with both values);
         a tensor is missing, unknown, of another shape or dtype, or holds a number that is not
-        finite; a file is missing or damaged.
+        finite; a file is missing or damaged; the adapter is not of the model's adapters.
 
     Cost: of each leaf only the parts of this host's devices are read from the files, and host
     memory holds them for one leaf at a time. Parameters on disk are copied there one by one.
@@ -58,8 +69,13 @@ def from_pretrained(
     shapes = step.shapes()
 
     adapters = model if isinstance(model, LoraModel) else None
+    if adapter is not None and adapters is None:
+        raise ValueError(
+            f"adapter={str(adapter)!r} for a model without adapters; give what "
+            "zeroxla.lora_from_adapter(model, adapter) returns, to this function and to make_step"
+        )
 
-    def prepare() -> list[LeafInFiles]:
+    def prepare() -> dict[Path, LeafInFiles]:
         module = abstract(model if adapters is None else adapters.model)
         format = format_of(module)
         if format is None:
@@ -79,15 +95,15 @@ def from_pretrained(
         leaves = format_leaves(naturals, format, module)
         quantized = Quantized.of(config)
         names = find_tensors(reader, leaves, format, quantized)
-        return [
-            LeafInFiles(leaf=leaf, reader=reader, names=names, quantized=quantized)
-            for leaf in leaves
-        ]
+        return leaves_in_files(leaves, reader, names, quantized)
 
-    leaves = together("pretrained weights", prepare)
+    arrays = together("pretrained weights", prepare)
     key = jax.random.key(0) if key is None else key
-    arrays = {leaf.leaf.path: leaf for leaf in leaves}
-    return step.init_from(arrays, key)
+
+    if adapters is None or adapter is None:
+        return step.init_from(arrays, key)
+    lora = read_adapter(adapters, adapter)
+    return step.init_from({BASE: to_nested(arrays), LORA: lora}, key)
 
 
 def natural_shapes(state: TrainState) -> dict[Path, tuple[int, ...]]:
@@ -173,76 +189,6 @@ def _rows(shape: tuple[int, ...]) -> Iterator[tuple[slice, ...]]:
     for first in range(0, shape[0], 1000):
         rows = slice(first, min(first + 1000, shape[0]))
         yield rows, *(slice(0, n) for n in shape[1:])
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class LeafInFiles:
-    """A leaf in the files of a folder, in its natural shape. Indexing reads a part of it.
-
-    Attributes:
-      leaf: its names.
-      reader: the folder's files.
-      names: the names of tensors in these files, by the names that the model's format has.
-      quantized: how the files' weights of 8 bits are to be read; None if there are none.
-    """
-
-    leaf: NamedLeaf
-    reader: TensorReader
-    names: Mapping[str, str]
-    quantized: Quantized | None = None
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The natural shape of the leaf."""
-        return self.leaf.shape
-
-    @property
-    def dtype(self) -> np.dtype:
-        """The dtype of the parts that are read."""
-        return np.dtype(np.float32)
-
-    def __getitem__(self, inside: tuple[slice, ...]) -> np.ndarray:
-        """Read a part.
-
-        Raises:
-          ValueError: a number is not finite, or a file is damaged.
-        """
-        leaf = self.leaf
-        names = np.array([self.names[name] for name in leaf.tensors], object).reshape(leaf.stack)
-        depth = len(leaf.stack)
-        if not depth:
-            return self._oriented(names.item(), inside)
-        values = np.empty([s.stop - s.start for s in inside], np.float32)
-        chosen = names[inside[:depth]]
-        for index in np.ndindex(chosen.shape):
-            values[index] = self._oriented(str(chosen[index]), inside[depth:])
-        return values
-
-    def _oriented(self, name: str, inside: tuple[slice, ...]) -> np.ndarray:
-        """Read a part of a tensor; the tensor is the leaf or one layer or expert of it.
-
-        Raises:
-          ValueError: a number is not finite.
-        """
-        leaf, reader = self.leaf, self.reader
-        index = inside[::-1] if leaf.is_transposed else inside
-        if leaf.part is None:
-            part = self._read(name, index)
-        else:
-            covering = self._read(name, (leaf.part.covering(index[0]), *index[1:]))
-            part = leaf.part.of_covering(covering, index[0])
-        if bad := part.size - np.count_nonzero(np.isfinite(part)):
-            raise ValueError(
-                f"the tensor {name} in {reader.tensors[name].file} holds {bad} numbers that are "
-                f"NaN or infinite, of {part.size} in the part that was read; take weights that "
-                "were saved before their training diverged"
-            )
-        return part.T if leaf.is_transposed else part
-
-    def _read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
-        if self.quantized is not None and self.reader.tensors[name].dtype in EIGHT_BITS:
-            return self.quantized.read(self.reader, name, index)
-        return self.reader.read(name, index)
 
 
 def _list(names: list[str]) -> str:

@@ -43,6 +43,10 @@ class StoredTensor:
 class TensorReader:
     """The tensors of a folder with a `model.safetensors`, or with an index and its files.
 
+    Args:
+      folder: the folder.
+      alone: the name of the only file to read; None for those of a model.
+
     Attributes:
       tensors: all tensors, by name.
 
@@ -51,13 +55,13 @@ class TensorReader:
       ValueError: a file is missing or damaged, or the index contradicts the files.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, alone: str | None = None) -> None:
         self._library = _library()
         self.folder = folder
         self._files: dict[str, Any] = {}
         self.tensors: dict[str, StoredTensor] = {}
-        places = _places(folder)
-        for file in sorted({SINGLE} if places is None else set(places.values())):
+        places = _places(folder) if alone is None else None
+        for file in sorted({alone or SINGLE} if places is None else set(places.values())):
             opened = self._open(folder / file)
             for name in opened.keys():  # noqa: SIM118  (not a mapping)
                 if places is not None and places.get(name) != file:

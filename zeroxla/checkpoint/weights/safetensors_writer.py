@@ -63,11 +63,13 @@ class FilePlan:
       tensors: places by name, in the order of the files.
       headers: the bytes of each file before its first tensor.
       sizes: the size of each file in bytes.
+      single: the name of the file if there is one alone.
     """
 
     tensors: Mapping[str, Tensor]
     headers: Mapping[str, bytes]
     sizes: Mapping[str, int]
+    single: str = SINGLE
 
     @property
     def num_bytes(self) -> int:
@@ -90,7 +92,7 @@ class FilePlan:
     @property
     def index(self) -> str | None:
         """The text of the index; None for a single file, which needs none."""
-        if SINGLE in self.sizes:
+        if self.single in self.sizes:
             return None
         places = {name: tensor.file for name, tensor in self.tensors.items()}
         metadata = {"total_parameters": self.num_elements, "total_size": self.tensor_bytes}
@@ -101,8 +103,9 @@ def make_plan(
     shapes: Mapping[str, tuple[int, ...]],
     *,
     dtype: str,
-    max_shard_bytes: int,
+    max_shard_bytes: int | None = None,
     dtypes: Mapping[str, str] | None = None,
+    single: str = SINGLE,
 ) -> FilePlan:
     """Give every tensor its place.
 
@@ -111,6 +114,8 @@ def make_plan(
       dtype: one of `DTYPES`.
       dtypes: the dtypes of tensors that have another one, by name.
       max_shard_bytes: largest size of the tensors in a file. A larger tensor is alone in its file.
+        None puts all tensors into one file.
+      single: the name of the file if there is one alone.
 
     >>> make_plan({"a": (2,), "b": (3,)}, dtype="float32", max_shard_bytes=12).tensors["b"].file
     'model-00002-of-00002.safetensors'
@@ -121,14 +126,14 @@ def make_plan(
     held = 0
     for name in sorted(shapes, key=_natural_order):
         size = num_bytes[name]
-        if groups[-1] and held + size > max_shard_bytes:
+        if groups[-1] and max_shard_bytes is not None and held + size > max_shard_bytes:
             groups.append([])
             held = 0
         groups[-1].append(name)
         held += size
     tensors, headers, sizes = {}, {}, {}
     for i, names in enumerate(groups, start=1):
-        file = SINGLE if len(groups) == 1 else f"model-{i:05d}-of-{len(groups):05d}.safetensors"
+        file = single if len(groups) == 1 else f"model-{i:05d}-of-{len(groups):05d}.safetensors"
         ends = np.cumsum([0, *(num_bytes[n] for n in names)]).tolist()
         said = {
             name: {"dtype": DTYPES[own[name]], "shape": shapes[name], "data_offsets": [first, last]}
@@ -144,7 +149,7 @@ def make_plan(
             tensors[name] = Tensor(
                 shape=tuple(shapes[name]), file=file, offset=offset, dtype=own[name]
             )
-    return FilePlan(tensors=tensors, headers=headers, sizes=sizes)
+    return FilePlan(tensors=tensors, headers=headers, sizes=sizes, single=single)
 
 
 class Writer:
@@ -190,9 +195,10 @@ def writing(plan: FilePlan, folder: Path, others: Mapping[str, bytes]) -> Iterat
     Raises:
       OSError: a file cannot be written.
     """
-    entry = SINGLE if plan.index is None else INDEX
+    entry = plan.single if plan.index is None else INDEX
     texts = {**others, **({} if plan.index is None else {INDEX: plan.index.encode()})}
-    _remove(folder / f"{name}{_PARTIAL}" for name in _names_of_exports(folder))
+    older = [*_names_of_exports(folder), *plan.sizes, *texts]
+    _remove(folder / f"{name}{_PARTIAL}" for name in older)
     try:
         with contextlib.ExitStack() as opened:
             files: dict[str, BinaryIO] = {}
@@ -218,10 +224,12 @@ def writing(plan: FilePlan, folder: Path, others: Mapping[str, bytes]) -> Iterat
         raise
     names = [*plan.sizes, *texts]
     names.remove(entry)
-    _remove(folder / name for name in (INDEX, SINGLE))
+    is_model = plan.single == SINGLE
+    _remove(folder / name for name in ((INDEX, SINGLE) if is_model else (entry,)))
     for name in (*names, entry):
         os.replace(folder / (name + _PARTIAL), folder / name)
-    _remove(f for f in folder.iterdir() if _SHARD.fullmatch(f.name) and f.name not in plan.sizes)
+    shards = [f for f in folder.iterdir() if _SHARD.fullmatch(f.name)] if is_model else []
+    _remove(f for f in shards if f.name not in plan.sizes)
     _sync_folder(folder)
 
 

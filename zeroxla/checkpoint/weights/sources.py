@@ -14,7 +14,7 @@ from zeroxla.checkpoint.orbax_handler import open_array
 from zeroxla.checkpoint.store import STATE
 from zeroxla.checkpoint.weights.tensor_names import Shape, shapes_of
 from zeroxla.frontend.lora.checks import check_adapted
-from zeroxla.frontend.lora.leaf_plan import BASE, LORA, LoraPlan
+from zeroxla.frontend.lora.leaf_plan import BASE, LORA, Adapter, LoraPlan
 from zeroxla.program.paths import Path, paths_of
 from zeroxla.step.state import TrainState, host_leaf
 
@@ -101,7 +101,8 @@ class MergedSource:
     def read(self, path: Path) -> np.ndarray:
         adapter = None
         if path in self._plan.targets:
-            adapter = self._source.read((LORA, *path, "a")), self._source.read((LORA, *path, "b"))
+            names = self._plan.adapter_shapes(path)
+            adapter = Adapter(**{name: self._source.read((LORA, *path, name)) for name in names})
         return np.asarray(self._plan.merged(path, self._source.read((BASE, *path)), adapter))
 
 

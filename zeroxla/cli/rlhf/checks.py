@@ -53,7 +53,8 @@ def check_given(arguments: Sequence[str], options: RlhfOptions) -> None:
     check_of_stages(arguments, options.pipeline.pipe)
     if options.start.init_run is not None and (found := named(arguments, _OF_THE_START)):
         raise ValueError(f"{found}: without effect, --init-run says what the model is; leave out")
-    if options.storage.lora_rank is None and (found := named(arguments, ("lora_alpha",))):
+    of_adapters = ("lora_alpha", "lora_rank_stabilized", "lora_dora")
+    if options.storage.lora_rank is None and (found := named(arguments, of_adapters)):
         raise ValueError(f"{found}: without effect, there are no adapters; give --lora-rank 8")
     if options.task.algorithm == "grpo" and (found := named(arguments, ("critic_learning_rate",))):
         raise ValueError(

@@ -208,6 +208,8 @@ class RlhfOptions(JobOptions):
             frozen=None if own.reference == "float32" else own.reference,
             rank=own.lora_rank,
             alpha=own.lora_alpha,
+            rank_stabilized=own.lora_rank_stabilized,
+            dora=own.lora_dora,
             **targets,
         )
 

@@ -36,7 +36,8 @@ FREE = frozenset(
 _OF_ONE_MODEL = {
     "gpt": (
         *("init", "layers", "width", "heads", "length", "prompt", "sample_bytes", "temperature"),
-        *("lora_rank", "lora_alpha", "lora_targets", "lora_base"),
+        *("lora_rank", "lora_alpha", "lora_rank_stabilized", "lora_dora"),
+        *("lora_targets", "lora_base"),
     ),
     "alexnet": ("image_size", "width_multiplier"),
 }

@@ -61,9 +61,9 @@ def adapt_lora(model: ModelWithAdapters, base: Adapted) -> Adapted:
     def init(key: jax.Array, batch: Any) -> tuple[Tree, Tree]:
         plan = plan_of(key, batch)
         params, model_state = base.init(key, batch)
-        leaves = [plan.stored(path, x) for path, x in paths_of(params)]
-        own = jax.tree.unflatten(jax.tree.structure(params), leaves)
-        return {BASE: own, LORA: plan.fresh_adapters(key)}, model_state
+        stored = {path: plan.stored(path, x) for path, x in paths_of(params)}
+        own = jax.tree.unflatten(jax.tree.structure(params), list(stored.values()))
+        return {BASE: own, LORA: plan.fresh_adapters(key, stored.__getitem__)}, model_state
 
     def loss(
         params: Tree, model_state: Tree, batch: Any, key: jax.Array, *, train: bool

@@ -2,7 +2,8 @@
 
 Shapes: C are the dims that a product contracts, O the others, r the rank. An adapter is A [*layers,
 *C, r] and B [*layers, r, *O], with the leaf's own dims in order. W + scaling A . B is never made.
-Instead, a product x . W becomes x . W + (scaling x . A) . B.
+Instead, a product x . W becomes x . W + (scaling x . A) . B. With DoRA each output is then
+multiplied by its m / |V|; see `magnitudes`.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from zeroxla.config.wire_format import WireFormat
+from zeroxla.frontend.lora.magnitudes import scales, squared_norms_with
 from zeroxla.frontend.lora.uses import DenseLeaf
 from zeroxla.wire.quantize_jit import dequantize
 from zeroxla.wire.wire import Wire
@@ -25,7 +27,7 @@ from zeroxla.wire.wire import Wire
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=("weight", "a", "b"),
+    data_fields=("weight", "a", "b", "m"),
     meta_fields=("leaf", "scaling", "format", "dtypes", "dims", "taken"),
 )
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,8 +37,9 @@ class DenseView:
     Attributes:
       weight: the leaf's values, with its dims in order; or its wires, uint8[*layers, bytes].
       a, b: its adapter. None without one.
+      m: its magnitudes [*layers, *O]. None without DoRA.
       leaf: its dims, from the trace.
-      scaling: alpha / rank.
+      scaling: the factor of A . B.
       format: the format of the wires. None for values.
       dtypes: the casts in order; wires are dequantized to the first one.
       dims: the leaf's dims that are left, in the order of this view.
@@ -46,6 +49,7 @@ class DenseView:
     weight: jax.Array
     a: jax.Array | None
     b: jax.Array | None
+    m: jax.Array | None
     leaf: DenseLeaf
     scaling: float
     format: WireFormat | None
@@ -70,8 +74,8 @@ class DenseView:
         """Return the view with its first dim, a layer dim, first in its arrays."""
         dim, layer = self.dims[0], self.layers.index(self.dims[0])
         at = layer if self.format else self._order().index(dim)
-        a, b = (None if x is None else jnp.moveaxis(x, layer, 0) for x in (self.a, self.b))
-        return dataclasses.replace(self, weight=jnp.moveaxis(self.weight, at, 0), a=a, b=b)
+        a, b, m = (None if x is None else jnp.moveaxis(x, layer, 0) for x in self._adapter())
+        return dataclasses.replace(self, weight=jnp.moveaxis(self.weight, at, 0), a=a, b=b, m=m)
 
     def layer(self) -> DenseView:
         """Return the view without its first dim, which a loop has sliced away from `stacked`."""
@@ -110,14 +114,42 @@ class DenseView:
         assert not self.layers, "layers are sliced before"
         ours, theirs = self.leaf.contracted, contracting[0]
         a_dims = [ours.index(self.dims[d]) for d in contracting[1]]
-        a, b = self.a.astype(x.dtype), self.b.astype(x.dtype)
+        a, b = self.a.astype(x.dtype), self._in_order(self.b.astype(x.dtype))
         dot = functools.partial(lax.dot_general, precision=precision)
         low = dot(x, a, ((theirs, a_dims), ((), ()))) * self.scaling
-        left = [d for d in self.dims if d not in ours]
-        b = jnp.transpose(b, [0, *(1 + self.leaf.others.index(d) for d in left)])
         if first:
             return dot(b, low, (([0], [low.ndim - 1]), ((), ())))
         return dot(low, b, (([low.ndim - 1], [0]), ((), ())))
+
+    def scaled(self, y: jax.Array, values: jax.Array, *, first: bool) -> jax.Array:
+        """Return a product with the adapter's addition, its outputs scaled to their magnitudes.
+
+        Args:
+          y: the product and the addition.
+          values: the view as an array, without its adapter; see `values`.
+          first: whether the outputs are the first dims of the product, and not the last.
+        """
+        if self.m is None:
+            return y
+        assert self.a is not None, "magnitudes come with A"
+        assert self.b is not None, "magnitudes come with B"
+        inputs = [i for i, d in enumerate(self.dims) if d in self.leaf.contracted]
+        ours = [self.leaf.contracted.index(self.dims[i]) for i in inputs]
+        a = jnp.transpose(self.a, [*ours, self.a.ndim - 1])
+        w, a, b = map(lax.stop_gradient, (values, a, self._in_order(self.b)))
+        norms = squared_norms_with(w, a, b, inputs, self.scaling)
+        scale = scales(self._in_order(self.m[None])[0], norms).astype(y.dtype)
+        if first:
+            scale = scale.reshape(*scale.shape, *[1] * (y.ndim - scale.ndim))
+        return y * scale
+
+    def _adapter(self) -> tuple[jax.Array | None, ...]:
+        return self.a, self.b, self.m
+
+    def _in_order(self, x: jax.Array) -> jax.Array:
+        """Return an array [*, *O] with the outputs in the order that they have in the view."""
+        left = [d for d in self.dims if d not in self.leaf.contracted]
+        return jnp.transpose(x, [0, *(1 + self.leaf.others.index(d) for d in left)])
 
     def _order(self) -> tuple[int, ...]:
         """The leaf's dims that are left, in the order of its values."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,12 +16,20 @@ from zeroxla.config.wire_format import WireFormat
 from zeroxla.frontend.base import Adapted, Tree, stream_key, to_nested
 from zeroxla.frontend.lora.at_rest import Frozen, as_wires, format_of, from_wires, layer_size
 from zeroxla.frontend.lora.dense_view import DenseView
+from zeroxla.frontend.lora.magnitudes import SMALLEST, column_norms
 from zeroxla.frontend.lora.uses import DenseLeaf, find_uses
 from zeroxla.program.paths import Path, paths_of
 from zeroxla.program.trace import trace
 
 BASE, LORA = "base", "lora"
-Adapter = tuple[Any, Any]
+
+
+class Adapter(NamedTuple):
+    """The adapter of a leaf; see `LoraPlan.adapter_shapes`."""
+
+    a: Any
+    b: Any
+    m: Any = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -33,7 +41,8 @@ class LoraPlan:
       dense: the dense leaves, by path.
       targets: the paths of the leaves with adapters.
       rank: the rank of the adapters.
-      scaling: alpha / rank.
+      scaling: the factor of A . B: alpha / rank, or alpha / sqrt(rank) if rank-stabilized.
+      dora: whether adapters have magnitudes.
       frozen: how dense leaves are stored.
     """
 
@@ -42,28 +51,50 @@ class LoraPlan:
     targets: tuple[Path, ...]
     rank: int
     scaling: float
+    dora: bool
     frozen: Frozen | None
 
-    def fresh_adapters(self, key: jax.Array) -> Tree:
-        """Return new adapters: float32 A [*layers, *inputs, rank], B [*layers, rank, *outputs].
+    def fresh_adapters(self, key: jax.Array, stored: Callable[[Path], jax.Array]) -> Tree:
+        """Return new adapters, float32; see `adapter_shapes`.
 
-        A is uniform within 1 / sqrt(inputs), as in PEFT; its key is derived from the leaf's path.
+        A is uniform within 1 / sqrt(inputs), as in PEFT; its key is derived from the leaf's path. B
+        is zero. Magnitudes are the norms of the base's columns.
+
+        Args:
+          key: a PRNG key.
+          stored: returns a leaf of the base in the form in which it is stored; called with DoRA.
         """
         made: dict[Path, jax.Array] = {}
         for path in self.targets:
-            (a, b), leaf = self.adapter_shapes(path), self.dense[path]
+            shapes, leaf = self.adapter_shapes(path), self.dense[path]
             bound = 1 / math.sqrt(math.prod(leaf.sizes(leaf.contracted)))
             mine = stream_key(key, "/".join((LORA, *path)))
-            made[*path, "a"] = jax.random.uniform(mine, a, jnp.float32, -bound, bound)
-            made[*path, "b"] = jnp.zeros(b, jnp.float32)
+            made[*path, "a"] = jax.random.uniform(mine, shapes["a"], jnp.float32, -bound, bound)
+            made[*path, "b"] = jnp.zeros(shapes["b"], jnp.float32)
+            if self.dora:
+                made[*path, "m"] = self.base_magnitudes(path, stored(path))
         return to_nested(made)
 
-    def adapter_shapes(self, path: Path) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return the shapes of a leaf's A and B."""
+    def adapter_shapes(self, path: Path) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of a leaf's A [*layers, *inputs, rank], B [*layers, rank, *outputs]
+        and, with DoRA, magnitudes m [*layers, *outputs]."""
         leaf = self.dense[path]
-        layers = leaf.sizes(leaf.layer_dims)
-        a = (*layers, *leaf.sizes(leaf.contracted), self.rank)
-        return a, (*layers, self.rank, *leaf.sizes(leaf.others))
+        layers, outputs = leaf.sizes(leaf.layer_dims), leaf.sizes(leaf.others)
+        a, b = (*layers, *leaf.sizes(leaf.contracted), self.rank), (*layers, self.rank, *outputs)
+        return {"a": a, "b": b, **({"m": (*layers, *outputs)} if self.dora else {})}
+
+    def base_magnitudes(self, path: Path, stored: jax.Array) -> jax.Array:
+        """Return the norms of the columns of a leaf of the base, float32 [*layers, *outputs]: with
+        these magnitudes, and B zero, the leaf is the base's own.
+
+        Args:
+          path: the path of a leaf with an adapter.
+          stored: the leaf in the form in which it is stored.
+        """
+        leaf = self.dense[path]
+        norms = column_norms(self._floats(path, stored), leaf.contracted)
+        order = [d for d in range(len(leaf.shape)) if d not in leaf.contracted]
+        return jnp.transpose(norms, [order.index(d) for d in (*leaf.layer_dims, *leaf.others)])
 
     def stored_shapes(self) -> dict[Path, tuple[int, ...]]:
         """Return the natural shapes of the base, as it is stored, and of the adapters."""
@@ -76,8 +107,7 @@ class LoraPlan:
                 num_bytes = format.num_bytes(layer_size(leaf))
                 found[BASE, *path] = (*leaf.sizes(leaf.layer_dims), num_bytes)
         for path in self.targets:
-            shapes = self.adapter_shapes(path)
-            found |= {(LORA, *path, name): x for name, x in zip("ab", shapes, strict=True)}
+            found |= {(LORA, *path, name): x for name, x in self.adapter_shapes(path).items()}
         return found
 
     def format(self, path: Path) -> WireFormat | None:
@@ -94,7 +124,7 @@ class LoraPlan:
         """Return the leaves of the base, in order, as `rewrite.evaluate` takes them: a `DenseView`
         for each dense leaf that has an adapter or is a wire, and arrays for the others."""
         adapters = adapters_of(params)
-        dtype = next(iter(adapters.values()))[0].dtype  # in which the model computes
+        dtype = next(iter(adapters.values())).a.dtype  # in which the model computes
         return [
             self._evaluated_leaf(path, x, adapters, dtype) for path, x in paths_of(params[BASE])
         ]
@@ -105,12 +135,13 @@ class LoraPlan:
         leaf = self.dense.get(path)
         if leaf is None or (x.dtype != jnp.uint8 and path not in adapters):
             return x
-        a, b = adapters.get(path, (None, None))
+        a, b, m = adapters.get(path, Adapter(None, None))
         is_wire = x.dtype == jnp.uint8
         return DenseView(
             weight=x,
             a=a,
             b=b,
+            m=m,
             leaf=leaf,
             scaling=self.scaling,
             format=self.format(path) if is_wire else None,
@@ -124,14 +155,11 @@ class LoraPlan:
 
     def merged(self, path: Path, values: Any, adapter: Adapter | None) -> jax.Array:
         """Return a leaf of the base as a plain array, with its adapter added, in float32."""
-        x = jnp.asarray(values)
-        leaf, format = self.dense.get(path), self.format(path)
-        if leaf is not None and format is not None:
-            x = from_wires(x, leaf, format)
+        x, leaf = self._floats(path, values), self.dense.get(path)
         if leaf is None or adapter is None:
             return x
         lead = len(leaf.layer_dims)
-        a, b = (jnp.asarray(part, jnp.float32) for part in adapter)
+        a, b = (jnp.asarray(part, jnp.float32) for part in (adapter.a, adapter.b))
         layers = tuple(range(lead))
         contracting = ((a.ndim - 1,), (lead,))
         more = lax.dot_general(
@@ -139,13 +167,30 @@ class LoraPlan:
         )  # [*layers, *contracted, *others]
         order = (*leaf.layer_dims, *leaf.contracted, *leaf.others)
         more = jnp.transpose(more, [order.index(d) for d in range(len(order))])
-        return x.astype(jnp.float32) + self.scaling * more
+        x = x.astype(jnp.float32) + self.scaling * more
+        if adapter.m is None:
+            return x
+        order = (*leaf.layer_dims, *leaf.others)
+        m = jnp.asarray(adapter.m, jnp.float32)
+        m = jnp.transpose(m, [order.index(d) for d in sorted(order)])
+        norms = jnp.maximum(column_norms(x, leaf.contracted), math.sqrt(SMALLEST))
+        return x * jnp.expand_dims(m / norms, leaf.contracted)
+
+    def _floats(self, path: Path, stored: Any) -> jax.Array:
+        """Return a leaf of the base, given in its stored form, as floats."""
+        leaf, format = self.dense.get(path), self.format(path)
+        x = jnp.asarray(stored)
+        return x if leaf is None or format is None else from_wires(x, leaf, format)
 
 
 def adapters_of(params: Tree) -> dict[Path, Adapter]:
     """Return the adapters of a tree of parameters, by the path of their leaf."""
     flat = dict(paths_of(params[LORA]))
-    return {path[:-1]: (x, flat[*path[:-1], "b"]) for path, x in flat.items() if path[-1] == "a"}
+    return {
+        path[:-1]: Adapter(x, flat[*path[:-1], "b"], flat.get((*path[:-1], "m")))
+        for path, x in flat.items()
+        if path[-1] == "a"
+    }
 
 
 class NoTargetError(ValueError):
@@ -159,7 +204,8 @@ def make_lora_plan(
     *,
     targets: str,
     rank: int,
-    alpha: float,
+    scaling: float,
+    dora: bool,
     frozen: Frozen | None,
 ) -> LoraPlan:
     """Read from the trace of a model's loss which leaves are dense.
@@ -167,7 +213,8 @@ def make_lora_plan(
     Args:
       base: the model without adapters.
       key, batch: arguments of its first call; shapes suffice.
-      targets, rank, alpha, frozen: the arguments of `lora`.
+      targets, rank, dora, frozen: the arguments of `lora`.
+      scaling: the factor of A . B.
 
     Raises:
       NoTargetError: `targets` matches no leaf.
@@ -199,7 +246,8 @@ def make_lora_plan(
         dense=dense,
         targets=tuple(path for path, _ in matched),
         rank=rank,
-        scaling=alpha / rank,
+        scaling=scaling,
+        dora=dora,
         frozen=frozen,
     )
 

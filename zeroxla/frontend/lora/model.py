@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -28,6 +29,8 @@ def lora(
     targets: str,
     rank: int = 8,
     alpha: float = 16.0,
+    rank_stabilized: bool = False,
+    dora: bool = False,
     frozen: Frozen | None = None,
 ) -> LoraModel:
     """Add low-rank adapters to a model from outside; only they are trained.
@@ -43,6 +46,11 @@ def lora(
         matching leaves must be dense: the loss only multiplies activations by them.
       rank: the rank of A . B.
       alpha: the adapters count alpha / rank times.
+      rank_stabilized: the adapters count alpha / sqrt(rank) times instead (rsLoRA), so that the
+        size of what they add does not shrink as the rank grows.
+      dora: train the norms of columns beside their directions (DoRA). With V = W + scaling A . B, W
+        is used as m * V / |V|: m, one number for each output, starts as |W| and is trained; |V| is
+        a constant in the gradient.
       frozen: how dense leaves of the base with at least 4096 elements (in a layer) are stored,
         adapted or not. None: float32. "int8": 8 bits in blocks of 256 elements. "int4": 4 bits in
         blocks of 64, each with the step of the smallest squared error. They are gathered in this
@@ -50,7 +58,7 @@ def lora(
 
     Returns:
       A model for `make_step`. The parameters of its state are `{"base": the model's own, "lora":
-      {path: {"a", "b"}}}`; the base has no gradient and no optimizer state.
+      {path: {"a", "b"}}}` (and "m" with DoRA); the base has no gradient and no optimizer state.
 
     Raises:
       ValueError: the model is a Pipeline, an option is out of range, or `targets` is no regular
@@ -60,9 +68,11 @@ def lora(
     Cost: a step gathers the base and computes with it as without adapters, but it neither computes
     nor reduces gradients of the base. Adapters have rank x (inputs + outputs) elements a leaf, and
     so have their gradients and each moment. At rest a parameter of the base takes 4 bytes / world,
-    as "int8" 1.016, as "int4" 0.53.
+    as "int8" 1.016, as "int4" 0.53. DoRA reads each adapted leaf once more and multiplies it by
+    `rank` rows, wherever the leaf is used; backward keeps the products' results before the scaling.
 
-    Source: LoRA, arXiv 2106.09685; QLoRA, arXiv 2305.14314, for the quantized base.
+    Source: LoRA, arXiv 2106.09685; QLoRA, arXiv 2305.14314, for the quantized base; rsLoRA, arXiv
+    2312.03732; DoRA, arXiv 2402.09353.
 
     >>> import numpy as np, optax, jax, zeroxla
     >>> from zeroxla.models import MLP
@@ -90,7 +100,18 @@ def lora(
         raise ValueError(f"alpha={alpha!r} must be above 0; the adapters count alpha / rank times")
     if frozen is not None and frozen not in FORMATS:
         raise ValueError(f"frozen={frozen!r}; choose None, {', '.join(map(repr, FORMATS))}")
-    return LoraModel(model=model, targets=targets, rank=rank, alpha=float(alpha), frozen=frozen)
+    for name, flag in (("rank_stabilized", rank_stabilized), ("dora", dora)):
+        if not isinstance(flag, bool):
+            raise ValueError(f"{name}={flag!r}; give True or False")
+    return LoraModel(
+        model=model,
+        targets=targets,
+        rank=rank,
+        alpha=float(alpha),
+        rank_stabilized=rank_stabilized,
+        dora=dora,
+        frozen=frozen,
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -98,7 +119,7 @@ class LoraModel(AdaptsItself):
     """A model with adapters. Made by `zeroxla.lora`.
 
     Attributes:
-      model, targets, rank, alpha, frozen: the arguments of `lora`.
+      model, targets, rank, alpha, rank_stabilized, dora, frozen: the arguments of `lora`.
       traced: the plan for the newest batch that a step has seen; empty before the first batch.
     """
 
@@ -106,8 +127,15 @@ class LoraModel(AdaptsItself):
     targets: str
     rank: int
     alpha: float
+    rank_stabilized: bool
+    dora: bool
     frozen: Frozen | None
     traced: list[LoraPlan] = dataclasses.field(default_factory=list, repr=False)
+
+    @property
+    def scaling(self) -> float:
+        """The factor of A . B."""
+        return self.alpha / (math.sqrt(self.rank) if self.rank_stabilized else self.rank)
 
     @property
     def plan(self) -> LoraPlan:
@@ -144,7 +172,8 @@ class LoraModel(AdaptsItself):
             batch,
             targets=self.targets,
             rank=self.rank,
-            alpha=self.alpha,
+            scaling=self.scaling,
+            dora=self.dora,
             frozen=self.frozen,
         )
 

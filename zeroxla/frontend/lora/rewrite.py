@@ -69,7 +69,8 @@ def _product(eq: Equation, args: list[Any]) -> jax.Array:
     """Multiply an activation by a view, its adapter included."""
     side = next(i for i, x in enumerate(args) if isinstance(x, DenseView))
     view, x = args[side], args[1 - side]
-    arrays = [x, view.values()] if side else [view.values(), x]
+    values = view.values()
+    arrays = [x, values] if side else [values, x]
     (y,) = compat.call_equation(eq.source, eq.name_stack, arrays)
     if view.a is None:
         return y
@@ -81,7 +82,7 @@ def _product(eq: Equation, args: list[Any]) -> jax.Array:
             first=side == 0,
             precision=eq.params["precision"],
         )
-        return y + more.astype(y.dtype)
+        return view.scaled(y + more.astype(y.dtype), values, first=side == 0)
 
 
 def _loop(eq: Equation, args: list[Any]) -> list[Any]:
