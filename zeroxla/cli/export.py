@@ -14,7 +14,8 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 
 from zeroxla.checkpoint.checkpointer import Checkpointer
 from zeroxla.checkpoint.weights.export import export_params
-from zeroxla.cli.data.vocabulary import TOKENIZER
+from zeroxla.cli.data.chat_template import TEMPLATE
+from zeroxla.cli.data.vocabulary import TOKENIZER, TOKENIZER_CONFIG
 from zeroxla.cli.errors import UsageError
 from zeroxla.cli.islands.folders import island_folders
 from zeroxla.cli.read_options import read_options
@@ -106,9 +107,9 @@ def export(options: ExportOptions) -> int:
             config={name: config[name] for name in _OF_A_TOKENIZER if name in config},
             progress=lambda done, total: bar.update(task, completed=done, total=total),
         )
-    tokenizer = run / MODEL / TOKENIZER
-    if tokenizer.is_file():
-        shutil.copyfile(tokenizer, folder / TOKENIZER)
+    kept = (run / MODEL / TOKENIZER, run / MODEL / TOKENIZER_CONFIG, run / TEMPLATE)
+    for file in filter(Path.is_file, kept):
+        shutil.copyfile(file, folder / file.name)
     console.print(f"Exported step {number} in {options.dtype} to {folder}:", markup=False)
     for file in files:
         console.print(f"  {file.name}  {file.stat().st_size:,} bytes", markup=False)

@@ -36,6 +36,7 @@ FREE = frozenset(
 _OF_ONE_MODEL = {
     "gpt": (
         *("init", "layers", "width", "heads", "length", "prompt", "sample_bytes", "temperature"),
+        *("packing", "too_long", "max_bad_rows", "chat_template"),
         *("lora_rank", "lora_alpha", "lora_targets", "lora_base"),
     ),
     "alexnet": ("image_size", "width_multiplier"),

@@ -8,6 +8,7 @@ folder `model`, so that resuming and exporting do not need the folder of --init 
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import shutil
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,15 @@ import jax
 import numpy as np
 
 from zeroxla import models
+from zeroxla.cli.data.chat_template import TEMPLATE, find_template
 from zeroxla.cli.data.text import VOCABULARY
-from zeroxla.cli.data.vocabulary import TOKENIZER, Bytes, Tokens, Vocabulary
+from zeroxla.cli.data.vocabulary import (
+    TOKENIZER,
+    TOKENIZER_CONFIG,
+    Bytes,
+    Tokens,
+    Vocabulary,
+)
 from zeroxla.cli.option_groups import flag
 from zeroxla.cli.train.options import ModelOptions, TrainOptions
 from zeroxla.frontend.lora.model import LoraModel
@@ -43,12 +51,16 @@ class ModelChoice:
       length: the longest sequence that the model takes; None if it takes any.
       vocabulary: the numbers that text is turned into.
       config: the config of the model's Hugging Face folder; None if it is from no folder.
+      chat_template: the chat template of that folder; None if there is none.
+      takes_segments: whether the model can keep the segments of packed rows apart.
     """
 
     model: Any
     length: int | None
     vocabulary: Vocabulary
     config: dict[str, Any] | None = None
+    chat_template: str | None = None
+    takes_segments: bool = False
 
 
 def alexnet(options: TrainOptions) -> AlexNet:
@@ -94,7 +106,9 @@ def choose(options: TrainOptions, run: Path | None = None) -> ModelChoice:
     if source is None:
         arguments = {name: getattr(shape, name) for name in (*_SHAPE, "dropout")}
         model = GPT(vocab=VOCABULARY, length=length, **arguments)
-        return ModelChoice(model=model, length=length, vocabulary=Bytes())
+        return ModelChoice(
+            model=model, length=length, vocabulary=Bytes(), takes_segments=_takes_segments(GPT)
+        )
     default = ModelOptions()
     if given := [name for name in _SHAPE if getattr(shape, name) != getattr(default, name)]:
         raise ValueError(
@@ -107,7 +121,8 @@ def choose(options: TrainOptions, run: Path | None = None) -> ModelChoice:
         raise ValueError(f"--dropout {shape.dropout}: the model in {source} has none; leave it out")
     overrides = {"dropout": shape.dropout} if is_gpt else {}
     model = models.from_hugging_face(config, **overrides)
-    size = CLASSES[config["model_type"]].hugging_face.arguments(config)["vocab"]
+    kind = CLASSES[config["model_type"]]
+    size = kind.hugging_face.arguments(config)["vocab"]
     is_bytes = size == VOCABULARY and not (source / TOKENIZER).is_file()
     vocabulary = Bytes() if is_bytes else Tokens(source, config)
     if vocabulary.size > size:
@@ -121,7 +136,19 @@ def choose(options: TrainOptions, run: Path | None = None) -> ModelChoice:
             f"--length {length} is more than the {longest} positions of the model in {source}; "
             f"give --length {longest} or less"
         )
-    return ModelChoice(model=model, length=longest, vocabulary=vocabulary, config=config)
+    return ModelChoice(
+        model=model,
+        length=longest,
+        vocabulary=vocabulary,
+        config=config,
+        chat_template=find_template(source),
+        takes_segments=_takes_segments(kind),
+    )
+
+
+def _takes_segments(kind: type[Any]) -> bool:
+    """Return whether a class of models has attention that stays inside segments."""
+    return "segments_BL" in inspect.signature(kind.__call__).parameters
 
 
 def keep(options: TrainOptions, run: Path) -> None:
@@ -136,7 +163,7 @@ def keep(options: TrainOptions, run: Path) -> None:
     name = _CONFIG
     try:
         (run / MODEL).mkdir(exist_ok=True)
-        for name in (_CONFIG, TOKENIZER):
+        for name in (_CONFIG, TOKENIZER, TOKENIZER_CONFIG, TEMPLATE):
             file = source.expanduser() / name
             if file.is_file():
                 shutil.copyfile(file, run / MODEL / name)
