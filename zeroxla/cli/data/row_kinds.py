@@ -71,12 +71,7 @@ def read_row(line: bytes) -> TrainingRow:
         raise RowError("the row is nested too deeply") from error
     if not isinstance(value, dict):
         raise RowError(f"the row is a JSON {_kind(value)}, no object with keys")
-    row = row_of({key: x for key, x in value.items() if x is not None})
-    try:
-        canonical(row).encode()
-    except UnicodeEncodeError as error:
-        raise RowError("the row has half of a surrogate pair, which is no character") from error
-    return row
+    return row_of({key: x for key, x in value.items() if x is not None})
 
 
 def row_of(value: Mapping[str, Any]) -> TrainingRow:
@@ -112,8 +107,16 @@ def canonical(row: TrainingRow) -> str:
 
 
 def row_hash(row: TrainingRow) -> bytes:
-    """Return 8 bytes of BLAKE2b of a row's content."""
-    return hashlib.blake2b(canonical(row).encode(), digest_size=8).digest()
+    """Return 8 bytes of BLAKE2b of a row's content.
+
+    Raises:
+      RowError: the row has no UTF-8.
+    """
+    try:
+        content = canonical(row).encode()
+    except UnicodeEncodeError as error:
+        raise RowError("the row has half of a surrogate pair, which is no character") from error
+    return hashlib.blake2b(content, digest_size=8).digest()
 
 
 def _messages(value: Any) -> tuple[dict[str, Any], ...]:

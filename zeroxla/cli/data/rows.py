@@ -80,8 +80,9 @@ class Rows:
         self.kinds: dict[str, int] = {}
         self._digest = hashlib.blake2b(digest_size=16)
         self._files: list[IO[bytes]] = []
-        self._close = weakref.finalize(self, _close, self._files)
-        tables = [_temporary(folder) for _ in range(2)]
+        self._opened: list[IO[bytes]] = []  # those too that are read no more
+        weakref.finalize(self, _close, self._opened)
+        tables = [self._temporary() for _ in range(2)]
         train, valid = self._scan(tables)
         names = ", ".join(map(str, self.paths))
         if len(train) + len(valid) < 2:
@@ -129,10 +130,8 @@ class Rows:
         lengths = [0, 0]
         least, most = _Extreme(2**64, 0), _Extreme(-1, 0)
         for number, path in enumerate(self.paths):
-            for place, row in self._good_rows(number, path):
-                digest = row_hash(row)
+            for place, kind, digest in self._good_rows(number, path):
                 self._digest.update(digest)
-                kind = type(row).__name__
                 self.kinds[kind] = self.kinds.get(kind, 0) + 1
                 value = int.from_bytes(digest, "big")
                 side = int(value < self._holdout * 2**64)
@@ -156,8 +155,8 @@ class Rows:
 
     def _good_rows(
         self, number: int, path: Path
-    ) -> Iterator[tuple[tuple[int, int, int, int], TrainingRow]]:
-        """Yield the places and the good rows of a file; count the others."""
+    ) -> Iterator[tuple[tuple[int, int, int, int], str, bytes]]:
+        """Yield the place, the class and the hash of each good row of a file; count the others."""
         for offset, line_number, line in _lines(self._open(path)):
             if not line.strip():
                 continue
@@ -166,10 +165,11 @@ class Rows:
                 if len(line) > MAX_ROW_BYTES:
                     raise RowError(f"the line is longer than {MAX_ROW_BYTES >> 20} MiB")
                 row = read_row(line)
+                digest = row_hash(row)
             except RowError as error:
                 self._bad.add(_named(path, line_number), str(error))
                 continue
-            yield (offset, len(line), number, line_number), row
+            yield (offset, len(line), number, line_number), type(row).__name__, digest
 
     def _open(self, path: Path) -> IO[bytes]:
         """Open a file of JSON lines: the file itself, or the rows of a Parquet file."""
@@ -182,18 +182,19 @@ class Rows:
             file: IO[bytes] = path.open("rb", buffering=_BUFFER_BYTES)
         except OSError as error:
             raise ValueError(f"cannot read {path}: {error.strerror}; correct the path") from error
+        self._opened.append(file)
         if path.suffix == ".parquet":
-            file.close()
-            file = _temporary(self._folder)
+            file = self._temporary()
             file.writelines(parquet_lines(path))
             file.seek(0)
         self._files.append(file)
         return file
 
-
-def _temporary(folder: str | os.PathLike[str] | None) -> IO[bytes]:
-    """Return a new file without a name. It is open as long as its rows may be read."""
-    return tempfile.TemporaryFile(dir=folder, buffering=_BUFFER_BYTES)
+    def _temporary(self) -> IO[bytes]:
+        """Return a new file without a name. It is open as long as its rows may be read."""
+        file = tempfile.TemporaryFile(dir=self._folder, buffering=_BUFFER_BYTES)  # noqa: SIM115
+        self._opened.append(file)
+        return file
 
 
 def _lines(file: IO[bytes]) -> Iterator[tuple[int, int, bytes]]:

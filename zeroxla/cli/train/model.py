@@ -107,7 +107,7 @@ def choose(options: TrainOptions, run: Path | None = None) -> ModelChoice:
         arguments = {name: getattr(shape, name) for name in (*_SHAPE, "dropout")}
         model = GPT(vocab=VOCABULARY, length=length, **arguments)
         return ModelChoice(
-            model=model, length=length, vocabulary=Bytes(), takes_segments=_takes_segments(GPT)
+            model=model, length=length, vocabulary=Bytes(), takes_segments=takes_segments(GPT)
         )
     default = ModelOptions()
     if given := [name for name in _SHAPE if getattr(shape, name) != getattr(default, name)]:
@@ -142,11 +142,11 @@ def choose(options: TrainOptions, run: Path | None = None) -> ModelChoice:
         vocabulary=vocabulary,
         config=config,
         chat_template=find_template(source),
-        takes_segments=_takes_segments(kind),
+        takes_segments=takes_segments(kind),
     )
 
 
-def _takes_segments(kind: type[Any]) -> bool:
+def takes_segments(kind: type[Any]) -> bool:
     """Return whether a class of models has attention that stays inside segments."""
     return "segments_BL" in inspect.signature(kind.__call__).parameters
 
