@@ -6,7 +6,8 @@
 - A process that draws packed and unpacked batches is killed (SIGKILL) at 10 random moments, and
   goes on from the position that it saved last. Every batch that any of the processes made is
   compared with those of a process that was not interrupted.
-- Rows with lengths from lognormal distributions are packed, with several numbers of bins.
+- Rows with lengths from lognormal distributions are packed, in windows of several sizes, and with
+  the first-fit packer of grain.
 - The parts that 1, 2 and 4 processes make are put together and compared.
 
     python benchmarks/data_rows.py [--folder DIR] [--gigabytes 2]
@@ -19,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import itertools
 import json
 import os
 import random
@@ -32,16 +34,18 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import grain
 import numpy as np
 from common import Check, report, table
+from grain.experimental import FirstFitPackIterDataset
 
 from zeroxla.cli.data.bad_rows import BadRows
 from zeroxla.cli.data.chat_template import DEFAULT, ChatTemplate
 from zeroxla.cli.data.mixture import RowStream, Source
-from zeroxla.cli.data.packing import BINS, fill_of, packed_batches
+from zeroxla.cli.data.packing import WINDOW, fill_of, packed_batches
 from zeroxla.cli.data.row_batches import row_batches
 from zeroxla.cli.data.row_encoder import RowEncoder
-from zeroxla.cli.data.rows import Rows
+from zeroxla.cli.data.row_files import RowFiles
 from zeroxla.cli.data.sources import load_sources
 from zeroxla.cli.data.vocabulary import Bytes
 
@@ -51,8 +55,9 @@ SAVED_EVERY = 3  # batches
 NUM_BATCHES = 60  # of each kind, of the process that is killed
 LENGTH, BATCH = 256, 8
 # Median and sigma of the lognormal lengths, in tokens, for sequences of 2048.
-LENGTHS = ((150, 1.2), (250, 1.0), (600, 0.8))
+LENGTHS = ((150, 1.2), (250, 1.0), (600, 0.8), (1000, 0.6))
 PACKED_LENGTH, PACKED_ROWS = 2048, 1024
+BINS = 256  # of grain's packer
 
 
 def main() -> int:
@@ -87,8 +92,8 @@ def main() -> int:
         f"**Processes.** {processes['compared']} batches, packed and unpacked, of 2 and of 4 "
         f"processes: {processes['different']} different from those of one.\n\n"
         f"**Packing.** Share of the {PACKED_LENGTH} inputs of a sequence that are no padding, over "
-        f"{PACKED_ROWS} sequences, with grain's first-fit packer.\n\n"
-        + table(["lengths", *(f"{bins} bins" for bins in next(iter(fills.values())))], rows)
+        f"{PACKED_ROWS} sequences: rows in windows, best-fit decreasing; and grain's first-fit "
+        "packer.\n\n" + table(["lengths", *next(iter(fills.values()))], rows)
     )
     checks = [
         Check(
@@ -101,8 +106,8 @@ def main() -> int:
         Check(name="batches that differ by processes", value=processes["different"], limit=0),
         *(
             Check(
-                name=f"padding, {name}, {BINS} bins",
-                value=100 * (1 - found[str(BINS)]),
+                name=f"padding, {name}",
+                value=100 * (1 - found[f"windows of {WINDOW}"]),
                 limit=2,
                 unit=" %",
             )
@@ -164,7 +169,7 @@ def part_memory(path: Path) -> None:
     batches = iter(row_batches(stream, batch=16))
     for _ in range(50):
         next(batches)
-    rows: Rows = stream.sources[0].rows
+    rows: RowFiles = stream.sources[0].rows
     found = {
         "file_bytes": path.stat().st_size,
         "rows": len(rows) + rows.num_valid,
@@ -220,7 +225,7 @@ def part_draw(path: Path) -> None:
     stream = stream_of([path], LENGTH)
     kinds = {
         "unpacked": iter(row_batches(stream, batch=BATCH)),
-        "packed": iter(packed_batches(stream, batch=BATCH, bins=32)),
+        "packed": iter(packed_batches(stream, batch=BATCH, window=64)),
     }
     first = 0
     if saved.exists():
@@ -282,14 +287,29 @@ def measure_fill(folder: Path) -> dict[str, dict[str, float]]:
                 file.write(json.dumps({"prompt": "", "response": response}) + "\n")
         name = f"median {median}, sigma {sigma}"
         found[name] = {}
-        for bins in (16, 64, BINS):
+        for window in (256, WINDOW, 4 * WINDOW):
             stream = stream_of([path], PACKED_LENGTH)
-            batches = iter(packed_batches(stream, batch=64, bins=bins))
+            batches = iter(packed_batches(stream, batch=64, window=window))
             fills = [fill_of(next(batches)) for _ in range(PACKED_ROWS // 64)]
             batches.close()
-            found[name][str(bins)] = float(np.mean(fills))
+            found[name][f"windows of {window}"] = float(np.mean(fills))
+        found[name][f"grain, {BINS} bins"] = fill_of_grain(lengths)
         print(name, found[name], flush=True)
     return found
+
+
+def fill_of_grain(lengths: np.ndarray) -> float:
+    """Return the share of places that grain's first-fit packer fills."""
+    size = PACKED_LENGTH + 1
+    tokens = [{"tokens": np.ones(min(max(10, n), size), np.int32)} for n in lengths]
+    packed = FirstFitPackIterDataset(
+        grain.MapDataset.source(tokens).repeat().to_iter_dataset(),
+        length_struct={"tokens": size},
+        num_packing_bins=BINS,
+        shuffle_bins=False,
+    )
+    rows = itertools.islice(packed, PACKED_ROWS)
+    return float(np.mean([(row["tokens"] != 0).mean() for row in rows]))
 
 
 def digest_of(batch: dict[str, np.ndarray]) -> str:

@@ -26,7 +26,7 @@ BESIDES = (
     "zeroxla.cli.data.row_batches.row_batches",
     "zeroxla.cli.data.row_batches.validation_row_batches",
     "zeroxla.cli.data.row_encoder.RowEncoder",
-    "zeroxla.cli.data.rows.Rows",
+    "zeroxla.cli.data.row_files.RowFiles",
     "zeroxla.cli.data.sources.load_sources",
     "zeroxla.cli.data.vocabulary.Bytes",
     "zeroxla.cli.data.vocabulary.Tokens",

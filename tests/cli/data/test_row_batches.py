@@ -17,14 +17,14 @@ import pytest
 from tools.packed_attention import reference_loss, reference_params
 from tools.rows import HELLO, mixed_rows, stream_of, write_lines
 
-from zeroxla.cli.data.packing import fill_of, packed_batches, packed_validation_batches
+from zeroxla.cli.data.packing import fill_of, pack, packed_batches, packed_validation_batches
 from zeroxla.cli.data.row_batches import padded, row_batches, validation_row_batches
 from zeroxla.cli.data.row_encoder import TokenRow
 from zeroxla.cli.train.island import move_to
 
 MAKERS = {
     "unpacked": lambda stream, **options: row_batches(stream, batch=8, **options),
-    "packed": lambda stream, **options: packed_batches(stream, batch=8, bins=16, **options),
+    "packed": lambda stream, **options: packed_batches(stream, batch=8, window=24, **options),
 }
 both = pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
 
@@ -187,7 +187,7 @@ from zeroxla.cli.data.row_batches import row_batches
 def draw(kind, file, saved):
     stream = stream_of(file)
     packed = kind == "packed"
-    made = packed_batches(stream, batch=8, bins=16) if packed else row_batches(stream, batch=8)
+    made = packed_batches(stream, batch=8, window=24) if packed else row_batches(stream, batch=8)
     batches, first = iter(made), 0
     if saved.exists():
         state = json.loads(saved.read_text())
@@ -233,7 +233,7 @@ class TestBadRows:
 class TestPacked:
     @pytest.fixture
     def batches(self, file):
-        return take(packed_batches(stream_of(file, length=96), batch=8, bins=32), 12)[0]
+        return take(packed_batches(stream_of(file, length=96), batch=8, window=64), 12)[0]
 
     @pytest.mark.smoke
     def test_keep_the_contract(self, batches):
@@ -261,12 +261,12 @@ class TestPacked:
     def test_hold_every_row_once_in_a_round(self, file):
         stream = stream_of(file, length=96)
         rows = len(stream.sources[0].rows)
-        found, _ = take(packed_batches(stream, batch=8, bins=32), 30)
+        found, _ = take(packed_batches(stream, batch=8, window=64), 30)
         texts = []
         for batch in found:
             for tokens, segments in zip(batch["tokens"], batch["segments"]):
                 texts += [text_of(tokens[:-1][segments == i]) for i in range(1, segments.max() + 1)]
-        # Rows that are packed together come in another order than in the stream, by a few bins.
+        # Rows that are packed together come in another order, a window at a time.
         assert len(set(texts)) > 0.95 * rows
 
     def test_loss_is_that_of_unpacked_rows(self, batches):
@@ -288,8 +288,18 @@ class TestPacked:
             mixed = {**batch, "segments": np.ones_like(batch["segments"])}
             assert abs(jax.jit(reference_loss)(params, mixed) - unpacked_loss) > 1e-3
 
-    def test_fill_sequences_of_lognormal_lengths(self, tmp_path):
-        lengths = np.random.default_rng(0).lognormal(np.log(30), 1.0, 4000).astype(int)
+    def test_no_length_is_lost_and_no_bin_overflows(self):
+        lengths = np.random.default_rng(0).integers(1, 9, 500).tolist()
+        bins = pack(lengths, 17)
+        assert sorted(i for numbers in bins for i in numbers) == list(range(500))
+        sums = [sum(lengths[i] for i in numbers) for numbers in bins]
+        assert max(sums) <= 17
+        assert len(bins) <= 1.02 * sum(lengths) / 17
+        assert pack([], 17) == []
+
+    @pytest.mark.parametrize(("median", "sigma"), [(30, 1.0), (75, 0.8)])
+    def test_fill_sequences_of_lognormal_lengths(self, tmp_path, median, sigma):
+        lengths = np.random.default_rng(0).lognormal(np.log(median), sigma, 4000).astype(int)
         lines = [{"prompt": "", "response": f"{i}".ljust(n, ".")} for i, n in enumerate(lengths)]
         file = write_lines(tmp_path / "a.jsonl", lines)
         found, _ = take(packed_batches(stream_of(file, length=256), batch=32), 16)

@@ -8,10 +8,10 @@ import os
 import pytest
 from tools.rows import HELLO, mixed_rows, stream_of, write_lines
 
-from zeroxla.cli.data import bad_rows, rows
+from zeroxla.cli.data import bad_rows, row_files
 from zeroxla.cli.data.bad_rows import BadRows, RowError
+from zeroxla.cli.data.row_files import RowFiles, are_rows
 from zeroxla.cli.data.row_kinds import Conversation, Document, Pair
-from zeroxla.cli.data.rows import Rows, are_rows
 from zeroxla.cli.data.sources import load_sources, with_weight
 
 MANY = 1.0
@@ -37,7 +37,7 @@ class TestKinds:
             {"prompt": "", "completion": "3", "response": None},
             {"text": "Once", "label": 0},
         ]
-        found = read_all(Rows([write_lines(tmp_path / "a.jsonl", lines)], bad=bad))
+        found = read_all(RowFiles([write_lines(tmp_path / "a.jsonl", lines)], bad=bad))
         assert sorted(found, key=repr) == sorted(
             [
                 Conversation(tuple(HELLO), tools),
@@ -56,8 +56,8 @@ class TestKinds:
         for kind in range(3):  # a table's columns are those of its first row
             own = lines[kind::3]
             pq.write_table(pa.Table.from_pylist(own), parquet, row_group_size=50)
-            by_table = Rows([parquet], bad=bad)
-            same = Rows([write_lines(tmp_path / "a.jsonl", own)], bad=bad)
+            by_table = RowFiles([parquet], bad=bad)
+            same = RowFiles([write_lines(tmp_path / "a.jsonl", own)], bad=bad)
             assert by_table.fingerprint == same.fingerprint
             assert read_all(by_table) == read_all(same)
             assert by_table.place(0).startswith(f"{parquet}: row ")
@@ -70,9 +70,9 @@ class TestKinds:
         keys = {key: None for line in lines for key in line}
         table = pa.Table.from_pylist([{**keys, **line} for line in lines])
         pq.write_table(table, tmp_path / "a.parquet")
-        by_table = Rows([tmp_path / "a.parquet"], bad=bad)
+        by_table = RowFiles([tmp_path / "a.parquet"], bad=bad)
         assert read_all(by_table) == read_all(
-            Rows([write_lines(tmp_path / "a.jsonl", lines)], bad=bad)
+            RowFiles([write_lines(tmp_path / "a.jsonl", lines)], bad=bad)
         )
 
     def test_a_table_without_columns_of_rows_has_bad_rows(self, tmp_path):
@@ -81,20 +81,20 @@ class TestKinds:
 
         pq.write_table(pa.Table.from_pylist([{"label": 1}]), tmp_path / "a.parquet")
         with pytest.raises(ValueError, match=r"a\.parquet: row 1: the row has none of"):
-            Rows([tmp_path / "a.parquet"], bad=BadRows(MANY, print))
+            RowFiles([tmp_path / "a.parquet"], bad=BadRows(MANY, print))
 
     def test_a_damaged_table(self, tmp_path, bad):
         pytest.importorskip("pyarrow", reason="pyarrow is not installed")
         (tmp_path / "a.parquet").write_bytes(b"PAR1 and nothing")
         with pytest.raises(ValueError, match=r"cannot read .*a\.parquet as a Parquet file"):
-            Rows([tmp_path / "a.parquet"], bad=bad)
+            RowFiles([tmp_path / "a.parquet"], bad=bad)
 
     def test_line_ends_blank_lines_and_a_byte_order_mark(self, tmp_path, bad):
         file = tmp_path / "a.json"
         file.write_bytes(
             b'\xef\xbb\xbf{"text": "one"}\r\n\n   \n{"text": "two \xe2\x82\xac"}\n{"text": "three"}'
         )
-        found = Rows([file], bad=bad)
+        found = RowFiles([file], bad=bad)
         assert {row.text for row in read_all(found)} == {"one", "two €", "three"}
         assert {found.place(i).rpartition(":")[2] for i in range(len(found))} < {"1", "4", "5"}
 
@@ -136,7 +136,7 @@ class TestBadRows:
         file = write_lines(tmp_path / "a.jsonl", [good[0], line, *good[1:]])
         named = []
         bad = BadRows(MANY, named.append)
-        found = Rows([file], bad=bad)
+        found = RowFiles([file], bad=bad)
         assert len(found) + found.num_valid == 3
         assert (bad.rows, len(bad.found)) == (4, 1)
         (text,) = named
@@ -147,15 +147,15 @@ class TestBadRows:
         file = tmp_path / "a.jsonl"
         file.write_bytes(b'{"text": "one"}\n{"text": "\xff"}\n{"text": "two"}\n')
         bad = BadRows(MANY, print)
-        Rows([file], bad=bad)
+        RowFiles([file], bad=bad)
         assert "no UTF-8" in bad.found[f"{file}:2"]
 
     def test_a_line_that_is_too_long_is_one_bad_row(self, tmp_path, monkeypatch):
-        monkeypatch.setattr(rows, "MAX_ROW_BYTES", 1 << 20)
+        monkeypatch.setattr(row_files, "MAX_ROW_BYTES", 1 << 20)
         long = {"text": "a" * (3 << 20)}
         lines = [{"text": "one"}, long, {"text": "two"}, {"text": "three"}]
         bad = BadRows(MANY, print)
-        found = Rows([write_lines(tmp_path / "a.jsonl", lines)], bad=bad)
+        found = RowFiles([write_lines(tmp_path / "a.jsonl", lines)], bad=bad)
         assert list(bad.found.values()) == ["the line is longer than 1 MiB"]
         assert {row.text for row in read_all(found)} == {"one", "two", "three"}
 
@@ -172,7 +172,7 @@ class TestBadRows:
         lines = [{"text": "one"}, {"text": "two"}] + ["x"] * 30
         named = []
         bad = BadRows(MANY, named.append)
-        Rows([write_lines(tmp_path / "a.jsonl", lines)], bad=bad)
+        RowFiles([write_lines(tmp_path / "a.jsonl", lines)], bad=bad)
         assert len(named) == bad_rows.NUM_NAMED + 1
         assert "the next ones are counted, not named" in named[-1]
         assert bad.summary == "30 bad rows"
@@ -183,7 +183,7 @@ class TestBadRows:
 
     def test_a_file_that_changes_after_it_was_read(self, tmp_path, bad):
         file = write_lines(tmp_path / "a.jsonl", [{"text": f"text {i}"} for i in range(50)])
-        found = Rows([file], bad=bad)
+        found = RowFiles([file], bad=bad)
         with file.open("r+b") as opened:
             opened.write(b"x" * os.path.getsize(file))
         with pytest.raises(RowError, match="no JSON"):
@@ -194,8 +194,8 @@ class TestBadRows:
 class TestHeldOut:
     def test_a_row_keeps_its_side_when_others_come(self, tmp_path, bad):
         lines = mixed_rows(900)
-        before = Rows([write_lines(tmp_path / "a.jsonl", lines[:600])], bad=bad, holdout=0.1)
-        after = Rows([write_lines(tmp_path / "b.jsonl", lines[::-1])], bad=bad, holdout=0.1)
+        before = RowFiles([write_lines(tmp_path / "a.jsonl", lines[:600])], bad=bad, holdout=0.1)
+        after = RowFiles([write_lines(tmp_path / "b.jsonl", lines[::-1])], bad=bad, holdout=0.1)
         sides = [
             {repr(found.read(i, valid=True)) for i in range(found.num_valid)}
             for found in (before, after)
@@ -206,24 +206,24 @@ class TestHeldOut:
 
     def test_equal_rows_are_on_one_side(self, tmp_path, bad):
         lines = [{"text": f"text {i % 100}", "id": i} for i in range(1000)]
-        found = Rows([write_lines(tmp_path / "a.jsonl", lines)], bad=bad, holdout=0.2)
+        found = RowFiles([write_lines(tmp_path / "a.jsonl", lines)], bad=bad, holdout=0.2)
         train = {found.read(i).text for i in range(len(found))}
         assert not train & {found.read(i, valid=True).text for i in range(found.num_valid)}
 
     @pytest.mark.parametrize("holdout", [1e-12, 1 - 1e-12])
     def test_at_least_one_row_is_on_each_side(self, tmp_path, bad, holdout):
         file = write_lines(tmp_path / "a.jsonl", [{"text": f"text {i}"} for i in range(5)])
-        found = Rows([file], bad=bad, holdout=holdout)
+        found = RowFiles([file], bad=bad, holdout=holdout)
         assert sorted([len(found), found.num_valid]) == [1, 4]
         assert len({row.text for row in read_all(found)}) == 5
 
     def test_one_row_is_too_few(self, tmp_path, bad):
         with pytest.raises(ValueError, match=r"1 good rows; give at least two, one to train on"):
-            Rows([write_lines(tmp_path / "a.jsonl", [{"text": "a"}])], bad=bad)
+            RowFiles([write_lines(tmp_path / "a.jsonl", [{"text": "a"}])], bad=bad)
 
     def test_holdout_out_of_range(self, tmp_path, bad):
         with pytest.raises(ValueError, match=r"holdout=1\.5"):
-            Rows([tmp_path / "a.jsonl"], bad=bad, holdout=1.5)
+            RowFiles([tmp_path / "a.jsonl"], bad=bad, holdout=1.5)
 
 
 class TestSources:
@@ -279,11 +279,11 @@ class TestSources:
 class TestFiles:
     def test_missing(self, tmp_path, bad):
         with pytest.raises(ValueError, match=r"cannot read .*a\.jsonl: No such file"):
-            Rows([tmp_path / "a.jsonl"], bad=bad)
+            RowFiles([tmp_path / "a.jsonl"], bad=bad)
 
     def test_another_suffix(self, tmp_path, bad):
         with pytest.raises(ValueError, match=r"a\.jsonl\.gz ends with \.gz; rows are read from"):
-            Rows([tmp_path / "a.jsonl.gz"], bad=bad)
+            RowFiles([tmp_path / "a.jsonl.gz"], bad=bad)
 
     def test_rows_and_text_do_not_mix(self):
         assert are_rows(["a.jsonl", "b.json", "c.parquet"])
@@ -296,7 +296,7 @@ class TestFiles:
         one = [{"prompt": "a", "response": "b"}, {"text": "c"}]
         other = [json.loads('{"response": "b", "prompt": "a", "id": 3}'), {"text": "c"}]
         found = [
-            Rows([write_lines(tmp_path / f"{i}.jsonl", lines)], bad=bad).fingerprint
+            RowFiles([write_lines(tmp_path / f"{i}.jsonl", lines)], bad=bad).fingerprint
             for i, lines in enumerate((one, other))
         ]
         assert found[0] == found[1]

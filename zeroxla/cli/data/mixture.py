@@ -15,8 +15,8 @@ import numpy as np
 
 from zeroxla.cli.data.bad_rows import BadRows, RowError
 from zeroxla.cli.data.row_encoder import RowEncoder, TokenRow
+from zeroxla.cli.data.row_files import RowFiles
 from zeroxla.cli.data.row_kinds import TrainingRow
-from zeroxla.cli.data.rows import Rows
 from zeroxla.program.extras import extra
 
 if TYPE_CHECKING:
@@ -28,14 +28,14 @@ _FAR = 2**40  # where substitutes for bad rows are drawn; no run comes there
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Rows, and the share of the stream that is drawn from them.
+    """RowFiles, and the share of the stream that is drawn from them.
 
     Attributes:
       rows: the rows.
       weight: a number above 0; the shares are the weights over their sum.
     """
 
-    rows: Rows
+    rows: RowFiles
     weight: float = 1.0
 
 
@@ -85,7 +85,7 @@ class RowStream:
 
     def draw(self, position: int) -> float:
         """Return a random number between 0 and 1 that belongs to a position."""
-        return float(self._generator(position).random())
+        return float(self.generator(position).random())
 
     def validation(self, number: int) -> list[TokenRow]:
         """Return the token rows of rows that are held out: at most `number`, always the same.
@@ -133,7 +133,7 @@ class RowStream:
         return found
 
     def _substitute(self, position: int) -> TokenRow:
-        generator = self._generator(position)
+        generator = self.generator(position)
         for _ in range(_ATTEMPTS):
             other = _FAR + int(generator.integers(_FAR))
             row = self._encode([self._chosen(other)])[0]
@@ -144,7 +144,8 @@ class RowStream:
             f"{next(reversed(self._bad.found.values()))}); mend the rows"
         )
 
-    def _generator(self, position: int) -> np.random.Generator:
+    def generator(self, position: int) -> np.random.Generator:
+        """Return a generator of random numbers that belongs to the seed and a position."""
         return np.random.Generator(np.random.Philox(key=[self._seed, position]))
 
 
@@ -177,7 +178,7 @@ def _order(sources: Sequence[Source], seed: int) -> grain.MapDataset[Any]:
     return grain.MapDataset.mix(parts, weights=[source.weight for source in sources])
 
 
-def _read(rows: Rows, index: int, *, valid: bool = False) -> tuple[TrainingRow | RowError, str]:
+def _read(rows: RowFiles, index: int, *, valid: bool = False) -> tuple[TrainingRow | RowError, str]:
     place = rows.place(index, valid=valid)
     try:
         return rows.read(index, valid=valid), place

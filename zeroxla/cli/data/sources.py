@@ -8,7 +8,7 @@ from pathlib import Path
 
 from zeroxla.cli.data.bad_rows import BadRows
 from zeroxla.cli.data.mixture import Source
-from zeroxla.cli.data.rows import Rows
+from zeroxla.cli.data.row_files import RowFiles
 
 
 def load_sources(
@@ -25,11 +25,11 @@ def load_sources(
         With weights ("chat.jsonl=0.7", "code.parquet=0.3") each file is a source, and the weights
         are the shares of rows that are drawn from them; then each file needs one.
       bad: counts the rows that cannot be trained on.
-      holdout, folder: as for `Rows`.
+      holdout, folder: as for `RowFiles`.
 
     Raises:
-      ValueError: a weight is missing, or as for `Rows`; or too many rows are bad.
-      ImportError: as for `Rows`.
+      ValueError: a weight is missing, or as for `RowFiles`; or too many rows are bad.
+      ImportError: as for `RowFiles`.
     """
     files = [with_weight(name) for name in names]
     unweighted = [str(path) for path, weight in files if weight is None]
@@ -43,7 +43,7 @@ def load_sources(
     else:
         groups = [([path], weight) for path, weight in files if weight is not None]
     sources = [
-        Source(Rows(paths, bad=bad, holdout=holdout, folder=folder), weight)
+        Source(RowFiles(paths, bad=bad, holdout=holdout, folder=folder), weight)
         for paths, weight in groups
     ]
     bad.check()

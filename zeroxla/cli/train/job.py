@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from zeroxla.cli.data.rows import are_rows
+from zeroxla.cli.data.row_files import are_rows
 from zeroxla.cli.data.sources import with_weight
 from zeroxla.cli.deepspeed_file import keep_deepspeed
 from zeroxla.cli.divergence import Divergence

@@ -1,4 +1,4 @@
-"""`Rows`: the rows of JSONL and Parquet files, read one at a time at any place.
+"""`RowFiles`: the rows of JSONL and Parquet files, read one at a time at any place.
 
 The files are read once from beginning to end. Each row is checked, and its place goes into a table
 on disk. Afterwards a row is read from its place. So memory does not grow with the files.
@@ -36,7 +36,7 @@ class _Extreme(NamedTuple):
     index: int
 
 
-class Rows:
+class RowFiles:
     """The good rows of some files, split into training and validation.
 
     A row is held out if the hash of its content lies in the lowest `holdout` of the range of
