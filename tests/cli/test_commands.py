@@ -117,6 +117,8 @@ MISSING = {
     "matplotlib": ("pictures need the package matplotlib", "plot"),
     "xxhash": ("state on disk needs the package xxhash", "disk"),
     "tokenizers": ("a model's tokens need the package tokenizers", "text"),
+    "jinja2": ("chat templates need the package jinja2", "text"),
+    "pyarrow": ("Parquet files need the package pyarrow", "parquet"),
     "safetensors": ("reading weights needs the package safetensors", "hf"),
     "sklearn": ("the digits need the package scikit-learn", "images"),
 }
@@ -128,7 +130,9 @@ for name in {missing}:
 from zeroxla.cli.main import main
 status = main(["plan", "--picture", "x.png"])
 import numpy as np
+from zeroxla.cli.data.chat_template import DEFAULT, ChatTemplate
 from zeroxla.cli.data.images import load_images
+from zeroxla.cli.data.parquet import parquet_lines
 from zeroxla.cli.data.text import training_batches
 from zeroxla.cli.data.vocabulary import Tokens
 from zeroxla.checkpoint.weights.safetensors_reader import TensorReader
@@ -143,6 +147,8 @@ for use in (
     lambda: plot_schedule(schedule),
     lambda: BlockFile(folder / "block", create=True),
     lambda: Tokens(folder, {{}}),
+    lambda: ChatTemplate(DEFAULT, {{}}),
+    lambda: next(parquet_lines(folder / "rows.parquet")),
     lambda: TensorReader(folder),
     load_images,
 ):

@@ -183,7 +183,7 @@ class TestImports:
         named = set()
         for path in (path for path in source_files() if path.suffix == ".py"):
             named |= set(re.findall(r'(?:\bextra\("|zeroxla\[)([\w-]+)["\]]', path.read_text()))
-        assert {"cli", "plot", "disk", "text", "hf", "images", "plan-gpu"} <= named
+        assert {"cli", "plot", "disk", "text", "parquet", "hf", "images", "plan-gpu"} <= named
         assert named <= extras.keys()
 
 

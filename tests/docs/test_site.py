@@ -16,6 +16,20 @@ REFERENCE = REPOSITORY / "docs" / "api"
 # Packages whose `__all__` is public, and names that other pages tell users to import.
 PUBLIC = (zeroxla, inspect, models, quantize, rlhf, deepspeed)
 BESIDES = (
+    "zeroxla.cli.data.bad_rows.BadRows",
+    "zeroxla.cli.data.chat_template.ChatTemplate",
+    "zeroxla.cli.data.chat_template.template_of",
+    "zeroxla.cli.data.mixture.RowStream",
+    "zeroxla.cli.data.mixture.Source",
+    "zeroxla.cli.data.packing.packed_batches",
+    "zeroxla.cli.data.packing.packed_validation_batches",
+    "zeroxla.cli.data.row_batches.row_batches",
+    "zeroxla.cli.data.row_batches.validation_row_batches",
+    "zeroxla.cli.data.row_encoder.RowEncoder",
+    "zeroxla.cli.data.row_files.RowFiles",
+    "zeroxla.cli.data.sources.load_sources",
+    "zeroxla.cli.data.vocabulary.Bytes",
+    "zeroxla.cli.data.vocabulary.Tokens",
     "zeroxla.planning.calibrate.calibrated",
     "zeroxla.planning.calibrate.entry",
     "zeroxla.planning.exchange_time.ExchangeTime",

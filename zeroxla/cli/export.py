@@ -15,7 +15,8 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 from zeroxla.checkpoint.checkpointer import Checkpointer
 from zeroxla.checkpoint.weights.adapter_export import export_adapter
 from zeroxla.checkpoint.weights.export import export_params
-from zeroxla.cli.data.vocabulary import TOKENIZER
+from zeroxla.checkpoint.weights.safetensors_writer import BESIDE
+from zeroxla.cli.data.chat_template import TEMPLATE
 from zeroxla.cli.errors import UsageError
 from zeroxla.cli.islands.folders import island_folders
 from zeroxla.cli.read_options import read_options
@@ -128,9 +129,9 @@ def export(options: ExportOptions) -> int:
                 config={name: config[name] for name in _OF_A_TOKENIZER if name in config},
                 progress=progress,
             )
-    tokenizer = run / MODEL / TOKENIZER
-    if tokenizer.is_file():
-        shutil.copyfile(tokenizer, folder / TOKENIZER)
+    kept = [run / MODEL / name for name in BESIDE if name != "config.json"]
+    for file in filter(Path.is_file, (*kept, run / TEMPLATE)):
+        shutil.copyfile(file, folder / file.name)
     console.print(f"Exported step {number} in {options.dtype} to {folder}:", markup=False)
     for file in files:
         console.print(f"  {file.name}  {file.stat().st_size:,} bytes", markup=False)

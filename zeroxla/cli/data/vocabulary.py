@@ -7,16 +7,30 @@ model has a special token that begins a document, it stands before each.
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from zeroxla.cli.data.text import SEPARATOR, VOCABULARY, Corpus
 from zeroxla.program.extras import extra
 
-TOKENIZER = "tokenizer.json"
+TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
+
+
+class Spans(NamedTuple):
+    """A text in numbers.
+
+    Attributes:
+      ids_T: int32[T], the numbers.
+      spans_T2: int32[T, 2], the first character of each and the one after its last, counted in
+        characters of the text. A character whose bytes are several numbers belongs to all of them.
+    """
+
+    ids_T: np.ndarray
+    spans_T2: np.ndarray
 
 
 class Vocabulary(Protocol):
@@ -25,10 +39,20 @@ class Vocabulary(Protocol):
     Attributes:
       size: the number of different numbers; all are below it.
       unit: one word for the thing that a number stands for.
+      first: the number that begins a document; None if the model has none.
+      last: the number that ends a document; None if the model has none.
+      special: the texts of these two, as chat templates read them: "bos_token" and "eos_token".
     """
 
     size: int
     unit: str
+    special: Mapping[str, str]
+
+    @property
+    def first(self) -> int | None: ...
+
+    @property
+    def last(self) -> int | None: ...
 
     def corpus(self, corpus: Corpus) -> Corpus:
         """Turn a corpus of bytes into one of numbers."""
@@ -42,11 +66,20 @@ class Vocabulary(Protocol):
         """Turn numbers into text. Numbers that are no text become replacement characters."""
         ...
 
+    def encode_spans(self, texts: Sequence[str]) -> list[Spans]:
+        """Turn texts into numbers, each with the characters that it stands for.
+
+        No number is added that begins or ends a document.
+        """
+        ...
+
 
 class Bytes:
     """The vocabulary of bytes: each byte of the text is a number."""
 
     size, unit = VOCABULARY, "byte"
+    first = last = SEPARATOR
+    special: Mapping[str, str] = {"bos_token": chr(SEPARATOR), "eos_token": chr(SEPARATOR)}
 
     def corpus(self, corpus: Corpus) -> Corpus:
         return corpus
@@ -56,6 +89,15 @@ class Bytes:
 
     def decode(self, numbers: Sequence[int]) -> str:
         return bytes(numbers).decode("utf-8", errors="replace")
+
+    def encode_spans(self, texts: Sequence[str]) -> list[Spans]:
+        found = []
+        for text in texts:
+            widths = [len(character.encode()) for character in text]
+            starts_T = np.repeat(np.arange(len(text), dtype=np.int32), widths)
+            ids_T = np.frombuffer(text.encode(), np.uint8).astype(np.int32)
+            found.append(Spans(ids_T, np.stack([starts_T, starts_T + 1], axis=1)))
+        return found
 
 
 class Tokens:
@@ -90,13 +132,20 @@ class Tokens:
         numbers = self._tokenizer.get_vocab(with_added_tokens=True).values()
         self.size = max(numbers, default=-1) + 1
         ids = (config.get(name) for name in ("bos_token_id", "eos_token_id"))
-        first = next((x for x in ids if x is not None), None)
-        self._first = first[0] if isinstance(first, list) else first
-        if self._first is not None and not 0 <= self._first < self.size:
-            raise ValueError(
-                f"the config in {folder} begins a document with the token {self._first}, and "
-                f"{file} has those from 0 to {self.size - 1}; correct bos_token_id or eos_token_id"
-            )
+        self.first: int | None = next((_one(x) for x in ids if x is not None), None)
+        self.last: int | None = _one(config.get("eos_token_id"))
+        for does, number in (("begins", self.first), ("ends", self.last)):
+            if number is not None and not 0 <= number < self.size:
+                raise ValueError(
+                    f"the config in {folder} {does} a document with the token {number}, and {file} "
+                    f"has those from 0 to {self.size - 1}; correct bos_token_id or eos_token_id"
+                )
+        self.special: Mapping[str, str] = {
+            f"{name}_token": self._tokenizer.id_to_token(number)
+            for name in ("bos", "eos")
+            if (number := _one(config.get(f"{name}_token_id"))) is not None
+            and 0 <= number < self.size
+        } | special_tokens(folder)
 
     def corpus(self, corpus: Corpus) -> Corpus:
         return dataclasses.replace(
@@ -107,14 +156,21 @@ class Tokens:
         found: list[int] = self._tokenizer.encode(prompt, add_special_tokens=False).ids
         if found:
             return found
-        if self._first is None:
+        if self.first is None:
             raise ValueError(
                 "--prompt is empty, and the model has no token that begins a document; give one"
             )
-        return [self._first]
+        return [self.first]
 
     def decode(self, numbers: Sequence[int]) -> str:
         return self._tokenizer.decode(list(numbers), skip_special_tokens=False)
+
+    def encode_spans(self, texts: Sequence[str]) -> list[Spans]:
+        encoded = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
+        return [
+            Spans(np.array(one.ids, np.int32), np.array(one.offsets, np.int32).reshape(-1, 2))
+            for one in encoded
+        ]
 
     def _numbers(self, bytes_N: np.ndarray) -> np.ndarray:
         """Turn bytes[N], documents after separators, into the tokens of all documents."""
@@ -124,10 +180,47 @@ class Tokens:
             if document
         ]
         encoded = self._tokenizer.encode_batch(texts, add_special_tokens=False)
-        first = [] if self._first is None else [self._first]
+        first = [] if self.first is None else [self.first]
         dtype = np.uint16 if self.size <= 2**16 else np.int32
         parts = [np.array(first + one.ids, dtype) for one in encoded]
         return np.concatenate(parts) if parts else np.empty(0, dtype)
+
+
+def special_tokens(folder: Path) -> dict[str, str]:
+    """Return the special tokens that a folder's `tokenizer_config.json` names, as texts by name:
+    "bos_token", "eos_token" and the like. Without the file there are none.
+
+    Raises:
+      ValueError: the file is no JSON object.
+    """
+    found = tokenizer_config(folder)
+    texts = {name: x.get("content") if isinstance(x, dict) else x for name, x in found.items()}
+    return {n: x for n, x in texts.items() if n.endswith("_token") and isinstance(x, str)}
+
+
+def tokenizer_config(folder: Path) -> dict[str, Any]:
+    """Return the content of a folder's `tokenizer_config.json`; an empty dict without the file.
+
+    Raises:
+      ValueError: the file is no JSON object.
+    """
+    file = folder / TOKENIZER_CONFIG
+    if not file.is_file():
+        return {}
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"cannot read {file} ({error}); save the tokenizer anew") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{file} holds no JSON object; save the tokenizer anew")
+    return found
+
+
+def _one(number: Any) -> int | None:
+    """Return a token's number; the first one of several."""
+    if isinstance(number, list):
+        return number[0] if number else None
+    return number
 
 
 def _library() -> Any:

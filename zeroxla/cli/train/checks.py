@@ -26,7 +26,7 @@ WORKING = (
 # Checkpoints open on any mesh, whatever way it communicates. With another number of steps the
 # learning rate follows the new schedule from the checkpoint on.
 FREE = frozenset(
-    {"run", "resume", "steps", "eval_every", "eval_batches", "save_every", "keep"}
+    {"run", "resume", "steps", "eval_every", "eval_batches", "save_every", "keep", "max_bad_rows"}
     | {"prompt", "sample_bytes", "temperature", "max_skipped"}
     | {"zero", "accumulate", "islands"}
     | {f.name for group in WORKING for f in dataclasses.fields(group)}
@@ -38,6 +38,7 @@ _OF_ONE_MODEL = {
         *("init", "layers", "width", "heads", "length", "prompt", "sample_bytes", "temperature"),
         *("lora_rank", "lora_alpha", "lora_rank_stabilized", "lora_dora"),
         *("lora_targets", "lora_base"),
+        *("packing", "too_long", "max_bad_rows", "chat_template"),
     ),
     "alexnet": ("image_size", "width_multiplier"),
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from zeroxla.cli.data.row_files import are_rows
+from zeroxla.cli.data.sources import with_weight
 from zeroxla.cli.deepspeed_file import keep_deepspeed
 from zeroxla.cli.divergence import Divergence
 from zeroxla.cli.interrupt import StopRequest
@@ -26,6 +29,7 @@ from zeroxla.cli.train.island import (
 from zeroxla.cli.train.options import TrainOptions
 from zeroxla.cli.train.output import Output
 from zeroxla.cli.train.plot import plot_run
+from zeroxla.cli.train.rows import RowsTask, check_text_only
 from zeroxla.cli.train.setup import (
     config_for,
     mesh_for,
@@ -34,6 +38,7 @@ from zeroxla.cli.train.setup import (
     takes_file_optimizer,
 )
 from zeroxla.cli.train.stages import Stages
+from zeroxla.cli.train.targets import count_targets
 from zeroxla.cli.train.task import Task
 from zeroxla.cli.train.text import TextTask
 from zeroxla.cli.train.utilization import flops_per_token, peak_flops_per_s
@@ -67,7 +72,8 @@ class TrainJob(Job[TrainOptions, Output]):
         super().__init__(options, mesh, output, slot)
         self.state: Any  # a TrainState, or an IslandState; None until it is made
         config = config_for(options, mesh, self.path if options.output.resume else None)
-        self.task = make_task(options, self.path if options.output.resume else None)
+        run = self.path if options.output.resume else None
+        self.task = make_task(options, run, output.warn)
         # Each process cuts its own rows of every batch.
         index, count = process_shard(mesh)
         self.batches = iter(self.task.training(index, count, slot or 0))
@@ -82,6 +88,8 @@ class TrainJob(Job[TrainOptions, Output]):
         # Traces the model, so that what does not fit the devices is found before files are made.
         validation = list(self.task.validation())
         shapes = self.step.abstract_state(validation[0])
+        # Of batches with a mask, the means are weighted by the targets that count.
+        self.valid_weights = [np.sum(rows.get("mask", 1) != 0) for rows in validation]
         own_rows = [jax.tree.map(lambda x: np.split(x, count)[index], rows) for rows in validation]
         self.valid_batches = [self.step.place(rows, train=False) for rows in own_rows]
         # And so is a disk without room.
@@ -146,11 +154,12 @@ class TrainJob(Job[TrainOptions, Output]):
         stopping = stop.requested_by(self.done)
         while self.done < self.num_steps and not stopping:
             batch = self.step.place(next(self.batches))
+            counts = count_targets(batch)
             take = self.step if self.island is None else self.island.step
             self.state, metrics = take(self.state, batch)
             self.done += 1
             self.record(waiting)
-            waiting = (self.done, metrics)
+            waiting = (self.done, {**metrics, **counts})
             stopping = stop.requested_by(self.done)
             evaluate, save = self.is_due(output.eval_every), self.is_due(output.save_every)
             if evaluate or save or stopping:
@@ -216,7 +225,7 @@ class TrainJob(Job[TrainOptions, Output]):
         state = self.result()
         found = jax.device_get([self.step.eval(state, batch) for batch in self.valid_batches])
         means = {
-            name: float(np.mean([values[name] for values in found], dtype=np.float64))
+            name: float(np.average([float(v[name]) for v in found], weights=self.valid_weights))
             for name in ("loss", *self.task.metrics)
         }
         self.folder.log(self.done, {f"valid_{name}": value for name, value in means.items()})
@@ -253,17 +262,19 @@ class TrainJob(Job[TrainOptions, Output]):
         self.output.result(self.results, self.task, self.path)
 
     def close(self) -> None:
+        self.batches.close()
         if self.island is not None:
             self.island.close()
         super().close()
 
 
-def make_task(options: TrainOptions, run: Path | None) -> Task:
+def make_task(options: TrainOptions, run: Path | None, warn: Callable[[str], None]) -> Task:
     """Return the model that a run trains, with its data.
 
     Args:
       options: the run's options.
       run: the run's folder, if there is one already.
+      warn: prints a warning.
 
     Raises:
       ImportError: a package that the options need is not installed.
@@ -271,4 +282,7 @@ def make_task(options: TrainOptions, run: Path | None) -> Task:
     """
     if options.model.model == "alexnet":
         return ImageTask(options)
+    if are_rows(with_weight(name)[0] for name in options.text.data):
+        return RowsTask(options, run, warn)
+    check_text_only(options)
     return TextTask(options, run)

@@ -8,6 +8,7 @@ folder `model`, so that resuming and exporting do not need the folder of --init 
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import shutil
 from pathlib import Path
 from typing import Any
@@ -16,21 +17,27 @@ import jax
 import numpy as np
 
 from zeroxla import models
+from zeroxla.checkpoint.weights.safetensors_writer import BESIDE
 from zeroxla.checkpoint.weights.tensor_names import abstract
+from zeroxla.cli.data.chat_template import find_template
 from zeroxla.cli.data.text import VOCABULARY
-from zeroxla.cli.data.vocabulary import TOKENIZER, Bytes, Tokens, Vocabulary
+from zeroxla.cli.data.vocabulary import (
+    TOKENIZER,
+    Bytes,
+    Tokens,
+    Vocabulary,
+)
 from zeroxla.cli.option_groups import flag
 from zeroxla.cli.train.options import ModelOptions, TrainOptions
 from zeroxla.frontend.lora.model import LoraModel
 from zeroxla.mesh.make_mesh import make_mesh
-from zeroxla.models import GPT, AlexNet
+from zeroxla.models import GPT, AlexNet, Encoder
 from zeroxla.models.format import read_config
 from zeroxla.step.make import make_step
 
 MODEL = "model"
 """The folder of a run with the config and the tokenizer of a model that came from elsewhere."""
 
-_CONFIG = "config.json"
 _SHAPE = ("layers", "width", "heads")
 
 
@@ -43,12 +50,16 @@ class ModelChoice:
       length: the longest sequence that the model takes; None if it takes any.
       vocabulary: the numbers that text is turned into.
       config: the config of the model's Hugging Face folder; None if it is from no folder.
+      chat_template: the chat template of that folder; None if there is none.
+      takes_segments: whether the model can keep the segments of packed rows apart.
     """
 
     model: Any
     length: int | None
     vocabulary: Vocabulary
     config: dict[str, Any] | None = None
+    chat_template: str | None = None
+    takes_segments: bool = False
 
 
 def alexnet(options: TrainOptions) -> AlexNet:
@@ -94,7 +105,9 @@ def choose(options: TrainOptions, run: Path | None = None) -> ModelChoice:
     if source is None:
         arguments = {name: getattr(shape, name) for name in (*_SHAPE, "dropout")}
         model = GPT(vocab=VOCABULARY, length=length, **arguments)
-        return ModelChoice(model=model, length=length, vocabulary=Bytes())
+        return ModelChoice(
+            model=model, length=length, vocabulary=Bytes(), takes_segments=takes_segments(GPT)
+        )
     default = ModelOptions()
     if given := [name for name in _SHAPE if getattr(shape, name) != getattr(default, name)]:
         raise ValueError(
@@ -108,6 +121,11 @@ def choose(options: TrainOptions, run: Path | None = None) -> ModelChoice:
     overrides = {"dropout": shape.dropout} if is_gpt else {}
     model = models.from_hugging_face(config, **overrides)
     module = abstract(model)
+    if isinstance(module, Encoder):
+        raise ValueError(
+            f"the model in {source} sees both sides of a token ({config['model_type']}), and zeroxla "
+            "train trains models that predict the next one; train it with zeroxla.make_step"
+        )
     shape_of_model = module if is_gpt else module.config
     size = shape_of_model.vocab
     is_bytes = size == VOCABULARY and not (source / TOKENIZER).is_file()
@@ -124,11 +142,24 @@ def choose(options: TrainOptions, run: Path | None = None) -> ModelChoice:
             f"--length {length} is more than the {longest} positions of the model in {source}; "
             f"give --length {longest} or less"
         )
-    return ModelChoice(model=model, length=longest, vocabulary=vocabulary, config=config)
+    return ModelChoice(
+        model=model,
+        length=longest,
+        vocabulary=vocabulary,
+        config=config,
+        chat_template=find_template(source),
+        takes_segments=takes_segments(type(module)),
+    )
+
+
+def takes_segments(kind: type[Any]) -> bool:
+    """Return whether a class of models has attention that stays inside segments."""
+    return "segments_BL" in inspect.signature(kind.__call__).parameters
 
 
 def keep(options: TrainOptions, run: Path) -> None:
-    """Copy the config and the tokenizer from the folder of --init into the run's folder.
+    """Copy the config, the tokenizer and what else belongs to the weights, from the folder of --init
+    into the run's folder.
 
     Raises:
       ValueError: a file cannot be copied.
@@ -136,10 +167,10 @@ def keep(options: TrainOptions, run: Path) -> None:
     source = options.model.init
     if source is None:
         return
-    name = _CONFIG
+    name = ""
     try:
         (run / MODEL).mkdir(exist_ok=True)
-        for name in (_CONFIG, TOKENIZER):
+        for name in BESIDE:
             file = source.expanduser() / name
             if file.is_file():
                 shutil.copyfile(file, run / MODEL / name)

@@ -28,17 +28,36 @@ class TextOptions:
     """The data, and how it is cut into batches."""
 
     data: tuple[str, ...] = ()
-    """Data to train on. gpt: files or folders of text; default: the Python files of the running
+    """Data to train on. gpt: files or folders of text, or files of rows (.jsonl, .json, .parquet),
+    each with a weight or none, such as chat.jsonl=0.7; default: the Python files of the running
     interpreter's standard library. alexnet: a folder or a .tar.gz with CIFAR-10, in its binary or
     its Python form; default: the digits of scikit-learn."""
     holdout: float = 0.05
-    """Share of the files that is held out for validation; with fewer than 20 files, share of each
-    file's bytes. alexnet: 0.2 of the digits. CIFAR-10 has validation images of its own."""
+    """Share of the files, or of the rows, that is held out for validation; with fewer than 20 files
+    of text, share of each file's bytes. alexnet: 0.2 of the digits. CIFAR-10 has validation images
+    of its own."""
     batch: int = 16
     """Sequences or images per step, over all devices and micro-batches; with --outer, of one
     island. alexnet: 32."""
     length: int = 128
     """Bytes (with --init, tokens) per sequence."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowsOptions:
+    """Rows: conversations, pairs of prompt and response, or texts, as JSON objects."""
+
+    packing: bool = False
+    """Let short rows share a sequence. Each is a segment of its own, and attention stays inside a
+    segment."""
+    too_long: Literal["cut", "bad"] = "cut"
+    """What becomes of a conversation or a pair that is longer than a sequence. cut: its beginning
+    is kept. bad: it counts as a bad row. A longer text gives several sequences."""
+    max_bad_rows: float = 0.01
+    """Share of the rows that may be bad. They are named, and left out; more are an error."""
+    chat_template: Path | None = None
+    """File with the chat template in Jinja2. Default: the one in the folder of --init, or a plain
+    one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +131,7 @@ class RunOptions:
     keep: int = 2
     """Number of checkpoints to keep."""
     prompt: str = "def "
-    """Text that the trained model continues at the end."""
+    """Text that the trained model continues at the end. After conversations: what the user says."""
     sample_bytes: int = 300
     """Length of that continuation, in bytes (with --init, tokens). 0 prints none."""
     temperature: float = 0.7
@@ -128,6 +147,7 @@ class TrainOptions(JobOptions):
     """
 
     text: TextOptions = field(default_factory=TextOptions)
+    rows: RowsOptions = field(default_factory=RowsOptions)
     images: ImageOptions = field(default_factory=ImageOptions)
     model: ModelOptions = field(default_factory=ModelOptions)
     training: TrainingOptions = field(default_factory=TrainingOptions)
@@ -146,6 +166,7 @@ class TrainOptions(JobOptions):
     def __post_init__(self) -> None:
         self.check_at_least(
             {
+                "rows.max_bad_rows": 0,
                 "images.image_size": MIN_SIZE,
                 "model.layers": 1,
                 "model.width": 1,
@@ -176,6 +197,8 @@ class TrainOptions(JobOptions):
                 f"--outer {self.outer.outer} with --offload-params disk: islands exchange "
                 "parameters from memory; use --offload-params host, or none"
             )
+        if self.rows.max_bad_rows > 1:
+            raise ValueError(f"--max-bad-rows {self.rows.max_bad_rows} is a share: at most 1")
         if self.training.warmup > 1:
             raise ValueError(f"--warmup {self.training.warmup} is a share: at most 1")
         if not self.images.width_multiplier > 0:

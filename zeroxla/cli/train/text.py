@@ -6,48 +6,28 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
-from zeroxla.checkpoint.weights.pretrained import from_pretrained
 from zeroxla.cli.data import text as data
-from zeroxla.cli.run_folder import NoRunFolder, RunFolder
 from zeroxla.cli.train.island import seed_of
-from zeroxla.cli.train.model import choose, keep
+from zeroxla.cli.train.language import LanguageTask
 from zeroxla.cli.train.options import TrainOptions
-from zeroxla.cli.train.output import Output
-from zeroxla.cli.train.sample import continue_text
-from zeroxla.pipeline.pipeline import Pipeline
-from zeroxla.step.state import TrainState, full_params
-from zeroxla.step.step import Step
 
 if TYPE_CHECKING:
     import grain
 
 
-class TextTask:
+class TextTask(LanguageTask):
     """A language model on text; see `Task`."""
 
     data = "text"
-    counted = "tokens"
-    metrics: tuple[str, ...] = ()
 
     def __init__(self, options: TrainOptions, run: Path | None) -> None:
-        choice = choose(options, run)
-        self.options, self._vocabulary = options, choice.vocabulary
-        self._module = options.lora.adapted(choice.model)
-        stages = options.pipeline
-        self.model: Any = self._module
-        if stages.pipe > 1:
-            self.model = Pipeline.from_model(self._module, **stages.as_arguments)
+        super().__init__(options, run)
         text = options.text
         corpus = data.load_corpus(text.data, holdout=text.holdout)
-        self.corpus = self._vocabulary.corpus(corpus)
-        self.unit = self._vocabulary.unit
-        self.num_counted = text.batch * text.length
+        self.corpus = self.choice.vocabulary.corpus(corpus)
         self.guess = data.unigram_entropy(self.corpus.valid)
-        self.guess_name = f"{self.unit}-unigram entropy"
 
     @property
     def source(self) -> str:
@@ -73,38 +53,6 @@ class TextTask:
             length=self.options.text.length,
             num_batches=self.options.output.eval_batches,
         )
-
-    def keep(self, run: Path) -> None:
-        keep(self.options, run)
-
-    def begin(self, step: Step, key: jax.Array) -> TrainState | None:
-        init = self.options.model.init
-        return None if init is None else from_pretrained(self._module, init, step, key=key)
-
-    def show(
-        self, step: Step, state: TrainState, folder: RunFolder | NoRunFolder, output: Output
-    ) -> None:
-        """Continue the prompt."""
-        options = self.options.output
-        if options.sample_bytes == 0:
-            return
-        params = full_params(state)  # all processes take part in this
-        if jax.process_index() != 0:
-            return
-        apply = step.adapted.apply
-        assert apply is not None
-        numbers = continue_text(
-            lambda params, tokens: jnp.asarray(apply(params, {}, tokens)),
-            params,
-            self._vocabulary.encode(options.prompt),
-            num_tokens=options.sample_bytes,
-            length=self.options.text.length,
-            temperature=options.temperature,
-            key=jax.random.key(self.options.training.seed),
-        )
-        continuation = self._vocabulary.decode(numbers)
-        output.continuation(options.prompt, continuation)
-        folder.write_text("sample.txt", options.prompt + continuation)
 
 
 def describe_corpus(corpus: data.Corpus, unit: str) -> str:

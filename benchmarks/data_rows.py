@@ -1,0 +1,356 @@
+"""What `zeroxla.cli.data` promises of rows: memory, resuming, packing, and any number of processes.
+
+- A JSONL file of 2 GB is opened, and batches are drawn from it, in a process whose data segment may
+  not grow beyond 1 GB (RLIMIT_DATA: private writable memory). The largest resident memory is read
+  from the system at the end (VmHWM), libraries and mapped files included.
+- A process that draws packed and unpacked batches is killed (SIGKILL) at 10 random moments, and
+  goes on from the position that it saved last. Every batch that any of the processes made is
+  compared with those of a process that was not interrupted.
+- Rows with lengths from lognormal distributions are packed, in windows of several sizes, and with
+  the first-fit packer of grain.
+- The parts that 1, 2 and 4 processes make are put together and compared.
+
+    python benchmarks/data_rows.py [--folder DIR] [--gigabytes 2]
+
+`--folder` has room for the file. Exits with 1 if a target is missed; writes results/data_rows.json
+and .md. Takes about 10 minutes on 2 cores. No times are measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import itertools
+import json
+import os
+import random
+import resource
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import grain
+import numpy as np
+from common import Check, report, table
+from grain.experimental import FirstFitPackIterDataset
+
+from zeroxla.cli.data.bad_rows import BadRows
+from zeroxla.cli.data.chat_template import DEFAULT, ChatTemplate
+from zeroxla.cli.data.mixture import RowStream, Source
+from zeroxla.cli.data.packing import WINDOW, fill_of, packed_batches
+from zeroxla.cli.data.row_batches import row_batches
+from zeroxla.cli.data.row_encoder import RowEncoder
+from zeroxla.cli.data.row_files import RowFiles
+from zeroxla.cli.data.sources import load_sources
+from zeroxla.cli.data.vocabulary import Bytes
+
+LIMIT_BYTES = 10**9
+KILLS = 10
+SAVED_EVERY = 3  # batches
+NUM_BATCHES = 60  # of each kind, of the process that is killed
+LENGTH, BATCH = 256, 8
+# Median and sigma of the lognormal lengths, in tokens, for sequences of 2048.
+LENGTHS = ((150, 1.2), (250, 1.0), (600, 0.8), (1000, 0.6))
+PACKED_LENGTH, PACKED_ROWS = 2048, 1024
+BINS = 256  # of grain's packer
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--folder", type=Path, help="for the files; default: the temporary folder")
+    parser.add_argument("--gigabytes", type=float, default=2.0, help="size of the large file")
+    parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
+    parser.add_argument("--file", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.part:
+        PARTS[options.part](options.file)
+        return 0
+    with tempfile.TemporaryDirectory(dir=options.folder) as name:
+        folder = Path(name)
+        memory = measure_memory(folder, options.gigabytes)
+        print(memory, flush=True)
+        resumed = measure_resuming(folder)
+        print(resumed, flush=True)
+        processes = measure_processes(folder)
+        print(processes, flush=True)
+        fills = measure_fill(folder)
+    rows = [[name, *(f"{fill:.2%}" for fill in found.values())] for name, found in fills.items()]
+    body = (
+        f"**Memory.** A JSONL file of {memory['file_bytes'] / 1e9:.2f} GB with "
+        f"{memory['rows']:,} conversations. Under RLIMIT_DATA of {LIMIT_BYTES / 1e9:.0f} GB it was "
+        f"opened and {memory['batches']} batches were drawn. Largest resident memory: "
+        f"{memory['peak_bytes'] / 1e6:.0f} MB, of which {memory['begin_bytes'] / 1e6:.0f} MB were "
+        "there before the file was opened (Python, JAX and grain as libraries).\n\n"
+        f"**Resuming.** Killed {resumed['kills']} times; {resumed['made']} batches were made in "
+        f"all, {resumed['different']} of them different from the uninterrupted run's "
+        f"{resumed['compared']}.\n\n"
+        f"**Processes.** {processes['compared']} batches, packed and unpacked, of 2 and of 4 "
+        f"processes: {processes['different']} different from those of one.\n\n"
+        f"**Packing.** Share of the {PACKED_LENGTH} inputs of a sequence that are no padding, over "
+        f"{PACKED_ROWS} sequences: rows in windows, best-fit decreasing; and grain's first-fit "
+        "packer.\n\n" + table(["lengths", *next(iter(fills.values()))], rows)
+    )
+    checks = [
+        Check(
+            name="largest resident memory",
+            value=memory["peak_bytes"] / 1e6,
+            limit=LIMIT_BYTES / 1e6,
+            unit=" MB",
+        ),
+        Check(name="batches that differ after a kill", value=resumed["different"], limit=0),
+        Check(name="batches that differ by processes", value=processes["different"], limit=0),
+        *(
+            Check(
+                name=f"padding, {name}",
+                value=100 * (1 - found[f"windows of {WINDOW}"]),
+                limit=2,
+                unit=" %",
+            )
+            for name, found in fills.items()
+        ),
+    ]
+    figures = {"memory": memory, "resumed": resumed, "processes": processes, "fill": fills}
+    return report("data_rows", "Rows of training data", body, figures, checks)
+
+
+def stream_of(paths: list[Path], length: int, seed: int = 0) -> RowStream:
+    """Return the stream of some files, in bytes."""
+    bad = BadRows(0.1, lambda text: None)  # prompts that fill a sequence leave nothing to learn
+    sources: list[Source] = load_sources(paths, bad=bad)
+    vocabulary = Bytes()
+    template = ChatTemplate(DEFAULT, vocabulary.special)
+    encoder = RowEncoder(vocabulary=vocabulary, template=template, length=length)
+    return RowStream(sources, encoder, bad, seed)
+
+
+def write_conversations(path: Path, num_bytes: float, words: int = 300) -> None:
+    """Write a JSONL file of conversations with about `num_bytes`."""
+    generator = random.Random(0)
+    text = " ".join(generator.choice(("alpha", "beta", "gamma", "delta")) for _ in range(20_000))
+
+    def some() -> str:
+        first = generator.randrange(len(text) - 1)
+        return text[first : first + 1 + int(generator.lognormvariate(np.log(words), 0.8))]
+
+    with path.open("w") as file:
+        while file.tell() < num_bytes:
+            lines = [
+                json.dumps(
+                    {
+                        "id": number,
+                        "messages": [
+                            {"role": "user", "content": some()},
+                            {"role": "assistant", "content": some()},
+                        ],
+                    }
+                )
+                for number in range(1000)
+            ]
+            file.write("\n".join(lines) + "\n")
+
+
+def measure_memory(folder: Path, gigabytes: float) -> dict[str, Any]:
+    """Open a large file under a limit of memory."""
+    path = folder / "large.jsonl"
+    write_conversations(path, gigabytes * 1e9, words=800)
+    found = json.loads(call("memory", path, limit=True))
+    path.unlink()
+    return found
+
+
+def part_memory(path: Path) -> None:
+    begin = peak_bytes()
+    stream = stream_of([path], 2048)
+    batches = iter(row_batches(stream, batch=16))
+    for _ in range(50):
+        next(batches)
+    rows: RowFiles = stream.sources[0].rows
+    found = {
+        "file_bytes": path.stat().st_size,
+        "rows": len(rows) + rows.num_valid,
+        "batches": 50,
+        "begin_bytes": begin,
+        "peak_bytes": peak_bytes(),
+    }
+    print(json.dumps(found), flush=True)
+
+
+def measure_resuming(folder: Path) -> dict[str, Any]:
+    """Kill a process at random moments; compare all batches that were made."""
+    path = folder / "small.jsonl"
+    write_conversations(path, 3e5, words=60)
+    expected: dict[str, str] = {}
+    for line in call("draw", path).split():
+        key, _, digest = line.partition("=")
+        expected[key] = digest
+    forget(path)
+    generator = random.Random(1)
+    kills, made = 0, []
+    while True:
+        process = start("draw", path)
+        # In the middle of its batches: some time after the first one is there.
+        lines, output = [], process.stdout
+        assert output is not None
+        stop_after = generator.randrange(1, 2 * NUM_BATCHES // KILLS + SAVED_EVERY)
+        for line in output:
+            lines.append(line.strip())
+            if kills < KILLS and len(lines) == stop_after:
+                time.sleep(generator.uniform(0, 0.02))
+                os.kill(process.pid, signal.SIGKILL)
+                kills += 1
+                break
+        lines += [line.strip() for line in output]
+        process.wait()
+        made += [line for line in lines if "=" in line]
+        if process.returncode == 0:
+            break
+    assert {line.partition("=")[0] for line in made} == set(expected)
+    different = sum(expected[line.partition("=")[0]] != line.partition("=")[2] for line in made)
+    return {
+        "kills": kills,
+        "made": len(made),
+        "compared": len(expected),
+        "different": different,
+    }
+
+
+def part_draw(path: Path) -> None:
+    """Draw batches of both kinds in turn, from the saved position on; print their hashes."""
+    saved = path.with_suffix(".position")
+    stream = stream_of([path], LENGTH)
+    kinds = {
+        "unpacked": iter(row_batches(stream, batch=BATCH)),
+        "packed": iter(packed_batches(stream, batch=BATCH, window=64)),
+    }
+    first = 0
+    if saved.exists():
+        position = json.loads(saved.read_text())
+        first = position["done"]
+        for name, batches in kinds.items():
+            batches.set_state(position[name])
+    for done in range(first, NUM_BATCHES):
+        for name, batches in kinds.items():
+            print(f"{name}/{done}={digest_of(next(batches))}", flush=True)
+        if (done + 1) % SAVED_EVERY == 0:
+            states = {name: batches.get_state() for name, batches in kinds.items()}
+            new = saved.with_suffix(".new")
+            new.write_text(json.dumps({"done": done + 1, **states}))
+            new.replace(saved)
+    for batches in kinds.values():
+        batches.close()
+
+
+def forget(path: Path) -> None:
+    path.with_suffix(".position").unlink()
+
+
+def measure_processes(folder: Path) -> dict[str, int]:
+    """Compare the parts of 2 and 4 processes, put together, with the batches of one."""
+    path = folder / "small.jsonl"
+    compared = different = 0
+    for make in (row_batches, packed_batches):
+        whole = list(first_of(make, path, 0, 1))
+        for count in (2, 4):
+            parts = [list(first_of(make, path, index, count)) for index in range(count)]
+            for i, batch in enumerate(whole):
+                joined = {k: np.concatenate([part[i][k] for part in parts]) for k in batch}
+                compared += 1
+                different += digest_of(joined) != digest_of(batch)
+    return {"compared": compared, "different": different}
+
+
+def first_of(make: Callable[..., Any], path: Path, index: int, count: int) -> Iterator[Any]:
+    """Yield the first batches of one process."""
+    stream = stream_of([path], LENGTH)
+    batches = iter(make(stream, batch=BATCH, shard_index=index, shard_count=count))
+    for _ in range(40):
+        yield next(batches)
+    batches.close()
+
+
+def measure_fill(folder: Path) -> dict[str, dict[str, float]]:
+    """Pack rows of lognormal lengths."""
+    found: dict[str, dict[str, float]] = {}
+    for median, sigma in LENGTHS:
+        generator = np.random.default_rng(0)
+        lengths = np.exp(generator.normal(np.log(median), sigma, 20_000)).astype(int)
+        path = folder / "lengths.jsonl"
+        with path.open("w") as file:
+            for number, length in enumerate(lengths):
+                # The byte that begins a document and the one that ends it are added.
+                response = f"{number}".ljust(max(8, length - 2), ".")
+                file.write(json.dumps({"prompt": "", "response": response}) + "\n")
+        name = f"median {median}, sigma {sigma}"
+        found[name] = {}
+        for window in (256, WINDOW, 4 * WINDOW):
+            stream = stream_of([path], PACKED_LENGTH)
+            batches = iter(packed_batches(stream, batch=64, window=window))
+            fills = [fill_of(next(batches)) for _ in range(PACKED_ROWS // 64)]
+            batches.close()
+            found[name][f"windows of {window}"] = float(np.mean(fills))
+        found[name][f"grain, {BINS} bins"] = fill_of_grain(lengths)
+        print(name, found[name], flush=True)
+    return found
+
+
+def fill_of_grain(lengths: np.ndarray) -> float:
+    """Return the share of places that grain's first-fit packer fills."""
+    size = PACKED_LENGTH + 1
+    tokens = [{"tokens": np.ones(min(max(10, n), size), np.int32)} for n in lengths]
+    packed = FirstFitPackIterDataset(
+        grain.MapDataset.source(tokens).repeat().to_iter_dataset(),
+        length_struct={"tokens": size},
+        num_packing_bins=BINS,
+        shuffle_bins=False,
+    )
+    rows = itertools.islice(packed, PACKED_ROWS)
+    return float(np.mean([(row["tokens"] != 0).mean() for row in rows]))
+
+
+def digest_of(batch: dict[str, np.ndarray]) -> str:
+    """Return a hash of a batch."""
+    digest = hashlib.blake2b(digest_size=16)
+    for name, x in sorted(batch.items()):
+        digest.update(f"{name} {x.shape} {x.dtype}".encode())
+        digest.update(np.ascontiguousarray(x).data)
+    return digest.hexdigest()
+
+
+def peak_bytes() -> int:
+    """Return the largest resident memory of this process so far."""
+    status = Path("/proc/self/status").read_text()
+    return next(int(x.split()[1]) * 1024 for x in status.splitlines() if x.startswith("VmHWM"))
+
+
+def start(part: str, path: Path, *, limit: bool = False) -> subprocess.Popen[str]:
+    """Start a part of this program in a process of its own."""
+
+    def confine() -> None:
+        resource.setrlimit(resource.RLIMIT_DATA, (LIMIT_BYTES, LIMIT_BYTES))
+
+    return subprocess.Popen(
+        [sys.executable, __file__, "--part", part, "--file", str(path)],
+        stdout=subprocess.PIPE,
+        text=True,
+        preexec_fn=confine if limit else None,
+    )
+
+
+def call(part: str, path: Path, *, limit: bool = False) -> str:
+    """Run a part of this program to its end; return what it printed."""
+    process = start(part, path, limit=limit)
+    printed, _ = process.communicate()
+    if process.returncode:
+        raise RuntimeError(f"the part {part} ended with status {process.returncode}")
+    return printed
+
+
+PARTS: dict[str, Callable[[Path], None]] = {"memory": part_memory, "draw": part_draw}
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,302 @@
+"""Rows of JSONL and Parquet files: which are good, which are named as bad, which are held out."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import pytest
+from tools.rows import HELLO, mixed_rows, stream_of, write_lines
+
+from zeroxla.cli.data import bad_rows, row_files
+from zeroxla.cli.data.bad_rows import BadRows, RowError
+from zeroxla.cli.data.row_files import RowFiles, are_rows
+from zeroxla.cli.data.row_kinds import Conversation, Document, Pair
+from zeroxla.cli.data.sources import load_sources, with_weight
+
+MANY = 1.0
+
+
+def read_all(found):
+    train = [found.read(i) for i in range(len(found))]
+    return train + [found.read(i, valid=True) for i in range(found.num_valid)]
+
+
+@pytest.fixture
+def bad():
+    return BadRows(0.0, lambda text: None)
+
+
+class TestKinds:
+    @pytest.mark.smoke
+    def test_the_keys_of_a_row_say_its_kind(self, tmp_path, bad):
+        tools = [{"name": "search"}]
+        lines = [
+            {"messages": HELLO, "tools": tools, "prompt": "ignored", "prompt_id": 7},
+            {"prompt": "1 + 1 = ", "response": "2"},
+            {"prompt": "", "completion": "3", "response": None},
+            {"text": "Once", "label": 0},
+        ]
+        found = read_all(RowFiles([write_lines(tmp_path / "a.jsonl", lines)], bad=bad))
+        assert sorted(found, key=repr) == sorted(
+            [
+                Conversation(tuple(HELLO), tools),
+                Pair("1 + 1 = ", "2"),
+                Pair("", "3"),
+                Document("Once"),
+            ],
+            key=repr,
+        )
+
+    def test_parquet_and_json_lines_give_the_same_rows(self, tmp_path, bad):
+        pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
+        import pyarrow.parquet as pq
+
+        lines, parquet = mixed_rows(600), tmp_path / "a.parquet"
+        for kind in range(3):  # a table's columns are those of its first row
+            own = lines[kind::3]
+            pq.write_table(pa.Table.from_pylist(own), parquet, row_group_size=50)
+            by_table = RowFiles([parquet], bad=bad)
+            same = RowFiles([write_lines(tmp_path / "a.jsonl", own)], bad=bad)
+            assert by_table.fingerprint == same.fingerprint
+            assert read_all(by_table) == read_all(same)
+            assert by_table.place(0).startswith(f"{parquet}: row ")
+
+    def test_null_columns_of_a_table_count_as_absent(self, tmp_path, bad):
+        pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
+        import pyarrow.parquet as pq
+
+        lines = mixed_rows(30)
+        keys = {key: None for line in lines for key in line}
+        table = pa.Table.from_pylist([{**keys, **line} for line in lines])
+        pq.write_table(table, tmp_path / "a.parquet")
+        by_table = RowFiles([tmp_path / "a.parquet"], bad=bad)
+        assert read_all(by_table) == read_all(
+            RowFiles([write_lines(tmp_path / "a.jsonl", lines)], bad=bad)
+        )
+
+    def test_a_table_without_columns_of_rows_has_bad_rows(self, tmp_path):
+        pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
+        import pyarrow.parquet as pq
+
+        pq.write_table(pa.Table.from_pylist([{"label": 1}]), tmp_path / "a.parquet")
+        with pytest.raises(ValueError, match=r"a\.parquet: row 1: the row has none of"):
+            RowFiles([tmp_path / "a.parquet"], bad=BadRows(MANY, print))
+
+    def test_a_damaged_table(self, tmp_path, bad):
+        pytest.importorskip("pyarrow", reason="pyarrow is not installed")
+        (tmp_path / "a.parquet").write_bytes(b"PAR1 and nothing")
+        with pytest.raises(ValueError, match=r"cannot read .*a\.parquet as a Parquet file"):
+            RowFiles([tmp_path / "a.parquet"], bad=bad)
+
+    def test_line_ends_blank_lines_and_a_byte_order_mark(self, tmp_path, bad):
+        file = tmp_path / "a.json"
+        file.write_bytes(
+            b'\xef\xbb\xbf{"text": "one"}\r\n\n   \n{"text": "two \xe2\x82\xac"}\n{"text": "three"}'
+        )
+        found = RowFiles([file], bad=bad)
+        assert {row.text for row in read_all(found)} == {"one", "two €", "three"}
+        assert {found.place(i).rpartition(":")[2] for i in range(len(found))} < {"1", "4", "5"}
+
+
+BAD = [
+    ("{", "the row is no JSON"),
+    ('{"text": "a"} {"text": "b"}', "the row is no JSON (Extra data at character 14)"),
+    ("[1]", "the row is a JSON array, no object"),
+    ('"text"', "the row is a JSON string"),
+    ("12", "the row is a JSON number"),
+    ("[" * 100_000, "the row is nested too deeply"),
+    ({"message": 1}, 'none of "messages", "prompt" with "response", and "text"; its keys: message'),
+    ({}, "its keys: none"),
+    ({"text": 1}, '"text" is a JSON number; it must be a string'),
+    ({"text": ""}, '"text" is empty'),
+    ({"text": None}, "its keys: none"),
+    ('{"text": "\\ud800"}', "half of a surrogate pair"),
+    ({"prompt": "a"}, 'the row has a "prompt", and neither "response" nor "completion"'),
+    ({"prompt": "a", "response": ""}, '"response" is empty'),
+    ({"prompt": HELLO, "response": "a"}, '"prompt" is a JSON array'),
+    ({"messages": "Hello"}, '"messages" is a JSON string'),
+    ({"messages": []}, '"messages" is a JSON array; it must be an array with messages'),
+    ({"messages": ["Hello"]}, "message 0 is a JSON string, no object"),
+    ({"messages": [{"content": "a"}]}, 'message 0 has no "role" that is a string'),
+    (
+        {"messages": [HELLO[0], {"role": "assistant"}]},
+        'message 1 of the assistant has no "content"',
+    ),
+    ({"messages": [{"role": "user", "content": ["a"]}]}, 'message 0 of the user has no "content"'),
+    ({"messages": HELLO[:1]}, "no message is of the assistant, so there is nothing to learn"),
+    ({"messages": HELLO, "tools": "search"}, '"tools" is a JSON string; it must be an array'),
+]
+
+
+class TestBadRows:
+    @pytest.mark.parametrize(("line", "reason"), BAD, ids=[reason[-30:] for _, reason in BAD])
+    def test_are_named_with_their_line(self, tmp_path, line, reason):
+        good = [{"text": f"good {i}"} for i in range(3)]
+        file = write_lines(tmp_path / "a.jsonl", [good[0], line, *good[1:]])
+        named = []
+        bad = BadRows(MANY, named.append)
+        found = RowFiles([file], bad=bad)
+        assert len(found) + found.num_valid == 3
+        assert (bad.rows, len(bad.found)) == (4, 1)
+        (text,) = named
+        assert text.startswith(f"{file}:2: ")
+        assert reason in text
+
+    def test_bytes_that_are_no_text(self, tmp_path):
+        file = tmp_path / "a.jsonl"
+        file.write_bytes(b'{"text": "one"}\n{"text": "\xff"}\n{"text": "two"}\n')
+        bad = BadRows(MANY, print)
+        RowFiles([file], bad=bad)
+        assert "no UTF-8" in bad.found[f"{file}:2"]
+
+    def test_a_line_that_is_too_long_is_one_bad_row(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(row_files, "MAX_ROW_BYTES", 1 << 20)
+        long = {"text": "a" * (3 << 20)}
+        lines = [{"text": "one"}, long, {"text": "two"}, {"text": "three"}]
+        bad = BadRows(MANY, print)
+        found = RowFiles([write_lines(tmp_path / "a.jsonl", lines)], bad=bad)
+        assert list(bad.found.values()) == ["the line is longer than 1 MiB"]
+        assert {row.text for row in read_all(found)} == {"one", "two", "three"}
+
+    def test_too_many_are_an_error_that_names_some(self, tmp_path):
+        lines = [{"text": f"{i}"} for i in range(97)] + ["x", "y", "z"]
+        file = write_lines(tmp_path / "a.jsonl", lines)
+        load_sources([file], bad=BadRows(0.03, print))
+        with pytest.raises(
+            ValueError, match=r"3 of 100 rows are bad, more than the share of 0\.02"
+        ):
+            load_sources([file], bad=BadRows(0.02, lambda text: None))
+
+    def test_only_the_first_are_named(self, tmp_path):
+        lines = [{"text": "one"}, {"text": "two"}] + ["x"] * 30
+        named = []
+        bad = BadRows(MANY, named.append)
+        RowFiles([write_lines(tmp_path / "a.jsonl", lines)], bad=bad)
+        assert len(named) == bad_rows.NUM_NAMED + 1
+        assert "the next ones are counted, not named" in named[-1]
+        assert bad.summary == "30 bad rows"
+
+    def test_a_share_out_of_range(self):
+        with pytest.raises(ValueError, match=r"a share of 1\.5 bad rows must lie between 0 and 1"):
+            BadRows(1.5, print)
+
+    def test_a_file_that_changes_after_it_was_read(self, tmp_path, bad):
+        file = write_lines(tmp_path / "a.jsonl", [{"text": f"text {i}"} for i in range(50)])
+        found = RowFiles([file], bad=bad)
+        with file.open("r+b") as opened:
+            opened.write(b"x" * os.path.getsize(file))
+        with pytest.raises(RowError, match="no JSON"):
+            found.read(0)
+        assert len(found) > 40
+
+
+class TestHeldOut:
+    def test_a_row_keeps_its_side_when_others_come(self, tmp_path, bad):
+        lines = mixed_rows(900)
+        before = RowFiles([write_lines(tmp_path / "a.jsonl", lines[:600])], bad=bad, holdout=0.1)
+        after = RowFiles([write_lines(tmp_path / "b.jsonl", lines[::-1])], bad=bad, holdout=0.1)
+        sides = [
+            {repr(found.read(i, valid=True)) for i in range(found.num_valid)}
+            for found in (before, after)
+        ]
+        assert 30 < len(sides[0]) < 100
+        assert sides[0] <= sides[1]
+        assert before.fingerprint != after.fingerprint
+
+    def test_equal_rows_are_on_one_side(self, tmp_path, bad):
+        lines = [{"text": f"text {i % 100}", "id": i} for i in range(1000)]
+        found = RowFiles([write_lines(tmp_path / "a.jsonl", lines)], bad=bad, holdout=0.2)
+        train = {found.read(i).text for i in range(len(found))}
+        assert not train & {found.read(i, valid=True).text for i in range(found.num_valid)}
+
+    @pytest.mark.parametrize("holdout", [1e-12, 1 - 1e-12])
+    def test_at_least_one_row_is_on_each_side(self, tmp_path, bad, holdout):
+        file = write_lines(tmp_path / "a.jsonl", [{"text": f"text {i}"} for i in range(5)])
+        found = RowFiles([file], bad=bad, holdout=holdout)
+        assert sorted([len(found), found.num_valid]) == [1, 4]
+        assert len({row.text for row in read_all(found)}) == 5
+
+    def test_one_row_is_too_few(self, tmp_path, bad):
+        with pytest.raises(ValueError, match=r"1 good rows; give at least two, one to train on"):
+            RowFiles([write_lines(tmp_path / "a.jsonl", [{"text": "a"}])], bad=bad)
+
+    def test_holdout_out_of_range(self, tmp_path, bad):
+        with pytest.raises(ValueError, match=r"holdout=1\.5"):
+            RowFiles([tmp_path / "a.jsonl"], bad=bad, holdout=1.5)
+
+
+class TestSources:
+    def test_weights_stand_behind_the_names(self, tmp_path):
+        named = tmp_path / "a=0.5"
+        named.write_text("x")
+        assert with_weight(named) == (named, None)
+        assert with_weight("a.jsonl=2") == (type(named)("a.jsonl"), 2.0)
+        assert with_weight("a=b.jsonl") == (type(named)("a=b.jsonl"), None)
+        for weight in ("0", "-1", "inf", "nan"):
+            with pytest.raises(ValueError, match="give one above 0, such as"):
+                with_weight(f"a.jsonl={weight}")
+
+    def test_files_without_weights_are_one_source(self, tmp_path, bad):
+        files = [
+            write_lines(tmp_path / f"{name}.jsonl", [{"text": f"{name}{i}"} for i in range(50)])
+            for name in "ab"
+        ]
+        (source,) = load_sources(files, bad=bad)
+        assert len(source.rows) + source.rows.num_valid == 100
+        assert {source.rows.place(i).rpartition(":")[0] for i in range(len(source.rows))} == set(
+            map(str, files)
+        )
+
+    def test_a_weight_for_some_files_only(self, tmp_path, bad):
+        files = [write_lines(tmp_path / f"{n}.jsonl", [{"text": n}, {"text": "x"}]) for n in "ab"]
+        with pytest.raises(ValueError, match=r"b\.jsonl has no weight, and other files have one"):
+            load_sources([f"{files[0]}=1", files[1]], bad=bad)
+
+    def test_shares_are_the_weights(self, tmp_path):
+        names = []
+        for name, weight, number in (("a", 0.7, 30), ("b", 0.2, 500), ("c", 0.1, 60)):
+            lines = [{"text": f"{name} {i}"} for i in range(number)]
+            names.append(f"{write_lines(tmp_path / f'{name}.jsonl', lines)}={weight}")
+        drawn = [chr(row.tokens_T[1]) for row in stream_of(*names).rows(range(2000))]
+        for letter, share in (("a", 0.7), ("b", 0.2), ("c", 0.1)):
+            assert drawn.count(letter) / 2000 == pytest.approx(share, rel=0.01)
+
+    def test_every_row_comes_before_the_first_one_comes_again(self, tmp_path):
+        file = write_lines(tmp_path / "a.jsonl", [{"text": f"text {i}"} for i in range(100)])
+        stream = stream_of(file)
+        number = len(stream.sources[0].rows)
+        rounds = [
+            [bytes(row.tokens_T.astype("u1")) for row in stream.rows(range(first, first + number))]
+            for first in (0, number)
+        ]
+        assert len(set(rounds[0])) == number
+        assert set(rounds[0]) == set(rounds[1])
+        assert rounds[0] != rounds[1]
+        assert stream_of(file, seed=1).rows(range(3))[0].tokens_T.tolist() != list(rounds[0][0])
+
+
+class TestFiles:
+    def test_missing(self, tmp_path, bad):
+        with pytest.raises(ValueError, match=r"cannot read .*a\.jsonl: No such file"):
+            RowFiles([tmp_path / "a.jsonl"], bad=bad)
+
+    def test_another_suffix(self, tmp_path, bad):
+        with pytest.raises(ValueError, match=r"a\.jsonl\.gz ends with \.gz; rows are read from"):
+            RowFiles([tmp_path / "a.jsonl.gz"], bad=bad)
+
+    def test_rows_and_text_do_not_mix(self):
+        assert are_rows(["a.jsonl", "b.json", "c.parquet"])
+        assert not are_rows(["a.txt", "folder"])
+        assert not are_rows([])
+        with pytest.raises(ValueError, match=r"a\.jsonl holds rows and folder does not"):
+            are_rows(["a.jsonl", "folder"])
+
+    def test_rows_are_json_whatever_their_order_of_keys(self, tmp_path, bad):
+        one = [{"prompt": "a", "response": "b"}, {"text": "c"}]
+        other = [json.loads('{"response": "b", "prompt": "a", "id": 3}'), {"text": "c"}]
+        found = [
+            RowFiles([write_lines(tmp_path / f"{i}.jsonl", lines)], bad=bad).fingerprint
+            for i, lines in enumerate((one, other))
+        ]
+        assert found[0] == found[1]

@@ -1,0 +1,78 @@
+"""`LanguageTask`: what training on text and training on rows have in common."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from zeroxla.checkpoint.weights.pretrained import from_pretrained
+from zeroxla.cli.run_folder import NoRunFolder, RunFolder
+from zeroxla.cli.train.model import choose, keep
+from zeroxla.cli.train.options import TrainOptions
+from zeroxla.cli.train.output import Output
+from zeroxla.cli.train.sample import continue_text
+from zeroxla.pipeline.pipeline import Pipeline
+from zeroxla.step.state import TrainState, full_params
+from zeroxla.step.step import Step
+
+
+class LanguageTask:
+    """A language model with its vocabulary; see `Task`. A subclass brings the data.
+
+    Attributes:
+      options: the run's options.
+      choice: the model and its vocabulary.
+    """
+
+    counted = "tokens"
+    metrics: tuple[str, ...] = ()
+
+    def __init__(self, options: TrainOptions, run: Path | None) -> None:
+        self.options, self.choice = options, choose(options, run)
+        self._module = options.lora.adapted(self.choice.model)
+        stages = options.pipeline
+        self.model: Any = self._module
+        if stages.pipe > 1:
+            self.model = Pipeline.from_model(self._module, **stages.as_arguments)
+        self.unit = self.choice.vocabulary.unit
+        self.num_counted = options.text.batch * options.text.length
+        self.guess_name = f"{self.unit}-unigram entropy"
+
+    def keep(self, run: Path) -> None:
+        keep(self.options, run)
+
+    def begin(self, step: Step, key: jax.Array) -> TrainState | None:
+        init = self.options.model.init
+        return None if init is None else from_pretrained(self._module, init, step, key=key)
+
+    def encoded_prompt(self, prompt: str) -> list[int]:
+        """Turn the text of --prompt into the numbers that the model continues."""
+        return self.choice.vocabulary.encode(prompt)
+
+    def show(
+        self, step: Step, state: TrainState, folder: RunFolder | NoRunFolder, output: Output
+    ) -> None:
+        """Continue the prompt."""
+        options = self.options.output
+        if options.sample_bytes == 0:
+            return
+        params = full_params(state)  # all processes take part in this
+        if jax.process_index() != 0:
+            return
+        apply = step.adapted.apply
+        assert apply is not None
+        numbers = continue_text(
+            lambda params, tokens: jnp.asarray(apply(params, {}, tokens)),
+            params,
+            self.encoded_prompt(options.prompt),
+            num_tokens=options.sample_bytes,
+            length=self.options.text.length,
+            temperature=options.temperature,
+            key=jax.random.key(self.options.training.seed),
+        )
+        continuation = self.choice.vocabulary.decode(numbers)
+        output.continuation(options.prompt, continuation)
+        folder.write_text("sample.txt", options.prompt + continuation)
