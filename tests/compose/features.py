@@ -435,6 +435,7 @@ WITHOUT_EFFECT: dict[frozenset[str], str] = dict(
 
 SAME_PROGRAM: dict[tuple[str, str], str] = {
     ("frozen", "LoRA"): "adapters freeze their base anyway",
+    ("frozen", "DoRA"): "adapters freeze their base anyway",
     ("frozen", "LoRA, int8 base"): "adapters freeze their base anyway",
     ("gather once", "weight differences"): "differences cross nodes once anyway",
     ("8-bit weights", "secondary as wires"): "it has 8-bit weights",
