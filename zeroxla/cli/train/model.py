@@ -123,8 +123,8 @@ def choose(options: TrainOptions, run: Path | None = None) -> ModelChoice:
     module = abstract(model)
     if isinstance(module, Encoder):
         raise ValueError(
-            f"the model in {source} sees both sides of a token ({config['model_type']}), and zeroxla "
-            "train trains models that predict the next one; train it with zeroxla.make_step"
+            f"the model in {source} sees both sides of a token ({config['model_type']}), and "
+            "zeroxla train trains models that predict the next one; train it with zeroxla.make_step"
         )
     shape_of_model = module if is_gpt else module.config
     size = shape_of_model.vocab
@@ -158,7 +158,7 @@ def takes_segments(kind: type[Any]) -> bool:
 
 
 def keep(options: TrainOptions, run: Path) -> None:
-    """Copy the config, the tokenizer and what else belongs to the weights, from the folder of --init
+    """Copy the config, the tokenizer and what else belongs to the weights from the folder of --init
     into the run's folder.
 
     Raises:
