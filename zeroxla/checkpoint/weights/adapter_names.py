@@ -42,8 +42,8 @@ class AdaptedModules:
 
 
 def modules_of(path: Path, shape: Shape, format: Format) -> AdaptedModules | None:
-    """Return the modules whose weight a leaf is; None if it is no module's weight, or one of several
-    leaves or experts in it.
+    """Return the modules whose weight a leaf is; None if it is no module's weight, or shares one
+    with other leaves or experts.
 
     Args:
       path: the path of the leaf.
