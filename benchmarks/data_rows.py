@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import itertools
 import json
 import os
 import random
@@ -34,30 +33,20 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import grain
 import numpy as np
 from common import Check, report, table
-from grain.experimental import FirstFitPackIterDataset
+from data_rows_files import stream_of, write_conversations
+from data_rows_packing import PACKED_LENGTH, PACKED_ROWS, measure_fill
 
-from zeroxla.cli.data.bad_rows import BadRows
-from zeroxla.cli.data.chat_template import DEFAULT, ChatTemplate
-from zeroxla.cli.data.mixture import RowStream, Source
-from zeroxla.cli.data.packing import WINDOW, fill_of, packed_batches
+from zeroxla.cli.data.packing import WINDOW, packed_batches
 from zeroxla.cli.data.row_batches import row_batches
-from zeroxla.cli.data.row_encoder import RowEncoder
 from zeroxla.cli.data.row_files import RowFiles
-from zeroxla.cli.data.sources import load_sources
-from zeroxla.cli.data.vocabulary import Bytes
 
 LIMIT_BYTES = 10**9
 KILLS = 10
 SAVED_EVERY = 3  # batches
 NUM_BATCHES = 60  # of each kind, of the process that is killed
 LENGTH, BATCH = 256, 8
-# Median and sigma of the lognormal lengths, in tokens, for sequences of 2048.
-LENGTHS = ((150, 1.2), (250, 1.0), (600, 0.8), (1000, 0.6))
-PACKED_LENGTH, PACKED_ROWS = 2048, 1024
-BINS = 256  # of grain's packer
 
 
 def main() -> int:
@@ -116,42 +105,6 @@ def main() -> int:
     ]
     figures = {"memory": memory, "resumed": resumed, "processes": processes, "fill": fills}
     return report("data_rows", "Rows of training data", body, figures, checks)
-
-
-def stream_of(paths: list[Path], length: int, seed: int = 0) -> RowStream:
-    """Return the stream of some files, in bytes."""
-    bad = BadRows(0.1, lambda text: None)  # prompts that fill a sequence leave nothing to learn
-    sources: list[Source] = load_sources(paths, bad=bad)
-    vocabulary = Bytes()
-    template = ChatTemplate(DEFAULT, vocabulary.special)
-    encoder = RowEncoder(vocabulary=vocabulary, template=template, length=length)
-    return RowStream(sources, encoder, bad, seed)
-
-
-def write_conversations(path: Path, num_bytes: float, words: int = 300) -> None:
-    """Write a JSONL file of conversations with about `num_bytes`."""
-    generator = random.Random(0)
-    text = " ".join(generator.choice(("alpha", "beta", "gamma", "delta")) for _ in range(20_000))
-
-    def some() -> str:
-        first = generator.randrange(len(text) - 1)
-        return text[first : first + 1 + int(generator.lognormvariate(np.log(words), 0.8))]
-
-    with path.open("w") as file:
-        while file.tell() < num_bytes:
-            lines = [
-                json.dumps(
-                    {
-                        "id": number,
-                        "messages": [
-                            {"role": "user", "content": some()},
-                            {"role": "assistant", "content": some()},
-                        ],
-                    }
-                )
-                for number in range(1000)
-            ]
-            file.write("\n".join(lines) + "\n")
 
 
 def measure_memory(folder: Path, gigabytes: float) -> dict[str, Any]:
@@ -271,45 +224,6 @@ def first_of(make: Callable[..., Any], path: Path, index: int, count: int) -> It
     for _ in range(40):
         yield next(batches)
     batches.close()
-
-
-def measure_fill(folder: Path) -> dict[str, dict[str, float]]:
-    """Pack rows of lognormal lengths."""
-    found: dict[str, dict[str, float]] = {}
-    for median, sigma in LENGTHS:
-        generator = np.random.default_rng(0)
-        lengths = np.exp(generator.normal(np.log(median), sigma, 20_000)).astype(int)
-        path = folder / "lengths.jsonl"
-        with path.open("w") as file:
-            for number, length in enumerate(lengths):
-                # The byte that begins a document and the one that ends it are added.
-                response = f"{number}".ljust(max(8, length - 2), ".")
-                file.write(json.dumps({"prompt": "", "response": response}) + "\n")
-        name = f"median {median}, sigma {sigma}"
-        found[name] = {}
-        for window in (256, WINDOW, 4 * WINDOW):
-            stream = stream_of([path], PACKED_LENGTH)
-            batches = iter(packed_batches(stream, batch=64, window=window))
-            fills = [fill_of(next(batches)) for _ in range(PACKED_ROWS // 64)]
-            batches.close()
-            found[name][f"windows of {window}"] = float(np.mean(fills))
-        found[name][f"grain, {BINS} bins"] = fill_of_grain(lengths)
-        print(name, found[name], flush=True)
-    return found
-
-
-def fill_of_grain(lengths: np.ndarray) -> float:
-    """Return the share of places that grain's first-fit packer fills."""
-    size = PACKED_LENGTH + 1
-    tokens = [{"tokens": np.ones(min(max(10, n), size), np.int32)} for n in lengths]
-    packed = FirstFitPackIterDataset(
-        grain.MapDataset.source(tokens).repeat().to_iter_dataset(),
-        length_struct={"tokens": size},
-        num_packing_bins=BINS,
-        shuffle_bins=False,
-    )
-    rows = itertools.islice(packed, PACKED_ROWS)
-    return float(np.mean([(row["tokens"] != 0).mean() for row in rows]))
 
 
 def digest_of(batch: dict[str, np.ndarray]) -> str:
