@@ -72,7 +72,8 @@ class Decoder(nnx.Module):
                 "same leaves; give scan=False"
             )
         self.config, self.scan, self.remat, self.loss_chunk = config, scan, remat, loss_chunk
-        self.length = config.length  # generation asks for it
+        # Others ask any model for these: whether tokens fit, how long sequences may be.
+        self.vocab, self.length = config.vocab, config.length
         if config.family in FAMILIES:
             self.hugging_face = FAMILIES[config.family]
         kernel = functools.partial(causal_attention, backend=attention, block=attention_block)

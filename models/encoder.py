@@ -80,6 +80,7 @@ class Encoder(nnx.Module):
           rngs: random numbers; the stream "params" is used.
         """
         self.config, self.scan, self.remat = config, scan, remat
+        self.vocab, self.length = config.vocab, config.length
 
         def embed(rows: int) -> nnx.Embed:
             return nnx.Embed(rows, config.width, embedding_init=NORMAL, rngs=rngs)

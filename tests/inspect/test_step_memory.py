@@ -87,12 +87,12 @@ def test_residuals_are_named_by_the_models_lines():
     assert max(x.count for x in wide) == LAYERS
     for x in wide:
         assert x.kind == "residuals"
-        assert x.line.startswith("models/gpt.py:")
+        assert x.line.startswith("models/gpt_layers.py:")
         assert x.num_bytes == x.count * 2 * LENGTH * 4 * WIDTH * 4
         assert x.scope.startswith("GPT/h_*/mlp" if x.count > 1 else "GPT/h_0/mlp")
     by_line = report.residuals_by_line()
     assert sum(by_line.values()) == report.parts()["residuals"]
-    assert next(iter(by_line)).startswith("models/gpt.py:")
+    assert next(iter(by_line)).startswith("models/gpt_layers.py:")
 
 
 def test_a_line_is_that_of_a_users_function():
@@ -170,7 +170,7 @@ def test_a_step_without_a_batch_is_refused():
 
 def test_the_report_is_printed_with_lines():
     text = str(report_of())
-    for words in ("residuals", "models/gpt.py:", f"{LAYERS} x float32", "live ranges"):
+    for words in ("residuals", "models/gpt_layers.py:", f"{LAYERS} x float32", "live ranges"):
         assert words in text
 
 
