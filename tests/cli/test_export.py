@@ -78,6 +78,7 @@ def test_the_default_folder_and_an_older_step(finished, tmp_path):
     [
         (["RUN", "--max-shard-size", "0"], "max_shard_size='0'"),
         (["RUN", "--step", "3"], "holds no checkpoint"),
+        (["RUN", "--adapter"], "has no adapters; leave it out"),
         (["RUN", "--output", "RUN/config.json/x"], "cannot write the export"),
         (["EMPTY"], "holds no run"),
     ],

@@ -199,6 +199,7 @@ class TestStartingFromARun:
         """The actor's base is the run's model, and the reference is that base."""
         run = tmp_path / "run"
         options = [*TINY[10:], "--lora-rank", 2, "--lora-targets", "kernel", "--steps", 2]
+        options.append("--lora-dora")
         assert rlhf("--run", run, "--init-run", trained, *options) == 0
         assert "learning text" not in capsys.readouterr().out
         assert values(run, "kl")[1] == pytest.approx(0, abs=1e-5)
@@ -208,6 +209,9 @@ class TestStartingFromARun:
         assert main(["export", str(run), "--output", str(tmp_path / "export")]) == 0
         files = {path.name for path in (tmp_path / "export").iterdir()}
         assert {"config.json", "model.safetensors"} <= files
+        assert main(["export", str(run), "--adapter"]) == 0
+        adapter = json.loads((run / "adapter" / "adapter_config.json").read_text())
+        assert (adapter["r"], adapter["use_dora"], adapter["use_rslora"]) == (2, True, False)
         assert rlhf("--run", run, "--init-run", trained, *options) == 2
         assert "already holds a run; continue it with --resume" in capsys.readouterr().err
 
@@ -246,6 +250,7 @@ def test_options_out_of_range_are_refused(options, message, capsys):
     [
         (["--critic-learning-rate", "1"], "grpo has no critic; leave out, or give --algorithm ppo"),
         (["--lora-alpha", "8"], "there are no adapters; give --lora-rank 8"),
+        (["--lora-dora"], "there are no adapters; give --lora-rank 8"),
         (["--init-run", "nowhere"], "nowhere holds no run"),
     ],
 )
