@@ -1,11 +1,11 @@
-"""What `zeroxla.cli.data` promises of rows: memory, resuming, packing, and any number of processes.
+"""Checks what docs/data.md says of rows: memory, resuming, packing, several processes.
 
 - A JSONL file of 2 GB is opened, and batches are drawn from it, in a process whose data segment may
   not grow beyond 1 GB (RLIMIT_DATA: private writable memory). The largest resident memory is read
   from the system at the end (VmHWM), libraries and mapped files included.
 - A process that draws packed and unpacked batches is killed (SIGKILL) at 10 random moments, and
   goes on from the position that it saved last. Every batch that any of the processes made is
-  compared with those of a process that was not interrupted.
+  compared with the batches of a process that nothing killed.
 - Rows with lengths from lognormal distributions are packed, in windows of several sizes, and with
   the first-fit packer of grain.
 - The parts that 1, 2 and 4 processes make are put together and compared.
@@ -70,16 +70,17 @@ def main() -> int:
         fills = measure_fill(folder)
     rows = [[name, *(f"{fill:.2%}" for fill in found.values())] for name, found in fills.items()]
     body = (
-        f"**Memory.** A JSONL file of {memory['file_bytes'] / 1e9:.2f} GB with "
-        f"{memory['rows']:,} conversations. Under RLIMIT_DATA of {LIMIT_BYTES / 1e9:.0f} GB it was "
-        f"opened and {memory['batches']} batches were drawn. Largest resident memory: "
-        f"{memory['peak_bytes'] / 1e6:.0f} MB, of which {memory['begin_bytes'] / 1e6:.0f} MB were "
-        "there before the file was opened (Python, JAX and grain as libraries).\n\n"
+        f"**Memory.** A process may take {LIMIT_BYTES / 1e9:.0f} GB (RLIMIT_DATA). It opens a "
+        f"JSONL file of {memory['file_bytes'] / 1e9:.2f} GB with {memory['rows']:,} conversations, "
+        f"and draws {memory['batches']} batches. Its largest resident memory is "
+        f"{memory['peak_bytes'] / 1e6:.0f} MB. Before it opens the file it has "
+        f"{memory['begin_bytes'] / 1e6:.0f} MB: Python, JAX and grain as libraries.\n\n"
         f"**Resuming.** Killed {resumed['kills']} times; {resumed['made']} batches were made in "
         f"all, {resumed['different']} of them different from the uninterrupted run's "
         f"{resumed['compared']}.\n\n"
-        f"**Processes.** {processes['compared']} batches, packed and unpacked, of 2 and of 4 "
-        f"processes: {processes['different']} different from those of one.\n\n"
+        f"**Processes.** {processes['compared']} batches, packed and unpacked, were put together "
+        f"from the parts of 2 and of 4 processes. {processes['different']} of them differ from the "
+        "batches of one process.\n\n"
         f"**Packing.** Share of the {PACKED_LENGTH} inputs of a sequence that are no padding, over "
         f"{PACKED_ROWS} sequences: rows in windows, best-fit decreasing; and grain's first-fit "
         "packer.\n\n" + table(["lengths", *next(iter(fills.values()))], rows)

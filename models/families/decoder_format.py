@@ -14,6 +14,8 @@ from ..rope_config import rope_of_config
 from ..rotary import Pairs, Rotary
 
 Fields = Mapping[str, Any]
+Build = Callable[[Fields, Fields], dict[str, Any]]
+"""(fields, config) -> arguments of a `DecoderConfig`."""
 
 ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
@@ -54,7 +56,7 @@ class DecoderFormat(Format):
         config.
     """
 
-    build: Callable[[Fields, Fields], dict[str, Any]]
+    build: Build
 
     def arguments(self, config: Fields) -> dict[str, Any]:
         """Return {"config": the decoder's config}.
@@ -84,14 +86,11 @@ class DecoderFormat(Format):
         """
         if problems := self._unknown(config):
             return problems
-        here, there = model.config, self.decoder_config(config)
+        here, there = _computed(model.config), _computed(self.decoder_config(config))
         return [
-            f"{field.name} is {getattr(there, field.name)!r}, and the model has "
-            f"{getattr(here, field.name)!r}"
-            for field in dataclasses.fields(here)
-            if field.compare
-            and field.name not in ("length", "experts")
-            and getattr(here, field.name) != getattr(there, field.name)
+            f"{name} is {value!r}, and the model has {here.get(name)!r}"
+            for name, value in there.items()
+            if here.get(name) != value
         ]
 
     def config(self, model: Any, *, dtype: str) -> dict[str, Any]:
@@ -108,6 +107,18 @@ class DecoderFormat(Format):
         config = json.loads(model.config.source)
         names = [name for name in ("dtype", "torch_dtype") if name in config] or ["torch_dtype"]
         return {**config, **dict.fromkeys(names, dtype)}
+
+
+def _computed(config: DecoderConfig) -> dict[str, Any]:
+    """Return what the results depend on: how experts are reached and balanced is the user's."""
+    fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    experts = fields.pop("experts")
+    of_experts = {} if experts is None else dataclasses.asdict(experts)
+    for name in ("source", "length"):
+        del fields[name]
+    for name in ("routing", "capacity_factor", "balance"):
+        of_experts.pop(name, None)
+    return {**fields, **{f"experts.{name}": value for name, value in of_experts.items()}}
 
 
 def activation_of(config: Fields, key: str = "hidden_act", default: str = "silu") -> Activation:

@@ -6,6 +6,7 @@ from ..rope_scaling import RopeScaling
 from ..rotary import Rotary
 from .decoder_format import (
     GROUPED,
+    Build,
     DecoderFormat,
     Fields,
     Key,
@@ -94,27 +95,18 @@ _TENSORS = {
 }
 _LAYOUT = {**LAYOUT, "tensors": _TENSORS, "transposed": kernels_of(_TENSORS)}
 
-GEMMA = DecoderFormat(
-    architecture="GemmaForCausalLM",
-    model_type="gemma",
-    **_LAYOUT,
-    fields=_FIELDS,
-    choices=_CHOICES,
-    build=_gemma,
-)
-GEMMA2 = DecoderFormat(
-    architecture="Gemma2ForCausalLM",
-    model_type="gemma2",
-    **_LAYOUT,
-    fields=_FIELDS,
-    choices=_CHOICES,
-    build=_gemma2,
-)
-GEMMA3 = DecoderFormat(
-    architecture="Gemma3ForCausalLM",
-    model_type="gemma3_text",
-    **_LAYOUT,
-    fields=_FIELDS,
-    choices=_CHOICES,
-    build=_gemma3,
-)
+
+def _family(architecture: str, model_type: str, build: Build) -> DecoderFormat:
+    return DecoderFormat(
+        architecture=architecture,
+        model_type=model_type,
+        **_LAYOUT,
+        fields=_FIELDS,
+        choices=_CHOICES,
+        build=build,
+    )
+
+
+GEMMA = _family("GemmaForCausalLM", "gemma", _gemma)
+GEMMA2 = _family("Gemma2ForCausalLM", "gemma2", _gemma2)
+GEMMA3 = _family("Gemma3ForCausalLM", "gemma3_text", _gemma3)

@@ -142,6 +142,10 @@ def pretrained(text, tmp_path_factory):
 @pytest.mark.slow
 def test_a_pretrained_model_is_trained_on_its_own_tokens(pretrained, text, tmp_path, capsys):
     init = shutil.copytree(pretrained, tmp_path / "init")
+    (init / "generation_config.json").write_text('{"eos_token_id":  0}')
+    known = json.loads((init / "config.json").read_text())
+    known |= {"a_key_of_others": [1, 2], "pad_token_id": 7}
+    (init / "config.json").write_text(json.dumps(known))
     run = tmp_path / "run"
     told = ["train", "--run", run, "--init", init, "--data", text, *SMALL]
     assert command(*told, "--steps", 3, "--save-every", 2) == 0
@@ -156,7 +160,8 @@ def test_a_pretrained_model_is_trained_on_its_own_tokens(pretrained, text, tmp_p
     assert values(run, "loss") == losses
     assert command("export", run) == 0
     config = json.loads((run / "export" / "config.json").read_text())
-    assert (config["model_type"], config["bos_token_id"]) == ("llama", 0)
+    assert config == known  # of which none is lost
+    assert (run / "export" / "generation_config.json").read_text() == '{"eos_token_id":  0}'
     for name in ("tokenizer.json",):
         kept, before = ((folder / name).read_bytes() for folder in (run / "export", pretrained))
         assert kept == before
@@ -177,6 +182,15 @@ def test_init_errors(pretrained, text, tmp_path, capsys, arguments, message):
     first = ["train", "--run", tmp_path / "run", "--init", pretrained, "--data", text]
     assert command(*first, *SMALL, *told) == 2
     assert message in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_model_that_sees_both_sides_is_refused(text, tmp_path, capsys):
+    init = tmp_path / "init"
+    init.mkdir()
+    (init / "config.json").write_text('{"model_type": "bert", "num_hidden_layers": 1}')
+    assert command("train", "--init", init, "--run", tmp_path / "run", "--data", text) == 2
+    assert "sees both sides of a token (bert)" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
 
 

@@ -17,6 +17,7 @@ from tools.families import (
     tensors_of,
     write_folder,
 )
+from tools.families import FAMILIES as FOLDERS
 from tools.quick import quick_compilation, thinned  # noqa: F401
 
 import zeroxla
@@ -182,6 +183,21 @@ def test_what_a_config_decides_cannot_be_overridden(tmp_path):
         from_hugging_face(
             write_folder(tmp_path / "mixed", "qwen3_moe_mixed", {"x": np.zeros(1)}), scan=True
         )
+
+
+def test_a_config_of_other_experts_is_another_model():
+    """How tokens come to experts is the user's; how many there are of a token is not."""
+    config = json.loads((FOLDERS / "qwen3_moe" / "config.json").read_text())
+    build = from_hugging_face(config, routing="capacity", balance=0.3)
+    model = nnx.eval_shape(lambda: build(nnx.Rngs(0)))
+    format = FAMILIES["qwen3_moe"]
+    assert format.differences(config, model) == []
+    other = {**config, "num_experts_per_tok": 1, "norm_topk_prob": False, "rms_norm_eps": 1e-5}
+    assert format.differences(other, model) == [
+        "eps is 1e-05, and the model has 1e-06",
+        "experts.top_k is 1, and the model has 2",
+        "experts.is_normalized is False, and the model has True",
+    ]
 
 
 def test_a_row_of_several_documents_is_as_if_each_had_its_own():

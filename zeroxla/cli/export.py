@@ -27,7 +27,8 @@ from zeroxla.cli.train.model import MODEL, exported
 from zeroxla.cli.train.options import TrainOptions
 from zeroxla.frontend.lora.model import LoraModel
 
-_OF_A_TOKENIZER = ("bos_token_id", "eos_token_id", "pad_token_id")
+_OF_THE_TENSORS = ("dtype", "torch_dtype", "quantization_config")
+"""Keys of a config that say how its own tensors are stored."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,7 +127,7 @@ def export(options: ExportOptions) -> int:
                 model=model,
                 dtype=options.dtype,
                 max_shard_size=options.max_shard_size,
-                config={name: config[name] for name in _OF_A_TOKENIZER if name in config},
+                config={name: x for name, x in config.items() if name not in _OF_THE_TENSORS},
                 progress=progress,
             )
     kept = [run / MODEL / name for name in BESIDE if name != "config.json"]

@@ -14,7 +14,7 @@ from tools.hugging_face import read_file, write_file
 from tools.quick import quick_compilation  # noqa: F401
 
 import zeroxla
-from zeroxla.checkpoint.weights import export, safetensors_writer
+from zeroxla.checkpoint.weights import export_files, safetensors_writer
 from zeroxla.checkpoint.weights.export import export_params
 from zeroxla.checkpoint.weights.pretrained import from_pretrained
 from zeroxla.models import GPT, MLP, Llama
@@ -220,7 +220,9 @@ def test_a_folder_that_cannot_be_written_is_named(state, tmp_path, monkeypatch):
     monkeypatch.setattr(safetensors_writer, "open", denied, raising=False)
     with pytest.raises(ValueError, match=r"cannot write the export to .*: Permission denied"):
         export_params(state, tmp_path)
-    monkeypatch.setattr(export.shutil, "disk_usage", lambda folder: SimpleNamespace(free=1000))
+    monkeypatch.setattr(
+        export_files.shutil, "disk_usage", lambda folder: SimpleNamespace(free=1000)
+    )
     with pytest.raises(ValueError, match=r"the export needs 1.. kB, and .* has 1 kB free"):
         export_params(state, tmp_path)
 

@@ -23,7 +23,7 @@ from tools.quick import quick_compilation, thinned  # noqa: F401
 
 import zeroxla
 from zeroxla.checkpoint.checkpointer import Checkpointer
-from zeroxla.checkpoint.weights import export
+from zeroxla.checkpoint.weights import export_files
 from zeroxla.checkpoint.weights.export import export_params
 from zeroxla.checkpoint.weights.pretrained import from_pretrained
 from zeroxla.checkpoint.weights.sources import StateSource
@@ -260,7 +260,7 @@ def test_other_processes_take_part_and_write_nothing(tmp_path, monkeypatch, gpt)
     read = []
     plain = StateSource.read
     monkeypatch.setattr(StateSource, "read", lambda self, p: (read.append(p), plain(self, p))[1])
-    monkeypatch.setattr(export.jax, "process_index", lambda: 1)
+    monkeypatch.setattr(export_files.jax, "process_index", lambda: 1)
     export_params(state, tmp_path / "out", model=model)
     assert len(read) == len(jax.tree.leaves(state.params))
     assert not (tmp_path / "out").exists()

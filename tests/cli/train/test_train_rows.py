@@ -157,7 +157,6 @@ class TestRefused:
             (["--max-bad-rows", 0], "1 of 301 rows are bad, more than the share of 0.0"),
             (["--max-bad-rows", 2], "--max-bad-rows 2.0 is a share: at most 1"),
             (["--chat-template", "none.jinja"], "cannot read the chat template none.jinja"),
-            (["--packing", "--pipe", 2], "--packing"),
         ],
     )
     def test_options(self, file, tmp_path, monkeypatch, capsys, arguments, message):

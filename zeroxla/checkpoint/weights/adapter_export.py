@@ -14,7 +14,8 @@ from zeroxla.checkpoint.weights.adapter_names import (
     known_format,
     target_modules,
 )
-from zeroxla.checkpoint.weights.export import ExportLayout, check_export_dtype, export_leaves
+from zeroxla.checkpoint.weights.export import check_export_dtype
+from zeroxla.checkpoint.weights.export_files import ExportLayout, export_leaves
 from zeroxla.checkpoint.weights.safetensors_writer import make_plan
 from zeroxla.checkpoint.weights.sources import WeightSource
 from zeroxla.checkpoint.weights.tensor_names import shapes_of

@@ -12,7 +12,7 @@ import numpy as np
 
 from zeroxla.checkpoint.weights.adapter_import import read_adapter
 from zeroxla.checkpoint.weights.dequantize import EIGHT_BITS, Quantized
-from zeroxla.checkpoint.weights.leaf_in_files import LeafInFiles, leaves_in_files
+from zeroxla.checkpoint.weights.leaf_in_files import leaves_in_files
 from zeroxla.checkpoint.weights.safetensors_reader import TensorReader, check_dtype
 from zeroxla.checkpoint.weights.tensor_names import (
     NamedLeaf,
@@ -42,12 +42,13 @@ def from_pretrained(
     """Make a training state whose parameters come from a Hugging Face folder.
 
     Args:
-      model: the step's model: a `GPT`, a function `rngs -> Llama`, or another model whose class has
-        the attribute `hugging_face`. `zeroxla.models.from_hugging_face(folder)` builds one. With a
+      model: the step's model: a `GPT`, a function `rngs -> Decoder`, or another model with the
+        attribute `hugging_face`. `zeroxla.models.from_hugging_face(folder)` builds one. With a
         model that `zeroxla.lora` made, the base is read, and the adapters are new, or those of
         `adapter`.
       folder: holds `config.json` and `model.safetensors`, or an index and its files, in float32,
-        bfloat16 or float16. All processes must see it.
+        bfloat16 or float16, or in 8 bits of a kind that `config.json` names (docs/families.md). All
+        processes must see it.
       step: a step of the model that has seen a batch (`init` or `abstract_state`).
       key: a PRNG key for dropout and the like. None means `jax.random.key(0)`.
       adapter: the folder of a PEFT adapter, for a model that `zeroxla.lora_from_adapter` made of
@@ -75,13 +76,13 @@ def from_pretrained(
             "zeroxla.lora_from_adapter(model, adapter) returns, to this function and to make_step"
         )
 
-    def prepare() -> dict[Path, LeafInFiles]:
+    def prepare() -> Any:
         module = abstract(model if adapters is None else adapters.model)
         format = format_of(module)
         if format is None:
             raise ValueError(
-                f"a {type(module).__name__} has no Hugging Face format; give a model whose class "
-                "has the attribute hugging_face, such as GPT or Llama"
+                f"a {type(module).__name__} has no Hugging Face format; give a model with the "
+                "attribute hugging_face, such as from_hugging_face builds"
             )
         naturals = shapes_of(adapters.plan.shapes) if adapters else natural_shapes(shapes)
         check_shapes(module, naturals, "the step")
@@ -95,15 +96,13 @@ def from_pretrained(
         leaves = format_leaves(naturals, format, module)
         quantized = Quantized.of(config)
         names = find_tensors(reader, leaves, format, quantized)
-        return leaves_in_files(leaves, reader, names, quantized)
+        arrays = leaves_in_files(leaves, reader, names, quantized)
+        if adapters is None or adapter is None:
+            return arrays
+        return {BASE: to_nested(arrays), LORA: read_adapter(adapters, adapter)}
 
     arrays = together("pretrained weights", prepare)
-    key = jax.random.key(0) if key is None else key
-
-    if adapters is None or adapter is None:
-        return step.init_from(arrays, key)
-    lora = read_adapter(adapters, adapter)
-    return step.init_from({BASE: to_nested(arrays), LORA: lora}, key)
+    return step.init_from(arrays, jax.random.key(0) if key is None else key)
 
 
 def natural_shapes(state: TrainState) -> dict[Path, tuple[int, ...]]:

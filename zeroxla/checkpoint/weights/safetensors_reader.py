@@ -59,6 +59,7 @@ class TensorReader:
         self._library = _library()
         self.folder = folder
         self._files: dict[str, Any] = {}
+        self._first_bytes: dict[Path, dict[str, int]] = {}
         self.tensors: dict[str, StoredTensor] = {}
         places = _places(folder) if alone is None else None
         for file in sorted({alone or SINGLE} if places is None else set(places.values())):
@@ -97,13 +98,29 @@ class TensorReader:
         """Return a part of a tensor that weights need not have the dtype of."""
         stored, opened = self.tensors[name], self._files[name]
         if stored.dtype == FLOAT8:
-            return _mapped(name, stored)[index]
+            return self._mapped(name)[index]
         if not stored.shape or 0 in stored.shape:  # the library takes no slices of these
             return opened.get_tensor(name)[index]
         shape = tuple(part.stop - part.start for part in index)
         if 0 in shape:
             return np.empty(shape, _READABLE.get(stored.dtype, np.float32))
         return opened.get_slice(name)[index]
+
+    def _mapped(self, name: str) -> np.ndarray:
+        """Return a tensor of 8-bit floats, mapped from its file, which the library has checked."""
+        stored = self.tensors[name]
+        if stored.file not in self._first_bytes:
+            with open(stored.file, "rb") as file:
+                (length,) = struct.unpack("<Q", file.read(8))
+                header = json.loads(file.read(length))
+            self._first_bytes[stored.file] = {
+                key: 8 + length + said["data_offsets"][0]
+                for key, said in header.items()
+                if key != "__metadata__"
+            }
+        dtype = np.dtype(ml_dtypes.float8_e4m3fn)
+        first = self._first_bytes[stored.file][name]
+        return np.memmap(stored.file, dtype, "r", first, stored.shape)
 
     def _open(self, path: Path) -> Any:
         try:
@@ -130,15 +147,6 @@ def check_dtype(name: str, stored: StoredTensor) -> None:
             f"the tensor {name} in {stored.file} is of the dtype {stored.dtype}; weights are read "
             f"from {', '.join(_READABLE)}: convert it, quantised ones with the program that made it"
         )
-
-
-def _mapped(name: str, stored: StoredTensor) -> np.ndarray:
-    """Return a tensor of 8-bit floats, mapped from its file, which the library has checked."""
-    with open(stored.file, "rb") as file:
-        (length,) = struct.unpack("<Q", file.read(8))
-        first, _ = json.loads(file.read(length))[name]["data_offsets"]
-    dtype = np.dtype(ml_dtypes.float8_e4m3fn)
-    return np.memmap(stored.file, dtype, "r", 8 + length + first, stored.shape)
 
 
 def _places(folder: Path) -> Mapping[str, str] | None:

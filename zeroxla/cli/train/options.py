@@ -131,7 +131,8 @@ class RunOptions:
     keep: int = 2
     """Number of checkpoints to keep."""
     prompt: str = "def "
-    """Text that the trained model continues at the end. After conversations: what the user says."""
+    """Text that the trained model continues at the end. A model that was trained on conversations
+    is given it as what the user says."""
     sample_bytes: int = 300
     """Length of that continuation, in bytes (with --init, tokens). 0 prints none."""
     temperature: float = 0.7

@@ -148,11 +148,6 @@ class RowsTask(LanguageTask):
                 "--packing: this model takes no segments, so tokens of one row would see those of "
                 "another; leave it out"
             )
-        if self.options.pipeline.pipe > 1:
-            raise ValueError(
-                f"--packing with --pipe {self.options.pipeline.pipe}: stages do not hand segments "
-                "on; leave one of them out"
-            )
 
 
 def check_text_only(options: TrainOptions) -> None:
