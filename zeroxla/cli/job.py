@@ -10,7 +10,7 @@ import abc
 import contextlib
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -21,7 +21,7 @@ from zeroxla.checkpoint.checkpointer import Checkpointer
 from zeroxla.checkpoint.errors import SaveError
 from zeroxla.cli.circumstances import check_same, circumstances
 from zeroxla.cli.continued_run import RUNS
-from zeroxla.cli.errors import LostRunError, RunFolderError, UsageError
+from zeroxla.cli.errors import LostRunError, RunFolderError
 from zeroxla.cli.held_run import HeldRun, unwritten
 from zeroxla.cli.interrupt import StopRequest, stop_on_signal
 from zeroxla.cli.islands.folders import folder_of
@@ -29,6 +29,7 @@ from zeroxla.cli.option_groups import JobOptions
 from zeroxla.cli.run_folder import CHECKPOINTS, NoRunFolder, RunFolder
 from zeroxla.cli.run_lock import check_free
 from zeroxla.cli.run_sections import read_section
+from zeroxla.cli.tracking.observer import Observer
 from zeroxla.cli.train.output import Output, resume_command
 from zeroxla.mesh.processes.environment import STARTED
 from zeroxla.mesh.processes.exchange import agree, exchange, on_first
@@ -55,6 +56,7 @@ class Job(abc.ABC, Generic[_Options, _Output]):
       held: keeps other runs from the folder, and errors of libraries from the screen.
       done: the number of steps that the state has taken.
       bar: the progress bar, while the loop runs.
+      observer: the trackers, the profile and the seconds by phase.
     """
 
     command: ClassVar[str]
@@ -77,6 +79,7 @@ class Job(abc.ABC, Generic[_Options, _Output]):
         self.named: Path = options.output.run or RUNS / f"{self.command}-{started}"
         self.path = folder_of(self.named, slot)
         self.done = 0
+        self.observer = Observer.of(options.tracking, self.num_steps, self.path, output.warn)
         on_first("run folder", lambda: check_free(self.path))  # at once; it is taken later
         with extra("cli", f"zeroxla {self.command} needs"):
             import matplotlib.figure  # noqa: F401  (used after the last step, when it is too late)
@@ -170,6 +173,12 @@ class Job(abc.ABC, Generic[_Options, _Output]):
             found = on_first("run folder", lambda: self._new_folder(config))
             self.open_checkpoints()
         self.folder = found or NoRunFolder()
+        self.observer.begin(self.folder, self.command, self.done)
+
+    def log(self, step: int, values: dict[str, float]) -> None:
+        """Record the values of a step, and tell the trackers."""
+        self.folder.log(step, values)
+        self.observer.trackers.log(step, values)
 
     def _new_folder(self, config: dict[str, Any]) -> RunFolder:
         folder = RunFolder.create(self.path, config, self.output.warn, self.named)
@@ -264,31 +273,8 @@ class Job(abc.ABC, Generic[_Options, _Output]):
     def close(self) -> None:
         """Wait for checkpoints that are being written, and give the run folder back."""
         try:
+            self.observer.end(finished=self.done >= self.num_steps)
             self.checkpoints.close()
         finally:
             del self.checkpoints  # and the errors that it refers to: the log tells of all of them
             self.held.release()
-
-
-def run_job(make: Callable[[], Job[Any, Any]]) -> int:
-    """Make a job and run it.
-
-    Returns:
-      The exit status: 0, also when interrupted and saved; 1 if the last state could not be saved.
-
-    Raises:
-      UsageError: an option or an input cannot work. It is found before the first step.
-      RunFolderError: something besides a checkpoint could not be written.
-    """
-    try:
-        job = make()
-    except ValueError as error:
-        raise UsageError(str(error)) from error
-    try:
-        status = job.run()
-    except BaseException:
-        with contextlib.suppress(SaveError):  # what ended the run is said
-            job.close()
-        raise
-    job.close()
-    return status

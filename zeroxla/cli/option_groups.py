@@ -67,6 +67,7 @@ class JobOptions(OptionGroups):
     """The options of a command that has runs."""
 
     output: Any  # a group with the options run, resume, save_every and keep
+    tracking: Any  # a TrackingOptions
 
 
 def check_seed(seed: int) -> None:

@@ -1,31 +1,22 @@
-"""The folder of a training run: config.json, metrics.jsonl, TensorBoard events, plots and texts.
+"""The folder of a training run: config.json, metrics.jsonl, plots and texts.
 
 `metrics.jsonl` is the record: each line is a JSON object with "step" and the values of that step.
-The events and the plot repeat it. A write that fails, as on a full disk, loses nothing: the failure
-is reported once, and lines and events wait in memory until the disk takes them.
+Plots and trackers repeat it. A write that fails, as on a full disk, loses nothing: the failure is
+reported once, and lines wait in memory until the disk takes them.
 """
-
-# Generated protobuf modules make their names when they are imported.
-# pyright: reportAttributeAccessIssue=false
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import math
 import os
-import struct
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tensorboardX.proto.event_pb2 import Event, SessionLog
-from tensorboardX.proto.summary_pb2 import Summary
-from tensorboardX.record_writer import masked_crc32c
-
 from zeroxla.checkpoint.errors import in_words
+from zeroxla.cli.appended_files import AppendedFiles
 from zeroxla.cli.errors import RunFolderError
 from zeroxla.cli.run_lock import LOCK
 
@@ -43,18 +34,14 @@ class RunFolder:
     Args:
       path: the folder.
       report: called with a sentence when metrics cannot be written, and when they can again.
+
+    Attributes:
+      files: appends to the folder's files.
     """
 
     def __init__(self, path: Path, report: Callable[[str], None] = lambda text: None):
         self.path = path
-        self._report = report
-        # (file name, bytes) in the order of writing; each entry is written whole or not at all.
-        self._pending: list[tuple[str, bytes]] = []
-        self._failing = False
-        # Not tensorboardX's SummaryWriter: it writes from a thread with a bounded queue, and when a
-        # full disk has ended that thread, the training loop blocks on the queue for ever.
-        self._events = f"events.out.tfevents.{time.time_ns()}"
-        self._add_event(file_version="brain.Event:2")
+        self.files = AppendedFiles(path, report)
 
     @classmethod
     def create(
@@ -115,26 +102,13 @@ class RunFolder:
                 f"cannot write the run folder {path}: {error}; free space or correct its "
                 "permissions, then resume again"
             ) from error
-        # Tells TensorBoard to forget those steps, too.
-        folder._add_event(step=step + 1, session_log=SessionLog(status=SessionLog.START))
         return folder
 
     def log(self, step: int, values: dict[str, float | int]) -> None:
         """Record the values of a step. Values that are not finite become null. A full disk is no
         error."""
         line = {"step": step} | {n: v if math.isfinite(v) else None for n, v in values.items()}
-        self._pending.append((METRICS, (json.dumps(line) + "\n").encode()))
-        scalars = [Summary.Value(tag=n, simple_value=float(v)) for n, v in values.items()]
-        self._add_event(step=step, summary=Summary(value=scalars))
-        error = self._flush()
-        if error and not self._failing:
-            self._report(
-                f"cannot write metrics to {self.path}: {error}\n"
-                "training goes on, and lines wait in memory until there is room"
-            )
-        elif self._failing and not error:
-            self._report(f"metrics are written to {self.path} again")
-        self._failing = error is not None
+        self.files.append(METRICS, (json.dumps(line) + "\n").encode())
 
     def metrics(self) -> list[dict[str, Any]]:
         """Return the lines of metrics.jsonl. A last line that a crash has cut short is left out."""
@@ -174,31 +148,7 @@ class RunFolder:
         Raises:
           RunFolderError: lines could not be written.
         """
-        error = self._flush()
-        if error:
-            num_lines = sum(name == METRICS for name, _ in self._pending)
-            raise RunFolderError(
-                f"{num_lines} lines could not be written to {self.path / METRICS}: {error}"
-            )
-
-    def _flush(self) -> str | None:
-        """Append the entries that wait; return the error that stopped it, or None."""
-        try:
-            while self._pending:
-                name, data = self._pending[0]
-                with open(self.path / name, "ab", buffering=0) as file:
-                    _append_whole(file, data)
-                del self._pending[0]
-        except OSError as error:
-            return in_words(error, self.path)
-        return None
-
-    def _add_event(self, **fields: Any) -> None:
-        data = Event(wall_time=time.time(), **fields).SerializeToString()
-        # TensorFlow's record format: length, its checksum, data, its checksum.
-        size = struct.pack("<Q", len(data))
-        checksums = [struct.pack("<I", masked_crc32c(part)) for part in (size, data)]
-        self._pending.append((self._events, size + checksums[0] + data + checksums[1]))
+        self.files.close(METRICS)
 
     @contextlib.contextmanager
     def _replacing(self, name: str) -> Iterator[Path]:
@@ -282,15 +232,3 @@ def check_command(path: Path, config: dict[str, Any], command: str) -> None:
             f"{path} is a run of `zeroxla {made_by}`, and this needs one of `zeroxla {command}`; "
             "name another folder"
         )
-
-
-def _append_whole(file: Any, data: bytes) -> None:
-    """Append all of `data`, or nothing."""
-    start = file.seek(0, os.SEEK_END)
-    try:
-        if file.write(data) != len(data):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    except OSError:
-        with contextlib.suppress(OSError):
-            file.truncate(start)
-        raise

@@ -4,6 +4,7 @@ from zeroxla.hybrid.phase_memory import PhaseReport
 from zeroxla.inspect.comms import comms
 from zeroxla.inspect.comms_report import CommsReport, Row
 from zeroxla.inspect.memory import memory
+from zeroxla.inspect.phase_times import PhaseTimes, phase_times
 from zeroxla.inspect.pictures import (
     plot_axes,
     plot_comms,
@@ -16,6 +17,7 @@ from zeroxla.inspect.pictures import (
     plot_search,
 )
 from zeroxla.inspect.schedule import ScheduleReport, schedule
+from zeroxla.inspect.scoped_trace import write_scoped_trace
 from zeroxla.offload.array_bytes import array_bytes_per_device
 from zeroxla.program.compiled_memory import MemoryReport
 from zeroxla.program.live.residents import Resident
@@ -28,6 +30,7 @@ __all__ = [
     "CommsReport",
     "MemoryReport",
     "PhaseReport",
+    "PhaseTimes",
     "Resident",
     "Row",
     "ScheduleReport",
@@ -36,6 +39,7 @@ __all__ = [
     "comms",
     "format_bytes",
     "memory",
+    "phase_times",
     "plot_axes",
     "plot_comms",
     "plot_disk",
@@ -46,4 +50,5 @@ __all__ = [
     "plot_schedule",
     "plot_search",
     "schedule",
+    "write_scoped_trace",
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax.numpy as jnp
@@ -22,14 +22,33 @@ def flops_of(eq: Equation) -> float:
     every other equation one for each element of its results. Of branches the most expensive one
     counts, and a `while` loop counts as one turn, because the number of its turns depends on data.
     """
+    return _with_inner(eq, _flops)
+
+
+def all_product_flops(eq: Equation) -> float:
+    """Return the FLOPs of an equation as `flops_of` does, but of products and convolutions alone:
+    what the utilization of a device (MFU) counts."""
+    return _with_inner(eq, product_flops)
+
+
+def _with_inner(eq: Equation, flops: Callable[[Equation], float]) -> float:
+    """Return the FLOPs of an equation by a rule for those without equations inside."""
+
+    def all_of(program: Program) -> float:
+        return sum(_with_inner(inner, flops) for inner in program.equations)
+
     if eq.name == "scan":
         scan = Scan(eq)
-        return scan.length * _sum(scan.body(compat.forward_jaxpr))
+        return scan.length * all_of(scan.body(compat.forward_jaxpr))
     if eq.name == "while":
         loop = While(eq)
-        return _sum(loop.test()) + _sum(loop.body())
+        return all_of(loop.test()) + all_of(loop.body())
     if eq.name == "cond":
-        return max(map(_sum, branches_of(eq)), default=0.0)
+        return max(map(all_of, branches_of(eq)), default=0.0)
+    return flops(eq)
+
+
+def _flops(eq: Equation) -> float:
     if eq.name in FACTORIZATION_FLOPS and eq.values and len(shape := _shape(eq.inputs[0])) > 1:
         *batch, m, n = shape
         # A solve also goes through the columns of its right-hand side.
@@ -37,10 +56,6 @@ def flops_of(eq: Equation) -> float:
         return FACTORIZATION_FLOPS[eq.name] * math.prod(batch) * m * n * min(m, wide)
     elements = float(sum(v.aval.size for v in eq.outputs))
     return product_flops(eq) or elements
-
-
-def _sum(program: Program) -> float:
-    return sum(map(flops_of, program.equations))
 
 
 def product_flops(eq: Equation) -> float:
@@ -51,6 +66,8 @@ def product_flops(eq: Equation) -> float:
         (contracted, _), _ = eq.params["dimension_numbers"]
         shape = _shape(eq.inputs[0])
         return 2.0 * out.aval.size * math.prod(shape[d] for d in contracted)
+    if eq.name == "ragged_dot_general":
+        return _ragged_flops(eq)
     if eq.name in ATTENTION_FORWARD:
         return _attention_flops(eq, of_queries=1, of_values=1)
     if eq.name in ATTENTION_BACKWARD:  # The scores again, and the derivatives of three operands.
@@ -61,6 +78,17 @@ def product_flops(eq: Equation) -> float:
         # An output element sums over all dims of the kernel but the output features.
         return 2.0 * out.aval.size * math.prod(kernel) / kernel[numbers[0]]
     return 0.0
+
+
+def _ragged_flops(eq: Equation) -> float:
+    """Return the FLOPs of a product of groups of rows with a matrix each: every row meets the
+    matrix of its own group alone."""
+    numbers = eq.params["ragged_dot_dimension_numbers"]
+    (_, contracted), (_, batch) = numbers.dot_dimension_numbers
+    beside = {*contracted, *batch, *numbers.rhs_group_dimensions}
+    right = _shape(eq.inputs[1])
+    free = (size for dim, size in enumerate(right) if dim not in beside)
+    return 2.0 * math.prod(_shape(eq.inputs[0])) * math.prod(free)
 
 
 def _attention_flops(eq: Equation, *, of_queries: int, of_values: int) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 
 PHASES = (
     "deal",
@@ -24,6 +25,39 @@ Only axes that split the work on one row have `deal`, which brings shards to the
 compute with their part, and gradients back. Only updates that need matrices whole have `owners`,
 which brings each matrix to the device that computes it, and the result back.
 """
+_UNIT = re.compile(r"unit\[([^\]]*)\]")
+
+
+def unit_scope(names: Iterable[str]) -> str:
+    """Return the scope of a unit's gather or reduce, which profiles show.
+
+    Args:
+      names: the paths of its leaves, `a/b/c`.
+
+    >>> unit_scope(["h/attn/c_attn/bias", "h/attn/c_proj/bias"])
+    'unit[h.attn]'
+    >>> unit_scope(["ln_f/bias", "wte/embedding"])
+    'unit[ln_f.bias and 1 more]'
+    """
+    paths = [name.split("/") for name in names]
+    common = []
+    for parts in zip(*paths):
+        if len(set(parts)) > 1:
+            break
+        common.append(parts[0])
+    if common or not paths:
+        return f"unit[{'.'.join(common)}]"
+    return f"unit[{'.'.join(paths[0])} and {len(paths) - 1} more]"
+
+
+def unit_of(op_name: str) -> str:
+    """Return the unit in a path of scopes, as `unit_scope` names it; "" if there is none.
+
+    >>> unit_of("jit(train)/shard_map/unit[h.attn]/gather/all_gather")
+    'h.attn'
+    """
+    found = _UNIT.search(op_name)
+    return found[1] if found else ""
 
 
 def phase_of(op_name: str, kind: str) -> str:
@@ -48,7 +82,7 @@ def phase_of(op_name: str, kind: str) -> str:
 
 def _phase(path: str, kind: str) -> str:
     # The last component is the primitive. It does not count: one primitive is named `gather`.
-    words = re.findall(r"\w+", path.rpartition("/")[0])
+    words = re.findall(r"\w+", _UNIT.sub("", path).rpartition("/")[0])
     if "update" in words:
         return "owners" if "owners" in words else "update"
     backward = "backward" in words or "transpose" in words

@@ -14,6 +14,7 @@ import jax
 from zeroxla.mesh.placement import Placement
 from zeroxla.program.shapes import shapes_of, shapes_on, structure_of
 from zeroxla.step.disk.steps import with_disk_shapes
+from zeroxla.step.model_flops import model_flops
 from zeroxla.step.notices import (
     layouts_of_the_model,
     useless_beside_reuse,
@@ -109,6 +110,18 @@ class StateShapes:
                 "step.abstract_state(batch) first, or pass on what that returns"
             )
         return self.traced.batch
+
+    def model_flops(self) -> float:
+        """Return the FLOPs of the model's products in a step of the traced batch, on all devices.
+
+        Raises:
+          ValueError: no batch was traced.
+        """
+        batch, known = self.last_batch, self.traced
+        assert known is not None
+        return model_flops(
+            self._programs, known.params, known.placements, known.model_state, batch, known.key
+        )
 
     def check(self, state: TrainState, batch: Any) -> None:
         """Check that a state fits the optimizer and the model, once for each structure of states.

@@ -259,6 +259,17 @@ class Step:
             state = self._fit.wired_shapes(state, batch)
             return self._compiled.memory(state, batch)
 
+    def model_flops(self) -> float:
+        """Return the FLOPs of the model's own products in a step of the batch that was seen last,
+        over all devices; divided by the seconds of a step and the devices' peak it is the MFU.
+
+        Backward counts twice forward (less with frozen leaves), and recomputation does not count.
+
+        Raises:
+          ValueError: the step has seen no batch.
+        """
+        return self._shapes.model_flops()
+
     def with_config(self, config: ZeroConfig, *, microbatches: int | None = None) -> Step:
         """Return a step with other options for the same state.
 

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from zeroxla.offload.disk.desk import Desk
+from zeroxla.program.phases import unit_scope
 from zeroxla.wire.bundles import ALONE_ELEMENTS, Bundle, bundle
 from zeroxla.wire.encodings import Encoding
 from zeroxla.wire.hops import FLOAT32, Hops, run_gather
@@ -97,15 +98,16 @@ class Gathers:
         self, sources: Sequence[LeafSource], routes: Sequence[Route], keys: Keys | None = None
     ) -> ArrivingUnit:
         """Run the collectives of `gather`, and keep secondary shards on the way."""
-        new = self._new_copies(sources, routes, keys)
-        sources = [new.get(i, s) for i, s in enumerate(sources)]
-        arriving = self._run(sources, routes, keys, to_leaf=True)
+        with jax.named_scope(unit_scope(route.name for route in routes)):
+            new = self._new_copies(sources, routes, keys)
+            sources = [new.get(i, s) for i, s in enumerate(sources)]
+            arriving = self._run(sources, routes, keys, to_leaf=True)
         return dataclasses.replace(arriving, secondary={**new, **arriving.secondary})
 
     def finish(self, arriving: ArrivingUnit, routes: Sequence[Route]) -> list[jax.Array]:
         """Cut the buffers into leaves, and decode them."""
         leaves: dict[int, jax.Array] = {}
-        with jax.named_scope("gather"):
+        with jax.named_scope(unit_scope(r.name for r in routes)), jax.named_scope("gather"):
             for b, buffer in zip(arriving.bundles, arriving.buffers, strict=True):
                 for i, x in zip(b.members, b.unpack(buffer), strict=True):
                     dtype = x.dtype if routes[i].is_wire else self.compute_dtype

@@ -21,6 +21,7 @@ from zeroxla.config.feedback import Feedback
 from zeroxla.config.wire_format import WireFormat, key_for
 from zeroxla.mesh.axes import DEVICE, NODE
 from zeroxla.mesh.placement import Placement
+from zeroxla.program.phases import unit_scope
 from zeroxla.program.random_keys import fold_in
 from zeroxla.wire.bundles import ALONE_ELEMENTS, Bundle, Parcel, bundle
 from zeroxla.wire.error_feedback import quantize_with_error
@@ -182,7 +183,7 @@ class Reduces:
         and hop. Of the others make all hops before the last one that sends wires, with one
         collective for all wires of a kind and hop."""
         started = StartedReduce({}, [])
-        with jax.named_scope("reduce"):
+        with jax.named_scope(unit_scope(r.name for r in routes)), jax.named_scope("reduce"):
             floats, wired = self._bundles(routes, axes)
             for b in floats:
                 x = b.pack(arrays)
@@ -202,7 +203,7 @@ class Reduces:
     ) -> list[jax.Array]:
         """Make the hops that `_start` left."""
         results = dict(started.shards)
-        with jax.named_scope("reduce"):
+        with jax.named_scope(unit_scope(r.name for r in routes)), jax.named_scope("reduce"):
             _, wired = self._bundles(routes, axes)
             for (kind, numbered), wires in zip(wired.items(), started.wires, strict=True):
                 sums = sum_wires(wires, self._hops(axes, kind), self.dtype, self.backend)

@@ -69,7 +69,12 @@ class Wiring:
         """Return the route of a leaf."""
         if not leaf.quantized:
             secondary = "wire" if self.secondary else None
-            return Route(placement=leaf.placement, secondary=secondary, is_wire=leaf.is_wire)
+            return Route(
+                placement=leaf.placement,
+                secondary=secondary,
+                is_wire=leaf.is_wire,
+                name=leaf.path,
+            )
         as_wire = self.weights is None or self.secondary == "wire"
         return Route(
             placement=leaf.placement,
@@ -78,6 +83,7 @@ class Wiring:
             values=self.weights if self.differences else None,
             differences=self.differences,
             secondary=("wire" if as_wire else "values") if self.secondary else None,
+            name=leaf.path,
         )
 
     def secondary_bytes(self, leaf: Leaf) -> int:

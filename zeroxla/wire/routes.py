@@ -87,6 +87,7 @@ class Route:
       secondary: the form in which its secondary shard is kept from forward to backward. None keeps
         none. "wire" keeps values that travel on in a format of their own in the form "coded".
       is_wire: whether the leaf is stored as a wire. Its bytes then travel unchanged.
+      name: the leaf's path, for the scopes that profiles show.
     """
 
     placement: Placement
@@ -96,6 +97,7 @@ class Route:
     differences: WireFormat | None = None
     secondary: Literal["wire", "values"] | None = None
     is_wire: bool = False
+    name: str = dataclasses.field(default="", compare=False)
 
     @property
     def keeps_coded(self) -> bool:

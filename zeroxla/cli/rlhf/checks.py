@@ -15,7 +15,7 @@ from zeroxla.mesh.processes.environment import ISLANDS
 
 FREE = frozenset(
     {"run", "resume", "steps", "save_every", "keep", "samples", "tensor", "max_skipped"}
-    | {"zero", "accumulate"}
+    | {"zero", "accumulate", "track", "profile"}
     | {f.name for group in WORKING for f in dataclasses.fields(group)}
 )
 """A resumed run takes these from the command line; a change of any other option is another run."""

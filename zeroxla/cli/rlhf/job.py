@@ -17,11 +17,12 @@ from zeroxla.cli.deepspeed_file import keep_deepspeed
 from zeroxla.cli.divergence import REMEDY, Divergence
 from zeroxla.cli.errors import DivergedError
 from zeroxla.cli.interrupt import StopRequest
-from zeroxla.cli.job import Job, run_job
+from zeroxla.cli.job import Job
 from zeroxla.cli.rlhf.options import RlhfOptions
 from zeroxla.cli.rlhf.output import RlhfOutput, as_text
 from zeroxla.cli.rlhf.plot import plot_run
 from zeroxla.cli.rlhf.start import START, Start, source_of
+from zeroxla.cli.run_job import run_job
 from zeroxla.cli.train.setup import mesh_for
 from zeroxla.cli.train.text import describe_corpus, record_of
 from zeroxla.hybrid.prompts import NotFiniteError
@@ -157,14 +158,18 @@ class RlhfJob(Job[RlhfOptions, RlhfOutput]):
             assert self.states is not None
             prompts = next(self.prompts)["tokens"]
             key = jax.random.fold_in(self.key, self.done)
+            self.observer.profiler.before(self.done + 1, self.settle)
             try:
-                self.states, metrics = self.learner.iterate(self.states, prompts, key)
+                with self.observer.profiler.step(self.done + 1):
+                    self.states, metrics = self.learner.iterate(self.states, prompts, key)
             except NotFiniteError as error:
                 raise DivergedError(
                     f"iteration {self.done + 1} cannot generate: {error}; {REMEDY}"
                 ) from error
             self.done += 1
-            self.folder.log(self.done, metrics)
+            if self.observer.profiler.after(self.done, self.settle):
+                self.output.print(f"Profile: {self.observer.profiler.folder}")
+            self.log(self.done, metrics)
             shown = ", ".join(f"{name} {metrics[name]:.3f}" for name in SHOWN)
             seconds = sum(value for name, value in metrics.items() if name.endswith("_s"))
             self.show_progress(self.done, f"{shown}, {seconds:.1f} s")
@@ -173,6 +178,11 @@ class RlhfJob(Job[RlhfOptions, RlhfOutput]):
                 self.save()
         for divergence in (self.actor_divergence, self.critic_divergence):
             divergence.check_end(self.done)
+
+    def settle(self) -> None:
+        """Wait until the devices have done all iterations."""
+        assert self.states is not None
+        jax.block_until_ready((self.states.actor, self.states.critic))
 
     def watch(self, metrics: Mapping[str, float]) -> None:
         """Take note of an iteration's optimizer steps: it was skipped if all of them were, or if a

@@ -11,6 +11,7 @@ from zeroxla.cli.mesh_options import MeshOptions, PipelineOptions
 from zeroxla.cli.offload_options import OffloadOptions
 from zeroxla.cli.optimizer_options import OptimizerOptions
 from zeroxla.cli.option_groups import LARGEST, JobOptions, check_seed, flag
+from zeroxla.cli.tracking.options import TrackingOptions
 from zeroxla.cli.train.options import ModelOptions, TextOptions, TrainingOptions, TrainOptions
 from zeroxla.cli.zero_options import (
     LEAST,
@@ -149,6 +150,7 @@ class RlhfOptions(JobOptions):
     hops: HopOptions = field(default_factory=HopOptions)
     fetch: FetchOptions = field(default_factory=FetchOptions)
     offload: OffloadOptions = field(default_factory=OffloadOptions)
+    tracking: TrackingOptions = field(default_factory=TrackingOptions)
     output: RlhfRunOptions = field(default_factory=RlhfRunOptions)
 
     def __post_init__(self) -> None:
@@ -168,6 +170,7 @@ class RlhfOptions(JobOptions):
             }
         )
         check_seed(self.learning.seed)
+        self.tracking.profiled(self.learning.steps)
         check_offload(self, self.pipeline.pipe)
         for name in ("learning_rate", "critic_learning_rate"):
             rate = getattr(self.learning, name)

@@ -28,7 +28,7 @@ WORKING = (
 FREE = frozenset(
     {"run", "resume", "steps", "eval_every", "eval_batches", "save_every", "keep", "max_bad_rows"}
     | {"prompt", "sample_bytes", "temperature", "max_skipped"}
-    | {"zero", "accumulate", "islands"}
+    | {"zero", "accumulate", "islands", "track", "profile"}
     | {f.name for group in WORKING for f in dataclasses.fields(group)}
 )
 

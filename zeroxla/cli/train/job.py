@@ -17,7 +17,8 @@ from zeroxla.cli.data.sources import with_weight
 from zeroxla.cli.deepspeed_file import keep_deepspeed
 from zeroxla.cli.divergence import Divergence
 from zeroxla.cli.interrupt import StopRequest
-from zeroxla.cli.job import Job, run_job
+from zeroxla.cli.job import Job
+from zeroxla.cli.run_job import run_job
 from zeroxla.cli.train.images import ImageTask
 from zeroxla.cli.train.island import (
     AsIsland,
@@ -38,10 +39,11 @@ from zeroxla.cli.train.setup import (
     takes_file_optimizer,
 )
 from zeroxla.cli.train.stages import Stages
+from zeroxla.cli.train.step_values import StepValues
 from zeroxla.cli.train.targets import count_targets
 from zeroxla.cli.train.task import Task
 from zeroxla.cli.train.text import TextTask
-from zeroxla.cli.train.utilization import flops_per_token, peak_flops_per_s
+from zeroxla.cli.train.utilization import peak_flops_per_s
 from zeroxla.mesh.batches import process_shard
 from zeroxla.step.disk.steps import has_disk
 from zeroxla.step.make import make_step
@@ -94,10 +96,6 @@ class TrainJob(Job[TrainOptions, Output]):
         self.valid_batches = [self.step.place(rows, train=False) for rows in own_rows]
         # And so is a disk without room.
         self.on_disk = self.step.disk.writer(shapes) if has_disk(shapes) else None
-        self.peak = None
-        if self.task.counted == "tokens":
-            self.peak = peak_flops_per_s(mesh.devices.flat[0].device_kind, mesh.size)
-        self.flops_per_token = flops_per_token(shapes.params)
         self.divergence = Divergence(limit=options.training.max_skipped, warn=output.warn)
         self.stages: Stages | None = None
         if options.pipeline.pipe > 1:
@@ -131,7 +129,16 @@ class TrainJob(Job[TrainOptions, Output]):
         if self.state is None:
             key = jax.random.key(self.options.training.seed)
             self.state = self.step.init(key, self.valid_batches[0])
-        self.output.program(self.step, inner_of(self.state), self.valid_batches[0], self.stages)
+        rows = self.valid_batches[0]
+        self.program = self.output.program(self.step, inner_of(self.state), rows, self.stages)
+        self.values = StepValues(
+            task=self.task,
+            num_rows=self.options.text.batch,
+            schedule=self.schedule,
+            model_flops=self.step.model_flops(),
+            peak=peak_flops_per_s(self.mesh.devices.flat[0].device_kind, self.mesh.size),
+            of_program=self.program.values(),
+        )
         if self.stages:
             self.stages.write(self.folder)
         if self.island is not None:
@@ -153,13 +160,19 @@ class TrainJob(Job[TrainOptions, Output]):
         self.clock = time.perf_counter()
         stopping = stop.requested_by(self.done)
         while self.done < self.num_steps and not stopping:
-            batch = self.step.place(next(self.batches))
-            counts = count_targets(batch)
+            with self.observer.seconds("data"):
+                batch = self.step.place(next(self.batches))
+                counts = count_targets(batch)
             take = self.step if self.island is None else self.island.step
-            self.state, metrics = take(self.state, batch)
+            self.observer.profiler.before(self.done + 1, self.settle)
+            with self.observer.profiler.step(self.done + 1), self.observer.seconds("dispatch"):
+                self.state, metrics = take(self.state, batch)
             self.done += 1
+            if count := self.observer.profiler.after(self.done, self.settle):
+                self.output.profile(self.observer.profiler.folder, self.program, count)
+            phases = self.observer.seconds.taken()
             self.record(waiting)
-            waiting = (self.done, {**metrics, **counts})
+            waiting = (self.done, {**metrics, **counts}, phases)
             stopping = stop.requested_by(self.done)
             evaluate, save = self.is_due(output.eval_every), self.is_due(output.save_every)
             if evaluate or save or stopping:
@@ -170,7 +183,9 @@ class TrainJob(Job[TrainOptions, Output]):
                 elif save:
                     self.check_loss()
                 if save and self.divergence.may_save(self.done):
-                    self.save()
+                    with self.observer.seconds("save"):
+                        self.save()
+                    self.log(self.done, self.observer.seconds.taken())
                 self.clock = time.perf_counter()
         self.record(waiting)
         if self.done == self.num_steps:
@@ -179,36 +194,22 @@ class TrainJob(Job[TrainOptions, Output]):
             self.results = self.evaluate()  # before the last checkpoint, which may replace others
         self.divergence.check_end(self.done)
 
-    def record(self, waiting: tuple[int, dict[str, Any]] | None) -> None:
+    def settle(self) -> None:
+        """Wait until the devices have done all steps."""
+        jax.block_until_ready(inner_of(self.state))
+
+    def record(self, waiting: tuple[int, dict[str, Any], dict[str, float]] | None) -> None:
         """Write one step's metrics; reading them waits until the step is done."""
         if waiting is None:
             return
-        number, metrics = waiting
-        values = {
-            name: np.asarray(value).item()
-            for name, value in jax.device_get(metrics).items()
-            if name not in ("examples_per_s", "tokens_per_s") and np.ndim(value) == 0
-        }
-        now = time.perf_counter()
-        rate = self.task.num_counted / (now - self.clock)
-        values[f"{self.task.counted}_per_s"] = rate
-        used = ""
-        if self.peak is not None:
-            values["mfu"] = self.flops_per_token * rate / self.peak
-            used = f", MFU {values['mfu']:.1%}"
-        if self.schedule is not None:
-            values["learning_rate"] = np.asarray(self.schedule(number - 1)).item()
+        number, metrics, phases = waiting
+        with self.observer.seconds("wait"):
+            jax.block_until_ready(metrics)
+        now, phases = time.perf_counter(), phases | self.observer.seconds.taken()
+        values = self.values.read(number, metrics, now - self.clock, phases)
         self.clock = now
-        self.folder.log(number, values)
-        shares = "".join(f", {name} {values[name]:.0%}" for name in self.task.metrics)
-        skipped = f", {values['skipped']:.0f} skipped" if values["skipped"] else ""
-        disk = "".join(
-            f", {values[name] / 1e6:,.0f} MB/s {way}"
-            for way, name in (("in", "disk_read_bytes_per_s"), ("out", "disk_write_bytes_per_s"))
-            if name in values
-        )
-        text = f"loss {values['loss']:.3f}{shares}{skipped}, {rate:,.0f} {self.task.counted}/s"
-        self.show_progress(number, text + used + disk + status_of(values))
+        self.log(number, values)
+        self.show_progress(number, self.values.line(values) + status_of(values))
         self.divergence.took(
             number,
             finite=bool(values["finite"]),
@@ -223,12 +224,15 @@ class TrainJob(Job[TrainOptions, Output]):
     def evaluate(self) -> dict[str, float]:
         """Return the mean loss and metrics on the validation batches, after recording them."""
         state = self.result()
+        started = time.perf_counter()
         found = jax.device_get([self.step.eval(state, batch) for batch in self.valid_batches])
+        seconds = time.perf_counter() - started
         means = {
             name: float(np.average([float(v[name]) for v in found], weights=self.valid_weights))
             for name in ("loss", *self.task.metrics)
         }
-        self.folder.log(self.done, {f"valid_{name}": value for name, value in means.items()})
+        named = {f"valid_{name}": value for name, value in means.items()}
+        self.log(self.done, {**named, "eval_s": seconds})
         shares = "".join(f", {name} {means[name]:.1%}" for name in self.task.metrics)
         self.output.print(f"step {self.done}: validation loss {means['loss']:.4f}{shares}")
         self.divergence.evaluated(self.done, means["loss"])

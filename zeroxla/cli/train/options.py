@@ -13,6 +13,7 @@ from zeroxla.cli.offload_options import OffloadOptions
 from zeroxla.cli.optimizer_options import OptimizerOptions
 from zeroxla.cli.option_groups import JobOptions, check_seed
 from zeroxla.cli.outer_options import OUTER_LEAST, IslandsOptions
+from zeroxla.cli.tracking.options import TrackingOptions
 from zeroxla.cli.zero_options import (
     LEAST,
     FetchOptions,
@@ -162,6 +163,7 @@ class TrainOptions(JobOptions):
     fetch: FetchOptions = field(default_factory=FetchOptions)
     offload: OffloadOptions = field(default_factory=OffloadOptions)
     outer: IslandsOptions = field(default_factory=IslandsOptions)
+    tracking: TrackingOptions = field(default_factory=TrackingOptions)
     output: RunOptions = field(default_factory=RunOptions)
 
     def __post_init__(self) -> None:
@@ -191,6 +193,7 @@ class TrainOptions(JobOptions):
             }
         )
         check_seed(self.training.seed)
+        self.tracking.profiled(self.training.steps)
         self.lora.check()
         check_offload(self, self.pipeline.pipe)
         if self.outer.outer != "none" and self.offload.offload_params == "disk":

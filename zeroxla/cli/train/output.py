@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-from zeroxla import inspect
+from zeroxla.cli.train.program_reports import ProgramReports
 from zeroxla.cli.train.stages import Stages
 from zeroxla.step.state import TrainState
 from zeroxla.step.step import Step
@@ -44,7 +44,9 @@ class Output:
         self.print(f"Mesh: {axes}, {devices[0].device_kind} devices{simulated}")
         self.print(source)
 
-    def program(self, step: Step, state: TrainState, batch: Any, stages: Stages | None) -> None:
+    def program(
+        self, step: Step, state: TrainState, batch: Any, stages: Stages | None
+    ) -> ProgramReports:
         """Compile the step; print its leaves or its stages, its memory and its collectives."""
         described = step.describe()
         for table in stages.tables() if stages else [described.table()]:
@@ -53,8 +55,15 @@ class Output:
             started = time.perf_counter()
             program = step.lower(state, batch).compile()
         self.print(f"Compiled the training step in {time.perf_counter() - started:.1f} s.")
-        self.console.print(inspect.memory(program).table())
-        self.console.print(inspect.comms(program, step.mesh).table())
+        found = ProgramReports.of(program, step.mesh)
+        self.console.print(found.memory.table())
+        self.console.print(found.comms.table())
+        return found
+
+    def profile(self, folder: Path, program: ProgramReports, steps: int) -> None:
+        """Print where the time of the profiled steps went, and where their trace is."""
+        self.console.print(program.times(folder, steps).table())
+        self.print(f"Profile: {folder}; for Perfetto: {program.trace(folder)}")
 
     def progress(self, total: int, done: int, label: str = "training") -> Progress:
         """Return a progress bar with one task; its field `status` is shown beside the bar."""

@@ -1,9 +1,8 @@
-"""MFU, the share of the devices' peak that a model's own work takes while it trains."""
+"""What devices could do at most, and what they have held."""
 
 from __future__ import annotations
 
 import jax
-import numpy as np
 
 from zeroxla.mesh.machines import Machines
 
@@ -24,12 +23,9 @@ def peak_flops_per_s(kind: str, count: int) -> float | None:
     return count * max(device.flops_per_s.values())
 
 
-def flops_per_token(params: object) -> float:
-    """Return the operations that a training step counts for each token: 6 for each parameter.
-
-    Attention and recomputation do not count. Padding of split leaves and frozen leaves do.
-
-    Args:
-      params: a pytree of arrays or shapes.
-    """
-    return 6.0 * sum(int(np.prod(x.shape)) for x in jax.tree.leaves(params))
+def peak_bytes() -> dict[str, float]:
+    """Return "peak_memory_bytes", the most that a device of this process has held so far; nothing
+    where devices do not count it, as CPUs do not."""
+    stats = [device.memory_stats() or {} for device in jax.local_devices()]
+    peaks = [found["peak_bytes_in_use"] for found in stats if "peak_bytes_in_use" in found]
+    return {"peak_memory_bytes": max(peaks)} if peaks else {}

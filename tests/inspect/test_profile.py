@@ -1,0 +1,140 @@
+"""Profiles: the time of phases and scopes, of hand-written events and of a step that runs."""
+
+from __future__ import annotations
+
+import gzip
+import json
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+import zeroxla
+from zeroxla import inspect
+from zeroxla.inspect.profile_events import TRACE, scope_of
+from zeroxla.models import GPT
+
+PROGRAM = """\
+HloModule jit_train, num_partitions=2
+
+body {
+  x = f32[8] parameter(0)
+  ROOT dot.1 = f32[8] multiply(x, x), metadata={op_name="jit(train)/forward/h/attn/dot"}
+}
+
+ENTRY main {
+  x = f32[8] parameter(0)
+  all-gather.1 = f32[8] all-gather(x), metadata={op_name="jit(train)/unit[h.attn]/gather/gather"}
+  while.1 = f32[8] while(all-gather.1), body=body, condition=body
+  ROOT add.1 = f32[8] add(while.1, x), metadata={op_name="jit(train)/update/opt/add"}
+}
+"""
+
+
+def event(name, start, dur, *, device=0, thread=1, module="jit_train"):
+    args = {"hlo_op": name, "hlo_module": module, "device_ordinal": str(device)}
+    return {
+        **{"ph": "X", "pid": 7, "tid": 10 * device + thread, "ts": start, "dur": dur},
+        **{"name": name, "args": args},
+    }
+
+
+def written(folder, events):
+    folder.mkdir()
+    with gzip.open(folder / TRACE, "wt") as file:
+        json.dump({"traceEvents": events}, file)
+    return folder
+
+
+# Two devices and two steps: each gathers for 100 us, computes in a loop of 40 us with 30 us of
+# products in it, waits 60 us, and updates for 20 us. The second device has a thread that repeats
+# nothing of the program.
+STEP = [("all-gather.1", 0, 100), ("while.1", 100, 40), ("dot.1", 105, 30), ("add.1", 200, 20)]
+EVENTS = [
+    event(name, start + shift, dur, device=device)
+    for device in (0, 1)
+    for shift in (0, 220)
+    for name, start, dur in STEP
+]
+
+
+def test_times_of_events_add_up(tmp_path):
+    other = event("add.1", 0, 1000, module="jit_evaluate", thread=2)
+    times = inspect.phase_times(written(tmp_path / "a", [*EVENTS, other]), PROGRAM, steps=2)
+    assert times.step == pytest.approx(0.220)
+    assert times.idle == pytest.approx(0.060)
+    assert times.phases == pytest.approx(
+        {"forward gather": 0.100, "forward": 0.030, "update": 0.020, "other": 0.010}
+    )
+    assert times.scopes == pytest.approx(
+        {
+            ("forward gather", "unit[h.attn]"): 0.100,
+            ("forward", "h/attn"): 0.030,
+            ("update", "opt"): 0.020,
+        }
+    )
+    assert (times.steps, times.devices) == (2, 2)
+    assert times.to_dict()["phases_ms"]["forward"] == pytest.approx(0.030)
+    assert "unit[h.attn]" in str(times)
+
+
+def test_a_gpu_repeats_its_operations_in_groups_that_do_not_count(tmp_path):
+    lanes = [
+        {"ph": "M", "pid": 7, "tid": tid, "name": "thread_name", "args": {"name": name}}
+        for tid, name in ((1, "Stream #13(Compute)"), (2, "Name Scope"))
+    ]
+    twice = [event("add.1", 0, 20), event("add.1", 0, 20, thread=2)]
+    times = inspect.phase_times(written(tmp_path / "a", [*lanes, *twice]), PROGRAM, steps=1)
+    assert times.phases == pytest.approx({"update": 0.020})
+
+
+def test_the_trace_for_viewers_names_phases_and_scopes(tmp_path):
+    file = inspect.write_scoped_trace(written(tmp_path / "a", EVENTS[:4]), PROGRAM)
+    with gzip.open(file, "rt") as opened:
+        events = json.load(opened)["traceEvents"]
+    assert [e["name"] for e in events] == [
+        "forward gather: unit[h.attn]",
+        "other: while.1",
+        "forward: h/attn",
+        "update: opt",
+    ]
+    assert [e["args"]["hlo_op"] for e in events] == [name for name, *_ in STEP]
+
+
+def test_bad_input(tmp_path):
+    with pytest.raises(ValueError, match=r"holds no perfetto_trace\.json\.gz; give a folder"):
+        inspect.phase_times(tmp_path, PROGRAM, steps=1)
+    with pytest.raises(ValueError, match="steps=0 must be 1 or more"):
+        inspect.phase_times(tmp_path, PROGRAM, steps=0)
+    with pytest.raises(ValueError, match="no operation of the program 'jit_train'"):
+        inspect.phase_times(written(tmp_path / "a", []), PROGRAM, steps=1)
+    with pytest.raises(ValueError, match="compiled program or its HLO text"):
+        inspect.phase_times(tmp_path / "a", "a poem", steps=1)
+
+
+def test_scopes_of_the_model():
+    path = "jit(train)/shard_map/while/body/transpose(jvp(forward))/GPT.loss/h/attn/dot_general"
+    assert scope_of(path) == "h/attn"
+    assert scope_of("jit(train)/transpose(jvp(unit[h.mlp]))/reduce/psum") == "unit[h.mlp]"
+    assert scope_of("add") == ""
+
+
+def test_a_step_that_ran(tmp_path):
+    mesh = zeroxla.make_mesh(nodes=2)
+    step = zeroxla.make_step(GPT.tiny(), mesh, optax.adamw(1e-3))
+    batch = {"tokens": np.zeros((16, 33), np.int32)}
+    state = step.init(jax.random.key(0), batch)
+    program = step.lower(state, batch).compile()
+    state, _ = step(state, batch)
+    jax.block_until_ready(state)
+    with jax.profiler.trace(str(tmp_path), create_perfetto_trace=True):
+        for _ in range(2):
+            state, _ = step(state, batch)
+        jax.block_until_ready(state)
+    times = inspect.phase_times(tmp_path, program, steps=2)
+    assert times.devices == 8
+    assert {"forward gather", "forward", "backward", "reduce", "update"} <= set(times.phases)
+    assert any("h/" in scope for _, scope in times.scopes)
+    assert any(scope.startswith("unit[") for _, scope in times.scopes)
+    assert 0 <= times.idle < times.step
