@@ -18,7 +18,7 @@ from mkdocs.structure.pages import Page
 ROOT = Path(__file__).resolve().parents[1]
 # Where a page's path on the site begins, and which files there are pages or pictures of pages.
 OUTSIDE = {
-    ROOT: ("CHANGELOG.md", "CONTRIBUTING.md", "notebooks/*.ipynb"),
+    ROOT: ("CHANGELOG.md", "CONTRIBUTING.md", "examples/README.md", "notebooks/*.ipynb"),
     ROOT / "benchmarks": ("results/*.md", "results/*.png"),
 }
 _LINK = re.compile(r"(\]\()([^)\s#]+)(#[^)\s]*)?(\))")

@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 import doctest
 import importlib
+import json
 import pkgutil
 import re
+import subprocess
 from pathlib import Path
 
 import jax
@@ -18,6 +20,7 @@ from zeroxla import models
 from zeroxla.cli.option_groups import flag
 from zeroxla.cli.option_help import groups_of, help_texts
 from zeroxla.cli.train.options import ALEXNET, TrainOptions
+from zeroxla.config import deepspeed
 from zeroxla.config.zero_config import UNQUANTIZED
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -170,3 +173,32 @@ def test_every_default_of_alexnet_is_in_the_help():
     groups = groups_of(TrainOptions)
     for (group, name), value in changed.items():
         assert f"alexnet: {value}" in help_texts(groups[group])[name], name
+
+
+def block_of(page: str, language: str) -> str:
+    """Return the first block of a page in a language."""
+    text = (REPOSITORY / "docs" / page).read_text()
+    found = re.search(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    assert found is not None
+    return found[1]
+
+
+def test_the_configuration_of_the_page_on_deepspeed_is_read():
+    found = deepspeed.read(json.loads(block_of("from_deepspeed.md", "json")))
+    assert list(found.ignored) == ["train_batch_size"]
+    text = (REPOSITORY / "docs" / "from_deepspeed.md").read_text()
+    assert [x for x in found.options if not re.search(rf"`{x}[`=]", text)] == []
+
+
+def test_the_slurm_script_is_one(tmp_path):
+    (tmp_path / "job.sh").write_text(block_of("gpus.md", "bash"))
+    subprocess.run(["bash", "-n", str(tmp_path / "job.sh")], check=True)
+
+
+def test_the_objects_of_kubernetes_are_yaml():
+    yaml = pytest.importorskip("yaml", reason="PyYAML is not installed")
+    service, job = yaml.safe_load_all(block_of("gpus.md", "yaml"))
+    assert (service["kind"], job["kind"]) == ("Service", "Job")
+    (container,) = job["spec"]["template"]["spec"]["containers"]
+    number = {x["name"]: x.get("value") for x in container["env"]}["ZEROXLA_NUM_PROCESSES"]
+    assert int(number) == job["spec"]["completions"] == job["spec"]["parallelism"]
