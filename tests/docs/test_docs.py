@@ -9,6 +9,7 @@ import json
 import pkgutil
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import jax
@@ -22,9 +23,15 @@ from zeroxla.cli.option_help import groups_of, help_texts
 from zeroxla.cli.train.options import ALEXNET, TrainOptions
 from zeroxla.config import deepspeed
 from zeroxla.config.zero_config import UNQUANTIZED
+from zeroxla.models.families import FAMILIES
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
+PAGES = [
+    REPOSITORY / "README.md",
+    REPOSITORY / "examples" / "README.md",
+    *sorted((REPOSITORY / "docs").glob("*.md")),
+    *sorted((REPOSITORY / "docs" / "families").glob("*.md")),
+]
 
 # A block runs if the first line of its fence says so: ```python runnable
 RUNNABLE = re.compile(r"^```python runnable\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -202,3 +209,14 @@ def test_the_objects_of_kubernetes_are_yaml():
     (container,) = job["spec"]["template"]["spec"]["containers"]
     number = {x["name"]: x.get("value") for x in container["env"]}["ZEROXLA_NUM_PROCESSES"]
     assert int(number) == job["spec"]["completions"] == job["spec"]["parallelism"]
+
+
+def test_pages_of_families_are_up_to_date():
+    script = REPOSITORY / "scripts" / "family_pages.py"
+    done = subprocess.run([sys.executable, script, "--check"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_every_family_has_a_page():
+    named = {file.stem for file in (REPOSITORY / "docs" / "families").glob("*.md")} - {"index"}
+    assert named == {*FAMILIES, "llama", "gpt2", "bert"}

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
+from tools.chatglm import CONFIG
 from tools.families import (
     DECODERS,
     forward_of,
@@ -126,15 +127,9 @@ def test_a_chatglm_is_a_glm_under_other_names(tmp_path):
         for kind in ("weight", "bias"):
             parts = [glm[f"{here}self_attn.{x}_proj.{kind}"] for x in "qkv"]
             tensors[f"{there}self_attention.query_key_value.{kind}"] = np.concatenate(parts)
-    config = {
-        **{"model_type": "chatglm", "num_layers": 2, "padded_vocab_size": 64, "hidden_size": 32},
-        **{"num_attention_heads": 4, "multi_query_attention": True, "multi_query_group_num": 2},
-        **{"ffn_hidden_size": 48, "kv_channels": 8, "layernorm_epsilon": 1.5625e-07},
-        **{"add_qkv_bias": True, "add_bias_linear": False, "rmsnorm": True, "seq_length": 64},
-    }
     folder = tmp_path / "hub"
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text(json.dumps(CONFIG))
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     model = from_hugging_face(folder)
     logits = forward_of(model)(leaves_in(folder, model), data["tokens"], mask_BL=data["mask"])
