@@ -19,6 +19,8 @@
 #   make gauntlet                       Flax models of the package index, as they are, through all of
 #                                       zeroxla; goes on where it was stopped
 #   make gauntlet ARGS="--only GPT-2"   one of them (--list prints the names)
+#   make recordings                     record again what Transformers and PEFT compute with the tiny
+#                                       models of the tests; ARGS="qwen3 phi3" names some
 #   make docs                           the documentation site, into site/
 #   make notebook                       open the notebooks in JupyterLab
 #   make clean                          remove environments and caches; runs/ is kept
@@ -41,10 +43,11 @@ OTHER  := $(if $(PYTHON),$(filter-out $(word 2,$(HAVE)),$(PYTHON)))
 STAMP  := $(VENV)/.installed
 PEERS  := .venv-peers
 GAUNTLET := .venv-gauntlet
+RECORD := .venv-record
 
 .DEFAULT_GOAL := help
 .PHONY: help setup train test test-slow test-full test-nightly check lint docs notebook gpu peers peers-islands same-model \
-    gauntlet clean force
+    gauntlet recordings clean force
 
 help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
@@ -146,6 +149,19 @@ $(GAUNTLET)/.installed: pyproject.toml benchmarks/gauntlet_parts/requirements.tx
 	touch $@
 
 # Strictly: a broken link, or a public name that cannot be found, is an error.
+recordings: $(RECORD)/.installed
+	$(RECORD)/bin/python tests/fixtures/families/record.py $(ARGS)
+	$(RECORD)/bin/python tests/fixtures/make_peft.py
+
+$(RECORD)/.installed: tests/fixtures/requirements.txt
+	@rm -f $@
+	@set -e; \
+	python=$$(PYTHON='$(PYTHON)' sh scripts/pick_python); \
+	echo "making $(RECORD) with $$python"; \
+	"$$python" -m venv --clear $(RECORD); \
+	$(RECORD)/bin/python -m pip install --quiet --disable-pip-version-check -r $<; \
+	touch $@
+
 docs:
 	@$(MAKE) --no-print-directory setup EXTRAS="$(EXTRAS) docs"
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict --quiet
@@ -155,5 +171,5 @@ notebook:
 	$(VENV)/bin/jupyter lab notebooks
 
 clean:
-	rm -rf .venv .venv-oldest .venv-peers .venv-gauntlet .cache .pytest_cache .ruff_cache .hypothesis build dist site *.egg-info
+	rm -rf .venv .venv-oldest .venv-peers .venv-gauntlet .venv-record .cache .pytest_cache .ruff_cache .hypothesis build dist site *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
