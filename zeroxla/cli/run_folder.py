@@ -187,7 +187,7 @@ class RunFolder:
             while self._pending:
                 name, data = self._pending[0]
                 with open(self.path / name, "ab", buffering=0) as file:
-                    _append_whole(file, data)
+                    append_whole(file, data)
                 del self._pending[0]
         except OSError as error:
             return in_words(error, self.path)
@@ -284,8 +284,8 @@ def check_command(path: Path, config: dict[str, Any], command: str) -> None:
         )
 
 
-def _append_whole(file: Any, data: bytes) -> None:
-    """Append all of `data`, or nothing."""
+def append_whole(file: Any, data: bytes) -> None:
+    """Append all of `data` to an unbuffered binary file, or nothing."""
     start = file.seek(0, os.SEEK_END)
     try:
         if file.write(data) != len(data):

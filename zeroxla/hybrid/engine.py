@@ -52,6 +52,7 @@ class HybridEngine(RowScores):
         training mean nothing here: `tensor` may be another than theirs.
       plan: which dim of which leaf is split, and why others are not; `print(engine.plan)`.
       max_length: the most tokens of a prompt and its continuation together.
+      vocabulary: the number of different tokens.
     """
 
     def __init__(
@@ -111,7 +112,7 @@ class HybridEngine(RowScores):
             found = LanguageModel.of(step, stored, options)
             calls = checked_calls(found)
             self._model = dataclasses.replace(found, calls=calls)
-            self._vocabulary = self._model.vocabulary
+            self.vocabulary = self._model.vocabulary
             self.plan: TensorPlan = self._model.plan(tensor)
         limits = limits.in_multiples(self._model.multiple)
         self._programs = GeneratePrograms(
@@ -120,7 +121,7 @@ class HybridEngine(RowScores):
         self.max_length = limits.max_length
         self._buckets = ShapeBuckets(limits=limits, copies=self._programs.copies)
         self._request = functools.partial(
-            Request.of, vocabulary=self._vocabulary, buckets=self._buckets
+            Request.of, vocabulary=self.vocabulary, buckets=self._buckets
         )
         self._compiled = CompiledPrograms(self._programs)
         self._copy = TensorCopy(self._programs, stored, release=release)

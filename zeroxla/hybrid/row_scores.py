@@ -20,7 +20,7 @@ class RowScores:
     _compiled: CompiledPrograms
     _copy: TensorCopy
     _buckets: ShapeBuckets
-    _vocabulary: int
+    vocabulary: int
 
     def logprobs(self, state: TrainState, tokens: Any) -> np.ndarray:
         """Return the log-probability of each token after the first, given those before it.
@@ -52,7 +52,7 @@ class RowScores:
         """Run a program of whole rows on tokens, padded to a shape that is compiled."""
         tokens = as_whole_rows(tokens)
         # The values of a critic need no token's own logit.
-        size = self._vocabulary if name == "logprobs" else np.iinfo(np.int32).max
+        size = self.vocabulary if name == "logprobs" else np.iinfo(np.int32).max
         check_vocabulary(tokens, size, "row")
         self._copy.check(state)
         rows, length = tokens.shape
