@@ -26,6 +26,7 @@ if TYPE_CHECKING:  # what follows in `_PLACES`, for those who read types
     from zeroxla.frontend.lora.model import LoraModel, lora
     from zeroxla.hybrid.engine import HybridEngine
     from zeroxla.hybrid.prompts import Generated
+    from zeroxla.hybrid.token_stream import StreamedTokens, TokenStream
     from zeroxla.mesh.batches import global_batch, process_shard
     from zeroxla.mesh.make_mesh import make_mesh
     from zeroxla.mesh.processes.start import initialize
@@ -71,6 +72,8 @@ __all__ = [  # noqa: RUF022 (grouped)
     # generation
     "Generated",
     "HybridEngine",
+    "StreamedTokens",
+    "TokenStream",
     # reinforcement learning
     "rlhf",
     # pipelines
@@ -126,6 +129,7 @@ _PLACES = {
     "frontend.lora.model": ("LoraModel", "lora"),
     "hybrid.engine": ("HybridEngine",),
     "hybrid.prompts": ("Generated",),
+    "hybrid.token_stream": ("StreamedTokens", "TokenStream"),
     "step.islands.island": ("Island",),
     "step.islands.membership.coordinator": ("Coordinator",),
     "step.islands.outer_state": ("IslandState",),

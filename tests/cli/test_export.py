@@ -257,7 +257,7 @@ def test_documents_keep_apart_and_text_comes_back(pretrained, text):
     assert whole.encode() == corpus.train.tobytes()
     assert vocabulary.encode("") == [0]
     assert vocabulary.decode(vocabulary.encode("line 3: é")) == "line 3: é"
-    with pytest.raises(ValueError, match="--prompt is empty"):
+    with pytest.raises(ValueError, match=r"a prompt is empty \(--prompt\)"):
         Tokens(pretrained, {}).encode("")
 
 

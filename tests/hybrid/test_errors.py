@@ -82,6 +82,15 @@ def test_models_that_cannot_generate():
     with pytest.raises(ValueError, match=r"a pair .* needs its logits"):
         HybridEngine(step, max_length=8)
 
+    layers = [nn.Embed(8, 8), nn.Dense(8)]
+    listed = zeroxla.Pipeline(
+        layers, lambda out, _: jnp.mean(out**2), inputs=lambda batch: batch["tokens"]
+    )
+    step = zeroxla.make_step(listed, mesh)
+    step.abstract_state(BATCH)
+    with pytest.raises(ValueError, match="A Pipeline of listed layers is such a pair, too"):
+        HybridEngine(step, max_length=8)
+
     step = zeroxla.make_step(NoCache(), mesh)
     step.abstract_state(BATCH)
     with pytest.raises(ValueError, match=r"does not say how long .* pass max_length="):

@@ -41,8 +41,24 @@ def generate():
             f"scores {tensor}": engine.logprobs(state, ROWS),
             f"logits {tensor}": engine.logits(state, ROWS),
             f"values {tensor}": engine.values(state, ROWS),
+            **{f"{name} {tensor}": x for name, x in streamed(engine, state).items()},
         }
     return found, engine, state
+
+
+def streamed(engine, state):
+    """Return the tokens of a stream; of another one that is left after two of them, too."""
+    import jax
+
+    options = {"key": jax.random.key(3), "max_new_tokens": 6}
+    with engine.stream(state, PROMPTS, **options) as stream:
+        left = [next(stream).tokens for _ in range(2)]
+    items = list(engine.stream(state, PROMPTS, every=4, **options))
+    return {
+        "left": np.stack(left, axis=1),
+        "streamed": np.stack([item.tokens for item in items], axis=1),
+        "streamed logprobs": np.stack([item.logprobs for item in items], axis=1),
+    }
 
 
 def main(file):

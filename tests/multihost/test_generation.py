@@ -18,6 +18,9 @@ def test_two_processes_generate_what_one_does(tmp_path):
     for lines in said:
         assert "pass the same prompts or tokens, key and options" in lines["refused"]
     want, *_ = generation.generate()
+    for tensor in (1, 2):
+        np.testing.assert_array_equal(want[f"streamed {tensor}"], want[f"tokens {tensor}"])
+        np.testing.assert_array_equal(want[f"left {tensor}"], want[f"tokens {tensor}"][:, :2])
     for process in (0, 1):
         with np.load(tmp_path / f"found_{process}.npz") as file:
             assert set(file) == set(want)

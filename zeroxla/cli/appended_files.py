@@ -68,15 +68,15 @@ class AppendedFiles:
             while self._pending:
                 name, entry = self._pending[0]
                 with open(self._folder / name, "ab", buffering=0) as file:
-                    _append_whole(file, entry)
+                    append_whole(file, entry)
                 del self._pending[0]
         except OSError as error:
             return in_words(error, self._folder)
         return None
 
 
-def _append_whole(file: Any, data: bytes) -> None:
-    """Append all of `data`, or nothing."""
+def append_whole(file: Any, data: bytes) -> None:
+    """Append all of `data` to an unbuffered binary file, or nothing."""
     start = file.seek(0, os.SEEK_END)
     try:
         if file.write(data) != len(data):

@@ -10,9 +10,12 @@ import dataclasses
 import difflib
 import json
 import tomllib
+import typing
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import tyro
 
 from zeroxla.cli.errors import UsageError
 from zeroxla.cli.option_groups import flag
@@ -37,8 +40,15 @@ def with_config(arguments: Sequence[str], kind: type[Any]) -> list[str]:
     if len(files) > 1:
         raise UsageError(f"{FLAG} is given {len(files)} times; write the options into one file")
     file = Path(files[0]).expanduser()
-    options = _flat(_read(file), {n: _names(k) for n, k in groups_of(kind).items()}, file)
-    return [word for name, value in options.items() for word in _words(name, value, file)] + rest
+    groups = groups_of(kind)
+    options = _flat(_read(file), {n: _names(k) for n, k in groups.items()}, file)
+    repeated = {name for group in groups.values() for name in _repeated(group)}
+    words: list[str] = []
+    for name, value in options.items():
+        # A flag that takes one value, and may be repeated, stands before each of them.
+        each = value if name in repeated and isinstance(value, list) else [value]
+        words += [word for one in each for word in _words(name, one, file)]
+    return words + rest
 
 
 def _taken(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -118,6 +128,13 @@ def _words(name: str, value: Any, file: Path) -> list[str]:
     if isinstance(value, str | int | float):
         return [f"{flag(name)}={value}"]
     raise UsageError(f"{FLAG} {file}: {name} = {value!r} is no value of an option")
+
+
+def _repeated(kind: type[Any]) -> set[str]:
+    """Return the names of options whose flag may be repeated."""
+    hints = typing.get_type_hints(kind, include_extras=True)
+    marks = {name: typing.get_args(hint)[1:] for name, hint in hints.items()}
+    return {name for name, given in marks.items() if tyro.conf.UseAppendAction in given}
 
 
 def _names(kind: type[Any]) -> set[str]:

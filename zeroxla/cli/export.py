@@ -12,19 +12,15 @@ import tyro
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
-from zeroxla.checkpoint.checkpointer import Checkpointer
 from zeroxla.checkpoint.weights.adapter_export import export_adapter
 from zeroxla.checkpoint.weights.export import export_params
 from zeroxla.checkpoint.weights.safetensors_writer import BESIDE
 from zeroxla.cli.data.chat_template import TEMPLATE
 from zeroxla.cli.errors import UsageError
-from zeroxla.cli.islands.folders import island_folders
 from zeroxla.cli.read_options import read_options
-from zeroxla.cli.rlhf.start import actor_of
-from zeroxla.cli.run_folder import CHECKPOINTS, has_checkpoint, read_config
-from zeroxla.cli.run_sections import stored_options
+from zeroxla.cli.run_folder import CHECKPOINTS
+from zeroxla.cli.stored_run import StoredRun
 from zeroxla.cli.train.model import MODEL, exported
-from zeroxla.cli.train.options import TrainOptions
 from zeroxla.frontend.lora.model import LoraModel
 
 _OF_THE_TENSORS = ("dtype", "torch_dtype", "quantization_config")
@@ -77,22 +73,12 @@ def export(options: ExportOptions) -> int:
     """
     console = Console(highlight=False, soft_wrap=True)
     run = options.run.expanduser()
-    if not (run / "config.json").is_file():
-        islands = ", ".join(path.name for path in island_folders(run))
-        raise ValueError(
-            f"{run} holds no run to export (it has no config.json); name the folder of "
-            + (f"one of its islands: {islands}" if islands else "a run of zeroxla train or rlhf")
-        )
-    made = read_config(run)
-    rewarded = made.get("command") == "rlhf"
-    # A run of rlhf also holds the options of the training before it, which describe the model.
-    stored = stored_options(TrainOptions, run, "before" if rewarded else "options")
-    if not has_checkpoint(run):
-        raise ValueError(f"{run} holds no checkpoint yet; let it train until it has saved one")
-    model, config = exported(stored, run)
-    if rewarded:
-        model = actor_of(run, model)
-    number = _number(options.step, run, console)
+    stored = StoredRun.of(run, "export")
+    model, config = exported(stored.options, run)
+    model = stored.as_stored(model)
+    number = stored.number(
+        options.step, lambda text: console.print(f"warning: {text}", markup=False)
+    )
     if options.adapter and not isinstance(model, LoraModel):
         raise ValueError(f"--adapter: {run} has no adapters; leave it out")
     folder = (options.output or run / ("adapter" if options.adapter else "export")).expanduser()
@@ -111,7 +97,7 @@ def export(options: ExportOptions) -> int:
 
         source = run / CHECKPOINTS / str(number)
         if options.adapter:
-            base = stored.model.init
+            base = stored.options.model.init
             files = export_adapter(
                 source,
                 folder,
@@ -137,16 +123,3 @@ def export(options: ExportOptions) -> int:
     for file in files:
         console.print(f"  {file.name}  {file.stat().st_size:,} bytes", markup=False)
     return 0
-
-
-def _number(step: int | None, run: Path, console: Console) -> int:
-    def report(text: str) -> None:
-        console.print(f"warning: {text}", markup=False)
-
-    if step is not None:
-        return step
-    with Checkpointer(run / CHECKPOINTS, keep=None, report=report) as checkpointer:
-        number = checkpointer.latest()
-    if number is None:
-        raise ValueError(f"every checkpoint of {run} is damaged")
-    return number

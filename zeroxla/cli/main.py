@@ -42,6 +42,9 @@ COMMANDS = {
         "zeroxla.cli.islands.coordinate", "Run the coordinator of islands that run elsewhere."
     ),
     "export": Command("zeroxla.cli.export", "Write the weights of a run in Hugging Face's format."),
+    "generate": Command(
+        "zeroxla.cli.generate.command", "Generate text with a model, or converse with it."
+    ),
     "rlhf": Command(
         "zeroxla.cli.rlhf.command", "Train a language model on rewards of its own responses."
     ),

@@ -108,10 +108,11 @@ def _default(field: dataclasses.Field[Any]) -> Any:
 
 def _argument(name: str, hint: Any, value: Any, text: str) -> Any:
     """Return how tyro shows an option: an optional number as INT, and no default that is none."""
-    positional = False
+    positional = repeated = False
     while typing.get_origin(hint) is Annotated:
         hint, *more = typing.get_args(hint)
         positional = positional or tyro.conf.Positional in more
+        repeated = repeated or tyro.conf.UseAppendAction in more
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         (hint,) = (x for x in typing.get_args(hint) if x is not type(None))
     if positional:
@@ -119,7 +120,8 @@ def _argument(name: str, hint: Any, value: Any, text: str) -> Any:
     elif typing.get_origin(hint) is typing.Literal:
         metavar = "{" + ",".join(map(str, typing.get_args(hint))) + "}"
     elif typing.get_origin(hint) is tuple:
-        metavar = f"[{_WORDS[typing.get_args(hint)[0]]} ...]"
+        word = _WORDS[typing.get_args(hint)[0]]
+        metavar = word if repeated else f"[{word} ...]"
     else:
         metavar = _WORDS.get(hint)
     hidden = value is dataclasses.MISSING or value in (None, ())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -14,6 +15,7 @@ from jax.sharding import NamedSharding
 from zeroxla.frontend.base import Tree
 from zeroxla.hybrid.decode import DecodeShape
 from zeroxla.hybrid.generate_programs import GeneratePrograms
+from zeroxla.hybrid.request import Request
 from zeroxla.hybrid.reshard import part_spec, rows_spec
 from zeroxla.hybrid.sampling import Sampling
 from zeroxla.mesh.batches import put_key
@@ -33,33 +35,57 @@ class CompiledPrograms:
         self.programs, self.mesh = programs, programs.mesh
         self._jitted: dict[Any, Any] = {}
         self._whole_rows = jax.jit(programs.whole_rows)
+        self._copied = jax.jit(partial(jax.tree.map, jnp.copy))
 
     def generate(
-        self,
-        shape: DecodeShape,
-        leaves: list[jax.Array],
-        model_state: Tree,
-        batch: dict[str, np.ndarray],
-        key: jax.Array,
-        options: dict[str, Any],
+        self, request: Request, leaves: list[jax.Array], model_state: Tree
     ) -> dict[str, np.ndarray]:
         """Run `GeneratePrograms.generate` on prompts, the same ones in every process.
 
         Args:
-          shape: the shape to compile for.
+          request: the prompts, and how they are continued.
           leaves: the tensor-parallel copy of the model.
           model_state: the state's other collections.
-          batch: `prompt` and `length`, as `left_padded` returns them.
-          key: a PRNG key.
-          options: as for `GeneratePrograms.generate`.
 
         Raises:
           ValueError: the processes do not pass the same arguments.
         """
-        _check_alike(batch, jax.random.key_data(key), options)
-        args = (leaves, model_state, self._put(batch), put_key(key, self.mesh), options)
+        self.check_alike(request)
+        args = self._arguments(request, leaves, model_state)
         with mesh_context(self.mesh):
-            return self._fetch(self._generate(shape)(*args))
+            return self._fetch(self._whole(self._generate(request.shape)(*args)))
+
+    def stream(
+        self, request: Request, leaves: list[jax.Array], model_state: Tree, num_turns: int
+    ) -> Iterator[dict[str, np.ndarray]]:
+        """Run `GeneratePrograms.begin`, then `advance` again and again; yield what each call draws.
+
+        A call runs while the results of the one before are read. It ends when no row goes on.
+
+        Args:
+          request, leaves, model_state: as for `generate`. Processes pass the same ones.
+          num_turns: the number of turns of a call.
+        """
+        shape = request.shape
+        begin = self._program(("begin", shape), partial(self.programs.begin, shape=shape))
+        advance = self._program(
+            ("advance", shape, num_turns),
+            partial(self.programs.advance, shape=shape, num_turns=num_turns),
+            donate_argnums=5,  # the carry, whose cache is the largest array
+        )
+        args = self._arguments(request, leaves, model_state)
+        with mesh_context(self.mesh):
+            carry, drawn = advance(*args, begin(*args))
+            drawn = self._whole(drawn)
+        while True:
+            with mesh_context(self.mesh):
+                carry, ahead = advance(*args, carry)
+                ahead = self._whole(ahead)
+            found = self._fetch(drawn)
+            yield found
+            if not found["running"][: request.num_rows, -1].any():
+                return
+            drawn = ahead
 
     def rows(
         self, name: str, leaves: list[jax.Array], model_state: Tree, tokens_BL: np.ndarray
@@ -77,12 +103,24 @@ class CompiledPrograms:
         _check_alike(tokens_BL)
         program = self._rows(name, tokens_BL.shape)
         with mesh_context(self.mesh):
-            return self._fetch(program(leaves, model_state, self._put(tokens_BL)))
+            return self._fetch(self._whole(program(leaves, model_state, self._put(tokens_BL))))
+
+    def copied(self, model_state: Tree) -> Tree:
+        """Return a copy of the state's other collections, which no training step takes."""
+        return self._copied(model_state)
+
+    def check_alike(self, request: Request) -> None:
+        """Check that all processes continue the same prompts in the same way.
+
+        Raises:
+          ValueError: they do not.
+        """
+        _check_alike(request.batch, jax.random.key_data(request.key), request.options)
 
     def trace_generate(self, shape: DecodeShape, sampling: Sampling) -> jax.stages.Traced:
         """Trace the program that `generate` runs for a shape."""
         number = jax.ShapeDtypeStruct((), jnp.int32)
-        options = dict.fromkeys(("new", "eos", "pad"), number)
+        options = {"new": number, "eos": jax.ShapeDtypeStruct((1,), jnp.int32), "pad": number}
         rows = shape.rows * self.programs.copies
         batch = {"prompt": self._tokens(rows, shape.prompt), "length": self._tokens(rows)}
         key = jax.eval_shape(jax.random.key, 0)
@@ -106,10 +144,17 @@ class CompiledPrograms:
 
         return jax.tree.map(one, tree)
 
+    def _arguments(self, request: Request, leaves: list[jax.Array], model_state: Tree) -> Any:
+        """Return the arguments of the programs that continue prompts."""
+        batch, key = self._put(request.batch), put_key(request.key, self.mesh)
+        return leaves, model_state, batch, key, request.options
+
+    def _whole(self, tree: Any) -> Any:
+        """Return all rows as arrays that each process has whole."""
+        return tree if jax.process_count() == 1 else self._whole_rows(tree)
+
     def _fetch(self, tree: Any) -> Any:
-        """Return all rows as host arrays, in every process."""
-        if jax.process_count() > 1:
-            tree = self._whole_rows(tree)
+        """Return arrays that each process has whole as host arrays."""
         return jax.tree.map(np.asarray, tree)
 
     def _generate(self, shape: DecodeShape) -> Any:
@@ -118,9 +163,9 @@ class CompiledPrograms:
     def _rows(self, name: str, shape: tuple[int, int]) -> Any:
         return self._program((name, shape), getattr(self.programs, name))
 
-    def _program(self, name: Any, function: Any) -> Any:
+    def _program(self, name: Any, function: Any, **options: Any) -> Any:
         if name not in self._jitted:
-            self._jitted[name] = jax.jit(function)
+            self._jitted[name] = jax.jit(function, **options)
         return self._jitted[name]
 
     def _parts(self) -> list[jax.ShapeDtypeStruct]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from typing import Any
 
 import jax
@@ -22,25 +23,22 @@ from zeroxla.hybrid.phase_report import phase_report
 from zeroxla.hybrid.prompts import (
     Generated,
     LengthLimits,
-    as_rows,
-    as_whole_rows,
-    check_end_tokens,
     check_finite,
-    check_vocabulary,
-    left_padded,
 )
+from zeroxla.hybrid.request import Request
 from zeroxla.hybrid.reshard import StoredModel, tensor_mesh
+from zeroxla.hybrid.row_scores import RowScores
 from zeroxla.hybrid.sampling import Sampling
 from zeroxla.hybrid.shape_buckets import ShapeBuckets
 from zeroxla.hybrid.tensor_copy import TensorCopy
+from zeroxla.hybrid.token_stream import StreamedTokens, TokenStream, items_of
 from zeroxla.split.tensor_plan import TensorPlan
-from zeroxla.step.checks import check_key
 from zeroxla.step.notices import warn
-from zeroxla.step.state import TrainState
+from zeroxla.step.state import TrainState, check_is_state
 from zeroxla.step.step import Step
 
 
-class HybridEngine:
+class HybridEngine(RowScores):
     """Generates from the state of a training step.
 
     `generate` gathers the state's leaves into a tensor-parallel layout: `tensor` devices of a node
@@ -53,6 +51,8 @@ class HybridEngine:
         data). Stages hold copies of the model like nodes. Axes that split the work on one row in
         training mean nothing here: `tensor` may be another than theirs.
       plan: which dim of which leaf is split, and why others are not; `print(engine.plan)`.
+      max_length: the most tokens of a prompt and its continuation together.
+      vocabulary: the number of different tokens.
     """
 
     def __init__(
@@ -112,13 +112,17 @@ class HybridEngine:
             found = LanguageModel.of(step, stored, options)
             calls = checked_calls(found)
             self._model = dataclasses.replace(found, calls=calls)
-            self._vocabulary = self._model.vocabulary
+            self.vocabulary = self._model.vocabulary
             self.plan: TensorPlan = self._model.plan(tensor)
         limits = limits.in_multiples(self._model.multiple)
         self._programs = GeneratePrograms(
             model=self._model, plan=self.plan, mesh=self.mesh, prefill_tokens=prefill_tokens
         )
+        self.max_length = limits.max_length
         self._buckets = ShapeBuckets(limits=limits, copies=self._programs.copies)
+        self._request = functools.partial(
+            Request.of, vocabulary=self.vocabulary, buckets=self._buckets
+        )
         self._compiled = CompiledPrograms(self._programs)
         self._copy = TensorCopy(self._programs, stored, release=release)
         warn([*calls.shortcomings(), *plan_shortcomings(self.plan)], stacklevel=3)
@@ -133,7 +137,7 @@ class HybridEngine:
         temperature: float = 1.0,
         top_k: int | None = None,
         top_p: float = 1.0,
-        eos: int | None = None,
+        eos: int | Sequence[int] | None = None,
         pad: int = 0,
     ) -> Generated:
         """Continue prompts with tokens that the model draws.
@@ -151,7 +155,7 @@ class HybridEngine:
           top_k: the number of likeliest tokens to draw from; None draws from all.
           top_p: draw from the fewest likeliest tokens that reach this probability (among those that
             top_k left).
-          eos: the token that ends a row; None if there is none.
+          eos: the token that ends a row, or several; None if there is none.
           pad: the token that the result has after a row's end; of the vocabulary.
 
         Returns:
@@ -166,24 +170,14 @@ class HybridEngine:
         compilation for each bucket of lengths (powers of two) and each number of rows.
         """
         sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
-        rows = as_rows(prompts)
-        check_vocabulary(rows, self._vocabulary, "prompt")
-        check_end_tokens(eos, pad, self._vocabulary)
-        shape = self._buckets.decode_shape(len(rows), max(map(len, rows)), max_new_tokens, sampling)
-        key = check_key(key)
+        options = {"max_new_tokens": max_new_tokens, "sampling": sampling, "eos": eos, "pad": pad}
+        request = self._request(prompts, key=key, **options)
         self._copy.check(state)
-        options = {
-            "new": np.int32(max_new_tokens),
-            "eos": np.int32(-1 if eos is None else eos),
-            "pad": np.int32(pad),
-            "numbers": sampling.numbers,
-        }
-        batch = left_padded(rows, shape.rows * self._programs.copies, shape.prompt)
-        with self._copy.of(state) as (leaves, reshard_s):
+        with self._copy.of(state.params) as (leaves, reshard_s):
             start = time.perf_counter()
-            whole = self._compiled.generate(shape, leaves, state.model_state, batch, key, options)
+            whole = self._compiled.generate(request, leaves, state.model_state)
             generate_s = time.perf_counter() - start
-        found = {name: x[: len(rows)] for name, x in whole.items()}
+        found = {name: x[: request.num_rows] for name, x in whole.items()}
         check_finite(found["finite"])
         return Generated(
             tokens=found["tokens"][:, :max_new_tokens],
@@ -193,45 +187,61 @@ class HybridEngine:
             generate_s=generate_s,
         )
 
-    def logprobs(self, state: TrainState, tokens: Any) -> np.ndarray:
-        """Return the log-probability of each token after the first, given those before it.
+    def stream(
+        self,
+        state: TrainState,
+        prompts: Sequence[Sequence[int]] | np.ndarray,
+        *,
+        key: jax.Array,
+        max_new_tokens: int,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        top_p: float = 1.0,
+        eos: int | Sequence[int] | None = None,
+        pad: int = 0,
+        every: int = 1,
+    ) -> TokenStream:
+        """Continue prompts, and yield the tokens as they are drawn: those that `generate` returns.
+
+        The copy of the model is made for the first item, and then the state is not needed any more:
+        a training step may take it, and the stream goes on with the parameters that it began with.
 
         Args:
-          state: the state of the engine's step.
-          tokens: int[B, L]. Pad rows on the right: causal models do not see that.
+          state, prompts, key, max_new_tokens, temperature, top_k, top_p, eos, pad: as for
+            `generate`. Every one of several processes takes all items, or ends the stream after the
+            same one.
+          every: the number of steps that the devices take between two looks of the host. Items
+            then come so many at a time.
 
         Returns:
-          float32[B, L - 1], at temperature 1. The values at padding mean nothing.
+          An iterator of `StreamedTokens`, one for each step in which a row draws a token. Use it in
+          a `with` block, or `close` it, to end it early.
 
         Raises:
-          ValueError: `tokens` is not such an array, or its rows are longer than the context.
+          ValueError: as `generate`, at once; but for logits that are not finite, before the items
+            of their step.
+
+        Cost: as `generate`; two compilations in the place of one. The programs are called and
+        their results read once for `every` steps.
         """
-        return self._rows(state, tokens, "logprobs")[:, : np.shape(tokens)[1] - 1]
-
-    def logits(self, state: TrainState, tokens: Any) -> np.ndarray:
-        """Return the logits of each position's next token, float32[B, L, V]; see `logprobs`."""
-        return self._rows(state, tokens, "logits")[:, : np.shape(tokens)[1]]
-
-    def values(self, state: TrainState, tokens: Any) -> np.ndarray:
-        """Return the first logit at each token, float32[B, L]; see `logprobs`.
-
-        This makes a critic or a reward model of any language model.
-        """
-        return self._rows(state, tokens, "values")[:, : np.shape(tokens)[1]]
-
-    def _rows(self, state: TrainState, tokens: Any, name: str) -> np.ndarray:
-        """Run a program of whole rows on tokens, padded to a shape that is compiled."""
-        tokens = as_whole_rows(tokens)
-        # The values of a critic need no token's own logit.
-        size = self._vocabulary if name == "logprobs" else np.iinfo(np.int32).max
-        check_vocabulary(tokens, size, "row")
+        sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
+        options = {"max_new_tokens": max_new_tokens, "sampling": sampling, "eos": eos, "pad": pad}
+        request = self._request(prompts, key=key, **options)
+        if every < 1:
+            raise ValueError(f"every={every} must be 1 or more")
         self._copy.check(state)
-        rows, length = tokens.shape
-        shape = self._buckets.whole_rows(rows, length)
-        whole = np.zeros(shape, np.int32)
-        whole[:rows, :length] = tokens
-        with self._copy.of(state) as (leaves, _):
-            return self._compiled.rows(name, leaves, state.model_state, whole)[:rows]
+        self._compiled.check_alike(request)
+        return TokenStream(self._stream(state, request, every))
+
+    def _stream(
+        self, state: TrainState, request: Request, every: int
+    ) -> Generator[StreamedTokens, None, None]:
+        check_is_state(state)  # again, as a training step may have taken it
+        with self._copy.of(state.params) as (leaves, _):
+            model_state = self._compiled.copied(state.model_state)
+            del state  # which may be given away from now on
+            for found in self._compiled.stream(request, leaves, model_state, every):
+                yield from items_of(found, request.num_rows)
 
     def lower(
         self,
@@ -261,10 +271,6 @@ class HybridEngine:
         """Trace the program that `lower` lowers; this needs no devices."""
         shape = self._buckets.decode_shape(num_prompts, prompt_length, max_new_tokens, sampling)
         return self._compiled.trace_generate(shape, sampling)
-
-    def lower_logprobs(self, num_rows: int, length: int) -> jax.stages.Lowered:
-        """Lower the program that `logprobs` would run on rows of a length; see `lower`."""
-        return self._compiled.lower_rows("logprobs", self._buckets.whole_rows(num_rows, length))
 
     def phases(self, num_prompts: int | None = None, length: int | None = None) -> PhaseReport:
         """Report one device's memory in training and in generating.

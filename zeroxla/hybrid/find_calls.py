@@ -80,7 +80,8 @@ def find_calls(
     if adapted.bound is None or adapted.signature is None:
         raise ValueError(
             "the model is a pair (init, loss) and generation needs its logits; pass a flax "
-            "module, whose call takes tokens [B, L] and returns logits [B, L, V]"
+            "module, whose call takes tokens [B, L] and returns logits [B, L, V]. A Pipeline of "
+            "listed layers is such a pair, too; Pipeline.from_model makes one of a module"
         )
     names = CallNames.of(adapted.signature)
     if names.unknown and options.call is None:

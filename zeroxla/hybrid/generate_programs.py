@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from zeroxla.frontend.base import Tree
-from zeroxla.hybrid.decode import DecodeShape, decode
+from zeroxla.hybrid.decode import Carry, Decoder, DecodeShape, decode, decode_turns
 from zeroxla.hybrid.model import LanguageModel
 from zeroxla.hybrid.next_logits import LocalModel
 from zeroxla.hybrid.reshard import (
@@ -88,40 +88,112 @@ class GeneratePrograms:
           model_state: the model's other collections, whole on every device.
           batch: `prompt` int32[B, P] and `length` int32[B], rows split as `rows_spec` says.
           key: the call's PRNG key.
-          options: as for `decode`.
+          options: as for `Decoder`.
           shape: the shape of one device's rows.
 
         Returns:
           A dict of arrays, as `decode` returns it.
         """
-        places = self.model.whole_length(shape.prompt + shape.new)
-        no_cache = self.model.no_cache_for(shape.rows, places)
-        if no_cache is not None and self.model.calls.has_cache:
-            warnings.warn(
-                f"{no_cache}: each new token takes a pass over the whole sequence", stacklevel=2
-            )
+        self._warn_without_cache(shape)
 
-        def local(
-            leaves: list[jax.Array], model_state: Tree, batch: Any, key: jax.Array, options: Any
-        ) -> dict[str, jax.Array]:
-            model = LocalModel(
-                model=self.model,
-                plan=self.plan,
-                axis=self.axis,
-                leaves=leaves,
-                model_state=model_state,
-            )
-            if no_cache is None:
-                start = model.with_cache(batch, places, self.prefill_tokens)
-            else:
-                start = model.without_cache(batch, places)
-            numbers_B = number_of_copy(self.mesh) * shape.rows + jnp.arange(shape.rows)
-            keys_B = jax.vmap(partial(jax.random.fold_in, key))(numbers_B)
-            return decode(start, keys_B, options, shape)
+        def local(*args: Any) -> dict[str, jax.Array]:
+            return decode(self._decoder(shape, *args))
 
         rows = rows_spec(self.mesh)
-        specs = (self._specs, WHOLE, rows, WHOLE, WHOLE)
-        return self._map(local, specs, rows)(leaves, model_state, batch, key, options)
+        return self._map(local, self._inputs, rows)(leaves, model_state, batch, key, options)
+
+    def begin(
+        self,
+        leaves: list[jax.Array],
+        model_state: Tree,
+        batch: dict[str, jax.Array],
+        key: jax.Array,
+        options: dict[str, Any],
+        shape: DecodeShape,
+    ) -> Carry:
+        """Read prompts; return what `advance` begins with, an array of each device's own.
+
+        Args:
+          leaves, model_state, batch, key, options, shape: as for `generate`.
+        """
+        self._warn_without_cache(shape)
+
+        def local(*args: Any) -> Carry:
+            return _stacked(self._decoder(shape, *args).begin())
+
+        return self._map(local, self._inputs, self._own)(leaves, model_state, batch, key, options)
+
+    def advance(
+        self,
+        leaves: list[jax.Array],
+        model_state: Tree,
+        batch: dict[str, jax.Array],
+        key: jax.Array,
+        options: dict[str, Any],
+        carry: Carry,
+        shape: DecodeShape,
+        num_turns: int,
+    ) -> tuple[Carry, dict[str, jax.Array]]:
+        """Take some turns of decoding.
+
+        Args:
+          leaves, model_state, batch, key, options, shape: as for `begin`.
+          carry: what `begin`, or the call before, has returned.
+          num_turns: the number of turns.
+
+        Returns:
+          What the next call begins with, and a dict of arrays, as `decode_turns` returns it.
+        """
+
+        def local(
+            leaves: Any, model_state: Any, batch: Any, key: Any, options: Any, carry: Carry
+        ) -> tuple[Carry, dict[str, jax.Array]]:
+            decoder = self._decoder(shape, leaves, model_state, batch, key, options)
+            carry = jax.tree.map(lambda x: x[0], carry)
+            carry, drawn = decode_turns(decoder, carry, num_turns)
+            return _stacked(carry), drawn
+
+        outputs = (self._own, rows_spec(self.mesh))
+        return self._map(local, (*self._inputs, self._own), outputs)(
+            leaves, model_state, batch, key, options, carry
+        )
+
+    def _decoder(
+        self,
+        shape: DecodeShape,
+        leaves: list[jax.Array],
+        model_state: Tree,
+        batch: Any,
+        key: jax.Array,
+        options: dict[str, Any],
+    ) -> Decoder:
+        """Return the decoder of one device's rows; inside `shard_map`."""
+        places = self._places(shape)
+        model = LocalModel(
+            model=self.model,
+            plan=self.plan,
+            axis=self.axis,
+            leaves=leaves,
+            model_state=model_state,
+        )
+        if self.model.no_cache_for(shape.rows, places) is None:
+            start = model.with_cache(batch, places, self.prefill_tokens)
+        else:
+            start = model.without_cache(batch, places)
+        numbers_B = number_of_copy(self.mesh) * shape.rows + jnp.arange(shape.rows)
+        keys_B = jax.vmap(partial(jax.random.fold_in, key))(numbers_B)
+        return Decoder(start=start, keys_B=keys_B, options=options, shape=shape)
+
+    def _places(self, shape: DecodeShape) -> int:
+        """Return the number of places of a cache for prompts and their continuations."""
+        return self.model.whole_length(shape.prompt + shape.new)
+
+    def _warn_without_cache(self, shape: DecodeShape) -> None:
+        no_cache = self.model.no_cache_for(shape.rows, self._places(shape))
+        if no_cache is not None and self.model.calls.has_cache:
+            warnings.warn(
+                f"{no_cache}: each new token takes a pass over the whole sequence", stacklevel=3
+            )
 
     def cache_shapes(self, rows: int, places: int) -> Any:
         """Return the shapes of one device's part of a cache for so many of its rows and places; ()
@@ -170,6 +242,16 @@ class GeneratePrograms:
         return self._map(local, (self._specs, WHOLE, rows), rows)(*args)
 
     @property
+    def _inputs(self) -> tuple[Any, ...]:
+        """How leaves, model state, batch, key and options are split."""
+        return self._specs, WHOLE, rows_spec(self.mesh), WHOLE, WHOLE
+
+    @property
+    def _own(self) -> PartitionSpec:
+        """How arrays are split whose first dim is the number of the device."""
+        return PartitionSpec(self.mesh.axis_names)
+
+    @property
     def _specs(self) -> list[PartitionSpec]:
         return [part_spec(row) for row in self.plan.rows]
 
@@ -177,3 +259,8 @@ class GeneratePrograms:
         return jax.shard_map(
             local, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
         )
+
+
+def _stacked(tree: Any) -> Any:
+    """Return a device's own arrays as parts of arrays of all devices, along a new first dim."""
+    return jax.tree.map(lambda x: x[None], tree)

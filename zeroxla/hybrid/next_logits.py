@@ -65,9 +65,11 @@ class LocalModel:
         pad_B = num - length_B
         mask_BM = (jnp.arange(places) >= pad_B[:, None]).astype(jnp.int32)
         step = self.model.cached(self.plan, rows, places, 1)
-        # The decoding loop reads the last token itself, for its first logits.
-        cache = self._empty_cache(step, rows, places)
-        cache = self._prefill(cache, prompt_BP[:, :-1], mask_BM, prefill_tokens)
+
+        def read_prompts() -> Tree:
+            # The decoding loop reads the last token itself, for its first logits.
+            cache = self._empty_cache(step, rows, places)
+            return self._prefill(cache, prompt_BP[:, :-1], mask_BM, prefill_tokens)
 
         def next_logits(cache: Tree, token_B: jax.Array, i: jax.Array) -> tuple[jax.Array, Tree]:
             token_B1, position_B1 = token_B[:, None], (length_B - 1 + i)[:, None]
@@ -76,7 +78,8 @@ class LocalModel:
             )
             return logits_B1V[:, 0], cache
 
-        return DecodeStart(next_logits=next_logits, memory=cache, token=prompt_BP[:, -1])
+        token = prompt_BP[:, -1]
+        return DecodeStart(next_logits=next_logits, read_prompts=read_prompts, token=token)
 
     def _aligned(self, batch: Prompts, places: int, prefill_tokens: int) -> DecodeStart:
         """Begin all rows at the cache's first place, for caches that know nothing of padding.
@@ -100,11 +103,13 @@ class LocalModel:
             inputs = (self.model_state, piece, positions(i * block, block), mask_BM)
             return fill(self.axis, self.leaves, cache, *inputs)[1]
 
-        with jax.named_scope("prefill"):
-            num_blocks = (jnp.min(length_B) - 1) // block
-            cache = self._empty_cache(step, rows, places)
-            cache = lax.fori_loop(0, num_blocks, read, cache)
+        num_blocks = (jnp.min(length_B) - 1) // block
         first = num_blocks * block
+
+        def read_prompts() -> Tree:
+            with jax.named_scope("prefill"):
+                cache = self._empty_cache(step, rows, places)
+                return lax.fori_loop(0, num_blocks, read, cache)
 
         def next_logits(cache: Tree, token_B: jax.Array, i: jax.Array) -> tuple[jax.Array, Tree]:
             inputs = (self.model_state, token_B[:, None], positions(first + i, 1), mask_BM)
@@ -113,7 +118,7 @@ class LocalModel:
 
         return DecodeStart(
             next_logits=next_logits,
-            memory=cache,
+            read_prompts=read_prompts,
             token=lax.dynamic_index_in_dim(prompt_BP, first, axis=1, keepdims=False),
             unread=Unread(prompt=prompt_BP, first=first, behind=length_B - 1 - first),
         )
@@ -176,4 +181,5 @@ class LocalModel:
             logits_BMV, _ = program(self.axis, self.leaves, {}, self.model_state, tokens_BM)
             return logits_BMV[rows, last_B], tokens_BM
 
-        return DecodeStart(next_logits=next_logits, memory=tokens_BM, token=prompt_BP[:, -1])
+        token = prompt_BP[:, -1]
+        return DecodeStart(next_logits=next_logits, read_prompts=lambda: tokens_BM, token=token)

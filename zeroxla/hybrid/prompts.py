@@ -206,8 +206,14 @@ def check_vocabulary(rows: Sequence[np.ndarray], size: int, what: str) -> None:
                 )
 
 
-def check_end_tokens(eos: int | None, pad: int, size: int) -> None:
-    """Check that the model can draw the token that ends a row, and read the one after it.
+def end_tokens(eos: Any, pad: int, size: int) -> np.ndarray:
+    """Return the tokens that end a row as int32[E], [-1] for none; and check that the model can
+    draw them, and read the one after them.
+
+    Args:
+      eos: a token, several ones, or None.
+      pad: the token after the end.
+      size: the number of different tokens.
 
     Raises:
       ValueError: one of them is not in the vocabulary.
@@ -221,11 +227,13 @@ def check_end_tokens(eos: int | None, pad: int, size: int) -> None:
             f"pad={pad}, and the model's vocabulary is 0 to {size - 1}; the model reads "
             "it in rows that have ended, so give one of them"
         )
-    if eos is not None and not is_token(eos):
+    ends = [] if eos is None else list(eos) if isinstance(eos, Sequence | np.ndarray) else [eos]
+    if not all(map(is_token, ends)):
         raise ValueError(
             f"eos={eos}, and the model's vocabulary is 0 to {size - 1}; give one of "
-            "them, or None if no token ends a row"
+            "them, several, or None if no token ends a row"
         )
+    return np.array(ends or [-1], np.int32)
 
 
 def left_padded(rows: Sequence[np.ndarray], num_rows: int, length: int) -> dict[str, np.ndarray]:

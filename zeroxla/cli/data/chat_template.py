@@ -151,6 +151,19 @@ class ChatTemplate:
             spans.append((len(before), len(upto)))
         return Rendering(text, spans)
 
+    def prompt(
+        self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Any] | None = None
+    ) -> str:
+        """Return the text of messages, up to where the assistant answers.
+
+        Raises:
+          RowError: the template refuses the messages, or makes no text of them.
+        """
+        text = self._without_marks(self._text(messages, tools, True)).text
+        if not text:
+            raise RowError("the chat template makes no text of the conversation; give another one")
+        return text
+
     def _text(
         self, messages: Sequence[Mapping[str, Any]], tools: Any, add_generation_prompt: bool
     ) -> str:

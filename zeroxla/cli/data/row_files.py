@@ -122,7 +122,7 @@ class RowFiles:
     def place(self, index: int, *, valid: bool = False) -> str:
         """Return the file and the line of a row, for people."""
         place = (self._valid if valid else self._train)[index]
-        return _named(self.paths[int(place["file"])], int(place["line"]))
+        return row_place(self.paths[int(place["file"])], int(place["line"]))
 
     def _scan(self, tables: list[IO[bytes]]) -> tuple[np.ndarray, np.ndarray]:
         """Read all files; return the tables of the rows to train on and of those held out."""
@@ -157,7 +157,7 @@ class RowFiles:
         self, number: int, path: Path
     ) -> Iterator[tuple[tuple[int, int, int, int], str, bytes]]:
         """Yield the place, the class and the hash of each good row of a file; count the others."""
-        for offset, line_number, line in _lines(self._open(path)):
+        for offset, line_number, line in numbered_lines(self._open(path)):
             if not line.strip():
                 continue
             self._bad.rows += 1
@@ -167,7 +167,7 @@ class RowFiles:
                 row = read_row(line)
                 digest = row_hash(row)
             except RowError as error:
-                self._bad.add(_named(path, line_number), str(error))
+                self._bad.add(row_place(path, line_number), str(error))
                 continue
             yield (offset, len(line), number, line_number), type(row).__name__, digest
 
@@ -197,7 +197,7 @@ class RowFiles:
         return file
 
 
-def _lines(file: IO[bytes]) -> Iterator[tuple[int, int, bytes]]:
+def numbered_lines(file: IO[bytes]) -> Iterator[tuple[int, int, bytes]]:
     """Yield the offset, the number from 1, and the bytes of each line. A line that is too long is
     cut behind the limit."""
     offset = 0
@@ -216,7 +216,8 @@ def _lines(file: IO[bytes]) -> Iterator[tuple[int, int, bytes]]:
         offset += length
 
 
-def _named(path: Path, line: int) -> str:
+def row_place(path: Path, line: int) -> str:
+    """Return the file and the line of a row, for people."""
     return f"{path}: row {line}" if path.suffix == ".parquet" else f"{path}:{line}"
 
 

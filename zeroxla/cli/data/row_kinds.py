@@ -61,6 +61,15 @@ def read_row(line: bytes) -> TrainingRow:
     Raises:
       RowError: the line is no row; the text says why.
     """
+    return row_of(read_object(line))
+
+
+def read_object(line: bytes) -> dict[str, Any]:
+    """Return the object that a line of JSON holds, without keys whose value is null.
+
+    Raises:
+      RowError: the line holds none.
+    """
     try:
         value = json.loads(line)
     except UnicodeDecodeError as error:
@@ -71,7 +80,7 @@ def read_row(line: bytes) -> TrainingRow:
         raise RowError("the row is nested too deeply") from error
     if not isinstance(value, dict):
         raise RowError(f"the row is a JSON {_kind(value)}, no object with keys")
-    return row_of({key: x for key, x in value.items() if x is not None})
+    return {key: x for key, x in value.items() if x is not None}
 
 
 def row_of(value: Mapping[str, Any]) -> TrainingRow:
@@ -81,18 +90,33 @@ def row_of(value: Mapping[str, Any]) -> TrainingRow:
       RowError: it has none of the keys, or a value is of the wrong kind or empty.
     """
     if "messages" in value:
-        return Conversation(_messages(value["messages"]), _tools(value.get("tools")))
+        conversation = conversation_of(value)
+        if not any(message["role"] == "assistant" for message in conversation.messages):
+            roles = ", ".join(dict.fromkeys(x["role"] for x in conversation.messages))
+            raise RowError(
+                f"no message is of the assistant, so there is nothing to learn (of: {roles})"
+            )
+        return conversation
     answers = [key for key in ("response", "completion") if key in value]
     if "prompt" in value and answers:
-        return Pair(_text(value, "prompt", may_be_empty=True), _text(value, answers[0]))
+        return Pair(text_of(value, "prompt", may_be_empty=True), text_of(value, answers[0]))
     if "text" in value:
-        return Document(_text(value, "text"))
+        return Document(text_of(value, "text"))
     if "prompt" in value:
         raise RowError('the row has a "prompt", and neither "response" nor "completion"')
     keys = ", ".join(list(value)[:8]) or "none"
     raise RowError(
         f'the row has none of "messages", "prompt" with "response", and "text"; its keys: {keys}'
     )
+
+
+def conversation_of(value: Mapping[str, Any]) -> Conversation:
+    """Return the conversation in an object with the key "messages".
+
+    Raises:
+      RowError: a value is of the wrong kind, or empty.
+    """
+    return Conversation(_messages(value["messages"]), _tools(value.get("tools")))
 
 
 def canonical(row: TrainingRow) -> str:
@@ -133,11 +157,6 @@ def _messages(value: Any) -> tuple[dict[str, Any], ...]:
         if not isinstance(message.get("content", "" if calls else None), str):
             raise RowError(f'message {i} of the {message["role"]} has no "content" that is text')
         messages.append({"content": "", **message})
-    if not any(message["role"] == "assistant" for message in messages):
-        roles = ", ".join(dict.fromkeys(message["role"] for message in messages))
-        raise RowError(
-            f"no message is of the assistant, so there is nothing to learn (of: {roles})"
-        )
     return tuple(messages)
 
 
@@ -147,7 +166,12 @@ def _tools(value: Any) -> list[Any] | None:
     return value or None
 
 
-def _text(value: Mapping[str, Any], key: str, *, may_be_empty: bool = False) -> str:
+def text_of(value: Mapping[str, Any], key: str, *, may_be_empty: bool = False) -> str:
+    """Return the text that an object has under a key.
+
+    Raises:
+      RowError: it is no text, or empty.
+    """
     found = value[key]
     if not isinstance(found, str):
         raise RowError(f'"{key}" is a JSON {_kind(found)}; it must be a string')

@@ -58,12 +58,22 @@ class Vocabulary(Protocol):
         """Turn a corpus of bytes into one of numbers."""
         ...
 
-    def encode(self, prompt: str) -> list[int]:
-        """Turn a prompt into numbers. An empty prompt becomes the start of a document."""
+    def encode(self, prompt: str, *, framed: bool = False) -> list[int]:
+        """Turn a prompt into numbers. An empty prompt becomes the start of a document.
+
+        Args:
+          prompt: the text.
+          framed: add the special tokens that the tokenizer's own file puts around a text.
+        """
         ...
 
-    def decode(self, numbers: Sequence[int]) -> str:
-        """Turn numbers into text. Numbers that are no text become replacement characters."""
+    def decode(self, numbers: Sequence[int], *, special: bool = True) -> str:
+        """Turn numbers into text. Numbers that are no text become replacement characters.
+
+        Args:
+          numbers: the numbers.
+          special: write special tokens, too.
+        """
         ...
 
     def encode_spans(self, texts: Sequence[str]) -> list[Spans]:
@@ -84,10 +94,10 @@ class Bytes:
     def corpus(self, corpus: Corpus) -> Corpus:
         return corpus
 
-    def encode(self, prompt: str) -> list[int]:
+    def encode(self, prompt: str, *, framed: bool = False) -> list[int]:
         return list(prompt.encode()) or [SEPARATOR]
 
-    def decode(self, numbers: Sequence[int]) -> str:
+    def decode(self, numbers: Sequence[int], *, special: bool = True) -> str:
         return bytes(numbers).decode("utf-8", errors="replace")
 
     def encode_spans(self, texts: Sequence[str]) -> list[Spans]:
@@ -152,18 +162,19 @@ class Tokens:
             corpus, train=self._numbers(corpus.train), valid=self._numbers(corpus.valid)
         )
 
-    def encode(self, prompt: str) -> list[int]:
-        found: list[int] = self._tokenizer.encode(prompt, add_special_tokens=False).ids
+    def encode(self, prompt: str, *, framed: bool = False) -> list[int]:
+        found: list[int] = self._tokenizer.encode(prompt, add_special_tokens=framed).ids
         if found:
             return found
         if self.first is None:
             raise ValueError(
-                "--prompt is empty, and the model has no token that begins a document; give one"
+                "a prompt is empty (--prompt), and the model has no token that begins a document; "
+                "give a text"
             )
         return [self.first]
 
-    def decode(self, numbers: Sequence[int]) -> str:
-        return self._tokenizer.decode(list(numbers), skip_special_tokens=False)
+    def decode(self, numbers: Sequence[int], *, special: bool = True) -> str:
+        return self._tokenizer.decode(list(numbers), skip_special_tokens=not special)
 
     def encode_spans(self, texts: Sequence[str]) -> list[Spans]:
         encoded = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)

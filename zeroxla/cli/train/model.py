@@ -113,18 +113,39 @@ def choose(options: TrainOptions, run: Path | None = None) -> ModelChoice:
         raise ValueError(
             f"--init says what the model is; leave out {', '.join(map(flag, given))}, or --init"
         )
+    choice = from_folder(source, dropout=shape.dropout)
+    if choice.length is not None and length > choice.length:
+        raise ValueError(
+            f"--length {length} is more than the {choice.length} positions of the model in "
+            f"{source.expanduser()}; give --length {choice.length} or less"
+        )
+    return choice
+
+
+def from_folder(source: Path, *, dropout: float = 0.0) -> ModelChoice:
+    """Return the language model of a Hugging Face folder.
+
+    Args:
+      source: the folder.
+      dropout: the dropout rate of a GPT-2.
+
+    Raises:
+      ImportError: a package that its tokenizer needs is not installed.
+      ValueError: the folder holds no model that predicts the next token, its tokenizer is missing
+        or of another model, or the model has no dropout.
+    """
     source = source.expanduser()
     config = read_config(source)
     is_gpt = config.get("model_type") == GPT.hugging_face.model_type
-    if shape.dropout and not is_gpt:
-        raise ValueError(f"--dropout {shape.dropout}: the model in {source} has none; leave it out")
-    overrides = {"dropout": shape.dropout} if is_gpt else {}
-    model = models.from_hugging_face(config, **overrides)
+    if dropout and not is_gpt:
+        raise ValueError(f"--dropout {dropout}: the model in {source} has none; leave it out")
+    model = models.from_hugging_face(config, **({"dropout": dropout} if is_gpt else {}))
     module = abstract(model)
     if isinstance(module, Encoder):
         raise ValueError(
             f"the model in {source} sees both sides of a token ({config['model_type']}), and "
-            "zeroxla train trains models that predict the next one; train it with zeroxla.make_step"
+            "zeroxla train and zeroxla generate need one that predicts the next token; train it "
+            "with zeroxla.make_step"
         )
     shape_of_model = module if is_gpt else module.config
     size = shape_of_model.vocab
@@ -136,15 +157,9 @@ def choose(options: TrainOptions, run: Path | None = None) -> ModelChoice:
             f"vocabulary of {size}; they do not belong together"
         )
     has_table = is_gpt or shape_of_model.positions == "learned"
-    longest = shape_of_model.length if has_table else None
-    if longest is not None and length > longest:
-        raise ValueError(
-            f"--length {length} is more than the {longest} positions of the model in {source}; "
-            f"give --length {longest} or less"
-        )
     return ModelChoice(
         model=model,
-        length=longest,
+        length=shape_of_model.length if has_table else None,
         vocabulary=vocabulary,
         config=config,
         chat_template=find_template(source),

@@ -117,7 +117,7 @@ class RowsTask(LanguageTask):
         if self.template is None:
             return super().encoded_prompt(prompt)
         said = [{"role": "user", "content": prompt}]
-        return super().encoded_prompt(self.template.render(said, add_generation_prompt=True).text)
+        return super().encoded_prompt(self.template.prompt(said))
 
     def _stream(self, seed: int) -> RowStream:
         return RowStream(self.sources, self._encoder, self._bad, seed)

@@ -31,8 +31,15 @@ USUAL: dict[str, Any] = {"persistence_threshold": 10_000}
 """The fields of the config in which the default of a job is another than the library's."""
 
 
-def mesh_for(options: TrainOptions) -> Mesh:
+def mesh_for(
+    options: TrainOptions, *, devices: int = NUM_SIMULATED, nodes_of_them: int = SIMULATED_NODES
+) -> Mesh:
     """Make the mesh of the accelerators, or of simulated devices if there are none.
+
+    Args:
+      options: the options that say how long its axes are.
+      devices, nodes_of_them: the number of devices that are simulated, and of their nodes, if the
+        options do not say it.
 
     Raises:
       ValueError: the devices do not divide into stages and nodes.
@@ -42,7 +49,9 @@ def mesh_for(options: TrainOptions) -> Mesh:
     pipe, axes = options.pipeline.pipe, options.axes
     if has_joined():
         return _mesh(pipe, nodes, per_node, axes)
-    simulated_nodes, simulated_per_node = _simulated(pipe, nodes, per_node)
+    simulated_nodes, simulated_per_node = _simulated(
+        pipe, nodes, per_node, devices=devices, nodes_of_them=nodes_of_them
+    )
     # JAX must know the number of simulated devices before it starts, and only then can it tell
     # whether there is an accelerator. If it has started already, nothing can be simulated any more.
     with contextlib.suppress(RuntimeError):
@@ -52,13 +61,15 @@ def mesh_for(options: TrainOptions) -> Mesh:
     return _mesh(pipe, nodes, per_node, axes)
 
 
-def _simulated(pipe: int, nodes: int | None, per_node: int | None) -> tuple[int, int]:
+def _simulated(
+    pipe: int, nodes: int | None, per_node: int | None, *, devices: int, nodes_of_them: int
+) -> tuple[int, int]:
     """Return the nodes and the devices of a node that are simulated; of those that a launcher has
     given this process, if it has a share of the machine."""
     given = os.environ.get(SIMULATED_DEVICES)
-    there = int(given) if given else NUM_SIMULATED
-    least = pipe * SIMULATED_NODES * ((per_node or 1) if given else 1)
-    nodes = nodes or (SIMULATED_NODES if least <= there else 1)
+    there = int(given) if given else devices
+    least = pipe * nodes_of_them * ((per_node or 1) if given else 1)
+    nodes = nodes or (nodes_of_them if least <= there else 1)
     return nodes, per_node or max(1, there // (pipe * nodes))
 
 

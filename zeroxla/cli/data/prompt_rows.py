@@ -1,0 +1,92 @@
+"""Reads rows that a model answers: JSON objects, one a line, with a prompt or messages.
+
+    {"prompt": "..."}                                              a text to continue
+    {"messages": [{"role": "user", "content": "..."}, ...]}        a conversation to answer
+
+If a row has both, the messages count. All its other keys are kept.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from zeroxla.cli.data.bad_rows import BadRows, RowError
+from zeroxla.cli.data.row_files import MAX_ROW_BYTES, numbered_lines, row_place
+from zeroxla.cli.data.row_kinds import Conversation, conversation_of, read_object, text_of
+
+SUFFIXES = (".jsonl", ".json")
+ANSWER = ("response", "tokens", "finished")
+"""The keys that an answer adds to its row."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptRow:
+    """A row to answer.
+
+    Attributes:
+      place: the file and the line, for people.
+      fields: the row's keys and values.
+      asks: the text to continue, or the conversation to answer.
+    """
+
+    place: str
+    fields: Mapping[str, Any]
+    asks: str | Conversation
+
+
+def prompt_rows(path: Path, bad: BadRows) -> Iterator[PromptRow]:
+    """Yield the rows of a file that can be answered, in their order; count the others.
+
+    Args:
+      path: a file with the suffix .jsonl or .json. Blank lines are skipped.
+      bad: counts the rows that cannot be answered.
+
+    Raises:
+      ValueError: the file cannot be read, or has another suffix.
+    """
+    if path.suffix not in SUFFIXES:
+        raise ValueError(
+            f"{path} ends with {path.suffix or 'no suffix'}; prompts are read from files of JSON "
+            f"objects, one a line, that end with {' or '.join(SUFFIXES)}"
+        )
+    try:
+        file = path.open("rb")
+    except OSError as error:
+        raise ValueError(f"cannot read {path}: {error.strerror}; correct the path") from error
+    with file:
+        for _, number, line in numbered_lines(file):
+            if not line.strip():
+                continue
+            place = row_place(path, number)
+            bad.rows += 1
+            try:
+                yield PromptRow(place, *_read(line))
+            except RowError as error:
+                bad.add(place, str(error))
+
+
+def _read(line: bytes) -> tuple[dict[str, Any], str | Conversation]:
+    """Return the keys and values of a row, and what it asks."""
+    if len(line) > MAX_ROW_BYTES:
+        raise RowError(f"the line is longer than {MAX_ROW_BYTES >> 20} MiB")
+    value = read_object(line)
+    if there := [key for key in ANSWER if key in value]:
+        raise RowError(f'the row has "{there[0]}", a key that its answer will have; rename it')
+    if "messages" in value:
+        asks: str | Conversation = conversation_of(value)
+        if asks.messages[-1]["role"] == "assistant":
+            raise RowError("the last message is of the assistant; leave it out, to have it written")
+    elif "prompt" in value:
+        asks = text_of(value, "prompt", may_be_empty=True)
+    else:
+        keys = ", ".join(list(value)[:8]) or "none"
+        raise RowError(f'the row has neither "prompt" nor "messages"; its keys: {keys}')
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise RowError("the row has half of a surrogate pair, which is no character") from error
+    return json.loads(line), asks

@@ -1,0 +1,1 @@
+"""`zeroxla generate`: tokens of a trained model, in the terminal or into a file."""

@@ -1,0 +1,132 @@
+"""`Weights`: the step whose state holds the weights of a model that generates, and the state.
+
+There is no optimizer, so the state has the parameters alone, split over all devices.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from jax.sharding import Mesh
+
+from zeroxla.checkpoint.checkpointer import Checkpointer
+from zeroxla.checkpoint.weights.adapter_import import lora_from_adapter, read_adapter
+from zeroxla.checkpoint.weights.pretrained import from_pretrained
+from zeroxla.cli.generate.options import WeightOptions
+from zeroxla.cli.generate.source import Source
+from zeroxla.cli.run_folder import CHECKPOINTS
+from zeroxla.config.zero_config import ZeroConfig
+from zeroxla.frontend.lora.leaf_plan import BASE, LORA, NoTargetError
+from zeroxla.frontend.lora.model import LoraModel
+from zeroxla.mesh.axes import world_size
+from zeroxla.rlhf.make import Storage
+from zeroxla.step.make import make_step
+from zeroxla.step.state import TrainState
+from zeroxla.step.step import Step
+
+_LENGTH = 8  # of the rows on which the loss is traced
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Weights:
+    """The weights of a source, as they are wanted.
+
+    Attributes:
+      source: the model, and where its weights are.
+      options: how they are stored, and what is added to them.
+      model: the model whose state holds them: with adapters if there are some, or if its leaves are
+        stored in 8 or 4 bits.
+      step: a step of it, which has seen a batch.
+    """
+
+    source: Source
+    options: WeightOptions
+    model: Any
+    step: Step
+
+    @staticmethod
+    def of(source: Source, options: WeightOptions, mesh: Mesh) -> Weights:
+        """Trace the model; nothing is read yet.
+
+        Raises:
+          ImportError: the package safetensors is not installed, and there is an adapter to read.
+          ValueError: the options do not go together, or not with the model.
+        """
+        if options.step is not None and source.run is None:
+            raise ValueError(
+                f"--step {options.step}: without effect, {source.folder} is no run with "
+                "checkpoints; leave it out"
+            )
+        model = _wanted(source, options)
+        try:
+            step = _step(model, mesh, options.dtype or source.dtype)
+        except NoTargetError as error:
+            raise ValueError(
+                f"--weights {options.weights}: {error}; leave it out, to store float32"
+            ) from error
+        return Weights(source=source, options=options, model=model, step=step)
+
+    def read(self, report: Callable[[str], None]) -> TrainState:
+        """Read the weights, leaf by leaf.
+
+        Args:
+          report: called with a sentence for each damaged checkpoint that is passed over.
+
+        Raises:
+          ImportError: the package safetensors is not installed, and files of it are to be read.
+          ValueError: files are missing, damaged, or of another model.
+        """
+        adapter, run = self.options.adapter, self.source.run
+        if run is None:
+            return from_pretrained(self.model, self.source.folder, self.step, adapter=adapter)
+        number = run.number(self.options.step, report)
+        stored, key = self.source.model, jax.random.key(0)
+        is_same = self.model is stored
+        step = self.step if is_same else _step(stored, self.step.mesh, "float32")
+        with Checkpointer(run.folder / CHECKPOINTS, keep=None, report=report) as checkpointer:
+            params = checkpointer.restore_params(step.shapes(), number=number).params
+        if adapter is not None:
+            params = {BASE: params, LORA: read_adapter(self.model, adapter)}
+        return self.step.init_from(params, key, donate=is_same)
+
+
+def _wanted(source: Source, options: WeightOptions) -> Any:
+    """Return the model whose state is wanted: the one whose weights are stored, or one with other
+    adapters, or with leaves in another form.
+
+    Raises:
+      ValueError: the weights cannot become those of such a model.
+    """
+    stored, form = source.model, options.weights
+    frozen: Any = None if form in (None, "float32") else form
+    if options.adapter is not None:
+        if isinstance(stored, LoraModel):
+            raise ValueError(
+                f"--adapter {options.adapter}: {source.folder} has adapters of its own; write them "
+                "into the weights (zeroxla export) and give that folder, or leave --adapter out"
+            )
+        return lora_from_adapter(stored, options.adapter, frozen=frozen)
+    if not isinstance(stored, LoraModel):
+        return stored if frozen is None else Storage(frozen=frozen).with_adapters(stored)
+    if form is None or frozen == stored.frozen:
+        return stored
+    if stored.frozen is not None:
+        raise ValueError(
+            f"--weights {form}: {source.folder} stores its frozen base as {stored.frozen}, and it "
+            "stays so; leave --weights out"
+        )
+    return dataclasses.replace(stored, frozen=frozen, traced=[])
+
+
+def _step(model: Any, mesh: Mesh, dtype: str) -> Step:
+    """Return a step that trains nothing, and has seen a batch."""
+    config = ZeroConfig(compute_dtype=dtype)
+    step = make_step(model, mesh, optax.set_to_zero(), config=config)
+    rows = (world_size(mesh), _LENGTH + 1)
+    step.abstract_state({"tokens": jax.ShapeDtypeStruct(rows, np.int32)})
+    return step
