@@ -39,7 +39,7 @@ FAMILIES: dict[str, dict[str, Any]] = tomllib.loads(
 COMMANDS = """\
     zeroxla train --init FOLDER --data chat.jsonl --lora-rank 16 --lora-base int4 --run RUN
     zeroxla generate RUN --chat
-    zeroxla export --run RUN --output OUT"""
+    zeroxla export RUN --output OUT"""
 
 
 def page(model_type: str) -> str:

@@ -33,6 +33,12 @@ def test_a_whole_config_is_read(tmp_path):
     assert stored_options(RlhfOptions, write(tmp_path, REWARDED)) == RlhfOptions()
 
 
+def test_a_run_of_an_earlier_version_has_the_defaults_of_newer_groups(tmp_path):
+    for whole, kind in ((WHOLE, TrainOptions), (REWARDED, RlhfOptions)):
+        run = write(tmp_path, without(whole, "options", "tracking"))
+        assert stored_options(kind, run) == kind()
+
+
 @pytest.mark.parametrize("command", ["train", "export"])
 @pytest.mark.parametrize(
     ("config", "section"),

@@ -6,7 +6,7 @@ import dataclasses
 import typing
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 LARGEST = 3.4028234663852886e38
 """The largest float32: a larger number is infinite in the program."""
@@ -17,6 +17,9 @@ LARGEST_SEED = 2**32 - 1
 
 class OptionGroups:
     """A dataclass whose fields are dataclasses of options."""
+
+    younger_groups: ClassVar[frozenset[str]] = frozenset()
+    """Groups that runs of earlier versions do not have; they then have the defaults."""
 
     def check_at_least(self, limits: Mapping[str, float]) -> None:
         """Check that numbers are neither too small nor infinite. Those that are None pass.
@@ -65,6 +68,8 @@ class OptionGroups:
 
 class JobOptions(OptionGroups):
     """The options of a command that has runs."""
+
+    younger_groups = frozenset({"tracking"})
 
     output: Any  # a group with the options run, resume, save_every and keep
     tracking: Any  # a TrackingOptions

@@ -48,6 +48,8 @@ def stored_options(kind: type[_Options], run: Path, name: str = "options") -> _O
       ValueError: the section, or the section of a group of options in it, is missing; or another
         version of zeroxla wrote them.
     """
+    section = read_section(run, name)
     for group in dataclasses.fields(kind):  # pyright: ignore[reportArgumentType]
-        read_section(run, name, group.name)
-    return kind.from_dict(read_section(run, name))
+        if group.name in section or group.name not in kind.younger_groups:
+            read_section(run, name, group.name)
+    return kind.from_dict(section)
