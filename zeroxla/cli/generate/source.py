@@ -58,7 +58,7 @@ class Source:
                 "writes no text; give a run of --model gpt"
             )
         choice = choose(run.options, folder)
-        model = run.as_stored(run.options.lora.adapted(choice.model))
+        model = run.as_stored(run.options.lora.adapted(choice.model, folder))
         return Source(folder=folder, choice=choice, run=run, model=model)
 
     @property

@@ -160,7 +160,7 @@ class PlanOptions(OptionGroups):
             "offload": ("offload_params", "offload_secondary"),
             "axes": tuple(vars(self.axes)),
             "pipeline": ("schedule", "chunks", "stash", "partition", "weights", "memory"),
-            "lora": ("lora_rank",),
+            "lora": ("lora_rank", "lora_init"),
             "wires": tuple(vars(self.wires)),
             "hops": tuple(vars(self.hops)),
             "zero": ("deepspeed",),

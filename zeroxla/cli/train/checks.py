@@ -37,7 +37,7 @@ _OF_ONE_MODEL = {
     "gpt": (
         *("init", "layers", "width", "heads", "length", "prompt", "sample_bytes", "temperature"),
         *("lora_rank", "lora_alpha", "lora_rank_stabilized", "lora_dora"),
-        *("lora_targets", "lora_base"),
+        *("lora_targets", "lora_base", "lora_init"),
         *("packing", "too_long", "max_bad_rows", "chat_template"),
     ),
     "alexnet": ("image_size", "width_multiplier"),

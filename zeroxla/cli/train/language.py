@@ -32,7 +32,7 @@ class LanguageTask:
 
     def __init__(self, options: TrainOptions, run: Path | None) -> None:
         self.options, self.choice = options, choose(options, run)
-        self._module = options.lora.adapted(self.choice.model)
+        self._module = options.lora.adapted(self.choice.model, run)
         stages = options.pipeline
         self.model: Any = self._module
         if stages.pipe > 1:
@@ -43,10 +43,13 @@ class LanguageTask:
 
     def keep(self, run: Path) -> None:
         keep(self.options, run)
+        self.options.lora.keep(run)
 
     def begin(self, step: Step, key: jax.Array) -> TrainState | None:
-        init = self.options.model.init
-        return None if init is None else from_pretrained(self._module, init, step, key=key)
+        init, adapter = self.options.model.init, self.options.lora.lora_init
+        if init is None:
+            return None
+        return from_pretrained(self._module, init, step, key=key, adapter=adapter)
 
     def encoded_prompt(self, prompt: str) -> list[int]:
         """Turn the text of --prompt into the numbers that the model continues."""

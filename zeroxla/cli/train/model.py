@@ -76,7 +76,7 @@ def exported(options: TrainOptions, run: Path) -> tuple[Any, dict[str, Any]]:
     if options.model.model == "alexnet":
         return alexnet(options), {}
     choice = choose(options, run)
-    return with_plan(options.lora.adapted(choice.model)), choice.config or {}
+    return with_plan(options.lora.adapted(choice.model, run)), choice.config or {}
 
 
 def with_plan(model: Any) -> Any:

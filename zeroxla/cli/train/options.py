@@ -195,6 +195,11 @@ class TrainOptions(JobOptions):
         check_seed(self.training.seed)
         self.tracking.profiled(self.training.steps)
         self.lora.check()
+        if self.lora.lora_init is not None and self.model.init is None:
+            raise ValueError(
+                f"--lora-init {self.lora.lora_init} is an adapter for a base; give the base's "
+                "folder with --init"
+            )
         check_offload(self, self.pipeline.pipe)
         if self.outer.outer != "none" and self.offload.offload_params == "disk":
             raise ValueError(
