@@ -31,7 +31,7 @@ def gpt_forward(layers, width, vocabulary=64):
 
 
 @pytest.mark.parametrize("scan", [True, False])
-@pytest.mark.parametrize("remat", ["none", "block"])
+@pytest.mark.parametrize("remat", [False, True])
 def test_recomputation_and_loops_change_nothing(scan, remat):
     model = GPT.tiny(layers=2, width=32, heads=2, scan=scan, remat=remat)
     assert flops_of(model) == 3 * ROWS * LENGTH * gpt_forward(2, 32)
