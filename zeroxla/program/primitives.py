@@ -94,6 +94,12 @@ FUSED = (
 CUTS_OR_JOINS = _names("concatenate convert_element_type dynamic_slice pad select_n slice split")
 """They cut, join or cast arrays: what is in the result was in an operand."""
 
+NO_LARGER = ARRANGEMENTS | _names(
+    "abs concatenate convert_element_type dynamic_slice gather max min name neg reduce_max "
+    "reduce_min rev select_n slice split stop_gradient"
+)
+"""No element of their results is larger than the largest one of their operands."""
+
 SLICES = frozenset({"dynamic_slice", "gather", "slice"})
 """They take a part of their first operand."""
 

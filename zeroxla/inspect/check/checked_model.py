@@ -18,6 +18,7 @@ from zeroxla.mesh.make_mesh import make_mesh
 from zeroxla.program.compat import mesh_context
 from zeroxla.program.trace import Program, trace
 from zeroxla.step.loss_plan import Losses, make_losses
+from zeroxla.step.make import make_step
 from zeroxla.step.state import TrainState, natural
 from zeroxla.step.step import Step
 from zeroxla.wire.leaves import Layout
@@ -149,8 +150,6 @@ def checked_model(
     Raises:
       ValueError: as `make_step`, and if the mesh has stages.
     """
-    from zeroxla.step.make import make_step
-
     if mesh.shape.get(PIPE, 1) > 1:
         raise ValueError(
             f"check on a mesh with pipe={mesh.shape[PIPE]}: a check compares the whole model with "
@@ -175,6 +174,7 @@ def checked_model(
         config=plain,
         axis_names=axis_names,
     )
+    step.abstract_state(batch)  # checks the batch
     return CheckedModel(step=step, config=config, batch=batch)
 
 

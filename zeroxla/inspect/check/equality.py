@@ -18,14 +18,25 @@ TOLERANCE = 1e-4
 _NAMED = 3  # leaves that a result names
 
 
-def check_equality(checked: CheckedModel, runs: TwoRuns) -> CheckResult:
+def check_equality(checked: CheckedModel, runs: TwoRuns | None) -> CheckResult:
     """Compare the step's gradients with those of the whole batch on one device, in float32.
 
     A model that draws random numbers does so under another key on each device. So its training is
     compared with the mean over the devices' rows, and the whole batch with that mean in evaluation.
 
+    Args:
+      checked: the model.
+      runs: the step's results; None if it must not run.
+
     Cost: one compilation; two if the model is random, or differs.
     """
+    if runs is None:
+        return CheckResult(
+            name=NAME,
+            verdict="notice",
+            found="not compared: the step would not end (see `collectives`)",
+            remedy="mend that first",
+        )
     exchanges = has_collectives(checked.programs[True])
     is_random = checked.is_random(train=True)
     if exchanges and is_random:

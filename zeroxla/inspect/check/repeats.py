@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -11,16 +12,20 @@ from zeroxla.inspect.check.checked_model import CheckedModel
 from zeroxla.inspect.check.two_runs import TwoRuns
 from zeroxla.program.compat import model_line
 from zeroxla.program.primitives import CALLBACKS
-from zeroxla.program.trace import Constant, Equation, Operand, Program
-from zeroxla.program.walk import walk
+from zeroxla.program.trace import Constant, Equation, Operand, Program, Value
+from zeroxla.program.walk import Visit, walk
 
 NAME = "repeats"
 
 _NAMED = 3
 
 
-def check_repeats(checked: CheckedModel, runs: TwoRuns) -> CheckResult:
+def check_repeats(checked: CheckedModel, runs: TwoRuns | None) -> CheckResult:
     """Trace the loss a second time, and compare two runs of the step from one state bit by bit.
+
+    Args:
+      checked: the model.
+      runs: the two runs; None if the step must not run.
 
     Cost: one trace; the runs are those that `run_twice` has made.
     """
@@ -32,6 +37,14 @@ def check_repeats(checked: CheckedModel, runs: TwoRuns) -> CheckResult:
             "draw random numbers with jax.random from the key or rngs that the model is given, and "
             "take nothing from np.random, `random`, the time or a counter of your own: such values "
             "become constants of the program, other ones in every process",
+        )
+    if runs is None:
+        return CheckResult(
+            name=NAME,
+            verdict="notice",
+            found="two traces give the same program; the step did not run, as it would not end "
+            "(see `collectives`)",
+            remedy="mend that first",
         )
     if runs.different:
         names = ", ".join(runs.different[:_NAMED])
@@ -65,21 +78,18 @@ def first_difference(first: Program, second: Program) -> str | None:
 
     Names, shapes, operands and constants of equations are compared, in bodies and branches too.
     """
-    numbers: dict[Any, int] = {}
-    others: dict[Any, int] = {}
-    for program, found in ((first, numbers), (second, others)):
-        for value in program.inputs:
-            found[value] = len(found)
-        for visit in walk(program, "cpu"):
-            for value in visit.equation.outputs:
-                found[value] = len(found)
+    mine, its = list(walk(first, "cpu")), list(walk(second, "cpu"))
+    numbers, others = (
+        {value: i for i, value in enumerate([*program.inputs, *_made(visits)])}
+        for program, visits in ((first, mine), (second, its))
+    )
 
     def same(a: Operand, b: Operand) -> bool:
         if isinstance(a, Constant) and isinstance(b, Constant):
             return _same_constant(a.value, b.value)
-        return numbers.get(a) == others.get(b) and type(a) is type(b)
+        # The inputs of bodies have no number.
+        return type(a) is type(b) and numbers.get(a) == others.get(b)
 
-    mine, its = list(walk(first, "cpu")), list(walk(second, "cpu"))
     for a, b in zip(mine, its, strict=False):
         one, other = a.equation, b.equation
         where = f"{one.name} at {model_line(one.source) or 'an unknown line'}"
@@ -93,6 +103,12 @@ def first_difference(first: Program, second: Program) -> str | None:
     if len(mine) != len(its):
         return f"it has {len(mine)} equations, and then {len(its)}"
     return None
+
+
+def _made(visits: list[Visit]) -> Iterator[Value]:
+    """Yield the values that equations make, in order."""
+    for visit in visits:
+        yield from visit.equation.outputs
 
 
 def _kind(eq: Equation) -> Any:
