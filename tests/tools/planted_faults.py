@@ -149,8 +149,8 @@ def init_places(key, batch):
 
 def every_place(params, batch, key):
     """A loop slices the only dim of a leaf."""
-    total, _ = jax.lax.scan(lambda c, p: (c + jnp.sin(p), None), 0.0, params["places"])
-    return healthy(params, batch, key) + 1e-3 * total
+    x, _ = jax.lax.scan(lambda x, p: (jnp.tanh(p * x), None), batch["x"], params["places"])
+    return healthy(params, {**batch, "x": x}, key)
 
 
 def attention(params, batch, key):
@@ -170,7 +170,8 @@ def masked_by_adding(params, batch, key):
 
 def faint(params, batch, key):
     """A gradient too small for float16."""
-    return healthy(params, batch, key) + 1e-14 * jnp.sum(params["u"] * batch["x"][:1])
+    small = 1e-5 * (1e-5 * (1e-5 * params["u"]))
+    return healthy(params, batch, key) + jnp.mean(small * batch["x"])
 
 
 def init_faint(key, batch):

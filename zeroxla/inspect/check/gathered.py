@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from zeroxla.fetch.segments import FetchPlan, Remat, Straight
 from zeroxla.inspect.check.check_report import CheckResult
 from zeroxla.inspect.check.checked_model import CheckedModel
 from zeroxla.program.compat import model_line
-from zeroxla.program.primitives import CASTS, SLICES
+from zeroxla.program.primitives import CASTS, LOOPS, SLICES
 from zeroxla.program.report import format_bytes
+from zeroxla.program.scan import Scan
 from zeroxla.program.trace import Equation, Value
+from zeroxla.program.walk import bodies
 
 NAME = "gathered"
 
@@ -46,17 +48,17 @@ def check_gathered(checked: CheckedModel) -> CheckResult:
     outside of a `scan`. A single large leaf, such as an embedding, is none. Nothing runs.
     """
     plan = _finest_plan(checked)
-    names = {v: leaf.path for v, leaf in zip(plan.leaves, checked.layout, strict=True)}
-    total = sum(v.aval.size for v in plan.leaves)
+    paths = [checked.layout.leaves[i].path for i in checked.layout.indices(fetched=True)]
+    names = dict(zip(plan.leaves, paths, strict=True))
+    total = sum(leaf.elements for leaf in checked.layout)
     indexed = _indexed(plan)
     share = sum(v.aval.size for v in indexed) / max(total, 1)
     if share > MOST_SHARE:
-        lines = sorted({line for eqs in indexed.values() for eq in eqs if (line := _line(eq))})
-        layers = max(len(eqs) for eqs in indexed.values())
+        lines = dict.fromkeys(_line(eq) for eqs in indexed.values() for eq in eqs)
         return _fault(
-            f"{_few([names[v] for v in indexed])}, {share:.0%} of this model: stacked "
-            f"layers, read {layers} times a part each, outside of a scan ({_few(lines)}). Each "
-            "read gathers all layers",
+            f"{_few([names[v] for v in indexed])}, {share:.0%} of this model, stacked layers that "
+            f"are read a layer at a time, but not as the xs of a scan "
+            f"({_few([line for line in lines if line])}): each read gathers all layers",
             "loop over the layers with jax.lax.scan (flax: nn.scan, nnx.scan), whose xs are the "
             "stacked leaves; or keep a leaf for each layer",
         )
@@ -66,13 +68,13 @@ def check_gathered(checked: CheckedModel) -> CheckResult:
         return CheckResult(name=NAME, verdict="ok", found="nothing is gathered: no leaf is split")
     share = largest.elements / max(total, 1)
     words = f"{_few([names[v] for v in largest.leaves])}, {share:.0%} of this model"
-    if share > MOST_SHARE and len(largest.leaves) > 1:
-        eq = largest.reader
-        reader = "" if eq is None else f": {eq.name} at {_line(eq) or 'an unknown line'}"
+    eq = largest.reader
+    if share > MOST_SHARE and len(largest.leaves) > 1 and eq is not None and eq.name not in LOOPS:
         return _fault(
-            f"{words}, must be whole at one time, because one equation reads them together{reader}",
-            "let a loop over layers be a jax.lax.scan with the stacked leaves as xs; keep custom "
-            "rules, conditionals and while loops to the leaves of one layer",
+            f"{words}, must be whole at one time, because one equation reads them together: "
+            f"{eq.name} at {_line(eq) or 'an unknown line'}",
+            "keep conditionals and custom rules (custom_vjp, custom_jvp) to the leaves of one "
+            "layer, and let a loop over layers be a jax.lax.scan with stacked leaves as xs",
         )
     size = format_bytes(4 * largest.elements)
     again = _times(plan)
@@ -139,29 +141,65 @@ def _reader(segment: Straight) -> Equation | None:
 
 
 def _indexed(plan: FetchPlan) -> dict[Value, list[Equation]]:
-    """Return the leaves that are read a part at a time along one dim, each part by an equation of
-    its own, outside of loops; with these equations."""
+    """Return the leaves that are read a layer at a time along their first dim, though no `scan`
+    slices them: by several equations, or in a loop by its counter. With these equations."""
     readers: dict[Value, dict[int, Equation]] = {}
+    whole: set[Value] = set()  # leaves that something else reads
     for seg in plan.segments:
         if isinstance(seg, Remat):
             for leaf, found in _indexed(seg.body).items():
                 readers.setdefault(leaf, {}).update({id(eq.source): eq for eq in found})
-        if not isinstance(seg, Straight):
             continue
-        same = {v: v for v in seg.leaves}  # a leaf, or its cast
-        for eq in seg.equations:
-            leaf = next((same[v] for v in eq.values if v in same), None)
-            if leaf is None:
-                continue
-            if eq.name in CASTS:
-                same[eq.outputs[0]] = leaf
-            else:
+        equations = seg.equations if isinstance(seg, Straight) else (*seg.known, seg.scan.equation)
+        for leaf in seg.leaves:
+            for eq, takes in _reads(equations, leaf):
                 readers.setdefault(leaf, {})[id(eq.source)] = eq
+                if not takes:
+                    whole.add(leaf)
     return {
         leaf: list(found.values())
         for leaf, found in readers.items()
-        if len(found) > 1 and all(_takes_a_layer(eq, leaf) for eq in found.values())
+        if leaf not in whole and _covers(list(found.values()), leaf)
     }
+
+
+def _reads(equations: Iterable[Equation], value: Value) -> Iterator[tuple[Equation, bool]]:
+    """Yield the equations that read a leaf or its casts, those of loops' bodies included, with
+    whether each takes one place of its first dim."""
+    same = {value}
+    for eq in equations:
+        if same.isdisjoint(eq.values):
+            continue
+        if eq.name in CASTS:
+            same.update(eq.outputs)
+            continue
+        inside = _constant_of_loop(eq, same)
+        if inside is None:
+            yield eq, _takes_a_layer(eq, value)
+        else:
+            yield from _reads(*inside)
+
+
+def _constant_of_loop(
+    eq: Equation, same: Collection[Value]
+) -> tuple[tuple[Equation, ...], Value] | None:
+    """Return the equations of a loop's body and the input by which they read a value, if each turn
+    reads it whole; None otherwise."""
+    if eq.name not in LOOPS:
+        return None
+    body, _ = bodies(eq)[0]
+    first = eq.params["cond_nconsts"] if eq.name == "while" else 0
+    count = eq.params["body_nconsts"] if eq.name == "while" else Scan(eq).num_consts
+    constants = zip(eq.inputs[first : first + count], body.inputs, strict=False)
+    given = [inside for operand, inside in constants if operand in same]
+    is_once = sum(v in same for v in eq.values) == 1
+    return (body.equations, given[0]) if given and is_once else None
+
+
+def _covers(readers: Sequence[Equation], leaf: Value) -> bool:
+    """Return whether equations that take one layer each read several layers."""
+    varies = any(eq.name != "slice" for eq in readers)  # by a counter: all of them
+    return len(readers) > 1 or varies
 
 
 def _takes_a_layer(eq: Equation, leaf: Value) -> bool:

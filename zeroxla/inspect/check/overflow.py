@@ -50,7 +50,7 @@ def check_overflow(checked: CheckedModel) -> CheckResult:
         jnp.float32(1),
     ]
     args = jax.device_put(args, checked.one_device.devices.flat[0])
-    with checked.tracing_on_one_device():
+    with checked.tracing_on_one_device(), np.errstate(over="ignore"):
         run = run_wide(program, platform_of(checked.mesh), checked.on_one_device, args)
     faults = _overflows(run)
     if faults:
@@ -97,7 +97,8 @@ def _gradient_program(checked: CheckedModel, dtype: Any) -> tuple[Program, int]:
         lambda x: jax.ShapeDtypeStruct(x.shape, dtype if _is_floating(x) else x.dtype), rows
     )
     found: list[Program] = []
-    with checked.tracing_on_one_device():
+    # A mask of -1e9 is infinite in float16; NumPy would warn of it.
+    with checked.tracing_on_one_device(), np.errstate(over="ignore"):
         jax.eval_shape(
             checked.on_one_device(
                 lambda *args: found.append(trace(gradients, *args, opened=backward_jaxpr)[0])
