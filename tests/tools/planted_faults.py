@@ -86,9 +86,7 @@ def masked(params, batch, key):
 def parting(params, batch, key):
     """Devices whose rows have a large sum take the mean over devices, and others do not."""
     x = predict(params, batch).mean()
-    seen = jax.lax.cond(
-        batch["x"].sum() > 0, lambda x: jax.lax.pmean(x, "device"), lambda x: x, x
-    )
+    seen = jax.lax.cond(batch["x"].sum() > 0, lambda x: jax.lax.pmean(x, "device"), lambda x: x, x)
     return healthy(params, batch, key) + jax.lax.stop_gradient(seen)
 
 

@@ -139,4 +139,4 @@ def _name(model: Any) -> str:
 
 
 def _words(mesh: Mesh) -> str:
-    return " x ".join(f"{length} {axis}" for axis, length in mesh.shape.items())
+    return " x ".join(f"{axis} {length}" for axis, length in mesh.shape.items())

@@ -148,9 +148,7 @@ def _percent(error: float) -> str:
     return f"by {error:.2%}" if math.isfinite(error) else "is not finite"
 
 
-def _same(
-    checked: CheckedModel, found: Gradients, expected: Gradients, what: str
-) -> CheckResult:
+def _same(checked: CheckedModel, found: Gradients, expected: Gradients, what: str) -> CheckResult:
     names = [leaf.path for leaf in checked.layout if not leaf.frozen]
     errors = found.errors(expected)
     worst = max(range(len(errors)), key=errors.__getitem__)

@@ -96,7 +96,9 @@ def _finest_plan(checked: CheckedModel) -> FetchPlan:
     state = step.shapes()
     layout = programs.layout(state)
     with programs.tracing():
-        return programs.plan(layout, state.model_state, step.batches.shapes(checked.batch), state.key)
+        return programs.plan(
+            layout, state.model_state, step.batches.shapes(checked.batch), state.key
+        )
 
 
 def _together(plan: FetchPlan, outside: Mapping[Value, Value]) -> Iterator[_Together]:

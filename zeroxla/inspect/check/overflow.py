@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from typing import Any
 
@@ -158,9 +157,7 @@ def _small_gradients(
     checked: CheckedModel, program: Program, run: WideRun, dtype: Any, num_leaves: int
 ) -> CheckResult:
     """Return whether gradients become zero in float16 at the largest loss scale that fits."""
-    biggest = max(
-        (x for v, x in run.largest.items() if _is_narrow(v)), default=0.0
-    )
+    biggest = max((x for v, x in run.largest.items() if _is_narrow(v)), default=0.0)
     words = f"the largest value in a narrow dtype is {biggest:.3g}, and all fit"
     if dtype != jnp.float16:
         return CheckResult(name=NAME, verdict="ok", found=words)

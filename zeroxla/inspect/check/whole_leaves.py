@@ -54,8 +54,8 @@ def check_whole_leaves(checked: CheckedModel) -> CheckResult:
         (
             {"/".join(path): x for path, x in paths_of(checked.model_state)},
             "other collections than parameters (model state)",
-            "make large arrays parameters and freeze them (ZeroConfig(frozen=...)), or compute them "
-            "in the model",
+            "make large arrays parameters and freeze them (ZeroConfig(frozen=...)), or compute "
+            "them in the model",
         ),
         (
             _constants(checked),
@@ -78,7 +78,7 @@ def check_whole_leaves(checked: CheckedModel) -> CheckResult:
     names = f": {_few([_words(leaf) for leaf in whole])}" if whole else ""
     size = format_bytes(4 * sum(leaf.elements for leaf in whole))
     split = len(checked.layout.leaves) - len(whole)
-    found = f"{split} leaves are split, {len(whole)} are whole on each device ({size}){names}"
+    found = f"{split} leaves are split, and whole on each device are {len(whole)} ({size}){names}"
     return CheckResult(name=NAME, verdict="ok", found=found)
 
 

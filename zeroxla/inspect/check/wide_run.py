@@ -120,7 +120,9 @@ class _Recorder:
             if not _inherits(eq):
                 made = zip(eq.outputs, results, strict=True)
                 notes |= {v: _note(x) for v, x in made if _is_float(v)}
-        outputs = [_wide_constant(a) if isinstance(a, Constant) else env[a] for a in program.outputs]
+        outputs = [
+            _wide_constant(a) if isinstance(a, Constant) else env[a] for a in program.outputs
+        ]
         return outputs, notes
 
     def _results(self, eq: Equation, operands: list[Any]) -> tuple[list[Any], Notes]:
@@ -270,7 +272,9 @@ def _runs_as_it_is(eq: Equation) -> bool:
 
 def _wide(param: Any) -> Any:
     """Return a parameter of an equation, float32 if it is a narrow dtype."""
-    is_dtype = isinstance(param, np.dtype) or (isinstance(param, type) and issubclass(param, np.generic))
+    is_dtype = isinstance(param, np.dtype) or (
+        isinstance(param, type) and issubclass(param, np.generic)
+    )
     return np.dtype(np.float32) if is_dtype and is_narrow(param) else param
 
 
