@@ -176,6 +176,44 @@ def init_faint(key, batch):
     return {**init(key, batch), "u": jnp.ones((WIDTH,))}
 
 
+def growing(params, batch, key):
+    """Each turn of a loop makes values larger."""
+
+    def turn(x, _):
+        return 8 * x, None
+
+    x, _ = jax.lax.scan(turn, batch["x"] @ params["w"], length=6)
+    return healthy(params, batch, key) + jnp.mean(jnp.tanh(x))
+
+
+def infinite(params, batch, key):
+    """A loss that is infinite from the start."""
+    return healthy(params, batch, key) / jnp.sum(0 * batch["x"])
+
+
+def ruled(params, batch, key):
+    """A derivative of the model's own over all leaves."""
+
+    model = jax.custom_vjp(predict)
+    model.defvjp(
+        lambda params, batch: (predict(params, batch), (params, batch)),
+        lambda given, ct: (
+            *jax.vjp(predict, *given)[1](ct)[:1],
+            jax.tree.map(jnp.zeros_like, batch),
+        ),
+    )
+    return squares(model(params, batch), batch)
+
+
+TABLE = jnp.asarray(np.random.default_rng(1).normal(size=(64, WIDTH)), jnp.float32)
+
+
+def with_table(params, batch, key):
+    """A large array that is no parameter."""
+    nearest = jnp.max(batch["x"] @ TABLE.T, 1, keepdims=True)
+    return healthy(params, {**batch, "x": batch["x"] + nearest}, key)
+
+
 def drawn(params, batch, key):
     """NumPy draws the noise while the loss is traced."""
     noise = np.random.default_rng().normal(size=(1, WIDTH)).astype(np.float32)

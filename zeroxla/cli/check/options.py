@@ -46,7 +46,7 @@ class CheckMesh(MeshOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainingOptions:
+class CheckedTraining:
     """What the checks read of the options that a training has. The wires are left out: quantized
     ones change the numbers."""
 
@@ -85,7 +85,7 @@ class CheckOptions(OptionGroups):
     subject: SubjectOptions
     mesh: CheckMesh = field(default_factory=CheckMesh)
     axes: AxesOptions = field(default_factory=AxesOptions)
-    training: TrainingOptions = field(default_factory=TrainingOptions)
+    training: CheckedTraining = field(default_factory=CheckedTraining)
     output: CheckOutput = field(default_factory=CheckOutput)
 
     def __post_init__(self) -> None:

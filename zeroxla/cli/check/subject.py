@@ -101,12 +101,13 @@ def _made(kind: type[Any], name: str, values: dict[str, Any]) -> Any:
         return _called(kind.tiny, f"{name}.tiny", values)  # pyright: ignore
     if issubclass(kind, nn.Module):
         return _called(kind, name, values)
-    missing = [n for n in _needed(kind) if n not in values and n != "rngs"]
+    needed = _needed(kind.__init__)[1:]  # without self
+    missing = [name for name in needed if name not in values and name != "rngs"]
     if missing:
         raise ValueError(
             f"{name} needs {', '.join(missing)}; give them with --set {missing[0]}=..."
         )
-    return lambda rngs: kind(**values, rngs=rngs)
+    return lambda rngs: kind(**{**values, "rngs": rngs})
 
 
 def _called(make: Any, name: str, values: dict[str, Any]) -> Any:

@@ -174,9 +174,8 @@ def _small_gradients(
         return CheckResult(
             name=NAME,
             verdict="notice",
-            found=f"{words}; but at a loss scale of {scale:g} the gradients of {len(lost)} leaves "
-            f"are all zero in float16: {', '.join(lost[:_NAMED])}"
-            + (f" and {more} more" if more > 0 else ""),
+            found=f"{words}; but at a loss scale of {scale:g} the whole gradient becomes zero in "
+            f"float16 of {', '.join(lost[:_NAMED])}" + (f" and {more} more" if more > 0 else ""),
             remedy="raise init_loss_scale, or train with compute_dtype bfloat16"
             if scale == checked.config.init_loss_scale
             else "gradients of this model span more than float16 holds: train with compute_dtype "
@@ -193,7 +192,8 @@ def _small_gradients(
 def _backward_values(program: Program, run: WideRun) -> set[Value]:
     """Return the values that follow from the loss scale: those that it multiplies."""
     scaled = {program.inputs[-1]}
-    for eq in run.equations:
+    for i, eq in enumerate(run.equations):
+        scaled.update(v for v, operand in run.entered[i] if operand in scaled)
         if not scaled.isdisjoint(eq.values):
             scaled.update(eq.outputs)
     return {v for v in scaled if v in run.largest}

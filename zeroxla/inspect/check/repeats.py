@@ -80,7 +80,7 @@ def first_difference(first: Program, second: Program) -> str | None:
     """
     mine, its = list(walk(first, "cpu")), list(walk(second, "cpu"))
     numbers, others = (
-        {value: i for i, value in enumerate([*program.inputs, *_made(visits)])}
+        {id(value): i for i, value in enumerate([*program.inputs, *_made(visits)])}
         for program, visits in ((first, mine), (second, its))
     )
 
@@ -88,7 +88,7 @@ def first_difference(first: Program, second: Program) -> str | None:
         if isinstance(a, Constant) and isinstance(b, Constant):
             return _same_constant(a.value, b.value)
         # The inputs of bodies have no number.
-        return type(a) is type(b) and numbers.get(a) == others.get(b)
+        return type(a) is type(b) and numbers.get(id(a)) == others.get(id(b))
 
     for a, b in zip(mine, its, strict=False):
         one, other = a.equation, b.equation

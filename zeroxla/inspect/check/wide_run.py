@@ -35,12 +35,15 @@ class WideRun:
       largest: the largest size of a finite element of each floating value; infinity if an equation
         made infinity from finite operands. Of a loop's values, over all turns.
       nan: the values with a NaN.
+      entered: for each loop and branch, by its place in `equations`, the inputs of its bodies with
+        the operands that they are given.
     """
 
     outputs: list[Any]
     equations: tuple[Equation, ...]
     largest: dict[Value, float]
     nan: frozenset[Value]
+    entered: dict[int, list[tuple[Value, Operand]]]
 
 
 def run_wide(program: Program, platform: str, wrap: Any, args: Sequence[Any]) -> WideRun:
@@ -65,9 +68,12 @@ def run_wide(program: Program, platform: str, wrap: Any, args: Sequence[Any]) ->
     outputs, notes = jax.jit(wrap(run))(*args)
     found = {v: np.asarray(note) for v, note in zip(values, notes, strict=True)}
     equations = tuple(recorder.equations.values())
-    for eq in filter(_inherits, equations):
+    for eq in equations:
+        # Inside a loop a carry counts as large as it is at first: what makes it large is inside.
+        entered = recorder.entered.get(id(eq), ())
+        found.update((v, found[operand]) for v, operand in entered if operand in found)
         given = [found[v] for v in eq.values if v in found]
-        if given:
+        if given and _inherits(eq):
             found.update((v, np.max(given, 0)) for v in eq.outputs if _is_float(v))
     infinite = {v for v, (_, whole) in found.items() if np.isinf(whole)}
     made = {
@@ -83,6 +89,7 @@ def run_wide(program: Program, platform: str, wrap: Any, args: Sequence[Any]) ->
         equations=equations,
         largest={v: np.inf if v in made else float(finite) for v, (finite, _) in found.items()},
         nan=frozenset(v for v, (_, whole) in found.items() if np.isnan(whole)),
+        entered={i: recorder.entered.get(id(eq), []) for i, eq in enumerate(equations)},
     )
 
 
@@ -101,16 +108,25 @@ class _Recorder:
 
     Attributes:
       equations: the equations that have run, by identity: JAX may trace a body several times.
+      entered: for loops and branches, the inputs of bodies, each with the operand that it is given.
     """
 
     def __init__(self, platform: str) -> None:
         self._platform = platform
         self.equations: dict[int, Equation] = {}
+        self.entered: dict[int, list[tuple[Value, Operand]]] = {}
 
     def run(self, program: Program, args: list[Any]) -> tuple[list[Any], Notes]:
         """Return the outputs of a program, and notes on its values and on those inside it."""
+        notes: Notes = {
+            v: _note(x) for v, x in zip(program.inputs, args, strict=True) if _is_float(v)
+        }
+        outputs, inside = self._run(program, args)
+        return outputs, notes | inside
+
+    def _run(self, program: Program, args: Sequence[Any]) -> tuple[list[Any], Notes]:
         env: dict[Value, Any] = dict(zip(program.inputs, args, strict=True))
-        notes: Notes = {v: _note(x) for v, x in env.items() if _is_float(v)}
+        notes: Notes = {}
         for eq in program.equations:
             self.equations[id(eq)] = eq
             operands = [_operand(env, a, i, eq) for i, a in enumerate(eq.inputs)]
@@ -134,13 +150,17 @@ class _Recorder:
             return self._cond(eq, operands)
         return _bound(eq, operands), {}
 
+    def _enter(self, eq: Equation, body: Program, operands: Sequence[Operand]) -> None:
+        self.entered.setdefault(id(eq), []).extend(zip(body.inputs, operands, strict=True))
+
     def _scan(self, scan: Scan, operands: list[Any]) -> tuple[list[Any], Notes]:
         body = scan.body(compat.forward_jaxpr)
+        self._enter(scan.equation, body, scan.equation.inputs)
         consts, carry, xs = scan.split_inputs(operands)
         inside: list[Value] = []
 
         def turn(carry: Any, xs: Any) -> Any:
-            outputs, notes = self.run(body, [*consts, *carry, *xs])
+            outputs, notes = self._run(body, [*consts, *carry, *xs])
             inside[:] = list(notes)
             last, ys = scan.split_outputs(outputs)
             return list(last), (list(ys), list(notes.values()))
@@ -154,15 +174,17 @@ class _Recorder:
         of_cond, of_body = operands[:num_cond], operands[num_cond : num_cond + num_body]
         first = operands[num_cond + num_body :]
         cond, body = body_of(params["cond_jaxpr"]), body_of(params["body_jaxpr"])
+        self._enter(eq, cond, [*eq.inputs[:num_cond], *eq.inputs[num_cond + num_body :]])
+        self._enter(eq, body, eq.inputs[num_cond:])
         inside: list[Value] = []
 
         def turn(carry: list[Any]) -> Any:
-            outputs, notes = self.run(body, [*of_body, *carry])
+            outputs, notes = self._run(body, [*of_body, *carry])
             inside[:] = list(notes)
             return outputs, list(notes.values())
 
         def goes_on(carry: Any) -> Any:
-            return self.run(cond, [*of_cond, *carry[0]])[0][0]
+            return self._run(cond, [*of_cond, *carry[0]])[0][0]
 
         def next_turn(carry: Any) -> Any:
             outputs, notes = turn(carry[0])
@@ -175,12 +197,14 @@ class _Recorder:
     def _cond(self, eq: Equation, operands: list[Any]) -> tuple[list[Any], Notes]:
         which, *rest = operands
         branches = [body_of(b) for b in compat.branches_for(eq.params, self._platform)]
+        for branch in branches:
+            self._enter(eq, branch, eq.inputs[1:])
         if len(branches) == 1:
-            return self.run(branches[0], rest)
+            return self._run(branches[0], rest)
         inside: list[list[Value]] = [[] for _ in branches]
 
         def run(i: int, *args: Any) -> Any:
-            outputs, notes = self.run(branches[i], list(args))
+            outputs, notes = self._run(branches[i], list(args))
             inside[i] = list(notes)
             return outputs, list(notes.values())
 
