@@ -12,6 +12,8 @@ if TYPE_CHECKING:
 
 Severity = Literal["ok", "notice", "fault"]
 
+_WIDEST = 96  # characters of a line that is pleasant to read
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class CheckResult:
@@ -71,7 +73,7 @@ class CheckReport(Report):
         table = Table(title=f"{self.model} on {self.mesh}", title_justify="left", show_lines=True)
         table.add_column("check", no_wrap=True)
         table.add_column("verdict", no_wrap=True)
-        table.add_column("found")
+        table.add_column("found", max_width=_WIDEST)
         for result in self.results:
             text = result.found + (f"\nRemedy: {result.remedy}" if result.remedy else "")
             color = {"ok": "green", "notice": "yellow", "fault": "bold red"}[result.verdict]

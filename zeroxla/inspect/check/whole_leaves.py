@@ -75,10 +75,13 @@ def check_whole_leaves(checked: CheckedModel) -> CheckResult:
                 f"parameters: {names}",
                 remedy=remedy,
             )
-    names = f": {_few([_words(leaf) for leaf in whole])}" if whole else ""
-    size = format_bytes(4 * sum(leaf.elements for leaf in whole))
-    split = len(checked.layout.leaves) - len(whole)
-    found = f"{split} leaves are split, and whole on each device are {len(whole)} ({size}){names}"
+    found = f"all {len(checked.layout.leaves)} leaves are split"
+    if whole:
+        size = format_bytes(4 * sum(leaf.elements for leaf in whole))
+        found = (
+            f"{len(checked.layout.leaves) - len(whole)} leaves are split, {len(whole)} whole on "
+            f"each device ({size}): {_few([_words(leaf) for leaf in whole])}"
+        )
     return CheckResult(name=NAME, verdict="ok", found=found)
 
 
