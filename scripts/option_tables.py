@@ -15,6 +15,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from zeroxla.cli.check.options import CheckOptions
 from zeroxla.cli.export import ExportOptions
 from zeroxla.cli.option_groups import flag
 from zeroxla.cli.option_help import groups_of, help_texts, paragraphs, shown
@@ -23,11 +24,12 @@ from zeroxla.cli.rlhf.options import RlhfOptions
 from zeroxla.cli.train.options import TrainOptions
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
-PAGES = tuple(DOCS / name for name in ("cli.md", "plan.md", "rlhf.md"))
+PAGES = tuple(DOCS / name for name in ("check.md", "cli.md", "plan.md", "rlhf.md"))
 COMMANDS: dict[str, type[Any]] = {
     "train": TrainOptions,
     "rlhf": RlhfOptions,
     "plan": PlanOptions,
+    "check": CheckOptions,
     "export": ExportOptions,
 }
 PLACE = re.compile(

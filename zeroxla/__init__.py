@@ -27,6 +27,8 @@ if TYPE_CHECKING:  # what follows in `_PLACES`, for those who read types
     from zeroxla.hybrid.engine import HybridEngine
     from zeroxla.hybrid.prompts import Generated
     from zeroxla.hybrid.token_stream import StreamedTokens, TokenStream
+    from zeroxla.inspect.check.check import check
+    from zeroxla.inspect.check.check_report import CheckReport, CheckResult
     from zeroxla.mesh.batches import global_batch, process_shard
     from zeroxla.mesh.make_mesh import make_mesh
     from zeroxla.mesh.processes.start import initialize
@@ -105,8 +107,11 @@ __all__ = [  # noqa: RUF022 (grouped)
     "from_pretrained",
     "read_adapter",
     # reports
+    "CheckReport",
+    "CheckResult",
     "Plan",
     "Search",
+    "check",
     "inspect",
     "plan",
     "search_plans",
@@ -130,6 +135,8 @@ _PLACES = {
     "hybrid.engine": ("HybridEngine",),
     "hybrid.prompts": ("Generated",),
     "hybrid.token_stream": ("StreamedTokens", "TokenStream"),
+    "inspect.check.check": ("check",),
+    "inspect.check.check_report": ("CheckReport", "CheckResult"),
     "step.islands.island": ("Island",),
     "step.islands.membership.coordinator": ("Coordinator",),
     "step.islands.outer_state": ("IslandState",),

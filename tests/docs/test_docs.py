@@ -162,7 +162,7 @@ def test_tables_of_the_commands_are_what_their_help_says():
 def test_every_option_of_a_command_is_in_a_table(command):
     """On the command's own page, or among the options of several commands."""
     kind = option_tables.COMMANDS[command]
-    table = options_table("cli.md", *(f"{x}.md" for x in ("plan", "rlhf") if x == command))
+    table = options_table("cli.md", *(f"{x}.md" for x in ("plan", "rlhf", "check") if x == command))
     for group in groups_of(kind).values() or [kind]:
         names = [f.name for f in dataclasses.fields(group) if f.default is not dataclasses.MISSING]
         assert [flag(name) for name in names if flag(name) not in table] == []

@@ -48,6 +48,7 @@ COMMANDS = {
     "rlhf": Command(
         "zeroxla.cli.rlhf.command", "Train a language model on rewards of its own responses."
     ),
+    "check": Command("zeroxla.cli.check.command", "Find what is wrong with a model of your own."),
     "plan": Command(
         "zeroxla.cli.plan.command", "Predict what a model needs and costs on a cluster."
     ),

@@ -82,8 +82,10 @@ def _shown(kind: type[Any], default: Any) -> type[Any]:
     for field in dataclasses.fields(kind):
         value = _default(field) if default is None else getattr(default, field.name)
         if field.name in groups:
-            own = _shown(groups[field.name], value)
-            fields.append((field.name, own, dataclasses.field(default_factory=own)))
+            needed = value is dataclasses.MISSING  # the group has a positional argument
+            own = _shown(groups[field.name], None if needed else value)
+            whole = dataclasses.field() if needed else dataclasses.field(default_factory=own)
+            fields.append((field.name, own, whole))
             continue
         text = texts.get(field.name, "")
         hint = hints[field.name]

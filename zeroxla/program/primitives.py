@@ -94,6 +94,23 @@ FUSED = (
 CUTS_OR_JOINS = _names("concatenate convert_element_type dynamic_slice pad select_n slice split")
 """They cut, join or cast arrays: what is in the result was in an operand."""
 
+NO_LARGER = ARRANGEMENTS | _names(
+    "abs concatenate convert_element_type dynamic_slice gather max min name neg reduce_max "
+    "reduce_min rev select_n slice split stop_gradient"
+)
+"""No element of their results is larger than the largest one of their operands."""
+
+SLICES = frozenset({"dynamic_slice", "gather", "slice"})
+"""They take a part of their first operand."""
+
+CALLBACKS = _names("debug_callback io_callback pure_callback")
+"""They call a Python function on the host while the program runs."""
+
+INFINITE_AT_POLES = _names(
+    "atanh digamma div erf_inv integer_pow lgamma log log1p log2 pow rsqrt tan"
+)
+"""They give infinity at some finite operands, zero for example, however large floats may be."""
+
 WRITES = REDUCTIONS | {"dynamic_update_slice"}
 """They compute inside themselves what is fused into them, and write their result to memory."""
 

@@ -13,7 +13,7 @@ import optax
 from jax.sharding import Mesh
 
 from zeroxla.cli.deepspeed_file import kept_deepspeed
-from zeroxla.cli.mesh_options import AxesOptions
+from zeroxla.cli.mesh_options import AxesOptions, MeshOptions
 from zeroxla.cli.train.options import TrainOptions
 from zeroxla.cli.zero_options import zero_config
 from zeroxla.config.zero_config import ZeroConfig
@@ -44,9 +44,22 @@ def mesh_for(
     Raises:
       ValueError: the devices do not divide into stages and nodes.
     """
+    return mesh_of(options.mesh, options.axes, pipe=options.pipeline.pipe)
+
+
+def mesh_of(mesh: MeshOptions, axes: AxesOptions, *, pipe: int = 1) -> Mesh:
+    """Make the mesh that options ask for; see `mesh_for`.
+
+    Args:
+      mesh: the lengths of `node` and `device`.
+      axes: the axes that split the work on one row.
+      pipe: the number of ranks of a pipeline.
+
+    Raises:
+      ValueError: the devices do not divide into stages and nodes.
+    """
     initialize()
-    nodes, per_node = options.mesh.nodes, options.mesh.devices_per_node
-    pipe, axes = options.pipeline.pipe, options.axes
+    nodes, per_node = mesh.nodes, mesh.devices_per_node
     if has_joined():
         return _mesh(pipe, nodes, per_node, axes)
     simulated_nodes, simulated_per_node = _simulated(

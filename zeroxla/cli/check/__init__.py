@@ -1,0 +1,1 @@
+"""`zeroxla check`: find what is wrong with a model on a small instance of it."""

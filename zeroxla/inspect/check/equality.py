@@ -1,0 +1,164 @@
+"""Check: the step computes the loss and the gradients that the unsharded model has."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from zeroxla.inspect.check.check_report import CheckResult
+from zeroxla.inspect.check.checked_model import CheckedModel
+from zeroxla.inspect.check.reference import Gradients, has_collectives, unsharded
+from zeroxla.inspect.check.two_runs import TwoRuns
+
+NAME = "equality"
+
+TOLERANCE = 1e-4
+"""The largest relative error that counts as rounding."""
+
+_NAMED = 3  # leaves that a result names
+
+
+def check_equality(checked: CheckedModel, runs: TwoRuns | None) -> CheckResult:
+    """Compare the step's gradients with those of the whole batch on one device, in float32.
+
+    A model that draws random numbers does so under another key on each device. So its training is
+    compared with the mean over the devices' rows, and the whole batch with that mean in evaluation.
+
+    Args:
+      checked: the model.
+      runs: the step's results; None if it must not run.
+
+    Cost: one compilation; two if the model is random, or differs.
+    """
+    if runs is None:
+        return CheckResult(
+            name=NAME,
+            verdict="notice",
+            found="not compared: the step would not end (see `collectives`)",
+            remedy="mend that first",
+        )
+    exchanges = has_collectives(checked.programs[True])
+    is_random = checked.is_random(train=True)
+    if exchanges and is_random:
+        return CheckResult(
+            name=NAME,
+            verdict="notice",
+            found="not compared: in training the model draws random numbers and exchanges values "
+            "between devices, so no run on one device computes the same",
+            remedy="check an instance without dropout",
+        )
+    step = runs.gradients
+    whole, *others = unsharded(checked, train=True, slices=not exchanges)
+    if not whole.is_finite:
+        return _fault(
+            f"the loss of the unsharded model is {whole.loss:g}, and not all of its gradients are "
+            "finite: there is nothing to compare",
+            "give a batch and first weights for which the loss is finite",
+        )
+    slices = others[0] if others else None
+    if slices is not None and not _equal(step, slices):
+        return _fault(
+            f"the step differs from the mean over its devices' rows on one device: "
+            f"{_worst(checked, step, slices)}",
+            "see the check `repeats`: a model that is another one each time it is traced, or that "
+            "calls Python code with a memory, differs here too. If that check is ok, please report "
+            "the model as an error of zeroxla",
+        )
+    if not is_random and _equal(step, whole):
+        return _same(checked, step, whole, "the whole batch on one device")
+    if slices is None:
+        return _fault(
+            f"the step differs from the whole batch on one device: {_worst(checked, step, whole)}",
+            "the model exchanges values between devices itself: take means over them (pmean, not "
+            "psum), and let nothing depend on the number of devices or on axis_index",
+        )
+    of_rows = "the devices' rows on one device, each under its own key"
+    if is_random and checked.is_random(train=False):
+        words = f"{of_rows} (the whole batch was not compared: evaluation is random, too)"
+        return _same(checked, step, slices, words)
+    evaluated = unsharded(checked, train=False, slices=True)
+    if is_random and _equal(evaluated[1], evaluated[0]):
+        words = f"{of_rows}, and in evaluation the whole batch equals them"
+        return _same(checked, step, slices, words)
+    return _explained(checked, evaluated if is_random else (whole, slices), evaluated)
+
+
+def _explained(
+    checked: CheckedModel, compared: tuple[Gradients, ...], evaluated: tuple[Gradients, ...]
+) -> CheckResult:
+    """Return why the mean over the devices' rows differs from the whole batch.
+
+    Args:
+      checked: the model.
+      compared: (of the whole batch, mean over the rows) that differ.
+      evaluated: the same with `train=False`.
+    """
+    whole, rows = compared
+    count = checked.num_slices
+    worst = _worst(checked, rows, whole)
+    summed = dataclasses.replace(
+        rows, loss=rows.loss * count, leaves=[x * count for x in rows.leaves]
+    )
+    if _equal(summed, whole):
+        return _fault(
+            f"the loss sums over rows: that of the whole batch ({whole.loss:.4g}) and its "
+            f"gradients are {count} times the mean over {count} devices' rows ({rows.loss:.4g})",
+            "return the mean over rows; or a mean over the items that count, and their number as "
+            'metrics["weight"]',
+        )
+    if checked.model_state and compared is not evaluated and _equal(evaluated[1], evaluated[0]):
+        return CheckResult(
+            name=NAME,
+            verdict="notice",
+            found="each device normalises by the statistics of its own rows, so training differs "
+            f"from the whole batch on one device (in evaluation it does not): {worst}",
+            remedy="nothing, if that is meant, as in most data-parallel training; otherwise name "
+            'the devices in the norm: BatchNorm(axis_name="batch") and '
+            'axis_names={"batch": ("node", "device")}',
+        )
+    return _fault(
+        f"the mean over {count} devices' rows differs from the whole batch on one device: {worst}. "
+        "Rows see each other (a contrastive loss, a norm over the batch, experts with a capacity), "
+        "or weigh differently (a mask)",
+        'of a masked mean, return the number of items as metrics["weight"]; for rows that see each '
+        "other, exchange values by axis name (all_gather, pmean) with axis_names=, or accept that "
+        "each device sees its own rows alone",
+    )
+
+
+def _equal(found: Gradients, expected: Gradients) -> bool:
+    errors = [found.loss_error(expected), *found.errors(expected)]
+    return all(error <= TOLERANCE for error in errors)
+
+
+def _worst(checked: CheckedModel, found: Gradients, expected: Gradients) -> str:
+    """Return the loss and the leaves with the largest errors, in words."""
+    names = [leaf.path for leaf in checked.layout if not leaf.frozen]
+    errors = dict(zip(names, found.errors(expected), strict=True))
+    largest = sorted(errors, key=lambda name: -errors[name])[:_NAMED]
+    wrong = sum(error > TOLERANCE for error in errors.values())
+    words = ", ".join(f"{name} {_percent(errors[name])}" for name in largest)
+    return (
+        f"the loss is {found.loss:.6g} instead of {expected.loss:.6g}, and {wrong} of "
+        f"{len(errors)} gradients differ, most of all {words}"
+    )
+
+
+def _percent(error: float) -> str:
+    return f"by {error:.2%}" if math.isfinite(error) else "is not finite"
+
+
+def _same(checked: CheckedModel, found: Gradients, expected: Gradients, what: str) -> CheckResult:
+    names = [leaf.path for leaf in checked.layout if not leaf.frozen]
+    errors = found.errors(expected)
+    worst = max(range(len(errors)), key=errors.__getitem__)
+    return CheckResult(
+        name=NAME,
+        verdict="ok",
+        found=f"loss and {len(errors)} gradients equal those of {what}; largest relative error "
+        f"{errors[worst]:.1e} ({names[worst]})",
+    )
+
+
+def _fault(found: str, remedy: str) -> CheckResult:
+    return CheckResult(name=NAME, verdict="fault", found=found, remedy=remedy)
