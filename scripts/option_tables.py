@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from zeroxla.cli.export import ExportOptions
+from zeroxla.cli.generate.options import GenerateOptions
 from zeroxla.cli.option_groups import flag
 from zeroxla.cli.option_help import groups_of, help_texts, paragraphs, shown
 from zeroxla.cli.plan.options import PlanOptions
@@ -29,6 +30,7 @@ COMMANDS: dict[str, type[Any]] = {
     "rlhf": RlhfOptions,
     "plan": PlanOptions,
     "export": ExportOptions,
+    "generate": GenerateOptions,
 }
 PLACE = re.compile(
     r"(<!-- options of (?P<command>\w+):?(?P<groups>[\w ]*) -->\n).*?(<!-- end of options -->\n)",

@@ -32,8 +32,8 @@ def text_folder(folder: Path, name: str) -> Path:
     write_folder(folder, name, tensors_of(name))
     config = json.loads((folder / "config.json").read_text())
     for token in ("bos_token_id", "eos_token_id"):
-        if (config.get(token) or 0) >= 64:  # of the usual vocabulary, of which this has a part
-            config[token] = None
+        if not isinstance(number := config.get(token), int) or number >= 64:
+            config[token] = None  # it is of the usual vocabulary, of which this is a part
     (folder / "config.json").write_text(json.dumps(config))
     vocabulary = {f"t{i}": i for i in range(64)}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="t0"))

@@ -10,7 +10,7 @@ import jax
 from zeroxla.cli.data.chat_template import ChatTemplate
 from zeroxla.cli.errors import UsageError
 from zeroxla.cli.generate.answer_file import PromptFile, answer_file, check_free
-from zeroxla.cli.generate.chat import Chat
+from zeroxla.cli.generate.chat import Chat, first_messages
 from zeroxla.cli.generate.drawing import Drawing
 from zeroxla.cli.generate.options import GenerateOptions, LayoutOptions
 from zeroxla.cli.generate.output import GenerateOutput, InTurn
@@ -57,6 +57,7 @@ def generate(options: GenerateOptions) -> int:
     file, template, prompts = None, None, [source.encode(text) for text in given.prompt]
     if given.chat:
         template = make_template()
+        template.prompt(first_messages(given.system, "?"))  # or it refuses a system prompt
     if given.file is not None:
         file = PromptFile(
             given.file.expanduser(),
