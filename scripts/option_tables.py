@@ -17,6 +17,7 @@ from typing import Any
 
 from zeroxla.cli.check.options import CheckOptions
 from zeroxla.cli.export import ExportOptions
+from zeroxla.cli.generate.options import GenerateOptions
 from zeroxla.cli.option_groups import flag
 from zeroxla.cli.option_help import groups_of, help_texts, paragraphs, shown
 from zeroxla.cli.plan.options import PlanOptions
@@ -31,6 +32,7 @@ COMMANDS: dict[str, type[Any]] = {
     "plan": PlanOptions,
     "check": CheckOptions,
     "export": ExportOptions,
+    "generate": GenerateOptions,
 }
 PLACE = re.compile(
     r"(<!-- options of (?P<command>\w+):?(?P<groups>[\w ]*) -->\n).*?(<!-- end of options -->\n)",

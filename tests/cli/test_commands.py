@@ -46,7 +46,7 @@ class TestHelp:
         assert done.stdout.splitlines()[-1] == "[]", done.stderr
 
     @pytest.mark.parametrize(
-        "command", thinned(["train", "launch"], slow=["plan", "island", "coordinate"])
+        "command", thinned(["train", "launch"], slow=["plan", "island", "coordinate", "generate"])
     )
     def test_of_a_command_does_not_import_jax(self, command):
         done = run_alone(

@@ -10,6 +10,7 @@ from tools.train import check_no_option
 
 from zeroxla.cli.config_file import with_config
 from zeroxla.cli.errors import UsageError
+from zeroxla.cli.generate.options import GenerateOptions
 from zeroxla.cli.plan.options import PlanOptions
 from zeroxla.cli.read_options import read_options
 from zeroxla.cli.rlhf.options import RlhfOptions
@@ -49,6 +50,13 @@ class TestFile:
         assert (options.training.steps, options.text.data) == (7, ("a", "b"))
         assert (options.zero.zero, options.hops.hpz_size) == ("zeropp", "4")
         assert (options.output.run, options.output.resume) == (Path("there"), False)
+
+    def test_repeats_a_flag_that_takes_one_value(self, file):
+        file.write_text('prompt = ["a", "b c"]\n[sampling]\neos = [1, 2]\nstop = "x"\n')
+        words = with_config(["there", f"--config={file}", "--eos=3"], GenerateOptions)
+        options = read_options("generate", words, GenerateOptions)
+        assert (options.source, options.prompts.prompt) == (Path("there"), ("a", "b c"))
+        assert (options.sampling.eos, options.sampling.stop) == ((1, 2, 3), ("x",))
 
     @pytest.mark.parametrize("before", [True, False])
     def test_gives_way_to_flags(self, file, before):

@@ -294,6 +294,7 @@ class TestWeights:
         (["LLAMA", "--file", "EMPTY/x.txt", "--output", "x"], "ends with .txt"),
         (["LLAMA", "--file", "EMPTY/x.jsonl", "--output", "x"], "No such file"),
         (["LLAMA", "--chat", "--nodes", "2"], "--chat with --nodes 2: one process reads"),
+        (["NO_SYSTEM", "--chat", "--system", "t1"], "the chat template refuses the conversation"),
         (["BERT", "--prompt", "t1"], "sees both sides of a token (bert)"),
         (["EMPTY", "--prompt", "t1"], "holds no run to generate from"),
         (["EMPTY/nothing", "--prompt", "t1"], "is no folder"),
@@ -302,6 +303,12 @@ class TestWeights:
 def test_bad_inputs(folder_of, tmp_path, capsys, arguments, message):
     """All are found before anything is compiled, and nothing is written."""
     places = {"LLAMA": folder_of("llama"), "BERT": folder_of("bert"), "EMPTY": tmp_path}
+    places["NO_SYSTEM"] = places["LLAMA"].with_name("no_system")
+    if not places["NO_SYSTEM"].exists():
+        shutil.copytree(places["LLAMA"], places["NO_SYSTEM"])
+        (places["NO_SYSTEM"] / "chat_template.jinja").write_text(
+            "{{ raise_exception('no system') if messages[0].role == 'system' }}"
+        )
     told = []
     for word in arguments:
         for name, place in places.items():

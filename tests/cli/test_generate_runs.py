@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import json
 
+import jax
+import numpy as np
 import pytest
 from tools.quick import quick_compilation, thinned  # noqa: F401
 
+from zeroxla.cli.generate.weights import Weights
 from zeroxla.cli.main import main
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 PROMPT = "the "
 SHAPE = ["--layers", "1", "--width", "64", "--heads", "2", "--length", "24"]
-TRAIN = ["--batch", "8", "--steps", "3", "--eval-batches", "1", "--temperature", "0"]
-SAMPLE = ["--sample-bytes", "12", "--prompt", PROMPT]
+TRAIN = ["--batch", "8", "--steps", "40", "--learning-rate", "0.01", "--eval-batches", "1"]
+SAMPLE = ["--sample-bytes", "12", "--prompt", PROMPT, "--temperature", "0"]
 LIKELIEST = ["--temperature", "0", "--max-new-tokens", "12"]
 
 
@@ -66,6 +69,7 @@ def test_a_text_is_continued_as_at_the_end_of_training(run_of, options, tensor, 
     """There by whole passes, here with a cache. A text ends where its documents end."""
     run = run_of(*options)
     want = (run / "sample.txt").read_text().encode()
+    assert "--lora-rank" in options or want == b"the quick brown "
     capsys.readouterr()
     assert generate(run, "--prompt", PROMPT, *LIKELIEST, "--tensor", tensor) == 0
     said = capsys.readouterr()
@@ -81,18 +85,30 @@ class TestOfAPlainRun:
 
     @pytest.mark.slow
     def test_an_older_checkpoint_and_one_that_is_not_there(self, run, capsys):
-        assert generate(run, "--prompt", PROMPT, *LIKELIEST, "--step", 3) == 0
+        assert generate(run, "--prompt", PROMPT, *LIKELIEST, "--step", 40) == 0
         assert generate(run, "--prompt", PROMPT, *LIKELIEST, "--step", 2) == 2
-        assert "holds no checkpoint" in capsys.readouterr().err
+        assert "holds no complete checkpoint of step 2" in capsys.readouterr().err
 
     @pytest.mark.slow
     @pytest.mark.parametrize("form", ["int8", "int4"])
-    def test_its_weights_in_few_bits(self, run, form, capsys):
+    def test_its_weights_in_few_bits(self, run, form, capsys, monkeypatch):
+        """They say the same; and nothing but the parameters is held."""
+        read, states = Weights.read, []
+
+        def kept(self, report):
+            states.append(read(self, report))
+            return states[0]
+
+        monkeypatch.setattr(Weights, "read", kept)
         capsys.readouterr()
         assert generate(run, "--prompt", PROMPT, *LIKELIEST, "--weights", form) == 0
         said = capsys.readouterr()
-        assert said.out.startswith(PROMPT)
+        assert said.out == "the quick brown \n"
         assert f"stored as {form}" in said.err
+        (state,) = states
+        assert not jax.tree.leaves(state.opt_state)
+        wires = [x for x in jax.tree.leaves(state.params) if x.dtype == np.uint8]
+        assert len(wires) == 4
 
     @pytest.mark.slow
     def test_sampling_follows_the_seed(self, run, capsys):
@@ -126,7 +142,19 @@ def test_a_run_on_conversations_is_asked_by_its_template(tmp_path, capsys):
     pairs = [{"prompt": f"{i} ", "response": "yes"} for i in range(20)]
     rows.write_text("\n".join(map(json.dumps, [*pairs, *[{"messages": messages}] * 20])))
     run = tmp_path / "run"
-    told = ["--data", rows, *SHAPE, "--length", 40, *TRAIN, "--sample-bytes", 8, "--prompt", "a"]
+    told = [
+        "--data",
+        rows,
+        *SHAPE,
+        "--length",
+        40,
+        *TRAIN,
+        *SAMPLE[4:],
+        "--sample-bytes",
+        8,
+        "--prompt",
+        "a",
+    ]
     assert command("train", "--run", run, *told) == 0
     want = (run / "sample.txt").read_text().encode()
     asked, out = tmp_path / "asked.jsonl", tmp_path / "answers.jsonl"
@@ -142,10 +170,33 @@ def test_a_run_on_conversations_is_asked_by_its_template(tmp_path, capsys):
 def test_a_run_of_rlhf(tmp_path, text, capsys):
     run = tmp_path / "run"
     told = ["--pretrain-steps", 2, "--steps", 1, "--rows", 16, "--minibatch", 16, "--layers", 1]
-    told += ["--length", 24, "--prompt-length", 4, "--new-tokens", 4, "--reward", "vowels"]
+    told += [
+        "--length",
+        24,
+        "--prompt-length",
+        4,
+        "--new-tokens",
+        4,
+        "--reward",
+        "brief",
+        "--eos",
+        10,
+    ]
     assert command("rlhf", "--run", run, "--data", text, *told, "--lora-rank", 2) == 0
     assert generate(run, "--prompt", PROMPT, *LIKELIEST) == 0
-    assert "stored as int8" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "stored as int8" in said
+    assert r"at '\x00' or '\n'" in said
+
+
+@pytest.mark.slow
+def test_an_adapter_of_peft_on_a_run(run_of, tmp_path, capsys):
+    adapter = tmp_path / "adapter"
+    assert command("export", run_of("--lora-rank", "2"), "--adapter", "--output", adapter) == 0
+    for form in ("float32", "int8"):
+        told = ["--adapter", adapter, "--weights", form]
+        assert generate(run_of(), "--prompt", PROMPT, *LIKELIEST, *told) == 0
+        assert f"stored as {form}" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -121,7 +121,7 @@ def test_state_of_another_optimizer(mesh24):
 
 
 class TestHelp:
-    @pytest.fixture(params=["train", "rlhf", "plan", "launch", "export"])
+    @pytest.fixture(params=["train", "rlhf", "plan", "launch", "export", "generate"])
     def lines(self, request, capsys, monkeypatch):
         monkeypatch.setenv("COLUMNS", "100")
         with pytest.raises(SystemExit):

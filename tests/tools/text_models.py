@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,11 @@ def text_folder(folder: Path, name: str) -> Path:
     """
     tokenizers = pytest.importorskip("tokenizers", reason="tokenizers is not installed")
     write_folder(folder, name, tensors_of(name))
+    config = json.loads((folder / "config.json").read_text())
+    for token in ("bos_token_id", "eos_token_id"):
+        if not isinstance(number := config.get(token), int) or number >= 64:
+            config[token] = None  # it is of the usual vocabulary, of which this is a part
+    (folder / "config.json").write_text(json.dumps(config))
     vocabulary = {f"t{i}": i for i in range(64)}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="t0"))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()

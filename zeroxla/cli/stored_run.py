@@ -79,6 +79,11 @@ class StoredRun:
         deepspeed = kept_deepspeed(own.zero, self.folder)
         return zero_config(own, {}, deepspeed=deepspeed).compute_dtype
 
+    @property
+    def eos(self) -> int | None:
+        """The token that ended the responses of a run of rlhf; None without one."""
+        return stored_options(RlhfOptions, self.folder).task.eos if self.is_rewarded else None
+
     def as_stored(self, model: Any) -> Any:
         """Return the model whose state the checkpoints hold.
 

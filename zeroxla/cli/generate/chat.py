@@ -46,8 +46,7 @@ class Chat:
                 self._answer(line)
 
     def _begin(self) -> None:
-        system = self.system
-        self.messages = [] if system is None else [{"role": "system", "content": system}]
+        self.messages = first_messages(self.system)
 
     def _line(self) -> str | None:
         """Return the next line; None at the end of the input."""
@@ -80,6 +79,12 @@ class Chat:
                     break
         self.output.write("\n")
         self.messages = [*asked, {"role": "assistant", "content": row.text}]
+
+
+def first_messages(system: str | None, *said: str) -> list[dict[str, Any]]:
+    """Return the first messages of a conversation: the system prompt, and what the user says."""
+    first = [] if system is None else [{"role": "system", "content": system}]
+    return [*first, *({"role": "user", "content": text} for text in said)]
 
 
 @contextlib.contextmanager

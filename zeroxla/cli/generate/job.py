@@ -10,16 +10,15 @@ import jax
 from zeroxla.cli.data.chat_template import ChatTemplate
 from zeroxla.cli.errors import UsageError
 from zeroxla.cli.generate.answer_file import PromptFile, answer_file, check_free
-from zeroxla.cli.generate.chat import Chat
+from zeroxla.cli.generate.chat import Chat, first_messages
 from zeroxla.cli.generate.drawing import Drawing
 from zeroxla.cli.generate.options import GenerateOptions, LayoutOptions
 from zeroxla.cli.generate.output import GenerateOutput, InTurn
 from zeroxla.cli.generate.settings import Settings
 from zeroxla.cli.generate.source import Source
 from zeroxla.cli.generate.weights import Weights
-from zeroxla.cli.mesh_options import MeshOptions
-from zeroxla.cli.train.options import TrainOptions
-from zeroxla.cli.train.setup import mesh_for
+from zeroxla.cli.mesh_options import AxesOptions, MeshOptions
+from zeroxla.cli.train.setup import mesh_of
 from zeroxla.hybrid.engine import HybridEngine
 from zeroxla.offload.array_bytes import shard_bytes
 from zeroxla.program.report import format_bytes
@@ -57,6 +56,7 @@ def generate(options: GenerateOptions) -> int:
     file, template, prompts = None, None, [source.encode(text) for text in given.prompt]
     if given.chat:
         template = make_template()
+        template.prompt(first_messages(given.system, "?"))  # or it refuses a system prompt
     if given.file is not None:
         file = PromptFile(
             given.file.expanduser(),
@@ -97,7 +97,7 @@ def generate(options: GenerateOptions) -> int:
 def _mesh(layout: LayoutOptions) -> jax.sharding.Mesh:
     """Return the mesh of the accelerators, or of as many simulated devices as share a copy."""
     mesh = MeshOptions(nodes=layout.nodes, devices_per_node=layout.devices_per_node)
-    return mesh_for(TrainOptions(mesh=mesh), devices=layout.tensor, nodes_of_them=1)
+    return mesh_of(mesh, AxesOptions(), devices=layout.tensor, nodes_of_them=1)
 
 
 def _about(weights: Weights, engine: HybridEngine, num_bytes: int) -> str:

@@ -167,7 +167,7 @@ def _of_file(told: Mapping[str, Any]) -> dict[str, Any]:
 
 def _ends(told: Mapping[str, Any], source: Source) -> tuple[int, ...]:
     """Return the tokens that end an answer: those of the generation config, or else of the model's
-    config; and the one of the tokenizer, which chat templates write."""
+    config; the one of the tokenizer, which chat templates write; and the one of a run of rlhf."""
     vocabulary, config = source.vocabulary, source.choice.config or {}
     found = told.get("eos_token_id")
     found = config.get("eos_token_id") if found is None else found
@@ -176,6 +176,8 @@ def _ends(told: Mapping[str, Any], source: Source) -> tuple[int, ...]:
     if text := vocabulary.special.get("eos_token"):
         numbers = vocabulary.encode(text)
         ends += numbers if len(numbers) == 1 else []
+    if source.run is not None and source.run.eos is not None:
+        ends.append(source.run.eos)
     if wrong := [token for token in ends if not _is_token(token, 0)]:
         raise ValueError(
             f"eos_token_id of {source.folder} is {wrong[0]!r}, and no token; give --eos NUMBER"

@@ -31,15 +31,8 @@ USUAL: dict[str, Any] = {"persistence_threshold": 10_000}
 """The fields of the config in which the default of a job is another than the library's."""
 
 
-def mesh_for(
-    options: TrainOptions, *, devices: int = NUM_SIMULATED, nodes_of_them: int = SIMULATED_NODES
-) -> Mesh:
+def mesh_for(options: TrainOptions) -> Mesh:
     """Make the mesh of the accelerators, or of simulated devices if there are none.
-
-    Args:
-      options: the options that say how long its axes are.
-      devices, nodes_of_them: the number of devices that are simulated, and of their nodes, if the
-        options do not say it.
 
     Raises:
       ValueError: the devices do not divide into stages and nodes.
@@ -47,13 +40,22 @@ def mesh_for(
     return mesh_of(options.mesh, options.axes, pipe=options.pipeline.pipe)
 
 
-def mesh_of(mesh: MeshOptions, axes: AxesOptions, *, pipe: int = 1) -> Mesh:
+def mesh_of(
+    mesh: MeshOptions,
+    axes: AxesOptions,
+    *,
+    pipe: int = 1,
+    devices: int = NUM_SIMULATED,
+    nodes_of_them: int = SIMULATED_NODES,
+) -> Mesh:
     """Make the mesh that options ask for; see `mesh_for`.
 
     Args:
       mesh: the lengths of `node` and `device`.
       axes: the axes that split the work on one row.
       pipe: the number of ranks of a pipeline.
+      devices, nodes_of_them: the number of devices that are simulated, and of their nodes, if the
+        options do not say it.
 
     Raises:
       ValueError: the devices do not divide into stages and nodes.
