@@ -10,8 +10,6 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-import aim
-
 from zeroxla.cli.tracking.tracker import TrackedRun
 
 HASH = "aim_run_hash.txt"
@@ -25,11 +23,16 @@ class AimRepository:
     A command of zeroxla is an experiment, and config.json the run's parameters.
     """
 
+    def __init__(self) -> None:
+        import aim  # here, so that the module can be read where the package is not installed
+
+        self._aim: Any = aim
+
     def begin(self, run: TrackedRun) -> None:
         """Begin the run there, or go on with the one that the run folder names."""
         file = run.path / HASH
         known = file.read_text().strip() if run.step and file.exists() else None
-        self._run: Any = aim.Run(
+        self._run: Any = self._aim.Run(
             run_hash=known,
             repo=os.environ.get("AIM_REPO", str(run.path.absolute().parent)),
             experiment=f"zeroxla {run.command}",

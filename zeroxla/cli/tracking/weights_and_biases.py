@@ -9,8 +9,6 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-import wandb
-
 from zeroxla.cli.tracking.tracker import TrackedRun
 
 ID = "wandb_run_id.txt"
@@ -25,11 +23,16 @@ class WeightsAndBiases:
     again after a checkpoint are drawn where they belong.
     """
 
+    def __init__(self) -> None:
+        import wandb  # here, so that the module can be read where the package is not installed
+
+        self._wandb: Any = wandb
+
     def begin(self, run: TrackedRun) -> None:
         """Begin the run there, or go on with the one that the run folder names."""
         file = run.path / ID
         known = file.read_text().strip() if run.step and file.exists() else None
-        self._run: Any = wandb.init(
+        self._run: Any = self._wandb.init(
             project=os.environ.get("WANDB_PROJECT", "zeroxla"),
             name=run.name,
             dir=str(run.path),
