@@ -201,9 +201,9 @@ class TestChat:
     def test_ctrl_c_ends_an_answer_and_not_the_conversation(self, folder_of, monkeypatch, capsys):
         import signal
 
-        from zeroxla.cli.generate.drawing import Answers
+        from zeroxla.cli.generate.drawing import AnswerTexts
 
-        whole = Answers.add
+        whole = AnswerTexts.add
 
         def add(self, item):
             found = whole(self, item)
@@ -211,7 +211,7 @@ class TestChat:
                 signal.raise_signal(signal.SIGINT)
             return found
 
-        monkeypatch.setattr(Answers, "add", add)
+        monkeypatch.setattr(AnswerTexts, "add", add)
         converse(monkeypatch, "t5", "t6")
         assert generate(folder_of("llama"), "--chat", *LIKELIEST) == 0
         assert [len(numbers(x)) for x in capsys.readouterr().out.splitlines()] == [3, 3]

@@ -14,8 +14,8 @@ from zeroxla.cli.data.vocabulary import Bytes, Tokens
 from zeroxla.cli.generate.answer_text import AnswerText, TokenText
 from zeroxla.cli.generate.options import SamplingOptions
 from zeroxla.cli.generate.output import GenerateOutput, InTurn
-from zeroxla.cli.generate.settings import Settings
-from zeroxla.cli.generate.source import Source
+from zeroxla.cli.generate.settings import AnswerSettings
+from zeroxla.cli.generate.source import TextSource
 
 HALF = "\N{REPLACEMENT CHARACTER}"
 PIECES = [*"né€😀ax ".encode(), 0xFF, 0xE2, 0x82, 0xF0]
@@ -114,7 +114,7 @@ class TestSettings:
             (folder / "generation_config.json").write_text(json.dumps(told))
         if tokenizer is not None:
             (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer))
-        return Settings.of(SamplingOptions(**options), Source.of(folder))
+        return AnswerSettings.of(SamplingOptions(**options), TextSource.of(folder))
 
     def test_without_a_file(self, folder):
         found = self.settings(folder)
@@ -139,7 +139,7 @@ class TestSettings:
         assert (sampling.temperature, sampling.top_k, sampling.top_p) == (0.6, 20, 0.95)
         assert (found.max_new_tokens, found.ends, found.stops) == (40, (5, 6, 8), ("t9",))
         assert found.asked == ("repetition_penalty=1.1",)
-        said = found.words(Source.of(folder).vocabulary)
+        said = found.words(TextSource.of(folder).vocabulary)
         assert said == (
             "Sampling: temperature 0.6, top-k 20, top-p 0.95, seed 0; an answer ends after 40 "
             "tokens or at the context's end, or at 't5' or 't6' or 't8' or 't9'"
@@ -225,7 +225,7 @@ def test_special_tokens_around_a_prompt(framed, tmp_path):
             single="t1 $A", special_tokens=[("t1", 1)]
         )
     tokenizer.save(str(folder / "tokenizer.json"))
-    source = Source.of(folder)
+    source = TextSource.of(folder)
     assert source.encode("t5 t6") == [*([1] if framed else []), 5, 6]
     assert source.vocabulary.decode([1, 5]) == "t1 t5"
     assert source.vocabulary.decode([1, 5], special=False) == "t5"

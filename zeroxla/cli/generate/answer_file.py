@@ -21,7 +21,7 @@ from zeroxla.cli.errors import RunFolderError
 from zeroxla.cli.generate.answer_text import AnswerText
 from zeroxla.cli.generate.drawing import Drawing
 from zeroxla.cli.generate.output import GenerateOutput
-from zeroxla.cli.generate.source import Source
+from zeroxla.cli.generate.source import TextSource
 from zeroxla.mesh.processes.exchange import exchange, on_first
 
 EVERY = 16
@@ -60,7 +60,7 @@ class PromptFile:
         self,
         path: Path,
         *,
-        source: Source,
+        source: TextSource,
         template: Callable[[], ChatTemplate],
         limit: float,
         warn: Callable[[str], None],

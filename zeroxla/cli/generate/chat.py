@@ -55,6 +55,7 @@ class Chat:
             try:
                 return input("> " if is_typed else "")
             except EOFError:
+                self.output.write("\n" if is_typed else "")
                 return None
             except KeyboardInterrupt:
                 self.output.say("\nCtrl-D ends the conversation.")

@@ -12,7 +12,7 @@ import numpy as np
 
 from zeroxla.cli.data.vocabulary import Vocabulary
 from zeroxla.cli.generate.answer_text import AnswerText
-from zeroxla.cli.generate.settings import Settings
+from zeroxla.cli.generate.settings import AnswerSettings
 from zeroxla.hybrid.engine import HybridEngine
 from zeroxla.hybrid.token_stream import StreamedTokens
 from zeroxla.program.report import format_bytes
@@ -66,11 +66,11 @@ class Drawing:
     engine: HybridEngine
     state: TrainState
     vocabulary: Vocabulary
-    settings: Settings
+    settings: AnswerSettings
     speed: Speed = field(default_factory=Speed)
     requests: int = 0
 
-    def answers(self, prompts: Sequence[Sequence[int]], continues: Sequence[bool]) -> Answers:
+    def answers(self, prompts: Sequence[Sequence[int]], continues: Sequence[bool]) -> AnswerTexts:
         """Return the answers to prompts, before their first token.
 
         Args:
@@ -83,10 +83,10 @@ class Drawing:
             AnswerText(decode, prompt if goes_on else (), ends=ends, stops=stops)
             for prompt, goes_on in zip(prompts, continues, strict=True)
         ]
-        return Answers(rows=rows)
+        return AnswerTexts(rows=rows)
 
     def draw(
-        self, prompts: Sequence[Sequence[int]], answers: Answers, *, every: int = 1
+        self, prompts: Sequence[Sequence[int]], answers: AnswerTexts, *, every: int = 1
     ) -> Iterator[list[tuple[int, str]]]:
         """Draw the answers to prompts; yield (number of the row, new text) of each step.
 
@@ -132,7 +132,7 @@ class Drawing:
 
 
 @dataclass(kw_only=True, slots=True)
-class Answers:
+class AnswerTexts:
     """Some answers, as they grow.
 
     Attributes:

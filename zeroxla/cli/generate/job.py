@@ -14,8 +14,8 @@ from zeroxla.cli.generate.chat import Chat, first_messages
 from zeroxla.cli.generate.drawing import Drawing
 from zeroxla.cli.generate.options import GenerateOptions, LayoutOptions
 from zeroxla.cli.generate.output import GenerateOutput, InTurn
-from zeroxla.cli.generate.settings import Settings
-from zeroxla.cli.generate.source import Source
+from zeroxla.cli.generate.settings import AnswerSettings
+from zeroxla.cli.generate.source import TextSource
 from zeroxla.cli.generate.weights import Weights
 from zeroxla.cli.mesh_options import AxesOptions, MeshOptions
 from zeroxla.cli.train.setup import mesh_of
@@ -45,8 +45,8 @@ def generate(options: GenerateOptions) -> int:
             f"--chat with {jax.process_count()} processes: one process reads what you write; use "
             "--prompt or --file"
         )
-    source = Source.of(options.source)
-    settings = Settings.of(options.sampling, source)
+    source = TextSource.of(options.source)
+    settings = AnswerSettings.of(options.sampling, source)
     if settings.asked:
         output.warn(
             f"the model's generation_config.json has {', '.join(settings.asked)}, which is not "

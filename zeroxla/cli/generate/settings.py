@@ -1,4 +1,4 @@
-"""`Settings`: how tokens are chosen, and what ends an answer."""
+"""`AnswerSettings`: how tokens are chosen, and what ends an answer."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from zeroxla.cli.data.vocabulary import Vocabulary
 from zeroxla.cli.generate.options import SamplingOptions
-from zeroxla.cli.generate.source import GENERATION, Source
+from zeroxla.cli.generate.source import GENERATION, TextSource
 from zeroxla.hybrid.sampling import Sampling
 
 MAX_NEW_TOKENS = 256
@@ -44,7 +44,7 @@ the values, besides null, that change nothing."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Settings:
+class AnswerSettings:
     """How answers are drawn.
 
     Attributes:
@@ -66,7 +66,7 @@ class Settings:
     asked: tuple[str, ...] = ()
 
     @staticmethod
-    def of(options: SamplingOptions, source: Source) -> Settings:
+    def of(options: SamplingOptions, source: TextSource) -> AnswerSettings:
         """Return what the options say, and for the rest what the model's files say.
 
         Raises:
@@ -89,7 +89,7 @@ class Settings:
                 f"{GENERATION} of {source.folder} has max_new_tokens={most!r}; give "
                 "--max-new-tokens"
             )
-        return Settings(
+        return AnswerSettings(
             sampling=sampling,
             max_new_tokens=options.max_new_tokens or most or MAX_NEW_TOKENS,
             may_be_less=options.max_new_tokens is None,
@@ -165,7 +165,7 @@ def _of_file(told: Mapping[str, Any]) -> dict[str, Any]:
     return {"temperature": 1.0 if told.get("temperature") is None else told["temperature"], **given}
 
 
-def _ends(told: Mapping[str, Any], source: Source) -> tuple[int, ...]:
+def _ends(told: Mapping[str, Any], source: TextSource) -> tuple[int, ...]:
     """Return the tokens that end an answer: those of the generation config, or else of the model's
     config; the one of the tokenizer, which chat templates write; and the one of a run of rlhf."""
     vocabulary, config = source.vocabulary, source.choice.config or {}
@@ -185,7 +185,7 @@ def _ends(told: Mapping[str, Any], source: Source) -> tuple[int, ...]:
     return tuple(dict.fromkeys(ends))
 
 
-def _texts(value: Any, source: Source) -> tuple[str, ...]:
+def _texts(value: Any, source: TextSource) -> tuple[str, ...]:
     """Return the texts that end an answer, as a generation config names them."""
     found = [] if value is None else [value] if isinstance(value, str) else value
     if not isinstance(found, list) or not all(isinstance(x, str) and x for x in found):

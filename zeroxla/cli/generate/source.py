@@ -1,4 +1,4 @@
-"""`Source`: the model that generates, its text, and where its weights are."""
+"""`TextSource`: the model that generates, its text, and where its weights are."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ GENERATION = "generation_config.json"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Source:
+class TextSource:
     """A folder with a model.
 
     Attributes:
@@ -35,7 +35,7 @@ class Source:
     model: Any
 
     @staticmethod
-    def of(folder: Path) -> Source:
+    def of(folder: Path) -> TextSource:
         """Return the model in a folder.
 
         Raises:
@@ -50,7 +50,7 @@ class Source:
             )
         if (folder / CONFIG).is_file() and "model_type" in read_config(folder):
             choice = from_folder(folder)
-            return Source(folder=folder, choice=choice, run=None, model=choice.model)
+            return TextSource(folder=folder, choice=choice, run=None, model=choice.model)
         run = StoredRun.of(folder, "generate from")
         if run.options.model.model != "gpt":
             raise ValueError(
@@ -59,7 +59,7 @@ class Source:
             )
         choice = choose(run.options, folder)
         model = run.as_stored(run.options.lora.adapted(choice.model, folder))
-        return Source(folder=folder, choice=choice, run=run, model=model)
+        return TextSource(folder=folder, choice=choice, run=run, model=model)
 
     @property
     def vocabulary(self) -> Vocabulary:

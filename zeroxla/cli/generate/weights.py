@@ -18,7 +18,7 @@ from zeroxla.checkpoint.checkpointer import Checkpointer
 from zeroxla.checkpoint.weights.adapter_import import lora_from_adapter, read_adapter
 from zeroxla.checkpoint.weights.pretrained import from_pretrained
 from zeroxla.cli.generate.options import WeightOptions
-from zeroxla.cli.generate.source import Source
+from zeroxla.cli.generate.source import TextSource
 from zeroxla.cli.run_folder import CHECKPOINTS
 from zeroxla.config.zero_config import ZeroConfig
 from zeroxla.frontend.lora.leaf_plan import BASE, LORA, NoTargetError
@@ -44,13 +44,13 @@ class Weights:
       step: a step of it, which has seen a batch.
     """
 
-    source: Source
+    source: TextSource
     options: WeightOptions
     model: Any
     step: Step
 
     @staticmethod
-    def of(source: Source, options: WeightOptions, mesh: Mesh) -> Weights:
+    def of(source: TextSource, options: WeightOptions, mesh: Mesh) -> Weights:
         """Trace the model; nothing is read yet.
 
         Raises:
@@ -95,7 +95,7 @@ class Weights:
         return self.step.init_from(params, key, donate=is_same)
 
 
-def _wanted(source: Source, options: WeightOptions) -> Any:
+def _wanted(source: TextSource, options: WeightOptions) -> Any:
     """Return the model whose state is wanted: the one whose weights are stored, or one with other
     adapters, or with leaves in another form.
 
