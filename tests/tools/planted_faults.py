@@ -176,6 +176,12 @@ def init_faint(key, batch):
     return {**init(key, batch), "u": jnp.ones((WIDTH,))}
 
 
+def transformed(params, batch, key):
+    """A Fourier transform, which float16 has not."""
+    x = jnp.abs(jnp.fft.rfft(batch["x"] @ params["w"]))
+    return healthy(params, batch, key) + jnp.mean(x)
+
+
 def growing(params, batch, key):
     """Each turn of a loop makes values larger."""
 

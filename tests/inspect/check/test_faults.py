@@ -137,6 +137,12 @@ class TestOverflow:
         assert f"mul at {line_of('(1 - mask) * -1e9')} makes the first NaN" in found.found
         assert "jnp.where" in found.remedy
 
+    @pytest.mark.slow
+    def test_of_a_model_that_float16_does_not_run(self):
+        found = only_fault(checked(planted.transformed, config=FLOAT16), "overflow")
+        assert "cannot be traced in float16" in found.found
+        assert "RFFT input must be float32" in found.found
+
     def test_a_gradient_too_small_is_a_notice(self):
         report = checked(planted.faint, planted.init_faint, FLOAT16)
         assert report.ok

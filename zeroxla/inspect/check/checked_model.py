@@ -32,8 +32,8 @@ class CheckedModel:
     """A model and a batch. What several checks need is made once.
 
     Attributes:
-      step: the step of the model in float32, without quantized wires and persistent leaves, so that
-        small leaves travel as large ones do.
+      step: the step of the model in float32, without quantized wires and persistent leaves, and in
+        units no larger than a leaf, so that small leaves travel as large ones do.
       config: the options that the user trains with.
       batch: the global batch, on the host or on a device.
     """
@@ -174,7 +174,12 @@ def checked_model(
         config=plain,
         axis_names=axis_names,
     )
-    step.abstract_state(batch)  # checks the batch
+    leaves = jax.tree.leaves(step.abstract_state(batch).params)
+    if config.unit_elements is None:
+        # The usual units would hold all of a small model.
+        largest = max((leaf.size for leaf in leaves), default=1)
+        step = step.with_config(dataclasses.replace(step.config, unit_elements=largest))
+        step.abstract_state(batch)
     return CheckedModel(step=step, config=config, batch=batch)
 
 

@@ -118,8 +118,8 @@ def _explained(
         )
     return _fault(
         f"the mean over {count} devices' rows differs from the whole batch on one device: {worst}. "
-        "Rows see each other (a contrastive loss, a norm over the batch, experts with a capacity), "
-        "or weigh differently (a mask)",
+        "Rows see each other (a contrastive loss, a norm over the batch, a branch that reads all "
+        "rows, experts with a capacity), or weigh differently (a mask)",
         'of a masked mean, return the number of items as metrics["weight"]; for rows that see each '
         "other, exchange values by axis name (all_gather, pmean) with axis_names=, or accept that "
         "each device sees its own rows alone",

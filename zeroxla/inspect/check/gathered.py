@@ -10,7 +10,7 @@ from zeroxla.fetch.segments import FetchPlan, Remat, Straight
 from zeroxla.inspect.check.check_report import CheckResult
 from zeroxla.inspect.check.checked_model import CheckedModel
 from zeroxla.program.compat import model_line
-from zeroxla.program.primitives import CASTS, LOOPS, SLICES
+from zeroxla.program.primitives import CASTS, CUSTOM_RULES, LOOPS, REMATS, SLICES
 from zeroxla.program.report import format_bytes
 from zeroxla.program.scan import Scan
 from zeroxla.program.trace import Equation, Value
@@ -44,8 +44,9 @@ def check_gathered(checked: CheckedModel) -> CheckResult:
     """Plan the gathers with units as small as they can be, and look for what is still large.
 
     It is a fault if one place needs more than half of the model whole, because of how the model is
-    written: an equation that reads many leaves, or stacked leaves that are indexed layer by layer
-    outside of a `scan`. A single large leaf, such as an embedding, is none. Nothing runs.
+    written: a conditional or custom rule over many leaves, or stacked leaves that are indexed layer
+    by layer and not sliced by a `scan`. A single large leaf, such as an embedding, is none, and
+    neither are leaves that each turn of a loop reads. Nothing runs.
     """
     plan = _finest_plan(checked)
     paths = [checked.layout.leaves[i].path for i in checked.layout.indices(fetched=True)]
@@ -69,7 +70,8 @@ def check_gathered(checked: CheckedModel) -> CheckResult:
     share = largest.elements / max(total, 1)
     words = f"{_few([names[v] for v in largest.leaves])}, {share:.0%} of this model"
     eq = largest.reader
-    if share > MOST_SHARE and len(largest.leaves) > 1 and eq is not None and eq.name not in LOOPS:
+    closed = eq is not None and eq.name in CUSTOM_RULES | REMATS | {"cond"}
+    if share > MOST_SHARE and len(largest.leaves) > 1 and closed:
         return _fault(
             f"{words}, must be whole at one time, because one equation reads them together: "
             f"{eq.name} at {_line(eq) or 'an unknown line'}",

@@ -33,7 +33,15 @@ def check_overflow(checked: CheckedModel) -> CheckResult:
     Cost: one compilation, and a reduction for each value.
     """
     dtype = jnp.dtype(checked.config.compute_dtype)
-    program, num_leaves = _gradient_program(checked, dtype)
+    try:
+        program, num_leaves = _gradient_program(checked, dtype)
+    except (TypeError, ValueError, NotImplementedError) as error:
+        text = str(error).strip().splitlines()
+        return _fault(
+            f"the model cannot be traced in {dtype.name}, as it can in float32: "
+            f"{type(error).__name__}: {text[0] if text else ''}",
+            "compute this part in float32 (x.astype(jnp.float32))",
+        )
     narrow = {v.aval.dtype for eq in program.equations for v in eq.outputs if _is_narrow(v)}
     if not narrow and not is_narrow(dtype):
         return CheckResult(

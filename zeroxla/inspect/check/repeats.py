@@ -136,11 +136,11 @@ def _short(constant: Constant) -> str:
 
 
 def _callbacks(program: Program) -> list[str]:
-    """Return the lines at which a program calls Python code."""
+    """Return the lines at which a program calls Python code for a result; printing is none."""
     return [
         model_line(visit.equation.source) or "an unknown line"
         for visit in walk(program, "cpu")
-        if visit.equation.name in CALLBACKS
+        if visit.equation.name in CALLBACKS and visit.equation.outputs
     ]
 
 
