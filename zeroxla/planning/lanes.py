@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from zeroxla.program.phases import phase_of
 
@@ -23,16 +24,22 @@ class Event:
       lane: `COMPUTE`, a mesh axis for its link, or one of the host's lanes in `target.py`.
       phase: one of `zeroxla.program.phases.PHASES`.
       start_s, end_s: seconds since the step began.
+      what: what takes the lane, as a reader of events wants to know it; None if nobody asked.
     """
 
     lane: str
     phase: str
     start_s: float
     end_s: float
+    what: Any = None
+
+    def between(self, start_s: float, end_s: float) -> Event:
+        """Return the event at another time."""
+        return Event(self.lane, self.phase, start_s, end_s, self.what)
 
     def later(self, seconds: float) -> Event:
         """Return the event, moved to later."""
-        return Event(self.lane, self.phase, self.start_s + seconds, self.end_s + seconds)
+        return self.between(self.start_s + seconds, self.end_s + seconds)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,7 +91,15 @@ class Lanes:
         self.busy_s: dict[str, float] = {}
         self.events: list[Event] = []
 
-    def take(self, lane: str, start: float, seconds: float, path: str, kind: str = "") -> float:
+    def take(
+        self,
+        lane: str,
+        start: float,
+        seconds: float,
+        path: str,
+        kind: str = "",
+        what: Any = None,
+    ) -> float:
         """Take a lane as soon as it is free; return the second at which the work is done.
 
         Args:
@@ -92,6 +107,7 @@ class Lanes:
           start: the second before which the work cannot begin.
           seconds: how long the lane is taken.
           path, kind: path of scopes and kind of collective, from which the event's phase follows.
+          what: what takes the lane; see `Event`.
         """
         taken = self._shared.get(lane, lane) if self._overlaps else COMPUTE
         start = max(start, self._free_s.get(taken, 0.0))
@@ -99,7 +115,7 @@ class Lanes:
         self._free_s[taken] = end
         self.busy_s[lane] = self.busy_s.get(lane, 0.0) + seconds
         if seconds:
-            self.events.append(Event(lane, phase_of(path, kind), start, end))
+            self.events.append(Event(lane, phase_of(path, kind), start, end, what))
         return end
 
     def wait_for_memory(self, seconds: float) -> None:
@@ -181,16 +197,18 @@ def on_links(busy_s: Mapping[str, float], shared: Mapping[str, str]) -> dict[str
 
 
 def _joined(events: list[Event]) -> list[Event]:
-    """Return events in which those of one lane and phase that follow each other are one."""
+    """Return events in which those of one lane and phase that follow each other are one, if they
+    are of the same thing."""
     found: list[Event] = []
     for event in events:
         last = found[-1] if found else None
-        if last is not None and (last.lane, last.phase, last.end_s) == (
+        if last is not None and (last.lane, last.phase, last.end_s, last.what) == (
             event.lane,
             event.phase,
             event.start_s,
+            event.what,
         ):
-            found[-1] = Event(last.lane, last.phase, last.start_s, event.end_s)
+            found[-1] = last.between(last.start_s, event.end_s)
         else:
             found.append(event)
     return found
@@ -201,5 +219,5 @@ def _repeated(events: list[Event], step: float, times: int) -> list[Event]:
     a step goes on, and stays one."""
     if len(events) == 1 and times and events[0].end_s - events[0].start_s >= step * (1 - 1e-9):
         (event,) = events
-        return [Event(event.lane, event.phase, event.start_s + step, event.end_s + times * step)]
+        return [event.between(event.start_s + step, event.end_s + times * step)]
     return [event.later(k * step) for k in range(1, times + 1) for event in events]

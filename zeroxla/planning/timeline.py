@@ -15,16 +15,17 @@ conditional takes its longest branch, and there are as many as take as long as i
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import heapq
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from zeroxla.pipeline.ticks import TICKS
 from zeroxla.planning.lanes import COMPUTE, Lanes, Mark, TimeLine
 from zeroxla.planning.target import DISK, HOST, Target
 from zeroxla.planning.wire_bytes import axes_of
-from zeroxla.planning.work import Reads, reads_of, work_of
+from zeroxla.planning.work import Reads, Work, reads_of, work_of
 from zeroxla.program import compat
 from zeroxla.program.host_values import is_move
 from zeroxla.program.live.liveness import Scope, size_of
@@ -43,6 +44,19 @@ READS_DISK = "pure_callback"
 """The equation that reads a parameter on disk; see `Desk.redeem`."""
 
 
+class EventNames(Protocol):
+    """Says what the events of one program are of; see `Event.what`."""
+
+    def of(self, eq: Equation, path: str, work: Work | None) -> Any:
+        """Return the name of what an equation at `path` does; `work` is what the device computes
+        for it, None if it takes a link."""
+        ...
+
+    def inside(self, eq: Equation, body: Program, path: str) -> EventNames:
+        """Return the names for the program of a loop or a branch, whose equation is at `path`."""
+        ...
+
+
 class Clock:
     """Simulates one device.
 
@@ -51,12 +65,19 @@ class Clock:
       ahead: loops gather a turn ahead.
       full_ticks: for a pipeline, the number of full ticks that take as long as its schedule, most
         of whose ticks are not full.
+      names: names the events; None leaves them without.
     """
 
     def __init__(
-        self, target: Target, *, ahead: bool = False, full_ticks: float | None = None
+        self,
+        target: Target,
+        *,
+        ahead: bool = False,
+        full_ticks: float | None = None,
+        names: EventNames | None = None,
     ) -> None:
         self._target, self._ahead, self._full_ticks = target, ahead, full_ticks
+        self._names = names
         self._lanes = Lanes(overlaps=target.device.overlaps, shared=target.shared_links)
         self._scopes: dict[int, tuple[Scope, Reads]] = {}
         self._bodies: dict[tuple[int, int], Program] = {}
@@ -129,10 +150,11 @@ class Clock:
             return self._branches(eq, start, path)
         size = sum(map(size_of, eq.outputs))
         if is_move(eq):
-            return take(HOST, start, target.host_s(size), path)
+            return take(HOST, start, target.host_s(size), path, what=self._what(eq, path))
         if eq.name == READS_DISK:
-            read = take(DISK, start, target.disk_s(size), path)
-            return take(HOST, read, target.host_s(size), path)
+            what = self._what(eq, path)
+            read = take(DISK, start, target.disk_s(size), path, what=what)
+            return take(HOST, read, target.host_s(size), path, what=what)
         if eq.name in HLO_KINDS:
             return self._collective(eq, start, path)
         scope, reads = self._scope(program)
@@ -142,7 +164,7 @@ class Clock:
         if target.device.has_attention and CUDNN_SCOPE in path:
             work = dataclasses.replace(work, num_bytes=0.0)  # one kernel, which keeps scores inside
         seconds = target.compute_s(work)
-        end = take(COMPUTE, start, seconds, path)
+        end = take(COMPUTE, start, seconds, path, what=self._what(eq, path, work))
         if target.memory_s(work.num_bytes) > target.products_s(work):
             self._lanes.wait_for_memory(seconds)
         return start + seconds if is_early else end
@@ -154,8 +176,20 @@ class Clock:
         for axis in axes_of(eq):
             if self._target.mesh_shape.get(axis, 1) > 1:
                 seconds = self._target.seconds(axis, kind, num_bytes)
-                start = self._lanes.take(axis, start, seconds, path, kind)
+                what = self._what(eq, path)
+                start = self._lanes.take(axis, start, seconds, path, kind, what)
         return start
+
+    def _what(self, eq: Equation, path: str, work: Work | None = None) -> Any:
+        return None if self._names is None else self._names.of(eq, path, work)
+
+    @contextlib.contextmanager
+    def _inside(self, eq: Equation, body: Program, path: str) -> Iterator[None]:
+        """Name the events of a loop's or a branch's body meanwhile."""
+        names = self._names
+        self._names = names and names.inside(eq, body, path)
+        yield
+        self._names = names
 
     def _loop(self, eq: Equation, ready: Sequence[float], path: str) -> list[float]:
         """Run a loop; return the second at which each result is there."""
@@ -168,7 +202,8 @@ class Clock:
         ends: list[float] = []
         marks: list[Mark] = []
         for _ in range(min(round(length), TURNS)):
-            ends = self.run(body, [*consts, *carry, *xs], path, early)
+            with self._inside(eq, body, path):
+                ends = self.run(body, [*consts, *carry, *xs], path, early)
             carry = scan.split_outputs(ends)[0]
             marks.append(self._lanes.mark(ends))
         if length > TURNS:
@@ -184,7 +219,8 @@ class Clock:
         for i, branch in enumerate(branches):
             self._lanes.become(before)
             body = self._body(eq, i, branch)
-            ends = self.run(body, [start] * len(body.inputs), path)
+            with self._inside(eq, body, path):
+                ends = self.run(body, [start] * len(body.inputs), path)
             end = max([self._lanes.free_s(), *ends, start])
             if longest is None or end > longest[0]:
                 longest = end, self._lanes.copy()

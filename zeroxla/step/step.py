@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 from zeroxla.config.zero_config import ZeroConfig
 from zeroxla.frontend import Adapted
 from zeroxla.frontend.staged import StagedModel
+from zeroxla.mesh.axes import as_auto
 from zeroxla.mesh.processes import progress
 from zeroxla.mesh.processes.same_program import ProgramCalls
 from zeroxla.program.compat import AxisNames
@@ -279,8 +280,17 @@ class Step:
         warn(useless_optimizer(config, self.config), stacklevel=3)
         if microbatches is None and config.accumulate == 1:
             microbatches = self._microbatches
-        fields = {f.name for f in dataclasses.fields(self.programs) if f.init} - {"activations"}
-        options = {name: getattr(self.programs, name) for name in fields}
-        step = Step(**{**options, "config": config, "microbatches": microbatches})
+        step = Step(**{**self._options(), "config": config, "microbatches": microbatches})
         step._shapes.traced = self._shapes.traced
         return step
+
+    def on_mesh(self, mesh: Mesh, config: ZeroConfig | None = None) -> Step:
+        """Return the step of the same model and optimizer on another mesh, whose devices need not
+        be there; `config` replaces the options. It takes no states of this step."""
+        config = self.config if config is None else config
+        changes = {"mesh": as_auto(mesh, pipeline=True), "config": config, "known": {}}
+        return Step(**{**self._options(), **changes, "microbatches": self._microbatches})
+
+    def _options(self) -> dict[str, Any]:
+        fields = {f.name for f in dataclasses.fields(self.programs) if f.init} - {"activations"}
+        return {name: getattr(self.programs, name) for name in fields}

@@ -1,0 +1,162 @@
+"""`Stall`: something that makes a step longer or larger than it need be, with the remedy."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+
+from zeroxla.frontend.rewrite.report import Finding
+from zeroxla.planning.explain.origins import Origin
+from zeroxla.planning.explain.remedies import Case, Remedy, remedy_for
+from zeroxla.planning.explain.travels import Travel
+from zeroxla.planning.lanes import COMPUTE, Event
+from zeroxla.planning.target import Target
+from zeroxla.planning.timeline import CUDNN_SCOPE
+from zeroxla.program.live.residents import Resident
+from zeroxla.program.paths import short_line
+from zeroxla.program.report import format_bytes
+
+WAIT, ATTENTION, LOSS, RESIDUAL = "wait", "attention", "loss", "residual"
+LARGE = 0.1
+"""A residual is large that takes this share of the memory that a program may hold."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Stall:
+    """Something that a setting would shorten.
+
+    Attributes:
+      kind: `WAIT` for a link, `ATTENTION` or `LOSS` that writes all scores or logits to memory, or
+        a large `RESIDUAL`.
+      what: what it is, in words.
+      line: "folder/file.py:line" of the model; empty if it is not known.
+      seconds: the time of a step that it takes.
+      remedy: the setting.
+    """
+
+    kind: str
+    what: str
+    line: str
+    seconds: float
+    remedy: Remedy
+
+
+def waiting(travels: Iterable[Travel], case: Case, least_s: float) -> list[Stall]:
+    """Return the waits for links that a setting would hide or shorten.
+
+    Args:
+      travels: what takes links.
+      case: the step.
+      least_s: shorter waits are left out. Those at the ends of a step do not count.
+    """
+    groups: dict[tuple[str, str, str, str], list[tuple[Travel, Remedy]]] = {}
+    for travel in travels:
+        remedy = remedy_for(travel, case) if travel.hideable_s else None
+        if remedy is not None:
+            key = travel.phase, travel.lane, travel.unit, remedy.text
+            groups.setdefault(key, []).append((travel, remedy))
+    return [
+        stall
+        for mine in groups.values()
+        if (stall := _waiting([travel for travel, _ in mine], mine[0][1])).seconds >= least_s
+    ]
+
+
+def _waiting(alike: Sequence[Travel], remedy: Remedy) -> Stall:
+    """Return the stall of what travels in one phase over one link with one unit."""
+    first = max(alike, key=lambda travel: travel.hideable_s)
+    num_others = len({name for travel in alike for name in travel.leaves}) - 1
+    leaf = first.leaves[0] if first.leaves else first.scope or first.kind
+    more = f" and {num_others} more" if num_others > 0 else ""
+    return Stall(
+        kind=WAIT,
+        what=f"{first.name}{f', {first.unit_in_words}' if first.unit else ''}: {leaf}{more}",
+        line=first.line,
+        seconds=sum(travel.hideable_s for travel in alike),
+        remedy=remedy,
+    )
+
+
+def unfused(
+    findings: Iterable[Finding], events: Sequence[Event], target: Target, least_s: float
+) -> list[Stall]:
+    """Return what is written to memory in full and could be computed by blocks.
+
+    Args:
+      findings: what a rewrite would change.
+      events: the events of the step as it is.
+      target: the devices. On some of them cuDNN computes a model's attention in one kernel.
+      least_s: what takes less time for its memory is left out.
+    """
+    one_kernel = target.device.has_attention
+    places: dict[tuple[str, str, str], list[Finding]] = {}
+    for x in findings:
+        if (
+            x.becomes is not None
+            and x.kind in (ATTENTION, LOSS)
+            and not (one_kernel and CUDNN_SCOPE in x.scope)
+        ):
+            places.setdefault((x.kind, x.line, x.shape), []).append(x)
+    found = []
+    for (kind, line, shape), alike in places.items():
+        dims = shape[shape.index("[") + 1 : shape.rindex("]")]
+        seconds = sum(_seconds(event) for event in events if _has(event, dims))
+        if seconds < least_s:
+            continue
+        first = alike[0]
+        scopes = f" and {len(alike) - 1} more" if len(alike) > 1 else ""
+        text = f"rewrite=True: {first.becomes}, which never holds {shape}"
+        found.append(
+            Stall(
+                kind=kind,
+                what=f"{kind} in {first.scope}{scopes} writes {shape} to memory",
+                line=short_line(line),
+                seconds=seconds,
+                remedy=Remedy(text=text, changes={"rewrite": True}),
+            )
+        )
+    return found
+
+
+def large_residuals(
+    residents: Iterable[Resident], total_bytes: int, target: Target, *, has_budget: bool
+) -> list[Stall]:
+    """Return the residuals that take much of a device's memory.
+
+    Args:
+      residents: the temporaries at the peak.
+      total_bytes: all that a device holds at the peak.
+      target: the devices.
+      has_budget: whether a memory budget has decided already what is kept.
+    """
+    room = target.device.usable_bytes
+    found = []
+    for x in residents:
+        if has_budget or x.num_bytes < LARGE * room:
+            continue
+        budget = int(total_bytes - x.num_bytes / 2)
+        count = f"{x.count} x " if x.count > 1 else ""
+        text = (
+            f"memory={budget}: a budget of {format_bytes(budget)}, in which backward computes such "
+            "values again; or jax.checkpoint around the line"
+        )
+        found.append(
+            Stall(
+                kind=RESIDUAL,
+                what=f"{x.name} leaves {count}{x.shape} for backward, {format_bytes(x.num_bytes)} "
+                f"of the {format_bytes(room)} that a program may hold",
+                line=x.line,
+                # It is written in forward and read in backward.
+                seconds=2 * target.memory_s(x.num_bytes),
+                remedy=Remedy(text=text, changes={"memory": budget}),
+            )
+        )
+    return found
+
+
+def _seconds(event: Event) -> float:
+    return event.end_s - event.start_s
+
+
+def _has(event: Event, dims: str) -> bool:
+    return event.lane == COMPUTE and isinstance(event.what, Origin) and dims in event.what.dims
