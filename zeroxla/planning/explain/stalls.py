@@ -49,32 +49,20 @@ def waiting(travels: Iterable[Travel], case: Case, least_s: float) -> list[Stall
       case: the step.
       least_s: shorter waits are left out. Those at the ends of a step do not count.
     """
-    groups: dict[tuple[str, str, str, str], list[tuple[Travel, Remedy]]] = {}
+    found = []
     for travel in travels:
-        remedy = remedy_for(travel, case) if travel.hideable_s else None
+        remedy = remedy_for(travel, case) if travel.hideable_s >= least_s else None
         if remedy is not None:
-            key = travel.phase, travel.lane, travel.unit, remedy.text
-            groups.setdefault(key, []).append((travel, remedy))
-    return [
-        stall
-        for mine in groups.values()
-        if (stall := _waiting([travel for travel, _ in mine], mine[0][1])).seconds >= least_s
-    ]
-
-
-def _waiting(alike: Sequence[Travel], remedy: Remedy) -> Stall:
-    """Return the stall of what travels in one phase over one link with one unit."""
-    first = max(alike, key=lambda travel: travel.hideable_s)
-    num_others = len({name for travel in alike for name in travel.leaves}) - 1
-    leaf = first.leaves[0] if first.leaves else first.scope or first.kind
-    more = f" and {num_others} more" if num_others > 0 else ""
-    return Stall(
-        kind=WAIT,
-        what=f"{first.name}{f', {first.unit_in_words}' if first.unit else ''}: {leaf}{more}",
-        line=first.line,
-        seconds=sum(travel.hideable_s for travel in alike),
-        remedy=remedy,
-    )
+            found.append(
+                Stall(
+                    kind=WAIT,
+                    what=f"{travel.name}: {travel.what}",
+                    line=travel.line,
+                    seconds=travel.hideable_s,
+                    remedy=remedy,
+                )
+            )
+    return found
 
 
 def unfused(

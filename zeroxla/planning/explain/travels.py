@@ -16,7 +16,8 @@ _OF_HOST = frozenset({HOST, HOST_UPDATE, DISK})
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Travel:
-    """A collective, or several that are alike in layers that differ; or a move of the host.
+    """The collectives of one kind that bring one unit, in all layers that are alike; or moves of
+    the host.
 
     Attributes:
       phase: one of `zeroxla.program.phases.PHASES`.
@@ -26,9 +27,9 @@ class Travel:
       unit: the unit of these leaves, or several units, such as "1, 2, 3".
       scope: the scopes of the model, such as "h_*/attn".
       line: "folder/file.py:line" of the model; empty if it is not known.
-      count: runs in a step.
-      num_bytes: bytes of one run.
-      seconds: for how long the link is taken in all runs.
+      count: the number of collectives that run for it in a step.
+      num_bytes: their bytes for one layer.
+      seconds: for how long the link is taken in a step.
       waited_s: for how long nothing is computed because of it.
       hideable_s: the part of `waited_s` that is not at the ends of a step.
     """
@@ -88,8 +89,12 @@ def travels_of(events: Iterable[Event], waits: Sequence[Wait]) -> list[Travel]:
     for wait in waits:
         if wait.event is not None:
             waited.setdefault(_alike(wait.event), []).append(wait)
-    found = [_travel(mine, waited.get(key, ())) for key, mine in groups.items()]
-    return sorted(found, key=lambda travel: (-travel.waited_s, -travel.seconds))
+    by_unit: dict[tuple[str, ...], list[Travel]] = {}
+    for key, mine in groups.items():
+        found = _travel(mine, waited.get(key, ()))
+        by_unit.setdefault((found.lane, found.phase, found.kind, found.unit), []).append(found)
+    travels = map(_together, by_unit.values())
+    return sorted(travels, key=lambda travel: (-travel.waited_s, -travel.seconds))
 
 
 def _alike(event: Event) -> tuple:
@@ -127,6 +132,20 @@ def _travel(events: Sequence[Event], waits: Sequence[Wait]) -> Travel:
         seconds=sum(event.end_s - event.start_s for event in events),
         waited_s=sum(wait.seconds for wait in waits),
         hideable_s=sum(wait.seconds for wait in waits if wait.place == MIDDLE),
+    )
+
+
+def _together(alike: Sequence[Travel]) -> Travel:
+    """Return what travels with one unit as one; the longest wait says where that is."""
+    ordered = sorted(alike, key=lambda travel: (-travel.waited_s, -travel.seconds))
+    return dataclasses.replace(
+        ordered[0],
+        leaves=tuple(dict.fromkeys(name for travel in ordered for name in travel.leaves)),
+        count=sum(travel.count for travel in alike),
+        num_bytes=sum(travel.num_bytes for travel in alike),
+        seconds=sum(travel.seconds for travel in alike),
+        waited_s=sum(travel.waited_s for travel in alike),
+        hideable_s=sum(travel.hideable_s for travel in alike),
     )
 
 
