@@ -18,8 +18,8 @@ from zeroxla.planning.explain.lines import lines_of
 from zeroxla.planning.explain.matching import OriginFinder
 from zeroxla.planning.explain.remedies import Case
 from zeroxla.planning.explain.report import Explanation
-from zeroxla.planning.explain.stalls import Stall, large_residuals, unfused, waiting
-from zeroxla.planning.explain.traced import ExplainedTrace, rewritable
+from zeroxla.planning.explain.stalls import Stall, large, large_residuals, unfused, waiting
+from zeroxla.planning.explain.traced import ExplainedTrace, least_bytes, rewritable
 from zeroxla.planning.explain.travels import travels_of
 from zeroxla.planning.explain.waits import waits_of
 from zeroxla.planning.lanes import TimeLine
@@ -100,6 +100,7 @@ def explain(
         if compiled:
             program = compiled_for(lambda mesh: step.on_mesh(mesh, config), batch, target)
         findings, remark = rewritable(planned, batch)
+        residuals = _large_residuals(planned, batch, traced)
     time, source, remarks = _timed(traced, program, target)
     waits = waits_of(time.events, time.seconds)
     travels = travels_of(time.events, waits)
@@ -108,9 +109,7 @@ def explain(
     stalls: list[Stall] = [
         *waiting(travels, case, least_s),
         *unfused(findings, traced.time.events, target, least_s),
-        *large_residuals(
-            traced.residuals, traced.total_bytes, target, has_budget=config.memory is not None
-        ),
+        *residuals,
     ]
     return Explanation(
         target=target,
@@ -120,6 +119,7 @@ def explain(
         travels=tuple(travels),
         lines=tuple(lines_of(traced.time.events, time.seconds)),
         stalls=tuple(sorted(stalls, key=lambda stall: -stall.seconds)),
+        total_bytes=traced.total_bytes,
         remarks=(*remarks, *([remark] if remark else [])),
         least_share=least_share,
     )
@@ -148,6 +148,15 @@ def _target(
     return Target.find(
         shape, device=device, link=link, machines=tables, devices_per_node=devices_per_node
     )
+
+
+def _large_residuals(step: Step, batch: Any, traced: ExplainedTrace) -> list[Stall]:
+    found = large(traced.residuals, traced.target)
+    # A budget has decided already, and the stages of a pipeline keep what their schedule says.
+    if not found or step.config.memory is not None or step.programs.pipeline is not None:
+        return []
+    least = least_bytes(step, batch, traced.target)
+    return large_residuals(found, traced.total_bytes, least, traced.target)
 
 
 def _timed(

@@ -34,6 +34,7 @@ class Explanation(Report):
       travels: what takes links, those first that the step waits for longest.
       lines: what each line of the model costs, the most first.
       stalls: what a setting would hide, shorten or remove, the longest first.
+      total_bytes: all that a device holds when it holds most, by live ranges.
       remarks: what could not be looked at, and why.
       least_share: shorter waits are left out of the tables and of `stalls`: this share of the step.
     """
@@ -45,6 +46,7 @@ class Explanation(Report):
     travels: tuple[Travel, ...]
     lines: tuple[LineCost, ...]
     stalls: tuple[Stall, ...]
+    total_bytes: int
     remarks: tuple[str, ...] = ()
     least_share: float
 

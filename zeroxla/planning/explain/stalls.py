@@ -106,33 +106,39 @@ def unfused(
     return found
 
 
+def large(residents: Iterable[Resident], target: Target) -> list[Resident]:
+    """Return the arrays, or those that are alike, that take much of a device's memory."""
+    least = LARGE * target.device.usable_bytes
+    return [x for x in residents if x.num_bytes >= least]
+
+
 def large_residuals(
-    residents: Iterable[Resident], total_bytes: int, target: Target, *, has_budget: bool
+    residents: Iterable[Resident], total_bytes: int, least_bytes: int, target: Target
 ) -> list[Stall]:
-    """Return the residuals that take much of a device's memory.
+    """Return the stalls of residuals that take much of a device's memory.
 
     Args:
-      residents: the temporaries at the peak.
+      residents: such residuals.
       total_bytes: all that a device holds at the peak.
+      least_bytes: the least that a memory budget can make of that.
       target: the devices.
-      has_budget: whether a memory budget has decided already what is kept.
     """
-    room = target.device.usable_bytes
     found = []
     for x in residents:
-        if has_budget or x.num_bytes < LARGE * room:
+        budget = max(least_bytes, int(total_bytes - x.num_bytes / 2))
+        if budget > (1 - LARGE / 2) * total_bytes:
             continue
-        budget = int(total_bytes - x.num_bytes / 2)
         count = f"{x.count} x " if x.count > 1 else ""
         text = (
             f"memory={budget}: a budget of {format_bytes(budget)}, in which backward computes such "
             "values again; or jax.checkpoint around the line"
         )
+        room = format_bytes(target.device.usable_bytes)
         found.append(
             Stall(
                 kind=RESIDUAL,
                 what=f"{x.name} leaves {count}{x.shape} for backward, {format_bytes(x.num_bytes)} "
-                f"of the {format_bytes(room)} that a program may hold",
+                f"of the {room} that a program may hold",
                 line=x.line,
                 # It is written in forward and read in backward.
                 seconds=2 * target.memory_s(x.num_bytes),
