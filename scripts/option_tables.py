@@ -15,6 +15,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from zeroxla.cli.explain.options import ExplainOptions
 from zeroxla.cli.export import ExportOptions
 from zeroxla.cli.option_groups import flag
 from zeroxla.cli.option_help import groups_of, help_texts, paragraphs, shown
@@ -29,6 +30,7 @@ COMMANDS: dict[str, type[Any]] = {
     "rlhf": RlhfOptions,
     "plan": PlanOptions,
     "export": ExportOptions,
+    "explain": ExplainOptions,
 }
 PLACE = re.compile(
     r"(<!-- options of (?P<command>\w+):?(?P<groups>[\w ]*) -->\n).*?(<!-- end of options -->\n)",

@@ -60,6 +60,14 @@ class Case:
         """Whether gathers can run beside computation."""
         return self.target.device.overlaps
 
+    def is_latency(self, travel: Travel) -> bool:
+        """Return whether most of a collective's time is latency, which fewer bytes leave as it
+        is."""
+        target, lane = self.target, travel.lane
+        if lane not in target.mesh_shape or not travel.count:
+            return False
+        return target.seconds(lane, travel.kind, 0) * travel.count > travel.seconds / 2
+
 
 Rule = Callable[[Travel, Case], Remedy | None]
 
@@ -142,7 +150,7 @@ def reduce_once(travel: Travel, case: Case) -> Remedy | None:
 def fewer_gradient_bytes(travel: Travel, case: Case) -> Remedy | None:
     """Gradients can be quantized."""
     config = case.config
-    if travel.phase != "reduce" or travel.lane not in (NODE, DEVICE):
+    if travel.phase != "reduce" or travel.lane not in (NODE, DEVICE) or case.is_latency(travel):
         return None
     wire = WireFormat(bits=8)
     is_node = travel.lane == NODE
@@ -158,7 +166,7 @@ def fewer_weight_bytes(travel: Travel, case: Case) -> Remedy | None:
     """Gathered leaves can be quantized."""
     if not travel.is_gather or case.config.weight_wire or travel.lane not in (NODE, DEVICE):
         return None
-    if travel.unit == PERSISTENT:
+    if travel.unit == PERSISTENT or case.is_latency(travel):
         return None
     text = "weight_wire=WireFormat(bits=8): leaves travel in a byte for each number, rounded"
     return Remedy(text=text, changes={"weight_wire": WireFormat(bits=8)})

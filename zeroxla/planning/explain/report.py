@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 MOST_LINES = 10
+_NOTHING = 1e-6
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,14 +67,20 @@ class Explanation(Report):
         return [self.table(), self.waits_table(), self.lines_table()]
 
     def table(self) -> Table:
-        """Return the table of stalls, each with the setting that would change it."""
+        """Return the table of settings, each with the stalls that it would change."""
         table = _table("What a setting would change" if self.stalls else "No setting is missing")
         table.add_column("ms", justify="right", no_wrap=True)
-        table.add_column("what", overflow="fold", ratio=5)
-        table.add_column("line", overflow="fold", ratio=3)
-        table.add_column("setting", overflow="fold", ratio=5)
+        table.add_column("setting", overflow="fold", ratio=2)
+        table.add_column("what it would hide, shorten or remove", overflow="fold", ratio=3)
+        by_setting: dict[str, list[Stall]] = {}
         for stall in self.stalls:
-            table.add_row(_ms(stall.seconds), stall.what, stall.line, stall.remedy.text)
+            by_setting.setdefault(stall.remedy.text, []).append(stall)
+        for text, alike in by_setting.items():
+            words = [f"{x.what}{f', {x.line}' if x.line else ''}" for x in alike]
+            if len(alike) > 1:
+                words = [f"{_ms(x.seconds)} {w}" for x, w in zip(alike, words, strict=True)]
+            total_s = sum(x.seconds for x in alike)
+            table.add_row(_ms(total_s), text, "\n".join(words), end_section=True)
         return table
 
     def waits_table(self) -> Table:
@@ -95,7 +102,7 @@ class Explanation(Report):
             name = f"{x.name}{', at an end of the step' if at_ends else ''}"
             cells = (_ms(x.waited_s), _ms(x.seconds), str(x.count))
             table.add_row(*cells, name, x.what, x.line)
-        if rest > 0:
+        if rest > _NOTHING * self.time.seconds:
             table.add_section()
             table.add_row(_ms(rest), "", "", f"others, each below {self.least_share:.0%}", "", "")
         return table
