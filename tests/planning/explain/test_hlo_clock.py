@@ -25,7 +25,7 @@ DEVICE = Device(
     source="a test",
 )
 PRODUCT_S = 2 * 64**3 / 1e6
-# A gather to [64,64] over 2 devices brings 8,192 bytes: 0.8192 s over `device`, 0.08192 over `node`.
+# A gather to [64,64] over 2 devices brings 8,192 bytes: 0.8192 s over `device`.
 SLOW = Link(name="slow", bytes_per_s=1e4, latency_s=0.0, of="device", source="a test")
 FAST = Link(name="fast", bytes_per_s=1e5, latency_s=0.0, of="device", source="a test")
 SLOW_S, FAST_S = 8192 / 1e4, 8192 / 1e5

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 WAITS = "#C00000"
 """The colour of waits, which no phase has."""
+OTHER = "#A0A0A0"
 _COMPUTE = "compute"
 
 
@@ -57,7 +58,7 @@ def plot_explanation(step: ExplainedStep, *, path: str | os.PathLike | None = No
     figure = new_figure(width=11, height=1.6 + 0.7 * len(lanes))
     axes = figure.add_subplot()
     for phase in PHASES:
-        color = COLORS[PHASES.index(phase) % len(COLORS)]
+        color = OTHER if phase == "other" else COLORS[PHASES.index(phase) % len(COLORS)]
         shown = False
         for i, lane in enumerate(lanes):
             spans = [
@@ -85,7 +86,7 @@ def plot_explanation(step: ExplainedStep, *, path: str | os.PathLike | None = No
     axes.set_xlim(0, 1e3 * step.time.seconds or 1)
     axes.set_xlabel("ms", fontsize=8, color=INK)
     axes.set_title(step.headline, fontsize=10, color=INK, loc="left", wrap=True)
-    figure.legend(loc="outside lower center", ncols=7, frameon=False, fontsize=8)
+    figure.legend(loc="outside lower center", ncols=9, frameon=False, fontsize=8)
     quiet(axes)
     axes.grid(visible=False)
     return finish(figure, path)

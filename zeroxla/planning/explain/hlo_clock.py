@@ -84,6 +84,8 @@ class HloClock:
                 there[x.name] = self._travel(x, scope, now)
                 if not x.opcode.endswith("-start"):
                     now = there[x.name]
+            elif x.opcode == "fusion-start":  # a copy that runs beside the computation
+                there[x.name] = now + self._seconds(x, scope)
             else:
                 now = self._run(x, scope, now, self._in_order)
         return now
@@ -150,10 +152,13 @@ class HloClock:
             return now
         if not self._counts(x) or x.opcode.endswith("-done"):
             return now
+        seconds = self._seconds(x, scope)
+        return self._lanes.take(COMPUTE, now, seconds, x.op_name) if seconds else now
+
+    def _seconds(self, x: hlo.Instruction, scope: dict[str, hlo.Instruction]) -> float:
         cost = cost_of(x, scope, self._module)
         work = Work(cost.flops, _DTYPES.get(cost.dtype, "float32"), cost.num_bytes)
-        seconds = self._target.compute_s(work)
-        return self._lanes.take(COMPUTE, now, seconds, x.op_name) if seconds else now
+        return self._target.compute_s(work)
 
     def _loop(
         self,

@@ -8,8 +8,9 @@ import warnings
 from pathlib import Path
 from typing import Any, cast
 
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
+from zeroxla.mesh.axes import platform_of
 from zeroxla.mesh.machines import Device, Link, Machines
 from zeroxla.planning.budget import for_target
 from zeroxla.planning.compile_check import CompiledStepProgram, compiled_for
@@ -17,7 +18,7 @@ from zeroxla.planning.explain.hlo_clock import HloClock
 from zeroxla.planning.explain.lines import lines_of
 from zeroxla.planning.explain.matching import OriginFinder
 from zeroxla.planning.explain.remedies import Case
-from zeroxla.planning.explain.report import Explanation
+from zeroxla.planning.explain.report import SCHEDULE, TRACE, Explanation
 from zeroxla.planning.explain.stalls import Stall, large, large_residuals, unfused, waiting
 from zeroxla.planning.explain.traced import ExplainedTrace, least_bytes, rewritable
 from zeroxla.planning.explain.travels import travels_of
@@ -101,7 +102,7 @@ def explain(
             program = compiled_for(lambda mesh: step.on_mesh(mesh, config), batch, target)
         findings, remark = rewritable(planned, batch)
         residuals = _large_residuals(planned, batch, traced)
-    time, source, remarks = _timed(traced, program, target)
+    time, by, source = _timed(traced, program, target)
     waits = waits_of(time.events, time.seconds)
     travels = travels_of(time.events, waits)
     least_s = least_share * time.seconds
@@ -113,6 +114,7 @@ def explain(
     ]
     return Explanation(
         target=target,
+        by=by,
         source=source,
         time=time,
         waits=tuple(waits),
@@ -120,7 +122,7 @@ def explain(
         lines=tuple(lines_of(traced.time.events, time.seconds)),
         stalls=tuple(sorted(stalls, key=lambda stall: -stall.seconds)),
         total_bytes=traced.total_bytes,
-        remarks=(*remarks, *([remark] if remark else [])),
+        remarks=(remark,) if remark else (),
         least_share=least_share,
     )
 
@@ -134,9 +136,9 @@ def _target(
 ) -> Target:
     tables = machines if isinstance(machines, Machines) else Machines.load(machines)
     if device is None:
-        device = DEFAULT_DEVICE
-        if step.mesh.devices.flat[0].platform != "cpu":
-            kind = step.mesh.devices.flat[0].device_kind
+        device, mesh = DEFAULT_DEVICE, step.mesh
+        if not isinstance(mesh, AbstractMesh) and platform_of(mesh) != "cpu":
+            kind = mesh.devices.flat[0].device_kind
             known = tables.of_kind(kind)
             if known is None:
                 raise ValueError(
@@ -161,24 +163,24 @@ def _large_residuals(step: Step, batch: Any, traced: ExplainedTrace) -> list[Sta
 
 def _timed(
     traced: ExplainedTrace, compiled: CompiledStepProgram | None, target: Target
-) -> tuple[TimeLine, str, list[str]]:
-    """Return the time line of a step, a sentence about where it comes from, and remarks."""
+) -> tuple[TimeLine, str, str]:
+    """Return the time line of a step, what it follows from, and sentences about that."""
     simulated = "Waits follow from the step's trace, simulated on the target."
     if compiled is None:
         words = "Collectives that the compiler adds to the update are not known: compiled=False."
-        return traced.with_update(), f"{simulated} {words}", []
-    module = hlo.parse(compiled.program.as_text())
+        return traced.with_update(), TRACE, f"{simulated} {words}"
+    module = hlo.parse(compiled.program.as_text() or "")
     finder = OriginFinder(traced.time.events, traced.leaf_shapes)
     if compiled.platform == "gpu":
         time = HloClock(module, target, finder).run(scheduled=True)
         words = "Waits are read from the compiler's schedule, its times from a roofline."
-        return time, f"{compiled.note} {words}", []
+        return time, SCHEDULE, f"{compiled.note} {words}"
     if traced.simulation.is_offloaded:
         words = "The update of an offloaded state counts by its bytes alone."
-        return traced.with_update(), f"{simulated} {words}", []
+        return traced.with_update(), TRACE, f"{simulated} {words}"
     update = HloClock(module, target, finder, wanted=_is_update).run(scheduled=False)
     words = "The update is that of a program for other devices:"
-    return _joined(traced.time, update), f"{simulated} {words} {compiled.note}", []
+    return _joined(traced.time, update), TRACE, f"{simulated} {words} {compiled.note}"
 
 
 def _is_update(path: str) -> bool:

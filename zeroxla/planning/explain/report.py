@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from rich.table import Table
 
+TRACE, SCHEDULE = "its trace", "the compiler's schedule"
 MOST_LINES = 10
 _NOTHING = 1e-6
 
@@ -29,7 +30,8 @@ class Explanation(Report):
 
     Attributes:
       target: the devices, links and mesh.
-      source: the program that the times of links come from, in a sentence.
+      by: what the waits follow from: `TRACE` or `SCHEDULE`.
+      source: the program that they come from, in sentences.
       time: the time line of the step.
       waits: the spans in which nothing is computed.
       travels: what takes links, those first that the step waits for longest.
@@ -41,6 +43,7 @@ class Explanation(Report):
     """
 
     target: Target
+    by: str
     source: str
     time: TimeLine
     waits: tuple[Wait, ...]
@@ -132,8 +135,9 @@ class Explanation(Report):
         """The step in one line."""
         mesh = " x ".join(f"{name}={size}" for name, size in self.target.mesh_shape.items())
         return (
-            f"A step on {mesh} of {self.target.device.label}: {_ms(self.time.seconds)} ms, of "
-            f"which {_ms(self.waited_s)} ms wait for links; {len(self.stalls)} stalls."
+            f"A step on {mesh} of {self.target.device.label}, by {self.by}: "
+            f"{_ms(self.time.seconds)} ms, of which {_ms(self.waited_s)} ms wait for links; "
+            f"{len(self.stalls)} stalls."
         )
 
     def plot(self, *, path: str | os.PathLike | None = None) -> Figure:
@@ -145,6 +149,7 @@ class Explanation(Report):
         return {
             "device": self.target.device.name,
             "mesh": dict(self.target.mesh_shape),
+            "by": self.by,
             "source": self.source,
             "seconds": self.time.seconds,
             "waited_s": self.waited_s,

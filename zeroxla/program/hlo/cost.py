@@ -78,7 +78,7 @@ def _products(instruction: Instruction, scope: dict[str, Instruction], module: M
 
 def _bytes(instruction: Instruction, scope: dict[str, Instruction], module: Module) -> float:
     body = None
-    if instruction.opcode == "fusion":
+    if instruction.opcode in ("fusion", "fusion-start"):
         body = module.computations.get(next(iter(instruction.called), ""))
     operands = [scope[name] for name in instruction.operands if name in scope]
     if body is None:
@@ -100,10 +100,17 @@ def _bytes(instruction: Instruction, scope: dict[str, Instruction], module: Modu
 
 
 def _read_of(parameter: Instruction, body: dict[str, Instruction]) -> float:
-    users = [x for x in body.values() if parameter.name in x.operands]
-    if users and all(x.opcode in _SLICES and x.operands[0] == parameter.name for x in users):
-        return float(sum(map(_size, users)))
-    return float(_size(parameter))
+    found = 0.0
+    seen = [parameter.name]
+    for name in seen:
+        for user in (x for x in body.values() if name in x.operands):
+            if user.opcode == "bitcast":
+                seen.append(user.name)
+            elif user.opcode in _SLICES and user.operands[0] == name:
+                found += _size(user)
+            else:
+                return float(_size(parameter))
+    return min(found, float(_size(parameter)))
 
 
 def _updated(body: dict[str, Instruction]) -> set[str]:
