@@ -6,8 +6,8 @@ import pytest
 
 from zeroxla.mesh.machines import Device, Link
 from zeroxla.planning.explain.hlo_clock import HloClock
+from zeroxla.planning.explain.link_uses import link_uses_of
 from zeroxla.planning.explain.origins import Origin
-from zeroxla.planning.explain.travels import travels_of
 from zeroxla.planning.explain.waits import waits_of
 from zeroxla.planning.target import Target
 from zeroxla.program import hlo
@@ -47,8 +47,8 @@ def named(collective, phase, lane):
 def read(text, *, scheduled=False):
     """Return the time line, and what travels by the name of the first instruction."""
     time = HloClock(hlo.parse(text), TARGET, named).run(scheduled=scheduled)
-    travels = travels_of(time.events, waits_of(time.events, time.seconds))
-    return time, {travel.scope: travel for travel in travels}
+    uses = link_uses_of(time.events, waits_of(time.events, time.seconds))
+    return time, {use.scope: use for use in uses}
 
 
 def program(*lines, scheduled=False, before=""):
@@ -66,21 +66,21 @@ ENTRY %main {{
 
 
 def test_a_gather_that_a_product_needs_is_waited_for():
-    time, travels = read(
+    time, uses = read(
         program(
             f"%whole = f32[64,64] {GATHER}",
             "ROOT %y = f32[64,64] dot(%x, %whole), lhs_contracting_dims={1}",
         )
     )
     assert time.seconds == pytest.approx(SLOW_S + PRODUCT_S)
-    (travel,) = travels.values()
-    assert travel.waited_s == pytest.approx(SLOW_S)
-    assert (travel.count, travel.seconds) == (1, pytest.approx(SLOW_S))
-    assert travel.phase == "forward gather"
+    (use,) = uses.values()
+    assert use.waited_s == pytest.approx(SLOW_S)
+    assert (use.count, use.seconds) == (1, pytest.approx(SLOW_S))
+    assert use.phase == "forward gather"
 
 
 def test_a_gather_beside_independent_products_is_hidden():
-    time, travels = read(
+    time, uses = read(
         program(
             f"%whole = f32[64,64] {GATHER}",
             f"%y = f32[64,64] {DOT}",
@@ -90,11 +90,11 @@ def test_a_gather_beside_independent_products_is_hidden():
     )
     assert 2 * PRODUCT_S > SLOW_S
     assert time.seconds == pytest.approx(2 * PRODUCT_S)
-    assert [travel.waited_s for travel in travels.values()] == [0]
+    assert [use.waited_s for use in uses.values()] == [0]
 
 
 def test_what_a_product_does_not_cover_is_waited_for():
-    time, travels = read(
+    time, uses = read(
         program(
             f"%whole = f32[64,64] {GATHER}",
             f"%y = f32[64,64] {DOT}",
@@ -102,8 +102,8 @@ def test_what_a_product_does_not_cover_is_waited_for():
         )
     )
     assert time.seconds == pytest.approx(SLOW_S + PRODUCT_S)
-    (travel,) = travels.values()
-    assert travel.waited_s == pytest.approx(SLOW_S - PRODUCT_S)
+    (use,) = uses.values()
+    assert use.waited_s == pytest.approx(SLOW_S - PRODUCT_S)
 
 
 def test_two_links_work_side_by_side_and_one_link_one_thing_after_another():
@@ -112,19 +112,19 @@ def test_two_links_work_side_by_side_and_one_link_one_thing_after_another():
         f"%b = f32[64,64] {GATHER.replace(OVER_DEVICE, OVER_NODE)}",
         "ROOT %y = f32[64,64] dot(%a, %b), lhs_contracting_dims={1}",
     ]
-    time, travels = read(program(*gathers))
+    time, uses = read(program(*gathers))
     assert time.seconds == pytest.approx(SLOW_S + PRODUCT_S)
-    assert {t.lane: t.waited_s for t in travels.values()} == {
+    assert {t.lane: t.waited_s for t in uses.values()} == {
         "device": pytest.approx(SLOW_S),
         "node": 0,
     }
-    time, travels = read(program(*(line.replace(OVER_NODE, OVER_DEVICE) for line in gathers)))
+    time, uses = read(program(*(line.replace(OVER_NODE, OVER_DEVICE) for line in gathers)))
     assert time.seconds == pytest.approx(2 * SLOW_S + PRODUCT_S)
-    assert sum(t.waited_s for t in travels.values()) == pytest.approx(2 * SLOW_S)
+    assert sum(t.waited_s for t in uses.values()) == pytest.approx(2 * SLOW_S)
 
 
 def test_a_hop_behind_a_hop_shares_the_wait():
-    time, travels = read(
+    time, uses = read(
         program(
             f"%a = f32[64,64] {GATHER.replace(OVER_DEVICE, OVER_NODE)}",
             "%part = f32[32,64] slice(%a), slice={[0:32], [0:64]}",
@@ -133,7 +133,7 @@ def test_a_hop_behind_a_hop_shares_the_wait():
         )
     )
     assert time.seconds == pytest.approx(FAST_S + SLOW_S + PRODUCT_S)
-    waited = {travel.lane: travel.waited_s for travel in travels.values()}
+    waited = {use.lane: use.waited_s for use in uses.values()}
     assert waited == {"node": pytest.approx(FAST_S), "device": pytest.approx(SLOW_S)}
 
 
@@ -160,7 +160,7 @@ LOOP = f"""%body {{
 
 @pytest.mark.parametrize("trips", [1, 2, 3, 7])
 def test_the_turns_of_a_loop_multiply(trips):
-    time, travels = read(
+    time, uses = read(
         program(
             "%zero = s32[] constant(0)",
             "%start = (s32[], f32[32,64], f32[64,64]) tuple(%zero, %shard, %x)",
@@ -170,10 +170,10 @@ def test_the_turns_of_a_loop_multiply(trips):
         )
     )
     assert time.seconds == pytest.approx(trips * (SLOW_S + PRODUCT_S))
-    (travel,) = travels.values()
-    assert travel.count == trips
-    assert travel.seconds == pytest.approx(trips * SLOW_S)
-    assert travel.waited_s == pytest.approx(trips * SLOW_S)
+    (use,) = uses.values()
+    assert use.count == trips
+    assert use.seconds == pytest.approx(trips * SLOW_S)
+    assert use.waited_s == pytest.approx(trips * SLOW_S)
 
 
 START = (
@@ -186,7 +186,7 @@ DONE = "%whole = f32[64,64] all-gather-done(%start)"
 @pytest.mark.parametrize("between", [0, 1, 2])
 def test_of_a_schedule_what_stands_between_start_and_done_hides(between):
     products = [f"%y{i} = f32[64,64] {DOT}" for i in range(2)]
-    time, travels = read(
+    time, uses = read(
         program(
             START,
             *products[:between],
@@ -199,12 +199,12 @@ def test_of_a_schedule_what_stands_between_start_and_done_hides(between):
     )
     waited = max(0.0, SLOW_S - between * PRODUCT_S)
     assert time.seconds == pytest.approx(waited + 3 * PRODUCT_S)
-    (travel,) = travels.values()
-    assert travel.waited_s == pytest.approx(waited)
+    (use,) = uses.values()
+    assert use.waited_s == pytest.approx(waited)
 
 
 def test_a_collective_of_a_schedule_without_a_start_hides_behind_nothing():
-    time, travels = read(
+    time, uses = read(
         program(
             f"%whole = f32[64,64] {GATHER}",
             f"%y = f32[64,64] {DOT}",
@@ -214,7 +214,7 @@ def test_a_collective_of_a_schedule_without_a_start_hides_behind_nothing():
         scheduled=True,
     )
     assert time.seconds == pytest.approx(SLOW_S + PRODUCT_S)
-    assert [travel.waited_s for travel in travels.values()] == [pytest.approx(SLOW_S)]
+    assert [use.waited_s for use in uses.values()] == [pytest.approx(SLOW_S)]
 
 
 def test_the_longest_branch_counts():
@@ -240,6 +240,6 @@ def test_the_longest_branch_counts():
 
 def test_a_collective_of_one_device_takes_nothing():
     alone = GATHER.replace(OVER_DEVICE, "replica_groups={{0},{1},{2},{3}}")
-    time, travels = read(program(f"ROOT %whole = f32[32,64] {alone}"))
+    time, uses = read(program(f"ROOT %whole = f32[32,64] {alone}"))
     assert time.seconds == 0
-    assert not travels
+    assert not uses

@@ -16,12 +16,12 @@ from zeroxla.planning.budget import for_target
 from zeroxla.planning.compile_check import CompiledStepProgram, compiled_for
 from zeroxla.planning.explain.hlo_clock import HloClock
 from zeroxla.planning.explain.lines import lines_of
+from zeroxla.planning.explain.link_uses import link_uses_of
 from zeroxla.planning.explain.matching import OriginFinder
 from zeroxla.planning.explain.remedies import Case
 from zeroxla.planning.explain.report import SCHEDULE, TRACE, Explanation
 from zeroxla.planning.explain.stalls import Stall, large, large_residuals, unfused, waiting
 from zeroxla.planning.explain.traced import ExplainedTrace, least_bytes, rewritable
-from zeroxla.planning.explain.travels import travels_of
 from zeroxla.planning.explain.waits import waits_of
 from zeroxla.planning.lanes import TimeLine
 from zeroxla.planning.target import Target
@@ -104,11 +104,11 @@ def explain(
         residuals = _large_residuals(planned, batch, traced)
     time, by, source = _timed(traced, program, target)
     waits = waits_of(time.events, time.seconds)
-    travels = travels_of(time.events, waits)
+    uses = link_uses_of(time.events, waits)
     least_s = least_share * time.seconds
     case = _case(planned, target)
     stalls: list[Stall] = [
-        *waiting(travels, case, least_s),
+        *waiting(uses, case, least_s),
         *unfused(findings, traced.time.events, target, least_s),
         *residuals,
     ]
@@ -118,7 +118,7 @@ def explain(
         source=source,
         time=time,
         waits=tuple(waits),
-        travels=tuple(travels),
+        uses=tuple(uses),
         lines=tuple(lines_of(traced.time.events, time.seconds)),
         stalls=tuple(sorted(stalls, key=lambda stall: -stall.seconds)),
         total_bytes=traced.total_bytes,

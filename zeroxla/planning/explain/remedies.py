@@ -14,7 +14,7 @@ from zeroxla.config.wire_format import WireFormat
 from zeroxla.config.zero_config import ZeroConfig
 from zeroxla.mesh.axes import DEVICE, NODE
 from zeroxla.planning.bottleneck import REMEDIES
-from zeroxla.planning.explain.travels import Travel
+from zeroxla.planning.explain.link_uses import LinkUse
 from zeroxla.planning.target import DISK, HOST, Target
 
 PERSISTENT = "persistent"
@@ -60,30 +60,30 @@ class Case:
         """Whether gathers can run beside computation."""
         return self.target.device.overlaps
 
-    def is_latency(self, travel: Travel) -> bool:
+    def is_latency(self, use: LinkUse) -> bool:
         """Return whether most of a collective's time is latency, which fewer bytes leave as it
         is."""
-        target, lane = self.target, travel.lane
-        if lane not in target.mesh_shape or not travel.count:
+        target, lane = self.target, use.lane
+        if lane not in target.mesh_shape or not use.count:
             return False
-        return target.seconds(lane, travel.kind, 0) * travel.count > travel.seconds / 2
+        return target.seconds(lane, use.kind, 0) * use.count > use.seconds / 2
 
 
-Rule = Callable[[Travel, Case], Remedy | None]
+Rule = Callable[[LinkUse, Case], Remedy | None]
 
 
-def remedy_for(travel: Travel, case: Case) -> Remedy | None:
+def remedy_for(use: LinkUse, case: Case) -> Remedy | None:
     """Return the setting that would hide or shorten what a step waits for; None if there is none.
 
     At the ends of a step nothing runs beside a collective, so nothing hides it there.
     """
-    return next((found for rule in RULES if (found := rule(travel, case))), None)
+    return next((found for rule in RULES if (found := rule(use, case))), None)
 
 
-def run_ahead(travel: Travel, case: Case) -> Remedy | None:
+def run_ahead(use: LinkUse, case: Case) -> Remedy | None:
     """A gather may begin before the unit in front of it is done."""
     bucket = case.config.prefetch_bucket
-    if not travel.is_gather or not case.overlaps or bucket is None or travel.unit == PERSISTENT:
+    if not use.is_gather or not case.overlaps or bucket is None or use.unit == PERSISTENT:
         return None
     if bucket == 0:
         text = "prefetch_bucket=None: gather the next unit while the present one computes"
@@ -97,9 +97,9 @@ def run_ahead(travel: Travel, case: Case) -> Remedy | None:
     return None
 
 
-def not_persistent(travel: Travel, case: Case) -> Remedy | None:
+def not_persistent(use: LinkUse, case: Case) -> Remedy | None:
     """Leaves that are gathered all together can travel with their units."""
-    if travel.unit != PERSISTENT or not case.config.persistence_threshold:
+    if use.unit != PERSISTENT or not case.config.persistence_threshold:
         return None
     text = (
         "persistence_threshold=0: gather small leaves with their units, beside computation, "
@@ -108,18 +108,18 @@ def not_persistent(travel: Travel, case: Case) -> Remedy | None:
     return Remedy(text=text, changes={"persistence_threshold": 0})
 
 
-def stages_keep_leaves(travel: Travel, case: Case) -> Remedy | None:
+def stages_keep_leaves(use: LinkUse, case: Case) -> Remedy | None:
     """The stages of a pipeline can keep their leaves through the step."""
-    if case.weights != "tick" or not (travel.is_gather or travel.phase == "reduce"):
+    if case.weights != "tick" or not (use.is_gather or use.phase == "reduce"):
         return None
     return Remedy(text='make_step(weights="step"): a stage gathers its leaves once in a step')
 
 
-def gather_once(travel: Travel, case: Case) -> Remedy | None:
+def gather_once(use: LinkUse, case: Case) -> Remedy | None:
     """Of several micro-batches only the first needs leaves from other nodes."""
     config = case.config
     once = config.inter_node_gather == "step" or config.num_micro_batches == 1
-    if not travel.is_gather or travel.lane != NODE or once or not case.has(DEVICE):
+    if not use.is_gather or use.lane != NODE or once or not case.has(DEVICE):
         return None
     text = (
         'inter_node_gather="step" with hpz_size="node": leaves cross nodes once in a step, not in '
@@ -128,32 +128,32 @@ def gather_once(travel: Travel, case: Case) -> Remedy | None:
     return Remedy(text=text, changes={"inter_node_gather": "step", "hpz_size": "node"})
 
 
-def secondary_shards(travel: Travel, case: Case) -> Remedy | None:
+def secondary_shards(use: LinkUse, case: Case) -> Remedy | None:
     """Backward can gather inside the node."""
-    is_backward = travel.phase == "backward gather"
-    if not is_backward or travel.lane != NODE or case.config.hpz_size != 1 or not case.has(DEVICE):
+    is_backward = use.phase == "backward gather"
+    if not is_backward or use.lane != NODE or case.config.hpz_size != 1 or not case.has(DEVICE):
         return None
     text = 'hpz_size="node": keep secondary shards, so that backward gathers inside the node'
     return Remedy(text=text, changes={"hpz_size": "node"})
 
 
-def reduce_once(travel: Travel, case: Case) -> Remedy | None:
+def reduce_once(use: LinkUse, case: Case) -> Remedy | None:
     """Of several micro-batches the sum alone can cross nodes."""
     config = case.config
     once = config.inter_node_reduce == "step" or config.num_micro_batches == 1
-    if travel.phase != "reduce" or travel.lane != NODE or once:
+    if use.phase != "reduce" or use.lane != NODE or once:
         return None
     text = 'inter_node_reduce="step": gradients cross nodes once, after the last micro-batch'
     return Remedy(text=text, changes={"inter_node_reduce": "step"})
 
 
-def fewer_gradient_bytes(travel: Travel, case: Case) -> Remedy | None:
+def fewer_gradient_bytes(use: LinkUse, case: Case) -> Remedy | None:
     """Gradients can be quantized."""
     config = case.config
-    if travel.phase != "reduce" or travel.lane not in (NODE, DEVICE) or case.is_latency(travel):
+    if use.phase != "reduce" or use.lane not in (NODE, DEVICE) or case.is_latency(use):
         return None
     wire = WireFormat(bits=8)
-    is_node = travel.lane == NODE
+    is_node = use.lane == NODE
     set_already = config.gradient_wire or (is_node and config.inter_node_gradient_wire)
     if set_already:
         return None
@@ -162,29 +162,29 @@ def fewer_gradient_bytes(travel: Travel, case: Case) -> Remedy | None:
     return Remedy(text=text, changes={name: wire})
 
 
-def fewer_weight_bytes(travel: Travel, case: Case) -> Remedy | None:
+def fewer_weight_bytes(use: LinkUse, case: Case) -> Remedy | None:
     """Gathered leaves can be quantized."""
-    if not travel.is_gather or case.config.weight_wire or travel.lane not in (NODE, DEVICE):
+    if not use.is_gather or case.config.weight_wire or use.lane not in (NODE, DEVICE):
         return None
-    if travel.unit == PERSISTENT or case.is_latency(travel):
+    if use.unit == PERSISTENT or case.is_latency(use):
         return None
     text = "weight_wire=WireFormat(bits=8): leaves travel in a byte for each number, rounded"
     return Remedy(text=text, changes={"weight_wire": WireFormat(bits=8)})
 
 
-def owners(travel: Travel, case: Case) -> Remedy | None:
+def owners(use: LinkUse, case: Case) -> Remedy | None:
     """One device can compute each matrix that the optimizer needs whole."""
-    if travel.phase != "update" or case.config.owners:
+    if use.phase != "update" or case.config.owners:
         return None
     text = "owners=True: one device computes each matrix that the optimizer needs whole"
     return Remedy(text=text, changes={"owners": True})
 
 
-def less_offload(travel: Travel, case: Case) -> Remedy | None:
+def less_offload(use: LinkUse, case: Case) -> Remedy | None:
     """Less can be moved to and from the host."""
-    if travel.lane not in (HOST, DISK):
+    if use.lane not in (HOST, DISK):
         return None
-    return Remedy(text=REMEDIES[travel.lane])
+    return Remedy(text=REMEDIES[use.lane])
 
 
 RULES: tuple[Rule, ...] = (

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from zeroxla.inspect.pictures.explained import plot_explanation
 from zeroxla.planning.explain.lines import LineCost
+from zeroxla.planning.explain.link_uses import LinkUse
 from zeroxla.planning.explain.stalls import Stall
-from zeroxla.planning.explain.travels import Travel
 from zeroxla.planning.explain.waits import Wait
 from zeroxla.planning.lanes import TimeLine
 from zeroxla.planning.target import Target
@@ -34,7 +34,7 @@ class Explanation(Report):
       source: the program that they come from, in sentences.
       time: the time line of the step.
       waits: the spans in which nothing is computed.
-      travels: what takes links, those first that the step waits for longest.
+      uses: what takes links, those first that the step waits for longest.
       lines: what each line of the model costs, the most first.
       stalls: what a setting would hide, shorten or remove, the longest first.
       total_bytes: all that a device holds when it holds most, by live ranges.
@@ -47,7 +47,7 @@ class Explanation(Report):
     source: str
     time: TimeLine
     waits: tuple[Wait, ...]
-    travels: tuple[Travel, ...]
+    uses: tuple[LinkUse, ...]
     lines: tuple[LineCost, ...]
     stalls: tuple[Stall, ...]
     total_bytes: int
@@ -60,10 +60,10 @@ class Explanation(Report):
         return sum(wait.seconds for wait in self.waits)
 
     @property
-    def exposed(self) -> tuple[Travel, ...]:
+    def exposed(self) -> tuple[LinkUse, ...]:
         """What the step waits for, at its ends too."""
         least_s = self.least_share * self.time.seconds
-        return tuple(x for x in self.travels if x.waited_s >= least_s)
+        return tuple(x for x in self.uses if x.waited_s >= least_s)
 
     def tables(self) -> list[Table]:
         """Return the stalls, the waits and the lines that cost most, as rich tables."""

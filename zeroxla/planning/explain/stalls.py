@@ -6,9 +6,9 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 
 from zeroxla.frontend.rewrite.report import Finding
+from zeroxla.planning.explain.link_uses import LinkUse
 from zeroxla.planning.explain.origins import Origin
 from zeroxla.planning.explain.remedies import Case, Remedy, remedy_for
-from zeroxla.planning.explain.travels import Travel
 from zeroxla.planning.lanes import COMPUTE, Event
 from zeroxla.planning.target import Target
 from zeroxla.planning.timeline import CUDNN_SCOPE
@@ -41,24 +41,24 @@ class Stall:
     remedy: Remedy
 
 
-def waiting(travels: Iterable[Travel], case: Case, least_s: float) -> list[Stall]:
+def waiting(uses: Iterable[LinkUse], case: Case, least_s: float) -> list[Stall]:
     """Return the waits for links that a setting would hide or shorten.
 
     Args:
-      travels: what takes links.
+      uses: what takes links.
       case: the step.
       least_s: shorter waits are left out. Those at the ends of a step do not count.
     """
     found = []
-    for travel in travels:
-        remedy = remedy_for(travel, case) if travel.hideable_s >= least_s else None
+    for use in uses:
+        remedy = remedy_for(use, case) if use.hideable_s >= least_s else None
         if remedy is not None:
             found.append(
                 Stall(
                     kind=WAIT,
-                    what=f"{travel.name}: {travel.what}",
-                    line=travel.line,
-                    seconds=travel.hideable_s,
+                    what=f"{use.name}: {use.what}",
+                    line=use.line,
+                    seconds=use.hideable_s,
                     remedy=remedy,
                 )
             )

@@ -1,4 +1,4 @@
-"""`Travel`: what takes a link in a step, how long it takes, and how long the step waits for it."""
+"""`LinkUse`: what takes a link in a step, how long it takes, and how long the step waits for it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _OF_HOST = frozenset({HOST, HOST_UPDATE, DISK})
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Travel:
+class LinkUse:
     """The collectives of one kind that bring one unit, in all layers that are alike; or moves of
     the host.
 
@@ -74,7 +74,7 @@ class Travel:
         return self.unit if self.unit.isalpha() else f"unit {self.unit}"
 
 
-def travels_of(events: Iterable[Event], waits: Sequence[Wait]) -> list[Travel]:
+def link_uses_of(events: Iterable[Event], waits: Sequence[Wait]) -> list[LinkUse]:
     """Return what takes links in a step, those first that it waits for longest.
 
     Args:
@@ -89,12 +89,12 @@ def travels_of(events: Iterable[Event], waits: Sequence[Wait]) -> list[Travel]:
     for wait in waits:
         if wait.event is not None:
             waited.setdefault(_alike(wait.event), []).append(wait)
-    by_unit: dict[tuple[str, ...], list[Travel]] = {}
+    by_unit: dict[tuple[str, ...], list[LinkUse]] = {}
     for key, mine in groups.items():
-        found = _travel(mine, waited.get(key, ()))
+        found = _use(mine, waited.get(key, ()))
         by_unit.setdefault((found.lane, found.phase, found.kind, found.unit), []).append(found)
-    travels = map(_together, by_unit.values())
-    return sorted(travels, key=lambda travel: (-travel.waited_s, -travel.seconds))
+    uses = map(_together, by_unit.values())
+    return sorted(uses, key=lambda use: (-use.waited_s, -use.seconds))
 
 
 def _alike(event: Event) -> tuple:
@@ -111,7 +111,7 @@ def _alike(event: Event) -> tuple:
     )
 
 
-def _travel(events: Sequence[Event], waits: Sequence[Wait]) -> Travel:
+def _use(events: Sequence[Event], waits: Sequence[Wait]) -> LinkUse:
     origins = [_origin(event) for event in events]
     first = origins[0]
     units = dict.fromkeys(x.unit for x in origins if x.unit)
@@ -119,7 +119,7 @@ def _travel(events: Sequence[Event], waits: Sequence[Wait]) -> Travel:
     leaves = first.leaves
     if any(x.leaves != leaves for x in origins):
         leaves = tuple(dict.fromkeys(map(_any, leaves)))
-    return Travel(
+    return LinkUse(
         phase=first.phase,
         kind=first.kind,
         lane=events[0].lane,
@@ -135,17 +135,17 @@ def _travel(events: Sequence[Event], waits: Sequence[Wait]) -> Travel:
     )
 
 
-def _together(alike: Sequence[Travel]) -> Travel:
+def _together(alike: Sequence[LinkUse]) -> LinkUse:
     """Return what travels with one unit as one; the longest wait says where that is."""
-    ordered = sorted(alike, key=lambda travel: (-travel.waited_s, -travel.seconds))
+    ordered = sorted(alike, key=lambda use: (-use.waited_s, -use.seconds))
     return dataclasses.replace(
         ordered[0],
-        leaves=tuple(dict.fromkeys(name for travel in ordered for name in travel.leaves)),
-        count=sum(travel.count for travel in alike),
-        num_bytes=sum(travel.num_bytes for travel in alike),
-        seconds=sum(travel.seconds for travel in alike),
-        waited_s=sum(travel.waited_s for travel in alike),
-        hideable_s=sum(travel.hideable_s for travel in alike),
+        leaves=tuple(dict.fromkeys(name for use in ordered for name in use.leaves)),
+        count=sum(use.count for use in alike),
+        num_bytes=sum(use.num_bytes for use in alike),
+        seconds=sum(use.seconds for use in alike),
+        waited_s=sum(use.waited_s for use in alike),
+        hideable_s=sum(use.hideable_s for use in alike),
     )
 
 
