@@ -54,7 +54,7 @@ QUARTER = WireFormat(bits=8)
     [
         (GATHER, {"prefetch_bucket": 0}, {"prefetch_bucket": None}),
         (AGAIN, {"prefetch_bucket": 0}, {"prefetch_bucket": None}),
-        (REDUCE, {"prefetch_bucket": 0}, {"inter_node_gradient_wire": QUARTER}),
+        (REDUCE, {"prefetch_bucket": 0}, {"prefetch_bucket": None}),
         (SMALL, {}, {"persistence_threshold": 0}),
         (SMALL, {"persistence_threshold": 0}, None),
         (GATHER, {"accumulate": 2}, {"inter_node_gather": "step", "hpz_size": "node"}),

@@ -103,6 +103,8 @@ def explain(
         findings, remark = rewritable(planned, batch)
         residuals = _large_residuals(planned, batch, traced)
     time, by, source = _timed(traced, program, target)
+    # A compiled program's instructions do not say which lines they are of.
+    computed = traced.with_update() if by == SCHEDULE else time
     waits = waits_of(time.events, time.seconds)
     uses = link_uses_of(time.events, waits)
     least_s = least_share * time.seconds
@@ -119,7 +121,7 @@ def explain(
         time=time,
         waits=tuple(waits),
         uses=tuple(uses),
-        lines=tuple(lines_of(traced.time.events, time.seconds)),
+        lines=tuple(lines_of(computed.events, time.seconds)),
         stalls=tuple(sorted(stalls, key=lambda stall: -stall.seconds)),
         total_bytes=traced.total_bytes,
         remarks=(remark,) if remark else (),

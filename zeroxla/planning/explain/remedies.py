@@ -81,14 +81,15 @@ def remedy_for(use: LinkUse, case: Case) -> Remedy | None:
 
 
 def run_ahead(use: LinkUse, case: Case) -> Remedy | None:
-    """A gather may begin before the unit in front of it is done."""
+    """A gather may begin before the unit in front of it is done. Without that, reduces and gathers
+    wait for each other, too."""
     bucket = case.config.prefetch_bucket
-    if not use.is_gather or not case.overlaps or bucket is None or use.unit == PERSISTENT:
+    if bucket is None or not case.overlaps or use.unit == PERSISTENT:
         return None
-    if bucket == 0:
+    if bucket == 0 and (use.is_gather or use.phase == "reduce"):
         text = "prefetch_bucket=None: gather the next unit while the present one computes"
         return Remedy(text=text, changes={"prefetch_bucket": None})
-    if bucket < case.unit_elements:
+    if use.is_gather and 0 < bucket < case.unit_elements:
         text = (
             f"prefetch_bucket={case.unit_elements}: {bucket} elements leave no room for a unit "
             "ahead"
