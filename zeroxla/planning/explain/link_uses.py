@@ -63,7 +63,7 @@ class LinkUse:
     def what(self) -> str:
         """What travels, in words."""
         if not self.leaves:
-            return self.scope or self.kind
+            return self.scope or self.kind or "arrays of the state"
         first, *others = self.leaves
         more = f" and {len(others)} more" if others else ""
         return f"{first}{more}{f' ({self.unit_in_words})' if self.unit else ''}"
