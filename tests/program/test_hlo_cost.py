@@ -17,6 +17,14 @@ TEXT = """HloModule step
   ROOT %row = f32[32,64] bitcast(%slice)
 }
 
+%renamed {
+  %stack = f32[6,32,64] parameter(0)
+  %i = s32[] parameter(1)
+  %flat = f32[6,2048] bitcast(%stack)
+  %zero = s32[] constant(0)
+  ROOT %slice = f32[1,2048] dynamic-slice(%flat, %i, %zero), dynamic_slice_sizes={1,2048}
+}
+
 %written {
   %stack = f32[6,32,64] parameter(0)
   %row = f32[1,32,64] parameter(1)
@@ -52,6 +60,7 @@ dim_labels=b01f_01io->b01f, custom_call_target="__cudnn$convForward"
 custom_call_target="__cudnn$fmhaSoftmax", backend_config={"cudnn_fmha_backend_config":{\
 "mask_type":"CAUSAL","intermediate_tensor_shape":{"element_type":"BF16","dimensions":\
 ["2","4","128","128"]}}}
+  %nine = f32[1,2048] fusion(%stack, %i), kind=kLoop, calls=%renamed
   %seven = f32[32,64] bitcast(%row)
   %eight = f32[32,64] add(%one, %one)
   ROOT %out = (f32[32,64]) tuple(%eight)
@@ -73,6 +82,7 @@ def cost(name):
         ("one", (0, "f32", 32 * 64 * 4 + 4 + 32 * 64 * 4)),
         # Of what is written in place the row is read and written.
         ("two", (0, "f32", 32 * 64 * 4 + 4 + 32 * 64 * 4)),
+        ("nine", (0, "f32", 2048 * 4 + 4 + 2048 * 4)),
         ("three", (2 * 32 * 64 * 16, "bf16", 2 * (32 * 64 + 64 * 16) + 4 * 32 * 16)),
         # The workspace is no result.
         ("four", (2 * 32 * 64 * 16, "bf16", 2 * (32 * 64 + 64 * 16 + 32 * 16))),

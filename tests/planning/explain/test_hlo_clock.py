@@ -217,6 +217,25 @@ def test_a_collective_of_a_schedule_without_a_start_hides_behind_nothing():
     assert [use.waited_s for use in uses.values()] == [pytest.approx(SLOW_S)]
 
 
+def test_a_copy_with_a_start_runs_beside_the_computation():
+    """Of a GPU's schedule; on this machine memory takes nothing, so it is given a product."""
+    body = f"""%copied {{
+  %x = f32[64,64] parameter(0)
+  ROOT %made = f32[64,64] {DOT}
+}}
+"""
+    start = "%start = ((f32[64,64]), f32[64,64]) fusion-start(%x), kind=kLoop, calls=%copied"
+    done = "%copy = f32[64,64] fusion-done(%start)"
+    product = f"%y = f32[64,64] {DOT}"
+    end = "ROOT %out = (f32[64,64], f32[64,64]) tuple(%y, %copy)"
+    beside, _ = read(
+        program(start, product, done, end, before=body, scheduled=True), scheduled=True
+    )
+    assert beside.seconds == pytest.approx(PRODUCT_S)
+    after, _ = read(program(start, done, product, end, before=body, scheduled=True), scheduled=True)
+    assert after.seconds == pytest.approx(2 * PRODUCT_S)
+
+
 def test_the_longest_branch_counts():
     branches = f"""%short {{
   ROOT %same = f32[64,64] parameter(0)

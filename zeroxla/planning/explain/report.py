@@ -105,6 +105,10 @@ class Explanation(Report):
             name = f"{x.name}{', at an end of the step' if at_ends else ''}"
             cells = (_ms(x.waited_s), _ms(x.seconds), str(x.count))
             table.add_row(*cells, name, x.what, x.line)
+        unknown = sum(wait.seconds for wait in self.waits if wait.event is None)
+        if unknown > self.least_share * self.time.seconds:
+            rest -= unknown
+            table.add_row(_ms(unknown), "", "", "none: copies in the device's memory", "", "")
         if rest > _NOTHING * self.time.seconds:
             table.add_section()
             table.add_row(_ms(rest), "", "", f"others, each below {self.least_share:.0%}", "", "")
