@@ -12,13 +12,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from hlo_flops import product_flops
 from memory_budgets_models import CASES, gpt, tokens
 
 import zeroxla
 from zeroxla.fetch.keeping.budget import ActivationBudget
 from zeroxla.fetch.keeping.places import PlaceFinder
 from zeroxla.program import hlo
+from zeroxla.program.hlo.flops import product_flops
 from zeroxla.program.hlo.text import Instruction
 from zeroxla.program.hlo.trip_counts import trip_count
 from zeroxla.step.memory.device_facts import rates_of

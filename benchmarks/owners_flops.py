@@ -6,9 +6,9 @@ import re
 
 import numpy as np
 from common import NUM_DEVICES
-from hlo_flops import product_flops
 
 from zeroxla.program import hlo
+from zeroxla.program.hlo.flops import product_flops
 from zeroxla.program.hlo.text import Instruction, Module
 from zeroxla.program.hlo.trip_counts import trip_count
 from zeroxla.step.owners.owners_plan import OwnersPlan

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from zeroxla.cli.check.options import CheckOptions
+from zeroxla.cli.explain.options import ExplainOptions
 from zeroxla.cli.export import ExportOptions
 from zeroxla.cli.generate.options import GenerateOptions
 from zeroxla.cli.option_groups import flag
@@ -33,6 +34,7 @@ COMMANDS: dict[str, type[Any]] = {
     "check": CheckOptions,
     "export": ExportOptions,
     "generate": GenerateOptions,
+    "explain": ExplainOptions,
 }
 PLACE = re.compile(
     r"(<!-- options of (?P<command>\w+):?(?P<groups>[\w ]*) -->\n).*?(<!-- end of options -->\n)",

@@ -39,6 +39,8 @@ if TYPE_CHECKING:  # what follows in `_PLACES`, for those who read types
     from zeroxla.pipeline.pipeline import Pipeline
     from zeroxla.pipeline.profile import Profile
     from zeroxla.pipeline.schedule import Schedule
+    from zeroxla.planning.explain.make import explain
+    from zeroxla.planning.explain.report import Explanation
     from zeroxla.planning.make import plan
     from zeroxla.planning.plan import Plan
     from zeroxla.planning.search import Search, search_plans
@@ -109,9 +111,11 @@ __all__ = [  # noqa: RUF022 (grouped)
     # reports
     "CheckReport",
     "CheckResult",
+    "Explanation",
     "Plan",
     "Search",
     "check",
+    "explain",
     "inspect",
     "plan",
     "search_plans",
@@ -150,6 +154,8 @@ _PLACES = {
     "pipeline.pipeline": ("Pipeline",),
     "pipeline.profile": ("Profile",),
     "pipeline.schedule": ("Schedule",),
+    "planning.explain.make": ("explain",),
+    "planning.explain.report": ("Explanation",),
     "planning.make": ("plan",),
     "planning.plan": ("Plan",),
     "planning.search": ("Search", "search_plans"),

@@ -33,6 +33,9 @@ BESIDES = (
     "zeroxla.planning.calibrate.calibrated",
     "zeroxla.planning.calibrate.entry",
     "zeroxla.planning.exchange_time.ExchangeTime",
+    "zeroxla.planning.explain.link_uses.LinkUse",
+    "zeroxla.planning.explain.remedies.Remedy",
+    "zeroxla.planning.explain.stalls.Stall",
     "zeroxla.planning.islands.Islands",
     "zeroxla.planning.islands.IslandsPlan",
 )

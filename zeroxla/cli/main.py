@@ -52,6 +52,9 @@ COMMANDS = {
     "plan": Command(
         "zeroxla.cli.plan.command", "Predict what a model needs and costs on a cluster."
     ),
+    "explain": Command(
+        "zeroxla.cli.explain.command", "Explain what a run's step waits for, and what would help."
+    ),
 }
 
 
@@ -63,7 +66,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Returns:
       The exit status: 0 when the work is done, or was interrupted and saved; 1 when something of
-      the run could not be written, or it has diverged; 2 for an option or an input that cannot
+      the run could not be written, it has diverged, or what was asked for is not so (a plan that
+      does not fit, a step with stalls); 2 for an option or an input that cannot
       work; 130 when interrupted with nothing to save.
     """
     arguments = sys.argv[1:] if arguments is None else arguments

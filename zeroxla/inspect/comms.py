@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import jax
 import numpy as np
@@ -73,8 +73,7 @@ def comms(
             f"the program was compiled for {module.num_partitions} devices, the mesh {shape} has "
             f"{world}; pass the mesh that the program was built for"
         )
-    # [world, axes]: the place of each device position on the mesh.
-    places = np.stack(np.unravel_index(np.arange(world), tuple(shape.values())), axis=1)
+    places = _places(shape)
     host_dims = [dim for dim, name in enumerate(shape) if name in host_axes]
     hosts = [tuple(place) for place in places[:, host_dims].tolist()]
     rows = []
@@ -91,22 +90,14 @@ def _row(
     axes: tuple[str, ...],
     hosts: list[tuple[int, ...]],
 ) -> Row | None:
-    groups: Sequence[Sequence[int]]
-    if collective.kind == "collective-permute":
-        groups = collective.pairs  # Groups of two. A pair of the same device moves nothing.
-    else:
-        groups = collective.groups or [range(len(places))]
+    groups = _groups_of(collective, len(places))
     beyond = [i for group in groups for i in group if i >= len(places)]
     if beyond:
         raise ValueError(
             f"{collective.name!r} names device {max(beyond)}, but the mesh has {len(places)} "
             "devices; pass the mesh that the program was built for"
         )
-    spanned = [
-        name
-        for dim, name in enumerate(axes)
-        if any(len(set(places[list(group), dim].tolist())) > 1 for group in groups)
-    ]
+    spanned = _spanned(groups, places, axes)
     if not spanned:
         return None
     arrays = collective.results if collective.kind == "all-gather" else collective.operands
@@ -132,3 +123,36 @@ def _row(
         conditional=bool(collective.branches),
         op_name=collective.op_name,
     )
+
+
+def axes_of(collective: hlo.Collective, mesh_shape: Mapping[str, int]) -> tuple[str, ...]:
+    """Return the axes of a mesh that the groups of a collective span; () if it moves nothing.
+
+    Args:
+      collective: a collective of a program that was built for the mesh.
+      mesh_shape: axis lengths, outermost first.
+    """
+    places = _places(mesh_shape)
+    return tuple(_spanned(_groups_of(collective, len(places)), places, tuple(mesh_shape)))
+
+
+def _places(mesh_shape: Mapping[str, int]) -> np.ndarray:
+    """Return the place of each device position on the mesh, [world, axes]."""
+    lengths = tuple(mesh_shape.values())
+    return np.stack(np.unravel_index(np.arange(math.prod(lengths)), lengths), axis=1)
+
+
+def _groups_of(collective: hlo.Collective, world: int) -> Sequence[Sequence[int]]:
+    if collective.kind == "collective-permute":
+        return collective.pairs  # Groups of two. A pair of the same device moves nothing.
+    return collective.groups or [range(world)]
+
+
+def _spanned(
+    groups: Sequence[Sequence[int]], places: np.ndarray, axes: tuple[str, ...]
+) -> list[str]:
+    return [
+        name
+        for dim, name in enumerate(axes)
+        if any(len(set(places[list(group), dim].tolist())) > 1 for group in groups)
+    ]

@@ -84,6 +84,38 @@ class CompiledPlan(Report):
         return [self.note]
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class CompiledStepProgram:
+    """A step's program, compiled for devices that need not be there.
+
+    Attributes:
+      program: the program; of a state on disk, the part that computes the gradients.
+      mesh: the mesh that it is compiled for.
+      platform: the backend that compiled it.
+      note: as in `CompiledPlan`.
+    """
+
+    program: jax.stages.Compiled
+    mesh: Mesh
+    platform: Literal["gpu", "cpu"]
+    note: str
+
+
+def compiled_for(
+    step_on: Callable[[Mesh], Step], batch: Any, target: Target
+) -> CompiledStepProgram:
+    """Compile a step for devices that need not be there; everything is as for `compile_step`."""
+    mesh, note = _gpus(target)
+    platform: Literal["gpu", "cpu"] = "cpu" if mesh is None else "gpu"
+    if mesh is None:
+        mesh, note = _cpus(target, note)
+    step = step_on(mesh)
+    if step.config.offload != Offload():
+        note = f"{note} It counts the host's memory as the device's own."
+    program = step.lower(step.abstract_state(batch), batch).compile()
+    return CompiledStepProgram(program=program, mesh=mesh, platform=platform, note=note)
+
+
 def compile_step(step_on: Callable[[Mesh], Step], batch: Any, target: Target) -> CompiledPlan:
     """Compile a step for devices that need not be there.
 
@@ -103,16 +135,12 @@ def compile_step(step_on: Callable[[Mesh], Step], batch: Any, target: Target) ->
     Cost: one compilation, which takes minutes for a model that is not scanned. Nothing runs or is
     allocated.
     """
-    mesh, note = _gpus(target)
-    platform: Literal["gpu", "cpu"] = "cpu" if mesh is None else "gpu"
-    if mesh is None:
-        mesh, note = _cpus(target, note)
-    step = step_on(mesh)
-    if step.config.offload != Offload():
-        note = f"{note} It counts the host's memory as the device's own."
-    program = step.lower(step.abstract_state(batch), batch).compile()
+    found = compiled_for(step_on, batch, target)
     return CompiledPlan(
-        memory=memory(program), comms=comms(program, mesh), platform=platform, note=note
+        memory=memory(found.program),
+        comms=comms(found.program, found.mesh),
+        platform=found.platform,
+        note=found.note,
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from zeroxla.program.phases import phase_of
 
@@ -23,16 +24,22 @@ class Event:
       lane: `COMPUTE`, a mesh axis for its link, or one of the host's lanes in `target.py`.
       phase: one of `zeroxla.program.phases.PHASES`.
       start_s, end_s: seconds since the step began.
+      what: what takes the lane, as a reader of events wants to know it; None if nobody asked.
     """
 
     lane: str
     phase: str
     start_s: float
     end_s: float
+    what: Any = None
+
+    def between(self, start_s: float, end_s: float) -> Event:
+        """Return the event at another time."""
+        return Event(self.lane, self.phase, start_s, end_s, self.what)
 
     def later(self, seconds: float) -> Event:
         """Return the event, moved to later."""
-        return Event(self.lane, self.phase, self.start_s + seconds, self.end_s + seconds)
+        return self.between(self.start_s + seconds, self.end_s + seconds)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,16 +82,29 @@ class Lanes:
       overlaps: whether the links work while the device computes. If not, everything waits for
         `COMPUTE`, and takes it.
       shared: by lane, the lane whose link it takes too; other lanes have links of their own.
+      fills: whether what is ready early takes a link in a pause that is long enough, though later
+        things were simulated before it. If not, a link is taken in the order of the simulation.
     """
 
-    def __init__(self, *, overlaps: bool, shared: Mapping[str, str] | None = None) -> None:
-        self._overlaps = overlaps
+    def __init__(
+        self, *, overlaps: bool, shared: Mapping[str, str] | None = None, fills: bool = False
+    ) -> None:
+        self._overlaps, self._fills = overlaps, fills
         self._shared = shared or {}
         self._free_s: dict[str, float] = {}
+        self._pauses: dict[str, tuple[tuple[float, float], ...]] = {}
         self.busy_s: dict[str, float] = {}
         self.events: list[Event] = []
 
-    def take(self, lane: str, start: float, seconds: float, path: str, kind: str = "") -> float:
+    def take(
+        self,
+        lane: str,
+        start: float,
+        seconds: float,
+        path: str,
+        kind: str = "",
+        what: Any = None,
+    ) -> float:
         """Take a lane as soon as it is free; return the second at which the work is done.
 
         Args:
@@ -92,15 +112,46 @@ class Lanes:
           start: the second before which the work cannot begin.
           seconds: how long the lane is taken.
           path, kind: path of scopes and kind of collective, from which the event's phase follows.
+          what: what takes the lane; see `Event`.
         """
         taken = self._shared.get(lane, lane) if self._overlaps else COMPUTE
-        start = max(start, self._free_s.get(taken, 0.0))
+        start = self._begin(taken, start, seconds)
         end = start + seconds
-        self._free_s[taken] = end
+        self._free_s[taken] = max(end, self._free_s.get(taken, 0.0))
         self.busy_s[lane] = self.busy_s.get(lane, 0.0) + seconds
         if seconds:
-            self.events.append(Event(lane, phase_of(path, kind), start, end))
+            self.events.append(Event(lane, phase_of(path, kind), start, end, what))
         return end
+
+    def put_off(self, lane: str, start: float, seconds: float, path: str, what: Any) -> float:
+        """Record something small that begins at `start` or later, whenever the lane has room: it
+        holds nothing up. Return when it is done at the earliest."""
+        self.busy_s[lane] = self.busy_s.get(lane, 0.0) + seconds
+        if seconds:
+            self.events.append(Event(lane, phase_of(path, ""), start, start + seconds, what))
+        return start + seconds
+
+    def _begin(self, link: str, start: float, seconds: float) -> float:
+        """Return when something that is ready at `start` can take a link, and note the pauses that
+        are left."""
+        free = self._free_s.get(link, 0.0)
+        if not self._fills or link == COMPUTE:
+            return max(start, free)
+        pauses = list(self._pauses.get(link, ()))
+        for i, (a, b) in enumerate(pauses):
+            begin = max(a, start)
+            if begin + seconds <= b:
+                left = ((a, begin), (begin + seconds, b))
+                pauses[i : i + 1] = [(x, y) for x, y in left if x < y]
+                self._pauses[link] = tuple(pauses)
+                return begin
+        if start > free:
+            self._pauses[link] = (*pauses, (free, start))
+        return max(start, free)
+
+    def free_at(self, lane: str) -> float:
+        """Return the second from which on a lane is free."""
+        return self._free_s.get(self._shared.get(lane, lane) if self._overlaps else COMPUTE, 0.0)
 
     def wait_for_memory(self, seconds: float) -> None:
         """Record that the device waits for its memory in so many seconds of `COMPUTE`."""
@@ -120,14 +171,14 @@ class Lanes:
 
     def copy(self) -> Lanes:
         """Return lanes in the same state, to come back to."""
-        copied = Lanes(overlaps=self._overlaps, shared=self._shared)
+        copied = Lanes(overlaps=self._overlaps, shared=self._shared, fills=self._fills)
         copied.become(self)
         return copied
 
     def become(self, other: Lanes) -> None:
         """Take the state of other lanes."""
         self._free_s, self.busy_s = dict(other._free_s), dict(other.busy_s)
-        self.events = list(other.events)
+        self.events, self._pauses = list(other.events), dict(other._pauses)
 
     def mark(self, ends: list[float]) -> Mark:
         """Return how far the lanes are, and the results that are there at `ends`."""
@@ -150,6 +201,7 @@ class Lanes:
             self.busy_s[lane] = after.busy_s[lane] + times * seconds
         self.events += _repeated(repeated, step, round(times))
         self._free_s = {lane: free + times * step for lane, free in self._free_s.items()}
+        self._pauses = {}
         return times * step
 
     def run_early(self, start: float, run: Callable[[], list[float]]) -> float:
@@ -162,11 +214,13 @@ class Lanes:
           run: takes lanes from second 0 on; returns the seconds at which its results are there.
         """
         taken, self._free_s = self._free_s, {}
+        pauses, self._pauses = self._pauses, {}
         first = len(self.events)
         ends = run()
         seconds = max([*self._free_s.values(), *ends], default=0.0)
         self.events[first:] = [event.later(start) for event in self.events[first:]]
         self._free_s = {**taken, COMPUTE: taken.get(COMPUTE, 0.0) + seconds}
+        self._pauses = pauses
         return start + seconds
 
 
@@ -181,16 +235,18 @@ def on_links(busy_s: Mapping[str, float], shared: Mapping[str, str]) -> dict[str
 
 
 def _joined(events: list[Event]) -> list[Event]:
-    """Return events in which those of one lane and phase that follow each other are one."""
+    """Return events in which those of one lane and phase that follow each other are one, if they
+    are of the same thing."""
     found: list[Event] = []
     for event in events:
         last = found[-1] if found else None
-        if last is not None and (last.lane, last.phase, last.end_s) == (
+        if last is not None and (last.lane, last.phase, last.end_s, last.what) == (
             event.lane,
             event.phase,
             event.start_s,
+            event.what,
         ):
-            found[-1] = Event(last.lane, last.phase, last.start_s, event.end_s)
+            found[-1] = last.between(last.start_s, event.end_s)
         else:
             found.append(event)
     return found
@@ -201,5 +257,5 @@ def _repeated(events: list[Event], step: float, times: int) -> list[Event]:
     a step goes on, and stays one."""
     if len(events) == 1 and times and events[0].end_s - events[0].start_s >= step * (1 - 1e-9):
         (event,) = events
-        return [Event(event.lane, event.phase, event.start_s + step, event.end_s + times * step)]
+        return [event.between(event.start_s + step, event.end_s + times * step)]
     return [event.later(k * step) for k in range(1, times + 1) for event in events]

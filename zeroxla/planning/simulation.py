@@ -12,7 +12,7 @@ from zeroxla.planning.host_update import HostUpdate
 from zeroxla.planning.lanes import COMPUTE, TimeLine
 from zeroxla.planning.memory_model import MemoryPlan
 from zeroxla.planning.target import DISK, HOST, HOST_UPDATE, Target
-from zeroxla.planning.timeline import Clock
+from zeroxla.planning.timeline import Clock, EventNames
 from zeroxla.planning.work import Work
 from zeroxla.program.live.splits import Splits
 from zeroxla.program.trace import Program
@@ -83,20 +83,35 @@ class Simulation:
             forward_again=_forward_again(step),
         )
 
-    def on(self, target: Target, *, ahead: bool | None = None) -> TimeLine:
+    def on(
+        self,
+        target: Target,
+        *,
+        ahead: bool | None = None,
+        names: EventNames | None = None,
+        with_update: bool = True,
+    ) -> TimeLine:
         """Return the time line on a target.
 
         Args:
           target: a target of the platform for which the step was traced.
           ahead: loops gather a turn ahead. None means as the program does, and of the compilers
             only the GPUs' can.
+          names: names the events; None leaves them without.
+          with_update: whether the optimizer's update follows the gradients.
         """
         if ahead is None:
             ahead = self.prefetches and target.device.platform == "gpu"
-        clock = Clock(target, ahead=ahead, full_ticks=self._full_ticks)
+        clock = Clock(target, ahead=ahead, full_ticks=self._full_ticks, names=names)
         clock.run(self.program, [0.0] * len(self.program.inputs))
-        clock.update(self._update_s(target))
+        if with_update:
+            clock.update(self._update_s(target))
         return clock.timeline()
+
+    @property
+    def is_offloaded(self) -> bool:
+        """Whether state comes from the host or its disk for the update, or the host updates it."""
+        return bool(self.offloaded_bytes or self.disk_bytes or self.on_host)
 
     @property
     def bubble(self) -> float:

@@ -15,22 +15,25 @@ conditional takes its longest branch, and there are as many as take as long as i
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import heapq
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from zeroxla.pipeline.ticks import TICKS
+from zeroxla.planning.early_inputs import early_inputs
 from zeroxla.planning.lanes import COMPUTE, Lanes, Mark, TimeLine
+from zeroxla.planning.ready_order import arrival, in_ready_order
 from zeroxla.planning.target import DISK, HOST, Target
 from zeroxla.planning.wire_bytes import axes_of
-from zeroxla.planning.work import Reads, reads_of, work_of
+from zeroxla.planning.work import Reads, Work, reads_of, work_of
 from zeroxla.program import compat
 from zeroxla.program.host_values import is_move
 from zeroxla.program.live.liveness import Scope, size_of
+from zeroxla.program.phases import phase_of
 from zeroxla.program.primitives import FUSED, HLO_KINDS, RENAMES
 from zeroxla.program.scan import Scan
-from zeroxla.program.trace import Equation, Operand, Program, Value
+from zeroxla.program.trace import Equation, Program, Value
 from zeroxla.program.walk import body_of, scope_path
 
 TURNS = 3
@@ -43,6 +46,19 @@ READS_DISK = "pure_callback"
 """The equation that reads a parameter on disk; see `Desk.redeem`."""
 
 
+class EventNames(Protocol):
+    """Says what the events of one program are of; see `Event.what`."""
+
+    def of(self, eq: Equation, path: str, work: Work | None) -> Any:
+        """Return the name of what an equation at `path` does; `work` is what the device computes
+        for it, None if it takes a link."""
+        ...
+
+    def inside(self, eq: Equation, body: Program, path: str) -> EventNames:
+        """Return the names for the program of a loop or a branch, whose equation is at `path`."""
+        ...
+
+
 class Clock:
     """Simulates one device.
 
@@ -51,13 +67,25 @@ class Clock:
       ahead: loops gather a turn ahead.
       full_ticks: for a pipeline, the number of full ticks that take as long as its schedule, most
         of whose ticks are not full.
+      names: names the events; None leaves them without. With names, a gather that runs a turn ahead
+        may also take a link before a reduce that was simulated before it, as the compiler issues
+        them.
     """
 
     def __init__(
-        self, target: Target, *, ahead: bool = False, full_ticks: float | None = None
+        self,
+        target: Target,
+        *,
+        ahead: bool = False,
+        full_ticks: float | None = None,
+        names: EventNames | None = None,
     ) -> None:
         self._target, self._ahead, self._full_ticks = target, ahead, full_ticks
-        self._lanes = Lanes(overlaps=target.device.overlaps, shared=target.shared_links)
+        self._names = names
+        self._lanes = Lanes(
+            overlaps=target.device.overlaps, shared=target.shared_links, fills=names is not None
+        )
+        self._turn_before_s = 0.0
         self._scopes: dict[int, tuple[Scope, Reads]] = {}
         self._bodies: dict[tuple[int, int], Program] = {}
 
@@ -82,11 +110,11 @@ class Clock:
         """
         there: dict[Value, float] = dict(zip(program.inputs, ready, strict=True))
         early = set(early)
-        for eq in _in_ready_order(program, there):
-            is_early = bool(early) and early.issuperset(eq.values)
+        for eq in in_ready_order(program, there):
+            is_early = bool(early) and early.issuperset(eq.values) and self._may_run_ahead(eq, path)
             if is_early:
                 early.update(eq.outputs)
-            arrivals = [_arrival(operand, there) for operand in eq.inputs]
+            arrivals = [arrival(operand, there) for operand in eq.inputs]
             if eq.name in RENAMES:
                 # A barrier with several operands waits for all of them, early ones aside.
                 waits = [operand not in early for operand in eq.inputs]
@@ -97,10 +125,11 @@ class Clock:
                 ends = self._loop(eq, arrivals, scope_path(eq, path))
             else:
                 start = max(arrivals, default=0.0)
+                start = max(start, self._turn_before_s) if is_early else start
                 end = self._end(program, eq, start, scope_path(eq, path), is_early=is_early)
                 ends = [end] * len(eq.outputs)
             there.update(zip(eq.outputs, ends, strict=False))
-        return [_arrival(operand, there) for operand in program.outputs]
+        return [arrival(operand, there) for operand in program.outputs]
 
     def update(self, seconds: Mapping[str, float]) -> None:
         """Take lanes for the optimizer's update, after everything else and side by side.
@@ -129,10 +158,11 @@ class Clock:
             return self._branches(eq, start, path)
         size = sum(map(size_of, eq.outputs))
         if is_move(eq):
-            return take(HOST, start, target.host_s(size), path)
+            return take(HOST, start, target.host_s(size), path, what=self._what(eq, path))
         if eq.name == READS_DISK:
-            read = take(DISK, start, target.disk_s(size), path)
-            return take(HOST, read, target.host_s(size), path)
+            what = self._what(eq, path)
+            read = take(DISK, start, target.disk_s(size), path, what=what)
+            return take(HOST, read, target.host_s(size), path, what=what)
         if eq.name in HLO_KINDS:
             return self._collective(eq, start, path)
         scope, reads = self._scope(program)
@@ -142,7 +172,11 @@ class Clock:
         if target.device.has_attention and CUDNN_SCOPE in path:
             work = dataclasses.replace(work, num_bytes=0.0)  # one kernel, which keeps scores inside
         seconds = target.compute_s(work)
-        end = take(COMPUTE, start, seconds, path)
+        # What a reduce has brought is put away later, beside what the device is at.
+        waits = self._names is not None and phase_of(path, "") == "reduce"
+        if waits and start > self._lanes.free_at(COMPUTE):
+            return self._lanes.put_off(COMPUTE, start, seconds, path, self._what(eq, path, work))
+        end = take(COMPUTE, start, seconds, path, what=self._what(eq, path, work))
         if target.memory_s(work.num_bytes) > target.products_s(work):
             self._lanes.wait_for_memory(seconds)
         return start + seconds if is_early else end
@@ -154,8 +188,28 @@ class Clock:
         for axis in axes_of(eq):
             if self._target.mesh_shape.get(axis, 1) > 1:
                 seconds = self._target.seconds(axis, kind, num_bytes)
-                start = self._lanes.take(axis, start, seconds, path, kind)
+                what = self._what(eq, path)
+                start = self._lanes.take(axis, start, seconds, path, kind, what)
         return start
+
+    def _may_run_ahead(self, eq: Equation, path: str) -> bool:
+        """Return whether the compiler may run an equation a turn ahead, if its operands are known.
+        With names, that are gathers alone and what is fused into others."""
+        is_small = eq.name in FUSED or eq.name in RENAMES
+        return (
+            self._names is None or is_small or phase_of(scope_path(eq, path), "").endswith("gather")
+        )
+
+    def _what(self, eq: Equation, path: str, work: Work | None = None) -> Any:
+        return None if self._names is None else self._names.of(eq, path, work)
+
+    @contextlib.contextmanager
+    def _inside(self, eq: Equation, body: Program, path: str) -> Iterator[None]:
+        """Name the events of a loop's or a branch's body meanwhile."""
+        names = self._names
+        self._names = names and names.inside(eq, body, path)
+        yield
+        self._names = names
 
     def _loop(self, eq: Equation, ready: Sequence[float], path: str) -> list[float]:
         """Run a loop; return the second at which each result is there."""
@@ -167,10 +221,15 @@ class Clock:
         early = early_inputs(scan, body) if self._ahead else set()
         ends: list[float] = []
         marks: list[Mark] = []
+        began_s = outside_s = self._turn_before_s
         for _ in range(min(round(length), TURNS)):
-            ends = self.run(body, [*consts, *carry, *xs], path, early)
+            self._turn_before_s = began_s
+            began_s = self._lanes.free_at(COMPUTE) if self._names else 0.0
+            with self._inside(eq, body, path):
+                ends = self.run(body, [*consts, *carry, *xs], path, early)
             carry = scan.split_outputs(ends)[0]
             marks.append(self._lanes.mark(ends))
+        self._turn_before_s = outside_s
         if length > TURNS:
             added_s = self._lanes.repeat(marks[-2], marks[-1], length - TURNS)
             ends = [end + added_s for end in ends]
@@ -184,7 +243,8 @@ class Clock:
         for i, branch in enumerate(branches):
             self._lanes.become(before)
             body = self._body(eq, i, branch)
-            ends = self.run(body, [start] * len(body.inputs), path)
+            with self._inside(eq, body, path):
+                ends = self.run(body, [start] * len(body.inputs), path)
             end = max([self._lanes.free_s(), *ends, start])
             if longest is None or end > longest[0]:
                 longest = end, self._lanes.copy()
@@ -194,9 +254,13 @@ class Clock:
 
     def _from_zero(self, eq: Equation, path: str) -> list[float]:
         """Run a loop or conditional whose operands are there from the beginning."""
+        before, self._turn_before_s = self._turn_before_s, 0.0
         if eq.name == "scan":
-            return self._loop(eq, [0.0] * len(eq.inputs), path)
-        return [self._branches(eq, 0.0, path)]
+            ends = self._loop(eq, [0.0] * len(eq.inputs), path)
+        else:
+            ends = [self._branches(eq, 0.0, path)]
+        self._turn_before_s = before
+        return ends
 
     def _scope(self, program: Program) -> tuple[Scope, Reads]:
         """Return a program's values, and its fused values' reads; the same objects each time."""
@@ -211,53 +275,3 @@ class Clock:
         if key not in self._bodies:
             self._bodies[key] = body_of(jaxpr)
         return self._bodies[key]
-
-
-def _arrival(operand: Operand, there: Mapping[Value, float]) -> float:
-    """Return the second at which an operand is there."""
-    return there.get(operand, 0.0) if isinstance(operand, Value) else 0.0
-
-
-def _in_ready_order(program: Program, there: Mapping[Value, float]) -> Iterator[Equation]:
-    """Yield the equations in the order in which their operands are there, and if several are ready
-    at once, in the program's order. The caller fills `there` in between."""
-    waiting: dict[int, int] = {}
-    readers: dict[Value, list[int]] = {}
-    ready: list[tuple[float, int]] = []
-
-    def add(i: int) -> None:
-        values = program.equations[i].values
-        heapq.heappush(ready, (max((there[v] for v in values), default=0.0), i))
-
-    for i, eq in enumerate(program.equations):
-        missing = {v for v in eq.values if v not in there}
-        waiting[i] = len(missing)
-        for value in missing:
-            readers.setdefault(value, []).append(i)
-        if not missing:
-            add(i)
-    while ready:
-        _, i = heapq.heappop(ready)
-        eq = program.equations[i]
-        yield eq
-        for value in eq.outputs:
-            for reader in readers.get(value, ()):
-                waiting[reader] -= 1
-                if not waiting[reader]:
-                    add(reader)
-
-
-def early_inputs(scan: Scan, body: Program) -> set[Value]:
-    """Return the inputs of a loop's body that are known a turn before.
-
-    Those are the inputs that are not carried, and carried counters: integers that follow from
-    constants and other counters.
-    """
-    consts, carried, _ = scan.split_inputs(body.inputs)
-    counters = {v for v in carried if v.aval.ndim == 0 and not v.is_float}
-    known: set[Value] = {*consts, *counters}
-    for eq in body.equations:
-        if known.issuperset(eq.values):
-            known.update(eq.outputs)
-    follows = {v for v, out in zip(carried, body.outputs, strict=False) if out in known}
-    return set(body.inputs).difference(carried) | (counters & follows)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import PurePath
 from typing import Any
 
 import jax
@@ -25,3 +26,12 @@ def paths_of(tree: Any) -> list[tuple[Path, Any]]:
 def leaf_path(path: tuple[Any, ...]) -> str:
     """Return a leaf's name, such as `a/b/c`, from the key path that `jax.tree_util` gives."""
     return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def short_line(line: str) -> str:
+    """Return a line of a file as "folder/file.py:line".
+
+    >>> short_line("/home/me/models/gpt.py:12")
+    'models/gpt.py:12'
+    """
+    return "/".join(PurePath(line).parts[-2:])

@@ -76,6 +76,15 @@ class StepBatches:
         batch = self.checked(batch)
         return shapes_on(batch, self.shardings(batch))
 
+    @property
+    def last(self) -> Any:
+        """The shapes of the batch that the step has seen last.
+
+        Raises:
+          ValueError: it has seen none.
+        """
+        return shapes_of(self._shapes.last_batch)
+
     def beside(self, state: TrainState, batch: Any, *, train: bool = True) -> Any:
         """Check a state and a batch; return the batch on the mesh."""
         check_is_state(state)

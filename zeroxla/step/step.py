@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 from zeroxla.config.zero_config import ZeroConfig
 from zeroxla.frontend import Adapted
 from zeroxla.frontend.staged import StagedModel
+from zeroxla.mesh.axes import as_auto
 from zeroxla.mesh.processes import progress
 from zeroxla.mesh.processes.same_program import ProgramCalls
 from zeroxla.program.compat import AxisNames
@@ -260,14 +261,8 @@ class Step:
             return self._compiled.memory(state, batch)
 
     def model_flops(self) -> float:
-        """Return the FLOPs of the model's own products in a step of the batch that was seen last,
-        over all devices; divided by the seconds of a step and the devices' peak it is the MFU.
-
-        Backward counts twice forward (less with frozen leaves), and recomputation does not count.
-
-        Raises:
-          ValueError: the step has seen no batch.
-        """
+        """Return the FLOPs of the model's products in a step of the batch that was seen last, on all
+        devices; see `zeroxla.step.model_flops`. Raises ValueError if there was no batch."""
         return self._shapes.model_flops()
 
     def with_config(self, config: ZeroConfig, *, microbatches: int | None = None) -> Step:
@@ -290,8 +285,16 @@ class Step:
         warn(useless_optimizer(config, self.config), stacklevel=3)
         if microbatches is None and config.accumulate == 1:
             microbatches = self._microbatches
-        fields = {f.name for f in dataclasses.fields(self.programs) if f.init} - {"activations"}
-        options = {name: getattr(self.programs, name) for name in fields}
-        step = Step(**{**options, "config": config, "microbatches": microbatches})
+        step = Step(**{**self._options(), "config": config, "microbatches": microbatches})
         step._shapes.traced = self._shapes.traced
         return step
+
+    def on_mesh(self, mesh: Mesh, config: ZeroConfig | None = None) -> Step:
+        """Return the step of the same model and optimizer on another mesh, whose devices need not
+        be there; `config` replaces the options. It takes no states of this step."""
+        own = {**self._options(), "mesh": as_auto(mesh, pipeline=True), "known": {}}
+        return Step(**{**own, "config": config or self.config}, microbatches=self._microbatches)
+
+    def _options(self) -> dict[str, Any]:
+        fields = {f.name for f in dataclasses.fields(self.programs) if f.init} - {"activations"}
+        return {name: getattr(self.programs, name) for name in fields}

@@ -31,6 +31,17 @@ ROWS, COLUMNS = 4, 8
 RIGHT, WRONG = "#009E73", "#D55E00"
 
 
+def alexnet_pipeline(options: TrainOptions) -> Pipeline:
+    """Return the AlexNet of a run, as a list of layers."""
+    module = alexnet(options)
+    return Pipeline(
+        alexnet_layers(module.classes, width=module.width, dropout=module.dropout),
+        lambda logits, batch: classification_loss(logits, batch["label"]),
+        inputs=lambda batch: batch["image"],
+        **options.pipeline.as_arguments,
+    )
+
+
 class ImageTask:
     """AlexNet on images; see `Task`. The model is a list of layers, with stages and without."""
 
@@ -43,14 +54,8 @@ class ImageTask:
     def __init__(self, options: TrainOptions) -> None:
         self.options = options
         self.images = images.load_images(options.text.data, holdout=options.text.holdout)
-        module, stages = alexnet(options), options.pipeline
-        self.model = Pipeline(
-            alexnet_layers(module.classes, width=module.width, dropout=module.dropout),
-            lambda logits, batch: classification_loss(logits, batch["label"]),
-            inputs=lambda batch: batch["image"],
-            **stages.as_arguments,
-        )
-        self._module = module
+        self.model = alexnet_pipeline(options)
+        self._module = alexnet(options)
         self.num_counted = options.text.batch
         self.guess = unigram_entropy(self.images.valid_labels)
 

@@ -8,6 +8,7 @@ display, opens no window and leaves matplotlib's global state alone. A notebook 
 from zeroxla.inspect.pictures.axes import plot_axes
 from zeroxla.inspect.pictures.comms import plot_comms
 from zeroxla.inspect.pictures.disk import plot_disk
+from zeroxla.inspect.pictures.explained import plot_explanation
 from zeroxla.inspect.pictures.islands import plot_islands
 from zeroxla.inspect.pictures.memory import plot_memory
 from zeroxla.inspect.pictures.placement import plot_placement
@@ -19,6 +20,7 @@ __all__ = [
     "plot_axes",
     "plot_comms",
     "plot_disk",
+    "plot_explanation",
     "plot_islands",
     "plot_memory",
     "plot_placement",

@@ -84,7 +84,7 @@ class StepMemory(Report):
         labels = ResidentLabels(
             flow=traced.flow(programs, state),
             leaf_names=[leaf.path for leaf in layout],
-            units=_units(programs, layout, state, batch),
+            units=units_of(programs, layout, state, batch),
         )
         scope = Scope.of(traced.local, platform_of(programs.mesh))
         live = live_bytes(scope, labels, curve=True)
@@ -223,7 +223,7 @@ def _gradients(programs: Programs, layout: Layout) -> list[Resident]:
     ]
 
 
-def _units(programs: Programs, layout: Layout, state: TrainState, batch: Any) -> list[str]:
+def units_of(programs: Programs, layout: Layout, state: TrainState, batch: Any) -> list[str]:
     """Return the unit with which each leaf is gathered."""
     if programs.pipeline is not None:
         return [""] * len(layout.leaves)

@@ -1,0 +1,1 @@
+"""Explains a step: what it waits for, what its time goes to, and what would change that."""
