@@ -116,6 +116,14 @@ def compiled_for(
     return CompiledStepProgram(program=program, mesh=mesh, platform=platform, note=note)
 
 
+def compiled_here(step: Step, batch: Any) -> CompiledStepProgram:
+    """Compile a step for the GPUs of its own mesh."""
+    program = step.lower(step.abstract_state(batch), batch).compile()
+    kind = step.mesh.devices.flat[0].device_kind
+    note = f"Compiled for the step's own {step.mesh.size} {kind} by jax {jax.__version__}."
+    return CompiledStepProgram(program=program, mesh=step.mesh, platform="gpu", note=note)
+
+
 def compile_step(step_on: Callable[[Mesh], Step], batch: Any, target: Target) -> CompiledPlan:
     """Compile a step for devices that need not be there.
 

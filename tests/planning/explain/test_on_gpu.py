@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from tools.perceptrons import Perceptrons
 
 import zeroxla
 from zeroxla import ZeroConfig
@@ -19,12 +20,28 @@ LENGTH, ROWS = 128, 512
 LINK = Link(name="wire", bytes_per_s=50e9, latency_s=5e-6, of="device", source="a test")
 
 
-@pytest.mark.nightly
-def test_a_gather_that_cannot_run_ahead_stands_alone_in_the_schedule():
+@pytest.fixture
+def gpus():
+    """A mesh of GPUs that XLA can compile for."""
     try:
-        target_mesh(H200, {"node": 2, "device": 4})
+        return target_mesh(H200, {"node": 2, "device": 4})
     except WheelsMissingError as error:
         pytest.skip(str(error))
+
+
+@pytest.mark.nightly
+def test_a_step_on_gpus_is_compiled_for_them(gpus):
+    config = ZeroConfig(persistence_threshold=0)
+    step = zeroxla.make_step(Perceptrons(), gpus, optax.adam(0.1), config=config)
+    report = zeroxla.explain(step, {"tokens": jax.ShapeDtypeStruct((16, 33), jnp.int32)})
+    assert report.target.device.name == "h200"
+    assert report.source.startswith("Compiled for the step's own 8 NVIDIA H200 by jax ")
+    assert {use.lane for use in report.uses} == {"node", "device"}
+
+
+@pytest.mark.nightly
+@pytest.mark.usefixtures("gpus")
+def test_a_gather_that_cannot_run_ahead_stands_alone_in_the_schedule():
     model = GPT(vocab=256, length=LENGTH, layers=4, width=1024, heads=8, scan=True)
     config = ZeroConfig(compute_dtype="bfloat16", prefetch_bucket=0)
     batch = {"tokens": jax.ShapeDtypeStruct((ROWS, LENGTH + 1), jnp.int32)}

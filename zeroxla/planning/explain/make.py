@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, Mesh
 from zeroxla.mesh.axes import platform_of
 from zeroxla.mesh.machines import Device, Link, Machines
 from zeroxla.planning.budget import for_target
-from zeroxla.planning.compile_check import CompiledStepProgram, compiled_for
+from zeroxla.planning.compile_check import CompiledStepProgram, compiled_for, compiled_here
 from zeroxla.planning.explain.hlo_clock import HloClock
 from zeroxla.planning.explain.lines import lines_of
 from zeroxla.planning.explain.link_uses import link_uses_of
@@ -98,7 +98,9 @@ def explain(
         planned = step.on_mesh(cast(Mesh, target.abstract_mesh()), config)
         traced = ExplainedTrace.of(planned, batch, target)
         program = None
-        if compiled:
+        if compiled and device is None and _kind_of(step) and target.device.platform == "gpu":
+            program = compiled_here(step, batch)
+        elif compiled:
             program = compiled_for(lambda mesh: step.on_mesh(mesh, config), batch, target)
         findings, remark = rewritable(planned, batch)
         residuals = _large_residuals(planned, batch, traced)
@@ -137,21 +139,27 @@ def _target(
     devices_per_node: int | None,
 ) -> Target:
     tables = machines if isinstance(machines, Machines) else Machines.load(machines)
+    kind = _kind_of(step)
     if device is None:
-        device, mesh = DEFAULT_DEVICE, step.mesh
-        if not isinstance(mesh, AbstractMesh) and platform_of(mesh) != "cpu":
-            kind = mesh.devices.flat[0].device_kind
-            known = tables.of_kind(kind)
-            if known is None:
-                raise ValueError(
-                    f"the tables lack the device {kind!r} of the step's mesh; pass device=, one of "
-                    f"{', '.join(sorted(tables.devices))}, or machines= with an entry for it"
-                )
-            device = known
+        device = tables.of_kind(kind) if kind else DEFAULT_DEVICE
+    if device is None:
+        raise ValueError(
+            f"the tables lack the device {kind!r} of the step's mesh; pass device=, one of "
+            f"{', '.join(sorted(tables.devices))}, or machines= with an entry for it"
+        )
     shape = {str(axis): int(length) for axis, length in step.mesh.shape.items()}
     return Target.find(
         shape, device=device, link=link, machines=tables, devices_per_node=devices_per_node
     )
+
+
+def _kind_of(step: Step) -> str:
+    """Return JAX's name of the accelerators of a step's mesh; empty for CPUs, and for devices that
+    are not there."""
+    mesh = step.mesh
+    if isinstance(mesh, AbstractMesh) or platform_of(mesh) == "cpu":
+        return ""
+    return mesh.devices.flat[0].device_kind
 
 
 def _large_residuals(step: Step, batch: Any, traced: ExplainedTrace) -> list[Stall]:
