@@ -440,6 +440,7 @@ SAME_PROGRAM: dict[tuple[str, str], str] = {
     ("gather once", "weight differences"): "differences cross nodes once anyway",
     ("8-bit weights", "secondary as wires"): "it has 8-bit weights",
     ("persistence", "pipeline"): "a stage keeps every leaf for the step anyway",
+    ("memory decides", "memory"): "the budget may choose what a step does anyway",
     ("accumulate", "microbatches="): "the same number in another place",
     ("microbatches=", "accumulate"): "the same number in another place",
     ("accumulate", "reduce once"): "it accumulates too",

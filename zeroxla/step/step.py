@@ -82,7 +82,7 @@ class Step:
         )
         warn(useless_on_mesh(self.programs.wiring, config, mesh), stacklevel=4)
         if pipeline is not None and weights == "step":
-            warn(useless_when_held(config, self.programs.wiring), stacklevel=4)
+            warn(useless_when_held(self.programs.config, self.programs.wiring), stacklevel=4)
         self._run = ProgramCalls(config)
         options = self.programs.compiler_options
         self._jit = functools.partial(jax.jit, compiler_options=options)
@@ -261,8 +261,8 @@ class Step:
             return self._compiled.memory(state, batch)
 
     def model_flops(self) -> float:
-        """Return the FLOPs of the model's products in a step of the batch that was seen last, on all
-        devices; see `zeroxla.step.model_flops`. Raises ValueError if there was no batch."""
+        """Return the FLOPs of the model's products in a step of the last batch, on all devices; see
+        `zeroxla.step.model_flops`. Raises ValueError if there was no batch."""
         return self._shapes.model_flops()
 
     def with_config(self, config: ZeroConfig, *, microbatches: int | None = None) -> Step:
