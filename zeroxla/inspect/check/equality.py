@@ -5,15 +5,22 @@ from __future__ import annotations
 import dataclasses
 import math
 
+import jax.numpy as jnp
+
 from zeroxla.inspect.check.check_report import CheckResult
 from zeroxla.inspect.check.checked_model import CheckedModel
 from zeroxla.inspect.check.reference import Gradients, has_collectives, unsharded
 from zeroxla.inspect.check.two_runs import TwoRuns
+from zeroxla.inspect.check.wide_equations import is_narrow
+from zeroxla.mesh.axes import platform_of
+from zeroxla.program.walk import walk
 
 NAME = "equality"
 
 TOLERANCE = 1e-4
-"""The largest relative error that counts as rounding."""
+"""The largest relative error that counts as rounding in float32."""
+
+_ROUNDINGS = 8  # of a narrow dtype in which the model computes itself
 
 _NAMED = 3  # leaves that a result names
 
@@ -56,7 +63,7 @@ def check_equality(checked: CheckedModel, runs: TwoRuns | None) -> CheckResult:
             "give a batch and first weights for which the loss is finite",
         )
     slices = others[0] if others else None
-    if slices is not None and not _equal(step, slices):
+    if slices is not None and not _equal(checked, step, slices):
         return _fault(
             f"the step differs from the mean over its devices' rows on one device: "
             f"{_worst(checked, step, slices)}",
@@ -64,7 +71,7 @@ def check_equality(checked: CheckedModel, runs: TwoRuns | None) -> CheckResult:
             "calls Python code with a memory, differs here too. If that check is ok, please report "
             "the model as an error of zeroxla",
         )
-    if not is_random and _equal(step, whole):
+    if not is_random and _equal(checked, step, whole):
         return _same(checked, step, whole, "the whole batch on one device")
     if slices is None:
         return _fault(
@@ -77,7 +84,7 @@ def check_equality(checked: CheckedModel, runs: TwoRuns | None) -> CheckResult:
         words = f"{of_rows} (the whole batch was not compared: evaluation is random, too)"
         return _same(checked, step, slices, words)
     evaluated = unsharded(checked, train=False, slices=True)
-    if is_random and _equal(evaluated[1], evaluated[0]):
+    if is_random and _equal(checked, evaluated[1], evaluated[0]):
         words = f"{of_rows}, and in evaluation the whole batch equals them"
         return _same(checked, step, slices, words)
     return _explained(checked, evaluated if is_random else (whole, slices), evaluated)
@@ -99,14 +106,18 @@ def _explained(
     summed = dataclasses.replace(
         rows, loss=rows.loss * count, leaves=[x * count for x in rows.leaves]
     )
-    if _equal(summed, whole):
+    if _equal(checked, summed, whole):
         return _fault(
             f"the loss sums over rows: that of the whole batch ({whole.loss:.4g}) and its "
             f"gradients are {count} times the mean over {count} devices' rows ({rows.loss:.4g})",
             "return the mean over rows; or a mean over the items that count, and their number as "
             'metrics["weight"]',
         )
-    if checked.model_state and compared is not evaluated and _equal(evaluated[1], evaluated[0]):
+    if (
+        checked.model_state
+        and compared is not evaluated
+        and _equal(checked, evaluated[1], evaluated[0])
+    ):
         return CheckResult(
             name=NAME,
             verdict="notice",
@@ -126,9 +137,22 @@ def _explained(
     )
 
 
-def _equal(found: Gradients, expected: Gradients) -> bool:
+def tolerance_of(checked: CheckedModel) -> float:
+    """Return the largest relative error that counts as rounding.
+
+    A model may cast to a narrow dtype itself, as with `dtype=jnp.bfloat16`, and sums in another
+    order then differ by some roundings of that dtype.
+    """
+    visits = walk(checked.programs[True], platform_of(checked.mesh))
+    dtypes = {v.aval.dtype for visit in visits for v in visit.equation.outputs}
+    coarsest = max((float(jnp.finfo(d).eps) for d in dtypes if is_narrow(d)), default=0.0)
+    return max(TOLERANCE, _ROUNDINGS * coarsest)
+
+
+def _equal(checked: CheckedModel, found: Gradients, expected: Gradients) -> bool:
+    tolerance = tolerance_of(checked)
     errors = [found.loss_error(expected), *found.errors(expected)]
-    return all(error <= TOLERANCE for error in errors)
+    return all(error <= tolerance for error in errors)
 
 
 def _worst(checked: CheckedModel, found: Gradients, expected: Gradients) -> str:
@@ -136,7 +160,7 @@ def _worst(checked: CheckedModel, found: Gradients, expected: Gradients) -> str:
     names = [leaf.path for leaf in checked.layout if not leaf.frozen]
     errors = dict(zip(names, found.errors(expected), strict=True))
     largest = sorted(errors, key=lambda name: -errors[name])[:_NAMED]
-    wrong = sum(error > TOLERANCE for error in errors.values())
+    wrong = sum(error > tolerance_of(checked) for error in errors.values())
     words = ", ".join(f"{name} {_percent(errors[name])}" for name in largest)
     return (
         f"the loss is {found.loss:.6g} instead of {expected.loss:.6g}, and {wrong} of "
@@ -152,11 +176,13 @@ def _same(checked: CheckedModel, found: Gradients, expected: Gradients, what: st
     names = [leaf.path for leaf in checked.layout if not leaf.frozen]
     errors = found.errors(expected)
     worst = max(range(len(errors)), key=errors.__getitem__)
+    tolerance = tolerance_of(checked)
+    narrow = f"; {tolerance:.1e} is allowed, as the model itself computes in a narrow dtype"
     return CheckResult(
         name=NAME,
         verdict="ok",
         found=f"loss and {len(errors)} gradients equal those of {what}; largest relative error "
-        f"{errors[worst]:.1e} ({names[worst]})",
+        f"{errors[worst]:.1e} ({names[worst]}){narrow if tolerance > TOLERANCE else ''}",
     )
 
 

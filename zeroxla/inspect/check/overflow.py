@@ -11,7 +11,8 @@ import numpy as np
 
 from zeroxla.inspect.check.check_report import CheckResult
 from zeroxla.inspect.check.checked_model import CheckedModel
-from zeroxla.inspect.check.wide_run import WideRun, is_narrow, run_wide
+from zeroxla.inspect.check.wide_equations import is_narrow
+from zeroxla.inspect.check.wide_run import WideRun, run_wide
 from zeroxla.mesh.axes import platform_of
 from zeroxla.program.compat import backward_jaxpr, model_line
 from zeroxla.program.primitives import LOOPS

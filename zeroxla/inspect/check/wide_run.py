@@ -1,9 +1,7 @@
 """Runs a program whose floats are narrow in float32, and notes how large each value becomes.
 
 Every equation runs with its narrow operands and results (float16, bfloat16, float8) as float32, so
-that a value that would overflow is there to be seen. Equations that hold a program of their own
-other than loops and branches (kernels, scatters), that read bits or call Python run as they are:
-operands are rounded to their own dtypes, and an overflow shows as infinity.
+that a value that would overflow is there to be seen; see `wide_equations.py`.
 """
 
 from __future__ import annotations
@@ -18,8 +16,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from zeroxla.inspect.check.wide_equations import (
+    has_float,
+    is_float_value,
+    operand_of,
+    rounded,
+    wide_constant,
+    wide_results,
+)
 from zeroxla.program import compat
-from zeroxla.program.primitives import CALLBACKS, INFINITE_AT_POLES, LOOPS, NO_LARGER
+from zeroxla.program.primitives import INFINITE_AT_POLES, LOOPS, NO_LARGER
 from zeroxla.program.scan import Scan
 from zeroxla.program.trace import Constant, Equation, Operand, Program, Value
 from zeroxla.program.walk import body_of
@@ -74,7 +80,7 @@ def run_wide(program: Program, platform: str, wrap: Any, args: Sequence[Any]) ->
         found.update((v, found[operand]) for v, operand in entered if operand in found)
         given = [found[v] for v in eq.values if v in found]
         if given and _inherits(eq):
-            found.update((v, np.max(given, 0)) for v in eq.outputs if _is_float(v))
+            found.update((v, np.max(given, 0)) for v in eq.outputs if is_float_value(v))
     infinite = {v for v, (_, whole) in found.items() if np.isinf(whole)}
     made = {
         v
@@ -91,11 +97,6 @@ def run_wide(program: Program, platform: str, wrap: Any, args: Sequence[Any]) ->
         nan=frozenset(v for v, (_, whole) in found.items() if np.isnan(whole)),
         entered={i: recorder.entered.get(id(eq), []) for i, eq in enumerate(equations)},
     )
-
-
-def is_narrow(dtype: Any) -> bool:
-    """Return whether a dtype is floating with fewer than 32 bits."""
-    return jnp.issubdtype(dtype, jnp.floating) and np.dtype(dtype).itemsize < 4
 
 
 Notes = dict[Value, Any]
@@ -119,7 +120,7 @@ class _Recorder:
     def run(self, program: Program, args: list[Any]) -> tuple[list[Any], Notes]:
         """Return the outputs of a program, and notes on its values and on those inside it."""
         notes: Notes = {
-            v: _note(x) for v, x in zip(program.inputs, args, strict=True) if _is_float(v)
+            v: _note(x) for v, x in zip(program.inputs, args, strict=True) if is_float_value(v)
         }
         outputs, inside = self._run(program, args)
         return outputs, notes | inside
@@ -129,16 +130,14 @@ class _Recorder:
         notes: Notes = {}
         for eq in program.equations:
             self.equations[id(eq)] = eq
-            operands = [_operand(env, a, i, eq) for i, a in enumerate(eq.inputs)]
+            operands = [operand_of(env, eq, i) for i in range(len(eq.inputs))]
             results, inside = self._results(eq, operands)
             notes |= inside
             env.update(zip(eq.outputs, results, strict=True))
             if not _inherits(eq):
                 made = zip(eq.outputs, results, strict=True)
-                notes |= {v: _note(x) for v, x in made if _is_float(v)}
-        outputs = [
-            _wide_constant(a) if isinstance(a, Constant) else env[a] for a in program.outputs
-        ]
+                notes |= {v: _note(x) for v, x in made if is_float_value(v)}
+        outputs = [wide_constant(a) if isinstance(a, Constant) else env[a] for a in program.outputs]
         return outputs, notes
 
     def _results(self, eq: Equation, operands: list[Any]) -> tuple[list[Any], Notes]:
@@ -148,7 +147,7 @@ class _Recorder:
             return self._while(eq, operands)
         if eq.name == "cond":
             return self._cond(eq, operands)
-        return _bound(eq, operands), {}
+        return wide_results(eq, operands), {}
 
     def _enter(self, eq: Equation, body: Program, operands: Sequence[Operand]) -> None:
         self.entered.setdefault(id(eq), []).extend(zip(body.inputs, operands, strict=True))
@@ -235,76 +234,17 @@ def _note(x: Any) -> Any:
 def _inherits(eq: Equation) -> bool:
     """Return whether an equation's results need no notes: they are as large as its operands."""
     constants = any(
-        isinstance(a, Constant) and _has_float(v)
+        isinstance(a, Constant) and has_float(v)
         for a, v in zip(eq.inputs, eq.source.invars, strict=True)
     )
-    return eq.name in NO_LARGER and not constants and any(map(_is_float, eq.values))
+    return eq.name in NO_LARGER and not constants and any(map(is_float_value, eq.values))
 
 
 def _reads_infinity(eq: Equation) -> bool:
     """Return whether an equation reads a constant with an infinity, such as a mask."""
     found = (
-        _rounded(a, eq.source.invars[i].aval.dtype)
+        rounded(a, eq.source.invars[i].aval.dtype)
         for i, a in enumerate(eq.inputs)
-        if isinstance(a, Constant) and _has_float(eq.source.invars[i])
+        if isinstance(a, Constant) and has_float(eq.source.invars[i])
     )
     return any(not np.isfinite(np.asarray(x, np.float32)).all() for x in found)
-
-
-def _rounded(constant: Constant, dtype: Any) -> np.ndarray:
-    """Return a constant in the dtype that it has in the program: -1e9 is -inf in float16."""
-    with np.errstate(over="ignore"):
-        return np.asarray(constant.value).astype(dtype)
-
-
-def _operand(env: dict[Value, Any], operand: Operand, i: int, eq: Equation) -> Any:
-    """Return operand i of an equation, as float32 if it is narrow."""
-    if isinstance(operand, Value):
-        return env[operand]
-    variable = eq.source.invars[i]
-    if _has_float(variable) and is_narrow(variable.aval.dtype):
-        return jnp.asarray(_rounded(operand, variable.aval.dtype).astype(np.float32))
-    return operand.value
-
-
-def _wide_constant(constant: Constant) -> Any:
-    array = jnp.asarray(constant.value)
-    return array.astype(jnp.float32) if is_narrow(array.dtype) else array
-
-
-def _bound(eq: Equation, operands: list[Any]) -> list[Any]:
-    """Return an equation's results with narrow floats as float32; or, if it runs as it is, its own
-    results cast to float32."""
-    if not _runs_as_it_is(eq):
-        params = {name: _wide(value) for name, value in eq.params.items()}
-        return compat.call_equation(eq.source.replace(params=params), eq.name_stack, operands)
-    own = [
-        x.astype(v.aval.dtype) if _has_float(v) and is_narrow(v.aval.dtype) else x
-        for x, v in zip(operands, eq.source.invars, strict=True)
-    ]
-    results = compat.call_equation(eq.source, eq.name_stack, own)
-    return [
-        x.astype(jnp.float32) if _is_float(v) and is_narrow(v.aval.dtype) else x
-        for x, v in zip(results, eq.outputs, strict=True)
-    ]
-
-
-def _runs_as_it_is(eq: Equation) -> bool:
-    holds_program = any(map(compat.is_jaxpr, eq.params.values()))
-    return holds_program or eq.name in CALLBACKS or eq.name == "bitcast_convert_type"
-
-
-def _wide(param: Any) -> Any:
-    """Return a parameter of an equation, float32 if it is a narrow dtype."""
-    is_dtype = isinstance(param, np.dtype) or (
-        isinstance(param, type) and issubclass(param, np.generic)
-    )
-    return np.dtype(np.float32) if is_dtype and is_narrow(param) else param
-
-
-def _has_float(variable: Any) -> bool:
-    return jnp.issubdtype(variable.aval.dtype, jnp.floating)
-
-
-def _is_float(value: Value) -> bool:
-    return jnp.issubdtype(value.aval.dtype, jnp.floating)
