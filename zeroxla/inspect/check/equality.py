@@ -35,7 +35,8 @@ def check_equality(checked: CheckedModel, runs: TwoRuns | None) -> CheckResult:
       checked: the model.
       runs: the step's results; None if it must not run.
 
-    Cost: one compilation; two if the model is random, or differs.
+    Cost: one compilation; two if the gradients differ, and two more for evaluation if the model is
+    random or has a state.
     """
     if runs is None:
         return CheckResult(
@@ -55,52 +56,63 @@ def check_equality(checked: CheckedModel, runs: TwoRuns | None) -> CheckResult:
             remedy="check an instance without dropout",
         )
     step = runs.gradients
-    whole, *others = unsharded(checked, train=True, slices=not exchanges)
-    if not whole.is_finite:
+    of_rows = "the devices' rows on one device, each under its own key"
+    first = unsharded(checked, train=True, slices=is_random)
+    if not first.is_finite:
         return _fault(
-            f"the loss of the unsharded model is {whole.loss:g}, and not all of its gradients are "
+            f"the loss of the unsharded model is {first.loss:g}, and not all of its gradients are "
             "finite: there is nothing to compare",
             "give a batch and first weights for which the loss is finite",
         )
-    slices = others[0] if others else None
-    if slices is not None and not _equal(checked, step, slices):
+    if not is_random:
+        if _equal(checked, step, first):
+            return _same(checked, step, first, "the whole batch on one device")
+        if exchanges:
+            return _fault(
+                "the step differs from the whole batch on one device: "
+                f"{_worst(checked, step, first)}",
+                "the model exchanges values between devices itself: take means over them (pmean, "
+                "not psum), and let nothing depend on the number of devices or on axis_index",
+            )
+    rows = first if is_random else unsharded(checked, train=True, slices=True)
+    if not _equal(checked, step, rows):
         return _fault(
-            f"the step differs from the mean over its devices' rows on one device: "
-            f"{_worst(checked, step, slices)}",
+            "the step differs from the mean over its devices' rows on one device: "
+            f"{_worst(checked, step, rows)}",
             "see the check `repeats`: a model that is another one each time it is traced, or that "
             "calls Python code with a memory, differs here too. If that check is ok, please report "
             "the model as an error of zeroxla",
         )
-    if not is_random and _equal(checked, step, whole):
-        return _same(checked, step, whole, "the whole batch on one device")
-    if slices is None:
-        return _fault(
-            f"the step differs from the whole batch on one device: {_worst(checked, step, whole)}",
-            "the model exchanges values between devices itself: take means over them (pmean, not "
-            "psum), and let nothing depend on the number of devices or on axis_index",
-        )
-    of_rows = "the devices' rows on one device, each under its own key"
-    if is_random and checked.is_random(train=False):
+    if not is_random:
+        return _explained(checked, first, rows, train=True)
+    if checked.is_random(train=False):
         words = f"{of_rows} (the whole batch was not compared: evaluation is random, too)"
-        return _same(checked, step, slices, words)
-    evaluated = unsharded(checked, train=False, slices=True)
-    if is_random and _equal(checked, evaluated[1], evaluated[0]):
+        return _same(checked, step, rows, words)
+    whole, evaluated = (unsharded(checked, train=False, slices=x) for x in (False, True))
+    if _equal(checked, evaluated, whole):
         words = f"{of_rows}, and in evaluation the whole batch equals them"
-        return _same(checked, step, slices, words)
-    return _explained(checked, evaluated if is_random else (whole, slices), evaluated)
+        return _same(checked, step, rows, words)
+    return _explained(checked, whole, evaluated, train=False)
+
+
+def _evaluates_alike(checked: CheckedModel) -> bool:
+    """Return whether the whole batch and the mean over the devices' rows are equal in
+    evaluation."""
+    whole, rows = (unsharded(checked, train=False, slices=x) for x in (False, True))
+    return _equal(checked, rows, whole)
 
 
 def _explained(
-    checked: CheckedModel, compared: tuple[Gradients, ...], evaluated: tuple[Gradients, ...]
+    checked: CheckedModel, whole: Gradients, rows: Gradients, *, train: bool
 ) -> CheckResult:
     """Return why the mean over the devices' rows differs from the whole batch.
 
     Args:
       checked: the model.
-      compared: (of the whole batch, mean over the rows) that differ.
-      evaluated: the same with `train=False`.
+      whole: the gradients of the whole batch.
+      rows: the mean over the devices' rows.
+      train: whether both are of training; otherwise of evaluation.
     """
-    whole, rows = compared
     count = checked.num_slices
     worst = _worst(checked, rows, whole)
     summed = dataclasses.replace(
@@ -113,11 +125,7 @@ def _explained(
             "return the mean over rows; or a mean over the items that count, and their number as "
             'metrics["weight"]',
         )
-    if (
-        checked.model_state
-        and compared is not evaluated
-        and _equal(checked, evaluated[1], evaluated[0])
-    ):
+    if train and checked.model_state and _evaluates_alike(checked):
         return CheckResult(
             name=NAME,
             verdict="notice",
