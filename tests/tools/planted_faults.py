@@ -64,6 +64,12 @@ def healthy(params, batch, key):
     return squares(predict(params, batch), batch)
 
 
+def half(params, batch, key):
+    """A model that computes in bfloat16 whatever its leaves are."""
+    params, batch = jax.tree.map(lambda x: x.astype(jnp.bfloat16), (params, batch))
+    return healthy(params, batch, key).astype(jnp.float32)
+
+
 def summed(params, batch, key):
     """A loss that grows with the number of rows."""
     return jnp.sum((predict(params, batch) - batch["y"]) ** 2)

@@ -48,6 +48,13 @@ def test_passes_all(name, dtype):
     assert "equal those of" in report["equality"].found
 
 
+def test_a_model_that_casts_to_a_narrow_dtype_itself():
+    report = zeroxla.check((planted.init, planted.half), planted.BATCH)
+    assert report.ok
+    assert "the model itself computes in a narrow dtype" in report["equality"].found
+    assert "and all fit" in report["overflow"].found
+
+
 def test_with_micro_batches_frozen_leaves_and_axes():
     mesh = zeroxla.make_mesh(nodes=1, tensor=2)
     config = zeroxla.ZeroConfig(accumulate=2, frozen="v")

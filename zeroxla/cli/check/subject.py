@@ -14,6 +14,7 @@ from flax import nnx
 
 from zeroxla.cli.named_object import named_object
 from zeroxla.frontend.base import AdaptsItself
+from zeroxla.frontend.staged import StagedModel
 
 ROWS = 2
 """Rows of a made batch for each device and micro-batch."""
@@ -65,7 +66,7 @@ def _model(found: Any, name: str, values: dict[str, Any]) -> tuple[Any, Any]:
         return _made(found, name, values), None
     if isinstance(found, nn.Module):
         return (_called(found.clone, name, values) if values else found), None
-    if isinstance(found, nnx.Module | AdaptsItself) or hasattr(found, "adapted"):
+    if isinstance(found, nnx.Module | AdaptsItself | StagedModel):
         return _as_it_is(found, name, values), None
     if isinstance(found, tuple | list) and len(found) == 2:
         first, second = found

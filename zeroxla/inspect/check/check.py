@@ -60,8 +60,9 @@ def check(
     Raises:
       ValueError: as `make_step` and a step, the mesh has stages, or there are several processes.
 
-    Cost: for a tiny model seconds on CPUs: the step and the unsharded gradients are compiled once
-    each, and in a narrow dtype an unsharded program that notes the size of each value.
+    Cost: mostly compilation, of the step, of the unsharded gradients and, in a narrow dtype, of a
+    program that notes the size of each value: for two small layers 3 s of a CPU, for a scanned
+    transformer of two layers in float16 some 20 s.
 
     >>> import numpy as np, zeroxla
     >>> from zeroxla.models import MLP

@@ -5,15 +5,22 @@ from __future__ import annotations
 import dataclasses
 import math
 
+import jax.numpy as jnp
+
 from zeroxla.inspect.check.check_report import CheckResult
 from zeroxla.inspect.check.checked_model import CheckedModel
 from zeroxla.inspect.check.reference import Gradients, has_collectives, unsharded
 from zeroxla.inspect.check.two_runs import TwoRuns
+from zeroxla.inspect.check.wide_equations import is_narrow
+from zeroxla.mesh.axes import platform_of
+from zeroxla.program.walk import walk
 
 NAME = "equality"
 
 TOLERANCE = 1e-4
-"""The largest relative error that counts as rounding."""
+"""The largest relative error that counts as rounding in float32."""
+
+_ROUNDINGS = 8  # of a narrow dtype in which the model computes itself
 
 _NAMED = 3  # leaves that a result names
 
@@ -28,7 +35,8 @@ def check_equality(checked: CheckedModel, runs: TwoRuns | None) -> CheckResult:
       checked: the model.
       runs: the step's results; None if it must not run.
 
-    Cost: one compilation; two if the model is random, or differs.
+    Cost: one compilation; two if the gradients differ, and two more for evaluation if the model is
+    random or has a state.
     """
     if runs is None:
         return CheckResult(
@@ -48,65 +56,76 @@ def check_equality(checked: CheckedModel, runs: TwoRuns | None) -> CheckResult:
             remedy="check an instance without dropout",
         )
     step = runs.gradients
-    whole, *others = unsharded(checked, train=True, slices=not exchanges)
-    if not whole.is_finite:
+    of_rows = "the devices' rows on one device, each under its own key"
+    first = unsharded(checked, train=True, slices=is_random)
+    if not first.is_finite:
         return _fault(
-            f"the loss of the unsharded model is {whole.loss:g}, and not all of its gradients are "
+            f"the loss of the unsharded model is {first.loss:g}, and not all of its gradients are "
             "finite: there is nothing to compare",
             "give a batch and first weights for which the loss is finite",
         )
-    slices = others[0] if others else None
-    if slices is not None and not _equal(step, slices):
+    if not is_random:
+        if _equal(checked, step, first):
+            return _same(checked, step, first, "the whole batch on one device")
+        if exchanges:
+            return _fault(
+                "the step differs from the whole batch on one device: "
+                f"{_worst(checked, step, first)}",
+                "the model exchanges values between devices itself: take means over them (pmean, "
+                "not psum), and let nothing depend on the number of devices or on axis_index",
+            )
+    rows = first if is_random else unsharded(checked, train=True, slices=True)
+    if not _equal(checked, step, rows):
         return _fault(
-            f"the step differs from the mean over its devices' rows on one device: "
-            f"{_worst(checked, step, slices)}",
+            "the step differs from the mean over its devices' rows on one device: "
+            f"{_worst(checked, step, rows)}",
             "see the check `repeats`: a model that is another one each time it is traced, or that "
             "calls Python code with a memory, differs here too. If that check is ok, please report "
             "the model as an error of zeroxla",
         )
-    if not is_random and _equal(step, whole):
-        return _same(checked, step, whole, "the whole batch on one device")
-    if slices is None:
-        return _fault(
-            f"the step differs from the whole batch on one device: {_worst(checked, step, whole)}",
-            "the model exchanges values between devices itself: take means over them (pmean, not "
-            "psum), and let nothing depend on the number of devices or on axis_index",
-        )
-    of_rows = "the devices' rows on one device, each under its own key"
-    if is_random and checked.is_random(train=False):
+    if not is_random:
+        return _explained(checked, first, rows, train=True)
+    if checked.is_random(train=False):
         words = f"{of_rows} (the whole batch was not compared: evaluation is random, too)"
-        return _same(checked, step, slices, words)
-    evaluated = unsharded(checked, train=False, slices=True)
-    if is_random and _equal(evaluated[1], evaluated[0]):
+        return _same(checked, step, rows, words)
+    whole, evaluated = (unsharded(checked, train=False, slices=x) for x in (False, True))
+    if _equal(checked, evaluated, whole):
         words = f"{of_rows}, and in evaluation the whole batch equals them"
-        return _same(checked, step, slices, words)
-    return _explained(checked, evaluated if is_random else (whole, slices), evaluated)
+        return _same(checked, step, rows, words)
+    return _explained(checked, whole, evaluated, train=False)
+
+
+def _evaluates_alike(checked: CheckedModel) -> bool:
+    """Return whether the whole batch and the mean over the devices' rows are equal in
+    evaluation."""
+    whole, rows = (unsharded(checked, train=False, slices=x) for x in (False, True))
+    return _equal(checked, rows, whole)
 
 
 def _explained(
-    checked: CheckedModel, compared: tuple[Gradients, ...], evaluated: tuple[Gradients, ...]
+    checked: CheckedModel, whole: Gradients, rows: Gradients, *, train: bool
 ) -> CheckResult:
     """Return why the mean over the devices' rows differs from the whole batch.
 
     Args:
       checked: the model.
-      compared: (of the whole batch, mean over the rows) that differ.
-      evaluated: the same with `train=False`.
+      whole: the gradients of the whole batch.
+      rows: the mean over the devices' rows.
+      train: whether both are of training; otherwise of evaluation.
     """
-    whole, rows = compared
     count = checked.num_slices
     worst = _worst(checked, rows, whole)
     summed = dataclasses.replace(
         rows, loss=rows.loss * count, leaves=[x * count for x in rows.leaves]
     )
-    if _equal(summed, whole):
+    if _equal(checked, summed, whole):
         return _fault(
             f"the loss sums over rows: that of the whole batch ({whole.loss:.4g}) and its "
             f"gradients are {count} times the mean over {count} devices' rows ({rows.loss:.4g})",
             "return the mean over rows; or a mean over the items that count, and their number as "
             'metrics["weight"]',
         )
-    if checked.model_state and compared is not evaluated and _equal(evaluated[1], evaluated[0]):
+    if train and checked.model_state and _evaluates_alike(checked):
         return CheckResult(
             name=NAME,
             verdict="notice",
@@ -126,9 +145,22 @@ def _explained(
     )
 
 
-def _equal(found: Gradients, expected: Gradients) -> bool:
+def tolerance_of(checked: CheckedModel) -> float:
+    """Return the largest relative error that counts as rounding.
+
+    A model may cast to a narrow dtype itself, as with `dtype=jnp.bfloat16`, and sums in another
+    order then differ by some roundings of that dtype.
+    """
+    visits = walk(checked.programs[True], platform_of(checked.mesh))
+    dtypes = {v.aval.dtype for visit in visits for v in visit.equation.outputs}
+    coarsest = max((float(jnp.finfo(d).eps) for d in dtypes if is_narrow(d)), default=0.0)
+    return max(TOLERANCE, _ROUNDINGS * coarsest)
+
+
+def _equal(checked: CheckedModel, found: Gradients, expected: Gradients) -> bool:
+    tolerance = tolerance_of(checked)
     errors = [found.loss_error(expected), *found.errors(expected)]
-    return all(error <= TOLERANCE for error in errors)
+    return all(error <= tolerance for error in errors)
 
 
 def _worst(checked: CheckedModel, found: Gradients, expected: Gradients) -> str:
@@ -136,7 +168,7 @@ def _worst(checked: CheckedModel, found: Gradients, expected: Gradients) -> str:
     names = [leaf.path for leaf in checked.layout if not leaf.frozen]
     errors = dict(zip(names, found.errors(expected), strict=True))
     largest = sorted(errors, key=lambda name: -errors[name])[:_NAMED]
-    wrong = sum(error > TOLERANCE for error in errors.values())
+    wrong = sum(error > tolerance_of(checked) for error in errors.values())
     words = ", ".join(f"{name} {_percent(errors[name])}" for name in largest)
     return (
         f"the loss is {found.loss:.6g} instead of {expected.loss:.6g}, and {wrong} of "
@@ -152,11 +184,13 @@ def _same(checked: CheckedModel, found: Gradients, expected: Gradients, what: st
     names = [leaf.path for leaf in checked.layout if not leaf.frozen]
     errors = found.errors(expected)
     worst = max(range(len(errors)), key=errors.__getitem__)
+    tolerance = tolerance_of(checked)
+    narrow = f"; {tolerance:.1e} is allowed, as the model itself computes in a narrow dtype"
     return CheckResult(
         name=NAME,
         verdict="ok",
         found=f"loss and {len(errors)} gradients equal those of {what}; largest relative error "
-        f"{errors[worst]:.1e} ({names[worst]})",
+        f"{errors[worst]:.1e} ({names[worst]}){narrow if tolerance > TOLERANCE else ''}",
     )
 
 

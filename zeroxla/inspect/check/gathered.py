@@ -70,8 +70,8 @@ def check_gathered(checked: CheckedModel) -> CheckResult:
     share = largest.elements / max(total, 1)
     words = f"{_few([names[v] for v in largest.leaves])}, {share:.0%} of this model"
     eq = largest.reader
-    is_large = share > MOST_SHARE and len(largest.leaves) > 1
-    if is_large and eq is not None and eq.name in CUSTOM_RULES | REMATS | {"cond"}:
+    several = share > MOST_SHARE and len(largest.leaves) > 1
+    if several and eq is not None and eq.name in CUSTOM_RULES | REMATS | {"cond"}:
         return _fault(
             f"{words}, must be whole at one time, because one equation reads them together: "
             f"{eq.name} at {_line(eq) or 'an unknown line'}",

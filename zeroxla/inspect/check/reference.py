@@ -58,20 +58,17 @@ def has_collectives(program: Program) -> bool:
     return any(visit.equation.name in names for visit in walk(program, "cpu"))
 
 
-def unsharded(checked: CheckedModel, *, train: bool, slices: bool) -> tuple[Gradients, ...]:
+def unsharded(checked: CheckedModel, *, train: bool, slices: bool) -> Gradients:
     """Compute loss and gradients on one device, without zeroxla's placement of anything.
 
     Args:
       checked: the model.
       train: the argument of the model's loss.
-      slices: whether to add the mean over the devices' slices.
+      slices: whether to take the mean over the slices of the batch that the devices (and their
+        micro-batches) are given, each under the key that a step promises it:
+        fold_in(fold_in(fold_in(state.key, step), micro-batch), device). Otherwise the batch is one.
 
-    Returns:
-      The results for the whole batch as one; and, with `slices`, the mean over the slices of the
-      batch that the devices (and their micro-batches) are given, each under the key that a step
-      promises it: fold_in(fold_in(fold_in(state.key, step), micro-batch), device).
-
-    Cost: one compilation, of two programs of the loss and its gradient.
+    Cost: one compilation of the loss and its gradient.
     """
     loss = checked.losses(jnp.float32)[train]
     is_trained = [not leaf.frozen for leaf in checked.layout]
@@ -107,21 +104,19 @@ def unsharded(checked: CheckedModel, *, train: bool, slices: bool) -> tuple[Grad
         def cut(x: jax.Array) -> jax.Array:
             return x.reshape(world, micro, x.shape[0] // (world * micro), *x.shape[1:])
 
-        first = jax.random.fold_in(jax.random.fold_in(key, 0), 0)
-        found = [gradients(params, state, batch, first)[0]]
         if slices:
             parts = jax.lax.map(of_device, (jnp.arange(world), jax.tree.map(cut, batch)))
-            found.append(jax.tree.map(lambda x: x.sum((0, 1)), parts))
-        return [(value / w, [g / w for g in grads]) for value, w, grads in found]
+            value, weight, grads = jax.tree.map(lambda x: x.sum((0, 1)), parts)
+        else:
+            first = jax.random.fold_in(jax.random.fold_in(key, 0), 0)
+            value, weight, grads = gradients(params, state, batch, first)[0]
+        return value / weight, [g / weight for g in grads]
 
     key = jax.random.fold_in(checked.state.key, checked.state.step)
     device = checked.one_device.devices.flat[0]
     batch, key = jax.device_put((checked.batch, key), device)
     with checked.tracing_on_one_device():
-        results = jax.jit(checked.on_one_device(run))(
+        value, grads = jax.jit(checked.on_one_device(run))(
             checked.params, checked.model_state, batch, key
         )
-    return tuple(
-        Gradients(loss=float(value), leaves=[np.asarray(g) for g in grads])
-        for value, grads in results
-    )
+    return Gradients(loss=float(value), leaves=[np.asarray(g) for g in grads])

@@ -1,7 +1,13 @@
-"""An equation's operands and results with narrow floats (float16, bfloat16, float8) as float32."""
+"""An equation with narrow floats, run with float32 in their place.
+
+Equations that hold a program of their own other than loops and branches (kernels, scatters), that
+read bits or call Python run as they are: operands are rounded to their own dtypes, and an overflow
+shows as infinity.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -9,7 +15,7 @@ import numpy as np
 
 from zeroxla.program import compat
 from zeroxla.program.primitives import CALLBACKS
-from zeroxla.program.trace import Constant, Equation, Operand, Value
+from zeroxla.program.trace import Constant, Equation, Value
 
 
 def is_narrow(dtype: Any) -> bool:
@@ -23,8 +29,9 @@ def rounded(constant: Constant, dtype: Any) -> np.ndarray:
         return np.asarray(constant.value).astype(dtype)
 
 
-def wide_operand(env: dict[Value, Any], operand: Operand, i: int, eq: Equation) -> Any:
+def operand_of(env: Mapping[Value, Any], eq: Equation, i: int) -> Any:
     """Return operand i of an equation, as float32 if it is narrow."""
+    operand = eq.inputs[i]
     if isinstance(operand, Value):
         return env[operand]
     variable = eq.source.invars[i]
@@ -34,11 +41,12 @@ def wide_operand(env: dict[Value, Any], operand: Operand, i: int, eq: Equation) 
 
 
 def wide_constant(constant: Constant) -> Any:
+    """Return a constant that a program returns, as float32 if it is narrow."""
     array = jnp.asarray(constant.value)
     return array.astype(jnp.float32) if is_narrow(array.dtype) else array
 
 
-def wide_results(eq: Equation, operands: list[Any]) -> list[Any]:
+def wide_results(eq: Equation, operands: Sequence[Any]) -> list[Any]:
     """Return an equation's results with narrow floats as float32; or, if it runs as it is, its own
     results cast to float32."""
     if not _runs_as_it_is(eq):
@@ -56,8 +64,12 @@ def wide_results(eq: Equation, operands: list[Any]) -> list[Any]:
 
 
 def _runs_as_it_is(eq: Equation) -> bool:
-    holds_program = any(map(compat.is_jaxpr, eq.params.values()))
-    return holds_program or eq.name in CALLBACKS or eq.name == "bitcast_convert_type"
+    values = [x for p in eq.params.values() for x in (p if isinstance(p, tuple) else (p,))]
+    return (
+        any(map(compat.is_jaxpr, values))
+        or eq.name in CALLBACKS
+        or eq.name == "bitcast_convert_type"
+    )
 
 
 def _wide(param: Any) -> Any:
@@ -69,8 +81,10 @@ def _wide(param: Any) -> Any:
 
 
 def has_float(variable: Any) -> bool:
+    """Return whether a variable of JAX's own program is floating."""
     return jnp.issubdtype(variable.aval.dtype, jnp.floating)
 
 
 def is_float_value(value: Value) -> bool:
+    """Return whether a value is floating, complex ones aside."""
     return jnp.issubdtype(value.aval.dtype, jnp.floating)

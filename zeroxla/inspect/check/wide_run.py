@@ -1,9 +1,7 @@
 """Runs a program whose floats are narrow in float32, and notes how large each value becomes.
 
 Every equation runs with its narrow operands and results (float16, bfloat16, float8) as float32, so
-that a value that would overflow is there to be seen. Equations that hold a program of their own
-other than loops and branches (kernels, scatters), that read bits or call Python run as they are:
-operands are rounded to their own dtypes, and an overflow shows as infinity.
+that a value that would overflow is there to be seen; see `wide_equations.py`.
 """
 
 from __future__ import annotations
@@ -21,9 +19,9 @@ from jax import lax
 from zeroxla.inspect.check.wide_equations import (
     has_float,
     is_float_value,
+    operand_of,
     rounded,
     wide_constant,
-    wide_operand,
     wide_results,
 )
 from zeroxla.program import compat
@@ -132,7 +130,7 @@ class _Recorder:
         notes: Notes = {}
         for eq in program.equations:
             self.equations[id(eq)] = eq
-            operands = [wide_operand(env, a, i, eq) for i, a in enumerate(eq.inputs)]
+            operands = [operand_of(env, eq, i) for i in range(len(eq.inputs))]
             results, inside = self._results(eq, operands)
             notes |= inside
             env.update(zip(eq.outputs, results, strict=True))
