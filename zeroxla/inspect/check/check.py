@@ -62,7 +62,7 @@ def check(
 
     Cost: mostly compilation, of the step, of the unsharded gradients and, in a narrow dtype, of a
     program that notes the size of each value: for two small layers 3 s of a CPU, for a scanned
-    transformer of two layers in float16 some 20 s.
+    transformer of two layers in float16 some 25 s.
 
     >>> import numpy as np, zeroxla
     >>> from zeroxla.models import MLP
