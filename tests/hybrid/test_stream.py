@@ -139,7 +139,7 @@ def test_a_training_step_between_two_tokens_changes_nothing(trained):
         next(late)
 
 
-@pytest.mark.parametrize("release", [True, False])
+@pytest.mark.parametrize("release", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_stream_that_is_left_frees_its_copy(trained, release):
     known = trained("gpt")
     engine = HybridEngine(known.step, tensor=2, release=release)

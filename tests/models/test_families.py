@@ -195,6 +195,7 @@ def test_a_config_of_other_experts_is_another_model():
     ]
 
 
+@pytest.mark.slow
 def test_a_row_of_several_documents_is_as_if_each_had_its_own():
     """Packed rows, with a window and slopes too."""
     draw = np.random.default_rng(0)

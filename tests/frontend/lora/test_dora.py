@@ -84,7 +84,7 @@ def test_gradients_are_those_of_the_merged_model(name, frozen, mesh24, monkeypat
     )
 
 
-@pytest.mark.parametrize("frozen", [None, "int8"])
+@pytest.mark.parametrize("frozen", [pytest.param(None, marks=pytest.mark.slow), "int8"])
 def test_a_state_begins_as_the_base(frozen, mesh24):
     """With the base that it has stored, from `init` and from given weights."""
     batch = tokens(8)

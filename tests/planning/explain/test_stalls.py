@@ -87,6 +87,7 @@ def test_a_gather_that_cannot_run_ahead(scan, unit):
     assert healthy.time.seconds < report.time.seconds
 
 
+@pytest.mark.slow
 def test_a_bucket_below_a_unit_leaves_no_room():
     options = {"prefetch_bucket": 1000}
     report = explained(gpt(scan=False), options=options)

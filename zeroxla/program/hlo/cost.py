@@ -6,6 +6,7 @@ import dataclasses
 
 from zeroxla.program.hlo.flops import product_flops
 from zeroxla.program.hlo.text import Instruction, Module
+from zeroxla.program.primitives import ARRANGEMENTS, SLICES
 
 _FREE = frozenset(
     {
@@ -25,8 +26,9 @@ _FREE = frozenset(
     }
 )
 """Instructions that move no bytes: they name what is there."""
-_SLICES = frozenset({"dynamic-slice", "gather", "slice"})
-_SAME_PLACE = frozenset({"bitcast", "convert", "copy", "reshape", "transpose"})
+# HLO has hyphens in the names.
+_SLICES = frozenset(name.replace("_", "-") for name in SLICES)
+_SAME_PLACE = ARRANGEMENTS | {"bitcast", "convert"}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
