@@ -253,10 +253,10 @@ def main() -> int:
     body = (
         f"GPTs of 12 layers of width 128 (Muon) and of 8 layers of width 64 (Shampoo), float32, "
         f"2 x {LENGTH} tokens a device, {NUM_DEVICES} simulated devices as 2 nodes of 4. FLOPs and "
-        "bytes are read from compiled programs; FLOPs are the busiest device's share of what plain "
-        "jit computes on one device without sharding; then that of plain jit with shardings. Bytes "
-        "are over half of the shards of all arrays that go to owners or come back: the arrays of "
-        f"one way. Errors are those after {options.steps} steps against plain jit. Times are "
+        "bytes are read from compiled programs. FLOPs are those of the busiest device, as a share "
+        "of what plain jit computes on one device; the second figure is the same of plain jit with "
+        "shardings. Bytes are what a device receives, over its shards of the arrays that travel "
+        f"one way. Errors are relative to plain jit, after {options.steps} steps. Times are "
         "medians of the ratios of a turn, in one run; only ratios carry over to other machines.\n\n"
         f"{table(header, lines)}"
     )

@@ -156,7 +156,10 @@ def tensors(format: Format, model: Any) -> str:
 def checked(model_type: str) -> str:
     """Return what the tests compare."""
     names = ", ".join(f"`{name}`" for name in FAMILIES[model_type]["recorded"])
-    what = "Logits, loss and the gradient by every tensor equal those of Transformers within 1e-5"
+    what = (
+        "The logits, the loss and the gradient of every tensor equal those of Transformers within "
+        "1e-5"
+    )
     if model_type == "bert":
         more = "; import and export give every tensor back bit by bit"
     else:

@@ -89,6 +89,33 @@ def test_a_gpu_repeats_its_operations_in_groups_that_do_not_count(tmp_path):
     assert times.phases == pytest.approx({"update": 0.020})
 
 
+ASYNCHRONOUS = """\
+HloModule jit_train, num_partitions=2
+
+inside {
+  x = f32[8] parameter(0)
+  ROOT r = f32[4] reduce-scatter(x), dimensions={0}, metadata={op_name="NAME"}
+}
+
+ENTRY main {
+  x = f32[8] parameter(0)
+  all-reduce-start.1 = f32[8] all-reduce-start(x), metadata={op_name="NAME"}
+  all-reduce-done.1 = f32[8] all-reduce-done(all-reduce-start.1), metadata={op_name="NAME"}
+  async.1 = ((f32[8]), f32[4]) async-start(x), calls=inside, metadata={op_name="NAME"}
+  ROOT done.1 = f32[4] async-done(async.1), metadata={op_name="NAME"}
+}
+"""
+
+
+def test_both_halves_of_an_asynchronous_collective_are_of_its_phase(tmp_path):
+    # The transpose of a gather keeps the gather's scope: its kind says that it is a reduce.
+    text = ASYNCHRONOUS.replace("NAME", "jit(train)/transpose(gather)/psum")
+    names = ("all-reduce-start.1", "all-reduce-done.1", "async.1", "done.1")
+    events = [event(name, 10 * i, 10) for i, name in enumerate(names)]
+    times = inspect.phase_times(written(tmp_path / "a", events), text, steps=1)
+    assert times.phases == pytest.approx({"reduce": 0.040})
+
+
 def test_the_trace_for_viewers_names_phases_and_scopes(tmp_path):
     file = inspect.write_scoped_trace(written(tmp_path / "a", EVENTS[:4]), PROGRAM)
     with gzip.open(file, "rt") as opened:

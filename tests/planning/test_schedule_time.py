@@ -7,25 +7,16 @@ import functools
 import jax
 import jax.numpy as jnp
 import pytest
+from tools.devices import made_device
 from tools.perceptrons import Perceptrons
 from tools.quick import thinned
 
 import zeroxla
-from zeroxla.mesh.machines import Device, Link
+from zeroxla.mesh.machines import Link
 from zeroxla.pipeline.make_schedule import NAMES
 from zeroxla.planning.simulation import full_ticks
 
-DEVICE = Device(
-    name="test",
-    label="Test",
-    flops_per_s={"float32": 1e12},
-    memory_bytes=1e12,
-    bytes_per_s=1e20,
-    link="nvlink4",
-    platform="tpu",
-    efficiency=0.5,
-    source="a test",
-)
+DEVICE = made_device(1e12, bytes_per_s=1e20, platform="tpu", efficiency=0.5)
 LINK = Link(name="wire", bytes_per_s=1e18, latency_s=0.0, of="device", source="a test")
 
 

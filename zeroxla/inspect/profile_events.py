@@ -74,9 +74,10 @@ class Places:
         if found is None or text is None:
             raise ValueError("a profile is read with a compiled program or its HLO text")
         self.module = found[1]
+        self._computations = hlo.parse(text).computations
         self._instructions = {
             instruction.name: instruction
-            for computation in hlo.parse(text).computations.values()
+            for computation in self._computations.values()
             for instruction in computation.values()
         }
 
@@ -86,7 +87,18 @@ class Places:
         if found is None:
             return OperationPlace("other", "")
         path = found.op_name
-        return OperationPlace(phase_of(path, found.opcode), scope_of(path))
+        return OperationPlace(phase_of(path, self._kind(found)), scope_of(path))
+
+    def _kind(self, instruction: hlo.Instruction) -> str:
+        """Return the kind of an instruction: of one half of an asynchronous pair that of both."""
+        kind = instruction.opcode.removesuffix("-start").removesuffix("-done")
+        if kind != "async":
+            return kind
+        started = instruction if instruction.called else None
+        for name in () if started else instruction.operands:  # a done names its start
+            started = self._instructions.get(name)
+        inside = self._computations.get(started.called[0], {}) if started else {}
+        return next((x.opcode for x in inside.values() if x.is_root), kind)
 
 
 def read_events(folder: str | os.PathLike[str]) -> list[dict[str, Any]]:

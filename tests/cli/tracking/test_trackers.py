@@ -85,10 +85,15 @@ def test_the_end_is_told_once(here):
     assert mine.told == [(1, {}), False]
 
 
-def test_one_that_cannot_begin_ends_the_run(here):
-    trackers = Trackers.make(["my_trackers:Late"], print)
+def test_one_that_cannot_begin_ends_the_run_and_those_that_have_begun(here):
+    trackers = Trackers.make(["my_trackers:Mine", "my_trackers:Late"], print)
+    mine, late = trackers._named.values()
     with pytest.raises(ValueError, match=r"--track my_trackers:Late cannot begin: Connection"):
         trackers.begin(run_in(RunFolder.create(here / "run", {})))
+    assert mine.told == [("run", 0, 3), False]
+    trackers.end(False)
+    assert late.told == []
+    assert mine.told == [("run", 0, 3), False]
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from tools.devices import made_device
 
-from zeroxla.mesh.machines import Device, Link
+from zeroxla.mesh.machines import Link
 from zeroxla.planning.explain.hlo_clock import HloClock
 from zeroxla.planning.explain.link_uses import link_uses_of
 from zeroxla.planning.explain.origins import Origin
@@ -13,17 +14,7 @@ from zeroxla.planning.target import Target
 from zeroxla.program import hlo
 
 # A product of [64,64] takes 2 * 64^3 = 524,288 FLOPs: 0.524288 s. Memory takes nothing.
-DEVICE = Device(
-    name="test",
-    label="Test",
-    flops_per_s={"float32": 1e6},
-    memory_bytes=1e12,
-    bytes_per_s=1e30,
-    link="nvlink4",
-    platform="gpu",
-    efficiency=1.0,
-    source="a test",
-)
+DEVICE = made_device(1e6)
 PRODUCT_S = 2 * 64**3 / 1e6
 # A gather to [64,64] over 2 devices brings 8,192 bytes: 0.8192 s over `device`.
 SLOW = Link(name="slow", bytes_per_s=1e4, latency_s=0.0, of="device", source="a test")

@@ -10,28 +10,19 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from tools.devices import made_device
 from tools.quick import quick_compilation  # noqa: F401
 
 import zeroxla
 from zeroxla import ZeroConfig
-from zeroxla.mesh.machines import Device, Link
+from zeroxla.mesh.machines import Link
 from zeroxla.models import GPT
 from zeroxla.models.losses import next_token_loss
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 LENGTH, ROWS = 64, 64
-DEVICE = Device(
-    name="test",
-    label="Test",
-    flops_per_s={"float32": 8e11},
-    memory_bytes=1e9,
-    bytes_per_s=1e12,
-    link="nvlink4",
-    platform="gpu",
-    efficiency=0.5,
-    source="a test",
-)
+DEVICE = made_device(8e11, memory_bytes=1e9, bytes_per_s=1e12, efficiency=0.5)
 LINK = Link(name="wire", bytes_per_s=2e9, latency_s=1e-6, of="device", source="a test")
 SLOW = dataclasses.replace(LINK, bytes_per_s=6e8)
 

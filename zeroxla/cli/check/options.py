@@ -51,7 +51,7 @@ class CheckedTraining:
     ones change the numbers."""
 
     deepspeed: Path | None = None
-    """DeepSpeed configuration, a JSON file, of which these options are taken. Flags win over it."""
+    """DeepSpeed configuration (JSON). These options are read from it, and flags override it."""
     compute_dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """Dtype of the computation, whose overflow is looked for. Default: float32."""
     accumulate: int | None = None

@@ -39,7 +39,7 @@ class ExplainOptions:
     json: bool = False
     """Print the report as JSON."""
     picture: Path | None = None
-    """File for a picture of the time line: what the device and each link do, and waits."""
+    """File for a picture of the time line: the work of the device and of each link, and waits."""
 
     def __post_init__(self) -> None:
         for name in ("nodes", "devices_per_node", "batch"):

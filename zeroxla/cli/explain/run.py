@@ -123,7 +123,8 @@ def _model_and_batch(stored: TrainOptions, options: ExplainOptions) -> tuple[Any
             "image": image,
             "label": jax.ShapeDtypeStruct((rows,), jnp.int32),
         }
-    model = stored.lora.adapted(choose(stored, options.run.expanduser()).model)
+    run = options.run.expanduser()
+    model = stored.lora.adapted(choose(stored, run).model, run)
     if stages.pipe > 1:
         model = Pipeline.from_model(model, **stages.as_arguments)
     length = stored.text.length

@@ -58,8 +58,8 @@ class SamplingOptions:
     seed: int = 0
     """Seed of the tokens that are drawn."""
     eos: Annotated[tuple[int, ...], Repeated] = ()
-    """Number of a token that ends an answer. The flag may be repeated. Default: those of the
-    model's configs and of its tokenizer."""
+    """Number of a token that ends an answer. The flag may be repeated. Default: the end tokens that
+    the model's configs and its tokenizer name."""
     stop: Annotated[tuple[str, ...], Repeated] = ()
     """Text that ends an answer, and is no part of it. The flag may be repeated."""
 

@@ -46,12 +46,15 @@ class Trackers:
         """Tell all trackers about the run.
 
         Raises:
-          ValueError: one of them cannot begin.
+          ValueError: one of them cannot begin. Those before it have been ended.
         """
-        for name, tracker in self._named.items():
+        named, self._named = self._named, {}
+        for name, tracker in named.items():
             try:
                 tracker.begin(run)
+                self._named[name] = tracker
             except Exception as error:
+                self.end(False)
                 raise ValueError(
                     f"--track {name} cannot begin: {type(error).__name__}: {error}; mend it, or "
                     "leave it out of --track"

@@ -131,12 +131,12 @@ class TrainJob(Job[TrainOptions, Output]):
             self.state = self.step.init(key, self.valid_batches[0])
         rows = self.valid_batches[0]
         self.program = self.output.program(self.step, inner_of(self.state), rows, self.stages)
+        peak = peak_flops_per_s(self.mesh.devices.flat[0].device_kind, self.mesh.size)
         self.values = StepValues(
             task=self.task,
             num_rows=self.options.text.batch,
             schedule=self.schedule,
-            model_flops=self.step.model_flops(),
-            peak=peak_flops_per_s(self.mesh.devices.flat[0].device_kind, self.mesh.size),
+            least_s=self.step.model_flops() / peak if peak else None,
             of_program=self.program.values(),
         )
         if self.stages:

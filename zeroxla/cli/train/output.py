@@ -62,8 +62,13 @@ class Output:
 
     def profile(self, folder: Path, program: ProgramReports, steps: int) -> None:
         """Print where the time of the profiled steps went, and where their trace is."""
-        self.console.print(program.times(folder, steps).table())
-        self.print(f"Profile: {folder}; for Perfetto: {program.trace(folder)}")
+        try:
+            times, trace = program.times(folder, steps), program.trace(folder)
+        except (ValueError, OSError) as error:  # training goes on, and the viewers have the trace
+            self.warn(f"the profile in {folder} is written, but not told by phases: {error}")
+            return
+        self.console.print(times.table())
+        self.print(f"Profile: {folder}; for Perfetto: {trace}")
 
     def progress(self, total: int, done: int, label: str = "training") -> Progress:
         """Return a progress bar with one task; its field `status` is shown beside the bar."""

@@ -22,16 +22,15 @@ class StepValues:
       task: the model and its data.
       num_rows: the rows of a batch.
       schedule: the learning rate by step; None if it is the optimizer's own matter.
-      model_flops: the FLOPs of the model's products in a step.
-      peak: the FLOP/s of all devices at their best; None if they are not known.
+      least_s: the seconds that the model's products of a step take at the devices' peak; None if
+        that is not known.
       of_program: what is the same in every step, by name: bytes on the wire and in memory.
     """
 
     task: Task
     num_rows: int
     schedule: optax.Schedule | None
-    model_flops: float
-    peak: float | None
+    least_s: float | None
     of_program: Mapping[str, float]
 
     def read(
@@ -52,8 +51,8 @@ class StepValues:
         }
         values |= {"examples": number * self.num_rows, "step_s": seconds, **phases}
         values[f"{self.task.counted}_per_s"] = self.task.num_counted / seconds
-        if self.peak is not None:
-            values["mfu"] = self.model_flops / seconds / self.peak
+        if self.least_s is not None:
+            values["mfu"] = self.least_s / seconds
         if self.schedule is not None:
             values["learning_rate"] = np.asarray(self.schedule(number - 1)).item()
         return {**values, **self.of_program, **peak_bytes()}

@@ -120,8 +120,8 @@ def _explained(
     )
     if _equal(checked, summed, whole):
         return _fault(
-            f"the loss sums over rows: that of the whole batch ({whole.loss:.4g}) and its "
-            f"gradients are {count} times the mean over {count} devices' rows ({rows.loss:.4g})",
+            f"the loss sums over rows: on the whole batch it is {whole.loss:.4g}, {count} times "
+            f"its mean over the {count} devices' rows ({rows.loss:.4g}), and so are its gradients",
             "return the mean over rows; or a mean over the items that count, and their number as "
             'metrics["weight"]',
         )
