@@ -37,7 +37,7 @@ class TestEquality:
     def test_a_loss_that_sums_over_rows(self):
         found = only_fault(checked(planted.summed), "equality")
         assert "the loss sums over rows" in found.found
-        assert "8 times the mean over 8 devices' rows" in found.found
+        assert "8 times its mean over the 8 devices' rows" in found.found
         assert 'metrics["weight"]' in found.remedy
 
     @pytest.mark.parametrize(
