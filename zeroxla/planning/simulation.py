@@ -89,6 +89,7 @@ class Simulation:
         *,
         ahead: bool | None = None,
         names: EventNames | None = None,
+        as_issued: bool = False,
         with_update: bool = True,
     ) -> TimeLine:
         """Return the time line on a target.
@@ -98,11 +99,18 @@ class Simulation:
           ahead: loops gather a turn ahead. None means as the program does, and of the compilers
             only the GPUs' can.
           names: names the events; None leaves them without.
+          as_issued: see `Clock`.
           with_update: whether the optimizer's update follows the gradients.
         """
         if ahead is None:
             ahead = self.prefetches and target.device.platform == "gpu"
-        clock = Clock(target, ahead=ahead, full_ticks=self._full_ticks, names=names)
+        clock = Clock(
+            target,
+            ahead=ahead,
+            full_ticks=self._full_ticks,
+            names=names,
+            as_issued=as_issued,
+        )
         clock.run(self.program, [0.0] * len(self.program.inputs))
         if with_update:
             clock.update(self._update_s(target))

@@ -70,7 +70,7 @@ class ExplainedTrace:
             target=target,
             simulation=simulation,
             names=names,
-            time=simulation.on(target, names=names, with_update=False),
+            time=simulation.on(target, names=names, as_issued=True, with_update=False),
             residuals=tuple(x for x in largest_first(held) if x.kind == RESIDUALS),
             total_bytes=traced.memory.total_bytes,
             leaf_shapes={leaf.path: leaf.placement.shape for leaf in layout},
@@ -78,7 +78,7 @@ class ExplainedTrace:
 
     def with_update(self) -> TimeLine:
         """Return the time line with the update, which counts by its bytes."""
-        return self.simulation.on(self.target, names=self.names)
+        return self.simulation.on(self.target, names=self.names, as_issued=True)
 
 
 def rewritable(step: Step, batch: Any) -> tuple[tuple[Finding, ...], str]:
