@@ -67,8 +67,9 @@ def test_rules_and_single_names_are_known_to_jax():
 
 
 def test_no_set_of_names_stands_elsewhere():
+    """The names in `program/hlo` are HLO's own; some are those of a primitive, too."""
     known = names_of_jax()
     for file in Path(zeroxla.__file__).parent.rglob("*.py"):
-        if file.name != "primitives.py":
+        if file.name != "primitives.py" and file.parent.name != "hlo":
             for names in re.findall(r"(?:frozenset\(|[|]|= )\s*\{([^}:]*)\}", file.read_text()):
                 assert len(known.intersection(re.findall(r'"([^"]+)"', names))) < 2, file
