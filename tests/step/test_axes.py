@@ -5,6 +5,7 @@ every case of the zoo on each axis. The zoo's sequences have odd lengths: `conte
 """
 
 import dataclasses
+import itertools
 
 import flax.linen as nn
 import jax
@@ -118,7 +119,6 @@ def assert_gradients_equal(name, axes, length):
     assert abs(float(step.eval(state, batch)["loss"]) / float(want) - 1) < 1e-6
 
 
-QUICK = ("custom_vjp",)
 AXES = [(("tensor", 2),), (("expert", 2),), (("context", 2),)]
 WITH_SEQUENCES = (
     *("gpt_unrolled", "gpt_unrolled_remat", "gpt_scan", "gpt_scan_remat", "gpt_masked"),
@@ -133,14 +133,8 @@ NOTHING_TO_SPLIT = {
 """The cases whose sizes are odd, which read no leaf in a product with rows, or have no sequence."""
 
 
-@pytest.mark.parametrize(
-    ("case", "axes"),
-    [
-        pytest.param(case, axes, marks=() if case in QUICK and i == 2 else pytest.mark.slow)
-        for case in CASES
-        for i, axes in enumerate(AXES)
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("case", "axes"), itertools.product(CASES, AXES))
 def test_every_model_of_the_zoo_trains_as_on_one_device(case, axes):
     row = Row(case=case, mesh=(2, 2), settings=Settings(), axes=axes)
     if case in NOTHING_TO_SPLIT[axes[0][0]]:
@@ -158,6 +152,7 @@ def test_every_model_of_the_zoo_trains_as_on_one_device(case, axes):
     assert errors.model_state[1] <= STEPS_TOLERANCE, errors.model_state
 
 
+@pytest.mark.slow
 def test_a_device_stores_its_share_and_gathers_its_part():
     """Leaves are stored over all devices, whatever splits them; a device gathers a quarter."""
     mesh = zeroxla.make_mesh(nodes=1, tensor=4)
@@ -275,6 +270,7 @@ def test_attention_of_a_long_sequence_is_split_by_heads():
     assert all(c.num_bytes <= 4 * 2 * length for c in report.conversions if c.times == 1)
 
 
+@pytest.mark.slow
 def test_wires_keep_copies_and_errors_of_parts():
     """A copy has the parts one after another; its name in a checkpoint says which."""
     options = {

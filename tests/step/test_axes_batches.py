@@ -68,6 +68,7 @@ def test_a_device_is_given_its_part_of_a_sequence():
     assert held(placed) == {sum(x.nbytes for x in batch.values()) // 8}
     for name, x in placed.items():
         np.testing.assert_array_equal(x, batch[name])
+    assert lines(step)["batch: x, y"] == "given as part of dim 1"
 
 
 def test_the_program_is_given_no_more_than_the_parts():
@@ -122,6 +123,7 @@ def test_arrays_that_are_read_in_parts_are_given_in_parts(kind, axes, expected):
     assert specs(step, batch) == expected
 
 
+@pytest.mark.slow
 def test_tokens_that_become_inputs_and_targets_are_given_whole():
     batch = {"tokens": np.zeros((4, LENGTH + 1), np.int32)}
     step = step_of(GPT.tiny(layers=1), zeroxla.make_mesh(nodes=1, context=4))
@@ -157,6 +159,7 @@ def test_batches_of_any_placement_are_taken():
         np.testing.assert_allclose(losses(step, given), want, rtol=5e-6)
 
 
+@pytest.mark.slow
 def test_batches_of_any_placement_are_evaluated():
     mesh, batch = zeroxla.make_mesh(nodes=2, context=2), series(8)
     step = step_of(Series(), mesh)
@@ -177,6 +180,7 @@ def test_micro_batches_are_parts_of_sequences_and_whole_rows():
     np.testing.assert_allclose(losses(step, batches), want, rtol=5e-6)
 
 
+@pytest.mark.slow
 def test_micro_batches_are_given_with_whole_rows():
     """And a batch that is evaluated at once is split over experts too."""
     mesh = zeroxla.make_mesh(nodes=2, devices_per_node=4, expert=2, context=2)
@@ -209,6 +213,7 @@ def test_stages_are_given_parts():
     assert lines(step)["batch: targets, tokens"] == "given as part of dim 1"
 
 
+@pytest.mark.slow
 def test_the_description_says_what_is_given_in_parts():
     step = step_of(KINDS["encoder"].make(), zeroxla.make_mesh(nodes=1, context=4))
     step.abstract_state(masked(4))

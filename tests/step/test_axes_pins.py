@@ -105,6 +105,7 @@ def test_an_array_is_held_as_its_name_or_its_scope_is_pinned(pattern, equation, 
         assert held.dim == dim % 3
 
 
+@pytest.mark.slow
 def test_arrays_and_leaves_in_a_loop_are_pinned():
     """Residuals are kept whole: Megatron without sequence parallelism."""
     batch = {"tokens": np.random.default_rng(0).integers(0, 64, (8, 17), np.int32)}

@@ -121,8 +121,9 @@ def step_of(mesh24):
 @pytest.mark.parametrize(
     ("kind", "preset"),
     thinned(
-        [("linen", "zero3")],
+        [],
         slow=[
+            ("linen", "zero3"),
             ("nnx", "zeropp"),
             ("pair", "zero3"),
             ("nnx", "zero3"),

@@ -72,7 +72,7 @@ def test_and_an_update_of_what_is_on_the_host(mesh, expected, offload):
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6), found[0], expected[0])
 
 
-@pytest.mark.parametrize("params", thinned(["disk"], slow=["none"]))
+@pytest.mark.parametrize("params", thinned([], slow=["disk", "none"]))
 def test_and_an_update_of_what_is_on_disk(mesh, expected, params, tmp_path):
     offload = Offload(optimizer="disk", params=params, sub_group=8, path=tmp_path)
     found = after_steps(mesh, offload=offload)

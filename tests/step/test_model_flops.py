@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from tools.quick import thinned
 
 import zeroxla
 from zeroxla import ZeroConfig
@@ -30,15 +31,15 @@ def gpt_forward(layers, width, vocabulary=64):
     return 2 * (layers * 12 * width**2 + vocabulary * width) + layers * 4 * LENGTH * width
 
 
-@pytest.mark.parametrize("scan", [True, False])
-@pytest.mark.parametrize("remat", [False, True])
+@pytest.mark.parametrize("scan", thinned([True], slow=[False]))
+@pytest.mark.parametrize("remat", thinned([True], slow=[False]))
 def test_recomputation_and_loops_change_nothing(scan, remat):
     model = GPT.tiny(layers=2, width=32, heads=2, scan=scan, remat=remat)
     assert flops_of(model) == 3 * ROWS * LENGTH * gpt_forward(2, 32)
 
 
 @pytest.mark.parametrize(
-    "shape", [{"nodes": 2}, {"nodes": 1, "tensor": 2}, {"nodes": 2, "pipe": 2}]
+    "shape", thinned([{"nodes": 2}, {"nodes": 2, "pipe": 2}], slow=[{"nodes": 1, "tensor": 2}])
 )
 def test_meshes_share_the_same_work(shape):
     model = GPT.tiny(layers=2, width=32, heads=2)

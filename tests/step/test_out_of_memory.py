@@ -10,12 +10,12 @@ import jax.numpy as jnp
 import optax
 import pytest
 from jax.sharding import AbstractMesh
+from tools.perceptrons import Perceptrons
 from tools.quick import quick_compilation  # noqa: F401
 
 import zeroxla
 from zeroxla import DeviceMemoryError, ZeroConfig
 from zeroxla.inspect import memory
-from zeroxla.models import GPT
 from zeroxla.offload.array_bytes import shard_bytes
 from zeroxla.step.memory import out_of_memory
 from zeroxla.step.memory.larger_meshes import larger_meshes
@@ -31,8 +31,7 @@ TEXT = "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 34359738368 b
 def made(mesh=None, **options):
     config = ZeroConfig(persistence_threshold=0, **options)
     mesh = zeroxla.make_mesh(nodes=2) if mesh is None else mesh
-    model = GPT(vocab=64, length=LENGTH, layers=2, width=32, heads=2, scan=True)
-    return zeroxla.make_step(model, mesh, optax.adam(1e-3), config=config)
+    return zeroxla.make_step(Perceptrons(layers=2), mesh, optax.adam(1e-3), config=config)
 
 
 @pytest.fixture(scope="module")
@@ -89,6 +88,7 @@ def test_the_amount_that_the_error_names_is_enough(step, monkeypatch):
     assert memory(within).total_bytes <= ZeroConfig(memory=amount).memory
 
 
+@pytest.mark.slow
 def test_a_state_that_is_still_there_is_not_called_lost(step, monkeypatch):
     batch = {"tokens": jnp.zeros((ROWS, LENGTH + 1), jnp.int32)}
     state = step.init(jax.random.key(0), batch)

@@ -66,8 +66,9 @@ def all_relative(found, expected):
     [
         pytest.param("gpt_scan", "bfloat16", marks=pytest.mark.slow),
         pytest.param("gpt_scan", "float16", marks=pytest.mark.slow),
-        pytest.param("batchnorm", "float16", marks=pytest.mark.smoke),
+        pytest.param("batchnorm", "float16", marks=(pytest.mark.slow, pytest.mark.smoke)),
         pytest.param("llama_unrolled", "bfloat16", marks=pytest.mark.slow),
+        pytest.param("odd_dims", "float16", marks=pytest.mark.smoke),
     ],
 )
 def test_16_bit_gradients_equal_the_reference_in_that_dtype(name, dtype):
@@ -84,9 +85,16 @@ def test_16_bit_gradients_equal_the_reference_in_that_dtype(name, dtype):
     assert all_relative(found, exact) < 1.25 * all_relative(expected, exact)
 
 
-@pytest.mark.parametrize("dtype", thinned(["bfloat16"], slow=["float16"]))
-def test_16_bits_travel_and_masters_are_float32(dtype):
-    case = CASES["gpt_scan"]
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    thinned(
+        [("odd_dims", "bfloat16")],
+        slow=[("gpt_scan", "bfloat16"), ("gpt_scan", "float16")],
+        rows=True,
+    ),
+)
+def test_16_bits_travel_and_masters_are_float32(name, dtype):
+    case = CASES[name]
     config = zeroxla.ZeroConfig(
         persistence_threshold=0, compute_dtype=dtype, reduce_dtype=dtype, unit_elements=1000
     )
@@ -112,6 +120,7 @@ def test_a_bfloat16_reduce_rounds_gradients_and_nothing_else():
     assert 1e-4 < error < EPS["bfloat16"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", thinned(["float16"], slow=["bfloat16"]))
 def test_a_loop_whose_body_returns_constants_runs_in_16_bit(dtype):
     def loss(p, batch, key):

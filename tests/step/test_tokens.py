@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import optax
 import pytest
-from tools.quick import quick_compilation  # noqa: F401
+from tools.quick import quick_compilation, thinned  # noqa: F401
 
 import zeroxla
 from zeroxla.models import GPT, Llama
@@ -39,7 +39,10 @@ def mesh():
 )
 @pytest.mark.parametrize(
     "model",
-    [GPT.tiny(), Llama.tiny(), zeroxla.lora(GPT.tiny(), rank=2, targets="c_fc/kernel")],
+    thinned(
+        [GPT.tiny()],
+        slow=[Llama.tiny(), zeroxla.lora(GPT.tiny(), rank=2, targets="c_fc/kernel")],
+    ),
     ids=["gpt", "llama", "lora"],
 )
 def test_a_token_outside_the_vocabulary_is_named(mesh, model, token, message):

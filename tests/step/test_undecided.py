@@ -48,6 +48,7 @@ def plain():
     return state, step.grad(state, BATCH), taken
 
 
+@pytest.mark.slow
 def test_as_many_micro_batches_are_taken_as_fit(plain):
     state, (expected, gradients), taken = plain
     rest = taken.total_bytes - taken.temp_bytes

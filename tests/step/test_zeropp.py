@@ -432,6 +432,7 @@ def test_patterns_choose_what_is_quantized():
     assert wires["h/ln_1/scale"] == "float"  # 32 elements a layer
 
 
+@pytest.mark.slow
 def test_frozen_leaves_have_no_error_and_no_gradient_on_the_wire():
     def loss(p, batch, key):
         return mse(jnp.tanh(batch["x"] @ p["a"]) @ p["b"], batch["y"])

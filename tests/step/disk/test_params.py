@@ -154,6 +154,7 @@ def test_a_checkpoint_opens_in_every_memory(mesh24, tmp_path):
             checkpointer.restore_params(step.shapes(), "kernel")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("calls", thinned([("__call__",)], slow=[("eval", "grad", "__call__")]))
 def test_a_flipped_byte_is_found_where_the_leaf_is_gathered(mesh24, tmp_path, calls):
     step, state = make(mesh24, disk(tmp_path))

@@ -81,6 +81,7 @@ def in_order(events, *rosters):
     return all(any(roster == found for found in rounds) for roster in rosters)
 
 
+@pytest.mark.slow
 def test_an_island_that_leaves_takes_no_other_with_it():
     def each(island, done, events):
         return not (island.slot == 2 and done == 5)

@@ -32,6 +32,7 @@ from zeroxla.quantize import WireFormat
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num", thinned([2], slow=[4]))
 def test_an_exchange_after_each_step_is_data_parallelism(num):
     rows = batches(3)
@@ -172,6 +173,7 @@ def test_quantized_islands_share_the_same_bits_and_lose_little(num, bits, feedba
     assert sent[0] == (num - 1) * 2 * world * part_bytes
 
 
+@pytest.mark.slow
 def test_a_state_begins_and_goes_on_like_its_training_state():
     """One island alone, with outer SGD of rate 1, trains as if there were none."""
     rows = batches(6)

@@ -72,8 +72,7 @@ OPTIMIZERS = {
     "soap": lambda: soap(0.1),
     "damped": lambda: optax.chain(damped(), optax.sgd(0.1, momentum=0.9)),
 }
-QUICK = ("muon, a schedule and clipping",)
-ELSEWHERE = (*QUICK, "shampoo", "several")
+ELSEWHERE = ("muon, a schedule and clipping", "shampoo", "several")
 """The optimizers that the slow tests take on other meshes too."""
 
 
@@ -172,9 +171,9 @@ def assert_equal(found, expected, error=2e-5):
 @pytest.mark.parametrize(
     ("name", "nodes", "devices"),
     thinned(
-        [(name, 2, 4) for name in QUICK],
+        [],
         slow=[
-            *((name, 2, 4) for name in OPTIMIZERS if name not in QUICK),
+            *((name, 2, 4) for name in OPTIMIZERS),
             *((name, *mesh) for name in ELSEWHERE for mesh in ((3, 2), (8, 1), (1, 2))),
         ],
         rows=True,
@@ -225,6 +224,7 @@ def test_xla_gathers_each_matrix_without_owners(mesh24):
     assert by_xla["all-gather"] > 10
 
 
+@pytest.mark.slow
 def test_updates_without_matrices_stay_as_they_are(mesh24):
     """The same program with owners and without."""
     for optimizer in (optax.adam(1e-2), optax.adafactor(1e-2, min_dim_size_to_factor=4)):
