@@ -66,7 +66,17 @@ def assert_close(found, wanted):
         np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6 * float(jnp.abs(b).max()))
 
 
-@pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
+QUICK = ("norm", "gelu", "shared outputs", "wide and narrow")
+"""The others are slow; test_memory.py of the step has a quick loop of perceptrons."""
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        pytest.param(loss, marks=() if name in QUICK else pytest.mark.slow, id=name)
+        for name, loss in LOSSES.items()
+    ],
+)
 def test_gradients_do_not_depend_on_what_is_kept(loss):
     function, shape = loss
     w, x = arrays(shape, X_BD)

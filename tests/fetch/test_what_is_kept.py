@@ -96,6 +96,7 @@ class OneBlock(nn.Module):
         return x
 
 
+@pytest.mark.slow
 @needs_barriers
 @pytest.mark.parametrize("threshold", thinned([0], slow=[10**9]), ids=["fetched", "persistent"])
 def test_gradient_of_a_leaf_is_summed_use_by_use(threshold):
@@ -114,6 +115,7 @@ def test_gradient_of_a_leaf_is_summed_use_by_use(threshold):
     assert temporaries(8) < 1.3 * temporaries(2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("scan", "threshold"), thinned([(True, BIASES)], slow=[(False, 0)], rows=True)
 )
