@@ -124,7 +124,6 @@ SECONDARY = [*itertools.product(GROUPS, ("wire", "values"), (None, FORMAT))]
 QUICK_SECONDARY = [
     (QUICK_GROUPS[0], "values", FORMAT),
     (QUICK_GROUPS[0], "wire", None),
-    (QUICK_GROUPS[1], "wire", FORMAT),
 ]
 
 

@@ -123,6 +123,7 @@ def test_the_mean_is_within_the_bounds_of_both_hops(mesh, dtype):
 
 
 @pytest.mark.smoke
+@pytest.mark.slow
 @pytest.mark.parametrize("formats", [(INT4, INT8)])
 @pytest.mark.parametrize("when", thinned(["step"], slow=["microbatch"]))
 def test_the_mean_in_other_formats_and_with_the_node_hop_at_the_end(formats, when):
