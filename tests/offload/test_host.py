@@ -40,9 +40,10 @@ def bytes_of(state, kind):
 
 
 QUICK = [
-    ("scanned", "zero3", HOST, 1),
+    ("functions", "zero3", HOST, 1),
 ]
 SLOW = [
+    ("scanned", "zero3", HOST, 1),
     ("nnx", "zero3", Offload(optimizer="host", buffers=1, sub_group=1), 2),
     ("unrolled", "zeropp", Offload(optimizer="host", ratio=0.5), 2),
     ("nnx", "zeropp", HOST, 1),

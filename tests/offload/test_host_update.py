@@ -130,6 +130,7 @@ def test_moments_never_come_to_the_device(mesh24, optimizer):
         assert sorted(back) == ([] if offload is ALL else leaves)
 
 
+@pytest.mark.slow
 def test_of_factored_moments_little_moves(mesh24):
     step = make_step(mesh24, STATE, optimizer=FACTORED)
     num_parameters = sum(x.size for x in jax.tree.leaves(step.abstract_state(batch()).params))

@@ -64,6 +64,7 @@ def test_backward_gathers_from_host_memory(mesh24, model):
         assert ("of secondary shards on the host" in str(described)) == is_there
 
 
+@pytest.mark.slow
 def test_a_plan_counts_them_as_the_hosts():
     mesh, found = {"node": 2, "device": 4}, []
     model = GPT(vocab=64, length=16, layers=8, width=256, heads=4)
