@@ -9,7 +9,7 @@ import pytest
 from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from tools.quick import quick_compilation  # noqa: F401
+from tools.quick import quick_compilation, thinned  # noqa: F401
 
 from zeroxla.program.trace import trace
 from zeroxla.split.axis_costs import AxisCosts
@@ -142,7 +142,15 @@ def products_along(program, size):
     return any(size in v.aval.shape for v in results)
 
 
-@pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.__name__)
+SLOW_LOSSES = (flattened_and_masked, causal_attention, token_shift, shifted_logits)
+"""What they need of padding, other losses need too, or the tests of devices below."""
+
+
+@pytest.mark.parametrize(
+    "loss",
+    thinned([x for x in LOSSES if x not in SLOW_LOSSES], slow=SLOW_LOSSES),
+    ids=lambda loss: loss.__name__,
+)
 @pytest.mark.parametrize(
     "length", [15, *(pytest.param(n, marks=pytest.mark.slow) for n in (16, 33))]
 )
@@ -201,7 +209,7 @@ def split(loss, length):
     return jax.jit(run)(weights(), batch), list(conversions_of(plans[0], PARTS))
 
 
-QUICK = [(shifted_logits, 31), (token_shift, 32), (associative_scan, 32)]
+QUICK = [(shifted_logits, 31), (token_shift, 32)]
 SLOW = [(loss, n) for loss in LOSSES for n in (31, 32) if (loss, n) not in QUICK]
 
 

@@ -272,6 +272,8 @@ SLOW = (  # Other cases have the same rules.
     *("uneven split", "a slice of two pieces", "concatenated with itself", "padded with gaps"),
     *("convolution, features made", "convolution, features read"),
     *("depthwise, padded, with gaps", "inside groups", "turned halves", "branches with sums"),
+    *("convolution, features read, some whole", "rows, some of them whole", "columns"),
+    *("uneven slices", "depthwise"),
 )
 
 
@@ -336,6 +338,7 @@ def test_fused_projections_and_convolutions_are_split(name):
     assert plan.num_elements < 1.15 * plan.num_parameters / 2
 
 
+@pytest.mark.slow
 def test_each_piece_of_a_fused_projection_is_split_by_its_own_heads():
     rows = {row.path: row for row in model_of(fused_models.FusedBlocks()).plan(2).rows}
     assert rows["Dense_1/kernel"].pieces == ((1, 2, 16), (2, 2, 8))

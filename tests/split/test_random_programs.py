@@ -118,6 +118,7 @@ def check_program(steps, parts):
         np.testing.assert_allclose(mine, expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num", thinned([3], slow=[50]))
 def test_programs_in_parts(num):
     settings(max_examples=num, deadline=None, derandomize=True)(check_program)()

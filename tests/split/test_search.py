@@ -173,11 +173,12 @@ def test_states_that_are_left_out_are_not_missed(role, name, monkeypatch):
     assert cost == pytest.approx(other, rel=0.01)
 
 
-def test_a_search_finds_the_same_plan_again():
+@pytest.mark.parametrize("scan", thinned([True], slow=[False]))
+def test_a_search_finds_the_same_plan_again(scan):
     found = []
     for _ in range(2):
         traced.cache_clear()
-        plan = plan_of("tensor", "llama", scan=False)
+        plan = plan_of("tensor", "llama", scan)
         holdings = [str(h) for h in (*plan.inputs, *plan.outputs)]
         moves = [(c.shape, str(c.have), str(c.want), c.where) for c in travels(plan)]
         found.append((plan.cost, holdings, moves))

@@ -279,6 +279,7 @@ def test_one_device_needs_no_split():
     assert splits_of(NoCache(), 1) == {}
 
 
+@pytest.mark.slow
 def test_a_split_that_computes_something_else_is_found_and_undone(monkeypatch):
     """A rule that forgets the sum over the parts, of products with 128 terms only."""
     right = products.RULES["dot_general"]
@@ -298,6 +299,7 @@ def test_a_split_that_computes_something_else_is_found_and_undone(monkeypatch):
     assert rows["h_0/attn/c_attn/kernel"].dim == 1
 
 
+@pytest.mark.slow
 def test_a_program_that_needs_a_split_dim_whole_says_so():
     model = model_of(ParallelGPT(layers=1))
     plan = model.plan(2)

@@ -410,7 +410,8 @@ SLOW = (  # Other cases have the same rules, or other arguments of the same equa
     *("running maximum, backwards", "running logarithm of sums", "lookup outside of a table"),
     *("windows of a table", "turned halves", "split, fused", "split, of several classes"),
     *("reshape that merges", "scan", "checkpoint", "cond", "cond, with a checkpoint", "largest"),
-    "add a number",
+    *("add a number", "product, head by head", "scan of checkpoints", "take along"),
+    "convolution of an image, in steps",
 )
 
 
