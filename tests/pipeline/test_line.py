@@ -51,16 +51,9 @@ def run_stages(line, places, params, state, batch):
     return x, jax.tree.unflatten(jax.tree.structure(state), new)
 
 
-QUICK = [("unrolled, dropout", True)]
-
-
 @pytest.mark.parametrize(
     ("name", "train"),
-    thinned(
-        QUICK,
-        slow=[x for x in itertools.product(MODELS, (True, False)) if x not in QUICK],
-        rows=True,
-    ),
+    thinned([], slow=itertools.product(MODELS, (True, False)), rows=True),
 )
 def test_any_place_may_be_cut(name, train):
     """Two stages at some places of the line, and as many stages as layers."""

@@ -41,7 +41,8 @@ def assert_equals_the_whole(step, pipeline, batch, *, rtol=RTOL):
     ("model", "mesh", "m", "options", "weights"),
     [
         pytest.param(
-            *("listed, remat", (4, 1, 2), 8, {"memory": "low"}, "step"), marks=pytest.mark.smoke
+            *("listed, remat", (4, 1, 2), 8, {"memory": "low"}, "step"),
+            marks=[pytest.mark.smoke, pytest.mark.slow],
         ),
         pytest.param(*("gpt, remat, untied", (4, 1, 2), 3, {}, "tick"), marks=pytest.mark.slow),
         pytest.param(
@@ -56,6 +57,7 @@ def test_a_step_equals_the_whole_model(model, mesh, m, options, weights):
     assert_equals_the_whole(step, pipeline, tokens(m * mesh[1] * mesh[2]))
 
 
+@pytest.mark.slow
 def test_floating_inputs_are_cast_to_the_compute_dtype():
     """A convolution refuses operands of two dtypes, and in float32 the loss would be another."""
 
@@ -220,6 +222,7 @@ class ScaledBlocks(nn.Module):
         return jnp.mean((self(batch) - 1) ** 2), {}
 
 
+@pytest.mark.slow
 def test_a_leaf_of_blocks_that_is_too_small_to_be_split_stays_whole():
     pipeline, batch = Pipeline.from_model(ScaledBlocks()), np.eye(16, 8, dtype=np.float32)
     step = step_of(pipeline, 2, 1, 2, 2)
