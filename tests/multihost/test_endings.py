@@ -50,7 +50,7 @@ def test_processes_that_end_in_turn_end_well():
     assert "launch:" not in out
 
 
-@pytest.mark.parametrize(("how", "rank"), [slow("raises", 0), ("raises", 1)])
+@pytest.mark.parametrize(("how", "rank"), [slow("raises", 0), slow("raises", 1)])
 def test_without_a_launcher_too(how, rank):
     port = free_port()
     started = [

@@ -61,7 +61,7 @@ def test_gpus_are_shared_out(capfd, monkeypatch):
     ("end", "status", "said"),
     [
         ("exit 3", 3, "ended with exit code 3"),
-        ("kill -9 $$", 137, "was killed by SIGKILL"),
+        pytest.param("kill -9 $$", 137, "was killed by SIGKILL", marks=pytest.mark.slow),
         pytest.param("kill -TERM $$", 143, "was killed by SIGTERM", marks=pytest.mark.slow),
     ],
 )
