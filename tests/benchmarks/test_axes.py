@@ -29,6 +29,7 @@ MODELS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "axis", "scan"),
     thinned(

@@ -59,7 +59,7 @@ def case_named(name: str) -> Case:
     return next(case for module in modules for case in module.cases() if case.name == name)
 
 
-SLOW = ("nnx.LSTMCell", "pair of functions")
+SLOW = ("nnx.LSTMCell", "nnx.LinearGeneral", "pair of functions", "linen LSTM")
 
 
 @pytest.mark.parametrize("name", thinned([name for name in MODELS if name not in SLOW], slow=SLOW))
