@@ -134,7 +134,7 @@ NOTHING_TO_SPLIT = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("case", "axes"), itertools.product(CASES, AXES))
+@pytest.mark.parametrize(("case", "axes"), [*itertools.product(CASES, AXES)])
 def test_every_model_of_the_zoo_trains_as_on_one_device(case, axes):
     row = Row(case=case, mesh=(2, 2), settings=Settings(), axes=axes)
     if case in NOTHING_TO_SPLIT[axes[0][0]]:

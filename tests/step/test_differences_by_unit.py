@@ -15,7 +15,7 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import AbstractMesh
-from tools.quick import quick_compilation, thinned  # noqa: F401
+from tools.quick import quick_compilation  # noqa: F401
 from tools.zoo.base import leaves, mse
 
 import zeroxla
@@ -87,11 +87,10 @@ ROWS = {
     "scanned": (SCANNED, {}, (1, 4)),
     "accumulated": (UNROLLED, {"accumulate": 2}, (0, 8)),
 }
-QUICK = ["tied"]
-SLOW = [name for name in ROWS if name not in QUICK]
 
 
-@pytest.mark.parametrize("name", thinned(QUICK, slow=SLOW))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ROWS)
 def test_weights_and_copies_have_the_bits_of_a_refresh_before_the_first_unit(name, monkeypatch):
     model, options, counts = ROWS[name]
     config = ZeroConfig.zeropp_min(**{**ALL, **options})

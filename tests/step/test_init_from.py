@@ -292,7 +292,7 @@ def test_stages_take_their_layers(as_function):
     assert float(step.eval(state, batch)["loss"]) == pytest.approx(float(loss), rel=1e-5)
 
 
-@pytest.mark.parametrize("place", thinned(["disk"], slow=["host"]))
+@pytest.mark.parametrize("place", thinned([], slow=["disk", "host"]))
 def test_offloaded_parameters(place, mesh24, tmp_path, monkeypatch):
     path = {"path": tmp_path} if place == "disk" else {}
     offload = Offload(optimizer=place, params=place, **path)
@@ -325,6 +325,7 @@ def test_offloaded_parameters(place, mesh24, tmp_path, monkeypatch):
     assert float(step(again, BATCH)[1]["loss"]) == pytest.approx(losses[0], rel=1e-6)
 
 
+@pytest.mark.slow
 def test_states_of_another_mesh(step):
     other = zeroxla.make_step(Net(), zeroxla.make_mesh(nodes=1, devices_per_node=3))
     natural = arrays()

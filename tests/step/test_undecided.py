@@ -120,6 +120,7 @@ def test_gathers_run_ahead_if_the_room_is_worth_no_more(monkeypatch, rate):
         assert fit.best.seconds > 0
 
 
+@pytest.mark.slow
 def test_a_variant_is_compiled_with_the_options_of_its_own_prefetch(monkeypatch):
     monkeypatch.setattr(setup, "platform_of", lambda _: "gpu")
     step = step_of(memory="1GB", max_live_parameters=0)

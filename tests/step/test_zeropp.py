@@ -282,6 +282,7 @@ def test_the_error_is_dropped_at_the_reset_and_kept_at_a_skipped_step():
     np.testing.assert_array_equal(np.asarray(state.wire_state.errors[0]), kept)
 
 
+@pytest.mark.slow
 def test_momentum_keeps_a_share_of_the_old_error():
     """The formula in NumPy, over three steps, from the wires' own values."""
     rng = np.random.default_rng(1)

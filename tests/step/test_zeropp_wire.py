@@ -116,6 +116,7 @@ def test_both_hops_of_a_gather_carry_the_wire():
         assert {row.dtype for row in kept.select(phase="backward gather")} == dtypes
 
 
+@pytest.mark.slow
 def test_a_secondary_group_of_two_devices_gathers_among_two():
     found = report(hpz_size=2)
     rows = found.select(phase="backward gather")

@@ -36,6 +36,7 @@ def disk(tmp_path, **options):
     return Offload(path=tmp_path / "state", **options)
 
 
+@pytest.mark.slow
 def test_what_is_on_disk_is_on_no_device(mesh24, tmp_path):
     step, state = make(mesh24, disk(tmp_path))
     whole = make_step(mesh24, Offload()).abstract_state(batch())

@@ -108,6 +108,7 @@ class TestDescribe:
         assert "matrices whole, and each has an owner" in str(step.describe())
 
 
+@pytest.mark.slow
 def test_comms_has_a_phase_for_what_travels(mesh24):
     step = step_of(gpt(), mesh24)
     lowered = step.lower(step.abstract_state(BATCH), BATCH)
