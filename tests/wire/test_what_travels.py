@@ -311,6 +311,7 @@ def test_leaves_kept_for_reuse_are_not_gathered_again(name):
     assert report.total_bytes(phase="reduce") == pytest.approx(model, rel=1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("distance", "fewer_forward"), thinned([(10**9, 1)], slow=[(0, 0)], rows=True)
 )
