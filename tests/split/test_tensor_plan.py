@@ -256,6 +256,7 @@ def test_the_plan_counts_what_a_device_holds_and_says_why():
     assert "dim 2: 3 x [4] x 8" in text
 
 
+@pytest.mark.slow
 def test_a_width_that_does_not_divide_stays_whole_and_tables_are_padded():
     plan = model_of(GPT.tiny(vocab=63, hidden=129, length=31)).plan(2)
     split = {row.path: row for row in plan.rows if row.dim is not None}
