@@ -117,7 +117,7 @@ def test_both_parts_compute_the_whole_and_no_product_twice(name):
     assert late == LAYERS * 2 * ROWS * WIDTH * 2 * WIDTH
 
 
-@pytest.mark.parametrize("name", quick("scanned", "shared"))
+@pytest.mark.parametrize("name", quick("shared"))
 def test_a_first_stage_leaves_only_the_last_products(name):
     """It has no gradient of its input, and takes the gradient through its layers in the first part
     as other stages do."""
