@@ -29,6 +29,7 @@ def said():
     return launched("placed")
 
 
+@pytest.mark.slow
 def test_a_process_places_its_own_part(said):
     for process in (0, 1):
         assert said[process]["shards"] == str([(axes.ROWS, SERIES // 4, 8)])
@@ -37,6 +38,7 @@ def test_a_process_places_its_own_part(said):
         assert said[process]["same"] == "True"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", thinned(["placed"], slow=["by rows"]))
 def test_losses_are_those_of_one_process(way):
     mesh = zeroxla.make_mesh(nodes=1, devices=jax.devices()[:1])
@@ -45,6 +47,7 @@ def test_losses_are_those_of_one_process(way):
         np.testing.assert_allclose(json.loads(launched(way)[process][way]), want, rtol=5e-6)
 
 
+@pytest.mark.slow
 def test_processes_that_read_other_rows_are_told(said):
     for process in (0, 1):
         assert (
