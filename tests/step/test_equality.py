@@ -35,8 +35,6 @@ SMOKE = ("gpt_scan", "nnx_batchnorm", "nested_scans", "custom_vjp")
 # Left to the slow tests with the heavy cases, also where they are smoke tests.
 LONG = (
     "gpt_scan",
-    "nested_scans",
-    "synced_batchnorm",
     "llama_scan",
     "nnx_batchnorm",
     "nnx_scan_with_state",
