@@ -176,6 +176,7 @@ def given_to_a_call(step):
     return HybridEngine(step, tensor=2, call=call, make_cache=make_cache), makes
 
 
+@pytest.mark.slow
 def test_a_call_of_the_users_with_a_given_cache():
     engine, makes = given_to_a_call(shaped(Given(), persistence_threshold=0))
     assert uses_of(engine) == ("padded", False)
@@ -267,6 +268,7 @@ def test_a_model_that_shifts_inside_generates_when_the_call_undoes_it():
     np.testing.assert_allclose(engine.logits(known.state, rows), known.logits(rows), atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_cache_that_takes_only_the_dtype_of_its_module():
     engine = HybridEngine(shaped(PublicModel(), compute_dtype="bfloat16"))
     assert uses_of(engine) == ("padded", False)

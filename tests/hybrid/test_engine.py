@@ -315,6 +315,7 @@ def test_a_batch_that_does_not_divide_over_the_devices(trained, engine_of, num):
     np.testing.assert_array_equal(found.tokens, known.greedy(prompts, 3))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("prefill_tokens", thinned([5], slow=[64]))
 def test_prompts_up_to_the_context(trained, prefill_tokens):
     """Read at once, and in pieces that do not divide them."""

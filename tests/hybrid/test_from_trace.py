@@ -63,6 +63,7 @@ def test_one_place_at_a_time_gives_the_logits_of_whole_rows(name):
         np.testing.assert_allclose(logits[:, 0], expected[:, place], atol=1e-5)
 
 
+@pytest.mark.slow
 def test_kept_arrays_may_have_another_dtype():
     """The carry of a recurrence keeps its own dtype, since its errors would add up."""
     for name, dtype in (("Attention", jnp.bfloat16), ("Recurrent", jnp.float32)):
