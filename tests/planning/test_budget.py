@@ -47,6 +47,7 @@ def test_less_memory_never_takes_less_work(plain):
     assert seconds == sorted(seconds)
 
 
+@pytest.mark.slow
 def test_a_plan_that_cannot_fit_says_so(plain):
     found = planned(memory=plain.memory.total_bytes - plain.memory.temporary_bytes + 1000)
     assert found.fit.best is None
