@@ -76,7 +76,7 @@ def test_split_over_an_axis_gradients_are_the_recorded_ones(tmp_path, name):
         np.testing.assert_allclose(found, x, atol=1e-5, err_msg="/".join(path))
 
 
-@pytest.mark.parametrize("name", thinned(["gpt_neox"], slow=others("gpt_neox")))
+@pytest.mark.parametrize("name", thinned([], slow=DECODERS))
 def test_adapters_learn_on_a_base_of_4_bits(name):
     """Of a model four times as wide: a base's leaves of few elements stay as they are."""
     config = json.loads((FAMILIES / name / "config.json").read_text())
