@@ -132,6 +132,7 @@ def test_each_leaf_has_a_key_of_its_own():
     assert not np.allclose(k, v)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", thinned(["gpt scanned"], slow=["llama", "gpt listed"]))
 def test_the_merged_model_has_the_same_logits(name, mesh24):
     make, targets, data = MODELS[name]
@@ -204,6 +205,7 @@ def test_frozen_adapters_are_refused(frozen, mesh24):
         step.init(KEY, tokens(8))
 
 
+@pytest.mark.slow
 def test_trained_statistics_stay_with_the_weights(mesh24):
     """They are part of what the base computes."""
     case = CASES["batchnorm"]
