@@ -165,6 +165,7 @@ class TestChat:
         assert "Chat template: zeroxla's own" in said.err
         # As the same messages from a file.
 
+    @pytest.mark.slow
     def test_equals_messages_of_a_file(self, folder_of, monkeypatch, tmp_path, capsys):
         folder = copied(folder_of, "llama", tmp_path)
         (folder / "chat_template.jinja").write_text(
@@ -190,6 +191,7 @@ class TestChat:
         found = [json.loads(line)["response"] for line in out.read_text().splitlines()]
         assert found == [first, second]
 
+    @pytest.mark.slow
     def test_a_full_context_is_said(self, folder_of, monkeypatch, capsys):
         converse(monkeypatch, " ".join(["t5"] * 70), "t5")
         assert generate(folder_of("llama"), "--chat", "--max-new-tokens", 4) == 0
@@ -234,6 +236,7 @@ class TestWeights:
         assert generate(folder_of(name), "--prompt", "t1", "--weights=int8", *LIKELIEST) == 0
         assert "stored as int8" in capsys.readouterr().err
 
+    @pytest.mark.slow
     def test_are_all_that_a_state_holds(self, folder_of, monkeypatch, capsys):
         read, states = Weights.read, []
 
@@ -322,6 +325,7 @@ def test_bad_inputs(folder_of, tmp_path, capsys, arguments, message):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_weights_that_are_not_finite_are_an_error(folder_of, tmp_path, capsys):
     from tools.hugging_face import read_file, write_file
 

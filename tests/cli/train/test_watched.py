@@ -30,6 +30,7 @@ OWN = """
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
+@pytest.mark.slow
 def test_a_run_is_told_recorded_and_profiled(text, tmp_path, monkeypatch, capfd):
     (tmp_path / "watching_mine.py").write_text(textwrap.dedent(OWN))
     monkeypatch.chdir(tmp_path)
