@@ -120,6 +120,7 @@ def test_dropout_is_the_same_in_backward():
         np.testing.assert_allclose(jnp.sum(grad * direction), slope, atol=1e-4 * scale)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("draws", thinned([500], slow=[4000]))
 def test_dropout_keeps_the_mean(draws):
     inputs = operands(24)
