@@ -176,7 +176,6 @@ def given_to_a_call(step):
     return HybridEngine(step, tensor=2, call=call, make_cache=make_cache), makes
 
 
-@pytest.mark.slow
 def test_a_call_of_the_users_with_a_given_cache():
     engine, makes = given_to_a_call(shaped(Given(), persistence_threshold=0))
     assert uses_of(engine) == ("padded", False)
