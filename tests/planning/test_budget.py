@@ -60,6 +60,7 @@ def test_all_of_a_device_is_what_jax_takes_of_it(plain):
     assert found.memory.total_bytes == plain.memory.total_bytes
 
 
+@pytest.mark.slow
 def test_a_search_with_a_budget_does_not_try_remat():
     found = zeroxla.search_plans(
         GPT.tiny(),

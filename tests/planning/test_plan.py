@@ -465,6 +465,7 @@ def test_a_step_without_devices_is_not_run():
         step.init(jax.random.key(0), {"tokens": np.zeros((8, 17), np.int32)})
 
 
+@pytest.mark.slow
 def test_a_slower_link_and_fewer_bytes_change_the_time():
     def seconds(link, config):
         mesh = {"node": 4, "device": 2}

@@ -77,6 +77,7 @@ def test_one_sub_group_has_all_that_is_offloaded_and_the_new_arrays_of_one_leaf(
     assert memory.sub_group_bytes == memory.offloaded_bytes + arrays * max(leaves)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("buffers", thinned([3], slow=[1, 2]))
 def test_as_many_sub_groups_are_there_as_there_are_buffers(buffers):
     def of(buffers, layers=1):
