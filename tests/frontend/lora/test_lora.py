@@ -242,6 +242,7 @@ def test_it_trains_with_the_wires_of_zeropp(preset, mesh24):
     assert losses[-1] < losses[0] - 0.05
 
 
+@pytest.mark.slow
 def test_in_bfloat16(mesh24):
     """Adapters compute in bfloat16 beside the base, and their masters are float32."""
     make, targets, data = MODELS["pair"]
