@@ -98,10 +98,9 @@ class TestFile:
         """In batches, of which the last one is not full."""
         file, asked = rows
         _, want = greedy("llama")
-        ends = ["--eos", want[4], "--stop", f"t{want[7]} t{want[8]}"]
         out = tmp_path / "new" / "answers.jsonl"
         told = ["--file", file, "--output", out, "--batch", 2, *LIKELIEST]
-        assert generate(folder_of("llama"), *told, *ends[:2]) == 0
+        assert generate(folder_of("llama"), *told, "--eos", want[4]) == 0
         found = [json.loads(line) for line in out.read_text().splitlines()]
         for row, answer in zip(asked, found, strict=True):
             added = {name: answer.pop(name) for name in ("response", "tokens", "finished")}
@@ -114,8 +113,16 @@ class TestFile:
 
         assert generate(folder_of("llama"), *told) == 2
         assert f"--output {out} is there already" in capsys.readouterr().err
-        out.unlink()
-        assert generate(folder_of("llama"), *told, *ends[2:], "--eos", 0) == 0
+
+    @pytest.mark.slow
+    def test_an_answer_ends_at_a_text(self, folder_of, rows, tmp_path):
+        """Quick tests in `test_generate_text.py` find such a text."""
+        file, _ = rows
+        _, want = greedy("llama")
+        out = tmp_path / "answers.jsonl"
+        told = ["--file", file, "--output", out, "--batch", 2, *LIKELIEST, "--eos", 0]
+        stop = ["--stop", f"t{want[7]} t{want[8]}"]
+        assert generate(folder_of("llama"), *told, *stop) == 0
         first = json.loads(out.read_text().splitlines()[0])
         assert first["response"] == f" {words(want[:7])} "
         assert (first["tokens"], first["finished"]) == (9, "stop")
