@@ -98,10 +98,9 @@ class TestFile:
         """In batches, of which the last one is not full."""
         file, asked = rows
         _, want = greedy("llama")
-        ends = ["--eos", want[4], "--stop", f"t{want[7]} t{want[8]}"]
         out = tmp_path / "new" / "answers.jsonl"
         told = ["--file", file, "--output", out, "--batch", 2, *LIKELIEST]
-        assert generate(folder_of("llama"), *told, *ends[:2]) == 0
+        assert generate(folder_of("llama"), *told, "--eos", want[4]) == 0
         found = [json.loads(line) for line in out.read_text().splitlines()]
         for row, answer in zip(asked, found, strict=True):
             added = {name: answer.pop(name) for name in ("response", "tokens", "finished")}
@@ -114,8 +113,16 @@ class TestFile:
 
         assert generate(folder_of("llama"), *told) == 2
         assert f"--output {out} is there already" in capsys.readouterr().err
-        out.unlink()
-        assert generate(folder_of("llama"), *told, *ends[2:], "--eos", 0) == 0
+
+    @pytest.mark.slow
+    def test_an_answer_ends_at_a_text(self, folder_of, rows, tmp_path):
+        """Quick tests in `test_generate_text.py` find such a text."""
+        file, _ = rows
+        _, want = greedy("llama")
+        out = tmp_path / "answers.jsonl"
+        told = ["--file", file, "--output", out, "--batch", 2, *LIKELIEST, "--eos", 0]
+        stop = ["--stop", f"t{want[7]} t{want[8]}"]
+        assert generate(folder_of("llama"), *told, *stop) == 0
         first = json.loads(out.read_text().splitlines()[0])
         assert first["response"] == f" {words(want[:7])} "
         assert (first["tokens"], first["finished"]) == (9, "stop")
@@ -165,6 +172,7 @@ class TestChat:
         assert "Chat template: zeroxla's own" in said.err
         # As the same messages from a file.
 
+    @pytest.mark.slow
     def test_equals_messages_of_a_file(self, folder_of, monkeypatch, tmp_path, capsys):
         folder = copied(folder_of, "llama", tmp_path)
         (folder / "chat_template.jinja").write_text(
@@ -190,6 +198,7 @@ class TestChat:
         found = [json.loads(line)["response"] for line in out.read_text().splitlines()]
         assert found == [first, second]
 
+    @pytest.mark.slow
     def test_a_full_context_is_said(self, folder_of, monkeypatch, capsys):
         converse(monkeypatch, " ".join(["t5"] * 70), "t5")
         assert generate(folder_of("llama"), "--chat", "--max-new-tokens", 4) == 0
@@ -234,6 +243,7 @@ class TestWeights:
         assert generate(folder_of(name), "--prompt", "t1", "--weights=int8", *LIKELIEST) == 0
         assert "stored as int8" in capsys.readouterr().err
 
+    @pytest.mark.slow
     def test_are_all_that_a_state_holds(self, folder_of, monkeypatch, capsys):
         read, states = Weights.read, []
 
@@ -322,6 +332,7 @@ def test_bad_inputs(folder_of, tmp_path, capsys, arguments, message):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_weights_that_are_not_finite_are_an_error(folder_of, tmp_path, capsys):
     from tools.hugging_face import read_file, write_file
 

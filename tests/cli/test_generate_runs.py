@@ -46,9 +46,9 @@ def run_of(text, tmp_path_factory):
 
 
 RUNS = thinned(
-    [(("--lora-rank", "2", "--lora-base", "int8"), 2)],
+    [((), 1)],
     slow=[
-        ((), 1),
+        (("--lora-rank", "2", "--lora-base", "int8"), 2),
         ((), 2),
         (("--pipe", "2"), 1),
         (("--compute-dtype", "bfloat16"), 1),

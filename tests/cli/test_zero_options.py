@@ -99,8 +99,12 @@ def test_every_field_of_the_config_has_a_flag():
     assert offloads == OFFLOADS.keys() | OFFLOADS_WITHOUT_A_FLAG.keys()
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-@pytest.mark.parametrize("field", FLAGS)
+# The commands share the flags: each flag is quick with one command, in turns.
+TURNS = [(field, [*COMMANDS][i % len(COMMANDS)]) for i, field in enumerate(FLAGS)]
+OTHERS = [(field, x) for field in FLAGS for x in COMMANDS if (field, x) not in TURNS]
+
+
+@pytest.mark.parametrize(("field", "command"), thinned(TURNS, slow=OTHERS, rows=True))
 def test_a_flag_reaches_its_field(field, command):
     arguments, value = FLAGS[field]
     found = config(command, *arguments)

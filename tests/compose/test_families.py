@@ -1,4 +1,7 @@
-"""Public families with generation, the axis `tensor`, and adapters on a base of 4 bits."""
+"""Public families with generation, the axis `tensor`, and adapters on a base of 4 bits.
+
+Quick is a mixture over the axis `tensor`. Quick tests elsewhere generate recorded tokens
+(`cli/test_generate.py`) and train adapters on 4 bits (`frontend/lora/test_frozen.py`)."""
 
 import json
 
@@ -55,7 +58,7 @@ def leaf_at(tree, path):
     return tree
 
 
-@pytest.mark.parametrize("name", thinned(["gemma3_text"], slow=others("gemma3_text")))
+@pytest.mark.parametrize("name", thinned([], slow=DECODERS))
 def test_generation_from_the_training_state_is_the_recorded_one(tmp_path, name):
     _, step, state, _, data = trained(name, tmp_path, devices_per_node=2)
     prompts = [data["tokens"][0, :6].tolist()] * 2
@@ -76,7 +79,7 @@ def test_split_over_an_axis_gradients_are_the_recorded_ones(tmp_path, name):
         np.testing.assert_allclose(found, x, atol=1e-5, err_msg="/".join(path))
 
 
-@pytest.mark.parametrize("name", thinned(["gpt_neox"], slow=others("gpt_neox")))
+@pytest.mark.parametrize("name", thinned([], slow=DECODERS))
 def test_adapters_learn_on_a_base_of_4_bits(name):
     """Of a model four times as wide: a base's leaves of few elements stay as they are."""
     config = json.loads((FAMILIES / name / "config.json").read_text())

@@ -1,8 +1,8 @@
 """Every pair of features: it trains as one device does, or is refused by a text that says why.
 
 `make test` and `make test-slow` run groups of features that hold together; `make test-full` runs
-every pair. `make test` takes the groups that do not begin with one of `LONG`. The features of the
-others have quick tests of their own elsewhere.
+every pair. `make test` takes the groups that do not begin with one of `LONG`: here the quick tests
+are no cover. The features of the others have quick tests of their own elsewhere.
 """
 
 from __future__ import annotations
@@ -44,6 +44,8 @@ LOSS_SHARE = 0.01
 LONG = (
     "nnx",
     "functions",
+    "unrolled layers",
+    "attention and loss in blocks",
     "optimizer of matrices",
     "optimizer that reads the loss",
     "optimizer on disk",

@@ -50,7 +50,12 @@ def page_id(page: Path) -> str:
 
 
 RUNNABLE_PAGES = [page for page in PAGES if RUNNABLE.search(page.read_text())]
-QUICK = ("README.md", "docs/pipeline.md", "docs/zero3.md")
+QUICK = ("README.md",)
+SLOW = (
+    *("zeroxla.rlhf.make", "zeroxla.rlhf.dpo_trainer", "zeroxla.inspect.check.check"),
+    *("zeroxla.planning.explain.make", "zeroxla.checkpoint.weights.adapter_export"),
+)
+"""Modules whose examples take long, and do what quick tests of theirs do."""
 
 
 def modules_with_examples() -> list[str]:
@@ -99,10 +104,7 @@ def test_the_readme_has_a_runnable_example():
 @pytest.mark.usefixtures("eight_devices", "quick_compilation")
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=pytest.mark.slow if name == "zeroxla.rlhf.make" else ())
-        for name in modules_with_examples()
-    ],
+    thinned([name for name in modules_with_examples() if name not in SLOW], slow=SLOW),
 )
 def test_docstring_examples(name):
     results = doctest.testmod(importlib.import_module(name))

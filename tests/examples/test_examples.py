@@ -14,7 +14,7 @@ from tools.chat_folder import write_chat_folder, write_conversations
 from tools.quick import QUICK
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-SIMULATE = ("--simulate", "8")
+SIMULATE = ("--simulate", "2")
 
 
 def run(folder, *command):
@@ -38,17 +38,17 @@ def test_every_script_is_in_the_table():
 
 
 def test_pretrain_goes_on_where_it_stopped(tmp_path):
-    small = ["--layers", 1, "--width", 32, "--length", 32, "--save-every", 4, "--run", "run"]
+    small = ["--layers", 1, "--width", 32, "--length", 32, "--save-every", 2, "--run", "run"]
     script = EXAMPLES / "pretrain.py"
-    first = run(tmp_path, script, *SIMULATE, *small, "--steps", 8)
-    assert "step 8: loss" in first
-    second = run(tmp_path, script, *SIMULATE, *small, "--steps", 12)
-    assert "goes on after step 8" in second
-    assert "step 12: loss" in second
+    first = run(tmp_path, script, *SIMULATE, *small, "--steps", 2)
+    assert "step 2: loss" in first
+    second = run(tmp_path, script, *SIMULATE, *small, "--steps", 4)
+    assert "goes on after step 2" in second
+    assert "step 4: loss" in second
 
 
 def test_finetune_lora_learns_to_answer(tmp_path):
-    write_chat_folder(tmp_path / "model", layers=2, width=64, length=128)
+    write_chat_folder(tmp_path / "model", layers=1, width=64, length=128)
     write_conversations(tmp_path / "chat.jsonl")
     said = run(
         tmp_path,
@@ -65,7 +65,7 @@ def test_grpo_scores_sums(tmp_path):
     said = run(
         tmp_path,
         EXAMPLES / "grpo.py",
-        *(*SIMULATE, "--text-steps", 4, "--iterations", 2, "--rows", 16, "--group", 4),
+        *(*SIMULATE, "--text-steps", 2, "--iterations", 1, "--rows", 16, "--group", 4),
         *("--width", 16),
     )
     assert re.search(r"right answers: \d+% at first, \d+% at last", said)
@@ -83,7 +83,7 @@ def test_two_islands_share_what_they_learn(tmp_path):
         tmp_path,
         *("-m", "zeroxla", "launch", "--islands", 2, "--devices-per-node", 2, "--"),
         *(sys.executable, EXAMPLES / "two_islands.py"),
-        *("--steps", 6, "--every", 3, "--width", 32, "--length", 16, "--batch", 4),
+        *("--steps", 2, "--every", 1, "--width", 32, "--length", 16, "--batch", 4),
     )
     losses = re.findall(r"island (\d): validation loss (\d+\.\d+) of the shared model", said)
     assert {slot for slot, _ in losses} == {"0", "1"}

@@ -267,6 +267,7 @@ def test_a_model_that_shifts_inside_generates_when_the_call_undoes_it():
     np.testing.assert_allclose(engine.logits(known.state, rows), known.logits(rows), atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_cache_that_takes_only_the_dtype_of_its_module():
     engine = HybridEngine(shaped(PublicModel(), compute_dtype="bfloat16"))
     assert uses_of(engine) == ("padded", False)

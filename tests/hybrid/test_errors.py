@@ -59,7 +59,7 @@ def test_options_of_an_engine(known, options, match):
 
 
 def test_a_tensor_that_does_not_divide_the_heads():
-    step = zeroxla.make_step(GPT.tiny(heads=2), zeroxla.make_mesh(nodes=1))
+    step = zeroxla.make_step(GPT.tiny(heads=2, layers=1), zeroxla.make_mesh(nodes=1))
     step.abstract_state(BATCH)
     with pytest.raises(ValueError, match=r"tensor=4 does not divide the 2 heads of 'h/attn/c_attn"):
         HybridEngine(step, tensor=4)
@@ -199,6 +199,7 @@ class RulesOut(NoCache):
         )
 
 
+@pytest.mark.slow
 def test_tokens_that_a_model_rules_out_are_no_error():
     mesh = zeroxla.make_mesh(nodes=2)
     known = train(RulesOut(), mesh, steps=0)
@@ -237,6 +238,7 @@ def test_an_engine_that_splits_nothing_says_so():
     assert caught[-1].filename == __file__
 
 
+@pytest.mark.slow
 def test_a_call_that_fails_leaves_nothing(known, monkeypatch):
     engine = HybridEngine(known.step, tensor=2)
     held = []

@@ -43,6 +43,7 @@ def arrows(axes):
     return [text for text in texts(axes) if text.startswith(names)]
 
 
+@pytest.mark.slow
 def test_tensor_shows_megatron_with_sequence_parallelism(tmp_path):
     step = step_of(gpt(), tensor=4)
     figure = inspect.plot_axes(step, path=tmp_path / "axes.png")

@@ -12,6 +12,7 @@ from zeroxla.quantize import WireFormat
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
+@pytest.mark.slow
 def test_reports_have_the_bytes_that_islands_send():
     outer = Outer(every=4, fragments=2, wire=WireFormat(bits=4, block=64))
     (island, _), (state, _), metrics = trained(outer, 2, batches(8))

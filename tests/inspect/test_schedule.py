@@ -89,6 +89,7 @@ def test_picture_has_a_box_for_each_entry_and_none_over_another(name, tmp_path):
     assert (tmp_path / "schedule.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_picture_of_many_micro_batches_leaves_out_numbers_too_small_to_read():
     figure = report(one_f_one_b(2, 600)).plot()
     assert not figure.axes[0].texts

@@ -120,6 +120,7 @@ def test_dropout_is_the_same_in_backward():
         np.testing.assert_allclose(jnp.sum(grad * direction), slope, atol=1e-4 * scale)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("draws", thinned([500], slow=[4000]))
 def test_dropout_keeps_the_mean(draws):
     inputs = operands(24)
@@ -167,7 +168,7 @@ def loss_of(model, batch):
 
 
 @pytest.mark.parametrize("masked", thinned([True], slow=[False]))
-@pytest.mark.parametrize("chunk", thinned([7], slow=[29]))
+@pytest.mark.parametrize("chunk", thinned([], slow=[7, 29]))
 def test_a_loss_in_chunks_is_the_loss(chunk, masked):
     batch = tokens(3, 30)
     if masked:

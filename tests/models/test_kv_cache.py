@@ -25,7 +25,7 @@ MODELS = {
 }
 
 
-QUICK = ["gpt", "llama"]
+QUICK = ["gpt"]
 SLOW = [name for name in MODELS if name not in QUICK]
 
 

@@ -149,6 +149,7 @@ def stack_gpt(variables, layers):
     return {"params": {**params, "h": jax.tree.map(lambda *leaves: jnp.stack(leaves), *blocks)}}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", thinned([{"scan": True, "remat": True}], slow=[{"remat": True}]))
 def test_gpt_scan_and_remat_change_neither_loss_nor_gradients(change):
     plain, other = GPT.tiny(scan=False), GPT.tiny(**{"scan": False, **change})

@@ -202,6 +202,7 @@ def test_a_token_that_is_dropped_does_not_depend_on_later_ones():
     assert np.abs(before[:, 7] - after[:, 7]).max() > 0.1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "nodes", "devices"),
     thinned(

@@ -32,7 +32,7 @@ CASES = {
         **{"slopes_KG": SLOPES, "segments_BM": SEGMENTS},
     },
 }
-QUICK = ("window of a block and more", "all")
+QUICK = ("all",)
 
 
 def operands(dtype=jnp.float32):

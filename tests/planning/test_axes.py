@@ -203,6 +203,7 @@ def test_stages_and_axes_are_planned_together(search):
     assert not search.refused
 
 
+@pytest.mark.slow
 def test_if_nothing_fits_context_is_tried_over_nodes():
     """One row, and 4 devices on 2 nodes."""
     model, config = Perceptrons(), ZeroConfig(compute_dtype="bfloat16")

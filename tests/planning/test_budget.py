@@ -47,6 +47,7 @@ def test_less_memory_never_takes_less_work(plain):
     assert seconds == sorted(seconds)
 
 
+@pytest.mark.slow
 def test_a_plan_that_cannot_fit_says_so(plain):
     found = planned(memory=plain.memory.total_bytes - plain.memory.temporary_bytes + 1000)
     assert found.fit.best is None
@@ -59,6 +60,7 @@ def test_all_of_a_device_is_what_jax_takes_of_it(plain):
     assert found.memory.total_bytes == plain.memory.total_bytes
 
 
+@pytest.mark.slow
 def test_a_search_with_a_budget_does_not_try_remat():
     found = zeroxla.search_plans(
         GPT.tiny(),

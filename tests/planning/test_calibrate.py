@@ -129,6 +129,7 @@ def test_an_entry_is_read_back(plan, tmp_path):
         assert Machines.load(own).find_device(device.name) == odd
 
 
+@pytest.mark.slow
 def test_the_command_prints_an_entry_that_holds(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "120")
     argv = ["plan", "--nodes", "2", "--devices-per-node", "4", "--device", "a100"]

@@ -50,7 +50,11 @@ def peak(function, *args):
     ("make", "config"),
     [
         (GPT.tiny, ZeroConfig(persistence_threshold=0)),
-        (Perceptrons, ZeroConfig.zeropp_min(persistence_threshold=0, quantize_threshold=0)),
+        pytest.param(
+            Perceptrons,
+            ZeroConfig.zeropp_min(persistence_threshold=0, quantize_threshold=0),
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             Llama.tiny,
             ZeroConfig.zeropp_min(persistence_threshold=0, quantize_threshold=0),
@@ -461,6 +465,7 @@ def test_a_step_without_devices_is_not_run():
         step.init(jax.random.key(0), {"tokens": np.zeros((8, 17), np.int32)})
 
 
+@pytest.mark.slow
 def test_a_slower_link_and_fewer_bytes_change_the_time():
     def seconds(link, config):
         mesh = {"node": 4, "device": 2}
@@ -534,6 +539,7 @@ def test_the_command_counts_what_is_offloaded(capsys, monkeypatch):
     assert "link of `disk`" in printed
 
 
+@pytest.mark.slow
 def test_the_command_says_when_it_does_not_fit(capsys):
     arguments = ["--nodes", "1", "--devices-per-node", "2", "--device", "l4", "--length", "64"]
     assert main(["plan", "--model", "llama-7b", *arguments]) == 1

@@ -271,6 +271,7 @@ def test_the_command_plans_stages(capsys):
     assert "stages are idle" in out
 
 
+@pytest.mark.slow
 def test_the_command_plans_generation_from_stages(capsys, monkeypatch):
     monkeypatch.setattr("zeroxla.cli.plan.run.model_named", lambda name, remat: (MODEL, 32))
     asked = ["--prompts", "8", "--prompt-length", "8", "--new-tokens", "8"]

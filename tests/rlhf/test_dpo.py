@@ -113,11 +113,11 @@ def begun(storage, tensor=1):
 @pytest.mark.parametrize(
     "storage",
     [
-        rlhf.Storage(rank=4, dora=True, frozen="int8"),
-        pytest.param(rlhf.Storage(frozen=None), marks=pytest.mark.slow),
+        rlhf.Storage(frozen=None),
+        pytest.param(rlhf.Storage(rank=4, dora=True, frozen="int8"), marks=pytest.mark.slow),
         pytest.param(rlhf.Storage(rank=4, rank_stabilized=True), marks=pytest.mark.slow),
     ],
-    ids=["dora", "whole", "rslora"],
+    ids=["whole", "dora", "rslora"],
 )
 def test_margins_rise_and_the_reference_stays(storage):
     trainer, states, params = begun(storage, tensor=2)

@@ -33,6 +33,7 @@ def batch(vocab, length=LENGTH):
     }
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quick_compilation")
 @pytest.mark.parametrize("algorithm", thinned(["ppo"], slow=["grpo"]))
 def test_loss_and_gradient_are_those_of_the_logits(algorithm):

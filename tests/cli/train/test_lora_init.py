@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 def hub(tmp_path_factory):
     """A folder with a model, conversations, a run with adapters and its adapter for PEFT."""
     folder = tmp_path_factory.mktemp("hub")
-    write_chat_folder(folder / "base", layers=2, width=32, length=64)
+    write_chat_folder(folder / "base", layers=1, width=32, length=64)
     write_conversations(folder / "chat.jsonl", count=80)
     first = ["--run", folder / "first", "--lora-rank", 4, "--lora-dora", "--lora-alpha", 8]
     assert train(*common(folder), *first, "--steps", 4) == 0
@@ -33,19 +33,32 @@ def common(folder):
     return [
         *("--init", folder / "base", "--data", folder / "chat.jsonl", "--length", 48),
         *("--batch", 8, "--eval-batches", 1, "--sample-bytes", 0, "--learning-rate", 0.05),
+        *("--nodes", 1, "--devices-per-node", 2),
     ]
 
 
-def test_it_goes_on_from_the_adapter(hub, tmp_path):
-    run = tmp_path / "run"
-    shutil.copytree(hub / "lora", tmp_path / "lora")
-    # Without learning, the loss of the held-out rows is that at the end of the first run.
-    begin = ["--lora-init", tmp_path / "lora", "--learning-rate", 0, "--run", run]
+@pytest.fixture(scope="module")
+def begun(hub, tmp_path_factory):
+    """A run of one step that began from the adapter, whose folder is gone."""
+    folder = tmp_path_factory.mktemp("begun")
+    shutil.copytree(hub / "lora", folder / "lora")
+    begin = ["--lora-init", folder / "lora", "--learning-rate", 0, "--run", folder / "run"]
     assert train(*common(hub), *begin, "--steps", 1) == 0
+    shutil.rmtree(folder / "lora")
+    return folder / "run"
+
+
+def test_it_begins_from_the_adapter(hub, begun):
+    """Without learning, the loss of the held-out rows is that at the end of the first run."""
     (learned,) = values(hub / "first", "valid_loss").values()
-    assert values(run, "valid_loss")[1] == pytest.approx(learned, rel=1e-5)
+    assert values(begun, "valid_loss")[1] == pytest.approx(learned, rel=1e-5)
     assert learned < values(hub / "first", "loss")[1] - 0.1  # it has learned something
-    shutil.rmtree(tmp_path / "lora")  # the run keeps what it needs
+
+
+@pytest.mark.slow
+def test_it_goes_on_without_the_adapters_folder(begun, tmp_path):
+    """The run keeps what it needs."""
+    run = shutil.copytree(begun, tmp_path / "run")
     assert train("--resume", "--run", run, "--steps", 2) == 0
     assert main(["export", str(run), "--adapter", "--output", str(tmp_path / "out")]) == 0
     config = json.loads((tmp_path / "out" / "adapter_config.json").read_text())

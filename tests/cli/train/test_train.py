@@ -82,6 +82,7 @@ class TestFinishedRun:
 
 
 class TestResume:
+    @pytest.mark.slow
     def test_repeats_the_uninterrupted_run_bit_for_bit(self, finished, tmp_path):
         run = copy_at(finished[0], tmp_path, 5)
         assert train("--resume", "--run", run) == 0

@@ -15,7 +15,7 @@ from zeroxla.cli.run_folder import RunFolder
 
 TINY = [
     *("--layers", "1", "--width", "16", "--heads", "2", "--batch", "8", "--length", "16"),
-    *("--eval-batches", "1", "--sample-bytes", "0"),
+    *("--eval-batches", "1", "--sample-bytes", "0", "--nodes", "1", "--devices-per-node", "2"),
 ]
 OWN = """
     TOLD = []
@@ -51,7 +51,7 @@ def test_a_run_is_told_recorded_and_profiled(text, tmp_path, monkeypatch, capfd)
         names = {e.get("name", "") for e in json.load(file)["traceEvents"]}
     assert {"data", "dispatch"} <= names  # the host's phases
     assert any(name.startswith("forward gather: unit[") for name in names)
-    assert "2 steps, 8 devices" in capfd.readouterr().out
+    assert "2 steps, 2 devices" in capfd.readouterr().out
 
 
 @pytest.mark.slow

@@ -60,8 +60,14 @@ def reference_gradients(model, params, base, state, batch):
 @pytest.mark.parametrize(
     ("name", "frozen"),
     thinned(
-        [("pair", None), ("gpt scanned", "int8")],
-        slow=[("gpt listed", None), ("llama", "int4"), ("llama", None)],
+        [("pair", "int8")],
+        slow=[
+            ("pair", None),
+            ("gpt scanned", "int8"),
+            ("gpt listed", None),
+            ("llama", "int4"),
+            ("llama", None),
+        ],
         rows=True,
     ),
 )
@@ -84,14 +90,32 @@ def test_gradients_are_those_of_the_merged_model(name, frozen, mesh24, monkeypat
     )
 
 
-@pytest.mark.parametrize("frozen", [pytest.param(None, marks=pytest.mark.slow), "int8"])
-def test_a_state_begins_as_the_base(frozen, mesh24):
+def leaf_of(tree, path):
+    for name in path.split("/"):
+        tree = tree[name]
+    return tree
+
+
+WIDE = (lambda: GPT.tiny(width=64), KERNELS, tokens)
+
+
+@pytest.mark.parametrize(
+    ("model", "frozen", "path", "inputs"),
+    thinned(
+        [(MODELS["pair"], "int8", "out", (0, 1))],
+        slow=[(WIDE, None, "h/mlp/c_fc/kernel", 1), (WIDE, "int8", "h/mlp/c_fc/kernel", 1)],
+        rows=True,
+    ),
+    ids=["pair-int8", "gpt-None", "gpt-int8"],
+)
+def test_a_state_begins_as_the_base(model, frozen, path, inputs, mesh24, monkeypatch):
     """With the base that it has stored, from `init` and from given weights."""
-    batch = tokens(8)
-    gpt = GPT.tiny(width=64)
-    lora, step = lora_step(gpt, mesh24, KERNELS, dora=True, frozen=frozen)
-    _, without = lora_step(gpt, mesh24, KERNELS, frozen=frozen)
-    plain = zeroxla.make_step(gpt, mesh24, config=CONFIG)
+    monkeypatch.setattr(at_rest, "MIN_ELEMENTS", 16)
+    make, targets, data = model
+    batch = data(8)
+    lora, step = lora_step(make(), mesh24, targets, dora=True, frozen=frozen)
+    _, without = lora_step(make(), mesh24, targets, frozen=frozen)
+    plain = zeroxla.make_step(make(), mesh24, config=CONFIG)
     loss = float(without.eval(without.init(KEY, batch), batch)["loss"])
     begun = step.init(KEY, batch)
     assert float(step.eval(begun, batch)["loss"]) == pytest.approx(loss, rel=1e-6)
@@ -104,15 +128,15 @@ def test_a_state_begins_as_the_base(frozen, mesh24):
     ):
         np.testing.assert_allclose(have, want, rtol=1e-6)
     params = zeroxla.full_params(state)
-    norms = np.linalg.norm(unfrozen(lora, params)["h"]["mlp"]["c_fc"]["kernel"], axis=1)
-    m = params["lora"]["h"]["mlp"]["c_fc"]["kernel"]["m"]
+    norms = np.linalg.norm(leaf_of(unfrozen(lora, params), path), axis=inputs)
+    m = leaf_of(params["lora"], path)["m"]
     np.testing.assert_allclose(m, norms, rtol=1e-6)
     # Training, then the same state with adapters that change nothing.
     state, first = step(state, batch)
     for _ in range(4):
         state, last = step(state, batch)
     assert float(last["loss"]) < float(first["loss"]) - 0.05
-    assert not np.allclose(zeroxla.full_params(state)["lora"]["h"]["mlp"]["c_fc"]["kernel"]["m"], m)
+    assert not np.allclose(leaf_of(zeroxla.full_params(state)["lora"], path)["m"], m)
     back = without_adapters(state, lora.plan)
     assert float(step.eval(back, batch)["loss"]) == pytest.approx(loss, rel=1e-6)
 
@@ -165,12 +189,13 @@ def test_over_the_axis_tensor():
 
 def test_magnitudes_alone_may_train(mesh24):
     config = zeroxla.ZeroConfig(persistence_threshold=0, frozen=r"/(a|b)$")
-    _, step = lora_step(GPT.tiny(), mesh24, KERNELS, dora=True, config=config)
-    batch = tokens(16)
+    make, targets, data = MODELS["pair"]
+    _, step = lora_step(make(), mesh24, targets, dora=True, config=config)
+    batch = data(16)
     state = step.init(KEY, batch)
-    before = zeroxla.full_params(state)["lora"]["h"]["mlp"]["c_fc"]["kernel"]
+    before = zeroxla.full_params(state)["lora"]["out"]
     state, _ = step(state, batch)
-    after = zeroxla.full_params(state)["lora"]["h"]["mlp"]["c_fc"]["kernel"]
+    after = zeroxla.full_params(state)["lora"]["out"]
     np.testing.assert_array_equal(before["a"], after["a"])
     assert (before["m"] != after["m"]).any()
 

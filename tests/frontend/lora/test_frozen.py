@@ -92,6 +92,7 @@ def test_the_base_does_not_change_and_the_adapters_learn(trained):
     assert all(jax.tree.leaves(changed))
 
 
+@pytest.mark.slow
 def test_gradients_are_those_of_the_dequantized_base(trained):
     frozen, lora, step, state, before = trained
     params = with_random_b(before)

@@ -132,6 +132,7 @@ def test_each_leaf_has_a_key_of_its_own():
     assert not np.allclose(k, v)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", thinned(["gpt scanned"], slow=["llama", "gpt listed"]))
 def test_the_merged_model_has_the_same_logits(name, mesh24):
     make, targets, data = MODELS[name]
@@ -204,6 +205,7 @@ def test_frozen_adapters_are_refused(frozen, mesh24):
         step.init(KEY, tokens(8))
 
 
+@pytest.mark.slow
 def test_trained_statistics_stay_with_the_weights(mesh24):
     """They are part of what the base computes."""
     case = CASES["batchnorm"]
@@ -240,6 +242,7 @@ def test_it_trains_with_the_wires_of_zeropp(preset, mesh24):
     assert losses[-1] < losses[0] - 0.05
 
 
+@pytest.mark.slow
 def test_in_bfloat16(mesh24):
     """Adapters compute in bfloat16 beside the base, and their masters are float32."""
     make, targets, data = MODELS["pair"]

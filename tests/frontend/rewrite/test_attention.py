@@ -149,6 +149,7 @@ def test_short_attention_stays():
     assert finding.reason == f"it is not longer than a block of {LENGTH}"
 
 
+@pytest.mark.slow
 def test_a_mask_outside_of_a_loop_is_not_made_for_it():
     """The loop's constant, all pairs of positions, is computed by block inside, and not outside."""
 

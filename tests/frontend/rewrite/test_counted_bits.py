@@ -4,11 +4,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tools.quick import thinned
 
 from zeroxla.frontend.rewrite.counted_bits import _times_plus, bits_of_block
 
 
-@pytest.mark.parametrize("width", [8, 16, 32])
+@pytest.mark.parametrize("width", thinned([8, 32], slow=[16]))
 def test_a_block_has_the_bits_of_the_whole_array(width):
     key, shape = jax.random.key(7), (3, 4, 33, 65)
     whole = jax.random.bits(key, shape, jnp.dtype(f"uint{width}"))

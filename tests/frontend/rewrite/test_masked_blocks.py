@@ -16,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
     ("left", "fill"),
     thinned(
         [(0, -1e9), (5, -jnp.inf)],
-        slow=[(0, -jnp.inf), (5, -1e9), (20, -1e9), (20, -jnp.inf)],
+        slow=[(5, -jnp.inf), (0, -jnp.inf), (5, -1e9), (20, -1e9), (20, -jnp.inf)],
         rows=True,
     ),
 )

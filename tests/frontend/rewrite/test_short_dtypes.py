@@ -19,6 +19,7 @@ def causal(q, k, v, batch, params):
     return mixed(jax.nn.softmax(jnp.where(seen, scores_of(q, k), -1e4)), v)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", thinned([jnp.bfloat16], slow=[jnp.float16]))
 @pytest.mark.parametrize("attention", thinned([attend], slow=[causal]))
 def test_errors_are_those_of_the_dtype(attention, dtype):

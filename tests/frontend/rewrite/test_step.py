@@ -51,6 +51,7 @@ CASES = [(mesh, name) for name in (SCANNED, UNROLLED, NNX, PADDED) for mesh in M
 QUICK = [("two devices", SCANNED)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("axes", "name"), thinned(QUICK, slow=[x for x in CASES if x not in QUICK], rows=True)
 )

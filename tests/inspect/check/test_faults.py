@@ -53,6 +53,7 @@ class TestEquality:
         found = only_fault(checked(planted.infinite), "equality")
         assert "the loss of the unsharded model is inf" in found.found
 
+    @pytest.mark.slow
     def test_statistics_of_own_rows_are_a_notice(self):
         report = zeroxla.check(planted.Convolutions(), planted.BATCH)
         assert report.ok

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 from tools.devices import made_device
-from tools.quick import quick_compilation  # noqa: F401
+from tools.quick import quick_compilation, thinned  # noqa: F401
 
 import zeroxla
 from zeroxla import ZeroConfig
@@ -48,7 +48,7 @@ def remedied(stall, options=None):
     return {**(options or {}), **stall.remedy.changes}
 
 
-@pytest.mark.parametrize("scan", [False, True], ids=["unrolled", "scanned"])
+@pytest.mark.parametrize("scan", thinned([True], slow=[False]), ids=["scanned", "unrolled"])
 def test_a_healthy_step_has_no_stall(scan):
     report = explained(gpt(scan=scan))
     assert report.stalls == ()
@@ -60,7 +60,9 @@ def test_a_healthy_step_has_no_stall(scan):
 
 
 @pytest.mark.parametrize(
-    ("scan", "unit"), [(False, "unit 1-6"), (True, "unit 1.0 of a loop")], ids=["unrolled", "scan"]
+    ("scan", "unit"),
+    thinned([(True, "unit 1.0 of a loop")], slow=[(False, "unit 1-6")], rows=True),
+    ids=["scan", "unrolled"],
 )
 def test_a_gather_that_cannot_run_ahead(scan, unit):
     options = {"prefetch_bucket": 0}
@@ -217,6 +219,7 @@ def with_muon(*, owners):
     )
 
 
+@pytest.mark.slow
 def test_an_optimizer_that_gathers():
     report = with_muon(owners=False)
     stalls = [x for x in report.stalls if x.what.startswith("update over ")]
