@@ -87,6 +87,17 @@ def test_a_tiny_checkpoint_computes_what_transformers_computes(tmp_path, name, s
     np.testing.assert_array_equal(row[:, prompt:], data["greedy"])
 
 
+@pytest.mark.parametrize("name", VARIANTS)
+def test_second_checkpoints_have_the_recorded_logits(tmp_path, name):
+    """The quick part of the test above."""
+    data = recorded(name)
+    folder = write_folder(tmp_path / "hub", name, tensors_of(name))
+    model = from_hugging_face(folder)
+    logits = forward_of(model)(leaves_in(folder, model), data["tokens"], mask_BL=data["mask"])
+    real = data["mask"] != 0
+    np.testing.assert_allclose(np.asarray(logits)[real], data["logits"][real], atol=1e-5)
+
+
 @pytest.mark.parametrize("scan", thinned([True], slow=[False]))
 def test_a_bert_computes_what_transformers_computes(tmp_path, scan):
     data = recorded("bert")
