@@ -10,7 +10,7 @@ from typing import Any
 from zeroxla.cli.data.bad_rows import BadRows
 from zeroxla.cli.data.chat_template import DEFAULT, ChatTemplate
 from zeroxla.cli.data.mixture import RowStream
-from zeroxla.cli.data.row_encoder import RowEncoder
+from zeroxla.cli.data.row_encoder import RowEncoder, TokenRow
 from zeroxla.cli.data.sources import load_sources
 from zeroxla.cli.data.vocabulary import Bytes
 
@@ -46,7 +46,7 @@ def stream_of(
     report: Callable[[str], None] = lambda text: None,
     template: ChatTemplate | None = None,
     **encoder: Any,
-) -> RowStream:
+) -> RowStream[TokenRow]:
     """Return a stream of files, in bytes."""
     bad = BadRows(limit, report)
     sources = load_sources(names, bad=bad, holdout=holdout)

@@ -106,7 +106,7 @@ BAD = [
     ('"text"', "the row is a JSON string"),
     ("12", "the row is a JSON number"),
     ("[" * 100_000, "the row is nested too deeply"),
-    ({"message": 1}, 'none of "messages", "prompt" with "response", and "text"; its keys: message'),
+    ({"message": 1}, 'and "chosen" with "rejected"; its keys: message'),
     ({}, "its keys: none"),
     ({"text": 1}, '"text" is a JSON number; it must be a string'),
     ({"text": ""}, '"text" is empty'),
