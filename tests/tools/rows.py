@@ -37,6 +37,21 @@ def mixed_rows(number: int) -> list[dict[str, Any]]:
     return rows[:number]
 
 
+def preference_rows(number: int, *, chat: bool = False) -> list[dict[str, Any]]:
+    """Return preferences for the answer "yes", of 10 to 30 bytes."""
+    rows = []
+    for i in range(number):
+        asked, chosen = f"{i}" + "abcdefg"[: i % 7], "yes" * (1 + i % 3)
+        rejected = "xyzw"[: 1 + i % 4]
+        if chat:
+            user = {"role": "user", "content": asked}
+            answers = [[user, {**HELLO[1], "content": x}] for x in (chosen, rejected)]
+            rows.append({"chosen": answers[0], "rejected": answers[1]})
+        else:
+            rows.append({"prompt": f"{asked}?", "chosen": chosen, "rejected": rejected})
+    return rows
+
+
 def stream_of(
     *names: Any,
     length: int = 48,
