@@ -171,6 +171,12 @@ def test_without_adapters_it_would_need_a_second_model(hub, monkeypatch, capsys)
     check_refused(given, "train would need a second model; give --lora-rank 16", capsys)
 
 
+def test_dropout_would_change_nothing(hub, monkeypatch, capsys):
+    monkeypatch.chdir(hub)
+    given = ["--data", "text.jsonl", "--length", 32, "--lora-rank", 4, "--dropout", 0.1]
+    check_refused(given, "--dropout 0.1: without effect, because the loss of preferences", capsys)
+
+
 def test_text_has_no_preferences(hub, monkeypatch, capsys):
     monkeypatch.chdir(hub)
     (hub / "a.txt").write_text("text " * 1000)

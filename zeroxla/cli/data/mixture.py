@@ -41,7 +41,7 @@ class Source:
     weight: float = 1.0
 
 
-class Encoder(Protocol[_Made]):
+class AnyRowEncoder(Protocol[_Made]):
     """Turns rows into tokens, and rows that cannot be used into the reasons."""
 
     @property
@@ -74,7 +74,7 @@ class RowStream(Generic[_Encoded]):
     """
 
     def __init__(
-        self, sources: Sequence[Source], encoder: Encoder[_Encoded], bad: BadRows, seed: int
+        self, sources: Sequence[Source], encoder: AnyRowEncoder[_Encoded], bad: BadRows, seed: int
     ) -> None:
         for source in sources:
             if not 0 < source.weight < float("inf"):

@@ -126,6 +126,11 @@ def check_preferences(options: TrainOptions) -> None:
             "--packing: the loss of a preference is of two whole responses, and a packed sequence "
             "has no sum for each of them; leave it out"
         )
+    if options.model.dropout:
+        raise ValueError(
+            f"--dropout {options.model.dropout}: without effect, because the loss of preferences "
+            "compares with the reference without dropout; leave it out"
+        )
     if pipe > 1:
         raise ValueError(
             f"--pipe {pipe}: chosen and rejected rows go through the model together, which stages "
