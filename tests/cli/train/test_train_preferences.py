@@ -111,11 +111,16 @@ def test_it_resumes_with_the_same_batches_and_losses(finished, tmp_path):
         assert values(run, name) == values(finished, name)
 
 
-def test_its_adapter_is_exported_and_its_step_explained(finished, tmp_path):
+def test_its_step_is_explained(finished, capsys):
+    assert main(["explain", str(finished), "--no-compile", "--json"]) in (0, 1)
+    assert json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.slow
+def test_its_adapter_is_exported(finished, tmp_path):
     out = tmp_path / "out"
     assert main(["export", str(finished), "--adapter", "--output", str(out)]) == 0
     assert json.loads((out / "adapter_config.json").read_text())["r"] == 4
-    assert main(["explain", str(finished), "--no-compile"]) in (0, 1)
 
 
 def test_options_of_runs_before_there_were_preferences(finished, tmp_path):
