@@ -162,6 +162,15 @@ def test_rows_to_score(known, engine, tokens):
 def test_rows_to_score_beyond_the_context(known, engine):
     with pytest.raises(ValueError, match="rows of 33 tokens exceed the model's context of 32"):
         engine.logits(known.state, np.zeros((2, 33), np.int32))
+    with pytest.raises(ValueError, match="rows of 33 tokens exceed the model's context of 32"):
+        engine.logprobs(known.state, np.zeros((2, 34), np.int32))
+
+
+def test_a_target_may_lie_behind_the_context(known, engine):
+    rows = np.random.default_rng(0).integers(0, 64, (2, 33)).astype(np.int32)
+    logits = engine.logits(known.state, rows[:, :-1])
+    want = np.take_along_axis(jax.nn.log_softmax(logits), rows[:, 1:, None], axis=-1)[..., 0]
+    np.testing.assert_allclose(engine.logprobs(known.state, rows), want, atol=1e-5)
 
 
 def test_another_state(known, engine):

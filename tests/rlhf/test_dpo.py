@@ -164,7 +164,7 @@ def test_other_misuse(mesh24):
     with pytest.raises(ValueError, match="on a mesh of 2 stages"):
         rlhf.dpo(GPT.tiny(), zeroxla.make_mesh(nodes=1, devices_per_node=4, pipe=2), settings)
     long = rlhf.DpoSettings(length=1000, rows=16)
-    with pytest.raises(ValueError, match="length=1000 tokens of a row, and the model's context"):
+    with pytest.raises(ValueError, match="length=1000 tokens of a row, and the model's context is"):
         rlhf.dpo(GPT.tiny(), mesh24, long)
     loss = rlhf.preference_loss(settings)
     actor = rlhf.Policy(step=zeroxla.make_step(GPT.tiny(), mesh24, loss=loss))

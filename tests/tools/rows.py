@@ -10,7 +10,7 @@ from typing import Any
 from zeroxla.cli.data.bad_rows import BadRows
 from zeroxla.cli.data.chat_template import DEFAULT, ChatTemplate
 from zeroxla.cli.data.mixture import RowStream
-from zeroxla.cli.data.row_encoder import RowEncoder
+from zeroxla.cli.data.row_encoder import RowEncoder, TokenRow
 from zeroxla.cli.data.sources import load_sources
 from zeroxla.cli.data.vocabulary import Bytes
 
@@ -37,6 +37,21 @@ def mixed_rows(number: int) -> list[dict[str, Any]]:
     return rows[:number]
 
 
+def preference_rows(number: int, *, chat: bool = False) -> list[dict[str, Any]]:
+    """Return preferences for the answer "yes", of 10 to 30 bytes."""
+    rows = []
+    for i in range(number):
+        asked, chosen = f"{i}" + "abcdefg"[: i % 7], "yes" * (1 + i % 3)
+        rejected = "xyzw"[: 1 + i % 4]
+        if chat:
+            user = {"role": "user", "content": asked}
+            answers = [[user, {**HELLO[1], "content": x}] for x in (chosen, rejected)]
+            rows.append({"chosen": answers[0], "rejected": answers[1]})
+        else:
+            rows.append({"prompt": f"{asked}?", "chosen": chosen, "rejected": rejected})
+    return rows
+
+
 def stream_of(
     *names: Any,
     length: int = 48,
@@ -46,7 +61,7 @@ def stream_of(
     report: Callable[[str], None] = lambda text: None,
     template: ChatTemplate | None = None,
     **encoder: Any,
-) -> RowStream:
+) -> RowStream[TokenRow]:
     """Return a stream of files, in bytes."""
     bad = BadRows(limit, report)
     sources = load_sources(names, bad=bad, holdout=holdout)

@@ -88,22 +88,22 @@ class CompiledPrograms:
             drawn = ahead
 
     def rows(
-        self, name: str, leaves: list[jax.Array], model_state: Tree, tokens_BL: np.ndarray
+        self, name: str, leaves: list[jax.Array], model_state: Tree, *rows_BL: np.ndarray
     ) -> np.ndarray:
         """Score whole rows, the same ones in every process.
 
         Args:
           name: the program: "logprobs", "logits" or "values".
           leaves, model_state: as in `generate`.
-          tokens_BL: int32 tokens.
+          *rows_BL: int32 tokens; for "logprobs" also int32 targets.
 
         Raises:
           ValueError: the processes do not pass the same tokens.
         """
-        _check_alike(tokens_BL)
-        program = self._rows(name, tokens_BL.shape)
+        _check_alike(*rows_BL)
+        program = self._rows(name, rows_BL[0].shape)
         with mesh_context(self.mesh):
-            return self._fetch(self._whole(program(leaves, model_state, self._put(tokens_BL))))
+            return self._fetch(self._whole(program(leaves, model_state, *self._put(rows_BL))))
 
     def copied(self, model_state: Tree) -> Tree:
         """Return a copy of the state's other collections, which no training step takes."""
@@ -129,11 +129,11 @@ class CompiledPrograms:
         with mesh_context(self.mesh):
             return self._generate(shape).trace(self._parts(), model_state, batch, key, options)
 
-    def lower_rows(self, name: str, shape: tuple[int, int]) -> jax.stages.Lowered:
-        """Lower the program that `rows` runs for tokens of a shape."""
-        model_state = self.programs.model.model_state
+    def lower_logprobs(self, shape: tuple[int, int]) -> jax.stages.Lowered:
+        """Lower the program that `rows` runs for "logprobs" of tokens of a shape."""
+        model_state, rows = self.programs.model.model_state, self._tokens(*shape)
         with mesh_context(self.mesh):
-            return self._rows(name, shape).lower(self._parts(), model_state, self._tokens(*shape))
+            return self._rows("logprobs", shape).lower(self._parts(), model_state, rows, rows)
 
     def _put(self, tree: Any) -> Any:
         """Put host arrays, the same ones in each process, on the mesh, split by rows."""

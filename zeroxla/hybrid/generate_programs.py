@@ -203,24 +203,27 @@ class GeneratePrograms:
         return self.model.cached(self.plan, rows, places, 1).carry_shapes(self.axis)
 
     def logprobs(
-        self, leaves: list[jax.Array], model_state: Tree, tokens_BL: jax.Array
+        self,
+        leaves: list[jax.Array],
+        model_state: Tree,
+        tokens_BL: jax.Array,
+        targets_BL: jax.Array,
     ) -> jax.Array:
-        """Return the log-probability of each token after the first, float32[B, L - 1]."""
+        """Return the log-probability of each target after the tokens up to it, float32[B, L]."""
 
-        def of_next(logits_BLV: jax.Array, tokens_BL: jax.Array) -> jax.Array:
-            rows, length = tokens_BL.shape
-            flat = logits_BLV[:, :-1].reshape(rows * (length - 1), -1)
-            return log_probs(flat, tokens_BL[:, 1:].reshape(-1)).reshape(rows, length - 1)
+        def of_targets(logits_BLV: jax.Array, targets_BL: jax.Array) -> jax.Array:
+            flat = logits_BLV.reshape(targets_BL.size, -1)
+            return log_probs(flat, targets_BL.reshape(-1)).reshape(targets_BL.shape)
 
-        return self._forward(of_next, leaves, model_state, tokens_BL)
+        return self._forward(of_targets, leaves, model_state, tokens_BL, targets_BL)
 
     def logits(self, leaves: list[jax.Array], model_state: Tree, tokens_BL: jax.Array) -> jax.Array:
         """Return the logits of whole rows, float32[B, L, V]."""
-        return self._forward(lambda logits, _: logits, leaves, model_state, tokens_BL)
+        return self._forward(lambda logits: logits, leaves, model_state, tokens_BL)
 
     def values(self, leaves: list[jax.Array], model_state: Tree, tokens_BL: jax.Array) -> jax.Array:
         """Return the first logit at each token, float32[B, L]."""
-        return self._forward(lambda logits, _: logits[..., 0], leaves, model_state, tokens_BL)
+        return self._forward(lambda logits: logits[..., 0], leaves, model_state, tokens_BL)
 
     def whole_rows(self, rows: Any) -> Any:
         """Return rows that the functions above returned, whole on every device."""
@@ -230,16 +233,27 @@ class GeneratePrograms:
 
         return self._map(local, (rows_spec(self.mesh),), WHOLE)(rows)
 
-    def _forward(self, take: Any, *args: Any) -> jax.Array:
-        """Return `take(logits, tokens)`, computed in one pass over whole rows."""
+    def _forward(
+        self,
+        take: Any,
+        leaves: list[jax.Array],
+        model_state: Tree,
+        tokens_BL: jax.Array,
+        *others: jax.Array,
+    ) -> jax.Array:
+        """Return `take(logits, *others)`, computed in one pass over whole rows. The others are
+        split by rows, too."""
 
-        def local(leaves: list[jax.Array], model_state: Tree, tokens_BL: jax.Array) -> jax.Array:
+        def local(
+            leaves: list[jax.Array], model_state: Tree, tokens_BL: jax.Array, *others: jax.Array
+        ) -> jax.Array:
             program = self.model.forward(self.plan, *tokens_BL.shape)
             logits_BLV, _ = program(self.axis, leaves, {}, model_state, tokens_BL)
-            return take(logits_BLV, tokens_BL)
+            return take(logits_BLV, *others)
 
         rows = rows_spec(self.mesh)
-        return self._map(local, (self._specs, WHOLE, rows), rows)(*args)
+        specs = (self._specs, WHOLE, rows, *(rows for _ in others))
+        return self._map(local, specs, rows)(leaves, model_state, tokens_BL, *others)
 
     @property
     def _inputs(self) -> tuple[Any, ...]:

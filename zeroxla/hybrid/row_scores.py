@@ -33,35 +33,40 @@ class RowScores:
           float32[B, L - 1], at temperature 1. The values at padding mean nothing.
 
         Raises:
-          ValueError: `tokens` is not such an array, or its rows are longer than the context.
+          ValueError: `tokens` is not such an array, or its rows have more than one token beyond
+            the context. The model does not read the last one.
         """
-        return self._rows(state, tokens, "logprobs")[:, : np.shape(tokens)[1] - 1]
+        tokens = as_whole_rows(tokens)
+        check_vocabulary(tokens, self.vocabulary, "row")
+        return self._run("logprobs", state, tokens[:, :-1], tokens[:, 1:])
 
     def logits(self, state: TrainState, tokens: Any) -> np.ndarray:
         """Return the logits of each position's next token, float32[B, L, V]; see `logprobs`."""
-        return self._rows(state, tokens, "logits")[:, : np.shape(tokens)[1]]
+        tokens = as_whole_rows(tokens)
+        check_vocabulary(tokens, np.iinfo(np.int32).max, "row")
+        return self._run("logits", state, tokens)
 
     def values(self, state: TrainState, tokens: Any) -> np.ndarray:
         """Return the first logit at each token, float32[B, L]; see `logprobs`.
 
         This makes a critic or a reward model of any language model.
         """
-        return self._rows(state, tokens, "values")[:, : np.shape(tokens)[1]]
-
-    def _rows(self, state: TrainState, tokens: Any, name: str) -> np.ndarray:
-        """Run a program of whole rows on tokens, padded to a shape that is compiled."""
         tokens = as_whole_rows(tokens)
         # The values of a critic need no token's own logit.
-        size = self.vocabulary if name == "logprobs" else np.iinfo(np.int32).max
-        check_vocabulary(tokens, size, "row")
+        check_vocabulary(tokens, np.iinfo(np.int32).max, "row")
+        return self._run("values", state, tokens)
+
+    def _run(self, name: str, state: TrainState, *arrays: np.ndarray) -> np.ndarray:
+        """Run a program of whole rows on arrays [B, L], padded to a shape that is compiled."""
         self._copy.check(state)
-        rows, length = tokens.shape
+        rows, length = arrays[0].shape
         shape = self._buckets.whole_rows(rows, length)
-        whole = np.zeros(shape, np.int32)
-        whole[:rows, :length] = tokens
+        padding = [(0, whole - own) for whole, own in zip(shape, (rows, length), strict=True)]
+        whole = [np.pad(x.astype(np.int32), padding) for x in arrays]
         with self._copy.of(state.params) as (leaves, _):
-            return self._compiled.rows(name, leaves, state.model_state, whole)[:rows]
+            found = self._compiled.rows(name, leaves, state.model_state, *whole)
+        return found[:rows, :length]
 
     def lower_logprobs(self, num_rows: int, length: int) -> jax.stages.Lowered:
         """Lower the program that `logprobs` would run on rows of a length; see `lower`."""
-        return self._compiled.lower_rows("logprobs", self._buckets.whole_rows(num_rows, length))
+        return self._compiled.lower_logprobs(self._buckets.whole_rows(num_rows, length - 1))

@@ -131,10 +131,10 @@ class Dpo:
                 "reference="
             )
         context = actor.context
-        if context is not None and settings.length > context:
+        if context is not None and settings.length > context + 1:
             raise ValueError(
-                f"length={settings.length} tokens of a row, and the model's context is {context}; "
-                "lower length"
+                f"length={settings.length} tokens of a row, and the model's context is {context}: "
+                f"a row has one more at most, which is a target alone; use {context + 1} or less"
             )
         self.settings, self.actor, self.reference = settings, actor, reference
         shapes = pair_shapes(settings)

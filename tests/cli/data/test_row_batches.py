@@ -96,7 +96,7 @@ class TestTargets:
         text = "".join(chr(48 + i) for i in range(70))
         file = write_lines(tmp_path / "a.jsonl", [{"text": text}, {"text": text}])
         stream = stream_of(file, length=16)
-        pieces = stream.encoder.pieces(stream.rows([0])[0])
+        pieces = stream.rows([0])[0].pieces(16)
         assert "".join(text_of(piece.tokens_T[piece.counted_T]) for piece in pieces) == f"{text}\0"
         assert all(len(piece.tokens_T) <= 17 for piece in pieces)
         assert not any(piece.counted_T[0] for piece in pieces)

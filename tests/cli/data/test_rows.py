@@ -11,10 +11,22 @@ from tools.rows import HELLO, mixed_rows, stream_of, write_lines
 from zeroxla.cli.data import bad_rows, row_files
 from zeroxla.cli.data.bad_rows import BadRows, RowError
 from zeroxla.cli.data.row_files import RowFiles, are_rows
-from zeroxla.cli.data.row_kinds import Conversation, Document, Pair
+from zeroxla.cli.data.row_kinds import (
+    KEYS,
+    Conversation,
+    Document,
+    Pair,
+    Preference,
+    canonical,
+    kind_of,
+    row_of,
+)
+from zeroxla.cli.data.row_values import read_object
 from zeroxla.cli.data.sources import load_sources, with_weight
 
 MANY = 1.0
+USER, HI = HELLO
+BYE = {**HI, "content": "Bye"}
 
 
 def read_all(found):
@@ -47,6 +59,35 @@ class TestKinds:
             ],
             key=repr,
         )
+
+    @pytest.mark.parametrize(
+        "forms",
+        [
+            {"prompt": [USER]},
+            {"prompt": None},
+            {"prompt": "Hello", "messages": HELLO, "score": 3},  # as some files on the hub
+        ],
+        ids=["prompt", "common beginning", "repeated text"],
+    )
+    def test_preferences_between_conversations_have_one_meaning(self, forms):
+        answers = [[HI], [BYE, USER, HI]]
+        if not isinstance(forms["prompt"], list):
+            answers = [[USER, *answer] for answer in answers]
+        row = row_of(read_object(json.dumps({**forms, **dict(zip(KEYS, answers))}).encode()))
+        chosen, rejected = Conversation((USER, HI), None, 1), (USER, BYE, USER, HI)
+        assert row == Preference(chosen, Conversation(rejected, None, 1))
+        assert kind_of(row) == "ChatPreference"
+        assert canonical(row) != canonical(Preference(row.rejected, row.chosen))
+
+    def test_preferences_between_texts(self, tmp_path, bad):
+        lines = [{"prompt": "", "chosen": "a", "rejected": "b", "text": "c"}] * 2
+        found = RowFiles([write_lines(tmp_path / "a.jsonl", [*lines, {"text": "c"}])], bad=bad)
+        assert found.kinds == {"Preference": 2, "Document": 1}
+        assert {kind: place[-2:] for kind, place in found.firsts.items()} == {
+            "Preference": ":1",
+            "Document": ":3",
+        }
+        assert Preference(Pair("", "a"), Pair("", "b")) in read_all(found)
 
     def test_parquet_and_json_lines_give_the_same_rows(self, tmp_path, bad):
         pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
@@ -106,7 +147,7 @@ BAD = [
     ('"text"', "the row is a JSON string"),
     ("12", "the row is a JSON number"),
     ("[" * 100_000, "the row is nested too deeply"),
-    ({"message": 1}, 'none of "messages", "prompt" with "response", and "text"; its keys: message'),
+    ({"message": 1}, 'and "chosen" with "rejected"; its keys: message'),
     ({}, "its keys: none"),
     ({"text": 1}, '"text" is a JSON number; it must be a string'),
     ({"text": ""}, '"text" is empty'),
@@ -126,6 +167,34 @@ BAD = [
     ({"messages": [{"role": "user", "content": ["a"]}]}, 'message 0 of the user has no "content"'),
     ({"messages": HELLO[:1]}, "no message is of the assistant, so there is nothing to learn"),
     ({"messages": HELLO, "tools": "search"}, '"tools" is a JSON string; it must be an array'),
+    ({"chosen": "a", "prompt": "b"}, 'the row has "chosen" and no "rejected"'),
+    ({"rejected": "a", "chosen": None}, 'the row has "rejected" and no "chosen"'),
+    ({"chosen": "a", "rejected": "b"}, 'as strings, and no "prompt"'),
+    ({"prompt": "a", "chosen": "b", "rejected": "b"}, "are equal, so that nothing is preferred"),
+    ({"prompt": "a", "chosen": "", "rejected": "b"}, '"chosen" is empty'),
+    ({"prompt": "a", "chosen": 1, "rejected": 2}, '"chosen" is a JSON number'),
+    ({"prompt": [USER], "chosen": "a", "rejected": "b"}, '"prompt" is a JSON array'),
+    (
+        {"prompt": "a", "chosen": "b", "rejected": [BYE]},
+        '"chosen" is a JSON string and "rejected" a JSON array; both must be strings, or both',
+    ),
+    ({"chosen": HELLO, "rejected": HELLO}, "are equal, so that nothing is preferred"),
+    ({"chosen": HELLO, "rejected": []}, '"rejected" is a JSON array; it must be an array with'),
+    ({"chosen": [USER, {"role": 1}], "rejected": HELLO}, 'of "chosen" message 1 has no "role"'),
+    ({"chosen": [HI], "rejected": [BYE]}, "no common beginning, which would be the prompt"),
+    (
+        {"chosen": HELLO, "rejected": [USER, {**USER, "content": "?"}]},
+        'the first 1 messages of "chosen" and "rejected" are equal, and then they do not both',
+    ),
+    ({"chosen": HELLO, "rejected": [USER]}, "and then they do not both go on with a message"),
+    (
+        {"prompt": [USER], "chosen": HELLO, "rejected": [BYE]},
+        'the first message of "chosen" is of the user, not of the assistant',
+    ),
+    ({"prompt": HELLO, "chosen": [HI], "rejected": [BYE]}, "the last message before the answers"),
+    ({"prompt": "a", "chosen": HELLO, "rejected": [USER, BYE]}, '"prompt" is a string that no'),
+    ({"prompt": [], "chosen": [HI], "rejected": [BYE]}, '"prompt" is a JSON array; it must be'),
+    ({"chosen": HELLO, "rejected": [USER, BYE], "tools": 1}, '"tools" is a JSON number'),
 ]
 
 

@@ -14,7 +14,7 @@ from tools.train import check_refused, copy_at, train, train_as_a_user, values
 
 from zeroxla.cli.data.chat_template import DEFAULT
 from zeroxla.cli.train import model
-from zeroxla.cli.train.job import make_task
+from zeroxla.cli.train.make_task import make_task
 from zeroxla.cli.train.options import RowsOptions, TextOptions, TrainOptions
 from zeroxla.cli.train.rows import RowsTask
 from zeroxla.cli.train.text import TextTask

@@ -9,18 +9,20 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 import numpy as np
 
 from zeroxla.cli.data.bad_rows import BadRows, RowError
-from zeroxla.cli.data.row_encoder import RowEncoder, TokenRow
 from zeroxla.cli.data.row_files import RowFiles
 from zeroxla.cli.data.row_kinds import TrainingRow
 from zeroxla.program.extras import extra
 
 if TYPE_CHECKING:
     import grain
+
+_Encoded = TypeVar("_Encoded")
+_Made = TypeVar("_Made", covariant=True)
 
 _ATTEMPTS = 100
 _FAR = 2**40  # where substitutes for bad rows are drawn; no run comes there
@@ -39,8 +41,19 @@ class Source:
     weight: float = 1.0
 
 
-class RowStream:
-    """An endless stream of token rows from weighted sources.
+class AnyRowEncoder(Protocol[_Made]):
+    """Turns rows into tokens, and rows that cannot be used into the reasons."""
+
+    @property
+    def length(self) -> int:
+        """L. A sequence has at most L + 1 tokens."""
+        ...
+
+    def encode(self, rows: Sequence[TrainingRow]) -> Sequence[_Made | RowError]: ...
+
+
+class RowStream(Generic[_Encoded]):
+    """An endless stream of token rows, or of what else its encoder makes, from weighted sources.
 
     Each source is gone through in random order, all of its rows before the first one again, in
     another order each time. The sources take turns, so that their shares of every long part of the
@@ -61,7 +74,7 @@ class RowStream:
     """
 
     def __init__(
-        self, sources: Sequence[Source], encoder: RowEncoder, bad: BadRows, seed: int
+        self, sources: Sequence[Source], encoder: AnyRowEncoder[_Encoded], bad: BadRows, seed: int
     ) -> None:
         for source in sources:
             if not 0 < source.weight < float("inf"):
@@ -71,7 +84,7 @@ class RowStream:
         self._bad, self._seed = bad, seed
         self._order = _order(sources, seed)
 
-    def rows(self, positions: Sequence[int]) -> list[TokenRow]:
+    def rows(self, positions: Sequence[int]) -> list[_Encoded]:
         """Return the token rows at some positions of the stream.
 
         Raises:
@@ -87,14 +100,14 @@ class RowStream:
         """Return a random number between 0 and 1 that belongs to a position."""
         return float(self.generator(position).random())
 
-    def validation(self, number: int) -> list[TokenRow]:
+    def validation(self, number: int) -> list[_Encoded]:
         """Return the token rows of rows that are held out: at most `number`, always the same.
 
         They are taken from the sources by their weights, at equal distances. A source that holds
         fewer gives all of them. Rows that cannot be used are counted and left out.
         """
         weight = sum(source.weight for source in self.sources)
-        found: list[TokenRow] = []
+        found: list[_Encoded] = []
         for source in self.sources:
             rows = source.rows
             wanted = min(rows.num_valid, max(1, round(number * source.weight / weight)))
@@ -104,7 +117,7 @@ class RowStream:
                 row, place = _read(rows, index, valid=True)
                 read.append(row)
                 places.append(place)
-            found += [x for x in self._encoded(read, places) if isinstance(x, TokenRow)]
+            found += [x for x in self._encoded(read, places) if not isinstance(x, RowError)]
         self._bad.check()
         return found[:number]
 
@@ -114,7 +127,7 @@ class RowStream:
         assert chosen is not None, "grain leaves out no row, because nothing is filtered"
         return chosen
 
-    def _encode(self, chosen: Sequence[tuple[int, int]]) -> list[TokenRow | RowError]:
+    def _encode(self, chosen: Sequence[tuple[int, int]]) -> list[_Encoded | RowError]:
         """Return the tokens of rows, given as (source, index)."""
         read = [_read(self.sources[number].rows, index) for number, index in chosen]
         found = self._encoded([row for row, _ in read], [place for _, place in read])
@@ -123,7 +136,7 @@ class RowStream:
 
     def _encoded(
         self, rows: Sequence[TrainingRow | RowError], places: Sequence[str]
-    ) -> list[TokenRow | RowError]:
+    ) -> list[_Encoded | RowError]:
         good = [row for row in rows if not isinstance(row, RowError)]
         tokens = iter(self.encoder.encode(good))
         found = [row if isinstance(row, RowError) else next(tokens) for row in rows]
@@ -132,7 +145,7 @@ class RowStream:
                 self._bad.add(place, str(row))
         return found
 
-    def _substitute(self, position: int) -> TokenRow:
+    def _substitute(self, position: int) -> _Encoded:
         generator = self.generator(position)
         for _ in range(_ATTEMPTS):
             other = _FAR + int(generator.integers(_FAR))

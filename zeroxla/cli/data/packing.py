@@ -30,7 +30,7 @@ _AHEAD = 16  # batches that a thread makes before they are asked for
 
 
 def packed_batches(
-    stream: RowStream,
+    stream: RowStream[TokenRow],
     *,
     batch: int,
     shard_index: int = 0,
@@ -73,7 +73,7 @@ def packed_batches(
 
 
 def packed_validation_batches(
-    stream: RowStream, *, batch: int, num_batches: int
+    stream: RowStream[TokenRow], *, batch: int, num_batches: int
 ) -> Iterator[dict[str, np.ndarray]]:
     """Yield packed validation batches, the same ones each time.
 
@@ -84,7 +84,7 @@ def packed_validation_batches(
       ValueError: none of the held-out rows can be used, or too many are bad.
     """
     encoder = stream.encoder
-    pieces = [encoder.window(row, 0.0) for row in held_out(stream, batch * num_batches)]
+    pieces = [row.window(encoder.length) for row in held_out(stream, batch * num_batches)]
     packed = pack([len(x.tokens_T) for x in pieces], encoder.length + 1)
     rows = [[pieces[i] for i in numbers] for numbers in packed]
     for first in range(0, len(rows), batch):
@@ -148,7 +148,7 @@ def fill_of(batch: dict[str, np.ndarray]) -> float:
 class _PackedBatches(grain.IterDataset):
     """Batches of packed rows, of which a process keeps its own."""
 
-    def __init__(self, stream: RowStream, num_rows: int, own: slice, window: int) -> None:
+    def __init__(self, stream: RowStream[TokenRow], num_rows: int, own: slice, window: int) -> None:
         super().__init__()
         self.stream, self.num_rows, self.own, self.window = stream, num_rows, own, window
 
@@ -189,8 +189,9 @@ class _PackedBatchesIterator(grain.DatasetIterator):
         """Return the rows of batches that a window gives, in random order."""
         stream, size = self._batches.stream, self._batches.window
         found = stream.rows(range(window * size, (window + 1) * size))
-        pieces = [piece for row in found for piece in stream.encoder.pieces(row)]
-        packed = pack([len(x.tokens_T) for x in pieces], stream.encoder.length + 1)
+        length = stream.encoder.length
+        pieces = [piece for row in found for piece in row.pieces(length)]
+        packed = pack([len(x.tokens_T) for x in pieces], length + 1)
         order = stream.generator(window).permutation(len(packed))
         return [[pieces[i] for i in packed[number]] for number in order]
 

@@ -16,7 +16,8 @@ from typing import Any
 
 from zeroxla.cli.data.bad_rows import BadRows, RowError
 from zeroxla.cli.data.row_files import MAX_ROW_BYTES, numbered_lines, row_place
-from zeroxla.cli.data.row_kinds import Conversation, conversation_of, read_object, text_of
+from zeroxla.cli.data.row_kinds import Conversation, conversation_of
+from zeroxla.cli.data.row_values import read_object, text_of
 
 SUFFIXES = (".jsonl", ".json")
 ANSWER = ("response", "tokens", "finished")

@@ -6,9 +6,9 @@ Shapes: B batch, L length.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import numpy as np
 
@@ -19,9 +19,11 @@ from zeroxla.program.extras import extra
 if TYPE_CHECKING:
     import grain
 
+_Encoded = TypeVar("_Encoded")
+
 
 def row_batches(
-    stream: RowStream, *, batch: int, shard_index: int = 0, shard_count: int = 1
+    stream: RowStream[TokenRow], *, batch: int, shard_index: int = 0, shard_count: int = 1
 ) -> grain.IterDataset:
     """Make an endless stream of batches with a row of the data in each row.
 
@@ -46,15 +48,18 @@ def row_batches(
       ValueError: B does not divide over the shards. And while batches are made: too many rows are
         bad.
     """
-    rows = own_rows(batch, shard_index, shard_count)
-    with extra("cli", "batches need"):  # here, because it takes long to import
-        import grain
-    options = grain.ReadOptions(num_threads=2, prefetch_buffer_size=4)
-    return grain.MapDataset.source(_RowBatches(stream, batch, rows)).to_iter_dataset(options)
+
+    def make(rows: Sequence[TokenRow], positions: Sequence[int]) -> dict[str, np.ndarray]:
+        length = stream.encoder.length
+        shares = [stream.draw(position) for position in positions]
+        windows = [row.window(length, share) for row, share in zip(rows, shares, strict=True)]
+        return padded(windows, len(windows), length)
+
+    return batches_of(stream, make, batch, own_rows(batch, shard_index, shard_count))
 
 
 def validation_row_batches(
-    stream: RowStream, *, batch: int, num_batches: int
+    stream: RowStream[TokenRow], *, batch: int, num_batches: int
 ) -> Iterator[dict[str, np.ndarray]]:
     """Yield validation batches, the same ones each time, with a held-out row in each row.
 
@@ -65,12 +70,12 @@ def validation_row_batches(
       ValueError: none of the held-out rows can be used, or too many are bad.
     """
     rows = held_out(stream, batch * num_batches)
-    windows = [stream.encoder.window(row, 0.0) for row in rows]
+    windows = [row.window(stream.encoder.length) for row in rows]
     for first in range(0, len(windows), batch):
         yield padded(windows[first : first + batch], batch, stream.encoder.length)
 
 
-def held_out(stream: RowStream, number: int) -> list[TokenRow]:
+def held_out(stream: RowStream[_Encoded], number: int) -> list[_Encoded]:
     """Return at most `number` held-out rows.
 
     Raises:
@@ -107,22 +112,43 @@ def own_rows(batch: int, shard_index: int, shard_count: int) -> slice:
     return slice(shard_index * rows, (shard_index + 1) * rows)
 
 
+def batches_of(
+    stream: RowStream[_Encoded],
+    make: Callable[[Sequence[_Encoded], Sequence[int]], dict[str, np.ndarray]],
+    batch: int,
+    own: slice,
+) -> grain.IterDataset:
+    """Make an endless stream of batches.
+
+    Args:
+      stream: the rows.
+      make: returns a batch of rows, which are given with their positions in the stream.
+      batch: B, the rows of the global batch.
+      own: the rows of every global batch to make.
+
+    Raises:
+      ImportError: grain is not installed.
+    """
+    with extra("cli", "batches need"):  # here, because it takes long to import
+        import grain
+    options = grain.ReadOptions(num_threads=2, prefetch_buffer_size=4)
+    source = _RowBatches(stream, make, batch, own)
+    return grain.MapDataset.source(source).to_iter_dataset(options)
+
+
 @dataclass(frozen=True, slots=True)
-class _RowBatches:
+class _RowBatches(Generic[_Encoded]):
     """A grain random-access source: element i is batch i of the endless stream."""
 
-    stream: RowStream
+    stream: RowStream[_Encoded]
+    make: Callable[[Sequence[_Encoded], Sequence[int]], dict[str, np.ndarray]]
     batch: int
-    rows: slice
+    own: slice
 
     def __len__(self) -> int:
         return sys.maxsize // self.batch
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-        stream, first = self.stream, index * self.batch
-        positions = range(first + self.rows.start, first + self.rows.stop)
-        windows = [
-            stream.encoder.window(row, stream.draw(position))
-            for position, row in zip(positions, stream.rows(positions), strict=True)
-        ]
-        return padded(windows, len(windows), stream.encoder.length)
+        first = index * self.batch
+        positions = range(first + self.own.start, first + self.own.stop)
+        return self.make(self.stream.rows(positions), positions)

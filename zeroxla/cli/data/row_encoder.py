@@ -12,8 +12,8 @@ from typing import Literal
 import numpy as np
 
 from zeroxla.cli.data.bad_rows import RowError
-from zeroxla.cli.data.chat_template import ChatTemplate
-from zeroxla.cli.data.row_kinds import Conversation, Pair, TrainingRow
+from zeroxla.cli.data.chat_template import ChatTemplate, Rendering
+from zeroxla.cli.data.row_kinds import Conversation, Pair, Preference, TrainingRow
 from zeroxla.cli.data.vocabulary import Spans, Vocabulary
 
 
@@ -32,16 +32,43 @@ class TokenRow:
     counted_T: np.ndarray
     may_begin_anywhere: bool = False
 
+    def pieces(self, length: int) -> list[TokenRow]:
+        """Cut the row into pieces of at most `length` + 1 tokens.
+
+        A document is cut where each piece is full, and a piece begins with the last token of the
+        one before, so that every token but the first is a target once. Other rows are cut at their
+        end.
+        """
+        size = length + 1
+        if not self.may_begin_anywhere:
+            return [TokenRow(self.tokens_T[:size], self.counted_T[:size])]
+        made = []
+        for first in range(0, max(1, len(self.tokens_T) - 1), length):
+            counted_T = self.counted_T[first : first + size].copy()
+            counted_T[0] = False
+            made.append(TokenRow(self.tokens_T[first : first + size], counted_T))
+        return made
+
+    def window(self, length: int, share: float = 0.0) -> TokenRow:
+        """Return at most `length` + 1 tokens: of a document those at a place between its beginning
+        (share 0) and its end (1), of other rows the first."""
+        size = length + 1
+        spare = len(self.tokens_T) - size
+        first = round(share * spare) if self.may_begin_anywhere and spare > 0 else 0
+        counted_T = self.counted_T[first : first + size].copy()
+        counted_T[:1] = False
+        return TokenRow(self.tokens_T[first : first + size], counted_T)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowEncoder:
     """Turns rows into tokens.
 
     A conversation becomes the text of the chat template. A token counts if any of its characters
-    belongs to a turn of the assistant. The prompt and the response of a pair become tokens apart,
-    so that the prompt's are those that generation will see; the response's count. All tokens of a
-    document count. Pairs and documents begin and end with the tokens that begin and end a document
-    in this vocabulary, and the one at the end counts.
+    belongs to a turn of the assistant, after the messages that are only given. The prompt and the
+    response of a pair become tokens apart, so that the prompt's are those that generation will see;
+    the response's count. All tokens of a document count. Pairs and documents begin and end with the
+    tokens that begin and end a document in this vocabulary, and the one at the end counts.
 
     Attributes:
       vocabulary: turns text into tokens.
@@ -66,11 +93,14 @@ class RowEncoder:
                 assert self.template is not None, "there are conversations, and no chat template"
                 try:
                     rendering = self.template.render(row.messages, tools=row.tools)
+                    learned = _after_given(self.template, row, rendering)
                 except RowError as error:
                     found[i] = error
                     continue
                 texts.append(rendering.text)
-                places.append((i, rendering.spans))
+                places.append((i, learned))
+            elif isinstance(row, Preference):
+                found[i] = RowError("changed since it was first read: it is a preference")
             else:
                 parts = [row.prompt, row.response] if isinstance(row, Pair) else [row.text]
                 texts += parts
@@ -86,31 +116,6 @@ class RowEncoder:
                 made = self._framed(np.empty(0, np.int32), next(encoded).ids_T, anywhere=True)
             found[i] = self._checked(made)
         return [x for x in found if x is not None]
-
-    def pieces(self, row: TokenRow) -> list[TokenRow]:
-        """Cut a row into pieces of at most L + 1 tokens.
-
-        A document is cut where each piece is full, and a piece begins with the last token of the
-        one before, so that every token but the first is a target once. Other rows are cut at L + 1.
-        """
-        size = self.length + 1
-        if not row.may_begin_anywhere:
-            return [TokenRow(row.tokens_T[:size], row.counted_T[:size])]
-        made = []
-        for first in range(0, max(1, len(row.tokens_T) - 1), self.length):
-            counted_T = row.counted_T[first : first + size].copy()
-            counted_T[0] = False
-            made.append(TokenRow(row.tokens_T[first : first + size], counted_T))
-        return made
-
-    def window(self, row: TokenRow, share: float) -> TokenRow:
-        """Return at most L + 1 tokens of a row: of a document those at a place between its
-        beginning (share 0) and its end (1), of other rows the first."""
-        spare = len(row.tokens_T) - (self.length + 1)
-        first = round(share * spare) if row.may_begin_anywhere and spare > 0 else 0
-        counted_T = row.counted_T[first : first + self.length + 1].copy()
-        counted_T[:1] = False
-        return TokenRow(row.tokens_T[first : first + self.length + 1], counted_T)
 
     def _framed(
         self, prompt: np.ndarray, response: np.ndarray, *, anywhere: bool = False
@@ -139,6 +144,21 @@ class RowEncoder:
                 "to learn; give a larger length"
             )
         return RowError(f"none of its {len(row.tokens_T)} {self.vocabulary.unit}s is to be learned")
+
+
+def _after_given(
+    template: ChatTemplate, row: Conversation, rendering: Rendering
+) -> list[tuple[int, int]]:
+    """Return the turns of a rendered conversation that come after the messages that are given."""
+    if not row.num_given:
+        return rendering.spans
+    given = template.prompt(row.messages[: row.num_given], tools=row.tools)
+    if not rendering.text.startswith(given):
+        raise RowError(
+            "the chat template writes the messages before the answer otherwise in the whole "
+            "conversation, so that the answer cannot be found; give another template"
+        )
+    return [(first, end) for first, end in rendering.spans if end > len(given)]
 
 
 def _conversation(encoded: Spans, spans: Sequence[tuple[int, int]]) -> TokenRow:

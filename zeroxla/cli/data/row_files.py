@@ -18,7 +18,7 @@ import numpy as np
 
 from zeroxla.cli.data.bad_rows import BadRows, RowError
 from zeroxla.cli.data.parquet import parquet_lines
-from zeroxla.cli.data.row_kinds import TrainingRow, read_row, row_hash
+from zeroxla.cli.data.row_kinds import TrainingRow, kind_of, read_row, row_hash
 
 SUFFIXES = (".jsonl", ".json", ".parquet")
 MAX_ROW_BYTES = 64 << 20
@@ -53,7 +53,8 @@ class RowFiles:
 
     Attributes:
       fingerprint: a hash of all good rows and their order.
-      kinds: the number of good rows of each class: {"Conversation": 3}.
+      kinds: the number of good rows of each kind: {"Conversation": 3}.
+      firsts: the file and the line of the first row of each kind.
 
     Raises:
       ValueError: a file is missing or unreadable, has another suffix, or fewer than two rows are
@@ -78,6 +79,7 @@ class RowFiles:
         self.paths = [Path(path).expanduser() for path in paths]
         self._bad, self._holdout, self._folder = bad, holdout, folder
         self.kinds: dict[str, int] = {}
+        self.firsts: dict[str, str] = {}
         self._digest = hashlib.blake2b(digest_size=16)
         self._files: list[IO[bytes]] = []
         self._opened: list[IO[bytes]] = []  # those too that are read no more
@@ -133,6 +135,7 @@ class RowFiles:
             for place, kind, digest in self._good_rows(number, path):
                 self._digest.update(digest)
                 self.kinds[kind] = self.kinds.get(kind, 0) + 1
+                self.firsts.setdefault(kind, row_place(path, place[3]))
                 value = int.from_bytes(digest, "big")
                 side = int(value < self._holdout * 2**64)
                 # The extremes of each side: should the other side stay empty, one moves there.
@@ -156,7 +159,7 @@ class RowFiles:
     def _good_rows(
         self, number: int, path: Path
     ) -> Iterator[tuple[tuple[int, int, int, int], str, bytes]]:
-        """Yield the place, the class and the hash of each good row of a file; count the others."""
+        """Yield the place, the kind and the hash of each good row of a file; count the others."""
         for offset, line_number, line in numbered_lines(self._open(path)):
             if not line.strip():
                 continue
@@ -169,7 +172,7 @@ class RowFiles:
             except RowError as error:
                 self._bad.add(row_place(path, line_number), str(error))
                 continue
-            yield (offset, len(line), number, line_number), type(row).__name__, digest
+            yield (offset, len(line), number, line_number), kind_of(row), digest
 
     def _open(self, path: Path) -> IO[bytes]:
         """Open a file of JSON lines: the file itself, or the rows of a Parquet file."""

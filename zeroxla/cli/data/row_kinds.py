@@ -1,7 +1,10 @@
-"""The kinds of rows that a model learns from: conversations, pairs and documents.
+"""The kinds of rows that a model learns from: preferences, conversations, pairs and documents.
 
 A row is a JSON object. Its keys say what it is:
 
+    {"prompt": "...", "chosen": "...", "rejected": "..."}          a preference between texts
+    {"prompt": [...], "chosen": [...], "rejected": [...]}          one between messages
+    {"chosen": [...], "rejected": [...]}                           one between conversations
     {"messages": [{"role": "user", "content": "..."}, ...]}       a conversation
     {"prompt": "...", "response": "..."}  (or "completion")        a pair
     {"text": "..."}                                                a document
@@ -19,9 +22,18 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from zeroxla.cli.data.bad_rows import RowError
+from zeroxla.cli.data.row_values import (
+    json_type,
+    messages_of,
+    read_object,
+    text_of,
+    tools_of,
+)
 
-KEYS = ("messages", "tools", "prompt", "response", "completion", "text")
+KEYS = ("chosen", "rejected", "messages", "tools", "prompt", "response", "completion", "text")
 """The keys that are read."""
+
+Messages: TypeAlias = tuple[dict[str, Any], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,10 +43,13 @@ class Conversation:
     Attributes:
       messages: objects with "role", "content", and whatever else the chat template reads.
       tools: descriptions of tools, for the chat template; None if there are none.
+      num_given: the number of messages at the beginning that are only given. Of the others the
+        model learns those of the assistant.
     """
 
-    messages: tuple[dict[str, Any], ...]
+    messages: Messages
     tools: list[Any] | None = None
+    num_given: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +67,27 @@ class Document:
     text: str
 
 
-TrainingRow: TypeAlias = Conversation | Pair | Document
+@dataclass(frozen=True, slots=True)
+class Preference:
+    """Two responses to one prompt, each with the prompt, of which one was preferred.
+
+    Attributes:
+      chosen, rejected: both are pairs, or both conversations that begin with the prompt's messages.
+    """
+
+    chosen: Pair | Conversation
+    rejected: Pair | Conversation
+
+
+TrainingRow: TypeAlias = Conversation | Pair | Document | Preference
+
+
+def kind_of(row: TrainingRow) -> str:
+    """Return the name of a row's kind: its class, and "ChatPreference" of a preference between
+    conversations."""
+    if isinstance(row, Preference) and isinstance(row.chosen, Conversation):
+        return "ChatPreference"
+    return type(row).__name__
 
 
 def read_row(line: bytes) -> TrainingRow:
@@ -64,31 +99,14 @@ def read_row(line: bytes) -> TrainingRow:
     return row_of(read_object(line))
 
 
-def read_object(line: bytes) -> dict[str, Any]:
-    """Return the object that a line of JSON holds, without keys whose value is null.
-
-    Raises:
-      RowError: the line holds none.
-    """
-    try:
-        value = json.loads(line)
-    except UnicodeDecodeError as error:
-        raise RowError(f"the row is no UTF-8 ({error.reason} at byte {error.start})") from error
-    except json.JSONDecodeError as error:
-        raise RowError(f"the row is no JSON ({error.msg} at character {error.pos})") from error
-    except RecursionError as error:
-        raise RowError("the row is nested too deeply") from error
-    if not isinstance(value, dict):
-        raise RowError(f"the row is a JSON {_kind(value)}, no object with keys")
-    return {key: x for key, x in value.items() if x is not None}
-
-
 def row_of(value: Mapping[str, Any]) -> TrainingRow:
     """Return the row that an object describes.
 
     Raises:
       RowError: it has none of the keys, or a value is of the wrong kind or empty.
     """
+    if "chosen" in value and "rejected" in value:
+        return _preference(value)
     if "messages" in value:
         conversation = conversation_of(value)
         if not any(message["role"] == "assistant" for message in conversation.messages):
@@ -102,11 +120,15 @@ def row_of(value: Mapping[str, Any]) -> TrainingRow:
         return Pair(text_of(value, "prompt", may_be_empty=True), text_of(value, answers[0]))
     if "text" in value:
         return Document(text_of(value, "text"))
+    if one := [key for key in ("chosen", "rejected") if key in value]:
+        other = "rejected" if one[0] == "chosen" else "chosen"
+        raise RowError(f'the row has "{one[0]}" and no "{other}"')
     if "prompt" in value:
         raise RowError('the row has a "prompt", and neither "response" nor "completion"')
     keys = ", ".join(list(value)[:8]) or "none"
     raise RowError(
-        f'the row has none of "messages", "prompt" with "response", and "text"; its keys: {keys}'
+        'the row has none of "messages", "prompt" with "response", "text", and "chosen" with '
+        f'"rejected"; its keys: {keys}'
     )
 
 
@@ -116,18 +138,12 @@ def conversation_of(value: Mapping[str, Any]) -> Conversation:
     Raises:
       RowError: a value is of the wrong kind, or empty.
     """
-    return Conversation(_messages(value["messages"]), _tools(value.get("tools")))
+    return Conversation(messages_of(value, "messages"), tools_of(value))
 
 
 def canonical(row: TrainingRow) -> str:
     """Return a text that is equal for equal rows, whatever file they come from."""
-    if isinstance(row, Conversation):
-        content: Any = {"messages": row.messages, "tools": row.tools}
-    elif isinstance(row, Pair):
-        content = {"prompt": row.prompt, "response": row.response}
-    else:
-        content = {"text": row.text}
-    return json.dumps(content, ensure_ascii=False, sort_keys=True, separators=(",", ":"))
+    return json.dumps(_content(row), ensure_ascii=False, sort_keys=True, separators=(",", ":"))
 
 
 def row_hash(row: TrainingRow) -> bytes:
@@ -143,43 +159,75 @@ def row_hash(row: TrainingRow) -> bytes:
     return hashlib.blake2b(content, digest_size=8).digest()
 
 
-def _messages(value: Any) -> tuple[dict[str, Any], ...]:
-    if not isinstance(value, list) or not value:
-        raise RowError(f'"messages" is a JSON {_kind(value)}; it must be an array with messages')
-    messages = []
-    for i, message in enumerate(value):
-        if not isinstance(message, dict):
-            raise RowError(f"message {i} is a JSON {_kind(message)}, no object")
-        message = {key: x for key, x in message.items() if x is not None}
-        if not isinstance(message.get("role"), str):
-            raise RowError(f'message {i} has no "role" that is a string')
-        calls = "tool_calls" in message
-        if not isinstance(message.get("content", "" if calls else None), str):
-            raise RowError(f'message {i} of the {message["role"]} has no "content" that is text')
-        messages.append({"content": "", **message})
-    return tuple(messages)
+def _content(row: TrainingRow) -> dict[str, Any]:
+    if isinstance(row, Preference):
+        return {"chosen": _content(row.chosen), "rejected": _content(row.rejected)}
+    if isinstance(row, Conversation):
+        given = {"given": row.num_given} if row.num_given else {}
+        return {"messages": row.messages, "tools": row.tools, **given}
+    if isinstance(row, Pair):
+        return {"prompt": row.prompt, "response": row.response}
+    return {"text": row.text}
 
 
-def _tools(value: Any) -> list[Any] | None:
-    if value is not None and not isinstance(value, list):
-        raise RowError(f'"tools" is a JSON {_kind(value)}; it must be an array')
-    return value or None
+def _preference(value: Mapping[str, Any]) -> Preference:
+    """Return the preference in an object with the keys "chosen" and "rejected"."""
+    kinds = [json_type(value[key]) for key in ("chosen", "rejected")]
+    if kinds[0] != kinds[1]:
+        raise RowError(
+            f'"chosen" is a JSON {kinds[0]} and "rejected" a JSON {kinds[1]}; both must be '
+            "strings, or both arrays with messages"
+        )
+    if value["chosen"] == value["rejected"]:
+        raise RowError('"chosen" and "rejected" are equal, so that nothing is preferred')
+    return _preference_of_messages(value) if kinds[0] == "array" else _preference_of_texts(value)
 
 
-def text_of(value: Mapping[str, Any], key: str, *, may_be_empty: bool = False) -> str:
-    """Return the text that an object has under a key.
-
-    Raises:
-      RowError: it is no text, or empty.
-    """
-    found = value[key]
-    if not isinstance(found, str):
-        raise RowError(f'"{key}" is a JSON {_kind(found)}; it must be a string')
-    if not found and not may_be_empty:
-        raise RowError(f'"{key}" is empty')
-    return found
+def _preference_of_messages(value: Mapping[str, Any]) -> Preference:
+    given, answers = _given_and_answers(value)
+    if given[-1]["role"] == "assistant":
+        raise RowError("the last message before the answers is of the assistant, too")
+    tools = tools_of(value)
+    chosen, rejected = (Conversation((*given, *x), tools, len(given)) for x in answers)
+    return Preference(chosen, rejected)
 
 
-def _kind(value: Any) -> str:
-    names = {dict: "object", list: "array", str: "string", bool: "boolean", type(None): "null"}
-    return names.get(type(value), "number")
+def _given_and_answers(value: Mapping[str, Any]) -> tuple[Messages, tuple[Messages, Messages]]:
+    """Return the messages before the answers, and the messages of the chosen and of the rejected
+    answer. Without a prompt the first ones are those that both conversations begin with."""
+    chosen, rejected = messages_of(value, "chosen"), messages_of(value, "rejected")
+    if isinstance(value.get("prompt"), list):
+        for key, answer in (("chosen", chosen), ("rejected", rejected)):
+            if answer[0]["role"] != "assistant":
+                raise RowError(
+                    f'the first message of "{key}" is of the {answer[0]["role"]}, not of the '
+                    'assistant, who answers "prompt"; if it repeats the prompt, leave "prompt" out'
+                )
+        return messages_of(value, "prompt"), (chosen, rejected)
+    pairs = enumerate(zip(chosen, rejected))
+    number = next((i for i, (x, y) in pairs if x != y), min(len(chosen), len(rejected)))
+    given, answers = chosen[:number], (chosen[number:], rejected[number:])
+    if not given:
+        raise RowError(
+            'the messages of "chosen" and "rejected" have no common beginning, which would be the '
+            "prompt"
+        )
+    if not all(answer and answer[0]["role"] == "assistant" for answer in answers):
+        raise RowError(
+            f'the first {number} messages of "chosen" and "rejected" are equal, and then they do '
+            "not both go on with a message of the assistant"
+        )
+    if "prompt" in value and text_of(value, "prompt") not in (x["content"] for x in given):
+        raise RowError(
+            '"prompt" is a string that no message before the answers has as its content; leave it '
+            "out, or give messages"
+        )
+    return given, answers
+
+
+def _preference_of_texts(value: Mapping[str, Any]) -> Preference:
+    chosen, rejected = text_of(value, "chosen"), text_of(value, "rejected")
+    if "prompt" not in value:
+        raise RowError('the row has "chosen" and "rejected" as strings, and no "prompt"')
+    prompt = text_of(value, "prompt", may_be_empty=True)
+    return Preference(Pair(prompt, chosen), Pair(prompt, rejected))

@@ -20,6 +20,7 @@ from zeroxla.cli.run_sections import stored_options
 from zeroxla.cli.train.images import alexnet_pipeline
 from zeroxla.cli.train.model import choose
 from zeroxla.cli.train.options import TrainOptions
+from zeroxla.cli.train.preferences import PreferencesTask, settings_of
 from zeroxla.cli.train.setup import config_for, optimizer_for, schedule_for, takes_file_optimizer
 from zeroxla.mesh.axes import CONTEXT, DEVICE, EXPERT, NODE, PIPE, TENSOR, lengths_beside
 from zeroxla.pipeline.pipeline import Pipeline
@@ -27,6 +28,7 @@ from zeroxla.planning.compile_check import prepare_cpu
 from zeroxla.planning.explain.make import explain
 from zeroxla.planning.explain.report import Explanation
 from zeroxla.planning.target import Target
+from zeroxla.rlhf.dpo_loss import pair_shapes, preference_loss
 from zeroxla.step.make import make_step
 
 NODES, DEVICES_PER_NODE = 2, 4
@@ -75,7 +77,8 @@ def explained(options: ExplainOptions) -> Explanation:
             f"{run} holds no run to explain (it has no config.json); name the folder of a run of "
             "zeroxla train"
         )
-    command = read_config(run).get("command")
+    found = read_config(run)
+    command = found.get("command")
     if command != "train":
         raise ValueError(
             f"{run} is a run of zeroxla {command}, and zeroxla explain explains runs of zeroxla "
@@ -98,7 +101,12 @@ def explained(options: ExplainOptions) -> Explanation:
         optimizer = optimizer_for(stored, schedule_for(stored))
         config = dataclasses.replace(config, optimizer=None)
     model, batch = _model_and_batch(stored, options)
-    step = make_step(model, mesh, optimizer, config=config, weights=stored.pipeline.weights)
+    loss = None
+    if PreferencesTask.data in found:
+        settings = settings_of(stored)
+        loss, batch = preference_loss(settings), pair_shapes(settings)
+    weights = stored.pipeline.weights
+    step = make_step(model, mesh, optimizer, loss=loss, config=config, weights=weights)
     return explain(
         step, batch, **machines, compiled=options.compile, least_share=options.least_share
     )

@@ -105,7 +105,7 @@ class TextSource:
         if self.run is None:
             return vocabulary.encode(prompt, framed=True)
         first = vocabulary.first
-        if "rows" in self.run.config and first is not None:
+        if {"rows", "preferences"} & set(self.run.config) and first is not None:
             return [first, *(vocabulary.encode(prompt) if prompt else [])]
         return vocabulary.encode(prompt)
 

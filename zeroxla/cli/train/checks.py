@@ -28,7 +28,7 @@ WORKING = (
 FREE = frozenset(
     {"run", "resume", "steps", "eval_every", "eval_batches", "save_every", "keep", "max_bad_rows"}
     | {"prompt", "sample_bytes", "temperature", "max_skipped"}
-    | {"zero", "accumulate", "islands", "track", "profile"}
+    | {"zero", "accumulate", "islands", "track", "profile", "dpo_tensor"}
     | {f.name for group in WORKING for f in dataclasses.fields(group)}
 )
 
@@ -39,6 +39,7 @@ _OF_ONE_MODEL = {
         *("lora_rank", "lora_alpha", "lora_rank_stabilized", "lora_dora"),
         *("lora_targets", "lora_base", "lora_init"),
         *("packing", "too_long", "max_bad_rows", "chat_template"),
+        *("dpo_beta", "dpo_label_smoothing", "dpo_length_normalized", "dpo_tensor"),
     ),
     "alexnet": ("image_size", "width_multiplier"),
 }

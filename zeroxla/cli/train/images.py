@@ -17,6 +17,7 @@ from zeroxla.cli.train.island import seed_of
 from zeroxla.cli.train.model import alexnet
 from zeroxla.cli.train.options import TrainOptions
 from zeroxla.cli.train.output import Output
+from zeroxla.cli.train.task import Scorer
 from zeroxla.models.alexnet import alexnet_layers
 from zeroxla.models.losses import classification_loss
 from zeroxla.pipeline.pipeline import Pipeline
@@ -48,8 +49,10 @@ class ImageTask:
     data = "images"
     unit = "image"
     counted = "images"
+    loss: Any = None
+    numbers: tuple[str, ...] = ()
     metrics: tuple[str, ...] = ("accuracy",)
-    guess_name = "label entropy"
+    guess_name = "label entropy of the validation set"
 
     def __init__(self, options: TrainOptions) -> None:
         self.options = options
@@ -98,6 +101,9 @@ class ImageTask:
             size=self.options.images.image_size,
             num_batches=num_batches,
         )
+
+    def scorer(self, step: Step) -> Scorer | None:
+        return None
 
     def keep(self, run: Path) -> None:
         """Write nothing: the options say everything."""

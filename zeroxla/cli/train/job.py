@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from zeroxla.cli.data.row_files import are_rows
-from zeroxla.cli.data.sources import with_weight
 from zeroxla.cli.deepspeed_file import keep_deepspeed
 from zeroxla.cli.divergence import Divergence
 from zeroxla.cli.interrupt import StopRequest
 from zeroxla.cli.job import Job
 from zeroxla.cli.run_job import run_job
-from zeroxla.cli.train.images import ImageTask
+from zeroxla.cli.train.feed import Feed
 from zeroxla.cli.train.island import (
     AsIsland,
     inner_of,
@@ -27,10 +23,10 @@ from zeroxla.cli.train.island import (
     status_of,
     steps_of,
 )
+from zeroxla.cli.train.make_task import make_task
 from zeroxla.cli.train.options import TrainOptions
 from zeroxla.cli.train.output import Output
 from zeroxla.cli.train.plot import plot_run
-from zeroxla.cli.train.rows import RowsTask, check_text_only
 from zeroxla.cli.train.setup import (
     config_for,
     mesh_for,
@@ -41,10 +37,7 @@ from zeroxla.cli.train.setup import (
 from zeroxla.cli.train.stages import Stages
 from zeroxla.cli.train.step_values import StepValues
 from zeroxla.cli.train.targets import count_targets
-from zeroxla.cli.train.task import Task
-from zeroxla.cli.train.text import TextTask
 from zeroxla.cli.train.utilization import peak_flops_per_s
-from zeroxla.mesh.batches import process_shard
 from zeroxla.step.disk.steps import has_disk
 from zeroxla.step.make import make_step
 from zeroxla.step.state import TrainState
@@ -76,25 +69,25 @@ class TrainJob(Job[TrainOptions, Output]):
         config = config_for(options, mesh, self.path if options.output.resume else None)
         run = self.path if options.output.resume else None
         self.task = make_task(options, run, output.warn)
-        # Each process cuts its own rows of every batch.
-        index, count = process_shard(mesh)
-        self.batches = iter(self.task.training(index, count, slot or 0))
         self.schedule, optimizer = None, config.optimizer
         if not takes_file_optimizer(options, config):
             self.schedule = schedule_for(options)
             optimizer = optimizer_for(options, self.schedule)
             config = dataclasses.replace(config, optimizer=None)
-        weights = options.pipeline.weights
-        self.step = make_step(self.task.model, mesh, optimizer, config=config, weights=weights)
+        self.step = make_step(
+            self.task.model,
+            mesh,
+            optimizer,
+            loss=self.task.loss,
+            config=config,
+            weights=options.pipeline.weights,
+        )
         self.island = None if slot is None else AsIsland(self.step, slot, output.warn)
         # Traces the model, so that what does not fit the devices is found before files are made.
-        validation = list(self.task.validation())
-        shapes = self.step.abstract_state(validation[0])
-        # Of batches with a mask, the means are weighted by the targets that count.
-        self.valid_weights = [np.sum(rows.get("mask", 1) != 0) for rows in validation]
-        own_rows = [jax.tree.map(lambda x: np.split(x, count)[index], rows) for rows in validation]
-        self.valid_batches = [self.step.place(rows, train=False) for rows in own_rows]
+        self.feed = Feed(self.task, self.step, slot or 0)
+        self.batches = self.feed.batches
         # And so is a disk without room.
+        shapes = self.feed.shapes
         self.on_disk = self.step.disk.writer(shapes) if has_disk(shapes) else None
         self.divergence = Divergence(limit=options.training.max_skipped, warn=output.warn)
         self.stages: Stages | None = None
@@ -128,7 +121,8 @@ class TrainJob(Job[TrainOptions, Output]):
     def begin(self) -> None:
         if self.state is None:
             key = jax.random.key(self.options.training.seed)
-            self.state = self.step.init(key, self.valid_batches[0])
+            self.state = self.step.init(key, self.feed.example)
+        self.valid_batches = self.feed.validation(inner_of(self.state))
         rows = self.valid_batches[0]
         self.program = self.output.program(self.step, inner_of(self.state), rows, self.stages)
         peak = peak_flops_per_s(self.mesh.devices.flat[0].device_kind, self.mesh.size)
@@ -160,9 +154,8 @@ class TrainJob(Job[TrainOptions, Output]):
         self.clock = time.perf_counter()
         stopping = stop.requested_by(self.done)
         while self.done < self.num_steps and not stopping:
-            with self.observer.seconds("data"):
-                batch = self.step.place(next(self.batches))
-                counts = count_targets(batch)
+            batch = self.feed.next(inner_of(self.state), self.observer.seconds)
+            counts = count_targets(batch)
             take = self.step if self.island is None else self.island.step
             self.observer.profiler.before(self.done + 1, self.settle)
             with self.observer.profiler.step(self.done + 1), self.observer.seconds("dispatch"):
@@ -228,12 +221,13 @@ class TrainJob(Job[TrainOptions, Output]):
         found = jax.device_get([self.step.eval(state, batch) for batch in self.valid_batches])
         seconds = time.perf_counter() - started
         means = {
-            name: float(np.average([float(v[name]) for v in found], weights=self.valid_weights))
-            for name in ("loss", *self.task.metrics)
+            name: float(np.average([float(v[name]) for v in found], weights=self.feed.weights))
+            for name in ("loss", *self.task.numbers, *self.task.metrics)
         }
         named = {f"valid_{name}": value for name, value in means.items()}
         self.log(self.done, {**named, "eval_s": seconds})
-        shares = "".join(f", {name} {means[name]:.1%}" for name in self.task.metrics)
+        numbers = "".join(f", {name} {means[name]:.4f}" for name in self.task.numbers)
+        shares = numbers + "".join(f", {name} {means[name]:.1%}" for name in self.task.metrics)
         self.output.print(f"step {self.done}: validation loss {means['loss']:.4f}{shares}")
         self.divergence.evaluated(self.done, means["loss"])
         return means
@@ -259,6 +253,7 @@ class TrainJob(Job[TrainOptions, Output]):
             guess=self.task.guess,
             guess_name=self.task.guess_name,
             unit=self.task.unit,
+            numbers=self.task.numbers,
             metrics=self.task.metrics,
         )
         self.folder.write_figure("loss.png", picture)
@@ -270,23 +265,3 @@ class TrainJob(Job[TrainOptions, Output]):
         if self.island is not None:
             self.island.close()
         super().close()
-
-
-def make_task(options: TrainOptions, run: Path | None, warn: Callable[[str], None]) -> Task:
-    """Return the model that a run trains, with its data.
-
-    Args:
-      options: the run's options.
-      run: the run's folder, if there is one already.
-      warn: prints a warning.
-
-    Raises:
-      ImportError: a package that the options need is not installed.
-      ValueError: an option or an input cannot work.
-    """
-    if options.model.model == "alexnet":
-        return ImageTask(options)
-    if are_rows(with_weight(name)[0] for name in options.text.data):
-        return RowsTask(options, run, warn)
-    check_text_only(options)
-    return TextTask(options, run)

@@ -10,10 +10,11 @@ import jax.numpy as jnp
 
 from zeroxla.checkpoint.weights.pretrained import from_pretrained
 from zeroxla.cli.run_folder import NoRunFolder, RunFolder
-from zeroxla.cli.train.model import choose, keep
+from zeroxla.cli.train.model import ModelChoice, choose, keep
 from zeroxla.cli.train.options import TrainOptions
 from zeroxla.cli.train.output import Output
 from zeroxla.cli.train.sample import continue_text
+from zeroxla.cli.train.task import Scorer
 from zeroxla.pipeline.pipeline import Pipeline
 from zeroxla.step.state import TrainState, full_params
 from zeroxla.step.step import Step
@@ -28,10 +29,14 @@ class LanguageTask:
     """
 
     counted = "tokens"
+    numbers: tuple[str, ...] = ()
     metrics: tuple[str, ...] = ()
+    loss: Any = None
 
-    def __init__(self, options: TrainOptions, run: Path | None) -> None:
-        self.options, self.choice = options, choose(options, run)
+    def __init__(
+        self, options: TrainOptions, run: Path | None, choice: ModelChoice | None = None
+    ) -> None:
+        self.options, self.choice = options, choice or choose(options, run)
         self._module = options.lora.adapted(self.choice.model, run)
         stages = options.pipeline
         self.model: Any = self._module
@@ -39,7 +44,10 @@ class LanguageTask:
             self.model = Pipeline.from_model(self._module, **stages.as_arguments)
         self.unit = self.choice.vocabulary.unit
         self.num_counted = options.text.batch * options.text.length
-        self.guess_name = f"{self.unit}-unigram entropy"
+        self.guess_name = f"{self.unit}-unigram entropy of the validation set"
+
+    def scorer(self, step: Step) -> Scorer | None:
+        return None
 
     def keep(self, run: Path) -> None:
         keep(self.options, run)

@@ -38,27 +38,43 @@ class TextOptions:
     of text, share of each file's bytes. alexnet: 0.2 of the digits. CIFAR-10 has validation images
     of its own."""
     batch: int = 16
-    """Sequences or images per step, over all devices and micro-batches; with --outer, of one
-    island. alexnet: 32."""
+    """Sequences, preferences or images per step, over all devices and micro-batches; with --outer,
+    of one island. alexnet: 32."""
     length: int = 128
     """Bytes (with --init, tokens) per sequence."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RowsOptions:
-    """Rows: conversations, pairs of prompt and response, or texts, as JSON objects."""
+    """Rows: conversations, pairs of prompt and response, texts, or preferences, as JSON objects."""
 
     packing: bool = False
     """Let short rows share a sequence. Each is a segment of its own, and attention stays inside a
     segment."""
     too_long: Literal["cut", "bad"] = "cut"
-    """What becomes of a conversation or a pair that is longer than a sequence. cut: its beginning
-    is kept. bad: it counts as a bad row. A longer text gives several sequences."""
+    """What becomes of a conversation, a pair or a preference that is longer than a sequence. cut:
+    its beginning is kept. bad: it counts as a bad row. A longer text gives several sequences."""
     max_bad_rows: float = 0.01
     """Share of the rows that may be bad. They are named, and left out; more are an error."""
     chat_template: Path | None = None
     """File with the chat template in Jinja2. Default: the one in the folder of --init, or a plain
     one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DpoOptions:
+    """Preferences: rows with a chosen and a rejected response (DPO). The reference is the model
+    without its adapters, so --lora-rank or --lora-init belongs to them."""
+
+    dpo_beta: float = 0.1
+    """Strength of the reference: a nat by which the model prefers a response more than the
+    reference does counts as this much reward."""
+    dpo_label_smoothing: float = 0.0
+    """Share of the preferences that is taken to be wrong; below 0.5 (cDPO)."""
+    dpo_length_normalized: bool = False
+    """Take the mean log-probability of a response's tokens, and not their sum."""
+    dpo_tensor: int = 1
+    """Devices that share a copy of the reference while it scores. With 1 each holds all of it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,8 +164,11 @@ class TrainOptions(JobOptions):
     Without an accelerator the devices are simulated: 8 on this machine's CPU, as 2 nodes of 4.
     """
 
+    younger_groups = JobOptions.younger_groups | {"dpo"}
+
     text: TextOptions = field(default_factory=TextOptions)
     rows: RowsOptions = field(default_factory=RowsOptions)
+    dpo: DpoOptions = field(default_factory=DpoOptions)
     images: ImageOptions = field(default_factory=ImageOptions)
     model: ModelOptions = field(default_factory=ModelOptions)
     training: TrainingOptions = field(default_factory=TrainingOptions)
@@ -170,6 +189,9 @@ class TrainOptions(JobOptions):
         self.check_at_least(
             {
                 "rows.max_bad_rows": 0,
+                "dpo.dpo_beta": 0,
+                "dpo.dpo_label_smoothing": 0,
+                "dpo.dpo_tensor": 1,
                 "images.image_size": MIN_SIZE,
                 "model.layers": 1,
                 "model.width": 1,
@@ -208,6 +230,13 @@ class TrainOptions(JobOptions):
             )
         if self.rows.max_bad_rows > 1:
             raise ValueError(f"--max-bad-rows {self.rows.max_bad_rows} is a share: at most 1")
+        if not self.dpo.dpo_beta > 0:
+            raise ValueError("--dpo-beta 0.0 must be above 0; 0.1 is usual")
+        if not self.dpo.dpo_label_smoothing < 0.5:
+            raise ValueError(
+                f"--dpo-label-smoothing {self.dpo.dpo_label_smoothing} must be below 0.5, where "
+                "preferences mean nothing"
+            )
         if self.training.warmup > 1:
             raise ValueError(f"--warmup {self.training.warmup} is a share: at most 1")
         if not self.images.width_multiplier > 0:

@@ -23,6 +23,7 @@ class Measured(Protocol):
     """The figures that tell a reader whether a loss is good; every `Task` has them."""
 
     unit: str
+    numbers: tuple[str, ...]
     metrics: tuple[str, ...]
     guess: float
     guess_name: str
@@ -92,10 +93,12 @@ class Output:
         """Print the trained model's loss and metrics on the validation set."""
         loss, guess = values["loss"], task.guess
         self.print(
-            f"\nValidation loss {loss:.4f} nats per {task.unit}; {task.guess_name} of the "
-            f"validation set {guess:.4f}: the model is {abs(guess - loss):.4f} nats "
+            f"\nValidation loss {loss:.4f} nats per {task.unit}; {task.guess_name} "
+            f"{guess:.4f}: the model is {abs(guess - loss):.4f} nats "
             f"{'below' if loss <= guess else 'ABOVE'} it."
         )
+        for name in task.numbers:
+            self.print(f"Validation {name} {values[name]:.4f}")
         for name in task.metrics:
             self.print(f"Validation {name} {values[name]:.1%}")
         self.print(f"Run folder: {path}")

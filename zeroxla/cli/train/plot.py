@@ -15,6 +15,7 @@ def plot_run(
     guess: float,
     guess_name: str,
     unit: str,
+    numbers: Sequence[str] = (),
     metrics: Sequence[str] = (),
 ) -> Figure:
     """Draw training and validation against steps: the loss, and below it each metric.
@@ -22,26 +23,29 @@ def plot_run(
     Args:
       lines: the lines of metrics.jsonl.
       guess: a loss to compare with.
-      guess_name: a name for that loss.
+      guess_name: words for that loss.
       unit: the unit of the loss, which is nats per unit.
+      numbers: names of metrics that are numbers of any size.
       metrics: names of metrics, shares between 0 and 1.
     """
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(8, 5 + 2 * len(metrics)), layout="constrained")
-    ratios = [5.0, *[2.5] * len(metrics)]
+    names = (*numbers, *metrics)
+    figure = Figure(figsize=(8, 5 + 2 * len(names)), layout="constrained")
+    ratios = [5.0, *[2.5] * len(names)]
     first, *others = figure.subplots(
-        1 + len(metrics), sharex=True, squeeze=False, height_ratios=ratios
+        1 + len(names), sharex=True, squeeze=False, height_ratios=ratios
     )[:, 0]
     _curves(first, lines, "loss")
-    label = f"{guess_name} of the validation set: {guess:.3f}"
+    label = f"{guess_name}: {guess:.3f}"
     first.axhline(guess, color="gray", linestyle="--", label=label)
     first.set_ylabel(f"nats per {unit}")
     first.legend()
-    for axes, name in zip(others, metrics, strict=True):
+    for axes, name in zip(others, names, strict=True):
         _curves(axes, lines, name)
         axes.set_ylabel(name)
-        axes.set_ylim(0, 1.02)
+        if name in metrics:
+            axes.set_ylim(0, 1.02)
     (others or [first])[-1].set_xlabel("step")
     return figure
 

@@ -59,7 +59,8 @@ class StepValues:
 
     def line(self, values: Mapping[str, float]) -> str:
         """Return the text beside the progress bar."""
-        shares = "".join(f", {name} {values[name]:.0%}" for name in self.task.metrics)
+        numbers = "".join(f", {name} {values[name]:.2f}" for name in self.task.numbers)
+        shares = numbers + "".join(f", {name} {values[name]:.0%}" for name in self.task.metrics)
         skipped = f", {values['skipped']:.0f} skipped" if values["skipped"] else ""
         rate, counted = values[f"{self.task.counted}_per_s"], self.task.counted
         used = f", MFU {values['mfu']:.1%}" if "mfu" in values else ""

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -21,25 +21,45 @@ if TYPE_CHECKING:
     import grain
 
 
+class Scorer(Protocol):
+    """Completes batches with what follows from the state, and not from the data alone.
+
+    It must not change in training: validation batches are completed once.
+
+    Attributes:
+      shapes: the shapes of a completed batch.
+    """
+
+    shapes: Any
+
+    def __call__(self, state: TrainState, rows: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Return a completed batch; all processes pass all of its rows."""
+        ...
+
+
 class Task(Protocol):
     """A model and its data.
 
     Attributes:
       model: the model, as `make_step` takes it; a `Pipeline` if there are stages.
+      loss: its loss, as `make_step` takes it; None if it is the model's own.
       data: one word for the data. config.json has its record under this name.
       unit: one word for the unit of the loss, which is nats per unit.
       counted: one word for the things that are counted per second.
       num_counted: the number of these things in a step.
-      metrics: the model's metrics besides the loss, shares between 0 and 1.
+      numbers: the model's metrics besides the loss that are numbers of any size.
+      metrics: those that are shares between 0 and 1.
       guess: the loss of the best guess that does not look at the input, on the validation set.
-      guess_name: a name for that loss.
+      guess_name: words for that loss.
     """
 
     model: Any
+    loss: Any
     data: str
     unit: str
     counted: str
     num_counted: int
+    numbers: tuple[str, ...]
     metrics: tuple[str, ...]
     guess: float
     guess_name: str
@@ -60,6 +80,11 @@ class Task(Protocol):
 
     def validation(self) -> Iterator[dict[str, np.ndarray]]:
         """Yield the validation batches, whole and always the same."""
+        ...
+
+    def scorer(self, step: Step) -> Scorer | None:
+        """Return what completes each batch with the state before it is placed; None if batches are
+        whole as they are drawn. With a scorer every process draws all rows of a batch."""
         ...
 
     def keep(self, run: Path) -> None:

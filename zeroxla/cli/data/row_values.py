@@ -1,0 +1,84 @@
+"""Reads the values of a row: a JSON object, texts, messages and tools, each checked."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from zeroxla.cli.data.bad_rows import RowError
+
+
+def read_object(line: bytes) -> dict[str, Any]:
+    """Return the object that a line of JSON holds, without keys whose value is null.
+
+    Raises:
+      RowError: the line holds none.
+    """
+    try:
+        value = json.loads(line)
+    except UnicodeDecodeError as error:
+        raise RowError(f"the row is no UTF-8 ({error.reason} at byte {error.start})") from error
+    except json.JSONDecodeError as error:
+        raise RowError(f"the row is no JSON ({error.msg} at character {error.pos})") from error
+    except RecursionError as error:
+        raise RowError("the row is nested too deeply") from error
+    if not isinstance(value, dict):
+        raise RowError(f"the row is a JSON {json_type(value)}, no object with keys")
+    return {key: x for key, x in value.items() if x is not None}
+
+
+def text_of(value: Mapping[str, Any], key: str, *, may_be_empty: bool = False) -> str:
+    """Return the text that an object has under a key.
+
+    Raises:
+      RowError: it is no text, or empty.
+    """
+    found = value[key]
+    if not isinstance(found, str):
+        raise RowError(f'"{key}" is a JSON {json_type(found)}; it must be a string')
+    if not found and not may_be_empty:
+        raise RowError(f'"{key}" is empty')
+    return found
+
+
+def messages_of(value: Mapping[str, Any], key: str) -> tuple[dict[str, Any], ...]:
+    """Return the messages that an object has under a key, each with the keys "role" and "content".
+
+    Raises:
+      RowError: they are no messages, or there are none.
+    """
+    found = value[key]
+    if not isinstance(found, list) or not found:
+        raise RowError(f'"{key}" is a JSON {json_type(found)}; it must be an array with messages')
+    where = "message" if key == "messages" else f'of "{key}" message'
+    messages = []
+    for i, message in enumerate(found):
+        if not isinstance(message, dict):
+            raise RowError(f"{where} {i} is a JSON {json_type(message)}, no object")
+        message = {key: x for key, x in message.items() if x is not None}
+        if not isinstance(message.get("role"), str):
+            raise RowError(f'{where} {i} has no "role" that is a string')
+        calls = "tool_calls" in message
+        if not isinstance(message.get("content", "" if calls else None), str):
+            raise RowError(f'{where} {i} of the {message["role"]} has no "content" that is text')
+        messages.append({"content": "", **message})
+    return tuple(messages)
+
+
+def tools_of(value: Mapping[str, Any]) -> list[Any] | None:
+    """Return the tools of an object; None if there are none.
+
+    Raises:
+      RowError: they are no array.
+    """
+    found = value.get("tools")
+    if found is not None and not isinstance(found, list):
+        raise RowError(f'"tools" is a JSON {json_type(found)}; it must be an array')
+    return found or None
+
+
+def json_type(value: Any) -> str:
+    """Return what a value of JSON is, in a word."""
+    names = {dict: "object", list: "array", str: "string", bool: "boolean", type(None): "null"}
+    return names.get(type(value), "number")
