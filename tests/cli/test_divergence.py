@@ -121,6 +121,7 @@ def test_a_run_that_ends_before_that_is_no_success(text, tmp_path, capsys):
 
 
 @pytest.mark.usefixtures("explodes_at_step_4")
+@pytest.mark.slow
 def test_a_step_that_spoils_the_parameters_is_not_saved(text, tmp_path, capsys):
     """The loss that it reports is finite, because it is computed before the update."""
     run = tmp_path / "run"

@@ -110,6 +110,7 @@ def test_blocks_that_are_written_out_are_shown_once_and_axes_side_by_side():
     assert texts(alone) == texts(figure.axes[1])
 
 
+@pytest.mark.slow
 def test_a_block_that_is_written_out_is_shown_once():
     step = step_of(GPT.tiny(scan=False, layers=2), length=32, context=2)
     first = texts(inspect.plot_axes(step).axes[0])

@@ -182,6 +182,7 @@ def test_deepspeeds_estimate():
     assert "DeepSpeed's estimate" in str(plan)
 
 
+@pytest.mark.slow
 def test_generating_beside_training():
     config = ZeroConfig(persistence_threshold=0)
     asked = Generating(num_prompts=8, prompt_length=8, new_tokens=8, tensor=2)

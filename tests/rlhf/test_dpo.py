@@ -115,7 +115,7 @@ def begun(storage, tensor=1):
 @pytest.mark.parametrize(
     "storage",
     [
-        rlhf.Storage(frozen=None),
+        pytest.param(rlhf.Storage(frozen=None), marks=pytest.mark.slow),
         pytest.param(rlhf.Storage(rank=4, dora=True, frozen="int8"), marks=pytest.mark.slow),
         pytest.param(rlhf.Storage(rank=4, rank_stabilized=True), marks=pytest.mark.slow),
     ],

@@ -58,6 +58,7 @@ def test_loss_and_gradient_are_those_of_the_logits(algorithm):
     )
 
 
+@pytest.mark.slow
 def test_no_array_of_all_logits_exists():
     vocab, length = 8192, 257
     model = GPT.tiny(vocab=vocab, length=length, layers=1, width=16, heads=2, loss_chunk=16)

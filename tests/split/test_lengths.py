@@ -237,6 +237,7 @@ def test_a_token_shift_sends_one_position_to_a_neighbour():
     assert all(np.prod(c.shape) <= ROWS * WIDTH for c in others)
 
 
+@pytest.mark.slow
 def test_an_associative_scan_never_has_the_sequence_whole():
     _, conversions = split(associative_scan, 32)
     assert any(c.forward == "shift" for c in conversions)

@@ -172,6 +172,7 @@ def test_state_of_complex_numbers_is_averaged(step_of):
     np.testing.assert_allclose(found, BATCH["x"].mean() * rate, rtol=1e-4, atol=1e-7)
 
 
+@pytest.mark.slow
 def test_optimizers_see_two_real_matrices(step_of):
     """As with `optax.contrib.split_real_and_imaginary`, on the conjugate of jax.grad's gradient."""
     step = step_of("pair")

@@ -65,6 +65,7 @@ def test_as_many_micro_batches_are_taken_as_fit(plain):
     assert worst(relative_errors(grads, gradients))[1] < ROUNDING
 
 
+@pytest.mark.slow
 def test_what_the_compiler_refuses_gives_way_to_more_micro_batches(plain):
     step = step_of(memory="1GB", accumulate="auto", max_live_parameters=0)
     state, programs = step.abstract_state(BATCH), step.programs

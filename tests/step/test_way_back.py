@@ -43,6 +43,7 @@ def trained(model, batch):
     return step, state
 
 
+@pytest.mark.slow
 def test_an_nnx_module_with_lists_is_updated(tmp_path):
     step, state = trained(lambda rngs: Layers(rngs), batch := vectors(16))
     params = zeroxla.full_params(state)

@@ -138,7 +138,8 @@ def test_a_model_comes_back_as_it_went_out_scanned_or_not(tmp_path, tie, shape):
     assert_same_params(zeroxla.full_params(other), jax.tree.map(np.asarray, llama_tree(tensors)))
 
 
-@pytest.mark.parametrize("dtype", thinned(["bfloat16"], slow=["float16"]))
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.slow
 def test_narrow_tensors_are_rounded_to_nearest_and_widened_back(tmp_path, gpt, dtype):
     model, step, state = gpt
     export_params(state, tmp_path / "32", model=model)

@@ -1,6 +1,6 @@
 """`zeroxla train` on preferences: it takes the steps of `rlhf.dpo`, resumes, and learns.
 
-Quick: a run of four steps on two devices against `rlhf.dpo`, its resumed copy, and what is refused.
+Quick: a run of four steps on two devices against `rlhf.dpo`, and what is refused.
 """
 
 from __future__ import annotations
@@ -104,6 +104,7 @@ def test_what_is_recorded(finished):
     assert (finished / "loss.png").stat().st_size > 10_000
 
 
+@pytest.mark.slow
 def test_it_resumes_with_the_same_batches_and_losses(finished, tmp_path):
     run = copy_at(finished, tmp_path, 2)
     assert train("--resume", "--run", run) == 0
@@ -111,6 +112,7 @@ def test_it_resumes_with_the_same_batches_and_losses(finished, tmp_path):
         assert values(run, name) == values(finished, name)
 
 
+@pytest.mark.slow
 def test_its_step_is_explained(finished, capsys):
     assert main(["explain", str(finished), "--no-compile", "--json"]) in (0, 1)
     assert json.loads(capsys.readouterr().out)

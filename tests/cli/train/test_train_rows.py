@@ -61,6 +61,7 @@ class TestRun:
         for name in ("loss", "targets", "valid_loss"):
             assert values(run, name) == values(finished[0], name)
 
+    @pytest.mark.slow
     def test_rows_that_changed_are_not_resumed(self, file, tmp_path, capsys):
         run, copy = tmp_path / "run", shutil.copy(file, tmp_path / "rows.jsonl")
         assert train("--run", run, "--data", copy, *TINY, "--steps", 1) == 0

@@ -260,6 +260,7 @@ def test_in_bfloat16(mesh24):
     assert {x.dtype for x in jax.tree.leaves(state.params)} == {jnp.dtype("float32")}
 
 
+@pytest.mark.slow
 def test_it_starts_from_given_weights(mesh24):
     make, targets, data = MODELS["pair"]
     batch = data(8)

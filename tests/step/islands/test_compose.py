@@ -157,6 +157,7 @@ def test_presets(every):
     assert mixed.outer.delay == 5
 
 
+@pytest.mark.slow
 def test_each_island_keeps_its_own_statistics():
     _, states, _ = trained(OUTER, 2, batches(2), model=Normed())
     one, two = (jax.tree.leaves(s.inner.model_state) for s in states)

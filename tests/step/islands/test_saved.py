@@ -97,6 +97,7 @@ def test_another_number_of_islands_goes_on(tmp_path, num):
             np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.slow
 def test_another_mesh_and_other_fragments(tmp_path):
     """4 devices of each island instead of 2, and 3 fragments instead of 2."""
     rows = batches(6)
