@@ -5,7 +5,7 @@
 #   make test [ARGS="-k placement"]     the test suite (not the slow, nightly and full parts)
 #   make test PYTHON=3.12               with another Python: a version, or a path
 #   make train EXTRAS=cuda12            with the wheels for NVIDIA GPUs (cuda12 or cuda13)
-#   make test-slow | test-full | test-nightly   the rest of the tests: 40 minutes, hours, hours
+#   make test-slow | test-full | test-nightly   the rest of the tests: 2 hours, many hours, hours
 #   make check                          ruff, pyright and the smoke tests, in under two minutes
 #   make lint                           ruff and pyright
 #   make bench-memory | bench-NAME      run benchmarks/NAME.py

@@ -19,8 +19,8 @@ HEAD = """# What works with what
 A test runs every pair of features on a tiny model: two training steps on 2 nodes of 2 simulated
 devices each, twice as many with stages. It compares losses and parameters with the same model on
 one device under `jax.grad`, and asks whether each feature was on and changed the step's program.
-`make test-full` runs all pairs, and `make test` groups of up to seven features, in which every
-feature occurs.
+`make test-full` runs all pairs, `make test-slow` groups of up to seven features, in which every
+feature occurs, and `make test` one of these groups.
 
 `scripts/pairs_page.py` writes this page from the test's list, `tests/compose/features.py`. A sign
 is what the test asserts. A new option must enter that list.
