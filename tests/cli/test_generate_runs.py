@@ -117,9 +117,10 @@ class TestOfAPlainRun:
             assert generate(run, "--prompt", PROMPT, "--max-new-tokens", 16, *arguments) == 0
             return capsys.readouterr().out
 
-        first = drawn("--seed", 1)
-        assert first == drawn("--seed", 1)
-        assert first != drawn("--seed", 2)
+        often = ["--temperature", 3]  # the model is sure of the few lines that it has learned
+        first = drawn("--seed", 1, *often)
+        assert first == drawn("--seed", 1, *often)
+        assert first != drawn("--seed", 2, *often)
         assert drawn("--top-k", 1) == drawn("--temperature", 0)
 
 
