@@ -251,13 +251,17 @@ def main() -> int:
         *("plain jit's bytes", "errors of losses and parameters", "step time, of plain jit's"),
     ]
     body = (
-        f"GPTs of 12 layers of width 128 (Muon) and of 8 layers of width 64 (Shampoo), float32, "
-        f"2 x {LENGTH} tokens a device, {NUM_DEVICES} simulated devices as 2 nodes of 4. FLOPs and "
-        "bytes are read from compiled programs. FLOPs are those of the busiest device, as a share "
-        "of what plain jit computes on one device; the second figure is the same of plain jit with "
-        "shardings. Bytes are what a device receives, over its shards of the arrays that travel "
-        f"one way. Errors are relative to plain jit, after {options.steps} steps. Times are "
-        "medians of the ratios of a turn, in one run; only ratios carry over to other machines.\n\n"
+        "Muon trains a GPT of 12 layers of width 128, Shampoo one of 8 layers of width 64. Both "
+        f"compute in float32 on 2 x {LENGTH} tokens a device; the {NUM_DEVICES} devices are "
+        "simulated, as 2 nodes of 4.\n\n"
+        "* FLOPs: those of the update on the busiest device, as a share of what plain jit computes "
+        "on one device. The second figure is the share of plain jit with shardings.\n"
+        "* Bytes: what a device receives, over the size of its shards of the arrays that travel "
+        "one way.\n"
+        f"* Errors: relative to plain jit, after {options.steps} steps.\n"
+        "* Times: each turn gives a ratio, and the median of these is shown. Only ratios carry "
+        "over to other machines.\n\n"
+        "FLOPs and bytes are read from compiled programs.\n\n"
         f"{table(header, lines)}"
     )
     return report("owners", "Owners of matrices", body, {"cases": figures}, checks)

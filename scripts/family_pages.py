@@ -156,18 +156,20 @@ def tensors(format: Format, model: Any) -> str:
 def checked(model_type: str) -> str:
     """Return what the tests compare."""
     names = ", ".join(f"`{name}`" for name in FAMILIES[model_type]["recorded"])
-    what = (
-        "The logits, the loss and the gradient of every tensor equal those of Transformers within "
-        "1e-5"
-    )
-    if model_type == "bert":
-        more = "; import and export give every tensor back bit by bit"
-    else:
-        more = (
-            "; 12 greedy tokens are equal; import and export give every tensor back bit by bit; "
-            "`tensor=2`, generation by a `HybridEngine`, and adapters on a base of 4 bits"
-        )
-    return f"Recordings of tiny models: {names} (`tests/fixtures/families/`). {what}{more}."
+    lines = [
+        f"The tests have tiny models ({names}) and what Transformers computes with them, in",
+        "`tests/fixtures/families/`:",
+        "",
+        "* Logits, loss, and the gradient of every tensor are equal within 1e-5.",
+        "* Import and export give every tensor back bit by bit.",
+    ]
+    if model_type != "bert":
+        lines += [
+            "* 12 greedy tokens are equal, and a `HybridEngine` generates them, too.",
+            "* With `tensor=2` loss and gradients are equal.",
+            "* Adapters learn on a base of 4 bits.",
+        ]
+    return "\n".join(lines)
 
 
 def index() -> str:

@@ -10,6 +10,7 @@ import json
 import numpy as np
 import pytest
 from tools.chat_folder import write_chat_folder
+from tools.families import forward_of, leaves_in
 from tools.quick import quick_compilation  # noqa: F401
 from tools.rows import mixed_rows, preference_rows, write_lines
 from tools.train import check_refused, copy_at, train, train_as_a_user, values
@@ -93,6 +94,15 @@ def test_its_steps_are_those_of_dpo_in_python(finished, hub):
         assert values(finished, "targets")[number] == counted
     batches.close()
 
+    # The trained state still scores with the base, as the base does on one device.
+    columns = trainer.score(states, pairs)
+    model = from_hugging_face(hub / "base")
+    forward, leaves = forward_of(model), leaves_in(hub / "base", model)
+    for name in ("chosen", "rejected"):
+        logits = forward(leaves, drawn[name][:, :-1])
+        found = rlhf.target_logprobs(logits, drawn[name][:, 1:]) * drawn[f"{name}_mask"]
+        np.testing.assert_allclose(columns[f"ref_{name}"], found.sum(axis=1), rtol=1e-4)
+
 
 def test_what_is_recorded(finished):
     for name in ("valid_loss", "valid_margin", "valid_accuracy"):
@@ -112,8 +122,26 @@ def test_it_resumes_with_the_same_batches_and_losses(finished, tmp_path):
         assert values(run, name) == values(finished, name)
 
 
+def test_its_step_is_explained(finished, monkeypatch):
+    """The step that is explained is the one of pairs, and `--batch` counts pairs."""
+
+    class Seen(Exception):
+        pass
+
+    def seen(step, batch, **options):
+        step.abstract_state(batch)
+        raise Seen({name: x.shape for name, x in batch.items()})
+
+    monkeypatch.setattr("zeroxla.cli.explain.run.explain", seen)
+    with pytest.raises(Seen) as found:
+        main(["explain", str(finished), "--no-compile", "--batch", "16"])
+    (shapes,) = found.value.args
+    assert shapes["chosen"] == shapes["rejected"] == (16, 33)
+    assert shapes["ref_chosen"] == (16,)
+
+
 @pytest.mark.slow
-def test_its_step_is_explained(finished, capsys):
+def test_what_its_step_waits_for_is_printed(finished, capsys):
     assert main(["explain", str(finished), "--no-compile", "--json"]) in (0, 1)
     assert json.loads(capsys.readouterr().out)
 

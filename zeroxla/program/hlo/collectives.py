@@ -68,7 +68,7 @@ def collectives(module: Module, *, while_trips: int | None = None) -> tuple[Coll
     @functools.cache
     def communicates(computation: str) -> bool:
         return any(
-            kind_of(instruction) is not None or any(map(communicates, instruction.called))
+            _kind(instruction) is not None or any(map(communicates, instruction.called))
             for instruction in module.computations.get(computation, {}).values()
         )
 
@@ -84,7 +84,7 @@ def collectives(module: Module, *, while_trips: int | None = None) -> tuple[Coll
             # The start carries the shapes; a done or update may name the same computation again.
             if instruction.opcode.endswith(("-done", "-update")):
                 continue
-            if kind := kind_of(instruction):
+            if kind := _kind(instruction):
                 yield _collective(kind, instruction, scope, path, count, branches)
             elif any(map(communicates, instruction.called)):
                 inner_path = _join(path, instruction.op_name)
@@ -113,7 +113,7 @@ def collectives(module: Module, *, while_trips: int | None = None) -> tuple[Coll
     return tuple(visit(module.entry, "", 1, ()))
 
 
-def kind_of(instruction: Instruction) -> str | None:
+def _kind(instruction: Instruction) -> str | None:
     """Return the kind of collective that an instruction is or starts; None for every other one.
 
     Raises:
