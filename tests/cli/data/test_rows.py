@@ -17,8 +17,8 @@ from zeroxla.cli.data.row_kinds import (
     Document,
     Pair,
     Preference,
-    canonical,
     kind_of,
+    row_hash,
     row_of,
 )
 from zeroxla.cli.data.row_values import read_object
@@ -77,7 +77,7 @@ class TestKinds:
         chosen, rejected = Conversation((USER, HI), None, 1), (USER, BYE, USER, HI)
         assert row == Preference(chosen, Conversation(rejected, None, 1))
         assert kind_of(row) == "ChatPreference"
-        assert canonical(row) != canonical(Preference(row.rejected, row.chosen))
+        assert row_hash(row) != row_hash(Preference(row.rejected, row.chosen))
 
     def test_preferences_between_texts(self, tmp_path, bad):
         lines = [{"prompt": "", "chosen": "a", "rejected": "b", "text": "c"}] * 2
@@ -260,6 +260,12 @@ class TestBadRows:
         assert len(found) > 40
 
 
+def prompt_of(row):
+    if isinstance(row.chosen, Pair):
+        return row.chosen.prompt
+    return row.chosen.messages[0]["content"]
+
+
 class TestHeldOut:
     def test_a_row_keeps_its_side_when_others_come(self, tmp_path, bad):
         lines = mixed_rows(900)
@@ -278,6 +284,42 @@ class TestHeldOut:
         found = RowFiles([write_lines(tmp_path / "a.jsonl", lines)], bad=bad, holdout=0.2)
         train = {found.read(i).text for i in range(len(found))}
         assert not train & {found.read(i, valid=True).text for i in range(found.num_valid)}
+
+    @pytest.mark.parametrize("chat", [False, True])
+    def test_preferences_of_one_prompt_are_on_one_side(self, tmp_path, bad, chat):
+        lines = []
+        for i in range(300):
+            prompt, texts = f"question {i % 60}", (f"good {i}", f"bad {i}")
+            given = [{"role": "user", "content": prompt}]
+            answers = [[{"role": "assistant", "content": text}] for text in texts]
+            row = {"prompt": given if chat else prompt}
+            lines.append(row | dict(zip(("chosen", "rejected"), answers if chat else texts)))
+        found = RowFiles([write_lines(tmp_path / "a.jsonl", lines)], bad=bad, holdout=0.2)
+        asked = [
+            {prompt_of(found.read(i, valid=valid)) for i in range(number)}
+            for valid, number in ((False, len(found)), (True, found.num_valid))
+        ]
+        assert len(asked[0]) + len(asked[1]) == 60
+        assert 3 < len(asked[1]) < 30
+
+    @pytest.mark.parametrize("holdout", [1e-12, 1 - 1e-12])
+    def test_all_of_a_prompt_change_sides(self, tmp_path, bad, holdout):
+        lines = [
+            {"prompt": f"{i % 3}", "chosen": f"good {i}", "rejected": f"bad {i}"} for i in range(12)
+        ]
+        found = RowFiles([write_lines(tmp_path / "a.jsonl", lines)], bad=bad, holdout=holdout)
+        assert sorted([len(found), found.num_valid]) == [4, 8]
+        assert len({row.chosen.response for row in read_all(found)}) == 12
+
+    def test_preferences_of_no_prompt_are_split_as_rows(self, tmp_path, bad):
+        lines = [{"prompt": "", "chosen": f"{i}", "rejected": f"-{i}"} for i in range(200)]
+        found = RowFiles([write_lines(tmp_path / "a.jsonl", lines)], bad=bad, holdout=0.2)
+        assert 20 < found.num_valid < 60
+
+    def test_one_prompt_is_split_nevertheless(self, tmp_path, bad):
+        lines = [{"prompt": "a", "chosen": f"{i}", "rejected": f"-{i}"} for i in range(5)]
+        found = RowFiles([write_lines(tmp_path / "a.jsonl", lines)], bad=bad)
+        assert sorted([len(found), found.num_valid]) == [1, 4]
 
     @pytest.mark.parametrize("holdout", [1e-12, 1 - 1e-12])
     def test_at_least_one_row_is_on_each_side(self, tmp_path, bad, holdout):

@@ -12,36 +12,32 @@ import tempfile
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Any
 
 import numpy as np
 
 from zeroxla.cli.data.bad_rows import BadRows, RowError
 from zeroxla.cli.data.parquet import parquet_lines
-from zeroxla.cli.data.row_kinds import TrainingRow, kind_of, read_row, row_hash
+from zeroxla.cli.data.row_kinds import TrainingRow, kind_of, read_row, row_hash, side_hash
 
 SUFFIXES = (".jsonl", ".json", ".parquet")
 MAX_ROW_BYTES = 64 << 20
 """A longer line is a bad row: most likely the file has no lines."""
 
-_PLACE = np.dtype([("offset", "<u8"), ("length", "<u4"), ("file", "<u4"), ("line", "<u8")])
+# Where a row is, and its `side_hash`.
+_PLACE = np.dtype(
+    [("offset", "<u8"), ("length", "<u4"), ("file", "<u4"), ("line", "<u8"), ("side", "<u8")]
+)
 _FLUSHED = 4096  # places that are gathered before they are written
 _BUFFER_BYTES = 1 << 20
-
-
-class _Extreme(NamedTuple):
-    """A row with the smallest or the largest hash, which may have to change sides."""
-
-    hash: int
-    index: int
 
 
 class RowFiles:
     """The good rows of some files, split into training and validation.
 
-    A row is held out if the hash of its content lies in the lowest `holdout` of the range of
-    hashes; at least one row is, and at least one is not. So a row keeps its side when others come,
-    and equal rows are on the same side.
+    A row is held out if its `side_hash` lies in the lowest `holdout` of the range of hashes; at
+    least one row is, and at least one is not. So a row keeps its side when others come, and equal
+    rows are on the same side, as are preferences with the same prompt.
 
     Args:
       paths: files with the suffix .jsonl or .json (a JSON object a line; blank lines are skipped)
@@ -61,7 +57,7 @@ class RowFiles:
         good.
       ImportError: there is a Parquet file, and pyarrow is not installed.
 
-    Cost: one pass over the files. 24 bytes a row on disk, and for Parquet files the bytes of their
+    Cost: one pass over the files. 32 bytes a row on disk, and for Parquet files the bytes of their
     rows as JSON; both in temporary files without names, which end with the process. The system may
     keep them in its page cache. Memory does not depend on the number of rows.
     """
@@ -130,19 +126,12 @@ class RowFiles:
         """Read all files; return the tables of the rows to train on and of those held out."""
         buffers: tuple[list[Any], list[Any]] = ([], [])
         lengths = [0, 0]
-        least, most = _Extreme(2**64, 0), _Extreme(-1, 0)
         for number, path in enumerate(self.paths):
             for place, kind, digest in self._good_rows(number, path):
                 self._digest.update(digest)
                 self.kinds[kind] = self.kinds.get(kind, 0) + 1
                 self.firsts.setdefault(kind, row_place(path, place[3]))
-                value = int.from_bytes(digest, "big")
-                side = int(value < self._holdout * 2**64)
-                # The extremes of each side: should the other side stay empty, one moves there.
-                if side == 0 and value < least.hash:
-                    least = _Extreme(value, lengths[0])
-                if side == 1 and value > most.hash:
-                    most = _Extreme(value, lengths[1])
+                side = int(place[4] < self._holdout * 2**64)
                 lengths[side] += 1
                 buffers[side].append(place)
                 if len(buffers[side]) == _FLUSHED:
@@ -151,14 +140,16 @@ class RowFiles:
             _flush(table, buffer)
         train, valid = map(_mapped, tables, lengths)
         if not len(valid) and len(train) > 1:
-            return np.delete(train, least.index), train[[least.index]]
+            moved = _few(train["side"] == train["side"].min())
+            return train[~moved], train[moved]
         if not len(train) and len(valid) > 1:
-            return valid[[most.index]], np.delete(valid, most.index)
+            moved = _few(valid["side"] == valid["side"].max())
+            return valid[moved], valid[~moved]
         return train, valid
 
     def _good_rows(
         self, number: int, path: Path
-    ) -> Iterator[tuple[tuple[int, int, int, int], str, bytes]]:
+    ) -> Iterator[tuple[tuple[int, int, int, int, int], str, bytes]]:
         """Yield the place, the kind and the hash of each good row of a file; count the others."""
         for offset, line_number, line in numbered_lines(self._open(path)):
             if not line.strip():
@@ -168,11 +159,11 @@ class RowFiles:
                 if len(line) > MAX_ROW_BYTES:
                     raise RowError(f"the line is longer than {MAX_ROW_BYTES >> 20} MiB")
                 row = read_row(line)
-                digest = row_hash(row)
+                digest, side = row_hash(row), int.from_bytes(side_hash(row), "big")
             except RowError as error:
                 self._bad.add(row_place(path, line_number), str(error))
                 continue
-            yield (offset, len(line), number, line_number), kind_of(row), digest
+            yield (offset, len(line), number, line_number, side), kind_of(row), digest
 
     def _open(self, path: Path) -> IO[bytes]:
         """Open a file of JSON lines: the file itself, or the rows of a Parquet file."""
@@ -222,6 +213,13 @@ def numbered_lines(file: IO[bytes]) -> Iterator[tuple[int, int, bytes]]:
 def row_place(path: Path, line: int) -> str:
     """Return the file and the line of a row, for people."""
     return f"{path}: row {line}" if path.suffix == ".parquet" else f"{path}:{line}"
+
+
+def _few(moved: np.ndarray) -> np.ndarray:
+    """Return the mask of rows that change sides: the first one alone, if it would be all."""
+    if moved.all():
+        moved[1:] = False
+    return moved
 
 
 def _flush(table: IO[bytes], buffer: list[Any]) -> None:

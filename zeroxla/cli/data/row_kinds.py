@@ -141,22 +141,39 @@ def conversation_of(value: Mapping[str, Any]) -> Conversation:
     return Conversation(messages_of(value, "messages"), tools_of(value))
 
 
-def canonical(row: TrainingRow) -> str:
-    """Return a text that is equal for equal rows, whatever file they come from."""
-    return json.dumps(_content(row), ensure_ascii=False, sort_keys=True, separators=(",", ":"))
-
-
 def row_hash(row: TrainingRow) -> bytes:
     """Return 8 bytes of BLAKE2b of a row's content.
 
     Raises:
       RowError: the row has no UTF-8.
     """
+    return _hash(_content(row))
+
+
+def side_hash(row: TrainingRow) -> bytes:
+    """Return the 8 bytes that decide on which side of the hold-out a row is.
+
+    They are those of its content; of a preference, of its prompt, unless that is empty. So a prompt
+    that has several pairs of responses is not both learned and held out.
+
+    Raises:
+      RowError: the row has no UTF-8.
+    """
+    if isinstance(row, Preference):
+        asked = row.chosen
+        if isinstance(asked, Conversation):
+            return _hash({"messages": asked.messages[: asked.num_given], "tools": asked.tools})
+        if asked.prompt:
+            return _hash({"prompt": asked.prompt})
+    return row_hash(row)
+
+
+def _hash(content: Mapping[str, Any]) -> bytes:
+    text = json.dumps(content, ensure_ascii=False, sort_keys=True, separators=(",", ":"))
     try:
-        content = canonical(row).encode()
+        return hashlib.blake2b(text.encode(), digest_size=8).digest()
     except UnicodeEncodeError as error:
         raise RowError("the row has half of a surrogate pair, which is no character") from error
-    return hashlib.blake2b(content, digest_size=8).digest()
 
 
 def _content(row: TrainingRow) -> dict[str, Any]:
