@@ -8,12 +8,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from tools.quick import thinned
 
 import zeroxla
-from zeroxla.cli.main import COMMANDS, main
+from zeroxla.cli.main import COMMANDS, Command, main
 
 # What takes long to import, or is not always installed.
 HEAVY = ("jax", "numpy", "tyro", "rich", "grain", "matplotlib", "tensorboardX")
@@ -66,6 +67,33 @@ class TestHelp:
 
 
 @pytest.mark.smoke
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("arguments", [["--help"], ["explain", "--help"]])
+def test_nothing_reads_the_output(arguments, unbuffered):
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(
+        [sys.executable, "-m", "zeroxla", *arguments],
+        stdout=writer,
+        stderr=subprocess.PIPE,
+        env=os.environ | {"PYTHONUNBUFFERED": unbuffered},
+    )
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (141, b"")
+
+
+def test_another_broken_pipe_is_an_error(monkeypatch, tmp_path):
+    def broken(arguments):
+        raise BrokenPipeError("of a socket")
+
+    monkeypatch.setitem(sys.modules, "broken_command", SimpleNamespace(run=broken))
+    monkeypatch.setitem(COMMANDS, "break", Command("broken_command", "Break."))
+    with (tmp_path / "out").open("w") as out:
+        monkeypatch.setattr(sys, "stdout", out)
+        with pytest.raises(BrokenPipeError, match="of a socket"):
+            main(["break"])
+
+
 def test_version(capsys):
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"zeroxla {zeroxla.__version__}\n"

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import os
+import select
 import sys
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -68,9 +70,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
       The exit status: 0 when the work is done, or was interrupted and saved; 1 when something of
       the run could not be written, it has diverged, or what was asked for is not so (a plan that
       does not fit, a step with stalls); 2 for an option or an input that cannot
-      work; 130 when interrupted with nothing to save.
+      work; 130 when interrupted with nothing to save; 141, as of other programs, when what reads
+      the output has ended, such as `head`.
     """
     arguments = sys.argv[1:] if arguments is None else arguments
+    try:
+        try:
+            return _run(arguments)
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        if _is_read():  # another pipe broke
+            raise
+        # The interpreter flushes once more when it ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+
+
+def _run(arguments: Sequence[str]) -> int:
+    """Run a command, and print its errors; return the exit status."""
     if not arguments:
         print(help_text(), file=sys.stderr)
         return 2
@@ -98,6 +116,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted; nothing was saved since the last checkpoint", file=sys.stderr)
         return 130
+
+
+def _is_read() -> bool:
+    """Return whether something may still take what is printed."""
+    poll = select.poll()
+    poll.register(sys.stdout, 0)  # a pipe without a reader is an error, which is always reported
+    return not poll.poll(0)
 
 
 def help_text() -> str:
