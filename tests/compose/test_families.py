@@ -1,7 +1,7 @@
 """Public families with generation, the axis `tensor`, and adapters on a base of 4 bits.
 
 Quick is a mixture over the axis `tensor`. Quick tests elsewhere generate recorded tokens
-(`cli/test_generate.py`) and train adapters on 4 bits (`frontend/lora/test_frozen.py`)."""
+(`cli/generate/test_generate.py`) and train adapters on 4 bits (`frontend/lora/test_frozen.py`)."""
 
 import json
 

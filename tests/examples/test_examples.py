@@ -1,4 +1,6 @@
-"""The scripts in examples/ run, small, as a user runs them."""
+"""The scripts in examples/ run, small, as a user runs them.
+
+They are slow, and CI runs them beside the notebooks."""
 
 from __future__ import annotations
 
@@ -37,6 +39,7 @@ def test_every_script_is_in_the_table():
     )
 
 
+@pytest.mark.slow
 def test_pretrain_goes_on_where_it_stopped(tmp_path):
     small = ["--layers", 1, "--width", 32, "--length", 32, "--save-every", 2, "--run", "run"]
     script = EXAMPLES / "pretrain.py"
@@ -47,6 +50,7 @@ def test_pretrain_goes_on_where_it_stopped(tmp_path):
     assert "step 4: loss" in second
 
 
+@pytest.mark.slow
 def test_finetune_lora_learns_to_answer(tmp_path):
     write_chat_folder(tmp_path / "model", layers=1, width=64, length=128)
     write_conversations(tmp_path / "chat.jsonl")
@@ -61,6 +65,7 @@ def test_finetune_lora_learns_to_answer(tmp_path):
     assert config["r"] == 16
 
 
+@pytest.mark.slow
 def test_grpo_scores_sums(tmp_path):
     said = run(
         tmp_path,
@@ -78,6 +83,7 @@ def test_grpo_learns_to_add(tmp_path):
     assert last > first + 20
 
 
+@pytest.mark.slow
 def test_two_islands_share_what_they_learn(tmp_path):
     said = run(
         tmp_path,

@@ -51,7 +51,7 @@ class Storage:
     def with_adapters(self, model: Any) -> LoraModel:
         """Return the model with the actor's adapters. A reference has the smallest ones, which stay
         zero."""
-        return lora(
+        made = lora(
             model,
             targets=self.targets,
             rank=1 if self.rank is None else self.rank,
@@ -60,6 +60,8 @@ class Storage:
             dora=self.dora and self.rank is not None,
             frozen=self.frozen,
         )
+        # A small model need not follow the default.
+        return dataclasses.replace(made, asked=self.frozen != "int8", traced=[])
 
 
 def make_loop(

@@ -52,7 +52,7 @@ def test_it_begins_from_the_adapter(hub, begun):
     """Without learning, the loss of the held-out rows is that at the end of the first run."""
     (learned,) = values(hub / "first", "valid_loss").values()
     assert values(begun, "valid_loss")[1] == pytest.approx(learned, rel=1e-5)
-    assert learned < values(hub / "first", "loss")[1] - 0.1  # it has learned something
+    assert learned < values(hub / "first", "loss")[1] - 0.05  # it has learned something
 
 
 @pytest.mark.slow

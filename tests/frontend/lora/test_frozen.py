@@ -23,7 +23,7 @@ import zeroxla
 from zeroxla.frontend import adapt
 from zeroxla.frontend.lora import at_rest
 from zeroxla.frontend.lora.uses import DenseLeaf
-from zeroxla.models import GPT, Llama
+from zeroxla.models import GPT, MLP, Llama
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -265,3 +265,13 @@ def test_integers_that_are_no_wires_are_still_refused(mesh24):
     step = zeroxla.make_step((init, lambda p, b, k: p["w"].sum()), mesh24)
     with pytest.raises(ValueError, match=r"flags.* has dtype uint8; parameters must be floating"):
         step.init(KEY, BATCH)
+
+
+@pytest.mark.parametrize("frozen", ["int8", "int4"])
+def test_a_form_that_no_leaf_is_large_enough_for_is_said(frozen):
+    model = zeroxla.lora(MLP.tiny(), targets=r"dense_\d/kernel", rank=2, frozen=frozen)
+    step = zeroxla.make_step(model, zeroxla.make_mesh(nodes=1))
+    batch = {"image": np.zeros((8, 2, 2)), "label": np.zeros(8, int)}
+    with pytest.warns(UserWarning, match=f"frozen='{frozen}' is without effect: no dense leaf"):
+        step.abstract_state(batch)
+    assert not model.plan.has_wires

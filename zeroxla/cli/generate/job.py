@@ -19,6 +19,7 @@ from zeroxla.cli.generate.source import TextSource
 from zeroxla.cli.generate.weights import Weights
 from zeroxla.cli.mesh_options import AxesOptions, MeshOptions
 from zeroxla.cli.train.setup import mesh_of
+from zeroxla.frontend.lora.model import LoraModel
 from zeroxla.hybrid.engine import HybridEngine
 from zeroxla.offload.array_bytes import shard_bytes
 from zeroxla.program.report import format_bytes
@@ -103,7 +104,9 @@ def _mesh(layout: LayoutOptions) -> jax.sharding.Mesh:
 def _about(weights: Weights, engine: HybridEngine, num_bytes: int) -> str:
     """Return a sentence about the model."""
     count = f"{engine.plan.num_parameters:,} parameters"
-    form = weights.options.weights or getattr(weights.model, "frozen", None) or "float32"
+    model, form = weights.model, "float32"
+    if isinstance(model, LoraModel) and model.frozen is not None and model.plan.has_wires:
+        form = model.frozen
     return (
         f"Model: {weights.source.folder}, {count}, stored as {form} ({format_bytes(num_bytes)} on "
         f"a device), computed in {weights.step.config.compute_dtype}, tensor={engine.plan.parts}, "

@@ -22,9 +22,9 @@ from zeroxla.cli.generate.source import TextSource
 from zeroxla.cli.run_folder import CHECKPOINTS
 from zeroxla.config.zero_config import ZeroConfig
 from zeroxla.frontend.lora.leaf_plan import BASE, LORA, NoTargetError
-from zeroxla.frontend.lora.model import LoraModel
+from zeroxla.frontend.lora.model import LoraModel, lora
 from zeroxla.mesh.axes import world_size
-from zeroxla.rlhf.make import Storage
+from zeroxla.rlhf.make import TARGETS
 from zeroxla.step.make import make_step
 from zeroxla.step.state import TrainState
 from zeroxla.step.step import Step
@@ -112,7 +112,7 @@ def _wanted(source: TextSource, options: WeightOptions) -> Any:
             )
         return lora_from_adapter(stored, options.adapter, frozen=frozen)
     if not isinstance(stored, LoraModel):
-        return stored if frozen is None else Storage(frozen=frozen).with_adapters(stored)
+        return stored if frozen is None else lora(stored, targets=TARGETS, rank=1, frozen=frozen)
     if form is None or frozen == stored.frozen:
         return stored
     if stored.frozen is not None:

@@ -110,6 +110,11 @@ class LoraPlan:
             found |= {(LORA, *path, name): x for name, x in self.adapter_shapes(path).items()}
         return found
 
+    @property
+    def has_wires(self) -> bool:
+        """Whether leaves of the base are stored in 8 or 4 bits."""
+        return any(self.format(path) is not None for path in self.dense)
+
     def format(self, path: Path) -> WireFormat | None:
         """Return the format in which a leaf is stored; None for floats."""
         leaf = self.dense.get(path)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+import warnings
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -16,7 +17,7 @@ from zeroxla.frontend import Adapted, adapt
 from zeroxla.frontend.base import AdaptsItself
 from zeroxla.frontend.complex_leaves import join_complex, split_complex
 from zeroxla.frontend.lora.adapted import adapt_lora
-from zeroxla.frontend.lora.at_rest import FORMATS, Frozen
+from zeroxla.frontend.lora.at_rest import FORMATS, MIN_ELEMENTS, Frozen
 from zeroxla.frontend.lora.checks import check_adapted, shapes_of
 from zeroxla.frontend.lora.leaf_plan import BASE, LoraPlan, adapters_of, make_lora_plan
 from zeroxla.frontend.staged import StagedModel
@@ -54,7 +55,7 @@ def lora(
       frozen: how dense leaves of the base with at least 4096 elements (in a layer) are stored,
         adapted or not. None: float32. "int8": 8 bits in blocks of 256 elements. "int4": 4 bits in
         blocks of 64, each with the step of the smallest squared error. They are gathered in this
-        form.
+        form. A warning says so if no leaf is large enough.
 
     Returns:
       A model for `make_step`. The parameters of its state are `{"base": the model's own, "lora":
@@ -120,6 +121,7 @@ class LoraModel(AdaptsItself):
 
     Attributes:
       model, targets, rank, alpha, rank_stabilized, dora, frozen: the arguments of `lora`.
+      asked: whether the user asked for `frozen`, and is warned if no leaf is large enough for it.
       traced: the plan for the newest batch that a step has seen; empty before the first batch.
     """
 
@@ -130,6 +132,7 @@ class LoraModel(AdaptsItself):
     rank_stabilized: bool
     dora: bool
     frozen: Frozen | None
+    asked: bool = True
     traced: list[LoraPlan] = dataclasses.field(default_factory=list, repr=False)
 
     @property
@@ -166,7 +169,7 @@ class LoraModel(AdaptsItself):
           base: the functions of the model without adapters.
           key, batch: arrays or their shapes.
         """
-        return make_lora_plan(
+        plan = make_lora_plan(
             base,
             key,
             batch,
@@ -176,6 +179,13 @@ class LoraModel(AdaptsItself):
             dora=self.dora,
             frozen=self.frozen,
         )
+        if self.asked and self.frozen is not None and not plan.has_wires:
+            warnings.warn(
+                f"frozen={self.frozen!r} is without effect: no dense leaf of the model has "
+                f"{MIN_ELEMENTS} elements in a layer, so the base is stored as float32",
+                stacklevel=2,
+            )
+        return plan
 
     def merge(self, params: Any) -> Any:
         """Return the model's own parameters with the adapters added, in float32.
