@@ -80,26 +80,35 @@ def test_split_over_an_axis_gradients_are_the_recorded_ones(tmp_path, name):
 
 
 @pytest.mark.parametrize("name", thinned([], slow=DECODERS))
-def test_adapters_learn_on_a_base_of_4_bits(name):
-    """Of a model four times as wide: a base's leaves of few elements stay as they are."""
+def test_adapters_learn_on_a_base_of_4_bits_and_generate(name):
+    """Of a model four times as wide: a base's leaves of few elements stay as they are. It generates
+    as the merged model does."""
     config = json.loads((FAMILIES / name / "config.json").read_text())
     config |= {key: 4 * config[key] for key in WIDTHS if config.get(key)}
     rope = config.get("rope_parameters") or {}
     for key in ("long_factor", "short_factor"):
         if key in rope and not config.get("head_dim"):
             rope[key] = 4 * rope[key]
-    model = zeroxla.lora(
-        from_hugging_face(config, **options_of(name)),
-        targets=r"(self_attn|attn|mlp)/.*kernel",
-        rank=4,
-        frozen="int4",
-    )
+    plain = from_hugging_face(config, **options_of(name))
+    model = zeroxla.lora(plain, targets=r"(self_attn|attn|mlp)/.*kernel", rank=4, frozen="int4")
     mesh = zeroxla.make_mesh(nodes=1, devices=jax.devices()[:2])
     step, batch = make_step(model, mesh, optax.adam(1e-2)), batch_of(recorded(name))
     state = step.init(jax.random.key(0), batch)
-    assert any(x.dtype == np.uint8 or x.dtype == np.int8 for x in jax.tree.leaves(state.params))
+    assert any(x.dtype == np.uint8 for x in jax.tree.leaves(state.params))
     losses = []
     for _ in range(3):
         state, metrics = step(state, batch)
         losses.append(float(metrics["loss"]))
     assert losses[2] < losses[0] - 0.05, losses
+    merged = make_step(plain, mesh, optax.sgd(0.1))
+    merged.abstract_state(batch)
+    whole = merged.init_from(model.merge(zeroxla.full_params(state)), jax.random.key(0))
+    found, want = (greedy_tokens(*pair) for pair in ((step, state), (merged, whole)))
+    np.testing.assert_array_equal(found, want)
+
+
+def greedy_tokens(step, state):
+    prompts = [[1, 2, 3], [4, 5, 6, 7]]
+    engine = HybridEngine(step)
+    options = {"key": jax.random.key(0), "max_new_tokens": 8, "temperature": 0}
+    return engine.generate(state, prompts, **options).tokens
