@@ -115,6 +115,20 @@ class TestEnvironment:
         with pytest.raises(RowError, match="the chat template refuses"):
             ChatTemplate(source, {}).render(MESSAGES)
 
+    @pytest.mark.parametrize(
+        "source",
+        [
+            "{{ 1 / (messages | length - 5) }}",
+            "{{ '{1}'.format(messages[0].content) }}",
+            "{{ range(10 ** 6) | list }}",
+            "{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}",
+        ],
+        ids=["division", "format", "range", "recursion"],
+    )
+    def test_whatever_it_stumbles_over_is_a_bad_row(self, source):
+        with pytest.raises(RowError, match="the chat template refuses"):
+            ChatTemplate(source, {}).render(MESSAGES)
+
     def test_an_error_of_syntax(self):
         with pytest.raises(ValueError, match=r"no Jinja2 \(line 2: "):
             ChatTemplate("\n{% for %}", {})

@@ -107,7 +107,10 @@ class ChatTemplate:
             "eos_token": "",
             **special,
         }
-        self._errors = (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError)
+        self._errors = (
+            *(jinja2.TemplateError, TypeError, ValueError, AttributeError),
+            *(LookupError, ArithmeticError, RecursionError),
+        )
         try:
             self._template = environment.from_string(source)
             nodes = environment.parse(source)
