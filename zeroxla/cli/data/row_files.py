@@ -45,7 +45,6 @@ class RowFiles:
       bad: counts the rows that cannot be trained on. Its `check` is left to the caller, who may
         read more files.
       holdout: the share that is held out, between 0 and 1.
-      folder: the folder for temporary files. Default: the system's.
 
     Attributes:
       fingerprint: a hash of all good rows and their order.
@@ -68,12 +67,11 @@ class RowFiles:
         *,
         bad: BadRows,
         holdout: float = 0.05,
-        folder: str | os.PathLike[str] | None = None,
     ) -> None:
         if not 0 < holdout < 1:
             raise ValueError(f"holdout={holdout} must lie between 0 and 1; 0.05 is usual")
         self.paths = [Path(path).expanduser() for path in paths]
-        self._bad, self._holdout, self._folder = bad, holdout, folder
+        self._bad, self._holdout = bad, holdout
         self.kinds: dict[str, int] = {}
         self.firsts: dict[str, str] = {}
         self._digest = hashlib.blake2b(digest_size=16)
@@ -186,7 +184,7 @@ class RowFiles:
 
     def _temporary(self) -> IO[bytes]:
         """Return a new file without a name. It is open as long as its rows may be read."""
-        file = tempfile.TemporaryFile(dir=self._folder, buffering=_BUFFER_BYTES)  # noqa: SIM115
+        file = tempfile.TemporaryFile(buffering=_BUFFER_BYTES)  # noqa: SIM115
         self._opened.append(file)
         return file
 

@@ -16,7 +16,6 @@ def load_sources(
     *,
     bad: BadRows,
     holdout: float = 0.05,
-    folder: str | os.PathLike[str] | None = None,
 ) -> list[Source]:
     """Read files of rows.
 
@@ -25,7 +24,7 @@ def load_sources(
         With weights ("chat.jsonl=0.7", "code.parquet=0.3") each file is a source, and the weights
         are the shares of rows that are drawn from them; then each file needs one.
       bad: counts the rows that cannot be trained on.
-      holdout, folder: as for `RowFiles`.
+      holdout: as for `RowFiles`.
 
     Raises:
       ValueError: a weight is missing, or as for `RowFiles`; or too many rows are bad.
@@ -43,8 +42,7 @@ def load_sources(
     else:
         groups = [([path], weight) for path, weight in files if weight is not None]
     sources = [
-        Source(RowFiles(paths, bad=bad, holdout=holdout, folder=folder), weight)
-        for paths, weight in groups
+        Source(RowFiles(paths, bad=bad, holdout=holdout), weight) for paths, weight in groups
     ]
     bad.check()
     return sources
