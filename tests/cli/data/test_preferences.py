@@ -22,6 +22,11 @@ from zeroxla.cli.data.vocabulary import Bytes
 USER, HI = HELLO
 BYE = {**HI, "content": "Bye"}
 PLAIN = "{% for m in messages %}[{{ m.content }}]{% endfor %}"
+WITH_ROLE = (  # whose turn begins before the place where the assistant answers
+    "{% for m in messages %}{% if m.role == 'assistant' %}"
+    "{% generation %}[A]{{ m.content }}{% endgeneration %}{% else %}[{{ m.content }}]{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}[A]{% endif %}"
+)
 CHANGED = "{% for m in messages %}[{{ m.content }}{{ messages | length }}]{% endfor %}"
 
 
@@ -52,14 +57,27 @@ class TestTargets:
         assert learned(found.chosen) == ("\x001 + 1 = 2\0", "2\0")
         assert learned(found.rejected) == ("\x001 + 1 = 11\0", "11\0")
 
-    @pytest.mark.parametrize("source", [DEFAULT, PLAIN], ids=["marked", "by difference"])
-    def test_of_conversations_are_the_turns_after_the_prompt(self, source):
+    @pytest.mark.parametrize(
+        ("source", "ends"),
+        [
+            (DEFAULT, ("Hi\0Hi\0", "Bye\0")),
+            (PLAIN, ("[Hi][Hi]", "[Bye]")),
+            (WITH_ROLE, ("[A]Hi[A]Hi", "[A]Bye")),
+        ],
+        ids=["marked", "by difference", "with the role"],
+    )
+    def test_of_conversations_are_the_turns_after_the_prompt(self, source, ends):
         given = [USER, HI, USER]
         value = {"chosen": [*given, HI, USER, HI], "rejected": [*given, BYE]}
         found = encoded(value, source=source, length=200)
-        ends = ("Hi\0Hi\0", "Bye\0") if source is DEFAULT else ("[Hi][Hi]", "[Bye]")
         assert learned(found.chosen)[1] == ends[0]
         assert learned(found.rejected)[1] == ends[1]
+
+    def test_of_conversations_with_tools(self):
+        value = {"chosen": [USER, HI], "rejected": [USER, BYE], "tools": [{"name": "search"}]}
+        found = encoded(value, source="{{ tools[0].name }}" + PLAIN)
+        assert learned(found.chosen) == ("search[Hello][Hi]", "[Hi]")
+        assert learned(found.rejected) == ("search[Hello][Bye]", "[Bye]")
 
     def test_a_template_that_writes_the_prompt_otherwise(self):
         value = {"chosen": [USER, HI], "rejected": [USER, BYE]}
@@ -131,8 +149,12 @@ class TestBatches:
             "rejected_mask": ((4, 24), np.float32),
         }
         for i in range(4):
-            text = bytes(batch["chosen"][i, 1:][batch["chosen_mask"][i] > 0].astype(np.uint8))
-            assert text.replace(b"yes", b"") == b"\0"
+            texts = [
+                bytes(batch[side][i, 1:][batch[f"{side}_mask"][i] > 0].astype(np.uint8))
+                for side in ("chosen", "rejected")
+            ]
+            assert texts[0].replace(b"yes", b"") == b"\0"
+            assert b"xyzw".startswith(texts[1].removesuffix(b"\0"))
         state = batches.get_state()
         rest = [next(batches) for _ in range(3)]
         batches.close()

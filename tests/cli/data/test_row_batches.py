@@ -84,10 +84,16 @@ class TestTargets:
         assert self.counted(tmp_path, row, length=4) == ("\0abcd", "cd")
         with pytest.raises(ValueError, match="10 bytes, more than the 5 of a sequence"):
             self.counted(tmp_path, row, length=4, too_long="bad")
+        whole = self.counted(tmp_path, row, length=9, too_long="bad")
+        assert whole == ("\0abcdefgh\0", "cdefgh\0")
 
     def test_of_a_long_document_a_window_at_any_place(self, tmp_path):
         file = write_lines(tmp_path / "a.jsonl", [{"text": "abcdefghij" * 3}] * 2)
-        found, _ = take(row_batches(stream_of(file, length=6), batch=8), 8)
+        stream = stream_of(file, length=6)
+        (row,) = stream.rows([0])
+        assert text_of(row.window(6, 0.0).tokens_T) == "\0abcdef"
+        assert text_of(row.window(6, 1.0).tokens_T) == "efghij\0"
+        found, _ = take(row_batches(stream, batch=8), 8)
         starts = {bytes(row.astype(np.uint8)) for batch in found for row in batch["tokens"]}
         assert len(starts) > 8
         assert all(batch["mask"].all() for batch in found)
@@ -100,6 +106,9 @@ class TestTargets:
         assert "".join(text_of(piece.tokens_T[piece.counted_T]) for piece in pieces) == f"{text}\0"
         assert all(len(piece.tokens_T) <= 17 for piece in pieces)
         assert not any(piece.counted_T[0] for piece in pieces)
+        ((batch,), _) = take(packed_batches(stream, batch=len(pieces), window=1), 1)
+        learned = batch["tokens"][:, 1:][batch["mask"] != 0]
+        assert sorted(text_of(learned)) == sorted(f"{text}\0")
 
 
 class TestPosition:
@@ -128,6 +137,7 @@ class TestPosition:
         one, _ = take(make(stream_of(file)), 1)
         other, _ = take(make(stream_of(file, seed=2**40 + 1)), 1)
         assert not np.array_equal(one[0]["tokens"], other[0]["tokens"])
+        assert stream_of(file).draw(3) != stream_of(file, seed=1).draw(3)
 
     @both
     @pytest.mark.parametrize("count", [2, 4])
@@ -221,6 +231,12 @@ class TestBadRows:
         again, _ = take(make(stream_of(file, limit=0.1)), 40)
         assert_equal(again, found)
 
+    def test_substitutes_are_drawn_one_by_one(self, tmp_path):
+        file = self.write(tmp_path, 97)
+        rows = stream_of(file, limit=1.0).rows(range(100))
+        times = collections.Counter(bytes(row.tokens_T) for row in rows)
+        assert max(times.values()) < 10
+
     @both
     def test_too_many_are_an_error(self, tmp_path, make):
         file = self.write(tmp_path, 3)
@@ -228,6 +244,17 @@ class TestBadRows:
         with pytest.raises(ValueError, match=r"rows are bad, more than the share of 0\.01"):
             collections.deque(itertools.islice(batches, 100))
         batches.close()
+
+    def test_that_are_held_out_are_named_and_counted(self, tmp_path):
+        file, named = self.write(tmp_path, 97), []
+        stream = stream_of(file, limit=1.0, holdout=0.3, report=named.append)
+        held_out = stream.sources[0].rows
+        places = {held_out.place(i, valid=True) for i in range(held_out.num_valid)}
+        left = stream.validation(1000)
+        assert 0 < len(left) < len(places)
+        assert {text.rpartition(": ")[0] for text in named[:20]} <= places
+        with pytest.raises(ValueError, match=r"rows are bad, more than the share of 0\.01"):
+            stream_of(file, limit=0.01, holdout=0.3).validation(1000)
 
 
 class TestPacked:
@@ -259,15 +286,19 @@ class TestPacked:
                 assert set(np.unique(mask)) <= {0, 1}
 
     def test_hold_every_row_once_in_a_round(self, file):
+        """And the batches of a round are not sorted by the lengths of their rows."""
         stream = stream_of(file, length=96)
         rows = len(stream.sources[0].rows)
-        found, _ = take(packed_batches(stream, batch=8, window=64), 30)
-        texts = []
+        found, _ = take(packed_batches(stream, batch=8, window=rows), 20)
+        texts, longest = [], []
         for batch in found:
             for tokens, segments in zip(batch["tokens"], batch["segments"]):
-                texts += [text_of(tokens[:-1][segments == i]) for i in range(1, segments.max() + 1)]
-        # Rows that are packed together come in another order, a window at a time.
-        assert len(set(texts)) > 0.95 * rows
+                own = [text_of(tokens[:-1][segments == i]) for i in range(1, segments.max() + 1)]
+                texts += own
+                longest.append(max(map(len, own)))
+        for first in (0, rows):
+            assert len(set(texts[first : first + rows])) == rows
+        assert longest[:40] != sorted(longest[:40], reverse=True)
 
     def test_loss_is_that_of_unpacked_rows(self, batches):
         params = reference_params(96)
@@ -296,6 +327,7 @@ class TestPacked:
         assert max(sums) <= 17
         assert len(bins) <= 1.02 * sum(lengths) / 17
         assert pack([], 17) == []
+        assert pack([8, 9, 8], 17) == [[0, 1], [2]]
 
     @pytest.mark.parametrize(("median", "sigma"), [(30, 1.0), (75, 0.8)])
     def test_fill_sequences_of_lognormal_lengths(self, tmp_path, median, sigma):
@@ -324,6 +356,19 @@ class TestValidation:
         (batch,) = validation_row_batches(stream_of(file), batch=8, num_batches=4)
         assert batch["mask"].any(axis=1).sum() < 8
         assert batch["tokens"].shape == (8, 49)
+
+    def test_is_taken_by_the_weights_at_equal_distances(self, tmp_path):
+        names = []
+        for name, weight in (("a", 0.6), ("b", 0.2), ("c", 0.2)):
+            lines = [{"text": f"{name}{i:03}"} for i in range(200)]
+            names.append(f"{write_lines(tmp_path / f'{name}.jsonl', lines)}={weight}")
+        stream = stream_of(*names, holdout=0.3)
+        found = [text_of(row.tokens_T[1:5]) for row in stream.validation(20)]
+        assert [text[0] for text in found] == [*"a" * 12, *"b" * 4, *"c" * 4]
+        numbers = [int(text[1:]) for text in found[:12]]
+        assert numbers == sorted(numbers)
+        assert max(np.diff(numbers)) < 50 < 150 < numbers[-1]
+        assert len(stream.validation(3)) == 3  # of 2 + 1 + 1
 
     def test_takes_no_row_to_train_on(self, file):
         stream = stream_of(file, holdout=0.2)

@@ -45,7 +45,7 @@ class TestKinds:
         tools = [{"name": "search"}]
         lines = [
             {"messages": HELLO, "tools": tools, "prompt": "ignored", "prompt_id": 7},
-            {"prompt": "1 + 1 = ", "response": "2"},
+            {"prompt": "1 + 1 = ", "response": "2", "completion": "two", "text": "ignored"},
             {"prompt": "", "completion": "3", "response": None},
             {"text": "Once", "label": 0},
         ]
@@ -73,9 +73,11 @@ class TestKinds:
         answers = [[HI], [BYE, USER, HI]]
         if not isinstance(forms["prompt"], list):
             answers = [[USER, *answer] for answer in answers]
-        row = row_of(read_object(json.dumps({**forms, **dict(zip(KEYS, answers))}).encode()))
-        chosen, rejected = Conversation((USER, HI), None, 1), (USER, BYE, USER, HI)
-        assert row == Preference(chosen, Conversation(rejected, None, 1))
+        tools = [{"name": "search"}]
+        value = {**forms, "tools": tools, **dict(zip(KEYS, answers))}
+        row = row_of(read_object(json.dumps(value).encode()))
+        chosen, rejected = Conversation((USER, HI), tools, 1), (USER, BYE, USER, HI)
+        assert row == Preference(chosen, Conversation(rejected, tools, 1))
         assert kind_of(row) == "ChatPreference"
         assert row_hash(row) != row_hash(Preference(row.rejected, row.chosen))
 
@@ -279,11 +281,15 @@ class TestHeldOut:
         assert sides[0] <= sides[1]
         assert before.fingerprint != after.fingerprint
 
-    def test_equal_rows_are_on_one_side(self, tmp_path, bad):
+    def test_equal_rows_are_on_one_side(self, tmp_path, bad, monkeypatch):
+        """In whatever order their places come into the tables."""
+        monkeypatch.setattr(row_files, "_FLUSHED", 7)
         lines = [{"text": f"text {i % 100}", "id": i} for i in range(1000)]
         found = RowFiles([write_lines(tmp_path / "a.jsonl", lines)], bad=bad, holdout=0.2)
         train = {found.read(i).text for i in range(len(found))}
-        assert not train & {found.read(i, valid=True).text for i in range(found.num_valid)}
+        valid = {found.read(i, valid=True).text for i in range(found.num_valid)}
+        assert not train & valid
+        assert len(train) + len(valid) == 100
 
     @pytest.mark.parametrize("chat", [False, True])
     def test_preferences_of_one_prompt_are_on_one_side(self, tmp_path, bad, chat):
@@ -373,6 +379,17 @@ class TestSources:
         for letter, share in (("a", 0.7), ("b", 0.2), ("c", 0.1)):
             assert drawn.count(letter) / 2000 == pytest.approx(share, rel=0.01)
 
+    def test_each_has_an_order_of_its_own(self, tmp_path):
+        lines = [[{"text": f"{name}{i:02}"} for i in range(40)] for name in "ab"]
+        files = [write_lines(tmp_path / f"{x[0]['text']}.jsonl", x) for x in lines]
+        stream = stream_of(*(f"{file}=0.5" for file in files), holdout=1e-12)
+        files = [source.rows for source in stream.sources]
+        numbers = {rows.read(i).text: i for rows in files for i in range(len(rows))}
+        drawn = [bytes(row.tokens_T[1:4].astype("u1")).decode() for row in stream.rows(range(60))]
+        orders = [[numbers[text] for text in drawn if text[0] == name] for name in "ab"]
+        assert len(orders[0]) == len(orders[1]) == 30
+        assert orders[0] != orders[1]
+
     def test_every_row_comes_before_the_first_one_comes_again(self, tmp_path):
         file = write_lines(tmp_path / "a.jsonl", [{"text": f"text {i}"} for i in range(100)])
         stream = stream_of(file)
@@ -404,10 +421,14 @@ class TestFiles:
             are_rows(["a.jsonl", "folder"])
 
     def test_rows_are_json_whatever_their_order_of_keys(self, tmp_path, bad):
-        one = [{"prompt": "a", "response": "b"}, {"text": "c"}]
-        other = [json.loads('{"response": "b", "prompt": "a", "id": 3}'), {"text": "c"}]
+        said, tools = [{**x, "name": "x"} for x in HELLO], [{"name": "search"}]
+        chat = {"messages": said, "tools": tools}
+        turned = {"messages": [dict(reversed(x.items())) for x in said], "tools": tools}
+        one = [{"prompt": "a", "response": "b"}, chat]
+        other = [json.loads('{"response": "b", "prompt": "a", "id": 3}'), turned]
+        without = [one[0], {"messages": said}]
         found = [
             RowFiles([write_lines(tmp_path / f"{i}.jsonl", lines)], bad=bad).fingerprint
-            for i, lines in enumerate((one, other))
+            for i, lines in enumerate((one, other, without))
         ]
-        assert found[0] == found[1]
+        assert found[0] == found[1] != found[2]
