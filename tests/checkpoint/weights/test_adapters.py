@@ -7,11 +7,13 @@ import jax
 import numpy as np
 import optax
 import pytest
+from tools.families import FAMILIES
 from tools.hugging_face import FIXTURES, assert_same_tensors, hub_folder, read_file, write_file
 from tools.quick import quick_compilation, thinned  # noqa: F401
 
 import zeroxla
 from zeroxla.checkpoint.checkpointer import Checkpointer
+from zeroxla.checkpoint.weights.adapter_names import adapter_leaves, known_format
 from zeroxla.models import GPT, MLP, Llama, from_hugging_face
 
 pytest.importorskip("safetensors", reason="safetensors is not installed")
@@ -82,6 +84,7 @@ def test_recorded_adapters_compute_what_peft_computes(tmp_path, name, scan):
 )
 def test_adapters_come_back_bit_by_bit(tmp_path, name, scan):
     model, step, state, _, _ = opened(tmp_path, name, scan=scan, frozen="int8")
+    assert model.frozen == "int8"
     out = tmp_path / "out"
     with Checkpointer(tmp_path / "run") as checkpointer:
         checkpointer.save(0, state)
@@ -95,6 +98,9 @@ def test_adapters_come_back_bit_by_bit(tmp_path, name, scan):
     assert set(written.pop("target_modules")) == set(recorded["target_modules"])
     ours = {n: x for n, x in written.items() if n != "base_model_name_or_path"}
     assert {n: recorded[n] for n in ours} == ours
+    end = "lora_magnitude_vector"  # which some versions of PEFT call a weight
+    longer = {f"{n}.weight" if n.endswith(end) else n: x for n, x in tensors.items()}
+    write_file(file, longer)
     again = zeroxla.init_from(
         step,
         {"base": state.params["base"], "lora": zeroxla.read_adapter(model, out)},
@@ -159,6 +165,11 @@ def test_what_is_no_adapter_is_refused(tmp_path):
         ({"bias": "all"}, "bias='all'"),
         ({"init_lora_weights": "pissa"}, "init_lora_weights='pissa'"),
         ({"rank_pattern": {"c_proj": 4}}, "rank_pattern="),
+        ({"alpha_pattern": {"c_proj": 4}}, "alpha_pattern="),
+        ({"use_qalora": True}, "use_qalora=True"),
+        ({"layer_replication": [[0, 2]]}, "layer_replication="),
+        ({"trainable_token_indices": [1]}, "trainable_token_indices="),
+        ({"target_parameters": ["experts.down_proj"]}, "target_parameters="),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save="),
     ],
 )
@@ -168,6 +179,15 @@ def test_settings_that_are_not_computed_are_refused(tmp_path, changed, words):
     (folder / "adapter_config.json").write_text(json.dumps({**config, **changed}))
     with pytest.raises(ValueError, match=f"{words}.*merge it in PEFT"):
         zeroxla.lora_from_adapter(GPT.tiny(), folder)
+
+
+def test_a_part_of_a_fused_weight_has_no_place_in_peft():
+    config = json.loads((FAMILIES / "phi3" / "config.json").read_text())
+    model = zeroxla.lora(from_hugging_face(config), targets="q_proj/kernel", rank=2)
+    step = zeroxla.make_step(model, zeroxla.make_mesh(nodes=2))
+    step.abstract_state({"tokens": np.zeros((8, 9), np.int32)})
+    with pytest.raises(ValueError, match=r"q_proj/kernel .* is not the whole weight of a linear"):
+        adapter_leaves(model.plan, known_format(model.model))
 
 
 def test_adapters_of_other_models_are_refused(tmp_path):

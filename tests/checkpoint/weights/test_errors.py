@@ -14,7 +14,7 @@ from tools.hugging_face import read_file, write_file
 from tools.quick import quick_compilation  # noqa: F401
 
 import zeroxla
-from zeroxla.checkpoint.weights import export_files, safetensors_writer
+from zeroxla.checkpoint.weights import export_files, pretrained, safetensors_writer
 from zeroxla.checkpoint.weights.export import export_params
 from zeroxla.checkpoint.weights.pretrained import from_pretrained
 from zeroxla.models import GPT, MLP, Llama
@@ -113,6 +113,13 @@ def test_hub_files_without_the_prefix_and_with_masks_are_read(step, folder, stat
     refused(step, folder, "lm_head.weight that is not wte.weight.*tie=False")
     change(folder, lambda t: t.update({"transformer.ln_f.bias": t["ln_f.bias"]}))
     refused(step, folder, "holds both ln_f.bias and transformer.ln_f.bias; remove one")
+
+
+def test_a_tied_head_is_compared_to_its_end():
+    parts = list(pretrained._rows((2500, 3)))
+    assert parts == [
+        (slice(first, end), slice(0, 3)) for first, end in ((0, 1000), (1000, 2000), (2000, 2500))
+    ]
 
 
 @pytest.mark.parametrize(

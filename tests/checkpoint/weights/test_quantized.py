@@ -7,29 +7,33 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 from tools.families import FAMILIES, leaves_in, tensors_of
+from tools.hugging_face import read_export
 from tools.quick import quick_compilation  # noqa: F401
 
 import zeroxla
-from zeroxla import from_pretrained, make_step
+from zeroxla import export_params, from_pretrained, make_step
+from zeroxla.checkpoint.weights.dequantize import EIGHT_BITS, Quantized
+from zeroxla.checkpoint.weights.safetensors_reader import TensorReader
 from zeroxla.models import from_hugging_face
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
-FP8 = {"quant_method": "fp8", "weight_block_size": [16, 16]}
+FP8 = {"quant_method": "fp8", "weight_block_size": [16, 24]}
 CHANNELS = {"quant_method": "compressed-tensors", "format": "float-quantized"}
 INT8 = {"quant_method": "compressed-tensors", "format": "int-quantized"}
 BITS = {"quant_method": "bitsandbytes", "load_in_8bit": True}
 LARGEST = float(ml_dtypes.finfo(ml_dtypes.float8_e4m3fn).max)
 
 
-def blocks(x, size=16):
+def blocks(x):
     """Return the largest sizes of blocks, and them for each number."""
-    rows, columns = (-(-n // size) for n in x.shape)
+    high, wide = FP8["weight_block_size"]
+    rows, columns = -(-x.shape[0] // high), -(-x.shape[1] // wide)
     found = np.zeros((rows, columns), np.float32)
     for i in range(rows):
         for j in range(columns):
-            found[i, j] = np.abs(x[i * size : (i + 1) * size, j * size : (j + 1) * size]).max()
-    wide = found.repeat(size, 0).repeat(size, 1)[: x.shape[0], : x.shape[1]]
+            found[i, j] = np.abs(x[i * high : (i + 1) * high, j * wide : (j + 1) * wide]).max()
+    wide = found.repeat(high, 0).repeat(wide, 1)[: x.shape[0], : x.shape[1]]
     return found, wide
 
 
@@ -42,6 +46,7 @@ def quantized(method, name, x):
     rows = np.abs(x).max(axis=1, keepdims=True)
     if method is CHANNELS:
         scale = (rows / LARGEST).astype(np.float32)
+        scale = scale.max(axis=0) if "o_proj" in name else scale  # one factor for the whole tensor
         values = (x / scale).astype(ml_dtypes.float8_e4m3fn)
         more = {f"{name}_scale": scale, name.replace("weight", "input_scale"): np.ones(1, "f4")}
         return {name: values, **more}, values.astype(np.float32) * scale
@@ -94,6 +99,27 @@ def test_weights_of_8_bits_are_read_as_what_they_mean(tmp_path, name, method):
             leaf = leaf[int(key) if key.isdecimal() and key not in leaf else key]
         np.testing.assert_allclose(leaf, x, rtol=1e-6, err_msg="/".join(path))
 
+    # Devices read parts.
+    reader, stored = TensorReader(tmp_path / "hub"), Quantized.of({"quantization_config": method})
+    for key in (key for key, x in reader.tensors.items() if x.dtype in EIGHT_BITS):
+        part = tuple(slice(n // 3, n - 1) for n in meant[key].shape)
+        found = stored.read(reader, key, part)
+        np.testing.assert_allclose(found, meant[key][part], rtol=1e-6, err_msg=key)
+
+    export_params(state, tmp_path / "out", model=model, like=tmp_path / "hub")
+    assert {x.dtype.name for x in read_export(tmp_path / "out").values()} == {"float32"}
+    written, said = (
+        json.loads((tmp_path / folder / "config.json").read_text()) for folder in ("out", "hub")
+    )
+    assert said.pop("quantization_config") == method
+    assert written == said
+
+
+def test_blocks_are_square_where_nothing_else_is_said():
+    found = Quantized.of({"quantization_config": {"quant_method": "fp8"}})
+    assert found is not None
+    assert found.block == (128, 128)
+
 
 @pytest.mark.parametrize(
     ("config", "message"),
@@ -128,7 +154,7 @@ def test_factors_that_are_missing_or_do_not_fit_are_named(tmp_path):
     values, _ = quantized(FP8, key, meant[key])
     for scale, message in (
         ({}, "factors .*up_proj.weight_scale_inv are missing"),
-        ({f"{key}_scale_inv": np.ones((1, 2), np.float32)}, r"blocks of \[16, 16\]"),
+        ({f"{key}_scale_inv": np.ones((1, 2), np.float32)}, r"blocks of \[16, 24\]"),
     ):
         files = {**meant, key: values[key], **scale}
         save_file(files, tmp_path / "hub" / "model.safetensors", metadata={"format": "pt"})

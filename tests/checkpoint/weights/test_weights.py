@@ -23,9 +23,10 @@ from tools.quick import quick_compilation, thinned  # noqa: F401
 
 import zeroxla
 from zeroxla.checkpoint.checkpointer import Checkpointer
-from zeroxla.checkpoint.weights import export_files
+from zeroxla.checkpoint.weights import export_files, safetensors_writer
 from zeroxla.checkpoint.weights.export import export_params
 from zeroxla.checkpoint.weights.pretrained import from_pretrained
+from zeroxla.checkpoint.weights.safetensors_writer import make_plan
 from zeroxla.checkpoint.weights.sources import StateSource
 from zeroxla.models import GPT, Llama, from_hugging_face
 from zeroxla.models.losses import next_token_loss
@@ -128,8 +129,9 @@ def test_a_model_comes_back_as_it_went_out_scanned_or_not(tmp_path, tie, shape):
     export_params(state, tmp_path, model=model)
     tensors = read_export(tmp_path)
     assert ("lm_head.weight" in tensors) != tie
-    again = from_pretrained(model, tmp_path, step)
+    again = from_pretrained(model, tmp_path, step, key=KEY)
     assert_same_params(zeroxla.full_params(again), zeroxla.full_params(state))
+    np.testing.assert_array_equal(*(jax.random.key_data(x.key) for x in (again, state)))
     assert int(again.step) == 0
     built = from_hugging_face(tmp_path, scan=False)
     unrolled = make_step(built, (1, 8))
@@ -163,13 +165,14 @@ def test_narrow_tensors_are_rounded_to_nearest_and_widened_back(tmp_path, gpt, d
 
 
 @pytest.mark.smoke
-def test_shards_have_an_index_and_replace_an_older_export(tmp_path, gpt):
+def test_shards_have_an_index_and_replace_an_older_export(tmp_path, gpt, monkeypatch):
     model, _, state = gpt
     export_params(state, tmp_path / "one", model=model)
     (tmp_path / "one" / "tokenizer.json").write_text("{}")
     one = read_export(tmp_path / "one")
     names = lambda: sorted(file.name for file in (tmp_path / "one").iterdir())  # noqa: E731
     assert names() == ["config.json", "model.safetensors", "tokenizer.json"]
+    monkeypatch.setattr(safetensors_writer, "_BLOCK_BYTES", 1000)  # some rows of a tensor
     for size, limit in (("20KB", 20_000), (40_000, 40_000)):
         files = export_params(state, tmp_path / "one", model=model, max_shard_size=size)
         assert names() == sorted(
@@ -183,13 +186,21 @@ def test_shards_have_an_index_and_replace_an_older_export(tmp_path, gpt):
     assert names() == ["config.json", "model.safetensors", "tokenizer.json"]
 
 
+def test_files_are_filled_in_the_order_of_numbers():
+    shapes = {f"h.{i}.w": (5,) for i in (10, 2, 1, 3)} | {"h.11.w": (1, 11)}
+    plan = make_plan(shapes, dtype="float32", max_shard_bytes=40)
+    files = [[name for name, x in plan.tensors.items() if x.file == file] for file in plan.sizes]
+    assert files == [["h.1.w", "h.2.w"], ["h.3.w", "h.10.w"], ["h.11.w"]]
+
+
 def test_the_library_reads_what_was_written(tmp_path, gpt):
     from safetensors import safe_open
     from safetensors.numpy import load_file
 
     model, _, state = gpt
     for dtype in ("float32", "bfloat16"):
-        (file,) = export_params(state, tmp_path, model=model, dtype=dtype)
+        (file,) = export_params(state, tmp_path, model=model, dtype=dtype, config={"bos": 7})
+        assert json.loads((tmp_path / "config.json").read_text())["bos"] == 7
         assert_same_tensors(load_file(file), read_export(tmp_path))
         with safe_open(file, framework="numpy") as opened:
             assert opened.metadata() == {"format": "pt"}
@@ -230,11 +241,19 @@ def test_any_model_has_flat_names_from_a_state_and_from_its_checkpoint(tmp_path)
     assert_same_params(again.model_state, state.model_state)
     assert_same_params(again.opt_state, state.opt_state)
     with Checkpointer(tmp_path / "saved") as checkpointer:
-        checkpointer.save(1, state)
+        checkpointer.save(1, step.init(jax.random.key(6), batch))
         checkpointer.save(2, state)
-    for source in ("saved", "saved/1", "saved/2/state"):
+    for source in ("saved", "saved/2", "saved/2/state"):
         export_params(tmp_path / source, tmp_path / "out")
         assert_same_tensors(read_export(tmp_path / "out"), found)
+    export_params(tmp_path / "saved/1", tmp_path / "out")
+    older = read_export(tmp_path / "out")
+    assert older.keys() == found.keys()
+    assert not np.array_equal(older["Dense_0.kernel"], found["Dense_0.kernel"])
+    (spoilt,) = (tmp_path / "saved/1").rglob("about.json")
+    spoilt.write_bytes(spoilt.read_bytes() + b" ")
+    with pytest.raises(ValueError, match=r"saved/1 is damaged: .*; name the folder of another"):
+        export_params(tmp_path / "saved/1", tmp_path / "out")
 
 
 def test_one_leaf_is_in_host_memory_at_a_time(tmp_path):
